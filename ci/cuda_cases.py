@@ -181,13 +181,13 @@ def normal(q: Any) -> float:
 
 
 def fp8_share(k: int) -> float:
-    """The bound of `extensor_cuda.gemm`, FP8's and bfloat16's together."""
+    """The bound of `extensor_cuda.matmul.product`, FP8's and bfloat16's together."""
     return min(k, 512) * 34 / 32 * 2.0**-13 + 2.0**-20 + k * 2.0**-22
 
 
 def products(rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None) -> str:
     """Packed matrices, whose product leaves as floats or packed."""
-    from extensor_cuda import gemm
+    from extensor_cuda.matmul.stored import matmul
 
     left, right, way = PRODUCTS[rng.integers(len(PRODUCTS))]
     m, n, k = shape or (size(rng), size(rng), size(rng, 1500))
@@ -200,7 +200,7 @@ def products(rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None) 
     what = (left, right, way, (m, n, k), tile, zeros)
     spec = QuantSpec(("mxfp4", "mxfp8_e4m3")[rng.integers(2)])
     outs = "bfloat16", "float32", *(() if shape else (spec,))  # the reference would take minutes
-    made: list[Any] = [gemm.matmul(a, b, backend.xp, accumulate=way, out_dtype=out) for out in outs]
+    made: list[Any] = [matmul(a, b, backend.xp, accumulate=way, out_dtype=out) for out in outs]
     x, y = (backend.dequantize(q) for q in (a, b))
     least = normal(a), normal(b)
     for done in made[:2]:
@@ -216,7 +216,8 @@ def products(rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None) 
 
 def weights(rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None) -> str | None:
     """Floats times packed weights, few rows and many."""
-    from extensor_cuda import weights as ways
+    from extensor.backends.unsupported import Unsupported
+    from extensor_cuda.matmul.weight_only import weight_only_gap, weight_only_matmul
 
     name, xp = WEIGHTS[rng.integers(len(WEIGHTS))], backend.xp
     m, n, k = int(rng.choice([1, size(rng, 30), size(rng)])), size(rng), size(rng, 1500)
@@ -234,24 +235,24 @@ def weights(rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None) -
     kind = KINDS[rng.integers(2)]
     few = m * k < 1 << 20
     x = there(rng, values(rng, m, k).astype(kind), xp) if few else many(rng, m, k, xp).astype(kind)
-    if ways.reason(x, w, "90"):
+    if weight_only_gap(x, w, "90") is not None:
         return None
-    done = ways.product(x, w, ("float32", "bfloat16")[rng.integers(2)], xp)
+    done = weight_only_matmul(x, w, ("float32", "bfloat16")[rng.integers(2)], xp)
     what = (name, options, str(x.dtype), (m, n, k))
-    if isinstance(done, str):
-        return f"{what}: {done}"
+    if isinstance(done, Unsupported):
+        return f"{what}: {done.reason}"
     decoded = backend.dequantize(w)
     # Codes are multiplied before zero points are taken off, of up to twice the largest value.
     span = 2 * float(abs(decoded).max()) if "symmetric" in options else 0.0
     share = k * 2.0**-22 + k / 32 * 2.0**-24 + 2.0**-19
-    return multiplied(done[0], x, decoded, share, (*what, done[1]), span)
+    return multiplied(done.out, x, decoded, share, (*what, done.path), span)
 
 
 def groups(
     rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None, fewest: int = 1
 ) -> str:
     """Groups of rows, each times a matrix of its own."""
-    from extensor_cuda import grouped
+    from extensor_cuda.matmul.stored import grouped_matmul, offsets_of
 
     sizes, n, k = rng.integers(0, 200, rng.integers(1, 6)), size(rng, 300), size(rng)
     if shape:
@@ -264,9 +265,7 @@ def groups(
         stored(rng, rows, k, QuantSpec(name), backend)
         for rows in (int(sizes.sum()), n * len(sizes))
     )
-    done: Any = grouped.matmul(
-        a, b, grouped.offsets_of(backend.xp.asarray(sizes), backend.xp), backend.xp
-    )
+    done: Any = grouped_matmul(a, b, offsets_of(backend.xp.asarray(sizes), backend.xp), backend.xp)
     x, y = (backend.dequantize(q) for q in (a, b))
     least, end = (normal(a), normal(b)), 0
     for group, rows in enumerate(sizes.tolist()):

@@ -44,7 +44,7 @@ from extensor.config import use_core
 from extensor.nn import Module, apply_recipe
 from extensor.optim import Adam
 from training.data import DATASETS, DataError, load_dataset
-from training.finish import peak_rss_mb
+from training.result import peak_rss_mb
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "ci" / "bench" / "results"

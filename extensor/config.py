@@ -1,7 +1,4 @@
-"""Every EXTENSOR_* flag, in one typed table. Flags never change numerics.
-
-A device is where tensors are made, not how: codes and scales have the same bits on each.
-"""
+"""The table of EXTENSOR_* environment variables. None of them changes a bit of any result."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ FLAGS = {
     "require_core": Flag(
         "EXTENSOR_REQUIRE_CORE", "0", "1 makes a missing C++ core an error instead of a slower path"
     ),
-    "device": Flag("EXTENSOR_DEVICE", "cpu", "where tensors are made unless told: cpu or cuda"),
+    "device": Flag("EXTENSOR_DEVICE", "cpu", "the default device of new tensors: cpu or cuda"),
     "threads": Flag("EXTENSOR_NUM_THREADS", "0", "threads of the C++ core; 0 is one per CPU"),
 }
 """The flags, by short name."""
@@ -58,7 +55,7 @@ def require_core() -> bool:
 
 
 def default_device() -> str:
-    """The device of tensors that are made without one; the backend registry knows the names."""
+    """The device of tensors that are made without one, a name of the backend registry."""
     return FLAGS["device"].read()
 
 

@@ -1,11 +1,11 @@
-"""Data types: the dense ones, one blocked one per format row, and how they promote.
+"""Data types: dense ones, a blocked one for each format, and type promotion.
 
-Dense promotion follows the Python Array API standard (2025.12, "Type Promotion
-Rules"), completed where it leaves a gap: integers and floats meet in the float,
-float16 and bfloat16 in float32, and a Python scalar never widens an array except
-by kind (an integer array and a float scalar give float32, a float32 array and a
-complex scalar complex64). A blocked operand computes as float32. Complex tensors
-are for the standard's functions; they have no gradients.
+Promotion of dense dtypes follows the Python Array API standard (2025.12, "Type Promotion Rules"),
+with rules of its own where the standard has none: an integer and a float give the float, float16
+and bfloat16 give float32, and a Python scalar changes an array's kind but never its width (an
+integer array and a float scalar give float32, a float32 array and a complex scalar complex64).
+Blocked operands compute in float32. Complex tensors serve the standard's functions and have no
+gradients.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ __all__ = [
 
 _BOOL, _INT, _FLOAT, _COMPLEX, _BLOCKED = "bool", "int", "float", "complex", "blocked"
 
-# How much work an operation has with a dtype; a primitive says how far it goes by itself.
+# Levels of dtypes that need more work; a primitive states the level that it handles itself.
 LEVEL_FLOAT, LEVEL_OTHER, LEVEL_HALF, LEVEL_BLOCKED = range(4)
 
 
 @dataclass(frozen=True, eq=False)
 class DType:
-    """One data type; rows are unique, so ``==`` is identity and compares the format.
+    """One data type. Rows are unique, so that ``==`` is identity and compares the format.
 
     Attributes:
         name: its name, as in ``et.float32``.
@@ -91,7 +91,7 @@ class DType:
 
     @property
     def is_inexact(self) -> bool:
-        """True for floats and complex numbers: what divisions and roots give."""
+        """True for floats and complex numbers, the results of divisions and roots."""
         return self.kind in (_FLOAT, _COMPLEX)
 
     @property
@@ -121,7 +121,7 @@ class DType:
 
 
 DTypeLike = DType | str | np.dtype[Any] | type
-"""What `as_dtype` understands."""
+"""What `as_dtype` accepts."""
 
 
 def _dense(name: str, kind: str, scalar_type: Any, level: int = LEVEL_OTHER) -> DType:
@@ -271,7 +271,7 @@ _PROMOTION: dict[tuple[DType, DType], DType] = {}
 
 
 def promote(a: DType, b: DType) -> DType:
-    """The dtype two operands are computed in and give; see the module's docstring.
+    """The dtype that an operation on two dtypes computes in and returns; see the module.
 
     Raises:
         TypeError: for uint64 with a signed integer, which have no common type.
@@ -283,7 +283,7 @@ def promote(a: DType, b: DType) -> DType:
 
 
 def scalar_dtype(scalar: object, other: DType) -> DType:
-    """The dtype a Python scalar takes beside an operand of dtype ``other``."""
+    """The dtype of a Python scalar in an operation with an operand of dtype ``other``."""
     if isinstance(scalar, complex):
         return promote(other, complex64)
     if isinstance(scalar, builtins.bool):
@@ -294,5 +294,5 @@ def scalar_dtype(scalar: object, other: DType) -> DType:
 
 
 def compute_dtype(dtype: DType) -> DType:
-    """What an op computes in for a result of ``dtype``: float32 for 16-bit floats and blocks."""
+    """The dtype to compute a result of ``dtype`` in: float32 for 16-bit floats and blocks."""
     return float32 if dtype.level >= LEVEL_HALF else dtype

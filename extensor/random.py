@@ -1,8 +1,8 @@
-"""Counter-based random bits: Philox4x32-10, the same on every backend.
+"""Counter-based random bits (Philox4x32-10), the same on every backend.
 
-Random bits are an argument, never hidden state. A `Stream` names what the bits
-are for; a block and a position in it pick the word. Nothing depends on the order
-in which blocks are visited, so rows, columns, threads and GPUs all draw the same.
+Random bits are an argument, never hidden state. A `Stream` names the tensor and step that the bits
+are for; a block and a position in it select the word. The order in which blocks are visited does
+not matter, so threads and GPUs draw the same bits.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3",
 SC'11, section 3.3 (Philox); constants as in Random123.
@@ -34,8 +34,8 @@ class Stream:
         tensor: 24-bit number of the layer or tensor.
         slot: 7-bit operand slot (which GEMM, which operand).
         column: whether the blocks run down columns of the matrix.
-        clock: what ``step`` was read from, a thing with a ``step`` of its own: a step that a device
-            repeats (`extensor.capture`) reads it again. None: ``step`` is meant as it is.
+        clock: the object whose ``step`` this is; a captured step (`extensor.capture`) reads it
+            again in each replay. None: ``step`` is constant.
     """
 
     seed: int
@@ -106,8 +106,8 @@ def random_words(
     call = xp.arange(calls, dtype=xp.uint64)[None, :]
     words = xp.stack(philox4x32((call, block, *stream.counter_high), stream.key, xp), axis=-1)
     if rbits == 8:
-        octets = xp.stack(
+        bytes_ = xp.stack(
             [(words >> xp.uint32(8 * i)) & xp.uint32(0xFF) for i in range(4)], axis=-1
         )
-        words = (octets << xp.uint32(24)) | xp.uint32(1 << 23)
+        words = (bytes_ << xp.uint32(24)) | xp.uint32(1 << 23)
     return words.reshape(len(block), calls * (128 // rbits))[:, :block_size]

@@ -14,7 +14,7 @@ import numpy as np
 
 from extensor import nn
 
-__all__ = ["VisionConfig", "Weights", "conv_unit", "halved", "started"]
+__all__ = ["ConvUnits", "VisionConfig", "Weights", "halved", "started"]
 
 Weights = Callable[[tuple[int, ...], np.random.Generator], np.ndarray[Any, Any]]
 """Draws a float32 weight of a shape (`extensor.nn.init`)."""
@@ -67,44 +67,44 @@ def started(layer: Layer, weights: Weights, rng: np.random.Generator, bias: floa
     return layer
 
 
-def conv_unit(
-    inputs: int,
-    outputs: int,
-    kernel: int,
-    weights: Weights,
-    rng: np.random.Generator,
-    *,
-    stride: int = 1,
-    groups: int = 1,
-    norm: bool = True,
-    relu: bool = True,
-    bias: float = 0.0,
-) -> nn.Sequential:
-    """Convolution (padding keeps the size), batch norm, ReLU; no bias where a norm follows.
+@dataclass(frozen=True)
+class ConvUnits:
+    """Makes the convolutions of a model: each with a batch norm and a ReLU after it.
 
-    Args:
-        inputs: channels that come in.
-        outputs: channels that go out.
-        kernel: its odd height and width.
+    Attributes:
         weights: draws the kernels.
         rng: with this generator.
-        stride: as for `nn.Conv2d`.
-        groups: likewise.
-        norm: False leaves the batch norm out.
-        relu: False leaves the ReLU out.
-        bias: the bias's initial value where there is no norm.
+        norm: False leaves the batch norms out; the convolutions have biases then.
+        bias: initial value of those biases.
     """
-    conv = nn.Conv2d(
-        inputs,
-        outputs,
-        kernel,
-        stride=stride,
-        padding=kernel // 2,
-        groups=groups,
-        bias=not norm,
-        rng=rng,
-    )
-    parts: dict[str, nn.Module] = {"conv": started(conv, weights, rng, bias)}
-    parts |= {"norm": nn.BatchNorm2d(outputs)} if norm else {}
-    parts |= {"relu": nn.ReLU()} if relu else {}
-    return nn.Sequential(**parts)
+
+    weights: Weights
+    rng: np.random.Generator
+    norm: bool = True
+    bias: float = 0.0
+
+    def __call__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int,
+        *,
+        stride: int = 1,
+        groups: int = 1,
+        relu: bool = True,
+    ) -> nn.Sequential:
+        """(N, inputs, H, W) to (N, outputs, H / stride, W / stride); ``kernel`` is odd."""
+        conv = nn.Conv2d(
+            inputs,
+            outputs,
+            kernel,
+            stride=stride,
+            padding=kernel // 2,
+            groups=groups,
+            bias=not self.norm,
+            rng=self.rng,
+        )
+        parts: dict[str, nn.Module] = {"conv": started(conv, self.weights, self.rng, self.bias)}
+        parts |= {"norm": nn.BatchNorm2d(outputs)} if self.norm else {}
+        parts |= {"relu": nn.ReLU()} if relu else {}
+        return nn.Sequential(**parts)

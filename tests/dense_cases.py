@@ -1,4 +1,4 @@
-"""Cases for the products and attention of `extensor.backends.cpu_dense`, with their bounds.
+"""Cases for the products and attention of `extensor.backends.cpu.nn`, with their bounds.
 
 Everything is computed in float64 by other means than the kernels', and bounded term by term from
 u = 2**-24 (Higham, Accuracy and Stability of Numerical Algorithms, 3.1); 1.02 covers products of

@@ -1,7 +1,7 @@
 """What the tests of blocked products share: formats, exact values, the bound, each variant.
 
 Values are decoded here from the tables, in float64: codes times scales, unrounded. The bounds are
-the ones stated in extensor/backends/products.py.
+the ones stated in extensor/backends/cpu/product_paths.py.
 """
 
 from __future__ import annotations

@@ -98,9 +98,9 @@ def _same(name: str, drawn: Call, got: Any, wanted: Any, what: str) -> None:
                 if hasattr(w, field):
                     same(getattr(g, field), getattr(w, field), f"{what}.{field}")
         elif isinstance(w, strict._dtypes.DType):
-            assert _name(g) == _name(w), f"{what}: {g}, wanted {w}"
+            assert _name(g) == _name(w), f"{what}: {g}, expected {w}"
         else:
-            assert type(g) is type(w) and g == w, f"{what}: {g!r}, wanted {w!r}"
+            assert type(g) is type(w) and g == w, f"{what}: {g!r}, expected {w!r}"
 
     same(got, wanted, what)
 
@@ -112,8 +112,8 @@ def _is_array(value: Any) -> bool:
 def _alike(got: Any, wanted: Any, what: str) -> tuple[Any, Any]:
     """Both as numpy arrays, of one dtype and shape."""
     g, w = _array(got), _array(wanted)
-    assert g.dtype == w.dtype, f"{what}: dtype {g.dtype}, wanted {w.dtype}"
-    assert g.shape == w.shape, f"{what}: shape {g.shape}, wanted {w.shape}"
+    assert g.dtype == w.dtype, f"{what}: dtype {g.dtype}, expected {w.dtype}"
+    assert g.shape == w.shape, f"{what}: shape {g.shape}, expected {w.shape}"
     return g, w
 
 

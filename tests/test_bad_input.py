@@ -1,5 +1,5 @@
-"""Bad input through the public surface, by table: each error says what was wanted, what came and,
-where there is one, the way out.
+"""Bad input through the public surface, by table: errors say what was expected, what was given, and
+what to do instead.
 
 Bad inputs of single operations stand in their declarations (tests/test_every_primitive.py), those
 of layers, optimizers, files and commands beside their own tests; here is what cuts across, and what
@@ -60,12 +60,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "shapes": (
         lambda: zeros(2, 3) + zeros(4),
         ValueError,
-        "add: wanted shapes that broadcast (equal, or 1",
+        "add: expected shapes that broadcast (equal, or 1",
     ),
     "where": (
         lambda: et.where(zeros(2) > 0, zeros(3), 1.0),
         ValueError,
-        "where: wanted shapes that broa",
+        "where: expected shapes that broa",
     ),
     "write beyond the end": (
         lambda: zeros(2, 3).__setitem__(5, 1.0),
@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "tensordot axes": (
         lambda: et.tensordot(zeros(2), zeros(2), 3),
         ValueError,
-        "axes: wanted 0..1 for shapes (2,)",
+        "axes: expected 0..1 for shapes (2,)",
     ),
     "no tokens": (
         lambda: nn.MultiheadAttention(8, 2)(zeros(2, 0, 8)),
@@ -130,7 +130,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "class below": (
         lambda: et.nll(zeros(2, 3), labels(0, -1)),
         ValueError,
-        "nll: labels: wanted 0..2 for 3 clas",
+        "nll: labels: expected 0..2 for 3 clas",
     ),
     "no classes": (
         lambda: et.cross_entropy(zeros(2, 0), labels(0, 0)),
@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "hook": (
         lambda: nn.ReLU().register_forward_hook(3),
         TypeError,
-        "wanted a function",
+        "hook: expected a function",
     ),
     # tokens
     "sequence beyond the context": (
@@ -205,7 +205,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "unknown token": (
         lambda: built("gpt", vocab=5, context=4)(labels(1, 9)[None]),
         ValueError,
-        "wanted numbers in 0..4, got 1..9; the way out: numbers of the vocabulary",
+        "expected numbers in 0..4, got 1..9; use numbers of the vocabulary",
     ),
     "unknown letter": (
         lambda: Characters("ab").encode("abc"),
@@ -252,12 +252,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "nothing to compare": (
         lambda: et.compare_layers(nn.Linear(2, 2), nn.Linear(2, 2), zeros(0, 2)),
         ValueError,
-        "batch: wanted values to compare, got shapes [(0, 2)]",
+        "batch: expected values to compare, got shapes [(0, 2)]",
     ),
     "nothing to quantize": (
         lambda: nn.quantize_model(nn.Sequential(nn.ReLU()), "mxfp4"),
         ValueError,
-        "wanted a Linear or Conv2d that no rule keeps, got layers []",
+        "expected a Linear or Conv2d that no rule keeps, got layers []",
     ),
 }
 

@@ -85,7 +85,7 @@ def test_commands_are_understood(
 ) -> None:
     """`extensor` runs them; of training, everything but the training itself."""
     done: list[str] = []
-    for name, result in (("train", None), ("compare", 0), ("write", ""), ("ptq", None)):
+    for name, result in (("train", None), ("compare", 0), ("generate_text", ""), ("ptq", None)):
         monkeypatch.setattr(
             cli, name, lambda *args, name=name, result=result, **kw: done.append(name) or result
         )

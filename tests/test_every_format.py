@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from extensor.formats import DIALECTS, FORMATS
-from extensor.quant.reference import dequantize, operand, quantize
+from extensor.quant.reference import dequantize, fake_quantize, quantize
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from tests.oracle import quantize as oracle
@@ -33,7 +33,7 @@ def check(x: np.ndarray, spec: QuantSpec, previous: np.ndarray | None = None) ->
     same_stored(q, stats, expected, context)
     same_bytes("dequantized", dequantize(q), expected.values, context)
     if previous is None:
-        values, again = operand(x, spec, stream)
+        values, again = fake_quantize(x, spec, stream)
         same_bytes("operand", values, expected.operand, context)
         assert again == stats, context
 

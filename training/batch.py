@@ -1,4 +1,4 @@
-"""Batch: what every data set gives and the loop takes."""
+"""`Batch`: inputs and labels of one step, as every data set gives them and the loop takes them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Batch"]
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch.
+    """Inputs and labels of one step.
 
     Attributes:
         index: its place in the epoch.
         inputs: what the model is called with: images (B, C, H, W) float32, or tokens (B, T) int64.
-        labels: (B,) or (B, T), int64; below 0 where nothing is asked for.
+        labels: (B,) or (B, T), int64; below 0 where there is no label.
     """
 
     index: int
@@ -25,5 +25,5 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """How many labels."""
+        """The number of labels."""
         return int((self.labels >= 0).sum())

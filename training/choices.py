@@ -54,14 +54,13 @@ def option_rows(cls: Callable[..., Any], kind: str) -> dict[str, inspect.Paramet
 
 
 def describe(cls: Callable[..., Any], kind: str) -> str:
-    """The options of a class with their defaults, as one line of a help text."""
-    rows = option_rows(cls, kind)
-    if not rows:
-        return "no further options"
-    return ", ".join(
+    """What a class does, and its options with their defaults, as one line of a help text."""
+    doc = (cls.__doc__ or "").partition("\n")[0].replace("`", "").removesuffix(".")
+    options = [
         f"{name} (required)" if row.default is row.empty else f"{name}={row.default}"
-        for name, row in rows.items()
-    )
+        for name, row in option_rows(cls, kind).items()
+    ]
+    return f"{doc} [{', '.join(options)}]" if options else doc
 
 
 def parse_options(kind: str, name: str, text: str, epoch_steps: int = 1) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def parse_options(kind: str, name: str, text: str, epoch_steps: int = 1) -> dict
 
 
 def _value(kind: Any, text: str, epoch_steps: int) -> Any:
-    """A text as a value of an annotation."""
+    """Parse a text as a value of an annotated type."""
     if kind is bool:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"expected true or false, got {text!r}")

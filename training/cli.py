@@ -2,7 +2,7 @@
 
 Values come from, last one wins: the model's row in `RUNS`, the file given by --config, the flags.
 With --resume the saved run takes the place of the row, and nothing may contradict it.
-What a user can put right ends as one line on standard error and exit code 2.
+An error that the user can correct is one line on standard error, and exit code 2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from training.comparison import CompareArgs, CompareFlags
 from training.config import RunConfig, Settings
 from training.data import DATASETS, DataError
 from training.flags import parse, parse_settings, resolve
-from training.generate import GenerateArgs, write
+from training.generate import GenerateArgs, generate_text
 from training.loop import Interrupted
 from training.page import ReportArgs, write_page
 from training.ptq import PtqArgs, ptq
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_console() -> Console:
-    """Text goes out as it is: names of folders are neither markup nor wrapped."""
+    """A console that prints text as it is: names of folders are neither markup nor wrapped."""
     return Console(highlight=False, markup=False, soft_wrap=True)
 
 
@@ -157,7 +157,7 @@ def parse_train(model: str, argv: Sequence[str]) -> tuple[TrainFlags, RunConfig,
 
 
 def _made(cls: type[Any], values: dict[str, Any]) -> Any:
-    """A record of settings.
+    """Make a record of settings.
 
     Raises:
         UsageError: on values that it refuses.
@@ -192,7 +192,7 @@ def generate_command(argv: Sequence[str]) -> int:
         "--tokens 300"
     )
     args = parse(GenerateArgs, f"{PROGRAM} generate", argv, text)
-    print(args.prompt + write(args))
+    print(args.prompt + generate_text(args))
     return 0
 
 
@@ -253,7 +253,7 @@ def _option_rows() -> str:
     """Every optimizer and schedule, with its options."""
     return "\n\n".join(
         _rows(
-            f"{kind}s (--{kind}) and their further options (--{kind}-options NAME=VALUE,...):",
+            f"{kind}s (--{kind}), and [options] (--{kind}-options NAME=VALUE,...):",
             {name: describe(cls, kind) for name, cls in table.items()},
         )
         for kind, table in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES))

@@ -113,7 +113,7 @@ def _run_all(todo: list[Job], args: CompareArgs, console: Console) -> dict[str, 
 
 
 def _progress(job: Job) -> str:
-    """How far a run is, in a few words."""
+    """Describe how far a run is."""
     curve = job.curve()
     last = f" {job.metric.show(curve[-1])}" if curve else ""
     return f"{job.name} {len(curve)}/{job.config.epochs}{last}"

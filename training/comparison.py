@@ -70,7 +70,7 @@ class CompareArgs(CompareFlags, Settings):
 
     @property
     def folder(self) -> Path:
-        """Where everything lies."""
+        """Folder of the comparison."""
         return self.out or Path("runs") / f"compare-{self.model}-{self.dataset}"
 
     @property
@@ -81,14 +81,14 @@ class CompareArgs(CompareFlags, Settings):
 
     @property
     def title(self) -> str:
-        """What is compared, in a few words."""
+        """Short description of the comparison."""
         length = f"{self.epochs} epoch{'s' if self.epochs > 1 else ''}"
         if self.epoch_steps:
             length = f"{self.epochs * self.epoch_steps:,} steps"
         return f"{self.model} on {self.dataset}, {length}, {self.seeds} seeds"
 
     def runs(self) -> list[RunConfig]:
-        """One run per seed and recipe, seeds outermost: an early look shows every recipe."""
+        """One run per seed and recipe; all recipes of a seed come before the next seed."""
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Settings)}
         return [
             RunConfig(**shared, model=self.model, recipe=recipe, seed=seed)

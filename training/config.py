@@ -64,12 +64,12 @@ def setting(
     check: Check | None = None,
     among: Collection[str] = (),
 ) -> Any:
-    """A field of a record of settings: its help text, and its check or the names it may have."""
+    """A dataclass field with a help text and a check: a `Check`, or the names that are allowed."""
     return dataclasses.field(default=default, metadata={"doc": doc, "check": check, "among": among})
 
 
 def flag_of(name: str) -> str:
-    """The flag that sets a field."""
+    """Name of the command-line flag that sets a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -258,7 +258,7 @@ class Settings:
                 )
 
     def _check_text(self) -> None:
-        """Refuse what windows of text cannot be made with."""
+        """Refuse settings that windows of text cannot be cut with."""
         for name in ("epoch_steps", "context"):
             self._require(name, getattr(self, name) >= 1, "a whole number, 1 or more")
         self._require("tokenizer", self.tokenizer in TOKENIZERS, f"one of {', '.join(TOKENIZERS)}")
@@ -286,7 +286,7 @@ class RunConfig(Settings):
 
     @cached_property
     def resolved_recipe(self) -> Recipe:
-        """The recipe itself."""
+        """The `Recipe` that the name stands for."""
         return get_recipe(self.recipe)
 
     @property
@@ -300,7 +300,7 @@ class RunConfig(Settings):
 
 
 def _check_types(config: Settings) -> None:
-    """TOML and scripts can hand over anything; whole numbers serve as floats."""
+    """Refuse values of another type; whole numbers become floats where a float is expected."""
     for name, kind in typing.get_type_hints(type(config)).items():
         value = getattr(config, name, None)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):

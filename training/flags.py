@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def parse(cls: type[T], program: str, argv: Sequence[str], text: str) -> T:
-    """The flags of a command as a record of a class.
+    """Parse the flags of a command into a record.
 
     Raises:
         SystemExit: 2 on flags that do not exist or values of another type, 0 after --help.
@@ -36,7 +36,7 @@ def parse(cls: type[T], program: str, argv: Sequence[str], text: str) -> T:
 def parse_settings(
     cls: type[T], settings: type[Settings], model: str, argv: Sequence[str], text: tuple[str, str]
 ) -> tuple[T, dict[str, Any]]:
-    """The flags of a command that trains a model: its own as a record, and the settings given.
+    """Parse the flags of a command that trains a model: its own flags, and the settings given.
 
     Args:
         cls: the record of the command's own flags.
@@ -54,7 +54,7 @@ def parse_settings(
 
 
 def _flags(settings: type[Settings], model: str) -> Any:
-    """A TypedDict with the fields of a record, none of which must be given."""
+    """A TypedDict type with the fields of a record, all of them optional."""
     types = typing.get_type_hints(settings)
     rows = {
         field.name: Annotated[
@@ -71,7 +71,7 @@ def _flags(settings: type[Settings], model: str) -> Any:
 
 
 def _default(field: dataclasses.Field[Any], model: str) -> str:
-    """A setting's default for a model, and those that other data sets have."""
+    """Describe a setting's default for a model, and where other data sets have another."""
     row = RUNS[model]
     default = field.default if field.default is not dataclasses.MISSING else None
     value = defaults(model).get(field.name, default)

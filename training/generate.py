@@ -1,4 +1,4 @@
-"""Text from a trained language model: one token after the other, each drawn from the scores.
+"""Generate text with a trained language model, one sampled token after the other.
 
 Top-k sampling is Fan et al., arXiv 1805.04833, section 4.
 """
@@ -22,12 +22,19 @@ from training.rundir import LAST, UsageError
 from training.runs import RUNS
 from training.text.tokenizers import Tokenizer, TokenizerError, from_state
 
-__all__ = ["GenerateArgs", "choose", "go_on", "load_language_model", "write"]
+__all__ = [
+    "GenerateArgs",
+    "Sampling",
+    "generate_text",
+    "load_language_model",
+    "sample_token",
+    "sample_tokens",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateArgs:
-    """What to write, and with which model."""
+    """Flags of `generate`: the text to write, and the model that writes it."""
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
     """A checkpoint of a language model's run, such as runs/gpt/checkpoint.safetensors, or the run's
@@ -102,33 +109,45 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
         ) from error
 
 
-def choose(scores: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:
+@dataclass(frozen=True)
+class Sampling:
+    """How many tokens to draw, and how.
+
+    Attributes:
+        count: how many.
+        temperature: what scores are divided by; 0 takes the best, the first of equals.
+        top_k: draw among so many best scores; 0 among all. Of scores equal to the last that
+            counts, those with lower numbers count.
+        seed: of the draws.
+    """
+
+    count: int
+    temperature: float
+    top_k: int
+    seed: int
+
+
+def sample_token(scores: np.ndarray, how: Sampling, rng: np.random.Generator) -> int:
     """Draw a token from softmax(scores / temperature), of the ``top_k`` best scores if not 0.
 
-    Args:
-        scores: (V,), finite.
-        temperature: 0 takes the best, the first of equals.
-        top_k: of scores equal to the last that counts, those with lower numbers count.
-        rng: draws.
-
     Raises:
-        UsageError: for scores that are not finite.
+        UsageError: for scores (V,) that are not finite.
     """
     if not np.isfinite(scores).all():
         raise UsageError(
             "expected finite scores from the model, got NaN or infinity: its training diverged; "
             "the way out: checkpoint-best.safetensors, or a run with a lower --lr"
         )
-    if temperature == 0.0:
+    if how.temperature == 0.0:
         return int(scores.argmax())
-    best = np.argsort(-scores, kind="stable")[: top_k or None]
+    best = np.argsort(-scores, kind="stable")[: how.top_k or None]
     # Less the best one first, so that a small temperature cannot overflow.
-    weights = np.exp((scores[best] - scores[best[0]]).astype(np.float64) / temperature)
+    weights = np.exp((scores[best] - scores[best[0]]).astype(np.float64) / how.temperature)
     sums = np.cumsum(weights)
     return int(best[np.searchsorted(sums, rng.random() * sums[-1], side="right")])
 
 
-def write(args: GenerateArgs) -> str:
+def generate_text(args: GenerateArgs) -> str:
     """The text that follows the prompt.
 
     Raises:
@@ -140,30 +159,22 @@ def write(args: GenerateArgs) -> str:
         tokens: list[Any] = tokenizer.encode(args.prompt).tolist()
     except TokenizerError as error:
         raise UsageError(f"--prompt: {error}") from error
-    rng = np.random.default_rng(args.seed)
-    new = go_on(model, tokens, context, args.tokens, args.temperature, args.top_k, rng)
-    return tokenizer.decode(new)
+    how = Sampling(args.tokens, args.temperature, args.top_k, args.seed)
+    return tokenizer.decode(sample_tokens(model, tokens, context, how))
 
 
-def go_on(
-    model: Module,
-    tokens: list[int],
-    context: int,
-    count: int,
-    temperature: float,
-    top_k: int,
-    rng: np.random.Generator,
-    device: str = "cpu",
+def sample_tokens(
+    model: Module, tokens: list[int], context: int, how: Sampling, device: str = "cpu"
 ) -> list[int]:
-    """The ``count`` tokens that a model draws after others; `choose` says how.
+    """The tokens that a model draws after others.
 
     Raises:
         UsageError: if the model's scores are not finite.
     """
-    tokens, start = list(tokens), len(tokens)
+    tokens, start, rng = list(tokens), len(tokens), np.random.default_rng(how.seed)
     with no_grad():
-        for _ in range(count):
+        for _ in range(how.count):
             seen = ExTensor.from_numpy(np.array([tokens[-context:]], np.int64)).to(device)
             scores = model(seen).to("cpu").numpy()[0, -1]
-            tokens.append(choose(scores, temperature, top_k, rng))
+            tokens.append(sample_token(scores, how, rng))
     return tokens[start:]

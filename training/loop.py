@@ -29,10 +29,10 @@ from training.batch import Batch
 from training.callbacks import Callback
 from training.config import ACTIVATIONS, RunConfig
 from training.data import prefetch
-from training.finish import health_of, result_of
 from training.metrics import Scores, top_k_hits
 from training.optimizers import make_optimizer, make_schedule
 from training.records import EpochReport, Position, StepReport, finite, share
+from training.result import build_result, slot_healths
 from training.rundir import LAST, RESULT, UsageError, write_json
 from training.runs import RUNS
 from training.signals import on_signals
@@ -51,7 +51,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Trainer:
-    """One run in memory.
+    """Trains one run, evaluates it, and saves and loads its checkpoints.
 
     Args:
         config: what to run.
@@ -128,7 +128,7 @@ class Trainer:
                 while self.position.epoch <= self.config.epochs and not self.stop_reason:
                     self._train_epoch()
                     self._end_epoch()
-            result = result_of(self)
+            result = build_result(self)
             write_json(self.out / RESULT, result)
         finally:
             for callback in self.callbacks:
@@ -182,7 +182,7 @@ class Trainer:
     def _device_step(
         self, inputs: ExTensor, labels: ExTensor, *places: ExTensor
     ) -> tuple[ExTensor, ExTensor]:
-        """What a step computes, none of which is read here: (scores, loss)."""
+        """Forward, backward and update; nothing is read back to the host: (scores, loss)."""
         self.optimizer.zero_grad()
         rows, loss = self._forward(inputs, labels, *places, smoothing=self.config.label_smoothing)
         self.scaler.scale(loss).backward()
@@ -228,7 +228,7 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         position = self.position
-        self.health, shares = health_of(self), self._shares()  # evaluation would count, too
+        self.health, shares = slot_healths(self), self._shares()  # evaluation would count, too
         self.scores = scores = self.evaluate()
         held = self.evaluate("validation") if self.task.validates else None
         report = EpochReport(
@@ -271,7 +271,7 @@ class Trainer:
         return scores
 
     def _observe(self, report: EpochReport) -> None:
-        """Show the schedule the loss of an epoch, if it reads one: never that of the test data."""
+        """Pass an epoch's loss to a schedule that reads one; never the loss of the test data."""
         schedule = self.schedule.then if isinstance(self.schedule, Warmup) else self.schedule
         loss = report.val_loss if self.task.validates else report.train_loss
         if isinstance(schedule, ReduceLROnPlateau) and loss is not None:
@@ -309,7 +309,7 @@ class Trainer:
     # --- checkpoints ----------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint, all or nothing."""
+        """Write a checkpoint atomically."""
         optimizer = self.optimizer.state_dict()
         arrays = {k: v for k, v in optimizer.items() if isinstance(v, (np.ndarray, QuantArray))}
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}

@@ -21,14 +21,10 @@ def _check_classes(what: str, numbers: np.ndarray, classes: int) -> None:
 
 
 def top_k_hits(scores: np.ndarray, labels: np.ndarray, k: int) -> int:
-    """How many rows have their label among the k largest scores.
+    """The number of rows whose label is among the k largest scores.
 
-    Ties go to the lower class, as in argmax, so k = 1 is the confusion matrix's diagonal.
-
-    Args:
-        scores: (N, C).
-        labels: (N,) whole numbers in 0..C-1.
-        k: 1..C.
+    Scores are (N, C), labels (N,) whole numbers in 0..C-1, k in 1..C. Ties go to the lower class,
+    as in argmax, so k = 1 is the confusion matrix's diagonal.
 
     Raises:
         ValueError: if k or a label is out of range, or the shapes do not match.
@@ -114,14 +110,7 @@ class Scores:
 
 
 class ClassScores(Scores):
-    """Metrics of labelled images.
-
-    Args:
-        classes: names of the labels.
-
-    Attributes:
-        confusion: see `confusion_matrix`.
-    """
+    """Metrics of images with labels of these names."""
 
     def __init__(self, classes: tuple[str, ...]) -> None:
         super().__init__(len(classes))

@@ -97,7 +97,7 @@ class MuonWithAdamW:
             part.step_unless(bad)
 
     def state_dict(self) -> dict[str, Any]:
-        """Both states, each name with its optimizer's in front."""
+        """The states of both optimizers, their names in front."""
         return {
             f"{name}.{key}": value
             for name, part in self.parts.items()

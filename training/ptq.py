@@ -25,6 +25,7 @@ from training.loop import Trainer
 from training.ptq_report import LayerResult, SchemeResult, write_results
 from training.records import finite
 from training.rundir import CONFIG, LAST, UsageError, read_config
+from training.tasks import Metric
 
 __all__ = ["PtqArgs", "ptq"]
 
@@ -40,7 +41,7 @@ CALIBRATION_BATCH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class PtqArgs:
-    """What to quantize, and how."""
+    """Flags of `ptq`: the run to quantize, and how."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of a run, such as runs/lenet-digits-fp32-s0."""
@@ -74,7 +75,7 @@ class PtqArgs:
 
     @property
     def kept(self) -> list[str]:
-        """The layers to leave alone."""
+        """The layers that stay in float32."""
         return [name.strip() for name in self.keep.split(",") if name.strip()]
 
     @property
@@ -84,25 +85,21 @@ class PtqArgs:
 
 
 def ptq(args: PtqArgs, console: Console) -> None:
-    """Quantize, judge, print and write.
+    """Quantize a run under each scheme, evaluate the results, print and write them.
 
     Raises:
         UsageError: if the folder holds no run with a checkpoint, or a scheme does not fit.
         CheckpointError: if the checkpoint is damaged.
         DataError: if the data set is missing or damaged.
     """
-    trainer = restored(args.run)
+    trainer = load_run(args.run)
     float_model = trainer.fresh_model()
     float_model.load_state_dict(trainer.model.state_dict())
     metric, config = trainer.task.metric, trainer.config
     calibration = calibration_set(trainer, args.calibration)
     batch = next(trainer.task.test(min(LAYER_BATCH, trainer.task.eval_batch)))
     inputs = ExTensor.from_numpy(batch.inputs).to(config.device)
-    base = _scored(trainer, float_model)
-    dense = SchemeResult(
-        "float32", "the run's weights as they are", base["value"], 0.0, base["loss"],
-        base["perplexity"], nbytes(float_model), 32.0, None, [],
-    )  # fmt: skip
+    dense = _result(trainer, "float32", "the run's weights as they are", float_model)
     rows: list[SchemeResult] = []
     args.folder.mkdir(parents=True, exist_ok=True)
     for name in args.names:
@@ -110,16 +107,17 @@ def ptq(args: PtqArgs, console: Console) -> None:
             made = quantize_model(float_model, name, calibration, args.kept)
         except ValueError as error:
             raise UsageError(f"{args.run}: {name}: {error}") from error
-        rows.append(_row(trainer, name, made, float_model, inputs, dense))
-        console.print(f"{name:<16} {metric.show((rows[-1].value or math.nan) / metric.scale)}")
+        result = _result(trainer, name, get_scheme(name).doc, made)
+        rows.append(_beside(result, made, float_model, inputs, dense, metric))
+        console.print(f"{name:<16} {metric.show((result.value or math.nan) / metric.scale)}")
         if args.save:
             save_quantized(args.folder / f"{name}.safetensors", made, {"run": config.as_dict()})
     seen = f"{sum(len(x) for (x,) in calibration)} training {trainer.task.inputs}"
-    settings = {"run": config.as_dict(), "calibration": args.calibration, "keep": args.kept}
-    write_results(args.folder, config.label, metric, [dense, *rows], seen, settings, console)
+    settings = {"seen": seen, "calibration": args.calibration, "keep": args.kept}
+    write_results(args.folder, config, metric, [dense, *rows], settings, console)
 
 
-def restored(folder: Path) -> Trainer:
+def load_run(folder: Path) -> Trainer:
     """The run in a folder as its last checkpoint left it.
 
     Raises:
@@ -178,63 +176,51 @@ def nbytes(model: Module) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-def _scored(trainer: Trainer, model: Module) -> dict[str, float | None]:
-    """Loss, perplexity and the task's metric on the test data."""
+def _result(trainer: Trainer, name: str, doc: str, model: Module) -> SchemeResult:
+    """A model's metric, loss and perplexity on the test data, and its bytes."""
     trainer.model = model
-    scores = trainer.evaluate()
-    metric = trainer.task.metric
+    scores, metric = trainer.evaluate(), trainer.task.metric
     value = finite(float(getattr(scores, metric.key)))
-    return {
-        "value": None if value is None else metric.scale * value,
-        "loss": finite(scores.loss),
-        "perplexity": scores.perplexity,
-    }
+    return SchemeResult(
+        scheme=name,
+        doc=doc,
+        value=None if value is None else metric.scale * value,
+        gap=0.0,
+        loss=finite(scores.loss),
+        perplexity=scores.perplexity,
+        nbytes=nbytes(model),
+        bits_per_weight=32.0,
+        sqnr_db=None,
+        layers=[],
+    )
 
 
-def _row(
-    trainer: Trainer,
-    name: str,
+def _beside(
+    result: SchemeResult,
     made: Module,
     reference: Module,
     inputs: ExTensor,
     dense: SchemeResult,
+    metric: Metric,
 ) -> SchemeResult:
-    scored = _scored(trainer, made)
-    compared = compare_layers(made, reference, inputs, isolated=True).rows
-    rows, output = {row.layer: row for row in compared}, compared[-1]
+    """A scheme's result with its gap to the float32 model, and each layer's error beside it."""
+    *rows, output = compare_layers(made, reference, inputs, isolated=True).rows
+    by_path = {row.layer: row for row in rows}
     layers = []
     for path, layer in packed_layers(made).items():
-        weight, row = vars(layer)["weight"], rows[path]
-        layers.append(
-            LayerResult(
-                path,
-                row.kind,
-                weight.size,
-                weight.nbytes,
-                finite(row.cosine),
-                _decibels(row.sqnr_db),
-                row.clipped,
-                row.flushed,
-            )
-        )
-    value, before = scored["value"], dense.value
-    metric = trainer.task.metric
-    gap = None if value is None or before is None else metric.difference(value, before)
-    bits = 8 * sum(r.nbytes for r in layers) / sum(r.weights for r in layers)
-    return SchemeResult(
-        name,
-        get_scheme(name).doc,
-        value,
-        gap,
-        scored["loss"],
-        scored["perplexity"],
-        nbytes(made),
-        bits,
-        _decibels(output.sqnr_db),
-        layers,
+        weight, row = vars(layer)["weight"], by_path[path]
+        errors = finite(row.cosine), _decibels(row.sqnr_db), row.clipped, row.flushed
+        layers.append(LayerResult(path, row.kind, weight.size, weight.nbytes, *errors))
+    value, before = result.value, dense.value
+    return dataclasses.replace(
+        result,
+        gap=None if value is None or before is None else metric.difference(value, before),
+        bits_per_weight=8 * sum(r.nbytes for r in layers) / sum(r.weights for r in layers),
+        sqnr_db=_decibels(output.sqnr_db),
+        layers=layers,
     )
 
 
 def _decibels(value: float) -> float | None:
-    """JSON has no infinity: an exact layer counts as 200 dB; NaN is None."""
+    """Decibels as JSON: an exact layer counts as 200 dB, NaN becomes None."""
     return finite(min(value, 200.0))

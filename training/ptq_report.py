@@ -12,7 +12,9 @@ import numpy as np
 from rich.console import Console
 
 from extensor.inspect import Table
+from training.config import RunConfig
 from training.rundir import write_json
+from training.tables import markdown_table, saved_figure
 from training.tasks import Metric
 
 if TYPE_CHECKING:
@@ -85,69 +87,62 @@ def _cells(metric: Metric, row: SchemeResult, text: bool) -> tuple[str, ...]:
 
 def write_results(
     folder: Path,
-    label: str,
+    run: RunConfig,
     metric: Metric,
     rows: list[SchemeResult],
-    seen: str,
-    settings: dict[str, Any],
+    calibration: dict[str, Any],
     console: Console,
 ) -> None:
     """Print the table; write ptq.json, ptq.md and ptq.png.
 
     Args:
         folder: where to.
-        label: the run's.
+        run: what was quantized.
         metric: its task's.
         rows: float32 first.
-        seen: what the calibration inputs were, in words.
-        settings: for the JSON.
+        calibration: "seen", what the calibration inputs were in words; the rest is for the JSON.
         console: where the table is printed.
     """
-    text = rows[0].perplexity is not None
+    text, seen = rows[0].perplexity is not None, calibration.pop("seen")
     head, cells = _columns(metric, text), [_cells(metric, row, text) for row in rows]
-    console.print(f"\n{label}, calibrated on {seen}\n\n{Table(head, tuple(cells))}\n")
-    content = {**settings, "metric": metric.key, "rows": [dataclasses.asdict(row) for row in rows]}
-    write_json(folder / "ptq.json", content)
+    console.print(f"\n{run.label}, calibrated on {seen}\n\n{Table(head, tuple(cells))}\n")
+    content = {"run": run.as_dict(), **calibration, "metric": metric.key}
+    write_json(folder / "ptq.json", {**content, "rows": [dataclasses.asdict(row) for row in rows]})
+    title = f"{run.label}, quantized after training"
     lines = [
-        f"# {label}, quantized after training",
+        f"# {title}",
         "",
         f"`python -m training ptq`, calibrated on {seen}, judged on the test data. KB (1000 bytes) "
         "are of everything the model stores; dB are signal to quantization noise, of the model's "
         "output and of the worst layer by itself.",
         "",
-        "| " + " | ".join(head) + " |",
-        "|" + "---|" * len(head),
-        *("| " + " | ".join(line) + " |" for line in cells),
+        *markdown_table(head, cells),
         "",
         "![test metric against bytes; each layer's error](ptq.png)",
         "",
         *(f"- `{row.scheme}`: {row.doc}" for row in rows),
     ]
     (folder / "ptq.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    _plot(folder / "ptq.png", f"{label}, quantized after training", metric, rows)
+    _plot(folder / "ptq.png", title, metric, rows)
     for name in ("ptq.md", "ptq.png", "ptq.json"):
         console.print(f"{folder / name}")
 
 
 def _plot(path: Path, title: str, metric: Metric, everything: list[SchemeResult]) -> None:
     """One line for each scheme: its metric, its bytes, and each layer's error as a map."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     dense, *rows = everything
     layers = [r.layer for r in rows[0].layers]
-    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    with mpl.rc_context(style):
-        map_width = max(2.6, 0.55 * len(layers))
-        figure = Figure(figsize=(6.4 + map_width, 1.6 + 0.3 * len(rows)), layout="constrained")
-        score, size, errors = figure.subplots(1, 3, sharey=True, width_ratios=(2.4, 1.8, map_width))
+    map_width = max(2.6, 0.55 * len(layers))
+    size = (6.4 + map_width, 1.6 + 0.3 * len(rows))
+    with saved_figure(path, title, size, **{"font.size": 9}) as figure:
+        score, sizes, errors = figure.subplots(
+            1, 3, sharey=True, width_ratios=(2.4, 1.8, map_width)
+        )
         _draw_scores(score, metric, dense, rows)
-        _draw_bytes(size, dense, rows)
+        _draw_bytes(sizes, dense, rows)
         _draw_errors(errors, layers, rows)
         score.set_yticks(range(len(rows)), [row.scheme for row in rows])
         score.set_ylim(len(rows) - 0.5, -0.5)
-        figure.suptitle(title)
-        figure.savefig(path, dpi=150)
 
 
 def _draw_scores(axes: Axes, metric: Metric, dense: SchemeResult, rows: list[SchemeResult]) -> None:

@@ -19,7 +19,7 @@ def finite(value: float) -> float | None:
 
 
 def share(part: int, whole: int) -> float | None:
-    """The share of the whole, or None where there is nothing."""
+    """Part / whole, or None where the whole is 0."""
     return part / whole if whole else None
 
 
@@ -63,7 +63,7 @@ class Position:
 
 @dataclass(frozen=True)
 class StepReport:
-    """After one step.
+    """What callbacks are told after a step.
 
     Attributes:
         step: optimizer steps so far, this one included.
@@ -98,8 +98,9 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EpochReport:
-    """After one epoch. Accuracies and shares are in 0..1, seconds are of training alone.
+    """What callbacks are told after an epoch.
 
+    Accuracies and shares are in 0..1, seconds are of training alone.
     ``per_second`` counts images or tokens; ``waited`` is the share of the seconds in which the next
     batch was not ready yet; ``test_perplexity`` is None for images, ``val_...`` where nothing is
     held out for validation.

@@ -1,4 +1,4 @@
-"""A run's folder: the files in it, who may write into it, and what a finished one says.
+"""A run's folder: its files' names, which run may use it, and how to read it.
 
 `config.toml` says what the run is, `result.json` that it is finished.
 """
@@ -27,7 +27,7 @@ OTHER_OUT = "the way out: another --out, or delete that folder"
 
 
 class UsageError(Exception):
-    """What a user can put right."""
+    """An error that the user can correct."""
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -65,7 +65,7 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 
 def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
-    """Make a folder this run's own, and write its configuration.
+    """Take a folder for this run, and write its configuration.
 
     Raises:
         UsageError: if it holds another run, or this one without --resume; or, with --resume, no
@@ -100,7 +100,7 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON in one go: a reader sees the old file or the new one."""
+    """Write JSON atomically: a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     temporary.replace(path)

@@ -20,7 +20,7 @@ __all__ = ["RUNS", "Run", "defaults"]
 
 @dataclass(frozen=True)
 class Run:
-    """How one model is trained.
+    """How one model is trained by default.
 
     Attributes:
         model: the folder in ``models/``.
@@ -116,7 +116,7 @@ RUNS: dict[str, Run] = {
     },
     "encoder": Run(
         model="encoder",
-        doc="encoder that fills in hidden letters: 4 blocks of width 128, 0.8 million weights",
+        doc="encoder that fills in masked letters: 4 blocks of width 128, 0.8 million weights",
         task="masked",
         dataset="shakespeare",
         settings={"variant": "nano", **TEXT},
@@ -141,9 +141,4 @@ def defaults(model: str, dataset: str | None = None) -> dict[str, Any]:
         raise ValueError(unknown_name("model", model, RUNS))
     row = RUNS[model]
     dataset = row.dataset if dataset is None else dataset
-    return {
-        "model": model,
-        "dataset": dataset,
-        **row.settings,
-        **row.datasets.get(dataset, {}),
-    }
+    return {"model": model, "dataset": dataset, **row.settings, **row.datasets.get(dataset, {})}

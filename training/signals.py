@@ -1,4 +1,4 @@
-"""What SIGINT (Ctrl-C) and SIGTERM do while something runs."""
+"""Handle SIGINT (Ctrl-C) and SIGTERM while something runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["on_signals"]
 
 @contextmanager
 def on_signals(handler: Callable[[int, Any], Any], once: bool = False) -> Iterator[None]:
-    """Both signals call ``handler``; with ``once``, a second one has its usual effect."""
+    """Call ``handler`` on both signals; with ``once``, a second one has its usual effect."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return

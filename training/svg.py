@@ -52,12 +52,12 @@ def number(value: float) -> str:
 
 
 class _Axes:
-    """From data to pixels, with the frame's ticks."""
+    """Maps data to pixels, and draws the frame with its ticks."""
 
     def __init__(
         self, x: tuple[float, float], y: tuple[float, float], log: bool, height: int = HEIGHT
     ) -> None:
-        self.x, self.log, self.height = _wide(x), log, height
+        self.x, self.log, self.height, self.base = _wide(x), log, height, height - BOTTOM
         self.y = _wide((math.log10(y[0]), math.log10(y[1])) if log else y)
 
     def across(self, value: float) -> float:
@@ -67,24 +67,21 @@ class _Axes:
     def up(self, value: float) -> float:
         low, high = self.y
         share = ((math.log10(value) if self.log else value) - low) / (high - low)
-        return self.height - BOTTOM - share * (self.height - TOP - BOTTOM)
+        return self.base - share * (self.base - TOP)
+
+    def level(self, kind: str, at: float) -> str:
+        """A horizontal line."""
+        return _tag("line", kind, x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at)
 
     def frame(self, x_label: str, x_ticks: Sequence[float] | None = None, y: bool = True) -> str:
         parts = []
-        marks = self._y_ticks() if y else []
-        for value in marks:
+        for value in self._y_ticks() if y else []:
             at = self.up(value)
-            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" '
-                         f'y2="{at:.1f}"/><text class="tick" x="{LEFT - 6}" y="{at + 3.5:.1f}" '
-                         f'text-anchor="end">{number(value)}</text>')  # fmt: skip
-        base = self.height - BOTTOM
-        parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" '
-                     f'y2="{base}"/>')  # fmt: skip
+            parts.append(self.level("grid", at) + _text(number(value), LEFT - 6, at + 3.5, "end"))
+        parts.append(self.level("axis", self.base))
         for value in ticks(*self.x, 6) if x_ticks is None else x_ticks:
-            parts.append(f'<text class="tick" x="{self.across(value):.1f}" y="{base + 14}" '
-                         f'text-anchor="middle">{number(value)}</text>')  # fmt: skip
-        parts.append(f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{self.height - 4}" '
-                     f'text-anchor="middle">{escape(x_label)}</text>')  # fmt: skip
+            parts.append(_text(number(value), self.across(value), self.base + 14))
+        parts.append(_text(x_label, (LEFT + WIDTH - RIGHT) / 2, self.height - 4))
         return "".join(parts)
 
     def _y_ticks(self) -> list[float]:
@@ -94,6 +91,28 @@ class _Axes:
         if len(whole) >= 2:
             return [10.0**e for e in whole[:: max(1, len(whole) // 6)]]
         return [t for t in ticks(10 ** self.y[0], 10 ** self.y[1]) if t > 0]
+
+
+def _tag(name: str, kind: str = "", inner: str = "", **attributes: object) -> str:
+    """An element of a class, with floats to a tenth of a pixel."""
+    given = {"class": kind} if kind else {}
+    pairs = {**given, **attributes}.items()
+    text = "".join(
+        f' {key.replace("_", "-")}="{f"{value:.1f}" if isinstance(value, float) else value}"'
+        for key, value in pairs
+    )
+    return f"<{name}{text}>{inner}</{name}>" if inner else f"<{name}{text}/>"
+
+
+def _text(text: str, x: float, y: float, anchor: str = "middle") -> str:
+    return _tag("text", "tick", escape(text), x=x, y=y, text_anchor=anchor)
+
+
+def _dot(x: float, y: float, r: float, title: str, **look: str) -> str:
+    """A point with a tooltip."""
+    kind = look.pop("kind", "")
+    title = f"<title>{escape(title)}</title>"
+    return _tag("circle", kind, title, cx=x, cy=y, r=str(r), **look)
 
 
 def _wide(ends: tuple[float, float]) -> tuple[float, float]:
@@ -142,19 +161,16 @@ def lines(
     parts = [axes.frame(x_label)]
     for place, (line, _) in enumerate(good):
         color = COLORS[place % len(COLORS)]
-        for piece in _pieces(line, log):
+        for piece in _segments(line, log):
             path = " ".join(f"{axes.across(x):.1f},{axes.up(y):.1f}" for x, y in piece)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
-        dots = [p for piece in _pieces(line, log) for p in piece]
+            parts.append(_tag("polyline", points=path, fill="none", stroke=color))
+        dots = [p for piece in _segments(line, log) for p in piece]
         for x, y in dots if len(dots) <= DOTS else []:
-            parts.append(f'<circle cx="{axes.across(x):.1f}" cy="{axes.up(y):.1f}" r="2.6" '
-                         f'fill="{color}"><title>{escape(line.name)}, {escape(x_label)} '
-                         f"{number(x)}: {y:.5g}</title></circle>")  # fmt: skip
+            what = f"{line.name}, {x_label} {number(x)}: {y:.5g}"
+            parts.append(_dot(axes.across(x), axes.up(y), 2.6, what, fill=color))
     if threshold is not None:  # last, so that its name can be read
         at = axes.up(threshold[0])
-        parts.append(f'<line class="mark" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" '
-                     f'y2="{at:.1f}"/><text class="tick" x="{WIDTH - RIGHT}" y="{at + 14:.1f}" '
-                     f'text-anchor="end">{escape(threshold[1])}</text>')  # fmt: skip
+        parts.append(axes.level("mark", at) + _text(threshold[1], WIDTH - RIGHT, at + 14, "end"))
     keys = "".join(
         f'<span><i style="background:{COLORS[place % len(COLORS)]}"></i>{escape(line.name)}</span>'
         for place, line in enumerate(series)
@@ -168,8 +184,8 @@ def _drawn(y: float | None, log: bool) -> bool:
     return y is not None and math.isfinite(y) and (y > 0 or not log)
 
 
-def _pieces(line: Line, log: bool) -> list[list[tuple[float, float]]]:
-    """Runs of points without a gap."""
+def _segments(line: Line, log: bool) -> list[list[tuple[float, float]]]:
+    """Split a line into segments without gaps."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(line.x, line.y, strict=True):
         if y is not None and _drawn(y, log):
@@ -213,17 +229,15 @@ def bars(
         at = axes.up(count / top)
         points += [f"{axes.across(left):.1f},{at:.1f}", f"{axes.across(right):.1f},{at:.1f}"]
     points.append(f"{axes.across(edges[-1]):.1f},{base}")
-    parts = [f'<polygon class="fill" points="{" ".join(points)}"/>']
+    parts = [_tag("polygon", "fill", points=" ".join(points))]
     for value, name in marks:
         at = axes.across(value)
-        parts.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP + 8}" y2="{base}"/>'
-                     f'<text class="tick" x="{at:.1f}" y="{TOP + 4}" text-anchor="middle">'
-                     f"{escape(name)}</text>")  # fmt: skip
+        parts.append(_tag("line", "mark", x1=at, x2=at, y1=TOP + 8, y2=base))
+        parts.append(_text(name, at, TOP + 4))
     for value, share in stems:
         at, up = axes.across(value), axes.up(share / peak)
-        parts.append(f'<line class="stem" x1="{at:.1f}" x2="{at:.1f}" y1="{up:.1f}" y2="{base}"/>'
-                     f'<circle class="head" cx="{at:.1f}" cy="{up:.1f}" r="2.4"><title>'
-                     f"{value:g}: {share:.2%}</title></circle>")  # fmt: skip
+        parts.append(_tag("line", "stem", x1=at, x2=at, y1=up, y2=base))
+        parts.append(_dot(at, up, 2.4, f"{value:g}: {share:.2%}", kind="head"))
     parts.append(axes.frame(x_label, x_ticks, y=False))
     caption = f"{escape(title)} <small>{escape(note)}</small>"
     drawn = _figure("".join(parts), title, height)

@@ -19,8 +19,8 @@ from training.callbacks import (
 )
 from training.choices import OPTIMIZERS
 from training.config import RunConfig
-from training.finish import show_end
 from training.loop import Trainer
+from training.result import print_summary
 from training.rundir import LAST, UsageError, claim
 
 __all__ = ["train"]
@@ -73,7 +73,7 @@ def train(
     except ValueError as error:
         raise UsageError(str(error)) from error
     result = trainer.fit()
-    show_end(trainer, result, console)
+    print_summary(trainer, result, console)
     return result
 
 
@@ -83,11 +83,11 @@ def _check_graph(config: RunConfig, telemetry: int) -> None:
     Raises:
         UsageError: naming it.
     """
-    *others, last = [name for name, cls in OPTIMIZERS.items() if cls.fused]
+    *others, last = [name for name, cls in OPTIMIZERS.items() if cls.multi_tensor]
     for good, what, way_out in (
         (config.device != "cpu", "a GPU replays the steps", "add --device cuda"),
         (
-            OPTIMIZERS[config.optimizer].fused,
+            OPTIMIZERS[config.optimizer].multi_tensor,
             f"{config.optimizer} is not captured",
             f"{', '.join(others)} or {last}",
         ),

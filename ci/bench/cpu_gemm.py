@@ -102,7 +102,7 @@ def main() -> None:
     args = arguments(parser)
     backend = make_backend()
     if backend.core is None:
-        raise SystemExit(f"cpu_gemm: wanted the C++ core, but {backend.core_missing}")
+        raise SystemExit(f"cpu_gemm: expected the C++ core, but {backend.core_missing}")
     rows = product_rows(backend, args.rounds) + weight_rows(backend, args.rounds)
     write("cpu-gemm", command(), rows, backend.core.gemm_level(), args=args)
 

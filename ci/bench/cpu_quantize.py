@@ -108,7 +108,7 @@ def contestants(backend: CpuBackend, words: list[str]) -> dict[str, Call]:
                     pair = spec, QuantSpec(name, axis=0).resolve(2)
                     reason = backend.path("quantize_rowwise_columnwise", array, pair)
                     if not reason.startswith("core"):
-                        raise SystemExit(f"{label}: wanted the core, got {reason}")
+                        raise SystemExit(f"{label}: expected the core, got {reason}")
                     calls[label] = (
                         2 * stored + array.itemsize * (2 if spec.row.tensor_scale else 1),
                         partial(backend.quantize_rowwise_columnwise, array, pair),
@@ -178,7 +178,7 @@ def main() -> None:
     args = arguments(parser)
     backend = make_backend()
     if backend.core is None:
-        raise SystemExit(f"cpu_quantize: wanted the C++ core, but {backend.core_missing}")
+        raise SystemExit(f"cpu_quantize: expected the C++ core, but {backend.core_missing}")
     calls = contestants(backend, args.only)
     rows = rows_of(calls, measure(calls, args.rounds))
     if args.torchao:

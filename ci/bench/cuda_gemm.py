@@ -7,9 +7,9 @@ Normal data, or with --data the forward products X W^T that `record_tensors.py` 
 step (which way MXFP4 took there, and how far the scales of each tensor range); the FP8 contestants
 multiply its MXFP4 rounding. bfloat16 results. CUDA events around four calls, the contestants taking
 turns in one process, medians over the rounds, up to three inputs in turn. "mxfp4 storage" is
-`extensor_cuda.gemm.matmul` whole, from packed codes and scales, with its flag read on the host.
-Needs a Hopper GPU, torch and the extra ``cuda13``; writes GPU, versions and command beside the
-figures.
+`extensor_cuda.matmul.stored.matmul` whole, from packed codes and scales, with its flag read on the
+host. Needs a Hopper GPU, torch and the extra ``cuda13``; writes GPU, versions and command beside
+the figures.
 
 --shapes gpt30m: x w^T, g w and g^T x of the layers of a GPT of 30 million parameters on 16,384
 tokens, of bfloat16 arrays as they lie, against torch's; and what stands beside them in a step:
@@ -34,11 +34,17 @@ import torch
 from ci.bench.contest import write_gpu
 from ci.bench.record_tensors import all_spans, load
 from extensor.backends import registry
+from extensor.backends.protocol import CastSpec
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import dense, operands
-from extensor_cuda import gemm as blocked
-from extensor_cuda.kernels.gemm.gemm_sm90 import Config, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.config import Config
+from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, Scales, empty_rows, gemm
 from extensor_cuda.kernels.nn import sums
+from extensor_cuda.matmul.operand import GemmOperand
+from extensor_cuda.matmul.partition import configure
+from extensor_cuda.matmul.prepare import BF16 as CASTS
+from extensor_cuda.matmul.prepare import FUSED
+from extensor_cuda.matmul.product import product
+from extensor_cuda.matmul.stored import matmul
 
 INPUTS, CALLS, WARMUP = 3, 4, 3
 PROMOTED, UNPROMOTED, BF16 = "E5M2, promoted", "E5M2, not promoted", "bf16"
@@ -94,11 +100,12 @@ def contestants(raw: list[list[Any]], backend: Any) -> dict[str, Call]:
         tensors = raw[turn % len(raw)] if config.a == "bf16" else fp8[turn % len(raw)][1]
         plain = torch.int16 if config.a == "bf16" else torch.uint8
         a, b = (xp.from_dlpack(t.view(plain)) for t in tensors)
-        gemm(a, b, out, config, *([] if config.a == "bf16" else [exponent, exponent]))
+        pair = (None, None) if config.a == "bf16" else (exponent, exponent)
+        gemm(a, b, out, config, Epilogue(Scales(pair)))
 
     def storage(turn: int) -> Any:
         a, b = stored[turn % len(raw)]
-        return blocked.matmul(a, b, xp, out_dtype="bfloat16")
+        return matmul(a, b, xp, out_dtype="bfloat16")
 
     made: dict[str, Call] = {
         "torch bf16": lambda turn: raw[turn % len(raw)][0] @ raw[turn % len(raw)][1].T,
@@ -123,19 +130,18 @@ def of_layer(n: int, k: int, backend: Any) -> dict[str, tuple[float, dict[str, C
     quantized: dict[str, list[Any]] = {
         name: [
             operand
-            for operand, _ in operands.make(bits.view(ml_dtypes.bfloat16), specs, [None, None], xp)
+            for operand, _ in FUSED.run(
+                bits.view(ml_dtypes.bfloat16), specs, [None, None], xp, None
+            )
         ]
         for name, bits in ours.items()
     }
 
-    def product(turn: int, sides: list[dense.Dense], out: str) -> Any:
-        return dense.multiply(sides[0], sides[1], out, xp)
-
-    def fp4_product(turn: int, sides: list[operands.Operand]) -> Any:
-        return operands.multiply(sides[0], sides[1], "bfloat16", xp)
+    def multiplied(turn: int, sides: list[GemmOperand], out: str = "bfloat16") -> Any:
+        return product(sides[0], sides[1], out, xp)
 
     def fp4_operands(turn: int, x: Any, memory: dict[str, Any]) -> Any:
-        return operands.make(x, specs, [None, None], xp, memory)
+        return FUSED.run(x, specs, [None, None], xp, memory)
 
     def torch_sum(turn: int, x: Any) -> Any:
         return x.sum(0)
@@ -150,15 +156,18 @@ def of_layer(n: int, k: int, backend: Any) -> dict[str, tuple[float, dict[str, C
     }
     made: dict[str, tuple[float, dict[str, Call]]] = {}
     for name, (a, b, *down, call) in products.items():
-        sides = [dense.Dense(ours[s], bool(way)) for s, way in zip((a, b), down, strict=True)]
+        sides = [
+            GemmOperand(ours[s], "bf16", transposed=bool(way))
+            for s, way in zip((a, b), down, strict=True)
+        ]
         (rows, terms), columns = sides[0].shape, sides[1].shape[0]
         moved = 2 * (rows * terms + columns * terms + rows * columns)
         bound = 1e3 * max(2 * rows * columns * terms / FLOPS, moved / BANDWIDTH)
         calls = {"torch": call}
         for out in ("bfloat16", "float32"):
-            calls[f"ours, {out}"] = partial(product, sides=sides, out=out)
+            calls[f"ours, {out}"] = partial(multiplied, sides=sides, out=out)
         fp4 = [quantized[s][int(way)] for s, way in zip((a, b), down, strict=True)]
-        calls["ours, mxfp4 made before"] = partial(fp4_product, sides=fp4)
+        calls["ours, mxfp4 made before"] = partial(multiplied, sides=fp4)
         made[name] = bound, calls
     for kind, array, size in (("float32", mine_wide, 4), ("bfloat16", mine, 2)):
         memory: dict[str, Any] = {}
@@ -167,10 +176,14 @@ def of_layer(n: int, k: int, backend: Any) -> dict[str, tuple[float, dict[str, C
             1e3 * (size + 2) * TOKENS * n / BANDWIDTH,
             {"ours": call},
         )
-    count = TOKENS * n
+    count, along = TOKENS * n, [CastSpec("bfloat16", 1)]
+
+    def cast(turn: int) -> Any:
+        return CASTS.run(mine_wide, along, [None], xp, None)
+
     made["g rounded"] = (
         1e3 * 6 * count / BANDWIDTH,
-        {"torch": lambda turn: wide.to(bf16), "ours": lambda turn: dense.make(mine_wide, (1,), xp)},
+        {"torch": lambda turn: wide.to(bf16), "ours": cast},
     )
     for kind, theirs_of, ours_of, size in (
         ("float32", wide, mine_wide, 4),

@@ -32,7 +32,9 @@ from extensor.ops.quantized import layer_context, quantized_matmul
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import operands, tuned
+from extensor_cuda.matmul import tuned
+from extensor_cuda.matmul.prepare import FUSED
+from extensor_cuda.matmul.product import product
 
 RECIPES = ["mxfp4", "mxfp8_nvidia", "bf16"]
 SIZES = ["8192x8192x8192", "16384x4096x4096", "4096x4096x4096"]
@@ -83,20 +85,19 @@ def contestants(theirs: list[list[Any]], backend: Any, recipes: list[str]) -> di
     def quantizers(turn: int) -> Any:
         x, w, g = ours[turn % INPUTS]
         both = [
-            operands.make(a, [rows, columns], nothing, xp, memories[i])
-            for i, a in enumerate((x, w))
+            FUSED.run(a, [rows, columns], nothing, xp, memories[i]) for i, a in enumerate((x, w))
         ]
-        return both, operands.make(g, noisy, streams, xp, memories[2])
+        return both, FUSED.run(g, noisy, streams, xp, memories[2])
 
     x, w, g = ours[0]
     made: list[Any] = [
-        operands.make(a, [s], [None], xp)[0][0] for a in (x, w) for s in (rows, columns)
+        FUSED.run(a, [s], [None], xp, None)[0][0] for a in (x, w) for s in (rows, columns)
     ]
-    pair: list[Any] = [operand for operand, _ in operands.make(g, noisy, streams, xp)]
+    pair: list[Any] = [operand for operand, _ in FUSED.run(g, noisy, streams, xp, None)]
 
     def products(turn: int) -> Any:
         sides = ((made[0], made[2]), (pair[0], made[3]), (pair[1], made[1]))
-        return [operands.multiply(a, b, "bfloat16", xp) for a, b in sides]
+        return [product(a, b, "bfloat16", xp) for a, b in sides]
 
     steps: dict[str, Call] = {"torch bf16": torch_step}
     for name in contexts:
@@ -105,17 +106,17 @@ def contestants(theirs: list[list[Any]], backend: Any, recipes: list[str]) -> di
     return steps | {
         "mxfp4 recipe, products": products,
         "mxfp4 recipe, quantizers": quantizers,
-        "rows of x": lambda i: operands.make(ours[i % INPUTS][0], [rows], [None], xp, memories[0]),
-        "columns of x": lambda i: operands.make(
+        "rows of x": lambda i: FUSED.run(ours[i % INPUTS][0], [rows], [None], xp, memories[0]),
+        "columns of x": lambda i: FUSED.run(
             ours[i % INPUTS][0], [columns], [None], xp, memories[0]
         ),
-        "rows and columns of x": lambda i: operands.make(
+        "rows and columns of x": lambda i: FUSED.run(
             ours[i % INPUTS][0], [rows, columns], nothing, xp, memories[0]
         ),
-        "the same, nothing known of it": lambda i: operands.make(
-            ours[i % INPUTS][0], [rows, columns], nothing, xp
+        "the same, nothing known of it": lambda i: FUSED.run(
+            ours[i % INPUTS][0], [rows, columns], nothing, xp, None
         ),
-        "rows and columns of g": lambda i: operands.make(
+        "rows and columns of g": lambda i: FUSED.run(
             ours[i % INPUTS][2], noisy, streams, xp, memories[2]
         ),
     }
@@ -152,11 +153,11 @@ def main() -> None:
         sets = {name: partial(list, [tensors] * INPUTS) for name, tensors in layers.items()}
     rows = []
     for text, make in sets.items():
-        before = backend.fallbacks
+        before = backend.fallback_count
         stream = torch.cuda.current_stream().cuda_stream
         with backend.xp.cuda.ExternalStream(stream), tuned.always():
             times = measure(contestants(make(), backend, chosen.recipes), chosen.rounds)
-        falls = backend.fallbacks - before
+        falls = backend.fallback_count - before
         for name, milliseconds in times.items():
             row = {
                 "size": text,

@@ -31,14 +31,21 @@ from ci.bench.contest import write_gpu
 from ci.bench.cuda_gemm import Call, measure
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import decoded, dense, grouped, near, operands, scaling, weights
-from extensor_cuda import gemm as blocked
-from extensor_cuda import scaled as scaled_products
-from extensor_cuda.bf16 import as_bf16
-from extensor_cuda.expansion import join
-from extensor_cuda.kernels.gemm.gemm_sm90 import Config, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.config import Config
+from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, Scales, empty_rows, gemm
 from extensor_cuda.kernels.gemm.requantize import requantized
 from extensor_cuda.kernels.quantize import quantize
+from extensor_cuda.matmul.expand import as_bf16, rebase_mxfp8
+from extensor_cuda.matmul.operand import GemmOperand
+from extensor_cuda.matmul.partition import configure
+from extensor_cuda.matmul.prepare import FLOAT_SCALES, FUSED
+from extensor_cuda.matmul.product import multiply, product
+from extensor_cuda.matmul.stored import grouped_matmul, matmul, offsets_of
+from extensor_cuda.matmul.weight_only import (
+    decodes_in_gemm,
+    weight_only_gap,
+    weight_only_matmul,
+)
 
 CACHE = 64 << 20  # bytes that no cache holds
 TOKENS = (1, 4, 16, 32, 64)
@@ -122,8 +129,8 @@ def _torch_fp8(a: Any, b: Any) -> Call:
 def _torch_blocks(sides: list[Any]) -> Call:
     """Torch's product of a pair of operands under scales of 128 elements, laid out as it asks."""
     x, y = (torch.from_dlpack(side.codes).view(torch.float8_e4m3fn) for side in sides)
-    rows, columns = (torch.from_dlpack(side.scales.copy()) for side in sides)
-    if sides[1].each > 1:
+    rows, columns = (torch.from_dlpack(side.scale.grid.copy()) for side in sides)
+    if sides[1].scale.rows > 1:
         columns = columns.T.contiguous().T
 
     def call(turn: int) -> Any:
@@ -150,7 +157,7 @@ def _rates(what: str, size: str, times: dict[str, float], work: int, **more: flo
 
 
 def _side(x: Any, spec: QuantSpec, xp: Any) -> Any:
-    return scaling.make(ours(x, xp), [spec.replace(axis=1).resolve(2)], [None], xp)[0][0]
+    return FLOAT_SCALES.run(ours(x, xp), [spec.replace(axis=1).resolve(2)], [None], xp, None)[0][0]
 
 
 def _quantizing(x: Any, spec: QuantSpec, xp: Any, turn: int) -> Any:
@@ -167,20 +174,22 @@ def near_exact(backend: Any, rounds: int) -> Rows:
     for size in (4096, 8192):
         a, b = tensor(size, size), tensor(size, size, seed=1)
         pair = [packed(x, "mxfp8_e4m3", backend) for x in (a, b)]
-        made = [near.near(q, xp) for q in pair]
+        made = [rebase_mxfp8(q, xp) for q in pair]
         (x, lost), (y, _) = made
         out = empty_rows(xp, size, size, ml_dtypes.bfloat16)
         calls: dict[str, Call] = {
             "torch bf16": partial(_torch_bf16, a, b),
             "torch FP8, row scales, promoted": _torch_fp8(a, b),
-            "near-exact, from storage": partial(_matmul, pair, xp, "near"),
+            "near-exact, from storage": partial(_matmul, pair, xp, "rebased"),
             "exact, from storage": partial(_matmul, pair, xp, "bf16"),
             "rebasing a": partial(_rebasing, pair[0], xp),
             "product of operands": partial(_joined, x, y, out, 1),
             "product of operands, every 512": partial(_joined, x, y, out, 4),
         }
         for columns, patches in NEAR_TILES:
-            config = Config("e4m3", "e4m3", columns, 1, patches=patches, out="bfloat16")
+            config = Config.of(
+                "e4m3", tile_n=columns, promote=1, epilogue_tiles=patches, out="bfloat16"
+            )
             name = f"product of operands, tile {columns}, patches {patches}"
             calls[name] = partial(_placed, x, y, out, config)
         times = measure(calls, rounds)
@@ -190,15 +199,16 @@ def near_exact(backend: Any, rounds: int) -> Rows:
 
 
 def _rebasing(q: Any, xp: Any, turn: int) -> Any:
-    return near.near(q, xp)
+    return rebase_mxfp8(q, xp)
 
 
 def _joined(a: Any, b: Any, out: Any, promote: int, turn: int) -> None:
-    join(a, b, out, promote=promote)
+    config = configure(a.kind, *out.shape, out.dtype.name, promote, b=b.kind)
+    multiply(a, b, out, config)
 
 
 def _placed(a: Any, b: Any, out: Any, config: Config, turn: int) -> None:
-    gemm(a.codes, b.codes, out, config, a.exponent, b.exponent)
+    gemm(a.codes, b.codes, out, config, Epilogue(Scales((a.scale.exponent, b.scale.exponent))))
 
 
 def trained(backend: Any, rounds: int) -> Rows:
@@ -246,7 +256,7 @@ def leaving(backend: Any, rounds: int) -> Rows:
     xp, rows = backend.xp, QuantSpec("mxfp4", axis=1).resolve(2)
     for size in (4096, 8192):
         a, b = tensor(size, size), tensor(size, size, seed=1)
-        x, y = (operands.make(ours(v, xp), [rows], [None], xp)[0][0] for v in (a, b))
+        x, y = (FUSED.run(ours(v, xp), [rows], [None], xp, None)[0][0] for v in (a, b))
         out = empty_rows(xp, size, size, ml_dtypes.bfloat16)
         wide = configure("e5m2", size, size, "bfloat16")
 
@@ -286,11 +296,11 @@ def _then(
 
 
 def _multiply(pair: Any, xp: Any, turn: int) -> Any:
-    return scaled_products.multiply(pair[0], pair[1], "bfloat16", xp)
+    return product(pair[0], pair[1], "bfloat16", xp)
 
 
 def _matmul(pair: Any, xp: Any, accumulate: str, turn: int) -> Any:
-    return blocked.matmul(pair[0], pair[1], xp, accumulate=accumulate, out_dtype="bfloat16")
+    return matmul(pair[0], pair[1], xp, accumulate=accumulate, out_dtype="bfloat16")
 
 
 def _rows(what: str, size: str, times: dict[str, float], nbytes: dict[str, int]) -> Rows:
@@ -330,13 +340,13 @@ def _contests(
         }
         nbytes = {"copy": 4 * CACHE, "torch bf16": 2 * n * k}
         for name, stored in held.items():
-            if weights.reason(view, stored[0], "90") is None:
+            if weight_only_gap(view, stored[0], "90") is None:
                 nbytes[name] = stored[0].nbytes
                 calls[name] = partial(_packed, view, stored, xp)
-                if m > TOKENS[-1] and not decoded.taken(stored[0], m):
+                if m > TOKENS[-1] and not decodes_in_gemm(stored[0], m):
                     calls[f"{name}, expanded alone"] = partial(_expanding, stored, xp)
         if m > TOKENS[-1]:
-            sides = dense.Dense(view.view(np.uint16)), dense.Dense(ours(w[0], xp).view(np.uint16))
+            sides = [GemmOperand(v.view(np.uint16), "bf16") for v in (view, ours(w[0], xp))]
             calls["bf16, ours"] = partial(_dense, sides, xp)
         yield from _rows(what, f"{m} x {n} x {k}", measure(calls, rounds), nbytes)
 
@@ -346,15 +356,15 @@ def _linear(x: Any, held: list[Any], turn: int) -> Any:
 
 
 def _packed(x: Any, held: list[Any], xp: Any, turn: int) -> Any:
-    return weights.product(x, held[turn % len(held)], "bfloat16", xp)
+    return weight_only_matmul(x, held[turn % len(held)], "bfloat16", xp)
 
 
 def _expanding(held: list[Any], xp: Any, turn: int) -> Any:
     return as_bf16(held[turn % len(held)], xp)
 
 
-def _dense(sides: tuple[Any, Any], xp: Any, turn: int) -> Any:
-    return dense.multiply(*sides, "bfloat16", xp)
+def _dense(sides: list[Any], xp: Any, turn: int) -> Any:
+    return product(*sides, "bfloat16", xp)
 
 
 def decoding(backend: Any, rounds: int) -> Rows:
@@ -373,7 +383,7 @@ def groups(backend: Any, rounds: int) -> Rows:
     xp, n, k = backend.xp, 4096, 4096
     sizes = [4096, 100, 3000, 1, 2048, 0, 900, 6239]
     x, w = tensor(sum(sizes), k), tensor(len(sizes) * n, k, seed=1)
-    offsets = grouped.offsets_of(xp.asarray(np.array(sizes)), xp)
+    offsets = offsets_of(xp.asarray(np.array(sizes)), xp)
     ends = np.cumsum([0, *sizes])
     parts = [(x[ends[g] : ends[g + 1]], w[g * n : (g + 1) * n]) for g in range(len(sizes))]
     fp8 = [packed(v, "fp8_e4m3", backend, tile="channel") for v in (x, w)]
@@ -393,7 +403,7 @@ def groups(backend: Any, rounds: int) -> Rows:
 
 
 def _grouped(sides: list[Any], offsets: Any, xp: Any, turn: int) -> Any:
-    return grouped.matmul(sides[0], sides[1], offsets, xp, out_dtype="bfloat16")
+    return grouped_matmul(sides[0], sides[1], offsets, xp, out_dtype="bfloat16")
 
 
 PARTS = {

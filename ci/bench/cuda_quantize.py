@@ -27,11 +27,11 @@ from ci.bench.contest import GPU_PACKAGES, gpu_of, write
 from extensor.backends import registry
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda import operands, scaling
 from extensor_cuda.kernels.nn import elementwise, norm
 from extensor_cuda.kernels.quantize import dequantize, float_scaled, rowwise_columnwise
 from extensor_cuda.kernels.quantize import quantize as kernels
-from extensor_cuda.norm_quantize import norm_quantize
+from extensor_cuda.kernels.quantize.norm_quantize import Norm, norm_quantize
+from extensor_cuda.matmul.prepare import FLOAT_SCALES, FUSED
 
 SIZE = 16384
 STREAM = Stream(seed=1, step=2, tensor=3, slot=4)
@@ -168,7 +168,7 @@ def float_contestants(
             return float_scaled.start(data[turn % 2][1], plan, stream, xp)
 
         def operand(turn: int, spec: Any = spec, stream: Any = stream) -> Any:
-            return scaling.make(data[turn % 2][1], [spec], [stream], xp)
+            return FLOAT_SCALES.run(data[turn % 2][1], [spec], [stream], xp, None)
 
         def decode(turn: int, q: Any = example, plan: Any = plan) -> Any:
             return float_scaled.dequantize(q, plan, xp)
@@ -189,8 +189,8 @@ def pair_contestants(
     for name in PAIRS:
         for rounding in ("nearest_even", "stochastic")[: 2 if name == "mxfp4" else 1]:
             rows = QuantSpec(name, 1, rbits=8).replace(rounding=rounding)
-            plan = rowwise_columnwise.pair_plan((rows, rows.replace(axis=0)), (SIZE, SIZE))
-            assert isinstance(plan, rowwise_columnwise.PairPlan), plan
+            plan = rowwise_columnwise.row_column_plan((rows, rows.replace(axis=0)), (SIZE, SIZE))
+            assert isinstance(plan, rowwise_columnwise.RowColumnPlan), plan
             random = rounding == "stochastic"
             streams = (STREAM, STREAM) if random else (None, None)
             title = f"{name} rows + columns" + ", stochastic, 8 bits" * random
@@ -219,7 +219,7 @@ def pair_contestants(
                     streams: Any = streams,
                     memory: Any = memory,
                 ) -> Any:
-                    return operands.make(data[turn % 2][1], sides, streams, xp, memory)
+                    return FUSED.run(data[turn % 2][1], sides, streams, xp, memory)
 
                 made[f"{name} operands of training" + ", stochastic" * random] = (4 * count, rebase)
     return made
@@ -240,23 +240,23 @@ def norm_contestants(
     made["rms_norm alone"] = (4 * SIZE * SIZE, alone)
     for name in ("mxfp4", "mxfp8_e4m3"):
         spec = QuantSpec(name, 1)
-        plan = rowwise_columnwise.pair_plan((spec, spec.replace(axis=0)), (SIZE, SIZE))
-        assert isinstance(plan, rowwise_columnwise.PairPlan), plan
+        plan = rowwise_columnwise.row_column_plan((spec, spec.replace(axis=0)), (SIZE, SIZE))
+        assert isinstance(plan, rowwise_columnwise.RowColumnPlan), plan
         for only_rows in (True, False):
             title = f"rms_norm + {name} rows" + " + columns" * (not only_rows)
             if not wanted(title):
                 continue
-            example = norm_quantize(data[0][1], weight, None, 1e-5, plan, xp, only_rows=only_rows)
+            example = norm_quantize(data[0][1], Norm(weight), plan, xp, only_rows=only_rows)
             moved = 2 * SIZE * SIZE + sum(q.nbytes for q in example[:2] if q is not None)
 
             def fused(turn: int, plan: Any = plan, only_rows: bool = only_rows) -> Any:
                 given = {"only_rows": only_rows, "stats": False}
-                return norm_quantize(data[turn % 2][1], weight, None, 1e-5, plan, xp, **given)
+                return norm_quantize(data[turn % 2][1], Norm(weight), plan, xp, **given)
 
             def unfused(turn: int, plan: Any = plan, only_rows: bool = only_rows) -> Any:
                 y = alone(turn)
                 if only_rows:
-                    return kernels.quantize_raw(y, plan.along, None, xp, stats=False)
+                    return kernels.quantize_raw(y, plan.rowwise, None, xp, stats=False)
                 return rowwise_columnwise.quantize_raw(y, plan, (None, None), xp, stats=False)
 
             made |= {title: (moved, fused), title + ", two kernels": (moved, unfused)}
@@ -280,8 +280,8 @@ def activation_contestants(
 
         def run(x: Any, activation: str, sides: Any = sides, way: str = way) -> list[Any]:
             if way == "both":
-                plans = rowwise_columnwise.pair_plan(sides, (SIZE, SIZE), activation)
-                assert isinstance(plans, rowwise_columnwise.PairPlan), plans
+                plans = rowwise_columnwise.row_column_plan(sides, (SIZE, SIZE), activation)
+                assert isinstance(plans, rowwise_columnwise.RowColumnPlan), plans
                 return list(
                     rowwise_columnwise.quantize_raw(x, plans, (None, None), xp, stats=False)[0]
                 )

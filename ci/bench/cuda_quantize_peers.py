@@ -86,8 +86,8 @@ def our_calls(x: Any, amax: Any, xp: Any) -> dict[str, Call]:
         assert isinstance(plan, kernels.Plan)
         given = amax if plan.needs_tensor else None
         calls[f"{name} rows"] = partial(kernels.quantize_raw, x, plan, None, xp, given, False)
-        pairs = rowwise_columnwise.pair_plan((spec, spec.replace(axis=0)), x.shape)
-        assert isinstance(pairs, rowwise_columnwise.PairPlan)
+        pairs = rowwise_columnwise.row_column_plan((spec, spec.replace(axis=0)), x.shape)
+        assert isinstance(pairs, rowwise_columnwise.RowColumnPlan)
         calls[f"{name} rows + columns"] = partial(
             rowwise_columnwise.quantize_raw, x, pairs, (None, None), xp, given, False
         )

@@ -29,7 +29,7 @@ from extensor.nn.recipe import apply_recipe
 from extensor.ops import recipe_operands
 from extensor.optim import AdamW, clip_grad_norm
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.gemm import INT_SPAN, SPAN
+from extensor_cuda.matmul.rebase import E5M2_SPAN, INT8_SPAN
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build
 from training.tasks.language import Causal
@@ -113,10 +113,10 @@ def spans(x: np.ndarray, axis: int) -> dict[str, Any]:
     return {
         "tensor_span": tensor,
         "widest_row": widest,
-        "int8_rows": round(float((wide <= INT_SPAN).mean()), 4),
-        "fp8_rows": round(float((wide <= SPAN).mean()), 4),
-        "path": "int8" if widest <= INT_SPAN else "fp8" if widest <= SPAN else "bf16",
-        "path_of_one": "fp8" if tensor <= SPAN else "bf16",
+        "int8_rows": round(float((wide <= INT8_SPAN).mean()), 4),
+        "fp8_rows": round(float((wide <= E5M2_SPAN).mean()), 4),
+        "path": "int8" if widest <= INT8_SPAN else "fp8" if widest <= E5M2_SPAN else "bf16",
+        "path_of_one": "fp8" if tensor <= E5M2_SPAN else "bf16",
     }
 
 

@@ -62,7 +62,7 @@ def real(x: ExTensor, /) -> ExTensor:
     forward=lambda backend, x: backend.xp.imag(x).copy(),
     no_vjp=_NONE,
     samples=lambda rng: [Sample((_complex(rng),))],
-    errors=(*NO_TENSOR, BadInput((np.zeros(3),), TypeError, "wanted complex numbers")),
+    errors=(*NO_TENSOR, BadInput((np.zeros(3),), TypeError, "expected complex numbers")),
 )
 def imag(x: ExTensor, /) -> ExTensor:
     """The imaginary part, of the same precision.
@@ -72,5 +72,5 @@ def imag(x: ExTensor, /) -> ExTensor:
     """
     tensors_only("imag", x)
     if not x.dtype.is_complex:
-        raise TypeError(f"imag: wanted complex numbers, got {x.dtype.name}")
+        raise TypeError(f"imag: expected complex numbers, got {x.dtype.name}")
     return apply("imag", x)

@@ -28,10 +28,10 @@ def _running(
     dtype: DTypeLike | None,
     include_initial: bool,
 ) -> ExTensor:
-    """``function`` along the axis in the dtype asked for; after ``first``, if so wished."""
+    """``function`` along the axis in ``dtype``, after ``first`` if ``include_initial``."""
     tensors_only(name, x)
     if axis is None and x.ndim != 1:
-        raise ValueError(f"{name}: wanted an axis for a tensor of {x.ndim} axes, got None")
+        raise ValueError(f"{name}: expected an axis for a tensor of {x.ndim} axes, got None")
     at = axis_index(name, 0 if axis is None else axis, x.ndim)
     total = in_dtype(x, dtype, lambda t: function(t, at))
     if not include_initial:
@@ -46,8 +46,8 @@ _RUNNING: dict[str, Any] = {
         Sample((rng.normal(size=(3, 4)),), {"axis": 0, "include_initial": True}),
     ],
     "errors": (
-        BadInput((np.zeros((2, 3)),), ValueError, "wanted an axis"),
-        BadInput((np.zeros((2, 3)),), ValueError, "wanted -2..1", {"axis": 2}),
+        BadInput((np.zeros((2, 3)),), ValueError, "expected an axis"),
+        BadInput((np.zeros((2, 3)),), ValueError, "expected -2..1", {"axis": 2}),
     ),
 }
 
@@ -94,7 +94,7 @@ def _cumprod_vjp(g: ExTensor, out: ExTensor, x: ExTensor, axis: int) -> ExTensor
     vjps=(_cumprod_vjp,),
     reads="inputs",
     samples=lambda rng: [Sample((np.array([[1.5, 0.0, -2.0], [0.5, 3.0, 1.0]]), 1))],
-    errors=(BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),),
+    errors=(BadInput((np.zeros((2, 3)), 2), ValueError, "expected -2..1"),),
 )
 def _cumprod(x: ExTensor, axis: int) -> ExTensor:
     """Running products along ``axis``."""
@@ -143,7 +143,7 @@ def diff(
     tensors_only("diff", x)
     at = axis_index("diff", axis, x.ndim)
     if n < 0:
-        raise ValueError(f"diff: n: wanted 0 or more, got {n}")
+        raise ValueError(f"diff: n: expected 0 or more, got {n}")
     if n == 0:
         return x
     parts = [part for part in (prepend, x, append) if part is not None]

@@ -34,7 +34,7 @@ def _shift(name: str) -> Any:
         "broadcasts": True,
         "samples": lambda rng: [Sample((rng.integers(0, 9, (3, 4)), rng.integers(0, 9, (4,))))],
         "errors": (
-            BadInput((np.zeros(3), np.zeros(3)), TypeError, "wanted integers"),
+            BadInput((np.zeros(3), np.zeros(3)), TypeError, "expected integers"),
             BadInput((np.ones(2, int), np.array([1, -1])), ValueError, "0 or more"),
         ),
     }
@@ -44,10 +44,10 @@ def _shifted(name: str, a: Any, b: Any) -> ExTensor:
     operands = as_tensors(name, a, b)
     for operand in operands:
         if not operand.dtype.is_integer:
-            raise TypeError(f"{name}: wanted integers, got {operand.dtype.name}")
+            raise TypeError(f"{name}: expected integers, got {operand.dtype.name}")
     by = operands[1].data
     if by.size and int(by.min()) < 0:
-        raise ValueError(f"{name}: wanted shifts of 0 or more, got {int(by.min())}")
+        raise ValueError(f"{name}: expected shifts of 0 or more, got {int(by.min())}")
     return apply(name, *operands)
 
 
@@ -75,19 +75,20 @@ def _floats(name: str, *operands: ExTensor) -> tuple[ExTensor, ...]:
     for operand in operands:
         if not operand.dtype.is_float:
             raise TypeError(
-                f"{name}: wanted floats, got {operand.dtype.name}; convert with x.astype('float32')"
+                f"{name}: expected floats, got {operand.dtype.name}; convert with "
+                "x.astype('float32')"
             )
     return operands
 
 
-_NO_FLOATS = BadInput((np.ones(3, int), np.ones(3, int)), TypeError, "wanted floats")
+_NO_FLOATS = BadInput((np.ones(3, int), np.ones(3, int)), TypeError, "expected floats")
 
 
 @primitive(
     forward=lambda backend, x: backend.xp.signbit(x),
     no_vjp="gives truth values",
     samples=unary_samples(np.signbit),
-    errors=(*NO_TENSOR, BadInput((np.ones(3, int),), TypeError, "wanted floats")),
+    errors=(*NO_TENSOR, BadInput((np.ones(3, int),), TypeError, "expected floats")),
 )
 def signbit(x: ExTensor, /) -> ExTensor:
     """Whether the sign bit is set: true for -0.0 and for a NaN with a sign.

@@ -1,6 +1,6 @@
-"""The standard's `fft`: discrete Fourier transforms, by the array module's own.
+"""The standard's extension `fft`: discrete Fourier transforms, computed by the array module.
 
-Transforms have no rule for gradients: a tensor that requires one is refused. float32 and complex64
+Transforms have no gradients: a tensor that requires one is refused. float32 and complex64
 transform in single precision; 16-bit floats and integers as float32.
 ``norm`` says which direction is divided by n: "backward", "forward", or both by its root, "ortho".
 """
@@ -25,42 +25,44 @@ __all__ = [
 ]  # fmt: skip
 
 _NORMS = ("backward", "ortho", "forward")
-_FROM_REAL = {"rfft": "fft", "ihfft": "ifft", "rfftn": "fftn"}
-"""Transforms of real numbers alone, and what does it for complex ones."""
+_REAL_INPUT = {"rfft": "fft", "ihfft": "ifft", "rfftn": "fftn"}
+"""Transforms that take real numbers only, and the one for complex numbers."""
 
 
 def _input(name: str, x: ExTensor, norm: str) -> Any:
     """The values as an array to transform."""
     tensors_only(name, x)
     if norm not in _NORMS:
-        raise ValueError(f"{name}: norm: wanted one of {', '.join(_NORMS)}, got {norm!r}")
-    if x.dtype.is_complex and name in _FROM_REAL:
-        raise TypeError(f"{name}: wanted real numbers, got {x.dtype.name}; use {_FROM_REAL[name]}")
+        raise ValueError(f"{name}: norm: expected one of {', '.join(_NORMS)}, got {norm!r}")
+    if x.dtype.is_complex and name in _REAL_INPUT:
+        raise TypeError(
+            f"{name}: expected real numbers, got {x.dtype.name}; use {_REAL_INPUT[name]}"
+        )
     return non_differentiable_input(name, x, "x.detach()")[0]
 
 
-def _line(name: str, x: ExTensor, n: int | None, axis: int, norm: str) -> ExTensor:
+def _transform_1d(name: str, x: ExTensor, n: int | None, axis: int, norm: str) -> ExTensor:
     """A transform along one axis, cut or filled with zeros to n."""
     array = _input(name, x, norm)
     at = axis_index(name, axis, x.ndim)
     if n is not None and n < 1:
-        raise ValueError(f"{name}: n: wanted 1 or more, got {n}")
+        raise ValueError(f"{name}: n: expected 1 or more, got {n}")
     made = getattr(x.backend.xp.fft, name)(array, n=n, axis=at, norm=norm)
     return wrap(made, x.backend)
 
 
-def _grid(
+def _transform_nd(
     name: str, x: ExTensor, s: Sequence[int] | None, axes: Sequence[int] | None, norm: str
 ) -> ExTensor:
     """A transform along several axes, in their order."""
     array = _input(name, x, norm)
     if axes is None:
         axes = range(x.ndim) if s is None else range(x.ndim - len(s), x.ndim)
-    places = [axis_index(name, a, x.ndim) for a in axes]
-    if s is not None and len(s) != len(places):
-        raise ValueError(f"{name}: wanted as many sizes as axes, got {tuple(s)}, {tuple(axes)}")
+    positions = [axis_index(name, a, x.ndim) for a in axes]
+    if s is not None and len(s) != len(positions):
+        raise ValueError(f"{name}: expected as many sizes as axes, got {tuple(s)}, {tuple(axes)}")
     sizes = None if s is None else tuple(s)
-    made = getattr(x.backend.xp.fft, name)(array, s=sizes, axes=places, norm=norm)
+    made = getattr(x.backend.xp.fft, name)(array, s=sizes, axes=positions, norm=norm)
     return wrap(made, x.backend)
 
 
@@ -72,42 +74,42 @@ def fft(
     Raises:
         TypeError, ValueError: for a tensor that requires a gradient, or a bad n, axis or norm.
     """
-    return _line("fft", x, n, axis, norm)
+    return _transform_1d("fft", x, n, axis, norm)
 
 
 def ifft(
     x: ExTensor, /, *, n: int | None = None, axis: int = -1, norm: str = "backward"
 ) -> ExTensor:
     """The inverse of `fft`."""
-    return _line("ifft", x, n, axis, norm)
+    return _transform_1d("ifft", x, n, axis, norm)
 
 
 def rfft(
     x: ExTensor, /, *, n: int | None = None, axis: int = -1, norm: str = "backward"
 ) -> ExTensor:
     """As `fft` of real numbers, the n // 2 + 1 frequencies that are not negative."""
-    return _line("rfft", x, n, axis, norm)
+    return _transform_1d("rfft", x, n, axis, norm)
 
 
 def irfft(
     x: ExTensor, /, *, n: int | None = None, axis: int = -1, norm: str = "backward"
 ) -> ExTensor:
     """The inverse of `rfft`: n real numbers, 2 (m - 1) of m frequencies if not told."""
-    return _line("irfft", x, n, axis, norm)
+    return _transform_1d("irfft", x, n, axis, norm)
 
 
 def hfft(
     x: ExTensor, /, *, n: int | None = None, axis: int = -1, norm: str = "backward"
 ) -> ExTensor:
     """The real spectrum of a signal that is Hermitian in time, given by its first half."""
-    return _line("hfft", x, n, axis, norm)
+    return _transform_1d("hfft", x, n, axis, norm)
 
 
 def ihfft(
     x: ExTensor, /, *, n: int | None = None, axis: int = -1, norm: str = "backward"
 ) -> ExTensor:
     """The inverse of `hfft`."""
-    return _line("ihfft", x, n, axis, norm)
+    return _transform_1d("ihfft", x, n, axis, norm)
 
 
 def fftn(
@@ -115,7 +117,7 @@ def fftn(
     norm: str = "backward",
 ) -> ExTensor:  # fmt: skip
     """`fft` along several axes, all if None, each cut or filled to its size in ``s``."""
-    return _grid("fftn", x, s, axes, norm)
+    return _transform_nd("fftn", x, s, axes, norm)
 
 
 def ifftn(
@@ -123,7 +125,7 @@ def ifftn(
     norm: str = "backward",
 ) -> ExTensor:  # fmt: skip
     """The inverse of `fftn`."""
-    return _grid("ifftn", x, s, axes, norm)
+    return _transform_nd("ifftn", x, s, axes, norm)
 
 
 def rfftn(
@@ -131,7 +133,7 @@ def rfftn(
     norm: str = "backward",
 ) -> ExTensor:  # fmt: skip
     """As `fftn` of real numbers, the last axis as `rfft`."""
-    return _grid("rfftn", x, s, axes, norm)
+    return _transform_nd("rfftn", x, s, axes, norm)
 
 
 def irfftn(
@@ -139,7 +141,7 @@ def irfftn(
     norm: str = "backward",
 ) -> ExTensor:  # fmt: skip
     """The inverse of `rfftn`."""
-    return _grid("irfftn", x, s, axes, norm)
+    return _transform_nd("irfftn", x, s, axes, norm)
 
 
 def _frequencies(
@@ -148,7 +150,7 @@ def _frequencies(
     kind = as_dtype(float32 if dtype is None else dtype)
     if not kind.is_float or n < 1 or d == 0:
         raise ValueError(
-            f"{name}: wanted n of 1 or more, d other than 0 and a float dtype, got {n}, {d}, "
+            f"{name}: expected n of 1 or more, d other than 0 and a float dtype, got {n}, {d}, "
             f"{kind.name}"
         )
     backend = registry.get(device)
@@ -181,12 +183,12 @@ def fftshift(x: ExTensor, /, *, axes: int | Sequence[int] | None = None) -> ExTe
         TypeError, ValueError: for axes out of range.
     """
     tensors_only("fftshift", x)
-    places = axis_tuple("fftshift", axes, x.ndim)
-    return roll(x, tuple(x.shape[a] // 2 for a in places), places)
+    positions = axis_tuple("fftshift", axes, x.ndim)
+    return roll(x, tuple(x.shape[a] // 2 for a in positions), positions)
 
 
 def ifftshift(x: ExTensor, /, *, axes: int | Sequence[int] | None = None) -> ExTensor:
     """The inverse of `fftshift`."""
     tensors_only("ifftshift", x)
-    places = axis_tuple("ifftshift", axes, x.ndim)
-    return roll(x, tuple(-(x.shape[a] // 2) for a in places), places)
+    positions = axis_tuple("ifftshift", axes, x.ndim)
+    return roll(x, tuple(-(x.shape[a] // 2) for a in positions), positions)

@@ -45,7 +45,7 @@ def moveaxis(
     old, new = ([axis_index("moveaxis", a, x.ndim) for a in axes] for axes in given)
     if not len(old) == len(new) == len(set(old)) == len(set(new)):
         raise ValueError(
-            f"moveaxis: wanted as many sources as destinations, each once, got {source} and "
+            f"moveaxis: expected as many sources as destinations, each once, got {source} and "
             f"{destination}"
         )
     order = [a for a in range(x.ndim) if a not in old]
@@ -56,7 +56,7 @@ def moveaxis(
 
 @composite(
     samples=lambda rng: [Sample((rng.normal(size=(2, 3)),), {"axis": 1})],
-    errors=(BadInput((np.zeros((2, 3)),), ValueError, "wanted -2..1", {"axis": 2}),),
+    errors=(BadInput((np.zeros((2, 3)),), ValueError, "expected -2..1", {"axis": 2}),),
 )
 def unstack(x: ExTensor, /, *, axis: int = 0) -> tuple[ExTensor, ...]:
     """The slices of x along ``axis``, which they no longer have.
@@ -79,7 +79,7 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
         return np.broadcast_shapes(*shapes)
     except ValueError:
         raise ValueError(
-            f"broadcast_shapes: wanted shapes that broadcast, got {', '.join(map(str, shapes))}"
+            f"broadcast_shapes: expected shapes that broadcast, got {', '.join(map(str, shapes))}"
         ) from None
 
 
@@ -115,7 +115,7 @@ def take_along_axis(x: ExTensor, indices: ExTensor, /, *, axis: int = -1) -> ExT
     tensors_only("take_along_axis", x, indices)
     if x.ndim != indices.ndim:
         raise ValueError(
-            f"take_along_axis: wanted indices of as many axes as {x.shape}, got {indices.shape}"
+            f"take_along_axis: expected indices of as many axes as {x.shape}, got {indices.shape}"
         )
     at = axis_index("take_along_axis", axis, x.ndim)
 

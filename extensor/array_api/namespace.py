@@ -1,4 +1,4 @@
-"""What the Python Array API standard (2025.12) asks of the namespace: dtypes and capabilities."""
+"""The standard's inspection functions (Python Array API 2025.12): dtypes, limits, capabilities."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def finfo(type: DTypeLike | ExTensor, /) -> FloatLimits:
     """
     dtype = _dtype(type)
     if not dtype.is_inexact:
-        raise TypeError(f"finfo: wanted a float dtype, got {dtype.name}")
+        raise TypeError(f"finfo: expected a float dtype, got {dtype.name}")
     dtype = {complex64: float32, complex128: float64}.get(dtype, dtype)
     limits: Any = ml_dtypes.finfo
     f = limits(dtype.numpy)
@@ -84,7 +84,7 @@ def iinfo(type: DTypeLike | ExTensor, /) -> IntegerLimits:
     """
     dtype = _dtype(type)
     if not dtype.is_integer:
-        raise TypeError(f"iinfo: wanted an integer dtype, got {dtype.name}")
+        raise TypeError(f"iinfo: expected an integer dtype, got {dtype.name}")
     i = np.iinfo(dtype.numpy)
     return IntegerLimits(i.bits, int(i.max), int(i.min), dtype)
 
@@ -124,7 +124,7 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
     numbers = [v for v in arrays_and_dtypes if isinstance(v, (int, float, complex))]
     rows = [_dtype(v) for v in arrays_and_dtypes if not isinstance(v, (int, float, complex))]
     if not rows:
-        raise ValueError("result_type: wanted a tensor or dtype among the arguments, got none")
+        raise ValueError("result_type: expected a tensor or dtype among the arguments, got none")
     common = reduce(promote, rows)
     return reduce(promote, (scalar_dtype(v, common) for v in numbers), common)
 
@@ -161,7 +161,7 @@ def asarray(
         obj: what to convert.
         dtype: of the result; as `ExTensor` chooses if None.
         device: of the result; a tensor's own, or the default one, if None.
-        copy: True for memory of its own, False to refuse one, None to copy only if it must.
+        copy: True always copies, False never does, None copies only where it is needed.
 
     Raises:
         TypeError: for data or a dtype that is not understood.

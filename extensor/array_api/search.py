@@ -20,7 +20,7 @@ __all__ = [
 
 
 class UniqueAll(NamedTuple):
-    """The different values, where each is first, which each element is, how often each occurs."""
+    """The unique values, their first positions, the value of each element, and counts."""
 
     values: ExTensor
     indices: ExTensor
@@ -29,14 +29,14 @@ class UniqueAll(NamedTuple):
 
 
 class UniqueCounts(NamedTuple):
-    """The different values, and how often each occurs."""
+    """The unique values, and how often each occurs."""
 
     values: ExTensor
     counts: ExTensor
 
 
 class UniqueInverse(NamedTuple):
-    """The different values, and which of them each element is."""
+    """The unique values, and the index into them of each element."""
 
     values: ExTensor
     inverse_indices: ExTensor
@@ -47,12 +47,12 @@ def _dense(name: str, *tensors: Any) -> None:
     for x in tensors:
         if x.dtype.is_blocked:
             raise TypeError(
-                f"{name}: wanted a dense tensor, got {x.dtype.name}; use x.dequantize()"
+                f"{name}: expected a dense tensor, got {x.dtype.name}; use x.dequantize()"
             )
 
 
 def unique_all(x: ExTensor, /) -> UniqueAll:
-    """The different values of x, ascending; every NaN is one of its own.
+    """The unique values of x, ascending; each NaN counts as a value of its own.
 
     Raises:
         TypeError: for a blocked tensor.
@@ -97,7 +97,7 @@ def nonzero(x: ExTensor, /) -> tuple[ExTensor, ...]:
     """
     _dense("nonzero", x)
     if x.ndim == 0:
-        raise ValueError("nonzero: wanted a tensor of one axis or more, got shape ()")
+        raise ValueError("nonzero: expected a tensor of one axis or more, got shape ()")
     return tuple(wrap(part, x.backend) for part in x.backend.xp.nonzero(x.data))
 
 
@@ -136,7 +136,7 @@ def searchsorted(
     _dense("searchsorted", a, b)
     if a.ndim != 1 or side not in ("left", "right"):
         raise ValueError(
-            f"searchsorted: wanted a vector and side 'left' or 'right', got {a.shape}, {side!r}"
+            f"searchsorted: expected a vector and side 'left' or 'right', got {a.shape}, {side!r}"
         )
     order = None if sorter is None else sorter.data
     return wrap(a.backend.xp.searchsorted(a.data, b.data, side=side, sorter=order), a.backend)

@@ -107,7 +107,7 @@ def _prepare(
     devices = {t.backend.name for t in inputs}
     if len(devices) > 1:
         raise ValueError(
-            f"{name}: wanted tensors on one device, got {', '.join(sorted(devices))}; "
+            f"{name}: expected tensors on one device, got {', '.join(sorted(devices))}; "
             "move them with x.to(device)"
         )
     if not primitive.takes_blocked and any(t.dtype.is_blocked for t in inputs):
@@ -148,6 +148,6 @@ def _prepare(
 def _broadcast_message(name: str, arrays: list[Any]) -> str:
     shapes = " and ".join(str(tuple(a.shape)) for a in arrays)
     return (
-        f"{name}: wanted shapes that broadcast (equal, or 1, counted from the last axis), got "
+        f"{name}: expected shapes that broadcast (equal, or 1, counted from the last axis), got "
         f"{shapes}; reshape one, or add axes of length 1 with expand_dims"
     )

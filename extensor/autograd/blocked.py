@@ -42,9 +42,9 @@ def _tile(block_size: int | None, tile: Tile | None) -> Tile | None:
             raise ValueError("block_size and tile say the same thing; give one of them")
         return tile
     if not isinstance(block_size, int) or isinstance(block_size, bool):
-        raise TypeError(f"block_size: wanted an int, got {block_size!r}")
+        raise TypeError(f"block_size: expected an int, got {block_size!r}")
     if block_size < 1:
-        raise ValueError(f"block_size: wanted 1 or more, got {block_size}")
+        raise ValueError(f"block_size: expected 1 or more, got {block_size}")
     return (1, block_size)
 
 

@@ -111,9 +111,9 @@ class CapturedStep:
         for tensor in inputs:
             if not isinstance(tensor, ExTensor) or tensor.is_blocked or tensor.requires_grad:
                 got = f"{tensor!r:.80}" if isinstance(tensor, ExTensor) else type(tensor).__name__
-                raise TypeError(f"capture: wanted dense tensors without gradients, got {got}")
+                raise TypeError(f"capture: expected dense tensors without gradients, got {got}")
         if not inputs:
-            raise TypeError("capture: wanted the step's batch as arguments, got none")
+            raise TypeError("capture: expected the step's batch as arguments, got none")
         key = tuple((tensor.shape, tensor.dtype.name, tensor.device) for tensor in inputs)
         if key not in self._graphs:
             graph = inputs[0].backend.new_graph()
@@ -149,6 +149,6 @@ def _each(results: Any, change: Callable[[ExTensor], ExTensor]) -> Any:
     if isinstance(results, (tuple, list)) and all(isinstance(t, ExTensor) for t in results):
         return tuple(change(tensor) for tensor in results)
     raise TypeError(
-        f"capture: wanted a step that gives a tensor, a tuple of tensors or None, got "
+        f"capture: expected a step that gives a tensor, a tuple of tensors or None, got "
         f"{type(results).__name__}"
     )

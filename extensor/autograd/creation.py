@@ -32,7 +32,7 @@ __all__ = ["CreationMethods", "Seed", "ShapeLike", "as_data", "as_shape"]
 
 ShapeLike = int | tuple[int, ...] | list[int]
 Seed = int | np.random.Generator | None
-"""Where random values come from: a seed, a generator that goes on, or None for fresh entropy."""
+"""The source of random values: a seed, a generator to continue, or None for fresh entropy."""
 
 
 def as_shape(shape: ShapeLike, what: str = "shape") -> tuple[int, ...]:
@@ -45,9 +45,9 @@ def as_shape(shape: ShapeLike, what: str = "shape") -> tuple[int, ...]:
         axes = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
         sizes = tuple(operator.index(n) for n in axes)
     except TypeError:
-        raise TypeError(f"{what}: wanted an int or a tuple of ints, got {shape!r}") from None
+        raise TypeError(f"{what}: expected an int or a tuple of ints, got {shape!r}") from None
     if any(n < 0 for n in sizes):
-        raise ValueError(f"{what}: wanted sizes of 0 or more, got {shape!r}")
+        raise ValueError(f"{what}: expected sizes of 0 or more, got {shape!r}")
     return sizes
 
 
@@ -67,11 +67,11 @@ def as_data(data: Any, dtype: DType | None, xp: Any = np) -> Any:
             numbers = np.array(data).dtype.kind in "biufc"
         except ValueError:
             raise ValueError(
-                f"ExTensor(data): wanted nested lists of equal lengths, got {data!r:.80}"
+                f"ExTensor(data): expected nested lists of equal lengths, got {data!r:.80}"
             ) from None
         if not numbers:
             raise TypeError(
-                f"ExTensor(data): wanted numbers, nested lists of them or an array, got "
+                f"ExTensor(data): expected numbers, nested lists of them or an array, got "
                 f"{data!r:.80}"
             )
     if dtype is None and not hasattr(data, "dtype"):
@@ -133,23 +133,23 @@ class CreationMethods(Generic[Tensor]):
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        """Filled with a number or what a tensor of no axes holds.
+        """Filled with a number, or with the value of a tensor of no axes.
 
-        If not told, float32, int64, bool or complex64 for such a number, the tensor's own dtype.
+        The default dtype is the tensor's; of a number it is float32, int64, bool or complex64.
         """
         number = fill_value
         if getattr(fill_value, "shape", None) == ():  # numpy's scalars, too
             number = fill_value.item()
             dtype = dtype or (None if isinstance(fill_value, np.generic) else fill_value.dtype)
         if not isinstance(number, (int, float, complex)):
-            raise TypeError(f"full: wanted a number, got {fill_value!r}")
+            raise TypeError(f"full: expected a number, got {fill_value!r}")
         kind = as_dtype(type(number) if dtype is None else dtype)
         xp = registry.get(device).xp
         try:
             fill = np.asarray(number, dtype=_made_in(kind))
         except (ValueError, TypeError, OverflowError):  # NaN, Inf, too large, or complex
             raise ValueError(
-                f"full: wanted a number that {kind.name} can hold, got {fill_value!r}"
+                f"full: expected a number that {kind.name} can hold, got {fill_value!r}"
             ) from None
         data = xp.full(as_shape(shape), fill, dtype=fill.dtype)
         return cls._from_array(data, kind, device, requires_grad)
@@ -191,7 +191,7 @@ class CreationMethods(Generic[Tensor]):
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        """Memory of a shape, whatever it holds; a blocked dtype gets zeros."""
+        """Uninitialized memory of a shape; zeros for a blocked dtype."""
         kind = as_dtype(float32 if dtype is None else dtype)
         xp = registry.get(device).xp
         make = xp.zeros if kind.is_blocked else xp.empty
@@ -212,7 +212,7 @@ class CreationMethods(Generic[Tensor]):
     ) -> Tensor:
         """Ones on diagonal k (above the main one if positive) of a (rows, columns) matrix.
 
-        Square if not told.
+        Square without ``columns``.
         """
         kind = as_dtype(float32 if dtype is None else dtype)
         shape = as_shape((rows, rows if columns is None else columns))
@@ -232,10 +232,10 @@ class CreationMethods(Generic[Tensor]):
     ) -> Tensor:
         """start, start + step, ... up to but not including stop; 0 to start with one argument.
 
-        int64 for integers, float32 otherwise, if not told.
+        The default dtype is int64 for integers, else float32.
         """
         if step == 0:
-            raise ValueError("arange: wanted a step other than 0, got 0")
+            raise ValueError("arange: expected a step other than 0, got 0")
         if stop is None:
             start, stop = 0, start
         whole = all(isinstance(v, (int, np.integer)) for v in (start, stop, step))
@@ -244,7 +244,7 @@ class CreationMethods(Generic[Tensor]):
             data = registry.get(device).xp.arange(start, stop, step, dtype=_made_in(kind))
         except (ValueError, TypeError, OverflowError) as error:
             raise type(error)(
-                f"arange: wanted finite numbers that {kind.name} can hold, got {start!r}, "
+                f"arange: expected finite numbers that {kind.name} can hold, got {start!r}, "
                 f"{stop!r}, {step!r} ({error})"
             ) from None
         return cls._from_array(data, kind, device, requires_grad)
@@ -316,7 +316,7 @@ class CreationMethods(Generic[Tensor]):
         """
         if not isinstance(array, np.ndarray):
             raise TypeError(
-                f"from_numpy: wanted a numpy array, got {type(array).__name__}; use et.ExTensor"
+                f"from_numpy: expected a numpy array, got {type(array).__name__}; use et.ExTensor"
             )
         backend = registry.get(device)
         dtype_of(array)  # a GPU's copy would change the byte order
@@ -336,7 +336,7 @@ class CreationMethods(Generic[Tensor]):
         Args:
             x: anything with ``__dlpack__`` and ``__dlpack_device__``.
             device: where the tensor is to be; None is the default device.
-            copy: True for memory of its own, False to refuse one, None to copy only if it must.
+            copy: True always copies, False never does, None copies only where it is needed.
 
         Raises:
             TypeError: if the object has no ``__dlpack__`` method, or an unknown dtype.
@@ -344,32 +344,32 @@ class CreationMethods(Generic[Tensor]):
         """
         if not hasattr(x, "__dlpack__"):
             raise TypeError(
-                f"from_dlpack: wanted an object with __dlpack__, got {type(x).__name__}"
+                f"from_dlpack: expected an object with __dlpack__, got {type(x).__name__}"
             )
         backend = registry.get(device)
         options = {} if copy is None else {"copy": copy}
-        tensor = cls._wrap(dlpack.take(x, backend.xp, **options), backend)
+        tensor = cls._wrap(dlpack.from_exporter(x, backend.xp, **options), backend)
         return tensor if copy else share_writes(tensor)
 
     @classmethod
     def zeros_like(
         cls, x: Tensor, dtype: DTypeLike | None = None, *, device: str | None = None
     ) -> Tensor:
-        """Zeros of another tensor's shape, device and (if not told) dtype."""
+        """Zeros of another tensor's shape, device and by default dtype."""
         return cls.zeros(x.shape, dtype or x.dtype, device=device or x.device)
 
     @classmethod
     def ones_like(
         cls, x: Tensor, dtype: DTypeLike | None = None, *, device: str | None = None
     ) -> Tensor:
-        """Ones of another tensor's shape, device and (if not told) dtype."""
+        """Ones of another tensor's shape, device and by default dtype."""
         return cls.ones(x.shape, dtype or x.dtype, device=device or x.device)
 
     @classmethod
     def empty_like(
         cls, x: Tensor, dtype: DTypeLike | None = None, *, device: str | None = None
     ) -> Tensor:
-        """Memory of another tensor's shape, device and (if not told) dtype."""
+        """Uninitialized, with another tensor's shape, device and by default dtype."""
         return cls.empty(x.shape, dtype or x.dtype, device=device or x.device)
 
     @classmethod
@@ -381,17 +381,17 @@ class CreationMethods(Generic[Tensor]):
         *,
         device: str | None = None,
     ) -> Tensor:
-        """``fill_value`` in another tensor's shape, device and (if not told) dtype."""
+        """``fill_value`` in another tensor's shape, device and by default dtype."""
         return cls.full(x.shape, fill_value, dtype or x.dtype, device=device or x.device)
 
     @classmethod
     def randn_like(cls, x: Tensor, dtype: DTypeLike | None = None, *, seed: Seed = None) -> Tensor:
-        """Standard normal values in another tensor's shape, device and (if not told) dtype."""
+        """Standard normal values in another tensor's shape, device and by default dtype."""
         return cls.randn(x.shape, seed=seed, dtype=dtype or x.dtype, device=x.device)
 
     @classmethod
     def rand_like(cls, x: Tensor, dtype: DTypeLike | None = None, *, seed: Seed = None) -> Tensor:
-        """Values uniform in [0, 1) in another tensor's shape, device and (if not told) dtype."""
+        """Values uniform in [0, 1) in another tensor's shape, device and by default dtype."""
         return cls.rand(x.shape, seed=seed, dtype=dtype or x.dtype, device=x.device)
 
 
@@ -404,7 +404,7 @@ def _draw_type(dtype: DType) -> Any:
     made = _made_in(dtype)
     if made not in (np.float32, np.float64):
         raise TypeError(
-            f"random values: wanted a floating-point or blocked dtype, got {dtype.name}"
+            f"random values: expected a floating-point or blocked dtype, got {dtype.name}"
         )
     return made
 
@@ -417,7 +417,7 @@ def _generator(seed: Seed) -> np.random.Generator:
             good = False
         if not good:
             raise ValueError(
-                f"seed: wanted an int of 0 or more, a numpy Generator or None, got {seed!r}"
+                f"seed: expected an int of 0 or more, a numpy Generator or None, got {seed!r}"
             )
     return np.random.default_rng(seed)
 

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["export", "take"]
+__all__ = ["export", "from_exporter"]
 
 _UINT, _BFLOAT = 1, 4  # DLDataTypeCode
 _KNOWN = {
@@ -38,7 +38,7 @@ def _dtype_of(capsule: Any) -> Any:
     """The capsule's (code, bits), as two bytes that can be written."""
     name = _api.PyCapsule_GetName(capsule)
     if name not in _DTYPE_AT:
-        raise BufferError(f"DLPack: wanted an unused capsule, got one named {name!r}")
+        raise BufferError(f"DLPack: expected an unused capsule, got one named {name!r}")
     start = _api.PyCapsule_GetPointer(capsule, name)
     return (ctypes.c_uint8 * 2).from_address(start + _DTYPE_AT[name])
 
@@ -58,7 +58,7 @@ class _Relabelled:
         dtype = _dtype_of(capsule)
         if tuple(dtype) not in _KNOWN:
             raise TypeError(
-                "from_dlpack: wanted bool, integers, floats of 16 bits or more, or complex64 or "
+                "from_dlpack: expected bool, integers, floats of 16 bits or more, or complex64 or "
                 f"complex128, got DLPack's dtype code {dtype[0]} of {dtype[1]} bits; convert it "
                 "first, or hand over its bytes as uint8"
             )
@@ -94,7 +94,7 @@ def export(array: Any, **options: Any) -> Any:
     return capsule
 
 
-def take(other: Any, xp: Any, **options: Any) -> Any:
+def from_exporter(other: Any, xp: Any, **options: Any) -> Any:
     """A raw array of the module ``xp`` on the memory of any exporter; see `export`."""
     source = _Relabelled(other)
     array = xp.from_dlpack(source, **options)

@@ -46,19 +46,19 @@ def grad(
     if not isinstance(output, ExTensor):
         if not callable(output) or inputs is not None:
             raise TypeError(
-                "grad: wanted grad(tensor, inputs) or grad(function), got "
+                "grad: expected grad(tensor, inputs) or grad(function), got "
                 f"{type(output).__name__}{'' if inputs is None else ' with inputs'}"
             )
         both = value_and_grad(output, argnums, create_graph=create_graph)
         return lambda *args, **kwargs: both(*args, **kwargs)[1]
     if inputs is None:
-        raise TypeError("grad: wanted the inputs to differentiate by: grad(y, x)")
+        raise TypeError("grad: expected the inputs to differentiate by: grad(y, x)")
     single = isinstance(inputs, ExTensor)
-    wanted = [inputs] if single else list(inputs)
-    found = tape.gradients([(output, gradient)], wanted, retain_graph, create_graph)
+    targets = [inputs] if single else list(inputs)
+    found = tape.gradients([(output, gradient)], targets, retain_graph, create_graph)
     filled = [
         ExTensor.zeros(x.shape, x.dtype, device=x.device) if g is None else g
-        for x, g in zip(wanted, found, strict=True)
+        for x, g in zip(targets, found, strict=True)
     ]
     return filled[0] if single else tuple(filled)
 
@@ -66,7 +66,7 @@ def grad(
 def _leaf(name: str, value: Any, create_graph: bool) -> ExTensor:
     """An argument to differentiate by: itself if it already is part of a graph being made."""
     if not isinstance(value, ExTensor):
-        raise TypeError(f"{name}: wanted an ExTensor, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected an ExTensor, got {type(value).__name__}")
     if create_graph and value.requires_grad:
         return value
     leaf = value.detach()
@@ -92,13 +92,15 @@ def value_and_grad(
         RuntimeError: if the value does not depend on any of them.
     """
     if not callable(function):
-        raise TypeError(f"value_and_grad: wanted a function, got {type(function).__name__}")
+        raise TypeError(f"value_and_grad: expected a function, got {type(function).__name__}")
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def both(*args: Any, **kwargs: Any) -> tuple[ExTensor, Any]:
         values = list(args)
         if any(not -len(values) <= i < len(values) for i in numbers):
-            raise ValueError(f"argnums: wanted positions of {len(values)} arguments, got {argnums}")
+            raise ValueError(
+                f"argnums: expected positions of {len(values)} arguments, got {argnums}"
+            )
         for i in numbers:
             values[i] = _leaf("value_and_grad", values[i], create_graph)
         with enable_grad():
@@ -152,14 +154,14 @@ def hvp(function: Callable[..., ExTensor], inputs: Any, vectors: Any) -> Any:
         p.shape != d.shape for p, d in zip(points, directions, strict=False)
     ):
         raise ValueError(
-            f"hvp: wanted a vector of each input's shape {[p.shape for p in points]}, got "
+            f"hvp: expected a vector of each input's shape {[p.shape for p in points]}, got "
             f"{[d.shape for d in directions]}"
         )
     leaves = [_leaf("hvp", x, False) for x in points]
     with enable_grad():
         slopes = grad(function(*leaves), leaves, create_graph=True)
-        along = [(s * d).sum() for s, d in zip(slopes, directions, strict=True)]
-        total = sum(along[1:], along[0])
+        dots = [(s * d).sum() for s, d in zip(slopes, directions, strict=True)]
+        total = sum(dots[1:], dots[0])
         if not total.requires_grad:  # a linear function
             products = tuple(ExTensor.zeros(x.shape, x.dtype, device=x.device) for x in leaves)
         else:

@@ -92,11 +92,11 @@ class TensorState:
     def requires_grad(self, value: bool) -> None:
         if self.node is not None:
             raise RuntimeError(
-                "requires_grad: wanted a leaf, got the result of an operation; use y.detach()"
+                "requires_grad: expected a leaf, got the result of an operation; use y.detach()"
             )
         if value and not self.dtype.is_float:
             raise TypeError(
-                f"requires_grad: wanted a floating-point tensor, got {self.dtype.name}; "
+                f"requires_grad: expected a floating-point tensor, got {self.dtype.name}; "
                 + (
                     "keep the float tensor as the leaf and quantize it in the computation"
                     if self.dtype.is_blocked

@@ -13,7 +13,7 @@ import numpy as np
 from extensor.autograd.node import TensorState
 from extensor.backends.protocol import Backend
 
-__all__ = ["check_inside", "check_positions", "raw_key"]
+__all__ = ["check_bounds", "check_positions", "raw_key"]
 
 
 def raw_key(key: Any) -> Any:
@@ -31,7 +31,7 @@ def raw_key(key: Any) -> Any:
     kind = getattr(getattr(key, "dtype", None), "kind", "i")
     if kind not in "iub":
         raise TypeError(
-            f"index: wanted integers, slices, None, ... or integer or bool tensors, got {key!r}"
+            f"index: expected integers, slices, None, ... or integer or bool tensors, got {key!r}"
         )
     return key
 
@@ -57,10 +57,10 @@ def check_positions(backend: Backend, shape: tuple[int, ...], key: Any) -> None:
         elif kind in ("i", "u") and axis < len(shape):
             found.append((part, shape[axis], axis))
         axis += axes
-    check_inside(backend, found)
+    check_bounds(backend, found)
 
 
-def check_inside(backend: Backend, parts: Sequence[tuple[Any, int, int]], name: str = "") -> None:
+def check_bounds(backend: Backend, parts: Sequence[tuple[Any, int, int]], name: str = "") -> None:
     """Refuse integer arrays with positions beyond an axis; waits for a device once.
 
     Args:
@@ -77,7 +77,7 @@ def check_inside(backend: Backend, parts: Sequence[tuple[Any, int, int]], name: 
         outside = (h for h in held if h[0] < -h[2] or h[1] >= h[2])
         low, high, n, axis = next(outside, held[-1])
         return IndexError(
-            f"{name}wanted positions in {-n}..{n - 1} along axis {axis}, got {low}..{high}"
+            f"{name}expected positions in {-n}..{n - 1} along axis {axis}, got {low}..{high}"
         )
 
     there = []

@@ -146,7 +146,7 @@ class Primitive:
         rule = bool(self.vjps or self.vjp_at or (self.fused_vjp and self.once))
         if rule == bool(self.no_vjp):
             raise ValueError(
-                f"primitive {self.name!r}: wanted either VJPs or no_vjp='why there are none', "
+                f"primitive {self.name!r}: expected either VJPs or no_vjp='why there are none', "
                 f"got {'both' if rule else 'neither'}"
             )
         level = (

@@ -68,7 +68,7 @@ def gradients(
     for i, tensor in enumerate(inputs):
         if not tensor._requires_grad:
             raise ValueError(
-                f"input {i}: wanted a tensor that requires a gradient, got {tensor!r}; "
+                f"input {i}: expected a tensor that requires a gradient, got {tensor!r}; "
                 "set x.requires_grad = True before computing the output"
             )
     seeds = [(root, _seed(root, g, create_graph)) for root, g in roots]
@@ -88,7 +88,7 @@ def gradients(
 def _seed(root: ExTensor, gradient: ExTensor | None, create_graph: bool) -> Gradient:
     if not root._requires_grad:
         raise RuntimeError(
-            "backward: wanted an output computed from a tensor with requires_grad=True while "
+            "backward: expected an output computed from a tensor with requires_grad=True while "
             f"gradients were recorded, got {root!r}"
         )
     if gradient is None:
@@ -101,7 +101,8 @@ def _seed(root: ExTensor, gradient: ExTensor | None, create_graph: bool) -> Grad
         return wrap(data, root.backend) if create_graph else data
     if gradient.shape != root.shape:
         raise ValueError(
-            f"backward: wanted a gradient of the output's shape {root.shape}, got {gradient.shape}"
+            f"backward: expected a gradient of the output's shape {root.shape}, got "
+            f"{gradient.shape}"
         )
     dtype = as_dtype(gradient_dtype(root.dtype.numpy))
     if gradient.dtype is not dtype:

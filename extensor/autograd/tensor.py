@@ -85,16 +85,16 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
         self._version = [0]
         if isinstance(data, ExTensor):
             raise TypeError("ExTensor(data): got an ExTensor; use x.clone() or x.to(...)")
-        wanted = None if dtype is None else as_dtype(dtype)
-        if wanted is not None and wanted.is_blocked and not isinstance(data, QuantArray):
+        target = None if dtype is None else as_dtype(dtype)
+        if target is not None and target.is_blocked and not isinstance(data, QuantArray):
             made = self.backend.xp.asarray(as_data(data, None), dtype=np.float32)
             self.data, self.dtype = made, dtype_of(made)
-            self.data = self.to(wanted).data
+            self.data = self.to(target).data
         else:
-            self.data = as_data(data, wanted, self.backend.xp)
+            self.data = as_data(data, target, self.backend.xp)
         self.dtype = dtype_of(self.data)
-        if wanted is not None and wanted is not self.dtype:
-            raise TypeError(f"ExTensor(data): the data is {self.dtype.name}, not {wanted.name}")
+        if target is not None and target is not self.dtype:
+            raise TypeError(f"ExTensor(data): the data is {self.dtype.name}, not {target.name}")
         if requires_grad:
             self.requires_grad = True
 
@@ -160,16 +160,16 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
             TypeError: for an element grid without a scale, such as ``"e2m1"``.
             ValueError: for an unknown name.
         """
-        wanted = as_dtype(dtype)
-        if wanted is self.dtype:
+        target = as_dtype(dtype)
+        if target is self.dtype:
             return self
-        if wanted.format is not None:
-            return self.quantize(QuantSpec(wanted.format.name))
+        if target.format is not None:
+            return self.quantize(QuantSpec(target.format.name))
         if isinstance(self.data, QuantArray):
-            if wanted.name in FLOATS and not self.requires_grad:
-                return wrap(self.backend.dequantize(self.data, wanted.name), self.backend)
-            return self.dequantize().astype(wanted)
-        cast: ExTensor = FUNCTIONS["astype"](self, wanted)
+            if target.name in FLOATS and not self.requires_grad:
+                return wrap(self.backend.dequantize(self.data, target.name), self.backend)
+            return self.dequantize().astype(target)
+        cast: ExTensor = FUNCTIONS["astype"](self, target)
         return cast
 
     def to(self, target: DTypeLike) -> ExTensor:
@@ -213,7 +213,7 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
         """
         if device not in registry.BACKENDS or stream is not None:
             raise ValueError(
-                f"to_device: wanted one of {', '.join(registry.BACKENDS)} and no stream, got "
+                f"to_device: expected one of {', '.join(registry.BACKENDS)} and no stream, got "
                 f"{device!r}, {stream!r}"
             )
         return self.to(device)
@@ -221,7 +221,7 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
     def __array_namespace__(self, /, *, api_version: str | None = None) -> Any:
         if api_version not in (None, "2021.12", "2022.12", "2023.12", "2024.12", "2025.12"):
             raise ValueError(
-                f"__array_namespace__: wanted a version of the standard up to 2025.12, got "
+                f"__array_namespace__: expected a version of the standard up to 2025.12, got "
                 f"{api_version!r}"
             )
         return sys.modules["extensor"]
@@ -249,7 +249,7 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
         """
         if self.size != 1:
             raise ValueError(
-                f"item(): wanted a tensor of one element, got shape {self.shape}; index it first"
+                f"item(): expected a tensor of one element, got shape {self.shape}; index it first"
             )
         value = self.dequantize() if self.dtype.is_blocked else self
         number = _to_host(value.data).reshape(()).item()
@@ -274,20 +274,20 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
             return str(self)
         if self.size != 1:
             raise TypeError(
-                f"format {spec!r}: wanted one element, got shape {self.shape}; use x.tolist()"
+                f"format {spec!r}: expected one element, got shape {self.shape}; use x.tolist()"
             )
         return format(self.item(), spec)
 
     def __bool__(self) -> bool:
         if self.size != 1:
             raise ValueError(
-                f"truth of a tensor of shape {self.shape}: wanted one element; use any() or all()"
+                f"truth of a tensor of shape {self.shape}: expected one element; use any() or all()"
             )
         return bool(self.item())
 
     def __index__(self) -> int:
         if not self.dtype.is_integer:
-            raise TypeError(f"index: wanted an integer tensor, got {self.dtype.name}")
+            raise TypeError(f"index: expected an integer tensor, got {self.dtype.name}")
         return int(self.item())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -301,10 +301,10 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        wanted = {
+        options = {
             "stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy
         }  # fmt: skip
-        given = {name: value for name, value in wanted.items() if value is not None}
+        given = {name: value for name, value in options.items() if value is not None}
         capsule = dlpack.export(self._exported(), **given)
         if not copy:
             share_writes(self)
@@ -330,7 +330,7 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.node is not None:
-            raise TypeError("copy or pickle: wanted a leaf, got a result; use y.detach() first")
+            raise TypeError("copy or pickle: expected a leaf, got a result; use y.detach() first")
         data = self.data
         if not isinstance(data, QuantArray):
             data = _to_host(data)
@@ -375,7 +375,7 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
             raise IndexError(f"index of a tensor of shape {self.shape}: {error}") from error
         except ValueError as error:
             raise ValueError(
-                f"write: wanted values that broadcast to the selection of a tensor of shape "
+                f"write: expected values that broadcast to the selection of a tensor of shape "
                 f"{self.shape}, got shape {tuple(source.shape)} ({error})"
             ) from error
         self._count_write()
@@ -405,13 +405,13 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
         self._check_write()
         if not isinstance(array, self.backend.xp.ndarray):
             raise TypeError(
-                f"assign_: wanted an array of device {self.device}, got {type(array).__name__}; "
+                f"assign_: expected an array of device {self.device}, got {type(array).__name__}; "
                 "x.copy_(et.ExTensor(values)) takes values from anywhere"
             )
         if array.shape != self.data.shape:
-            raise ValueError(f"assign_: wanted shape {self.shape}, got {tuple(array.shape)}")
+            raise ValueError(f"assign_: expected shape {self.shape}, got {tuple(array.shape)}")
         if array.dtype != self.data.dtype:
-            raise TypeError(f"assign_: wanted dtype {self.dtype.name}, got {array.dtype.name}")
+            raise TypeError(f"assign_: expected dtype {self.dtype.name}, got {array.dtype.name}")
         if self.backend.xp is np:
             self.data = array
         else:

@@ -188,7 +188,7 @@ class StepCapture(Protocol):
         ...
 
     def rescale(self, state: Array, bad: Array, rule: Sequence[float]) -> None:
-        """One step of a loss scale; see `extensor.backends.training.rescale`."""
+        """One step of a loss scale; see `extensor.backends.generic.optim.rescale`."""
         ...
 
     def require_own_gradients(self, gradients: Sequence[Any]) -> None:

@@ -1,10 +1,11 @@
-"""``extensor doctor``: what this installation has, and which code each format takes."""
+"""``extensor doctor``: what this installation has, and which code each format and method takes."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import platform
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from shutil import which
 from typing import Any
@@ -18,13 +19,13 @@ from extensor.backends.cpu import CpuBackend
 from extensor.backends.protocol import Backend, Window
 from extensor.cli.sheet import Sheet, show
 from extensor.formats import FORMATS
-from extensor.quant import QuantSpec
+from extensor.quant import QuantArray, QuantSpec
 
 __all__ = ["doctor"]
 
 
 def doctor() -> None:
-    """Say what this installation has: versions, C++ core, what runs on it, devices, flags."""
+    """Show what this installation has: versions, the C++ core, what runs on it, devices, flags."""
     sheets = [_version_sheet()]
     try:
         backend = registry.get("cpu")
@@ -34,12 +35,10 @@ def doctor() -> None:
         assert isinstance(backend, CpuBackend)
         sheets += [
             _core_sheet(backend),
-            _format_path_sheet(backend),
-            _pair_path_sheet(backend),
-            _product_path_sheet(backend),
-            _window_path_sheet(backend),
-            _training_path_sheet(backend),
-            _other_sheet(backend),
+            *_quantize_sheets(backend),
+            _conv_pool_sheet(backend),
+            _nn_sheet(backend),
+            _generic_sheet(backend),
         ]
     show([*sheets, _device_sheet(), _flag_sheet()])
 
@@ -59,7 +58,7 @@ def _core_sheet(backend: CpuBackend) -> Sheet:
     if core is None:
         rows = [("C++ core", f"not used: {backend.core_missing}")]
         if config.use_core():
-            rows.append(("to have it", _way_to_a_core()))
+            rows.append(("to have it", _how_to_build_core()))
     else:
         levels = " < ".join(core.levels())
         rows = [
@@ -70,68 +69,65 @@ def _core_sheet(backend: CpuBackend) -> Sheet:
     return Sheet("C++ core", ("what", "state"), tuple(rows))
 
 
-def _way_to_a_core() -> str:
-    """What a build needs that this machine lacks; installing again is the rest."""
-    asked = os.environ.get("CXX")
-    found = [name for name in ([asked] if asked else ["c++", "g++", "clang++"]) if which(name)]
+def _how_to_build_core() -> str:
+    """What this machine lacks for building the C++ core."""
+    named = os.environ.get("CXX")
+    found = [name for name in ([named] if named else ["c++", "g++", "clang++"]) if which(name)]
     if found:
         return f"{which(found[0])} is here: install again (pip install -e .), and read what it says"
-    expected = f"CXX={asked} is not there" if asked else "no c++, g++ or clang++ is on the PATH"
-    return f"{expected}: install a C++20 compiler, then install again"
+    missing = f"CXX={named} is not there" if named else "no c++, g++ or clang++ is on the PATH"
+    return f"{missing}: install a C++20 compiler, then install again"
 
 
-def _format_path_sheet(backend: CpuBackend) -> Sheet:
-    """Which code each format's default spec takes on a float32 matrix."""
-    x = np.ones((64, 64), np.float32)
-    rows = []
-    for name in FORMATS:
-        spec = QuantSpec(name).resolve(x.ndim)
-        q, _ = backend.quantize(x, spec)
-        calls = (("quantize", x, spec), ("dequantize", q), ("fake_quantize", x, spec))
-        rows.append((name, *(backend.path(method, *args) for method, *args in calls)))
-    columns = ("format", "quantize", "dequantize", "operand (in a GEMM)")
-    return Sheet("Formats on the CPU, with their default spec", columns, tuple(rows))
+Call = tuple[Any, ...]
+"""A method's name and its arguments."""
 
 
-def _pair_path_sheet(backend: CpuBackend) -> Sheet:
-    """Which code a matrix takes that is expected along its rows and down its columns."""
-    x = np.ones((64, 64), np.float32)
-    rows = []
-    for name in FORMATS:
-        specs = tuple(QuantSpec(name, axis=axis).resolve(x.ndim) for axis in (1, 0))
-        paths = (
-            backend.path(method, x, specs)
-            for method in ("quantize_rowwise_columnwise", "fake_quantize_rowwise_columnwise")
-        )
-        rows.append((name, *paths))
-    columns = ("format", "quantize_rowwise_columnwise", "fake_quantize_rowwise_columnwise")
-    return Sheet("Rows and columns of one matrix on the CPU", columns, tuple(rows))
+def _format_sheet(
+    title: str, backend: CpuBackend, methods: Sequence[str], calls: Callable[[str], Sequence[Call]]
+) -> Sheet:
+    """Which code each format takes under its default spec; ``calls`` gives a format's calls."""
+    rows = tuple((name, *(backend.path(*call) for call in calls(name))) for name in FORMATS)
+    return Sheet(f"{title} on the CPU", ("format", *methods), rows)
 
 
-def _product_path_sheet(backend: CpuBackend) -> Sheet:
-    """Which code products of blocked matrices take: with themselves, and with 4 float rows."""
+def _quantize_sheets(backend: CpuBackend) -> list[Sheet]:
+    """Quantizers and products of blocked matrices, by format."""
     x, few = np.ones((64, 64), np.float32), np.ones((4, 64), np.float32)
-    rows = []
-    for name in FORMATS:
-        q, _ = backend.quantize(x, QuantSpec(name).resolve(x.ndim))
-        paths = (
-            backend.path("block_scaled_matmul", q, q),
-            backend.path("weight_only_matmul", few, q),
-        )
-        rows.append((name, *paths))
-    return Sheet(
-        "Products on the CPU", ("format", "block_scaled_matmul", "weight_only_matmul"), tuple(rows)
-    )
+    one = ("quantize", "dequantize", "fake_quantize")
+    both = ("quantize_rowwise_columnwise", "fake_quantize_rowwise_columnwise")
+    products = ("block_scaled_matmul", "weight_only_matmul")
+
+    def packed(name: str) -> QuantArray:
+        return backend.quantize(x, QuantSpec(name).resolve(2))[0]
+
+    def of_one(name: str) -> Sequence[Call]:
+        spec = QuantSpec(name).resolve(2)
+        return [(one[0], x, spec), (one[1], packed(name)), (one[2], x, spec)]
+
+    def of_both(name: str) -> Sequence[Call]:
+        specs = tuple(QuantSpec(name, axis=axis).resolve(2) for axis in (1, 0))
+        return [(method, x, specs) for method in both]
+
+    def of_products(name: str) -> Sequence[Call]:
+        q = packed(name)
+        return [(products[0], q, q), (products[1], few, q)]
+
+    return [
+        _format_sheet("Quantizing, with the default spec,", backend, one, of_one),
+        _format_sheet("Quantizing a matrix along rows and columns at once", backend, both, of_both),
+        _format_sheet("Products of blocked matrices", backend, products, of_products),
+    ]
 
 
-def _window_path_sheet(backend: CpuBackend) -> Sheet:
+def _conv_pool_sheet(backend: CpuBackend) -> Sheet:
     """Which code convolutions and pooling take on float32 images, 3x3 kernel, padding 1."""
     x, w = np.ones((2, 4, 8, 8), np.float32), np.ones((4, 4, 3, 3), np.float32)
     rows, spec = [], QuantSpec(next(iter(FORMATS))).resolve(2)
     for stride in (1, 2):
         window = Window((3, 3), (stride, stride), (1, 1))
         g, index = backend.max_pool2d(x, window)
-        calls: tuple[tuple[Any, ...], ...] = (
+        calls: tuple[Call, ...] = (
             ("quantized_conv2d", x, w, spec, None, w.shape, window),
             ("quantized_conv2d_grad_w", g.reshape(4, -1), x, spec, None, w.shape, window),
             ("conv2d", x, w, window, 1),
@@ -140,54 +136,55 @@ def _window_path_sheet(backend: CpuBackend) -> Sheet:
             ("max_pool2d", x, window),
             ("max_pool2d_grad", g, index, x.shape),
         )
-        rows += [(method, str(stride), backend.path(method, *args)) for method, *args in calls]
-    return Sheet("Windows on the CPU, float32", ("method", "stride", "path"), tuple(rows))
+        rows += [(call[0], str(stride), backend.path(*call)) for call in calls]
+    title = "Convolution and pooling on the CPU, float32"
+    return Sheet(title, ("method", "stride", "path"), tuple(rows))
 
 
-def _training_path_sheet(backend: CpuBackend) -> Sheet:
-    """Which code a training step's methods take on a float32 matrix."""
+def _nn_sheet(backend: CpuBackend) -> Sheet:
+    """Which code the methods of layers and optimizers take on a float32 matrix."""
     x, w = np.ones((64, 64), np.float32), np.ones(64, np.float32)
-    line, mean = w.copy(), np.ones((64, 1), np.float32)
+    flat, mean = w.copy(), np.ones((64, 1), np.float32)
     heads, stats = np.ones((2, 4, 16, 32), np.float32), np.ones((2, 4, 16, 2), np.float32)
-    whole = (True, 0.1)
-    calls: tuple[tuple[Any, ...], ...] = (
+    causal_scale, labels = (True, 0.1), np.zeros(64, np.int64)
+    calls: tuple[Call, ...] = (
         ("product", x, x),
         ("matmul", x, x),
-        ("attention", *(heads,) * 3, *whole),
-        ("attention_grad", *(heads,) * 5, stats, *whole, (heads,) * 3),
+        ("attention", *(heads,) * 3, *causal_scale),
+        ("attention_grad", *(heads,) * 5, stats, *causal_scale, (heads,) * 3),
         ("gelu", x),
         ("gelu_grad", x, x, x),
         ("softmax", x, -1),
         ("softmax_grad", x, x, -1),
         ("log_softmax", x, -1),
         ("log_softmax_grad", x, x, -1),
-        ("cross_entropy", x, np.zeros(64, np.int64), 0.0),
-        ("cross_entropy_grad", w, x, np.zeros(64, np.int64), np.ones((64, 2), np.float32), 0.0),
+        ("cross_entropy", x, labels, 0.0),
+        ("cross_entropy_grad", w, x, labels, np.ones((64, 2), np.float32), 0.0),
         ("layer_norm", x, w, w, 1e-5),
         ("layer_norm_grad", x, x, w, mean, mean),
         ("rms_norm", x, w, 1e-6),
         ("rms_norm_grad", x, x, w, mean),
-        ("adam", line, w, w, w, {}),
+        ("batch_norm", x, w, w, 1e-5),
+        ("batch_norm_grad", x, x, w, w, w, 1e-5),
         ("relu", x),
         ("relu_grad", x, x),
         ("add", x, x),
         ("bfloat16_values", x),
-        ("all_finite", x),
         ("channel_sum", x),
-        ("batch_norm", x, w, w, 1e-5),
-        ("batch_norm_grad", x, x, w, w, w, 1e-5),
-        ("sgd", line, w, None, 0.1, 0.0, 0.0, False),
+        ("all_finite", x),
+        ("adam", flat, w, w, w, {}),
+        ("sgd", flat, w, None, 0.1, 0.0, 0.0, False),
     )
-    rows = tuple((method, backend.path(method, *args)) for method, *args in calls)
-    return Sheet("Training on the CPU, float32", ("method", "path"), rows)
+    rows = tuple((call[0], backend.path(*call)) for call in calls)
+    return Sheet("Layers and optimizers on the CPU, float32", ("method", "path"), rows)
 
 
-def _other_sheet(backend: CpuBackend) -> Sheet:
-    """What a backend must do and the core has no kernel of its own for."""
-    expected = [name for name, thing in vars(Backend).items() if inspect.isfunction(thing)]
-    others = [n for n in expected if not n.startswith("_") and n not in backend.core_methods()]
-    rows = tuple((name, "numpy, or made of the above") for name in others)
-    return Sheet("The rest on the CPU", ("method", "path"), rows)
+def _generic_sheet(backend: CpuBackend) -> Sheet:
+    """The methods of a backend for which the core has no kernel of its own."""
+    methods = [name for name, thing in inspect.getmembers(Backend, inspect.isfunction)]
+    generic = [n for n in methods if not n.startswith("_") and n not in backend.core_methods()]
+    rows = tuple((name, "numpy, or made of the above") for name in generic)
+    return Sheet("Other methods on the CPU", ("method", "path"), rows)
 
 
 def _device_sheet() -> Sheet:

@@ -1,4 +1,4 @@
-"""``extensor quantize`` and ``extensor inspect``: files of tensors."""
+"""``extensor quantize`` and ``extensor inspect``: commands for files of tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_tensors(path: Path) -> dict[str, Array | QuantArray]:
     try:
         if path.suffix == ".safetensors":
             return dict(load_checkpoint(path).tensors)
-        with path.open("rb") as file:  # numpy leaks the file it opens itself where it is broken
+        with path.open("rb") as file:  # numpy does not close a broken file that it opened itself
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 return {path.stem: loaded}
@@ -64,7 +64,7 @@ def quantize(
     seed: int = 0,
     match: str = "*",
 ) -> None:
-    """Quantize the float tensors of a file into a safetensors file, and report what it did to them.
+    """Quantize the float tensors of a file to a safetensors file, and report the errors made.
 
     Args:
         source: .npy, .npz or .safetensors.
@@ -108,7 +108,7 @@ def quantize(
 def _quantize_one(
     name: str, value: Array | QuantArray, spec: QuantSpec, seed: int, number: int, match: str
 ) -> tuple[Array | QuantArray, tuple[str, ...]]:
-    """One tensor's stored form and its line of the report."""
+    """Quantize or copy one tensor; what to store, and its line of the report."""
     before = (name, shape_text(value.shape), _kind(value), str(value.nbytes))
     chosen = fnmatch.fnmatchcase(name, match)
     if isinstance(value, QuantArray) or not (chosen and value.ndim and _is_float(value)):
@@ -141,9 +141,6 @@ def _sqnr(exact: Array, coded: Array) -> str:
 
 def _percent(part: int, stats: QuantStats) -> str:
     return f"{100 * part / stats.count:.2f}%" if stats.count else "-"
-
-
-# ---- inspect
 
 
 def inspect(file: Annotated[Positional[Path], arg(metavar="FILE")]) -> None:
@@ -179,15 +176,15 @@ def _kind(value: Array | QuantArray) -> str:
 
 
 def _scale_histogram(q: QuantArray) -> str:
-    """Lowest exponent, one bar per power of two, highest exponent; then what stands outside.
+    """Lowest exponent, a bar for each power of two, highest exponent; then special scales.
 
-    Byte 0 of E8M0 is counted apart: it is what all-zero blocks have.
+    Byte 0 of E8M0 is counted apart, since blocks of zeros have it.
     """
     if q.spec.is_mx:
         values = np.exp2(q.scales.astype(np.float64) - 127)
         values[q.scales == 0], values[q.scales == E8M0_NAN] = 0.0, np.nan
     elif q.scales.dtype == np.uint8:
-        grid = ELEMENTS[q.spec.scale_name.removeprefix("u")]  # an element used without its sign
+        grid = ELEMENTS[q.spec.scale_name.removeprefix("u")]  # an element grid without its sign
         values = decode(q.scales, grid).astype(np.float64)
     else:
         values = q.scales.astype(np.float64)
@@ -207,7 +204,7 @@ def _scale_histogram(q: QuantArray) -> str:
 
 
 def _bars(counts: Array, width: int = 32) -> str:
-    """Counts as bars, neighbours summed where there are more than ``width``; a dot is none."""
+    """Counts as at most ``width`` bars, each the sum of neighbours; a dot is a count of 0."""
     group = -(-len(counts) // width)
     padded = np.pad(counts, (0, -len(counts) % group)).reshape(-1, group).sum(axis=1)
     top = len(BARS) - 1

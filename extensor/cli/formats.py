@@ -1,4 +1,4 @@
-"""``extensor formats``: sheets made from the library's own rows."""
+"""``extensor formats``: tables of the library's formats, dialects and layouts."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def format_sheet() -> Sheet:
 
 
 def scale_sheet() -> Sheet:
-    """The ways to store a scale, from their rows."""
+    """The storage formats of scales, from their rows."""
     rows = tuple((row.name, str(row.bits), row.doc) for row in SCALES.values())
     return Sheet("Scales", ("scale", "bits", ""), rows)
 
 
-# Largest magnitudes on which the scale rules differ: the top of the narrowest grid, one step above
-# it, and seven eighths of a power of two.
+# Magnitudes for which the scale rules differ: the largest of the narrowest grid, one step above it,
+# and seven eighths of a power of two.
 _ABOVE = float(np.nextafter(np.float32(6), np.float32(7)))
 WORKED_AMAX = (("6", 6.0), ("just above 6", _ABOVE), ("3.5", 3.5))
 WORKED_TIES = (2.5, 3.5, 5.0)

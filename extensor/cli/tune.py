@@ -1,4 +1,4 @@
-"""``extensor tune``: from which size on each way of multiplying pays on this GPU."""
+"""``extensor tune``: measure from which size on each kernel is faster on this GPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from extensor.cli.sheet import CommandError, Sheet, show
 
 __all__ = ["tune"]
 
-MODULE = "extensor_cuda.tune"
+MODULE = "extensor_cuda.matmul.tuning"
 
 
 def tune(
     plot: Path | None = None, sizes: tuple[int, ...] = (), hadamard: Path | None = None
 ) -> None:
-    """Measure from which size on this GPU's kernels pay; the choice for training follows it.
+    """Measure from which size on this GPU's kernels are faster, and keep the table for training.
 
     For an H100 or H200. Takes about a minute and shows all at the end: cubes of bfloat16 values are
     quantized and multiplied from CUDA graphs, as in a captured training step, by the kernels for
@@ -48,37 +48,37 @@ def tune(
     def milliseconds(*seconds: float) -> tuple[str, ...]:
         return tuple(f"{each * 1e3:.4f}" for each in seconds)
 
-    def size_of(least: dict[str, int], way: str) -> str:
-        return "never" if least[way] == module.NEVER else f"{least[way]:,}"
+    def size_of(least: dict[str, int], path: str) -> str:
+        return "never" if least[path] == module.NEVER else f"{least[path]:,}"
 
     plain = module.of_bf16(timings)
-    against = {(t.way, t.size): (*milliseconds(t.other), f"{t.ratio:.3f}x") for t in plain}
+    against = {(t.path, t.size): (*milliseconds(t.other), f"{t.ratio:.3f}x") for t in plain}
     products = tuple(
         (
-            *(module.label(t.way), str(t.size)),
+            *(module.label(t.path), str(t.size)),
             *(*milliseconds(t.ours, t.other), f"{t.ratio:.3f}x"),
-            *against.get((t.way, t.size), ("", "")),
+            *against.get((t.path, t.size), ("", "")),
         )
         for t in timings
     )
     taken, quicker = module.crossovers(timings), module.crossovers(plain)
     least = tuple(
-        (module.label(way), size_of(taken, way), size_of(quicker, way) if way in quicker else "")
-        for way in taken
+        (module.label(one), size_of(taken, one), size_of(quicker, one) if one in quicker else "")
+        for one in taken
     )
-    named = ("way (recipe)", "size", "ours, ms", "cupy, ms", "ratio", "bf16, ms", "ratio")
+    named = ("path (recipe)", "size", "ours, ms", "cupy, ms", "ratio", "bf16, ms", "ratio")
     sheets = [
         Sheet("Products", named, products),
         Sheet(
             f"Quicker from (M N K); the first column decides, kept in {path}",
-            ("way (recipe)", "than cupy", "than bf16"),
+            ("path (recipe)", "than cupy", "than bf16"),
             least,
         ),
     ]
     if costs:
         columns = ("recipe", "width", "without, ms", "with, ms", "ratio")
         rows = tuple(
-            (t.way, str(t.size), *milliseconds(t.ours, t.other), f"{t.ratio:.3f}x") for t in costs
+            (t.path, str(t.size), *milliseconds(t.ours, t.other), f"{t.ratio:.3f}x") for t in costs
         )
         sheets.append(Sheet("Hadamard transforms", columns, rows))
     show(sheets)

@@ -1,4 +1,4 @@
-"""The tables everything else reads: element grids, blocked formats, dialects."""
+"""Tables of number formats: element grids, blocked formats, dialects."""
 
 from extensor.formats.block import FORMATS, SCALES, BlockFormat, ScaleFormat, Tile
 from extensor.formats.dialects import DIALECTS, Dialect

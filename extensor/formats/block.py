@@ -1,8 +1,8 @@
-"""Blocked formats: an element grid, a scale, and the block that shares the scale.
+"""Blocked formats: an element grid, a scale, and the block of values that share the scale.
 
-One frozen row per format. A row says what is *stored*; how the scale is chosen
-and how values are rounded is a `QuantSpec` (extensor.quant.spec), whose defaults
-also stand here because they belong to the published format.
+Each format is one frozen row, which says what is stored. How the scale is chosen and how values are
+rounded is in a `QuantSpec` (extensor.quant.spec); its defaults are in the row, since they belong to
+the published format.
 
 Source: OCP MX v1.0, table 1 (mx*); NVIDIA NVFP4, arXiv 2509.25149, section 2
 (nvfp4); DeepSeek-V3, arXiv 2412.19437, section 3.3 (fp8 in 1x128 and 128x128).
@@ -19,7 +19,7 @@ from extensor.formats.element import ELEMENTS, ElementFormat
 __all__ = ["FORMATS", "SCALES", "BlockFormat", "ScaleFormat", "Tile"]
 
 Tile = tuple[int, int] | Literal["tensor", "channel"]
-"""Elements that share a scale: (rows, columns along the axis), a channel or the whole tensor."""
+"""Values that share a scale: (rows, columns along the axis), a channel or the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class BlockFormat:
         scale: how a block's scale is stored.
         tile: the block shape used when none is given.
         scale_rule: the scale rule used when none is given.
-        scale_rules: the rules that make sense for this scale; None of another kind is accepted.
-        tensor_scale: True if one float32 scale for the whole tensor is stored beside the blocks'.
+        scale_rules: the rules that the format allows.
+        tensor_scale: True if a float32 scale for the whole tensor is stored too.
         zero_point: True if an asymmetric variant with a zero point exists.
-        outliers: how many of a row's largest values may be kept exactly beside the codes.
+        outliers: how many of a row's largest values may be stored exactly.
         doc: one line for tables.
     """
 
@@ -65,7 +65,7 @@ class BlockFormat:
         return self.scale.name == "float32"
 
     def bits_per_element(self, tile: tuple[int, int] | None = None) -> float:
-        """Storage in bits per element, scales included, for long axes (inf-length channels: 0)."""
+        """Bits stored per element, block scales included; scales of channels or tensors as 0."""
         shape = tile or self.tile
         scale_bits = self.scale.bits / (shape[0] * shape[1]) if isinstance(shape, tuple) else 0.0
         return self.element.bits + scale_bits

@@ -1,11 +1,10 @@
-"""Dialects: where other vendors' libraries differ from the published rules, as rows.
+"""Dialects: how other libraries differ from the published rules, one row each.
 
-A dialect changes defaults, the order of operations and the rules for special blocks,
-never silently: it is named in the `QuantSpec`, and an explicit argument that
-contradicts it is an error.
+A dialect changes defaults, the order of operations and the rules for special blocks. It is always
+named in the `QuantSpec`, and an argument that contradicts it is an error.
 
-Sources: each row names the library whose observable behaviour it records; `tests/peers`
-compares the bytes with the library itself wherever it runs on a CPU.
+Sources: each row names the library whose observable behaviour it records. `tests/peers` compares
+the bytes with the library itself if it runs on a CPU.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _PerFormat = tuple[tuple[str, _Value], ...]
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one library fills in what the published rules leave open.
+    """How one library differs from the published rules, or fills in what they leave open.
 
     Attributes:
         name: the dialect's name.
         doc: one line for tables, with the library meant.
         mx_scale_rule: the E8M0 rule that library uses, or None for the format's default.
-        ties: what rounding to nearest does halfway between two grid values.
+        ties: how rounding to nearest resolves ties between two grid values.
         ties_of: formats whose ties differ from that.
         zero_sign: the sign bit of a floating-point code that is zero. ``"kept"``: the value's own;
             ``"zeros_positive"`` and ``"zeros_negative"``: values that are exactly zero lose it or
@@ -67,17 +66,17 @@ class Dialect:
     nvfp4_tiny_saturates: bool = False
 
     def ties_in(self, format_name: str) -> Ties:
-        """What rounding to nearest does halfway between two codes of that format."""
+        """How rounding to nearest resolves ties between two codes of a format."""
         return dict(self.ties_of).get(format_name, self.ties)
 
     def inf_byte_in(self, element: ElementFormat) -> int:
-        """The E8M0 byte of a block of that grid that holds an infinity and no NaN."""
+        """The E8M0 byte of a block with an infinity and no NaN, for an element grid."""
         if self.mx_inf_byte is None:
             return 128 - element.emax + 127
         return self.mx_inf_byte
 
     def zero_sign_in(self, format_name: str) -> ZeroSign:
-        """The sign of that format's zeros."""
+        """The sign of a format's zeros."""
         return dict(self.zero_sign_of).get(format_name, self.zero_sign)
 
 

@@ -1,9 +1,9 @@
 """Element grids: how one number is stored in 4, 6 or 8 bits.
 
-One frozen row per grid. Everything else about a grid (its largest value, its
-smallest subnormal, the value of each code) is derived from the row, so the
-reference, the C++ core, the CUDA kernels, the docs and the tests cannot
-disagree about it. Standard library only: the C++ build reads these rows.
+Each grid is one frozen row. Everything else about a grid (its largest value, its smallest
+subnormal, the value of each code) is derived from the row, for the reference, the C++ core, the
+CUDA kernels, the docs and the tests alike. The C++ build reads these rows, so this module needs the
+standard library only.
 
 Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 and 5.4; OCP FP8 v1.0.
 """
@@ -64,7 +64,7 @@ class ElementFormat:
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal value (of one unit's grid for fixed point)."""
+        """Exponent of the smallest normal value; 0 for fixed point."""
         return 1 - self.bias if self.is_float else 0
 
     @property
@@ -102,7 +102,7 @@ class ElementFormat:
         return None if self.specials == "none" else (1 << (self.bits - 1)) - 1
 
     def decode(self, code: int) -> float:
-        """Value of one code, exactly (every grid value is a float64)."""
+        """The exact value of one code; float64 holds every grid value."""
         if not 0 <= code < 1 << self.bits:
             raise ValueError(
                 f"{self.name}: expected a code in 0..{(1 << self.bits) - 1}, got {code}"

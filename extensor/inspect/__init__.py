@@ -1,4 +1,4 @@
-"""What low precision does to a model: layer by layer, operand by operand."""
+"""Measure what low precision does to a model, by layer and by operand."""
 
 from extensor.inspect.compare import LayerComparison, LayerRow, compare_layers
 from extensor.inspect.health import SlotHealth, health_table, slot_health

@@ -1,4 +1,4 @@
-"""compare_layers: how far a low-precision model's activations are from a reference's."""
+"""Comparing a low-precision model's activations with a reference's, layer by layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OUTPUT = "(output)"
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer's output beside the reference's, over all its calls.
+    """Comparison of one layer's output with the reference's, over all its calls.
 
     Attributes:
         layer: its path; ``"(output)"`` for the model's own output.
@@ -84,18 +84,18 @@ def compare_layers(
     *,
     isolated: bool = False,
 ) -> LayerComparison:
-    """Run both models on a batch and compare what each layer gives.
+    """Run both models on a batch and compare the outputs of each layer.
 
-    Layers are the modules with products or parameters of their own, and the model itself. Errors
-    add up on the way through the model, as they do in use. Both models run in evaluation mode
-    without recording gradients, and are left as they were, telemetry and random streams included.
+    Layers are the modules with GEMMs or parameters of their own, and the model itself. Errors
+    accumulate through the model, as in use. Both models run in evaluation mode without gradients.
+    They are left as they were, telemetry and random streams included.
 
     Args:
         model: usually with a recipe applied.
         reference: the same architecture with the same weights, in high precision.
         batch: the model's input; a tuple, its inputs.
-        isolated: give each layer the inputs that the reference's layer got, so that its row shows
-            its own error and none of those before it. The model's output is that of a whole run.
+        isolated: run each layer on the inputs of the reference's layer, so that its row shows only
+            its own error. The model's output is still that of a whole run.
 
     Raises:
         ValueError: if the models have different layers, or a layer gives other shapes or runs
@@ -110,19 +110,19 @@ def compare_layers(
             f"batch: expected values to compare, got shapes {[x.shape for x in inputs]}; nothing "
             "would look perfect"
         )
-    layers, expected = _layers(model), _layers(reference)
-    if layers.keys() != expected.keys():
-        only = sorted(layers.keys() ^ expected.keys())
+    layers, others = _layers(model), _layers(reference)
+    if layers.keys() != others.keys():
+        only = sorted(layers.keys() ^ others.keys())
         raise ValueError(
             f"compare_layers: expected two models with the same layers, got {only} in one only; "
             "build the reference like the model"
         )
     with no_grad(), evaluating(model), evaluating(reference):
-        outputs: dict[str, list[np.ndarray[Any, Any]]] = {path: [] for path in expected}
+        outputs: dict[str, list[np.ndarray[Any, Any]]] = {path: [] for path in others}
         given: dict[str, list[tuple[Any, ...]]] = {}
         with (
-            _hooked(expected, lambda path, array: outputs[path].append(array)),
-            _listening(expected if isolated else {}, given),
+            _hooked(others, lambda path, array: outputs[path].append(array)),
+            _listening(others if isolated else {}, given),
         ):
             reference(*inputs)
         sums = {path: _Sums(path, outputs[path]) for path in layers}
@@ -224,7 +224,7 @@ def _layers(model: Module) -> dict[str, Module]:
 
 @contextlib.contextmanager
 def _hooked(layers: dict[str, Module], take: Any) -> Iterator[None]:
-    """``take(path, array)`` with every output of every layer, as float64 on the host."""
+    """Call ``take(path, array)`` with every output of every layer, as float64 on the host."""
 
     def hook(path: str) -> Hook:
         def called(_: Module, output: Any) -> None:
@@ -252,7 +252,7 @@ def _tensors(output: Any) -> Iterator[ExTensor]:
 def _listening(
     layers: dict[str, Module], given: dict[str, list[tuple[Any, ...]]]
 ) -> Iterator[None]:
-    """Keep the positional arguments of every call of every layer, in the order they ran."""
+    """Store the positional arguments of every call of every layer, in order."""
 
     def hook(path: str) -> PreHook:
         return lambda _, args: given.setdefault(path, []).append(args)
@@ -265,7 +265,7 @@ def _listening(
 
 @contextlib.contextmanager
 def _own_telemetry(model: Module) -> Iterator[Callable[[], dict[str, QuantStats]]]:
-    """Counts of the forward operands, by layer, kept apart from the recipe's own telemetry."""
+    """Count forward operands by layer, apart from the recipe's own telemetry."""
     places = [(path, layer, layer.quant) for path, layer in gemm_layers(model)]
     before = [(path, layer, context) for path, layer, context in places if context is not None]
     states: dict[str, RecipeState] = {}

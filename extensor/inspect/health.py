@@ -1,4 +1,4 @@
-"""A recipe's telemetry as a table: what quantizing did to each operand of each layer."""
+"""The telemetry of a recipe as a table: saturation and underflow of each layer's operands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from extensor.quant.spec import QuantSpec
 __all__ = ["SlotHealth", "health_table", "slot_health"]
 
 MANY_SATURATED = 0.02
-"""A top value in every block of 32 that clips would be a share of 0.03."""
+"""If the largest value of each block of 32 saturated, the share would be 0.03."""
 MANY_FLUSHED = 0.25
 """MXFP4 flushes about a tenth of normally distributed values."""
 MANY_REBASE_CHANGED = 0.1
@@ -31,7 +31,7 @@ class SlotHealth:
         count: how many values were quantized.
         saturated: the share of them that rounded beyond the largest code, 0 to 1.
         flushed: the share that were not zero and became zero, 0 to 1.
-        switched: whether the gradient scaler changed the rule.
+        switched: whether the gradient scaler changed the scale rule.
         rebase_changed: the share that rebasing to a tile's scale changed, 0 to 1
             (`QuantSpec.rebased`).
     """
@@ -61,7 +61,7 @@ def slot_health(
     """One row per (layer, slot) that has telemetry, layers in model order, slots in GEMM order.
 
     Args:
-        state: what `apply_recipe` gave.
+        state: what `apply_recipe` returned.
         switched: the (layer, slot) pairs whose scale rule was changed.
     """
     rows = []

@@ -1,4 +1,4 @@
-"""A table of text: printed as it is, or handed on to something that draws nicer ones."""
+"""A table of text."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Checkpoints: named tensors, dense or blocked, in one safetensors file, written atomically.
 
-A blocked tensor is stored as its parts, `<name>.codes`, `<name>.scales` and so on, which
-any safetensors reader can see; its spec and logical shape are JSON in the file's metadata.
-The file appears under its name only when every byte of it is on the disk, so that a full
-disk, a crash or a signal leaves the checkpoint that was there before.
+A blocked tensor is stored as its parts, `<name>.codes`, `<name>.scales` and so on, which any
+safetensors reader can read. Its spec and logical shape are JSON in the file's metadata. The file
+gets its name only when every byte is on the disk: a full disk, a crash or a signal leaves an older
+checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a file held.
+    """The content of a checkpoint file.
 
     Attributes:
-        tensors: numpy arrays and objects of `QuantArray` by name.
-        metadata: what was given to `save_checkpoint`; for a file that another program wrote, its
-            metadata strings.
+        tensors: numpy arrays and `QuantArray`s by name.
+        metadata: as given to `save_checkpoint`; the metadata strings of another program's file.
     """
 
     tensors: dict[str, Stored]
@@ -96,7 +95,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str], like: Mapping[str, Any] | None = None
 ) -> Checkpoint:
-    """Read a checkpoint after checking all of it.
+    """Read a checkpoint; all of it is checked first.
 
     Args:
         path: a file that `save_checkpoint`, or any other safetensors writer, made.
@@ -122,7 +121,7 @@ def load_checkpoint(
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file beside ``path`` that takes its place when the block ends well."""
+    """A temporary file that is renamed to ``path`` if the block ends without an error."""
     if path.is_dir():
         raise IsADirectoryError(f"{path}: expected a file name, got a directory")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -146,7 +145,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make the rename itself durable, where the system lets a directory be opened."""
+    """Make the rename durable, on systems that can open a directory."""
     if os.name != "posix":
         return
     descriptor = os.open(directory, os.O_RDONLY)
@@ -195,7 +194,7 @@ def _to_json(content: dict[str, Any]) -> str:
 
 
 def _decode(arrays: dict[str, Array], strings: dict[str, str]) -> Checkpoint:
-    """Put blocked tensors together again."""
+    """Assemble blocked tensors from their parts."""
     if _KEY not in strings:
         return Checkpoint(dict(arrays), dict(strings))
     try:
@@ -225,7 +224,7 @@ def _decode(arrays: dict[str, Array], strings: dict[str, str]) -> Checkpoint:
 
 
 def _decode_blocked(name: str, entry: dict[str, Any], arrays: dict[str, Array]) -> QuantArray:
-    """Take one blocked tensor's parts out of ``arrays``, checked against its spec."""
+    """Remove one blocked tensor's parts from ``arrays``, and check them against its spec."""
     spec = QuantSpec.from_dict(entry["spec"])
     shape = tuple(int(n) for n in entry["shape"])
     if spec != spec.resolve(len(shape)) or min(shape) < 0:
@@ -254,7 +253,7 @@ def _decode_blocked(name: str, entry: dict[str, Any], arrays: dict[str, Array]) 
 def _part_layout(
     spec: QuantSpec, shape: tuple[int, ...]
 ) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-    """Dtype and shape of each part that a blocked tensor has; None is any length."""
+    """Dtype and shape of each part of a blocked tensor; None is any length."""
 
     def along(length: int | None) -> tuple[int | None, ...]:
         return (*shape[: spec.axis], length, *shape[spec.axis + 1 :])

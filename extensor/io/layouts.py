@@ -1,9 +1,9 @@
-"""Other programs' storage layouts of MXFP4 and NVFP4, byte for byte, to and from `QuantArray`.
+"""Conversion of `QuantArray`s to and from other programs' layouts of MXFP4 and NVFP4.
 
-The numbers stay what they are; only the order of nibbles, scales and bytes changes. What a layout
-cannot hold (a NaN block in gguf, rows of broken blocks) is an error, never a changed value.
+Values stay the same; only the order of nibbles, scales and bytes changes. A value that a layout
+cannot store, such as a NaN block in gguf, is an error.
 
-`LAYOUTS` shows them side by side. gguf's records run along rows. The Mojo original's run over the
+`LAYOUTS` lists the layouts. gguf's records run along rows. The Mojo original's run over the
 flattened tensor, so that a block may cross rows, and its NVFP4 has no tensor scale. Both interleave
 scales and codes in one array.
 
@@ -45,14 +45,14 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lay out a format's codes and scales.
+    """A layout of a format's codes and scales.
 
     Attributes:
-        name: whose it is.
+        name: the program that uses it.
         format: the format's name.
-        record: what follows what.
+        record: the order of scales and codes.
         first_bytes: for the first two bytes of codes, the elements in (low nibble, high nibble).
-        tensor_scale: where the float32 scale of the tensor goes.
+        tensor_scale: where the tensor's float32 scale is stored.
         nan: whether a NaN block can be stored.
     """
 
@@ -73,7 +73,7 @@ LAYOUTS = (
     Layout("Mojo original", "mxfp4", "16 bytes, scale; flattened", ((1, 0), (3, 2)), "-", True),
     Layout("Mojo original", "nvfp4", "8 bytes, scale; flattened", ((1, 0), (3, 2)), "none", False),
 )
-"""The layouts this module knows, for tables."""
+"""The layouts of this module, for tables."""
 
 _MX, _NV = QuantSpec("mxfp4"), QuantSpec("nvfp4")
 _NV_NAN = 0x7F
@@ -85,7 +85,7 @@ def to_gguf_mxfp4(q: QuantArray) -> Array:
 
     Raises:
         ValueError: if q is not MXFP4 in blocks of 32 along the last axis, if K is not a multiple
-            of 32, or if a block is NaN, which gguf cannot say.
+            of 32, or if a block is NaN, which gguf cannot store.
     """
     codes = _blocks(q, _MX, "gguf MXFP4")
     _refuse_nan(q.scales, E8M0_NAN, "gguf MXFP4")
@@ -113,7 +113,7 @@ def to_gguf_nvfp4(q: QuantArray) -> tuple[Array, np.float32]:
 
     Raises:
         ValueError: if q is not NVFP4 in blocks of 16 along the last axis, if K is not a multiple
-            of 64, or if a block is NaN, which gguf cannot say.
+            of 64, or if a block is NaN, which gguf cannot store.
     """
     codes = _blocks(q, _NV, "gguf NVFP4", along=64)
     _refuse_nan(q.scales, _NV_NAN, "gguf NVFP4")
@@ -202,10 +202,10 @@ def from_mojo_nvfp4(records: Array, shape: tuple[int, ...]) -> QuantArray:
 
 
 def to_swizzled_scales(scales: Array) -> Array:
-    """Scales (R, C), one byte each -> the order that tensor cores read, flat.
+    """Scales (R, C), one byte each -> a flat array in the order that tensor cores read.
 
     R is padded with zeros to a multiple of 128 and C to one of 4. Tiles of 128x4 follow each other
-    row by row; inside one, (r, c) lies at 16 * (r % 32) + 4 * (r // 32) + c.
+    row by row; inside a tile, (r, c) is at 16 * (r % 32) + 4 * (r // 32) + c.
 
     Raises:
         ValueError: if scales are not a matrix of bytes.
@@ -243,9 +243,6 @@ def from_swizzled_scales(swizzled: Array, shape: tuple[int, int]) -> Array:
     return np.ascontiguousarray(padded[: shape[0], : shape[1]])
 
 
-# ---- shared
-
-
 def _joined(x: Array) -> Array:
     """(..., a, b) -> (..., a * b)."""
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
@@ -256,10 +253,11 @@ def _tiles(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _blocks(q: QuantArray, expected: QuantSpec, layout: str, along: int = 0) -> Array:
-    """Unpacked codes, uint8 (..., blocks, block size), of an array that fits the layout."""
+    """Check an array for a layout; its unpacked codes, uint8 (..., blocks, block size)."""
     spec, row = q.spec, expected.row
     tile = row.tile
-    if spec.format not in (row.name, f"{row.name}_fp8exact") or spec.tile != tile or spec.transform:
+    same = (spec.row.element, spec.row.scale, spec.tile) == (row.element, row.scale, tile)
+    if not same or spec.transform:
         raise ValueError(
             f"{layout}: expected {row.name} in blocks of {tile} without a transform, got "
             f"{spec.format}, tile {spec.tile}, transform {spec.transform}; quantize it so first"
@@ -286,7 +284,7 @@ def _stored(
     tensor_scale: float | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> QuantArray:
-    """Codes (..., blocks, block size) and their scales as a QuantArray of ``shape``."""
+    """Pack codes (..., blocks, block size) and their scales as a QuantArray of ``shape``."""
     shape = (*codes.shape[:-2], codes.shape[-2] * codes.shape[-1]) if shape is None else shape
     spec = spec.resolve(len(shape))
     scale = None

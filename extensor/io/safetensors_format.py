@@ -1,9 +1,9 @@
-"""The safetensors container, written and read by the `safetensors` library, believed by nobody.
+"""The safetensors container: read and written by the `safetensors` library, and checked further.
 
-The library works on raw bytes here, since its numpy loader knows neither bfloat16 nor FP8. It
-checks offsets, sizes and types; what it lets through and a checkpoint must not have (keys given
-twice, of which one would silently win, fields it does not know, BOOL bytes other than 0 and 1) is
-refused here. A file's bytes depend only on its content.
+The library is used on raw bytes, since its numpy loader supports neither bfloat16 nor FP8. It
+checks offsets, sizes and types. This module also refuses what the library accepts and a checkpoint
+must not have: repeated keys, unknown fields, and BOOL bytes other than 0 and 1. A file's bytes
+depend only on its content.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "C64": np.dtype("<c8"),
     "BOOL": np.dtype("?"),
 }
-"""The container's dtype names and the numpy dtypes their bytes are."""
+"""The container's dtype names, and their numpy dtypes."""
 
 
 class CheckpointError(ValueError):
-    """A file that is not what it should be. Nothing was loaded."""
+    """A file that is damaged, or not the expected one. Nothing was loaded."""
 
 
 def write(file: BinaryIO, tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
@@ -63,7 +63,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Array], metadata: Mapping[str, s
         TypeError: for a dtype the container cannot hold.
         ValueError: for an empty or reserved name, or a header that is too long.
     """
-    # The library is given addresses: `plain` keeps the arrays alive until it is done.
+    # The library gets addresses: `plain` keeps the arrays alive until it has read them.
     plain = {name: _little_endian(name, array) for name, array in tensors.items()}
     specs = {
         name: TensorSpec(

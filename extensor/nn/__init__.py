@@ -1,4 +1,4 @@
-"""Layers, initializers, and putting a recipe to work on a model."""
+"""Layers, initializers, applying recipes, and post-training quantization."""
 
 from extensor.nn import init
 from extensor.nn.activation import (

@@ -1,4 +1,4 @@
-"""MultiheadAttention."""
+"""Multi-head self-attention, with grouped queries and rotary position embedding."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["MultiheadAttention", "rotate"]
 
 
 def rotate(x: ExTensor, base: float) -> ExTensor:
-    """Turn each vector by an angle that grows with its place: rotary position embedding.
+    """Rotary position embedding: rotate each vector by angles proportional to its position.
 
-    Components i and i + d/2 of the vector at place t are turned, as a pair, by the angle
-    t base^(-2i/d), so that the product of two turned vectors depends on their distance alone.
+    Components i and i + d/2 of the vector at position t are rotated, as a pair, by the angle
+    t base^(-2i/d). The dot product of two rotated vectors then depends on their distance only.
 
     Args:
         x: (..., T, d) with d even.
         base: above 0; 10000 in the paper.
 
     Returns:
-        The same shape and dtype; of 16-bit floats computed in float32 and rounded once.
+        The same shape and dtype; 16-bit floats are computed in float32 and rounded once.
 
     Raises:
         ValueError: for an odd d.
@@ -45,8 +45,8 @@ def rotate(x: ExTensor, base: float) -> ExTensor:
     wide = compute_dtype(x.dtype)
     cos, sin = (ExTensor.from_numpy(f(angle)).astype(wide).to(x.device) for f in (np.cos, np.sin))
     a, b = x[..., : size // 2].astype(wide), x[..., size // 2 :].astype(wide)
-    turned = concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 class MultiheadAttention(Module):
@@ -101,8 +101,8 @@ class MultiheadAttention(Module):
                 f"{rotary!r} and {self.head_size}"
             )
         self.causal, self.rotary = causal, rotary
-        both = (heads + 2 * self.kv_heads) * self.head_size
-        self.qkv = Linear(width, both, bias, rng)
+        projected = (heads + 2 * self.kv_heads) * self.head_size
+        self.qkv = Linear(width, projected, bias, rng)
         self.out = Linear(width, width, bias, rng)
 
     def forward(self, x: ExTensor) -> ExTensor:
@@ -118,8 +118,8 @@ class MultiheadAttention(Module):
             return self.out(
                 packed_attention(projected, self.heads, self.kv_heads, causal=self.causal)
             )
-        every = self.heads + 2 * self.kv_heads
-        split = projected.reshape((*x.shape[:-1], every, self.head_size)).swapaxes(-2, -3)
+        all_heads = self.heads + 2 * self.kv_heads
+        split = projected.reshape((*x.shape[:-1], all_heads, self.head_size)).swapaxes(-2, -3)
         q = rotate(split[..., : self.heads, :, :], self.rotary)
         k = rotate(split[..., self.heads : self.heads + self.kv_heads, :, :], self.rotary)
         v = split[..., self.heads + self.kv_heads :, :, :]

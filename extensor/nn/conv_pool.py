@@ -37,7 +37,7 @@ class Conv2d(GemmLayer):
         in_channels: C, a multiple of ``groups``.
         out_channels: O, a multiple of ``groups``.
         kernel_size: one number or (height, width), as are stride, padding and dilation.
-        stride: window step.
+        stride: step of the window.
         padding: zeros on each side.
         dilation: spacing of the kernel's elements.
         groups: channel groups convolved separately.
@@ -47,7 +47,7 @@ class Conv2d(GemmLayer):
     Attributes:
         weight: float32 (O, C / groups, kh, kw), or flattened (O, C / groups kh kw) and blocked
             along the latter by `quantize_model`; bias: float32 (O,), or None.
-        quant: the layer's place in a recipe; None computes in the dtype of the operands.
+        quant: the layer under a recipe; None computes in the dtype of the operands.
 
     Raises:
         ValueError: for sizes out of range; when called, for an input that is not (N, C, H, W) or
@@ -121,7 +121,7 @@ def depthwise_conv2d(
     Args:
         channels: C, 1 or more; the output has ``multiplier`` times as many.
         kernel_size: see `Conv2d`, also for the next three.
-        stride: window step.
+        stride: step of the window.
         padding: zeros on each side.
         dilation: spacing of the kernel's elements.
         multiplier: kernels for each channel, 1 or more.
@@ -184,7 +184,7 @@ class SeparableConv2d(Module):
 
 
 class _Pool2d(Module):
-    """What the pooling layers share: the window, its step and its padding."""
+    """Base of the pooling layers: the window, its stride and its padding."""
 
     function: ClassVar[Callable[..., ExTensor]]
 

@@ -20,9 +20,9 @@ __all__ = ["Dropout", "Dropout2d"]
 class Dropout(Module):
     """In training, zeroes each value with probability ``p`` and divides the others by 1 - p.
 
-    The mask is a function of a seed and of how often the layer was called in training. Both are
-    buffers, so that a run resumed from a checkpoint draws what an uninterrupted one draws. It is
-    the same on every device, and each replay of a captured step draws anew.
+    The mask is a function of a seed and of the number of calls in training. Both are buffers, so
+    that a run resumed from a checkpoint repeats an uninterrupted one. The mask is the same on
+    every device. Each replay of a captured step draws a new one.
 
     Args:
         p: in [0, 1).
@@ -31,7 +31,7 @@ class Dropout(Module):
     Attributes:
         draws: int64 (2,): the seed, and the calls in training so far.
 
-    Source: Srivastava et al., JMLR 15 (2014), in the form that leaves evaluation alone.
+    Source: Srivastava et al., JMLR 15 (2014), in the form that changes nothing in evaluation.
     """
 
     def __init__(self, p: float = 0.5, rng: Seed = None) -> None:
@@ -40,7 +40,7 @@ class Dropout(Module):
         self.draws = Buffer(np.array([seed, 0], np.int64))
 
     def mask_shape(self, x: ExTensor) -> tuple[int, ...]:
-        """The shape of the values that are kept or zeroed as one."""
+        """The shape of the mask, which is broadcast to x."""
         return x.shape
 
     def forward(self, x: ExTensor) -> ExTensor:

@@ -15,7 +15,7 @@ __all__ = ["Embedding"]
 
 
 class Embedding(Module):
-    """A vector for each of ``count`` numbers.
+    """A table of vectors, looked up by integers.
 
     Args:
         count: how many vectors, 1 or more.
@@ -28,7 +28,7 @@ class Embedding(Module):
 
     Raises:
         ValueError: for sizes below 1; when called, for a number outside 0..count - 1.
-        TypeError: when called with something that is no integer tensor.
+        TypeError: when called with anything but an integer tensor.
     """
 
     role = "embedding"

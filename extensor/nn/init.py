@@ -1,8 +1,8 @@
-"""Initial weights: functions of a shape and a random generator, giving float32 arrays.
+"""Initial weights: functions of a shape and a random generator that return float32 arrays.
 
-A weight's first axis is its outputs and the rest its inputs, as in `Linear` (out, in)
-and `Conv2d` (out, in / groups, kh, kw): fan_in is the product of all axes but the
-first, fan_out that of all axes but the second.
+A weight's first axis is its outputs, the others its inputs: (out, in) in `Linear`,
+(out, in / groups, kh, kw) in `Conv2d`. fan_in is the product of all axes but the first, fan_out the
+product of all axes but the second.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 GAINS = {"linear": 1.0, "sigmoid": 1.0, "tanh": 5 / 3, "relu": math.sqrt(2.0), "selu": 0.75}
-"""What keeps the variance through a layer followed by this function (arXiv 1502.01852)."""
+"""Gains that keep the variance through a layer and the function after it (arXiv 1502.01852)."""
 
 
 def as_rng(rng: Seed) -> np.random.Generator:
-    """The generator meant by an ``rng`` argument.
+    """Make a generator of an ``rng`` argument.
 
-    A model passes one generator to all its layers; a seed given to several layers of one shape
-    gives them the same weights.
+    A model passes one generator to all its layers. One seed for several layers of one shape would
+    give them the same weights.
 
     Raises:
         TypeError: if it is no generator, int or None.
@@ -77,10 +77,7 @@ def xavier_normal(shape: Shape, rng: Seed = None, gain: float = 1.0) -> Array:
 
 
 def kaiming_uniform(
-    shape: Shape,
-    rng: Seed = None,
-    gain: float | str = "relu",
-    fan: Literal["in", "out"] = "in",
+    shape: Shape, rng: Seed = None, gain: float | str = "relu", fan: Literal["in", "out"] = "in"
 ) -> Array:
     """Uniform in +-gain sqrt(3 / fan) (arXiv 1502.01852).
 
@@ -94,10 +91,7 @@ def kaiming_uniform(
 
 
 def kaiming_normal(
-    shape: Shape,
-    rng: Seed = None,
-    gain: float | str = "relu",
-    fan: Literal["in", "out"] = "in",
+    shape: Shape, rng: Seed = None, gain: float | str = "relu", fan: Literal["in", "out"] = "in"
 ) -> Array:
     """Normal with standard deviation gain / sqrt(fan); arguments as for `kaiming_uniform`."""
     return _normal(shape, _kaiming(shape, gain, fan), rng)

@@ -19,11 +19,11 @@ __all__ = ["GemmLayer", "Linear"]
 
 
 class GemmLayer(Module):
-    """A layer whose GEMMs a recipe can quantize; subclasses set both attributes.
+    """Base of layers whose GEMMs a recipe can quantize; subclasses set both attributes.
 
     Attributes:
         weight: float32, output channels first; or in blocks, by `quantize_model`.
-        quant: the layer's place in a recipe; None computes in the dtype of the operands.
+        quant: the layer under a recipe; None computes in the dtype of the operands.
     """
 
     weight: ExTensor
@@ -41,7 +41,7 @@ class Linear(GemmLayer):
 
     Attributes:
         weight: float32 (N, K), or blocked along K by `quantize_model`; bias: float32 (N,), or None.
-        quant: the layer's place in a recipe; None computes in the dtype of the operands.
+        quant: the layer under a recipe; None computes in the dtype of the operands.
 
     Raises:
         ValueError: for sizes below 1; when called, for an input that is not (..., K).

@@ -1,9 +1,8 @@
-"""Module: the base of layers and models.
+"""Module: the base class of layers and models.
 
-A module is an ordinary object: what it owns are the `Parameter`, `Buffer` and `Module`
-attributes it has, under their names and in the order they were set. Nothing is
-registered and no base initializer need run, so nothing can be forgotten; what would
-be overlooked (a plain list of layers) is refused when it is set.
+A module owns its attributes that are a `Parameter`, a `Buffer` or a `Module`, by name and in the
+order they were set. Nothing needs to be registered, and no base initializer needs to run. A plain
+list of layers, whose parameters would not be found, is refused when it is set.
 """
 
 from __future__ import annotations
@@ -29,19 +28,14 @@ PreHook = Callable[["Module", tuple[Any, ...]], None]
 """Called with (module, positional arguments) before each forward."""
 
 
-def _check_hook(hook: Any) -> None:
-    if not callable(hook):
-        raise TypeError(f"hook: expected a function of a module and a value, got {hook!r:.80}")
-
-
 class Module:
     """Base class of layers and models: subclasses set attributes and define ``forward``.
 
     Attributes:
         training: whether layers that differ, such as Dropout, act as in training.
-        role: what recipes may call the layer by, ``"embedding"`` or ``"head"``; None for most.
-        feeds_layers: names of its norms whose results only layers with products read, so that a
-            recipe of bfloat16 activations may round them.
+        role: ``"embedding"`` or ``"head"``, by which rules of recipes match the layer; else None.
+        feeds_layers: names of the module's norms whose results only layers with GEMMs read. A
+            recipe with bfloat16 activations rounds these results.
     """
 
     training: bool = True
@@ -51,7 +45,7 @@ class Module:
     _pre_hooks: tuple[PreHook, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module computes; every subclass that is called defines it."""
+        """Compute the module's output; subclasses define it."""
         raise TypeError(f"{type(self).__name__} defines no forward(); it cannot be called")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,16 +84,14 @@ class Module:
                 )
         object.__setattr__(self, name, value)
 
-    # What it owns.
-
     def named_children(self) -> Iterator[tuple[str, Module]]:
-        """(name, module) of every module that is an attribute, in the order set."""
+        """(name, module) of the modules that are attributes, in the order they were set."""
         for name, value in vars(self).items():
             if isinstance(value, Module):
                 yield name, value
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
-        """(path, module) of this module, under ``""``, and all below it; shared ones once."""
+        """(path, module) of this module, at path ``""``, and all below it; shared ones once."""
         seen: set[int] = set()
 
         def walk(path: str, module: Module) -> Iterator[tuple[str, Module]]:
@@ -117,23 +109,23 @@ class Module:
         return (module for _, module in self.named_modules())
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """(path, parameter) of everything trained here and below; shared ones once."""
+        """(path, parameter) of all parameters here and below; shared ones once."""
         for path, tensor in self._named_tensors():
             if isinstance(tensor, Parameter):
                 yield path, tensor
 
     def parameters(self) -> Iterator[Parameter]:
-        """Every parameter here and below."""
+        """All parameters here and below."""
         return (parameter for _, parameter in self.named_parameters())
 
     def named_buffers(self) -> Iterator[tuple[str, Buffer]]:
-        """(path, buffer) of everything kept here and below; shared ones once."""
+        """(path, buffer) of all buffers here and below; shared ones once."""
         for path, tensor in self._named_tensors():
             if isinstance(tensor, Buffer):
                 yield path, tensor
 
     def buffers(self) -> Iterator[Buffer]:
-        """Every buffer here and below."""
+        """All buffers here and below."""
         return (buffer for _, buffer in self.named_buffers())
 
     def _named_tensors(self) -> Iterator[tuple[str, Parameter | Buffer]]:
@@ -143,8 +135,6 @@ class Module:
                 if isinstance(value, (Parameter, Buffer)) and id(value) not in seen:
                     seen.add(id(value))
                     yield f"{path}.{name}" if path else name, value
-
-    # What is done to all of it.
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set ``training`` here and below; returns the module."""
@@ -157,14 +147,14 @@ class Module:
         return self.train(False)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Set all gradients to None."""
         for parameter in self.parameters():
             parameter.grad = None
 
     def to(self: Self, device: str) -> Self:
-        """Move parameters and buffers to a device, in place; gradients are forgotten.
+        """Move parameters and buffers to a device, in place; gradients become None.
 
-        Optimizers are made after the move: the arrays they keep live on the device.
+        Make optimizers after the move: their state is on the parameters' device.
 
         Raises:
             RuntimeError: if the device is not available; nothing is moved then.
@@ -179,38 +169,32 @@ class Module:
         return self
 
     def register_forward_hook(self, hook: Hook) -> Callable[[], None]:
-        """Call ``hook(module, output)`` after each forward; returns what removes it again.
+        """Call ``hook(module, output)`` after each forward; returns a function that removes it.
 
         Raises:
             TypeError: for what cannot be called.
         """
-        _check_hook(hook)
-        self._hooks = (*self._hooks, hook)
-
-        def remove() -> None:
-            left = list(self._hooks)
-            left.remove(hook)
-            self._hooks = tuple(left)
-
-        return remove
+        return self._register("_hooks", hook)
 
     def register_forward_pre_hook(self, hook: PreHook) -> Callable[[], None]:
-        """Call ``hook(module, args)`` before each forward; returns what removes it again.
+        """Call ``hook(module, args)`` before each forward; returns a function that removes it.
 
         Raises:
             TypeError: for what cannot be called.
         """
-        _check_hook(hook)
-        self._pre_hooks = (*self._pre_hooks, hook)
+        return self._register("_pre_hooks", hook)
+
+    def _register(self, kind: str, hook: Any) -> Callable[[], None]:
+        if not callable(hook):
+            raise TypeError(f"hook: expected a function of a module and a value, got {hook!r:.80}")
+        setattr(self, kind, (*getattr(self, kind), hook))
 
         def remove() -> None:
-            left = list(self._pre_hooks)
+            left = list(getattr(self, kind))
             left.remove(hook)
-            self._pre_hooks = tuple(left)
+            setattr(self, kind, tuple(left))
 
         return remove
-
-    # State.
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any] | QuantArray]:
         """Copies of every parameter and buffer by path, as numpy arrays on the host."""
@@ -221,7 +205,7 @@ class Module:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over parameters and buffers that `state_dict` gave.
+        """Load parameters and buffers that `state_dict` returned.
 
         Args:
             state: numpy arrays by path: exactly this module's names, shapes and dtypes.
@@ -256,8 +240,6 @@ class Module:
                 else:
                     tensor.assign_(fresh)
 
-    # Looks.
-
     def extra_repr(self) -> str:
         """The options shown in the module's line of the tree."""
         return ""
@@ -273,7 +255,7 @@ class Module:
 
 @contextlib.contextmanager
 def evaluating(model: Module) -> Iterator[None]:
-    """Evaluation mode for a while; each module gets its own mode back."""
+    """Evaluation mode within a ``with`` block; each module gets its own mode back."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -21,9 +21,9 @@ __all__ = ["BatchNorm2d", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 class BatchNorm2d(Module):
     """(x - mean) / sqrt(var + eps) weight + bias, per channel (arXiv 1502.03167).
 
-    In training, mean and variance (over count) are the batch's, and the running ones move by
-    ``momentum`` towards the batch's mean and its variance over count - 1. In evaluation the
-    running ones are used.
+    In training, mean and variance (divided by count) are the batch's. The running ones move by
+    ``momentum`` towards the batch's mean and its variance divided by count - 1. Evaluation uses
+    the running ones.
 
     Args:
         channels: C, 1 or more.
@@ -94,7 +94,7 @@ class LayerNorm(Module):
 
     Attributes:
         weight, bias: float32 of ``shape``, ones and zeros at first; the latter None without bias.
-        narrow: whether the result is rounded to bfloat16; `apply_recipe` decides it.
+        narrow: whether the result is rounded to bfloat16; `apply_recipe` sets it.
 
     Raises:
         ValueError: for lengths below 1 or an eps not above 0; when called, for an input whose
@@ -110,7 +110,7 @@ class LayerNorm(Module):
         self.weight = Parameter(np.ones(self.shape, np.float32))
         self.bias = Parameter(np.zeros(self.shape, np.float32)) if bias else None
         self.narrow = False
-        self._zeros: ExTensor | None = None  # stands for a bias, made once on the weight's device
+        self._zeros: ExTensor | None = None  # in place of a bias; made once on the weight's device
 
     def forward(self, x: ExTensor) -> ExTensor:
         """The same shape."""
@@ -143,7 +143,7 @@ class RMSNorm(Module):
 
     Attributes:
         weight: float32 (size,), ones at first.
-        narrow: whether the result is rounded to bfloat16; `apply_recipe` decides it.
+        narrow: whether the result is rounded to bfloat16; `apply_recipe` sets it.
 
     Raises:
         ValueError: for a size below 1 or an eps not above 0; when called, for an input whose last

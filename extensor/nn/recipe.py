@@ -1,4 +1,4 @@
-"""Putting a recipe to work on a model."""
+"""Applying a recipe to a model's layers."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def gemm_layers(model: Module) -> Iterator[tuple[str, GemmLayer]]:
 def apply_recipe(
     model: Module, recipe: Recipe | str, seed: int = 0, activations: FloatName | None = None
 ) -> RecipeState:
-    """Give every Linear and Conv2d of a model its place in a recipe.
+    """Apply a recipe to every Linear and Conv2d of a model.
 
-    A layer's roles are its own ``role`` (``@embedding``, ``@head``) and, for the first and the last
-    of the layers without one, ``@first`` and ``@last``.
+    A layer's role is its own ``role`` (``@embedding``, ``@head``). Of the layers without one, the
+    first has the role ``@first`` and the last ``@last``.
 
     Args:
         model: the model; its layers' ``quant`` is set.
         recipe: a recipe or the name of one.
         seed: seed of all stochastic rounding.
-        activations: instead of the recipe's own: "float32" or "bfloat16".
+        activations: "float32" or "bfloat16" in place of the recipe's own.
 
     Returns:
         The recipe's state: set ``step`` before each optimizer step, read ``telemetry`` after.
 
     Raises:
-        TypeError: for what is no model or no recipe.
+        TypeError: if the model is no Module, or the recipe neither a Recipe nor a name.
         ValueError: for an unknown name, a path rule that matches no layer, or a seed out of range.
             The model is unchanged then.
     """
@@ -55,7 +55,7 @@ def apply_recipe(
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     if activations is not None:
         recipe = replace(recipe, activations=activations)
-    Stream(seed)  # refuses what cannot seed the stochastic rounding
+    Stream(seed)  # checks the seed
     chosen = assign_recipe(model, recipe)
     state = RecipeState(recipe, seed)
     for index, (path, module) in enumerate(gemm_layers(model)):
@@ -66,7 +66,7 @@ def apply_recipe(
 
 
 def round_norms(model: Module, narrow: bool) -> None:
-    """Have norms that only layers read round what these would round, or no longer."""
+    """Set whether norms whose results only layers read round them to bfloat16."""
     for module in model.modules():
         for name in module.feeds_layers:
             if isinstance(norm := getattr(module, name, None), (LayerNorm, RMSNorm)):
@@ -80,7 +80,7 @@ def assign_recipe(model: Module, recipe: Recipe) -> Mapping[str, LayerRecipe]:
         ValueError: for a path rule that matches no layer.
     """
     layers = list(gemm_layers(model))
-    # What has a role of its own is neither first nor last: those are the ends of what lies between.
+    # A layer with a role of its own is neither first nor last.
     plain = [path for path, module in layers if module.role is None]
     roles: list[tuple[str, frozenset[str]]] = []
     for path, module in layers:

@@ -1,8 +1,7 @@
-"""LSTM and GRU.
+"""LSTM and GRU, made of `Linear` layers, which a recipe quantizes like any other.
 
-Both are made of `Linear` layers, two for each layer and direction, so that a recipe quantizes them
-like any other: ``input`` multiplies a whole sequence at once, ``hidden`` one step of it after the
-other, each step with random bits of its own.
+Each layer and direction has two. ``input`` multiplies a whole sequence at once. ``hidden``
+multiplies the state in one step after the other, with its own random bits in each step.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from extensor.ops.shape import concatenate, flip, split, stack
 __all__ = ["GRU", "LSTM", "Recurrent", "RecurrentCell"]
 
 State = tuple[ExTensor, ...]
-"""What one direction of one layer carries from step to step, each (B, H)."""
+"""The state of one direction of one layer, each tensor (B, H)."""
 
 
 class RecurrentCell(Module):
-    """One direction of one layer: the two products of a step, for all gates side by side.
+    """One direction of one layer: its two matrix products, for all gates side by side.
 
     Attributes:
-        input: Linear of the layer's input; hidden: Linear of the state before.
+        input: Linear of the layer's input; hidden: Linear of the last state.
     """
 
     def __init__(self, size: int, hidden: int, gates: int, bias: bool, rng: Seed) -> None:
@@ -51,7 +50,7 @@ class RecurrentCell(Module):
 
 
 class Recurrent(Module):
-    """What LSTM and GRU share: layers, directions, and the walk along the sequence.
+    """Base of LSTM and GRU: layers, directions, and the loop over the sequence.
 
     Attributes:
         cells: a `RecurrentCell` for each layer, forward and backward in turn where there are both.
@@ -96,7 +95,11 @@ class Recurrent(Module):
         """The state after a step, the output first; ``given`` is the input's product (B, G H)."""
 
     def run(self, x: ExTensor, state: State) -> tuple[ExTensor, State]:
-        """(T, B, I) and the first states, each (layers * directions, B, H), to output and last."""
+        """Run all layers on (T, B, I) from first states, each (layers * directions, B, H).
+
+        Returns:
+            The output (T, B, directions * H), and the last states.
+        """
         last: list[State] = []
         for layer in range(self.num_layers):
             if layer and self.dropout is not None:
@@ -114,14 +117,14 @@ class Recurrent(Module):
     def _walk(self, cell: Any, x: ExTensor, state: State, backward: bool) -> tuple[ExTensor, State]:
         given = cell.input(x)
         outputs: list[ExTensor] = []
-        for place, one in enumerate(pieces(given)[:: -1 if backward else 1]):
+        for place, one in enumerate(unbind(given)[:: -1 if backward else 1]):
             state = self.step(one, cell, state, place)
             outputs.append(state[0])
         joined = stack(outputs)
         return flip(joined, 0) if backward else joined, state
 
     def sequence(self, x: ExTensor, state: Sequence[ExTensor] | None) -> tuple[ExTensor, State]:
-        """The input as (T, B, I) and the first states, zeros where there are none, checked."""
+        """Check the input and the first states: the input as (T, B, I), and states or zeros."""
         name = type(self).__name__
         tensors_only(name, x)
         order = "(B, T, {0})" if self.batch_first else "(T, B, {0})"
@@ -229,13 +232,13 @@ class GRU(Recurrent):
         return (fresh + keep * (h - fresh),)
 
 
-def pieces(x: ExTensor) -> list[ExTensor]:
+def unbind(x: ExTensor) -> list[ExTensor]:
     """The T slices of x along its first axis.
 
-    Halves of halves: the gradient of a slice is as large as what it was cut from, so that T cuts
-    from the whole would cost T^2 where this costs T log T.
+    The gradient of a slice is as large as the tensor it was cut from. Cutting halves of halves
+    costs T log T; T cuts from the whole would cost T^2.
     """
     length = x.shape[0]
     if length == 1:
         return [x[0]]
-    return pieces(x[: length // 2]) + pieces(x[length // 2 :])
+    return unbind(x[: length // 2]) + unbind(x[length // 2 :])

@@ -1,4 +1,4 @@
-"""TransformerBlock."""
+"""The transformer block and its feed-forward layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NORMS: Mapping[str, Callable[[int, bool], Module]] = MappingProxyType(
 ACTIVATIONS: Mapping[str, tuple[int, Callable[[ExTensor], ExTensor]]] = MappingProxyType(
     {"gelu": (1, gelu), "swiglu": (2, swiglu)}
 )
-"""By name: how many times the hidden width goes in, and the function that leaves it once."""
+"""By name: how many times the hidden width the function takes, and the function."""
 
 
 class FeedForward(Module):

@@ -79,7 +79,7 @@ def _axis(name: str, x: ExTensor, axis: int) -> int:
 
 
 _AXIS_ERRORS = (
-    BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),
+    BadInput((np.zeros((2, 3)), 2), ValueError, "expected -2..1"),
     BadInput((np.zeros((2, 0)), 1), ValueError, "no values"),
 )
 
@@ -180,7 +180,7 @@ def gelu(x: ExTensor, approximate: str = "none") -> ExTensor:
     if approximate == "none":
         return _gelu_exact(x)
     if approximate != "tanh":
-        raise ValueError(f"gelu: approximate: wanted 'none' or 'tanh', got {approximate!r}")
+        raise ValueError(f"gelu: approximate: expected 'none' or 'tanh', got {approximate!r}")
     inside = (x + x * x * x * 0.044715) * math.sqrt(2 / math.pi)
     return x * 0.5 * (tanh(inside) + 1.0)
 
@@ -205,7 +205,7 @@ def swiglu(x: ExTensor, axis: int = -1) -> ExTensor:
     """
     at = _axis("swiglu", x, axis)
     if x.shape[at] % 2:
-        raise ValueError(f"swiglu: wanted an axis of even length, got axis {at} of {x.shape}")
+        raise ValueError(f"swiglu: expected an axis of even length, got axis {at} of {x.shape}")
     gate, value = split(x, 2, at)
     return silu(gate) * value
 

@@ -45,7 +45,7 @@ def as_tensors(name: str, a: Any, b: Any) -> tuple[ExTensor, ExTensor]:
     if isinstance(b, ExTensor):
         return _converted(name, a, b), b
     raise TypeError(
-        f"{name}: wanted at least one ExTensor, got {type(a).__name__} and {type(b).__name__}; "
+        f"{name}: expected at least one ExTensor, got {type(a).__name__} and {type(b).__name__}; "
         "make one with et.ExTensor(...)"
     )
 
@@ -64,7 +64,9 @@ def _converted(name: str, value: Any, x: ExTensor) -> ExTensor:
         return tensor
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return wrap(x.backend.xp.asarray(value), x.backend)
-    raise TypeError(f"{name}: wanted an ExTensor, a number or an array, got {type(value).__name__}")
+    raise TypeError(
+        f"{name}: expected an ExTensor, a number or an array, got {type(value).__name__}"
+    )
 
 
 def as_tensor(name: str, value: Any, like: ExTensor | None = None) -> ExTensor:
@@ -79,7 +81,7 @@ def as_tensor(name: str, value: Any, like: ExTensor | None = None) -> ExTensor:
         return _converted(name, value, like)
     if isinstance(value, (int, float, complex, list, tuple, np.ndarray, np.generic)):
         return ExTensor(value, device=like.device if like is not None else None)
-    raise TypeError(f"{name}: wanted an ExTensor, got {type(value).__name__}")
+    raise TypeError(f"{name}: expected an ExTensor, got {type(value).__name__}")
 
 
 def tensors_only(name: str, *values: Any) -> None:
@@ -91,7 +93,7 @@ def tensors_only(name: str, *values: Any) -> None:
     for value in values:
         if not isinstance(value, ExTensor):
             raise TypeError(
-                f"{name}: wanted an ExTensor, got {type(value).__name__}; "
+                f"{name}: expected an ExTensor, got {type(value).__name__}; "
                 "make one with et.ExTensor(...)"
             )
 
@@ -106,7 +108,7 @@ def non_differentiable_input(name: str, x: ExTensor, remedy: str) -> tuple[Array
     """
     if x.requires_grad and MODE.enabled:
         raise TypeError(
-            f"{name}: wanted a tensor that requires no gradient, for there is no rule for one; "
+            f"{name}: expected a tensor that requires no gradient, for there is no rule for one; "
             f"use {remedy}"
         )
     dense = x.dequantize() if x.dtype.is_blocked else x
@@ -123,10 +125,10 @@ def axis_index(name: str, axis: Any, ndim: int) -> int:
     try:
         index = operator.index(axis)
     except TypeError:
-        raise TypeError(f"{name}: axis: wanted an int, got {axis!r}") from None
+        raise TypeError(f"{name}: axis: expected an int, got {axis!r}") from None
     if not -ndim <= index < ndim:
         raise AxisError(
-            f"{name}: axis: wanted {-ndim}..{ndim - 1} for a tensor of {ndim} axes, got {index}"
+            f"{name}: axis: expected {-ndim}..{ndim - 1} for a tensor of {ndim} axes, got {index}"
         )
     return index % ndim
 
@@ -143,11 +145,11 @@ def axis_tuple(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
         return (axis_index(name, axis, ndim),)
     axes = tuple(sorted(axis_index(name, a, ndim) for a in axis))
     if len(set(axes)) < len(axes):
-        raise ValueError(f"{name}: axis: wanted each axis once, got {axis!r}")
+        raise ValueError(f"{name}: axis: expected each axis once, got {axis!r}")
     return axes
 
 
-def broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether an array of ``shape`` broadcasts to ``wanted``."""
-    lead = len(wanted) - len(shape)
-    return lead >= 0 and all(n in (1, m) for n, m in zip(shape, wanted[lead:], strict=True))
+def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether an array of ``shape`` broadcasts to ``expected``."""
+    lead = len(target) - len(shape)
+    return lead >= 0 and all(n in (1, m) for n, m in zip(shape, target[lead:], strict=True))

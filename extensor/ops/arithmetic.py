@@ -231,7 +231,7 @@ def clip(x: ExTensor, min: Operand | None = None, max: Operand | None = None) ->
     if min is None and max is None:
         return clone(x)
     if isinstance(min, (int, float)) and isinstance(max, (int, float)) and min > max:
-        raise ValueError(f"clip: wanted min <= max, got {min} and {max}")
+        raise ValueError(f"clip: expected min <= max, got {min} and {max}")
     result = x
     if min is not None:
         bound = as_tensor("clip", min, x)
@@ -260,7 +260,7 @@ def clip(x: ExTensor, min: Operand | None = None, max: Operand | None = None) ->
         Sample((rng.random((3, 1)) > 0.5, rng.normal(size=(3, 4)), rng.normal(size=()))),
     ],
     errors=(
-        BadInput((np.zeros(3), np.zeros(3), np.zeros(3)), TypeError, "wanted a bool condition"),
+        BadInput((np.zeros(3), np.zeros(3), np.zeros(3)), TypeError, "expected a bool condition"),
         BadInput((np.zeros(3, bool), np.zeros(3), np.zeros(2)), ValueError, "that broadcast"),
     ),
 )
@@ -274,7 +274,7 @@ def where(condition: ExTensor, a: Operand, b: Operand) -> ExTensor:
     tensors_only("where", condition)
     if condition.dtype.kind != "bool":
         raise TypeError(
-            f"where: wanted a bool condition, got {condition.dtype.name}; use condition != 0"
+            f"where: expected a bool condition, got {condition.dtype.name}; use condition != 0"
         )
     if not isinstance(a, ExTensor) and not isinstance(b, ExTensor):
         a = as_tensor("where", a if isinstance(a, np.ndarray) else [a]).reshape(np.shape(a))
@@ -290,7 +290,7 @@ def _cast(backend: Any, x: Any, dtype: DType) -> Any:
             low, high = xp.trunc(low.astype(np.float64)), xp.trunc(high.astype(np.float64))
         if not (limits.min <= low.item() and high.item() <= limits.max):
             raise ValueError(
-                f"astype: wanted values within {dtype.name}'s {limits.min}..{limits.max}, got "
+                f"astype: expected values within {dtype.name}'s {limits.min}..{limits.max}, got "
                 f"{x.min()}..{x.max()}, an overflow; clip them or take a wider dtype"
             )
     return x.astype(dtype.numpy) if dtype_of(x) is dtype else backend.cast(x, dtype.numpy)
@@ -320,7 +320,7 @@ def astype(
     Args:
         x: any shape.
         dtype: dense or blocked.
-        copy: give memory of its own even where x has the dtype; ``x.astype`` gives x there.
+        copy: copy even if x has the dtype already; the method ``x.astype`` gives x itself.
         device: of the result; x's own if None.
 
     Raises:
@@ -328,23 +328,23 @@ def astype(
         TypeError: for an element grid without a scale, and from complex numbers to real ones.
     """
     tensors_only("astype", x)
-    wanted = as_dtype(dtype)
+    target = as_dtype(dtype)
     if device is not None and device != x.device:
-        return astype(x.to(device), wanted, copy=False)
-    if wanted is x.dtype:
+        return astype(x.to(device), target, copy=False)
+    if target is x.dtype:
         return clone(x) if copy else x
-    if wanted.is_complex and x.requires_grad and MODE.enabled:
+    if target.is_complex and x.requires_grad and MODE.enabled:
         raise TypeError(
-            f"astype: {wanted.name} tensors have no gradients here, and x requires one; use "
+            f"astype: {target.name} tensors have no gradients here, and x requires one; use "
             "x.detach()"
         )
-    if x.dtype.is_complex and not wanted.is_complex and wanted.kind != "bool":
+    if x.dtype.is_complex and not target.is_complex and target.kind != "bool":
         raise TypeError(
-            f"astype: {wanted.name} would lose the imaginary part; use et.real(x) or et.imag(x)"
+            f"astype: {target.name} would lose the imaginary part; use et.real(x) or et.imag(x)"
         )
-    if wanted.is_blocked or x.dtype.is_blocked:
-        return x.astype(wanted)
-    return apply("astype", x, dtype=wanted)
+    if target.is_blocked or x.dtype.is_blocked:
+        return x.astype(target)
+    return apply("astype", x, dtype=target)
 
 
 @primitive(

@@ -20,13 +20,13 @@ from extensor.ops.shape import concatenate
 __all__ = ["packed_attention", "scaled_dot_product_attention"]
 
 
-def _four(*arrays: Any) -> list[Any]:
+def _with_one_leading_axis(*arrays: Any) -> list[Any]:
     """Arrays (..., H, T, d) with one leading axis."""
     return [a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:]) for a in arrays]
 
 
 def _forward(backend: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
-    out, stats = backend.attention(*_four(q, k, v), causal, scale)
+    out, stats = backend.attention(*_with_one_leading_axis(q, k, v), causal, scale)
     return out.reshape(*q.shape[:-1], v.shape[-1]), stats
 
 
@@ -34,16 +34,18 @@ def _fused_vjp(
     backend: Any, g: Any, out: Any, inputs: Any, needs: Any, causal: bool, scale: float, saved: Any
 ) -> Any:
     into = [backend.xp.empty(a.shape, a.dtype) for a in inputs]
-    q, k, v = _four(*inputs)
-    g, out = _four(g, out)
-    backend.attention_grad(g, q, k, v, out, saved, causal, scale, tuple(_four(*into)))
+    q, k, v = _with_one_leading_axis(*inputs)
+    g, out = _with_one_leading_axis(g, out)
+    backend.attention_grad(
+        g, q, k, v, out, saved, causal, scale, tuple(_with_one_leading_axis(*into))
+    )
     return into
 
 
 def _gradients(
     g: ExTensor, q: ExTensor, k: ExTensor, v: ExTensor, causal: bool, scale: float
 ) -> tuple[ExTensor, ExTensor, ExTensor]:
-    """The gradients written in operations, as in `extensor.backends.dense.attention_grad`."""
+    """The gradients written in operations, as in `extensor.backends.generic.nn`."""
     *lead, heads, queries, _ = q.shape
     groups, keys = k.shape[-3:-1]
     shape = (*lead, groups, heads // groups, queries)
@@ -122,7 +124,7 @@ _Q = np.zeros((2, 4, 3, 8))
 def scaled_dot_product_attention(
     q: ExTensor, k: ExTensor, v: ExTensor, *, causal: bool = False, scale: float | None = None
 ) -> ExTensor:
-    """softmax(scale q k^T) v: each query's mean of the values, weighted by how its key fits.
+    """softmax(scale q k^T) v: for each query a mean of the values, weighted by the softmax.
 
     Args:
         q: queries (..., H, T, d).
@@ -130,7 +132,7 @@ def scaled_dot_product_attention(
             other share one key head (grouped-query attention, arXiv 2305.13245).
         v: values (..., Hkv, S, dv).
         causal: query t sees the keys 0 .. t + S - T only, so the last query sees all of them.
-        scale: what the products are multiplied by; 1 / sqrt(d) if None.
+        scale: the factor of the products q k^T; 1 / sqrt(d) if None.
 
     Returns:
         (..., H, T, dv).
@@ -151,32 +153,34 @@ def _check(q: ExTensor, k: ExTensor, v: ExTensor, causal: bool, scale: float | N
     tensors_only(name, q, k, v)
     shapes = f"got q {q.shape}, k {k.shape} and v {v.shape}"
     if min(q.ndim, k.ndim, v.ndim) < 3:
-        raise ValueError(f"{name}: wanted (..., heads, length, d) of three axes or more, {shapes}")
+        raise ValueError(
+            f"{name}: expected (..., heads, length, d) of three axes or more, {shapes}"
+        )
     if q.shape[-1] != k.shape[-1] or q.shape[-1] < 1:
-        raise ValueError(f"{name}: wanted queries and keys of the same length d, {shapes}")
+        raise ValueError(f"{name}: expected queries and keys of the same length d, {shapes}")
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"{name}: wanted as many values as keys, and heads as many, {shapes}")
+        raise ValueError(f"{name}: expected as many values as keys, and heads as many, {shapes}")
     if q.shape[:-3] != k.shape[:-3]:
-        raise ValueError(f"{name}: wanted equal leading axes, {shapes}")
+        raise ValueError(f"{name}: expected equal leading axes, {shapes}")
     if not k.shape[-3] or q.shape[-3] % k.shape[-3]:
-        raise ValueError(f"{name}: wanted query heads a multiple of the key heads, {shapes}")
+        raise ValueError(f"{name}: expected query heads a multiple of the key heads, {shapes}")
     if not k.shape[-2]:
-        raise ValueError(f"{name}: wanted at least one key, {shapes}")
+        raise ValueError(f"{name}: expected at least one key, {shapes}")
     if causal and k.shape[-2] < q.shape[-2]:
-        raise ValueError(f"{name}: causal: wanted at least as many keys as queries, {shapes}")
+        raise ValueError(f"{name}: causal: expected at least as many keys as queries, {shapes}")
     if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"{name}: scale: wanted a finite number, got {scale!r}")
+        raise ValueError(f"{name}: scale: expected a finite number, got {scale!r}")
 
 
-def _parts(x: Any, heads: int, groups: int) -> Any:
-    """Queries, keys and values (..., heads, T, d) of (..., T, every d), all views of it."""
-    every = heads + 2 * groups
-    split = x.reshape((*x.shape[:-1], every, x.shape[-1] // every)).swapaxes(-2, -3)
-    ends = (heads, heads + groups, every)
+def _split_heads(x: Any, heads: int, groups: int) -> Any:
+    """Views of (..., T, total d): queries, keys and values (..., heads, T, d)."""
+    total = heads + 2 * groups
+    split = x.reshape((*x.shape[:-1], total, x.shape[-1] // total)).swapaxes(-2, -3)
+    ends = (heads, heads + groups, total)
     return [split[..., a:b, :, :] for a, b in zip((0, *ends), ends, strict=False)]
 
 
-def _side_by_side(x: Any, heads: int) -> Any:
+def _merge_heads(x: Any, heads: int) -> Any:
     """(..., heads, T, d) -> (..., T, heads d)."""
     return x.swapaxes(-2, -3).reshape((*x.shape[:-3], x.shape[-2], heads * x.shape[-1]))
 
@@ -185,8 +189,8 @@ def _packed_forward(
     backend: Any, x: Any, heads: int, groups: int, causal: bool, scale: float
 ) -> Any:
     rows = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-    out, stats = backend.attention(*_parts(rows, heads, groups), causal, scale)
-    mixed = _side_by_side(out, heads)
+    out, stats = backend.attention(*_split_heads(rows, heads, groups), causal, scale)
+    mixed = _merge_heads(out, heads)
     return mixed.reshape(*x.shape[:-1], mixed.shape[-1]), stats
 
 
@@ -196,9 +200,9 @@ def _packed_fused(
     x, heads, groups = inputs[0], params["heads"], params["groups"]
     lead = math.prod(x.shape[:-2])
     gx = backend.xp.empty((lead, *x.shape[-2:]), x.dtype)
-    q, k, v = _parts(x.reshape(gx.shape), heads, groups)
-    grad, result = (_parts(a.reshape(lead, *a.shape[-2:]), heads, 0)[0] for a in (g, out))
-    into = tuple(_parts(gx, heads, groups))
+    q, k, v = _split_heads(x.reshape(gx.shape), heads, groups)
+    grad, result = (_split_heads(a.reshape(lead, *a.shape[-2:]), heads, 0)[0] for a in (g, out))
+    into = tuple(_split_heads(gx, heads, groups))
     backend.attention_grad(grad, q, k, v, result, saved, params["causal"], params["scale"], into)
     return [gx.reshape(x.shape)]
 
@@ -206,10 +210,10 @@ def _packed_fused(
 def _packed_vjp(
     g: ExTensor, out: ExTensor, x: ExTensor, heads: int, groups: int, **params: Any
 ) -> ExTensor:
-    grad = _parts(g, heads, 0)[0]
-    q, k, v = _parts(x, heads, groups)
+    grad = _split_heads(g, heads, 0)[0]
+    q, k, v = _split_heads(x, heads, groups)
     grads = _gradients(grad, q, k, v, params["causal"], params["scale"])
-    return _side_by_side(concatenate(list(grads), axis=-3), heads + 2 * groups)
+    return _merge_heads(concatenate(list(grads), axis=-3), heads + 2 * groups)
 
 
 def _packed_reference(x: Any, heads: int, groups: int, causal: bool, scale: float) -> Any:
@@ -258,9 +262,9 @@ def packed_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> ExTensor:
-    """Self-attention of queries, keys and values that lie side by side, as one product gives them.
+    """Self-attention of queries, keys and values packed in one tensor by one projection.
 
-    The same as `scaled_dot_product_attention` of its parts, without copies of them.
+    The same as `scaled_dot_product_attention` of the three, without copies of them.
 
     Args:
         x: (..., T, (heads + 2 kv_heads) d): each token's queries, keys, values, by heads.
@@ -270,7 +274,7 @@ def packed_attention(
         scale: likewise.
 
     Returns:
-        (..., T, heads d), the heads side by side.
+        (..., T, heads d), one head after the other.
 
     Raises:
         TypeError, ValueError: for sizes that do not go together, no tokens, or a scale that is not
@@ -281,18 +285,18 @@ def packed_attention(
     groups = heads if kv_heads is None else kv_heads
     if min(heads, groups) < 1 or heads % groups:
         raise ValueError(
-            f"{name}: wanted 1 head or more, and a multiple of the key heads, got {heads} and "
+            f"{name}: expected 1 head or more, and a multiple of the key heads, got {heads} and "
             f"{groups}"
         )
     if x.ndim < 2 or not x.shape[-2]:
         raise ValueError(
-            f"{name}: wanted (..., T, a multiple of {heads + 2 * groups}) with T of 1 or more, got "
-            f"shape {x.shape}"
+            f"{name}: expected (..., T, a multiple of {heads + 2 * groups}) with T of 1 or more, "
+            f"got shape {x.shape}"
         )
-    every = heads + 2 * groups
-    if not x.shape[-1] or x.shape[-1] % every:
-        raise ValueError(f"{name}: wanted (..., T, a multiple of {every}), got shape {x.shape}")
+    total = heads + 2 * groups
+    if not x.shape[-1] or x.shape[-1] % total:
+        raise ValueError(f"{name}: expected (..., T, a multiple of {total}), got shape {x.shape}")
     if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"{name}: scale: wanted a finite number, got {scale!r}")
-    scale = math.sqrt(every / x.shape[-1]) if scale is None else float(scale)
+        raise ValueError(f"{name}: scale: expected a finite number, got {scale!r}")
+    scale = math.sqrt(total / x.shape[-1]) if scale is None else float(scale)
     return apply(name, x, heads=heads, groups=groups, causal=causal, scale=scale)

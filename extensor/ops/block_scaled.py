@@ -27,7 +27,7 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import Sample, blocked_rule, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.layers import weight_activations
+from extensor.backends.generic.quantize import weight_activations
 from extensor.backends.protocol import Array, Backend
 from extensor.dtypes import float32, promote
 from extensor.ops.matmul import as_rows
@@ -42,7 +42,7 @@ __all__ = ["matrix_product"]
 def _check_axis(op: str, side: str, tensor: ExTensor, axis: int) -> None:
     if tensor.dtype.is_blocked and tensor.spec.axis != axis:
         raise ValueError(
-            f"{op}: {side} is blocked along axis {tensor.spec.axis}, wanted the contraction axis "
+            f"{op}: {side} is blocked along axis {tensor.spec.axis}, expected the contraction axis "
             f"{axis}; quantize it with axis={axis}, or call .dequantize()"
         )
 

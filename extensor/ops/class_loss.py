@@ -1,4 +1,4 @@
-"""Losses of class scores: `cross_entropy` and `nll`; as those of `extensor.ops.loss` otherwise."""
+"""Classification losses, `cross_entropy` and `nll`; dtypes as in `extensor.ops.loss`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def _check_labels(name: str, x: ExTensor, labels: Any) -> None:
     tensors_only(name, x, labels)
     if not labels.dtype.is_integer:
         raise TypeError(
-            f"{name}: labels: wanted integer class numbers, got {labels.dtype.name}; "
+            f"{name}: labels: expected integer class numbers, got {labels.dtype.name}; "
             "labels.astype('int64')"
         )
     if x.ndim < 2 or labels.shape != (x.shape[0], *x.shape[2:]):
         raise ValueError(
-            f"{name}: wanted scores (N, C, ...) and labels (N, ...), got shapes {x.shape} and "
+            f"{name}: expected scores (N, C, ...) and labels (N, ...), got shapes {x.shape} and "
             f"{labels.shape}"
         )
     if not x.shape[1]:
-        raise ValueError(f"{name}: wanted scores of one class or more, got shape {x.shape}")
+        raise ValueError(f"{name}: expected scores of one class or more, got shape {x.shape}")
 
 
 def _check_classes(backend: Any, name: str, labels: Any, classes: int, hint: str) -> None:
@@ -37,7 +37,7 @@ def _check_classes(backend: Any, name: str, labels: Any, classes: int, hint: str
 
     def error() -> ValueError:
         return ValueError(
-            f"{name}: labels: wanted 0..{classes - 1} for {classes} classes, got "
+            f"{name}: labels: expected 0..{classes - 1} for {classes} classes, got "
             f"{int(labels.min())}..{int(labels.max())}{hint}"
         )
 
@@ -53,7 +53,7 @@ def _flat(xp: Any, x: Any) -> Any:
 def _cross_entropy(
     backend: Any, x: Any, labels: Any, smoothing: float, ignore: int | None, reduction: str
 ) -> Any:
-    """The losses, and what the gradient is made of: the backend's part, labels, which count."""
+    """The losses, and for the gradient: probabilities, labels, counted rows, their number."""
     xp = backend.xp
     rows, flat = _flat(xp, x), labels.reshape(-1)
     classes = rows.shape[1]
@@ -94,7 +94,7 @@ def _mean(backend: Any, total: Any, count: Any, labels: int) -> Any:
 
 
 def _row_weights(xp: Any, g: Any, kept: Any, count: int, reduction: str) -> Any:
-    """What each row's gradient is multiplied by: () or (rows, 1)."""
+    """The factor of each row's gradient: () or (rows, 1)."""
     weight = g.reshape(-1, 1) if reduction == "none" else g
     if reduction == "mean":
         one = 1 / count
@@ -159,7 +159,7 @@ def _class_samples(rng: np.random.Generator) -> list[Sample]:
     totals=True,
     samples=_class_samples,
     errors=(
-        BadInput((_LOGITS, np.array([0, 3])), ValueError, "wanted 0..2"),
+        BadInput((_LOGITS, np.array([0, 3])), ValueError, "expected 0..2"),
         BadInput((_LOGITS, np.array([0.0, 1.0])), TypeError, "integer class numbers"),
         BadInput((_LOGITS, np.array([0])), ValueError, "labels (N"),
         BadInput((_LOGITS, _LABELS, 1.5), ValueError, "label_smoothing"),
@@ -189,7 +189,7 @@ def cross_entropy(
     _check_labels("cross_entropy", scores, labels)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(
-            f"cross_entropy: label_smoothing: wanted a number in 0..1, got {label_smoothing!r}"
+            f"cross_entropy: label_smoothing: expected a number in 0..1, got {label_smoothing!r}"
         )
     if reduction not in ("mean", "sum", "none"):
         reduced("cross_entropy", scores, reduction)
@@ -209,7 +209,9 @@ def cross_entropy(
         Sample((np.log(rng.uniform(0.1, 1, (4, 3))), np.array([0, 2, 1, 1]), "none")),
     ],
     errors=(
-        BadInput((_LOGITS, np.array([0, 3])), ValueError, "nll: labels: wanted 0..2 for 3 classes"),
+        BadInput(
+            (_LOGITS, np.array([0, 3])), ValueError, "nll: labels: expected 0..2 for 3 classes"
+        ),
         BadInput((_LOGITS, np.array([0, -1])), ValueError, "got -1..0"),
         BadInput((_LOGITS, np.array([0.0, 1.0])), TypeError, "integer class numbers"),
     ),

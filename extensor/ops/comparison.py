@@ -94,7 +94,7 @@ def logical_not(x: ExTensor) -> ExTensor:
     return apply("logical_not", x)
 
 
-_NOT_BITS = (BadInput((np.zeros(3), np.zeros(3)), TypeError, "wanted integers or bool"),)
+_NOT_BITS = (BadInput((np.zeros(3), np.zeros(3)), TypeError, "expected integers or bool"),)
 
 
 def _bitwise(name: str) -> Declaration:
@@ -108,7 +108,7 @@ def _integers(name: str, a: Any, b: Any) -> tuple[ExTensor, ExTensor]:
     operands = as_tensors(name, a, b)
     for operand in operands:
         if operand.dtype.kind not in ("int", "bool"):
-            raise TypeError(f"{name}: wanted integers or bool, got {operand.dtype.name}")
+            raise TypeError(f"{name}: expected integers or bool, got {operand.dtype.name}")
     return operands
 
 
@@ -134,11 +134,11 @@ def bitwise_xor(a: Operand, b: Operand) -> ExTensor:
     forward=lambda backend, x: backend.xp.invert(x),
     no_vjp="works on bits",
     samples=lambda rng: [Sample((rng.integers(0, 9, (3, 4)),)), Sample((rng.random(4) > 0.5,))],
-    errors=(BadInput((np.zeros(3),), TypeError, "wanted integers or bool"),),
+    errors=(BadInput((np.zeros(3),), TypeError, "expected integers or bool"),),
 )
 def bitwise_invert(x: ExTensor, /) -> ExTensor:
     """Every bit flipped, of integers; not x, of bool."""
     tensors_only("bitwise_invert", x)
     if x.dtype.kind not in ("int", "bool"):
-        raise TypeError(f"bitwise_invert: wanted integers or bool, got {x.dtype.name}")
+        raise TypeError(f"bitwise_invert: expected integers or bool, got {x.dtype.name}")
     return apply("bitwise_invert", x)

@@ -33,9 +33,9 @@ def int_pair(name: str, what: str, value: Any, least: int) -> tuple[int, int]:
     if len(both) != 2 or not all(
         isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in both
     ):
-        raise TypeError(f"{name}: {what}: wanted an int or two, got {value!r}")
+        raise TypeError(f"{name}: {what}: expected an int or two, got {value!r}")
     if min(both) < least:
-        raise ValueError(f"{name}: {what}: wanted {least} or more, got {value!r}")
+        raise ValueError(f"{name}: {what}: expected {least} or more, got {value!r}")
     return int(both[0]), int(both[1])
 
 
@@ -51,25 +51,26 @@ def conv_window(
     """The window of a convolution, after checking everything about it.
 
     Raises:
-        TypeError, ValueError: saying what was wanted, what came, and the way out.
+        TypeError, ValueError: for arguments that do not go together.
     """
     xs, ws = x.shape, w.shape
     if len(xs) != 4 or len(ws) != 4:
         raise ValueError(
-            f"{name}: wanted x (N, C, H, W) and w (O, C / groups, kh, kw), got shapes {xs} and {ws}"
+            f"{name}: expected x (N, C, H, W) and w (O, C / groups, kh, kw), got shapes {xs} and "
+            f"{ws}"
         )
     if not isinstance(groups, (int, np.integer)) or groups < 1 or xs[1] % groups or ws[0] % groups:
         raise ValueError(
-            f"{name}: groups: wanted a number that divides {xs[1]} input and {ws[0]} output "
+            f"{name}: groups: expected a number that divides {xs[1]} input and {ws[0]} output "
             f"channels, got {groups!r}"
         )
     if ws[1] * groups != xs[1]:
         raise ValueError(
-            f"{name}: wanted w with {xs[1] // groups} channels for {xs[1]} input channels in "
+            f"{name}: expected w with {xs[1] // groups} channels for {xs[1]} input channels in "
             f"{groups} group(s), got w of shape {ws}"
         )
     if min(ws[2:]) < 1:
-        raise ValueError(f"{name}: wanted a kernel of 1 x 1 or more, got w of shape {ws}")
+        raise ValueError(f"{name}: expected a kernel of 1 x 1 or more, got w of shape {ws}")
     window = Window(
         (ws[2], ws[3]),
         int_pair(name, "stride", stride, 1),
@@ -130,7 +131,7 @@ def _vjp_at(
     to_float=True,
     samples=_samples,
     errors=(
-        BadInput((np.zeros((1, 4, 5)), np.zeros((4, 4, 3, 3))), ValueError, "wanted x (N, C"),
+        BadInput((np.zeros((1, 4, 5)), np.zeros((4, 4, 3, 3))), ValueError, "expected x (N, C"),
         BadInput((np.zeros((1, 4, 5, 5)), np.zeros((4, 3, 3, 3))), ValueError, "w with 4 channels"),
         BadInput((np.zeros((1, 4, 2, 2)), np.zeros((4, 4, 3, 3))), ValueError, "does not fit"),
         BadInput((np.zeros((1, 4, 5, 5)), np.zeros((4, 4, 3, 3)), np.zeros(3)), ValueError, "bias"),
@@ -151,7 +152,7 @@ def conv2d(
     dilation: Pair = 1,
     groups: int = 1,
 ) -> ExTensor:
-    """Cross-correlation of images with kernels: what networks call convolution.
+    """2-D convolution, which in networks means cross-correlation of images with kernels.
 
     Args:
         x: images (N, C, H, W).
@@ -160,7 +161,7 @@ def conv2d(
         stride: steps of the window, one number or (height, width).
         padding: zeros on each side, likewise.
         dilation: steps between the kernel's pixels, likewise.
-        groups: channels are split into so many groups that do not see each other.
+        groups: number of channel groups, which are convolved separately.
 
     Returns:
         (N, O, Ho, Wo), Ho = (H + 2 padding - dilation (kh - 1) - 1) // stride + 1.
@@ -174,7 +175,7 @@ def conv2d(
         return apply("conv2d", x, w, window=window, groups=groups)
     tensors_only("conv2d", bias)
     if bias.shape != w.shape[:1]:
-        raise ValueError(f"conv2d: bias: wanted shape {w.shape[:1]}, got {bias.shape}")
+        raise ValueError(f"conv2d: bias: expected shape {w.shape[:1]}, got {bias.shape}")
     return apply("conv2d", x, w, bias, window=window, groups=groups)
 
 

@@ -1,4 +1,4 @@
-"""Making tensors. The functions are ExTensor's static methods; see there."""
+"""Creation functions: those of ExTensor under their names, triangles and grids."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NO_MATRIX = (BadInput((np.zeros(3),), ValueError, "two axes or more"),)
 def _matrix(name: str, x: ExTensor, k: int) -> ExTensor:
     tensors_only(name, x)
     if x.ndim < 2:
-        raise ValueError(f"{name}: wanted a tensor of two axes or more, got shape {x.shape}")
+        raise ValueError(f"{name}: expected a tensor of two axes or more, got shape {x.shape}")
     reach = max(x.shape[-2:])  # diagonals further out are all alike, and may not fit 64 bits
     return apply(name, x, k=min(max(k, -reach), reach))
 
@@ -79,7 +79,7 @@ def meshgrid(*vectors: ExTensor, indexing: str = "xy") -> list[ExTensor]:
     tensors_only("meshgrid", *vectors)
     if indexing not in ("xy", "ij") or any(v.ndim != 1 for v in vectors):
         raise ValueError(
-            f"meshgrid: wanted vectors and indexing 'xy' or 'ij', got shapes "
+            f"meshgrid: expected vectors and indexing 'xy' or 'ij', got shapes "
             f"{[v.shape for v in vectors]} and {indexing!r}"
         )
     if not vectors:

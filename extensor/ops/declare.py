@@ -19,7 +19,7 @@ Samples = Callable[[np.random.Generator], Iterator[Sample]]
 BAD_BROADCAST = (BadInput((np.zeros((2, 3)), np.zeros((2,))), ValueError, "that broadcast"),)
 """Refused by every operation that broadcasts."""
 
-NO_TENSOR = (BadInput(("three",), TypeError, "wanted an ExTensor"),)
+NO_TENSOR = (BadInput(("three",), TypeError, "expected an ExTensor"),)
 """Refused by every unary operation."""
 
 

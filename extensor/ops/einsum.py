@@ -15,13 +15,13 @@ __all__ = ["einsum"]
 
 def _parse(equation: str, tensors: tuple[ExTensor, ...]) -> tuple[list[str], str]:
     if not isinstance(equation, str):
-        raise TypeError(f"einsum: wanted an equation like 'ij,jk->ik', got {equation!r}")
+        raise TypeError(f"einsum: expected an equation like 'ij,jk->ik', got {equation!r}")
     text = equation.replace(" ", "")
     left, arrow, right = text.partition("->")
     terms = left.split(",")
     if not all(c.isalpha() for c in "".join(terms) + right):
         raise ValueError(
-            f"einsum: wanted letters, ',' and '->', got {equation!r}; write '...' out as letters"
+            f"einsum: expected letters, ',' and '->', got {equation!r}; write '...' out as letters"
         )
     if not arrow:  # the implicit form: letters that occur once, in alphabetical order
         letters = "".join(terms)
@@ -30,14 +30,15 @@ def _parse(equation: str, tensors: tuple[ExTensor, ...]) -> tuple[list[str], str
         len(term) != t.ndim for term, t in zip(terms, tensors, strict=False)
     ):
         raise ValueError(
-            f"einsum: wanted one letter for each axis, got {equation!r} for shapes "
+            f"einsum: expected one letter for each axis, got {equation!r} for shapes "
             f"{', '.join(str(t.shape) for t in tensors)}"
         )
     if any(len(set(term)) < len(term) for term in [*terms, right]) or set(right) - set(
         "".join(terms)
     ):
         raise ValueError(
-            f"einsum: wanted each letter once per term and results from the terms, got {equation!r}"
+            f"einsum: expected each letter once per term and results from the terms, got "
+            f"{equation!r}"
         )
     return terms, right
 
@@ -73,7 +74,7 @@ def einsum(equation: str, *tensors: ExTensor) -> ExTensor:
         for letter, size in zip(term, tensor.shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 raise ValueError(
-                    f"einsum: wanted one length for {letter!r}, got {sizes[letter]} and {size}"
+                    f"einsum: expected one length for {letter!r}, got {sizes[letter]} and {size}"
                 )
     labels, result = terms[0], tensors[0]
     for i in range(1, len(tensors)):

@@ -10,7 +10,7 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import Declaration
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.erf import erf_array
+from extensor.backends.generic.erf import erf_array
 from extensor.ops.arguments import tensors_only
 from extensor.ops.declare import (
     NO_TENSOR,

@@ -1,4 +1,4 @@
-"""Indexing, and picking values by position."""
+"""Indexing, gathering and scattering by position."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.apply import apply
-from extensor.autograd.positions import check_inside, check_positions, raw_key
+from extensor.autograd.positions import check_bounds, check_positions, raw_key
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import as_tensor, axis_index, tensors_only
@@ -45,7 +45,7 @@ def _getitem(backend: Any, x: Any, key: Any) -> Any:
     ],
     errors=(
         BadInput((np.zeros((2, 3)), 2), IndexError, "shape (2, 3)"),
-        BadInput((np.zeros((2, 3)), np.zeros(2)), TypeError, "wanted integers"),
+        BadInput((np.zeros((2, 3)), np.zeros(2)), TypeError, "expected integers"),
         BadInput((np.zeros((2, 3)), (0, 0, 0)), IndexError, "too many indices"),
     ),
 )
@@ -94,12 +94,12 @@ def _put_at(g: ExTensor, key: Any, shape: tuple[int, ...]) -> ExTensor:
 def _positions(name: str, indices: Any, x: ExTensor) -> ExTensor:
     made = as_tensor(name, indices, None if isinstance(indices, int) else x)
     if not made.dtype.is_integer:
-        raise TypeError(f"{name}: indices: wanted integers, got {made.dtype.name}")
+        raise TypeError(f"{name}: indices: expected integers, got {made.dtype.name}")
     return made
 
 
 def _take(backend: Any, x: Any, index: Any, axis: int) -> Any:
-    check_inside(backend, [(index, x.shape[axis], axis)], "take: ")
+    check_bounds(backend, [(index, x.shape[axis], axis)], "take: ")
     return backend.xp.take(x, index, axis=axis)
 
 
@@ -126,8 +126,8 @@ def _take_vjp(g: ExTensor, out: None, x: ExTensor, index: ExTensor, axis: int) -
         Sample((rng.normal(size=(2, 3, 4)), np.array([[1, 0]]), 1)),
     ],
     errors=(
-        BadInput((np.zeros((2, 3)), np.array([2])), IndexError, "wanted positions in -2..1"),
-        BadInput((np.zeros((2, 3)), np.array([0.5])), TypeError, "wanted integers"),
+        BadInput((np.zeros((2, 3)), np.array([2])), IndexError, "expected positions in -2..1"),
+        BadInput((np.zeros((2, 3)), np.array([0.5])), TypeError, "expected integers"),
     ),
 )
 def take(x: ExTensor, indices: Any, axis: int | None = 0) -> ExTensor:
@@ -152,10 +152,10 @@ def _check_gather(name: str, x: ExTensor, index: ExTensor, at: int) -> None:
     )
     if not fits:
         raise ValueError(
-            f"{name}: wanted indices of {x.ndim} axes, none longer than in {x.shape} but axis "
+            f"{name}: expected indices of {x.ndim} axes, none longer than in {x.shape} but axis "
             f"{at}, got shape {index.shape}"
         )
-    check_inside(x.backend, [(index.data, x.shape[at], at)], f"{name}: ")
+    check_bounds(x.backend, [(index.data, x.shape[at], at)], f"{name}: ")
 
 
 def _grid(xp: Any, index: Any, axis: int) -> Any:
@@ -185,9 +185,9 @@ def _scatter(backend: Any, x: Any, index: Any, source: Any, axis: int) -> Any:
         Sample((rng.normal(size=(3, 4)), np.array([[0, 2, 1, 1]]), 0)),
     ],
     errors=(
-        BadInput((np.zeros((2, 3)), np.zeros((2, 3), int), 2), ValueError, "wanted -2..1"),
-        BadInput((np.zeros((2, 3)), np.zeros(2, int)), ValueError, "wanted indices of 2 axes"),
-        BadInput((np.zeros((2, 3)), np.full((2, 1), 3)), IndexError, "wanted positions"),
+        BadInput((np.zeros((2, 3)), np.zeros((2, 3), int), 2), ValueError, "expected -2..1"),
+        BadInput((np.zeros((2, 3)), np.zeros(2, int)), ValueError, "expected indices of 2 axes"),
+        BadInput((np.zeros((2, 3)), np.full((2, 1), 3)), IndexError, "expected positions"),
     ),
 )
 def gather(x: ExTensor, indices: Any, axis: int = -1) -> ExTensor:
@@ -242,7 +242,7 @@ def scatter_add(x: ExTensor, indices: Any, source: ExTensor, axis: int = -1) -> 
     _check_gather("scatter_add", x, index, at)
     if source.shape != index.shape:
         raise ValueError(
-            f"scatter_add: wanted a source of the shape {index.shape} of the indices, "
+            f"scatter_add: expected a source of the shape {index.shape} of the indices, "
             f"got {source.shape}"
         )
     return apply("scatter_add", x, index, source, axis=at)

@@ -44,20 +44,20 @@ def reduced(name: str, losses: ExTensor, reduction: str) -> ExTensor:
         return losses.sum()
     if reduction == "none":
         return losses
-    raise ValueError(f"{name}: reduction: wanted 'mean', 'sum' or 'none', got {reduction!r}")
+    raise ValueError(f"{name}: reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
 
 
 def wide(x: ExTensor) -> ExTensor:
-    """In float32, if it is of 16-bit floats."""
+    """16-bit floats widened to float32; other tensors as they are."""
     return x.astype(float32) if x.dtype.level == LEVEL_HALF else x
 
 
 def _pair(name: str, prediction: Any, target: Any) -> tuple[ExTensor, ExTensor]:
-    """Both as the loss computes on them; refuses what is not of one shape."""
+    """Both as `wide` gives them; refuses tensors of different shapes."""
     tensors_only(name, prediction, target)
     if prediction.shape != target.shape:
         raise ValueError(
-            f"{name}: wanted prediction and target of one shape, got {prediction.shape} and "
+            f"{name}: expected prediction and target of one shape, got {prediction.shape} and "
             f"{target.shape}; reshape one (broadcasting here is almost always a mistake)"
         )
     return wide(prediction), wide(target)
@@ -68,11 +68,11 @@ def _raw(x: ExTensor) -> Any:
 
 
 def _within(name: str, what: str, x: ExTensor, hint: str) -> None:
-    """Refuse values outside 0..1; NaN passes, and is seen in the loss."""
+    """Refuse values outside 0..1; NaN passes and shows in the loss."""
     data = _raw(x)
     if bool(((data < 0) | (data > 1)).any()):  # one wait for a GPU
         got = f"{float(data.min())!r}..{float(data.max())!r}"
-        raise ValueError(f"{name}: wanted {what} in 0..1, got {got}{hint}")
+        raise ValueError(f"{name}: expected {what} in 0..1, got {got}{hint}")
 
 
 _SOFT = "; a label of another range is divided by its largest value first"
@@ -136,7 +136,7 @@ def _huber(
 ) -> ExTensor:
     prediction, target = _pair(name, prediction, target)
     if not 0.0 < delta < math.inf:
-        raise ValueError(f"{name}: {option}: wanted a finite number above 0, got {delta!r}")
+        raise ValueError(f"{name}: {option}: expected a finite number above 0, got {delta!r}")
     size = (prediction - target).abs()
     losses = where(size <= delta, size * size * 0.5, (size - 0.5 * delta) * delta)
     return reduced(name, losses, reduction)
@@ -228,7 +228,7 @@ def hinge(prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean")
     other = data[(data != 1) & (data != -1) & (data == data)]
     if other.size:
         raise ValueError(
-            f"hinge: wanted targets of -1 and 1, got {other[0].item()!r}; of labels 0 and 1 make "
+            f"hinge: expected targets of -1 and 1, got {other[0].item()!r}; of labels 0 and 1 make "
             "2 * labels - 1"
         )
     return reduced("hinge", clip(1.0 - prediction * target, min=0.0), reduction)
@@ -242,8 +242,10 @@ def hinge(prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean")
     errors=(
         *_PAIR_ERRORS,
         BadInput((np.zeros(2), np.array([-1.0, 1.0])), ValueError, "targets in 0..1"),
-        BadInput((np.zeros(2), np.zeros(2), -1.0), ValueError, "gamma: wanted a number, 0 or more"),
-        BadInput((np.zeros(2), np.zeros(2), 2.0, 1.5), ValueError, "alpha: wanted a number in"),
+        BadInput(
+            (np.zeros(2), np.zeros(2), -1.0), ValueError, "gamma: expected a number, 0 or more"
+        ),
+        BadInput((np.zeros(2), np.zeros(2), 2.0, 1.5), ValueError, "alpha: expected a number in"),
     ),
 )
 def focal(
@@ -266,9 +268,9 @@ def focal(
     prediction, target = _pair("focal", prediction, target)
     _within("focal", "targets", target, _SOFT)
     if not 0.0 <= gamma < math.inf:
-        raise ValueError(f"focal: gamma: wanted a number, 0 or more, got {gamma!r}")
+        raise ValueError(f"focal: gamma: expected a number, 0 or more, got {gamma!r}")
     if alpha is not None and not 0.0 <= alpha <= 1.0:
-        raise ValueError(f"focal: alpha: wanted a number in 0..1 or None, got {alpha!r}")
+        raise ValueError(f"focal: alpha: expected a number in 0..1 or None, got {alpha!r}")
     loss = softplus(prediction) - prediction * target
     p = sigmoid(prediction)
     missed = p + target - 2.0 * p * target  # 1 - p_t
@@ -285,7 +287,7 @@ def focal(
     ],
     errors=(
         *_PAIR_ERRORS,
-        BadInput((np.zeros(2), np.array([-0.5, 1.5])), ValueError, "wanted targets in 0..1"),
+        BadInput((np.zeros(2), np.array([-0.5, 1.5])), ValueError, "expected targets in 0..1"),
         BadInput(
             (np.zeros((0, 2)), np.zeros((0, 2))),
             ValueError,
@@ -305,7 +307,7 @@ def kl_div(
         ValueError: for targets outside 0..1, which are no probabilities.
     """
     log_prediction, target = _pair("kl_div", log_prediction, target)
-    _within("kl_div", "targets", target, "; probabilities are wanted, not their logarithms")
+    _within("kl_div", "targets", target, "; probabilities are expected, not their logarithms")
     safe = where(target > 0, target, 1.0)
     losses = target * (safe.log() - log_prediction)
     if reduction == "batchmean":

@@ -55,7 +55,7 @@ def _matmul_samples(rng: np.random.Generator) -> list[Sample]:
     reads="inputs",
     samples=_matmul_samples,
     errors=(
-        BadInput((np.zeros((2, 3)), np.zeros((2, 3))), ValueError, "wanted 3 rows on the right"),
+        BadInput((np.zeros((2, 3)), np.zeros((2, 3))), ValueError, "expected 3 rows on the right"),
         BadInput((np.zeros((2, 3)), 2.0), ValueError, "one axis or more"),
         BadInput((np.zeros((2, 2, 3)), np.zeros((3, 3, 2))), ValueError, "that broadcast"),
     ),
@@ -74,11 +74,12 @@ def matmul(a: ExTensor, b: ExTensor) -> ExTensor:
     ka, kb = a.shape, b.shape
     if not ka or not kb:
         raise ValueError(
-            f"matmul: wanted tensors of one axis or more, got shapes {ka} and {kb}; use a * b"
+            f"matmul: expected tensors of one axis or more, got shapes {ka} and {kb}; use a * b"
         )
     if ka[-1] != kb[-2 if len(kb) > 1 else 0]:
         raise ValueError(
-            f"matmul: wanted {ka[-1]} rows on the right for shape {ka} on the left, got shape {kb}"
+            f"matmul: expected {ka[-1]} rows on the right for shape {ka} on the left, got shape "
+            f"{kb}"
         )
     if len(ka) > 1 and len(kb) > 1:
         return apply("matmul", a, b)
@@ -151,17 +152,17 @@ def linear(x: ExTensor, weight: ExTensor, bias: ExTensor | None = None) -> ExTen
     tensors_only("linear", x, weight, *given)
     shape = weight.shape
     if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"linear: wanted weights (N, K), each 1 or more, got shape {shape}")
+        raise ValueError(f"linear: expected weights (N, K), each 1 or more, got shape {shape}")
     if not x.shape or x.shape[-1] != shape[1]:
-        raise ValueError(f"linear: wanted inputs of {shape[1]} in the last axis, got {x.shape}")
+        raise ValueError(f"linear: expected inputs of {shape[1]} in the last axis, got {x.shape}")
     if given and given[0].shape != shape[:1]:
-        raise ValueError(f"linear: wanted a bias of shape {shape[:1]}, got {given[0].shape}")
+        raise ValueError(f"linear: expected a bias of shape {shape[:1]}, got {given[0].shape}")
     return apply("linear", x, weight, *given)
 
 
 @composite(
     samples=lambda rng: [Sample((rng.normal(size=(3,)), rng.normal(size=(3,))))],
-    errors=(BadInput((np.zeros(3), np.zeros(4)), ValueError, "wanted 3 rows"),),
+    errors=(BadInput((np.zeros(3), np.zeros(4)), ValueError, "expected 3 rows"),),
 )
 def dot(a: ExTensor, b: ExTensor) -> ExTensor:
     """The product of two vectors, or whatever `matmul` makes of more axes."""
@@ -170,13 +171,13 @@ def dot(a: ExTensor, b: ExTensor) -> ExTensor:
 
 @composite(
     samples=lambda rng: [Sample((rng.normal(size=(3,)), rng.normal(size=(2,))))],
-    errors=(BadInput((np.zeros((3, 1)), np.zeros(4)), ValueError, "wanted vectors"),),
+    errors=(BadInput((np.zeros((3, 1)), np.zeros(4)), ValueError, "expected vectors"),),
 )
 def outer(a: ExTensor, b: ExTensor) -> ExTensor:
     """All products of (M,) and (N,): (M, N)."""
     tensors_only("outer", a, b)
     if a.ndim != 1 or b.ndim != 1:
-        raise ValueError(f"outer: wanted vectors, got shapes {a.shape} and {b.shape}")
+        raise ValueError(f"outer: expected vectors, got shapes {a.shape} and {b.shape}")
     return a.expand_dims(1) * b.expand_dims(0)
 
 
@@ -188,7 +189,7 @@ def inner(a: ExTensor, b: ExTensor) -> ExTensor:
     """Products summed over the last axes of (..., K) and (..., K): (a's rest, b's rest)."""
     tensors_only("inner", a, b)
     if not a.ndim or not b.ndim or a.shape[-1] != b.shape[-1]:
-        raise ValueError(f"inner: wanted equal last axes, got shapes {a.shape} and {b.shape}")
+        raise ValueError(f"inner: expected equal last axes, got shapes {a.shape} and {b.shape}")
     return tensordot(a, b, ([-1], [-1]))
 
 
@@ -210,7 +211,7 @@ def tensordot(a: ExTensor, b: ExTensor, axes: Any = 2) -> ExTensor:
     if isinstance(axes, int):
         if not 0 <= axes <= min(a.ndim, b.ndim):
             raise ValueError(
-                f"tensordot: axes: wanted 0..{min(a.ndim, b.ndim)} for shapes {a.shape} and "
+                f"tensordot: axes: expected 0..{min(a.ndim, b.ndim)} for shapes {a.shape} and "
                 f"{b.shape}, got {axes}"
             )
         first = list(range(a.ndim - axes, a.ndim))
@@ -221,7 +222,7 @@ def tensordot(a: ExTensor, b: ExTensor, axes: Any = 2) -> ExTensor:
     summed = [a.shape[i] for i in first]
     if summed != [b.shape[i] for i in second]:
         raise ValueError(
-            f"tensordot: wanted pairs of axes of the same lengths, got axes {first} of {a.shape} "
+            f"tensordot: expected pairs of axes of the same lengths, got axes {first} of {a.shape} "
             f"and {second} of {b.shape}"
         )
     rows = [i for i in range(a.ndim) if i not in first]

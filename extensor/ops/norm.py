@@ -40,14 +40,16 @@ def _check(name: str, eps: float, x: ExTensor, weight: ExTensor, *bias: ExTensor
     if not shape or x.shape[-len(shape) :] != shape or any(b.shape != shape for b in bias):
         others = ", ".join(str(t.shape) for t in (weight, *bias))
         raise ValueError(
-            f"{name}: wanted an input whose last axes are those of the weights, got {x.shape} and "
-            f"{others}"
+            f"{name}: expected an input whose last axes are those of the weights, got {x.shape} "
+            f"and {others}"
         )
     if 0 in shape or not 0.0 < eps < math.inf:
-        raise ValueError(f"{name}: wanted values to normalize and eps above 0, got {shape}, {eps}")
+        raise ValueError(
+            f"{name}: expected values to normalize and eps above 0, got {shape}, {eps}"
+        )
 
 
-def _parts(x: ExTensor, weight: ExTensor, eps: float, centred: bool) -> tuple[Any, ...]:
+def _normalized(x: ExTensor, weight: ExTensor, eps: float, centred: bool) -> tuple[Any, ...]:
     """The axes, the leading axes, h = (x - mean) rstd and rstd."""
     axes = tuple(range(-weight.ndim, 0))
     h = x - x.mean(axis=axes, keepdims=True) if centred else x
@@ -55,20 +57,20 @@ def _parts(x: ExTensor, weight: ExTensor, eps: float, centred: bool) -> tuple[An
     return axes, tuple(range(x.ndim - weight.ndim)), h * rstd, rstd
 
 
-def _over(lead: tuple[int, ...], g: ExTensor) -> ExTensor:
+def _sum_over(lead: tuple[int, ...], g: ExTensor) -> ExTensor:
     return g.sum(axis=lead) if lead else g
 
 
 def _x_vjp(g: ExTensor, x: ExTensor, weight: ExTensor, eps: float, centred: bool) -> ExTensor:
-    axes, _, h, rstd = _parts(x, weight, eps, centred)
+    axes, _, h, rstd = _normalized(x, weight, eps, centred)
     e = g * weight
-    along = e - h * (e * h).mean(axis=axes, keepdims=True)
-    return rstd * (along - e.mean(axis=axes, keepdims=True) if centred else along)
+    projected = e - h * (e * h).mean(axis=axes, keepdims=True)
+    return rstd * (projected - e.mean(axis=axes, keepdims=True) if centred else projected)
 
 
 def _weight_vjp(g: ExTensor, x: ExTensor, weight: ExTensor, eps: float, centred: bool) -> ExTensor:
-    _, lead, h, _ = _parts(x, weight, eps, centred)
-    return _over(lead, g * h)
+    _, lead, h, _ = _normalized(x, weight, eps, centred)
+    return _sum_over(lead, g * h)
 
 
 def _layer_norm(backend: Any, x: Any, weight: Any, bias: Any, eps: float, narrow: bool) -> Any:
@@ -81,7 +83,7 @@ def _layer_norm(backend: Any, x: Any, weight: Any, bias: Any, eps: float, narrow
     vjps=(
         lambda g, out, x, weight, bias, eps, narrow, saved: _x_vjp(g, x, weight, eps, True),
         lambda g, out, x, weight, bias, eps, narrow, saved: _weight_vjp(g, x, weight, eps, True),
-        lambda g, out, x, weight, bias, eps, narrow, saved: _over(
+        lambda g, out, x, weight, bias, eps, narrow, saved: _sum_over(
             tuple(range(x.ndim - weight.ndim)),
             g.astype(bias.dtype),  # before the sum, which rounds
         ),
@@ -110,7 +112,7 @@ def layer_norm(
         weight: of ``shape``, one axis or more.
         bias: of ``shape``.
         eps: above 0.
-        narrow: round the result to bfloat16, as a product's operand may be.
+        narrow: round the result to bfloat16, for a product that reads bfloat16.
 
     Returns:
         The shape of x.
@@ -166,7 +168,7 @@ def _channels(x: ExTensor, value: ExTensor) -> ExTensor:
     return value.reshape((1, x.shape[1], *(1,) * (x.ndim - 2)))
 
 
-def _batch_parts(x: ExTensor, eps: float) -> tuple[tuple[int, ...], ExTensor, ExTensor]:
+def _batch_normalized(x: ExTensor, eps: float) -> tuple[tuple[int, ...], ExTensor, ExTensor]:
     """The axes, h = (x - mean) rstd and rstd."""
     axes = (0, *range(2, x.ndim))
     centred = x - x.mean(axis=axes, keepdims=True)
@@ -175,13 +177,13 @@ def _batch_parts(x: ExTensor, eps: float) -> tuple[tuple[int, ...], ExTensor, Ex
 
 
 def _batch_x_vjp(g: ExTensor, x: ExTensor, weight: ExTensor, eps: float) -> ExTensor:
-    axes, h, rstd = _batch_parts(x, eps)
-    along = h * (g * h).mean(axis=axes, keepdims=True)
-    return rstd * _channels(x, weight) * (g - g.mean(axis=axes, keepdims=True) - along)
+    axes, h, rstd = _batch_normalized(x, eps)
+    projected = h * (g * h).mean(axis=axes, keepdims=True)
+    return rstd * _channels(x, weight) * (g - g.mean(axis=axes, keepdims=True) - projected)
 
 
 def _batch_weight_vjp(g: ExTensor, x: ExTensor, eps: float) -> ExTensor:
-    axes, h, _ = _batch_parts(x, eps)
+    axes, h, _ = _batch_normalized(x, eps)
     return (g * h).sum(axis=axes)
 
 
@@ -201,10 +203,10 @@ def _batch_norm(
 def _batch_samples(rng: np.random.Generator) -> Iterator[Sample]:
     for shape in ((3, 2), (2, 3, 4), (2, 3, 2, 2)):
         x = rng.normal(size=shape)
-        axes, across = (0, *range(2, len(shape))), (slice(None), *(None,) * (len(shape) - 2))
+        axes, broadcast = (0, *range(2, len(shape))), (slice(None), *(None,) * (len(shape) - 2))
         weight, bias = rng.normal(size=shape[1]), rng.normal(size=shape[1])
         scale = weight / np.sqrt(x.var(axis=axes) + 0.1)
-        expected = (x - x.mean(axis=axes)[across]) * scale[across] + bias[across]
+        expected = (x - x.mean(axis=axes)[broadcast]) * scale[broadcast] + bias[broadcast]
         yield Sample((x, weight, bias, 0.1), expected=expected)
 
 
@@ -223,7 +225,7 @@ def _batch_samples(rng: np.random.Generator) -> Iterator[Sample]:
     to_float=True,
     samples=_batch_samples,
     errors=(
-        BadInput((np.zeros(3), np.zeros(3), np.zeros(3)), ValueError, "wanted an input (N, C"),
+        BadInput((np.zeros(3), np.zeros(3), np.zeros(3)), ValueError, "expected an input (N, C"),
         BadInput((np.zeros((2, 3)), np.zeros(2), np.zeros(3)), ValueError, "per channel"),
         BadInput((np.zeros((2, 3)), np.zeros(3), np.zeros(3), 0.0), ValueError, "eps above 0"),
         BadInput((np.zeros((0, 3)), np.zeros(3), np.zeros(3)), ValueError, "to normalize"),
@@ -236,10 +238,10 @@ def batch_norm(
     eps: float = 1e-5,
     moments: Moments | None = None,
 ) -> ExTensor:
-    """(x - mean) / sqrt(var + eps) weight + bias, mean and variance being each channel's own.
+    """BatchNorm: (x - mean) / sqrt(var + eps) weight + bias, mean and variance per channel.
 
     Args:
-        x: (N, C, ...); a channel's mean and variance (over count) are taken over all other axes.
+        x: (N, C, ...); mean and variance (over count) of a channel are over all other axes.
         weight: (C,).
         bias: (C,).
         eps: above 0.
@@ -256,13 +258,13 @@ def batch_norm(
     tensors_only("batch_norm", x, weight, bias)
     if x.ndim < 2 or x.size == 0:
         raise ValueError(
-            f"batch_norm: wanted an input (N, C, ...) with values to normalize, got {x.shape}"
+            f"batch_norm: expected an input (N, C, ...) with values to normalize, got {x.shape}"
         )
     if weight.shape != x.shape[1:2] or bias.shape != x.shape[1:2]:
         raise ValueError(
-            f"batch_norm: wanted one weight and bias per channel, ({x.shape[1]},), got "
+            f"batch_norm: expected one weight and bias per channel, ({x.shape[1]},), got "
             f"{weight.shape} and {bias.shape}"
         )
     if not 0.0 < eps < math.inf:
-        raise ValueError(f"batch_norm: wanted eps above 0, got {eps}")
+        raise ValueError(f"batch_norm: expected eps above 0, got {eps}")
     return apply("batch_norm", x, weight, bias, eps=eps, moments=moments)

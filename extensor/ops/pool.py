@@ -21,7 +21,7 @@ __all__ = ["avg_pool2d", "global_avg_pool2d", "max_pool2d"]
 def _window(name: str, x: ExTensor, kernel: Pair, stride: Pair | None, padding: Pair) -> Window:
     tensors_only(name, x)
     if x.ndim != 4:
-        raise ValueError(f"{name}: wanted x (N, C, H, W), got shape {x.shape}")
+        raise ValueError(f"{name}: expected x (N, C, H, W), got shape {x.shape}")
     size = int_pair(name, "kernel", kernel, 1)
     window = Window(
         size,
@@ -30,7 +30,7 @@ def _window(name: str, x: ExTensor, kernel: Pair, stride: Pair | None, padding: 
     )
     if any(2 * p > k for p, k in zip(window.padding, size, strict=True)):
         raise ValueError(
-            f"{name}: padding: wanted at most half the kernel {size}, got {window.padding}; more "
+            f"{name}: padding: expected at most half the kernel {size}, got {window.padding}; more "
             "would make windows of nothing but padding"
         )
     if min(window.output_size((x.shape[2], x.shape[3]))) < 1:
@@ -42,7 +42,7 @@ def _window(name: str, x: ExTensor, kernel: Pair, stride: Pair | None, padding: 
 
 
 _ERRORS = (
-    BadInput((np.zeros((4, 4)), 2), ValueError, "wanted x (N, C, H, W)"),
+    BadInput((np.zeros((4, 4)), 2), ValueError, "expected x (N, C, H, W)"),
     BadInput((np.zeros((1, 1, 4, 4)), 5), ValueError, "does not fit"),
     BadInput((np.zeros((1, 1, 4, 4)), 2, 2, 2), ValueError, "half the kernel"),
     BadInput((np.zeros((1, 1, 4, 4)), 2.5), TypeError, "an int or two"),
@@ -191,11 +191,11 @@ def _avg_pool2d_grad(g: ExTensor, shape: tuple[int, ...], window: Window) -> ExT
 
 @composite(
     samples=lambda rng: [Sample((rng.normal(size=(2, 3, 4, 4)),))],
-    errors=(BadInput((np.zeros((4, 4)),), ValueError, "wanted x (N, C, H, W)"),),
+    errors=(BadInput((np.zeros((4, 4)),), ValueError, "expected x (N, C, H, W)"),),
 )
 def global_avg_pool2d(x: ExTensor) -> ExTensor:
     """The mean of each image: (N, C, H, W) -> (N, C, 1, 1)."""
     tensors_only("global_avg_pool2d", x)
     if x.ndim != 4:
-        raise ValueError(f"global_avg_pool2d: wanted x (N, C, H, W), got shape {x.shape}")
+        raise ValueError(f"global_avg_pool2d: expected x (N, C, H, W), got shape {x.shape}")
     return x.mean((2, 3), keepdims=True)

@@ -23,8 +23,8 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.backends import windows
-from extensor.backends.layers import dense_values, weight_activations
+from extensor.backends.generic import conv_pool
+from extensor.backends.generic.quantize import dense_values, weight_activations
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.ops.arguments import tensors_only
 from extensor.ops.block_scaled import matrix_product
@@ -48,10 +48,10 @@ _ONCE = (
 
 def _quantized(backend: Backend, x: Array, context: LayerContext, axis: int) -> QuantArray:
     """The activations in blocks, counted."""
-    wanted = context.operand("fprop.x")
-    assert isinstance(wanted, QuantSpec)
+    operand = context.operand("fprop.x")
+    assert isinstance(operand, QuantSpec)
     x = backend.cast(x, _FLOAT32)
-    spec = wanted.replace(axis=axis).resolve(x.ndim)
+    spec = operand.replace(axis=axis).resolve(x.ndim)
     if context.static_scale is None:
         q, stats = backend.quantize(x, spec)
     else:
@@ -116,7 +116,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
         BadInput(
             (np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), _stored_layer(None)),
             TypeError,
-            "wanted a weight in blocks",
+            "expected a weight in blocks",
         ),
     ),
 )
@@ -138,7 +138,7 @@ def prequantized_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTe
     _check("prequantized_matmul", x, w, context)
     if x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"prequantized_matmul: wanted x (..., K) and w (N, K), got {x.shape} and {w.shape}"
+            f"prequantized_matmul: expected x (..., K) and w (N, K), got {x.shape} and {w.shape}"
         )
     return apply("prequantized_matmul", x, w, context=context)
 
@@ -147,21 +147,21 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
     tensors_only(name, x, w)
     if not isinstance(context, LayerContext):
         raise TypeError(
-            f"{name}: wanted a LayerContext, got {type(context).__name__}; "
+            f"{name}: expected a LayerContext, got {type(context).__name__}; "
             "quantize_model(model, scheme) makes them"
         )
     if not w.is_blocked:
         raise TypeError(
-            f"{name}: wanted a weight in blocks, got {w.dtype.name}; quantize it along axis 1, or "
-            "use quantized_matmul"
+            f"{name}: expected a weight in blocks, got {w.dtype.name}; quantize it along axis 1, "
+            "or use quantized_matmul"
         )
     if w.ndim != 2 or w.axis != 1:
         raise ValueError(
-            f"{name}: wanted a weight (N, K) blocked along axis 1, got {w.shape} along {w.axis}"
+            f"{name}: expected a weight (N, K) blocked along axis 1, got {w.shape} along {w.axis}"
         )
     if x.dtype.name not in ("float32", "float16", "bfloat16"):
         raise TypeError(
-            f"{name}: x is {x.dtype.name}; wanted float32 or a 16-bit float: convert with "
+            f"{name}: x is {x.dtype.name}; expected float32 or a 16-bit float: convert with "
             "x.to('float32')"
         )
 
@@ -171,7 +171,7 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
 
 def _rows(x: Array, window: Window, xp: Any) -> Array:
     """The patches of x as rows, (N * Ho * Wo, C * kh * kw)."""
-    return xp.ascontiguousarray(windows.patch_matrix(x, window, 1, xp)[0].T)
+    return xp.ascontiguousarray(conv_pool.patch_matrix(x, window, 1, xp)[0].T)
 
 
 def _patches(
@@ -264,7 +264,7 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
                 3,
             ),
             TypeError,
-            "wanted a weight in blocks",
+            "expected a weight in blocks",
         ),
     ),
 )
@@ -308,12 +308,12 @@ def prequantized_conv2d(
     inner = kernel[0] * kernel[1]
     if x.ndim != 4 or groups < 1 or x.shape[1] * inner != groups * w.shape[1]:
         raise ValueError(
-            f"prequantized_conv2d: wanted x (N, C, H, W) and w (O, C / {groups} * {inner}), got "
+            f"prequantized_conv2d: expected x (N, C, H, W) and w (O, C / {groups} * {inner}), got "
             f"{x.shape} and {w.shape}"
         )
     if w.shape[0] % groups or min(window.output_size((x.shape[2], x.shape[3]))) < 1:
         raise ValueError(
-            f"prequantized_conv2d: wanted output channels in {groups} groups and an image the "
+            f"prequantized_conv2d: expected output channels in {groups} groups and an image the "
             f"kernel fits into, got {w.shape[0]} channels, an image {x.shape[2:]} and {window}"
         )
     return apply("prequantized_conv2d", x, w, context=context, window=window, groups=groups)

@@ -85,7 +85,7 @@ def _quantize_samples(rng: np.random.Generator) -> Iterator[Sample]:
     saves=True,
     samples=_quantize_samples,
     errors=(
-        BadInput((np.ones((2, 3)), "mxfp4"), TypeError, "wanted a QuantSpec"),
+        BadInput((np.ones((2, 3)), "mxfp4"), TypeError, "expected a QuantSpec"),
         BadInput((np.ones((2, 3)), QuantSpec("mxfp4", axis=2)), ValueError, "axis"),
         BadInput((np.ones((2, 3)), QuantSpec("mxfp4", rounding="stochastic")), ValueError, "seed"),
     ),
@@ -116,13 +116,13 @@ def quantize(
     """
     if not isinstance(spec, QuantSpec):
         raise TypeError(
-            f"quantize: wanted a QuantSpec, got {spec!r}; et.QuantSpec('mxfp4'), or x.to_mxfp4()"
+            f"quantize: expected a QuantSpec, got {spec!r}; et.QuantSpec('mxfp4'), or x.to_mxfp4()"
         )
     if x.dtype.is_blocked:
         raise TypeError(f"quantize: the tensor is already {x.dtype.name}; call .dequantize() first")
     if not x.dtype.is_float:
         raise TypeError(
-            f"quantize: wanted a float tensor, got {x.dtype.name}; convert with x.to('float32')"
+            f"quantize: expected a float tensor, got {x.dtype.name}; convert with x.to('float32')"
         )
     if (seed is None) == (spec.rounding == "stochastic"):
         raise ValueError(

@@ -30,7 +30,7 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.layers import dense_values
+from extensor.backends.generic.quantize import dense_values
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.dtypes import bfloat16, dtype_of, promote
 from extensor.ops import recipe_operands as operands
@@ -57,7 +57,7 @@ def layer_context(layer: LayerRecipe, seed: int = 0) -> LayerContext:
     """
     if not isinstance(layer, LayerRecipe):
         raise TypeError(
-            "layer_context: wanted a LayerRecipe, got "
+            "layer_context: expected a LayerRecipe, got "
             f"{repr(layer) if isinstance(layer, str) else type(layer).__name__}; "
             "et.RECIPES['mxfp4'].layers is one, and extensor.quant.recipe makes others: "
             "LayerRecipe.uniform(et.QuantSpec('mxfp4'))"
@@ -66,6 +66,13 @@ def layer_context(layer: LayerRecipe, seed: int = 0) -> LayerContext:
     context = LayerContext("layer", 0, layer, state)
     state.layers["layer"] = context
     return context
+
+
+_MXFP4 = layer_context(get_recipe("mxfp4").layers)
+
+
+def _ones(*shape: int) -> np.ndarray[Any, Any]:
+    return np.ones(shape, np.float32)
 
 
 def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
@@ -113,7 +120,7 @@ def _result(context: LayerContext, *inputs: Array) -> np.dtype[Any]:
 def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
     if not isinstance(context, LayerContext):
         raise TypeError(
-            f"{name}: wanted a LayerContext, got {type(context).__name__}; "
+            f"{name}: expected a LayerContext, got {type(context).__name__}; "
             "nn.apply_recipe(model, recipe) makes them, or layer_context(layer_recipe)"
         )
     for tensor, title in ((x, "x"), (w, "w")):
@@ -162,8 +169,8 @@ def _matmul_vjp(
     x_columnwise, w_columnwise = saved
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
     sizes, layer = (len(rows), *w.shape), context.layer
-    wanted = [slot for slot, need in zip(_G, needs, strict=False) if need]
-    gradients = operands.make_operands(backend, rows, context, wanted, sizes)  # read once for both
+    needed = [slot for slot, need in zip(_G, needs, strict=False) if need]
+    gradients = operands.make_operands(backend, rows, context, needed, sizes)  # read once for both
     dx = dw = None
     if needs[0]:
         if w_columnwise is None:
@@ -197,28 +204,15 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     samples=_matmul_samples,
     errors=(
         BadInput(
-            (
-                np.ones((2, 3), np.float32),
-                np.ones((4, 5), np.float32),
-                layer_context(get_recipe("mxfp4").layers),
-            ),
+            (_ones(2, 3), _ones(4, 5), _MXFP4),
             ValueError,
-            "quantized_matmul: wanted x (..., K) and w (N, K)",
+            "quantized_matmul: expected x (..., K) and w (N, K)",
         ),
+        BadInput((_ones(2, 3), _ones(4, 3), "mxfp4"), TypeError, "expected a LayerContext"),
         BadInput(
-            (np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), "mxfp4"),
-            TypeError,
-            "wanted a LayerContext",
-        ),
-        BadInput(
-            (
-                np.ones((2, 3), np.float32),
-                np.ones((4, 3), np.float32),
-                layer_context(get_recipe("mxfp4").layers),
-                np.ones(3, np.float32),
-            ),
+            (_ones(2, 3), _ones(4, 3), _MXFP4, _ones(3)),
             ValueError,
-            "bias: wanted shape (4,), got (3,)",
+            "bias: expected shape (4,), got (3,)",
         ),
     ),
 )
@@ -244,7 +238,7 @@ def quantized_matmul(
     _check("quantized_matmul", x, w, context)
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"quantized_matmul: wanted x (..., K) and w (N, K), got {x.shape} and {w.shape}"
+            f"quantized_matmul: expected x (..., K) and w (N, K), got {x.shape} and {w.shape}"
         )
     version = operands.version_of(w)
     if bias is None:
@@ -256,7 +250,7 @@ def quantized_matmul(
 def _check_bias(name: str, bias: ExTensor, w: ExTensor) -> None:
     tensors_only(name, bias)
     if bias.shape != w.shape[:1]:
-        raise ValueError(f"{name}: bias: wanted shape {w.shape[:1]}, got {bias.shape}")
+        raise ValueError(f"{name}: bias: expected shape {w.shape[:1]}, got {bias.shape}")
 
 
 # --- convolution --------------------------------------------------------------------------------
@@ -284,12 +278,14 @@ def _conv_forward(
     gemm, start = context.layer.fprop, bias[0] if bias else None
     early = start if gemm.output_scale == 1.0 else None  # added where the sums begin
     kernels = operands.slot_values(backend, _stacked(w, groups), context, "fprop.w", -1)
-    wanted = context.operand("fprop.x")
-    if isinstance(wanted, str):
-        a = dense_values(backend, x, wanted)
+    requested = context.operand("fprop.x")
+    if isinstance(requested, str):
+        a = dense_values(backend, x, requested)
         out = backend.conv2d(a, kernels.reshape(w.shape), window, groups, early)
     else:
-        spec, stream = operands.slot_spec(context, "fprop.x", wanted, -2, 2 if groups == 1 else 3)
+        spec, stream = operands.slot_spec(
+            context, "fprop.x", requested, -2, 2 if groups == 1 else 3
+        )
         out, stats = backend.quantized_conv2d(x, kernels, spec, stream, w.shape, window, early)
         context.record("fprop.x", stats)
     out = _scaled(out, gemm, backend.xp)
@@ -327,9 +323,9 @@ def _conv_dgrad(
     gemm, (n, _, ho, wo) = context.layer.dgrad, g.shape
     kernels = operands.slot_values(backend, _stacked(w, groups), context, "dgrad.w", -2)
     rows = kernels.shape[-2] * groups  # a transform may have padded the output channels
-    wanted = context.operand("dgrad.g")
-    if isinstance(wanted, str):
-        values = dense_values(backend, g, wanted)
+    requested = context.operand("dgrad.g")
+    if isinstance(requested, str):
+        values = dense_values(backend, g, requested)
     else:
         matrix = operands.slot_values(
             backend, _pixels_last(g, groups, backend.xp), context, "dgrad.g", -2
@@ -350,19 +346,19 @@ def _conv_wgrad(
     groups: int,
 ) -> Array:
     gemm, (n, _, ho, wo), xp = context.layer.wgrad, g.shape, backend.xp
-    wanted_g, wanted_x = context.operand("wgrad.g"), context.operand("wgrad.x")
-    if isinstance(wanted_g, str):
-        values = dense_values(backend, g, wanted_g)
-        matrix = None if isinstance(wanted_x, str) else _pixels_last(values, groups, xp)
+    g_spec, x_spec = context.operand("wgrad.g"), context.operand("wgrad.x")
+    if isinstance(g_spec, str):
+        values = dense_values(backend, g, g_spec)
+        matrix = None if isinstance(x_spec, str) else _pixels_last(values, groups, xp)
     else:
         matrix = operands.slot_values(backend, _pixels_last(g, groups, xp), context, "wgrad.g", -1)
         values = g
-    if isinstance(wanted_x, str):
-        a = dense_values(backend, x, wanted_x)
+    if isinstance(x_spec, str):
+        a = dense_values(backend, x, x_spec)
         if matrix is not None:
             values = xp.swapaxes(matrix.reshape(shape[0], n, ho, wo), 0, 1)
         return _scaled(backend.conv2d_grad_w(values, a, shape, window, groups), gemm, xp)
-    spec, stream = operands.slot_spec(context, "wgrad.x", wanted_x, -1, 2 if groups == 1 else 3)
+    spec, stream = operands.slot_spec(context, "wgrad.x", x_spec, -1, 2 if groups == 1 else 3)
     assert matrix is not None
     out, stats = backend.quantized_conv2d_grad_w(matrix, x, spec, stream, shape, window)
     context.record("wgrad.x", stats)
@@ -389,24 +385,11 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
     reads="inputs",
     samples=_conv_samples,
     errors=(
+        BadInput((_ones(2, 3, 8, 8), _ones(4, 5, 3, 3), _MXFP4), ValueError, "channels"),
         BadInput(
-            (
-                np.ones((2, 3, 8, 8), np.float32),
-                np.ones((4, 5, 3, 3), np.float32),
-                layer_context(get_recipe("mxfp4").layers),
-            ),
+            (_ones(2, 3, 8, 8), _ones(4, 3, 3, 3), _MXFP4, 1, 0, 1, 1, _ones(3)),
             ValueError,
-            "channels",
-        ),
-        BadInput(
-            (
-                np.ones((2, 3, 8, 8), np.float32),
-                np.ones((4, 3, 3, 3), np.float32),
-                layer_context(get_recipe("mxfp4").layers),
-                *(1, 0, 1, 1, np.ones(3, np.float32)),
-            ),
-            ValueError,
-            "bias: wanted shape",
+            "bias: expected shape",
         ),
     ),
 )

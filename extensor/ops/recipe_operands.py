@@ -17,7 +17,7 @@ from typing import Any
 
 from extensor.autograd.mode import MODE
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.layers import dense_values
+from extensor.backends.generic.quantize import dense_values
 from extensor.backends.protocol import (
     Array,
     Backend,
@@ -58,10 +58,10 @@ def slot_spec(
 
 def slot_values(backend: Backend, x: Array, context: LayerContext, slot: str, axis: int) -> Array:
     """The float32 values of a matrix, or of each group's, that GEMM ``slot`` contracts."""
-    asked = context.operand(slot)
-    if isinstance(asked, str):
-        return dense_values(backend, x, asked)
-    values, counts = backend.fake_quantize(x, *slot_spec(context, slot, asked, axis, x.ndim))
+    requested = context.operand(slot)
+    if isinstance(requested, str):
+        return dense_values(backend, x, requested)
+    values, counts = backend.fake_quantize(x, *slot_spec(context, slot, requested, axis, x.ndim))
     context.record(slot, counts)
     return values
 
@@ -133,13 +133,13 @@ def _prepare(
     pure: set[bool] = set()
     for slot, axis in slots:
         gemm: Gemm = getattr(context.layer, slot.partition(".")[0])
-        asked, stream = context.operand(slot), None
-        if isinstance(asked, str):
-            specs.append(CastSpec(asked, axis % 2))
-            kinds.add(asked)
+        requested, stream = context.operand(slot), None
+        if isinstance(requested, str):
+            specs.append(CastSpec(requested, axis % 2))
+            kinds.add(requested)
             pure.add(gemm.a == gemm.b)
         else:
-            spec, stream = slot_spec(context, slot, asked, axis, 2)
+            spec, stream = slot_spec(context, slot, requested, axis, 2)
             specs.append(spec)
             kinds.add("quantized")
             pure.add(not isinstance(gemm.a, str) and not isinstance(gemm.b, str))
@@ -191,8 +191,12 @@ class _Weight:
         return {slot: (self.context.layer, self._stream(slot, axis)) for slot, axis in slots}
 
     def _stream(self, slot: str, axis: int) -> Stream | None:
-        asked = self.context.operand(slot)
-        return None if isinstance(asked, str) else slot_spec(self.context, slot, asked, axis, 2)[1]
+        requested = self.context.operand(slot)
+        return (
+            None
+            if isinstance(requested, str)
+            else slot_spec(self.context, slot, requested, axis, 2)[1]
+        )
 
     def find(self, slots: Slots) -> list[CachedOperand] | None:
         """The kept operands, if all are right."""

@@ -47,9 +47,9 @@ def _samples(
 
 
 _ERRORS = (
-    BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),
+    BadInput((np.zeros((2, 3)), 2), ValueError, "expected -2..1"),
     BadInput((np.zeros((2, 3)), (0, 0)), ValueError, "each axis once"),
-    BadInput((np.zeros((2, 3)), "rows"), TypeError, "wanted an int"),
+    BadInput((np.zeros((2, 3)), "rows"), TypeError, "expected an int"),
 )
 
 
@@ -73,7 +73,7 @@ def _count(shape: tuple[int, ...], axis: tuple[int, ...]) -> int:
 
 
 def _share(count: float) -> float:
-    """1 / count; NaN where there is nothing to share among, as the standard has it."""
+    """1 / count; NaN for a count of 0 or less, as the Array API standard requires."""
     return 1.0 / count if count > 0 else math.nan
 
 
@@ -82,14 +82,14 @@ def in_dtype(
 ) -> ExTensor:
     """``function(x)`` computed in ``dtype``: floats are converted first, integers wrap around.
 
-    A total of integers that fits is right even where a term or a part of it does not.
+    Integers are totalled before they are narrowed: a total that fits ``dtype`` is right.
     """
     if dtype is None:
         return function(x)
-    wanted = as_dtype(dtype)
-    if not wanted.is_integer or x.dtype.is_inexact or x.dtype.is_blocked:
-        return function(x.astype(wanted)).astype(wanted)
-    return wrap(function(x).data.astype(wanted.numpy), x.backend)
+    target = as_dtype(dtype)
+    if not target.is_integer or x.dtype.is_inexact or x.dtype.is_blocked:
+        return function(x.astype(target)).astype(target)
+    return wrap(function(x).data.astype(target.numpy), x.backend)
 
 
 @primitive(
@@ -111,7 +111,7 @@ def sum(
         x: any shape.
         axis: the axes to reduce.
         keepdims: keep the reduced axes, with length 1.
-        dtype: what is computed in; integers wrap around, as all their arithmetic does.
+        dtype: the dtype to compute in; integers wrap around, as all integer arithmetic does.
 
     Raises:
         TypeError, ValueError: for an axis that is no int, out of range or named twice.
@@ -140,7 +140,7 @@ def sum_to(x: ExTensor, shape: tuple[int, ...]) -> ExTensor:
     """
     tensors_only("sum_to", x)
     if not broadcasts(shape, x.shape):
-        raise ValueError(f"sum_to: wanted a shape that broadcasts to {x.shape}, got {shape}")
+        raise ValueError(f"sum_to: expected a shape that broadcasts to {x.shape}, got {shape}")
     return apply("sum_to", x, shape=tuple(shape))
 
 
@@ -169,14 +169,14 @@ def _mean(backend: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
     errors=_ERRORS,
 )
 def mean(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
-    """The mean over ``axis``, NaN of no values; integers give float32. As `sum`."""
+    """The mean over ``axis``, NaN of no values; integers give float32. Arguments as `sum`."""
     return _reduced("mean", x, axis, keepdims)
 
 
 def _prod_vjp(
     g: ExTensor, out: ExTensor, x: ExTensor, axis: tuple[int, ...], keepdims: bool
 ) -> ExTensor:
-    """Products of all the others, from products of what comes before and after: no division."""
+    """For each value the product of all others, before and after it, without division."""
     kept = [a for a in range(x.ndim) if a not in axis]
     order = (*kept, *axis)
     flat = x.permute(order).reshape((*(x.shape[a] for a in kept), _count(x.shape, axis)))
@@ -204,7 +204,7 @@ def _prod_vjp(
 def prod(
     x: ExTensor, axis: Axis = None, keepdims: bool = False, *, dtype: DTypeLike | None = None
 ) -> ExTensor:
-    """The product over ``axis``; its gradient is right where factors are zero. As `sum`."""
+    """The product over ``axis``; its gradient holds where factors are zero. Arguments as `sum`."""
     if dtype is not None:
         tensors_only("prod", x)
         return in_dtype(x, dtype, lambda t: prod(t, axis, keepdims))
@@ -266,7 +266,7 @@ def min(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
 def var(x: ExTensor, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> ExTensor:
     """The variance over ``axis``, in two passes: sum((x - mean)**2) / (n - correction).
 
-    NaN if there are no more values than ``correction``. As `sum`.
+    NaN if there are no more values than ``correction``. Other arguments as `sum`.
     """
     tensors_only("var", x)
     axes = axis_tuple("var", axis, x.ndim)
@@ -288,7 +288,7 @@ def _arg_samples(rng: np.random.Generator) -> list[Sample]:
 
 _POSITIONS = "gives positions"
 _ARG_ERRORS = (
-    BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),
+    BadInput((np.zeros((2, 3)), 2), ValueError, "expected -2..1"),
     BadInput((np.zeros((0, 3)), 0), ValueError, "no values"),
 )
 
@@ -343,7 +343,7 @@ def argmin(x: ExTensor, axis: int | None = None, keepdims: bool = False) -> ExTe
     errors=_ERRORS,
 )
 def any(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
-    """Whether one value over ``axis`` is not zero. As `sum`."""
+    """Whether one value over ``axis`` is not zero. Arguments as `sum`."""
     return _reduced("any", x, axis, keepdims)
 
 
@@ -354,7 +354,7 @@ def any(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
     errors=_ERRORS,
 )
 def all(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
-    """Whether every value over ``axis`` is not zero. As `sum`."""
+    """Whether every value over ``axis`` is not zero. Arguments as `sum`."""
     return _reduced("all", x, axis, keepdims)
 
 
@@ -379,7 +379,7 @@ def _logsumexp(backend: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> A
     errors=(*_ERRORS, *_EMPTY),
 )
 def logsumexp(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
-    """log(sum(exp(x))) over ``axis``, without overflow. As `sum`.
+    """log(sum(exp(x))) over ``axis``, without overflow. Arguments as `sum`.
 
     Raises:
         ValueError: for no values, beside `sum`'s errors.
@@ -392,7 +392,7 @@ def logsumexp(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTenso
     vjps=(lambda g, out, x, axis: g.flip(axis).cumsum(axis).flip(axis),),
     reads="nothing",
     samples=lambda rng: [Sample((rng.normal(size=(3, 4)), axis)) for axis in (0, -1)],
-    errors=(BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),),
+    errors=(BadInput((np.zeros((2, 3)), 2), ValueError, "expected -2..1"),),
 )
 def cumsum(x: ExTensor, axis: int) -> ExTensor:
     """Running sums along ``axis``."""

@@ -1,4 +1,4 @@
-"""Shapes: looking at the same values another way, and putting tensors together."""
+"""Shapes: reshaping, moving and repeating axes, joining and splitting tensors."""
 
 from __future__ import annotations
 
@@ -37,58 +37,60 @@ __all__ = [
         Sample((rng.normal(size=()), (1, 1))),
     ],
     errors=(
-        BadInput((np.zeros((2, 3)), (4, 2)), ValueError, "wanted a shape of 6 elements"),
+        BadInput((np.zeros((2, 3)), (4, 2)), ValueError, "expected a shape of 6 elements"),
         BadInput((np.zeros((2, 3)), (-1, -1)), ValueError, "one -1"),
         BadInput((np.zeros((2, 3)), "six"), TypeError, "tuple of ints"),
     ),
 )
 def reshape(x: ExTensor, shape: int | Sequence[int], *, copy: bool | None = None) -> ExTensor:
-    """Give x with another shape of as many elements, in row-major order; one axis may be -1.
+    """Reshape x to a shape of as many elements, in row-major order; one axis may be -1.
 
     Args:
         x: any shape.
         shape: an int or ints.
-        copy: True for memory of its own, False to refuse one, None to copy only if it must.
+        copy: True always copies, False never does, None copies only where a view is impossible.
 
     Raises:
         TypeError, ValueError: for a shape that is no ints, or of another number of elements, and
-            for ``copy=False`` where the order of x in memory takes a copy.
+            for ``copy=False`` where the order of x in memory makes a view impossible.
     """
     tensors_only("reshape", x)
-    wanted = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
+    requested = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
     if copy is not None:
-        made = reshape(x, wanted)
+        made = reshape(x, requested)
         viewed = made._version is x._version
         if copy is False and not viewed:
-            raise ValueError(f"reshape: {x.shape} as {wanted} cannot be had without a copy")
+            raise ValueError(f"reshape: {x.shape} as {requested} cannot be had without a copy")
         return clone(made) if copy and viewed else made
     try:
         if x.dtype.is_blocked or not x.data.size:
-            wanted = _resolved(x, wanted)
-        return apply("reshape", x, shape=wanted)
+            requested = _resolved(x, requested)
+        return apply("reshape", x, shape=requested)
     except (TypeError, ValueError):
-        _resolved(x, wanted)  # says what is wrong
+        _resolved(x, requested)  # raises a clearer error
         raise
 
 
-def _resolved(x: ExTensor, wanted: tuple[Any, ...]) -> tuple[int, ...]:
-    """The shape meant, without -1, of as many elements as x has."""
-    unknown = [i for i, n in enumerate(wanted) if isinstance(n, (int, np.integer)) and n == -1]
+def _resolved(x: ExTensor, requested: tuple[Any, ...]) -> tuple[int, ...]:
+    """The requested shape with its -1 filled in, checked against x's number of elements."""
+    unknown = [i for i, n in enumerate(requested) if isinstance(n, (int, np.integer)) and n == -1]
     if len(unknown) > 1:
-        raise ValueError(f"reshape: wanted at most one -1, got {wanted}")
-    sizes = list(as_shape(tuple(1 if i in unknown else n for i, n in enumerate(wanted)), "reshape"))
+        raise ValueError(f"reshape: expected at most one -1, got {requested}")
+    sizes = list(
+        as_shape(tuple(1 if i in unknown else n for i, n in enumerate(requested)), "reshape")
+    )
     for i in unknown:
         rest = math.prod(sizes)
         if not rest:
             raise ValueError(
-                f"reshape: wanted sizes other than 0 beside -1, which could be any here, got "
-                f"{wanted} for a tensor of shape {x.shape}; write the size out"
+                f"reshape: expected sizes other than 0 beside -1, which could be any here, got "
+                f"{requested} for a tensor of shape {x.shape}; write the size out"
             )
         sizes[i] = x.size // rest
     if math.prod(sizes) != x.size:
         raise ValueError(
-            f"reshape: wanted a shape of {x.size} elements for a tensor of shape {x.shape}, "
-            f"got {wanted}"
+            f"reshape: expected a shape of {x.size} elements for a tensor of shape {x.shape}, "
+            f"got {requested}"
         )
     return tuple(sizes)
 
@@ -101,13 +103,13 @@ def _resolved(x: ExTensor, wanted: tuple[Any, ...]) -> tuple[int, ...]:
     errors=(BadInput((np.zeros((2, 3)), 1, 0), ValueError, "start <= end"),),
 )
 def flatten(x: ExTensor, start: int = 0, end: int = -1) -> ExTensor:
-    """Axes start to end (both included) merged into one."""
+    """Merge the axes start to end, both included, into one."""
     tensors_only("flatten", x)
     if x.ndim == 0:
         return reshape(x, (1,))
     first, last = axis_index("flatten", start, x.ndim), axis_index("flatten", end, x.ndim)
     if first > last:
-        raise ValueError(f"flatten: wanted start <= end, got {start} and {end}")
+        raise ValueError(f"flatten: expected start <= end, got {start} and {end}")
     merged = math.prod(x.shape[first : last + 1])
     return reshape(x, (*x.shape[:first], merged, *x.shape[last + 1 :]))
 
@@ -137,16 +139,16 @@ def squeeze(x: ExTensor, axis: Axis = None) -> ExTensor:
     axes = axis_tuple("squeeze", axis, x.ndim)
     for a in axes:
         if x.shape[a] != 1:
-            raise ValueError(f"squeeze: wanted axes of length 1, got axis {a} of shape {x.shape}")
+            raise ValueError(f"squeeze: expected axes of length 1, got axis {a} of shape {x.shape}")
     return reshape(x, tuple(n for a, n in enumerate(x.shape) if a not in axes))
 
 
 @composite(
     samples=lambda rng: [Sample((rng.normal(size=(2, 3)), axis)) for axis in (0, 1, -1)],
-    errors=(BadInput((np.zeros((2, 3)), 3), ValueError, "wanted -3..2"),),
+    errors=(BadInput((np.zeros((2, 3)), 3), ValueError, "expected -3..2"),),
 )
 def expand_dims(x: ExTensor, axis: int) -> ExTensor:
-    """Give x with an axis of length 1 put in at ``axis`` of the result."""
+    """Insert an axis of length 1 at ``axis`` of the result."""
     tensors_only("expand_dims", x)
     at = axis_index("expand_dims", axis, x.ndim + 1)
     return reshape(x, (*x.shape[:at], 1, *x.shape[at:]))
@@ -172,10 +174,12 @@ def broadcast_to(x: ExTensor, shape: Sequence[int]) -> ExTensor:
         ValueError: if x's shape does not broadcast to it.
     """
     tensors_only("broadcast_to", x)
-    wanted = as_shape(tuple(shape), "broadcast_to")
-    if not broadcasts(x.shape, wanted):
-        raise ValueError(f"broadcast_to: wanted a shape that {x.shape} broadcasts to, got {wanted}")
-    return x if x.shape == wanted else apply("broadcast_to", x, shape=wanted)
+    requested = as_shape(tuple(shape), "broadcast_to")
+    if not broadcasts(x.shape, requested):
+        raise ValueError(
+            f"broadcast_to: expected a shape that {x.shape} broadcasts to, got {requested}"
+        )
+    return x if x.shape == requested else apply("broadcast_to", x, shape=requested)
 
 
 @primitive(
@@ -199,7 +203,7 @@ def permute(x: ExTensor, axes: Sequence[int]) -> ExTensor:
     order = tuple(axis_index("permute", a, x.ndim) for a in axes)
     if sorted(order) != list(range(x.ndim)):
         raise ValueError(
-            f"permute: wanted each axis once for a tensor of {x.ndim} axes, got {tuple(axes)}"
+            f"permute: expected each axis once for a tensor of {x.ndim} axes, got {tuple(axes)}"
         )
     return apply("permute", x, axes=order)
 
@@ -231,13 +235,13 @@ def transpose(x: ExTensor, *axes: Any) -> ExTensor:
     if len(axes) == x.ndim and len({int(a) % x.ndim for a in axes}) == x.ndim > 2:
         return permute(x, axes)
     if len(axes) != 2:
-        raise ValueError(f"transpose: wanted no axes, two, or all {x.ndim} of them, got {axes}")
+        raise ValueError(f"transpose: expected no axes, two, or all {x.ndim} of them, got {axes}")
     return swapaxes(x, *axes)
 
 
 @composite(
     samples=lambda rng: [Sample((rng.normal(size=(2, 3, 4)), 0, -1))],
-    errors=(BadInput((np.zeros((2, 3)), 0, 2), ValueError, "wanted -2..1"),),
+    errors=(BadInput((np.zeros((2, 3)), 0, 2), ValueError, "expected -2..1"),),
 )
 def swapaxes(x: ExTensor, first: int, second: int) -> ExTensor:
     """Give x with two axes exchanged."""
@@ -255,7 +259,7 @@ def swapaxes(x: ExTensor, first: int, second: int) -> ExTensor:
     moves=True,
     view=True,
     samples=lambda rng: [Sample((rng.normal(size=(2, 3)),)), Sample((rng.normal(size=(2, 3)), 1))],
-    errors=(BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),),
+    errors=(BadInput((np.zeros((2, 3)), 2), ValueError, "expected -2..1"),),
 )
 def flip(x: ExTensor, axis: Axis = None) -> ExTensor:
     """Give x backwards along ``axis`` (all axes if None)."""
@@ -266,7 +270,7 @@ def flip(x: ExTensor, axis: Axis = None) -> ExTensor:
 def _parts(name: str, tensors: Any) -> list[ExTensor]:
     parts = list(tensors) if isinstance(tensors, (list, tuple)) else []
     if not parts:
-        raise ValueError(f"{name}: wanted a list of one tensor or more, got {tensors!r}")
+        raise ValueError(f"{name}: expected a list of one tensor or more, got {tensors!r}")
     tensors_only(name, *parts)
     return parts
 
@@ -295,7 +299,7 @@ def _concatenate_vjp(index: int, g: ExTensor, out: None, *inputs: ExTensor, axis
     ),
 )
 def concatenate(tensors: Sequence[ExTensor], axis: int | None = 0) -> ExTensor:
-    """Tensors one after the other along ``axis``; all their values, flattened, if None.
+    """Join tensors along ``axis``; if None, join their flattened values.
 
     Raises:
         ValueError: for no tensors, or shapes that differ off the axis.
@@ -307,7 +311,7 @@ def concatenate(tensors: Sequence[ExTensor], axis: int | None = 0) -> ExTensor:
     rests = {(*p.shape[:at], -1, *p.shape[at + 1 :]) for p in parts}
     if len(rests) > 1:
         raise ValueError(
-            f"concatenate: wanted shapes equal but for axis {at}, got "
+            f"concatenate: expected shapes equal but for axis {at}, got "
             f"{', '.join(str(p.shape) for p in parts)}"
         )
     return apply("concatenate", *parts, axis=at)
@@ -318,11 +322,11 @@ def concatenate(tensors: Sequence[ExTensor], axis: int | None = 0) -> ExTensor:
     errors=(BadInput(([np.zeros(2), np.zeros(3)],), ValueError, "equal shapes"),),
 )
 def stack(tensors: Sequence[ExTensor], axis: int = 0) -> ExTensor:
-    """Tensors of one shape along a new axis."""
+    """Join tensors of one shape along a new axis."""
     parts = _parts("stack", tensors)
     if len({p.shape for p in parts}) > 1:
         raise ValueError(
-            f"stack: wanted equal shapes, got {', '.join(str(p.shape) for p in parts)}"
+            f"stack: expected equal shapes, got {', '.join(str(p.shape) for p in parts)}"
         )
     at = axis_index("stack", axis, parts[0].ndim + 1)
     return concatenate([expand_dims(p, at) for p in parts], at)
@@ -338,10 +342,10 @@ def stack(tensors: Sequence[ExTensor], axis: int = 0) -> ExTensor:
     ),
 )  # fmt: skip
 def split(x: ExTensor, sections: ShapeLike, axis: int = 0) -> list[ExTensor]:
-    """Give x in pieces along ``axis``: so many equal ones, or cut at the given positions.
+    """Split x along ``axis`` into a number of equal parts, or at the given positions.
 
     Raises:
-        ValueError: if a number of pieces does not divide the axis, or positions do not ascend.
+        ValueError: if a number of parts does not divide the axis, or positions do not ascend.
     """
     tensors_only("split", x)
     at = axis_index("split", axis, x.ndim)
@@ -350,12 +354,12 @@ def split(x: ExTensor, sections: ShapeLike, axis: int = 0) -> list[ExTensor]:
         cuts = [0, *sections, length]
         if sorted(cuts) != cuts:
             raise ValueError(
-                f"split: wanted ascending positions in 0..{length}, got {list(sections)}"
+                f"split: expected ascending positions in 0..{length}, got {list(sections)}"
             )
     else:
         (count,) = as_shape(sections, "split")
         if count == 0 or length % count:
-            raise ValueError(f"split: wanted a number that divides {length}, got {sections}")
+            raise ValueError(f"split: expected a number that divides {length}, got {sections}")
         cuts = [i * (length // count) for i in range(count + 1)]
     before = (slice(None),) * at
     return [x[(*before, slice(a, b))] for a, b in itertools.pairwise(cuts)]
@@ -369,7 +373,7 @@ def split(x: ExTensor, sections: ShapeLike, axis: int = 0) -> list[ExTensor]:
     errors=(BadInput((np.zeros(3), -1), ValueError, "0 or more"),),
 )
 def tile(x: ExTensor, repeats: int | Sequence[int]) -> ExTensor:
-    """Give x laid side by side ``repeats`` times along each axis, counted from the last."""
+    """Repeat x ``repeats`` times along each axis, axes counted from the last."""
     tensors_only("tile", x)
     times = as_shape(repeats if isinstance(repeats, int) else tuple(repeats), "tile")
     ndim = max(len(times), x.ndim)
@@ -393,7 +397,7 @@ def tile(x: ExTensor, repeats: int | Sequence[int]) -> ExTensor:
     ),
 )
 def repeat(x: ExTensor, repeats: int | ExTensor, axis: int | None = None) -> ExTensor:
-    """Each value ``repeats`` times in place along ``axis``; of x.ravel() if None.
+    """Repeat each value ``repeats`` times along ``axis``; values of x.ravel() if None.
 
     Raises:
         TypeError, ValueError: for counts that are no integers, negative, or (a vector of them)
@@ -406,7 +410,7 @@ def repeat(x: ExTensor, repeats: int | ExTensor, axis: int | None = None) -> ExT
     if isinstance(repeats, ExTensor):
         counts = as_shape(repeats.tolist() if repeats.ndim else repeats.item(), "repeat")
         if len(counts) not in (1, size):
-            raise ValueError(f"repeat: wanted one count for each of {size}, got {len(counts)}")
+            raise ValueError(f"repeat: expected one count for each of {size}, got {len(counts)}")
         if len(counts) != 1:
             places = ExTensor(np.repeat(np.arange(size), np.asarray(counts, int)), device=x.device)
             return flat.take(places, at)
@@ -423,14 +427,14 @@ def repeat(x: ExTensor, repeats: int | ExTensor, axis: int | None = None) -> ExT
         Sample((rng.normal(size=(2, 3)), (1, -1), (0, 1))),
     ],
     errors=(
-        BadInput((np.zeros((2, 3)), 1, 2), ValueError, "wanted -2..1"),
+        BadInput((np.zeros((2, 3)), 1, 2), ValueError, "expected -2..1"),
         BadInput((np.zeros((2, 3)), (1, 2), 1), ValueError, "as many shifts as axes"),
     ),
 )
 def roll(
     x: ExTensor, shift: int | Sequence[int], axis: int | Sequence[int] | None = None
 ) -> ExTensor:
-    """Give x moved by ``shift`` along ``axis``, what leaves coming in at the other end.
+    """Shift x by ``shift`` along ``axis``; values that leave one end enter at the other.
 
     Args:
         x: any shape.
@@ -446,11 +450,11 @@ def roll(
     axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     shifts = tuple(shift) if isinstance(shift, (tuple, list)) else (shift,) * len(axes)
     if len(shifts) != len(axes):
-        raise ValueError(f"roll: wanted as many shifts as axes, got {shift!r} and {axis!r}")
+        raise ValueError(f"roll: expected as many shifts as axes, got {shift!r} and {axis!r}")
     moved = x
     for places, one in zip(shifts, axes, strict=True):
         if not isinstance(places, (int, np.integer)):
-            raise TypeError(f"roll: shift: wanted ints, got {shift!r}")
+            raise TypeError(f"roll: shift: expected ints, got {shift!r}")
         at = axis_index("roll", one, x.ndim)
         size = x.shape[at]
         cut = -places % size if size else 0
@@ -480,7 +484,7 @@ def roll(
     ),
 )
 def pad(x: ExTensor, widths: int | Sequence[Sequence[int]], value: float = 0.0) -> ExTensor:
-    """Give x with ``value`` around it: (before, after) for each axis, or one width for all.
+    """Pad x with ``value``: (before, after) for each axis, or one width for all.
 
     Raises:
         ValueError: for another number of pairs, or negative widths.
@@ -488,6 +492,6 @@ def pad(x: ExTensor, widths: int | Sequence[Sequence[int]], value: float = 0.0) 
     tensors_only("pad", x)
     each = [(widths, widths)] * x.ndim if isinstance(widths, int) else list(widths)
     if len(each) != x.ndim or any(len(w) != 2 for w in each):
-        raise ValueError(f"pad: wanted (before, after) for each of {x.ndim} axes, got {widths!r}")
+        raise ValueError(f"pad: expected (before, after) for each of {x.ndim} axes, got {widths!r}")
     sizes = tuple(as_shape(tuple(w), "pad") for w in each)
     return apply("pad", x, widths=sizes, value=value)

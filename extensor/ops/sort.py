@@ -1,4 +1,4 @@
-"""Sorting, and statistics that need it."""
+"""Sorting, and statistics of sorted values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     return [Sample((x,)), Sample((x, 0)), Sample((x, 0, True, False))]
 
 
-_ERRORS = (BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),)
+_ERRORS = (BadInput((np.zeros((2, 3)), 2), ValueError, "expected -2..1"),)
 
 
 def _argsort(backend: Any, x: Any, axis: int, descending: bool) -> Any:
@@ -61,7 +61,7 @@ def sort(x: ExTensor, axis: int = -1, descending: bool = False, stable: bool = T
         Sample((rng.permutation(12).reshape(3, 4).astype(float), 2)),
         Sample((rng.permutation(12).reshape(3, 4).astype(float), 2, 0, False)),
     ],
-    errors=(BadInput((np.zeros((2, 3)), 4), ValueError, "wanted 0..3"),),
+    errors=(BadInput((np.zeros((2, 3)), 4), ValueError, "expected 0..3"),),
 )
 def topk(x: ExTensor, k: int, axis: int = -1, largest: bool = True) -> tuple[ExTensor, ExTensor]:
     """The k largest (or smallest) values along ``axis``, best first, and their positions.
@@ -72,7 +72,7 @@ def topk(x: ExTensor, k: int, axis: int = -1, largest: bool = True) -> tuple[ExT
     tensors_only("topk", x)
     at = axis_index("topk", axis, x.ndim)
     if not 0 <= k <= x.shape[at]:
-        raise ValueError(f"topk: k: wanted 0..{x.shape[at]} along axis {at}, got {k}")
+        raise ValueError(f"topk: k: expected 0..{x.shape[at]} along axis {at}, got {k}")
     order = argsort(x, at, descending=largest)[(*(slice(None),) * at, slice(0, k))]
     return gather(x, order, at), order
 
@@ -82,7 +82,7 @@ def topk(x: ExTensor, k: int, axis: int = -1, largest: bool = True) -> tuple[ExT
         Sample((rng.permutation(12).reshape(3, 4).astype(float), q, axis, keepdims))
         for q, axis, keepdims in ((30.0, None, False), (75.0, 1, False), (100.0, 0, True))
     ],
-    errors=(BadInput((np.zeros(3), 101.0), ValueError, "wanted 0..100"),),
+    errors=(BadInput((np.zeros(3), 101.0), ValueError, "expected 0..100"),),
 )
 def percentile(x: ExTensor, q: float, axis: Axis = None, keepdims: bool = False) -> ExTensor:
     """The q-th percentile over ``axis``, linear between the two nearest values; NaN if one is.
@@ -92,7 +92,7 @@ def percentile(x: ExTensor, q: float, axis: Axis = None, keepdims: bool = False)
     """
     tensors_only("percentile", x)
     if not 0 <= q <= 100:
-        raise ValueError(f"percentile: q: wanted 0..100, got {q!r}")
+        raise ValueError(f"percentile: q: expected 0..100, got {q!r}")
     axes = axis_tuple("percentile", axis, x.ndim)
     kept = [a for a in range(x.ndim) if a not in axes]
     count = math.prod(x.shape[a] for a in axes)

@@ -16,24 +16,22 @@ Array = Any
 
 
 def grad_arrays(params: Iterable[ExTensor]) -> list[tuple[Array, Any]]:
-    """(gradient data, backend) of each parameter that has a gradient."""
+    """The gradient's data and backend, for each parameter that has a gradient."""
     if isinstance(params, ExTensor):
         params = [params]
     return [(p.grad.data, p.backend) for p in params if p.grad is not None]
 
 
 def clip_grad_norm(
-    params: Iterable[ExTensor],
-    max_norm: float,
-    nonfinite: Literal["raise", "return"] = "raise",
+    params: Iterable[ExTensor], max_norm: float, nonfinite: Literal["raise", "return"] = "raise"
 ) -> float | ExTensor:
     """Scale all gradients together, in place, so that their joint 2-norm is at most ``max_norm``.
 
     Args:
-        params: tensors; those without a gradient are passed over.
-        max_norm: above 0; infinity only measures.
+        params: tensors; those without a gradient are skipped.
+        max_norm: above 0; infinity measures the norm and scales nothing.
         nonfinite: what to do when the norm is NaN or infinite: ``"raise"``; or ``"return"`` it and
-            leave the gradients alone, for a caller who looks.
+            leave the gradients as they are, for a caller who checks it.
 
     Returns:
         The norm before clipping, summed in float64; while a step is captured (`extensor.capture`)
@@ -73,7 +71,7 @@ def clip_grad_norm(
 def _clip_captured(
     backend: Any, arrays: list[Array], total: Array, max_norm: float, nonfinite: str
 ) -> ExTensor:
-    """The same without waiting: the factor stays on the device, 1 where nothing is to be done."""
+    """Clip without waiting for the device: the factor stays there, 1 if nothing is to be scaled."""
     xp = backend.xp
     norm = xp.sqrt(total)
     if nonfinite == "raise":

@@ -1,11 +1,11 @@
-"""MXGradScaler: a power-of-two loss scale, and the scale rules of tensors that saturate.
+"""MXGradScaler: a power-of-two loss scale, and other scale rules for tensors that saturate.
 
-A power of two multiplies exactly and moves every E8M0 block scale, and NVFP4's tensor
-scale, by the same power, so codes do not change: a loss scale can only help fp16,
-casts without a scale, and the ends of E8M0's range. What can help a saturating
-block-scaled tensor is its scale rule. So the scaler does both: the usual growth
-and back-off on non-finite gradients, and, where the recipe allows it, a change of a
-slot's rule from floor to rceil once too much of it saturates.
+A power of two multiplies exactly. It changes every E8M0 block scale, and NVFP4's tensor scale, by
+the same power, so that codes stay the same. A loss scale can therefore only help float16, casts
+without a scale, and values at the ends of E8M0's range. A block-scaled tensor that saturates is
+helped by another scale rule. So the scaler does both: it grows and backs off on non-finite
+gradients, and where the recipe allows it changes a slot's rule from floor to rceil when too many of
+its values saturate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.capture import HostMirror, HostMirrors, StepCapture
-from extensor.backends.training import rescale
+from extensor.backends.generic.optim import rescale
 from extensor.inspect.health import SlotHealth, slot_health
 from extensor.optim.clip import grad_arrays
 from extensor.optim.optimizer import Optimizer
@@ -36,12 +36,12 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class GradScaleReport:
-    """The scaler's state in numbers.
+    """What the scaler did so far.
 
     Attributes:
         scale: the loss scale now.
         good_steps: steps since the scale last changed.
-        stepped: steps made; skipped: steps left out for non-finite gradients.
+        stepped: steps made; skipped: steps not made because of non-finite gradients.
         slots: one row per layer and slot with telemetry, in model order.
     """
 
@@ -67,7 +67,7 @@ class MXGradScaler:
             share of its values saturated in an interval; in (0, 1). Only where the recipe has
             ``adaptive_scale_rule``. Of normally distributed values 0.8 % saturate under floor in
             mxfp4, 0.6 % in mxfp8_e4m3, 0.2 % in mxfp6_e2m3; under rceil none.
-        saturation_interval: updates between two looks, 1 or more.
+        saturation_interval: updates between two checks of saturation, 1 or more.
 
     Raises:
         ValueError: for a number out of range or no power of two.
@@ -126,19 +126,19 @@ class MXGradScaler:
         self._counts: dict[Key, QuantStats] = {}
         self._seen: dict[Key, QuantStats] = dict(recipe_state.telemetry) if recipe_state else {}
         # Within one step: whether gradients were not finite, by id of the unscaled optimizer; on
-        # the device while the step is recorded.
+        # the device while the step is captured.
         self._bad: dict[int, bool | Array] = {}
         self._done: set[int] = set()
 
     @property
     def current_scale(self) -> float:
-        """The loss scale in force; waits for a device that repeats a captured step."""
+        """The loss scale in force; waits for a device that replays a captured step."""
         self._mirrors.settle()
         return float(self._state[0])
 
     @property
     def skipped(self) -> int:
-        """Steps left out so far; waits for a device that repeats a captured step."""
+        """Steps left out so far; waits for a device that replays a captured step."""
         self._mirrors.settle()
         return int(self._state[3])
 
@@ -148,7 +148,7 @@ class MXGradScaler:
         return self.growth_factor, self.backoff_factor, interval, self.min_scale
 
     def scale(self, loss: ExTensor) -> ExTensor:
-        """The loss times the scale, recorded for backward."""
+        """The loss times the scale, differentiable."""
         if not isinstance(loss, ExTensor):
             raise TypeError(f"loss: expected an ExTensor, got {type(loss).__name__}")
         capture = loss.backend.capturing
@@ -157,7 +157,7 @@ class MXGradScaler:
         return loss * wrap(self._captured(capture)[0].astype(np.float32), loss.backend)
 
     def _captured(self, capture: StepCapture) -> Array:
-        """The state on the device, where recorded steps move it."""
+        """The state on the device, where captured steps change it."""
         if self._device is None:
             capture.in_warm_up(self._mirrors.settle)  # other captures may have made steps
             state = capture.persistent(self._state)
@@ -171,7 +171,7 @@ class MXGradScaler:
         return self._device
 
     def _end(self) -> None:
-        """Forget what belongs to one step alone."""
+        """Forget the state of one step."""
         self._capture = self._device = None
         self._bad.clear()
         self._done.clear()
@@ -179,7 +179,7 @@ class MXGradScaler:
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place; exact above the subnormals.
 
-        Call it before clipping; `step` calls it if nobody did.
+        Call it before clipping; otherwise `step` calls it.
 
         Raises:
             RuntimeError: if it was already called in this step, or there are no gradients.
@@ -209,7 +209,7 @@ class MXGradScaler:
 
         Returns:
             Whether the step was made; one that was not is counted in `report`. None while a step is
-            recorded (`extensor.capture`): the device will see.
+            captured (`extensor.capture`), since the device decides.
 
         Raises:
             RuntimeError: if it was already called in this step, or there are no gradients.
@@ -225,7 +225,7 @@ class MXGradScaler:
         return not bad if isinstance(bad, bool) else None
 
     def update(self) -> None:
-        """End the step: grow or back off, and look at saturation where the recipe allows it.
+        """End the step: grow or back off, and check saturation if the recipe is adaptive.
 
         Raises:
             RuntimeError: if neither `unscale_` nor `step` was called since the last update.
@@ -243,7 +243,7 @@ class MXGradScaler:
             self._count(state)
             self._updates += 1
             if self._updates == self.saturation_interval:
-                self._look(state)
+                self._switch_saturating(state)
                 self._counts.clear()
                 self._updates = 0
 
@@ -252,7 +252,7 @@ class MXGradScaler:
         if len(self._bad) > 1 or (state is not None and state.recipe.adaptive_scale_rule):
             what = "several optimizers" if len(self._bad) > 1 else "adaptive_scale_rule"
             raise ValueError(
-                f"update: a recorded step cannot decide about {what} on the device; leave "
+                f"update: a captured step cannot decide about {what} on the device; leave "
                 "scaler.update() out of it, or use a recipe without"
             )
         (bad,) = self._bad.values()
@@ -261,7 +261,7 @@ class MXGradScaler:
         self._end()  # the next capture makes its own
 
     def _count(self, state: RecipeState) -> None:
-        """Add what the telemetry gained since the last update, noticing resets in between."""
+        """Add what the telemetry counted since the last update; it may have been reset."""
         for key, now in state.telemetry.items():
             before = self._seen.get(key)
             if now is before:
@@ -276,7 +276,7 @@ class MXGradScaler:
             self._counts[key] = self._counts.get(key, QuantStats()) + gained
         self._seen = dict(state.telemetry)
 
-    def _look(self, state: RecipeState) -> None:
+    def _switch_saturating(self, state: RecipeState) -> None:
         for (path, slot), stats in self._counts.items():
             spec = state.layers[path].operand(slot)
             share = stats.saturated / stats.count if stats.count else 0.0
@@ -292,7 +292,7 @@ class MXGradScaler:
         self._switched.add(key)
 
     def report(self) -> GradScaleReport:
-        """The scale, the steps, and per layer and slot the shares that saturated and flushed."""
+        """The scale, the steps, and the shares that saturated and flushed by layer and slot."""
         state = self.recipe_state
         slots = slot_health(state, self._switched) if state else ()
         self._mirrors.settle()
@@ -359,7 +359,7 @@ class MXGradScaler:
 
 
 def _may_switch(spec: object) -> bool:
-    """A floor rule that no dialect fixes."""
+    """Whether the spec has a floor rule that its dialect does not require."""
     return (
         isinstance(spec, QuantSpec)
         and spec.is_mx

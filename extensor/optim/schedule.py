@@ -1,9 +1,8 @@
-"""Learning-rate schedules: pure functions of the step.
+"""Learning-rate schedules as functions of the optimizer step.
 
-A schedule is a frozen record; `factor(step)` is what the base learning rate is
-multiplied by in optimizer step ``step`` (from 0), and depends on nothing else, so a
-resumed run needs no schedule state. Past its last step a schedule holds its last
-factor. `ReduceLROnPlateau` is the exception: it reads a metric, and has a state.
+A schedule is a frozen record. Its `factor(step)` multiplies the base learning rate in a step (from
+0) and depends on nothing else, so that a resumed run needs no schedule state. After its last step a
+schedule keeps its last factor. `ReduceLROnPlateau` alone reads a metric and has a state.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = [
 
 
 class Schedule(ABC):
-    """What the learning rate is in each step, relative to each group's base learning rate."""
+    """The learning rate of each step, relative to each group's base learning rate."""
 
     @abstractmethod
     def factor(self, step: int) -> float:
@@ -183,8 +182,8 @@ class WarmupCosine(Schedule):
 class OneCycle(Schedule):
     """Up from 1 / ``start_divisor`` to 1, then down to far below the start (arXiv 1708.07120).
 
-    The rise takes the share ``warm`` of the ``total`` steps; both ways follow half a cosine; the
-    end is the start over ``final_divisor``.
+    The rise takes the share ``warm`` of the ``total`` steps. Rise and fall follow half a cosine.
+    The last factor is the first one over ``final_divisor``.
     """
 
     total: int
@@ -285,7 +284,7 @@ class ReduceLROnPlateau(Schedule):
             self.bad += 1
         if self.bad > self.patience:
             self.current = max(self.current * self.gamma, self.minimum)
-            # One more than asked, as the next reading starts by counting down.
+            # One more, since the next reading starts by counting down.
             self.bad, self.cooling = 0, self.cooldown + 1 if self.cooldown else 0
         return self.current
 

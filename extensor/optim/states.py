@@ -1,16 +1,16 @@
-"""How optimizers store their state between steps: float32, bfloat16, or 8-bit blocks.
+"""How optimizers store their state between steps: float32, bfloat16, or MXFP8 blocks.
 
-An average that forgets slowly moves by less than a narrow format can show: with beta2 = 0.999 a
-step is a thousandth of the value, bfloat16's half step 1/512 to 1/256, so under rounding to nearest
-the average stands still. Both narrow kinds therefore round stochastically, with bits that are a
-function of (step, parameter, slot): the average moves right in the mean, and a resumed run repeats
-an uninterrupted one.
+A running average with a long memory changes by less than narrow formats can represent. With
+beta2 = 0.999 a step changes it by a thousandth, while half a step of bfloat16 is 1/512 to 1/256 of
+the value: under rounding to nearest the average would never change. So both narrow kinds round
+stochastically. Their random bits are a function of (step, parameter, slot), so that a resumed run
+repeats an uninterrupted one.
 
-Averages of squares span twice the binades of the gradients, and divide. In 8-bit blocks their roots
-are stored, and a root above zero never becomes zero: it stays at the least code of its block (2^-17
-to 2^-18 of the block's largest), where a zero would turn the next update into one of 1 / eps. The
-root is right in the mean, its square too large by the variance: about 5% for beta2 = 0.999, so
-steps are 2 to 3% smaller.
+Averages of squares span twice the binades of the gradients, and updates divide by their roots. In
+8-bit blocks the roots are stored. A root above zero never becomes zero, which would make the next
+update one of 1 / eps: it keeps the least code of its block, 2^-17 to 2^-18 of the block's largest.
+The root is right on average, but its square is too large by the variance: about 5% for
+beta2 = 0.999, which makes steps 2 to 3% smaller.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ __all__ = ["STATES", "Blocks", "StateKind", "Stored", "state_stream", "tensor_nu
 
 Array = Any
 Stored = Any
-"""What is kept of a slot: an array, or a QuantArray."""
+"""The stored state of a slot: an array, or a QuantArray."""
 
 FIRST_TENSOR = 1 << 23
 """Parameters' streams are numbered from here; those of layers count up from 0."""
 PER_CALL = 1 << 12
-"""Random words drawn as one block."""
+"""Random words that are drawn as one block."""
 
 
 def state_stream(step: int, parameter: int, slot: int) -> Stream:
-    """The random bits of a slot of the numbered parameter in its numbered step."""
+    """The random stream of a slot of a parameter in a step, all given by number."""
     return Stream(0, step, tensor_number(parameter), slot)
 
 
 def tensor_number(parameter: int) -> int:
-    """Whose random bits those of the numbered parameter are, in a `Stream`."""
+    """The number in a `Stream` of the parameter with this number."""
     return FIRST_TENSOR + parameter
 
 
 class StateKind(ABC):
-    """A way of storing flat float arrays.
+    """How flat float arrays are stored.
 
     Attributes:
         doc: one line.
@@ -61,15 +61,15 @@ class StateKind(ABC):
 
     @abstractmethod
     def pack(self, backend: Any, values: Array, stream: Stream, square: bool) -> Stored:
-        """What is stored of flat values; those of a ``square`` slot are 0 or more."""
+        """Store flat values; those of a ``square`` slot are 0 or more."""
 
     @abstractmethod
     def unpack(self, backend: Any, stored: Stored, square: bool) -> Array:
-        """The float32 values of what is stored (float32 state of a float64 parameter: float64)."""
+        """Read stored values as float32; whole states of float64 parameters as float64."""
 
 
-class Whole(StateKind):
-    """In the precision of the update."""
+class FullPrecision(StateKind):
+    """Stored in the precision of the update."""
 
     doc = "float32 (float64 for float64 parameters), 4 bytes a value"
 
@@ -78,12 +78,12 @@ class Whole(StateKind):
         return values
 
     def unpack(self, backend: Any, stored: Stored, square: bool) -> Array:
-        """The very array, which updates write to."""
+        """The array itself, which updates write to."""
         return stored
 
 
-class Half(StateKind):
-    """bfloat16, rounded stochastically: the 16 bits that are cut carry one up so often."""
+class Bfloat16(StateKind):
+    """Stored as bfloat16, rounded stochastically by adding 16 random bits before truncation."""
 
     doc = "bfloat16, rounded stochastically, 2 bytes a value"
 
@@ -105,7 +105,7 @@ class Half(StateKind):
 
 
 class Blocks(StateKind):
-    """MXFP8 E4M3 along the flat parameter, 32 values to a scale that saturates none."""
+    """Stored as MXFP8 E4M3 along the flat parameter, with rceil scales, which saturate no value."""
 
     doc = "MXFP8 E4M3 in blocks of 32, rounded stochastically, 33/32 bytes a value"
     row = next(
@@ -116,22 +116,22 @@ class Blocks(StateKind):
     spec = QuantSpec(row.name, scale_rule="rceil", rounding="stochastic").resolve(1)
 
     def pack(self, backend: Any, values: Array, stream: Stream, square: bool) -> Stored:
-        """Float -> codes and scales; of a square, the root's, never zero for what is above."""
+        """Quantize the values, or the roots of squares, where no root above zero becomes zero."""
         xp = backend.xp
-        kept = xp.sqrt(values) if square else values
-        q, _ = backend.quantize(kept.astype(np.float32), self.spec, stream)
+        roots = xp.sqrt(values) if square else values
+        q, _ = backend.quantize(roots.astype(np.float32), self.spec, stream)
         if square:
             codes = q.codes[: values.size]
-            codes[(codes == 0) & (kept > 0)] = 1
+            codes[(codes == 0) & (roots > 0)] = 1
         return q
 
     def unpack(self, backend: Any, stored: QuantArray, square: bool) -> Array:
-        """Codes and scales -> float32."""
+        """Dequantize to float32, and square roots again."""
         values = backend.dequantize(stored)
         return values * values if square else values
 
 
 STATES: Mapping[str, StateKind] = MappingProxyType(
-    {"float32": Whole(), bfloat16.name: Half(), Blocks.row.name: Blocks()}
+    {"float32": FullPrecision(), bfloat16.name: Bfloat16(), Blocks.row.name: Blocks()}
 )
-"""By the name that an optimizer's ``states`` takes: a dtype's."""
+"""Every kind of state, by the dtype's name that an optimizer's ``states`` takes."""

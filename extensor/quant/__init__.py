@@ -1,4 +1,4 @@
-"""Quantization: specs, the exact reference, recipes. No tensors, no gradients."""
+"""Quantization of plain arrays: specs, the exact reference, recipes."""
 
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import Hadamard, QuantSpec

@@ -1,10 +1,9 @@
-"""QuantArray: codes and scales as they are stored. No arithmetic.
+"""QuantArray: the stored codes and scales of a quantized array, without arithmetic.
 
-Layout. ``codes`` has the array's shape, but the block axis holds packed bytes:
-its elements (zero-padded to whole blocks) are packed little-endian, the first
-element in the lowest bits, so that two 4-bit codes share a byte (even element
-low) and four 6-bit codes three. ``scales`` has the array's shape with each axis
-divided by the tile's extent on it, rounded up.
+``codes`` has the array's shape, but its block axis holds bytes. The elements along that axis are
+zero-padded to whole blocks and packed, the first element in the lowest bits: two 4-bit codes share
+a byte, four 6-bit codes share three. ``scales`` has the array's shape with each axis divided by the
+tile's extent on it, rounded up.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ Array = Any
 
 @dataclass(frozen=True)
 class QuantStats:
-    """What quantizing did to the values.
+    """Counts of what quantizing did to the values.
 
     Attributes:
-        count: how many values went in.
-        saturated: how many round beyond the largest code on the unbounded grid.
-        flushed: how many were not zero and dequantize to zero.
-        rebase_changed: how many values rebasing to a tile's common scale changed, under
-            `QuantSpec.rebased`.
+        count: values quantized.
+        saturated: values that would round beyond the largest code.
+        flushed: values other than zero that dequantize to zero.
+        rebase_changed: values changed by rebasing to a tile's common scale (`QuantSpec.rebased`).
     """
 
     count: int = 0
@@ -49,7 +47,7 @@ class QuantStats:
 
 @dataclass(frozen=True, eq=False)
 class QuantArray:
-    """One array in blocked storage.
+    """A quantized array: codes, scales, and what else its format stores.
 
     Attributes:
         codes: uint8, packed along ``spec.axis``.
@@ -75,19 +73,19 @@ class QuantArray:
 
     @property
     def parts(self) -> dict[str, Array]:
-        """Every stored array, by field name."""
+        """The arrays that are stored, by field name."""
         names: tuple[str, ...] = ("codes", "scales", "tensor_scale", "zero_points")
         names += ("row_means", "outlier_index", "outlier_value")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that is stored."""
+        """Bytes of all stored arrays."""
         return sum(int(part.nbytes) for part in self.parts.values())
 
 
 def tile_extent(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The block's extent on each axis, for a resolved spec and a coded shape."""
+    """A block's length on each axis, for a resolved spec and a shape."""
     if spec.tile == "tensor":
         return tuple(max(n, 1) for n in shape)
     extent = [1] * len(shape)
@@ -102,14 +100,14 @@ def tile_extent(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def coded_length(spec: QuantSpec, shape: tuple[int, ...]) -> int:
-    """Elements coded along the axis: its length, padded to the Hadamard size where there is one."""
+    """Elements stored along the block axis: its length, padded to the Hadamard size if any."""
     length = shape[spec.axis]
     size = spec.transform.size if spec.transform else 1
     return -(-length // size) * size
 
 
 def block_grid(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of ``scales``: how many blocks there are on each axis."""
+    """The number of blocks on each axis, which is the shape of ``scales``."""
     coded = list(shape)
     coded[spec.axis] = coded_length(spec, shape)
     return tuple(
@@ -118,7 +116,7 @@ def block_grid(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def packed_length(spec: QuantSpec, shape: tuple[int, ...]) -> int:
-    """Bytes along the axis of ``codes``: whole blocks, packed."""
+    """Bytes of ``codes`` along the block axis: whole blocks, packed."""
     coded = list(shape)
     coded[spec.axis] = coded_length(spec, shape)
     extent = tile_extent(spec, tuple(coded))[spec.axis]

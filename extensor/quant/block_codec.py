@@ -25,7 +25,7 @@ Array = Any
 
 
 class BlockLayout:
-    """The blocks of one array under one resolved spec.
+    """How an array of one shape is cut into blocks under a resolved spec, and joined again.
 
     Attributes:
         coded: the array's shape with the block axis padded to the Hadamard size.
@@ -39,7 +39,7 @@ class BlockLayout:
         self.coded = tuple(coded)
         extent = tile_extent(spec, self.coded)
         self.grid = tuple(-(-n // e) for n, e in zip(self.coded, extent, strict=True))
-        # Axes in the order they take while blocked: the others in order, then the block axis.
+        # The order of axes while blocked: the others as they are, then the block axis.
         self._order = (*(a for a in range(len(shape)) if a != spec.axis), spec.axis)
         self._extent = tuple(extent[a] for a in self._order)
         self._grid = tuple(self.grid[a] for a in self._order)
@@ -87,7 +87,7 @@ class BlockLayout:
 def quantize_blocks(
     x: Array, spec: QuantSpec, stream: Stream | None, previous_amax: Array | None, xp: Any
 ) -> tuple[QuantArray, QuantStats]:
-    """Quantize float32 x under a resolved spec; `reference.quantize` has checked all arguments."""
+    """Quantize float32 x under a resolved spec. The caller has checked the arguments."""
     shape = tuple(x.shape)
     layout = BlockLayout(spec, shape, xp)
     if spec.transform:
@@ -99,27 +99,30 @@ def quantize_blocks(
         words = random_words(stream, layout.index, layout.block_size, spec.rbits, xp)
     real = layout.split(xp.ones(layout.coded, dtype=bool))
     before = None if previous_amax is None else layout.split_scales(previous_amax)
-    coded = encode_blocks(blocks, real, spec, words, before, xp)
-    codes = pack(layout.join(coded.codes), spec.row.element.bits, xp)
+    encoded = encode_blocks(blocks, real, spec, words, before, xp)
+    codes = pack(layout.join(encoded.codes), spec.row.element.bits, xp)
     q = QuantArray(
         codes=xp.ascontiguousarray(xp.moveaxis(codes, -1, spec.axis)),
-        scales=xp.ascontiguousarray(layout.join_scales(coded.scales)),
+        scales=xp.ascontiguousarray(layout.join_scales(encoded.scales)),
         spec=spec,
         shape=shape,
-        tensor_scale=coded.tensor_scale,
+        tensor_scale=encoded.tensor_scale,
         zero_points=None
-        if coded.zero_points is None
-        else xp.ascontiguousarray(layout.join_scales(coded.zero_points)),
+        if encoded.zero_points is None
+        else xp.ascontiguousarray(layout.join_scales(encoded.zero_points)),
     )
     values = decode_blocks(
-        coded.codes, coded.scales, spec, coded.tensor_scale, coded.zero_points, xp
+        encoded.codes, encoded.scales, spec, encoded.tensor_scale, encoded.zero_points, xp
     )
     flushed = real & (blocks != 0) & (values == 0)
-    return q, QuantStats(int(real.sum()), int((coded.saturated & real).sum()), int(flushed.sum()))
+    return q, QuantStats(int(real.sum()), int((encoded.saturated & real).sum()), int(flushed.sum()))
 
 
 def decode_array(q: QuantArray, xp: Any) -> Array:
-    """Stored array -> float32, block axis last, still transformed, padded to the Hadamard size."""
+    """Decode a stored array to float32, with the block axis last.
+
+    A Hadamard transform is not undone, and its padding stays.
+    """
     spec = q.spec
     layout = BlockLayout(spec, q.shape, xp)
     length = layout.coded[spec.axis]

@@ -1,8 +1,7 @@
-"""The random Hadamard transform in float32, in one fixed order of operations.
+"""The random Hadamard transform in float32, in a fixed order of operations.
 
-x diag(s) H_d / sqrt(d) along the last axis: butterflies of strides 1, 2, 4, ...,
-then one multiply by float32(1 / sqrt(d)). No fused multiply-add: the order is
-part of the result's bits.
+It computes x diag(s) H_d / sqrt(d) along the last axis: butterflies of strides 1, 2, 4, ..., then
+one multiply by float32(1 / sqrt(d)), without fused multiply-add. The order decides the bits.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ def hadamard_signs(transform: Hadamard) -> np.ndarray[Any, np.dtype[np.float32]]
 
 
 def _butterflies(x: Array, size: int, xp: Any) -> Array:
-    """H_size along the last axis of (..., size), then the scaling.
+    """Multiply by H_size along the last axis of (..., size), then scale.
 
-    Inf - Inf and sums beyond float32 are allowed: the block that they land in becomes NaN.
+    Inf - Inf and sums beyond float32 are allowed: their block becomes NaN.
     """
     stride = 1
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         while stride < size:
-            pairs = x.reshape(*x.shape[:-1], size // (2 * stride), 2, stride)
-            low, high = pairs[..., 0, :], pairs[..., 1, :]
+            halves = x.reshape(*x.shape[:-1], size // (2 * stride), 2, stride)
+            low, high = halves[..., 0, :], halves[..., 1, :]
             x = xp.stack([low + high, low - high], axis=-2).reshape(x.shape)
             stride *= 2
         return x * xp.float32(1.0 / math.sqrt(size))

@@ -1,16 +1,15 @@
-"""The outlier codec: rows without their mean, a few values kept exactly, the rest in FP8 or FP4.
+"""The outlier codec: a row's largest values are kept exactly, the others as FP8 or FP4 codes.
 
-Per row along the axis, of n values:
+The codec works on each row of n values along the axis:
 
     mean = float32(sum of the row in float64, from 0.0 by ascending index, / n)
     r = x - mean                                   (float32)
-    the k largest |r| (ties: the lower index) are stored exactly, as x and its index
-    the others' r is quantized with one float32 scale per row; outliers are coded 0
-    dequantized: decoded r + mean, then the exact values put back
+    the k largest |r| (ties: the lower index) are outliers: x and its index are stored exactly
+    r of the others is quantized with one float32 scale per row; outliers have code 0
+    dequantized: decoded r + mean, then the exact values are put back
 
-k is ``spec.outliers``, or by default an eighth of the row, at most the format's
-number. A row with NaN or Inf gets a NaN scale and dequantizes to NaN. This is not
-an MX format.
+k is ``spec.outliers``; by default an eighth of the row, at most the format's number. A row with NaN
+or Inf gets a NaN scale and dequantizes to NaN. This is not an MX format.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Array = Any
 
 
 def outlier_count(spec: QuantSpec, length: int) -> int:
-    """How many values of a row of ``length`` are stored exactly."""
+    """How many values are stored exactly of a row of ``length`` values."""
     if spec.outliers is not None:
         return min(spec.outliers, length)
     return min(spec.row.outliers, length // 8)
@@ -47,9 +46,9 @@ def quantize(
     safe = xp.where(finite, rows, xp.float32(0))
     total = xp.cumsum(safe.astype(xp.float64), axis=-1)[..., -1:] if length else 0.0
     mean = ((total + 0.0) / max(length, 1) * xp.ones(finite.shape)).astype(xp.float32)
-    with np.errstate(over="ignore"):  # an r beyond float32 is kept exactly or spoils its row
+    with np.errstate(over="ignore"):  # r beyond float32 is an outlier, or makes its row NaN
         rest = safe - mean
-    # A stable sort of the negated magnitudes puts the lower index first among equals.
+    # A stable sort of negated magnitudes puts the lower index first among equals.
     order = xp.argsort(-xp.abs(rest), axis=-1, kind="stable")[..., : outlier_count(spec, length)]
     index = xp.sort(order, axis=-1).astype(xp.int32)
     values = xp.take_along_axis(rows, index.astype(xp.int64), axis=-1)
@@ -61,16 +60,16 @@ def quantize(
     extra = {"row_means": mean, "outlier_index": index, "outlier_value": values}
     moved = {k: xp.ascontiguousarray(xp.moveaxis(v, -1, axis)) for k, v in extra.items()}
     q = dataclasses.replace(q, **moved)
-    # The block quantizer counted zeros of r; what counts as flushed is a zero of the array.
+    # The block quantizer counted zeros of r; flushed values are zeros of the array.
     flushed = int(((x != 0) & (dequantize(q, xp) == 0)).sum())
     return q, dataclasses.replace(stats, flushed=flushed)
 
 
 def dequantize(q: QuantArray, xp: Any = np) -> Array:
-    """Stored array -> float32 of ``q.shape``."""
+    """Decode a stored array to float32 of ``q.shape``."""
     assert q.row_means is not None and q.outlier_index is not None
     axis = q.spec.axis
-    with np.errstate(over="ignore"):  # values at the end of float32 may round up to Inf
+    with np.errstate(over="ignore"):  # the largest values may round up to Inf
         values = decode_array(q, xp) + xp.moveaxis(q.row_means, axis, -1)
     index = xp.moveaxis(q.outlier_index, axis, -1).astype(xp.int64)
     exact = xp.moveaxis(q.outlier_value, axis, -1)

@@ -1,9 +1,8 @@
-"""Recipes: which operand of which GEMM is quantized how, as data.
+"""Recipes as data: how each operand of each GEMM is quantized.
 
-A linear or convolution layer has three GEMMs and so six operand slots:
-fprop(x, w), dgrad(g, w), wgrad(g, x). A `LayerRecipe` fills the six; a `Recipe`
-adds ordered rules that give some layers another `LayerRecipe` (first and last
-layer in high precision, say). The recipes themselves stand in `RECIPES`.
+A linear or convolution layer has three GEMMs, and so six operand slots: fprop(x, w), dgrad(g, w)
+and wgrad(g, x). A `LayerRecipe` fills the six. A `Recipe` adds ordered rules that give some layers
+another `LayerRecipe`, such as the first and the last one in high precision. `RECIPES` lists them.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ __all__ = [
 
 FloatName = Literal["float32", "bfloat16"]
 FLOAT_NAMES: tuple[FloatName, ...] = get_args(FloatName)
-"""What is not quantized to blocks: an operand, or a layer's result."""
+"""Dtypes of operands and results that are not quantized to blocks."""
 OperandSpec = QuantSpec | FloatName
 SLOTS = ("fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x")
-"""The operand slots; a slot's position here numbers its random bits."""
+"""The operand slots. A slot's position here numbers its random stream."""
 ROLES = ("@first", "@last", "@embedding", "@head")
-"""Layers a rule can name by what they are; a role may match nothing, a path may not."""
+"""Layers that a rule can name by role. A role may match no layer; a path must match one."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,9 @@ class Gemm:
     """The operands of one GEMM.
 
     Attributes:
-        a: the activation-side operand (x, g, g).
-        b: the other (w, w, x).
-        output_scale: factor on the product, to undo operands' ``element_scale``.
+        a: the first operand: x, g, g.
+        b: the second operand: w, w, x.
+        output_scale: factor on the product, which undoes the operands' ``element_scale``.
     """
 
     a: OperandSpec
@@ -77,7 +76,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class LayerRecipe:
-    """The three GEMMs of one layer."""
+    """The three GEMMs of one layer: forward, gradient of x, gradient of w."""
 
     fprop: Gemm
     dgrad: Gemm
@@ -90,22 +89,22 @@ class LayerRecipe:
         return cls(gemm, gemm, gemm)
 
     def slot(self, name: str) -> OperandSpec:
-        """The operand in a slot of `SLOTS`."""
+        """The operand in a slot, by its name in `SLOTS`."""
         if name not in SLOTS:
             raise ValueError(unknown_name("slot", name, SLOTS))
-        gemm, side = self._place(name)
+        gemm, side = self._gemm_and_side(name)
         value: OperandSpec = getattr(getattr(self, gemm), side)
         return value
 
     @staticmethod
-    def _place(name: str) -> tuple[str, str]:
-        """The GEMM a slot belongs to, and the side: `SLOTS` alternates a and b."""
+    def _gemm_and_side(name: str) -> tuple[str, str]:
+        """The names of a slot's GEMM and operand; `SLOTS` alternates a and b."""
         return name.partition(".")[0], "ab"[SLOTS.index(name) % 2]
 
     def with_slot(self, name: str, operand: OperandSpec) -> LayerRecipe:
-        """A copy with one slot changed."""
+        """A copy with another operand in one slot."""
         self.slot(name)
-        gemm, side = self._place(name)
+        gemm, side = self._gemm_and_side(name)
         return replace(self, **{gemm: replace(getattr(self, gemm), **{side: operand})})
 
     def rebased(self) -> LayerRecipe:
@@ -120,7 +119,7 @@ class LayerRecipe:
 
 @dataclass(frozen=True)
 class Rule:
-    """Layers that match get ``use`` instead: a glob on the layer's path, or a role of `ROLES`."""
+    """Gives ``use`` to layers that match: a glob on the layer's path, or a role of `ROLES`."""
 
     match: str
     use: LayerRecipe
@@ -136,17 +135,16 @@ class Recipe:
 
     Attributes:
         name: what ``--recipe`` takes.
-        doc: one line: what it is and where it comes from.
-        layers: every layer that no rule names.
-        rules: ordered; the first that matches a layer decides.
-        adaptive_scale_rule: whether the gradient scaler may turn floor scales to rceil where a
+        doc: one line: what the recipe is, and its source.
+        layers: the recipe of layers that no rule matches.
+        rules: in order; the first that matches a layer decides.
+        adaptive_scale_rule: whether the gradient scaler may change floor scales to rceil where a
             tensor saturates.
-        activations: what the results of layers are rounded to, once, and stored as. Promotion does
-            the rest: under "bfloat16" what is computed of them is bfloat16 until it meets float32
-            (a residual stream, a norm's weights), losses are float32, a gradient has its
-            tensor's dtype, and parameters with their gradients stay float32. So does torch's
-            autocast. Norms whose results only layers read
-            (`Module.feeds_layers`) round them, as it rounds what layers read.
+        activations: the dtype that layers' results are rounded to and stored in. Under "bfloat16"
+            promotion decides the rest, as under torch's autocast: values computed from results
+            are bfloat16 until they meet float32 (a residual stream, a norm's weights), losses are
+            float32, a gradient has its tensor's dtype, and parameters and their gradients stay
+            float32. Norms whose results only layers read (`Module.feeds_layers`) round them too.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a quantized layer knows while it runs: its recipe, its random streams, its counts."""
+"""The running state of a recipe: each layer's operand specs, random streams and counts."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from extensor.random import Stream
 __all__ = ["Counts", "LayerContext", "RecipeState"]
 
 Counts = QuantStats | Callable[[], QuantStats]
-"""What quantizing counted, or, where a GPU is still at it, what waits for that.
+"""Counts of quantizing, or a function that waits for a GPU and returns them.
 
-Such a function with a true attribute ``replayed`` belongs to a step that the GPU repeats: each call
-gives what was counted since the one before.
+A function with a true attribute ``replayed`` belongs to a step that the GPU replays: each call
+returns what was counted since the last call.
 """
 
 _MOST_PENDING = 4096
 
 CALL_SHIFT = 12
-"""A stream numbers its tensor with 24 bits: 4096 layers, each used up to 4096 times in a step."""
+"""Streams number tensors with 24 bits: 4096 layers, each used up to 4096 times in a step."""
 
 
 @dataclass
 class RecipeState:
-    """A recipe at work on one model.
+    """A recipe applied to one model.
 
     Attributes:
         recipe: the recipe.
         seed: seed of all stochastic rounding.
-        step: the optimizer step; the training loop sets it before each one, so that random bits are
-            a function of (seed, step, layer, slot) and a resumed run repeats an uninterrupted one.
+        step: the optimizer step, which the training loop sets. Random bits are a function of
+            (seed, step, layer, slot), so that a resumed run repeats an uninterrupted one.
         layers: every layer with GEMMs, by path.
         weight_cache: the GEMM operands of their weights.
     """
@@ -53,17 +53,17 @@ class RecipeState:
     _standing: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy takes over: not what is kept of weights, which are others then."""
+        """A copy has other weights, so it does not take the weight cache over."""
         return {**self.__dict__, "weight_cache": WeightCache()}
 
     @property
     def telemetry(self) -> Mapping[tuple[str, str], QuantStats]:
-        """Counts by (layer path, slot) since the last reset; waits for a GPU that still counts."""
+        """Counts by (layer path, slot) since the last reset; waits for the GPU."""
         self._settle()
         return self._counts
 
     def reset_telemetry(self) -> None:
-        """Forget the counts."""
+        """Set all counts to zero."""
         self._pending.clear()
         for _, counts in self._standing:
             counts()
@@ -95,13 +95,13 @@ class RecipeState:
 
 @dataclass
 class LayerContext:
-    """One layer's place in a `RecipeState`.
+    """One layer under a recipe: its specs, and its share of the recipe's state.
 
     Attributes:
         path: the layer's path in the model.
-        index: the layer's number, part of its random streams.
-        layer: its recipe; the gradient scaler may replace it.
-        state: the model's.
+        index: the layer's number, which names its random streams.
+        layer: the layer's recipe; the gradient scaler may replace it.
+        state: the state of the whole model.
         call: which use of the layer in this step, for layers that are used several times.
         static_scale: the scale of the forward input, where calibration chose one beforehand.
     """
@@ -114,23 +114,26 @@ class LayerContext:
     static_scale: StaticScale | None = None
 
     def at(self, call: int) -> LayerContext:
-        """The same layer in another use."""
+        """The same layer in another of its uses."""
         return self if call == self.call else replace(self, call=call)
 
     def operand(self, slot: str) -> OperandSpec:
-        """What the slot holds."""
+        """The operand spec in a slot."""
         return self.layer.slot(slot)
 
     def stream(self, slot: str, column: bool) -> Stream:
-        """The random stream of one slot in this use and step."""
+        """The random stream of a slot in this use and step."""
         tensor = self.index + (self.call << CALL_SHIFT)
         state = self.state
         return Stream(state.seed, state.step, tensor, SLOTS.index(slot), column, state)
 
     def amax_state(self, slot: str) -> dict[str, Any]:
-        """What a backend keeps of the slot's tensor from step to step; it decides no value."""
+        """Past largest magnitudes of the slot's tensor, for a backend's delayed scaling.
+
+        They decide which kernel runs first, never a value.
+        """
         return self.state._amax_states.setdefault((self.path, self.call, slot), {})
 
     def record(self, slot: str, counts: Counts) -> None:
-        """Add to the slot's counts."""
+        """Add to the counts of a slot."""
         self.state.record((self.path, slot), counts)

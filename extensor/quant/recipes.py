@@ -1,4 +1,4 @@
-"""The recipes: the field's published ones, the baselines, and one-change ablations.
+"""The table of recipes: published ones, baselines, and ablations that change one thing.
 
 Sources: arXiv 2506.08027 (mxfp8_nvidia), 2502.20586 (mxfp4_tseng), 2509.25149
 (nvfp4_nvidia), 2512.02010 (nvfp4_4over6), 2412.19437 (fp8_block).
@@ -26,7 +26,7 @@ _ENDS = (_FIRST, _LAST, *_LANGUAGE_ENDS)
 
 
 def _layer(x: QuantSpec, w: QuantSpec, g: QuantSpec) -> LayerRecipe:
-    """One spec per tensor kind, the same in each GEMM that uses it."""
+    """One spec for each of x, w and g, the same in every GEMM."""
     return LayerRecipe(Gemm(x, w), Gemm(g, w), Gemm(g, x))
 
 
@@ -192,7 +192,7 @@ def get_recipe(name: str) -> Recipe:
     """A recipe by name or alias.
 
     Raises:
-        ValueError: for a name that is neither; the message lists the near ones.
+        ValueError: for a name that is neither; the message lists similar ones.
     """
     full = ALIASES.get(name, name)
     if full not in RECIPES:

@@ -1,10 +1,9 @@
-"""The exact reference: array -> codes and scales -> array, for any array module.
+"""The exact reference for quantizing and dequantizing, on any array module.
 
-Vectorised, every step on integer bits or single float32 operations in a stated
-order, so that C++ and CUDA can give the same bytes. The backends' generic methods
-call these functions; the kernels are compared with them byte for byte; they
-themselves are judged by the scalar oracle in ``tests/oracle``, which shares no
-code with them.
+Every step works on integer bits, or is one float32 operation in a stated order, so that C++ and
+CUDA kernels can give the same bytes. The generic backend calls these functions. Tests compare the
+kernels with them byte for byte, and compare them with the scalar oracle in ``tests/oracle``, which
+shares no code with them.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from extensor.random import Stream
 
 __all__ = [
     "FLOATS", "RunningAmax", "check_previous", "dequantize",
-    "narrow", "operand", "quantize", "rebase",
+    "fake_quantize", "quantize", "rebase", "round_to",
 ]  # fmt: skip
 
 Array = Any
 
-FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and decode to
+FLOATS = ("float32", "bfloat16", "float16")  # dtypes that kernels read and write
 
 
 def quantize(
@@ -56,18 +55,20 @@ def quantize(
 
     Raises:
         TypeError: if x is not a float array.
-        ValueError: if the spec does not fit x, the stream is missing or superfluous, or
-            ``previous_amax`` does not fit.
+        ValueError: if the spec or ``previous_amax`` does not fit x, if the stream is missing, or if
+            there is one although nothing is rounded stochastically.
     """
     spec = spec.resolve(x.ndim)
     if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
         raise TypeError(f"quantize: expected a float array, got {x.dtype}; convert it first")
     if (stream is None) == (spec.rounding == "stochastic"):
-        expected = "needs a stream (a seed)" if stream is None else "takes no stream"
-        raise ValueError(f"rounding={spec.rounding!r} {expected}")
+        problem = "needs a stream (a seed)" if stream is None else "takes no stream"
+        raise ValueError(f"rounding={spec.rounding!r} {problem}")
     if previous_amax is not None:
         check_previous(previous_amax, spec, tuple(x.shape), xp)
-    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf: its block's rule holds
+    with np.errstate(
+        over="ignore"
+    ):  # float64 beyond float32 becomes Inf, and follows the rule for Inf
         x = xp.asarray(x, dtype=xp.float32)
     if spec.row.outliers:
         return outlier.quantize(x, spec, stream, xp)
@@ -103,10 +104,10 @@ def check_previous(previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...]
 
 
 def dequantize(q: QuantArray, xp: Any = np) -> Array:
-    """Stored array -> float32 of ``q.shape``; a Hadamard transform is undone."""
+    """Decode a stored array to float32 of ``q.shape``; a Hadamard transform is undone."""
     if q.spec.row.outliers:
         return outlier.dequantize(q, xp)
-    if not math.prod(q.shape):  # no blocks, though a static scale may be there
+    if not math.prod(q.shape):  # no blocks, although there may be a static scale
         return xp.zeros(q.shape, np.float32)
     values = decode_array(q, xp)
     if q.spec.transform:
@@ -114,22 +115,22 @@ def dequantize(q: QuantArray, xp: Any = np) -> Array:
     return xp.ascontiguousarray(xp.moveaxis(values, -1, q.spec.axis))
 
 
-def narrow(values: Array, dtype: str) -> Array:
-    """Float32 values in another of `FLOATS`, rounded once to nearest even.
+def round_to(values: Array, dtype: str) -> Array:
+    """Round float32 values to another dtype of `FLOATS`, to nearest even.
 
     Raises:
         ValueError: for another dtype.
     """
     if dtype not in FLOATS:
         raise ValueError(f"dequantize: expected one of {', '.join(FLOATS)}, got {dtype!r}")
-    with np.errstate(over="ignore"):  # beyond float16's range there are infinities
+    with np.errstate(over="ignore"):  # values beyond float16 become infinite
         return values if dtype == "float32" else values.astype(dtype)
 
 
-def operand(
+def fake_quantize(
     x: Array, spec: QuantSpec, stream: Stream | None = None, xp: Any = np
 ) -> tuple[Array, QuantStats]:
-    """The float32 values that a GEMM multiplies: quantized, decoded, still transformed."""
+    """The float32 values that a GEMM multiplies: quantized and decoded, a transform not undone."""
     q, stats = quantize(x, spec, stream, None, xp)
     if q.spec.row.outliers:
         return outlier.dequantize(q, xp), stats
@@ -137,19 +138,20 @@ def operand(
 
 
 class RunningAmax:
-    """Block maxima kept from call to call: value = max(amax, float32(decay) * previous value).
+    """Running block maxima of one tensor: value = max(amax, float32(decay) * previous value).
 
-    A block with NaN or Inf leaves its maximum as it was (0 before the first finite one): the block
-    itself is NaN, and the steps after it must not be. For tensors whose shape does not change.
-    ``value`` is float32 of the scales' shape, None before the first call; it goes into
-    checkpoints like any array.
+    A block with NaN or Inf leaves its maximum as it was (0 before the first finite one), so that
+    the next steps are not NaN too. The tensor's shape must not change.
+
+    Attributes:
+        value: float32 of the scales' shape, None before the first call; store it in checkpoints.
     """
 
     def __init__(self) -> None:
         self.value: Array | None = None
 
     def update(self, x: Array, spec: QuantSpec, xp: Any = np) -> None:
-        """Take in the block maxima of float array x under a resolved spec.
+        """Update the maxima with those of the float array x, under a resolved spec.
 
         Raises:
             ValueError: if x has other blocks than the calls before.

@@ -1,7 +1,7 @@
-"""Rounding float32 values to an element grid and back, on integer bits.
+"""Rounding float32 values to element codes and decoding them, on integer bits.
 
-No float arithmetic decides a bit here, so the result cannot depend on a
-library's casts, on fused multiply-adds or on flush-to-zero.
+No float arithmetic is used, so the result does not depend on a library's casts, on fused
+multiply-adds or on flush-to-zero.
 """
 
 from __future__ import annotations
@@ -19,18 +19,13 @@ Array = Any
 
 
 def round_magnitude(
-    x: Array,
-    element: ElementFormat,
-    words: Array | None = None,
-    ties: Ties = "even",
-    xp: Any = np,
+    x: Array, element: ElementFormat, words: Array | None = None, ties: Ties = "even", xp: Any = np
 ) -> Array:
-    """Magnitude of x on the element's grid continued without a top, as int64 codes.
+    """Round |x| to the element's grid, continued without an upper end: int64 codes.
 
     Consecutive codes are consecutive grid values, so a code above
     ``element.max_magnitude_code`` means that the value saturates. With ``words`` (uint32, one per
-    value) rounding is stochastic: up exactly when frac * 2**32 > word. NaN has no magnitude:
-    callers deal with it first.
+    value) rounding is stochastic: up exactly when frac * 2**32 > word. Callers handle NaN first.
     """
     bits = xp.asarray(x, dtype=xp.float32).view(xp.uint32) & xp.uint32(0x7FFFFFFF)
     bits = bits.astype(xp.int64)
@@ -40,7 +35,7 @@ def round_magnitude(
         field = xp.maximum(exponent - 127 - element.min_exponent + 1, 1)
     else:
         field = xp.ones_like(exponent)
-    # Bits below the grid's last place; 60 is far below any value that could still round up.
+    # Bits below the grid's last place; at 60 no value can round up any more.
     shift = xp.clip(element.grid_exponent + field - 1 - (exponent - 150), 0, 60)
     quotient = mantissa >> shift
     rest = mantissa & ((xp.int64(1) << shift) - 1)
@@ -58,18 +53,14 @@ def round_magnitude(
 
 
 def _stochastic_up(rest: Array, shift: Array, words: Array, xp: Any) -> Array:
-    """Rest / 2**shift * 2**32 > word, in integers: word < ceil(rest * 2**(32 - shift))."""
+    """Whether rest / 2**shift * 2**32 > word, in integers: word < ceil(rest * 2**(32 - shift))."""
     left, right = xp.maximum(32 - shift, 0), xp.maximum(shift - 32, 0)
     threshold = xp.where(shift <= 32, rest << left, (rest + (xp.int64(1) << right) - 1) >> right)
     return words < threshold
 
 
 def encode(
-    x: Array,
-    element: ElementFormat,
-    words: Array | None = None,
-    ties: Ties = "even",
-    xp: Any = np,
+    x: Array, element: ElementFormat, words: Array | None = None, ties: Ties = "even", xp: Any = np
 ) -> tuple[Array, Array]:
     """Round float32 values to the grid, saturating.
 
@@ -77,7 +68,7 @@ def encode(
         x: float32 values of any shape. Infinities saturate.
         element: the grid.
         words: uint32 random words of x's shape for stochastic rounding; None rounds to nearest.
-        ties: what nearest does halfway between two grid values.
+        ties: how nearest rounds halfway between two grid values.
         xp: the array module.
 
     Returns:
@@ -104,7 +95,7 @@ def encode(
 
 
 def decode(codes: Array, element: ElementFormat, xp: Any = np) -> Array:
-    """Values of unpacked codes, float32 (every grid value is a float32)."""
+    """Decode unpacked codes to float32, which holds every grid value."""
     return xp.asarray(np.array(element.values, dtype=np.float32))[codes]
 
 
@@ -121,8 +112,8 @@ def pack(codes: Array, bits: int, xp: Any = np) -> Array:
     for i in range(1, group):
         word = word | (lanes[..., i] << xp.uint32(bits * i))
     size = group * bits // 8
-    octets = xp.stack([(word >> xp.uint32(8 * i)) & xp.uint32(0xFF) for i in range(size)], axis=-1)
-    packed = octets.astype(xp.uint8).reshape(*codes.shape[:-1], groups * size)
+    bytes_ = xp.stack([(word >> xp.uint32(8 * i)) & xp.uint32(0xFF) for i in range(size)], axis=-1)
+    packed = bytes_.astype(xp.uint8).reshape(*codes.shape[:-1], groups * size)
     return packed[..., : -(-codes.shape[-1] * bits // 8)]
 
 
@@ -135,10 +126,10 @@ def unpack(packed: Array, bits: int, length: int, xp: Any = np) -> Array:
     short = -packed.shape[-1] % size
     whole = xp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, short)])
     groups = whole.shape[-1] // size
-    octets = whole.reshape(*packed.shape[:-1], groups, size).astype(xp.uint32)
-    word = octets[..., 0]
+    bytes_ = whole.reshape(*packed.shape[:-1], groups, size).astype(xp.uint32)
+    word = bytes_[..., 0]
     for i in range(1, size):
-        word = word | (octets[..., i] << xp.uint32(8 * i))
+        word = word | (bytes_[..., i] << xp.uint32(8 * i))
     mask = xp.uint32((1 << bits) - 1)
     lanes = xp.stack([(word >> xp.uint32(bits * i)) & mask for i in range(group)], axis=-1)
     return lanes.astype(xp.uint8).reshape(*packed.shape[:-1], groups * group)[..., :length]

@@ -21,13 +21,7 @@ from extensor.quant.rounding import decode, round_magnitude
 from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes, power_of_two
 from extensor.quant.spec import QuantSpec
 
-__all__ = [
-    "asymmetric_scale",
-    "block_statistic",
-    "decode_blocks",
-    "encode_blocks",
-    "float_scale",
-]
+__all__ = ["asymmetric_scale", "block_statistic", "decode_blocks", "encode_blocks", "float_scale"]
 
 Array = Any
 

@@ -1,4 +1,4 @@
-"""How a block's E8M0 scale follows from its largest magnitude, on the float's bits.
+"""Scale rules: how a block's E8M0 scale follows from its largest magnitude.
 
 Sources: OCP MX v1.0, section 6.3 (floor); arXiv 2506.08027, section 3.1, in
 Transformer Engine's float32 form (rceil); compressed-tensors and Quark (even).
@@ -65,7 +65,7 @@ def e8m0_bytes(
 ) -> Array:
     """Scale bytes (uint8) of blocks with finite maxima ``amax`` (float32, any shape).
 
-    A zero block gets byte 0 under every rule but ``"one"``. With ``window`` no exponent falls more
+    A block of zeros gets byte 0 under every rule but ``"one"``. With ``window`` no exponent is more
     than that many binades below the largest one.
     """
     exponent = E8M0_RULES[rule](amax, element, xp)

@@ -1,9 +1,8 @@
-"""Schemes: how a trained model is quantized, as data.
+"""Schemes as data: how post-training quantization stores weights and quantizes activations.
 
-A scheme says how weights are stored, and what becomes of the activations that meet them in each
-product: left as they are (weight only), quantized by their own blocks as they come (dynamic), or
-under one scale that calibration found (static). It stands on the recipes' records, so roles and
-path rules keep layers in float32 here as they do in training.
+Activations stay float (weight only), are quantized with scales of each batch (dynamic), or with one
+scale that calibration chose (static). Schemes use the records of recipes, so roles and path rules
+keep layers in float32 here as they do in training.
 
 Sources: arXiv 1712.05877 (integer products with a zero point), 1806.08342 (per-channel weights,
 per-tensor activations), 2004.09602 (choosing ranges: largest value, percentile, squared error),
@@ -23,7 +22,7 @@ from extensor.quant.static_scale import check_static_spec
 __all__ = ["RANGES", "SCHEMES", "Scheme", "get_scheme"]
 
 RANGES = ("minmax", "percentile", "mse")
-"""How a static range is chosen from what calibration saw; see `extensor.nn.calibrate`."""
+"""How calibration chooses a static range; see `extensor.nn.calibrate`."""
 
 FLOAT32 = LayerRecipe.uniform("float32")
 _HEAD = (Rule("@head", FLOAT32),)
@@ -31,17 +30,17 @@ _HEAD = (Rule("@head", FLOAT32),)
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way of quantizing a trained model.
+    """How a trained model is quantized.
 
     Attributes:
         name: what `quantize_model` and ``--schemes`` take.
         doc: one line.
         weights: how each layer's weight is stored, along the contraction axis of its product.
-        activations: how each layer's input is quantized; ``"float32"`` or ``"bfloat16"`` leaves
-            the weights alone in being quantized.
-        range: for static activations, one of `RANGES`; None quantizes them as they come.
-        percentile: for ``range="percentile"``: the range leaves out this much, in per cent, above
-            and as much below.
+        activations: how each layer's input is quantized; ``"float32"`` or ``"bfloat16"`` is
+            weight-only quantization.
+        range: for static activations, one of `RANGES`; None chooses scales for each batch.
+        percentile: for ``range="percentile"``, in per cent: values above it saturate, and as many
+            below.
         rules: layers that keep float32 weights, by path or role, ordered as in a `Recipe`.
     """
 
@@ -54,7 +53,7 @@ class Scheme:
     rules: tuple[Rule, ...] = _HEAD
 
     def __post_init__(self) -> None:
-        Gemm(self.activations, self.weights)  # refuses what is no operand
+        Gemm(self.activations, self.weights)  # checks both
         for spec in (self.weights, self.activations):
             if isinstance(spec, QuantSpec):
                 _check_stored(self.name, spec)
@@ -73,14 +72,14 @@ class Scheme:
             raise ValueError(f"scheme {self.name!r}: a rule can only keep layers in float32")
 
     def recipe(self, keep: tuple[str, ...] = ()) -> Recipe:
-        """The scheme as a recipe for the forward product; ``keep`` names more layers to leave."""
+        """The scheme as a recipe for the forward GEMM; layers that ``keep`` matches stay float."""
         layer = LayerRecipe(Gemm(self.activations, self.weights), FLOAT32.dgrad, FLOAT32.wgrad)
         rules = tuple(Rule(match, FLOAT32) for match in keep) + self.rules
         return Recipe(self.name, self.doc, layer, rules)
 
 
 def _check_stored(name: str, spec: QuantSpec) -> None:
-    """What is decided once and then kept must not depend on chance or on the past."""
+    """Refuse specs whose codes depend on random bits or on earlier calls."""
     if spec.rounding != "nearest_even" or spec.statistic == "running" or spec.element_scale != 1.0:
         raise ValueError(
             f"scheme {name!r}: expected rounding to nearest, no running statistic and no "
@@ -88,8 +87,8 @@ def _check_stored(name: str, spec: QuantSpec) -> None:
         )
 
 
-def _both(name: str, doc: str, spec: QuantSpec) -> Scheme:
-    """Weights and activations in one format, blocks along the contraction on both sides."""
+def _weights_and_activations(name: str, doc: str, spec: QuantSpec) -> Scheme:
+    """Weights and activations in one format, in blocks along the contraction."""
     return Scheme(name, doc, spec, spec)
 
 
@@ -108,11 +107,13 @@ def _int4(size: int) -> QuantSpec:
 
 def _fp8_block(size: int) -> Scheme:
     spec = QuantSpec("fp8_e4m3", tile=(1, size), scale_dtype="float16")
-    return _both(f"fp8_block{size}", f"FP8 E4M3 in blocks of {size} with float16 scales", spec)
+    return _weights_and_activations(
+        f"fp8_block{size}", f"FP8 E4M3 in blocks of {size} with float16 scales", spec
+    )
 
 
 def _mx(name: str, format: str, doc: str) -> Scheme:
-    return _both(name, doc, QuantSpec(format, scale_rule="rceil"))
+    return _weights_and_activations(name, doc, QuantSpec(format, scale_rule="rceil"))
 
 
 _FP8 = QuantSpec("fp8_e4m3", tile="tensor")
@@ -148,7 +149,7 @@ _ROWS = (
     ),
     Scheme("fp8_tensor", "FP8 E4M3, one scale per tensor, calibrated activations", _FP8, _FP8,
            "minmax"),
-    _both(
+    _weights_and_activations(
         "fp8_channel",
         "FP8 E4M3, a scale per output channel and per row of activations",
         QuantSpec("fp8_e4m3", tile="channel"),
@@ -170,8 +171,8 @@ _ROWS = (
         QuantSpec("mxfp4", scale_rule="rceil"),
         QuantSpec("mxfp8_e4m3", scale_rule="rceil"),
     ),
-    _both("nvfp4", "NVFP4", _NVFP4),
-    _both(
+    _weights_and_activations("nvfp4", "NVFP4", _NVFP4),
+    _weights_and_activations(
         "nvfp4_4over6",
         "NVFP4 choosing 6 or 4 as each block's top value (arXiv 2512.02010)",
         _NVFP4.replace(scale_rule="four_over_six"),
@@ -187,7 +188,7 @@ def get_scheme(name: str) -> Scheme:
     """A scheme by name.
 
     Raises:
-        ValueError: for a name that is not in `SCHEMES`; the message lists the near ones.
+        ValueError: for a name that is not in `SCHEMES`; the message lists similar ones.
     """
     if name not in SCHEMES:
         raise ValueError(unknown_name("scheme", name, SCHEMES))

@@ -1,7 +1,7 @@
-"""QuantSpec: which format, which blocks, which scale, which rounding.
+"""QuantSpec: how a tensor is quantized: its format, blocks, scales and rounding.
 
-A frozen record, checked when it is made, so that a spec that exists is a spec
-that works. `resolve` fixes what depends on the array: the axis and the tile.
+A spec is frozen and checked when it is made. `QuantSpec.resolve` fills in what depends on the
+array: the axis and the tile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Statistic = Literal["amax", "percentile", "running"]
 
 HADAMARD_SIZES = (16, 32, 64, 128)
 REBASE_TILE = 128  # rows and columns of a tile that shares a scale under `QuantSpec.rebased`
-MAX_EXTENT = 2**31 - 1  # so that places within a tile fit 64 bits
+MAX_EXTENT = 2**31 - 1  # positions within a tile must fit 64 bits
 TRANSFORMER_ENGINE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The sign vector Transformer Engine fixes for its Hadamard-16."""
 
@@ -66,18 +66,19 @@ class QuantSpec:
         rbits: random bits per element under stochastic rounding, 8 or 32.
         transform: a Hadamard transform along ``axis`` before the block maxima are taken.
         dialect: name of a row of `DIALECTS`.
-        statistic: what stands for the block's largest magnitude: ``"amax"``; ``"percentile"``, the
-            nearest-rank percentile of the magnitudes; ``"running"``, max(amax, decay * previous).
+        statistic: the magnitude that a scale is chosen from: ``"amax"``, the block's largest;
+            ``"percentile"``, its nearest-rank percentile; ``"running"``, max(amax, decay *
+            previous).
         percentile: the percentile, in (0, 100].
         decay: the decay of the running maximum, in [0, 1).
-        scale_window: binades below the tensor's largest block exponent that an E8M0 scale may
-            fall; None is pure OCP.
+        scale_window: how many binades an E8M0 scale may be below the tensor's largest; None, as in
+            OCP MX, any number.
         element_scale: factor on the scaled values just before rounding, after the scale was chosen
-            (3/4 in arXiv 2502.20586); the dequantized values carry it.
+            (3/4 in arXiv 2502.20586). Dequantizing does not undo it.
         scale_dtype: for float-scaled formats, ``"float32"`` or ``"float16"``; None elsewhere.
         symmetric: False stores a zero point (int8 and int4 only).
-        outliers: for the outlier codec, how many values a row keeps exactly; None, an eighth of
-            the row and at most the format's number.
+        outliers: for the outlier codec, how many values of a row are stored exactly; None, an
+            eighth of the row and at most the format's number.
         rebased: True gives all blocks in each 128 x 128 values of a matrix the largest of their
             scales, as FP8 tensor cores multiply them. Codes that become subnormal are rounded once
             more, and those that change are counted (`extensor.quant.rebase`). MXFP8 only.
@@ -196,17 +197,17 @@ class QuantSpec:
 
     @property
     def row(self) -> BlockFormat:
-        """The format's row."""
+        """The format's row in `FORMATS`."""
         return FORMATS[self.format]
 
     @property
     def dialect_row(self) -> Dialect:
-        """The dialect's row."""
+        """The dialect's row in `DIALECTS`."""
         return DIALECTS[self.dialect]
 
     @property
     def ties(self) -> Ties:
-        """What rounding to nearest does halfway between two codes."""
+        """How rounding to nearest resolves ties between two codes."""
         return self.dialect_row.ties_in(self.format)
 
     @property
@@ -226,18 +227,18 @@ class QuantSpec:
 
     @property
     def is_mxfp8(self) -> bool:
-        """Whether elements are FP8 under powers of two."""
+        """True for FP8 elements under E8M0 scales."""
         return self.is_mx and self.row.element.is_float and self.row.element.bits == 8
 
     @property
     def rule(self) -> str:
-        """The scale rule in force."""
+        """The scale rule in force: the spec's, the dialect's or the format's."""
         theirs = self.dialect_row.mx_scale_rule if self.is_mx else None
         return self.scale_rule or theirs or self.row.scale_rule
 
     @property
     def scale_name(self) -> str:
-        """The scale's storage: e8m0, ue4m3, float32 or float16."""
+        """How a scale is stored: e8m0, ue4m3, float32 or float16."""
         return self.scale_dtype or self.row.scale.name
 
     def replace(self, **changes: Any) -> QuantSpec:
@@ -246,10 +247,10 @@ class QuantSpec:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> QuantSpec:
-        """The inverse of `dataclasses.asdict`, also by way of JSON.
+        """Make a spec from `dataclasses.asdict` of one, also after a way through JSON.
 
         Raises:
-            TypeError, ValueError: for other fields, or values that a spec refuses.
+            TypeError, ValueError: for unknown fields and values out of range.
         """
         values = dict(fields)
         if values.get("transform") is not None:
@@ -259,10 +260,11 @@ class QuantSpec:
         return cls(**values)
 
     def resolve(self, ndim: int) -> QuantSpec:
-        """The spec for an array of ``ndim`` axes: axis made non-negative, tile and rule filled in.
+        """The spec for an array of ``ndim`` axes, with axis, tile and scale rule filled in.
 
         Raises:
-            ValueError: if the axis is out of range, or a tile of several rows meets one axis.
+            ValueError: if the axis is out of range, or the tile has several rows and the array one
+                axis.
         """
         if ndim == 0:
             raise ValueError("a scalar has no axis to block; reshape it to (1,) first")

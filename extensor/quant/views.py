@@ -1,7 +1,7 @@
-"""Transposing, slicing and reshaping blocked arrays without decoding them.
+"""Transposing, slicing and reshaping quantized arrays without decoding them.
 
-Codes and scales move together. What would cut through a block is an error that
-names the way out; nothing is decoded silently.
+Codes and scales move together. Cutting through a block is an error that says what to do instead;
+nothing is decoded silently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from extensor.quant.array import QuantArray, tile_extent
 __all__ = ["as_matrix", "reshape", "slice_blocks", "transpose", "unstack"]
 
 Array = Any
-_WAY_OUT = "call .dequantize() first, and quantize the result again"
+_INSTEAD = "call .dequantize() first, and quantize the result again"
 
 
 def _map_parts(q: QuantArray, change: Callable[[str, Array], Array]) -> dict[str, Array]:
@@ -36,26 +36,26 @@ def _tile_rows(q: QuantArray) -> int:
 
 
 def transpose(q: QuantArray, axes: tuple[int, ...]) -> QuantArray:
-    """Permute the axes; the block axis moves along.
+    """Permute the axes; the block axis is permuted with them.
 
     Raises:
-        ValueError: if square tiles' row axis would no longer stand before the block axis.
+        ValueError: if tiles of several rows would lose their row axis before the block axis.
     """
     ndim = len(q.shape)
     axis = axes.index(q.spec.axis)
     if _tile_rows(q) > 1 and axes[(axis - 1) % ndim] != (q.spec.axis - 1) % ndim:
         raise ValueError(
-            f"transposing to {axes} would part tile {q.spec.tile}'s row axis from its block axis "
-            f"{q.spec.axis}; {_WAY_OUT}"
+            f"transposing to {axes} would separate the row axis of tile {q.spec.tile} from its "
+            f"block axis {q.spec.axis}; {_INSTEAD}"
         )
-    # Views of the parts: transposing back, as a matrix product does, then costs nothing.
+    # Views: a matrix product transposes back, which then costs nothing.
     parts = {name: part.transpose(axes) for name, part in q.parts.items() if name != "tensor_scale"}
     shape = tuple(q.shape[a] for a in axes)
     return dataclasses.replace(q, **parts, shape=shape, spec=q.spec.replace(axis=axis))
 
 
 def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
-    """Basic slicing with one entry per axis: free off the block axis, whole blocks on it.
+    """Slice with one entry per axis: any slice off the block axis, whole blocks on it.
 
     Raises:
         ValueError: if the slice would cut a block, step over elements of the block axis, or drop an
@@ -64,7 +64,7 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
     """
     spec, shape = q.spec, q.shape
     extent = list(tile_extent(spec, shape))
-    if spec.tile == "tensor":  # one block for everything: any part of it keeps the scale
+    if spec.tile == "tensor":  # one scale for the tensor, which any slice keeps
         extent = [1] * len(shape)
         extent[spec.axis] = max(shape[spec.axis], 1)
     if spec.transform:
@@ -79,12 +79,12 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
         elif extent[axis] > 1 or axis == spec.axis:
             raise ValueError(
                 f"an integer index on axis {axis} would take one element out of blocks of "
-                f"{extent[axis]}; {_WAY_OUT}"
+                f"{extent[axis]}; {_INSTEAD}"
             )
         elif not -length <= entry < length:
             raise IndexError(f"index {entry} is out of range for axis {axis} of length {length}")
     if _tile_rows(q) > 1 and len(kept) < len(shape):
-        raise ValueError(f"an integer index on a tensor in tiles {spec.tile}; {_WAY_OUT}")
+        raise ValueError(f"an integer index on a tensor in tiles {spec.tile}; {_INSTEAD}")
 
     stored_extent = tile_extent(spec, shape)
 
@@ -99,7 +99,9 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
                 chosen.append(slice(None))
             elif axis == spec.axis and name == "codes":
                 bits = spec.row.element.bits
-                end = None if stop == length else stop * bits // 8  # the tail keeps its padding
+                end = (
+                    None if stop == length else stop * bits // 8
+                )  # the last block keeps its padding
                 chosen.append(slice(start * bits // 8, end))
             elif stored_extent[axis] == 1 or name == "codes":
                 chosen.append(entry)
@@ -111,11 +113,11 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
         return part[tuple(chosen)]
 
     along = key[spec.axis]
-    assert isinstance(along, slice)  # an integer was refused above
+    assert isinstance(along, slice)  # integers were refused above
     if q.outlier_index is not None and along != slice(None):
         start, stop, _ = along.indices(shape[spec.axis])
         if (start, stop) != (0, shape[spec.axis]):
-            raise ValueError(f"slicing the rows of the outlier codec; {_WAY_OUT}")
+            raise ValueError(f"slicing the rows of the outlier codec; {_INSTEAD}")
     parts = _map_parts(q, cut)
     new_axis = kept.index(spec.axis)
     return dataclasses.replace(q, **parts, shape=tuple(new_shape), spec=spec.replace(axis=new_axis))
@@ -125,19 +127,19 @@ def _check_slice(axis: int, start: int, stop: int, step: int, length: int, exten
     if extent == 1:
         return
     if step != 1:
-        raise ValueError(f"a step of {step} on axis {axis} would break blocks; {_WAY_OUT}")
+        raise ValueError(f"a step of {step} on axis {axis} would break blocks; {_INSTEAD}")
     if start % extent or (stop % extent and stop != length):
         raise ValueError(
             f"slice {start}:{stop} on axis {axis} cuts blocks of {extent}; slice at multiples of "
-            f"{extent}, or {_WAY_OUT}"
+            f"{extent}, or {_INSTEAD}"
         )
 
 
 def reshape(q: QuantArray, shape: tuple[int, ...]) -> QuantArray:
-    """Reshape around the block axis, which must stay whole.
+    """Reshape the other axes; the block axis must stay whole.
 
-    Tiles of several rows allow what leaves their row axis as it is, and what splits or merges
-    it at multiples of their rows.
+    With tiles of several rows, the row axis may stay as it is, or be split or merged at multiples
+    of those rows.
 
     Raises:
         ValueError: if the new shape splits or merges the block axis (or cuts a tile's rows).
@@ -156,7 +158,7 @@ def reshape(q: QuantArray, shape: tuple[int, ...]) -> QuantArray:
     if not matches:
         raise ValueError(
             f"reshaping {q.shape} to {shape} does not keep the block axis {q.spec.axis} (length "
-            f"{length}, tile {q.spec.tile}) whole; {_WAY_OUT}"
+            f"{length}, tile {q.spec.tile}) whole; {_INSTEAD}"
         )
     same = len(shape) - len(q.shape) + q.spec.axis  # among axes of length 1: as far from the end
     axis = same if same in matches else matches[0]
@@ -175,7 +177,7 @@ def reshape(q: QuantArray, shape: tuple[int, ...]) -> QuantArray:
 
 
 def _keeps_tiles(q: QuantArray, shape: tuple[int, ...], axis: int) -> bool:
-    """Whether no tile of several rows is cut or joined, with the block axis at ``axis``."""
+    """Whether tiles of several rows stay whole, with the block axis at ``axis``."""
     if axis == 0 or q.spec.axis == 0:
         return False
     old, new = q.shape[q.spec.axis - 1], shape[axis - 1]
@@ -183,7 +185,7 @@ def _keeps_tiles(q: QuantArray, shape: tuple[int, ...], axis: int) -> bool:
 
 
 def as_matrix(q: QuantArray) -> QuantArray | None:
-    """(..., K), blocked along the last axis, as a matrix (rows, K); None where tiles forbid it."""
+    """View (..., K), blocked along the last axis, as (rows, K); None if tiles forbid it."""
     shape = math.prod(q.shape[:-1]), q.shape[-1]
     if q.shape == shape:
         return q
@@ -192,7 +194,7 @@ def as_matrix(q: QuantArray) -> QuantArray | None:
 
 
 def unstack(q: QuantArray) -> list[QuantArray]:
-    """The matrices (R, K) of a stack (..., R, K) that is blocked along its last axis; views."""
+    """View a stack (..., R, K), blocked along its last axis, as a list of matrices (R, K)."""
     spec, shape = q.spec.replace(axis=1), q.shape[-2:]
     stacks = {
         name: part.reshape((math.prod(part.shape[:-2]), *part.shape[-2:]))
@@ -201,7 +203,7 @@ def unstack(q: QuantArray) -> list[QuantArray]:
     }
 
     def at(index: int) -> QuantArray:
-        # One block may be the whole tensor's, and is each matrix's then.
+        # A scale of the whole tensor is the scale of each matrix.
         parts = {name: part[min(index, len(part) - 1)] for name, part in stacks.items()}
         return dataclasses.replace(q, **parts, shape=shape, spec=spec)
 

@@ -1,4 +1,4 @@
-"""Checks for derivatives and for equality to the bit."""
+"""Checks of gradients against differences, and of arrays for equal bits."""
 
 from extensor.testing.gradcheck import gradcheck, gradgradcheck
 from extensor.testing.numeric import assert_bitwise_equal, first_difference

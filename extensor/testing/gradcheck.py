@@ -8,8 +8,8 @@ D(h) = (s(h) - s(-h)) / 2h says the same up to an error with two parts:
 - rounding: s is a sum of terms of total magnitude S = sum |u f|, each known to a few
   units of 2**-53, so D(h) is known to about 2**-53 S / h.
 
-A check passes if |s'(0) - D(h)| <= |D(2h) - D(h)| + 64 * 2**-53 * S / h (and is refused where that
-bound is too loose to say anything: the point is at or near a kink).
+A check passes if |s'(0) - D(h)| <= |D(2h) - D(h)| + 64 * 2**-53 * S / h. A check whose bound is too
+loose is an error: the function has a kink at the point or close to it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from extensor.dtypes import float64
 __all__ = ["gradcheck", "gradgradcheck"]
 
 _UNIT = 2.0**-53
-_ROUNDINGS = 64  # units per term of s: what a chain of some dozens of operations may lose
-_STEP = 2.0**-17  # near the cube root of the unit, where both parts of the error are small
+_ROUNDINGS = 64  # units per term of s, for chains of some dozens of operations
+_STEP = 2.0**-17  # about the cube root of the unit, where both parts of the error are small
 _LOOSE = 1e-5  # a bound above this share of the terms' magnitude checks nothing
 
 Function = Callable[..., Any]
@@ -36,7 +36,7 @@ Function = Callable[..., Any]
 def gradcheck(
     f: Function, inputs: ExTensor | Sequence[ExTensor], *, seed: int = 0, directions: int = 2
 ) -> bool:
-    """Compare ``f``'s gradient with central differences; True, or an error that shows both.
+    """Compare ``f``'s gradient with central differences; returns True or raises.
 
     Args:
         f: gives a float64 tensor, or several; deterministic.
@@ -127,22 +127,19 @@ def _check_direction(
             for i, x in enumerate(points)
         ]
         terms = [y.numpy() * w.numpy() for y, w in zip(_outputs(f(*shifted)), weights, strict=True)]
-        return (
-            float(sum(t.sum() for t in terms)),
-            float(sum(np.abs(t).sum() for t in terms)),
-        )
+        return (float(sum(t.sum() for t in terms)), float(sum(np.abs(t).sum() for t in terms)))
 
     (plus, scale), (minus, _) = at(_STEP), at(-_STEP)
-    near = (plus - minus) / (2 * _STEP)
-    far = (at(2 * _STEP)[0] - at(-2 * _STEP)[0]) / (4 * _STEP)
+    slope = (plus - minus) / (2 * _STEP)
+    wide_slope = (at(2 * _STEP)[0] - at(-2 * _STEP)[0]) / (4 * _STEP)
     size = sum(float(np.abs(g.numpy() * directions[i]).sum()) for g, i in zip(
         slopes, moved, strict=True
     ))  # fmt: skip
-    bound = abs(far - near) + _ROUNDINGS * _UNIT * (scale + size) / _STEP
-    if not abs(analytic - near) <= bound:
+    bound = abs(wide_slope - slope) + _ROUNDINGS * _UNIT * (scale + size) / _STEP
+    if not abs(analytic - slope) <= bound:
         raise AssertionError(
-            f"gradcheck: the gradient says {analytic!r}, central differences {near!r}; they differ "
-            f"by {abs(analytic - near):.3g}, the error bound is {bound:.3g}"
+            f"gradcheck: the gradient says {analytic!r}, central differences {slope!r}; they "
+            f"differ by {abs(analytic - slope):.3g}, the error bound is {bound:.3g}"
         )
     if bound > _LOOSE * max(scale, size, 1.0):
         raise AssertionError(

@@ -1,4 +1,4 @@
-"""Equality to the bit, and a message that shows where it fails."""
+"""Bitwise comparison of arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def first_difference(actual: Any, expected: Any) -> str | None:
     """Where two arrays first differ in their bytes, and how; None if they are the same.
 
     Dtype and shape count; -0 differs from 0, and a NaN equals only a NaN of the same bits.
-    Arrays, tensors and anything that numpy understands are taken.
+    Takes arrays, tensors and anything else that numpy converts.
     """
     a, b = np.ascontiguousarray(actual), np.ascontiguousarray(expected)
     if np.shape(actual) != np.shape(expected):

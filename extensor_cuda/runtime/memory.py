@@ -18,6 +18,6 @@ def allocate(cupy: Any, pool: Any, size: int) -> Any:
     except cupy.cuda.memory.OutOfMemoryError as error:
         free, total = cupy.cuda.runtime.memGetInfo()
         raise MemoryError(
-            f"device 'cuda': wanted {size} bytes, {free} of {total} are free; use smaller batches, "
-            "or drop tensors that are no longer needed"
+            f"device 'cuda': requested {size} bytes, {free} of {total} are free; use smaller "
+            "batches, or drop tensors that are no longer needed"
         ) from error

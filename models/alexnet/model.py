@@ -17,7 +17,7 @@ import numpy as np
 
 from extensor import ExTensor, nn
 from models.alexnet.configs import AlexNetConfig
-from models.vision import conv_unit, halved, started
+from models.vision import ConvUnits, halved, started
 
 __all__ = ["AlexNet", "build"]
 
@@ -40,17 +40,16 @@ class AlexNet(nn.Module):
         wide = config.wide(4096)
         features = d * halved(config.image_size, 3) ** 2
 
-        def conv(inputs: int, outputs: int, kernel: int, bias: float) -> nn.Module:
-            return conv_unit(inputs, outputs, kernel, _normal, rng, norm=False, bias=bias)
+        zero, one = (ConvUnits(_normal, rng, norm=False, bias=bias) for bias in (0.0, 1.0))
 
         self.features = nn.Sequential(
-            conv1=conv(config.in_channels, a, 3, 0.0),
+            conv1=zero(config.in_channels, a, 3),
             pool1=nn.MaxPool2d(3, 2, 1),
-            conv2=conv(a, b, 5, 1.0),
+            conv2=one(a, b, 5),
             pool2=nn.MaxPool2d(3, 2, 1),
-            conv3=conv(b, c, 3, 0.0),
-            conv4=conv(c, d, 3, 1.0),
-            conv5=conv(d, d, 3, 1.0),
+            conv3=zero(b, c, 3),
+            conv4=one(c, d, 3),
+            conv5=one(d, d, 3),
             pool5=nn.MaxPool2d(3, 2, 1),
         )
         self.classifier = nn.Sequential(

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from extensor import ExTensor, nn
+from extensor import nn
 from models.encoder.configs import EncoderConfig
+from models.language import STD, LanguageModel, draw_normal
 
 __all__ = ["Encoder", "build"]
 
-STD = 0.02
 
-
-class Encoder(nn.Module):
-    """Tokens, some of them hidden, to scores of the token at each place.
+class Encoder(LanguageModel):
+    """Tokens, those hidden as ``config.mask``, to scores of the token at each place.
 
     Args:
         config: the shapes.
@@ -37,32 +36,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(config.width, config.vocab, rng=rng)
         self.head.role = "head"
         for _, layer in nn.gemm_layers(self):
-            assert isinstance(layer, nn.Linear) and layer.bias is not None
-            values = STD * rng.standard_normal(layer.weight.shape)
-            layer.weight = nn.Parameter(values.astype(np.float32))
-            layer.bias = nn.Parameter(np.zeros(layer.bias.shape, np.float32))
-
-    def forward(self, tokens: ExTensor) -> ExTensor:
-        """Tokens (B, T) of whole numbers, ``config.mask`` for hidden ones, to (B, T, vocab).
-
-        Raises:
-            ValueError: for other shapes, more tokens than the context holds, or unknown ones.
-        """
-        if tokens.ndim != 2 or not tokens.shape[1]:
-            raise ValueError(
-                f"Encoder: expected tokens (B, T) with T of 1 or more, got {tokens.shape}"
-            )
-        length = tokens.shape[1]
-        if length > self.config.context:
-            raise ValueError(
-                f"Encoder: expected at most the {self.config.context} tokens of the context, got "
-                f"{length}; the way out: pieces of {self.config.context}, or a larger context"
-            )
-        x = self.tokens(tokens) + self.positions.weight[:length]
-        for block in self.blocks:
-            x = block(x)
-        scores: ExTensor = self.head(self.norm(x))
-        return scores
+            draw_normal(layer, STD, rng)
 
 
 def build(config: EncoderConfig, rng: np.random.Generator) -> Encoder:

@@ -29,10 +29,7 @@ class Inception(NamedTuple):
 
 
 STAGES: tuple[dict[str, Inception], ...] = (
-    {
-        "a3": Inception(64, 96, 128, 16, 32, 32),
-        "b3": Inception(128, 128, 192, 32, 96, 64),
-    },
+    {"a3": Inception(64, 96, 128, 16, 32, 32), "b3": Inception(128, 128, 192, 32, 96, 64)},
     {
         "a4": Inception(192, 96, 208, 16, 48, 64),
         "b4": Inception(160, 112, 224, 24, 64, 64),
@@ -40,10 +37,7 @@ STAGES: tuple[dict[str, Inception], ...] = (
         "d4": Inception(112, 144, 288, 32, 64, 64),
         "e4": Inception(256, 160, 320, 32, 128, 128),
     },
-    {
-        "a5": Inception(256, 160, 320, 32, 128, 128),
-        "b5": Inception(384, 192, 384, 48, 128, 128),
-    },
+    {"a5": Inception(256, 160, 320, 32, 128, 128), "b5": Inception(384, 192, 384, 48, 128, 128)},
 )
 """The modules between pools; the paper calls them 3a, 3b, 4a, ..."""
 
@@ -61,8 +55,5 @@ class GoogLeNetConfig(VisionConfig):
     dropout: float = 0.4
 
 
-CONFIGS = {
-    "googlenet_bn": GoogLeNetConfig(),
-    "googlenet": GoogLeNetConfig(batch_norm=False),
-}
+CONFIGS = {"googlenet_bn": GoogLeNetConfig(), "googlenet": GoogLeNetConfig(batch_norm=False)}
 """The variants; the first is the default."""

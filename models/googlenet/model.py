@@ -16,7 +16,7 @@ import numpy as np
 from extensor import ExTensor, concatenate, nn
 from extensor.nn import init
 from models.googlenet.configs import STAGES, GoogLeNetConfig, Inception
-from models.vision import conv_unit, started
+from models.vision import ConvUnits, started
 
 __all__ = ["GoogLeNet", "InceptionModule", "build"]
 
@@ -27,18 +27,11 @@ class InceptionModule(nn.Module):
     Args:
         inputs: channels that come in.
         widths: channels of each branch; ``one + three + five + pool`` go out.
-        norm: a batch norm after each convolution.
-        rng: draws the weights.
+        conv: makes the convolutions.
     """
 
-    def __init__(
-        self, inputs: int, widths: Inception, norm: bool, rng: np.random.Generator
-    ) -> None:
+    def __init__(self, inputs: int, widths: Inception, conv: ConvUnits) -> None:
         super().__init__()
-
-        def conv(a: int, b: int, kernel: int) -> nn.Module:
-            return conv_unit(a, b, kernel, init.xavier_uniform, rng, norm=norm, bias=0.2)
-
         w = widths
         self.one = conv(inputs, w.one, 1)
         self.three = nn.Sequential(conv(inputs, w.three_in, 1), conv(w.three_in, w.three, 3))
@@ -60,24 +53,22 @@ class GoogLeNet(nn.Module):
 
     def __init__(self, config: GoogLeNetConfig, rng: np.random.Generator) -> None:
         super().__init__()
-        norm, draw = config.batch_norm, init.xavier_uniform
+        conv = ConvUnits(init.xavier_uniform, rng, norm=config.batch_norm, bias=0.2)
         narrow, width = config.wide(64), config.wide(192)
         self.stem = nn.Sequential(
-            conv_unit(config.in_channels, narrow, 3, draw, rng, norm=norm, bias=0.2),
-            conv_unit(narrow, narrow, 1, draw, rng, norm=norm, bias=0.2),
-            conv_unit(narrow, width, 3, draw, rng, norm=norm, bias=0.2),
+            conv(config.in_channels, narrow, 3), conv(narrow, narrow, 1), conv(narrow, width, 3)
         )
         layers: dict[str, nn.Module] = {}
         for number, stage in enumerate(STAGES, start=2):
             layers[f"pool{number}"] = nn.MaxPool2d(3, 2, 1)
             for name, paper in stage.items():
                 widths = Inception(*map(config.wide, paper))
-                layers[name] = InceptionModule(width, widths, norm, rng)
+                layers[name] = InceptionModule(width, widths, conv)
                 width = widths.one + widths.three + widths.five + widths.pool
         self.layers = nn.Sequential(**layers)
         self.pool = nn.GlobalAvgPool2d()
         self.dropout = nn.Dropout(config.dropout, rng)
-        self.fc = started(nn.Linear(width, config.classes, rng=rng), draw, rng)
+        self.fc = started(nn.Linear(width, config.classes, rng=rng), conv.weights, rng)
 
     def forward(self, x: ExTensor) -> ExTensor:
         """Images (N, C, H, W) float32 to logits (N, classes)."""

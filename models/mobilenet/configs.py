@@ -43,8 +43,5 @@ class MobileNetConfig(VisionConfig):
             raise ValueError(f"MobileNet: expected channels and strides of 1 or more, got {self}")
 
 
-CONFIGS = {
-    "mobilenet": MobileNetConfig(),
-    "half": MobileNetConfig(width=0.5),
-}
+CONFIGS = {"mobilenet": MobileNetConfig(), "half": MobileNetConfig(width=0.5)}
 """The variants; the first is the default."""

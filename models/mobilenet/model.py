@@ -14,7 +14,7 @@ import numpy as np
 from extensor import ExTensor, nn
 from extensor.nn import init
 from models.mobilenet.configs import MobileNetConfig
-from models.vision import conv_unit, started
+from models.vision import ConvUnits, started
 
 __all__ = ["MobileNet", "build"]
 
@@ -23,14 +23,14 @@ def _draw(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return init.trunc_normal(shape, rng, std=0.09)
 
 
-def separable(inputs: int, outputs: int, stride: int, rng: np.random.Generator) -> nn.Sequential:
+def separable(inputs: int, outputs: int, stride: int, conv: ConvUnits) -> nn.Sequential:
     """A 3x3 convolution of each channel by itself, then a 1x1 over channels; both with norm, ReLU.
 
     (N, inputs, H, W) to (N, outputs, H / stride, W / stride).
     """
     return nn.Sequential(
-        depthwise=conv_unit(inputs, inputs, 3, _draw, rng, stride=stride, groups=inputs),
-        pointwise=conv_unit(inputs, outputs, 1, _draw, rng),
+        depthwise=conv(inputs, inputs, 3, stride=stride, groups=inputs),
+        pointwise=conv(inputs, outputs, 1),
     )
 
 
@@ -45,10 +45,11 @@ class MobileNet(nn.Module):
     def __init__(self, config: MobileNetConfig, rng: np.random.Generator) -> None:
         super().__init__()
         width = config.wide(config.stem)
-        self.stem = conv_unit(config.in_channels, width, 3, _draw, rng)
+        conv = ConvUnits(_draw, rng)
+        self.stem = conv(config.in_channels, width, 3)
         layers: list[nn.Module] = []
         for channels, stride in config.layers:
-            layers.append(separable(width, config.wide(channels), stride, rng))
+            layers.append(separable(width, config.wide(channels), stride, conv))
             width = config.wide(channels)
         self.layers = nn.Sequential(*layers)
         self.pool = nn.GlobalAvgPool2d()

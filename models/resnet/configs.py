@@ -30,8 +30,5 @@ class ResNetConfig(VisionConfig):
             )
 
 
-CONFIGS = {
-    "resnet18": ResNetConfig(),
-    "resnet34": ResNetConfig(blocks=(3, 4, 6, 3)),
-}
+CONFIGS = {"resnet18": ResNetConfig(), "resnet34": ResNetConfig(blocks=(3, 4, 6, 3))}
 """The variants; the first is the default."""

@@ -14,7 +14,7 @@ import numpy as np
 from extensor import ExTensor, nn, relu
 from extensor.nn import init
 from models.resnet.configs import ResNetConfig
-from models.vision import conv_unit, started
+from models.vision import ConvUnits, started
 
 __all__ = ["BasicBlock", "ResNet", "build"]
 
@@ -27,13 +27,13 @@ class BasicBlock(nn.Module):
     Where the shape changes, x goes through a 1x1 convolution with a batch norm.
     """
 
-    def __init__(self, inputs: int, outputs: int, stride: int, rng: np.random.Generator) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, conv: ConvUnits) -> None:
         super().__init__()
-        self.conv1 = conv_unit(inputs, outputs, 3, _draw, rng, stride=stride)
-        self.conv2 = conv_unit(outputs, outputs, 3, _draw, rng, relu=False)
+        self.conv1 = conv(inputs, outputs, 3, stride=stride)
+        self.conv2 = conv(outputs, outputs, 3, relu=False)
         self.shortcut: nn.Module | None = None
         if stride > 1 or inputs != outputs:
-            self.shortcut = conv_unit(inputs, outputs, 1, _draw, rng, stride=stride, relu=False)
+            self.shortcut = conv(inputs, outputs, 1, stride=stride, relu=False)
 
     def forward(self, x: ExTensor) -> ExTensor:
         """(N, inputs, H, W) to (N, outputs, H / stride, W / stride)."""
@@ -52,7 +52,8 @@ class ResNet(nn.Module):
     def __init__(self, config: ResNetConfig, rng: np.random.Generator) -> None:
         super().__init__()
         width = config.wide(config.channels[0])
-        self.stem = conv_unit(config.in_channels, width, 3, _draw, rng)
+        conv = ConvUnits(_draw, rng)
+        self.stem = conv(config.in_channels, width, 3)
         stages: list[nn.Module] = []
         for number, (blocks, channels) in enumerate(
             zip(config.blocks, config.channels, strict=True)
@@ -60,7 +61,7 @@ class ResNet(nn.Module):
             stage: list[nn.Module] = []
             for index in range(blocks):
                 stride = 2 if number > 0 and index == 0 else 1
-                stage.append(BasicBlock(width, config.wide(channels), stride, rng))
+                stage.append(BasicBlock(width, config.wide(channels), stride, conv))
                 width = config.wide(channels)
             stages.append(nn.Sequential(*stage))
         self.stages = nn.Sequential(*stages)

@@ -17,7 +17,7 @@ import numpy as np
 from extensor import ExTensor, nn
 from extensor.nn import init
 from models.vgg.configs import VGGConfig
-from models.vision import conv_unit, started
+from models.vision import ConvUnits, started
 
 __all__ = ["VGG", "build"]
 
@@ -33,11 +33,12 @@ class VGG(nn.Module):
     def __init__(self, config: VGGConfig, rng: np.random.Generator) -> None:
         super().__init__()
         draw, channels, side = init.xavier_uniform, config.in_channels, config.image_size
+        conv = ConvUnits(draw, rng, norm=config.batch_norm)
         layers: list[nn.Module] = []
         for stage in config.stages:
             for paper_width in stage:
                 width = config.wide(paper_width)
-                layers.append(conv_unit(channels, width, 3, draw, rng, norm=config.batch_norm))
+                layers.append(conv(channels, width, 3))
                 channels = width
             if side > 1:
                 layers.append(nn.MaxPool2d(2))

@@ -252,7 +252,7 @@ def _fail(where: Array, g: Array, w: Array, what: str) -> None:
         place = tuple(int(i[0]) for i in np.nonzero(where))
         raise AssertionError(
             f"{what}\n{np.count_nonzero(where)} of {where.size} differ, first at {place}: got "
-            f"{g[place]!r}, wanted {w[place]!r}"
+            f"{g[place]!r}, expected {w[place]!r}"
         )
 
 

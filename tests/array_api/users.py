@@ -66,7 +66,7 @@ def judged(case: Callable[[Any, Any], Any]) -> str:
         with sklearn.config_context(array_api_dispatch=True):
             got, wanted = (case(to(X), to(LABELS)) for to in (et.asarray, np.asarray))
         if isinstance(wanted, np.ndarray):
-            assert isinstance(got, et.ExTensor), f"wanted an ExTensor, got {type(got)}"
+            assert isinstance(got, et.ExTensor), f"expected an ExTensor, got {type(got)}"
         # float64; conditions here stay below 1e3
         np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-11, atol=1e-12)
     except Exception as error:

@@ -16,7 +16,7 @@ EVERY_STEPS = 20
 
 
 class JsonLines(Callback):
-    """Appends a line per epoch; a resumed run first drops lines its checkpoint does not know."""
+    """Appends a line per epoch. A resumed run first drops lines its checkpoint does not know."""
 
     def on_start(self, run: RunView) -> None:
         lines = [json.dumps(report.as_dict()) + "\n" for report in run.history]

@@ -48,7 +48,7 @@ WIDE = 115
 
 
 class ShowProgress(Callback):
-    """The bar, the lines, and nothing else."""
+    """Shows the bar while an epoch runs, and a line after it."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

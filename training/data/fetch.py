@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import shutil
 import sys
 import tempfile
 import urllib.error
@@ -105,7 +106,7 @@ def _search(
     remedy: str,
     offline: str = "digits",
 ) -> tuple[Path, T]:
-    """The path of a file that passes ``check``, and what ``check`` gave."""
+    """Find a file that passes ``check``; its path, and the result of ``check``."""
     cache = cache_directory() / dataset
     names = dict.fromkeys((file.stored, file.name))
     tried = []
@@ -195,17 +196,10 @@ def _download(
 
 def _copy(response: HTTPResponse, out: IO[bytes], label: str) -> None:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import wrap_file
 
-    length = response.headers.get("Content-Length")
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(f"downloading {label}", total=int(length) if length else None)
-        while chunk := response.read(CHUNK):
-            out.write(chunk)
-            bar.advance(task, len(chunk))
+    length = int(response.headers.get("Content-Length") or 0)
+    console, quiet = Console(stderr=True), not sys.stderr.isatty()
+    what = f"downloading {label}"
+    with wrap_file(response, length, description=what, console=console, disable=quiet) as content:
+        shutil.copyfileobj(content, out, CHUNK)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Generator, Iterable
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, cast
 
 __all__ = ["prefetch"]
 
 T = TypeVar("T")
+END = object()
 
 
 def prefetch(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
@@ -27,44 +28,18 @@ def prefetch(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     """
     if depth < 0:
         raise ValueError(f"depth: expected a whole number, 0 or more, got {depth}")
+    return _ahead(iter(items), depth)
+
+
+def _ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
     if depth == 0:
-        return (item for item in items)
-    return _ahead(items, depth)
-
-
-def _ahead(items: Iterable[T], depth: int) -> Generator[T, None, None]:
-    made: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
-    ended = threading.Event()
-
-    def put(kind: str, value: Any) -> bool:
-        while not ended.is_set():
-            try:
-                made.put((kind, value), timeout=0.05)  # looks now and then whether to stop
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def work() -> None:
-        try:
-            for item in items:
-                if not put("item", item):
-                    return
-        except BaseException as error:  # raised again where it belongs
-            put("error", error)
-        else:
-            put("end", None)
-
-    thread = threading.Thread(target=work, name="prefetch", daemon=True)
-    thread.start()
+        yield from items
+        return
+    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
-        while True:
-            kind, value = made.get()
-            if kind == "error":
-                raise value
-            if kind == "end":
-                return
-            yield value
+        waiting = deque(pool.submit(next, items, END) for _ in range(depth + 1))
+        while (item := waiting.popleft().result()) is not END:
+            waiting.append(pool.submit(next, items, END))
+            yield cast(T, item)
     finally:
-        ended.set()
-        thread.join()
+        pool.shutdown(cancel_futures=True)

@@ -17,11 +17,11 @@ from training.data.draws import DATA_TENSOR, ORDER_SLOT, PICK_SLOT, stream_words
 __all__ = ["SAMPLERS", "class_weights", "epoch_order", "in_order", "weighted_order"]
 
 Sampler = Callable[[np.ndarray, int, int], np.ndarray]
-"""Gives the indices (N,) of an epoch's items, of their labels, a seed and the epoch."""
+"""(labels, seed, epoch) to the indices (N,) of the items of that epoch."""
 
 
 def in_order(count: int) -> np.ndarray:
-    """0..count-1."""
+    """The indices 0..count-1 in order."""
     return np.arange(count)
 
 
@@ -61,7 +61,7 @@ def weighted_order(weights: np.ndarray, count: int, seed: int, epoch: int) -> np
 
 
 def class_weights(labels: np.ndarray) -> np.ndarray:
-    """One over how many items have the item's label: every class is drawn equally often."""
+    """Weights that draw every class equally often: one over the number of items of a label."""
     return 1.0 / np.bincount(labels)[labels]
 
 

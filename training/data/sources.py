@@ -124,7 +124,9 @@ def parse_idx(content: bytes, shape: tuple[int, ...] | None, label: str) -> np.n
         )
     header = 4 + 4 * ndim
     if len(content) < header:
-        raise DataError(f"{label}: expected {header} bytes of header, got {len(content)}: truncated")
+        raise DataError(
+            f"{label}: expected {header} bytes of header, got {len(content)}: truncated"
+        )
     found = struct.unpack(f">{ndim}I", content[4:header])
     if shape is not None and found != shape:
         raise DataError(f"{label}: expected shape {shape}, got {found}")

@@ -25,34 +25,32 @@ __all__ = [
 
 
 class Transform(ABC):
-    """Images (N, C, H, W) to images.
-
-    Attributes:
-        slot: where its random numbers come from; None, it has none.
-    """
+    """Images (N, C, H, W) to images; random ones draw from the ``slot`` of random numbers."""
 
     slot: ClassVar[int | None] = None
 
     def __call__(self, images: np.ndarray, draws: Draws) -> np.ndarray:
-        """Apply it.
+        """Check the arguments, then `apply`.
 
         Raises:
             ValueError: for other shapes, or draws for another number of images.
         """
-        if images.ndim != 4:
-            raise ValueError(
-                f"{type(self).__name__}: expected images (N, C, H, W), got shape {images.shape}"
-            )
-        if len(draws.indices) != len(images):
-            raise ValueError(
-                f"{type(self).__name__}: expected draws for {len(images)} images, got draws for "
-                f"{len(draws.indices)}"
-            )
+        self._require(images.ndim == 4, f"images (N, C, H, W), got shape {images.shape}")
+        count, drawn = len(images), len(draws.indices)
+        self._require(drawn == count, f"draws for {count} images, got draws for {drawn}")
         return self.apply(images, draws) if len(images) else images
 
     @abstractmethod
     def apply(self, images: np.ndarray, draws: Draws) -> np.ndarray:
-        """What it does to one image or more."""
+        """Transform one image or more."""
+
+    def _require(self, good: bool, expected: str) -> None:
+        if not good:
+            raise ValueError(f"{type(self).__name__}: expected {expected}")
+
+    def _require_size(self, name: str, value: object) -> None:
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        self._require(good, f"a whole number, 1 or more, as {name}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,8 @@ class Normalize(Transform):
     std: float | tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not (np.isfinite(self.mean).all() and np.all(np.asarray(self.std) > 0)):
-            raise ValueError(
-                f"Normalize: expected a finite mean and a std above 0, got {self.mean}, {self.std}"
-            )
+        good = bool(np.isfinite(self.mean).all() and np.all(np.asarray(self.std) > 0))
+        self._require(good, f"a finite mean and a std above 0, got {self.mean}, {self.std}")
 
     def apply(self, images: np.ndarray, draws: Draws) -> np.ndarray:
         mean, std = (
@@ -106,7 +102,7 @@ class Resize(Transform):
     side: int
 
     def __post_init__(self) -> None:
-        _positive("Resize: side", self.side)
+        self._require_size("side", self.side)
 
     def apply(self, images: np.ndarray, draws: Draws) -> np.ndarray:
         rows, columns = (resize_matrix(n, self.side) for n in images.shape[2:])
@@ -120,28 +116,27 @@ class CenterCrop(Transform):
     side: int
 
     def __post_init__(self) -> None:
-        _positive("CenterCrop: side", self.side)
+        self._require_size("side", self.side)
 
     def apply(self, images: np.ndarray, draws: Draws) -> np.ndarray:
         height, width = images.shape[2:]
-        if self.side > min(height, width):
-            raise ValueError(
-                f"CenterCrop: expected images of {self.side} pixels a side or more, got {height} x "
-                f"{width}; Resize first"
-            )
+        self._require(
+            self.side <= min(height, width),
+            f"images of {self.side} pixels a side or more, got {height} x {width}; Resize first",
+        )
         top, left = (height - self.side) // 2, (width - self.side) // 2
         return images[:, :, top : top + self.side, left : left + self.side].copy()
 
 
 @dataclass(frozen=True)
 class RandomCrop(Transform):
-    """Zeros around the image, then a cut of its old size anywhere: a shift by up to ``padding``."""
+    """Random crop of the zero-padded image: a shift by up to ``padding`` pixels."""
 
     padding: int = 4
     slot: ClassVar[int | None] = SHIFT_SLOT
 
     def __post_init__(self) -> None:
-        _positive("RandomCrop: padding", self.padding)
+        self._require_size("padding", self.padding)
 
     def apply(self, images: np.ndarray, draws: Draws) -> np.ndarray:
         words, side, room = draws.words(SHIFT_SLOT), 2 * self.padding + 1, self.padding
@@ -162,7 +157,7 @@ class RandomFlip(Transform):
     slot: ClassVar[int | None] = FLIP_SLOT
 
     def __post_init__(self) -> None:
-        _share("RandomFlip: p", self.p)
+        self._require(0.0 <= self.p <= 1.0, f"p in [0, 1], got {self.p!r}")
 
     def apply(self, images: np.ndarray, draws: Draws) -> np.ndarray:
         hit = draws.uniform(FLIP_SLOT) < self.p
@@ -171,16 +166,13 @@ class RandomFlip(Transform):
 
 @dataclass(frozen=True)
 class RandomRotate(Transform):
-    """Turned about the middle by up to ``degrees`` each way; bilinear, zeros come in."""
+    """Rotation about the middle by up to ``degrees`` each way, bilinear, with zeros outside."""
 
     degrees: float = 15.0
     slot: ClassVar[int | None] = ROTATE_SLOT
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.degrees <= 180.0:
-            raise ValueError(
-                f"RandomRotate: degrees: expected a number in (0, 180], got {self.degrees}"
-            )
+        self._require(0.0 < self.degrees <= 180.0, f"degrees in (0, 180], got {self.degrees}")
 
     def apply(self, images: np.ndarray, draws: Draws) -> np.ndarray:
         angles = np.radians(self.degrees) * (2.0 * draws.uniform(ROTATE_SLOT) - 1.0)
@@ -222,12 +214,12 @@ class RandomErase(Transform):
     slot: ClassVar[int | None] = ERASE_SLOT
 
     def __post_init__(self) -> None:
-        _share("RandomErase: p", self.p)
-        if not (0.0 < self.area[0] <= self.area[1] <= 1.0 and 1.0 <= self.aspect < math.inf):
-            raise ValueError(
-                "RandomErase: expected two rising shares in (0, 1] and an aspect of 1 or more, got "
-                f"{self.area} and {self.aspect}"
-            )
+        self._require(0.0 <= self.p <= 1.0, f"p in [0, 1], got {self.p!r}")
+        self._require(
+            0.0 < self.area[0] <= self.area[1] <= 1.0 and 1.0 <= self.aspect < math.inf,
+            "two rising shares in (0, 1] and an aspect of 1 or more, got "
+            f"{self.area} and {self.aspect}",
+        )
 
     def apply(self, images: np.ndarray, draws: Draws) -> np.ndarray:
         hit, size, shape, y, x = (draws.uniform(ERASE_SLOT, part) for part in range(5))
@@ -273,18 +265,8 @@ class Compose(Transform):
 
 
 def _like(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Values in an image's dtype; uint8 by rounding, which a weighted mean of uint8 allows."""
+    """Convert values to an image's dtype; to uint8 by rounding."""
     return np.rint(values).astype(dtype) if dtype == np.uint8 else values.astype(dtype)
-
-
-def _positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: expected a whole number, 1 or more, got {value!r}")
-
-
-def _share(name: str, value: float) -> None:
-    if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name}: expected a number in [0, 1], got {value!r}")
 
 
 AUGMENTATIONS: Mapping[str, Compose] = MappingProxyType(

@@ -1,33 +1,34 @@
 """`python -m training report RUN`: one page about a run that needs nothing but a browser.
 
-Everything is inline (charts are SVG), everything that came from a file is escaped, and what a run
-has not got yet is left out with a word on why.
+What a run has not got yet is left out with a word on why. The page itself is page.html, a template.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
+from extensor.quant.recipe import SLOTS, LayerRecipe
+from extensor.quant.spec import QuantSpec
 from training.callbacks.progress import percent
 from training.config import ACTIVATIONS
-from training.page import charts, layers, settings
+from training.page import charts
 from training.page.facts import Facts, read_facts
+from training.page.template import render
 from training.runs import RUNS
 from training.tasks import TASKS
 
 __all__ = ["ReportArgs", "write_page"]
 
-STYLE = Path(__file__).with_name("page.css")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportArgs:
-    """Which run."""
+    """Flags of `report`: the run."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of a run, finished or not."""
@@ -37,7 +38,7 @@ class ReportArgs:
     @property
     def path(self) -> Path:
         """Where the page goes."""
-        return self.out if self.out is not None else self.run / "report.html"
+        return self.out or self.run / "report.html"
 
 
 def write_page(args: ReportArgs) -> Path:
@@ -46,91 +47,115 @@ def write_page(args: ReportArgs) -> Path:
     Raises:
         UsageError: if the folder holds no run, or its files cannot be read.
     """
-    args.path.write_text(_page(read_facts(args.run)), encoding="utf-8")
+    facts = read_facts(args.run)
+    recipe = facts.config.resolved_recipe
+    groups = [("every other layer" if recipe.rules else "every layer", recipe.layers)]
+    groups += [(rule.match, rule.use) for rule in recipe.rules]
+    page = render(
+        **_head(facts),
+        **_layers(facts),
+        said=facts.answers,
+        missing=facts.missing or "",
+        curves=charts.curves(facts),
+        operands=charts.operands(facts.histograms),
+        telemetry=charts.telemetry(facts.telemetry),
+        recipe=recipe,
+        activations=ACTIVATIONS[facts.config.activations] or recipe.activations,
+        recipe_slots=[(title, *_slots(layer)) for title, layer in groups],
+        settings=_settings(facts),
+        percent=percent,
+    )
+    args.path.write_text(page, encoding="utf-8")
     return args.path
 
 
-def _page(facts: Facts) -> str:
-    title = escape(facts.config.label)
-    sections = [
-        _head(facts),
-        _section(
-            "Training", charts.curves(facts), "nothing is recorded yet: the first epoch is not done"
-        ),
-        _section("Answers", facts.answers, facts.missing or ""),
-        _section("Layers, worst first", layers.worst(facts), facts.missing or ""),
-        _section(
-            "Operands on their grids",
-            layers.histograms(facts.seen),
-            facts.missing or "no layer was reached",
-        ),
-        _section(
-            "Telemetry",
-            charts.telemetry(facts.telemetry),
-            "not recorded; train with --telemetry 20, say, to see each layer's saturation, "
-            "gradient noise and weight oscillation over time",
-        ),
-        _section(
-            "Recipe",
-            settings.recipe(facts.config.recipe, ACTIVATIONS[facts.config.activations]),
-            "",
-        ),
-        _section("Settings and versions", settings.settings(facts), ""),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE.read_text(encoding='utf-8')}</style></head>\n<body><main>\n"
-        + "\n".join(sections)
-        + "\n</main></body></html>\n"
-    )
-
-
-def _section(title: str, content: str, missing: str) -> str:
-    inside = content or f'<p class="missing">{escape(missing)}</p>'
-    return f"<section><h2>{escape(title)}</h2>{inside}</section>"
-
-
-def _head(facts: Facts) -> str:
-    config, result = facts.config, facts.result
-    metric = TASKS[RUNS[config.model].task].metric
-    done = len(facts.epochs)
-    state, kind = f"unfinished, {done} of {config.epochs} epochs", "wait"
+def _head(facts: Facts) -> dict[str, Any]:
+    """The title, the run's state and the most important figures."""
+    config, result, task = facts.config, facts.result, TASKS[RUNS[facts.config.model].task]
+    metric = task.metric
+    state, kind = f"unfinished, {len(facts.epochs)} of {config.epochs} epochs", "wait"
     if result is not None:
         state, kind = ("diverged", "bad") if result["diverged"] else ("finished", "good")
     cards: list[tuple[str, str, str]] = []
-    last = facts.epochs[-1] if facts.epochs else None
-    if last is not None:
-        value = last[f"test_{metric.key}"]
-        shown = "not finite" if value is None else metric.show(value).removeprefix(metric.key + " ")
-        cards.append((f"test {metric.key}", shown, f"after epoch {last['epoch']}"))
+    if facts.epochs:
+        last = facts.epochs[-1]
+        shown = metric.show(last[f"test_{metric.key}"]).removeprefix(f"{metric.key} ")
+        note = f"after epoch {last['epoch']}"
+        cards.append((f"test {metric.key}", shown.removeprefix("is "), note))
         if metric.key != "loss":
             cards.append(("test loss", _number(last["test_loss"]), "nats"))
         if last.get("test_perplexity") is not None:
             cards.append(("perplexity", _number(last["test_perplexity"]), "test"))
         seconds = sum(e["seconds"] for e in facts.epochs)
         cards.append(("training time", _duration(seconds), f"{last['step']:,} steps"))
-        unit = TASKS[RUNS[config.model].task].unit
-        cards.append((f"{unit} a second", f"{last['per_second']:,.0f}", "last epoch"))
+        cards.append((f"{task.unit} a second", f"{last['per_second']:,.0f}", "last epoch"))
         if last["saturated"] is not None:
             cards.append(("saturated", percent(last["saturated"]), "of quantized values"))
             cards.append(("flushed to zero", percent(last["flushed"]), "of quantized values"))
     if result is not None:
         cards.append(("weights", f"{result['parameters']:,}", "trained"))
-    notes = ""
-    if result is not None and result["diverged"]:
-        notes = f'<p class="alarm">{escape(result["diverged"])}</p>'
-    items = "".join(
-        f"<div><span>{escape(a)}</span><b>{escape(b)}</b><small>{escape(c)}</small></div>"
-        for a, b, c in cards
-    )
-    doc = (
-        f"{RUNS[config.model].doc}, on {config.dataset}, recipe {config.recipe}, seed {config.seed}"
-    )
-    return (
-        f'<header><h1>{escape(config.label)} <span class="{kind}">{escape(state)}</span></h1>'
-        f'<p>{escape(doc)}</p>{notes}<div class="cards">{items}</div></header>'
-    )
+    doc = RUNS[config.model].doc
+    return {
+        "label": config.label,
+        "doc": f"{doc}, on {config.dataset}, recipe {config.recipe}, seed {config.seed}",
+        "state": state,
+        "kind": kind,
+        "alarm": (result or {}).get("diverged"),
+        "cards": cards,
+    }
+
+
+def _layers(facts: Facts) -> dict[str, Any]:
+    """Each layer beside float32, worst first, with the slots that the last epoch warns about."""
+    alarms: dict[str, list[dict[str, Any]]] = {}
+    for row in (facts.result or {}).get("health", []):
+        if row["verdict"] != "ok":
+            alarms.setdefault(row["layer"], []).append(row)
+    inner = [row for row in facts.rows if row.layer != "(output)"]
+    inner.sort(key=lambda row: math.inf if math.isnan(row.sqnr_db) else row.sqnr_db)
+    rows = []
+    for row in inner:
+        found = sorted(alarms.get(row.layer, []), key=lambda s: SLOTS.index(s["slot"]))
+        rows.append((row, [f"{s['slot']} {s['verdict']}" for s in found]))
+    return {
+        "rows": rows,
+        "output": facts.rows[-1] if rows else None,
+        "exact": all(row.sqnr_db == math.inf for row in inner),
+    }
+
+
+def _slots(layer: LayerRecipe) -> tuple[str | None, list[tuple[str, ...]]]:
+    """The dense format of all slots, or None and a row for each slot."""
+    plain = {layer.slot(slot) for slot in SLOTS}
+    if len(plain) == 1 and isinstance(only := next(iter(plain)), str):
+        return only, []
+    rows: list[tuple[str, ...]] = []
+    for slot in SLOTS:
+        operand = layer.slot(slot)
+        if isinstance(operand, QuantSpec):
+            spec = operand.resolve(2)
+            rows.append((slot, spec.format, str(spec.tile), spec.rule, spec.rounding, _rest(spec)))
+        else:
+            rows.append((slot, operand, "", "", "", ""))
+    return None, rows
+
+
+def _rest(spec: QuantSpec) -> str:
+    """The fields of a spec that have no column of their own and are not the defaults."""
+    shown = ("format", "axis", "tile", "scale_rule", "rounding")
+    values = {f.name: (getattr(spec, f.name), f.default) for f in dataclasses.fields(QuantSpec)}
+    return ", ".join(f"{n}={v}" for n, (v, d) in values.items() if n not in shown and v != d)
+
+
+def _settings(facts: Facts) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Every setting; the versions and the figures of a finished run."""
+    groups: list[tuple[str, dict[str, Any]]] = [("settings", facts.config.as_dict())]
+    if facts.result is not None:
+        keys = ("steps", "skipped_steps", "best_epoch", "stopped_early", "peak_rss_mb", "device")
+        run = {key: facts.result.get(key) for key in keys}
+        run = {k: f"{v:.0f}" if isinstance(v, float) else v for k, v in run.items()}
+        groups += [("versions", facts.result["versions"]), ("run", run)]
+    return [(title, [(k, str(v)) for k, v in rows.items()]) for title, rows in groups]
 
 
 def _number(value: float | None) -> str:

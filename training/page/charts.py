@@ -1,104 +1,123 @@
-"""Charts of what a run recorded: by epoch, and by step where it kept telemetry."""
+"""Charts of what a run recorded: by epoch, by step where it kept telemetry, and of its operands."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from training.callbacks import NOISE_RATIO
-from training.page.facts import Facts
-from training.svg import Line, lines
+from markupsafe import Markup
 
-__all__ = ["curves", "telemetry"]
+from training.callbacks import NOISE_RATIO
+from training.histograms import Histograms, OperandHistogram
+from training.page.facts import Facts
+from training.svg import Line, bars, lines
+
+__all__ = ["curves", "operands", "telemetry"]
 
 MOST_LINES = 8
+SLOT_TITLES = {"fprop.w": "weights", "fprop.x": "activations", "dgrad.g": "gradients"}
 
 
-def curves(facts: Facts) -> str:
+def _drawn(charts: list[str]) -> list[Markup]:
+    return [Markup(chart) for chart in charts if chart]
+
+
+def _scaled(values: list[float | None], factor: float) -> list[float | None]:
+    return [None if v is None else factor * v for v in values]
+
+
+def curves(facts: Facts) -> list[Markup]:
+    """What metrics.jsonl holds, by epoch."""
     if not facts.epochs:
-        return ""
+        return []
     at = [e["epoch"] for e in facts.epochs]
 
     def curve(name: str, key: str, factor: float = 1.0) -> Line:
-        values = [e.get(key) for e in facts.epochs]
-        return Line(name, at, [None if v is None else factor * v for v in values])
+        return Line(name, at, _scaled([e.get(key) for e in facts.epochs], factor))
 
-    held = ["val"] if facts.config.val_share else []
-    names = {"train": "training", "test": "test", "val": "validation"}
-    shown = ("train", "test", *held)
-    parts = [
-        lines("loss", [curve(names[key], f"{key}_loss") for key in shown], "epoch"),
-        lines("accuracy, %", [curve(names[key], f"{key}_accuracy", 100) for key in shown], "epoch"),
-        _rates(facts, curve("learning rate", "lr")),
-        lines("seconds an epoch", [curve("training alone", "seconds")], "epoch"),
-    ]
+    parts = {"train": "training", "test": "test"}
+    parts |= {"val": "validation"} if facts.config.val_share else {}
+    rate = lines("learning rate at the epoch's end", [curve("learning rate", "lr")], "epoch")
+    if facts.telemetry:
+        steps = [record["step"] for record in facts.telemetry]
+        rates = Line("learning rate", steps, [r["lr"] for r in facts.telemetry])
+        rate = lines("learning rate", [rates], "step")
+    shares = []
     if any(e["saturated"] is not None for e in facts.epochs):
         shares = [curve("saturated", "saturated", 100), curve("flushed to zero", "flushed", 100)]
-        parts.append(lines("quantized values, %", shares, "epoch"))
-    return f'<div class="charts">{"".join(parts)}</div>'
+    accuracies = [curve(name, f"{key}_accuracy", 100) for key, name in parts.items()]
+    return _drawn(
+        [
+            lines("loss", [curve(name, f"{key}_loss") for key, name in parts.items()], "epoch"),
+            lines("accuracy, %", accuracies, "epoch"),
+            rate,
+            lines("seconds an epoch", [curve("training alone", "seconds")], "epoch"),
+            lines("quantized values, %", shares, "epoch"),
+        ]
+    )
 
 
-def _rates(facts: Facts, by_epoch: Line) -> str:
-    steps = [record["step"] for record in facts.telemetry]
-    if steps:
-        rates = Line("learning rate", steps, [r["lr"] for r in facts.telemetry])
-        return lines("learning rate", [rates], "step")
-    return lines("learning rate at the epoch's end", [by_epoch], "epoch")
-
-
-def telemetry(records: list[dict[str, Any]]) -> str:
+def telemetry(records: list[dict[str, Any]]) -> list[Markup]:
+    """What telemetry.jsonl holds, by step."""
     if not records:
-        return ""
+        return []
     steps = [r["step"] for r in records]
     paths = list(dict.fromkeys(path for r in records for path in r["layers"]))
 
-    def collect(key: str, factor: float = 1.0) -> list[Line]:
-        found = []
-        for path in paths:
-            values = [r["layers"].get(path, {}).get(key) for r in records]
-            if any(v is not None for v in values):
-                found.append(Line(path, steps, [None if v is None else factor * v for v in values]))
-        return found
+    def collect(key: str, factor: float = 1.0, highest: bool = True) -> list[Line]:
+        rows = {path: [r["layers"].get(path, {}).get(key) for r in records] for path in paths}
+        return few({path: _scaled(values, factor) for path, values in rows.items()}, highest)
 
-    def of_slots(share: str) -> list[Line]:
-        found = []
-        for path in paths:
-            values: list[float | None] = []
-            for r in records:
-                slots = r["layers"].get(path, {}).get("slots", {})
-                known = [s[share] for s in slots.values() if s[share] is not None]
-                values.append(100 * max(known) if known else None)
-            if any(v is not None for v in values):
-                found.append(Line(path, steps, values))
-        return found
+    def worst_slot(share: str) -> list[Line]:
+        def worst(layer: dict[str, Any]) -> float | None:
+            known = [s[share] for s in layer.get("slots", {}).values() if s[share] is not None]
+            return 100 * max(known) if known else None
 
-    loss = Line("loss", steps, [r["loss"] for r in records])
-    ratios = collect("gradient_over_noise")
-    parts = [
-        lines("loss of the batch", [loss], "step"),
-        lines("gradient norm by layer", _few(collect("gradient_norm"), True), "step", log=True),
-        lines(
-            "gradient over its quantization noise",
-            _few(ratios, False),
-            "step",
-            log=True,
-            threshold=(NOISE_RATIO, "√3: below, training gains little"),
-        )
-        if ratios
-        else "",
-        lines("flushed to zero, worst operand, %", _few(of_slots("flushed"), True), "step"),
-        lines("saturated, worst operand, %", _few(of_slots("saturated"), True), "step"),
-        lines("weight codes that changed, %", _few(collect("changed", 100), True), "step"),
-        lines("weight codes that turned back, %", _few(collect("turned", 100), True), "step"),
+        return few({p: [worst(r["layers"].get(p, {})) for r in records] for p in paths}, True)
+
+    def few(rows: dict[str, list[float | None]], highest: bool) -> list[Line]:
+        """At most `MOST_LINES`: those with the highest (lowest) means, in the model's order."""
+        known = {path: [v for v in values if v is not None] for path, values in rows.items()}
+        means = {path: sum(values) / len(values) for path, values in known.items() if values}
+        chosen = sorted(means, key=lambda path: means[path], reverse=highest)[:MOST_LINES]
+        return [Line(path, steps, rows[path]) for path in means if path in chosen]
+
+    return _drawn(
+        [
+            lines("loss of the batch", [Line("loss", steps, [r["loss"] for r in records])], "step"),
+            lines("gradient norm by layer", collect("gradient_norm"), "step", log=True),
+            lines(
+                "gradient over its quantization noise",
+                collect("gradient_over_noise", highest=False),
+                "step",
+                log=True,
+                threshold=(NOISE_RATIO, "√3: below, training gains little"),
+            ),
+            lines("flushed to zero, worst operand, %", worst_slot("flushed"), "step"),
+            lines("saturated, worst operand, %", worst_slot("saturated"), "step"),
+            lines("weight codes that changed, %", collect("changed", 100), "step"),
+            lines("weight codes that turned back, %", collect("turned", 100), "step"),
+        ]
+    )
+
+
+def operands(seen: Histograms) -> list[tuple[str, list[Markup]]]:
+    """Histograms of each layer's operands on their grids."""
+    return [
+        (path, _drawn([_histogram(SLOT_TITLES[slot], row) for slot, row in slots.items()]))
+        for path, slots in seen.items()
     ]
-    return f'<div class="charts">{"".join(parts)}</div>'
 
 
-def _few(found: list[Line], highest: bool) -> list[Line]:
-    """At most `MOST_LINES`: those with the highest (lowest) values, in the model's order."""
-
-    def mean(line: Line) -> float:
-        known = [y for y in line.y if y is not None]
-        return sum(known) / len(known)
-
-    chosen = sorted(found, key=mean, reverse=highest)[:MOST_LINES]
-    return [line for line in found if line in chosen]
+def _histogram(title: str, seen: OperandHistogram) -> str:
+    top = max((abs(v) for v, _ in seen.grid), default=0.0)
+    few = [v for v, _ in seen.grid if abs(v) in (0.0, top) or v in (-top / 2, top / 2)]
+    return bars(
+        title,
+        f"{seen.format}, {seen.zeros:.0%} zeros apart" if seen.zeros > 0.005 else seen.format,
+        seen.edges,
+        seen.counts,
+        seen.axis,
+        stems=seen.grid,
+        marks=seen.marks,
+        x_ticks=few or None,
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,10 @@ from extensor.io import CheckpointError
 from extensor.nn import apply_recipe
 from training.config import RunConfig
 from training.data import DataError
+from training.histograms import Histograms, operand_histograms
 from training.page.answers import answers
-from training.ptq import restored
-from training.rundir import (
-    CONFIG,
-    LAST,
-    METRICS,
-    TELEMETRY,
-    UsageError,
-    read_config,
-    read_result,
-)
-from training.snapshot import Operands, operands
+from training.ptq import load_run
+from training.rundir import CONFIG, LAST, METRICS, TELEMETRY, UsageError, read_config, read_result
 
 __all__ = ["Facts", "read_facts"]
 
@@ -35,10 +26,10 @@ LAYER_BATCH = 200
 
 @dataclass(frozen=True)
 class Facts:
-    """What the folder says.
+    """Everything the page shows of a run.
 
-    ``rows`` compares the layers with float32, ``seen`` holds their operands, ``answers`` is what
-    the model says on test data; all are empty, and ``missing`` says why, where there is no
+    ``rows`` compares the layers with float32, ``histograms`` holds their operands, ``answers`` is
+    what the model says on test data; all are empty, and ``missing`` says why, where there is no
     checkpoint or no data.
     """
 
@@ -47,13 +38,13 @@ class Facts:
     epochs: list[dict[str, Any]]
     telemetry: list[dict[str, Any]]
     rows: Sequence[LayerRow]
-    seen: Operands
-    answers: str
+    histograms: Histograms
+    answers: dict[str, Any]
     missing: str | None
 
 
 def read_facts(folder: Path) -> Facts:
-    """All that the folder of a run says.
+    """Read the folder of a run.
 
     Raises:
         UsageError: if the folder holds no run, or its files cannot be read.
@@ -65,7 +56,7 @@ def read_facts(folder: Path) -> Facts:
         )
     config = read_config(folder)
     result = read_result(folder)
-    rows, seen, said, missing = _looked_at(folder, result)
+    rows, seen, said, missing = _from_checkpoint(folder, result)
     return Facts(
         config,
         result,
@@ -79,7 +70,7 @@ def read_facts(folder: Path) -> Facts:
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; a last line that is being written does not count yet."""
+    """The records of a file, without a last line that is still being written."""
     if not path.is_file():
         return []
     found = []
@@ -91,16 +82,16 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _looked_at(
+def _from_checkpoint(
     folder: Path, result: dict[str, Any] | None
-) -> tuple[Sequence[LayerRow], Operands, str, str | None]:
+) -> tuple[Sequence[LayerRow], Histograms, dict[str, Any], str | None]:
     """Each layer beside float32, its operands and answers, from the checkpoint and the data."""
     if not (folder / LAST).is_file():
-        return (), {}, "", "the run has no checkpoint yet: its first epoch is not done"
+        return (), {}, {}, "the run has no checkpoint yet: its first epoch is not done"
     try:
-        trainer = restored(folder)
+        trainer = load_run(folder)
     except (UsageError, DataError, CheckpointError) as error:
-        return (), {}, "", str(error)
+        return (), {}, {}, str(error)
     reference = trainer.fresh_model()
     reference.load_state_dict(trainer.model.state_dict())
     apply_recipe(reference, "fp32")
@@ -110,5 +101,5 @@ def _looked_at(
     try:
         said = answers(trainer, result)
     except UsageError as error:  # it diverged: the rest of the page says how
-        said = f"<p>{escape(str(error))}</p>"
-    return rows, operands(trainer), said, None
+        said = {"error": str(error)}
+    return rows, operand_histograms(trainer), said, None

@@ -10,9 +10,5 @@ from training.tasks.language import Causal, Masked
 
 __all__ = ["TASKS", "Metric", "Task"]
 
-TASKS: dict[str, Any] = {
-    "classification": Classification,
-    "causal": Causal,
-    "masked": Masked,
-}
+TASKS: dict[str, Any] = {"classification": Classification, "causal": Causal, "masked": Masked}
 """By the name that a row of RUNS gives: subclasses of Task, made of (config, data or None)."""

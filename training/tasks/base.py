@@ -64,14 +64,14 @@ class Metric:
         return 100.0 * gap / baseline if self.gap == "%" else gap
 
     def show(self, value: float | None) -> str:
-        """The number as people read it."""
+        """The number with its name and unit."""
         if value is None:
             return f"{self.key} is not finite"
         unit = "%" if self.scale == 100.0 else ""
         return f"{self.key} {self.scale * value:.{self.digits}f}{unit}"
 
     def outcome(self, result: Mapping[str, Any]) -> str:
-        """A result in a few words."""
+        """The number of a result.json, with its name and unit."""
         return self.show(result[self.key])
 
 
@@ -96,7 +96,7 @@ class Task(ABC):
 
     @abstractmethod
     def shapes(self) -> dict[str, Any]:
-        """What the data decides about the model's configuration."""
+        """Settings of the model's configuration that follow from the data."""
 
     @abstractmethod
     def training(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -112,7 +112,7 @@ class Task(ABC):
 
     @abstractmethod
     def scores(self) -> Scores:
-        """Fresh scores."""
+        """New `Scores`, with nothing counted yet."""
 
     @abstractmethod
     def stuck(self, scores: Scores) -> str | None:

@@ -110,7 +110,7 @@ class Classification(Task):
         return ClassScores(self.dataset.classes)
 
     def stuck(self, scores: Scores) -> str | None:
-        """Accuracy no better than chance."""
+        """An accuracy no better than chance."""
         labels = self.dataset.test.labels
         chance = float(np.bincount(labels).max() / len(labels))
         if scores.accuracy >= chance + CHANCE_MARGIN:

@@ -1,4 +1,4 @@
-"""Text: predict the next token, or fill in hidden ones.
+"""Text: predict the next token, or fill in masked ones.
 
 An epoch is ``epoch_steps`` steps on random windows of the training part. Tests use fixed windows of
 the other part, evenly spaced and side by side, so every run of a corpus is judged on the same ones.
@@ -21,7 +21,7 @@ from training.data.draws import DATA_TENSOR, MASK_SLOT, NOISE_SLOT, stream_words
 from training.metrics import Scores, TokenScores
 from training.tasks.base import Metric, Task
 from training.text.augment import replace_tokens
-from training.text.masking import hide_tokens
+from training.text.masking import mask_tokens
 from training.text.tokenizers import TOKENIZERS
 from training.text.windows import even_starts, flat_tokens, random_starts, window
 
@@ -30,7 +30,7 @@ __all__ = ["Causal", "Masked"]
 NOISE = 0.02
 """The share of input tokens that `--augment noise` replaces."""
 TEST_SEED = 0
-"""Seed of the tokens that tests hide: not the run's, so that all runs answer the same ones."""
+"""Seed of the tokens that tests mask: not the run's, so that all runs answer the same ones."""
 
 
 class Causal(Task):
@@ -110,7 +110,7 @@ class Causal(Task):
     def _cut(
         self, tokens: np.ndarray, starts: np.ndarray, size: int, first: int
     ) -> Iterator[Batch]:
-        """Batches of ``size`` windows, from one on."""
+        """Batches of ``size`` windows, from batch number ``first`` on."""
         for index in range(first, -(-len(starts) // size)):
             chosen = starts[index * size : (index + 1) * size]
             yield Batch(index, *window(tokens, chosen, self.config.context))
@@ -120,7 +120,7 @@ class Causal(Task):
         return TokenScores(self.tokenizer.size)
 
     def stuck(self, scores: Scores) -> str | None:
-        """No better than knowing how frequent each token is."""
+        """A loss no better than that of the tokens' frequencies alone."""
         counts = np.bincount(self.test_tokens)
         shares = counts[counts > 0] / counts.sum()
         entropy = float(-(shares * np.log(shares)).sum())
@@ -137,28 +137,28 @@ class Causal(Task):
 
 
 class Masked(Causal):
-    """Say what hidden tokens were, from those on both sides. Arguments and errors as `Causal`.
+    """Fill in masked tokens from those on both sides. Arguments and errors as `Causal`.
 
-    15% of each window are hidden (`training.text.masking`): others in every epoch of training, the
-    same ones in every test.
+    15% of each window are selected (`training.text.masking`): others in every epoch of training,
+    the same ones in every test.
     """
 
-    metric = replace(Causal.metric, title="test loss, nats per hidden token")
+    metric = replace(Causal.metric, title="test loss, nats per masked token")
 
     def training(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Random windows with tokens hidden, where the seed and the epoch decide."""
+        """Random windows with masked tokens, where the seed and the epoch decide."""
         for batch in super().training(epoch, start):
-            yield self._hidden(batch, self.config.seed, epoch)
+            yield self._masked(batch, self.config.seed, epoch)
 
     def _fixed(self, tokens: np.ndarray, batch_size: int) -> Iterator[Batch]:
         for batch in super()._fixed(tokens, batch_size):
-            yield self._hidden(batch, TEST_SEED, 0)
+            yield self._masked(batch, TEST_SEED, 0)
 
-    def _hidden(self, batch: Batch, seed: int, epoch: int) -> Batch:
+    def _masked(self, batch: Batch, seed: int, epoch: int) -> Batch:
         tokens = batch.inputs
         stream = Stream(seed, epoch, DATA_TENSOR, MASK_SLOT)
         which, other = (
             stream_words(stream, tokens.size, 2 * batch.index + part).reshape(tokens.shape)
             for part in (0, 1)
         )
-        return Batch(batch.index, *hide_tokens(tokens, which, other, self.tokenizer.size))
+        return Batch(batch.index, *mask_tokens(tokens, which, other, self.tokenizer.size))

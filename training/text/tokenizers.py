@@ -6,7 +6,8 @@ checkpoint and made again from it.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,19 +20,40 @@ class TokenizerError(ValueError):
     """Text or tokens that a tokenizer does not know."""
 
 
-class Tokenizer(Protocol):
-    """What a tokenizer can do."""
+class Tokenizer(ABC):
+    """What a tokenizer can do; its ``size`` tokens are numbered from 0."""
+
+    kind: ClassVar[str]
+    """Its name, as ``--tokenizer`` takes it."""
+    part: ClassVar[str]
+    """What its state holds beside its kind."""
+
+    @classmethod
+    @abstractmethod
+    def train(cls, text: str, vocab_size: int) -> Tokenizer:
+        """The tokenizer of a text."""
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, text: str) -> Tokenizer:
+        """The tokenizer whose state holds this text."""
 
     @property
+    @abstractmethod
     def size(self) -> int:
-        """How many tokens there are; they are numbered from 0."""
+        """How many tokens there are."""
 
+    @abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Tokens of a text, int64 (T,).
 
         Raises:
-            TokenizerError: for letters it does not know.
+            TokenizerError: for letters that it does not know.
         """
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Plain JSON that `from_state` makes the same tokenizer of."""
 
     def decode(self, tokens: Any) -> str:
         """The text of tokens.
@@ -39,30 +61,25 @@ class Tokenizer(Protocol):
         Raises:
             TokenizerError: for numbers that are no tokens.
         """
+        numbers = np.asarray(tokens)
+        if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):
+            raise TokenizerError(
+                "decode: expected tokens in a row, whole numbers (T,), got shape "
+                f"{numbers.shape} of {numbers.dtype}"
+            )
+        bad = numbers[(numbers < 0) | (numbers >= self.size)]
+        if bad.size:
+            raise TokenizerError(f"decode: expected tokens in 0..{self.size - 1}, got {bad[0]}")
+        return self._decode(numbers.tolist())
 
-    def state(self) -> dict[str, Any]:
-        """Plain JSON that `from_state` makes the same tokenizer of."""
-
-
-def _checked(tokens: Any, size: int) -> list[int]:
-    numbers = np.asarray(tokens)
-    if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):
-        raise TokenizerError(
-            f"decode: expected tokens in a row, whole numbers (T,), got shape {numbers.shape} of "
-            f"{numbers.dtype}"
-        )
-    bad = numbers[(numbers < 0) | (numbers >= size)]
-    if bad.size:
-        raise TokenizerError(f"decode: expected tokens in 0..{size - 1}, got {int(bad[0])}")
-    return [int(number) for number in numbers]
+    @abstractmethod
+    def _decode(self, numbers: list[int]) -> str: ...
 
 
-class Characters:
-    """One token per letter.
+class Characters(Tokenizer):
+    """One token per letter; ``letters`` holds each letter once."""
 
-    Args:
-        letters: the vocabulary, each letter once.
-    """
+    kind, part = "char", "letters"
 
     def __init__(self, letters: str) -> None:
         if not letters or len(set(letters)) < len(letters):
@@ -77,50 +94,41 @@ class Characters:
         """The letters of a text, in order of their code points; they alone decide how many."""
         return cls("".join(sorted(set(text))))
 
+    @classmethod
+    def restore(cls, text: str) -> Characters:
+        return cls(text)
+
     @property
     def size(self) -> int:
-        """How many letters."""
         return len(self.letters)
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, int64 (T,).
-
-        Raises:
-            TokenizerError: for letters it does not know.
-        """
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         known = codes < len(self._table)
         tokens = np.where(known, self._table[np.where(known, codes, 0)], -1)
         bad = np.flatnonzero(tokens < 0)
         if bad.size:
-            letter = text[bad[0]]
             raise TokenizerError(
-                f"encode: expected the {self.size} letters of the training text, got {letter!r} at "
-                f"position {bad[0]}; known are {self.letters!r}"
+                f"encode: expected the {self.size} letters of the training text, got "
+                f"{text[bad[0]]!r} at position {bad[0]}; known are {self.letters!r}"
             )
         return tokens
 
-    def decode(self, tokens: Any) -> str:
-        """The text of tokens.
-
-        Raises:
-            TokenizerError: for numbers that are no tokens.
-        """
-        return "".join(self.letters[number] for number in _checked(tokens, self.size))
+    def _decode(self, numbers: list[int]) -> str:
+        return "".join(self.letters[number] for number in numbers)
 
     def state(self) -> dict[str, Any]:
-        """The letters."""
-        return {"kind": "char", "letters": self.letters}
+        return {"kind": self.kind, self.part: self.letters}
 
 
-class BytePairs:
+class BytePairs(Tokenizer):
     """Byte-pair encoding (Sennrich et al., arXiv 1508.07909) of bytes, as in GPT-2.
 
-    Every text has an encoding, since every byte is a token.
-
-    Args:
-        library: a `tokenizers.Tokenizer`.
+    Every text has an encoding, since every byte is a token. Decoded bytes that are no UTF-8 become
+    replacement characters. ``library`` is a `tokenizers.Tokenizer`.
     """
+
+    kind, part = "bpe", "json"
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -147,34 +155,37 @@ class BytePairs:
             show_progress=False,
         )
         library.train_from_iterator(text.splitlines(keepends=True), trainer)
-        got = library.get_vocab_size()
-        if got != vocab_size:
+        made = cls(library)
+        if made.size != vocab_size:
             raise TokenizerError(
-                f"--vocab-size: the text gives no more than {got} tokens, expected {vocab_size}; "
-                "ask for fewer"
+                f"--vocab-size: the text gives no more than {made.size} tokens, expected "
+                f"{vocab_size}; ask for fewer"
             )
-        return cls(library)
+        return made
+
+    @classmethod
+    def restore(cls, text: str) -> BytePairs:
+        library = _package().Tokenizer
+        try:
+            return cls(library.from_str(text))
+        except Exception as error:  # the package raises nothing narrower
+            raise TokenizerError(
+                f"tokenizer 'bpe': expected the JSON of the package tokenizers, got {text!r:.80} "
+                f"({error}); the state is cut off, or written by a newer version of the package"
+            ) from error
 
     @property
     def size(self) -> int:
-        """How many tokens."""
         return int(self._library.get_vocab_size())
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, int64 (T,)."""
         return np.array(self._library.encode(text).ids, np.int64)
 
-    def decode(self, tokens: Any) -> str:
-        """The text of tokens; bytes that are no UTF-8 become replacement characters.
-
-        Raises:
-            TokenizerError: for numbers that are no tokens.
-        """
-        return str(self._library.decode(_checked(tokens, self.size)))
+    def _decode(self, numbers: list[int]) -> str:
+        return str(self._library.decode(numbers))
 
     def state(self) -> dict[str, Any]:
-        """The package's own JSON."""
-        return {"kind": "bpe", "json": self._library.to_str()}
+        return {"kind": self.kind, self.part: self._library.to_str()}
 
 
 def _package() -> Any:
@@ -188,35 +199,24 @@ def _package() -> Any:
     return tokenizers
 
 
-TOKENIZERS: dict[str, type[Characters] | type[BytePairs]] = {"char": Characters, "bpe": BytePairs}
+TOKENIZERS: dict[str, type[Tokenizer]] = {cls.kind: cls for cls in (Characters, BytePairs)}
 """By the name that ``--tokenizer`` takes."""
-
-PARTS = {"char": "letters", "bpe": "json"}
-"""What the state of each holds beside its kind."""
 
 
 def from_state(state: Any) -> Tokenizer:
-    """The tokenizer that `Tokenizer.state` was asked of.
+    """Make the tokenizer that `Tokenizer.state` describes.
 
     Raises:
         TokenizerError: for a state of no known kind, or a damaged one.
     """
     kind = state.get("kind") if isinstance(state, dict) else None
-    if kind not in PARTS:
+    if kind not in TOKENIZERS:
         raise TokenizerError(unknown_name("tokenizer", str(kind), TOKENIZERS))
-    text = state.get(PARTS[kind])
+    cls = TOKENIZERS[kind]
+    text = state.get(cls.part)
     if not isinstance(text, str):
         raise TokenizerError(
-            f"tokenizer {kind!r}: expected text under {PARTS[kind]!r}, got {text!r:.80}; the "
-            "state is cut off or of another kind"
+            f"tokenizer {kind!r}: expected text under {cls.part!r}, got {text!r:.80}; the state is "
+            "cut off or of another kind"
         )
-    if kind == "char":
-        return Characters(text)
-    library = _package().Tokenizer
-    try:
-        return BytePairs(library.from_str(text))
-    except Exception as error:  # the package raises nothing narrower
-        raise TokenizerError(
-            f"tokenizer 'bpe': expected the JSON of the package tokenizers, got {text!r:.80} "
-            f"({error}); the state is cut off, or written by a newer version of the package"
-        ) from error
+    return cls.restore(text)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from extensor.array_api.linalg.matrix import factored, matrices
+from extensor.array_api.linalg.matrix import decompose, matrices
 from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import complex64, compute_dtype, promote
@@ -48,18 +48,18 @@ def eigh(x: ExTensor, /) -> EigResult:
     Raises:
         TypeError, ValueError: for what is no square matrix, or requires a gradient.
     """
-    return EigResult(*factored("eigh", matrices("eigh", x)))
+    return EigResult(*decompose("eigh", matrices("eigh", x)))
 
 
 def eigvalsh(x: ExTensor, /) -> ExTensor:
     """As `eigh`, the eigenvalues alone."""
-    return factored("eigvalsh", matrices("eigvalsh", x))[0]
+    return decompose("eigvalsh", matrices("eigvalsh", x))[0]
 
 
 def _complex(routine: str, x: ExTensor) -> list[ExTensor]:
     """Eigenvalues (and vectors), which LAPACK gives as real numbers where all are."""
     wide = matrices(routine, x).astype(compute_dtype(x.dtype))  # not rounded to 16 bits between
-    return [part.astype(promote(part.dtype, complex64)) for part in factored(routine, wide)]
+    return [part.astype(promote(part.dtype, complex64)) for part in decompose(routine, wide)]
 
 
 def eig(x: ExTensor, /) -> EigResult:
@@ -88,8 +88,8 @@ def qr(x: ExTensor, /, *, mode: str = "reduced") -> QRResult:
     """
     matrices("qr", x, square=False)
     if mode not in ("reduced", "complete"):
-        raise ValueError(f"qr: mode: wanted 'reduced' or 'complete', got {mode!r}")
-    return QRResult(*factored("qr", x, mode=mode))
+        raise ValueError(f"qr: mode: expected 'reduced' or 'complete', got {mode!r}")
+    return QRResult(*decompose("qr", x, mode=mode))
 
 
 def svd(x: ExTensor, /, *, full_matrices: bool = True) -> SVDResult:
@@ -103,13 +103,13 @@ def svd(x: ExTensor, /, *, full_matrices: bool = True) -> SVDResult:
         TypeError, ValueError: for what is no matrix, or requires a gradient.
     """
     matrices("svd", x, square=False)
-    return SVDResult(*factored("svd", x, full_matrices=bool(full_matrices)))
+    return SVDResult(*decompose("svd", x, full_matrices=bool(full_matrices)))
 
 
 def svdvals(x: ExTensor, /) -> ExTensor:
     """As `svd`, the singular values alone."""
     matrices("svdvals", x, square=False)
-    return factored("svd", x, "svdvals", compute_uv=False)[0]
+    return decompose("svd", x, "svdvals", compute_uv=False)[0]
 
 
 def _cutoff(x: ExTensor, rtol: float | ExTensor | None) -> Any:
@@ -146,4 +146,4 @@ def pinv(x: ExTensor, /, *, rtol: float | ExTensor | None = None) -> ExTensor:
         TypeError, ValueError: for what is no matrix, or requires a gradient.
     """
     limit = _cutoff(matrices("pinv", x, square=False), rtol)
-    return factored("pinv", x, rcond=limit)[0]
+    return decompose("pinv", x, rcond=limit)[0]

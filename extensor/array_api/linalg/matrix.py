@@ -36,21 +36,21 @@ class SlogdetResult(NamedTuple):
     logabsdet: ExTensor
 
 
-NO_MATRIX = (BadInput((np.zeros(3),), ValueError, "wanted matrices"),)
-_NOT_SQUARE = (*NO_MATRIX, BadInput((np.zeros((2, 3)),), ValueError, "wanted square matrices"))
+NO_MATRIX = (BadInput((np.zeros(3),), ValueError, "expected matrices"),)
+_NOT_SQUARE = (*NO_MATRIX, BadInput((np.zeros((2, 3)),), ValueError, "expected square matrices"))
 
 
 def matrices(name: str, x: ExTensor, square: bool = True) -> ExTensor:
-    """Give x back.
+    """Give x back if it is a tensor of (square) matrices.
 
     Raises:
-        TypeError, ValueError: if it is no tensor of (square) matrices.
+        TypeError, ValueError: otherwise.
     """
     tensors_only(name, x)
     if x.ndim < 2:
-        raise ValueError(f"{name}: wanted matrices (two axes or more), got shape {x.shape}")
+        raise ValueError(f"{name}: expected matrices (two axes or more), got shape {x.shape}")
     if square and x.shape[-1] != x.shape[-2]:
-        raise ValueError(f"{name}: wanted square matrices, got shape {x.shape}")
+        raise ValueError(f"{name}: expected square matrices, got shape {x.shape}")
     return x
 
 
@@ -61,8 +61,8 @@ _REFUSED = {
 """What LAPACK says of a matrix in numpy's words; cupy's are the name of a routine and a number."""
 
 
-def _solved(name: str, backend: Backend, *arrays: Any, **options: Any) -> Any:
-    """LAPACK's answer; what it refuses is a ValueError that names the function."""
+def _lapack(name: str, backend: Backend, *arrays: Any, **options: Any) -> Any:
+    """The result of a LAPACK routine; its errors are ValueErrors that name the function."""
     routine = getattr(backend.xp.linalg, name, None)
     if routine is None:
         raise TypeError(f"{name}: {backend.xp.__name__} has no such routine; use x.to('cpu')")
@@ -73,7 +73,7 @@ def _solved(name: str, backend: Backend, *arrays: Any, **options: Any) -> Any:
         raise np.linalg.LinAlgError(f"{name}: {_REFUSED.get(name, error)}") from None
 
 
-def _good(rng: np.random.Generator, *shape: int) -> Any:
+def _well_conditioned(rng: np.random.Generator, *shape: int) -> Any:
     """Square matrices far from singular."""
     return rng.normal(size=shape) + 4 * np.eye(shape[-1])
 
@@ -83,11 +83,14 @@ def _t(x: ExTensor) -> ExTensor:
 
 
 @primitive(
-    forward=lambda backend, x: _solved("inv", backend, x),
+    forward=lambda backend, x: _lapack("inv", backend, x),
     vjps=(lambda g, out, x: -matmul(matmul(_t(out), g), _t(out)),),
     reads="output",
     to_float=True,
-    samples=lambda rng: [Sample((_good(rng, 3, 3),)), Sample((_good(rng, 2, 2, 2),))],
+    samples=lambda rng: [
+        Sample((_well_conditioned(rng, 3, 3),)),
+        Sample((_well_conditioned(rng, 2, 2, 2),)),
+    ],
     errors=(*_NOT_SQUARE, BadInput((np.zeros((2, 2)),), ValueError, "inv: Singular")),
 )
 def inv(x: ExTensor, /) -> ExTensor:
@@ -100,10 +103,13 @@ def inv(x: ExTensor, /) -> ExTensor:
 
 
 @primitive(
-    forward=lambda backend, x: _solved("det", backend, x),
+    forward=lambda backend, x: _lapack("det", backend, x),
     vjps=(lambda g, out, x: reshape(g * out, (*g.shape, 1, 1)) * _t(inv(x)),),
     to_float=True,
-    samples=lambda rng: [Sample((_good(rng, 3, 3),)), Sample((_good(rng, 2, 2, 2),))],
+    samples=lambda rng: [
+        Sample((_well_conditioned(rng, 3, 3),)),
+        Sample((_well_conditioned(rng, 2, 2, 2),)),
+    ],
     errors=_NOT_SQUARE,
 )
 def det(x: ExTensor, /) -> ExTensor:
@@ -117,28 +123,33 @@ def det(x: ExTensor, /) -> ExTensor:
 
 @primitive(
     name="logabsdet",
-    forward=lambda backend, x: _solved("slogdet", backend, x)[1],
+    forward=lambda backend, x: _lapack("slogdet", backend, x)[1],
     vjps=(lambda g, out, x: reshape(g, (*g.shape, 1, 1)) * _t(inv(x)),),
     reads="inputs",
     to_float=True,
-    samples=lambda rng: [Sample((_good(rng, 3, 3),)), Sample((_good(rng, 2, 2, 2),))],
+    samples=lambda rng: [
+        Sample((_well_conditioned(rng, 3, 3),)),
+        Sample((_well_conditioned(rng, 2, 2, 2),)),
+    ],
 )
 def _logabsdet(x: ExTensor) -> ExTensor:
     """The logarithm of a determinant's magnitude."""
     return apply("logabsdet", x)
 
 
-def factored(routine: str, x: ExTensor, name: str | None = None, **options: Any) -> list[ExTensor]:
-    """What a LAPACK routine without a rule for gradients gives for x, decoded and inexact.
+def decompose(routine: str, x: ExTensor, name: str | None = None, **options: Any) -> list[ExTensor]:
+    """The results of a LAPACK routine without a gradient for x, dequantized and of a float dtype.
 
     Raises:
         TypeError: for a tensor that requires a gradient.
     """
     remedy = "x.detach(), or det, inv, solve or cholesky, which have theirs"
-    array, asked = non_differentiable_input(name or routine, x, remedy)
-    found = _solved(routine, x.backend, array, **options)
+    array, requested = non_differentiable_input(name or routine, x, remedy)
+    found = _lapack(routine, x.backend, array, **options)
     parts = [wrap(p, x.backend) for p in (found if isinstance(found, tuple) else (found,))]
-    return [part.astype(asked) if part.dtype is compute_dtype(asked) else part for part in parts]
+    return [
+        part.astype(requested) if part.dtype is compute_dtype(requested) else part for part in parts
+    ]
 
 
 def slogdet(x: ExTensor, /) -> SlogdetResult:
@@ -149,14 +160,14 @@ def slogdet(x: ExTensor, /) -> SlogdetResult:
     Raises:
         TypeError, ValueError: for what is no square matrix.
     """
-    sign, logarithm = factored("slogdet", matrices("slogdet", x).detach())
+    sign, logarithm = decompose("slogdet", matrices("slogdet", x).detach())
     return SlogdetResult(sign, _logabsdet(x) if x.requires_grad else logarithm)
 
 
 def _solve(backend: Backend, a: Any, b: Any) -> Any:
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # cupy's routine wants them equal
     whole = (backend.xp.broadcast_to(x, lead + x.shape[-2:]) for x in (a, b))
-    return _solved("solve", backend, *whole)
+    return _lapack("solve", backend, *whole)
 
 
 def _solve_left_vjp(g: ExTensor, out: ExTensor, a: ExTensor, b: ExTensor) -> ExTensor:
@@ -169,13 +180,13 @@ def _solve_left_vjp(g: ExTensor, out: ExTensor, a: ExTensor, b: ExTensor) -> ExT
     broadcasts=True,
     to_float=True,
     samples=lambda rng: [
-        Sample((_good(rng, 3, 3), rng.normal(size=(3, 2)))),
-        Sample((_good(rng, 2, 2, 2), rng.normal(size=(2,)))),
-        Sample((_good(rng, 2, 2), rng.normal(size=(3, 2, 1)))),
+        Sample((_well_conditioned(rng, 3, 3), rng.normal(size=(3, 2)))),
+        Sample((_well_conditioned(rng, 2, 2, 2), rng.normal(size=(2,)))),
+        Sample((_well_conditioned(rng, 2, 2), rng.normal(size=(3, 2, 1)))),
     ],
     errors=(
-        BadInput((np.zeros((2, 3)), np.zeros(2)), ValueError, "wanted square matrices"),
-        BadInput((np.eye(2), np.zeros(3)), ValueError, "wanted 2 rows on the right"),
+        BadInput((np.zeros((2, 3)), np.zeros(2)), ValueError, "expected square matrices"),
+        BadInput((np.eye(2), np.zeros(3)), ValueError, "expected 2 rows on the right"),
         BadInput((np.zeros((2, 2)), np.zeros(2)), ValueError, "Singular"),
     ),
 )
@@ -191,7 +202,7 @@ def solve(x1: ExTensor, x2: ExTensor, /) -> ExTensor:
     rows = x2.shape[0 if vector else -2] if x2.ndim else None
     if rows != x1.shape[-1]:
         raise ValueError(
-            f"solve: wanted {x1.shape[-1]} rows on the right for shape {x1.shape}, got {x2.shape}"
+            f"solve: expected {x1.shape[-1]} rows on the right for shape {x1.shape}, got {x2.shape}"
         )
     right = reshape(x2, (*x2.shape, 1)) if vector else x2
     found = apply("solve", x1, right)
@@ -211,10 +222,10 @@ def _cholesky_vjp(g: ExTensor, out: ExTensor, x: ExTensor) -> ExTensor:
 
 def _cholesky(backend: Any, x: Any) -> Any:
     whole = (x + x.conj().swapaxes(-1, -2)) / 2  # both triangles count, as in the gradient
-    return _solved("cholesky", backend, whole.astype(x.dtype, copy=False))
+    return _lapack("cholesky", backend, whole.astype(x.dtype, copy=False))
 
 
-def _definite(rng: np.random.Generator, *shape: int) -> Any:
+def _positive_definite(rng: np.random.Generator, *shape: int) -> Any:
     x = rng.normal(size=shape)
     return x @ x.swapaxes(-1, -2) + np.eye(shape[-1])
 
@@ -225,8 +236,8 @@ def _definite(rng: np.random.Generator, *shape: int) -> Any:
     reads="output",
     to_float=True,
     samples=lambda rng: [
-        Sample((_definite(rng, 3, 3),)),
-        Sample((_definite(rng, 2, 2, 2),)),
+        Sample((_positive_definite(rng, 3, 3),)),
+        Sample((_positive_definite(rng, 2, 2, 2),)),
     ],
     errors=(*_NOT_SQUARE, BadInput((-np.eye(2),), ValueError, "cholesky: Matrix is not positive")),
 )
@@ -245,7 +256,7 @@ def cholesky(x: ExTensor, /, *, upper: bool = False) -> ExTensor:
 
 
 @composite(
-    samples=lambda rng: [Sample((_good(rng, 2, 2), n)) for n in (3, -2)],
+    samples=lambda rng: [Sample((_well_conditioned(rng, 2, 2), n)) for n in (3, -2)],
     errors=(*(BadInput((b.args[0], 2), b.error, b.match) for b in _NOT_SQUARE),),
 )
 def matrix_power(x: ExTensor, n: int, /) -> ExTensor:
@@ -307,8 +318,8 @@ def trace(x: ExTensor, /, *, offset: int = 0, dtype: DTypeLike | None = None) ->
         Sample((rng.normal(size=(3, 2)), rng.normal(size=(3, 2))), {"axis": -2}),
     ],
     errors=(
-        BadInput((np.zeros((2, 3)), np.zeros(2)), ValueError, "wanted 3 values"),
-        BadInput((np.zeros(3), np.zeros(3)), ValueError, "wanted a negative one", {"axis": 0}),
+        BadInput((np.zeros((2, 3)), np.zeros(2)), ValueError, "expected 3 values"),
+        BadInput((np.zeros(3), np.zeros(3)), ValueError, "expected a negative one", {"axis": 0}),
     ),
 )
 def cross(x1: ExTensor, x2: ExTensor, /, *, axis: int = -1) -> ExTensor:
@@ -319,9 +330,9 @@ def cross(x1: ExTensor, x2: ExTensor, /, *, axis: int = -1) -> ExTensor:
     """
     tensors_only("cross", x1, x2)
     if axis >= 0:
-        raise ValueError(f"cross: axis: wanted a negative one, got {axis}")
+        raise ValueError(f"cross: axis: expected a negative one, got {axis}")
     if any(-axis > x.ndim or x.shape[axis] != 3 for x in (x1, x2)):
-        raise ValueError(f"cross: wanted 3 values along {axis}, got {x1.shape} and {x2.shape}")
+        raise ValueError(f"cross: expected 3 values along {axis}, got {x1.shape} and {x2.shape}")
     a, b = (moveaxis(x, axis, -1) for x in (x1, x2))
     parts = [a[..., i] * b[..., j] - a[..., j] * b[..., i] for i, j in ((1, 2), (2, 0), (0, 1))]
     return moveaxis(stack(parts, -1), -1, axis)

@@ -36,9 +36,9 @@ def _wide(name: str, x: ExTensor) -> tuple[ExTensor, DType | None]:
     tensors_only(name, x)
     if x.dtype.is_blocked:
         return x, None
-    asked = x.dtype if x.dtype.is_inexact else float32
-    compute = compute_dtype(asked)
-    return x.astype(compute), None if compute is asked else asked
+    requested = x.dtype if x.dtype.is_inexact else float32
+    compute = compute_dtype(requested)
+    return x.astype(compute), None if compute is requested else requested
 
 
 def _root(squares: ExTensor) -> ExTensor:
@@ -53,7 +53,7 @@ def _root(squares: ExTensor) -> ExTensor:
     ],
     errors=(
         *NO_MATRIX,
-        BadInput((np.eye(2),), ValueError, "ord: wanted", {"ord": 3}),
+        BadInput((np.eye(2),), ValueError, "ord: expected", {"ord": 3}),
     ),
 )
 def matrix_norm(
@@ -82,10 +82,10 @@ def matrix_norm(
         math.inf: lambda: largest(total(magnitude(x), -1), -1),
         -math.inf: lambda: smallest(total(magnitude(x), -1), -1),
     }
-    asked = "fro" if ord is None else ord
-    if asked not in norms:
-        raise ValueError(f"matrix_norm: ord: wanted one of {list(norms)}, got {ord!r}")
-    norm = norms[asked]()
+    requested = "fro" if ord is None else ord
+    if requested not in norms:
+        raise ValueError(f"matrix_norm: ord: expected one of {list(norms)}, got {ord!r}")
+    norm = norms[requested]()
     norm = norm if rounded is None else norm.astype(rounded)
     return reshape(norm, (*norm.shape, 1, 1)) if keepdims else norm
 
@@ -95,7 +95,7 @@ def matrix_norm(
         [Sample((rng.normal(size=(2, 3)),), {"ord": order, "axis": 1}) for order in (2, 1, 3, -1)]
         + [Sample((rng.normal(size=(2, 3)),))]
     ),
-    errors=(BadInput((np.zeros(3),), ValueError, "wanted -1..0", {"axis": 1}),),
+    errors=(BadInput((np.zeros(3),), ValueError, "expected -1..0", {"axis": 1}),),
 )
 def vector_norm(
     x: ExTensor,

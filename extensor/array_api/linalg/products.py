@@ -27,7 +27,7 @@ def matrix_transpose(x: ExTensor, /) -> ExTensor:
     """
     tensors_only("matrix_transpose", x)
     if x.ndim < 2:
-        raise ValueError(f"matrix_transpose: wanted two axes or more, got shape {x.shape}")
+        raise ValueError(f"matrix_transpose: expected two axes or more, got shape {x.shape}")
     return swapaxes(x, -2, -1)
 
 
@@ -51,10 +51,10 @@ def vecdot(x1: ExTensor, x2: ExTensor, /, *, axis: int = -1) -> ExTensor:
     """
     tensors_only("vecdot", x1, x2)
     if axis >= 0:
-        raise ValueError(f"vecdot: axis: wanted a negative one, got {axis}")
+        raise ValueError(f"vecdot: axis: expected a negative one, got {axis}")
     first, second = (axis_index("vecdot", axis, x.ndim) for x in (x1, x2))
     if x1.shape[first] != x2.shape[second]:
-        raise ValueError(f"vecdot: wanted equal lengths along {axis}, got {x1.shape}, {x2.shape}")
+        raise ValueError(f"vecdot: expected equal lengths along {axis}, got {x1.shape}, {x2.shape}")
     left = conj(x1) if x1.dtype.is_complex else x1
     products = multiply(left, x2)
     return sum(products, axis, dtype=products.dtype)

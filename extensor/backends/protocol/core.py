@@ -68,7 +68,7 @@ class CoreMethods(Protocol):
     def refuse(self, bad: Array, error: Callable[[], Exception]) -> None:
         """Raise ``error()`` if an element of a bool array is true; waits for a device.
 
-        While recording, nothing waits: updates stop then, and the error is raised afterwards.
+        In a capture nothing waits: updates stop then, and the error is raised afterwards.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Placing attention in bfloat16 on Hopper's tensor cores: arrays -> tensor maps and launches.
+"""Launches attention in bfloat16 on Hopper's tensor cores: arrays -> tensor maps and launches.
 
 After Dao, FlashAttention-2 (arXiv 2307.08691, section 3) and Shah et al., FlashAttention-3 (arXiv
 2407.08608, section 3): no array of scores is ever written. Sums are float32; weights, and the
@@ -17,19 +17,21 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from extensor.backends.unsupported import Unsupported
 from extensor_cuda.kernels.common.wgmma import wgmma
 from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.c_struct import structure
 from extensor_cuda.runtime.compile import Source
 
-__all__ = ["KERNELS", "attention", "attention_grad", "reason", "source"]
+__all__ = ["KERNELS", "Forward", "attention", "attention_grad", "source", "unsupported"]
 
 Array = Any
 HEADS = (64, 128)
@@ -39,24 +41,11 @@ _ROWS, _BOX, _THREADS, _WARPS, _SLACK = 128, 64, 384, 8, 1024
 _PARTS = {KERNELS[0]: (1, 128, 0), KERNELS[1]: (3, 128, 0), KERNELS[2]: (2, 128, 512)}
 
 
-class _Problem(ctypes.Structure):
-    """As in attention.cuh."""
-
-    _fields_ = (
-        ("spread", ctypes.c_void_p),
-        ("along", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-        ("scale2", ctypes.c_float),
-        ("heads", ctypes.c_int),
-        ("shared", ctypes.c_int),
-        ("queries", ctypes.c_int),
-        ("keys", ctypes.c_int),
-        ("padded", ctypes.c_int),
-        ("tiles", ctypes.c_int),
-        ("items", ctypes.c_int),
-        ("paired", ctypes.c_int),
-        ("causal", ctypes.c_int),
-    )
+@cache
+def _parameters() -> type[ctypes.Structure]:
+    """The kernels' parameter struct."""
+    text = Path(__file__).with_suffix(".cuh").read_text(encoding="utf-8")
+    return structure(text, "Problem")
 
 
 def _memory(kernel: str, d: int) -> tuple[int, int]:
@@ -90,18 +79,20 @@ def source(kernel: str, d: int, guard: bool = False) -> Source:
     return replace(plain, text=text, exact=False)
 
 
-def reason(q: Array, k: Array, v: Array, scale: float, device: int) -> str | None:
+def unsupported(q: Array, k: Array, v: Array, scale: float, device: int) -> Unsupported | None:
     """Why these kernels do not compute attention of bfloat16 arrays; None where they do."""
     if any(a.dtype.name != "bfloat16" for a in (q, k, v)):
-        return f"arrays of {q.dtype}, {k.dtype} and {v.dtype}; wanted bfloat16 alone"
+        return Unsupported(f"arrays of {q.dtype}, {k.dtype} and {v.dtype}; expected bfloat16 alone")
     if q.shape[-1] not in HEADS or v.shape[-1] != q.shape[-1]:
-        return f"heads of {q.shape[-1]} and {v.shape[-1]} elements; the kernel is for 64 and 128"
+        return Unsupported(
+            f"heads of {q.shape[-1]} and {v.shape[-1]} elements; the kernel is for 64 and 128"
+        )
     if not scale > 0:
-        return f"a scale of {scale}; the kernel is for those above 0"
+        return Unsupported(f"a scale of {scale}; the kernel is for those above 0")
     if not (q.size and k.size):
-        return "an empty array"
+        return Unsupported("an empty array")
     if (found := driver.capability(device)) != "90":
-        return f"compute capability {found}; the kernel is for 90 (H100, H200)"
+        return Unsupported(f"compute capability {found}; the kernel is for 90 (H100, H200)")
     return None
 
 
@@ -146,9 +137,9 @@ def _launch(
     pairs = batch * heads * -(-tiles // 2)
     paired = bool(problem["causal"]) and pairs >= blocks
     items = pairs if paired else batch * heads * tiles
-    structure = _Problem(heads=heads, tiles=tiles, items=items, paired=int(paired), **problem)
+    parameters = _parameters()(heads=heads, tiles=tiles, items=items, paired=int(paired), **problem)
     maps = [_map(a, _BOX) for a in read] + [_map(a, 16) for a in written]
-    driver.launch(function, min(blocks, items), _THREADS, shared, maps, structure)
+    driver.launch(function, min(blocks, items), _THREADS, shared, maps, parameters)
 
 
 def _problem(q: Array, k: Array, causal: bool, scale: float, spread: Array) -> dict[str, Any]:
@@ -199,39 +190,36 @@ def attention(
     return out, spread
 
 
-def attention_grad(
-    g: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    stats: Array,
-    causal: bool,
-    scale: float,
-    into: tuple[Array, Array, Array],
-    xp: Any,
-) -> None:
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """Arguments of `attention` and its results, which the gradient reads."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    stats: Array
+    causal: bool
+    scale: float
+
+
+def attention_grad(g: Array, forward: Forward, into: tuple[Array, Array, Array], xp: Any) -> None:
     """Gradients of `attention` in q, k and v, written to ``into``; two launches, does not wait.
 
     Args:
         g: (B, H, T, d), the gradient of the result; what is not bfloat16 is rounded to it.
-        q: as given to `attention`.
-        k: likewise.
-        v: likewise.
-        out: as it returned it.
-        stats: likewise.
-        causal: as given to it.
-        scale: likewise.
+        forward: what `attention` was given and returned.
         into: arrays of the shapes of q, k and v, of any strides.
         xp: cupy.
 
     Raises:
         RuntimeError: on a GPU that is not Hopper, or if the driver refuses.
     """
-    g, q, k, v, out = _readable((g, q, k, v, out), xp)
+    stats, given = forward.stats, (forward.q, forward.k, forward.v, forward.out)
+    g, q, k, v, out = _readable((g, *given), xp)
     written = [a if _fits(a) else xp.empty(a.shape, dtype=q.dtype) for a in into]
     along = xp.empty(stats.shape, dtype=np.float32)
-    problem = _problem(q, k, causal, scale, stats) | {"along": along.data.ptr}
+    problem = _problem(q, k, forward.causal, forward.scale, stats) | {"along": along.data.ptr}
     _launch(KERNELS[1], [q, g, out, k, v], written[:1], q.shape[:3], problem)
     _launch(KERNELS[2], [q, g, k, v], written[1:], k.shape[:3], problem)
     for a, b in zip(into, written, strict=True):

@@ -1,115 +1,62 @@
-"""Placing the Hopper GEMM: operands and what is done to their sums -> tensor maps and launch."""
+"""Launches the Hopper GEMM: operands, and what is done to their sums."""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from extensor_cuda.kernels.gemm.config import (
     BOX,
-    LINES,
+    K_OF_BF16_STAGE,
     ROW_BYTES,
-    STAGE_OF_BF16,
     THREADS,
     TILE_M,
     Config,
     Split,
-    configure,
-    configure_parts,
     gemm_source,
     quantizes,
 )
 from extensor_cuda.kernels.gemm.requantize import Requantized, type_of
 from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.c_struct import structure
 
 __all__ = [
-    "LINES",
     "MOST_TERMS",
-    "STAGE_OF_BF16",
-    "TILE_M",
-    "Config",
+    "Epilogue",
     "Flags",
     "Packed",
-    "Split",
+    "Scales",
     "Zeros",
-    "configure",
-    "configure_parts",
     "empty_rows",
     "gemm",
-    "gemm_source",
     "rows_of_parts",
 ]
+
+Array = Any
 
 MOST_TERMS = (1 << 17) - 1
 """K of a product of 8-bit integers: 128 * 128 * K stays below 2**31."""
 
 
-class _Epilogue(ctypes.Structure):
-    """As in gemm_sm90.cu."""
-
-    _fields_ = (
-        ("row_exponent", ctypes.c_void_p),
-        ("column_exponent", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("residual_pitch", ctypes.c_longlong),
-        ("row_flag", ctypes.c_void_p),
-        ("column_flag", ctypes.c_void_p),
-        ("amax", ctypes.c_void_p),
-        ("runs", ctypes.c_void_p),
-        ("row_step", ctypes.c_int),
-        ("column_step", ctypes.c_int),
-        ("flag_wanted", ctypes.c_int),
-        ("rows", ctypes.c_int),
-        ("columns", ctypes.c_int),
-        ("stages_of_k", ctypes.c_int),
-        ("row_zero", ctypes.c_void_p),
-        ("row_rest", ctypes.c_void_p),
-        ("column_zero", ctypes.c_void_p),
-        ("column_sum", ctypes.c_void_p),
-        ("row_blocks", ctypes.c_void_p),
-        ("column_blocks", ctypes.c_void_p),
-        ("row_block_pitch", ctypes.c_longlong),
-        ("column_block_pitch", ctypes.c_longlong),
-        ("offsets", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("out_pitch", ctypes.c_longlong),
-        ("groups", ctypes.c_int),
-        ("parts", ctypes.c_int),
-        ("stages_of_part", ctypes.c_int),
-        ("scales", ctypes.c_void_p),
-        ("tensor", ctypes.c_void_p),
-        ("ready", ctypes.c_int),
-        ("codes", ctypes.c_void_p),
-        ("code_scales", ctypes.c_void_p),
-        ("zeros", ctypes.c_void_p),
-        ("octets", ctypes.c_longlong),
-        ("scale_pitch", ctypes.c_longlong),
-        ("expanded", ctypes.c_void_p),
-        ("chunks", ctypes.c_longlong),
-        ("counts", ctypes.c_void_p),
-    )
-
-
-@dataclass(frozen=True)
-class Flags:
+class Flags(NamedTuple):
     """Whether the kernel runs at all, read on the device.
 
     Attributes:
-        row, column: uint32 of shape (), set where an operand is out of window; or None.
-        wanted: 0: run if no flag is set; 1: run if one is.
+        row, column: uint32 of shape (), set where an operand does not hold every value; or None.
+        expected: 0: run if no flag is set; 1: run if one is; -1: always.
+        runs: uint32 of shape (): counts the launches that no flag ended; or None.
     """
 
-    row: Any = None
-    column: Any = None
-    wanted: int = 0
+    row: Array | None = None
+    column: Array | None = None
+    expected: int = -1
+    runs: Array | None = None
 
 
-@dataclass(frozen=True)
-class Zeros:
+class Zeros(NamedTuple):
     """Zero points of 8-bit integers: a value is (code - zero point) times its factor.
 
     Attributes:
@@ -119,44 +66,89 @@ class Zeros:
         column_sum: int32 (N,), the sums of b's codes.
     """
 
-    row: Any
-    row_rest: Any
-    column: Any
-    column_sum: Any
+    row: Array
+    row_rest: Array
+    column: Array
+    column_sum: Array
 
 
-@dataclass(frozen=True)
-class Packed:
-    """What the rows of a are expanded from, as they are multiplied.
+class Scales(NamedTuple):
+    """What multiplies the sums.
 
     Attributes:
-        codes: uint8 (N, bytes).
-        scales: uint8 (tiles of rows, blocks), or None.
-        zeros: int8 likewise, zero points, or None.
+        exponents: int32, (M,) or (1,), and (N,) or (1,): powers of two of rows and columns; or
+            None.
+        factors: instead of exponents, float32 of the same shapes: the row's multiplies first.
+        zeros: zero points, with 8-bit integers and factors.
+        blocks: from `extensor_cuda.kernels.gemm.block_scales`, of a and of b: float32 for each 128
+            elements along K, with FP8; of as many rows each as the config says, readable a tile
+            beyond the last. With bf16 and a config of ``scale_group_k``, a's alone: float32 (whole
+            stages of groups, pitch), readable a tile beyond the last.
+    """
+
+    exponents: tuple[Array | None, Array | None] = (None, None)
+    factors: tuple[Array | None, Array | None] | None = None
+    zeros: Zeros | None = None
+    blocks: tuple[Array, Array | None] | None = None
+
+
+class Packed(NamedTuple):
+    """Packed storage that a is made from, in a launch that expands or decodes.
+
+    Attributes:
+        codes: uint8 (M, bytes); None of a config that decodes, whose a it is.
+        scales: uint8 (tiles of rows, blocks), or None. Of a config that decodes, scales or zero
+            points: 8-bit (M, n), n a multiple of 4 or 1, contiguous and aligned to 4 bytes.
+        zeros: int8 (tiles of rows, blocks), zero points, or None.
         ready: rows that are expanded already, a multiple of a tile's.
         counts: uint32 (1 + tiles of rows,), at first 0.
     """
 
-    codes: Any
-    scales: Any = None
-    zeros: Any = None
+    codes: Array | None
+    scales: Array | None = None
+    zeros: Array | None = None
     ready: int = 0
-    counts: Any = None
+    counts: Array | None = None
 
 
-def _tensor_map(
-    array: Any, each: int, box: int, kind: str = "UINT8", width: int = ROW_BYTES
-) -> bytes:
-    """The descriptor of a matrix, moved in boxes of so many rows of ``width`` bytes.
+class Epilogue(NamedTuple):
+    """What is done to the sums, and what decides whether and on which rows.
 
-    ``each``: items of the kind in one of the array.
+    Attributes:
+        scales: see there.
+        bias: float32 (N,).
+        residual: as out; bfloat16 if that is quantized. Added last.
+        amax: uint32 of shape (): raised to the bits of the largest magnitude, before it is rounded.
+        flags: on the device, whether to run.
+        offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one
+            to the next are multiplied by a b of their own; b is (groups N, K), what belongs to
+            columns (groups N,).
+        split: parts of K, with a config that splits, flags and one exponent for all of an operand,
+            but nothing else if it is not written as (N, M). Out is then float32 (parts R, N), or
+            (parts R, M), R from `rows_of_parts`, what lies in a part beyond being zeros.
+        packed: with a config that expands (a is written too, from the ready rows on) or decodes.
     """
-    rows, columns = array.shape
-    sizes, boxes = (columns * each, rows), (width // driver.ELEMENT_BYTES[kind], box)
-    return driver.tensor_map(int(array.data.ptr), sizes, (array.strides[0],), boxes, kind)
+
+    scales: Scales = Scales()
+    bias: Array | None = None
+    residual: Array | None = None
+    amax: Array | None = None
+    flags: Flags = Flags()
+    offsets: Array | None = None
+    split: Split | None = None
+    packed: Packed | None = None
 
 
-def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Any:
+_PLAIN = Epilogue()
+
+
+@cache
+def epilogue_structure() -> type[ctypes.Structure]:
+    """The kernel's parameter struct, as gemm_sm90.cu declares it."""
+    return structure(gemm_source(Config()).text, "Epilogue")
+
+
+def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Array:
     """A matrix whose rows lie a multiple of 16 bytes apart, as TMA wants them."""
     item = np.dtype(dtype).itemsize
     pitch = -(-columns * item // 16) * 16 // item
@@ -164,18 +156,163 @@ def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Any:
     return array if pitch == columns else array[:, :columns]
 
 
-def _pointer(array: Any) -> int | None:
+def rows_of_parts(m: int, config: Config) -> int:
+    """How many rows of memory a part of K takes of a result of m that is split."""
+    pipeline = config.pipeline
+    tile = pipeline.tile_n if config.layout.out_transposed else TILE_M * pipeline.cluster
+    return -(-m // tile) * tile
+
+
+def gemm(
+    a: Array, b: Array, out: Array | Requantized, config: Config, epilogue: Epilogue = _PLAIN
+) -> None:
+    """Launch out = activation(scales(a b^T) + bias) + residual; does not wait.
+
+    Args:
+        a: (M, K) codes, one byte an element (bf16: two), rows a multiple of 16 bytes apart; (K, M)
+            if the config's layout says so; (M, bytes), K a multiple of 128, if it decodes.
+        b: (N, K) codes, or (K, N), likewise.
+        out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart, or (N, M) if the layout
+            says so; or a `Requantized`.
+        config: the program; its types say what the codes mean.
+        epilogue: what is done to the sums.
+
+    Raises:
+        ValueError: if shapes, pitch or alignment of an operand do not fit, or options exclude each
+            other.
+        RuntimeError: on a GPU that is not Hopper, or if the driver refuses.
+    """
+    import cupy
+
+    m, n, k = _sizes(a, b, out, config, epilogue)
+    _check_split_and_packed(config, epilogue, m)
+    _check_scales(a, config, epilogue)
+    scales = epilogue.scales
+    config = _completed(
+        config,
+        vectors=any(x is not None and x.size > 1 for x in scales.exponents),
+        factors=scales.factors is not None,
+        zeros=scales.zeros is not None,
+        grouped=epilogue.offsets is not None,
+        extras=_has_extras(config, epilogue),
+    )
+    device = cupy.cuda.runtime.getDevice()
+    function, _ = driver.load(gemm_source(config), "gemm", config.shared, device)
+    parameters = _parameters(a, out, config, epilogue, (m, n, k), b.dtype.itemsize)
+    pipeline = config.pipeline
+    tiles_m = -(-m // (TILE_M * pipeline.cluster)) + max(parameters.groups - 1, 0)  # at most
+    tiles = tiles_m * -(-n // pipeline.tile_n)
+    if epilogue.split is not None:
+        tiles *= epilogue.split.parts
+    clusters = min(driver.multiprocessors(device) // pipeline.cluster, tiles)
+    maps = _tensor_maps(a, b, out, config)
+    pdl = bool(config.scaling.blocks)  # behind the launch that lays the scales out
+    driver.launch(
+        function, clusters * pipeline.cluster, THREADS, config.shared, maps, parameters, pdl=pdl
+    )
+
+
+def _tensor_maps(a: Array, b: Array, out: Array | Requantized, config: Config) -> list[bytes]:
+    """The TMA descriptors of the operands and of the result."""
+    boxes = (TILE_M, config.pipeline.tile_n // config.pipeline.cluster)
+    maps = [
+        _tensor_map(x, x.dtype.itemsize, BOX if transposed else box, width=width)
+        for x, box, transposed, width in zip(
+            (a, b), boxes, config.layout.transposed, (config.row_bytes, ROW_BYTES), strict=True
+        )
+    ]
+    if isinstance(out, Requantized):
+        return [*maps, maps[0]]  # the last is not looked at
+    return [*maps, _tensor_map(out, 1, 16, str(config.out).upper())]
+
+
+def _tensor_map(
+    array: Array, per_item: int, box: int, kind: str = "UINT8", width: int = ROW_BYTES
+) -> bytes:
+    """The descriptor of a matrix, moved in boxes of so many rows of ``width`` bytes.
+
+    ``per_item``: elements of the kind in one of the array's.
+    """
+    rows, columns = array.shape
+    sizes, boxes = (columns * per_item, rows), (width // driver.ELEMENT_BYTES[kind], box)
+    return driver.tensor_map(int(array.data.ptr), sizes, (array.strides[0],), boxes, kind)
+
+
+def _pointer(array: Array | None) -> int | None:
     return None if array is None else int(array.data.ptr)
 
 
-def rows_of_parts(m: int, config: Config) -> int:
-    """How many rows of memory a part of K takes of a result of m that is split."""
-    tall = config.tile_n if config.c_down else TILE_M * config.cluster
-    return -(-m // tall) * tall
+def _parameters(
+    a: Array,
+    out: Array | Requantized,
+    config: Config,
+    epilogue: Epilogue,
+    sizes: tuple[int, int, int],
+    item: int,
+) -> Any:
+    """The kernel's parameter struct; ``item``: bytes of an element of b."""
+    (m, n, k), scales, flags = sizes, epilogue.scales, epilogue.flags
+    row, column = scales.factors or scales.exponents
+    residual, offsets, packed = epilogue.residual, epilogue.offsets, epilogue.packed
+    to, pitch = (
+        (out.q.codes, 0)
+        if isinstance(out, Requantized)
+        else (out, out.strides[0] // out.dtype.itemsize)
+    )
+    made: Any = epilogue_structure()(
+        row_exponent=_pointer(row),
+        column_exponent=_pointer(column),
+        bias=_pointer(epilogue.bias),
+        residual=_pointer(residual),
+        residual_pitch=0 if residual is None else residual.strides[0] // residual.dtype.itemsize,
+        row_flag=_pointer(flags.row),
+        column_flag=_pointer(flags.column),
+        amax=_pointer(epilogue.amax),
+        runs=_pointer(flags.runs),
+        row_step=int(row is not None and row.size > 1),
+        column_step=int(column is not None and column.size > 1),
+        flag_wanted=flags.expected,
+        rows=m,
+        columns=n,
+        stages_of_k=-(-k * item // ROW_BYTES),
+        offsets=_pointer(offsets),
+        out=_pointer(to),
+        out_pitch=pitch,
+        groups=0 if offsets is None else len(offsets) - 1,
+    )
+    if isinstance(out, Requantized):
+        made.scales, made.tensor = _pointer(out.q.scales), _pointer(out.tensor)
+    if scales.zeros is not None:
+        made.row_zero, made.row_rest, made.column_zero, made.column_sum = map(
+            _pointer, scales.zeros
+        )
+    if scales.blocks is not None:
+        made.row_blocks, made.column_blocks = map(_pointer, scales.blocks)
+        made.row_block_pitch, made.column_block_pitch = (
+            0 if x is None else x.shape[1] for x in scales.blocks
+        )
+    if epilogue.split is not None:
+        made.parts, made.stages_of_part = epilogue.split.parts, epilogue.split.stages
+    if packed is not None:
+        beside = packed.zeros if packed.scales is None else packed.scales
+        made.code_scales, made.zeros = _pointer(packed.scales), _pointer(packed.zeros)
+        made.scale_pitch = 0 if beside is None else beside.shape[1]
+        if packed.codes is None:  # decoded: scales and zero points are read from one place
+            made.zeros = made.code_scales
+        else:
+            made.ready, made.counts = packed.ready, _pointer(packed.counts)
+            made.codes, made.expanded = _pointer(packed.codes), _pointer(a)
+            made.octets, made.chunks = packed.codes.shape[1], a.strides[0] // (16 * item)
+    return made
 
 
-def _checked(
-    a: Any, b: Any, out: Any, offsets: Any, config: Config, split: Split | None
+def _has_extras(config: Config, epilogue: Epilogue) -> bool:
+    more = (epilogue.bias, epilogue.residual, epilogue.amax)
+    return config.activation != "none" or any(x is not None for x in more)
+
+
+def _sizes(
+    a: Array, b: Array, out: Array | Requantized, config: Config, epilogue: Epilogue
 ) -> tuple[int, int, int]:
     """M, N and K.
 
@@ -192,16 +329,18 @@ def _checked(
                 f"strides {operand.strides} at address {operand.data.ptr:#x}; copy it into rows "
                 "of a padded pitch"
             )
-    (m, k), right = a.shape[:: -1 if config.down[0] else 1], b.shape[:: -1 if config.down[1] else 1]
-    if config.decodes:
-        k = k * STAGE_OF_BF16 // config.row_bytes
-    groups = 1 if offsets is None else len(offsets) - 1
+    layout, pipeline, split = config.layout, config.pipeline, epilogue.split
+    transposed = layout.transposed
+    (m, k), right = a.shape[:: -1 if transposed[0] else 1], b.shape[:: -1 if transposed[1] else 1]
+    if config.storage.decodes:
+        k = k * K_OF_BF16_STAGE // config.row_bytes
+    groups = 1 if epilogue.offsets is None else len(epilogue.offsets) - 1
     n = right[0] // max(groups, 1)
-    shape = (n, m) if config.c_down else (m, n)
+    shape = (n, m) if layout.out_transposed else (m, n)
     if split is not None:
         shape = split.parts * rows_of_parts(shape[0], config), shape[1]
     if type_of(out) != config.out or (
-        isinstance(out, Requantized) and not quantizes(config.tile_n, out.q.spec)
+        isinstance(out, Requantized) and not quantizes(pipeline.tile_n, out.q.spec)
     ):
         raise ValueError(
             f"gemm: wanted an out of the config's type, in tiles of whole blocks, got {config} and "
@@ -210,16 +349,17 @@ def _checked(
     if groups < 1 or right != (groups * n, k) or out.shape != shape:
         raise ValueError(
             f"gemm: wanted a (M, K), b (groups N, K) and out (M, N), got {a.shape}, {b.shape} and "
-            f"{out.shape} in {groups} groups, lying the other way: {config.down}, "
-            f"{config.c_down}, {split}"
+            f"{out.shape} in {groups} groups, {layout}, {split}"
         )
-    if any(config.down) and (
-        config.a != "bf16" or offsets is not None or config.tile_n // config.cluster % BOX
+    if any(transposed) and (
+        config.a != "bf16"
+        or epilogue.offsets is not None
+        or pipeline.tile_n // pipeline.cluster % BOX
     ):
         raise ValueError(
             f"gemm: operands (K, M) and (K, N) are bf16, in one group, in tiles of whole boxes of "
-            f"{BOX} columns; got {config.a} in {groups} groups, {config.tile_n} columns by a "
-            f"cluster of {config.cluster}"
+            f"{BOX} columns; got {config.a} in {groups} groups, {pipeline.tile_n} columns by a "
+            f"cluster of {pipeline.cluster}"
         )
     if config.a == "s8" and k > MOST_TERMS:
         raise ValueError(
@@ -228,84 +368,24 @@ def _checked(
     return m, n, k
 
 
-def gemm(
-    a: Any,
-    b: Any,
-    out: Any,
-    config: Config,
-    row_exponent: Any = None,
-    column_exponent: Any = None,
-    bias: Any = None,
-    residual: Any = None,
-    flags: Flags | None = None,
-    amax: Any = None,
-    runs: Any = None,
-    blocks: int | None = None,
-    *,
-    factors: tuple[Any, Any] | None = None,
-    zeros: Zeros | None = None,
-    scales: tuple[Any, Any | None] | None = None,
-    offsets: Any = None,
-    split: Split | None = None,
-    packed: Packed | None = None,
-    beside: Any = None,
-) -> None:
-    """Launch out = activation(a b^T 2^(row + column exponent) + bias) + residual; does not wait.
-
-    Args:
-        a: (M, K) codes, one byte an element (bf16: two), rows a multiple of 16 bytes apart; (K, M)
-            if ``config.down`` says so; (M, bytes), K a multiple of 128, if the config decodes.
-        b: (N, K) codes, or (K, N), likewise.
-        out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart, or (N, M) if
-            ``config.c_down`` says so; or a `Requantized`.
-        config: the program; its types say what the codes mean.
-        row_exponent: int32, (M,) or (1,): added to the exponent of a row of the product.
-        column_exponent: int32, (N,) or (1,), likewise for columns.
-        bias: float32 (N,).
-        residual: as out; bfloat16 if that is quantized.
-        flags: on the device, whether to run; None: always.
-        amax: uint32 of shape (): raised to the bits of the largest magnitude, before it is rounded.
-        runs: uint32 of shape (): counts the launches that no flag ended.
-        blocks: of the grid; None: one per multiprocessor.
-        factors: instead of exponents: float32 (M,) or (1,), and (N,) or (1,); the sum is multiplied
-            by the row's, then by the column's.
-        zeros: zero points, with 8-bit integers and factors.
-        scales: from `extensor_cuda.kernels.gemm.block_scales`, of a and of b: float32 for each 128
-            elements along K, with FP8; of as many rows each as the config says, readable a tile
-            beyond the last.
-            With bf16 and a config that says for how many, a's alone: float32 (whole stages of
-            groups, pitch), readable a tile beyond the last.
-        offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one
-            to the next are multiplied by a b of their own; b is (groups N, K), what belongs to
-            columns (groups N,).
-        split: parts of K, with a config that splits, flags and one exponent for all of an operand,
-            but nothing else if it is not written as (N, M). Out is then float32 (parts R, N), or
-            (parts R, M), R from `rows_of_parts`, what lies in a part beyond being zeros.
-        beside: with a config that decodes, what lies beside a's codes: 8-bit (M, n), n a multiple
-            of 4 or 1, contiguous and aligned to 4 bytes: scales, or zero points; None: nothing.
-        packed: with a config that expands: a is written too, from the ready rows on.
-
-    Raises:
-        ValueError: if shapes, pitch or alignment of an operand do not fit, or options exclude each
-            other.
-        RuntimeError: on a GPU that is not Hopper, or if the driver refuses.
-    """
-    import cupy
-
-    m, n, k = _checked(a, b, out, offsets, config, split)
-    size = b.dtype.itemsize
-    extras = config.activation != "none" or any(x is not None for x in (bias, residual, amax))
-    exponents = row_exponent, column_exponent
-    more = extras or factors or zeros or scales or offsets is not None
-    more = more or any(x is not None and x.size > 1 for x in exponents)
-    more = more and not config.c_down
-    if config.split != (split is not None) or (split and (more or config.out != "float32")):
+def _check_split_and_packed(config: Config, epilogue: Epilogue, m: int) -> None:
+    """Raises ValueError where parts of K, or what lies beside packed codes, do not fit."""
+    scales, split = epilogue.scales, epilogue.split
+    more = _has_extras(config, epilogue) or epilogue.offsets is not None
+    more = more or any(x is not None for x in (scales.factors, scales.zeros, scales.blocks))
+    more = more or any(x is not None and x.size > 1 for x in scales.exponents)
+    more = more and not config.layout.out_transposed
+    if config.layout.split_k != (split is not None) or (
+        split and (more or config.out != "float32")
+    ):
         raise ValueError(
             f"gemm: parts of K go with a config that splits, float32 and at most one exponent for "
             f"all of an operand, or a result (N, M), got {config} and {split}"
         )
+    packed = epilogue.packed
+    beside = packed.scales if packed is not None and packed.codes is None else None
     if beside is not None and (
-        not config.decodes
+        not config.storage.decodes
         or len(beside) != m
         or beside.strides != (beside.shape[1], 1)
         or (beside.shape[1] > 1 and (beside.shape[1] % 4 or beside.data.ptr % 4))
@@ -315,142 +395,67 @@ def gemm(
             f"whole words, {m} of them, contiguous and aligned to 4 bytes, got {beside.shape} in "
             f"strides {beside.strides}; copy it, or expand the weights"
         )
-    config = _with(config, a, exponents, factors, zeros, scales, offsets, extras)
-    row, column = factors or (row_exponent, column_exponent)
-    device = cupy.cuda.runtime.getDevice()
-    function, _ = driver.load(gemm_source(config), "gemm", config.shared, device)
-    boxes = (TILE_M, config.tile_n // config.cluster)
-    maps = [
-        _tensor_map(x, x.dtype.itemsize, BOX if down else box, width=width)
-        for x, box, down, width in zip(
-            (a, b), boxes, config.down, (config.row_bytes, ROW_BYTES), strict=True
-        )
-    ]
-    if isinstance(out, Requantized):
-        to, pitch = out.q.codes, 0
-        maps.append(maps[0])  # which is not looked at
-    else:
-        to, pitch = out, out.strides[0] // out.dtype.itemsize
-        kind = str(config.out).upper()
-        maps.append(_tensor_map(out, 1, 16, kind))
-    flags = flags or Flags(wanted=-1)
-    epilogue = _Epilogue(
-        row_exponent=_pointer(row),
-        column_exponent=_pointer(column),
-        bias=_pointer(bias),
-        residual=_pointer(residual),
-        residual_pitch=0 if residual is None else residual.strides[0] // residual.dtype.itemsize,
-        row_flag=_pointer(flags.row),
-        column_flag=_pointer(flags.column),
-        amax=_pointer(amax),
-        runs=_pointer(runs),
-        row_step=int(row is not None and row.size > 1),
-        column_step=int(column is not None and column.size > 1),
-        flag_wanted=flags.wanted,
-        rows=m,
-        columns=n,
-        stages_of_k=-(-k * size // ROW_BYTES),
-        offsets=_pointer(offsets),
-        out=_pointer(to),
-        out_pitch=pitch,
-        groups=0 if offsets is None else len(offsets) - 1,
-    )
-    if isinstance(out, Requantized):
-        epilogue.scales, epilogue.tensor = _pointer(out.q.scales), _pointer(out.tensor)
-    if zeros is not None:
-        epilogue.row_zero, epilogue.row_rest = _pointer(zeros.row), _pointer(zeros.row_rest)
-        epilogue.column_zero = _pointer(zeros.column)
-        epilogue.column_sum = _pointer(zeros.column_sum)
-    if scales is not None:
-        epilogue.row_blocks, epilogue.column_blocks = map(_pointer, scales)
-        epilogue.row_block_pitch, epilogue.column_block_pitch = (
-            0 if x is None else x.shape[1] for x in scales
-        )
-    if packed is not None:
-        blocks_of = packed.zeros if packed.scales is None else packed.scales
-        epilogue.ready, epilogue.counts = packed.ready, _pointer(packed.counts)
-        epilogue.codes, epilogue.code_scales = _pointer(packed.codes), _pointer(packed.scales)
-        epilogue.zeros, epilogue.expanded = _pointer(packed.zeros), _pointer(a)
-        epilogue.octets = packed.codes.shape[1]
-        epilogue.scale_pitch = 0 if blocks_of is None else blocks_of.shape[1]
-        epilogue.chunks = a.strides[0] // (16 * size)
-    if config.decodes:
-        epilogue.scale_pitch = 0 if beside is None else beside.shape[1]
-        epilogue.code_scales = epilogue.zeros = _pointer(beside)
-    tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most
-    tiles = tall * -(-n // config.tile_n)
-    if split is not None:
-        epilogue.parts, epilogue.stages_of_part = split.parts, split.stages
-        tiles *= split.parts
-    grid = min((blocks or driver.multiprocessors(device)) // config.cluster, tiles) * config.cluster
-    pdl = bool(config.blocks)  # behind the launch that lays the scales out
-    driver.launch(function, grid, THREADS, config.shared, maps, epilogue, pdl=pdl)
 
 
-def _with(
-    config: Config,
-    a: Any,
-    exponents: tuple[Any, Any],
-    factors: tuple[Any, Any] | None,
-    zeros: Zeros | None,
-    scales: tuple[Any, Any | None] | None,
-    offsets: Any,
-    extras: bool,
-) -> Config:
-    """The program with what these arguments ask of it.
-
-    Raises:
-        ValueError: if they exclude each other.
-    """
-    given = [x for x in exponents if x is not None]
-    if factors is not None and given:
+def _check_scales(a: Array, config: Config, epilogue: Epilogue) -> None:
+    """Raises ValueError where scales exclude each other, or do not fit the config or K."""
+    scales, extras = epilogue.scales, _has_extras(config, epilogue)
+    exponents = any(x is not None for x in scales.exponents)
+    if scales.factors is not None and exponents:
         raise ValueError("gemm: factors stand instead of exponents; give one of the two")
-    if zeros is not None and (factors is None or config.a != "s8"):
+    if scales.zeros is not None and (scales.factors is None or config.a != "s8"):
         raise ValueError(f"gemm: zero points go with factors and codes s8, got {config.a}")
-    if config.every:
-        k = a.shape[1] * STAGE_OF_BF16 // config.row_bytes if config.decodes else a.shape[1]
-        stages, at_once = -(-k // STAGE_OF_BF16), max(STAGE_OF_BF16 // config.every, 1)
-        groups = stages * at_once if at_once > 1 else -(-k // config.every)
-        others: Any = factors or zeros or offsets is not None or extras or given
-        others = others or not isinstance(config.out, str)
-        held = [] if scales is None else scales[0]
+    others = scales.zeros is not None or epilogue.offsets is not None or extras
+    others = others or not isinstance(config.out, str)
+    if config.layout.out_transposed and others:
+        raise ValueError(f"gemm: what is written as (N, M) is the scaled sum alone, got {config}")
+    k, group = a.shape[1], config.scaling.scale_group_k
+    if group:
+        k = k * K_OF_BF16_STAGE // config.row_bytes if config.storage.decodes else k
+        stages, per_stage = -(-k // K_OF_BF16_STAGE), max(K_OF_BF16_STAGE // group, 1)
+        groups = stages * per_stage if per_stage > 1 else -(-k // group)
+        held = [] if scales.blocks is None else scales.blocks[0]
+        others = others or exponents or scales.factors is not None
         if config.a != "bf16" or others or len(held) != groups:
             raise ValueError(
-                f"gemm: scales of {config.every} along K are a's, {groups} of them here, with bf16 "
+                f"gemm: scales of {group} along K are a's, {groups} of them here, with bf16 "
                 f"and nothing else, got {config.a} and scales of {len(held)}"
             )
-    elif scales is not None:
-        if config.a in ("s8", "bf16") or offsets is not None or zeros is not None:
+    elif scales.blocks is not None:
+        if config.a in ("s8", "bf16") or epilogue.offsets is not None or scales.zeros is not None:
             raise ValueError(
                 f"gemm: scales of 128 along K go with FP8 codes in one group, got {config.a}"
             )
-        if any(x is None or len(x) != -(-a.shape[1] // ROW_BYTES) for x in scales):
+        if any(x is None or len(x) != -(-k // ROW_BYTES) for x in scales.blocks):
             raise ValueError(
-                f"gemm: K = {a.shape[1]} has {-(-a.shape[1] // ROW_BYTES)} blocks of 128, got "
-                f"scales of {[x if x is None else len(x) for x in scales]}"
+                f"gemm: K = {k} has {-(-k // ROW_BYTES)} blocks of 128, got "
+                f"scales of {[x if x is None else len(x) for x in scales.blocks]}"
             )
-    others = zeros or offsets is not None or extras
-    if config.c_down and (others or not isinstance(config.out, str)):
-        raise ValueError(f"gemm: what is written as (N, M) is the scaled sum alone, got {config}")
-    vectors = any(x.size > 1 for x in given)
-    out = config.out
-    if extras and config.promote and (offsets is not None or not isinstance(out, str)):
-        fits = not (isinstance(out, str) or vectors or offsets is not None) and quantizes(160, out)
-        config = replace(
-            config, tile_n=min(config.tile_n, 160 if fits else 128)
-        )  # wider ones spill
-    elif vectors and offsets is not None and config.promote:
-        config = replace(config, tile_n=min(config.tile_n, 176))  # 192 spill
-    by_blocks = scales is not None and not config.every
-    if by_blocks != bool(config.blocks):
+    by_blocks = scales.blocks is not None and not group
+    if by_blocks != bool(config.scaling.blocks):
         raise ValueError(f"gemm: scales of 128 along K go with a config of such, got {config}")
-    return replace(
-        config,
+
+
+@lru_cache(maxsize=1024)
+def _completed(
+    config: Config, vectors: bool, factors: bool, zeros: bool, grouped: bool, extras: bool
+) -> Config:
+    """The program with what an epilogue asks of it, in tiles that leave registers for that."""
+    pipeline, scaling, out = config.pipeline, config.scaling, config.out
+    tile_n = pipeline.tile_n
+    if extras and pipeline.promote and (grouped or not isinstance(out, str)):
+        fits = not (isinstance(out, str) or vectors or grouped) and quantizes(160, out)
+        tile_n = min(tile_n, 160 if fits else 128)  # wider ones spill
+    elif vectors and grouped and pipeline.promote:
+        tile_n = min(tile_n, 176)  # 192 spill
+    # A ring that holds scales of every row leaves less.
+    few = scaling.scale_group_k or 1 in scaling.blocks
+    return config.replace(
         extras=extras,
         vectors=vectors,
-        factors=factors is not None,
-        zeros=zeros is not None,
-        grouped=offsets is not None,
-        # A ring that holds scales of every row leaves less.
-        patches=min(config.patches, 2) if config.every or 1 in config.blocks else config.patches,
+        factors=factors,
+        zeros=zeros,
+        grouped=grouped,
+        tile_n=tile_n,
+        epilogue_tiles=min(pipeline.epilogue_tiles, 2) if few else pipeline.epilogue_tiles,
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.gemm.config import PATCH_COLUMNS
+from extensor_cuda.kernels.gemm.config import EPILOGUE_COLUMNS
 from extensor_cuda.kernels.quantize.quantize import Plan, plan_of, tensor_scales
 
 __all__ = ["Requantized", "finished", "reason", "requantized", "type_of"]
@@ -50,12 +50,12 @@ def finished(out: Array | Requantized, xp: Any) -> Array | QuantArray:
 def reason(spec: QuantSpec, m: int, n: int) -> str | None:
     """Why a result (M, N) does not leave so quantized; None if it does."""
     plan = plan_of(spec, (m, n))
-    if isinstance(plan, str):
-        return plan
+    if not plan:
+        return plan.reason
     if plan.columns or plan.rows > 1:
         return f"tile {plan.spec.tile} along axis {plan.spec.axis}; the kernel has blocks of rows"
-    if plan.block > PATCH_COLUMNS:
-        return f"blocks of {plan.block}; a warp holds {PATCH_COLUMNS} columns of a row at once"
+    if plan.block > EPILOGUE_COLUMNS:
+        return f"blocks of {plan.block}; a warp holds {EPILOGUE_COLUMNS} columns of a row at once"
     if plan.spec.rounding == "stochastic":
         return "stochastic rounding; the kernel draws no random bits"
     if plan.spec.transform:

@@ -1,7 +1,7 @@
 """Max pooling, and patches summed back to images: one launch each, the CPU's bits.
 
-A sum goes through the windows that cover a place in their order, as `extensor.backends.windows`
-adds them.
+A sum goes through the windows that cover a place in their order, as
+`extensor.backends.generic.conv_pool` adds them.
 """
 
 from __future__ import annotations

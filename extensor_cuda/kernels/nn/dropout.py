@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor.backends.training import dropout_factor, dropout_least
+from extensor.backends.generic.nn import dropout_factor, dropout_least
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 

@@ -1,7 +1,7 @@
 """Sums, casts, relu, GELU and gradients of float32 and bfloat16, value by value: one launch each.
 
 Values are computed in float32 and rounded once. With u = 2**-24, before that rounding and within
-what `extensor.backends.cpu_training` states:
+what `extensor.backends.cpu.nn` states:
 
     gelu       |error| <= (x^2 / 2 + 16) u |gelu(x)| + 2**-144
     gelu_grad  |error| <= (x^2 / 2 + 16) u |g| (Phi(x) + |x| density(x)) + 2**-144 (1 + |g|)

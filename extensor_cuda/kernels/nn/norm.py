@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm of float32 rows, forward and backward, one launch each.
 
 Every sum is of at most n = length terms in some order (of rows for weight and bias), every other
-operation is rounded once, so the bounds are those of `extensor.backends.training` in float32: what
-tests/test_every_kernel.py states for any order of summation.
+operation is rounded once, so the bounds are those of `extensor.backends.generic.nn` in float32:
+what tests/test_every_kernel.py states for any order of summation.
 """
 
 from __future__ import annotations

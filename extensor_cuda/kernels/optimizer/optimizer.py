@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -22,11 +23,24 @@ from extensor.backends.protocol import FiniteQuery
 from extensor.dtypes import bfloat16
 from extensor.optim.states import Blocks, Stored
 from extensor.quant.array import QuantArray
+from extensor_cuda.kernels.quantize.quantize import plan_of, quantize_source
 from extensor_cuda.runtime.capture import current_capture
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["adam", "find_nonfinite", "finite", "scale", "sgd", "source", "square_sum", "takes"]
+__all__ = [
+    "ADAM",
+    "SGD",
+    "Kernel",
+    "Update",
+    "find_nonfinite",
+    "finite",
+    "scale",
+    "source",
+    "square_sum",
+    "step",
+    "supports",
+]
 
 Array = Any
 THREADS, PART = 256, 16384  # as in optimizer.cu
@@ -47,16 +61,37 @@ _TENSOR = np.dtype(
 _PACE = ("correct", "widen", "step")  # `Row`
 
 
+Kernel = tuple[str, tuple[str, ...]]
+"""A kernel's name, and the columns of `_TENSOR` that each of its parts fills."""
+ADAM: Kernel = ("adam", ("weight", "grad", "first", "second"))
+SGD: Kernel = ("sgd", ("weight", "grad", "first"))
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """How an update of many tensors runs; see `Backend.adam_multi_tensor`.
+
+    Attributes:
+        guard: in a capture, what the device decides.
+        check_finite: do nothing if a gradient holds NaN or infinity.
+        cache: kept from call to call.
+        numbers: each tensor's number in random bits.
+    """
+
+    guard: UpdateGuard | None = None
+    check_finite: bool = False
+    cache: dict[str, Any] | None = None
+    numbers: Sequence[int] | int = 0
+
+
 @cache
 def source(states: str = "float32") -> Source:
     """The program for a kind of state; that for float32 has what needs none, too."""
     folder = Path(__file__).parent
     if states == "float32":
         return Source.read(folder / "optimizer.cu", {})
-    from extensor_cuda.kernels.quantize.quantize import Plan, plan_of, quantize_source
-
     plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
-    assert isinstance(plan, Plan)
+    assert plan
     blocks = {"OPTIMIZER_BLOCKS": int(states != bfloat16.name)}
     of_blocks: dict[str, object] = dict(
         quantize_source(plan, "float32", "codes", True, False).macros
@@ -76,8 +111,8 @@ def _addresses(arrays: Sequence[Array | None]) -> list[int]:
     return [0 if a is None else a.data.ptr for a in arrays]
 
 
-def takes(array: Array) -> bool:
-    """Whether the kernels take an array: float32 and contiguous."""
+def supports(array: Array) -> bool:
+    """Whether the kernels read an array: float32 and contiguous."""
     return bool(array.dtype == _FLOAT32 and array.flags.c_contiguous)
 
 
@@ -132,19 +167,27 @@ def _pairs(factors: Sequence[Mapping[str, float]], first: Sequence[int]) -> np.n
     return np.array([[factors[i].get(name, 1.0) for name in _PACE] for i in first], np.float64)
 
 
-def _step(
-    kernel: str,
-    names: Sequence[str],
-    parts: Sequence[Sequence[Array | None]],
+def step(
+    kernel: Kernel,
+    parts: Sequence[Sequence[Any]],
     factors: Sequence[Mapping[str, float]],
+    update: Update,
     xp: Any,
-    guard: UpdateGuard | None,
-    check_finite: bool,
-    cache: dict[str, Any] | None,
-    numbers: Sequence[int] | int,
 ) -> FiniteQuery:
+    """Update all parameters in place, in one launch.
+
+    Args:
+        kernel: `ADAM` or `SGD`.
+        parts: arrays of each parameter that `supports` accepts, of one size, in the kernel's
+            columns; states of any kind, the same in all parts.
+        factors: of each, as the optimizers make them. The rate lr / correct and what decoupled
+            decay keeps, 1 - lr shrink, are computed in double from their parts on the device.
+        update: how.
+        xp: cupy.
+    """
+    entry, names = kernel
     columns = dict(zip(names, zip(*parts, strict=True), strict=False))
-    table, blocks = _table(columns, cache, numbers)
+    table, blocks = _table(columns, update.cache, update.numbers)
     if not blocks:
         return lambda: [True] * len(parts)
     same = factors.count(factors[0]) == len(factors)
@@ -153,25 +196,52 @@ def _step(
             table[name] = factors[0][name] if same else [mine[name] for mine in factors]
     which, first = _paces(factors[:1] if same else factors)
     table["pace"] = which[0] if same else which
-    number, program = np.int32(len(table)), source(_kind(columns["first"]))
-    if guard is None:
-        rows, rates = _pairs(factors, first), np.array([float(factors[i]["lr"]) for i in first])
-        sizes = np.cumsum([rows.nbytes, rates.nbytes])
-        held = np.concatenate([a.view(np.uint8).reshape(-1) for a in (rows, rates, table)])
-        there = xp.asarray(held)
-        tensors, rates = there[sizes[1] :], there[sizes[0] :]
-        bad: Any = _NULL
-        found: FiniteQuery = list
-        if check_finite:
-            flags = xp.zeros(len(parts) + 1, dtype=np.uint32)
-            launch(source(), "finite", blocks, THREADS, tensors, number, flags, _NULL)
-            bad, found = flags[len(parts) :], _found(flags, xp)
-        alone = (_NULL, bad, bad, np.int32(1), np.int32(1))
-        launch(program, kernel, blocks, THREADS, tensors, number, rates, there, *alone)
-        return found
+    program = source(_kind(columns["first"]))
+    if update.guard is None:
+        return _launch_eager(entry, program, (table, blocks), (factors, first), update, xp)
+    _launch_captured(entry, program, (table, blocks), (factors, first), update.guard)
+    return list
+
+
+def _launch_eager(
+    kernel: str,
+    program: Source,
+    tensors: tuple[np.ndarray, int],
+    factors: tuple[Sequence[Mapping[str, float]], Sequence[int]],
+    update: Update,
+    xp: Any,
+) -> FiniteQuery:
+    """Upload the table of tensors with the numbers of this step, and launch."""
+    (table, blocks), (all_factors, first) = tensors, factors
+    rows = _pairs(all_factors, first)
+    rates = np.array([float(all_factors[i]["lr"]) for i in first])
+    sizes = np.cumsum([rows.nbytes, rates.nbytes])
+    held = np.concatenate([a.view(np.uint8).reshape(-1) for a in (rows, rates, table)])
+    there, number = xp.asarray(held), np.int32(len(table))
+    on_device, rates = there[sizes[1] :], there[sizes[0] :]
+    bad: Any = _NULL
+    found: FiniteQuery = list
+    if update.check_finite:
+        flags = xp.zeros(len(table) + 1, dtype=np.uint32)
+        launch(source(), "finite", blocks, THREADS, on_device, number, flags, _NULL)
+        bad, found = flags[len(table) :], _found(flags, xp)
+    alone = (_NULL, bad, bad, np.int32(1), np.int32(1))
+    launch(program, kernel, blocks, THREADS, on_device, number, rates, there, *alone)
+    return found
+
+
+def _launch_captured(
+    kernel: str,
+    program: Source,
+    tensors: tuple[np.ndarray, int],
+    factors: tuple[Sequence[Mapping[str, float]], Sequence[int]],
+    guard: UpdateGuard,
+) -> None:
+    """Launch in a capture: numbers of the next updates lie on the device, pushed from the host."""
+    (table, blocks), (_, first) = tensors, factors
     capture = current_capture()
     assert capture is not None
-    tensors = capture.persistent(table.view(np.uint8))
+    on_device = capture.persistent(table.view(np.uint8))
     rows = capture.persistent(np.zeros((len(first), guard.most, len(_PACE))))
 
     def push() -> None:
@@ -181,9 +251,8 @@ def _step(
     guard.pushes.append(push)
     capture.in_warm_up(push)
     moving = (guard.lr, rows, guard.made, guard.bad, capture.stop)
-    lengths = np.int32(guard.most), np.int32(0)
-    launch(program, kernel, blocks, THREADS, tensors, number, *moving, *lengths)
-    return list
+    lengths = np.int32(len(table)), np.int32(guard.most), np.int32(0)
+    launch(program, kernel, blocks, THREADS, on_device, lengths[0], *moving, *lengths[1:])
 
 
 @cache
@@ -202,49 +271,6 @@ def _found(flags: Array, xp: Any) -> FiniteQuery:
         return [not flag for flag in flags.get(stream=stream).tolist()[:-1]]
 
     return each
-
-
-def adam(
-    parts: Sequence[tuple[Array, Array, Stored, Stored]],
-    factors: Sequence[Mapping[str, float]],
-    xp: Any,
-    guard: UpdateGuard | None = None,
-    check_finite: bool = False,
-    cache: dict[str, Any] | None = None,
-    numbers: Sequence[int] | int = 0,
-) -> FiniteQuery:
-    """`extensor.backends.training.adam` on each (weight, grad, mean, square).
-
-    Args:
-        parts: arrays that `takes` accepts, of one size in each part; states of any kind, of one
-            kind in all parts.
-        factors: of each, as `Adam` makes them. The rate lr / correct and what decoupled decay
-            keeps, 1 - lr shrink, are computed in double from their parts on the device.
-        xp: cupy.
-        guard: while recording: what the device decides.
-        check_finite: as of `Backend.adam_multi_tensor`, as is the result.
-        cache: likewise.
-        numbers: likewise.
-    """
-    names = ("weight", "grad", "first", "second")
-    return _step("adam", names, parts, factors, xp, guard, check_finite, cache, numbers)
-
-
-def sgd(
-    parts: Sequence[tuple[Array, Array, Stored | None]],
-    factors: Sequence[Mapping[str, float]],
-    xp: Any,
-    guard: UpdateGuard | None = None,
-    check_finite: bool = False,
-    cache: dict[str, Any] | None = None,
-    numbers: Sequence[int] | int = 0,
-) -> FiniteQuery:
-    """`extensor.backends.layers.sgd` on each (weight, grad, buffer or None), as `adam`.
-
-    ``factors``: lr, momentum, decay, nesterov and step of each.
-    """
-    names = ("weight", "grad", "first")
-    return _step("sgd", names, parts, factors, xp, guard, check_finite, cache, numbers)
 
 
 def _over(kernel: str, arrays: Sequence[Array], xp: Any, *more: Any) -> None:

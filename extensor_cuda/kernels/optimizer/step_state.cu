@@ -30,7 +30,7 @@ extern "C" __global__ void count(u32* made, const u32* bad, const u32* stop) {
     if (!(*bad | *stop)) ++*made;
 }
 
-// extensor.backends.training.rescale on (scale, good steps in a row, made, skipped).
+// extensor.backends.generic.optim.rescale on (scale, good steps in a row, made, skipped).
 extern "C" __global__ void rescale(double* state, const u32* bad, const u32* stop, double growth,
                                    double backoff, double interval, double least) {
     if (*stop) return;

@@ -12,10 +12,11 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
+from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, QuantStats, block_grid, packed_length, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -26,7 +27,15 @@ from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["FloatPlan", "dequantize", "float_source", "operand", "plan_of", "quantize", "start"]
+__all__ = [
+    "FloatPlan",
+    "dequantize",
+    "fake_quantize",
+    "float_source",
+    "plan_of",
+    "quantize",
+    "start",
+]
 
 Array = Any
 
@@ -35,6 +44,7 @@ _DEEP, _LANES = 32, 128  # as in float_scaled.cu: elements a thread goes along, 
 _COLUMNS, _INNER, _ROWS = range(3)  # what memory runs along
 
 
+@final
 @dataclass(frozen=True)
 class FloatPlan:
     """How an array of one shape is cut and placed.
@@ -60,19 +70,21 @@ class FloatPlan:
     scales_shape: tuple[int, ...]
 
     @cached_property
-    def lines(self) -> float_scaled_rowwise.Lines | None:
-        """How faster kernels take blocks along rows, where they do."""
+    def rowwise(self) -> float_scaled_rowwise.RowwisePlan | None:
+        """The plan of the faster kernels for blocks along rows, where they fit."""
         if self.fast != _COLUMNS or self.bytes * self.per != self.sizes[3]:
             return None
-        return float_scaled_rowwise.lines_of(self.spec, self.sizes, self.each, self.grid)
+        return float_scaled_rowwise.rowwise_plan(self.spec, self.sizes, self.each, self.grid)
 
     @cached_property
-    def panels(self) -> float_scaled_columnwise.Panels | None:
-        """How faster kernels take blocks down a matrix's columns, where they do."""
+    def columnwise(self) -> float_scaled_columnwise.ColumnwisePlan | None:
+        """The plan of the faster kernels for blocks down a matrix's columns, where they fit."""
         if self.fast != _ROWS or len(self.shape) != 2 or self.bytes * self.per != self.shape[0]:
             return None
         extent = self.each[3], self.each[1]
-        return float_scaled_columnwise.panels_of(self.spec, self.shape, extent, turned=False)
+        return float_scaled_columnwise.columnwise_plan(
+            self.spec, self.shape, extent, transposed=False
+        )
 
     @property
     def per(self) -> int:
@@ -105,27 +117,29 @@ class FloatPlan:
 
 
 @lru_cache(maxsize=4096)
-def plan_of(spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False) -> FloatPlan | str:
+def plan_of(
+    spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False
+) -> FloatPlan | Unsupported:
     """The plan, or why the kernels do not cover it; decoding asks less of the spec."""
     try:
         spec = spec.resolve(len(shape))
     except ValueError as error:
-        return str(error)  # the generic method raises it
+        return Unsupported(str(error))  # the generic method raises it
     if math.prod(shape) == 0:
-        return "empty array"
+        return Unsupported("empty array")
     if not spec.has_float_scales or spec.row.outliers:
-        return f"{spec.format}, whose scales are no plain floats"
+        return Unsupported(f"{spec.format}, whose scales are no plain floats")
     if spec.transform:
-        return "a Hadamard transform under float scales"
+        return Unsupported("a Hadamard transform under float scales")
     if spec.statistic != "amax" and not decoding:
-        return f"the {spec.statistic} statistic"
+        return Unsupported(f"the {spec.statistic} statistic")
     if spec.rule not in ("amax", "one") and not decoding:
-        return f"the {spec.rule} scale rule"
+        return Unsupported(f"the {spec.rule} scale rule")
     grid = block_grid(spec, shape)
     codes = list(shape)
     codes[spec.axis] = packed_length(spec, shape)
     if max(math.prod(shape), math.prod(codes), 2 * math.prod(grid)) >= 1 << 31:
-        return "2**31 elements or more"
+        return Unsupported("2**31 elements or more")
     extent = tile_extent(spec, shape)
     sizes, each, counts = (_sorted(spec.axis, whole) for whole in (shape, extent, grid))
     fast = _COLUMNS if sizes[2] == 1 else _INNER
@@ -178,11 +192,11 @@ def start(
     counts = OperandCounts(counters, (0, 2 * SLOTS), x.size)
     q = QuantArray(codes, scales, spec, plan.shape, zero_points=zeros)
     written = x, stream, codes, scales, counters, xp
-    if plan.lines and x.data.ptr % 16 == 0:
-        float_scaled_rowwise.quantize(plan.lines, *written, zeros)
+    if plan.rowwise and x.data.ptr % 16 == 0:
+        float_scaled_rowwise.quantize(plan.rowwise, *written, zeros)
         return q, counts
-    if plan.panels and x.data.ptr % 16 == 0:
-        float_scaled_columnwise.quantize(plan.panels, *written)
+    if plan.columnwise and x.data.ptr % 16 == 0:
+        float_scaled_columnwise.quantize(plan.columnwise, *written)
         return q, counts
     groups = -(-(columns, inner, rows)[plan.fast] // 4)
     lines = outer * (1 if plan.fast == _ROWS else rows)
@@ -224,7 +238,7 @@ def quantize(
     return q, counts()
 
 
-def operand(
+def fake_quantize(
     x: Array, plan: FloatPlan, stream: Stream | None, xp: Any
 ) -> tuple[Array, OperandCounts]:
     """The decoded values and counts, without waiting."""

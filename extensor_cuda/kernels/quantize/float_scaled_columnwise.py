@@ -1,8 +1,9 @@
-"""FP8, INT8 and INT4 under float scales in blocks down a matrix's columns, as it lies or turned.
+"""Quantizes to FP8, INT8 and INT4 under float scales in blocks down a matrix's columns.
 
 Groups of 16 to 128, tiles of 128 x 128, columns and matrices, without zero points
 (`kernels/quantize/float_scaled_columnwise.cu`); the scale of a column or of all takes a reading
-before. Turned is how products read what is contracted along its first axis.
+before. Codes are written as the matrix lies or transposed, as a GEMM reads what it contracts along
+the first axis.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["Panels", "panels_of", "panels_source", "quantize"]
+__all__ = ["ColumnwisePlan", "columnwise_plan", "columnwise_source", "quantize"]
 
 Array = Any
 
@@ -34,7 +35,7 @@ _BLOCKS, _COLUMNS, _ALL = range(3)  # what has a scale: what it is of is found b
 
 
 @dataclass(frozen=True)
-class Panels:
+class ColumnwisePlan:
     """Blocks of values down the columns of a matrix.
 
     Attributes:
@@ -42,58 +43,58 @@ class Panels:
         given: what has a scale: a block of some rows, a column, or all.
         tall: rows of a block of values.
         tiles: whether that is of 128 columns.
-        turned: whether codes are written along the columns.
+        transposed: whether codes are written along the columns.
     """
 
     spec: QuantSpec
     given: int
     tall: int
     tiles: bool
-    turned: bool
+    transposed: bool
 
 
 @lru_cache(maxsize=4096)
-def panels_of(
-    spec: QuantSpec, shape: tuple[int, int], extent: tuple[int, int], turned: bool
-) -> Panels | None:
+def columnwise_plan(
+    spec: QuantSpec, shape: tuple[int, int], extent: tuple[int, int], transposed: bool
+) -> ColumnwisePlan | None:
     """How a matrix blocked along axis 0 is taken; None: not by these kernels.
 
     Args:
         spec: resolved, under plain float scales.
         shape: of the matrix.
         extent: rows and columns of a block of values.
-        turned: whether codes are written along the columns; of 8 bits.
+        transposed: whether codes are written along the columns; of 8 bits.
     """
     (rows, columns), (tall, wide) = shape, extent
     random = spec.rounding == "stochastic"
     if not spec.symmetric or columns % 4 or max(shape) > 1 << 30:
         return None
     if wide == 1 and tall >= rows:
-        return Panels(spec, _COLUMNS, _SIDE, False, turned)
+        return ColumnwisePlan(spec, _COLUMNS, _SIDE, False, transposed)
     if wide >= columns and tall >= rows:
         whole = rows * columns % 16 == 0 and (
             not random or ((tall, wide) == shape and rows % 16 == 0)
         )
-        return Panels(spec, _ALL, _SIDE, False, turned) if whole else None
+        return ColumnwisePlan(spec, _ALL, _SIDE, False, transposed) if whole else None
     if tall in _TALL and (wide == 1 or (tall, wide) == (_SIDE, _SIDE)):
-        return Panels(spec, _BLOCKS, tall, wide > 1, turned)
+        return ColumnwisePlan(spec, _BLOCKS, tall, wide > 1, transposed)
     return None
 
 
 @lru_cache(maxsize=1024)
-def panels_source(panels: Panels, dtype: str) -> Source:
+def columnwise_source(plan: ColumnwisePlan, dtype: str) -> Source:
     """The program for input of a dtype."""
-    macros = float_macros(panels.spec, dtype) | {
-        "QUANT_AMAX_GIVEN": panels.given,
-        "QUANT_BLOCK_ROWS": panels.tall,
-        "QUANT_SQUARE_TILES": int(panels.tiles),
-        "QUANT_TRANSPOSED": int(panels.turned),
+    macros = float_macros(plan.spec, dtype) | {
+        "QUANT_AMAX_GIVEN": plan.given,
+        "QUANT_BLOCK_ROWS": plan.tall,
+        "QUANT_SQUARE_TILES": int(plan.tiles),
+        "QUANT_TRANSPOSED": int(plan.transposed),
     }
     return Source.read(_SOURCE, macros)
 
 
 def quantize(
-    panels: Panels,
+    plan: ColumnwisePlan,
     x: Array,
     stream: Stream | None,
     codes: Array,
@@ -105,7 +106,7 @@ def quantize(
     """Codes, scales and counts, without waiting.
 
     Args:
-        panels: from `panels_of`.
+        plan: from `columnwise_plan`.
         x: C-contiguous float32, bfloat16 or float16 matrix, from a multiple of 16 bytes on.
         stream: names the random bits, given exactly under stochastic rounding.
         codes: uint8, to be written: as x lies, or (columns, pitch), rows up to a multiple of 16.
@@ -114,14 +115,14 @@ def quantize(
         xp: cupy.
         most: what `largest` finds, if it is known.
     """
-    source, (rows, columns) = panels_source(panels, x.dtype.name), x.shape
+    source, (rows, columns) = columnwise_source(plan, x.dtype.name), x.shape
     sizes = np.int64(rows), np.int64(columns)
     blocks = -(-rows // _SIDE) * -(-columns // _SIDE)
-    if panels.given == _COLUMNS:
+    if plan.given == _COLUMNS:
         most = xp.zeros(columns, dtype=np.uint32)
         launch(source, "largest_of_columns", blocks, THREADS, x, most, *sizes)
-    elif panels.given == _ALL and most is None:
-        most = largest(x, panels.spec, xp)
+    elif plan.given == _ALL and most is None:
+        most = largest(x, plan.spec, xp)
     words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     pitch = np.int64(codes.shape[1])
     null = np.uint64(0)

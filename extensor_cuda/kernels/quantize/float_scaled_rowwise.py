@@ -23,7 +23,15 @@ from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["KERNELS", "Lines", "float_macros", "largest", "lines_of", "quantize", "source_of"]
+__all__ = [
+    "KERNELS",
+    "RowwisePlan",
+    "float_macros",
+    "largest",
+    "quantize",
+    "rowwise_plan",
+    "source_of",
+]
 
 Array = Any
 
@@ -36,7 +44,7 @@ KERNELS = ("quantize_groups", "quantize_blocks", "quantize_all")
 
 
 @dataclass(frozen=True)
-class Lines:
+class RowwisePlan:
     """Blocks of values along rows, in chunks of 16, as a kernel here takes them.
 
     Attributes:
@@ -59,12 +67,12 @@ class Lines:
 
 
 @lru_cache(maxsize=4096)
-def lines_of(
+def rowwise_plan(
     spec: QuantSpec,
     sizes: tuple[int, int, int, int],
     each: tuple[int, int, int, int],
     blocks: tuple[int, int, int, int],
-) -> Lines | None:
+) -> RowwisePlan | None:
     """How (outer, rows, 1, columns) elements in such blocks are taken; None: not by these kernels.
 
     Args:
@@ -81,19 +89,19 @@ def lines_of(
     chunks, lanes = math.prod(sizes) // CHUNK, wide // CHUNK
     if each == sizes:
         grid = -(-chunks // (THREADS * _KEPT))
-        return Lines(spec, _ALL, CHUNK, THREADS, _KEPT, grid, (chunks,))
+        return RowwisePlan(spec, _ALL, CHUNK, THREADS, _KEPT, grid, (chunks,))
     neat = lanes <= _MOST_LANES and lanes & (lanes - 1) == 0 and columns % wide == 0
     if tall == 1 and neat:
         kept = 1 if spec.rounding == "stochastic" else _KEPT
         grid = -(-chunks // (THREADS * kept))
-        return Lines(spec, _GROUPS, wide, THREADS, kept, grid, (chunks,))
+        return RowwisePlan(spec, _GROUPS, wide, THREADS, kept, grid, (chunks,))
     most = min(tall, rows) * min(lanes, columns // CHUNK)
     if each[0] > 1 or most > _FAR:
         return None
     threads = min(THREADS, max(32, 1 << (most - 1).bit_length()))
     kept = min(_KEPT, -(-most // threads))
     numbers = rows, columns // CHUNK, tall, lanes, blocks[1], blocks[3]
-    return Lines(spec, _BLOCKS, CHUNK, threads, kept, math.prod(blocks), numbers)
+    return RowwisePlan(spec, _BLOCKS, CHUNK, threads, kept, math.prod(blocks), numbers)
 
 
 @lru_cache(maxsize=1024)
@@ -105,7 +113,7 @@ def _source(
     threads: int = THREADS,
     kept: int = _KEPT,
 ) -> Source:
-    """The program for input of a dtype; the others are fields of `Lines`."""
+    """The program for input of a dtype; the others are fields of `RowwisePlan`."""
     sizes = {
         "QUANT_PATH": way,
         "CODEC_BLOCK": block,
@@ -115,9 +123,9 @@ def _source(
     return Source.read(_SOURCE, float_macros(spec, dtype) | sizes)
 
 
-def source_of(lines: Lines, dtype: str) -> Source:
+def source_of(plan: RowwisePlan, dtype: str) -> Source:
     """The program for blocks that are taken so."""
-    return _source(lines.spec, dtype, lines.way, lines.block, lines.threads, lines.kept)
+    return _source(plan.spec, dtype, plan.way, plan.block, plan.threads, plan.kept)
 
 
 def float_macros(spec: QuantSpec, dtype: str) -> dict[str, object]:
@@ -149,7 +157,7 @@ def largest(x: Array, spec: QuantSpec, xp: Any) -> Array:
 
 
 def quantize(
-    lines: Lines,
+    plan: RowwisePlan,
     x: Array,
     stream: Stream | None,
     codes: Array,
@@ -162,7 +170,7 @@ def quantize(
     """Codes, scales and counts, without waiting.
 
     Args:
-        lines: from `lines_of`.
+        plan: from `rowwise_plan`.
         x: C-contiguous float32, bfloat16 or float16, from a multiple of 16 bytes on.
         stream: names the random bits, given exactly under stochastic rounding.
         codes: uint8, to be written, from a multiple of 16 bytes on, as x lies.
@@ -172,15 +180,15 @@ def quantize(
         zeros: int8, to be written like scales where the spec has zero points.
         most: what `largest` finds, if it is known.
     """
-    if most is None and lines.way == _ALL:
-        most = largest(x, lines.spec, xp)
+    if most is None and plan.way == _ALL:
+        most = largest(x, plan.spec, xp)
     words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
-    number = np.uint32 if lines.way == _BLOCKS else np.int64
+    number = np.uint32 if plan.way == _BLOCKS else np.int64
     launch(
-        source_of(lines, x.dtype.name),
-        KERNELS[lines.way],
-        lines.grid,
-        lines.threads,
+        source_of(plan, x.dtype.name),
+        KERNELS[plan.way],
+        plan.grid,
+        plan.threads,
         x,
         codes,
         scales,
@@ -189,5 +197,5 @@ def quantize(
         counters.array,
         clock_of([stream]),
         *map(np.uint32, words),
-        *map(number, lines.sizes),
+        *map(number, plan.sizes),
     )

@@ -1,4 +1,4 @@
-"""Placing the fused quantizers: a spec and a shape -> macros, grid and output arrays.
+"""Launches the fused quantizers: a spec and a shape -> macros, grid and output arrays.
 
 Covers blocks of 16, 32, 64 or 128 along any axis and square tiles of 16 or 32 in matrices, E8M0
 scales under every rule, NVFP4's three, and the Hadamard transform; `plan_of` says why something
@@ -11,10 +11,11 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
+from extensor.backends.unsupported import Unsupported
 from extensor.formats import ELEMENTS, ElementFormat
 from extensor.quant.array import (
     QuantArray,
@@ -38,8 +39,8 @@ __all__ = [
     "element_macros",
     "encoding_macros",
     "exact_float",
+    "fake_quantize",
     "is_whole",
-    "operand",
     "plan_of",
     "quantize",
     "quantize_raw",
@@ -65,6 +66,7 @@ _NO_STREAM = (0, 0, 0, 0)
 _FOUR_OVER_SIX_TOP = 256.0  # of block scales: a block may be scaled half again as far
 
 
+@final
 @dataclass(frozen=True)
 class Plan:
     """A resolved spec on arrays of one shape.
@@ -135,48 +137,48 @@ class Outputs:
 @lru_cache(maxsize=4096)
 def plan_of(
     spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False, activation: str = ""
-) -> Plan | str:
-    """The plan, or why the kernels do not cover it; decoding asks less of the spec.
+) -> Plan | Unsupported:
+    """The plan, or why the kernels do not support it; decoding asks less of the spec.
 
     ``activation``, one of `ACTIVATIONS`, is of bfloat16 arrays, as they are read.
     """
     if activation not in ACTIVATIONS:
-        return f"the activation {activation}; the kernels have {ACTIVATIONS[1:]}"
+        return Unsupported(f"the activation {activation}; the kernels have {ACTIVATIONS[1:]}")
     try:
         spec = spec.resolve(len(shape))
     except ValueError as error:
-        return str(error)  # the generic method raises it
+        return Unsupported(str(error))  # the generic method raises it
     if math.prod(shape) == 0:
-        return "empty array"
+        return Unsupported("empty array")
     if spec.has_float_scales:
-        return f"{spec.scale_name} scales"
+        return Unsupported(f"{spec.scale_name} scales")
     if spec.rule not in _RULES and not decoding:
-        return f"the {spec.rule} scale rule"
+        return Unsupported(f"the {spec.rule} scale rule")
     if spec.rebased and not decoding:
-        return "near-exact squares"
+        return Unsupported("a rebased spec")
     if spec.statistic != "amax" and not decoding:
-        return f"the {spec.statistic} statistic"
+        return Unsupported(f"the {spec.statistic} statistic")
     if spec.transform and decoding:
-        return "a Hadamard transform to undo"
+        return Unsupported("a Hadamard transform to undo")
     if not isinstance(spec.tile, tuple) or not _has_tile(spec, shape):
-        return (
+        return Unsupported(
             f"tile {spec.tile} along axis {spec.axis} of {len(shape)}; the kernels have (1, n), "
             f"n in {BLOCKS}, and (n, n) with n in {SQUARES} along a last axis or in a matrix"
         )
     if decoding and spec.tile[0] > 1:
-        return "a square tile"
+        return Unsupported("a square tile")
     if spec.tile[0] > 1 and spec.transform:
-        return "a Hadamard transform in square tiles"
+        return Unsupported("a Hadamard transform in square tiles")
     if spec.rule in SEARCHES and not decoding and (spec.tile[1] != 16 or spec.ties != "even"):
-        return f"the {spec.rule} rule with tile {spec.tile} and ties to {spec.ties}"
+        return Unsupported(f"the {spec.rule} rule with tile {spec.tile} and ties to {spec.ties}")
     grid = block_grid(spec, shape)
     if math.prod(grid) >= 1 << 32:
-        return "2**32 blocks or more"
+        return Unsupported("2**32 blocks or more")
     codes = list(shape)
     codes[spec.axis] = packed_length(spec, shape)
     outer, inner = math.prod(shape[: spec.axis]), math.prod(shape[spec.axis + 1 :])
-    placed = (outer, shape[spec.axis], inner, spec.tile[1])
-    return Plan(spec, shape, *placed, grid, tuple(codes), activation)
+    layout = (outer, shape[spec.axis], inner, spec.tile[1])
+    return Plan(spec, shape, *layout, grid, tuple(codes), activation)
 
 
 def _has_tile(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
@@ -446,7 +448,9 @@ def quantize(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[Quan
     return done.q, done.stats(plan.count)()
 
 
-def operand(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[Array, OperandCounts]:
+def fake_quantize(
+    x: Array, plan: Plan, stream: Stream | None, xp: Any
+) -> tuple[Array, OperandCounts]:
     """The decoded values and counts, without waiting."""
     done = quantize_raw(x, plan, stream, xp, values=True)
     return done.values, done.stats(plan.count)

@@ -1,6 +1,6 @@
-"""Rows and columns of one matrix in one reading: two plans -> one launch.
+"""Quantizes a matrix rowwise and columnwise in one launch, which reads it once.
 
-Covers two specs that differ in their axis alone, in blocks of 16 to 64: no transform, no square
+Supports two specs that differ in their axis alone, in blocks of 16 to 64: no transform, no square
 tile, no search for a scale, no scale window (whose maximum is of a direction's own blocks).
 """
 
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
+from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -22,7 +23,14 @@ from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["PairPlan", "operand", "pair_plan", "pair_source", "quantize", "quantize_raw"]
+__all__ = [
+    "RowColumnPlan",
+    "fake_quantize",
+    "quantize",
+    "quantize_raw",
+    "row_column_plan",
+    "row_column_source",
+]
 
 Array = Any
 Streams = tuple[Stream | None, Stream | None]
@@ -31,82 +39,86 @@ _LEAST_TALL = 32  # rows of a tile
 _MOST_BLOCK = 64
 
 
+@final
 @dataclass(frozen=True)
-class PairPlan:
-    """Plans along rows and down columns of one matrix; ``swapped`` if asked the other way."""
+class RowColumnPlan:
+    """A matrix's plans of both axes; ``swapped`` if the columnwise spec came first."""
 
-    along: Plan
-    down: Plan
+    rowwise: Plan
+    columnwise: Plan
     swapped: bool
 
     def ordered(self, pair: tuple[Any, Any]) -> tuple[Any, Any]:
-        """(along, down) in the order of the specs, or back."""
+        """(rowwise, columnwise) in the order of the specs, or back."""
         return (pair[1], pair[0]) if self.swapped else pair
 
 
 @lru_cache(maxsize=4096)
-def pair_plan(
+def row_column_plan(
     specs: tuple[QuantSpec, QuantSpec], shape: tuple[int, ...], activation: str = ""
-) -> PairPlan | str:
+) -> RowColumnPlan | Unsupported:
     """The plan, or why one launch does not cover it; ``activation`` as of `kernels.plan_of`."""
     if len(shape) != 2:
-        return f"{len(shape)} axes"
-    plans = [kernels.plan_of(spec, shape, False, activation) for spec in specs]
-    for plan in plans:
-        if isinstance(plan, str):
-            return plan
-    first, second = (plan for plan in plans if isinstance(plan, Plan))
+        return Unsupported(f"{len(shape)} axes")
+    first, second = (kernels.plan_of(spec, shape, False, activation) for spec in specs)
+    if not first:
+        return first
+    if not second:
+        return second
     if {first.spec.axis, second.spec.axis} != {0, 1}:
-        return "both along one axis"
+        return Unsupported("both along one axis")
     swapped = first.spec.axis == 0
-    along, down = (second, first) if swapped else (first, second)
-    spec = along.spec
-    if spec.replace(axis=0) != down.spec:
-        return "specs that differ in more than their axis"
-    if spec.transform or along.rows > 1 or spec.rule in kernels.SEARCHES:
-        return "a transform, square tiles or a search for scales"
-    if along.block > _MOST_BLOCK or spec.scale_window is not None:
-        return f"blocks above {_MOST_BLOCK}, or a scale window"
-    return PairPlan(along, down, swapped)
+    rowwise, columnwise = (second, first) if swapped else (first, second)
+    spec = rowwise.spec
+    if spec.replace(axis=0) != columnwise.spec:
+        return Unsupported("specs that differ in more than their axis")
+    if spec.transform or rowwise.rows > 1 or spec.rule in kernels.SEARCHES:
+        return Unsupported("a transform, square tiles or a search for scales")
+    if rowwise.block > _MOST_BLOCK or spec.scale_window is not None:
+        return Unsupported(f"blocks above {_MOST_BLOCK}, or a scale window")
+    return RowColumnPlan(rowwise, columnwise, swapped)
 
 
-def _tile(plan: PairPlan, dtype: str, out: str) -> tuple[int, int, int]:
+def _tile(plan: RowColumnPlan, dtype: str, out: str) -> tuple[int, int, int]:
     """Rows and columns of a tile, and columns of a thread."""
-    tall = max(_LEAST_TALL, plan.along.block)
-    each = 2 if out == "values" else kernels.columns_of(plan.down, dtype)
+    tall = max(_LEAST_TALL, plan.rowwise.block)
+    each = 2 if out == "values" else kernels.columns_of(plan.columnwise, dtype)
     return tall, THREADS // (tall // CHUNK) * each, each
 
 
 @lru_cache(maxsize=4096)
-def pair_source(plan: PairPlan, dtype: str, out: str, whole: bool, stats: bool) -> Source:
+def row_column_source(
+    plan: RowColumnPlan, dtype: str, out: str, whole: bool, stats: bool
+) -> Source:
     """The program; ``out`` is "codes" or "values"."""
     tall, _, each = _tile(plan, dtype, out)
     extra = {"QUANT_ROWWISE_COLUMNWISE": 1, "QUANT_CTA_ROWS": tall, "QUANT_THREAD_COLUMNS": each}
-    words = plan.along.spec.rounding == "stochastic" or plan.along.spec.ties != "even"
-    spec = plan.along.spec
+    words = plan.rowwise.spec.rounding == "stochastic" or plan.rowwise.spec.ties != "even"
+    spec = plan.rowwise.spec
     pairs = spec.row.element.bits == 4 and spec.is_mx
-    few = not plan.along.activation and (not stats or pairs)  # registers: three blocks have 80 each
+    # Three blocks leave 80 registers to a thread.
+    few = not plan.rowwise.activation and (not stats or pairs)
     three = whole and not words and out != "values" and few
     extra["QUANT_MIN_CTAS"] = 3 if three else 2
-    return kernels.quantize_source(plan.along, dtype, out, whole, stats, tuple(extra.items()))
+    return kernels.quantize_source(plan.rowwise, dtype, out, whole, stats, tuple(extra.items()))
 
 
 def _run(
     x: Array,
-    plan: PairPlan,
+    plan: RowColumnPlan,
     out: str,
     streams: Streams,
     counters: Counters | None,
     arrays: dict[str, Array],
 ) -> None:
-    dtype, (rows, columns) = x.dtype.name, plan.along.shape
+    dtype, (rows, columns) = x.dtype.name, plan.rowwise.shape
     tall, wide, _ = _tile(plan, dtype, out)
     whole = rows % tall == 0 and columns % wide == 0 and x.data.ptr % 16 == 0
     names = ("codes0", "codes1", "scales0", "scales1", "values0", "values1", "tensor")
     given = [*(arrays.get(name) for name in names), None if counters is None else counters.array]
     words = [w for s in streams for w in ((0,) * 4 if s is None else (*s.key, *s.counter_high))]
     launch(
-        pair_source(plan, dtype, out, whole, counters is not None),
+        row_column_source(plan, dtype, out, whole, counters is not None),
         "quantize_both",
         -(-rows // tall) * -(-columns // wide),
         THREADS,
@@ -122,10 +134,10 @@ def _counters(stats: bool, xp: Any) -> Counters | None:
     return Counters(4 * SLOTS, xp) if stats else None
 
 
-def _stats(counters: Counters | None, plan: PairPlan) -> tuple[OperandCounts, OperandCounts]:
-    """OperandCounts along rows and down columns, which wait for the kernel when they are called."""
+def _stats(counters: Counters | None, plan: RowColumnPlan) -> tuple[OperandCounts, OperandCounts]:
+    """The rowwise and the columnwise counts, which wait for the kernel when they are called."""
     assert counters is not None
-    half, count = 2 * SLOTS, plan.along.count
+    half, count = 2 * SLOTS, plan.rowwise.count
     return OperandCounts(counters, (0, half), count), OperandCounts(
         counters, (half, 2 * half), count
     )
@@ -133,7 +145,7 @@ def _stats(counters: Counters | None, plan: PairPlan) -> tuple[OperandCounts, Op
 
 def quantize_raw(
     x: Array,
-    plan: PairPlan,
+    plan: RowColumnPlan,
     streams: Streams,
     xp: Any,
     amax: Array | None = None,
@@ -143,16 +155,16 @@ def quantize_raw(
 
     Args:
         x: C-contiguous float32, bfloat16 or float16 matrix of the plan's shape.
-        plan: from `pair_plan`.
+        plan: from `row_column_plan`.
         streams: along rows, and down columns.
         xp: cupy.
         amax: as for `extensor_cuda.kernels.quantize.quantize.quantize_raw`.
         stats: count saturated and flushed values.
     """
-    tensor, _ = kernels.tensor_of(plan.along, x, amax, xp)
+    tensor, _ = kernels.tensor_of(plan.rowwise, x, amax, xp)
     arrays = {"tensor": tensor}
     made = []
-    for i, side in enumerate((plan.along, plan.down)):
+    for i, side in enumerate((plan.rowwise, plan.columnwise)):
         codes, scales = (xp.empty(s, dtype=xp.uint8) for s in (side.codes_shape, side.scales_shape))
         arrays |= {f"codes{i}": codes, f"scales{i}": scales}
         whole = None if tensor is None else tensor[0]
@@ -163,7 +175,7 @@ def quantize_raw(
 
 
 def quantize(
-    x: Array, plan: PairPlan, streams: Streams, xp: Any
+    x: Array, plan: RowColumnPlan, streams: Streams, xp: Any
 ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
     """Codes, scales and counts in the order of the specs; waits for the counts."""
     pair, counters = quantize_raw(x, plan, plan.ordered(streams), xp)
@@ -171,12 +183,12 @@ def quantize(
     return plan.ordered(((pair[0], counts[0]()), (pair[1], counts[1]())))
 
 
-def operand(
-    x: Array, plan: PairPlan, streams: Streams, xp: Any
+def fake_quantize(
+    x: Array, plan: RowColumnPlan, streams: Streams, xp: Any
 ) -> tuple[tuple[Array, OperandCounts], tuple[Array, OperandCounts]]:
     """Decoded values and counts in the order of the specs, without waiting."""
-    tensor, _ = kernels.tensor_of(plan.along, x, None, xp)
-    values = [xp.empty(plan.along.shape, dtype=xp.float32) for _ in range(2)]
+    tensor, _ = kernels.tensor_of(plan.rowwise, x, None, xp)
+    values = [xp.empty(plan.rowwise.shape, dtype=xp.float32) for _ in range(2)]
     arrays = {"tensor": tensor, "values0": values[0], "values1": values[1]}
     counters = _counters(True, xp)
     _run(x, plan, "values", plan.ordered(streams), counters, arrays)

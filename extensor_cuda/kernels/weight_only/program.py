@@ -1,19 +1,19 @@
-"""What the programs that decode weights share on the host: macros of weights and activations."""
+"""What the weight-only programs share on the host: macros, arguments, and room for sums."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from extensor.quant.array import tile_extent
+from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.runtime.compile import Source
 
-__all__ = ["FLOATS", "PARTS", "countable", "is_scaled", "program", "room"]
+__all__ = ["FLOATS", "PARTS", "Arguments", "countable", "program"]
 
 Array = Any
 
@@ -23,9 +23,53 @@ PARTS = {"float32": 3, "bfloat16": 1}
 """Tokens, each a bfloat16 matrix's row, that a row of activations of a dtype is."""
 
 
-def is_scaled(spec: QuantSpec) -> bool:
-    """Whether scales are floats."""
-    return spec.has_float_scales
+class Arguments(NamedTuple):
+    """What a weight-only kernel reads and writes.
+
+    Attributes:
+        x: (M, K), float32 or bfloat16; contiguous, from a multiple of 16 bytes on, as the next two.
+        codes, scales: of the weights.
+        w: (N, K), blocked along K.
+        out: (M, N), float32 or bfloat16.
+        zeros: makes so many counters that are zero, and that the kernel leaves so.
+        xp: cupy.
+    """
+
+    x: Array
+    codes: Array
+    scales: Array
+    w: QuantArray
+    out: Array
+    zeros: Callable[[int], Array]
+    xp: Any
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N and K."""
+        return len(self.x), self.w.shape[0], self.x.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        """Rows of bfloat16 that x is."""
+        return len(self.x) * PARTS[self.x.dtype.name]
+
+    @property
+    def tensor_scale(self) -> Any:
+        """The tensor's scale, or a null pointer."""
+        return np.uint64(0) if self.w.tensor_scale is None else self.w.tensor_scale
+
+    def room(self, slices: int, rows: int, groups: int) -> tuple[Any, Any]:
+        """Where slices of K leave their sums, and counts of a group's slices that are done.
+
+        Args:
+            slices: of K; nulls for one.
+            rows: of sums.
+            groups: of blocks, each of a slice.
+        """
+        if slices == 1:
+            return np.uint64(0), np.uint64(0)
+        sums = (slices, rows, -(-self.w.shape[0] // 4) * 4)
+        return self.xp.empty(sums, dtype=np.float32), self.zeros(groups)
 
 
 def countable(shape: tuple[int, ...]) -> bool:
@@ -51,7 +95,7 @@ def program(
         out: a result's.
         own: the other macros.
     """
-    element, scaled = spec.row.element, is_scaled(spec)
+    element, scaled = spec.row.element, spec.has_float_scales
     macros = {
         "CODEC_BITS": element.bits,
         "CODEC_IS_FLOAT": int(element.is_float),
@@ -64,26 +108,3 @@ def program(
         "WEIGHT_ONLY_OUT": FLOATS.index(out),
     }
     return _read(path, tuple((macros | own).items()))
-
-
-def room(
-    slices: int,
-    tokens: int,
-    lines: int,
-    groups: int,
-    zeros: Callable[[int], Array],
-    xp: Any,
-) -> tuple[Any, Any]:
-    """Where slices of K leave their sums, and counts of a group's slices that are done.
-
-    Args:
-        slices: of K; nulls for one.
-        tokens: rows of sums.
-        lines: of weights.
-        groups: of blocks, each of a slice.
-        zeros: makes so many counters that are zero, and that the kernel leaves so.
-        xp: cupy.
-    """
-    if slices == 1:
-        return np.uint64(0), np.uint64(0)
-    return xp.empty((slices, tokens, -(-lines // 4) * 4), dtype=np.float32), zeros(groups)

@@ -104,16 +104,16 @@ def test_gradient_of_slogdet() -> None:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: et.linalg.inv(et.zeros((2, 3))), "wanted square matrices"),
-        (lambda: et.linalg.slogdet(et.zeros(3)), "wanted matrices"),
-        (lambda: et.linalg.slogdet([[1.0]]), "wanted an ExTensor"),
+        (lambda: et.linalg.inv(et.zeros((2, 3))), "expected square matrices"),
+        (lambda: et.linalg.slogdet(et.zeros(3)), "expected matrices"),
+        (lambda: et.linalg.slogdet([[1.0]]), "expected an ExTensor"),
         (lambda: et.linalg.qr(et.eye(2), mode="raw"), "'reduced' or 'complete'"),
-        (lambda: et.fft.fft(et.ones(3), norm="none"), "wanted one of backward"),
-        (lambda: et.fft.fft(et.ones(3), n=0), "n: wanted 1 or more"),
+        (lambda: et.fft.fft(et.ones(3), norm="none"), "expected one of backward"),
+        (lambda: et.fft.fft(et.ones(3), n=0), "n: expected 1 or more"),
         (lambda: et.fft.rfft(et.ones(3).astype("complex64")), "use fft"),
         (lambda: et.fft.fftn(et.ones((2, 2)), s=(2,), axes=(0, 1)), "as many sizes as axes"),
         (lambda: et.fft.fftfreq(0), "n of 1 or more"),
-        (lambda: et.fft.fft([1.0]), "wanted an ExTensor"),
+        (lambda: et.fft.fft([1.0]), "expected an ExTensor"),
     ],
 )
 def test_refusals(made: Any, message: str) -> None:

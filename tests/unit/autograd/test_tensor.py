@@ -33,7 +33,7 @@ def test_construction() -> None:
 
 @pytest.mark.parametrize("bad", ["abc", ["a"], None, [None], {1}, [object()]])
 def test_what_is_not_numbers_is_refused(bad: object) -> None:
-    with pytest.raises(TypeError, match=r"wanted numbers, nested lists of them or an array, got"):
+    with pytest.raises(TypeError, match=r"expected numbers, nested lists of them or an array, got"):
         et.ExTensor(bad)
 
 
@@ -62,20 +62,20 @@ def test_full_refuses_a_number_that_the_dtype_cannot_hold(value: float, dtype: s
 
 @pytest.mark.parametrize("value", ["a", None, [1]])
 def test_full_takes_a_number(value: object) -> None:
-    with pytest.raises(TypeError, match="full: wanted a number, got"):
+    with pytest.raises(TypeError, match="full: expected a number, got"):
         et.full((2,), value)
 
 
 @pytest.mark.parametrize("seed", [-1, "a", 1.5, [1]])
 def test_seeds_are_whole_numbers(seed: object) -> None:
     for make in (et.randn, et.rand):
-        with pytest.raises(ValueError, match="seed: wanted an int of 0 or more"):
+        with pytest.raises(ValueError, match="seed: expected an int of 0 or more"):
             make(3, seed=seed)
 
 
 def test_arange_refuses_what_has_no_length() -> None:
     for stop in (float("nan"), float("inf"), 1e30):
-        with pytest.raises((ValueError, OverflowError), match="arange: wanted finite numbers"):
+        with pytest.raises((ValueError, OverflowError), match="arange: expected finite numbers"):
             et.arange(0, stop)
 
 
@@ -203,7 +203,7 @@ def test_numpy_operands() -> None:
     assert isinstance(result, et.ExTensor)
     assert result.tolist() == [1.0, 2.0]
     assert (x - np.float32(0.5)).dtype is et.float32
-    with pytest.raises(TypeError, match="wanted an ExTensor, a number or an array, got str"):
+    with pytest.raises(TypeError, match="expected an ExTensor, a number or an array, got str"):
         x + "1"
 
 
@@ -224,11 +224,11 @@ def test_writes() -> None:
         et.ones(1).broadcast_to((3,))[0] = 1.0
     with pytest.raises(TypeError, match="shares scales between values"):
         et.ones((1, 32), "mxfp4")[0] = 1.0
-    with pytest.raises(ValueError, match=r"wanted shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"expected shape \(2, 3\)"):
         x.assign_(et.zeros(3).data)
-    with pytest.raises(TypeError, match="wanted dtype float32"):
+    with pytest.raises(TypeError, match="expected dtype float32"):
         x.assign_(et.zeros((2, 3), "float64").data)
-    with pytest.raises(TypeError, match="wanted an array of device"):
+    with pytest.raises(TypeError, match="expected an array of device"):
         x.assign_([[0.0] * 3] * 2)
     before = x.numpy()
     x.assign_(et.zeros((2, 3)).data)
@@ -276,5 +276,5 @@ def test_one_number_is_formatted_as_python_does() -> None:
     assert f"{loss:.3f} {loss:>6.1f}" == "3.000    3.0"
     assert f"{et.ExTensor([[7]]):03d} {et.ExTensor(1.5, 'bfloat16'):.2e}" == "007 1.50e+00"
     assert f"{et.ones(2)}" == repr(et.ones(2))
-    with pytest.raises(TypeError, match=r"format '\.2f': wanted one element, got shape \(2,\)"):
+    with pytest.raises(TypeError, match=r"format '\.2f': expected one element, got shape \(2,\)"):
         f"{et.ones(2):.2f}"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import extensor as et
-from extensor.backends import products
+from extensor.backends.cpu import product_paths
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
 from tests.product_cases import (
@@ -33,7 +33,7 @@ from tests.product_cases import (
 def on_tiles(a: QuantArray, b: QuantArray) -> np.ndarray | None:
     """Their product on tiles of bfloat16, where there are any."""
     if "amx" not in VARIANTS:
-        assert CORE is None or not CORE.gemm_has_tiles()
+        assert CORE is None or not CORE.gemm_has_amx()
         return None
     CORE.set_gemm_level("amx")
     try:
@@ -84,11 +84,11 @@ def test_where_tiles_would_flush_or_overflow_another_kernel_runs() -> None:
     """At the edge on both sides: the last scale that tiles take is right, the next is refused."""
     k = 40
     mx8 = QuantSpec("mxfp8_e4m3")  # values are multiples of 2**-9, at most 448 < 2**9
-    assert products.bf16_reason(quantized((2, k), mx8, 1), quantized((2, k), mx8, 2)) is None
+    assert product_paths._bf16_gap(quantized((2, k), mx8, 1), quantized((2, k), mx8, 2)) is None
     for low, other, fits in ((26, 120, True), (26, 119, False), (9, 140, False), (10, 140, True)):
         a, b = quantized((5, k), mx8, 1), quantized((6, k), mx8, 2)
         a.scales[:], b.scales[:] = low, other
-        reason = products.bf16_reason(a, b)
+        reason = product_paths._bf16_gap(a, b)
         assert (reason is None) == fits, (low, other, reason)
         if fits:
             got = on_tiles(a, b)
@@ -99,7 +99,7 @@ def test_where_tiles_would_flush_or_overflow_another_kernel_runs() -> None:
             assert "down to" in str(reason)
             check(BACKEND.block_scaled_matmul(a, b), exact(a), exact(b), k, (low, other))
     a.scales[:], b.scales[:] = 240, 140  # 2**9 2**113 2**9 2**13 40 > 2**128
-    assert "up to" in str(products.bf16_reason(a, b))
+    assert "up to" in str(product_paths._bf16_gap(a, b))
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e3m2", "mxfp8_e5m2", "mxint8"])
@@ -110,12 +110,12 @@ def test_zero_blocks_of_any_scale_stay_on_tiles(name: str) -> None:
     q = BACKEND.quantize(x, QuantSpec(name).resolve(2))[0]
     q.scales[2:5, 1], q.scales[:, 3] = 0, 3
     b = quantized((4, 100), QuantSpec(name), 1)
-    assert products.bf16_reason(q, b) is None
+    assert product_paths._bf16_gap(q, b) is None
     got = on_tiles(q, b)
     if got is not None:
         check(got, exact(q), exact(b), 18, name)
     q.codes[3, q.codes.shape[1] // 4] = 1  # no longer zero, in the second block
-    assert "down to 2**-1" in str(products.bf16_reason(q, b))
+    assert "down to 2**-1" in str(product_paths._bf16_gap(q, b))
     check(BACKEND.block_scaled_matmul(q, b), exact(q), exact(b), 100, name)
 
 
@@ -127,15 +127,15 @@ def test_what_tiles_cannot_hold() -> None:
         (QuantSpec("fp8_e4m3"), "float32 scales"),
     ):
         q = quantized((4, 64), spec, 0)
-        assert reason in str(products.bf16_reason(good, q))
-        if CORE is not None and CORE.gemm_has_tiles():
+        assert reason in str(product_paths._bf16_gap(good, q))
+        if CORE is not None and CORE.gemm_has_amx():
             with pytest.raises(ValueError, match="scales as bytes, and no zero points"):
-                CORE.bf16_matmul(products.matrix(CORE, good), products.matrix(CORE, q))
+                CORE.bf16_matmul(product_paths.matrix(CORE, good), product_paths.matrix(CORE, q))
     if CORE is None:
         return
     CORE.set_gemm_level("scalar")
     with pytest.raises(ValueError, match="no tiles of bfloat16"):
-        CORE.bf16_matmul(*[products.matrix(CORE, good)] * 2)
+        CORE.bf16_matmul(*[product_paths.matrix(CORE, good)] * 2)
     CORE.set_gemm_level(VARIANTS[-1])
 
 

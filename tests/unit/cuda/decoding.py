@@ -12,11 +12,16 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import decode
 from extensor_cuda.kernels.weight_only import (
     w4a16_sm90_resident,
     w4a16_sm90_ring,
+    w4w8a16_sm80,
     w4w8a16_sm90_wgmma,
+)
+from extensor_cuda.matmul import weight_only
+from extensor_cuda.matmul.weight_only import (
+    few_tokens_gap,
+    weight_only_matmul,
 )
 from tests.product_cases import exact
 from tests.unit.cuda import emulator as emulation
@@ -71,10 +76,14 @@ def weights(spec: QuantSpec, shape: tuple[int, int], seed: int = 0) -> QuantArra
 
 def placed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The array module of a fixture with `PLACES` as params; counters are new."""
-    decode._counters.cache_clear()
+    weight_only._counters.cache_clear()
     products = [w4a16_sm90_ring, w4w8a16_sm90_wgmma]
     return place(
-        request, monkeypatch, [decode, w4a16_sm90_resident], hopper=False, products=products
+        request,
+        monkeypatch,
+        [w4w8a16_sm80, w4a16_sm90_resident],
+        hopper=False,
+        products=products,
     )
 
 
@@ -92,9 +101,16 @@ def activations(shape: tuple[int, int], dtype: str) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
 
 
+def product_of(x: Any, w: QuantArray, out: str, xp: Any) -> Any:
+    """The product of what lies on the host."""
+    done = weight_only_matmul(xp.asarray(x), sent(w, xp), out, xp)
+    assert done
+    return done.out
+
+
 def check(x: np.ndarray, w: QuantArray, out: str, xp: Any) -> np.ndarray:
-    assert decode.reason(x, w, "80") is None
-    got = decode.product(xp.asarray(x), sent(w, xp), out, xp)
+    assert few_tokens_gap(x, w, "80") is None
+    got = product_of(x, w, out, xp)
     a, b = x.astype(np.float64), exact(w)
     k = x.shape[1]
     want, size = a @ b.T, np.abs(a) @ np.abs(b).T

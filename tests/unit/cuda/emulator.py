@@ -16,8 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.generic import GenericBackend
+from extensor_cuda import conv_pool, multi_tensor, nn
+from extensor_cuda.backend import ROUTES, CudaBackend
+from extensor_cuda.dispatch import routed
 from extensor_cuda.runtime.compile import Source
-from extensor_cuda.training import CudaTraining
 
 COMPILER = shutil.which("c++")
 HEADER = Path(__file__).parent / "emulator.hpp"
@@ -170,10 +173,21 @@ class Cupy:
         return np.zeros(shape, dtype).view(Device)
 
 
-class Emulated(CudaTraining):
-    """The CUDA backend's training methods on the emulator."""
+class Emulated(GenericBackend):
+    """The CUDA backend's methods of nn, conv_pool and optim on the emulator."""
 
-    def path(self, method: str, *args: Any) -> str:
-        """As `CudaBackend.path`."""
-        reason = self._training_reasons()[method](*args)
-        return "fused kernel" if reason is None else f"generic: {reason}"
+    multi_tensor_states = CudaBackend.multi_tensor_states
+    accumulating_vjps = CudaBackend.accumulating_vjps
+    bfloat16 = CudaBackend.bfloat16
+    path = CudaBackend.path
+
+
+FAMILIES = (nn, conv_pool, multi_tensor)
+EMULATED = {
+    name: route
+    for name, route in ROUTES.items()
+    if getattr(route.choose, "func", route.choose).__module__ in {m.__name__ for m in FAMILIES}
+}
+"""Rows of the dispatch table that the emulator runs."""
+for _name, _route in EMULATED.items():
+    setattr(Emulated, _name, routed(_name, _route))

@@ -10,7 +10,7 @@ import pytest
 
 from extensor.backends import registry
 from extensor.quant import reference
-from extensor_cuda import near
+from extensor_cuda import quantize
 from extensor_cuda.backend import CudaBackend
 from extensor_cuda.kernels.nn import (
     conv_pool,
@@ -81,7 +81,7 @@ def counted(
     """A quantizer's launch: the reference, with the step that the device has."""
     clock = capture.clock_of([stream])
     values = fake.plain(x)
-    decoded, stats = reference.operand(values, spec, stream)
+    decoded, stats = reference.fake_quantize(values, spec, stream)
     out, adds = fake.made(decoded), fake.plain(counters.array)
     memory = fake.plain(out)
     lost = Counters(2, xp) if spec.rebased else None
@@ -91,7 +91,7 @@ def counted(
         now = stream
         if isinstance(clock, np.ndarray):
             now = replace(stream, step=int(fake.plain(clock)))
-        made, found = reference.operand(values, spec, now)
+        made, found = reference.fake_quantize(values, spec, now)
         memory[...] = made
         adds[part[0] : part[0] + 2] += np.array([found.saturated, found.flushed], np.uint64)
         if changed is not None:
@@ -106,8 +106,8 @@ def fake_operand(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
     return counted(x, plan.spec, stream, Counters(SLOTS, xp), (0, SLOTS), xp)
 
 
-def fake_near(x: Any, spec: Any, stream: Any, xp: Any) -> Any:
-    return counted(x, spec, stream, Counters(SLOTS, xp), (0, SLOTS), xp)
+def fake_near(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
+    return counted(x, plan.spec.replace(rebased=True), stream, Counters(SLOTS, xp), (0, SLOTS), xp)
 
 
 def fake_quantize(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
@@ -119,7 +119,7 @@ def fake_quantize(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
 
 def fake_pair(x: Any, plan: Any, streams: Any, xp: Any) -> Any:
     counters, streams = Counters(2 * SLOTS, xp), plan.ordered(streams)
-    sides = (plan.along.spec, 0), (plan.down.spec, 1)
+    sides = (plan.rowwise.spec, 0), (plan.columnwise.spec, 1)
     made = [
         counted(x, spec, streams[i], counters, (i * SLOTS, (i + 1) * SLOTS), xp)
         for spec, i in sides
@@ -131,15 +131,14 @@ def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBac
     """Device "cuda" on numpy."""
     for module in (*TRAINING, capture):
         monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(kernels, "operand", fake_operand)
+    monkeypatch.setattr(kernels, "fake_quantize", fake_operand)
     monkeypatch.setattr(kernels, "quantize", fake_quantize)
     for module in (kernels, dequantize):
         monkeypatch.setattr(module, "launch", lambda *arguments: None)  # of what is stored
-    monkeypatch.setattr(near, "operand", fake_near)
-    monkeypatch.setattr(rowwise_columnwise, "operand", fake_pair)
+    monkeypatch.setattr(quantize, "_fake_quantize_rebased", fake_near)
+    monkeypatch.setattr(rowwise_columnwise, "fake_quantize", fake_pair)
     monkeypatch.setattr("extensor_cuda.runtime.driver.multiprocessors", lambda device: 2)
-    for name in ("backend._capability", "runtime.driver.capability"):
-        monkeypatch.setattr(f"extensor_cuda.{name}", lambda device: "80")
+    monkeypatch.setattr("extensor_cuda.runtime.driver.capability", lambda device: "80")
     xp: Any = fake.FakeCupy()
 
     def matmul(a: Any, b: Any) -> Any:

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from extensor.backends.unsupported import Unsupported
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda.kernels.nn import elementwise
 from extensor_cuda.kernels.quantize import quantize as kernels
@@ -65,16 +66,16 @@ def test_no_kernel_spills(name: str) -> None:
             source = kernels.quantize_source(plan, "bfloat16", "codes", whole, True)
             check_compiles(source, "sm_80", "sm_89", "sm_90a")
     for whole in (True, False):
-        source = rowwise_columnwise.pair_source(
+        source = rowwise_columnwise.row_column_source(
             both_of(name, (256, 512), "gelu"), "bfloat16", "codes", whole, True
         )
         check_compiles(source, "sm_80", "sm_89", "sm_90a")
 
 
-def both_of(name: str, shape: tuple[int, int], activation: str) -> rowwise_columnwise.PairPlan:
+def both_of(name: str, shape: tuple[int, int], activation: str) -> rowwise_columnwise.RowColumnPlan:
     specs = (QuantSpec(name, axis=1).resolve(2), QuantSpec(name, axis=0).resolve(2))
-    plan = rowwise_columnwise.pair_plan(specs, shape, activation)
-    assert isinstance(plan, rowwise_columnwise.PairPlan)
+    plan = rowwise_columnwise.row_column_plan(specs, shape, activation)
+    assert isinstance(plan, rowwise_columnwise.RowColumnPlan)
     return plan
 
 
@@ -111,7 +112,8 @@ def test_rows_and_columns_in_one_reading(xp: Any, name: str) -> None:
 
 def test_what_has_no_kernel_is_said() -> None:
     found = kernels.plan_of(QuantSpec("mxfp4"), (64, 64), False, "tanh")
-    assert isinstance(found, str) and "tanh" in found and "gelu" in found
+    assert isinstance(found, Unsupported)
+    assert "tanh" in found.reason and "gelu" in found.reason
     plan = kernels.plan_of(QuantSpec("mxfp4"), (64, 64), False, "relu")
     assert isinstance(plan, kernels.Plan)
     with pytest.raises(ValueError, match="relu .* bfloat16 arrays, not float32"):

@@ -8,6 +8,7 @@ import types
 
 import pytest
 
+from extensor.backends.unsupported import Unsupported
 from extensor.formats import FORMATS
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import backend
@@ -83,7 +84,7 @@ def test_every_blocked_format_has_a_plan_or_a_reason() -> None:
 )
 def test_what_is_not_covered_has_a_reason(spec: QuantSpec, reason: str) -> None:
     plan = kernels.plan_of(spec, (64, 64))
-    assert isinstance(plan, str) and reason in plan
+    assert isinstance(plan, Unsupported) and reason in plan.reason
 
 
 def test_vectors_are_used_only_where_they_fit() -> None:
@@ -139,6 +140,6 @@ def test_out_of_memory_names_the_bytes() -> None:
     runtime = types.SimpleNamespace(memGetInfo=lambda: (100, 1000))
     cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(memory=errors, runtime=runtime))
     pool = types.SimpleNamespace(malloc=malloc)
-    with pytest.raises(MemoryError, match="wanted 101 bytes, 100 of 1000 are free"):
+    with pytest.raises(MemoryError, match="requested 101 bytes, 100 of 1000 are free"):
         memory.allocate(cupy, pool, 101)
     assert memory.allocate(cupy, pool, 100) == 100

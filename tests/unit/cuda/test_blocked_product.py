@@ -12,7 +12,12 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import gemm
+from extensor_cuda.kernels.prepare import rebase
+from extensor_cuda.matmul.product import Product
+from extensor_cuda.matmul.stored import (
+    matmul,
+    stored_gap,
+)
 from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda.test_compile import properties
 
@@ -32,7 +37,7 @@ SHAPES = ((1, 7, 16), (300, 200, 1000), (129, 193, 2050))
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_rebasing_compiles_without_spills(block: int) -> None:
-    code, log = compile_cubin(gemm.rebase_source(block), "sm_90a")
+    code, log = compile_cubin(rebase.mxfp4_source(block), "sm_90a")
     assert "warning" not in log.lower(), log
     assert all(numbers["stack"] == 0 for numbers in properties(code).values())
 
@@ -43,13 +48,13 @@ def test_what_the_kernel_does_not_cover_is_named() -> None:
         reference.quantize(x, QuantSpec("mxfp4", axis=i).resolve(2))[0] for i in (1, 0)
     )
     plain = reference.quantize(x, QuantSpec("int8", axis=1).resolve(2))[0]
-    assert gemm.reason(rows, rows, "90") is None
+    assert stored_gap(rows, rows, "90") is None
     for q, capability, words in (
         (rows, "80", "compute capability 80"),
         (columns, "90", "axis 0"),
         (plain, "90", "scales"),
     ):
-        assert words in str(gemm.reason(rows, q, capability))
+        assert words in str(stored_gap(rows, q, capability))
 
 
 def made(rng: Any, shape: tuple[int, int], spread: int, name: str) -> QuantArray:
@@ -99,8 +104,8 @@ def test_products_are_within_the_bound(
         assert path.startswith("FP8")
     got = hopper_gpu.block_scaled_matmul(*sides).get()
     assert (np.abs(got - va @ vb.T) <= bound(va, vb, path)).all()
-    wide = gemm.matmul(*sides, hopper_gpu.xp, accumulate="bf16", out_dtype="bfloat16")
-    assert isinstance(wide, gemm.Product)
+    wide = matmul(*sides, hopper_gpu.xp, accumulate="bf16", out_dtype="bfloat16")
+    assert isinstance(wide, Product)
     error = np.abs(wide.out.get().astype(np.float64) - va @ vb.T)
     assert (error <= bound(va, vb, "bf16") * 2 + 2.0**-8 * np.abs(va @ vb.T)).all()
 
@@ -151,4 +156,4 @@ def test_every_scale_of_the_window_is_exact(hopper_gpu: Any) -> None:
 def test_bad_options_are_refused(hopper_gpu: Any) -> None:
     q = sent(made(np.random.default_rng(0), (4, 32), 0, "mxfp4"), hopper_gpu.xp)
     with pytest.raises(ValueError, match="accumulate"):
-        gemm.matmul(q, q, hopper_gpu.xp, accumulate="other")
+        matmul(q, q, hopper_gpu.xp, accumulate="other")

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda import decode
 from extensor_cuda.kernels.weight_only import (
     w4a16_sm90_resident,
     w4a16_sm90_ring,
+    w4w8a16_sm80,
     w4w8a16_sm90_wgmma,
+)
+from extensor_cuda.matmul import partition, weight_only
+from extensor_cuda.matmul.weight_only import (
+    few_tokens_gap,
 )
 from tests.unit.cuda import decoding
 from tests.unit.cuda.decoding import (
@@ -24,7 +28,7 @@ from tests.unit.cuda.decoding import (
     activations,
     check,
     name,
-    sent,
+    product_of,
     weights,
 )
 from tests.unit.cuda.places import PLACES
@@ -44,7 +48,7 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
     w = weights(spec, (64, 256))
     cases = ((1, "float32"), (5, "float32"), (32, "bfloat16"), (64, "bfloat16"))
     for i, (rows, dtype) in enumerate(cases):
-        source = decode.decode_source(w, rows, dtype, dtype)
+        source = w4w8a16_sm80.source(w, rows, dtype, dtype)
         for arch in ("sm_80", "sm_90a")[i % 2 :]:
             check_compiles(source, arch)
 
@@ -72,14 +76,14 @@ def test_what_the_other_programs_take(xp: Any) -> None:
     """Columns that are not whole segments, few rows, integers, long blocks."""
     w = weights(QuantSpec("mxfp4"), (20, 256))
     assert (
-        w4a16_sm90_resident.taken(w, 16)
-        and not w4a16_sm90_resident.taken(w, 17)
-        and w4w8a16_sm90_wgmma.taken(w)
+        w4a16_sm90_resident.supports(w, 16)
+        and not w4a16_sm90_resident.supports(w, 17)
+        and w4w8a16_sm90_wgmma.supports(w)
     )
     for kernel in (w4a16_sm90_resident, w4a16_sm90_ring):  # whose tiles 32 bits count
-        assert kernel.taken(replace(w, shape=((1 << 28) - 1, 1024)), 4)
-        assert not kernel.taken(replace(w, shape=(1 << 28, 1024)), 4)
-    assert not w4a16_sm90_resident.taken(weights(QuantSpec("mxfp4"), (15, 256)), 1)
+        assert kernel.supports(replace(w, shape=((1 << 28) - 1, 1024)), 4)
+        assert not kernel.supports(replace(w, shape=(1 << 28, 1024)), 4)
+    assert not w4a16_sm90_resident.supports(weights(QuantSpec("mxfp4"), (15, 256)), 1)
     for other in (
         weights(QuantSpec("mxfp4"), (20, 160)),
         weights(QuantSpec("mxfp4", tile=(1, 64)), (20, 256)),
@@ -91,8 +95,8 @@ def test_what_the_other_programs_take(xp: Any) -> None:
         weights(INT8, (20, 160)),
         weights(INT8.replace(tile=(1, 200)), (20, 128)),  # rows of 200 bytes
     ):
-        assert not w4w8a16_sm90_wgmma.taken(other)
-    assert not w4a16_sm90_resident.taken(weights(INT4, (20, 256)), 1)
+        assert not w4w8a16_sm90_wgmma.supports(other)
+    assert not w4a16_sm90_resident.supports(weights(INT4, (20, 256)), 1)
 
 
 @pytest.mark.parametrize("rows", [1, 17])
@@ -103,26 +107,28 @@ def test_scales_that_are_not_decoded_at_once(xp: Any, rows: int) -> None:
     x = activations((rows, 256), "bfloat16")
     check(x, w, "float32", xp)
     w.scales[3, 1] = 255
-    got = decode.product(xp.asarray(x), sent(w, xp), "float32", xp).get()
+    got = product_of(x, w, "float32", xp).get()
     assert np.isnan(got[:, 3]).all() and np.isfinite(np.delete(got, 3, axis=1)).all()
 
 
 def test_stretches_of_k_are_added_in_order_and_leave_the_counters_at_zero(xp: Any) -> None:
     x, w = activations((1, 2100), "float32"), weights(QuantSpec("mxfp4"), (70, 2100))
-    assert decode.stretches(70, 2100, 128)[0] > 8
+    assert partition.stretches(70, 2100, 128)[0] > 8
     first = check(x, w, "float32", xp)
     for _ in range(2):
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
-    held = decode._counters(xp, xp.cuda.runtime.getDevice(), xp.cuda.get_current_stream().ptr, 2)
+    held = weight_only._counters(
+        xp, xp.cuda.runtime.getDevice(), xp.cuda.get_current_stream().ptr, 2
+    )
     assert not held.get().any()
 
 
 def test_how_k_is_cut() -> None:
-    assert decode.stretches(8192, 8192, 128) == (8, 1024)
-    assert decode.stretches(28672, 8192, 128) == (2, 4096)
-    assert decode.stretches(10**6, 100, 64) == (1, 128)
+    assert partition.stretches(8192, 8192, 128) == (8, 1024)
+    assert partition.stretches(28672, 8192, 128) == (2, 4096)
+    assert partition.stretches(10**6, 100, 64) == (1, 128)
     for lines, columns in ((1, 100_000), (64, 1), (9000, 5000)):
-        count, each = decode.stretches(lines, columns, 128)
+        count, each = partition.stretches(lines, columns, 128)
         assert (count - 1) * each < columns <= count * each and each % 128 == 0
 
 
@@ -132,7 +138,7 @@ def test_nan_and_infinity_stay_in_their_row(xp: Any) -> None:
     w.scales[7, 2] = 255
     x = activations((3, 128), "float32")
     x[1, 5], x[2, 9] = np.nan, np.inf
-    got = decode.product(xp.asarray(x), sent(w, xp), "float32", xp).get()
+    got = product_of(x, w, "float32", xp).get()
     assert np.isnan(got[:, 7]).all() and np.isnan(got[1]).all()
     assert np.isfinite(np.delete(got[0], 7)).all()
     assert not np.isfinite(got[2]).any()
@@ -154,5 +160,5 @@ def test_nan_and_infinity_stay_in_their_row(xp: Any) -> None:
 )
 def test_what_the_kernel_does_not_cover_is_named(x: Any, spec: QuantSpec, words: str) -> None:
     w = weights(spec, (32, 64))
-    assert words in str(decode.reason(x, w, "90"))
-    assert "compute capability 75" in str(decode.reason(x, w, "75"))
+    assert words in str(few_tokens_gap(x, w, "90"))
+    assert "compute capability 75" in str(few_tokens_gap(x, w, "75"))

@@ -10,7 +10,10 @@ import pytest
 
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.weight_only import w4a16_sm90_resident
+from extensor_cuda.kernels.weight_only import (
+    w4a16_sm90_resident,
+)
+from extensor_cuda.matmul import partition
 from extensor_cuda.runtime import driver
 from tests.unit.cuda import decoding
 from tests.unit.cuda.decoding import (
@@ -34,7 +37,7 @@ def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_no_kernel_for_few_tokens_spills(spec: QuantSpec) -> None:
     w = weights(spec, (16, 8192))
     for rows, dtype in ((1, "float32"), (5, "float32"), (1, "bfloat16"), (16, "bfloat16")):
-        check_compiles(w4a16_sm90_resident.decode_source(w, rows, dtype, dtype), "sm_90a")
+        check_compiles(w4a16_sm90_resident.source(w, rows, dtype, dtype), "sm_90a")
 
 
 @pytest.mark.parametrize("spec", WEIGHTS[:5], ids=name)
@@ -48,7 +51,7 @@ def test_few_tokens(xp: Any, spec: QuantSpec) -> None:
         (9, 50, 2176, "bfloat16"),
     ):
         w = weights(spec, (n, k))
-        if not w4a16_sm90_resident.taken(w, m * (3 if dtype == "float32" else 1)):
+        if not w4a16_sm90_resident.supports(w, m * (3 if dtype == "float32" else 1)):
             assert k // tile_extent(w.spec, w.shape)[1] % 4
             continue
         check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
@@ -57,12 +60,12 @@ def test_few_tokens(xp: Any, spec: QuantSpec) -> None:
 def test_every_cut_of_few_tokens(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the bound, the same bits each time, counters left at zero."""
     x, w = activations((3, 1664), "bfloat16"), weights(QuantSpec("mxfp4"), (150, 1664))
-    ways = [way for _, way in w4a16_sm90_resident.cuts(150, 1664, 3, 32)]
+    ways = [way for _, way in partition.resident_cuts(150, 1664, 3, 32)]
     assert {(way.slices, way.parts) for way in ways} == {
         (1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1)
     }  # fmt: skip
     for way in ways:
-        monkeypatch.setattr(w4a16_sm90_resident, "cut", lambda *shape, way=way: way)
+        monkeypatch.setattr(partition, "resident_cut", lambda *shape, way=way: way)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 
@@ -73,11 +76,11 @@ def test_every_warp_has_tiles(xp: Any, monkeypatch: pytest.MonkeyPatch, slices: 
     for m, k in ((1, 1024), (1, 2048), (2, 1024)):
         x, w = activations((m, k), "bfloat16"), weights(QuantSpec("mxfp4"), (16 * 17, k))
         stretch = k // slices
-        cut = next(c for _, c in w4a16_sm90_resident.cuts(272, stretch, m, 32) if c.parts == 1)
+        cut = next(c for _, c in partition.resident_cuts(272, stretch, m, 32) if c.parts == 1)
         cut = replace(
             cut, slices=slices, stretch=stretch, groups=1, shared=driver.SHARED_BYTES // 2
         )
-        monkeypatch.setattr(w4a16_sm90_resident, "cut", lambda *shape, cut=cut: cut)
+        monkeypatch.setattr(partition, "resident_cut", lambda *shape, cut=cut: cut)
         check(x, w, "float32", xp)
 
 
@@ -85,5 +88,5 @@ def test_every_warp_has_tiles(xp: Any, monkeypatch: pytest.MonkeyPatch, slices: 
 def test_few_rows_of_weights(xp: Any, rows: int, dtype: str) -> None:
     """As for a projection of keys: K in many slices, whose blocks have tiles for every warp."""
     w = weights(QuantSpec("mxfp4"), (800, 8192))
-    assert w4a16_sm90_resident.cut(800, 8192, 3, 32).stretch == 512
+    assert partition.resident_cut(800, 8192, 3, 32).stretch == 512
     check(activations((rows, 8192), dtype), w, "float32", xp)

@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import decode
-from extensor_cuda.kernels.weight_only import program, w4a16_sm90_resident, w4w8a16_sm90_wgmma
+from extensor_cuda.kernels.weight_only import (
+    w4a16_sm90_resident,
+    w4w8a16_sm90_wgmma,
+)
+from extensor_cuda.kernels.weight_only.program import PARTS
+from extensor_cuda.matmul import partition
+from extensor_cuda.matmul.weight_only import (
+    weight_only_matmul,
+)
 from tests.product_cases import exact
 from tests.unit.cuda import decoding
 from tests.unit.cuda.decoding import (
@@ -20,6 +27,7 @@ from tests.unit.cuda.decoding import (
     activations,
     check,
     name,
+    product_of,
     sent,
     weights,
 )
@@ -40,16 +48,16 @@ def test_no_kernel_for_hopper_spills(spec: QuantSpec) -> None:
     """Each number of tokens' registers, each division that they leave room for."""
     w, bits = weights(spec, (16, 1024)), spec.row.element.bits
     for rows, dtype in ((1, "float32"), (21, "float32"), (16, "bfloat16"), (64, "bfloat16")):
-        ways = w4w8a16_sm90_wgmma.cuts(16, 1024, rows * program.PARTS[dtype], dtype, bits)
+        ways = partition.wgmma_cuts(16, 1024, rows * PARTS[dtype], dtype, bits)
         for made in {way.split: way for _, way in ways}.values():
-            source = w4w8a16_sm90_wgmma.decode_source(w, rows, dtype, dtype, made)
+            source = w4w8a16_sm90_wgmma.source(w, rows, dtype, dtype, made)
             check_compiles(source, "sm_90a")
 
 
 @pytest.fixture
 def many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens take the program for more."""
-    monkeypatch.setattr(w4a16_sm90_resident, "taken", lambda w, tokens: False)
+    monkeypatch.setattr(w4a16_sm90_resident, "supports", lambda w, tokens: False)
 
 
 @pytest.mark.usefixtures("many_tokens")
@@ -64,7 +72,7 @@ def test_more_tokens_on_hopper(xp: Any, spec: QuantSpec) -> None:
         (64, 65, 128, "bfloat16"),
     ):
         w = weights(spec, (n, k))
-        if w4w8a16_sm90_wgmma.taken(w):
+        if w4w8a16_sm90_wgmma.supports(w):
             check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
         else:
             assert spec.tile == (1, 128)
@@ -83,7 +91,7 @@ def test_integers_on_hopper(xp: Any, spec: QuantSpec) -> None:
         )
     ):
         w = weights(spec, (n, k), i)
-        assert w4w8a16_sm90_wgmma.taken(w)
+        assert w4w8a16_sm90_wgmma.supports(w)
         check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
 
 
@@ -93,11 +101,11 @@ def test_every_division(xp: Any, split: int, monkeypatch: pytest.MonkeyPatch) ->
     """Within the bound, the same bits each time, counters left at zero."""
     rows, lines, columns = 3, 258, 1664
     x, w = activations((rows, columns), "bfloat16"), weights(QuantSpec("mxfp4"), (lines, columns))
-    ways = [way for _, way in w4w8a16_sm90_wgmma.cuts(lines, columns, rows, "bfloat16", 4)]
+    ways = [way for _, way in partition.wgmma_cuts(lines, columns, rows, "bfloat16", 4)]
     ways = [way for way in ways if way.split == split and way.slices in (1, 3, 13)]
     assert [way.slices for way in ways] == [1, 3, 13][: 3 if split == 1 else 2]
     for way in ways:
-        monkeypatch.setattr(w4w8a16_sm90_wgmma, "cut", lambda *shape, way=way: way)
+        monkeypatch.setattr(partition, "wgmma_cut", lambda *shape, way=way: way)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 
@@ -111,11 +119,11 @@ def test_every_division_of_integers(
     rows, lines, columns = 3, 260, 1408
     x, w = activations((rows, columns), "bfloat16"), weights(spec, (lines, columns))
     bits = spec.row.element.bits
-    ways = [way for _, way in w4w8a16_sm90_wgmma.cuts(lines, columns, rows, "bfloat16", bits)]
+    ways = [way for _, way in partition.wgmma_cuts(lines, columns, rows, "bfloat16", bits)]
     ways = [way for way in ways if way.split == split and way.slices in (1, 3)]
     assert len(ways) == 2
     for way in ways:
-        monkeypatch.setattr(w4w8a16_sm90_wgmma, "cut", lambda *shape, way=way: way)
+        monkeypatch.setattr(partition, "wgmma_cut", lambda *shape, way=way: way)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 
@@ -142,7 +150,7 @@ def test_each_code_less_each_zero_point(xp: Any, spec: QuantSpec) -> None:
     x = np.zeros((rows, w.shape[1]), ml_dtypes.bfloat16)
     places = [0, 37, 66, 101, 127]
     x[range(rows), places] = 1
-    got = decode.product(xp.asarray(x), sent(w, xp), "float32", xp).get()
+    got = product_of(x, w, "float32", xp).get()
     np.testing.assert_array_equal(got, exact(w).T[places])
 
 
@@ -152,13 +160,11 @@ def test_scales_that_are_no_numbers_stay_in_their_row(xp: Any, spec: QuantSpec) 
     w = weights(spec, (40, 640))
     w.scales[7, 0], w.scales[12, -1] = np.nan, np.inf
     x = np.abs(activations((3, 640), "float32"))
-    got = decode.product(xp.asarray(x), sent(w, xp), "float32", xp).get()
+    got = product_of(x, w, "float32", xp).get()
     assert np.isnan(got[:, 7]).all() and np.isinf(got[:, 12]).all()
     assert np.isfinite(np.delete(got, [7, 12], axis=1)).all()
     x[1, 5], x[2, 9] = np.nan, np.inf
-    got = np.delete(
-        decode.product(xp.asarray(x), sent(w, xp), "float32", xp).get(), [7, 12], axis=1
-    )
+    got = np.delete(product_of(x, w, "float32", xp).get(), [7, 12], axis=1)
     assert np.isfinite(got[0]).all() and np.isnan(got[1]).all() and not np.isfinite(got[2]).any()
 
 
@@ -170,5 +176,6 @@ def test_zero_points_need_not_be_aligned(xp: Any) -> None:
     x = xp.asarray(activations((3, 512), "bfloat16"))
     odd = replace(w, zero_points=held[1:].reshape(w.zero_points.shape))
     np.testing.assert_array_equal(
-        decode.product(x, odd, "float32", xp).get(), decode.product(x, w, "float32", xp).get()
+        weight_only_matmul(x, odd, "float32", xp).out.get(),
+        weight_only_matmul(x, w, "float32", xp).out.get(),
     )

@@ -9,8 +9,12 @@ import pytest
 
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.weight_only import program, w4a16_sm90_ring
+from extensor_cuda.kernels.weight_only import (
+    w4a16_sm90_ring,
+)
+from extensor_cuda.kernels.weight_only.program import PARTS
 from extensor_cuda.kernels.weight_only.w4a16_sm90_ring import Cut
+from extensor_cuda.matmul import partition
 from tests.unit.cuda import decoding
 from tests.unit.cuda.decoding import (
     WEIGHTS,
@@ -25,16 +29,14 @@ from tests.unit.cuda.test_compile import check_compiles
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(w4a16_sm90_ring, "_PROCESSORS", 3)  # as many blocks: weights are many
-    for cached in (w4a16_sm90_ring.cut, w4a16_sm90_ring._source):
-        cached.cache_clear()
-        request.addfinalizer(cached.cache_clear)
+    monkeypatch.setattr(partition, "MODEL_MULTIPROCESSORS", 3)  # as many blocks: weights are many
+    partition.ring_cut.cache_clear()
+    request.addfinalizer(partition.ring_cut.cache_clear)
     return decoding.placed(request, monkeypatch)
 
 
 def divide(monkeypatch: pytest.MonkeyPatch, way: Cut) -> None:
-    w4a16_sm90_ring._source.cache_clear()
-    monkeypatch.setattr(w4a16_sm90_ring, "cut", lambda *shape: way)
+    monkeypatch.setattr(partition, "ring_cut", lambda *shape: way)
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -48,8 +50,10 @@ def test_no_kernel_of_a_ring_spills(spec: QuantSpec) -> None:
         (8192, 3, "bfloat16"),
         (28672, 16, "bfloat16"),
     ):
-        q, tokens = weights(spec, (16, 8192)), rows * program.PARTS[dtype]
-        source, _, _ = w4a16_sm90_ring._source(q.spec, (lines, 8192), tokens, dtype, dtype)
+        q, tokens = weights(spec, (16, 8192)), rows * PARTS[dtype]
+        cut = partition.ring_cut(lines, 8192, tokens, tile_extent(q.spec, q.shape)[1])
+        shape, dtypes = (lines, 8192), (dtype, dtype)
+        source, _ = w4a16_sm90_ring.source(q.spec, shape, tokens, dtypes, cut)
         check_compiles(source, "sm_90a")
 
 
@@ -64,7 +68,7 @@ def test_a_ring(xp: Any, spec: QuantSpec) -> None:
         (9, 350, 2176, "bfloat16"),
     ):
         w = weights(spec, (n, k))
-        if not w4a16_sm90_ring.taken(w, m * program.PARTS[dtype]):
+        if not w4a16_sm90_ring.supports(w, m * PARTS[dtype]):
             assert k // tile_extent(w.spec, w.shape)[1] % 4
             continue
         check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
@@ -72,13 +76,14 @@ def test_a_ring(xp: Any, spec: QuantSpec) -> None:
 
 def test_which_weights() -> None:
     """Such that a block has more than a pair of tiles, and more tokens than load in no time."""
-    fewest = 2 * w4a16_sm90_ring._PROCESSORS * 16 + 1
+    fewest = 2 * partition.MODEL_MULTIPROCESSORS * 16 + 1
     for lines in (fewest - 1, fewest):
         w = weights(QuantSpec("mxfp4"), (lines, 128))
-        taken = [tokens for tokens in range(1, 20) if w4a16_sm90_ring.taken(w, tokens)]
+        pays = partition.ring_pays(lines)
+        taken = [n for n in range(1, 20) if pays and w4a16_sm90_ring.supports(w, n)]
         assert taken == (list(range(3, 17)) if lines == fewest else [])
     for spec, columns in ((QuantSpec("nvfp4"), 160), (decoding.INT4, 128)):
-        assert not w4a16_sm90_ring.taken(weights(spec, (fewest, columns)), 3)
+        assert not w4a16_sm90_ring.supports(weights(spec, (fewest, columns)), 3)
 
 
 def test_more_tiles_than_warps_have_at_a_time(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +97,7 @@ def test_more_tiles_than_warps_have_at_a_time(xp: Any, monkeypatch: pytest.Monke
 def test_every_cut_of_a_ring(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the bound, the same bits each time, counters left at zero."""
     x, w = activations((3, 1664), "bfloat16"), weights(QuantSpec("mxfp4"), (150, 1664))
-    ways = [way for _, way in w4a16_sm90_ring.cuts(150, 1664, 3, 32)]
+    ways = [way for _, way in partition.ring_cuts(150, 1664, 3, 32)]
     assert {way.slices for way in ways} == {1, 2, 3} and {1, 2, 3, 4, 7} <= {
         way.parts for way in ways
     }
@@ -109,11 +114,11 @@ def test_every_cut_of_a_ring(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuts_suit_the_kernel(tokens: int, block: int) -> None:
     """All tiles have warps, and none waits for x that has no place yet."""
     for lines, columns in ((2113, 128), (28672, 8192), (8192, 28672), (8192, 8192), (129280, 7168)):
-        ways = w4a16_sm90_ring.cuts(lines, columns, tokens, block)
+        ways = partition.ring_cuts(lines, columns, tokens, block)
         assert ways
         for _, way in ways:
             warps = way.pairs * way.parts
-            stages, shared = w4a16_sm90_ring._memory(warps, tokens, block)
+            stages, shared = w4a16_sm90_ring.memory(warps, tokens, block)
             assert way.slices * way.groups <= 132 and warps <= 14 and way.parts <= stages
             assert shared <= 226 * 1024 and way.slices * way.parts <= -(-columns // 256)
 
@@ -130,4 +135,4 @@ def test_cuts_suit_the_kernel(tokens: int, block: int) -> None:
 def test_cuts_that_were_measured(shape: tuple[int, int], pairs: int, parts: int) -> None:
     """The quickest on an H200, or within two hundredths of it."""
     for tokens in (4, 16):
-        assert w4a16_sm90_ring.cut(*shape, tokens, 32) == Cut(1, 132, pairs, parts)
+        assert partition.ring_cut(*shape, tokens, 32) == Cut(1, 132, pairs, parts)

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor.quant.spec import QuantSpec
-from extensor_cuda import dense, operands
-from extensor_cuda.kernels.gemm.gemm_sm90 import (
+from extensor.backends.protocol import CastSpec
+from extensor_cuda.kernels.gemm.config import (
     Config,
     Split,
-    configure,
-    configure_parts,
+    gemm_source,
+)
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
+    Epilogue,
     empty_rows,
     gemm,
-    gemm_source,
     rows_of_parts,
 )
+from extensor_cuda.kernels.prepare import cast_bf16
+from extensor_cuda.kernels.prepare.cast_bf16 import bf16_source
+from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand, Scale
+from extensor_cuda.matmul.partition import configure, configure_split_k
+from extensor_cuda.matmul.product import FallbackCounter, product
 from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.preparing import CASTS
+from tests.unit.cuda.preparing import made as made_by
 from tests.unit.cuda.test_compile import check_compiles, properties
 
 WAYS = ((False, False), (False, True), (True, False), (True, True))
@@ -42,7 +48,7 @@ GPT = {  # rows, columns and terms of the products of a GPT of 30 million parame
 @pytest.fixture(params=PLACES)
 def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The array module of a Hopper GPU, or of the kernels' sources on the CPU."""
-    return place(request, monkeypatch, [dense])
+    return place(request, monkeypatch, [cast_bf16])
 
 
 def lying(v: np.ndarray, down: bool, xp: Any) -> Any:
@@ -68,11 +74,19 @@ def bound(va: np.ndarray, vb: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("down", WAYS, ids=str)
 def test_no_program_for_arrays_either_way_spills(down: tuple[bool, bool]) -> None:
     sizes = [size for sizes in GPT.values() for size in sizes]
-    configs = {configure_parts("bf16", *size, out, down)[0] for size in sizes for out in dense._OUT}
+    configs = {
+        configure_split_k("bf16", *size, out, down)[0] for size in sizes for out in RESULT_DTYPES
+    }
     if not any(down):
-        configs |= {configure_parts("e5m2", *size, out)[0] for size in sizes for out in dense._OUT}
-    wider = {replace(config, extras=True) for config in configs if not config.split}
-    for config in {*configs, *wider, Config("bf16", "bf16", 128, 0, cluster=2, down=down)}:
+        configs |= {
+            configure_split_k("e5m2", *size, out)[0] for size in sizes for out in RESULT_DTYPES
+        }
+    wider = {config.replace(extras=True) for config in configs if not config.layout.split_k}
+    for config in {
+        *configs,
+        *wider,
+        Config.of("bf16", tile_n=128, promote=0, cluster=2, transposed=down),
+    }:
         code, log = compile_cubin(gemm_source(config), "sm_90a")
         assert "warning" not in log.lower() and "C75" not in log, log
         assert all(numbers["stack"] == 0 for numbers in properties(code).values()), config
@@ -82,8 +96,8 @@ def test_no_program_for_arrays_either_way_spills(down: tuple[bool, bool]) -> Non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_rounding_and_adding_compile_without_spills(dtype: str) -> None:
     for whole in (False, True):
-        for out in dense._OUT:
-            check_compiles(dense.source(dtype, whole, out), "sm_80", "sm_90a")
+        for out in RESULT_DTYPES:
+            check_compiles(bf16_source(dtype, whole, out), "sm_80", "sm_90a")
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 16), (300, 200, 130), (129, 328, 1000)], ids=str)
@@ -100,7 +114,7 @@ def test_products_of_arrays_that_lie_either_way(
     for cluster in clusters:
         out = empty_rows(hopper, m, n, np.float32)
         out[...] = np.nan
-        gemm(a, b, out, Config("bf16", "bf16", tile, 0, cluster, down=down))
+        gemm(a, b, out, Config.of("bf16", tile_n=tile, promote=0, cluster=cluster, transposed=down))
         seen.append(out.get())
         assert (np.abs(seen[-1] - va @ vb.T) <= bound(va, vb)).all()
     assert (seen[0] == seen[-1]).all()  # the order of a sum is K's alone
@@ -113,7 +127,7 @@ def test_bits_do_not_depend_on_how_an_array_lies(hopper: Any) -> None:
     for down in WAYS:
         a, b = (lying(v, way, hopper) for v, way in zip((va, vb), down, strict=True))
         out = empty_rows(hopper, 140, 270, np.float32)
-        gemm(a, b, out, Config("bf16", "bf16", 128, 0, down=down))
+        gemm(a, b, out, Config.of("bf16", tile_n=128, promote=0, transposed=down))
         seen.append(out.get())
     assert all((found == seen[0]).all() for found in seen)
 
@@ -131,26 +145,28 @@ def test_parts_of_k_are_added_in_order(
     va, vb = values(rng, m, k), values(rng, n, k)
     a, b = (lying(v, way, hopper) for v, way in zip((va, vb), down, strict=True))
     bias = rng.standard_normal(n).astype(np.float32)
-    config, split = configure_parts("bf16", m, n, k, dtype, down)
+    config, split = configure_split_k("bf16", m, n, k, dtype, down)
     assert split is not None and split.parts > 1
-    sides = (dense.Dense(side, way) for side, way in zip((a, b), down, strict=True))
-    got = dense.multiply(*sides, dtype, hopper, hopper.asarray(bias)).get()
+    sides = (
+        GemmOperand(side, "bf16", transposed=way) for side, way in zip((a, b), down, strict=True)
+    )
+    got = product(*sides, dtype, hopper, hopper.asarray(bias)).get()
     want = np.zeros((m, n), np.float32)
-    alone = replace(config, split=False)
+    alone = config.replace(split_k=False)
     for part in range(split.parts):
         ks = slice(part * split.stages * 64, (part + 1) * split.stages * 64)
         left, right = (x[ks] if way else x[:, ks] for x, way in zip((a, b), down, strict=True))
         out = empty_rows(hopper, m, n, np.float32)
         gemm(left, right, out, alone)
         want = out.get().copy() if part == 0 else want + out.get()
-    np.testing.assert_array_equal(got, (want + bias).astype(dense._OUT[dtype]))
+    np.testing.assert_array_equal(got, (want + bias).astype(RESULT_DTYPES[dtype]))
     assert (np.abs(want - va @ vb.T) <= bound(va, vb)).all()
 
 
 @pytest.mark.parametrize("out_of_window", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_parts_of_fp8_products_and_of_their_other_way(
-    hopper: Any, monkeypatch: pytest.MonkeyPatch, with_bias: bool, out_of_window: bool
+    hopper: Any, with_bias: bool, out_of_window: bool
 ) -> None:
     """Small integers: every sum is exact, whichever way and in whatever parts."""
     m, n, k = 136, 72, 4000
@@ -162,31 +178,31 @@ def test_parts_of_fp8_products_and_of_their_other_way(
         codes[:, :k] = v.astype(ml_dtypes.float8_e5m2).view(np.uint8)
         exponent = hopper.asarray([3], dtype=np.int32)
         flag = hopper.asarray(int(out_of_window), dtype=np.uint32)
-        x, spec = hopper.asarray(v), QuantSpec("mxfp4", axis=1).resolve(2)
-        sides.append(operands.Operand(hopper.asarray(codes)[:, :k], exponent, flag, x, spec, None))
+
+        def make_bf16(guards: Any, v: np.ndarray = v) -> GemmOperand:
+            values = (v * 8).astype(ml_dtypes.bfloat16)
+            return GemmOperand(hopper.asarray(values.view(np.uint16)), "bf16")
+
+        there = hopper.asarray(codes)[:, :k]
+        sides.append(GemmOperand(there, "e5m2", Scale(exponent), flag=flag, make_bf16=make_bf16))
         held.append(v.astype(np.float64) * 8)
 
-    def wide(self: operands.Operand, guards: Any, xp: Any) -> Any:
-        values = (self.x.get() * 8).astype(ml_dtypes.bfloat16)
-        return xp.asarray(values.view(np.uint16))
-
-    monkeypatch.setattr(operands.Operand, "wide", wide)
-    assert configure_parts("e5m2", m, n, k, "float32")[1] is not None
-    falls = hopper.zeros((), dtype=np.uint32)
+    assert configure_split_k("e5m2", m, n, k, "float32")[1] is not None
+    fallback = FallbackCounter(hopper)
     bias = hopper.asarray(rng.integers(-9, 9, n).astype(np.float32)) if with_bias else None
-    got = operands.multiply(sides[0], sides[1], "float32", hopper, falls, bias).get()
+    got = product(sides[0], sides[1], "float32", hopper, bias, fallback).get()
     want = held[0] @ held[1].T + (0 if bias is None else bias.get())
     np.testing.assert_array_equal(got, want)
-    assert int(falls) == out_of_window
+    assert fallback.count == out_of_window
 
 
 def test_a_bias_and_bfloat16_come_from_the_epilogue(hopper: Any) -> None:
     rng = np.random.default_rng(4)
     va, vb = values(rng, 300, 64), values(rng, 264, 64)
     bias = rng.standard_normal(264).astype(np.float32)
-    sides = [dense.Dense(lying(v, False, hopper)) for v in (va, vb)]
-    plain = dense.multiply(*sides, "float32", hopper)
-    got = dense.multiply(*sides, "bfloat16", hopper, hopper.asarray(bias))
+    sides = [GemmOperand(lying(v, False, hopper), "bf16") for v in (va, vb)]
+    plain = product(*sides, "float32", hopper)
+    got = product(*sides, "bfloat16", hopper, hopper.asarray(bias))
     want = (plain.get() + bias).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(got.get(), want)
 
@@ -195,38 +211,40 @@ def test_every_part_has_terms_and_the_shape_alone_decides() -> None:
     for sizes in GPT.values():
         for m, n, k in sizes:
             for down in WAYS:
-                config, split = configure_parts("bf16", m, n, k, "float32", down)
-                assert (split is not None) == config.split
-                assert split == configure_parts("bf16", m, n, k, "bfloat16", (False, False))[1]
+                config, split = configure_split_k("bf16", m, n, k, "float32", down)
+                assert (split is not None) == config.layout.split_k
+                assert split == configure_split_k("bf16", m, n, k, "bfloat16", (False, False))[1]
                 if split is not None:
                     stages = -(-k // 64)
                     assert (split.parts - 1) * split.stages < stages <= split.parts * split.stages
     for m, n, k in (size for sizes in GPT.values() for size in sizes):
-        config, split = configure_parts("e5m2", m, n, k, "float32")
-        assert config.promote == 4
+        config, split = configure_split_k("e5m2", m, n, k, "float32")
+        assert config.pipeline.promote == 4
         if split is None:
             assert config == configure("e5m2", m, n, "float32")
         else:  # promoted where it is without parts
             assert split.stages % 4 == 0 and (split.parts - 1) * split.stages < -(-k // 128)
-    assert configure_parts("e5m2", 512, 512, 16384, "float32")[1] is not None
+    assert configure_split_k("e5m2", 512, 512, 16384, "float32")[1] is not None
     # 8 tiles of 128 x 256 alone would leave 124 of 132 multiprocessors without work
-    assert configure_parts("bf16", 512, 512, 16384, "float32")[1] is not None
-    assert configure_parts("bf16", 16384, 2048, 512, "float32")[1] is None
+    assert configure_split_k("bf16", 512, 512, 16384, "float32")[1] is not None
+    assert configure_split_k("bf16", 16384, 2048, 512, "float32")[1] is None
 
 
 def test_what_does_not_go_together_is_refused(hopper: Any) -> None:
     a, out = hopper.zeros((64, 64), dtype=np.uint16), hopper.zeros((64, 64), dtype=np.float32)
-    down = Config("bf16", "bf16", 128, 0, down=(True, True))
+    down = Config.of("bf16", tile_n=128, promote=0, transposed=(True, True))
     with pytest.raises(ValueError, match="whole boxes"):
-        gemm(a, a, out, replace(down, tile_n=176))
+        gemm(a, a, out, down.replace(tile_n=176))
     with pytest.raises(ValueError, match="are bf16"):
-        gemm(*[a.view(np.uint8)[:, :64]] * 2, out, Config(tile_n=128, down=(True, False)))
-    split = replace(down, split=True)
+        gemm(*[a.view(np.uint8)[:, :64]] * 2, out, Config.of(tile_n=128, transposed=(True, False)))
+    split = down.replace(split_k=True)
     rows = hopper.zeros((rows_of_parts(64, split), 64), dtype=np.float32)
     with pytest.raises(ValueError, match="a config that splits"):
-        gemm(a, a, rows, down, split=Split(1, 1))
+        gemm(a, a, rows, down, Epilogue(split=Split(1, 1)))
     with pytest.raises(ValueError, match="at most one exponent"):
-        gemm(a, a, rows, split, split=Split(1, 1), bias=hopper.zeros(64, dtype=np.float32))
+        gemm(
+            a, a, rows, split, Epilogue(split=Split(1, 1), bias=hopper.zeros(64, dtype=np.float32))
+        )
 
 
 @pytest.mark.parametrize("shape", [(64, 128), (1, 7), (200, 333), (9, 24)], ids=str)
@@ -240,7 +258,8 @@ def test_rounding_is_the_nearest_and_once_for_both_ways(
     with np.errstate(over="ignore"):
         x = x.astype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype))
     want = x.astype(np.float32).astype(ml_dtypes.bfloat16)
-    along, down = dense.make(hopper.asarray(x), (1, 0), hopper)
-    assert along.bits is down.bits and along.shape == down.shape[::-1] == shape
+    specs = [CastSpec("bfloat16", axis) for axis in (1, 0)]
+    (along, _), (down, _) = made_by(CASTS, hopper.asarray(x), specs, [None, None], hopper)
+    assert along.codes is down.codes and along.shape == down.shape[::-1] == shape
     for made, values in ((along, want), (down, want.T)):
         np.testing.assert_array_equal(made.values(hopper).get(), values.astype(np.float32))

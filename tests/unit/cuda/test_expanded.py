@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from extensor.backends import registry
+from extensor.backends.unsupported import Unsupported
 from extensor.ops import quantized
 from extensor.ops.quantized import layer_context
 from extensor.quant import reference
@@ -21,15 +22,28 @@ from extensor.quant.recipe import SLOTS
 from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda import backend as backends
-from extensor_cuda import bf16, dense, expanded, expansion, operands, scaling
+from extensor_cuda.backend import CudaBackend
 from extensor_cuda.kernels.nn import elementwise
+from extensor_cuda.kernels.prepare import expand as expand_kernel
+from extensor_cuda.kernels.prepare import float_scaled_operand, quantize_operand
+from extensor_cuda.kernels.prepare.expand import expand_source
 from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
 from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.matmul import tuned
+from extensor_cuda.matmul.expand import (
+    as_bf16,
+    expand,
+)
+from extensor_cuda.matmul.operand import GemmOperand
+from extensor_cuda.matmul.product import FallbackCounter, product
+from extensor_cuda.matmul.rebase import held_by
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
 from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.preparing import EXPANDED as EXPANDED_PREPARER
+from tests.unit.cuda.preparing import gap
+from tests.unit.cuda.preparing import made as made_by
 from tests.unit.cuda.test_compile import check_compiles
 
 FORMATS = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8", "nvfp4")
@@ -58,15 +72,20 @@ def name(value: object) -> str:
 def test_no_kernel_spills(spec: QuantSpec) -> None:
     for axis in (0, 1):
         along = spec.replace(axis=axis).resolve(2)
-        kind, lift = expansion.kind_of(along)
+        kind, lift = held_by(along)
         for way in {(kind, lift, False), ("bf16", 0, False), ("bf16", 0, True)}:
-            check_compiles(expansion.expand_source(along, *way), "sm_80", "sm_90a")
+            check_compiles(expand_source(along, *way), "sm_80", "sm_90a")
 
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    quantizing = [operands, scaling, float_scaled_rowwise, float_scaled_columnwise]
-    return place(request, monkeypatch, [elementwise, expansion], quantizing=quantizing)
+    quantizing = [
+        quantize_operand,
+        float_scaled_operand,
+        float_scaled_rowwise,
+        float_scaled_columnwise,
+    ]
+    return place(request, monkeypatch, [elementwise, expand_kernel], quantizing=quantizing)
 
 
 def made(shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:
@@ -91,11 +110,11 @@ def operand_values(q: QuantArray) -> np.ndarray:
     return decode_array(q, np).astype(np.float64)
 
 
-def values_of(made: expansion.Expansion) -> np.ndarray:
+def values_of(made: GemmOperand) -> np.ndarray:
     held = hopper.values(np.asarray(made.codes.get()), made.kind)
-    assert made.factor is not None
-    factor = float(made.factor.get()[0])
-    assert made.exponent is None or factor == np.ldexp(1.0, int(made.exponent.get()[0]))
+    assert made.scale.factor is not None
+    factor = float(made.scale.factor.get()[0])
+    assert made.scale.exponent is None or factor == np.ldexp(1.0, int(made.scale.exponent.get()[0]))
     return held * factor
 
 
@@ -107,14 +126,14 @@ def test_values_are_the_references(
 ) -> None:
     q = made(shape, spec.replace(axis=axis))
     want = operand_values(q)
-    for kind in {expansion.kind_of(q.spec)[0], "bf16"}:
+    for kind in {held_by(q.spec)[0], "bf16"}:
         flag = xp.zeros(1, dtype=np.uint32)
-        got = expansion.expand(sent(q, xp), kind, flag, xp)
+        got = expand(sent(q, xp), kind, flag, xp)
         assert got.codes.shape == want.shape and got.codes.strides[0] % 16 == 0
         assert not int(flag[0]), kind
         values = values_of(got)
         live = ~np.isnan(want)
-        if got.exponent is not None:
+        if got.scale.exponent is not None:
             np.testing.assert_array_equal(values, want)
             np.testing.assert_array_equal(np.signbit(values[live]), np.signbit(want[live]))
         else:  # the reference rounds each value to float32; here the product is not rounded
@@ -127,14 +146,14 @@ def test_fixed_values_are_whole_numbers_of_bfloat16(xp: Any, form: str) -> None:
     for shape in SHAPES:
         q = made(shape, QuantSpec(form, axis=1))
         want = operand_values(q)
-        got = bf16.as_bf16(sent(q, xp), xp)
+        got = as_bf16(sent(q, xp), xp)
         held = hopper.values(np.asarray(got.codes.get()), "bf16")
-        assert got.exponent is None and (got.factor is None) == q.spec.is_mx
+        assert got.scale.exponent is None and (got.scale.factor is None) == q.spec.is_mx
         if q.spec.is_mx:
             np.testing.assert_array_equal(held, want)
         else:
-            assert got.factor is not None
-            factor = float(got.factor.get())
+            assert got.scale.factor is not None
+            factor = float(got.scale.factor.get())
             np.testing.assert_allclose(held * factor, want, rtol=2.0**-23, atol=0)
 
 
@@ -152,7 +171,7 @@ def test_what_bfloat16_does_not_hold_is_nan_and_raises_the_flag(xp: Any) -> None
         q.scales[1, 1] = scale
         q.codes[1, q.codes.shape[1] // 2] = code
         flag = xp.zeros(1, dtype=np.uint32)
-        got = bf16.as_bf16(sent(q, xp), xp, flag)
+        got = as_bf16(sent(q, xp), xp, flag)
         values = hopper.values(np.asarray(got.codes.get()), "bf16")
         assert int(flag[0]) == (not held), (form, scale)
         if held:
@@ -175,7 +194,7 @@ def test_the_window_is_as_stated_and_zero_blocks_do_not_count(
     xp: Any, form: str, span: int, code: int
 ) -> None:
     spec = QuantSpec(form, axis=1).resolve(2)
-    kind, _ = expansion.kind_of(spec)
+    kind, _ = held_by(spec)
     for below, beyond in ((span, 0), (span + 1, 1)):
         x = np.zeros((3, 64), dtype=np.float32)
         x[0, 0], x[1, 32] = 1, 1
@@ -186,7 +205,7 @@ def test_the_window_is_as_stated_and_zero_blocks_do_not_count(
         width = q.codes.shape[1] // 2
         q.codes[1, width] = code  # the least magnitude
         flag = xp.zeros(1, dtype=np.uint32)
-        got = expansion.expand(sent(q, xp), kind, flag, xp)
+        got = expand(sent(q, xp), kind, flag, xp)
         assert int(flag[0]) == beyond, (form, below)
         if not beyond:
             np.testing.assert_array_equal(values_of(got), operand_values(q))
@@ -202,7 +221,7 @@ def test_nvfp4_exact_window(xp: Any) -> None:
         for part, first in least.items():
             q.scales[...] = 8 * (exponent + 7) + part
             flag = xp.zeros(1, dtype=np.uint32)
-            got = expansion.expand(sent(q, xp), "e4m3", flag, xp)
+            got = expand(sent(q, xp), "e4m3", flag, xp)
             assert int(flag[0]) == (exponent < first), (exponent, part)
             if exponent >= first:
                 np.testing.assert_allclose(values_of(got), operand_values(q), rtol=2.0**-23)
@@ -215,7 +234,7 @@ def test_a_scale_window_of_28_always_fits(xp: Any) -> None:
     for window, beyond in ((28, 0), (None, 1)):
         q = reference.quantize(x, spec.replace(scale_window=window))[0]
         flag = xp.zeros(1, dtype=np.uint32)
-        got = expansion.expand(sent(q, xp), "e5m2", flag, xp)
+        got = expand(sent(q, xp), "e5m2", flag, xp)
         assert int(flag[0]) == beyond
         if not beyond:
             np.testing.assert_array_equal(values_of(got), operand_values(q))
@@ -225,7 +244,7 @@ def test_a_guarded_expansion_writes_nothing_unless_a_flag_is_set(xp: Any) -> Non
     q, flag = made((64, 64), QuantSpec("mxfp4", axis=1)), xp.zeros(1, dtype=np.uint32)
     quiet, loud = xp.zeros((), dtype=np.uint32), xp.ones((), dtype=np.uint32)
     for guards, written in (((quiet, quiet), False), ((quiet, loud), True), ((loud, quiet), True)):
-        got = expansion.expand(sent(q, xp), "bf16", flag, xp, guards)
+        got = expand(sent(q, xp), "bf16", flag, xp, guards)
         if written:
             np.testing.assert_array_equal(values_of(got), operand_values(q))
         elif isinstance(xp, emulation.Cupy):
@@ -234,7 +253,7 @@ def test_a_guarded_expansion_writes_nothing_unless_a_flag_is_set(xp: Any) -> Non
 
 @pytest.fixture
 def maker(xp: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`expanded.make`, with the reference as quantizer where there is no GPU."""
+    """Operands from packed storage, with the reference as quantizer where there is no GPU."""
 
     def quantize_raw(x: Any, plan: kernels.Plan, stream: Any, xp: Any) -> kernels.Outputs:
         q, stats = reference.quantize(np.asarray(x), plan.spec, stream)
@@ -244,18 +263,18 @@ def maker(xp: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     if isinstance(xp, emulation.Cupy):
         monkeypatch.setattr(kernels, "quantize_raw", quantize_raw)
-    return lambda x, specs: expanded.make(xp.asarray(x), specs, [None] * len(specs), xp)
+    return lambda x, specs: made_by(
+        EXPANDED_PREPARER, xp.asarray(x), specs, [None] * len(specs), xp
+    )
 
 
 @pytest.fixture
 def backend(xp: Any, maker: Any, request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CUDA backend, or its methods on the emulator."""
-    for module in (expanded, operands, scaling):
-        monkeypatch.setattr(module, "LEAST_WORK", 1)
+    monkeypatch.setattr(tuned, "LEAST_WORK", 1)
     if not isinstance(xp, emulation.Cupy):
         return request.getfixturevalue("cuda")
-    monkeypatch.setattr(backends, "_capability", lambda device: "90")
-    return backends.CudaBackend(xp)
+    return CudaBackend(xp)
 
 
 EXPANDED = (
@@ -336,13 +355,12 @@ def test_products_in_and_out_of_the_window(
         assert isinstance(counts, OperandCounts) and counts() == stats
         sides.append(side)
         values.append(operand_values(q))
-    assert tuple(side.best.kind for side in sides) == kinds
-    assert expanded.joinable(*sides)
-    falls = xp.zeros((), dtype=np.uint32)
-    got = expanded.multiply(*sides, "float32", xp, falls).get().astype(np.float64)
+    assert tuple(side.kind for side in sides) == kinds
+    fallback = FallbackCounter(xp)
+    got = product(*sides, "float32", xp, fallback=fallback).get().astype(np.float64)
     fp8 = "bf16" not in kinds
-    fell = fp8 and any(int(side.flags[0]) for side in sides)
-    assert int(falls) == fell
+    fell = fp8 and any(int(side.flag) for side in sides)
+    assert fallback.count == fell
     assert fell == (fp8 and spread > 0 and left != "nvfp4_fp8exact") or left == "nvfp4_fp8exact"
     relative = 512 * 34 / 32 * 2.0**-13 if fp8 and not fell else k * 2.0**-22
     size = np.abs(values[0]) @ np.abs(values[1]).T
@@ -356,7 +374,7 @@ def test_columns_under_a_transform_contract_with_their_like(xp: Any, maker: Any)
     g, x = (rng.standard_normal((100, n)).astype(np.float32) for n in (30, 44))
     spec = QuantSpec("nvfp4", axis=0, transform=Hadamard(16)).resolve(2)
     sides = [maker(v, [spec])[0][0] for v in (g, x)]
-    got = expanded.multiply(*sides, "bfloat16", xp)
+    got = product(*sides, "bfloat16", xp)
     assert got.dtype == ml_dtypes.bfloat16 and got.shape == (30, 44)
     a, b = (operand_values(reference.quantize(v, spec)[0]) for v in (g, x))
     error = np.abs(got.get().astype(np.float64) - a @ b.T)
@@ -371,11 +389,13 @@ def test_every_operand_joins_with_every_other(xp: Any, maker: Any) -> None:
         (maker(x, [spec])[0][0], operand_values(reference.quantize(x, spec)[0])) for spec in specs
     ]
     rounded = x.astype(ml_dtypes.bfloat16)
-    made.append((dense.Dense(xp.asarray(rounded.view(np.uint16))), rounded.astype(np.float64)))
+    made.append(
+        (GemmOperand(xp.asarray(rounded.view(np.uint16)), "bf16"), rounded.astype(np.float64))
+    )
     for a, va in made:
         for b, vb in made:
-            assert expanded.joinable(a, b) and not expanded.joinable(a, x)
-            got = expanded.multiply(a, b, "float32", xp).get()
+            assert isinstance(product(a, x, "float32", xp), Unsupported)
+            got = product(a, b, "float32", xp).get()
             error = np.abs(got - va @ vb.T)
             assert (error <= (64 * 34 / 32 * 2.0**-13 + 2.0**-19) * np.abs(va) @ np.abs(vb).T).all()
 
@@ -391,8 +411,8 @@ def test_a_cut_value_is_warned_of(xp: Any, maker: Any) -> None:
 def test_reasons() -> None:
     x = np.ones((64, 64), dtype=np.float32)
     spec = QuantSpec("nvfp4", axis=1).resolve(2)
-    assert expanded.reason(x, spec, 1 << 40, "90") is None
-    assert "compute capability 80" in str(expanded.reason(x, spec, 1 << 40, "80"))
-    assert "fewer than" in str(expanded.reason(x, spec, 1, "90"))
-    assert "shape" in str(expanded.reason(x[0], spec, 1 << 40, "90"))
-    assert "scales" in str(expanded.reason(x, QuantSpec("int8", axis=1).resolve(2), 1 << 40, "90"))
+    assert gap(EXPANDED, x, spec, 1 << 40, "90") is None
+    assert "compute capability 80" in str(gap(EXPANDED, x, spec, 1 << 40, "80"))
+    assert "fewer than" in str(gap(EXPANDED, x, spec, 1, "90"))
+    assert "shape" in str(gap(EXPANDED, x[0], spec, 1 << 40, "90"))
+    assert "scales" in str(gap(EXPANDED, x, QuantSpec("int8", axis=1).resolve(2), 1 << 40, "90"))

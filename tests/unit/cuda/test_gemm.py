@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor_cuda.kernels.gemm import gemm_sm90 as placed
 from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
-from extensor_cuda.kernels.gemm.config import ACTIVATIONS
-from extensor_cuda.kernels.gemm.gemm_sm90 import (
-    LINES,
+from extensor_cuda.kernels.gemm.config import (
+    ACTIVATIONS,
+    ROWS_PER_SCALE,
     Config,
-    Flags,
-    empty_rows,
-    gemm,
     gemm_source,
+)
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
+    Epilogue,
+    Flags,
+    Scales,
+    empty_rows,
+    epilogue_structure,
+    gemm,
 )
 from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda.emulator import Cupy
@@ -29,14 +32,14 @@ from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import properties
 
 COMPILED = (
-    Config(out="bfloat16"),
-    Config(vectors=True),
-    Config("e4m3", "e5m2", tile_n=128, cluster=2),
-    Config(tile_n=256, promote=0, out="bfloat16"),
-    Config("bf16", "bf16", tile_n=192, promote=0, out="bfloat16", activation="silu"),
-    Config("s8", "s8", tile_n=256, promote=0),
-    Config(out="bfloat16", cluster=2, patches=3, turns=True),
-    Config(tile_n=176, extras=True, activation="silu"),
+    Config.of(out="bfloat16"),
+    Config.of(vectors=True),
+    Config.of("e4m3", "e5m2", tile_n=128, cluster=2),
+    Config.of(tile_n=256, promote=0, out="bfloat16"),
+    Config.of("bf16", tile_n=192, promote=0, out="bfloat16", activation="silu"),
+    Config.of("s8", tile_n=256, promote=0),
+    Config.of(out="bfloat16", cluster=2, epilogue_tiles=3, ping_pong=True),
+    Config.of(tile_n=176, extras=True, activation="silu"),
 )
 SHAPES = ((1, 7, 16), (300, 200, 1000), (128, 192, 4096), (513, 770, 2050))
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -44,7 +47,9 @@ DTYPES = {"e5m2": ml_dtypes.float8_e5m2, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("config", COMPILED, ids=lambda c: f"{c.a}-{c.tile_n}-{c.promote}")
+@pytest.mark.parametrize(
+    "config", COMPILED, ids=lambda c: f"{c.a}-{c.pipeline.tile_n}-{c.pipeline.promote}"
+)
 def test_no_gemm_spills_or_serialises(config: Config) -> None:
     code, log = compile_cubin(gemm_source(config), "sm_90a")
     assert "warning" not in log.lower() and "C75" not in log, log
@@ -55,7 +60,7 @@ def test_the_epilogues_fields_lie_where_the_kernel_reads_them(
     tmp_path: Path, compiler: str
 ) -> None:
     text = gemm_source(Config()).text
-    check_fields(text, "Epilogue", placed._Epilogue, compiler, tmp_path)
+    check_fields(text, "Epilogue", epilogue_structure(), compiler, tmp_path)
 
 
 @pytest.fixture(params=PLACES)
@@ -66,7 +71,7 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
 def here(config: Config, xp: Any) -> Config:
     """The program, without what an emulator cannot do: clusters."""
-    return replace(config, cluster=1) if isinstance(xp, Cupy) else config
+    return config.replace(cluster=1) if isinstance(xp, Cupy) else config
 
 
 def operand(rng: Any, rows: int, k: int, kind: str, xp: Any) -> tuple[Any, np.ndarray]:
@@ -92,13 +97,15 @@ def operand(rng: Any, rows: int, k: int, kind: str, xp: Any) -> tuple[Any, np.nd
     "config",
     [
         Config(),
-        Config(cluster=2, patches=3),
-        Config(tile_n=176, cluster=2, patches=2, turns=True),
-        Config("e4m3", "e5m2", tile_n=160),
-        Config("s8", "s8", tile_n=256, promote=0),
-        Config("bf16", "bf16", tile_n=192, promote=0),
+        Config.of(cluster=2, epilogue_tiles=3),
+        Config.of(tile_n=176, cluster=2, epilogue_tiles=2, ping_pong=True),
+        Config.of("e4m3", "e5m2", tile_n=160),
+        Config.of("s8", tile_n=256, promote=0),
+        Config.of("bf16", tile_n=192, promote=0),
     ],
-    ids=lambda c: f"{c.a}-{c.b}-{c.tile_n}-{c.cluster}-{c.patches}",
+    ids=lambda c: (
+        f"{c.a}-{c.b}-{c.pipeline.tile_n}-{c.pipeline.cluster}-{c.pipeline.epilogue_tiles}"
+    ),
 )
 def test_products_with_tails_exponents_bias_and_residual(
     hopper: Any, config: Config, shape: tuple[int, int, int]
@@ -111,7 +118,7 @@ def test_products_with_tails_exponents_bias_and_residual(
     out = empty_rows(hopper, m, n, np.float32)
     out[...] = np.nan
     config = here(config, hopper)
-    gemm(a, b, out, config, hopper.asarray(rows), hopper.asarray(columns))
+    gemm(a, b, out, config, Epilogue(Scales((hopper.asarray(rows), hopper.asarray(columns)))))
     want = va @ vb.T * np.exp2(rows[:, None].astype(float)) * np.exp2(columns[None].astype(float))
     got = out.get()
     if config.a == "bf16":  # a float32 sum that truncates: K terms of at most 2**-23 each
@@ -133,10 +140,14 @@ def test_one_exponent_for_all_with_bias_activation_residual_and_amax(
     dtype = np.float32 if out_type == "float32" else ml_dtypes.bfloat16
     residual = rng.standard_normal((m, n)).astype(dtype)
     out, amax = empty_rows(hopper, m, n, dtype), hopper.zeros((), dtype=np.uint32)
-    exponents = (hopper.asarray([e], dtype=np.int32) for e in (-9, 5))
-    config = Config(out=out_type, activation="relu", cluster=2, patches=3)
+    exponents = [hopper.asarray([e], dtype=np.int32) for e in (-9, 5)]
+    config = Config.of(out=out_type, activation="relu", cluster=2, epilogue_tiles=3)
     config = here(config, hopper)
-    gemm(a, b, out, config, *exponents, hopper.asarray(bias), hopper.asarray(residual), amax=amax)
+    scales, more = (
+        Scales((exponents[0], exponents[1])),
+        [hopper.asarray(v) for v in (bias, residual)],
+    )
+    gemm(a, b, out, config, Epilogue(scales, *more, amax))
     wide = (va @ vb.T / 16).astype(np.float32) + bias
     want = np.maximum(wide, 0) + residual.astype(np.float32)
     np.testing.assert_array_equal(out.get(), want.astype(dtype))
@@ -168,9 +179,9 @@ def test_every_activation_after_factors_and_bias(
     rows, columns = (rng.uniform(0.01, 0.1, size).astype(np.float32) for size in (m, n))
     bias = rng.standard_normal(n).astype(np.float32)
     out = empty_rows(hopper, m, n, np.float32)
-    config = Config("e4m3", "e4m3", *tile[:1], patches=tile[1], activation=activation)
+    config = Config.of("e4m3", tile_n=tile[0], epilogue_tiles=tile[1], activation=activation)
     factors = hopper.asarray(rows), hopper.asarray(columns)
-    gemm(a, b, out, config, bias=hopper.asarray(bias), factors=factors)
+    gemm(a, b, out, config, Epilogue(Scales(factors=factors), bias=hopper.asarray(bias)))
     wide = (va @ vb.T) * rows[:, None].astype(float) * columns[None].astype(float) + bias
     want = reference_of(activation, wide)
     np.testing.assert_allclose(out.get(), want, rtol=1e-4, atol=1e-4 * np.abs(wide).max())
@@ -194,7 +205,10 @@ def test_groups_with_exponents_bias_residual_and_amax(
     residual = rng.integers(-9, 10, (rows, n)).astype(np.float32)
     if cluster > 1 and isinstance(hopper, Cupy):
         pytest.skip("an emulator has no clusters")
-    for config in (Config(cluster=cluster), Config(tile_n=128, patches=2, cluster=cluster)):
+    for config in (
+        Config.of(cluster=cluster),
+        Config.of(tile_n=128, epilogue_tiles=2, cluster=cluster),
+    ):
         for extras in (False, True):
             out = empty_rows(hopper, rows, n, np.float32)
             out[...] = np.nan
@@ -211,7 +225,8 @@ def test_groups_with_exponents_bias_residual_and_amax(
             if extras:
                 options["residual"][...] = hopper.asarray(residual)
             exponents = hopper.asarray(row), hopper.asarray(column)
-            gemm(a, b, out, config, *exponents, offsets=hopper.asarray(offsets), **options)
+            given = Epilogue(Scales(exponents), offsets=hopper.asarray(offsets), **options)
+            gemm(a, b, out, config, given)
             want = np.full((rows, n), np.nan)
             for g in range(groups):
                 part, columns = slice(offsets[g], offsets[g + 1]), slice(g * n, (g + 1) * n)
@@ -242,15 +257,17 @@ def test_scales_of_128_along_k_multiply_exact_sums(
         ]
         out = empty_rows(hopper, m, n, np.float32)
         out[...] = np.nan
-        lines = LINES if each[0] > 1 else 1, LINES if each[1] > 1 else 1
+        lines = ROWS_PER_SCALE if each[0] > 1 else 1, ROWS_PER_SCALE if each[1] > 1 else 1
         stored = [
             Stored(hopper.asarray(s).T, blocks, of // line)
             for s, of, line in zip(scales, each, lines, strict=True)
         ]
         made = block_scales(stored, hopper)
         turns = tile == 192
-        config = Config("e4m3", "e4m3", tile, 1, patches=2, blocks=lines, turns=turns)
-        gemm(a, b, out, config, scales=(made[0], made[1]))
+        config = Config.of(
+            "e4m3", tile_n=tile, promote=1, epilogue_tiles=2, blocks=lines, ping_pong=turns
+        )
+        gemm(a, b, out, config, Epilogue(Scales(blocks=(made[0], made[1]))))
         left, right = (
             v * s.astype(float).repeat(of, axis=0)[: len(v)].repeat(128, axis=1)[:, :k]
             for v, s, of in zip((va, vb), scales, each, strict=True)
@@ -264,9 +281,9 @@ def test_flags_decide_on_the_device(hopper: Any) -> None:
     for flag, wanted, runs in ((0, 0, True), (1, 0, False), (1, 1, True), (0, 1, False)):
         out = empty_rows(hopper, 64, 64, np.float32)
         out[...] = np.nan
-        flags = Flags(row=hopper.asarray(flag, dtype=np.uint32), wanted=wanted)
+        flags = Flags(row=hopper.asarray(flag, dtype=np.uint32), expected=wanted)
         count = hopper.zeros((), dtype=np.uint32)
-        gemm(a, a, out, Config(), flags=flags, runs=count)
+        gemm(a, a, out, Config(), Epilogue(flags=flags._replace(runs=count)))
         assert bool(np.isfinite(out.get()).all()) is runs
         assert int(count) == runs
 

@@ -6,7 +6,6 @@ they are scaled and added in float32; what Hopper's cut off only a GPU does.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -14,9 +13,23 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor_cuda import dense, near, scaled
-from extensor_cuda.gemm_model import accumulate, promoted
-from extensor_cuda.kernels.gemm.gemm_sm90 import LINES, Config, Split, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.config import (
+    ROWS_PER_SCALE,
+    Config,
+    Split,
+)
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
+    Epilogue,
+    empty_rows,
+    gemm,
+)
+from extensor_cuda.kernels.prepare import cast_bf16
+from extensor_cuda.kernels.prepare.cast_bf16 import add_parts, empty_parts
+from extensor_cuda.matmul import product as products
+from extensor_cuda.matmul.accumulator import accumulate, promoted
+from extensor_cuda.matmul.operand import GemmOperand, Scale
+from extensor_cuda.matmul.partition import configure
+from extensor_cuda.matmul.product import product
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.places import PLACES, place
 
@@ -38,7 +51,7 @@ def gpu(hopper_gpu: Any) -> Any:
 @pytest.fixture(params=PLACES)
 def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The array module of a Hopper GPU, or of the kernels' sources on the CPU."""
-    return place(request, monkeypatch, [dense])
+    return place(request, monkeypatch, [cast_bf16])
 
 
 def drawn(rng: np.random.Generator, rows: int, k: int, kind: str, data: str) -> np.ndarray:
@@ -72,11 +85,11 @@ def sent(values: np.ndarray, kind: str, xp: Any) -> Any:
 
 def configs(kind_a: str, kind_b: str, every: int) -> list[Config]:
     """The tiles that are offered, and what may change when a sum is taken but not the sum."""
-    found = [Config(kind_a, kind_b, tile, every // 128) for tile in TILES[every]]
-    found.append(replace(found[-1], cluster=2, patches=2))
+    found = [Config.of(kind_a, kind_b, tile_n=tile, promote=every // 128) for tile in TILES[every]]
+    found.append(found[-1].replace(cluster=2, epilogue_tiles=2))
     if every:
-        found.append(replace(found[1], cluster=2, patches=2, turns=True))
-        found.append(replace(found[-3], turns=True))
+        found.append(found[1].replace(cluster=2, epilogue_tiles=2, ping_pong=True))
+        found.append(found[-3].replace(ping_pong=True))
     return found
 
 
@@ -87,9 +100,9 @@ def multiplied(xp: Any, a: Any, b: Any, config: Config, split: Split | None = No
     if split is None:
         gemm(a, b, out, config)
     else:
-        parts = dense.empty_parts(*out.shape, split, config, xp)
-        gemm(a, b, parts, replace(config, split=True), split=split)
-        dense.add_parts(parts, split, out, None, xp)
+        parts = empty_parts(*out.shape, split, config, xp)
+        gemm(a, b, parts, config.replace(split_k=True), Epilogue(split=split))
+        add_parts(parts, split, out, None, xp)
     return np.asarray(out.get())
 
 
@@ -191,7 +204,9 @@ def test_the_tiles_that_are_compared_are_those_that_are_offered() -> None:
     sizes = [64 * i for i in range(1, 80)]
     for every, tiles in TILES.items():
         offered = {
-            configure("e5m2", m, n, "float32", every // 128).tile_n for m in sizes for n in sizes
+            configure("e5m2", m, n, "float32", every // 128).pipeline.tile_n
+            for m in sizes
+            for n in sizes
         }
         assert offered <= set(tiles)
         assert every == 0 or offered == set(tiles)
@@ -206,7 +221,7 @@ def test_the_kernel_adds_its_sums_as_the_model_does(hopper: Any, every: int) -> 
     assert (want != (a @ b.T).astype(np.float32)).any()
     codes = sent(a, "e4m3", hopper), sent(b, "e5m2", hopper)
     for config in configs("e4m3", "e5m2", every):
-        if config.cluster == 1 or not isinstance(hopper, Cupy):
+        if config.pipeline.cluster == 1 or not isinstance(hopper, Cupy):
             got = multiplied(hopper, *codes, config)
             np.testing.assert_array_equal(got, want, err_msg=str(config))
 
@@ -229,7 +244,7 @@ def test_parts_of_k_are_added_in_order(hopper: Any, data: str) -> None:
         assert (want != promoted(a, b, -14, -14, 512)).any()
     codes = sent(a, "e5m2", hopper), sent(b, "e5m2", hopper)
     for tile in TILES[512]:
-        got = multiplied(hopper, *codes, Config(tile_n=tile), Split(3, 8))
+        got = multiplied(hopper, *codes, Config.of(tile_n=tile), Split(3, 8))
         np.testing.assert_array_equal(got, want)
 
 
@@ -245,23 +260,23 @@ def scaled_product(
     """The product in tiles of so many columns, by what serves such scales."""
 
     def fixed(*args: Any, **options: Any) -> Config:
-        return replace(configure(*args, **options), tile_n=tile)
+        return configure(*args, **options).replace(tile_n=tile)
 
     codes = [sent(v, kind, xp) for v, kind in zip(values, kinds, strict=True)]
-    for module in (scaled, near):
-        monkeypatch.setattr(module, "configure", fixed)
+    monkeypatch.setattr(products, "configure", fixed)
     sides = [
-        scaled.Side(kind, c, xp.asarray(s).T, rows)
+        GemmOperand(c, kind, Scale(grid=xp.asarray(s).T, group_k=128, rows=rows))
         for kind, c, s, rows in zip(kinds, codes, scales, each, strict=True)
     ]
-    out = np.asarray(scaled.multiply(sides[0], sides[1], "float32", xp)[0].get())
-    if each == (128, 128) and scales[0].shape[1] > 1:  # as MXFP8 near-exact
+    out = np.asarray(product(sides[0], sides[1], "float32", xp).get())
+    if each == (128, 128) and scales[0].shape[1] > 1:  # as rebased MXFP8
         squares = []
         for kind, c, s in zip(kinds, codes, scales, strict=True):
-            lines = s.T.repeat(128 // LINES, axis=1)
+            lines = s.T.repeat(128 // ROWS_PER_SCALE, axis=1)
             grid = np.pad(lines, ((0, 0), (0, 64)), constant_values=np.nan)
-            squares.append(near.Square(c, xp.asarray(np.ascontiguousarray(grid)), kind))
-        again = np.asarray(near.multiply(squares[0], squares[1], "float32", xp).get())
+            scale = Scale(blocks=xp.asarray(np.ascontiguousarray(grid)), group_k=128)
+            squares.append(GemmOperand(c, kind, scale))
+        again = np.asarray(product(squares[0], squares[1], "float32", xp).get())
         np.testing.assert_array_equal(again, out)
     return out
 

@@ -227,7 +227,7 @@ def test_a_label_that_is_no_class_stops_updates_and_is_reported(gpu: Any) -> Non
     before = weights(layer)
     for wrong in (labels + 2, labels):
         train(inputs, wrong)
-    with pytest.raises(ValueError, match="labels: wanted 0..3 for 4 classes") as got:
+    with pytest.raises(ValueError, match="labels: expected 0..3 for 4 classes") as got:
         train.check()
     assert "no update was made" in "".join(got.value.__notes__)
     assert weights(layer) == before

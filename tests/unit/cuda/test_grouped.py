@@ -12,7 +12,11 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import expansion, grouped
+from extensor_cuda.kernels.prepare import expand as expand_kernel
+from extensor_cuda.matmul.stored import (
+    grouped_matmul,
+    offsets_of,
+)
 from tests.product_cases import exact
 from tests.unit.cuda.places import PLACES, place
 
@@ -29,7 +33,7 @@ FORMATS = {
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [expansion])
+    return place(request, monkeypatch, [expand_kernel])
 
 
 def sent(q: QuantArray, xp: Any) -> QuantArray:
@@ -61,9 +65,9 @@ def test_each_group_is_a_product_of_its_own(xp: Any, form: str, sizes: tuple[int
         qa, qb = (reference.quantize(v, spec)[0] for v in (x, w))
         va, vb = exact(qa), exact(qb)
         sides = [sent(q, xp) for q in (qa, qb)]
-    offsets = grouped.offsets_of(xp.asarray(np.array(sizes, dtype=np.int64)), xp)
+    offsets = offsets_of(xp.asarray(np.array(sizes, dtype=np.int64)), xp)
     for out in ("float32", "bfloat16"):
-        done = grouped.matmul(*sides, offsets, xp, out_dtype=out)
+        done = grouped_matmul(*sides, offsets, xp, out_dtype=out)
         assert done.path == FORMATS.get(form, "bf16 tensor cores")
         got = done.out.get()[: sum(sizes)].astype(np.float64)
         want, size = (want_of(p, q, sizes) for p, q in ((va, vb), (np.abs(va), np.abs(vb))))
@@ -76,9 +80,9 @@ def test_each_group_is_a_product_of_its_own(xp: Any, form: str, sizes: tuple[int
 
 
 def test_a_rank_without_tokens_gets_nothing(xp: Any) -> None:
-    offsets = grouped.offsets_of(xp.asarray(np.zeros(3, np.int64)), xp)
+    offsets = offsets_of(xp.asarray(np.zeros(3, np.int64)), xp)
     a, b = (xp.zeros((rows, 64), dtype=ml_dtypes.bfloat16) for rows in (0, 3 * 40))
-    done = grouped.matmul(a, b, offsets, xp, out_dtype="bfloat16")
+    done = grouped_matmul(a, b, offsets, xp, out_dtype="bfloat16")
     assert done.out.shape == (0, 40) and done.out.dtype == ml_dtypes.bfloat16
 
 
@@ -91,8 +95,8 @@ def test_what_does_not_fit_is_refused(xp: Any) -> None:
     eight = reference.quantize(
         np.ones((6, 64), np.float32), QuantSpec("int8", axis=1, symmetric=False).resolve(2)
     )[0]
-    two = grouped.offsets_of(xp.asarray(np.array([2, 4])), xp)
-    four = grouped.offsets_of(xp.asarray(np.array([1, 1, 2, 2])), xp)
+    two = offsets_of(xp.asarray(np.array([2, 4])), xp)
+    four = offsets_of(xp.asarray(np.array([1, 1, 2, 2])), xp)
     cases: list[tuple[Any, Any, Any, dict[str, str], str]] = [
         (a, a, two.astype(np.int64), {}, "offsets int32"),
         (a, a, four, {}, "in 4 groups"),
@@ -104,4 +108,4 @@ def test_what_does_not_fit_is_refused(xp: Any) -> None:
     ]
     for left, right, offsets, options, words in cases:
         with pytest.raises(ValueError, match=words):
-            grouped.matmul(left, right, offsets, xp, **options)
+            grouped_matmul(left, right, offsets, xp, **options)

@@ -14,12 +14,16 @@ import pytest
 
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import operands
 from extensor_cuda.kernels.attention import attention
-from extensor_cuda.kernels.gemm.gemm_sm90 import configure, gemm_source
+from extensor_cuda.kernels.gemm.config import gemm_source
 from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.kernels.prepare import quantize_operand
 from extensor_cuda.kernels.quantize import quantize as kernels
-from extensor_cuda.kernels.weight_only import w4w8a16_sm90_wgmma
+from extensor_cuda.kernels.weight_only import (
+    w4w8a16_sm90_wgmma,
+)
+from extensor_cuda.matmul import partition
+from extensor_cuda.matmul.partition import configure
 from extensor_cuda.runtime.compile import Source, compile_cubin
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
@@ -95,7 +99,7 @@ def test_searches_round_in_two_instructions(
 
 def test_operands_are_fetched_without_registers(disassembler: str, tmp_path: Path) -> None:
     spec = QuantSpec("mxfp4", axis=1, scale_rule="rceil").resolve(2)
-    source = operands.operand_source(spec, "bfloat16", True, True, False)
+    source = quantize_operand.fused_source(spec, "bfloat16", True, True, False)
     found = instructions(source, disassembler, tmp_path)
     assert starting(found, "LDGSTS.E") and starting(found, "PRMT") and starting(found, "STG.E.128")
     assert not starting(found, "LDL")
@@ -198,8 +202,8 @@ def test_decoded_weights_stay_until_they_are_multiplied(
     spec: QuantSpec, tokens: int, disassembler: str, tmp_path: Path
 ) -> None:
     w = reference.quantize(np.ones((64, 512), np.float32), spec.resolve(2))[0]
-    made = w4w8a16_sm90_wgmma.cut(*w.shape, tokens, "bfloat16", spec.row.element.bits)
-    source = w4w8a16_sm90_wgmma.decode_source(w, tokens, "bfloat16", "bfloat16", made)
+    made = partition.wgmma_cut(*w.shape, tokens, "bfloat16", spec.row.element.bits)
+    source = w4w8a16_sm90_wgmma.source(w, tokens, "bfloat16", "bfloat16", made)
     text = listing(source, disassembler, tmp_path)
     # E2M1's at once, and for large scales
     assert text.count("HGMMA") == (8 if spec.format.startswith("int") else 16)

@@ -16,11 +16,26 @@ from extensor.quant.array import QuantArray
 from extensor.quant.rebase import rebased_values
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import dense, expansion, gemm, near, operands
-from extensor_cuda.kernels.gemm.gemm_sm90 import LINES, configure, gemm_source
+from extensor_cuda.kernels.gemm.config import (
+    ROWS_PER_SCALE,
+    gemm_source,
+)
+from extensor_cuda.kernels.prepare import cast_bf16, quantize_operand, rebase
+from extensor_cuda.kernels.prepare import expand as expand_kernel
+from extensor_cuda.matmul import product as products
+from extensor_cuda.matmul.expand import (
+    rebase_mxfp8,
+)
+from extensor_cuda.matmul.partition import configure
+from extensor_cuda.matmul.product import Product, product
+from extensor_cuda.matmul.stored import (
+    matmul,
+)
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
 from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.preparing import FUSED
+from tests.unit.cuda.preparing import made as made_by
 from tests.unit.cuda.test_compile import check_compiles
 
 E4M3, E5M2 = QuantSpec("mxfp8_e4m3", axis=1), QuantSpec("mxfp8_e5m2", axis=1)
@@ -45,13 +60,13 @@ def name(value: object) -> str:
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("spec", SPECS, ids=name)
 def test_no_kernel_spills(spec: QuantSpec) -> None:
-    check_compiles(near.near_source(spec.resolve(2)), "sm_80", "sm_90a")
+    check_compiles(rebase.mxfp8_source(spec.resolve(2)), "sm_80", "sm_90a")
 
 
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("n", [4096, 8192])
 def test_no_gemm_of_it_spills(n: int) -> None:
-    config = replace(configure("e4m3", n, n, "bfloat16", 1), vectors=True)
+    config = configure("e4m3", n, n, "bfloat16", 1).replace(vectors=True)
     check_compiles(gemm_source(config), "sm_90a")
 
 
@@ -62,7 +77,7 @@ def test_no_kernel_of_squares_spills(rounding: str, dtype: str) -> None:
     for spec in SQUARES:
         spec = spec.replace(rebased=True, rounding=rounding).resolve(2)
         for along, down in ((True, True), (True, False), (False, True)):
-            source = operands.operand_source(spec, dtype, along, down, False)
+            source = quantize_operand.fused_source(spec, dtype, along, down, False)
             check_compiles(source, "sm_90a")
 
 
@@ -70,14 +85,16 @@ def test_no_kernel_of_squares_spills(rounding: str, dtype: str) -> None:
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("tile", [128, 176, 192])
 def test_no_gemm_of_squares_spills(tile: int, extras: bool) -> None:
-    config = configure("e4m3", 4096, 4096, "bfloat16", scales=(LINES, LINES))
-    config = replace(config, tile_n=tile, turns=tile == 192, extras=extras)
+    config = configure("e4m3", 4096, 4096, "bfloat16", blocks=(ROWS_PER_SCALE, ROWS_PER_SCALE))
+    config = config.replace(tile_n=tile, ping_pong=tile == 192, extras=extras)
     check_compiles(gemm_source(config), "sm_90a")
 
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [near, expansion, dense], quantizing=[operands])
+    return place(
+        request, monkeypatch, [rebase, expand_kernel, cast_bf16], quantizing=[quantize_operand]
+    )
 
 
 def made(
@@ -110,13 +127,13 @@ def bits_of(values: np.ndarray, kind: str) -> np.ndarray:
 
 def check_operand(q: QuantArray, xp: Any) -> None:
     want = rebased_values(q)
-    got, inexact = near.near(sent(q, xp), xp)
+    got, inexact = rebase_mxfp8(sent(q, xp), xp)
     kind = q.spec.row.element.name
-    assert got.kind == kind and got.codes.strides[0] % 16 == 0 and got.exponent is not None
+    assert got.kind == kind and got.codes.strides[0] % 16 == 0 and got.scale.exponent is not None
     codes = np.asarray(got.codes.get())
     held = np.where(np.isnan(hopper.values(codes, kind)), 0x7F, codes)
     np.testing.assert_array_equal(held, bits_of(want.values, kind))
-    np.testing.assert_array_equal(got.exponent.get(), want.exponents)
+    np.testing.assert_array_equal(got.scale.exponent.get(), want.exponents)
     np.testing.assert_array_equal(inexact.counts.get(), np.stack([want.changed, want.flushed], 1))
     assert inexact.shares() == want.shares
 
@@ -224,12 +241,12 @@ def test_squares_are_the_references(xp: Any, spec: QuantSpec, dtype: str, odd: b
     for shape in SQUARE_SHAPES:
         x = matrix(shape, dtype, odd)
         there = xp.asarray(x)
-        pair = operands.make(there, specs, [None, None], xp)
+        pair = made_by(FUSED, there, specs, [None, None], xp)
         for i, (both, each) in enumerate(zip(pair, specs, strict=True)):
-            (single,) = operands.make(there, [each], [None], xp)
+            (single,) = made_by(FUSED, there, [each], [None], xp)
             want, stats = squares_of(x.astype(np.float32), each)
             for operand, counts in (both, single):
-                assert isinstance(operand, near.Square)
+                assert operand.scale.form == "blocks"
                 got = np.asarray(operand.values(xp).get())
                 np.testing.assert_array_equal(got, want, err_msg=f"{shape} {i}")
                 numbers = ~np.isnan(want)
@@ -243,10 +260,10 @@ def test_squares_rounded_by_chance_are_the_cpus(xp: Any, dtype: str) -> None:
     spec = SQUARES[0].replace(rebased=True, rounding="stochastic")
     specs = [spec.replace(axis=axis).resolve(2) for axis in (1, 0)]
     streams = [Stream(1, 2, 3, i, bool(i)) for i in (0, 1)]
-    pair = operands.make(xp.asarray(x), specs, streams, xp)
+    pair = made_by(FUSED, xp.asarray(x), specs, streams, xp)
     for i, (operand, counts) in enumerate(pair):
         want, stats = registry.get("cpu").fake_quantize(x, specs[i], streams[i])
-        assert isinstance(operand, near.Square) and counts() == stats
+        assert operand.scale.form == "blocks" and counts() == stats
         np.testing.assert_array_equal(operand.values(xp).get(), want.T if i else want)
 
 
@@ -268,15 +285,15 @@ def test_products_of_squares_are_within_the_bound(
     xp: Any, monkeypatch: pytest.MonkeyPatch, tile: int, out: str
 ) -> None:
     m, n, k = 136, 400, 392
-    chosen = {"tile_n": tile, "turns": tile == 192}
-    monkeypatch.setattr(near, "configure", lambda *a, **b: replace(configure(*a, **b), **chosen))
+    chosen = {"tile_n": tile, "ping_pong": tile == 192}
+    monkeypatch.setattr(products, "configure", lambda *a, **b: configure(*a, **b).replace(**chosen))
     values, sides = [], []
     for rows, spec in ((m, SQUARES[0]), (n, SQUARES[1])):
         x, each = matrix((rows, k), "float32", False), spec.replace(rebased=True).resolve(2)
-        sides.append(operands.make(xp.asarray(x), [each], [None], xp)[0][0])
+        sides.append(made_by(FUSED, xp.asarray(x), [each], [None], xp)[0][0])
         values.append(squares_of(x, each)[0])
     bias = np.random.default_rng(0).standard_normal(n).astype(np.float32)
-    got = near.multiply(*sides, out, xp, xp.asarray(bias)).get().astype(np.float64)
+    got = product(*sides, out, xp, xp.asarray(bias)).get().astype(np.float64)
     want, size = values[0] @ values[1].T + bias, np.abs(values[0]) @ np.abs(values[1]).T
     bound = (128 * 34 / 32 * 2.0**-13 + (k / 128 + 2) * 2.0**-24) * size + 2.0**-22 * np.abs(bias)
     if out == "bfloat16":
@@ -294,9 +311,9 @@ def test_products_are_within_the_bound(xp: Any, pair: tuple[QuantSpec, ...], out
     spreads = [14 if spec is E5M2 else 4 for spec in pair]  # so that some of each change
     a = made((m, k), pair[0], spreads[0], 1, False)
     b = made((n, k), pair[1], spreads[1], 2, False)
-    done = gemm.matmul(sent(a, xp), sent(b, xp), xp, accumulate="near", out_dtype=out)
-    assert isinstance(done, gemm.Product)
-    assert done.path == "FP8 tensor cores, near-exact operands"
+    done = matmul(sent(a, xp), sent(b, xp), xp, accumulate="rebased", out_dtype=out)
+    assert isinstance(done, Product)
+    assert done.path == "FP8 tensor cores, rebased operands"
     got = done.out.get().astype(np.float64)
     values, off = [], []
     for q, inexact in zip((a, b), done.inexact, strict=True):
@@ -327,8 +344,8 @@ def held_step(q: QuantArray) -> float:
 
 def test_it_is_asked_for_and_never_silent(xp: Any) -> None:
     a = sent(made((20, 64), E4M3, odd=False), xp)
-    plain = gemm.matmul(a, a, xp)
-    assert isinstance(plain, gemm.Product) and plain.inexact == (None, None)
+    plain = matmul(a, a, xp)
+    assert isinstance(plain, Product) and plain.inexact == (None, None)
     assert plain.path.startswith("bf16")
     fp4, nvfp4 = (
         sent(
@@ -337,10 +354,10 @@ def test_it_is_asked_for_and_never_silent(xp: Any) -> None:
         )
         for f in ("mxfp4", "nvfp4")
     )
-    with pytest.raises(ValueError, match="'near' is for MXFP8, got mxfp4 and mxfp4"):
-        gemm.matmul(fp4, fp4, xp, accumulate="near")
-    mixed = gemm.matmul(a, nvfp4, xp, accumulate="near")
-    assert isinstance(mixed, gemm.Product) and mixed.inexact == (None, None)
+    with pytest.raises(ValueError, match="'rebased' is for MXFP8, got mxfp4 and mxfp4"):
+        matmul(fp4, fp4, xp, accumulate="rebased")
+    mixed = matmul(a, nvfp4, xp, accumulate="rebased")
+    assert isinstance(mixed, Product) and mixed.inexact == (None, None)
     assert mixed.path == "bf16 tensor cores: FP8 does not hold nvfp4"
 
 
@@ -357,7 +374,7 @@ def test_nothing_waits(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(emulation.Device, "__getitem__", no_reads)
     monkeypatch.setattr(emulation.Device, "get", refuse)
-    done = gemm.matmul(a, a, xp, accumulate="near")
-    assert isinstance(done, gemm.Product)
+    done = matmul(a, a, xp, accumulate="rebased")
+    assert isinstance(done, Product)
     with pytest.raises(AssertionError, match="read on the host"):
         assert done.inexact[0] is not None and done.inexact[0].shares()

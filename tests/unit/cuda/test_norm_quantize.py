@@ -12,7 +12,7 @@ import pytest
 
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import norm_quantize as fused
+from extensor_cuda.kernels.quantize import norm_quantize as fused
 from extensor_cuda.kernels.quantize import rowwise_columnwise
 from extensor_cuda.kernels.quantize.quantize import SLOTS
 from extensor_cuda.runtime.counters import OperandCounts
@@ -38,10 +38,10 @@ CASES = (
 EPS = 1e-5
 
 
-def plan_of(name: str, shape: tuple[int, ...], **options: Any) -> rowwise_columnwise.PairPlan:
+def plan_of(name: str, shape: tuple[int, ...], **options: Any) -> rowwise_columnwise.RowColumnPlan:
     specs = (QuantSpec(name, axis=axis, **options).resolve(2) for axis in (1, 0))
-    plan = rowwise_columnwise.pair_plan(tuple(specs), shape)  # type: ignore[arg-type]
-    assert isinstance(plan, rowwise_columnwise.PairPlan)
+    plan = rowwise_columnwise.row_column_plan(tuple(specs), shape)  # type: ignore[arg-type]
+    assert isinstance(plan, rowwise_columnwise.RowColumnPlan)
     return plan
 
 
@@ -88,10 +88,12 @@ def test_bytes_are_those_of_the_rounded_norm(
         weight = rng.uniform(0.5, 2, shape[1]).astype(np.float32)
         bias = rng.standard_normal(shape[1]).astype(np.float32) if centred else None
         plan, wide = plan_of(name, shape), x.astype(np.float64)
-        given = [None if a is None else xp.asarray(a) for a in (x, weight, bias)]
-        assert fused.reason(*given, plan, "90") is None
-        options = {"centred": centred, "only_rows": only_rows}
-        *made, mean, rstd, counters = fused.norm_quantize(*given, EPS, plan, xp, **options)
+        there, *terms = (None if a is None else xp.asarray(a) for a in (x, weight, bias))
+        norm = fused.Norm(*terms, EPS, centred)
+        assert fused.unsupported(there, norm, plan, "90") is None
+        *made, mean, rstd, counters = fused.norm_quantize(
+            there, norm, plan, xp, only_rows=only_rows
+        )
         found = np.zeros((shape[0], 1), np.float32) if mean is None else mean.get()
         mu = wide.mean(axis=1, keepdims=True) if centred else 0.0
         scale = 1 / np.sqrt(((wide - mu) ** 2).mean(axis=1, keepdims=True) + EPS)
@@ -105,7 +107,7 @@ def test_bytes_are_those_of_the_rounded_norm(
         y = y * rstd.get() * weight
         y = (y if bias is None else y + bias).astype(ml_dtypes.bfloat16)
         assert (made[1] is None) == only_rows
-        for side, q, start in zip((plan.along, plan.down), made, (0, 1), strict=True):
+        for side, q, start in zip((plan.rowwise, plan.columnwise), made, (0, 1), strict=True):
             if q is None:
                 continue
             want, stats = reference.quantize(y, side.spec)
@@ -120,18 +122,24 @@ def test_what_has_no_kernel_has_a_reason() -> None:
     xp = Cupy()
     x, weight = xp.zeros((64, 512), np.float32), xp.asarray(np.ones(512, np.float32))
     plan = plan_of("mxfp4", (64, 512))
-    activated = replace(plan, along=replace(plan.along, activation="relu"))
+    activated = replace(plan, rowwise=replace(plan.rowwise, activation="relu"))
     for changed, word in (
-        ((x, weight, None, plan, "80"), "capability"),
-        ((x.astype(np.float16), weight, None, plan, "90"), "float16"),
-        ((xp.zeros((64, 510), np.float32), weight, None, plan, "90"), "wanted (510,)"),
-        ((xp.zeros((64, 6), np.float32), weight[:6], None, plan, "90"), "multiple of 4"),
-        ((xp.zeros((1, 8196), np.float32), xp.ones(8196, np.float32), None, plan, "90"), "8192"),
-        ((x, weight[:256], None, plan, "90"), "wanted (512,)"),
-        ((x, xp.zeros(1024, np.float32)[::2], None, plan, "90"), "not contiguous"),
-        ((x, weight, None, activated, "90"), "relu"),
-        ((x, weight, None, plan_of("nvfp4", (64, 512)), "90"), "largest"),
-        ((x, weight, None, plan_of("mxfp4", (64, 512), rounding="stochastic"), "90"), "random"),
+        ((x, fused.Norm(weight), plan, "80"), "capability"),
+        ((x.astype(np.float16), fused.Norm(weight), plan, "90"), "float16"),
+        ((xp.zeros((64, 510), np.float32), fused.Norm(weight), plan, "90"), "expected (510,)"),
+        ((xp.zeros((64, 6), np.float32), fused.Norm(weight[:6]), plan, "90"), "multiple of 4"),
+        (
+            (xp.zeros((1, 8196), np.float32), fused.Norm(xp.ones(8196, np.float32)), plan, "90"),
+            "8192",
+        ),
+        ((x, fused.Norm(weight[:256]), plan, "90"), "expected (512,)"),
+        ((x, fused.Norm(xp.zeros(1024, np.float32)[::2]), plan, "90"), "not contiguous"),
+        ((x, fused.Norm(weight), activated, "90"), "relu"),
+        ((x, fused.Norm(weight), plan_of("nvfp4", (64, 512)), "90"), "largest"),
+        (
+            (x, fused.Norm(weight), plan_of("mxfp4", (64, 512), rounding="stochastic"), "90"),
+            "random",
+        ),
     ):
-        assert word in str(fused.reason(*changed))
-    assert fused.reason(x, weight, None, plan, "90") is None
+        assert word in str(fused.unsupported(*changed))
+    assert fused.unsupported(x, fused.Norm(weight), plan, "90") is None

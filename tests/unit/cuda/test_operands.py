@@ -17,9 +17,14 @@ from extensor.ops.quantized import layer_context
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import operands
+from extensor_cuda.kernels.prepare import quantize_operand
 from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.matmul import tuned
+from extensor_cuda.matmul.operand import GemmOperand
+from extensor_cuda.matmul.product import FallbackCounter, product
 from extensor_cuda.runtime.compile import compile_cubin
+from tests.unit.cuda.preparing import FUSED, batch, gap
+from tests.unit.cuda.preparing import made as made_by
 from tests.unit.cuda.test_compile import properties
 
 SHAPES = ((256, 256), (200, 328), (1, 40), (32, 8), (129, 136), (67, 1000))
@@ -45,12 +50,13 @@ def test_the_kernels_compile_without_spills(rounding: str, dtype: str) -> None:
     )
     cases = [(fp4, 1, 0, 0), (fp4, 0, 1, 0), (fp4, 1, 1, 0), (fp4, 1, 0, 1), (fp4, 0, 1, 1)]
     sources = [
-        operands.operand_source(spec, dtype, bool(along), bool(down), bool(wide))
+        quantize_operand.fused_source(spec, dtype, bool(along), bool(down), bool(wide))
         for spec, along, down, wide in cases + [(spec, 1, 1, 1) for spec in others]
     ]
     if rounding == "nearest_even":
         many = [
-            operands.operand_source(fp4, dtype, True, d, False, many=True) for d in (False, True)
+            quantize_operand.fused_source(fp4, dtype, True, d, False, many=True)
+            for d in (False, True)
         ]
         sources += many
     for source in sources:
@@ -64,7 +70,7 @@ def test_the_quantizers_macros_stay_theirs() -> None:
     plan = kernels.plan_of(spec_of(1).replace(format="mxfp8_e4m3"), (256, 256))
     assert isinstance(plan, kernels.Plan)
     theirs = dict(kernels.quantize_source(plan, "float32", "values", True, True).macros)
-    ours = dict(operands.operand_source(plan.spec, "float32", True, True, True).macros)
+    ours = dict(quantize_operand.fused_source(plan.spec, "float32", True, True, True).macros)
     assert theirs.items() <= ours.items()
 
 
@@ -120,7 +126,7 @@ def steps_of(y: np.ndarray, words: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("rbits", [8, 32])
 def test_what_rounds_by_chance_in_halves_is_the_rule(emulator: Any, rbits: int) -> None:
     """Every bfloat16 up to 16 under several scales, with the words at which its code changes."""
-    program = operands.operand_source(
+    program = quantize_operand.fused_source(
         spec_of(1, "stochastic").replace(rbits=rbits), "bfloat16", True, True, False
     )
     text = program.text
@@ -158,7 +164,7 @@ def test_what_rounds_by_chance_in_halves_is_the_rule(emulator: Any, rbits: int) 
 def hopper(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     if cuda.xp.cuda.Device().compute_capability != "90":
         pytest.skip("the GPU is not a Hopper: no wgmma")
-    monkeypatch.setattr(operands, "LEAST_WORK", 1)
+    monkeypatch.setattr(tuned, "LEAST_WORK", 1)
     return cuda
 
 
@@ -175,9 +181,9 @@ def data(shape: tuple[int, int], dtype: str, kind: str) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
 
 
-def values_of(operand: operands.Operand) -> np.ndarray:
+def values_of(operand: GemmOperand) -> np.ndarray:
     codes = np.ascontiguousarray(operand.codes.get()).view(E5M2).astype(np.float32)
-    return np.ldexp(codes, int(operand.exponent.get()[0]))
+    return np.ldexp(codes, int(operand.scale.exponent.get()[0]))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -193,9 +199,9 @@ def test_rows_and_columns_are_the_references_bit_for_bit(
     specs = [spec_of(1, rounding), spec_of(0, rounding)]
     streams = [Stream(1, 2, 3, i, bool(i)) if rounding == "stochastic" else None for i in (0, 1)]
     there, cpu = hopper.xp.asarray(x), registry.get("cpu")
-    pair = operands.make(there, specs, streams, hopper.xp)
+    pair = made_by(FUSED, there, specs, streams, hopper.xp)
     for i, both in enumerate(pair):
-        (single,) = operands.make(there, [specs[i]], [streams[i]], hopper.xp)
+        (single,) = made_by(FUSED, there, [specs[i]], [streams[i]], hopper.xp)
         want, stats = cpu.fake_quantize(x, specs[i], streams[i])
         want = want if i == 0 else want.T
         set_flag = hopper.xp.asarray(1, dtype=np.uint32)
@@ -207,7 +213,7 @@ def test_rows_and_columns_are_the_references_bit_for_bit(
             live = ~np.isnan(want)
             np.testing.assert_array_equal(np.signbit(got[live]), np.signbit(want[live]))
             assert counts() == stats
-            wide = operand.wide((set_flag, set_flag), hopper.xp).get().view(ml_dtypes.bfloat16)
+            wide = operand.bf16((set_flag, set_flag)).codes.get().view(ml_dtypes.bfloat16)
             np.testing.assert_array_equal(wide[:, : want.shape[1]].astype(np.float32), want)
 
 
@@ -222,12 +228,12 @@ def test_several_matrices_in_one_launch_are_each_alone(
     for number in range(3):  # the later ones go by what the first has found
         there = [data(shape, dtype, "wide") for shape in shapes]
         xs = [xp.asarray((x * np.float32(2**number)).astype(x.dtype)) for x in there]
-        each = operands.make_each(xs, specs, xp, memories[0])
+        each = batch(xs, specs, xp, memories[0])
         for x, together, memory in zip(xs, each, memories[1], strict=True):
-            alone = operands.make(x, specs, [None] * len(specs), xp, memory)
+            alone = made_by(FUSED, x, specs, [None] * len(specs), xp, memory)
             for (one, counts), (other, others) in zip(together, alone, strict=True):
                 assert one.codes.get().tobytes() == other.codes.get().tobytes()
-                assert int(one.exponent[0]) == int(other.exponent[0])
+                assert int(one.scale.exponent[0]) == int(other.scale.exponent[0])
                 assert int(one.flag) == int(other.flag)
                 assert counts() == others()
 
@@ -241,14 +247,14 @@ def test_other_formats_are_the_references_as_bfloat16(
     x, cpu = data((200, 328), dtype, "special"), registry.get("cpu")
     specs = [spec_of(axis, rounding).replace(format=name) for axis in (1, 0)]
     streams = [Stream(1, 2, 3, i, bool(i)) if rounding == "stochastic" else None for i in (0, 1)]
-    made = operands.make(hopper.xp.asarray(x), specs, streams, hopper.xp)
+    made = made_by(FUSED, hopper.xp.asarray(x), specs, streams, hopper.xp)
     for i, (operand, counts) in enumerate(made):
         want, stats = cpu.fake_quantize(x, specs[i], streams[i])
-        got = np.ascontiguousarray(operand.bits.get()).view(ml_dtypes.bfloat16)
+        got = np.ascontiguousarray(operand.codes.get()).view(ml_dtypes.bfloat16)
         np.testing.assert_array_equal(got.astype(np.float32), want if i == 0 else want.T)
         assert counts() == stats
     tiny = hopper.xp.asarray(np.full((32, 32), 2.0**-135, dtype=np.float32))
-    ((_, counts),) = operands.make(tiny, specs[:1], streams[:1], hopper.xp)
+    ((_, counts),) = made_by(FUSED, tiny, specs[:1], streams[:1], hopper.xp)
     if name.startswith("mxfp8"):
         with pytest.warns(RuntimeWarning, match="bfloat16"):
             counts()
@@ -257,7 +263,7 @@ def test_other_formats_are_the_references_as_bfloat16(
 def flagged(hopper: Any, low: float) -> bool:
     x = np.zeros((64, 64), dtype=np.float32)
     x[0, 0], x[40, 40] = 6.0, 6.0 * low
-    made = operands.make(hopper.xp.asarray(x), [spec_of(1), spec_of(0)], [None, None], hopper.xp)
+    made = made_by(FUSED, hopper.xp.asarray(x), [spec_of(1), spec_of(0)], [None, None], hopper.xp)
     flags = {bool(int(operand.flag)) for operand, _ in made}
     assert len(flags) == 1
     return flags.pop()
@@ -274,7 +280,7 @@ def test_the_window_follows_the_tensor_one_step_behind(hopper: Any) -> None:
         there = hopper.xp.asarray(x * np.float32(2.0**power))
         for axis in (1, 0):  # the second call finds what the first one left
             spec = spec_of(axis)
-            ((made, _),) = operands.make(there, [spec], [None], hopper.xp, memory)
+            ((made, _),) = made_by(FUSED, there, [spec], [None], hopper.xp, memory)
             assert bool(int(made.flag)) == (bool(beyond) and axis == 1), (power, axis)
             if not int(made.flag):
                 want = registry.get("cpu").fake_quantize(there.get(), spec)[0]
@@ -292,11 +298,11 @@ def test_products_are_within_the_bound_in_and_out_of_the_window(
         x = data((rows, k), dtype, "normal").astype(np.float32)
         x[rows // 2] *= 2.0**-spread
         x = x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
-        sides.append(operands.make(hopper.xp.asarray(x), [spec_of(1)], [None], hopper.xp)[0][0])
+        sides.append(made_by(FUSED, hopper.xp.asarray(x), [spec_of(1)], [None], hopper.xp)[0][0])
         values.append(registry.get("cpu").fake_quantize(x, spec_of(1))[0].astype(np.float64))
-    falls = hopper.xp.zeros((), dtype=np.uint32)
-    got = operands.multiply(*sides, dtype, hopper.xp, falls).get().astype(np.float64)
-    assert int(falls) == (spread > 28)
+    fallback = FallbackCounter(hopper.xp)
+    got = product(*sides, dtype, hopper.xp, fallback=fallback).get().astype(np.float64)
+    assert fallback.count == (spread > 28)
     want, size = values[0] @ values[1].T, np.abs(values[0]) @ np.abs(values[1]).T
     relative = k * 2.0**-22 if spread else 512 * 34 / 32 * 2.0**-13 + 2.0**-19
     if dtype == "bfloat16":
@@ -333,9 +339,9 @@ def test_a_linear_layers_three_products_are_those_of_the_cpu(
 ) -> None:
     m, n, k = 200, 136, 264
     x, w, g = (data(shape, dtype, "normal") for shape in ((m, k), (n, k), (m, n)))
-    before = hopper.fallbacks
+    before = hopper.fallback_count
     ours, theirs = (recipe_grads(device, x, w, g) for device in ("cuda", "cpu"))
-    assert hopper.fallbacks == before
+    assert hopper.fallback_count == before
     assert recipe_grads.counted[0] == recipe_grads.counted[1]
     for got, want in zip(ours, theirs, strict=True):
         assert got.dtype == want.dtype == x.dtype
@@ -361,16 +367,16 @@ def test_small_or_odd_products_are_left_to_cupy(cuda: Any) -> None:
         (x, QuantSpec("mxfp4", axis=1, tile=(1, 64)).resolve(2), 1 << 40, "tiles (1, 64)"),
         (cuda.xp.ones((32, 39), dtype=np.float32), spec_of(1), 1 << 40, "strides"),
     ):
-        assert words in str(operands.reason(array, spec, work, "90"))
-    assert operands.reason(x, spec_of(1), 1 << 40, "90") is None
-    assert "compute capability 80" in str(operands.reason(x, spec_of(1), 1 << 40, "80"))
+        assert words in str(gap(FUSED, array, spec, work, "90"))
+    assert gap(FUSED, x, spec_of(1), 1 << 40, "90") is None
+    assert "compute capability 80" in str(gap(FUSED, x, spec_of(1), 1 << 40, "80"))
 
 
 def test_the_table_of_several_matrices_lies_as_the_kernel_reads_it() -> None:
     """Fields of eight bytes each, in one order."""
-    text = operands.operand_source(spec_of(1), "float32", True, True, False, many=True).text
+    text = quantize_operand.fused_source(spec_of(1), "float32", True, True, False, many=True).text
     struct = text[text.index("struct Matrix {") :]
     struct = struct[: struct.index("};")]
     names = re.findall(r"(\w+)[,;]", struct)
-    assert tuple(names) == operands._MATRIX.names
-    assert operands._MATRIX.itemsize == 8 * len(names)
+    assert tuple(names) == quantize_operand.MATRIX.names
+    assert quantize_operand.MATRIX.itemsize == 8 * len(names)

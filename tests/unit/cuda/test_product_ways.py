@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,26 @@ from extensor.backends import registry
 from extensor.quant import reference, views
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import decode, dense, expansion, gemm, grouped, weights
 from extensor_cuda.backend import CudaBackend
+from extensor_cuda.kernels.prepare import cast_bf16
+from extensor_cuda.kernels.prepare import expand as expand_kernel
 from extensor_cuda.kernels.weight_only import (
     w4a16_sm90_resident,
     w4a16_sm90_ring,
+    w4w8a16_sm80,
     w4w8a16_sm90_wgmma,
+)
+from extensor_cuda.matmul import stored as stored_products
+from extensor_cuda.matmul import weight_only
+from extensor_cuda.matmul.product import Product
+from extensor_cuda.matmul.stored import (
+    grouped_gap,
+    grouped_matmul,
+    stored_gap,
+)
+from extensor_cuda.matmul.weight_only import (
+    DECODED,
+    EXPANDED,
 )
 from tests.product_cases import exact
 from tests.unit.cuda.decoding import sent
@@ -32,18 +45,17 @@ K = 192
 @pytest.fixture(params=PLACES)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CUDA backend, as device "cuda"; nothing but a product of its own may decode."""
-    decode._counters.cache_clear()
+    weight_only._counters.cache_clear()
     xp = place(
         request,
         monkeypatch,
-        [decode, w4a16_sm90_resident, dense, expansion],
+        [w4w8a16_sm80, w4a16_sm90_resident, cast_bf16, expand_kernel],
         products=[w4a16_sm90_ring, w4w8a16_sm90_wgmma],
     )
     if request.param == "on a GPU":
         made = registry.get("cuda")
     else:
         made, usual = CudaBackend(xp), registry._made
-        monkeypatch.setattr("extensor_cuda.backend._capability", lambda device: "90")
         monkeypatch.setattr(registry, "_made", lambda d: made if d == "cuda" else usual(d))
 
     def refuse(*args: Any) -> None:
@@ -77,12 +89,11 @@ def test_activations_reach_the_kernels_in_their_own_dtype(
     seen = []
 
     def spy(x: Any, *rest: Any) -> Any:
-        made = product(x, *rest)
-        seen.append((x.dtype.name, x.shape, rest[1], made[1]))
-        return made
+        seen.append((x.dtype.name, x.shape))
+        return gap_of(x, *rest)
 
-    product = weights.product
-    monkeypatch.setattr(weights, "product", spy)
+    gap_of = weight_only.few_tokens_gap
+    monkeypatch.setattr(weight_only, "few_tokens_gap", spy)
     values = np.random.default_rng(0).standard_normal((*lead, K)).astype(np.float32)
     rows = int(np.prod(lead))
     w = stored(QuantSpec(name), 33, K)
@@ -90,9 +101,10 @@ def test_activations_reach_the_kernels_in_their_own_dtype(
     on_gpu = sent(w, backend.xp)
     weight = wrap(on_gpu, backend)
     y = et.linear(x, weight)
-    way = weights.DECODED if rows <= 21 or (dtype == "bfloat16" and rows <= 64) else None
-    assert seen == [(dtype, (rows, K), "float32", way or weights.EXPANDED)]
-    assert backend.path("weight_only_matmul", x.data.reshape(rows, K), on_gpu) == seen[0][3]
+    way = DECODED if rows <= 21 or (dtype == "bfloat16" and rows <= 64) else None
+    assert seen == [(dtype, (rows, K))]
+    path = backend.path("weight_only_matmul", x.data.reshape(rows, K), on_gpu)
+    assert path == (way or EXPANDED)
     check(y.data, x.to("cpu").to("float64").numpy(), exact(w), BF16)
 
 
@@ -124,7 +136,7 @@ def test_a_batch_is_one_launch(
     lead: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CudaBackend, "_product", None)  # one after the other
+    monkeypatch.setattr(stored_products, "_matmul", None)  # one after the other
     a, b = pair(name, tile, (*lead, 20, K), (*lead, 33, K))
     left, right = (wrap(sent(q, backend.xp), backend) for q in (a, b))
     y = left @ right.swapaxes(-1, -2)
@@ -152,15 +164,15 @@ def test_what_is_no_single_launch_is_one_product_after_the_other(
     def host(q: QuantArray) -> np.ndarray:
         return decoded(replace(q, **{name: part.get() for name, part in q.parts.items()}))
 
-    def each(self: Any, one: QuantArray, other: QuantArray) -> Any:
+    def each(one: QuantArray, other: QuantArray, *rest: Any) -> Product:
         seen.append((one.shape, other.shape))
-        return SimpleNamespace(
-            out=backend.xp.asarray((host(one) @ host(other).T).astype(np.float32))
-        )
+        out = backend.xp.asarray((host(one) @ host(other).T).astype(np.float32))
+        return Product(out, "")
 
-    monkeypatch.setattr(CudaBackend, "_product", each)
     path = backend.path("block_scaled_matmul", left, right)
     assert path.startswith("one after the other: ") and why in path
+    monkeypatch.setattr(stored_products, "_matmul", each)
+    monkeypatch.setattr(stored_products, "stored_gap", lambda *given: None)
     got = backend.block_scaled_matmul(left, right)
     assert seen == [((20, K), (33, K))] * 3
     check(got, decoded(a), decoded(b), BF16)
@@ -168,20 +180,20 @@ def test_what_is_no_single_launch_is_one_product_after_the_other(
 
 def test_reasons_do_not_raise() -> None:
     a, b = pair("int8", None, (6, K), (6, K))
-    assert grouped.reason(a, b, "90") is None
+    assert grouped_gap(a, b, "90") is None
     zeros = stored(QuantSpec("int8", symmetric=False), 6, K)
-    assert "zero points" in str(grouped.reason(a, zeros, "90"))
-    assert "compute capability 80" in str(grouped.reason(a, b, "80"))
+    assert "zero points" in str(grouped_gap(a, zeros, "90"))
+    assert "compute capability 80" in str(grouped_gap(a, b, "80"))
     groups = stored(QuantSpec("fp8_e4m3", tile=(1, 128)), 6, 2 * K)
-    assert "one scale along K" in str(grouped.reason(groups, groups, "90"))
+    assert "one scale along K" in str(grouped_gap(groups, groups, "90"))
 
 
 def test_tensors_are_refused_with_what_to_pass() -> None:
     q = et.ones((4, 64)).to_mxfp4()
     calls = (
-        lambda: gemm.reason(q, q, "90"),
-        lambda: gemm.reason(q.data, q, "90"),
-        lambda: grouped.matmul(q, q, np.zeros(2, np.int32), np),
+        lambda: stored_gap(q, q, "90"),
+        lambda: stored_gap(q.data, q, "90"),
+        lambda: grouped_matmul(q, q, np.zeros(2, np.int32), np),
     )
     for call in calls:
         with pytest.raises(TypeError, match=r"got an ExTensor of mxfp4; pass q\.data"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +11,26 @@ import pytest
 
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda import dense, expansion, near
-from extensor_cuda import gemm as products
 from extensor_cuda.kernels.gemm import requantize
-from extensor_cuda.kernels.gemm.config import configure, quantizes
-from extensor_cuda.kernels.gemm.gemm_sm90 import Config, empty_rows, gemm, gemm_source
+from extensor_cuda.kernels.gemm.config import (
+    Config,
+    gemm_source,
+    quantizes,
+)
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
+    Epilogue,
+    Scales,
+    empty_rows,
+    gemm,
+)
 from extensor_cuda.kernels.gemm.requantize import requantized
+from extensor_cuda.kernels.prepare import cast_bf16, rebase
+from extensor_cuda.kernels.prepare import expand as expand_kernel
+from extensor_cuda.matmul.partition import configure
+from extensor_cuda.matmul.product import Product
+from extensor_cuda.matmul.stored import (
+    matmul,
+)
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.places import PLACES, place
@@ -43,33 +56,35 @@ SPECS = (
     spec_of("nvfp4", scale_rule="four_over_six"),
 )
 COMPILED = (
-    Config(out=spec_of("mxfp8_e4m3"), vectors=True),
-    Config(out=spec_of("mxfp8_e5m2"), tile_n=128, extras=True, vectors=True, activation="gelu"),
-    Config("e4m3", "e5m2", out=spec_of("mxfp4"), tile_n=160),
-    Config(out=spec_of("mxfp4"), vectors=True, tile_n=128, extras=True, activation="gelu_tanh"),
-    Config(out=spec_of("mxfp4"), tile_n=160, factors=True, extras=True, activation="gelu"),
-    Config("bf16", "bf16", out=spec_of("mxfp4"), promote=0, extras=True, activation="silu"),
-    Config("e4m3", "e4m3", out=spec_of("mxfp6_e3m2"), factors=True),
-    Config("s8", "s8", out=spec_of("mxint8"), promote=0, zeros=True, factors=True),
-    configure("e4m3", 4096, 4096, spec_of("mxfp8_e4m3"), scales=(1, 1)),
-    Config(out=spec_of("mxfp4"), tile_n=128, grouped=True, extras=True),
-    Config(out=spec_of("nvfp4"), vectors=True),
-    Config(out=spec_of("nvfp4", scale_rule="four_over_six"), tile_n=128, extras=True),
-    Config(out=spec_of("nvfp4_fp8exact"), tile_n=128, vectors=True, extras=True),
+    Config.of(out=spec_of("mxfp8_e4m3"), vectors=True),
+    Config.of(out=spec_of("mxfp8_e5m2"), tile_n=128, extras=True, vectors=True, activation="gelu"),
+    Config.of("e4m3", "e5m2", out=spec_of("mxfp4"), tile_n=160),
+    Config.of(out=spec_of("mxfp4"), vectors=True, tile_n=128, extras=True, activation="gelu_tanh"),
+    Config.of(out=spec_of("mxfp4"), tile_n=160, factors=True, extras=True, activation="gelu"),
+    Config.of("bf16", out=spec_of("mxfp4"), promote=0, extras=True, activation="silu"),
+    Config.of("e4m3", out=spec_of("mxfp6_e3m2"), factors=True),
+    Config.of("s8", out=spec_of("mxint8"), promote=0, zeros=True, factors=True),
+    configure("e4m3", 4096, 4096, spec_of("mxfp8_e4m3"), blocks=(1, 1)),
+    Config.of(out=spec_of("mxfp4"), tile_n=128, grouped=True, extras=True),
+    Config.of(out=spec_of("nvfp4"), vectors=True),
+    Config.of(out=spec_of("nvfp4", scale_rule="four_over_six"), tile_n=128, extras=True),
+    Config.of(out=spec_of("nvfp4_fp8exact"), tile_n=128, vectors=True, extras=True),
 )
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("config", COMPILED, ids=lambda c: f"{c.a}-{c.tile_n}-{c.out.format}")
+@pytest.mark.parametrize(
+    "config", COMPILED, ids=lambda c: f"{c.a}-{c.pipeline.tile_n}-{c.out.format}"
+)
 def test_no_gemm_spills(config: Config) -> None:
-    patches = 2 if config.blocks or config.tile_n == 128 else 3
-    check_compiles(gemm_source(replace(config, patches=patches)), "sm_90a")
+    patches = 2 if config.scaling.blocks or config.pipeline.tile_n == 128 else 3
+    check_compiles(gemm_source(config.replace(epilogue_tiles=patches)), "sm_90a")
 
 
 @pytest.fixture(params=PLACES)
 def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The array module of a Hopper GPU, or of the kernel's source on the CPU."""
-    xp = place(request, monkeypatch, (products, expansion, near, dense))
+    xp = place(request, monkeypatch, (rebase, expand_kernel, cast_bf16))
     if isinstance(xp, Cupy):
         monkeypatch.setattr(requantize, "tensor_scales", tensor_scales)
     return xp
@@ -93,7 +108,7 @@ def compare(hopper: Any, spec: QuantSpec, config: Config, m: int, n: int, call: 
     """Quantize what ``call`` computes, as it leaves and by the reference; the bfloat16 result."""
     wide = empty_rows(hopper, m, n, BF16)
     wide[...] = 0  # of groups, some rows are not written
-    call(wide, replace(config, out="bfloat16"))
+    call(wide, config.replace(out="bfloat16"))
     y = wide.get()
     want, _ = reference.quantize(y, spec)
     amax = None
@@ -102,7 +117,7 @@ def compare(hopper: Any, spec: QuantSpec, config: Config, m: int, n: int, call: 
         amax = hopper.asarray(blocks[np.isfinite(blocks)].max())
     out = requantized(spec, m, n, hopper, amax)
     out.q.codes[...], out.q.scales[...] = 0x5A, 0x5A
-    call(out, replace(config, out=spec))
+    call(out, config.replace(out=spec))
     for part in want.parts:
         same_bytes(part, out.q.parts[part].get(), want.parts[part], f"{spec} {(m, n)}")
     return y
@@ -122,8 +137,8 @@ def test_bytes_are_those_of_the_bfloat16_result(hopper: Any, tile: int, spec: Qu
             a[m - 1] = 0x7F  # NaN in every column, and beyond the last one
         rows, columns = (hopper.asarray(rng.integers(-9, 9, s), dtype=np.int32) for s in (m, n))
 
-        call = partial(gemm, a, b, row_exponent=rows, column_exponent=columns)
-        y = compare(hopper, spec, Config(tile_n=tile, patches=2), m, n, call)
+        call = partial(gemm, a, b, epilogue=Epilogue(Scales((rows, columns))))
+        y = compare(hopper, spec, Config.of(tile_n=tile, epilogue_tiles=2), m, n, call)
         assert len(np.unique(y.view(np.uint16))) > min(m * n // 8, 100)
 
 
@@ -142,10 +157,16 @@ def test_bias_activation_residual_and_amax_come_before(hopper: Any, name: str) -
 
     def call(out: Any, config: Config) -> None:
         amax = hopper.zeros((), dtype=np.uint32)
-        gemm(a, b, out, config, bias=bias, residual=residual, amax=amax, factors=factors)
+        gemm(
+            a,
+            b,
+            out,
+            config,
+            Epilogue(Scales(factors=factors), bias=bias, residual=residual, amax=amax),
+        )
         tops.append(int(amax))
 
-    config = Config("e4m3", "e4m3", activation="silu")
+    config = Config.of("e4m3", activation="silu")
     compare(hopper, spec_of(name), config, m, n, call)
     assert tops[0] == tops[1] > 0
 
@@ -157,16 +178,16 @@ def test_groups_end_within_a_patch(hopper: Any) -> None:
     offsets = hopper.asarray(np.cumsum([0, *sizes]).astype(np.int32))
 
     def call(out: Any, config: Config) -> None:
-        gemm(a, b, out, config, offsets=offsets)
+        gemm(a, b, out, config, Epilogue(offsets=offsets))
 
-    compare(hopper, spec_of("mxfp8_e4m3"), Config(tile_n=128), sum(sizes), n, call)
+    compare(hopper, spec_of("mxfp8_e4m3"), Config.of(tile_n=128), sum(sizes), n, call)
 
 
 WAYS = (
     ("mxfp4", "mxfp4", "promote", "FP8 tensor cores"),
     ("mxfp4", "mxfp4", "exact", "int8 tensor cores"),
     ("nvfp4_fp8exact", "mxfp6_e2m3", "promote", "FP8 tensor cores"),
-    ("mxfp8_e4m3", "mxfp8_e5m2", "near", "FP8 tensor cores, near-exact operands"),
+    ("mxfp8_e4m3", "mxfp8_e5m2", "rebased", "FP8 tensor cores, rebased operands"),
     ("mxfp8_e4m3", "nvfp4", "bf16", "bf16 tensor cores: asked for"),
     ("fp8_e4m3", "fp8_e4m3", "promote", "FP8 tensor cores"),
 )
@@ -186,16 +207,15 @@ def test_products_of_storage_go_back_to_storage(
     )
     spec = spec_of("mxfp8_e4m3")
     wide, packed = (
-        products.matmul(a, b, hopper, accumulate=accumulate, out_dtype=out)
-        for out in ("bfloat16", spec)
+        matmul(a, b, hopper, accumulate=accumulate, out_dtype=out) for out in ("bfloat16", spec)
     )
-    assert isinstance(wide, products.Product) and isinstance(packed, products.Product)
+    assert isinstance(wide, Product) and isinstance(packed, Product)
     assert wide.path == packed.path == way
     want, _ = reference.quantize(wide.out.get(), spec)
     for part in want.parts:
         same_bytes(part, packed.out.parts[part].get(), want.parts[part], way)
     with pytest.raises(ValueError, match="goes with a quantized result"):
-        products.matmul(a, b, hopper, out_amax=hopper.zeros((), dtype=np.float32))
+        matmul(a, b, hopper, out_amax=hopper.zeros((), dtype=np.float32))
 
 
 def test_a_chosen_program_holds_whole_blocks() -> None:
@@ -203,7 +223,7 @@ def test_a_chosen_program_holds_whole_blocks() -> None:
         for kind in ("e5m2", "bf16"):
             for n in (128, 176, 176 * 66, 8192):
                 config = configure(kind, 128, n, spec)
-                assert quantizes(config.tile_n, spec)
+                assert quantizes(config.pipeline.tile_n, spec)
                 assert config.out == spec
 
 
@@ -223,8 +243,12 @@ def test_what_does_not_leave_quantized_has_a_reason(hopper: Any) -> None:
         requantized(spec_of("mxfp4"), 64, 64, hopper, hopper.zeros((), dtype=np.float32))
     codes = hopper.zeros((64, 128), dtype=np.uint8)
     out = requantized(spec_of("mxfp4"), 64, 64, hopper)
-    for config in (Config(), Config(out=spec_of("mxfp8_e4m3")), Config(tile_n=176, out=out.q.spec)):
+    for config in (
+        Config(),
+        Config.of(out=spec_of("mxfp8_e4m3")),
+        Config.of(tile_n=176, out=out.q.spec),
+    ):
         with pytest.raises(ValueError, match="an out of the config"):
             gemm(codes, codes, out, config)
     with pytest.raises(ValueError, match="an out of the config"):
-        gemm(codes, codes, empty_rows(hopper, 64, 64, BF16), Config(out=out.q.spec))
+        gemm(codes, codes, empty_rows(hopper, 64, 64, BF16), Config.of(out=out.q.spec))

@@ -15,24 +15,48 @@ from extensor.backends import registry
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda import gemm
-from extensor_cuda.kernels.gemm import gemm_sm90 as placed
-from extensor_cuda.kernels.gemm.gemm_sm90 import Config, gemm_source
+from extensor_cuda.kernels.gemm.config import (
+    Config,
+    gemm_source,
+)
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
+    MOST_TERMS,
+    Epilogue,
+    Scales,
+    Zeros,
+    gemm,
+)
+from extensor_cuda.kernels.prepare import rebase
+from extensor_cuda.matmul.expand import rebase_mxfp4
+from extensor_cuda.matmul.product import Product
+from extensor_cuda.matmul.stored import (
+    matmul,
+    stored_gap,
+)
 from tests.product_cases import exact
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
 
 COMPILED = (
-    Config("s8", "s8", 256, 0, factors=True),
-    Config("s8", "s8", 192, 0, factors=True, zeros=True, patches=3),
-    Config("e4m3", "e5m2", factors=True, patches=3),
-    Config("e4m3", "e4m3", 128, 1, blocks=(1, 1), patches=2, out="bfloat16"),
-    Config("e4m3", "e4m3", 192, 1, blocks=(1, 1), patches=2, turns=True),
-    Config("e4m3", "e5m2", 192, 1, blocks=(1, 4), patches=2, turns=True, out="bfloat16"),
-    Config("e4m3", "e4m3", 176, 1, blocks=(4, 1), patches=2),
-    Config("bf16", "bf16", 256, 0, grouped=True, out="bfloat16"),
-    Config("e5m2", "e5m2", 176, grouped=True, patches=3, vectors=True),
-    Config("e4m3", "e4m3", 128, grouped=True, factors=True, extras=True, activation="gelu"),
+    Config.of("s8", tile_n=256, promote=0, factors=True),
+    Config.of("s8", tile_n=192, promote=0, factors=True, zeros=True, epilogue_tiles=3),
+    Config.of("e4m3", "e5m2", factors=True, epilogue_tiles=3),
+    Config.of("e4m3", tile_n=128, promote=1, blocks=(1, 1), epilogue_tiles=2, out="bfloat16"),
+    Config.of("e4m3", tile_n=192, promote=1, blocks=(1, 1), epilogue_tiles=2, ping_pong=True),
+    Config.of(
+        "e4m3",
+        "e5m2",
+        tile_n=192,
+        promote=1,
+        blocks=(1, 4),
+        epilogue_tiles=2,
+        ping_pong=True,
+        out="bfloat16",
+    ),
+    Config.of("e4m3", tile_n=176, promote=1, blocks=(4, 1), epilogue_tiles=2),
+    Config.of("bf16", tile_n=256, promote=0, grouped=True, out="bfloat16"),
+    Config.of("e5m2", tile_n=176, grouped=True, epilogue_tiles=3, vectors=True),
+    Config.of("e4m3", tile_n=128, grouped=True, factors=True, extras=True, activation="gelu"),
 )
 SHAPES = ((1, 7, 16), (130, 200, 1000), (70, 33, 2050))
 E4M3, E5M2, INT8 = (QuantSpec(name, axis=1) for name in ("fp8_e4m3", "fp8_e5m2", "int8"))
@@ -63,7 +87,9 @@ def name(value: object) -> str:
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("config", COMPILED, ids=lambda c: f"{c.a}-{c.tile_n}-{c.promote}")
+@pytest.mark.parametrize(
+    "config", COMPILED, ids=lambda c: f"{c.a}-{c.pipeline.tile_n}-{c.pipeline.promote}"
+)
 def test_no_gemm_spills_or_serialises(config: Config) -> None:
     check_compiles(gemm_source(config), "sm_90a")
     assert config.depth >= 4 and config.shared <= 227 * 1024
@@ -72,12 +98,12 @@ def test_no_gemm_spills_or_serialises(config: Config) -> None:
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("block", [16, 128])
 def test_integers_compile_without_spills(block: int) -> None:
-    check_compiles(gemm.rebase_source(block, True), "sm_80", "sm_90a")
+    check_compiles(rebase.mxfp4_source(block, True), "sm_80", "sm_90a")
 
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [gemm])
+    return place(request, monkeypatch, [rebase])
 
 
 def made(rng: Any, shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:
@@ -98,10 +124,10 @@ def test_products_are_within_the_bound(
     rng = np.random.default_rng(m)
     a, b = made(rng, (m, k), left), made(rng, (n, k), right)
     va, vb = exact(a), exact(b)
-    assert gemm.reason(a, b, "90") is None
+    assert stored_gap(a, b, "90") is None
     for dtype in ("float32", "bfloat16"):
-        done = gemm.matmul(sent(a, xp), sent(b, xp), xp, out_dtype=dtype)
-        assert isinstance(done, gemm.Product)
+        done = matmul(sent(a, xp), sent(b, xp), xp, out_dtype=dtype)
+        assert isinstance(done, Product)
         want, size = va @ vb.T, np.abs(va) @ np.abs(vb).T
         blocked = SMALL.tile in (left.tile, right.tile) and k > 128
         if left.format == "int8":
@@ -129,8 +155,8 @@ def test_parts_of_a_matrix_are_products_too(xp: Any, spec: QuantSpec, k: int) ->
         codes, scales = q.codes[:, 128 : 128 + k], q.scales[:, 1 : 1 + k // 128]
         return replace(q, codes=codes, scales=scales, shape=(150, k))
 
-    done = gemm.matmul(part(sent(a, xp)), part(sent(a, xp)), xp)
-    assert isinstance(done, gemm.Product)
+    done = matmul(part(sent(a, xp)), part(sent(a, xp)), xp)
+    assert isinstance(done, Product)
     v = exact(part(a))
     bound = 128 * 34 / 32 * 2.0**-13 + (k / 128 + 3) * 2.0**-24
     assert (np.abs(done.out.get() - v @ v.T) <= bound * (np.abs(v) @ np.abs(v).T)).all()
@@ -141,8 +167,8 @@ def test_nan_rows_stay_nan_and_touch_no_other(xp: Any) -> None:
     x[3, 7] = np.nan
     for spec in (ROWS, SMALL, INT8, ZEROS):
         a = reference.quantize(x, spec.resolve(2))[0]
-        done = gemm.matmul(sent(a, xp), sent(a, xp), xp)
-        assert isinstance(done, gemm.Product)
+        done = matmul(sent(a, xp), sent(a, xp), xp)
+        assert isinstance(done, Product)
         nan = np.isnan(done.out.get())
         assert nan[3].all() and nan[:, 3].all() and nan.sum() == 79
 
@@ -160,14 +186,14 @@ def test_nan_rows_stay_nan_and_touch_no_other(xp: Any) -> None:
 )
 def test_what_the_kernel_does_not_cover_is_named(spec: QuantSpec, words: str) -> None:
     q = made(np.random.default_rng(0), (16, 256), spec)
-    assert words in str(gemm.reason(q, q, "90"))
+    assert words in str(stored_gap(q, q, "90"))
 
 
 def test_operands_of_two_kinds_are_refused() -> None:
     rng = np.random.default_rng(0)
     fp8, int8, mx = (made(rng, (16, 256), s) for s in (ROWS, INT8, QuantSpec("mxfp4", axis=1)))
-    assert "INT8 operand and an FP8 one" in str(gemm.reason(fp8, int8, "90"))
-    assert "no plain floats" in str(gemm.reason(fp8, mx, "90"))
+    assert "INT8 operand and an FP8 one" in str(stored_gap(fp8, int8, "90"))
+    assert "no plain floats" in str(stored_gap(fp8, mx, "90"))
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
@@ -179,8 +205,8 @@ def test_mxfp4_as_integers_is_the_cpus_product_bit_for_bit(xp: Any, block: int) 
             0, 4, q.scales.shape
         )
         q.codes[5, : block // 2], q.scales[5, 0] = 0, 3
-    done = gemm.matmul(sent(a, xp), sent(b, xp), xp, accumulate="exact")
-    assert isinstance(done, gemm.Product) and done.path == "int8 tensor cores"
+    done = matmul(sent(a, xp), sent(b, xp), xp, accumulate="exact")
+    assert isinstance(done, Product) and done.path == "int8 tensor cores"
     got = done.out.get()
     np.testing.assert_array_equal(got, registry.get("cpu").block_scaled_matmul(a, b))
     np.testing.assert_array_equal(got, (exact(a) @ exact(b).T).astype(np.float32))
@@ -195,36 +221,38 @@ def test_rows_too_wide_for_integers_say_so(xp: Any) -> None:
         wide = replace(a, scales=a.scales.copy())
         change(wide)
         flag = xp.zeros((), dtype=np.uint32)
-        gemm._rebase(sent(wide, xp), flag, xp, integers=True)
+        rebase_mxfp4(sent(wide, xp), flag, xp, integers=True)
         assert int(flag) == 1
     flag = xp.zeros((), dtype=np.uint32)
-    codes, exponents = gemm._rebase(sent(a, xp), flag, xp, integers=True)
+    whole = rebase_mxfp4(sent(a, xp), flag, xp, integers=True)
     assert int(flag) == 0
-    held = codes.get().view(np.int8).astype(np.float64)
+    assert whole.scale.exponent is not None
+    exponents = whole.scale.exponent
+    held = whole.codes.get().view(np.int8).astype(np.float64)
     np.testing.assert_array_equal(np.ldexp(held, exponents.get()[:, None]), exact(a))
 
 
 def test_options_that_exclude_each_other_are_refused(xp: Any) -> None:
     codes, out = xp.zeros((4, 256), np.uint8), xp.zeros((4, 4), np.float32)
     one, exponent = xp.zeros(1, np.float32), xp.zeros(1, np.int32)
-    scales, zeros = xp.zeros((1, 260), np.float32), placed.Zeros(one, one, one, one)
-    fp8, s8 = Config("e4m3", "e4m3"), Config("s8", "s8", promote=0)
-    cases: list[tuple[Config, dict[str, Any], str]] = [
-        (fp8, {"row_exponent": exponent, "factors": (one, one)}, "factors stand instead"),
-        (fp8, {"factors": (one, one), "zeros": zeros}, "zero points go with"),
-        (s8, {"zeros": zeros}, "zero points go with"),
-        (s8, {"scales": (scales, scales)}, "FP8 codes in one group"),
-        (fp8, {"scales": (scales, scales)}, "K = 256 has 2 blocks"),
+    blocks, zeros = xp.zeros((1, 260), np.float32), Zeros(one, one, one, one)
+    fp8, s8 = Config.of("e4m3"), Config.of("s8", promote=0)
+    cases: list[tuple[Config, Scales, str]] = [
+        (fp8, Scales((exponent, None), (one, one)), "factors stand instead"),
+        (fp8, Scales(factors=(one, one), zeros=zeros), "zero points go with"),
+        (s8, Scales(zeros=zeros), "zero points go with"),
+        (s8, Scales(blocks=(blocks, blocks)), "FP8 codes in one group"),
+        (fp8, Scales(blocks=(blocks, blocks)), "K = 256 has 2 blocks"),
     ]
-    for config, options, words in cases:
+    for config, scales, words in cases:
         with pytest.raises(ValueError, match=words):
-            placed.gemm(codes, codes, out, config, **options)
-    wide = xp.zeros((4, placed.MOST_TERMS + 17), np.uint8)
+            gemm(codes, codes, out, config, Epilogue(scales))
+    wide = xp.zeros((4, MOST_TERMS + 17), np.uint8)
     with pytest.raises(ValueError, match="split K"):
-        placed.gemm(wide, wide, out, s8)
+        gemm(wide, wide, out, s8)
 
 
 @pytest.mark.parametrize("blocks", [1, (1,), (0, 1), (2, 4), (1, 128)])
 def test_a_scale_is_of_one_row_or_of_four(blocks: Any) -> None:
     with pytest.raises(ValueError, match="wanted scales of 1 or 4 rows of both"):
-        Config("e4m3", "e4m3", promote=1, blocks=blocks)
+        Config.of("e4m3", promote=1, blocks=blocks)

@@ -11,10 +11,12 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import scaling
+from extensor_cuda.kernels.prepare import float_scaled_operand
 from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
 from tests.unit.cuda import emulator
 from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.preparing import FLOAT_SCALES, gap
+from tests.unit.cuda.preparing import made as made_by
 from tests.unit.cuda.test_compile import check_compiles
 
 E4M3, E5M2, INT8 = QuantSpec("fp8_e4m3"), QuantSpec("fp8_e5m2"), QuantSpec("int8")
@@ -43,12 +45,14 @@ def name(value: object) -> str:
 def test_no_kernel_spills(spec: QuantSpec) -> None:
     for axis in (0, 1):
         for dtype, arch in (("float32", "sm_80"), ("bfloat16", "sm_90a")):
-            check_compiles(scaling.scaled_source(spec.replace(axis=axis).resolve(2), dtype), arch)
+            check_compiles(
+                float_scaled_operand.scaled_source(spec.replace(axis=axis).resolve(2), dtype), arch
+            )
 
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = [scaling, float_scaled_rowwise, float_scaled_columnwise]
+    made = [float_scaled_operand, float_scaled_rowwise, float_scaled_columnwise]
     return place(request, monkeypatch, [], hopper=False, quantizing=made)
 
 
@@ -75,9 +79,9 @@ def test_operands_are_the_references(xp: Any, spec: QuantSpec, axis: int, dtype:
     for shape in SHAPES if wide else SHAPES[1:4]:
         for kind in ("normal", "special", "tiny") if wide else ("special",):
             x = data(shape, dtype, kind)
-            assert scaling.reason(x, along, 1 << 40, "90") is None
+            assert gap(FLOAT_SCALES, x, along) is None
             q, stats = reference.quantize(x, along, stream)
-            ((side, counts),) = scaling.make(xp.asarray(x), [along], [stream], xp)
+            ((side, counts),) = made_by(FLOAT_SCALES, xp.asarray(x), [along], [stream], xp)
             k = shape[axis]
             want = q.codes[:, :k] if axis else q.codes[:k].T
             got = np.asarray(side.codes.get())
@@ -87,7 +91,7 @@ def test_operands_are_the_references(xp: Any, spec: QuantSpec, axis: int, dtype:
             np.testing.assert_array_equal(np.asarray(side.scales.get()), scales)
             assert counts() == stats, (shape, kind)
             decoded = reference.dequantize(q)
-            values, decoded = scaling.values(side, xp).get(), decoded if axis else decoded.T
+            values, decoded = side.values(xp).get(), decoded if axis else decoded.T
             if not isinstance(xp, emulator.Cupy):  # cupy flushes what is below the normal numbers
                 values, decoded = (np.where(abs(a) < 2.0**-126, 0, a) for a in (values, decoded))
             np.testing.assert_array_equal(values, decoded)
@@ -98,8 +102,8 @@ def test_both_ways_at_once(xp: Any, spec: QuantSpec) -> None:
     """The scale of a tensor is found once."""
     x = xp.asarray(data((208, 272), "bfloat16", "normal"))
     ways = [spec.replace(axis=axis).resolve(2) for axis in (1, 0)]
-    for (side, _), way in zip(scaling.make(x, ways, [None, None], xp), ways, strict=True):
-        ((alone, _),) = scaling.make(x, [way], [None], xp)
+    for (side, _), way in zip(made_by(FLOAT_SCALES, x, ways, [None, None], xp), ways, strict=True):
+        ((alone, _),) = made_by(FLOAT_SCALES, x, [way], [None], xp)
         np.testing.assert_array_equal(side.codes.get(), alone.codes.get())
         np.testing.assert_array_equal(side.scales.get(), alone.scales.get())
 
@@ -119,7 +123,7 @@ def test_both_ways_at_once(xp: Any, spec: QuantSpec) -> None:
 )
 def test_what_the_kernel_does_not_cover_is_named(spec: QuantSpec, words: str) -> None:
     x = np.ones((64, 256), dtype=np.float32)
-    assert words in str(scaling.reason(x, spec.replace(axis=1).resolve(2), 1 << 40, "90"))
+    assert words in str(gap(FLOAT_SCALES, x, spec.replace(axis=1).resolve(2)))
     plain = E4M3.replace(axis=1).resolve(2)
-    assert "fewer than" in str(scaling.reason(x, plain, 1, "90"))
-    assert "capability 80" in str(scaling.reason(x, plain, 1 << 40, "80"))
+    assert "fewer than" in str(gap(FLOAT_SCALES, x, plain, 1, "90"))
+    assert "capability 80" in str(gap(FLOAT_SCALES, x, plain, 1 << 40, "80"))

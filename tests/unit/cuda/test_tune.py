@@ -17,34 +17,44 @@ import pytest
 from extensor.backends import registry
 from extensor.ops import recipe_operands
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import expanded, tune, tuned
-from extensor_cuda.tune import NEVER, Timing, crossovers, curve, measure, of_bf16, together
+from extensor_cuda.matmul import tuned
+from extensor_cuda.matmul import tuning as tune
+from extensor_cuda.matmul.tuning import (
+    NEVER,
+    Timing,
+    crossovers,
+    curve,
+    measure,
+    of_bf16,
+    together,
+)
+from tests.unit.cuda.preparing import EXPANDED, gap
 
 
-def timings(ratios: dict[int, float], way: str = "scaled") -> list[Timing]:
+def timings(ratios: dict[int, float], way: str = "float scales") -> list[Timing]:
     return [Timing(way, size, 1.0, ratio) for size, ratio in ratios.items()]
 
 
 def test_a_way_is_taken_from_where_it_wins_at_every_larger_size() -> None:
-    assert crossovers(timings({64: 2.0, 128: 0.5, 256: 1.0, 512: 3.0})) == {"scaled": 256**3}
-    assert crossovers(timings({64: 2.0, 128: 1.5})) == {"scaled": 64**3}
-    assert crossovers(timings({512: 0.9, 64: 2.0})) == {"scaled": NEVER}
-    both = crossovers(timings({64: 2.0}) + timings({64: 0.1}, "dense"))
-    assert both == {"scaled": 64**3, "dense": NEVER}
+    assert crossovers(timings({64: 2.0, 128: 0.5, 256: 1.0, 512: 3.0})) == {"float scales": 256**3}
+    assert crossovers(timings({64: 2.0, 128: 1.5})) == {"float scales": 64**3}
+    assert crossovers(timings({512: 0.9, 64: 2.0})) == {"float scales": NEVER}
+    both = crossovers(timings({64: 2.0}) + timings({64: 0.1}, "bf16"))
+    assert both == {"float scales": 64**3, "bf16": NEVER}
 
 
 def test_where_a_way_is_quicker_than_bfloat16_is_found_likewise() -> None:
     held = [
-        Timing("scaled", 64, 1.0, 9.0, 0.5),
-        Timing("scaled", 128, 1.0, 9.0, 1.5),
-        Timing("dense", 64, 1.0, 0.5),
+        Timing("float scales", 64, 1.0, 9.0, 0.5),
+        Timing("float scales", 128, 1.0, 9.0, 1.5),
+        Timing("bf16", 64, 1.0, 0.5),
     ]
-    assert crossovers(held) == {"scaled": 64**3, "dense": NEVER}
-    assert [(t.way, t.size, t.ratio) for t in of_bf16(held)] == [
-        ("scaled", 64, 0.5),
-        ("scaled", 128, 1.5),
+    assert crossovers(held) == {"float scales": 64**3, "bf16": NEVER}
+    assert [(t.path, t.size, t.ratio) for t in of_bf16(held)] == [
+        ("float scales", 64, 0.5),
+        ("float scales", 128, 1.5),
     ]
-    assert crossovers(of_bf16(held)) == {"scaled": 128**3}
+    assert crossovers(of_bf16(held)) == {"float scales": 128**3}
 
 
 def test_every_way_is_timed_at_every_size() -> None:
@@ -58,9 +68,9 @@ def test_every_way_is_timed_at_every_size() -> None:
             work()
         return [{"other": 3.0}.get(call, 1.5) for call in calls[-2:]]
 
-    found = measure(clock, works, ("dense", "scaled"), (16, 8192))
-    assert [(t.way, t.size, t.ratio) for t in found] == [
-        (way, size, 2.0) for way in ("dense", "scaled") for size in (16, 8192)
+    found = measure(clock, works, ("bf16", "float scales"), (16, 8192))
+    assert [(t.path, t.size, t.ratio) for t in found] == [
+        (way, size, 2.0) for way in ("bf16", "float scales") for size in (16, 8192)
     ]
     assert len(calls) == 8
     # Seconds of a graph, of which a product has its share.
@@ -68,7 +78,7 @@ def test_every_way_is_timed_at_every_size() -> None:
     assert together(16) > 1 == together(8192)
 
 
-@pytest.mark.parametrize("way", tuned.WAYS)
+@pytest.mark.parametrize("way", tuned.PATHS)
 def test_works_are_products_with_kernels_with_cupy_and_in_bfloat16(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,14 +100,14 @@ def test_works_are_products_with_kernels_with_cupy_and_in_bfloat16(
     monkeypatch.setattr(recipe_operands, "make_operands", make_operands)
     outs = [work() for work in tune._works(backend)(way, 32)]
     count = together(32)
-    wanted = [[1], []] if way == "dense" else [[1], [], [1]]
+    wanted = [[1], []] if way == "bf16" else [[1], [], [1]]
     assert [asked for asked, *_ in made] == [asked for asked in wanted for _ in range(count)]
     assert works == [32 * bool(asked) for asked in wanted for _ in range(2 * count)]
     assert {dtype for *_, dtype in made} == {"bfloat16"} == {out.dtype.name for out in outs}
     ours, other, last = (made[i * count][1:3] for i in (0, 1, -1))
     np.testing.assert_array_equal(ours, other)  # the same operands, whoever multiplies them
     plain = np.equal(ours, last).all()
-    assert plain == (way == "dense")
+    assert plain == (way == "bf16")
     rows = tune._rows(np, np.random.default_rng(32), 32, 32)
     np.testing.assert_array_equal(last[0], rows.astype(np.float32))
 
@@ -117,7 +127,7 @@ def test_what_is_timed_is_repeated_without_python(gpu: Any) -> None:
     np.testing.assert_array_equal(x.get(), seen + 3)
 
 
-@pytest.mark.parametrize("way", ["made at once", "expanded", "dense"])
+@pytest.mark.parametrize("way", ["fused", "expanded", "bf16"])
 def test_products_are_recorded_whole(gpu: Any, way: str) -> None:
     works = tune._works(gpu)(way, 32)
     for work in works:
@@ -156,10 +166,10 @@ def test_works_take_turns_and_slow_ones_are_repeated_less_often() -> None:
 
 
 def test_the_curve_is_a_picture_with_a_line_a_way() -> None:
-    held = timings({64: 0.1, 512: 4.0}) + timings({64: 1.0, 512: 2.0}, "dense")
+    held = timings({64: 0.1, 512: 4.0}) + timings({64: 1.0, 512: 2.0}, "bf16")
     root = ElementTree.fromstring(curve(held, "A GPU", (0.5, 1, 2, 9)))
     words = {element.text for element in root if element.tag.endswith("text")}
-    labels = {"scaled (fp8_block)", "dense (bf16)"}
+    labels = {"float scales (fp8_block)", "bf16 (bf16)"}
     assert {"A GPU", "64", "512", "0.5x", "1x", "2x"} | labels <= words
     assert "9x" not in words
     assert [line.get("stroke-dasharray") for line in lines(root)] == [None, None]
@@ -170,8 +180,8 @@ def lines(root: ElementTree.Element) -> list[ElementTree.Element]:
 
 
 def test_the_curve_of_bfloat16_is_dashed_in_the_colour_of_its_way() -> None:
-    held = [Timing("scaled", 64, 1.0, 4.0, 0.25), Timing("scaled", 512, 1.0, 9.0, 4.0)]
-    held += timings({64: 1.0, 512: 2.0}, "dense")
+    held = [Timing("float scales", 64, 1.0, 4.0, 0.25), Timing("float scales", 512, 1.0, 9.0, 4.0)]
+    held += timings({64: 1.0, 512: 2.0}, "bf16")
     solid, dashed, dense = lines(ElementTree.fromstring(curve(held, "A GPU", (0.5, 1))))
     assert [line.get("stroke-dasharray") is None for line in (solid, dashed, dense)] == [1, 0, 1]
     assert solid.get("stroke") == dashed.get("stroke") != dense.get("stroke")
@@ -184,13 +194,13 @@ def test_the_curve_of_bfloat16_is_dashed_in_the_colour_of_its_way() -> None:
 
 
 def test_numbers_lie_beside_the_picture_and_what_was_not_measured_does_not(tmp_path: Path) -> None:
-    held = [Timing("scaled", 64, 1.0, 4.0, 0.25), Timing("dense", 64, 2.0, 4.0)]
+    held = [Timing("float scales", 64, 1.0, 4.0, 0.25), Timing("bf16", 64, 2.0, 4.0)]
     tune.draw(tmp_path / "a.svg", held, {"gpu": "A GPU"}, "what", (0.5, 1))
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["gpu"] == "A GPU" and record["what"] == "what"
     assert record["timings"] == [
         {
-            "way": "scaled",
+            "path": "float scales",
             "size": 64,
             "ours": 1.0,
             "other": 4.0,
@@ -198,7 +208,7 @@ def test_numbers_lie_beside_the_picture_and_what_was_not_measured_does_not(tmp_p
             "ratio": 4.0,
             "bf16_ratio": 0.25,
         },
-        {"way": "dense", "size": 64, "ours": 2.0, "other": 4.0, "ratio": 2.0},
+        {"path": "bf16", "size": 64, "ours": 2.0, "other": 4.0, "ratio": 2.0},
     ]
 
 
@@ -213,7 +223,7 @@ def test_transforms_are_measured_against_the_same_recipe_without_them() -> None:
         return [1.0, 1.5]
 
     found = tune.overheads(backend, clock, (64,), 32)
-    assert [(t.way, t.size, t.ratio) for t in found] == [(name, 64, 1.5) for name in tune.TURNED]
+    assert [(t.path, t.size, t.ratio) for t in found] == [(name, 64, 1.5) for name in tune.TURNED]
     turned = [{spec.transform is not None for spec in specs} for specs in seen]
     assert turned == [{False}, {False, True}, {False}, {True}]
 
@@ -255,45 +265,45 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_table_decides_and_is_of_one_gpu_driver_and_source(table: Path) -> None:
     assert table.name.startswith("NVIDIA-H100-80GB-13000-") and tuned.source_digest() in table.name
     assert tuned.path_of("other", 13000) != table != tuned.path_of("NVIDIA H100 80GB", 13010)
-    assert tuned.least_work("scaled", 77) == 77
-    tuned.save(table, {"scaled": 512**3, "expanded": 0}, {"date": "today"})
-    assert tuned.least_work("scaled", 77) == 512**3
-    assert tuned.least_work("expanded", 77) == 1  # 0 is a product without the way
-    assert tuned.least_work("dense", 77) == 77
+    assert tuned.least_work("float scales") == tuned.LEAST_WORK
+    tuned.save(table, {"float scales": 512**3, "expanded": 0}, {"date": "today"})
+    assert tuned.least_work("float scales") == tuned.LEAST_WORK12**3
+    assert tuned.least_work("expanded") == 1  # 0 is a product without the path
+    assert tuned.least_work("bf16") == tuned.LEAST_WORK
     assert json.loads(table.read_text())["date"] == "today"
     x = np.ones((64, 64), dtype=np.float32)
     spec = QuantSpec("mxfp4", axis=1).resolve(2)
-    assert expanded.reason(x, spec, 1, "90") is None
-    assert "fewer than 1" in str(expanded.reason(x, spec, 0, "90"))
+    assert gap(EXPANDED, x, spec, 1, "90") is None
+    assert "fewer than 1" in str(gap(EXPANDED, x, spec, 0, "90"))
     tuned.save(table, {"expanded": NEVER}, {})
-    assert f"fewer than {NEVER}" in str(expanded.reason(x, spec, 1 << 50, "90"))
+    assert f"fewer than {NEVER}" in str(gap(EXPANDED, x, spec, 1 << 50, "90"))
     with tuned.always():
-        assert expanded.reason(x, spec, 1, "90") is None
-        assert "fewer than" in str(expanded.reason(x, spec, 0, "90"))
+        assert gap(EXPANDED, x, spec, 1, "90") is None
+        assert "fewer than" in str(gap(EXPANDED, x, spec, 0, "90"))
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"least_work": {"scaled": "x"}}', '{"least_work": {"?": 1}}']
+    "text", ["", "[]", '{"least_work": {"float scales": "x"}}', '{"least_work": {"?": 1}}']
 )
 def test_a_damaged_table_is_warned_of_and_counts_as_none(table: Path, text: str) -> None:
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text(text)
     with pytest.warns(RuntimeWarning, match="extensor tune"):
-        assert tuned.least_work("scaled", 5) == 5
+        assert tuned.least_work("float scales") == tuned.LEAST_WORK
 
 
 def test_without_cupy_or_a_driver_the_default_stands(
     table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned.save(table, {"scaled": 7}, {})
+    tuned.save(table, {"float scales": 7}, {})
 
     def no_driver() -> int:
         raise RuntimeError("cudaErrorInsufficientDriver")
 
     monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "getDevice", no_driver)
-    assert tuned.least_work("scaled", 5) == 5
+    assert tuned.least_work("float scales") == tuned.LEAST_WORK
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert tuned.least_work("scaled", 5) == 5
+    assert tuned.least_work("float scales") == tuned.LEAST_WORK
 
 
 def test_tune_on_a_gpu_writes_what_it_measured(
@@ -305,8 +315,8 @@ def test_tune_on_a_gpu_writes_what_it_measured(
     monkeypatch.setattr(tune, "WIDTHS", (512,))
     plots = tmp_path / "curve.svg", tmp_path / "cost.svg"
     path, held, costs = tune.tune(plots[0], (512, 128), plots[1])
-    assert len(held) == 2 * len(tuned.WAYS) and all(t.ours > 0 and t.other > 0 for t in held)
-    assert all(t.bf16 is None if t.way == "dense" else t.bf16 > 0 for t in held)
+    assert len(held) == 2 * len(tuned.PATHS) and all(t.ours > 0 and t.other > 0 for t in held)
+    assert all(t.bf16 is None if t.path == "bf16" else t.bf16 > 0 for t in held)
     assert max(t.ours for t in held) < 4e-4  # the GPU's time; Python's is more
     assert tuned.load(path) == crossovers(held)
     assert len(costs) == len(tune.TURNED) and all(t.ours > 0 and t.other > 0 for t in costs)

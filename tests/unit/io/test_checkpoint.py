@@ -300,10 +300,7 @@ DAMAGE = {
     "unknown field": (set_spec(colour=1), "'w': bad spec: .*colour"),
     "bad field": (set_spec(rbits=9), "bad spec: rbits"),
     "unresolved": (set_spec(axis=-1), "its spec does not fit the shape"),
-    "negative": (
-        lambda c, a: c["blocked"]["w"].update(shape=[4, -70]),
-        "does not fit the shape",
-    ),
+    "negative": (lambda c, a: c["blocked"]["w"].update(shape=[4, -70]), "does not fit the shape"),
     "axis out of range": (set_spec(axis=5), "bad spec: axis"),
     "another shape": (
         lambda c, a: c["blocked"]["w"].update(shape=[4, 200]),

@@ -20,7 +20,7 @@ from training.loop import Trainer
 from training.rundir import UsageError
 from training.runs import defaults
 from training.tasks import TASKS
-from training.text.masking import NOT_ASKED, hide_tokens
+from training.text.masking import IGNORE_LABEL, mask_tokens
 
 SMALL = {
     "epochs": 1, "epoch_steps": 10, "batch_size": 8, "context": 16, "test_limit": 20, "lr": 1e-3,
@@ -98,8 +98,8 @@ def test_bad_input() -> None:
 
 def test_fifteen_per_cent_are_asked_for_in_three_ways() -> None:
     x = np.random.default_rng(0).integers(0, 50, (200, 500))
-    inputs, labels = hide_tokens(x, words(x.shape, 1), words(x.shape, 2), 50)
-    asked = labels != NOT_ASKED
+    inputs, labels = mask_tokens(x, words(x.shape, 1), words(x.shape, 2), 50)
+    asked = labels != IGNORE_LABEL
     assert np.array_equal(labels[asked], x[asked]) and np.array_equal(inputs[~asked], x[~asked])
     assert asked.mean() == pytest.approx(0.15, abs=0.007)  # six standard deviations
     hidden = (inputs == 50)[asked].mean()
@@ -113,8 +113,8 @@ def test_fifteen_per_cent_are_asked_for_in_three_ways() -> None:
 def test_one_token_at_least_is_asked_for() -> None:
     x = np.zeros((1, 3), np.int64)
     for seed in range(20):
-        _, labels = hide_tokens(x, words(x.shape, seed), words(x.shape, 99), 5)
-        assert (labels != NOT_ASKED).any()
+        _, labels = mask_tokens(x, words(x.shape, seed), words(x.shape, 99), 5)
+        assert (labels != IGNORE_LABEL).any()
 
 
 def test_hiding_refuses() -> None:
@@ -123,9 +123,9 @@ def test_hiding_refuses() -> None:
         (x[:0], "expected tokens"), (x + 5, r"expected tokens in 0\.\.4, got 5"), (x - 1, "got -1"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            hide_tokens(bad, words(bad.shape, 0), words(bad.shape, 1), 5)
+            mask_tokens(bad, words(bad.shape, 0), words(bad.shape, 1), 5)
     with pytest.raises(ValueError, match="random words of their shape"):
-        hide_tokens(x, words((2, 2), 0), words((2, 3), 1), 5)
+        mask_tokens(x, words((2, 2), 0), words((2, 3), 1), 5)
 
 
 # --- training

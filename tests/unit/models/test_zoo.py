@@ -11,10 +11,11 @@ import pytest
 import extensor as et
 import models
 from extensor.io import load_checkpoint, save_checkpoint
-from extensor.nn import apply_recipe, gemm_layers
+from extensor.nn import apply_recipe, gemm_layers, init
 from extensor.optim import Adam
 from models.googlenet.configs import STAGES
 from models.googlenet.model import InceptionModule
+from models.vision import ConvUnits
 
 ZOO = ("alexnet", "vgg", "resnet", "mobilenet", "googlenet")
 VARIANTS = [
@@ -85,7 +86,7 @@ def test_inception_modules_have_the_sizes_of_the_papers_table() -> None:
     """Column "params" of table 1 (arXiv 1409.4842), in units of 1,024, without biases."""
     rng, width = np.random.default_rng(0), 192
     for name, widths in [pair for stage in STAGES for pair in stage.items()]:
-        module = InceptionModule(width, widths, False, rng)
+        module = InceptionModule(width, widths, ConvUnits(init.xavier_uniform, rng, norm=False))
         kernels = sum(p.size for p in module.parameters() if p.ndim == 4)
         assert abs(kernels / 1024 - PAPER_KILO.get(name, kernels / 1024)) <= 1, name
         width = widths.one + widths.three + widths.five + widths.pool

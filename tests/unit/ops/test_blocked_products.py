@@ -281,20 +281,20 @@ def test_second_derivatives_of_dense_rows(left: tuple[int, ...], right: tuple[in
     [
         (
             lambda x, w: et.linear(x, w.to_mxfp4(axis=0)),
-            "linear: the weight is blocked along axis 0, wanted the contraction axis 1; quantize "
+            "linear: the weight is blocked along axis 0, expected the contraction axis 1; quantize "
             "it with axis=1",
         ),
         (
             lambda x, w: et.linear(x.to_mxfp4(axis=1), w.to_mxfp4()),
-            "linear: the input is blocked along axis 1, wanted the contraction axis 2",
+            "linear: the input is blocked along axis 1, expected the contraction axis 2",
         ),
         (
             lambda x, w: x @ w.to_mxfp4().reshape((1, *w.shape)),
-            "matmul: the right operand is blocked along axis 2, wanted the contraction axis 1",
+            "matmul: the right operand is blocked along axis 2, expected the contraction axis 1",
         ),
         (
             lambda x, w: x.to_mxfp4() @ tensor(3, 64, 64).to_mxfp4(axis=1),
-            "wanted shapes that broadcast",
+            "expected shapes that broadcast",
         ),
     ],
 )

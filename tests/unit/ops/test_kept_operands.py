@@ -13,7 +13,7 @@ import pytest
 import extensor as et
 from extensor import nn, optim
 from extensor.backends import registry
-from extensor.backends.preparation import FloatPreparation
+from extensor.backends.generic.matmul import FloatPreparation
 from extensor.ops import recipe_operands
 from extensor.ops.quantized import quantized_matmul
 from extensor.quant.recipe import LayerRecipe

@@ -211,7 +211,7 @@ def test_matmul_conventions() -> None:
     assert (b @ a.T).shape == (2,)
     assert (b @ b).shape == ()
     assert (et.ones((5, 1, 2, 3)) @ et.ones((4, 3, 2))).shape == (5, 4, 2, 2)
-    with pytest.raises(ValueError, match="wanted 3 rows on the right"):
+    with pytest.raises(ValueError, match="expected 3 rows on the right"):
         a @ a
 
 

@@ -201,7 +201,7 @@ def weight(*shape: int, axis: int = 1) -> et.ExTensor:
         (
             lambda: prequantized_conv2d(et.ones((1, 2, 5, 5)), weight(4, 18), CONTEXT, 2),
             ValueError,
-            "wanted x (N, C, H, W) and w (O, C / 1 * 4)",
+            "expected x (N, C, H, W) and w (O, C / 1 * 4)",
         ),
         (
             lambda: prequantized_conv2d(et.ones((1, 2, 2, 2)), weight(4, 18), CONTEXT, 3),

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 import extensor as et
-from extensor.backends import windows
-from extensor.backends.generic import GenericBackend
-from extensor.backends.preparation import FloatPreparation
+from extensor.backends.generic import GenericBackend, conv_pool
+from extensor.backends.generic.matmul import FloatPreparation
 from extensor.backends.protocol import Window
 from extensor.ops import recipe_operands
 from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
 from extensor.quant.recipe import SLOTS, Gemm, LayerRecipe
 from extensor.quant.recipe_state import LayerContext
 from extensor.quant.recipes import RECIPES
-from extensor.quant.reference import operand
+from extensor.quant.reference import fake_quantize
 from extensor.quant.spec import QuantSpec
 
 RNG = np.random.default_rng(7)
@@ -35,7 +34,7 @@ def _values(x: np.ndarray, context: LayerContext, slot: str, axis: int) -> np.nd
         return np.asarray(et.from_numpy(x).to(wanted).to("float32").numpy())
     spec = wanted.replace(axis=axis)
     stream = context.stream(slot, axis in (0, -2)) if spec.rounding == "stochastic" else None
-    return operand(np.ascontiguousarray(x), spec, stream)[0]
+    return fake_quantize(np.ascontiguousarray(x), spec, stream)[0]
 
 
 def _close(actual: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> None:
@@ -111,7 +110,7 @@ def test_large_products_take_the_tiles(monkeypatch: pytest.MonkeyPatch, conv: bo
             continue
         assert len(paths) == 3 or conv  # some are quantized and multiplied patch by patch
         core = x.backend.core
-        if core is None or not core.gemm_has_tiles():
+        if core is None or not core.gemm_has_amx():
             assert all(path.startswith("generic: ") for path in paths)
         else:
             assert all(path == "core (amx, bf16)" for path in paths), (name, paths)
@@ -130,7 +129,7 @@ def test_conv2d_is_three_gemms_of_patches(name: str, groups: int) -> None:
     window, layer = Window((3, 3), (2, 2), (1, 1)), context.layer
     # A matrix of each group: patches (K, M), weights (O, K), gradients (O, M).
     stack = (6,) if groups == 1 else (groups, 6 // groups)
-    patches = windows.patch_matrix(x.numpy(), window, groups, np)
+    patches = conv_pool.patch_matrix(x.numpy(), window, groups, np)
     patches = patches[0] if groups == 1 else patches
     kernel, pixels = w.numpy().reshape(*stack, -1), g.swapaxes(0, 1).reshape(*stack, -1)
     _close(
@@ -251,8 +250,8 @@ def test_nan_reaches_the_gradients() -> None:
 @pytest.mark.parametrize(
     ("shapes", "match"),
     [
-        (((3, 4), (5, 6)), "wanted x"),
-        (((3, 4), (5, 4, 1)), "wanted x"),
+        (((3, 4), (5, 6)), "expected x"),
+        (((3, 4), (5, 4, 1)), "expected x"),
     ],
 )
 def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...], ...], match: str) -> None:
@@ -265,7 +264,7 @@ def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...], ...], match: str)
     ("given", "named"), [("mxfp4", "'mxfp4'"), (RECIPES["mxfp4"], "Recipe"), (None, "NoneType")]
 )
 def test_a_context_is_of_a_layer_recipe(given: Any, named: str) -> None:
-    with pytest.raises(TypeError, match=rf"wanted a LayerRecipe, got {named}; et.RECIPES\["):
+    with pytest.raises(TypeError, match=rf"expected a LayerRecipe, got {named}; et.RECIPES\["):
         layer_context(given)
 
 
@@ -335,5 +334,5 @@ def test_rebased_operands_are_both_or_none() -> None:
             Gemm(*pair)
     assert LayerRecipe.uniform(plain).rebased() == LayerRecipe.uniform(near)
     assert LayerRecipe.uniform("bfloat16").rebased() == LayerRecipe.uniform("bfloat16")
-    with pytest.raises(ValueError, match="wanted MXFP8"):
+    with pytest.raises(ValueError, match="expected MXFP8"):
         LayerRecipe.uniform(QuantSpec("mxfp4")).rebased()

@@ -20,10 +20,7 @@ OPTIONS = {
     "momentum decay": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}),
     "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "adam": (Adam, {"lr": 0.01}),
-    "adam options": (
-        Adam,
-        {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1},
-    ),
+    "adam options": (Adam, {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1}),
     "adamw": (AdamW, {"lr": 0.01}),
     "adagrad": (Adagrad, {"lr": 0.1, "weight_decay": 0.1}),
     "rmsprop": (RMSprop, {"lr": 0.01, "weight_decay": 0.1}),

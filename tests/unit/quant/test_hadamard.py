@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from extensor.quant.hadamard import hadamard, hadamard_signs, inverse_hadamard
-from extensor.quant.reference import operand
+from extensor.quant.reference import fake_quantize
 from extensor.quant.spec import Hadamard, QuantSpec
 from tests.oracle.compare import same_bytes
 from tests.oracle.hadamard import hadamard as oracle
@@ -79,7 +79,7 @@ def test_it_cancels_when_both_operands_carry_it() -> None:
         spec = QuantSpec("mxfp8_e4m3", transform=transform)
         exact = hadamard(a, transform) @ hadamard(b, transform).T
         np.testing.assert_allclose(exact, a @ b.T, atol=1e-4)
-        left, right = operand(a, spec)[0], operand(b, spec)[0]
+        left, right = fake_quantize(a, spec)[0], fake_quantize(b, spec)[0]
         assert left.shape[1] % transform.size == 0
         error = left @ right.T - a @ b.T
         assert np.linalg.norm(error) < 0.06 * np.linalg.norm(a @ b.T)
@@ -89,7 +89,7 @@ def test_an_outlier_is_spread() -> None:
     """Why it is there: one large value no longer flushes its neighbours."""
     x = np.full((1, 32), 0.1, np.float32)
     x[0, 5] = 30.0
-    plain, _ = operand(x, QuantSpec("mxfp4"))
+    plain, _ = fake_quantize(x, QuantSpec("mxfp4"))
     assert (plain[0, np.arange(32) != 5] == 0).all()
-    spread, _ = operand(x, QuantSpec("mxfp4", transform=Hadamard(32)))
+    spread, _ = fake_quantize(x, QuantSpec("mxfp4", transform=Hadamard(32)))
     assert (spread != 0).all()

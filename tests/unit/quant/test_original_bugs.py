@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from extensor.formats import ELEMENTS
-from extensor.quant.reference import dequantize, operand, quantize
+from extensor.quant.reference import dequantize, fake_quantize, quantize
 from extensor.quant.rounding import decode, encode
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -124,7 +124,7 @@ def test_low_precision_never_decides_the_type_of_the_result() -> None:
     for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
         x = np.ones((2, 32), dtype)
         assert roundtrip(x).dtype == np.float32
-        assert operand(x, MXFP4)[0].dtype == np.float32
+        assert fake_quantize(x, MXFP4)[0].dtype == np.float32
 
 
 def test_a_gradient_keeps_its_own_scale() -> None:
@@ -134,7 +134,9 @@ def test_a_gradient_keeps_its_own_scale() -> None:
     for spec in (MXFP4, NVFP4):
         forward, backward = quantize(x, spec)[0], quantize(g, spec)[0]
         np.testing.assert_array_equal(forward.codes, backward.codes)
-        np.testing.assert_array_equal(operand(g, spec)[0], operand(x, spec)[0] * F(2.0**-20))
+        np.testing.assert_array_equal(
+            fake_quantize(g, spec)[0], fake_quantize(x, spec)[0] * F(2.0**-20)
+        )
 
 
 def test_nothing_is_off_by_one_at_a_block_boundary() -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+import training.tasks.language as language
+from training.callbacks import Callback
 from training.config import RunConfig
+from training.data.corpora import Corpus
+from training.loop import Trainer
 from training.runs import defaults
 
+Make = Callable[..., RunConfig]
+QUIET = Console(file=io.StringIO(), width=100)
 SMALL = {
     "epochs": 2,
     "batch_size": 16,
@@ -21,10 +30,31 @@ SMALL = {
 
 
 @pytest.fixture
-def small() -> Callable[..., RunConfig]:
+def small() -> Make:
     """Makes configurations of a perceptron on 96 digits: 2 epochs of 6 steps."""
 
     def make(**changes: Any) -> RunConfig:
         return RunConfig(**{**defaults("mlp"), **SMALL, **changes})
 
     return make
+
+
+@pytest.fixture
+def one_text(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes one text the corpus that every run of a language model loads."""
+    return lambda text: monkeypatch.setattr(
+        language, "load_dataset", lambda name: Corpus.of(name, [text])
+    )
+
+
+def fitted(config: RunConfig, out: Path, *callbacks: Callback) -> Trainer:
+    """A run that has trained to its end."""
+    out.mkdir(exist_ok=True)
+    trainer = Trainer(config, out, callbacks=callbacks)
+    trainer.fit()
+    return trainer
+
+
+def weights(trainer: Trainer) -> dict[str, bytes]:
+    """Every parameter and buffer, bit for bit."""
+    return {name: value.tobytes() for name, value in trainer.model.state_dict().items()}

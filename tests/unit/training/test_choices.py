@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,11 @@ import pytest
 
 import models
 from extensor import optim
+from tests.unit.training.conftest import Make
 from training.choices import FROM_SETTINGS, OPTIMIZERS, SCHEDULES, parse_options
 from training.cli import parse_train
-from training.config import RunConfig
 from training.loop import Trainer
 from training.optimizers import MuonWithAdamW, make_optimizer, make_schedule
-
-Make = Callable[..., RunConfig]
 
 VALUES = {
     "nesterov": "true", "eps": "1e-6", "decay": "0.5", "trust": "0.01", "every": "3",

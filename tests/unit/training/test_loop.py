@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from extensor.io import load_checkpoint
 from extensor.quant import QuantArray
 from extensor.quant.recipe import Recipe, Rule
 from extensor.quant.recipes import get_recipe
+from tests.unit.training.conftest import Make, fitted, weights
 from training import loop
 from training.callbacks import Callback, EarlyStopping, SaveCheckpoint
 from training.config import RunConfig
@@ -28,8 +28,6 @@ from training.loop import Interrupted, Trainer
 from training.records import StepReport
 from training.rundir import LAST, UsageError, claim
 from training.train import train
-
-Make = Callable[..., RunConfig]
 
 
 class InterruptAt(Callback):
@@ -53,10 +51,6 @@ class Record(Callback):
         self.steps.append(report)
 
 
-def weights(trainer: Trainer) -> dict[str, bytes]:
-    return {name: value.tobytes() for name, value in trainer.model.state_dict().items()}
-
-
 def timeless(trainer: Trainer) -> list[dict[str, Any]]:
     """History without clocks and telemetry, which a checkpoint need not carry."""
     drop = ("seconds", "per_second", "waited", "saturated", "flushed")
@@ -70,13 +64,6 @@ def parts(a: Any, b: Any) -> list[tuple[Any, Any]]:
     if not isinstance(a, QuantArray):
         return [(a, b)]
     return [(a.parts[name], b.parts[name]) for name in a.parts]
-
-
-def fitted(config: RunConfig, out: Path, *callbacks: Callback) -> Trainer:
-    out.mkdir(exist_ok=True)
-    trainer = Trainer(config, out, callbacks=callbacks)
-    trainer.fit()
-    return trainer
 
 
 def test_a_run_leaves_everything(small: Make, tmp_path: Path) -> None:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from extensor.formats import FORMATS
 from extensor.quant.recipes import RECIPES
 from extensor.quant.reference import dequantize, quantize
 from extensor.quant.spec import QuantSpec
+from tests.unit.training.conftest import QUIET, Make
 from training import page
 from training.cli import main
-from training.config import RunConfig
 from training.data import DataError
+from training.histograms import histogram_on_grid
 from training.rundir import LAST, METRICS, TELEMETRY
-from training.snapshot import on_grid
 from training.svg import Line, bars, lines, ticks
 from training.train import train
 
-Make = Callable[..., RunConfig]
-QUIET = Console(file=io.StringIO(), width=100)
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
@@ -139,7 +134,7 @@ def test_without_its_data(small: Make, tmp_path: Path, monkeypatch: pytest.Monke
     def gone(folder: Path) -> None:
         raise DataError("the data set is not there <any more>")
 
-    monkeypatch.setattr(page.facts, "restored", gone)
+    monkeypatch.setattr(page.facts, "load_run", gone)
     _, text = read(page.write_page(page.ReportArgs(run=out)))
     assert text.count("the data set is not there <any more>") == 3 and "finished" in text
 
@@ -157,14 +152,14 @@ def test_what_it_refuses(small: Make, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_values_on_their_grid(name: str) -> None:
     x = np.random.default_rng(0).standard_normal((6, 70)).astype(np.float32)
     x[0, :10] = 0.0
-    seen = on_grid(x, QuantSpec(name))
+    seen = histogram_on_grid(x, QuantSpec(name))
     assert seen.zeros == pytest.approx(10 / 420) and seen.format == name
     assert sum(seen.counts) == 410
     if seen.grid:
         assert sum(share for _, share in seen.grid) == pytest.approx(1.0)
         # Mean of the squares over the grid, by blocks of one scale: tensor tile makes one block.
         spec = QuantSpec(name, tile="tensor")
-        one = on_grid(x, spec)
+        one = histogram_on_grid(x, spec)
         q, _ = quantize(x, spec.resolve(2))
         values = dequantize(q)
         scale = float(values.max()) / max(v for v, share in one.grid if share)
@@ -174,10 +169,10 @@ def test_values_on_their_grid(name: str) -> None:
 
 def test_dense_operands() -> None:
     x = np.concatenate([np.zeros(50), np.arange(1.0, 101.0)]).astype(np.float32)[None]
-    seen = on_grid(x, "bfloat16")
+    seen = histogram_on_grid(x, "bfloat16")
     assert seen.format == "bfloat16" and seen.zeros == pytest.approx(1 / 3)
     assert seen.edges[0] == 0.0 and 99 <= seen.edges[-1] <= 100 and not seen.grid
-    assert on_grid(np.zeros((2, 2), np.float32), "float32").zeros == 1.0
+    assert histogram_on_grid(np.zeros((2, 2), np.float32), "float32").zeros == 1.0
 
 
 def test_charts() -> None:

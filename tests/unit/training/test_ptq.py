@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 import extensor as et
+from tests.unit.training.conftest import QUIET, Make
 from training import ptq as quantizing
 from training.cli import main
 from training.config import RunConfig
 from training.loop import Trainer
-from training.ptq import calibration_set, nbytes, restored
+from training.ptq import calibration_set, load_run, nbytes
 from training.rundir import LAST
 from training.runs import defaults
 from training.train import train
-
-Make = Callable[..., RunConfig]
-QUIET = Console(file=io.StringIO(), width=100)
 
 
 @pytest.fixture
@@ -55,7 +50,7 @@ def test_a_run_under_several_schemes(run: Path, capsys: pytest.CaptureFixture[st
     assert rows["int8"]["sqnr_db"] > rows["fp8_block8"]["sqnr_db"] > rows["mxfp4"]["sqnr_db"] + 5
     assert "40 training images" in (out / "ptq.md").read_text()
     assert (out / "ptq.png").read_bytes().startswith(b"\x89PNG")
-    trainer = restored(run)
+    trainer = load_run(run)
     reference = trainer.fresh_model()
     again = et.load_quantized(out / "mxfp4.safetensors", reference)
     trainer.model = again
@@ -65,7 +60,7 @@ def test_a_run_under_several_schemes(run: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_calibration_takes_plain_training_images(run: Path) -> None:
-    trainer = restored(run)
+    trainer = load_run(run)
     batches = calibration_set(trainer, 40)
     assert [x.shape[0] for (x,) in batches] == [32, 8]
     dataset = trainer.task.dataset
@@ -133,10 +128,10 @@ def test_a_model_that_diverged(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def diverged(folder: Path) -> Trainer:
-        trainer = restored(folder)
+        trainer = load_run(folder)
         next(trainer.model.parameters()).data[0, 0] = np.nan
         return trainer
 
-    monkeypatch.setattr(quantizing, "restored", diverged)
+    monkeypatch.setattr(quantizing, "load_run", diverged)
     assert main(["ptq", str(run), "--schemes", "mxfp4", "--calibration", "9"]) == 2
     assert "its weight has NaN or infinity" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 from collections.abc import Callable, Iterator
@@ -10,17 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 from sklearn import metrics as sklearn_metrics
 
+from tests.unit.training.conftest import QUIET
 from training.callbacks.files import EVERY_STEPS
 from training.config import RunConfig
 from training.metrics import ClassScores, TokenScores, confusion_matrix, top_k_hits
-from training.ptq import restored
+from training.ptq import load_run
 from training.rundir import METRICS
 from training.train import train
 
-QUIET = Console(file=io.StringIO(), width=100)
+LOGITS = np.array([[3, 2, 1], [1, 3, 2], [1, 2, 3], [3, 1, 2]], np.float32)
+LABELS = np.array([0, 1, 1, 2])
 
 
 def events(folder: Path) -> Iterator[tuple[str, int, float]]:
@@ -42,7 +42,7 @@ def test_a_run_leaves_the_same_figures_in_both(
 ) -> None:
     config = small(recipe="mxfp4_all", epochs=5, val_share=0.2)
     train(config, tmp_path / "run", resume=False, console=QUIET)
-    history = restored(tmp_path / "run").history
+    history = load_run(tmp_path / "run").history
     kept = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
     assert kept == [report.as_dict() for report in history]
     assert [row["epoch"] for row in kept] == [1, 2, 3, 4, 5]
@@ -88,3 +88,21 @@ def test_perplexity_as_scikit_learn() -> None:
     want = sklearn_metrics.log_loss(labels, chances)
     assert total.loss == pytest.approx(want, rel=1e-12)
     assert total.perplexity == pytest.approx(np.exp(want), rel=1e-12)
+
+
+def test_ties_go_to_the_lower_class_as_in_argmax() -> None:
+    equal = np.zeros((3, 3), np.float32)
+    assert top_k_hits(equal, np.array([0, 1, 2]), 1) == 1
+    assert top_k_hits(equal, np.array([0, 1, 2]), 2) == 2
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_top_k_refuses(k: int) -> None:
+    with pytest.raises(ValueError, match=r"k: expected 1\.\.3"):
+        top_k_hits(LOGITS, LABELS, k)
+
+
+def test_a_class_without_images_has_no_accuracy() -> None:
+    scores = ClassScores(("a", "b", "c", "d"))
+    scores.add(np.pad(LOGITS, ((0, 0), (0, 1))), LABELS, 1.0)
+    assert np.isnan(scores.per_class[3])

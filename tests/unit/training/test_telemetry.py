@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,16 @@ from rich.console import Console
 
 import extensor as et
 from extensor import nn
+from tests.unit.training.conftest import Make, fitted, weights
 from training.callbacks import Callback, SaveCheckpoint, Telemetry
 from training.cli import main
-from training.config import RunConfig
 from training.loop import Interrupted, Trainer
 from training.rundir import LAST, TELEMETRY
 from training.train import train
 
-Make = Callable[..., RunConfig]
-
 
 def records(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / TELEMETRY).read_text().splitlines()]
-
-
-def fitted(config: RunConfig, out: Path, *callbacks: Callback) -> Trainer:
-    out.mkdir(exist_ok=True)
-    trainer = Trainer(config, out, callbacks=callbacks)
-    trainer.fit()
-    return trainer
 
 
 class Kept(Callback):
@@ -164,10 +154,6 @@ def test_a_resumed_run_drops_what_it_writes_again(small: Make, tmp_path: Path) -
     assert weights(whole) == weights(again)
     expected = records(tmp_path / "whole")[3]["layers"]["layers.0"]
     assert rows[3]["layers"]["layers.0"]["noise_norm"] == expected["noise_norm"]
-
-
-def weights(trainer: Trainer) -> dict[str, bytes]:
-    return {name: value.tobytes() for name, value in trainer.model.state_dict().items()}
 
 
 def test_the_flag_writes_the_file_and_events(small: Make, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from training.config import RunConfig
 from training.data import DataError, corpora, load_dataset
 from training.data.corpora import Corpus
 from training.data.fetch import RemoteFile
-from training.generate import choose
+from training.generate import Sampling, sample_token
 from training.rundir import LAST, UsageError
 from training.runs import RUNS, defaults
 from training.text.augment import replace_tokens
@@ -222,9 +222,9 @@ SMALL = {
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(one_text: Callable[[str], None]) -> None:
     """The data set is one sentence."""
-    monkeypatch.setattr(language, "load_dataset", lambda name: Corpus.of(name, [TEXT]))
+    one_text(TEXT)
 
 
 def flags(**changes: Any) -> list[str]:
@@ -302,7 +302,8 @@ def test_draws_follow_the_softmax() -> None:
     rng = np.random.default_rng(0)
 
     def shares(temperature: float, top_k: int) -> np.ndarray:
-        drawn = [choose(scores, temperature, top_k, rng) for _ in range(4000)]
+        how = Sampling(1, temperature, top_k, seed=0)
+        drawn = [sample_token(scores, how, rng) for _ in range(4000)]
         return np.bincount(drawn, minlength=4) / 4000
 
     # five standard deviations of a share of 4,000 draws are at most 0.04
@@ -312,7 +313,7 @@ def test_draws_follow_the_softmax() -> None:
     np.testing.assert_allclose(shares(0.5, 9), squares / squares.sum(), atol=0.04)
     assert shares(0.0, 0)[0] == shares(1e-9, 0)[0] == shares(1.0, 1)[0] == 1.0
     with pytest.raises(UsageError, match="its training diverged"):
-        choose(np.array([0.0, np.nan]), 1.0, 0, rng)
+        sample_token(np.array([0.0, np.nan]), Sampling(1, 1.0, 0, 0), rng)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-import training.tasks.language as language
 from extensor.io import load_checkpoint, save_checkpoint
 from training.cli import main
-from training.data.corpora import Corpus
 from training.rundir import LAST
 
 TEXT = "to be, or not to be: that is the question. " * 40
@@ -24,11 +22,11 @@ RUN = [
 
 
 @pytest.fixture(params=KINDS)
-def run(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+def run(request: Any, tmp_path: Path, one_text: Callable[[str], None]) -> tuple[str, Path]:
     """The kind of tokenizer, and the folder of a finished run on one sentence."""
     if request.param == "bpe":
         pytest.importorskip("tokenizers")
-    monkeypatch.setattr(language, "load_dataset", lambda name: Corpus.of(name, [TEXT]))
+    one_text(TEXT)
     assert main(["gpt", *RUN, *KINDS[request.param], "--out", str(tmp_path / "run")]) == 0
     return request.param, tmp_path / "run"
 
@@ -96,12 +94,12 @@ def test_damaged_checkpoints_are_refused(
 
 
 def test_a_run_does_not_go_on_with_another_tokenizer(
-    run: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: tuple[str, Path], one_text: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As many tokens, but of another text: only the tokenizers tell."""
     _, folder = run
     (folder / "result.json").unlink()
     other = TEXT.translate(str.maketrans("tb", "TB"))
-    monkeypatch.setattr(language, "load_dataset", lambda name: Corpus.of(name, [other]))
+    one_text(other)
     assert main(["gpt", "--out", str(folder), "--resume"]) == 2
     assert "got one of another tokenizer; the way out: shakespeare as" in capsys.readouterr().err

@@ -1,0 +1,44 @@
+// The kernels of convolution and pooling, as tables.
+#pragma once
+
+#include <cstdint>
+
+#include "common/levels.hpp"
+#include "quantize/kernels.hpp"
+
+// A convolution or pooling: (n, c, h, w) with a kernel of (kh, kw) -> (n, o, ho, wo).
+struct Conv {
+    int64_t n, c, h, w, o, groups, kh, kw, sh, sw, ph, pw, dh, dw, ho, wo;
+
+    Conv with_channels(int64_t count) const {
+        Conv s = *this;
+        s.c = count;
+        return s;
+    }
+};
+
+struct ConvKernels {
+    // `bias`, one per output channel, may be null.
+    void (*conv)(const Conv&, const float* x, const float* w, const float* bias, float* y);
+    void (*grad_x)(const Conv&, const float* g, const float* w, float* gx);
+    void (*grad_w)(const Conv&, const float* g, const float* x, float* gw);
+};
+
+struct PoolKernels {
+    void (*max_pool)(const Conv&, const float* x, float* y, int32_t* index);
+    // False if an index lies outside the image.
+    bool (*max_pool_grad)(const Conv&, const float* g, const int32_t* index, float* gx);
+};
+
+// Convolutions whose patches are quantized to nearest first; see quantized_conv.cpp. `counts` gets
+// the saturated and the flushed values.
+struct QuantConvKernels {
+    void (*conv)(const Conv&, const QuantPlan&, int64_t tile_length, const float* x, const float* w,
+                 const float* bias, float* y, int64_t* counts);
+    void (*grad_w)(const Conv&, const QuantPlan&, int64_t tile_length, const float* g,
+                   const float* x, float* gw, int64_t* counts);
+};
+
+EXTENSOR_KERNELS(ConvKernels, conv_kernels)
+EXTENSOR_KERNELS(PoolKernels, pool_kernels)
+EXTENSOR_KERNELS(QuantConvKernels, quant_conv_kernels)

@@ -1,0 +1,374 @@
+// Python's view of the matrix products: block-scaled, weight-only and float32.
+//
+// The block-scaled kernels have levels of their own, since dot-product instructions come and go
+// between CPUs. Setting the level of all kernels picks the best of these, `set_gemm_level` another.
+
+#include <iterator>
+
+#include "common/bind.hpp"
+#include "common/dtypes.hpp"
+#include "matmul/kernels.hpp"
+#include "rows.hpp"
+
+#if defined(EXTENSOR_X86)
+#include <cpuid.h>
+#if defined(EXTENSOR_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+namespace {
+
+// ---- levels ----
+
+struct Variant {
+    const char *name, *base;
+    const GemmKernels* kernels;
+    const char* instructions;  // of the kernels
+    const AmxKernels* amx = nullptr;
+};
+
+#if defined(EXTENSOR_AVX_VNNI)
+bool has_avx_vnni() {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
+
+#if defined(EXTENSOR_AMX)
+// AMX needs the system's permission, asked for once per process (Linux 5.16 and later).
+bool has_amx() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;    // asm/prctl.h; the state's number
+    constexpr unsigned kWanted = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, int8
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kWanted) != kWanted) return false;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+std::vector<Variant> supported() {
+    std::vector<Variant> found = {{"scalar", "scalar", &scalar::gemm_kernels, "scalar"}};
+#if defined(EXTENSOR_X86)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (avx2) found.push_back({"avx2", "avx2", &avx2::gemm_kernels, "avx2"});
+#if defined(EXTENSOR_AVX_VNNI)
+    if (avx2 && has_avx_vnni())
+        found.push_back({"avx_vnni", "avx2", &avx_vnni::gemm_kernels, "avx_vnni"});
+#endif
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        found.push_back({"avx512", "avx512", &avx512::gemm_kernels, "avx512"});
+        if (__builtin_cpu_supports("avx512vnni")) {
+            const GemmKernels* vnni = &avx512_vnni::gemm_kernels;
+            found.push_back({"avx512_vnni", "avx512", vnni, "avx512_vnni"});
+#if defined(EXTENSOR_AMX)
+            if (has_amx())
+                found.push_back({"amx", "avx512", vnni, "avx512_vnni", &amx::amx_kernels});
+#endif
+        }
+    }
+#endif
+    return found;
+}
+
+const std::vector<Variant> variants = supported();
+Variant current = variants.back();
+
+void set_level(const std::string& name) {
+    std::string known;
+    for (const Variant& v : variants) {
+        if (name == v.name) {
+            current = v;
+            return;
+        }
+        known += std::string(known.empty() ? "" : ", ") + v.name;
+    }
+    throw py::value_error("set_gemm_level: expected one of " + known + ", got " + name);
+}
+
+// ---- block-scaled matrices ----
+
+// A block-scaled matrix as Python hands it over; keeps the arrays alive.
+class Matrix {
+public:
+    explicit Matrix(const py::kwargs& f)
+        : k(f["k"].cast<int64_t>()),
+          codes_(f["codes"].cast<Bytes>()),
+          scales_(f["scales"].cast<py::array>()) {
+        const auto element = f["element"].cast<std::string>();
+        m.element = -1;
+        for (size_t i = 0; i < std::size(kElementNames); ++i)
+            if (element == kElementNames[i]) m.element = static_cast<int>(i);
+        require(m.element >= 0, "Matrix: unknown element");
+        m.tile_rows = f["tile_rows"].cast<int64_t>();
+        m.tile_length = f["tile_length"].cast<int64_t>();
+        m.tensor_scale = f["tensor_scale"].cast<float>();
+        require(codes_.ndim() == 2 && k > 0 && codes_.shape(0) > 0 && m.tile_rows > 0 &&
+                    m.tile_length > 0,
+                "Matrix: expected codes of (rows, bytes), and positive extents");
+        const int64_t tiles = (k + m.tile_length - 1) / m.tile_length;
+        m.rows = codes_.shape(0), m.row_bytes = codes_.shape(1);
+        const int64_t bands = (m.rows + m.tile_rows - 1) / m.tile_rows;
+        require(m.row_bytes * 8 >= tiles * m.tile_length * kElements[m.element].bits,
+                "Matrix: the codes do not fit k and the tiles");
+        require((scales_.flags() & py::array::c_style) != 0 && scales_.size() == bands * tiles,
+                "Matrix: the scales do not fit the tiles");
+        const bool floats = py::isinstance<py::array_t<float>>(scales_);
+        const bool ue4m3 = f["scale"].cast<std::string>() == "ue4m3";
+        require(floats ? !ue4m3 : py::isinstance<py::array_t<uint8_t>>(scales_),
+                "Matrix: expected scales as bytes or float32");
+        m.scale = floats ? Scale::float32 : ue4m3 ? Scale::ue4m3 : Scale::e8m0;
+        m.codes = codes_.data(), m.scales = scales_.data();
+        zeros_ = f["zero_points"];
+        if (zeros_.is_none()) return;
+        require(py::isinstance<CArray<int8_t>>(zeros_), "Matrix: expected zero points as int8");
+        const auto zeros = zeros_.cast<CArray<int8_t>>();
+        require(zeros.size() == bands * tiles, "Matrix: the zero points do not fit the tiles");
+        m.zero_points = zeros.data();
+    }
+
+    BlockedMatrix m{};
+    int64_t k;
+
+private:
+    Bytes codes_;
+    py::array scales_;
+    py::object zeros_;
+};
+
+bool small_integers(const Matrix& m) {
+    const Element& e = kElements[m.m.element];
+    return !e.is_float || e.mantissa_bits + (e.max_code >> e.mantissa_bits) <= 6;
+}
+
+// a b^T. `step` 0: in float32, whatever the elements; else exact integer sums over `step` elements.
+Floats block_scaled_matmul(const Matrix& a, const Matrix& b, int64_t step) {
+    require(a.k == b.k, "block_scaled_matmul: the matrices differ in k");
+    Floats out = buffers::array<float>({a.m.rows, b.m.rows});
+    const BlockGemm g{a.m, b.m, a.k, step, out.mutable_data()};
+    if (step == 0) {
+        require(!a.m.zero_points && !b.m.zero_points,
+                "block_scaled_matmul: zero points need a step");
+        without_gil([&] { current.kernels->floating(g); });
+        return out;
+    }
+    require(step > 0 && step % 4 == 0 && step <= kMaxStep, "block_scaled_matmul: wrong step");
+    for (const Matrix* side : {&a, &b}) {
+        require(side->m.tile_length % step == 0 || side->m.tile_length >= side->k,
+                "block_scaled_matmul: a step would cross a tile");
+        require(small_integers(*side), "block_scaled_matmul: the elements are not small integers");
+    }
+    without_gil([&] { current.kernels->integer(g); });
+    return out;
+}
+
+// a b^T of small integers on AMX tiles of int8, each row under one float32 scale. The result has
+// the same bits as that of block_scaled_matmul.
+Floats int8_matmul(const Matrix& a, const Matrix& b) {
+    require(current.amx != nullptr, "int8_matmul: this level has no tiles of int8");
+    require(a.k == b.k, "int8_matmul: the matrices differ in k");
+    for (const Matrix* side : {&a, &b})
+        require(small_integers(*side) && side->m.scale == Scale::float32 &&
+                    side->m.tile_length >= side->k,
+                "int8_matmul: expected small integers, and one float32 scale a row");
+    Floats out = buffers::array<float>({a.m.rows, b.m.rows});
+    const BlockGemm g{a.m, b.m, a.k, 0, out.mutable_data()};
+    without_gil([&] { current.amx->integer(g); });
+    return out;
+}
+
+// a b^T on AMX tiles of bfloat16. The caller knows that every value is exactly a bfloat16 and that
+// no sum leaves float32's normal range (`bf16_reason` in extensor/backends/products.py).
+Floats bf16_matmul(const Matrix& a, const Matrix& b) {
+    require(current.amx != nullptr, "bf16_matmul: this level has no tiles of bfloat16");
+    require(a.k == b.k, "bf16_matmul: the matrices differ in k");
+    for (const Matrix* side : {&a, &b})
+        require(!side->m.zero_points && side->m.scale != Scale::float32,
+                "bf16_matmul: expected scales as bytes, and no zero points");
+    Floats out = buffers::array<float>({a.m.rows, b.m.rows});
+    const BlockGemm g{a.m, b.m, a.k, 0, out.mutable_data()};
+    without_gil([&] { current.amx->codes(g); });
+    return out;
+}
+
+// a (m, k) times b (k, n), both bfloat16 values times one factor (see `bf16_range`). Each is
+// C-contiguous or the transpose of such an array.
+Floats bf16_value_matmul(const py::array_t<float>& a, const py::array_t<float>& b, float a_factor,
+                         float b_factor) {
+    require(current.amx != nullptr, "bf16_value_matmul: this level has no tiles of bfloat16");
+    require(a.ndim() == 2 && b.ndim() == 2 && a.shape(1) == b.shape(0) && a.size() && b.size(),
+            "bf16_value_matmul: expected (m, k) and (k, n)");
+    for (const auto* x : {&a, &b})
+        require((x->flags() & (py::array::c_style | py::array::f_style)) != 0,
+                "bf16_value_matmul: expected contiguous arrays");
+    Floats out = buffers::array<float>({a.shape(0), b.shape(1)});
+    const ValueGemm g{a.data(),
+                      b.data(),
+                      a_factor,
+                      b_factor,
+                      (a.flags() & py::array::c_style) != 0,
+                      (b.flags() & py::array::f_style) != 0,
+                      a.shape(0),
+                      b.shape(1),
+                      a.shape(1),
+                      out.mutable_data()};
+    without_gil([&] { current.amx->values(g); });
+    return out;
+}
+
+py::tuple bf16_range(const py::array_t<float>& x) {
+    require(current.amx != nullptr, "bf16_range: this level has no tiles of bfloat16");
+    require((x.flags() & (py::array::c_style | py::array::f_style)) != 0,
+            "bf16_range: expected a contiguous array");
+    const ValueRange found = without_gil([&] { return current.amx->range(x.data(), x.size()); });
+    return py::make_tuple(found.factor, found.low, found.high);
+}
+
+Floats weight_only_matmul(const Floats& x, const Matrix& w) {
+    require(x.ndim() == 2 && x.shape(1) == w.k && x.shape(0) > 0 && x.shape(0) <= kMaxRows,
+            "weight_only_matmul: expected x of (1 to 32, k)");
+    const int bits = kElements[w.m.element].bits;
+    const int64_t tile = w.m.tile_length;
+    require(
+        bits == 8 || (bits == 4 &&
+                      (tile == 16 || tile == 32 || tile == 64 || tile % 128 == 0 || tile >= w.k)),
+        "weight_only_matmul: expected elements of 8 bits, or 4 in blocks of 16, 32, 64 or 128 n");
+    Floats out = buffers::array<float>({x.shape(0), static_cast<py::ssize_t>(w.m.rows)});
+    const WeightGemm g{w.m, x.data(), x.shape(0), w.k, out.mutable_data()};
+    without_gil([&] { current.kernels->weights(g); });
+    return out;
+}
+
+// ---- float32 matrices ----
+
+constexpr int64_t kBatched =
+    1 << 20;  // multiply-adds: smaller products of a batch take one thread each
+
+// The last two axes of an array as a float32 matrix that is contiguous along one of them.
+struct Side {
+    const float* at;
+    int64_t rows, columns, ld;
+    bool transposed;
+};
+
+std::optional<Side> side_of(const py::array& x) {
+    const py::ssize_t n = x.ndim();
+    if (n < 2 || !py::isinstance<py::array_t<float>>(x)) return {};
+    Side s{static_cast<const float*>(x.data()), x.shape(n - 2), x.shape(n - 1), 0, false};
+    const int64_t row_stride = x.strides(n - 2), column_stride = x.strides(n - 1);
+    if (reinterpret_cast<uintptr_t>(s.at) % 4 || row_stride % 4 || column_stride % 4) return {};
+    if (column_stride == 4 || s.columns == 1 || !x.size()) {
+        s.ld = row_stride / 4;
+    } else if (row_stride == 4 || s.rows == 1) {
+        s.ld = column_stride / 4, s.transposed = true;
+    } else {
+        return {};
+    }
+    return s;
+}
+
+// Where each matrix of a batch begins, in floats, the leading axes broadcast to `lead`.
+std::vector<int64_t> offsets(const py::array& x, const Shape& lead) {
+    const size_t own = static_cast<size_t>(x.ndim() - 2), skip = lead.size() - own;
+    std::vector<int64_t> at = {0};
+    for (size_t axis = 0; axis < lead.size(); ++axis) {
+        const bool moves = axis >= skip && x.shape(axis - skip) != 1;
+        const int64_t stride = moves ? x.strides(axis - skip) / 4 : 0;
+        std::vector<int64_t> next;
+        next.reserve(at.size() * static_cast<size_t>(lead[axis]));
+        for (int64_t begin : at)
+            for (py::ssize_t i = 0; i < lead[axis]; ++i) next.push_back(begin + i * stride);
+        at = std::move(next);
+    }
+    return at;
+}
+
+bool steps_in_floats(const py::array& x) {
+    for (py::ssize_t i = 0; i < x.ndim(); ++i)
+        if (x.strides(i) % 4) return false;
+    return true;
+}
+
+bool supports_matmul(const py::array& a, const py::array& b) {
+    return side_of(a) && side_of(b) && steps_in_floats(a) && steps_in_floats(b);
+}
+
+// a (..., M, K) b (..., K, N), + bias (N,): (..., M, N).
+py::array matmul(const py::array& a, const py::array& b, const py::object& bias) {
+    require(supports_matmul(a, b), "matmul: expected float32 matrices, contiguous along one axis");
+    const auto left = side_of(a), right = side_of(b);
+    require(left->columns == right->rows, "matmul: expected as many rows on the right as columns");
+    Shape shape;
+    const py::ssize_t axes = std::max(a.ndim(), b.ndim()) - 2;
+    for (py::ssize_t i = 0; i < axes; ++i) {
+        const py::ssize_t ia = i - axes + a.ndim() - 2, ib = i - axes + b.ndim() - 2;
+        const py::ssize_t na = ia < 0 ? 1 : a.shape(ia), nb = ib < 0 ? 1 : b.shape(ib);
+        require(na == nb || na == 1 || nb == 1, "matmul: expected leading axes that broadcast");
+        shape.push_back(na == 1 ? nb : na);
+    }
+    const Shape lead = shape;
+    shape.push_back(left->rows), shape.push_back(right->columns);
+    Floats c = buffers::array<float>(shape), row;
+    Product s{left->rows, right->columns, left->columns,    left->at,
+              right->at,  nullptr,        c.mutable_data(), left->ld,
+              right->ld,  right->columns, left->transposed, right->transposed};
+    if (!bias.is_none()) {
+        row = py::cast<Floats>(bias);
+        require(row.ndim() == 1 && row.size() == s.n,
+                "matmul: expected a bias for chunks_per_scale column");
+        s.bias = row.data();
+    }
+    if (!c.size()) return c;
+    const std::vector<int64_t> at_a = offsets(a, lead), at_b = offsets(b, lead);
+    const ProductKernels& products = levels::in_use(product_kernels);
+    py::gil_scoped_release release;
+    if (at_a.size() > 1 && s.m * s.n * s.k <= kBatched) {
+        products.batch(s, static_cast<int64_t>(at_a.size()), at_a.data(), at_b.data());
+    } else {
+        for (size_t i = 0; i < at_a.size(); ++i) {
+            Product one = s;
+            one.a += at_a[i], one.b += at_b[i], one.c += static_cast<int64_t>(i) * s.m * s.n;
+            products.product(one);
+        }
+    }
+    return c;
+}
+
+}  // namespace
+
+void use_best_gemm_level() {
+    for (const Variant& v : variants)
+        if (std::string(levels::kNames[levels::current]) == v.base) current = v;
+}
+
+void bind_matmul(py::module_& m) {
+    m.def(
+        "gemm_levels",
+        [] {
+            std::vector<std::string> names;
+            for (const Variant& v : variants) names.emplace_back(v.name);
+            return names;
+        },
+        "Levels of the block-scaled products, best last.");
+    m.def("gemm_level", [] { return current.name; }, "The level in use.");
+    m.def(
+        "gemm_instructions", [] { return current.instructions; },
+        "What the kernels of the level in use are compiled for; AMX comes on top.");
+    m.def("set_gemm_level", set_level, "Use another of `gemm_levels`.");
+    m.def(
+        "gemm_has_amx", [] { return current.amx != nullptr; },
+        "Whether the level in use has `bf16_matmul` and `int8_matmul`.");
+    py::class_<Matrix>(m, "Matrix", "A block-scaled matrix as the products read it.")
+        .def(py::init<const py::kwargs&>());
+    m.def("block_scaled_matmul", block_scaled_matmul);
+    m.def("int8_matmul", int8_matmul);
+    m.def("bf16_matmul", bf16_matmul);
+    m.def("bf16_value_matmul", bf16_value_matmul, py::arg("a").noconvert(),
+          py::arg("b").noconvert(), py::arg("a_factor"), py::arg("b_factor"));
+    m.def("bf16_range", bf16_range, py::arg("x").noconvert());
+    m.def("weight_only_matmul", weight_only_matmul);
+    m.def("matmul", matmul, py::arg("a"), py::arg("b"), py::arg("bias") = py::none());
+    m.def("supports_matmul", supports_matmul);
+}

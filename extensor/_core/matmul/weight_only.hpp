@@ -1,0 +1,142 @@
+// Rows of block-scaled weights with their scales, and the packed x, for weight_only.cpp.
+#pragma once
+
+#include "matmul/codes8.hpp"
+
+namespace EXTENSOR_ISA {
+
+constexpr int64_t kChunk = 8 * VL;  // four-bit codes in one vector
+
+struct Weights {
+    const WeightGemm& g;
+    ScaleReader scales;
+    float table[256];
+    float unit, x_unit;           // powers of two folded into the scales and into x
+    const float* x = nullptr;     // [m][x_stride], zero-padded; four bits: [chunk][nibble][lane]
+    const float* sums = nullptr;  // with zero points, four bits: [m][chunk][lane] sums of x
+    int64_t x_stride = 0, sum_stride = 0;
+
+    explicit Weights(const WeightGemm& g) : g(g), scales(g.w, g.k), unit(1), x_unit(1) {
+        const Element& e = kElements[g.w.element];
+        decode_table(e, table);
+        if (e.bits == 8 && !e.is_float) unit = power_of_two(-e.mantissa_bits);
+#if defined(EXTENSOR_HAS_F16C)
+        if (e.bits == 8 && e.is_float && e.mantissa_bits == 3) x_unit = 256;  // e4m3 as float16
+#endif
+    }
+
+    // Scales `tile` .. `tile + count` of one row as floats times `unit`, and VL zeros.
+    void decode_scales(int64_t row, int64_t tile, int64_t count, float* to) const {
+        const int64_t at = scales.at(row, tile);
+        for (int i = 0; i < VL; ++i) to[count + i] = 0;
+        int64_t t = 0;
+        if (g.w.scale == Scale::float32) {
+            const float* from = static_cast<const float*>(g.w.scales) + at;
+            for (; t < count; ++t) to[t] = from[t] * unit;
+            return;
+        }
+        const uint8_t* from = static_cast<const uint8_t*>(g.w.scales) + at;
+        if (g.w.scale == Scale::e8m0) {
+            for (; t + VL <= count; t += VL) {
+                const vu byte = widen(from + t);
+                vu bits = byte == 0u ? splat(0x400000u) : byte << 23;
+                bits = byte == 255u ? splat(kNaN) : bits;
+                store(to + t, reinterpret_cast<vf>(bits) * unit);
+            }
+        }
+#if defined(EXTENSOR_HAS_F16C)
+        else {
+            uint8_t most = 0;
+            for (int64_t i = 0; i < count; ++i) most = from[i] > most ? from[i] : most;
+            for (; most < 0x7F && t + VL <= count; t += VL) {  // beyond: NaN, or a sign
+#if EXTENSOR_LANES == 16
+                const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + t));
+                const vf values =
+                    _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
+#else
+                const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + t));
+                const vf values = _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 7));
+#endif
+                store(to + t, values * (256.0f * unit));
+            }
+        }
+#endif
+        for (; t < count; ++t) to[t] = scales(row, tile + t) * unit;
+    }
+
+    void decode_zeros(int64_t row, int64_t tile, int64_t count, float* to) const {
+        const int8_t* from = g.w.zero_points + scales.at(row, tile);
+        for (int64_t t = 0; t < count; ++t) to[t] = from[t];
+        for (int i = 0; i < VL; ++i) to[count + i] = 0;
+    }
+};
+
+// The arguments of a kernel: rows of weights from `row` on, rows of x from `first` on, elements
+// start .. end. `start` is a multiple of a chunk.
+struct Part {
+    int64_t row, first, start, end;
+    int64_t tile, scale_stride;  // the scale at `start`; floats between the scales of two rows
+    const float *scale, *zero;
+    vf* total;  // [row][total_stride], added to
+    int64_t total_stride;
+};
+
+// Values of four-bit codes.
+struct Table16 {
+#if defined(__AVX512F__)
+    __m512 values;
+    explicit Table16(const float* t) : values(_mm512_loadu_ps(t)) {}
+    INLINE vf operator[](vu code) const {  // only the low four bits of each lane count
+        return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), values);
+    }
+#elif defined(__AVX2__)
+    __m256 low, high;
+    explicit Table16(const float* t) : low(_mm256_loadu_ps(t)), high(_mm256_loadu_ps(t + 8)) {}
+    INLINE vf operator[](vu code) const {
+        const __m256i i = reinterpret_cast<__m256i>(code);
+        const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(i, 28));
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i),
+                                upper);
+    }
+#else
+    float values[16];
+    explicit Table16(const float* t) { std::memcpy(values, t, sizeof values); }
+    INLINE vf operator[](vu code) const {
+        vf v;
+        for (int i = 0; i < VL; ++i) v[i] = values[code[i] & 15];
+        return v;
+    }
+#endif
+};
+
+// Puts a chunk's scales into the lanes: lane l gets number l * 8 / tile.
+struct ScaleLanes {
+    vi index;
+    bool broadcast;            // a chunk lies under one scale
+    int64_t step;              // scales from chunk to chunk
+    int64_t chunks_per_scale;  // where broadcast
+
+    explicit ScaleLanes(int64_t tile)
+        : index{},
+          broadcast(tile >= kChunk),
+          step(broadcast ? 1 : kChunk / tile),
+          chunks_per_scale(ceil_div(tile, kChunk)) {
+        for (int i = 0; i < VL && !broadcast; ++i) index[i] = static_cast<int>(i * 8 / tile);
+    }
+
+    // `at` is readable for VL floats.
+    INLINE vf operator()(const float* at) const {
+        if (broadcast) return splat(*at);
+#if defined(__AVX512F__)
+        return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(index), load(at));
+#elif defined(__AVX2__)
+        return _mm256_permutevar8x32_ps(load(at), reinterpret_cast<__m256i>(index));
+#else
+        vf v;
+        for (int i = 0; i < VL; ++i) v[i] = at[index[i]];
+        return v;
+#endif
+    }
+};
+
+}  // namespace EXTENSOR_ISA

@@ -1,0 +1,39 @@
+// The Python module extensor._core._kernels: the choice of instruction set, and all families'
+// bindings.
+
+#include "common/bind.hpp"
+#include "common/threads.hpp"
+
+namespace {
+
+std::vector<std::string> level_names() {
+    return {levels::kNames, levels::kNames + levels::count()};
+}
+
+void set_level(const std::string& name) {
+    std::string known;
+    for (int i = 0; i < levels::count(); ++i) {
+        if (name == levels::kNames[i]) {
+            levels::current = i;
+            return use_best_gemm_level();
+        }
+        known += std::string(i ? ", " : "") + levels::kNames[i];
+    }
+    throw py::value_error("set_level: expected one of " + known + ", got " + name);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_kernels, m) {
+    m.doc() = "extensor's C++ core";
+    m.def("levels", level_names, "Instruction sets this build and this CPU have, best last.");
+    m.def("level", [] { return levels::kNames[levels::current]; }, "The instruction set in use.");
+    m.def("set_level", set_level, "Use another of `levels`.");
+    m.def("threads", threads::get, "Number of threads.");
+    m.def("set_threads", threads::set, "Use that many threads.");
+    bind_quantize(m);
+    bind_matmul(m);
+    bind_conv_pool(m);
+    bind_nn(m);
+    bind_optim(m);
+}

@@ -1,0 +1,181 @@
+// Attention, softmax(scale q k^T) v, and its gradient, a head at a time (arXiv 1706.03762, section
+// 3.2.1).
+//
+// No array of all scores is kept. Forward saves each row's largest score and the inverse of the sum
+// of its exponentials; the gradient computes the probabilities again from these (arXiv 2205.14135,
+// appendix B). A task owns whole heads of everything it writes, so results do not depend on
+// threads. Causal: query t sees the keys up to t + keys - queries.
+
+#include "common/sgemm.hpp"
+#include "common/threads.hpp"
+#include "nn/kernels.hpp"
+
+namespace EXTENSOR_ISA {
+namespace {
+
+constexpr int64_t kRows = 32;  // queries at a time
+
+// A task's scratch memory, handed out in blocks that begin on a vector's boundary.
+struct Arena {
+    float* next;
+    INLINE float* allocate(int64_t floats) {
+        float* block = next;
+        next += round_up(floats, VL);
+        return block;
+    }
+};
+
+INLINE float* matrix_of(const Heads& x, int64_t outer, int64_t head) {
+    return x.at + outer * x.outer + head * x.head;
+}
+
+// A right operand of k x n: read in place where rows end with a vector, else packed.
+Right in_place(const float* b, int64_t ld, int64_t n, int64_t k, float* memory) {
+    return n % VL ? pack_right(b, ld, false, n, k, memory) : Right{b, ld, kPanel};
+}
+
+INLINE Left row_major(const float* at, int64_t ld) { return {at, ld, 0, true}; }
+INLINE Left column_major(const float* at, int64_t ld) { return {at, ld, 0, false}; }
+
+INLINE int64_t seen_by(const Attention& s, int64_t query) {
+    return s.causal ? query + 1 + s.keys - s.queries : s.keys;
+}
+
+// Scores to exp(score - the largest) for the first `seen` keys, to zero for those up to `visible`.
+void exponentials(float* row, int64_t seen, int64_t visible, float* stats) {
+    vf best = splat(row[0]);
+    int64_t j = 0;
+    for (; j + VL <= seen; j += VL) best = larger(best, load(row + j));
+    for (; j < seen; ++j) best = larger(best, splat(row[j]));
+    const vf top = largest_lane(best);
+    vf total = {};
+    for (j = 0; j + VL <= seen; j += VL) {
+        const vf e = exp_score(load(row + j) - top);
+        store(row + j, e);
+        total += e;
+    }
+    if (j < seen) {
+        store_at(row, exp_score(load_at(row, j, seen) - top), j, seen);
+        total += load_at(row, j, seen);  // without the lanes beyond
+    }
+    for (j = seen; j < visible; ++j) row[j] = 0;
+    stats[0] = top[0];
+    stats[1] = 1.0f / sum(total);
+}
+
+// Transposed keys times the scale, so that products with queries are scores.
+Right scaled_keys(const Attention& s, const float* k, float* memory) {
+    const Right keys = pack_right(k, s.k.row, true, s.keys, s.width, memory);
+    const vf scale = splat(s.scale);
+    for (int64_t i = 0; i < packed_right(s.keys, s.width); i += VL)
+        store(memory + i, load(memory + i) * scale);
+    return keys;
+}
+
+void forward(const Attention& s) {
+    const int64_t ld = round_up(s.keys, VL);
+    const int64_t bytes = 4 * (packed_right(s.keys, s.width) + kRows * ld +
+                               packed_right(s.value_width, s.keys) + 3 * VL);
+    const int64_t work = s.outer * s.heads * s.queries * s.keys * s.width;
+    threads::run(s.outer * s.heads, work, [=](int64_t task) {
+        const int64_t outer = task / s.heads, head = task % s.heads;
+        const int64_t shared = head / (s.heads / s.groups);
+        Arena memory = {static_cast<float*>(threads::scratch(threads::Slot::packed_a, bytes))};
+        const float *q = matrix_of(s.q, outer, head), *k = matrix_of(s.k, outer, shared);
+        const Right keys = scaled_keys(s, k, memory.allocate(packed_right(s.keys, s.width)));
+        const Right values = in_place(matrix_of(s.v, outer, shared), s.v.row, s.value_width, s.keys,
+                                      memory.allocate(packed_right(s.value_width, s.keys)));
+        float* scores = memory.allocate(kRows * ld);
+        float* stats = s.stats + task * s.queries * 2;
+        for (int64_t first = 0; first < s.queries; first += kRows) {
+            const int64_t rows = least(kRows, s.queries - first);
+            const int64_t visible = seen_by(s, first + rows - 1);
+            multiply(rows, visible, s.width, row_major(q + first * s.q.row, s.q.row), keys,
+                     {scores, ld});
+            for (int64_t i = 0; i < rows; ++i)
+                exponentials(scores + i * ld, seen_by(s, first + i), visible,
+                             stats + 2 * (first + i));
+            float* out = matrix_of(s.out, outer, head) + first * s.out.row;
+            multiply(rows, s.value_width, visible, row_major(scores, ld), values, {out, s.out.row});
+            for (int64_t i = 0; i < rows; ++i) {
+                const vf inverse = splat(stats[2 * (first + i) + 1]);
+                for (int64_t j = 0; j < s.value_width; j += VL)
+                    store_at(out + i * s.out.row,
+                             load_at(out + i * s.out.row, j, s.value_width) * inverse, j,
+                             s.value_width);
+            }
+        }
+    });
+}
+
+// With p the probabilities, d = g v^T and t = sum over a row of g out = sum of p d:
+// gv = p^T g;  ds = scale p (d - t);  gq = ds k;  gk = ds^T q.
+void gradient(const Attention& s) {
+    const int64_t ld = round_up(s.keys, VL), wide = s.width, values = s.value_width;
+    const int64_t bytes = 4 * (packed_right(s.keys, wide) + packed_right(s.keys, values) +
+                               packed_right(wide, s.keys) + packed_right(wide, kRows) +
+                               packed_right(values, kRows) + 2 * kRows * ld + 7 * VL);
+    const int64_t work = 2 * s.outer * s.heads * s.queries * s.keys * s.width;
+    threads::run(s.outer * s.groups, work, [=](int64_t task) {
+        const int64_t outer = task / s.groups, shared = task % s.groups;
+        const int64_t each = s.heads / s.groups;
+        Arena memory = {static_cast<float*>(threads::scratch(threads::Slot::packed_a, bytes))};
+        const float *k = matrix_of(s.k, outer, shared), *v = matrix_of(s.v, outer, shared);
+        const Right keys_transposed =
+            scaled_keys(s, k, memory.allocate(packed_right(s.keys, wide)));
+        const Right values_transposed = pack_right(v, s.v.row, true, s.keys, values,
+                                                   memory.allocate(packed_right(s.keys, values)));
+        const Right keys =
+            in_place(k, s.k.row, wide, s.keys, memory.allocate(packed_right(wide, s.keys)));
+        float* q_memory = memory.allocate(packed_right(wide, kRows));
+        float* g_memory = memory.allocate(packed_right(values, kRows));
+        float *p = memory.allocate(kRows * ld), *d = memory.allocate(kRows * ld);
+        float *gk = matrix_of(s.gk, outer, shared), *gv = matrix_of(s.gv, outer, shared);
+        for (int64_t i = 0; i < s.keys; ++i) {
+            std::memset(gk + i * s.gk.row, 0, static_cast<size_t>(wide) * 4);
+            std::memset(gv + i * s.gv.row, 0, static_cast<size_t>(values) * 4);
+        }
+        for (int64_t head = shared * each; head < (shared + 1) * each; ++head) {
+            const float* stats = s.stats + (outer * s.heads + head) * s.queries * 2;
+            for (int64_t first = 0; first < s.queries; first += kRows) {
+                const int64_t rows = least(kRows, s.queries - first);
+                const int64_t visible = seen_by(s, first + rows - 1);
+                const float* q = matrix_of(s.q, outer, head) + first * s.q.row;
+                const float* g = matrix_of(s.g, outer, head) + first * s.g.row;
+                const float* out = matrix_of(s.out, outer, head) + first * s.out.row;
+                multiply(rows, visible, wide, row_major(q, s.q.row), keys_transposed, {p, ld});
+                multiply(rows, visible, values, row_major(g, s.g.row), values_transposed, {d, ld});
+                for (int64_t i = 0; i < rows; ++i) {
+                    float *pi = p + i * ld, *di = d + i * ld;
+                    const int64_t seen = seen_by(s, first + i);
+                    vf total = {};
+                    for (int64_t j = 0; j < values; j += VL)
+                        total = multiply_add(load_at(g + i * s.g.row, j, values),
+                                             load_at(out + i * s.out.row, j, values), total);
+                    const vf mean = splat(sum(total)), scale = splat(s.scale);
+                    const vf top = splat(stats[2 * (first + i)]);
+                    const vf inverse = splat(stats[2 * (first + i) + 1]);
+                    for (int64_t j = 0; j < seen; j += VL) {
+                        const vf e = exp_score(load_at(pi, j, seen) - top) * inverse;
+                        store_at(pi, e, j, seen);
+                        store_at(di, e * (load_at(di, j, seen) - mean) * scale, j, seen);
+                    }
+                    for (int64_t j = seen; j < visible; ++j) pi[j] = di[j] = 0;
+                }
+                multiply(visible, values, rows, column_major(p, ld),
+                         in_place(g, s.g.row, values, rows, g_memory),
+                         {gv, s.gv.row, nullptr, true});
+                multiply(visible, wide, rows, column_major(d, ld),
+                         in_place(q, s.q.row, wide, rows, q_memory), {gk, s.gk.row, nullptr, true});
+                multiply(rows, wide, visible, row_major(d, ld), keys,
+                         {matrix_of(s.gq, outer, head) + first * s.gq.row, s.gq.row});
+            }
+        }
+    });
+}
+
+}  // namespace
+
+extern const AttentionKernels attention_kernels = {forward, gradient};
+
+}  // namespace EXTENSOR_ISA

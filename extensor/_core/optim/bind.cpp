@@ -1,0 +1,41 @@
+// Python's view of the optimizers: argument checks and the call of the kernels.
+
+#include "common/bind.hpp"
+#include "optim/kernels.hpp"
+
+namespace {
+
+const OptimKernels& kernels() { return levels::in_use(optim_kernels); }
+
+void sgd(Floats weight, const Floats& grad, std::optional<Floats> buffer, float lr, float momentum,
+         float decay, bool nesterov) {
+    const int64_t n = weight.size();
+    require(grad.size() == n && (!buffer || buffer->size() == n),
+            "sgd: expected arrays of one length");
+    float *w = weight.mutable_data(), *b = buffer ? buffer->mutable_data() : nullptr;
+    without_gil([&] { kernels().sgd({lr, momentum, decay, nesterov}, n, w, grad.data(), b); });
+}
+
+void adam(Floats weight, const Floats& grad, Floats mean, Floats square, const Floats& factors) {
+    const int64_t n = weight.size();
+    require(grad.size() == n && mean.size() == n && square.size() == n &&
+                factors.size() == kAdamFactors,
+            "adam: expected arrays of one length");
+    float *w = weight.mutable_data(), *m = mean.mutable_data(), *v = square.mutable_data();
+    without_gil([&] { kernels().adam(n, w, grad.data(), m, v, factors.data()); });
+}
+
+bool all_finite(const Floats& x) {
+    return without_gil([&] { return kernels().all_finite(x.size(), x.data()); });
+}
+
+}  // namespace
+
+void bind_optim(py::module_& m) {
+    // noconvert: written in place, so a converted copy would lose the update
+    m.def("sgd", sgd, py::arg("weight").noconvert(), py::arg("grad"), py::arg("buffer").noconvert(),
+          py::arg("lr"), py::arg("momentum"), py::arg("decay"), py::arg("nesterov"));
+    m.def("adam", adam, py::arg("weight").noconvert(), py::arg("grad"), py::arg("mean").noconvert(),
+          py::arg("square").noconvert(), py::arg("factors"));
+    m.def("all_finite", all_finite);
+}

@@ -1,0 +1,24 @@
+// The optimizers' kernels, as a table.
+#pragma once
+
+#include <cstdint>
+
+#include "common/levels.hpp"
+
+struct Sgd {
+    float lr, momentum, decay;
+    bool nesterov;
+};
+
+struct OptimKernels {
+    // `buffer`, written with the momentum, may be null.
+    void (*sgd)(const Sgd&, int64_t n, float* weight, const float* grad, float* buffer);
+    // `factors` are kAdamFactors numbers; see optimizers.cpp.
+    void (*adam)(int64_t n, float* weight, const float* grad, float* mean, float* square,
+                 const float* factors);
+    bool (*all_finite)(int64_t n, const float* x);
+};
+
+constexpr int kAdamFactors = 7;
+
+EXTENSOR_KERNELS(OptimKernels, optim_kernels)

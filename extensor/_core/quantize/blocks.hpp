@@ -1,0 +1,119 @@
+// Whole blocks of 16 or 32 values along rows, which must run at memory speed: maxima of VL blocks
+// at once, and codes of a floating-point grid, packed in registers. Everything else (ragged tails,
+// other tiles, blocks without numbers) takes the loops of rowwise.cpp.
+#pragma once
+
+#include <utility>
+
+#include "common/float_types.hpp"
+#include "quantize/encoder.hpp"
+#include "quantize/hadamard.hpp"
+#include "quantize/packing.hpp"
+
+namespace EXTENSOR_ISA {
+
+// How far ahead of the values being encoded memory is prefetched. The processor's own prefetching
+// stops at pages and leaves a fifth of the bandwidth unused.
+constexpr int64_t kPrefetchBytes = 3072;
+
+// Prefetches the bytes of `count` values that follow kPrefetchBytes after x; they may lie beyond
+// the array's end.
+template <class T>
+INLINE void prefetch_stream([[maybe_unused]] const T* x, [[maybe_unused]] int64_t count) {
+#if defined(__x86_64__)
+    const auto* at = reinterpret_cast<const char*>(x) + kPrefetchBytes;
+    for (int64_t i = 0; i < count * static_cast<int64_t>(sizeof(T)); i += 64)
+        _mm_prefetch(at + i, _MM_HINT_T0);
+#endif
+}
+
+// ---- maxima ----
+
+// Lane i of the result: if bit S of i is clear, the larger of a's lanes i and i ^ S, else of b's.
+template <int S>
+INLINE vu fold(vu a, vu b) {
+    vu upper;
+    for (int i = 0; i < VL; ++i) upper[i] = i & S ? ~0u : 0u;
+    const vu kept = upper ? b : a, moved = upper ? a : b;
+    return larger(kept, bits_of(partner<S>(float_of(moved))));
+}
+
+// Lane i: the largest lane of v[i]. A tree that needs VL - 1 maxima for VL vectors.
+INLINE vu largest_of_each(vu (&v)[VL]) {
+    for (int i = 0; i < VL / 2; ++i) v[i] = fold<1>(v[2 * i], v[2 * i + 1]);
+    for (int i = 0; i < VL / 4; ++i) v[i] = fold<2>(v[2 * i], v[2 * i + 1]);
+    if constexpr (VL >= 8)
+        for (int i = 0; i < VL / 8; ++i) v[i] = fold<4>(v[2 * i], v[2 * i + 1]);
+    if constexpr (VL >= 16) v[0] = fold<8>(v[0], v[1]);
+    return v[0];
+}
+
+// Magnitude bits of the maxima of VL tiles that follow one another.
+template <int Tile, class T>
+INLINE vu tile_maxima(const T* x) {
+    vu v[VL];
+#pragma GCC unroll 16
+    for (int i = 0; i < VL; ++i) {
+        v[i] = bits_of(load(x + i * Tile)) & kMagnitude;
+#pragma GCC unroll 8
+        for (int k = VL; k < Tile; k += VL)
+            v[i] = larger(v[i], bits_of(load(x + i * Tile + k)) & kMagnitude);
+    }
+    return largest_of_each(v);
+}
+
+// ---- codes ----
+
+// Codes of `tiles` tiles (whole batches) of a floating-point grid, all of them plain. `words`: one
+// per value, or unused. `bounded`: rounding to nearest, no value saturates.
+template <int Index, int Tile, bool Words, class T>
+struct RunEncoder {
+    static constexpr int kBatch = kQuad;
+
+    static void code(const T* x, const float* apply, const uint32_t* words, bool, int64_t tiles,
+                     uint8_t* to, EncodeCounts& counts) {
+        constexpr int bits = kElements[Index].bits;
+        const Encoder<Index, Words> encoder{.element_scale = 1};
+        EncodeCounts mine;
+        for (int64_t i = 0; i < tiles * Tile; i += kQuad, x += kQuad, to += kQuad * bits / 8) {
+            prefetch_stream(x, kQuad);
+            vu code[4];
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; ++k)
+                code[k] = encoder(load(x + k * VL), splat(apply[(i + k * VL) / Tile]),
+                                  Words ? load(words + i + k * VL) : vu{}, mine);
+            store_quad<bits>(to, code);
+        }
+        counts.saturated += mine.saturated;
+        counts.flushed += mine.flushed;
+    }
+};
+
+// The encoder for an element of the table and a tile length, or null where there is none.
+template <bool Words, class T>
+struct BlockEncoder {
+    void (*code)(const T* x, const float* apply, const uint32_t* words, bool bounded, int64_t tiles,
+                 uint8_t* to, EncodeCounts& counts) = nullptr;
+    int64_t batch = 0;  // values; the tiles of a call must be whole batches
+
+    BlockEncoder(int element, int64_t tile) {
+        with_element(element, [&]<size_t Index>() {
+            if constexpr (kElements[Index].is_float) {
+                if (tile == 16) set<RunEncoder<Index, 16, Words, T>>();
+                if (tile == 32) set<RunEncoder<Index, 32, Words, T>>();
+            }
+        });
+    }
+
+private:
+    template <class Of>
+    void set() {
+        code = &Of::code, batch = Of::kBatch;
+    }
+};
+
+}  // namespace EXTENSOR_ISA
+
+#if EXTENSOR_LANES == 16
+#include "quantize/blocks_bf16_avx512.hpp"
+#endif

@@ -1,0 +1,97 @@
+// The quantizers' kernels: what one call reads and writes, and their table.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtypes.hpp"
+#include "common/levels.hpp"
+
+enum class Rule : int { floor, rceil, ceil, even, one, amax, four_over_six, least_error };
+enum class Ties : int { even, away, zero };
+enum class Zeros : int { kept, zeros_positive, zeros_negative, codes_positive };
+enum class Order : int { transformer_engine, torchao, model_optimizer };  // of NVFP4's operations
+enum class Statistic : int { amax, percentile, running };
+
+// What a resolved QuantSpec says, as numbers.
+struct QuantPlan {
+    int element;  // index into kElements
+    Scale scale;
+    Rule rule;
+    Ties ties;
+    Zeros zeros;
+    Order order;
+    Statistic statistic;
+    bool stochastic, symmetric, nv_tiny_saturates;
+    int rbits;
+    uint32_t mx_inf_byte, mx_least_byte, nv_zero_byte, nv_least_byte;
+    double percentile;
+    float decay;
+    int window;  // -1: none
+    float element_scale;
+    int hadamard;  // size, or 0
+    float signs[128];
+};
+
+// Random bits: the key and the two high counter words of a Stream.
+struct QuantStream {
+    uint32_t key0, key1, high0, high1;
+};
+
+// An array of (outer, length, inner), C order, blocked along `length` in tiles.
+//
+// With inner == 1 the array is read as (outer, rows, length) and a tile is tile_rows x tile_length
+// on its last two axes; otherwise a tile is tile_length along `length` x tile_rows along `inner`,
+// and tile_rows > 1 needs outer == 1. `padded` is `length` padded to the Hadamard size.
+struct QuantJob {
+    const void* x;
+    FloatType type;  // of x
+    int64_t outer, rows, length, inner, padded, tile_rows, tile_length;
+    float* values;               // float32 of the padded shape, or null
+    uint8_t* codes;              // packed along `length` in whole blocks, or null
+    void* scales;                // uint8, float16 or float32, one per tile, or null
+    int8_t* zero_points;         // one per tile where not symmetric, or null
+    const float* previous;       // maxima of the tiles before, for a running statistic, or null
+    float tensor_scale;          // out
+    int64_t saturated, flushed;  // out
+};
+
+// Packed codes back to values; no Hadamard transform.
+struct DequantJob {
+    const uint8_t* codes;
+    const void* scales;
+    const int8_t* zero_points;  // or null
+    float tensor_scale;
+    int64_t outer, rows, length, inner, tile_rows, tile_length;
+    void* values;
+    FloatType type;  // of the values
+};
+
+// Rows of `length` values and what the outlier codec takes out of them: `kept` values each.
+struct OutlierJob {
+    const float* x;
+    int64_t rows, length, kept;
+    float *rest, *means, *values;
+    int32_t* index;
+};
+
+struct QuantKernels {
+    void (*quantize)(const QuantPlan&, const QuantStream&, QuantJob&);
+    // One array rowwise and columnwise, in one reading where that is supported.
+    void (*quantize_rowwise_columnwise)(const QuantPlan (&)[2], const QuantStream (&)[2],
+                                        QuantJob (&)[2]);
+    void (*dequantize)(const QuantPlan&, const DequantJob&);
+    void (*split_outliers)(const OutlierJob&);
+    // Puts the outliers back into `rest`. With x, returns how many of its nonzero values became
+    // zero.
+    int64_t (*join_outliers)(const OutlierJob&, const float* scales);
+};
+
+// Casts between float32 and bfloat16.
+struct CastKernels {
+    void (*bfloat16_values)(int64_t n, const float* x, float* y);
+    void (*to_bfloat16)(int64_t n, const float* x, uint16_t* y);
+    void (*from_bfloat16)(int64_t n, const uint16_t* x, float* y);
+};
+
+EXTENSOR_KERNELS(QuantKernels, quant_kernels)
+EXTENSOR_KERNELS(CastKernels, cast_kernels)

@@ -1,0 +1,369 @@
+// Block scales that need more of a block than its largest magnitude: percentiles, running maxima,
+// zero points, and rules that choose among scales by their error. The results replace the maxima,
+// as scales.hpp reads them, so that the encoders need not know.
+//
+// Lanes run over blocks, position by position in the order of extensor/quant/block_codec.py, since
+// the order in which an error is summed is part of the result.
+
+#include "quantize/quantize.hpp"
+
+#include "quantize/hadamard.hpp"
+
+namespace EXTENSOR_ISA {
+namespace {
+
+constexpr int64_t kWindow = 1024;  // positions of VL blocks that are kept, transposed, in the cache
+constexpr int kOptions = 4;
+
+// Up to VL blocks that follow one another in the array of scales.
+class BlockGroup {
+public:
+    // `fill`: what stands where a block has no value.
+    BlockGroup(const Call& call, int64_t first, uint32_t fill)
+        : job_(call.job),
+          columns_(job_.inner != 1),
+          tiles_(call.tiles),
+          fill_(as_float(fill)),
+          span_(least(job_.tile_length, job_.length)),
+          high_(least(job_.tile_rows, columns_ ? job_.inner : job_.rows)),
+          groups_(ceil_div(columns_ ? job_.inner : job_.rows, job_.tile_rows)),
+          first_(first),
+          positions_(span_ * high_),
+          window_(scratch_of<float>(Slot::values, least(kWindow, positions_ + VL) * VL)) {
+        lanes = static_cast<int>(least(VL, blocks(call) - first));
+        const int64_t minors = columns_ ? groups_ : tiles_, majors = columns_ ? tiles_ : groups_;
+        const int64_t step = columns_ ? 1 : job_.tile_length;
+        int64_t minor = first % minors, major = first / minors % majors;
+        int64_t image = first / minors / majors;
+        even_ = lanes == VL && (!columns_ || high_ == 1);
+        for (int i = 0; i < lanes; ++i) {
+            at_[i] = columns_ ? place(image, major, minor) : place(image, minor, major);
+            even_ = even_ && at_[i].along == span_ && at_[i].across == high_ &&
+                    at_[i].values == at_[0].values + i * step;
+            if (++minor < minors) continue;
+            minor = 0;
+            if (++major == majors) major = 0, ++image;
+        }
+    }
+
+    static int64_t blocks(const Call& call) {
+        const QuantJob& job = call.job;
+        const int64_t across = job.inner != 1 ? job.inner : job.rows;
+        return job.outer * call.tiles * ceil_div(across, job.tile_rows);
+    }
+
+    int lanes;
+
+    // How many values the block of a lane has, and its number in the array of scales.
+    int64_t count(int lane) const { return at_[lane].along * at_[lane].across; }
+    int64_t number(int lane) const { return first_ + lane; }
+
+    // The blocks' words in `maxima`, which every row of a tile repeats.
+    vu words(const uint32_t* maxima) const {
+        vu w = {};
+        for (int i = 0; i < lanes; ++i) w[i] = maxima[at_[i].word];
+        return w;
+    }
+
+    template <class T, class V>
+    void set_words(T* words, V w) const {
+        for (int i = 0; i < lanes; ++i)
+            for (int64_t r = 0; r < at_[i].across; ++r)
+                words[at_[i].word + r * (columns_ ? 1 : tiles_)] = w[i];
+    }
+
+    // body(values) for every position.
+    template <class Body>
+    INLINE void for_positions(Body body) {
+        for (int64_t start = 0; start < positions_; start += kWindow) {
+            const int64_t n = least(kWindow, positions_ - start);
+            if (held_ != start) fetch(start, n);
+            held_ = start;
+            for (int64_t i = 0; i < n; ++i) body(load(window_ + i * VL));
+        }
+    }
+
+private:
+    struct Place {
+        const float* values;
+        int64_t word, along, across;
+    };
+
+    Place place(int64_t image, int64_t tile, int64_t group) const {
+        const int64_t width = columns_ ? job_.inner : job_.rows;
+        const int64_t along = tile * job_.tile_length, across = group * job_.tile_rows;
+        Place p;
+        p.along = least(job_.tile_length, job_.length - along);
+        p.across = least(job_.tile_rows, width - across);
+        const float* x = static_cast<const float*>(job_.x) + image * job_.length * width;
+        p.values = columns_ ? x + along * width + across : x + across * job_.length + along;
+        p.word = columns_ ? (image * tiles_ + tile) * width + across
+                          : (image * width + across) * tiles_ + tile;
+        return p;
+    }
+
+    void fetch(int64_t start, int64_t n) {
+        const int64_t step = columns_ ? job_.inner : 1, turn = columns_ ? 1 : job_.length;
+        int64_t row = start / span_, k = start % span_;
+        for (int64_t done = 0; done < n; ++row, k = 0) {
+            const int64_t count = least(span_ - k, n - done);
+            int64_t i = 0;
+            float* to = window_ + done * VL;
+            if (even_ && columns_) {
+                for (; i < count; ++i) store(to + i * VL, load(at_[0].values + (k + i) * step));
+            } else if (even_) {
+                const float* from = at_[0].values + row * turn + k;
+                for (; i + VL <= count; i += VL) {
+                    vf v[VL];
+                    for (int l = 0; l < VL; ++l) v[l] = load(from + l * job_.tile_length + i);
+                    transpose(v);
+                    for (int l = 0; l < VL; ++l) store(to + (i + l) * VL, v[l]);
+                }
+            }
+            for (int l = 0; l < VL; ++l) {
+                const bool there = l < lanes && row < at_[l].across;
+                const int64_t real = there ? at_[l].along - k : 0;
+                for (int64_t j = i; j < count; ++j)
+                    to[j * VL + l] = j < real ? at_[l].values[row * turn + (k + j) * step] : fill_;
+            }
+            done += count;
+        }
+    }
+
+    const QuantJob& job_;
+    bool columns_, even_;  // even: the blocks are whole, and lie evenly in memory
+    int64_t tiles_;
+    float fill_;
+    int64_t span_, high_, groups_, first_, positions_;
+    float* window_;
+    int64_t held_ = -1;
+    Place at_[VL];
+};
+
+// body(group) for all blocks of an array, in parallel.
+template <class Body>
+void for_block_groups(const Call& call, uint32_t fill, Body body) {
+    const int64_t groups = ceil_div(BlockGroup::blocks(call), VL);
+    const int64_t size = call.job.tile_length * call.job.tile_rows;
+    const int64_t per_task = most(1, kChunkValues / most(1, size * VL));
+    threads::run(ceil_div(groups, per_task), 32 * groups * VL * size, [&](int64_t task) {
+        for (int64_t g = task * per_task; g < least(groups, (task + 1) * per_task); ++g) {
+            BlockGroup group(call, g * VL, fill);
+            body(group);
+        }
+    });
+}
+
+// The rank-th smallest magnitude of each block, as bits: found bit by bit from the
+// highest, since magnitudes are ordered as their bits are.
+vu ranked(BlockGroup& group, const vi& rank) {
+    vu found = {};
+    for (uint32_t bit = 1u << 30; bit; bit >>= 1) {
+        const vi below = reinterpret_cast<vi>(found + (bit - 1));
+        vi count = {};
+        group.for_positions(
+            [&](vf v) { count -= reinterpret_cast<vi>(bits_of(v) & kMagnitude) <= below; });
+        found += reinterpret_cast<vu>(count < rank) & bit;
+    }
+    return found;
+}
+
+// See `block_statistic` in extensor/quant/scale_encoders.py.
+void percentiles(const Call& call, uint32_t* maxima) {
+    for_block_groups(call, kMagnitude, [&](BlockGroup& group) {
+        vi rank = {};
+        for (int i = 0; i < group.lanes; ++i) {
+            const int64_t count = group.count(i);
+            const double place = call.plan.percentile * static_cast<double>(count) / 100;
+            rank[i] = static_cast<int32_t>(
+                least(most(1, static_cast<int64_t>(__builtin_ceil(place))), count));
+        }
+        const vu amax = group.words(maxima), chosen = ranked(group, rank);
+        group.set_words(maxima, (amax < kExponentMask) & (chosen > 0u) ? chosen : amax);
+    });
+}
+
+void running_maxima(const Call& call, uint32_t* maxima) {
+    for_block_groups(call, 0, [&](BlockGroup& group) {
+        vu amax = group.words(maxima);
+        for (int i = 0; i < group.lanes; ++i) {
+            const float kept = call.plan.decay * call.job.previous[group.number(i)];
+            if (amax[i] && amax[i] < kExponentMask && kept > as_float(amax[i]))
+                amax[i] = bits_of(splat(kept))[0];
+        }
+        group.set_words(maxima, amax);
+    });
+}
+
+// See `_asymmetric` in extensor/quant/scale_encoders.py: ranges in float64, rounded once.
+void zero_points(const Call& call, uint32_t* maxima, float* points) {
+    const float top = call.scaler.grid.top, bottom = -top - 1;
+    const double steps = static_cast<double>(top) - static_cast<double>(bottom);
+    for_block_groups(call, 0, [&](BlockGroup& group) {
+        const vu amax = group.words(maxima);
+        const vu finite = reinterpret_cast<vu>(amax < kExponentMask);
+        vf low = {}, high = {};
+        group.for_positions([&](vf v) {
+            v = float_of(bits_of(v) & finite);
+            low = smaller(low, v);
+            high = larger(high, v);
+        });
+        vf ratio = splat(1.0f), point = {};
+        if (call.plan.rule != Rule::one)
+            for (int i = 0; i < VL; ++i)
+                ratio[i] = static_cast<float>(
+                    (static_cast<double>(high[i]) - static_cast<double>(low[i])) / steps);
+        vu stored;
+        const vf scale = call.scaler.rounded(ratio, stored);
+        for (int i = 0; i < group.lanes; ++i) {
+            const double ideal =
+                __builtin_rint(static_cast<double>(bottom) -
+                               static_cast<double>(low[i]) / static_cast<double>(scale[i]));
+            point[i] = ideal < bottom ? bottom : ideal > top ? top : static_cast<float>(ideal);
+            if (call.job.zero_points)
+                call.job.zero_points[group.number(i)] = static_cast<int8_t>(point[i]);
+        }
+        group.set_words(points, point);
+        group.set_words(maxima, finite ? bits_of(scale) : amax);
+    });
+}
+
+// ---- rules that choose among block scales of NVFP4 ----
+
+// Four consecutive scales whose products with e2m1 are exact in FP8 (normal, significand 1, 1.25 or
+// 1.5), the largest first: one above the first that reaches the base, then down.
+int fp8_exact_options(const Scaler& scaler, vf base, vu (&codes)[kOptions]) {
+    constexpr int kCodes = 45;
+    const auto code_of = [](vi n) {
+        n = n < 0 ? vi{} : n;
+        n = n > kCodes - 1 ? vi{} + (kCodes - 1) : n;
+        const vi third = (n * 43) >> 7;  // n / 3 below 128
+        return reinterpret_cast<vu>(8 + 8 * third + 2 * (n - 3 * third));
+    };
+    vi at = {};
+    for (int n = 0; n < kCodes; ++n) at -= grid_value(code_of(vi{} + n), scaler.scale_grid) < base;
+    at = at > kCodes - 1 ? vi{} + (kCodes - 1) : at;
+    for (int i = 0; i < kOptions; ++i) codes[i] = code_of(at + 1 - i);
+    return kOptions;
+}
+
+int options_of(const Scaler& scaler, vf amax, vu (&codes)[kOptions]) {
+    if (scaler.plan.rule == Rule::least_error)
+        return fp8_exact_options(scaler, scaler.ideal(amax), codes);
+    const vf base = amax / 6.0f * scaler.encode, top = splat(scaler.scale_grid.top);
+    vf value;
+    codes[0] = grid_code(smaller(base, top), scaler.scale_grid, value);
+    codes[1] = grid_code(smaller(base * 1.5f, top), scaler.scale_grid, value);
+    return 2;
+}
+
+// Squared errors of encoding a group under each of N scales, in float32, position after position.
+template <bool Words, int N>
+void measure(BlockGroup& group, const Call& call, const vu* codes, vf* errors) {
+    const Grid grid = call.scaler.grid;
+    const bool four = call.plan.rule == Rule::four_over_six;
+    const vf factor = splat(four ? call.scaler.tensor_amax : call.scaler.tensor_scale);
+    const vu word = splat(call.constant);
+    vf value[N], apply[N], error[N];
+    for (int o = 0; o < N; ++o) {
+        value[o] = grid_value(codes[o], call.scaler.scale_grid);
+        apply[o] = call.scaler.applied(codes[o], value[o]);
+        error[o] = vf{};
+    }
+    group.for_positions([&](vf x) {
+#pragma GCC unroll 4
+        for (int o = 0; o < N; ++o) {
+            const vf y = x * apply[o];
+            const vf magnitude = smaller(float_of(bits_of(y) & kMagnitude), splat(grid.clamp));
+            vu exponent, steps;
+            const vf r = round_magnitude<Words>(magnitude, word, grid, exponent, steps);
+            const vu bits = bits_of(smaller(r, splat(grid.top))) | (bits_of(y) & kSign);
+            vf decoded = float_of(bits) * value[o] * factor;
+            if (four) decoded = decoded / 1536.0f;
+            const vf off = decoded - x;
+            error[o] += off * off;
+        }
+    });
+    for (int o = 0; o < N; ++o) errors[o] = error[o];
+}
+
+void choose_scales(const Call& call, uint32_t* maxima) {
+    const bool four = call.plan.rule == Rule::four_over_six, words = call.plan.ties != Ties::even;
+    for_block_groups(call, 0, [&](BlockGroup& group) {
+        const vu amax = group.words(maxima);
+        const vu finite = reinterpret_cast<vu>(amax < kExponentMask);
+        vu codes[kOptions];
+        vf errors[kOptions];
+        const int count = options_of(call.scaler, float_of(amax & finite), codes);
+        if (four)
+            words ? measure<true, 2>(group, call, codes, errors)
+                  : measure<false, 2>(group, call, codes, errors);
+        else
+            words ? measure<true, kOptions>(group, call, codes, errors)
+                  : measure<false, kOptions>(group, call, codes, errors);
+        vu best = codes[0];
+        vf least_error = errors[0];
+        for (int o = 1; o < count; ++o) {
+            const vi better = errors[o] < least_error;
+            best = better ? codes[o] : best;
+            least_error = better ? errors[o] : least_error;
+        }
+        const vu found = amax ? best + 1u : vu{};
+        group.set_words(maxima, finite ? found : amax);
+    });
+}
+
+}  // namespace
+
+void finish_statistics(Call& call, const Totals& totals, int64_t whole) {
+    const QuantPlan& plan = call.plan;
+    if (plan.statistic == Statistic::percentile) percentiles(call, totals.maxima);
+    if (plan.statistic == Statistic::running && call.job.previous)
+        running_maxima(call, totals.maxima);
+    totals.set_global(call.scaler, whole);
+    if (chooses(plan)) choose_scales(call, totals.maxima);
+    if (!plan.symmetric) {
+        call.points = scratch_of<float>(Slot::points, whole + VL);
+        zero_points(call, totals.maxima, call.points);
+    }
+}
+
+const float* float32_values(const QuantPlan& plan, const QuantJob& job) {
+    const int size = plan.hadamard ? plan.hadamard : 1;
+    const int64_t rows = job.outer * job.rows, steps = job.padded / size,
+                  count = rows * job.padded * job.inner;
+    const Source x = {job.x, job.type};
+    float* out = scratch_of<float>(Slot::copied, count + VL);
+    if (!plan.hadamard) {
+        threads::run(ceil_div(count, kChunkValues), 4 * count, [&](int64_t task) {
+            const int64_t end = least(count, (task + 1) * kChunkValues);
+            for (int64_t i = task * kChunkValues; i < end; i += VL)
+                store_upto(out + i, x.load_upto(i, end - i), end - i);
+        });
+        return out;
+    }
+    threads::run(rows * steps, 8 * count, [&](int64_t task) {
+        const int64_t row = task / steps, start = task % steps * size;
+        const int64_t real = most(0, least(size, job.length - start));
+        const Source from = x.from((row * job.length + start) * job.inner);
+        float* to = out + (row * job.padded + start) * job.inner;
+        if (job.inner == 1) {
+            const auto values = [&](int64_t i) { return from.load_upto(i, most(0, real - i)); };
+            return transform_run(size, values, plan.signs, to);
+        }
+        float* panel = scratch_of<float>(Slot::values, size * VL);
+        for (int64_t j = 0; j < job.inner; j += VL) {
+            const int64_t lanes = least(VL, job.inner - j);
+            for (int64_t k = 0; k < size; ++k) {
+                const vf v = k < real ? from.load_upto(k * job.inner + j, lanes) : vf{};
+                store(panel + k * VL, v);
+            }
+            transform_rows(panel, size, VL, plan.signs);
+            for (int64_t k = 0; k < size; ++k)
+                store_upto(to + k * job.inner + j, load(panel + k * VL), lanes);
+        }
+    });
+    return out;
+}
+
+}  // namespace EXTENSOR_ISA

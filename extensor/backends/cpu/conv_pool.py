@@ -1,0 +1,200 @@
+"""The CPU backend's convolutions and pooling in float32, patches quantized or not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from extensor.backends.cpu.core import CpuCore, first_arrays, ready, runs_in_core
+from extensor.backends.cpu.lowering import LoweredSpec, lower
+from extensor.backends.generic.conv_pool import check_max_windows
+from extensor.backends.protocol import Array, Window
+from extensor.backends.unsupported import Unsupported
+from extensor.quant.array import QuantStats
+from extensor.quant.recipe_state import Counts
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+
+__all__ = ["CpuConvPool"]
+
+_LONGEST_BLOCK = 512  # along the pixels: a chunk of the patches holds whole blocks
+
+
+class CpuConvPool(CpuCore):
+    """Convolutions, of floats or with quantized patches, and max pooling."""
+
+    def _choose_quantized_conv2d(
+        self,
+        x: Array,
+        w: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+        bias: Array | None = None,
+    ) -> LoweredSpec | Unsupported:
+        arrays = (x, w) if bias is None else (x, w, bias)
+        return self._lower_patches(arrays, x, spec, shape, window)
+
+    def _choose_quantized_conv2d_grad_w(
+        self,
+        g: Array,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+    ) -> LoweredSpec | Unsupported:
+        plan = self._lower_patches((g, x), x, spec, shape, window)
+        if plan and (not isinstance(spec.tile, tuple) or spec.tile[1] > _LONGEST_BLOCK):
+            return Unsupported(f"blocks of {spec.tile} along the pixels")
+        return plan
+
+    def _lower_patches(
+        self,
+        arrays: tuple[Array, ...],
+        x: Array,
+        spec: QuantSpec,
+        shape: tuple[int, ...],
+        window: Window,
+    ) -> LoweredSpec | Unsupported:
+        """How x's patches are quantized on the way, or why the core does not."""
+        if not (core := self.float32_core(*arrays)):
+            gap: Unsupported = core
+            return gap
+        if spec.rounding == "stochastic":
+            return Unsupported("stochastic rounding, whose bits depend on the place in the matrix")
+        if spec.transform:
+            return Unsupported("a Hadamard transform")
+        whole = spec.row.tensor_scale or spec.scale_window is not None or spec.tile == "tensor"
+        if whole or spec.rebased:
+            return Unsupported("scales that depend on the whole matrix")
+        if isinstance(spec.tile, tuple) and spec.tile[0] > 1:
+            return Unsupported(f"tiles of {spec.tile[0]} rows")
+        return lower(core, spec, _patch_shape(x, shape, window))
+
+    @runs_in_core(_choose_quantized_conv2d)
+    def quantized_conv2d(
+        self,
+        plan: LoweredSpec,
+        x: Array,
+        w: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+        bias: Array | None = None,
+    ) -> tuple[Array, Counts]:
+        """See the protocol."""
+        where = (shape, _placement(window), x.shape[1] // shape[1])
+        start = None if bias is None else ready(bias)
+        y, *lost = self.core.quantized_conv2d(
+            plan.plan, plan.tile_length, ready(x), ready(w), *where, start
+        )
+        return y, QuantStats(plan.count, *lost)
+
+    @runs_in_core(_choose_quantized_conv2d_grad_w)
+    def quantized_conv2d_grad_w(
+        self,
+        plan: LoweredSpec,
+        g: Array,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+    ) -> tuple[Array, Counts]:
+        """See the protocol."""
+        where = (shape, _placement(window), x.shape[1] // shape[1])
+        gw, *lost = self.core.quantized_conv2d_grad_w(
+            plan.plan, plan.tile_length, ready(g), ready(x), *where
+        )
+        return gw, QuantStats(plan.count, *lost)
+
+    def _choose_conv2d(
+        self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None
+    ) -> Any:
+        core = self.float32_core(x, w) if bias is None else self.float32_core(x, w, bias)
+        return core and _conv_core(core, x.shape, w.shape, groups)
+
+    @runs_in_core(_choose_conv2d)
+    def conv2d(
+        self, core: Any, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None
+    ) -> Array:
+        """See the protocol."""
+        start = None if bias is None else ready(bias)
+        return core.conv2d(ready(x), ready(w), _placement(window), groups, start)
+
+    def _choose_conv2d_grad_x(
+        self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
+    ) -> Any:
+        return (core := self.float32_core(g, w)) and _conv_core(core, shape, w.shape, groups)
+
+    @runs_in_core(_choose_conv2d_grad_x)
+    def conv2d_grad_x(
+        self, core: Any, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
+    ) -> Array:
+        """See the protocol."""
+        return core.conv2d_grad_x(ready(g), ready(w), shape, _placement(window), groups)
+
+    def _choose_conv2d_grad_w(
+        self, g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int
+    ) -> Any:
+        return (core := self.float32_core(g, x)) and _conv_core(core, x.shape, shape, groups)
+
+    @runs_in_core(_choose_conv2d_grad_w)
+    def conv2d_grad_w(
+        self, core: Any, g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int
+    ) -> Array:
+        """See the protocol."""
+        return core.conv2d_grad_w(ready(g), ready(x), shape, _placement(window), groups)
+
+    @runs_in_core(first_arrays(1))
+    def max_pool2d(self, core: Any, x: Array, window: Window) -> tuple[Array, Array]:
+        """See the protocol."""
+        check_max_windows(window, x.shape[2:])
+        values, index = core.max_pool2d(ready(x), window.kernel, _placement(window))
+        return values, index
+
+    def _choose_max_pool2d_grad(
+        self, g: Array, index: Array, shape: tuple[int, ...], window: Window | None = None
+    ) -> Any:
+        core = self.float32_core(g)
+        if core and index.dtype != np.int32:
+            return Unsupported(f"{index.dtype} positions, not int32")
+        return core
+
+    @runs_in_core(_choose_max_pool2d_grad)
+    def max_pool2d_grad(
+        self,
+        core: Any,
+        g: Array,
+        index: Array,
+        shape: tuple[int, ...],
+        window: Window | None = None,
+    ) -> Array:
+        """See the protocol."""
+        return core.max_pool2d_grad(ready(g), ready(index), shape)
+
+
+def _placement(window: Window) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    return window.stride, window.padding, window.dilation
+
+
+def _conv_core(core: Any, x: tuple[int, ...], w: tuple[int, ...], groups: int) -> Any:
+    """The core if it convolves arrays of these shapes, else `Unsupported`."""
+    if len(x) != 4 or len(w) != 4:
+        return Unsupported("not images")
+    if groups < 1 or x[1] % groups or w[0] % groups:
+        return Unsupported("channels that the groups do not divide")
+    return core
+
+
+def _patch_shape(x: Array, shape: tuple[int, ...], window: Window) -> tuple[int, ...]:
+    """The shape of x's patches; see `Backend.quantized_conv2d`."""
+    ho, wo = window.output_size(x.shape[2:])
+    matrix = (math.prod(shape[1:]), x.shape[0] * ho * wo)
+    groups = x.shape[1] // shape[1]
+    return matrix if groups == 1 else (groups, *matrix)

@@ -1,0 +1,117 @@
+"""The CPU backend's matrix products, on the core's threads.
+
+`extensor.backends.cpu.product_paths` has the bounds of products of blocked matrices and operands.
+Of float matrices (M, K) and (K, N), against exact arithmetic, with u = 2**-24,
+gamma_n = n u / (1 - n u), no overflow or underflow:
+
+    matmul         |error| <= gamma_(K + 1) (|bias| + |a| |b|), K products a sum
+
+Every sum is one chain in the order of its terms, whatever the number of threads. Where numpy's BLAS
+is faster it is kept: products with fewer than `_LEAST` rows or columns.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from extensor.backends.cpu import product_paths as paths
+from extensor.backends.cpu.core import CpuCore, ready, runs_in_core
+from extensor.backends.protocol import Array
+from extensor.backends.unsupported import Unsupported
+from extensor.quant.array import QuantArray
+
+__all__ = ["CpuMatmul"]
+
+_LEAST = 8
+"""1 x 512 x 512 takes BLAS 14 us and the core 60; 8 x 512 x 512 takes 89 and 70 (measured)."""
+_VECTOR = Unsupported("a vector")
+
+
+class CpuMatmul(CpuCore):
+    """Products of float arrays, of block-scaled arrays, and of a recipe's operands."""
+
+    def _choose_matmul(self, a: Array, b: Array, bias: Array | None = None) -> Any:
+        core = self.float32_core(a, b) if bias is None else self.float32_core(a, b, bias)
+        if not core:
+            return core
+        if a.ndim < 2 or b.ndim < 2:
+            return _VECTOR
+        rows, columns = a.size // a.shape[-1] if b.ndim == 2 else a.shape[-2], b.shape[-1]
+        if min(rows, columns) < _LEAST:
+            return Unsupported(f"{rows} rows by {columns} columns; BLAS is faster below {_LEAST}")
+        return core
+
+    @runs_in_core(_choose_matmul)
+    def matmul(self, core: Any, a: Array, b: Array, bias: Array | None = None) -> Array:
+        """See the protocol."""
+        if b.ndim == 2 and a.ndim > 2:
+            rows = self.matmul(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b, bias)
+            return rows.reshape(*a.shape[:-1], b.shape[-1])
+        sides = (a, b)
+        if not core.supports_matmul(a, b):  # no neighbours in memory along a matrix's axis
+            sides = (ready(a), ready(b))
+        return core.matmul(*sides, None if bias is None else ready(bias))
+
+    def _choose_block_scaled(
+        self, a: QuantArray, b: QuantArray
+    ) -> paths.BlockProduct | Unsupported:
+        if self.core is None:
+            return Unsupported(self.core_missing)
+        return paths.choose_block_product(self.core, a, b)
+
+    @runs_in_core(_choose_block_scaled)
+    def block_scaled_matmul(self, plan: paths.BlockProduct, a: QuantArray, b: QuantArray) -> Array:
+        """See the protocol."""
+        core = self.core
+        sides = paths.matrix(core, a), paths.matrix(core, b)
+        if plan.kind == "bf16":
+            return core.bf16_matmul(*sides)
+        if plan.kind == "int8":
+            return core.int8_matmul(*sides)
+        return core.block_scaled_matmul(*sides, plan.step)
+
+    def _choose_weight_only(self, x: Array, w: QuantArray) -> tuple[Array] | Unsupported:
+        """The float32 activations, which are looked at, if the core takes them."""
+        if self.core is None:
+            return Unsupported(self.core_missing)
+        return paths.choose_weight_only(self._wide(x), w)
+
+    @runs_in_core(_choose_weight_only)
+    def weight_only_matmul(self, wide: tuple[Array], x: Array, w: QuantArray) -> Array:
+        """See the protocol. Widens bfloat16."""
+        return self.core.weight_only_matmul(ready(wide[0]), paths.matrix(self.core, w))
+
+    def _choose_product(
+        self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None
+    ) -> tuple[float, float] | Unsupported:
+        if self.core is None:
+            return Unsupported(self.core_missing)
+        return paths.operand_factors(self.core, a, b)
+
+    @runs_in_core(_choose_product)
+    def product(
+        self,
+        factors: tuple[float, float],
+        a: Any,
+        b: Any,
+        dtype: str = "float32",
+        bias: Array | None = None,
+    ) -> Array:
+        """See the protocol."""
+        out = self.core.bf16_value_matmul(a, b.T, *factors)
+        if bias is not None:
+            out += bias
+        return out
+
+    def product_level(self, method: str, plan: Any) -> str | None:
+        """The instructions of a product, and which kind of product; None for other methods."""
+        if method == "weight_only_matmul":
+            level: str = self.core.gemm_instructions()
+            return level
+        if method == "product":
+            return f"{self.core.gemm_level()}, bf16"
+        if isinstance(plan, paths.BlockProduct):
+            level = self.core.gemm_level() if plan.on_tiles else self.core.gemm_instructions()
+            return f"{level}, {plan.kind}{plan.why}"
+        return None

@@ -1,0 +1,252 @@
+"""The CPU backend's activations, normalizations, attention, losses and sums in float32.
+
+relu and its gradient and add give the bytes that numpy gives. Against exact arithmetic, with
+u = 2**-24, n the length of a row, P the pixels of an image, gamma_n = n u / (1 - n u) and no
+overflow:
+
+    gelu          |error| <= (x^2 / 2 + 16) u |gelu(x)| + 2**-144
+    gelu_grad     |error| <= (x^2 / 2 + 16) u |g| (Phi(x) + |x| density(x)) + 2**-144 (1 + |g|),
+                  Phi being the one given
+    softmax       |error| <= (d + sum p d + n + 16) u p + 2**-126, with d = max(x) - x
+    softmax_grad  |error| <= (n + 4) u p (|g| + sum |g p|) + 2**-126
+    log_softmax   |error| <= (sum p d + n + 8) u + 4 u (log sum + d), with log sum = log sum e^-d
+    log_softmax_grad  |error| <= (n + 16) u p sum |g| + 2 u |g| + 2**-126 (1 + sum |g|),
+                  p = e^out of the output given
+    cross_entropy |error| <= that of log_softmax at the label, and with smoothing s also
+                  4 u s (log sum + mean d) + s (n + 3) u mean d
+    cross_entropy_grad  |error| <= ((d + sum p d + n + 16) u p + 4 u (p + target) + 2**-126)
+                  |weight| + 2**-149
+    attention     p = softmax(s), s = scale q k^T: of a score |error| <= e = gamma_(d + 1) scale
+                  |q| |k|^T; of the result |error| <= (2 max e + gamma_(2 S + 16)) p |v|
+                  where max e and the distance to the largest score are small
+    channel_sum   |error| <= (P + 12) u sum |x|, in float32 over runs of pixels, then in float64
+
+The gradients of attention are sums of these; tests compare them with float64. LayerNorm and RMSNorm
+are sums of at most n terms of a row, or of one term a row, and BatchNorm's mean and variance are
+sums as `channel_sum` takes them: their tests say the bounds. Every sum is one chain in the order of
+its terms, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from extensor.backends.cpu.core import CpuCore, first_arrays, ready, runs_in_core
+from extensor.backends.protocol import Array
+from extensor.backends.unsupported import Unsupported
+
+__all__ = ["CpuNn"]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_WORTH = 1 << 14  # elements of a sum; below, numpy's own call is as fast
+_SMALL = Unsupported("small, or of two shapes")
+_LAYOUT = Unsupported("not contiguous, or misaligned")
+
+
+class CpuNn(CpuCore):
+    """What layers compute besides products and convolutions."""
+
+    def _choose_add(self, a: Array, b: Array) -> Any:
+        if a.size < _WORTH or a.shape != b.shape:
+            return _SMALL
+        one, two = a.flags, b.flags
+        if not (one.c_contiguous and two.c_contiguous and one.aligned and two.aligned):
+            return _LAYOUT
+        return self.float32_core(a, b)
+
+    @runs_in_core(_choose_add)
+    def add(self, core: Any, a: Array, b: Array) -> Array:
+        """See the protocol."""
+        return core.add(a, b)
+
+    @runs_in_core(CpuCore.float32_core)
+    def channel_sum(self, core: Any, x: Array) -> Array:
+        """See the protocol."""
+        return core.channel_sum(ready(x))
+
+    @runs_in_core(CpuCore.float32_core)
+    def relu(self, core: Any, x: Array) -> Array:
+        """See the protocol."""
+        return core.relu(ready(x))
+
+    @runs_in_core(CpuCore.float32_core)
+    def relu_grad(self, core: Any, g: Array, out: Array) -> Array:
+        """See the protocol."""
+        return core.relu_grad(ready(g), ready(out))
+
+    @runs_in_core(CpuCore.float32_core)
+    def gelu(self, core: Any, x: Array) -> tuple[Array, Array | None]:
+        """See the protocol."""
+        y, phi = core.gelu(ready(x))
+        return y, phi
+
+    def _choose_gelu_grad(self, g: Array, x: Array, phi: Array | None) -> Any:
+        return Unsupported("no Phi(x)") if phi is None else self.float32_core(g, x, phi)
+
+    @runs_in_core(_choose_gelu_grad)
+    def gelu_grad(self, core: Any, g: Array, x: Array, phi: Array) -> Array:
+        """See the protocol."""
+        return core.gelu_grad(ready(g), ready(x), ready(phi))
+
+    def _choose_softmax(self, x: Array, axis: int) -> Any:
+        return (core := self.float32_core(x)) and _last_axis(core, x, axis)
+
+    def _choose_softmax_grad(self, g: Array, out: Array, axis: int) -> Any:
+        return (core := self.float32_core(g, out)) and _last_axis(core, out, axis)
+
+    @runs_in_core(_choose_softmax)
+    def softmax(self, core: Any, x: Array, axis: int) -> Array:
+        """See the protocol."""
+        return core.softmax(ready(x), x.shape[axis])
+
+    @runs_in_core(_choose_softmax_grad)
+    def softmax_grad(self, core: Any, g: Array, out: Array, axis: int) -> Array:
+        """See the protocol."""
+        return core.softmax_grad(ready(g), ready(out), out.shape[axis])
+
+    @runs_in_core(_choose_softmax)
+    def log_softmax(self, core: Any, x: Array, axis: int) -> Array:
+        """See the protocol."""
+        return core.log_softmax(ready(x), x.shape[axis])
+
+    @runs_in_core(_choose_softmax_grad)
+    def log_softmax_grad(self, core: Any, g: Array, out: Array, axis: int) -> Array:
+        """See the protocol."""
+        return core.log_softmax_grad(ready(g), ready(out), out.shape[axis])
+
+    @runs_in_core(first_arrays(1))
+    def cross_entropy(
+        self, core: Any, x: Array, labels: Array, smoothing: float
+    ) -> tuple[Array, Array]:
+        """See the protocol. Kept are each row's largest score and its sum of exponentials."""
+        losses, kept = core.cross_entropy(ready(x), _class_numbers(labels), smoothing)
+        return losses, kept
+
+    def _choose_cross_entropy_grad(
+        self, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
+    ) -> Any:
+        return self.float32_core(x)
+
+    @runs_in_core(_choose_cross_entropy_grad)
+    def cross_entropy_grad(
+        self, core: Any, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
+    ) -> Array:
+        """See the protocol."""
+        weight = ready(weight.astype(np.float32, copy=False))
+        return core.cross_entropy_grad(
+            weight, ready(x), _class_numbers(labels), ready(kept), smoothing
+        )
+
+    @runs_in_core(first_arrays(3))
+    def attention(
+        self, core: Any, q: Array, k: Array, v: Array, causal: bool, scale: float
+    ) -> tuple[Array, Array]:
+        """See the protocol."""
+        out, stats = core.attention(_rows(q), _rows(k), _rows(v), causal, scale)
+        return out, stats
+
+    def _choose_attention_grad(self, *args: Any) -> Any:
+        *arrays, _, _, into = args
+        core = self.float32_core(*arrays, *into)
+        if core and any(_rows(a) is not a for a in into):
+            return Unsupported(
+                "gradients to write that are strided along the last axis, or misaligned"
+            )
+        return core
+
+    @runs_in_core(_choose_attention_grad)
+    def attention_grad(
+        self,
+        core: Any,
+        g: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        stats: Array,
+        causal: bool,
+        scale: float,
+        into: tuple[Array, Array, Array],
+    ) -> None:
+        """See the protocol."""
+        arrays = (_rows(a) for a in (g, q, k, v, out))
+        core.attention_grad(tuple(arrays), ready(stats), causal, scale, into)
+
+    @runs_in_core(first_arrays(3))
+    def layer_norm(
+        self, core: Any, x: Array, weight: Array, bias: Array, eps: float, narrow: bool = False
+    ) -> tuple[Array, Array, Array]:
+        """See the protocol."""
+        y, mean, rstd = core.layer_norm(ready(x), ready(weight), ready(bias), eps)
+        kept = _kept_shape(x, weight)
+        y = self.cast(y, _BFLOAT16) if narrow else y
+        return y, mean.reshape(kept), rstd.reshape(kept)
+
+    @runs_in_core(CpuCore.float32_core)
+    def layer_norm_grad(
+        self, core: Any, g: Array, x: Array, weight: Array, mean: Array, rstd: Array
+    ) -> tuple[Array, Array, Array]:
+        """See the protocol."""
+        gx, gw, gb = core.norm_grad(ready(g), ready(x), ready(weight), ready(mean), ready(rstd))
+        return gx, gw, gb
+
+    @runs_in_core(first_arrays(2))
+    def rms_norm(
+        self, core: Any, x: Array, weight: Array, eps: float, narrow: bool = False
+    ) -> tuple[Array, Array]:
+        """See the protocol."""
+        y, rstd = core.rms_norm(ready(x), ready(weight), eps)
+        y = self.cast(y, _BFLOAT16) if narrow else y
+        return y, rstd.reshape(_kept_shape(x, weight))
+
+    @runs_in_core(CpuCore.float32_core)
+    def rms_norm_grad(
+        self, core: Any, g: Array, x: Array, weight: Array, rstd: Array
+    ) -> tuple[Array, Array]:
+        """See the protocol."""
+        gx, gw, _ = core.norm_grad(ready(g), ready(x), ready(weight), None, ready(rstd))
+        return gx, gw
+
+    @runs_in_core(first_arrays(3))
+    def batch_norm(
+        self, core: Any, x: Array, weight: Array, bias: Array, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """See the protocol."""
+        y, mean, var = core.batch_norm(ready(x), ready(weight), ready(bias), eps)
+        return y, mean, var
+
+    @runs_in_core(first_arrays(5))
+    def batch_norm_grad(
+        self, core: Any, g: Array, x: Array, weight: Array, mean: Array, var: Array, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """See the protocol."""
+        arrays = (ready(a) for a in (g, x, weight, mean, var))
+        gx, gw, gb = core.batch_norm_grad(*arrays, eps)
+        return gx, gw, gb
+
+
+def _last_axis(core: Any, x: Array, axis: int) -> Any:
+    """The core if the axis is the last, else `Unsupported`."""
+    if axis in (x.ndim - 1, -1):
+        return core
+    return Unsupported(f"axis {axis} of {x.ndim}; the core takes the last")
+
+
+def _class_numbers(labels: Array) -> Array:
+    return ready(labels.astype(np.int64, copy=False))
+
+
+def _kept_shape(x: Array, weight: Array) -> tuple[int, ...]:
+    """The shape of what is kept for each row."""
+    return (*x.shape[: x.ndim - weight.ndim], *(1,) * weight.ndim)
+
+
+def _rows(x: Array) -> Array:
+    """The array, or a copy where the last axis is strided or steps are no whole floats."""
+    good = x.flags.aligned and (x.shape[-1] == 1 or x.strides[-1] == x.itemsize)
+    if good and not any(step % x.itemsize for step in x.strides):
+        return x
+    return ready(x)

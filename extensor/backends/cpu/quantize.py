@@ -1,0 +1,212 @@
+"""The CPU backend's quantizers: the C++ core where it covers a spec, else the generic methods."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes  # noqa: F401  # registers bfloat16 with numpy
+import numpy as np
+
+from extensor.backends.cpu import outliers
+from extensor.backends.cpu.core import CpuCore, ready, runs_in_core
+from extensor.backends.cpu.lowering import LoweredSpec, lower
+from extensor.backends.protocol import Array, SpecPair, StreamPair
+from extensor.backends.unsupported import Unsupported
+from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.recipe_state import Counts
+from extensor.quant.reference import FLOATS, check_previous, round_to
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+
+__all__ = ["CpuQuantize"]
+
+_NO_STREAM = (0, 0, 0, 0)
+_FLOAT32 = np.dtype(np.float32)
+_INPUTS = tuple(np.dtype(name) for name in FLOATS)
+
+LoweredPair = tuple[LoweredSpec, LoweredSpec]
+
+
+class CpuQuantize(CpuCore):
+    """Quantizers and decoders."""
+
+    def _choose_fake_quantize(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> LoweredSpec | Unsupported:
+        if self.core is None:
+            return Unsupported(self.core_missing)
+        if x.size == 0 or x.ndim == 0:
+            return Unsupported("empty array or scalar")
+        if spec.rebased:
+            return Unsupported("rebased tiles, whose codes numpy looks up after the core made them")
+        if (reason := self._input_reason(x, spec, stream)) is not None:
+            return Unsupported(reason)
+        return lower(self.core, spec, x.shape)
+
+    @runs_in_core(_choose_fake_quantize)
+    def fake_quantize(
+        self, plan: LoweredSpec, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> tuple[Array, Counts]:
+        """See the protocol."""
+        if spec.row.outliers:
+            q, stats = outliers.quantize(self, x, plan.spec, stream)
+            return outliers.dequantize(self, q), stats
+        values, *lost = self.core.fake_quantize(
+            plan.plan, _as_input(x), plan.layout, plan.coded, _stream_words(stream)
+        )
+        return values, QuantStats(plan.count, *lost)
+
+    def _choose_quantize(
+        self,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None = None,
+        previous_amax: Array | None = None,
+    ) -> LoweredSpec | Unsupported:
+        plan = self._choose_fake_quantize(x, spec, stream)
+        if not plan:
+            return plan
+        if previous_amax is not None:
+            try:
+                check_previous(previous_amax, plan.spec, tuple(x.shape), np)
+            except ValueError as error:
+                return Unsupported(str(error))  # the generic method raises it
+        return plan if plan.no_codes is None else plan.no_codes
+
+    @runs_in_core(_choose_quantize)
+    def quantize(
+        self,
+        plan: LoweredSpec,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None = None,
+        previous_amax: Array | None = None,
+    ) -> tuple[QuantArray, QuantStats]:
+        """See the protocol."""
+        if spec.row.outliers:
+            return outliers.quantize(self, x, plan.spec, stream)
+        return self.encode(plan, x, stream, previous_amax)
+
+    def encode(
+        self,
+        plan: LoweredSpec,
+        x: Array,
+        stream: Stream | None = None,
+        previous_amax: Array | None = None,
+    ) -> tuple[QuantArray, QuantStats]:
+        """The codes of an array that is quantized in blocks."""
+        found = self.core.quantize(
+            plan.plan,
+            _as_input(x),
+            plan.layout,
+            plan.codes_shape,
+            plan.scales_shape,
+            _stream_words(stream),
+            None if previous_amax is None else ready(previous_amax),
+        )
+        return plan.stored(x.shape, *found)
+
+    def _choose_dequantize(
+        self, q: QuantArray, dtype: str = "float32"
+    ) -> LoweredSpec | Unsupported:
+        if self.core is None:
+            return Unsupported(self.core_missing)
+        if dtype not in FLOATS:
+            return Unsupported(f"{dtype} values")
+        if q.spec.transform:
+            return Unsupported("a Hadamard transform to undo")
+        if math.prod(q.shape) == 0:
+            return Unsupported("empty array")
+        return lower(self.core, q.spec, q.shape)
+
+    @runs_in_core(_choose_dequantize)
+    def dequantize(self, plan: LoweredSpec, q: QuantArray, dtype: str = "float32") -> Array:
+        """See the protocol."""
+        if q.spec.row.outliers:
+            return round_to(outliers.dequantize(self, q), dtype)
+        return self.decode(plan, q, dtype)
+
+    def decode(self, plan: LoweredSpec, q: QuantArray, dtype: str = "float32") -> Array:
+        """The values of an array that is stored in blocks."""
+        tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
+        points = None if q.zero_points is None else ready(q.zero_points)
+        parts = ready(q.codes), ready(q.scales), points, tensor_scale
+        return self.core.dequantize(plan.plan, *parts, plan.layout, q.shape, np.dtype(dtype))
+
+    def _choose_fake_pair(
+        self, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+    ) -> LoweredPair | Unsupported:
+        plans = []
+        for spec, stream in zip(specs, streams, strict=True):
+            plan = self._choose_fake_quantize(x, spec, stream)
+            if not plan:
+                return plan
+            if spec.row.outliers:
+                return Unsupported("the outlier codec, one by one")
+            plans.append(plan)
+        if x.ndim != 2 or [spec.axis % 2 for spec in specs] != [1, 0]:
+            return Unsupported("not rows, then columns of a matrix")
+        return plans[0], plans[1]
+
+    @runs_in_core(_choose_fake_pair)
+    def fake_quantize_rowwise_columnwise(
+        self, plans: LoweredPair, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+    ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
+        """See the protocol."""
+        results = self.core.fake_quantize_rowwise_columnwise(
+            tuple(plan.plan for plan in plans),
+            _as_input(x),
+            tuple(plan.layout for plan in plans),
+            tuple(plan.coded for plan in plans),
+            tuple(_stream_words(stream) for stream in streams),
+        )
+        first, second = (
+            (values, QuantStats(plan.count, *lost))
+            for plan, (values, *lost) in zip(plans, results, strict=True)
+        )
+        return first, second
+
+    def _choose_pair(
+        self, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+    ) -> LoweredPair | Unsupported:
+        plans = self._choose_fake_pair(x, specs, streams)
+        if not plans:
+            return plans
+        gaps = [plan.no_codes for plan in plans if plan.no_codes is not None]
+        return gaps[0] if gaps else plans
+
+    @runs_in_core(_choose_pair)
+    def quantize_rowwise_columnwise(
+        self, plans: LoweredPair, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+    ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
+        """See the protocol."""
+        results = self.core.quantize_rowwise_columnwise(
+            tuple(plan.plan for plan in plans),
+            _as_input(x),
+            tuple(plan.layout for plan in plans),
+            tuple(plan.codes_shape for plan in plans),
+            tuple(plan.scales_shape for plan in plans),
+            tuple(_stream_words(stream) for stream in streams),
+        )
+        first, second = (
+            plan.stored(x.shape, *found) for plan, found in zip(plans, results, strict=True)
+        )
+        return first, second
+
+    @runs_in_core(CpuCore.float32_core)
+    def bfloat16_values(self, core: Any, x: Array) -> Array:
+        """See the protocol."""
+        return core.bfloat16_values(ready(x))
+
+
+def _as_input(x: Array) -> Array:
+    """Contiguous, of a dtype that the core reads: other floats (float64) become float32."""
+    if x.dtype in _INPUTS:
+        return ready(x)
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf: its block's rule holds
+        return np.ascontiguousarray(x, dtype=_FLOAT32)
+
+
+def _stream_words(stream: Stream | None) -> tuple[int, int, int, int]:
+    return _NO_STREAM if stream is None else (*stream.key, *stream.counter_high)

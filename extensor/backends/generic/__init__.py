@@ -1,0 +1,16 @@
+"""Every backend method on nothing but an array module.
+
+This is the definition: correct on numpy and cupy, fast on neither. A backend subclasses it and
+overrides what is hot. Kernels are compared with these methods.
+"""
+
+from extensor.backends.generic.conv_pool import GenericConvPool
+from extensor.backends.generic.matmul import GenericMatmul
+from extensor.backends.generic.nn import GenericNn
+from extensor.backends.generic.optim import GenericOptim
+
+__all__ = ["GenericBackend"]
+
+
+class GenericBackend(GenericMatmul, GenericConvPool, GenericNn, GenericOptim):
+    """Implements `extensor.backends.protocol.Backend` on the array module ``xp``."""

@@ -1,0 +1,102 @@
+"""Matrix products on any array module; operands are float32 values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from extensor.backends.generic.core import FLOAT32
+from extensor.backends.generic.quantize import GenericQuantize, dense_values
+from extensor.backends.protocol import Array, CastSpec, OperandSpec, Preparation, Prepared
+from extensor.backends.protocol.quantize import QuantizeMethods
+from extensor.quant import views
+from extensor.quant.array import QuantArray
+from extensor.quant.recipe_state import Counts
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+
+__all__ = ["FloatPreparation", "GenericMatmul"]
+
+
+@dataclass(frozen=True, eq=False)
+class FloatPreparation:
+    """Operands that are float32 arrays: quantized and decoded, or rounded."""
+
+    backend: QuantizeMethods
+    x: Array
+    specs: Sequence[OperandSpec]
+    streams: Sequence[Stream | None]
+
+    compact = False
+    batch_key = None
+
+    def run(self) -> Prepared:
+        """Make the operands; values along the columns are given as a transposed view."""
+        backend, x, specs, streams = self.backend, self.x, self.specs, self.streams
+        first = specs[0]
+        if isinstance(first, CastSpec):
+            values = dense_values(backend, x, first.dtype)
+            return [(values if spec.axis == 1 else values.T, None) for spec in specs]
+        quant = [spec for spec in specs if isinstance(spec, QuantSpec)]
+        made: Sequence[tuple[Array, Counts]]
+        if len(quant) == 2:
+            made = backend.fake_quantize_rowwise_columnwise(
+                x, (quant[0], quant[1]), (streams[0], streams[1])
+            )
+        else:
+            made = [backend.fake_quantize(x, quant[0], streams[0])]
+        return [
+            (values if spec.axis == 1 else values.T, counts)
+            for spec, (values, counts) in zip(quant, made, strict=True)
+        ]
+
+
+class GenericMatmul(GenericQuantize):
+    """Products of float arrays, of block-scaled arrays, and of a recipe's operands."""
+
+    def matmul(self, a: Array, b: Array, bias: Array | None = None) -> Array:
+        """See the protocol."""
+        if b.ndim == 2 and a.ndim > 2:  # one product instead of one per leading index
+            rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
+            return GenericMatmul.matmul(self, rows, b, bias).reshape(*a.shape[:-1], b.shape[-1])
+        out = self.xp.matmul(a, b)
+        if bias is not None:
+            out += bias
+        return out
+
+    def block_scaled_matmul(self, a: QuantArray, b: QuantArray) -> Array:
+        """See the protocol: the matrices of stacks one after the other."""
+        if len(a.shape) == 2:
+            return self.xp.matmul(self.dequantize(a), self.dequantize(b).T)
+        out = self.xp.empty((*a.shape[:2], b.shape[1]), dtype=FLOAT32)
+        for i, sides in enumerate(zip(views.unstack(a), views.unstack(b), strict=True)):
+            out[i] = self.block_scaled_matmul(*sides)
+        return out
+
+    def weight_only_matmul(self, x: Array, w: QuantArray) -> Array:
+        """See the protocol."""
+        return self.xp.matmul(self._wide(x), self.dequantize(w).T)
+
+    def prepare(
+        self,
+        x: Array,
+        specs: Sequence[OperandSpec],
+        streams: Sequence[Stream | None],
+        work: int,
+        amax_state: dict[str, Any] | None = None,
+    ) -> Preparation:
+        """See the protocol: operands are float32 values, too large to be kept."""
+        return FloatPreparation(self, x, specs, streams)
+
+    def run_batch(self, preparations: Sequence[Preparation]) -> list[Prepared]:
+        """See the protocol: one after the other."""
+        return [preparation.run() for preparation in preparations]
+
+    def product(self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None) -> Array:
+        """See the protocol."""
+        out = self.matmul(a, b.T)
+        if bias is not None:
+            out += bias
+        return out

@@ -1,0 +1,176 @@
+"""Optimizer steps in place on any array module; states are float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from extensor.backends.capture import UpdateGuard
+from extensor.backends.generic.core import GenericCore
+from extensor.backends.protocol import Array, FiniteQuery
+
+__all__ = ["GenericOptim", "rescale"]
+
+
+class GenericOptim(GenericCore):
+    """Updates of parameters and of lists of arrays, one array after the other."""
+
+    multi_tensor_states: Collection[str] = ()
+
+    def sgd(
+        self,
+        weight: Array,
+        grad: Array,
+        buffer: Array | None,
+        lr: float,
+        momentum: float,
+        decay: float,
+        nesterov: bool,
+    ) -> None:
+        """One step of gradient descent in place, on vectors; see `extensor.optim.SGD`.
+
+        d = weight decay + grad (with decay);  buffer = buffer momentum + d (with a buffer);
+        d = buffer momentum + d under ``nesterov``, else buffer;  weight = weight - d lr.
+        """
+        d = grad
+        if decay:
+            d = weight * decay
+            d += grad
+        if buffer is not None:
+            buffer *= momentum
+            buffer += d
+            if nesterov:
+                ahead = buffer * momentum
+                ahead += d
+                d = ahead
+            else:
+                d = buffer
+        weight -= d * lr
+
+    def adam(
+        self,
+        weight: Array,
+        grad: Array,
+        mean: Array,
+        square: Array,
+        factors: Mapping[str, float],
+    ) -> None:
+        """One step of Adam (arXiv 1412.6980) in place, on vectors; see `extensor.optim.Adam`.
+
+        mean += (grad - mean) take1;  square = square keep2 + grad^2 take2;
+        weight = weight keep - mean / (sqrt(square) widen + eps) rate.
+        """
+        xp = self.xp
+        one = grad - mean
+        one *= factors["take1"]
+        mean += one
+        xp.multiply(grad, grad, out=one)
+        one *= factors["take2"]
+        square *= factors["keep2"]
+        square += one
+        xp.sqrt(square, out=one)
+        one *= factors["widen"]
+        one += factors["eps"]
+        xp.divide(mean, one, out=one)
+        one *= factors["rate"]
+        weight *= factors["keep"]
+        weight -= one
+
+    def sgd_multi_tensor(
+        self,
+        parts: Sequence[tuple[Array, Array, Array | None]],
+        factors: Sequence[Mapping[str, float]],
+        guard: UpdateGuard | None = None,
+        check_finite: bool = False,
+        cache: dict[str, Any] | None = None,
+        numbers: Sequence[int] | int = 0,
+    ) -> FiniteQuery:
+        """See the protocol."""
+
+        def update(mine: Mapping[str, float], weight: Array, grad: Array, buffer: Array) -> None:
+            more = (mine["lr"], mine["momentum"], mine["decay"], bool(mine["nesterov"]))
+            self.sgd(weight, grad, buffer, *more)
+
+        return self._update_each(parts, factors, check_finite, update)
+
+    def adam_multi_tensor(
+        self,
+        parts: Sequence[tuple[Array, Array, Array, Array]],
+        factors: Sequence[Mapping[str, float]],
+        guard: UpdateGuard | None = None,
+        check_finite: bool = False,
+        cache: dict[str, Any] | None = None,
+        numbers: Sequence[int] | int = 0,
+    ) -> FiniteQuery:
+        """See the protocol."""
+
+        def update(
+            mine: Mapping[str, float], weight: Array, grad: Array, mean: Array, square: Array
+        ) -> None:
+            grad = grad + weight * mine["decay"] if mine["decay"] else grad
+            self.adam(weight, grad, mean, square, mine)
+
+        return self._update_each(parts, factors, check_finite, update)
+
+    def _update_each(
+        self,
+        parts: Sequence[tuple[Array | None, ...]],
+        factors: Sequence[Mapping[str, float]],
+        check_finite: bool,
+        update: Callable[..., None],
+    ) -> FiniteQuery:
+        """Part after part, flat; none if a gradient that is checked is not finite."""
+        found = self.all_finite_multi_tensor([part[1] for part in parts]) if check_finite else []
+        if all(found):
+            for part, mine in zip(parts, factors, strict=True):
+                update(mine, *(None if a is None else a.reshape(-1) for a in part))
+        return lambda: found
+
+    def scale_multi_tensor(self, arrays: Sequence[Array], factor: float | Array) -> None:
+        """See the protocol."""
+        for x in arrays:
+            number = factor if isinstance(factor, float) else factor.astype(x.dtype)
+            self.xp.multiply(x, number, out=x)
+
+    def square_sum_multi_tensor(self, arrays: Sequence[Array]) -> float | Array:
+        """See the protocol."""
+        return sum((square_sum(x, self.xp) for x in arrays), 0.0)
+
+    def all_finite(self, x: Array) -> bool:
+        """See the protocol."""
+        xp = self.xp
+        with np.errstate(over="ignore", invalid="ignore"):
+            # A sum shows NaN and infinity in one pass; only if it overflows are all values checked.
+            return bool(xp.isfinite(x.sum())) or bool(xp.isfinite(x).all())
+
+    def all_finite_multi_tensor(self, arrays: Sequence[Array]) -> list[bool]:
+        """See the protocol."""
+        return [self.all_finite(x) for x in arrays]
+
+
+def rescale(state: Array, bad: bool, rule: Sequence[float]) -> None:
+    """One step of a loss scale, in place, on float64 (scale, good steps in a row, made, skipped).
+
+    ``rule``: growth and back-off factor, good steps before a growth, least scale.
+    """
+    growth, backoff, interval, least = rule
+    if bad:
+        state[:] = max(state[0] * backoff, least), 0, state[2], state[3] + 1
+        return
+    good, scale = state[1] + 1, state[0]
+    if good == interval:
+        good, scale = 0, scale * growth
+    state[:] = scale, good, state[2] + 1, state[3]
+
+
+def square_sum(x: Array, xp: Any) -> float:
+    """Sum of squares in float64: neither overflow nor a thread-dependent order."""
+    flat, total = x.reshape(-1), 0.0
+    segment = 1 << 16 if xp is np else max(flat.size, 1)
+    for begin in range(0, flat.size, segment):
+        wide = flat[begin : begin + segment].astype(xp.float64)
+        wide *= wide
+        total += float(wide.sum())
+    return total

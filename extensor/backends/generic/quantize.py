@@ -1,0 +1,103 @@
+"""Quantizers and decoders on any array module: the reference of `extensor.quant.reference`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from extensor.backends.generic.core import BFLOAT16, FLOAT32, GenericCore
+from extensor.backends.protocol import Array, SpecPair, StreamPair
+from extensor.backends.protocol.core import CoreMethods
+from extensor.backends.protocol.quantize import QuantizeMethods
+from extensor.quant import reference
+from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.recipe_state import Counts
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+
+__all__ = ["GenericQuantize", "dense_values", "weight_activations"]
+
+
+def dense_values(backend: QuantizeMethods, x: Array, dtype: str) -> Array:
+    """What a product of ``dtype`` multiplies, as float32: the values of x, or these in bfloat16.
+
+    Args:
+        backend: the device's.
+        x: float32 or a 16-bit float.
+        dtype: "float32" or "bfloat16".
+    """
+    x = x.astype(np.float32, copy=False)
+    return x if dtype == "float32" else backend.bfloat16_values(x)
+
+
+def weight_activations(backend: CoreMethods, x: Array, dtype: str = "float32") -> Array:
+    """The same for a product with packed weights: bfloat16 where x is that, or is rounded to it.
+
+    Args:
+        backend: the device's.
+        x: of any dtype that float32 stands for.
+        dtype: "float32" or "bfloat16".
+    """
+    if x.dtype == BFLOAT16:
+        return x
+    x = backend.cast(x, FLOAT32)
+    if dtype == "float32":
+        return x
+    with np.errstate(all="ignore"):
+        return backend.cast(x, BFLOAT16)
+
+
+class GenericQuantize(GenericCore):
+    """Quantizers and decoders."""
+
+    def quantize(
+        self,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None = None,
+        previous_amax: Array | None = None,
+    ) -> tuple[QuantArray, QuantStats]:
+        """See the protocol. A backend's own quantizer makes what is then rebased."""
+        if spec.rebased:
+            plain = spec.replace(rebased=False)
+            return reference.rebase(*self.quantize(x, plain, stream, previous_amax))
+        return reference.quantize(x, spec, stream, previous_amax, self.xp)
+
+    def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
+        """See the protocol."""
+        return reference.round_to(reference.dequantize(q, self.xp), dtype)
+
+    @staticmethod
+    def _input_reason(x: Array, spec: QuantSpec, stream: Stream | None) -> str | None:
+        """Why no backend's kernel quantizes x, whatever its shape; None where one may."""
+        if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
+            return f"{x.dtype} array"
+        if (stream is None) == (spec.rounding == "stochastic"):
+            return "the stream does not go with the rounding"
+        return None
+
+    def fake_quantize(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> tuple[Array, Counts]:
+        """See the protocol."""
+        if spec.rebased:
+            q, stats = self.quantize(x, spec, stream)
+            return self.dequantize(q), stats
+        return reference.fake_quantize(x, spec, stream, self.xp)
+
+    def quantize_rowwise_columnwise(
+        self, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+    ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
+        """See the protocol."""
+        return self.quantize(x, specs[0], streams[0]), self.quantize(x, specs[1], streams[1])
+
+    def fake_quantize_rowwise_columnwise(
+        self, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+    ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
+        """See the protocol."""
+        rowwise = self.fake_quantize(x, specs[0], streams[0])
+        return rowwise, self.fake_quantize(x, specs[1], streams[1])
+
+    def bfloat16_values(self, x: Array) -> Array:
+        """See the protocol; NaN becomes the quiet one."""
+        with np.errstate(all="ignore"):
+            return x.astype(BFLOAT16).astype(np.float32)

@@ -1,0 +1,1 @@
+"""Kernels that make GEMM operands: from floats at once, or from packed storage."""

@@ -1,0 +1,83 @@
+"""Launching `cast_bf16.cu`: floats rounded or cut to bfloat16, and the parts of a sum added."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor_cuda.kernels.gemm.config import Config, Split
+from extensor_cuda.kernels.gemm.gemm_sm90 import empty_rows, rows_of_parts
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
+
+__all__ = ["add_parts", "bf16_source", "bf16_triple", "empty_parts", "round_to_bf16"]
+
+Array = Any
+
+_SOURCE = Path(__file__).parent / "cast_bf16.cu"
+_THREADS = 256  # as in cast_bf16.cu
+_FORMATS = ("float32", "bfloat16", "float16")
+
+
+@lru_cache(maxsize=16)
+def bf16_source(dtype: str, whole: bool, out: str = "float32") -> Source:
+    """The program that rounds matrices of a dtype, and adds parts of a sum to an ``out``."""
+    macros = {
+        "PREPARE_IN": _FORMATS.index(dtype),
+        "PREPARE_WHOLE": int(whole),
+        "PREPARE_OUT_BF16": int(out == "bfloat16"),
+    }
+    return Source.read(_SOURCE, macros)
+
+
+def round_to_bf16(x: Array, xp: Any) -> Array:
+    """A contiguous matrix of floats as bfloat16 bits; does not wait.
+
+    A bfloat16 one whose rows lie a multiple of 16 bytes apart is not copied.
+    """
+    rows, columns = x.shape
+    aligned = x.data.ptr % 16 == 0
+    if x.dtype.name == "bfloat16" and aligned and x.strides[0] % 16 == 0:
+        return x.view(xp.uint16)
+    bits = empty_rows(xp, rows, columns, np.uint16)
+    pitch = bits.strides[0] // 2
+    whole = aligned and pitch == columns
+    threads = rows * pitch // (8 if whole else 2)
+    sizes = (np.int64(size) for size in (rows, columns, pitch))
+    program = bf16_source(x.dtype.name, whole)
+    launch(program, "dense", -(-threads // _THREADS), _THREADS, x, bits, *sizes)
+    return bits
+
+
+def bf16_triple(x: Array, xp: Any) -> Array:
+    """Float32 (M, K) as the bits of three bfloat16 matrices, (3 M, K), that add up to it.
+
+    One below the other, the smallest values first; infinities and NaN are in the last alone.
+    """
+    rows, columns = x.shape
+    out = empty_rows(xp, 3 * rows, columns, np.uint16)
+    pitch = out.strides[0] // 2
+    sizes = (np.int64(size) for size in (rows, columns, pitch))
+    blocks = -(-rows * pitch // (2 * _THREADS))
+    program = bf16_source("float32", True)
+    launch(program, "thirds", blocks, _THREADS, xp.ascontiguousarray(x), out, *sizes)
+    return out
+
+
+def empty_parts(m: int, n: int, split: Split, config: Config, xp: Any) -> Array:
+    """Where the parts of a split-K product (m, n) go, before they are added."""
+    return empty_rows(xp, split.parts * rows_of_parts(m, config), n, np.float32)
+
+
+def add_parts(parts: Array, split: Split, out: Array, bias: Array | None, xp: Any) -> None:
+    """Out (M, N) = the parts of a product, added in order, then the bias; does not wait."""
+    below, (m, n) = len(parts) // split.parts, out.shape
+    pitch, quads = out.strides[0] // out.itemsize, parts.strides[0] // 16
+    sizes = (np.int64(size) for size in (split.parts, below, m, n, quads, pitch))
+    given = np.uint64(0) if bias is None else bias
+    program = bf16_source("float32", True, out.dtype.name)
+    blocks = -(-m * quads // _THREADS)
+    launch(program, "add_parts", blocks, _THREADS, parts, given, out, *sizes)

@@ -1,0 +1,195 @@
+"""Launches `quantize_operand.cu`: floats -> GEMM operands of rows, columns or both, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.spec import REBASE_TILE, QuantSpec
+from extensor.random import Stream
+from extensor_cuda.kernels.prepare.rebase import E5M2_LIFT, E5M2_SPAN
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
+
+__all__ = [
+    "AMAX_MARGIN",
+    "MATRIX",
+    "Side",
+    "find_amax",
+    "fused_source",
+    "launch_batch",
+    "launch_fused",
+    "tiles_of",
+]
+
+Array = Any
+
+_SOURCE = Path(__file__).parent / "quantize_operand.cu"
+AMAX_MARGIN = 4
+"""Binades that a tensor may grow between two steps, under delayed scaling."""
+_COLUMNS, _GUARDED_BLOCKS, _AMAX_BLOCKS = 128, 264, 1056
+MATRIX = np.dtype(
+    [(name, np.uint64) for name in ("x", "history", "along", "down", "exponent")]
+    + [(f"{side}_flag", np.uint64) for side in ("along", "down")]
+    + [(f"{side}_counts", np.uint64) for side in ("along", "down")]
+    + [(name, np.int64) for name in ("rows", "columns", "start")]
+    + [(f"{side}_scales", np.uint64) for side in ("along", "down")]
+)
+"""`Matrix` of quantize_operand.cu."""
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One operand that a launch makes: of rows (axis 1) or of columns (axis 0).
+
+    Attributes:
+        spec: resolved; two sides of a launch differ in their axis alone.
+        stream: given exactly under stochastic rounding.
+        out: what codes, uint8, or bfloat16 bits, uint16, are written to.
+        flag, counts, scales: see quantize_operand.cu; or None.
+    """
+
+    spec: QuantSpec
+    stream: Stream | None
+    out: Array
+    flag: Array | None = None
+    counts: Array | None = None
+    scales: Array | None = None
+
+
+@lru_cache(maxsize=256)
+def fused_source(
+    spec: QuantSpec,
+    dtype: str,
+    rows: bool,
+    columns: bool,
+    wide: bool,
+    stats: bool = True,
+    many: bool = False,
+) -> Source:
+    """The program that makes operands.
+
+    Args:
+        spec: resolved for a matrix; its axis does not matter.
+        dtype: of the input.
+        rows: whether rows are made.
+        columns: whether columns are.
+        wide: bfloat16 values instead of FP8 codes.
+        stats: whether saturated and flushed values are counted.
+        many: several matrices in one launch.
+    """
+    plan = kernels.plan_of(spec.replace(axis=1, rebased=False), (256, 256))
+    assert isinstance(plan, kernels.Plan), plan
+    common = kernels.quantize_source(plan, dtype, "values" if wide else "codes", True, stats)
+    macros = dict(common.macros) | {
+        "PREPARE_ROWWISE": int(rows),
+        "PREPARE_COLUMNWISE": int(columns),
+        "PREPARE_BF16": int(wide),
+        "PREPARE_REBASED": int(spec.rebased),
+        "PREPARE_MULTI_TENSOR": int(many),
+        "CODEC_LIFT": E5M2_LIFT,  # TOP is the element's largest value here
+        "PREPARE_SPAN": E5M2_SPAN,
+        "PREPARE_MARGIN": AMAX_MARGIN,
+        "PREPARE_MIN_CTAS": _resident(spec, dtype, wide),
+    }
+    return Source.read(_SOURCE, macros)
+
+
+def _resident(spec: QuantSpec, dtype: str, wide: bool) -> int:
+    """Blocks of threads of a multiprocessor: as many as leave them registers without spilling."""
+    if spec.rebased and dtype != "float32":
+        return 3 if spec.rounding == "stochastic" else 4
+    return 4 if wide else 5 if dtype == "float32" else 3
+
+
+def _tile_rows(x: Array, wide: bool) -> int:
+    """Rows of a tile, as in quantize_operand.cu: half as many as a block has threads."""
+    return 128 if x.itemsize == 2 and not wide else 64
+
+
+def tiles_of(x: Array, wide: bool) -> int:
+    """Blocks of threads of a matrix."""
+    rows, columns = x.shape
+    return -(-rows // _tile_rows(x, wide)) * -(-columns // _COLUMNS)
+
+
+def launch_fused(
+    x: Array,
+    sides: Sequence[Side],
+    exponent: Array | None = None,
+    history: Array | None = None,
+    guards: Sequence[Array] = (),
+) -> None:
+    """Make one operand or two of x; does not wait.
+
+    Args:
+        x: contiguous matrix, rows a multiple of 16 bytes.
+        sides: one, or one of rows and one of columns.
+        exponent: int32 (1,), written: the power of two of codes.
+        history: amax state, read and written; where there is an exponent.
+        guards: two flags; nothing is written unless one is set.
+    """
+    null = np.uint64(0)
+    of = {side.spec.axis: side for side in sides}
+    both = [of.get(axis) for axis in (1, 0)]
+    wide, rebased = sides[0].out.itemsize == 2, sides[0].scales is not None
+    source = fused_source(
+        sides[0].spec, x.dtype.name, 1 in of, 0 in of, wide, not (wide and guards)
+    )
+
+    def pointers(name: str) -> list[Any]:
+        held = [None if side is None else getattr(side, name) for side in both]
+        return [null if array is None else array for array in held]
+
+    words: list[int] = []
+    for side in both:
+        stream = None if side is None else side.stream
+        words += (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
+    rows, columns = x.shape
+    tiles = -(-rows // REBASE_TILE) * -(-columns // _COLUMNS) if rebased else tiles_of(x, wide)
+    launch(
+        source,
+        "operands",
+        min(tiles, _GUARDED_BLOCKS) if guards else tiles,
+        2 * _tile_rows(x, wide),
+        x,
+        null if history is None else history,
+        *pointers("out"),
+        null if exponent is None else exponent,
+        *pointers("flag"),
+        *pointers("scales"),
+        *pointers("counts"),
+        *(guards or (null, null)),
+        clock_of([side.stream for side in sides]),
+        *(np.uint32(word) for word in words),
+        np.int64(rows),
+        np.int64(columns),
+    )
+
+
+def launch_batch(source: Source, table: Array, count: int, tiles: int, item: int) -> None:
+    """Make operands of several matrices, from a table of `MATRIX`; does not wait.
+
+    Args:
+        source: from `fused_source`, of many.
+        table: on the device.
+        count: of matrices.
+        tiles: of all matrices.
+        item: bytes of an element of theirs.
+    """
+    launch(source, "operands", tiles, 256 if item == 2 else 128, table, np.int32(count))
+
+
+def find_amax(x: Array, spec: QuantSpec, history: Array) -> None:
+    """Put the largest magnitude of x in its amax state, uint32 (5,); does not wait."""
+    source = fused_source(spec, x.dtype.name, True, False, False)
+    vectors = x.nbytes // 16
+    blocks = min(_AMAX_BLOCKS, -(-vectors // 256))
+    launch(source, "largest", blocks, 256, x, history, np.int64(vectors))

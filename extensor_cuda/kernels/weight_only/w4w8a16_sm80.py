@@ -1,0 +1,91 @@
+"""Launches of `w4w8a16_sm80.cu`: up to 64 tokens times packed weights, on sm_80 and later."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.array import QuantArray, tile_extent
+from extensor.quant.spec import QuantSpec
+from extensor_cuda.kernels.weight_only.program import PARTS, Arguments, program
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
+
+__all__ = ["TILE_ROWS", "product", "segment", "source"]
+
+Array = Any
+
+TILE_ROWS = 64
+_THREADS = 128  # as in w4w8a16_sm80.cu
+# By tiles of 8 tokens: elements of K in shared memory, segments copied ahead, blocks of an SM.
+_PIECE = {1: 512, 2: 512, 4: 256, 8: 256}
+_DEPTH = {1: 4, 2: 4, 4: 4, 8: 2}
+_RESIDENT = {1: 8, 2: 6, 4: 3, 8: 2}
+_SOURCE = Path(__file__).parent / "w4w8a16_sm80.cu"
+
+
+def _lane(spec: QuantSpec, shape: tuple[int, ...]) -> int:
+    """Neighbouring elements of a row in a lane: 16 bytes, if four lanes' share a group's scale."""
+    widest = 128 // spec.row.element.bits
+    _, length = tile_extent(spec, shape)
+    if not spec.has_float_scales or length >= shape[1]:
+        return widest
+    return next(n for n in (32, 16, 8) if n <= widest and length % (4 * n) == 0)
+
+
+def segment(w: QuantArray) -> int:
+    """Elements of K that a stretch is a multiple of."""
+    return 4 * _lane(w.spec, w.shape)
+
+
+@lru_cache(maxsize=1024)
+def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out: str) -> Source:
+    tiles = next(n for n in (1, 2, 4, 8) if 8 * n >= rows * PARTS[dtype])
+    length, lane = tile_extent(spec, shape)[1], _lane(spec, shape)
+    groups = spec.has_float_scales and length < shape[1]
+    return program(
+        _SOURCE, spec, shape, dtype, out,
+        WEIGHT_ONLY_GROUP=length // (4 * lane) if groups else 0,
+        WEIGHT_ONLY_LANE_ELEMENTS=lane,
+        WEIGHT_ONLY_X_ELEMENTS=_PIECE[tiles],
+        WEIGHT_ONLY_DEPTH=_DEPTH[tiles],
+        WEIGHT_ONLY_TILES=tiles,
+        WEIGHT_ONLY_MIN_CTAS=_RESIDENT[tiles],
+    )  # fmt: skip
+
+
+def source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
+    """The program for weights and that many rows of activations of a dtype."""
+    return _source(w.spec, w.shape, rows, dtype, out)
+
+
+def product(given: Arguments, cut: tuple[int, int]) -> None:
+    """Write X w^T; does not wait. ``cut``: stretches of K, and the elements of one."""
+    (rows, lines, columns), w, xp = given.sizes, given.w, given.xp
+    made = source(w, rows, given.x.dtype.name, given.out.dtype.name)
+    splits, stretch = cut
+    count, scales, points = -(-lines // TILE_ROWS), given.scales, w.zero_points
+    if w.spec.has_float_scales and len(scales) < lines:  # one scale for all rows
+        scales = scales.repeat(lines, axis=0)
+        points = None if points is None else points.repeat(lines, axis=0)
+    sums = xp.empty((splits, given.tokens, lines), dtype=np.float32)
+    launch(
+        made,
+        "decode_product",
+        count * splits,
+        _THREADS,
+        given.x,
+        given.codes,
+        scales,
+        np.uint64(0) if points is None else xp.ascontiguousarray(points),
+        given.tensor_scale,
+        sums,
+        given.zeros(count),
+        given.out,
+        *(np.int32(n) for n in (rows, lines, columns)),
+        *(np.int64(n) for n in (given.codes.shape[1], scales.shape[1])),
+        *(np.int32(n) for n in (splits, stretch)),
+    )

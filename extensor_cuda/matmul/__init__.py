@@ -1,0 +1,1 @@
+"""GEMMs on CUDA: operands, how they are prepared, their products, and the choice of kernels."""

@@ -1,0 +1,367 @@
+"""Every choice of a tile, a split or a division of a product, by models of its time.
+
+`MODEL_MULTIPROCESSORS` stands where a choice decides the order of a sum, so that a shape's bits are
+the same on every GPU. Launches themselves ask the device how many multiprocessors it has.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TypeVar
+
+from extensor.quant.spec import QuantSpec
+from extensor_cuda.kernels.gemm.config import (
+    K_OF_BF16_STAGE,
+    ROW_BYTES,
+    TILE_M,
+    Config,
+    Split,
+    quantizes,
+)
+from extensor_cuda.kernels.weight_only import w4a16_sm90_resident as resident
+from extensor_cuda.kernels.weight_only import w4a16_sm90_ring as ring
+from extensor_cuda.kernels.weight_only import w4w8a16_sm90_wgmma as wgmma
+from extensor_cuda.runtime.driver import SHARED_BYTES
+
+__all__ = [
+    "MODEL_MULTIPROCESSORS",
+    "configure",
+    "configure_split_k",
+    "decoding_cut",
+    "decoding_tiles",
+    "ready_rows",
+    "resident_cut",
+    "resident_cuts",
+    "ring_cut",
+    "ring_cuts",
+    "ring_pays",
+    "stretches",
+    "wgmma_cut",
+    "wgmma_cuts",
+]
+
+MODEL_MULTIPROCESSORS = 132
+"""Of the GPU that splits of K and tiles are chosen for (H100, H200), whatever GPU they run on."""
+
+Cut = TypeVar("Cut")
+
+# --- the GEMM ---
+
+PROMOTE = 4
+"""Stages of FP8 between additions in float32: 512 elements."""
+# (columns of a tile, epilogue tiles, what a column costs) as measured on an H100; under scales of
+# groups along K; and with no promotion.
+_TILES = ((128, 2, 1.08), (176, 3, 1.05), (192, 3, 1.0))
+_SCALED_TILES = ((128, 2, 1.1), (176, 2, 1.02), (192, 2, 1.0))
+_WIDE_TILES = ((192, 3, 1.05), (256, 1, 1.0))
+
+
+@lru_cache(maxsize=1024)
+def configure(
+    kind: str,
+    m: int,
+    n: int,
+    out: str | QuantSpec,
+    promote: int | None = None,
+    b: str | None = None,
+    scale_group_k: int = 0,
+    blocks: tuple[int, int] | tuple[()] = (),
+) -> Config:
+    """The program for a product's size: the tile that fills the last round of blocks best.
+
+    Args:
+        kind: element type of both operands, or of a.
+        m: rows of the result.
+        n: its columns.
+        out: its type, as in `Config`.
+        promote: as in `Pipeline`; None: every 512 elements for FP8, never for the others.
+        b: element type of b, where it is another.
+        scale_group_k: as in `Scaling`, with the result written as (N, M).
+        blocks: as in `Scaling`; promote is then 1.
+    """
+    if blocks:
+        promote = 1
+    if scale_group_k:
+        promote = max(scale_group_k // K_OF_BF16_STAGE, 1)
+    if promote is None:
+        promote = PROMOTE if kind in ("e4m3", "e5m2") else 0
+
+    def cost(tile: tuple[int, int, float]) -> float:
+        tiles = -(-m // TILE_M) * -(-n // tile[0])
+        return -(-tiles // MODEL_MULTIPROCESSORS) * tile[0] * tile[2]
+
+    tiles: tuple[tuple[int, int, float], ...] = _TILES if promote else _WIDE_TILES
+    tiles = _SCALED_TILES if scale_group_k else tiles
+    if isinstance(out, QuantSpec):
+        widest = 128 if blocks else 256  # of sums under scales, for which registers are left
+        tiles = tuple(tile for tile in _TILES if tile[0] <= widest and quantizes(tile[0], out))
+    tile_n, epilogue_tiles, _ = min(tiles, key=cost)
+    # Ping-pong pays where each stage is promoted, or is long: 2% of 192 columns, of fewer it costs
+    # 1%.
+    ping_pong = tile_n == 192 and promote > 0 and not scale_group_k and isinstance(out, str)
+    ping_pong = ping_pong or bool(blocks) or scale_group_k == K_OF_BF16_STAGE
+    return Config.of(
+        kind,
+        b,
+        out=out,
+        tile_n=tile_n,
+        promote=promote,
+        epilogue_tiles=epilogue_tiles,
+        ping_pong=ping_pong,
+        blocks=blocks,
+        scale_group_k=scale_group_k,
+        out_transposed=scale_group_k > 0,
+    )
+
+
+# On an H100: (columns of a tile, epilogue tiles, cycles of a stage of K). The tensor cores take 4
+# cycles a column; narrower tiles read more of the cache for it, and FP8's sums are promoted.
+_BF16_TILES = ((128, 2, 640), (192, 3, 800), (256, 2, 1024))
+_PROMOTED_TILES = ((128, 2, 640), (176, 3, 850), (192, 3, 880))
+_TILE_CYCLES, _LAUNCH_CYCLES, _BYTES_A_CYCLE, _MOST_PARTS = 2500, 4400, 2300, 16
+
+
+@lru_cache(maxsize=4096)
+def configure_split_k(
+    kind: str, m: int, n: int, k: int, out: str, transposed: tuple[bool, bool] = (False, False)
+) -> tuple[Config, Split | None]:
+    """The program and the parts of K of a product of bfloat16 or of E5M2, from its shape.
+
+    The fewest cycles of a simple model: rounds of tiles plus, for parts, what writing, reading and
+    adding them takes. FP8 sums are promoted where they are without parts.
+
+    Args:
+        kind: "bf16" or "e5m2", element type of both operands.
+        m: rows of the result, 1 or more.
+        n: its columns, 1 or more.
+        k: terms of a sum.
+        out: type of the result.
+        transposed: as in `Layout`.
+    """
+    promote = 0 if kind == "bf16" else PROMOTE
+    stages = -(-k * (2 if kind == "bf16" else 1) // ROW_BYTES)
+    best: tuple[float, int, int, Split | None] | None = None
+    for tile_n, epilogue_tiles, cycles in _PROMOTED_TILES if promote else _BF16_TILES:
+        tiles = -(-m // TILE_M) * -(-n // tile_n)
+        for requested in range(1, min(_MOST_PARTS, stages) + 1):
+            whole = max(promote, 1)
+            per_part = -(-stages // (requested * whole)) * whole
+            parts = -(-stages // per_part)
+            rounds = -(-tiles * parts // MODEL_MULTIPROCESSORS)
+            cost = float(rounds * (per_part * cycles + _TILE_CYCLES))
+            if parts > 1:
+                cost += _LAUNCH_CYCLES + 8 * m * n * parts / _BYTES_A_CYCLE
+            if best is None or cost < best[0]:
+                split = Split(parts, per_part) if parts > 1 else None
+                best = cost, tile_n, epilogue_tiles, split
+    assert best is not None
+    _, tile_n, epilogue_tiles, split = best
+    if promote and split is None:
+        return configure(kind, m, n, out), None
+    config = Config.of(
+        kind,
+        out="float32" if split else out,
+        tile_n=tile_n,
+        promote=promote,
+        epilogue_tiles=epilogue_tiles,
+        transposed=transposed,
+        split_k=split is not None,
+    )
+    return config, split
+
+
+# --- many tokens and packed weights ---
+
+_DECODING_TILES = (64, 96, 128, 160, 192, 224, 256)
+"""Columns of a tile."""
+_BESIDE, _COLUMN = 200, 0.0015
+"""What a stage of a tile takes on an H200: as so many columns beside its own (E2M1 200 to 260,
+INT4 120), and so many us a column."""
+_MOST_DECODING_PARTS, _BYTES_A_US = 8, 3.5e6
+"""Parts of K, at most; bytes of them that are moved in a us."""
+
+
+def decoding_tiles(bits: int, group: int) -> tuple[int, ...]:
+    """Columns of tiles, fewer where the sums of groups, or wider codes, need registers, too."""
+    widest = (160 if bits == 4 else 128) if group else 256
+    return tuple(tile for tile in _DECODING_TILES if tile <= widest)
+
+
+@lru_cache(maxsize=1024)
+def decoding_cut(lines: int, k: int, rows: int, group: int, bits: int) -> tuple[int, Split | None]:
+    """Columns of a tile, and parts of K, of a GEMM whose warps decode packed weights.
+
+    Args:
+        lines: N.
+        k: K.
+        rows: M.
+        group: elements along K under a float scale, or 0.
+        bits: of a code.
+    """
+    stages, least = k // K_OF_BF16_STAGE, max(2, 2 * group // K_OF_BF16_STAGE)
+    found = []
+    for tile in decoding_tiles(bits, group):
+        tiles = -(-lines // TILE_M) * -(-rows // tile)
+        for requested in range(1, _MOST_DECODING_PARTS + 1):
+            per_part = -(-stages // (requested * least)) * least
+            parts = -(-stages // per_part)
+            rounds = -(-tiles * parts // MODEL_MULTIPROCESSORS)
+            time = rounds * (per_part * (tile + _BESIDE) * _COLUMN + 2)
+            if parts > 1:  # written and read again
+                time += 4 + 8 * parts * rows * lines / _BYTES_A_US
+            found.append((time, tile, Split(parts, per_part) if parts > 1 else None))
+    return min(found, key=lambda one: one[0])[1:]
+
+
+def ready_rows(m: int, config: Config, multiprocessors: int) -> int:
+    """Rows of weights with which blocks begin, where a GEMM expands the others beside products."""
+    group = config.pipeline.swizzle
+    whole_groups, rest = divmod(multiprocessors, group * -(-m // config.pipeline.tile_n))
+    return (group * whole_groups + min(group, rest)) * TILE_M
+
+
+# --- few tokens and packed weights ---
+
+_STRETCH_BLOCKS = 1056  # that fill a large GPU
+
+
+def stretches(lines: int, columns: int, segment: int) -> tuple[int, int]:
+    """How many stretches K is cut into for `w4w8a16_sm80.cu`, and the elements of one.
+
+    Args:
+        lines: N.
+        columns: K.
+        segment: elements of K that a stretch is a multiple of.
+    """
+    segments = -(-columns // segment)
+    requested = max(_STRETCH_BLOCKS // -(-lines // 64), 1)
+    per_stretch = -(-segments // min(requested, segments))
+    return -(-segments // per_stretch), per_stretch * segment
+
+
+def _quickest(found: list[tuple[float, Cut]]) -> Cut | None:
+    return min(found, key=lambda one: one[0])[1] if found else None
+
+
+def resident_cuts(
+    lines: int, columns: int, tokens: int, block: int
+) -> list[tuple[float, resident.Cut]]:
+    """Ways to divide N = lines and K = columns that fit, and what the busiest warp has to do.
+
+    In copies of a chunk, each about 1.5 us where memory is the bound. A block takes so much shared
+    memory that a multiprocessor has one: early starts put two on those that were done first.
+    """
+    chunk, warps = resident.CHUNK, resident.WARPS
+    chunks, tiles = -(-columns // chunk), -(-lines // 16)
+    held = warps * resident.AHEAD * 16 * (chunk // 2 + 32 + chunk // block)
+    found = []
+    for slices in range(1, min(chunks, MODEL_MULTIPROCESSORS) + 1):
+        per_slice = -(-chunks // slices)
+        groups = min(MODEL_MULTIPROCESSORS // slices, tiles)
+        most = -(-tiles // groups)  # of a block
+        for parts in (1, 2, 4, 8) if slices == 1 else (1,):
+            sums = 64 * most * tokens * parts if slices == 1 else 0
+            shared = held + tokens * (2 * per_slice * chunk + 64) + sums
+            if (slices - 1) * per_slice >= chunks or shared > SHARED_BYTES - 64:
+                continue
+            cost = -(-most // (warps // parts)) * -(-per_slice // parts) + tokens * per_slice / 40
+            if slices > 1:  # the last block adds what others left
+                cost += 1.3 + tokens * most * slices / 1900
+            shared = max(shared, SHARED_BYTES // 2)
+            cut = resident.Cut(slices, per_slice * chunk, parts, groups, shared)
+            found.append((cost, cut))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def resident_cut(lines: int, columns: int, tokens: int, block: int) -> resident.Cut | None:
+    """The quickest of `resident_cuts`; None if there is none."""
+    return _quickest(resident_cuts(lines, columns, tokens, block))
+
+
+_MOST_SLICES = 8
+
+
+def ring_pays(lines: int) -> bool:
+    """Whether so many rows of weights are more than a pair of tiles for each block."""
+    return lines > 2 * MODEL_MULTIPROCESSORS * ring.TILE_ROWS
+
+
+def _idle(pieces: int, pairs: int, parts: int) -> float:
+    """The time of the busiest scheduler to what it were if all had as much to do."""
+    warps = pairs * parts
+    if parts == 2 and pairs % 2 and pairs > 1:  # shared so that they have
+        return 1.0 + parts / pieces
+    return -(-warps // 4) * 4 / warps * -(-pieces // parts) * parts / pieces
+
+
+def ring_cuts(lines: int, columns: int, tokens: int, block: int) -> list[tuple[float, ring.Cut]]:
+    """Ways to divide N = lines and K = columns, each with its time in us by a model."""
+    pieces, tiles = -(-columns // ring.PIECE), -(-lines // ring.TILE_ROWS)
+    piece = 0.079 if tokens <= 8 else 0.095  # of a tile, by all warps
+    found = []
+    for slices in range(1, min(pieces, MODEL_MULTIPROCESSORS, _MOST_SLICES) + 1):
+        groups, per_slice = min(MODEL_MULTIPROCESSORS // slices, tiles), -(-pieces // slices)
+        most = -(-tiles // groups)
+        start = 4.5 + 0.1 * tokens
+        if slices > 1:  # written and read again
+            start += 8 + slices * tokens * lines / 5e5
+        least = -(-most // (2 * ring.WARPS))
+        for rounds in (least, least + 1):
+            pairs = -(-most // (2 * rounds))
+            for parts in range(1, min(ring.WARPS // pairs, per_slice) + 1):
+                if parts > ring.memory(pairs * parts, tokens, block)[0]:
+                    continue  # a warp would wait for x that has no place yet
+                wait = max(8 / (pairs * parts), 1.0) + 0.005 * pairs * parts
+                work = (
+                    2 * pairs * rounds * per_slice * piece * _idle(per_slice, pairs, parts) * wait
+                )
+                found.append((start + work, ring.Cut(slices, groups, pairs, parts)))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def ring_cut(lines: int, columns: int, tokens: int, block: int) -> ring.Cut:
+    """The quickest of `ring_cuts`."""
+    found = _quickest(ring_cuts(lines, columns, tokens, block))
+    assert found is not None
+    return found
+
+
+def wgmma_cuts(
+    lines: int, columns: int, tokens: int, dtype: str, bits: int
+) -> list[tuple[float, wgmma.Cut]]:
+    """Ways to divide N = lines and K = columns, each with its time in us by the model.
+
+    Args:
+        lines: rows of weights.
+        columns: of weights.
+        tokens: rows of x, three for each of float32.
+        dtype: of x.
+        bits: of a weight.
+    """
+    found = []
+    for split in (1, 2, 4):
+        room = wgmma.fit(split, -(-tokens // 8), dtype, bits)
+        if room is None:
+            continue
+        groups = -(-lines // (wgmma.TILE_ROWS * 4 // split))
+        pieces = -(-(columns // wgmma.SEGMENT) // split)
+        for slices in range(1, min(pieces, MODEL_MULTIPROCESSORS) + 1):
+            # A piece as it was measured on an H100, for 1 to 64 tokens within a tenth; of integers
+            # within a fifth, INT4 quicker, INT8 slower.
+            piece = 0.82 + 0.0045 * tokens * (1 + split)
+            rounds = -(-groups * slices // MODEL_MULTIPROCESSORS)
+            cost = rounds * (-(-pieces // slices) * piece + 1)
+            if slices > 1:  # written and read again
+                cost += 2 + slices * tokens * lines / 5e5
+            found.append((cost, wgmma.Cut(split, slices, *room)))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def wgmma_cut(lines: int, columns: int, tokens: int, dtype: str, bits: int) -> wgmma.Cut:
+    """The quickest of `wgmma_cuts`."""
+    found = _quickest(wgmma_cuts(lines, columns, tokens, dtype, bits))
+    assert found is not None
+    return found

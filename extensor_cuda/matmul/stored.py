@@ -1,0 +1,449 @@
+"""Products of packed matrices as they are stored: one, a batch, or one for each group of rows.
+
+MXFP4 x MXFP4 is rebased to E5M2, exactly, with one exponent per row; MXFP6 and NVFP4 with scales
+that FP8 holds are expanded to FP8, everything else that the decoder covers to bfloat16, exactly
+(NVFP4 without its tensor scale, which multiplies the result). FP8 and INT8 under float scales are
+read as they are. `extensor_cuda.matmul.product` has the bounds.
+
+accumulate="rebased" takes MXFP8 on the FP8 tensor cores, whose sums move to float32 every 128
+elements. MXFP8 uses all of FP8's exponents, so that no power of two holds a row exactly: a few
+small values are rounded once more (`extensor_cuda.matmul.rebase`), and the product says how many.
+It is off that of the rebased values by up to (K' 34 / 32 2**-13 + (K / 128 + 16) 2**-24) S, with
+K' = min(K, 128), and this off the exact one by the sum over K of |da| |b| + |a| |db| + |da| |db|,
+with da up to 2**-10 (E4M3) or 2**-17 (E5M2) times the largest scale of a's row.
+
+accumulate="exact" takes MXFP4 as 8-bit integers where a row's scales span at most 3 binades: the
+sum is exact and rounded once, so that it equals every other exact one, the CPU's too where its
+sums stay below 2**24 units. Where they span more: bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from extensor.autograd.tensor import ExTensor
+from extensor.backends.unsupported import Unsupported
+from extensor.quant import views
+from extensor.quant.array import QuantArray, tile_extent
+from extensor.quant.spec import QuantSpec
+from extensor_cuda.kernels.gemm.gemm_sm90 import MOST_TERMS, Epilogue, empty_rows, gemm
+from extensor_cuda.kernels.gemm.requantize import Requantized, finished, requantized, type_of
+from extensor_cuda.kernels.quantize import quantize as quantizer
+from extensor_cuda.matmul.expand import (
+    Inexact,
+    exact_bf16,
+    expand,
+    float_scaled,
+    rebase_mxfp4,
+    rebase_mxfp8,
+)
+from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand, Scale, pitched
+from extensor_cuda.matmul.partition import configure
+from extensor_cuda.matmul.product import (
+    Product,
+    empty_result,
+    float_scaled_product,
+    multiply,
+    product,
+    shared_scales,
+)
+from extensor_cuda.matmul.rebase import E5M2_SPAN, INT8_SPAN, held_by, is_mxfp4
+
+__all__ = [
+    "block_scaled_matmul",
+    "grouped_gap",
+    "grouped_matmul",
+    "matmul",
+    "offsets_of",
+    "stored_gap",
+]
+
+Array = Any
+
+_PROMOTE = {"promote": 4, "fast": 0, "rebased": 1}  # stages of 128 elements
+_MOST_ROWS = 2**31 - 1  # offsets are int32
+_TOO_WIDE = Unsupported("scales span more binades than FP8 holds")
+_BEYOND_BF16 = Unsupported("values that bfloat16 does not hold")
+
+
+def _capability(xp: Any) -> str:
+    return str(xp.cuda.Device().compute_capability)
+
+
+def stored_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | None:
+    """Why there is no such product of these operands on this GPU; None if there is.
+
+    Args:
+        a: left operand, (M, K).
+        b: right operand, (N, K).
+        capability: compute capability of the GPU, such as "90".
+
+    Raises:
+        TypeError: for tensors.
+    """
+    _refuse_tensors("matmul", a, b)
+    if capability != "90":
+        return Unsupported(
+            f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
+        )
+    for q in (a, b):
+        if len(q.shape) != 2:
+            return Unsupported(f"{len(q.shape)} axes; the kernel multiplies matrices")
+        if q.spec.axis != 1:
+            return Unsupported(
+                f"blocks along axis {q.spec.axis}; the kernel reads them along the last"
+            )
+    if any(q.spec.has_float_scales for q in (a, b)):
+        for q in (a, b):
+            if (gap := _float_scaled_gap(q)) is not None:
+                return gap
+        same = a.spec.row.element.is_float == b.spec.row.element.is_float
+        return None if same else Unsupported("an INT8 operand and an FP8 one")
+    for q in (a, b):
+        plan = quantizer.plan_of(q.spec, q.shape, decoding=True)
+        if isinstance(plan, Unsupported):
+            return plan
+    return None
+
+
+def _float_scaled_gap(q: QuantArray) -> Unsupported | None:
+    element = q.spec.row.element
+    if not q.spec.has_float_scales or q.spec.row.outliers:
+        return Unsupported(f"{q.spec.row.name}, whose scales are no plain floats")
+    if element.bits != 8:
+        return Unsupported(f"{element.name} under float scales; the kernel has e4m3, e5m2 and int8")
+    if q.spec.transform:
+        return Unsupported("a Hadamard transform to undo")
+    if 0 in q.shape:
+        return Unsupported("an empty array")
+    _, length = tile_extent(q.spec, q.shape)
+    if length < q.shape[1] and (length != 128 or not element.is_float):
+        return Unsupported(
+            f"tiles {q.spec.tile} of {element.name}; the kernel has one scale along K, or FP8 "
+            "with one for each 128"
+        )
+    if not element.is_float and q.shape[1] > MOST_TERMS:
+        return Unsupported(
+            f"K = {q.shape[1]}, beyond {MOST_TERMS}, where int32 sums could overflow"
+        )
+    return None
+
+
+def _refuse_tensors(name: str, *given: Any) -> None:
+    """Refuse ExTensors: products here take what they hold.
+
+    Raises:
+        TypeError: for one.
+    """
+    for x in given:
+        if isinstance(x, ExTensor):
+            raise TypeError(
+                f"{name}: wanted what a tensor holds, got an ExTensor of {x.dtype.name}; pass "
+                "q.data (and get a raw array, without a gradient), or write a @ b.T"
+            )
+
+
+def block_scaled_matmul(a: QuantArray, b: QuantArray, xp: Any) -> Product | Unsupported:
+    """Float32 a b^T of (M, K) and (N, K), or of each of a batch in one launch. Waits as `matmul`.
+
+    Args:
+        a: packed and blocked along K, with two axes or three.
+        b: likewise.
+        xp: cupy.
+    """
+    if len(a.shape) == 3:
+        return _batch(a, b, xp)
+    gap = stored_gap(a, b, _capability(xp))
+    return _matmul(a, b, xp, "promote", "float32") if gap is None else gap
+
+
+def matmul(
+    a: QuantArray,
+    b: QuantArray,
+    xp: Any,
+    *,
+    accumulate: str = "promote",
+    out_dtype: str | QuantSpec = "float32",
+    out_amax: Array | None = None,
+) -> Product | Unsupported:
+    """The product a b^T on the tensor cores; `extensor_cuda.matmul.product` has the error bounds.
+
+    Reads a flag on the host, and so waits for the GPU: it cannot be captured in a graph. Not so
+    "rebased" with two MXFP8 operands, nor "bf16" with operands that bfloat16 holds as they are
+    and that it has multiplied before.
+
+    Args:
+        a: (M, K), blocked along K.
+        b: (N, K), blocked along K.
+        xp: cupy.
+        accumulate: "promote": FP8 sums move to float32 every 512 elements; "fast": never, and K'
+            in the bound is K; "exact": as 8-bit integers where the scales allow it, else as
+            "bf16": always bfloat16 operands, twice the time and no such loss; "rebased": MXFP8 as
+            FP8, a few of whose values change, as the result says.
+        out_dtype: "float32", "bfloat16", or how the product's rows are quantized, from what would
+            have been its bfloat16 values (`extensor_cuda.kernels.gemm.requantize`).
+        out_amax: for a format with a scale per tensor, or under a window, what stands for the
+            product's largest magnitude: float32 of shape () on the device.
+
+    Returns:
+        The product; or why it has none: values that bfloat16 does not hold.
+
+    Raises:
+        ValueError: for an unknown option, operands that do not fit, or that `stored_gap` refuses.
+        TypeError: for tensors.
+    """
+    if accumulate not in (*_PROMOTE, "exact", "bf16") or (
+        not isinstance(out_dtype, QuantSpec) and out_dtype not in RESULT_DTYPES
+    ):
+        raise ValueError(
+            "matmul: wanted accumulate 'promote', 'fast', 'rebased', 'exact' or 'bf16' and "
+            f"out_dtype 'float32', 'bfloat16' or a QuantSpec, got {accumulate!r} and {out_dtype!r}"
+        )
+    if (gap := stored_gap(a, b, _capability(xp))) is not None:
+        raise ValueError(f"matmul: {gap.reason}; call .dequantize() on the operands")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"matmul: wanted (M, K) and (N, K), got {a.shape} and {b.shape}")
+    if accumulate == "rebased" and not any(q.spec.is_mxfp8 for q in (a, b)):
+        raise ValueError(
+            f"matmul: accumulate 'rebased' is for MXFP8, got {a.spec.format} and {b.spec.format}; "
+            "these are exact by 'promote'"
+        )
+    if isinstance(out_dtype, QuantSpec):
+        to = requantized(out_dtype, a.shape[0], b.shape[0], xp, out_amax)
+        return _matmul(a, b, xp, accumulate, to)
+    if out_amax is not None:
+        raise ValueError(f"matmul: out_amax goes with a quantized result, not {out_dtype}")
+    return _matmul(a, b, xp, accumulate, out_dtype)
+
+
+def _matmul(
+    a: QuantArray, b: QuantArray, xp: Any, accumulate: str, to: str | Requantized
+) -> Product | Unsupported:
+    """The product of operands that are supported; or why their values do not allow it."""
+    if a.spec.has_float_scales:
+        return float_scaled_product(float_scaled(a, xp), float_scaled(b, xp), to, xp)
+    why = Unsupported("asked for")
+    if accumulate != "bf16":
+        sides = _fp8_operands(a, b, accumulate, xp)
+        if not isinstance(sides, Unsupported):
+            left, right, path, inexact = sides
+            out = empty_result(xp, a.shape[0], b.shape[0], to)
+            promote = None if left.kind == "s8" else _PROMOTE[accumulate]
+            config = configure(left.kind, *out.shape, type_of(out), promote, b=right.kind)
+            multiply(left, right, out, config)
+            return Product(finished(out, xp), path, inexact)
+        why = sides
+    wide = exact_bf16((a, b), xp)
+    if wide is None:
+        return _BEYOND_BF16
+    path = f"bf16 tensor cores: {why.reason}"
+    if isinstance(to, str) and all(side.scale.is_absent for side in wide):
+        return Product(product(wide[0], wide[1], to, xp), path)
+    out = empty_result(xp, a.shape[0], b.shape[0], to)
+    multiply(wide[0], wide[1], out)
+    return Product(finished(out, xp), path)
+
+
+Operands = tuple[GemmOperand, GemmOperand, str, tuple[Inexact | None, Inexact | None]]
+
+
+def _fp8_operands(a: QuantArray, b: QuantArray, accumulate: str, xp: Any) -> Operands | Unsupported:
+    """Both matrices in 8 bits, the path in words, and what rebasing lost; or why they do not fit.
+
+    Waits for the GPU where a flag has to be read.
+    """
+    exact = accumulate == "exact"
+    if accumulate != "rebased" and is_mxfp4(a.spec) and is_mxfp4(b.spec):
+        if exact and a.shape[1] > MOST_TERMS:
+            return Unsupported(f"K = {a.shape[1]}, beyond {MOST_TERMS}")
+        flag = xp.zeros((), dtype=xp.uint32)
+        left, right = (rebase_mxfp4(q, flag, xp, exact) for q in (a, b))
+        if int(flag):
+            span = INT8_SPAN if exact else E5M2_SPAN
+            return Unsupported(f"a row's scales span more than {span} binades")
+        return left, right, f"{'int8' if exact else 'FP8'} tensor cores", (None, None)
+    rebases = [accumulate == "rebased" and q.spec.is_mxfp8 for q in (a, b)]
+    for q, rebased in zip((a, b), rebases, strict=True):
+        if not rebased and (held_by(q.spec)[0] == "bf16" or (any(rebases) and not q.spec.is_mx)):
+            return Unsupported(f"FP8 does not hold {q.spec.format}")
+    if exact:
+        return Unsupported("an operand is not MXFP4")
+    flag: Array | None = None
+    lost: list[Inexact | None] = []
+    sides: list[GemmOperand] = []
+    for q, rebased in zip((a, b), rebases, strict=True):
+        if rebased:
+            side, inexact = rebase_mxfp8(q, xp)
+            lost.append(inexact)
+        else:
+            flag = xp.zeros(1, dtype=xp.uint32) if flag is None else flag
+            side = expand(q, held_by(q.spec)[0], flag, xp)
+            lost.append(None)
+        sides.append(side)
+    if flag is not None and int(flag[0]):
+        return _TOO_WIDE
+    path = "FP8 tensor cores, rebased operands" if any(rebases) else "FP8 tensor cores"
+    return sides[0], sides[1], path, (lost[0], lost[1])
+
+
+# --- groups of rows, each with a matrix of its own (mixtures of experts); batches ---
+
+
+def offsets_of(sizes: Array, xp: Any) -> Array:
+    """Group sizes, integers on the device -> where groups begin and end, int32 (groups + 1,)."""
+    out = xp.zeros(len(sizes) + 1, dtype=np.int32)
+    out[1:] = xp.cumsum(sizes).astype(np.int32)
+    return out
+
+
+def grouped_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | None:
+    """Why there is no grouped product of these packed matrices on this GPU; None if there is.
+
+    Args:
+        a: (M, K).
+        b: (groups N, K).
+        capability: compute capability of the GPU, such as "90".
+    """
+    if (gap := stored_gap(a, b, capability)) is not None:
+        return gap
+    if not a.spec.has_float_scales:
+        return None
+    for q in (a, b):
+        if q.scales.shape[1] > 1 or q.zero_points is not None:
+            zeros = "" if q.zero_points is None else " and zero points"
+            return Unsupported(
+                f"wanted one scale along K and no zero points, got {q.spec.format} in tiles "
+                f"{q.spec.tile}{zeros}"
+            )
+    return None
+
+
+def _batch(a: QuantArray, b: QuantArray, xp: Any) -> Product | Unsupported:
+    """Of each i, a_i b_i^T: float32 (B, M, N) in one launch. Waits as `matmul`."""
+    (count, m, _), n = a.shape, b.shape[1]
+    if count < 2 or 0 in (*a.shape, *b.shape):
+        return Unsupported(f"a batch of {a.shape} and {b.shape}, one matrix or empty")
+    if count * max(m, n) > _MOST_ROWS:
+        return Unsupported(f"{count * max(m, n)} rows, beyond {_MOST_ROWS}")
+    left, right = views.as_matrix(a), views.as_matrix(b)
+    if left is None or right is None:
+        tile = (a if left is None else b).spec.tile
+        return Unsupported(f"tiles {tile} that do not divide the rows of each matrix")
+    if (gap := grouped_gap(left, right, _capability(xp))) is not None:
+        return gap
+    offsets = xp.asarray(np.arange(count + 1, dtype=np.int32) * np.int32(m))
+    done = _grouped(left, right, offsets, xp, "float32")
+    if isinstance(done, Unsupported):
+        return done
+    return Product(done.out.reshape(count, m, n), done.path)
+
+
+def grouped_matmul(
+    a: Any, b: Any, offsets: Array, xp: Any, *, out_dtype: str = "float32"
+) -> Product:
+    """For each group g, its rows of a times b_g^T, in one launch. Without a gradient.
+
+    Where groups begin is read on the device, so that a router's counts need not come to the host.
+    Packed operands read a flag on the host, as `matmul`; bfloat16 ones and FP8 under float scales
+    do not wait.
+
+    Args:
+        a: (M, K), packed and blocked along K, or bfloat16; rows sorted by group.
+        b: (groups N, K), likewise: the groups' matrices one below the other.
+        offsets: int32 (groups + 1,) on the device: group g has the rows offsets[g] to
+            offsets[g + 1] of a. They begin with 0, never fall and end with M at most; rows beyond
+            the last are not written.
+        xp: cupy.
+        out_dtype: "float32" or "bfloat16".
+
+    Raises:
+        ValueError: if the operands do not fit, or there is no kernel for them.
+        TypeError: for tensors.
+    """
+    _refuse_tensors("grouped", a, b)
+    if offsets.dtype != np.int32 or offsets.ndim != 1 or len(offsets) < 2:
+        raise ValueError(
+            f"grouped: wanted offsets int32 (groups + 1,), got {offsets.dtype} {offsets.shape}; "
+            "offsets_of(sizes) makes them"
+        )
+    groups = len(offsets) - 1
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1] or b.shape[0] % groups:
+        raise ValueError(
+            f"grouped: wanted a (M, K) and b (groups N, K) in {groups} groups, got {a.shape} and "
+            f"{b.shape}"
+        )
+    if out_dtype not in RESULT_DTYPES:
+        raise ValueError(f"grouped: wanted out_dtype 'float32' or 'bfloat16', got {out_dtype!r}")
+    if not a.shape[0]:  # a rank to which no token was sent
+        out = xp.empty((0, b.shape[0] // groups), dtype=RESULT_DTYPES[out_dtype])
+        return Product(out, "nothing to multiply")
+    _check_kinds(a, b, xp)
+    done = _grouped(a, b, offsets, xp, out_dtype)
+    if isinstance(done, Unsupported):
+        raise ValueError(f"grouped: {done.reason}; call .dequantize()")
+    return done
+
+
+def _grouped(a: Any, b: Any, offsets: Array, xp: Any, out_dtype: str) -> Product | Unsupported:
+    """The product of operands that are supported; or why their values do not allow it."""
+    out = empty_rows(xp, a.shape[0], b.shape[0] // (len(offsets) - 1), RESULT_DTYPES[out_dtype])
+    sides = _grouped_operands(a, b, xp)
+    if isinstance(sides, Unsupported):
+        return sides
+    left, right, why = sides
+    scales = shared_scales(left, right)
+    if scales is None:
+        return Unsupported("one operand has a factor and the other an exponent")
+    config = configure(left.kind, *out.shape, out_dtype, b=right.kind)
+    offsets = xp.ascontiguousarray(offsets)
+    gemm(left.codes, right.codes, out, config, Epilogue(scales, offsets=offsets))
+    name = {"s8": "int8", "bf16": "bf16"}.get(left.kind, "FP8")
+    return Product(xp.ascontiguousarray(out), f"{name} tensor cores{why}")
+
+
+def _check_kinds(a: Any, b: Any, xp: Any) -> None:
+    """Refuse operands that are neither both packed and covered nor both bfloat16."""
+    stored = [isinstance(x, QuantArray) for x in (a, b)]
+    if not any(stored):
+        for x in (a, b):
+            if x.dtype != ml_dtypes.bfloat16:
+                raise ValueError(f"grouped: wanted packed or bfloat16 operands, got {x.dtype}")
+    elif not all(stored):
+        raise ValueError(
+            "grouped: wanted two packed operands or two of bfloat16; quantize the other"
+        )
+    elif (gap := grouped_gap(a, b, _capability(xp))) is not None:
+        raise ValueError(f"grouped: {gap.reason}; call .dequantize() on the operands")
+
+
+def _grouped_operands(
+    a: Any, b: Any, xp: Any
+) -> tuple[GemmOperand, GemmOperand, str] | Unsupported:
+    """Both operands in element types that go together, and why it is not FP8 where it might be."""
+    if not isinstance(a, QuantArray):
+        left, right = (GemmOperand(pitched(x.view(np.uint16), xp), "bf16") for x in (a, b))
+        return left, right, ""
+    if a.spec.has_float_scales:
+        left, right = (_by_row(float_scaled(q, xp)) for q in (a, b))
+        return left, right, ""
+    kinds = [held_by(q.spec)[0] for q in (a, b)]
+    why = (
+        f": FP8 does not hold {(a, b)[kinds.index('bf16')].spec.format}" if "bf16" in kinds else ""
+    )
+    if not why:
+        flag = xp.zeros(1, dtype=np.uint32)
+        left, right = (expand(q, kind, flag, xp) for q, kind in zip((a, b), kinds, strict=True))
+        if not int(flag[0]):
+            return left, right, ""
+        why = f": {_TOO_WIDE.reason}"
+    wide = exact_bf16((a, b), xp)
+    return _BEYOND_BF16 if wide is None else (wide[0], wide[1], why)
+
+
+def _by_row(operand: GemmOperand) -> GemmOperand:
+    """An operand under stored scales of rows, with these as factors."""
+    factor = operand.scale.row_factor(operand.shape[0])
+    return GemmOperand(operand.codes, operand.kind, Scale(factor=factor))

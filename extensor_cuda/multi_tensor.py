@@ -1,0 +1,74 @@
+"""Optimizer steps, scaling and checks of many tensors in one launch, to the CPU's bits.
+
+Functions as in `extensor_cuda.nn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from extensor.backends.capture import UpdateGuard
+from extensor.backends.unsupported import Unsupported
+from extensor_cuda.dispatch import Call
+from extensor_cuda.kernels.optimizer import optimizer as kernels
+
+__all__ = [
+    "adam_multi_tensor",
+    "all_finite_multi_tensor",
+    "scale_multi_tensor",
+    "sgd_multi_tensor",
+    "square_sum_multi_tensor",
+]
+
+Array = Any
+Parts = Sequence[Sequence[Any]]
+Factors = Sequence[Mapping[str, float]]
+
+
+def _update(
+    kernel: kernels.Kernel,
+    xp: Any,
+    parts: Parts,
+    factors: Factors,
+    guard: UpdateGuard | None = None,
+    check_finite: bool = False,
+    cache: dict[str, Any] | None = None,
+    numbers: Sequence[int] | int = 0,
+) -> Call:
+    how = kernels.Update(guard, check_finite, cache, numbers)
+    return lambda: kernels.step(kernel, parts, factors, how, xp)
+
+
+def adam_multi_tensor(xp: Any, parts: Parts, factors: Factors, *how: Any, **more: Any) -> Call:
+    """See the protocol. One launch, one more with ``check_finite``."""
+    return _update(kernels.ADAM, xp, parts, factors, *how, **more)
+
+
+def sgd_multi_tensor(xp: Any, parts: Parts, factors: Factors, *how: Any, **more: Any) -> Call:
+    """See the protocol. One launch, one more with ``check_finite``."""
+    return _update(kernels.SGD, xp, parts, factors, *how, **more)
+
+
+def _gap(arrays: Sequence[Array]) -> Unsupported | None:
+    if all(kernels.supports(a) for a in arrays):
+        return None
+    return Unsupported("no contiguous float32 arrays")
+
+
+def all_finite_multi_tensor(xp: Any, arrays: Sequence[Array]) -> Call:
+    """See the protocol. One launch, and one wait for the GPU."""
+    gap = _gap(arrays)
+    return (lambda: kernels.finite(arrays, xp)) if gap is None else gap
+
+
+def scale_multi_tensor(xp: Any, arrays: Sequence[Array], factor: float | Array) -> Call:
+    """See the protocol. One launch."""
+    gap = _gap(arrays)
+    return (lambda: kernels.scale(arrays, factor, xp)) if gap is None else gap
+
+
+def square_sum_multi_tensor(xp: Any, arrays: Sequence[Array]) -> Call:
+    """See the protocol. Two launches."""
+    gap = _gap(arrays)
+    return (lambda: kernels.square_sum(arrays, xp)) if gap is None else gap

@@ -1,0 +1,356 @@
+"""Networks' ops on the GPU: the kernel that runs each, or why there is none.
+
+A function here takes the array module and then the arguments of the protocol's method of its name.
+It gives the kernel's call, ready to run, or `Unsupported`. Arrays that a training step passes from
+op to op may be bfloat16 as well as float32. Error bounds are stated beside the kernels, in
+`extensor_cuda.kernels.nn` and `extensor_cuda.kernels.attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from extensor.backends.unsupported import Unsupported
+from extensor_cuda.dispatch import FLOATS, Call, contiguous, dtype_gap
+from extensor_cuda.kernels.attention import attention as bf16_attention
+from extensor_cuda.kernels.nn import (
+    cross_entropy as losses,
+)
+from extensor_cuda.kernels.nn import (
+    dropout,
+    elementwise,
+    norm,
+    scatter_add,
+    sums,
+)
+from extensor_cuda.kernels.nn import (
+    softmax as rows_of,
+)
+
+__all__ = [
+    "add",
+    "add_rows",
+    "attention",
+    "attention_grad",
+    "bfloat16_values",
+    "cast",
+    "cross_entropy",
+    "cross_entropy_grad",
+    "dropout_mask",
+    "gelu",
+    "gelu_grad",
+    "layer_norm",
+    "layer_norm_grad",
+    "leading_sum",
+    "relu",
+    "relu_grad",
+    "rms_norm",
+    "rms_norm_grad",
+    "softmax",
+    "softmax_grad",
+]
+
+Array = Any
+_LEAST_COLUMNS = 32  # neighbours that a warp sums, each lane one or more
+
+
+# --- values ---
+
+
+def _unary(xp: Any, x: Array, *, name: str) -> Call:
+    if (gap := dtype_gap((x,), FLOATS)) is not None:
+        return gap
+    return lambda: elementwise.unary(name, contiguous(xp, x), xp)
+
+
+def _binary(name: str, xp: Any, g: Array, x: Array) -> Any:
+    return elementwise.binary(name, contiguous(xp, g), contiguous(xp, x), xp, g.dtype)
+
+
+relu = partial(_unary, name="relu")
+
+
+def relu_grad(xp: Any, g: Array, out: Array) -> Call:
+    """See the protocol."""
+    if (gap := dtype_gap((g, out), FLOATS)) is not None:
+        return gap
+    return lambda: _binary("relu_grad", xp, g, out)
+
+
+def gelu(xp: Any, x: Array) -> Call:
+    """See the protocol."""
+    call = _unary(xp, x, name="gelu")
+    return (lambda: (call(), None)) if call else call
+
+
+def gelu_grad(xp: Any, g: Array, x: Array, phi: Array | None) -> Call:
+    """See the protocol."""
+    if phi is not None:
+        return Unsupported("phi was kept")
+    if (gap := dtype_gap((g, x), FLOATS)) is not None:
+        return gap
+    return lambda: _binary("gelu_grad", xp, g, x)
+
+
+def add(xp: Any, a: Array, b: Array) -> Call:
+    """See the protocol."""
+    if a.shape != b.shape or not (a.flags.c_contiguous and b.flags.c_contiguous):
+        return Unsupported("arrays of several shapes, or strided ones")
+    if (gap := dtype_gap((a, b), FLOATS)) is not None:
+        return gap
+    return lambda: elementwise.binary(
+        "add", a, b, xp, a.dtype if a.dtype == b.dtype else np.float32
+    )
+
+
+def cast(xp: Any, x: Array, dtype: np.dtype[Any]) -> Call:
+    """See the protocol."""
+    if dtype == x.dtype:
+        return Unsupported("nothing to do")
+    if dtype not in FLOATS or not x.flags.c_contiguous:
+        return Unsupported(f"{dtype} requested, or a strided array")
+    if (gap := dtype_gap((x,), FLOATS)) is not None:
+        return gap
+    return lambda: elementwise.unary("cast", x, xp, dtype)
+
+
+def bfloat16_values(xp: Any, x: Array) -> Call:
+    """See the protocol."""
+    if (gap := dtype_gap((x,))) is not None:
+        return gap
+    return lambda: elementwise.unary("bfloat16_values", contiguous(xp, x), xp)
+
+
+def dropout_mask(xp: Any, draws: Array, shape: tuple[int, ...], p: float) -> Call:
+    """See the protocol. Does not wait for the GPU."""
+    return lambda: dropout.dropout_mask(contiguous(xp, draws), shape, p, xp)
+
+
+# --- sums ---
+
+
+def leading_sum(xp: Any, x: Array, axes: int) -> Call:
+    """See the protocol."""
+    if x.dtype.name not in sums.KINDS or not x.flags.c_contiguous:
+        return Unsupported(f"{x.dtype} array, or a strided one")
+    if not x.size or not axes:
+        return Unsupported("an empty array, or no axes")
+    shape = x.shape[axes:]
+    if (columns := math.prod(shape)) < _LEAST_COLUMNS:
+        return Unsupported(f"{columns} columns, too few for the kernel")
+    return lambda: sums.column_sums(x.reshape(-1, columns), xp).reshape(shape)
+
+
+def add_rows(xp: Any, out: Array, index: Array, rows: Array) -> Call:
+    """See the protocol. One launch, in order."""
+    if out.dtype != np.float32 or not out.flags.c_contiguous or rows.dtype != np.float32:
+        return Unsupported("no contiguous float32 arrays")
+    if not index.size:
+        return Unsupported("an empty array")
+    return lambda: scatter_add.add_rows(out, index, rows, xp)
+
+
+# --- losses and norms ---
+
+
+def cross_entropy(xp: Any, x: Array, labels: Array, smoothing: float) -> Call:
+    """See the protocol."""
+    if (gap := dtype_gap((x,), FLOATS)) is not None:
+        return gap
+
+    def call() -> Any:
+        classes = contiguous(xp, labels.astype(np.int64, copy=False))
+        return losses.losses(contiguous(xp, x), classes, smoothing, xp)
+
+    return call
+
+
+def cross_entropy_grad(
+    xp: Any, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
+) -> Call:
+    """See the protocol."""
+    if (gap := dtype_gap((x,), FLOATS)) is not None:
+        return gap
+
+    def call() -> Any:
+        factors, classes = (
+            weight.astype(np.float32, copy=False),
+            labels.astype(np.int64, copy=False),
+        )
+        w, xx, at, k = (contiguous(xp, a) for a in (factors, x, classes, kept))
+        return losses.grad(w, xx, at, k, smoothing, xp)
+
+    return call
+
+
+def _norm_gap(x: Array, weight: Array, *others: Array) -> Unsupported | None:
+    if (gap := dtype_gap((x, weight, *others))) is not None:
+        return gap
+    if weight.size > norm.MOST:
+        return Unsupported(f"rows of {weight.size} values; the kernel keeps up to {norm.MOST}")
+    return None
+
+
+def _norm_grad_gap(g: Array, x: Array, weight: Array) -> Unsupported | None:
+    gap = dtype_gap((g,), FLOATS)
+    return _norm_gap(x, weight) if gap is None else gap
+
+
+def layer_norm(
+    xp: Any, x: Array, weight: Array, bias: Array, eps: float, narrow: bool = False
+) -> Call:
+    """See the protocol."""
+    if (gap := _norm_gap(x, weight, bias)) is not None:
+        return gap
+
+    def call() -> Any:
+        xx, w, b = (contiguous(xp, a) for a in (x, weight, bias))
+        return norm.norm(xx, w, b, eps, True, xp, narrow)
+
+    return call
+
+
+def layer_norm_grad(
+    xp: Any,
+    g: Array,
+    x: Array,
+    weight: Array,
+    mean: Array,
+    rstd: Array,
+    addend: Array | None = None,
+) -> Call:
+    """See the protocol."""
+    if (gap := _norm_grad_gap(g, x, weight)) is not None:
+        return gap
+
+    def call() -> Any:
+        gg, xx, w, m, r = (contiguous(xp, a) for a in (g, x, weight, mean, rstd))
+        return norm.grad(gg, xx, w, m, r, xp, addend)
+
+    return call
+
+
+def rms_norm(xp: Any, x: Array, weight: Array, eps: float, narrow: bool = False) -> Call:
+    """See the protocol."""
+    if (gap := _norm_gap(x, weight)) is not None:
+        return gap
+
+    def call() -> Any:
+        whole, factors = (contiguous(xp, a) for a in (x, weight))
+        out, _, rstd = norm.norm(whole, factors, None, eps, False, xp, narrow)
+        return out, rstd
+
+    return call
+
+
+def rms_norm_grad(
+    xp: Any, g: Array, x: Array, weight: Array, rstd: Array, addend: Array | None = None
+) -> Call:
+    """See the protocol."""
+    if (gap := _norm_grad_gap(g, x, weight)) is not None:
+        return gap
+
+    def call() -> Any:
+        gg, xx, factors, scale = (contiguous(xp, a) for a in (g, x, weight, rstd))
+        return norm.grad(gg, xx, factors, None, scale, xp, addend)[:2]
+
+    return call
+
+
+# --- softmax and attention ---
+
+
+def _softmax_gap(axis: int, *arrays: Array) -> Unsupported | None:
+    x = arrays[-1]
+    if (gap := dtype_gap(arrays, FLOATS)) is not None:
+        return gap
+    if any(a.dtype != x.dtype for a in arrays):
+        return Unsupported("arrays of several dtypes")
+    if axis != x.ndim - 1 or x.shape[-1] > rows_of.MOST:
+        return Unsupported(f"rows of {x.shape[axis]} values along axis {axis} of {x.ndim}")
+    return None
+
+
+def softmax(xp: Any, x: Array, axis: int) -> Call:
+    """See the protocol."""
+    if (gap := _softmax_gap(axis, x)) is not None:
+        return gap
+    return lambda: rows_of.softmax(contiguous(xp, x), xp)
+
+
+def softmax_grad(xp: Any, g: Array, out: Array, axis: int) -> Call:
+    """See the protocol."""
+    if (gap := _softmax_gap(axis, g, out)) is not None:
+        return gap
+    return lambda: rows_of.softmax_grad(contiguous(xp, g), contiguous(xp, out), xp)
+
+
+def _attention_gap(q: Array, k: Array, v: Array, *g: Array) -> Unsupported | None:
+    """Why float32 attention is not two products around the kernel of its rows."""
+    if (gap := dtype_gap((q, k, v, *g))) is not None:
+        return gap
+    if (keys := k.shape[-2]) > rows_of.MOST:
+        return Unsupported(f"{keys} keys; a row has up to {rows_of.MOST}")
+    return None
+
+
+def attention(xp: Any, q: Array, k: Array, v: Array, causal: bool, scale: float) -> Call:
+    """See the protocol: one launch in bfloat16; in float32 two products and a launch between."""
+    if q.dtype.name == "bfloat16":
+        gap = bf16_attention.unsupported(q, k, v, scale, xp.cuda.runtime.getDevice())
+        if gap is not None:
+            return gap
+        return lambda: bf16_attention.attention(q, k, v, causal, scale, xp)
+    if (gap := _attention_gap(q, k, v)) is not None:
+        return gap
+
+    def call() -> Any:
+        split = q.reshape(*k.shape[:2], q.shape[1] // k.shape[1], *q.shape[-2:])
+        scores = xp.matmul(split, k[:, :, None].swapaxes(-1, -2))
+        stats = rows_of.attend(scores, scale, causal, xp)
+        out = xp.matmul(scores, v[:, :, None])
+        return out.reshape(*q.shape[:-1], v.shape[-1]), stats.reshape(*q.shape[:-1], 2)
+
+    return call
+
+
+def attention_grad(
+    xp: Any,
+    g: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    stats: Array,
+    causal: bool,
+    scale: float,
+    into: tuple[Array, Array, Array],
+) -> Call:
+    """See the protocol: two launches in bfloat16; in float32 five products around a launch."""
+    if q.dtype.name == "bfloat16":
+        gap = bf16_attention.unsupported(q, k, v, scale, xp.cuda.runtime.getDevice())
+        if gap is not None:
+            return gap
+        forward = bf16_attention.Forward(q, k, v, out, stats, causal, scale)
+        return lambda: bf16_attention.attention_grad(g, forward, into, xp)
+    if (gap := _attention_gap(q, k, v, g)) is not None:
+        return gap
+
+    def call() -> None:
+        shape = (*k.shape[:2], q.shape[1] // k.shape[1], q.shape[2])
+        gg, qq = (a.reshape(*shape, a.shape[-1]) for a in (g, q))
+        product, keys = xp.matmul, k[:, :, None]
+        scores = product(qq, keys.swapaxes(-1, -2))
+        d = product(gg, v[:, :, None].swapaxes(-1, -2))
+        # The sums of g out over a row may be strided where g or out is.
+        row_sums = contiguous(xp, (g * out).sum(axis=-1))
+        rows_of.attend_grad(scores, d, contiguous(xp, stats), row_sums, scale, causal)
+        into[0][...] = product(d, keys).reshape(q.shape)
+        into[1][...] = product(d.swapaxes(-1, -2), qq).sum(axis=2)
+        into[2][...] = product(scores.swapaxes(-1, -2), gg).sum(axis=2)
+
+    return call

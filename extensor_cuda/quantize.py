@@ -1,0 +1,210 @@
+"""Quantizing and decoding on the GPU: the fused kernel that does each, or why there is none.
+
+`plan_of` chooses the kernels of a spec and a shape; all plans are used in one way. The functions
+below it take the array module and the arguments of the protocol's method of their name. They give
+the kernel's call, ready to run, or `Unsupported`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, final
+
+import numpy as np
+
+from extensor.backends.unsupported import Unsupported
+from extensor.quant import reference
+from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.rebase import rebase_tiles
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda.dispatch import Call
+from extensor_cuda.kernels.quantize import dequantize as decoder
+from extensor_cuda.kernels.quantize import float_scaled
+from extensor_cuda.kernels.quantize import quantize as fused
+from extensor_cuda.kernels.quantize import rowwise_columnwise as both
+from extensor_cuda.runtime.counters import Counters, OperandCounts
+
+__all__ = [
+    "QuantizePlan",
+    "dequantize",
+    "dialect_gap",
+    "fake_quantize",
+    "fake_quantize_rowwise_columnwise",
+    "input_gap",
+    "plan_of",
+    "quantize",
+    "quantize_rowwise_columnwise",
+    "readable",
+]
+
+Array = Any
+SpecPair = tuple[QuantSpec, QuantSpec]
+StreamPair = tuple[Stream | None, Stream | None]
+
+
+@final
+@dataclass(frozen=True)
+class _BlockScaled:
+    """Kernels for E8M0 scales and for NVFP4's two levels of scales."""
+
+    plan: fused.Plan
+
+    def quantize(self, x: Array, stream: Stream | None, xp: Any) -> tuple[QuantArray, QuantStats]:
+        return fused.quantize(x, self.plan, stream, xp)
+
+    def fake_quantize(
+        self, x: Array, stream: Stream | None, xp: Any
+    ) -> tuple[Array, OperandCounts]:
+        return fused.fake_quantize(x, self.plan, stream, xp)
+
+    def dequantize(self, q: QuantArray, xp: Any) -> Array:
+        return decoder.dequantize(q, self.plan, xp)
+
+
+@final
+@dataclass(frozen=True)
+class _FloatScaled:
+    """Kernels for float32 and float16 scales."""
+
+    plan: float_scaled.FloatPlan
+
+    def quantize(self, x: Array, stream: Stream | None, xp: Any) -> tuple[QuantArray, QuantStats]:
+        return float_scaled.quantize(x, self.plan, stream, xp)
+
+    def fake_quantize(
+        self, x: Array, stream: Stream | None, xp: Any
+    ) -> tuple[Array, OperandCounts]:
+        return float_scaled.fake_quantize(x, self.plan, stream, xp)
+
+    def dequantize(self, q: QuantArray, xp: Any) -> Array:
+        return float_scaled.dequantize(q, self.plan, xp)
+
+
+QuantizePlan = _BlockScaled | _FloatScaled
+"""The kernels of a spec on arrays of one shape, all used in one way.
+
+``quantize`` gives codes, scales and counts, and waits for the counts; ``fake_quantize`` gives
+decoded values and counts; ``dequantize`` decodes. x is what `readable` gives.
+"""
+
+
+@lru_cache(maxsize=4096)
+def plan_of(
+    spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False
+) -> QuantizePlan | Unsupported:
+    """The kernels that quantize or decode an array of a shape, or why there are none."""
+    if spec.has_float_scales:
+        plan = float_scaled.plan_of(spec, shape, decoding)
+        return _FloatScaled(plan) if plan else plan
+    blocks = fused.plan_of(spec, shape, decoding)
+    return _BlockScaled(blocks) if blocks else blocks
+
+
+@lru_cache(maxsize=1024)
+def dialect_gap(spec: QuantSpec) -> Unsupported | None:
+    """What of a spec's dialect no kernel has; None if nothing."""
+    dialect = spec.dialect_row
+    if spec.row.element.is_float and spec.zero_sign != "kept":
+        return Unsupported(f"zeros' signs of dialect {dialect.name}")
+    if spec.is_mx and (dialect.mx_inf_byte is None or dialect.mx_least_divisor != -127):
+        return Unsupported(f"special blocks of dialect {dialect.name}")
+    two_levels = spec.rule == "amax" and spec.row.tensor_scale
+    if two_levels and dialect.nvfp4_order != "transformer_engine":
+        return Unsupported(f"the order of operations of dialect {dialect.name}")
+    return None
+
+
+def input_gap(x: Array, spec: QuantSpec, stream: Stream | None) -> Unsupported | None:
+    """Why no kernel quantizes x by a spec, whatever its shape; None where one may."""
+    if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
+        return Unsupported(f"{x.dtype} array")
+    if (stream is None) == (spec.rounding == "stochastic"):
+        return Unsupported("the stream does not go with the rounding")
+    return dialect_gap(spec)
+
+
+def readable(xp: Any, x: Array) -> Array:
+    """C-contiguous, in a dtype that kernels read; float64 becomes float32 as everywhere."""
+    if x.dtype.name not in fused.INPUTS:
+        x = x.astype(xp.float32)
+    return xp.ascontiguousarray(x)
+
+
+# --- the protocol's methods ---
+
+
+def quantize(
+    xp: Any,
+    x: Array,
+    spec: QuantSpec,
+    stream: Stream | None = None,
+    previous_amax: Array | None = None,
+) -> Call:
+    """See the protocol. Waits for the GPU, whose counts it returns."""
+    if (gap := input_gap(x, spec, stream)) is not None:
+        return gap
+    plan = plan_of(spec, tuple(x.shape))
+    if not plan:
+        return plan
+    if previous_amax is not None:
+        return Unsupported("a running maximum")
+    return lambda: plan.quantize(readable(xp, x), stream, xp)
+
+
+def fake_quantize(xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = None) -> Call:
+    """See the protocol. Does not wait for the GPU."""
+    if (gap := input_gap(x, spec, stream)) is not None:
+        return gap
+    if not spec.rebased:
+        plan = plan_of(spec, tuple(x.shape))
+        return (lambda: plan.fake_quantize(readable(xp, x), stream, xp)) if plan else plan
+    blocks = fused.plan_of(spec.replace(rebased=False), tuple(x.shape))
+    return (
+        (lambda: _fake_quantize_rebased(readable(xp, x), blocks, stream, xp)) if blocks else blocks
+    )
+
+
+def _fake_quantize_rebased(
+    x: Array, plan: fused.Plan, stream: Stream | None, xp: Any
+) -> tuple[Array, OperandCounts]:
+    """The values of MXFP8 whose blocks share a scale with the 128 x 128 tile around them."""
+    done = fused.quantize_raw(x, plan, stream, xp)
+    assert done.q is not None and done.counters is not None
+    q, changed, flushed = rebase_tiles(done.q, xp)
+    lost = Counters(2, xp)
+    lost.array[0] += changed.astype(np.uint64)
+    lost.array[1] += flushed.astype(np.uint64)
+    part = (0, 2 * fused.SLOTS)
+    counts = OperandCounts(done.counters, part, plan.count, rebased=(lost, (0, 2)))
+    return decoder.dequantize(q, plan, xp), counts
+
+
+def dequantize(xp: Any, q: QuantArray, dtype: str = "float32") -> Call:
+    """See the protocol."""
+    plan = plan_of(q.spec, q.shape, decoding=True)
+    return (lambda: reference.round_to(plan.dequantize(q, xp), dtype)) if plan else plan
+
+
+def _both_plan(x: Array, specs: SpecPair, streams: StreamPair) -> both.RowColumnPlan | Unsupported:
+    for spec, stream in zip(specs, streams, strict=True):
+        if (gap := input_gap(x, spec, stream)) is not None:
+            return gap
+    return both.row_column_plan(specs, tuple(x.shape))
+
+
+def quantize_rowwise_columnwise(
+    xp: Any, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+) -> Call:
+    """See the protocol. One reading of x. Waits for the GPU, whose counts it returns."""
+    plan = _both_plan(x, specs, streams)
+    return (lambda: both.quantize(readable(xp, x), plan, streams, xp)) if plan else plan
+
+
+def fake_quantize_rowwise_columnwise(
+    xp: Any, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+) -> Call:
+    """See the protocol. One reading of x. Does not wait for the GPU."""
+    plan = _both_plan(x, specs, streams)
+    return (lambda: both.fake_quantize(readable(xp, x), plan, streams, xp)) if plan else plan

@@ -1,0 +1,78 @@
+"""Which code multiplies each format: one table over all of them, with tiles and without."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from extensor.backends import cpu
+from extensor.formats import FORMATS
+from extensor.quant.spec import QuantSpec
+
+BACKEND = cpu.make_backend()
+CORE = BACKEND.core
+MX = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8")
+
+# Both operands in the format: on tiles where there are any, and without.
+BLOCKED = {
+    **dict.fromkeys(MX, ("bf16", "float")),
+    **dict.fromkeys(("mxfp6_e2m3", "mxfp4", "mxint8"), ("bf16", "integer")),
+    **dict.fromkeys(("nvfp4", "nvfp4_fp8exact"), ("bf16", "integer")),
+    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), ("float", "float")),
+    **dict.fromkeys(("int8", "int8 zero"), ("int8", "integer")),
+    **dict.fromkeys(("int4", "int4 zero"), ("integer", "integer")),
+    "outlier": ("generic", "generic"),
+}
+# float32 rows times weights in the format.
+WEIGHTS = {
+    **dict.fromkeys(BLOCKED, "core"),
+    **dict.fromkeys(("mxfp6_e2m3", "mxfp6_e3m2", "outlier"), "generic"),
+}
+# Decoded operands of a quantized op: on tiles, or with BLAS.
+OPERANDS = {
+    **dict.fromkeys(BLOCKED, "generic"),
+    **dict.fromkeys((*MX, "nvfp4", "nvfp4_fp8exact", "fp8_e4m3", "fp8_e5m2"), "bf16"),
+}
+
+
+def specs() -> Iterator[tuple[str, QuantSpec]]:
+    for name, row in FORMATS.items():
+        yield name, QuantSpec(name)
+        if row.zero_point:
+            yield f"{name} zero", QuantSpec(name, symmetric=False)
+
+
+def kind(path: str) -> str:
+    """What the core says of a product, or "generic"."""
+    found = re.match(r"core \(\w+, (\w+)", path)
+    return found.group(1) if found else path.split(":", maxsplit=1)[0]
+
+
+@pytest.mark.parametrize(("name", "spec"), list(specs()), ids=str)
+def test_every_format_takes_the_path_that_the_table_says(name: str, spec: QuantSpec) -> None:
+    if CORE is None:
+        return
+    rng = np.random.default_rng(0)
+    x, y = (rng.standard_normal((128, 256)).astype(np.float32) for _ in range(2))
+    a, b = (BACKEND.quantize(v, spec.resolve(2))[0] for v in (x, y))
+    values = [BACKEND.fake_quantize(v, spec.resolve(2))[0] for v in (x, y)]
+    before = CORE.gemm_level()
+    try:
+        for level in CORE.gemm_levels():
+            CORE.set_gemm_level(level)
+            tiles = CORE.gemm_has_amx()
+            wanted = BLOCKED[name][0 if tiles else 1]
+            assert kind(BACKEND.path("block_scaled_matmul", a, b)) == wanted, level
+            path = BACKEND.path("weight_only_matmul", x[:4], b)
+            assert path.startswith(WEIGHTS[name]), level
+            operands = OPERANDS[name] if tiles else "generic"
+            assert kind(BACKEND.path("product", *values)) == operands, level
+    finally:
+        CORE.set_gemm_level(before)
+
+
+def test_the_tables_list_every_format() -> None:
+    assert {name for name, _ in specs()} == set(BLOCKED)

@@ -1,0 +1,346 @@
+"""A step's kernels for all parameters at once: the CPU's bits, and nothing after a bad gradient."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor.autograd.apply import wrap
+from extensor.backends.generic import GenericBackend
+from extensor.backends.generic.optim import rescale
+from extensor.io import load_checkpoint, save_checkpoint
+from extensor.optim import SGD, Adam, AdamW
+from extensor.quant.array import QuantArray
+from extensor_cuda.runtime import capture
+from tests.oracle.compare import same_bytes
+from tests.unit.cuda import emulator as emulation
+from tests.unit.cuda.test_graph import same
+
+CPU = GenericBackend("cpu", np)
+LENGTHS = (0, 1, 17, 16384, 40_001)
+SGD_FACTORS = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": False}
+
+
+def vectors(count: int, special: bool) -> list[list[np.ndarray]]:
+    """``count`` arrays of every length; among them subnormals, or nothing but normal values."""
+    rng = np.random.default_rng(count)
+    made = []
+    for n in LENGTHS:
+        arrays = [rng.standard_normal(n).astype(np.float32) for _ in range(count)]
+        if special:
+            arrays = [a * np.float32(2.0) ** rng.integers(-149, 3, n) for a in arrays]
+        made.append([a.astype(np.float32) for a in arrays])
+    return made
+
+
+def adam_factors(number: int, decay: float) -> Any:
+    """As an optimizer makes them, with a learning rate and a step for each number."""
+    p = et.ones(1, requires_grad=True)
+    options = {"lr": 0.0137 * (number + 1), "weight_decay": decay or 0.1}
+    optimizer = (Adam if decay else AdamW)([p], **options)
+    return optimizer.factors(optimizer.groups[0].options, 3 + number)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("special", [False, True])
+def test_adam_of_many_has_the_cpus_bits(trainer: Any, special: bool, offset: int) -> None:
+    for decay in (0.0, 0.3):
+        parts = vectors(4, special)
+        for part in parts:
+            part[3] = np.abs(part[3])
+        factors = [adam_factors(i, decay) for i in range(len(parts))]
+        mine = [tuple(shifted(trainer.xp, a, offset) for a in part) for part in parts]
+        for _ in range(3):
+            CPU.adam_multi_tensor([tuple(part) for part in parts], factors)
+            trainer.adam_multi_tensor(mine, factors)
+        for ours, theirs in zip(mine, parts, strict=True):
+            for got, wanted in zip(ours, theirs, strict=True):
+                same_bytes("adam", got.get(), wanted, str(wanted.shape))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("changes", [{}, {"decay": 0.3}, {"nesterov": True, "decay": 0.1}])
+def test_sgd_of_many_has_the_cpus_bits(trainer: Any, changes: dict[str, Any], offset: int) -> None:
+    for keeps in (True, False):
+        parts = vectors(3 if keeps else 2, True)
+        factors = [SGD_FACTORS | (changes if keeps else {})] * len(parts)
+        mine = [tuple(shifted(trainer.xp, a, offset) for a in part) for part in parts]
+        for _ in range(3):
+            CPU.sgd_multi_tensor([(*p[:2], p[2] if keeps else None) for p in parts], factors)
+            trainer.sgd_multi_tensor([(*p[:2], p[2] if keeps else None) for p in mine], factors)
+        for ours, theirs in zip(mine, parts, strict=True):
+            for got, wanted in zip(ours, theirs, strict=True):
+                same_bytes("sgd", got.get(), wanted, str(wanted.shape))
+
+
+NARROW = ["bfloat16", "mxfp8_e4m3"]
+RULES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adam": (Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw": (AdamW, {"lr": 0.01}),
+    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "plain": (SGD, {"lr": 0.1}),
+}
+
+
+def stored_bytes(stored: Any) -> list[np.ndarray]:
+    """What is stored of a slot, on the host."""
+    parts = stored.parts.values() if isinstance(stored, QuantArray) else [stored]
+    return [np.asarray(part.get() if hasattr(part, "get") else part) for part in parts]
+
+
+def gradients(rng: np.random.Generator, size: int, number: int) -> np.ndarray:
+    """What averages are made of that takes every path: wide, zero, tiny, huge, alike."""
+    g = rng.standard_normal(size)
+    if number % 3 == 0:  # all binades in a block, and blocks of zeros
+        g *= np.exp2(rng.integers(-149, 20, size)) * (np.arange(size) // 32 % 3 > 0)
+    elif number % 3 == 1:  # squares beyond float32 in some blocks, then below it
+        scale = np.exp2(rng.choice([-140, -128, -100, -70, 0, 62, 66, 127], -(-size // 32)))
+        g = np.clip(g, -1, 1) * np.repeat(scale, 32)[:size]
+    return g.astype(np.float32)
+
+
+def on_both(
+    trainer: Any, rule: str, states: str, sizes: Any, offset: int = 0
+) -> tuple[Any, Any, Any]:
+    """The backend's optimizer and the CPU's, of parameters alike; and their random numbers."""
+    kind, options = RULES[rule]
+    rng = np.random.default_rng(0)
+    values = [rng.standard_normal(n).astype(np.float32) for n in sizes]
+    mine = [wrap(shifted(trainer.xp, a, offset), trainer) for a in values]
+    theirs = [et.ExTensor(a.copy()) for a in values]
+    for p in mine + theirs:
+        p.requires_grad = True
+    ours, cpu = (kind(params, states=states, **options) for params in (mine, theirs))
+    return ours, cpu, rng
+
+
+def give(p: Any, q: Any, g: np.ndarray, trainer: Any, offset: int = 0) -> None:
+    p.grad, q.grad = wrap(shifted(trainer.xp, g, offset), trainer), et.ExTensor(g)
+
+
+def step_alike(ours: Any, cpu: Any) -> None:
+    """A step of both, and what it leaves behind."""
+    ours.step()
+    with np.errstate(all="ignore"):
+        cpu.step()
+    for m, n in zip(ours.groups[0].members, cpu.groups[0].members, strict=True):
+        where = f"{n.param.size} values, step {n.step}"
+        assert m.step == n.step and m.arrays.keys() == n.arrays.keys()
+        for slot in n.arrays:
+            parts = stored_bytes(m.arrays[slot]), stored_bytes(n.arrays[slot])
+            for got, wanted in zip(*parts, strict=True):
+                same_numbers(f"{slot}: {where}", got, wanted)
+        same_numbers(f"weight: {where}", m.param.data.get(), n.param.numpy())
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("states", NARROW)
+@pytest.mark.parametrize("rule", RULES)
+def test_narrow_states_have_the_cpus_bits(
+    trainer: Any, rule: str, states: str, offset: int
+) -> None:
+    """Weights, codes and scales; in one launch parameters that have had different updates."""
+    sizes = (0, 1, 17, 96, 16384, 20_001)
+    ours, cpu, rng = on_both(trainer, rule, states, sizes, offset)
+    members = ours.groups[0].members
+    places = [dict(m.arrays) for m in members]
+    for number in range(6):
+        for i, (p, q) in enumerate(zip(ours.params, cpu.params, strict=True)):
+            p.grad = q.grad = None
+            if number != i:
+                give(p, q, gradients(rng, q.size, number + i), trainer, offset)
+        step_alike(ours, cpu)
+    for m, before in zip(members, places, strict=True):
+        assert all(m.arrays[slot] is stored for slot, stored in before.items())  # written there
+
+
+@pytest.mark.parametrize("states", NARROW)
+@pytest.mark.parametrize("rule", ["adamw", "momentum"])
+def test_whatever_is_stored_is_read_as_on_the_cpu(trainer: Any, rule: str, states: str) -> None:
+    """All codes under all scales, all bfloat16 numbers: NaN, infinity and negative roots too."""
+    ours, cpu, rng = on_both(trainer, rule, states, (1 << 16,))
+    for slot, stored in cpu.groups[0].members[0].arrays.items():
+        there = ours.groups[0].members[0].arrays[slot]
+        if isinstance(stored, QuantArray):
+            codes = np.arange(1 << 16).astype(np.uint8)
+            scales = rng.permutation(np.arange(1 << 11).astype(np.uint8))
+            for part, values in (("codes", codes), ("scales", scales)):
+                getattr(stored, part)[...] = values
+                getattr(there, part)[...] = trainer.xp.asarray(values)
+        else:
+            stored[...] = np.arange(1 << 16).astype(np.uint16).view(stored.dtype)
+            there[...] = trainer.xp.asarray(stored)
+    for number in (0, 2):
+        give(ours.params[0], cpu.params[0], gradients(rng, 1 << 16, number), trainer)
+        step_alike(ours, cpu)
+
+
+def test_without_momentum_the_buffer_stays(trainer: Any) -> None:
+    ours, cpu, rng = on_both(trainer, "momentum", "float32", (40,))
+    for momentum in (0.9, 0.0, 0.9):
+        for optimizer in (ours, cpu):
+            optimizer.groups[0].options["momentum"] = momentum
+        give(ours.params[0], cpu.params[0], gradients(rng, 40, 2), trainer)
+        step_alike(ours, cpu)
+
+
+@pytest.mark.parametrize("states", ["float32", *NARROW])
+@pytest.mark.parametrize("rule", ["adamw", "momentum"])
+def test_a_run_goes_on_where_its_checkpoint_is_loaded(
+    gpu: Any, rule: str, states: str, tmp_path: Path
+) -> None:
+    """From the GPU to the CPU and back: the bits of one run."""
+    (kind, options), sizes, rng = RULES[rule], (40, 1000), np.random.default_rng(0)
+    grads = [[rng.standard_normal(n).astype(np.float32) for n in sizes] for _ in range(6)]
+
+    def train(devices: list[str]) -> dict[str, Any]:
+        values, state, path = [np.ones(n, np.float32) for n in sizes], None, tmp_path / "state"
+        for number, device in enumerate(devices):
+            params = [et.from_numpy(v, device=device) for v in values]
+            for p in params:
+                p.requires_grad = True
+            optimizer = kind(params, states=states, **options)
+            if state is not None:
+                loaded = load_checkpoint(path)
+                optimizer.load_state_dict({**loaded.tensors, **loaded.metadata})
+            for given in grads[2 * number : 2 * number + 2]:
+                for p, g in zip(params, given, strict=True):
+                    p.grad = et.from_numpy(g, device=device)
+                optimizer.step()
+            values, state = [np.array(p.numpy()) for p in params], optimizer.state_dict()
+            stored = {k: v for k, v in state.items() if isinstance(v, (np.ndarray, QuantArray))}
+            save_checkpoint(path, stored, {k: v for k, v in state.items() if k not in stored})
+        loaded = load_checkpoint(path)
+        return {"weights": values, **loaded.tensors, **loaded.metadata}
+
+    same(train(["cuda", "cpu", "cuda"]), train(["cpu", "cpu", "cpu"]))
+
+
+def same_numbers(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
+    """The same bytes; NaN where NaN is, as a GPU's has other bits."""
+    if wanted.dtype != np.uint8:
+        nan = np.isnan(wanted.astype(np.float32))
+        np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), nan, name)
+        got, wanted = (np.where(nan, wanted.dtype.type(0), a) for a in (got, wanted))
+    same_bytes(name, got, wanted)
+
+
+def shifted(xp: Any, a: np.ndarray, offset: int) -> Any:
+    """On the GPU, ``offset`` elements past what vectors need."""
+    held = xp.empty(a.size + offset, dtype=a.dtype)
+    held[offset:] = xp.asarray(a)
+    return held[offset:]
+
+
+def test_gradients_that_are_not_finite_are_found(trainer: Any) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [trainer.xp.asarray(rng.standard_normal(n).astype(np.float32)) for n in LENGTHS]
+    assert trainer.all_finite_multi_tensor(arrays) == [True] * len(arrays)
+    arrays[1][0], arrays[4][40_000] = np.inf, np.nan
+    assert trainer.all_finite_multi_tensor(arrays) == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_gradients_are_scaled_and_summed_up(trainer: Any, offset: int) -> None:
+    parts = [part[0] for part in vectors(1, True)]
+    mine = [shifted(trainer.xp, a, offset) for a in parts]
+    exact = sum(float((a.astype(np.float64) ** 2).sum()) for a in parts)
+    total = float(np.asarray(trainer.square_sum_multi_tensor(mine).get()))
+    assert total == pytest.approx(exact, rel=sum(LENGTHS) * 2.0**-52)
+    again = trainer.square_sum_multi_tensor([a.copy() for a in mine])
+    assert total == float(np.asarray(again.get()))  # one order, wherever the arrays lie
+    trainer.scale_multi_tensor(mine, 0.3)
+    trainer.scale_multi_tensor(mine, trainer.xp.asarray(np.float32(-1.7)).reshape(()))
+    for ours, theirs in zip(mine, parts, strict=True):
+        same_bytes("scale", ours.get(), theirs * np.float32(0.3) * np.float32(-1.7))
+
+
+def test_the_loss_scale_moves_as_on_the_host(emulator: emulation.Emulator) -> None:
+    rng = np.random.default_rng(0)
+    rule = (2.0, 0.5, 3.0, 1.0)
+    host = np.array([4.0, 0, 0, 0])
+    device, stop = host.copy(), np.zeros((), np.uint32)
+    for bad in rng.random(200) < 0.4:
+        rescale(host, bool(bad), rule)
+        emulator(
+            capture.source(), "rescale", 1, 1, device, np.array(bad, np.uint32), stop,
+            *map(np.float64, rule),
+        )  # fmt: skip
+        same_bytes("state", device, host)
+    emulator(
+        capture.source(), "rescale", 1, 1, device, np.array(1, np.uint32),
+        np.array(1, np.uint32), *map(np.float64, rule),
+    )  # fmt: skip
+    same_bytes("stopped", device, host)
+
+
+def test_the_first_gradient_that_is_not_finite_is_named(cuda: Any) -> None:
+    p, q = (et.ones(3, device="cuda") for _ in range(2))
+    for t in (p, q):
+        t.requires_grad = True
+        t.grad = et.ones(3, device="cuda")
+    q.grad = et.ExTensor([1.0, np.inf, 0.0], device="cuda")
+    with pytest.raises(FloatingPointError, match="in that of q"):
+        AdamW([("p", p), ("q", q)]).step()
+    assert p.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("kind", [Adam, SGD])
+def test_a_bad_gradient_stops_the_update_that_was_launched_behind_it(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """The host hears of it late, so the kernel must have seen it. Good steps: the CPU's bits."""
+    rng = np.random.default_rng(0)
+    shapes = ((40_001,), (3, 5), (17,))
+
+    def there(values: Any) -> Any:
+        return wrap(trainer.xp.asarray(values), trainer)
+
+    def grouped(params: Any) -> Any:
+        for p in params:
+            p.requires_grad = True
+        return kind([{"params": params[:1], "lr": 0.3}, {"params": params[1:]}], lr=0.1)
+
+    initial = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    mine, theirs = [there(a) for a in initial], [et.ExTensor(a.copy()) for a in initial]
+    ours, cpu = grouped(mine), grouped(theirs)
+    launched: list[str] = []
+    name = "adam_multi_tensor" if kind is Adam else "sgd_multi_tensor"
+    each = getattr(type(trainer), name)
+
+    def seen(backend: Any, *args: Any, **more: Any) -> Any:
+        launched.append(name)
+        return each(backend, *args, **more)
+
+    monkeypatch.setattr(type(trainer), name, seen)
+    for bad in (None, np.nan, None, np.inf, None, None):
+        values = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+        versions = [p._version[0] for p in mine]
+        launched.clear()
+        if bad is None:
+            for p, q, g in zip(mine, theirs, values, strict=True):
+                p.grad, q.grad = there(g), et.ExTensor(g)
+            ours.step()
+            cpu.step()
+        else:
+            values[1][2, 4] = bad
+            for p, g in zip(mine, values, strict=True):
+                p.grad = there(g)
+            with pytest.raises(FloatingPointError, match="infinity in that of 1;"):
+                ours.step()
+            mine[0].data = mine[0].data.copy()  # other memory from now on
+        assert launched == [name]
+        assert [p._version[0] - v for p, v in zip(mine, versions, strict=True)] == [bad is None] * 3
+        for p, q in zip(mine, theirs, strict=True):
+            same_bytes(name, p.data.get(), q.numpy())
+    states = ours.groups[1].members[0], cpu.groups[1].members[0]
+    assert states[0].step == states[1].step == 4
+    assert ours._cache["arrays"][0] is mine[0].data and states[0].whole is mine[1].data
+    twin = copy.copy(ours)
+    assert not twin._cache and copy.copy(states[0]).whole is None  # a copy's memory is its own

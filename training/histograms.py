@@ -1,0 +1,208 @@
+"""What a run's layers hold at its last checkpoint: operands of one batch on their grids.
+
+For each layer with products: the weight, the input, and the gradient of the output, as the recipe's
+slots fprop.w, fprop.x and dgrad.g see them. Values are in units of their block's scale, so that all
+blocks share one picture of the grid; what the grid made of them is counted code by code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from extensor import ExTensor
+from extensor.backends.generic import conv_pool
+from extensor.backends.protocol import Window
+from extensor.nn import Conv2d, Module, gemm_layers
+from extensor.quant.hadamard import hadamard
+from extensor.quant.recipe import OperandSpec
+from extensor.quant.reference import dequantize, quantize
+from extensor.quant.rounding import pack, unpack
+from extensor.quant.spec import QuantSpec
+from training.loop import Trainer
+
+__all__ = ["Histograms", "OperandHistogram", "histogram_on_grid", "operand_histograms"]
+
+BATCH = 64
+VALUES = 400_000
+"""Rows beyond so many values are left out."""
+BINS = 120
+INSIDE = 0.998
+
+
+@dataclass(frozen=True)
+class OperandHistogram:
+    """One operand on its grid.
+
+    Attributes:
+        format: the blocked format, or "float32" or "bfloat16".
+        axis: what the values below are: "value", "value / block scale", or "log2 of it".
+        edges, counts: histogram of the values before rounding, zeros apart; of dense operands the
+            largest few (`INSIDE`) are left out.
+        grid: (grid value, share of the values that are not zero) of every code that the values were
+            rounded to, where the grid has few; else empty.
+        marks: named places of the grid on the axis.
+        zeros: the share of values that are exactly zero.
+    """
+
+    format: str
+    axis: str
+    edges: list[float]
+    counts: list[int]
+    grid: list[tuple[float, float]]
+    marks: list[tuple[float, str]]
+    zeros: float
+
+
+Histograms = dict[str, dict[str, OperandHistogram]]
+"""By layer and slot."""
+
+SLOTS = ("fprop.w", "fprop.x", "dgrad.g")
+
+
+def operand_histograms(trainer: Trainer) -> Histograms:
+    """The operands of every layer on the first training batch, by the run's recipe."""
+    batch = next(trainer.task.training(1, 0))
+    batch = dataclasses.replace(batch, inputs=batch.inputs[:BATCH], labels=batch.labels[:BATCH])
+    layers = dict(gemm_layers(trainer.model))
+    inputs: dict[str, Any] = {}
+    probes: dict[str, ExTensor] = {}
+    with _probed(layers, inputs, probes):
+        trainer.forward(batch)[2].backward()
+    found: Histograms = {}
+    for path, layer in layers.items():
+        if path not in probes or probes[path].grad is None:
+            continue
+        context = trainer.quant.layers[path]
+        weight = layer.weight
+        arrays = {
+            "fprop.w": _host(weight).reshape(weight.shape[0], -1),
+            "fprop.x": _rows(layer, inputs[path]),
+            "dgrad.g": _gradient_rows(_host(probes[path].grad)),
+        }
+        found[path] = {
+            slot: histogram_on_grid(arrays[slot], context.operand(slot)) for slot in SLOTS
+        }
+    return found
+
+
+@contextmanager
+def _probed(
+    layers: Mapping[str, Module], inputs: dict[str, Any], probes: dict[str, ExTensor]
+) -> Iterator[None]:
+    """Keep each layer's last input, and add zeros to its output whose gradient is the output's."""
+
+    def wrapped(path: str, forward: Any) -> Any:
+        def run(x: ExTensor, *rest: Any, **named: Any) -> ExTensor:
+            inputs[path] = _host(x)
+            y = forward(x, *rest, **named)
+            probe = ExTensor(np.zeros(y.shape, np.float32)).to(y.device)
+            probe.requires_grad = True
+            probes[path] = probe
+            out: ExTensor = y + probe
+            return out
+
+        return run
+
+    try:
+        for path, layer in layers.items():
+            object.__setattr__(layer, "forward", wrapped(path, layer.forward))
+        yield
+    finally:
+        for layer in layers.values():
+            vars(layer).pop("forward", None)
+
+
+def _host(tensor: Any) -> np.ndarray[Any, Any]:
+    host: np.ndarray[Any, Any] = tensor.detach().to("cpu").numpy()
+    return host.astype(np.float32)
+
+
+def _rows(layer: Module, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The input as the product sees it: (M, K), patches for a convolution (of its first group)."""
+    if not isinstance(layer, Conv2d):
+        return x.reshape(-1, x.shape[-1])
+    window = Window(layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    patches = conv_pool.patch_matrix(x[:, : x.shape[1] // layer.groups], window, 1, np)
+    rows: np.ndarray[Any, Any] = patches[0].T
+    return rows
+
+
+def _gradient_rows(g: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    last = g.transpose(0, 2, 3, 1) if g.ndim == 4 else g
+    return last.reshape(-1, last.shape[-1])
+
+
+def histogram_on_grid(x: np.ndarray[Any, Any], operand: OperandSpec) -> OperandHistogram:
+    """A matrix blocked along its rows, beside the grid it is rounded to."""
+    x = np.ascontiguousarray(x[: max(1, VALUES // max(x.shape[1], 1))])
+    if not isinstance(operand, QuantSpec):
+        values = x[np.isfinite(x) & (x != 0)]
+        end = float(np.quantile(np.abs(values), INSIDE)) if values.size else 1.0
+        low = -end if (values < 0).any() else 0.0
+        edges, counts = _histogram(values, (low, end))
+        return OperandHistogram(operand, "value", edges, counts, [], [], _zeros(x))
+    if operand.transform is not None:
+        x = np.asarray(hadamard(x, operand.transform))
+    spec = operand.replace(
+        axis=1, transform=None, rounding="nearest_even", element_scale=1.0
+    ).resolve(2)
+    q, _ = quantize(x, spec)
+    element = spec.row.element
+    codes = unpack(q.codes, element.bits, x.shape[1])
+    coded = len(q.codes), q.codes.shape[1] * 8 // element.bits
+    top = pack(np.full(coded, element.max_magnitude_code, np.uint8), element.bits)
+    tops = dequantize(dataclasses.replace(q, codes=top))  # each value's scale, times the top
+    good = np.isfinite(tops) & (tops > 0) & (x != 0)
+    scaled = (x[good].astype(np.float64) / tops[good]) * element.max
+    if element.bits == 8 and element.is_float:
+        return _logarithmic(spec, scaled, _zeros(x))
+    end = 1.1 * element.max
+    ends = (-end if (scaled < 0).any() else -0.05 * end, end)
+    edges, counts = _histogram(np.clip(scaled, *ends), ends)  # what saturates piles up there
+    grid: list[tuple[float, float]] = []
+    if element.bits < 8:
+        seen = np.bincount(codes[good], minlength=1 << element.bits) / max(int(good.sum()), 1)
+        shares: dict[float, float] = {}
+        for code, share in enumerate(seen):
+            value = float(element.values[code]) + 0.0  # -0 and 0 are one place
+            if value >= edges[0]:
+                shares[value] = shares.get(value, 0.0) + float(share)
+        grid = sorted(shares.items())
+    marks = [] if grid else [(sign * element.max, f"{sign * element.max:g}") for sign in (-1, 1)]
+    marks = [mark for mark in marks if mark[0] >= edges[0]]
+    return OperandHistogram(
+        spec.format, "value / block scale", edges, counts, grid, marks, _zeros(x)
+    )
+
+
+def _zeros(x: np.ndarray[Any, Any]) -> float:
+    return float((x == 0).mean()) if x.size else 0.0
+
+
+def _logarithmic(spec: QuantSpec, scaled: np.ndarray[Any, Any], zeros: float) -> OperandHistogram:
+    """A grid of many binades: magnitudes by their logarithm, with where it ends."""
+    element = spec.row.element
+    least, largest = float(np.log2(element.min_positive)), float(np.log2(element.max))
+    ends = (least - 4, largest + 1)
+    edges, counts = _histogram(np.clip(np.log2(np.abs(scaled)), *ends), ends)
+    marks = [
+        (least - 1, "flushed below"),
+        (float(element.min_exponent), "normal from"),
+        (largest, "top"),
+    ]
+    return OperandHistogram(
+        spec.format, "log2(|value| / block scale)", edges, counts, [], marks, zeros
+    )
+
+
+def _histogram(
+    values: np.ndarray[Any, Any], ends: tuple[float, float]
+) -> tuple[list[float], list[int]]:
+    counts, edges = np.histogram(values, BINS, ends)
+    return edges.tolist(), counts.tolist()
