@@ -68,7 +68,11 @@ def layer_context(layer: LayerRecipe, seed: int = 0) -> LayerContext:
     return context
 
 
-_MXFP4 = layer_context(get_recipe("mxfp4").layers)
+def _samples_context() -> LayerContext:
+    return layer_context(get_recipe("mxfp4").layers)
+
+
+_MXFP4 = _samples_context()
 
 
 def _ones(*shape: int) -> np.ndarray[Any, Any]:
