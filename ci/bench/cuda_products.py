@@ -128,8 +128,8 @@ def _torch_fp8(a: Any, b: Any) -> Call:
 
 def _torch_blocks(sides: list[Any]) -> Call:
     """Torch's product of a pair of operands under scales of 128 elements, laid out as it asks."""
-    x, y = (torch.from_dlpack(side.codes).view(torch.float8_e4m3fn) for side in sides)
-    rows, columns = (torch.from_dlpack(side.scale.grid.copy()) for side in sides)
+    x, y = (torch.utils.dlpack.from_dlpack(side.codes).view(torch.float8_e4m3fn) for side in sides)
+    rows, columns = (torch.utils.dlpack.from_dlpack(side.scale.grid.copy()) for side in sides)
     if sides[1].scale.rows > 1:
         columns = columns.T.contiguous().T
 
@@ -364,7 +364,7 @@ def _expanding(held: list[Any], xp: Any, turn: int) -> Any:
 
 
 def _dense(sides: list[Any], xp: Any, turn: int) -> Any:
-    return product(*sides, "bfloat16", xp)
+    return product(sides[0], sides[1], "bfloat16", xp)
 
 
 def decoding(backend: Any, rounds: int) -> Rows:

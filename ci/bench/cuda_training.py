@@ -70,16 +70,16 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
     options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
     step = AdamW(ours, **options)
     count = sum(p.numel() for p in theirs)
-    factors = [step._factors({**step.groups[0].options}, 5)] * len(parts)
+    factors = [step.factors(step.groups[0].options, 5)] * len(parts)
     moved = 28 * count
 
-    def alone(stored: Any, turn: int, memory: dict[str, Any]) -> None:
-        kernels.adam(stored, factors, xp, cache=memory)
+    def alone(stored: Any, update: kernels.Update, turn: int) -> None:
+        kernels.step(kernels.ADAM, stored, factors, update, xp)
 
     calls: dict[str, tuple[int, Call]] = {
         "torch AdamW fused": (moved, lambda turn: fused.step()),
         "torch AdamW foreach": (moved, lambda turn: each.step()),
-        "AdamW, update alone": (moved, partial(alone, parts, cache={})),
+        "AdamW, update alone": (moved, partial(alone, parts, kernels.Update(cache={}))),
         "AdamW step": (moved + 4 * count, lambda turn: step.step()),
     }
     clocked: dict[str, Callable[[], Any]] = {
@@ -93,7 +93,7 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
         stored = [(*part[:2], *arrays.values()) for part, arrays in zip(parts, kept, strict=True)]
         moved = 12 * count + 2 * narrow.nbytes
         name = f"AdamW {states}"
-        calls[f"{name}, update alone"] = (moved, partial(alone, stored, cache={}))
+        calls[f"{name}, update alone"] = (moved, partial(alone, stored, kernels.Update(cache={})))
         calls[f"{name} step"] = (moved + 4 * count, partial(_again, narrow.step))
         clocked[f"{name} step, seen"] = narrow.step
     return calls, clocked

@@ -207,8 +207,7 @@ def train(config: RunConfig, out: Path) -> None:
 
 def check(config: RunConfig, steps: int) -> float:
     """The largest relative difference of losses between ours and torch, over some steps."""
-    theirs = TorchRun(config)
-    ours = Trainer(config, Path("unused"), data=theirs.task.corpus)
+    theirs, ours = TorchRun(config), Trainer(config, Path("unused"))
     worst = 0.0
     for batch in _batches(theirs.task, steps):
         expected = theirs.step(batch)
