@@ -21,7 +21,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
@@ -158,11 +158,30 @@ def write(
     print(f"written to {path}")
 
 
-def write_gpu(name: str, rows: list[dict[str, Any]], xp: Any, merge: str = "") -> None:
-    """What ran on cupy's current GPU, a file for each kind such as "NVIDIA H200"; see `write`."""
+def write_gpu(
+    name: str,
+    rows: list[dict[str, Any]],
+    xp: Any,
+    merge: str = "",
+    *,
+    by_kind: bool = True,
+    more: Sequence[str] = (),
+) -> None:
+    """What ran on cupy's current GPU; see `write`.
+
+    Args:
+        name: of the file, after the date.
+        rows: one dict each.
+        xp: cupy.
+        merge: as in `write`.
+        by_kind: a file for each kind of GPU, such as "NVIDIA H200".
+        more: packages whose versions are recorded, too.
+    """
     about = gpu_of(xp)
-    kind = re.sub(r"\W+", "-", about["gpu"].removeprefix("NVIDIA ").lower())
-    write(f"{name}-{kind}", command(), rows, merge=merge, about=about, packages=GPU_PACKAGES)
+    if by_kind:
+        kind = re.sub(r"\W+", "-", about["gpu"].removeprefix("NVIDIA ").lower())
+        name = f"{name}-{kind}"
+    write(name, command(), rows, merge=merge, about=about, packages=(*GPU_PACKAGES, *more))
 
 
 def _version(package: str) -> str | None:

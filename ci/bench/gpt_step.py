@@ -17,7 +17,7 @@ import numpy as np
 
 import extensor as et
 from ci.bench.contest import arguments, command, measure, write
-from ci.bench.gpt_torch import torch_gpt
+from ci.bench.torch_models import torch_gpt
 from extensor.config import num_threads
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import AdamW, clip_grad_norm

@@ -20,6 +20,7 @@ import numpy as np
 import extensor as et
 import models
 from ci.bench.contest import arguments, command, measure, write
+from ci.bench.torch_models import torch_lenet, torch_resnet
 from extensor.config import num_threads, use_core
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD
@@ -44,56 +45,6 @@ def ours(
         optimizer.step()
 
     return step
-
-
-def torch_lenet() -> Any:
-    """LeNet-5 of torch's layers."""
-    from torch import nn
-
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(400, 120),
-        nn.ReLU(),
-        nn.Linear(120, 84),
-        nn.ReLU(),
-        nn.Linear(84, 10),
-    )
-
-
-def torch_resnet() -> Any:
-    """ResNet-18 of torch's layers, changed for 32x32 images as models/resnet says."""
-    import torch
-    from torch import nn
-
-    def unit(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
-        conv = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
-        return [conv, nn.BatchNorm2d(outputs)]
-
-    class Block(nn.Module):
-        def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-            super().__init__()
-            self.body = nn.Sequential(
-                *unit(inputs, outputs, 3, stride), nn.ReLU(), *unit(outputs, outputs, 3)
-            )
-            same = stride == 1 and inputs == outputs
-            self.shortcut = nn.Sequential(*([] if same else unit(inputs, outputs, 1, stride)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.relu(self.body(x) + self.shortcut(x))
-
-    layers: list[nn.Module] = [*unit(3, 64, 3), nn.ReLU()]
-    inputs = 64
-    for number, outputs in enumerate((64, 128, 256, 512)):
-        for stride in (2 if number else 1, 1):
-            layers.append(Block(inputs, outputs, stride))
-            inputs = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
 def theirs(model_name: str, images: np.ndarray, labels: np.ndarray) -> Callable[[], None]:
