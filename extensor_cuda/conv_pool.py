@@ -10,7 +10,7 @@ from typing import Any
 from extensor.backends.generic import conv_pool
 from extensor.backends.protocol import Window
 from extensor.backends.unsupported import Unsupported
-from extensor_cuda.dispatch import Call, contiguous, dtype_gap
+from extensor_cuda.dispatch import Call, contiguous, dtype_gap, unless
 from extensor_cuda.kernels.nn import conv_pool as kernels
 
 __all__ = ["conv2d_grad_x", "max_pool2d", "max_pool2d_grad"]
@@ -22,26 +22,22 @@ def conv2d_grad_x(
     xp: Any, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
 ) -> Call:
     """See the protocol: a product, and a launch that sums its patches."""
-    if (gap := dtype_gap((g, w))) is not None:
-        return gap
 
     def call() -> Any:
         patches = conv_pool.patches_grad(g, w, shape, window, groups, xp)
         return kernels.fold(contiguous(xp, patches), shape, window, xp)
 
-    return call
+    return unless(dtype_gap((g, w)), call)
 
 
 def max_pool2d(xp: Any, x: Array, window: Window) -> Call:
     """See the protocol."""
-    if (gap := dtype_gap((x,))) is not None:
-        return gap
 
     def call() -> Any:
         out = conv_pool.check_max_windows(window, x.shape[2:])
         return kernels.max_pool(contiguous(xp, x), window, out, xp)
 
-    return call
+    return unless(dtype_gap((x,)), call)
 
 
 def max_pool2d_grad(
@@ -50,11 +46,9 @@ def max_pool2d_grad(
     """See the protocol."""
     if window is None:
         return Unsupported("an unknown window")
-    if (gap := dtype_gap((g,))) is not None:
-        return gap
 
     def call() -> Any:
         gg, at = contiguous(xp, g), contiguous(xp, index)
         return kernels.max_pool_grad(gg, at, shape, window, xp)
 
-    return call
+    return unless(dtype_gap((g,)), call)

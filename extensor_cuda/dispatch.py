@@ -11,7 +11,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.kernels.nn.elementwise import KINDS
 
-__all__ = ["FLOAT32", "FLOATS", "Call", "Route", "contiguous", "dtype_gap", "routed"]
+__all__ = ["FLOAT32", "FLOATS", "Call", "Route", "contiguous", "dtype_gap", "routed", "unless"]
 
 Array = Any
 Call = Callable[[], Any] | Unsupported
@@ -58,6 +58,11 @@ def routed(name: str, route: Route) -> Callable[..., Any]:
         return route.fallback(self, chosen, *args, **kwargs)
 
     return method
+
+
+def unless(gap: Unsupported | None, call: Callable[[], Any]) -> Call:
+    """The call, unless something stands against it."""
+    return call if gap is None else gap
 
 
 def dtype_gap(arrays: Sequence[Array], dtypes: Sequence[Any] = FLOAT32) -> Unsupported | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from extensor.backends.capture import UpdateGuard
 from extensor.backends.unsupported import Unsupported
-from extensor_cuda.dispatch import Call
+from extensor_cuda.dispatch import Call, unless
 from extensor_cuda.kernels.optimizer import optimizer as kernels
 
 __all__ = [
@@ -58,17 +58,14 @@ def _gap(arrays: Sequence[Array]) -> Unsupported | None:
 
 def all_finite_multi_tensor(xp: Any, arrays: Sequence[Array]) -> Call:
     """See the protocol. One launch, and one wait for the GPU."""
-    gap = _gap(arrays)
-    return (lambda: kernels.finite(arrays, xp)) if gap is None else gap
+    return unless(_gap(arrays), lambda: kernels.finite(arrays, xp))
 
 
 def scale_multi_tensor(xp: Any, arrays: Sequence[Array], factor: float | Array) -> Call:
     """See the protocol. One launch."""
-    gap = _gap(arrays)
-    return (lambda: kernels.scale(arrays, factor, xp)) if gap is None else gap
+    return unless(_gap(arrays), lambda: kernels.scale(arrays, factor, xp))
 
 
 def square_sum_multi_tensor(xp: Any, arrays: Sequence[Array]) -> Call:
     """See the protocol. Two launches."""
-    gap = _gap(arrays)
-    return (lambda: kernels.square_sum(arrays, xp)) if gap is None else gap
+    return unless(_gap(arrays), lambda: kernels.square_sum(arrays, xp))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.unsupported import Unsupported
-from extensor_cuda.dispatch import FLOATS, Call, contiguous, dtype_gap
+from extensor_cuda.dispatch import FLOATS, Call, contiguous, dtype_gap, unless
 from extensor_cuda.kernels.attention import attention as bf16_attention
 from extensor_cuda.kernels.nn import (
     cross_entropy as losses,
@@ -62,9 +62,7 @@ _LEAST_COLUMNS = 32  # neighbours that a warp sums, each lane one or more
 
 
 def _unary(xp: Any, x: Array, *, name: str) -> Call:
-    if (gap := dtype_gap((x,), FLOATS)) is not None:
-        return gap
-    return lambda: elementwise.unary(name, contiguous(xp, x), xp)
+    return unless(dtype_gap((x,), FLOATS), lambda: elementwise.unary(name, contiguous(xp, x), xp))
 
 
 def _binary(name: str, xp: Any, g: Array, x: Array) -> Any:
@@ -76,9 +74,7 @@ relu = partial(_unary, name="relu")
 
 def relu_grad(xp: Any, g: Array, out: Array) -> Call:
     """See the protocol."""
-    if (gap := dtype_gap((g, out), FLOATS)) is not None:
-        return gap
-    return lambda: _binary("relu_grad", xp, g, out)
+    return unless(dtype_gap((g, out), FLOATS), lambda: _binary("relu_grad", xp, g, out))
 
 
 def gelu(xp: Any, x: Array) -> Call:
@@ -91,9 +87,7 @@ def gelu_grad(xp: Any, g: Array, x: Array, phi: Array | None) -> Call:
     """See the protocol."""
     if phi is not None:
         return Unsupported("phi was kept")
-    if (gap := dtype_gap((g, x), FLOATS)) is not None:
-        return gap
-    return lambda: _binary("gelu_grad", xp, g, x)
+    return unless(dtype_gap((g, x), FLOATS), lambda: _binary("gelu_grad", xp, g, x))
 
 
 def add(xp: Any, a: Array, b: Array) -> Call:
@@ -113,16 +107,14 @@ def cast(xp: Any, x: Array, dtype: np.dtype[Any]) -> Call:
         return Unsupported("nothing to do")
     if dtype not in FLOATS or not x.flags.c_contiguous:
         return Unsupported(f"{dtype} requested, or a strided array")
-    if (gap := dtype_gap((x,), FLOATS)) is not None:
-        return gap
-    return lambda: elementwise.unary("cast", x, xp, dtype)
+    return unless(dtype_gap((x,), FLOATS), lambda: elementwise.unary("cast", x, xp, dtype))
 
 
 def bfloat16_values(xp: Any, x: Array) -> Call:
     """See the protocol."""
-    if (gap := dtype_gap((x,))) is not None:
-        return gap
-    return lambda: elementwise.unary("bfloat16_values", contiguous(xp, x), xp)
+    return unless(
+        dtype_gap((x,)), lambda: elementwise.unary("bfloat16_values", contiguous(xp, x), xp)
+    )
 
 
 def dropout_mask(xp: Any, draws: Array, shape: tuple[int, ...], p: float) -> Call:
@@ -159,22 +151,18 @@ def add_rows(xp: Any, out: Array, index: Array, rows: Array) -> Call:
 
 def cross_entropy(xp: Any, x: Array, labels: Array, smoothing: float) -> Call:
     """See the protocol."""
-    if (gap := dtype_gap((x,), FLOATS)) is not None:
-        return gap
 
     def call() -> Any:
         classes = contiguous(xp, labels.astype(np.int64, copy=False))
         return losses.losses(contiguous(xp, x), classes, smoothing, xp)
 
-    return call
+    return unless(dtype_gap((x,), FLOATS), call)
 
 
 def cross_entropy_grad(
     xp: Any, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
 ) -> Call:
     """See the protocol."""
-    if (gap := dtype_gap((x,), FLOATS)) is not None:
-        return gap
 
     def call() -> Any:
         factors, classes = (
@@ -184,7 +172,7 @@ def cross_entropy_grad(
         w, xx, at, k = (contiguous(xp, a) for a in (factors, x, classes, kept))
         return losses.grad(w, xx, at, k, smoothing, xp)
 
-    return call
+    return unless(dtype_gap((x,), FLOATS), call)
 
 
 def _norm_gap(x: Array, weight: Array, *others: Array) -> Unsupported | None:
@@ -204,14 +192,12 @@ def layer_norm(
     xp: Any, x: Array, weight: Array, bias: Array, eps: float, narrow: bool = False
 ) -> Call:
     """See the protocol."""
-    if (gap := _norm_gap(x, weight, bias)) is not None:
-        return gap
 
     def call() -> Any:
         xx, w, b = (contiguous(xp, a) for a in (x, weight, bias))
         return norm.norm(xx, w, b, eps, True, xp, narrow)
 
-    return call
+    return unless(_norm_gap(x, weight, bias), call)
 
 
 def layer_norm_grad(
@@ -224,41 +210,35 @@ def layer_norm_grad(
     addend: Array | None = None,
 ) -> Call:
     """See the protocol."""
-    if (gap := _norm_grad_gap(g, x, weight)) is not None:
-        return gap
 
     def call() -> Any:
         gg, xx, w, m, r = (contiguous(xp, a) for a in (g, x, weight, mean, rstd))
         return norm.grad(gg, xx, w, m, r, xp, addend)
 
-    return call
+    return unless(_norm_grad_gap(g, x, weight), call)
 
 
 def rms_norm(xp: Any, x: Array, weight: Array, eps: float, narrow: bool = False) -> Call:
     """See the protocol."""
-    if (gap := _norm_gap(x, weight)) is not None:
-        return gap
 
     def call() -> Any:
         whole, factors = (contiguous(xp, a) for a in (x, weight))
         out, _, rstd = norm.norm(whole, factors, None, eps, False, xp, narrow)
         return out, rstd
 
-    return call
+    return unless(_norm_gap(x, weight), call)
 
 
 def rms_norm_grad(
     xp: Any, g: Array, x: Array, weight: Array, rstd: Array, addend: Array | None = None
 ) -> Call:
     """See the protocol."""
-    if (gap := _norm_grad_gap(g, x, weight)) is not None:
-        return gap
 
     def call() -> Any:
         gg, xx, factors, scale = (contiguous(xp, a) for a in (g, x, weight, rstd))
         return norm.grad(gg, xx, factors, None, scale, xp, addend)[:2]
 
-    return call
+    return unless(_norm_grad_gap(g, x, weight), call)
 
 
 # --- softmax and attention ---
@@ -277,16 +257,15 @@ def _softmax_gap(axis: int, *arrays: Array) -> Unsupported | None:
 
 def softmax(xp: Any, x: Array, axis: int) -> Call:
     """See the protocol."""
-    if (gap := _softmax_gap(axis, x)) is not None:
-        return gap
-    return lambda: rows_of.softmax(contiguous(xp, x), xp)
+    return unless(_softmax_gap(axis, x), lambda: rows_of.softmax(contiguous(xp, x), xp))
 
 
 def softmax_grad(xp: Any, g: Array, out: Array, axis: int) -> Call:
     """See the protocol."""
-    if (gap := _softmax_gap(axis, g, out)) is not None:
-        return gap
-    return lambda: rows_of.softmax_grad(contiguous(xp, g), contiguous(xp, out), xp)
+    return unless(
+        _softmax_gap(axis, g, out),
+        lambda: rows_of.softmax_grad(contiguous(xp, g), contiguous(xp, out), xp),
+    )
 
 
 def _attention_gap(q: Array, k: Array, v: Array, *g: Array) -> Unsupported | None:
@@ -305,8 +284,6 @@ def attention(xp: Any, q: Array, k: Array, v: Array, causal: bool, scale: float)
         if gap is not None:
             return gap
         return lambda: bf16_attention.attention(q, k, v, causal, scale, xp)
-    if (gap := _attention_gap(q, k, v)) is not None:
-        return gap
 
     def call() -> Any:
         split = q.reshape(*k.shape[:2], q.shape[1] // k.shape[1], *q.shape[-2:])
@@ -315,7 +292,7 @@ def attention(xp: Any, q: Array, k: Array, v: Array, causal: bool, scale: float)
         out = xp.matmul(scores, v[:, :, None])
         return out.reshape(*q.shape[:-1], v.shape[-1]), stats.reshape(*q.shape[:-1], 2)
 
-    return call
+    return unless(_attention_gap(q, k, v), call)
 
 
 def attention_grad(
@@ -337,8 +314,6 @@ def attention_grad(
             return gap
         forward = bf16_attention.Forward(q, k, v, out, stats, causal, scale)
         return lambda: bf16_attention.attention_grad(g, forward, into, xp)
-    if (gap := _attention_gap(q, k, v, g)) is not None:
-        return gap
 
     def call() -> None:
         shape = (*k.shape[:2], q.shape[1] // k.shape[1], q.shape[2])
@@ -353,4 +328,4 @@ def attention_grad(
         into[1][...] = product(d.swapaxes(-1, -2), qq).sum(axis=2)
         into[2][...] = product(scores.swapaxes(-1, -2), gg).sum(axis=2)
 
-    return call
+    return unless(_attention_gap(q, k, v, g), call)

@@ -68,7 +68,11 @@ def layer_context(layer: LayerRecipe, seed: int = 0) -> LayerContext:
     return context
 
 
-_MXFP4 = layer_context(get_recipe("mxfp4").layers)
+def _samples_context() -> LayerContext:
+    return layer_context(get_recipe("mxfp4").layers)
+
+
+_MXFP4 = _samples_context()
 
 
 def _ones(*shape: int) -> np.ndarray[Any, Any]:
@@ -95,7 +99,7 @@ def _product(
     backend: Backend, a: Any, b: Any, gemm: Gemm, dtype: np.dtype[Any], bias: Array | None = None
 ) -> Array:
     """A b^T of what `make_operands` gave, scaled, plus a bias, rounded to ``dtype`` once."""
-    # Rounded operands may fit bfloat16 tiles, which is looked for; float32 ones do not.
+    # The backend checks whether rounded operands fit bfloat16 tiles; float32 ones do not.
     if "float32" in (gemm.a, gemm.b):
         out = backend.matmul(a, b.T)
     elif gemm.output_scale == 1.0:

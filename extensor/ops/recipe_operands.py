@@ -192,11 +192,9 @@ class _Weight:
 
     def _stream(self, slot: str, axis: int) -> Stream | None:
         requested = self.context.operand(slot)
-        return (
-            None
-            if isinstance(requested, str)
-            else slot_spec(self.context, slot, requested, axis, 2)[1]
-        )
+        if isinstance(requested, str):
+            return None
+        return slot_spec(self.context, slot, requested, axis, 2)[1]
 
     def find(self, slots: Slots) -> list[CachedOperand] | None:
         """The kept operands, if all are right."""

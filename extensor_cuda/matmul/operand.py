@@ -13,8 +13,9 @@ from extensor.formats import ELEMENTS
 from extensor.quant.rounding import decode
 from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE
 from extensor_cuda.kernels.gemm.gemm_sm90 import empty_rows
+from extensor_cuda.runtime.counters import OperandCounts
 
-__all__ = ["RESULT_DTYPES", "GemmOperand", "Scale", "aligned", "bf16_values", "pitched"]
+__all__ = ["RESULT_DTYPES", "GemmOperand", "Prepared", "Scale", "aligned", "bf16_values", "pitched"]
 
 Array = Any
 
@@ -124,6 +125,10 @@ class GemmOperand:
             grid = grid.repeat(scale.group_k, axis=1)[:, :k]
         element = ELEMENTS["int8" if self.kind == "s8" else self.kind]
         return decode(self.codes, element, xp) * grid
+
+
+Prepared = list[tuple[GemmOperand, OperandCounts | None]]
+"""Operands, each with what its quantizer counted; None if it is not quantized."""
 
 
 def bf16_values(bits: Array, xp: Any) -> Array:

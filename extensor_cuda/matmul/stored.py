@@ -255,38 +255,35 @@ def _fp8_operands(a: QuantArray, b: QuantArray, accumulate: str, xp: Any) -> Ope
 
     Waits for the GPU where a flag has to be read.
     """
-    exact = accumulate == "exact"
     if accumulate != "rebased" and is_mxfp4(a.spec) and is_mxfp4(b.spec):
-        if exact and a.shape[1] > MOST_TERMS:
-            return Unsupported(f"K = {a.shape[1]}, beyond {MOST_TERMS}")
-        flag = xp.zeros((), dtype=xp.uint32)
-        left, right = (rebase_mxfp4(q, flag, xp, exact) for q in (a, b))
-        if int(flag):
-            span = INT8_SPAN if exact else E5M2_SPAN
-            return Unsupported(f"a row's scales span more than {span} binades")
-        return left, right, f"{'int8' if exact else 'FP8'} tensor cores", (None, None)
+        return _mxfp4_operands(a, b, accumulate == "exact", xp)
     rebases = [accumulate == "rebased" and q.spec.is_mxfp8 for q in (a, b)]
     for q, rebased in zip((a, b), rebases, strict=True):
         if not rebased and (held_by(q.spec)[0] == "bf16" or (any(rebases) and not q.spec.is_mx)):
             return Unsupported(f"FP8 does not hold {q.spec.format}")
-    if exact:
+    if accumulate == "exact":
         return Unsupported("an operand is not MXFP4")
-    flag: Array | None = None
-    lost: list[Inexact | None] = []
-    sides: list[GemmOperand] = []
-    for q, rebased in zip((a, b), rebases, strict=True):
-        if rebased:
-            side, inexact = rebase_mxfp8(q, xp)
-            lost.append(inexact)
-        else:
-            flag = xp.zeros(1, dtype=xp.uint32) if flag is None else flag
-            side = expand(q, held_by(q.spec)[0], flag, xp)
-            lost.append(None)
-        sides.append(side)
+    flag = None if all(rebases) else xp.zeros(1, dtype=xp.uint32)
+    (left, lost), (right, lost_too) = (
+        rebase_mxfp8(q, xp) if rebased else (expand(q, held_by(q.spec)[0], flag, xp), None)
+        for q, rebased in zip((a, b), rebases, strict=True)
+    )
     if flag is not None and int(flag[0]):
         return _TOO_WIDE
     path = "FP8 tensor cores, rebased operands" if any(rebases) else "FP8 tensor cores"
-    return sides[0], sides[1], path, (lost[0], lost[1])
+    return left, right, path, (lost, lost_too)
+
+
+def _mxfp4_operands(a: QuantArray, b: QuantArray, exact: bool, xp: Any) -> Operands | Unsupported:
+    """The same of MXFP4 with an exponent a row: as integers if the product is to be exact."""
+    if exact and a.shape[1] > MOST_TERMS:
+        return Unsupported(f"K = {a.shape[1]}, beyond {MOST_TERMS}")
+    flag = xp.zeros((), dtype=xp.uint32)
+    left, right = (rebase_mxfp4(q, flag, xp, exact) for q in (a, b))
+    if int(flag):
+        span = INT8_SPAN if exact else E5M2_SPAN
+        return Unsupported(f"a row's scales span more than {span} binades")
+    return left, right, f"{'int8' if exact else 'FP8'} tensor cores", (None, None)
 
 
 # --- groups of rows, each with a matrix of its own (mixtures of experts); batches ---

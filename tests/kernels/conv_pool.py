@@ -126,21 +126,21 @@ def operand_convolutions(name: str) -> list[tuple[Case, np.ndarray, QuantStats, 
                 terms = g[:, 0].size
                 left = np.ascontiguousarray(g.swapaxes(0, 1)).reshape(*stack, terms)
                 case = (left, x, spec, None, w.shape, window)
-            wanted, counted = getattr(GENERIC, name)(*case)
+            expected, counted = getattr(GENERIC, name)(*case)
             sizes = [np.abs(a) if isinstance(a, np.ndarray) else a for a in case]
             total, _ = getattr(GENERIC, name)(*sizes)
-            made.append((case, wanted, counted, 2 * (terms + 4) * UNIT * total + 1e-30))
+            made.append((case, expected, counted, 2 * (terms + 4) * UNIT * total + 1e-30))
     return made
 
 
 def check_operand_convolution(name: str) -> Check:
     def check(backend: cpu.CpuBackend) -> None:
-        for case, wanted, counted, bound in operand_convolutions(name):
+        for case, expected, counted, bound in operand_convolutions(name):
             got, stats = getattr(backend, name)(*case)
             what = (case[2], case[4:6], backend.path(name, *case))
             assert stats == counted, what
-            assert got.shape == wanted.shape, what
-            assert (np.abs(got - wanted) <= bound).all(), what
+            assert got.shape == expected.shape, what
+            assert (np.abs(got - expected) <= bound).all(), what
             if CORE and case[2].row.name == "mxfp4" and case[2].tile == (1, 32):
                 assert what[-1].startswith("core ("), what
 
@@ -170,11 +170,11 @@ def check_max_pool2d(backend: cpu.CpuBackend) -> None:
     for shape in POOL_SHAPES:
         x = pool_input(shape)
         for window in POOLS:
-            wanted = GENERIC.max_pool2d(x, window)
+            expected = GENERIC.max_pool2d(x, window)
             for view in (x, *(VIEWS[name](x) for name in ("strided", "misaligned", "transposed"))):
                 got = backend.max_pool2d(view, window)
-                assert_bytes(got[1], wanted[1], (shape, window))
-                assert_bytes(got[0], wanted[0], (shape, window))
+                assert_bytes(got[1], expected[1], (shape, window))
+                assert_bytes(got[0], expected[0], (shape, window))
 
 
 def check_max_pool2d_grad(backend: cpu.CpuBackend) -> None:
@@ -182,5 +182,5 @@ def check_max_pool2d_grad(backend: cpu.CpuBackend) -> None:
         for window in POOLS:
             _, index = GENERIC.max_pool2d(pool_input(shape), window)
             g = plain(index.shape)
-            wanted = GENERIC.max_pool2d_grad(g, index, shape)
-            assert_bytes(backend.max_pool2d_grad(g, index, shape), wanted, (shape, window))
+            expected = GENERIC.max_pool2d_grad(g, index, shape)
+            assert_bytes(backend.max_pool2d_grad(g, index, shape), expected, (shape, window))

@@ -57,9 +57,9 @@ def narrow(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def misaligned(x: np.ndarray) -> np.ndarray:
-    octets = np.empty(x.nbytes + 1, dtype=np.uint8)
-    octets[1:] = np.frombuffer(x.tobytes(), dtype=np.uint8)
-    view = octets[1:].view(x.dtype).reshape(x.shape)
+    raw = np.empty(x.nbytes + 1, dtype=np.uint8)
+    raw[1:] = np.frombuffer(x.tobytes(), dtype=np.uint8)
+    view = raw[1:].view(x.dtype).reshape(x.shape)
     assert not view.size or not view.flags.aligned
     return view
 
@@ -84,15 +84,15 @@ def arrays(shape: tuple[int, ...], count: int) -> list[np.ndarray]:
     return [3 * rng.standard_normal(shape).astype(np.float32) for _ in range(count)]
 
 
-def assert_bytes(got: Any, wanted: Any, what: object) -> None:
+def assert_bytes(got: Any, expected: Any, what: object) -> None:
     """One dtype, one shape and the same bytes; else the first place and both values there."""
-    assert got.dtype == wanted.dtype, what
-    assert got.shape == wanted.shape, what
+    assert got.dtype == expected.dtype, what
+    assert got.shape == expected.shape, what
     assert got.flags.c_contiguous, what
-    if got.tobytes() != wanted.tobytes():
-        bits = [a.view(f"u{a.itemsize}") for a in (got, wanted)]
+    if got.tobytes() != expected.tobytes():
+        bits = [a.view(f"u{a.itemsize}") for a in (got, expected)]
         at = tuple(int(i) for i in np.argwhere(bits[0] != bits[1])[0])
-        raise AssertionError(f"{what}: at {at} got {got[at]!r}, wanted {wanted[at]!r}")
+        raise AssertionError(f"{what}: at {at} got {got[at]!r}, expected {expected[at]!r}")
 
 
 def check_bounded(name: str, cases: Callable[[], Bounded]) -> Check:
@@ -106,10 +106,10 @@ def check_bounded(name: str, cases: Callable[[], Bounded]) -> Check:
             assert CORE is None or what[-1].startswith("core ("), what
             result = method(*case)
             results = result if isinstance(result, tuple) else (result,)
-            for got, wanted, bound in zip(results, exact, bounds, strict=True):
+            for got, expected, bound in zip(results, exact, bounds, strict=True):
                 assert got.dtype == np.float32, what
-                assert got.shape == wanted.shape, what
-                assert (np.abs(got - wanted) <= bound).all(), what
+                assert got.shape == expected.shape, what
+                assert (np.abs(got - expected) <= bound).all(), what
             for view in VIEWS.values() if case[0].size < 10_000 else ():
                 if view is VIEWS["reversed"]:
                     continue

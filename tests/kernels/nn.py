@@ -192,8 +192,8 @@ def check_attention_grad(backend: cpu.CpuBackend) -> None:
         path = backend.path("attention_grad", *case, into)
         assert CORE is None or path.startswith("core ("), path
         backend.attention_grad(*case, into)
-        for got, wanted, bound in zip(into, exact, bounds, strict=True):
-            assert (np.abs(got - wanted) <= bound).all(), (case[1].shape, path)
+        for got, expected, bound in zip(into, exact, bounds, strict=True):
+            assert (np.abs(got - expected) <= bound).all(), (case[1].shape, path)
         for view in (VIEWS["strided"], VIEWS["misaligned"], VIEWS["transposed"]):
             other = tuple(np.empty((*a.shape[:-1], a.shape[-1] + 3), np.float32) for a in into)
             parts = tuple(a[..., : b.shape[-1]] for a, b in zip(other, into, strict=True))
@@ -210,13 +210,13 @@ def elementwise(name: str, count: int) -> Check:
         for shape in ((0,), (1,), (5, 3), (31, 33), (300, 129)):
             made = [special(shape, seed) for seed in range(count)]
             with np.errstate(all="ignore"):
-                wanted = getattr(GENERIC, name)(*made)
+                expected = getattr(GENERIC, name)(*made)
                 what = (name, shape, backend.path(name, *made))
-                assert_bytes(getattr(backend, name)(*made), wanted, what)
+                assert_bytes(getattr(backend, name)(*made), expected, what)
                 for view in VIEWS.values():
                     seen = [view(a) for a in made]
-                    got, wanted = (getattr(b, name)(*seen) for b in (backend, GENERIC))
-                    assert_bytes(np.ascontiguousarray(got), np.ascontiguousarray(wanted), what)
+                    got, expected = (getattr(b, name)(*seen) for b in (backend, GENERIC))
+                    assert_bytes(np.ascontiguousarray(got), np.ascontiguousarray(expected), what)
 
     return check
 

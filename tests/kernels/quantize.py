@@ -107,32 +107,32 @@ def quant_table() -> list[tuple[Case, Any, Any, Any]]:
 
 
 def check_quantize(backend: cpu.CpuBackend) -> None:
-    for case, (wanted, stats), _, _ in quant_table():
+    for case, (expected, stats), _, _ in quant_table():
         what = (case[0].shape, case[1], backend.path("quantize", *case))
         q, got = backend.quantize(*case)
         assert got == stats, what
-        assert q.spec == wanted.spec, what
-        assert q.shape == wanted.shape, what
-        assert q.parts.keys() == wanted.parts.keys(), what
+        assert q.spec == expected.spec, what
+        assert q.shape == expected.shape, what
+        assert q.parts.keys() == expected.parts.keys(), what
         for name, part in q.parts.items():
-            assert_bytes(part, wanted.parts[name], (name, *what))
+            assert_bytes(part, expected.parts[name], (name, *what))
 
 
 def check_operand(backend: cpu.CpuBackend) -> None:
-    for case, (_, stats), wanted, _ in quant_table():
+    for case, (_, stats), expected, _ in quant_table():
         what = (case[0].shape, case[1], backend.path("fake_quantize", *case))
         values, counts = backend.fake_quantize(*case)
         got = counts if isinstance(counts, QuantStats) else counts()
         assert got == stats, what
-        assert_bytes(values, wanted, what)
+        assert_bytes(values, expected, what)
 
 
 def check_dequantize(backend: cpu.CpuBackend) -> None:
-    for case, (q, _), _, wanted in quant_table():
+    for case, (q, _), _, expected in quant_table():
         what = (case[0].shape, case[1], backend.path("dequantize", q))
-        assert_bytes(backend.dequantize(q), wanted, what)
+        assert_bytes(backend.dequantize(q), expected, what)
         for dtype in ("bfloat16", "float16"):
-            assert_bytes(backend.dequantize(q, dtype), narrow(wanted, dtype), (dtype, *what))
+            assert_bytes(backend.dequantize(q, dtype), narrow(expected, dtype), (dtype, *what))
 
 
 # --- two specs on one matrix ---------------------------------------------------------------------
@@ -198,10 +198,10 @@ def pair_table() -> list[tuple[Pair, Any, Any]]:
 
 
 def check_quantize_pair(backend: cpu.CpuBackend) -> None:
-    for case, wanted, _ in pair_table():
+    for case, expected, _ in pair_table():
         what = (case[0].shape, case[1], backend.path("quantize_rowwise_columnwise", *case))
         for (q, stats), (q2, stats2) in zip(
-            backend.quantize_rowwise_columnwise(*case), wanted, strict=True
+            backend.quantize_rowwise_columnwise(*case), expected, strict=True
         ):
             assert stats == stats2, what
             assert (q.spec, q.shape) == (q2.spec, q2.shape), what
@@ -211,10 +211,10 @@ def check_quantize_pair(backend: cpu.CpuBackend) -> None:
 
 
 def check_operand_pair(backend: cpu.CpuBackend) -> None:
-    for case, _, wanted in pair_table():
+    for case, _, expected in pair_table():
         what = (case[0].shape, case[1], backend.path("fake_quantize_rowwise_columnwise", *case))
         for (got, counts), (values, stats2) in zip(
-            backend.fake_quantize_rowwise_columnwise(*case), wanted, strict=True
+            backend.fake_quantize_rowwise_columnwise(*case), expected, strict=True
         ):
             stats = counts if isinstance(counts, QuantStats) else counts()
             assert stats == stats2, what

@@ -17,13 +17,28 @@ struct ColumnTileCodes {
     static void code(const T* column_tile, int64_t rows, const vf (&apply)[4], ByteRows out,
                      const Prefetch& prefetch, EncodeCounts& counts) {
         int64_t saturated = 0, flushed = 0;
-        join(
-            column_tile, rows, prefetch,
-            [&](const T* x, int half) __attribute__((always_inline)) {
-                return Codes::template codes<Bounded>(x, apply[2 * half], apply[2 * half + 1],
-                                                      saturated, flushed);
-            },
-            [&](__m512i bytes) __attribute__((always_inline)) { out.line(bytes); });
+        for (int64_t i = 0; i < rows; i += kRows) {
+            __m512i words[2];
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                const T* x = column_tile + i * kTileColumns + half * 2 * VL;
+                __m512i word = _mm512_setzero_si512();
+#pragma GCC unroll 4
+                for (int r = 0; r < kRows; ++r) {
+                    if (half == 0) prefetch.row(i + r);
+                    const __m512i c =
+                        Codes::template codes<Bounded>(x + r * kTileColumns, apply[2 * half],
+                                                       apply[2 * half + 1], saturated, flushed);
+                    word = _mm512_or_si512(word, _mm512_slli_epi16(c, kBits * r));
+                }
+                words[half] = word;
+            }
+            const __m512i low = _mm512_set1_epi16(0xFF);
+            out.line(_mm512_packus_epi16(_mm512_and_si512(words[0], low),
+                                         _mm512_and_si512(words[1], low)));
+            out.line(_mm512_packus_epi16(_mm512_srli_epi16(words[0], 8),
+                                         _mm512_srli_epi16(words[1], 8)));
+        }
         counts.saturated += saturated;
         counts.flushed += flushed;
     }
@@ -41,45 +56,33 @@ struct ColumnTileCodes {
         for (int half = 0; half < 2; ++half)
             from[half] = _mm512_inserti64x4(_mm512_castsi256_si512(start(s[2 * half])),
                                             start(s[2 * half + 1]), 1);
-        const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-        join(
-            column_tile, rows, prefetch,
-            [&](const bfloat16* x, int half) __attribute__((always_inline)) {
-                return Encode::codes(x, from[half], s[2 * half].apply, s[2 * half + 1].apply,
-                                     nullptr, 0, saturated, flushed);
-            },
-            [&](__m512i bytes) __attribute__((always_inline)) {
-                out.ordered(_mm512_permutexvar_epi64(order, bytes));
-            });
-        counts.saturated += saturated;
-        counts.flushed += flushed;
-    }
-
-private:
-    // Joins the codes of kRows rows to 16-bit words, and stores their bytes as rows of codes.
-    template <class CodesOf, class Store>
-    static INLINE void join(const T* column_tile, int64_t rows, const Prefetch& prefetch,
-                            CodesOf codes, Store store) {
-        const __m512i low = _mm512_set1_epi16(0xFF);
+        const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7),
+                      low = _mm512_set1_epi16(0xFF);
         for (int64_t i = 0; i < rows; i += kRows) {
             __m512i words[2];
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
-                const T* x = column_tile + i * kTileColumns + half * 2 * VL;
+                const bfloat16* x = column_tile + i * kTileColumns + half * 2 * VL;
                 __m512i word = _mm512_setzero_si512();
 #pragma GCC unroll 4
                 for (int r = 0; r < kRows; ++r) {
                     if (half == 0) prefetch.row(i + r);
-                    const __m512i c = codes(x + r * kTileColumns, half);
+                    const __m512i c =
+                        Encode::codes(x + r * kTileColumns, from[half], s[2 * half].apply,
+                                      s[2 * half + 1].apply, nullptr, 0, saturated, flushed);
                     word = _mm512_or_si512(word, _mm512_slli_epi16(c, kBits * r));
                 }
                 words[half] = word;
             }
-            store(_mm512_packus_epi16(_mm512_and_si512(words[0], low),
-                                      _mm512_and_si512(words[1], low)));
-            store(_mm512_packus_epi16(_mm512_srli_epi16(words[0], 8),
-                                      _mm512_srli_epi16(words[1], 8)));
+            out.ordered(_mm512_permutexvar_epi64(
+                order, _mm512_packus_epi16(_mm512_and_si512(words[0], low),
+                                           _mm512_and_si512(words[1], low))));
+            out.ordered(_mm512_permutexvar_epi64(
+                order, _mm512_packus_epi16(_mm512_srli_epi16(words[0], 8),
+                                           _mm512_srli_epi16(words[1], 8))));
         }
+        counts.saturated += saturated;
+        counts.flushed += flushed;
     }
 };
 

@@ -72,7 +72,7 @@ class CpuMatmul(CpuCore):
         return core.block_scaled_matmul(*sides, plan.step)
 
     def _choose_weight_only(self, x: Array, w: QuantArray) -> tuple[Array] | Unsupported:
-        """The float32 activations, which are looked at, if the core takes them."""
+        """The float32 activations, if the core takes their values."""
         if self.core is None:
             return Unsupported(self.core_missing)
         return paths.choose_weight_only(self._wide(x), w)

@@ -20,19 +20,10 @@ _TINY = np.finfo(np.float32).tiny
 class CpuOptim(CpuCore):
     """Updates of one parameter, and the search for values that are not finite."""
 
-    def _choose_sgd(
-        self,
-        weight: Array,
-        grad: Array,
-        buffer: Array | None,
-        lr: float,
-        momentum: float,
-        decay: float,
-        nesterov: bool,
-    ) -> Any:
+    def _choose_sgd(self, weight: Array, grad: Array, buffer: Array | None, *factors: Any) -> Any:
         written = [weight] if buffer is None else [weight, buffer]
         core = self.update_core(grad, *written)
-        if core and any(0 < abs(number) < _TINY for number in (lr, momentum, decay)):
+        if core and any(0 < abs(number) < _TINY for number in factors):
             return Unsupported("a factor that underflows in float32")
         return core
 
@@ -51,15 +42,8 @@ class CpuOptim(CpuCore):
         """See the protocol."""
         core.sgd(weight, ready(grad), buffer, lr, momentum, decay, nesterov)
 
-    def _choose_adam(
-        self,
-        weight: Array,
-        grad: Array,
-        mean: Array,
-        square: Array,
-        factors: Mapping[str, float],
-    ) -> Any:
-        return self.update_core(grad, weight, mean, square)
+    def _choose_adam(self, weight: Array, grad: Array, *states_and_factors: Any) -> Any:
+        return self.update_core(grad, weight, *states_and_factors[:2])
 
     @runs_in_core(_choose_adam)
     def adam(

@@ -40,8 +40,10 @@ class CpuQuantize(CpuCore):
             return Unsupported("empty array or scalar")
         if spec.rebased:
             return Unsupported("rebased tiles, whose codes numpy looks up after the core made them")
-        if (reason := self._input_reason(x, spec, stream)) is not None:
-            return Unsupported(reason)
+        if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
+            return Unsupported(f"{x.dtype} array")
+        if (stream is None) == (spec.rounding == "stochastic"):
+            return Unsupported("the stream does not go with the rounding")
         return lower(self.core, spec, x.shape)
 
     @runs_in_core(_choose_fake_quantize)

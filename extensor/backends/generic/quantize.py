@@ -66,15 +66,6 @@ class GenericQuantize(GenericCore):
         """See the protocol."""
         return reference.round_to(reference.dequantize(q, self.xp), dtype)
 
-    @staticmethod
-    def _input_reason(x: Array, spec: QuantSpec, stream: Stream | None) -> str | None:
-        """Why no backend's kernel quantizes x, whatever its shape; None where one may."""
-        if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
-            return f"{x.dtype} array"
-        if (stream is None) == (spec.rounding == "stochastic"):
-            return "the stream does not go with the rounding"
-        return None
-
     def fake_quantize(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[Array, Counts]:

@@ -1,13 +1,10 @@
-// What attention's kernels share: tiles, their products, and how a block goes through them.
+// Shared by the attention kernels: tiles, their products, and the order in which a block takes
+// them.
 //
 // Arrays are bfloat16 of four axes (element, head, row, batch), in boxes of 64 rows of 64 elements.
 // In shared memory a tile of n rows is kHalves such columns, n rows of 128 bytes each.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "common/types.cuh"
 typedef float Sum;
 #define SUM "f"
 

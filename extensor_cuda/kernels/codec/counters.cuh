@@ -1,4 +1,4 @@
-// Counters, the maximum, and what the whole tensor decides.
+// Counts saturated and flushed values, finds the tensor's largest magnitude, and makes its scale.
 
 #if CODEC_HADAMARD
 #define CODEC_SIGN_PARAMETERS u32 sign0, u32 sign1, u32 sign2, u32 sign3,

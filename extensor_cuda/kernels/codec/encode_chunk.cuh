@@ -1,4 +1,4 @@
-// A thread's chunk of a row: the scale of its block, and its codes.
+// Encodes a thread's chunk of 16 values: finds the scale of its block, and makes the codes.
 
 #if CODEC_BF16X2
 typedef u32 Chunk[kChunk / 2];

@@ -1,10 +1,6 @@
-// Widths, constants and bit casts; values as they are read, and the largest of a block.
+// Reads values as float32 or bfloat16, and finds the largest magnitude of a block.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "common/types.cuh"
 
 #define CODEC_MAKES_CODES (CODEC_OUT == 0)  // packed codes are made
 

@@ -1,4 +1,4 @@
-// Hopper's barriers in shared memory, copies that they wait for, and clusters.
+// Hopper's barriers in shared memory (mbarrier), bulk copies that complete on them, and clusters.
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));

@@ -1,4 +1,4 @@
-// Kernels of a stream that begin before the last one has ended (programmatic dependent launch).
+// Programmatic dependent launch: a kernel begins before the stream's last kernel has ended.
 
 #ifdef __CUDA_ARCH__
 // The stream's next kernel may start, and wait for this one; this one waits for the last. Nothing

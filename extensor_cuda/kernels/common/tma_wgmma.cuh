@@ -1,4 +1,4 @@
-// Hopper's bulk copies and wgmma, as gemm_sm90.cu uses them.
+// Hopper's TMA copies between global and shared memory, and what surrounds wgmma products.
 
 #include "common/barriers.cuh"
 

@@ -6,9 +6,7 @@
 // along the axis on which they lie closer together, turns them in shared memory, and writes 16
 // bytes a thread. No headers, no macros.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
+#include "common/types.cuh"
 
 #include "common/float16.cuh"
 #include "common/dependent_launch.cuh"

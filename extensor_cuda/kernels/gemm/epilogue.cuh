@@ -1,4 +1,5 @@
-// What becomes of a tile's sums: factors, bias, activation, residual, and their way to memory.
+// The epilogue of gemm_sm90.cu: multiplies a tile's sums by their factors, adds bias and residual,
+// applies the activation, and stores the result by TMA.
 
 __device__ __forceinline__ float power_of_two(int exponent) {
     return __uint_as_float(static_cast<u32>(exponent + 127) << 23);

@@ -1,5 +1,5 @@
-// A of gemm_sm90.cu from packed storage: the warps that expand it, and the wait of the one that
-// loads it.
+// Expands packed weights to the operand A of gemm_sm90.cu while it runs. Idle warps expand rows;
+// the producer waits for the rows that it loads.
 
 namespace expanding {
 #include "codec/expand.cuh"

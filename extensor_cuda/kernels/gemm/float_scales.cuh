@@ -1,5 +1,5 @@
-// Float scales of sums along K, for gemm_sm90.cu: GEMM_SCALES_1D2D, of rows and columns, and
-// GEMM_SCALE_GROUP_K, of rows.
+// Multiplies partial sums by float scales, for gemm_sm90.cu: GEMM_SCALES_1D2D, of rows and columns,
+// and GEMM_SCALE_GROUP_K, of rows.
 
 #if GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K
 // Scales as a lane wants them. Those of `kReady` times eight columns are fetched, and multiplied,

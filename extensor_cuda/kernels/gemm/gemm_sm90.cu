@@ -41,14 +41,10 @@
 // the device. GEMM_ZERO_POINTS: 8-bit integers whose zero points are taken off the exact sum.
 // GEMM_REQUANTIZED: C as codes and scales, which three idle warps make (requantize.cuh).
 //
-// No headers; macros and the wgmma function come from gemm.py. TMA fills what lies outside A and B
-// with zeros, which add nothing; what lies outside C is not written.
+// No headers; macros and the wgmma function come from config.py. TMA fills what lies outside A and
+// B with zeros, which add nothing; what lies outside C is not written.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "common/types.cuh"
 
 struct alignas(64) TensorMap {
     u64 words[16];

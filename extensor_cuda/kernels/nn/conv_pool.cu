@@ -1,12 +1,10 @@
-// Sliding windows over images of float32: max pooling both ways, and patches summed back to an
-// image.
+// Max pooling of float32 images, its gradient, and the fold of convolution patches to an image.
 //
-// NN_A thread has one value of the result and goes through the window in order, so nothing is added
-// in an order of chance, and sums have the bits that extensor/backends/windows.py gives. No
-// headers, no macros; compiled with --fmad=false.
+// A thread has one value of the result and goes through the window in order, so nothing is added
+// in an order of chance, and sums have the bits that extensor/backends/generic/conv_pool.py gives.
+// No headers, no macros; compiled with --fmad=false.
 
-typedef unsigned int u32;
-typedef long long i64;
+#include "common/types.cuh"
 
 constexpr int kThreads = 256;
 

@@ -3,10 +3,7 @@
 // 1: bfloat16) is the scores' dtype and their gradient's. Compiled with --fmad=false. Bounds:
 // cross_entropy.py.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "common/types.cuh"
 
 #include "common/vector_types.cuh"
 #include "nn/row_reduce.cuh"
@@ -55,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     shifts = over_row(shifts, Sum{});
     if (!real || lane) return;
     const float log_sum = logf(sum);
-    // NN_A label that is no class is refused elsewhere, but not always before this runs.
+    // A label that is no class is refused elsewhere, but not always before this runs.
     const i64 label = labels[row];
     const float score =
         label >= 0 && label < classes ? Of<NN_IN>::wide(mine[label]) : __uint_as_float(0x7FC00000u);

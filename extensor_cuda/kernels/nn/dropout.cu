@@ -2,9 +2,7 @@
 // Words are Philox 4x64-10's (Salmon et al., SC'11) as numpy.random.Philox numbers them: a block of
 // eight words has the counter (number + 1, calls, 0, 0) and the key (seed, 0).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "common/types.cuh"
 
 constexpr int kThreads = 256, kWords = 8;
 
@@ -20,7 +18,7 @@ __device__ __forceinline__ void philox64(u64 (&c)[4], u64 key) {
     }
 }
 
-// draws: the seed, and the calls before this one -> 0 or `factor`. NN_A thread has eight
+// draws: the seed, and the calls before this one -> 0 or `factor`. A thread has eight
 // neighbours.
 extern "C" __global__ void __launch_bounds__(kThreads)
     dropout_mask(const u64* __restrict__ draws, float* __restrict__ mask, i64 size, u32 least,

@@ -1,4 +1,4 @@
-"""The mask of dropout, drawn on the GPU: the CPU's bits, anew in each repetition of a step."""
+"""Draws dropout's mask on the GPU: the CPU's bits, new ones in each replay of a step."""
 
 from __future__ import annotations
 

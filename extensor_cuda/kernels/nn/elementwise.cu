@@ -1,14 +1,11 @@
 // Values one by one: sums, casts, relu and x Phi(x) with the normal distribution function Phi, and
 // their gradients; rounding to bfloat16. Computed in float32 and rounded once.
 //
-// NN_A thread has two groups of 8 values, 16 or 32 bytes of each array. No headers; NN_A, NN_B and
+// A thread has two groups of 8 values, 16 or 32 bytes of each array. No headers; NN_A, NN_B and
 // NN_OUT (0: float32, 1: bfloat16) are macros: of the first and second array and of the result.
 // Compiled with --fmad=false. Bounds: elementwise.py.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "common/types.cuh"
 
 #include "common/vector_types.cuh"
 

@@ -3,11 +3,9 @@
 //
 // NN_WARPS warps have a row, in registers; each sum is of a thread's values, then across lanes,
 // then across warps. No headers; NN_IN (0: float32, 1: bfloat16) is the dtype of x forward, NN_OUT
-// of y and of its gradient. Compiled with --fmad=false. Bounds: extensor_cuda/kernels/norm.py.
+// of y and of its gradient. Compiled with --fmad=false. Bounds: norm.py.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
+#include "common/types.cuh"
 
 #include "common/vector_types.cuh"
 

@@ -59,7 +59,7 @@ def norm(
 
     Args:
         x: float32 or bfloat16 (..., *weight.shape), C-contiguous, not empty.
-        weight: float32, up to `MOST` values; twice as many where no gradient is wanted.
+        weight: float32, up to `MOST` values; twice as many where no gradient is asked for.
         bias: likewise; None of RMSNorm.
         eps: added to the variance.
         centred: LayerNorm, else RMSNorm.

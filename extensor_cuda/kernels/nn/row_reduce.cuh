@@ -1,4 +1,4 @@
-// NN_A row on NN_WARPS warps: one value of each thread's, joined over all of them, the same for
+// A row on NN_WARPS warps: one value of each thread's, joined over all of them, the same for
 // each.
 
 constexpr int kThreads = 256, kRows = kThreads / 32 / NN_WARPS, kLanes = 32 * NN_WARPS;

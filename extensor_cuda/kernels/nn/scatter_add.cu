@@ -5,8 +5,7 @@
 // sorts the row's positions, or looks for them where they are more, and adds up in registers.
 // Blocks of other positions end at once. No headers, no macros; compiled with --fmad=false.
 
-typedef unsigned int u32;
-typedef long long i64;
+#include "common/types.cuh"
 
 constexpr int kThreads = 256, kEach = 4, kColumns = kThreads * kEach;
 constexpr u32 kMost = 32;

@@ -3,9 +3,7 @@
 // 1: bfloat16) is the dtype of `softmax` and its gradient. Compiled with --fmad=false. Bounds:
 // softmax.py.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
+#include "common/types.cuh"
 
 #include "common/vector_types.cuh"
 #include "nn/row_reduce.cuh"
@@ -14,7 +12,7 @@ typedef Of<NN_IN>::Raw Raw;
 __device__ __forceinline__ float wide(float v) { return v; }
 __device__ __forceinline__ float wide(u16 v) { return Of<1>::wide(v); }
 
-// Softmax of the first `seen` of a row's values times `scale`; the others become 0. NN_A NaN shows
+// Softmax of the first `seen` of a row's values times `scale`; the others become 0. A NaN shows
 // in the sum.
 struct Row {
     float v[NN_THREAD_VALUES], top, sum;

@@ -1,15 +1,13 @@
 // Sums down the columns of a matrix, of chunks of its rows: a launch leaves one row a chunk,
 // another adds these.
 //
-// NN_A block has 32 lanes of NN_THREAD_VALUES neighbouring columns and NN_BLOCK_ROWS rows at a
+// A block has 32 lanes of NN_THREAD_VALUES neighbouring columns and NN_BLOCK_ROWS rows at a
 // time; a thread adds the rows of its own one after the other, then the block adds its threads'
 // sums in order. So the order is the shape's alone. No headers; NN_IN (0: float32, 1: bfloat16),
 // NN_THREAD_VALUES (1, or what 16 bytes hold: whole and aligned rows then) and NN_BLOCK_ROWS are
 // macros; compiled with --fmad=false.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
+#include "common/types.cuh"
 
 #include "common/vector_types.cuh"
 

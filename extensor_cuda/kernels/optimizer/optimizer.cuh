@@ -1,11 +1,7 @@
 // What the steps of all kinds of state share: a table of the parameters, and the rules; operation
-// by operation as extensor/backends/{training,layers}.py has them, so the same bits.
+// by operation as extensor/backends/generic/optim.py has them, so the same bits.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "common/types.cuh"
 
 constexpr int kThreads = 256, kPart = 16384;  // elements of a block
 

@@ -1,10 +1,7 @@
 // What a recorded step keeps on the device besides its tensors: the host's numbers of this step,
 // checks that failed, updates made, the loss scale. One block each. No headers, no macros.
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "common/types.cuh"
 
 // The next of the rows that the host has written becomes the numbers of this step.
 extern "C" __global__ void __launch_bounds__(256)

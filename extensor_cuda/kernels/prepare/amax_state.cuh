@@ -1,4 +1,4 @@
-// What making a matrix's operands finds of it: for the products, and for the next time.
+// Records the largest magnitude of a matrix as its operands are made, for delayed scaling.
 
 struct Place {
     int anchor;   // PREPARE_REBASED: the scale byte of all blocks

@@ -5,9 +5,7 @@
 // the other in both arrays, a multiple of 8 values in all, 16 bytes aligned) and PREPARE_OUT_BF16
 // are macros.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
+#include "common/types.cuh"
 
 #if PREPARE_IN == 0
 typedef u32 Raw;

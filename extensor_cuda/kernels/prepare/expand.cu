@@ -21,10 +21,7 @@
 // CODEC_TILE_ROWS, PREPARE_COLUMNWISE, CODEC_EXPAND_TO (0: bfloat16, 1: e5m2, 2: e4m3), CODEC_LIFT,
 // CODEC_FIXED, CODEC_FLOAT_SCALES, CODEC_WHOLE.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
+#include "common/types.cuh"
 
 constexpr int kThreads = 256;
 

@@ -11,10 +11,7 @@
 // No headers but ours; CODEC_BLOCK (16 to 128), PREPARE_TOP, PREPARE_SPAN and PREPARE_INTEGERS are
 // macros.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
+#include "common/types.cuh"
 
 #if PREPARE_INTEGERS
 // The magnitudes 0 to 6 times `unit`, which are integers, in two words.

@@ -9,9 +9,7 @@
 // No headers but ours, no inline assembly; macros: those of rebase_fp8.cuh, CODEC_BLOCK (16 to
 // 128), CODEC_TILE_ROWS.
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef long long i64;
+#include "common/types.cuh"
 
 constexpr int kThreads = 128, kChunk = 16, kNaN = 255;
 

@@ -1,4 +1,4 @@
-// Codes of neighbouring columns, and how their bytes lie beside each other.
+// Stores the codes of neighbouring columns side by side as bytes.
 
 #if QUANT_COLUMNWISE || QUANT_ROWWISE_COLUMNWISE
 constexpr int kPairs =

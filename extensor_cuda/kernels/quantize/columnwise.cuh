@@ -1,4 +1,4 @@
-// Blocks down columns: QUANT_THREAD_COLUMNS chunks per thread.
+// Quantizes a matrix columnwise: blocks lie down columns, a thread has QUANT_THREAD_COLUMNS chunks.
 
 constexpr int kPanel = kThreads / 32 * kChunk;  // positions of a thread block: 128
 // Blocks of threads that share a multiprocessor, as the registers allow without spilling.

@@ -4,9 +4,7 @@
 //
 // No headers; macros as for quantize.cu.
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef long long i64;
+#include "common/types.cuh"
 
 constexpr int kThreads = 256, kOctets = CODEC_BITS / 2;  // bytes of four codes
 

@@ -1,4 +1,4 @@
-"""Placing the decoder of what the fused quantizers write: codes and scales -> float32."""
+"""Decodes what the fused quantizers write: codes and scales -> float32."""
 
 from __future__ import annotations
 

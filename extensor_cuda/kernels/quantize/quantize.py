@@ -341,7 +341,8 @@ def _run(plan: Plan, x: Array, out: str, stats: bool, stream: Stream | None, arr
     whole = is_whole(plan, x.data.ptr, dtype)
     source = quantize_source(plan, dtype, out, whole, stats)
     kernel = kernel_of(plan)
-    items = int(dict(source.macros)["COLUMNS" if plan.columns else "QUANT_THREAD_CHUNKS"])
+    each = "QUANT_THREAD_COLUMNS" if plan.columns else "QUANT_THREAD_CHUNKS"
+    items = int(dict(source.macros)[each])
     words: tuple[int, ...] = _NO_STREAM if stream is None else (*stream.key, *stream.counter_high)
     if plan.spec.transform:
         words = (*words, *_sign_words(plan.spec.transform))

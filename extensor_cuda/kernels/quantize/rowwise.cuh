@@ -1,4 +1,4 @@
-// Blocks along rows: QUANT_THREAD_CHUNKS chunks per thread.
+// Quantizes a matrix rowwise: blocks lie along rows, a thread has QUANT_THREAD_CHUNKS chunks.
 
 // x (rows, length) -> codes, scales or values. Whole: length is a multiple of the block, and x is
 // aligned to 16 bytes.

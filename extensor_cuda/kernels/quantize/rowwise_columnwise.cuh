@@ -1,5 +1,5 @@
-// Rows and columns of one matrix, read once: a tile is encoded along its rows from registers and,
-// through shared memory, down its columns.
+// Quantizes a matrix rowwise and columnwise in one reading: a tile is encoded along its rows from
+// registers and, through shared memory, down its columns.
 
 constexpr int kChunkVectors = kChunk / kPerVector;
 

@@ -1,4 +1,4 @@
-// Tiles of several rows, blocked along rows: a chunk per thread.
+// Quantizes a matrix in square tiles under one scale each: a thread has a chunk of a row.
 
 constexpr int kWarps =
     QUANT_TILE_ROWS / 16;  // warps of a tile's rows; each holds 16 rows of two chunks

@@ -1,4 +1,4 @@
-// x of w4a16_sm90_ring.cu on its way to shared memory.
+// Loads the activations x of w4a16_sm90_ring.cu into the ring of shared memory.
 
 // A lane's eight neighbouring elements of each kBringing-th row of a piece.
 struct Part {

@@ -1,4 +1,5 @@
-// x of w4w8a16_sm90_wgmma.cu on its way to shared memory.
+// Loads the activations x of w4w8a16_sm90_wgmma.cu into shared memory, in the order that decoding
+// leaves the weights in.
 
 // A warp's piece of x as it lies, zeros behind K.
 __device__ __forceinline__ void fetch(u8* to, const Raw* x, const Problem& e, int piece, int lane) {

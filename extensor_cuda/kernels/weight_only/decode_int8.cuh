@@ -1,4 +1,4 @@
-// Codes of 8 bits as bfloat16 pairs, beside weights.cuh.
+// Decodes INT8 codes to pairs of bfloat16; follows weights.cuh.
 
 // Neighbours, times 2^-6. u = code + 128 is, as the bits of a bfloat16, u times 2^-133, whether
 // that has an exponent or not: one multiplication by 2^127 with what is to be taken off added, and

@@ -1,4 +1,4 @@
-// Sums of parts of K, which warps of a block leave in shared memory and blocks in global memory.
+// Adds the partial sums of split-K: of warps in shared memory, of thread blocks in global memory.
 
 __device__ __forceinline__ void add(float4& to, const float4& v) {
     to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w;

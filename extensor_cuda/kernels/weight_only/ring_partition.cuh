@@ -1,4 +1,4 @@
-// How a block's warps share its pairs of tiles, for w4a16_sm90_ring.cu.
+// Divides the tiles of a thread block among its warps, for w4a16_sm90_ring.cu.
 
 constexpr int kPairs = kWarps / kShares;
 // A multiprocessor's four schedulers have every fourth warp each. Two warps to each of an odd

@@ -18,7 +18,7 @@
 //
 // Blocks take units in turn: a group of rows, and one of `slices` parts of K. Slices of a group
 // meet in `partial`, where the last one that is done adds all. Everything is added in an order that
-// depends on nothing but shapes. No headers; the wgmma function comes from decode_hopper.py.
+// depends on nothing but shapes. No headers; the wgmma function comes from its Python.
 // Macros: CODEC_BLOCK (of a scale), WEIGHT_ONLY_GROUP, CODEC_ZERO_POINTS, WEIGHT_ONLY_SPLIT_K,
 // WEIGHT_ONLY_TILES (of 8 tokens), WEIGHT_ONLY_X_PARTS, WEIGHT_ONLY_STAGES, WEIGHT_ONLY_DEPTH;
 // those of weights.cuh.

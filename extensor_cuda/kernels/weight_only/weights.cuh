@@ -2,11 +2,7 @@
 // results. Macros: CODEC_BITS, CODEC_IS_FLOAT, CODEC_UE4M3, CODEC_FLOAT_SCALES,
 // CODEC_FLOAT16_SCALES, WEIGHT_ONLY_IN and WEIGHT_ONLY_OUT (0: float32, 1: bfloat16).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "common/types.cuh"
 
 #include "common/dependent_launch.cuh"
 

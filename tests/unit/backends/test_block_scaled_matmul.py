@@ -124,8 +124,8 @@ def test_the_sum_of_one_block_is_exact(variant: str) -> None:
         codes[:, 0] = every & ((1 << min(bits, 8)) - 1)
         for pattern in (codes, every[:, None].repeat(q.codes.shape[1], axis=1)):
             q = QuantArray(pattern, np.full((256, 1), 127, np.uint8), q.spec, q.shape)
-            wanted = exact(q) @ exact(q).T
-            assert np.array_equal(BACKEND.block_scaled_matmul(q, q), wanted), spec
+            expected = exact(q) @ exact(q).T
+            assert np.array_equal(BACKEND.block_scaled_matmul(q, q), expected), spec
     q = quantized((256, 256), ZEROS, 0)
     for code, zero in ((-128, 127), (127, -128)):
         q = QuantArray(
@@ -149,11 +149,11 @@ def test_a_row_under_one_scale_is_summed_exactly(variant: str) -> None:
             spec = (QuantSpec("int8") if zeros is None else ZEROS).resolve(2)
             q = QuantArray(codes.view(np.uint8), scales, spec, codes.shape, zero_points=zeros)
             exactly = codes.astype(np.float64) - (0 if zeros is None else zeros)
-            wanted = np.zeros((40, 40), np.float32)
+            expected = np.zeros((40, 40), np.float32)
             for at in range(0, k, 8192):
                 part = exactly[:, at : at + 8192]
-                wanted += (part @ part.T).astype(np.float32) * (scales * scales.T)
-            assert np.array_equal(BACKEND.block_scaled_matmul(q, q), wanted) or CORE is None, k
+                expected += (part @ part.T).astype(np.float32) * (scales * scales.T)
+            assert np.array_equal(BACKEND.block_scaled_matmul(q, q), expected) or CORE is None, k
 
 
 @pytest.mark.parametrize(("a", "b"), [(MXFP4, MXFP4), (ZEROS, ZEROS), FLOAT[0]], ids=short)
@@ -206,11 +206,11 @@ def test_nan_stays_in_its_row_and_column(variant: str, name: str) -> None:
     spec = QuantSpec(name, tile=(1, 16 if name == "nvfp4" else 32)).resolve(2)
     a, b = BACKEND.quantize(x, spec)[0], BACKEND.quantize(y, spec)[0]
     got = BACKEND.block_scaled_matmul(a, b)
-    wanted = np.zeros((40, 50), bool)
-    wanted[7], wanted[:, 13] = True, True
-    assert np.array_equal(np.isnan(got), wanted)
+    expected = np.zeros((40, 50), bool)
+    expected[7], expected[:, 13] = True, True
+    assert np.array_equal(np.isnan(got), expected)
     got = BACKEND.weight_only_matmul(np.ones((1, 96), np.float32), b)
-    assert np.array_equal(np.isnan(got[0]), wanted[0])
+    assert np.array_equal(np.isnan(got[0]), expected[0])
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
@@ -308,7 +308,7 @@ def test_the_core_checks_what_it_is_given() -> None:
         CORE.block_scaled_matmul(a, fp8, 32)
     with pytest.raises(ValueError, match="1 to 32"):
         CORE.weight_only_matmul(np.ones((33, 64), np.float32), a)
-    with pytest.raises(ValueError, match="wanted one of scalar"):
+    with pytest.raises(ValueError, match="expected one of scalar"):
         CORE.set_gemm_level("neon")
     whole = quantized((4, 64), MXFP4, 0)
     for part in ("codes", "scales"):
@@ -352,8 +352,8 @@ def test_gradients_are_those_of_the_dequantized_product() -> None:
     w = y.to_mxfp4()
     x.requires_grad = True
     (x @ w.T).sum().backward()
-    wanted = np.ones((5, 7), np.float32) @ w.dequantize().numpy()
-    np.testing.assert_allclose(x.grad.numpy(), wanted, rtol=1e-5)
+    expected = np.ones((5, 7), np.float32) @ w.dequantize().numpy()
+    np.testing.assert_allclose(x.grad.numpy(), expected, rtol=1e-5)
     x.grad = None
     (x.to_mxfp4() @ w.T).sum().backward()  # straight through the quantizer
-    np.testing.assert_allclose(x.grad.numpy(), wanted, rtol=1e-5)
+    np.testing.assert_allclose(x.grad.numpy(), expected, rtol=1e-5)

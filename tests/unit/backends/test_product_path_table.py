@@ -64,8 +64,8 @@ def test_every_format_takes_the_path_that_the_table_says(name: str, spec: QuantS
         for level in CORE.gemm_levels():
             CORE.set_gemm_level(level)
             tiles = CORE.gemm_has_amx()
-            wanted = BLOCKED[name][0 if tiles else 1]
-            assert kind(BACKEND.path("block_scaled_matmul", a, b)) == wanted, level
+            expected = BLOCKED[name][0 if tiles else 1]
+            assert kind(BACKEND.path("block_scaled_matmul", a, b)) == expected, level
             path = BACKEND.path("weight_only_matmul", x[:4], b)
             assert path.startswith(WEIGHTS[name]), level
             operands = OPERANDS[name] if tiles else "generic"

@@ -74,9 +74,9 @@ def test_tiles_are_exact_where_the_sum_is() -> None:
         if got is None:
             return
         with np.errstate(invalid="ignore"):
-            wanted = (exact(a)[:, :1] * exact(b)[:, :1].T).astype(np.float32)
-        finite = np.isfinite(wanted)
-        assert np.array_equal(got[finite], wanted[finite]), name
+            expected = (exact(a)[:, :1] * exact(b)[:, :1].T).astype(np.float32)
+        finite = np.isfinite(expected)
+        assert np.array_equal(got[finite], expected[finite]), name
         assert not np.isfinite(got[~finite]).any(), name
 
 
@@ -219,8 +219,8 @@ def test_operands_that_stay_dense() -> None:
             assert reason in path
         if reason != "not (M, K)":
             with np.errstate(over="ignore", invalid="ignore"):
-                wanted = BACKEND.matmul(a, b)  # BLAS, or the core's where that is as quick
-                assert np.array_equal(BACKEND.product(a, b.T), wanted, equal_nan=True)
+                expected = BACKEND.matmul(a, b)  # BLAS, or the core's where that is as quick
+                assert np.array_equal(BACKEND.product(a, b.T), expected, equal_nan=True)
     got = BACKEND.product(broken, good)
     assert np.isnan(got[3]).all()
     assert np.isnan(got).sum() == 64

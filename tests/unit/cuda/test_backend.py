@@ -5,13 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from typing import Any
 
+import numpy
 import pytest
 
+from extensor.backends.generic import GenericBackend
 from extensor.backends.unsupported import Unsupported
 from extensor.formats import FORMATS
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import backend
+from extensor_cuda.dispatch import Route, routed
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.runtime import memory
 
@@ -143,3 +147,32 @@ def test_out_of_memory_names_the_bytes() -> None:
     with pytest.raises(MemoryError, match="requested 101 bytes, 100 of 1000 are free"):
         memory.allocate(cupy, pool, 101)
     assert memory.allocate(cupy, pool, 100) == 100
+
+
+def test_the_dispatch_table_has_every_method_with_a_kernel() -> None:
+    methods = {name for name in dir(GenericBackend) if callable(getattr(GenericBackend, name))}
+    assert backend.ROUTES.keys() <= methods
+    overridden = {
+        name
+        for name in methods
+        if getattr(backend.CudaBackend, name) is not getattr(GenericBackend, name)
+        and not name.startswith("__")
+    }
+    services = {"new_graph", "product", "raising", "run_batch"}  # these need the backend itself
+    assert overridden == backend.ROUTES.keys() | services
+
+
+def test_a_method_is_chosen_once_and_falls_back_with_its_arguments() -> None:
+    seen: list[Any] = []
+
+    def choose(xp: Any, x: Any, axis: int) -> Any:
+        seen.append((x, axis))
+        return (lambda: "kernel") if axis else Unsupported("no kernel for axis 0")
+
+    def fall_back(owner: Any, gap: Unsupported, x: Any, axis: int) -> str:
+        return f"{gap.reason}, {x}"
+
+    method = routed("softmax", Route(choose, fallback=fall_back))
+    cuda = backend.CudaBackend(numpy)
+    assert method(cuda, 7, axis=1) == "kernel" and seen == [(7, 1)]
+    assert method(cuda, 8, axis=0) == "no kernel for axis 0, 8" and seen[1:] == [(8, 0)]

@@ -111,8 +111,8 @@ def test_blocks_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], tile: A
         rounding, rbits = ROUNDINGS[number % 3]
         spec = QuantSpec(element, axis=-1, tile=tile, rounding=rounding, rbits=rbits)
         plan = float_scaled.plan_of(spec, shape)
-        assert isinstance(plan, float_scaled.FloatPlan) and plan.lines
-        assert float_scaled_rowwise.KERNELS[plan.lines.way] == kernel
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.rowwise
+        assert float_scaled_rowwise.KERNELS[plan.rowwise.way] == kernel
         x = sample(shape, len(shape) - 1, KINDS[number % len(KINDS)], seed=number)
         with np.errstate(over="ignore"):
             x = x.astype(list(DTYPES.values())[number % 3])
@@ -134,7 +134,7 @@ def test_blocks_down_columns(xp: Any, shape: tuple[int, ...], tile: Any) -> None
         rounding, rbits = ROUNDINGS[number % 3]
         spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
         plan = float_scaled.plan_of(spec, shape)
-        assert isinstance(plan, float_scaled.FloatPlan) and plan.panels
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.columnwise
         x = sample(shape, 0, KINDS[number % len(KINDS)], seed=number)
         with np.errstate(over="ignore"):
             x = x.astype(list(DTYPES.values())[number % 3])
@@ -147,8 +147,8 @@ def test_zero_points_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], ti
         scale = ("float32", "float16")[number]
         spec = QuantSpec(element, axis=-1, tile=tile, symmetric=False, scale_dtype=scale)
         plan = float_scaled.plan_of(spec, shape)
-        assert isinstance(plan, float_scaled.FloatPlan) and plan.lines
-        assert float_scaled_rowwise.KERNELS[plan.lines.way] == kernel
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.rowwise
+        assert float_scaled_rowwise.KERNELS[plan.rowwise.way] == kernel
         for kind in KINDS:
             x = sample(shape, len(shape) - 1, kind, seed=number)
             with np.errstate(over="ignore"):
@@ -262,10 +262,10 @@ def test_no_kernel_down_columns_spills(element: str, shape: tuple[int, ...], til
     for number, (rounding, rbits) in enumerate(ROUNDINGS):
         spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
         plan = float_scaled.plan_of(spec, shape)
-        assert isinstance(plan, float_scaled.FloatPlan) and plan.panels
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.columnwise
         for dtype in DTYPES:
-            for turned in {False, plan.per == 1}:
-                panels = replace(plan.panels, turned=turned)
+            for transposed in {False, plan.per == 1}:
+                panels = replace(plan.columnwise, transposed=transposed)
                 source = float_scaled_columnwise.columnwise_source(panels, dtype)
                 check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])
 
@@ -280,7 +280,7 @@ def test_no_kernel_along_rows_spills(
     for number, (rounding, rbits) in enumerate(ROUNDINGS):
         spec = QuantSpec(element, axis=-1, tile=tile, rounding=rounding, rbits=rbits)
         plan = float_scaled.plan_of(spec, shape)
-        assert isinstance(plan, float_scaled.FloatPlan) and plan.lines
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.rowwise
         for dtype in DTYPES:
-            source = float_scaled_rowwise.source_of(plan.lines, dtype)
+            source = float_scaled_rowwise.source_of(plan.rowwise, dtype)
             check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])

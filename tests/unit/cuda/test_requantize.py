@@ -35,8 +35,8 @@ from tests.oracle.compare import same_bytes
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
+from tests.unit.cuda.test_float_scaled_product import sent
 from tests.unit.cuda.test_gemm import operand
-from tests.unit.cuda.test_scaled import sent
 
 BF16 = ml_dtypes.bfloat16
 

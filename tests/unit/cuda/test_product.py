@@ -66,7 +66,7 @@ def values(rng: np.random.Generator, rows: int, k: int) -> np.ndarray:
 
 
 def bound(va: np.ndarray, vb: np.ndarray) -> np.ndarray:
-    """Of a float32 sum of K terms that is cut: `extensor_cuda.gemm`."""
+    """Of a float32 sum of K terms that is cut: `extensor_cuda.matmul.product`."""
     return np.asarray(va.shape[1] * 2.0**-22 * (np.abs(va) @ np.abs(vb).T))
 
 

@@ -15,16 +15,16 @@ from extensor_cuda.kernels.weight_only import (
 from extensor_cuda.kernels.weight_only.program import PARTS
 from extensor_cuda.kernels.weight_only.w4a16_sm90_ring import Cut
 from extensor_cuda.matmul import partition
-from tests.unit.cuda import decoding
-from tests.unit.cuda.decoding import (
+from tests.unit.cuda import weight_only_cases
+from tests.unit.cuda.places import PLACES
+from tests.unit.cuda.test_compile import check_compiles
+from tests.unit.cuda.weight_only_cases import (
     WEIGHTS,
     activations,
     check,
     name,
     weights,
 )
-from tests.unit.cuda.places import PLACES
-from tests.unit.cuda.test_compile import check_compiles
 
 
 @pytest.fixture(params=PLACES)
@@ -32,7 +32,7 @@ def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(partition, "MODEL_MULTIPROCESSORS", 3)  # as many blocks: weights are many
     partition.ring_cut.cache_clear()
     request.addfinalizer(partition.ring_cut.cache_clear)
-    return decoding.placed(request, monkeypatch)
+    return weight_only_cases.placed(request, monkeypatch)
 
 
 def divide(monkeypatch: pytest.MonkeyPatch, way: Cut) -> None:
@@ -82,7 +82,7 @@ def test_which_weights() -> None:
         pays = partition.ring_pays(lines)
         taken = [n for n in range(1, 20) if pays and w4a16_sm90_ring.supports(w, n)]
         assert taken == (list(range(3, 17)) if lines == fewest else [])
-    for spec, columns in ((QuantSpec("nvfp4"), 160), (decoding.INT4, 128)):
+    for spec, columns in ((QuantSpec("nvfp4"), 160), (weight_only_cases.INT4, 128)):
         assert not w4a16_sm90_ring.supports(weights(spec, (fewest, columns)), 3)
 
 

@@ -20,8 +20,10 @@ from extensor_cuda.matmul.weight_only import (
     weight_only_matmul,
 )
 from tests.product_cases import exact
-from tests.unit.cuda import decoding
-from tests.unit.cuda.decoding import (
+from tests.unit.cuda import weight_only_cases
+from tests.unit.cuda.places import PLACES
+from tests.unit.cuda.test_compile import check_compiles
+from tests.unit.cuda.weight_only_cases import (
     INTEGERS,
     WEIGHTS,
     activations,
@@ -31,13 +33,11 @@ from tests.unit.cuda.decoding import (
     sent,
     weights,
 )
-from tests.unit.cuda.places import PLACES
-from tests.unit.cuda.test_compile import check_compiles
 
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return decoding.placed(request, monkeypatch)
+    return weight_only_cases.placed(request, monkeypatch)
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -15,21 +15,21 @@ from extensor_cuda.kernels.weight_only import (
 )
 from extensor_cuda.matmul import partition
 from extensor_cuda.runtime import driver
-from tests.unit.cuda import decoding
-from tests.unit.cuda.decoding import (
+from tests.unit.cuda import weight_only_cases
+from tests.unit.cuda.places import PLACES
+from tests.unit.cuda.test_compile import check_compiles
+from tests.unit.cuda.weight_only_cases import (
     WEIGHTS,
     activations,
     check,
     name,
     weights,
 )
-from tests.unit.cuda.places import PLACES
-from tests.unit.cuda.test_compile import check_compiles
 
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return decoding.placed(request, monkeypatch)
+    return weight_only_cases.placed(request, monkeypatch)
 
 
 @pytest.mark.usefixtures("nvrtc")

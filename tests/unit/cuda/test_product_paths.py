@@ -36,8 +36,8 @@ from extensor_cuda.matmul.weight_only import (
     EXPANDED,
 )
 from tests.product_cases import exact
-from tests.unit.cuda.decoding import sent
 from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.weight_only_cases import sent
 
 K = 192
 

@@ -41,9 +41,11 @@ from extensor_cuda.matmul.weight_only import (
     weight_only_matmul,
 )
 from tests.product_cases import exact
-from tests.unit.cuda import decoding
 from tests.unit.cuda import emulator as emulation
-from tests.unit.cuda.decoding import (
+from tests.unit.cuda import weight_only_cases
+from tests.unit.cuda.places import PLACES
+from tests.unit.cuda.test_compile import check_compiles
+from tests.unit.cuda.weight_only_cases import (
     INT4,
     INT8,
     activations,
@@ -52,13 +54,11 @@ from tests.unit.cuda.decoding import (
     sent,
     weights,
 )
-from tests.unit.cuda.places import PLACES
-from tests.unit.cuda.test_compile import check_compiles
 
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return decoding.placed(request, monkeypatch)
+    return weight_only_cases.placed(request, monkeypatch)
 
 
 @pytest.fixture

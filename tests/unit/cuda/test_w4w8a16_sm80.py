@@ -20,8 +20,10 @@ from extensor_cuda.matmul import partition, weight_only
 from extensor_cuda.matmul.weight_only import (
     few_tokens_gap,
 )
-from tests.unit.cuda import decoding
-from tests.unit.cuda.decoding import (
+from tests.unit.cuda import weight_only_cases
+from tests.unit.cuda.places import PLACES
+from tests.unit.cuda.test_compile import check_compiles
+from tests.unit.cuda.weight_only_cases import (
     INT4,
     INT8,
     WEIGHTS,
@@ -31,15 +33,13 @@ from tests.unit.cuda.decoding import (
     product_of,
     weights,
 )
-from tests.unit.cuda.places import PLACES
-from tests.unit.cuda.test_compile import check_compiles
 
 SHAPES = ((1, 70, 96), (2, 17, 600), (3, 5, 33))
 
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return decoding.placed(request, monkeypatch)
+    return weight_only_cases.placed(request, monkeypatch)
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -1,0 +1,7 @@
+// Integers by their width in bits: what every kernel calls them.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
