@@ -57,6 +57,7 @@ from extensor_cuda.matmul.weight_only import (
 CACHE = 64 << 20  # bytes that no cache holds
 TOKENS = (1, 4, 16, 32, 64)
 LAYERS = ((8192, 8192), (28672, 8192))  # N, K
+SQUARES = (4096, 8192)
 MANY = (128, 512, 2048, 8192)
 FORMATS = ("mxfp4", "nvfp4", "int4", "int8")
 
@@ -72,7 +73,7 @@ def packed(x: Any, name: str, backend: CudaBackend, **options: Any) -> Any:
 def scaled(backend: CudaBackend, rounds: int) -> Rows:
     """FP8 and INT8 under float scales."""
     xp = backend.xp
-    for size in (4096, 8192):
+    for size in SQUARES:
         a, b = normal(size, size), normal(size, size, seed=1)
         wide, eight = QuantSpec("fp8_e4m3"), QuantSpec("int8")
         small = wide.replace(tile=(1, 128))
@@ -169,7 +170,7 @@ NEAR_TILES = ((128, 2), (176, 2), (176, 3), (192, 2), (192, 3))
 def near_exact(backend: CudaBackend, rounds: int) -> Rows:
     """MXFP8, the values that do not fit FP8 rounded."""
     xp = backend.xp
-    for size in (4096, 8192):
+    for size in SQUARES:
         a, b = normal(size, size), normal(size, size, seed=1)
         pair = [packed(x, "mxfp8_e4m3", backend) for x in (a, b)]
         made = [rebase_mxfp8(q, xp) for q in pair]
@@ -222,7 +223,7 @@ def trained(backend: CudaBackend, rounds: int) -> Rows:
         "FP8 1x128": QuantSpec("fp8_e4m3", tile=(1, 128)),
         "INT8": QuantSpec("int8"),
     }
-    for size in (4096, 8192):
+    for size in SQUARES:
         a, b = normal(size, size), normal(size, size, seed=1)
         pair = as_cupy(a, backend.xp), as_cupy(b, backend.xp)
         calls: dict[str, Call] = {
@@ -253,7 +254,7 @@ def _making(pair: Any, spec: QuantSpec, backend: CudaBackend, turn: int) -> Any:
 def leaving(backend: CudaBackend, rounds: int) -> Rows:
     """MXFP4 products whose results are quantized."""
     xp, rows = backend.xp, QuantSpec("mxfp4", axis=1).resolve(2)
-    for size in (4096, 8192):
+    for size in SQUARES:
         a, b = normal(size, size), normal(size, size, seed=1)
         x, y = (FUSED.run(as_cupy(v, xp), [rows], [None], xp, None)[0][0] for v in (a, b))
         out = empty_rows(xp, size, size, ml_dtypes.bfloat16)
