@@ -191,7 +191,7 @@ def report(seeds: list[int], runs: Path) -> None:
     last = [r["torch_test_loss"] for r in rows if r["step"] == rows[-1]["step"]]
     spread = f", seeds of torch spread by {max(last) - min(last):.4f}" if len(last) > 1 else ""
     print(f"mean gap {statistics.fmean(gaps):+.4f}{spread}")
-    write("gpt-shakespeare", "python ci/bench/gpt_torch.py --report", rows)
+    write("gpt-shakespeare", rows, ran="python ci/bench/gpt_torch.py --report")
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import ml_dtypes
 import torch
 
+from ci.bench import contest
 from ci.bench.contest import write_gpu
 from extensor.backends import registry
 from extensor_cuda.backend import CudaBackend
@@ -39,9 +40,8 @@ def cuda() -> CudaBackend:
 
 
 def options(doc: str | None, rounds: int, only: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """A parser with ``--rounds`` and, given parts, ``--only``; ``doc``'s first line describes."""
-    parser = argparse.ArgumentParser(description=str(doc).partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=rounds)
+    """`ci.bench.contest.options` and, given parts, ``--only``."""
+    parser = contest.options(doc, rounds)
     if only:
         parser.add_argument("--only", nargs="+", choices=only, default=list(only))
     return parser

@@ -11,7 +11,6 @@ machine and versions, to ci/bench/results/. Needs torch (extra ``bench``).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 
 import extensor as et
 import models
-from ci.bench.contest import arguments, command, measure, write
+from ci.bench.contest import arguments, measure, options, write
 from ci.bench.torch_models import torch_lenet, torch_resnet
 from extensor.config import num_threads, use_core
 from extensor.nn.recipe import apply_recipe
@@ -76,11 +75,10 @@ def contestant(model_name: str, name: str, batch: int) -> Callable[[], None]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, rounds=15)
     parser.add_argument("--model", choices=SHAPES, default="lenet")
     parser.add_argument("--recipes", default="mxfp4,mxfp8_nvidia,nvfp4_nvidia")
     parser.add_argument("--batches", default="64,256")
-    parser.add_argument("--rounds", type=int, default=15)
     args = arguments(parser)
     rows: list[dict[str, Any]] = []
     for batch in (int(n) for n in args.batches.split(",")):
@@ -106,7 +104,7 @@ def main() -> None:
                 "{time_against_fp32:5.2f}x our float32 time".format(**rows[-1])
             )
     core = "core" if use_core() else "numpy"
-    write(f"{args.model}-step-{core}", command(), rows, args=args)
+    write(f"{args.model}-step-{core}", rows, args=args)
 
 
 if __name__ == "__main__":
