@@ -1,11 +1,14 @@
-"""What the benchmarks share: contestants in turns, options, the record of a run.
+"""What the benchmarks share: contestants that take turns, options, the record of a run.
 
 Idle threads of one library (OpenBLAS, OpenMP) spin for a while and slow the next, so two libraries
 timed in one process mislead. In `measure` every contestant is a spawned process that makes its work
 and times a burst of it whenever it is asked to; they take turns, with a pause between.
 
-A benchmark parses its options with `arguments` and leaves its rows with `write`: on a busy machine
-nothing is written, because the ratios would mean nothing.
+`take_turns` times calls in one process instead, where all of them are of one library or none spins.
+
+A benchmark makes its parser with `options`, parses with `arguments` and leaves its rows with
+`write`: on a busy machine nothing is written, because the ratios would mean nothing.
+`ci.bench.gpu` has what the GPU benchmarks share.
 """
 
 from __future__ import annotations
@@ -21,17 +24,19 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from extensor.backends.cpu import CpuBackend, make_backend
 from extensor.config import num_threads
 
 __all__ = [
-    "GPU_PACKAGES", "Make", "arguments", "command", "gpu_of", "measure", "write", "write_gpu",
+    "GPU_PACKAGES", "RESULTS", "ROOT", "Make", "arguments", "command", "cpu_with_core", "gpu_of",
+    "measure", "options", "take_turns", "write", "write_gpu",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +84,52 @@ def measure(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def take_turns(
+    calls: dict[str, Callable[[], Any]],
+    rounds: int,
+    burst: int = 1,
+    before: int = 1,
+    pause: float = 0.0,
+    middle: Callable[[list[float]], float] = statistics.median,
+) -> dict[str, float]:
+    """Seconds of each call, the contestants taking turns in this process.
+
+    Args:
+        calls: the contestants.
+        rounds: turns of each, after one that warms up.
+        burst: timed calls of a turn.
+        before: calls before those: they take the caches and the CPUs back from the others.
+        pause: seconds between turns.
+        middle: what stands for all times of a contestant.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            time.sleep(pause)
+            for _ in range(before):
+                call()
+            for _ in range(burst if turn else 0):
+                start = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - start)
+    return {name: middle(values) for name, values in times.items()}
+
+
+def options(doc: str | None, rounds: int) -> argparse.ArgumentParser:
+    """A parser with ``--rounds``; the first line of ``doc`` describes it."""
+    parser = argparse.ArgumentParser(description=str(doc).partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=rounds, help="turns of each contestant")
+    return parser
+
+
+def cpu_with_core() -> tuple[CpuBackend, Any]:
+    """The CPU backend and its C++ core, which the benchmarks of kernels need."""
+    backend = make_backend()
+    if backend.core is None:
+        raise SystemExit(f"expected the C++ core, but {backend.core_missing}")
+    return backend, backend.core
+
+
 def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line, with the options that benchmarks share; ``load`` is that before the run."""
     parser.add_argument(
@@ -111,7 +162,6 @@ def gpu_of(xp: Any) -> dict[str, Any]:
 
 def write(
     name: str,
-    command: str,
     rows: list[dict[str, Any]],
     level: str = "",
     merge: str = "",
@@ -119,12 +169,12 @@ def write(
     args: argparse.Namespace | None = None,
     about: Mapping[str, Any] | None = None,
     packages: Iterable[str] = ("numpy", "torch"),
+    ran: str = "",
 ) -> None:
     """Rows with machine and versions to ``DATE-NAME.json``, unless the machine was busy.
 
     Args:
         name: the file's name after the date.
-        command: what was run.
         rows: one dict each.
         level: the core's instruction set.
         merge: a key of every row; rows of the day's earlier runs are kept where this run has none
@@ -132,12 +182,13 @@ def write(
         args: from `arguments`: the load before the run, the highest one allowed, the folder.
         about: what else the run depends on, such as the GPU and its driver.
         packages: those whose versions are recorded, where they are installed.
+        ran: the command, if not as `command` says.
     """
     if args is not None and args.load > args.max_load:
         print(f"not written: the load average was {args.load:.2f} before; use an idle machine")
         return
     facts: dict[str, Any] = {
-        "command": command,
+        "command": ran or command(),
         "date": str(date.today()),
         "machine": ", ".join(
             [platform.machine(), f"{os.cpu_count()} CPUs", f"{num_threads()} threads"]
@@ -158,11 +209,30 @@ def write(
     print(f"written to {path}")
 
 
-def write_gpu(name: str, rows: list[dict[str, Any]], xp: Any, merge: str = "") -> None:
-    """What ran on cupy's current GPU, a file for each kind such as "NVIDIA H200"; see `write`."""
+def write_gpu(
+    name: str,
+    rows: list[dict[str, Any]],
+    xp: Any,
+    merge: str = "",
+    *,
+    by_kind: bool = True,
+    more: Sequence[str] = (),
+) -> None:
+    """What ran on cupy's current GPU; see `write`.
+
+    Args:
+        name: of the file, after the date.
+        rows: one dict each.
+        xp: cupy.
+        merge: as in `write`.
+        by_kind: a file for each kind of GPU, such as "NVIDIA H200".
+        more: packages whose versions are recorded, too.
+    """
     about = gpu_of(xp)
-    kind = re.sub(r"\W+", "-", about["gpu"].removeprefix("NVIDIA ").lower())
-    write(f"{name}-{kind}", command(), rows, merge=merge, about=about, packages=GPU_PACKAGES)
+    if by_kind:
+        kind = re.sub(r"\W+", "-", about["gpu"].removeprefix("NVIDIA ").lower())
+        name = f"{name}-{kind}"
+    write(name, rows, merge=merge, about=about, packages=(*GPU_PACKAGES, *more))
 
 
 def _version(package: str) -> str | None:

@@ -12,17 +12,14 @@ their own time. Needs torch (extra ``bench``) and the core.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from ci.bench.contest import arguments, command, write
-from extensor.backends.cpu import make_backend
+from ci.bench.contest import arguments, cpu_with_core, options, take_turns, write
 from extensor.backends.protocol import Window
 from extensor.config import num_threads
 
@@ -34,17 +31,8 @@ POOL = Window((2, 2), stride=(2, 2))
 BURST = 10
 
 
-def quartiles(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Lower quartile of each call's seconds, the contestants taking turns in bursts."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            call()  # takes the caches and the CPUs back from the others
-            for _ in range(BURST):
-                start = time.perf_counter()
-                call()
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.quantiles(values)[0] for name, values in times.items()}
+def lower_quartile(times: list[float]) -> float:
+    return statistics.quantiles(times)[0]
 
 
 def contenders(
@@ -116,7 +104,8 @@ def window_rows(backend: Any, batch: int, rounds: int) -> list[dict[str, Any]]:
         for kernel, (ours, theirs) in contenders(backend, x, w, window).items():
             if (layer, kernel) == ("conv1", "conv2d_grad_x"):
                 continue  # a training step needs no gradient in the images
-            seconds = quartiles({"ours": ours, "torch": theirs}, rounds)
+            calls = {"ours": ours, "torch": theirs}
+            seconds = take_turns(calls, rounds, BURST, middle=lower_quartile)
             us = seconds["ours"] * 1e6, seconds["torch"] * 1e6
             rows.append(window_row(batch, layer, kernel, *us))
             total += us
@@ -126,18 +115,15 @@ def window_rows(backend: Any, batch: int, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = options(__doc__, rounds=15)
     parser.add_argument("--batches", default="64,256")
     args = arguments(parser)
-    backend = make_backend()
-    if backend.core is None:
-        raise SystemExit(f"cpu_conv_pool: expected the C++ core, but {backend.core_missing}")
+    backend, core = cpu_with_core()
     torch.set_num_threads(num_threads())
     windows = []
     for batch in (int(n) for n in args.batches.split(",")):
         windows += window_rows(backend, batch, args.rounds)
-    write("cpu-conv-pool", command(), windows, backend.core.level(), args=args)
+    write("cpu-conv-pool", windows, core.level(), args=args)
 
 
 if __name__ == "__main__":

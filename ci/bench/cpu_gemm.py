@@ -10,17 +10,14 @@ the run; written with machine and versions to ci/bench/results/.
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ci.bench.contest import arguments, command, write
-from extensor.backends.cpu import CpuBackend, make_backend
+from ci.bench.contest import arguments, cpu_with_core, options, take_turns, write
+from extensor.backends.cpu import CpuBackend
 from extensor.quant.spec import QuantSpec
 
 SQUARE, WEIGHTS = 2048, 8192
@@ -31,25 +28,11 @@ PAUSE = 0.2  # seconds between contestants: OpenBLAS's idle workers spin on a co
 WEIGHT_FORMATS = ("mxfp4", "nvfp4", "int4", "mxfp8_e4m3", "int8")
 
 
-def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each call, the contestants taking turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, call in calls.items():
-            time.sleep(PAUSE)
-            call()
-            for _ in range(BURST if number else 0):  # the first round warms caches and memory
-                start = time.perf_counter()
-                call()
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def table(
     calls: dict[str, Callable[[], Any]], paths: dict[str, str], shape: tuple[int, int, int], n: int
 ) -> list[dict[str, Any]]:
     """One row per format, printed; the first call is numpy's."""
-    seconds = medians(calls, n)
+    seconds = take_turns(calls, n, BURST, pause=PAUSE)
     base = seconds.pop("numpy float32")
     rows = []
     for name, value in seconds.items():
@@ -97,14 +80,10 @@ def weight_rows(backend: CpuBackend, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    args = arguments(parser)
-    backend = make_backend()
-    if backend.core is None:
-        raise SystemExit(f"cpu_gemm: expected the C++ core, but {backend.core_missing}")
+    args = arguments(options(__doc__, rounds=7))
+    backend, core = cpu_with_core()
     rows = product_rows(backend, args.rounds) + weight_rows(backend, args.rounds)
-    write("cpu-gemm", command(), rows, backend.core.gemm_level(), args=args)
+    write("cpu-gemm", rows, core.gemm_level(), args=args)
 
 
 if __name__ == "__main__":

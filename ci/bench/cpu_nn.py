@@ -9,15 +9,13 @@ own on the same threads (see contest.py); goal: torch's speed. Needs torch (extr
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import extensor as et
-from ci.bench.contest import arguments, command, measure, write
-from extensor.backends.cpu import make_backend
+from ci.bench.contest import arguments, cpu_with_core, measure, options, write
 from extensor.config import num_threads
 
 SHAPES = ((256, 10), (768, 65), (4096, 1000), (2048, 50257))
@@ -60,13 +58,10 @@ def work(library: str, operation: str, shape: tuple[int, int]) -> Callable[[], N
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each library")
+    parser = options(__doc__, rounds=7)
     parser.add_argument("--only", default="", help="shapes and operations with this in their name")
     args = arguments(parser)
-    backend = make_backend()
-    if backend.core is None:
-        raise SystemExit(f"cpu_nn: expected the C++ core, but {backend.core_missing}")
+    _, core = cpu_with_core()
     rows = []
     for shape in SHAPES:
         for operation in OPERATIONS:
@@ -87,7 +82,7 @@ def main() -> None:
                 f"{speed:5.2f}x torch's speed",
                 flush=True,
             )
-    write("cpu-nn", command(), rows, backend.core.level(), merge="work", args=args)
+    write("cpu-nn", rows, core.level(), merge="work", args=args)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,8 @@ On a busy machine nothing is written unless forced.
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import subprocess
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -29,8 +26,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ci.bench.contest import arguments, command, write
-from extensor.backends.cpu import CpuBackend, make_backend
+from ci.bench.contest import arguments, command, cpu_with_core, options, take_turns, write
+from extensor.backends.cpu import CpuBackend
 from extensor.config import num_threads
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
@@ -127,20 +124,6 @@ def contestants(backend: CpuBackend, words: list[str]) -> dict[str, Call]:
     return calls
 
 
-def measure(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Median seconds of each call, the contestants in turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, (_, call) in calls.items():
-            for _ in range(2):  # results go to memory that is used again, as in a loop
-                call()
-            start = time.perf_counter()
-            call()
-            if turn:  # the first turn warms up
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def rows_of(calls: dict[str, Call], seconds: dict[str, float]) -> dict[str, dict[str, Any]]:
     """The table's rows by name, printed."""
     values = SHAPE[0] * SHAPE[1]
@@ -171,16 +154,15 @@ def torchao_rates(python: str) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options(__doc__, rounds=5)
     parser.add_argument("--only", nargs="+", default=[], help="words of the rows' names")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--torchao", metavar="PYTHON", help="an interpreter with torchao")
     args = arguments(parser)
-    backend = make_backend()
-    if backend.core is None:
-        raise SystemExit(f"cpu_quantize: expected the C++ core, but {backend.core_missing}")
+    backend, core = cpu_with_core()
     calls = contestants(backend, args.only)
-    rows = rows_of(calls, measure(calls, args.rounds))
+    # Two calls before each timed one: results go to memory that is used again, as in a loop.
+    timed = {name: call for name, (_, call) in calls.items()}
+    rows = rows_of(calls, take_turns(timed, args.rounds, before=2))
     if args.torchao:
         for name, rate in torchao_rates(args.torchao).items():
             row: dict[str, Any] = {"M_values_per_s": round(rate, 1)}
@@ -193,7 +175,7 @@ def main() -> None:
         row["copy_GB_per_s"] = max(copies)
     listed = [{"name": name, **row} for name, row in rows.items()]
     ran = command().replace(args.torchao or "PYTHON", "PYTHON")  # where it is installed is no fact
-    write("cpu-quantize", ran, listed, level=backend.core.level(), merge="name", args=args)
+    write("cpu-quantize", listed, core.level(), merge="name", args=args, ran=ran)
 
 
 if __name__ == "__main__":

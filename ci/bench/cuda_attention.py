@@ -13,17 +13,23 @@ difference to torch's in units of its root mean square. Needs a Hopper GPU, torc
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ci.bench.contest import write_gpu
-from ci.bench.cuda_gemm import Call, measure
-from extensor.backends import registry
+from ci.bench.gpu import (
+    Call,
+    as_cupy,
+    cuda,
+    milliseconds,
+    normal,
+    on_torchs_stream,
+    options,
+    write_gpu,
+)
+from extensor_cuda.backend import CudaBackend
 
 SIZES = ["16x8x1024x64", "16x16x1024x128", "16x32x1024x128", "8x16x2048x128"]
 THEIRS = {"torch cuDNN": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
@@ -55,13 +61,15 @@ def torch_calls(x: Any, g: Any, heads: int, way: SDPBackend) -> tuple[dict[str, 
     return calls, [out.detach(), *backward(0, out)]
 
 
-def our_calls(x: Any, g: Any, heads: int, backend: Any) -> tuple[dict[str, Call], list[Any]]:
+def our_calls(
+    x: Any, g: Any, heads: int, backend: CudaBackend
+) -> tuple[dict[str, Call], list[Any]]:
     """The same; the gradients are written side by side."""
     xp, scale = backend.xp, x.shape[-1] ** -0.5
-    whole, grad = (xp.from_dlpack(a.view(torch.int16)).view(ml_dtypes.bfloat16) for a in (x, g))
+    whole, grad = as_cupy(x, xp), as_cupy(g, xp)
     q, k, v = parts(whole, heads)
     given = grad.swapaxes(1, 2)
-    into = parts(xp.empty(whole.shape, whole.dtype), heads)
+    gq, gk, gv = parts(xp.empty(whole.shape, whole.dtype), heads)
     path = backend.path("attention", q, k, v, True, scale)
     assert path == "fused kernel", path
 
@@ -69,7 +77,8 @@ def our_calls(x: Any, g: Any, heads: int, backend: Any) -> tuple[dict[str, Call]
         return backend.attention(q, k, v, True, scale)
 
     def backward(turn: int, made: Any) -> None:
-        backend.attention_grad(given, q, k, v, *made, True, scale, into)
+        out, stats = made
+        backend.attention_grad(given, q, k, v, out, stats, True, scale, (gq, gk, gv))
 
     made = forward(0)
     backward(0, made)
@@ -82,17 +91,15 @@ def our_calls(x: Any, g: Any, heads: int, backend: Any) -> tuple[dict[str, Call]
         torch.utils.dlpack.from_dlpack(a.swapaxes(1, 2).view(xp.int16))
         .view(torch.bfloat16)
         .swapaxes(1, 2)
-        for a in (made[0], *into)
+        for a in (made[0], gq, gk, gv)
     ]
     return calls, results
 
 
-def rows_of(size: str, backend: Any, rounds: int) -> list[dict[str, Any]]:
+def rows_of(size: str, backend: CudaBackend, rounds: int) -> list[dict[str, Any]]:
     """One row for each way and direction."""
     batch, heads, length, d = map(int, size.split("x"))
-    torch.manual_seed(0)
-    x = torch.randn(batch, length, 3 * heads, d, device="cuda", dtype=torch.bfloat16)
-    g = torch.randn(batch, length, heads, d, device="cuda", dtype=torch.bfloat16)
+    x, g = normal(batch, length, 3 * heads, d), normal(batch, length, heads, d, seed=1)
     contestants, results = {}, {}
     contestants["ours"], results["ours"] = our_calls(x, g, heads, backend)
     for name, way in THEIRS.items():
@@ -110,17 +117,17 @@ def rows_of(size: str, backend: Any, rounds: int) -> list[dict[str, Any]]:
         print(f"{size}: out, gq, gk, gv differ from {name} by {', '.join(apart)} rms", flush=True)
     found = []
     for what, factor in WORK.items():
-        times = measure({name: calls[what] for name, calls in contestants.items()}, rounds)
+        times = milliseconds({name: calls[what] for name, calls in contestants.items()}, rounds)
         best = min((t for name, t in times.items() if name != "ours"), default=float("nan"))
-        for name, milliseconds in times.items():
-            rate = factor * batch * heads * length**2 * d / 2 / milliseconds / 1e9
+        for name, taken in times.items():
+            rate = factor * batch * heads * length**2 * d / 2 / taken / 1e9
             row = {
                 "size": size,
                 "what": what,
                 "name": name,
-                "ms": round(milliseconds, 4),
+                "ms": round(taken, 4),
                 "tflops": round(rate, 1),
-                "ratio": round(best / milliseconds, 3),
+                "ratio": round(best / taken, 3),
             }
             print(*row.values(), flush=True)
             found.append(row | {"key": f"{size}, {what}, {name}"})
@@ -129,13 +136,12 @@ def rows_of(size: str, backend: Any, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description="attention in bfloat16 against torch's")
+    parser = options(__doc__, rounds=7)
     parser.add_argument("--sizes", nargs="+", default=SIZES)
-    parser.add_argument("--rounds", type=int, default=7)
     chosen = parser.parse_args()
-    backend: Any = registry.get("cuda")
+    backend = cuda()
     rows = []
-    with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+    with on_torchs_stream(backend):
         for size in chosen.sizes:
             rows += rows_of(size, backend, chosen.rounds)
     write_gpu("cuda-attention", rows, backend.xp, merge="key")

@@ -4,24 +4,21 @@
     python ci/bench/cuda_gemm.py --shapes gpt30m
 
 Normal data, or with --data the forward products X W^T that `record_tensors.py` kept of a training
-step (which way MXFP4 took there, and how far the scales of each tensor range); the FP8 contestants
-multiply its MXFP4 rounding. bfloat16 results. CUDA events around four calls, the contestants taking
-turns in one process, medians over the rounds, up to three inputs in turn. "mxfp4 storage" is
-`extensor_cuda.matmul.stored.matmul` whole, from packed codes and scales, with its flag read on the
-host. Needs a Hopper GPU, torch and the extra ``cuda13``; writes GPU, versions and command beside
-the figures.
+step (the path that MXFP4 took there, and how far the scales of each tensor range); the FP8
+contestants multiply its MXFP4 rounding. Results are bfloat16. CUDA events around four calls, the
+contestants taking turns in one process, medians over the rounds, up to three inputs in turn.
+"mxfp4 storage" is `extensor_cuda.matmul.stored.matmul` whole, from packed codes and scales; it
+reads a flag on the host. Needs a Hopper GPU, torch and the extra ``cuda13``.
 
 --shapes gpt30m: x w^T, g w and g^T x of the layers of a GPT of 30 million parameters on 16,384
-tokens, of bfloat16 arrays as they lie, against torch's; and what stands beside them in a step:
-rounding a float32 array to bfloat16 and summing a gradient's rows, against torch's; products of
-MXFP4 operands made before, with what ends at once beside them, and the making. The bound is
-that of the H100's data sheet: 989 TFLOP/s, 3.35 TB/s.
+tokens, in bfloat16, against torch's. Beside them what a training step does around its products:
+rounding float32 to bfloat16 and summing a gradient's rows, against torch's; products of MXFP4
+operands that were prepared before; and preparing such operands. The bound is that of the H100's
+data sheet: 989 TFLOP/s, 3.35 TB/s.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,11 +28,20 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ci.bench.contest import write_gpu
+from ci.bench.gpu import (
+    Call,
+    as_cupy,
+    cuda,
+    milliseconds,
+    normal,
+    on_torchs_stream,
+    options,
+    write_gpu,
+)
 from ci.bench.record_tensors import all_spans, load
-from extensor.backends import registry
 from extensor.backends.protocol import CastSpec
 from extensor.quant.spec import QuantSpec
+from extensor_cuda.backend import CudaBackend
 from extensor_cuda.kernels.gemm.config import Config
 from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, Scales, empty_rows, gemm
 from extensor_cuda.kernels.nn import sums
@@ -46,10 +52,8 @@ from extensor_cuda.matmul.prepare import FUSED
 from extensor_cuda.matmul.product import product
 from extensor_cuda.matmul.stored import matmul
 
-INPUTS, CALLS, WARMUP = 3, 4, 3
+INPUTS = 3
 PROMOTED, UNPROMOTED, BF16 = "E5M2, promoted", "E5M2, not promoted", "bf16"
-
-Call = Callable[[int], Any]
 
 TOKENS = 16384
 GPT30M = {"qkv": (1536, 512), "out": (512, 512), "up": (2048, 512), "down": (512, 2048)}
@@ -58,15 +62,9 @@ GPT30M["logits"] = (8192, 512)
 FLOPS, BANDWIDTH = 989e12, 3.35e12
 
 
-def normal(size: int) -> list[list[Any]]:
+def squares(size: int) -> list[list[Any]]:
     """Pairs of square matrices."""
-    pairs = []
-    for seed in range(INPUTS):
-        torch.manual_seed(seed)
-        pairs.append(
-            [torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-        )
-    return pairs
+    return [[normal(size, size, seed=2 * i + j) for j in range(2)] for i in range(INPUTS)]
 
 
 def recorded(path: Path) -> dict[str, list[Any]]:
@@ -78,14 +76,13 @@ def recorded(path: Path) -> dict[str, list[Any]]:
     }
 
 
-def contestants(raw: list[list[Any]], backend: Any) -> dict[str, Call]:
+def contestants(raw: list[list[Any]], backend: CudaBackend) -> dict[str, Call]:
     """Calls that take their number and choose among pairs (M, K) and (N, K) by it."""
     xp, spec = backend.xp, QuantSpec("mxfp4", axis=1)
     (m, _), n = raw[0][0].shape, len(raw[0][1])
     stored, fp8 = [], []
     for pair in raw:
-        views = [xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16) for x in pair]
-        stored.append([backend.quantize(x, spec.resolve(2))[0] for x in views])
+        stored.append([backend.quantize(as_cupy(x, xp), spec.resolve(2))[0] for x in pair])
         values = [torch.utils.dlpack.from_dlpack(backend.dequantize(q)) for q in stored[-1]]
         fp8.append([[v.to(t) for v in values] for t in (torch.float8_e4m3fn, torch.float8_e5m2)])
     ones = torch.ones(m, 1, device="cuda"), torch.ones(1, n, device="cuda")
@@ -118,30 +115,25 @@ def contestants(raw: list[list[Any]], backend: Any) -> dict[str, Call]:
     return made | {"mxfp4 storage, promoted": storage}
 
 
-def of_layer(n: int, k: int, backend: Any) -> dict[str, tuple[float, dict[str, Call]]]:
+def of_layer(n: int, k: int, backend: CudaBackend) -> dict[str, tuple[float, dict[str, Call]]]:
     """What a layer of (n, k) weights does in a step: a bound in milliseconds, and contestants."""
-    xp, bf16 = backend.xp, torch.bfloat16
+    xp = backend.xp
     shapes = {"x": (TOKENS, k), "w": (n, k), "g": (TOKENS, n)}
-    theirs = {s: torch.randn(*shape, device="cuda", dtype=bf16) for s, shape in shapes.items()}
-    wide = torch.randn(*shapes["g"], device="cuda")
-    ours = {s: xp.from_dlpack(t.view(torch.int16)).view(np.uint16) for s, t in theirs.items()}
-    mine, mine_wide = ours["g"].view(ml_dtypes.bfloat16), xp.from_dlpack(wide)
+    theirs = {name: normal(*shape) for name, shape in shapes.items()}
+    wide = normal(*shapes["g"], dtype=torch.float32)
+    ours = {name: as_cupy(x, xp) for name, x in theirs.items()}
+    mine, mine_wide = ours["g"], as_cupy(wide, xp)
     specs = [QuantSpec("mxfp4", axis=axis).resolve(2) for axis in (1, 0)]
-    quantized: dict[str, list[Any]] = {
-        name: [
-            operand
-            for operand, _ in FUSED.run(
-                bits.view(ml_dtypes.bfloat16), specs, [None, None], xp, None
-            )
-        ]
-        for name, bits in ours.items()
+    quantized = {
+        name: [operand for operand, _ in FUSED.run(x, specs, [None, None], xp, None)]
+        for name, x in ours.items()
     }
 
     def multiplied(turn: int, sides: list[GemmOperand], out: str = "bfloat16") -> Any:
         return product(sides[0], sides[1], out, xp)
 
-    def fp4_operands(turn: int, x: Any, memory: dict[str, Any]) -> Any:
-        return FUSED.run(x, specs, [None, None], xp, memory)
+    def fp4_operands(turn: int, x: Any, state: dict[str, Any]) -> Any:
+        return FUSED.run(x, specs, [None, None], xp, state)
 
     def torch_sum(turn: int, x: Any) -> Any:
         return x.sum(0)
@@ -149,16 +141,16 @@ def of_layer(n: int, k: int, backend: Any) -> dict[str, tuple[float, dict[str, C
     def our_sum(turn: int, x: Any) -> Any:
         return sums.column_sums(x, xp)
 
-    products: dict[str, tuple[str, str, bool, bool, Call]] = {
-        "x w^T": ("x", "w", False, False, lambda turn: theirs["x"] @ theirs["w"].T),
-        "g w": ("g", "w", False, True, lambda turn: theirs["g"] @ theirs["w"]),
-        "g^T x": ("g", "x", True, True, lambda turn: theirs["g"].T @ theirs["x"]),
+    products: dict[str, tuple[str, str, tuple[bool, bool], Call]] = {
+        "x w^T": ("x", "w", (False, False), lambda turn: theirs["x"] @ theirs["w"].T),
+        "g w": ("g", "w", (False, True), lambda turn: theirs["g"] @ theirs["w"]),
+        "g^T x": ("g", "x", (True, True), lambda turn: theirs["g"].T @ theirs["x"]),
     }
     made: dict[str, tuple[float, dict[str, Call]]] = {}
-    for name, (a, b, *down, call) in products.items():
+    for name, (a, b, lie, call) in products.items():
         sides = [
-            GemmOperand(ours[s], "bf16", transposed=bool(way))
-            for s, way in zip((a, b), down, strict=True)
+            GemmOperand(ours[s].view(np.uint16), "bf16", transposed=columnwise)
+            for s, columnwise in zip((a, b), lie, strict=True)
         ]
         (rows, terms), columns = sides[0].shape, sides[1].shape[0]
         moved = 2 * (rows * terms + columns * terms + rows * columns)
@@ -166,94 +158,72 @@ def of_layer(n: int, k: int, backend: Any) -> dict[str, tuple[float, dict[str, C
         calls = {"torch": call}
         for out in ("bfloat16", "float32"):
             calls[f"ours, {out}"] = partial(multiplied, sides=sides, out=out)
-        fp4 = [quantized[s][int(way)] for s, way in zip((a, b), down, strict=True)]
+        fp4 = [quantized[s][int(columnwise)] for s, columnwise in zip((a, b), lie, strict=True)]
         calls["ours, mxfp4 made before"] = partial(multiplied, sides=fp4)
         made[name] = bound, calls
     for kind, array, size in (("float32", mine_wide, 4), ("bfloat16", mine, 2)):
-        memory: dict[str, Any] = {}
-        call = partial(fp4_operands, x=array, memory=memory)
         made[f"{kind} g as MXFP4, rows and columns"] = (
             1e3 * (size + 2) * TOKENS * n / BANDWIDTH,
-            {"ours": call},
+            {"ours": partial(fp4_operands, x=array, state={})},
         )
-    count, along = TOKENS * n, [CastSpec("bfloat16", 1)]
-
-    def cast(turn: int) -> Any:
-        return CASTS.run(mine_wide, along, [None], xp, None)
-
+    count, rowwise = TOKENS * n, [CastSpec("bfloat16", 1)]
     made["g rounded"] = (
         1e3 * 6 * count / BANDWIDTH,
-        {"torch": lambda turn: wide.to(bf16), "ours": cast},
+        {
+            "torch": lambda turn: wide.to(torch.bfloat16),
+            "ours": lambda turn: CASTS.run(mine_wide, rowwise, [None], xp, None),
+        },
     )
-    for kind, theirs_of, ours_of, size in (
+    for kind, their_g, our_g, size in (
         ("float32", wide, mine_wide, 4),
         ("bfloat16", theirs["g"], mine, 2),
     ):
-        calls = {"torch": partial(torch_sum, x=theirs_of), "ours": partial(our_sum, x=ours_of)}
+        calls = {"torch": partial(torch_sum, x=their_g), "ours": partial(our_sum, x=our_g)}
         made[f"rows of {kind} g summed"] = 1e3 * size * count / BANDWIDTH, calls
     return made
 
 
-def of_shapes(backend: Any, rounds: int) -> None:
+def of_shapes(backend: CudaBackend, rounds: int) -> None:
     """Measure, print and write what the layers of the GPT do."""
     rows = []
     for layer, (n, k) in GPT30M.items():
         for what, (bound, calls) in of_layer(n, k, backend).items():
-            with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-                times = measure(calls, rounds, 6_000_000)  # of small products, many launches
-            for name, milliseconds in times.items():
+            with on_torchs_stream(backend):
+                times = milliseconds(calls, rounds, ahead=6_000_000)  # many small launches
+            for name, taken in times.items():
                 row = {
                     "layer": layer,
                     "what": what,
                     "name": name,
-                    "microseconds": round(1e3 * milliseconds, 2),
-                    "of_bound": round(bound / milliseconds, 3),
-                    "of_torch": round(times["torch"] / milliseconds, 3)
-                    if "torch" in times
-                    else None,
+                    "microseconds": round(1e3 * taken, 2),
+                    "of_bound": round(bound / taken, 3),
+                    "of_torch": round(times["torch"] / taken, 3) if "torch" in times else None,
                 }
                 rows.append(row)
                 print(*row.values(), sep="  ", flush=True)
     write_gpu("cuda-gemm-gpt30m", rows, backend.xp)
 
 
-def way_of(pair: list[Any], backend: Any) -> str:
-    """Which way the product of a pair takes from packed MXFP4."""
-    xp, spec = backend.xp, QuantSpec("mxfp4", axis=1).resolve(2)
-    views = [xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16) for x in pair]
-    return str(backend.path("block_scaled_matmul", *(backend.quantize(x, spec)[0] for x in views)))
-
-
-def measure(calls: dict[str, Call], rounds: int, ahead: int = 2_000_000) -> dict[str, float]:
-    """Median milliseconds of a call; the GPU waits so many cycles while the host runs ahead."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + WARMUP):
-        for name, call in calls.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(ahead)  # so that no launch gap is timed
-            start.record()
-            for i in range(CALLS):
-                call(CALLS * turn + i)
-            stop.record()
-            stop.synchronize()
-            if turn >= WARMUP:
-                times[name].append(start.elapsed_time(stop) / CALLS)
-    return {name: statistics.median(found) for name, found in times.items()}
+def path_of(pair: list[Any], backend: CudaBackend) -> str:
+    """Which path the product of a pair takes from packed MXFP4."""
+    spec = QuantSpec("mxfp4", axis=1).resolve(2)
+    stored = (backend.quantize(as_cupy(x, backend.xp), spec)[0] for x in pair)
+    return backend.path("block_scaled_matmul", *stored)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="the Hopper GEMM against torch's")
+    """Measure, print and write."""
+    parser = options(__doc__, rounds=11)
     parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192, 16384])
-    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--data", type=Path, help="a file of record_tensors.py")
     parser.add_argument("--shapes", choices=["gpt30m"], help="a model's products instead")
     chosen = parser.parse_args()
-    backend: Any = registry.get("cuda")
+    backend = cuda()
     if chosen.shapes is not None:
         of_shapes(backend, chosen.rounds)
         return
     sets: dict[str, Callable[[], list[list[Any]]]] = {
-        str(size): partial(normal, size) for size in chosen.sizes
+        str(size): partial(squares, size) for size in chosen.sizes
     }
     if chosen.data is not None:
         layers = recorded(chosen.data)
@@ -266,17 +236,17 @@ def main() -> None:
     for size, make in sets.items():
         pairs = make()
         work = 2 * len(pairs[0][0]) * pairs[0][0].shape[1] * len(pairs[0][1])
-        with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            times = measure(contestants(pairs, backend), chosen.rounds)
-            way = way_of(pairs[0], backend)
-        for name, milliseconds in times.items():
+        with on_torchs_stream(backend):
+            times = milliseconds(contestants(pairs, backend), chosen.rounds)
+            path = path_of(pairs[0], backend)
+        for name, taken in times.items():
             row = {
                 "size": int(size) if size.isdigit() else size,
                 "name": name,
-                "milliseconds": round(milliseconds, 4),
-                "teraflops": round(work / milliseconds / 1e9, 1),
-                "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
-                "mxfp4_way": way,
+                "milliseconds": round(taken, 4),
+                "teraflops": round(work / taken / 1e9, 1),
+                "of_torch_bf16": round(times["torch bf16"] / taken, 3),
+                "mxfp4_path": path,
             }
             rows.append(row)
             print(*row.values(), flush=True)

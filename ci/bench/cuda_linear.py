@@ -15,23 +15,30 @@ torch and the extra ``cuda13``.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import torch
 
-from ci.bench.contest import write_gpu
-from ci.bench.cuda_gemm import INPUTS, Call, measure, recorded
+from ci.bench.cuda_gemm import INPUTS, recorded
+from ci.bench.gpu import (
+    Call,
+    as_cupy,
+    cuda,
+    milliseconds,
+    normal,
+    on_torchs_stream,
+    options,
+    write_gpu,
+)
 from extensor.autograd.apply import wrap
-from extensor.backends import registry
 from extensor.ops.quantized import layer_context, quantized_matmul
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
+from extensor_cuda.backend import CudaBackend
 from extensor_cuda.matmul import tuned
 from extensor_cuda.matmul.prepare import FUSED
 from extensor_cuda.matmul.product import product
@@ -40,26 +47,18 @@ RECIPES = ["mxfp4", "mxfp8_nvidia", "bf16"]
 SIZES = ["8192x8192x8192", "16384x4096x4096", "4096x4096x4096"]
 
 
-def normal(sizes: tuple[int, int, int]) -> list[list[Any]]:
-    """x, w and g of M, N and K, for each turn."""
-    m, n, k = sizes
-    made = []
-    for seed in range(INPUTS):
-        torch.manual_seed(seed)
-        made.append(
-            [
-                torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-                for shape in ((m, k), (n, k), (m, n))
-            ]
-        )
-    return made
+def inputs(m: int, n: int, k: int) -> list[list[Any]]:
+    """x, w and g, for each turn."""
+    shapes = (m, k), (n, k), (m, n)
+    return [[normal(*s, seed=3 * i + j) for j, s in enumerate(shapes)] for i in range(INPUTS)]
 
 
-def contestants(theirs: list[list[Any]], backend: Any, recipes: list[str]) -> dict[str, Call]:
+def contestants(
+    theirs: list[list[Any]], backend: CudaBackend, recipes: list[str]
+) -> dict[str, Call]:
     """Calls that take their number and choose their input by it."""
-    xp, ours = backend.xp, []
-    for tensors in theirs:
-        ours.append([xp.from_dlpack(t.view(torch.int16)).view(ml_dtypes.bfloat16) for t in tensors])
+    xp = backend.xp
+    ours = [[as_cupy(x, xp) for x in tensors] for tensors in theirs]
     contexts = {name: layer_context(get_recipe(name).layers, seed=1) for name in recipes}
     rows, columns = (
         QuantSpec("mxfp4", axis=axis, scale_rule="rceil").resolve(2) for axis in (1, 0)
@@ -79,15 +78,13 @@ def contestants(theirs: list[list[Any]], backend: Any, recipes: list[str]) -> di
         quantized_matmul(x, w, contexts[recipe]).backward(g)
         return x.grad, w.grad
 
-    memories: list[dict[str, Any]] = [{}, {}, {}]
+    states: list[dict[str, Any]] = [{}, {}, {}]
     nothing = [None, None]
 
     def quantizers(turn: int) -> Any:
         x, w, g = ours[turn % INPUTS]
-        both = [
-            FUSED.run(a, [rows, columns], nothing, xp, memories[i]) for i, a in enumerate((x, w))
-        ]
-        return both, FUSED.run(g, noisy, streams, xp, memories[2])
+        both = [FUSED.run(a, [rows, columns], nothing, xp, states[i]) for i, a in enumerate((x, w))]
+        return both, FUSED.run(g, noisy, streams, xp, states[2])
 
     x, w, g = ours[0]
     made: list[Any] = [
@@ -106,18 +103,16 @@ def contestants(theirs: list[list[Any]], backend: Any, recipes: list[str]) -> di
     return steps | {
         "mxfp4 recipe, products": products,
         "mxfp4 recipe, quantizers": quantizers,
-        "rows of x": lambda i: FUSED.run(ours[i % INPUTS][0], [rows], [None], xp, memories[0]),
-        "columns of x": lambda i: FUSED.run(
-            ours[i % INPUTS][0], [columns], [None], xp, memories[0]
-        ),
+        "rows of x": lambda i: FUSED.run(ours[i % INPUTS][0], [rows], [None], xp, states[0]),
+        "columns of x": lambda i: FUSED.run(ours[i % INPUTS][0], [columns], [None], xp, states[0]),
         "rows and columns of x": lambda i: FUSED.run(
-            ours[i % INPUTS][0], [rows, columns], nothing, xp, memories[0]
+            ours[i % INPUTS][0], [rows, columns], nothing, xp, states[0]
         ),
         "the same, nothing known of it": lambda i: FUSED.run(
             ours[i % INPUTS][0], [rows, columns], nothing, xp, None
         ),
         "rows and columns of g": lambda i: FUSED.run(
-            ours[i % INPUTS][2], noisy, streams, xp, memories[2]
+            ours[i % INPUTS][2], noisy, streams, xp, states[2]
         ),
     }
 
@@ -137,34 +132,32 @@ def captured(call: Call, xp: Any) -> Call:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a linear layer's step against torch's")
+    """Measure, print and write."""
+    parser = options(__doc__, rounds=11)
     parser.add_argument("--sizes", nargs="+", default=SIZES)
-    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--data", type=Path, help="a file of record_tensors.py")
     chosen = parser.parse_args()
-    backend: Any = registry.get("cuda")
-    sets: dict[str, Callable[[], list[list[Any]]]] = {}
-    for text in chosen.sizes:
-        m, n, k = map(int, text.split("x"))
-        sets[text] = partial(normal, (m, n, k))
+    backend = cuda()
+    sets: dict[str, Callable[[], list[list[Any]]]] = {
+        text: partial(inputs, *map(int, text.split("x"))) for text in chosen.sizes
+    }
     if chosen.data is not None:
         layers = recorded(chosen.data)
         sets = {name: partial(list, [tensors] * INPUTS) for name, tensors in layers.items()}
     rows = []
     for text, make in sets.items():
         before = backend.fallback_count
-        stream = torch.cuda.current_stream().cuda_stream
-        with backend.xp.cuda.ExternalStream(stream), tuned.always():
-            times = measure(contestants(make(), backend, chosen.recipes), chosen.rounds)
-        falls = backend.fallback_count - before
-        for name, milliseconds in times.items():
+        with on_torchs_stream(backend), tuned.always():
+            times = milliseconds(contestants(make(), backend, chosen.recipes), chosen.rounds)
+        fallbacks = backend.fallback_count - before
+        for name, taken in times.items():
             row = {
                 "size": text,
                 "name": name,
-                "milliseconds": round(milliseconds, 4),
-                "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
-                "products_out_of_window": falls,
+                "milliseconds": round(taken, 4),
+                "of_torch_bf16": round(times["torch bf16"] / taken, 3),
+                "products_out_of_window": fallbacks,
             }
             rows.append(row)
             print(*row.values(), flush=True)

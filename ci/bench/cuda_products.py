@@ -18,7 +18,6 @@ second-level cache. Needs a Hopper GPU, torch and the extra ``cuda13``.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -27,10 +26,18 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ci.bench.contest import write_gpu
-from ci.bench.cuda_gemm import Call, measure
-from extensor.backends import registry
+from ci.bench.gpu import (
+    Call,
+    as_cupy,
+    cuda,
+    milliseconds,
+    normal,
+    on_torchs_stream,
+    options,
+    write_gpu,
+)
 from extensor.quant.spec import QuantSpec
+from extensor_cuda.backend import CudaBackend
 from extensor_cuda.kernels.gemm.config import Config
 from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, Scales, empty_rows, gemm
 from extensor_cuda.kernels.gemm.requantize import requantized
@@ -50,34 +57,24 @@ from extensor_cuda.matmul.weight_only import (
 CACHE = 64 << 20  # bytes that no cache holds
 TOKENS = (1, 4, 16, 32, 64)
 LAYERS = ((8192, 8192), (28672, 8192))  # N, K
+SQUARES = (4096, 8192)
 MANY = (128, 512, 2048, 8192)
 FORMATS = ("mxfp4", "nvfp4", "int4", "int8")
 
 Rows = Iterator[dict[str, Any]]
 
 
-def tensor(*shape: int, seed: int = 0) -> Any:
-    """Normal bfloat16 on the device."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
-
-
-def ours(x: Any, xp: Any) -> Any:
-    """Torch's bfloat16 as cupy's, without a copy."""
-    return xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16)
-
-
-def packed(x: Any, name: str, backend: Any, **options: Any) -> Any:
+def packed(x: Any, name: str, backend: CudaBackend, **options: Any) -> Any:
     """X quantized along its rows."""
     spec = QuantSpec(name, axis=1, **options).resolve(2)
-    return backend.quantize(ours(x, backend.xp), spec)[0]
+    return backend.quantize(as_cupy(x, backend.xp), spec)[0]
 
 
-def scaled(backend: Any, rounds: int) -> Rows:
+def scaled(backend: CudaBackend, rounds: int) -> Rows:
     """FP8 and INT8 under float scales."""
     xp = backend.xp
-    for size in (4096, 8192):
-        a, b = tensor(size, size), tensor(size, size, seed=1)
+    for size in SQUARES:
+        a, b = normal(size, size), normal(size, size, seed=1)
         wide, eight = QuantSpec("fp8_e4m3"), QuantSpec("int8")
         small = wide.replace(tile=(1, 128))
         specs = {
@@ -108,7 +105,7 @@ def scaled(backend: Any, rounds: int) -> Rows:
             calls[f"{name}: quantizing a"] = partial(_quantizing, a, specs[name][0], xp)
         calls["INT8, zero points, from storage"] = partial(_matmul, zeros, xp, "promote")
         calls["MXFP4 as INT8, from storage"] = partial(_matmul, fp4, xp, "exact")
-        yield from _rates("scaled", f"{size}^3", measure(calls, rounds), 2 * size**3)
+        yield from _rates("scaled", f"{size}^3", milliseconds(calls, rounds), 2 * size**3)
 
 
 def _torch_bf16(a: Any, b: Any, turn: int) -> Any:
@@ -128,8 +125,8 @@ def _torch_fp8(a: Any, b: Any) -> Call:
 
 def _torch_blocks(sides: list[Any]) -> Call:
     """Torch's product of a pair of operands under scales of 128 elements, laid out as it asks."""
-    x, y = (torch.from_dlpack(side.codes).view(torch.float8_e4m3fn) for side in sides)
-    rows, columns = (torch.from_dlpack(side.scale.grid.copy()) for side in sides)
+    x, y = (torch.utils.dlpack.from_dlpack(side.codes).view(torch.float8_e4m3fn) for side in sides)
+    rows, columns = (torch.utils.dlpack.from_dlpack(side.scale.grid.copy()) for side in sides)
     if sides[1].scale.rows > 1:
         columns = columns.T.contiguous().T
 
@@ -144,20 +141,22 @@ def _torch_int8(a: Any, b: Any, turn: int) -> Any:
 
 
 def _rates(what: str, size: str, times: dict[str, float], work: int, **more: float) -> Rows:
-    for name, milliseconds in times.items():
+    for name, taken in times.items():
         yield {
             "what": what,
             "size": size,
             "name": name,
-            "milliseconds": round(milliseconds, 4),
-            "teraflops": round(work / milliseconds / 1e9, 1),
-            "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
+            "milliseconds": round(taken, 4),
+            "teraflops": round(work / taken / 1e9, 1),
+            "of_torch_bf16": round(times["torch bf16"] / taken, 3),
             **more,
         }
 
 
 def _side(x: Any, spec: QuantSpec, xp: Any) -> Any:
-    return FLOAT_SCALES.run(ours(x, xp), [spec.replace(axis=1).resolve(2)], [None], xp, None)[0][0]
+    return FLOAT_SCALES.run(as_cupy(x, xp), [spec.replace(axis=1).resolve(2)], [None], xp, None)[0][
+        0
+    ]
 
 
 def _quantizing(x: Any, spec: QuantSpec, xp: Any, turn: int) -> Any:
@@ -168,11 +167,11 @@ NEAR_TILES = ((128, 2), (176, 2), (176, 3), (192, 2), (192, 3))
 """Columns and patches of programs, the one that is chosen among them."""
 
 
-def near_exact(backend: Any, rounds: int) -> Rows:
+def near_exact(backend: CudaBackend, rounds: int) -> Rows:
     """MXFP8, the values that do not fit FP8 rounded."""
     xp = backend.xp
-    for size in (4096, 8192):
-        a, b = tensor(size, size), tensor(size, size, seed=1)
+    for size in SQUARES:
+        a, b = normal(size, size), normal(size, size, seed=1)
         pair = [packed(x, "mxfp8_e4m3", backend) for x in (a, b)]
         made = [rebase_mxfp8(q, xp) for q in pair]
         (x, lost), (y, _) = made
@@ -192,7 +191,7 @@ def near_exact(backend: Any, rounds: int) -> Rows:
             )
             name = f"product of operands, tile {columns}, patches {patches}"
             calls[name] = partial(_placed, x, y, out, config)
-        times = measure(calls, rounds)
+        times = milliseconds(calls, rounds)
         changed, flushed = lost.shares()
         shares = {"changed": float(f"{changed:.2e}"), "flushed": float(f"{flushed:.2e}")}
         yield from _rates("near", f"{size}^3", times, 2 * size**3, **shares)
@@ -211,7 +210,7 @@ def _placed(a: Any, b: Any, out: Any, config: Config, turn: int) -> None:
     gemm(a.codes, b.codes, out, config, Epilogue(Scales((a.scale.exponent, b.scale.exponent))))
 
 
-def trained(backend: Any, rounds: int) -> Rows:
+def trained(backend: CudaBackend, rounds: int) -> Rows:
     """Operands as training makes them, and their products."""
     square: dict[str, Any] = {"scale_rule": "rceil", "rebased": True}
     specs = {
@@ -224,9 +223,9 @@ def trained(backend: Any, rounds: int) -> Rows:
         "FP8 1x128": QuantSpec("fp8_e4m3", tile=(1, 128)),
         "INT8": QuantSpec("int8"),
     }
-    for size in (4096, 8192):
-        a, b = tensor(size, size), tensor(size, size, seed=1)
-        pair = ours(a, backend.xp), ours(b, backend.xp)
+    for size in SQUARES:
+        a, b = normal(size, size), normal(size, size, seed=1)
+        pair = as_cupy(a, backend.xp), as_cupy(b, backend.xp)
         calls: dict[str, Call] = {
             "torch bf16": partial(_torch_bf16, a, b),
             "torch FP8, row scales, promoted": _torch_fp8(a, b),
@@ -235,36 +234,34 @@ def trained(backend: Any, rounds: int) -> Rows:
             made = [_operand(x, spec, backend) for x in pair]
             calls[name] = partial(_joining, made, backend)
             calls[f"{name}, making both"] = partial(_making, pair, spec, backend)
-        yield from _rates("operands", f"{size}^3", measure(calls, rounds), 2 * size**3)
+        yield from _rates("operands", f"{size}^3", milliseconds(calls, rounds), 2 * size**3)
 
 
-def _operand(x: Any, spec: QuantSpec, backend: Any) -> Any:
+def _operand(x: Any, spec: QuantSpec, backend: CudaBackend) -> Any:
     resolved = spec.replace(axis=1).resolve(2)
     return backend.prepare(x, [resolved], [None], len(x) ** 3).run()[0][0]
 
 
-def _joining(sides: Any, backend: Any, turn: int) -> Any:
-    return backend.product(*sides, "bfloat16")
+def _joining(sides: Any, backend: CudaBackend, turn: int) -> Any:
+    return backend.product(sides[0], sides[1], "bfloat16")
 
 
-def _making(pair: Any, spec: QuantSpec, backend: Any, turn: int) -> Any:
-    return backend.product(*(_operand(x, spec, backend) for x in pair), "bfloat16")
+def _making(pair: Any, spec: QuantSpec, backend: CudaBackend, turn: int) -> Any:
+    a, b = (_operand(x, spec, backend) for x in pair)
+    return backend.product(a, b, "bfloat16")
 
 
-def leaving(backend: Any, rounds: int) -> Rows:
+def leaving(backend: CudaBackend, rounds: int) -> Rows:
     """MXFP4 products whose results are quantized."""
     xp, rows = backend.xp, QuantSpec("mxfp4", axis=1).resolve(2)
-    for size in (4096, 8192):
-        a, b = tensor(size, size), tensor(size, size, seed=1)
-        x, y = (FUSED.run(ours(v, xp), [rows], [None], xp, None)[0][0] for v in (a, b))
+    for size in SQUARES:
+        a, b = normal(size, size), normal(size, size, seed=1)
+        x, y = (FUSED.run(as_cupy(v, xp), [rows], [None], xp, None)[0][0] for v in (a, b))
         out = empty_rows(xp, size, size, ml_dtypes.bfloat16)
         wide = configure("e5m2", size, size, "bfloat16")
 
-        def torch_bf16(turn: int, a: Any = a, b: Any = b) -> Any:
-            return a @ b.T
-
         calls: dict[str, Call] = {
-            "torch bf16": torch_bf16,
+            "torch bf16": partial(_torch_bf16, a, b),
             "bfloat16": partial(_placed, x, y, out, wide),
         }
         for name in ("mxfp8_e4m3", "mxfp4", "nvfp4"):
@@ -274,16 +271,7 @@ def leaving(backend: Any, rounds: int) -> Rows:
             config = configure("e5m2", size, size, spec)
             calls[f"bfloat16, then {name}"] = partial(_then, x, y, out, wide, spec, amax, xp)
             calls[f"{name}, as it leaves"] = partial(_placed, x, y, to, config)
-        times = measure(calls, rounds)
-        for name, milliseconds in times.items():
-            yield {
-                "what": "requantized",
-                "size": f"{size}^3",
-                "name": name,
-                "milliseconds": round(milliseconds, 4),
-                "teraflops": round(2 * size**3 / milliseconds / 1e9, 1),
-                "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
-            }
+        yield from _rates("requantized", f"{size}^3", milliseconds(calls, rounds), 2 * size**3)
 
 
 def _then(
@@ -305,35 +293,35 @@ def _matmul(pair: Any, xp: Any, accumulate: str, turn: int) -> Any:
 
 def _rows(what: str, size: str, times: dict[str, float], nbytes: dict[str, int]) -> Rows:
     copied = nbytes["copy"] / times["copy"]  # bytes read and written a millisecond
-    for name, milliseconds in times.items():
+    for name, taken in times.items():
         row = {
             "what": what,
             "size": size,
             "name": name,
-            "milliseconds": round(milliseconds, 4),
-            "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
+            "milliseconds": round(taken, 4),
+            "of_torch_bf16": round(times["torch bf16"] / taken, 3),
         }
         if name in nbytes:
-            row["of_copy"] = round(nbytes[name] / milliseconds / copied, 3)
+            row["of_copy"] = round(nbytes[name] / taken / copied, 3)
         yield row
 
 
 def _contests(
-    backend: Any, layer: tuple[int, int], tokens: tuple[int, ...], what: str, rounds: int
+    backend: CudaBackend, layer: tuple[int, int], tokens: tuple[int, ...], what: str, rounds: int
 ) -> Rows:
     """Products of packed weights (N, K) with so many rows."""
     xp, (n, k) = backend.xp, layer
     turns = -(-CACHE // (n * k // 2)) + 1
-    w = [tensor(n, k, seed=i) for i in range(turns)]
-    big = tensor(CACHE)
+    w = [normal(n, k, seed=i) for i in range(turns)]
+    big = normal(CACHE)
     int4: dict[str, Any] = {"tile": (1, 128), "scale_dtype": "float16"}
     held = {
         name: [packed(v, name, backend, **(int4 if name == "int4" else {})) for v in w]
         for name in FORMATS
     }
     for m in tokens:
-        x = tensor(m, k)
-        view = ours(x, xp)
+        x = normal(m, k)
+        view = as_cupy(x, xp)
         calls: dict[str, Call] = {
             "torch bf16": partial(_linear, x, w),
             "copy": lambda turn: big.clone(),
@@ -346,9 +334,9 @@ def _contests(
                 if m > TOKENS[-1] and not decodes_in_gemm(stored[0], m):
                     calls[f"{name}, expanded alone"] = partial(_expanding, stored, xp)
         if m > TOKENS[-1]:
-            sides = [GemmOperand(v.view(np.uint16), "bf16") for v in (view, ours(w[0], xp))]
+            sides = [GemmOperand(v.view(np.uint16), "bf16") for v in (view, as_cupy(w[0], xp))]
             calls["bf16, ours"] = partial(_dense, sides, xp)
-        yield from _rows(what, f"{m} x {n} x {k}", measure(calls, rounds), nbytes)
+        yield from _rows(what, f"{m} x {n} x {k}", milliseconds(calls, rounds), nbytes)
 
 
 def _linear(x: Any, held: list[Any], turn: int) -> Any:
@@ -364,32 +352,32 @@ def _expanding(held: list[Any], xp: Any, turn: int) -> Any:
 
 
 def _dense(sides: list[Any], xp: Any, turn: int) -> Any:
-    return product(*sides, "bfloat16", xp)
+    return product(sides[0], sides[1], "bfloat16", xp)
 
 
-def decoding(backend: Any, rounds: int) -> Rows:
+def decoding(backend: CudaBackend, rounds: int) -> Rows:
     """Few tokens."""
     for layer in LAYERS:
         yield from _contests(backend, layer, TOKENS, "decode", rounds)
 
 
-def many(backend: Any, rounds: int) -> Rows:
+def many(backend: CudaBackend, rounds: int) -> Rows:
     """Packed weights and many rows."""
     yield from _contests(backend, LAYERS[0], MANY, "weights", rounds)
 
 
-def groups(backend: Any, rounds: int) -> Rows:
+def groups(backend: CudaBackend, rounds: int) -> Rows:
     """Eight groups of unequal size: a mixture of experts' first product."""
     xp, n, k = backend.xp, 4096, 4096
     sizes = [4096, 100, 3000, 1, 2048, 0, 900, 6239]
-    x, w = tensor(sum(sizes), k), tensor(len(sizes) * n, k, seed=1)
+    x, w = normal(sum(sizes), k), normal(len(sizes) * n, k, seed=1)
     offsets = offsets_of(xp.asarray(np.array(sizes)), xp)
     ends = np.cumsum([0, *sizes])
     parts = [(x[ends[g] : ends[g + 1]], w[g * n : (g + 1) * n]) for g in range(len(sizes))]
     fp8 = [packed(v, "fp8_e4m3", backend, tile="channel") for v in (x, w)]
     fp4 = [packed(v, "mxfp4", backend) for v in (x, w)]
-    plain = [ours(v, xp) for v in (x, w)]
-    times = measure(
+    plain = [as_cupy(v, xp) for v in (x, w)]
+    times = milliseconds(
         {
             "torch bf16": lambda turn: [a @ b.T for a, b in parts],
             "bf16": partial(_grouped, plain, offsets, xp),
@@ -418,14 +406,12 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=11)
-    chosen = parser.parse_args()
-    backend: Any = registry.get("cuda")
+    """Measure, print and write."""
+    chosen = options(__doc__, rounds=11, only=list(PARTS)).parse_args()
+    backend = cuda()
     rows = []
     for name in chosen.only:
-        with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        with on_torchs_stream(backend):
             for row in PARTS[name](backend, chosen.rounds):
                 row["key"] = f"{row['what']}, {row['size']}, {row['name']}"
                 rows.append(row)

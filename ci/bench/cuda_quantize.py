@@ -13,18 +13,16 @@ figures.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import torch
 
-from ci.bench.contest import GPU_PACKAGES, gpu_of, write
-from extensor.backends import registry
+from ci.bench.gpu import Call, as_cupy, cuda, normal, options, times_of, write_gpu
+from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.nn import elementwise, norm
@@ -34,6 +32,7 @@ from extensor_cuda.kernels.quantize.norm_quantize import Norm, norm_quantize
 from extensor_cuda.matmul.prepare import FLOAT_SCALES, FUSED
 
 SIZE = 16384
+SHAPE, COUNT = (SIZE, SIZE), SIZE * SIZE
 STREAM = Stream(seed=1, step=2, tensor=3, slot=4)
 SPECS = {
     "mxfp8_e4m3 rows": QuantSpec("mxfp8_e4m3"),
@@ -86,272 +85,205 @@ FLOATS = {
 }
 """Under float scales: codes as they lie; FP8 and INT8 also as training's products read them."""
 
-Call = Callable[[int], Any]
+
+class Contest:
+    """The contestants by name: bytes that must move, and a call that takes a round's number.
+
+    Args:
+        xp: cupy.
+        only: parts of names; only contestants with one of them take part. Empty: all.
+    """
+
+    def __init__(self, xp: Any, only: Sequence[str]) -> None:
+        self.xp, self.only = xp, only
+        self.torch_inputs = [normal(*SHAPE, seed=seed) for seed in (0, 1)]
+        self.inputs = [as_cupy(x, xp) for x in self.torch_inputs]
+        self.amax = xp.asarray(max(float(x.abs().max()) for x in self.torch_inputs), "float32")
+        self.hopper = xp.cuda.Device().compute_capability == "90"
+        self.calls: dict[str, tuple[int, Call]] = {}
+
+    def wants(self, name: str) -> bool:
+        """Whether a contestant of that name, or one of several whose names it holds, takes part."""
+        return not self.only or any(word in name for word in ("clone", *self.only))
+
+    def add(self, name: str, moved: int, run: Callable[[Any], Any], inputs: Any = None) -> None:
+        """A contestant that runs on one of two inputs."""
+        inputs = inputs or self.inputs
+        if self.wants(name):
+            self.calls[name] = moved, lambda turn: run(inputs[turn % 2])
 
 
-def inputs(xp: Any) -> list[tuple[torch.Tensor, Any]]:
-    """Two arrays, each as torch's and as cupy's view of the same memory."""
-    made = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        x = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
-        made.append((x, xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16)))
-    return made
-
-
-def decode(xp: Any, plan: kernels.Plan, q: Any, turn: int) -> Any:
-    return dequantize.dequantize(q, plan, xp)
-
-
-Wanted = Callable[[str], bool]
-"""Whether a contestant of that name, or one of several whose names it holds, is asked for."""
-
-
-def contestants(
-    xp: Any, data: list[tuple[torch.Tensor, Any]], wanted: Wanted
-) -> dict[str, tuple[int, Call]]:
-    """Bytes that must move, and a call that takes a round's number."""
-    count = SIZE * SIZE
-    made: dict[str, tuple[int, Call]] = {
-        "torch clone": (4 * count, lambda turn: data[turn % 2][0].clone())
-    }
+def quantizers(contest: Contest) -> None:
+    """MX and NVFP4 formats in one direction; their decoders."""
+    xp = contest.xp
     for name, spec in SPECS.items():
-        if not wanted(f"dequantize {name}, counts"):
+        if not contest.wants(f"dequantize {name}, counts"):
             continue
-        plan = kernels.plan_of(spec, (SIZE, SIZE))
-        assert isinstance(plan, kernels.Plan), plan
+        plan = kernels.plan_of(spec, SHAPE)
+        assert plan, plan
+        given = contest.amax if "given" in name else None
         stream = STREAM if spec.rounding == "stochastic" else None
-        amax = None
-        if "given" in name:
-            amax = xp.asarray(max(float(x.abs().max()) for x, _ in data), dtype=xp.float32)
-        example = kernels.quantize_raw(data[0][1], plan, stream, xp, amax).q
-        assert example is not None
-        moved = 2 * count + example.nbytes + (2 * count if plan.needs_tensor and not amax else 0)
+        run = partial(kernels.quantize_raw, plan=plan, stream=stream, xp=xp, amax=given)
+        q = run(contest.inputs[0]).q
+        assert q is not None
+        moved = 2 * COUNT + q.nbytes + (2 * COUNT if plan.needs_tensor and given is None else 0)
         for stats in (False, True):
-
-            def call(
-                turn: int,
-                plan: kernels.Plan = plan,
-                stream: Stream | None = stream,
-                amax: Any = amax,
-                stats: bool = stats,
-            ) -> Any:
-                return kernels.quantize_raw(data[turn % 2][1], plan, stream, xp, amax, stats)
-
-            made[name + (", counts" if stats else "")] = (moved, call)
+            contest.add(name + ", counts" * stats, moved, partial(run, stats=stats))
         if name in ("mxfp8_e4m3 rows", "mxfp4 rows", "mxfp4 columns"):
-            made[f"dequantize {name}"] = (
-                4 * count + example.nbytes,
-                partial(decode, xp, plan, example),
-            )
-    for more in (float_contestants, pair_contestants, norm_contestants, activation_contestants):
-        made |= more(xp, data, wanted)
-    return made
+            decode = partial(dequantize.dequantize, q, plan, xp)
+            contest.add(f"dequantize {name}", 4 * COUNT + q.nbytes, partial(_without, decode))
 
 
-def float_contestants(
-    xp: Any, data: list[tuple[torch.Tensor, Any]], wanted: Wanted
-) -> dict[str, tuple[int, Call]]:
+def _without(call: Callable[[], Any], x: Any) -> Any:
+    """A call that reads none of the inputs."""
+    return call()
+
+
+def float_scales(contest: Contest) -> None:
     """FP8, INT8 and INT4 under float scales."""
-    made: dict[str, tuple[int, Call]] = {}
+    xp = contest.xp
     for name, spec in FLOATS.items():
-        if not wanted(f"{name}, operand; dequantize {name}"):
+        if not contest.wants(f"{name}, operand; dequantize {name}"):
             continue
         spec = spec.resolve(2)
-        plan = float_scaled.plan_of(spec, (SIZE, SIZE))
-        assert isinstance(plan, float_scaled.FloatPlan), plan
+        plan = float_scaled.plan_of(spec, SHAPE)
+        assert plan, plan
         stream = STREAM if spec.rounding == "stochastic" else None
-        example, _ = float_scaled.quantize(data[0][1], plan, stream, xp)
-        moved = 2 * SIZE * SIZE + example.nbytes
-
-        def call(turn: int, plan: Any = plan, stream: Any = stream) -> Any:
-            return float_scaled.start(data[turn % 2][1], plan, stream, xp)
-
-        def operand(turn: int, spec: Any = spec, stream: Any = stream) -> Any:
-            return FLOAT_SCALES.run(data[turn % 2][1], [spec], [stream], xp, None)
-
-        def decode(turn: int, q: Any = example, plan: Any = plan) -> Any:
-            return float_scaled.dequantize(q, plan, xp)
-
-        made[name] = (moved, call)
+        q, _ = float_scaled.quantize(contest.inputs[0], plan, stream, xp)
+        moved = 2 * COUNT + q.nbytes
+        contest.add(name, moved, partial(float_scaled.start, plan=plan, stream=stream, xp=xp))
         if spec.row.element.bits == 8 and spec.symmetric:
-            made[f"{name}, operand"] = (moved, operand)
-        made[f"dequantize {name}"] = (4 * SIZE * SIZE + example.nbytes, decode)
-    return made
+            contest.add(f"{name}, operand", moved, _operands(FLOAT_SCALES, [spec], [stream], xp))
+        decode = partial(float_scaled.dequantize, q, plan, xp)
+        contest.add(f"dequantize {name}", 4 * COUNT + q.nbytes, partial(_without, decode))
 
 
-def pair_contestants(
-    xp: Any, data: list[tuple[torch.Tensor, Any]], wanted: Wanted
-) -> dict[str, tuple[int, Call]]:
+def _operands(
+    preparer: Any, specs: Any, streams: Any, xp: Any, state: Any = None
+) -> Callable[[Any], Any]:
+    """What prepares GEMM operands of x."""
+    return lambda x: preparer.run(x, specs, streams, xp, state)
+
+
+def rows_and_columns(contest: Contest) -> None:
     """Rows and columns in one reading: packed storage; the FP8 product's operands."""
-    count, made = SIZE * SIZE, dict[str, tuple[int, Call]]()
-    amax = xp.asarray(max(float(x.abs().max()) for x, _ in data), dtype=xp.float32)
-    for name in PAIRS:
-        for rounding in ("nearest_even", "stochastic")[: 2 if name == "mxfp4" else 1]:
-            rows = QuantSpec(name, 1, rbits=8).replace(rounding=rounding)
-            plan = rowwise_columnwise.row_column_plan((rows, rows.replace(axis=0)), (SIZE, SIZE))
-            assert isinstance(plan, rowwise_columnwise.RowColumnPlan), plan
-            random = rounding == "stochastic"
-            streams = (STREAM, STREAM) if random else (None, None)
-            title = f"{name} rows + columns" + ", stochastic, 8 bits" * random
-            if not wanted(f"{title}, counts; {name} operands of training, stochastic"):
-                continue
-            example = rowwise_columnwise.quantize_raw(data[0][1], plan, streams, xp, amax)[0]
-            moved = 2 * count + sum(q.nbytes for q in example)
-            for stats in (False, True):
-
-                def call(
-                    turn: int, plan: Any = plan, streams: Any = streams, stats: bool = stats
-                ) -> Any:
-                    return rowwise_columnwise.quantize_raw(
-                        data[turn % 2][1], plan, streams, xp, amax, stats
-                    )
-
-                made[title + ", counts" * stats] = (moved, call)
-            if name == "mxfp4" and xp.cuda.Device().compute_capability == "90":
-                noise = rows.replace(rbits=32) if random else rows
-                sides = [noise.resolve(2), noise.replace(axis=0).resolve(2)]
-                memory: dict[str, Any] = {}
-
-                def rebase(
-                    turn: int,
-                    sides: Any = sides,
-                    streams: Any = streams,
-                    memory: Any = memory,
-                ) -> Any:
-                    return FUSED.run(data[turn % 2][1], sides, streams, xp, memory)
-
-                made[f"{name} operands of training" + ", stochastic" * random] = (4 * count, rebase)
-    return made
+    xp = contest.xp
+    for name, random in (*((name, False) for name in PAIRS), ("mxfp4", True)):
+        title = f"{name} rows + columns" + ", stochastic, 8 bits" * random
+        if not contest.wants(f"{title}, counts; {name} operands of training, stochastic"):
+            continue
+        rows = QuantSpec(name, 1, rbits=8)
+        rows = rows.replace(rounding="stochastic") if random else rows
+        streams = (STREAM, STREAM) if random else (None, None)
+        plan = rowwise_columnwise.row_column_plan((rows, rows.replace(axis=0)), SHAPE)
+        assert plan, plan
+        run = partial(
+            rowwise_columnwise.quantize_raw, plan=plan, streams=streams, xp=xp, amax=contest.amax
+        )
+        moved = 2 * COUNT + sum(q.nbytes for q in run(contest.inputs[0])[0])
+        for stats in (False, True):
+            contest.add(title + ", counts" * stats, moved, partial(run, stats=stats))
+        if name == "mxfp4" and contest.hopper:
+            noise = rows.replace(rbits=32) if random else rows
+            specs = [noise.resolve(2), noise.replace(axis=0).resolve(2)]
+            title = f"{name} operands of training" + ", stochastic" * random
+            contest.add(title, 4 * COUNT, _operands(FUSED, specs, streams, xp, {}))
 
 
-def norm_contestants(
-    xp: Any, data: list[tuple[torch.Tensor, Any]], wanted: Wanted
-) -> dict[str, tuple[int, Call]]:
+def norms(contest: Contest) -> None:
     """RMSNorm and quantizing: in one reading, and as two kernels with bfloat16 between them."""
-    made: dict[str, tuple[int, Call]] = {}
-    if xp.cuda.Device().compute_capability != "90":
-        return made
+    xp = contest.xp
+    if not contest.hopper:
+        return
     weight = xp.linspace(0.5, 1.5, SIZE, dtype=xp.float32)
 
-    def alone(turn: int) -> Any:
-        return norm.norm(data[turn % 2][1], weight, None, 1e-5, False, xp, narrow=True)[0]
+    def alone(x: Any) -> Any:
+        return norm.norm(x, weight, None, 1e-5, False, xp, narrow=True)[0]
 
-    made["rms_norm alone"] = (4 * SIZE * SIZE, alone)
-    for name in ("mxfp4", "mxfp8_e4m3"):
-        spec = QuantSpec(name, 1)
-        plan = rowwise_columnwise.row_column_plan((spec, spec.replace(axis=0)), (SIZE, SIZE))
-        assert isinstance(plan, rowwise_columnwise.RowColumnPlan), plan
-        for only_rows in (True, False):
-            title = f"rms_norm + {name} rows" + " + columns" * (not only_rows)
-            if not wanted(title):
-                continue
-            example = norm_quantize(data[0][1], Norm(weight), plan, xp, only_rows=only_rows)
-            moved = 2 * SIZE * SIZE + sum(q.nbytes for q in example[:2] if q is not None)
-
-            def fused(turn: int, plan: Any = plan, only_rows: bool = only_rows) -> Any:
-                given = {"only_rows": only_rows, "stats": False}
-                return norm_quantize(data[turn % 2][1], Norm(weight), plan, xp, **given)
-
-            def unfused(turn: int, plan: Any = plan, only_rows: bool = only_rows) -> Any:
-                y = alone(turn)
-                if only_rows:
-                    return kernels.quantize_raw(y, plan.rowwise, None, xp, stats=False)
-                return rowwise_columnwise.quantize_raw(y, plan, (None, None), xp, stats=False)
-
-            made |= {title: (moved, fused), title + ", two kernels": (moved, unfused)}
-    return made
-
-
-def activation_contestants(
-    xp: Any, data: list[tuple[torch.Tensor, Any]], wanted: Wanted
-) -> dict[str, tuple[int, Call]]:
-    """GELU and quantizing: in one reading, and as two kernels with bfloat16 between them."""
-
-    def alone(turn: int) -> Any:
-        return elementwise.unary("gelu", data[turn % 2][1], xp)
-
-    made: dict[str, tuple[int, Call]] = {"activation gelu alone": (4 * SIZE * SIZE, alone)}
-    for name, way in itertools.product(("mxfp4", "mxfp8_e4m3"), ("rows", "columns", "both")):
-        title = f"activation gelu + {name} {way}"
-        if not wanted(title):
+    contest.add("rms_norm alone", 4 * COUNT, alone)
+    for name, only_rows in itertools.product(("mxfp4", "mxfp8_e4m3"), (True, False)):
+        title = f"rms_norm + {name} rows" + " + columns" * (not only_rows)
+        if not contest.wants(title):
             continue
-        sides = QuantSpec(name, 1).resolve(2), QuantSpec(name, 0).resolve(2)
+        spec = QuantSpec(name, 1)
+        plan = rowwise_columnwise.row_column_plan((spec, spec.replace(axis=0)), SHAPE)
+        assert plan, plan
+        run = partial(norm_quantize, norm=Norm(weight), plan=plan, xp=xp, only_rows=only_rows)
+        made = run(contest.inputs[0])[:2]
+        moved = 2 * COUNT + sum(q.nbytes for q in made if q is not None)
 
-        def run(x: Any, activation: str, sides: Any = sides, way: str = way) -> list[Any]:
-            if way == "both":
-                plans = rowwise_columnwise.row_column_plan(sides, (SIZE, SIZE), activation)
-                assert isinstance(plans, rowwise_columnwise.RowColumnPlan), plans
-                return list(
-                    rowwise_columnwise.quantize_raw(x, plans, (None, None), xp, stats=False)[0]
-                )
-            plan = kernels.plan_of(sides[way == "columns"], (SIZE, SIZE), False, activation)
-            assert isinstance(plan, kernels.Plan), plan
-            return [kernels.quantize_raw(x, plan, None, xp, stats=False).q]
+        def unfused(
+            x: Any, plan: rowwise_columnwise.RowColumnPlan = plan, only_rows: bool = only_rows
+        ) -> Any:
+            y = alone(x)
+            if only_rows:
+                return kernels.quantize_raw(y, plan.rowwise, None, xp, stats=False)
+            return rowwise_columnwise.quantize_raw(y, plan, (None, None), xp, stats=False)
 
-        moved = 2 * SIZE * SIZE + sum(q.nbytes for q in run(data[0][1], "gelu"))
-
-        def fused(turn: int, run: Any = run) -> Any:
-            return run(data[turn % 2][1], "gelu")
-
-        def unfused(turn: int, run: Any = run) -> Any:
-            return run(alone(turn), "")
-
-        made |= {title: (moved, fused), title + ", two kernels": (moved, unfused)}
-    return made
+        contest.add(title, moved, partial(run, stats=False))
+        contest.add(f"{title}, two kernels", moved, unfused)
 
 
-def measure(calls: dict[str, tuple[int, Call]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every call in every round."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn, (name, (_, call)) in itertools.product(range(rounds), calls.items()):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)  # the host runs ahead, so that no launch gap is timed
-        start.record()
-        call(turn)
-        stop.record()
-        stop.synchronize()
-        if turn >= 3:
-            times[name].append(start.elapsed_time(stop))
-    return times
+def activations(contest: Contest) -> None:
+    """GELU and quantizing: in one reading, and as two kernels with bfloat16 between them."""
+    xp = contest.xp
 
+    def alone(x: Any) -> Any:
+        return elementwise.unary("gelu", x, xp)
 
-def chosen_words(chosen: argparse.Namespace) -> list[str]:
-    """The command's arguments."""
-    only = ["--only", *chosen.only] if chosen.only else []
-    return ["--rounds", str(chosen.rounds), *only]
+    contest.add("activation gelu alone", 4 * COUNT, alone)
+    for name, axes in itertools.product(("mxfp4", "mxfp8_e4m3"), ("rows", "columns", "both")):
+        title = f"activation gelu + {name} {axes}"
+        if not contest.wants(title):
+            continue
+        specs = QuantSpec(name, 1).resolve(2), QuantSpec(name, 0).resolve(2)
+
+        def run(x: Any, activation: str, specs: Any = specs, axes: str = axes) -> list[QuantArray]:
+            if axes == "both":
+                both = rowwise_columnwise.row_column_plan(specs, SHAPE, activation)
+                assert both, both
+                return [*rowwise_columnwise.quantize_raw(x, both, (None, None), xp, stats=False)[0]]
+            plan = kernels.plan_of(specs[axes == "columns"], SHAPE, False, activation)
+            assert plan, plan
+            q = kernels.quantize_raw(x, plan, None, xp, stats=False).q
+            assert q is not None
+            return [q]
+
+        def unfused(x: Any, run: Callable[[Any, str], Any] = run) -> Any:
+            return run(alone(x), "")
+
+        moved = 2 * COUNT + sum(q.nbytes for q in run(contest.inputs[0], "gelu"))
+        contest.add(title, moved, partial(run, activation="gelu"))
+        contest.add(f"{title}, two kernels", moved, unfused)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="fused CUDA quantizers against torch's clone")
-    parser.add_argument("--rounds", type=int, default=30)
+    """Measure, print and write."""
+    parser = options(__doc__, rounds=27)
     parser.add_argument("--only", nargs="*", default=[], help="parts of contestants' names")
     chosen = parser.parse_args()
-    xp = registry.get("cuda").xp
-    data = inputs(xp)
-
-    def wanted(name: str) -> bool:
-        return not chosen.only or any(o in name for o in ("clone", *chosen.only))
-
-    calls = {n: c for n, c in contestants(xp, data, wanted).items() if wanted(n)}
-    times = measure(calls, chosen.rounds)
-    copy = statistics.median(times["torch clone"])
-    copy_rate = calls["torch clone"][0] / copy
+    xp = cuda().xp
+    contest = Contest(xp, chosen.only)
+    contest.add("torch clone", 4 * COUNT, torch.clone, contest.torch_inputs)
+    for enter in (quantizers, float_scales, rows_and_columns, norms, activations):
+        enter(contest)
+    moved = {name: size for name, (size, _) in contest.calls.items()}
+    times = times_of({name: call for name, (_, call) in contest.calls.items()}, chosen.rounds, 1)
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    copy_rate = moved["torch clone"] / medians["torch clone"]
     rows = []
-    for name, milliseconds in times.items():
-        median = statistics.median(milliseconds)
-        rate = calls[name][0] / median
+    for name, median in medians.items():
+        rate = moved[name] / median
         row: dict[str, Any] = {
             "name": name,
             "milliseconds": round(median, 4),
-            "lowest": round(min(milliseconds), 4),
+            "lowest": round(min(times[name]), 4),
             "terabytes_per_second": round(rate / 1e9, 3),
             "of_copy": round(rate / copy_rate, 3),
         }
         rows.append(row)
         print("{name:48s} {milliseconds:7.4f} ms  {of_copy:6.3f} of copy".format(**row))
-    words = ["python", "ci/bench/cuda_quantize.py", *chosen_words(chosen)]
-    write("cuda-quantize", " ".join(words), rows, about=gpu_of(xp), packages=GPU_PACKAGES)
+    write_gpu("cuda-quantize", rows, xp, by_kind=False)
 
 
 if __name__ == "__main__":

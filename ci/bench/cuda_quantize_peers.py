@@ -11,18 +11,13 @@ its rows are left out. Minutes, most of them torch.compile's.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-import ml_dtypes
 import torch
 
-from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
-from extensor.backends import registry
+from ci.bench.gpu import Call, as_cupy, cuda, milliseconds, normal, options, write_gpu
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.quantize import quantize as kernels
@@ -30,25 +25,6 @@ from extensor_cuda.kernels.quantize import rowwise_columnwise
 
 FORMATS = ("mxfp8_e4m3", "mxfp4", "nvfp4")
 SIZE, SMALL = 16384, 4096
-WAIT = 2_000_000
-"""Clock cycles, about a millisecond."""
-Call = Callable[[], Any]
-
-
-def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Medians, in turns; the first three of each are not timed."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 3):
-        for name, call in calls.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(WAIT)  # launches are not timed
-            start.record()
-            call()
-            stop.record()
-            stop.synchronize()
-            if turn >= 3:
-                times[name].append(start.elapsed_time(stop))
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def torchao_calls(x: torch.Tensor) -> dict[str, Call]:
@@ -72,9 +48,14 @@ def torchao_calls(x: torch.Tensor) -> dict[str, Call]:
     }
     calls: dict[str, Call] = {}
     for name, call in made.items():
-        calls[f"{name}, torchao eager"] = partial(call, x)
-        calls[f"{name}, torchao compiled"] = partial(torch.compile(call, fullgraph=True), x)
+        for how, run in (("eager", call), ("compiled", torch.compile(call, fullgraph=True))):
+            calls[f"{name}, torchao {how}"] = _on(run, x)
     return calls
+
+
+def _on(run: Callable[..., Any], *arguments: Any) -> Call:
+    """A contestant that always does the same."""
+    return lambda turn: run(*arguments)
 
 
 def our_calls(x: Any, amax: Any, xp: Any) -> dict[str, Call]:
@@ -83,26 +64,22 @@ def our_calls(x: Any, amax: Any, xp: Any) -> dict[str, Call]:
     for name in FORMATS:
         spec = QuantSpec(name, axis=1)
         plan = kernels.plan_of(spec, x.shape)
-        assert isinstance(plan, kernels.Plan)
+        both = rowwise_columnwise.row_column_plan((spec, spec.replace(axis=0)), x.shape)
+        assert plan and both, (plan, both)
         given = amax if plan.needs_tensor else None
-        calls[f"{name} rows"] = partial(kernels.quantize_raw, x, plan, None, xp, given, False)
-        pairs = rowwise_columnwise.row_column_plan((spec, spec.replace(axis=0)), x.shape)
-        assert isinstance(pairs, rowwise_columnwise.RowColumnPlan)
-        calls[f"{name} rows + columns"] = partial(
-            rowwise_columnwise.quantize_raw, x, pairs, (None, None), xp, given, False
+        calls[f"{name} rows"] = _on(kernels.quantize_raw, x, plan, None, xp, given, False)
+        calls[f"{name} rows + columns"] = _on(
+            rowwise_columnwise.quantize_raw, x, both, (None, None), xp, given, False
         )
     return calls
 
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
-    xp = registry.get("cuda").xp
-    torch.manual_seed(0)
-    x = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
-    view = xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16)
+    rounds = options(__doc__, rounds=9).parse_args().rounds
+    xp = cuda().xp
+    x = normal(SIZE, SIZE)
+    view = as_cupy(x, xp)
     amax = xp.asarray(float(x.abs().max()), dtype=xp.float32)
     rows: list[dict[str, Any]] = []
 
@@ -111,7 +88,7 @@ def main() -> None:
         rows.append({"name": name, "milliseconds": round(taken, 4), "ours": round(times, 2)})
         print(f"{name:45} {taken:9.4f} ms, ours {times:.2f} times as fast", flush=True)
 
-    fused = milliseconds(our_calls(view, amax, xp), rounds)
+    fused = milliseconds(our_calls(view, amax, xp), rounds, burst=1)
     for name, each in fused.items():
         add(name, each, each)
     if find_spec("torchao") is None:
@@ -119,30 +96,22 @@ def main() -> None:
     else:
         for name, call in torchao_calls(x).items():
             try:
-                each = milliseconds({name: call}, rounds)[name]
-            except (
-                Exception
-            ) as error:  # what torchao cannot do here is a fact, and no reason to end
+                each = milliseconds({name: call}, rounds, burst=1)[name]
+            except Exception as error:  # what torchao cannot do here is a fact, no reason to end
                 print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
                 continue
             add(name, each, fused[name.partition(",")[0]])
     del x
     small = view[:SMALL, :SMALL].copy()
-    again = milliseconds(our_calls(small, amax, xp), rounds)
+    again = milliseconds(our_calls(small, amax, xp), rounds, burst=1)
     for name in FORMATS:
         spec = QuantSpec(name, axis=1)
-        call = partial(reference.quantize, small, spec, None, None, xp)
+        call = _on(reference.quantize, small, spec, None, None, xp)
         title = f"{name} rows"
         add(f"{title}, {SMALL} x {SMALL}, fused", again[title], again[title])
-        each = milliseconds({title: call}, 3)[title]
+        each = milliseconds({title: call}, 3, burst=1)[title]
         add(f"{title}, {SMALL} x {SMALL}, unfused", each, again[title])
-    write(
-        "cuda-quantize-peers",
-        command(),
-        rows,
-        about=gpu_of(xp),
-        packages=(*GPU_PACKAGES, "torchao"),
-    )
+    write_gpu("cuda-quantize-peers", rows, xp, by_kind=False, more=["torchao"])
 
 
 if __name__ == "__main__":

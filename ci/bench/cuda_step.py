@@ -25,10 +25,8 @@ kernel.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -37,9 +35,8 @@ import numpy as np
 import torch
 
 import extensor as et
-from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
-from ci.bench.gpt_torch import torch_gpt
-from extensor.backends import registry
+from ci.bench.gpu import Call, cuda, milliseconds, options, write_gpu
+from ci.bench.torch_models import torch_gpt, torch_lenet
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW
 from extensor.quant.recipe import FLOAT_NAMES, FloatName
@@ -62,30 +59,10 @@ GPTS = {
 TOKENS, IMAGES, BATCHES = 16384, 256, 4
 PROFILED = 40
 """Kernels in a profile."""
-Call = Callable[[int], Any]
-
-
-def measure(calls: dict[str, Call], rounds: int, burst: int) -> dict[str, float]:
-    """Median milliseconds of a step, in turns of ``burst`` after four that warm up."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for turn in range(4):
-            call(turn)
-    torch.cuda.synchronize()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for turn in range(burst):
-                call(turn)
-            stop.record()
-            stop.synchronize()
-            times[name].append(start.elapsed_time(stop) / burst)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def profile(title: str, call: Call) -> None:
-    """Print the microseconds and launches of each kernel in a step, longest first."""
+    """Print the microseconds and launches of each kernel in a step, the longest first."""
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as found:
         for turn in range(BATCHES):
@@ -106,30 +83,30 @@ def ours(
     loss_of: Any,
     batches: list[Any],
     activations: FloatName = "float32",
-    ways: tuple[bool, ...] = (False, True),
+    captured_or_not: tuple[bool, ...] = (False, True),
 ) -> Iterator[tuple[str, Callable[[], Call]]]:
     """The step by Python, then captured, or one of them; each with a model of its own."""
     stored = "" if activations == "float32" else f" in {activations}"
-    for recipe, captured in itertools.product(recipes, ways):
+    for recipe, captured in itertools.product(recipes, captured_or_not):
 
         def make(recipe: str = recipe, captured: bool = captured) -> Call:
             mine = model()
             state = apply_recipe(mine, recipe, activations=activations)
-            by = optimizer(mine)
-            place = [tuple(et.from_numpy(a, device="cuda") for a in batch) for batch in batches]
+            update = optimizer(mine)
+            held = [tuple(et.from_numpy(a, device="cuda") for a in batch) for batch in batches]
 
             def step(*batch: et.ExTensor) -> et.ExTensor:
-                by.zero_grad()
+                update.zero_grad()
                 loss: et.ExTensor = loss_of(mine, *batch)
                 loss.backward()
-                by.step()
+                update.step()
                 return loss
 
             train = et.capture(step) if captured else step
 
             def call(turn: int) -> Any:
                 state.step += 1
-                return train(*place[turn % BATCHES])
+                return train(*held[turn % BATCHES])
 
             return call
 
@@ -140,25 +117,17 @@ def theirs(
     model: torch.nn.Module, optimizer: Any, loss_of: Any, batches: list[Any], half: bool
 ) -> Call:
     """Torch's step with this model, compiled or not."""
-    place = [tuple(torch.from_numpy(a).cuda() for a in batch) for batch in batches]
+    held = [tuple(torch.from_numpy(a).cuda() for a in batch) for batch in batches]
 
     def call(turn: int) -> Any:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=half):
-            loss = loss_of(model, *place[turn % BATCHES])
+            loss = loss_of(model, *held[turn % BATCHES])
         loss.backward()
         optimizer.step()
         return loss
 
     return call
-
-
-def torch_lenet() -> torch.nn.Module:
-    nn = torch.nn
-    convs = [nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
-    convs += [nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    rest = [nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
-    return nn.Sequential(*convs, *rest).cuda()
 
 
 def graphed(call: Call, batches: list[Any]) -> Call:
@@ -198,7 +167,7 @@ def lenet(recipes: list[str], quick: bool) -> Contest:
     for name in ("eager", "reduce-overhead", "whole step in a graph"):
         if quick and name == "reduce-overhead":
             continue
-        model = torch_lenet()
+        model = torch_lenet().cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
         ready: Any = model
         if name == "reduce-overhead":
@@ -308,16 +277,14 @@ def layers(recipes: list[str], quick: bool, activations: FloatName, width: int) 
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser = options(__doc__, rounds=7, only=PARTS)
     parser.add_argument("--recipes", nargs="+", help="instead of those of each part")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="without torch.compile")
     parser.add_argument("--captured", action="store_true", help="of gpt no eager steps")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     parser.add_argument("--activations", choices=FLOAT_NAMES, default="bfloat16")
     chosen = parser.parse_args()
-    xp = registry.get("cuda").xp
+    xp = cuda().xp
     works: list[tuple[str, Any, int, int]] = []
     for part in chosen.only:
         recipes = chosen.recipes or RECIPES[part]
@@ -342,17 +309,18 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for title, make, items, burst in works:
         torchs, mine = make()
-        times = measure(torchs, chosen.rounds, burst)
+        timing: dict[str, int] = {"burst": burst, "ahead": 0, "warm_up": 0, "first": 4}
+        times = milliseconds(torchs, chosen.rounds, **timing)
         best = min(times, key=times.__getitem__)
         if chosen.profile:
             profile(f"{title}, {best}", torchs[best])
-        for name, milliseconds in times.items():
+        for name, taken in times.items():
             held = torch_bytes(torchs[name], len(torchs))
-            rows.append(_row(title, name, milliseconds, times[best], items, held))
+            rows.append(_row(title, name, taken, times[best], items, held))
         for name, start in mine:
             before = free_bytes()
             call = start()
-            times = measure({best: torchs[best], name: call}, chosen.rounds, burst)
+            times = milliseconds({best: torchs[best], name: call}, chosen.rounds, **timing)
             held = before - free_bytes()
             rows.append(_row(title, name, times[name], times[best], items, held))
             if chosen.profile and "captured" in name:
@@ -366,7 +334,7 @@ def main() -> None:
     name = "cuda-step" + "".join(
         f"-{part}" for part in chosen.only if len(chosen.only) < len(PARTS)
     )
-    write(name, command(), rows, about=gpu_of(xp), packages=GPU_PACKAGES)
+    write_gpu(name, rows, xp, by_kind=False)
 
 
 def free_bytes() -> int:
@@ -386,15 +354,15 @@ def torch_bytes(call: Call, contestants: int) -> int:
 
 
 def _row(
-    part: str, name: str, milliseconds: float, torch_milliseconds: float, items: int, held: int
+    part: str, name: str, taken: float, torch_taken: float, items: int, held: int
 ) -> dict[str, Any]:
     row = {
         "part": part,
         "name": name,
-        "milliseconds": round(milliseconds, 4),
-        "torch": round(torch_milliseconds, 4),
-        "per_second": round(1e3 * items / milliseconds),
-        "of_torch": round(torch_milliseconds / milliseconds, 3),
+        "milliseconds": round(taken, 4),
+        "torch": round(torch_taken, 4),
+        "per_second": round(1e3 * items / taken),
+        "of_torch": round(torch_taken / taken, 3),
         "gigabytes": round(held / 1e9, 2),
     }
     print(*row.values(), sep="  ", flush=True)

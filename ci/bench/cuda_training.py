@@ -14,9 +14,6 @@ step's end, Python included. Needs a GPU, torch and the extra ``cuda13``.
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,10 +22,18 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ci.bench.contest import write_gpu
-from ci.bench.cuda_quantize import measure
+from ci.bench.gpu import (
+    Call,
+    as_cupy,
+    cuda,
+    milliseconds,
+    normal,
+    on_torchs_stream,
+    options,
+    seen,
+    write_gpu,
+)
 from extensor import ExTensor
-from extensor.backends import registry
 from extensor.optim import AdamW
 from extensor_cuda.kernels.nn import cross_entropy, norm
 from extensor_cuda.kernels.optimizer import optimizer as kernels
@@ -37,7 +42,8 @@ LAYERS, WIDTH, VOCAB, CONTEXT = 12, 768, 50257, 1024
 ROWS, LENGTH = 16384, 4096
 PARTS = ("adam", "norms", "losses", "elements")
 HALF = np.dtype(ml_dtypes.bfloat16)
-Call = Callable[[int], Any]
+Contest = dict[str, tuple[int, Call]]
+"""Bytes that must move, and a call."""
 
 
 def gpt2_shapes() -> list[tuple[int, ...]]:
@@ -48,11 +54,7 @@ def gpt2_shapes() -> list[tuple[int, ...]]:
     return [(VOCAB, WIDTH), (CONTEXT, WIDTH), *block * LAYERS, (WIDTH,), (WIDTH,)]
 
 
-def shared(xp: Any, x: torch.Tensor) -> Any:
-    return xp.from_dlpack(x.detach())
-
-
-def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], Any]]]:
+def adam(xp: Any) -> tuple[Contest, dict[str, Call]]:
     """Contestants by events, and by the clock."""
     theirs = [torch.randn(s, device="cuda", requires_grad=True) for s in gpt2_shapes()]
     for p in theirs:
@@ -61,30 +63,30 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
     each = torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.1, foreach=True)
     ours, parts = [], []
     for p in theirs:
-        mine = ExTensor(shared(xp, p).copy(), device="cuda", requires_grad=True)
+        mine = ExTensor(as_cupy(p, xp).copy(), device="cuda", requires_grad=True)
         assert p.grad is not None
-        mine.grad = ExTensor(shared(xp, p.grad), device="cuda")
+        mine.grad = ExTensor(as_cupy(p.grad, xp), device="cuda")
         ours.append(mine)
         moments = (xp.zeros(mine.size, np.float32) for _ in range(2))
         parts.append((mine.data.reshape(-1), mine.grad.data.reshape(-1), *moments))
     options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
     step = AdamW(ours, **options)
     count = sum(p.numel() for p in theirs)
-    factors = [step._factors({**step.groups[0].options}, 5)] * len(parts)
+    factors = [step.factors(step.groups[0].options, 5)] * len(parts)
     moved = 28 * count
 
-    def alone(stored: Any, turn: int, memory: dict[str, Any]) -> None:
-        kernels.adam(stored, factors, xp, cache=memory)
+    def alone(stored: Any, update: kernels.Update, turn: int) -> None:
+        kernels.step(kernels.ADAM, stored, factors, update, xp)
 
-    calls: dict[str, tuple[int, Call]] = {
+    calls: Contest = {
         "torch AdamW fused": (moved, lambda turn: fused.step()),
         "torch AdamW foreach": (moved, lambda turn: each.step()),
-        "AdamW, update alone": (moved, partial(alone, parts, cache={})),
+        "AdamW, update alone": (moved, partial(alone, parts, kernels.Update(cache={}))),
         "AdamW step": (moved + 4 * count, lambda turn: step.step()),
     }
-    clocked: dict[str, Callable[[], Any]] = {
-        "torch AdamW fused, seen": fused.step,
-        "AdamW step, seen": step.step,
+    clocked: dict[str, Call] = {
+        "torch AdamW fused, seen": lambda turn: fused.step(),
+        "AdamW step, seen": lambda turn: step.step(),
     }
     for states in ("bfloat16", "mxfp8_e4m3"):
         narrow = AdamW(ours, **options, states=states)
@@ -93,17 +95,17 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
         stored = [(*part[:2], *arrays.values()) for part, arrays in zip(parts, kept, strict=True)]
         moved = 12 * count + 2 * narrow.nbytes
         name = f"AdamW {states}"
-        calls[f"{name}, update alone"] = (moved, partial(alone, stored, cache={}))
+        calls[f"{name}, update alone"] = (moved, partial(alone, stored, kernels.Update(cache={})))
         calls[f"{name} step"] = (moved + 4 * count, partial(_again, narrow.step))
-        clocked[f"{name} step, seen"] = narrow.step
+        clocked[f"{name} step, seen"] = partial(_again, narrow.step)
     return calls, clocked
 
 
-def norms(xp: Any) -> dict[str, tuple[int, Call]]:
+def norms(xp: Any) -> Contest:
     """LayerNorm and RMSNorm, both ways."""
     x, g = (torch.randn(ROWS, LENGTH, device="cuda") for _ in range(2))
     w, b = (torch.randn(LENGTH, device="cuda") for _ in range(2))
-    mx, mg, mw, mb = (shared(xp, t) for t in (x, g, w, b))
+    mx, mg, mw, mb = (as_cupy(t, xp) for t in (x, g, w, b))
     _, mean, rstd = norm.norm(mx, mw, mb, 1e-5, True, xp)
     _, _, scale = norm.norm(mx, mw, None, 1e-6, False, xp)
     made, saved_mean, saved_rstd = torch.native_layer_norm(x, [LENGTH], w, b, 1e-5)
@@ -123,11 +125,11 @@ def norms(xp: Any) -> dict[str, tuple[int, Call]]:
     }
 
 
-def losses(xp: Any) -> dict[str, tuple[int, Call]]:
+def losses(xp: Any) -> Contest:
     """Cross-entropy of as many scores as GPT-2 has tokens, both ways."""
     x = torch.randn(2048, VOCAB, device="cuda")
     labels = torch.randint(0, VOCAB, (2048,), device="cuda")
-    mx, ml = shared(xp, x), shared(xp, labels)
+    mx, ml = as_cupy(x, xp), as_cupy(labels, xp)
     one = xp.asarray(1 / 2048, dtype=np.float32)
     _, kept = cross_entropy.losses(mx, ml, 0.0, xp)
     leaf = x.requires_grad_()
@@ -147,19 +149,15 @@ def losses(xp: Any) -> dict[str, tuple[int, Call]]:
     }
 
 
-def elements(xp: Any) -> dict[str, tuple[int, Call]]:
+def elements(xp: Any) -> Contest:
     """Sums, casts, relu, GELU, their gradients and cross-entropy, of both dtypes."""
     data = {
-        name: [torch.randn(16384, 8192, device="cuda").to(dtype) for _ in range(2)]
+        name: [normal(16384, 8192, seed=seed, dtype=dtype) for seed in range(2)]
         for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
     }
-    wide, half = (
-        [shared(xp, x if x.dtype == torch.float32 else x.view(torch.int16)) for x in data[name]]
-        for name in data
-    )
-    half = [x.view(HALF) for x in half]
-    backend, count = registry.get("cuda"), wide[0].size
-    made: dict[str, tuple[int, Call]] = {
+    wide, half = ([as_cupy(x, xp) for x in data[name]] for name in data)
+    backend, count = cuda(), wide[0].size
+    made: Contest = {
         "add float32 + bfloat16": (10 * count, lambda turn: backend.add(wide[0], half[0])),
         "cast to bfloat16": (6 * count, lambda turn: backend.cast(wide[0], HALF)),
         "cast to float32": (6 * count, lambda turn: backend.cast(half[0], np.dtype(np.float32))),
@@ -192,39 +190,24 @@ def _again(call: Callable[[], Any], turn: int) -> None:
     call()
 
 
-def seen(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median milliseconds from an idle GPU to an idle GPU."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(values[3:]) for name, values in times.items()}
-
-
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description="fused training kernels against torch's")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    chosen = parser.parse_args()
-    xp = registry.get("cuda").xp
+    chosen = options(__doc__, rounds=20, only=PARTS).parse_args()
+    backend = cuda()
+    xp = backend.xp
     rows: list[dict[str, Any]] = []
-    with xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+    with on_torchs_stream(backend):
         calls, clocked = adam(xp) if "adam" in chosen.only else ({}, {})
         for name, make in (("norms", norms), ("losses", losses), ("elements", elements)):
             calls |= make(xp) if name in chosen.only else {}
-        for name, milliseconds in measure(calls, chosen.rounds).items():
-            median = statistics.median(milliseconds)
-            rate = round(calls[name][0] / median / 1e9, 3)
+        timed = {name: call for name, (_, call) in calls.items()}
+        for name, taken in milliseconds(timed, chosen.rounds, burst=1).items():
+            rate = round(calls[name][0] / taken / 1e9, 3)
             rows.append(
-                {"name": name, "milliseconds": round(median, 4), "terabytes_per_second": rate}
+                {"name": name, "milliseconds": round(taken, 4), "terabytes_per_second": rate}
             )
-        for name, median in seen(clocked, chosen.rounds).items():
-            rows.append({"name": name, "milliseconds": round(median, 4)})
+        for name, taken in seen(clocked, chosen.rounds).items():
+            rows.append({"name": name, "milliseconds": round(taken, 4)})
     for row in rows:
         print(f"{row['name']:32s}", *list(row.values())[1:])
     write_gpu("cuda-training", rows, xp)

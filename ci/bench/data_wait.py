@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ci.bench.contest import arguments, command, write
+from ci.bench.contest import arguments, write
 from training.config import RunConfig
 from training.data import AUGMENTATIONS, DATASETS
 from training.loop import Trainer
@@ -69,7 +69,7 @@ def main() -> None:
                         **rows[-1]
                     )
                 )
-    write("data-wait", command(), rows, args=args)
+    write("data-wait", rows, args=args)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ Medians are written, with machine and versions, to ci/bench/results/. Needs torc
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import extensor as et
-from ci.bench.contest import arguments, command, measure, write
-from ci.bench.gpt_torch import torch_gpt
+from ci.bench.contest import arguments, measure, options, write
+from ci.bench.torch_models import torch_gpt
 from extensor.config import num_threads
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import AdamW, clip_grad_norm
@@ -73,9 +72,8 @@ def contestant(name: str) -> Callable[[], None]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, rounds=9)
     parser.add_argument("--recipes", default="fp32,bf16,mxfp8_nvidia,mxfp4,nvfp4_nvidia")
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--burst", type=int, default=10, help="steps of a turn")
     args = arguments(parser)
     names = ["torch", *(name for name in args.recipes.split(",") if name)]
@@ -92,7 +90,7 @@ def main() -> None:
             }
         )
         print(f"{name:<14} {value * 1e3:8.2f} ms  {ratio:5.2f}x torch's speed")
-    write("gpt-step", command(), rows, args=args)
+    write("gpt-step", rows, args=args)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ import numpy as np
 
 import models
 from ci.bench.contest import write
+from ci.bench.torch_models import torch_gpt
 from extensor.config import num_threads
-from models.gpt.configs import GPTConfig
 from training.batch import Batch
 from training.config import RunConfig
 from training.loop import Trainer
@@ -42,69 +42,6 @@ TOLERANCE = 1e-5
 def run_config(seed: int) -> RunConfig:
     """What `python -m training gpt --seed SEED` runs."""
     return RunConfig(**{**defaults("gpt"), "seed": seed})
-
-
-def torch_gpt(config: GPTConfig, state: Mapping[str, Any]) -> Any:
-    """Our GPT as torch modules, its parameters under our names, with the weights of ``state``."""
-    import torch
-    from torch import nn
-    from torch.nn import functional
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(config.width, 3 * config.width, config.bias)
-            self.out = nn.Linear(config.width, config.width, config.bias)
-
-        def forward(self, x: Any) -> Any:
-            size = config.width // config.heads
-            parts = self.qkv(x).split(config.width, dim=-1)
-            q, k, v = (p.unflatten(-1, (config.heads, size)).transpose(1, 2) for p in parts)
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return self.out(mixed.transpose(1, 2).reshape(x.shape))
-
-    class FeedForward(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(config.width, 4 * config.width, config.bias)
-            self.down = nn.Linear(4 * config.width, config.width, config.bias)
-
-        def forward(self, x: Any) -> Any:
-            return self.down(functional.gelu(self.up(x)))
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm1 = nn.LayerNorm(config.width, bias=config.bias)
-            self.attention = Attention()
-            self.norm2 = nn.LayerNorm(config.width, bias=config.bias)
-            self.feed_forward = FeedForward()
-
-        def forward(self, x: Any) -> Any:
-            x = x + self.attention(self.norm1(x))
-            return x + self.feed_forward(self.norm2(x))
-
-    class GPT(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(config.vocab, config.width)
-            self.positions = nn.Embedding(config.context, config.width)
-            self.blocks = nn.ModuleList(Block() for _ in range(config.layers))
-            self.norm = nn.LayerNorm(config.width, bias=config.bias)
-            self.head = nn.Linear(config.width, config.vocab, bias=False)
-            self.head.weight = self.tokens.weight
-
-        def forward(self, tokens: Any) -> Any:
-            x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-            for block in self.blocks:
-                x = block(x)
-            return self.head(self.norm(x))
-
-    model = GPT()
-    tensors = {name: torch.from_numpy(array.copy()) for name, array in state.items()}
-    tensors.setdefault("head.weight", tensors["tokens.weight"])  # tied: ours names it once
-    model.load_state_dict(tensors)
-    return model
 
 
 class TorchRun:
@@ -207,8 +144,7 @@ def train(config: RunConfig, out: Path) -> None:
 
 def check(config: RunConfig, steps: int) -> float:
     """The largest relative difference of losses between ours and torch, over some steps."""
-    theirs = TorchRun(config)
-    ours = Trainer(config, Path("unused"), data=theirs.task.corpus)
+    theirs, ours = TorchRun(config), Trainer(config, Path("unused"))
     worst = 0.0
     for batch in _batches(theirs.task, steps):
         expected = theirs.step(batch)
@@ -255,7 +191,7 @@ def report(seeds: list[int], runs: Path) -> None:
     last = [r["torch_test_loss"] for r in rows if r["step"] == rows[-1]["step"]]
     spread = f", seeds of torch spread by {max(last) - min(last):.4f}" if len(last) > 1 else ""
     print(f"mean gap {statistics.fmean(gaps):+.4f}{spread}")
-    write("gpt-shakespeare", "python ci/bench/gpt_torch.py --report", rows)
+    write("gpt-shakespeare", rows, ran="python ci/bench/gpt_torch.py --report")
 
 
 def main() -> int:

@@ -11,7 +11,6 @@ machine and versions, to ci/bench/results/. Needs torch (extra ``bench``).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,8 @@ import numpy as np
 
 import extensor as et
 import models
-from ci.bench.contest import arguments, command, measure, write
+from ci.bench.contest import arguments, measure, options, write
+from ci.bench.torch_models import torch_lenet, torch_resnet
 from extensor.config import num_threads, use_core
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD
@@ -44,56 +44,6 @@ def ours(
         optimizer.step()
 
     return step
-
-
-def torch_lenet() -> Any:
-    """LeNet-5 of torch's layers."""
-    from torch import nn
-
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(400, 120),
-        nn.ReLU(),
-        nn.Linear(120, 84),
-        nn.ReLU(),
-        nn.Linear(84, 10),
-    )
-
-
-def torch_resnet() -> Any:
-    """ResNet-18 of torch's layers, changed for 32x32 images as models/resnet says."""
-    import torch
-    from torch import nn
-
-    def unit(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
-        conv = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
-        return [conv, nn.BatchNorm2d(outputs)]
-
-    class Block(nn.Module):
-        def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-            super().__init__()
-            self.body = nn.Sequential(
-                *unit(inputs, outputs, 3, stride), nn.ReLU(), *unit(outputs, outputs, 3)
-            )
-            same = stride == 1 and inputs == outputs
-            self.shortcut = nn.Sequential(*([] if same else unit(inputs, outputs, 1, stride)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.relu(self.body(x) + self.shortcut(x))
-
-    layers: list[nn.Module] = [*unit(3, 64, 3), nn.ReLU()]
-    inputs = 64
-    for number, outputs in enumerate((64, 128, 256, 512)):
-        for stride in (2 if number else 1, 1):
-            layers.append(Block(inputs, outputs, stride))
-            inputs = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
 def theirs(model_name: str, images: np.ndarray, labels: np.ndarray) -> Callable[[], None]:
@@ -125,11 +75,10 @@ def contestant(model_name: str, name: str, batch: int) -> Callable[[], None]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, rounds=15)
     parser.add_argument("--model", choices=SHAPES, default="lenet")
     parser.add_argument("--recipes", default="mxfp4,mxfp8_nvidia,nvfp4_nvidia")
     parser.add_argument("--batches", default="64,256")
-    parser.add_argument("--rounds", type=int, default=15)
     args = arguments(parser)
     rows: list[dict[str, Any]] = []
     for batch in (int(n) for n in args.batches.split(",")):
@@ -155,7 +104,7 @@ def main() -> None:
                 "{time_against_fp32:5.2f}x our float32 time".format(**rows[-1])
             )
     core = "core" if use_core() else "numpy"
-    write(f"{args.model}-step-{core}", command(), rows, args=args)
+    write(f"{args.model}-step-{core}", rows, args=args)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,19 @@ Medians over interpreters, in turns; written to ci/bench/results/.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import statistics
 import subprocess
 import sys
 
-from ci.bench.contest import arguments, command, write
+from ci.bench.contest import arguments, options, write
 
 CODE = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
 
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description="import extensor beside import numpy")
-    parser.add_argument("--rounds", type=int, default=15, help="fresh interpreters for each")
-    args = arguments(parser)
+    args = arguments(options(__doc__, rounds=15))
     if hasattr(signal, "SIGPIPE"):  # a reader that leaves early, as `head` does, ends this quietly
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     times: dict[str, list[float]] = {"numpy": [], "extensor": []}
@@ -34,7 +31,7 @@ def main() -> None:
     seconds = {name: round(statistics.median(values), 4) for name, values in times.items()}
     print(f"import numpy {seconds['numpy']:.3f} s, import extensor {seconds['extensor']:.3f} s")
     rows = [{"import": name, "median_seconds": value} for name, value in seconds.items()]
-    write("import-time", command(), rows, args=args)
+    write("import-time", rows, args=args)
 
 
 if __name__ == "__main__":

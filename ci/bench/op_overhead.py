@@ -8,14 +8,13 @@ torch eager each in a process of its own (see contest.py). Needs torch (extra ``
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import extensor as et
-from ci.bench.contest import arguments, command, measure, write
+from ci.bench.contest import arguments, measure, options, write
 
 CALLS = 200
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -59,9 +58,7 @@ def work(library: str, name: str) -> Callable[[], None]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description="one small operation, forward and backward")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each library")
-    args = arguments(parser)
+    args = arguments(options(__doc__, rounds=5))
     rows = []
     for name in OPERATIONS:
         seconds = measure(
@@ -73,7 +70,7 @@ def main() -> None:
         ratio = round(seconds["extensor"] / seconds["torch"], 3)
         rows.append({"operation": name, "microseconds": micro, "time_against_torch": ratio})
         print(f"{name:<10} {micro['extensor']:7.2f} us  {ratio:5.2f}x torch's time")
-    write("op-overhead", command(), rows, args=args)
+    write("op-overhead", rows, args=args)
 
 
 if __name__ == "__main__":

@@ -52,11 +52,12 @@ def recording(into: Tensors) -> Iterator[None]:
             into.setdefault(context.path, {})[kind] = held
         return make_operands(backend, x, context, slots, sizes, *more)
 
-    recipe_operands.make_operands = recorder
+    module: Any = recipe_operands
+    module.make_operands = recorder
     try:
         yield
     finally:
-        recipe_operands.make_operands = make_operands
+        module.make_operands = make_operands
 
 
 def save(path: Path, tensors: Tensors, about: dict[str, Any]) -> None:
