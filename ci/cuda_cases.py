@@ -108,7 +108,7 @@ def quantizers(rng: Rng, backend: Any) -> str | None:
         meant = reference.dequantize(want)
     got, counts = backend.quantize(device, spec, stream)
     decoded = np.asarray(backend.dequantize(got).get())
-    wrong = same(got, want) or ("" if counts == counted else f"{counts}, wanted {counted}")
+    wrong = same(got, want) or ("" if counts == counted else f"{counts}, expected {counted}")
     wrong = wrong or ("" if np.array_equal(decoded, meant, equal_nan=True) else "decoded values")
     return wrong and f"{spec} of {x.dtype} {x.shape}: {wrong}"
 
@@ -124,7 +124,7 @@ def pairs(rng: Rng, backend: Any) -> str | None:
     for (got, counts), one in zip(found, specs, strict=True):
         with np.errstate(all="ignore"):
             want, counted = reference.quantize(x, one, stream)
-        wrong = same(got, want) or ("" if counts == counted else f"{counts}, wanted {counted}")
+        wrong = same(got, want) or ("" if counts == counted else f"{counts}, expected {counted}")
         if wrong:
             return f"{one} of {x.dtype} {x.shape}: {wrong}"
     return ""

@@ -131,9 +131,9 @@ def products(backend: Any, rng: Any) -> int:
     from extensor_cuda.matmul.prepare import BF16, FUSED
 
     xp, count = backend.xp, 0
-    wanted = [QuantSpec("mxfp4"), QuantSpec("mxfp4", rounding="stochastic")]
-    wanted += [QuantSpec("mxfp8_e4m3"), QuantSpec("mxfp8_e4m3", scale_rule="rceil", rebased=True)]
-    for each in wanted:
+    expected = [QuantSpec("mxfp4"), QuantSpec("mxfp4", rounding="stochastic")]
+    expected += [QuantSpec("mxfp8_e4m3"), QuantSpec("mxfp8_e4m3", scale_rule="rceil", rebased=True)]
+    for each in expected:
         specs, stream = [each.replace(axis=axis).resolve(2) for axis in (1, 0)], Stream(1, 2, 3, 4)
         streams = [stream if each.rounding == "stochastic" else None] * 2
         for shape in ((256, 256), (72, 200)):
