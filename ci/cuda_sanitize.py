@@ -100,7 +100,7 @@ def quantizers(gpu: Gpu) -> Cases:
             yield
 
 
-def pairs(gpu: Gpu) -> Cases:
+def rowwise_columnwise_pairs(gpu: Gpu) -> Cases:
     """Rows and columns in one reading, packed and decoded."""
     stochastic = QuantSpec("mxfp4", rbits=8, rounding="stochastic")
     for spec in (QuantSpec("mxfp4"), stochastic, QuantSpec("nvfp4")):
@@ -300,7 +300,7 @@ def narrow_states(backend: Any) -> None:
             step.step()
 
 
-def halves(gpu: Gpu) -> Cases:
+def bfloat16_layers(gpu: Gpu) -> Cases:
     """What reads or writes bfloat16 between layers, vectors that fit and that do not."""
     backend, xp = gpu.backend, gpu.xp
     for shape in ((33, 70), (5, 4096), (130, 7)):
@@ -345,8 +345,8 @@ def attention(gpu: Gpu) -> Cases:
         yield
 
 
-_CASES = [quantizers, pairs, activations, norms, products, stored_products]
-_CASES += [training, halves, attention]
+_CASES = [quantizers, rowwise_columnwise_pairs, activations, norms, products, stored_products]
+_CASES += [training, bfloat16_layers, attention]
 PARTS = {part.__name__: part for part in _CASES}
 HOPPER = ("norms", "products", "stored_products", "attention")
 

@@ -180,9 +180,9 @@ def grid_of(element: str, ties: str) -> Grid:
     negative = [rounds_to(bits, SIGN)[0] for bits in starts]
     codes = np.array([[*range(count), 0], [*negative, 0]], np.uint8)
     values = [[exact.decode(int(code), element) for code in row[:-1]] for row in codes]
-    wanted = np.array([[*row, np.nan] for row in values], np.float32)
+    expected = np.array([[*row, np.nan] for row in values], np.float32)
     ends = np.array([*starts, INFINITY], np.uint32)
-    return Grid(table.bits, ends, codes, wanted.view(np.uint32), first(lambda r: r[1]))
+    return Grid(table.bits, ends, codes, expected.view(np.uint32), first(lambda r: r[1]))
 
 
 def pack(codes: Array, bits: int) -> Array:
@@ -226,16 +226,16 @@ def check(case: Case, backend: Any, x: Array, bits: Array) -> str | None:
     one = np.where(finite, 127, 255) if spec.is_mx else np.where(finite, np.float32(1), np.nan)
     got = values.reshape(-1).view(np.uint32)
     nan = magnitude >= INFINITY
-    wanted = grid.values[sign, segment]
+    expected = grid.values[sign, segment]
     marks = np.array([1, grid.starts[1], grid.saturates, INFINITY], np.uint32)
     ends = np.searchsorted(magnitude, marks)
     counts = x.size, int(ends[3] - ends[2]), int(ends[1] - ends[0])
     checks = {
         "codes": (q.codes.reshape(-1) == codes).all(),
         "scales": np.array_equal(q.scales.reshape(-1), one, equal_nan=not spec.is_mx),
-        "values": ((got == wanted) | (nan & np.isnan(values.reshape(-1)))).all()
+        "values": ((got == expected) | (nan & np.isnan(values.reshape(-1)))).all()
         if nan[-1]
-        else (got == wanted).all(),
+        else (got == expected).all(),
         "counts": (stats.count, stats.saturated, stats.flushed) == counts and same == stats,
     }
     bad = [name for name, holds in checks.items() if not holds]
@@ -250,18 +250,18 @@ def check_ml_dtypes(element: str, x: Array, bits: Array) -> str | None:
         codes = x.astype(ML_DTYPES[element]).view(np.uint8)
     # Infinity itself saturates in a cast; here that is the code before the last breakpoint's.
     starts = [*grid.starts[:-1].tolist()]
-    wanted = [*grid.codes[sign, :-1].tolist()]
+    expected = [*grid.codes[sign, :-1].tolist()]
     for row in DIFFERENCES[element]:
         keep = [k for k, start in enumerate(starts) if start < row.first]
-        starts, wanted = [starts[k] for k in keep], [wanted[k] for k in keep]
+        starts, expected = [starts[k] for k in keep], [expected[k] for k in keep]
         starts.append(row.first)
-        wanted.append(row.negative if sign else row.positive)
+        expected.append(row.negative if sign else row.positive)
     segment = np.searchsorted(np.array(starts, np.uint32), magnitude[[0, -1]], side="right") - 1
     if segment[0] != segment[1]:
         segment = np.searchsorted(np.array(starts, np.uint32), magnitude, side="right") - 1
     else:
         segment = segment[:1]
-    if (codes == np.array(wanted, np.uint8)[segment]).all():
+    if (codes == np.array(expected, np.uint8)[segment]).all():
         return None
     return f"ml_dtypes {element} in bits {bits[0]:08x}..{bits[-1]:08x}"
 
@@ -368,10 +368,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = [*backend_of("").core.levels(), "numpy"]
     levels = chosen.levels or (known[:-1] if chosen.reduced else known[-2:-1])
     if unknown := set(levels) - set(known):
-        parser.error(f"--levels: wanted some of {', '.join(known)}, got {', '.join(unknown)}")
+        parser.error(f"--levels: expected some of {', '.join(known)}, got {', '.join(unknown)}")
     cases = [case for case in CASES if not chosen.only or case.element in chosen.only]
     if not cases:
-        parser.error(f"--only: wanted one of {', '.join(sorted({c.element for c in CASES}))}")
+        parser.error(f"--only: expected one of {', '.join(sorted({c.element for c in CASES}))}")
     started = time.perf_counter()
     if chosen.reduced:
         found = run_reduced([*levels, "numpy"], cases)

@@ -51,7 +51,7 @@ def not_run(why: str) -> NoReturn:
 def library(compiler: str, name: str) -> str:
     """The full path of a library as the compiler would link it."""
     if not shutil.which(compiler):
-        not_run(f"wanted a C++ compiler, found no {compiler}; see --compiler")
+        not_run(f"expected a C++ compiler, found no {compiler}; see --compiler")
     command = [compiler, f"-print-file-name={name}"]
     path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(path).is_absolute():

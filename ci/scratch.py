@@ -41,18 +41,18 @@ class BrokenError(Exception):
 
 def bring_up_to_date(folder: Path) -> None:
     """Make the copy's files what the repository's are, touching only those that differ."""
-    wanted = {Path("pyproject.toml")}
+    copied = {Path("pyproject.toml")}
     for room in COPIED:
         for path in (ROOT / room).rglob("*"):
             if path.is_file() and not LEFT_OUT & {*path.parts, path.suffix}:
-                wanted.add(path.relative_to(ROOT))
+                copied.add(path.relative_to(ROOT))
     for room in COPIED:
         for path in (folder / room).rglob("*"):
             if path.is_file() and path.suffix not in (".so", ".pyc"):
                 name = path.relative_to(folder)
-                if name not in wanted:
+                if name not in copied:
                     path.unlink()
-    for name in sorted(wanted):
+    for name in sorted(copied):
         source, target = (ROOT / name).read_bytes(), folder / name
         # A new time stamp, not the source's: the build goes by it.
         if not target.exists() or target.read_bytes() != source:
@@ -64,7 +64,7 @@ def replace(folder: Path, name: str, old: str, new: str) -> None:
     """Put ``new`` for the one occurrence of ``old`` in a file of the copy."""
     text = (folder / name).read_text(encoding="utf-8")
     if text.count(old) != 1:
-        raise BrokenError(f"{name}: wanted one occurrence, found {text.count(old)}, of: {old}")
+        raise BrokenError(f"{name}: expected one occurrence, found {text.count(old)}, of: {old}")
     (folder / name).write_text(text.replace(old, new), encoding="utf-8")
 
 
@@ -91,7 +91,7 @@ def build(folder: Path, defines: Sequence[str]) -> None:
     run_quietly([tool("cmake"), "--build", str(target)])
     built = list(target.glob("_kernels*.so"))
     if len(built) != 1:
-        raise BrokenError(f"wanted one module in {target}, found {len(built)}")
+        raise BrokenError(f"expected one module in {target}, found {len(built)}")
     shutil.copy2(built[0], folder / "extensor" / "_core")
 
 
