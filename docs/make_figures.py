@@ -237,7 +237,7 @@ def page(path: Path, sheets: dict[str, Callable[[], Sheet]]) -> str:
         head, found, rest = result.partition(begin)
         _, closed, tail = rest.partition(end)
         if not (found and closed):
-            raise SystemExit(f"{path.name}: wanted {begin.strip()} ... {end}, found none")
+            raise SystemExit(f"{path.name}: expected {begin.strip()} ... {end}, found none")
         result = f"{head}{begin}{markdown(sheet())}\n{end}{tail}"
     return result
 
@@ -255,15 +255,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if stale")
     check = parser.parse_args(argv).check
     stale = {
-        path: wanted
-        for path, wanted in outputs().items()
-        if not path.exists() or path.read_text(encoding="utf-8") != wanted
+        path: expected
+        for path, expected in outputs().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != expected
     }
-    for path, wanted in stale.items():
+    for path, expected in stale.items():
         print(f"{'stale' if check else 'written'}: {path.relative_to(DOCS.parent)}")
         if not check:
             path.parent.mkdir(exist_ok=True)
-            path.write_text(wanted, encoding="utf-8")
+            path.write_text(expected, encoding="utf-8")
     return 1 if check and stale else 0
 
 

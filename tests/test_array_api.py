@@ -165,16 +165,18 @@ def _wanted() -> dict[str, inspect.Signature]:
     return found
 
 
-def _accepts(function: Any, wanted: inspect.Signature) -> bool:
+def _accepts(function: Any, expected: inspect.Signature) -> bool:
     """Whether every call that the standard allows is one that ``function`` takes."""
     mine = inspect.signature(function)
     plain = [
         p
-        for p in wanted.parameters.values()
+        for p in expected.parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     named = [
-        p for p in wanted.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        p
+        for p in expected.parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     only = [p for p in plain if p.kind is p.POSITIONAL_ONLY]
     required = [p for p in plain if p.default is p.empty]
@@ -188,10 +190,10 @@ def _accepts(function: Any, wanted: inspect.Signature) -> bool:
 
 
 def test_names_and_signatures() -> None:
-    wanted = _wanted()
-    assert len(wanted) == 135
-    assert {name for name in wanted if not hasattr(et, name)} == set()
-    assert {n for n in wanted if not _accepts(getattr(et, n), wanted[n])} == set()
+    expected = _wanted()
+    assert len(expected) == 135
+    assert {name for name in expected if not hasattr(et, name)} == set()
+    assert {n for n in expected if not _accepts(getattr(et, n), expected[n])} == set()
 
 
 def test_namespace_of_a_tensor() -> None:
@@ -246,11 +248,11 @@ CUPY_DIFFERS = ("floor_divide", "maximum", "minimum", "remainder")
 """cupy: which of 0 and -0 is larger; quotients and remainders by 0, of infinities, huge ones."""
 
 
-def _same(got: et.ExTensor, wanted: Any) -> None:
-    np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-13, atol=0)
+def _same(got: et.ExTensor, expected: Any) -> None:
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-13, atol=0)
     if got.dtype.is_float:
-        kept = ~np.isnan(wanted)
-        np.testing.assert_array_equal(np.signbit(got.numpy())[kept], np.signbit(wanted)[kept])
+        kept = ~np.isnan(expected)
+        np.testing.assert_array_equal(np.signbit(got.numpy())[kept], np.signbit(expected)[kept])
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -263,34 +265,34 @@ def test_special_values_of_one(name: str) -> None:
 def test_special_values_of_two(name: str) -> None:
     a, b = GRID[:, None], GRID[None]
     with np.errstate(all="ignore"):
-        wanted = getattr(np, BINARY[name])(a, b)
+        expected = getattr(np, BINARY[name])(a, b)
         got = getattr(et, name)(et.ExTensor(a), et.ExTensor(b))
     if name == "floor_divide":  # beside infinities numpy has Python's NaN and -1
         with np.errstate(all="ignore"):
-            wanted = np.where(np.isinf(a) | np.isinf(b), a / b, wanted)
+            expected = np.where(np.isinf(a) | np.isinf(b), a / b, expected)
     if got.device != "cpu" and name in CUPY_DIFFERS:
         finite = (np.abs(a) < 1e30) & (a != 0) & (np.abs(b) < 1e30) & (np.abs(b) > 1e-30)
-        np.testing.assert_allclose(got.numpy()[finite], wanted[finite], rtol=1e-13, atol=0)
+        np.testing.assert_allclose(got.numpy()[finite], expected[finite], rtol=1e-13, atol=0)
     else:
-        _same(got, wanted)
+        _same(got, expected)
 
 
 @pytest.mark.parametrize("name", ["cumulative_sum", "cumulative_prod"])
 def test_running(name: str) -> None:
     x = np.array([[1, 2, 3], [4, 0, 6]])
     for initial in (False, True):
-        wanted = getattr(np, name)(x, axis=1, include_initial=initial)
+        expected = getattr(np, name)(x, axis=1, include_initial=initial)
         np.testing.assert_array_equal(
-            getattr(et, name)(et.ExTensor(x), axis=1, include_initial=initial).numpy(), wanted
+            getattr(et, name)(et.ExTensor(x), axis=1, include_initial=initial).numpy(), expected
         )
 
 
 def test_sets_and_searches() -> None:
     x = np.array([[3.0, np.nan], [3.0, 1.0]])
-    for got, wanted in zip(et.unique_all(et.ExTensor(x)), np.unique_all(x), strict=True):
-        np.testing.assert_array_equal(got.numpy(), wanted)
-    for got, wanted in zip(et.nonzero(et.ExTensor(x - 3)), np.nonzero(x - 3), strict=True):
-        np.testing.assert_array_equal(got.numpy(), wanted)
+    for got, expected in zip(et.unique_all(et.ExTensor(x)), np.unique_all(x), strict=True):
+        np.testing.assert_array_equal(got.numpy(), expected)
+    for got, expected in zip(et.nonzero(et.ExTensor(x - 3)), np.nonzero(x - 3), strict=True):
+        np.testing.assert_array_equal(got.numpy(), expected)
     assert et.count_nonzero(et.ExTensor(x - 3), axis=0).tolist() == [0, 2]
     assert et.isin(et.ExTensor(x), 3.0, invert=True).tolist() == [[False, True], [False, True]]
     row = et.ExTensor([1, 2, 2, 3])

@@ -78,10 +78,10 @@ def _name(dtype: Any) -> str:
     return text.removesuffix("'>").removesuffix("_")
 
 
-def _same(name: str, drawn: Call, got: Any, wanted: Any, what: str) -> None:
+def _same(name: str, drawn: Call, got: Any, expected: Any, what: str) -> None:
     """Structure, dtypes, shapes and values of what function ``name`` gave for a call."""
     args, kwargs = drawn
-    whole = _array(wanted) if _is_array(wanted) else wanted
+    whole = _array(expected) if _is_array(expected) else expected
 
     def same(g: Any, w: Any, what: str) -> None:
         if hasattr(w, "_fields"):
@@ -102,33 +102,33 @@ def _same(name: str, drawn: Call, got: Any, wanted: Any, what: str) -> None:
         else:
             assert type(g) is type(w) and g == w, f"{what}: {g!r}, expected {w!r}"
 
-    same(got, wanted, what)
+    same(got, expected, what)
 
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, strict._array_object.Array)
 
 
-def _alike(got: Any, wanted: Any, what: str) -> tuple[Any, Any]:
+def _alike(got: Any, expected: Any, what: str) -> tuple[Any, Any]:
     """Both as numpy arrays, of one dtype and shape."""
-    g, w = _array(got), _array(wanted)
+    g, w = _array(got), _array(expected)
     assert g.dtype == w.dtype, f"{what}: dtype {g.dtype}, expected {w.dtype}"
     assert g.shape == w.shape, f"{what}: shape {g.shape}, expected {w.shape}"
     return g, w
 
 
-def _factored(name: str, x: Any, got: Any, wanted: Any, what: str) -> None:
+def _factored(name: str, x: Any, got: Any, expected: Any, what: str) -> None:
     if name == "linalg.eigvals":
-        judge.spectrum(x, *_alike(got, wanted, what), what)
+        judge.spectrum(x, *_alike(got, expected, what), what)
         return
-    parts = [_alike(getattr(got, f), getattr(wanted, f), what) for f in wanted._fields]
+    parts = [_alike(getattr(got, f), getattr(expected, f), what) for f in expected._fields]
     judge.factored(name, x, [g for g, _ in parts], what)
     if name == "linalg.eig":
         judge.spectrum(x, *parts[0], what)
 
 
-def _unique(x: Any, got: Any, wanted: Any, what: str) -> None:
-    pairs = {f: _alike(getattr(got, f), getattr(wanted, f), what) for f in wanted._fields}
+def _unique(x: Any, got: Any, expected: Any, what: str) -> None:
+    pairs = {f: _alike(getattr(got, f), getattr(expected, f), what) for f in expected._fields}
     mine, theirs = ({f: pair[i] for f, pair in pairs.items()} for i in (0, 1))
     judge.unique(x, mine, theirs, what)
 
@@ -140,11 +140,11 @@ def _scale(name: str, x: Any, kwargs: Any) -> float:
     return float(np.abs(_array(_function(strict, name)(strict.asarray(impulse), **kwargs))).max())
 
 
-def _of_default(wanted: Any) -> Any:
+def _of_default(expected: Any) -> Any:
     """The judge's array in the dtype that the library under test takes for such numbers."""
-    kind = {"f": "real floating", "c": "complex floating"}.get(_array(wanted).dtype.kind)
+    kind = {"f": "real floating", "c": "complex floating"}.get(_array(expected).dtype.kind)
     defaults = xp.__array_namespace_info__().default_dtypes()
-    return strict.astype(wanted, getattr(strict, _name(defaults[kind]))) if kind else wanted
+    return strict.astype(expected, getattr(strict, _name(defaults[kind]))) if kind else expected
 
 
 def _check(name: str, drawn: Call) -> bool:
@@ -158,21 +158,21 @@ def _check(name: str, drawn: Call) -> bool:
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            wanted = put(strict)
+            expected = put(strict)
         except (TypeError, ValueError, IndexError, NotImplementedError, np.linalg.LinAlgError):
             return False
         what = f"{name}{args!r:.400} {kwargs!r:.200}"
         got = put(xp)
         if name in DEFAULTS and "dtype" not in kwargs:
-            wanted = _of_default(wanted)
+            expected = _of_default(expected)
         if name in judge.FACTORED:
-            _factored(name, args[0], got, wanted, what)
+            _factored(name, args[0], got, expected, what)
             return True
         if name in judge.PLACES:
-            _unique(args[0], got, wanted, what)
+            _unique(args[0], got, expected, what)
             return True
         told = {"scale": _scale(name, args[0], kwargs)} if name in judge.FOURIER else {}
-        _same(name, (args, kwargs | told), got, wanted, what)
+        _same(name, (args, kwargs | told), got, expected, what)
     return True
 
 
@@ -199,23 +199,26 @@ def test_signature(name: str) -> None:
     except ValueError:
         pytest.skip("a function of C that does not say; test_function calls it")
     places = list(mine.values())
-    for i, wanted in enumerate(inspect.signature(_function(strict, name)).parameters.values()):
-        if wanted.kind is wanted.VAR_POSITIONAL:
-            assert places[i].kind is wanted.kind
+    for i, expected in enumerate(inspect.signature(_function(strict, name)).parameters.values()):
+        if expected.kind is expected.VAR_POSITIONAL:
+            assert places[i].kind is expected.kind
             continue
-        if wanted.kind is wanted.KEYWORD_ONLY:
-            assert mine[wanted.name].kind in (wanted.KEYWORD_ONLY, wanted.POSITIONAL_OR_KEYWORD)
-            got = mine[wanted.name]
+        if expected.kind is expected.KEYWORD_ONLY:
+            assert mine[expected.name].kind in (
+                expected.KEYWORD_ONLY,
+                expected.POSITIONAL_OR_KEYWORD,
+            )
+            got = mine[expected.name]
         else:
             got = places[i]
-            allowed = {wanted.kind, wanted.POSITIONAL_OR_KEYWORD}
+            allowed = {expected.kind, expected.POSITIONAL_OR_KEYWORD}
             assert got.kind in allowed
-            if wanted.kind is wanted.POSITIONAL_OR_KEYWORD:
-                assert got.name == wanted.name
+            if expected.kind is expected.POSITIONAL_OR_KEYWORD:
+                assert got.name == expected.name
         # What the standard asks for may have a default here; strict has marks of its own for some.
-        own = type(wanted.default).__module__.startswith("array_api_strict")
-        if wanted.default is not wanted.empty and not own and name not in WIDER:
-            assert got.default == wanted.default
+        own = type(expected.default).__module__.startswith("array_api_strict")
+        if expected.default is not expected.empty and not own and name not in WIDER:
+            assert got.default == expected.default
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
@@ -251,12 +254,12 @@ def _operate(name: str, function: Any, a: Any, b: Any) -> bool:
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            wanted = function(_put(strict, a), _put(strict, b))
+            expected = function(_put(strict, a), _put(strict, b))
         except (TypeError, ValueError):
             return False
         got = function(_put(xp, a), _put(xp, b))
         what = f"{function.__name__} {a!r} {b!r}"
-        _same(FUNCTIONS.get(name, name), ((a, b), {}), got, wanted, what)
+        _same(FUNCTIONS.get(name, name), ((a, b), {}), got, expected, what)
     return True
 
 
@@ -285,15 +288,15 @@ def test_casts_of_a_scalar(kind: type) -> None:
     allowed = {bool: A, int: B + R, float: B + R, complex: A}[kind]
     for name in allowed:
         x = np.asarray(3).astype(name)
-        got, wanted = kind(_put(xp, x)), kind(_put(strict, x))
-        assert type(got) is kind and got == wanted
+        got, expected = kind(_put(xp, x)), kind(_put(strict, x))
+        assert type(got) is kind and got == expected
 
 
 @pytest.mark.parametrize("pair", [(a, b) for a in A for b in A if together(a, b)])
 def test_promotion(pair: tuple[str, str]) -> None:
     a, b = (np.ones(2, name) for name in pair)
-    got, wanted = (m.result_type(*(_put(m, x) for x in (a, b))) for m in (xp, strict))
-    _same("result_type", PLAIN, got, wanted, str(pair))
+    got, expected = (m.result_type(*(_put(m, x) for x in (a, b))) for m in (xp, strict))
+    _same("result_type", PLAIN, got, expected, str(pair))
     if "bool" not in pair:
         _operate("add", operator.add, a, b)
 
@@ -326,10 +329,10 @@ def test_getitem() -> None:
         x = d.array(A, d.shape(1, 3, 1))
         key = _index(d, x.shape)
         try:
-            wanted = _put(strict, x)[_put(strict, key)]
+            expected = _put(strict, x)[_put(strict, key)]
         except (TypeError, ValueError, IndexError):
             continue
-        _same("getitem", PLAIN, _put(xp, x)[_put(xp, key)], wanted, f"{x!r} {key!r}")
+        _same("getitem", PLAIN, _put(xp, x)[_put(xp, key)], expected, f"{x!r} {key!r}")
         taken += 1
     assert taken > EXAMPLES
 
@@ -341,13 +344,13 @@ def test_setitem() -> None:
         x = d.array(A, d.shape(1, 3, 1))
         key = _index(d, x.shape)
         value = d.one([d.array((x.dtype.name,), ()), x.dtype.type(1).item()])
-        made, wanted = _put(xp, x.copy()), _put(strict, x.copy())
+        made, expected = _put(xp, x.copy()), _put(strict, x.copy())
         try:
-            wanted[_put(strict, key)] = _put(strict, value)
+            expected[_put(strict, key)] = _put(strict, value)
         except (TypeError, ValueError, IndexError):
             continue
         made[_put(xp, key)] = _put(xp, value)
-        _same("setitem", PLAIN, made, wanted, f"{x!r} {key!r} {value!r}")
+        _same("setitem", PLAIN, made, expected, f"{x!r} {key!r} {value!r}")
         taken += 1
     assert taken > EXAMPLES
 
@@ -361,14 +364,14 @@ def test_attributes() -> None:
 
 
 def test_inspection() -> None:
-    mine, wanted = xp.__array_namespace_info__(), strict.__array_namespace_info__()
-    assert mine.capabilities().keys() >= wanted.capabilities().keys()
+    mine, expected = xp.__array_namespace_info__(), strict.__array_namespace_info__()
+    assert mine.capabilities().keys() >= expected.capabilities().keys()
     assert mine.default_device() in mine.devices()
-    assert mine.default_dtypes().keys() == wanted.default_dtypes().keys()
+    assert mine.default_dtypes().keys() == expected.default_dtypes().keys()
     for kind in (None, "bool", "signed integer", "unsigned integer", "integral", "real floating",
                  "complex floating", "numeric", ("bool", "integral")):  # fmt: skip
         device = mine.default_device()
-        assert mine.dtypes(device=device, kind=kind).keys() == wanted.dtypes(kind=kind).keys()
+        assert mine.dtypes(device=device, kind=kind).keys() == expected.dtypes(kind=kind).keys()
 
 
 # --- special values, from the standard's tables --------------------------------------------------
@@ -412,18 +415,18 @@ REMAINDER = [
 
 
 @pytest.mark.parametrize(
-    ("name", "a", "b", "wanted"),
+    ("name", "a", "b", "expected"),
     [(n, *row) for n, rows in (("floor_divide", FLOOR_DIVIDE), ("pow", POW),
                                ("remainder", REMAINDER)) for row in rows],
 )  # fmt: skip
-def test_special_values(name: str, a: float, b: float, wanted: float) -> None:
+def test_special_values(name: str, a: float, b: float, expected: float) -> None:
     for dtype, lanes in itertools.product(F, (1, 33)):  # a vector loop's tail has other code
         with np.errstate(all="ignore"):
             x, y = (_put(xp, np.full(lanes, v, dtype)) for v in (a, b))
             got = _array(getattr(xp, name)(x, y))
-        np.testing.assert_array_equal(got, np.full(lanes, wanted, dtype))
-        if not np.isnan(wanted):
-            assert (np.signbit(got) == np.signbit(wanted)).all()
+        np.testing.assert_array_equal(got, np.full(lanes, expected, dtype))
+        if not np.isnan(expected):
+            assert (np.signbit(got) == np.signbit(expected)).all()
 
 
 def test_invalid_axes_are_index_errors() -> None:
@@ -448,8 +451,8 @@ def test_strategies_of_hypothesis(data: Any) -> None:
 def test_dlpack() -> None:
     for name in (*B, *N):
         x = _put(xp, np.ones((2, 3), name))
-        wanted = _put(strict, np.ones((2, 3), name))
-        _same("from_dlpack", PLAIN, xp.from_dlpack(x), wanted, name)
+        expected = _put(strict, np.ones((2, 3), name))
+        _same("from_dlpack", PLAIN, xp.from_dlpack(x), expected, name)
         assert x.__dlpack_device__()[0] == 1
     own = xp.from_dlpack(x, copy=True)
     own[0, 0] = 5

@@ -35,13 +35,13 @@ def run_block(source: str, line: int, page: str, names: dict[str, Any]) -> int:
     lines = padded.splitlines()
     compared = 0
     for statement in ast.parse(padded, page).body:
-        _, shown, wanted = lines[(statement.end_lineno or 1) - 1].partition(SHOWN)
+        _, shown, expected = lines[(statement.end_lineno or 1) - 1].partition(SHOWN)
         if not shown:
             exec(compile(ast.Module([statement], []), page, "exec"), names)
             continue
         assert isinstance(statement, ast.Expr), f"{page}:{statement.lineno}: not an expression"
         value = eval(compile(ast.Expression(statement.value), page, "eval"), names)
-        assert repr(value) == wanted.strip(), f"{page}:{statement.lineno}"
+        assert repr(value) == expected.strip(), f"{page}:{statement.lineno}"
         compared += 1
     return compared
 

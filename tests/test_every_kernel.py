@@ -179,9 +179,9 @@ def test_infinities_stay_where_they_are(backend: cpu.CpuBackend) -> None:
             ("conv2d_grad_x", g, w, x.shape, window, 1),
             ("conv2d_grad_w", g, x, w.shape, window, 1),
         ):
-            wanted, got = getattr(GENERIC, name)(*case), getattr(backend, name)(*case)
-            assert (np.isfinite(got) == np.isfinite(wanted)).all(), name
-            assert (np.isnan(got) == np.isnan(wanted)).all(), name
+            expected, got = getattr(GENERIC, name)(*case), getattr(backend, name)(*case)
+            assert (np.isfinite(got) == np.isfinite(expected)).all(), name
+            assert (np.isnan(got) == np.isnan(expected)).all(), name
 
 
 def test_bad_arguments_are_errors(backend: cpu.CpuBackend) -> None:
@@ -236,12 +236,12 @@ def test_training_special_values(backend: cpu.CpuBackend) -> None:
             yield from (losses, b.cross_entropy_grad(weight, x, labels, kept, smoothing))
 
     with np.errstate(all="ignore"):
-        for number, (got, wanted) in enumerate(
+        for number, (got, expected) in enumerate(
             zip(results(backend), results(GENERIC), strict=True)
         ):
-            assert (np.isnan(got) == np.isnan(wanted)).all(), number
-            assert (np.isinf(got) == np.isinf(wanted)).all(), number
-            assert not np.isnan(wanted).all(), number
+            assert (np.isnan(got) == np.isnan(expected)).all(), number
+            assert (np.isinf(got) == np.isinf(expected)).all(), number
+            assert not np.isnan(expected).all(), number
     for empty in (np.zeros((0, 4), np.float32), np.zeros((4, 0), np.float32)):
         assert backend.gelu(empty)[0].shape == empty.shape
     none = np.zeros((0, 4), np.float32)
@@ -303,5 +303,5 @@ def test_bfloat16_around_every_tie(backend: cpu.CpuBackend) -> None:
     upper = np.arange(1 << 16, dtype=np.uint32)[:, None] << np.uint32(16)
     x = (upper | np.array([0, 0x7FFF, 0x8000, 0x8001], np.uint32)).view(np.float32)
     with np.errstate(invalid="ignore"):
-        wanted = x.astype(ml_dtypes.bfloat16).astype(np.float32)
-    assert_bytes(backend.bfloat16_values(x), wanted, "bfloat16")
+        expected = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert_bytes(backend.bfloat16_values(x), expected, "bfloat16")

@@ -294,8 +294,8 @@ def test_outputs_and_gradients_as_torch(case: str, training: bool) -> None:
         np.testing.assert_allclose(got, q.grad.numpy(), rtol=1e-4, atol=5e-5)
     if case == "batch norm":
         for name in ("running_mean", "running_var"):
-            got, wanted = (getattr(side, name) for side in (pair.mine, pair.theirs))
-            np.testing.assert_allclose(got.numpy(), wanted.numpy(), rtol=1e-5, atol=1e-7)
+            got, expected = (getattr(side, name) for side in (pair.mine, pair.theirs))
+            np.testing.assert_allclose(got.numpy(), expected.numpy(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("case", PEERS)

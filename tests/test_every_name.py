@@ -137,5 +137,5 @@ def uses(path: Path, test: str) -> set[str]:
 @pytest.mark.parametrize("name", JUDGES)
 def test_the_judge_is_there_and_uses_it(name: str) -> None:
     path, test = JUDGES[name]
-    wanted = USED_AS.get(name, name)
-    assert wanted in uses(ROOT / path, test), f"{path}: {test} does not use {wanted}"
+    expected = USED_AS.get(name, name)
+    assert expected in uses(ROOT / path, test), f"{path}: {test} does not use {expected}"

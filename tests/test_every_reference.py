@@ -47,11 +47,11 @@ def test_values(name: str) -> None:
     for sample in _samples(op):
         result = op.function(*map(_wrapped, sample.args), **sample.kwargs)
         got = [result] if isinstance(result, et.ExTensor) else list(result)
-        for mine, wanted in zip(got, _expected(op, sample), strict=True):
-            assert mine.shape == np.shape(wanted)
+        for mine, expected in zip(got, _expected(op, sample), strict=True):
+            assert mine.shape == np.shape(expected)
             # Samples are of float64: at most a few dozen terms of order 1, at 2**-53 each.
             assert mine.dtype in (et.float64, et.complex128) or not mine.dtype.is_inexact
-            np.testing.assert_allclose(mine.numpy(), wanted, rtol=1e-12, atol=1e-13)
+            np.testing.assert_allclose(mine.numpy(), expected, rtol=1e-12, atol=1e-13)
 
 
 def test_what_is_compared_elsewhere_is() -> None:

@@ -125,14 +125,14 @@ def test_every_spec_equals_the_reference(level: str, name: str) -> None:
     try:
         for case in cases(name, LEVELS.index(level)):
             x, spec, stream, _ = case
-            wanted, counts = GENERIC.quantize(*case)
+            expected, counts = GENERIC.quantize(*case)
             got, mine = BACKEND.quantize(*case)
             path = BACKEND.path("quantize", *case)
             assert mine == counts, (spec, x.shape, path)
-            assert got.parts.keys() == wanted.parts.keys(), (spec, x.shape)
+            assert got.parts.keys() == expected.parts.keys(), (spec, x.shape)
             for part, stored in got.parts.items():
-                same_bytes(part, stored, wanted.parts[part], (spec, x.shape, path))
-            decoded = GENERIC.dequantize(wanted)
+                same_bytes(part, stored, expected.parts[part], (spec, x.shape, path))
+            decoded = GENERIC.dequantize(expected)
             assert BACKEND.dequantize(got).tobytes() == decoded.tobytes(), (spec, x.shape)
             operand, same = BACKEND.fake_quantize(x, spec, stream)
             exact, stats = GENERIC.fake_quantize(x, spec, stream)

@@ -37,8 +37,8 @@ def test_numpy_is_right_at_every_breakpoint(element: str, ties: str) -> None:
     for sign in (0, exhaustive.SIGN):
         x = (around | np.uint32(sign)).view(np.float32)
         codes, saturated = encode(x, ELEMENTS[element], ties=ties)
-        wanted = [oracle.encode(v, element, ties=ties) for v in x]
-        assert list(zip(codes.tolist(), saturated.tolist(), strict=True)) == wanted
+        expected = [oracle.encode(v, element, ties=ties) for v in x]
+        assert list(zip(codes.tolist(), saturated.tolist(), strict=True)) == expected
 
 
 def test_a_wrong_breakpoint_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

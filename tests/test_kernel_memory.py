@@ -14,7 +14,7 @@ def test_large_results_that_live_never_share_memory(rows: int) -> None:
     """Blocks of these sizes come back after an array has died, and not before."""
     spec = QuantSpec("mxfp8_e4m3").resolve(2)
     inputs = [special((rows, 1024), seed) for seed in range(3)]
-    wanted = [GENERIC.quantize(x, spec)[0].codes.tobytes() for x in inputs]
+    expected = [GENERIC.quantize(x, spec)[0].codes.tobytes() for x in inputs]
     alive = [BACKEND.quantize(x, spec)[0].codes for x in inputs]
     view = alive[0][1:, ::2]  # keeps the block alive by itself
     kept = view.tobytes()
@@ -24,7 +24,7 @@ def test_large_results_that_live_never_share_memory(rows: int) -> None:
         arrays = [view, *alive, *again]
         for i, a in enumerate(arrays):
             assert not any(np.may_share_memory(a, b) for b in arrays[i + 1 :])
-        assert [a.tobytes() for a in (*alive, *again)] == wanted[1:] + wanted
+        assert [a.tobytes() for a in (*alive, *again)] == expected[1:] + expected
     assert view.tobytes() == kept
 
 

@@ -100,20 +100,20 @@ def answer(backend: GenericBackend, x: Any, spec: QuantSpec, stream: Stream | No
     return q, stats, backend.dequantize(q), operand
 
 
-def assert_same(got: Answer, wanted: Answer, what: object) -> None:
-    assert got[1] == wanted[1], what
-    assert got[0].parts.keys() == wanted[0].parts.keys(), what
-    parts = [(name, part, wanted[0].parts[name]) for name, part in got[0].parts.items()]
+def assert_same(got: Answer, expected: Answer, what: object) -> None:
+    assert got[1] == expected[1], what
+    assert got[0].parts.keys() == expected[0].parts.keys(), what
+    parts = [(name, part, expected[0].parts[name]) for name, part in got[0].parts.items()]
     for name, a, b in (
         *parts,
-        ("dequantized", got[2], wanted[2]),
-        ("operand", got[3], wanted[3]),
+        ("dequantized", got[2], expected[2]),
+        ("operand", got[3], expected[3]),
     ):
         assert_bytes(a, b, (what, name))
 
 
 @cache
-def wanted_answers(name: str, kind: str) -> list[Answer]:
+def expected_answers(name: str, kind: str) -> list[Answer]:
     return [answer(GENERIC, *case) for case in cases(name, kind)]
 
 
@@ -121,7 +121,7 @@ def wanted_answers(name: str, kind: str) -> list[Answer]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_on_every_shape(name: str, kind: str) -> None:
     """At every level, on one thread and on two."""
-    wanted = wanted_answers(name, kind)
+    expected = expected_answers(name, kind)
     settings_ = [(level, n) for level in LEVELS for n in (1, 2)]
     before = (CORE.level(), CORE.threads()) if CORE else None
     try:
@@ -129,10 +129,10 @@ def test_every_format_on_every_shape(name: str, kind: str) -> None:
             if CORE:
                 CORE.set_level(level)
                 CORE.set_threads(threads)
-            for case, expected in zip(cases(name, kind), wanted, strict=True):
+            for case, one in zip(cases(name, kind), expected, strict=True):
                 kept = case[0].tobytes()
                 what = f"{level}, {threads} threads, {case[1]} on {case[0].shape}"
-                assert_same(answer(BACKEND, *case), expected, what)
+                assert_same(answer(BACKEND, *case), one, what)
                 assert case[0].tobytes() == kept, f"{what}: the input changed"
     finally:
         if CORE and before:
@@ -148,8 +148,8 @@ def test_every_format_in_every_memory_layout(level: str, name: str, view: str) -
         x = VIEWS[view](values(shape, 3))
         kept = x.tobytes()
         spec = QuantSpec(name, axis=axis)
-        wanted = answer(GENERIC, np.array(x, dtype=F, order="C"), spec, None)
-        assert_same(answer(BACKEND, x, spec, None), wanted, (level, spec, view))
+        expected = answer(GENERIC, np.array(x, dtype=F, order="C"), spec, None)
+        assert_same(answer(BACKEND, x, spec, None), expected, (level, spec, view))
         assert x.tobytes() == kept
 
 
@@ -171,8 +171,8 @@ def test_block_scales_next_to_a_tie(level: str, rule: str, dialect: str) -> None
         x[:, 3] = tops
         for axis, blocked in ((1, x.reshape(1, -1)), (0, x.reshape(-1, 1))):
             spec = QuantSpec("nvfp4", axis=axis, scale_rule=rule, dialect=dialect)
-            got, wanted = (answer(b, blocked, spec, None) for b in (BACKEND, GENERIC))
-            assert_same(got, wanted, (level, spec))
+            got, expected = (answer(b, blocked, spec, None) for b in (BACKEND, GENERIC))
+            assert_same(got, expected, (level, spec))
 
 
 @pytest.mark.parametrize("dialect", ["ocp", "microxcaling"])
@@ -193,8 +193,8 @@ def test_scales_whose_errors_are_equal(level: str, name: str, rule: str, dialect
         x = np.concatenate([np.eye(1, 16, dtype=F) * top, x[np.abs(x).max(1) <= top]])
         for axis, blocked in ((1, x.reshape(1, -1)), (0, x.reshape(-1, 1))):
             spec = QuantSpec(name, axis=axis, scale_rule=rule, dialect=dialect)
-            got, wanted = (answer(b, blocked, spec, None) for b in (BACKEND, GENERIC))
-            assert_same(got, wanted, (level, spec))
+            got, expected = (answer(b, blocked, spec, None) for b in (BACKEND, GENERIC))
+            assert_same(got, expected, (level, spec))
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "int4"])
@@ -208,8 +208,8 @@ def test_running_maxima(level: str, name: str, axis: int) -> None:
     x = x.reshape(12, 192) if axis == 1 else np.ascontiguousarray(x.reshape(12, 192).T)
     grid = (12, 6) if axis == 1 else (6, 12)
     previous = rng.choice(np.array([0, 1e-3, 2, 40], F), grid)
-    got, wanted = (b.quantize(x, spec, None, previous) for b in (BACKEND, GENERIC))
-    assert_stored(got, wanted, (level, spec))
+    got, expected = (b.quantize(x, spec, None, previous) for b in (BACKEND, GENERIC))
+    assert_stored(got, expected, (level, spec))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -319,12 +319,12 @@ def test_long_rows_of_every_float(name: str, kind: str, dtype: str) -> None:
             for options in ROWS:
                 spec = QuantSpec(name, **options)
                 stream = Stream(7) if spec.rounding == "stochastic" else None
-                wanted = GENERIC.quantize(x, spec, stream)
+                expected = GENERIC.quantize(x, spec, stream)
                 for level in LEVELS:
                     if CORE:
                         CORE.set_level(level)
                     got = BACKEND.quantize(x, spec, stream)
-                    assert_stored(got, wanted, (level, shape, options))
+                    assert_stored(got, expected, (level, shape, options))
             both = QuantSpec(name), QuantSpec(name, axis=0)
             pair = [GENERIC.quantize(x, spec) for spec in both]
             for level in LEVELS:
@@ -334,19 +334,19 @@ def test_long_rows_of_every_float(name: str, kind: str, dtype: str) -> None:
                     *BACKEND.quantize_rowwise_columnwise(x, both),
                     BACKEND.quantize(x, both[1]),
                 ]
-                for got, wanted in zip(found, [*pair, pair[1]], strict=True):
-                    assert_stored(got, wanted, (level, shape, "both"))
+                for got, expected in zip(found, [*pair, pair[1]], strict=True):
+                    assert_stored(got, expected, (level, shape, "both"))
     finally:
         if CORE:
             CORE.set_level(before)
 
 
 def assert_stored(
-    got: tuple[QuantArray, QuantStats], wanted: tuple[QuantArray, QuantStats], what: object
+    got: tuple[QuantArray, QuantStats], expected: tuple[QuantArray, QuantStats], what: object
 ) -> None:
-    assert got[0].codes.tobytes() == wanted[0].codes.tobytes(), what
-    assert np.asarray(got[0].scales).tobytes() == np.asarray(wanted[0].scales).tobytes(), what
-    assert got[1] == wanted[1], what
+    assert got[0].codes.tobytes() == expected[0].codes.tobytes(), what
+    assert np.asarray(got[0].scales).tobytes() == np.asarray(expected[0].scales).tobytes(), what
+    assert got[1] == expected[1], what
 
 
 @pytest.mark.parametrize("name", [n for n, row in FORMATS.items() if not row.outliers])
@@ -369,8 +369,8 @@ def test_every_code_under_every_scale(level: str, name: str) -> None:
         if q.tensor_scale is not None:
             q = replace(q, tensor_scale=np.asarray(tensor_scale, F))
         for dtype in ("float32", "bfloat16", "float16"):
-            got, wanted = BACKEND.dequantize(q, dtype), GENERIC.dequantize(q, dtype)
-            assert got.tobytes() == wanted.tobytes(), (level, name, shape, dtype)
+            got, expected = BACKEND.dequantize(q, dtype), GENERIC.dequantize(q, dtype)
+            assert got.tobytes() == expected.tobytes(), (level, name, shape, dtype)
 
 
 @st.composite
@@ -411,8 +411,8 @@ def test_any_case(case: tuple[Any, QuantSpec, Stream | None, str]) -> None:
     finally:
         if CORE:
             CORE.set_level(before)
-    wanted = answer(GENERIC, np.array(x, dtype=F, order="C"), spec, stream)
-    assert_same(got, wanted, (level, spec, x.shape, x.strides))
+    expected = answer(GENERIC, np.array(x, dtype=F, order="C"), spec, stream)
+    assert_same(got, expected, (level, spec, x.shape, x.strides))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -480,7 +480,7 @@ def test_eight_threads_on_one_tensor(level: str, name: str, axis: int) -> None:
     stream = Stream(11, column=axis == 0)
     specs = (QuantSpec(name, axis=axis), QuantSpec(name, axis=axis, rounding="stochastic"))
     pairs = [(specs[0], None), (specs[1], stream)]
-    wanted = [answer(GENERIC, x, *pair) for pair in pairs]
+    expected = [answer(GENERIC, x, *pair) for pair in pairs]
     kept = x.tobytes()
 
     def hammer(number: int) -> list[Answer]:
@@ -499,5 +499,5 @@ def test_eight_threads_on_one_tensor(level: str, name: str, axis: int) -> None:
     for number, answers in enumerate(results):
         order = (0, 1, 0) if number % 2 else (1, 0, 1)
         for k, got in zip(order, answers, strict=True):
-            assert_same(got, wanted[k], (level, name, axis, number))
+            assert_same(got, expected[k], (level, name, axis, number))
     assert x.tobytes() == kept

@@ -103,9 +103,9 @@ def write(app: Sphinx) -> None:
     folder.mkdir(exist_ok=True)
     pages = {room: page(room, title) for room, title in ROOMS.items()}
     for name, lines in {**pages, "index": index(ROOMS)}.items():
-        path, wanted = folder / f"{name}.md", "\n".join(lines) + "\n"
-        if not path.exists() or path.read_text(encoding="utf-8") != wanted:
-            path.write_text(wanted, encoding="utf-8")
+        path, expected = folder / f"{name}.md", "\n".join(lines) + "\n"
+        if not path.exists() or path.read_text(encoding="utf-8") != expected:
+            path.write_text(expected, encoding="utf-8")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -104,7 +104,7 @@ def promoted(
         ValueError: if additions are not whole steps of the tensor core apart.
     """
     if every < STEP or every % STEP:
-        raise ValueError(f"promoted: wanted a multiple of {STEP} elements, got {every}")
+        raise ValueError(f"promoted: expected a multiple of {STEP} elements, got {every}")
     total = np.zeros((len(a), len(b)), dtype=np.float32)
     for i, start in enumerate(range(0, a.shape[1], every)):
         part = slice(start, start + every)

@@ -141,7 +141,7 @@ def _refuse_tensors(name: str, *given: Any) -> None:
     for x in given:
         if isinstance(x, ExTensor):
             raise TypeError(
-                f"{name}: wanted what a tensor holds, got an ExTensor of {x.dtype.name}; pass "
+                f"{name}: expected what a tensor holds, got an ExTensor of {x.dtype.name}; pass "
                 "q.data (and get a raw array, without a gradient), or write a @ b.T"
             )
 
@@ -199,13 +199,13 @@ def matmul(
         not isinstance(out_dtype, QuantSpec) and out_dtype not in RESULT_DTYPES
     ):
         raise ValueError(
-            "matmul: wanted accumulate 'promote', 'fast', 'rebased', 'exact' or 'bf16' and "
+            "matmul: expected accumulate 'promote', 'fast', 'rebased', 'exact' or 'bf16' and "
             f"out_dtype 'float32', 'bfloat16' or a QuantSpec, got {accumulate!r} and {out_dtype!r}"
         )
     if (gap := stored_gap(a, b, _capability(xp))) is not None:
         raise ValueError(f"matmul: {gap.reason}; call .dequantize() on the operands")
     if a.shape[1] != b.shape[1]:
-        raise ValueError(f"matmul: wanted (M, K) and (N, K), got {a.shape} and {b.shape}")
+        raise ValueError(f"matmul: expected (M, K) and (N, K), got {a.shape} and {b.shape}")
     if accumulate == "rebased" and not any(q.spec.is_mxfp8 for q in (a, b)):
         raise ValueError(
             f"matmul: accumulate 'rebased' is for MXFP8, got {a.spec.format} and {b.spec.format}; "
@@ -312,7 +312,7 @@ def grouped_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | 
         if q.scales.shape[1] > 1 or q.zero_points is not None:
             zeros = "" if q.zero_points is None else " and zero points"
             return Unsupported(
-                f"wanted one scale along K and no zero points, got {q.spec.format} in tiles "
+                f"expected one scale along K and no zero points, got {q.spec.format} in tiles "
                 f"{q.spec.tile}{zeros}"
             )
     return None
@@ -363,17 +363,17 @@ def grouped_matmul(
     _refuse_tensors("grouped", a, b)
     if offsets.dtype != np.int32 or offsets.ndim != 1 or len(offsets) < 2:
         raise ValueError(
-            f"grouped: wanted offsets int32 (groups + 1,), got {offsets.dtype} {offsets.shape}; "
+            f"grouped: expected offsets int32 (groups + 1,), got {offsets.dtype} {offsets.shape}; "
             "offsets_of(sizes) makes them"
         )
     groups = len(offsets) - 1
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1] or b.shape[0] % groups:
         raise ValueError(
-            f"grouped: wanted a (M, K) and b (groups N, K) in {groups} groups, got {a.shape} and "
+            f"grouped: expected a (M, K) and b (groups N, K) in {groups} groups, got {a.shape} and "
             f"{b.shape}"
         )
     if out_dtype not in RESULT_DTYPES:
-        raise ValueError(f"grouped: wanted out_dtype 'float32' or 'bfloat16', got {out_dtype!r}")
+        raise ValueError(f"grouped: expected out_dtype 'float32' or 'bfloat16', got {out_dtype!r}")
     if not a.shape[0]:  # a rank to which no token was sent
         out = xp.empty((0, b.shape[0] // groups), dtype=RESULT_DTYPES[out_dtype])
         return Product(out, "nothing to multiply")
@@ -407,10 +407,10 @@ def _check_kinds(a: Any, b: Any, xp: Any) -> None:
     if not any(stored):
         for x in (a, b):
             if x.dtype != ml_dtypes.bfloat16:
-                raise ValueError(f"grouped: wanted packed or bfloat16 operands, got {x.dtype}")
+                raise ValueError(f"grouped: expected packed or bfloat16 operands, got {x.dtype}")
     elif not all(stored):
         raise ValueError(
-            "grouped: wanted two packed operands or two of bfloat16; quantize the other"
+            "grouped: expected two packed operands or two of bfloat16; quantize the other"
         )
     elif (gap := grouped_gap(a, b, _capability(xp))) is not None:
         raise ValueError(f"grouped: {gap.reason}; call .dequantize() on the operands")

@@ -350,9 +350,9 @@ def _repeat(d: Draw) -> Call:
 @call("reshape")
 def _reshape(d: Draw) -> Call:
     x = d.array(A)
-    wanted = tuple(int(n) for n in d.rng.permutation(x.shape)) if x.ndim else (1,)
-    wanted = (-1,) if x.size and d.maybe() else wanted
-    return (x, wanted), {"copy": d.one([True, None])} if d.maybe() else {}
+    expected = tuple(int(n) for n in d.rng.permutation(x.shape)) if x.ndim else (1,)
+    expected = (-1,) if x.size and d.maybe() else expected
+    return (x, expected), {"copy": d.one([True, None])} if d.maybe() else {}
 
 
 call("tile")(lambda d: ((d.array(A), d.shape(0, 3, 0, 2)), {}))

@@ -85,121 +85,121 @@ def _mean_of(x: Any, axis: Any, keepdims: bool) -> tuple[float, Array, Array]:
     return count, sizes.sum(axis, keepdims=keepdims), spread
 
 
-def _sum(wanted: Any, x: Any, axis: Any = None, keepdims: bool = False, **_: Any) -> Bound:
+def _sum(expected: Any, x: Any, axis: Any = None, keepdims: bool = False, **_: Any) -> Bound:
     count, total, _ = _mean_of(x, axis, keepdims)
     return count, total
 
 
-def _prod(wanted: Any, x: Any, axis: Any = None, keepdims: bool = False, **_: Any) -> Bound:
+def _prod(expected: Any, x: Any, axis: Any = None, keepdims: bool = False, **_: Any) -> Bound:
     return np.size(x), np.prod(_sizes(x), axis, keepdims=keepdims)
 
 
-def _mean(wanted: Any, x: Any, axis: Any = None, keepdims: bool = False) -> Bound:
+def _mean(expected: Any, x: Any, axis: Any = None, keepdims: bool = False) -> Bound:
     count, total, _ = _mean_of(x, axis, keepdims)
     return count, total / count
 
 
 def _var(
-    wanted: Any, x: Any, axis: Any = None, keepdims: bool = False, correction: float = 0
+    expected: Any, x: Any, axis: Any = None, keepdims: bool = False, correction: float = 0
 ) -> Bound:
     count, _, spread = _mean_of(x, axis, keepdims)
     return 2 * count, spread / (count - correction)  # deviations, of a mean; then their squares
 
 
-def _std(wanted: Any, x: Any, **kwargs: Any) -> Bound:
+def _std(expected: Any, x: Any, **kwargs: Any) -> Bound:
     """|sqrt a - sqrt b| = |a - b| / (sqrt a + sqrt b), and at most sqrt |a - b|."""
-    n, spread = _var(wanted, x, **kwargs)
-    most = (n + ULPS) * np.finfo(wanted.dtype).eps * spread
-    return n, wanted + spread / np.maximum(np.maximum(wanted, np.sqrt(most)), 1e-300)
+    n, spread = _var(expected, x, **kwargs)
+    most = (n + ULPS) * np.finfo(expected.dtype).eps * spread
+    return n, expected + spread / np.maximum(np.maximum(expected, np.sqrt(most)), 1e-300)
 
 
 def _running(function: Any) -> Callable[..., Bound]:
     def bound(
-        wanted: Any, x: Any, axis: Any = None, include_initial: bool = False, **_: Any
+        expected: Any, x: Any, axis: Any = None, include_initial: bool = False, **_: Any
     ) -> Bound:
         axis = 0 if axis is None else axis
         made = function(_sizes(x), axis=axis)
         if include_initial:  # the first is exact
-            made = np.concatenate([np.zeros_like(np.take(wanted, [0], axis), float), made], axis)
+            made = np.concatenate([np.zeros_like(np.take(expected, [0], axis), float), made], axis)
         return np.shape(x)[axis], made
 
     return bound
 
 
-def _matmul(wanted: Any, a: Any, b: Any) -> Bound:
+def _matmul(expected: Any, a: Any, b: Any) -> Bound:
     return a.shape[-1], _sizes(a) @ _sizes(b)
 
 
-def _tensordot(wanted: Any, a: Any, b: Any, axes: Any = 2) -> Bound:
+def _tensordot(expected: Any, a: Any, b: Any, axes: Any = 2) -> Bound:
     contracted = (
         a.shape[a.ndim - axes :] if isinstance(axes, int) else [a.shape[i] for i in axes[0]]
     )
     return math.prod(contracted), np.tensordot(_sizes(a), _sizes(b), axes)
 
 
-def _vecdot(wanted: Any, a: Any, b: Any) -> Bound:
+def _vecdot(expected: Any, a: Any, b: Any) -> Bound:
     return a.shape[-1], (_sizes(a) * _sizes(b)).sum(-1)
 
 
-def _cross(wanted: Any, a: Any, b: Any) -> Bound:
+def _cross(expected: Any, a: Any, b: Any) -> Bound:
     return 2, _sizes(a).sum(-1, keepdims=True) * _sizes(b).sum(-1, keepdims=True)
 
 
-def _trace(wanted: Any, x: Any, offset: int = 0) -> Bound:
+def _trace(expected: Any, x: Any, offset: int = 0) -> Bound:
     return min(x.shape[-2:]), np.trace(_sizes(x), offset, -2, -1)
 
 
-def _vector_norm(wanted: Any, x: Any, **_: Any) -> Bound:
-    return x.size, wanted  # no term is negative
+def _vector_norm(expected: Any, x: Any, **_: Any) -> Bound:
+    return x.size, expected  # no term is negative
 
 
-def _matrix_norm(wanted: Any, x: Any, ord: Any = "fro", keepdims: bool = False) -> Bound:
+def _matrix_norm(expected: Any, x: Any, ord: Any = "fro", keepdims: bool = False) -> Bound:
     if ord not in ("nuc", 2, -2):
-        return x.size, wanted
+        return x.size, expected
     most = _frobenius(x)  # singular values move by no more than the matrix (Weyl)
     return x.shape[-2] * x.shape[-1], most[..., None, None] if keepdims else most
 
 
-def _values(wanted: Any, x: Any) -> Bound:
+def _values(expected: Any, x: Any) -> Bound:
     return max(x.shape[-2:]), _frobenius(x)[..., None]
 
 
-def _slogdet(wanted: Any, x: Any) -> Bound:
-    return x.shape[-1], _condition(x) * (1 + np.abs(np.asarray(wanted[1])))
+def _slogdet(expected: Any, x: Any) -> Bound:
+    return x.shape[-1], _condition(x) * (1 + np.abs(np.asarray(expected[1])))
 
 
-def _inverse(wanted: Any, x: Any, rtol: Any = None) -> Bound:
+def _inverse(expected: Any, x: Any, rtol: Any = None) -> Bound:
     """First order in the backward error: the inverse's norm twice, and the matrix's."""
-    return max(x.shape[-2:]), (_frobenius(x) * _frobenius(wanted) ** 2)[..., None, None]
+    return max(x.shape[-2:]), (_frobenius(x) * _frobenius(expected) ** 2)[..., None, None]
 
 
-def _solve(wanted: Any, a: Any, b: Any) -> Bound:
+def _solve(expected: Any, a: Any, b: Any) -> Bound:
     n, far = a.shape[-1], _condition(a)
     if b.ndim == 1:
-        return n, far[..., None] * np.sqrt((_sizes(wanted) ** 2).sum(-1, keepdims=True))
-    return n, (far * _frobenius(wanted))[..., None, None]
+        return n, far[..., None] * np.sqrt((_sizes(expected) ** 2).sum(-1, keepdims=True))
+    return n, (far * _frobenius(expected))[..., None, None]
 
 
-def _matrix_power(wanted: Any, x: Any, power: int) -> Bound:
+def _matrix_power(expected: Any, x: Any, power: int) -> Bound:
     base = _frobenius(np.linalg.inv(np.asarray(x, np.complex128)) if power < 0 else x)
     far = _condition(x) if power < 0 else 1
     return x.shape[-1] * abs(power), (far * base ** abs(power))[..., None, None]
 
 
-def _logaddexp(wanted: Any, a: Any, b: Any) -> Bound:
+def _logaddexp(expected: Any, a: Any, b: Any) -> Bound:
     """Give max + log1p(exp(-difference)), which is at most log 2 and cancels a negative max."""
     return 1, 1 + np.abs(np.fmax(a, b))
 
 
-def _linspace(wanted: Any, start: float, stop: float, num: int, **_: Any) -> Bound:
+def _linspace(expected: Any, start: float, stop: float, num: int, **_: Any) -> Bound:
     return 1, abs(start) + abs(stop)
 
 
-def _fourier(wanted: Any, x: Any, **kwargs: Any) -> Bound:
+def _fourier(expected: Any, x: Any, **kwargs: Any) -> Bound:
     axes = kwargs.get("axis", kwargs.get("axes"))
     terms = _sizes(x).sum(tuple(axes) if isinstance(axes, (tuple, range)) else axes, keepdims=True)
     # Half a spectrum stands for twice its values; the scale is what an impulse's transform shows.
-    return wanted.size, 2 * terms * kwargs["scale"]
+    return expected.size, 2 * terms * kwargs["scale"]
 
 
 FOURIER = {
@@ -347,14 +347,14 @@ def factored(name: str, x: Array, parts: list[Array], what: str) -> None:
         within((x + 0j) @ vectors, vectors * values[..., None, :], size, what)
 
 
-def unique(x: Array, parts: dict[str, Array], wanted: dict[str, Array], what: str) -> None:
+def unique(x: Array, parts: dict[str, Array], expected: dict[str, Array], what: str) -> None:
     """Unique values beside the judge's; places by what stands there, for NaNs have no order."""
     for name in ("values", "counts"):
-        if name in wanted:
-            exact(parts[name], wanted[name], f"{what}.{name}", True)
+        if name in expected:
+            exact(parts[name], expected[name], f"{what}.{name}", True)
     values = parts["values"]
     exact(values[parts["inverse_indices"]], x, f"{what}.inverse_indices", True)
-    if "indices" in wanted:
+    if "indices" in expected:
         exact(x.reshape(-1)[parts["indices"]], values, f"{what}.indices", True)
 
 

@@ -64,11 +64,11 @@ def judged(case: Callable[[Any, Any], Any]) -> str:
     """What is wrong with a case, on tensors beside numpy: "" if nothing."""
     try:
         with sklearn.config_context(array_api_dispatch=True):
-            got, wanted = (case(to(X), to(LABELS)) for to in (et.asarray, np.asarray))
-        if isinstance(wanted, np.ndarray):
+            got, expected = (case(to(X), to(LABELS)) for to in (et.asarray, np.asarray))
+        if isinstance(expected, np.ndarray):
             assert isinstance(got, et.ExTensor), f"expected an ExTensor, got {type(got)}"
         # float64; conditions here stay below 1e3
-        np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-11, atol=1e-12)
+        np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-11, atol=1e-12)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -22,8 +22,8 @@ def hexes(part: np.ndarray) -> str:
 def same_bytes(name: str, got: object, want: object, context: object = "") -> None:
     """Fail with the first coordinate that differs and the bytes there; any NaN equals any NaN."""
     got, want = np.asarray(got), np.asarray(want)
-    assert got.dtype == want.dtype, f"{name}: dtype {got.dtype}, wanted {want.dtype}; {context}"
-    assert got.shape == want.shape, f"{name}: shape {got.shape}, wanted {want.shape}; {context}"
+    assert got.dtype == want.dtype, f"{name}: dtype {got.dtype}, expected {want.dtype}; {context}"
+    assert got.shape == want.shape, f"{name}: shape {got.shape}, expected {want.shape}; {context}"
     unsigned = np.dtype(f"u{got.dtype.itemsize}")
     differs = np.ascontiguousarray(got).view(unsigned) != np.ascontiguousarray(want).view(unsigned)
     if got.dtype.kind == "f":
@@ -33,7 +33,7 @@ def same_bytes(name: str, got: object, want: object, context: object = "") -> No
     at = tuple(int(i) for i in np.argwhere(differs)[0])
     raise AssertionError(
         f"{name}{list(at)}: got {got[at]!r} (bytes {got[at].tobytes().hex()}), "
-        f"wanted {want[at]!r} (bytes {want[at].tobytes().hex()}); "
+        f"expected {want[at]!r} (bytes {want[at].tobytes().hex()}); "
         f"{int(differs.sum())} of {got.size} differ; {context}\n"
         f"got    {hexes(got)}\nwanted {hexes(want)}"
     )
@@ -43,12 +43,14 @@ def same_stored(q: object, stats: object, oracle: object, context: object = "") 
     """A QuantArray and its QuantStats against the oracle's result."""
     for name in PARTS:
         got, want = getattr(q, name), getattr(oracle, name)
-        assert (got is None) == (want is None), f"{name}: got {got}, wanted {want}; {context}"
+        assert (got is None) == (want is None), f"{name}: got {got}, expected {want}; {context}"
         if want is not None:
             same_bytes(name, got, want, context)
     counted = stats.count, stats.saturated, stats.flushed
-    wanted = oracle.operand.size, oracle.saturated, oracle.flushed
-    assert counted == wanted, f"count, saturated, flushed: {counted}, wanted {wanted}; {context}"
+    expected = oracle.operand.size, oracle.saturated, oracle.flushed
+    assert counted == expected, (
+        f"count, saturated, flushed: {counted}, expected {expected}; {context}"
+    )
     parts = [part for name in PARTS if (part := getattr(oracle, name)) is not None]
     total = sum(np.asarray(part).nbytes for part in parts)
-    assert q.nbytes == total, f"nbytes: {q.nbytes}, wanted {total}; {context}"
+    assert q.nbytes == total, f"nbytes: {q.nbytes}, expected {total}; {context}"

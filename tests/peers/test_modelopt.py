@@ -46,10 +46,10 @@ def samples() -> dict[str, np.ndarray]:
 KINDS = list(samples())
 
 
-def same(got: np.ndarray, wanted: np.ndarray) -> None:
-    got, wanted = got.reshape(-1), np.ascontiguousarray(wanted).reshape(-1)
-    assert got.dtype == wanted.dtype
-    differs = np.flatnonzero(got != wanted)
+def same(got: np.ndarray, expected: np.ndarray) -> None:
+    got, expected = got.reshape(-1), np.ascontiguousarray(expected).reshape(-1)
+    assert got.dtype == expected.dtype
+    differs = np.flatnonzero(got != expected)
     assert not differs.size, f"{differs.size} differ, first {differs[0]}: {got[differs[0]]}"
 
 

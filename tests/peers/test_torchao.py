@@ -66,8 +66,8 @@ def ours(x: np.ndarray, name: str, rule: str) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_mx_scales_and_codes(name: str, rule: str, kind: str) -> None:
     x = samples()[kind]
-    for got, wanted in zip(ours(x, name, rule), theirs(x, name, rule), strict=True):
-        assert got.tobytes() == np.ascontiguousarray(wanted).tobytes()
+    for got, expected in zip(ours(x, name, rule), theirs(x, name, rule), strict=True):
+        assert got.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
@@ -86,8 +86,8 @@ def test_infinities_and_blocks_below_the_smallest_scale(name: str) -> None:
     scales, codes = ours(x, name, "floor")
     assert (scales[5] == 0).all()
     assert scales[3, 1] == 255 - {"mxfp8_e4m3": 8, "mxfp8_e5m2": 15, "mxfp6_e3m2": 4}.get(name, 2)
-    for got, wanted in zip((scales, codes), theirs(x, name, "floor"), strict=True):
-        assert got.tobytes() == np.ascontiguousarray(wanted).tobytes()
+    for got, expected in zip((scales, codes), theirs(x, name, "floor"), strict=True):
+        assert got.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
 @pytest.mark.parametrize("kind", ["normal", "zeros", "ties", "huge", "tiny", "wide", "bf16"])
@@ -112,5 +112,5 @@ def test_nvfp4(kind: str) -> None:
 def test_swizzled_scales() -> None:
     for shape in ((128, 4), (200, 10), (1, 1), (300, 33)):
         scales = np.random.default_rng(0).integers(0, 255, shape).astype(np.uint8)
-        wanted = utils.to_blocked(torch.from_numpy(scales)).numpy()
-        assert to_swizzled_scales(scales).tobytes() == wanted.tobytes()
+        expected = utils.to_blocked(torch.from_numpy(scales)).numpy()
+        assert to_swizzled_scales(scales).tobytes() == expected.tobytes()

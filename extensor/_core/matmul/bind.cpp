@@ -180,7 +180,7 @@ Floats int8_matmul(const Matrix& a, const Matrix& b) {
 }
 
 // a b^T on AMX tiles of bfloat16. The caller knows that every value is exactly a bfloat16 and that
-// no sum leaves float32's normal range (`_bf16_gap` in extensor/backends/cpu/product_paths.py).
+// no sum leaves float32's normal range (extensor/backends/cpu/product_paths.py).
 Floats bf16_matmul(const Matrix& a, const Matrix& b) {
     require(current.amx != nullptr, "bf16_matmul: this level has no tiles of bfloat16");
     require(a.k == b.k, "bf16_matmul: the matrices differ in k");

@@ -63,7 +63,15 @@ void fill_rows(const T* x, int64_t stride, int64_t rows, int64_t lanes, float* t
 // `rows` rows of `lanes` columns, the first of them at x, then zeros up to `depth` rows.
 inline void fill_column_tile(Source x, int64_t stride, int64_t rows, int64_t depth, int64_t lanes,
                              float* to) {
-    x.visit([&](const auto* at) { fill_rows(at, stride, rows, lanes, to); });
+    switch (x.type) {
+        case FloatType::float32:
+            fill_rows(static_cast<const float*>(x.at), stride, rows, lanes, to);
+            break;
+        case FloatType::bfloat16:
+            fill_rows(static_cast<const bfloat16*>(x.at), stride, rows, lanes, to);
+            break;
+        default: fill_rows(static_cast<const float16*>(x.at), stride, rows, lanes, to);
+    }
     if (rows < depth)
         std::memset(to + rows * kTileColumns, 0,
                     static_cast<size_t>((depth - rows) * kTileColumns * 4));

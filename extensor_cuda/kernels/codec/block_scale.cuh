@@ -20,8 +20,8 @@ __device__ __forceinline__ bool is_far(u32 amax, const Scale& s) {
 
 #if CODEC_UE4M3
 // The e4m3 code nearest to a scale of 0 or more, at most the largest; `value`: what it means.
-__device__ __forceinline__ u32 scale_code(float wanted, float& value) {
-    const float base = fminf(wanted, CODEC_SCALE_TOP);
+__device__ __forceinline__ u32 scale_code(float expected, float& value) {
+    const float base = fminf(expected, CODEC_SCALE_TOP);
     const u32 exponent = larger(bits_of(base) & kExponent, kScaleLowest);
     const u32 anchor = exponent + (static_cast<u32>(23 - CODEC_SCALE_MANTISSA) << 23);
     const float sum = __fadd_rn(base, float_of(anchor));  // its last place is the grid's spacing

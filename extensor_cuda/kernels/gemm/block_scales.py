@@ -54,7 +54,7 @@ def _arguments(side: Stored, out: Array) -> list[Any]:
     half = scales.dtype == np.float16
     if held not in (1, side.blocks) or not (half or scales.dtype == np.float32):
         raise ValueError(
-            f"block_scales: wanted float32 or float16 scales of {side.blocks} blocks along K, or "
+            f"block_scales: expected float32 or float16 scales of {side.blocks} blocks along K, or "
             f"of one for all, got {scales.dtype} {scales.shape}; convert them, or cut them to size"
         )
     steps = along // item if held > 1 else 0, across // item

@@ -130,7 +130,7 @@ class Scaling:
     def __post_init__(self) -> None:
         if self.blocks not in ((), *product((1, ROWS_PER_SCALE), repeat=2)):
             raise ValueError(
-                f"gemm: wanted scales of 1 or {ROWS_PER_SCALE} rows of both, or (), got "
+                f"gemm: expected scales of 1 or {ROWS_PER_SCALE} rows of both, or (), got "
                 f"{self.blocks}"
             )
 

@@ -55,8 +55,8 @@ __device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
 }  // namespace expanding
 
 __device__ __forceinline__ void await_rows(const Epilogue& e, int row) {
-    const u32 wanted = min(kTileM, e.rows - row);
+    const u32 expected = min(kTileM, e.rows - row);
     if (row < e.ready) return;
-    while (acquired(e.counts + 1 + row / kTileM) < wanted) continue;
+    while (acquired(e.counts + 1 + row / kTileM) < expected) continue;
     show_to_copies();
 }

@@ -61,7 +61,7 @@ struct Epilogue {
     u32* amax;                  // null, or the largest magnitude of C, as float bits
     u32* runs;                  // null, or a count of the launches that were not ended by flags
     int row_step, column_step;  // 1: an exponent per row or column; 0: one for all
-    int flag_wanted;            // 0: run if no flag is set; 1: run if one is; -1: always
+    int flag_expected;          // 0: run if no flag is set; 1: run if one is; -1: always
     int rows, columns, stages_of_k;
     const int* row_zero;  // GEMM_ZERO_POINTS: the sum of (a - za) (b - zb) is that of a b, less za
                           // times b's ...
@@ -219,9 +219,9 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
     gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
          const __grid_constant__ TensorMap c_map, const __grid_constant__ Epilogue e) {
     if (GEMM_SCALES_1D2D) await_last();  // before anything that it may have written is read
-    if (e.flag_wanted >= 0) {
+    if (e.flag_expected >= 0) {
         const u32 flag = (e.row_flag ? *e.row_flag : 0) | (e.column_flag ? *e.column_flag : 0);
-        if ((flag != 0) != (e.flag_wanted != 0)) return;
+        if ((flag != 0) != (e.flag_expected != 0)) return;
     }
     if (e.runs && blockIdx.x == 0 && threadIdx.x == 0) atomicAdd(e.runs, 1u);
     extern __shared__ u8 raw_memory[];

@@ -173,7 +173,7 @@ def _parameters(
         runs=_pointer(flags.runs),
         row_step=int(row is not None and row.size > 1),
         column_step=int(column is not None and column.size > 1),
-        flag_wanted=flags.expected,
+        flag_expected=flags.expected,
         rows=m,
         columns=n,
         stages_of_k=-(-k * item // ROW_BYTES),
@@ -227,7 +227,7 @@ def _sizes(
         item = operand.dtype.itemsize
         if operand.strides[1] != item or operand.strides[0] % 16 or operand.data.ptr % 16:
             raise ValueError(
-                f"gemm: wanted {name} with contiguous rows a multiple of 16 bytes apart, got "
+                f"gemm: expected {name} with contiguous rows a multiple of 16 bytes apart, got "
                 f"strides {operand.strides} at address {operand.data.ptr:#x}; copy it into rows "
                 "of a padded pitch"
             )
@@ -245,13 +245,13 @@ def _sizes(
         isinstance(out, Requantized) and not quantizes(pipeline.tile_n, out.q.spec)
     ):
         raise ValueError(
-            f"gemm: wanted an out of the config's type, in tiles of whole blocks, got {config} and "
-            f"{type_of(out)}"
+            f"gemm: expected an out of the config's type, in tiles of whole blocks, got "
+            f"{config} and {type_of(out)}"
         )
     if groups < 1 or right != (groups * n, k) or out.shape != shape:
         raise ValueError(
-            f"gemm: wanted a (M, K), b (groups N, K) and out (M, N), got {a.shape}, {b.shape} and "
-            f"{out.shape} in {groups} groups, {layout}, {split}"
+            f"gemm: expected a (M, K), b (groups N, K) and out (M, N), got {a.shape}, "
+            f"{b.shape} and {out.shape} in {groups} groups, {layout}, {split}"
         )
     if any(transposed) and (
         config.a != "bf16"
@@ -293,7 +293,7 @@ def _check_split_and_packed(config: Config, epilogue: Epilogue, m: int) -> None:
         or (beside.shape[1] > 1 and (beside.shape[1] % 4 or beside.data.ptr % 4))
     ):
         raise ValueError(
-            f"gemm: wanted beside the codes of a config that decodes one byte a row, or rows of "
+            f"gemm: expected beside the codes of a config that decodes one byte a row, or rows of "
             f"whole words, {m} of them, contiguous and aligned to 4 bytes, got {beside.shape} in "
             f"strides {beside.strides}; copy it, or expand the weights"
         )

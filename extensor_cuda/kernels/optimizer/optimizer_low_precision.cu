@@ -90,8 +90,8 @@ __device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4]
     for (int lane = 1; lane < CODEC_BLOCK / 4; lane *= 2)
         most = larger(most, __shfl_xor_sync(~0u, most, lane));
     const bool finite = most < kExponent;
-    const u32 wanted = static_cast<u32>(exponent_byte(most));
-    scale = finite ? wanted : 255u;
+    const u32 expected = static_cast<u32>(exponent_byte(most));
+    scale = finite ? expected : 255u;
     // A code that is a normal number of the grid is the float's own leading bits less an offset;
     // those that are cut carry one up if they are above as many random ones: exactly when frac *
     // 2**32 > word. With scales below, subnormals of float32 could be among them.

@@ -93,7 +93,8 @@ def expand(
     """
     if threads >= _MOST_THREADS:
         raise ValueError(
-            f"expand: wanted less than 2**35 elements, got {out.shape}; multiply parts of its rows"
+            f"expand: expected less than 2**35 elements, got {out.shape}; multiply parts of its "
+            "rows"
         )
     null, counts, codes = np.uint64(0), packed.counts, packed.codes
     assert codes is not None

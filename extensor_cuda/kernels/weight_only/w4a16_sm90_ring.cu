@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     int before = 0;  // pieces of the tiles before
 #pragma unroll 1
     for (int from = low; from < high; from += 2 * kPairs, before += count) {
-        Walk now(share), wanted = now;  // the next piece to copy
+        Walk now(share), expected = now;  // the next piece to copy
         const int first = before + now.piece;
         Ring at = {first % WEIGHT_ONLY_STAGES, static_cast<u32>(first / WEIGHT_ONLY_STAGES) & 1};
         float sum[2][WEIGHT_ONLY_TILES][4] = {};
@@ -179,15 +179,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             code[m] = codes + (static_cast<i64>(line_of(m)) + lane / 8) * (columns / 2) +
-                      (begin + wanted.piece) * 128 + lane % 8 * 16;
+                      (begin + expected.piece) * 128 + lane % 8 * 16;
             keep(code[m]);
         }
         const u8* scale = scales + static_cast<i64>(line_of(lane / kTall) + lane % kTall) *
                                        (columns / CODEC_BLOCK);
         keep(scale);
         const auto send = [&](int slot) {
-            const int place = begin + wanted.piece;
-            const bool more = wanted.piece < count,
+            const int place = begin + expected.piece;
+            const bool more = expected.piece < count,
                        inside = more && place * 128 + lane % 8 * 16 < columns / 2;
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     raw_memory + of_scales + slot + g, scale + first + g,
                     more && first + g < columns / CODEC_BLOCK && lane / kTall < there);
             end_copies();
-            const int further = wanted.next(share) * 128;
+            const int further = expected.next(share) * 128;
             code[0] += further, code[1] += further;
         };
 #pragma unroll 1

@@ -239,8 +239,8 @@ extern "C" __global__ void __launch_bounds__(640, 1)
         keep(aside);
         int segment = unit.begin * WEIGHT_ONLY_SPLIT_K + part, taken = 0;
         // Behind the last segment that one again: x is 0 there.
-        const auto ask = [&](u8* to, int wanted) {
-            const u32 segment = min(wanted, last_segment);
+        const auto ask = [&](u8* to, int expected) {
+            const u32 segment = min(expected, last_segment);
 #pragma unroll
             for (int h = 0; h < 2; ++h)
 #pragma unroll

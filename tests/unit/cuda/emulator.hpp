@@ -38,7 +38,7 @@ struct uint4 {
 };
 
 struct Barrier {
-    int wanted = 0, here = 0, times = 0;
+    int expected = 0, here = 0, times = 0;
     void wait();
 };
 
@@ -55,7 +55,7 @@ inline void yield() {
 
 inline void Barrier::wait() {
     const int before = times;
-    if (++here == wanted) here = 0, ++times;
+    if (++here == expected) here = 0, ++times;
     while (times == before) yield();
 }
 

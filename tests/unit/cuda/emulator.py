@@ -27,7 +27,8 @@ HEADER = Path(__file__).parent / "emulator.hpp"
 SHARED = 227 * 1024
 """Bytes of shared memory that a block may have."""
 _DYNAMIC = re.compile(r"extern __shared__ (.+)\[\];")
-_KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^()]*\))?\s*(\w+)\(')
+_BOUNDS = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
+_KERNEL = re.compile(rf'extern "C" __global__ void\s*(?:{_BOUNDS})?\s*(\w+)\(')
 
 
 class Emulator:

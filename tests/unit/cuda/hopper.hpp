@@ -144,7 +144,7 @@ inline int unknown(int number) { return number; }
 
 static Barrier named[16];
 inline void named_barrier(int number, int threads) {
-    named[number].wanted = threads;
+    named[number].expected = threads;
     named[number].wait();
 }
 

@@ -88,9 +88,9 @@ def test_bytes_are_those_of_two_kernels(
         plan = kernels.plan_of(spec, shape, False, before)
         assert isinstance(plan, kernels.Plan)
         made.append(kernels.quantize(given, plan, None, xp))
-    (q, stats), (want, wanted) = made
+    (q, stats), (want, expected) = made
     same_parts(q, want, f"{activation}, {spec} of {shape}")
-    assert stats == wanted
+    assert stats == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,8 +102,8 @@ def test_rows_and_columns_in_one_reading(xp: Any, name: str) -> None:
         for given, activation in ((x, "gelu"), (y, "")):
             plan = both_of(name, shape, activation)
             made.append(rowwise_columnwise.quantize_raw(given, plan, (None, None), xp))
-        (both, counters), (wanted, others) = made
-        for q, want in zip(both, wanted, strict=True):
+        (both, counters), (expected, others) = made
+        for q, want in zip(both, expected, strict=True):
             same_parts(q, want, f"{name} of {shape}")
         for c in (0, 2 * SLOTS):
             part = (c, c + 2 * SLOTS)

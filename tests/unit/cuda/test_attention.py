@@ -170,10 +170,10 @@ def check(case: Case, xp: Any) -> None:
     assert stats.shape[2] % 128 == 0 and np.isinf(stats.get()[..., case.queries :]).all()
     mine = [wide(a) for a in (out, *grads)]
     failed = []
-    for name, got, (wanted, bound) in zip(
+    for name, got, (expected, bound) in zip(
         ("out", "gq", "gk", "gv"), mine, exact(case, arrays, mine[0]), strict=True
     ):
-        ratio = np.abs(got - wanted) / (1.02 * bound + 1e-30)
+        ratio = np.abs(got - expected) / (1.02 * bound + 1e-30)
         worst = np.unravel_index(np.argmax(np.where(np.isnan(ratio), np.inf, ratio)), ratio.shape)
         text = f"{name} {ratio[worst]:.3f} of its bound at {tuple(map(int, worst))}"
         print(case, text)
@@ -181,7 +181,7 @@ def check(case: Case, xp: Any) -> None:
         if len(bad):
             failed.append(
                 f"{text}: {len(bad)} of {ratio.size} beyond, first {bad[0]}, last {bad[-1]}, "
-                f"got {got[worst]}, expected {wanted[worst]} within {bound[worst]}"
+                f"got {got[worst]}, expected {expected[worst]} within {bound[worst]}"
             )
     assert not failed, f"{case}: " + "; ".join(failed)
 
@@ -212,8 +212,8 @@ def test_the_bounds_are_narrow() -> None:
         less, _ = GenericBackend("cpu", np).attention(
             *(a.astype(np.float64) for a in parts), False, 0.125
         )
-        (wanted, bound), *_ = exact(case, arrays, out)
-        assert (np.abs(less - wanted)[:, :, -1] > 1.02 * bound[:, :, -1]).any()
+        (expected, bound), *_ = exact(case, arrays, out)
+        assert (np.abs(less - expected)[:, :, -1] > 1.02 * bound[:, :, -1]).any()
 
 
 def test_two_runs_give_the_same_bits(hopper: Any) -> None:
@@ -307,7 +307,7 @@ def test_packed_attention_reads_and_writes_where_things_lie(
 def test_a_graph_repeats_both_ways(hopper_gpu: Any) -> None:
     xp, case = hopper_gpu.xp, LARGE[0]
     there = placed(case, inputs(case), xp)
-    wanted = run(case, there, xp)
+    expected = run(case, there, xp)
     pool, stream = xp.cuda.MemoryPool(), xp.cuda.Stream(non_blocking=True)
     xp.cuda.Device().synchronize()
     with xp.cuda.using_allocator(pool.malloc), stream:
@@ -321,5 +321,5 @@ def test_a_graph_repeats_both_ways(hopper_gpu: Any) -> None:
                 a.view(np.uint16 if a.dtype == BFLOAT16 else np.uint32).fill(7)
             graph.launch()
             stream.synchronize()
-            for name, a, b in zip(("out", "stats", "gq", "gk", "gv"), kept, wanted, strict=True):
+            for name, a, b in zip(("out", "stats", "gq", "gk", "gv"), kept, expected, strict=True):
                 assert (bits(a) == bits(b)).all(), name

@@ -99,15 +99,15 @@ def test_vectors_are_used_only_where_they_fit() -> None:
         ((70, 64), 0): False,
     }
     whole |= {((256, 66), 0): False}
-    for (shape, axis), wanted in whole.items():
+    for (shape, axis), expected in whole.items():
         plan = kernels.plan_of(QuantSpec("mxfp4", axis=axis), shape)
         assert isinstance(plan, kernels.Plan)
-        assert kernels.is_whole(plan, 4096, "bfloat16") is wanted, shape
+        assert kernels.is_whole(plan, 4096, "bfloat16") is expected, shape
         assert not kernels.is_whole(plan, 4098, "bfloat16")
-    for columns, wanted in ((48, True), (40, False)):
+    for columns, expected in ((48, True), (40, False)):
         plan = kernels.plan_of(QuantSpec("mxfp4", tile=(32, 32)), (70, columns))
         assert isinstance(plan, kernels.Plan)
-        assert kernels.is_whole(plan, 4096, "bfloat16") is wanted, columns
+        assert kernels.is_whole(plan, 4096, "bfloat16") is expected, columns
         assert not kernels.is_whole(plan, 4098, "bfloat16")
 
 

@@ -46,29 +46,29 @@ def test_sums_casts_and_relu_of_both_dtypes_have_the_cpus_bits(
             for dtype in kinds:
                 if dtype != x.dtype:
                     assert trainer.path("cast", there, dtype) == "fused kernel"
-                wanted = CPU.cast(x, dtype)
+                expected = CPU.cast(x, dtype)
                 if dtype != x.dtype and dtype == HALF:  # which NaN is ml_dtypes' own business
-                    wanted = CPU.bfloat16_values(x).astype(HALF)
-                same_bytes("cast", trainer.cast(there, dtype).get(), wanted)
+                    expected = CPU.bfloat16_values(x).astype(HALF)
+                same_bytes("cast", trainer.cast(there, dtype).get(), expected)
         for a, b in itertools.product((tame, tame.astype(HALF)), repeat=2):
             b = b[::-1].copy()
             pair = [shifted(here, side, offset) for side in (a, b)]
-            wanted = CPU.add(a, b)
+            expected = CPU.add(a, b)
             assert trainer.path("add", *pair) == "fused kernel"
             got = trainer.add(*pair)
-            assert got.dtype == wanted.dtype == (a.dtype if a.dtype == b.dtype else np.float32)
-            same_bytes("add", got.get(), wanted)
+            assert got.dtype == expected.dtype == (a.dtype if a.dtype == b.dtype else np.float32)
+            same_bytes("add", got.get(), expected)
         for g, out in itertools.product((wild, bfloat16_bits(1, count)), repeat=2):
-            wanted = CPU.relu_grad(*(side.astype(np.float32) for side in (g, out)))
+            expected = CPU.relu_grad(*(side.astype(np.float32) for side in (g, out)))
             got = trainer.relu_grad(shifted(here, g, offset), shifted(here, out, offset))
             assert got.dtype == g.dtype
-            same_bytes("relu_grad", got.get(), wanted.astype(g.dtype))
+            same_bytes("relu_grad", got.get(), expected.astype(g.dtype))
         for x in (wild, bfloat16_bits(2, count)):
-            wanted = CPU.relu(x.astype(np.float32)).astype(x.dtype)
+            expected = CPU.relu(x.astype(np.float32)).astype(x.dtype)
             got = trainer.relu(shifted(here, x, offset))
             assert got.dtype == x.dtype
-            number = widened(wanted) == widened(wanted)
-            same_bytes("relu", got.get()[number], wanted[number])
+            number = widened(expected) == widened(expected)
+            same_bytes("relu", got.get()[number], expected[number])
             assert np.isnan(widened(got)[~number]).all()
 
 
@@ -90,15 +90,15 @@ def test_gelu_and_softmax_of_bfloat16_are_rounded_once(trainer: Any, name: str) 
         assert got.dtype == (HALF if fits else np.float32)
         wide = [a.astype(np.float64) for a in narrow]
         done = getattr(CPU, name)
-        wanted = done(*wide, None) if name == "gelu_grad" else done(*wide, *axis)
-        wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+        expected = done(*wide, None) if name == "gelu_grad" else done(*wide, *axis)
+        expected = expected[0] if isinstance(expected, tuple) else expected
         # Half a unit of bfloat16, and of float32 what the bounds allow of values this large: of a
         # difference (softmax's gradient, gelu's below 0) that is relative to its terms.
         n = narrow[0].shape[-1] if axis else 150
         size = np.abs(wide[-1 if name == "softmax_grad" else 0])
         terms = size * np.abs(wide[0]).max() if name == "softmax_grad" else np.maximum(size, 1)
-        bound = np.abs(wanted) * 2.0**-8 + 2 * (n + 32) * UNIT * terms + 2.0**-126
-        assert (np.abs(widened(got) - wanted) <= bound).all(), (name, case[0].shape)
+        bound = np.abs(expected) * 2.0**-8 + 2 * (n + 32) * UNIT * terms + 2.0**-126
+        assert (np.abs(widened(got) - expected) <= bound).all(), (name, case[0].shape)
 
 
 def test_gelu_below_0_keeps_its_digits_in_bfloat16(trainer: Any) -> None:

@@ -129,5 +129,5 @@ def test_scales_lie_beyond_32_bits(xp: Any, tmp_path: Path, axis: int) -> None:
 def test_other_scales_are_refused(xp: Any) -> None:
     scales = xp.zeros((2, 3), np.float32)
     for stored in (Stored(scales, 3, 1), Stored(scales.astype(np.float64), 2, 1)):
-        with pytest.raises(ValueError, match="wanted float32 or float16 scales of"):
+        with pytest.raises(ValueError, match="expected float32 or float16 scales of"):
             block_scales([stored], xp)

@@ -254,5 +254,5 @@ def test_options_that_exclude_each_other_are_refused(xp: Any) -> None:
 
 @pytest.mark.parametrize("blocks", [1, (1,), (0, 1), (2, 4), (1, 128)])
 def test_a_scale_is_of_one_row_or_of_four(blocks: Any) -> None:
-    with pytest.raises(ValueError, match="wanted scales of 1 or 4 rows of both"):
+    with pytest.raises(ValueError, match="expected scales of 1 or 4 rows of both"):
         Config.of("e4m3", promote=1, blocks=blocks)

@@ -278,10 +278,10 @@ def test_scales_of_128_along_k_multiply_exact_sums(
 def test_flags_decide_on_the_device(hopper: Any) -> None:
     rng = np.random.default_rng(0)
     a, _ = operand(rng, 64, 128, "e5m2", hopper)
-    for flag, wanted, runs in ((0, 0, True), (1, 0, False), (1, 1, True), (0, 1, False)):
+    for flag, expected, runs in ((0, 0, True), (1, 0, False), (1, 1, True), (0, 1, False)):
         out = empty_rows(hopper, 64, 64, np.float32)
         out[...] = np.nan
-        flags = Flags(row=hopper.asarray(flag, dtype=np.uint32), expected=wanted)
+        flags = Flags(row=hopper.asarray(flag, dtype=np.uint32), expected=expected)
         count = hopper.zeros((), dtype=np.uint32)
         gemm(a, a, out, Config(), Epilogue(flags=flags._replace(runs=count)))
         assert bool(np.isfinite(out.get()).all()) is runs

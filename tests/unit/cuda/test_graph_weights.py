@@ -85,13 +85,13 @@ def test_what_a_broken_recording_made_is_not_used(gpu: Any) -> None:
         return out * float(out)
 
     with et.no_grad():
-        wanted = model(batch(0)).numpy().copy()
+        expected = model(batch(0)).numpy().copy()
         train = et.capture(step)
         with pytest.raises(RuntimeError, match="cannot be captured"):
             for _ in range(3):
                 train(batch(0))
         gc.collect()  # the capture, but not what it made
-        np.testing.assert_array_equal(model(batch(0)).numpy(), wanted)
+        np.testing.assert_array_equal(model(batch(0)).numpy(), expected)
 
 
 def test_gradients_from_before_a_step_are_not_added_to(gpu: Any) -> None:

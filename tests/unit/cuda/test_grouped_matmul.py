@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused(xp: Any) -> None:
     cases: list[tuple[Any, Any, Any, dict[str, str], str]] = [
         (a, a, two.astype(np.int64), {}, "offsets int32"),
         (a, a, four, {}, "in 4 groups"),
-        (a, a[:, :32], two, {}, "wanted a"),
+        (a, a[:, :32], two, {}, "expected a"),
         (a, q, two, {}, "two packed operands"),
         (a.astype(np.float32), a.astype(np.float32), two, {}, "packed or bfloat16"),
         (a, a, two, {"out_dtype": "float16"}, "out_dtype"),

@@ -59,8 +59,8 @@ def test_adam_of_many_has_the_cpus_bits(trainer: Any, special: bool, offset: int
             CPU.adam_multi_tensor([tuple(part) for part in parts], factors)
             trainer.adam_multi_tensor(mine, factors)
         for ours, theirs in zip(mine, parts, strict=True):
-            for got, wanted in zip(ours, theirs, strict=True):
-                same_bytes("adam", got.get(), wanted, str(wanted.shape))
+            for got, expected in zip(ours, theirs, strict=True):
+                same_bytes("adam", got.get(), expected, str(expected.shape))
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -74,8 +74,8 @@ def test_sgd_of_many_has_the_cpus_bits(trainer: Any, changes: dict[str, Any], of
             CPU.sgd_multi_tensor([(*p[:2], p[2] if keeps else None) for p in parts], factors)
             trainer.sgd_multi_tensor([(*p[:2], p[2] if keeps else None) for p in mine], factors)
         for ours, theirs in zip(mine, parts, strict=True):
-            for got, wanted in zip(ours, theirs, strict=True):
-                same_bytes("sgd", got.get(), wanted, str(wanted.shape))
+            for got, expected in zip(ours, theirs, strict=True):
+                same_bytes("sgd", got.get(), expected, str(expected.shape))
 
 
 NARROW = ["bfloat16", "mxfp8_e4m3"]
@@ -134,8 +134,8 @@ def step_alike(ours: Any, cpu: Any) -> None:
         assert m.step == n.step and m.arrays.keys() == n.arrays.keys()
         for slot in n.arrays:
             parts = stored_bytes(m.arrays[slot]), stored_bytes(n.arrays[slot])
-            for got, wanted in zip(*parts, strict=True):
-                same_numbers(f"{slot}: {where}", got, wanted)
+            for got, expected in zip(*parts, strict=True):
+                same_numbers(f"{slot}: {where}", got, expected)
         same_numbers(f"weight: {where}", m.param.data.get(), n.param.numpy())
 
 
@@ -222,13 +222,13 @@ def test_a_run_goes_on_where_its_checkpoint_is_loaded(
     same(train(["cuda", "cpu", "cuda"]), train(["cpu", "cpu", "cpu"]))
 
 
-def same_numbers(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
+def same_numbers(name: str, got: np.ndarray, expected: np.ndarray) -> None:
     """The same bytes; NaN where NaN is, as a GPU's has other bits."""
-    if wanted.dtype != np.uint8:
-        nan = np.isnan(wanted.astype(np.float32))
+    if expected.dtype != np.uint8:
+        nan = np.isnan(expected.astype(np.float32))
         np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), nan, name)
-        got, wanted = (np.where(nan, wanted.dtype.type(0), a) for a in (got, wanted))
-    same_bytes(name, got, wanted)
+        got, expected = (np.where(nan, expected.dtype.type(0), a) for a in (got, expected))
+    same_bytes(name, got, expected)
 
 
 def shifted(xp: Any, a: np.ndarray, offset: int) -> Any:

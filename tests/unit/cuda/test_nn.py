@@ -169,9 +169,9 @@ def test_norms_are_within_their_bounds(trainer: Any, name: str) -> None:
         there = [trainer.xp.asarray(a) if isinstance(a, np.ndarray) else a for a in case]
         fits = case[1 + name.endswith("_grad")].size <= norm.MOST
         assert trainer.path(name, *there).startswith("fused kernel" if fits else "generic: rows of")
-        for got, wanted, bound in zip(getattr(trainer, name)(*there), exact, bounds, strict=True):
-            assert got.shape == wanted.shape
-            assert (np.abs(got.get() - wanted) <= bound).all(), case[0].shape
+        for got, expected, bound in zip(getattr(trainer, name)(*there), exact, bounds, strict=True):
+            assert got.shape == expected.shape
+            assert (np.abs(got.get() - expected) <= bound).all(), case[0].shape
 
 
 ELEMENTS = {
@@ -344,13 +344,13 @@ def losses(
 ) -> list[float]:
     state = apply_recipe(model, chosen[0], activations=chosen[1])
     device = optimizer.params[0].device
-    inputs, wanted = (et.from_numpy(a, device=device) for a in (x, labels))
+    inputs, expected = (et.from_numpy(a, device=device) for a in (x, labels))
     made = []
     for _ in range(steps):
         state.step += 1
         optimizer.zero_grad()
         scores = model(inputs)
-        loss = et.cross_entropy(scores.reshape(-1, scores.shape[-1]), wanted)
+        loss = et.cross_entropy(scores.reshape(-1, scores.shape[-1]), expected)
         loss.backward()
         optimizer.step()
         made.append(float(loss))

@@ -56,8 +56,8 @@ def check(cuda: Any, x: np.ndarray, spec: QuantSpec, operand: bool = True) -> No
     context = f"{spec} on {x.dtype} of shape {x.shape}"
     device = cuda.xp.asarray(x)
     gap = dialect_gap(spec)
-    wanted_path = "fused kernel" if gap is None else f"host: {gap.reason}"
-    assert cuda.path("quantize", device, spec, stream) == wanted_path, context
+    expected_path = "fused kernel" if gap is None else f"host: {gap.reason}"
+    assert cuda.path("quantize", device, spec, stream) == expected_path, context
     want, want_stats = reference.quantize(x, spec, stream)
     got, got_stats = cuda.quantize(device, spec, stream)
     assert got.spec == want.spec
@@ -70,9 +70,9 @@ def check(cuda: Any, x: np.ndarray, spec: QuantSpec, operand: bool = True) -> No
     if decodes:
         same_bytes("dequantized", host(cuda.dequantize(got)), reference.dequantize(want), context)
     if operand:
-        wanted, _ = reference.fake_quantize(x, spec, stream)
+        expected, _ = reference.fake_quantize(x, spec, stream)
         decoded, again = cuda.fake_quantize(device, spec, stream)
-        same_bytes("operand", host(decoded), wanted, context)
+        same_bytes("operand", host(decoded), expected, context)
         assert (again() if callable(again) else again) == want_stats, context
 
 

@@ -100,9 +100,9 @@ def test_works_are_products_with_kernels_with_cupy_and_in_bfloat16(
     monkeypatch.setattr(recipe_operands, "make_operands", make_operands)
     outs = [work() for work in tune._works(backend)(way, 32)]
     count = together(32)
-    wanted = [[1], []] if way == "bf16" else [[1], [], [1]]
-    assert [asked for asked, *_ in made] == [asked for asked in wanted for _ in range(count)]
-    assert works == [32 * bool(asked) for asked in wanted for _ in range(2 * count)]
+    expected = [[1], []] if way == "bf16" else [[1], [], [1]]
+    assert [asked for asked, *_ in made] == [asked for asked in expected for _ in range(count)]
+    assert works == [32 * bool(asked) for asked in expected for _ in range(2 * count)]
     assert {dtype for *_, dtype in made} == {"bfloat16"} == {out.dtype.name for out in outs}
     ours, other, last = (made[i * count][1:3] for i in (0, 1, -1))
     np.testing.assert_array_equal(ours, other)  # the same operands, whoever multiplies them

@@ -84,9 +84,9 @@ KEYS = [
 def test_slicing_whole_blocks(name: str, key: tuple[object, ...]) -> None:
     q = _tensor().quantize(et.QuantSpec(name, tile=(1, 32)))
     part = q[key]
-    wanted = q.dequantize().numpy()[key]
-    assert part.shape == wanted.shape
-    assert np.array_equal(part.dequantize().numpy(), wanted)
+    expected = q.dequantize().numpy()[key]
+    assert part.shape == expected.shape
+    assert np.array_equal(part.dequantize().numpy(), expected)
 
 
 @pytest.mark.parametrize("length", [48, 80, 33])
@@ -187,11 +187,11 @@ def test_matmul_wants_the_contraction_axis() -> None:
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "outlier"])
 def test_every_float_can_be_quantized(name: str, dtype: str) -> None:
     x = _tensor().to(dtype)
-    wanted = x.to("float32").to(name)
+    expected = x.to("float32").to(name)
     x.requires_grad = True
     q = x.to(name)
-    assert np.array_equal(q.codes, wanted.codes) and np.array_equal(q.scales, wanted.scales)
-    assert q.dtype is wanted.dtype and q.dequantize().dtype is et.float32
+    assert np.array_equal(q.codes, expected.codes) and np.array_equal(q.scales, expected.scales)
+    assert q.dtype is expected.dtype and q.dequantize().dtype is et.float32
     (q.dequantize() * 3.0).sum().backward()
     assert x.grad.dtype is x.dtype and np.all(x.grad.to("float32").numpy() == 3.0)
 

@@ -80,9 +80,9 @@ def check(product: et.ExTensor, left: np.ndarray, right: np.ndarray) -> None:
     """Float32, within the bound of any order: gamma_(K + 6) twice; that of FP8 on a GPU."""
     cpu = product.device == "cpu"
     unit = 2 * (K + 6) * 2.0**-24 if cpu else K * 34 / 32 * 2.0**-13 + 2.0**-20
-    wanted, size = left @ right, np.abs(left) @ np.abs(right)
-    assert product.dtype is et.float32 and product.shape == wanted.shape
-    assert (np.abs(product.numpy() - wanted) <= unit * size).all()
+    expected, size = left @ right, np.abs(left) @ np.abs(right)
+    assert product.dtype is et.float32 and product.shape == expected.shape
+    assert (np.abs(product.numpy() - expected) <= unit * size).all()
 
 
 LEADS = ((), (5,), (2, 5), (2, 3, 5), (40,), (0, 5))
@@ -198,9 +198,9 @@ def test_what_is_still_a_product_of_decoded_values() -> None:
     a, b = tensor(2, 5, K), tensor(K, 7)
     across = tensor(2, K, 7).to_mxfp4(axis=1, tile=(2, 32))
     for left, right in ((a.to_mxfp4(), b), (a.to("float64"), b.to_mxfp4(axis=0)), (a, across)):
-        wanted = left.dequantize() @ right.dequantize()
+        expected = left.dequantize() @ right.dequantize()
         got = left @ right
-        assert got.dtype is wanted.dtype and np.array_equal(got.numpy(), wanted.numpy())
+        assert got.dtype is expected.dtype and np.array_equal(got.numpy(), expected.numpy())
         with packed(), pytest.raises(AssertionError, match="an operand was dequantized"):
             left @ right
 
@@ -249,12 +249,12 @@ def test_gradients_are_those_of_the_decoded_operands(
         t.requires_grad = True
     z = et.linear(*dense) if op == "linear" else dense[0] @ dense[1]
     (z * g).sum().backward()
-    for tracked, wanted in ((x, dense[0]), (weights, dense[1])):
-        assert tracked.grad is not None and wanted.grad is not None
+    for tracked, expected in ((x, dense[0]), (weights, dense[1])):
+        assert tracked.grad is not None and expected.grad is not None
         assert tracked.grad.dtype is tracked.dtype
         unit = {"bfloat16": 2.0**-8, "float16": 2.0**-10}.get(tracked.dtype.name, 2.0**-18)
-        error = np.abs(values(tracked.grad) - wanted.grad.numpy())
-        assert error.max() <= unit * np.abs(wanted.grad.numpy()).max()
+        error = np.abs(values(tracked.grad) - expected.grad.numpy())
+        assert error.max() <= unit * np.abs(expected.grad.numpy()).max()
 
 
 @pytest.mark.parametrize(("left", "right"), SHAPES[1:], ids=str)
@@ -268,9 +268,9 @@ def test_second_derivatives_of_dense_rows(left: tuple[int, ...], right: tuple[in
         return values(second)
 
     x, w = tensor(*left), tensor(*right).to_mxfp4().swapaxes(-1, -2)
-    wanted = curved(x.detach().to("float64"), w.dequantize().to("float64"))
-    error = np.abs(curved(x, w) - wanted)
-    assert error.max() <= 2.0**-16 * np.abs(wanted).max()
+    expected = curved(x.detach().to("float64"), w.dequantize().to("float64"))
+    error = np.abs(curved(x, w) - expected)
+    assert error.max() <= 2.0**-16 * np.abs(expected).max()
 
 
 # --- errors -------------------------------------------------------------------------------------

@@ -20,14 +20,14 @@ F = np.float32
 def test_wrong_dtype_inferred_in_mixed_precision_ops(op: Callable[..., et.ExTensor]) -> None:
     """The result's dtype follows the table of promotions, not the first operand."""
     ones = {name: et.ones((2, 32), name) for name in ("float16", "bfloat16", "float32", "float64")}
-    for a, b, wanted in (
+    for a, b, expected in (
         ("bfloat16", "float32", et.float32),
         ("float16", "bfloat16", et.float32),
         ("float16", "float64", et.float64),
         ("bfloat16", "bfloat16", et.bfloat16),
     ):
-        assert op(ones[a], ones[b]).dtype is wanted
-        assert op(ones[b], ones[a]).dtype is wanted
+        assert op(ones[a], ones[b]).dtype is expected
+        assert op(ones[b], ones[a]).dtype is expected
     blocked = {name: ones["float32"].to(name) for name in ("mxfp4", "nvfp4", "mxfp8_e4m3")}
     for name, q in blocked.items():
         for other in (q, blocked["mxfp4"], ones["float32"], ones["bfloat16"], 1.0):

@@ -119,14 +119,14 @@ def test_bfloat16_activations_reach_the_product_as_that(
     wide = given.numpy().astype(np.float32).reshape(-1, 75)
     wide = backend.bfloat16_values(wide) if operand == "bfloat16" else wide
     with np.errstate(over="ignore"):
-        wanted = multiply(backend, wide, stored.data).astype(given.numpy().dtype)
-    assert y.dtype is given.dtype and y.numpy().tobytes() == wanted.tobytes()
+        expected = multiply(backend, wide, stored.data).astype(given.numpy().dtype)
+    assert y.dtype is given.dtype and y.numpy().tobytes() == expected.tobytes()
     (y.to("float32") * et.from_numpy(g)).sum().backward()
     rounded = et.from_numpy(g).to(dtype).to("float32").numpy().reshape(-1, 12)
-    wanted = rounded @ stored.dequantize().numpy()
+    expected = rounded @ stored.dequantize().numpy()
     assert given.grad is not None and given.grad.dtype is given.dtype
     got = given.grad.numpy().reshape(-1, 75)
-    assert got.tobytes() == wanted.astype(got.dtype).tobytes()
+    assert got.tobytes() == expected.astype(got.dtype).tobytes()
 
 
 def test_integers_are_multiplied_exactly() -> None:
@@ -151,8 +151,8 @@ def test_the_gradient_is_that_of_the_decoded_weights() -> None:
     stored = et.from_numpy(w).to_int8()
     prequantized_matmul(a, stored, context).sum().backward()
     assert a.grad is not None
-    wanted = stored.dequantize().numpy().sum(axis=0)
-    np.testing.assert_allclose(a.grad.numpy(), np.tile(wanted, (4, 1)), rtol=1e-5, atol=1e-5)
+    expected = stored.dequantize().numpy().sum(axis=0)
+    np.testing.assert_allclose(a.grad.numpy(), np.tile(expected, (4, 1)), rtol=1e-5, atol=1e-5)
     image, dense = et.from_numpy(v), et.from_numpy(v)
     image.requires_grad = dense.requires_grad = True
     kernels = et.from_numpy(arrays((3, 18))[0]).to_int8()

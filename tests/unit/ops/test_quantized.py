@@ -29,20 +29,20 @@ GENERIC = GenericBackend("cpu", np)
 
 def _values(x: np.ndarray, context: LayerContext, slot: str, axis: int) -> np.ndarray:
     """What the slot's operand should be, through the reference and no code of the primitive."""
-    wanted = context.layer.slot(slot)
-    if isinstance(wanted, str):
-        return np.asarray(et.from_numpy(x).to(wanted).to("float32").numpy())
-    spec = wanted.replace(axis=axis)
+    expected = context.layer.slot(slot)
+    if isinstance(expected, str):
+        return np.asarray(et.from_numpy(x).to(expected).to("float32").numpy())
+    spec = expected.replace(axis=axis)
     stream = context.stream(slot, axis in (0, -2)) if spec.rounding == "stochastic" else None
     return fake_quantize(np.ascontiguousarray(x), spec, stream)[0]
 
 
 def _close(actual: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> None:
     """Actual equals scale * a @ b up to float32 summation: |error| <= K eps (|a| @ |b|) * 2."""
-    wanted = scale * (a.astype(np.float64) @ b.astype(np.float64))
+    expected = scale * (a.astype(np.float64) @ b.astype(np.float64))
     bound = 2 * (a.shape[-1] + 2) * 2.0**-24 * scale * (np.abs(a) @ np.abs(b)).astype(np.float64)
-    assert actual.shape == wanted.shape
-    assert np.all(np.abs(actual - wanted) <= bound + 1e-30)
+    assert actual.shape == expected.shape
+    assert np.all(np.abs(actual - expected) <= bound + 1e-30)
 
 
 def _tensor(*shape: int, scale: float = 1.0) -> et.ExTensor:
@@ -149,10 +149,10 @@ def test_conv2d_is_three_gemms_of_patches(name: str, groups: int) -> None:
     images = a.reshape(-1, 3, *y.shape[2:]).swapaxes(0, 1)
     tail = (x.shape, window, groups)
     kernels = b.reshape(-1, *w.shape[1:]).astype(np.float64)
-    wanted = layer.dgrad.output_scale * GENERIC.conv2d_grad_x(images, kernels, *tail)
+    expected = layer.dgrad.output_scale * GENERIC.conv2d_grad_x(images, kernels, *tail)
     bound = GENERIC.conv2d_grad_x(np.abs(images).astype(np.float64), np.abs(kernels), *tail)
     k = 9 * a.shape[-2] + 2
-    error = np.abs(x.grad.numpy() - wanted)
+    error = np.abs(x.grad.numpy() - expected)
     assert np.all(error <= 2 * layer.dgrad.output_scale * k * 2.0**-24 * bound + 1e-30)
 
 

@@ -197,9 +197,9 @@ def test_what_another_thread_forgets_meanwhile_is_not_missed() -> None:
 
     model, state = build("mxfp4_all")
     with et.no_grad():
-        wanted = model(batch(0)).numpy()
+        expected = model(batch(0)).numpy()
         state.weight_cache._operands = Forgetful()
-        np.testing.assert_array_equal(model(batch(0)).numpy(), wanted)
+        np.testing.assert_array_equal(model(batch(0)).numpy(), expected)
 
 
 def test_other_sizes_make_them_anew(made: Made) -> None:
@@ -227,12 +227,12 @@ def test_nothing_is_held_of_a_weight_that_is_gone() -> None:
 def test_copies_begin_without_them(made: Made) -> None:
     model, state = build("mxfp4_all")
     with et.no_grad():
-        wanted = model(batch(0)).numpy()
+        expected = model(batch(0)).numpy()
         assert state.weight_cache
         made.clear()
         for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert not again[0].quant.state.weight_cache
-            assert np.array_equal(again(batch(0)).numpy(), wanted)
+            assert np.array_equal(again(batch(0)).numpy(), expected)
     assert len(made) == 2 * 4
 
 
