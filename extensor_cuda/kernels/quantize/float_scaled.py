@@ -3,7 +3,7 @@
 Scales of float32 or float16 for a tensor, a channel, a group or a tile of any size, along any axis,
 with zero points or without. One launch finds the blocks' extremes, another divides and rounds
 (`kernels/quantize/float_scaled.cu`). Bytes, scales and counts are the reference's. `plan_of` says
-what is not covered. Operands that products read are `extensor_cuda.scaling`'s.
+what is not covered. Operands of products: `extensor_cuda.kernels.prepare.float_scaled_operand`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FP8, INT8 and INT4 under float scales in blocks along rows: quantized in one reading.
 
 Groups, channels, tensors and tiles whose rows are multiples of 16
-(`kernels/quantize/float_scaled_rowwise.cu`); a tensor's own scale takes a reading before. `floats`
-covers the rest.
+(`kernels/quantize/float_scaled_rowwise.cu`); a tensor's own scale takes a reading before.
+`float_scaled` covers the rest.
 """
 
 from __future__ import annotations
