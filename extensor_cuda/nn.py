@@ -17,19 +17,9 @@ import numpy as np
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.dispatch import FLOATS, Call, contiguous, dtype_gap, unless
 from extensor_cuda.kernels.attention import attention as bf16_attention
-from extensor_cuda.kernels.nn import (
-    cross_entropy as losses,
-)
-from extensor_cuda.kernels.nn import (
-    dropout,
-    elementwise,
-    norm,
-    scatter_add,
-    sums,
-)
-from extensor_cuda.kernels.nn import (
-    softmax as rows_of,
-)
+from extensor_cuda.kernels.nn import cross_entropy as losses
+from extensor_cuda.kernels.nn import dropout, elementwise, norm, scatter_add, sums
+from extensor_cuda.kernels.nn import softmax as rows_of
 
 __all__ = [
     "add",

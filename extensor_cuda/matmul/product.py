@@ -36,14 +36,7 @@ import numpy as np
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
 from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE, Config, Split
-from extensor_cuda.kernels.gemm.gemm_sm90 import (
-    Epilogue,
-    Flags,
-    Scales,
-    Zeros,
-    empty_rows,
-    gemm,
-)
+from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, Flags, Scales, Zeros, empty_rows, gemm
 from extensor_cuda.kernels.gemm.requantize import Requantized, finished, type_of
 from extensor_cuda.kernels.prepare.cast_bf16 import add_parts, empty_parts
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand

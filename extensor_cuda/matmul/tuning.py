@@ -266,10 +266,7 @@ def without_hadamard(layer: LayerRecipe) -> LayerRecipe:
 
 
 def overheads(
-    backend: Any,
-    clock: Clock,
-    widths: Sequence[int] = WIDTHS,
-    tokens: int = _TOKENS,
+    backend: Any, clock: Clock, widths: Sequence[int] = WIDTHS, tokens: int = _TOKENS
 ) -> list[Timing]:
     """Time layers' forward and backward without Hadamard transforms and with them.
 

@@ -121,12 +121,7 @@ def unsupported(x: Array, norm: Norm, plan: RowColumnPlan, capability: str) -> U
 
 @lru_cache(maxsize=256)
 def norm_quantize_source(
-    plan: RowColumnPlan,
-    dtype: str,
-    centred: bool,
-    biased: bool,
-    only_rows: bool,
-    stats: bool,
+    plan: RowColumnPlan, dtype: str, centred: bool, biased: bool, only_rows: bool, stats: bool
 ) -> Source:
     """The program for input of a dtype."""
     rows, columns = plan.rowwise.shape

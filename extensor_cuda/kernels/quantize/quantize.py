@@ -17,13 +17,7 @@ import numpy as np
 
 from extensor.backends.unsupported import Unsupported
 from extensor.formats import ELEMENTS, ElementFormat
-from extensor.quant.array import (
-    QuantArray,
-    QuantStats,
-    block_grid,
-    coded_length,
-    packed_length,
-)
+from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
