@@ -22,11 +22,19 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.capture import HostMirror, HostMirrors
+from extensor.random import Stream
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 from extensor_cuda.runtime.memory import allocate
 
-__all__ = ["FindNonfinite", "StepCapture", "clock_of", "current_capture", "source"]
+__all__ = [
+    "FindNonfinite",
+    "StepCapture",
+    "clock_of",
+    "current_capture",
+    "random_arguments",
+    "source",
+]
 
 Array = Any
 FindNonfinite = Callable[[Sequence[Array], Array, Any, Any], None]
@@ -73,6 +81,14 @@ def clock_of(streams: Sequence[Any]) -> Any:
     return capture.cell(
         ("step", id(clock)), np.uint64, lambda: clock.step, lambda ahead: clock.step + ahead
     )
+
+
+def random_arguments(*streams: Stream | None) -> list[Any]:
+    """What kernels are told of the random bits of streams: `clock_of`, and four words of each."""
+    words: list[int] = []
+    for stream in streams:
+        words += (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
+    return [clock_of(streams), *map(np.uint32, words)]
 
 
 class StepCapture:
@@ -221,8 +237,7 @@ class StepCapture:
 
     def rescale(self, state: Array, bad: Array, rule: Sequence[float]) -> None:
         """See the protocol."""
-        numbers = (np.float64(number) for number in rule)
-        launch(source(), "rescale", 1, 1, state, bad, self.stop, *numbers)
+        launch(source(), "rescale", 1, 1, state, bad, self.stop, *map(np.float64, rule))
 
     def counters(self, number: int) -> tuple[Array, int, int]:
         """So many uint64 counters that all replays add to, and where `read_counters` has them.
