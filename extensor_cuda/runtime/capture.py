@@ -45,7 +45,6 @@ WIDTH, ROWS = 256, 256
 """Numbers of the host in a capture, and steps of lookahead at most."""
 COUNTERS = 1 << 15
 """How many counters share an allocation, so that one copy reads many."""
-NULL = np.uint64(0)
 
 _active = threading.local()
 
@@ -61,8 +60,8 @@ def source() -> Source:
     return Source.read(Path(__file__).parents[1] / "kernels" / "optimizer" / "step_state.cu", {})
 
 
-def clock_of(streams: Sequence[Any]) -> Any:
-    """The step number on the device that random bits depend on; a null pointer outside a capture.
+def clock_of(streams: Sequence[Any]) -> Array | None:
+    """The step number on the device that random bits depend on; None outside a capture.
 
     Raises:
         RuntimeError: in a capture, for streams without a clock: each replay would draw the same
@@ -71,7 +70,7 @@ def clock_of(streams: Sequence[Any]) -> Any:
     drawn = [stream for stream in streams if stream is not None]
     capture = current_capture()
     if capture is None or not drawn:
-        return NULL
+        return None
     clock = drawn[0].clock
     if clock is None or any(stream.clock is not clock for stream in drawn):
         raise RuntimeError(
@@ -220,7 +219,7 @@ class StepCapture:
         xp, count = self.xp, len(arrays)
         if error is None:
             flags = xp.zeros(count + 1, dtype=np.uint32)
-            self._find_nonfinite(arrays, flags, NULL, xp)
+            self._find_nonfinite(arrays, flags, None, xp)
             return flags[count:].reshape(())
         flags = self.persistent(np.zeros(count + 1, np.uint32))
         self._find_nonfinite(arrays, flags, self.stop, xp)
