@@ -88,12 +88,9 @@ def batch_key(specs: Sequence[Any], dtype: str) -> Hashable | None:
 def run(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any, state: State) -> Prepared:
     """Operands of a contiguous matrix under one spec, or one of rows and one of columns.
 
-    Args:
-        x: that `supports` each spec.
-        specs: resolved.
-        streams: one per spec, given exactly under stochastic rounding.
-        xp: cupy.
-        state: the tensor's amax state, from the call before; None: nothing is known of it.
+    It is one that `supports` each spec, which is resolved and has a stream, given exactly under
+    stochastic rounding. The state is the tensor's amax state, from the call before; None: nothing
+    is known of it.
     """
     if len(specs) == 2 and not _transposes(specs[0], specs[1]):
         sides = zip(specs, streams, strict=True)
