@@ -223,9 +223,9 @@ def _matmul(
         return _BEYOND_BF16
     path = f"bf16 tensor cores: {why.reason}"
     if isinstance(to, str) and all(side.scale.is_absent for side in wide):
-        return Product(product(*wide, to, xp), path)
+        return Product(product(wide[0], wide[1], to, xp), path)
     out = empty_result(xp, a.shape[0], b.shape[0], to)
-    multiply(*wide, out)
+    multiply(wide[0], wide[1], out)
     return Product(finished(out, xp), path)
 
 
@@ -412,7 +412,7 @@ def _grouped_operands(
             return left, right, ""
         why = _TOO_WIDE.reason
     wide = exact_bf16((a, b), xp)
-    return _BEYOND_BF16 if wide is None else (*wide, f": {why}")
+    return _BEYOND_BF16 if wide is None else (wide[0], wide[1], f": {why}")
 
 
 def _by_row(operand: GemmOperand) -> GemmOperand:
