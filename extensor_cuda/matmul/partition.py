@@ -6,8 +6,9 @@ the same on every GPU. Launches themselves ask the device how many multiprocesso
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.gemm.config import (
@@ -196,8 +197,15 @@ def stretches(lines: int, columns: int, segment: int) -> tuple[int, int]:
     return -(-segments // per_stretch), per_stretch * segment
 
 
-def _quickest(found: list[tuple[float, Cut]]) -> Cut | None:
-    return min(found, key=lambda one: one[0])[1] if found else None
+def _quickest(cuts: Callable[..., list[tuple[float, Cut]]]) -> Callable[..., Cut | None]:
+    """Of ways to divide a product the one that takes the least time; None where there is none."""
+
+    @lru_cache(maxsize=1024)
+    def quickest(*product: Any) -> Cut | None:
+        found = cuts(*product)
+        return min(found, key=lambda one: one[0])[1] if found else None
+
+    return quickest
 
 
 def resident_cuts(
@@ -230,12 +238,7 @@ def resident_cuts(
     return found
 
 
-@lru_cache(maxsize=1024)
-def resident_cut(lines: int, columns: int, tokens: int, block: int) -> resident.Cut | None:
-    """The quickest of `resident_cuts`; None if there is none."""
-    return _quickest(resident_cuts(lines, columns, tokens, block))
-
-
+resident_cut = _quickest(resident_cuts)
 _MOST_SLICES = 8
 
 
@@ -277,12 +280,7 @@ def ring_cuts(lines: int, columns: int, tokens: int, block: int) -> list[tuple[f
     return found
 
 
-@lru_cache(maxsize=1024)
-def ring_cut(lines: int, columns: int, tokens: int, block: int) -> ring.Cut:
-    """The quickest of `ring_cuts`."""
-    found = _quickest(ring_cuts(lines, columns, tokens, block))
-    assert found is not None
-    return found
+ring_cut = _quickest(ring_cuts)
 
 
 def wgmma_cuts(
@@ -311,9 +309,4 @@ def wgmma_cuts(
     return found
 
 
-@lru_cache(maxsize=1024)
-def wgmma_cut(lines: int, columns: int, tokens: int, dtype: str, bits: int) -> wgmma.Cut:
-    """The quickest of `wgmma_cuts`."""
-    found = _quickest(wgmma_cuts(lines, columns, tokens, dtype, bits))
-    assert found is not None
-    return found
+wgmma_cut = _quickest(wgmma_cuts)

@@ -122,13 +122,7 @@ def least_work(path: str) -> int:
 
 
 def refusal(path: str, work: int, capability: str) -> Unsupported | None:
-    """Why a product of M N K = work does not take a path on a GPU; None if it may.
-
-    Args:
-        path: one of `PATHS`.
-        work: see `least_work`.
-        capability: compute capability of the GPU, such as "90".
-    """
+    """Why a product of M N K = work does not take a path of `PATHS` on a GPU; None if it may."""
     if capability != "90":
         return Unsupported(
             f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
