@@ -33,6 +33,7 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.gemm.gemm_sm90 import MOST_TERMS, Epilogue, empty_rows, gemm
 from extensor_cuda.kernels.gemm.requantize import Requantized, finished, requantized, type_of
 from extensor_cuda.kernels.quantize import quantize as quantizer
+from extensor_cuda.matmul import tuned
 from extensor_cuda.matmul.expand import (
     Inexact,
     exact_bf16,
@@ -80,10 +81,8 @@ def stored_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | N
     ``capability`` is the GPU's compute capability, such as "90". Raises TypeError for tensors.
     """
     _refuse_tensors("matmul", a, b)
-    if capability != "90":
-        return Unsupported(
-            f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
-        )
+    if (refused := tuned.hopper_gap(capability)) is not None:
+        return refused
     for q in (a, b):
         if len(q.shape) != 2:
             return Unsupported(f"{len(q.shape)} axes; the kernel multiplies matrices")

@@ -64,16 +64,11 @@ def reason(spec: QuantSpec, m: int, n: int) -> str | None:
 
 
 def requantized(spec: QuantSpec, m: int, n: int, xp: Any, amax: Array | None = None) -> Requantized:
-    """An empty result (M, N) for `gemm_sm90.gemm`, with ``q.spec`` in its config.
+    """An empty result (M, N) for `gemm_sm90.gemm`, quantized along its rows.
 
-    Args:
-        spec: how to quantize it, along its rows.
-        m: its rows.
-        n: its columns.
-        xp: cupy.
-        amax: float32 of shape () on the device, for a format with a scale per tensor or a window:
-            what stands for the largest magnitude of the result, which no block knows; larger
-            values saturate under NVFP4's scales.
+    Its config has ``q.spec``. ``amax``, float32 of shape () on the device, is for a format with a
+    scale per tensor or a window: what stands for the largest magnitude of the result, which no
+    block knows; larger values saturate under NVFP4's scales.
 
     Raises:
         ValueError: for a spec that `reason` refuses, and without an amax that it needs.
