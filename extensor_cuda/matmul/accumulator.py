@@ -36,16 +36,10 @@ def _cut(x: Floats) -> Floats:
 
 
 def accumulate(a: Floats, b: Floats, least_a: int, least_b: int) -> Float32s:
-    """The unpromoted product a b^T as wgmma gives it.
+    """The unpromoted product a b^T as wgmma gives it, float32 (M, N).
 
-    Args:
-        a: (M, K) values of FP8 codes.
-        b: (N, K) values of FP8 codes.
-        least_a: exponent of the smallest normal of a's format: -6 for E4M3, -14 for E5M2.
-        least_b: likewise for b.
-
-    Returns:
-        (M, N) float32.
+    a and b are values of FP8 codes, (M, K) and (N, K); the least exponents are those of the
+    smallest normals of their formats: -6 for E4M3, -14 for E5M2.
     """
     total = np.zeros((len(a), len(b)))
     for start in range(0, a.shape[1], STEP):

@@ -33,6 +33,7 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.gemm.gemm_sm90 import MOST_TERMS, Epilogue, empty_rows, gemm
 from extensor_cuda.kernels.gemm.requantize import Requantized, finished, requantized, type_of
 from extensor_cuda.kernels.quantize import quantize as quantizer
+from extensor_cuda.matmul import tuned
 from extensor_cuda.matmul.expand import (
     Inexact,
     exact_bf16,
@@ -80,10 +81,8 @@ def stored_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | N
     ``capability`` is the GPU's compute capability, such as "90". Raises TypeError for tensors.
     """
     _refuse_tensors("matmul", a, b)
-    if capability != "90":
-        return Unsupported(
-            f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
-        )
+    if (refused := tuned.hopper_gap(capability)) is not None:
+        return refused
     for q in (a, b):
         if len(q.shape) != 2:
             return Unsupported(f"{len(q.shape)} axes; the kernel multiplies matrices")
@@ -224,9 +223,9 @@ def _matmul(
         return _BEYOND_BF16
     path = f"bf16 tensor cores: {why.reason}"
     if isinstance(to, str) and all(side.scale.is_absent for side in wide):
-        return Product(product(*wide, to, xp), path)
+        return Product(product(wide[0], wide[1], to, xp), path)
     out = empty_result(xp, a.shape[0], b.shape[0], to)
-    multiply(*wide, out)
+    multiply(wide[0], wide[1], out)
     return Product(finished(out, xp), path)
 
 
@@ -413,7 +412,7 @@ def _grouped_operands(
             return left, right, ""
         why = _TOO_WIDE.reason
     wide = exact_bf16((a, b), xp)
-    return _BEYOND_BF16 if wide is None else (*wide, f": {why}")
+    return _BEYOND_BF16 if wide is None else (wide[0], wide[1], f": {why}")
 
 
 def _by_row(operand: GemmOperand) -> GemmOperand:

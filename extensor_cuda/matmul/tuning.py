@@ -312,10 +312,8 @@ def tune(
 ) -> tuple[Path, list[Timing], list[Timing]]:
     """Measure on cupy's current GPU and write the table.
 
-    Args:
-        plot: an SVG file for the curve, with its numbers beside it in a JSON file.
-        sizes: sides of cubes.
-        hadamard: likewise for what Hadamard transforms cost, which is not measured without it.
+    ``plot`` is an SVG file for the curve, with its numbers beside it in a JSON file; ``hadamard``
+    likewise for what Hadamard transforms cost, which is not measured without it.
 
     Returns:
         The table's file, what was measured for it, and of Hadamard transforms.

@@ -177,12 +177,9 @@ class StepCapture:
         return np.asarray(array.get())
 
     def cell(
-        self,
-        key: object,
-        dtype: Any,
-        read: Callable[[], float],
+        self, key: object, dtype: Any, read: Callable[[], float],
         lookahead: Callable[[int], float] | None = None,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """See the protocol."""
         if key not in self._cells:
             at = len(self._cells)
@@ -339,11 +336,8 @@ class StepCapture:
         """Write rows of the host's numbers, unless the next row on the device is right already."""
         if not self._cells:
             return
-        row = self._row(0)
-        if self._next < len(self._predicted):
-            right = bool((self._predicted[self._next] == row).all())
-        else:
-            right = bool((self._after == row).all())
+        row, there = self._row(0), self._next < len(self._predicted)
+        right = bool(((self._predicted[self._next] if there else self._after) == row).all())
         if not right or self._next == len(self._predicted):
             # Twice as far as the last time while that was right, from the next step on if not.
             count = min(ROWS, 2 * len(self._predicted)) if right else 1

@@ -149,8 +149,8 @@ def _parameters(
     (m, n, k), scales, flags = sizes, epilogue.scales, epilogue.flags
     row, column = scales.factors or scales.exponents
     residual, offsets, packed = epilogue.residual, epilogue.offsets, epilogue.packed
-    quantized = isinstance(out, Requantized)
-    to, pitch = (out.q.codes, 0) if quantized else (out, out.strides[0] // out.dtype.itemsize)
+    to = out.q.codes if isinstance(out, Requantized) else out
+    pitch = 0 if isinstance(out, Requantized) else out.strides[0] // out.dtype.itemsize
     made: Any = epilogue_structure()(
         row_exponent=_pointer(row),
         column_exponent=_pointer(column),
@@ -172,7 +172,7 @@ def _parameters(
         out_pitch=pitch,
         groups=0 if offsets is None else len(offsets) - 1,
     )
-    if quantized:
+    if isinstance(out, Requantized):
         made.scales, made.tensor = _pointer(out.q.scales), _pointer(out.tensor)
     if scales.zeros is not None:
         made.row_zero, made.row_rest, made.column_zero, made.column_sum = map(

@@ -60,15 +60,8 @@ def bf16_triple(x: Array, xp: Any) -> Array:
     out = empty_rows(xp, 3 * rows, columns, np.uint16)
     pitch = out.strides[0] // 2
     sizes, blocks = map(np.int64, (rows, columns, pitch)), -(-rows * pitch // (2 * _THREADS))
-    launch(
-        bf16_source("float32", True),
-        "thirds",
-        blocks,
-        _THREADS,
-        xp.ascontiguousarray(x),
-        out,
-        *sizes,
-    )
+    x, program = xp.ascontiguousarray(x), bf16_source("float32", True)
+    launch(program, "thirds", blocks, _THREADS, x, out, *sizes)
     return out
 
 

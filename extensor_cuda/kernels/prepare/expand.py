@@ -77,16 +77,11 @@ def expand(
     heads: Sequence[Array | None] = (None, None),
     made: Sequence[Array | None] = (None,) * 5,
 ) -> None:
-    """Expand so many rows of packed storage to ``out``; does not wait.
+    """Expand so many rows of packed storage to ``out``, (rows or more, pitch); does not wait.
 
-    Args:
-        source: from `expand_source`.
-        threads: that have work.
-        packed: what is expanded.
-        out: (rows or more, pitch).
-        rows: how many.
-        heads: the largest scale, and the tensor's scale.
-        made: what becomes of exponent, factor and flag; two guards.
+    The source is from `expand_source`, and so many threads have work. ``heads`` are the largest
+    scale and the tensor's scale; ``made`` is what becomes of exponent, factor and flag, and two
+    guards.
 
     Raises:
         ValueError: for more than the kernel counts in 32 bits.

@@ -1,8 +1,7 @@
 """FP8 and INT8 operands under float scales, (rows, K) from either axis of a matrix of floats.
 
-By `kernels.quantize.float_scaled_rowwise` and `float_scaled_columnwise`, or where these do not fit
-in two passes of any shape (`float_scaled_operand.cu`). Codes and scales are the reference's, bit
-for bit.
+By `kernels.quantize.float_scaled_blocks`, or where this does not fit in two passes of any shape
+(`float_scaled_operand.cu`). Codes and scales are the reference's, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
+from extensor_cuda.kernels.quantize import float_scaled_blocks
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.runtime.capture import random_arguments
 from extensor_cuda.runtime.compile import Source
@@ -43,7 +42,7 @@ class Quantized(NamedTuple):
 @lru_cache(maxsize=64)
 def scaled_source(spec: QuantSpec, dtype: str) -> Source:
     """The program for a resolved spec and an input dtype."""
-    macros = float_scaled_rowwise.float_macros(spec, dtype)
+    macros = float_scaled_blocks.float_macros(spec, dtype)
     return Source.read(_SOURCE, macros | {"PREPARE_COLUMNWISE": int(spec.axis == 0)})
 
 
@@ -55,7 +54,7 @@ def shared_amax(x: Array, specs: Sequence[QuantSpec], xp: Any) -> Array | None:
     """The largest magnitude of x where several specs have one scale for all of it; else None."""
     of_all = all(tile_extent(spec, x.shape) == x.shape for spec in specs)
     shared = len(specs) > 1 and of_all and _is_aligned(x) and x.size % 16 == 0
-    return float_scaled_rowwise.largest(x, specs[0], xp) if shared else None
+    return float_scaled_blocks.largest(x, specs[0], xp) if shared else None
 
 
 def quantize(
@@ -72,25 +71,21 @@ def quantize(
     counters = Counters(2 * kernels.SLOTS, xp)
     out = xp.empty((lines, -(-k // 16) * 16), dtype=np.uint8)
     scales = xp.empty(grid, dtype=np.float32)
-    written = x, stream, out, scales, counters, xp
-    by_lines = spec.axis == 1 and float_scaled_rowwise.rowwise_plan(
-        spec, (1, rows, 1, columns), (1, tall, 1, wide), (1, grid[0], 1, grid[1])
-    )
-    by_panels = spec.axis == 0 and float_scaled_columnwise.columnwise_plan(
-        spec, x.shape, (tall, wide), transposed=True
-    )
-    if by_lines and _is_aligned(x):
-        float_scaled_rowwise.quantize(by_lines, *written, most=amax)
-    elif by_panels and _is_aligned(x):
-        float_scaled_columnwise.quantize(by_panels, *written, most=amax)
+    if spec.axis == 1:
+        sizes = (1, rows, 1, columns), (1, tall, 1, wide), (1, grid[0], 1, grid[1])
+        plan = float_scaled_blocks.rowwise_plan(spec, *sizes)
+    else:
+        plan = float_scaled_blocks.columnwise_plan(spec, x.shape, (tall, wide), transposed=True)
+    if plan and _is_aligned(x):
+        float_scaled_blocks.quantize(plan, x, stream, out, scales, counters, xp, most=amax)
     else:
         source = scaled_source(spec, x.dtype.name)
         most = xp.zeros(grid, dtype=np.uint32)
         warps = -(-rows // _ROWS) * -(-columns // _COLUMNS)
         blocks = -(-warps // _WARPS), _THREADS
-        sizes = [np.int64(n) for n in (rows, columns, tall, wide, grid[1])]
-        launch(source, "maxima", *blocks, x, most, *sizes)
+        numbers = [np.int64(n) for n in (rows, columns, tall, wide, grid[1])]
+        launch(source, "maxima", *blocks, x, most, *numbers)
         arrays = x, most, out, scales, counters.array
-        numbers = *random_arguments(stream), *sizes, np.int64(out.shape[1])
-        launch(source, "codes", *blocks, *arrays, *numbers)
+        pitch = np.int64(out.shape[1])
+        launch(source, "codes", *blocks, *arrays, *random_arguments(stream), *numbers, pitch)
     return Quantized(out[:, :k], scales, counters)

@@ -117,14 +117,11 @@ def launch_fused(
     history: Array | None = None,
     guards: Sequence[Array] = (),
 ) -> None:
-    """Make one operand or two of x; does not wait.
+    """Make one operand or two, of rows and of columns, of x; does not wait.
 
-    Args:
-        x: contiguous matrix, rows a multiple of 16 bytes.
-        sides: one, or one of rows and one of columns.
-        exponent: int32 (1,), written: the power of two of codes.
-        history: amax state, read and written; where there is an exponent.
-        guards: two flags; nothing is written unless one is set.
+    x is a contiguous matrix, rows a multiple of 16 bytes. The power of two of codes is written to
+    ``exponent``, int32 (1,); the amax state is then read and written. With two flags as guards,
+    nothing is written unless one is set.
     """
     of = {side.spec.axis: side for side in sides}
     both = [of.get(axis) for axis in (1, 0)]

@@ -20,7 +20,7 @@ from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, QuantStats, block_grid, packed_length, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
+from extensor_cuda.kernels.quantize import float_scaled_blocks
 from extensor_cuda.kernels.quantize.quantize import SLOTS, THREADS
 from extensor_cuda.runtime.capture import random_arguments
 from extensor_cuda.runtime.compile import Source
@@ -70,21 +70,16 @@ class FloatPlan:
     scales_shape: tuple[int, ...]
 
     @cached_property
-    def rowwise(self) -> float_scaled_rowwise.RowwisePlan | None:
-        """The plan of the faster kernels for blocks along rows, where they fit."""
-        if self.fast != _COLUMNS or self.bytes * self.per != self.sizes[3]:
+    def blocks(self) -> float_scaled_blocks.BlockPlan | None:
+        """The plan of the faster kernels, in one reading, where they fit."""
+        if self.bytes * self.per != self.sizes[3]:
             return None
-        return float_scaled_rowwise.rowwise_plan(self.spec, self.sizes, self.each, self.grid)
-
-    @cached_property
-    def columnwise(self) -> float_scaled_columnwise.ColumnwisePlan | None:
-        """The plan of the faster kernels for blocks down a matrix's columns, where they fit."""
-        if self.fast != _ROWS or len(self.shape) != 2 or self.bytes * self.per != self.shape[0]:
+        if self.fast == _COLUMNS:
+            return float_scaled_blocks.rowwise_plan(self.spec, self.sizes, self.each, self.grid)
+        if self.fast != _ROWS or len(self.shape) != 2:
             return None
         extent = self.each[3], self.each[1]
-        return float_scaled_columnwise.columnwise_plan(
-            self.spec, self.shape, extent, transposed=False
-        )
+        return float_scaled_blocks.columnwise_plan(self.spec, self.shape, extent, transposed=False)
 
     @property
     def per(self) -> int:
@@ -163,7 +158,7 @@ def float_source(plan: FloatPlan, dtype: str, aligned: bool) -> Source:
     """The program for input of a dtype, from a multiple of 16 bytes on or not."""
     spec, elements = plan.spec, plan.vec * plan.per
     whole = plan.fast != _COLUMNS or plan.sizes[3] % elements == 0
-    macros = float_scaled_rowwise.float_macros(spec, dtype) | {
+    macros = float_scaled_blocks.float_macros(spec, dtype) | {
         "QUANT_CONTIGUOUS_AXIS": plan.fast,
         "QUANT_CODE_BYTES": plan.vec,
         "QUANT_WHOLE": int(aligned and whole and plan.vec == 4),
@@ -195,12 +190,8 @@ def start(
     counters = Counters(2 * SLOTS, xp)
     counts = OperandCounts(counters, (0, 2 * SLOTS), x.size)
     q = QuantArray(codes, scales, spec, plan.shape, zero_points=zeros)
-    written = x, stream, codes, scales, counters, xp
-    if plan.rowwise and x.data.ptr % 16 == 0:
-        float_scaled_rowwise.quantize(plan.rowwise, *written, zeros)
-        return q, counts
-    if plan.columnwise and x.data.ptr % 16 == 0:
-        float_scaled_columnwise.quantize(plan.columnwise, *written)
+    if plan.blocks and x.data.ptr % 16 == 0:
+        float_scaled_blocks.quantize(plan.blocks, x, stream, codes, scales, counters, xp, zeros)
         return q, counts
     groups = -(-(columns, inner, rows)[plan.fast] // 4)
     lines = outer * (1 if plan.fast == _ROWS else rows)

@@ -137,9 +137,8 @@ def norm_quantize_source(
         "QUANT_CLUSTER_DIMS": f"__cluster_dims__({group}, 1, 1)" if only_rows and group > 1 else "",
     }
     whole = rows % tall == 0 and columns % wide == 0
-    return kernels.quantize_source(
-        plan.rowwise, "bfloat16", "codes", whole, stats, tuple(extra.items())
-    )
+    more = tuple(extra.items())
+    return kernels.quantize_source(plan.rowwise, "bfloat16", "codes", whole, stats, more)
 
 
 def norm_quantize(

@@ -393,15 +393,11 @@ def quantize_raw(
 ) -> Outputs:
     """Launch the quantizer and return without waiting.
 
-    Args:
-        x: C-contiguous float32, bfloat16 or float16 array of the plan's shape.
-        plan: from `plan_of`.
-        stream: names the random bits, given exactly under stochastic rounding.
-        xp: cupy.
-        amax: float32 of shape () on the device: the largest finite magnitude (for a scale window:
-            among blocks of finite values). None: a pass over x finds it where it is needed.
-        stats: count saturated and flushed values.
-        values: write decoded float32 values instead of codes and scales.
+    x is a C-contiguous float32, bfloat16 or float16 array of the plan's shape. The stream names the
+    random bits, given exactly under stochastic rounding. ``amax`` is float32 of shape () on the
+    device, the largest finite magnitude (for a scale window: among blocks of finite values);
+    without it a pass over x finds it where it is needed. ``stats`` counts saturated and flushed
+    values; ``values`` writes decoded float32 values instead of codes and scales.
     """
     tensor, maximum = tensor_of(plan, x, amax, xp)
     counters = Counters(2 * SLOTS, xp) if stats else None

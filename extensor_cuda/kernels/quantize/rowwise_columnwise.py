@@ -139,13 +139,8 @@ def quantize_raw(
 ) -> tuple[tuple[QuantArray, QuantArray], Counters | None]:
     """Launch and return without waiting: arrays along rows and down columns, and the counters.
 
-    Args:
-        x: C-contiguous float32, bfloat16 or float16 matrix of the plan's shape.
-        plan: from `row_column_plan`.
-        streams: along rows, and down columns.
-        xp: cupy.
-        amax: as for `extensor_cuda.kernels.quantize.quantize.quantize_raw`.
-        stats: count saturated and flushed values.
+    As of `extensor_cuda.kernels.quantize.quantize.quantize_raw`, with a stream along rows and one
+    down columns.
     """
     tensor, _ = kernels.tensor_of(plan.rowwise, x, amax, xp)
     arrays = {"tensor": tensor}

@@ -12,7 +12,7 @@ from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.prepare import float_scaled_operand
-from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
+from extensor_cuda.kernels.quantize import float_scaled_blocks
 from tests.unit.cuda import emulator
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.preparing import FLOAT_SCALES, gap
@@ -52,7 +52,7 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = [float_scaled_operand, float_scaled_rowwise, float_scaled_columnwise]
+    made = [float_scaled_operand, float_scaled_blocks]
     return place(request, monkeypatch, [], hopper=False, quantizing=made)
 
 
