@@ -44,8 +44,8 @@ __device__ __forceinline__ Scale block_scale(const Most& most) {
 #endif
     if (scale == 0) scale = 1;
 #if CODEC_FLOAT16_SCALES
-    const u16 half = half_scale(scale);
-    scale = half_value(half);
+    const u16 half = float_to_half_scale(scale);
+    scale = half_to_float(half);
     s.stored = finite ? half : 0x7E00u;
 #else
     s.stored = finite ? bits_of(scale) : kNaN;

@@ -80,10 +80,10 @@ __device__ __forceinline__ void activate(u32 (&pairs)[N]) {
     for (int i = 0; i < N; ++i) {
         const float low = op(element(pairs, 2 * i), 0), high = op(element(pairs, 2 * i + 1), 0);
 #ifdef __CUDA_ARCH__
-        // without the branch of nearest_pair, as a block that holds NaN does not ask which
+        // without the branch of round_bf16x2, as a block that holds NaN does not ask which
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pairs[i]) : "f"(high), "f"(low));
 #else
-        pairs[i] = nearest_pair(low, high);
+        pairs[i] = round_bf16x2(low, high);
 #endif
     }
 }
@@ -91,7 +91,7 @@ template <int N>
 __device__ __forceinline__ void activate(float (&values)[N]) {
     const Active op;
 #pragma unroll
-    for (int i = 0; i < N; ++i) values[i] = float_of(nearest(op(values[i], 0)) << 16);
+    for (int i = 0; i < N; ++i) values[i] = float_of(round_bf16(op(values[i], 0)) << 16);
 }
 #else
 template <class T>

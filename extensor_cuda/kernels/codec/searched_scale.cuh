@@ -59,7 +59,7 @@ __device__ __forceinline__ u32 code_of(const Options& o, int number) {
 // ---- as the reference does it ----
 
 // x * inverse to the nearest grid value, ties to even.
-__device__ __forceinline__ float nearest(float x, float inverse) {
+__device__ __forceinline__ float nearest_value(float x, float inverse) {
     const float y = __fmul_rn(x, inverse);
     const float magnitude = fminf(fabsf(y), float_of(CODEC_CLAMP_BITS));
     const u32 exponent =
@@ -71,7 +71,7 @@ __device__ __forceinline__ float nearest(float x, float inverse) {
 
 // One value's squared error under a scale.
 __device__ __forceinline__ float square(float x, float inverse, float value, const Tensor& tensor) {
-    float decoded = __fmul_rn(nearest(x, inverse), value);
+    float decoded = __fmul_rn(nearest_value(x, inverse), value);
 #if CODEC_RULE == 6
     decoded = __fdiv_rn(__fmul_rn(decoded, tensor.amax), 1536.0f);
 #else

@@ -8,10 +8,11 @@
 #include "common/vector_types.cuh"
 #include "nn/row_reduce.cuh"
 
-typedef Of<NN_IN>::Raw Raw;
+typedef ElementType<NN_IN>::Raw Raw;
 
 __device__ __forceinline__ bool in_groups(const Raw* x, const Raw* out, i64 classes) {
-    return !((reinterpret_cast<u64>(x) | reinterpret_cast<u64>(out)) & 15) && classes % kGroup == 0;
+    return !((reinterpret_cast<u64>(x) | reinterpret_cast<u64>(out)) & 15) &&
+           classes % kVector == 0;
 }
 
 // f(value) for those of a row that this thread has.
@@ -19,13 +20,13 @@ template <class F>
 __device__ __forceinline__ void each(const Raw* row, i64 classes, bool grouped, F f) {
     const int lane = threadIdx.x % kLanes;
     if (grouped) {
-        for (i64 i = lane * kGroup; i < classes; i += kLanes * kGroup) {
-            const Group g = Of<NN_IN>::load(row + i);
+        for (i64 i = lane * kVector; i < classes; i += kLanes * kVector) {
+            const FloatVector g = ElementType<NN_IN>::load(row + i);
 #pragma unroll
-            for (int k = 0; k < kGroup; ++k) f(g.v[k]);
+            for (int k = 0; k < kVector; ++k) f(g.v[k]);
         }
     } else {
-        for (i64 i = lane; i < classes; i += kLanes) f(Of<NN_IN>::wide(row[i]));
+        for (i64 i = lane; i < classes; i += kLanes) f(ElementType<NN_IN>::wide(row[i]));
     }
 }
 
@@ -54,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const float log_sum = logf(sum);
     // A label that is no class is refused elsewhere, but not always before this runs.
     const i64 label = labels[row];
-    const float score =
-        label >= 0 && label < classes ? Of<NN_IN>::wide(mine[label]) : __uint_as_float(0x7FC00000u);
+    const float score = label >= 0 && label < classes ? ElementType<NN_IN>::wide(mine[label])
+                                                      : __uint_as_float(0x7FC00000u);
     float loss = __fsub_rn(log_sum, __fsub_rn(score, top));
     if (smoothing != 0) {
         const float uniform = __fsub_rn(log_sum, __fdiv_rn(shifts, static_cast<float>(classes)));
@@ -88,14 +89,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     Raw* to = out + row * classes;
     const int lane = threadIdx.x % kLanes;
     if (in_groups(x, out, classes)) {
-        for (i64 i = lane * kGroup; i < classes; i += kLanes * kGroup) {
-            Group g = Of<NN_IN>::load(from + i);
+        for (i64 i = lane * kVector; i < classes; i += kLanes * kVector) {
+            FloatVector g = ElementType<NN_IN>::load(from + i);
 #pragma unroll
-            for (int k = 0; k < kGroup; ++k) g.v[k] = slope(i + k, g.v[k]);
-            Of<NN_IN>::store(to + i, g);
+            for (int k = 0; k < kVector; ++k) g.v[k] = slope(i + k, g.v[k]);
+            ElementType<NN_IN>::store(to + i, g);
         }
     } else {
         for (i64 i = lane; i < classes; i += kLanes)
-            to[i] = Of<NN_IN>::narrow(slope(i, Of<NN_IN>::wide(from[i])));
+            to[i] = ElementType<NN_IN>::narrow(slope(i, ElementType<NN_IN>::wide(from[i])));
     }
 }

@@ -9,7 +9,7 @@
 
 #include "common/vector_types.cuh"
 
-typedef Of<NN_OUT>::Raw Raw;
+typedef ElementType<NN_OUT>::Raw Raw;
 
 constexpr int kThreads = 256, kRows = kThreads / 32 / NN_WARPS;  // rows of a block at a time
 constexpr int kLanes = 32 * NN_WARPS,
@@ -37,7 +37,7 @@ __device__ __forceinline__ void row_sums(float& a, float& b) {
 
 // y = (x - mean) rstd weight + bias; bias may be null. RMSNorm: without mean and bias.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    normalize(const Of<NN_IN>::Raw* __restrict__ x, const float* __restrict__ weight,
+    normalize(const ElementType<NN_IN>::Raw* __restrict__ x, const float* __restrict__ weight,
               const float* __restrict__ bias, Raw* __restrict__ y, float* __restrict__ mean_of,
               float* __restrict__ rstd_of, float eps, i64 rows) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
         const int i = k * kLanes + lane;
-        v[k] = real && i < NN_LENGTH ? Of<NN_IN>::wide(x[row * NN_LENGTH + i]) : 0.0f;
+        v[k] = real && i < NN_LENGTH ? ElementType<NN_IN>::wide(x[row * NN_LENGTH + i]) : 0.0f;
         sum = __fadd_rn(sum, v[k]);
     }
 #if NN_CENTRED
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (i >= NN_LENGTH) continue;
         float out = __fmul_rn(__fmul_rn(v[k], rstd), weight[i]);
         if (bias) out = __fadd_rn(out, bias[i]);
-        y[row * NN_LENGTH + i] = Of<NN_OUT>::narrow(out);
+        y[row * NN_LENGTH + i] = ElementType<NN_OUT>::narrow(out);
     }
     if (lane == 0) {
         rstd_of[row] = rstd;
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int k = 0; k < kEach; ++k) {
             const int i = k * kLanes + lane;
             const bool there = real && i < NN_LENGTH;
-            const float gradient = there ? Of<NN_OUT>::wide(g[row * NN_LENGTH + i]) : 0.0f;
+            const float gradient = there ? ElementType<NN_OUT>::wide(g[row * NN_LENGTH + i]) : 0.0f;
             h[k] = there ? __fmul_rn(__fsub_rn(x[row * NN_LENGTH + i], mean), rstd) : 0.0f;
             e[k] = there ? __fmul_rn(gradient, weight[i]) : 0.0f;
             along = __fadd_rn(along, __fmul_rn(e[k], h[k]));

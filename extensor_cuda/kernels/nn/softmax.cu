@@ -8,9 +8,9 @@
 #include "common/vector_types.cuh"
 #include "nn/row_reduce.cuh"
 
-typedef Of<NN_IN>::Raw Raw;
+typedef ElementType<NN_IN>::Raw Raw;
 __device__ __forceinline__ float wide(float v) { return v; }
-__device__ __forceinline__ float wide(u16 v) { return Of<1>::wide(v); }
+__device__ __forceinline__ float wide(u16 v) { return ElementType<1>::wide(v); }
 
 // Softmax of the first `seen` of a row's values times `scale`; the others become 0. A NaN shows
 // in the sum.
@@ -48,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int k = 0; k < NN_THREAD_VALUES; ++k) {
         const i64 i = k * kLanes + threadIdx.x % kLanes;
-        if (i < length) out[row * length + i] = Of<NN_IN>::narrow(__fdiv_rn(mine.v[k], mine.sum));
+        if (i < length)
+            out[row * length + i] = ElementType<NN_IN>::narrow(__fdiv_rn(mine.v[k], mine.sum));
     }
 }
 
@@ -72,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int k = 0; k < NN_THREAD_VALUES; ++k) {
         const i64 i = k * kLanes + threadIdx.x % kLanes;
         if (real && i < length)
-            gx[row * length + i] = Of<NN_IN>::narrow(__fmul_rn(p[k], __fsub_rn(d[k], along)));
+            gx[row * length + i] =
+                ElementType<NN_IN>::narrow(__fmul_rn(p[k], __fsub_rn(d[k], along)));
     }
 }
 

@@ -11,12 +11,12 @@
 
 #include "common/vector_types.cuh"
 
-typedef Of<NN_IN>::Raw Raw;
+typedef ElementType<NN_IN>::Raw Raw;
 
 constexpr int kThreads = 32 * NN_BLOCK_ROWS, kAhead = 4;  // rows that are under way at a time
 
 #if NN_THREAD_VALUES == 8
-typedef Group Values;
+typedef FloatVector Values;
 #else
 struct Values {
     float v[NN_THREAD_VALUES];
@@ -25,12 +25,12 @@ struct Values {
 
 __device__ __forceinline__ Values loaded(const Raw* from) {
 #if NN_THREAD_VALUES == 1
-    return {{Of<NN_IN>::wide(*from)}};
+    return {{ElementType<NN_IN>::wide(*from)}};
 #elif NN_IN == 0
     const float4 w = *reinterpret_cast<const float4*>(from);
     return {{w.x, w.y, w.z, w.w}};
 #else
-    return Of<NN_IN>::load(from);
+    return ElementType<NN_IN>::load(from);
 #endif
 }
 

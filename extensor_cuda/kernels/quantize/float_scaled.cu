@@ -274,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (!QUANT_ONE_BLOCK_A_THREAD || n == 0)
             block = block_of(grid, each, e.o, e.r, e.i, e.c < columns ? e.c : columns - 1);
 #if CODEC_FLOAT16_SCALES
-        const float scale = half_value(scales[block]);
+        const float scale = half_to_float(scales[block]);
 #else
         const float scale = float_of(scales[block]);
 #endif

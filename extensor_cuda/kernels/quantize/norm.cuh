@@ -105,10 +105,10 @@ struct Tiles {
                         : static_cast<int>(min(static_cast<i64>(QUANT_CTA_ROWS), p.rows - top(i)));
         const int lane = threadIdx.x % 32;
         const u32 barrier = ready + 8 * (i % QUANT_STAGES);
-        if (lane == 0) expect_bytes(barrier, tall * wide * sizeof(Given));
+        if (lane == 0) barrier_expect_bytes(barrier, tall * wide * sizeof(Given));
         __syncwarp();
         for (int row = lane; row < tall; row += 32)
-            load_line(shared_address(tile(i) + row * QUANT_CTA_COLUMNS),
+            bulk_load(shared_address(tile(i) + row * QUANT_CTA_COLUMNS),
                       static_cast<const Given*>(p.x) + (top(i) + row) * p.columns + left,
                       wide * sizeof(Given), barrier);
     }

@@ -31,10 +31,10 @@ __device__ __forceinline__ void send(float* to, float v, u32 barrier, int rank) 
 // A block that has no cluster waits for its threads, others for bytes.
 constexpr int kSent = sizeof(float) * QUANT_NORM * QUANT_CTA_ROWS * QUANT_GROUP * kSlices;
 __device__ __forceinline__ void sent(u32 barrier) {
-    if (QUANT_GROUP == 1) arrive(barrier);
+    if (QUANT_GROUP == 1) barrier_arrive(barrier);
 }
 __device__ __forceinline__ void expect_sums(u32 barrier) {
-    if (QUANT_GROUP > 1) expect_bytes(barrier, kSent);
+    if (QUANT_GROUP > 1) barrier_expect_bytes(barrier, kSent);
 }
 
 typedef float Terms[QUANT_NORM][QUANT_CTA_ROWS]
@@ -141,7 +141,7 @@ extern "C" __global__ void QUANT_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
     const i64 start = left + side * kChunk, real = p.columns - start;
     const float length = static_cast<float>(p.columns), width = width_of(term, p.columns);
     const auto sum = [&](int i) {
-        wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
+        barrier_wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
         send_sums(own.tile(i) + first * QUANT_CTA_COLUMNS + side * kChunk, real, width,
                   terms[i % 2], summed + 8 * (i % 2), first, term);
     };
@@ -149,7 +149,7 @@ extern "C" __global__ void QUANT_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
     load_factors(p, weight, bias, start, real);
     sum(0);
     for (int i = 0; i < count; ++i) {
-        wait(summed + 8 * (i % 2), i / 2 % 2);
+        barrier_wait(summed + 8 * (i % 2), i / 2 % 2);
         const Terms& t = terms[i % 2];
         const i64 top = own.top(i), along = tiles_along(p.columns),
                   block = (top + first) * along + start / CODEC_BLOCK;

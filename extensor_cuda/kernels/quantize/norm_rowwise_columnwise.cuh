@@ -60,7 +60,7 @@ __device__ __forceinline__ void post_sums(const Given* from, i64 real, int term,
                    it = static_cast<u64>(tile) << 32 | __float_as_uint(v);
         if (lane % kShare) return;
         if (QUANT_GROUP > 1)
-            post(mine, it);
+            store_relaxed(mine, it);
         else
             *mine = it;
     };
@@ -85,7 +85,7 @@ __device__ __forceinline__ void post_sums(const Given* from, i64 real, int term,
 
 // A block alone keeps its sums to itself, and waits for them at a barrier.
 __device__ __forceinline__ u64 look(const u64* from) {
-    return QUANT_GROUP > 1 ? posted(from) : *from;
+    return QUANT_GROUP > 1 ? load_relaxed(from) : *from;
 }
 
 // A tile's terms of a row, once all of them are there.
@@ -152,8 +152,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kThreads / 32 - 1) {
         for (int i = 0; i < count; ++i) {
             const auto& here = posts[i % kPosts];
-            wait(sent + 8 * (i % kPosts),
-                 i / kPosts % 2);  // the tile is written over when its sums are told
+            barrier_wait(sent + 8 * (i % kPosts),
+                         i / kPosts % 2);  // the tile is written over when its sums are told
             float terms[kMostTerms], mean = 0;
 #if QUANT_NORM == 2
             await_terms(terms, &here[1][0][lane], i + 1);
@@ -180,16 +180,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 p.rstd[own.top(i) + lane] = rstd;
                 if (QUANT_NORM == 2) p.mean[own.top(i) + lane] = mean;
             }
-            arrive(summed + 8 * (i % kFound));
+            barrier_arrive(summed + 8 * (i % kFound));
         }
         return;
     }
     const auto sum = [&](int i) {
         const int row = (warp - kRowWarps) * kSummed, at = lane * kGivenVector;
-        wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
+        barrier_wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
         post_sums(own.tile(i) + row * QUANT_CTA_COLUMNS + at, p.columns - left - at, rank,
                   p.columns, &posts[i % kPosts][0][rank][row], i + 1);
-        arrive(sent + 8 * (i % kPosts));
+        barrier_arrive(sent + 8 * (i % kPosts));
     };
     const Tensor tensor = {1, 1, 0, 1};
     const Stream stream = {};
@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         for (int i = -QUANT_NORM_LEAD; i < count; ++i) {
             if (i + QUANT_NORM_LEAD < count) sum(i + QUANT_NORM_LEAD);
             if (i < 0) continue;
-            wait(coded + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
+            barrier_wait(coded + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
             if (item < kItems)
                 encode_down<kPitch>(reinterpret_cast<const Raw*>(own.tile(i)), item, own.top(i),
                                     left, p.rows, p.columns, tensor, stream, p.codes[1],
@@ -217,8 +217,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     float weight[kChunk], bias[kChunk];
     if (kHeld) load_factors(p, weight, bias, start, real);
     for (int i = 0; i < count; ++i) {
-        wait(summed + 8 * (i % kFound), i / kFound % 2);
-        wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
+        barrier_wait(summed + 8 * (i % kFound), i / kFound % 2);
+        barrier_wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
         const i64 top = own.top(i), along = tiles_along(p.columns),
                   block = (top + first) * along + start / CODEC_BLOCK;
         if (!kHeld) load_factors(p, weight, bias, start, real);
@@ -240,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
         asm volatile("fence.proxy.async.shared::cta;" ::
                          : "memory");  // a copy will overwrite what was stored
-        arrive(coded + 8 * (i % QUANT_STAGES));
+        barrier_arrive(coded + 8 * (i % QUANT_STAGES));
     }
     add_counts(tally, p.counters);
 }

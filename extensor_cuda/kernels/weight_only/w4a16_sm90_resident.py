@@ -81,7 +81,7 @@ def product(given: Arguments, cut: Cut) -> None:
     partial, done = given.room(cut.slices, given.tokens, cut.groups)
     launch(
         source(given.w, rows, given.x.dtype.name, given.out.dtype.name),
-        "decode_few",
+        "w4a16_sm90_resident",
         cut.groups * cut.slices,
         32 * WARPS,
         given.x,

@@ -109,7 +109,7 @@ def product(given: Arguments, cut: Cut) -> None:
     partial, done = given.room(cut.slices, rows, cut.groups)
     launch(
         made,
-        "decode_ring",
+        "w4a16_sm90_ring",
         cut.groups * cut.slices,
         32 * (cut.pairs * cut.parts + _PRODUCERS),
         given.x,

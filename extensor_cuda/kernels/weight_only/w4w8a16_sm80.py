@@ -74,7 +74,7 @@ def product(given: Arguments, cut: tuple[int, int]) -> None:
     sums = xp.empty((splits, given.tokens, lines), dtype=np.float32)
     launch(
         made,
-        "decode_product",
+        "w4w8a16_sm80",
         count * splits,
         _THREADS,
         given.x,

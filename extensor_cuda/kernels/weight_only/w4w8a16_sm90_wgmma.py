@@ -123,7 +123,7 @@ def product(given: Arguments, cut: Cut) -> None:
     partial, done = given.room(cut.slices, rows, groups)
     launch(
         source(w, rows, given.x.dtype.name, given.out.dtype.name, cut),
-        "decode_tokens",
+        "w4w8a16_sm90_wgmma",
         min(groups * cut.slices, driver.multiprocessors(xp.cuda.runtime.getDevice())),
         _THREADS,
         given.x,
