@@ -1,19 +1,19 @@
-// out = softmax(scale q k^T) v in bfloat16 with float32 sums, on Hopper's tensor cores.
+// out = softmax(scale q k^T) v in bfloat16 with float32 sums, on Hopper's tensor cores. Macros and
+// wgmma functions come from attention.py.
 //
 // After Dao, FlashAttention-2 (arXiv 2307.08691, section 3.1) and Shah et al., FlashAttention-3
-// (arXiv 2407.08608, sections 3.1 and 3.2): one producer warp loads a tile of 128 queries and, tile
-// after tile, keys and values; two consumer warpgroups of 64 queries keep a running maximum and
-// sum. The scores of the next keys are multiplied while this thread's weights are still on the way
-// through the values, and while the other warpgroup takes exponentials.
+// (arXiv 2407.08608, sections 3.1 and 3.2). One producer warp loads a tile of 128 queries, then
+// tiles of keys and values. Two consumer warpgroups of 64 queries keep a running maximum and sum.
+// The scores of the next keys are multiplied while the weights of the current keys multiply values.
 //
-// No headers; macros and wgmma functions come from attention.py. TMA fills what lies outside with
-// zeros: keys behind the last are masked, queries behind the last are not written.
+// TMA fills zeros outside. Keys beyond the last are masked, and queries beyond the last are not
+// written.
 
 #include "attention/attention.cuh"
 
 constexpr int kKeys = 128, kStage = kKeys * kHead * 2;
 
-// Keys that a query does not see, from key `first` on, get -inf.
+// Sets the scores of keys that a query does not see to -inf, from key `first` on.
 __device__ __forceinline__ void mask(Sum (&s)[kKeys / 2], const Problem& e, int row, int first,
                                      int lane) {
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ __forceinline__ void mask(Sum (&s)[kKeys / 2], const Problem& e, int 
     }
 }
 
-// Scores -> exp(scale (score - largest)); `rescale` is what older sums are to be multiplied by.
+// Online softmax: turns scores into exp(scale (score - largest)). `rescale` multiplies older sums.
 __device__ __forceinline__ void online_softmax(Sum (&s)[kKeys / 2], float (&largest)[2],
                                                float (&total)[2], float (&rescale)[2],
                                                float scale2) {
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 load_tile<kRows>(held, &q_map, tile.first, tile.head, tile.batch, m.held_full);
                 const int count = blocks_of_keys<kKeys>(e, tile.first),
                           head = tile.head / e.q_heads_per_kv_head;
-                // As they are used: K0, K1, V0, K2, V1, ..., the last V.
+                // In the order of use: K0, K1, V0, K2, V1, ..., the last V.
                 for (int i = 0; i < 2 * count; ++i) {
                     const bool last = i == 2 * count - 1, keys = !last && (i == 0 || i % 2);
                     const int row = (keys ? (i + 1) / 2 : last ? count - 1 : i / 2 - 1) * kKeys;
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         while (scheduler.next(e, tile)) {
             const int row0 = tile.first + warp * 16, row = row0 + lane / 4;
             const int count = blocks_of_keys<kKeys>(e, tile.first);
-            // Below this key every query of the warp sees all.
+            // Every query of the warp sees all keys below this one.
             const int unmasked = e.causal ? min(e.keys, row0 + 1 + e.keys - e.queries) : e.keys;
             Sum s[kKeys / 2], o[kHead / 2];
             u32 weights[kKeys / 16][4];
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 release_stage(m.empty + 8 * keys.stage, lane);
                 if (unmasked < (j + 1) * kKeys) mask(s, e, row, j * kKeys, lane);
                 online_softmax(s, largest, total, rescale, e.scale2);
-                end_basic_block(total[0] + total[1]);  // the wait comes after the exponentials
+                end_basic_block(total[0] + total[1]);  // keeps the wait behind the exponentials
                 warpgroup_wait<0>(o);
                 release_stage(m.empty + 8 * at.stage, lane);
                 at.advance();

@@ -1,8 +1,8 @@
-// Shared by the attention kernels: tiles, their products, and the order in which a block takes
-// them.
+// Shared by the attention kernels: tiles, their products, and the tile scheduler. Macros:
+// ATTENTION_HEAD (elements of a head), ATTENTION_STAGES.
 //
-// Arrays are bfloat16 of four axes (element, head, row, batch), in boxes of 64 rows of 64 elements.
-// In shared memory a tile of n rows is kHalves such columns, n rows of 128 bytes each.
+// Arrays are bfloat16 with four axes (element, head, row, batch), in boxes of 64 rows by 64
+// elements. In shared memory a tile of n rows is kHalves columns of n rows of 128 bytes.
 
 #include "common/types.cuh"
 typedef float Sum;
@@ -13,15 +13,16 @@ struct alignas(64) TensorMap {
 };
 
 struct Problem {
-    float* lse2;  // (B, H, padded): log2 of a query's sum of exp(scale score); +inf behind the last
-    float* delta;  // likewise: its sum of gradient times result; 0 behind the last
+    // (B, H, padded): log2 of a query's sum of exp(scale score); +inf beyond the last query.
+    float* lse2;
+    float* delta;  // likewise: the row sum of gradient times out; 0 beyond
     float scale;
-    float scale2;             // times log2(e)
-    int heads;                // of the tiles that blocks go through
-    int q_heads_per_kv_head;  // query heads of one key head
+    float scale2;             // scale times log2(e)
+    int heads;                // heads of the scheduled tiles
+    int q_heads_per_kv_head;  // query heads per key head
     int queries, keys, padded;
-    int tiles;  // of a head
-    int items;  // what blocks take in turn: tiles, or pairs of them
+    int tiles;  // tiles of a head
+    int items;  // scheduled items: tiles, or pairs of them
     int paired, causal;
 };
 
@@ -43,8 +44,8 @@ struct Tile {
     int first, head, batch;
 };
 
-// A block's tiles. Under a causal mask the work of tile i of n grows or falls with i, so that it
-// goes with tile n - 1 - i: all pairs are alike, and blocks that take them in turn end together.
+// Schedules a block's tiles. Under a causal mask tile i is paired with tile n - 1 - i, so that all
+// pairs have equal work and blocks end together.
 struct TileScheduler {
     int item, second;
     __device__ __forceinline__ bool next(const Problem& e, Tile& tile) {
@@ -64,14 +65,14 @@ __device__ __forceinline__ int last_key(const Problem& e, int query) {
     return e.causal ? min(e.keys - 1, query + e.keys - e.queries) : e.keys - 1;
 }
 
-// Tiles of kKeys keys that queries from `first` on see.
+// How many tiles of kKeys keys the queries from `first` on see.
 template <int kKeys>
 __device__ __forceinline__ int blocks_of_keys(const Problem& e, int first) {
     const int seen = e.causal ? min(e.keys, first + kRows + e.keys - e.queries) : e.keys;
     return (seen + kKeys - 1) / kKeys;
 }
 
-// The block's memory: tiles that stay, a ring of stages, results on their way out, barriers.
+// A block's shared memory: resident tiles, a ring of stages, output tiles, barriers.
 struct Memory {
     u8* held;
     u8* ring;
@@ -79,7 +80,7 @@ struct Memory {
     u32 full, empty, held_full, held_empty;
 };
 
-// kReaders: threads that say that they are done with a stage.
+// kReaders: how many arrivals release a stage.
 template <int kHeld, int kStage, int kExtraBytes, int kReaders = kWarps>
 __device__ __forceinline__ Memory begin(u8* raw) {
     u8* held = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
@@ -125,19 +126,19 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int row,
 // ---- products ----
 
 constexpr int kStreamRows = 64,
-              kStreamTileBytes = kStreamRows * kHead * 2;  // the gradients' side that streams by
+              kStreamTileBytes = kStreamRows * kHead *
+                                 2;  // the tiles that stream through the ring in the gradients
 
-typedef u32 Fragments[kHead / 16]
-                     [4];  // a warp's 16 rows of a tile, as wgmma takes them from registers
-// Where tiles that stay are multiplied from registers. Of 64 elements they have as many fragments
-// as the rounded scores, and ptxas (13.0) then gives both the same registers, so that those of the
-// tile are lost after a loop's first turn: tests/unit/cuda/test_instructions.py.
+typedef u32 Fragments[kHead / 16][4];  // a warp's 16 rows of a tile, as wgmma operand A
+// Whether resident tiles are multiplied from registers. With 64 elements ptxas 13.0 gives them the
+// registers of the rounded scores and loses them after the first iteration:
+// tests/unit/cuda/test_instructions.py.
 constexpr bool kInRegisters = kHead != kStreamRows;
 
 __device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
-// Rows `row` and 8 below, of a tile of kRows.
+// Loads rows `row` and `row` + 8 of a tile of kRows.
 __device__ __forceinline__ void load_fragments(Fragments& to, const u8* tile, int row, int lane) {
 #pragma unroll
     for (int k = 0; k < kHead / 16; ++k)
@@ -149,7 +150,7 @@ __device__ __forceinline__ void load_fragments(Fragments& to, const u8* tile, in
         }
 }
 
-// d = a b^T: 64 rows of a tile of kRows, and a tile of n rows.
+// d = a b^T, with 64 rows of a tile of kRows and a tile of n rows.
 template <int kSums>
 __device__ __forceinline__ void product(Sum (&d)[kSums], u32 a, u32 b) {
 #pragma unroll
@@ -164,7 +165,7 @@ __device__ __forceinline__ void product(Sum (&d)[kSums], const Fragments& a, u32
         wgmma(d, a[k], smem_descriptor<false>(b + k / 4 * 2 * kSums * 128, 0) + k % 4 * 2, k > 0);
 }
 
-// d = a b, or that added to d: a's columns in registers, b a tile of as many rows.
+// d = a b, plus d if `more`: a is in registers, b is a tile with as many rows as a has columns.
 template <int kSteps>
 __device__ __forceinline__ void add_product(Sum (&d)[kHead / 2], const u32 (&a)[kSteps][4], u32 b,
                                             int more) {
@@ -175,7 +176,7 @@ __device__ __forceinline__ void add_product(Sum (&d)[kHead / 2], const u32 (&a)[
     }
 }
 
-// Sums of 64 rows as the left side of the next product.
+// Rounds sums of 64 rows to operand A of the next wgmma.
 template <int kSteps>
 __device__ __forceinline__ void to_bf16_operand(u32 (&to)[kSteps][4], const Sum (&s)[8 * kSteps]) {
 #pragma unroll
@@ -190,14 +191,14 @@ __device__ __forceinline__ float exp2_of(float x) {
     return y;
 }
 
-// Over the four threads that share a row.
+// Sums over the four threads that share a row.
 __device__ __forceinline__ float sum_of_row(float v) {
     v += __shfl_xor_sync(~0u, v, 1);
     return v + __shfl_xor_sync(~0u, v, 2);
 }
 
-// A warp's 16 rows from `row`, times a factor for each of a thread's two, on their way out. What
-// lies behind the array's last row is not written.
+// Stores a warp's 16 rows from `row` on, each times its factor. Rows beyond the array's last are
+// not written.
 __device__ __forceinline__ void write_rows(const Sum (&d)[kHead / 2], float factor0, float factor1,
                                            const TensorMap* map, u8* out_tile, int row, int rows,
                                            const Tile& tile, int lane) {

@@ -1,19 +1,17 @@
-// The gradients of attention.cu in its keys and values: gv = p^T g and gk = scale ds^T q, with the
-// weights p and the gradients ds of attention_grad_q.cu, both rounded to bfloat16 for the products.
-// The scores are transposed, so that they go from one product to the next in registers. All query
-// heads of a key head are summed by its block.
+// The gradients of attention.cu with respect to keys and values: gv = p^T g and gk = scale ds^T q.
+// The weights p and their gradients ds are those of attention_grad_q.cu, rounded to bfloat16.
+// Macros and wgmma functions come from attention.py.
 //
 // After Dao, FlashAttention-2 (arXiv 2307.08691, section 3.1, algorithm 2). One producer warp and
-// two consumer warpgroups of 64 keys, as in attention.cu.
-//
-// No headers; macros and wgmma functions come from attention.py.
+// two consumer warpgroups of 64 keys, as in attention.cu. Scores are transposed, so that they stay
+// in registers between products. A block sums all query heads of its key head.
 
 #include "attention/attention.cuh"
 
 constexpr int kStage = 2 * kStreamTileBytes;
-constexpr int kVectorBytes = 2 * kStreamRows * 4;  // spread and t of the queries of a stage
+constexpr int kVectorBytes = 2 * kStreamRows * 4;  // lse2 and delta of a stage's queries
 
-// The first query that sees a key of the tile, down to a multiple of kStreamRows.
+// The first query that sees a key of the tile, rounded down to a multiple of kStreamRows.
 __device__ __forceinline__ int first_query(const Problem& e, int key) {
     return e.causal ? max(key - (e.keys - e.queries), 0) / kStreamRows * kStreamRows : 0;
 }
@@ -99,7 +97,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 if (j) {
                     warpgroup_wait<2>(gk);
                     barrier_arrive(m.empty +
-                                   8 * last);  // each thread, since each has read spread and t, too
+                                   // Every thread arrives, because every thread has read lse2 and
+                                   // delta.
+                                   8 * last);
                 }
                 last = at.stage;
                 at.advance();
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                         b = high_of(p) * (b - here.y);
                     }
                 }
-                fence_accumulators(d);  // not after the wait
+                fence_accumulators(d);  // keeps the products before the wait
                 warpgroup_wait<0>(gv);
                 to_bf16_operand(rounded, d);
                 fence_accumulators(gk);

@@ -1,13 +1,11 @@
-// The gradient of attention.cu in its queries: gq = scale ds k with ds = p (d - t), where
-// p = exp2(scale2 s - spread) are the weights, d = g v^T and t a row's sum of g out, which it keeps
-// for attention_grad_kv.cu. Scores are computed again there, so that every result is summed by one
-// thread in one order: no atomic additions.
+// The gradient of attention.cu with respect to queries: gq = scale ds k, with ds = p (d - delta), p
+// = exp2(scale2 s - lse2) and d = g v^T. It also stores delta, a row's sum of g out, for
+// attention_grad_kv.cu. Macros and wgmma functions come from attention.py.
 //
 // After Dao, FlashAttention-2 (arXiv 2307.08691, section 3.1, algorithm 2). One producer warp and
 // two consumer warpgroups of 64 queries, as in attention.cu; queries and gradients stay in
-// registers.
-//
-// No headers; macros and wgmma functions come from attention.py.
+// registers. Both gradient kernels compute the scores again, so that one thread sums each result in
+// one order, without atomic additions.
 
 #include "attention/attention.cuh"
 
@@ -134,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                             if (i / 2 * 8 + i % 2 > beyond) s[i / 2 * 4 + 2 * h + i % 2] = 0.0f;
                     }
                 }
-                fence_accumulators(s);  // not after the wait
+                fence_accumulators(s);  // keeps the products before the wait
                 warpgroup_wait<0>(d);
 #pragma unroll
                 for (int i = 0; i < kStreamRows / 2; ++i) s[i] *= d[i] - delta[i / 2 % 2];

@@ -87,7 +87,7 @@ __device__ __forceinline__ u32 either(u32 mask, u32 a, u32 b) {
 
 // Eight codes in nibbles: of neighbours, and of four rows of two columns.
 template <bool kSigns>
-__device__ __forceinline__ u32 codes_across(const u32* x, u32 scale, bool far) {
+__device__ __forceinline__ u32 codes_rowwise(const u32* x, u32 scale, bool far) {
     u32 two[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -97,7 +97,7 @@ __device__ __forceinline__ u32 codes_across(const u32* x, u32 scale, bool far) {
                   __byte_perm(two[0], two[1], 0x5410) >> 4);
 }
 template <bool kSigns, int STRIDE>
-__device__ __forceinline__ u32 codes_down(const u32* x, u32 scale, bool far) {
+__device__ __forceinline__ u32 codes_columnwise(const u32* x, u32 scale, bool far) {
     u32 two[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -173,13 +173,13 @@ __device__ __forceinline__ void encode_pairs(const u32 (&x)[8], const Scale& s, 
     for (int w = 0; w < 2; ++w) {
         const u32* four = x + 4 * w;
 #if CODEC_STATS
-        const u32 n = codes_across<false>(four, scale, far);
+        const u32 n = codes_rowwise<false>(four, scale, far);
         const u32 c = signs_of(four[0], four[1]), d = signs_of(four[2], four[3]);
         const u32 signs =
             (__byte_perm(c, d, 0x5410) & 0x08080808u) | (__byte_perm(c, d, 0x7632) & 0x80808080u);
         codes[w] = (saturate(n, s.live, tally) | signs) & s.live;
 #else
-        codes[w] = codes_across<true>(four, scale, far) & s.live;
+        codes[w] = codes_rowwise<true>(four, scale, far) & s.live;
 #endif
     }
     forget_zeros<8, 1>(x, s.live, tally);

@@ -2,7 +2,7 @@
 // gemm_sm90.cu. Macros as there.
 
 constexpr int kChunk = 16, kWords = CODEC_BITS * kChunk / 32;
-constexpr int kOctets = CODEC_EXPAND_TO ? 1 : 2;  // of a value
+constexpr int kVectors = CODEC_EXPAND_TO ? 1 : 2;  // of a value
 constexpr int kOutMantissa = CODEC_EXPAND_TO == 1 ? 2 : 3,
               kOutLeast = CODEC_EXPAND_TO == 1 ? -14 : -6;  // of FP8
 constexpr u32 kOutNaN = CODEC_EXPAND_TO ? 0x7Fu : 0x7FC0u;
@@ -133,10 +133,10 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], int zero_poi
 // 16 codes of one block -> 16-byte units. kPlain: the scale is known to be.
 template <bool kPlain = false>
 __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, int anchor,
-                                        uint4 (&units)[kOctets], u32& beyond) {
+                                        uint4 (&units)[kVectors], u32& beyond) {
     const Unit unit = unit_of(scale, anchor);
     bool lost = false;
-    u32 any = 0, out[4 * kOctets];
+    u32 any = 0, out[4 * kVectors];
 #if CODEC_BITS == 4
     const Table t = table_of<kPlain>(scale, unit, lost);
 #pragma unroll
@@ -156,7 +156,7 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, i
     }
 #else
 #pragma unroll
-    for (int i = 0; i < 4 * kOctets; ++i) out[i] = 0;
+    for (int i = 0; i < 4 * kVectors; ++i) out[i] = 0;
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) {
         const int at = k * CODEC_BITS;
@@ -174,13 +174,13 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, i
 #endif
         any |= magnitude;
         u32 made = unit.live ? encoded(v * unit.value, lost) : kOutNaN;
-        made |= sign << (8 * kOctets - 1);
-        out[k * kOctets / 4] |= made << (8 * kOctets * (k % (4 / kOctets)));
+        made |= sign << (8 * kVectors - 1);
+        out[k * kVectors / 4] |= made << (8 * kVectors * (k % (4 / kVectors)));
     }
 #endif
     if (unit.live && any && (lost || unit.small)) beyond = 1;
 #pragma unroll
-    for (int u = 0; u < kOctets; ++u)
+    for (int u = 0; u < kVectors; ++u)
         units[u] = uint4{out[4 * u], out[4 * u + 1], out[4 * u + 2], out[4 * u + 3]};
 }
 #endif
@@ -189,14 +189,14 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, i
 struct Stored {
     const u8 *codes, *scales;
     const signed char* zeros;  // CODEC_FLOAT_SCALES: zero points or null; scales are left to others
-    i64 octets, scale_pitch;   // of a row
+    i64 code_pitch, scale_pitch;  // of a row
 };
 
 // A row of it, and 16 codes of a row with what they are converted with.
 struct Row {
     const u8 *codes, *scales;
     const signed char* zeros;
-    i64 octets;
+    i64 code_pitch;
 };
 struct Chunk {
     u32 words[kWords];
@@ -205,8 +205,8 @@ struct Chunk {
 
 __device__ __forceinline__ Row row_of(const Stored& from, u32 row) {
     const i64 blocks = static_cast<i64>(row / CODEC_TILE_ROWS) * from.scale_pitch;
-    return {from.codes + row * from.octets, CODEC_FLOAT_SCALES ? nullptr : from.scales + blocks,
-            CODEC_FLOAT_SCALES && from.zeros ? from.zeros + blocks : nullptr, from.octets};
+    return {from.codes + row * from.code_pitch, CODEC_FLOAT_SCALES ? nullptr : from.scales + blocks,
+            CODEC_FLOAT_SCALES && from.zeros ? from.zeros + blocks : nullptr, from.code_pitch};
 }
 
 __device__ __forceinline__ Chunk read_chunk(const Row& row, u32 chunk) {
@@ -220,7 +220,7 @@ __device__ __forceinline__ Chunk read_chunk(const Row& row, u32 chunk) {
     for (int w = 0; w < kWords; ++w) out.words[w] = 0;
 #pragma unroll
     for (int b = 0; b < 4 * kWords; ++b)
-        if (chunk * (4 * kWords) + b < row.octets)
+        if (chunk * (4 * kWords) + b < row.code_pitch)
             out.words[b / 4] |= static_cast<u32>(at[b]) << 8 * (b % 4);
     return out;
 #endif
@@ -240,10 +240,10 @@ __device__ __forceinline__ Chunk read_chunk(const Row& row, u32 chunk) {
     return out;
 }
 
-__device__ __forceinline__ void store(u8* out, i64 chunk, const uint4 (&units)[kOctets]) {
-    uint4* to = reinterpret_cast<uint4*>(out) + chunk * kOctets;
+__device__ __forceinline__ void store(u8* out, i64 chunk, const uint4 (&units)[kVectors]) {
+    uint4* to = reinterpret_cast<uint4*>(out) + chunk * kVectors;
 #pragma unroll
-    for (int u = 0; u < kOctets; ++u) to[u] = units[u];
+    for (int u = 0; u < kVectors; ++u) to[u] = units[u];
 }
 
 #if CODEC_EXPAND_TO == 0
@@ -253,8 +253,8 @@ __device__ __forceinline__ u32 neighbours(u32 mine) {
 
 // The same by a whole warp, whose lanes have chunks in order: two lanes write 32 bytes, a whole
 // sector.
-__device__ __forceinline__ void store_together(u8* out, u32 chunk, u32 count,
-                                               const uint4 (&units)[2]) {
+__device__ __forceinline__ void store_sectors(u8* out, u32 chunk, u32 count,
+                                              const uint4 (&units)[2]) {
     const u32 odd = threadIdx.x % 2;
     uint4 theirs = odd ? units[0] : units[1];
     const uint4 own = odd ? units[1] : units[0];

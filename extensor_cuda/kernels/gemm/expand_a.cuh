@@ -18,7 +18,7 @@ __device__ __forceinline__ void expand_row(const Row& row, u8* out, u32 chunks_p
             const Chunk now[2] = {next[0], next[1]};
             if (first + 64 < pairs)
                 next[0] = read_chunk(row, chunk + 64), next[1] = read_chunk(row, chunk + 96);
-            uint4 units[2][kOctets];
+            uint4 units[2][kVectors];
             if (kMostlyPlain && __all_sync(~0u, is_plain(now[0].scale) && is_plain(now[1].scale))) {
                 convert<true>(now[0].words, now[0].scale, 127, units[0], beyond);
                 convert<true>(now[1].words, now[1].scale, 127, units[1], beyond);
@@ -32,7 +32,7 @@ __device__ __forceinline__ void expand_row(const Row& row, u8* out, u32 chunks_p
     }
     for (; chunk < chunks_per_row; chunk += 32) {
         const Chunk now = read_chunk(row, chunk);
-        uint4 units[kOctets];
+        uint4 units[kVectors];
         convert(now.words, now.scale, 127, units, beyond);
         store(out, chunk, units);
     }

@@ -91,8 +91,8 @@ constexpr int kEpilogueTileBytes = 16 * 128, kEpilogueTiles = GEMM_EPILOGUE_TILE
 constexpr int kTableEntries = 64 + kTileN;
 constexpr int kTableStride = GEMM_ZERO_POINTS ? 3 * kTableEntries : kTableEntries;
 // Scales of a row in a stage, and of a stage.
-constexpr bool kShortGroups = GEMM_SCALE_GROUP_K && GEMM_SCALE_GROUP_K < 64;
-constexpr int kGroupsPerStage = kShortGroups ? 64 / GEMM_SCALE_GROUP_K : 1;
+constexpr int kGroupsPerStage =
+    GEMM_SCALE_GROUP_K && GEMM_SCALE_GROUP_K < 64 ? 64 / GEMM_SCALE_GROUP_K : 1;
 constexpr int kScales = GEMM_SCALES_1D2D ? kTileM / GEMM_A_SCALE_ROWS + kTileN / GEMM_B_SCALE_ROWS
                         : GEMM_SCALE_GROUP_K ? kGroupsPerStage * kTileM
                                              : 0;

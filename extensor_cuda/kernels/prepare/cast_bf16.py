@@ -48,7 +48,7 @@ def round_to_bf16(x: Array, xp: Any) -> Array:
     threads = rows * pitch // (8 if whole else 2)
     sizes = (np.int64(size) for size in (rows, columns, pitch))
     program = bf16_source(x.dtype.name, whole)
-    launch(program, "dense", -(-threads // _THREADS), _THREADS, x, bits, *sizes)
+    launch(program, "cast", -(-threads // _THREADS), _THREADS, x, bits, *sizes)
     return bits
 
 
@@ -63,7 +63,7 @@ def bf16_triple(x: Array, xp: Any) -> Array:
     sizes = (np.int64(size) for size in (rows, columns, pitch))
     blocks = -(-rows * pitch // (2 * _THREADS))
     program = bf16_source("float32", True)
-    launch(program, "thirds", blocks, _THREADS, xp.ascontiguousarray(x), out, *sizes)
+    launch(program, "split_bf16x3", blocks, _THREADS, xp.ascontiguousarray(x), out, *sizes)
     return out
 
 
@@ -80,4 +80,4 @@ def add_parts(parts: Array, split: Split, out: Array, bias: Array | None, xp: An
     given = np.uint64(0) if bias is None else bias
     program = bf16_source("float32", True, out.dtype.name)
     blocks = -(-m * quads // _THREADS)
-    launch(program, "add_parts", blocks, _THREADS, parts, given, out, *sizes)
+    launch(program, "add_splits", blocks, _THREADS, parts, given, out, *sizes)

@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) kept[c][k] = element(raw[k], c);
 #if CODEC_HADAMARD
-        turn_warps(kept[c], signs, warp, lane);
+        hadamard_warps(kept[c], signs, warp, lane);
 #endif
     }
 #define QUANT_VALUE(k, c) kept[c][k]
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #endif
 #if CODEC_OUT == 0
     const i64 row = (image * tiles + tile) * (CODEC_BLOCK * CODEC_BITS / 8) + part * (kWords * 4);
-    store_octets(codes_of, codes + row * inner + column, inner, inside ? inner - column : 0);
+    store_column_bytes(codes_of, codes + row * inner + column, inner, inside ? inner - column : 0);
     if (part == 0 && inside) {
 #pragma unroll
         for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c)

@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads,
     Tally tally = {0, 0};
 #if QUANT_TRANSPOSED
     __shared__ uint4
-        turned[kSide][kSide / kChunk];  // of each column, in an order without bank conflicts
+        transposed[kSide][kSide / kChunk];  // of each column, in an order without bank conflicts
 #else
     u32 of_columns[kLane][kWords];
 #endif
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(kThreads,
                tally);
         if (there && inside == 0) scales[block] = static_cast<Stored>(s.stored);
 #if QUANT_TRANSPOSED
-        turned[lane * kLane + c][warp ^ lane % 8] =
+        transposed[lane * kLane + c][warp ^ lane % 8] =
             uint4{packed[0], packed[1], packed[2 % kWords], packed[3 % kWords]};
 #else
 #pragma unroll
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads,
         const int column = (i * kThreads + threadIdx.x) / kWarps, piece = threadIdx.x % kWarps;
         if (from + column < columns && top + piece * kChunk < pitch)
             *reinterpret_cast<uint4*>(codes + (from + column) * pitch + top + piece * kChunk) =
-                turned[column][piece ^ column / kLane % 8];
+                transposed[column][piece ^ column / kLane % 8];
     }
 #else
     // Bytes of codes are of one row, or of two: those of the lane's columns, side by side.

@@ -67,11 +67,12 @@ __device__ __forceinline__ void store_scale(const Scale& s, Stored* scales, sign
 // Arrays of (outer, rows, wide * across) chunks in blocks of (1, tall, wide); the last ones may be
 // cut.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    quantize_blocks(QUANT_PARAMETERS, u32 rows, u32 columns, u32 tall, u32 wide, u32 down,
+    quantize_blocks(QUANT_PARAMETERS, u32 rows, u32 columns, u32 tile_rows, u32 wide, u32 down,
                     u32 across) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
-    const u32 block = blockIdx.x, left = block % across * wide, top = block / across % down * tall;
-    const u32 width = smaller(wide, columns - left), count = smaller(tall, rows - top) * width;
+    const u32 block = blockIdx.x, left = block % across * wide,
+              top = block / across % down * tile_rows;
+    const u32 width = smaller(wide, columns - left), count = smaller(tile_rows, rows - top) * width;
     const i64 corner = (static_cast<i64>(block / across / down) * rows + top) * columns + left;
     const auto place = [&](u32 chunk) {
         return corner + static_cast<i64>(chunk / width) * columns + chunk % width;

@@ -2,7 +2,7 @@
 // ... in that order, then one multiply. No contraction: the order is part of the bits.
 
 #if CODEC_HADAMARD
-constexpr int kTurned = CODEC_HADAMARD / kChunk;  // chunks that one transform spans
+constexpr int kHadamardChunks = CODEC_HADAMARD / kChunk;  // chunks that one transform spans
 
 // Signs of a transform's elements, a bit each; set where negative.
 struct Signs {
@@ -10,7 +10,7 @@ struct Signs {
 };
 
 // The strides within a chunk. `place`: the chunk's number within its transform.
-__device__ __forceinline__ void turn_chunk(float (&v)[kChunk], const Signs& signs, u32 place) {
+__device__ __forceinline__ void hadamard_chunk(float (&v)[kChunk], const Signs& signs, u32 place) {
     const u32 word = place < 2   ? signs.words[0]
                      : place < 4 ? signs.words[1]
                      : place < 6 ? signs.words[2]
@@ -40,10 +40,10 @@ __device__ __forceinline__ void shrink(float (&v)[kChunk]) {
 }
 
 // The whole transform of chunks that lie in neighbouring lanes.
-__device__ __forceinline__ void turn_lanes(float (&v)[kChunk], const Signs& signs, u32 place) {
-    turn_chunk(v, signs, place);
+__device__ __forceinline__ void hadamard_lanes(float (&v)[kChunk], const Signs& signs, u32 place) {
+    hadamard_chunk(v, signs, place);
 #pragma unroll
-    for (int lane = 1; lane < kTurned; lane *= 2) {
+    for (int lane = 1; lane < kHadamardChunks; lane *= 2) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
             v[k] = butterfly(v[k], __shfl_xor_sync(~0u, v[k], lane), place & lane);
@@ -52,14 +52,14 @@ __device__ __forceinline__ void turn_lanes(float (&v)[kChunk], const Signs& sign
 }
 
 // The same of chunks that lie in neighbouring warps, exchanged through shared memory.
-__device__ __forceinline__ void turn_warps(float (&v)[kChunk], const Signs& signs, int warp,
-                                           int lane) {
-    const u32 place = static_cast<u32>(warp) % kTurned;
-    turn_chunk(v, signs, place);
+__device__ __forceinline__ void hadamard_warps(float (&v)[kChunk], const Signs& signs, int warp,
+                                               int lane) {
+    const u32 place = static_cast<u32>(warp) % kHadamardChunks;
+    hadamard_chunk(v, signs, place);
 #if CODEC_HADAMARD > 16
     __shared__ float exchanged[kThreads / 32][kChunk][32];
 #pragma unroll
-    for (int step = 1; step < kTurned; step *= 2) {
+    for (int step = 1; step < kHadamardChunks; step *= 2) {
         __syncthreads();
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) exchanged[warp][k][lane] = v[k];

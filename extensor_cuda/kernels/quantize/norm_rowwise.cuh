@@ -41,11 +41,11 @@ typedef float Terms[QUANT_NORM][QUANT_CTA_ROWS]
                    [kTerms];  // of each warp: squares about its mean; with QUANT_NORM 2 the mean
 
 // The sums of a warp's rows, the first being `row`, to all blocks.
-__device__ __forceinline__ void send_sums(const Given* mine, i64 real, float width, Terms& terms,
-                                          u32 barrier, int row, int term) {
+__device__ __forceinline__ void send_sums(const NormInput* mine, i64 real, float width,
+                                          Terms& terms, u32 barrier, int row, int term) {
     const int lane = threadIdx.x % 32;
     float sums[kEach], mean = 0;
-    u32 words[kGivenWords];
+    u32 words[kInputWords];
 #if QUANT_NORM == 2
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ float over_terms(Of of) {
 extern "C" __global__ void QUANT_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
     quantize_normed_rows(const __grid_constant__ Norm p) {
     extern __shared__ u8 raw_memory[];
-    Given* const tiles = reinterpret_cast<Given*>(raw_memory);
+    NormInput* const tiles = reinterpret_cast<NormInput*>(raw_memory);
     Terms* const terms =
         reinterpret_cast<Terms*>(tiles + QUANT_STAGES * QUANT_CTA_ROWS * QUANT_CTA_COLUMNS);
     u32* const left_by = reinterpret_cast<u32*>(terms + 2);  // warps that have left each stage
@@ -184,12 +184,12 @@ extern "C" __global__ void QUANT_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
         for (int e = 0; e < kEach; ++e) {
             const i64 inside = QUANT_WHOLE || top + first + e < p.rows ? real : 0;
             const float middle = QUANT_NORM == 2 ? of_row(mean, e) : 0.0f, factor = of_row(rstd, e);
-            Given* const row = own.tile(i) + (first + e) * QUANT_CTA_COLUMNS;
-            u32 words[kGivenWords], raw[kChunk / 2];
+            NormInput* const row = own.tile(i) + (first + e) * QUANT_CTA_COLUMNS;
+            u32 words[kInputWords], raw[kChunk / 2];
             load_chunk(words, row + side * kChunk, inside);
             normalize(raw, words, middle, factor, weight, bias, inside);
-            encode_along(raw, top + first + e, start, block + e * along, p.rows, p.columns, tensor,
-                         stream, p.codes[0], p.scales[0], nullptr, tally);
+            encode_rowwise(raw, top + first + e, start, block + e * along, p.rows, p.columns,
+                           tensor, stream, p.codes[0], p.scales[0], nullptr, tally);
         }
         own.leave<kRowWarps>(i);
     }

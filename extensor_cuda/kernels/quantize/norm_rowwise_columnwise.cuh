@@ -12,7 +12,7 @@ constexpr bool kHeld = !QUANT_NORM_BIAS;  // whether weights and bias stay in re
 
 // A block's columns are what a warp sums; at a time it has so many rows.
 constexpr int kSummed = QUANT_CTA_ROWS / kColumnWarps, kShare = 32 / kSummed, kMostTerms = 32;
-static_assert(QUANT_CTA_COLUMNS * sizeof(Given) == 1024 && QUANT_CTA_ROWS == 32 &&
+static_assert(QUANT_CTA_COLUMNS * sizeof(NormInput) == 1024 && QUANT_CTA_ROWS == 32 &&
                   QUANT_GROUP <= kMostTerms,
               "a lane has a row's terms");
 // Whoever posts a tile's sums knows that every block has read those of so many tiles before, and
@@ -22,7 +22,7 @@ constexpr int kPosts = 2 * QUANT_NORM_LEAD + 2, kFound = QUANT_NORM_LEAD + 1;
 // `over_warp` of what `of` makes of sum e and a value. A lane has two vectors of a term's, `mine`
 // on.
 template <class Of>
-__device__ __forceinline__ float over_columns(const Given* mine, i64 real, Of of) {
+__device__ __forceinline__ float over_columns(const NormInput* mine, i64 real, Of of) {
     float sums[kSummed];
 #pragma unroll
     for (int e = 0; e < kSummed; ++e) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ float over_columns(const Given* mine, i64 real, Of of
             u32 words[4];
             load_vector(words, mine + e * QUANT_CTA_COLUMNS + at, at < real);
 #pragma unroll
-            for (int k = 0; k < kGivenVector; ++k)
+            for (int k = 0; k < kInputVector; ++k)
                 sums[e] = of(sums[e], given(words, k), e, QUANT_WHOLE || at < real);
         }
     }
@@ -52,7 +52,7 @@ typedef u64 Posts[QUANT_NORM][QUANT_GROUP]
                                     // with QUANT_NORM 2 the mean
 
 // A warp's sums to their places `to`; `from`: the lane's first columns, of term `term`.
-__device__ __forceinline__ void post_sums(const Given* from, i64 real, int term, i64 columns,
+__device__ __forceinline__ void post_sums(const NormInput* from, i64 real, int term, i64 columns,
                                           u64* to, u32 tile) {
     const int lane = threadIdx.x % 32;
     const auto post_all = [&](int n, float v) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void post_sums(const Given* from, i64 real, int term,
 }
 
 // A block alone keeps its sums to itself, and waits for them at a barrier.
-__device__ __forceinline__ u64 look(const u64* from) {
+__device__ __forceinline__ u64 load_post(const u64* from) {
     return QUANT_GROUP > 1 ? load_relaxed(from) : *from;
 }
 
@@ -94,7 +94,7 @@ __device__ __forceinline__ void await_terms(float (&terms)[kMostTerms], const u6
         bool there = true;
 #pragma unroll
         for (int t = 0; t < kMostTerms; ++t) {
-            const u64 found = t < QUANT_GROUP ? look(from + t * QUANT_CTA_ROWS) : 0;
+            const u64 found = t < QUANT_GROUP ? load_post(from + t * QUANT_CTA_ROWS) : 0;
             terms[t] = float_of(static_cast<u32>(found));
             if (t < QUANT_GROUP) there &= found >> 32 == tile;
         }
@@ -115,7 +115,7 @@ __device__ __forceinline__ float sum_of(float (&terms)[kMostTerms]) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     quantize_normed(const __grid_constant__ Norm p) {
     extern __shared__ u8 raw_memory[];
-    Given* const tiles = reinterpret_cast<Given*>(raw_memory);
+    NormInput* const tiles = reinterpret_cast<NormInput*>(raw_memory);
     typedef float Found[QUANT_NORM][QUANT_CTA_ROWS];  // rstds and means
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % QUANT_GROUP;
     const int step = gridDim.x / QUANT_GROUP, from = blockIdx.x / QUANT_GROUP;
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
             for (int t = 0; t < QUANT_GROUP; ++t) {
                 const float apart =
-                    __fsub_rn(float_of(static_cast<u32>(look(&here[1][t][lane]))), mean);
+                    __fsub_rn(float_of(static_cast<u32>(load_post(&here[1][t][lane]))), mean);
                 terms[t] =
                     __fadd_rn(terms[t], __fmul_rn(__fmul_rn(apart, apart), width_of(t, p.columns)));
             }
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         return;
     }
     const auto sum = [&](int i) {
-        const int row = (warp - kRowWarps) * kSummed, at = lane * kGivenVector;
+        const int row = (warp - kRowWarps) * kSummed, at = lane * kInputVector;
         barrier_wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
         post_sums(own.tile(i) + row * QUANT_CTA_COLUMNS + at, p.columns - left - at, rank,
                   p.columns, &posts[i % kPosts][0][rank][row], i + 1);
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Stream stream = {};
     Tally tally = {0, 0};
     if (warp >= kRowWarps) {
-        constexpr int kPitch = QUANT_CTA_COLUMNS * sizeof(Given) / sizeof(Raw),
+        constexpr int kPitch = QUANT_CTA_COLUMNS * sizeof(NormInput) / sizeof(Raw),
                       kItems = QUANT_CTA_ROWS / kChunk * QUANT_CTA_COLUMNS / QUANT_THREAD_COLUMNS;
         static_assert(kItems <= kColumnThreads, "one each");
         const int item = threadIdx.x - kRowThreads;
@@ -204,9 +204,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             if (i < 0) continue;
             barrier_wait(coded + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
             if (item < kItems)
-                encode_down<kPitch>(reinterpret_cast<const Raw*>(own.tile(i)), item, own.top(i),
-                                    left, p.rows, p.columns, tensor, stream, p.codes[1],
-                                    p.scales[1], nullptr, tally);
+                encode_columnwise<kPitch>(reinterpret_cast<const Raw*>(own.tile(i)), item,
+                                          own.top(i), left, p.rows, p.columns, tensor, stream,
+                                          p.codes[1], p.scales[1], nullptr, tally);
             own.leave<kColumnWarps>(i);
         }
         add_counts(tally, p.counters + 2 * kSlots);
@@ -227,16 +227,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const i64 inside = QUANT_WHOLE || top + first + e < p.rows ? real : 0;
             const float middle = found[i % kFound][QUANT_NORM - 1][first + e],
                         factor = found[i % kFound][0][first + e];
-            Given* const row = own.tile(i) + (first + e) * QUANT_CTA_COLUMNS;
-            u32 words[kGivenWords], raw[kChunk / 2];
+            NormInput* const row = own.tile(i) + (first + e) * QUANT_CTA_COLUMNS;
+            u32 words[kInputWords], raw[kChunk / 2];
             load_chunk(words, row + side * kChunk, inside);
             normalize(raw, words, middle, factor, weight, bias, inside);
             __syncwarp();  // all lanes have read the row, where what they write may lie
             uint4* to = reinterpret_cast<uint4*>(reinterpret_cast<u16*>(row) + side * kChunk);
             to[0] = uint4{raw[0], raw[1], raw[2], raw[3]},
             to[1] = uint4{raw[4], raw[5], raw[6], raw[7]};
-            encode_along(raw, top + first + e, start, block + e * along, p.rows, p.columns, tensor,
-                         stream, p.codes[0], p.scales[0], nullptr, tally);
+            encode_rowwise(raw, top + first + e, start, block + e * along, p.rows, p.columns,
+                           tensor, stream, p.codes[0], p.scales[0], nullptr, tally);
         }
         asm volatile("fence.proxy.async.shared::cta;" ::
                          : "memory");  // a copy will overwrite what was stored

@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         Chunk unpacked;
         Chunk& v = chunk_of(raw[item], unpacked);
 #if CODEC_HADAMARD
-        turn_lanes(v[0], signs, static_cast<u32>(chunk % kTurned));
+        hadamard_lanes(v[0], signs, static_cast<u32>(chunk % kHadamardChunks));
 #endif
 #if CODEC_OUT == 2
 #if CODEC_UE4M3

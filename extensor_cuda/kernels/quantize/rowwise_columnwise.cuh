@@ -8,10 +8,10 @@ __device__ __forceinline__ i64 tiles_along(i64 columns) {
 }
 
 // A chunk of a row and of its block `block`, by neighbouring lanes.
-__device__ __forceinline__ void encode_along(u32 (&raw)[sizeof(Raw) * kChunk / 4], i64 row,
-                                             i64 start, i64 block, i64 rows, i64 columns,
-                                             const Tensor& tensor, const Stream& stream, u8* codes,
-                                             u8* scales, float* values, Tally& tally) {
+__device__ __forceinline__ void encode_rowwise(u32 (&raw)[sizeof(Raw) * kChunk / 4], i64 row,
+                                               i64 start, i64 block, i64 rows, i64 columns,
+                                               const Tensor& tensor, const Stream& stream,
+                                               u8* codes, u8* scales, float* values, Tally& tally) {
     const u32 part = static_cast<u32>(start / kChunk) % kParts;
     u32 codes_of[kWords];
     Chunk unpacked;
@@ -45,10 +45,10 @@ constexpr int kAcross = QUANT_CTA_ROWS / kChunk;  // chunks down a tile
 // 16 rows of QUANT_THREAD_COLUMNS columns of a tile, whose rows are kPitch values apart, from (top,
 // left) of the matrix on.
 template <int kPitch>
-__device__ __forceinline__ void encode_down(const Raw* tile, int thread, i64 top, i64 left,
-                                            i64 rows, i64 columns, const Tensor& tensor,
-                                            const Stream& stream, u8* codes, u8* scales,
-                                            float* values, Tally& tally) {
+__device__ __forceinline__ void encode_columnwise(const Raw* tile, int thread, i64 top, i64 left,
+                                                  i64 rows, i64 columns, const Tensor& tensor,
+                                                  const Stream& stream, u8* codes, u8* scales,
+                                                  float* values, Tally& tally) {
     constexpr int kLanes =
         32 / kAcross;  // side by side; the chunks of a column are so many lanes apart
     const int below = thread % 32 / kLanes, group = thread / 32 * kLanes + thread % kLanes;
@@ -123,8 +123,8 @@ __device__ __forceinline__ void encode_down(const Raw* tile, int thread, i64 top
 #endif
     }
 #else
-    const i64 octet_row = line * (CODEC_BLOCK * CODEC_BITS / 8) + part * (kWords * 4);
-    store_octets(codes_of, codes + octet_row * columns + column, columns, real);
+    const i64 byte_row = line * (CODEC_BLOCK * CODEC_BITS / 8) + part * (kWords * 4);
+    store_column_bytes(codes_of, codes + byte_row * columns + column, columns, real);
     if (part == 0) {
 #if QUANT_WHOLE
         u32 four = 0;
@@ -215,15 +215,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, QUANT_MIN_CTAS)
     for (int item = 0; item < QUANT_THREAD_COLUMNS; ++item) {
         const int chunk = item * kThreads + threadIdx.x;
         const i64 row = top + chunk / kPerRow, start = left + chunk % kPerRow * kChunk;
-        encode_along(raw[item], row, start, row * tiles_along(columns) + start / CODEC_BLOCK, rows,
-                     columns, tensor, stream, codes0, scales0, values0, tally);
+        encode_rowwise(raw[item], row, start, row * tiles_along(columns) + start / CODEC_BLOCK,
+                       rows, columns, tensor, stream, codes0, scales0, values0, tally);
     }
     add_counts(tally, counters);
 
     tally = Tally{0, 0};
     stream = stream_of(clock, key10, key11, high10, high11);
-    encode_down<kWide>(tile, threadIdx.x, top, left, rows, columns, tensor, stream, codes1, scales1,
-                       values1, tally);
+    encode_columnwise<kWide>(tile, threadIdx.x, top, left, rows, columns, tensor, stream, codes1,
+                             scales1, values1, tally);
     add_counts(tally, counters + 2 * kSlots);
 }
 #endif

@@ -423,9 +423,9 @@ extern "C" __global__ void __launch_bounds__(640, 1)
 #pragma unroll
             for (int c = 0; c < 4; ++c)
                 if (feature + c < height)
-                    warpgroup_wait(out,
-                                   static_cast<i64>(token) * out_features + feature0 + feature + c,
-                                   four[c] * factor_of(feature0 + feature + c));
+                    store_result(out,
+                                 static_cast<i64>(token) * out_features + feature0 + feature + c,
+                                 four[c] * factor_of(feature0 + feature + c));
         };
         constexpr int kQuads = kRows / 4, kBatch = 4;
         for (int u = threadIdx.x; u < rows * kQuads; u += kConsumerThreads) {
