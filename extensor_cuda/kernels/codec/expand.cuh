@@ -1,5 +1,5 @@
-// 16 packed codes of a row and their scale -> what a product multiplies; for expand.cu and
-// gemm_sm90.cu. Macros as there.
+// Converts 16 packed codes of a row and their scale to elements of a GEMM operand, for expand.cu
+// and gemm_sm90.cu. Macros: as in expand.cu.
 
 constexpr int kChunk = 16, kWords = CODEC_BITS * kChunk / 32;
 constexpr int kVectors = CODEC_EXPAND_TO ? 1 : 2;  // of a value
@@ -11,21 +11,21 @@ __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
     return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
 }
 
-// Whether all of MXFP4's values under a scale are normal numbers, as almost always.
+// Whether MXFP4 values under a scale are all normal numbers, the usual case.
 constexpr bool kMostlyPlain = CODEC_BITS == 4 && !CODEC_FLOAT_SCALES && !CODEC_UE4M3 && CODEC_FIXED;
 __device__ __forceinline__ bool is_plain(u32 scale) { return scale - 2 <= 250; }
 
-// What a code's magnitude bits mean.
+// The value of a code's magnitude bits.
 __device__ __forceinline__ float grid(u32 magnitude, int mantissa, int least) {
     const u32 field = magnitude >> mantissa, part = magnitude & ((1u << mantissa) - 1);
     if (field == 0) return static_cast<float>(part) * power_of_two(least - mantissa);
     return __uint_as_float((field + least + 126) << 23 | part << (23 - mantissa));
 }
 
-// A block's scale as the operand carries it; `live`: it is a number.
+// A block's scale in the operand; `live`: it is not NaN.
 struct Unit {
     float value;
-    bool live, small;  // small: so far below the largest that bfloat16 may cut values
+    bool live, small;  // small: so small that bfloat16 may lose bits
 };
 
 __device__ __forceinline__ Unit unit_of(u32 scale, int anchor) {
@@ -41,11 +41,11 @@ __device__ __forceinline__ Unit unit_of(u32 scale, int anchor) {
 #endif
 }
 
-// A value of 0 or more as CODEC_EXPAND_TO's bits; `lost` where it has none.
+// A non-negative value in CODEC_EXPAND_TO's bits; `lost` if it has none.
 __device__ __forceinline__ u32 encoded(float v, bool& lost) {
     const u32 bits = __float_as_uint(v);
 #if CODEC_EXPAND_TO == 0 && CODEC_UE4M3
-    return bits >> 16;  // a product of 5 bits, far from both ends
+    return bits >> 16;  // a 5-bit product, far from both ends
 #elif CODEC_EXPAND_TO == 0
     const bool held = !(bits & 0xFFFFu) && !(CODEC_FIXED && bits >= 0x7F800000u);
     lost = lost || !held;
@@ -62,7 +62,7 @@ __device__ __forceinline__ u32 encoded(float v, bool& lost) {
 }
 
 #if CODEC_BITS == 4 && !CODEC_FLOAT_SCALES
-// Bytes of the eight magnitudes; of bfloat16 the upper ones too.
+// The bytes of the eight magnitudes; for bfloat16 also the upper bytes.
 struct Table {
     u32 low[2], high[2];
 };
@@ -72,7 +72,7 @@ __device__ __forceinline__ Table table_of(u32 scale, const Unit& unit, bool& los
     Table t = {{0, 0}, {0, 0}};
 #if CODEC_FIXED && !CODEC_UE4M3
     if (kPlain ||
-        is_plain(scale)) {  // 0, 0.5; 1, 1.5; 2, 3; 4, 6, the scale added to their exponents
+        is_plain(scale)) {  // 0, 0.5; 1, 1.5; 2, 3; 4, 6, with the scale added to their exponents
         const u32 both = scale * 0x00800080u;
         const u32 pairs[4] = {(scale - 1) << 23, both + 0x00400000u, both + 0x00C00080u,
                               both + 0x01400100u};
@@ -98,12 +98,11 @@ __device__ __forceinline__ Table table_of(u32 scale, const Unit& unit, bool& los
 #endif
 
 #if CODEC_FLOAT_SCALES
-// The codes less their zero point, and no scale: at most 8 bits of a number.
+// Codes less their zero point, without a scale: at most 8 significant bits.
 __device__ __forceinline__ u32 number_of(u32 code, float zero) {
 #if CODEC_IS_FLOAT
     const u32 magnitude = code & 0x7Fu;
-    // A float's bits with other widths: shifted into place, it is off by a power of two, subnormals
-    // too.
+    // A float with other widths: shifted into place it is off by a power of two, subnormals too.
     float v = __uint_as_float(magnitude << (23 - CODEC_MANTISSA)) *
               __uint_as_float(static_cast<u32>(253 + (CODEC_MIN_EXPONENT)) << 23);
     if (magnitude > CODEC_MAX_CODE)
@@ -130,7 +129,7 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], int zero_poi
     units[1] = uint4{out[4], out[5], out[6], out[7]};
 }
 #else
-// 16 codes of one block -> 16-byte units. kPlain: the scale is known to be.
+// Converts 16 codes of one block to 16-byte units. kPlain: all values are known to be normal.
 template <bool kPlain = false>
 __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, int anchor,
                                         uint4 (&units)[kVectors], u32& beyond) {
@@ -185,14 +184,14 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, i
 }
 #endif
 
-// A stored matrix, in blocks along its rows.
+// A stored matrix with blocks along its rows.
 struct Stored {
     const u8 *codes, *scales;
-    const signed char* zeros;  // CODEC_FLOAT_SCALES: zero points or null; scales are left to others
-    i64 code_pitch, scale_pitch;  // of a row
+    const signed char* zeros;     // CODEC_FLOAT_SCALES: zero points or null; no scales
+    i64 code_pitch, scale_pitch;  // from row to row
 };
 
-// A row of it, and 16 codes of a row with what they are converted with.
+// A row of a stored matrix, and a chunk of 16 of its codes with their scale.
 struct Row {
     const u8 *codes, *scales;
     const signed char* zeros;
@@ -251,8 +250,7 @@ __device__ __forceinline__ u32 neighbours(u32 mine) {
     return __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
 }
 
-// The same by a whole warp, whose lanes have chunks in order: two lanes write 32 bytes, a whole
-// sector.
+// Stores the units of a whole warp with consecutive chunks: two lanes write a 32-byte sector.
 __device__ __forceinline__ void store_sectors(u8* out, u32 chunk, u32 count,
                                               const uint4 (&units)[2]) {
     const u32 odd = threadIdx.x % 2;

@@ -1,7 +1,8 @@
-// Softmax and cross-entropy of rows of scores, forward and backward. NN_WARPS warps have a row and
-// read it twice, in groups of 8 where each row starts at 16 bytes. No headers; NN_IN (0: float32,
-// 1: bfloat16) is the scores' dtype and their gradient's. Compiled with --fmad=false. Bounds:
-// cross_entropy.py.
+// Softmax and cross-entropy of rows of scores, forward and backward. NN_WARPS warps share a row and
+// read it twice, 8 values at a time where rows are 16-byte aligned.
+//
+// Macros: NN_WARPS, NN_IN (dtype of scores and their gradient; 0: float32, 1: bfloat16). Compiled
+// with --fmad=false. Limits: cross_entropy.py.
 
 #include "common/types.cuh"
 
@@ -15,7 +16,7 @@ __device__ __forceinline__ bool in_groups(const Raw* x, const Raw* out, i64 clas
            classes % kVector == 0;
 }
 
-// f(value) for those of a row that this thread has.
+// Calls f with each of this thread's values of a row.
 template <class F>
 __device__ __forceinline__ void each(const Raw* row, i64 classes, bool grouped, F f) {
     const int lane = threadIdx.x % kLanes;
@@ -30,7 +31,7 @@ __device__ __forceinline__ void each(const Raw* row, i64 classes, bool grouped, 
     }
 }
 
-// Losses (rows), and each row's maximum and sum of exponentials, (rows, 2).
+// Losses (rows,), and each row's maximum and sum of exponentials (rows, 2).
 extern "C" __global__ void __launch_bounds__(kThreads)
     losses(const Raw* __restrict__ x, const i64* __restrict__ labels, float* __restrict__ out,
            float2* __restrict__ kept, float smoothing, i64 rows, i64 classes) {
@@ -53,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     shifts = over_row(shifts, Sum{});
     if (!real || lane) return;
     const float log_sum = logf(sum);
-    // A label that is no class is refused elsewhere, but not always before this runs.
+    // An invalid label is refused elsewhere, but maybe only after this kernel runs.
     const i64 label = labels[row];
     const float score = label >= 0 && label < classes ? ElementType<NN_IN>::wide(mine[label])
                                                       : __uint_as_float(0x7FC00000u);
@@ -67,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     kept[row] = float2{top, sum};
 }
 
-// (softmax - target) times the weight of each row, `step` apart (0: one for all).
+// (softmax - target) times each row's weight, `step` apart (0: one weight for all).
 extern "C" __global__ void __launch_bounds__(kThreads)
     losses_grad(const float* __restrict__ weight, const Raw* __restrict__ x,
                 const i64* __restrict__ labels, const float2* __restrict__ kept,

@@ -1,9 +1,8 @@
-// Values one by one: sums, casts, relu and x Phi(x) with the normal distribution function Phi, and
-// their gradients; rounding to bfloat16. Computed in float32 and rounded once.
+// Elementwise sums, casts, ReLU, GELU x Phi(x) and their gradients, and rounding to bfloat16.
+// Computed in float32 and rounded once. A thread has two vectors of 8 values.
 //
-// A thread has two groups of 8 values, 16 or 32 bytes of each array. No headers; NN_A, NN_B and
-// NN_OUT (0: float32, 1: bfloat16) are macros: of the first and second array and of the result.
-// Compiled with --fmad=false. Bounds: elementwise.py.
+// Macros: NN_A, NN_B and NN_OUT, the dtypes of the arrays and the result (0: float32, 1: bfloat16).
+// Compiled with --fmad=false. Limits: elementwise.py.
 
 #include "common/types.cuh"
 
@@ -12,7 +11,7 @@
 constexpr int kThreads = 256, kGroups = 2;
 constexpr i64 kStep = kThreads * kVector, kPart = kStep * kGroups;  // as in elementwise.py
 
-// out[i] = op(a[i], b[i]); b may be a itself, which is read once then.
+// out[i] = op(a[i], b[i]). If b is a, it is read once.
 template <bool kTwo, class Op>
 __device__ __forceinline__ void each(const ElementType<NN_A>::Raw* __restrict__ a,
                                      const ElementType<NN_B>::Raw* __restrict__ b,
@@ -53,7 +52,7 @@ struct GeluGrad {
         return __fmul_rn(__fadd_rn(__fmul_rn(density, x), normal_below(x, e)), g);
     }
 };
-struct ReluGrad {  // g where relu's output is positive, else 0
+struct ReluGrad {  // g where ReLU's output is positive, else 0
     __device__ __forceinline__ float operator()(float g, float out) const {
         return out > 0 ? g : 0.0f;
     }
@@ -64,7 +63,7 @@ struct Add {
 struct Same {
     __device__ __forceinline__ float operator()(float x, float) const { return x; }
 };
-struct Near {  // the nearest bfloat16, in whatever dtype
+struct Near {  // rounds to bfloat16, kept in the result's dtype
     __device__ __forceinline__ float operator()(float x, float) const {
         return ElementType<1>::wide(ElementType<1>::narrow(x));
     }

@@ -1,9 +1,9 @@
-// LayerNorm (NN_CENTRED) and RMSNorm over rows of NN_LENGTH values, forward and, of float32,
-// backward.
+// LayerNorm (NN_CENTRED) and RMSNorm over rows of NN_LENGTH values: forward, and backward in
+// float32. NN_WARPS warps hold a row in registers; sums run over a thread, then its warp, then
+// warps.
 //
-// NN_WARPS warps have a row, in registers; each sum is of a thread's values, then across lanes,
-// then across warps. No headers; NN_IN (0: float32, 1: bfloat16) is the dtype of x forward, NN_OUT
-// of y and of its gradient. Compiled with --fmad=false. Bounds: norm.py.
+// Macros: those, NN_IN (dtype of x; 0: float32, 1: bfloat16), NN_OUT (dtype of y and its gradient).
+// Compiled with --fmad=false. Limits: norm.py.
 
 #include "common/types.cuh"
 
@@ -15,7 +15,7 @@ constexpr int kThreads = 256, kRows = kThreads / 32 / NN_WARPS;  // rows of a bl
 constexpr int kLanes = 32 * NN_WARPS,
               kEach = (NN_LENGTH + kLanes - 1) / kLanes;  // values of a thread
 
-// Sums of both over the threads of a row.
+// Sums both over the threads of a row.
 __device__ __forceinline__ void row_sums(float& a, float& b) {
 #pragma unroll
     for (int step = 16; step; step /= 2) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void row_sums(float& a, float& b) {
 #endif
 }
 
-// y = (x - mean) rstd weight + bias; bias may be null. RMSNorm: without mean and bias.
+// y = (x - mean) rstd weight + bias, where bias may be null. RMSNorm has neither mean nor bias.
 extern "C" __global__ void __launch_bounds__(kThreads)
     normalize(const ElementType<NN_IN>::Raw* __restrict__ x, const float* __restrict__ weight,
               const float* __restrict__ bias, Raw* __restrict__ y, float* __restrict__ mean_of,
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Gradient in x (NN_ADDS: added to another); and of each block, its rows' sums for weight and bias:
+// The gradient of x (NN_ADDS: added to another), and each block's partial sums for weight and bias,
 // (blocks, NN_LENGTH).
 extern "C" __global__ void __launch_bounds__(kThreads)
     normalize_grad(const Raw* __restrict__ g, const float* __restrict__ x,

@@ -1,11 +1,10 @@
-// Sums down the columns of a matrix, of chunks of its rows: a launch leaves one row a chunk,
-// another adds these.
+// Sums the columns of a matrix over chunks of its rows. A second launch adds the chunks' rows.
 //
-// A block has 32 lanes of NN_THREAD_VALUES neighbouring columns and NN_BLOCK_ROWS rows at a
-// time; a thread adds the rows of its own one after the other, then the block adds its threads'
-// sums in order. So the order is the shape's alone. No headers; NN_IN (0: float32, 1: bfloat16),
-// NN_THREAD_VALUES (1, or what 16 bytes hold: whole and aligned rows then) and NN_BLOCK_ROWS are
-// macros; compiled with --fmad=false.
+// A block has 32 lanes of NN_THREAD_VALUES columns and NN_BLOCK_ROWS rows. Each thread adds its own
+// rows, then the block adds its threads' sums, in an order that depends on the shape only.
+//
+// Macros: those (NN_THREAD_VALUES is 1, or 16 bytes' worth for aligned rows), NN_IN (0: float32, 1:
+// bfloat16). Compiled with --fmad=false.
 
 #include "common/types.cuh"
 
@@ -13,7 +12,7 @@
 
 typedef ElementType<NN_IN>::Raw Raw;
 
-constexpr int kThreads = 32 * NN_BLOCK_ROWS, kAhead = 4;  // rows that are under way at a time
+constexpr int kThreads = 32 * NN_BLOCK_ROWS, kAhead = 4;  // rows in flight
 
 #if NN_THREAD_VALUES == 8
 typedef FloatVector Values;
