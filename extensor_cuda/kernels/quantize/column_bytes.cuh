@@ -1,11 +1,13 @@
-// Stores the codes of neighbouring columns side by side as bytes.
+// Stores the codes of neighbouring columns side by side as bytes. Configured by the quantizer's
+// macros.
 
 #if QUANT_COLUMNWISE || QUANT_ROWWISE_COLUMNWISE
 constexpr int kPairs =
     QUANT_THREAD_COLUMNS * sizeof(Raw) / 4;  // 32-bit words of a thread's columns
 
 #if CODEC_BF16X2
-// 16 rows of a thread's columns -> nibbles of four rows each, the even column in the low half.
+// Encodes 16 rows of a thread's columns to nibbles, four rows per word, the even column in the low
+// half.
 __device__ __forceinline__ void encode_columns(const u32 (&raw)[kChunk][kPairs],
                                                const Scale (&s)[QUANT_THREAD_COLUMNS],
                                                const u32 (&amax)[QUANT_THREAD_COLUMNS],
@@ -51,7 +53,8 @@ __device__ __forceinline__ u32 column_bytes(const u32 (&packed)[QUANT_THREAD_COL
 }
 #endif
 
-// Byte b of the columns' codes -> row b of bytes, `inner` to a row. `real`: how many columns are.
+// Stores byte b of the columns' codes to row b, rows `inner` bytes apart. `real`: columns inside
+// the matrix.
 template <class Codes>
 __device__ __forceinline__ void store_column_bytes(const Codes& codes, u8* to, i64 inner,
                                                    i64 real) {

@@ -1,8 +1,6 @@
-// Packed codes and scales -> float32, the bits of extensor/quant. A thread decodes four
-// neighbouring codes along the axis (down columns: of four columns), so that its stores are 16
-// bytes.
-//
-// No headers; macros as for quantize.cu.
+// Dequantizes packed codes and scales to float32, with the bits of extensor/quant. A thread decodes
+// four codes along the axis (columnwise: of four columns), so that it stores 16 bytes. Macros: as
+// for quantize.cu.
 
 #include "common/types.cuh"
 

@@ -1,15 +1,16 @@
-// The Hadamard transform of extensor/quant/hadamard.py: signs, then butterflies of strides 1, 2, 4
-// ... in that order, then one multiply. No contraction: the order is part of the bits.
+// The Hadamard transform of extensor/quant/hadamard.py: signs, butterflies of strides 1, 2, 4 ...
+// in that order, then one multiplication, without fused operations, because the order decides bits.
+// Macros: CODEC_HADAMARD, CODEC_HADAMARD_FACTOR, CODEC_SIGN_PARAMETERS.
 
 #if CODEC_HADAMARD
-constexpr int kHadamardChunks = CODEC_HADAMARD / kChunk;  // chunks that one transform spans
+constexpr int kHadamardChunks = CODEC_HADAMARD / kChunk;  // chunks of one transform
 
-// Signs of a transform's elements, a bit each; set where negative.
+// Signs of a transform's elements, one bit each, set where negative.
 struct Signs {
     u32 words[4];
 };
 
-// The strides within a chunk. `place`: the chunk's number within its transform.
+// The strides within a chunk. `place`: the chunk's index within its transform.
 __device__ __forceinline__ void hadamard_chunk(float (&v)[kChunk], const Signs& signs, u32 place) {
     const u32 word = place < 2   ? signs.words[0]
                      : place < 4 ? signs.words[1]
@@ -39,7 +40,7 @@ __device__ __forceinline__ void shrink(float (&v)[kChunk]) {
     for (int k = 0; k < kChunk; ++k) v[k] = __fmul_rn(v[k], CODEC_HADAMARD_FACTOR);
 }
 
-// The whole transform of chunks that lie in neighbouring lanes.
+// A whole transform of chunks in neighbouring lanes.
 __device__ __forceinline__ void hadamard_lanes(float (&v)[kChunk], const Signs& signs, u32 place) {
     hadamard_chunk(v, signs, place);
 #pragma unroll
@@ -51,7 +52,7 @@ __device__ __forceinline__ void hadamard_lanes(float (&v)[kChunk], const Signs& 
     shrink(v);
 }
 
-// The same of chunks that lie in neighbouring warps, exchanged through shared memory.
+// A whole transform of chunks in neighbouring warps, exchanged through shared memory.
 __device__ __forceinline__ void hadamard_warps(float (&v)[kChunk], const Signs& signs, int warp,
                                                int lane) {
     const u32 place = static_cast<u32>(warp) % kHadamardChunks;

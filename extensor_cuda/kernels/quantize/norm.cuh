@@ -1,5 +1,6 @@
-// RMSNorm (QUANT_NORM 1) or LayerNorm (QUANT_NORM 2) and the quantizer of what it gives, rounded
-// once to bfloat16: what the kernels along rows alone and for both directions share.
+// RMSNorm (QUANT_NORM 1) or LayerNorm (QUANT_NORM 2) fused with quantization of its result, rounded
+// to bfloat16 first. Shared by norm_rowwise.cuh and norm_rowwise_columnwise.cuh. Macros: QUANT_
+// (norm_quantize.py).
 
 #include "common/barriers.cuh"
 // ---- after barriers ----  (the emulator has its own)
@@ -10,14 +11,14 @@ typedef u32 NormInput;
 typedef u16 NormInput;
 #endif
 constexpr int kInputWords = sizeof(NormInput) * kChunk / 4, kInputVector = 16 / sizeof(NormInput);
-constexpr int kSide = QUANT_CTA_COLUMNS / kChunk;  // threads side by side
+constexpr int kSide = QUANT_CTA_COLUMNS / kChunk;  // threads across a tile's columns
 constexpr int kRowThreads = QUANT_ROW_THREADS, kRowWarps = kRowThreads / 32;
 constexpr int kEach = QUANT_CTA_ROWS * kSide / kRowThreads;  // rows of a thread: a power of two
 
 struct Norm {
     const void* x;
     u8 *codes[2], *scales[2];
-    u64 *counters, *posts;  // posts: zeros
+    u64 *counters, *posts;  // posts: zeros at first
     const float *weight, *bias;
     float *mean, *rstd;
     i64 rows, columns;
@@ -32,14 +33,14 @@ __device__ __forceinline__ float given(const u32* words, int k) {
 #endif
 }
 
-// 16 bytes of the tile; zeros beyond the matrix.
+// Loads 16 bytes of the tile, zeros beyond the matrix.
 __device__ __forceinline__ void load_vector(u32* words, const NormInput* from, bool inside) {
     uint4 four = {0, 0, 0, 0};
     if (QUANT_WHOLE || inside) four = *reinterpret_cast<const uint4*>(from);
     words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
 }
 
-// A chunk of the tile; zeros beyond the matrix. `real`: columns from its first one on.
+// Loads a chunk of the tile, zeros beyond the matrix. `real`: columns from its first one on.
 __device__ __forceinline__ void load_chunk(u32 (&words)[kInputWords], const NormInput* from,
                                            i64 real) {
 #pragma unroll
@@ -61,7 +62,7 @@ __device__ __forceinline__ void load_factors(const Norm& p, float (&weight)[kChu
     }
 }
 
-// A chunk of the norm of a row, `real` of its values inside the matrix.
+// Normalizes a chunk of a row, of which `real` values are inside the matrix.
 __device__ __forceinline__ void normalize(u32 (&raw)[kChunk / 2], const u32 (&words)[kInputWords],
                                           float middle, float factor, const float (&weight)[kChunk],
                                           const float (&bias)[kChunk], i64 real) {
@@ -80,11 +81,11 @@ __device__ __forceinline__ void normalize(u32 (&raw)[kChunk / 2], const u32 (&wo
     }
 }
 
-// A block's tiles, which have stages of its shared memory in turn.
+// A block's tiles, which use the stages of its shared memory in turn.
 struct Tiles {
     const Norm& p;
     NormInput* stages;
-    u32 *left_by, ready;  // warps that have left each stage; its barrier
+    u32 *left_by, ready;  // warps that have released each stage; its barrier
     i64 left;             // the block's first column
     int from, step, count;
 
@@ -95,7 +96,7 @@ struct Tiles {
         return stages + i % QUANT_STAGES * QUANT_CTA_ROWS * QUANT_CTA_COLUMNS;
     }
 
-    // By a warp.
+    // Called by one warp.
     __device__ __forceinline__ void fill(int i) const {
         const int wide =
             QUANT_WHOLE
@@ -114,7 +115,7 @@ struct Tiles {
                       wide * sizeof(NormInput), barrier);
     }
 
-    // By each of kWarps warps; the last one has another tile copied in its place.
+    // Called by each of kWarps warps; the last one refills the stage.
     template <int kWarps>
     __device__ __forceinline__ void leave(int i) const {
         if (i + QUANT_STAGES >= count) return;
@@ -128,8 +129,8 @@ struct Tiles {
     }
 };
 
-// Each lane's sums of kSums rows -> lane l has the warp's sum of row l / (32 / kSums). The order is
-// that of the lanes, 16 apart first, however many rows there are.
+// Reduces each lane's sums of kSums rows, so that lane l has the warp's sum of row l / (32 /
+// kSums). The order, lanes 16 apart first, does not depend on kSums.
 template <int kSums>
 __device__ __forceinline__ float over_warp(float (&sums)[kSums]) {
     const int lane = threadIdx.x % 32;

@@ -1,26 +1,24 @@
-// Norms that are quantized, both directions.
+// Norms quantized rowwise and columnwise. Macros: QUANT_ (norm_quantize.py).
 //
-// A group of QUANT_GROUP blocks, all of which run at a time, has QUANT_CTA_ROWS rows at a time,
-// each block QUANT_CTA_COLUMNS columns of them, which are copied to a stage of its shared memory.
-// Some warps sum the rows QUANT_NORM_LEAD tiles before they are encoded, post the sums where all
-// blocks of the group look, and encode down the columns what others have left that encode rows. A
-// last warp waits for the sums and tells its block what they make. So nobody else waits for sums,
-// nor, with QUANT_STAGES stages, for memory.
+// A group of QUANT_GROUP co-resident blocks has QUANT_CTA_ROWS rows at a time, and each block
+// QUANT_CTA_COLUMNS of their columns, copied to a stage of shared memory. Some warps sum rows
+// QUANT_NORM_LEAD tiles ahead, post the sums to the group, and encode columnwise what the
+// row-encoding warps left. One more warp waits for the sums and hands the results to its block. So
+// no other warp waits for sums, nor, with QUANT_STAGES stages, for memory.
 
 constexpr int kColumnThreads = QUANT_COLUMN_THREADS, kColumnWarps = kColumnThreads / 32;
 constexpr bool kHeld = !QUANT_NORM_BIAS;  // whether weights and bias stay in registers
 
-// A block's columns are what a warp sums; at a time it has so many rows.
+// A warp sums all of a block's columns for so many rows at a time.
 constexpr int kSummed = QUANT_CTA_ROWS / kColumnWarps, kShare = 32 / kSummed, kMostTerms = 32;
 static_assert(QUANT_CTA_COLUMNS * sizeof(NormInput) == 1024 && QUANT_CTA_ROWS == 32 &&
                   QUANT_GROUP <= kMostTerms,
               "a lane has a row's terms");
-// Whoever posts a tile's sums knows that every block has read those of so many tiles before, and
-// that its own has encoded the rows of so many before.
+// When a tile's sums are posted, every block has read those of kPosts tiles before, and this block
+// has encoded the rows of kFound tiles before.
 constexpr int kPosts = 2 * QUANT_NORM_LEAD + 2, kFound = QUANT_NORM_LEAD + 1;
 
-// `over_warp` of what `of` makes of sum e and a value. A lane has two vectors of a term's, `mine`
-// on.
+// `over_warp` of `of`(sum e, value). A lane has two vectors of a term, from `mine` on.
 template <class Of>
 __device__ __forceinline__ float over_columns(const NormInput* mine, i64 real, Of of) {
     float sums[kSummed];
@@ -39,7 +37,7 @@ __device__ __forceinline__ float over_columns(const NormInput* mine, i64 real, O
     return over_warp(sums);
 }
 
-// Columns of a term.
+// How many columns a term covers.
 __device__ __forceinline__ float width_of(int term, i64 columns) {
     return QUANT_WHOLE ? QUANT_CTA_COLUMNS
                        : static_cast<float>(
@@ -48,10 +46,10 @@ __device__ __forceinline__ float width_of(int term, i64 columns) {
 }
 
 typedef u64 Posts[QUANT_NORM][QUANT_GROUP]
-                 [QUANT_CTA_ROWS];  // a float and the number of its tile: squares about the mean;
-                                    // with QUANT_NORM 2 the mean
+                 [QUANT_CTA_ROWS];  // a float and its tile's number: squares about the mean;
+                                    // QUANT_NORM 2: and the mean
 
-// A warp's sums to their places `to`; `from`: the lane's first columns, of term `term`.
+// Posts a warp's sums to `to`; `from`: the lane's first columns, of term `term`.
 __device__ __forceinline__ void post_sums(const NormInput* from, i64 real, int term, i64 columns,
                                           u64* to, u32 tile) {
     const int lane = threadIdx.x % 32;
@@ -83,12 +81,12 @@ __device__ __forceinline__ void post_sums(const NormInput* from, i64 real, int t
 #endif
 }
 
-// A block alone keeps its sums to itself, and waits for them at a barrier.
+// A block without a group keeps its sums to itself and waits at a barrier.
 __device__ __forceinline__ u64 load_post(const u64* from) {
     return QUANT_GROUP > 1 ? load_relaxed(from) : *from;
 }
 
-// A tile's terms of a row, once all of them are there.
+// Reads a row's terms of a tile, once all are posted.
 __device__ __forceinline__ void await_terms(float (&terms)[kMostTerms], const u64* from, u32 tile) {
     for (;;) {
         bool there = true;
@@ -122,7 +120,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Posts* posts =
         reinterpret_cast<Posts*>(tiles + QUANT_STAGES * QUANT_CTA_ROWS * QUANT_CTA_COLUMNS);
     Found* const found = reinterpret_cast<Found*>(posts + (QUANT_GROUP == 1) * kPosts);
-    u32* const left_by = reinterpret_cast<u32*>(found + kFound);  // warps that have left each stage
+    u32* const left_by =
+        reinterpret_cast<u32*>(found + kFound);  // warps that have released each stage
     const u32 summed = shared_address(left_by + QUANT_STAGES + QUANT_STAGES % 2),
               ready = summed + 8 * kFound, coded = ready + 8 * QUANT_STAGES,
               sent = coded + 8 * QUANT_STAGES;  // to itself
@@ -130,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const i64 left = static_cast<i64>(rank) * QUANT_CTA_COLUMNS;
     const int count =
         (static_cast<int>((p.rows + QUANT_CTA_ROWS - 1) / QUANT_CTA_ROWS) - from + step - 1) /
-        step;  // tiles
+        step;  // in tiles
     const Tiles own = {p, tiles, left_by, ready, left, from, step, count};
 
     if (warp == 0) {
@@ -153,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < count; ++i) {
             const auto& here = posts[i % kPosts];
             barrier_wait(sent + 8 * (i % kPosts),
-                         i / kPosts % 2);  // the tile is written over when its sums are told
+                         i / kPosts % 2);  // the tile is overwritten once its sums are handed over
             float terms[kMostTerms], mean = 0;
 #if QUANT_NORM == 2
             await_terms(terms, &here[1][0][lane], i + 1);
@@ -222,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const i64 top = own.top(i), along = tiles_along(p.columns),
                   block = (top + first) * along + start / CODEC_BLOCK;
         if (!kHeld) load_factors(p, weight, bias, start, real);
-#pragma unroll(QUANT_WHOLE ? 4 : 2)  // registers
+#pragma unroll(QUANT_WHOLE ? 4 : 2)  // saves registers
         for (int e = 0; e < kEach; ++e) {
             const i64 inside = QUANT_WHOLE || top + first + e < p.rows ? real : 0;
             const float middle = found[i % kFound][QUANT_NORM - 1][first + e],
@@ -231,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             u32 words[kInputWords], raw[kChunk / 2];
             load_chunk(words, row + side * kChunk, inside);
             normalize(raw, words, middle, factor, weight, bias, inside);
-            __syncwarp();  // all lanes have read the row, where what they write may lie
+            __syncwarp();  // all lanes have read the row, which their stores may overwrite
             uint4* to = reinterpret_cast<uint4*>(reinterpret_cast<u16*>(row) + side * kChunk);
             to[0] = uint4{raw[0], raw[1], raw[2], raw[3]},
             to[1] = uint4{raw[4], raw[5], raw[6], raw[7]};
@@ -239,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                            tensor, stream, p.codes[0], p.scales[0], nullptr, tally);
         }
         asm volatile("fence.proxy.async.shared::cta;" ::
-                         : "memory");  // a copy will overwrite what was stored
+                         : "memory");  // orders the stores before the copy that overwrites them
         barrier_arrive(coded + 8 * (i % QUANT_STAGES));
     }
     add_counts(tally, p.counters);

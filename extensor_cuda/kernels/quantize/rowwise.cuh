@@ -1,7 +1,8 @@
-// Quantizes a matrix rowwise: blocks lie along rows, a thread has QUANT_THREAD_CHUNKS chunks.
+// Quantizes a matrix rowwise: blocks run along rows, and a thread has QUANT_THREAD_CHUNKS chunks.
+// Configured by the quantizer's macros (quantize.py).
 
-// x (rows, length) -> codes, scales or values. Whole: length is a multiple of the block, and x is
-// aligned to 16 bytes.
+// x (rows, length) -> codes, scales or values. QUANT_WHOLE: length is a multiple of the block, x is
+// 16-byte aligned.
 extern "C" __global__ void __launch_bounds__(kThreads)
     quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
                   float* __restrict__ values, const Tensor* __restrict__ tensor_of,
