@@ -70,18 +70,18 @@ NUMPY_TESTS = (
     "tests/unit/formats",
     "tests/unit/quant",
     "tests/test_every_format.py",
-    "--ignore=tests/unit/quant/test_properties.py",
+    "--ignore=tests/unit/quant/test_quantize_properties.py",
 )
 CORE_TESTS = {
     "quantizers": (
         "tests/test_every_kernel.py",
         "tests/test_exhaustive.py",
-        "tests/test_kernel_shapes.py",
+        "tests/unit/backends/test_quantize.py",
         "tests/test_every_spec.py",
         "-k",
         "quantize or operand or samples or shapes or spec",
     ),
-    "products": ("tests/unit/backends",),
+    "products": ("tests/unit/backends", "-k", "test_matmul"),
     "training": (
         "tests/test_every_kernel.py",
         "-k",

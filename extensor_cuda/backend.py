@@ -25,12 +25,7 @@ from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import (
-    conv_pool,
-    multi_tensor,
-    nn,
-    quantize,
-)
+from extensor_cuda import conv_pool, multi_tensor, nn, quantize
 from extensor_cuda.dispatch import Route, routed
 from extensor_cuda.kernels.optimizer import optimizer
 from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
@@ -70,11 +65,7 @@ def _quantize_on_host(
 
 
 def _fake_quantize_on_host(
-    backend: CudaBackend,
-    gap: Unsupported,
-    x: Array,
-    spec: QuantSpec,
-    stream: Stream | None = None,
+    backend: CudaBackend, gap: Unsupported, x: Array, spec: QuantSpec, stream: Stream | None = None
 ) -> tuple[Array, Counts]:
     if current_capture() is not None:
         raise RuntimeError(

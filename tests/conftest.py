@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("tests.array_api", "tests.kernels", "tests.product_cases")
+pytest.register_assert_rewrite("tests.array_api", "tests.kernels")
 
 PROCESS_WIDE = (
     "set_level(", "set_gemm_level(", "set_threads(", "tracemalloc.", "gc.disable(", "setrlimit(",

@@ -349,7 +349,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 }
 
 ELSEWHERE: dict[str, str] = {
-    "block_scaled_matmul": "tests/unit/backends/test_block_scaled_matmul.py: integer products",
+    "block_scaled_matmul": "tests/unit/backends/test_matmul_block_scaled.py: integer products",
     "dequantize": "tests/test_every_format.py: the scalar oracle",
     "quantize": "tests/test_every_format.py and test_every_spec.py: the scalar oracle",
     "quantized_conv2d": "tests/unit/ops/test_quantized.py: three GEMMs of dequantized patches",

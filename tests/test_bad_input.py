@@ -191,11 +191,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "named 'mxfp5'; did you mean 'mxfp",
     ),
-    "hook": (
-        lambda: nn.ReLU().register_forward_hook(3),
-        TypeError,
-        "hook: expected a function",
-    ),
+    "hook": (lambda: nn.ReLU().register_forward_hook(3), TypeError, "hook: expected a function"),
     # tokens
     "sequence beyond the context": (
         lambda: built("gpt", vocab=5, context=4)(labels(*range(5))[None]),

@@ -21,8 +21,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Window
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from tests import dense_cases
-from tests.kernels import conv_pool, matmul, nn, optim, quantize
+from tests.kernels import attention, conv_pool, matmul, nn, optim, quantize
 from tests.kernels.inputs import (
     BACKEND,
     CORE,
@@ -71,9 +70,9 @@ CHECKS: dict[str, Check] = {
     "conv2d_grad_w": conv_pool.check_convolution("conv2d_grad_w"),
     "max_pool2d": conv_pool.check_max_pool2d,
     "max_pool2d_grad": conv_pool.check_max_pool2d_grad,
-    "matmul": check_bounded("matmul", dense_cases.matmul_cases),
-    "attention": check_bounded("attention", dense_cases.attention_cases),
-    "attention_grad": nn.check_attention_grad,
+    "matmul": check_bounded("matmul", matmul.matmul_cases),
+    "attention": check_bounded("attention", attention.attention_cases),
+    "attention_grad": attention.check_attention_grad,
     "gelu": check_bounded("gelu", nn.gelu_cases),
     "gelu_grad": check_bounded("gelu_grad", nn.gelu_grad_cases),
     "softmax": check_bounded("softmax", nn.softmax_cases),

@@ -71,7 +71,7 @@ SUMS = ("sum", "prod", "cumulative_sum", "cumulative_prod")
 VARIED_ELSEWHERE = {
     **{name: {"dtype"} for name in SUMS},  # the samples are differentiated in float64: below
     "batch_norm": {"moments"},  # is told mean and variance: running ones in test_every_layer.py
-    "layer_norm": {"narrow"},  # rounds: tests/unit/nn/test_activations.py
+    "layer_norm": {"narrow"},  # rounds: tests/unit/nn/test_activation_dtype.py
     "rms_norm": {"narrow"},
     "diff": {"append", "prepend"},  # tensors by keyword: below
     "astype": {"copy", "device"},  # about memory, as the next: below

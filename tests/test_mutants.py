@@ -28,7 +28,7 @@ def test_the_text_to_replace_occurs_once(mutant: mutants.Mutant) -> None:
 def test_a_mutant_is_caught_or_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The judge itself, on one numpy mutant and tests that do and do not see it."""
     mutant = next(m for m in TABLE if m.name == "negative zero loses its sign")
-    monkeypatch.setattr(mutants, "NUMPY_TESTS", ("tests/unit/quant/test_worked_vectors.py",))
+    monkeypatch.setattr(mutants, "NUMPY_TESTS", ("tests/unit/quant/test_quantize_by_hand.py",))
     caught = mutants.judge(mutant, tmp_path)
     monkeypatch.setattr(mutants, "NUMPY_TESTS", ("tests/unit/quant/test_hadamard.py",))
     survived = mutants.judge(mutant, tmp_path)

@@ -76,29 +76,15 @@ def _fused(x: Float32s, y: Float32s, z: Float32s) -> Float32s:
 
 
 def promoted(
-    a: Floats,
-    b: Floats,
-    least_a: int,
-    least_b: int,
-    every: int,
+    a: Floats, b: Floats, least_a: int, least_b: int, every: int,
     scales: tuple[Float32s, Float32s] | None = None,
-) -> Float32s:
+) -> Float32s:  # fmt: skip
     """The product a b^T as the GEMM's float32 sums give it.
 
-    From 0 on, the sum of each so many elements along K is added in order, rounded to nearest. Under
-    scales the one of its row times the one of its column, in float32, multiplies it, and product
-    and addition are rounded once.
-
-    Args:
-        a: as `accumulate` takes it.
-        b: likewise.
-        least_a: likewise.
-        least_b: likewise.
-        every: elements along K between additions, a multiple of 32; from K on there is one.
-        scales: (M, parts of K) and (N, parts of K).
-
-    Returns:
-        (M, N) float32.
+    From 0 on, the sum of each ``every`` elements along K is added in order, rounded to nearest.
+    Under scales, (M, parts of K) and (N, parts of K), the one of its row times the one of its
+    column, in float32, multiplies it, and product and addition are rounded once. Other arguments
+    are `accumulate`'s.
 
     Raises:
         ValueError: if additions are not whole steps of the tensor core apart.

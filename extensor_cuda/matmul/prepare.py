@@ -108,12 +108,7 @@ class GemmPreparation:
 
 
 def prepare(
-    x: Array,
-    specs: Sequence[Spec],
-    streams: Streams,
-    work: int,
-    xp: Any,
-    amax_state: State = None,
+    x: Array, specs: Sequence[Spec], streams: Streams, work: int, xp: Any, amax_state: State = None
 ) -> GemmPreparation | Unsupported:
     """Decide how operands of x are made: by the first preparer that supports all specs.
 
@@ -247,11 +242,7 @@ def _expanded(
                 return expand(q, "bf16", flags[1:], xp, guards)
 
             operand = GemmOperand(
-                operand.codes,
-                kind,
-                operand.scale,
-                flag=flags[:1].reshape(()),
-                make_bf16=make_bf16,
+                operand.codes, kind, operand.scale, flag=flags[:1].reshape(()), make_bf16=make_bf16
             )
         cut = flags[1:].reshape(())
         made.append((operand, OperandCounts(counters, (0, _SLOTS), plan.count, cut)))

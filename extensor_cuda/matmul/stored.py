@@ -19,6 +19,7 @@ sums stay below 2**24 units. Where they span more: bfloat16.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -74,15 +75,9 @@ def _capability(xp: Any) -> str:
 
 
 def stored_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | None:
-    """Why there is no such product of these operands on this GPU; None if there is.
+    """Why there is no such product of (M, K) and (N, K) on this GPU; None if there is.
 
-    Args:
-        a: left operand, (M, K).
-        b: right operand, (N, K).
-        capability: compute capability of the GPU, such as "90".
-
-    Raises:
-        TypeError: for tensors.
+    ``capability`` is the GPU's compute capability, such as "90". Raises TypeError for tensors.
     """
     _refuse_tensors("matmul", a, b)
     if capability != "90":
@@ -92,21 +87,15 @@ def stored_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | N
     for q in (a, b):
         if len(q.shape) != 2:
             return Unsupported(f"{len(q.shape)} axes; the kernel multiplies matrices")
-        if q.spec.axis != 1:
-            return Unsupported(
-                f"blocks along axis {q.spec.axis}; the kernel reads them along the last"
-            )
-    if any(q.spec.has_float_scales for q in (a, b)):
-        for q in (a, b):
-            if (gap := _float_scaled_gap(q)) is not None:
-                return gap
-        same = a.spec.row.element.is_float == b.spec.row.element.is_float
-        return None if same else Unsupported("an INT8 operand and an FP8 one")
+        if (axis := q.spec.axis) != 1:
+            return Unsupported(f"blocks along axis {axis}; the kernel reads them along the last")
+    scaled = a.spec.has_float_scales or b.spec.has_float_scales
     for q in (a, b):
-        plan = quantizer.plan_of(q.spec, q.shape, decoding=True)
-        if isinstance(plan, Unsupported):
-            return plan
-    return None
+        gap = _float_scaled_gap(q) if scaled else quantizer.plan_of(q.spec, q.shape, decoding=True)
+        if isinstance(gap, Unsupported):
+            return gap
+    same = a.spec.row.element.is_float == b.spec.row.element.is_float
+    return Unsupported("an INT8 operand and an FP8 one") if scaled and not same else None
 
 
 def _float_scaled_gap(q: QuantArray) -> Unsupported | None:
@@ -133,11 +122,7 @@ def _float_scaled_gap(q: QuantArray) -> Unsupported | None:
 
 
 def _refuse_tensors(name: str, *given: Any) -> None:
-    """Refuse ExTensors: products here take what they hold.
-
-    Raises:
-        TypeError: for one.
-    """
+    """Refuse ExTensors with a TypeError: products here take what they hold."""
     for x in given:
         if isinstance(x, ExTensor):
             raise TypeError(
@@ -147,12 +132,9 @@ def _refuse_tensors(name: str, *given: Any) -> None:
 
 
 def block_scaled_matmul(a: QuantArray, b: QuantArray, xp: Any) -> Product | Unsupported:
-    """Float32 a b^T of (M, K) and (N, K), or of each of a batch in one launch. Waits as `matmul`.
+    """Float32 a b^T of packed (M, K) and (N, K), or of each of a batch in one launch.
 
-    Args:
-        a: packed and blocked along K, with two axes or three.
-        b: likewise.
-        xp: cupy.
+    Waits as `matmul` does.
     """
     if len(a.shape) == 3:
         return _batch(a, b, xp)
@@ -241,9 +223,9 @@ def _matmul(
         return _BEYOND_BF16
     path = f"bf16 tensor cores: {why.reason}"
     if isinstance(to, str) and all(side.scale.is_absent for side in wide):
-        return Product(product(wide[0], wide[1], to, xp), path)
+        return Product(product(*wide, to, xp), path)
     out = empty_result(xp, a.shape[0], b.shape[0], to)
-    multiply(wide[0], wide[1], out)
+    multiply(*wide, out)
     return Product(finished(out, xp), path)
 
 
@@ -297,13 +279,7 @@ def offsets_of(sizes: Array, xp: Any) -> Array:
 
 
 def grouped_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | None:
-    """Why there is no grouped product of these packed matrices on this GPU; None if there is.
-
-    Args:
-        a: (M, K).
-        b: (groups N, K).
-        capability: compute capability of the GPU, such as "90".
-    """
+    """Why there is no product of a, (M, K), with groups of rows of b; None if there is."""
     if (gap := stored_gap(a, b, capability)) is not None:
         return gap
     if not a.spec.has_float_scales:
@@ -427,20 +403,18 @@ def _grouped_operands(
         left, right = (_by_row(float_scaled(q, xp)) for q in (a, b))
         return left, right, ""
     kinds = [held_by(q.spec)[0] for q in (a, b)]
-    why = (
-        f": FP8 does not hold {(a, b)[kinds.index('bf16')].spec.format}" if "bf16" in kinds else ""
-    )
-    if not why:
+    if "bf16" in kinds:
+        why = f"FP8 does not hold {(a, b)[kinds.index('bf16')].spec.format}"
+    else:
         flag = xp.zeros(1, dtype=np.uint32)
         left, right = (expand(q, kind, flag, xp) for q, kind in zip((a, b), kinds, strict=True))
         if not int(flag[0]):
             return left, right, ""
-        why = f": {_TOO_WIDE.reason}"
+        why = _TOO_WIDE.reason
     wide = exact_bf16((a, b), xp)
-    return _BEYOND_BF16 if wide is None else (wide[0], wide[1], why)
+    return _BEYOND_BF16 if wide is None else (*wide, f": {why}")
 
 
 def _by_row(operand: GemmOperand) -> GemmOperand:
     """An operand under stored scales of rows, with these as factors."""
-    factor = operand.scale.row_factor(operand.shape[0])
-    return GemmOperand(operand.codes, operand.kind, Scale(factor=factor))
+    return replace(operand, scale=Scale(factor=operand.scale.row_factor(operand.shape[0])))

@@ -12,16 +12,7 @@ from extensor.backends import cpu
 from extensor.backends.protocol import Window
 from extensor.quant.array import QuantStats
 from extensor.quant.spec import QuantSpec
-from tests.kernels.inputs import (
-    CORE,
-    GENERIC,
-    UNIT,
-    VIEWS,
-    Case,
-    Check,
-    assert_bytes,
-    plain,
-)
+from tests.kernels.inputs import CORE, GENERIC, UNIT, VIEWS, Case, Check, assert_bytes, plain
 
 # (N, C, H, W), O, groups, window: LeNet's first, then what a direct kernel may get wrong.
 WINDOWS = (
@@ -50,11 +41,7 @@ def window_arrays(number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     shape, outputs, groups, window = WINDOWS[number]
     rng = np.random.default_rng(number)
     ho, wo = window.output_size(shape[2:])
-    shapes = (
-        shape,
-        (outputs, shape[1] // groups, *window.kernel),
-        (shape[0], outputs, ho, wo),
-    )
+    shapes = (shape, (outputs, shape[1] // groups, *window.kernel), (shape[0], outputs, ho, wo))
     arrays = [rng.standard_normal(s).astype(np.float32) for s in shapes]
     return arrays[0], arrays[1], arrays[2]
 

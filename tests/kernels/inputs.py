@@ -14,6 +14,8 @@ BACKEND = cpu.make_backend()
 CORE = BACKEND.core
 GENERIC = GenericBackend("generic", np)
 UNIT = 2.0**-24
+SECOND = 1.02
+"""Covers the products of two errors in a bound of first order."""
 
 Case = tuple[Any, ...]
 Check = Callable[[cpu.CpuBackend], None]
@@ -82,6 +84,11 @@ VIEWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 def arrays(shape: tuple[int, ...], count: int) -> list[np.ndarray]:
     rng = np.random.default_rng(shape[-1])
     return [3 * rng.standard_normal(shape).astype(np.float32) for _ in range(count)]
+
+
+def normals(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
 def assert_bytes(got: Any, expected: Any, what: object) -> None:

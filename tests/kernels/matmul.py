@@ -6,12 +6,13 @@ Blocked products have tests of their own for bounds, variants and special blocks
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 
 from extensor.backends import cpu
 from extensor.quant.spec import QuantSpec
-from tests.kernels.inputs import GENERIC, UNIT, Check, plain
+from tests.kernels.inputs import GENERIC, SECOND, UNIT, Bounded, Check, normals, plain
 
 
 def check_product(name: str) -> Check:
@@ -42,3 +43,36 @@ def check_product_of_operands(backend: cpu.CpuBackend) -> None:
             bound = 2 * gamma * (np.abs(left).astype(np.float64) @ np.abs(right).T)
             error = np.abs(backend.product(left, right) - GENERIC.product(left, right))
             assert (error <= bound).all()
+
+
+PRODUCTS = (  # rows, terms, columns
+    (8, 1, 8), (9, 5, 17), (12, 64, 32), (13, 33, 70), (25, 400, 100), (100, 1000, 33),
+    (65, 768, 128), (768, 128, 65), (40, 1024, 48), (200, 30, 4200),
+)  # fmt: skip
+
+
+def arrays(count: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    rng = np.random.default_rng(count)
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def product_case(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> Any:
+    wide = a.astype(np.float64) @ b.astype(np.float64)
+    size = np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64)
+    if bias is not None:
+        wide, size = wide + bias, size + np.abs(bias)
+    return (a, b, bias), [wide], [SECOND * (a.shape[-1] + 1) * UNIT * size]
+
+
+def matmul_cases() -> Bounded:
+    for number, (m, k, n) in enumerate(PRODUCTS):
+        a, b, across, along, bias = normals(number, (m, k), (k, n), (k, m), (n, k), (n,))
+        yield product_case(a, b, bias)
+        yield product_case(a, along.T)
+        yield product_case(across.T, b)
+        yield product_case(across.T, along.T, bias)
+    a, b, wide, tall = normals(0, (2, 3, 9, 20), (3, 20, 11), (5, 7, 20), (2, 1, 18, 20))
+    yield product_case(a, b)
+    yield product_case(a, a[:, :1].swapaxes(-1, -2))
+    yield product_case(wide, b[0])
+    yield product_case(tall[:, :, ::2], b)

@@ -1,4 +1,4 @@
-"""Activations, norms, attention, losses and sums: exact values in float64 beside bounds, or bytes.
+"""Activations, norms, losses and sums: exact values in float64 beside bounds, or bytes.
 
 Bounds are those that extensor.backends.cpu.nn states, or, for the norms, the first-order
 bound of the formula with any order of additions (1% for the rest).
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from extensor.backends import cpu
-from tests import dense_cases
 from tests.kernels.inputs import (
     CORE,
     GENERIC,
@@ -184,23 +183,6 @@ def norm_grad_cases(centred: bool) -> Bounded:
             exact.append(g.astype(np.float64).sum(axis=lead))
             bounds.append((count + 4) * UNIT * 1.01 * np.abs(g).sum(axis=lead))
         yield (g, x, weight, *kept), exact, bounds
-
-
-def check_attention_grad(backend: cpu.CpuBackend) -> None:
-    for case, exact, bounds in dense_cases.attention_grad_cases():
-        into = tuple(np.full(a.shape, np.nan, np.float32) for a in case[1:4])
-        path = backend.path("attention_grad", *case, into)
-        assert CORE is None or path.startswith("core ("), path
-        backend.attention_grad(*case, into)
-        for got, expected, bound in zip(into, exact, bounds, strict=True):
-            assert (np.abs(got - expected) <= bound).all(), (case[1].shape, path)
-        for view in (VIEWS["strided"], VIEWS["misaligned"], VIEWS["transposed"]):
-            other = tuple(np.empty((*a.shape[:-1], a.shape[-1] + 3), np.float32) for a in into)
-            parts = tuple(a[..., : b.shape[-1]] for a, b in zip(other, into, strict=True))
-            seen = [view(a) if isinstance(a, np.ndarray) else a for a in case]
-            backend.attention_grad(*seen, parts)
-            for one, two in zip(parts, into, strict=True):
-                assert_bytes(one.copy(), two, (case[1].shape, path))
 
 
 def elementwise(name: str, count: int) -> Check:

@@ -11,14 +11,7 @@ import math
 import numpy as np
 
 from tests.oracle.blocks import Index
-from tests.oracle.grid import (
-    GRIDS,
-    bits_of,
-    decode,
-    e4m3_byte,
-    magnitude,
-    round_integer,
-)
+from tests.oracle.grid import GRIDS, bits_of, decode, e4m3_byte, magnitude, round_integer
 from tests.oracle.work import (
     FLT_MAX,
     INFINITY_BYTE,
@@ -149,10 +142,7 @@ def nv_codes(
 
 
 def squared_error(
-    work: Work,
-    places: list[Index | None],
-    codes: list[tuple[int, bool]],
-    value: object,
+    work: Work, places: list[Index | None], codes: list[tuple[int, bool]], value: object
 ) -> np.float32:
     """Sum of squared differences, float32, by ascending position."""
     total = F(0)

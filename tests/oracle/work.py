@@ -39,10 +39,9 @@ DIALECT_RULE = {
     "microxcaling": "floor",
     "gguf": "floor",
 }
-TIES = {
-    ("model_optimizer", "mxfp4"): "zero",
-    ("gguf", "mxfp4"): "zero",
-} | {("microxcaling", name): "away" for name in FORMATS}
+TIES = {("model_optimizer", "mxfp4"): "zero", ("gguf", "mxfp4"): "zero"} | {
+    ("microxcaling", name): "away" for name in FORMATS
+}
 ZEROS = {  # (dialect, format) -> (sign bit of exact zeros, of values that round to zero)
     ("compressed_tensors", name): ("+", "own") for name in FORMATS
 } | {

@@ -36,11 +36,7 @@ def samples() -> dict[str, np.ndarray]:
     normal = (rng.standard_normal(SHAPE) * spread).astype(F)
     zeros = normal.copy()
     zeros[0, :32], zeros[1, 5], zeros[2, :32], zeros[3, 5] = 0.0, 0.0, -0.0, -0.0
-    return {
-        "normal": normal,
-        "zeros": zeros,
-        "ties": (rng.integers(-32, 33, SHAPE) / 4).astype(F),
-    }
+    return {"normal": normal, "zeros": zeros, "ties": (rng.integers(-32, 33, SHAPE) / 4).astype(F)}
 
 
 def theirs(x: np.ndarray, name: str) -> dict[str, Any]:

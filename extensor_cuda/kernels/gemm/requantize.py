@@ -93,7 +93,6 @@ def requantized(spec: QuantSpec, m: int, n: int, xp: Any, amax: Array | None = N
         )
     tensor = None if amax is None else tensor_scales(plan, amax, xp)
     codes, scales = (xp.empty(s, dtype=xp.uint8) for s in (plan.codes_shape, plan.scales_shape))
-    of_tensor = (
-        tensor[:1].reshape(()) if tensor is not None and plan.spec.row.tensor_scale else None
-    )
+    two_levels = tensor is not None and plan.spec.row.tensor_scale
+    of_tensor = tensor[:1].reshape(()) if two_levels else None
     return Requantized(QuantArray(codes, scales, plan.spec, plan.shape, of_tensor), tensor)

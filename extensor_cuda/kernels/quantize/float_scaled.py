@@ -2,8 +2,8 @@
 
 Scales of float32 or float16 for a tensor, a channel, a group or a tile of any size, along any axis,
 with zero points or without. One launch finds the blocks' extremes, another divides and rounds
-(`kernels/quantize/float_scaled.cu`). Bytes, scales and counts are the reference's. `plan_of` says
-what is not covered. Operands that products read are `extensor_cuda.scaling`'s.
+(`float_scaled.cu`). Bytes, scales and counts are the reference's. `plan_of` says what is not
+covered. Operands that products read are `extensor_cuda.kernels.prepare.float_scaled_operand`'s.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
 from extensor_cuda.kernels.quantize.quantize import SLOTS, THREADS
-from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.capture import random_arguments
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.launch import launch
@@ -183,7 +183,11 @@ def _launch(
 def start(
     x: Array, plan: FloatPlan, stream: Stream | None, xp: Any
 ) -> tuple[QuantArray, OperandCounts]:
-    """Codes, scales and counts, without waiting."""
+    """Codes, scales and counts, without waiting.
+
+    x is C-contiguous float32, bfloat16 or float16 of the plan's shape. The stream names the random
+    bits, given exactly under stochastic rounding.
+    """
     spec, dtype, (outer, rows, inner, columns) = plan.spec, x.dtype.name, plan.sizes
     codes = xp.empty(plan.codes_shape, dtype=np.uint8)
     scales = xp.empty(plan.scales_shape, dtype=spec.scale_name)
@@ -203,37 +207,16 @@ def start(
     deep = 1 if plan.fast == _COLUMNS else -(-columns // _DEEP)
     most = xp.zeros((2 * math.prod(plan.scales_shape),), dtype=np.uint32)
     _launch(plan, dtype, x.data.ptr, "extremes", groups * lines * deep, x, most)
-    words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
-    _launch(
-        plan,
-        dtype,
-        x.data.ptr,
-        "codes",
-        codes.size // plan.vec,
-        x,
-        most,
-        codes,
-        scales,
-        np.uint64(0) if zeros is None else zeros,
-        counters.array,
-        clock_of([stream]),
-        *map(np.uint32, words),
-        np.uint32(plan.bytes),
-    )
+    arrays = x, most, codes, scales, zeros, counters.array
+    numbers = *random_arguments(stream), np.uint32(plan.bytes)
+    _launch(plan, dtype, x.data.ptr, "codes", codes.size // plan.vec, *arrays, *numbers)
     return q, counts
 
 
 def quantize(
     x: Array, plan: FloatPlan, stream: Stream | None, xp: Any
 ) -> tuple[QuantArray, QuantStats]:
-    """Codes, scales and counts; waits for the counts.
-
-    Args:
-        x: C-contiguous float32, bfloat16 or float16 array of the plan's shape.
-        plan: from `plan_of`.
-        stream: names the random bits, given exactly under stochastic rounding.
-        xp: cupy.
-    """
+    """Codes, scales and counts; waits for the counts. Takes what `start` takes."""
     q, counts = start(x, plan, stream, xp)
     return q, counts()
 
@@ -249,7 +232,7 @@ def fake_quantize(
 def dequantize(q: QuantArray, plan: FloatPlan, xp: Any) -> Array:
     """Codes and scales -> float32 of the plan's shape, without waiting."""
     codes, scales = xp.ascontiguousarray(q.codes), xp.ascontiguousarray(q.scales)
-    zeros = np.uint64(0) if q.zero_points is None else xp.ascontiguousarray(q.zero_points)
+    zeros = None if q.zero_points is None else xp.ascontiguousarray(q.zero_points)
     if codes.data.ptr % 4:
         codes = codes.copy()
     out = xp.empty(plan.shape, dtype=np.float32)

@@ -1,9 +1,8 @@
 """Quantizes to FP8, INT8 and INT4 under float scales in blocks down a matrix's columns.
 
 Groups of 16 to 128, tiles of 128 x 128, columns and matrices, without zero points
-(`kernels/quantize/float_scaled_columnwise.cu`); the scale of a column or of all takes a reading
-before. Codes are written as the matrix lies or transposed, as a GEMM reads what it contracts along
-the first axis.
+(`float_scaled_columnwise.cu`); the scale of a column or of all takes a reading before. Codes are
+written as the matrix lies or transposed, as a GEMM reads what it contracts along the first axis.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.quantize.float_scaled_rowwise import float_macros, largest
 from extensor_cuda.kernels.quantize.quantize import THREADS
-from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.capture import random_arguments
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters
 from extensor_cuda.runtime.launch import launch
@@ -59,11 +58,8 @@ def columnwise_plan(
 ) -> ColumnwisePlan | None:
     """How a matrix blocked along axis 0 is taken; None: not by these kernels.
 
-    Args:
-        spec: resolved, under plain float scales.
-        shape: of the matrix.
-        extent: rows and columns of a block of values.
-        transposed: whether codes are written along the columns; of 8 bits.
+    ``extent`` is of a block of values: its rows and columns. The spec is resolved, under plain
+    float scales, of 8 bits if codes are transposed.
     """
     (rows, columns), (tall, wide) = shape, extent
     random = spec.rounding == "stochastic"
@@ -105,15 +101,8 @@ def quantize(
 ) -> None:
     """Codes, scales and counts, without waiting.
 
-    Args:
-        plan: from `columnwise_plan`.
-        x: C-contiguous float32, bfloat16 or float16 matrix, from a multiple of 16 bytes on.
-        stream: names the random bits, given exactly under stochastic rounding.
-        codes: uint8, to be written: as x lies, or (columns, pitch), rows up to a multiple of 16.
-        scales: float32 or float16, to be written, one for each block of values.
-        counters: of counts.
-        xp: cupy.
-        most: what `largest` finds, if it is known.
+    As `float_scaled_rowwise.quantize`, of a matrix. Transposed codes are (columns, pitch), with
+    rows up to a multiple of 16.
     """
     source, (rows, columns) = columnwise_source(plan, x.dtype.name), x.shape
     sizes = np.int64(rows), np.int64(columns)
@@ -123,9 +112,6 @@ def quantize(
         launch(source, "largest_of_columns", blocks, THREADS, x, most, *sizes)
     elif plan.given == _ALL and most is None:
         most = largest(x, plan.spec, xp)
-    words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
-    pitch = np.int64(codes.shape[1])
-    null = np.uint64(0)
-    arrays = x, codes, scales, null if most is None else most, counters.array, clock_of([stream])
-    numbers = map(np.uint32, words)
-    launch(source, "quantize_panels", blocks, THREADS, *arrays, *numbers, *sizes, pitch)
+    arrays = x, codes, scales, most, counters.array
+    numbers = *random_arguments(stream), *sizes, np.int64(codes.shape[1])
+    launch(source, "quantize_panels", blocks, THREADS, *arrays, *numbers)

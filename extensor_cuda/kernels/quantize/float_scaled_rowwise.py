@@ -1,8 +1,8 @@
 """FP8, INT8 and INT4 under float scales in blocks along rows: quantized in one reading.
 
 Groups, channels, tensors and tiles whose rows are multiples of 16
-(`kernels/quantize/float_scaled_rowwise.cu`); a tensor's own scale takes a reading before. `floats`
-covers the rest.
+(`float_scaled_rowwise.cu`); a tensor's own scale takes a reading before. `float_scaled` covers the
+rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.quantize.quantize import CHUNK, INPUTS, THREADS, encoding_macros
-from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.capture import random_arguments
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters
 from extensor_cuda.runtime.launch import launch
@@ -75,11 +75,8 @@ def rowwise_plan(
 ) -> RowwisePlan | None:
     """How (outer, rows, 1, columns) elements in such blocks are taken; None: not by these kernels.
 
-    Args:
-        spec: resolved, under plain float scales.
-        sizes: of the array, of which columns are contiguous.
-        each: of a block.
-        blocks: how many there are along each.
+    ``sizes`` are the array's, ``each`` a block's, ``blocks`` how many there are along each; the
+    spec is resolved, under plain float scales.
     """
     _, rows, inner, columns = sizes
     tall, wide = each[1], each[3]
@@ -106,21 +103,12 @@ def rowwise_plan(
 
 @lru_cache(maxsize=1024)
 def _source(
-    spec: QuantSpec,
-    dtype: str,
-    way: int = _ALL,
-    block: int = CHUNK,
-    threads: int = THREADS,
+    spec: QuantSpec, dtype: str, way: int = _ALL, block: int = CHUNK, threads: int = THREADS,
     kept: int = _KEPT,
-) -> Source:
+) -> Source:  # fmt: skip
     """The program for input of a dtype; the others are fields of `RowwisePlan`."""
-    sizes = {
-        "QUANT_PATH": way,
-        "CODEC_BLOCK": block,
-        "CODEC_THREADS": threads,
-        "QUANT_KEPT_CHUNKS": kept,
-    }
-    return Source.read(_SOURCE, float_macros(spec, dtype) | sizes)
+    sizes = {"CODEC_BLOCK": block, "CODEC_THREADS": threads, "QUANT_KEPT_CHUNKS": kept}
+    return Source.read(_SOURCE, float_macros(spec, dtype) | sizes | {"QUANT_PATH": way})
 
 
 def source_of(plan: RowwisePlan, dtype: str) -> Source:
@@ -169,33 +157,13 @@ def quantize(
 ) -> None:
     """Codes, scales and counts, without waiting.
 
-    Args:
-        plan: from `rowwise_plan`.
-        x: C-contiguous float32, bfloat16 or float16, from a multiple of 16 bytes on.
-        stream: names the random bits, given exactly under stochastic rounding.
-        codes: uint8, to be written, from a multiple of 16 bytes on, as x lies.
-        scales: float32 or float16, to be written, one for each block.
-        counters: of counts.
-        xp: cupy.
-        zeros: int8, to be written like scales where the spec has zero points.
-        most: what `largest` finds, if it is known.
+    x is C-contiguous from a multiple of 16 bytes on; codes, written likewise, lie as x does. There
+    is a scale for each block, and a zero point (int8) where the spec has them. ``most`` is what
+    `largest` finds, if it is known.
     """
     if most is None and plan.way == _ALL:
         most = largest(x, plan.spec, xp)
-    words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
-    number = np.uint32 if plan.way == _BLOCKS else np.int64
-    launch(
-        source_of(plan, x.dtype.name),
-        KERNELS[plan.way],
-        plan.grid,
-        plan.threads,
-        x,
-        codes,
-        scales,
-        np.uint64(0) if zeros is None else zeros,
-        np.uint64(0) if most is None else most,
-        counters.array,
-        clock_of([stream]),
-        *map(np.uint32, words),
-        *map(number, plan.sizes),
-    )
+    arrays = x, codes, scales, zeros, most, counters.array
+    numbers = map(np.uint32 if plan.way == _BLOCKS else np.int64, plan.sizes)
+    launched = source_of(plan, x.dtype.name), KERNELS[plan.way], plan.grid, plan.threads
+    launch(*launched, *arrays, *random_arguments(stream), *numbers)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.product_cases import CORE, VARIANTS
+from tests.kernels.matmul_cases import CORE, VARIANTS
 
 
 @pytest.fixture(params=VARIANTS)

@@ -33,7 +33,7 @@ from extensor_cuda.matmul.stored import (
     matmul,
     stored_gap,
 )
-from tests.product_cases import exact
+from tests.kernels.matmul_cases import exact
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
 

@@ -17,7 +17,7 @@ from extensor_cuda.matmul.stored import (
     grouped_matmul,
     offsets_of,
 )
-from tests.product_cases import exact
+from tests.kernels.matmul_cases import exact
 from tests.unit.cuda.places import PLACES, place
 
 SIZES = ((5,), (128, 0, 131, 1), (0, 0, 300), (16, 17, 15, 33, 128, 2), (0,), (40,) * 7)

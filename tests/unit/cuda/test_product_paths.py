@@ -35,7 +35,7 @@ from extensor_cuda.matmul.weight_only import (
     DECODED,
     EXPANDED,
 )
-from tests.product_cases import exact
+from tests.kernels.matmul_cases import exact
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.weight_only_cases import sent
 

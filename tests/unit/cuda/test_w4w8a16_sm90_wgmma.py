@@ -19,7 +19,7 @@ from extensor_cuda.matmul import partition
 from extensor_cuda.matmul.weight_only import (
     weight_only_matmul,
 )
-from tests.product_cases import exact
+from tests.kernels.matmul_cases import exact
 from tests.unit.cuda import weight_only_cases
 from tests.unit.cuda.places import PLACES
 from tests.unit.cuda.test_compile import check_compiles

@@ -40,7 +40,7 @@ from extensor_cuda.matmul.weight_only import (
     weight_only_gap,
     weight_only_matmul,
 )
-from tests.product_cases import exact
+from tests.kernels.matmul_cases import exact
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import weight_only_cases
 from tests.unit.cuda.places import PLACES

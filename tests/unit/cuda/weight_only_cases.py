@@ -23,7 +23,7 @@ from extensor_cuda.matmul.weight_only import (
     few_tokens_gap,
     weight_only_matmul,
 )
-from tests.product_cases import exact
+from tests.kernels.matmul_cases import exact
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.places import place
 

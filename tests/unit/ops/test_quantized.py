@@ -248,11 +248,7 @@ def test_nan_reaches_the_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "match"),
-    [
-        (((3, 4), (5, 6)), "expected x"),
-        (((3, 4), (5, 4, 1)), "expected x"),
-    ],
+    ("shapes", "match"), [(((3, 4), (5, 6)), "expected x"), (((3, 4), (5, 4, 1)), "expected x")]
 )
 def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...], ...], match: str) -> None:
     context = layer_context(RECIPES["mxfp4"].layers)

@@ -1,8 +1,6 @@
-"""Cases for the products and attention of `extensor.backends.cpu.nn`, with their bounds.
+"""Attention: exact values in float64 beside bounds, term by term from u = 2**-24.
 
-Everything is computed in float64 by other means than the kernels', and bounded term by term from
-u = 2**-24 (Higham, Accuracy and Stability of Numerical Algorithms, 3.1); 1.02 covers products of
-two errors.
+By Higham, Accuracy and Stability of Numerical Algorithms, 3.1; 1.02 covers products of two errors.
 """
 
 from __future__ import annotations
@@ -12,42 +10,10 @@ from typing import Any
 
 import numpy as np
 
-UNIT, TINY, SECOND = 2.0**-24, 2.0**-120, 1.02
+from extensor.backends import cpu
+from tests.kernels.inputs import CORE, SECOND, UNIT, VIEWS, Bounded, assert_bytes, normals
 
-Bounded = Iterator[tuple[tuple[Any, ...], list[np.ndarray], list[np.ndarray]]]
-
-PRODUCTS = (  # rows, terms, columns
-    (8, 1, 8), (9, 5, 17), (12, 64, 32), (13, 33, 70), (25, 400, 100), (100, 1000, 33),
-    (65, 768, 128), (768, 128, 65), (40, 1024, 48), (200, 30, 4200),
-)  # fmt: skip
-
-
-def arrays(count: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
-    rng = np.random.default_rng(count)
-    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
-
-
-def product_case(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> Any:
-    wide = a.astype(np.float64) @ b.astype(np.float64)
-    size = np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64)
-    if bias is not None:
-        wide, size = wide + bias, size + np.abs(bias)
-    return (a, b, bias), [wide], [SECOND * (a.shape[-1] + 1) * UNIT * size]
-
-
-def matmul_cases() -> Bounded:
-    for number, (m, k, n) in enumerate(PRODUCTS):
-        a, b, across, along, bias = arrays(number, (m, k), (k, n), (k, m), (n, k), (n,))
-        yield product_case(a, b, bias)
-        yield product_case(a, along.T)
-        yield product_case(across.T, b)
-        yield product_case(across.T, along.T, bias)
-    a, b, wide, tall = arrays(0, (2, 3, 9, 20), (3, 20, 11), (5, 7, 20), (2, 1, 18, 20))
-    yield product_case(a, b)
-    yield product_case(a, a[:, :1].swapaxes(-1, -2))
-    yield product_case(wide, b[0])
-    yield product_case(tall[:, :, ::2], b)
-
+TINY = 2.0**-120
 
 ATTENTIONS = (  # batch, heads, key heads, queries, keys, d, dv, causal
     (1, 1, 1, 1, 1, 1, 1, False),
@@ -60,7 +26,7 @@ ATTENTIONS = (  # batch, heads, key heads, queries, keys, d, dv, causal
 
 def attention_arrays() -> Iterator[tuple[Any, ...]]:
     for number, (batch, heads, groups, queries, keys, d, dv, causal) in enumerate(ATTENTIONS):
-        q, k, v, g = arrays(
+        q, k, v, g = normals(
             number,
             (batch, heads, queries, d),
             (batch, groups, keys, d),
@@ -149,3 +115,20 @@ def attention_grad_cases() -> Bounded:
             exact,
             [SECOND * bound + TINY for bound in bounds],
         )
+
+
+def check_attention_grad(backend: cpu.CpuBackend) -> None:
+    for case, exact, bounds in attention_grad_cases():
+        into = tuple(np.full(a.shape, np.nan, np.float32) for a in case[1:4])
+        path = backend.path("attention_grad", *case, into)
+        assert CORE is None or path.startswith("core ("), path
+        backend.attention_grad(*case, into)
+        for got, expected, bound in zip(into, exact, bounds, strict=True):
+            assert (np.abs(got - expected) <= bound).all(), (case[1].shape, path)
+        for view in (VIEWS["strided"], VIEWS["misaligned"], VIEWS["transposed"]):
+            other = tuple(np.empty((*a.shape[:-1], a.shape[-1] + 3), np.float32) for a in into)
+            parts = tuple(a[..., : b.shape[-1]] for a, b in zip(other, into, strict=True))
+            seen = [view(a) if isinstance(a, np.ndarray) else a for a in case]
+            backend.attention_grad(*seen, parts)
+            for one, two in zip(parts, into, strict=True):
+                assert_bytes(one.copy(), two, (case[1].shape, path))

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from extensor.quant.spec import QuantSpec
-from tests.product_cases import BACKEND, CORE, MXFP4, NVFP4, ZEROS, check, exact, quantized, short
+from tests.kernels.matmul_cases import (
+    BACKEND,
+    CORE,
+    MXFP4,
+    NVFP4,
+    ZEROS,
+    check,
+    exact,
+    quantized,
+    short,
+)
 
 WEIGHTS = [
     MXFP4,

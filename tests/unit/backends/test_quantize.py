@@ -446,9 +446,7 @@ def any_pair(draw: st.DrawFn) -> tuple[Any, list[QuantSpec], list[Stream | None]
 
 @settings(max_examples=100, deadline=None)
 @given(any_pair())
-def test_any_pair_is_two_calls(
-    case: tuple[Any, list[QuantSpec], list[Stream | None], str],
-) -> None:
+def test_any_pair_is_two_calls(case: tuple[Any, list[QuantSpec], list[Stream | None], str]) -> None:
     """One reading for rows and columns gives the bytes of a generic call each."""
     x, specs, streams, level = case
     before = CORE.level() if CORE else None

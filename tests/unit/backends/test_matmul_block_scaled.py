@@ -19,7 +19,7 @@ from extensor.backends.cpu import product_paths
 from extensor.backends.generic import GenericBackend
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
-from tests.product_cases import (
+from tests.kernels.matmul_cases import (
     BACKEND,
     CORE,
     MXFP4,

@@ -11,7 +11,7 @@ import extensor as et
 from extensor.backends.cpu import product_paths
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
-from tests.product_cases import (
+from tests.kernels.matmul_cases import (
     BACKEND,
     CORE,
     MXFP4,

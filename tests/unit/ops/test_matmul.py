@@ -1,0 +1,33 @@
+"""Matrix products: shapes, and dtypes that differ."""
+
+from __future__ import annotations
+
+import pytest
+
+import extensor as et
+
+
+def test_matmul_conventions() -> None:
+    a, b = et.ones((2, 3)), et.ones((3,))
+    assert (a @ b).shape == (2,)
+    assert (b @ a.T).shape == (2,)
+    assert (b @ b).shape == ()
+    assert (et.ones((5, 1, 2, 3)) @ et.ones((4, 3, 2))).shape == (5, 4, 2, 2)
+    with pytest.raises(ValueError, match="expected 3 rows on the right"):
+        a @ a
+
+
+def test_mixed_dtypes_promote_and_gradients_come_back_in_their_own() -> None:
+    x = et.ones((2, 3), "bfloat16", requires_grad=True)
+    w = et.ones((3, 2), requires_grad=True)
+    y = x @ w
+    assert y.dtype is et.float32
+    y.sum().backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    assert x.grad.dtype is et.bfloat16
+    assert w.grad.dtype is et.float32
+    x, n = et.ones(3, requires_grad=True), et.arange(3)
+    (x * n).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0, 1, 2]

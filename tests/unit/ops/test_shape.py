@@ -1,0 +1,71 @@
+"""Shapes, order and indexing, beside numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import extensor as et
+
+
+def test_shape_conventions() -> None:
+    x = et.zeros((2, 3, 4))
+    assert x.T.shape == (4, 3, 2)
+    assert x.transpose().shape == (4, 3, 2)
+    assert x.transpose(0, 1).shape == (3, 2, 4)
+    assert x.transpose(1, 0, 2).shape == (3, 2, 4)
+    assert x.permute(2, 0, 1).shape == (4, 2, 3)
+    assert x.reshape(-1, 4).shape == (6, 4)
+    assert x.reshape((-1,)).shape == (24,)
+    assert x.flatten(1).shape == (2, 12)
+    assert x[:, None, ..., 0].shape == (2, 1, 3)
+    assert x.unsqueeze(0).squeeze(0).shape == x.shape
+    assert et.zeros((0, 3)).reshape(3, -1).shape == (3, 0)
+    assert [p.shape for p in x.split(2, -1)] == [(2, 3, 2)] * 2
+    assert et.stack([x, x], -1).shape == (2, 3, 4, 2)
+    assert et.zeros((2, 3)).transpose(0, 1).shape == (3, 2)
+
+
+def test_tiles_and_rolls_are_numpys() -> None:
+    x = np.arange(6.0).reshape(2, 3)
+    t = et.ExTensor(x)
+    for ours, theirs in (
+        (et.tile(t, (2, 2)), np.tile(x, (2, 2))),
+        (et.tile(t, 3), np.tile(x, 3)),
+        (et.tile(t, (2, 1, 1)), np.tile(x, (2, 1, 1))),
+        (et.repeat(t, 2), np.repeat(x, 2)),
+        (et.repeat(t, 2, 0), np.repeat(x, 2, 0)),
+        (et.roll(t, 1), np.roll(x, 1)),
+        (et.roll(t, -1, 1), np.roll(x, -1, 1)),
+        (et.pad(t, ((1, 0), (0, 2))), np.pad(x, ((1, 0), (0, 2)))),
+        (et.percentile(t, 30.0), np.percentile(x, 30.0)),
+        (et.median(t, 1), np.median(x, 1)),
+        (et.einsum("ij,kj->ik", t, t), x @ x.T),
+        (et.tensordot(t, t, ([0], [0])), np.tensordot(x, x, ([0], [0]))),
+        (et.cumsum(t, 1), np.cumsum(x, 1)),
+    ):
+        np.testing.assert_allclose(ours.numpy(), theirs)
+        assert ours.numpy().shape == np.shape(theirs)
+
+
+def test_sorting_is_stable_both_ways() -> None:
+    x = et.ExTensor([2, 1, 2, 1])
+    assert x.sum().item() == 6
+    assert et.argsort(x).tolist() == [1, 3, 0, 2]
+    assert et.argsort(x, descending=True).tolist() == [0, 2, 1, 3]
+    values, positions = et.topk(et.ExTensor([1.0, 9.0, 5.0]), 2)
+    assert values.tolist() == [9, 5]
+    assert positions.tolist() == [1, 2]
+
+
+def test_repeated_rows_add_up_in_an_embedding() -> None:
+    table = et.zeros((5, 3), "float64", requires_grad=True)
+    index = np.array([[0, 4, 4], [-1, 2, 0]])
+    g = np.random.default_rng(0).normal(size=(2, 3, 3))
+    et.take(table, index).backward(et.ExTensor(g))
+    expected = np.zeros((5, 3))
+    np.add.at(expected, index, g)
+    assert table.grad is not None
+    np.testing.assert_allclose(
+        table.grad.numpy(), expected, rtol=0, atol=4 * 2**-53 * np.abs(g).max()
+    )
+    assert et.take(table, np.zeros(0, int)).shape == (0, 3)
