@@ -6,27 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from extensor import optim
 from extensor.autograd.tensor import ExTensor
-from extensor.io import load_checkpoint, save_checkpoint
 from extensor.nn import Linear
 from extensor.optim import LARS, SGD, Adagrad, Adam, AdamW, Lion, Muon, Optimizer, RMSprop
 from extensor.optim.muon import orthogonalize
 from extensor.optim.optimizer import SEGMENT
-
-OPTIONS = {
-    "sgd": (SGD, {"lr": 0.1}),
-    "sgd decay": (SGD, {"lr": 0.1, "weight_decay": 0.05}),
-    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
-    "momentum decay": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}),
-    "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    "adam": (Adam, {"lr": 0.01}),
-    "adam options": (Adam, {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1}),
-    "adamw": (AdamW, {"lr": 0.01}),
-    "adagrad": (Adagrad, {"lr": 0.1, "weight_decay": 0.1}),
-    "rmsprop": (RMSprop, {"lr": 0.01, "weight_decay": 0.1}),
-    "rmsprop momentum": (RMSprop, {"lr": 0.01, "momentum": 0.9}),
-    "adamw options": (AdamW, {"lr": 0.02, "betas": (0.5, 0.9), "weight_decay": 0.3}),
-}
+from tests.test_every_optimizer import CASES
 
 
 def param(values, dtype=np.float32) -> ExTensor:
@@ -111,7 +97,7 @@ def test_adamw_decays_the_weight_and_adam_the_gradient():
 @pytest.mark.parametrize("case", ["nesterov", "adam options", "adamw"])
 @pytest.mark.parametrize("size", [SEGMENT - 1, SEGMENT, 2 * SEGMENT + 3])
 def test_segments_do_not_show(case, size, monkeypatch):
-    kind, options = OPTIONS[case]
+    name, options = CASES[case]
     rng = np.random.default_rng(1)
     start = rng.standard_normal(size).astype(np.float32)
     grads = [rng.standard_normal(size).astype(np.float32) for _ in range(2)]
@@ -119,7 +105,7 @@ def test_segments_do_not_show(case, size, monkeypatch):
     for segment in (SEGMENT, size + 1):
         monkeypatch.setattr("extensor.optim.optimizer.SEGMENT", segment)
         p = param(start)
-        optimizer = kind([p], **options)
+        optimizer = getattr(optim, name)([p], **options)
         for g in grads:
             set_grad(p, g)
             optimizer.step()
@@ -127,21 +113,13 @@ def test_segments_do_not_show(case, size, monkeypatch):
     assert results[0] == results[1]
 
 
-EVERY = {
-    **OPTIONS,
-    "lion": (Lion, {"lr": 0.01, "weight_decay": 0.1}),
-    "lars": (LARS, {"lr": 0.1, "weight_decay": 0.1}),
-    "muon": (Muon, {"lr": 0.1, "weight_decay": 0.1}),
-}
-
-
-@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_are_not_written(case):
-    kind, options = EVERY[case]
+    name, options = CASES[case]
     p = param(np.ones((3, 4)))
     g = np.arange(12.0).reshape(3, 4).astype(np.float32)
     set_grad(p, g)
-    kind([p], **options).step()
+    getattr(optim, name)([p], **options).step()
     np.testing.assert_array_equal(p.grad.numpy(), g)
 
 
@@ -179,43 +157,6 @@ def test_half_precision_parameters_have_float32_masters(dtype):
     np.testing.assert_allclose(master, [0.99], rtol=1e-5)
     assert p.numpy() == master.astype(dtype)
     assert p.numpy() != np.asarray(1.0, dtype)
-
-
-@pytest.mark.parametrize("case", EVERY)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
-def test_resume_is_bit_identical(case, dtype, tmp_path):
-    kind, options = EVERY[case]
-    rng = np.random.default_rng(2)
-    shapes = [(3, 4), (5, 1)]
-    start = [rng.standard_normal(s).astype(dtype) for s in shapes]
-    grads = [[rng.standard_normal(s) for s in shapes] for _ in range(6)]
-
-    def run(params, optimizer, steps):
-        for step in steps:
-            for p, g in zip(params, grads[step], strict=True):
-                set_grad(p, g)
-            optimizer.step()
-
-    def build(arrays):
-        params = [param(a, dtype) for a in arrays]
-        return params, kind(zip("wb", params, strict=True), **options)
-
-    through, optimizer = build(start)
-    run(through, optimizer, range(6))
-    params, first = build(start)
-    run(params, first, range(3))
-    state = first.state_dict()
-    arrays = {k: v for k, v in state.items() if isinstance(v, np.ndarray)}
-    scalars = {k: v for k, v in state.items() if k not in arrays}
-    weights = {f"weights.{i}": p.data for i, p in enumerate(params)}
-    save_checkpoint(tmp_path / "a", {**arrays, **weights}, scalars)
-    run(params, first, range(3, 5))  # the state taken before is a copy
-    loaded = load_checkpoint(tmp_path / "a")
-    resumed, second = build([loaded.tensors.pop(f"weights.{i}") for i in range(2)])
-    second.load_state_dict({**loaded.tensors, **loaded.metadata})
-    run(resumed, second, range(3, 6))
-    for p, q in zip(through, resumed, strict=True):
-        assert bits(p.data) == bits(q.data)
 
 
 def test_state_is_flat_arrays_and_json_scalars():
