@@ -64,7 +64,7 @@ def llama_attention(torch: Any) -> Made:
     f = torch.nn.functional
     qkv, out = torch.nn.Parameter(torch.zeros(20, 12)), torch.nn.Parameter(torch.zeros(12, 12))
 
-    def turned(x: Any) -> Any:
+    def rotated(x: Any) -> Any:
         angle = torch.arange(5)[:, None].double() * 100.0 ** -torch.arange(1).double()
         z = torch.complex(*x.double().chunk(2, -1)) * torch.exp(1j * angle)
         return torch.cat([z.real, z.imag], -1).to(x.dtype)
@@ -72,8 +72,8 @@ def llama_attention(torch: Any) -> Made:
     def run(x: Any) -> Any:
         parts = (x @ qkv.T).split([12, 4, 4], -1)
         q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in parts)
-        k, v = turned(k).repeat_interleave(3, 1), v.repeat_interleave(3, 1)
-        mixed = f.scaled_dot_product_attention(turned(q), k, v, is_causal=True)
+        k, v = rotated(k).repeat_interleave(3, 1), v.repeat_interleave(3, 1)
+        mixed = f.scaled_dot_product_attention(rotated(q), k, v, is_causal=True)
         return mixed.transpose(1, 2).flatten(2) @ out.T
 
     return run, [qkv, out]

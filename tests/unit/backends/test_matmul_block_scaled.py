@@ -254,16 +254,16 @@ def test_scales_at_the_ends_of_their_range(variant: str) -> None:
 def test_path_names_the_reason() -> None:
     good = quantized((4, 64), MXFP4, 0)
     x = np.ones((1, 64), np.float32)
-    down = GENERIC.quantize(np.ones((64, 4), np.float32), QuantSpec("mxfp4", axis=0))[0]
-    turned = GENERIC.quantize(x, QuantSpec("mxfp4", transform=Hadamard(16)))[0]
+    columnwise = GENERIC.quantize(np.ones((64, 4), np.float32), QuantSpec("mxfp4", axis=0))[0]
+    transformed = GENERIC.quantize(x, QuantSpec("mxfp4", transform=Hadamard(16)))[0]
     rows = GENERIC.quantize(x, QuantSpec("outlier"))[0]
     uneven = quantized((4, 64), QuantSpec("mxfp4", tile=(1, 6)), 0)
     zeros = quantized((4, 64), ZEROS, 0)
     deep = GENERIC.quantize(np.ones((2, 2, 64), np.float32), MXFP4)[0]
     six = quantized((4, 64), QuantSpec("mxfp6_e2m3"), 0)
     for reason, method, *args in (
-        ("along axis 0", "block_scaled_matmul", down, good),
-        ("Hadamard", "block_scaled_matmul", good, turned),
+        ("along axis 0", "block_scaled_matmul", columnwise, good),
+        ("Hadamard", "block_scaled_matmul", good, transformed),
         ("outlier", "block_scaled_matmul", rows, rows),
         ("zero points with blocks that meet in steps of 6", "block_scaled_matmul", zeros, uneven),
         ("3 axes", "block_scaled_matmul", deep, good),

@@ -343,7 +343,7 @@ def test_tune_shows_what_was_measured(
             {"scaled": 77**3} if timings == [plain] else {"scaled": 512**3, "dense": 9}
         ),
         of_bf16=lambda timings: [plain],
-        label=lambda way: f"{way} (recipe)",
+        label=lambda path: f"{path} (recipe)",
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "extensor_cuda.matmul.tuning", module)

@@ -30,18 +30,18 @@ def doubled(module: nn.Module, seed: int = 0) -> nn.Module:
 def test_rotation_of_16_bit_floats_is_rounded_once(half: Any) -> None:
     """Sines of 16 bits would turn by another angle."""
     x = et.ExTensor(np.random.default_rng(0).standard_normal((2, 40, 6)), half)
-    turned = rotate(x, 10.0)
-    assert turned.dtype is half
-    same_bytes("turned", turned.numpy(), rotate(x.astype("float32"), 10.0).astype(half).numpy())
+    rotated = rotate(x, 10.0)
+    assert rotated.dtype is half
+    same_bytes("rotated", rotated.numpy(), rotate(x.astype("float32"), 10.0).astype(half).numpy())
 
 
 def test_rotation_keeps_lengths_and_knows_distances_only() -> None:
     rng = np.random.default_rng(0)
     q, k = (np.broadcast_to(rng.standard_normal(6), (9, 6)) for _ in range(2))
-    turned_q, turned_k = (rotate(et.ExTensor(x.copy()), 10.0).numpy() for x in (q, k))
-    np.testing.assert_array_equal(turned_q[0], q[0])
-    np.testing.assert_allclose((turned_q**2).sum(-1), (q**2).sum(-1), rtol=1e-14)
-    products = turned_q @ turned_k.T
+    rotated_q, rotated_k = (rotate(et.ExTensor(x.copy()), 10.0).numpy() for x in (q, k))
+    np.testing.assert_array_equal(rotated_q[0], q[0])
+    np.testing.assert_allclose((rotated_q**2).sum(-1), (q**2).sum(-1), rtol=1e-14)
+    products = rotated_q @ rotated_k.T
     for distance in range(-8, 9):
         diagonal = np.diagonal(products, distance)
         np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-12, atol=1e-12)

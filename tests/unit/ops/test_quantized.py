@@ -315,17 +315,17 @@ def test_bfloat16_slots_round_a_gradient_once_for_both_products(
     monkeypatch.setattr(FloatPreparation, "run", counted)
     x, w = et.ones((6, 4), requires_grad=True), et.ones((5, 4), requires_grad=True)
     quantized_matmul(x, w, layer_context(RECIPES["bf16"].layers)).sum().backward()
-    assert seen.count(((6, 5), (1, 0))) == 1  # g, along and down
+    assert seen.count(((6, 5), (1, 0))) == 1  # g, rowwise and columnwise
     assert len(seen) == 5  # x and w twice: float32 values are not kept for the backward pass
 
 
 def test_rebased_operands_are_both_or_none() -> None:
     plain = QuantSpec("mxfp8_e4m3", scale_rule="rceil")
-    near = plain.replace(rebased=True)
-    for pair in ((near, plain), ("bfloat16", near)):
+    rebased = plain.replace(rebased=True)
+    for pair in ((rebased, plain), ("bfloat16", rebased)):
         with pytest.raises(ValueError, match="both operands of a GEMM are rebased or none"):
             Gemm(*pair)
-    assert LayerRecipe.uniform(plain).rebased() == LayerRecipe.uniform(near)
+    assert LayerRecipe.uniform(plain).rebased() == LayerRecipe.uniform(rebased)
     assert LayerRecipe.uniform("bfloat16").rebased() == LayerRecipe.uniform("bfloat16")
     with pytest.raises(ValueError, match="expected MXFP8"):
         LayerRecipe.uniform(QuantSpec("mxfp4")).rebased()

@@ -341,8 +341,8 @@ def test_the_base_class_is_abstract():
         Optimizer([P], lr=0.1)
 
 
-class Together(type(ExTensor([0.0], device="cpu").backend)):
-    """The CPU's backend, saying that it likes many parameters at once."""
+class MultiTensor(type(ExTensor([0.0], device="cpu").backend)):
+    """The CPU's backend, saying that it takes many parameters in one call."""
 
     multi_tensor_states = ("float32",)
 
@@ -357,22 +357,22 @@ class Together(type(ExTensor([0.0], device="cpu").backend)):
         (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     ],
 )
-def test_many_parameters_at_once_move_as_one_by_one(kind, options):
+def test_multi_tensor_steps_are_those_of_each_parameter(kind, options):
     rng = np.random.default_rng(0)
     shapes = ((3, 4), (5,), (), (0, 2))
     values = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
-    together, alone = ([param(v) for v in values] for _ in range(2))
-    own = together[0].backend
-    for t in together:
-        t.backend = Together(own.core, own.core_missing)
-    for t in together[1:]:
-        t.backend = together[0].backend
-    optimizers = kind(together, **options), kind(alone, **options)
+    multi_tensor, alone = ([param(v) for v in values] for _ in range(2))
+    own = multi_tensor[0].backend
+    for t in multi_tensor:
+        t.backend = MultiTensor(own.core, own.core_missing)
+    for t in multi_tensor[1:]:
+        t.backend = multi_tensor[0].backend
+    optimizers = kind(multi_tensor, **options), kind(alone, **options)
     for _ in range(3):
-        for p, q in zip(together, alone, strict=True):
+        for p, q in zip(multi_tensor, alone, strict=True):
             p.grad = q.grad = ExTensor(rng.standard_normal(p.shape).astype(np.float32))
         for optimizer in optimizers:
             optimizer.step()
-    for p, q in zip(together, alone, strict=True):
+    for p, q in zip(multi_tensor, alone, strict=True):
         assert bits(p.data) == bits(q.data)
         assert p._version == q._version
