@@ -172,9 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=groups, help="may be repeated")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     chosen = parser.parse_args(argv)
-    expected = chosen.only or [group for group in groups if group not in ON_REQUEST]
+    requested = chosen.only or [group for group in groups if group not in ON_REQUEST]
     console = Console()
-    outcomes = [run(step, console) for step in steps(chosen.pytest) if step.group in expected]
+    outcomes = [run(step, console) for step in steps(chosen.pytest) if step.group in requested]
     report(outcomes, console)
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 

@@ -63,14 +63,14 @@ def values(rng: Rng, *shape: int, odd: bool = False) -> np.ndarray:
 def there(rng: Rng, x: np.ndarray, xp: Any) -> Array:
     """On the device, in one of five layouts."""
     bits = x.view(f"u{x.itemsize}")
-    way = rng.integers(5)
-    if way == 0:
+    layout = rng.integers(5)
+    if layout == 0:
         made = xp.asarray(bits[::-1].copy())[::-1]
-    elif way == 1:
+    elif layout == 1:
         made = xp.asarray(bits.repeat(2, axis=0))[::2]
-    elif way == 2:
+    elif layout == 2:
         made = xp.asarray(bits.repeat(2, axis=-1))[..., ::2]
-    elif way == 3:
+    elif layout == 3:
         made = xp.asarray(bits.T.copy()).T
     else:
         made = xp.asarray(bits)
@@ -113,7 +113,7 @@ def quantizers(rng: Rng, backend: Any) -> str | None:
     return wrong and f"{spec} of {x.dtype} {x.shape}: {wrong}"
 
 
-def pairs(rng: Rng, backend: Any) -> str | None:
+def rowwise_columnwise(rng: Rng, backend: Any) -> str | None:
     """The same of rows and columns in one reading."""
     x, device, spec, stream = chosen(rng, backend)
     specs = tuple(spec.replace(axis=axis).resolve(2) for axis in (1, 0))
@@ -189,7 +189,7 @@ def products(rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None) 
     """Packed matrices, whose product leaves as floats or packed."""
     from extensor_cuda.matmul.stored import matmul
 
-    left, right, way = PRODUCTS[rng.integers(len(PRODUCTS))]
+    left, right, accumulate = PRODUCTS[rng.integers(len(PRODUCTS))]
     m, n, k = shape or (size(rng), size(rng), size(rng, 1500))
     tile: dict[str, Any] = {"tile": (1, 128)} if left == "fp8_e4m3" and rng.integers(2) else {}
     zeros: dict[str, Any] = {"symmetric": False} if left == "int8" and rng.integers(2) else {}
@@ -197,10 +197,11 @@ def products(rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None) 
         stored(rng, rows, k, QuantSpec(name, **tile, **zeros), backend)
         for rows, name in ((m, left), (n, right))
     )
-    what = (left, right, way, (m, n, k), tile, zeros)
+    what = (left, right, accumulate, (m, n, k), tile, zeros)
     spec = QuantSpec(("mxfp4", "mxfp8_e4m3")[rng.integers(2)])
     outs = "bfloat16", "float32", *(() if shape else (spec,))  # the reference would take minutes
-    made: list[Any] = [matmul(a, b, backend.xp, accumulate=way, out_dtype=out) for out in outs]
+    how = {"accumulate": accumulate}
+    made: list[Any] = [matmul(a, b, backend.xp, out_dtype=out, **how) for out in outs]
     x, y = (backend.dequantize(q) for q in (a, b))
     least = normal(a), normal(b)
     for done in made[:2]:
@@ -280,7 +281,7 @@ def groups(
 
 
 def attention(rng: Rng, backend: Any) -> str | None:
-    """Attention in bfloat16, of heads that lie in any way; results alone."""
+    """Attention in bfloat16, of heads in any layout; results alone."""
     xp, d, shared = backend.xp, (64, 128)[rng.integers(2)], int(rng.integers(1, 4))
     heads, batch, causal = shared * int(rng.integers(1, 4)), size(rng, 3), bool(rng.integers(2))
     queries = size(rng, 400)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ci.cuda_cases import Rng, attention, groups, pairs, products, quantizers, weights
+from ci.cuda_cases import Rng, attention, groups, products, quantizers, rowwise_columnwise, weights
 from ci.cuda_layers import large, layers
 from extensor.backends.registry import get
 
@@ -35,7 +35,16 @@ Part = Callable[[Rng, Any], str | None]
 """What is off in a case, nothing, or None: no kernel takes it."""
 PARTS: dict[str, Part] = {
     part.__name__: part
-    for part in (quantizers, pairs, products, weights, groups, attention, layers, large)
+    for part in (
+        quantizers,
+        rowwise_columnwise,
+        products,
+        weights,
+        groups,
+        attention,
+        layers,
+        large,
+    )
 }
 
 

@@ -74,17 +74,17 @@ def layers(rng: Rng, backend: Any) -> str | None:
 def large(rng: Rng, backend: Any) -> str | None:
     """Arrays of more than 2**31 elements: logits, experts' weights, or a matrix to quantize."""
     backend.xp.get_default_memory_pool().free_all_blocks()
-    way, more = rng.integers(5), int(rng.integers(1, 300))
-    if way == 0:
+    kind, more = rng.integers(5), int(rng.integers(1, 300))
+    if kind == 0:
         return weights(rng, backend, (16384 + more, 131_072 + more, 128 * int(rng.integers(1, 4))))
-    if way == 1:
+    if kind == 1:
         return products(rng, backend, (16384 + more, 131_072 + more, 8 * int(rng.integers(4, 40))))
-    if way == 2:
+    if kind == 2:
         return groups(rng, backend, (2000, 2048, 7168), 150)
-    return halves(rng, backend)
+    return parts_of_large(rng, backend)
 
 
-def halves(rng: Rng, backend: Any) -> str | None:
+def parts_of_large(rng: Rng, backend: Any) -> str | None:
     """A matrix whose parts are as those parts by themselves, and whose counts are theirs."""
     spec = QuantSpec(**STORED[rng.integers(len(STORED))], axis=int(rng.integers(2)))
     spec = spec.replace(rounding="nearest_even", transform=None).resolve(2)

@@ -13,6 +13,7 @@ a GPU and the CUDA toolkit.
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import subprocess
 import sys
@@ -23,13 +24,53 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from extensor import ExTensor
+from extensor.backends.protocol import CastSpec, Window
+from extensor.backends.registry import get
+from extensor.optim import SGD, AdamW
 from extensor.quant.spec import Hadamard, QuantSpec
+from extensor.random import Stream
+from extensor_cuda.kernels.gemm import gemm_sm90
+from extensor_cuda.kernels.quantize import quantize, rowwise_columnwise
+from extensor_cuda.kernels.quantize.norm_quantize import Norm, norm_quantize
+from extensor_cuda.matmul.prepare import BF16, EXPANDED, FLOAT_SCALES, FUSED
+from extensor_cuda.matmul.stored import grouped_matmul, matmul, offsets_of
+from extensor_cuda.matmul.weight_only import weight_only_matmul
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SHAPES = ((256, 64), (70, 19))
 FOUND, LEFT_OUT = 9, 8  # exit codes of a run with findings, and of one that this GPU cannot do
 SHOWN = 60  # lines of what a tool said that are printed
+STREAM = Stream(1, 2, 3, 4)
+Cases = Iterator[None]
+"""Yields after each case that ran."""
+
+
+class Gpu:
+    """The backend, and random arrays on its GPU."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend, self.xp, self.rng = backend, backend.xp, np.random.default_rng(0)
+
+    def normal(self, *shape: int, dtype: str = "float32") -> Any:
+        """Normal data, rounded from float32."""
+        return self.xp.asarray(self.rng.standard_normal(shape).astype("float32")).astype(dtype)
+
+    def quantized(self, x: Any, spec: QuantSpec) -> Any:
+        """X, packed."""
+        return self.backend.quantize(x, spec.resolve(2))[0]
+
+
+def stream_of(spec: QuantSpec) -> Stream | None:
+    return STREAM if spec.rounding == "stochastic" else None
+
+
+def both_axes(spec: QuantSpec) -> tuple[QuantSpec, QuantSpec]:
+    """Along rows, and down columns."""
+    return spec.replace(axis=1).resolve(2), spec.replace(axis=0).resolve(2)
 
 
 def specs() -> Iterator[QuantSpec]:
@@ -48,193 +89,160 @@ def specs() -> Iterator[QuantSpec]:
         yield QuantSpec("int4", axis=axis)
 
 
-def quantizers(backend: Any, rng: Any) -> int:
-    """Each way of packing a matrix, one direction at a time, and unpacking it."""
-    from extensor.random import Stream
-
-    xp, count = backend.xp, 0
+def quantizers(gpu: Gpu) -> Cases:
+    """Packing a matrix in each format, one direction at a time, and unpacking it."""
     for spec in specs():
-        stream = Stream(1, 2, 3, 4) if spec.rounding == "stochastic" else None
         for shape in SHAPES:
-            x = xp.asarray(rng.standard_normal(shape).astype("float32")).astype("bfloat16")
-            q, _ = backend.quantize(x, spec, stream)
-            backend.fake_quantize(x, spec, stream)
-            backend.dequantize(q)
-            count += 1
-    return count
+            x = gpu.normal(*shape, dtype="bfloat16")
+            q, _ = gpu.backend.quantize(x, spec, stream_of(spec))
+            gpu.backend.fake_quantize(x, spec, stream_of(spec))
+            gpu.backend.dequantize(q)
+            yield
 
 
-def pairs(backend: Any, rng: Any) -> int:
+def rowwise_columnwise_pairs(gpu: Gpu) -> Cases:
     """Rows and columns in one reading, packed and decoded."""
-    from extensor.random import Stream
-
-    count = 0
-    for name, rounding in (("mxfp4", "nearest_even"), ("mxfp4", "stochastic"), ("nvfp4", "")):
-        along = QuantSpec(name, axis=1, rbits=8)
-        along = along.replace(rounding=rounding or "nearest_even")
-        specs, stream = (along, along.replace(axis=0)), Stream(1, 2, 3, 4)
-        streams = (stream, stream) if rounding == "stochastic" else (None, None)
+    stochastic = QuantSpec("mxfp4", rbits=8, rounding="stochastic")
+    for spec in (QuantSpec("mxfp4"), stochastic, QuantSpec("nvfp4")):
+        both, streams = both_axes(spec), (stream_of(spec),) * 2
         for shape in ((256, 512), (70, 19)):
             for dtype in ("float32", "bfloat16"):
-                x = backend.xp.asarray(rng.standard_normal(shape).astype("float32")).astype(dtype)
-                backend.quantize_rowwise_columnwise(x, specs, streams)
-                backend.fake_quantize_rowwise_columnwise(x, specs, streams)
-                count += 1
-    return count
+                x = gpu.normal(*shape, dtype=dtype)
+                gpu.backend.quantize_rowwise_columnwise(x, both, streams)
+                gpu.backend.fake_quantize_rowwise_columnwise(x, both, streams)
+                yield
 
 
-def activations(backend: Any, rng: Any) -> int:
+def activations(gpu: Gpu) -> Cases:
     """Activations that are quantized as they are read."""
-    from extensor_cuda.kernels.quantize import quantize, rowwise_columnwise
-
-    xp, count = backend.xp, 0
     for name, shape in (("mxfp4", (64, 2048)), ("mxfp8_e4m3", (37, 1032))):
-        specs = QuantSpec(name, axis=1).resolve(2), QuantSpec(name, axis=0).resolve(2)
-        x = xp.asarray(rng.standard_normal(shape).astype("float32")).astype("bfloat16")
-        plan = rowwise_columnwise.row_column_plan(specs, shape, "gelu")
-        assert isinstance(plan, rowwise_columnwise.RowColumnPlan)
-        rowwise_columnwise.quantize_raw(x, plan, (None, None), xp)
-        for spec in specs:
+        both, x = both_axes(QuantSpec(name)), gpu.normal(*shape, dtype="bfloat16")
+        plan = rowwise_columnwise.row_column_plan(both, shape, "gelu")
+        assert plan, plan
+        rowwise_columnwise.quantize_raw(x, plan, (None, None), gpu.xp)
+        yield
+        for spec in both:
             side = quantize.plan_of(spec, shape, False, "relu")
-            assert isinstance(side, quantize.Plan)
-            quantize.quantize_raw(x, side, None, xp)
-        count += 3
-    return count
+            assert side, side
+            quantize.quantize_raw(x, side, None, gpu.xp)
+            yield
 
 
-def norms(backend: Any, rng: Any) -> int:
+def norms(gpu: Gpu) -> Cases:
     """Norms that are quantized as they are made."""
-    from extensor_cuda.kernels.quantize import rowwise_columnwise
-    from extensor_cuda.kernels.quantize.norm_quantize import Norm, norm_quantize
-
-    xp, count = backend.xp, 0
     for name, shape in (("mxfp4", (64, 2048)), ("mxfp8_e4m3", (37, 1032))):
-        specs = QuantSpec(name, axis=1).resolve(2), QuantSpec(name, axis=0).resolve(2)
-        x = xp.asarray(rng.standard_normal(shape).astype("float32"))
-        plan, weight = (
-            rowwise_columnwise.row_column_plan(specs, shape),
-            xp.ones(shape[1], dtype="float32"),
-        )
-        assert isinstance(plan, rowwise_columnwise.RowColumnPlan)
+        x, weight = gpu.normal(*shape), gpu.xp.ones(shape[1], dtype="float32")
+        plan = rowwise_columnwise.row_column_plan(both_axes(QuantSpec(name)), shape)
+        assert plan, plan
         for centred, only_rows in ((False, True), (True, False)):
             given = Norm(weight, weight if centred else None, centred=centred)
             for a in (x, x.astype("bfloat16")):
-                norm_quantize(a, given, plan, xp, only_rows=only_rows)
-                count += 1
-    return count
+                norm_quantize(a, given, plan, gpu.xp, only_rows=only_rows)
+                yield
 
 
-def products(backend: Any, rng: Any) -> int:
+def multiplied(gpu: Gpu, made: Any, dtype: str = "float32") -> None:
+    """Products of prepared operands with themselves, and their counts."""
+    for operand, counts in made:
+        gpu.backend.product(operand, operand, dtype)
+        if counts is not None:
+            counts()
+
+
+def products(gpu: Gpu) -> Cases:
     """Operands of training's products, and these, in and out of FP8's window."""
-    from extensor.backends.protocol import CastSpec
-    from extensor.random import Stream
-    from extensor_cuda.matmul.prepare import BF16, FUSED
-
-    xp, count = backend.xp, 0
-    expected = [QuantSpec("mxfp4"), QuantSpec("mxfp4", rounding="stochastic")]
-    expected += [QuantSpec("mxfp8_e4m3"), QuantSpec("mxfp8_e4m3", scale_rule="rceil", rebased=True)]
-    for each in expected:
-        specs, stream = [each.replace(axis=axis).resolve(2) for axis in (1, 0)], Stream(1, 2, 3, 4)
-        streams = [stream if each.rounding == "stochastic" else None] * 2
-        for shape in ((256, 256), (72, 200)):
-            for dtype in ("float32", "bfloat16"):
-                for power in (0, -40):
-                    x = rng.standard_normal(shape).astype("float32")
-                    x[3] *= 2.0**power
-                    made = FUSED.run(xp.asarray(x).astype(dtype), specs, streams, xp, None)
-                    for operand, counts in made:
-                        backend.product(operand, operand, dtype)
-                        _ = counts and counts()
-                    count += 1
+    xp = gpu.xp
+    formats = [QuantSpec("mxfp4"), QuantSpec("mxfp4", rounding="stochastic")]
+    formats += [QuantSpec("mxfp8_e4m3"), QuantSpec("mxfp8_e4m3", scale_rule="rceil", rebased=True)]
+    for spec, shape, dtype, power in itertools.product(
+        formats, ((256, 256), (72, 200)), ("float32", "bfloat16"), (0, -40)
+    ):
+        x = gpu.normal(*shape)
+        x[3] *= 2.0**power
+        streams = [stream_of(spec)] * 2
+        multiplied(gpu, FUSED.run(x.astype(dtype), both_axes(spec), streams, xp, None), dtype)
+        yield
+    casts = [CastSpec("bfloat16", i) for i in (0, 1)]
     for shape in ((72, 203), (203, 72), (4096, 72)):
-        x, casts = (
-            rng.standard_normal(shape).astype("float32"),
-            [CastSpec("bfloat16", i) for i in (0, 1)],
-        )
-        for side, _ in BF16.run(
-            xp.asarray(x), casts, [None] * 2, xp, None
-        ):  # a product and its mirror; 4096 terms are added in parts
+        # A product and its transpose; 4096 terms are added in parts.
+        for side, _ in BF16.run(gpu.normal(*shape), casts, [None] * 2, xp, None):
             for dtype in ("float32", "bfloat16"):
-                backend.product(side, side, dtype, xp.ones(side.shape[0], dtype="float32"))
-                count += 1
+                gpu.backend.product(side, side, dtype, xp.ones(side.shape[0], dtype="float32"))
+                yield
     for rows, columns, depth in ((128, 256, 512), (192, 200, 288)):
-        a, b = (
-            xp.asarray(rng.standard_normal((n, depth)).astype("float32")) for n in (rows, columns)
-        )
-        qa, _ = backend.quantize(a, QuantSpec("mxfp4"), None)
-        qb, _ = backend.quantize(b, QuantSpec("mxfp4"), None)
-        backend.block_scaled_matmul(qa, qb)
-        count += 1
-    return count
+        a, b = (gpu.quantized(gpu.normal(n, depth), QuantSpec("mxfp4")) for n in (rows, columns))
+        gpu.backend.block_scaled_matmul(a, b)
+        yield
 
 
-def stored_products(backend: Any, rng: Any) -> int:
-    """Every other way of a product: scales of floats, expanded operands, packed weights, groups."""
-    from extensor.random import Stream
-    from extensor_cuda.matmul.prepare import EXPANDED, FLOAT_SCALES
-    from extensor_cuda.matmul.stored import grouped_matmul, matmul, offsets_of
-    from extensor_cuda.matmul.weight_only import weight_only_matmul
+FLOATS = (
+    QuantSpec("fp8_e4m3"),
+    QuantSpec("fp8_e4m3", tile=(1, 128)),
+    QuantSpec("int8", rounding="stochastic"),
+    QuantSpec("fp8_e4m3", tile=(128, 128)),
+)
+WEIGHTS = (
+    QuantSpec("mxfp4", axis=1),
+    QuantSpec("nvfp4", axis=1),
+    QuantSpec("int4", axis=1, symmetric=False),
+    QuantSpec("int4", axis=1, symmetric=False, tile=(1, 64)),
+    QuantSpec("int4", axis=1, symmetric=False, tile="channel"),
+    QuantSpec("int8", axis=1, symmetric=False, tile="channel"),
+)
 
-    xp, count = backend.xp, 0
-    stochastic = QuantSpec("int8", rounding="stochastic")
-    floats = [QuantSpec("fp8_e4m3"), QuantSpec("fp8_e4m3", tile=(1, 128)), stochastic]
+
+def stored_products(gpu: Gpu) -> Cases:
+    """Products under float scales, of expanded operands, of packed weights, and of groups."""
+    backend, xp = gpu.backend, gpu.xp
     for shape in ((256, 256), (70, 203)):
-        x = xp.asarray(rng.standard_normal(shape).astype("float32"))
+        x = gpu.normal(*shape)
         for axis in (0, 1):
-            for spec in (*floats, QuantSpec("fp8_e4m3", tile=(128, 128))):
-                stream = Stream(1, 2, 3, 4) if spec.rounding == "stochastic" else None
-                along = spec.replace(axis=axis).resolve(2)
-                ((side, counts),) = FLOAT_SCALES.run(x, [along], [stream], xp, None)
-                backend.product(side, side)
-                _ = counts and counts()
-                count += 1
+            for spec in FLOATS:
+                resolved = spec.replace(axis=axis).resolve(2)
+                multiplied(gpu, FLOAT_SCALES.run(x, [resolved], [stream_of(spec)], xp, None))
+                yield
             for name in ("mxfp6_e2m3", "nvfp4", "nvfp4_fp8exact", "mxint8"):
-                spec = QuantSpec(name, axis=axis).resolve(2)
-                plan = EXPANDED.supports(x, spec)
-                ((operand, counts),) = EXPANDED.run(x, [plan], [None], xp, None)
-                backend.product(operand, operand, "bfloat16")
-                _ = counts and counts()
-                count += 1
-        near, _ = backend.quantize(x, QuantSpec("mxfp8_e4m3", axis=1).resolve(2))
-        matmul(near, near, xp, accumulate="rebased")
-        pointed = QuantSpec("int4", symmetric=False)
-        grouped_by = [pointed.replace(tile=tile) for tile in ((1, 64), "channel")]
-        grouped_by.append(QuantSpec("int8", tile="channel", symmetric=False))
-        for spec in (QuantSpec("mxfp4"), QuantSpec("nvfp4"), pointed, *grouped_by):
-            w, _ = backend.quantize(x, spec.replace(axis=1).resolve(2))
-            for rows, dtype in ((1, "float32"), (20, "float32"), (60, "bfloat16"), (80, "float32")):
-                weight_only_matmul(
-                    xp.ones((rows, shape[1]), dtype="float32").astype(dtype), w, dtype, xp
-                )
-                count += 1
-        zeros, _ = backend.quantize(x, QuantSpec("int8", axis=1, symmetric=False).resolve(2))
+                plan = EXPANDED.supports(x, QuantSpec(name, axis=axis).resolve(2))
+                multiplied(gpu, EXPANDED.run(x, [plan], [None], xp, None), "bfloat16")
+                yield
+        mxfp8 = gpu.quantized(x, QuantSpec("mxfp8_e4m3", axis=1))
+        matmul(mxfp8, mxfp8, xp, accumulate="rebased")
+        yield
+        for spec in WEIGHTS:
+            w = gpu.quantized(x, spec)
+            for tokens, dtype in (
+                (1, "float32"), (20, "float32"), (60, "bfloat16"), (80, "float32"),
+            ):  # fmt: skip
+                ones = xp.ones((tokens, shape[1]), dtype="float32").astype(dtype)
+                weight_only_matmul(ones, w, dtype, xp)
+                yield
+        zeros = gpu.quantized(x, QuantSpec("int8", axis=1, symmetric=False))
         backend.block_scaled_matmul(zeros, zeros)
-        spec = QuantSpec("fp8_e4m3", axis=1, tile=(1, 128), scale_dtype="float16")
-        narrow, _ = backend.quantize(x, spec.resolve(2))
-        matmul(narrow, narrow, xp)
-        rows, _ = backend.quantize(x, QuantSpec("mxfp4", axis=1).resolve(2))
-        half = shape[0] // 2
+        yield
+        half_scales = QuantSpec("fp8_e4m3", axis=1, tile=(1, 128), scale_dtype="float16")
+        fp8 = gpu.quantized(x, half_scales)
+        matmul(fp8, fp8, xp)
+        yield
+        mxfp4, half = gpu.quantized(x, QuantSpec("mxfp4", axis=1)), shape[0] // 2
         offsets = offsets_of(xp.asarray([half - 5, shape[0] - half + 5]), xp)
-        grouped_matmul(rows, rows, offsets, xp)
+        grouped_matmul(mxfp4, mxfp4, offsets, xp)
+        yield
         for name in ("mxfp8_e4m3", "mxfp4"):
-            matmul(rows, rows, xp, out_dtype=QuantSpec(name, axis=1))
-        count += 6
-    x = xp.asarray(rng.standard_normal((4300, 640)).astype("float32"))  # several tiles a block
-    for spec in (QuantSpec("mxfp4", axis=1), QuantSpec("nvfp4", axis=1)):
-        w, _ = backend.quantize(x, spec.resolve(2))
+            matmul(mxfp4, mxfp4, xp, out_dtype=QuantSpec(name, axis=1))
+            yield
+    x = gpu.normal(4300, 640)  # several tiles a block
+    for spec in WEIGHTS[:2]:
+        w = gpu.quantized(x, spec)
         for tokens, dtype in ((1, "bfloat16"), (3, "bfloat16"), (5, "float32"), (40, "bfloat16")):
             weight_only_matmul(x[:tokens].astype(dtype), w, dtype, xp)
-            count += 1
-    return count
+            yield
 
 
-def training(backend: Any, rng: Any) -> int:
+def training(gpu: Gpu) -> Cases:
     """Losses, norms, and optimizers' steps on arrays that vectors fit and do not fit."""
-    from extensor.backends.protocol import Window
-
-    xp = backend.xp
+    backend, xp = gpu.backend, gpu.xp
     for rows, length in ((33, 70), (5, 4096)):
-        x, g = (xp.asarray(rng.standard_normal((rows, length)).astype("float32")) for _ in "xg")
+        x, g = gpu.normal(rows, length), gpu.normal(rows, length)
         labels = xp.arange(rows)
         _, kept = backend.cross_entropy(x, labels, 0.1)
         backend.cross_entropy_grad(x[:, :1], x, labels, kept, 0.1)
@@ -242,43 +250,41 @@ def training(backend: Any, rng: Any) -> int:
         backend.layer_norm_grad(g, x, x[0], mean, rstd)
         y, rstd = backend.rms_norm(y, x[0], 1e-5)
         backend.rms_norm_grad(g, x, x[0], rstd)
+        yield
     parts = [tuple(xp.ones(n, dtype="float32") for _ in range(4)) for n in (0, 3, 40_001)]
+    grads = [part[1] for part in parts]
     names = ("take1", "keep2", "take2", "widen", "eps", "lr", "correct", "shrink", "decay")
-    backend.all_finite_multi_tensor([part[1] for part in parts])
+    backend.all_finite_multi_tensor(grads)
     backend.adam_multi_tensor(parts, [dict.fromkeys(names, 0.5)] * 3, check_finite=True)
     narrow_states(backend)
-    images, window = (
-        xp.asarray(rng.standard_normal((2, 3, 9, 11)).astype("float32")),
-        Window((3, 2)),
-    )
+    yield
+    images, window = gpu.normal(2, 3, 9, 11), Window((3, 2))
     best, index = backend.max_pool2d(images, window)
     backend.max_pool2d_grad(best, index, images.shape, window)
     backend.bfloat16_values(backend.relu_grad(best, best))
     kernel = xp.ones((4, 3, 3, 2), dtype="float32")
-    backend.conv2d_grad_x(
-        backend.conv2d(images, kernel, window, 1), kernel, images.shape, window, 1
-    )
+    y = backend.conv2d(images, kernel, window, 1)
+    backend.conv2d_grad_x(y, kernel, images.shape, window, 1)
+    yield
     for n in (70, 1100):
-        q, k = (xp.asarray(rng.standard_normal((1, 2, 5, n)).astype("float32")) for _ in "qk")
+        q, k = gpu.normal(1, 2, 5, n), gpu.normal(1, 2, 5, n)
         p, phi = backend.softmax(q, 3), backend.gelu(q)[1]
         backend.softmax_grad(k, p, 3)
         backend.gelu_grad(k, q, phi)
         out, stats = backend.attention(q, k, k, True, 0.1)
         backend.attention_grad(q, q, k, k, out, stats, True, 0.1, (q.copy(), k.copy(), k.copy()))
-    backend.scale_multi_tensor([part[1] for part in parts], 0.5)
-    backend.square_sum_multi_tensor([part[1] for part in parts])
+        yield
+    backend.scale_multi_tensor(grads, 0.5)
+    backend.square_sum_multi_tensor(grads)
     table, rows = (xp.ones((n, 70), dtype="float32") for n in (9, 300))
     backend.add_rows(table, xp.arange(300) % 7, rows)
     factors = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": 1.0}
     backend.sgd_multi_tensor([part[:3] for part in parts], [factors] * 3)
-    return 5
+    yield
 
 
 def narrow_states(backend: Any) -> None:
     """Optimizers' steps whose states are decoded and rounded by the same launch."""
-    from extensor import ExTensor
-    from extensor.optim import SGD, AdamW
-
     xp = backend.xp
     arrays = [xp.ones(n, dtype="float32") for n in (3, 768, 40_001)]
     arrays.append(xp.ones(70, dtype="float32")[1:])  # vectors do not fit
@@ -294,11 +300,11 @@ def narrow_states(backend: Any) -> None:
             step.step()
 
 
-def halves(backend: Any, rng: Any) -> int:
+def bfloat16_layers(gpu: Gpu) -> Cases:
     """What reads or writes bfloat16 between layers, vectors that fit and that do not."""
-    xp, count = backend.xp, 0
+    backend, xp = gpu.backend, gpu.xp
     for shape in ((33, 70), (5, 4096), (130, 7)):
-        x, g = (xp.asarray(rng.standard_normal(shape).astype("float32")) for _ in "xg")
+        x, g = gpu.normal(*shape), gpu.normal(*shape)
         xh, gh = x.astype("bfloat16"), g.astype("bfloat16")
         labels = xp.arange(shape[0]) % shape[1]
         _, kept = backend.cross_entropy(xh, labels, 0.1)
@@ -315,13 +321,12 @@ def halves(backend: Any, rng: Any) -> int:
             backend.softmax_grad(b, backend.softmax(a, 1), 1)
         backend.cast(x, xh.dtype)
         backend.cast(xh, x.dtype)
-        count += 1
-    return count
+        yield
 
 
-def attention(backend: Any, rng: Any) -> int:
+def attention(gpu: Gpu) -> Cases:
     """Attention on tensor cores, of views that lie side by side."""
-    xp, count = backend.xp, 0
+    backend, xp = gpu.backend, gpu.xp
     for d, (heads, shared), (queries, keys), causal in (
         (64, (2, 1), (130, 130), True),
         (64, (1, 1), (40, 200), False),
@@ -330,31 +335,19 @@ def attention(backend: Any, rng: Any) -> int:
     ):
         lengths = (queries, keys, keys)
         held = [
-            xp.asarray(rng.standard_normal((2, n, h * d)).astype("float32")).astype("bfloat16")
+            gpu.normal(2, n, h * d, dtype="bfloat16")
             for n, h in zip(lengths, (heads, shared, shared), strict=True)
         ]
         q, k, v = (a.reshape(2, a.shape[1], -1, d).swapaxes(1, 2) for a in held)
         out, stats = backend.attention(q, k, v, causal, d**-0.5)
         into = tuple(xp.empty_like(a.swapaxes(1, 2)).swapaxes(1, 2) for a in (q, k, v))
         backend.attention_grad(out, q, k, v, out, stats, causal, d**-0.5, into)
-        count += 1
-    return count
+        yield
 
 
-PARTS = {
-    part.__name__: part
-    for part in (
-        quantizers,
-        pairs,
-        activations,
-        norms,
-        products,
-        stored_products,
-        training,
-        halves,
-        attention,
-    )
-}
+_CASES = [quantizers, rowwise_columnwise_pairs, activations, norms, products, stored_products]
+_CASES += [training, bfloat16_layers, attention]
+PARTS = {part.__name__: part for part in _CASES}
 HOPPER = ("norms", "products", "stored_products", "attention")
 
 
@@ -363,8 +356,6 @@ def zero_results() -> None:
 
     That every result is written is tested elsewhere, on memory full of NaN.
     """
-    from extensor_cuda.kernels.gemm import gemm_sm90
-
     empty = gemm_sm90.empty_rows
 
     def cleared(xp: Any, rows: int, columns: int, dtype: Any) -> Any:
@@ -380,17 +371,13 @@ def zero_results() -> None:
 
 def inner(part: str, tool: str | None) -> int:
     """The run that the sanitizer watches, and its exit code."""
-    import numpy as np
-
-    from extensor.backends.registry import get
-
     backend = get("cuda")
     if part in HOPPER and backend.xp.cuda.Device().compute_capability != "90":
         return LEFT_OUT
     if tool == "initcheck":
         zero_results()
     backend.xp.cuda.set_allocator(None)  # every array an allocation of its own
-    count = PARTS[part](backend, np.random.default_rng(0))
+    count = sum(1 for _ in PARTS[part](Gpu(backend)))
     backend.xp.cuda.runtime.deviceSynchronize()
     print(f"{count} cases run")
     return 0

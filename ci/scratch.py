@@ -41,18 +41,18 @@ class BrokenError(Exception):
 
 def bring_up_to_date(folder: Path) -> None:
     """Make the copy's files what the repository's are, touching only those that differ."""
-    expected = {Path("pyproject.toml")}
+    copied = {Path("pyproject.toml")}
     for room in COPIED:
         for path in (ROOT / room).rglob("*"):
             if path.is_file() and not LEFT_OUT & {*path.parts, path.suffix}:
-                expected.add(path.relative_to(ROOT))
+                copied.add(path.relative_to(ROOT))
     for room in COPIED:
         for path in (folder / room).rglob("*"):
             if path.is_file() and path.suffix not in (".so", ".pyc"):
                 name = path.relative_to(folder)
-                if name not in expected:
+                if name not in copied:
                     path.unlink()
-    for name in sorted(expected):
+    for name in sorted(copied):
         source, target = (ROOT / name).read_bytes(), folder / name
         # A new time stamp, not the source's: the build goes by it.
         if not target.exists() or target.read_bytes() != source:

@@ -5,7 +5,7 @@
 
 Each (model, recipe) is a process of its own, on one thread unless --threads says otherwise, --jobs
 of them side by side. It trains on one batch of 64 images (Adam, constant learning rate, no weight
-decay) and looks every few steps how many of them the model knows in evaluation mode, with the
+decay) and counts every few steps how many of them the model knows in evaluation mode, with the
 recipe's own forward pass. It stops when it knows them all, or after --steps. The goals: 100% in
 float32, 98% under mxfp8_nvidia; other recipes have none. Exits 1 if a goal is missed or a process
 failed. A table on the screen, JSON in ci/bench/results/.
@@ -55,7 +55,7 @@ GOALS = {"fp32": 1.0, "mxfp8_nvidia": 0.98}
 PREFERRED = ("cifar10", "fashion_mnist", "digits")
 LEARNING_RATES = {"alexnet": 3e-4}
 LEARNING_RATE = 1e-3
-COUNT, SIDE, LOOK_EVERY = 64, 32, 5
+COUNT, SIDE, CHECK_EVERY = 64, 32, 5
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "EXTENSOR_NUM_THREADS")
 
 
@@ -98,7 +98,7 @@ def learn(name: str, recipe: str, images: str, steps: int, seed: int) -> dict[st
     state = apply_recipe(model, recipe, seed)
     lr = LEARNING_RATES.get(name, LEARNING_RATE)
     optimizer = Adam(model.parameters(), lr=lr)
-    known, looks, start = 0.0, [], time.perf_counter()
+    known, shares, start = 0.0, [], time.perf_counter()
     loss, step = float("nan"), 0
     while step < steps and known < 1.0:
         state.step = step
@@ -107,16 +107,16 @@ def learn(name: str, recipe: str, images: str, steps: int, seed: int) -> dict[st
         output.backward()
         optimizer.step()
         loss, step = float(output.item()), step + 1
-        if step % LOOK_EVERY == 0:
+        if step % CHECK_EVERY == 0:
             known = share_known(model, x, labels)
-            looks.append(known)
+            shares.append(known)
         if not np.isfinite(loss):
             break
     return {
         "model": name,
         "recipe": recipe,
         "accuracy": known,
-        "best_accuracy": max(looks, default=0.0),
+        "best_accuracy": max(shares, default=0.0),
         "steps": step,
         "loss": loss if np.isfinite(loss) else None,
         "lr": lr,

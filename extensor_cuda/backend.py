@@ -25,12 +25,7 @@ from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import (
-    conv_pool,
-    multi_tensor,
-    nn,
-    quantize,
-)
+from extensor_cuda import conv_pool, multi_tensor, nn, quantize
 from extensor_cuda.dispatch import Route, routed
 from extensor_cuda.kernels.optimizer import optimizer
 from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
@@ -57,24 +52,16 @@ def _on_device(backend: CudaBackend, q: QuantArray) -> QuantArray:
 
 
 def _quantize_on_host(
-    backend: CudaBackend,
-    gap: Unsupported,
-    x: Array,
-    spec: QuantSpec,
-    stream: Stream | None = None,
-    previous_amax: Array | None = None,
-) -> tuple[QuantArray, QuantStats]:
+    backend: CudaBackend, gap: Unsupported, x: Array, spec: QuantSpec,
+    stream: Stream | None = None, previous_amax: Array | None = None,
+) -> tuple[QuantArray, QuantStats]:  # fmt: skip
     before = None if previous_amax is None else previous_amax.get()
     q, stats = registry.get("cpu").quantize(x.get(), spec, stream, before)
     return _on_device(backend, q), stats
 
 
 def _fake_quantize_on_host(
-    backend: CudaBackend,
-    gap: Unsupported,
-    x: Array,
-    spec: QuantSpec,
-    stream: Stream | None = None,
+    backend: CudaBackend, gap: Unsupported, x: Array, spec: QuantSpec, stream: Stream | None = None
 ) -> tuple[Array, Counts]:
     if current_capture() is not None:
         raise RuntimeError(
@@ -106,17 +93,19 @@ def _grad_plus_addend(generic: Callable[..., tuple[Array, ...]]) -> Callable[...
 
 
 def _prepare(
-    xp: Any,
-    x: Array,
-    specs: Sequence[OperandSpec],
-    streams: Sequence[Stream | None],
-    work: int,
+    xp: Any, x: Array, specs: Sequence[OperandSpec], streams: Sequence[Stream | None], work: int,
     amax_state: dict[str, Any] | None = None,
-) -> GemmPreparation | Unsupported:
+) -> GemmPreparation | Unsupported:  # fmt: skip
     return prepare(quantize.readable(xp, x), specs, streams, work, xp, amax_state)
 
 
 ROUTES: dict[str, Route] = {
+    # Methods whose fallback is the generic method: functions of these modules, by their names.
+    **{
+        name: Route(getattr(room, name))
+        for room in (nn, conv_pool, multi_tensor)
+        for name in room.__all__
+    },
     # matmul; the table of operands is extensor_cuda.matmul.prepare's
     "prepare": Route(
         _prepare, run=lambda plan: plan, path=attrgetter("path"), fallback_path="host"
@@ -144,41 +133,13 @@ ROUTES: dict[str, Route] = {
     "fake_quantize_rowwise_columnwise": Route(
         quantize.fake_quantize_rowwise_columnwise, fallback_path="two calls"
     ),
-    "bfloat16_values": Route(nn.bfloat16_values),
     # nn
-    "add": Route(nn.add),
-    "add_rows": Route(nn.add_rows),
-    "attention": Route(nn.attention),
-    "attention_grad": Route(nn.attention_grad),
-    "cast": Route(nn.cast),
-    "cross_entropy": Route(nn.cross_entropy),
-    "cross_entropy_grad": Route(nn.cross_entropy_grad),
-    "dropout_mask": Route(nn.dropout_mask),
-    "gelu": Route(nn.gelu),
-    "gelu_grad": Route(nn.gelu_grad),
-    "layer_norm": Route(nn.layer_norm),
     "layer_norm_grad": Route(
         nn.layer_norm_grad, fallback=_grad_plus_addend(GenericBackend.layer_norm_grad)
     ),
-    "leading_sum": Route(nn.leading_sum),
-    "relu": Route(nn.relu),
-    "relu_grad": Route(nn.relu_grad),
-    "rms_norm": Route(nn.rms_norm),
     "rms_norm_grad": Route(
         nn.rms_norm_grad, fallback=_grad_plus_addend(GenericBackend.rms_norm_grad)
     ),
-    "softmax": Route(nn.softmax),
-    "softmax_grad": Route(nn.softmax_grad),
-    # conv_pool
-    "conv2d_grad_x": Route(conv_pool.conv2d_grad_x),
-    "max_pool2d": Route(conv_pool.max_pool2d),
-    "max_pool2d_grad": Route(conv_pool.max_pool2d_grad),
-    # optim
-    "adam_multi_tensor": Route(multi_tensor.adam_multi_tensor),
-    "all_finite_multi_tensor": Route(multi_tensor.all_finite_multi_tensor),
-    "scale_multi_tensor": Route(multi_tensor.scale_multi_tensor),
-    "sgd_multi_tensor": Route(multi_tensor.sgd_multi_tensor),
-    "square_sum_multi_tensor": Route(multi_tensor.square_sum_multi_tensor),
 }
 
 

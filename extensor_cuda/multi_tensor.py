@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from extensor.backends.capture import UpdateGuard
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.dispatch import Call, unless
 from extensor_cuda.kernels.optimizer import optimizer as kernels
@@ -26,28 +25,16 @@ Parts = Sequence[Sequence[Any]]
 Factors = Sequence[Mapping[str, float]]
 
 
-def _update(
-    kernel: kernels.Kernel,
-    xp: Any,
-    parts: Parts,
-    factors: Factors,
-    guard: UpdateGuard | None = None,
-    check_finite: bool = False,
-    cache: dict[str, Any] | None = None,
-    numbers: Sequence[int] | int = 0,
-) -> Call:
-    how = kernels.Update(guard, check_finite, cache, numbers)
-    return lambda: kernels.step(kernel, parts, factors, how, xp)
-
-
 def adam_multi_tensor(xp: Any, parts: Parts, factors: Factors, *how: Any, **more: Any) -> Call:
     """See the protocol. One launch, one more with ``check_finite``."""
-    return _update(kernels.ADAM, xp, parts, factors, *how, **more)
+    update = kernels.Update(*how, **more)
+    return lambda: kernels.step(kernels.ADAM, parts, factors, update, xp)
 
 
 def sgd_multi_tensor(xp: Any, parts: Parts, factors: Factors, *how: Any, **more: Any) -> Call:
     """See the protocol. One launch, one more with ``check_finite``."""
-    return _update(kernels.SGD, xp, parts, factors, *how, **more)
+    update = kernels.Update(*how, **more)
+    return lambda: kernels.step(kernels.SGD, parts, factors, update, xp)
 
 
 def _gap(arrays: Sequence[Array]) -> Unsupported | None:

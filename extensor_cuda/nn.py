@@ -17,19 +17,9 @@ import numpy as np
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.dispatch import FLOATS, Call, contiguous, dtype_gap, unless
 from extensor_cuda.kernels.attention import attention as bf16_attention
-from extensor_cuda.kernels.nn import (
-    cross_entropy as losses,
-)
-from extensor_cuda.kernels.nn import (
-    dropout,
-    elementwise,
-    norm,
-    scatter_add,
-    sums,
-)
-from extensor_cuda.kernels.nn import (
-    softmax as rows_of,
-)
+from extensor_cuda.kernels.nn import cross_entropy as losses
+from extensor_cuda.kernels.nn import dropout, elementwise, norm, scatter_add, sums
+from extensor_cuda.kernels.nn import softmax as rows_of
 
 __all__ = [
     "add",
@@ -165,10 +155,8 @@ def cross_entropy_grad(
     """See the protocol."""
 
     def call() -> Any:
-        factors, classes = (
-            weight.astype(np.float32, copy=False),
-            labels.astype(np.int64, copy=False),
-        )
+        factors = weight.astype(np.float32, copy=False)
+        classes = labels.astype(np.int64, copy=False)
         w, xx, at, k = (contiguous(xp, a) for a in (factors, x, classes, kept))
         return losses.grad(w, xx, at, k, smoothing, xp)
 
@@ -181,11 +169,6 @@ def _norm_gap(x: Array, weight: Array, *others: Array) -> Unsupported | None:
     if weight.size > norm.MOST:
         return Unsupported(f"rows of {weight.size} values; the kernel keeps up to {norm.MOST}")
     return None
-
-
-def _norm_grad_gap(g: Array, x: Array, weight: Array) -> Unsupported | None:
-    gap = dtype_gap((g,), FLOATS)
-    return _norm_gap(x, weight) if gap is None else gap
 
 
 def layer_norm(
@@ -201,21 +184,18 @@ def layer_norm(
 
 
 def layer_norm_grad(
-    xp: Any,
-    g: Array,
-    x: Array,
-    weight: Array,
-    mean: Array,
-    rstd: Array,
+    xp: Any, g: Array, x: Array, weight: Array, mean: Array | None, rstd: Array,
     addend: Array | None = None,
-) -> Call:
+) -> Call:  # fmt: skip
     """See the protocol."""
 
     def call() -> Any:
-        gg, xx, w, m, r = (contiguous(xp, a) for a in (g, x, weight, mean, rstd))
+        m = None if mean is None else contiguous(xp, mean)
+        gg, xx, w, r = (contiguous(xp, a) for a in (g, x, weight, rstd))
         return norm.grad(gg, xx, w, m, r, xp, addend)
 
-    return unless(_norm_grad_gap(g, x, weight), call)
+    gap = dtype_gap((g,), FLOATS)
+    return unless(_norm_gap(x, weight) if gap is None else gap, call)
 
 
 def rms_norm(xp: Any, x: Array, weight: Array, eps: float, narrow: bool = False) -> Call:
@@ -233,12 +213,8 @@ def rms_norm_grad(
     xp: Any, g: Array, x: Array, weight: Array, rstd: Array, addend: Array | None = None
 ) -> Call:
     """See the protocol."""
-
-    def call() -> Any:
-        gg, xx, factors, scale = (contiguous(xp, a) for a in (g, x, weight, rstd))
-        return norm.grad(gg, xx, factors, None, scale, xp, addend)[:2]
-
-    return unless(_norm_grad_gap(g, x, weight), call)
+    call = layer_norm_grad(xp, g, x, weight, None, rstd, addend)
+    return (lambda: call()[:2]) if call else call
 
 
 # --- softmax and attention ---
@@ -296,17 +272,9 @@ def attention(xp: Any, q: Array, k: Array, v: Array, causal: bool, scale: float)
 
 
 def attention_grad(
-    xp: Any,
-    g: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    stats: Array,
-    causal: bool,
-    scale: float,
-    into: tuple[Array, Array, Array],
-) -> Call:
+    xp: Any, g: Array, q: Array, k: Array, v: Array, out: Array, stats: Array, causal: bool,
+    scale: float, into: tuple[Array, Array, Array],
+) -> Call:  # fmt: skip
     """See the protocol: two launches in bfloat16; in float32 five products around a launch."""
     if q.dtype.name == "bfloat16":
         gap = bf16_attention.unsupported(q, k, v, scale, xp.cuda.runtime.getDevice())

@@ -46,48 +46,32 @@ StreamPair = tuple[Stream | None, Stream | None]
 
 @final
 @dataclass(frozen=True)
-class _BlockScaled:
-    """Kernels for E8M0 scales and for NVFP4's two levels of scales."""
+class QuantizePlan:
+    """The kernels of a spec on arrays of one shape; x is what `readable` gives.
 
-    plan: fused.Plan
+    Attributes:
+        plan: the kernels' own.
+        encoder: the module that quantizes.
+        decoder: the module that decodes.
+    """
+
+    plan: fused.Plan | float_scaled.FloatPlan
+    encoder: Any
+    decoder: Any
 
     def quantize(self, x: Array, stream: Stream | None, xp: Any) -> tuple[QuantArray, QuantStats]:
-        return fused.quantize(x, self.plan, stream, xp)
+        """Codes, scales and counts; waits for the counts."""
+        return self.encoder.quantize(x, self.plan, stream, xp)
 
     def fake_quantize(
         self, x: Array, stream: Stream | None, xp: Any
     ) -> tuple[Array, OperandCounts]:
-        return fused.fake_quantize(x, self.plan, stream, xp)
+        """The decoded values and counts, without waiting."""
+        return self.encoder.fake_quantize(x, self.plan, stream, xp)
 
     def dequantize(self, q: QuantArray, xp: Any) -> Array:
-        return decoder.dequantize(q, self.plan, xp)
-
-
-@final
-@dataclass(frozen=True)
-class _FloatScaled:
-    """Kernels for float32 and float16 scales."""
-
-    plan: float_scaled.FloatPlan
-
-    def quantize(self, x: Array, stream: Stream | None, xp: Any) -> tuple[QuantArray, QuantStats]:
-        return float_scaled.quantize(x, self.plan, stream, xp)
-
-    def fake_quantize(
-        self, x: Array, stream: Stream | None, xp: Any
-    ) -> tuple[Array, OperandCounts]:
-        return float_scaled.fake_quantize(x, self.plan, stream, xp)
-
-    def dequantize(self, q: QuantArray, xp: Any) -> Array:
-        return float_scaled.dequantize(q, self.plan, xp)
-
-
-QuantizePlan = _BlockScaled | _FloatScaled
-"""The kernels of a spec on arrays of one shape, all used in one way.
-
-``quantize`` gives codes, scales and counts, and waits for the counts; ``fake_quantize`` gives
-decoded values and counts; ``dequantize`` decodes. x is what `readable` gives.
-"""
+        """Codes and scales -> float32, without waiting."""
+        return self.decoder.dequantize(q, self.plan, xp)
 
 
 @lru_cache(maxsize=4096)
@@ -97,9 +81,9 @@ def plan_of(
     """The kernels that quantize or decode an array of a shape, or why there are none."""
     if spec.has_float_scales:
         plan = float_scaled.plan_of(spec, shape, decoding)
-        return _FloatScaled(plan) if plan else plan
+        return QuantizePlan(plan, float_scaled, float_scaled) if plan else plan
     blocks = fused.plan_of(spec, shape, decoding)
-    return _BlockScaled(blocks) if blocks else blocks
+    return QuantizePlan(blocks, fused, decoder) if blocks else blocks
 
 
 @lru_cache(maxsize=1024)
@@ -136,12 +120,9 @@ def readable(xp: Any, x: Array) -> Array:
 
 
 def quantize(
-    xp: Any,
-    x: Array,
-    spec: QuantSpec,
-    stream: Stream | None = None,
+    xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = None,
     previous_amax: Array | None = None,
-) -> Call:
+) -> Call:  # fmt: skip
     """See the protocol. Waits for the GPU, whose counts it returns."""
     if (gap := input_gap(x, spec, stream)) is not None:
         return gap
@@ -161,9 +142,9 @@ def fake_quantize(xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = No
         plan = plan_of(spec, tuple(x.shape))
         return (lambda: plan.fake_quantize(readable(xp, x), stream, xp)) if plan else plan
     blocks = fused.plan_of(spec.replace(rebased=False), tuple(x.shape))
-    return (
-        (lambda: _fake_quantize_rebased(readable(xp, x), blocks, stream, xp)) if blocks else blocks
-    )
+    if not blocks:
+        return blocks
+    return lambda: _fake_quantize_rebased(readable(xp, x), blocks, stream, xp)
 
 
 def _fake_quantize_rebased(

@@ -1,19 +1,22 @@
 """Products of stored matrices on a GPU: FP8 and INT8 under float scales, packed weights, groups.
 
-    python ci/bench/cuda_products.py [--rounds N] [--only scaled near requantized ...]
+    python ci/bench/cuda_products.py [--rounds N] [--only scaled rebased requantized ...]
 
-scaled: square bfloat16 results of normal data from codes, against torch's bf16, FP8 (`_scaled_mm`,
-row scales, and those of 128 elements on the same codes) and INT8 (`_int_mm`, int32 results)
-products. decode: x (M, K) bfloat16 and packed
-weights (N, K), against torch's bf16 `linear`; "of_copy" is what the weights' stored bytes would
-take at the speed of torch's clone. weights: the same for many rows. near: MXFP8 from storage on
-FP8 tensor cores, with the shares of values that this changes and sets to zero; its two kernels
-alone, under other tiles too; and the exact way. operands: products as training makes them, of
-operands made before and with both made. requantized: MXFP4 operands made before, whose
-product leaves quantized, against one in bfloat16 that the row quantizer then reads. grouped:
-eight groups of unequal size, against a bf16 product of torch for each. CUDA events around four
-calls, the contestants taking turns in one process, medians over the rounds; weights rotate past the
-second-level cache. Needs a Hopper GPU, torch and the extra ``cuda13``.
+scaled       square bfloat16 results of normal data from codes, against torch's bf16, FP8
+             (`_scaled_mm`, row scales, and those of 128 elements on the same codes) and INT8
+             (`_int_mm`, int32 results) products
+rebased      MXFP8 from storage on FP8 tensor cores, with the shares of values that this changes and
+             sets to zero; its two kernels alone, under other tiles too; and the exact product
+operands     products as training makes them, of operands prepared before and with both prepared
+requantized  MXFP4 operands prepared before, whose product leaves quantized, against one in bfloat16
+             that the row quantizer then reads
+decode       x (M, K) in bfloat16 and packed weights (N, K), against torch's bf16 `linear`;
+             "of_copy" is to what the stored bytes would take at the speed of torch's clone
+weights      the same for many rows
+grouped      eight groups of unequal size, against a bf16 product of torch for each
+
+CUDA events around four calls, the contestants taking turns in one process, medians over the rounds;
+weights rotate past the second-level cache. Needs a Hopper GPU, torch and the extra ``cuda13``.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from ci.bench.gpu import (
     Call,
     as_cupy,
     cuda,
+    fixed,
     milliseconds,
     normal,
     on_torchs_stream,
@@ -62,6 +66,11 @@ MANY = (128, 512, 2048, 8192)
 FORMATS = ("mxfp4", "nvfp4", "int4", "int8")
 
 Rows = Iterator[dict[str, Any]]
+BF16: dict[str, Any] = {"out_dtype": "bfloat16"}
+
+
+def torch_product(a: Any, b: Any) -> Any:
+    return a @ b.T
 
 
 def packed(x: Any, name: str, backend: CudaBackend, **options: Any) -> Any:
@@ -94,22 +103,18 @@ def scaled(backend: CudaBackend, rounds: int) -> Rows:
             torch.randint(-96, 97, (size, size), device="cuda", dtype=torch.int8) for _ in "ab"
         ]
         calls: dict[str, Call] = {
-            "torch bf16": partial(_torch_bf16, a, b),
+            "torch bf16": fixed(torch_product, a, b),
             "torch FP8, row scales, promoted": _torch_fp8(a, b),
-            "torch INT8": partial(_torch_int8, integers[0], integers[1]),
+            "torch INT8": fixed(torch._int_mm, integers[0], integers[1].T),
         }
         for name in ("1x128 x 128x128", "1x128 x 1x128"):
             calls[f"torch FP8, {name}"] = _torch_blocks(sides[f"E4M3, {name}"])
         for name, pair in sides.items():
-            calls[name] = partial(_multiply, pair, xp)
-            calls[f"{name}: quantizing a"] = partial(_quantizing, a, specs[name][0], xp)
-        calls["INT8, zero points, from storage"] = partial(_matmul, zeros, xp, "promote")
-        calls["MXFP4 as INT8, from storage"] = partial(_matmul, fp4, xp, "exact")
+            calls[name] = fixed(product, *pair, "bfloat16", xp)
+            calls[f"{name}: quantizing a"] = fixed(_side, a, specs[name][0], xp)
+        calls["INT8, zero points, from storage"] = fixed(matmul, *zeros, xp, **BF16)
+        calls["MXFP4 as INT8, from storage"] = fixed(matmul, *fp4, xp, accumulate="exact", **BF16)
         yield from _rates("scaled", f"{size}^3", milliseconds(calls, rounds), 2 * size**3)
-
-
-def _torch_bf16(a: Any, b: Any, turn: int) -> Any:
-    return a @ b.T
 
 
 def _torch_fp8(a: Any, b: Any) -> Call:
@@ -136,10 +141,6 @@ def _torch_blocks(sides: list[Any]) -> Call:
     return call
 
 
-def _torch_int8(a: Any, b: Any, turn: int) -> Any:
-    return torch._int_mm(a, b.T)
-
-
 def _rates(what: str, size: str, times: dict[str, float], work: int, **more: float) -> Rows:
     for name, taken in times.items():
         yield {
@@ -159,15 +160,11 @@ def _side(x: Any, spec: QuantSpec, xp: Any) -> Any:
     ]
 
 
-def _quantizing(x: Any, spec: QuantSpec, xp: Any, turn: int) -> Any:
-    return _side(x, spec, xp)
-
-
-NEAR_TILES = ((128, 2), (176, 2), (176, 3), (192, 2), (192, 3))
+REBASED_TILES = ((128, 2), (176, 2), (176, 3), (192, 2), (192, 3))
 """Columns and patches of programs, the one that is chosen among them."""
 
 
-def near_exact(backend: CudaBackend, rounds: int) -> Rows:
+def rebased(backend: CudaBackend, rounds: int) -> Rows:
     """MXFP8, the values that do not fit FP8 rounded."""
     xp = backend.xp
     for size in SQUARES:
@@ -177,47 +174,43 @@ def near_exact(backend: CudaBackend, rounds: int) -> Rows:
         (x, lost), (y, _) = made
         out = empty_rows(xp, size, size, ml_dtypes.bfloat16)
         calls: dict[str, Call] = {
-            "torch bf16": partial(_torch_bf16, a, b),
+            "torch bf16": fixed(torch_product, a, b),
             "torch FP8, row scales, promoted": _torch_fp8(a, b),
-            "near-exact, from storage": partial(_matmul, pair, xp, "rebased"),
-            "exact, from storage": partial(_matmul, pair, xp, "bf16"),
-            "rebasing a": partial(_rebasing, pair[0], xp),
-            "product of operands": partial(_joined, x, y, out, 1),
-            "product of operands, every 512": partial(_joined, x, y, out, 4),
+            "rebased, from storage": fixed(matmul, *pair, xp, accumulate="rebased", **BF16),
+            "exact, from storage": fixed(matmul, *pair, xp, accumulate="bf16", **BF16),
+            "rebasing a": fixed(rebase_mxfp8, pair[0], xp),
+            "product of operands": fixed(_joined, x, y, out, 1),
+            "product of operands, every 512": fixed(_joined, x, y, out, 4),
         }
-        for columns, patches in NEAR_TILES:
+        for columns, patches in REBASED_TILES:
             config = Config.of(
                 "e4m3", tile_n=columns, promote=1, epilogue_tiles=patches, out="bfloat16"
             )
             name = f"product of operands, tile {columns}, patches {patches}"
-            calls[name] = partial(_placed, x, y, out, config)
+            calls[name] = fixed(_launched, x, y, out, config)
         times = milliseconds(calls, rounds)
         changed, flushed = lost.shares()
         shares = {"changed": float(f"{changed:.2e}"), "flushed": float(f"{flushed:.2e}")}
-        yield from _rates("near", f"{size}^3", times, 2 * size**3, **shares)
+        yield from _rates("rebased", f"{size}^3", times, 2 * size**3, **shares)
 
 
-def _rebasing(q: Any, xp: Any, turn: int) -> Any:
-    return rebase_mxfp8(q, xp)
-
-
-def _joined(a: Any, b: Any, out: Any, promote: int, turn: int) -> None:
+def _joined(a: Any, b: Any, out: Any, promote: int) -> None:
     config = configure(a.kind, *out.shape, out.dtype.name, promote, b=b.kind)
     multiply(a, b, out, config)
 
 
-def _placed(a: Any, b: Any, out: Any, config: Config, turn: int) -> None:
+def _launched(a: Any, b: Any, out: Any, config: Config) -> None:
     gemm(a.codes, b.codes, out, config, Epilogue(Scales((a.scale.exponent, b.scale.exponent))))
 
 
-def trained(backend: CudaBackend, rounds: int) -> Rows:
+def operands(backend: CudaBackend, rounds: int) -> Rows:
     """Operands as training makes them, and their products."""
     square: dict[str, Any] = {"scale_rule": "rceil", "rebased": True}
     specs = {
         "MXFP4": QuantSpec("mxfp4"),
         "NVFP4 FP8-exact": QuantSpec("nvfp4_fp8exact"),
         "MXFP6 E2M3": QuantSpec("mxfp6_e2m3"),
-        "MXFP8 near-exact": QuantSpec("mxfp8_e4m3", **square),
+        "MXFP8 rebased": QuantSpec("mxfp8_e4m3", **square),
         "MXFP8 exact": QuantSpec("mxfp8_e4m3"),
         "NVFP4": QuantSpec("nvfp4"),
         "FP8 1x128": QuantSpec("fp8_e4m3", tile=(1, 128)),
@@ -227,13 +220,13 @@ def trained(backend: CudaBackend, rounds: int) -> Rows:
         a, b = normal(size, size), normal(size, size, seed=1)
         pair = as_cupy(a, backend.xp), as_cupy(b, backend.xp)
         calls: dict[str, Call] = {
-            "torch bf16": partial(_torch_bf16, a, b),
+            "torch bf16": fixed(torch_product, a, b),
             "torch FP8, row scales, promoted": _torch_fp8(a, b),
         }
         for name, spec in specs.items():
             made = [_operand(x, spec, backend) for x in pair]
-            calls[name] = partial(_joining, made, backend)
-            calls[f"{name}, making both"] = partial(_making, pair, spec, backend)
+            calls[name] = fixed(backend.product, *made, "bfloat16")
+            calls[f"{name}, making both"] = fixed(_making, pair, spec, backend)
         yield from _rates("operands", f"{size}^3", milliseconds(calls, rounds), 2 * size**3)
 
 
@@ -242,16 +235,12 @@ def _operand(x: Any, spec: QuantSpec, backend: CudaBackend) -> Any:
     return backend.prepare(x, [resolved], [None], len(x) ** 3).run()[0][0]
 
 
-def _joining(sides: Any, backend: CudaBackend, turn: int) -> Any:
-    return backend.product(sides[0], sides[1], "bfloat16")
-
-
-def _making(pair: Any, spec: QuantSpec, backend: CudaBackend, turn: int) -> Any:
+def _making(pair: Any, spec: QuantSpec, backend: CudaBackend) -> Any:
     a, b = (_operand(x, spec, backend) for x in pair)
     return backend.product(a, b, "bfloat16")
 
 
-def leaving(backend: CudaBackend, rounds: int) -> Rows:
+def requantized_results(backend: CudaBackend, rounds: int) -> Rows:
     """MXFP4 products whose results are quantized."""
     xp, rows = backend.xp, QuantSpec("mxfp4", axis=1).resolve(2)
     for size in SQUARES:
@@ -261,34 +250,24 @@ def leaving(backend: CudaBackend, rounds: int) -> Rows:
         wide = configure("e5m2", size, size, "bfloat16")
 
         calls: dict[str, Call] = {
-            "torch bf16": partial(_torch_bf16, a, b),
-            "bfloat16": partial(_placed, x, y, out, wide),
+            "torch bf16": fixed(torch_product, a, b),
+            "bfloat16": fixed(_launched, x, y, out, wide),
         }
         for name in ("mxfp8_e4m3", "mxfp4", "nvfp4"):
             spec = rows.replace(format=name, tile=None, scale_rule=None).resolve(2)
             amax = xp.full((), 512, dtype=xp.float32) if spec.row.tensor_scale else None
             to = requantized(spec, size, size, xp, amax)
             config = configure("e5m2", size, size, spec)
-            calls[f"bfloat16, then {name}"] = partial(_then, x, y, out, wide, spec, amax, xp)
-            calls[f"{name}, as it leaves"] = partial(_placed, x, y, to, config)
+            calls[f"bfloat16, then {name}"] = fixed(_then, x, y, out, wide, spec, amax, xp)
+            calls[f"{name}, as it leaves"] = fixed(_launched, x, y, to, config)
         yield from _rates("requantized", f"{size}^3", milliseconds(calls, rounds), 2 * size**3)
 
 
-def _then(
-    a: Any, b: Any, out: Any, config: Config, spec: QuantSpec, amax: Any, xp: Any, turn: int
-) -> Any:
-    _placed(a, b, out, config, turn)
+def _then(a: Any, b: Any, out: Any, config: Config, spec: QuantSpec, amax: Any, xp: Any) -> Any:
+    _launched(a, b, out, config)
     plan = quantize.plan_of(spec, out.shape)
     assert isinstance(plan, quantize.Plan)
     return quantize.quantize_raw(out, plan, None, xp, amax, stats=False)
-
-
-def _multiply(pair: Any, xp: Any, turn: int) -> Any:
-    return product(pair[0], pair[1], "bfloat16", xp)
-
-
-def _matmul(pair: Any, xp: Any, accumulate: str, turn: int) -> Any:
-    return matmul(pair[0], pair[1], xp, accumulate=accumulate, out_dtype="bfloat16")
 
 
 def _rows(what: str, size: str, times: dict[str, float], nbytes: dict[str, int]) -> Rows:
@@ -324,7 +303,7 @@ def _contests(
         view = as_cupy(x, xp)
         calls: dict[str, Call] = {
             "torch bf16": partial(_linear, x, w),
-            "copy": lambda turn: big.clone(),
+            "copy": fixed(big.clone),
         }
         nbytes = {"copy": 4 * CACHE, "torch bf16": 2 * n * k}
         for name, stored in held.items():
@@ -335,7 +314,7 @@ def _contests(
                     calls[f"{name}, expanded alone"] = partial(_expanding, stored, xp)
         if m > TOKENS[-1]:
             sides = [GemmOperand(v.view(np.uint16), "bf16") for v in (view, as_cupy(w[0], xp))]
-            calls["bf16, ours"] = partial(_dense, sides, xp)
+            calls["bf16, ours"] = fixed(product, *sides, "bfloat16", xp)
         yield from _rows(what, f"{m} x {n} x {k}", milliseconds(calls, rounds), nbytes)
 
 
@@ -351,22 +330,18 @@ def _expanding(held: list[Any], xp: Any, turn: int) -> Any:
     return as_bf16(held[turn % len(held)], xp)
 
 
-def _dense(sides: list[Any], xp: Any, turn: int) -> Any:
-    return product(sides[0], sides[1], "bfloat16", xp)
-
-
-def decoding(backend: CudaBackend, rounds: int) -> Rows:
+def few_rows(backend: CudaBackend, rounds: int) -> Rows:
     """Few tokens."""
     for layer in LAYERS:
         yield from _contests(backend, layer, TOKENS, "decode", rounds)
 
 
-def many(backend: CudaBackend, rounds: int) -> Rows:
+def many_rows(backend: CudaBackend, rounds: int) -> Rows:
     """Packed weights and many rows."""
     yield from _contests(backend, LAYERS[0], MANY, "weights", rounds)
 
 
-def groups(backend: CudaBackend, rounds: int) -> Rows:
+def grouped(backend: CudaBackend, rounds: int) -> Rows:
     """Eight groups of unequal size: a mixture of experts' first product."""
     xp, n, k = backend.xp, 4096, 4096
     sizes = [4096, 100, 3000, 1, 2048, 0, 900, 6239]
@@ -379,10 +354,10 @@ def groups(backend: CudaBackend, rounds: int) -> Rows:
     plain = [as_cupy(v, xp) for v in (x, w)]
     times = milliseconds(
         {
-            "torch bf16": lambda turn: [a @ b.T for a, b in parts],
-            "bf16": partial(_grouped, plain, offsets, xp),
-            "E4M3, scales of rows": partial(_grouped, fp8, offsets, xp),
-            "MXFP4, from storage": partial(_grouped, fp4, offsets, xp),
+            "torch bf16": fixed(lambda: [torch_product(a, b) for a, b in parts]),
+            "bf16": fixed(grouped_matmul, *plain, offsets, xp, **BF16),
+            "E4M3, scales of rows": fixed(grouped_matmul, *fp8, offsets, xp, **BF16),
+            "MXFP4, from storage": fixed(grouped_matmul, *fp4, offsets, xp, **BF16),
         },
         rounds,
     )
@@ -390,18 +365,14 @@ def groups(backend: CudaBackend, rounds: int) -> Rows:
     yield from _rates("grouped", size, times, 2 * sum(sizes) * n * k)
 
 
-def _grouped(sides: list[Any], offsets: Any, xp: Any, turn: int) -> Any:
-    return grouped_matmul(sides[0], sides[1], offsets, xp, out_dtype="bfloat16")
-
-
 PARTS = {
     "scaled": scaled,
-    "near": near_exact,
-    "operands": trained,
-    "requantized": leaving,
-    "decode": decoding,
-    "weights": many,
-    "grouped": groups,
+    "rebased": rebased,
+    "operands": operands,
+    "requantized": requantized_results,
+    "decode": few_rows,
+    "weights": many_rows,
+    "grouped": grouped,
 }
 
 

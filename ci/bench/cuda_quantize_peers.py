@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ci.bench.gpu import Call, as_cupy, cuda, milliseconds, normal, options, write_gpu
+from ci.bench.gpu import Call, as_cupy, cuda, fixed, milliseconds, normal, options, write_gpu
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.quantize import quantize as kernels
@@ -49,13 +49,8 @@ def torchao_calls(x: torch.Tensor) -> dict[str, Call]:
     calls: dict[str, Call] = {}
     for name, call in made.items():
         for how, run in (("eager", call), ("compiled", torch.compile(call, fullgraph=True))):
-            calls[f"{name}, torchao {how}"] = _on(run, x)
+            calls[f"{name}, torchao {how}"] = fixed(run, x)
     return calls
-
-
-def _on(run: Callable[..., Any], *arguments: Any) -> Call:
-    """A contestant that always does the same."""
-    return lambda turn: run(*arguments)
 
 
 def our_calls(x: Any, amax: Any, xp: Any) -> dict[str, Call]:
@@ -67,8 +62,8 @@ def our_calls(x: Any, amax: Any, xp: Any) -> dict[str, Call]:
         both = rowwise_columnwise.row_column_plan((spec, spec.replace(axis=0)), x.shape)
         assert plan and both, (plan, both)
         given = amax if plan.needs_tensor else None
-        calls[f"{name} rows"] = _on(kernels.quantize_raw, x, plan, None, xp, given, False)
-        calls[f"{name} rows + columns"] = _on(
+        calls[f"{name} rows"] = fixed(kernels.quantize_raw, x, plan, None, xp, given, False)
+        calls[f"{name} rows + columns"] = fixed(
             rowwise_columnwise.quantize_raw, x, both, (None, None), xp, given, False
         )
     return calls
@@ -106,7 +101,7 @@ def main() -> None:
     again = milliseconds(our_calls(small, amax, xp), rounds, burst=1)
     for name in FORMATS:
         spec = QuantSpec(name, axis=1)
-        call = _on(reference.quantize, small, spec, None, None, xp)
+        call = fixed(reference.quantize, small, spec, None, None, xp)
         title = f"{name} rows"
         add(f"{title}, {SMALL} x {SMALL}, fused", again[title], again[title])
         each = milliseconds({title: call}, 3, burst=1)[title]

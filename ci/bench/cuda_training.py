@@ -26,6 +26,7 @@ from ci.bench.gpu import (
     Call,
     as_cupy,
     cuda,
+    fixed,
     milliseconds,
     normal,
     on_torchs_stream,
@@ -75,18 +76,18 @@ def adam(xp: Any) -> tuple[Contest, dict[str, Call]]:
     factors = [step.factors(step.groups[0].options, 5)] * len(parts)
     moved = 28 * count
 
-    def alone(stored: Any, update: kernels.Update, turn: int) -> None:
-        kernels.step(kernels.ADAM, stored, factors, update, xp)
+    def alone(stored: Any) -> Call:
+        return fixed(kernels.step, kernels.ADAM, stored, factors, kernels.Update(cache={}), xp)
 
     calls: Contest = {
-        "torch AdamW fused": (moved, lambda turn: fused.step()),
-        "torch AdamW foreach": (moved, lambda turn: each.step()),
-        "AdamW, update alone": (moved, partial(alone, parts, kernels.Update(cache={}))),
-        "AdamW step": (moved + 4 * count, lambda turn: step.step()),
+        "torch AdamW fused": (moved, fixed(fused.step)),
+        "torch AdamW foreach": (moved, fixed(each.step)),
+        "AdamW, update alone": (moved, alone(parts)),
+        "AdamW step": (moved + 4 * count, fixed(step.step)),
     }
     clocked: dict[str, Call] = {
-        "torch AdamW fused, seen": lambda turn: fused.step(),
-        "AdamW step, seen": lambda turn: step.step(),
+        "torch AdamW fused, seen": fixed(fused.step),
+        "AdamW step, seen": fixed(step.step),
     }
     for states in ("bfloat16", "mxfp8_e4m3"):
         narrow = AdamW(ours, **options, states=states)
@@ -95,9 +96,9 @@ def adam(xp: Any) -> tuple[Contest, dict[str, Call]]:
         stored = [(*part[:2], *arrays.values()) for part, arrays in zip(parts, kept, strict=True)]
         moved = 12 * count + 2 * narrow.nbytes
         name = f"AdamW {states}"
-        calls[f"{name}, update alone"] = (moved, partial(alone, stored, kernels.Update(cache={})))
-        calls[f"{name} step"] = (moved + 4 * count, partial(_again, narrow.step))
-        clocked[f"{name} step, seen"] = partial(_again, narrow.step)
+        calls[f"{name}, update alone"] = (moved, alone(stored))
+        calls[f"{name} step"] = (moved + 4 * count, fixed(narrow.step))
+        clocked[f"{name} step, seen"] = fixed(narrow.step)
     return calls, clocked
 
 
@@ -182,12 +183,8 @@ def elements(xp: Any) -> Contest:
             ),
         }
         for title, (moved, call) in calls.items():
-            made[f"{title} {name}"] = (moved, partial(_again, call))
+            made[f"{title} {name}"] = (moved, fixed(call))
     return made
-
-
-def _again(call: Callable[[], Any], turn: int) -> None:
-    call()
 
 
 def main() -> None:

@@ -10,64 +10,34 @@ Medians are written, with machine and versions, to ci/bench/results/. Needs torc
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-import extensor as et
 from ci.bench.contest import arguments, measure, options, write
 from ci.bench.torch_models import torch_gpt
-from extensor.config import num_threads
-from extensor.nn.recipe import apply_recipe
-from extensor.optim import AdamW, clip_grad_norm
+from ci.bench.train_step import our_step, torch_step
+from extensor.optim import AdamW
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build
 
-LR, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.99), 0.1, 1.0
-
-
-def ours(recipe: str, tokens: np.ndarray, labels: np.ndarray) -> Callable[[], None]:
-    """A step of ours under a recipe."""
-    model = build(GPTConfig(), np.random.default_rng(0))
-    state = apply_recipe(model, recipe)
-    optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
-    x, y = et.from_numpy(tokens), et.from_numpy(labels.reshape(-1))
-
-    def step() -> None:
-        state.step += 1
-        optimizer.zero_grad()
-        scores = model(x)
-        et.cross_entropy(scores.reshape(-1, scores.shape[-1]), y).backward()
-        clip_grad_norm(optimizer.params, CLIP)
-        optimizer.step()
-
-    return step
-
-
-def theirs(tokens: np.ndarray, labels: np.ndarray) -> Callable[[], None]:
-    """A step of torch's."""
-    import torch
-
-    torch.set_num_threads(num_threads())
-    model = torch_gpt(GPTConfig(), build(GPTConfig(), np.random.default_rng(0)).state_dict())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
-    x, y = torch.from_numpy(tokens), torch.from_numpy(labels.reshape(-1))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-
-    return step
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+CLIP = 1.0
 
 
 def contestant(name: str) -> Callable[[], None]:
     """The step of ``name``, torch or a recipe of ours."""
     config, rng = GPTConfig(), np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab, (12, config.context + 1))
-    inputs, labels = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
-    return theirs(inputs, labels) if name == "torch" else ours(name, inputs, labels)
+    batch = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+    model = build(config, np.random.default_rng(0))
+    if name != "torch":
+        return our_step(model, name, partial(AdamW, **ADAMW), *batch, clip=CLIP)
+    import torch
+
+    peer = torch_gpt(config, model.state_dict())
+    return torch_step(peer, partial(torch.optim.AdamW, **ADAMW), *batch, clip=CLIP)
 
 
 def main() -> None:

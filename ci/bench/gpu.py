@@ -23,8 +23,8 @@ from extensor.backends import registry
 from extensor_cuda.backend import CudaBackend
 
 __all__ = [
-    "Call", "as_cupy", "cuda", "milliseconds", "normal", "on_torchs_stream", "options", "seen",
-    "times_of", "write_gpu",
+    "Call", "as_cupy", "cuda", "fixed", "milliseconds", "normal", "on_torchs_stream", "options",
+    "seen", "times_of", "write_gpu",
 ]  # fmt: skip
 
 Call = Callable[[int], Any]
@@ -59,6 +59,11 @@ def as_cupy(x: torch.Tensor, xp: Any) -> Any:
     if x.dtype != torch.bfloat16:
         return xp.from_dlpack(x)
     return xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16)
+
+
+def fixed(run: Callable[..., Any], *args: Any, **more: Any) -> Call:
+    """A contestant that does the same in every turn."""
+    return lambda turn: run(*args, **more)
 
 
 @contextmanager

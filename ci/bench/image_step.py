@@ -12,65 +12,35 @@ machine and versions, to ci/bench/results/. Needs torch (extra ``bench``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-import extensor as et
 import models
 from ci.bench.contest import arguments, measure, options, write
 from ci.bench.torch_models import torch_lenet, torch_resnet
-from extensor.config import num_threads, use_core
-from extensor.nn.recipe import apply_recipe
+from ci.bench.train_step import our_step, torch_step
+from extensor.config import use_core
 from extensor.optim import SGD
 
 SHAPES = {"lenet": (1, 28, 28), "resnet": (3, 32, 32)}
 """The images of each model: LeNet-5, and ResNet-18 as it is trained on CIFAR-10."""
+MOMENTUM: dict[str, Any] = {"lr": 0.02, "momentum": 0.9}
 
 
-def ours(
-    model_name: str, recipe: str, images: np.ndarray, labels: np.ndarray
-) -> Callable[[], None]:
-    """One step of our model under a recipe."""
-    model = models.build(model_name, models.config(model_name), np.random.default_rng(0))
-    state = apply_recipe(model, recipe)
-    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
-    x, y = et.from_numpy(images), et.from_numpy(labels)
-
-    def step() -> None:
-        state.step += 1
-        optimizer.zero_grad()
-        et.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
-def theirs(model_name: str, images: np.ndarray, labels: np.ndarray) -> Callable[[], None]:
-    """One step of torch's model."""
-    import torch
-
-    torch.set_num_threads(num_threads())
-    model = {"lenet": torch_lenet, "resnet": torch_resnet}[model_name]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    x, y = torch.from_numpy(images), torch.from_numpy(labels)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
-def contestant(model_name: str, name: str, batch: int) -> Callable[[], None]:
+def contestant(model: str, name: str, batch: int) -> Callable[[], None]:
     """The step of ``name``, torch or a recipe of ours."""
     rng = np.random.default_rng(0)
-    images = rng.standard_normal((batch, *SHAPES[model_name])).astype(np.float32)
+    images = rng.standard_normal((batch, *SHAPES[model])).astype(np.float32)
     labels = rng.integers(0, 10, batch)
-    if name == "torch":
-        return theirs(model_name, images, labels)
-    return ours(model_name, name, images, labels)
+    if name != "torch":
+        ours = models.build(model, models.config(model), np.random.default_rng(0))
+        return our_step(ours, name, partial(SGD, **MOMENTUM), images, labels)
+    import torch
+
+    peer = {"lenet": torch_lenet, "resnet": torch_resnet}[model]()
+    return torch_step(peer, partial(torch.optim.SGD, **MOMENTUM), images, labels)
 
 
 def main() -> None:

@@ -36,16 +36,10 @@ def _cut(x: Floats) -> Floats:
 
 
 def accumulate(a: Floats, b: Floats, least_a: int, least_b: int) -> Float32s:
-    """The unpromoted product a b^T as wgmma gives it.
+    """The unpromoted product a b^T as wgmma gives it, float32 (M, N).
 
-    Args:
-        a: (M, K) values of FP8 codes.
-        b: (N, K) values of FP8 codes.
-        least_a: exponent of the smallest normal of a's format: -6 for E4M3, -14 for E5M2.
-        least_b: likewise for b.
-
-    Returns:
-        (M, N) float32.
+    a and b are values of FP8 codes, (M, K) and (N, K); the least exponents are those of the
+    smallest normals of their formats: -6 for E4M3, -14 for E5M2.
     """
     total = np.zeros((len(a), len(b)))
     for start in range(0, a.shape[1], STEP):
@@ -76,29 +70,15 @@ def _fused(x: Float32s, y: Float32s, z: Float32s) -> Float32s:
 
 
 def promoted(
-    a: Floats,
-    b: Floats,
-    least_a: int,
-    least_b: int,
-    every: int,
+    a: Floats, b: Floats, least_a: int, least_b: int, every: int,
     scales: tuple[Float32s, Float32s] | None = None,
-) -> Float32s:
+) -> Float32s:  # fmt: skip
     """The product a b^T as the GEMM's float32 sums give it.
 
-    From 0 on, the sum of each so many elements along K is added in order, rounded to nearest. Under
-    scales the one of its row times the one of its column, in float32, multiplies it, and product
-    and addition are rounded once.
-
-    Args:
-        a: as `accumulate` takes it.
-        b: likewise.
-        least_a: likewise.
-        least_b: likewise.
-        every: elements along K between additions, a multiple of 32; from K on there is one.
-        scales: (M, parts of K) and (N, parts of K).
-
-    Returns:
-        (M, N) float32.
+    From 0 on, the sum of each ``every`` elements along K is added in order, rounded to nearest.
+    Under scales, (M, parts of K) and (N, parts of K), the one of its row times the one of its
+    column, in float32, multiplies it, and product and addition are rounded once. Other arguments
+    are `accumulate`'s.
 
     Raises:
         ValueError: if additions are not whole steps of the tensor core apart.

@@ -105,9 +105,7 @@ class Inexact:
 def rebase_mxfp8(q: QuantArray, xp: Any) -> tuple[GemmOperand, Inexact]:
     """A packed matrix with an exponent for each row, and what that changed; does not wait.
 
-    Args:
-        q: MXFP8 (rows, K) in tiles (n, 16 to 128) along its last axis.
-        xp: cupy.
+    It is MXFP8 (rows, K) in tiles (n, 16 to 128) along its last axis.
     """
     rows, k = q.shape[0], coded_length(q.spec, q.shape)
     codes, scales = aligned(q.codes, xp), xp.ascontiguousarray(q.scales)
@@ -196,27 +194,19 @@ def packed_bf16(
 def as_bf16(q: QuantArray, xp: Any, flag: Array | None = None) -> GemmOperand:
     """The numbers of a packed matrix, contraction contiguous; does not wait.
 
-    Args:
-        q: MX or NVFP4, or INT4, INT8 or FP8 in groups of 32 or a multiple of 64 along K, or one;
-            along its rows.
-        xp: cupy.
-        flag: uint32 (1,), raised where bfloat16 does not hold an MX value, which becomes NaN.
-
-    Returns:
-        Codes without an exponent; of float scales, with a factor for each row or those of groups.
+    It is MX or NVFP4, or INT4, INT8 or FP8 in groups of 32 or a multiple of 64 along K, or one;
+    along its rows. The codes have no exponent; of float scales, they have a factor for each row or
+    those of groups. The flag, uint32 (1,), is raised where bfloat16 does not hold an MX value,
+    which becomes NaN.
     """
     return packed_bf16(q, xp, flag)[0]
 
 
 def exact_bf16(stored: Sequence[QuantArray], xp: Any) -> list[GemmOperand] | None:
-    """Packed matrices as bfloat16, exactly; None if one has values that it does not hold.
+    """Packed matrices as `as_bf16` has them, exactly; None if bfloat16 does not hold a value.
 
     Waits for the GPU the first time that an MX matrix is seen, so multiply once before a capture;
     and each time if the matrix fits only relative to its largest scale.
-
-    Args:
-        stored: as for `as_bf16`.
-        xp: cupy.
     """
     unknown = list(dict.fromkeys(q for q in stored if q.spec.is_mx and q not in FITS_BF16))
     raised = xp.zeros(len(unknown), dtype=np.uint32) if unknown else None

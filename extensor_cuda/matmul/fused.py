@@ -88,21 +88,14 @@ def batch_key(specs: Sequence[Any], dtype: str) -> Hashable | None:
 def run(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any, state: State) -> Prepared:
     """Operands of a contiguous matrix under one spec, or one of rows and one of columns.
 
-    Args:
-        x: that `supports` each spec.
-        specs: resolved.
-        streams: one per spec, given exactly under stochastic rounding.
-        xp: cupy.
-        state: the tensor's amax state, from the call before; None: nothing is known of it.
+    It is one that `supports` each spec, which is resolved and has a stream, given exactly under
+    stochastic rounding. The state is the tensor's amax state, from the call before; None: nothing
+    is known of it.
     """
     if len(specs) == 2 and not _transposes(specs[0], specs[1]):
         sides = zip(specs, streams, strict=True)
         return [run(x, [spec], [stream], xp, None)[0] for spec, stream in sides]
-    if specs[0].rebased:
-        return _rebased(x, specs, streams, xp)
-    if is_mxfp4(specs[0]):
-        return _mxfp4(x, specs, streams, xp, state)
-    return _wide(x, specs, streams, xp)
+    return _together(x, specs, streams, xp, state)
 
 
 def _empty(x: Array, axis: int, dtype: Any, xp: Any) -> Array:
@@ -112,23 +105,43 @@ def _empty(x: Array, axis: int, dtype: Any, xp: Any) -> Array:
     return xp.empty((rows, padded), dtype=dtype)[:, :k]
 
 
-def _mxfp4(
+def _together(
     x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any, state: State
 ) -> Prepared:
-    """MXFP4 as E5M2 under one power of two."""
-    counters = Counters(len(specs) * _SLOTS, xp)
-    held = xp.empty(len(specs), dtype=np.uint64)
-    exponent = xp.empty(1, dtype=xp.int32)
+    """Operands of one launch.
+
+    MXFP4 becomes E5M2 under one power of two; MXFP8 that is rebased has a power of two for each
+    128 x 128, and counts that include what changed; other MX formats become bfloat16, with flags
+    for values that it cuts.
+    """
+    number, rebased = len(specs), specs[0].rebased
+    mxfp4 = is_mxfp4(specs[0]) and not rebased
+    wide = not (mxfp4 or rebased)
+    each = 2 * _SLOTS if rebased else _SLOTS  # saturated and flushed; changed and flushed
+    # Counters more are the flags of bfloat16, so that one array is all that has to be zero.
+    counters = Counters(number * (each + wide), xp)
+    flags = counters.array[number * each :] if wide else xp.empty(number, dtype=np.uint64)
+    exponent = xp.empty(1, dtype=xp.int32) if mxfp4 else None
     sides: list[Side] = []
     made: Prepared = []
     for i, (spec, stream) in enumerate(zip(specs, streams, strict=True)):
-        start, stop = i * _SLOTS, (i + 1) * _SLOTS
-        out = _empty(x, spec.axis, xp.uint8, xp)
-        flag = held[i : i + 1].view(np.uint32)[0]
-        sides.append(Side(spec, stream, out, flag, counters.array[start:stop]))
-        counts = OperandCounts(counters, (start, stop), x.size)
-        made.append((_e5m2_operand(x, sides[i], exponent, xp), counts))
-    quantize_operand.launch_fused(x, sides, exponent, _amax_state(x, specs[0], xp, state))
+        start, middle, stop = i * each, i * each + _SLOTS, (i + 1) * each
+        out = _empty(x, spec.axis, xp.uint16 if wide else xp.uint8, xp)
+        flag = None if rebased else flags[i : i + 1].view(np.uint32)[0]
+        blocks = _tile_scales(x, spec, xp) if rebased else None
+        sides.append(Side(spec, stream, out, flag, counters.array[start:stop], blocks))
+        if exponent is not None:
+            operand = _e5m2_operand(x, sides[i], exponent, xp)
+        elif rebased:
+            scale = Scale(blocks=blocks, group_k=REBASE_TILE)
+            operand = GemmOperand(out, spec.row.element.name, scale)
+        else:
+            operand = GemmOperand(out, "bf16")
+        changed = (counters, (middle, stop)) if rebased else None
+        cut = flag if wide else None
+        made.append((operand, OperandCounts(counters, (start, middle), x.size, cut, changed)))
+    amax = _amax_state(x, specs[0], xp, state) if mxfp4 else None
+    quantize_operand.launch_fused(x, sides, exponent, amax)
     return made
 
 
@@ -152,40 +165,6 @@ def _amax_state(x: Array, spec: QuantSpec, xp: Any, state: State) -> Array:
         state["amax"] = xp.zeros(5, dtype=xp.uint32)
         quantize_operand.find_amax(x, spec, state["amax"])
     return state["amax"]
-
-
-def _wide(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any) -> Prepared:
-    """Other MX formats as bfloat16, and flags for values that it cuts."""
-    # Two more counters make the flags, so that one array is all that has to be zero.
-    counters = Counters(len(specs) * (_SLOTS + 1), xp)
-    held = counters.array[len(specs) * _SLOTS :]
-    sides: list[Side] = []
-    made: Prepared = []
-    for i, (spec, stream) in enumerate(zip(specs, streams, strict=True)):
-        start, stop = i * _SLOTS, (i + 1) * _SLOTS
-        out, flag = _empty(x, spec.axis, xp.uint16, xp), held[i : i + 1].view(np.uint32)[0]
-        sides.append(Side(spec, stream, out, flag, counters.array[start:stop]))
-        counts = OperandCounts(counters, (start, stop), x.size, flag)
-        made.append((GemmOperand(out, "bf16"), counts))
-    quantize_operand.launch_fused(x, sides)
-    return made
-
-
-def _rebased(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any) -> Prepared:
-    """MXFP8 with a power of two for each 128 x 128, and counts that include what changed."""
-    counters = Counters(2 * len(specs) * _SLOTS, xp)  # saturated and flushed; changed and flushed
-    sides: list[Side] = []
-    made: Prepared = []
-    for i, (spec, stream) in enumerate(zip(specs, streams, strict=True)):
-        start, middle, stop = (2 * i * _SLOTS, (2 * i + 1) * _SLOTS, 2 * (i + 1) * _SLOTS)
-        out, blocks = _empty(x, spec.axis, xp.uint8, xp), _tile_scales(x, spec, xp)
-        sides.append(Side(spec, stream, out, None, counters.array[start:], blocks))
-        scale = Scale(blocks=blocks, group_k=REBASE_TILE)
-        operand = GemmOperand(out, spec.row.element.name, scale)
-        changed = counters, (middle, stop)
-        made.append((operand, OperandCounts(counters, (start, middle), x.size, rebased=changed)))
-    quantize_operand.launch_fused(x, sides)
-    return made
 
 
 def _tile_scales(x: Array, spec: QuantSpec, xp: Any) -> Array:

@@ -6,8 +6,9 @@ the same on every GPU. Launches themselves ask the device how many multiprocesso
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.gemm.config import (
@@ -58,26 +59,14 @@ _WIDE_TILES = ((192, 3, 1.05), (256, 1, 1.0))
 
 @lru_cache(maxsize=1024)
 def configure(
-    kind: str,
-    m: int,
-    n: int,
-    out: str | QuantSpec,
-    promote: int | None = None,
-    b: str | None = None,
-    scale_group_k: int = 0,
-    blocks: tuple[int, int] | tuple[()] = (),
-) -> Config:
+    kind: str, m: int, n: int, out: str | QuantSpec, promote: int | None = None,
+    b: str | None = None, scale_group_k: int = 0, blocks: tuple[int, int] | tuple[()] = (),
+) -> Config:  # fmt: skip
     """The program for a product's size: the tile that fills the last round of blocks best.
 
-    Args:
-        kind: element type of both operands, or of a.
-        m: rows of the result.
-        n: its columns.
-        out: its type, as in `Config`.
-        promote: as in `Pipeline`; None: every 512 elements for FP8, never for the others.
-        b: element type of b, where it is another.
-        scale_group_k: as in `Scaling`, with the result written as (N, M).
-        blocks: as in `Scaling`; promote is then 1.
+    ``kind`` is the element type of both operands, or of a where b's is another, ``out`` the
+    result's as in `Config`. None promotes every 512 elements for FP8, never for the others. Scales
+    of groups along K have the result written as (N, M); under scales of blocks promote is 1.
     """
     if blocks:
         promote = 1
@@ -100,18 +89,10 @@ def configure(
     # 1%.
     ping_pong = tile_n == 192 and promote > 0 and not scale_group_k and isinstance(out, str)
     ping_pong = ping_pong or bool(blocks) or scale_group_k == K_OF_BF16_STAGE
-    return Config.of(
-        kind,
-        b,
-        out=out,
-        tile_n=tile_n,
-        promote=promote,
-        epilogue_tiles=epilogue_tiles,
-        ping_pong=ping_pong,
-        blocks=blocks,
-        scale_group_k=scale_group_k,
-        out_transposed=scale_group_k > 0,
-    )
+    config = Config.of(kind, b, out=out, tile_n=tile_n, promote=promote, ping_pong=ping_pong)
+    transposed = scale_group_k > 0
+    config = config.replace(epilogue_tiles=epilogue_tiles, out_transposed=transposed)
+    return config.replace(blocks=blocks, scale_group_k=scale_group_k)
 
 
 # On an H100: (columns of a tile, epilogue tiles, cycles of a stage of K). The tensor cores take 4
@@ -129,14 +110,6 @@ def configure_split_k(
 
     The fewest cycles of a simple model: rounds of tiles plus, for parts, what writing, reading and
     adding them takes. FP8 sums are promoted where they are without parts.
-
-    Args:
-        kind: "bf16" or "e5m2", element type of both operands.
-        m: rows of the result, 1 or more.
-        n: its columns, 1 or more.
-        k: terms of a sum.
-        out: type of the result.
-        transposed: as in `Layout`.
     """
     promote = 0 if kind == "bf16" else PROMOTE
     stages = -(-k * (2 if kind == "bf16" else 1) // ROW_BYTES)
@@ -158,16 +131,9 @@ def configure_split_k(
     _, tile_n, epilogue_tiles, split = best
     if promote and split is None:
         return configure(kind, m, n, out), None
-    config = Config.of(
-        kind,
-        out="float32" if split else out,
-        tile_n=tile_n,
-        promote=promote,
-        epilogue_tiles=epilogue_tiles,
-        transposed=transposed,
-        split_k=split is not None,
-    )
-    return config, split
+    config = Config.of(kind, out="float32" if split else out, tile_n=tile_n, promote=promote)
+    config = config.replace(epilogue_tiles=epilogue_tiles, transposed=transposed)
+    return config.replace(split_k=split is not None), split
 
 
 # --- many tokens and packed weights ---
@@ -191,12 +157,7 @@ def decoding_tiles(bits: int, group: int) -> tuple[int, ...]:
 def decoding_cut(lines: int, k: int, rows: int, group: int, bits: int) -> tuple[int, Split | None]:
     """Columns of a tile, and parts of K, of a GEMM whose warps decode packed weights.
 
-    Args:
-        lines: N.
-        k: K.
-        rows: M.
-        group: elements along K under a float scale, or 0.
-        bits: of a code.
+    N = lines and M = rows; ``group`` elements along K are under a float scale, or 0.
     """
     stages, least = k // K_OF_BF16_STAGE, max(2, 2 * group // K_OF_BF16_STAGE)
     found = []
@@ -226,12 +187,9 @@ _STRETCH_BLOCKS = 1056  # that fill a large GPU
 
 
 def stretches(lines: int, columns: int, segment: int) -> tuple[int, int]:
-    """How many stretches K is cut into for `w4w8a16_sm80.cu`, and the elements of one.
+    """How many stretches K = columns is cut into for `w4w8a16_sm80.cu`, and the elements of one.
 
-    Args:
-        lines: N.
-        columns: K.
-        segment: elements of K that a stretch is a multiple of.
+    A stretch is a multiple of a segment.
     """
     segments = -(-columns // segment)
     requested = max(_STRETCH_BLOCKS // -(-lines // 64), 1)
@@ -239,8 +197,15 @@ def stretches(lines: int, columns: int, segment: int) -> tuple[int, int]:
     return -(-segments // per_stretch), per_stretch * segment
 
 
-def _quickest(found: list[tuple[float, Cut]]) -> Cut | None:
-    return min(found, key=lambda one: one[0])[1] if found else None
+def _quickest(cuts: Callable[..., list[tuple[float, Cut]]]) -> Callable[..., Cut | None]:
+    """Of ways to divide a product the one that takes the least time; None where there is none."""
+
+    @lru_cache(maxsize=1024)
+    def quickest(*product: Any) -> Cut | None:
+        found = cuts(*product)
+        return min(found, key=lambda one: one[0])[1] if found else None
+
+    return quickest
 
 
 def resident_cuts(
@@ -273,12 +238,7 @@ def resident_cuts(
     return found
 
 
-@lru_cache(maxsize=1024)
-def resident_cut(lines: int, columns: int, tokens: int, block: int) -> resident.Cut | None:
-    """The quickest of `resident_cuts`; None if there is none."""
-    return _quickest(resident_cuts(lines, columns, tokens, block))
-
-
+resident_cut = _quickest(resident_cuts)
 _MOST_SLICES = 8
 
 
@@ -320,12 +280,7 @@ def ring_cuts(lines: int, columns: int, tokens: int, block: int) -> list[tuple[f
     return found
 
 
-@lru_cache(maxsize=1024)
-def ring_cut(lines: int, columns: int, tokens: int, block: int) -> ring.Cut:
-    """The quickest of `ring_cuts`."""
-    found = _quickest(ring_cuts(lines, columns, tokens, block))
-    assert found is not None
-    return found
+ring_cut = _quickest(ring_cuts)
 
 
 def wgmma_cuts(
@@ -333,12 +288,7 @@ def wgmma_cuts(
 ) -> list[tuple[float, wgmma.Cut]]:
     """Ways to divide N = lines and K = columns, each with its time in us by the model.
 
-    Args:
-        lines: rows of weights.
-        columns: of weights.
-        tokens: rows of x, three for each of float32.
-        dtype: of x.
-        bits: of a weight.
+    The dtype is x's; tokens are its rows, three for each of float32.
     """
     found = []
     for split in (1, 2, 4):
@@ -359,9 +309,4 @@ def wgmma_cuts(
     return found
 
 
-@lru_cache(maxsize=1024)
-def wgmma_cut(lines: int, columns: int, tokens: int, dtype: str, bits: int) -> wgmma.Cut:
-    """The quickest of `wgmma_cuts`."""
-    found = _quickest(wgmma_cuts(lines, columns, tokens, dtype, bits))
-    assert found is not None
-    return found
+wgmma_cut = _quickest(wgmma_cuts)

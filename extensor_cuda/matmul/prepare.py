@@ -19,7 +19,7 @@ Values below 2**-126 or so that bfloat16 cuts are warned of when counts are read
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -108,27 +108,21 @@ class GemmPreparation:
 
 
 def prepare(
-    x: Array,
-    specs: Sequence[Spec],
-    streams: Streams,
-    work: int,
-    xp: Any,
-    amax_state: State = None,
+    x: Array, specs: Sequence[Spec], streams: Streams, work: int, xp: Any, amax_state: State = None
 ) -> GemmPreparation | Unsupported:
     """Decide how operands of x are made: by the first preparer that supports all specs.
 
-    Args:
-        x: contiguous matrix, in a dtype that the quantizers read.
-        specs: one, or one along its rows and one down its columns; resolved.
-        streams: one per spec, given exactly under stochastic rounding.
-        work: M N K of the product; 0 where its other operand is of another kind.
-        xp: cupy.
-        amax_state: the tensor's own, from the call before; None: nothing is known of it.
+    X is a contiguous matrix, in a dtype that the quantizers read. The specs, resolved, are one, or
+    one along its rows and one down its columns, each with a stream, given exactly under stochastic
+    rounding. ``work`` is M N K of the product; 0 where its other operand is of another kind. The
+    amax state is the tensor's own, from the call before; None: nothing is known of it.
     """
     capability = driver.capability(xp.cuda.runtime.getDevice())
     casts, why = isinstance(specs[0], CastSpec), []
-    if not casts and (gap := _input_gap(x, specs, streams)) is not None:
-        return gap
+    for spec, stream in () if casts else zip(specs, streams, strict=True):
+        assert isinstance(spec, QuantSpec)
+        if (gap := input_gap(x, spec, stream)) is not None:
+            return gap
     for preparer in PREPARERS:
         if preparer.casts != casts:
             continue
@@ -140,14 +134,6 @@ def prepare(
         key = fused.batch_key(specs, x.dtype.name) if preparer is FUSED else None
         return GemmPreparation(x, plans, streams, preparer, path, key, amax_state, xp)
     return Unsupported(why[-1] if why else "operands of another kind")
-
-
-def _input_gap(x: Array, specs: Sequence[Spec], streams: Streams) -> Unsupported | None:
-    for spec, stream in zip(specs, streams, strict=True):
-        assert isinstance(spec, QuantSpec)
-        if (gap := input_gap(x, spec, stream)) is not None:
-            return gap
-    return None
 
 
 def _plans(
@@ -246,13 +232,7 @@ def _expanded(
             def make_bf16(guards: Sequence[Array], q: Any = q, flags: Any = flags) -> GemmOperand:
                 return expand(q, "bf16", flags[1:], xp, guards)
 
-            operand = GemmOperand(
-                operand.codes,
-                kind,
-                operand.scale,
-                flag=flags[:1].reshape(()),
-                make_bf16=make_bf16,
-            )
+            operand = replace(operand, flag=flags[:1].reshape(()), make_bf16=make_bf16)
         cut = flags[1:].reshape(())
         made.append((operand, OperandCounts(counters, (0, _SLOTS), plan.count, cut)))
     return made

@@ -36,14 +36,7 @@ import numpy as np
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
 from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE, Config, Split
-from extensor_cuda.kernels.gemm.gemm_sm90 import (
-    Epilogue,
-    Flags,
-    Scales,
-    Zeros,
-    empty_rows,
-    gemm,
-)
+from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, Flags, Scales, Zeros, empty_rows, gemm
 from extensor_cuda.kernels.gemm.requantize import Requantized, finished, type_of
 from extensor_cuda.kernels.prepare.cast_bf16 import add_parts, empty_parts
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand
@@ -112,22 +105,13 @@ def values_of(operand: Any, xp: Any) -> Array:
 
 
 def product(
-    a: Any,
-    b: Any,
-    dtype: str,
-    xp: Any,
-    bias: Array | None = None,
+    a: Any, b: Any, dtype: str, xp: Any, bias: Array | None = None,
     fallback: FallbackCounter | None = None,
-) -> Array | Unsupported:
+) -> Array | Unsupported:  # fmt: skip
     """The product a b^T + bias of (M, K) and (N, K), summed in float32, without waiting.
 
-    Args:
-        a: left operand.
-        b: right operand.
-        dtype: of the result: "float32" or "bfloat16".
-        xp: cupy.
-        bias: float32 (N,), added to the float32 sum; None: none.
-        fallback: counts the products that ran in bfloat16 although FP8 was tried.
+    The result is "float32" or "bfloat16"; the bias, float32 (N,), is added to the float32 sum.
+    ``fallback`` counts the products that ran in bfloat16 although FP8 was tried.
     """
     if not (isinstance(a, GemmOperand) and isinstance(b, GemmOperand)):
         return Unsupported("an operand that no kernel prepared")
@@ -141,8 +125,7 @@ def product(
     if a.scale.form == "grid":
         return float_scaled_product(a, b, to, xp, bias).out
     out = empty_rows(xp, a.shape[0], b.shape[0], RESULT_DTYPES[to])
-    rows = (ROWS_PER_SCALE, ROWS_PER_SCALE)
-    config = configure(a.kind, *out.shape, to, b=b.kind, blocks=rows)
+    config = configure(a.kind, *out.shape, to, b=b.kind, blocks=(ROWS_PER_SCALE, ROWS_PER_SCALE))
     scales = Scales(blocks=(a.scale.blocks, b.scale.blocks))
     gemm(a.codes, b.codes, out, config, Epilogue(scales, bias))
     return xp.ascontiguousarray(out)
@@ -160,24 +143,13 @@ def shared_scales(a: GemmOperand, b: GemmOperand) -> Scales | None:
 
 
 def multiply(
-    a: GemmOperand,
-    b: GemmOperand,
-    out: Array | Requantized,
-    config: Config | None = None,
-    bias: Array | None = None,
-    flags: Flags = _ALWAYS,
-    split: Split | None = None,
-) -> None:
+    a: GemmOperand, b: GemmOperand, out: Array | Requantized, config: Config | None = None,
+    bias: Array | None = None, flags: Flags = _ALWAYS, split: Split | None = None,
+) -> None:  # fmt: skip
     """Launch out = a b^T + bias of operands with `shared_scales`; FP8 with FP8, bf16 with bf16.
 
-    Args:
-        a: left operand.
-        b: right operand.
-        out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart; or a `Requantized`.
-        config: the program; None: for the size.
-        bias: float32 (N,), added to the float32 sum; None: none.
-        flags: on the device, whether to run.
-        split: parts of K, with a config that splits.
+    Out is (M, N) with rows a multiple of 16 bytes apart, or a `Requantized`. Without a config, that
+    for the size is taken; parts of K go with a config that splits.
     """
     scales = shared_scales(a, b)
     assert scales is not None
@@ -190,13 +162,9 @@ def multiply(
 
 
 def _guarded(
-    a: GemmOperand,
-    b: GemmOperand,
-    dtype: str,
-    xp: Any,
-    bias: Array | None,
+    a: GemmOperand, b: GemmOperand, dtype: str, xp: Any, bias: Array | None,
     fallback: FallbackCounter | None,
-) -> Array:
+) -> Array:  # fmt: skip
     """The product of operands under a number each: in FP8 with the fallback, or in bfloat16."""
     (m, k), n = a.shape, b.shape[0]
     config, split = None, None
@@ -209,10 +177,9 @@ def _guarded(
     out = empty_rows(xp, m, n, RESULT_DTYPES[dtype])
     to = out if split is None or config is None else empty_parts(m, n, split, config, xp)
     start = bias if split is None else None
-    if a.kind == "bf16":
-        multiply(a, b, to, config, start, split=split)
-    else:
-        multiply(a, b, to, config, start, Flags(a.flag, b.flag, 0), split)
+    flags = _ALWAYS if a.kind == "bf16" else Flags(a.flag, b.flag, 0)
+    multiply(a, b, to, config, start, flags, split)
+    if a.kind != "bf16":
         _fall_back(a, b, to, start, split, fallback)
     if split is not None:
         add_parts(to, split, out, bias, xp)
@@ -220,13 +187,9 @@ def _guarded(
 
 
 def _fall_back(
-    a: GemmOperand,
-    b: GemmOperand,
-    to: Array,
-    bias: Array | None,
-    split: Split | None,
+    a: GemmOperand, b: GemmOperand, to: Array, bias: Array | None, split: Split | None,
     fallback: FallbackCounter | None,
-) -> None:
+) -> None:  # fmt: skip
     """The same product in bfloat16, which ends at once unless an operand's flag is set."""
     assert a.flag is not None and b.flag is not None
     guards = a.flag, b.flag

@@ -21,12 +21,7 @@ from __future__ import annotations
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.prepare.rebase import E5M2_LIFT, E5M2_SPAN, INT8_SPAN
 
-__all__ = [
-    "E5M2_SPAN",
-    "INT8_SPAN",
-    "held_by",
-    "is_mxfp4",
-]
+__all__ = ["E5M2_SPAN", "INT8_SPAN", "held_by", "is_mxfp4"]
 
 # 6 * 2**13 and 28 * 2**11 in E5M2, 7.5 * 2**5 in E4M3; NVFP4's largest scale is 1.5 * 2**8, and
 # 6 * 1.5 * 2**5 is 288.

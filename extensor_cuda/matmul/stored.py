@@ -19,6 +19,7 @@ sums stay below 2**24 units. Where they span more: bfloat16.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -32,6 +33,7 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.gemm.gemm_sm90 import MOST_TERMS, Epilogue, empty_rows, gemm
 from extensor_cuda.kernels.gemm.requantize import Requantized, finished, requantized, type_of
 from extensor_cuda.kernels.quantize import quantize as quantizer
+from extensor_cuda.matmul import tuned
 from extensor_cuda.matmul.expand import (
     Inexact,
     exact_bf16,
@@ -74,39 +76,25 @@ def _capability(xp: Any) -> str:
 
 
 def stored_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | None:
-    """Why there is no such product of these operands on this GPU; None if there is.
+    """Why there is no such product of (M, K) and (N, K) on this GPU; None if there is.
 
-    Args:
-        a: left operand, (M, K).
-        b: right operand, (N, K).
-        capability: compute capability of the GPU, such as "90".
-
-    Raises:
-        TypeError: for tensors.
+    ``capability`` is the GPU's compute capability, such as "90". Raises TypeError for tensors.
     """
     _refuse_tensors("matmul", a, b)
-    if capability != "90":
-        return Unsupported(
-            f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
-        )
+    if (refused := tuned.hopper_gap(capability)) is not None:
+        return refused
     for q in (a, b):
         if len(q.shape) != 2:
             return Unsupported(f"{len(q.shape)} axes; the kernel multiplies matrices")
-        if q.spec.axis != 1:
-            return Unsupported(
-                f"blocks along axis {q.spec.axis}; the kernel reads them along the last"
-            )
-    if any(q.spec.has_float_scales for q in (a, b)):
-        for q in (a, b):
-            if (gap := _float_scaled_gap(q)) is not None:
-                return gap
-        same = a.spec.row.element.is_float == b.spec.row.element.is_float
-        return None if same else Unsupported("an INT8 operand and an FP8 one")
+        if (axis := q.spec.axis) != 1:
+            return Unsupported(f"blocks along axis {axis}; the kernel reads them along the last")
+    scaled = a.spec.has_float_scales or b.spec.has_float_scales
     for q in (a, b):
-        plan = quantizer.plan_of(q.spec, q.shape, decoding=True)
-        if isinstance(plan, Unsupported):
-            return plan
-    return None
+        gap = _float_scaled_gap(q) if scaled else quantizer.plan_of(q.spec, q.shape, decoding=True)
+        if isinstance(gap, Unsupported):
+            return gap
+    same = a.spec.row.element.is_float == b.spec.row.element.is_float
+    return Unsupported("an INT8 operand and an FP8 one") if scaled and not same else None
 
 
 def _float_scaled_gap(q: QuantArray) -> Unsupported | None:
@@ -133,11 +121,7 @@ def _float_scaled_gap(q: QuantArray) -> Unsupported | None:
 
 
 def _refuse_tensors(name: str, *given: Any) -> None:
-    """Refuse ExTensors: products here take what they hold.
-
-    Raises:
-        TypeError: for one.
-    """
+    """Refuse ExTensors with a TypeError: products here take what they hold."""
     for x in given:
         if isinstance(x, ExTensor):
             raise TypeError(
@@ -147,12 +131,9 @@ def _refuse_tensors(name: str, *given: Any) -> None:
 
 
 def block_scaled_matmul(a: QuantArray, b: QuantArray, xp: Any) -> Product | Unsupported:
-    """Float32 a b^T of (M, K) and (N, K), or of each of a batch in one launch. Waits as `matmul`.
+    """Float32 a b^T of packed (M, K) and (N, K), or of each of a batch in one launch.
 
-    Args:
-        a: packed and blocked along K, with two axes or three.
-        b: likewise.
-        xp: cupy.
+    Waits as `matmul` does.
     """
     if len(a.shape) == 3:
         return _batch(a, b, xp)
@@ -227,10 +208,11 @@ def _matmul(
         return float_scaled_product(float_scaled(a, xp), float_scaled(b, xp), to, xp)
     why = Unsupported("asked for")
     if accumulate != "bf16":
+        # Before the flag is read: what the host does after it, the GPU waits for.
+        out = empty_result(xp, a.shape[0], b.shape[0], to)
         sides = _fp8_operands(a, b, accumulate, xp)
         if not isinstance(sides, Unsupported):
             left, right, path, inexact = sides
-            out = empty_result(xp, a.shape[0], b.shape[0], to)
             promote = None if left.kind == "s8" else _PROMOTE[accumulate]
             config = configure(left.kind, *out.shape, type_of(out), promote, b=right.kind)
             multiply(left, right, out, config)
@@ -297,13 +279,7 @@ def offsets_of(sizes: Array, xp: Any) -> Array:
 
 
 def grouped_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | None:
-    """Why there is no grouped product of these packed matrices on this GPU; None if there is.
-
-    Args:
-        a: (M, K).
-        b: (groups N, K).
-        capability: compute capability of the GPU, such as "90".
-    """
+    """Why there is no product of a, (M, K), with groups of rows of b; None if there is."""
     if (gap := stored_gap(a, b, capability)) is not None:
         return gap
     if not a.spec.has_float_scales:
@@ -427,20 +403,18 @@ def _grouped_operands(
         left, right = (_by_row(float_scaled(q, xp)) for q in (a, b))
         return left, right, ""
     kinds = [held_by(q.spec)[0] for q in (a, b)]
-    why = (
-        f": FP8 does not hold {(a, b)[kinds.index('bf16')].spec.format}" if "bf16" in kinds else ""
-    )
-    if not why:
+    if "bf16" in kinds:
+        why = f"FP8 does not hold {(a, b)[kinds.index('bf16')].spec.format}"
+    else:
         flag = xp.zeros(1, dtype=np.uint32)
         left, right = (expand(q, kind, flag, xp) for q, kind in zip((a, b), kinds, strict=True))
         if not int(flag[0]):
             return left, right, ""
-        why = f": {_TOO_WIDE.reason}"
+        why = _TOO_WIDE.reason
     wide = exact_bf16((a, b), xp)
-    return _BEYOND_BF16 if wide is None else (wide[0], wide[1], why)
+    return _BEYOND_BF16 if wide is None else (wide[0], wide[1], f": {why}")
 
 
 def _by_row(operand: GemmOperand) -> GemmOperand:
     """An operand under stored scales of rows, with these as factors."""
-    factor = operand.scale.row_factor(operand.shape[0])
-    return GemmOperand(operand.codes, operand.kind, Scale(factor=factor))
+    return replace(operand, scale=Scale(factor=operand.scale.row_factor(operand.shape[0])))

@@ -28,6 +28,7 @@ __all__ = [
     "PATHS",
     "always",
     "folder",
+    "hopper_gap",
     "least_work",
     "load",
     "path_of",
@@ -121,18 +122,19 @@ def least_work(path: str) -> int:
     return _table(device).get(path, LEAST_WORK)
 
 
-def refusal(path: str, work: int, capability: str) -> Unsupported | None:
-    """Why a product of M N K = work does not take a path on a GPU; None if it may.
+def hopper_gap(capability: str) -> Unsupported | None:
+    """Why there are no tensor-core products on a GPU of a compute capability such as "90"."""
+    if capability == "90":
+        return None
+    return Unsupported(
+        f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
+    )
 
-    Args:
-        path: one of `PATHS`.
-        work: see `least_work`.
-        capability: compute capability of the GPU, such as "90".
-    """
-    if capability != "90":
-        return Unsupported(
-            f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
-        )
+
+def refusal(path: str, work: int, capability: str) -> Unsupported | None:
+    """Why a product of M N K = work does not take a path of `PATHS` on a GPU; None if it may."""
+    if (gap := hopper_gap(capability)) is not None:
+        return gap
     if work < (least := least_work(path)):
         return Unsupported(f"{work} multiplications, fewer than {least}")
     return None

@@ -19,12 +19,12 @@ transformer of 70B parameters.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +112,8 @@ def measure(
 ) -> list[Timing]:
     """Time every path at every size.
 
-    Args:
-        clock: seconds of works.
-        works: for a path and a size our work, cupy's and, where it is another one, bfloat16's: as
-            many products each as `together` says.
-        paths: to measure.
-        sizes: sides of cubes.
+    ``works`` gives, for a path and a size, our work, cupy's and, where it is another one,
+    bfloat16's: as many products each as `together` says.
     """
     return [
         Timing(path, size, *(seconds / together(size) for seconds in clock(*works(path, size))))
@@ -143,55 +139,35 @@ def crossovers(timings: Sequence[Timing]) -> dict[str, int]:
     return least
 
 
-def curve(timings: Sequence[Timing], title: str, ticks: Sequence[float]) -> str:
-    """The ratios over the sizes as an SVG, both axes logarithmic; the first two ticks are shown.
+def curve(to: Path, timings: Sequence[Timing], title: str, ticks: Sequence[float]) -> None:
+    """Draw the ratios over the sizes, both axes logarithmic; the first two ticks are shown.
 
     Those of plain bfloat16 are dashed.
     """
-    width, height, edge, right = 760, 400, 60, 580
-    dashed = of_bf16(timings)
-    colours = ("#1b6ca8", "#c2571a", "#3c8d40", "#8a3ab9")
-    sizes = sorted({t.size for t in timings})
-    ratios = [t.ratio for t in (*timings, *dashed)]
-    low, high = min(ticks[0], *ratios), max(ticks[1], *ratios)
-    low, high = low * (low / high) ** 0.05, high * (high / low) ** 0.05
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    def place(size: float, ratio: float) -> tuple[float, float]:
-        span = max(math.log(sizes[-1] / sizes[0]), 1e-9)
-        x = edge + (right - edge) * math.log(size / sizes[0]) / span
-        return x, height - edge - (height - 2 * edge) * math.log(ratio / low) / math.log(high / low)
-
-    def text(x: float, y: float, words: str, more: str = "") -> str:
-        return f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" {more}>{words}</text>'
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        text(edge, 24, title),
-    ]
-    for tick in (tick for tick in ticks if low <= tick <= high):
-        y = place(sizes[0], tick)[1]
-        parts.append(
-            f'<path d="M{edge} {y:.1f}H{right}" stroke="{"#333" if tick == 1 else "#ddd"}"/>'
-        )
-        parts.append(text(8, y + 4, f"{tick:g}x"))
-    parts += [
-        text(place(size, low)[0], height - edge + 20, str(size), 'text-anchor="middle"')
-        for size in sizes
-    ]
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, loc="left")
+    dashed, sizes = of_bf16(timings), sorted({t.size for t in timings})
     for i, path in enumerate(dict.fromkeys(t.path for t in timings)):
-        colour = colours[i % len(colours)]
-        for held, dashes in ((timings, ""), (dashed, ' stroke-dasharray="6 4"')):
-            points = [place(t.size, t.ratio) for t in held if t.path == path]
-            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        for held, style, name in ((timings, "-", label(path)), (dashed, "--", "_")):
+            points = [(t.size, t.ratio) for t in held if t.path == path]
             if points:
-                parts.append(
-                    f'<polyline points="{line}" fill="none" stroke="{colour}" '
-                    f'stroke-width="2"{dashes}/>'
-                )
-        parts.append(text(right + 12, edge + 16 * i, label(path), f'fill="{colour}"'))
-    return "\n".join([*parts, "</svg>\n"])
+                axes.loglog(*zip(*points, strict=True), style, color=f"C{i}", label=name)
+    low, high = axes.get_ylim()
+    low, high = min(low, ticks[0]), max(high, ticks[1])
+    shown = [tick for tick in ticks if low <= tick <= high]
+    axes.set_yticks(shown, [f"{tick:g}x" for tick in shown])
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_ylim(low, high)
+    axes.axhline(1, color="0.2", linewidth=0.8)
+    axes.grid(axis="y", color="0.87")
+    figure.legend(loc="outside right upper", frameon=False)
+    with mpl.rc_context({"svg.fonttype": "none"}):  # words stay words
+        figure.savefig(to, metadata={"Date": None})
 
 
 def label(path: str) -> str:
@@ -266,18 +242,12 @@ def without_hadamard(layer: LayerRecipe) -> LayerRecipe:
 
 
 def overheads(
-    backend: Any,
-    clock: Clock,
-    widths: Sequence[int] = WIDTHS,
-    tokens: int = _TOKENS,
+    backend: Any, clock: Clock, widths: Sequence[int] = WIDTHS, tokens: int = _TOKENS
 ) -> list[Timing]:
     """Time layers' forward and backward without Hadamard transforms and with them.
 
-    Args:
-        backend: the CUDA one.
-        clock: seconds of works.
-        widths: of the layers' inputs; outputs are three and a half times as wide.
-        tokens: rows of the inputs.
+    ``widths`` are of the layers' inputs, of so many rows; outputs are three and a half times as
+    wide.
     """
     found = []
     for width in widths:
@@ -322,7 +292,7 @@ def draw(
     to: Path, timings: Sequence[Timing], about: dict[str, Any], what: str, ticks: Sequence[float]
 ) -> None:
     """Write the curve, and its numbers with what they are about to a JSON file of the same name."""
-    to.write_text(curve(timings, f"{about['gpu']}: {what}", ticks), encoding="utf-8")
+    curve(to, timings, f"{about['gpu']}: {what}", ticks)
     record = about | {"what": what, "timings": [_numbers(t) for t in timings]}
     to.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
@@ -342,18 +312,19 @@ def tune(
 ) -> tuple[Path, list[Timing], list[Timing]]:
     """Measure on cupy's current GPU and write the table.
 
-    Args:
-        plot: an SVG file for the curve, with its numbers beside it in a JSON file.
-        sizes: sides of cubes.
-        hadamard: likewise for what Hadamard transforms cost, which is not measured without it.
+    ``plot`` is an SVG file for the curve, with its numbers beside it in a JSON file; ``hadamard``
+    likewise for what Hadamard transforms cost, which is not measured without it.
 
     Returns:
         The table's file, what was measured for it, and of Hadamard transforms.
 
     Raises:
-        RuntimeError: without a GPU that the products are for; says which.
+        RuntimeError: without a GPU that the products are for, or matplotlib for a plot.
     """
     from extensor.backends import registry
+
+    if (plot or hadamard) and find_spec("matplotlib") is None:
+        raise RuntimeError("tune: plots are drawn by matplotlib; pip install 'extensor[train]'")
 
     backend: Any = registry.get("cuda")
     xp = backend.xp

@@ -92,13 +92,8 @@ def weight_only_matmul(x: Array, w: QuantArray, dtype: str, xp: Any) -> Product 
     """X w^T, float32 or bfloat16 (M, N), and how it was computed; or why there is none.
 
     Many rows wait for the GPU the first time that MX or NVFP4 weights are seen, so multiply once
-    before a capture; and each time if weights that are expanded have values beyond bfloat16's.
-
-    Args:
-        x: (M, K), float32 or bfloat16.
-        w: (N, K), blocked along K.
-        dtype: of the result: "float32" or "bfloat16".
-        xp: cupy.
+    before a capture; and each time if weights that are expanded have values beyond bfloat16's. X is
+    (M, K), float32 or bfloat16; w is (N, K), blocked along K.
     """
     capability = driver.capability(xp.cuda.runtime.getDevice())
     few = few_tokens_gap(x, w, capability)
@@ -118,13 +113,7 @@ def weight_only_gap(x: Array, w: QuantArray, capability: str) -> Unsupported | N
 
 
 def few_tokens_gap(x: Array, w: QuantArray, capability: str) -> Unsupported | None:
-    """Why there is no product of few tokens of x (M, K) and w (N, K); None if there is.
-
-    Args:
-        x: activations.
-        w: weights.
-        capability: compute capability of the GPU, such as "90".
-    """
+    """Why there is no product of few tokens of x (M, K) and w (N, K); None if there is."""
     if int(capability) < 80:
         return Unsupported(f"compute capability {capability}; the kernel is for 80 and later")
     if x.ndim != 2 or len(w.shape) != 2 or w.spec.axis != 1:
@@ -142,8 +131,8 @@ def few_tokens_gap(x: Array, w: QuantArray, capability: str) -> Unsupported | No
 
 def _weights_gap(w: QuantArray) -> Unsupported | None:
     spec, element = w.spec, w.spec.row.element
-    if spec.row.outliers or spec.transform:
-        return _outliers_or_transform(w)
+    if (gap := _codec_gap(w)) is not None:
+        return gap
     rows, length = tile_extent(spec, w.shape)
     if rows > 1 and not (spec.tile == "tensor" or rows >= w.shape[0]):
         return Unsupported(f"tiles {spec.tile}")
@@ -160,9 +149,10 @@ def _weights_gap(w: QuantArray) -> Unsupported | None:
     return None
 
 
-def _outliers_or_transform(w: QuantArray) -> Unsupported:
-    outliers = w.spec.row.outliers
-    return Unsupported("the outlier codec" if outliers else "a Hadamard transform to undo")
+def _codec_gap(w: QuantArray) -> Unsupported | None:
+    if w.spec.row.outliers:
+        return Unsupported("the outlier codec")
+    return Unsupported("a Hadamard transform to undo") if w.spec.transform else None
 
 
 @lru_cache(maxsize=256)
@@ -219,8 +209,8 @@ def _many_tokens_gap(
     if not w.spec.has_float_scales:
         plan = quantizer.plan_of(w.spec, w.shape, decoding=True)
         return plan if isinstance(plan, Unsupported) else None
-    if w.spec.row.outliers or w.spec.transform:
-        return _outliers_or_transform(w)
+    if (gap := _codec_gap(w)) is not None:
+        return gap
     _, length = tile_extent(w.spec, w.shape)
     if length < w.shape[1] and length != 32 and length % K_OF_BF16_STAGE:
         return Unsupported(
@@ -259,11 +249,9 @@ def _beside(w: QuantArray) -> tuple[Array | None, int]:
 
 
 def decodes_in_gemm(w: QuantArray, rows: int) -> bool:
-    """Whether the GEMM decodes weights in registers, and need not have them expanded.
+    """Whether the GEMM decodes weights in registers, for so many rows of bfloat16 activations.
 
-    Args:
-        w: (N, K), blocked along K, that `weight_only_gap` has no objection to.
-        rows: of bfloat16 activations.
+    `weight_only_gap` has no objection to the weights.
     """
     (lines, k), (shared, _), group = w.shape, tile_extent(w.spec, w.shape), scale_group_k(w)
     element = w.spec.row.element
@@ -311,17 +299,9 @@ def _decoding_config(w: QuantArray, rows: int, dtype: str) -> tuple[Config, Spli
 def _decoding_program(
     tile: int, group: int, out: str, split: bool, decodes: tuple[tuple[str, str], ...]
 ) -> Config:
-    return Config.of(
-        "bf16",
-        tile_n=tile,
-        promote=max(group // K_OF_BF16_STAGE, 1) if group else 0,
-        out=out,
-        epilogue_tiles=2,
-        scale_group_k=group,
-        out_transposed=True,
-        split_k=split,
-        decodes=decodes,
-    )
+    promote = max(group // K_OF_BF16_STAGE, 1) if group else 0
+    config = Config.of("bf16", out=out, decodes=decodes, out_transposed=True, split_k=split)
+    return config.replace(tile_n=tile, promote=promote, epilogue_tiles=2, scale_group_k=group)
 
 
 def _scales(scale: Scale) -> Scales:

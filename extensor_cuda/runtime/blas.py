@@ -67,14 +67,10 @@ class Blas:
             raise RuntimeError(f"{name}: cuBLAS status {status}")
 
     def gemm(
-        self,
-        transposed: tuple[int, int],
-        sizes: tuple[int, int, int],
-        arrays: tuple[Array, Array, Array],
-        pitches: tuple[int, int, int],
-        strides: tuple[int, int, int],
-        batch: int,
-    ) -> None:
+        self, transposed: tuple[int, int], sizes: tuple[int, int, int],
+        arrays: tuple[Array, Array, Array], pitches: tuple[int, int, int],
+        strides: tuple[int, int, int], batch: int,
+    ) -> None:  # fmt: skip
         """The column-major product of cublasSgemmStridedBatched, on the current stream."""
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
         a, b, c = (
@@ -88,17 +84,9 @@ class Blas:
             self._call("cublasSetStream_v2", self.handle, _POINTER(stream.ptr))
             # Setting the stream has taken the workspace away.
             self._call("cublasSetWorkspace_v2", self.handle, memory, size)
-            self._call(
-                "cublasSgemmStridedBatched",
-                self.handle,
-                *(_INT(number) for number in (*transposed, *sizes)),
-                ctypes.byref(one),
-                *a,
-                *b,
-                ctypes.byref(zero),
-                *c,
-                _INT(batch),
-            )
+            head = self.handle, *map(_INT, (*transposed, *sizes)), ctypes.byref(one)
+            tail = *a, *b, ctypes.byref(zero), *c, _INT(batch)
+            self._call("cublasSgemmStridedBatched", *head, *tail)
 
     def _workspace(self, stream: Any) -> Array:
         """A stream's own workspace; a freed one returns to the pool behind its stream's work."""
@@ -141,9 +129,8 @@ def gemm_layout(x: Array, lead: tuple[int, ...], xp: Any) -> tuple[Array, int, i
         return gemm_layout(xp.ascontiguousarray(x), lead, xp)
     stride = _stride(x, lead)
     if stride is None:
-        return gemm_layout(
-            xp.ascontiguousarray(xp.broadcast_to(x, (*lead, rows, columns))), lead, xp
-        )
+        whole = xp.broadcast_to(x, (*lead, rows, columns))
+        return gemm_layout(xp.ascontiguousarray(whole), lead, xp)
     return x, transposed, pitch, stride
 
 
@@ -175,14 +162,9 @@ def matmul(a: Array, b: Array, xp: Any, blas: Any) -> Array:
     left, a_transposed, a_pitch, a_stride = gemm_layout(a, lead, xp)
     right, b_transposed, b_pitch, b_stride = gemm_layout(b, lead, xp)
     # Row-major a b is column-major b^T a^T.
-    blas.gemm(
-        (b_transposed, a_transposed),
-        (n, m, k),
-        (right, left, out),
-        (b_pitch, a_pitch, n),
-        (b_stride, a_stride, m * n),
-        math.prod(lead),
-    )
+    transposed, sizes, arrays = (b_transposed, a_transposed), (n, m, k), (right, left, out)
+    pitches, strides = (b_pitch, a_pitch, n), (b_stride, a_stride, m * n)
+    blas.gemm(transposed, sizes, arrays, pitches, strides, math.prod(lead))
     return out
 
 

@@ -22,11 +22,19 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.capture import HostMirror, HostMirrors
+from extensor.random import Stream
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 from extensor_cuda.runtime.memory import allocate
 
-__all__ = ["FindNonfinite", "StepCapture", "clock_of", "current_capture", "source"]
+__all__ = [
+    "FindNonfinite",
+    "StepCapture",
+    "clock_of",
+    "current_capture",
+    "random_arguments",
+    "source",
+]
 
 Array = Any
 FindNonfinite = Callable[[Sequence[Array], Array, Any, Any], None]
@@ -37,7 +45,6 @@ WIDTH, ROWS = 256, 256
 """Numbers of the host in a capture, and steps of lookahead at most."""
 COUNTERS = 1 << 15
 """How many counters share an allocation, so that one copy reads many."""
-NULL = np.uint64(0)
 
 _active = threading.local()
 
@@ -53,8 +60,8 @@ def source() -> Source:
     return Source.read(Path(__file__).parents[1] / "kernels" / "optimizer" / "step_state.cu", {})
 
 
-def clock_of(streams: Sequence[Any]) -> Any:
-    """The step number on the device that random bits depend on; a null pointer outside a capture.
+def clock_of(streams: Sequence[Any]) -> Array | None:
+    """The step number on the device that random bits depend on; None outside a capture.
 
     Raises:
         RuntimeError: in a capture, for streams without a clock: each replay would draw the same
@@ -63,7 +70,7 @@ def clock_of(streams: Sequence[Any]) -> Any:
     drawn = [stream for stream in streams if stream is not None]
     capture = current_capture()
     if capture is None or not drawn:
-        return NULL
+        return None
     clock = drawn[0].clock
     if clock is None or any(stream.clock is not clock for stream in drawn):
         raise RuntimeError(
@@ -73,6 +80,14 @@ def clock_of(streams: Sequence[Any]) -> Any:
     return capture.cell(
         ("step", id(clock)), np.uint64, lambda: clock.step, lambda ahead: clock.step + ahead
     )
+
+
+def random_arguments(*streams: Stream | None) -> list[Any]:
+    """What kernels are told of the random bits of streams: `clock_of`, and four words of each."""
+    words: list[int] = []
+    for stream in streams:
+        words += (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
+    return [clock_of(streams), *map(np.uint32, words)]
 
 
 class StepCapture:
@@ -162,12 +177,9 @@ class StepCapture:
         return np.asarray(array.get())
 
     def cell(
-        self,
-        key: object,
-        dtype: Any,
-        read: Callable[[], float],
+        self, key: object, dtype: Any, read: Callable[[], float],
         lookahead: Callable[[int], float] | None = None,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """See the protocol."""
         if key not in self._cells:
             at = len(self._cells)
@@ -204,7 +216,7 @@ class StepCapture:
         xp, count = self.xp, len(arrays)
         if error is None:
             flags = xp.zeros(count + 1, dtype=np.uint32)
-            self._find_nonfinite(arrays, flags, NULL, xp)
+            self._find_nonfinite(arrays, flags, None, xp)
             return flags[count:].reshape(())
         flags = self.persistent(np.zeros(count + 1, np.uint32))
         self._find_nonfinite(arrays, flags, self.stop, xp)
@@ -221,8 +233,7 @@ class StepCapture:
 
     def rescale(self, state: Array, bad: Array, rule: Sequence[float]) -> None:
         """See the protocol."""
-        numbers = (np.float64(number) for number in rule)
-        launch(source(), "rescale", 1, 1, state, bad, self.stop, *numbers)
+        launch(source(), "rescale", 1, 1, state, bad, self.stop, *map(np.float64, rule))
 
     def counters(self, number: int) -> tuple[Array, int, int]:
         """So many uint64 counters that all replays add to, and where `read_counters` has them.
@@ -325,11 +336,8 @@ class StepCapture:
         """Write rows of the host's numbers, unless the next row on the device is right already."""
         if not self._cells:
             return
-        row = self._row(0)
-        if self._next < len(self._predicted):
-            right = bool((self._predicted[self._next] == row).all())
-        else:
-            right = bool((self._after == row).all())
+        row, there = self._row(0), self._next < len(self._predicted)
+        right = bool(((self._predicted[self._next] if there else self._after) == row).all())
         if not right or self._next == len(self._predicted):
             # Twice as far as the last time while that was right, from the next step on if not.
             count = min(ROWS, 2 * len(self._predicted)) if right else 1

@@ -86,14 +86,21 @@ def load(source: Source, kernel: str, shared: int, device: int) -> tuple[Any, An
 @lru_cache(maxsize=256)
 def pdl_config(blocks: int, threads: int, shared: int, stream: int) -> Any:
     """The driver's description of a launch under programmatic dependent launch."""
-    api = bindings()
-    config, attribute = api.CUlaunchConfig(), api.CUlaunchAttribute()
-    attribute.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute = bindings().CUlaunchAttribute()
+    kinds = bindings().CUlaunchAttributeID
+    attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
+    config = _config(blocks, threads, shared, attribute)
+    config.hStream = stream
+    return config
+
+
+def _config(blocks: int, threads: int, shared: int, attribute: Any) -> Any:
+    """A launch with one attribute."""
+    config = bindings().CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.hStream = shared, stream
-    config.attrs, config.numAttrs = [attribute], 1
+    config.sharedMemBytes, config.attrs, config.numAttrs = shared, [attribute], 1
     return config
 
 
@@ -109,32 +116,24 @@ def multiprocessors(device: int) -> int:
 def active_clusters(function: Any, blocks: int, threads: int, shared: int, device: int) -> int:
     """How many clusters of so many blocks run at a time on a device, as the driver says."""
     api = bindings()
-    attribute, config = api.CUlaunchAttribute(), api.CUlaunchConfig()
+    attribute = api.CUlaunchAttribute()
     attribute.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     size = attribute.value.clusterDim
     size.x, size.y, size.z = blocks, 1, 1
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.attrs, config.numAttrs = shared, [attribute], 1
+    config = _config(blocks, threads, shared, attribute)
     return int(check(api.cuOccupancyMaxActiveClusters(function, config), "cuOccupancy"))
 
 
 @lru_cache(maxsize=4096)
 def tensor_map(
-    pointer: int,
-    sizes: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
+    pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
     dtype: str = "UINT8",
-) -> bytes:
+) -> bytes:  # fmt: skip
     """The descriptor of an array that TMA moves in boxes, swizzled if 64 or 128 bytes wide.
 
-    Args:
-        pointer: of the first element.
-        sizes: elements along each axis, the contiguous one first.
-        strides: bytes from one to the next along the other axes, multiples of 16.
-        box: elements along each axis of what one TMA instruction moves.
-        dtype: the driver's name of the element type.
+    ``sizes`` and ``box`` are elements along each axis, the contiguous one first; ``strides`` are
+    bytes from one to the next along the other axes, multiples of 16; the dtype has the driver's
+    name.
     """
     api, axes = bindings(), len(sizes)
     swizzles = api.CUtensorMapSwizzle
@@ -159,27 +158,14 @@ def tensor_map(
 
 
 def launch(
-    function: Any,
-    grid: int,
-    threads: int,
-    shared: int,
-    maps: Sequence[bytes],
-    structure: ctypes.Structure,
-    cooperative: bool = False,
-    pdl: bool = False,
-) -> None:
+    function: Any, grid: int, threads: int, shared: int, maps: Sequence[bytes],
+    structure: ctypes.Structure, cooperative: bool = False, pdl: bool = False,
+) -> None:  # fmt: skip
     """Run a kernel of tensor maps and one structure on cupy's current stream; does not wait.
 
-    Args:
-        function: from `load`.
-        grid: number of blocks.
-        threads: threads of a block.
-        shared: bytes of shared memory of a block.
-        maps: from `tensor_map`, the kernel's first parameters.
-        structure: the kernel's last parameter.
-        cooperative: all blocks run at a time, so that they may wait for each other; an error if
-            the GPU has no room for them.
-        pdl: as of `extensor_cuda.runtime.launch.launch`.
+    The maps are the kernel's first parameters, the structure is its last. Of a cooperative launch
+    all blocks run at a time, so that they may wait for each other: an error if the GPU has no room
+    for them. ``pdl`` is as of `extensor_cuda.runtime.launch.launch`.
     """
     import cupy
 

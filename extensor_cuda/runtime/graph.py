@@ -57,12 +57,7 @@ def _where(error: BaseException) -> str:
 
 
 class CudaGraph:
-    """Implements `extensor.backends.capture.Graph`.
-
-    Args:
-        xp: cupy.
-        find_nonfinite: launches the kernel that looks for NaN and infinity.
-    """
+    """Implements `extensor.backends.capture.Graph`; arguments are `StepCapture`'s."""
 
     def __init__(self, xp: Any, find_nonfinite: FindNonfinite) -> None:
         self.xp, self._find_nonfinite = xp, find_nonfinite

@@ -13,6 +13,8 @@ from extensor_cuda.runtime.compile import Source, cubin
 
 __all__ = ["launch"]
 
+_NULL = np.uint64(0)
+
 
 @cache
 def _function(source: Source, kernel: str, device: int, shared: int) -> Any:
@@ -35,14 +37,9 @@ def _function(source: Source, kernel: str, device: int, shared: int) -> Any:
 
 
 def launch(
-    source: Source,
-    kernel: str,
-    blocks: int,
-    threads: int,
-    *arguments: Any,
-    shared: int = 0,
-    pdl: bool = False,
-) -> None:
+    source: Source, kernel: str, blocks: int, threads: int, *arguments: Any,
+    shared: int = 0, pdl: bool = False,
+) -> None:  # fmt: skip
     """Run a kernel on cupy's current device and stream; compile and load it at the first call.
 
     The launch goes through cupy's driver wrapper and not cuda.core's, so that device, stream,
@@ -53,7 +50,7 @@ def launch(
         kernel: the kernel's name in the program.
         blocks: number of blocks.
         threads: threads of a block.
-        arguments: cupy arrays, and numpy scalars of the kernel's own widths.
+        arguments: cupy arrays, None for a null pointer, numpy scalars of the kernel's own widths.
         shared: bytes of dynamic shared memory of a block.
         pdl: programmatic dependent launch: the kernel starts before the stream's previous kernel
             is done, and itself waits for that before it reads or writes. Needs compute capability
@@ -63,6 +60,7 @@ def launch(
 
     function = _function(source, kernel, cupy.cuda.runtime.getDevice(), shared)
     stream = cupy.cuda.get_current_stream().ptr
+    arguments = tuple([_NULL if a is None else a for a in arguments])
     if not pdl or cupy.cuda.runtime.streamIsCapturing(stream):
         function((blocks, 1, 1), (threads, 1, 1), arguments, shared_mem=shared)
         return

@@ -8,22 +8,14 @@ _STEP = {"e4m3": 32, "e5m2": 32, "s8": 32, "bf16": 16}  # elements of K in one w
 
 
 def wgmma(
-    a: str,
-    b: str,
-    n: int,
-    *,
-    registers: bool = False,
+    a: str, b: str, n: int, *, registers: bool = False,
     transposed: tuple[bool, bool] = (False, False),
-) -> str:
+) -> str:  # fmt: skip
     """The text of a CUDA function: the wgmma of 64 x n, K of 32 bytes, on n / 2 accumulators.
 
-    Args:
-        a: element type, as in PTX.
-        b: likewise.
-        n: columns.
-        registers: a lies in four registers of each thread, not in shared memory.
-        transposed: whether a and b lie with their rows contiguous, not K (16-bit types). With a in
-            registers the function is named ``wgmma_down`` where b is.
+    Element types are PTX's. With ``registers`` a lies in four registers of each thread, not in
+    shared memory. ``transposed`` tells whether a and b lie with their rows contiguous, not K
+    (16-bit types). With a in registers the function is named ``wgmma_down`` where b is.
     """
     count, kind = n // 2, "s32" if a == "s8" else "f32"
     letter = "r" if a == "s8" else "f"

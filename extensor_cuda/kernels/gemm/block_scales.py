@@ -66,14 +66,9 @@ def _arguments(side: Stored, out: Array) -> list[Any]:
 def block_scales(sides: Sequence[Stored], xp: Any, whole: int = 1) -> list[Array]:
     """Scales of one or two matrices, laid out for `gemm_sm90.gemm`; does not wait.
 
-    Args:
-        sides: one or two.
-        xp: cupy.
-        whole: a multiple of so many blocks is made.
-
-    Returns:
-        For each float32 (blocks, pitch): a row's scale at its place in each line, readable a tile
-        beyond the last, zeros beyond the rows and beyond the blocks.
+    For each float32 (blocks, pitch): a row's scale at its place in each line, readable a tile
+    beyond the last, zeros beyond the rows and beyond the blocks, of which a multiple of ``whole``
+    is made.
     """
     made, tiles, arguments = [], [], []
     for side in sides:

@@ -185,11 +185,8 @@ class Config:
     @property
     def _stage(self) -> int:
         """Bytes of a stage: two tiles, their scales, two barriers."""
-        tile_n, group_k, blocks = (
-            self.pipeline.tile_n,
-            self.scaling.scale_group_k,
-            self.scaling.blocks,
-        )
+        scaling, tile_n = self.scaling, self.pipeline.tile_n
+        group_k, blocks = scaling.scale_group_k, scaling.blocks
         scales = max(K_OF_BF16_STAGE // group_k, 1) * TILE_M if group_k else 0
         if blocks:
             scales = TILE_M // blocks[0] + tile_n // blocks[1]
@@ -212,13 +209,8 @@ class Config:
 
 
 _GROUP_OF = {
-    inner.name: group
-    for group, kind in (
-        ("layout", Layout),
-        ("storage", Storage),
-        ("pipeline", Pipeline),
-        ("scaling", Scaling),
-    )
+    inner.name: kind.__name__.lower()
+    for kind in (Layout, Storage, Pipeline, Scaling)
     for inner in dataclasses.fields(kind)
 }
 
@@ -254,13 +246,9 @@ def gemm_source(config: Config) -> Source:
         plan = quantize.plan_of(config.out, (1, EPILOGUE_COLUMNS))
         assert isinstance(plan, quantize.Plan), plan
         coding = dict(quantize.quantize_source(plan, "bfloat16", "codes", True, False).macros)
-    layout, pipeline, scaling, storage = (
-        config.layout,
-        config.pipeline,
-        config.scaling,
-        config.storage,
-    )
-    cluster = pipeline.cluster
+    layout, pipeline = config.layout, config.pipeline
+    scaling, storage, cluster = config.scaling, config.storage, pipeline.cluster
+    a_rows, b_rows = scaling.blocks or (1, 1)
     macros = coding | {
         "GEMM_TILE_N": pipeline.tile_n,
         "GEMM_STAGES": config.depth,
@@ -277,8 +265,8 @@ def gemm_source(config: Config) -> Source:
         "GEMM_VECTORS": 2 if scaling.factors else int(scaling.vectors),
         "GEMM_ZERO_POINTS": int(scaling.zeros),
         "GEMM_SCALES_1D2D": int(bool(scaling.blocks)),
-        "GEMM_A_SCALE_ROWS": scaling.blocks[0] if scaling.blocks else 1,
-        "GEMM_B_SCALE_ROWS": scaling.blocks[1] if scaling.blocks else 1,
+        "GEMM_A_SCALE_ROWS": a_rows,
+        "GEMM_B_SCALE_ROWS": b_rows,
         "GEMM_SCALE_GROUP_K": scaling.scale_group_k,
         "GEMM_GROUPED": int(layout.grouped),
         "GEMM_A_MN_MAJOR": int(layout.transposed[0]),

@@ -40,7 +40,6 @@ Array = Any
 MOST_TERMS = (1 << 17) - 1
 """K of a product of 8-bit integers: 128 * 128 * K stays below 2**31."""
 
-
 _PLAIN = Epilogue()
 
 
@@ -100,7 +99,7 @@ def gemm(
     )
     device = cupy.cuda.runtime.getDevice()
     function, _ = driver.load(gemm_source(config), "gemm", config.shared, device)
-    parameters = _parameters(a, out, config, epilogue, (m, n, k), b.dtype.itemsize)
+    parameters = _parameters(a, out, epilogue, (m, n, k), b.dtype.itemsize)
     pipeline = config.pipeline
     tiles_m = -(-m // (TILE_M * pipeline.cluster)) + max(parameters.groups - 1, 0)  # at most
     tiles = tiles_m * -(-n // pipeline.tile_n)
@@ -109,9 +108,8 @@ def gemm(
     clusters = min(driver.multiprocessors(device) // pipeline.cluster, tiles)
     maps = _tensor_maps(a, b, out, config)
     pdl = bool(config.scaling.blocks)  # behind the launch that lays the scales out
-    driver.launch(
-        function, clusters * pipeline.cluster, THREADS, config.shared, maps, parameters, pdl=pdl
-    )
+    blocks = clusters * pipeline.cluster
+    driver.launch(function, blocks, THREADS, config.shared, maps, parameters, pdl=pdl)
 
 
 def _tensor_maps(a: Array, b: Array, out: Array | Requantized, config: Config) -> list[bytes]:
@@ -145,22 +143,14 @@ def _pointer(array: Array | None) -> int | None:
 
 
 def _parameters(
-    a: Array,
-    out: Array | Requantized,
-    config: Config,
-    epilogue: Epilogue,
-    sizes: tuple[int, int, int],
-    item: int,
+    a: Array, out: Array | Requantized, epilogue: Epilogue, sizes: tuple[int, int, int], item: int
 ) -> Any:
     """The kernel's parameter struct; ``item``: bytes of an element of b."""
     (m, n, k), scales, flags = sizes, epilogue.scales, epilogue.flags
     row, column = scales.factors or scales.exponents
     residual, offsets, packed = epilogue.residual, epilogue.offsets, epilogue.packed
-    to, pitch = (
-        (out.q.codes, 0)
-        if isinstance(out, Requantized)
-        else (out, out.strides[0] // out.dtype.itemsize)
-    )
+    to = out.q.codes if isinstance(out, Requantized) else out
+    pitch = 0 if isinstance(out, Requantized) else out.strides[0] // out.dtype.itemsize
     made: Any = epilogue_structure()(
         row_exponent=_pointer(row),
         column_exponent=_pointer(column),
@@ -216,11 +206,7 @@ def _has_extras(config: Config, epilogue: Epilogue) -> bool:
 def _sizes(
     a: Array, b: Array, out: Array | Requantized, config: Config, epilogue: Epilogue
 ) -> tuple[int, int, int]:
-    """M, N and K.
-
-    Raises:
-        ValueError: if shapes, pitches or alignments do not fit.
-    """
+    """M, N and K. Raises ValueError if shapes, pitches or alignments do not fit."""
     for name, operand in (("a", a), ("b", b), ("out", out)):
         if isinstance(operand, Requantized):
             continue
@@ -273,8 +259,8 @@ def _sizes(
 def _check_split_and_packed(config: Config, epilogue: Epilogue, m: int) -> None:
     """Raises ValueError where parts of K, or what lies beside packed codes, do not fit."""
     scales, split = epilogue.scales, epilogue.split
-    more = _has_extras(config, epilogue) or epilogue.offsets is not None
-    more = more or any(x is not None for x in (scales.factors, scales.zeros, scales.blocks))
+    others = epilogue.offsets, scales.factors, scales.zeros, scales.blocks
+    more = _has_extras(config, epilogue) or any(x is not None for x in others)
     more = more or any(x is not None and x.size > 1 for x in scales.exponents)
     more = more and not config.layout.out_transposed
     if config.layout.split_k != (split is not None) or (
@@ -352,12 +338,6 @@ def _completed(
         tile_n = min(tile_n, 176)  # 192 spill
     # A ring that holds scales of every row leaves less.
     few = scaling.scale_group_k or 1 in scaling.blocks
-    return config.replace(
-        extras=extras,
-        vectors=vectors,
-        factors=factors,
-        zeros=zeros,
-        grouped=grouped,
-        tile_n=tile_n,
-        epilogue_tiles=min(pipeline.epilogue_tiles, 2) if few else pipeline.epilogue_tiles,
-    )
+    epilogue_tiles = min(pipeline.epilogue_tiles, 2) if few else pipeline.epilogue_tiles
+    done = config.replace(tile_n=tile_n, epilogue_tiles=epilogue_tiles, extras=extras)
+    return done.replace(vectors=vectors, factors=factors, zeros=zeros, grouped=grouped)

@@ -64,16 +64,11 @@ def reason(spec: QuantSpec, m: int, n: int) -> str | None:
 
 
 def requantized(spec: QuantSpec, m: int, n: int, xp: Any, amax: Array | None = None) -> Requantized:
-    """An empty result (M, N) for `gemm_sm90.gemm`, with ``q.spec`` in its config.
+    """An empty result (M, N) for `gemm_sm90.gemm`, quantized along its rows.
 
-    Args:
-        spec: how to quantize it, along its rows.
-        m: its rows.
-        n: its columns.
-        xp: cupy.
-        amax: float32 of shape () on the device, for a format with a scale per tensor or a window:
-            what stands for the largest magnitude of the result, which no block knows; larger
-            values saturate under NVFP4's scales.
+    Its config has ``q.spec``. ``amax``, float32 of shape () on the device, is for a format with a
+    scale per tensor or a window: what stands for the largest magnitude of the result, which no
+    block knows; larger values saturate under NVFP4's scales.
 
     Raises:
         ValueError: for a spec that `reason` refuses, and without an amax that it needs.
@@ -93,7 +88,6 @@ def requantized(spec: QuantSpec, m: int, n: int, xp: Any, amax: Array | None = N
         )
     tensor = None if amax is None else tensor_scales(plan, amax, xp)
     codes, scales = (xp.empty(s, dtype=xp.uint8) for s in (plan.codes_shape, plan.scales_shape))
-    of_tensor = (
-        tensor[:1].reshape(()) if tensor is not None and plan.spec.row.tensor_scale else None
-    )
+    whole = tensor if plan.spec.row.tensor_scale else None
+    of_tensor = None if whole is None else whole[:1].reshape(())
     return Requantized(QuantArray(codes, scales, plan.spec, plan.shape, of_tensor), tensor)

@@ -17,53 +17,44 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.kernels.nn.elementwise import kind
+from extensor_cuda.kernels.nn.elementwise import ROW_THREADS, kind, row_warps
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
 __all__ = ["grad", "loss_source", "losses"]
 
 Array = Any
-_THREADS = 256
-_ALONE = 1024  # classes up to which a warp has a row
 
 
 @lru_cache(maxsize=4)
 def loss_source(warps: int, scores: int = 0) -> Source:
     """The program in which so many warps, 1 or 8, have a row of scores of a kind."""
-    return Source.read(
-        Path(__file__).parent / "cross_entropy.cu", {"NN_WARPS": warps, "NN_IN": scores}
-    )
+    macros = {"NN_WARPS": warps, "NN_IN": scores}
+    return Source.read(Path(__file__).parent / "cross_entropy.cu", macros)
 
 
 def _launch(kernel: str, x: Array, *arguments: Any) -> None:
     rows, classes = x.shape
-    warps = 1 if classes <= _ALONE else 8
-    blocks = -(-rows // (_THREADS // 32 // warps))
-    launch(loss_source(warps, kind(x)), kernel, blocks, _THREADS, *arguments)
+    warps = row_warps(classes)
+    blocks = -(-rows * 32 * warps // ROW_THREADS)
+    launch(loss_source(warps, kind(x)), kernel, blocks, ROW_THREADS, *arguments)
 
 
 def losses(x: Array, labels: Array, smoothing: float, xp: Any) -> tuple[Array, Array]:
     """Losses (N,), and what the gradient needs of each row.
 
-    Args:
-        x: float32 or bfloat16 (N, C), C-contiguous, not empty.
-        labels: int64 (N,) in 0..C - 1.
-        smoothing: in 0..1.
-        xp: cupy.
+    x is float32 or bfloat16 (N, C), C-contiguous, not empty; labels are int64 (N,) in 0..C - 1.
     """
     out = xp.empty(len(x), dtype=np.float32)
     kept = xp.empty((len(x), 2), dtype=np.float32)
-    sizes = map(np.int64, x.shape)
-    _launch("losses", x, x, labels, out, kept, np.float32(smoothing), *sizes)
+    numbers = np.float32(smoothing), *map(np.int64, x.shape)
+    _launch("losses", x, x, labels, out, kept, *numbers)
     return out, kept
 
 
 def grad(weight: Array, x: Array, labels: Array, kept: Array, smoothing: float, xp: Any) -> Array:
     """Gradient in x; ``weight`` is float32 of 1 or N values, the rest as of `losses`."""
     out = xp.empty_like(x)
-    step = np.int64(weight.size > 1)
-    sizes = map(np.int64, x.shape)
-    arrays = weight, x, labels, kept, out
-    _launch("losses_grad", x, *arrays, np.float32(smoothing), step, *sizes)
+    numbers = np.float32(smoothing), *map(np.int64, (weight.size > 1, *x.shape))
+    _launch("losses_grad", x, weight, x, labels, kept, out, *numbers)
     return out

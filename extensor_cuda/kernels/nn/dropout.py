@@ -26,13 +26,9 @@ def source() -> Source:
 
 
 def dropout_mask(draws: Array, shape: tuple[int, ...], p: float, xp: Any) -> Array:
-    """Float32 of a shape: 0 with probability p, else 1 / (1 - p); does not wait.
+    """Float32 of a shape: 0 with probability p in [0, 1), else 1 / (1 - p); does not wait.
 
-    Args:
-        draws: int64 (2,): the seed, and how often it was drawn from before.
-        shape: of the mask.
-        p: in [0, 1).
-        xp: cupy.
+    ``draws`` is int64 (2,): the seed, and how often it was drawn from before.
     """
     mask = xp.empty(shape, dtype=np.float32)
     if size := math.prod(shape):

@@ -22,12 +22,21 @@ import numpy as np
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["KINDS", "binary", "kind", "source", "unary"]
+__all__ = ["KINDS", "ROW_THREADS", "binary", "kind", "row_warps", "source", "unary"]
 
 Array = Any
 KINDS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 """The dtypes of arrays, by the number that the kernels know them by."""
 _THREADS, _PART = 256, 4096  # as in elementwise.cu
+
+
+ROW_THREADS = 256
+"""Threads of a block that works on rows."""
+
+
+def row_warps(length: int) -> int:
+    """How many warps of a block share a row of so many values."""
+    return 1 if length <= 1024 else 8
 
 
 def kind(a: Array) -> int:
@@ -38,9 +47,8 @@ def kind(a: Array) -> int:
 @lru_cache(maxsize=len(KINDS) ** 3)
 def source(a: int, b: int, out: int) -> Source:
     """The program for arrays of these kinds."""
-    return Source.read(
-        Path(__file__).parent / "elementwise.cu", {"NN_A": a, "NN_B": b, "NN_OUT": out}
-    )
+    macros = {"NN_A": a, "NN_B": b, "NN_OUT": out}
+    return Source.read(Path(__file__).parent / "elementwise.cu", macros)
 
 
 def unary(name: str, x: Array, xp: Any, dtype: Any = None) -> Array:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.kernels.nn.elementwise import KINDS, kind
+from extensor_cuda.kernels.nn.elementwise import KINDS, ROW_THREADS, kind, row_warps
 from extensor_cuda.kernels.nn.sums import column_sums
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.compile import Source
@@ -24,13 +24,7 @@ __all__ = ["MOST", "grad", "norm", "norm_source"]
 Array = Any
 MOST = 8192
 """The longest row whose values fit the registers of a block."""
-_THREADS = 256
-_ALONE = 1024  # up to here a warp has a row
 _BLOCKS_EACH = 4  # of the gradient, per multiprocessor: each leaves partial sums
-
-
-def _warps(length: int) -> int:
-    return 1 if length <= _ALONE else 8
 
 
 @lru_cache(maxsize=256)
@@ -41,89 +35,54 @@ def norm_source(
 
     ``adds``: the gradient in x is added to another.
     """
-    macros = {"NN_LENGTH": length, "NN_WARPS": _warps(length), "NN_CENTRED": int(centred)}
+    macros = {"NN_LENGTH": length, "NN_WARPS": row_warps(length), "NN_CENTRED": int(centred)}
     macros |= {"NN_OUT": narrow, "NN_IN": given, "NN_ADDS": int(adds)}
     return Source.read(Path(__file__).parent / "norm.cu", macros)
 
 
 def norm(
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    eps: float,
-    centred: bool,
-    xp: Any,
+    x: Array, weight: Array, bias: Array | None, eps: float, centred: bool, xp: Any,
     narrow: bool = False,
-) -> tuple[Array, Array | None, Array]:
+) -> tuple[Array, Array | None, Array]:  # fmt: skip
     """(x - mean) rstd weight + bias, the mean (None of RMSNorm) and rstd.
 
-    Args:
-        x: float32 or bfloat16 (..., *weight.shape), C-contiguous, not empty.
-        weight: float32, up to `MOST` values; twice as many where no gradient is asked for.
-        bias: likewise; None of RMSNorm.
-        eps: added to the variance.
-        centred: LayerNorm, else RMSNorm.
-        xp: cupy.
-        narrow: round the result to bfloat16, once.
+    x is float32 or bfloat16 (..., *weight.shape), C-contiguous, not empty. Weight and bias (None of
+    RMSNorm) are float32, of up to `MOST` values; twice as many where no gradient is asked for.
+    ``narrow`` rounds the result to bfloat16, once.
     """
     length = weight.size
     rows = x.size // length
     shape = (*x.shape[: x.ndim - weight.ndim], *(1,) * weight.ndim)
     out, rstd = xp.empty(x.shape, dtype=KINDS[narrow]), xp.empty(shape, dtype=np.float32)
     mean = xp.empty(shape, dtype=np.float32) if centred else None
-    null = np.uint64(0)
-    launch(
-        norm_source(length, centred, int(narrow), kind(x)),
-        "normalize",
-        -(-rows // (_THREADS // 32 // _warps(length))),
-        _THREADS,
-        x,
-        weight,
-        null if bias is None else bias,
-        out,
-        null if mean is None else mean,
-        rstd,
-        np.float32(eps),
-        np.int64(rows),
-    )
+    source, blocks = norm_source(length, centred, int(narrow), kind(x)), _blocks(rows, length)
+    arrays = x, weight, bias, out, mean, rstd
+    launch(source, "normalize", blocks, ROW_THREADS, *arrays, np.float32(eps), np.int64(rows))
     return out, mean, rstd
 
 
+def _blocks(rows: int, length: int) -> int:
+    return -(-rows * 32 * row_warps(length) // ROW_THREADS)
+
+
 def grad(
-    g: Array,
-    x: Array,
-    weight: Array,
-    mean: Array | None,
-    rstd: Array,
-    xp: Any,
+    g: Array, x: Array, weight: Array, mean: Array | None, rstd: Array, xp: Any,
     addend: Array | None = None,
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """Gradients in x, weight and bias (None of RMSNorm); g may be bfloat16, else as of `norm`.
 
     An ``addend``, float32 of x's shape, is added to the first.
     """
     length, centred = weight.size, mean is not None
-    rows, together = x.size // length, _THREADS // 32 // _warps(length)
+    rows = x.size // length
     count = driver.multiprocessors(xp.cuda.runtime.getDevice()) * _BLOCKS_EACH
-    blocks = min(-(-rows // together), count)
+    blocks = min(_blocks(rows, length), count)
     gx = xp.empty_like(x)
     partial = xp.empty((2 if centred else 1, blocks, length), dtype=np.float32)
-    null = np.uint64(0)
-    launch(
-        norm_source(length, centred, kind(g), adds=addend is not None),
-        "normalize_grad",
-        blocks,
-        _THREADS,
-        g,
-        x,
-        weight,
-        null if mean is None else mean,
-        rstd,
-        null if addend is None else xp.ascontiguousarray(addend),
-        gx,
-        partial[0],
-        partial[1] if centred else null,
-        np.int64(rows),
-    )
+    source = norm_source(length, centred, kind(g), adds=addend is not None)
+    addend = None if addend is None else xp.ascontiguousarray(addend)
+    sums = partial[0], partial[1] if centred else None
+    arrays = g, x, weight, mean, rstd, addend, gx, *sums
+    launch(source, "normalize_grad", blocks, ROW_THREADS, *arrays, np.int64(rows))
     gw, *gb = (column_sums(partial[i], xp).reshape(weight.shape) for i in range(len(partial)))
     return gx, gw, gb[0] if gb else None

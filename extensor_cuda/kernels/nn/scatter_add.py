@@ -31,11 +31,8 @@ def source() -> Source:
 def add_rows(out: Array, index: Array, rows: Array, xp: Any) -> None:
     """out[index] += rows in place.
 
-    Args:
-        out: float32 (N, *rest), C-contiguous.
-        index: of whole numbers in -N..N - 1, any shape.
-        rows: float32 (*index.shape, *rest).
-        xp: cupy.
+    Out is float32 (N, *rest), C-contiguous; rows are float32 (*index.shape, *rest); the index, of
+    any shape, holds whole numbers in -N..N - 1.
     """
     width = math.prod(out.shape[1:])
     if not index.size or not width:

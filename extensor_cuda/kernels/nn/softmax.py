@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.kernels.nn.elementwise import kind
+from extensor_cuda.kernels.nn.elementwise import ROW_THREADS, kind, row_warps
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
@@ -25,26 +25,21 @@ __all__ = ["MOST", "attend", "attend_grad", "softmax", "softmax_grad", "softmax_
 Array = Any
 MOST = 8192
 """The longest row whose values fit the registers of a block."""
-_THREADS = 256
-_ALONE = 1024  # up to here a warp has a row
 
 
 @lru_cache(maxsize=64)
 def softmax_source(length: int, values: int = 0) -> Source:
     """The program for rows of up to so many values of a kind."""
-    warps = 1 if length <= _ALONE else 8
-    each = 1
-    while each * 32 * warps < length:
-        each *= 2
+    warps = row_warps(length)
+    each = 1 << (-(-length // (32 * warps)) - 1).bit_length()
     macros = {"NN_WARPS": warps, "NN_THREAD_VALUES": each, "NN_IN": values}
     return Source.read(Path(__file__).parent / "softmax.cu", macros)
 
 
 def _launch(kernel: str, rows: int, length: int, *arguments: Any) -> None:
     source = softmax_source(length, kind(arguments[0]))
-    together = _THREADS // 32 // int(dict(source.macros)["NN_WARPS"])
-    sizes = np.int64(rows), np.int64(length)
-    launch(source, kernel, -(-rows // together), _THREADS, *arguments, *sizes)
+    blocks = -(-rows * 32 * row_warps(length) // ROW_THREADS)
+    launch(source, kernel, blocks, ROW_THREADS, *arguments, np.int64(rows), np.int64(length))
 
 
 def softmax(x: Array, xp: Any) -> Array:
@@ -62,16 +57,10 @@ def softmax_grad(g: Array, out: Array, xp: Any) -> Array:
 
 
 def attend(scores: Array, scale: float, causal: bool, xp: Any) -> Array:
-    """Products (..., T, S) in place to probabilities; each row's largest score and inverse sum.
+    """Products in place to probabilities; (..., T, 2): rows' largest scores and inverse sums.
 
-    Args:
-        scores: q k^T, float32, C-contiguous.
-        scale: of the products.
-        causal: query t sees the keys up to t + S - T.
-        xp: cupy.
-
-    Returns:
-        (..., T, 2).
+    Scores are q k^T, float32 (..., T, S), C-contiguous; causal, query t sees the keys up to
+    t + S - T.
     """
     stats = xp.empty((*scores.shape[:-1], 2), dtype=np.float32)
     queries, keys = scores.shape[-2:]
@@ -86,13 +75,8 @@ def attend_grad(
 ) -> None:
     """Products in place to probabilities, and d = g v^T in place to the gradient of q k^T.
 
-    Args:
-        scores: as `attend` takes them.
-        d: of their shape.
-        stats: from `attend`, C-contiguous.
-        along: (..., T, 1), the sums over rows of g times the output.
-        scale: as there.
-        causal: as there.
+    ``stats`` are from `attend`, C-contiguous; ``along``, (..., T, 1), are the sums over rows of g
+    times the output.
     """
     queries, keys = scores.shape[-2:]
     hidden = np.int64(queries if causal else 0)

@@ -58,14 +58,12 @@ def column_sums(x: Array, xp: Any) -> Array:
     chunk = _chunk(rows, panels)
     chunks = -(-rows // chunk)
     out = xp.empty((chunks, columns), dtype=np.float32)
-    sizes = (np.int64(size) for size in (rows, columns, chunk))
-    program = sums_source(x.dtype.name, each, _LINES)
+    sizes, program = map(np.int64, (rows, columns, chunk)), sums_source(x.dtype.name, each, _LINES)
     launch(program, "column_sums", chunks * panels, 32 * _LINES, x, out, *sizes)
     if chunks == 1:
         return out[0]
     total = xp.empty(columns, dtype=np.float32)
-    sizes = (np.int64(size) for size in (chunks, columns, chunks))
-    program = sums_source("float32", 1, _LINES_AT_END)
-    arguments = (out, total, *sizes)
-    launch(program, "column_sums", -(-columns // 32), 32 * _LINES_AT_END, *arguments)
+    program, blocks = sums_source("float32", 1, _LINES_AT_END), -(-columns // 32)
+    arguments = out, total, *map(np.int64, (chunks, columns, chunks))
+    launch(program, "column_sums", blocks, 32 * _LINES_AT_END, *arguments)
     return total

@@ -45,7 +45,6 @@ __all__ = [
 Array = Any
 THREADS, PART = 256, 16384  # as in optimizer.cu
 
-_NULL = np.uint64(0)
 _FLOAT32 = np.dtype(np.float32)
 _STATIC = ("shrink", "take1", "keep2", "take2", "eps", "decay", "momentum", "nesterov")
 _TENSOR = np.dtype(
@@ -92,11 +91,9 @@ def source(states: str = "float32") -> Source:
         return Source.read(folder / "optimizer.cu", {})
     plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
     assert plan
-    blocks = {"OPTIMIZER_BLOCKS": int(states != bfloat16.name)}
-    of_blocks: dict[str, object] = dict(
-        quantize_source(plan, "float32", "codes", True, False).macros
-    )
-    return Source.read(folder / "optimizer_low_precision.cu", of_blocks | blocks)
+    blocks = {"OPTIMIZER_BLOCKS": str(int(states != bfloat16.name))}
+    macros = dict(quantize_source(plan, "float32", "codes", True, False).macros) | blocks
+    return Source.read(folder / "optimizer_low_precision.cu", macros)
 
 
 def _kind(states: Sequence[Stored | None]) -> str:
@@ -123,10 +120,8 @@ def _table(
 ) -> tuple[np.ndarray, int]:
     """A row for each tensor, and the blocks that work on them.
 
-    Args:
-        columns: arrays, "grad" and others of `_TENSOR`'s first columns.
-        cache: keeps the rows with the arrays that are no gradients, until these are others.
-        numbers: of the tensors, in random bits.
+    ``columns`` are "grad" and others of `_TENSOR`'s first ones. The cache keeps the rows with the
+    arrays that are no gradients, until these are others.
     """
     # Column by column: there are hundreds of tensors, and a GPU waits for this.
     stay = list(chain.from_iterable(a for name, a in columns.items() if name != "grad"))
@@ -163,8 +158,8 @@ def _paces(factors: Sequence[Mapping[str, float]]) -> tuple[list[int], list[int]
     return which, first
 
 
-def _pairs(factors: Sequence[Mapping[str, float]], first: Sequence[int]) -> np.ndarray:
-    return np.array([[factors[i].get(name, 1.0) for name in _PACE] for i in first], np.float64)
+def _pairs(paces: Sequence[Mapping[str, float]]) -> np.ndarray:
+    return np.array([[mine.get(name, 1.0) for name in _PACE] for mine in paces], np.float64)
 
 
 def step(
@@ -196,63 +191,57 @@ def step(
             table[name] = factors[0][name] if same else [mine[name] for mine in factors]
     which, first = _paces(factors[:1] if same else factors)
     table["pace"] = which[0] if same else which
-    program = source(_kind(columns["first"]))
+    launched = source(_kind(columns["first"])), entry, blocks, THREADS
     if update.guard is None:
-        return _launch_eager(entry, program, (table, blocks), (factors, first), update, xp)
-    _launch_captured(entry, program, (table, blocks), (factors, first), update.guard)
+        return _launch_eager(launched, table, [factors[i] for i in first], update, xp)
+    _launch_captured(launched, table, first, update.guard)
     return list
 
 
+Launched = tuple[Source, str, int, int]
+"""A program, its kernel, blocks, and threads of one."""
+
+
 def _launch_eager(
-    kernel: str,
-    program: Source,
-    tensors: tuple[np.ndarray, int],
-    factors: tuple[Sequence[Mapping[str, float]], Sequence[int]],
-    update: Update,
-    xp: Any,
+    launched: Launched, table: np.ndarray, paces: list[Mapping[str, float]], update: Update, xp: Any
 ) -> FiniteQuery:
     """Upload the table of tensors with the numbers of this step, and launch."""
-    (table, blocks), (all_factors, first) = tensors, factors
-    rows = _pairs(all_factors, first)
-    rates = np.array([float(all_factors[i]["lr"]) for i in first])
+    rows = _pairs(paces)
+    rates = np.array([float(mine["lr"]) for mine in paces])
     sizes = np.cumsum([rows.nbytes, rates.nbytes])
     held = np.concatenate([a.view(np.uint8).reshape(-1) for a in (rows, rates, table)])
     there, number = xp.asarray(held), np.int32(len(table))
     on_device, rates = there[sizes[1] :], there[sizes[0] :]
-    bad: Any = _NULL
+    bad: Any = None
     found: FiniteQuery = list
     if update.check_finite:
         flags = xp.zeros(len(table) + 1, dtype=np.uint32)
-        launch(source(), "finite", blocks, THREADS, on_device, number, flags, _NULL)
+        launch(source(), "finite", *launched[2:], on_device, number, flags, None)
         bad, found = flags[len(table) :], _found(flags, xp)
-    alone = (_NULL, bad, bad, np.int32(1), np.int32(1))
-    launch(program, kernel, blocks, THREADS, on_device, number, rates, there, *alone)
+    alone = None, bad, bad, np.int32(1), np.int32(1)
+    launch(*launched, on_device, number, rates, there, *alone)
     return found
 
 
 def _launch_captured(
-    kernel: str,
-    program: Source,
-    tensors: tuple[np.ndarray, int],
-    factors: tuple[Sequence[Mapping[str, float]], Sequence[int]],
-    guard: UpdateGuard,
+    launched: Launched, table: np.ndarray, first: Sequence[int], guard: UpdateGuard
 ) -> None:
     """Launch in a capture: numbers of the next updates lie on the device, pushed from the host."""
-    (table, blocks), (_, first) = tensors, factors
     capture = current_capture()
     assert capture is not None
     on_device = capture.persistent(table.view(np.uint8))
     rows = capture.persistent(np.zeros((len(first), guard.most, len(_PACE))))
 
     def push() -> None:
-        made = [_pairs(guard.ahead(step), first) for step in range(guard.most)]
+        ahead = [guard.ahead(step) for step in range(guard.most)]
+        made = [_pairs([factors[i] for i in first]) for factors in ahead]
         capture.write(rows, np.stack(made, axis=1))
 
     guard.pushes.append(push)
     capture.in_warm_up(push)
     moving = (guard.lr, rows, guard.made, guard.bad, capture.stop)
     lengths = np.int32(len(table)), np.int32(guard.most), np.int32(0)
-    launch(program, kernel, blocks, THREADS, on_device, lengths[0], *moving, *lengths[1:])
+    launch(*launched, on_device, lengths[0], *moving, *lengths[1:])
 
 
 @cache
@@ -276,13 +265,9 @@ def _found(flags: Array, xp: Any) -> FiniteQuery:
 def _over(kernel: str, arrays: Sequence[Array], xp: Any, *more: Any) -> None:
     table, blocks = _table({"grad": arrays})
     if blocks:
-        there = _uploaded(table.view(np.uint8), xp)
+        host, capture = table.view(np.uint8), current_capture()
+        there = xp.asarray(host) if capture is None else capture.persistent(host)
         launch(source(), kernel, blocks, THREADS, there, np.int32(len(table)), *more)
-
-
-def _uploaded(host: np.ndarray, xp: Any) -> Array:
-    capture = current_capture()
-    return xp.asarray(host) if capture is None else capture.persistent(host)
 
 
 def find_nonfinite(arrays: Sequence[Array], flags: Array, stop: Any, xp: Any) -> None:
@@ -293,14 +278,14 @@ def find_nonfinite(arrays: Sequence[Array], flags: Array, stop: Any, xp: Any) ->
 def finite(arrays: Sequence[Array], xp: Any) -> list[bool]:
     """Whether each array is without NaN and infinity; waits for the GPU once."""
     flags = xp.zeros(len(arrays) + 1, dtype=np.uint32)
-    find_nonfinite(arrays, flags, _NULL, xp)
+    find_nonfinite(arrays, flags, None, xp)
     return [not flag for flag in flags.get().tolist()[:-1]]
 
 
 def scale(arrays: Sequence[Array], factor: Any, xp: Any) -> None:
     """Multiply each array in place by a number, or by a float32 array of shape ()."""
     on_device = isinstance(factor, xp.ndarray)
-    given = (factor, np.float32(0)) if on_device else (_NULL, np.float32(factor))
+    given = (factor, np.float32(0)) if on_device else (None, np.float32(factor))
     _over("scale", arrays, xp, *given)
 
 

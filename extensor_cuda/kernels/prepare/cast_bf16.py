@@ -46,8 +46,7 @@ def round_to_bf16(x: Array, xp: Any) -> Array:
     pitch = bits.strides[0] // 2
     whole = aligned and pitch == columns
     threads = rows * pitch // (8 if whole else 2)
-    sizes = (np.int64(size) for size in (rows, columns, pitch))
-    program = bf16_source(x.dtype.name, whole)
+    sizes, program = map(np.int64, (rows, columns, pitch)), bf16_source(x.dtype.name, whole)
     launch(program, "dense", -(-threads // _THREADS), _THREADS, x, bits, *sizes)
     return bits
 
@@ -60,10 +59,9 @@ def bf16_triple(x: Array, xp: Any) -> Array:
     rows, columns = x.shape
     out = empty_rows(xp, 3 * rows, columns, np.uint16)
     pitch = out.strides[0] // 2
-    sizes = (np.int64(size) for size in (rows, columns, pitch))
-    blocks = -(-rows * pitch // (2 * _THREADS))
-    program = bf16_source("float32", True)
-    launch(program, "thirds", blocks, _THREADS, xp.ascontiguousarray(x), out, *sizes)
+    sizes, blocks = map(np.int64, (rows, columns, pitch)), -(-rows * pitch // (2 * _THREADS))
+    x, program = xp.ascontiguousarray(x), bf16_source("float32", True)
+    launch(program, "thirds", blocks, _THREADS, x, out, *sizes)
     return out
 
 
@@ -77,7 +75,6 @@ def add_parts(parts: Array, split: Split, out: Array, bias: Array | None, xp: An
     below, (m, n) = len(parts) // split.parts, out.shape
     pitch, quads = out.strides[0] // out.itemsize, parts.strides[0] // 16
     sizes = (np.int64(size) for size in (split.parts, below, m, n, quads, pitch))
-    given = np.uint64(0) if bias is None else bias
     program = bf16_source("float32", True, out.dtype.name)
     blocks = -(-m * quads // _THREADS)
-    launch(program, "add_parts", blocks, _THREADS, parts, given, out, *sizes)
+    launch(program, "add_parts", blocks, _THREADS, parts, bias, out, *sizes)

@@ -33,7 +33,7 @@ def expand_source(
 
     Args:
         spec: of the codes.
-        kind: what they become: "bf16", "e5m2" or "e4m3".
+        kind: what they become, of `_KINDS`.
         lift: binades that scales are lifted by, relative to the largest.
         fixed: scales are taken as they are, not relative to the largest.
         whole: rows of codes are a multiple of 16 elements; always those of MX and NVFP4.
@@ -77,16 +77,11 @@ def expand(
     heads: Sequence[Array | None] = (None, None),
     made: Sequence[Array | None] = (None,) * 5,
 ) -> None:
-    """Expand so many rows of packed storage to ``out``; does not wait.
+    """Expand so many rows of packed storage to ``out``, (rows or more, pitch); does not wait.
 
-    Args:
-        source: from `expand_source`.
-        threads: that have work.
-        packed: what is expanded.
-        out: (rows or more, pitch).
-        rows: how many.
-        heads: the largest scale, and the tensor's scale.
-        made: what becomes of exponent, factor and flag; two guards.
+    The source is from `expand_source`, and so many threads have work. ``heads`` are the largest
+    scale and the tensor's scale; ``made`` is what becomes of exponent, factor and flag, and two
+    guards.
 
     Raises:
         ValueError: for more than the kernel counts in 32 bits.
@@ -96,19 +91,16 @@ def expand(
             f"expand: expected less than 2**35 elements, got {out.shape}; multiply parts of its "
             "rows"
         )
-    null, counts, codes = np.uint64(0), packed.counts, packed.codes
+    counts, codes = packed.counts, packed.codes
     assert codes is not None
     scales = packed.zeros if packed.scales is None else packed.scales
     pitches = out.shape[1], codes.shape[1], 0 if scales is None else scales.shape[1]
     parts = codes, packed.scales, *heads, out, *made, packed.zeros
     most = _GUARDED_BLOCKS if made[-1] is not None else 1 << 16
-    launch(
-        source,
-        "expand",
-        max(min(-(-threads // _THREADS), most), 1),
-        _THREADS,
-        *(null if part is None else part for part in parts),
-        *(np.int64(n) for n in (rows, *pitches)),
-        null if counts is None else counts,
+    blocks = max(min(-(-threads // _THREADS), most), 1)
+    numbers = (
+        *map(np.int64, (rows, *pitches)),
+        counts,
         np.int64(0 if counts is None else counts.size),
     )
+    launch(source, "expand", blocks, _THREADS, *parts, *numbers)

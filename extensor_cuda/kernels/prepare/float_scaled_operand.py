@@ -1,8 +1,7 @@
 """FP8 and INT8 operands under float scales, (rows, K) from either axis of a matrix of floats.
 
-By `kernels.quantize.float_scaled_rowwise` and `float_scaled_columnwise`, or where these do not fit
-in two passes of any shape (`float_scaled_operand.cu`). Codes and scales are the reference's, bit
-for bit.
+By `kernels.quantize.float_scaled_blocks`, or where this does not fit in two passes of any shape
+(`float_scaled_operand.cu`). Codes and scales are the reference's, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import numpy as np
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
+from extensor_cuda.kernels.quantize import float_scaled_blocks
 from extensor_cuda.kernels.quantize import quantize as kernels
-from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.capture import random_arguments
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters
 from extensor_cuda.runtime.launch import launch
@@ -43,10 +42,8 @@ class Quantized(NamedTuple):
 @lru_cache(maxsize=64)
 def scaled_source(spec: QuantSpec, dtype: str) -> Source:
     """The program for a resolved spec and an input dtype."""
-    macros = float_scaled_rowwise.float_macros(spec, dtype) | {
-        "PREPARE_COLUMNWISE": int(spec.axis == 0)
-    }
-    return Source.read(_SOURCE, macros)
+    macros = float_scaled_blocks.float_macros(spec, dtype)
+    return Source.read(_SOURCE, macros | {"PREPARE_COLUMNWISE": int(spec.axis == 0)})
 
 
 def _is_aligned(x: Array) -> bool:
@@ -57,7 +54,7 @@ def shared_amax(x: Array, specs: Sequence[QuantSpec], xp: Any) -> Array | None:
     """The largest magnitude of x where several specs have one scale for all of it; else None."""
     of_all = all(tile_extent(spec, x.shape) == x.shape for spec in specs)
     shared = len(specs) > 1 and of_all and _is_aligned(x) and x.size % 16 == 0
-    return float_scaled_rowwise.largest(x, specs[0], xp) if shared else None
+    return float_scaled_blocks.largest(x, specs[0], xp) if shared else None
 
 
 def quantize(
@@ -65,55 +62,30 @@ def quantize(
 ) -> Quantized:
     """One operand of a contiguous matrix; does not wait.
 
-    Args:
-        x: contiguous.
-        spec: resolved.
-        stream: given exactly under stochastic rounding.
-        amax: from `shared_amax`.
-        xp: cupy.
+    The stream is given exactly under stochastic rounding; ``amax`` is from `shared_amax`.
     """
     rows, columns = x.shape
     lines, k = (rows, columns) if spec.axis == 1 else (columns, rows)
     tall, wide = tile_extent(spec, x.shape)
-    extent = tall, wide
     grid = -(-rows // tall), -(-columns // wide)
     counters = Counters(2 * kernels.SLOTS, xp)
     out = xp.empty((lines, -(-k // 16) * 16), dtype=np.uint8)
     scales = xp.empty(grid, dtype=np.float32)
-    made = Quantized(out[:, :k], scales, counters)
-    written = x, stream, out, scales, counters, xp
-    by_lines = spec.axis == 1 and float_scaled_rowwise.rowwise_plan(
-        spec, (1, rows, 1, columns), (1, tall, 1, wide), (1, grid[0], 1, grid[1])
-    )
-    by_panels = spec.axis == 0 and float_scaled_columnwise.columnwise_plan(
-        spec, x.shape, extent, transposed=True
-    )
-    if by_lines and _is_aligned(x):
-        float_scaled_rowwise.quantize(by_lines, *written, most=amax)
-    elif by_panels and _is_aligned(x):
-        float_scaled_columnwise.quantize(by_panels, *written, most=amax)
+    if spec.axis == 1:
+        sizes = (1, rows, 1, columns), (1, tall, 1, wide), (1, grid[0], 1, grid[1])
+        plan = float_scaled_blocks.rowwise_plan(spec, *sizes)
     else:
-        _any_shape(x, spec, stream, extent, made._replace(codes=out), xp)
-    return made
-
-
-def _any_shape(
-    x: Array,
-    spec: QuantSpec,
-    stream: Stream | None,
-    extent: tuple[int, int],
-    made: Quantized,
-    xp: Any,
-) -> None:
-    """Codes, scales and counts where the faster kernels do not fit."""
-    (rows, columns), out, scales = x.shape, made.codes, made.scales
-    source = scaled_source(spec, x.dtype.name)
-    most = xp.zeros(scales.shape, dtype=np.uint32)
-    warps = -(-rows // _ROWS) * -(-columns // _COLUMNS)
-    sizes = [np.int64(n) for n in (rows, columns, *extent, scales.shape[1])]
-    words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
-    grid = -(-warps // _WARPS), _THREADS
-    launch(source, "maxima", *grid, x, most, *sizes)
-    arrays = x, most, out, scales, made.counters.array, clock_of([stream])
-    pitch = np.int64(out.shape[1])
-    launch(source, "codes", *grid, *arrays, *map(np.uint32, words), *sizes, pitch)
+        plan = float_scaled_blocks.columnwise_plan(spec, x.shape, (tall, wide), transposed=True)
+    if plan and _is_aligned(x):
+        float_scaled_blocks.quantize(plan, x, stream, out, scales, counters, xp, most=amax)
+    else:
+        source = scaled_source(spec, x.dtype.name)
+        most = xp.zeros(grid, dtype=np.uint32)
+        warps = -(-rows // _ROWS) * -(-columns // _COLUMNS)
+        blocks = -(-warps // _WARPS), _THREADS
+        numbers = [np.int64(n) for n in (rows, columns, tall, wide, grid[1])]
+        launch(source, "maxima", *blocks, x, most, *numbers)
+        arrays = x, most, out, scales, counters.array
+        pitch = np.int64(out.shape[1])
+        launch(source, "codes", *blocks, *arrays, *random_arguments(stream), *numbers, pitch)
+    return Quantized(out[:, :k], scales, counters)

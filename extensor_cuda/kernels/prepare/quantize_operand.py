@@ -14,7 +14,7 @@ from extensor.quant.spec import REBASE_TILE, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.prepare.rebase import E5M2_LIFT, E5M2_SPAN
 from extensor_cuda.kernels.quantize import quantize as kernels
-from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.capture import random_arguments
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
@@ -66,24 +66,14 @@ class Side:
 
 @lru_cache(maxsize=256)
 def fused_source(
-    spec: QuantSpec,
-    dtype: str,
-    rows: bool,
-    columns: bool,
-    wide: bool,
-    stats: bool = True,
-    many: bool = False,
-) -> Source:
-    """The program that makes operands.
+    spec: QuantSpec, dtype: str, rows: bool, columns: bool, wide: bool,
+    stats: bool = True, many: bool = False,
+) -> Source:  # fmt: skip
+    """The program that makes operands of rows, of columns or both, of an input dtype.
 
-    Args:
-        spec: resolved for a matrix; its axis does not matter.
-        dtype: of the input.
-        rows: whether rows are made.
-        columns: whether columns are.
-        wide: bfloat16 values instead of FP8 codes.
-        stats: whether saturated and flushed values are counted.
-        many: several matrices in one launch.
+    The spec is resolved for a matrix; its axis does not matter. ``wide`` makes bfloat16 values
+    instead of FP8 codes, ``stats`` counts saturated and flushed values, ``many`` takes several
+    matrices in one launch.
     """
     plan = kernels.plan_of(spec.replace(axis=1, rebased=False), (256, 256))
     assert isinstance(plan, kernels.Plan), plan
@@ -127,62 +117,33 @@ def launch_fused(
     history: Array | None = None,
     guards: Sequence[Array] = (),
 ) -> None:
-    """Make one operand or two of x; does not wait.
+    """Make one operand or two, of rows and of columns, of x; does not wait.
 
-    Args:
-        x: contiguous matrix, rows a multiple of 16 bytes.
-        sides: one, or one of rows and one of columns.
-        exponent: int32 (1,), written: the power of two of codes.
-        history: amax state, read and written; where there is an exponent.
-        guards: two flags; nothing is written unless one is set.
+    x is a contiguous matrix, rows a multiple of 16 bytes. The power of two of codes is written to
+    ``exponent``, int32 (1,); the amax state is then read and written. With two flags as guards,
+    nothing is written unless one is set.
     """
-    null = np.uint64(0)
     of = {side.spec.axis: side for side in sides}
     both = [of.get(axis) for axis in (1, 0)]
     wide, rebased = sides[0].out.itemsize == 2, sides[0].scales is not None
-    source = fused_source(
-        sides[0].spec, x.dtype.name, 1 in of, 0 in of, wide, not (wide and guards)
-    )
+    stats = not (wide and guards)
+    source = fused_source(sides[0].spec, x.dtype.name, 1 in of, 0 in of, wide, stats)
 
     def pointers(name: str) -> list[Any]:
-        held = [None if side is None else getattr(side, name) for side in both]
-        return [null if array is None else array for array in held]
+        return [None if side is None else getattr(side, name) for side in both]
 
-    words: list[int] = []
-    for side in both:
-        stream = None if side is None else side.stream
-        words += (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     rows, columns = x.shape
     tiles = -(-rows // REBASE_TILE) * -(-columns // _COLUMNS) if rebased else tiles_of(x, wide)
-    launch(
-        source,
-        "operands",
-        min(tiles, _GUARDED_BLOCKS) if guards else tiles,
-        2 * _tile_rows(x, wide),
-        x,
-        null if history is None else history,
-        *pointers("out"),
-        null if exponent is None else exponent,
-        *pointers("flag"),
-        *pointers("scales"),
-        *pointers("counts"),
-        *(guards or (null, null)),
-        clock_of([side.stream for side in sides]),
-        *(np.uint32(word) for word in words),
-        np.int64(rows),
-        np.int64(columns),
-    )
+    blocks, threads = min(tiles, _GUARDED_BLOCKS) if guards else tiles, 2 * _tile_rows(x, wide)
+    arrays = x, history, *pointers("out"), exponent, *pointers("flag"), *pointers("scales")
+    beside = *pointers("counts"), *(guards or (None, None)), *random_arguments(*pointers("stream"))
+    launch(source, "operands", blocks, threads, *arrays, *beside, np.int64(rows), np.int64(columns))
 
 
 def launch_batch(source: Source, table: Array, count: int, tiles: int, item: int) -> None:
-    """Make operands of several matrices, from a table of `MATRIX`; does not wait.
+    """Make operands of ``count`` matrices, from a table of `MATRIX`; does not wait.
 
-    Args:
-        source: from `fused_source`, of many.
-        table: on the device.
-        count: of matrices.
-        tiles: of all matrices.
-        item: bytes of an element of theirs.
+    ``tiles`` are those of all matrices, whose elements have ``item`` bytes.
     """
     launch(source, "operands", tiles, 256 if item == 2 else 128, table, np.int32(count))
 
@@ -191,5 +152,6 @@ def find_amax(x: Array, spec: QuantSpec, history: Array) -> None:
     """Put the largest magnitude of x in its amax state, uint32 (5,); does not wait."""
     source = fused_source(spec, x.dtype.name, True, False, False)
     vectors = x.nbytes // 16
-    blocks = min(_AMAX_BLOCKS, -(-vectors // 256))
-    launch(source, "largest", blocks, 256, x, history, np.int64(vectors))
+    launch(
+        source, "largest", min(_AMAX_BLOCKS, -(-vectors // 256)), 256, x, history, np.int64(vectors)
+    )

@@ -41,16 +41,8 @@ def dequantize(q: QuantArray, plan: Plan, xp: Any) -> Array:
         whole = whole and plan.inner % 4 == 0
         threads *= -(-plan.inner // 4)
         sizes = (*sizes, plan.inner)
-    tensor = np.uint64(0) if q.tensor_scale is None else q.tensor_scale
-    launch(
-        dequantize_source(plan, whole),
-        "dequantize_columns" if plan.columns else "dequantize_rows",
-        -(-threads // THREADS),
-        THREADS,
-        codes,
-        scales,
-        tensor,
-        values,
-        *(np.int64(size) for size in sizes),
-    )
+    kernel = "dequantize_columns" if plan.columns else "dequantize_rows"
+    arrays = codes, scales, q.tensor_scale, values
+    source, blocks = dequantize_source(plan, whole), -(-threads // THREADS)
+    launch(source, kernel, blocks, THREADS, *arrays, *map(np.int64, sizes))
     return values

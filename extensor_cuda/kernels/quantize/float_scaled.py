@@ -2,8 +2,8 @@
 
 Scales of float32 or float16 for a tensor, a channel, a group or a tile of any size, along any axis,
 with zero points or without. One launch finds the blocks' extremes, another divides and rounds
-(`kernels/quantize/float_scaled.cu`). Bytes, scales and counts are the reference's. `plan_of` says
-what is not covered. Operands that products read are `extensor_cuda.scaling`'s.
+(`float_scaled.cu`). Bytes, scales and counts are the reference's. `plan_of` says what is not
+covered. Operands that products read are `extensor_cuda.kernels.prepare.float_scaled_operand`'s.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, QuantStats, block_grid, packed_length, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
+from extensor_cuda.kernels.quantize import float_scaled_blocks
 from extensor_cuda.kernels.quantize.quantize import SLOTS, THREADS
-from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.capture import random_arguments
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.launch import launch
@@ -70,21 +70,16 @@ class FloatPlan:
     scales_shape: tuple[int, ...]
 
     @cached_property
-    def rowwise(self) -> float_scaled_rowwise.RowwisePlan | None:
-        """The plan of the faster kernels for blocks along rows, where they fit."""
-        if self.fast != _COLUMNS or self.bytes * self.per != self.sizes[3]:
+    def blocks(self) -> float_scaled_blocks.BlockPlan | None:
+        """The plan of the faster kernels, in one reading, where they fit."""
+        if self.bytes * self.per != self.sizes[3]:
             return None
-        return float_scaled_rowwise.rowwise_plan(self.spec, self.sizes, self.each, self.grid)
-
-    @cached_property
-    def columnwise(self) -> float_scaled_columnwise.ColumnwisePlan | None:
-        """The plan of the faster kernels for blocks down a matrix's columns, where they fit."""
-        if self.fast != _ROWS or len(self.shape) != 2 or self.bytes * self.per != self.shape[0]:
+        if self.fast == _COLUMNS:
+            return float_scaled_blocks.rowwise_plan(self.spec, self.sizes, self.each, self.grid)
+        if self.fast != _ROWS or len(self.shape) != 2:
             return None
         extent = self.each[3], self.each[1]
-        return float_scaled_columnwise.columnwise_plan(
-            self.spec, self.shape, extent, transposed=False
-        )
+        return float_scaled_blocks.columnwise_plan(self.spec, self.shape, extent, transposed=False)
 
     @property
     def per(self) -> int:
@@ -163,7 +158,7 @@ def float_source(plan: FloatPlan, dtype: str, aligned: bool) -> Source:
     """The program for input of a dtype, from a multiple of 16 bytes on or not."""
     spec, elements = plan.spec, plan.vec * plan.per
     whole = plan.fast != _COLUMNS or plan.sizes[3] % elements == 0
-    macros = float_scaled_rowwise.float_macros(spec, dtype) | {
+    macros = float_scaled_blocks.float_macros(spec, dtype) | {
         "QUANT_CONTIGUOUS_AXIS": plan.fast,
         "QUANT_CODE_BYTES": plan.vec,
         "QUANT_WHOLE": int(aligned and whole and plan.vec == 4),
@@ -183,7 +178,11 @@ def _launch(
 def start(
     x: Array, plan: FloatPlan, stream: Stream | None, xp: Any
 ) -> tuple[QuantArray, OperandCounts]:
-    """Codes, scales and counts, without waiting."""
+    """Codes, scales and counts, without waiting.
+
+    x is C-contiguous float32, bfloat16 or float16 of the plan's shape. The stream names the random
+    bits, given exactly under stochastic rounding.
+    """
     spec, dtype, (outer, rows, inner, columns) = plan.spec, x.dtype.name, plan.sizes
     codes = xp.empty(plan.codes_shape, dtype=np.uint8)
     scales = xp.empty(plan.scales_shape, dtype=spec.scale_name)
@@ -191,49 +190,24 @@ def start(
     counters = Counters(2 * SLOTS, xp)
     counts = OperandCounts(counters, (0, 2 * SLOTS), x.size)
     q = QuantArray(codes, scales, spec, plan.shape, zero_points=zeros)
-    written = x, stream, codes, scales, counters, xp
-    if plan.rowwise and x.data.ptr % 16 == 0:
-        float_scaled_rowwise.quantize(plan.rowwise, *written, zeros)
-        return q, counts
-    if plan.columnwise and x.data.ptr % 16 == 0:
-        float_scaled_columnwise.quantize(plan.columnwise, *written)
+    if plan.blocks and x.data.ptr % 16 == 0:
+        float_scaled_blocks.quantize(plan.blocks, x, stream, codes, scales, counters, xp, zeros)
         return q, counts
     groups = -(-(columns, inner, rows)[plan.fast] // 4)
     lines = outer * (1 if plan.fast == _ROWS else rows)
     deep = 1 if plan.fast == _COLUMNS else -(-columns // _DEEP)
     most = xp.zeros((2 * math.prod(plan.scales_shape),), dtype=np.uint32)
     _launch(plan, dtype, x.data.ptr, "extremes", groups * lines * deep, x, most)
-    words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
-    _launch(
-        plan,
-        dtype,
-        x.data.ptr,
-        "codes",
-        codes.size // plan.vec,
-        x,
-        most,
-        codes,
-        scales,
-        np.uint64(0) if zeros is None else zeros,
-        counters.array,
-        clock_of([stream]),
-        *map(np.uint32, words),
-        np.uint32(plan.bytes),
-    )
+    arrays = x, most, codes, scales, zeros, counters.array
+    numbers = *random_arguments(stream), np.uint32(plan.bytes)
+    _launch(plan, dtype, x.data.ptr, "codes", codes.size // plan.vec, *arrays, *numbers)
     return q, counts
 
 
 def quantize(
     x: Array, plan: FloatPlan, stream: Stream | None, xp: Any
 ) -> tuple[QuantArray, QuantStats]:
-    """Codes, scales and counts; waits for the counts.
-
-    Args:
-        x: C-contiguous float32, bfloat16 or float16 array of the plan's shape.
-        plan: from `plan_of`.
-        stream: names the random bits, given exactly under stochastic rounding.
-        xp: cupy.
-    """
+    """Codes, scales and counts; waits for the counts. Takes what `start` takes."""
     q, counts = start(x, plan, stream, xp)
     return q, counts()
 
@@ -249,7 +223,7 @@ def fake_quantize(
 def dequantize(q: QuantArray, plan: FloatPlan, xp: Any) -> Array:
     """Codes and scales -> float32 of the plan's shape, without waiting."""
     codes, scales = xp.ascontiguousarray(q.codes), xp.ascontiguousarray(q.scales)
-    zeros = np.uint64(0) if q.zero_points is None else xp.ascontiguousarray(q.zero_points)
+    zeros = None if q.zero_points is None else xp.ascontiguousarray(q.zero_points)
     if codes.data.ptr % 4:
         codes = codes.copy()
     out = xp.empty(plan.shape, dtype=np.float32)

@@ -79,14 +79,7 @@ def _threads(only_rows: bool) -> int:
 
 
 def unsupported(x: Array, norm: Norm, plan: RowColumnPlan, capability: str) -> Unsupported | None:
-    """Why there is no such kernel; None if there is.
-
-    Args:
-        x: (rows, columns).
-        norm: of the rows.
-        plan: of x's shape.
-        capability: compute capability of the GPU, such as "90".
-    """
+    """Why there is no such kernel on a GPU of this compute capability; None if there is."""
     weight, bias = norm.weight, norm.bias
     if capability != "90":
         return Unsupported(f"compute capability {capability}; blocks share memory on 90 alone")
@@ -121,12 +114,7 @@ def unsupported(x: Array, norm: Norm, plan: RowColumnPlan, capability: str) -> U
 
 @lru_cache(maxsize=256)
 def norm_quantize_source(
-    plan: RowColumnPlan,
-    dtype: str,
-    centred: bool,
-    biased: bool,
-    only_rows: bool,
-    stats: bool,
+    plan: RowColumnPlan, dtype: str, centred: bool, biased: bool, only_rows: bool, stats: bool
 ) -> Source:
     """The program for input of a dtype."""
     rows, columns = plan.rowwise.shape
@@ -149,9 +137,8 @@ def norm_quantize_source(
         "QUANT_CLUSTER_DIMS": f"__cluster_dims__({group}, 1, 1)" if only_rows and group > 1 else "",
     }
     whole = rows % tall == 0 and columns % wide == 0
-    return kernels.quantize_source(
-        plan.rowwise, "bfloat16", "codes", whole, stats, tuple(extra.items())
-    )
+    more = tuple(extra.items())
+    return kernels.quantize_source(plan.rowwise, "bfloat16", "codes", whole, stats, more)
 
 
 def norm_quantize(
@@ -165,13 +152,9 @@ def norm_quantize(
 ) -> tuple[QuantArray, QuantArray | None, Array | None, Array, Counters | None]:
     """Rows and columns of the norm of x, quantized, its means, rstds and counters; does not wait.
 
-    Args:
-        x: C-contiguous (rows, columns) that `unsupported` finds nothing against.
-        norm: of the rows.
-        plan: from `extensor_cuda.kernels.quantize.rowwise_columnwise.row_column_plan`.
-        xp: cupy.
-        only_rows: leave the columns out.
-        stats: count saturated and flushed values.
+    x is C-contiguous (rows, columns) that `unsupported` finds nothing against; the plan is from
+    `row_column_plan`. ``only_rows`` leaves the columns out; ``stats`` counts saturated and flushed
+    values.
     """
     weight, bias, centred = norm.weight, norm.bias, norm.centred
     rows, columns = x.shape

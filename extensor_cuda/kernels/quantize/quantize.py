@@ -17,17 +17,11 @@ import numpy as np
 
 from extensor.backends.unsupported import Unsupported
 from extensor.formats import ELEMENTS, ElementFormat
-from extensor.quant.array import (
-    QuantArray,
-    QuantStats,
-    block_grid,
-    coded_length,
-    packed_length,
-)
+from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.capture import random_arguments
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.launch import launch
@@ -62,7 +56,6 @@ _OUT = {"codes": 0, "values": 1, "maximum": 2}
 _SCALE = ELEMENTS["e4m3"]
 _TIE_WORDS = {"away": "0x7FFFFFFFu", "zero": "0x80000000u"}  # round as a constant random word
 _FOLDER = Path(__file__).parent
-_NO_STREAM = (0, 0, 0, 0)
 _FOUR_OVER_SIX_TOP = 256.0  # of block scales: a block may be scaled half again as far
 
 
@@ -340,24 +333,11 @@ def _run(plan: Plan, x: Array, out: str, stats: bool, stream: Stream | None, arr
     dtype = x.dtype.name
     whole = is_whole(plan, x.data.ptr, dtype)
     source = quantize_source(plan, dtype, out, whole, stats)
-    kernel = kernel_of(plan)
     each = "QUANT_THREAD_COLUMNS" if plan.columns else "QUANT_THREAD_CHUNKS"
     items = int(dict(source.macros)[each])
-    words: tuple[int, ...] = _NO_STREAM if stream is None else (*stream.key, *stream.counter_high)
-    if plan.spec.transform:
-        words = (*words, *_sign_words(plan.spec.transform))
-    null = np.uint64(0)
-    launch(
-        source,
-        kernel,
-        _grid(plan, items),
-        THREADS,
-        x,
-        *(null if array is None else array for array in arrays),
-        clock_of([stream]),
-        *(np.uint32(word) for word in words),
-        *(np.int64(size) for size in _sizes(plan)),
-    )
+    signs = _sign_words(plan.spec.transform) if plan.spec.transform else ()
+    numbers = *random_arguments(stream), *signs, *map(np.int64, _sizes(plan))
+    launch(source, kernel_of(plan), _grid(plan, items), THREADS, x, *arrays, *numbers)
 
 
 def kernel_of(plan: Plan) -> str:
@@ -376,11 +356,10 @@ def _sizes(plan: Plan) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _sign_words(transform: Hadamard) -> tuple[int, ...]:
+def _sign_words(transform: Hadamard) -> tuple[np.uint32, ...]:
     """128 bits, the transform's signs repeated where it is shorter: set where negative."""
     negative = np.resize(hadamard_signs(transform) < 0, 128)
-    words = np.packbits(negative, bitorder="little").view(np.uint32)
-    return tuple(int(word) for word in words)
+    return tuple(np.packbits(negative, bitorder="little").view(np.uint32))
 
 
 def tensor_scales(plan: Plan, amax: Array, xp: Any) -> Array:
@@ -414,15 +393,11 @@ def quantize_raw(
 ) -> Outputs:
     """Launch the quantizer and return without waiting.
 
-    Args:
-        x: C-contiguous float32, bfloat16 or float16 array of the plan's shape.
-        plan: from `plan_of`.
-        stream: names the random bits, given exactly under stochastic rounding.
-        xp: cupy.
-        amax: float32 of shape () on the device: the largest finite magnitude (for a scale window:
-            among blocks of finite values). None: a pass over x finds it where it is needed.
-        stats: count saturated and flushed values.
-        values: write decoded float32 values instead of codes and scales.
+    x is a C-contiguous float32, bfloat16 or float16 array of the plan's shape. The stream names the
+    random bits, given exactly under stochastic rounding. ``amax`` is float32 of shape () on the
+    device, the largest finite magnitude (for a scale window: among blocks of finite values);
+    without it a pass over x finds it where it is needed. ``stats`` counts saturated and flushed
+    values; ``values`` writes decoded float32 values instead of codes and scales.
     """
     tensor, maximum = tensor_of(plan, x, amax, xp)
     counters = Counters(2 * SLOTS, xp) if stats else None

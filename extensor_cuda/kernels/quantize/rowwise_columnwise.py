@@ -18,7 +18,7 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.kernels.quantize.quantize import CHUNK, SLOTS, THREADS, Plan
-from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.capture import random_arguments
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.launch import launch
@@ -93,8 +93,8 @@ def row_column_source(
     """The program; ``out`` is "codes" or "values"."""
     tall, _, each = _tile(plan, dtype, out)
     extra = {"QUANT_ROWWISE_COLUMNWISE": 1, "QUANT_CTA_ROWS": tall, "QUANT_THREAD_COLUMNS": each}
-    words = plan.rowwise.spec.rounding == "stochastic" or plan.rowwise.spec.ties != "even"
     spec = plan.rowwise.spec
+    words = spec.rounding == "stochastic" or spec.ties != "even"
     pairs = spec.row.element.bits == 4 and spec.is_mx
     # Three blocks leave 80 registers to a thread.
     few = not plan.rowwise.activation and (not stats or pairs)
@@ -116,31 +116,17 @@ def _run(
     whole = rows % tall == 0 and columns % wide == 0 and x.data.ptr % 16 == 0
     names = ("codes0", "codes1", "scales0", "scales1", "values0", "values1", "tensor")
     given = [*(arrays.get(name) for name in names), None if counters is None else counters.array]
-    words = [w for s in streams for w in ((0,) * 4 if s is None else (*s.key, *s.counter_high))]
-    launch(
-        row_column_source(plan, dtype, out, whole, counters is not None),
-        "quantize_both",
-        -(-rows // tall) * -(-columns // wide),
-        THREADS,
-        x,
-        *(np.uint64(0) if array is None else array for array in given),
-        clock_of(streams),
-        *(np.uint32(word) for word in words),
-        *(np.int64(size) for size in (rows, columns)),
-    )
+    numbers = *random_arguments(*streams), np.int64(rows), np.int64(columns)
+    source = row_column_source(plan, dtype, out, whole, counters is not None)
+    blocks = -(-rows // tall) * -(-columns // wide)
+    launch(source, "quantize_both", blocks, THREADS, x, *given, *numbers)
 
 
-def _counters(stats: bool, xp: Any) -> Counters | None:
-    return Counters(4 * SLOTS, xp) if stats else None
-
-
-def _stats(counters: Counters | None, plan: RowColumnPlan) -> tuple[OperandCounts, OperandCounts]:
+def _stats(counters: Counters | None, plan: RowColumnPlan) -> list[OperandCounts]:
     """The rowwise and the columnwise counts, which wait for the kernel when they are called."""
     assert counters is not None
-    half, count = 2 * SLOTS, plan.rowwise.count
-    return OperandCounts(counters, (0, half), count), OperandCounts(
-        counters, (half, 2 * half), count
-    )
+    parts = (0, 2 * SLOTS), (2 * SLOTS, 4 * SLOTS)
+    return [OperandCounts(counters, part, plan.rowwise.count) for part in parts]
 
 
 def quantize_raw(
@@ -153,13 +139,8 @@ def quantize_raw(
 ) -> tuple[tuple[QuantArray, QuantArray], Counters | None]:
     """Launch and return without waiting: arrays along rows and down columns, and the counters.
 
-    Args:
-        x: C-contiguous float32, bfloat16 or float16 matrix of the plan's shape.
-        plan: from `row_column_plan`.
-        streams: along rows, and down columns.
-        xp: cupy.
-        amax: as for `extensor_cuda.kernels.quantize.quantize.quantize_raw`.
-        stats: count saturated and flushed values.
+    As of `extensor_cuda.kernels.quantize.quantize.quantize_raw`, with a stream along rows and one
+    down columns.
     """
     tensor, _ = kernels.tensor_of(plan.rowwise, x, amax, xp)
     arrays = {"tensor": tensor}
@@ -169,7 +150,7 @@ def quantize_raw(
         arrays |= {f"codes{i}": codes, f"scales{i}": scales}
         whole = None if tensor is None else tensor[0]
         made.append(QuantArray(codes, scales, side.spec, side.shape, tensor_scale=whole))
-    counters = _counters(stats, xp)
+    counters = Counters(4 * SLOTS, xp) if stats else None
     _run(x, plan, "codes", streams, counters, arrays)
     return (made[0], made[1]), counters
 
@@ -190,7 +171,7 @@ def fake_quantize(
     tensor, _ = kernels.tensor_of(plan.rowwise, x, None, xp)
     values = [xp.empty(plan.rowwise.shape, dtype=xp.float32) for _ in range(2)]
     arrays = {"tensor": tensor, "values0": values[0], "values1": values[1]}
-    counters = _counters(True, xp)
+    counters = Counters(4 * SLOTS, xp)
     _run(x, plan, "values", plan.ordered(streams), counters, arrays)
     counts = _stats(counters, plan)
     return plan.ordered(((values[0], counts[0]), (values[1], counts[1])))

@@ -13,7 +13,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.runtime.compile import Source
 
-__all__ = ["FLOATS", "PARTS", "Arguments", "countable", "program"]
+__all__ = ["FLOATS", "PARTS", "Arguments", "program", "supports_packed"]
 
 Array = Any
 
@@ -53,28 +53,23 @@ class Arguments(NamedTuple):
         """Rows of bfloat16 that x is."""
         return len(self.x) * PARTS[self.x.dtype.name]
 
-    @property
-    def tensor_scale(self) -> Any:
-        """The tensor's scale, or a null pointer."""
-        return np.uint64(0) if self.w.tensor_scale is None else self.w.tensor_scale
-
     def room(self, slices: int, rows: int, groups: int) -> tuple[Any, Any]:
-        """Where slices of K leave their sums, and counts of a group's slices that are done.
-
-        Args:
-            slices: of K; nulls for one.
-            rows: of sums.
-            groups: of blocks, each of a slice.
-        """
+        """Where slices of K leave rows of sums, and counts of a group's slices that are done."""
         if slices == 1:
-            return np.uint64(0), np.uint64(0)
+            return None, None
         sums = (slices, rows, -(-self.w.shape[0] // 4) * 4)
         return self.xp.empty(sums, dtype=np.float32), self.zeros(groups)
 
 
-def countable(shape: tuple[int, ...]) -> bool:
-    """Whether 32 bits count tiles of 16 of N rows times 132 blocks, and 40 bits the elements."""
-    return shape[0] < 1 << 28 and shape[0] * shape[1] < 1 << 40
+def supports_packed(w: QuantArray) -> bool:
+    """Whether the kernels of E2M1 in packed pieces have such weights, (N, K) blocked along K.
+
+    32 bits count tiles of 16 of N rows times 132 blocks, and 40 bits the elements.
+    """
+    if w.spec.has_float_scales or w.shape[1] % 128:
+        return False
+    whole = w.shape[1] // tile_extent(w.spec, w.shape)[1] % 4 == 0
+    return whole and w.shape[0] < 1 << 28 and w.shape[0] * w.shape[1] < 1 << 40
 
 
 @lru_cache(maxsize=512)
@@ -87,13 +82,8 @@ def program(
 ) -> Source:
     """A program with the macros of `weights.cuh` and its own, one object for the same ones.
 
-    Args:
-        path: its file.
-        spec: of weights, blocked along the last axis.
-        shape: theirs.
-        dtype: of activations, of `FLOATS`.
-        out: a result's.
-        own: the other macros.
+    ``dtype`` is of activations and ``out`` of the result, both of `FLOATS`; the weights are blocked
+    along the last axis.
     """
     element, scaled = spec.row.element, spec.has_float_scales
     macros = {

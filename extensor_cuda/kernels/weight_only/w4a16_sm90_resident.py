@@ -11,7 +11,7 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.weight_only.program import PARTS, Arguments, countable, program
+from extensor_cuda.kernels.weight_only.program import PARTS, Arguments, program, supports_packed
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
@@ -45,16 +45,8 @@ class Cut:
 
 
 def supports(w: QuantArray, tokens: int) -> bool:
-    """Whether the kernel has such weights, if a weight-only product has them at all.
-
-    Args:
-        w: (N, K), blocked along K.
-        tokens: rows of x, three for each of float32.
-    """
-    if w.spec.has_float_scales or tokens > _TOKENS or w.shape[1] % 128 or w.shape[0] < 16:
-        return False
-    _, length = tile_extent(w.spec, w.shape)
-    return w.shape[1] // length % 4 == 0 and countable(w.shape)
+    """Whether the kernel has such weights, if a weight-only product has them at all."""
+    return tokens <= _TOKENS and w.shape[0] >= 16 and supports_packed(w)
 
 
 @lru_cache(maxsize=1024)
@@ -79,20 +71,8 @@ def product(given: Arguments, cut: Cut) -> None:
     """Write X w^T of weights that `supports` has; does not wait."""
     rows, lines, columns = given.sizes
     partial, done = given.room(cut.slices, given.tokens, cut.groups)
-    launch(
-        source(given.w, rows, given.x.dtype.name, given.out.dtype.name),
-        "decode_few",
-        cut.groups * cut.slices,
-        32 * WARPS,
-        given.x,
-        given.codes,
-        given.scales,
-        given.tensor_scale,
-        partial,
-        done,
-        given.out,
-        *(np.int32(n) for n in (rows, lines, columns, cut.slices, cut.stretch)),
-        np.int32(cut.parts.bit_length() - 1),
-        shared=cut.shared,
-        pdl=True,
-    )
+    made = source(given.w, rows, given.x.dtype.name, given.out.dtype.name)
+    launched = made, "decode_few", cut.groups * cut.slices, 32 * WARPS
+    arrays = given.x, given.codes, given.scales, given.w.tensor_scale, partial, done, given.out
+    numbers = rows, lines, columns, cut.slices, cut.stretch, cut.parts.bit_length() - 1
+    launch(*launched, *arrays, *map(np.int32, numbers), shared=cut.shared, pdl=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.weight_only.program import Arguments, countable, program
+from extensor_cuda.kernels.weight_only.program import Arguments, program, supports_packed
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.driver import SHARED_BYTES
 from extensor_cuda.runtime.launch import launch
@@ -56,31 +56,15 @@ def memory(warps: int, tokens: int, block: int) -> tuple[int, int]:
 
 
 def supports(w: QuantArray, tokens: int) -> bool:
-    """Whether the kernel has such weights, if a weight-only product has them at all.
-
-    Args:
-        w: (N, K), blocked along K.
-        tokens: rows of x, three for each of float32.
-    """
-    if w.spec.has_float_scales or tokens not in _TOKENS or w.shape[1] % 128:
-        return False
-    _, length = tile_extent(w.spec, w.shape)
-    return w.shape[1] // length % 4 == 0 and countable(w.shape)
+    """Whether the kernel has such weights, if a weight-only product has them at all."""
+    return tokens in _TOKENS and supports_packed(w)
 
 
 @lru_cache(maxsize=1024)
 def source(
     spec: QuantSpec, shape: tuple[int, ...], tokens: int, dtypes: tuple[str, str], cut: Cut
 ) -> tuple[Source, int]:
-    """The program, and the bytes of shared memory of a block.
-
-    Args:
-        spec: of the weights.
-        shape: theirs.
-        tokens: rows of x, three for each of float32.
-        dtypes: of x and of the result.
-        cut: how the product is divided.
-    """
+    """The program, for dtypes of x and of the result, and a block's bytes of shared memory."""
     _, block = tile_extent(spec, shape)
     grain = max(PIECE // block, 4)
     while shape[1] // block % grain:
@@ -107,19 +91,8 @@ def product(given: Arguments, cut: Cut) -> None:
     dtypes = given.x.dtype.name, given.out.dtype.name
     made, shared = source(given.w.spec, given.w.shape, given.tokens, dtypes, cut)
     partial, done = given.room(cut.slices, rows, cut.groups)
-    launch(
-        made,
-        "decode_ring",
-        cut.groups * cut.slices,
-        32 * (cut.pairs * cut.parts + _PRODUCERS),
-        given.x,
-        given.codes,
-        given.scales,
-        given.tensor_scale,
-        partial,
-        done,
-        given.out,
-        *(np.int32(n) for n in (rows, lines, columns, cut.slices)),
-        shared=shared,
-        pdl=True,
-    )
+    threads = 32 * (cut.pairs * cut.parts + _PRODUCERS)
+    arrays = given.x, given.codes, given.scales, given.w.tensor_scale, partial, done, given.out
+    numbers = map(np.int32, (rows, lines, columns, cut.slices))
+    blocks = cut.groups * cut.slices
+    launch(made, "decode_ring", blocks, threads, *arrays, *numbers, shared=shared, pdl=True)

@@ -72,20 +72,8 @@ def product(given: Arguments, cut: tuple[int, int]) -> None:
         scales = scales.repeat(lines, axis=0)
         points = None if points is None else points.repeat(lines, axis=0)
     sums = xp.empty((splits, given.tokens, lines), dtype=np.float32)
-    launch(
-        made,
-        "decode_product",
-        count * splits,
-        _THREADS,
-        given.x,
-        given.codes,
-        scales,
-        np.uint64(0) if points is None else xp.ascontiguousarray(points),
-        given.tensor_scale,
-        sums,
-        given.zeros(count),
-        given.out,
-        *(np.int32(n) for n in (rows, lines, columns)),
-        *(np.int64(n) for n in (given.codes.shape[1], scales.shape[1])),
-        *(np.int32(n) for n in (splits, stretch)),
-    )
+    points = None if points is None else xp.ascontiguousarray(points)
+    arrays = given.x, given.codes, scales, points, w.tensor_scale, sums, given.zeros(count)
+    pitches = map(np.int64, (given.codes.shape[1], scales.shape[1]))
+    numbers = *map(np.int32, (rows, lines, columns)), *pitches, np.int32(splits), np.int32(stretch)
+    launch(made, "decode_product", count * splits, _THREADS, *arrays, given.out, *numbers)

@@ -116,27 +116,15 @@ def product(given: Arguments, cut: Cut) -> None:
     """Write X w^T of weights that `supports` has; does not wait."""
     (rows, lines, columns), w, xp = given.sizes, given.w, given.xp
     groups = -(-lines // (TILE_ROWS * 4 // cut.split))
-    points: Any = np.uint64(0)
+    points = None
     if w.zero_points is not None:  # four of which are copied at a time
         points = xp.ascontiguousarray(w.zero_points)
         points = points.copy() if points.data.ptr % 16 else points
     partial, done = given.room(cut.slices, rows, groups)
-    launch(
-        source(w, rows, given.x.dtype.name, given.out.dtype.name, cut),
-        "decode_tokens",
-        min(groups * cut.slices, driver.multiprocessors(xp.cuda.runtime.getDevice())),
-        _THREADS,
-        given.x,
-        given.codes,
-        given.scales,
-        points,
-        given.tensor_scale,
-        partial,
-        done,
-        given.out,
-        *(np.int32(n) for n in (rows, lines, columns, cut.slices)),
-        np.int64(given.codes.shape[1]),
-        np.int64(given.scales.shape[1] if len(given.scales) == lines else 0),
-        shared=cut.shared,
-        pdl=True,
-    )
+    made = source(w, rows, given.x.dtype.name, given.out.dtype.name, cut)
+    blocks = min(groups * cut.slices, driver.multiprocessors(xp.cuda.runtime.getDevice()))
+    arrays = given.x, given.codes, given.scales, points, w.tensor_scale, partial, done, given.out
+    pitches = given.codes.shape[1], given.scales.shape[1] if len(given.scales) == lines else 0
+    numbers = *map(np.int32, (rows, lines, columns, cut.slices)), *map(np.int64, pitches)
+    launched = made, "decode_tokens", blocks, _THREADS
+    launch(*launched, *arrays, *numbers, shared=cut.shared, pdl=True)

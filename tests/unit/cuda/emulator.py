@@ -90,8 +90,9 @@ class Emulator:
         pdl: bool = False,
     ) -> None:
         assert shared <= SHARED
+        given = [np.uint64(0) if a is None else a for a in arguments]
         held = [
-            np.uint64(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in arguments
+            np.uint64(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in given
         ]  # an array is its address, a number its bytes
         boxes = [np.array(value) for value in held]
         pointers = (ctypes.c_void_p * len(boxes))(*(box.ctypes.data for box in boxes))

@@ -115,7 +115,8 @@ def run(case: Case, there: list[Any], xp: Any) -> tuple[Any, ...]:
     scale = case.d**-0.5
     out, stats = kernels.attention(q, k, v, case.causal, scale, xp)
     into = [xp.empty((*a.swapaxes(1, 2).shape,), BFLOAT16).swapaxes(1, 2) for a in (q, k, v)]
-    kernels.attention_grad(g, q, k, v, out, stats, case.causal, scale, tuple(into), xp)
+    forward = kernels.Forward(q, k, v, out, stats, case.causal, scale)
+    kernels.attention_grad(g, forward, (into[0], into[1], into[2]), xp)
     return out, stats, *into
 
 

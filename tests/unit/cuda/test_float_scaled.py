@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -13,11 +12,7 @@ from extensor.formats import FORMATS
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels.quantize import (
-    float_scaled,
-    float_scaled_columnwise,
-    float_scaled_rowwise,
-)
+from extensor_cuda.kernels.quantize import float_scaled, float_scaled_blocks
 from tests.oracle.compare import PARTS, same_bytes
 from tests.oracle.samples import KINDS, SHAPES, sample
 from tests.unit.cuda.emulator import Cupy
@@ -51,7 +46,7 @@ def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch,
         [],
         hopper=False,
-        quantizing=[float_scaled, float_scaled_rowwise, float_scaled_columnwise],
+        quantizing=[float_scaled, float_scaled_blocks],
     )
 
 
@@ -111,8 +106,8 @@ def test_blocks_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], tile: A
         rounding, rbits = ROUNDINGS[number % 3]
         spec = QuantSpec(element, axis=-1, tile=tile, rounding=rounding, rbits=rbits)
         plan = float_scaled.plan_of(spec, shape)
-        assert isinstance(plan, float_scaled.FloatPlan) and plan.rowwise
-        assert float_scaled_rowwise.KERNELS[plan.rowwise.way] == kernel
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.blocks
+        assert plan.blocks.kernel == kernel
         x = sample(shape, len(shape) - 1, KINDS[number % len(KINDS)], seed=number)
         with np.errstate(over="ignore"):
             x = x.astype(list(DTYPES.values())[number % 3])
@@ -134,7 +129,8 @@ def test_blocks_down_columns(xp: Any, shape: tuple[int, ...], tile: Any) -> None
         rounding, rbits = ROUNDINGS[number % 3]
         spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
         plan = float_scaled.plan_of(spec, shape)
-        assert isinstance(plan, float_scaled.FloatPlan) and plan.columnwise
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.blocks
+        assert plan.blocks.kernel == "quantize_panels"
         x = sample(shape, 0, KINDS[number % len(KINDS)], seed=number)
         with np.errstate(over="ignore"):
             x = x.astype(list(DTYPES.values())[number % 3])
@@ -147,8 +143,8 @@ def test_zero_points_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], ti
         scale = ("float32", "float16")[number]
         spec = QuantSpec(element, axis=-1, tile=tile, symmetric=False, scale_dtype=scale)
         plan = float_scaled.plan_of(spec, shape)
-        assert isinstance(plan, float_scaled.FloatPlan) and plan.rowwise
-        assert float_scaled_rowwise.KERNELS[plan.rowwise.way] == kernel
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.blocks
+        assert plan.blocks.kernel == kernel
         for kind in KINDS:
             x = sample(shape, len(shape) - 1, kind, seed=number)
             with np.errstate(over="ignore"):
@@ -262,11 +258,12 @@ def test_no_kernel_down_columns_spills(element: str, shape: tuple[int, ...], til
     for number, (rounding, rbits) in enumerate(ROUNDINGS):
         spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
         plan = float_scaled.plan_of(spec, shape)
-        assert isinstance(plan, float_scaled.FloatPlan) and plan.columnwise
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.blocks
+        extent = plan.each[3], plan.each[1]
         for dtype in DTYPES:
             for transposed in {False, plan.per == 1}:
-                panels = replace(plan.columnwise, transposed=transposed)
-                source = float_scaled_columnwise.columnwise_source(panels, dtype)
+                panels = float_scaled_blocks.columnwise_plan(plan.spec, shape, extent, transposed)
+                source = float_scaled_blocks.block_source(panels, dtype)
                 check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])
 
 
@@ -280,7 +277,7 @@ def test_no_kernel_along_rows_spills(
     for number, (rounding, rbits) in enumerate(ROUNDINGS):
         spec = QuantSpec(element, axis=-1, tile=tile, rounding=rounding, rbits=rbits)
         plan = float_scaled.plan_of(spec, shape)
-        assert isinstance(plan, float_scaled.FloatPlan) and plan.rowwise
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.blocks
         for dtype in DTYPES:
-            source = float_scaled_rowwise.source_of(plan.rowwise, dtype)
+            source = float_scaled_blocks.block_source(plan.blocks, dtype)
             check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])

@@ -61,7 +61,7 @@ def miscount(q: QuantArray, counts: QuantStats) -> Stored:
 
 
 @pytest.mark.parametrize("spoils", [keep, flip_a_code, flip_a_scale, miscount])
-@pytest.mark.parametrize("part", ["quantizers", "pairs"])
+@pytest.mark.parametrize("part", ["quantizers", "rowwise_columnwise"])
 def test_what_is_stored_is_judged(part: str, spoils: Any) -> None:
     words = {flip_a_code: "codes", flip_a_scale: "scales", miscount: "expected", keep: ""}[spoils]
     for case in CASES:

@@ -76,7 +76,7 @@ def test_weights_written_in_a_captured_step_are_quantized_anew(gpu: Any, way: st
     same(found[1], found[0])
 
 
-def test_what_a_broken_recording_made_is_not_used(gpu: Any) -> None:
+def test_what_a_failed_capture_made_is_not_used(gpu: Any) -> None:
     """Its operands were never computed, though they would be of the weights that are there."""
     model, _ = build("bf16")
 
@@ -104,7 +104,7 @@ def test_gradients_from_before_a_step_are_not_added_to(gpu: Any) -> None:
     train = et.capture(backward)
     train(batch(0))
     before = [param.grad for param in model.parameters()]
-    with pytest.raises(RuntimeError, match="forget them in the step, by optimizer.zero_grad"):
+    with pytest.raises(RuntimeError, match="reset them in the step, by optimizer.zero_grad"):
         train(batch(1))
     assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
     model.zero_grad()

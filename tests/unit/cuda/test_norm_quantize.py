@@ -68,7 +68,7 @@ def test_the_structure_is_the_kernels(compiler: str, tmp_path: Path) -> None:
     source = fused.norm_quantize_source(
         plan_of("mxfp4", (64, 512)), "float32", False, False, False, True
     )
-    check_fields(source.text, "Norm", fused._Norm, compiler, tmp_path)
+    check_fields(source.text, "Norm", fused._parameters(), compiler, tmp_path)
 
 
 @pytest.mark.parametrize("only_rows", [False, True])

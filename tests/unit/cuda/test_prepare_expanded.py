@@ -27,7 +27,7 @@ from extensor_cuda.kernels.nn import elementwise
 from extensor_cuda.kernels.prepare import expand as expand_kernel
 from extensor_cuda.kernels.prepare import float_scaled_operand, quantize_operand
 from extensor_cuda.kernels.prepare.expand import expand_source
-from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
+from extensor_cuda.kernels.quantize import float_scaled_blocks
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.matmul import tuned
 from extensor_cuda.matmul.expand import (
@@ -82,8 +82,7 @@ def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     quantizing = [
         quantize_operand,
         float_scaled_operand,
-        float_scaled_rowwise,
-        float_scaled_columnwise,
+        float_scaled_blocks,
     ]
     return place(request, monkeypatch, [elementwise, expand_kernel], quantizing=quantizing)
 

@@ -12,7 +12,7 @@ from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.prepare import float_scaled_operand
-from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
+from extensor_cuda.kernels.quantize import float_scaled_blocks
 from tests.unit.cuda import emulator
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.preparing import FLOAT_SCALES, gap
@@ -52,7 +52,7 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = [float_scaled_operand, float_scaled_rowwise, float_scaled_columnwise]
+    made = [float_scaled_operand, float_scaled_blocks]
     return place(request, monkeypatch, [], hopper=False, quantizing=made)
 
 
@@ -88,7 +88,7 @@ def test_operands_are_the_references(xp: Any, spec: QuantSpec, axis: int, dtype:
             assert got.shape == want.shape and side.codes.strides[0] % 16 == 0
             np.testing.assert_array_equal(got, want, err_msg=f"{shape} {kind}")
             scales = q.scales.T if axis else q.scales
-            np.testing.assert_array_equal(np.asarray(side.scales.get()), scales)
+            np.testing.assert_array_equal(np.asarray(side.scale.grid.get()), scales)
             assert counts() == stats, (shape, kind)
             decoded = reference.dequantize(q)
             values, decoded = side.values(xp).get(), decoded if axis else decoded.T
@@ -105,7 +105,7 @@ def test_both_ways_at_once(xp: Any, spec: QuantSpec) -> None:
     for (side, _), way in zip(made_by(FLOAT_SCALES, x, ways, [None, None], xp), ways, strict=True):
         ((alone, _),) = made_by(FLOAT_SCALES, x, [way], [None], xp)
         np.testing.assert_array_equal(side.codes.get(), alone.codes.get())
-        np.testing.assert_array_equal(side.scales.get(), alone.scales.get())
+        np.testing.assert_array_equal(side.scale.grid.get(), alone.scale.grid.get())
 
 
 @pytest.mark.parametrize(

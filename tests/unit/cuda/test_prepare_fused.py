@@ -130,7 +130,7 @@ def test_what_rounds_by_chance_in_halves_is_the_rule(emulator: Any, rbits: int) 
         spec_of(1, "stochastic").replace(rbits=rbits), "bfloat16", True, True, False
     )
     text = program.text
-    start = text.index("#if HALVES\nstatic_assert")
+    start = text.index("#if CODEC_BF16X8\nstatic_assert")
     text = text[start : text.index("// Codes of 4 bits -> E5M2", start)]
     source = replace(program, text=PRELUDE + text + ENTRY)
     rng = np.random.default_rng(rbits)

@@ -165,32 +165,51 @@ def test_works_take_turns_and_slow_ones_are_repeated_less_often() -> None:
         assert calls[0] == expected + 2 + 3
 
 
-def test_the_curve_is_a_picture_with_a_line_a_way() -> None:
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(folder: Path, held: list[Timing], ticks: tuple[float, ...]) -> tuple[set[Any], list[Any]]:
+    """The words of a picture, and its curves: colour, whether dashed, and points."""
+    curve(folder / "a.svg", held, "A GPU", ticks)
+    root = ElementTree.parse(folder / "a.svg")
+    words = {element.text for element in root.iter(f"{SVG}text")}
+    curves = []
+    for path in root.iter(f"{SVG}path"):
+        style = dict(part.split(": ") for part in path.get("style", "").rstrip(";").split("; "))
+        if path.get("clip-path") and style.get("stroke") in ("#1f77b4", "#ff7f0e"):
+            numbers = path.get("d", "").replace("M", " ").replace("L", " ").split()
+            points = list(zip(map(float, numbers[::2]), map(float, numbers[1::2]), strict=True))
+            curves.append((style["stroke"], "stroke-dasharray" in style, points))
+    return words, curves
+
+
+def test_the_curve_is_a_picture_with_a_line_a_way(tmp_path: Path) -> None:
     held = timings({64: 0.1, 512: 4.0}) + timings({64: 1.0, 512: 2.0}, "bf16")
-    root = ElementTree.fromstring(curve(held, "A GPU", (0.5, 1, 2, 9)))
-    words = {element.text for element in root if element.tag.endswith("text")}
+    words, curves = drawn(tmp_path, held, (0.5, 1, 2, 9))
     labels = {"float scales (fp8_block)", "bf16 (bf16)"}
     assert {"A GPU", "64", "512", "0.5x", "1x", "2x"} | labels <= words
     assert "9x" not in words
-    assert [line.get("stroke-dasharray") for line in lines(root)] == [None, None]
+    assert [dashed for _, dashed, _ in curves] == [False, False]
 
 
-def lines(root: ElementTree.Element) -> list[ElementTree.Element]:
-    return [element for element in root if element.tag.endswith("polyline")]
-
-
-def test_the_curve_of_bfloat16_is_dashed_in_the_colour_of_its_way() -> None:
+def test_the_curve_of_bfloat16_is_dashed_in_the_colour_of_its_way(tmp_path: Path) -> None:
     held = [Timing("float scales", 64, 1.0, 4.0, 0.25), Timing("float scales", 512, 1.0, 9.0, 4.0)]
     held += timings({64: 1.0, 512: 2.0}, "bf16")
-    solid, dashed, dense = lines(ElementTree.fromstring(curve(held, "A GPU", (0.5, 1))))
-    assert [line.get("stroke-dasharray") is None for line in (solid, dashed, dense)] == [1, 0, 1]
-    assert solid.get("stroke") == dashed.get("stroke") != dense.get("stroke")
-    (_, first), (_, last) = (
-        [float(number) for number in point.split(",")] for point in dashed.get("points", "").split()
-    )
-    assert float(solid.get("points", "").split()[0].split(",")[1]) == pytest.approx(last)
+    _, (solid, dashed, dense) = drawn(tmp_path, held, (0.5, 1))
+    assert [one[1] for one in (solid, dashed, dense)] == [False, True, False]
+    assert solid[0] == dashed[0] != dense[0]
+    (_, first), (_, last) = dashed[2]
+    assert solid[2][0][1] == pytest.approx(last)
     assert first > last  # slower is lower, and in the picture
     assert 0 < last < first < 400
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"extensor\[train\]"):
+        tune.tune(tmp_path / "a.svg")
 
 
 def test_numbers_lie_beside_the_picture_and_what_was_not_measured_does_not(tmp_path: Path) -> None:
@@ -267,7 +286,7 @@ def test_a_table_decides_and_is_of_one_gpu_driver_and_source(table: Path) -> Non
     assert tuned.path_of("other", 13000) != table != tuned.path_of("NVIDIA H100 80GB", 13010)
     assert tuned.least_work("float scales") == tuned.LEAST_WORK
     tuned.save(table, {"float scales": 512**3, "expanded": 0}, {"date": "today"})
-    assert tuned.least_work("float scales") == tuned.LEAST_WORK12**3
+    assert tuned.least_work("float scales") == 512**3
     assert tuned.least_work("expanded") == 1  # 0 is a product without the path
     assert tuned.least_work("bf16") == tuned.LEAST_WORK
     assert json.loads(table.read_text())["date"] == "today"

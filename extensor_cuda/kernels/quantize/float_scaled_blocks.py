@@ -1,0 +1,208 @@
+"""FP8, INT8 and INT4 under float scales in blocks along rows or down columns, in one reading.
+
+Along rows: groups, channels, tensors and tiles whose rows are multiples of 16
+(`float_scaled_rowwise.cu`). Down a matrix's columns: groups of 16 to 128, tiles of 128 x 128,
+columns and matrices, without zero points (`float_scaled_columnwise.cu`); codes are written as the
+matrix lies, or transposed, as a GEMM reads what it contracts along the first axis. The scale of a
+tensor or of a column takes a reading before. `float_scaled` covers the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda.kernels.quantize.quantize import CHUNK, INPUTS, THREADS, encoding_macros
+from extensor_cuda.runtime.capture import random_arguments
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters
+from extensor_cuda.runtime.launch import launch
+
+__all__ = [
+    "BlockPlan",
+    "block_source",
+    "columnwise_plan",
+    "float_macros",
+    "largest",
+    "quantize",
+    "rowwise_plan",
+]
+
+Array = Any
+Macros = tuple[tuple[str, int], ...]
+
+_FOLDER = Path(__file__).parent
+_KEPT = 4  # chunks that a thread holds, along rows
+_FAR = 8192  # chunks of a block of values beyond which its threads are too few
+_MOST_LANES = 32
+_SIDE = 128  # of a block of threads' panel, as in float_scaled_columnwise.cu
+_TALL = (16, 32, 64, 128)
+_ROWWISE = ("quantize_groups", "quantize_blocks", "quantize_all")  # QUANT_PATH, by number
+_PANELS = "quantize_panels"
+_FOUND_BEFORE = ("", "columns", "all")  # QUANT_AMAX_GIVEN, by number: nothing, each column, all
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How a kernel takes an array of one shape.
+
+    Attributes:
+        spec: resolved.
+        kernel: its name.
+        macros: its program's, beside the spec's and the dtype's.
+        grid: blocks of threads.
+        threads: of each.
+        sizes: numbers that the kernel is given.
+        found_before: of what another reading finds the largest magnitude: "", "columns" or "all".
+    """
+
+    spec: QuantSpec
+    kernel: str
+    macros: Macros
+    grid: int
+    threads: int
+    sizes: tuple[Any, ...]
+    found_before: str = ""
+
+
+@lru_cache(maxsize=4096)
+def rowwise_plan(
+    spec: QuantSpec,
+    sizes: tuple[int, int, int, int],
+    each: tuple[int, int, int, int],
+    blocks: tuple[int, int, int, int],
+) -> BlockPlan | None:
+    """How (outer, rows, 1, columns) elements in such blocks are taken; None: not by these kernels.
+
+    ``sizes`` are the array's, ``each`` a block's, ``blocks`` how many there are along each; the
+    spec is resolved, under plain float scales.
+    """
+    _, rows, inner, columns = sizes
+    tall, wide = each[1], each[3]
+    nearest = spec.rounding == "nearest_even" and spec.ties == "even"
+    if not (spec.symmetric or nearest) or inner > 1 or columns % CHUNK or wide % CHUNK:
+        return None
+    chunks, lanes = math.prod(sizes) // CHUNK, wide // CHUNK
+    neat = lanes <= _MOST_LANES and lanes & (lanes - 1) == 0 and columns % wide == 0
+    if each == sizes or (tall == 1 and neat):
+        whole = each == sizes
+        kept = 1 if spec.rounding == "stochastic" and not whole else _KEPT
+        macros = _rowwise_macros(2 if whole else 0, CHUNK if whole else wide, THREADS, kept)
+        grid = -(-chunks // (THREADS * kept))
+        kernel, before = _ROWWISE[2 if whole else 0], _FOUND_BEFORE[2 if whole else 0]
+        return BlockPlan(spec, kernel, macros, grid, THREADS, (np.int64(chunks),), before)
+    most = min(tall, rows) * min(lanes, columns // CHUNK)
+    if each[0] > 1 or most > _FAR:
+        return None
+    threads = min(THREADS, max(32, 1 << (most - 1).bit_length()))
+    macros = _rowwise_macros(1, CHUNK, threads, min(_KEPT, -(-most // threads)))
+    numbers = tuple(map(np.uint32, (rows, columns // CHUNK, tall, lanes, blocks[1], blocks[3])))
+    return BlockPlan(spec, _ROWWISE[1], macros, math.prod(blocks), threads, numbers)
+
+
+def _rowwise_macros(path: int, block: int, threads: int, kept: int) -> Macros:
+    """``block``: values that share a scale where they are neighbouring lanes', else a lane's."""
+    sizes = ("CODEC_BLOCK", block), ("CODEC_THREADS", threads), ("QUANT_KEPT_CHUNKS", kept)
+    return (("QUANT_PATH", path), *sizes)
+
+
+@lru_cache(maxsize=4096)
+def columnwise_plan(
+    spec: QuantSpec, shape: tuple[int, int], extent: tuple[int, int], transposed: bool
+) -> BlockPlan | None:
+    """How a matrix blocked along axis 0 is taken; None: not by these kernels.
+
+    ``extent`` is of a block of values: its rows and columns. The spec is resolved, under plain
+    float scales, and of 8 bits if codes are transposed.
+    """
+    (rows, columns), (tall, wide) = shape, extent
+    random = spec.rounding == "stochastic"
+    if not spec.symmetric or columns % 4 or max(shape) > 1 << 30:
+        return None
+    given = 0
+    if wide == 1 and tall >= rows:
+        given, tall = 1, _SIDE
+    elif wide >= columns and tall >= rows:
+        if rows * columns % 16 or (random and (extent != shape or rows % 16)):
+            return None
+        given, tall = 2, _SIDE
+    elif tall not in _TALL or (wide > 1 and (tall, wide) != (_SIDE, _SIDE)):
+        return None
+    tiles = ("QUANT_SQUARE_TILES", int(given == 0 and wide > 1))
+    of_block = ("QUANT_AMAX_GIVEN", given), ("QUANT_BLOCK_ROWS", tall), tiles
+    macros = *of_block, ("QUANT_TRANSPOSED", int(transposed))
+    grid, sizes = -(-rows // _SIDE) * -(-columns // _SIDE), (np.int64(rows), np.int64(columns))
+    return BlockPlan(spec, _PANELS, macros, grid, THREADS, sizes, _FOUND_BEFORE[given])
+
+
+def block_source(plan: BlockPlan, dtype: str) -> Source:
+    """The program for input of a dtype."""
+    return _source(plan.spec, dtype, plan.kernel == _PANELS, plan.macros)
+
+
+@lru_cache(maxsize=1024)
+def _source(spec: QuantSpec, dtype: str, columnwise: bool, macros: Macros) -> Source:
+    path = _FOLDER / f"float_scaled_{'columnwise' if columnwise else 'rowwise'}.cu"
+    return Source.read(path, float_macros(spec, dtype) | dict(macros))
+
+
+def float_macros(spec: QuantSpec, dtype: str) -> dict[str, object]:
+    """How values of a dtype become codes under float scales, for a resolved spec."""
+    return encoding_macros(spec) | {
+        "CODEC_IN": INPUTS.index(dtype),
+        "CODEC_OUT": 0,
+        "CODEC_STATS": 1,
+        "CODEC_ACTIVATE": 0,
+        "CODEC_UE4M3": 0,
+        "CODEC_NEEDS_TENSOR": 0,
+        "CODEC_HADAMARD": 0,
+        "CODEC_BLOCK": CHUNK,
+        "CODEC_FLOAT16_SCALES": int(spec.scale_name == "float16"),
+        "CODEC_RULE_ONE": int(spec.rule == "one"),
+        "CODEC_ZERO_POINTS": int(not spec.symmetric),
+    }
+
+
+_WHOLE = _rowwise_macros(2, CHUNK, THREADS, _KEPT)
+
+
+def largest(x: Array, spec: QuantSpec, xp: Any) -> Array:
+    """Of 16 n values, 16-byte aligned, uint32 (2,): bits of the largest magnitude.
+
+    For a spec with zero points those of the largest value above zero, and of that below it.
+    """
+    most, chunks = xp.zeros(2, dtype=np.uint32), x.size // CHUNK
+    source, grid = _source(spec, x.dtype.name, False, _WHOLE), -(-chunks // (THREADS * _KEPT))
+    launch(source, "largest", grid, THREADS, x, most, np.int64(chunks))
+    return most
+
+
+def quantize(
+    plan: BlockPlan, x: Array, stream: Stream | None, codes: Array, scales: Array,
+    counters: Counters, xp: Any, zeros: Array | None = None, most: Array | None = None,
+) -> None:  # fmt: skip
+    """Codes, scales and counts, without waiting.
+
+    x is C-contiguous from a multiple of 16 bytes on; codes, written likewise, lie as x does, or are
+    (columns, pitch), with rows up to a multiple of 16, if they are transposed. There is a scale for
+    each block, and a zero point (int8) where the spec has them. ``most`` is what `largest` finds,
+    if it is known.
+    """
+    source = block_source(plan, x.dtype.name)
+    if plan.found_before == "columns":
+        most = xp.zeros(x.shape[1], dtype=np.uint32)
+        launch(source, "largest_of_columns", plan.grid, THREADS, x, most, *plan.sizes)
+    elif plan.found_before == "all" and most is None:
+        most = largest(x, plan.spec, xp)
+    panels = plan.kernel == _PANELS
+    arrays = (x, codes, scales, most) if panels else (x, codes, scales, zeros, most)
+    pitch = (np.int64(codes.shape[1]),) if panels else ()
+    numbers = *random_arguments(stream), *plan.sizes, *pitch
+    launch(source, plan.kernel, plan.grid, plan.threads, *arrays, counters.array, *numbers)
