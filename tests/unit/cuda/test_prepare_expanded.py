@@ -41,7 +41,7 @@ from extensor_cuda.runtime.counters import Counters, OperandCounts
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
 from tests.unit.cuda.places import PLACES, place
-from tests.unit.cuda.preparing import EXPANDED as EXPANDED_PREPARER
+from tests.unit.cuda.preparing import EXPANDED
 from tests.unit.cuda.preparing import gap
 from tests.unit.cuda.preparing import made as made_by
 from tests.unit.cuda.test_compile import check_compiles
@@ -262,9 +262,7 @@ def maker(xp: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     if isinstance(xp, emulation.Cupy):
         monkeypatch.setattr(kernels, "quantize_raw", quantize_raw)
-    return lambda x, specs: made_by(
-        EXPANDED_PREPARER, xp.asarray(x), specs, [None] * len(specs), xp
-    )
+    return lambda x, specs: made_by(EXPANDED, xp.asarray(x), specs, [None] * len(specs), xp)
 
 
 @pytest.fixture
@@ -276,14 +274,14 @@ def backend(xp: Any, maker: Any, request: Any, monkeypatch: pytest.MonkeyPatch) 
     return CudaBackend(xp)
 
 
-EXPANDED = (
+EXPANDED_RECIPES = (
     *("mxfp6", "mxfp4_tseng", "nvfp4_nvidia", "nvfp4_4over6", "nvfp4_fp8exact"),
     *("mxfp4_block16", "mxfp4_block64", "mxfp4_block128"),
 )
 SCALED = ("int8", "fp8_tensor", "fp8_block")
 
 
-@pytest.mark.parametrize("recipe", [*EXPANDED, *SCALED, "mxfp8_rebased"])
+@pytest.mark.parametrize("recipe", [*EXPANDED_RECIPES, *SCALED, "mxfp8_rebased"])
 def test_a_layers_three_products_are_the_cpus(xp: Any, backend: Any, recipe: str) -> None:
     """The same random bits, so that the operands are the same and the products within bounds."""
     rng = np.random.default_rng(6)
@@ -324,7 +322,7 @@ def test_the_way_of_every_recipe_is_known(xp: Any, backend: Any) -> None:
                 way = backend.path("prepare", x, [along], [stream], 1 << 40)
                 ways.setdefault(name, set()).add(way.split(":")[0])
     others = {name: way for name, way in ways.items() if way != {"fused kernel"}}
-    known = {name: {"expanded"} for name in EXPANDED}
+    known = {name: {"expanded"} for name in EXPANDED_RECIPES}
     assert others == known | {name: {"scaled kernel"} for name in SCALED}
 
 
