@@ -41,8 +41,7 @@ from extensor_cuda.runtime.counters import Counters, OperandCounts
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
 from tests.unit.cuda.places import PLACES, place
-from tests.unit.cuda.preparing import EXPANDED
-from tests.unit.cuda.preparing import gap
+from tests.unit.cuda.preparing import EXPANDED, gap
 from tests.unit.cuda.preparing import made as made_by
 from tests.unit.cuda.test_compile import check_compiles
 
