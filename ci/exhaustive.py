@@ -74,7 +74,7 @@ class Case:
 
 
 # An MX format takes its dialect's scale rule, so other ties are reached through the float scales
-# (ties towards zero by mxfp4 alone; tests/test_exhaustive.py checks them at every breakpoint).
+# (ties towards zero by mxfp4 alone; tests/unit/quant/test_rounding.py has them all).
 CASES = (
     Case("e2m1", "mxfp4"),
     Case("e2m3", "mxfp6_e2m3"),

@@ -15,7 +15,7 @@ import pytest
 pytest.register_assert_rewrite("tests.array_api", "tests.kernels")
 
 PROCESS_WIDE = (
-    "set_level(", "set_gemm_level(", "set_threads(", "tracemalloc.", "gc.disable(", "setrlimit(",
+    "forced(", "set_gemm_level(", "set_threads(", "tracemalloc.", "gc.disable(", "setrlimit(",
     "subprocess.", "threading.active_count(", "parse_train(", 'PRIMITIVES["exp"] = ',
     "MonkeyPatch.context(",
 )  # fmt: skip

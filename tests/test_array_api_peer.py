@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.array_api import make_strategies_namespace
 
 from tests.array_api import calls, judge, matrices
-from tests.array_api.draw import A, B, C, Call, Draw, F, N, Named, R, Z, together
+from tests.array_api.draw import A, B, C, Call, Draw, F, N, Named, R, Z, promotes
 
 strict: Any = pytest.importorskip("array_api_strict", reason="pip install array-api-strict")
 xp: Any = importlib.import_module(os.environ.get("ARRAY_API_TESTS_MODULE", "extensor"))
@@ -292,7 +292,7 @@ def test_casts_of_a_scalar(kind: type) -> None:
         assert type(got) is kind and got == expected
 
 
-@pytest.mark.parametrize("pair", [(a, b) for a in A for b in A if together(a, b)])
+@pytest.mark.parametrize("pair", [(a, b) for a in A for b in A if promotes(a, b)])
 def test_promotion(pair: tuple[str, str]) -> None:
     a, b = (np.ones(2, name) for name in pair)
     got, expected = (m.result_type(*(_put(m, x) for x in (a, b))) for m in (xp, strict))

@@ -26,15 +26,16 @@ from tests.kernels.inputs import (
     BACKEND,
     CORE,
     GENERIC,
+    LEVELS,
     Check,
     arrays,
     assert_bytes,
     check_bounded,
+    forced,
     plain,
     special,
 )
 
-LEVELS = CORE.levels() if CORE else ["numpy only"]
 METHODS = [name for name in dir(GenericBackend) if not name.startswith("_")]
 OVERRIDES = [n for n in METHODS if getattr(cpu.CpuBackend, n) is not getattr(GenericBackend, n)]
 
@@ -43,28 +44,21 @@ OVERRIDES = [n for n in METHODS if getattr(cpu.CpuBackend, n) is not getattr(Gen
     params=[(level, n) for level in LEVELS for n in (1, 2)], ids=lambda p: f"{p[0]}-{p[1]}"
 )
 def backend(request: pytest.FixtureRequest) -> Iterator[cpu.CpuBackend]:
-    if CORE is None:
+    with forced(*request.param):
         yield BACKEND
-        return
-    before = CORE.level(), CORE.threads()
-    CORE.set_level(request.param[0])
-    CORE.set_threads(request.param[1])
-    yield BACKEND
-    CORE.set_level(before[0])
-    CORE.set_threads(before[1])
 
 
 CHECKS: dict[str, Check] = {
     "quantize": quantize.check_quantize,
     "dequantize": quantize.check_dequantize,
-    "fake_quantize": quantize.check_operand,
-    "quantize_rowwise_columnwise": quantize.check_quantize_pair,
-    "fake_quantize_rowwise_columnwise": quantize.check_operand_pair,
+    "fake_quantize": quantize.check_fake_quantize,
+    "quantize_rowwise_columnwise": quantize.check_quantize_rowwise_columnwise,
+    "fake_quantize_rowwise_columnwise": quantize.check_fake_quantize_rowwise_columnwise,
     "block_scaled_matmul": matmul.check_product("block_scaled_matmul"),
     "weight_only_matmul": matmul.check_product("weight_only_matmul"),
     "product": matmul.check_product_of_operands,
-    "quantized_conv2d": conv_pool.check_operand_convolution("quantized_conv2d"),
-    "quantized_conv2d_grad_w": conv_pool.check_operand_convolution("quantized_conv2d_grad_w"),
+    "quantized_conv2d": conv_pool.check_quantized_convolution("quantized_conv2d"),
+    "quantized_conv2d_grad_w": conv_pool.check_quantized_convolution("quantized_conv2d_grad_w"),
     "conv2d": conv_pool.check_convolution("conv2d"),
     "conv2d_grad_x": conv_pool.check_convolution("conv2d_grad_x"),
     "conv2d_grad_w": conv_pool.check_convolution("conv2d_grad_w"),
@@ -279,21 +273,17 @@ def test_training_rows_beyond_the_caches(backend: cpu.CpuBackend) -> None:
 
 
 def test_training_kernels_do_not_depend_on_threads() -> None:
-    if CORE is None:
-        return
-    before = CORE.threads()
     x, labels = arrays((5000, 37), 1)[0], np.arange(5000) % 37
     weight = arrays((37,), 1)[0]
     results = []
     for count in (1, 2, 3):
-        CORE.set_threads(count)
-        y, mean, rstd = BACKEND.layer_norm(x, weight, weight, 1e-5)
-        gradients = BACKEND.layer_norm_grad(y, x, weight, mean, rstd)
-        losses, kept = BACKEND.cross_entropy(x, labels, 0.1)
-        scores = BACKEND.cross_entropy_grad(weight[0], x, labels, kept, 0.1)
-        made = (y, mean, rstd, *gradients, losses, kept, scores, BACKEND.log_softmax(x, 1))
-        results.append([a.tobytes() for a in made])
-    CORE.set_threads(before)
+        with forced(threads=count):
+            y, mean, rstd = BACKEND.layer_norm(x, weight, weight, 1e-5)
+            gradients = BACKEND.layer_norm_grad(y, x, weight, mean, rstd)
+            losses, kept = BACKEND.cross_entropy(x, labels, 0.1)
+            scores = BACKEND.cross_entropy_grad(weight[0], x, labels, kept, 0.1)
+            made = (y, mean, rstd, *gradients, losses, kept, scores, BACKEND.log_softmax(x, 1))
+            results.append([a.tobytes() for a in made])
     assert results[0] == results[1] == results[2]
 
 

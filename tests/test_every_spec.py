@@ -12,18 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from extensor.backends import cpu
-from extensor.backends.generic import GenericBackend
 from extensor.formats import DIALECTS, FORMATS
 from extensor.quant.array import block_grid
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
+from tests.kernels.inputs import BACKEND, CORE, GENERIC, LEVELS, forced
 from tests.oracle.compare import same_bytes
 
-BACKEND = cpu.make_backend()
-CORE = BACKEND.core
-GENERIC = GenericBackend("generic", np)
-LEVELS = CORE.levels() if CORE else ["numpy only"]
 F = np.float32
 
 GAPS = {
@@ -119,10 +114,7 @@ def gap(path: str) -> bool:
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_spec_equals_the_reference(level: str, name: str) -> None:
     taken = count = 0
-    before = CORE.level() if CORE else None
-    if CORE:
-        CORE.set_level(level)
-    try:
+    with forced(level):
         for case in cases(name, LEVELS.index(level)):
             x, spec, stream, _ = case
             expected, counts = GENERIC.quantize(*case)
@@ -141,9 +133,6 @@ def test_every_spec_equals_the_reference(level: str, name: str) -> None:
             count += 1
             taken += path.startswith("core (")
             assert not CORE or path.startswith("core (") or gap(path), (spec, x.shape, path)
-    finally:
-        if CORE:
-            CORE.set_level(before)
     assert not CORE or taken > 0.7 * count
 
 

@@ -190,7 +190,7 @@ def run_batch(
     for i, (x, state) in enumerate(zip(xs, states, strict=True)):
         exponent, row = exponents[i : i + 1], table[i]
         amax = _amax_state(x, specs[0], xp, state)
-        row["x"], row["history"] = x.data.ptr, amax.data.ptr
+        row["x"], row["amax_state"] = x.data.ptr, amax.data.ptr
         row["exponent"], row["start"] = exponent.data.ptr, tiles
         row["rows"], row["columns"] = x.shape
         tiles += quantize_operand.tiles_of(x, wide=False)
@@ -198,7 +198,7 @@ def run_batch(
         for spec in specs:
             at = i * per_matrix + len(mine)
             out, flag = _empty(x, spec.axis, xp.uint8, xp), flags[at]
-            name = "along" if spec.axis == 1 else "down"
+            name = "rowwise" if spec.axis == 1 else "columnwise"
             row[name], row[f"{name}_flag"] = out.data.ptr, flag.data.ptr
             row[f"{name}_counts"] = counters.array[at * _SLOTS :].data.ptr
             counts = OperandCounts(counters, (at * _SLOTS, (at + 1) * _SLOTS), x.size)

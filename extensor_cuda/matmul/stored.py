@@ -208,10 +208,11 @@ def _matmul(
         return float_scaled_product(float_scaled(a, xp), float_scaled(b, xp), to, xp)
     why = Unsupported("asked for")
     if accumulate != "bf16":
+        # Before the flag is read: what the host does after it, the GPU waits for.
+        out = empty_result(xp, a.shape[0], b.shape[0], to)
         sides = _fp8_operands(a, b, accumulate, xp)
         if not isinstance(sides, Unsupported):
             left, right, path, inexact = sides
-            out = empty_result(xp, a.shape[0], b.shape[0], to)
             promote = None if left.kind == "s8" else _PROMOTE[accumulate]
             config = configure(left.kind, *out.shape, type_of(out), promote, b=right.kind)
             multiply(left, right, out, config)

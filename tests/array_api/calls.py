@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.array_api.draw import FC, SIGNED, A, B, C, Call, Calls, Draw, F, N, Named, R, Z, together
+from tests.array_api.draw import FC, SIGNED, A, B, C, Call, Calls, Draw, F, N, Named, R, Z, promotes
 
 CALLS = Calls()
 call = CALLS.of
@@ -137,7 +137,7 @@ call("isdtype")(
 @call("result_type")
 def _result_type(d: Draw) -> Call:
     first = d.one(A)
-    second = d.one([k for k in A if together(first, k)])
+    second = d.one([k for k in A if promotes(first, k)])
     args = [Named(first), d.array((second,))]
     if d.maybe():
         kind = np.result_type(first, second).kind
@@ -184,7 +184,7 @@ def _accumulated(d: Draw, x: Any) -> Any:
     """An array to add up, and a dtype to do it in: integers may wrap around."""
     if x.dtype.kind in "iu" and d.maybe():
         x = d.array((x.dtype.name,), x.shape, odd=True)
-    kinds = [k for k in N if together(x.dtype.name, k) and (x.dtype.kind != "c" or k in C)]
+    kinds = [k for k in N if promotes(x.dtype.name, k) and (x.dtype.kind != "c" or k in C)]
     return x, {"dtype": Named(d.one(kinds))} if d.maybe() else {}
 
 
@@ -235,10 +235,10 @@ def _isin(d: Draw) -> tuple[Any, Any]:
 @call("searchsorted")
 def _search(d: Draw) -> Call:
     kind = d.one(R)
-    row, asked = d.array((kind,), (int(d.rng.integers(1, 6)),)), d.array((kind,))
+    row, values = d.array((kind,), (int(d.rng.integers(1, 6)),)), d.array((kind,))
     if d.maybe():
-        return (row, asked), {"sorter": np.argsort(row), "side": d.one(["left", "right"])}
-    return (np.sort(row), asked), {"side": d.one(["left", "right"])}
+        return (row, values), {"sorter": np.argsort(row), "side": d.one(["left", "right"])}
+    return (np.sort(row), values), {"side": d.one(["left", "right"])}
 
 
 @call("take")
@@ -279,7 +279,7 @@ def _fitting(d: Draw) -> tuple[tuple[int, ...], ...]:
 @call("concat")
 def _concat(d: Draw) -> Call:
     kind = d.one(A)
-    kinds = [kind, *(d.one([k for k in A if together(kind, k) and k[0] == kind[0]]),) * 2]
+    kinds = [kind, *(d.one([k for k in A if promotes(kind, k) and k[0] == kind[0]]),) * 2]
     if d.rng.random() < 0.3:
         return ([d.array((k,)) for k in kinds],), {"axis": None}
     shape = list(d.shape(1, 3))

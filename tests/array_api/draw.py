@@ -84,7 +84,7 @@ class Draw:
         other = other[int(self.rng.integers(len(shape) + 1)) :]
         first = self.one(kinds)
         a = self.array((first,), shape, **options)
-        second = self.one([k for k in kinds if together(first, k)])
+        second = self.one([k for k in kinds if promotes(first, k)])
         b = self.array((second,), other, **options)
         if self.rng.random() < 0.2:
             kind = a.dtype.kind
@@ -118,7 +118,7 @@ class Draw:
         return (x + x.conj().swapaxes(-1, -2)) / np.asarray(2, x.dtype)
 
 
-def together(a: str, b: str) -> bool:
+def promotes(a: str, b: str) -> bool:
     """Whether the standard has a promotion for two dtypes."""
     kinds = [np.dtype(d).kind for d in (a, b)]
     if "b" in kinds:

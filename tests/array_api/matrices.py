@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.array_api.draw import FC, A, C, Call, Calls, Draw, F, N, Named, together
+from tests.array_api.draw import FC, A, C, Call, Calls, Draw, F, N, Named, promotes
 
 CALLS = Calls()
 call = CALLS.of
@@ -17,7 +17,7 @@ call = CALLS.of
 
 def _products(d: Draw) -> tuple[str, str]:
     first = d.one(N)
-    return first, d.one([k for k in N if together(first, k)])
+    return first, d.one([k for k in N if promotes(first, k)])
 
 
 @call("matmul", "linalg.matmul")

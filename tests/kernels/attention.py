@@ -102,13 +102,13 @@ def attention_grad_cases() -> Bounded:
         def summed(left: np.ndarray, left_off: np.ndarray, right: np.ndarray, n: int) -> np.ndarray:
             return left_off @ np.abs(right) + (n + 2) * UNIT * (np.abs(left) @ np.abs(right))
 
-        turned, p_turned = ds.swapaxes(-1, -2), p.swapaxes(-1, -2)
+        ds_t, p_t = ds.swapaxes(-1, -2), p.swapaxes(-1, -2)
         queries64 = q.astype(np.float64)
-        exact = [ds @ across, folded(turned @ queries64, groups), folded(p_turned @ wide, groups)]
+        exact = [ds @ across, folded(ds_t @ queries64, groups), folded(p_t @ wide, groups)]
         bounds = [
             summed(ds, ds_off, across, keys),
-            folded(summed(turned, ds_off.swapaxes(-1, -2), queries64, terms), groups),
-            folded(summed(p_turned, p_off.swapaxes(-1, -2), wide, terms), groups),
+            folded(summed(ds_t, ds_off.swapaxes(-1, -2), queries64, terms), groups),
+            folded(summed(p_t, p_off.swapaxes(-1, -2), wide, terms), groups),
         ]
         yield (
             (g, q, k, v, out, stats, causal, scale),

@@ -94,7 +94,7 @@ def patch_specs() -> Iterator[QuantSpec]:
 
 
 @cache
-def operand_convolutions(name: str) -> list[tuple[Case, np.ndarray, QuantStats, np.ndarray]]:
+def quantized_convolutions(name: str) -> list[tuple[Case, np.ndarray, QuantStats, np.ndarray]]:
     """Arguments, the generic method's sums and counts, and the bound on another order's sums."""
     made = []
     for number, (_, _, groups, window) in enumerate(WINDOWS):
@@ -120,9 +120,9 @@ def operand_convolutions(name: str) -> list[tuple[Case, np.ndarray, QuantStats, 
     return made
 
 
-def check_operand_convolution(name: str) -> Check:
+def check_quantized_convolution(name: str) -> Check:
     def check(backend: cpu.CpuBackend) -> None:
-        for case, expected, counted, bound in operand_convolutions(name):
+        for case, expected, counted, bound in quantized_convolutions(name):
             got, stats = getattr(backend, name)(*case)
             what = (case[2], case[4:6], backend.path(name, *case))
             assert stats == counted, what

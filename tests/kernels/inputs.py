@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,25 @@ Case = tuple[Any, ...]
 Check = Callable[[cpu.CpuBackend], None]
 Bounded = Iterator[tuple[Case, list[np.ndarray], list[np.ndarray]]]
 """Arguments, exact results in float64, and the bounds on the errors of float32 ones."""
+
+
+LEVELS = CORE.levels() if CORE else ["numpy only"]
+
+
+@contextmanager
+def forced(level: str | None = None, threads: int | None = None) -> Iterator[None]:
+    """The core at an instruction set and on a number of threads; as before afterwards."""
+    before = (CORE.level(), CORE.threads()) if CORE else None
+    try:
+        if CORE and level:
+            CORE.set_level(level)
+        if CORE and threads:
+            CORE.set_threads(threads)
+        yield
+    finally:
+        if CORE and before:
+            CORE.set_level(before[0])
+            CORE.set_threads(before[1])
 
 
 def plain(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:

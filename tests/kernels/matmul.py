@@ -66,11 +66,11 @@ def product_case(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -
 
 def matmul_cases() -> Bounded:
     for number, (m, k, n) in enumerate(PRODUCTS):
-        a, b, across, along, bias = normals(number, (m, k), (k, n), (k, m), (n, k), (n,))
+        a, b, a_t, b_t, bias = normals(number, (m, k), (k, n), (k, m), (n, k), (n,))
         yield product_case(a, b, bias)
-        yield product_case(a, along.T)
-        yield product_case(across.T, b)
-        yield product_case(across.T, along.T, bias)
+        yield product_case(a, b_t.T)
+        yield product_case(a_t.T, b)
+        yield product_case(a_t.T, b_t.T, bias)
     a, b, wide, tall = normals(0, (2, 3, 9, 20), (3, 20, 11), (5, 7, 20), (2, 1, 18, 20))
     yield product_case(a, b)
     yield product_case(a, a[:, :1].swapaxes(-1, -2))

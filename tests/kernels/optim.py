@@ -49,9 +49,12 @@ def check_adam(backend: cpu.CpuBackend) -> None:
 def check_all_finite(backend: cpu.CpuBackend) -> None:
     for n in (1, 15, 16, 33, 70_000):
         x = np.full(n, np.finfo(np.float32).max)
-        assert backend.all_finite(x)
+        assert backend.all_finite(x) and GENERIC.all_finite(x)  # though their sum is not
         for bad in (np.nan, np.inf, -np.inf):
             for at in {0, n // 2, n - 1}:
                 y = x.copy()
                 y[at] = bad
                 assert not backend.all_finite(y), (n, bad, at)
+                assert not GENERIC.all_finite(y), (n, bad, at)
+    for one in (backend, GENERIC):
+        assert not one.all_finite(np.array([np.inf, -np.inf], np.float32))  # whose sum is NaN

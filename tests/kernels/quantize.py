@@ -118,7 +118,7 @@ def check_quantize(backend: cpu.CpuBackend) -> None:
             assert_bytes(part, expected.parts[name], (name, *what))
 
 
-def check_operand(backend: cpu.CpuBackend) -> None:
+def check_fake_quantize(backend: cpu.CpuBackend) -> None:
     for case, (_, stats), expected, _ in quant_table():
         what = (case[0].shape, case[1], backend.path("fake_quantize", *case))
         values, counts = backend.fake_quantize(*case)
@@ -138,7 +138,7 @@ def check_dequantize(backend: cpu.CpuBackend) -> None:
 # --- two specs on one matrix ---------------------------------------------------------------------
 
 
-def pairs() -> Iterator[tuple[QuantSpec, QuantSpec]]:
+def two_specs() -> Iterator[tuple[QuantSpec, QuantSpec]]:
     """Rows, then columns: what one reading covers, and what it leaves to two."""
     random = {"rounding": "stochastic"}
     for name in ("mxfp4", "mxfp8_e4m3", "mxfp6_e3m2", "nvfp4", "mxint8", "fp8_e4m3", "int4"):
@@ -148,9 +148,9 @@ def pairs() -> Iterator[tuple[QuantSpec, QuantSpec]]:
         yield both[0], both[1].replace(**random)
     for name in ("mxfp4", "mxfp8_e5m2", "nvfp4"):
         for tile in ((16, 16), (32, 32), (1, 16), (2, 32), (5, 32), (1, 24)):
-            along = QuantSpec(name, tile=tile, **random)
-            yield along, QuantSpec(name, axis=0, tile=tile, **random)
-            yield along.replace(rounding="nearest_even"), QuantSpec(name, axis=0)
+            rowwise = QuantSpec(name, tile=tile, **random)
+            yield rowwise, QuantSpec(name, axis=0, tile=tile, **random)
+            yield rowwise.replace(rounding="nearest_even"), QuantSpec(name, axis=0)
             yield QuantSpec(name), QuantSpec(name, axis=0, tile=tile)
         for size in (16, 32, 128):
             yield QuantSpec(name), QuantSpec(name, axis=0, transform=Hadamard(size), **random)
@@ -163,13 +163,13 @@ def pairs() -> Iterator[tuple[QuantSpec, QuantSpec]]:
     yield QuantSpec("mxfp4"), QuantSpec("nvfp4")  # rows twice
 
 
-Pair = tuple[np.ndarray, tuple[QuantSpec, QuantSpec], tuple[Stream | None, Stream | None]]
+TwoSpecs = tuple[np.ndarray, tuple[QuantSpec, QuantSpec], tuple[Stream | None, Stream | None]]
 
 
-def pair_cases() -> Iterator[Pair]:
+def rowwise_columnwise_cases() -> Iterator[TwoSpecs]:
     shapes = ((64, 128), (37, 150), (70, 25), (1, 40), (40, 1), (200, 65), (0, 5))
     makers = (plain, special, tiny, ties)
-    for number, specs in enumerate(pairs()):
+    for number, specs in enumerate(two_specs()):
         for shape in shapes:
             streams = [
                 Stream(number, i, 7, column=bool(i)) if spec.rounding == "stochastic" else None
@@ -185,7 +185,7 @@ def pair_cases() -> Iterator[Pair]:
 
 
 @cache
-def pair_table() -> list[tuple[Pair, Any, Any]]:
+def rowwise_columnwise_table() -> list[tuple[TwoSpecs, Any, Any]]:
     """Every pair with what two calls of the generic methods make of it."""
     return [
         (
@@ -193,12 +193,12 @@ def pair_table() -> list[tuple[Pair, Any, Any]]:
             GENERIC.quantize_rowwise_columnwise(*case),
             GENERIC.fake_quantize_rowwise_columnwise(*case),
         )
-        for case in pair_cases()
+        for case in rowwise_columnwise_cases()
     ]
 
 
-def check_quantize_pair(backend: cpu.CpuBackend) -> None:
-    for case, expected, _ in pair_table():
+def check_quantize_rowwise_columnwise(backend: cpu.CpuBackend) -> None:
+    for case, expected, _ in rowwise_columnwise_table():
         what = (case[0].shape, case[1], backend.path("quantize_rowwise_columnwise", *case))
         for (q, stats), (q2, stats2) in zip(
             backend.quantize_rowwise_columnwise(*case), expected, strict=True
@@ -210,8 +210,8 @@ def check_quantize_pair(backend: cpu.CpuBackend) -> None:
                 assert_bytes(part, q2.parts[name], (name, *what))
 
 
-def check_operand_pair(backend: cpu.CpuBackend) -> None:
-    for case, _, expected in pair_table():
+def check_fake_quantize_rowwise_columnwise(backend: cpu.CpuBackend) -> None:
+    for case, _, expected in rowwise_columnwise_table():
         what = (case[0].shape, case[1], backend.path("fake_quantize_rowwise_columnwise", *case))
         for (got, counts), (values, stats2) in zip(
             backend.fake_quantize_rowwise_columnwise(*case), expected, strict=True

@@ -35,7 +35,7 @@ def same_bytes(name: str, got: object, want: object, context: object = "") -> No
         f"{name}{list(at)}: got {got[at]!r} (bytes {got[at].tobytes().hex()}), "
         f"expected {want[at]!r} (bytes {want[at].tobytes().hex()}); "
         f"{int(differs.sum())} of {got.size} differ; {context}\n"
-        f"got    {hexes(got)}\nwanted {hexes(want)}"
+        f"got      {hexes(got)}\nexpected {hexes(want)}"
     )
 
 

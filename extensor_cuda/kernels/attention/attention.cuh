@@ -1,8 +1,8 @@
-// Shared by the attention kernels: tiles, their products, and the order in which a block takes
-// them.
+// Shared by the attention kernels: tiles, their products, and the tile scheduler. Macros:
+// ATTENTION_HEAD (elements of a head), ATTENTION_STAGES.
 //
-// Arrays are bfloat16 of four axes (element, head, row, batch), in boxes of 64 rows of 64 elements.
-// In shared memory a tile of n rows is kHalves such columns, n rows of 128 bytes each.
+// Arrays are bfloat16 with four axes (element, head, row, batch), in boxes of 64 rows by 64
+// elements. In shared memory a tile of n rows is kHalves columns of n rows of 128 bytes.
 
 #include "common/types.cuh"
 typedef float Sum;
@@ -13,21 +13,21 @@ struct alignas(64) TensorMap {
 };
 
 struct Problem {
-    float*
-        spread;  // (B, H, padded): log2 of a query's sum of exp(scale score); +inf behind the last
-    float* along;  // likewise: its sum of gradient times result; 0 behind the last
+    // (B, H, padded): log2 of a query's sum of exp(scale score); +inf beyond the last query.
+    float* lse2;
+    float* delta;  // likewise: the row sum of gradient times out; 0 beyond
     float scale;
-    float scale2;  // times log2(e)
-    int heads;     // of the tiles that blocks go through
-    int shared;    // query heads of one key head
+    float scale2;             // scale times log2(e)
+    int heads;                // heads of the scheduled tiles
+    int q_heads_per_kv_head;  // query heads per key head
     int queries, keys, padded;
-    int tiles;  // of a head
-    int items;  // what blocks take in turn: tiles, or pairs of them
+    int tiles;  // tiles of a head
+    int items;  // scheduled items: tiles, or pairs of them
     int paired, causal;
 };
 
 constexpr int kHead = ATTENTION_HEAD, kHalves = kHead / 64, kRows = 128, kWarps = 8, kCluster = 1;
-constexpr int kHeldTile = kRows * kHead * 2, kPatch = kHalves * 16 * 128;
+constexpr int kHeldTileBytes = kRows * kHead * 2, kOutTileBytes = kHalves * 16 * 128;
 #define ATTENTION_INFINITY __uint_as_float(0x7F800000u)
 
 // clang-format off
@@ -44,17 +44,17 @@ struct Tile {
     int first, head, batch;
 };
 
-// A block's tiles. Under a causal mask the work of tile i of n grows or falls with i, so that it
-// goes with tile n - 1 - i: all pairs are alike, and blocks that take them in turn end together.
-struct Walk {
+// Schedules a block's tiles. Under a causal mask tile i is paired with tile n - 1 - i, so that all
+// pairs have equal work and blocks end together.
+struct TileScheduler {
     int item, second;
     __device__ __forceinline__ bool next(const Problem& e, Tile& tile) {
         if (item >= e.items) return false;
         const int each = e.paired ? (e.tiles + 1) / 2 : e.tiles, row = item / each,
                   at = item % each;
-        const int late = e.tiles - 1 - at;
-        tile = {(second ? at : late) * kRows, row % e.heads, row / e.heads};
-        second = e.paired && !second && at != late;
+        const int mirrored = e.tiles - 1 - at;
+        tile = {(second ? at : mirrored) * kRows, row % e.heads, row / e.heads};
+        second = e.paired && !second && at != mirrored;
         if (!second) item += gridDim.x;
         return true;
     }
@@ -65,31 +65,31 @@ __device__ __forceinline__ int last_key(const Problem& e, int query) {
     return e.causal ? min(e.keys - 1, query + e.keys - e.queries) : e.keys - 1;
 }
 
-// Tiles of kKeys keys that queries from `first` on see.
+// How many tiles of kKeys keys the queries from `first` on see.
 template <int kKeys>
 __device__ __forceinline__ int blocks_of_keys(const Problem& e, int first) {
     const int seen = e.causal ? min(e.keys, first + kRows + e.keys - e.queries) : e.keys;
     return (seen + kKeys - 1) / kKeys;
 }
 
-// The block's memory: tiles that stay, a ring of stages, results on their way out, barriers.
+// A block's shared memory: resident tiles, a ring of stages, output tiles, barriers.
 struct Memory {
     u8* held;
     u8* ring;
-    u8* patches;
+    u8* out_tiles;
     u32 full, empty, held_full, held_empty;
 };
 
-// kReaders: threads that say that they are done with a stage.
-template <int kHeld, int kStage, int kBeside, int kReaders = kWarps>
+// kReaders: how many arrivals release a stage.
+template <int kHeld, int kStage, int kExtraBytes, int kReaders = kWarps>
 __device__ __forceinline__ Memory begin(u8* raw) {
     u8* held = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
-    u8* patches = held + kHeld + ATTENTION_STAGES * kStage;
-    const u32 full = shared_address(patches + kWarps * kPatch + kBeside),
+    u8* out_tiles = held + kHeld + ATTENTION_STAGES * kStage;
+    const u32 full = shared_address(out_tiles + kWarps * kOutTileBytes + kExtraBytes),
               empty = full + 8 * ATTENTION_STAGES;
     const Memory m = {held,
                       held + kHeld,
-                      patches,
+                      out_tiles,
                       full,
                       empty,
                       empty + 8 * ATTENTION_STAGES,
@@ -119,69 +119,70 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int row,
     for (int half = 0; half < kHalves; ++half)
 #pragma unroll
         for (int r = 0; r < kCount; r += 64)
-            load_box(to + (half * kCount + r) * 128, map, half * 64, head, row + r, batch, barrier);
+            tma_load_4d(to + (half * kCount + r) * 128, map, half * 64, head, row + r, batch,
+                        barrier);
 }
 
 // ---- products ----
 
-constexpr int kOthers = 64,
-              kOtherTile = kOthers * kHead * 2;  // the gradients' side that streams by
+constexpr int kStreamRows = 64,
+              kStreamTileBytes = kStreamRows * kHead *
+                                 2;  // the tiles that stream through the ring in the gradients
 
-typedef u32 Fragments[kHead / 16]
-                     [4];  // a warp's 16 rows of a tile, as wgmma takes them from registers
-// Where tiles that stay are multiplied from registers. Of 64 elements they have as many fragments
-// as the rounded scores, and ptxas (13.0) then gives both the same registers, so that those of the
-// tile are lost after a loop's first turn: tests/unit/cuda/test_instructions.py.
-constexpr bool kInRegisters = kHead != kOthers;
+typedef u32 Fragments[kHead / 16][4];  // a warp's 16 rows of a tile, as wgmma operand A
+// Whether resident tiles are multiplied from registers. With 64 elements ptxas 13.0 gives them the
+// registers of the rounded scores and loses them after the first iteration:
+// tests/unit/cuda/test_instructions.py.
+constexpr bool kInRegisters = kHead != kStreamRows;
 
 __device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
-// Rows `row` and 8 below, of a tile of kRows.
-__device__ __forceinline__ void fetch(Fragments& to, const u8* tile, int row, int lane) {
+// Loads rows `row` and `row` + 8 of a tile of kRows.
+__device__ __forceinline__ void load_fragments(Fragments& to, const u8* tile, int row, int lane) {
 #pragma unroll
     for (int k = 0; k < kHead / 16; ++k)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int unit = k % 4 * 2 + i / 2, r = row + i % 2 * 8;
-            to[k][i] = *reinterpret_cast<const u32*>(tile + k / 4 * kRows * 128 + place(r, unit) +
-                                                     lane % 4 * 4);
+            to[k][i] = *reinterpret_cast<const u32*>(tile + k / 4 * kRows * 128 +
+                                                     swizzled_offset(r, unit) + lane % 4 * 4);
         }
 }
 
-// d = a b^T: 64 rows of a tile of kRows, and a tile of n rows.
+// d = a b^T, with 64 rows of a tile of kRows and a tile of n rows.
 template <int kSums>
 __device__ __forceinline__ void product(Sum (&d)[kSums], u32 a, u32 b) {
 #pragma unroll
     for (int k = 0; k < kHead / 16; ++k)
-        wgmma(d, descriptor<false>(a + k / 4 * kRows * 128, 0) + k % 4 * 2,
-              descriptor<false>(b + k / 4 * 2 * kSums * 128, 0) + k % 4 * 2, k > 0);
+        wgmma(d, smem_descriptor<false>(a + k / 4 * kRows * 128, 0) + k % 4 * 2,
+              smem_descriptor<false>(b + k / 4 * 2 * kSums * 128, 0) + k % 4 * 2, k > 0);
 }
 template <int kSums>
 __device__ __forceinline__ void product(Sum (&d)[kSums], const Fragments& a, u32 b) {
 #pragma unroll
     for (int k = 0; k < kHead / 16; ++k)
-        wgmma(d, a[k], descriptor<false>(b + k / 4 * 2 * kSums * 128, 0) + k % 4 * 2, k > 0);
+        wgmma(d, a[k], smem_descriptor<false>(b + k / 4 * 2 * kSums * 128, 0) + k % 4 * 2, k > 0);
 }
 
-// d = a b, or that added to d: a's columns in registers, b a tile of as many rows.
+// d = a b, plus d if `more`: a is in registers, b is a tile with as many rows as a has columns.
 template <int kSteps>
 __device__ __forceinline__ void add_product(Sum (&d)[kHead / 2], const u32 (&a)[kSteps][4], u32 b,
                                             int more) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-        wgmma_down(d, a[k], descriptor<true>(b, kSteps * 2048) + k * 128, more);
+        wgmma_mn_major(d, a[k], smem_descriptor<true>(b, kSteps * 2048) + k * 128, more);
         more = 1;
     }
 }
 
-// Sums of 64 rows as the left side of the next product.
+// Rounds sums of 64 rows to operand A of the next wgmma.
 template <int kSteps>
-__device__ __forceinline__ void round_to(u32 (&to)[kSteps][4], const Sum (&s)[8 * kSteps]) {
+__device__ __forceinline__ void to_bf16_operand(u32 (&to)[kSteps][4], const Sum (&s)[8 * kSteps]) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[k][i] = rounded_pair(s[8 * k + 2 * i + 1], s[8 * k + 2 * i]);
+        for (int i = 0; i < 4; ++i) to[k][i] = to_bf16x2(s[8 * k + 2 * i + 1], s[8 * k + 2 * i]);
 }
 
 __device__ __forceinline__ float exp2_of(float x) {
@@ -190,36 +191,37 @@ __device__ __forceinline__ float exp2_of(float x) {
     return y;
 }
 
-// Over the four threads that share a row.
+// Sums over the four threads that share a row.
 __device__ __forceinline__ float sum_of_row(float v) {
     v += __shfl_xor_sync(~0u, v, 1);
     return v + __shfl_xor_sync(~0u, v, 2);
 }
 
-// A warp's 16 rows from `row`, times a factor for each of a thread's two, on their way out. What
-// lies behind the array's last row is not written.
+// Stores a warp's 16 rows from `row` on, each times its factor. Rows beyond the array's last are
+// not written.
 __device__ __forceinline__ void write_rows(const Sum (&d)[kHead / 2], float factor0, float factor1,
-                                           const TensorMap* map, u8* patch, int row, int rows,
+                                           const TensorMap* map, u8* out_tile, int row, int rows,
                                            const Tile& tile, int lane) {
-    if (lane == 0) await_stores_read();
+    if (lane == 0) tma_store_wait_read();
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < kHead / 8; ++j)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float factor = h ? factor1 : factor0;
-            u8* to = patch + j / 8 * 2048 + place(lane / 4 + 8 * h, j % 8) + lane % 4 * 4;
+            u8* to =
+                out_tile + j / 8 * 2048 + swizzled_offset(lane / 4 + 8 * h, j % 8) + lane % 4 * 4;
             *reinterpret_cast<u32*>(to) =
-                rounded_pair(d[4 * j + 2 * h + 1] * factor, d[4 * j + 2 * h] * factor);
+                to_bf16x2(d[4 * j + 2 * h + 1] * factor, d[4 * j + 2 * h] * factor);
         }
-    show_stores();
+    fence_shared_async();
     __syncwarp();
     if (lane == 0) {
         if (row < rows)
 #pragma unroll
             for (int half = 0; half < kHalves; ++half)
-                store_box(map, half * 64, tile.head, row, tile.batch,
-                          shared_address(patch + half * 2048));
-        end_stores();
+                tma_store_4d(map, half * 64, tile.head, row, tile.batch,
+                             shared_address(out_tile + half * 2048));
+        tma_store_commit();
     }
 }

@@ -142,15 +142,15 @@ def _launch(
     driver.launch(function, min(blocks, items), _THREADS, shared, maps, parameters)
 
 
-def _problem(q: Array, k: Array, causal: bool, scale: float, spread: Array) -> dict[str, Any]:
+def _problem(q: Array, k: Array, causal: bool, scale: float, lse2: Array) -> dict[str, Any]:
     return {
-        "spread": spread.data.ptr,
+        "lse2": lse2.data.ptr,
         "scale": scale,
         "scale2": scale * math.log2(math.e),
-        "shared": q.shape[1] // k.shape[1],
+        "q_heads_per_kv_head": q.shape[1] // k.shape[1],
         "queries": q.shape[2],
         "keys": k.shape[2],
-        "padded": spread.shape[-1],
+        "padded": lse2.shape[-1],
         "causal": int(causal),
     }
 
@@ -183,11 +183,11 @@ def attention(
         RuntimeError: on a GPU that is not Hopper, or if the driver refuses.
     """
     batch, heads, length, d = q.shape
-    spread = xp.empty((batch, heads, -(-length // _ROWS) * _ROWS), dtype=np.float32)
+    lse2 = xp.empty((batch, heads, -(-length // _ROWS) * _ROWS), dtype=np.float32)
     out = xp.empty((batch, length, heads, d), dtype=q.dtype).swapaxes(1, 2)
-    problem = _problem(q, k, causal, scale, spread)
+    problem = _problem(q, k, causal, scale, lse2)
     _launch(KERNELS[0], _readable((q, k, v), xp), [out], (batch, heads, length), problem)
-    return out, spread
+    return out, lse2
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,8 +218,8 @@ def attention_grad(g: Array, forward: Forward, into: tuple[Array, Array, Array],
     stats, given = forward.stats, (forward.q, forward.k, forward.v, forward.out)
     g, q, k, v, out = _readable((g, *given), xp)
     written = [a if _fits(a) else xp.empty(a.shape, dtype=q.dtype) for a in into]
-    along = xp.empty(stats.shape, dtype=np.float32)
-    problem = _problem(q, k, forward.causal, forward.scale, stats) | {"along": along.data.ptr}
+    delta = xp.empty(stats.shape, dtype=np.float32)
+    problem = _problem(q, k, forward.causal, forward.scale, stats) | {"delta": delta.data.ptr}
     _launch(KERNELS[1], [q, g, out, k, v], written[:1], q.shape[:3], problem)
     _launch(KERNELS[2], [q, g, k, v], written[1:], k.shape[:3], problem)
     for a, b in zip(into, written, strict=True):

@@ -1,4 +1,5 @@
-// A block's scale from its largest magnitude: E8M0 under every rule, and NVFP4's.
+// A block's scale from its largest magnitude: E8M0 under every rule, and NVFP4's E4M3. Configured
+// by CODEC_RULE and the format's CODEC_ macros.
 
 // ---- scales ----
 
@@ -6,12 +7,12 @@
 constexpr u32 kScaleLowest = static_cast<u32>(127 + CODEC_SCALE_MIN_EXPONENT) << 23;
 
 struct Scale {
-    float apply, decode;  // values are multiplied by the first, grid values by the second
-    u32 stored, live;     // the byte; all ones for a block of numbers
+    float apply, decode;  // `apply` multiplies values, `decode` multiplies grid values
+    u32 stored, live;     // the byte; all ones for a finite block
 };
 
-// Whether a block's largest value is so far beyond the grid that its code would not fit; true for a
-// block that holds NaN.
+// Whether a block's largest value is so far beyond the grid that its code would not fit. True for a
+// block with NaN.
 __device__ __forceinline__ bool is_far(u32 amax, const Scale& s) {
     return !(fabsf(__fmul_rn(float_of(amax), s.apply)) < float_of(CODEC_CLAMP_BITS));
 }
@@ -19,7 +20,7 @@ __device__ __forceinline__ bool is_far(u32 amax, const Scale& s) {
 #include "codec/e8m0_scale.cuh"
 
 #if CODEC_UE4M3
-// The e4m3 code nearest to a scale of 0 or more, at most the largest; `value`: what it means.
+// The E4M3 code nearest to a non-negative scale, saturated; `value` is what it means.
 __device__ __forceinline__ u32 scale_code(float expected, float& value) {
     const float base = fminf(expected, CODEC_SCALE_TOP);
     const u32 exponent = larger(bits_of(base) & kExponent, kScaleLowest);
@@ -44,7 +45,7 @@ __device__ __forceinline__ Scale scale_of(u32 code, float value, u32 amax, const
     return s;
 }
 
-// The rule of the largest magnitude alone.
+// The scale of rules that need the largest magnitude only.
 __device__ __forceinline__ Scale block_scale(u32 amax, const Tensor& tensor) {
     float value;
     const u32 code =

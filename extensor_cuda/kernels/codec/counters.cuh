@@ -1,4 +1,5 @@
 // Counts saturated and flushed values, finds the tensor's largest magnitude, and makes its scale.
+// Configured by the quantizer's CODEC_ macros.
 
 #if CODEC_HADAMARD
 #define CODEC_SIGN_PARAMETERS u32 sign0, u32 sign1, u32 sign2, u32 sign3,
@@ -6,7 +7,7 @@
 #define CODEC_SIGN_PARAMETERS
 #endif
 
-// Elements coded along the axis.
+// How many elements along the axis are coded.
 __device__ __forceinline__ i64 coded_length(i64 length) {
 #if CODEC_HADAMARD
     return (length + CODEC_HADAMARD - 1) / CODEC_HADAMARD * CODEC_HADAMARD;
@@ -32,14 +33,14 @@ __device__ __forceinline__ void raise(u32* most, u32 mine) {
     if (mine > *static_cast<volatile u32*>(most)) atomicMax(most, mine);
 }
 
-// The largest finite element (NVFP4), or the largest maximum of the blocks without NaN and Inf.
+// The largest finite element (NVFP4), or the largest maximum of finite blocks.
 __device__ __forceinline__ void add_maximum(u32 mine, u32* maximum) {
     const u32 most = __reduce_max_sync(~0u, mine);
     if (threadIdx.x % 32 == 0) raise(maximum, most);
 }
 
 #if CODEC_NEEDS_TENSOR
-// One thread, once per tensor: what its largest magnitude means for every block.
+// One thread, once per tensor: derives every block's parameters from the largest magnitude.
 extern "C" __global__ void tensor_scales(const u32* maximum, Tensor* tensor) {
     const float amax = float_of(*maximum);
 #if CODEC_UE4M3

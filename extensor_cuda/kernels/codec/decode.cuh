@@ -1,10 +1,10 @@
-// Codes of an element grid -> float32, exactly. Macros: CODEC_BITS, CODEC_MANTISSA, CODEC_IS_FLOAT;
-// of a float grid CODEC_MIN_EXPONENT, CODEC_MAX_CODE, CODEC_HAS_INFINITY.
+// Decodes codes of an element grid to float32, exactly. Macros: CODEC_BITS, CODEC_MANTISSA,
+// CODEC_IS_FLOAT; for float grids CODEC_MIN_EXPONENT, CODEC_MAX_CODE, CODEC_HAS_INFINITY.
 
 __device__ __forceinline__ float nan_value() { return __uint_as_float(0x7FC00000u); }
 
-// A float grid's code is a float's bits with other widths: shifted into place, it is off by a power
-// of two, subnormals included.
+// A float grid's code is a float with other widths. Shifted into place it is off by a power of two,
+// subnormals included.
 __device__ __forceinline__ float grid_value(u32 code, int bits, int mantissa, int min_exponent,
                                             u32 max_code, bool infinite) {
     const u32 magnitude = code & ((1u << (bits - 1)) - 1), sign = code >> (bits - 1) << 31;

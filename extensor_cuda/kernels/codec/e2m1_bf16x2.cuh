@@ -33,7 +33,7 @@ __device__ __forceinline__ u32 pair_abs(u32 a) {
     return d;
 }
 
-// The larger and the smaller magnitude, under the product of the signs.
+// The larger and the smaller magnitude, with the product of the signs.
 __device__ __forceinline__ u32 pair_larger(u32 a, u32 b) {
 #if __CUDA_ARCH__ >= 860
     u32 d;
@@ -53,12 +53,11 @@ __device__ __forceinline__ u32 pair_smaller(u32 a, u32 b) {
 #endif
 }
 
-// x * scale in the two halves, each plus 64 times the power of two that it holds, 1 at least, under
-// its sign, which has a last place of the grid's spacing there. `far` says whether one may be
-// beyond 16.
+// Adds to x * scale, in both halves, 64 times its leading power of two (at least 1), so that the
+// last place is the grid's spacing. `far`: a value may be above 16.
 __device__ __forceinline__ u32 round_sums(u32 x, u32 scale, bool far) {
-    // Plus -0: the product itself. The scale of a block with NaN is -inf, and must not pass the
-    // clamp.
+    // Adding -0 gives the product itself. The scale of a block with NaN is -inf and must not pass
+    // the clamp.
     u32 y = pair_fma(x, scale & kPairMagnitude, kPairSign);
 #if CODEC_STATS
     if (far) y = pair_smaller(y, CODEC_CLAMP_BITS >> 16 | CODEC_CLAMP_BITS);
@@ -68,26 +67,25 @@ __device__ __forceinline__ u32 round_sums(u32 x, u32 scale, bool far) {
     return pair_fma(pair_larger(y & 0xFF80FF80u, 0x3F803F80u), 0x42804280u, y);
 }
 
-// Codes in the top nibbles of the halves, of magnitudes (up to 10 where they are counted, else 7)
-// or with their signs; other bits are as they come. A magnitude is the last places and twice the
-// exponent, from 133 on, of which times 65 the bits from 6 on are the sum; one sum more leaves its
-// sign.
+// Codes in the top nibbles of the halves: magnitudes (up to 10 where counted, else 7), or signed. A
+// magnitude is the last places plus twice the exponent, which multiplication by 65 sums from bit 6
+// on; one further bit holds the sign.
 template <bool kSigns>
 __device__ __forceinline__ u32 top_nibbles(u32 sums) {
     return sums * (kSigns ? 64 * 65 + 1 : 64 * 65) +
            (kSigns ? 0x60006000u - 0x42804280u : 0x60006000u);
 }
 
-// Bits of a where `mask` has ones, else of b; ANDs and OR would be two instructions.
+// Selects bits of a where `mask` is set, else of b, in one instruction.
 __device__ __forceinline__ u32 either(u32 mask, u32 a, u32 b) {
     u32 d;
     asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
     return d;
 }
 
-// Eight codes in nibbles: of neighbours, and of four rows of two columns.
+// Eight codes in nibbles: of neighbours of a row, or of four rows of two columns.
 template <bool kSigns>
-__device__ __forceinline__ u32 codes_across(const u32* x, u32 scale, bool far) {
+__device__ __forceinline__ u32 codes_rowwise(const u32* x, u32 scale, bool far) {
     u32 two[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -97,7 +95,7 @@ __device__ __forceinline__ u32 codes_across(const u32* x, u32 scale, bool far) {
                   __byte_perm(two[0], two[1], 0x5410) >> 4);
 }
 template <bool kSigns, int STRIDE>
-__device__ __forceinline__ u32 codes_down(const u32* x, u32 scale, bool far) {
+__device__ __forceinline__ u32 codes_columnwise(const u32* x, u32 scale, bool far) {
     u32 two[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -107,7 +105,7 @@ __device__ __forceinline__ u32 codes_down(const u32* x, u32 scale, bool far) {
     return __byte_perm(two[0], two[1], 0x7351);
 }
 
-// 0xFF for each negative half, 0 for the others: of a's low and b's, then of the high ones.
+// 0xFF for each negative half: a's low, b's low, a's high, b's high.
 __device__ __forceinline__ u32 signs_of(u32 a, u32 b) {
     u32 bytes;
     asm("prmt.b32 %0, %1, %2, 0xFBD9;" : "=r"(bytes) : "r"(a), "r"(b));
@@ -122,12 +120,11 @@ __device__ __forceinline__ u32 zeros_of(u32 pair, u32 live) {
     return (!(pair & 0x7FFFu) && (live & 1u)) + (!(pair & 0x7FFF0000u) && (live >> 16 & 1u));
 }
 
-// Eight magnitudes in nibbles -> saturated ones, counted where `live`. By rceil's scale, at least a
-// sixth of the largest, no bfloat16 is beyond 6 but infinity, where a dialect keeps its block; what
-// a block with NaN gives does not matter.
+// Saturates eight magnitudes in nibbles, and counts those where `live`. Under rceil only infinity
+// exceeds 6, where a dialect keeps its block; blocks with NaN do not matter.
 __device__ __forceinline__ u32 saturate(u32 n, u32 live, Tally& tally) {
 #if CODEC_BF16X2 && !CODEC_STATS
-    return n;  // as it was clamped
+    return n;  // already clamped
 #endif
 #if CODEC_RULE != 1 || CODEC_INF_BYTE != 255
     const u32 over = n & 0x88888888u;
@@ -143,7 +140,7 @@ __device__ __forceinline__ u32 saturate(u32 n, u32 live, Tally& tally) {
     return n;
 }
 
-// Without the zeros among 16 pairs or less that went in, from what `saturate` counted as flushed.
+// Removes zero inputs, among 16 pairs or less, from the values that `saturate` counted as flushed.
 template <int N, int STRIDE>
 __device__ __forceinline__ void forget_zeros(const u32* x, u32 live, Tally& tally) {
 #if CODEC_STATS
@@ -165,7 +162,7 @@ __device__ __forceinline__ u32 pair_maximum(const u32* x) {
     return m & kPairMagnitude;
 }
 
-// A chunk of a row: 16 neighbours in eight pairs -> two words of codes.
+// Encodes a chunk of a row: eight pairs to two words of codes.
 __device__ __forceinline__ void encode_pairs(const u32 (&x)[8], const Scale& s, bool far,
                                              u32 (&codes)[kWords], Tally& tally) {
     const u32 scale = bits_of(s.apply) >> 16 | bits_of(s.apply);
@@ -173,13 +170,13 @@ __device__ __forceinline__ void encode_pairs(const u32 (&x)[8], const Scale& s, 
     for (int w = 0; w < 2; ++w) {
         const u32* four = x + 4 * w;
 #if CODEC_STATS
-        const u32 n = codes_across<false>(four, scale, far);
+        const u32 n = codes_rowwise<false>(four, scale, far);
         const u32 c = signs_of(four[0], four[1]), d = signs_of(four[2], four[3]);
         const u32 signs =
             (__byte_perm(c, d, 0x5410) & 0x08080808u) | (__byte_perm(c, d, 0x7632) & 0x80808080u);
         codes[w] = (saturate(n, s.live, tally) | signs) & s.live;
 #else
-        codes[w] = codes_across<true>(four, scale, far) & s.live;
+        codes[w] = codes_rowwise<true>(four, scale, far) & s.live;
 #endif
     }
     forget_zeros<8, 1>(x, s.live, tally);

@@ -1,8 +1,8 @@
 // A block's E8M0 scale from its largest magnitude. Macros: CODEC_RULE, CODEC_EMAX, CODEC_MANTISSA,
 // CODEC_RECIPROCAL_TOP.
 
-// Exponent + 127 by the rule, for finite maxima. For a subnormal maximum it is right only up to the
-// clamp at 0.
+// Exponent + 127 under the rule, for finite maxima. For a subnormal maximum it is right up to the
+// clamp at 0 only.
 __device__ __forceinline__ int exponent_byte(u32 amax) {
     u32 bits = amax;
 #if CODEC_RULE == 0  // floor

@@ -1,4 +1,5 @@
-// Random words, and 16 values of a block to packed codes or decoded values.
+// Random words, and encoding of 16 values of a block to packed codes or decoded values. Configured
+// by the quantizer's CODEC_ macros.
 
 #include "codec/rounding.cuh"
 
@@ -6,7 +7,7 @@ struct Tally {
     u32 saturated, flushed;
 };
 
-// The conversion instructions round to nearest even and saturate, just as round_magnitude does.
+// The conversion instructions round to nearest even and saturate, like round_magnitude.
 #if CODEC_HARDWARE_CONVERT && __CUDA_ARCH__ >= 890
 #define CODEC_CONVERTS 1
 __device__ __forceinline__ u32 convert_pair(float low, float high) {
@@ -24,7 +25,7 @@ __device__ __forceinline__ u32 convert_pair(float low, float high) {
     (CODEC_DIVIDES && CODEC_ZERO_POINTS)  // elsewhere CODEC_ZERO_POINTS is the GEMM's
 
 #if CODEC_STOCHASTIC
-// The 16 random words of a chunk, or the constant that rounds ties away from or towards zero.
+// The 16 random words of a chunk, or the constant that breaks ties.
 __device__ __forceinline__ void random_words(u32 block, u32 part, const Stream& stream,
                                              u32 (&word)[kChunk]) {
     u32 draw[4];
@@ -46,7 +47,7 @@ __device__ __forceinline__ void random_words(u32 block, u32 part, const Stream& 
 }
 #endif
 
-// The top bytes of four words, and those that hold the signs of four floats.
+// Gathers the top bytes of four words, which hold the signs of floats.
 __device__ __forceinline__ u32 high_bytes(u32 a, u32 b, u32 c, u32 d) {
     return __byte_perm(__byte_perm(a, b, 0x73), __byte_perm(c, d, 0x73), 0x5410);
 }
@@ -57,9 +58,8 @@ __device__ __forceinline__ u32 high_bytes(float a, float b, float c, float d) {
 #define CODEC_NIBBLES (CODEC_MAKES_CODES && CODEC_BITS == 4 && CODEC_IS_FLOAT && !CODEC_STOCHASTIC)
 #if CODEC_NIBBLES
 static_assert(CODEC_MANTISSA == 1 && CODEC_MIN_EXPONENT == 0, "E2M1");
-// The magnitude of y, which is below 32, to nearest: its code, up to 10, plus kOver in the top
-// byte. The sum's last place is the grid's spacing. Its last places and twice its exponent, 298 at
-// least, are the code: the product brings both there.
+// Rounds a magnitude below 32 to its code, up to 10, plus kOver in the top byte. The sum's last
+// place is the grid's spacing; the product adds last places and twice the exponent.
 constexpr u32 kOver = 298 & 0xFF;
 __device__ __forceinline__ u32 top_byte(float y) {
     const float anchor = float_of(larger(bits_of(y) & kExponent, kLowest));
@@ -67,8 +67,8 @@ __device__ __forceinline__ u32 top_byte(float y) {
 }
 #endif
 
-// 16 values of one block -> words of packed codes (CODEC_MAKES_CODES) or decoded values (CODEC_OUT
-// 1, into x).
+// Encodes 16 values of a block to packed codes (CODEC_MAKES_CODES) or decoded values in x
+// (CODEC_OUT 1).
 __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool far,
                                        const Tensor& tensor, u32 block, u32 part,
                                        const Stream& stream, u32 (&codes)[kWords], Tally& tally) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
     u32 word[kChunk];
     random_words(block, part, stream, word);
 #endif
-    u32 zeros = 0, saturated = 0;  // zero codes; values beyond the top
+    u32 zeros = 0, saturated = 0;  // counts of zero codes and of values beyond the top
 #if CODEC_STATS
     float least = fabsf(x[0]);
 #pragma unroll
@@ -87,7 +87,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         for (int k = 0; k < kChunk; ++k) zero_inputs += x[k] == 0;
     }
 #if CODEC_UE4M3 || CODEC_DIVIDES
-    // A tiny scale can make a nonzero code decode to zero: then the values are counted.
+    // A tiny scale can decode a nonzero code to zero; then values are counted instead.
     const bool counts_values =
         __fmul_rn(__fmul_rn(CODEC_MIN_POSITIVE, s.decode), tensor.scale) == 0;
     u32 zero_values = 0;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #endif
     }
 #elif CODEC_INTEGERS
-    // The sum's last place is the grid's spacing, and its low bits the integer, in two's
+    // The sum's last place is the grid's spacing, so its low bits are the integer in two's
     // complement.
     constexpr u32 kAnchor = kLowest + (static_cast<u32>(23 - CODEC_MANTISSA) << 23) + 0x400000u;
     u32 n[kChunk];
@@ -173,7 +173,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #else
 #pragma unroll
     for (int w = 0; w < kWords; ++w) codes[w] = 0;
-    // Of E2M1: magnitudes first (up to 10: bit 3 says that it saturates), then eight at a time.
+    // E2M1: magnitudes first (up to 10, bit 3 means saturated), then eight at a time.
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) {
         float value;
@@ -189,7 +189,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         zeros += n == 0;
 #endif
         value = fminf(value, CODEC_TOP);
-        const bool keeps = CODEC_IS_FLOAT || n != 0;  // a fixed-point grid has no negative zero
+        const bool keeps = CODEC_IS_FLOAT || n != 0;  // fixed-point grids have no negative zero
         value = __fmul_rn(float_of(bits_of(value) | (keeps ? sign : 0)), s.decode);
         if (CODEC_UE4M3) value = __fmul_rn(value, tensor.scale);
 #if CODEC_STATS && CODEC_UE4M3
@@ -258,7 +258,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #endif
 }
 
-// Codes to their place, which is as wide as they are.
+// Stores packed codes.
 __device__ __forceinline__ void store_words(u32* to, const u32 (&packed)[kWords]) {
     if (kWords == 4)
         *reinterpret_cast<uint4*>(to) =

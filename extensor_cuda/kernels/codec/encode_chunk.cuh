@@ -1,4 +1,5 @@
-// Encodes a thread's chunk of 16 values: finds the scale of its block, and makes the codes.
+// Encodes a thread's chunk of 16 values: finds its block's scale and makes the codes. Configured by
+// the quantizer's CODEC_ macros.
 
 #if CODEC_BF16X2
 typedef u32 Chunk[kChunk / 2];
@@ -6,7 +7,7 @@ typedef u32 Chunk[kChunk / 2];
 typedef float Chunk[1][kChunk];
 #endif
 
-// Words as they were read -> a chunk; pairs stay where they are.
+// Unpacks words as read to a chunk; bf16x2 words stay packed.
 __device__ __forceinline__ Chunk& chunk_of(u32 (&raw)[sizeof(Raw) * kChunk / 4], Chunk& unpacked) {
 #if CODEC_BF16X2
     return raw;
@@ -17,8 +18,8 @@ __device__ __forceinline__ Chunk& chunk_of(u32 (&raw)[sizeof(Raw) * kChunk / 4],
 #endif
 }
 
-// Values -> packed codes (CODEC_OUT 1: decoded values in their place). The block's other chunks are
-// those of the neighbouring lanes.
+// Makes packed codes (CODEC_OUT 1: decoded values in place). Neighbouring lanes hold the block's
+// other chunks.
 __device__ __forceinline__ Scale encode_chunk(Chunk& v, const Tensor& tensor, u32 block, u32 part,
                                               const Stream& stream, u32 (&packed)[kWords],
                                               Tally& tally) {

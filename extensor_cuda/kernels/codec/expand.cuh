@@ -1,8 +1,8 @@
-// 16 packed codes of a row and their scale -> what a product multiplies; for expand.cu and
-// gemm_sm90.cu. Macros as there.
+// Converts 16 packed codes of a row and their scale to elements of a GEMM operand, for expand.cu
+// and gemm_sm90.cu. Macros: as in expand.cu.
 
 constexpr int kChunk = 16, kWords = CODEC_BITS * kChunk / 32;
-constexpr int kOctets = CODEC_EXPAND_TO ? 1 : 2;  // of a value
+constexpr int kVectors = CODEC_EXPAND_TO ? 1 : 2;  // of a value
 constexpr int kOutMantissa = CODEC_EXPAND_TO == 1 ? 2 : 3,
               kOutLeast = CODEC_EXPAND_TO == 1 ? -14 : -6;  // of FP8
 constexpr u32 kOutNaN = CODEC_EXPAND_TO ? 0x7Fu : 0x7FC0u;
@@ -11,21 +11,21 @@ __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
     return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
 }
 
-// Whether all of MXFP4's values under a scale are normal numbers, as almost always.
+// Whether MXFP4 values under a scale are all normal numbers, the usual case.
 constexpr bool kMostlyPlain = CODEC_BITS == 4 && !CODEC_FLOAT_SCALES && !CODEC_UE4M3 && CODEC_FIXED;
 __device__ __forceinline__ bool is_plain(u32 scale) { return scale - 2 <= 250; }
 
-// What a code's magnitude bits mean.
+// The value of a code's magnitude bits.
 __device__ __forceinline__ float grid(u32 magnitude, int mantissa, int least) {
     const u32 field = magnitude >> mantissa, part = magnitude & ((1u << mantissa) - 1);
     if (field == 0) return static_cast<float>(part) * power_of_two(least - mantissa);
     return __uint_as_float((field + least + 126) << 23 | part << (23 - mantissa));
 }
 
-// A block's scale as the operand carries it; `live`: it is a number.
+// A block's scale in the operand; `live`: it is not NaN.
 struct Unit {
     float value;
-    bool live, small;  // small: so far below the largest that bfloat16 may cut values
+    bool live, small;  // small: so small that bfloat16 may lose bits
 };
 
 __device__ __forceinline__ Unit unit_of(u32 scale, int anchor) {
@@ -41,11 +41,11 @@ __device__ __forceinline__ Unit unit_of(u32 scale, int anchor) {
 #endif
 }
 
-// A value of 0 or more as CODEC_EXPAND_TO's bits; `lost` where it has none.
+// A non-negative value in CODEC_EXPAND_TO's bits; `lost` if it has none.
 __device__ __forceinline__ u32 encoded(float v, bool& lost) {
     const u32 bits = __float_as_uint(v);
 #if CODEC_EXPAND_TO == 0 && CODEC_UE4M3
-    return bits >> 16;  // a product of 5 bits, far from both ends
+    return bits >> 16;  // a 5-bit product, far from both ends
 #elif CODEC_EXPAND_TO == 0
     const bool held = !(bits & 0xFFFFu) && !(CODEC_FIXED && bits >= 0x7F800000u);
     lost = lost || !held;
@@ -62,7 +62,7 @@ __device__ __forceinline__ u32 encoded(float v, bool& lost) {
 }
 
 #if CODEC_BITS == 4 && !CODEC_FLOAT_SCALES
-// Bytes of the eight magnitudes; of bfloat16 the upper ones too.
+// The bytes of the eight magnitudes; for bfloat16 also the upper bytes.
 struct Table {
     u32 low[2], high[2];
 };
@@ -72,7 +72,7 @@ __device__ __forceinline__ Table table_of(u32 scale, const Unit& unit, bool& los
     Table t = {{0, 0}, {0, 0}};
 #if CODEC_FIXED && !CODEC_UE4M3
     if (kPlain ||
-        is_plain(scale)) {  // 0, 0.5; 1, 1.5; 2, 3; 4, 6, the scale added to their exponents
+        is_plain(scale)) {  // 0, 0.5; 1, 1.5; 2, 3; 4, 6, with the scale added to their exponents
         const u32 both = scale * 0x00800080u;
         const u32 pairs[4] = {(scale - 1) << 23, both + 0x00400000u, both + 0x00C00080u,
                               both + 0x01400100u};
@@ -98,12 +98,11 @@ __device__ __forceinline__ Table table_of(u32 scale, const Unit& unit, bool& los
 #endif
 
 #if CODEC_FLOAT_SCALES
-// The codes less their zero point, and no scale: at most 8 bits of a number.
+// Codes less their zero point, without a scale: at most 8 significant bits.
 __device__ __forceinline__ u32 number_of(u32 code, float zero) {
 #if CODEC_IS_FLOAT
     const u32 magnitude = code & 0x7Fu;
-    // A float's bits with other widths: shifted into place, it is off by a power of two, subnormals
-    // too.
+    // A float with other widths: shifted into place it is off by a power of two, subnormals too.
     float v = __uint_as_float(magnitude << (23 - CODEC_MANTISSA)) *
               __uint_as_float(static_cast<u32>(253 + (CODEC_MIN_EXPONENT)) << 23);
     if (magnitude > CODEC_MAX_CODE)
@@ -130,13 +129,13 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], int zero_poi
     units[1] = uint4{out[4], out[5], out[6], out[7]};
 }
 #else
-// 16 codes of one block -> 16-byte units. kPlain: the scale is known to be.
+// Converts 16 codes of one block to 16-byte units. kPlain: all values are known to be normal.
 template <bool kPlain = false>
 __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, int anchor,
-                                        uint4 (&units)[kOctets], u32& beyond) {
+                                        uint4 (&units)[kVectors], u32& beyond) {
     const Unit unit = unit_of(scale, anchor);
     bool lost = false;
-    u32 any = 0, out[4 * kOctets];
+    u32 any = 0, out[4 * kVectors];
 #if CODEC_BITS == 4
     const Table t = table_of<kPlain>(scale, unit, lost);
 #pragma unroll
@@ -156,7 +155,7 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, i
     }
 #else
 #pragma unroll
-    for (int i = 0; i < 4 * kOctets; ++i) out[i] = 0;
+    for (int i = 0; i < 4 * kVectors; ++i) out[i] = 0;
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) {
         const int at = k * CODEC_BITS;
@@ -174,29 +173,29 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, i
 #endif
         any |= magnitude;
         u32 made = unit.live ? encoded(v * unit.value, lost) : kOutNaN;
-        made |= sign << (8 * kOctets - 1);
-        out[k * kOctets / 4] |= made << (8 * kOctets * (k % (4 / kOctets)));
+        made |= sign << (8 * kVectors - 1);
+        out[k * kVectors / 4] |= made << (8 * kVectors * (k % (4 / kVectors)));
     }
 #endif
     if (unit.live && any && (lost || unit.small)) beyond = 1;
 #pragma unroll
-    for (int u = 0; u < kOctets; ++u)
+    for (int u = 0; u < kVectors; ++u)
         units[u] = uint4{out[4 * u], out[4 * u + 1], out[4 * u + 2], out[4 * u + 3]};
 }
 #endif
 
-// A stored matrix, in blocks along its rows.
+// A stored matrix with blocks along its rows.
 struct Stored {
     const u8 *codes, *scales;
-    const signed char* zeros;  // CODEC_FLOAT_SCALES: zero points or null; scales are left to others
-    i64 octets, scale_pitch;   // of a row
+    const signed char* zeros;     // CODEC_FLOAT_SCALES: zero points or null; no scales
+    i64 code_pitch, scale_pitch;  // from row to row
 };
 
-// A row of it, and 16 codes of a row with what they are converted with.
+// A row of a stored matrix, and a chunk of 16 of its codes with their scale.
 struct Row {
     const u8 *codes, *scales;
     const signed char* zeros;
-    i64 octets;
+    i64 code_pitch;
 };
 struct Chunk {
     u32 words[kWords];
@@ -205,8 +204,8 @@ struct Chunk {
 
 __device__ __forceinline__ Row row_of(const Stored& from, u32 row) {
     const i64 blocks = static_cast<i64>(row / CODEC_TILE_ROWS) * from.scale_pitch;
-    return {from.codes + row * from.octets, CODEC_FLOAT_SCALES ? nullptr : from.scales + blocks,
-            CODEC_FLOAT_SCALES && from.zeros ? from.zeros + blocks : nullptr, from.octets};
+    return {from.codes + row * from.code_pitch, CODEC_FLOAT_SCALES ? nullptr : from.scales + blocks,
+            CODEC_FLOAT_SCALES && from.zeros ? from.zeros + blocks : nullptr, from.code_pitch};
 }
 
 __device__ __forceinline__ Chunk read_chunk(const Row& row, u32 chunk) {
@@ -220,7 +219,7 @@ __device__ __forceinline__ Chunk read_chunk(const Row& row, u32 chunk) {
     for (int w = 0; w < kWords; ++w) out.words[w] = 0;
 #pragma unroll
     for (int b = 0; b < 4 * kWords; ++b)
-        if (chunk * (4 * kWords) + b < row.octets)
+        if (chunk * (4 * kWords) + b < row.code_pitch)
             out.words[b / 4] |= static_cast<u32>(at[b]) << 8 * (b % 4);
     return out;
 #endif
@@ -240,10 +239,10 @@ __device__ __forceinline__ Chunk read_chunk(const Row& row, u32 chunk) {
     return out;
 }
 
-__device__ __forceinline__ void store(u8* out, i64 chunk, const uint4 (&units)[kOctets]) {
-    uint4* to = reinterpret_cast<uint4*>(out) + chunk * kOctets;
+__device__ __forceinline__ void store(u8* out, i64 chunk, const uint4 (&units)[kVectors]) {
+    uint4* to = reinterpret_cast<uint4*>(out) + chunk * kVectors;
 #pragma unroll
-    for (int u = 0; u < kOctets; ++u) to[u] = units[u];
+    for (int u = 0; u < kVectors; ++u) to[u] = units[u];
 }
 
 #if CODEC_EXPAND_TO == 0
@@ -251,10 +250,9 @@ __device__ __forceinline__ u32 neighbours(u32 mine) {
     return __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
 }
 
-// The same by a whole warp, whose lanes have chunks in order: two lanes write 32 bytes, a whole
-// sector.
-__device__ __forceinline__ void store_together(u8* out, u32 chunk, u32 count,
-                                               const uint4 (&units)[2]) {
+// Stores the units of a whole warp with consecutive chunks: two lanes write a 32-byte sector.
+__device__ __forceinline__ void store_sectors(u8* out, u32 chunk, u32 count,
+                                              const uint4 (&units)[2]) {
     const u32 odd = threadIdx.x % 2;
     uint4 theirs = odd ? units[0] : units[1];
     const uint4 own = odd ? units[1] : units[0];

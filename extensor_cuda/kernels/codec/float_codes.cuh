@@ -1,5 +1,5 @@
-// Values under float scales one at a time, for kernels of any shape. Macros: those of input.cuh,
-// encode.cuh and float_scale.cuh.
+// Encodes values under float scales one at a time, for kernels of any shape. Macros: those of
+// input.cuh, encode.cuh and float_scale.cuh.
 
 #include "codec/input.cuh"
 #include "codec/decode.cuh"
@@ -8,7 +8,7 @@
 #include "codec/encode.cuh"
 #include "codec/counters.cuh"
 
-// Four neighbours in memory.
+// Loads four contiguous values.
 __device__ __forceinline__ void load_four(const Raw* from, float (&v)[4]) {
 #if CODEC_IN == 0
     const uint4 four = *reinterpret_cast<const uint4*>(from);

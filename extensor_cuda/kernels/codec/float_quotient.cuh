@@ -1,4 +1,4 @@
-// Chunks of values under a float scale: their extremes, and their quotients. After float_scale.cuh.
+// Chunks of values under a float scale: extremes and quotients. Include it after float_scale.cuh.
 
 #define CODEC_DIVIDES 1  // for encode.cuh
 
@@ -19,9 +19,9 @@ __device__ __forceinline__ bool is_far(const Most& most, const Scale& s) {
     return !(__fdiv_rn(float_of(most.high), s.decode) < float_of(CODEC_CLAMP_BITS));
 }
 
-// x / scale, as a division rounds it. With the nearest reciprocal two corrections give that too,
-// unless a remainder is so small that a float does not hold it: that is so below 2^-101, whose
-// quotient by a scale in these bounds is 0 on any grid, to nearest.
+// x / scale, rounded like a division: two corrections of the reciprocal's product suffice, unless
+// the remainder underflows. That needs x below 2^-101, where the quotient is 0 on any grid to
+// nearest.
 __device__ __forceinline__ void divide(const float (&x)[kChunk], const Scale& s,
                                        float (&y)[kChunk]) {
     if (!CODEC_STOCHASTIC && CODEC_ELEMENT_SCALE == 1.0f && s.decode >= 0x1p-60f &&

@@ -1,6 +1,5 @@
-// A block's float scale, and zero point, from its extremes. Macros: CODEC_BITS, CODEC_TOP,
-// CODEC_RULE_ONE (scales are 1), CODEC_ZERO_POINTS (zero points), CODEC_FLOAT16_SCALES (scales are
-// float16). After input.cuh.
+// A block's float scale and zero point from its extremes. Include it after input.cuh. Macros:
+// CODEC_BITS, CODEC_TOP, CODEC_RULE_ONE (scales are 1), CODEC_ZERO_POINTS, CODEC_FLOAT16_SCALES.
 
 #include "common/float16.cuh"
 
@@ -10,8 +9,8 @@ typedef u16 Stored;
 typedef u32 Stored;  // a float's bits
 #endif
 
-// Of some values: the bits of the largest magnitude; under CODEC_ZERO_POINTS of the largest above 0
-// and that below it.
+// Extremes of values: the bits of the largest magnitude; CODEC_ZERO_POINTS: of the largest values
+// above and below 0.
 struct Most {
     u32 high, low;
 };
@@ -23,7 +22,7 @@ __device__ __forceinline__ void join(Most& most, const Most& other) {
 
 struct Scale {
     float apply, decode;  // 1 / scale, and the scale
-    u32 stored, live;     // the scale's bits as they are stored; all ones for a block of numbers
+    u32 stored, live;     // the stored bits; all ones for a finite block
     int zero;
 };
 
@@ -44,8 +43,8 @@ __device__ __forceinline__ Scale block_scale(const Most& most) {
 #endif
     if (scale == 0) scale = 1;
 #if CODEC_FLOAT16_SCALES
-    const u16 half = half_scale(scale);
-    scale = half_value(half);
+    const u16 half = float_to_half_scale(scale);
+    scale = half_to_float(half);
     s.stored = finite ? half : 0x7E00u;
 #else
     s.stored = finite ? bits_of(scale) : kNaN;

@@ -1,8 +1,9 @@
-// Reads values as float32 or bfloat16, and finds the largest magnitude of a block.
+// Reads values as float32 or bfloat16 and finds a block's largest magnitude. Macros: CODEC_IN (0:
+// float32, 1: bfloat16, 2: float16), CODEC_OUT, CODEC_BLOCK and the format's.
 
 #include "common/types.cuh"
 
-#define CODEC_MAKES_CODES (CODEC_OUT == 0)  // packed codes are made
+#define CODEC_MAKES_CODES (CODEC_OUT == 0)  // whether packed codes are made
 
 #ifndef CODEC_THREADS
 #define CODEC_THREADS 256
@@ -11,14 +12,14 @@ constexpr u32 kMagnitude = 0x7FFFFFFFu, kSign = 0x80000000u, kExponent = 0x7F800
 constexpr u32 kMantissa = 0x007FFFFFu, kNaN = 0x7FC00000u;
 constexpr float kFloatMax = 3.4028234663852886e38f;
 constexpr int kThreads = CODEC_THREADS, kChunk = 16,
-              kParts = CODEC_BLOCK / kChunk;  // parts: chunks of a block
+              kParts = CODEC_BLOCK / kChunk;  // kParts: chunks of a block
 constexpr int kWords = CODEC_BITS * kChunk / 32;
-constexpr int kSlots = 256;  // counters are spread over this many pairs, summed by the host
+constexpr int kSlots = 256;  // pairs of counters, which the host sums
 
-// What depends on the whole tensor; made by `tensor_scales`.
+// What the whole tensor decides; made by `tensor_scales`.
 struct Tensor {
     float scale, encode;  // NVFP4: 1 / S_enc, and S_enc / 6 (four-over-six: S_enc)
-    int lowest;           // scale window: no scale byte of a block of numbers may be smaller
+    int lowest;           // scale window: the lowest scale byte of a finite block
     float amax;           // NVFP4: the largest finite magnitude
 };
 
@@ -50,7 +51,7 @@ __device__ __forceinline__ float widen(u32 raw) {
 #endif
 }
 
-// Element k of the 32-bit words that a vector load gave.
+// Element k of the words of a vector load.
 template <int N>
 __device__ __forceinline__ float element(const u32 (&words)[N], int k) {
 #if CODEC_IN == 0
@@ -80,10 +81,10 @@ __device__ __forceinline__ void activate(u32 (&pairs)[N]) {
     for (int i = 0; i < N; ++i) {
         const float low = op(element(pairs, 2 * i), 0), high = op(element(pairs, 2 * i + 1), 0);
 #ifdef __CUDA_ARCH__
-        // without the branch of nearest_pair, as a block that holds NaN does not ask which
+        // unlike round_bf16x2 without a branch: NaN blocks need no exact NaN
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pairs[i]) : "f"(high), "f"(low));
 #else
-        pairs[i] = nearest_pair(low, high);
+        pairs[i] = round_bf16x2(low, high);
 #endif
     }
 }
@@ -91,7 +92,7 @@ template <int N>
 __device__ __forceinline__ void activate(float (&values)[N]) {
     const Active op;
 #pragma unroll
-    for (int i = 0; i < N; ++i) values[i] = float_of(nearest(op(values[i], 0)) << 16);
+    for (int i = 0; i < N; ++i) values[i] = float_of(round_bf16(op(values[i], 0)) << 16);
 }
 #else
 template <class T>
@@ -123,7 +124,7 @@ __device__ __forceinline__ u32 finite_maximum(const float (&x)[kChunk]) {
     return m;
 }
 
-// The largest over the `kParts` lanes of a block, which are kApart from each other.
+// The maximum over a block's `kParts` lanes, kApart from each other.
 template <int kApart = 1>
 __device__ __forceinline__ u32 across_lanes(u32 m) {
 #pragma unroll

@@ -1,17 +1,25 @@
-// A magnitude to its code. Macros: CODEC_IS_FLOAT, CODEC_MANTISSA, CODEC_MIN_EXPONENT;
-// CODEC_STOCHASTIC, CODEC_RBITS: the rounding.
+// Rounds a magnitude to its code. Macros: CODEC_IS_FLOAT, CODEC_MANTISSA, CODEC_MIN_EXPONENT, and
+// for rounding CODEC_STOCHASTIC and CODEC_RBITS.
 
 constexpr u32 kLowest = static_cast<u32>(127 + CODEC_MIN_EXPONENT) << 23;
 
-// |y| on the grid continued without a top: its code; `value` is the number that the code means.
-// CODEC_STOCHASTIC: up exactly when frac * 2**32 > word; else to nearest even. CODEC_RBITS 8:
-// `word` holds the bits of the float 128 + w, w = (byte + 1/2) / 256, and the code is ceil(|y| /
-// spacing - w): two additions that round up, the first in steps of 2**-16 spacing or less, of which
-// w and every code are multiples.
+// The code of
+//
+// y
+//
+// on the grid without a top, and its `value`. CODEC_STOCHASTIC: up exactly when frac * 2**32 >
+// word, otherwise to nearest even.
+//
+// CODEC_RBITS 8: `word` is the float 128 + w with w = (byte + 1/2) / 256, and the code is ceil(
+//
+// y
+//
+// / spacing - w). Two additions round up, the first in steps of at most 2**-16 spacing, of which w
+// and every code are multiples.
 __device__ __forceinline__ u32 round_magnitude(float y, u32 word, float& value) {
     const float magnitude = fabsf(y);
     const u32 exponent = CODEC_IS_FLOAT ? larger(bits_of(y) & kExponent, kLowest) : kLowest;
-    // The sum's last place is the grid's spacing, so the addition itself rounds.
+    // The addition rounds, because the sum's last place is the grid's spacing.
     const u32 anchor = exponent + (static_cast<u32>(23 - CODEC_MANTISSA) << 23);
 #if CODEC_STOCHASTIC && CODEC_RBITS == 8
     const u32 spacing = exponent - (static_cast<u32>(CODEC_MANTISSA) << 23);

@@ -1,17 +1,17 @@
-// NVFP4 scale rules that choose, per block, among several scales the one with the least squared
-// error.
+// NVFP4 scale rules that choose a block's scale by least squared error among several. Blocks of 16
+// along the axis. Macros: CODEC_RULE, CODEC_SEARCH.
 //
-// The error sums ((q * sf) * factor [/ divisor] - x)**2 in float32 over ascending positions, as
-// extensor/quant/nvfp4.py does; of equal errors the first option wins. Blocks of 16 along the axis.
+// The error sums ((q * sf) * factor [/ divisor] - x)**2 in float32 over ascending positions, as in
+// extensor/quant/nvfp4.py. Of equal errors the first option wins.
 
 #if CODEC_SEARCH
 static_assert(CODEC_BITS == 4 && CODEC_IS_FLOAT && CODEC_MANTISSA == 1 && CODEC_MIN_EXPONENT == 0,
               "of E2M1");
 
-// The scales that a block may have, the first being preferred: what they mean, and their codes.
+// A block's candidate scales, the preferred one first: values and codes.
 #if CODEC_RULE == 6  // four_over_six: a block's largest value becomes 6 or 4
 constexpr int kOptions = 2;
-#else  // least_error: four neighbours among the scales that FP8 holds exactly, the largest first
+#else  // least_error: four neighbouring scales with exact FP8 codes, the largest first
 constexpr int kOptions = 4;
 constexpr u32 kExactTop =
     kScaleLowest + (14u << 23) + 0x400000u;  // 1, 1.25 and 1.5 times 2**-6 .. 2**8
@@ -31,7 +31,7 @@ __device__ __forceinline__ Options options_of(u32 amax, const Tensor& tensor) {
     o.code[1] = scale_code(__fmul_rn(base, 1.5f), o.value[1]);
 #else
     const float base = fminf(__fmul_rn(float_of(amax), tensor.encode), CODEC_SCALE_TOP);
-    // A step is a quarter of a binade, each third one a half. First the least that reaches the
+    // A step is a quarter of a binade, every third one half. Starts at the least that reaches the
     // base.
     u32 at = (larger(bits_of(base), kScaleLowest) + 0x1FFFFFu) & ~0x1FFFFFu;
     at += (at & 0x600000u) == 0x600000u ? 0x200000u : 0;
@@ -47,7 +47,7 @@ __device__ __forceinline__ Options options_of(u32 amax, const Tensor& tensor) {
     return o;
 }
 
-// The code of an option, from its number if that is known.
+// An option's code, from its number if known.
 __device__ __forceinline__ u32 code_of(const Options& o, int number) {
 #if CODEC_RULE == 6
     return o.code[number];
@@ -58,8 +58,8 @@ __device__ __forceinline__ u32 code_of(const Options& o, int number) {
 
 // ---- as the reference does it ----
 
-// x * inverse to the nearest grid value, ties to even.
-__device__ __forceinline__ float nearest(float x, float inverse) {
+// x * inverse rounded to the grid, ties to even.
+__device__ __forceinline__ float nearest_value(float x, float inverse) {
     const float y = __fmul_rn(x, inverse);
     const float magnitude = fminf(fabsf(y), float_of(CODEC_CLAMP_BITS));
     const u32 exponent =
@@ -71,7 +71,7 @@ __device__ __forceinline__ float nearest(float x, float inverse) {
 
 // One value's squared error under a scale.
 __device__ __forceinline__ float square(float x, float inverse, float value, const Tensor& tensor) {
-    float decoded = __fmul_rn(nearest(x, inverse), value);
+    float decoded = __fmul_rn(nearest_value(x, inverse), value);
 #if CODEC_RULE == 6
     decoded = __fdiv_rn(__fmul_rn(decoded, tensor.amax), 1536.0f);
 #else
@@ -81,9 +81,8 @@ __device__ __forceinline__ float square(float x, float inverse, float value, con
     return __fmul_rn(difference, difference);
 }
 
-// The number of the option with the least error among some, a bit for each, of a block whose values
-// lie in N chunks of this thread, and (SPAN > N) of its neighbours: chunk r of the SPAN in lane
-// `base + r / N * STEP`.
+// The option of least error among those in a bit mask. The block has N chunks in this thread and
+// (SPAN > N) others: chunk r of SPAN is in lane `base + r / N * STEP`.
 template <int N, int SPAN, int STEP>
 __device__ __forceinline__ int exact_search(const float (&x)[N][kChunk], int base, const Options& o,
                                             u32 some, const Tensor& tensor) {
@@ -130,7 +129,7 @@ __device__ __forceinline__ int exact_search(const float (&x)[N][kChunk], int bas
 constexpr float kLift = 1.2676506002282294e30f, kLiftMore = 67108864.0f;  // 2**100 and 2**26
 constexpr u32 kHalfCode = 0x200000u, kCodeBits = 0xFFC00000u, kTopCode = 0x01FFFFFFu;
 
-// Off by 2**-23 of it at most.
+// 1 / v to within 2**-23, relatively.
 __device__ __forceinline__ float near_inverse(float v) {
 #ifdef __CUDA_ARCH__
     float inverse;
@@ -141,8 +140,7 @@ __device__ __forceinline__ float near_inverse(float v) {
 #endif
 }
 
-// The sum of a block's squared errors, w times 2**126 being `value`; of each lane's own, then of
-// all.
+// The sum of a block's squared errors, with w times 2**126 in `value`: each lane's own, then all.
 template <int N, int SPAN, int STEP>
 __device__ __forceinline__ float near_error(const float (&z)[N][kChunk], float value) {
     const float inverse = near_inverse(value);
@@ -163,13 +161,13 @@ __device__ __forceinline__ float near_error(const float (&z)[N][kChunk], float v
     return sum;
 }
 
-// The scale of a block; the template's arguments are `exact_search`'s.
+// A block's scale; template arguments as for `exact_search`.
 template <int N, int SPAN, int STEP>
 __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int base, u32 amax,
                                             const Tensor& tensor) {
     const bool finite = amax < kExponent;
     const Options o = options_of(finite ? amax : 0, tensor);
-    // Squares of what is further from 1 may underflow or overflow.
+    // Squares of values further from 1 may underflow or overflow.
     const u32 exponent = amax >> 23;
     const bool usual = exponent - 77u <= 100u;
     const float shift = float_of((250u - exponent) << 23), top = __fmul_rn(float_of(amax), shift);
@@ -178,7 +176,7 @@ __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int bas
 #else
     const float unit = __fmul_rn(tensor.scale, shift);
 #endif
-    // An option's w times 2**126, in an order that does not overflow unless all codes are zero.
+    // An option's w times 2**126, without overflow unless all codes are zero.
     const float lifted = __fmul_rn(unit, kLift);
     const auto huge = [&](int n) { return __fmul_rn(__fmul_rn(o.value[n], kLiftMore), lifted); };
     float z[N][kChunk];
@@ -187,7 +185,8 @@ __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int bas
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) z[c][k] = __fmul_rn(fabsf(x[c][k]), shift);
 
-    constexpr float kMore = 1 + (SPAN > 1 ? 4.0f : 2.0f) / (1 << 15);  // of the second least error
+    constexpr float kMore =
+        1 + (SPAN > 1 ? 4.0f : 2.0f) / (1 << 15);  // relative to the second least error
     const float apart = __fmul_rn(__fmul_rn(top, top), 2.0f * SPAN / (1 << 20)),
                 infinite = float_of(kExponent);
     const auto limit = [&](float least) { return __fmul_rn(__fadd_rn(least, apart), kMore); };
@@ -210,8 +209,8 @@ __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int bas
 #else
     const bool plain = usual;
     const float last = __fmul_rn(o.value[3], unit);
-    settled |= usual && top < __fmul_rn(last, 0.2499f);  // all codes are zero, whatever the scale
-    // The last scale is so small that the largest value is beyond 6, and seldom worth it.
+    settled |= usual && top < __fmul_rn(last, 0.2499f);  // all codes are zero under any scale
+    // The last scale puts the largest value beyond 6, which seldom pays.
     const float beyond = fmaxf(__fsub_rn(top, __fmul_rn(last, CODEC_TOP)), 0.0f);
     error[3] = infinite;
     if (__any_sync(~0u, plain && !settled && o.value[3] != o.value[2] &&
@@ -220,7 +219,7 @@ __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int bas
         least = fminf(least, error[3]);
     }
 #endif
-    // Those that the reference may find to be least.
+    // The options that the reference may choose.
     const float most = limit(least);
     u32 some = 0;
 #pragma unroll

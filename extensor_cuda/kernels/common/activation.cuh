@@ -1,7 +1,7 @@
-// relu and x Phi(x) with the normal distribution function Phi, value by value in float32.
-// COMMON_FULL_PRECISION: as exact as float32 wants it, else as bfloat16 does.
+// ReLU and GELU, x Phi(x) with the normal distribution function Phi, in float32.
+// COMMON_FULL_PRECISION: accurate to float32, otherwise to bfloat16.
 
-// 1 / v for v of 1 or more; to 1 unit in the last place.
+// 1 / v for v of at least 1, to 1 unit in the last place.
 __device__ __forceinline__ float inverse(float v) {
 #ifdef __CUDA_ARCH__
     float r;
@@ -12,9 +12,8 @@ __device__ __forceinline__ float inverse(float v) {
 #endif
 }
 
-// Phi(-t) = e s P(s) for t >= 0, with e = exp(-t^2 / 2) and s = 1 / (1 + c t): P is a minimax fit
-// of sqrt(pi / 2) erfcx. Of degree 9 it is off by 0.93 units of 2^-24, evaluated so by 8; of degree
-// 5 by 2^-16.8, for what is rounded to bfloat16.
+// Phi(-t) = e s P(s) for t >= 0, with e = exp(-t^2 / 2), s = 1 / (1 + c t) and P a minimax fit of
+// sqrt(pi / 2) erfcx. Degree 9 errs by 8 units of 2^-24 as evaluated, degree 5 by 2^-16.8.
 #if COMMON_FULL_PRECISION
 constexpr float kC = 0.4399999976158142f;
 __device__ const float kP[] = {0.1755484640598297f,  0.17516793310642242f, 0.14555662870407104f,

@@ -8,16 +8,16 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
 
-__device__ __forceinline__ void arrive(u32 barrier) {
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+__device__ __forceinline__ void barrier_expect_bytes(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 #if COMMON_GUARD
     for (u32 spins = 0;; ++spins) {
         if (spins > (1u << 22)) asm volatile("trap;");
@@ -35,8 +35,8 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
     }
 }
 
-// Whether a phase is over, without waiting for it.
-__device__ __forceinline__ bool is_over(u32 barrier, u32 parity) {
+// Tests whether a phase is complete, without waiting.
+__device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
     u32 done;
     asm volatile(
         "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
@@ -47,8 +47,8 @@ __device__ __forceinline__ bool is_over(u32 barrier, u32 parity) {
     return done;
 }
 
-// Bytes that lie together: a multiple of 16, at such an address.
-__device__ __forceinline__ void load_line(u32 to, const void* from, int bytes, u32 barrier) {
+// Copies contiguous bytes: a multiple of 16, from a 16-byte aligned address.
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(to),
@@ -56,11 +56,11 @@ __device__ __forceinline__ void load_line(u32 to, const void* from, int bytes, u
         : "memory");
 }
 
-// 8 bytes that other blocks look at: nothing else is seen by who sees them.
-__device__ __forceinline__ void post(u64* to, u64 v) {
+// 8 bytes shared between blocks, without ordering of other memory.
+__device__ __forceinline__ void store_relaxed(u64* to, u64 v) {
     asm volatile("st.relaxed.gpu.b64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
 }
-__device__ __forceinline__ u64 posted(const u64* from) {
+__device__ __forceinline__ u64 load_relaxed(const u64* from) {
     u64 v;
     asm volatile("ld.relaxed.gpu.b64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
     return v;

@@ -1,14 +1,15 @@
-// Programmatic dependent launch: a kernel begins before the stream's last kernel has ended.
+// Programmatic dependent launch: a kernel starts before the previous kernel of its stream has
+// ended.
 
 #ifdef __CUDA_ARCH__
-// The stream's next kernel may start, and wait for this one; this one waits for the last. Nothing
-// before Hopper.
-__device__ __forceinline__ void let_next_start() {
+// The first lets the stream's next kernel start, the second waits for the previous kernel. Both do
+// nothing before Hopper.
+__device__ __forceinline__ void launch_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void await_last() {
+__device__ __forceinline__ void wait_on_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

@@ -4,14 +4,14 @@ struct Stream {
     u32 key0, key1, high0, high1;
 };
 
-// high0 is the step's number. Where steps are repeated on the device it is read from `clock`.
+// high0 is the step number. A captured step reads it from `clock` instead.
 __device__ __forceinline__ Stream stream_of(const u32* clock, u32 key0, u32 key1, u32 high0,
                                             u32 high1) {
     return Stream{key0, key1, clock ? *clock : high0, high1};
 }
 
-// COMMON_MUL_WIDE: in assembly, where the compiler otherwise adds zero to each product's high word;
-// where it does not, assembly takes more registers.
+// COMMON_MUL_WIDE: uses assembly, because the compiler otherwise adds zero to each high word. In
+// other kernels the assembly takes more registers.
 __device__ __forceinline__ u64 product(u32 a, u32 b) {
 #if COMMON_MUL_WIDE && defined(__CUDA_ARCH__)
     u64 both;

@@ -1,14 +1,15 @@
-// Hopper's TMA copies between global and shared memory, and what surrounds wgmma products.
+// TMA copies between global and shared memory, and what surrounds wgmma. Needs kCluster, TensorMap,
+// Sum and SUM.
 
 #include "common/barriers.cuh"
 
 // ---- copies ----
 
-// Says to every block of the cluster that a stage of theirs may be overwritten.
-__device__ __forceinline__ void release(u32 barrier, int lane) {
+// Tells every block of the cluster that its stage may be overwritten.
+__device__ __forceinline__ void release_stage(u32 barrier, int lane) {
     if (lane >= kCluster) return;
     if (kCluster == 1) {
-        arrive(barrier);
+        barrier_arrive(barrier);
     } else {
         asm volatile(
             "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"
@@ -18,7 +19,8 @@ __device__ __forceinline__ void release(u32 barrier, int lane) {
     }
 }
 
-__device__ __forceinline__ void load(u32 to, const TensorMap* map, int byte, int row, u32 barrier) {
+__device__ __forceinline__ void tma_load_2d(u32 to, const TensorMap* map, int byte, int row,
+                                            u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
@@ -26,8 +28,8 @@ __device__ __forceinline__ void load(u32 to, const TensorMap* map, int byte, int
         : "memory");
 }
 
-__device__ __forceinline__ void load_for_all(u32 to, const TensorMap* map, int byte, int row,
-                                             u32 barrier) {
+__device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap* map, int byte, int row,
+                                                   u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
         ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
@@ -35,9 +37,9 @@ __device__ __forceinline__ void load_for_all(u32 to, const TensorMap* map, int b
         : "memory");
 }
 
-// A box of an array of four axes, and back from shared memory.
-__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int x, int y, int z, int w,
-                                         u32 barrier) {
+// Copies a box of a four-axis tensor to shared memory, and back.
+__device__ __forceinline__ void tma_load_4d(u32 to, const TensorMap* map, int x, int y, int z,
+                                            int w, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
@@ -45,43 +47,41 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int x, in
         : "memory");
 }
 
-__device__ __forceinline__ void store_box(const TensorMap* map, int x, int y, int z, int w,
-                                          u32 from) {
+__device__ __forceinline__ void tma_store_4d(const TensorMap* map, int x, int y, int z, int w,
+                                             u32 from) {
     asm volatile(
         "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
             map),
         "r"(x), "r"(y), "r"(z), "r"(w), "r"(from)
         : "memory");
 }
-// What this thread has written to shared memory is there for the stores of any.
-__device__ __forceinline__ void show_stores() {
+// Makes this thread's writes to shared memory visible to TMA stores.
+__device__ __forceinline__ void fence_shared_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-__device__ __forceinline__ void end_stores() {
+__device__ __forceinline__ void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-__device__ __forceinline__ void await_stores_read() {
+__device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-__device__ __forceinline__ void await_stores() {
+__device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// A count that other blocks add to after stores of theirs: what it counts is there.
-__device__ __forceinline__ u32 acquired(const u32* from) {
+// A counter that other blocks raise after their stores; what it counts is visible.
+__device__ __forceinline__ u32 load_acquire(const u32* from) {
     u32 count;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(from) : "memory");
     return count;
 }
-__device__ __forceinline__ void add_released(u32* to, u32 count) {
+__device__ __forceinline__ void add_release(u32* to, u32 count) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(count) : "memory");
 }
-// Between stores to global memory and bulk copies of what was stored.
-__device__ __forceinline__ void show_to_copies() {
-    asm volatile("fence.proxy.async;" ::: "memory");
-}
+// Orders stores to global memory before TMA loads of them.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-__device__ __forceinline__ u32 rounded_pair(float high, float low) {
+__device__ __forceinline__ u32 to_bf16x2(float high, float low) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
@@ -91,32 +91,32 @@ __device__ __forceinline__ u32 rounded_pair(float high, float low) {
 
 // Names the accumulators, so that the compiler moves no use of them across.
 template <int kSums>
-__device__ __forceinline__ void hold(Sum (&d)[kSums]) {
+__device__ __forceinline__ void fence_accumulators(Sum (&d)[kSums]) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) asm volatile("" : "+" SUM(d[i])::"memory");
 }
 
-// Made here, not where it is used, and in its register until here.
+// Computes v here, not where it is used, and keeps it in a register until here.
 __device__ __forceinline__ void keep(float& v) { asm volatile("" : "+f"(v)); }
 __device__ __forceinline__ void keep(u32& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void keep(int& v) { asm volatile("" : "+r"(v)); }
 
-// Ends the block of instructions within which the compiler moves a wait for products up, before
-// sums that could go beside them. No sum of exponentials is negative.
-__device__ __forceinline__ void end_block(float never_negative) {
-    if (never_negative < 0.0f) asm volatile("nanosleep.u32 20;");  // of a trap ptxas makes spills
+// Ends a basic block, because the compiler moves a wait for wgmma up within one, before sums that
+// could overlap it. The argument, a sum of exponentials, is never negative.
+__device__ __forceinline__ void end_basic_block(float never_negative) {
+    if (never_negative < 0.0f) asm volatile("nanosleep.u32 20;");  // a trap makes ptxas spill
 }
 
-__device__ __forceinline__ void begin_products() {
+__device__ __forceinline__ void warpgroup_arrive() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void end_products() {
+__device__ __forceinline__ void warpgroup_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 template <int kInFlight, int kSums>
-__device__ __forceinline__ void finish(Sum (&d)[kSums]) {
-    hold(d);
+__device__ __forceinline__ void warpgroup_wait(Sum (&d)[kSums]) {
+    fence_accumulators(d);
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
-    hold(d);
+    fence_accumulators(d);
 }

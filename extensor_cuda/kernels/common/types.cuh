@@ -1,4 +1,4 @@
-// Integers by their width in bits: what every kernel calls them.
+// Integer types named by their width, for every kernel.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

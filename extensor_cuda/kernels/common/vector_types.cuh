@@ -1,19 +1,19 @@
-// Values of arrays of float32 and bfloat16, one by one and in groups of 8: computed with as
-// float32, rounded to nearest even when they are stored.
+// Loads and stores of float32 and bfloat16, one value or 8 at a time. Arithmetic is float32; stores
+// round to nearest even.
 
-constexpr int kGroup = 8;
-struct Group {
-    float v[kGroup];
+constexpr int kVector = 8;
+struct FloatVector {
+    float v[kVector];
 };
 
-// The bits of the nearest bfloat16; NaN becomes the quiet one of its sign.
-__device__ __forceinline__ u32 nearest(float v) {
+// The bits of the nearest bfloat16. NaN becomes the quiet NaN of its sign.
+__device__ __forceinline__ u32 round_bf16(float v) {
     const u32 bits = __float_as_uint(v);
     if (v != v) return (bits >> 16 & 0x8000u) | 0x7FC0u;
     return (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
 }
 
-__device__ __forceinline__ u32 nearest_pair(float low, float high) {
+__device__ __forceinline__ u32 round_bf16x2(float low, float high) {
 #ifdef __CUDA_ARCH__
     if (low == low && high == high) {
         u32 pair;
@@ -21,39 +21,42 @@ __device__ __forceinline__ u32 nearest_pair(float low, float high) {
         return pair;
     }
 #endif
-    return nearest(low) | nearest(high) << 16;
+    return round_bf16(low) | round_bf16(high) << 16;
 }
 
 template <int kind>
-struct Of;
+struct ElementType;
 
 template <>
-struct Of<0> {
+struct ElementType<0> {
     typedef float Raw;
     static __device__ __forceinline__ float wide(float v) { return v; }
     static __device__ __forceinline__ float narrow(float v) { return v; }
-    static __device__ __forceinline__ Group load(const float* from) {  // 16-byte aligned, as below
+    static __device__ __forceinline__ FloatVector
+    load(const float* from) {  // 16-byte aligned, as below
         const float4 a = reinterpret_cast<const float4*>(from)[0],
                      b = reinterpret_cast<const float4*>(from)[1];
         return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
     }
-    static __device__ __forceinline__ void store(float* to, const Group& g) {
+    static __device__ __forceinline__ void store(float* to, const FloatVector& g) {
         reinterpret_cast<float4*>(to)[0] = float4{g.v[0], g.v[1], g.v[2], g.v[3]};
         reinterpret_cast<float4*>(to)[1] = float4{g.v[4], g.v[5], g.v[6], g.v[7]};
     }
 };
 
 template <>
-struct Of<1> {
+struct ElementType<1> {
     typedef u16 Raw;
     static __device__ __forceinline__ float wide(u16 v) {
         return __uint_as_float(static_cast<u32>(v) << 16);
     }
-    static __device__ __forceinline__ u16 narrow(float v) { return static_cast<u16>(nearest(v)); }
-    static __device__ __forceinline__ Group load(const u16* from) {
+    static __device__ __forceinline__ u16 narrow(float v) {
+        return static_cast<u16>(round_bf16(v));
+    }
+    static __device__ __forceinline__ FloatVector load(const u16* from) {
         const uint4 w = *reinterpret_cast<const uint4*>(from);
         const u32 words[4] = {w.x, w.y, w.z, w.w};
-        Group g;
+        FloatVector g;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             g.v[2 * i] = __uint_as_float(words[i] << 16);
@@ -61,10 +64,10 @@ struct Of<1> {
         }
         return g;
     }
-    static __device__ __forceinline__ void store(u16* to, const Group& g) {
+    static __device__ __forceinline__ void store(u16* to, const FloatVector& g) {
         uint4 w;
-        w.x = nearest_pair(g.v[0], g.v[1]), w.y = nearest_pair(g.v[2], g.v[3]);
-        w.z = nearest_pair(g.v[4], g.v[5]), w.w = nearest_pair(g.v[6], g.v[7]);
+        w.x = round_bf16x2(g.v[0], g.v[1]), w.y = round_bf16x2(g.v[2], g.v[3]);
+        w.z = round_bf16x2(g.v[4], g.v[5]), w.w = round_bf16x2(g.v[6], g.v[7]);
         *reinterpret_cast<uint4*>(to) = w;
     }
 };

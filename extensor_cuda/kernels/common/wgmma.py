@@ -15,7 +15,7 @@ def wgmma(
 
     Element types are PTX's. With ``registers`` a lies in four registers of each thread, not in
     shared memory. ``transposed`` tells whether a and b lie with their rows contiguous, not K
-    (16-bit types). With a in registers the function is named ``wgmma_down`` where b is.
+    (16-bit types). With a in registers the function is named ``wgmma_mn_major`` where b is.
     """
     count, kind = n // 2, "s32" if a == "s8" else "f32"
     letter = "r" if a == "s8" else "f"
@@ -31,7 +31,7 @@ def wgmma(
     majors = f"{transposed[1]:d}" if registers else f"{transposed[0]:d}, {transposed[1]:d}"
     tail = {"s8": "", "bf16": f", 1, 1, {majors}"}.get(a, ", 1, 1")
     right, more = count + given, count + given + 1
-    name = "wgmma_down" if registers and transposed[1] else "wgmma"
+    name = "wgmma_mn_major" if registers and transposed[1] else "wgmma"
     return (
         f"__device__ __forceinline__ void {name}(Sum (&d)[{count}], {parameter}, u64 b, "
         "int more) {\n"

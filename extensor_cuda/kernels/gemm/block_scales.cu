@@ -1,77 +1,83 @@
-// Float scales of blocks along K -> lines as gemm_sm90.cu reads them: a line of float32 for each
-// block, each scale repeated for the rows that share it, zeros beyond the rows and beyond the
-// blocks. Both sides of a product in one launch: latencies decide what it takes, not bytes.
+// Lays out float block scales as gemm_sm90.cu reads them: one row of float32 per block along K,
+// each scale repeated for the rows that share it, zeros elsewhere. No macros.
 //
-// A thread block has kTile lines by kTile columns of one side. It reads the scales of these, lanes
-// along the axis on which they lie closer together, turns them in shared memory, and writes 16
-// bytes a thread. No headers, no macros.
+// One launch handles both operands, since latency dominates. A thread block transposes a kTile x
+// kTile tile in shared memory. Lanes read along the denser axis and write 16 bytes each.
 
 #include "common/types.cuh"
 
 #include "common/float16.cuh"
 #include "common/dependent_launch.cuh"
 
-constexpr u32 kTile = 32, kEach = 4, kParts = kTile / kEach, kThreads = kTile * kParts;
+constexpr u32 kTile = 32, kVector = 4, kThreadRows = kTile / kVector,
+              kThreads = kTile * kThreadRows;
 
-struct Side {
-    const void* from;   // (blocks, groups), float16 if `half`
-    float* to;          // (lines, pitch), from 16 bytes on
-    i64 along, across;  // elements from one block to the next, and from one group to the next
-    u32 half, blocks, groups, each, lines, pitch;  // pitch: a multiple of 4
+struct Scales {
+    const void* from;  // (blocks, groups), float16 if `is_float16`
+    float* to;         // (out_rows, pitch), from 16 bytes on
+    i64 block_stride,
+        group_stride;                                                 // in elements
+    u32 is_float16, blocks, groups, rows_per_group, out_rows, pitch;  // pitch: a multiple of 4
 };
 
-__device__ __forceinline__ float widened(float v) { return v; }
-__device__ __forceinline__ float widened(u16 v) { return half_value(v); }
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(u16 v) { return half_to_float(v); }
 
-// A tile of the scales from (line, group) on, of which groups before `end` are there, else zeros.
+// Reads the tile of scales at (row, group). Groups from `end` on are zeros.
 template <class T>
-__device__ __forceinline__ void read(const Side& s, u32 line, u32 group, u32 end,
-                                     float (&turned)[kTile][kTile + 1]) {
+__device__ __forceinline__ void read(const Scales& s, u32 row, u32 group, u32 end,
+                                     float (&transposed)[kTile][kTile + 1]) {
     const u32 lane = threadIdx.x % kTile, part = threadIdx.x / kTile;
-    const bool by_line =
-        (s.along < 0 ? -s.along : s.along) <= (s.across < 0 ? -s.across : s.across);
-    T v[kEach];  // all of them under way at a time
+    const bool by_row = (s.block_stride < 0 ? -s.block_stride : s.block_stride) <=
+                        (s.group_stride < 0 ? -s.group_stride : s.group_stride);
+    T v[kVector];  // all loads are in flight at once
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) {
-        const u32 other = part + i * kParts, block = line + (by_line ? lane : other),
-                  of = group + (by_line ? other : lane);
+    for (u32 i = 0; i < kVector; ++i) {
+        const u32 other = part + i * kThreadRows, block = row + (by_row ? lane : other),
+                  of = group + (by_row ? other : lane);
         v[i] = block < s.blocks && of < end
-                   ? static_cast<const T*>(s.from)[block * s.along + of * s.across]
+                   ? static_cast<const T*>(s.from)[block * s.block_stride + of * s.group_stride]
                    : T(0);
     }
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) {
-        const u32 other = part + i * kParts;
-        turned[by_line ? lane : other][by_line ? other : lane] = widened(v[i]);
+    for (u32 i = 0; i < kVector; ++i) {
+        const u32 other = part + i * kThreadRows;
+        transposed[by_row ? lane : other][by_row ? other : lane] = to_float(v[i]);
     }
 }
 
-// The first `tiles` thread blocks are of the first side.
+// The first `tiles` thread blocks serve the first operand.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    block_scales(const void* from0, float* to0, i64 along0, i64 across0, u32 half0, u32 blocks0,
-                 u32 groups0, u32 each0, u32 lines0, u32 pitch0, const void* from1, float* to1,
-                 i64 along1, i64 across1, u32 half1, u32 blocks1, u32 groups1, u32 each1,
-                 u32 lines1, u32 pitch1, u32 tiles) {
-    __shared__ float turned[kTile][kTile + 1];
-    let_next_start();  // the product, which awaits the end of this
-    await_last();      // which may have made the scales
+    block_scales(const void* from0, float* to0, i64 block_stride0, i64 group_stride0,
+                 u32 is_float16_0, u32 blocks0, u32 groups0, u32 rows_per_group0, u32 out_rows0,
+                 u32 pitch0, const void* from1, float* to1, i64 block_stride1, i64 group_stride1,
+                 u32 is_float16_1, u32 blocks1, u32 groups1, u32 rows_per_group1, u32 out_rows1,
+                 u32 pitch1, u32 tiles) {
+    __shared__ float transposed[kTile][kTile + 1];
+    launch_dependent_grids();   // the GEMM, which waits for this grid
+    wait_on_dependent_grids();  // which may have written the scales
     const bool first = blockIdx.x < tiles;
-    const Side s =
-        first ? Side{from0, to0, along0, across0, half0, blocks0, groups0, each0, lines0, pitch0}
-              : Side{from1, to1, along1, across1, half1, blocks1, groups1, each1, lines1, pitch1};
-    const u32 tile = first ? blockIdx.x : blockIdx.x - tiles, wide = (s.pitch + kTile - 1) / kTile;
-    const u32 line = tile / wide * kTile, column = tile % wide * kTile;
-    const u32 group = column / s.each, end = min(s.groups, (column + kTile - 1) / s.each + 1);
-    if (s.half)
-        read<u16>(s, line, group, end, turned);
+    const Scales s = first ? Scales{from0,   to0,     block_stride0,   group_stride0, is_float16_0,
+                                    blocks0, groups0, rows_per_group0, out_rows0,     pitch0}
+                           : Scales{from1,   to1,     block_stride1,   group_stride1, is_float16_1,
+                                    blocks1, groups1, rows_per_group1, out_rows1,     pitch1};
+    const u32 tile = first ? blockIdx.x : blockIdx.x - tiles,
+              tiles_per_row = (s.pitch + kTile - 1) / kTile;
+    const u32 row = tile / tiles_per_row * kTile, column = tile % tiles_per_row * kTile;
+    const u32 group = column / s.rows_per_group,
+              end = min(s.groups, (column + kTile - 1) / s.rows_per_group + 1);
+    if (s.is_float16)
+        read<u16>(s, row, group, end, transposed);
     else
-        read<float>(s, line, group, end, turned);
+        read<float>(s, row, group, end, transposed);
     __syncthreads();
-    const u32 mine = threadIdx.x / kParts, start = column + threadIdx.x % kParts * kEach;
-    if (line + mine >= s.lines || start >= s.pitch) return;
-    float four[kEach];
+    const u32 tile_row = threadIdx.x / kThreadRows,
+              start = column + threadIdx.x % kThreadRows * kVector;
+    if (row + tile_row >= s.out_rows || start >= s.pitch) return;
+    float four[kVector];
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) four[i] = turned[mine][(start + i) / s.each - group];
-    float* to = s.to + static_cast<i64>(line + mine) * s.pitch + start;
+    for (u32 i = 0; i < kVector; ++i)
+        four[i] = transposed[tile_row][(start + i) / s.rows_per_group - group];
+    float* to = s.to + static_cast<i64>(row + tile_row) * s.pitch + start;
     *reinterpret_cast<float4*>(to) = float4{four[0], four[1], four[2], four[3]};
 }

@@ -1,28 +1,27 @@
-// A of gemm_sm90.cu from packed storage, decoded to bfloat16 by the warps that multiply, in the
-// registers that wgmma takes it from: exactly, as weights.cuh does. Stages bring packed rows; B is
-// multiplied as it lies.
+// Decodes A of gemm_sm90.cu from packed storage to bfloat16, exactly, in the registers that wgmma
+// reads. Stages hold packed rows of A; B is in shared memory as usual.
 //
-// wgmma wants of each eight elements along K two neighbours in each of the four lanes that have a
-// row: of four bits, a byte of a word of eight codes. So a lane reads all 64 elements of its two
-// rows, and picks its bytes.
+// wgmma expects two neighbours of each eight elements along K in each of the four lanes of a row.
+// With 4 bits that is one byte of a word, so a lane reads all 64 elements of its two rows and picks
+// its bytes.
 //
-// Macros: CODEC_BITS (4, or 8 of integers), CODEC_IS_FLOAT (E2M1), CODEC_UE4M3, CODEC_BLOCK
-// (elements that share a byte beside the codes: a scale, or an integer's zero point; 0: there is
-// none), GEMM_ROW_ZERO_POINT (a zero point for all of K), GEMM_FOLD_SCALES (no E8M0 scale is above
-// 2^9, so that one multiplication takes elements to their values, and none is NaN).
+// Macros: CODEC_BITS (4, or 8 for integers), CODEC_IS_FLOAT (E2M1), CODEC_UE4M3, CODEC_BLOCK
+// (elements that share a scale or zero point; 0: none), GEMM_ROW_ZERO_POINT (one zero point for all
+// of K), GEMM_FOLD_SCALES (no E8M0 scale is above 2^9 or NaN, so one multiplication decodes an
+// element).
 
 namespace decoding {
 #define CODEC_FLOAT_SCALES (!CODEC_IS_FLOAT)
 #include "codec/decode_bf16x2.cuh"
 
-constexpr int kUnits = CODEC_BITS / 4;  // of 16 bytes, of a row, that two products take
-constexpr int kWordStages =
-    CODEC_BLOCK > 16 ? CODEC_BLOCK / 16 : 1;  // that four bytes beside the codes are for
-constexpr int kAlike =
-    CODEC_BLOCK && CODEC_BLOCK < 64 ? CODEC_BLOCK : 64;  // elements of a stage that share a byte
+constexpr int kUnits = CODEC_BITS / 4;  // 16-byte units of a row that two wgmmas use
+constexpr int kStagesPerWord =
+    CODEC_BLOCK > 16 ? CODEC_BLOCK / 16 : 1;  // stages that one word of scales serves
+constexpr int kColumnsPerScale =
+    CODEC_BLOCK && CODEC_BLOCK < 64 ? CODEC_BLOCK : 64;  // elements of a stage under one scale
 
 #ifdef __CUDA_ARCH__
-// Bytes of two words; 8 more than a byte's number gives its sign, which is 0 of those below 128.
+// Selects bytes of two words. Adding 8 to a selector replicates that byte's sign bit.
 __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
     u32 bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
@@ -30,71 +29,71 @@ __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
 }
 #endif
 
-// wgmma has read the left side of a product: until here its registers must be in no other use.
-__device__ __forceinline__ void was_read(u32 (&left)[4]) {
+// Keeps the registers of operand A unused by others until wgmma has read them.
+__device__ __forceinline__ void keep_operand(u32 (&left)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) keep(left[i]);
 }
 
-// What lies beside the codes of a lane's two rows. Of the four lanes that have a row each holds
-// every fourth word of it, and has asked for the next one.
-struct Beside {
+// The scales or zero points of a lane's two rows. Each of a row's four lanes holds every fourth
+// word and prefetches the next.
+struct RowScales {
     const u32* row[2];
     u32 held[2], next[2];
     int words, word, start;
-    // From stage `start` on.
-    __device__ __forceinline__ Beside(const Epilogue& e, int first, int start, int lane)
+    // Starts at stage `start`.
+    __device__ __forceinline__ RowScales(const Epilogue& e, int first, int start, int lane)
         : start(start) {
         if (!CODEC_BLOCK) return;
         const u8* const bytes =
             CODEC_IS_FLOAT ? e.code_scales : reinterpret_cast<const u8*>(e.zeros);
         words = static_cast<int>(e.scale_pitch / 4),
-        word = start / (4 * kWordStages) * 4 + lane % 4;
+        word = start / (4 * kStagesPerWord) * 4 + lane % 4;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const i64 line = min(first + lane / 4 + 8 * h, e.rows - 1);
-            row[h] = reinterpret_cast<const u32*>(bytes + line * e.scale_pitch);
+            const i64 group_of_stage = min(first + lane / 4 + 8 * h, e.rows - 1);
+            row[h] = reinterpret_cast<const u32*>(bytes + group_of_stage * e.scale_pitch);
             next[h] = row[h][min(word, words - 1)];
         }
     }
-    // The four bytes with those of stage k, a row each; to be called for every stage in turn.
-    __device__ __forceinline__ void of_stage(int k, u32 (&four)[2]) {
+    // Gives the word of each row that holds stage k's bytes. Call it for every stage in order.
+    __device__ __forceinline__ void stage_scales(int k, u32 (&four)[2]) {
         if (!CODEC_BLOCK) return;
-        if (k == start || k % (4 * kWordStages) == 0) {
+        if (k == start || k % (4 * kStagesPerWord) == 0) {
             word += 4;
 #pragma unroll
             for (int h = 0; h < 2; ++h) held[h] = next[h], next[h] = row[h][min(word, words - 1)];
         }
 #pragma unroll
-        for (int h = 0; h < 2; ++h) four[h] = __shfl_sync(~0u, held[h], k / kWordStages % 4, 4);
+        for (int h = 0; h < 2; ++h) four[h] = __shfl_sync(~0u, held[h], k / kStagesPerWord % 4, 4);
     }
 };
 
-// A stage of a lane's two rows, on its way to being decoded.
+// One stage of a lane's two rows, before it is decoded.
 struct Stage {
-    // Of each row what two products take, twice: of four bits 16 bytes, of eight 32.
+    // What two wgmmas use of each row: 16 bytes at 4 bits, 32 bytes at 8 bits.
     uint4 words[2][kUnits][2];
-    u32 four[2], low[2], high[2], scales[2], aside[2];
+    u32 four[2], low[2], high[2], scales[2], factor[2];
     int k;
-    // What multiplies, or is added to, the elements of the i-th product: a pair of the same.
-    __device__ __forceinline__ u32 aside_of(int i, int h, int zero) {
-        const int bit =
-            CODEC_BLOCK ? k % kWordStages * 64 / CODEC_BLOCK * 8 : 0;  // of the stage's first byte
+    // The bf16x2 that multiplies, or is added to, the elements of the i-th wgmma.
+    __device__ __forceinline__ u32 factor_of(int i, int h, int zero) {
+        const int bit = CODEC_BLOCK ? k % kStagesPerWord * 64 / CODEC_BLOCK * 8
+                                    : 0;  // bit offset of the stage's first byte
 #if !CODEC_IS_FLOAT
         const int point = CODEC_BLOCK ? static_cast<signed char>(four[h] >> bit) : zero;
-        return twice(
+        return repeat_bf16x2(
             __float_as_uint(-0.015625f * static_cast<float>((CODEC_BITS == 8 ? 128 : 8) + point)) >>
             16);
 #elif !GEMM_FOLD_SCALES
-        return scale_pair(four[h] >> (bit + i * 16 / CODEC_BLOCK * 8) & 0xFFu, false);
+        return scale_bf16x2(four[h] >> (bit + i * 16 / CODEC_BLOCK * 8) & 0xFFu, false);
 #else
-        // Two bytes at a time, as scale_pair has them.
-        constexpr int kEach = CODEC_BLOCK == 16 ? 2 : 4;  // products that two are for
-        if (i % kEach == 0) {
+        // Converts two scale bytes at a time, in the way of scale_bf16x2.
+        constexpr int kDistinct = CODEC_BLOCK == 16 ? 2 : 4;  // wgmmas that two bytes serve
+        if (i % kDistinct == 0) {
             const u32 bytes =
                 permute(four[h] >> bit, 0u, i && CODEC_BLOCK == 16 ? 0x4342u : 0x4140u);
 #if CODEC_UE4M3
-            scales[h] = fma_pair(fma_pair(bytes << 4, 0x7B807B80u, 0u), 0x7A807A80u, 0u);
+            scales[h] = fma_bf16x2(fma_bf16x2(bytes << 4, 0x7B807B80u, 0u), 0x7A807A80u, 0u);
 #else
             scales[h] = bytes * 0x80u + 118u * 0x00800080u;
 #endif
@@ -102,14 +101,14 @@ struct Stage {
         return permute(scales[h], 0u, i * 16 / CODEC_BLOCK % 2 ? 0x3232u : 0x1010u);
 #endif
     }
-    // The left sides of the i-th product, in turn: two units.
-    __device__ __forceinline__ void decode(int i, const int (&zero)[2], int quarter,
+    // Decodes operand A of the i-th wgmma. Call it in order; it consumes two units.
+    __device__ __forceinline__ void decode(int i, const int (&zero)[2], int quad_lane,
                                            u32 (&left)[4]) {
         const u32 pick =
-            quarter * (CODEC_BITS == 8 ? 0x22u : 0x11u) + (CODEC_BITS == 8 ? 0x10u : 0x40u);
+            quad_lane * (CODEC_BITS == 8 ? 0x22u : 0x11u) + (CODEC_BITS == 8 ? 0x10u : 0x40u);
         const u32 flip = CODEC_IS_FLOAT    ? 0u
                          : CODEC_BITS == 8 ? 0x80808080u
-                                           : 0x08080808u;  // integers: to 0 and more
+                                           : 0x08080808u;  // makes integers non-negative
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (CODEC_BITS == 8 || i % 2 == 0) {
@@ -122,7 +121,7 @@ struct Stage {
                     low[h] = and_xor(bytes, 0x0F0F0F0Fu, flip),
                     high[h] = and_xor(bytes >> 4, 0x0F0F0F0Fu, flip);
             }
-            if (i * 16 % kAlike == 0) aside[h] = aside_of(i, h, zero[h]);
+            if (i * 16 % kColumnsPerScale == 0) factor[h] = factor_of(i, h, zero[h]);
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
                 const u32 pair =
@@ -130,12 +129,13 @@ struct Stage {
                                     : permute(low[h], high[h], 0xC480u + (i % 2 * 2 + u) * 0x1111u);
 #if CODEC_IS_FLOAT
                 const u32 bits = pair * 0x1040u & 0x81C081C0u;  // as in weights.cuh
-                // E4M3 scales take the elements' 2^-126 along in any case (scale_pair).
-                left[u * 2 + h] = fma_pair(
-                    GEMM_FOLD_SCALES || CODEC_UE4M3 ? bits : fma_pair(bits, 0x7E807E80u, 0u),
-                    aside[h], 0u);
+                // E4M3 scales always include the elements' factor 2^-126 (scale_bf16x2).
+                left[u * 2 + h] = fma_bf16x2(
+                    GEMM_FOLD_SCALES || CODEC_UE4M3 ? bits : fma_bf16x2(bits, 0x7E807E80u, 0u),
+                    factor[h], 0u);
 #else
-                left[u * 2 + h] = fma_pair(pair, 0x7F007F00u, aside[h]);  // as in decode_int8.cuh
+                left[u * 2 + h] =
+                    fma_bf16x2(pair, 0x7F007F00u, factor[h]);  // as in decode_int8.cuh
 #endif
             }
         }
@@ -144,20 +144,19 @@ struct Stage {
 }  // namespace decoding
 
 static_assert(GEMM_VECTORS != 1, "factors are lifted, exponents are not");
-constexpr float kDecodedLift =
-    CODEC_IS_FLOAT ? 256.0f : 64.0f;  // what is multiplied is that part of what it means
+constexpr float kDecodeFactor =
+    CODEC_IS_FLOAT ? 256.0f : 64.0f;  // restores what decoding divides by
 
-// The sums of a tile, in `total`, which is `part` if nothing is promoted; of an even number of
-// stages from `start` on. Each product's left side is decoded while the one before runs. What
-// bounds this is instructions, two warps a scheduler.
+// Adds a tile's products to `total` (`part` if nothing is promoted), over an even number of stages
+// from `start` on. Operand A of each wgmma is decoded while the previous one runs.
 __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (&part)[kRegisters],
                                                  const Epilogue& e, const u8* memory,
                                                  const float* scales, u32 full, u32 empty, int row,
                                                  int start, int stages, int& stage, u32& parity) {
     using namespace decoding;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = lane % 4,
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad_lane = lane % 4,
               first = row + warp % 4 * 16;
-    Beside beside(e, first, start, lane);
+    RowScales row_scales(e, first, start, lane);
     int zero[2] = {0, 0};
 #if GEMM_ROW_ZERO_POINT
 #pragma unroll
@@ -165,7 +164,7 @@ __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (
 #endif
     int mine = (warp * 16 + lane / 4) * kARow;
     keep(mine);
-    // What two products take, of the stage at hand.
+    // Reads what two wgmmas need of a stage.
     const auto read_half = [&](int half, int stage, Stage& now) {
         const u8* const packed = memory + stage * kStage + mine;
 #pragma unroll
@@ -178,48 +177,48 @@ __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (
     const auto read = [&](int k, Stage& now) {
         now.k = start + k;
         if (k >= stages) return;
-        wait(full + 8 * stage, parity);
+        barrier_wait(full + 8 * stage, parity);
         read_half(0, stage, now);
         if (CODEC_BITS == 4)
-            read_half(1, stage, now);  // of eight bits it comes later, for want of registers
-        beside.of_stage(start + k, now.four);
+            read_half(1, stage, now);  // at 8 bits it is read late, to save registers
+        row_scales.stage_scales(start + k, now.four);
     };
     u32 left[2][4] = {};
-    int last = -1;  // a stage whose products have been begun
+    int last = -1;  // a stage whose wgmmas are in flight
     const auto step = [&](int k, Stage& now, Stage& next) {
-        const u64 b = descriptor<GEMM_B_MN_MAJOR>(shared_address(memory) + stage * kStage + kABytes,
-                                                  kBoxBytes);
+        const u64 b = smem_descriptor<GEMM_B_MN_MAJOR>(
+            shared_address(memory) + stage * kStage + kABytes, kBoxBytes);
         const int within = GEMM_PROMOTE ? k % GEMM_PROMOTE : k, current = stage;
         if (++stage == kStages) stage = 0, parity ^= 1;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            now.decode(i, zero, quarter, left[i % 2]);
-            hold(part);
-            begin_products();
+            now.decode(i, zero, quad_lane, left[i % 2]);
+            fence_accumulators(part);
+            warpgroup_arrive();
             wgmma(part, left[i % 2], b + kBStep * i, within || i);
-            end_products();
-            finish<1>(part);  // the product before
-            was_read(left[(i + 1) % 2]);
-            if (i == 0 && last >= 0) release(empty + 8 * last, lane);
+            warpgroup_commit();
+            warpgroup_wait<1>(part);  // waits for the previous wgmma
+            keep_operand(left[(i + 1) % 2]);
+            if (i == 0 && last >= 0) release_stage(empty + 8 * last, lane);
             if (i == 0 && CODEC_BITS == 8) read_half(1, current, now);
             if (i == 2) read(k + 1, next);
         }
         last = current;
 #if GEMM_PROMOTE
         if (within + 1 < GEMM_PROMOTE && k + 1 < stages) return;
-        const Scales of_stage(scales + last * kScales, warp, lane);
-        end_block(of_stage.latest());
-        finish<0>(part);
-        of_stage.promote(total, part);
+        const Scales stage_scales(scales + last * kScales, warp, lane);
+        end_basic_block(stage_scales.latest());
+        warpgroup_wait<0>(part);
+        stage_scales.promote(total, part);
         __syncwarp();
-        release(empty + 8 * last, lane);
+        release_stage(empty + 8 * last, lane);
         last = -1;
 #endif
     };
     Stage two[2];
     read(0, two[0]);
     for (int k = 0; k < stages; k += 2) step(k, two[0], two[1]), step(k + 1, two[1], two[0]);
-    finish<0>(part);
-    was_read(left[1]);
-    if (last >= 0) release(empty + 8 * last, lane);
+    warpgroup_wait<0>(part);
+    keep_operand(left[1]);
+    if (last >= 0) release_stage(empty + 8 * last, lane);
 }

@@ -1,12 +1,12 @@
-// The epilogue of gemm_sm90.cu: multiplies a tile's sums by their factors, adds bias and residual,
-// applies the activation, and stores the result by TMA.
+// The epilogue of gemm_sm90.cu: scales a tile's sums, adds bias and residual, applies the
+// activation, and stores the result by TMA. Configured by the GEMM's macros.
 
 __device__ __forceinline__ float power_of_two(int exponent) {
     return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
 }
 
-// v * 2^e in two steps, since 2^e itself may not be a float. Sums of FP8 products are multiples of
-// 2^-32, so that the first step is exact.
+// v * 2^e in two steps, because 2^e alone may not be a float. The first step is exact: sums of FP8
+// products are multiples of 2^-32.
 __device__ __forceinline__ float scaled(float v, int e) {
     e = min(max(e, -252), 254);
     const int half = e >> 1;
@@ -33,10 +33,11 @@ typedef u16 Out;
 #else
 typedef float Out;
 #endif
-constexpr int kPatchColumns =
-    128 / sizeof(Out);  // of C; GEMM_C_TRANSPOSED: also the rows of C that are 128 bytes of memory
-constexpr int kTurns =
-    GEMM_REQUANTIZED ? 2 * kPatches : kPatches;  // the patches, and the parity of their barriers
+constexpr int kEpilogueTileN =
+    128 / sizeof(Out);  // columns of an epilogue tile; GEMM_C_TRANSPOSED: rows of C in 128 bytes
+constexpr int kEpiloguePhases = GEMM_REQUANTIZED
+                                    ? 2 * kEpilogueTiles
+                                    : kEpilogueTiles;  // the tile index and its barrier parity
 
 #if GEMM_REQUANTIZED
 #include "gemm/requantize.cuh"
@@ -45,13 +46,13 @@ constexpr int kTurns =
 __device__ __forceinline__ float widen(u16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
 __device__ __forceinline__ float widen(float v) { return v; }
 
-// Begins to copy what a warpgroup's part of a tile needs of one number a row and one a column.
+// Starts copying one number per row and per column to a warpgroup's table.
 __device__ __forceinline__ void fetch_table(int* table, const int* rows, const int* columns,
                                             int row_step, int column_step, int none, int row0,
                                             int column0, int end_row, int end_column) {
     const int thread = threadIdx.x % 128;
 #pragma unroll
-    for (int i = thread; i < kTable; i += 128) {
+    for (int i = thread; i < kTableEntries; i += 128) {
         const bool row = i < 64;
         const int* from = row ? rows : columns;
         const int at = row ? min(row0 + i, end_row - 1) * row_step
@@ -66,40 +67,40 @@ __device__ __forceinline__ void fetch_table(int* table, const int* rows, const i
     }
 }
 
-// `shift`: where the columns of the tile's group begin.
-__device__ __forceinline__ void fetch_tables(int* table, const Epilogue& e, int row0, int column0,
-                                             int end_of_rows, int shift) {
-    constexpr int kNone = GEMM_VECTORS == 2 ? 0x3F800000 : 0;  // a factor of 1, an exponent of 0
+// `shift`: the first column of the tile's group.
+__device__ __forceinline__ void fetch_epilogue_tables(int* table, const Epilogue& e, int row0,
+                                                      int column0, int end_of_rows, int shift) {
+    constexpr int kNone = GEMM_VECTORS == 2 ? 0x3F800000 : 0;  // a factor of 1, or an exponent of 0
     const int end = shift + e.columns;
     column0 += shift;
     fetch_table(table, e.row_exponent, e.column_exponent, e.row_step, e.column_step, kNone, row0,
                 column0, end_of_rows, end);
 #if GEMM_ZERO_POINTS
-    fetch_table(table + kTable, e.row_zero, e.column_zero, 1, 1, 0, row0, column0, end_of_rows,
-                end);
-    fetch_table(table + 2 * kTable, e.row_rest, e.column_sum, 1, 1, 0, row0, column0, end_of_rows,
-                end);
+    fetch_table(table + kTableEntries, e.row_zero, e.column_zero, 1, 1, 0, row0, column0,
+                end_of_rows, end);
+    fetch_table(table + 2 * kTableEntries, e.row_rest, e.column_sum, 1, 1, 0, row0, column0,
+                end_of_rows, end);
 #endif
 }
 
 __device__ __forceinline__ void await_warpgroup(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
-__device__ __forceinline__ void await_tables(int warpgroup) {
+__device__ __forceinline__ void await_epilogue_tables(int warpgroup) {
     asm volatile("cp.async.wait_all;" ::: "memory");
     await_warpgroup(warpgroup);
 }
 
-// A box of 16 rows of 128 bytes to C.
-__device__ __forceinline__ void store_rows(const TensorMap* map, int column, int row,
-                                           const u8* from) {
+// Stores 16 rows of 128 bytes to C.
+__device__ __forceinline__ void tma_store_rows(const TensorMap* map, int column, int row,
+                                               const u8* from) {
     asm volatile(
         "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
         "r"(column), "r"(row), "r"(shared_address(from))
         : "memory");
 }
 
-// What multiplies a sum: two powers of two for all of C, or what its own row and column say.
+// What multiplies a sum: two powers of two for all of C, or table entries per row and column.
 struct Factors {
     float first, second;
     const int* table;
@@ -108,32 +109,32 @@ struct Factors {
 #if GEMM_C_TRANSPOSED
 static_assert(!(GEMM_EXTRAS || GEMM_GROUPED || GEMM_REQUANTIZED || GEMM_ZERO_POINTS),
               "C goes down as it is");
-// Warpgroups have patches together: kPatchColumns rows of memory, of one box of 128 bytes or two,
-// which are its 64 rows of C. Where a lane's float32 lies, and eight columns of a warp's 16 rows
-// from pairs of neighbouring columns.
-__device__ __forceinline__ u32 place_down(int column, int row) {
-    return row / kPatchColumns * (kPatchColumns * 128) + place(column, row % kPatchColumns / 4) +
-           row % 4 * 4;
+// A warpgroup shares its epilogue tiles. A tile holds kEpilogueTileN rows of memory, in one or two
+// TMA boxes of 128 bytes, which are the warpgroup's 64 rows of C.
+__device__ __forceinline__ u32 transposed_offset(int column, int row) {
+    return row / kEpilogueTileN * (kEpilogueTileN * 128) +
+           swizzled_offset(column, row % kEpilogueTileN / 4) + row % 4 * 4;
 }
-__device__ __forceinline__ void put_down(u8* patch, int column, int row, const u32 (&pairs)[2],
-                                         int lane) {
-    const u32 to = shared_address(patch + place(column + lane % 8, row / 8 + lane / 8 % 2));
+__device__ __forceinline__ void store_transposed(u8* epilogue_tile, int column, int row,
+                                                 const u32 (&pairs)[2], int lane) {
+    const u32 to =
+        shared_address(epilogue_tile + swizzled_offset(column + lane % 8, row / 8 + lane / 8 % 2));
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to),
                  "r"(pairs[0]), "r"(pairs[1])
                  : "memory");
 }
 #endif
 
-// A warp writes its 16 rows of a tile. kNear: the exponents' powers and their products are floats.
-template <bool kNear>
+// Writes a warp's 16 rows of a tile. kSmallExponents: powers of two and their products are floats.
+template <bool kSmallExponents>
 __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const Epilogue& e,
                                            const TensorMap* map, const Factors& factors, int row0,
-                                           int end_of_rows, int column0, int group, u8* patches,
-                                           u32 handed, u32& turn, int lane) {
+                                           int end_of_rows, int column0, int group,
+                                           u8* epilogue_tiles, u32 handoff, u32& epilogue_phase,
+                                           int lane) {
     const int row = lane / 4, pair = lane % 4;
 #if GEMM_C_TRANSPOSED
-    const int of_group =
-        threadIdx.x / 32 % 4 * 16;  // the first of the warp's rows, of the warpgroup's
+    const int warp_row = threadIdx.x / 32 % 4 * 16;  // the warp's first row within its warpgroup
 #endif
     const int* columns = factors.table + 64;
     int row_exponent[2];
@@ -145,25 +146,28 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
     for (int h = 0; h < 2; ++h) {
         const int at = threadIdx.x / 32 % 4 * 16 + row + 8 * h;
         row_exponent[h] = GEMM_VECTORS ? factors.table[at] : 0;
-        row_factor[h] = GEMM_VECTORS == 2 ? __int_as_float(row_exponent[h]) * kDecodedLift
-                        : GEMM_VECTORS    ? power_of_two(kNear ? row_exponent[h] : 0)
+        row_factor[h] = GEMM_VECTORS == 2 ? __int_as_float(row_exponent[h]) * kDecodeFactor
+                        : GEMM_VECTORS    ? power_of_two(kSmallExponents ? row_exponent[h] : 0)
                                           : factors.first;
 #if GEMM_ZERO_POINTS
-        row_zero[h] = factors.table[kTable + at], row_rest[h] = factors.table[2 * kTable + at];
+        row_zero[h] = factors.table[kTableEntries + at],
+        row_rest[h] = factors.table[2 * kTableEntries + at];
 #endif
     }
     u32 largest = 0;
 #pragma unroll
-    for (int from = 0; from < kTileN; from += kPatchColumns) {
+    for (int from = 0; from < kTileN; from += kEpilogueTileN) {
         const int start =
-            min(from, kTileN - kPatchColumns);  // the last patch may write columns again
-        u8* patch = patches + turn % kPatches * (GEMM_C_TRANSPOSED ? 4 * kPatch : kPatch);
+            min(from, kTileN - kEpilogueTileN);  // the last tile may overlap the one before
+        u8* epilogue_tile =
+            epilogue_tiles + epilogue_phase % kEpilogueTiles *
+                                 (GEMM_C_TRANSPOSED ? 4 * kEpilogueTileBytes : kEpilogueTileBytes);
 #if GEMM_REQUANTIZED
-        const u32 barrier = handed + 16 * (turn % kPatches);
-        wait(barrier + 8, turn / kPatches ^ 1);
+        const u32 barrier = handoff + 16 * (epilogue_phase % kEpilogueTiles);
+        barrier_wait(barrier + 8, epilogue_phase / kEpilogueTiles ^ 1);
 #else
         if (lane == 0)
-            asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPatches - 1) : "memory");
+            asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kEpilogueTiles - 1) : "memory");
 #if GEMM_C_TRANSPOSED
         await_warpgroup(threadIdx.x / 128);
 #else
@@ -171,27 +175,27 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #endif
 #endif
 #pragma unroll
-        for (int j = 0; j < kPatchColumns / 8; ++j) {
+        for (int j = 0; j < kEpilogueTileN / 8; ++j) {
             const int within = start + 8 * j + 2 * pair;
             float v[4];
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 const int exponent = GEMM_VECTORS ? columns[within + c] : 0;
                 const float factor = GEMM_VECTORS == 2 ? __int_as_float(exponent)
-                                     : GEMM_VECTORS    ? power_of_two(kNear ? exponent : 0)
-                                                       : factors.second;
+                                     : GEMM_VECTORS ? power_of_two(kSmallExponents ? exponent : 0)
+                                                    : factors.second;
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
 #if GEMM_ZERO_POINTS
                     const i64 taken =
-                        static_cast<i64>(row_zero[h]) * columns[2 * kTable + within + c] +
-                        static_cast<i64>(row_rest[h]) * columns[kTable + within + c];
+                        static_cast<i64>(row_zero[h]) * columns[2 * kTableEntries + within + c] +
+                        static_cast<i64>(row_rest[h]) * columns[kTableEntries + within + c];
                     const float raw = __ll2float_rn(sum[(start / 8 + j) * 4 + 2 * h + c] - taken);
 #else
                     const float raw = static_cast<float>(sum[(start / 8 + j) * 4 + 2 * h + c]);
 #endif
-                    float y = kNear ? raw * row_factor[h] * factor
-                                    : scaled(raw, row_exponent[h] + exponent);
+                    float y = kSmallExponents ? raw * row_factor[h] * factor
+                                              : scaled(raw, row_exponent[h] + exponent);
 #if GEMM_EXTRAS
                     const int r = row0 + row + 8 * h, k = column0 + within + c;
                     if (e.bias) y += e.bias[group * e.columns + min(k, e.columns - 1)];
@@ -200,7 +204,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
                         if (e.residual)
                             y += widen(
                                 static_cast<const Out*>(e.residual)[r * e.residual_pitch + k]);
-                        // NaN stays: comparisons as integers order it above infinity
+                        // NaN is kept: as an integer it is above infinity
                         largest = max(largest, __float_as_uint(y) & 0x7FFFFFFFu);
                     }
 #endif
@@ -208,65 +212,67 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
                 }
             }
 #if GEMM_C_TRANSPOSED && GEMM_OUT_BF16
-            const u32 packed[2] = {rounded_pair(v[1], v[0]), rounded_pair(v[3], v[2])};
-            put_down(patch, 8 * j, of_group, packed, lane);
+            const u32 packed[2] = {to_bf16x2(v[1], v[0]), to_bf16x2(v[3], v[2])};
+            store_transposed(epilogue_tile, 8 * j, warp_row, packed, lane);
 #elif GEMM_C_TRANSPOSED
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                *reinterpret_cast<float*>(patch + place_down(8 * j + 2 * pair + i % 2,
-                                                             of_group + row + i / 2 * 8)) = v[i];
+                *reinterpret_cast<float*>(
+                    epilogue_tile +
+                    transposed_offset(8 * j + 2 * pair + i % 2, warp_row + row + i / 2 * 8)) = v[i];
 #else
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int r = row + 8 * h;
 #if GEMM_OUT_BF16
-                *reinterpret_cast<u32*>(patch + place(r, j) + 4 * pair) =
-                    rounded_pair(v[2 * h + 1], v[2 * h]);
+                *reinterpret_cast<u32*>(epilogue_tile + swizzled_offset(r, j) + 4 * pair) =
+                    to_bf16x2(v[2 * h + 1], v[2 * h]);
 #else
-                *reinterpret_cast<float2*>(patch + place(r, 2 * j + pair / 2) + 8 * (pair % 2)) =
-                    float2{v[2 * h], v[2 * h + 1]};
+                *reinterpret_cast<float2*>(epilogue_tile + swizzled_offset(r, 2 * j + pair / 2) +
+                                           8 * (pair % 2)) = float2{v[2 * h], v[2 * h + 1]};
 #endif
             }
 #endif
         }
 #if GEMM_REQUANTIZED
-        arrive(barrier);
+        barrier_arrive(barrier);
 #else
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #if GEMM_C_TRANSPOSED
-        await_warpgroup(threadIdx.x /
-                        128);  // then each warp stores 16 of the patch's rows of 128 bytes
-        const int line = of_group % kPatchColumns,
-                  first = row0 - of_group + of_group / kPatchColumns * kPatchColumns;
+        await_warpgroup(threadIdx.x / 128);  // then each warp stores 16 of the tile's rows
+        const int group_of_stage = warp_row % kEpilogueTileN,
+                  first = row0 - warp_row + warp_row / kEpilogueTileN * kEpilogueTileN;
         if (lane == 0) {
-            if (first < end_of_rows && (GEMM_SPLIT_K || column0 + start + line < e.columns))
-                store_rows(map, first, column0 + start + line, patch + of_group * 128);
+            if (first < end_of_rows &&
+                (GEMM_SPLIT_K || column0 + start + group_of_stage < e.columns))
+                tma_store_rows(map, first, column0 + start + group_of_stage,
+                               epilogue_tile + warp_row * 128);
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
 #else
         __syncwarp();
         if (lane == 0) {
             if (row0 + (GEMM_GROUPED ? 15 : 0) < end_of_rows && column0 + start < e.columns)
-                store_rows(map, column0 + start, row0, patch);
+                tma_store_rows(map, column0 + start, row0, epilogue_tile);
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
 #if GEMM_GROUPED
-        // Rows of the next group lie behind: what is left of this one goes one value after the
-        // other.
+        // The next group's rows follow, so the rest of this group is written value by value.
         if (row0 < end_of_rows && row0 + 16 > end_of_rows) {
-            for (int i = lane; i < (end_of_rows - row0) * kPatchColumns; i += 32) {
-                const int r = i / kPatchColumns, k = i % kPatchColumns,
+            for (int i = lane; i < (end_of_rows - row0) * kEpilogueTileN; i += 32) {
+                const int r = i / kEpilogueTileN, k = i % kEpilogueTileN,
                           byte = k * static_cast<int>(sizeof(Out));
                 if (column0 + start + k < e.columns)
                     static_cast<Out*>(e.out)[(row0 + r) * e.out_pitch + column0 + start + k] =
-                        *reinterpret_cast<const Out*>(patch + place(r, byte / 16) + byte % 16);
+                        *reinterpret_cast<const Out*>(epilogue_tile +
+                                                      swizzled_offset(r, byte / 16) + byte % 16);
             }
             __syncwarp();
         }
 #endif
 #endif
 #endif
-        turn = turn + 1 == kTurns ? 0 : turn + 1;
+        epilogue_phase = epilogue_phase + 1 == kEpiloguePhases ? 0 : epilogue_phase + 1;
     }
 #if GEMM_EXTRAS
     if (e.amax) {
@@ -276,9 +282,9 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #endif
 }
 
-__device__ __forceinline__ bool are_near(const int* table, int lane) {
-    bool near = true;
+__device__ __forceinline__ bool exponents_are_small(const int* table, int lane) {
+    bool small = true;
 #pragma unroll
-    for (int i = lane; i < kTable; i += 32) near = near && abs(table[i]) <= 60;
-    return __all_sync(~0u, near);
+    for (int i = lane; i < kTableEntries; i += 32) small = small && abs(table[i]) <= 60;
+    return __all_sync(~0u, small);
 }

@@ -1,48 +1,36 @@
-// C = epilogue(A B^T): A (M, K) and B (N, K), 8-bit or 16-bit elements, on Hopper's tensor cores.
+// C = epilogue(A B^T) on Hopper's tensor cores: A (M, K), B (N, K), 8-bit or 16-bit elements.
+// Macros and the wgmma function come from config.py.
 //
-// K is contiguous; 16-bit elements may lie the other way round, GEMM_A_MN_MAJOR: A is read from (K,
-// M), GEMM_B_MN_MAJOR: B from (K, N). Then a tile is boxes of 64 of its columns by 64 of K, which
-// wgmma reads as they lie. GEMM_C_TRANSPOSED: C is written as (N, M).
+// One producer warp loads tiles of 128 bytes along K by TMA into a ring of shared-memory stages.
+// Two consumer warpgroups multiply 64 rows each with wgmma. A cluster of two blocks takes
+// neighbouring rows, and each block multicasts half of their common tile of B. Blocks are
+// persistent: a finished tile is stored by TMA while the next one is multiplied. TMA fills zeros
+// outside A and B and drops what is outside C.
 //
-// One producer warp loads tiles of 128 bytes along K with the tensor memory accelerator into a ring
-// of shared-memory stages; two consumer warpgroups multiply 64 rows each with wgmma. A cluster of
-// two blocks stands on neighbouring rows and shares the tile of B, each loading half of it for
-// both. Blocks are persistent: a tile goes out through shared memory, by TMA, while the next one is
-// multiplied.
+// Macros, besides tile, stages and cluster:
 //
-// GEMM_PROMOTE: the tensor core's FP8 accumulator keeps about 13 fraction bits
-// (extensor_cuda/gemm_model.py), so that every GEMM_PROMOTE stages the partial sum is added to
-// float32 registers. The order of all additions depends on K and GEMM_PROMOTE alone, never on the
-// tile or the cluster. GEMM_SCALES_1D2D: float scales of 128 elements along K on both sides, by
-// which each stage's sum is multiplied when it is promoted; one for GEMM_A_SCALE_ROWS rows of A and
-// GEMM_B_SCALE_ROWS of B, and if that is not 1, 128 rows from the first on have the same.
+// GEMM_A_MN_MAJOR, GEMM_B_MN_MAJOR: 16-bit A is stored as (K, M), B as (K, N). A tile is then boxes
+// of 64 columns by 64 of K, which wgmma reads transposed. GEMM_C_TRANSPOSED: C is written as (N,
+// M); packed weights are operand A so that a thread needs the scales of two rows only.
 //
-// GEMM_PING_PONG: a warpgroup issues a stage when the other one has: their products end one after
-// the other, and each promotes while the other's run.
+// GEMM_PROMOTE: partial sums are added to float32 registers every so many stages, because the FP8
+// accumulator keeps about 13 fraction bits (extensor_cuda/matmul/accumulator.py). The order of
+// additions depends on K and GEMM_PROMOTE only.
 //
-// GEMM_SCALE_GROUP_K: float scales of so many elements along K for each row of A: every
-// GEMM_PROMOTE stages, or several times in a stage, the sum since the last of them is multiplied by
-// its row's and added to float32 registers.
+// GEMM_SCALES_1D2D: float scales of 128 elements along K multiply each stage's sum at promotion,
+// one for GEMM_A_SCALE_ROWS rows of A and GEMM_B_SCALE_ROWS rows of B. GEMM_SCALE_GROUP_K: float
+// scales of so many elements along K for each row of A, at promotion or within a stage.
 //
-// GEMM_EXPAND_A: A is expanded from packed storage by the warps beside the one that loads; what the
-// first tiles need is there before. Rows are taken from a counter, so that no block waits for one
-// that is not running.
+// GEMM_PING_PONG: the two warpgroups issue stages in turn, so that one promotes while the other
+// multiplies.
 //
-// GEMM_DECODE_A: A is packed storage of so many bits, decoded on the way to registers, from which
-// it is multiplied.
+// GEMM_EXPAND_A: idle producer warps expand A from packed storage. GEMM_DECODE_A: A is packed
+// storage of so many bits, decoded into wgmma's registers.
 //
-// Packed weights are A, and GEMM_C_TRANSPOSED, since a thread has two rows of a tile and dozens of
-// columns: what it reads of the scales of groups is two numbers.
-//
-// GEMM_SPLIT_K: K in parts, each multiplied as a tile of its own and written to rows of its own,
-// for another kernel to add in order: the work of a small C of a long K for all multiprocessors.
-//
-// GEMM_GROUPED: the rows of A are in groups, each with a B of its own; where they begin is read on
-// the device. GEMM_ZERO_POINTS: 8-bit integers whose zero points are taken off the exact sum.
-// GEMM_REQUANTIZED: C as codes and scales, which three idle warps make (requantize.cuh).
-//
-// No headers; macros and the wgmma function come from config.py. TMA fills what lies outside A and
-// B with zeros, which add nothing; what lies outside C is not written.
+// GEMM_SPLIT_K: each split of K is a tile of its own, written to rows of its own; another kernel
+// adds the splits in order. GEMM_GROUPED: groups of A's rows have a B each, and their offsets are
+// read on the device. GEMM_ZERO_POINTS: integers with zero points, subtracted from the exact sum.
+// GEMM_REQUANTIZED: C is written as codes and scales by three idle warps (requantize.cuh).
 
 #include "common/types.cuh"
 
@@ -53,76 +41,75 @@ struct alignas(64) TensorMap {
 struct Epilogue {
     const int* row_exponent;  // C is multiplied by 2^(row + column); null: 0
     const int* column_exponent;
-    const float* bias;     // one per column; null: none
-    const void* residual;  // as out, added last; null: none
+    const float* bias;     // one per column, or null
+    const void* residual;  // like out, added last; or null
     i64 residual_pitch;
-    const u32* row_flag;  // null, or what decides whether this kernel runs at all
+    const u32* row_flag;  // null, or decides whether the kernel runs
     const u32* column_flag;
-    u32* amax;                  // null, or the largest magnitude of C, as float bits
-    u32* runs;                  // null, or a count of the launches that were not ended by flags
-    int row_step, column_step;  // 1: an exponent per row or column; 0: one for all
+    u32* amax;                  // null, or C's largest magnitude as float bits
+    u32* runs;                  // null, or counts launches not ended by flags
+    int row_step, column_step;  // 1: one exponent per row or column; 0: one for all
     int flag_expected;          // 0: run if no flag is set; 1: run if one is; -1: always
-    int rows, columns, stages_of_k;
-    const int* row_zero;  // GEMM_ZERO_POINTS: the sum of (a - za) (b - zb) is that of a b, less za
-                          // times b's ...
-    const int* row_rest;  // ... sum of codes, less zb times the rest: a's sum of codes less K za
+    int rows, columns, k_stages;
+    // GEMM_ZERO_POINTS: sum (a - za) (b - zb) = sum a b - za (sum b) - zb (sum a - K za);
+    // `row_rest` is the last bracket.
+    const int* row_zero;
+    const int* row_rest;
     const int* column_zero;
     const int* column_sum;
-    const float* row_blocks;  // GEMM_SCALES_1D2D, GEMM_SCALE_GROUP_K: (groups along K, pitch), rows
-                              // contiguous, readable beyond the last
-    const float* column_blocks;
-    i64 row_block_pitch, column_block_pitch;
-    const int*
-        offsets;  // GEMM_GROUPED: group g has the rows offsets[g] to offsets[g + 1] of A and C
-    void* out;    // C itself, for the rows of a patch that end within it, or its codes
+    // GEMM_SCALES_1D2D, GEMM_SCALE_GROUP_K: (groups along K, pitch), readable a tile beyond the
+    // last.
+    const float* row_block_scales;
+    const float* column_block_scales;
+    i64 row_scale_pitch, column_scale_pitch;
+    const int* offsets;  // GEMM_GROUPED: group g has the rows offsets[g] to offsets[g + 1]
+    void* out;           // C, or its codes
     i64 out_pitch;
     int groups;
-    int parts, stages_of_part;      // GEMM_SPLIT_K: of K
-    u8* scales;                     // GEMM_REQUANTIZED: of the codes' blocks
-    const void* tensor;             // null, or what the whole tensor decides of them
-    int ready;                      // GEMM_EXPAND_A: rows of A that are there before; whole tiles
-    const u8 *codes, *code_scales;  // as Stored in expand.cuh; GEMM_DECODE_A: of A, rows
-                                    // scale_pitch apart, 4 bytes aligned
+    int splits, stages_per_split;  // GEMM_SPLIT_K
+    u8* scales;                    // GEMM_REQUANTIZED: scales of C's blocks
+    const void* tensor;            // null, or the tensor's scale state
+    int rows_ready;                // GEMM_EXPAND_A: rows of A expanded already, whole tiles
+    // As Stored in expand.cuh. GEMM_DECODE_A: rows scale_pitch apart, aligned to 4 bytes.
+    const u8 *codes, *code_scales;
     const signed char* zeros;
-    i64 octets, scale_pitch;
-    u8* expanded;  // A
-    i64 chunks;    // of 16 elements, of a row of A
-    u32* counts;   // what is taken, then the rows that are done of each tile; at first 0
+    i64 code_pitch, scale_pitch;
+    u8* expanded;        // operand A
+    i64 chunks_per_row;  // of 16 elements
+    u32* counts;         // rows taken, then the rows done of each tile; zeros at first
 };
 
-constexpr int kTileM = 128, kTileN = GEMM_TILE_N, kRowBytes = 128;
-constexpr int kARow =
-    GEMM_DECODE_A ? 64 * GEMM_DECODE_A / 8 : kRowBytes;  // bytes of a row of A in a stage
+constexpr int kTileM = 128, kTileN = GEMM_TILE_N, kRowBytes = 128, kWarps = 8;
+// Bytes of a row of A in a stage, of the operands in a stage, and of a stage.
+constexpr int kARow = GEMM_DECODE_A ? 64 * GEMM_DECODE_A / 8 : kRowBytes;
 constexpr int kABytes = kTileM * kARow, kBBytes = kTileN * kRowBytes;
 constexpr int kStage = kABytes + kBBytes, kStages = GEMM_STAGES, kCluster = GEMM_CLUSTER;
 constexpr int kRegisters = kTileN / 2;  // accumulators of a thread: 64 * N / 128
-constexpr int kWarps = 8,
-              kPatch = 16 * 128;  // a consumer warp's results leave in 16 rows of 128 bytes
-constexpr int kPatches = GEMM_EPILOGUE_TILES;  // of these a warp has
-constexpr int kTable = 64 + kTileN;  // exponents of a warpgroup's rows, and of the columns
-constexpr int kTables =
-    GEMM_ZERO_POINTS ? 3 * kTable : kTable;  // with zero points and sums behind them
-constexpr int kLines = GEMM_SCALE_GROUP_K && GEMM_SCALE_GROUP_K < 64
-                           ? 64 / GEMM_SCALE_GROUP_K
-                           : 1;  // GEMM_SCALE_GROUP_K: scales of a row in a stage
+// A consumer warp's epilogue tiles: 16 rows of 128 bytes.
+constexpr int kEpilogueTileBytes = 16 * 128, kEpilogueTiles = GEMM_EPILOGUE_TILES;
+// Table entries: one per row of a warpgroup and per column; zero points and sums follow.
+constexpr int kTableEntries = 64 + kTileN;
+constexpr int kTableStride = GEMM_ZERO_POINTS ? 3 * kTableEntries : kTableEntries;
+// Scales of a row in a stage, and of a stage.
+constexpr int kGroupsPerStage =
+    GEMM_SCALE_GROUP_K && GEMM_SCALE_GROUP_K < 64 ? 64 / GEMM_SCALE_GROUP_K : 1;
 constexpr int kScales = GEMM_SCALES_1D2D ? kTileM / GEMM_A_SCALE_ROWS + kTileN / GEMM_B_SCALE_ROWS
-                        : GEMM_SCALE_GROUP_K ? kLines * kTileM
-                                             : 0;  // of a stage
-// Registers of a thread beside those that multiply, and of these: three warpgroups have 504.
-constexpr int kBeside = GEMM_EXPAND_A || (GEMM_REQUANTIZED && kTileN > 128) ? 72
-                        : GEMM_REQUANTIZED                                  ? 104
-                                                                            : 40;
-constexpr int kMultiplying = (504 - kBeside) / 2;
-constexpr bool kPeeks = !GEMM_REQUANTIZED || kTileN <= 128;  // for which there are registers
-static_assert(!(GEMM_EXPAND_A && GEMM_REQUANTIZED),
-              "the warps beside the one that loads do one thing");
-constexpr int kGroup = GEMM_RASTER_GROUP / kCluster;  // rows of tiles that are walked together
-constexpr int kBox = 64,
-              kBoxBytes =
-                  kBox * kRowBytes;  // GEMM_A_MN_MAJOR, GEMM_B_MN_MAJOR: of K, and all of a box
+                        : GEMM_SCALE_GROUP_K ? kGroupsPerStage * kTileM
+                                             : 0;
+// Registers per thread of the producer and of a consumer warpgroup: the three have 504 together.
+constexpr int kProducerRegisters = GEMM_EXPAND_A || (GEMM_REQUANTIZED && kTileN > 128) ? 72
+                                   : GEMM_REQUANTIZED                                  ? 104
+                                                                                       : 40;
+constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
+// Whether registers suffice to test the next barrier early.
+constexpr bool kTestAhead = !GEMM_REQUANTIZED || kTileN <= 128;
+static_assert(!(GEMM_EXPAND_A && GEMM_REQUANTIZED), "idle producer warps do one thing");
+constexpr int kRasterGroup = GEMM_RASTER_GROUP / kCluster;  // rows of tiles in a raster group
+// A TMA box of an MN-major operand: elements of K, and bytes.
+constexpr int kBoxK = 64, kBoxBytes = kBoxK * kRowBytes;
 static_assert(!(GEMM_A_MN_MAJOR || GEMM_B_MN_MAJOR) || GEMM_KIND == 1,
               "wgmma reads 16-bit elements alone either way");
-static_assert(!GEMM_B_MN_MAJOR || kTileN / kCluster % kBox == 0, "whole boxes");
+static_assert(!GEMM_B_MN_MAJOR || kTileN / kCluster % kBoxK == 0, "whole boxes");
 
 #if GEMM_KIND == 2
 typedef int Sum;
@@ -147,57 +134,58 @@ struct Tile {
     int row, column;
 };
 
-// To the next step of K, in a descriptor's units.
+// The distance to wgmma's next step along K, in units of the descriptor.
 constexpr int kAStep = GEMM_A_MN_MAJOR ? 16 * kRowBytes / 16 : 2,
               kBStep = GEMM_B_MN_MAJOR ? 16 * kRowBytes / 16 : 2;
 
-// Brings `rows` of A or B, from `first` on, of stage k along K.
-template <bool kDown, bool kForAll>
+// Loads `rows` of A or B, from `first` on, of stage k.
+template <bool kMnMajor, bool kMulticast>
 __device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int k, int first, int rows,
                                           u32 barrier) {
 #pragma unroll
-    for (int from = 0; from < (kDown ? rows : 1); from += kBox) {
-        const int byte = kDown ? 2 * (first + from) : k * kRowBytes, row = kDown ? k * kBox : first;
-        if (kForAll)
-            load_for_all(to + from * kRowBytes, map, byte, row, barrier);
+    for (int from = 0; from < (kMnMajor ? rows : 1); from += kBoxK) {
+        const int byte = kMnMajor ? 2 * (first + from) : k * kRowBytes,
+                  row = kMnMajor ? k * kBoxK : first;
+        if (kMulticast)
+            tma_load_multicast(to + from * kRowBytes, map, byte, row, barrier);
         else
-            load(to + from * kRowBytes, map, byte, row, barrier);
+            tma_load_2d(to + from * kRowBytes, map, byte, row, barrier);
     }
 }
 
-// Neighbouring clusters work on a square patch of C, whose operands then stay in the cache.
-__device__ __forceinline__ Tile tile_of(int index, int tall, int wide) {
-    const int group = index / (kGroup * wide), within = index % (kGroup * wide);
-    const int first = group * kGroup, height = min(kGroup, tall - first);
+// Raster swizzle: neighbouring clusters work on a square of C, whose operands stay in the L2 cache.
+__device__ __forceinline__ Tile tile_of(int index, int tiles_m, int tiles_n) {
+    const int group = index / (kRasterGroup * tiles_n), within = index % (kRasterGroup * tiles_n);
+    const int first = group * kRasterGroup, height = min(kRasterGroup, tiles_m - first);
     return {first + within % height, within / height};
 }
 
 #if GEMM_GROUPED
-// The groups one after the other; `index` must not fall from call to call.
-struct Walk {
-    int wide, group, before, start, end;
-    __device__ __forceinline__ int tall() const {
+// Goes through the groups in order. `index` must not fall from call to call.
+struct TileScheduler {
+    int tiles_n, group, before, start, end;
+    __device__ __forceinline__ int tiles_m() const {
         return (end - start + kTileM * kCluster - 1) / (kTileM * kCluster);
     }
     __device__ __forceinline__ bool find(int index, const Epilogue& e) {
         for (; group < e.groups; ++group) {
             start = e.offsets[group], end = e.offsets[group + 1];
-            if (index < before + tall() * wide) return true;
-            before += tall() * wide;
+            if (index < before + tiles_m() * tiles_n) return true;
+            before += tiles_m() * tiles_n;
         }
         return false;
     }
     __device__ __forceinline__ Tile tile(int index) const {
-        return tile_of(index - before, tall(), wide);
+        return tile_of(index - before, tiles_m(), tiles_n);
     }
 };
 #endif
 
-// GEMM_PING_PONG: what both warpgroups wait for in turn.
-__device__ __forceinline__ void take_turn(int warpgroup) {
+// GEMM_PING_PONG: named barriers at which the warpgroups alternate.
+__device__ __forceinline__ void order_barrier_wait(int warpgroup) {
     if (GEMM_PING_PONG) asm volatile("bar.sync %0, 256;" ::"r"(4 + warpgroup) : "memory");
 }
-__device__ __forceinline__ void give_turn(int warpgroup) {
+__device__ __forceinline__ void order_barrier_arrive(int warpgroup) {
     if (GEMM_PING_PONG) asm volatile("bar.arrive %0, 256;" ::"r"(5 - warpgroup) : "memory");
 }
 
@@ -206,7 +194,7 @@ __device__ __forceinline__ void give_turn(int warpgroup) {
 #if GEMM_DECODE_A
 #include "gemm/decode_a.cuh"
 #else
-constexpr float kDecodedLift = 1.0f;
+constexpr float kDecodeFactor = 1.0f;
 #endif
 
 #include "gemm/epilogue.cuh"
@@ -218,7 +206,8 @@ constexpr float kDecodedLift = 1.0f;
 extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
     gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
          const __grid_constant__ TensorMap c_map, const __grid_constant__ Epilogue e) {
-    if (GEMM_SCALES_1D2D) await_last();  // before anything that it may have written is read
+    if (GEMM_SCALES_1D2D)
+        wait_on_dependent_grids();  // the previous grid may have written what follows
     if (e.flag_expected >= 0) {
         const u32 flag = (e.row_flag ? *e.row_flag : 0) | (e.column_flag ? *e.column_flag : 0);
         if ((flag != 0) != (e.flag_expected != 0)) return;
@@ -227,14 +216,15 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
     extern __shared__ u8 raw_memory[];
     u8* memory = raw_memory + (1024 - (shared_address(raw_memory) & 1023)) % 1024;
     const u32 base = shared_address(memory);
-    u8* patches = memory + kStages * kStage;
-    int* tables = reinterpret_cast<int*>(patches + kWarps * kPatches * kPatch);
+    u8* epilogue_tiles = memory + kStages * kStage;
+    int* tables =
+        reinterpret_cast<int*>(epilogue_tiles + kWarps * kEpilogueTiles * kEpilogueTileBytes);
     float* scales = reinterpret_cast<float*>(tables);  // 16 bytes aligned
     if (GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K)
         tables = reinterpret_cast<int*>(scales + kStages * kScales);
-    const u32 full = shared_address(tables + (GEMM_VECTORS ? 4 * kTables : 0)),
+    const u32 full = shared_address(tables + (GEMM_VECTORS ? 4 * kTableStride : 0)),
               empty = full + 8 * kStages;
-    const u32 handed = empty + 8 * kStages;  // GEMM_REQUANTIZED: two barriers a patch, of all lanes
+    const u32 handoff = empty + 8 * kStages;  // GEMM_REQUANTIZED: two barriers per epilogue tile
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
     const int rank = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
 
@@ -243,8 +233,8 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, kWarps * kCluster);
         }
-        for (int p = 0; GEMM_REQUANTIZED && p < 2 * kWarps * kPatches; ++p)
-            barrier_init(handed + 8 * p, 32);
+        for (int p = 0; GEMM_REQUANTIZED && p < 2 * kWarps * kEpilogueTiles; ++p)
+            barrier_init(handoff + 8 * p, 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (kCluster > 1)
@@ -253,91 +243,92 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
         __syncthreads();
 
 #if GEMM_GROUPED
-    const int wide = (e.columns + kTileN - 1) / kTileN, step = gridDim.x / kCluster;
-    Walk walk = {wide, 0, 0, 0, 0};
-    const int &start = walk.start, &end_of_rows = walk.end, &group = walk.group;
-#define GEMM_TILES walk.find(index, e)
-#define GEMM_TILE walk.tile(index)
+    const int tiles_n = (e.columns + kTileN - 1) / kTileN, step = gridDim.x / kCluster;
+    TileScheduler scheduler = {tiles_n, 0, 0, 0, 0};
+    const int &start = scheduler.start, &end_of_rows = scheduler.end, &group = scheduler.group;
+#define GEMM_HAS_TILE scheduler.find(index, e)
+#define GEMM_TILE scheduler.tile(index)
 #else
-    const int tall = (e.rows + kTileM * kCluster - 1) / (kTileM * kCluster);
-    const int wide = (e.columns + kTileN - 1) / kTileN;
-    const int tiles = tall * wide, step = gridDim.x / kCluster;
+    const int tiles_m = (e.rows + kTileM * kCluster - 1) / (kTileM * kCluster);
+    const int tiles_n = (e.columns + kTileN - 1) / kTileN;
+    const int tiles = tiles_m * tiles_n, step = gridDim.x / kCluster;
     constexpr int start = 0, group = 0;
 #if GEMM_SPLIT_K
-    const int all_tiles = tiles * e.parts,
-              end_of_rows = GEMM_C_TRANSPOSED ? e.rows : tall * kCluster * kTileM * e.parts;
-#define GEMM_TILES index < all_tiles
-#define GEMM_TILE tile_of(index % tiles, tall, wide)
+    const int work_items = tiles * e.splits,
+              end_of_rows = GEMM_C_TRANSPOSED ? e.rows : tiles_m * kCluster * kTileM * e.splits;
+#define GEMM_HAS_TILE index < work_items
+#define GEMM_TILE tile_of(index % tiles, tiles_m, tiles_n)
 #else
     const int end_of_rows = e.rows;
-#define GEMM_TILES index < tiles
-#define GEMM_TILE tile_of(index, tall, wide)
+#define GEMM_HAS_TILE index < tiles
+#define GEMM_TILE tile_of(index, tiles_m, tiles_n)
 #endif
 #endif
 #if GEMM_SPLIT_K
-#define GEMM_FIRST_STAGE (index / tiles * e.stages_of_part)
-#define GEMM_END_STAGE min((index / tiles + 1) * e.stages_of_part, e.stages_of_k)
-#if GEMM_C_TRANSPOSED  // of the parts before
-#define GEMM_ROWS_BEFORE 0
-#define GEMM_COLUMNS_BEFORE (index / tiles * wide * kTileN)
+#define GEMM_K_BEGIN (index / tiles * e.stages_per_split)
+#define GEMM_K_END min((index / tiles + 1) * e.stages_per_split, e.k_stages)
+#if GEMM_C_TRANSPOSED  // of the splits before
+#define GEMM_SPLIT_ROWS 0
+#define GEMM_SPLIT_COLUMNS (index / tiles * tiles_n * kTileN)
 #else
-#define GEMM_ROWS_BEFORE (index / tiles * tall * kCluster * kTileM)
-#define GEMM_COLUMNS_BEFORE 0
+#define GEMM_SPLIT_ROWS (index / tiles * tiles_m * kCluster * kTileM)
+#define GEMM_SPLIT_COLUMNS 0
 #endif
 #else
-#define GEMM_FIRST_STAGE 0
-#define GEMM_END_STAGE e.stages_of_k
-#define GEMM_ROWS_BEFORE 0
-#define GEMM_COLUMNS_BEFORE 0
+#define GEMM_K_BEGIN 0
+#define GEMM_K_END e.k_stages
+#define GEMM_SPLIT_ROWS 0
+#define GEMM_SPLIT_COLUMNS 0
 #endif
     int stage = 0;
     u32 parity = 0;
 
     if (warpgroup == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kBeside));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
         if (threadIdx.x == 256) {
-            for (int index = blockIdx.x / kCluster; GEMM_TILES; index += step) {
+            for (int index = blockIdx.x / kCluster; GEMM_HAS_TILE; index += step) {
                 const Tile tile = GEMM_TILE;
                 const int row = start + (tile.row * kCluster + rank) * kTileM;
                 const int column = group * e.columns + tile.column * kTileN;
 #if GEMM_EXPAND_A
                 await_rows(e, row);
 #endif
-                for (int k = GEMM_FIRST_STAGE; k < GEMM_END_STAGE; ++k) {
-                    wait(empty + 8 * stage, parity ^ 1);
+                for (int k = GEMM_K_BEGIN; k < GEMM_K_END; ++k) {
+                    barrier_wait(empty + 8 * stage, parity ^ 1);
                     const u32 to = base + stage * kStage, barrier = full + 8 * stage;
-                    expect_bytes(barrier, kStage + 4 * kScales);
+                    barrier_expect_bytes(barrier, kStage + 4 * kScales);
                     if (GEMM_DECODE_A)
-                        load(to, &a_map, k * kARow, row, barrier);
+                        tma_load_2d(to, &a_map, k * kARow, row, barrier);
                     else
                         load_tile<GEMM_A_MN_MAJOR, false>(to, &a_map, k, row, kTileM, barrier);
                     if (kCluster == 1) {
                         load_tile<GEMM_B_MN_MAJOR, false>(to + kABytes, &b_map, k, column, kTileN,
                                                           barrier);
                     } else {
-                        constexpr int kPart = kTileN / kCluster;
-                        load_tile<GEMM_B_MN_MAJOR, true>(to + kABytes + rank * kPart * kRowBytes,
-                                                         &b_map, k, column + rank * kPart, kPart,
-                                                         barrier);
+                        constexpr int kMulticastRows = kTileN / kCluster;
+                        load_tile<GEMM_B_MN_MAJOR, true>(
+                            to + kABytes + rank * kMulticastRows * kRowBytes, &b_map, k,
+                            column + rank * kMulticastRows, kMulticastRows, barrier);
                     }
 #if GEMM_SCALES_1D2D
                     const u32 factors = shared_address(scales + stage * kScales);
-                    constexpr int kRowLine = 4 * kTileM / GEMM_A_SCALE_ROWS,
-                                  kColumnLine = 4 * kTileN / GEMM_B_SCALE_ROWS;
-                    load_line(factors,
-                              e.row_blocks + k * e.row_block_pitch + row / GEMM_A_SCALE_ROWS,
-                              kRowLine, barrier);
-                    load_line(
-                        factors + kRowLine,
-                        e.column_blocks + k * e.column_block_pitch + column / GEMM_B_SCALE_ROWS,
-                        kColumnLine, barrier);
+                    constexpr int kRowScaleBytes = 4 * kTileM / GEMM_A_SCALE_ROWS,
+                                  kColumnScaleBytes = 4 * kTileN / GEMM_B_SCALE_ROWS;
+                    bulk_load(factors,
+                              e.row_block_scales + k * e.row_scale_pitch + row / GEMM_A_SCALE_ROWS,
+                              kRowScaleBytes, barrier);
+                    bulk_load(factors + kRowScaleBytes,
+                              e.column_block_scales + k * e.column_scale_pitch +
+                                  column / GEMM_B_SCALE_ROWS,
+                              kColumnScaleBytes, barrier);
 #elif GEMM_SCALE_GROUP_K
                     const u32 factors = shared_address(scales + stage * kScales);
 #pragma unroll
-                    for (int i = 0; i < kLines; ++i)
-                        load_line(factors + 4 * i * kTileM,
-                                  e.row_blocks +
-                                      (k / GEMM_PROMOTE * kLines + i) * e.row_block_pitch + row,
+                    for (int i = 0; i < kGroupsPerStage; ++i)
+                        bulk_load(factors + 4 * i * kTileM,
+                                  e.row_block_scales +
+                                      (k / GEMM_PROMOTE * kGroupsPerStage + i) * e.row_scale_pitch +
+                                      row,
                                   4 * kTileM, barrier);
 #endif
                     if (++stage == kStages) stage = 0, parity ^= 1;
@@ -348,43 +339,46 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
         if (threadIdx.x >= 288) expanding::expand_rows(e, lane);
 #elif GEMM_REQUANTIZED
         if (threadIdx.x >= 288) {
-            u32 turn = 0;
-            for (int index = blockIdx.x / kCluster; GEMM_TILES; index += step) {
+            u32 epilogue_phase = 0;
+            for (int index = blockIdx.x / kCluster; GEMM_HAS_TILE; index += step) {
                 const Tile tile = GEMM_TILE;
-                quantize_tile(patches, handed, e, start + (tile.row * kCluster + rank) * kTileM,
-                              end_of_rows, tile.column * kTileN, turn, threadIdx.x / 32 - 9, lane);
+                quantize_tile(epilogue_tiles, handoff, e,
+                              start + (tile.row * kCluster + rank) * kTileM, end_of_rows,
+                              tile.column * kTileN, epilogue_phase, threadIdx.x / 32 - 9, lane);
             }
         }
 #endif
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplying));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
         const int warp = threadIdx.x / 32;
-        u8* patch = patches + (GEMM_C_TRANSPOSED ? warpgroup * 4 : warp) * kPatches * kPatch;
-        const u32 mine = handed + 16 * warp * kPatches;
-        u32 turn = 0;
-        int* table = tables + warpgroup * 2 * kTables;
+        u8* epilogue_tile = epilogue_tiles + (GEMM_C_TRANSPOSED ? warpgroup * 4 : warp) *
+                                                 kEpilogueTiles * kEpilogueTileBytes;
+        const u32 mine = handoff + 16 * warp * kEpilogueTiles;
+        u32 epilogue_phase = 0;
+        int* table = tables + warpgroup * 2 * kTableStride;
         Factors factors = {1.0f, 1.0f, table};
         if (!GEMM_VECTORS) {
             int exponent = (e.row_exponent ? *e.row_exponent : 0) +
                            (e.column_exponent ? *e.column_exponent : 0);
             exponent = min(max(exponent, -252), 254);
-            factors.first = power_of_two(exponent >> 1) * kDecodedLift;
+            factors.first = power_of_two(exponent >> 1) * kDecodeFactor;
             factors.second = power_of_two(exponent - (exponent >> 1));
         }
 #if GEMM_PING_PONG
         static_assert(GEMM_PROMOTE > 0, "warpgroups promote in turn");
-        if (warpgroup == 1) give_turn(1);  // the first begins
+        if (warpgroup == 1) order_barrier_arrive(1);  // the first warpgroup begins
 #endif
-        bool there = false;  // the next stage, as far as was seen while the last one was multiplied
-        for (int index = blockIdx.x / kCluster; GEMM_TILES; index += step) {
+        bool stage_ready = false;  // whether the next stage was full when last tested
+        for (int index = blockIdx.x / kCluster; GEMM_HAS_TILE; index += step) {
             const Tile tile = GEMM_TILE;
             const int row = start + (tile.row * kCluster + rank) * kTileM + warpgroup * 64;
             const int column = tile.column * kTileN;
-            if (GEMM_VECTORS) fetch_tables(table, e, row, column, end_of_rows, group * e.columns);
+            if (GEMM_VECTORS)
+                fetch_epilogue_tables(table, e, row, column, end_of_rows, group * e.columns);
 #if GEMM_PROMOTE
-#define GEMM_TOTAL sum
+#define GEMM_SUM sum
 #else
-#define GEMM_TOTAL part
+#define GEMM_SUM part
 #endif
             Sum part[kRegisters];
 #if GEMM_PROMOTE
@@ -393,13 +387,13 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
             for (int i = 0; i < kRegisters; ++i) sum[i] = 0.0f;
 #endif
 #if GEMM_SPLIT_K
-            const int stages = GEMM_END_STAGE - GEMM_FIRST_STAGE;
+            const int stages = GEMM_K_END - GEMM_K_BEGIN;
 #else
-            const int& stages = e.stages_of_k;
+            const int& stages = e.k_stages;
 #endif
 #if GEMM_DECODE_A
-            multiply_decoded(GEMM_TOTAL, part, e, memory, scales, full, empty, row,
-                             GEMM_FIRST_STAGE, stages, stage, parity);
+            multiply_decoded(GEMM_SUM, part, e, memory, scales, full, empty, row, GEMM_K_BEGIN,
+                             stages, stage, parity);
 #else
             for (int k = 0; k < stages;) {
                 const int end = GEMM_PROMOTE == 1 ? k + 1
@@ -407,75 +401,81 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
                                                   : stages;
                 int last = -1;
                 for (int more = 0; k < end; ++k) {
-                    if (!there) wait(full + 8 * stage, parity);
-                    const u64 a = descriptor<GEMM_A_MN_MAJOR>(
+                    if (!stage_ready) barrier_wait(full + 8 * stage, parity);
+                    const u64 a = smem_descriptor<GEMM_A_MN_MAJOR>(
                         base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
-                    const u64 b =
-                        descriptor<GEMM_B_MN_MAJOR>(base + stage * kStage + kABytes, kBoxBytes);
+                    const u64 b = smem_descriptor<GEMM_B_MN_MAJOR>(base + stage * kStage + kABytes,
+                                                                   kBoxBytes);
 #pragma unroll
-                    for (int line = 0; line < kLines; ++line) {
-                        take_turn(warpgroup);
-                        hold(part);
-                        begin_products();
+                    for (int group_of_stage = 0; group_of_stage < kGroupsPerStage;
+                         ++group_of_stage) {
+                        order_barrier_wait(warpgroup);
+                        fence_accumulators(part);
+                        warpgroup_arrive();
 #pragma unroll
-                        for (int i = line * 4 / kLines; i < (line + 1) * 4 / kLines; ++i) {
+                        for (int i = group_of_stage * 4 / kGroupsPerStage;
+                             i < (group_of_stage + 1) * 4 / kGroupsPerStage; ++i) {
                             wgmma(part, a + kAStep * i, b + kBStep * i, more);
                             more = 1;
                         }
-                        end_products();
-                        give_turn(warpgroup);
+                        warpgroup_commit();
+                        order_barrier_arrive(warpgroup);
 #if GEMM_SCALE_GROUP_K && GEMM_SCALE_GROUP_K < 64
-                        if (line + 1 == kLines) break;  // the last is promoted as whole stages are
-                        const Scales of_line(scales + stage * kScales + line * kTileM, warp, lane);
-                        end_block(of_line.latest());
-                        finish<0>(part);
-                        of_line.promote(sum, part);
+                        if (group_of_stage + 1 == kGroupsPerStage)
+                            break;  // the last group is promoted below
+                        const Scales group_scales(
+                            scales + stage * kScales + group_of_stage * kTileM, warp, lane);
+                        end_basic_block(group_scales.latest());
+                        warpgroup_wait<0>(part);
+                        group_scales.promote(sum, part);
                         more = 0;
 #endif
                     }
                     const int now = stage;
                     if (++stage == kStages) stage = 0, parity ^= 1;
-                    if (kPeeks) there = is_over(full + 8 * stage, parity);
-                    if (GEMM_PROMOTE != 1) finish<1>(part);
-                    if (last >= 0) release(empty + 8 * last, lane);
+                    if (kTestAhead) stage_ready = barrier_test(full + 8 * stage, parity);
+                    if (GEMM_PROMOTE != 1) warpgroup_wait<1>(part);
+                    if (last >= 0) release_stage(empty + 8 * last, lane);
                     last = now;
                 }
 #if GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K
-                const Scales of_stage(scales + last * kScales + (kLines - 1) * kTileM, warp, lane);
-                end_block(of_stage.latest());
+                const Scales stage_scales(scales + last * kScales + (kGroupsPerStage - 1) * kTileM,
+                                          warp, lane);
+                end_basic_block(stage_scales.latest());
 #endif
-                finish<0>(part);
+                warpgroup_wait<0>(part);
 #if GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K
-                of_stage.promote(sum, part);
+                stage_scales.promote(sum, part);
                 __syncwarp();
 #endif
-                release(empty + 8 * last, lane);
+                release_stage(empty + 8 * last, lane);
 #if GEMM_PROMOTE && !GEMM_SCALES_1D2D && !GEMM_SCALE_GROUP_K
 #pragma unroll
                 for (int i = 0; i < kRegisters; ++i) sum[i] += part[i];
 #endif
             }
 #endif
-            const int first = GEMM_ROWS_BEFORE + row + warp % 4 * 16,
-                      first_column = GEMM_COLUMNS_BEFORE + column;
+            const int first = GEMM_SPLIT_ROWS + row + warp % 4 * 16,
+                      first_column = GEMM_SPLIT_COLUMNS + column;
 #if GEMM_VECTORS
-            await_tables(warpgroup);
+            await_epilogue_tables(warpgroup);
             factors.table = table;
-            if (GEMM_VECTORS == 2 || are_near(table, lane))
-                write_rows<true>(GEMM_TOTAL, e, &c_map, factors, first, end_of_rows, first_column,
-                                 group, patch, mine, turn, lane);
+            if (GEMM_VECTORS == 2 || exponents_are_small(table, lane))
+                write_rows<true>(GEMM_SUM, e, &c_map, factors, first, end_of_rows, first_column,
+                                 group, epilogue_tile, mine, epilogue_phase, lane);
             else
-                write_rows<false>(GEMM_TOTAL, e, &c_map, factors, first, end_of_rows, first_column,
-                                  group, patch, mine, turn, lane);
-            // The other table next: slower warps may still read this one.
-            table = table == tables + warpgroup * 2 * kTables ? table + kTables : table - kTables;
+                write_rows<false>(GEMM_SUM, e, &c_map, factors, first, end_of_rows, first_column,
+                                  group, epilogue_tile, mine, epilogue_phase, lane);
+            // The other table is next: slower warps may still read this one.
+            table = table == tables + warpgroup * 2 * kTableStride ? table + kTableStride
+                                                                   : table - kTableStride;
 #else
-            write_rows<true>(GEMM_TOTAL, e, &c_map, factors, first, end_of_rows, first_column,
-                             group, patch, mine, turn, lane);
+            write_rows<true>(GEMM_SUM, e, &c_map, factors, first, end_of_rows, first_column, group,
+                             epilogue_tile, mine, epilogue_phase, lane);
 #endif
         }
         if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
-    // A block's shared memory must stay while its neighbour may still write to it.
+    // A block must not exit while its cluster neighbour may still write to its shared memory.
     if (kCluster > 1) cluster_sync();
 }

@@ -166,7 +166,7 @@ def _parameters(
         flag_expected=flags.expected,
         rows=m,
         columns=n,
-        stages_of_k=-(-k * item // ROW_BYTES),
+        k_stages=-(-k * item // ROW_BYTES),
         offsets=_pointer(offsets),
         out=_pointer(to),
         out_pitch=pitch,
@@ -179,12 +179,12 @@ def _parameters(
             _pointer, scales.zeros
         )
     if scales.blocks is not None:
-        made.row_blocks, made.column_blocks = map(_pointer, scales.blocks)
-        made.row_block_pitch, made.column_block_pitch = (
+        made.row_block_scales, made.column_block_scales = map(_pointer, scales.blocks)
+        made.row_scale_pitch, made.column_scale_pitch = (
             0 if x is None else x.shape[1] for x in scales.blocks
         )
     if epilogue.split is not None:
-        made.parts, made.stages_of_part = epilogue.split.parts, epilogue.split.stages
+        made.splits, made.stages_per_split = epilogue.split.parts, epilogue.split.stages
     if packed is not None:
         beside = packed.zeros if packed.scales is None else packed.scales
         made.code_scales, made.zeros = _pointer(packed.scales), _pointer(packed.zeros)
@@ -192,9 +192,12 @@ def _parameters(
         if packed.codes is None:  # decoded: scales and zero points are read from one place
             made.zeros = made.code_scales
         else:
-            made.ready, made.counts = packed.ready, _pointer(packed.counts)
+            made.rows_ready, made.counts = packed.ready, _pointer(packed.counts)
             made.codes, made.expanded = _pointer(packed.codes), _pointer(a)
-            made.octets, made.chunks = packed.codes.shape[1], a.strides[0] // (16 * item)
+            made.code_pitch, made.chunks_per_row = (
+                packed.codes.shape[1],
+                a.strides[0] // (16 * item),
+            )
     return made
 
 

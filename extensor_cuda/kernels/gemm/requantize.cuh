@@ -1,6 +1,8 @@
-// Results that are quantized as they leave, blocked along rows: byte for byte what quantize.cu
-// makes of them in bfloat16. The warps beside the one that loads do it, from the patches of those
-// that multiply, while these go on: a patch is handed over by one barrier and back by another.
+// Quantizes results as they leave gemm_sm90.cu, in blocks along rows, byte for byte as quantize.cu
+// quantizes them in bfloat16. Macros: those of codec/encode.cuh.
+//
+// Idle producer warps do it while the consumer warps go on. One barrier hands an epilogue tile
+// over, another hands it back.
 
 #include "codec/input.cuh"
 #include "codec/block_scale.cuh"
@@ -9,14 +11,15 @@
 #include "codec/e2m1_bf16x2.cuh"
 #include "codec/encode_chunk.cuh"
 
-static_assert(kTileN % CODEC_BLOCK == 0 && kPatchColumns % CODEC_BLOCK == 0,
+static_assert(kTileN % CODEC_BLOCK == 0 && kEpilogueTileN % CODEC_BLOCK == 0,
               "whole blocks in a patch");
-constexpr int kPatchesOfTile = (kTileN + kPatchColumns - 1) / kPatchColumns, kCoders = 3;
+constexpr int kEpilogueTilesPerTile = (kTileN + kEpilogueTileN - 1) / kEpilogueTileN,
+              kQuantizeWarps = 3;
 
-// The 16 rows of a patch -> codes and scales; four lanes have a row of it. Columns beyond C are
-// zeros.
-__device__ __forceinline__ void quantize_patch(const u8* patch, const Epilogue& e, int row0,
-                                               int end_of_rows, int column0, int lane) {
+// Quantizes the 16 rows of an epilogue tile; four lanes share a row. Columns beyond C are zeros.
+__device__ __forceinline__ void quantize_epilogue_tile(const u8* epilogue_tile, const Epilogue& e,
+                                                       int row0, int end_of_rows, int column0,
+                                                       int lane) {
     const Tensor tensor =
         CODEC_NEEDS_TENSOR ? *static_cast<const Tensor*>(e.tensor) : Tensor{1, 1, 0, 1};
     const int blocks = (e.columns + CODEC_BLOCK - 1) / CODEC_BLOCK, unit = lane % 4 * 2;
@@ -24,8 +27,9 @@ __device__ __forceinline__ void quantize_patch(const u8* patch, const Epilogue& 
 #pragma unroll
     for (int half = 0; half < 16; half += 8) {
         const int r = half + lane / 4;
-        const uint4 low = *reinterpret_cast<const uint4*>(patch + place(r, unit));
-        const uint4 high = *reinterpret_cast<const uint4*>(patch + place(r, unit + 1));
+        const uint4 low = *reinterpret_cast<const uint4*>(epilogue_tile + swizzled_offset(r, unit));
+        const uint4 high =
+            *reinterpret_cast<const uint4*>(epilogue_tile + swizzled_offset(r, unit + 1));
         u32 raw[kChunk / 2] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         if (real < kChunk) {
 #pragma unroll
@@ -47,21 +51,22 @@ __device__ __forceinline__ void quantize_patch(const u8* patch, const Epilogue& 
     }
 }
 
-// One of kCoders warps' share of a tile: all patches of the same multiplying warps, since the
-// parity of a barrier tells its phases apart only to who waits for each. `turn`: of their first
-// patch.
-__device__ __forceinline__ void quantize_tile(u8* patches, u32 handed, const Epilogue& e, int row0,
-                                              int end_of_rows, int column0, u32& turn, int coder,
-                                              int lane) {
-    for (int p = 0; p < kPatchesOfTile; ++p) {
-        const int start = min(p * kPatchColumns, kTileN - kPatchColumns), slot = turn % kPatches;
-        for (int warp = coder; warp < kWarps; warp += kCoders) {
-            const u32 barrier = handed + 16 * (warp * kPatches + slot);
-            wait(barrier, turn / kPatches);
-            quantize_patch(patches + (warp * kPatches + slot) * kPatch, e, row0 + 16 * warp,
-                           end_of_rows, column0 + start, lane);
-            arrive(barrier + 8);
+// One quantizing warp's share of a tile: all epilogue tiles of the same consumer warps, because a
+// barrier's parity is ambiguous to a warp that skips phases. `epilogue_phase`: of the first one.
+__device__ __forceinline__ void quantize_tile(u8* epilogue_tiles, u32 handoff, const Epilogue& e,
+                                              int row0, int end_of_rows, int column0,
+                                              u32& epilogue_phase, int quantize_warp, int lane) {
+    for (int p = 0; p < kEpilogueTilesPerTile; ++p) {
+        const int start = min(p * kEpilogueTileN, kTileN - kEpilogueTileN),
+                  slot = epilogue_phase % kEpilogueTiles;
+        for (int warp = quantize_warp; warp < kWarps; warp += kQuantizeWarps) {
+            const u32 barrier = handoff + 16 * (warp * kEpilogueTiles + slot);
+            barrier_wait(barrier, epilogue_phase / kEpilogueTiles);
+            quantize_epilogue_tile(
+                epilogue_tiles + (warp * kEpilogueTiles + slot) * kEpilogueTileBytes, e,
+                row0 + 16 * warp, end_of_rows, column0 + start, lane);
+            barrier_arrive(barrier + 8);
         }
-        turn = turn + 1 == kTurns ? 0 : turn + 1;
+        epilogue_phase = epilogue_phase + 1 == kEpiloguePhases ? 0 : epilogue_phase + 1;
     }
 }

@@ -1,14 +1,14 @@
-// Max pooling of float32 images, its gradient, and the fold of convolution patches to an image.
+// Max pooling of float32 images, its gradient, and the fold of convolution patches to an image. No
+// macros; compiled with --fmad=false.
 //
-// A thread has one value of the result and goes through the window in order, so nothing is added
-// in an order of chance, and sums have the bits that extensor/backends/generic/conv_pool.py gives.
-// No headers, no macros; compiled with --fmad=false.
+// A thread has one value of the result and visits its windows in order, so that sums have the bits
+// of extensor/backends/generic/conv_pool.py.
 
 #include "common/types.cuh"
 
 constexpr int kThreads = 256;
 
-// Heights and widths: of the image, of the windows' grid, of a window, its stride, padding,
+// Heights and widths of the image, the windows' grid and a window; its stride, padding and
 // dilation.
 #define NN_WINDOW_PARAMETERS                                                                  \
     int high, int wide, int out_high, int out_wide, int kernel_y, int kernel_x, int stride_y, \
@@ -16,7 +16,7 @@ constexpr int kThreads = 256;
 
 __device__ __forceinline__ bool is_nan(float v) { return v != v; }
 
-// Maxima of (planes, high, wide) and their places; NaN before all, then the first largest.
+// The maxima of (planes, high, wide) and their positions: a NaN wins, otherwise the first maximum.
 extern "C" __global__ void __launch_bounds__(kThreads)
     max_pool(const float* __restrict__ x, float* __restrict__ out, int* __restrict__ index,
              NN_WINDOW_PARAMETERS, i64 count) {
@@ -39,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     index[at] = where;
 }
 
-// Of each place of an image the sum of g (planes, out_high, out_wide) over the windows that cover
-// it and whose maximum it was.
+// For each position of an image, the sum of g (planes, out_high, out_wide) over the windows whose
+// maximum it was.
 extern "C" __global__ void __launch_bounds__(kThreads)
     max_pool_grad(const float* __restrict__ g, const int* __restrict__ index,
                   float* __restrict__ out, NN_WINDOW_PARAMETERS, i64 count) {
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int column = static_cast<int>(at % wide), y = static_cast<int>(at / wide % high);
     const i64 plane = at / wide / high * out_high * out_wide;
     float sum = 0;
-    for (int i = kernel_y - 1; i >= 0; --i)  // of the first window first
+    for (int i = kernel_y - 1; i >= 0; --i)  // the first window comes first
         for (int j = kernel_x - 1; j >= 0; --j) {
             const int up = y + pad_y - i * step_y, left = column + pad_x - j * step_x;
             if (up < 0 || left < 0 || up % stride_y || left % stride_x) continue;
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     out[at] = sum;
 }
 
-// Patches (planes, kernel_y, kernel_x, out_high, out_wide) summed to (planes, high, wide).
+// Adds patches (planes, kernel_y, kernel_x, out_high, out_wide) to (planes, high, wide).
 extern "C" __global__ void __launch_bounds__(kThreads)
     fold(const float* __restrict__ patches, float* __restrict__ out, NN_WINDOW_PARAMETERS,
          i64 count) {

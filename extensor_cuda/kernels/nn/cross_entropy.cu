@@ -1,35 +1,37 @@
-// Softmax and cross-entropy of rows of scores, forward and backward. NN_WARPS warps have a row and
-// read it twice, in groups of 8 where each row starts at 16 bytes. No headers; NN_IN (0: float32,
-// 1: bfloat16) is the scores' dtype and their gradient's. Compiled with --fmad=false. Bounds:
-// cross_entropy.py.
+// Softmax and cross-entropy of rows of scores, forward and backward. NN_WARPS warps share a row and
+// read it twice, 8 values at a time where rows are 16-byte aligned.
+//
+// Macros: NN_WARPS, NN_IN (dtype of scores and their gradient; 0: float32, 1: bfloat16). Compiled
+// with --fmad=false. Limits: cross_entropy.py.
 
 #include "common/types.cuh"
 
 #include "common/vector_types.cuh"
 #include "nn/row_reduce.cuh"
 
-typedef Of<NN_IN>::Raw Raw;
+typedef ElementType<NN_IN>::Raw Raw;
 
 __device__ __forceinline__ bool in_groups(const Raw* x, const Raw* out, i64 classes) {
-    return !((reinterpret_cast<u64>(x) | reinterpret_cast<u64>(out)) & 15) && classes % kGroup == 0;
+    return !((reinterpret_cast<u64>(x) | reinterpret_cast<u64>(out)) & 15) &&
+           classes % kVector == 0;
 }
 
-// f(value) for those of a row that this thread has.
+// Calls f with each of this thread's values of a row.
 template <class F>
 __device__ __forceinline__ void each(const Raw* row, i64 classes, bool grouped, F f) {
     const int lane = threadIdx.x % kLanes;
     if (grouped) {
-        for (i64 i = lane * kGroup; i < classes; i += kLanes * kGroup) {
-            const Group g = Of<NN_IN>::load(row + i);
+        for (i64 i = lane * kVector; i < classes; i += kLanes * kVector) {
+            const FloatVector g = ElementType<NN_IN>::load(row + i);
 #pragma unroll
-            for (int k = 0; k < kGroup; ++k) f(g.v[k]);
+            for (int k = 0; k < kVector; ++k) f(g.v[k]);
         }
     } else {
-        for (i64 i = lane; i < classes; i += kLanes) f(Of<NN_IN>::wide(row[i]));
+        for (i64 i = lane; i < classes; i += kLanes) f(ElementType<NN_IN>::wide(row[i]));
     }
 }
 
-// Losses (rows), and each row's maximum and sum of exponentials, (rows, 2).
+// Losses (rows,), and each row's maximum and sum of exponentials (rows, 2).
 extern "C" __global__ void __launch_bounds__(kThreads)
     losses(const Raw* __restrict__ x, const i64* __restrict__ labels, float* __restrict__ out,
            float2* __restrict__ kept, float smoothing, i64 rows, i64 classes) {
@@ -52,10 +54,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     shifts = over_row(shifts, Sum{});
     if (!real || lane) return;
     const float log_sum = logf(sum);
-    // A label that is no class is refused elsewhere, but not always before this runs.
+    // An invalid label is refused elsewhere, but maybe only after this kernel runs.
     const i64 label = labels[row];
-    const float score =
-        label >= 0 && label < classes ? Of<NN_IN>::wide(mine[label]) : __uint_as_float(0x7FC00000u);
+    const float score = label >= 0 && label < classes ? ElementType<NN_IN>::wide(mine[label])
+                                                      : __uint_as_float(0x7FC00000u);
     float loss = __fsub_rn(log_sum, __fsub_rn(score, top));
     if (smoothing != 0) {
         const float uniform = __fsub_rn(log_sum, __fdiv_rn(shifts, static_cast<float>(classes)));
@@ -66,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     kept[row] = float2{top, sum};
 }
 
-// (softmax - target) times the weight of each row, `step` apart (0: one for all).
+// (softmax - target) times each row's weight, `step` apart (0: one weight for all).
 extern "C" __global__ void __launch_bounds__(kThreads)
     losses_grad(const float* __restrict__ weight, const Raw* __restrict__ x,
                 const i64* __restrict__ labels, const float2* __restrict__ kept,
@@ -88,14 +90,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     Raw* to = out + row * classes;
     const int lane = threadIdx.x % kLanes;
     if (in_groups(x, out, classes)) {
-        for (i64 i = lane * kGroup; i < classes; i += kLanes * kGroup) {
-            Group g = Of<NN_IN>::load(from + i);
+        for (i64 i = lane * kVector; i < classes; i += kLanes * kVector) {
+            FloatVector g = ElementType<NN_IN>::load(from + i);
 #pragma unroll
-            for (int k = 0; k < kGroup; ++k) g.v[k] = slope(i + k, g.v[k]);
-            Of<NN_IN>::store(to + i, g);
+            for (int k = 0; k < kVector; ++k) g.v[k] = slope(i + k, g.v[k]);
+            ElementType<NN_IN>::store(to + i, g);
         }
     } else {
         for (i64 i = lane; i < classes; i += kLanes)
-            to[i] = Of<NN_IN>::narrow(slope(i, Of<NN_IN>::wide(from[i])));
+            to[i] = ElementType<NN_IN>::narrow(slope(i, ElementType<NN_IN>::wide(from[i])));
     }
 }

@@ -1,5 +1,6 @@
-// The mask of dropout: a random word of 32 bits for each value, kept where it is `least` or more.
-// Words are Philox 4x64-10's (Salmon et al., SC'11) as numpy.random.Philox numbers them: a block of
+// The mask of dropout: a value is kept if its random 32-bit word is at least `least`. No macros.
+//
+// Words are those of Philox 4x64-10 (Salmon et al., SC'11) as in numpy.random.Philox: a block of
 // eight words has the counter (number + 1, calls, 0, 0) and the key (seed, 0).
 
 #include "common/types.cuh"
@@ -18,8 +19,8 @@ __device__ __forceinline__ void philox64(u64 (&c)[4], u64 key) {
     }
 }
 
-// draws: the seed, and the calls before this one -> 0 or `factor`. A thread has eight
-// neighbours.
+// draws: the seed, and the number of earlier calls. Writes 0 or `factor`; a thread has eight
+// values.
 extern "C" __global__ void __launch_bounds__(kThreads)
     dropout_mask(const u64* __restrict__ draws, float* __restrict__ mask, i64 size, u32 least,
                  float factor) {
@@ -31,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kWords; ++k)
         found[k] = static_cast<u32>(words[k / 2] >> k % 2 * 32) >= least ? factor : 0.0f;
-    if (start + kWords <= size) {  // what is allocated begins at a multiple of 16 bytes
+    if (start + kWords <= size) {  // allocations are 16-byte aligned
         float4* to = reinterpret_cast<float4*>(mask + start);
         to[0] = float4{found[0], found[1], found[2], found[3]};
         to[1] = float4{found[4], found[5], found[6], found[7]};

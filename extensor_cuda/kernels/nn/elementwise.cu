@@ -1,46 +1,45 @@
-// Values one by one: sums, casts, relu and x Phi(x) with the normal distribution function Phi, and
-// their gradients; rounding to bfloat16. Computed in float32 and rounded once.
+// Elementwise sums, casts, ReLU, GELU x Phi(x) and their gradients, and rounding to bfloat16.
+// Computed in float32 and rounded once. A thread has two vectors of 8 values.
 //
-// A thread has two groups of 8 values, 16 or 32 bytes of each array. No headers; NN_A, NN_B and
-// NN_OUT (0: float32, 1: bfloat16) are macros: of the first and second array and of the result.
-// Compiled with --fmad=false. Bounds: elementwise.py.
+// Macros: NN_A, NN_B and NN_OUT, the dtypes of the arrays and the result (0: float32, 1: bfloat16).
+// Compiled with --fmad=false. Limits: elementwise.py.
 
 #include "common/types.cuh"
 
 #include "common/vector_types.cuh"
 
 constexpr int kThreads = 256, kGroups = 2;
-constexpr i64 kStep = kThreads * kGroup, kPart = kStep * kGroups;  // as in elementwise.py
+constexpr i64 kStep = kThreads * kVector, kPart = kStep * kGroups;  // as in elementwise.py
 
-// out[i] = op(a[i], b[i]); b may be a itself, which is read once then.
+// out[i] = op(a[i], b[i]). If b is a, it is read once.
 template <bool kTwo, class Op>
-__device__ __forceinline__ void each(const Of<NN_A>::Raw* __restrict__ a,
-                                     const Of<NN_B>::Raw* __restrict__ b,
-                                     Of<NN_OUT>::Raw* __restrict__ out, i64 count, Op op) {
-    const i64 first = blockIdx.x * kPart + threadIdx.x * kGroup;
+__device__ __forceinline__ void each(const ElementType<NN_A>::Raw* __restrict__ a,
+                                     const ElementType<NN_B>::Raw* __restrict__ b,
+                                     ElementType<NN_OUT>::Raw* __restrict__ out, i64 count, Op op) {
+    const i64 first = blockIdx.x * kPart + threadIdx.x * kVector;
     const bool aligned =
         !((reinterpret_cast<u64>(a) | reinterpret_cast<u64>(b) | reinterpret_cast<u64>(out)) & 15);
-    if (aligned && first + (kGroups - 1) * kStep + kGroup <= count) {
-        Group x[kGroups], y[kGroups];
+    if (aligned && first + (kGroups - 1) * kStep + kVector <= count) {
+        FloatVector x[kGroups], y[kGroups];
 #pragma unroll
         for (int k = 0; k < kGroups; ++k) {
-            x[k] = Of<NN_A>::load(a + first + k * kStep);
-            y[k] = kTwo ? Of<NN_B>::load(b + first + k * kStep) : x[k];
+            x[k] = ElementType<NN_A>::load(a + first + k * kStep);
+            y[k] = kTwo ? ElementType<NN_B>::load(b + first + k * kStep) : x[k];
         }
 #pragma unroll
         for (int k = 0; k < kGroups; ++k) {
 #pragma unroll
-            for (int i = 0; i < kGroup; ++i) x[k].v[i] = op(x[k].v[i], y[k].v[i]);
-            Of<NN_OUT>::store(out + first + k * kStep, x[k]);
+            for (int i = 0; i < kVector; ++i) x[k].v[i] = op(x[k].v[i], y[k].v[i]);
+            ElementType<NN_OUT>::store(out + first + k * kStep, x[k]);
         }
         return;
     }
     for (int k = 0; k < kGroups; ++k)
-        for (int i = 0; i < kGroup; ++i) {
+        for (int i = 0; i < kVector; ++i) {
             const i64 at = first + k * kStep + i;
             if (at >= count) break;
-            const float x = Of<NN_A>::wide(a[at]);
-            out[at] = Of<NN_OUT>::narrow(op(x, kTwo ? Of<NN_B>::wide(b[at]) : x));
+            const float x = ElementType<NN_A>::wide(a[at]);
+            out[at] = ElementType<NN_OUT>::narrow(op(x, kTwo ? ElementType<NN_B>::wide(b[at]) : x));
         }
 }
 
@@ -53,7 +52,7 @@ struct GeluGrad {
         return __fmul_rn(__fadd_rn(__fmul_rn(density, x), normal_below(x, e)), g);
     }
 };
-struct ReluGrad {  // g where relu's output is positive, else 0
+struct ReluGrad {  // g where ReLU's output is positive, else 0
     __device__ __forceinline__ float operator()(float g, float out) const {
         return out > 0 ? g : 0.0f;
     }
@@ -64,47 +63,52 @@ struct Add {
 struct Same {
     __device__ __forceinline__ float operator()(float x, float) const { return x; }
 };
-struct Near {  // the nearest bfloat16, in whatever dtype
+struct Near {  // rounds to bfloat16, kept in the result's dtype
     __device__ __forceinline__ float operator()(float x, float) const {
-        return Of<1>::wide(Of<1>::narrow(x));
+        return ElementType<1>::wide(ElementType<1>::narrow(x));
     }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-    gelu(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
-    each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Gelu{});
+    gelu(const ElementType<NN_A>::Raw* __restrict__ x, ElementType<NN_OUT>::Raw* __restrict__ out,
+         i64 count) {
+    each<false>(x, reinterpret_cast<const ElementType<NN_B>::Raw*>(x), out, count, Gelu{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-    relu(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
-    each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Relu{});
+    relu(const ElementType<NN_A>::Raw* __restrict__ x, ElementType<NN_OUT>::Raw* __restrict__ out,
+         i64 count) {
+    each<false>(x, reinterpret_cast<const ElementType<NN_B>::Raw*>(x), out, count, Relu{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-    cast(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
-    each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Same{});
+    cast(const ElementType<NN_A>::Raw* __restrict__ x, ElementType<NN_OUT>::Raw* __restrict__ out,
+         i64 count) {
+    each<false>(x, reinterpret_cast<const ElementType<NN_B>::Raw*>(x), out, count, Same{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-    bfloat16_values(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out,
-                    i64 count) {
-    each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Near{});
+    bfloat16_values(const ElementType<NN_A>::Raw* __restrict__ x,
+                    ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    each<false>(x, reinterpret_cast<const ElementType<NN_B>::Raw*>(x), out, count, Near{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-    gelu_grad(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b,
-              Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    gelu_grad(const ElementType<NN_A>::Raw* __restrict__ a,
+              const ElementType<NN_B>::Raw* __restrict__ b,
+              ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<true>(a, b, out, count, GeluGrad{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-    relu_grad(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b,
-              Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    relu_grad(const ElementType<NN_A>::Raw* __restrict__ a,
+              const ElementType<NN_B>::Raw* __restrict__ b,
+              ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<true>(a, b, out, count, ReluGrad{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-    add(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b,
-        Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    add(const ElementType<NN_A>::Raw* __restrict__ a, const ElementType<NN_B>::Raw* __restrict__ b,
+        ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<true>(a, b, out, count, Add{});
 }

@@ -1,21 +1,21 @@
-// LayerNorm (NN_CENTRED) and RMSNorm over rows of NN_LENGTH values, forward and, of float32,
-// backward.
+// LayerNorm (NN_CENTRED) and RMSNorm over rows of NN_LENGTH values: forward, and backward in
+// float32. NN_WARPS warps hold a row in registers; sums run over a thread, then its warp, then
+// warps.
 //
-// NN_WARPS warps have a row, in registers; each sum is of a thread's values, then across lanes,
-// then across warps. No headers; NN_IN (0: float32, 1: bfloat16) is the dtype of x forward, NN_OUT
-// of y and of its gradient. Compiled with --fmad=false. Bounds: norm.py.
+// Macros: those, NN_IN (dtype of x; 0: float32, 1: bfloat16), NN_OUT (dtype of y and its gradient).
+// Compiled with --fmad=false. Limits: norm.py.
 
 #include "common/types.cuh"
 
 #include "common/vector_types.cuh"
 
-typedef Of<NN_OUT>::Raw Raw;
+typedef ElementType<NN_OUT>::Raw Raw;
 
 constexpr int kThreads = 256, kRows = kThreads / 32 / NN_WARPS;  // rows of a block at a time
 constexpr int kLanes = 32 * NN_WARPS,
               kEach = (NN_LENGTH + kLanes - 1) / kLanes;  // values of a thread
 
-// Sums of both over the threads of a row.
+// Sums both over the threads of a row.
 __device__ __forceinline__ void row_sums(float& a, float& b) {
 #pragma unroll
     for (int step = 16; step; step /= 2) {
@@ -35,9 +35,9 @@ __device__ __forceinline__ void row_sums(float& a, float& b) {
 #endif
 }
 
-// y = (x - mean) rstd weight + bias; bias may be null. RMSNorm: without mean and bias.
+// y = (x - mean) rstd weight + bias, where bias may be null. RMSNorm has neither mean nor bias.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    normalize(const Of<NN_IN>::Raw* __restrict__ x, const float* __restrict__ weight,
+    normalize(const ElementType<NN_IN>::Raw* __restrict__ x, const float* __restrict__ weight,
               const float* __restrict__ bias, Raw* __restrict__ y, float* __restrict__ mean_of,
               float* __restrict__ rstd_of, float eps, i64 rows) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
         const int i = k * kLanes + lane;
-        v[k] = real && i < NN_LENGTH ? Of<NN_IN>::wide(x[row * NN_LENGTH + i]) : 0.0f;
+        v[k] = real && i < NN_LENGTH ? ElementType<NN_IN>::wide(x[row * NN_LENGTH + i]) : 0.0f;
         sum = __fadd_rn(sum, v[k]);
     }
 #if NN_CENTRED
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (i >= NN_LENGTH) continue;
         float out = __fmul_rn(__fmul_rn(v[k], rstd), weight[i]);
         if (bias) out = __fadd_rn(out, bias[i]);
-        y[row * NN_LENGTH + i] = Of<NN_OUT>::narrow(out);
+        y[row * NN_LENGTH + i] = ElementType<NN_OUT>::narrow(out);
     }
     if (lane == 0) {
         rstd_of[row] = rstd;
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Gradient in x (NN_ADDS: added to another); and of each block, its rows' sums for weight and bias:
+// The gradient of x (NN_ADDS: added to another), and each block's partial sums for weight and bias,
 // (blocks, NN_LENGTH).
 extern "C" __global__ void __launch_bounds__(kThreads)
     normalize_grad(const Raw* __restrict__ g, const float* __restrict__ x,
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int k = 0; k < kEach; ++k) {
             const int i = k * kLanes + lane;
             const bool there = real && i < NN_LENGTH;
-            const float gradient = there ? Of<NN_OUT>::wide(g[row * NN_LENGTH + i]) : 0.0f;
+            const float gradient = there ? ElementType<NN_OUT>::wide(g[row * NN_LENGTH + i]) : 0.0f;
             h[k] = there ? __fmul_rn(__fsub_rn(x[row * NN_LENGTH + i], mean), rstd) : 0.0f;
             e[k] = there ? __fmul_rn(gradient, weight[i]) : 0.0f;
             along = __fadd_rn(along, __fmul_rn(e[k], h[k]));

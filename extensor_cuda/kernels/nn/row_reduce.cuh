@@ -1,5 +1,4 @@
-// A row on NN_WARPS warps: one value of each thread's, joined over all of them, the same for
-// each.
+// Reduces one value per thread over the NN_WARPS warps of a row; every thread gets the result.
 
 constexpr int kThreads = 256, kRows = kThreads / 32 / NN_WARPS, kLanes = 32 * NN_WARPS;
 

@@ -1,9 +1,9 @@
-// out[index[i]] += rows[i] for all i in order: the gradient of looking rows up.
+// out[index[i]] += rows[i] for all i in order: the gradient of an embedding lookup. No macros;
+// compiled with --fmad=false.
 //
-// `collect` counts the positions of each row of `out`, in any order, and keeps the first kMost that
-// it meets. In `add_rows` a block has the first position of a row and kColumns of its columns,
-// sorts the row's positions, or looks for them where they are more, and adds up in registers.
-// Blocks of other positions end at once. No headers, no macros; compiled with --fmad=false.
+// `collect` counts the positions of each row of `out` and keeps the first kMost it meets. In
+// `add_rows` the block of a row's first position sorts the row's positions, or searches them if
+// there are more, and adds kColumns columns in registers. Other blocks exit at once.
 
 #include "common/types.cuh"
 
@@ -11,7 +11,7 @@ constexpr int kThreads = 256, kEach = 4, kColumns = kThreads * kEach;
 constexpr u32 kMost = 32;
 
 struct Row {
-    u32 positions, first;  // how many; and the number of positions less the first of them
+    u32 positions, first;  // their number; and the count of all positions less the first one
 };
 
 __device__ __forceinline__ i64 place(const i64* index, i64 i, i64 length) {

@@ -1,19 +1,20 @@
-// Softmax of rows, forward and backward, and the same between the products of attention. NN_WARPS
-// warps have a row, in registers: NN_THREAD_VALUES values a thread. No headers; NN_IN (0: float32,
-// 1: bfloat16) is the dtype of `softmax` and its gradient. Compiled with --fmad=false. Bounds:
-// softmax.py.
+// Softmax of rows, forward and backward, alone and between the products of attention. NN_WARPS
+// warps hold a row in registers, NN_THREAD_VALUES values per thread.
+//
+// Macros: those, NN_IN (dtype of `softmax` and its gradient; 0: float32, 1: bfloat16). Compiled
+// with --fmad=false. Limits: softmax.py.
 
 #include "common/types.cuh"
 
 #include "common/vector_types.cuh"
 #include "nn/row_reduce.cuh"
 
-typedef Of<NN_IN>::Raw Raw;
+typedef ElementType<NN_IN>::Raw Raw;
 __device__ __forceinline__ float wide(float v) { return v; }
-__device__ __forceinline__ float wide(u16 v) { return Of<1>::wide(v); }
+__device__ __forceinline__ float wide(u16 v) { return ElementType<1>::wide(v); }
 
-// Softmax of the first `seen` of a row's values times `scale`; the others become 0. A NaN shows
-// in the sum.
+// Softmax of a row's first `seen` values times `scale`; the others become 0. A NaN shows in the
+// sum.
 struct Row {
     float v[NN_THREAD_VALUES], top, sum;
 
@@ -48,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int k = 0; k < NN_THREAD_VALUES; ++k) {
         const i64 i = k * kLanes + threadIdx.x % kLanes;
-        if (i < length) out[row * length + i] = Of<NN_IN>::narrow(__fdiv_rn(mine.v[k], mine.sum));
+        if (i < length)
+            out[row * length + i] = ElementType<NN_IN>::narrow(__fdiv_rn(mine.v[k], mine.sum));
     }
 }
 
@@ -72,16 +74,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int k = 0; k < NN_THREAD_VALUES; ++k) {
         const i64 i = k * kLanes + threadIdx.x % kLanes;
         if (real && i < length)
-            gx[row * length + i] = Of<NN_IN>::narrow(__fmul_rn(p[k], __fsub_rn(d[k], along)));
+            gx[row * length + i] =
+                ElementType<NN_IN>::narrow(__fmul_rn(p[k], __fsub_rn(d[k], along)));
     }
 }
 
-// Keys that a row's query sees: of `queries` rows in turn, the last of which sees all. 0: all do.
+// How many keys a row's query sees. The last of `queries` rows sees all; 0: every row does.
 __device__ __forceinline__ i64 seen_by(i64 row, i64 queries, i64 keys) {
     return queries ? row % queries + 1 + keys - queries : keys;
 }
 
-// Scores q k^T in place to probabilities, and of each row its largest score and the inverse sum.
+// Scores q k^T become probabilities in place; each row's largest score and inverse sum are stored.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attend(float* scores, float2* __restrict__ stats, float scale, i64 queries, i64 rows,
            i64 keys) {
@@ -100,8 +103,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x % kLanes == 0) stats[row] = float2{mine.top, inverse};
 }
 
-// Scores in place to probabilities p, and products d = g v^T in place to the scores' gradients,
-// scale p (d - along), `along` being the sum over a row of g times the output.
+// Scores become probabilities p, and d = g v^T becomes the scores' gradient scale p (d - delta),
+// both in place. `along` holds delta, a row's sum of g times the output.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attend_grad(float* __restrict__ scores, float* __restrict__ d, const float2* __restrict__ stats,
                 const float* __restrict__ along, float scale, i64 queries, i64 rows, i64 keys) {

@@ -1,22 +1,21 @@
-// Sums down the columns of a matrix, of chunks of its rows: a launch leaves one row a chunk,
-// another adds these.
+// Sums the columns of a matrix over chunks of its rows. A second launch adds the chunks' rows.
 //
-// A block has 32 lanes of NN_THREAD_VALUES neighbouring columns and NN_BLOCK_ROWS rows at a
-// time; a thread adds the rows of its own one after the other, then the block adds its threads'
-// sums in order. So the order is the shape's alone. No headers; NN_IN (0: float32, 1: bfloat16),
-// NN_THREAD_VALUES (1, or what 16 bytes hold: whole and aligned rows then) and NN_BLOCK_ROWS are
-// macros; compiled with --fmad=false.
+// A block has 32 lanes of NN_THREAD_VALUES columns and NN_BLOCK_ROWS rows. Each thread adds its own
+// rows, then the block adds its threads' sums, in an order that depends on the shape only.
+//
+// Macros: those (NN_THREAD_VALUES is 1, or 16 bytes' worth for aligned rows), NN_IN (0: float32, 1:
+// bfloat16). Compiled with --fmad=false.
 
 #include "common/types.cuh"
 
 #include "common/vector_types.cuh"
 
-typedef Of<NN_IN>::Raw Raw;
+typedef ElementType<NN_IN>::Raw Raw;
 
-constexpr int kThreads = 32 * NN_BLOCK_ROWS, kAhead = 4;  // rows that are under way at a time
+constexpr int kThreads = 32 * NN_BLOCK_ROWS, kAhead = 4;  // rows in flight
 
 #if NN_THREAD_VALUES == 8
-typedef Group Values;
+typedef FloatVector Values;
 #else
 struct Values {
     float v[NN_THREAD_VALUES];
@@ -25,12 +24,12 @@ struct Values {
 
 __device__ __forceinline__ Values loaded(const Raw* from) {
 #if NN_THREAD_VALUES == 1
-    return {{Of<NN_IN>::wide(*from)}};
+    return {{ElementType<NN_IN>::wide(*from)}};
 #elif NN_IN == 0
     const float4 w = *reinterpret_cast<const float4*>(from);
     return {{w.x, w.y, w.z, w.w}};
 #else
-    return Of<NN_IN>::load(from);
+    return ElementType<NN_IN>::load(from);
 #endif
 }
 

@@ -1,7 +1,5 @@
-// One step of Adam or of gradient descent on all parameters in one launch, and whether gradients
-// are finite. States are float32; narrower ones are optimizer_low_precision.cu's.
-//
-// No headers, no macros. Compiled with --fmad=false.
+// One multi-tensor step of Adam or SGD with float32 states, and whether gradients are finite.
+// Narrower states: optimizer_low_precision.cu. No macros; compiled with --fmad=false.
 
 #include "optimizer/optimizer.cuh"
 
@@ -50,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     step<Descent>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
-// flags[i] is raised where the gradient of tensor i holds NaN or infinity, and then flags[number]
-// and *stop, which may be null.
+// Raises flags[i] if the gradient of tensor i holds NaN or infinity, and then flags[number] and
+// *stop, which may be null.
 extern "C" __global__ void __launch_bounds__(kThreads)
     finite(const Tensor* tensors, int number, u32* flags, u32* stop) {
     const Tensor& t = tensor_of(tensors, number);
@@ -79,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Gradients times *factor, or times `value` where that is null.
+// Multiplies gradients by *factor, or by `value` where that is null.
 extern "C" __global__ void __launch_bounds__(kThreads)
     scale(const Tensor* tensors, int number, const float* factor, float value) {
     const Tensor& t = tensor_of(tensors, number);
@@ -90,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int i = threadIdx.x; i < count; i += kThreads) grad[i] = __fmul_rn(grad[i], by);
 }
 
-// The sum over a block's threads, in one order; the first thread has it.
+// Sums over a block's threads in a fixed order, for the first thread.
 __device__ __forceinline__ double block_sum(double mine) {
     __shared__ double sums[kThreads];
     sums[threadIdx.x] = mine;
@@ -102,7 +100,7 @@ __device__ __forceinline__ double block_sum(double mine) {
     return sums[0];
 }
 
-// Of each block the sum of the squares of its part of a gradient.
+// Each block's sum of the squares of its part of a gradient.
 extern "C" __global__ void __launch_bounds__(kThreads)
     squares(const Tensor* tensors, int number, double* partial) {
     const Tensor& t = tensor_of(tensors, number);
@@ -118,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-// The sum of these, by one block.
+// Adds the blocks' sums in one block.
 extern "C" __global__ void __launch_bounds__(kThreads)
     total(const double* partial, i64 count, double* out) {
     double mine = 0;

@@ -1,29 +1,29 @@
-// What the steps of all kinds of state share: a table of the parameters, and the rules; operation
-// by operation as extensor/backends/generic/optim.py has them, so the same bits.
+// Shared by the optimizer steps: the table of parameters and the update rules, operation by
+// operation as in extensor/backends/generic/optim.py, so that bits agree. No macros.
 
 #include "common/types.cuh"
 
 constexpr int kThreads = 256, kPart = 16384;  // elements of a block
 
-// One parameter: its arrays, its length, the first block that works on it, and its factors.
+// A parameter: its arrays, length, first block and factors.
 struct Tensor {
     float* weight;
     const float* grad;
-    void *first, *second;              // moments; of gradient descent: the buffer, or null
+    void *first, *second;              // moments; SGD: the momentum buffer, or null
     u8 *first_scales, *second_scales;  // of blocks
     i64 count, start;
-    double shrink;  // times the learning rate: the share that decoupled decay takes
+    double shrink;  // the learning rate's multiple that decoupled weight decay subtracts
     float take1, keep2, take2, eps, decay, momentum;
-    u32 nesterov, pace, number;  // number: in the random bits of its states
+    u32 nesterov, pace, number;  // number: selects the random bits of its states
 };
 
 struct Row {
     double correct, widen, step;  // 1 - beta1^t, 1 / sqrt(1 - beta2^t), and t
 };
 
-// What changes from step to step. Paces are several for tensors that have had different numbers of
-// updates; each has `length` rows, of which `made` (null: 0) says the one that holds. `apart` is
-// the distance of the paces' learning rates, 0 if they share one. Nothing is done if *bad or *stop.
+// What changes between steps. Tensors with different numbers of updates have different paces. A
+// pace has `length` rows, and `made` (null: 0) selects one. `apart`: distance of the paces'
+// learning rates, 0 if shared. *bad or *stop skips the step.
 struct Pace {
     const double* lr;
     const Row* rows;
@@ -36,7 +36,7 @@ struct Pace {
 };
 
 __device__ __forceinline__ const Tensor& tensor_of(const Tensor* tensors, int number) {
-    int low = 0, high = number - 1;  // the last whose start is not above this block
+    int low = 0, high = number - 1;  // finds the last tensor that starts at or before this block
     while (low < high) {
         const int middle = (low + high + 1) / 2;
         if (tensors[middle].start <= static_cast<i64>(blockIdx.x))
@@ -47,13 +47,13 @@ __device__ __forceinline__ const Tensor& tensor_of(const Tensor* tensors, int nu
     return tensors[low];
 }
 
-// A rule moves one value and gives the root of its square.
+// An update rule moves one value and returns the root of its second moment.
 struct Adam {
     static constexpr bool kSquare = true;
     float take1, keep2, take2, widen, eps, rate, keep, decay;
     __device__ Adam(const Tensor& t, const Pace& pace)
         : take1(t.take1), keep2(t.keep2), take2(t.take2), eps(t.eps), decay(t.decay) {
-        // In double, as the host has it, and rounded once.
+        // In double and rounded once, like on the host.
         const double lr = pace.rate(t);
         const Row row = pace.row(t);
         rate = static_cast<float>(__ddiv_rn(lr, row.correct));

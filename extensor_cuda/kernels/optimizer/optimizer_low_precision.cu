@@ -1,9 +1,9 @@
-// One step of Adam or of gradient descent on all parameters in one launch, whose states are
-// bfloat16 or (OPTIMIZER_BLOCKS) MXFP8: read, decoded, moved in float32 and rounded stochastically
-// again, all in registers; bit by bit as extensor/optim/states.py has it.
+// One multi-tensor step of Adam or SGD with bfloat16 or (OPTIMIZER_BLOCKS) MXFP8 states. States are
+// decoded, updated in float32 and rounded stochastically in registers, bit by bit as in
+// extensor/optim/states.py.
 //
-// A thread owns four neighbours: one Philox call of a block of 32, whose largest 8 lanes find.
-// Macros: those of the quantizer of the blocks. Compiled with --fmad=false.
+// A thread owns four values. One Philox call serves a block of 32, whose maximum 8 lanes find.
+// Macros: OPTIMIZER_BLOCKS, and the quantizer's. Compiled with --fmad=false.
 
 #define COMMON_MUL_WIDE 1
 #include "optimizer/optimizer.cuh"
@@ -11,9 +11,9 @@
 
 constexpr u32 kMagnitude = 0x7FFFFFFFu, kExponent = 0x7F800000u, kMantissa = 0x007FFFFFu;
 constexpr u32 kSigns = 0x80808080u;
-constexpr int kStride = 4 * kThreads, kResident = 4;  // blocks at a time on a multiprocessor
+constexpr int kStride = 4 * kThreads, kResident = 4;  // resident blocks per multiprocessor
 constexpr int kDrawn =
-    OPTIMIZER_BLOCKS ? CODEC_BLOCK : 8192;  // values whose random words are one block of these
+    OPTIMIZER_BLOCKS ? CODEC_BLOCK : 8192;  // values whose random words are one Philox block
 
 __device__ __forceinline__ u32 bits_of(float v) { return __float_as_uint(v); }
 __device__ __forceinline__ float float_of(u32 v) { return __uint_as_float(v); }
@@ -31,23 +31,22 @@ __device__ __forceinline__ u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 static_assert(CODEC_BITS == 8 && CODEC_IS_FLOAT && CODEC_RULE == 1 && CODEC_INF_BYTE == 255,
               "scales are 0 to 253, or 255");
 typedef u32 Four;                              // codes
-constexpr u32 kNormal = 1u << CODEC_MANTISSA;  // the first code that is a normal number of the grid
+constexpr u32 kNormal = 1u << CODEC_MANTISSA;  // the first normal code of the grid
 constexpr int kBelow = 23 - CODEC_MANTISSA;
-constexpr u32 kBias =
-    127 + CODEC_MIN_EXPONENT - 1;  // a float's exponent less that of the same code
+constexpr u32 kBias = 127 + CODEC_MIN_EXPONENT - 1;  // a float's exponent less that of its code
 
 __device__ __forceinline__ Four load(const void* from, bool, int left) {
-    return left > 0 ? *static_cast<const u32*>(from) : 0;  // whole blocks are stored
+    return left > 0 ? *static_cast<const u32*>(from) : 0;  // blocks are stored whole
 }
 
 __device__ __forceinline__ void store(void* to, Four codes, bool, int left) {
     if (left > 0) *static_cast<u32*>(to) = codes;
 }
 
-// Codes -> values. A code's bits are a float's with another exponent, subnormals included.
+// Decodes codes: a code's bits are a float's with another exponent, subnormals included.
 template <bool kRoot>
 __device__ __forceinline__ void decode(Four codes, u32 scale, float (&out)[4]) {
-    constexpr u32 kMost = 254 - kBias;  // scales above are not lifted in one multiplication
+    constexpr u32 kMost = 254 - kBias;  // one multiplication cannot lift larger scales
     const bool nan = ((codes & ~kSigns) + (0x7F - CODEC_MAX_CODE) * 0x01010101u) & kSigns;
     if (scale > kMost || nan) {
         const float factor = scale == 255 ? nan_value() : float_of(scale ? scale << 23 : 0x400000u);
@@ -59,7 +58,7 @@ __device__ __forceinline__ void decode(Four codes, u32 scale, float (&out)[4]) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const int top =
-                static_cast<int>(codes << (24 - 8 * k));  // the code; below, what is masked
+                static_cast<int>(codes << (24 - 8 * k));  // the code; bits below are masked
             constexpr u32 kKept = 0x7Fu << kBelow;
             const u32 bits =
                 static_cast<u32>(top >> (24 - kBelow)) & (kRoot ? kKept : kKept | ~kMagnitude);
@@ -76,8 +75,8 @@ __device__ __forceinline__ u32 high_bytes(const u32 (&v)[4]) {
     return __byte_perm(__byte_perm(v[0], v[1], 0x73), __byte_perm(v[2], v[3], 0x73), 0x5410);
 }
 
-// Values -> codes, and the byte of the scale of their block, whose others the neighbouring lanes
-// have. A root above zero never becomes zero.
+// Encodes values and returns their block's scale byte; neighbouring lanes have the rest of the
+// block. A positive root never becomes zero.
 template <bool kRoot>
 __device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4], u32& scale) {
     u32 magnitude[4], most = 0, least = ~0u;
@@ -92,9 +91,8 @@ __device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4]
     const bool finite = most < kExponent;
     const u32 expected = static_cast<u32>(exponent_byte(most));
     scale = finite ? expected : 255u;
-    // A code that is a normal number of the grid is the float's own leading bits less an offset;
-    // those that are cut carry one up if they are above as many random ones: exactly when frac *
-    // 2**32 > word. With scales below, subnormals of float32 could be among them.
+    // A normal code is the float's leading bits less an offset. The cut bits carry exactly when
+    // frac * 2**32 > word. Smaller scales could involve float32 subnormals.
     const bool plain = finite && scale > 127 - kBias;
     const u32 offset = plain ? (scale + kBias - 127) << 23 : 0;
     const u32 lowest = plain ? offset + (kNormal << kBelow) : most ? ~0u : 0;
@@ -152,7 +150,7 @@ __device__ __forceinline__ void decode(Four pairs, float (&out)[4]) {
     out[2] = float_of(pairs.y << 16), out[3] = float_of(pairs.y & 0xFFFF0000u);
 }
 
-// The 16 bits that are cut carry one up so often; those of two values are the halves of a word.
+// The 16 cut bits carry when they exceed the random ones; two values share a word's halves.
 __device__ __forceinline__ u32 encode(float low, float high, u32 word) {
     u32 a = bits_of(low), b = bits_of(high);
     if ((a & kExponent) != kExponent) a += word & 0xFFFFu;
@@ -177,7 +175,7 @@ __device__ __forceinline__ void store(float* to, bool four, int left, const floa
     if (four) {
         float4 v;
         v.x = from[0], v.y = from[1], v.z = from[2], v.w = from[3];
-        __stcg(reinterpret_cast<float4*>(to), v);  // an assignment is split into four
+        __stcg(reinterpret_cast<float4*>(to), v);  // an assignment would be split into four
         return;
     }
 #pragma unroll
@@ -191,7 +189,7 @@ struct Fetched {
     u32 first_scale, second_scale;
 };
 
-// A block's part of a parameter, `count` values from `begin` on. Whole: whole warps of aligned
+// A block's part of a parameter: `count` values from `begin` on. kWhole: whole warps of aligned
 // vectors.
 template <class Rule, bool kWhole>
 __device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now, i64 begin,
@@ -220,7 +218,8 @@ __device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now,
         return f;
     };
 
-    // Whole warps stay: a block's lanes ask each other. What lies beyond the end is and stays zero.
+    // Whole warps iterate, because lanes of a block exchange values. Values beyond the end stay
+    // zero.
     const u32 end = (count + 127) / 128 * 128;
     Fetched next = {};
     if (threadIdx.x * 4 < end) next = fetch(threadIdx.x * 4);
@@ -259,8 +258,8 @@ __device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now,
 #pragma unroll
         for (int k = 0; k < 4; ++k) rule(f.weight[k], f.grad[k], mean[k], square[k]);
         store(weight + i, kWhole, left, f.weight);
-        // A call's words are the noise of eight values: a lane's and its neighbour's. The even lane
-        // draws the first state's, the odd one the second's.
+        // One call's words are the noise of two lanes' eight values. The even lane draws for the
+        // first state, the odd lane for the second.
         const u32 odd = threadIdx.x % 2;
         u32 word[4];
         philox(i % kDrawn / 8, drawn, Stream{0, 0, now, high | odd << 1}, word);
@@ -290,7 +289,7 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
     const bool vectors =
         aligned(t.weight) && aligned(t.grad) && aligned(t.first, 8) && aligned(t.second, 8);
 #if OPTIMIZER_BLOCKS
-    // Scales go through shared memory: single bytes are what global memory is slow at.
+    // Scales go through shared memory, because single-byte global accesses are slow.
     __shared__ u8 scales[2][kPart / CODEC_BLOCK];
     u8 *const first = t.first_scales + begin / CODEC_BLOCK, *const second = t.second_scales +
                                                                             begin / CODEC_BLOCK;

@@ -1,9 +1,9 @@
-// What a recorded step keeps on the device besides its tensors: the host's numbers of this step,
-// checks that failed, updates made, the loss scale. One block each. No headers, no macros.
+// What a captured step keeps on the device besides its tensors: the step's host numbers, failed
+// checks, updates made, the loss scale. One block per kernel. No macros.
 
 #include "common/types.cuh"
 
-// The next of the rows that the host has written becomes the numbers of this step.
+// Makes the host's next row the numbers of this step.
 extern "C" __global__ void __launch_bounds__(256)
     advance(const u64* rows, u64* now, u32* position, int width) {
     const u32 row = *position;
@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) *position = row + 1;
 }
 
-// Raises `flag`, and `stop` for all updates from here on, if a value is true.
+// Raises `flag`, and `stop` for all later updates, if a value is true.
 extern "C" __global__ void __launch_bounds__(256)
     watch(const u8* bad, i64 count, u32* flag, u32* stop) {
     u32 any = 0;
@@ -27,7 +27,7 @@ extern "C" __global__ void count(u32* made, const u32* bad, const u32* stop) {
     if (!(*bad | *stop)) ++*made;
 }
 
-// extensor.backends.generic.optim.rescale on (scale, good steps in a row, made, skipped).
+// extensor.backends.generic.optim.rescale on (scale, consecutive good steps, made, skipped).
 extern "C" __global__ void rescale(double* state, const u32* bad, const u32* stop, double growth,
                                    double backoff, double interval, double least) {
     if (*stop) return;

@@ -1,53 +1,53 @@
-// Records the largest magnitude of a matrix as its operands are made, for delayed scaling.
+// The amax state of delayed scaling: records a matrix's largest magnitude while its operands are
+// made. Macro: PREPARE_REBASED.
 
-struct Place {
-    int anchor;   // PREPARE_REBASED: the scale byte of all blocks
-    u32 beyond;   // whether a block of numbers lies outside the window
-    u32 largest;  // magnitude of the blocks of numbers seen
+struct TileState {
+    int anchor;   // the scale byte of the tensor; PREPARE_REBASED: of the tile
+    u32 beyond;   // whether a finite block is outside the window
+    u32 largest;  // largest magnitude of finite blocks
 #if PREPARE_REBASED
     Changed changed;
     float apply;   // the scale's inverse
-    u32 limit;     // what `least_of` gives of the first value whose code is normal
-    bool careful;  // whether it does not tell
+    u32 limit;     // `least_of` of the smallest value with a normal code
+    bool careful;  // whether `limit` does not decide
 #endif
 };
 
-struct History {
+struct AmaxState {
     u32 before, now;  // largest magnitudes, as float bits
-    u32 done;         // blocks of threads that have finished
-    u32 beyond[2];    // the flags so far, of rows and of columns
+    u32 done;         // thread blocks that have finished
+    u32 beyond[2];    // flags so far, rowwise and columnwise
 };
 
-// A matrix (rows, columns) and where its operands go; `start`: the first of its tiles among
-// several's.
+// A matrix (rows, columns) and its outputs. `start`: its first tile in a multi-tensor launch.
 struct Matrix {
     const Raw* x;
-    History* history;
-    u8 *along, *down;
+    AmaxState* amax_state;
+    u8 *rowwise, *columnwise;
     int* exponent;
-    u32 *along_flag, *down_flag;
-    u64 *along_counts, *down_counts;
+    u32 *rowwise_flag, *columnwise_flag;
+    u64 *rowwise_counts, *columnwise_counts;
     i64 rows, columns, start;
-    float *along_scales, *down_scales;  // PREPARE_REBASED
+    float *rowwise_scales, *columnwise_scales;  // PREPARE_REBASED
 };
 
-__device__ __forceinline__ void report(const Place& place, u32* flag) {
-    if (flag && __any_sync(~0u, place.beyond) && threadIdx.x % 32 == 0) atomicOr(flag, 1u);
+__device__ __forceinline__ void report(const TileState& state, u32* flag) {
+    if (flag && __any_sync(~0u, state.beyond) && threadIdx.x % 32 == 0) atomicOr(flag, 1u);
 }
 
-// Leaves the largest magnitude found now for the next time, and the flags, once all blocks of
-// threads have reported: so nothing has to be cleared before.
-__device__ __forceinline__ void remember(const Matrix& m, u32 blocks, u32 largest) {
-    History* history = m.history;
+// Stores the largest magnitude and the flags once all thread blocks have reported, so that nothing
+// needs clearing before the next launch.
+__device__ __forceinline__ void store_amax_state(const Matrix& m, u32 blocks, u32 largest) {
+    AmaxState* amax_state = m.amax_state;
     const u32 most = __reduce_max_sync(~0u, largest);
-    if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(&history->now))
-        atomicMax(&history->now, most);
+    if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(&amax_state->now))
+        atomicMax(&amax_state->now, most);
     __syncthreads();
     if (threadIdx.x) return;
     __threadfence();
-    if (atomicAdd(&history->done, 1u) + 1 < blocks) return;
-    history->before = atomicExch(&history->now, 0u);
-    if (m.along_flag) *m.along_flag = atomicExch(&history->beyond[0], 0u);
-    if (m.down_flag) *m.down_flag = atomicExch(&history->beyond[1], 0u);
-    history->done = 0;
+    if (atomicAdd(&amax_state->done, 1u) + 1 < blocks) return;
+    amax_state->before = atomicExch(&amax_state->now, 0u);
+    if (m.rowwise_flag) *m.rowwise_flag = atomicExch(&amax_state->beyond[0], 0u);
+    if (m.columnwise_flag) *m.columnwise_flag = atomicExch(&amax_state->beyond[1], 0u);
+    amax_state->done = 0;
 }

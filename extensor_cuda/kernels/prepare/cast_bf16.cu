@@ -1,9 +1,8 @@
-// Rows of values -> bfloat16, to nearest even, NaN the quiet one of its sign: what a product on the
-// tensor cores reads. And the parts of a product's sums added in order.
+// Rounds rows of values to bfloat16 for the GEMM, splits float32 into three bfloat16 matrices, and
+// adds the results of split-K in order.
 //
-// No headers; PREPARE_IN (0: float32, 1: bfloat16, 2: float16), PREPARE_WHOLE (rows lie one after
-// the other in both arrays, a multiple of 8 values in all, 16 bytes aligned) and PREPARE_OUT_BF16
-// are macros.
+// Macros: PREPARE_IN (0: float32, 1: bfloat16, 2: float16), PREPARE_WHOLE (contiguous rows, a
+// multiple of 8 values in all, 16-byte aligned), PREPARE_OUT_BF16.
 
 #include "common/types.cuh"
 
@@ -24,7 +23,7 @@ __device__ __forceinline__ u32 rounded(u32 raw) {
 #elif PREPARE_IN == 1
     return raw;
 #else
-    // float16's fields to float32's: subnormals by a subtraction that is exact.
+    // Moves float16's fields to float32's. Subnormals take an exact subtraction.
     const u32 sign = (raw & 0x8000u) << 16, magnitude = raw & 0x7FFFu;
     u32 bits = magnitude << 13;
     if (magnitude >= 0x7C00u)
@@ -39,9 +38,9 @@ __device__ __forceinline__ u32 rounded(u32 raw) {
 
 constexpr int kThreads = 256;
 
-// x (rows, columns) -> out (rows, pitch), an even pitch; zeros beyond the columns.
+// x (rows, columns) -> out (rows, pitch), with an even pitch and zeros beyond the columns.
 extern "C" __global__ void __launch_bounds__(256)
-    dense(const Raw* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i64 pitch) {
+    cast(const Raw* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i64 pitch) {
     const i64 thread = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
 #if PREPARE_WHOLE
     constexpr int kLoads = sizeof(Raw) / 2;
@@ -72,10 +71,11 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 #if PREPARE_IN == 0
-// x (rows, columns) -> three matrices (3 rows, pitch) one below the other, the smallest values
-// first, which add up to x: each has the next 8 bits. What is no number is in the last alone.
+// x (rows, columns) -> three matrices (3 rows, pitch), smallest values first, that sum to x
+// exactly: each holds 8 more bits. NaN and infinity are in the last one only.
 extern "C" __global__ void __launch_bounds__(256)
-    thirds(const u32* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i64 pitch) {
+    split_bf16x3(const u32* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns,
+                 i64 pitch) {
     const i64 thread = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     const i64 row = thread * 2 / pitch, column = thread * 2 % pitch;
     if (row >= rows) return;
@@ -101,11 +101,11 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 #endif
 
-// Sums of `parts` (parts, below, 4 quads), the first `rows` of each, in order, and the bias last.
+// Adds the first `rows` rows of `parts` (splits, below, 4 quads) in order, and the bias last.
 extern "C" __global__ void __launch_bounds__(256)
-    add_parts(const float4* __restrict__ parts, const float* __restrict__ bias,
-              void* __restrict__ out, i64 count, i64 below, i64 rows, i64 columns, i64 quads,
-              i64 pitch) {
+    add_splits(const float4* __restrict__ parts, const float* __restrict__ bias,
+               void* __restrict__ out, i64 count, i64 below, i64 rows, i64 columns, i64 quads,
+               i64 pitch) {
     const i64 thread = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (thread >= rows * quads) return;
     float4 sum = parts[thread];
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(256)
         sum.z = __fadd_rn(sum.z, bias[column + 2 < last ? column + 2 : last]);
         sum.w = __fadd_rn(sum.w, bias[column + 3 < last ? column + 3 : last]);
     }
-    const i64 at = (row * pitch + column) / 4;  // the pitch is a multiple of 4 too
+    const i64 at = (row * pitch + column) / 4;  // the pitch is a multiple of 4
 #if PREPARE_OUT_BF16
     static_cast<uint2*>(out)[at] =
         uint2{nearest(__float_as_uint(sum.x)) | nearest(__float_as_uint(sum.y)) << 16,

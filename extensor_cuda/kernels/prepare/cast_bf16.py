@@ -47,7 +47,7 @@ def round_to_bf16(x: Array, xp: Any) -> Array:
     whole = aligned and pitch == columns
     threads = rows * pitch // (8 if whole else 2)
     sizes, program = map(np.int64, (rows, columns, pitch)), bf16_source(x.dtype.name, whole)
-    launch(program, "dense", -(-threads // _THREADS), _THREADS, x, bits, *sizes)
+    launch(program, "cast", -(-threads // _THREADS), _THREADS, x, bits, *sizes)
     return bits
 
 
@@ -61,7 +61,7 @@ def bf16_triple(x: Array, xp: Any) -> Array:
     pitch = out.strides[0] // 2
     sizes, blocks = map(np.int64, (rows, columns, pitch)), -(-rows * pitch // (2 * _THREADS))
     x, program = xp.ascontiguousarray(x), bf16_source("float32", True)
-    launch(program, "thirds", blocks, _THREADS, x, out, *sizes)
+    launch(program, "split_bf16x3", blocks, _THREADS, x, out, *sizes)
     return out
 
 
@@ -77,4 +77,4 @@ def add_parts(parts: Array, split: Split, out: Array, bias: Array | None, xp: An
     sizes = (np.int64(size) for size in (split.parts, below, m, n, quads, pitch))
     program = bf16_source("float32", True, out.dtype.name)
     blocks = -(-m * quads // _THREADS)
-    launch(program, "add_parts", blocks, _THREADS, parts, bias, out, *sizes)
+    launch(program, "add_splits", blocks, _THREADS, parts, bias, out, *sizes)

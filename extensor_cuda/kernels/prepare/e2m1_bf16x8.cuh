@@ -1,12 +1,12 @@
-// bfloat16 to e2m1 under powers of two, blocks of 32: the magnitudes of eight codes (up to 10) at a
-// time, of neighbours in a row or of four rows of two columns. What values round to is what
-// encode.cuh gives.
+// Rounds bfloat16 to E2M1 under power-of-two scales in blocks of 32, eight magnitudes (up to 10) at
+// a time: neighbours of a row, or four rows of two columns. Results equal those of encode.cuh.
+// Configured by CODEC_ macros.
 
 #if CODEC_BF16X8
 static_assert(CODEC_BLOCK == 32, "two chunks");
 
-// What a thread's pairs of values hold: of a row's block, or of two columns' in their halves.
-struct Survey {
+// Statistics of a thread's pairs: of a row's block, or of two columns' blocks in the halves.
+struct BlockStats {
     u32 largest = 0, least = ~0u, smallest = kPairMagnitude;
 
     __device__ __forceinline__ void add(const u32 (&x)[4]) {
@@ -18,19 +18,19 @@ struct Survey {
             smallest = pair_min(smallest, magnitude);
 #endif
 #if CODEC_STOCHASTIC && CODEC_RBITS == 32
-            least = __viaddmin_u16x2(magnitude, ~0u, least);  // zeros are left out
+            least = __viaddmin_u16x2(magnitude, ~0u, least);  // skips zeros
 #endif
         }
     }
     __device__ __forceinline__ bool zeros() const { return CODEC_STATS && holds_zero(smallest); }
 };
 
-struct Blocks {  // one along a row, or two side by side
+struct Blocks {  // one block of a row, or two neighbouring columns' blocks
     float apply[2];
-    u32 number;  // the first's; the second's is the next
+    u32 number;  // the first block's; the second's follows
     bool careful;
     Stream stream;
-    u32 draw[2][4];  // CODEC_RBITS 8: words of a chunk of each
+    u32 draw[2][4];  // CODEC_RBITS 8: random words of a chunk
 };
 
 #if CODEC_BF16X2
@@ -42,20 +42,19 @@ __device__ __forceinline__ u32 scales_of(Blocks& b) {
     return bits_of(b.apply[0]) >> 16 | bits_of(b.apply[1]);
 }
 
-// Values 8 k to 8 k + 7 of a block, in pairs.
-__device__ __forceinline__ u32 across(const u32 (&x)[4], int, Blocks& b) {
-    return codes_across<false>(x, scales_of(b), b.careful);
+// Encodes values 8 k to 8 k + 7 of a row's block.
+__device__ __forceinline__ u32 codes_of_row(const u32 (&x)[4], int, Blocks& b) {
+    return codes_rowwise<false>(x, scales_of(b), b.careful);
 }
 
-// Values 4 k to 4 k + 3 of two blocks, the first's in the low halves, and so its codes.
-__device__ __forceinline__ u32 down(const u32 (&x)[4], int, Blocks& b) {
-    return codes_down<false, 1>(x, scales_of(b), b.careful);
+// Encodes values 4 k to 4 k + 3 of two columns' blocks, the first one's in the low halves.
+__device__ __forceinline__ u32 codes_of_columns(const u32 (&x)[4], int, Blocks& b) {
+    return codes_columnwise<false, 1>(x, scales_of(b), b.careful);
 }
 #else
-// In z = y + max(y, 1) e2m1's grid lies every 2**22 of the bits: 1 and 1.5 are the codes 0 and 1,
-// and from y = 1 on, where z = 2 y, a code is half a binade. So the 22 bits below are the part of a
-// step, a multiple of 2**-22, and what is added to them carries exactly when that part times 2**32
-// exceeds the word. z is exact for a bfloat16 of 2**-16 or more, and for 0.
+// In z = y + max(y, 1) the E2M1 grid is spaced 2**22 in the bits, so the low 22 bits are the
+// fraction of a step. Adding the random word carries exactly when the fraction times 2**32 exceeds
+// it. z is exact for 0 and for a bfloat16 of at least 2**-16.
 constexpr u32 kFirst = 254;
 constexpr float kSmall = 1.0f / 65536;
 
@@ -75,7 +74,7 @@ __device__ __forceinline__ u32 four_codes(const u32 (&x)[4], float apply, const 
     return codes - kFirst * 0x1111u;
 }
 
-// Of values 4 k to 4 k + 3 of block i, k rising.
+// Encodes values 4 k to 4 k + 3 of block i; k must rise.
 __device__ __forceinline__ u32 group(const u32 (&x)[4], int i, int k, Blocks& b) {
     u32 word[4];
 #if CODEC_RBITS == 32
@@ -94,20 +93,20 @@ __device__ __forceinline__ u32 group(const u32 (&x)[4], int i, int k, Blocks& b)
                      : four_codes<false>(x, b.apply[i], word);
 }
 
-__device__ __forceinline__ u32 across(const u32 (&x)[4], int k, Blocks& b) {
+__device__ __forceinline__ u32 codes_of_row(const u32 (&x)[4], int k, Blocks& b) {
     const u32 low[4] = {low_float(x[0]), high_float(x[0]), low_float(x[1]), high_float(x[1])};
     const u32 high[4] = {low_float(x[2]), high_float(x[2]), low_float(x[3]), high_float(x[3])};
     const u32 codes = group(low, 0, 2 * k, b);
     return codes | group(high, 0, 2 * k + 1, b) << 16;
 }
 
-__device__ __forceinline__ u32 down(const u32 (&x)[4], int k, Blocks& b) {
+__device__ __forceinline__ u32 codes_of_columns(const u32 (&x)[4], int k, Blocks& b) {
     const u32 low[4] = {low_float(x[0]), low_float(x[1]), low_float(x[2]), low_float(x[3])};
     const u32 high[4] = {high_float(x[0]), high_float(x[1]), high_float(x[2]), high_float(x[3])};
     return group(low, 0, k, b) | group(high, 1, k, b) << 16;
 }
 
-// Whether a value is scaled to less than kSmall: one below a bfloat16 of some exponent byte.
+// Whether a value scales to less than kSmall.
 __device__ __forceinline__ bool is_small(u32 less_one, const Scale& s) {
     return less_one + 1 < static_cast<u32>(max(238 - static_cast<int>(bits_of(s.apply) >> 23), 1))
                               << 7;

@@ -1,31 +1,32 @@
-// A tile in shared memory -> operands: along its rows, to memory, and down its columns, turned.
-// PREPARE_FAST_PATH (tile_scale.cuh): chunks whose codes are normal under the square's scale need
-// no other.
+// Encodes a tile in shared memory as operands: rowwise to memory, columnwise transposed.
+// PREPARE_FAST_PATH (tile_scale.cuh): chunks whose codes are all normal under the tile's scale skip
+// the slow path.
 
 #if CODEC_BF16X8
-// Rows of the tile -> `out` (rows, pitch): a thread has a block at a time.
-__device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out, int row0,
-                                           int column0, i64 rows, i64 columns, const Stream& stream,
-                                           Place& place, Tally& tally) {
+// Encodes rows of the tile to `out` (rows, pitch), a block per thread at a time.
+__device__ __forceinline__ void encode_rowwise(const u32 (*tile)[kRowWords], u8* out, int row0,
+                                               int column0, i64 rows, i64 columns,
+                                               const Stream& stream, TileState& state,
+                                               Tally& tally) {
     const i64 pitch = (columns + 15) / 16 * 16;
     const u32 across_all = static_cast<u32>((columns + CODEC_BLOCK - 1) / CODEC_BLOCK);
 #pragma unroll 1
     for (int part = 0; part < kRows * kColumns / CODEC_BLOCK / kTileThreads; ++part) {
         const u32 i = part * kTileThreads + threadIdx.x;
         const u32 row = i / 32 * 8 + i % 8,
-                  start = i / 8 % 4 * CODEC_BLOCK;  // lanes beside it: other rows
+                  start = i / 8 % 4 * CODEC_BLOCK;  // neighbouring lanes take other rows
         const auto pairs = [&](int k, u32(&x)[4]) {
             const uint4 four =
                 *reinterpret_cast<const uint4*>(&tile[row][swizzled(row, start / 2 + 4 * k)]);
             x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
         };
         u32 x[4];
-        Survey survey;
+        BlockStats survey;
 #pragma unroll
         for (int k = 0; k < 4; ++k) pairs(k, x), survey.add(x);
         const u32 amax = larger(low_float(survey.largest), high_float(survey.largest));
         const Scale s = block_scale(amax, Tensor{1, 1, 0, 1});
-        const uint2 table = table_of(s, place);
+        const uint2 table = table_of(s, state);
         const bool careful = needs_care(is_far(amax, s), survey.least, s, s);
         Blocks block = {{s.apply, s.apply},
                         (row0 + row) * across_all + (column0 + start) / CODEC_BLOCK,
@@ -33,7 +34,7 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
                         stream};
         u8* to = out + (row0 + row) * pitch + column0 + start;
         const i64 left = row0 + row < rows ? columns - column0 - start : 0;
-        const bool beyond = is_beyond(s, amax, place);
+        const bool beyond = is_beyond(s, amax, state);
         u32 any = 0;
 #pragma unroll 1
         for (int h = 0; h < 2; ++h) {
@@ -41,7 +42,7 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 pairs(2 * h + j, x);
-                const u32 n = saturate(across(x, 2 * h + j, block), s.live, tally);
+                const u32 n = saturate(codes_of_row(x, 2 * h + j, block), s.live, tally);
                 if (survey.zeros()) forget_zeros<4, 1>(x, s.live, tally);
                 any |= n;
                 words[2 * j] = signed_bytes(table, n, __byte_perm(x[0], x[1], 0x7531), s.live);
@@ -51,14 +52,15 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
             if (16 * h < left)
                 reinterpret_cast<uint4*>(to)[h] = uint4{words[0], words[1], words[2], words[3]};
         }
-        if (beyond && any) place.beyond = 1;
+        if (beyond && any) state.beyond = 1;
     }
 }
 #else
-// Rows of the tile -> `out` (rows, pitch): a thread has 16 neighbours at a time.
-__device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out, int row0,
-                                           int column0, i64 rows, i64 columns, const Stream& stream,
-                                           Place& place, Tally& tally) {
+// Encodes rows of the tile to `out` (rows, pitch), 16 values per thread at a time.
+__device__ __forceinline__ void encode_rowwise(const u32 (*tile)[kRowWords], u8* out, int row0,
+                                               int column0, i64 rows, i64 columns,
+                                               const Stream& stream, TileState& state,
+                                               Tally& tally) {
     const i64 pitch = (columns + 15) / 16 * 16, blocks = (columns + CODEC_BLOCK - 1) / CODEC_BLOCK;
 #pragma unroll 1
     for (int i = 0; i < kRows * (kColumns / kChunk) / kTileThreads; ++i) {
@@ -76,10 +78,10 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
 #if PREPARE_FAST_PATH
         const auto of = [&](int k) { return bits_of(element(raw, k)); };
         const auto four = [&](int k) {
-            return four_codes(of(k), of(k + 1), of(k + 2), of(k + 3), place.apply);
+            return four_codes(of(k), of(k + 1), of(k + 2), of(k + 3), state.apply);
         };
         units[0] = uint4{four(0), four(4), four(8), four(12)};
-        if (__any_sync(~0u, place.careful || least_of(raw) < place.limit)) {
+        if (__any_sync(~0u, state.careful || least_of(raw) < state.limit)) {
 #else
         {
 #endif
@@ -87,8 +89,9 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
 #pragma unroll
             for (int k = 0; k < kChunk; ++k) v[k] = element(raw, k);
             const u32 amax = across_lanes(chunk_maximum(v));
-            make(v, amax, static_cast<u32>((row0 + row) * blocks + column / CODEC_BLOCK),
-                 static_cast<u32>(start % CODEC_BLOCK / kChunk), stream, place, units, tally);
+            encode_chunk_of_operand(
+                v, amax, static_cast<u32>((row0 + row) * blocks + column / CODEC_BLOCK),
+                static_cast<u32>(start % CODEC_BLOCK / kChunk), stream, state, units, tally);
         }
         if (row0 + row < rows && column < columns) {
             uint4* to = reinterpret_cast<uint4*>(out + ((row0 + row) * pitch + column) * kOut);
@@ -99,25 +102,25 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
 }
 #endif
 
-// Columns of the tile -> `turned`, a row of units for each: a thread has two blocks side by side.
-__device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
-                                             uint4 (*turned)[kTurnedUnits], int row0, int column0,
-                                             i64 columns, const Stream& stream, Place& place,
-                                             Tally& tally) {
+// Encodes columns of the tile to rows of `transposed`. A thread has two neighbouring blocks.
+__device__ __forceinline__ void encode_columnwise(const u32 (*tile)[kRowWords],
+                                                  uint4 (*transposed)[kTransposedUnits], int row0,
+                                                  int column0, i64 columns, const Stream& stream,
+                                                  TileState& state, Tally& tally) {
     static_assert(CODEC_BLOCK == 32, "a thread holds blocks of 32");
     const int pair = threadIdx.x % 64, block = threadIdx.x / 64, top = 32 * block;
     const u32 number = (row0 + top) / CODEC_BLOCK * static_cast<u32>(columns) + column0 + 2 * pair;
 #if CODEC_BF16X8
     const auto put_word = [&](int c, int k, u32 word) {  // of rows 4 k to 4 k + 3
-        reinterpret_cast<u32*>(&turned[2 * pair + c][(2 * block + k / 4) ^ (pair & kMask)])[k % 4] =
-            word;
+        reinterpret_cast<u32*>(
+            &transposed[2 * pair + c][(2 * block + k / 4) ^ (pair & kMask)])[k % 4] = word;
     };
     const auto pairs = [&](int k, u32(&x)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[i] = tile[top + 4 * k + i][swizzled(4 * k + i, pair)];
     };
     u32 x[4];
-    Survey survey;
+    BlockStats survey;
 #pragma unroll
     for (int k = 0; k < CODEC_BLOCK / 4; ++k) pairs(k, x), survey.add(x);
     const u32 amax[2] = {low_float(survey.largest), high_float(survey.largest)};
@@ -126,25 +129,25 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
     const bool careful = needs_care(is_far(amax[0], a) || is_far(amax[1], b), survey.least, a, b);
     Blocks both = {{a.apply, b.apply}, number, careful, stream};
     const u32 live = (a.live & 0xFFFFu) | (b.live & 0xFFFF0000u);
-    const uint2 first = table_of(a, place), second = table_of(b, place);
-    const bool beyond[2] = {is_beyond(a, amax[0], place), is_beyond(b, amax[1], place)};
+    const uint2 first = table_of(a, state), second = table_of(b, state);
+    const bool beyond[2] = {is_beyond(a, amax[0], state), is_beyond(b, amax[1], state)};
     u32 any = 0;
 #pragma unroll 1
     for (int k = 0; k < CODEC_BLOCK / 4; ++k) {
         pairs(k, x);
-        const u32 n = saturate(down(x, k, both), live, tally);
+        const u32 n = saturate(codes_of_columns(x, k, both), live, tally);
         if (survey.zeros()) forget_zeros<4, 1>(x, live, tally);
         any |= n;
         const u32 upper = __byte_perm(x[0], x[1], 0x7351), lower = __byte_perm(x[2], x[3], 0x7351);
         put_word(0, k, signed_bytes(first, n, __byte_perm(upper, lower, 0x5410), a.live));
         put_word(1, k, signed_bytes(second, n >> 16, __byte_perm(upper, lower, 0x7632), b.live));
     }
-    if ((beyond[0] && any & 0xFFFFu) || (beyond[1] && any >> 16)) place.beyond = 1;
+    if ((beyond[0] && any & 0xFFFFu) || (beyond[1] && any >> 16)) state.beyond = 1;
 #else
     const auto put = [&](int c, int h, const uint4(&units)[kUnits]) {
 #pragma unroll
         for (int u = 0; u < kUnits; ++u)
-            turned[2 * pair + c][((2 * block + h) * kUnits + u) ^ (pair & kMask)] = units[u];
+            transposed[2 * pair + c][((2 * block + h) * kUnits + u) ^ (pair & kMask)] = units[u];
     };
     uint4 units[kUnits];
     const auto value = [&](int k, int c) {
@@ -162,20 +165,20 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
         float v[kChunk];
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) v[k] = value(kChunk * h + k, c);
-        make(v, amax, number + c, h, stream, place, units, tally);
+        encode_chunk_of_operand(v, amax, number + c, h, stream, state, units, tally);
         put(c, h, units);
     };
 #if PREPARE_FAST_PATH
 #pragma unroll 1
     for (int h = 0; h < 2; ++h) {
-        constexpr int kWide = sizeof(Raw) / 2;  // words of the two columns in a row
+        constexpr int kWide = sizeof(Raw) / 2;  // words of two columns in a row
         u32 both[kChunk * kWide];
 #pragma unroll
         for (int k = 0; k < kChunk * kWide; ++k) {
             const int row = top + kChunk * h + k / kWide;
             both[k] = tile[row][swizzled(row, kWide * pair + k % kWide)];
         }
-        if (__any_sync(~0u, place.careful || least_of(both) < place.limit)) {
+        if (__any_sync(~0u, state.careful || least_of(both) < state.limit)) {
 #pragma unroll 1
             for (int c = 0; c < 2; ++c) make_one(c, h, amax_of(c));
             continue;
@@ -184,7 +187,7 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
         for (int c = 0; c < 2; ++c) {
             const auto of = [&](int k) { return bits_of(element(both, 2 * k + c)); };
             const auto four = [&](int k) {
-                return four_codes(of(k), of(k + 1), of(k + 2), of(k + 3), place.apply);
+                return four_codes(of(k), of(k + 1), of(k + 2), of(k + 3), state.apply);
             };
             units[0] = uint4{four(0), four(4), four(8), four(12)};
             put(c, h, units);

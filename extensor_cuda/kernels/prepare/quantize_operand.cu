@@ -1,23 +1,18 @@
-// Values -> the operands of a product on Hopper's tensor cores: MXFP4 along rows, down columns, or
-// both in one pass, as E5M2 codes under one power of two for the whole tensor (see rebase_mxfp4.cu
-// for why that is exact), contraction contiguous. What the blocks round to is byte for byte what
-// quantize.cu stores, which shares these headers.
+// Quantizes values to GEMM operands with K contiguous: MXFP4 rowwise, columnwise, or both in one
+// pass. Codes are E5M2 under one power of two per tensor, which rebase_mxfp4.cu shows to be exact.
+// Blocks round byte for byte as in quantize.cu, which shares these headers.
 //
-// The power of two comes from the largest magnitude that the tensor had before, in `history`, where
-// the last block of threads leaves the one found now: `anchor` is the scale byte of a block that
-// held it, plus PREPARE_MARGIN. It changes no value while all blocks of numbers lie within the
-// window below it. One that does not raises the flag: then the codes are not used, and the same
-// kernel with PREPARE_BF16 writes the values as bfloat16 instead. Formats that do not fit FP8 are
-// written as bfloat16 at once; there the flag says that a value had to be rounded, which takes a
-// scale near the least there is.
+// Delayed scaling: the power of two comes from the amax state of the previous launch. `anchor` is
+// the scale byte of a block with that magnitude, plus PREPARE_MARGIN. A finite block outside the
+// window below it raises the flag; then the same kernel with PREPARE_BF16 writes bfloat16 values
+// instead. Formats that do not fit FP8 are written as bfloat16 at once, and the flag says that a
+// value was rounded.
 //
-// PREPARE_REBASED: MXFP8 as FP8 codes, the blocks of each square of 128 x 128 under the largest of
-// their scales (rebase_fp8.cuh), which goes to `along_scales` and `down_scales`, (squares along the
-// contraction, pitch): a float for every four of the other axis, as the GEMM reads them. The square
-// is looked at before.
+// PREPARE_REBASED: MXFP8 as FP8 codes, where all blocks of a 128 x 128 tile take the largest of
+// their scales (rebase_fp8.cuh). These go to `rowwise_scales` and `columnwise_scales`, (tiles along
+// K, pitch), as the GEMM reads them.
 //
-// A block of threads has a tile of kRows x 128 in shared memory. No headers but ours; the macros
-// are quantize.cu's and PREPARE_ROWWISE, PREPARE_COLUMNWISE, PREPARE_BF16, PREPARE_REBASED,
+// Macros: quantize.cu's, PREPARE_ROWWISE, PREPARE_COLUMNWISE, PREPARE_BF16, PREPARE_REBASED,
 // PREPARE_MULTI_TENSOR, CODEC_LIFT, PREPARE_SPAN, PREPARE_MARGIN, PREPARE_MIN_CTAS.
 
 #include "codec/input.cuh"
@@ -33,50 +28,54 @@
 
 constexpr int kRows = sizeof(Raw) == 2 && !PREPARE_BF16 ? 128 : 64, kColumns = 128,
               kTileThreads = 2 * kRows;
-constexpr int kRowWords = kColumns * sizeof(Raw) / 4;      // of the tile in shared memory
-constexpr int kOut = PREPARE_BF16 ? 2 : 1, kUnits = kOut;  // bytes a value; 16-byte units a chunk
-constexpr int kTurnedUnits = kRows * kOut / 16;            // units of a column of the tile
-constexpr int kMask = kTurnedUnits < 8 ? kTurnedUnits - 1 : 7;
+constexpr int kRowWords = kColumns * sizeof(Raw) / 4;  // of the tile in shared memory
+constexpr int kOut = PREPARE_BF16 ? 2 : 1,
+              kUnits = kOut;                         // bytes per value; 16-byte units per chunk
+constexpr int kTransposedUnits = kRows * kOut / 16;  // units of a column of the tile
+constexpr int kMask = kTransposedUnits < 8 ? kTransposedUnits - 1 : 7;
 constexpr int kRead = sizeof(Raw) * kChunk / 4;  // words of a chunk of a row
-constexpr int kSide = 128,
-              kTogether = PREPARE_REBASED ? kSide / kRows
-                                          : 1;  // PREPARE_REBASED: of a square; tiles that make one
-constexpr int kShared = 4,
-              kBehind = 64;  // PREPARE_REBASED: lines of a float, and floats behind the last
+constexpr int kSide = 128, kTilesPerSquare = PREPARE_REBASED
+                                                 ? kSide / kRows
+                                                 // PREPARE_REBASED: the side of a scaled tile, and
+                                                 // the shared-memory tiles in it.
+                                                 : 1;
+constexpr int kRowsPerScale = 4,
+              // PREPARE_REBASED: rows that share a float, and floats beyond the last.
+    kPadding = 64;
 
 // The E5M2 codes of a block's eight magnitudes.
-__device__ __forceinline__ uint2 table_of(const Scale& s, const Place& place) {
+__device__ __forceinline__ uint2 table_of(const Scale& s, const TileState& state) {
     if (!s.live) return uint2{0x7F7F7F7Fu, 0x7F7F7F7Fu};
     const int shift =
-        min(max(static_cast<int>(s.stored) - place.anchor + CODEC_LIFT, CODEC_LIFT - PREPARE_SPAN),
+        min(max(static_cast<int>(s.stored) - state.anchor + CODEC_LIFT, CODEC_LIFT - PREPARE_SPAN),
             CODEC_LIFT);
     const float unit = float_of(static_cast<u32>(shift + 127) << 23);
     return e5m2_table(unit);
 }
 
-// Notes a block's magnitude; whether it lies outside the window, if one of its codes is not zero.
-__device__ __forceinline__ bool is_beyond(const Scale& s, u32 amax, Place& place) {
-    place.largest = larger(place.largest, amax < kExponent ? amax : 0);
-    const int shift = static_cast<int>(s.stored) - place.anchor;
+// Records a block's magnitude. Returns whether the block is outside the window, if a code is not 0.
+__device__ __forceinline__ bool is_beyond(const Scale& s, u32 amax, TileState& state) {
+    state.largest = larger(state.largest, amax < kExponent ? amax : 0);
+    const int shift = static_cast<int>(s.stored) - state.anchor;
     return s.live && (shift > 0 || shift < -PREPARE_SPAN);
 }
 
-// Four magnitudes in the low nibbles, and bytes whose top bits are signs -> four E5M2 codes.
+// Four magnitudes in the low nibbles, and signs in the top bits of bytes -> four E5M2 codes.
 __device__ __forceinline__ u32 signed_bytes(const uint2& table, u32 magnitudes, u32 signs,
                                             u32 live) {
     return __byte_perm(table.x, table.y, magnitudes) | (signs & (live & 0x80808080u));
 }
 
-// 16 codes of 4 bits, or 16 decoded values, -> 16-byte units of the operand.
+// Stores 16 4-bit codes or decoded values as 16-byte units of the operand.
 __device__ __forceinline__ void finish(const u32 (&packed)[kWords], const float (&v)[kChunk],
-                                       const Scale& s, u32 amax, const uint2& table, Place& place,
-                                       uint4 (&units)[kUnits]) {
+                                       const Scale& s, u32 amax, const uint2& table,
+                                       TileState& state, uint4 (&units)[kUnits]) {
 #if PREPARE_REBASED
-    const int shift = min(place.anchor - static_cast<int>(s.stored), kMostBinades);
+    const int shift = min(state.anchor - static_cast<int>(s.stored), kMostBinades);
     u32 word[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w)
-        word[w] = shift ? rebased(packed[w], shift, place.changed) : packed[w];
+        word[w] = shift ? rebased(packed[w], shift, state.changed) : packed[w];
     const u32 nan = kAllNaN & ~s.live;
     units[0] = uint4{word[0] | nan, word[1] | nan, word[2] | nan, word[3] | nan};
 #elif PREPARE_BF16
@@ -86,32 +85,34 @@ __device__ __forceinline__ void finish(const u32 (&packed)[kWords], const float 
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
             if (s.live && ((bits_of(v[8 * u + 2 * w]) | bits_of(v[8 * u + 2 * w + 1])) & 0xFFFFu))
-                place.beyond = 1;
+                state.beyond = 1;
             word[w] =
                 bits_of(v[8 * u + 2 * w]) >> 16 | (bits_of(v[8 * u + 2 * w + 1]) & 0xFFFF0000u);
         }
         units[u] = uint4{word[0], word[1], word[2], word[3]};
     }
 #else
-    if (is_beyond(s, amax, place) && (packed[0] | packed[1]) & 0x77777777u) place.beyond = 1;
-    units[0] = uint4{look_up(packed[0], table), look_up(packed[0] >> 16, table),
-                     look_up(packed[1], table), look_up(packed[1] >> 16, table)};
+    if (is_beyond(s, amax, state) && (packed[0] | packed[1]) & 0x77777777u) state.beyond = 1;
+    units[0] = uint4{select_codes(packed[0], table), select_codes(packed[0] >> 16, table),
+                     select_codes(packed[1], table), select_codes(packed[1] >> 16, table)};
 #endif
 }
 
-// A chunk of 16 values of one block, whose largest magnitude is known.
-__device__ __forceinline__ void make(float (&v)[kChunk], u32 amax, u32 block, u32 part,
-                                     const Stream& stream, Place& place, uint4 (&units)[kUnits],
-                                     Tally& tally) {
+// Encodes 16 values of a block with a known largest magnitude.
+__device__ __forceinline__ void encode_chunk_of_operand(float (&v)[kChunk], u32 amax, u32 block,
+                                                        u32 part, const Stream& stream,
+                                                        TileState& state, uint4 (&units)[kUnits],
+                                                        Tally& tally) {
     const Tensor tensor = {1, 1, 0, 1};
     const Scale s = block_scale(amax, tensor);
     u32 packed[kWords];
     encode(v, s, is_far(amax, s), tensor, block, part, stream, packed, tally);
-    finish(packed, v, s, amax, PREPARE_BF16 || PREPARE_REBASED ? uint2{0, 0} : table_of(s, place),
-           place, units);
+    finish(packed, v, s, amax, PREPARE_BF16 || PREPARE_REBASED ? uint2{0, 0} : table_of(s, state),
+           state, units);
 }
 
-__device__ __forceinline__ void add_counts(const Place& place, const Tally& tally, u64* counters) {
+__device__ __forceinline__ void add_counts(const TileState& state, const Tally& tally,
+                                           u64* counters) {
 #if CODEC_STATS
     const u32 saturated = __reduce_add_sync(~0u, tally.saturated);
     const u32 flushed = __reduce_add_sync(~0u, tally.flushed);
@@ -121,8 +122,8 @@ __device__ __forceinline__ void add_counts(const Place& place, const Tally& tall
         if (flushed) atomicAdd(slot + 1, static_cast<u64>(flushed));
     }
 #if PREPARE_REBASED
-    const u32 values = __reduce_add_sync(~0u, place.changed.values);
-    const u32 gone = __reduce_add_sync(~0u, place.changed.flushed);
+    const u32 values = __reduce_add_sync(~0u, state.changed.values);
+    const u32 gone = __reduce_add_sync(~0u, state.changed.flushed);
     if (threadIdx.x % 32 == 0 && values) {
         u64* slot = counters + (blockIdx.x * (kTileThreads / 32) + threadIdx.x / 32) % kSlots * 2 +
                     2 * kSlots;
@@ -133,20 +134,20 @@ __device__ __forceinline__ void add_counts(const Place& place, const Tally& tall
 #endif
 }
 
-// Where a word of a row lies: rows that follow each other have theirs in different banks.
+// Where a word of a row is: neighbouring rows use different banks.
 __device__ __forceinline__ u32 swizzled(u32 row, u32 word) { return word ^ (row % 8 * 4); }
 
-// The tile at (row0, column0) of x (rows, columns), zeros outside, without waiting.
+// Copies the tile at (row0, column0) of x asynchronously, with zeros outside.
 __device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, int row0, int column0,
                                       i64 rows, i64 columns) {
     constexpr int kAcross = kRowWords / 4,
-                  kApart = kTileThreads / kAcross;  // units of a row; rows at a time
+                  kRowsAtOnce = kTileThreads / kAcross;  // units of a row; rows at a time
     const int first = threadIdx.x / kAcross, word = threadIdx.x % kAcross * 4;
     const int column = column0 + word * 4 / static_cast<int>(sizeof(Raw));
     const Raw* at = x + static_cast<i64>(row0 + first) * columns + column;
 #pragma unroll
-    for (int i = 0; i < kRows / kApart; ++i, at += kApart * columns) {
-        const int row = first + i * kApart;
+    for (int i = 0; i < kRows / kRowsAtOnce; ++i, at += kRowsAtOnce * columns) {
+        const int row = first + i * kRowsAtOnce;
         const bool inside = row0 + row < rows && column < columns;
         const Raw* from = inside ? at : x;
         u32* to = &tile[row][swizzled(row, word)];
@@ -164,47 +165,50 @@ __device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, int 
 #endif
 #include "prepare/encode_operand.cuh"
 
-// `turned` -> `out` (columns, pitch of rows).
-__device__ __forceinline__ void store_turned(const uint4 (*turned)[kTurnedUnits], u8* out, int row0,
-                                             int column0, i64 rows, i64 columns) {
+// Stores `transposed` to `out` (columns, pitch of rows).
+__device__ __forceinline__ void store_transposed(const uint4 (*transposed)[kTransposedUnits],
+                                                 u8* out, int row0, int column0, i64 rows,
+                                                 i64 columns) {
     const i64 pitch = (rows + 15) / 16 * 16;
 #pragma unroll
-    for (int i = 0; i < kColumns * kTurnedUnits / kTileThreads; ++i) {
-        const int at = i * kTileThreads + threadIdx.x, column = at / kTurnedUnits,
-                  unit = at % kTurnedUnits;
+    for (int i = 0; i < kColumns * kTransposedUnits / kTileThreads; ++i) {
+        const int at = i * kTileThreads + threadIdx.x, column = at / kTransposedUnits,
+                  unit = at % kTransposedUnits;
         const int row = row0 + unit * 16 / kOut;
         if (column0 + column < columns && row < rows)
             *reinterpret_cast<uint4*>(out + ((column0 + column) * pitch + row) * kOut) =
-                turned[column][unit ^ (column / 2 & kMask)];
+                transposed[column][unit ^ (column / 2 & kMask)];
     }
 }
 
 __device__ __forceinline__ i64 tiles_of(const Matrix& m) {
-    return (m.rows + kTogether * kRows - 1) / (kTogether * kRows) *
+    return (m.rows + kTilesPerSquare * kRows - 1) / (kTilesPerSquare * kRows) *
            ((m.columns + kColumns - 1) / kColumns);
 }
 
-// A block of threads' share of the tiles: from `first` on, as many apart as `blocks` there are.
+// Processes a thread block's tiles: from `first` on, `blocks` apart.
 __device__ __forceinline__ void work(const Matrix& m, i64 first, u32 blocks,
-                                     const Stream& along_stream, const Stream& down_stream) {
+                                     const Stream& rowwise_stream,
+                                     const Stream& columnwise_stream) {
 #if PREPARE_BF16 || PREPARE_REBASED
     const int anchor = 0;
 #else
-    const int anchor = static_cast<int>(block_scale(m.history->before, Tensor{1, 1, 0, 1}).stored) +
-                       PREPARE_MARGIN;
+    const int anchor =
+        static_cast<int>(block_scale(m.amax_state->before, Tensor{1, 1, 0, 1}).stored) +
+        PREPARE_MARGIN;
     if (first == 0 && threadIdx.x == 0) *m.exponent = anchor - 127 - CODEC_LIFT;
 #endif
-    Place along_place = {anchor, 0, 0}, down_place = {anchor, 0, 0};
+    TileState along_place = {anchor, 0, 0}, down_place = {anchor, 0, 0};
     Tally along_tally = {0, 0}, down_tally = {0, 0};
     __shared__ __align__(16) u32 tile[kRows][kRowWords];
 #if PREPARE_COLUMNWISE
-    __shared__ uint4 turned[kColumns][kTurnedUnits];
+    __shared__ uint4 transposed[kColumns][kTransposedUnits];
 #elif PREPARE_REBASED
-    __shared__ u32 turned[kTileThreads / 32];
+    __shared__ u32 transposed[kTileThreads / 32];
 #endif
     const i64 across = (m.columns + kColumns - 1) / kColumns, tiles = tiles_of(m);
     for (i64 index = first; index < tiles; index += blocks) {
-        const int square = static_cast<int>(index / across) * kTogether * kRows;
+        const int square = static_cast<int>(index / across) * kTilesPerSquare * kRows;
         const int column0 = static_cast<int>(index % across) * kColumns;
         const auto bring = [&](int row0) {
             fetch(tile, m.x, row0, column0, m.rows, m.columns);
@@ -215,45 +219,48 @@ __device__ __forceinline__ void work(const Matrix& m, i64 first, u32 blocks,
         u32 along_most = 0, down_most = 0;
         bool numbers = true;
 #pragma unroll 1
-        for (int part = 0; part < kTogether; ++part) {
+        for (int part = 0; part < kTilesPerSquare; ++part) {
             bring(square + part * kRows);
-            numbers &= survey(tile, reinterpret_cast<u32*>(turned), along_most, down_most);
+            numbers &= tile_amax(tile, reinterpret_cast<u32*>(transposed), along_most, down_most);
         }
-        place_square(along_place, along_most, numbers, m.along_scales, column0, square, m.rows);
-        place_square(down_place, down_most, numbers, m.down_scales, square, column0, m.columns);
+        set_tile_scale(along_place, along_most, numbers, m.rowwise_scales, column0, square, m.rows);
+        set_tile_scale(down_place, down_most, numbers, m.columnwise_scales, square, column0,
+                       m.columns);
 #endif
 #pragma unroll 1
-        for (int part = kTogether - 1; part >= 0; --part) {
+        for (int part = kTilesPerSquare - 1; part >= 0; --part) {
             const int row0 = square + part * kRows;
-            if (!PREPARE_REBASED || part < kTogether - 1) bring(row0);
+            if (!PREPARE_REBASED || part < kTilesPerSquare - 1) bring(row0);
 #if PREPARE_ROWWISE
-            along_rows(tile, m.along, row0, column0, m.rows, m.columns, along_stream, along_place,
-                       along_tally);
+            encode_rowwise(tile, m.rowwise, row0, column0, m.rows, m.columns, rowwise_stream,
+                           along_place, along_tally);
 #endif
 #if PREPARE_COLUMNWISE
-            down_columns(tile, turned, row0, column0, m.columns, down_stream, down_place,
-                         down_tally);
+            encode_columnwise(tile, transposed, row0, column0, m.columns, columnwise_stream,
+                              down_place, down_tally);
             __syncthreads();
-            store_turned(turned, m.down, row0, column0, m.rows, m.columns);
+            store_transposed(transposed, m.columnwise, row0, column0, m.rows, m.columns);
 #endif
             __syncthreads();
         }
     }
-    // PREPARE_BF16: in flags that are zero before.
+    // PREPARE_BF16: the flags are zero before.
 #if PREPARE_ROWWISE
-    if (!PREPARE_REBASED) report(along_place, PREPARE_BF16 ? m.along_flag : &m.history->beyond[0]);
-    add_counts(along_place, along_tally, m.along_counts);
+    if (!PREPARE_REBASED)
+        report(along_place, PREPARE_BF16 ? m.rowwise_flag : &m.amax_state->beyond[0]);
+    add_counts(along_place, along_tally, m.rowwise_counts);
 #endif
 #if PREPARE_COLUMNWISE
-    if (!PREPARE_REBASED) report(down_place, PREPARE_BF16 ? m.down_flag : &m.history->beyond[1]);
-    add_counts(down_place, down_tally, m.down_counts);
+    if (!PREPARE_REBASED)
+        report(down_place, PREPARE_BF16 ? m.columnwise_flag : &m.amax_state->beyond[1]);
+    add_counts(down_place, down_tally, m.columnwise_counts);
 #endif
     if (!PREPARE_BF16 && !PREPARE_REBASED)
-        remember(m, blocks, PREPARE_ROWWISE ? along_place.largest : down_place.largest);
+        store_amax_state(m, blocks, PREPARE_ROWWISE ? along_place.largest : down_place.largest);
 }
 
 #if PREPARE_MULTI_TENSOR
-// Of `count` matrices, a block of threads for each tile; to nearest, as nobody draws for them.
+// Multi-tensor: `count` matrices, a thread block per tile, rounded to nearest.
 extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)
     operands(const Matrix* __restrict__ all, int count) {
     int mine = 0;
@@ -266,24 +273,36 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)
 }
 #else
 extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)
-    operands(const Raw* __restrict__ x, History* history, u8* __restrict__ along,
-             u8* __restrict__ down, int* __restrict__ exponent, u32* __restrict__ along_flag,
-             u32* __restrict__ down_flag, float* __restrict__ along_scales,
-             float* __restrict__ down_scales, u64* __restrict__ along_counts,
-             u64* __restrict__ down_counts, const u32* __restrict__ guard,
-             const u32* __restrict__ other_guard, const u32* __restrict__ clock, u32 a0, u32 a1,
-             u32 a2, u32 a3, u32 d0, u32 d1, u32 d2, u32 d3, i64 rows, i64 columns) {
+    operands(const Raw* __restrict__ x, AmaxState* amax_state, u8* __restrict__ rowwise,
+             u8* __restrict__ columnwise, int* __restrict__ exponent,
+             u32* __restrict__ rowwise_flag, u32* __restrict__ columnwise_flag,
+             float* __restrict__ rowwise_scales, float* __restrict__ columnwise_scales,
+             u64* __restrict__ rowwise_counts, u64* __restrict__ columnwise_counts,
+             const u32* __restrict__ guard, const u32* __restrict__ other_guard,
+             const u32* __restrict__ clock, u32 a0, u32 a1, u32 a2, u32 a3, u32 d0, u32 d1, u32 d2,
+             u32 d3, i64 rows, i64 columns) {
     if (guard && !(*guard | *other_guard)) return;
-    const Matrix m = {x,          history,   along,        down,        exponent,
-                      along_flag, down_flag, along_counts, down_counts, rows,
-                      columns,    0,         along_scales, down_scales};
+    const Matrix m = {x,
+                      amax_state,
+                      rowwise,
+                      columnwise,
+                      exponent,
+                      rowwise_flag,
+                      columnwise_flag,
+                      rowwise_counts,
+                      columnwise_counts,
+                      rows,
+                      columns,
+                      0,
+                      rowwise_scales,
+                      columnwise_scales};
     work(m, blockIdx.x, gridDim.x, stream_of(clock, a0, a1, a2, a3),
          stream_of(clock, d0, d1, d2, d3));
 }
 #endif
 
-// The largest finite magnitude of `vectors` times 16 bytes, as float bits; `maximum` starts at
-// zero.
+// Finds the largest finite magnitude of `vectors` 16-byte vectors, as float bits; `maximum` starts
+// at 0.
 extern "C" __global__ void __launch_bounds__(256)
     largest(const uint4* __restrict__ x, u32* __restrict__ maximum, i64 vectors) {
     u32 most = 0;

@@ -36,11 +36,11 @@ AMAX_MARGIN = 4
 """Binades that a tensor may grow between two steps, under delayed scaling."""
 _COLUMNS, _GUARDED_BLOCKS, _AMAX_BLOCKS = 128, 264, 1056
 MATRIX = np.dtype(
-    [(name, np.uint64) for name in ("x", "history", "along", "down", "exponent")]
-    + [(f"{side}_flag", np.uint64) for side in ("along", "down")]
-    + [(f"{side}_counts", np.uint64) for side in ("along", "down")]
+    [(name, np.uint64) for name in ("x", "amax_state", "rowwise", "columnwise", "exponent")]
+    + [(f"{side}_flag", np.uint64) for side in ("rowwise", "columnwise")]
+    + [(f"{side}_counts", np.uint64) for side in ("rowwise", "columnwise")]
     + [(name, np.int64) for name in ("rows", "columns", "start")]
-    + [(f"{side}_scales", np.uint64) for side in ("along", "down")]
+    + [(f"{side}_scales", np.uint64) for side in ("rowwise", "columnwise")]
 )
 """`Matrix` of quantize_operand.cu."""
 

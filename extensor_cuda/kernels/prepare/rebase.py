@@ -74,4 +74,4 @@ def rebase_mxfp8(
 ) -> None:
     """Write codes (rows, K), exponents (rows,) and uint32 counts (rows, 2): changed, flushed."""
     arrays = (codes, scales, out, exponents, counts)
-    launch(source, "near", len(out), _THREADS, *arrays, np.int64(scales.shape[1]))
+    launch(source, "rebase_mxfp8", len(out), _THREADS, *arrays, np.int64(scales.shape[1]))

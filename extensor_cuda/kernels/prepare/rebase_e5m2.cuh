@@ -1,5 +1,5 @@
-// Codes of 4 bits -> E5M2, by a table of a block's eight magnitudes. E2M1 times 2^-15 to 2^13 is
-// exact.
+// Converts 4-bit codes to E5M2 with a table of a block's eight magnitudes. E2M1 times 2^-15 to 2^13
+// is exact.
 
 __device__ __forceinline__ u32 e5m2_pair(float low, float high) {
     u16 codes;
@@ -14,7 +14,7 @@ __device__ __forceinline__ uint2 e5m2_table(float unit) {
 }
 
 // Four 4-bit codes -> four bytes.
-__device__ __forceinline__ u32 look_up(u32 codes, const uint2& table) {
+__device__ __forceinline__ u32 select_codes(u32 codes, const uint2& table) {
     const u32 sign = (codes & 0x8u) << 4 | (codes & 0x80u) << 8 | (codes & 0x800u) << 12 |
                      (codes & 0x8000u) << 16;
     return __byte_perm(table.x, table.y, codes & 0x7777u) | sign;

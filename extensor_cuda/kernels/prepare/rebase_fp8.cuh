@@ -1,11 +1,14 @@
-// FP8 codes under a larger power of two: a subtraction where they stay normal, else rounded to
-// nearest even and counted where that changes them. Macros: CODEC_MANTISSA, CODEC_MIN_EXPONENT (of
-// the least normal number), CODEC_MAX_CODE (the largest magnitude that is a number).
+// Rebases FP8 codes to a larger power of two: a subtraction where they stay normal, otherwise
+// rounding to nearest even, with counts of changed values.
+//
+// Macros: CODEC_MANTISSA, CODEC_MIN_EXPONENT (of the smallest normal number), CODEC_MAX_CODE (the
+// largest finite magnitude).
 
 constexpr u32 kOnes = 0x01010101u, kAllNaN = 0x7F7F7F7Fu, kTops = 0x80808080u;
 constexpr u32 kNormal = 1u << CODEC_MANTISSA,
-              kBeyond = CODEC_MAX_CODE + 1;  // magnitudes: the least normal one, no number
-constexpr int kMostBinades = 60;  // the largest value is below 2^16: so far down all is 0
+              kBeyond = CODEC_MAX_CODE +
+                        1;        // the smallest normal magnitude, and the first that is not finite
+constexpr int kMostBinades = 60;  // every value is below 2^16, so this far down all are 0
 
 struct Changed {
     u32 values, flushed;
@@ -15,13 +18,13 @@ struct Changed {
 __device__ __forceinline__ u32 rebased(u32 word, int shift, Changed& changed) {
     const u32 magnitudes = word & kAllNaN, least = kNormal * (shift + 1);
     const u32 live = (magnitudes + kAllNaN) & kTops;  // of bytes that are not zero
-    // These are normal before and after: a subtraction in each, without borrows.
+    // All normal before and after: a bytewise subtraction without borrows.
     if (least < kBeyond && ((magnitudes + kOnes * (0x80u - least)) & kTops) == live &&
         !((magnitudes + kOnes * (0x80u - kBeyond)) & kTops))
         return word - (live >> 7) * (kNormal * shift);
-    // A magnitude's bits, read as float32's, are the value times 2^(-126 - CODEC_MIN_EXPONENT).
+    // As float32 bits a magnitude is the value times 2^(-126 - CODEC_MIN_EXPONENT).
     const float unit = __uint_as_float(static_cast<u32>(253 + CODEC_MIN_EXPONENT - shift) << 23);
-    // The least number is its last bit.
+    // Its last bit is the smallest number.
     const float magic =
         __uint_as_float(static_cast<u32>(150 + CODEC_MIN_EXPONENT - CODEC_MANTISSA) << 23);
     u32 out = word & kTops;

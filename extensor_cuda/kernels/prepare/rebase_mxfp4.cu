@@ -1,32 +1,29 @@
-// Packed MXFP4 rows -> E5M2 codes under one power of two per row. A block of threads has a row.
+// Rebases packed MXFP4 rows to E5M2 codes under one power of two per row. A thread block has a row.
 //
-// With s the largest scale byte among a row's blocks that are neither zero nor NaN, a value is
-// e2m1 2^(t - s + PREPARE_TOP) 2^(s - 127 - PREPARE_TOP): the first two factors are exact in E5M2
-// while s - t is at most PREPARE_SPAN, and the last is the row's exponent. A wider row raises the
-// flag. NaN blocks become NaN.
+// With s the largest scale byte of a row's blocks that are neither zero nor NaN, a value is e2m1
+// 2^(t - s + PREPARE_TOP) 2^(s - 127 - PREPARE_TOP). The first two factors are exact in E5M2 while
+// s - t is at most PREPARE_SPAN; the last is the row's exponent. A wider row raises the flag. NaN
+// blocks become NaN.
 //
-// PREPARE_INTEGERS: the same in 8-bit integers, where 6 2^PREPARE_TOP is 96 and the span three
-// binades; these hold no NaN, so that NaN blocks raise the flag too.
-//
-// No headers but ours; CODEC_BLOCK (16 to 128), PREPARE_TOP, PREPARE_SPAN and PREPARE_INTEGERS are
-// macros.
+// PREPARE_INTEGERS: 8-bit integers, where 6 2^PREPARE_TOP is 96 and the span is three binades. NaN
+// blocks raise the flag too. Macros: those and CODEC_BLOCK (16 to 128).
 
 #include "common/types.cuh"
 
 #if PREPARE_INTEGERS
-// The magnitudes 0 to 6 times `unit`, which are integers, in two words.
+// The magnitudes 0 to 6 times `unit`, as integers in two words.
 __device__ __forceinline__ uint2 int8_table(u32 unit) {
     const u32 half = unit / 2;
     return uint2{half << 8 | unit << 16 | (unit + half) << 24,
                  2 * unit | 3 * unit << 8 | 4 * unit << 16 | 6 * unit << 24};
 }
 
-// Four 4-bit codes -> four bytes. Minus a byte of `table` has no carry, but for that of 0.
+// Four 4-bit codes -> four bytes. Only negating a zero byte of `table` would carry.
 __device__ __forceinline__ u32 signed_integers(u32 codes, const uint2& table) {
     const u32 signs = (codes & 0x8u) << 4 | (codes & 0x80u) << 8 | (codes & 0x800u) << 12 |
                       (codes & 0x8000u) << 16;
     const u32 m = __byte_perm(table.x, table.y, codes & 0x7777u);
-    const u32 some = (m + 0x7F7F7F7Fu) & signs;  // top bits: negative and not 0
+    const u32 some = (m + 0x7F7F7F7Fu) & signs;  // top bits of bytes that are negative and not 0
     return (m ^ (some >> 7) * 255u) + (some >> 7);
 }
 #else
@@ -66,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     for (i64 b = threadIdx.x; b < blocks; b += kThreads) {
         const int scale = scales[b];
-        // Beyond the window lie only zero blocks, or rows whose codes are not used.
+        // Outside the window are only zero blocks, or rows whose codes are not used.
         const int shift =
             max(min(scale - top + PREPARE_TOP, PREPARE_TOP), PREPARE_TOP - PREPARE_SPAN);
 #if PREPARE_INTEGERS
@@ -76,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const float unit = __uint_as_float(static_cast<u32>(shift + 127) << 23);
         uint2 table = e5m2_table(unit);
         if (scale == kNaN) table = uint2{0x7F7F7F7Fu, 0x7F7F7F7Fu};
-        const auto convert = [&](u32 four) { return look_up(four, table); };
+        const auto convert = [&](u32 four) { return select_codes(four, table); };
 #endif
 #pragma unroll
         for (int i = 0; i < CODEC_BLOCK / 16; ++i) {

@@ -1,13 +1,12 @@
-// Packed MXFP8 rows -> FP8 codes under one power of two per row, rounded where FP8's subnormals do
-// not hold them, and how many that were. A block of threads has a row.
+// Rebases packed MXFP8 rows to FP8 codes under one power of two per row. It rounds where FP8 cannot
+// hold a value and counts these values. A thread block has a row.
 //
-// With s the largest scale byte among a row's blocks that are neither zero nor NaN, a value is
-// element 2^(t - s) 2^(s - 127). While the first product is a normal number of the element's format
-// it has the same mantissa and is exact; below, it is rounded to nearest even, once. NaN blocks
-// become NaN; NaN and infinite elements stay.
+// With s the largest scale byte of a row's blocks that are neither zero nor NaN, a value is element
+// 2^(t - s) 2^(s - 127). The first product is exact while it is a normal number of the element's
+// format; below, it is rounded to nearest even once. NaN blocks become NaN; NaN and infinite
+// elements stay.
 //
-// No headers but ours, no inline assembly; macros: those of rebase_fp8.cuh, CODEC_BLOCK (16 to
-// 128), CODEC_TILE_ROWS.
+// Macros: those of rebase_fp8.cuh, CODEC_BLOCK (16 to 128), CODEC_TILE_ROWS.
 
 #include "common/types.cuh"
 
@@ -21,10 +20,10 @@ __device__ __forceinline__ u32 over_warp(u32 mine) {
 }
 
 // codes (rows, blocks CODEC_BLOCK), scales (tiles of rows, blocks) -> out as codes, exponents
-// (rows,), and counts (rows, 2): values changed, and those of them that are 0 now.
+// (rows,), and counts (rows, 2): values changed, and those of them that became 0.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    near(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out,
-         int* __restrict__ exponents, u32* __restrict__ counts, i64 blocks) {
+    rebase_mxfp8(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out,
+                 int* __restrict__ exponents, u32* __restrict__ counts, i64 blocks) {
     const i64 row = blockIdx.x;
     const uint4* from = reinterpret_cast<const uint4*>(codes + row * blocks * CODEC_BLOCK);
     uint4* to = reinterpret_cast<uint4*>(out + row * blocks * CODEC_BLOCK);
@@ -48,10 +47,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     Changed changed = {0, 0};
 #pragma unroll 4
     for (int c = threadIdx.x; c < chunks; c += kThreads) {
-        uint4 four = from[c];  // again, of the first-level cache
+        uint4 four = from[c];  // again, from the L1 cache
         const int scale = scales[c * kChunk / CODEC_BLOCK];
-        // Above the anchor lie only zero blocks. The largest value is below 2^16: so far down all
-        // is 0.
+        // Only zero blocks are above the anchor.
         const int shift = min(max(anchor - scale, 0), kMostBinades);
         if (scale == kNaN) {
             four = uint4{kAllNaN, kAllNaN, kAllNaN, kAllNaN};

@@ -1,8 +1,8 @@
-// Under PREPARE_REBASED: the square of 128 x 128 that a tile, or two of them, belongs to. It is
-// looked at before its values are rounded, as its blocks are all under the largest of their scales.
+// PREPARE_REBASED: finds the scale of a 128 x 128 tile before its values are rounded, because all
+// its blocks share the largest of their scales. A tile is one or two tiles of shared memory.
 
-// The largest float bits that a block of threads has.
-__device__ __forceinline__ u32 over_threads(u32 mine, u32* scratch) {
+// The largest float bits of a thread block.
+__device__ __forceinline__ u32 block_max(u32 mine, u32* scratch) {
     const u32 most = __reduce_max_sync(~0u, mine);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = most;
     __syncthreads();
@@ -13,10 +13,10 @@ __device__ __forceinline__ u32 over_threads(u32 mine, u32* scratch) {
     return all;
 }
 
-// What values round to under the square's scale alone: a normal code is the same under its block's.
+// The fast path rounds under the tile's scale only: a normal code is the same under its block's.
 #define PREPARE_FAST_PATH (CODEC_IN <= 1 && CODEC_RULE == 1 && !CODEC_STOCHASTIC)
 #if PREPARE_FAST_PATH
-// The least magnitude, zeros left out, less one, as float bits.
+// The smallest nonzero magnitude, less one, as float bits.
 template <int N>
 __device__ __forceinline__ u32 least_of(const u32 (&words)[N]) {
     u32 least = ~0u;
@@ -31,7 +31,7 @@ __device__ __forceinline__ u32 least_of(const u32 (&words)[N]) {
     return CODEC_IN == 1 ? smaller(least & 0xFFFFu, least >> 16) << 16 : least;
 }
 
-// Four values on the grid, not beyond its top.
+// Encodes four values that are within the grid's range.
 __device__ __forceinline__ u32 four_codes(u32 a, u32 b, u32 c, u32 d, float scale) {
     const float y[4] = {float_of(a) * scale, float_of(b) * scale, float_of(c) * scale,
                         float_of(d) * scale};
@@ -54,10 +54,10 @@ __device__ __forceinline__ float value_at(const u32 (*tile)[kRowWords], int row,
     return widen(kEach == 1 ? word : column % 2 ? word >> 16 : word & 0xFFFFu);
 }
 
-// Raises `along` and `down` to the largest magnitudes of the tile's blocks of numbers either way;
-// whether all are.
-__device__ __forceinline__ bool survey(const u32 (*tile)[kRowWords], u32* scratch, u32& along,
-                                       u32& down) {
+// Raises `rowwise` and `columnwise` to the largest magnitudes of the tile's finite blocks in each
+// direction. Returns whether all blocks are finite.
+__device__ __forceinline__ bool tile_amax(const u32 (*tile)[kRowWords], u32* scratch, u32& rowwise,
+                                          u32& columnwise) {
     const uint4* units = reinterpret_cast<const uint4*>(tile);
     u32 most = 0, pairs = 0;
 #pragma unroll 4
@@ -73,46 +73,48 @@ __device__ __forceinline__ bool survey(const u32 (*tile)[kRowWords], u32* scratc
             most = larger(most, bits_of(element(words, k)) & kMagnitude);
 #endif
     }
-    most = over_threads(larger(most, larger(low_float(pairs), high_float(pairs))), scratch);
+    most = block_max(larger(most, larger(low_float(pairs), high_float(pairs))), scratch);
     if (most < kExponent) {
-        along = larger(along, most), down = larger(down, most);
+        rowwise = larger(rowwise, most), columnwise = larger(columnwise, most);
         return true;
     }
-    // What is no number takes its block with it, along rows another one than down columns.
+    // A value that is not finite excludes its block, which differs rowwise and columnwise.
 #pragma unroll 1
-    for (int way = 0; way < 2; ++way) {
+    for (int axis = 0; axis < 2; ++axis) {
         most = 0;
 #pragma unroll 1
         for (int b = threadIdx.x; b < kRows * kColumns / CODEC_BLOCK; b += kTileThreads) {
-            const int row = way ? b / kColumns * CODEC_BLOCK : b / (kColumns / CODEC_BLOCK);
-            const int column = way ? b % kColumns : b % (kColumns / CODEC_BLOCK) * CODEC_BLOCK;
+            const int row = axis ? b / kColumns * CODEC_BLOCK : b / (kColumns / CODEC_BLOCK);
+            const int column = axis ? b % kColumns : b % (kColumns / CODEC_BLOCK) * CODEC_BLOCK;
             u32 amax = 0;
 #pragma unroll 1
             for (int k = 0; k < CODEC_BLOCK; ++k)
-                amax = larger(
-                    amax, bits_of(value_at(tile, way ? row + k : row, way ? column : column + k)) &
-                              kMagnitude);
+                amax = larger(amax, bits_of(value_at(tile, axis ? row + k : row,
+                                                     axis ? column : column + k)) &
+                                        kMagnitude);
             if (amax < kExponent) most = larger(most, amax);
         }
-        most = over_threads(most, scratch);
-        along = way ? along : larger(along, most), down = way ? larger(down, most) : down;
+        most = block_max(most, scratch);
+        rowwise = axis ? rowwise : larger(rowwise, most),
+        columnwise = axis ? larger(columnwise, most) : columnwise;
     }
     return false;
 }
 
-// All of a square's blocks are under the scale of a magnitude, which is stored for its 128 lines.
-__device__ __forceinline__ void place_square(Place& place, u32 most, bool numbers, float* scales,
-                                             int along, int across, i64 lines) {
+// Puts all blocks of a tile under the scale of magnitude `most`, and stores it for 128 rows or
+// columns.
+__device__ __forceinline__ void set_tile_scale(TileState& state, u32 most, bool numbers,
+                                               float* scales, int rowwise, int across, i64 lines) {
     const Scale s = block_scale(most, Tensor{1, 1, 0, 1});
-    place.anchor = static_cast<int>(s.stored);
-    place.apply = s.apply;
+    state.anchor = static_cast<int>(s.stored);
+    state.apply = s.apply;
     const int least =
-        place.anchor + CODEC_MIN_EXPONENT;  // the exponent field of the least normal value
-    place.limit = least > 0       ? static_cast<u32>(least << 23) - (CODEC_IN == 1 ? 0x10000u : 1u)
+        state.anchor + CODEC_MIN_EXPONENT;  // the exponent field of the smallest normal value
+    state.limit = least > 0       ? static_cast<u32>(least << 23) - (CODEC_IN == 1 ? 0x10000u : 1u)
                   : CODEC_IN == 1 ? 0xFFFF0000u
                                   : ~0u;
-    place.careful = !numbers || CODEC_ELEMENT_SCALE != 1.0f;
-    const i64 pitch = (lines + kSide - 1) / kSide * (kSide / kShared) + kBehind;
-    if (scales && threadIdx.x < kSide / kShared)
-        scales[along / kSide * pitch + across / kShared + threadIdx.x] = s.decode;
+    state.careful = !numbers || CODEC_ELEMENT_SCALE != 1.0f;
+    const i64 pitch = (lines + kSide - 1) / kSide * (kSide / kRowsPerScale) + kPadding;
+    if (scales && threadIdx.x < kSide / kRowsPerScale)
+        scales[rowwise / kSide * pitch + across / kRowsPerScale + threadIdx.x] = s.decode;
 }

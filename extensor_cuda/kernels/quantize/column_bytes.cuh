@@ -1,11 +1,13 @@
-// Stores the codes of neighbouring columns side by side as bytes.
+// Stores the codes of neighbouring columns side by side as bytes. Configured by the quantizer's
+// macros.
 
 #if QUANT_COLUMNWISE || QUANT_ROWWISE_COLUMNWISE
 constexpr int kPairs =
     QUANT_THREAD_COLUMNS * sizeof(Raw) / 4;  // 32-bit words of a thread's columns
 
 #if CODEC_BF16X2
-// 16 rows of a thread's columns -> nibbles of four rows each, the even column in the low half.
+// Encodes 16 rows of a thread's columns to nibbles, four rows per word, the even column in the low
+// half.
 __device__ __forceinline__ void encode_columns(const u32 (&raw)[kChunk][kPairs],
                                                const Scale (&s)[QUANT_THREAD_COLUMNS],
                                                const u32 (&amax)[QUANT_THREAD_COLUMNS],
@@ -24,10 +26,10 @@ __device__ __forceinline__ void encode_columns(const u32 (&raw)[kChunk][kPairs],
                       d = signs_of(four[2 * kPairs], four[3 * kPairs]);
             const u32 signs = (__byte_perm(c, d, 0x6240) & 0x08080808u) |
                               (__byte_perm(c, d, 0x7351) & 0x80808080u);
-            const u32 n = codes_down<false, kPairs>(four, scale, far);
+            const u32 n = codes_columnwise<false, kPairs>(four, scale, far);
             nibbles[p][q] = (saturate(n, live, tally) | signs) & live;
 #else
-            nibbles[p][q] = codes_down<true, kPairs>(four, scale, far) & live;
+            nibbles[p][q] = codes_columnwise<true, kPairs>(four, scale, far) & live;
 #endif
         }
         forget_zeros<kChunk, kPairs>(&raw[0][p], live, tally);
@@ -35,11 +37,12 @@ __device__ __forceinline__ void encode_columns(const u32 (&raw)[kChunk][kPairs],
 }
 
 // Byte b of each column's codes.
-__device__ __forceinline__ u32 octets_of(const u32 (&nibbles)[kPairs][4], int b) {
+__device__ __forceinline__ u32 column_bytes(const u32 (&nibbles)[kPairs][4], int b) {
     return __byte_perm(nibbles[0][b / 2], nibbles[kPairs - 1][b / 2], 0x6420 + b % 2 * 0x1111);
 }
 #else
-__device__ __forceinline__ u32 octets_of(const u32 (&packed)[QUANT_THREAD_COLUMNS][kWords], int b) {
+__device__ __forceinline__ u32 column_bytes(const u32 (&packed)[QUANT_THREAD_COLUMNS][kWords],
+                                            int b) {
     const u32 pick = b % 4 | (b % 4 + 4) << 4;
     const u32 low = __byte_perm(packed[0][b / 4], packed[1][b / 4], pick);
     if (QUANT_THREAD_COLUMNS == 2) return low & 0xFFFFu;
@@ -50,23 +53,25 @@ __device__ __forceinline__ u32 octets_of(const u32 (&packed)[QUANT_THREAD_COLUMN
 }
 #endif
 
-// Byte b of the columns' codes -> row b of bytes, `inner` to a row. `real`: how many columns are.
+// Stores byte b of the columns' codes to row b, rows `inner` bytes apart. `real`: columns inside
+// the matrix.
 template <class Codes>
-__device__ __forceinline__ void store_octets(const Codes& codes, u8* to, i64 inner, i64 real) {
+__device__ __forceinline__ void store_column_bytes(const Codes& codes, u8* to, i64 inner,
+                                                   i64 real) {
 #pragma unroll
     for (int b = 0; b < kWords * 4; ++b, to += inner) {
-        const u32 octets = octets_of(codes, b);
+        const u32 code_bytes = column_bytes(codes, b);
 #if QUANT_WHOLE
         if (real > 0) {
             if (QUANT_THREAD_COLUMNS == 4)
-                *reinterpret_cast<u32*>(to) = octets;
+                *reinterpret_cast<u32*>(to) = code_bytes;
             else
-                *reinterpret_cast<u16*>(to) = static_cast<u16>(octets);
+                *reinterpret_cast<u16*>(to) = static_cast<u16>(code_bytes);
         }
 #else
 #pragma unroll
         for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c)
-            if (c < real) to[c] = static_cast<u8>(octets >> (8 * c));
+            if (c < real) to[c] = static_cast<u8>(code_bytes >> (8 * c));
 #endif
     }
 }

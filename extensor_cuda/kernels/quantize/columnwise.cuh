@@ -1,15 +1,16 @@
-// Quantizes a matrix columnwise: blocks lie down columns, a thread has QUANT_THREAD_COLUMNS chunks.
+// Quantizes a matrix columnwise: blocks run down columns, and a thread has QUANT_THREAD_COLUMNS
+// chunks. Configured by the quantizer's macros (quantize.py).
 
 constexpr int kPanel = kThreads / 32 * kChunk;  // positions of a thread block: 128
-// Blocks of threads that share a multiprocessor, as the registers allow without spilling.
+// Resident thread blocks per multiprocessor that the registers allow without spilling.
 constexpr int kBlocks =
     CODEC_SEARCH ? (QUANT_TILE_ROWS == 1 && !CODEC_STOCHASTIC && CODEC_OUT != 1 ? 3 : 1)
     : (CODEC_IN == 0 && CODEC_STOCHASTIC) || CODEC_HADAMARD || CODEC_OUT == 1 ? 1
                                                                               : 2;
 
-// x (outer, length, inner) blocked along `length`. A warp holds 16 rows of 32 *
-// QUANT_THREAD_COLUMNS columns; the warps of a block exchange maxima. Whole: length is a multiple
-// of 128, inner of QUANT_THREAD_COLUMNS, and x is aligned to a thread's columns.
+// x (outer, length, inner) with blocks along `length`. A warp holds 16 rows of 32 *
+// QUANT_THREAD_COLUMNS columns, and a block's warps exchange maxima. QUANT_WHOLE: length is a
+// multiple of 128, inner of QUANT_THREAD_COLUMNS, x aligned to a thread's columns.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
                      float* __restrict__ values, const Tensor* __restrict__ tensor_of,
@@ -61,13 +62,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     }
     Tally tally = {0, 0};
 #if CODEC_HADAMARD || (CODEC_SEARCH && QUANT_TILE_ROWS > 1)
-    float kept[QUANT_THREAD_COLUMNS][kChunk];  // as float, for what needs them more than once
+    float kept[QUANT_THREAD_COLUMNS][kChunk];  // as float, where needed more than once
 #pragma unroll
     for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) kept[c][k] = element(raw[k], c);
 #if CODEC_HADAMARD
-        turn_warps(kept[c], signs, warp, lane);
+        hadamard_warps(kept[c], signs, warp, lane);
 #endif
     }
 #define QUANT_VALUE(k, c) kept[c][k]
@@ -106,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #if QUANT_TILE_ROWS > 1
     constexpr int kLanes =
         QUANT_TILE_ROWS /
-        QUANT_THREAD_COLUMNS;  // lanes of a tile's rows, which lie side by side here
+        QUANT_THREAD_COLUMNS;  // lanes of a tile's rows, which are neighbours here
 #pragma unroll
     for (int c = 1; c < QUANT_THREAD_COLUMNS; ++c) amax[0] = larger(amax[0], amax[c]);
 #pragma unroll
@@ -128,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     const Scale s = best_scale<QUANT_THREAD_COLUMNS, QUANT_TILE_ROWS, 1>(
         kept, lane / kLanes * kLanes, amax[0], tensor);
 #endif
-    const bool inside = tile < tiles;  // else: warps beyond the last block
+    const bool inside = tile < tiles;  // otherwise the warp is beyond the last block
     [[maybe_unused]] u32 stored[QUANT_THREAD_COLUMNS];
 #if CODEC_BF16X2
     Scale s[QUANT_THREAD_COLUMNS];
@@ -142,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
     for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c) {
 #if CODEC_SEARCH && QUANT_TILE_ROWS == 1
-        // One column after the other, each unpacked again, as registers are few.
+        // Unpacks one column at a time, to save registers.
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
             asm volatile(""
@@ -174,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #endif
 #if CODEC_OUT == 0
     const i64 row = (image * tiles + tile) * (CODEC_BLOCK * CODEC_BITS / 8) + part * (kWords * 4);
-    store_octets(codes_of, codes + row * inner + column, inner, inside ? inner - column : 0);
+    store_column_bytes(codes_of, codes + row * inner + column, inner, inside ? inner - column : 0);
     if (part == 0 && inside) {
 #pragma unroll
         for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c)

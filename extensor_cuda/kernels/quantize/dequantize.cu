@@ -1,12 +1,10 @@
-// Packed codes and scales -> float32, the bits of extensor/quant. A thread decodes four
-// neighbouring codes along the axis (down columns: of four columns), so that its stores are 16
-// bytes.
-//
-// No headers; macros as for quantize.cu.
+// Dequantizes packed codes and scales to float32, with the bits of extensor/quant. A thread decodes
+// four codes along the axis (columnwise: of four columns), so that it stores 16 bytes. Macros: as
+// for quantize.cu.
 
 #include "common/types.cuh"
 
-constexpr int kThreads = 256, kOctets = CODEC_BITS / 2;  // bytes of four codes
+constexpr int kThreads = 256, kCodeBytes = CODEC_BITS / 2;  // bytes of four codes
 
 #include "codec/decode.cuh"
 
@@ -34,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const i64 four = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (four >= rows * per_row) return;
     const i64 row = four / per_row, start = four % per_row * 4;
-    const u8* from = codes + four * kOctets;
+    const u8* from = codes + four * kCodeBytes;
     u32 word;
 #if CODEC_BITS == 8
     word = *reinterpret_cast<const u32*>(from);
@@ -68,25 +66,26 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (index >= outer * fours * groups) return;
     const i64 column = index % groups * 4, four = index / groups % fours;
     const i64 image = index / groups / fours, start = four * 4;
-    const u8* from = codes + (image * fours + four) * kOctets * inner + column;
+    const u8* from = codes + (image * fours + four) * kCodeBytes * inner + column;
     const u8* scale = scales + (image * tiles + start / CODEC_BLOCK) * inner + column;
     float* to = values + (image * length + start) * inner + column;
     const float tensor = CODEC_UE4M3 ? *tensor_scale : 1.0f;
-    u32 octets[kOctets], bytes = 0;
+    u32 code_bytes[kCodeBytes], bytes = 0;
 #if QUANT_WHOLE
 #pragma unroll
-    for (int b = 0; b < kOctets; ++b) octets[b] = *reinterpret_cast<const u32*>(from + b * inner);
+    for (int b = 0; b < kCodeBytes; ++b)
+        code_bytes[b] = *reinterpret_cast<const u32*>(from + b * inner);
     bytes = *reinterpret_cast<const u32*>(scale);
 #else
 #pragma unroll
-    for (int b = 0; b < kOctets; ++b) octets[b] = 0;
+    for (int b = 0; b < kCodeBytes; ++b) code_bytes[b] = 0;
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
         if (column + c >= inner) break;
         bytes |= static_cast<u32>(scale[c]) << (8 * c);
 #pragma unroll
-        for (int b = 0; b < kOctets; ++b)
-            octets[b] |= static_cast<u32>(from[b * inner + c]) << (8 * c);
+        for (int b = 0; b < kCodeBytes; ++b)
+            code_bytes[b] |= static_cast<u32>(from[b * inner + c]) << (8 * c);
     }
 #endif
     float v[4][4];
@@ -94,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int c = 0; c < 4; ++c) {
         u32 word = 0;
 #pragma unroll
-        for (int b = 0; b < kOctets; ++b) word |= (octets[b] >> (8 * c) & 255u) << (8 * b);
+        for (int b = 0; b < kCodeBytes; ++b) word |= (code_bytes[b] >> (8 * c) & 255u) << (8 * b);
         const float s = scale_value(bytes >> (8 * c) & 255u);
 #pragma unroll
         for (int k = 0; k < 4; ++k) v[k][c] = decode(word >> (CODEC_BITS * k) & kCode, s, tensor);

@@ -1,16 +1,19 @@
-// Values -> packed codes under float scales as they are stored, and back: tensors, channels, groups
-// and tiles of any size. s = largest magnitude / largest code (0: s = 1), code = x / s rounded;
-// under CODEC_ZERO_POINTS s = (max - min) / (number of codes - 1) of a range that holds 0, code = x
+// Quantizes values to packed codes under float scales, and back, for blocks of any shape: tensors,
+// channels, groups, tiles. s = largest magnitude / largest code (1 for zeros), code = x / s
+// rounded.
+//
+// CODEC_ZERO_POINTS: s = (max - min) / (number of codes - 1) over a range that includes 0, code = x
 // / s rounded + z. A block that is not finite has scale NaN and codes 0. Orders of operations:
 // extensor/quant/scale_encoders.py.
 //
-// An array is (outer, rows, inner) lines of `columns` elements, along which codes are packed. They
-// lie in memory as (outer, rows, columns, inner), or under QUANT_CONTIGUOUS_AXIS 2 as (columns,
-// outer, rows). QUANT_CONTIGUOUS_AXIS is what memory runs along: 0 columns, 1 inner, 2 rows. A
-// thread has QUANT_CODE_BYTES bytes of codes that are neighbours in memory. Macros besides those of
-// float_codes.cuh: QUANT_CONTIGUOUS_AXIS, QUANT_CODE_BYTES, QUANT_WHOLE (vector loads fit),
-// QUANT_ONE_BLOCK_A_THREAD (a thread's codes are of one block), QUANT_ALIGNED_BLOCKS (blocks begin
-// at multiples of their number of lanes, a power of two).
+// An array is (outer, rows, inner) lines of `columns` elements, along which codes are packed. In
+// memory it is (outer, rows, columns, inner), or with QUANT_CONTIGUOUS_AXIS 2 (columns, outer,
+// rows). A thread has QUANT_CODE_BYTES bytes of codes that are contiguous.
+//
+// Macros: QUANT_CONTIGUOUS_AXIS (0: columns, 1: inner, 2: rows), QUANT_CODE_BYTES, QUANT_WHOLE
+// (vector loads fit), QUANT_ONE_BLOCK_A_THREAD (a thread's codes share a block),
+// QUANT_ALIGNED_BLOCKS (blocks begin at multiples of their number of lanes, a power of two), and
+// those of float_codes.cuh.
 
 #include "codec/float_codes.cuh"
 
@@ -21,7 +24,7 @@ struct Sizes {
     u32 outer, rows, inner, columns;
 };
 
-// Where something lies in memory, of an array or of its blocks.
+// The memory offset of an element of an array, or of a block.
 __device__ __forceinline__ u32 offset(const Sizes& all, u32 o, u32 r, u32 i, u32 c) {
     return QUANT_CONTIGUOUS_AXIS == 2 ? (c * all.outer + o) * all.rows + r
                                       : ((o * all.rows + r) * all.columns + c) * all.inner + i;
@@ -44,7 +47,7 @@ __device__ __forceinline__ void store(Most* most, u32 block, const Most& held) {
     if (CODEC_ZERO_POINTS) raise(&most[block].low, held.low);
 }
 
-// Neighbours along what memory runs along, zeros beyond the end.
+// Loads contiguous values, zeros beyond the end.
 __device__ __forceinline__ void load(const Raw* x, u32 at, u32 left, float (&v)[4]) {
 #if QUANT_WHOLE
     load_four(x + at, v);
@@ -54,8 +57,8 @@ __device__ __forceinline__ void load(const Raw* x, u32 at, u32 left, float (&v)[
 #endif
 }
 
-// x -> the bits of each block's extremes, at first 0. A thread has four neighbours in memory, and
-// as many as kDeep along the columns where these are not the neighbours.
+// Finds the bits of each block's extremes, which start at 0. A thread has four contiguous values,
+// and up to kDeep along columns that are not contiguous.
 extern "C" __global__ void __launch_bounds__(kThreads)
     extremes(const Raw* __restrict__ x, Most* __restrict__ most, u32 outer, u32 rows, u32 inner,
              u32 columns, u32 outer_each, u32 rows_each, u32 inner_each, u32 columns_each,
@@ -96,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (__shfl_xor_sync(~0u, block, step) == block) join(held, other);
     }
     const u32 lanes =
-        columns_each < 128 ? columns_each / 4 : 32;  // of one block: all have its extremes
+        columns_each < 128 ? columns_each / 4 : 32;  // lanes of one block: all get its extremes
     if (there && threadIdx.x % lanes == 0) store(most, block, held);
 #else
     if (there) store(most, block, held);
@@ -139,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #endif
 }
 
-// The place of a thread's bytes of codes, `bytes` of them along the columns.
+// The position of a thread's bytes of codes, `bytes` of them along columns.
 struct Place {
     u32 o, r, i, byte;
     bool there;
@@ -154,7 +157,7 @@ __device__ __forceinline__ Place place_of(u32 t, const Sizes& all, u32 bytes) {
             line / all.rows < all.outer};
 }
 
-// Element h of byte k: all four coordinates.
+// The four coordinates of element h of byte k.
 struct Element {
     u32 o, r, i, c;
 };
@@ -165,7 +168,7 @@ __device__ __forceinline__ Element element_of(const Place& place, int k, int h) 
             (place.byte + (QUANT_CONTIGUOUS_AXIS == 0 ? k : 0)) * kPer + h};
 }
 
-// x and its blocks' extremes -> packed codes, scales, zero points; counts spread over pairs.
+// Quantizes x with its blocks' extremes to packed codes, scales and zero points; counters in pairs.
 extern "C" __global__ void __launch_bounds__(kThreads)
     codes(const Raw* __restrict__ x, const Most* __restrict__ most, u8* __restrict__ out,
           Stored* __restrict__ scales, signed char* __restrict__ zeros, u64* __restrict__ counters,
@@ -204,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         Scale s;
 #if CODEC_RBITS
         u32 draw[4], call = ~0u, drawn = ~0u;
-        constexpr u32 kShare = 128 / CODEC_RBITS;  // positions of one call
+        constexpr u32 kShare = 128 / CODEC_RBITS;  // positions of one Philox call
 #endif
 #pragma unroll
         for (int n = 0; n < kElements; ++n) {
@@ -236,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             word = which == 0 ? draw[0] : which == 1 ? draw[1] : which == 2 ? draw[2] : draw[3];
             if (CODEC_RBITS == 8)
                 word = 0x43000080u | (word >> at % 4 * 8 & 0xFFu)
-                                         << 8;  // as round_magnitude takes it
+                                         << 8;  // in round_magnitude's form
 #endif
             packed |= code_of(v[n], s, word, tally) << (n / kPer * 8 + n % kPer * CODEC_BITS);
         }
@@ -249,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     add_counts(tally, counters);
 }
 
-// Packed codes and scales -> float32.
+// Dequantizes packed codes and scales to float32.
 extern "C" __global__ void __launch_bounds__(kThreads)
     values(const u8* __restrict__ in, const Stored* __restrict__ scales,
            const signed char* __restrict__ zeros, float* __restrict__ out, u32 bytes, u32 outer,
@@ -274,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (!QUANT_ONE_BLOCK_A_THREAD || n == 0)
             block = block_of(grid, each, e.o, e.r, e.i, e.c < columns ? e.c : columns - 1);
 #if CODEC_FLOAT16_SCALES
-        const float scale = half_value(scales[block]);
+        const float scale = half_to_float(scales[block]);
 #else
         const float scale = float_of(scales[block]);
 #endif

@@ -1,11 +1,11 @@
-// A matrix -> codes under float scales, blocks down columns: of QUANT_BLOCK_ROWS neighbours,
-// QUANT_BLOCK_ROWS x 128 (QUANT_SQUARE_TILES), a whole column or the matrix (QUANT_AMAX_GIVEN 1 and
-// 2: their largest magnitudes were found before). Codes lie as the matrix does, or
-// QUANT_TRANSPOSED: a column's codes side by side, `pitch` bytes from the next column's.
+// Quantizes a matrix columnwise under float scales. Blocks are QUANT_BLOCK_ROWS values,
+// QUANT_BLOCK_ROWS x 128 tiles (QUANT_SQUARE_TILES), or whole columns or the matrix
+// (QUANT_AMAX_GIVEN 1 and 2: maxima found before). QUANT_TRANSPOSED: a column's codes are
+// contiguous, `pitch` bytes from the next column's.
 //
-// A block of threads has 128 rows and columns; a warp 16 rows, a lane four neighbouring columns of
-// them: four chunks of 16 values. The number of columns is a multiple of 4, from multiples of 16
-// bytes on. No headers; macros: those of input.cuh, encode.cuh and float_scale.cuh, and the above.
+// A thread block has 128 rows and columns, a warp 16 rows, and a lane four chunks of 16 values in
+// neighbouring columns. The number of columns is a multiple of 4, and x is 16-byte aligned. Macros:
+// those, and those of input.cuh, encode.cuh and float_scale.cuh.
 
 #include "codec/input.cuh"
 #include "codec/decode.cuh"
@@ -18,7 +18,7 @@ constexpr int kSide = 128, kWarps = kThreads / 32, kLane = 4,
               kShare = QUANT_BLOCK_ROWS / kChunk;  // warps of a block of values
 
 struct Place {
-    i64 row, column;  // of the warp's first, of the lane's first
+    i64 row, column;  // the warp's first, the lane's first
 };
 
 __device__ __forceinline__ Place place_of(i64 columns) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ Place place_of(i64 columns) {
             blockIdx.x % across * kSide + threadIdx.x % 32 * kLane};
 }
 
-// Four neighbours of the warp's row k.
+// Loads four neighbours of the warp's row k.
 __device__ __forceinline__ void load_four(u32 (&raw)[sizeof(Raw)], const Raw* x, const Place& at,
                                           int k, i64 rows, i64 columns) {
     const bool there = at.row + k < rows && at.column < columns;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void column_maxima(const u32 (&raw)[kChunk][sizeof(Ra
 }
 
 #if QUANT_AMAX_GIVEN == 1
-// The bits of each column's largest magnitude, at first 0.
+// Finds the bits of each column's largest magnitude, which start at 0.
 extern "C" __global__ void __launch_bounds__(kThreads)
     largest_of_columns(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns) {
     __shared__ u32 found[kWarps][kSide];
@@ -126,13 +126,13 @@ extern "C" __global__ void __launch_bounds__(kThreads,
     Tally tally = {0, 0};
 #if QUANT_TRANSPOSED
     __shared__ uint4
-        turned[kSide][kSide / kChunk];  // of each column, in an order without bank conflicts
+        transposed[kSide][kSide / kChunk];  // per column, in an order without bank conflicts
 #else
     u32 of_columns[kLane][kWords];
 #endif
     const bool there = at.row < rows && at.column < columns;
-    // Where the lane's chunks are: blocks of values are numbered along the matrix's rows, their
-    // values down.
+    // Positions of the lane's chunks: blocks are numbered along the matrix's rows, values down its
+    // columns.
     const u32 row = static_cast<u32>(at.row), left = static_cast<u32>(at.column),
               high = static_cast<u32>(rows);
     const u32 first = QUANT_AMAX_GIVEN ? row : row % QUANT_BLOCK_ROWS,
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(kThreads,
                tally);
         if (there && inside == 0) scales[block] = static_cast<Stored>(s.stored);
 #if QUANT_TRANSPOSED
-        turned[lane * kLane + c][warp ^ lane % 8] =
+        transposed[lane * kLane + c][warp ^ lane % 8] =
             uint4{packed[0], packed[1], packed[2 % kWords], packed[3 % kWords]};
 #else
 #pragma unroll
@@ -173,10 +173,10 @@ extern "C" __global__ void __launch_bounds__(kThreads,
         const int column = (i * kThreads + threadIdx.x) / kWarps, piece = threadIdx.x % kWarps;
         if (from + column < columns && top + piece * kChunk < pitch)
             *reinterpret_cast<uint4*>(codes + (from + column) * pitch + top + piece * kChunk) =
-                turned[column][piece ^ column / kLane % 8];
+                transposed[column][piece ^ column / kLane % 8];
     }
 #else
-    // Bytes of codes are of one row, or of two: those of the lane's columns, side by side.
+    // Code bytes hold one row, or two; those of the lane's columns are neighbours.
     constexpr int kOf = 8 / CODEC_BITS;
 #pragma unroll
     for (int b = 0; b < kChunk / kOf; ++b) {

@@ -1,13 +1,12 @@
-// Values -> packed codes under float scales, blocks that lie along rows: `quantize_groups` has
-// blocks of CODEC_BLOCK neighbours, one or several lanes each; `quantize_blocks` one block of
-// values (of a row, or a tile of several) in a block of threads, read once if it has no more than
-// QUANT_KEPT_CHUNKS chunks for each thread; `quantize_all` a tensor under one scale, whose largest
-// magnitude `largest` found before.
+// Quantizes values rowwise under float scales to packed codes. `quantize_groups` has blocks of
+// CODEC_BLOCK values on one or more lanes. `quantize_blocks` has one block (of a row, or a tile)
+// per thread block, read once if it fits QUANT_KEPT_CHUNKS chunks a thread. `quantize_all` has one
+// scale, whose magnitude `largest` found before.
 //
-// A thread has chunks of 16 neighbours: one Philox call at 8 random bits. Rows, and blocks of them,
-// are multiples of that, from multiples of 16 bytes on. No headers; macros: those of input.cuh and
-// encode.cuh, those of float_scale.cuh, CODEC_THREADS, QUANT_KEPT_CHUNKS, QUANT_PATH (0: groups, 1:
-// blocks, 2: all). Other layouts: float_scaled.cu.
+// A thread has chunks of 16 values, one Philox call at 8 random bits. Rows and blocks are multiples
+// of that, 16-byte aligned. Other layouts: float_scaled.cu. Macros: CODEC_THREADS,
+// QUANT_KEPT_CHUNKS, QUANT_PATH (0: groups, 1: blocks, 2: all), and those of input.cuh, encode.cuh
+// and float_scale.cuh.
 
 #include "codec/input.cuh"
 #include "codec/decode.cuh"
@@ -39,7 +38,7 @@ __device__ __forceinline__ Most most_of_raw(const u32 (&raw)[kRawWords]) {
     return most_of(v);
 }
 
-// A chunk's codes to where they belong.
+// Encodes a chunk and stores its codes.
 __device__ __forceinline__ void store_chunk(const u32 (&raw)[kRawWords], const Scale& s, bool far,
                                             u32 block, u32 part, const Stream& stream, u8* codes,
                                             i64 chunk, Tally& tally) {
@@ -64,14 +63,15 @@ __device__ __forceinline__ void store_scale(const Scale& s, Stored* scales, sign
         u32 high1
 
 #if QUANT_PATH == 1
-// Arrays of (outer, rows, wide * across) chunks in blocks of (1, tall, wide); the last ones may be
-// cut.
+// Arrays of (outer, rows, wide * across) chunks in blocks of (1, tile_rows, wide). Last blocks may
+// be smaller.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    quantize_blocks(QUANT_PARAMETERS, u32 rows, u32 columns, u32 tall, u32 wide, u32 down,
+    quantize_blocks(QUANT_PARAMETERS, u32 rows, u32 columns, u32 tile_rows, u32 wide, u32 down,
                     u32 across) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
-    const u32 block = blockIdx.x, left = block % across * wide, top = block / across % down * tall;
-    const u32 width = smaller(wide, columns - left), count = smaller(tall, rows - top) * width;
+    const u32 block = blockIdx.x, left = block % across * wide,
+              top = block / across % down * tile_rows;
+    const u32 width = smaller(wide, columns - left), count = smaller(tile_rows, rows - top) * width;
     const i64 corner = (static_cast<i64>(block / across / down) * rows + top) * columns + left;
     const auto place = [&](u32 chunk) {
         return corner + static_cast<i64>(chunk / width) * columns + chunk % width;
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const bool far = is_far(most, s);
     Tally tally = {0, 0};
     const auto store = [&](const u32(&values)[kRawWords], u32 chunk) {
-        const u32 part = chunk / width * wide + chunk % width;  // of a whole block
+        const u32 part = chunk / width * wide + chunk % width;  // as in a whole block
         store_chunk(values, s, far, block, part, stream, codes, place(chunk), tally);
     };
 #pragma unroll
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     add_counts(tally, counters);
 }
 #else
-// This thread's chunks, kThreads apart, of `chunks` in all.
+// Loads this thread's chunks, kThreads apart, of `chunks` in all.
 __device__ __forceinline__ void load_chunks(u32 (&raw)[QUANT_KEPT_CHUNKS][kRawWords], const Raw* x,
                                             i64 first, i64 chunks) {
 #pragma unroll
@@ -125,7 +125,7 @@ __device__ __forceinline__ void load_chunks(u32 (&raw)[QUANT_KEPT_CHUNKS][kRawWo
 }
 
 #if QUANT_PATH == 0
-// chunks: of the whole array; a block's are `kParts` neighbouring lanes'.
+// chunks: of the whole array. A block is on `kParts` neighbouring lanes.
 extern "C" __global__ void __launch_bounds__(kThreads)
     quantize_groups(QUANT_PARAMETERS, i64 chunks) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     add_counts(tally, counters);
 }
 #else
-// Of all, at first zeros.
+// The largest magnitude of the array, which starts at 0.
 extern "C" __global__ void __launch_bounds__(kThreads)
     largest(const Raw* __restrict__ x, Most* __restrict__ found, i64 chunks) {
     const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * QUANT_KEPT_CHUNKS) + threadIdx.x;

@@ -1,16 +1,17 @@
-// The Hadamard transform of extensor/quant/hadamard.py: signs, then butterflies of strides 1, 2, 4
-// ... in that order, then one multiply. No contraction: the order is part of the bits.
+// The Hadamard transform of extensor/quant/hadamard.py: signs, butterflies of strides 1, 2, 4 ...
+// in that order, then one multiplication, without fused operations, because the order decides bits.
+// Macros: CODEC_HADAMARD, CODEC_HADAMARD_FACTOR, CODEC_SIGN_PARAMETERS.
 
 #if CODEC_HADAMARD
-constexpr int kTurned = CODEC_HADAMARD / kChunk;  // chunks that one transform spans
+constexpr int kHadamardChunks = CODEC_HADAMARD / kChunk;  // chunks of one transform
 
-// Signs of a transform's elements, a bit each; set where negative.
+// Signs of a transform's elements, one bit each, set where negative.
 struct Signs {
     u32 words[4];
 };
 
-// The strides within a chunk. `place`: the chunk's number within its transform.
-__device__ __forceinline__ void turn_chunk(float (&v)[kChunk], const Signs& signs, u32 place) {
+// The strides within a chunk. `place`: the chunk's index within its transform.
+__device__ __forceinline__ void hadamard_chunk(float (&v)[kChunk], const Signs& signs, u32 place) {
     const u32 word = place < 2   ? signs.words[0]
                      : place < 4 ? signs.words[1]
                      : place < 6 ? signs.words[2]
@@ -39,11 +40,11 @@ __device__ __forceinline__ void shrink(float (&v)[kChunk]) {
     for (int k = 0; k < kChunk; ++k) v[k] = __fmul_rn(v[k], CODEC_HADAMARD_FACTOR);
 }
 
-// The whole transform of chunks that lie in neighbouring lanes.
-__device__ __forceinline__ void turn_lanes(float (&v)[kChunk], const Signs& signs, u32 place) {
-    turn_chunk(v, signs, place);
+// A whole transform of chunks in neighbouring lanes.
+__device__ __forceinline__ void hadamard_lanes(float (&v)[kChunk], const Signs& signs, u32 place) {
+    hadamard_chunk(v, signs, place);
 #pragma unroll
-    for (int lane = 1; lane < kTurned; lane *= 2) {
+    for (int lane = 1; lane < kHadamardChunks; lane *= 2) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
             v[k] = butterfly(v[k], __shfl_xor_sync(~0u, v[k], lane), place & lane);
@@ -51,15 +52,15 @@ __device__ __forceinline__ void turn_lanes(float (&v)[kChunk], const Signs& sign
     shrink(v);
 }
 
-// The same of chunks that lie in neighbouring warps, exchanged through shared memory.
-__device__ __forceinline__ void turn_warps(float (&v)[kChunk], const Signs& signs, int warp,
-                                           int lane) {
-    const u32 place = static_cast<u32>(warp) % kTurned;
-    turn_chunk(v, signs, place);
+// A whole transform of chunks in neighbouring warps, exchanged through shared memory.
+__device__ __forceinline__ void hadamard_warps(float (&v)[kChunk], const Signs& signs, int warp,
+                                               int lane) {
+    const u32 place = static_cast<u32>(warp) % kHadamardChunks;
+    hadamard_chunk(v, signs, place);
 #if CODEC_HADAMARD > 16
     __shared__ float exchanged[kThreads / 32][kChunk][32];
 #pragma unroll
-    for (int step = 1; step < kTurned; step *= 2) {
+    for (int step = 1; step < kHadamardChunks; step *= 2) {
         __syncthreads();
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) exchanged[warp][k][lane] = v[k];

@@ -1,23 +1,24 @@
-// RMSNorm (QUANT_NORM 1) or LayerNorm (QUANT_NORM 2) and the quantizer of what it gives, rounded
-// once to bfloat16: what the kernels along rows alone and for both directions share.
+// RMSNorm (QUANT_NORM 1) or LayerNorm (QUANT_NORM 2) fused with quantization of its result, rounded
+// to bfloat16 first. Shared by norm_rowwise.cuh and norm_rowwise_columnwise.cuh. Macros: QUANT_
+// (norm_quantize.py).
 
 #include "common/barriers.cuh"
 // ---- after barriers ----  (the emulator has its own)
 
 #if QUANT_NORM_IN == 0
-typedef u32 Given;
+typedef u32 NormInput;
 #else
-typedef u16 Given;
+typedef u16 NormInput;
 #endif
-constexpr int kGivenWords = sizeof(Given) * kChunk / 4, kGivenVector = 16 / sizeof(Given);
-constexpr int kSide = QUANT_CTA_COLUMNS / kChunk;  // threads side by side
+constexpr int kInputWords = sizeof(NormInput) * kChunk / 4, kInputVector = 16 / sizeof(NormInput);
+constexpr int kSide = QUANT_CTA_COLUMNS / kChunk;  // threads across a tile's columns
 constexpr int kRowThreads = QUANT_ROW_THREADS, kRowWarps = kRowThreads / 32;
 constexpr int kEach = QUANT_CTA_ROWS * kSide / kRowThreads;  // rows of a thread: a power of two
 
 struct Norm {
     const void* x;
     u8 *codes[2], *scales[2];
-    u64 *counters, *posts;  // posts: zeros
+    u64 *counters, *posts;  // posts: zeros at first
     const float *weight, *bias;
     float *mean, *rstd;
     i64 rows, columns;
@@ -32,18 +33,19 @@ __device__ __forceinline__ float given(const u32* words, int k) {
 #endif
 }
 
-// 16 bytes of the tile; zeros beyond the matrix.
-__device__ __forceinline__ void load_vector(u32* words, const Given* from, bool inside) {
+// Loads 16 bytes of the tile, zeros beyond the matrix.
+__device__ __forceinline__ void load_vector(u32* words, const NormInput* from, bool inside) {
     uint4 four = {0, 0, 0, 0};
     if (QUANT_WHOLE || inside) four = *reinterpret_cast<const uint4*>(from);
     words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
 }
 
-// A chunk of the tile; zeros beyond the matrix. `real`: columns from its first one on.
-__device__ __forceinline__ void load_chunk(u32 (&words)[kGivenWords], const Given* from, i64 real) {
+// Loads a chunk of the tile, zeros beyond the matrix. `real`: columns from its first one on.
+__device__ __forceinline__ void load_chunk(u32 (&words)[kInputWords], const NormInput* from,
+                                           i64 real) {
 #pragma unroll
-    for (int v = 0; v < kGivenWords / 4; ++v)
-        load_vector(words + 4 * v, from + v * kGivenVector, v * kGivenVector < real);
+    for (int v = 0; v < kInputWords / 4; ++v)
+        load_vector(words + 4 * v, from + v * kInputVector, v * kInputVector < real);
 }
 
 __device__ __forceinline__ void load_factors(const Norm& p, float (&weight)[kChunk],
@@ -60,8 +62,8 @@ __device__ __forceinline__ void load_factors(const Norm& p, float (&weight)[kChu
     }
 }
 
-// A chunk of the norm of a row, `real` of its values inside the matrix.
-__device__ __forceinline__ void normalize(u32 (&raw)[kChunk / 2], const u32 (&words)[kGivenWords],
+// Normalizes a chunk of a row, of which `real` values are inside the matrix.
+__device__ __forceinline__ void normalize(u32 (&raw)[kChunk / 2], const u32 (&words)[kInputWords],
                                           float middle, float factor, const float (&weight)[kChunk],
                                           const float (&bias)[kChunk], i64 real) {
 #pragma unroll
@@ -79,41 +81,41 @@ __device__ __forceinline__ void normalize(u32 (&raw)[kChunk / 2], const u32 (&wo
     }
 }
 
-// A block's tiles, which have stages of its shared memory in turn.
+// A block's tiles, which use the stages of its shared memory in turn.
 struct Tiles {
     const Norm& p;
-    Given* stages;
-    u32 *left_by, ready;  // warps that have left each stage; its barrier
+    NormInput* stages;
+    u32 *left_by, ready;  // warps that have released each stage; its barrier
     i64 left;             // the block's first column
     int from, step, count;
 
     __device__ __forceinline__ i64 top(int i) const {
         return (from + static_cast<i64>(i) * step) * QUANT_CTA_ROWS;
     }
-    __device__ __forceinline__ Given* tile(int i) const {
+    __device__ __forceinline__ NormInput* tile(int i) const {
         return stages + i % QUANT_STAGES * QUANT_CTA_ROWS * QUANT_CTA_COLUMNS;
     }
 
-    // By a warp.
+    // Called by one warp.
     __device__ __forceinline__ void fill(int i) const {
         const int wide =
             QUANT_WHOLE
                 ? QUANT_CTA_COLUMNS
                 : static_cast<int>(min(static_cast<i64>(QUANT_CTA_COLUMNS), p.columns - left));
-        const int tall =
+        const int tile_rows =
             QUANT_WHOLE ? QUANT_CTA_ROWS
                         : static_cast<int>(min(static_cast<i64>(QUANT_CTA_ROWS), p.rows - top(i)));
         const int lane = threadIdx.x % 32;
         const u32 barrier = ready + 8 * (i % QUANT_STAGES);
-        if (lane == 0) expect_bytes(barrier, tall * wide * sizeof(Given));
+        if (lane == 0) barrier_expect_bytes(barrier, tile_rows * wide * sizeof(NormInput));
         __syncwarp();
-        for (int row = lane; row < tall; row += 32)
-            load_line(shared_address(tile(i) + row * QUANT_CTA_COLUMNS),
-                      static_cast<const Given*>(p.x) + (top(i) + row) * p.columns + left,
-                      wide * sizeof(Given), barrier);
+        for (int row = lane; row < tile_rows; row += 32)
+            bulk_load(shared_address(tile(i) + row * QUANT_CTA_COLUMNS),
+                      static_cast<const NormInput*>(p.x) + (top(i) + row) * p.columns + left,
+                      wide * sizeof(NormInput), barrier);
     }
 
-    // By each of kWarps warps; the last one has another tile copied in its place.
+    // Called by each of kWarps warps; the last one refills the stage.
     template <int kWarps>
     __device__ __forceinline__ void leave(int i) const {
         if (i + QUANT_STAGES >= count) return;
@@ -127,8 +129,8 @@ struct Tiles {
     }
 };
 
-// Each lane's sums of kSums rows -> lane l has the warp's sum of row l / (32 / kSums). The order is
-// that of the lanes, 16 apart first, however many rows there are.
+// Reduces each lane's sums of kSums rows, so that lane l has the warp's sum of row l / (32 /
+// kSums). The order, lanes 16 apart first, does not depend on kSums.
 template <int kSums>
 __device__ __forceinline__ float over_warp(float (&sums)[kSums]) {
     const int lane = threadIdx.x % 32;

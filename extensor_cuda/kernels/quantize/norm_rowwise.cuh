@@ -1,23 +1,23 @@
-// Norms that are quantized along rows alone.
+// Norms quantized rowwise only. Macros: QUANT_ (norm_quantize.py).
 //
-// A cluster of QUANT_GROUP blocks has QUANT_CTA_ROWS rows at a time, each block QUANT_CTA_COLUMNS
-// columns of them, which are copied to a stage of its shared memory. A thread has a chunk of
-// columns in kEach rows. Sums are of a thread's values, then of a warp's lanes, then of the warps
-// that share a row, each of which sends its own to all blocks before it encodes the rows before: so
-// nobody waits for sums, nor, with QUANT_STAGES stages, for memory.
+// A cluster of QUANT_GROUP blocks has QUANT_CTA_ROWS rows at a time, and each block
+// QUANT_CTA_COLUMNS of their columns, copied to a stage of shared memory. A thread has a chunk of
+// columns in kEach rows. Sums run over a thread, then a warp, then the warps of a row. Each warp
+// sends its sums to all blocks before it encodes the previous rows, so that no warp waits for sums,
+// nor, with QUANT_STAGES stages, for memory.
 
 constexpr int kSlices = kSide / 32;  // warps that share a row of the block
-constexpr int kShare = 32 / kEach;   // of a warp that have the sum of one of its rows
-constexpr int kTerms = (QUANT_GROUP * kSlices + 31) / 32 * 32;  // sums of warps that make a row's
+constexpr int kShare = 32 / kEach;   // lanes that hold the sum of one of a warp's rows
+constexpr int kTerms = (QUANT_GROUP * kSlices + 31) / 32 * 32;  // warp sums that make a row's
 
 __device__ __forceinline__ float of_row(float of_lanes, int e) {
     return __shfl_sync(~0u, of_lanes, e * kShare);
 }
 
-// `*to = v` in block `rank` of the cluster, and 4 bytes more at its barrier.
+// Stores `*to = v` in block `rank` of the cluster and adds 4 bytes at its barrier.
 __device__ __forceinline__ void send(float* to, float v, u32 barrier, int rank) {
     if (QUANT_GROUP == 1) {
-        *to = v;  // `sent` says so
+        *to = v;  // `sent` completes it
         return;
     }
     asm volatile(
@@ -28,24 +28,24 @@ __device__ __forceinline__ void send(float* to, float v, u32 barrier, int rank) 
         "f"(v), "r"(barrier), "r"(rank)
         : "memory");
 }
-// A block that has no cluster waits for its threads, others for bytes.
+// A block without a cluster waits for its threads, others wait for bytes.
 constexpr int kSent = sizeof(float) * QUANT_NORM * QUANT_CTA_ROWS * QUANT_GROUP * kSlices;
 __device__ __forceinline__ void sent(u32 barrier) {
-    if (QUANT_GROUP == 1) arrive(barrier);
+    if (QUANT_GROUP == 1) barrier_arrive(barrier);
 }
 __device__ __forceinline__ void expect_sums(u32 barrier) {
-    if (QUANT_GROUP > 1) expect_bytes(barrier, kSent);
+    if (QUANT_GROUP > 1) barrier_expect_bytes(barrier, kSent);
 }
 
 typedef float Terms[QUANT_NORM][QUANT_CTA_ROWS]
-                   [kTerms];  // of each warp: squares about its mean; with QUANT_NORM 2 the mean
+                   [kTerms];  // per warp: squares about its mean; QUANT_NORM 2: and the mean
 
-// The sums of a warp's rows, the first being `row`, to all blocks.
-__device__ __forceinline__ void send_sums(const Given* mine, i64 real, float width, Terms& terms,
-                                          u32 barrier, int row, int term) {
+// Sends the sums of a warp's rows, from `row` on, to all blocks.
+__device__ __forceinline__ void send_sums(const NormInput* mine, i64 real, float width,
+                                          Terms& terms, u32 barrier, int row, int term) {
     const int lane = threadIdx.x % 32;
     float sums[kEach], mean = 0;
-    u32 words[kGivenWords];
+    u32 words[kInputWords];
 #if QUANT_NORM == 2
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
@@ -78,14 +78,14 @@ __device__ __forceinline__ void send_sums(const Given* mine, i64 real, float wid
     sent(barrier);
 }
 
-// Columns that a warp's term is of.
+// How many columns a warp's term covers.
 __device__ __forceinline__ float width_of(int term, i64 columns) {
     return QUANT_WHOLE ? 512.0f
                        : static_cast<float>(min(static_cast<i64>(512),
                                                 max(columns - term * 512, static_cast<i64>(0))));
 }
 
-// Lane l: the sum over all terms of row l / kShare.
+// Lane l gets the sum over all terms of row l / kShare.
 template <class Of>
 __device__ __forceinline__ float over_terms(Of of) {
     const int lane = threadIdx.x % 32;
@@ -103,17 +103,17 @@ __device__ __forceinline__ float over_terms(Of of) {
 extern "C" __global__ void QUANT_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
     quantize_normed_rows(const __grid_constant__ Norm p) {
     extern __shared__ u8 raw_memory[];
-    Given* const tiles = reinterpret_cast<Given*>(raw_memory);
+    NormInput* const tiles = reinterpret_cast<NormInput*>(raw_memory);
     Terms* const terms =
         reinterpret_cast<Terms*>(tiles + QUANT_STAGES * QUANT_CTA_ROWS * QUANT_CTA_COLUMNS);
-    u32* const left_by = reinterpret_cast<u32*>(terms + 2);  // warps that have left each stage
+    u32* const left_by = reinterpret_cast<u32*>(terms + 2);  // warps that have released each stage
     const u32 summed = shared_address(left_by + 4), ready = summed + 16;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % QUANT_GROUP;
     const i64 left = static_cast<i64>(rank) * QUANT_CTA_COLUMNS;
     const int step = gridDim.x / QUANT_GROUP, from = blockIdx.x / QUANT_GROUP;
     const int count =
         (static_cast<int>((p.rows + QUANT_CTA_ROWS - 1) / QUANT_CTA_ROWS) - from + step - 1) /
-        step;  // tiles
+        step;  // in tiles
     const Tiles own = {p, tiles, left_by, ready, left, from, step, count};
 
     if (warp == 0) {
@@ -131,7 +131,7 @@ extern "C" __global__ void QUANT_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
         for (int i = 0; i < min(QUANT_STAGES, count); ++i) own.fill(i);
     }
     __syncthreads();
-    if (QUANT_GROUP > 1) cluster_sync();  // the blocks that sums are sent to are there
+    if (QUANT_GROUP > 1) cluster_sync();  // the receiving blocks have started
 
     const Tensor tensor = {1, 1, 0, 1};
     const Stream stream = {};
@@ -141,7 +141,7 @@ extern "C" __global__ void QUANT_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
     const i64 start = left + side * kChunk, real = p.columns - start;
     const float length = static_cast<float>(p.columns), width = width_of(term, p.columns);
     const auto sum = [&](int i) {
-        wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
+        barrier_wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
         send_sums(own.tile(i) + first * QUANT_CTA_COLUMNS + side * kChunk, real, width,
                   terms[i % 2], summed + 8 * (i % 2), first, term);
     };
@@ -149,7 +149,7 @@ extern "C" __global__ void QUANT_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
     load_factors(p, weight, bias, start, real);
     sum(0);
     for (int i = 0; i < count; ++i) {
-        wait(summed + 8 * (i % 2), i / 2 % 2);
+        barrier_wait(summed + 8 * (i % 2), i / 2 % 2);
         const Terms& t = terms[i % 2];
         const i64 top = own.top(i), along = tiles_along(p.columns),
                   block = (top + first) * along + start / CODEC_BLOCK;
@@ -178,18 +178,19 @@ extern "C" __global__ void QUANT_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
             p.rstd[mine] = rstd;
             if (QUANT_NORM == 2) p.mean[mine] = mean;
         }
-        if (threadIdx.x == 0) expect_sums(summed + 8 * (i % 2));  // before it sends what follows
+        if (threadIdx.x == 0)
+            expect_sums(summed + 8 * (i % 2));  // before any block sends the next sums
         if (i + 1 < count) sum(i + 1);
 #pragma unroll 4
         for (int e = 0; e < kEach; ++e) {
             const i64 inside = QUANT_WHOLE || top + first + e < p.rows ? real : 0;
             const float middle = QUANT_NORM == 2 ? of_row(mean, e) : 0.0f, factor = of_row(rstd, e);
-            Given* const row = own.tile(i) + (first + e) * QUANT_CTA_COLUMNS;
-            u32 words[kGivenWords], raw[kChunk / 2];
+            NormInput* const row = own.tile(i) + (first + e) * QUANT_CTA_COLUMNS;
+            u32 words[kInputWords], raw[kChunk / 2];
             load_chunk(words, row + side * kChunk, inside);
             normalize(raw, words, middle, factor, weight, bias, inside);
-            encode_along(raw, top + first + e, start, block + e * along, p.rows, p.columns, tensor,
-                         stream, p.codes[0], p.scales[0], nullptr, tally);
+            encode_rowwise(raw, top + first + e, start, block + e * along, p.rows, p.columns,
+                           tensor, stream, p.codes[0], p.scales[0], nullptr, tally);
         }
         own.leave<kRowWarps>(i);
     }

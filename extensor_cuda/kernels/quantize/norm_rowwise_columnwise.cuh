@@ -1,28 +1,26 @@
-// Norms that are quantized, both directions.
+// Norms quantized rowwise and columnwise. Macros: QUANT_ (norm_quantize.py).
 //
-// A group of QUANT_GROUP blocks, all of which run at a time, has QUANT_CTA_ROWS rows at a time,
-// each block QUANT_CTA_COLUMNS columns of them, which are copied to a stage of its shared memory.
-// Some warps sum the rows QUANT_NORM_LEAD tiles before they are encoded, post the sums where all
-// blocks of the group look, and encode down the columns what others have left that encode rows. A
-// last warp waits for the sums and tells its block what they make. So nobody else waits for sums,
-// nor, with QUANT_STAGES stages, for memory.
+// A group of QUANT_GROUP co-resident blocks has QUANT_CTA_ROWS rows at a time, and each block
+// QUANT_CTA_COLUMNS of their columns, copied to a stage of shared memory. Some warps sum rows
+// QUANT_NORM_LEAD tiles ahead, post the sums to the group, and encode columnwise what the
+// row-encoding warps left. One more warp waits for the sums and hands the results to its block. So
+// no other warp waits for sums, nor, with QUANT_STAGES stages, for memory.
 
 constexpr int kColumnThreads = QUANT_COLUMN_THREADS, kColumnWarps = kColumnThreads / 32;
 constexpr bool kHeld = !QUANT_NORM_BIAS;  // whether weights and bias stay in registers
 
-// A block's columns are what a warp sums; at a time it has so many rows.
+// A warp sums all of a block's columns for so many rows at a time.
 constexpr int kSummed = QUANT_CTA_ROWS / kColumnWarps, kShare = 32 / kSummed, kMostTerms = 32;
-static_assert(QUANT_CTA_COLUMNS * sizeof(Given) == 1024 && QUANT_CTA_ROWS == 32 &&
+static_assert(QUANT_CTA_COLUMNS * sizeof(NormInput) == 1024 && QUANT_CTA_ROWS == 32 &&
                   QUANT_GROUP <= kMostTerms,
               "a lane has a row's terms");
-// Whoever posts a tile's sums knows that every block has read those of so many tiles before, and
-// that its own has encoded the rows of so many before.
+// When a tile's sums are posted, every block has read those of kPosts tiles before, and this block
+// has encoded the rows of kFound tiles before.
 constexpr int kPosts = 2 * QUANT_NORM_LEAD + 2, kFound = QUANT_NORM_LEAD + 1;
 
-// `over_warp` of what `of` makes of sum e and a value. A lane has two vectors of a term's, `mine`
-// on.
+// `over_warp` of `of`(sum e, value). A lane has two vectors of a term, from `mine` on.
 template <class Of>
-__device__ __forceinline__ float over_columns(const Given* mine, i64 real, Of of) {
+__device__ __forceinline__ float over_columns(const NormInput* mine, i64 real, Of of) {
     float sums[kSummed];
 #pragma unroll
     for (int e = 0; e < kSummed; ++e) {
@@ -32,14 +30,14 @@ __device__ __forceinline__ float over_columns(const Given* mine, i64 real, Of of
             u32 words[4];
             load_vector(words, mine + e * QUANT_CTA_COLUMNS + at, at < real);
 #pragma unroll
-            for (int k = 0; k < kGivenVector; ++k)
+            for (int k = 0; k < kInputVector; ++k)
                 sums[e] = of(sums[e], given(words, k), e, QUANT_WHOLE || at < real);
         }
     }
     return over_warp(sums);
 }
 
-// Columns of a term.
+// How many columns a term covers.
 __device__ __forceinline__ float width_of(int term, i64 columns) {
     return QUANT_WHOLE ? QUANT_CTA_COLUMNS
                        : static_cast<float>(
@@ -48,11 +46,11 @@ __device__ __forceinline__ float width_of(int term, i64 columns) {
 }
 
 typedef u64 Posts[QUANT_NORM][QUANT_GROUP]
-                 [QUANT_CTA_ROWS];  // a float and the number of its tile: squares about the mean;
-                                    // with QUANT_NORM 2 the mean
+                 [QUANT_CTA_ROWS];  // a float and its tile's number: squares about the mean;
+                                    // QUANT_NORM 2: and the mean
 
-// A warp's sums to their places `to`; `from`: the lane's first columns, of term `term`.
-__device__ __forceinline__ void post_sums(const Given* from, i64 real, int term, i64 columns,
+// Posts a warp's sums to `to`; `from`: the lane's first columns, of term `term`.
+__device__ __forceinline__ void post_sums(const NormInput* from, i64 real, int term, i64 columns,
                                           u64* to, u32 tile) {
     const int lane = threadIdx.x % 32;
     const auto post_all = [&](int n, float v) {
@@ -60,7 +58,7 @@ __device__ __forceinline__ void post_sums(const Given* from, i64 real, int term,
                    it = static_cast<u64>(tile) << 32 | __float_as_uint(v);
         if (lane % kShare) return;
         if (QUANT_GROUP > 1)
-            post(mine, it);
+            store_relaxed(mine, it);
         else
             *mine = it;
     };
@@ -83,18 +81,18 @@ __device__ __forceinline__ void post_sums(const Given* from, i64 real, int term,
 #endif
 }
 
-// A block alone keeps its sums to itself, and waits for them at a barrier.
-__device__ __forceinline__ u64 look(const u64* from) {
-    return QUANT_GROUP > 1 ? posted(from) : *from;
+// A block without a group keeps its sums to itself and waits at a barrier.
+__device__ __forceinline__ u64 load_post(const u64* from) {
+    return QUANT_GROUP > 1 ? load_relaxed(from) : *from;
 }
 
-// A tile's terms of a row, once all of them are there.
+// Reads a row's terms of a tile, once all are posted.
 __device__ __forceinline__ void await_terms(float (&terms)[kMostTerms], const u64* from, u32 tile) {
     for (;;) {
         bool there = true;
 #pragma unroll
         for (int t = 0; t < kMostTerms; ++t) {
-            const u64 found = t < QUANT_GROUP ? look(from + t * QUANT_CTA_ROWS) : 0;
+            const u64 found = t < QUANT_GROUP ? load_post(from + t * QUANT_CTA_ROWS) : 0;
             terms[t] = float_of(static_cast<u32>(found));
             if (t < QUANT_GROUP) there &= found >> 32 == tile;
         }
@@ -115,14 +113,15 @@ __device__ __forceinline__ float sum_of(float (&terms)[kMostTerms]) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     quantize_normed(const __grid_constant__ Norm p) {
     extern __shared__ u8 raw_memory[];
-    Given* const tiles = reinterpret_cast<Given*>(raw_memory);
+    NormInput* const tiles = reinterpret_cast<NormInput*>(raw_memory);
     typedef float Found[QUANT_NORM][QUANT_CTA_ROWS];  // rstds and means
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % QUANT_GROUP;
     const int step = gridDim.x / QUANT_GROUP, from = blockIdx.x / QUANT_GROUP;
     Posts* posts =
         reinterpret_cast<Posts*>(tiles + QUANT_STAGES * QUANT_CTA_ROWS * QUANT_CTA_COLUMNS);
     Found* const found = reinterpret_cast<Found*>(posts + (QUANT_GROUP == 1) * kPosts);
-    u32* const left_by = reinterpret_cast<u32*>(found + kFound);  // warps that have left each stage
+    u32* const left_by =
+        reinterpret_cast<u32*>(found + kFound);  // warps that have released each stage
     const u32 summed = shared_address(left_by + QUANT_STAGES + QUANT_STAGES % 2),
               ready = summed + 8 * kFound, coded = ready + 8 * QUANT_STAGES,
               sent = coded + 8 * QUANT_STAGES;  // to itself
@@ -130,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const i64 left = static_cast<i64>(rank) * QUANT_CTA_COLUMNS;
     const int count =
         (static_cast<int>((p.rows + QUANT_CTA_ROWS - 1) / QUANT_CTA_ROWS) - from + step - 1) /
-        step;  // tiles
+        step;  // in tiles
     const Tiles own = {p, tiles, left_by, ready, left, from, step, count};
 
     if (warp == 0) {
@@ -152,8 +151,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kThreads / 32 - 1) {
         for (int i = 0; i < count; ++i) {
             const auto& here = posts[i % kPosts];
-            wait(sent + 8 * (i % kPosts),
-                 i / kPosts % 2);  // the tile is written over when its sums are told
+            barrier_wait(sent + 8 * (i % kPosts),
+                         i / kPosts % 2);  // the tile is overwritten once its sums are handed over
             float terms[kMostTerms], mean = 0;
 #if QUANT_NORM == 2
             await_terms(terms, &here[1][0][lane], i + 1);
@@ -168,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
             for (int t = 0; t < QUANT_GROUP; ++t) {
                 const float apart =
-                    __fsub_rn(float_of(static_cast<u32>(look(&here[1][t][lane]))), mean);
+                    __fsub_rn(float_of(static_cast<u32>(load_post(&here[1][t][lane]))), mean);
                 terms[t] =
                     __fadd_rn(terms[t], __fmul_rn(__fmul_rn(apart, apart), width_of(t, p.columns)));
             }
@@ -180,33 +179,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 p.rstd[own.top(i) + lane] = rstd;
                 if (QUANT_NORM == 2) p.mean[own.top(i) + lane] = mean;
             }
-            arrive(summed + 8 * (i % kFound));
+            barrier_arrive(summed + 8 * (i % kFound));
         }
         return;
     }
     const auto sum = [&](int i) {
-        const int row = (warp - kRowWarps) * kSummed, at = lane * kGivenVector;
-        wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
+        const int row = (warp - kRowWarps) * kSummed, at = lane * kInputVector;
+        barrier_wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
         post_sums(own.tile(i) + row * QUANT_CTA_COLUMNS + at, p.columns - left - at, rank,
                   p.columns, &posts[i % kPosts][0][rank][row], i + 1);
-        arrive(sent + 8 * (i % kPosts));
+        barrier_arrive(sent + 8 * (i % kPosts));
     };
     const Tensor tensor = {1, 1, 0, 1};
     const Stream stream = {};
     Tally tally = {0, 0};
     if (warp >= kRowWarps) {
-        constexpr int kPitch = QUANT_CTA_COLUMNS * sizeof(Given) / sizeof(Raw),
+        constexpr int kPitch = QUANT_CTA_COLUMNS * sizeof(NormInput) / sizeof(Raw),
                       kItems = QUANT_CTA_ROWS / kChunk * QUANT_CTA_COLUMNS / QUANT_THREAD_COLUMNS;
         static_assert(kItems <= kColumnThreads, "one each");
         const int item = threadIdx.x - kRowThreads;
         for (int i = -QUANT_NORM_LEAD; i < count; ++i) {
             if (i + QUANT_NORM_LEAD < count) sum(i + QUANT_NORM_LEAD);
             if (i < 0) continue;
-            wait(coded + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
+            barrier_wait(coded + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
             if (item < kItems)
-                encode_down<kPitch>(reinterpret_cast<const Raw*>(own.tile(i)), item, own.top(i),
-                                    left, p.rows, p.columns, tensor, stream, p.codes[1],
-                                    p.scales[1], nullptr, tally);
+                encode_columnwise<kPitch>(reinterpret_cast<const Raw*>(own.tile(i)), item,
+                                          own.top(i), left, p.rows, p.columns, tensor, stream,
+                                          p.codes[1], p.scales[1], nullptr, tally);
             own.leave<kColumnWarps>(i);
         }
         add_counts(tally, p.counters + 2 * kSlots);
@@ -217,30 +216,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     float weight[kChunk], bias[kChunk];
     if (kHeld) load_factors(p, weight, bias, start, real);
     for (int i = 0; i < count; ++i) {
-        wait(summed + 8 * (i % kFound), i / kFound % 2);
-        wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
+        barrier_wait(summed + 8 * (i % kFound), i / kFound % 2);
+        barrier_wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
         const i64 top = own.top(i), along = tiles_along(p.columns),
                   block = (top + first) * along + start / CODEC_BLOCK;
         if (!kHeld) load_factors(p, weight, bias, start, real);
-#pragma unroll(QUANT_WHOLE ? 4 : 2)  // registers
+#pragma unroll(QUANT_WHOLE ? 4 : 2)  // saves registers
         for (int e = 0; e < kEach; ++e) {
             const i64 inside = QUANT_WHOLE || top + first + e < p.rows ? real : 0;
             const float middle = found[i % kFound][QUANT_NORM - 1][first + e],
                         factor = found[i % kFound][0][first + e];
-            Given* const row = own.tile(i) + (first + e) * QUANT_CTA_COLUMNS;
-            u32 words[kGivenWords], raw[kChunk / 2];
+            NormInput* const row = own.tile(i) + (first + e) * QUANT_CTA_COLUMNS;
+            u32 words[kInputWords], raw[kChunk / 2];
             load_chunk(words, row + side * kChunk, inside);
             normalize(raw, words, middle, factor, weight, bias, inside);
-            __syncwarp();  // all lanes have read the row, where what they write may lie
+            __syncwarp();  // all lanes have read the row, which their stores may overwrite
             uint4* to = reinterpret_cast<uint4*>(reinterpret_cast<u16*>(row) + side * kChunk);
             to[0] = uint4{raw[0], raw[1], raw[2], raw[3]},
             to[1] = uint4{raw[4], raw[5], raw[6], raw[7]};
-            encode_along(raw, top + first + e, start, block + e * along, p.rows, p.columns, tensor,
-                         stream, p.codes[0], p.scales[0], nullptr, tally);
+            encode_rowwise(raw, top + first + e, start, block + e * along, p.rows, p.columns,
+                           tensor, stream, p.codes[0], p.scales[0], nullptr, tally);
         }
         asm volatile("fence.proxy.async.shared::cta;" ::
-                         : "memory");  // a copy will overwrite what was stored
-        arrive(coded + 8 * (i % QUANT_STAGES));
+                         : "memory");  // orders the stores before the copy that overwrites them
+        barrier_arrive(coded + 8 * (i % QUANT_STAGES));
     }
     add_counts(tally, p.counters);
 }

@@ -1,14 +1,11 @@
-// Fused block quantizer: values -> packed codes and scales, byte for byte as extensor/quant does
-// it.
+// The fused block quantizer: values to packed codes and scales, byte for byte as extensor/quant.
+// Macros give the format, scale rule and rounding (quantize.py), so that each cubin holds one
+// straight path. Compiled with --fmad=false: every float operation decides bits.
 //
-// A thread owns a chunk, 16 neighbouring positions of one block: one Philox call at 8 random bits,
-// whole 32-bit words of codes at 4, 6 and 8 bits. `quantize_rows` blocks along the last axis
-// (contiguous), `quantize_tiles` there in tiles of several rows, `quantize_columns` along an axis
-// before it, `quantize_both` a matrix both ways. All read the values once.
-//
-// No headers. Everything about the format, the scale rule and the rounding comes as macros (see
-// quantize.py), so that each cubin holds one straight path. Compiled with --fmad=false: every float
-// operation here decides bits.
+// A thread owns a chunk, 16 neighbours of one block: one Philox call at 8 random bits, and whole
+// words of codes at 4, 6 and 8 bits. `quantize_rows` has blocks along the contiguous axis,
+// `quantize_tiles` in tiles of several rows, `quantize_columns` along an earlier axis, and
+// `quantize_both` both ways. All read values once.
 
 #include "codec/input.cuh"
 #include "quantize/hadamard.cuh"

@@ -1,7 +1,8 @@
-// Quantizes a matrix rowwise: blocks lie along rows, a thread has QUANT_THREAD_CHUNKS chunks.
+// Quantizes a matrix rowwise: blocks run along rows, and a thread has QUANT_THREAD_CHUNKS chunks.
+// Configured by the quantizer's macros (quantize.py).
 
-// x (rows, length) -> codes, scales or values. Whole: length is a multiple of the block, and x is
-// aligned to 16 bytes.
+// x (rows, length) -> codes, scales or values. QUANT_WHOLE: length is a multiple of the block, x is
+// 16-byte aligned.
 extern "C" __global__ void __launch_bounds__(kThreads)
     quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
                   float* __restrict__ values, const Tensor* __restrict__ tensor_of,
@@ -54,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         Chunk unpacked;
         Chunk& v = chunk_of(raw[item], unpacked);
 #if CODEC_HADAMARD
-        turn_lanes(v[0], signs, static_cast<u32>(chunk % kTurned));
+        hadamard_lanes(v[0], signs, static_cast<u32>(chunk % kHadamardChunks));
 #endif
 #if CODEC_OUT == 2
 #if CODEC_UE4M3

@@ -1,5 +1,6 @@
-// Quantizes a matrix rowwise and columnwise in one reading: a tile is encoded along its rows from
-// registers and, through shared memory, down its columns.
+// Quantizes a matrix rowwise and columnwise in one reading. A tile is encoded rowwise from
+// registers and columnwise through shared memory. Configured by the quantizer's macros
+// (quantize.py).
 
 constexpr int kChunkVectors = kChunk / kPerVector;
 
@@ -7,11 +8,11 @@ __device__ __forceinline__ i64 tiles_along(i64 columns) {
     return (columns + CODEC_BLOCK - 1) / CODEC_BLOCK;
 }
 
-// A chunk of a row and of its block `block`, by neighbouring lanes.
-__device__ __forceinline__ void encode_along(u32 (&raw)[sizeof(Raw) * kChunk / 4], i64 row,
-                                             i64 start, i64 block, i64 rows, i64 columns,
-                                             const Tensor& tensor, const Stream& stream, u8* codes,
-                                             u8* scales, float* values, Tally& tally) {
+// Encodes a chunk of a row, of block `block`, shared with neighbouring lanes.
+__device__ __forceinline__ void encode_rowwise(u32 (&raw)[sizeof(Raw) * kChunk / 4], i64 row,
+                                               i64 start, i64 block, i64 rows, i64 columns,
+                                               const Tensor& tensor, const Stream& stream,
+                                               u8* codes, u8* scales, float* values, Tally& tally) {
     const u32 part = static_cast<u32>(start / kChunk) % kParts;
     u32 codes_of[kWords];
     Chunk unpacked;
@@ -30,8 +31,7 @@ __device__ __forceinline__ void encode_along(u32 (&raw)[sizeof(Raw) * kChunk / 4
         if (row < rows && start + k < columns) to[k] = v[0][k];
 #endif
 #else
-    if ((QUANT_NORM &&
-         QUANT_WHOLE) ||  // without the test quantize_both takes registers that it does not have
+    if ((QUANT_NORM && QUANT_WHOLE) ||  // saves registers that quantize_both does not have
         (row < rows && start < tiles_along(columns) * CODEC_BLOCK)) {
         store_words(reinterpret_cast<u32*>(codes) + (block * kParts + part) * kWords, codes_of);
         if (part == 0) scales[block] = static_cast<u8>(s.stored);
@@ -42,15 +42,15 @@ __device__ __forceinline__ void encode_along(u32 (&raw)[sizeof(Raw) * kChunk / 4
 #if !QUANT_ONLY_ROWWISE
 constexpr int kAcross = QUANT_CTA_ROWS / kChunk;  // chunks down a tile
 
-// 16 rows of QUANT_THREAD_COLUMNS columns of a tile, whose rows are kPitch values apart, from (top,
-// left) of the matrix on.
+// Encodes 16 rows of QUANT_THREAD_COLUMNS columns of a tile with rows kPitch values apart, at (top,
+// left) of the matrix.
 template <int kPitch>
-__device__ __forceinline__ void encode_down(const Raw* tile, int thread, i64 top, i64 left,
-                                            i64 rows, i64 columns, const Tensor& tensor,
-                                            const Stream& stream, u8* codes, u8* scales,
-                                            float* values, Tally& tally) {
+__device__ __forceinline__ void encode_columnwise(const Raw* tile, int thread, i64 top, i64 left,
+                                                  i64 rows, i64 columns, const Tensor& tensor,
+                                                  const Stream& stream, u8* codes, u8* scales,
+                                                  float* values, Tally& tally) {
     constexpr int kLanes =
-        32 / kAcross;  // side by side; the chunks of a column are so many lanes apart
+        32 / kAcross;  // neighbouring lanes; a column's chunks are this far apart
     const int below = thread % 32 / kLanes, group = thread / 32 * kLanes + thread % kLanes;
     const i64 column = left + group * QUANT_THREAD_COLUMNS, start = top + below * kChunk;
     u32 mine[kChunk][kPairs];
@@ -123,8 +123,8 @@ __device__ __forceinline__ void encode_down(const Raw* tile, int thread, i64 top
 #endif
     }
 #else
-    const i64 octet_row = line * (CODEC_BLOCK * CODEC_BITS / 8) + part * (kWords * 4);
-    store_octets(codes_of, codes + octet_row * columns + column, columns, real);
+    const i64 byte_row = line * (CODEC_BLOCK * CODEC_BITS / 8) + part * (kWords * 4);
+    store_column_bytes(codes_of, codes + byte_row * columns + column, columns, real);
     if (part == 0) {
 #if QUANT_WHOLE
         u32 four = 0;
@@ -153,11 +153,11 @@ __device__ __forceinline__ void encode_down(const Raw* tile, int thread, i64 top
 #endif
 #else
 constexpr int kWide =
-    kThreads / kAcross * QUANT_THREAD_COLUMNS;  // columns of a tile; a row is 256 bytes or more
+    kThreads / kAcross * QUANT_THREAD_COLUMNS;  // columns of a tile; a row has at least 256 bytes
 constexpr int kPerRow = kWide / kChunk;         // chunks of a row
 
-// x (rows, columns). Whole: rows and columns are multiples of a tile's, x is aligned to 16 bytes.
-// Results along rows, then down columns: codes and scales, or decoded values (CODEC_OUT 1).
+// x (rows, columns) -> results rowwise, then columnwise: codes and scales, or decoded values
+// (CODEC_OUT 1). QUANT_WHOLE: rows and columns are multiples of a tile's, x is 16-byte aligned.
 extern "C" __global__ void __launch_bounds__(kThreads, QUANT_MIN_CTAS)
     quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict__ codes1,
                   u8* __restrict__ scales0, u8* __restrict__ scales1, float* __restrict__ values0,
@@ -215,15 +215,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, QUANT_MIN_CTAS)
     for (int item = 0; item < QUANT_THREAD_COLUMNS; ++item) {
         const int chunk = item * kThreads + threadIdx.x;
         const i64 row = top + chunk / kPerRow, start = left + chunk % kPerRow * kChunk;
-        encode_along(raw[item], row, start, row * tiles_along(columns) + start / CODEC_BLOCK, rows,
-                     columns, tensor, stream, codes0, scales0, values0, tally);
+        encode_rowwise(raw[item], row, start, row * tiles_along(columns) + start / CODEC_BLOCK,
+                       rows, columns, tensor, stream, codes0, scales0, values0, tally);
     }
     add_counts(tally, counters);
 
     tally = Tally{0, 0};
     stream = stream_of(clock, key10, key11, high10, high11);
-    encode_down<kWide>(tile, threadIdx.x, top, left, rows, columns, tensor, stream, codes1, scales1,
-                       values1, tally);
+    encode_columnwise<kWide>(tile, threadIdx.x, top, left, rows, columns, tensor, stream, codes1,
+                             scales1, values1, tally);
     add_counts(tally, counters + 2 * kSlots);
 }
 #endif

@@ -1,10 +1,11 @@
-// Quantizes a matrix in square tiles under one scale each: a thread has a chunk of a row.
+// Quantizes a matrix in square tiles of one scale each; a thread has a chunk of a row. Configured
+// by the quantizer's macros (quantize.py).
 
 constexpr int kWarps =
-    QUANT_TILE_ROWS / 16;  // warps of a tile's rows; each holds 16 rows of two chunks
+    QUANT_TILE_ROWS / 16;  // warps of a tile's rows; each has 16 rows of two chunks
 
-// x (images, rows, length), tiles of (QUANT_TILE_ROWS, CODEC_BLOCK), blocks numbered along the
-// rows. Whole: length is a multiple of 16, and x is aligned to 16 bytes.
+// x (images, rows, length) in tiles of (QUANT_TILE_ROWS, CODEC_BLOCK), numbered along the rows.
+// QUANT_WHOLE: length is a multiple of 16, x is 16-byte aligned.
 extern "C" __global__ void __launch_bounds__(kThreads, CODEC_SEARCH ? 2 : 1)
     quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
                    float* __restrict__ values, const Tensor* __restrict__ tensor_of,

@@ -1,28 +1,30 @@
-// Loads the activations x of w4a16_sm90_ring.cu into the ring of shared memory.
+// Producer warps of w4a16_sm90_ring.cu: they load the activations x into the ring of stages.
+// Configured by that kernel's macros.
 
-// A lane's eight neighbouring elements of each kBringing-th row of a piece.
-struct Part {
-    static constexpr int kRows = (kTokens / WEIGHT_ONLY_X_PARTS + kBringing - 1) / kBringing,
+// A lane's eight neighbouring elements of every kProducerWarps-th row of a chunk.
+struct XFragment {
+    static constexpr int kRows =
+                             (kTokens / WEIGHT_ONLY_X_PARTS + kProducerWarps - 1) / kProducerWarps,
                          kWords = sizeof(Raw) / 2;
     uint4 words[kRows][kWords];
-    // Those from `from` on; zeros if there are none.
+    // Loads from `from` on; zeros unless `there`.
     __device__ __forceinline__ void fetch(const Raw* from, i64 columns, int first, int rows,
                                           bool there) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
 #pragma unroll
             for (int w = 0; w < kWords; ++w) {
-                const int row = first + r * kBringing;
+                const int row = first + r * kProducerWarps;
                 words[r][w] = uint4{0, 0, 0, 0};
                 if (there && row < rows)
                     words[r][w] = reinterpret_cast<const uint4*>(from + row * columns)[w];
             }
     }
-    // In pairs four elements apart.
+    // Stores pairs of elements that are four apart.
     __device__ __forceinline__ void put(u8* to, int first, int rows) const {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            const int row = first + r * kBringing;
+            const int row = first + r * kProducerWarps;
             if (row >= rows) continue;
 #if WEIGHT_ONLY_IN == 1
             const uint4 w = words[r][0];
@@ -37,8 +39,8 @@ struct Part {
                 u32 pairs[4];
 #pragma unroll
                 for (int p = 0; p < 4; ++p)
-                    pairs[p] = part_of(__uint_as_float(low[p]), part) |
-                               part_of(__uint_as_float(high[p]), part) << 16;
+                    pairs[p] = bf16_part(__uint_as_float(low[p]), part) |
+                               bf16_part(__uint_as_float(high[p]), part) << 16;
                 *reinterpret_cast<uint4*>(to + (part * rows + row) * kPitch) =
                     uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
             }
@@ -46,4 +48,4 @@ struct Part {
         }
     }
 };
-constexpr int kEarly = WEIGHT_ONLY_IN == 1 ? 4 : 2;  // pieces that a warp has asked for
+constexpr int kPrefetch = WEIGHT_ONLY_IN == 1 ? 4 : 2;  // chunks a warp loads ahead

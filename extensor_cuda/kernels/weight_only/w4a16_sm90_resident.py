@@ -72,7 +72,7 @@ def product(given: Arguments, cut: Cut) -> None:
     rows, lines, columns = given.sizes
     partial, done = given.room(cut.slices, given.tokens, cut.groups)
     made = source(given.w, rows, given.x.dtype.name, given.out.dtype.name)
-    launched = made, "decode_few", cut.groups * cut.slices, 32 * WARPS
+    launched = made, "w4a16_sm90_resident", cut.groups * cut.slices, 32 * WARPS
     arrays = given.x, given.codes, given.scales, given.w.tensor_scale, partial, done, given.out
     numbers = rows, lines, columns, cut.slices, cut.stretch, cut.parts.bit_length() - 1
     launch(*launched, *arrays, *map(np.int32, numbers), shared=cut.shared, pdl=True)

@@ -1,25 +1,22 @@
-// out = x w^T for up to 16 rows of x, for Hopper: packed E2M1 weights under E8M0 or E4M3 scales,
-// read once, decoded to bfloat16 on the way to mma.sync (m16n8k16; weights on the side of 16).
-// Other than w4a16_sm90_resident.cu, which has all of a block's x in shared memory before it
-// begins, this one lets x pass by in a ring, so that how much of it there is asks for no slices of
-// K, which would have to be added across blocks; what few rows of w leave idle may.
+// out = x w^T for up to 16 rows of x on Hopper. Packed E2M1 weights with E8M0 or E4M3 scales are
+// read once and decoded to bfloat16 for mma.sync (m16n8k16, weights as operand A). x streams
+// through a ring of stages, so that K needs no slices because of x, unlike in
+// w4a16_sm90_resident.cu.
 //
-// A block has a group of tiles of 16 rows of w, and all of K or a slice. A warp that multiplies has
-// two tiles, whose pieces of 256 elements of K, or a share of them, it copies to shared memory
-// itself, WEIGHT_ONLY_DEPTH ahead, 128 bytes of a row at a time, lines of memory if K is a multiple
-// of 256: a request costs the second-level cache as much for 32 bytes. All have as much to do, and
-// want about the same x at a time. A lane then has 32 neighbouring elements of every eighth row of
-// a segment, half a piece. kBringing more warps bring x, piece by piece, some rows each, in the
-// order in which decoding leaves the elements, so that no element moves between lanes. float32 x is
-// three bfloat16 matrices, which together are exactly x: its rows are three tokens
-// (WEIGHT_ONLY_X_PARTS).
+// A block has a group of tiles of 16 rows of w, and all of K or a slice. A consumer warp takes two
+// tiles and copies chunks of 256 elements of K, or a share of them, WEIGHT_ONLY_DEPTH chunks ahead.
+// It copies 128 bytes of a row at a time, because a 32-byte request costs the L2 cache as much. A
+// lane decodes 32 neighbouring elements of every eighth row.
 //
-// Sums of shares of a tile meet in shared memory, those of slices in `partial`, where the last
-// block of a group adds them; everything in an order that depends on nothing but shapes. No
-// headers. Macros: WEIGHT_ONLY_WARPS (that multiply), WEIGHT_ONLY_SPLIT_K (warps that have the same
-// tiles), WEIGHT_ONLY_PRODUCER_WARPS (warps that bring x), CODEC_BLOCK (of a scale),
-// WEIGHT_ONLY_SCALE_BYTES (bytes of scales that are copied at a time), WEIGHT_ONLY_TILES (of 8
-// tokens), WEIGHT_ONLY_X_PARTS, WEIGHT_ONLY_STAGES, WEIGHT_ONLY_DEPTH; those of weights.cuh.
+// Producer warps load x chunk by chunk, in the order of decoded weights, so that no element moves
+// between lanes. float32 x is split into three bfloat16 matrices that sum to x exactly: a row is
+// three tokens (WEIGHT_ONLY_X_PARTS). Sums of shares meet in shared memory, those of slices in
+// `partial`, in an order that depends on shapes only.
+//
+// Macros: WEIGHT_ONLY_WARPS (consumers), WEIGHT_ONLY_SPLIT_K (warps that share tiles),
+// WEIGHT_ONLY_PRODUCER_WARPS, CODEC_BLOCK (elements of a scale), WEIGHT_ONLY_SCALE_BYTES (bytes of
+// scales copied at a time), WEIGHT_ONLY_TILES (of 8 tokens), WEIGHT_ONLY_X_PARTS,
+// WEIGHT_ONLY_STAGES, WEIGHT_ONLY_DEPTH; those of weights.cuh.
 
 #include "weight_only/weights.cuh"
 
@@ -29,29 +26,30 @@
 
 #include "weight_only/partial_sums.cuh"
 
-constexpr int kWarps = WEIGHT_ONLY_WARPS, kShares = WEIGHT_ONLY_SPLIT_K, kMath = 32 * kWarps,
-              kBringing = WEIGHT_ONLY_PRODUCER_WARPS, kTall = 16;
-constexpr int kThreads = kMath + 32 * kBringing;
+constexpr int kWarps = WEIGHT_ONLY_WARPS, kShares = WEIGHT_ONLY_SPLIT_K,
+              kConsumerThreads = 32 * kWarps, kProducerWarps = WEIGHT_ONLY_PRODUCER_WARPS,
+              kTileRows = 16;
+constexpr int kThreads = kConsumerThreads + 32 * kProducerWarps;
 constexpr int kTokens = 8 * WEIGHT_ONLY_TILES;
-// x: two segments of each token, two tokens in different banks.
-constexpr int kPiece = 256, kPitch = 2 * kPiece + 64, kStage = kTokens * kPitch;
-// w: 128 bytes of codes of each row, each second one's halves exchanged, so that two rows' lie in
-// different banks; then words that hold each row's scales.
-constexpr int kCodes = 2 * kTall * 128;
-constexpr int kOfLane = 32 / CODEC_BLOCK ? 32 / CODEC_BLOCK : 1,
-              kScales = kPiece / CODEC_BLOCK < 4 ? 4 : kPiece / CODEC_BLOCK;
-constexpr int kSlot = kCodes + 2 * kTall * kScales;
-constexpr int kRing = kWarps * WEIGHT_ONLY_DEPTH * kSlot;  // where stages begin
-// Sums, in floats: from a warp's to the next one's, from a token's to the next one's, of a tile.
-constexpr int kSums = WEIGHT_ONLY_DEPTH * kSlot / 4, kSumPitch = kTall + 4,
-              kOfTile = kTokens * kSumPitch;
-static_assert(2 * kOfTile <= kSums, "sums lie where the codes did");
+// x: two segments of each token. Pairs of tokens are in different banks.
+constexpr int kChunk = 256, kPitch = 2 * kChunk + 64, kStage = kTokens * kPitch;
+// w: 128 bytes of codes per row, then words with each row's scales. Every second row's halves are
+// swapped, so that pairs of rows are in different banks.
+constexpr int kCodes = 2 * kTileRows * 128;
+constexpr int kScalesPerLane = 32 / CODEC_BLOCK ? 32 / CODEC_BLOCK : 1,
+              kScales = kChunk / CODEC_BLOCK < 4 ? 4 : kChunk / CODEC_BLOCK;
+constexpr int kSlot = kCodes + 2 * kTileRows * kScales;
+constexpr int kRing = kWarps * WEIGHT_ONLY_DEPTH * kSlot;  // where the stages of x begin
+// Sums, in floats: the pitch of a warp, the pitch of a token, the size of a tile.
+constexpr int kSums = WEIGHT_ONLY_DEPTH * kSlot / 4, kSumPitch = kTileRows + 4,
+              kTileSums = kTokens * kSumPitch;
+static_assert(2 * kTileSums <= kSums, "sums overwrite the codes");
 
 #ifdef __CUDA_ARCH__
 __device__ __forceinline__ void named_barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
-// In registers, and not made again from what they were made of.
+// Keeps a value in a register, instead of computing it again.
 __device__ __forceinline__ void keep(const u8*& pointer) { asm volatile("" : "+l"(pointer)); }
 __device__ __forceinline__ void keep(int& number) { asm volatile("" : "+r"(number)); }
 __device__ __forceinline__ void keep(i64& number) { asm volatile("" : "+l"(number)); }
@@ -59,16 +57,17 @@ __device__ __forceinline__ void keep(i64& number) { asm volatile("" : "+l"(numbe
 
 #include "weight_only/ring_partition.cuh"
 
-static_assert(kFurthest <= WEIGHT_ONLY_STAGES,
-              "a warp would wait for x that has no place yet, and mistake parities");
+static_assert(kMaxStep <= WEIGHT_ONLY_STAGES,
+              "a warp would wait for a stage not yet filled, and mistake parities");
 
-// Where warps leave the sums of a line.
+// Where warps leave the sums of an output feature.
 struct Parts {
     const float* sums;
     static constexpr int kCount = kShares;
-    __device__ __forceinline__ const float* operator()(int line, int part) const {
-        const int tile = line / kTall;
-        return sums + Share::warp(tile / 2, part) * kSums + tile % 2 * kOfTile + line % kTall;
+    __device__ __forceinline__ const float* operator()(int feature, int part) const {
+        const int tile = feature / kTileRows;
+        return sums + WarpShare::warp(tile / 2, part) * kSums + tile % 2 * kTileSums +
+               feature % kTileRows;
     }
 };
 
@@ -86,166 +85,172 @@ struct Ring {
 // ---- the product ----
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    decode_ring(const Raw* __restrict__ x, const u8* __restrict__ codes,
-                const u8* __restrict__ scales, const float* __restrict__ tensor_scale,
-                float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out,
-                int rows, int lines, int columns, int slices) {
-    extern __shared__ __align__(128) u8 raw_memory[];  // copies fill lines
+    w4a16_sm90_ring(const Raw* __restrict__ x, const u8* __restrict__ codes,
+                    const u8* __restrict__ scales, const float* __restrict__ tensor_scale,
+                    float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out,
+                    int rows, int out_features, int columns, int slices) {
+    extern __shared__ __align__(128) u8 raw_memory[];  // copies fill cache lines
     __shared__ u32 last;
     const u32 full = shared_address(raw_memory + kRing + WEIGHT_ONLY_STAGES * kStage),
               empty = full + 8 * WEIGHT_ONLY_STAGES;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    // The tiles of this group of blocks, and pieces of this slice.
+    // The tiles of this group of blocks, and the chunks of this slice.
     const u32 groups = gridDim.x / slices, group = blockIdx.x / slices,
               slice = blockIdx.x - group * slices;
-    const u32 tiles = (lines + kTall - 1) / kTall, pieces = (columns + kPiece - 1) / kPiece;
+    const u32 tiles = (out_features + kTileRows - 1) / kTileRows,
+              chunks = (columns + kChunk - 1) / kChunk;
     const int low = tiles * group / groups, high = tiles * (group + 1) / groups;
-    const int begin = pieces * slice / slices, count = pieces * (slice + 1) / slices - begin;
+    const int begin = chunks * slice / slices, count = chunks * (slice + 1) / slices - begin;
     if (threadIdx.x == 0) {
         for (int s = 0; s < WEIGHT_ONLY_STAGES; ++s)
-            barrier_init(full + 8 * s, 32 * kBringing), barrier_init(empty + 8 * s, kPairs);
+            barrier_init(full + 8 * s, 32 * kProducerWarps), barrier_init(empty + 8 * s, kPairs);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    let_next_start();
-    await_last();  // which may have written what is read from here on
+    launch_dependent_grids();
+    wait_on_dependent_grids();  // the previous grid may have written what follows
 
-    // Warps that bring x ask for some before any asks for weights, behind all of which it would
-    // come last. The barrier is one for all, before their ways part.
-    const bool brings = warp >= kWarps;
+    // Producer warps request x before any warp requests weights, which would delay x. All warps
+    // reach one barrier before the roles separate.
+    const bool is_producer = warp >= kWarps;
     const int first_row = warp - kWarps;
-    // Four quarters of a segment have 32 elements each; the first eights of all lie together, and
-    // so on.
+    // Four lanes have 32 elements of a segment each; their first groups of eight are neighbours,
+    // and so on.
     const int own = (lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4) * 8;
-    Part part[kEarly];
-    int piece = 0;
-    const auto fetch = [&](Part& part) {
-        const int k = (begin + piece) * kPiece + own;
+    XFragment part[kPrefetch];
+    int chunk = 0;
+    const auto fetch = [&](XFragment& part) {
+        const int k = (begin + chunk) * kChunk + own;
         part.fetch(x + k, columns, first_row, rows, k < columns);
-        if (++piece == count) piece = 0;
+        if (++chunk == count) chunk = 0;
     };
-    if (brings) {
+    if (is_producer) {
 #pragma unroll
-        for (int e = 0; e < kEarly; ++e) fetch(part[e]);
+        for (int e = 0; e < kPrefetch; ++e) fetch(part[e]);
     }
     __syncthreads();
-    if (brings) {
+    if (is_producer) {
         const int all = (high - low + 2 * kPairs - 1) / (2 * kPairs) * count;
         u8* const place = raw_memory + kRing + lane * 16;
         Ring at = {0, 0};
-        for (int i = 0; i < all; i += kEarly)
+        for (int i = 0; i < all; i += kPrefetch)
 #pragma unroll
-            for (int e = 0; e < kEarly; ++e) {
+            for (int e = 0; e < kPrefetch; ++e) {
                 if (i + e == all) break;
-                wait(empty + 8 * at.stage, at.parity ^ 1);
+                barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
                 part[e].put(place + at.stage * kStage, first_row, rows);
-                arrive(full + 8 * at.stage);
+                barrier_arrive(full + 8 * at.stage);
                 at.advance(1);
                 fetch(part[e]);
             }
         return;
     }
-    const int row = lane / 4, quarter = lane % 4;
+    const int row = lane / 4, quad_lane = lane % 4;
     const float factor =
-        (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // the scales were times 2^-8
-    int of_x[WEIGHT_ONLY_TILES];                         // of tokens that there are not, another's
+        (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // scales are decoded times 2^-8
+    int token_address[WEIGHT_ONLY_TILES];                // missing tokens use another's
 #pragma unroll
     for (int t = 0; t < WEIGHT_ONLY_TILES; ++t) {
-        of_x[t] = kRing + min(t * 8 + row, rows * WEIGHT_ONLY_X_PARTS - 1) * kPitch + quarter * 16;
-        keep(of_x[t]);
+        token_address[t] =
+            kRing + min(t * 8 + row, rows * WEIGHT_ONLY_X_PARTS - 1) * kPitch + quad_lane * 16;
+        keep(token_address[t]);
     }
     const int mine = warp * WEIGHT_ONLY_DEPTH * kSlot;
-    int to_codes = mine + lane / 8 * 128 + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
-    int of_codes[2] = {mine + row * 128 + (quarter ^ row % 2 * 4) * 16,
-                       mine + row * 128 + (quarter + 4 ^ row % 2 * 4) * 16};
-    int of_scales = mine + kCodes + lane * kScales,
-        of_factors = mine + kCodes + row * kScales + quarter * 32 / CODEC_BLOCK;
-    keep(to_codes), keep(of_codes[0]), keep(of_codes[1]), keep(of_scales), keep(of_factors);
+    int code_target = mine + lane / 8 * 128 + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
+    int code_source[2] = {mine + row * 128 + (quad_lane ^ row % 2 * 4) * 16,
+                          mine + row * 128 + (quad_lane + 4 ^ row % 2 * 4) * 16};
+    int scale_target = mine + kCodes + lane * kScales,
+        scale_source = mine + kCodes + row * kScales + quad_lane * 32 / CODEC_BLOCK;
+    keep(code_target), keep(code_source[0]), keep(code_source[1]), keep(scale_target),
+        keep(scale_source);
     i64 four_rows = static_cast<i64>(columns) * 2;
     keep(four_rows);
-    const Share share(warp);
+    const WarpShare share(warp);
     const int tile = share.pair * 2;
-    int before = 0;  // pieces of the tiles before
+    int before = 0;  // chunks of the previous tiles
 #pragma unroll 1
     for (int from = low; from < high; from += 2 * kPairs, before += count) {
-        Walk now(share), expected = now;  // the next piece to copy
-        const int first = before + now.piece;
+        ChunkIterator now(share), expected = now;  // `expected`: the next chunk to copy
+        const int first = before + now.chunk;
         Ring at = {first % WEIGHT_ONLY_STAGES, static_cast<u32>(first / WEIGHT_ONLY_STAGES) & 1};
         float sum[2][WEIGHT_ONLY_TILES][4] = {};
-        // A tile that there is not all of has rows of that before.
-        const auto line_of = [&](int m) { return min((from + tile + m) * kTall, lines - kTall); };
-        const int there = min(high - from - tile, 2);  // tiles
+        // A last tile with missing rows begins earlier.
+        const auto line_of = [&](int m) {
+            return min((from + tile + m) * kTileRows, out_features - kTileRows);
+        };
+        const int there = min(high - from - tile, 2);  // tiles that exist
         const u8* code[2];
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             code[m] = codes + (static_cast<i64>(line_of(m)) + lane / 8) * (columns / 2) +
-                      (begin + expected.piece) * 128 + lane % 8 * 16;
+                      (begin + expected.chunk) * 128 + lane % 8 * 16;
             keep(code[m]);
         }
-        const u8* scale = scales + static_cast<i64>(line_of(lane / kTall) + lane % kTall) *
+        const u8* scale = scales + static_cast<i64>(line_of(lane / kTileRows) + lane % kTileRows) *
                                        (columns / CODEC_BLOCK);
         keep(scale);
-        const auto send = [&](int slot) {
-            const int place = begin + expected.piece;
-            const bool more = expected.piece < count,
+        const auto prefetch = [&](int slot) {
+            const int place = begin + expected.chunk;
+            const bool more = expected.chunk < count,
                        inside = more && place * 128 + lane % 8 * 16 < columns / 2;
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 const u8* row = code[m];
 #pragma unroll
-                for (int r = 0; r < kTall / 4; ++r, row += four_rows)
-                    copy_ahead<16>(raw_memory + to_codes + slot + m * kTall * 128 + r * 512, row,
-                                   inside && m < there);
+                for (int r = 0; r < kTileRows / 4; ++r, row += four_rows)
+                    cp_async<16>(raw_memory + code_target + slot + m * kTileRows * 128 + r * 512,
+                                 row, inside && m < there);
             }
-            // Of long blocks the word that has a piece's scales.
-            const int first = place * kPiece / CODEC_BLOCK / 4 * 4;
+            // Large blocks: the word that holds a chunk's scales.
+            const int first = place * kChunk / CODEC_BLOCK / 4 * 4;
 #pragma unroll
             for (int g = 0; g < kScales; g += WEIGHT_ONLY_SCALE_BYTES)
-                copy_ahead<WEIGHT_ONLY_SCALE_BYTES>(
-                    raw_memory + of_scales + slot + g, scale + first + g,
-                    more && first + g < columns / CODEC_BLOCK && lane / kTall < there);
-            end_copies();
+                cp_async<WEIGHT_ONLY_SCALE_BYTES>(
+                    raw_memory + scale_target + slot + g, scale + first + g,
+                    more && first + g < columns / CODEC_BLOCK && lane / kTileRows < there);
+            cp_async_commit();
             const int further = expected.next(share) * 128;
             code[0] += further, code[1] += further;
         };
 #pragma unroll 1
-        for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d) send(d * kSlot);
+        for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d) prefetch(d * kSlot);
         int slot = 0;
 #pragma unroll 1
-        while (now.piece < count) {
-            arrived<WEIGHT_ONLY_DEPTH - 1>();
+        while (now.chunk < count) {
+            cp_async_wait<WEIGHT_ONLY_DEPTH - 1>();
             __syncwarp();
             const auto multiply = [&](bool folded) {
-                const int other = CODEC_BLOCK == 128 ? (begin + now.piece) % 2 * 2 : 0;
+                const int other = CODEC_BLOCK == 128 ? (begin + now.chunk) % 2 * 2 : 0;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     uint4 words[4];
-                    u32 factors[4][kOfLane];
+                    u32 factors[4][kScalesPerLane];
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
-                        words[r] = *reinterpret_cast<const uint4*>(raw_memory + of_codes[i] + slot +
-                                                                   r * 1024);
+                        words[r] = *reinterpret_cast<const uint4*>(raw_memory + code_source[i] +
+                                                                   slot + r * 1024);
 #pragma unroll
-                        for (int g = 0; g < kOfLane; ++g)
+                        for (int g = 0; g < kScalesPerLane; ++g)
                             factors[r][g] =
-                                scale_pair(raw_memory[of_factors + slot + 8 * r * kScales +
-                                                      i * 128 / CODEC_BLOCK + g + other],
-                                           folded);
+                                scale_bf16x2(raw_memory[scale_source + slot + 8 * r * kScales +
+                                                        i * 128 / CODEC_BLOCK + g + other],
+                                             folded);
                     }
-                    if (i == 0) wait(full + 8 * at.stage, at.parity);
+                    if (i == 0) barrier_wait(full + 8 * at.stage, at.parity);
                     const int tokens = at.stage * kStage + i * 256;
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         uint4 b[WEIGHT_ONLY_TILES];
 #pragma unroll
                         for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
-                            b[t] = *reinterpret_cast<const uint4*>(raw_memory + of_x[t] + tokens +
-                                                                   j * 64);
+                            b[t] = *reinterpret_cast<const uint4*>(raw_memory + token_address[t] +
+                                                                   tokens + j * 64);
                         u32 bits[4][4];
 #pragma unroll
                         for (int r = 0; r < 4; ++r) {
                             const u32 word[4] = {words[r].x, words[r].y, words[r].z, words[r].w};
-                            decode(word + j, factors[r][j * kOfLane / 4], folded, 0, bits[r]);
+                            decode(word + j, factors[r][j * kScalesPerLane / 4], folded, 0,
+                                   bits[r]);
                         }
 #pragma unroll
                         for (int odd = 0; odd < 2; ++odd)
@@ -266,7 +271,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             u32 large = 0;
 #pragma unroll
             for (int g = 0; g < kScales; g += 4)
-                large |= large_of(*reinterpret_cast<const u32*>(raw_memory + of_scales + slot + g));
+                large |= large_scales(
+                    *reinterpret_cast<const u32*>(raw_memory + scale_target + slot + g));
             folded = !__any_sync(0xFFFFFFFFu, large != 0);
 #endif
             if (CODEC_UE4M3 || folded)
@@ -274,34 +280,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             else
                 multiply(false);
             __syncwarp();
-            if (lane == 0) arrive(empty + 8 * at.stage);
+            if (lane == 0) barrier_arrive(empty + 8 * at.stage);
             at.advance(now.next(share));
-            send(slot);  // the codes that lay there are used
+            prefetch(slot);  // the slot's codes are used up
             slot = slot == (WEIGHT_ONLY_DEPTH - 1) * kSlot ? 0 : slot + kSlot;
         }
-        arrived<0>();
+        cp_async_wait<0>();
         __syncwarp();
         float* const sums = reinterpret_cast<float*>(raw_memory);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             const int again =
-                (from + tile + m) * kTall - line_of(m);  // rows that the tile before has
+                (from + tile + m) * kTileRows - line_of(m);  // rows of the tile before
 #pragma unroll
             for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     const int of_tile = c / 2 * 8 + row - again;
                     if (of_tile >= 0)
-                        sums[warp * kSums + m * kOfTile +
-                             (t * 8 + quarter * 2 + c % 2) * kSumPitch + of_tile] = sum[m][t][c];
+                        sums[warp * kSums + m * kTileSums +
+                             (t * 8 + quad_lane * 2 + c % 2) * kSumPitch + of_tile] = sum[m][t][c];
                 }
         }
-        named_barrier(1, kMath);
-        const Lines here = {from * kTall,
-                            min(min(from + 2 * kPairs, high) * kTall, lines) - from * kTall, lines,
-                            factor, out};
-        add_parts<kMath, kSumPitch>(Parts{sums}, partial, slice, slices, rows, here);
-        named_barrier(1, kMath);  // sums are read: codes may come
+        named_barrier(1, kConsumerThreads);
+        const OutputRange here = {
+            from * kTileRows,
+            min(min(from + 2 * kPairs, high) * kTileRows, out_features) - from * kTileRows,
+            out_features, factor, out};
+        add_parts<kConsumerThreads, kSumPitch>(Parts{sums}, partial, slice, slices, rows, here);
+        named_barrier(1, kConsumerThreads);  // sums are read: copies may overwrite them
     }
     if (slices == 1) return;
     if (threadIdx.x == 0) {
@@ -310,8 +317,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (last) done[group] = 0;
         __threadfence();
     }
-    named_barrier(1, kMath);
+    named_barrier(1, kConsumerThreads);
     if (!last) return;
-    const Lines all = {low * kTall, min(high * kTall, lines) - low * kTall, lines, factor, out};
-    add_slices<kMath>(partial, slices, rows, all);
+    const OutputRange all = {low * kTileRows, min(high * kTileRows, out_features) - low * kTileRows,
+                             out_features, factor, out};
+    add_slices<kConsumerThreads>(partial, slices, rows, all);
 }

@@ -95,4 +95,4 @@ def product(given: Arguments, cut: Cut) -> None:
     arrays = given.x, given.codes, given.scales, given.w.tensor_scale, partial, done, given.out
     numbers = map(np.int32, (rows, lines, columns, cut.slices))
     blocks = cut.groups * cut.slices
-    launch(made, "decode_ring", blocks, threads, *arrays, *numbers, shared=shared, pdl=True)
+    launch(made, "w4a16_sm90_ring", blocks, threads, *arrays, *numbers, shared=shared, pdl=True)

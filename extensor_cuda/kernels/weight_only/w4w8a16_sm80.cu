@@ -1,24 +1,23 @@
-// out = x w^T for few rows of x: packed weights of 4 or 8 bits, read once, decoded to bfloat16 on
-// the way to mma.sync (m16n8k16; weights on the side of 16).
+// out = x w^T for few rows of x, on Ampere and later. Packed weights of 4 or 8 bits are read once
+// and decoded to bfloat16 for mma.sync (m16n8k16, weights as operand A).
 //
-// A block of four warps has 64 rows of w, a warp 16 of them, and a stretch of K. A lane reads
-// WEIGHT_ONLY_LANE_ELEMENTS neighbouring elements of two rows, a segment is four lanes' worth,
-// which it has copied to shared memory WEIGHT_ONLY_DEPTH segments ahead: nobody else reads them, so
-// no barrier guards them. x lies in shared memory in the order in which decoding leaves the
-// elements, so that no element moves between lanes. float32 x is three bfloat16 matrices, which
-// together are exactly x: its rows are three tokens (WEIGHT_ONLY_X_PARTS).
+// A block of four warps has 64 rows of w, 16 per warp, and a slice of K. A lane decodes
+// WEIGHT_ONLY_LANE_ELEMENTS neighbouring elements of two rows; four lanes make a segment. A lane
+// copies its own codes to shared memory, WEIGHT_ONLY_DEPTH segments ahead, so that no barrier is
+// needed. x is stored in the order of decoded weights, so that no element moves between lanes.
 //
-// CODEC_FLOAT_SCALES 0: E8M0 or E4M3 scales of CODEC_BLOCK elements; element times scale is a
-// bfloat16, exactly. CODEC_FLOAT_SCALES 1: float scales of WEIGHT_ONLY_GROUP segments (0: all of
-// K), zero points: code less zero point is a bfloat16, and the sum of a group is multiplied by its
-// scale in float32.
+// float32 x is split into three bfloat16 matrices that sum to x exactly: a row is three tokens
+// (WEIGHT_ONLY_X_PARTS). Slices of K leave sums in `partial`; the last block of a group of rows
+// adds them in order, so that the result depends on shapes only.
 //
-// Stretches of K leave their sums in `partial`; the last block of a group of rows adds them in
-// order, so that the result depends on nothing but shapes. No headers. Macros: CODEC_BITS,
-// CODEC_IS_FLOAT, CODEC_UE4M3, CODEC_BLOCK, CODEC_FLOAT_SCALES, WEIGHT_ONLY_GROUP,
-// CODEC_FLOAT16_SCALES (scales), WEIGHT_ONLY_LANE_ELEMENTS, WEIGHT_ONLY_X_ELEMENTS (of K in shared
-// memory), WEIGHT_ONLY_DEPTH, WEIGHT_ONLY_TILES (of 8 tokens), WEIGHT_ONLY_X_PARTS, WEIGHT_ONLY_IN
-// and WEIGHT_ONLY_OUT (0: float32, 1: bfloat16), WEIGHT_ONLY_MIN_CTAS.
+// CODEC_FLOAT_SCALES 0: E8M0 or E4M3 scales of CODEC_BLOCK elements, and element times scale is
+// exact in bfloat16. CODEC_FLOAT_SCALES 1: float scales of WEIGHT_ONLY_GROUP segments (0: all of K)
+// and zero points; code less zero point is exact, and float32 group sums are scaled.
+//
+// Macros: those two, CODEC_BITS, CODEC_IS_FLOAT, CODEC_UE4M3, CODEC_FLOAT16_SCALES,
+// WEIGHT_ONLY_LANE_ELEMENTS, WEIGHT_ONLY_X_ELEMENTS (of K in shared memory), WEIGHT_ONLY_DEPTH,
+// WEIGHT_ONLY_TILES (of 8 tokens), WEIGHT_ONLY_X_PARTS, WEIGHT_ONLY_IN and WEIGHT_ONLY_OUT (0:
+// float32, 1: bfloat16), WEIGHT_ONLY_MIN_CTAS.
 
 #include "weight_only/weights.cuh"
 
@@ -27,13 +26,13 @@ constexpr int kSegment = 4 * WEIGHT_ONLY_LANE_ELEMENTS,
               kCodeWords = WEIGHT_ONLY_LANE_ELEMENTS * CODEC_BITS / 32,
               kUnits = WEIGHT_ONLY_LANE_ELEMENTS / 8;
 constexpr int kGroup = WEIGHT_ONLY_GROUP ? WEIGHT_ONLY_GROUP : 1;
-constexpr int kPitch = WEIGHT_ONLY_X_ELEMENTS * 2 + 64;  // bytes of a token: no bank conflicts
+constexpr int kPitch = WEIGHT_ONLY_X_ELEMENTS * 2 + 64;  // bytes of a token; avoids bank conflicts
 constexpr int kInByte = 8 / CODEC_BITS, kLaneBytes = 4 * kCodeWords,
               kStage = 2 * kThreads * kLaneBytes;
 constexpr int kScales = CODEC_FLOAT_SCALES ? 0 : WEIGHT_ONLY_X_ELEMENTS / CODEC_BLOCK,
-              kScalePitch = kScales + 4;  // of a row of w, no bank conflicts
+              kScalePitch = kScales + 4;  // per row of w; avoids bank conflicts
 
-// A lane's codes of one row of a segment, where they do not lie in whole lanes' worths of bytes.
+// Reads a lane's codes of one row byte by byte, where rows are not aligned.
 __device__ __forceinline__ void gather(u32 (&words)[kCodeWords], const u8* from, i64 left) {
 #pragma unroll
     for (int i = 0; i < kCodeWords; ++i) {
@@ -47,18 +46,18 @@ __device__ __forceinline__ void gather(u32 (&words)[kCodeWords], const u8* from,
 #if !CODEC_FLOAT_SCALES
 constexpr u32 kNoScale = CODEC_UE4M3 ? 0u : 0x7F7F7F7Fu;
 
-// The scales of a block's rows, of WEIGHT_ONLY_X_ELEMENTS elements from `k0` on, which is a
-// multiple of a segment. Returns whether this thread found one that `folded` does not take.
-__device__ __forceinline__ bool load_scales(u8* to, const Stored* scales, int k0, int line0,
-                                            int lines, i64 blocks) {
+// Loads the scales of a block's rows for WEIGHT_ONLY_X_ELEMENTS elements from `k0` on, a multiple
+// of a segment. Returns whether this thread found one to which `folded` does not apply.
+__device__ __forceinline__ bool load_scales(u8* to, const Stored* scales, int k0, int feature0,
+                                            int out_features, i64 blocks) {
     const i64 first = k0 / CODEC_BLOCK;
     const bool words = kSegment / CODEC_BLOCK % 4 == 0 && blocks % 4 == 0;
-    const int step = words ? 4 : 1, of_row = kScales / step;
+    const int step = words ? 4 : 1, row_codes = kScales / step;
     bool odd = false;
-    for (int u = threadIdx.x; u < kRows * of_row; u += kThreads) {
-        const int row = u / of_row, i = u % of_row * step;
+    for (int u = threadIdx.x; u < kRows * row_codes; u += kThreads) {
+        const int row = u / row_codes, i = u % row_codes * step;
         const Stored* from =
-            scales + static_cast<i64>(min(line0 + row, lines - 1)) * blocks + first + i;
+            scales + static_cast<i64>(min(feature0 + row, out_features - 1)) * blocks + first + i;
         u8* at = to + row * kScalePitch + i;
         u32 found = kNoScale;
         if (words) {
@@ -76,34 +75,34 @@ __device__ __forceinline__ bool load_scales(u8* to, const Stored* scales, int k0
 }
 #endif
 
-// Where eight values of a token lie in shared memory.
+// Where eight values of a token are in shared memory.
 __device__ __forceinline__ uint4* unit_of(u8* to, int token, int i) {
     const int within = i % (kSegment / 8), lane = within / kUnits, j = within % kUnits;
     return reinterpret_cast<uint4*>(to + token * kPitch + (i - within + j * 4 + lane) * 16);
 }
 
-// x from `k0` on, zeros beyond `columns`, as decoding leaves the weights.
+// Loads x from `k0` on, zeros beyond `columns`, in the order of decoded weights.
 __device__ __forceinline__ void load_x(u8* to, const Raw* x, int k0, int rows, int columns) {
-    constexpr int kOfToken = WEIGHT_ONLY_X_ELEMENTS / 8, kBatch = 4;
-    const int count = rows * WEIGHT_ONLY_X_PARTS * kOfToken;
+    constexpr int kUnitsPerToken = WEIGHT_ONLY_X_ELEMENTS / 8, kBatch = 4;
+    const int count = rows * WEIGHT_ONLY_X_PARTS * kUnitsPerToken;
 #if WEIGHT_ONLY_IN == 1
     if (columns % 8 == 0) {
         for (int first = threadIdx.x; first < count; first += kBatch * kThreads) {
-            uint4 got[kBatch];  // several on their way at a time
+            uint4 got[kBatch];  // several loads in flight
 #pragma unroll
             for (int n = 0; n < kBatch; ++n) {
-                const int u = first + n * kThreads, k = k0 + u % kOfToken * 8;
+                const int u = first + n * kThreads, k = k0 + u % kUnitsPerToken * 8;
                 got[n] = uint4{0, 0, 0, 0};
                 if (u < count && k < columns)
                     got[n] = *reinterpret_cast<const uint4*>(
-                        x + static_cast<i64>(u / kOfToken) * columns + k);
+                        x + static_cast<i64>(u / kUnitsPerToken) * columns + k);
             }
 #pragma unroll
             for (int n = 0; n < kBatch; ++n) {
                 const int u = first + n * kThreads;
                 const uint4 w = got[n];
                 if (u >= count) continue;
-                *unit_of(to, u / kOfToken, u % kOfToken) =
+                *unit_of(to, u / kUnitsPerToken, u % kUnitsPerToken) =
                     CODEC_BITS == 8
                         ? w
                         : uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632),
@@ -114,13 +113,13 @@ __device__ __forceinline__ void load_x(u8* to, const Raw* x, int k0, int rows, i
     }
 #endif
     for (int u = threadIdx.x; u < count; u += kThreads) {
-        const int token = u / kOfToken, i = u % kOfToken,
+        const int token = u / kUnitsPerToken, i = u % kUnitsPerToken,
                   part = WEIGHT_ONLY_X_PARTS == 1 ? 0 : token / rows;
         const int k = k0 + i * 8;
         u32 v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
         const Raw* from = x + static_cast<i64>(token - part * rows) * columns + k;
         for (int e = 0; e < 8; ++e)
-            if (k + e < columns) v[e] = part_of(from[e], part);
+            if (k + e < columns) v[e] = bf16_part(from[e], part);
         *unit_of(to, token, i) =
             CODEC_BITS == 8
                 ? uint4{v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16}
@@ -131,64 +130,65 @@ __device__ __forceinline__ void load_x(u8* to, const Raw* x, int k0, int rows, i
 // ---- the product ----
 
 extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS)
-    decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes,
-                   const Stored* __restrict__ scales, const signed char* __restrict__ zeros,
-                   const float* __restrict__ tensor_scale, float* __restrict__ partial,
-                   u32* __restrict__ done, void* __restrict__ out, int rows, int lines, int columns,
-                   i64 octets, i64 blocks, int splits, int stretch) {
+    w4w8a16_sm80(const Raw* __restrict__ x, const u8* __restrict__ codes,
+                 const Stored* __restrict__ scales, const signed char* __restrict__ zeros,
+                 const float* __restrict__ tensor_scale, float* __restrict__ partial,
+                 u32* __restrict__ done, void* __restrict__ out, int rows, int out_features,
+                 int columns, i64 code_pitch, i64 blocks, int slices, int k_per_slice) {
     __shared__ __align__(16) u8 tokens[kTokens * kPitch];
     __shared__ __align__(16) u8 ring[WEIGHT_ONLY_DEPTH * kStage];
 #if !CODEC_FLOAT_SCALES
     __shared__ __align__(16) u8 block_scales[kRows * kScalePitch];
 #endif
     __shared__ u32 last;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
-    const int split = blockIdx.x % splits, line0 = blockIdx.x / splits * kRows;
-    const i64 upper = min(line0 + warp * 16 + row, lines - 1),
-              lower = min(line0 + warp * 16 + row + 8, lines - 1);
-    const bool whole = octets % 16 == 0;
-    const int begin = split * stretch, end = min(columns, begin + stretch);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4,
+              quad_lane = lane % 4;
+    const int slice = blockIdx.x % slices, feature0 = blockIdx.x / slices * kRows;
+    const i64 upper = min(feature0 + warp * 16 + row, out_features - 1),
+              lower = min(feature0 + warp * 16 + row + 8, out_features - 1);
+    const bool whole = code_pitch % 16 == 0;
+    const int begin = slice * k_per_slice, end = min(columns, begin + k_per_slice);
     float sum[WEIGHT_ONLY_TILES][4], part[WEIGHT_ONLY_TILES][4];
 #pragma unroll
     for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
 #pragma unroll
         for (int c = 0; c < 4; ++c) sum[t][c] = part[t][c] = 0.0f;
     int zero[2] = {0, 0};
-    const u8* const of_row[2] = {codes + upper * octets, codes + lower * octets};
+    const u8* const row_codes[2] = {codes + upper * code_pitch, codes + lower * code_pitch};
     u8* const mine = ring + threadIdx.x * kLaneBytes;
-    // Octets of a row: this lane's place, and where the stretch ends; nothing is copied in advance
-    // of odd rows.
-    int ahead = (begin + quarter * WEIGHT_ONLY_LANE_ELEMENTS) / kInByte;
-    const int limit = whole ? min(static_cast<int>(octets),
+    // Byte offsets in a row: this lane's next copy, and the end of the slice. Unaligned rows are
+    // not copied ahead.
+    int ahead = (begin + quad_lane * WEIGHT_ONLY_LANE_ELEMENTS) / kInByte;
+    const int limit = whole ? min(static_cast<int>(code_pitch),
                                   (end + kSegment - 1) / kSegment * (kSegment / kInByte))
                             : 0;
     const int last_there = max(limit - kLaneBytes, 0);
-    const auto send = [&](int slot) {
-        const int offset = min(ahead, last_there);  // an address of the row in any case
+    const auto prefetch = [&](int slot) {
+        const int offset = min(ahead, last_there);  // a valid address in any case
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-            copy_ahead<kLaneBytes>(mine + slot * kStage + h * (kStage / 2), of_row[h] + offset,
-                                   ahead < limit);
-        end_copies();
+            cp_async<kLaneBytes>(mine + slot * kStage + h * (kStage / 2), row_codes[h] + offset,
+                                 ahead < limit);
+        cp_async_commit();
         ahead += kSegment / kInByte;
     };
 #pragma unroll
-    for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d) send(d);
+    for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d) prefetch(d);
     int slot = 0;
-    // Tokens that there are not stay zero.
+    // Missing tokens stay zero.
     for (int u = rows * WEIGHT_ONLY_X_PARTS * (kPitch / 16) + threadIdx.x;
          u < kTokens * (kPitch / 16); u += kThreads)
         reinterpret_cast<uint4*>(tokens)[u] = uint4{0, 0, 0, 0};
-    // A segment from `k` on, of the piece from `k0` on.
+    // Multiplies the segment at `k`, of the part of x from `k0` on.
     const auto multiply = [&](int k, int k0, bool folded) {
         u32 words[2][kCodeWords];
-        arrived<WEIGHT_ONLY_DEPTH - 1>();
+        cp_async_wait<WEIGHT_ONLY_DEPTH - 1>();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const u8* from = mine + slot * kStage + h * (kStage / 2);
             if (!whole) {
-                const i64 offset = (k + quarter * WEIGHT_ONLY_LANE_ELEMENTS) / kInByte;
-                gather(words[h], of_row[h] + offset, octets - offset);
+                const i64 offset = (k + quad_lane * WEIGHT_ONLY_LANE_ELEMENTS) / kInByte;
+                gather(words[h], row_codes[h] + offset, code_pitch - offset);
             } else if (kCodeWords == 4) {
                 const uint4 four = *reinterpret_cast<const uint4*>(from);
                 words[h][0] = four.x, words[h][1 % kCodeWords] = four.y;
@@ -201,15 +201,16 @@ extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS)
         }
         const int after = k + kSegment;
 #if CODEC_FLOAT_SCALES
-        const int of_group = WEIGHT_ONLY_GROUP ? k / kSegment / kGroup : 0;
+        const int scale_group = WEIGHT_ONLY_GROUP ? k / kSegment / kGroup : 0;
         if (zeros)
-            zero[0] = zeros[upper * blocks + of_group], zero[1] = zeros[lower * blocks + of_group];
+            zero[0] = zeros[upper * blocks + scale_group],
+            zero[1] = zeros[lower * blocks + scale_group];
 #else
-        const u8* of_block =
+        const u8* row_scales =
             block_scales + (warp * 16 + row) * kScalePitch +
-            static_cast<u32>(k - k0 + quarter * WEIGHT_ONLY_LANE_ELEMENTS) / CODEC_BLOCK;
+            static_cast<u32>(k - k0 + quad_lane * WEIGHT_ONLY_LANE_ELEMENTS) / CODEC_BLOCK;
 #endif
-        const u8* of_segment = tokens + (k - k0) * 2 + row * kPitch + quarter * 16;
+        const u8* x_segment = tokens + (k - k0) * 2 + row * kPitch + quad_lane * 16;
 #pragma unroll
         for (int j = 0; j < kUnits; ++j) {
             u32 pairs[2][4];
@@ -219,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS)
                 const u32 scale = 0;
 #else
                 const u32 scale =
-                    scale_pair(of_block[h * 8 * kScalePitch + j * 8 / CODEC_BLOCK], folded);
+                    scale_bf16x2(row_scales[h * 8 * kScalePitch + j * 8 / CODEC_BLOCK], folded);
 #endif
                 decode(words[h] + j * kCodeWords / kUnits, scale, folded, zero[h], pairs[h]);
             }
@@ -228,17 +229,17 @@ extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS)
 #pragma unroll
             for (int t = 0; t < WEIGHT_ONLY_TILES; ++t) {
                 const uint4 b =
-                    *reinterpret_cast<const uint4*>(of_segment + t * 8 * kPitch + j * 64);
+                    *reinterpret_cast<const uint4*>(x_segment + t * 8 * kPitch + j * 64);
                 mma(part[t], first, b.x, b.y);
                 mma(part[t], second, b.z, b.w);
             }
         }
-        send(slot);  // the codes that lay there are used
+        prefetch(slot);  // the slot's codes are used up
         slot = (slot + 1) % WEIGHT_ONLY_DEPTH;
 #if CODEC_FLOAT_SCALES
         if ((WEIGHT_ONLY_GROUP && after / kSegment % kGroup == 0) || after >= end) {
-            const float a = scale_value(scales[upper * blocks + of_group]);
-            const float b = scale_value(scales[lower * blocks + of_group]);
+            const float a = scale_value(scales[upper * blocks + scale_group]);
+            const float b = scale_value(scales[lower * blocks + scale_group]);
 #pragma unroll
             for (int t = 0; t < WEIGHT_ONLY_TILES; ++t) {
 #pragma unroll
@@ -257,8 +258,8 @@ extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS)
         __syncthreads();
         const bool folded = true;
 #else
-        const bool folded =
-            !__syncthreads_or(load_scales(block_scales, scales, k0, line0, lines, blocks));
+        const bool folded = !__syncthreads_or(
+            load_scales(block_scales, scales, k0, feature0, out_features, blocks));
 #endif
         const int stop = min(end, k0 + WEIGHT_ONLY_X_ELEMENTS);
         for (int k = k0; folded && k < stop; k += kSegment) multiply(k, k0, true);
@@ -269,34 +270,35 @@ extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS)
     for (int t = 0; t < WEIGHT_ONLY_TILES; ++t) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            const int line = line0 + warp * 16 + row + c / 2 * 8,
-                      token = t * 8 + quarter * 2 + c % 2;
-            if (line < lines && token < count)
-                partial[(static_cast<i64>(split) * count + token) * lines + line] =
+            const int feature = feature0 + warp * 16 + row + c / 2 * 8,
+                      token = t * 8 + quad_lane * 2 + c % 2;
+            if (feature < out_features && token < count)
+                partial[(static_cast<i64>(slice) * count + token) * out_features + feature] =
                     CODEC_FLOAT_SCALES ? sum[t][c] : part[t][c];
         }
     }
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0)
-        last = atomicAdd(done + blockIdx.x / splits, 1u) + 1 == static_cast<u32>(splits);
+        last = atomicAdd(done + blockIdx.x / slices, 1u) + 1 == static_cast<u32>(slices);
     __syncthreads();
     if (!last) return;
     __threadfence();
-    if (threadIdx.x == 0) done[blockIdx.x / splits] = 0;
+    if (threadIdx.x == 0) done[blockIdx.x / slices] = 0;
     const float factor = tensor_scale ? *tensor_scale : 1.0f;
     for (int i = threadIdx.x; i < rows * kRows; i += kThreads) {
-        const int line = line0 + i % kRows, m = i / kRows;
-        if (line >= lines) continue;
+        const int feature = feature0 + i % kRows, m = i / kRows;
+        if (feature >= out_features) continue;
         float total = 0.0f;
         for (int p = WEIGHT_ONLY_X_PARTS - 1; p >= 0; --p) {  // the smallest first
             float of_part = 0.0f;
-            for (int s = 0; s < splits; ++s)
+            for (int s = 0; s < slices; ++s)
                 of_part +=
-                    __ldcg(partial + (static_cast<i64>(s) * count + p * rows + m) * lines + line);
+                    __ldcg(partial + (static_cast<i64>(s) * count + p * rows + m) * out_features +
+                           feature);
             total += of_part;
         }
-        if (!CODEC_FLOAT_SCALES) total *= 256.0f;  // the scales were times 2^-8
-        finish(out, static_cast<i64>(m) * lines + line, total * factor);
+        if (!CODEC_FLOAT_SCALES) total *= 256.0f;  // scales are decoded times 2^-8
+        store_result(out, static_cast<i64>(m) * out_features + feature, total * factor);
     }
 }

@@ -76,4 +76,4 @@ def product(given: Arguments, cut: tuple[int, int]) -> None:
     arrays = given.x, given.codes, scales, points, w.tensor_scale, sums, given.zeros(count)
     pitches = map(np.int64, (given.codes.shape[1], scales.shape[1]))
     numbers = *map(np.int32, (rows, lines, columns)), *pitches, np.int32(splits), np.int32(stretch)
-    launch(made, "decode_product", count * splits, _THREADS, *arrays, given.out, *numbers)
+    launch(made, "w4w8a16_sm80", count * splits, _THREADS, *arrays, given.out, *numbers)

@@ -126,5 +126,5 @@ def product(given: Arguments, cut: Cut) -> None:
     arrays = given.x, given.codes, given.scales, points, w.tensor_scale, partial, done, given.out
     pitches = given.codes.shape[1], given.scales.shape[1] if len(given.scales) == lines else 0
     numbers = *map(np.int32, (rows, lines, columns, cut.slices)), *map(np.int64, pitches)
-    launched = made, "decode_tokens", blocks, _THREADS
+    launched = made, "w4w8a16_sm90_wgmma", blocks, _THREADS
     launch(*launched, *arrays, *numbers, shared=cut.shared, pdl=True)

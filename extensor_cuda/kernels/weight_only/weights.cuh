@@ -1,17 +1,18 @@
-// What programs that decode weights share: copies in advance, weights and activations as bfloat16,
-// results. Macros: CODEC_BITS, CODEC_IS_FLOAT, CODEC_UE4M3, CODEC_FLOAT_SCALES,
-// CODEC_FLOAT16_SCALES, WEIGHT_ONLY_IN and WEIGHT_ONLY_OUT (0: float32, 1: bfloat16).
+// Shared by the weight-only kernels: cp.async copies, decoding of weights, activations as bfloat16,
+// results.
+//
+// Macros: CODEC_BITS, CODEC_IS_FLOAT, CODEC_UE4M3, CODEC_FLOAT_SCALES, CODEC_FLOAT16_SCALES,
+// WEIGHT_ONLY_IN and WEIGHT_ONLY_OUT (0: float32, 1: bfloat16).
 
 #include "common/types.cuh"
 
 #include "common/dependent_launch.cuh"
 
 #ifdef __CUDA_ARCH__
-// So many bytes to shared memory, zeros unless they are `there`; done once `arrived` says so. A
-// warp takes 64 bytes of each of 16 rows: the cache is asked to fetch the next ones too, which
-// memory gives faster.
+// Copies kBytes to shared memory, or writes zeros unless `there`. cp_async_wait tells when it is
+// done. The L2 prefetch helps because a warp reads 64 bytes of each of 16 rows.
 template <int kBytes>
-__device__ __forceinline__ void copy_ahead(void* to, const void* from, bool there) {
+__device__ __forceinline__ void cp_async(void* to, const void* from, bool there) {
     const u32 address = static_cast<u32>(__cvta_generic_to_shared(to));
     const int bytes = there ? kBytes : 0;
     if (kBytes == 16)
@@ -23,16 +24,16 @@ __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool ther
                      "r"(bytes), "n"(kBytes)
                      : "memory");
 }
-__device__ __forceinline__ void end_copies() {
+__device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// All but the newest groups of copies of this thread have arrived.
+// Waits for all but the kNewest latest groups of this thread's copies.
 template <int kNewest>
-__device__ __forceinline__ void arrived() {
+__device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
 }
 
-// d += a b with a (16, 16) and b (16, 8) of bfloat16 pairs, float32 sums.
+// d += a b with bf16x2 a (16, 16) and b (16, 8) and float32 sums.
 __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
@@ -50,7 +51,8 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u3
 typedef u16 Stored;
 __device__ __forceinline__ float scale_value(u16 bits) {
     const u32 magnitude = static_cast<u32>(bits & 0x7FFF) << 13;
-    if (magnitude >= 0x0F800000u) return __uint_as_float(magnitude | 0x7F800000u);  // no number
+    if (magnitude >= 0x0F800000u)
+        return __uint_as_float(magnitude | 0x7F800000u);  // infinity or NaN
     return __uint_as_float(magnitude) * __uint_as_float((112u + 127u) << 23);
 }
 #else
@@ -59,33 +61,31 @@ __device__ __forceinline__ float scale_value(float value) { return value; }
 #endif
 #else
 typedef u8 Stored;
-// Of four E8M0 scales those above 2^9, which a warp that has small ones alone need not look for.
-__device__ __forceinline__ u32 large_of(u32 four) {
+// Marks those of four E8M0 scales that are above 2^9, where `folded` does not apply.
+__device__ __forceinline__ u32 large_scales(u32 four) {
     return (four & 0x7F7F7F7Fu) + 0x77777777u & four & 0x80808080u;
 }
-// Whether an E8M0 scale is one that `folded` takes: 2^-117 to 2^9.
+// Whether `folded` applies to an E8M0 scale: 2^-117 to 2^9.
 __device__ __forceinline__ bool foldable(u32 byte) { return byte - 10u <= 126u; }
 #endif
 
-// Eight codes -> four pairs of bfloat16: elements (p, p + 4) of 4-bit codes, (2 p, 2 p + 1) of
-// bytes.
+// Decodes eight codes to four bf16x2: elements (p, p + 4) of 4-bit codes, (2 p, 2 p + 1) of bytes.
 __device__ __forceinline__ void decode(const u32* words, u32 scale, bool folded, int zero,
                                        u32 (&pairs)[4]) {
 #if CODEC_BITS == 4
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
 #if CODEC_IS_FLOAT
-        // Sign and magnitude in their places are a bfloat16, 2^-126 times the element. Logic has
-        // half the rate of other instructions, so one multiplication moves both, and what else it
-        // leaves is cleared.
+        // Sign and magnitude shifted into place are a bfloat16, 2^-126 times the element. One
+        // multiplication shifts both, since logic runs at half rate; the mask clears the rest.
         const u32 two = p < 2 ? words[0] : words[0] >> 8;
         const u32 bits =
             (p % 2 ? (two & 0x00F000F0u) * 0x104u : (two & 0x000F000Fu) * 0x1040u) & 0x81C081C0u;
-        pairs[p] = fma_pair(folded ? bits : fma_pair(bits, 0x7E807E80u, 0u), scale, 0u);
+        pairs[p] = fma_bf16x2(folded ? bits : fma_bf16x2(bits, 0x7E807E80u, 0u), scale, 0u);
 #else
-        const u32 offset = twice(0xC300u | static_cast<u32>(8 + zero));  // -(136 + zero)
+        const u32 offset = repeat_bf16x2(0xC300u | static_cast<u32>(8 + zero));  // -(136 + zero)
         pairs[p] =
-            fma_pair(and_xor(words[0] >> (4 * p), 0x000F000Fu, 0x43084308u), 0x3F803F80u, offset);
+            fma_bf16x2(and_xor(words[0] >> (4 * p), 0x000F000Fu, 0x43084308u), 0x3F803F80u, offset);
 #endif
     }
 #else
@@ -110,9 +110,8 @@ typedef float Raw;
 typedef u16 Raw;
 #endif
 
-// The part of a value that a token holds, as a bfloat16: upper, middle or lower bits of the
-// significand.
-__device__ __forceinline__ u32 part_of(Raw raw, int part) {
+// The bfloat16 part of a value that a token row holds: the upper, middle or lower significand bits.
+__device__ __forceinline__ u32 bf16_part(Raw raw, int part) {
 #if WEIGHT_ONLY_IN == 1
     return raw;
 #else
@@ -126,7 +125,7 @@ __device__ __forceinline__ u32 part_of(Raw raw, int part) {
 
 // ---- results ----
 
-__device__ __forceinline__ void finish(void* out, i64 at, float total) {
+__device__ __forceinline__ void store_result(void* out, i64 at, float total) {
 #if WEIGHT_ONLY_OUT == 0
     static_cast<float*>(out)[at] = total;
 #else

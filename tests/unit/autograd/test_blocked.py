@@ -183,7 +183,7 @@ def test_matmul_wants_the_contraction_axis() -> None:
         a.to_mxfp4(axis=0) @ b.to_mxfp4().T
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "outlier"])
 def test_every_float_can_be_quantized(name: str, dtype: str) -> None:
     x = _tensor().to(dtype)
@@ -200,13 +200,6 @@ def test_in_place_writes_are_refused() -> None:
     q = _tensor().to_mxfp4()
     with pytest.raises((TypeError, ValueError), match=r"blocked|dequantize"):
         q[0] = 1.0
-
-
-def test_gradient_is_straight_through() -> None:
-    x = _tensor()
-    x.requires_grad = True
-    (x.to_mxfp4().dequantize() * 3.0).sum().backward()
-    assert np.array_equal(x.grad.numpy(), np.full(X.shape, 3.0, np.float32))
 
 
 def test_clipped_gradient() -> None:
@@ -303,12 +296,6 @@ def test_bad_tensors() -> None:
         _ = _tensor().codes
     with pytest.raises(ValueError, match="element"):
         _tensor().to_mxfp8(element="e2m1")
-
-
-@pytest.mark.parametrize("name", ["e2m1", "float4_e2m1fn", "int4"])
-def test_direct_cast_to_four_bits_is_refused(name: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"to_mxfp4|to_int4"):
-        _tensor().to(name)
 
 
 def test_empty_tensors() -> None:

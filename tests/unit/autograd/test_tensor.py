@@ -157,19 +157,6 @@ def test_numpy_is_a_read_only_view() -> None:
         et.ones((1, 32), "mxfp4").numpy()
 
 
-@pytest.mark.host
-def test_dlpack() -> None:
-    x = et.ones(3)
-    assert np.shares_memory(np.from_dlpack(x), x.data)
-    assert et.from_dlpack(np.arange(3)).tolist() == [0, 1, 2]
-    with pytest.raises(
-        (RuntimeError, BufferError), match="Unsupported dtype"
-    ):  # numpy knows no bfloat16
-        np.from_dlpack(et.ones(2, "bfloat16"))
-    with pytest.raises(TypeError, match="__dlpack__"):
-        et.from_dlpack([1])
-
-
 def test_numbers() -> None:
     x = et.ExTensor([3])
     assert x.item() == 3

@@ -172,17 +172,17 @@ def test_products_of_scaled_operands(spec: QuantSpec) -> None:
             check(got, left.astype(np.float64), right.astype(np.float64), terms, (spec, m))
 
 
-@pytest.mark.parametrize("down_a", [False, True])
-@pytest.mark.parametrize("down_b", [False, True])
-def test_products_of_operands(down_a: bool, down_b: bool) -> None:
+@pytest.mark.parametrize("columnwise_a", [False, True])
+@pytest.mark.parametrize("columnwise_b", [False, True])
+def test_products_of_operands(columnwise_a: bool, columnwise_b: bool) -> None:
     """The three GEMMs' layouts, ragged, for every format that fits and with a transform."""
     specs = [QuantSpec(name) for name in TILES if name != "nvfp4"]
     specs.append(QuantSpec("mxfp4", transform=Hadamard(32)))
     for spec in specs:
         for m, n, k in ((64, 96, 128), (33, 150, 160), (257, 35, 1056)):
             a, b = operand((m, k), spec, 1), operand((n, k), spec, 2)
-            left = np.ascontiguousarray(a.T).T if down_a else a
-            right = np.ascontiguousarray(b.T).T if down_b else b
+            left = np.ascontiguousarray(a.T).T if columnwise_a else a
+            right = np.ascontiguousarray(b.T).T if columnwise_b else b
             if "amx" in VARIANTS:
                 assert BACKEND.path("product", left, right) == "core (amx, bf16)"
                 terms = math.ceil(k / 32) + 14

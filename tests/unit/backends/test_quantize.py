@@ -7,6 +7,7 @@ set, by table and by hypothesis.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,9 +24,16 @@ from extensor.formats import DIALECTS, ELEMENTS, FORMATS
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream, random_words
-from tests.kernels.inputs import BACKEND, CORE, GENERIC, assert_bytes, misaligned, read_only
+from tests.kernels.inputs import (
+    BACKEND,
+    GENERIC,
+    LEVELS,
+    assert_bytes,
+    forced,
+    misaligned,
+    read_only,
+)
 
-LEVELS = CORE.levels() if CORE else ["numpy only"]
 F = np.float32
 HUGE = 1 << 16
 THREADS = 8
@@ -35,13 +43,8 @@ Answer = tuple[QuantArray, QuantStats, Any, Any]
 
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    if CORE is None:
+    with forced(request.param):
         yield request.param
-        return
-    before = CORE.level()
-    CORE.set_level(request.param)
-    yield request.param
-    CORE.set_level(before)
 
 
 # --- arrays -------------------------------------------------------------------------------------
@@ -122,22 +125,13 @@ def expected_answers(name: str, kind: str) -> list[Answer]:
 def test_every_format_on_every_shape(name: str, kind: str) -> None:
     """At every level, on one thread and on two."""
     expected = expected_answers(name, kind)
-    settings_ = [(level, n) for level in LEVELS for n in (1, 2)]
-    before = (CORE.level(), CORE.threads()) if CORE else None
-    try:
-        for level, threads in settings_:
-            if CORE:
-                CORE.set_level(level)
-                CORE.set_threads(threads)
+    for level, threads in itertools.product(LEVELS, (1, 2)):
+        with forced(level, threads):
             for case, one in zip(cases(name, kind), expected, strict=True):
                 kept = case[0].tobytes()
                 what = f"{level}, {threads} threads, {case[1]} on {case[0].shape}"
                 assert_same(answer(BACKEND, *case), one, what)
                 assert case[0].tobytes() == kept, f"{what}: the input changed"
-    finally:
-        if CORE and before:
-            CORE.set_level(before[0])
-            CORE.set_threads(before[1])
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -312,33 +306,24 @@ def long_rows(shape: tuple[int, int], kind: str, dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4"])
 def test_long_rows_of_every_float(name: str, kind: str, dtype: str) -> None:
     """Rows, stochastic rows and transformed rows; columns and both: as the generic methods."""
-    before = CORE.level() if CORE else ""
-    try:
-        for shape in ((16, 1024), (5, 1000), (33, 130)):
-            x = long_rows(shape, kind, dtype)
-            for options in ROWS:
-                spec = QuantSpec(name, **options)
-                stream = Stream(7) if spec.rounding == "stochastic" else None
-                expected = GENERIC.quantize(x, spec, stream)
-                for level in LEVELS:
-                    if CORE:
-                        CORE.set_level(level)
-                    got = BACKEND.quantize(x, spec, stream)
-                    assert_stored(got, expected, (level, shape, options))
-            both = QuantSpec(name), QuantSpec(name, axis=0)
-            pair = [GENERIC.quantize(x, spec) for spec in both]
+    for shape in ((16, 1024), (5, 1000), (33, 130)):
+        x = long_rows(shape, kind, dtype)
+        for options in ROWS:
+            spec = QuantSpec(name, **options)
+            stream = Stream(7) if spec.rounding == "stochastic" else None
+            expected = GENERIC.quantize(x, spec, stream)
             for level in LEVELS:
-                if CORE:
-                    CORE.set_level(level)
-                found = [
-                    *BACKEND.quantize_rowwise_columnwise(x, both),
-                    BACKEND.quantize(x, both[1]),
-                ]
-                for got, expected in zip(found, [*pair, pair[1]], strict=True):
-                    assert_stored(got, expected, (level, shape, "both"))
-    finally:
-        if CORE:
-            CORE.set_level(before)
+                with forced(level):
+                    got = BACKEND.quantize(x, spec, stream)
+                assert_stored(got, expected, (level, shape, options))
+        both = QuantSpec(name), QuantSpec(name, axis=0)
+        pair = [GENERIC.quantize(x, spec) for spec in both]
+        for level in LEVELS:
+            with forced(level):
+                found = BACKEND.quantize_rowwise_columnwise(x, both)
+                found = [*found, BACKEND.quantize(x, both[1])]
+            for got, expected in zip(found, [*pair, pair[1]], strict=True):
+                assert_stored(got, expected, (level, shape, "both"))
 
 
 def assert_stored(
@@ -403,14 +388,8 @@ def any_case(draw: st.DrawFn) -> tuple[Any, QuantSpec, Stream | None, str]:
 @given(any_case())
 def test_any_case(case: tuple[Any, QuantSpec, Stream | None, str]) -> None:
     x, spec, stream, level = case
-    before = CORE.level() if CORE else None
-    if CORE:
-        CORE.set_level(level)
-    try:
+    with forced(level):
         got = answer(BACKEND, x, spec, stream)
-    finally:
-        if CORE:
-            CORE.set_level(before)
     expected = answer(GENERIC, np.array(x, dtype=F, order="C"), spec, stream)
     assert_same(got, expected, (level, spec, x.shape, x.strides))
 
@@ -449,16 +428,10 @@ def any_pair(draw: st.DrawFn) -> tuple[Any, list[QuantSpec], list[Stream | None]
 def test_any_pair_is_two_calls(case: tuple[Any, list[QuantSpec], list[Stream | None], str]) -> None:
     """One reading for rows and columns gives the bytes of a generic call each."""
     x, specs, streams, level = case
-    before = CORE.level() if CORE else None
-    if CORE:
-        CORE.set_level(level)
     both, paired = (specs[0], specs[1]), (streams[0], streams[1])
-    try:
+    with forced(level):
         stored = BACKEND.quantize_rowwise_columnwise(x, both, paired)
         operands = BACKEND.fake_quantize_rowwise_columnwise(x, both, paired)
-    finally:
-        if CORE:
-            CORE.set_level(before)
     for (q, stats), (values, same), spec, stream in zip(
         stored, operands, specs, streams, strict=True
     ):
@@ -485,15 +458,8 @@ def test_eight_threads_on_one_tensor(level: str, name: str, axis: int) -> None:
         order = (0, 1, 0) if number % 2 else (1, 0, 1)
         return [answer(BACKEND, x, *pairs[k]) for k in order]
 
-    before = CORE.threads() if CORE else 1
-    if CORE:
-        CORE.set_threads(2)
-    try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            results = list(pool.map(hammer, range(THREADS)))
-    finally:
-        if CORE:
-            CORE.set_threads(before)
+    with forced(threads=2), ThreadPoolExecutor(THREADS) as pool:
+        results = list(pool.map(hammer, range(THREADS)))
     for number, answers in enumerate(results):
         order = (0, 1, 0) if number % 2 else (1, 0, 1)
         for k, got in zip(order, answers, strict=True):

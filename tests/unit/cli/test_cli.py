@@ -212,52 +212,33 @@ def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
         assert f" {method} " in text
 
 
-def test_doctor_says_why_the_core_is_not_used() -> None:
-    code = "from extensor.cli import main; raise SystemExit(main(['doctor']))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"EXTENSOR_CORE": "0", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "EXTENSOR_CORE=0" in done.stdout
+def doctor(before: str = "", **environment: str) -> str:
+    """What `extensor doctor` says in a process of its own, after some statements."""
+    code = f"{before}\nfrom extensor.cli import main; raise SystemExit(main(['doctor']))"
+    command = [sys.executable, "-c", code]
+    env = {"PATH": "", "PYTHONPATH": ":".join(sys.path), "COLUMNS": "300", **environment}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize(
-    ("environment", "way"),
+    ("value", "said"),
+    [("0", "EXTENSOR_CORE=0"), ("yes", "EXTENSOR_CORE: expected 0 or 1, got 'yes'")],
+)
+def test_doctor_says_why_the_core_is_not_used(value: str, said: str) -> None:
+    assert said in doctor(EXTENSOR_CORE=value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "path"),
     [
-        ({"PATH": ""}, "no c++, g++ or clang++ is on the PATH: install a C++20 compiler"),
-        ({"PATH": "", "CXX": "missing++"}, "CXX=missing++ is not there"),
-        ({"PATH": "", "CXX": sys.executable}, f"{sys.executable} is here: install again"),
+        ({}, "no c++, g++ or clang++ is on the PATH: install a C++20 compiler"),
+        ({"CXX": "missing++"}, "CXX=missing++ is not there"),
+        ({"CXX": sys.executable}, f"{sys.executable} is here: install again"),
     ],
 )
-def test_doctor_says_what_a_core_would_need(environment: dict[str, str], way: str) -> None:
-    code = (
-        "import sys; sys.modules['extensor._core._kernels'] = None\n"
-        "from extensor.cli import main; raise SystemExit(main(['doctor']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, "PYTHONPATH": ":".join(sys.path), "COLUMNS": "300"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "not used: the C++ core is not built" in done.stdout
-    assert way in done.stdout
-
-
-def test_doctor_shows_a_flag_that_is_wrong() -> None:
-    code = "from extensor.cli import main; raise SystemExit(main(['doctor']))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"EXTENSOR_CORE": "yes", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "EXTENSOR_CORE: expected 0 or 1, got 'yes'" in done.stdout
+def test_doctor_says_what_a_core_would_need(environment: dict[str, str], path: str) -> None:
+    text = doctor("import sys; sys.modules['extensor._core._kernels'] = None", **environment)
+    assert "not used: the C++ core is not built" in text and path in text
 
 
 def test_doctor_does_not_import_other_devices() -> None:
@@ -362,7 +343,7 @@ def test_tune_shows_what_was_measured(
             {"scaled": 77**3} if timings == [plain] else {"scaled": 512**3, "dense": 9}
         ),
         of_bf16=lambda timings: [plain],
-        label=lambda way: f"{way} (recipe)",
+        label=lambda path: f"{path} (recipe)",
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "extensor_cuda.matmul.tuning", module)

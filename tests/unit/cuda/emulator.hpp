@@ -230,7 +230,7 @@ inline float of_float16(unsigned half) {
 }
 inline float of_bfloat16(unsigned half) { return __uint_as_float(half << 16); }
 // Pairs of bfloat16: a b + c, rounded to nearest even once.
-inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
+inline unsigned fma_bf16x2(unsigned a, unsigned b, unsigned c) {
     unsigned out = 0;
     for (int h = 0; h < 32; h += 16) {
         const double v =
@@ -262,17 +262,17 @@ inline unsigned sign_bytes(unsigned a, unsigned b) {
 }
 // cp.async, at once.
 template <int kBytes>
-void copy_ahead(void* to, const void* from, bool there) {
+void cp_async(void* to, const void* from, bool there) {
     if (there)
         std::memcpy(to, from, kBytes);
     else
         std::memset(to, 0, kBytes);
 }
-inline void end_copies() {}
+inline void cp_async_commit() {}
 template <int kNewest>
-void arrived() {}
-inline void let_next_start() {}
-inline void await_last() {}
+void cp_async_wait() {}
+inline void launch_dependent_grids() {}
+inline void wait_on_dependent_grids() {}
 // mma.sync m16n8k16 of bfloat16: the fragments of the PTX ISA; the sum is rounded once.
 static unsigned fragments[1024][6];
 inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {

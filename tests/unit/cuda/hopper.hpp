@@ -23,30 +23,32 @@ inline void settle(Arrivals& a) {
 inline void barrier_init(u32 barrier, u32 count) {
     arrivals_at(barrier) = {static_cast<int>(count), static_cast<int>(count), 0, 0};
 }
-inline void arrive(u32 barrier, int bytes) {
+inline void barrier_arrive(u32 barrier, int bytes) {
     Arrivals& a = arrivals_at(barrier);
     --a.pending, a.bytes += bytes;
     settle(a);
 }
-inline void arrive(u32 barrier) { arrive(barrier, 0); }
-inline void expect_bytes(u32 barrier, u32 bytes) { arrive(barrier, static_cast<int>(bytes)); }
+inline void barrier_arrive(u32 barrier) { barrier_arrive(barrier, 0); }
+inline void barrier_expect_bytes(u32 barrier, u32 bytes) {
+    barrier_arrive(barrier, static_cast<int>(bytes));
+}
 inline void brought(u32 barrier, int bytes) {
     Arrivals& a = arrivals_at(barrier);
     a.bytes -= bytes;
     settle(a);
 }
-inline bool is_over(u32 barrier, u32 parity) { return arrivals_at(barrier).phase != parity; }
-inline void wait(u32 barrier, u32 parity) {
+inline bool barrier_test(u32 barrier, u32 parity) { return arrivals_at(barrier).phase != parity; }
+inline void barrier_wait(u32 barrier, u32 parity) {
     for (int spins = 0; arrivals_at(barrier).phase == parity; ++spins) {
         if (spins > 1000000) std::fprintf(stderr, "a barrier is never reached\n"), std::exit(3);
         yield();
     }
 }
-inline void release(u32 barrier, int lane) {
-    if (lane == 0) arrive(barrier, 0);
+inline void release_stage(u32 barrier, int lane) {
+    if (lane == 0) barrier_arrive(barrier, 0);
 }
-inline void post(u64* to, u64 v) { *to = v; }
-inline u64 posted(const u64* from) {
+inline void store_relaxed(u64* to, u64 v) { *to = v; }
+inline u64 load_relaxed(const u64* from) {
     yield();
     return *from;
 }
@@ -56,7 +58,7 @@ inline void cluster_sync() {}
 inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 // Each row of a box, swizzled if it is 128 or 64 bytes wide; zeros outside.
-inline void load(u32 to, const TensorMap* map, int byte, int row, u32 barrier) {
+inline void tma_load_2d(u32 to, const TensorMap* map, int byte, int row, u32 barrier) {
     const u8* from = reinterpret_cast<const u8*>(map->words[0]);
     const i64 rows = map->words[1], columns = map->words[2], pitch = map->words[3],
               box = map->words[4];
@@ -71,15 +73,15 @@ inline void load(u32 to, const TensorMap* map, int byte, int row, u32 barrier) {
         }
     brought(barrier, static_cast<int>(box * wide));
 }
-inline void load_for_all(u32, const TensorMap*, int, int, u32) {}
-inline void load_line(u32 to, const void* from, int bytes, u32 barrier) {
+inline void tma_load_multicast(u32, const TensorMap*, int, int, u32) {}
+inline void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
     if (to % 16 || bytes % 16 || reinterpret_cast<u64>(from) % 16)
         std::fprintf(stderr, "odd line\n"), std::exit(3);
     std::memcpy(shared_bytes + to, from, bytes);
     brought(barrier, bytes);
 }
 // 16 rows of 128 bytes, swizzled, to where they lie inside.
-inline void store(const TensorMap* map, int column, int row, const u8* patch) {
+inline void tma_store_2d(const TensorMap* map, int column, int row, const u8* patch) {
     u8* to = reinterpret_cast<u8*>(map->words[0]);
     const i64 rows = map->words[1], columns = map->words[2], pitch = map->words[3],
               item = map->words[5];
@@ -116,31 +118,31 @@ void for_box(const TensorMap* map, int x, int y, int z, int w, u32 at, Move move
             move(shared_bytes[swizzled(at + r * 128 + b)], inside ? place : nullptr);
         }
 }
-inline void load_box(u32 to, const TensorMap* map, int x, int y, int z, int w, u32 barrier) {
+inline void tma_load_4d(u32 to, const TensorMap* map, int x, int y, int z, int w, u32 barrier) {
     for_box(map, x, y, z, w, to, [](u8& mine, u8* theirs) { mine = theirs ? *theirs : 0; });
     brought(barrier, static_cast<int>(map->words[8] * 128));
 }
-inline void store_box(const TensorMap* map, int x, int y, int z, int w, u32 from) {
+inline void tma_store_4d(const TensorMap* map, int x, int y, int z, int w, u32 from) {
     for_box(map, x, y, z, w, from, [](u8& mine, u8* theirs) {
         if (theirs) *theirs = mine;
     });
 }
-inline void show_stores() {}
-inline void end_stores() {}
-inline void await_stores_read() {}
-inline void await_stores() {}
+inline void fence_shared_async() {}
+inline void tma_store_commit() {}
+inline void tma_store_wait_read() {}
+inline void tma_store_wait() {}
 
-inline u32 acquired(const u32* from) {
+inline u32 load_acquire(const u32* from) {
     yield();
     return *from;
 }
-inline void add_released(u32* to, u32 count) { *to += count; }
-inline void show_to_copies() {}
+inline void add_release(u32* to, u32 count) { *to += count; }
+inline void fence_async() {}
 
 inline void keep(const u8*&) {}
 inline void keep(int&) {}
 inline void keep(i64&) {}
-inline int unknown(int number) { return number; }
+inline int opaque(int number) { return number; }
 
 static Barrier named[16];
 inline void named_barrier(int number, int threads) {
@@ -148,7 +150,7 @@ inline void named_barrier(int number, int threads) {
     named[number].wait();
 }
 
-inline u32 rounded_pair(float high, float low) {
+inline u32 to_bf16x2(float high, float low) {
     u32 out = 0;
     for (float v : {high, low}) {
         const u32 bits = __float_as_uint(v);
@@ -159,15 +161,15 @@ inline u32 rounded_pair(float high, float low) {
 
 // ---- wgmma ----
 
-inline void end_block(float) {}
+inline void end_basic_block(float) {}
 inline void keep(float&) {}
 inline void keep(u32&) {}
-inline void begin_products() {}
-inline void end_products() {}
+inline void warpgroup_arrive() {}
+inline void warpgroup_commit() {}
 template <int n>
-void hold(Sum (&)[n]) {}
+void fence_accumulators(Sum (&)[n]) {}
 template <int, int n>
-void finish(Sum (&)[n]) {
+void warpgroup_wait(Sum (&)[n]) {
     __syncwarp();
 }  // a warp is as far as its slowest thread
 
@@ -195,7 +197,7 @@ double value_of(u32 code) {
 // (PTX ISA). K contiguous: 8 rows are a pattern of 1024 bytes, the stride leads to the next 8. The
 // other way: 64 rows by 8 of K are one; the stride leads to the next 8 of K, the leading offset to
 // 64 rows.
-template <bool kDown>
+template <bool kMnMajor>
 u32 address_of(u64 descriptor, int i, int k) {
     constexpr int kItem = GEMM_KIND == 1 ? 2 : 1;
     const u32 address = static_cast<u32>(descriptor << 4) & 0x3FFFF;
@@ -203,12 +205,12 @@ u32 address_of(u64 descriptor, int i, int k) {
     const u32 stride = static_cast<u32>(descriptor >> 32 & 0x3FFF) << 4;
     if (descriptor >> 62 != 1) std::fprintf(stderr, "not swizzled by 128 bytes\n"), std::exit(3);
     return swizzled(address +
-                    (kDown ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * kItem
-                           : i / 8 * stride + i % 8 * 128 + k * kItem));
+                    (kMnMajor ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * kItem
+                              : i / 8 * stride + i % 8 * 128 + k * kItem));
 }
-template <bool kDown, int kKind>
+template <bool kMnMajor, int kKind>
 double element(u64 descriptor, int i, int k) {
-    const u8* at = shared_bytes + address_of<kDown>(descriptor, i, k);
+    const u8* at = shared_bytes + address_of<kMnMajor>(descriptor, i, k);
     return GEMM_KIND == 1 ? of_bfloat16(at[0] | at[1] << 8) : value_of<kKind>(at[0]);
 }
 
@@ -244,7 +246,7 @@ inline void gather(double (&rows)[2][16], const u32 (&a)[4]) {
             rows[h][k] =
                 of_bfloat16(exchange(a[k / 8 * 2 + h], row + k % 8 / 2) >> k % 2 * 16 & 0xFFFF);
 }
-template <bool kDown, int n>
+template <bool kMnMajor, int n>
 void multiply(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
     double rows[2][16];
     gather(rows, a);
@@ -252,7 +254,7 @@ void multiply(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
         double sum = more ? d[i] : 0.0;
         for (int k = 0; k < 16; ++k)
             sum += rows[i / 2 % 2][k] *
-                   element<kDown, 0>(b, i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, k);
+                   element<kMnMajor, 0>(b, i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, k);
         d[i] = static_cast<Sum>(sum);
     }
 }
@@ -261,6 +263,6 @@ void wgmma(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
     multiply<false>(d, a, b, more);
 }
 template <int n>
-void wgmma_down(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
+void wgmma_mn_major(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
     multiply<true>(d, a, b, more);
 }

@@ -28,24 +28,25 @@ from tests.unit.cuda.emulator import Cupy, Emulator
 HEADER = Path(__file__).parent / "hopper.hpp"
 STATEMENTS = {
     "st.async": "*to = v, brought(barrier, 4);",
-    '"=r"(raw[k / 2])': "raw[k / 2] = rounded_pair(y[1], y[0]);",
+    '"=r"(raw[k / 2])': "raw[k / 2] = to_bf16x2(y[1], y[0]);",
     "prmt.b32": "bytes = sign_bytes(a, b);",
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
-    "cp.async.cg.shared.global [": "copy_ahead<16>(to, from, inside);",
+    "cp.async.cg.shared.global [": "cp_async<16>(to, from, inside);",
     '"cp.async.wait_all;"': ";",
     "bar.sync %0, 128;": "named_barrier(warpgroup + 1, 128);",
-    "stmatrix": "(void)to, put_transposed(patch, column, row / 8, pairs, lane, place);",
-    '"=r"(pair) : "f"(high)': "pair = rounded_pair(high, low);",
-    '"=r"(pairs[i]) : "f"(high)': "pairs[i] = rounded_pair(high, low);",
+    "stmatrix": "(void)to, put_transposed("
+    "epilogue_tile, column, row / 8, pairs, lane, swizzled_offset);",
+    '"=r"(pair) : "f"(high)': "pair = to_bf16x2(high, low);",
+    '"=r"(pairs[i]) : "f"(high)': "pairs[i] = to_bf16x2(high, low);",
     "lop3.b32": "d = (a & mask) | (b & ~mask);",
     "ex2.approx": "y = std::exp2(x);",
     "cvt.f32.f16": "v = of_float16(raw & 0xFFFF);",
     "max.NaN.f32": "m = a != a || b != b ? NAN : std::fmax(a, b);",
-    "fma.rn.bf16x2": "d = fma_pair(a, b, c);",
+    "fma.rn.bf16x2": "d = fma_bf16x2(a, b, c);",
     "max.NaN.bf16x2": "d = choose_pair<true>(a, b);",
     "min.bf16x2": "d = choose_pair<false>(a, b);",
     "abs.bf16x2": "d = a & 0x7FFF7FFFu;",
-    "bulk_group [%0": "store(map, column, row, from);",
+    "bulk_group [%0": "tma_store_2d(map, column, row, from);",
 }
 """Assembly that does something here, and what stands for it."""
 NOTHING = (

@@ -99,14 +99,14 @@ def test_bad_input() -> None:
 def test_fifteen_per_cent_are_asked_for_in_three_ways() -> None:
     x = np.random.default_rng(0).integers(0, 50, (200, 500))
     inputs, labels = mask_tokens(x, words(x.shape, 1), words(x.shape, 2), 50)
-    asked = labels != IGNORE_LABEL
-    assert np.array_equal(labels[asked], x[asked]) and np.array_equal(inputs[~asked], x[~asked])
-    assert asked.mean() == pytest.approx(0.15, abs=0.007)  # six standard deviations
-    hidden = (inputs == 50)[asked].mean()
-    same = (inputs == x)[asked].mean()
+    chosen = labels != IGNORE_LABEL
+    assert np.array_equal(labels[chosen], x[chosen]) and np.array_equal(inputs[~chosen], x[~chosen])
+    assert chosen.mean() == pytest.approx(0.15, abs=0.007)  # six standard deviations
+    hidden = (inputs == 50)[chosen].mean()
+    same = (inputs == x)[chosen].mean()
     assert hidden == pytest.approx(0.8, abs=0.02)
     assert same == pytest.approx(0.1 + 0.1 / 50, abs=0.015)
-    replaced = inputs[asked & (inputs != 50) & (inputs != x)]
+    replaced = inputs[chosen & (inputs != 50) & (inputs != x)]
     assert set(replaced) == set(range(50))
 
 

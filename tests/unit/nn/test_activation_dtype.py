@@ -25,7 +25,7 @@ CONFIG = GPTConfig(vocab=40, context=16, layers=1, width=64, heads=2, bias=True)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, CONFIG.context + 1))
 
 
-def near(x: et.ExTensor) -> et.ExTensor:
+def rounded(x: et.ExTensor) -> et.ExTensor:
     """The nearest bfloat16 values, as float32; their gradient is rounded likewise."""
     return x.astype("bfloat16").astype("float32")
 
@@ -35,10 +35,12 @@ def rounded_by_hand(model: Any, tokens: et.ExTensor) -> et.ExTensor:
     x = model.tokens(tokens) + model.positions.weight[: tokens.shape[1]]
     for block in model.blocks:
         attention, forward = block.attention, block.feed_forward
-        qkv = near(attention.qkv(near(block.norm1(x))))
-        x = x + near(attention.out(near(packed_attention(qkv, attention.heads, causal=True))))
-        x = x + near(forward.down(near(et.gelu(near(forward.up(near(block.norm2(x))))))))
-    return near(model.head(near(model.norm(x))))
+        qkv = rounded(attention.qkv(rounded(block.norm1(x))))
+        x = x + rounded(attention.out(rounded(packed_attention(qkv, attention.heads, causal=True))))
+        x = x + rounded(
+            forward.down(rounded(et.gelu(rounded(forward.up(rounded(block.norm2(x)))))))
+        )
+    return rounded(model.head(rounded(model.norm(x))))
 
 
 def gpt(recipe: str, activations: Any) -> Any:
@@ -150,7 +152,7 @@ def test_convolutions_are_rounded_too() -> None:
     apply_recipe(exact, "mxfp4")
     apply_recipe(rough, "mxfp4", activations="bfloat16")
     apply_recipe(model, "fp32", activations="bfloat16")
-    same_bytes("conv", rough(images).astype("float32").numpy(), near(exact(images)).numpy())
+    same_bytes("conv", rough(images).astype("float32").numpy(), rounded(exact(images)).numpy())
     assert model(images).dtype is et.bfloat16
     model(images).sum().backward()
     assert {p.grad.dtype for p in model.parameters()} == {et.float32}

@@ -219,6 +219,7 @@ def test_arrays_that_are_no_tensors(layer, shape, message):
         (lambda: nn.Conv2d(3, 3, 3, stride=0), ValueError, "stride"),
         (lambda: nn.Conv2d(3, 3, 3, padding=-1), ValueError, "padding: .*0 or more"),
         (lambda: nn.Conv2d(3, 3, 3, dilation=1.5), TypeError, "dilation"),
+        (lambda: nn.depthwise_conv2d(0, 3), ValueError, "in_channels: expected 1 or more"),
         (lambda: nn.MaxPool2d(0), ValueError, "MaxPool2d: kernel_size"),
         (lambda: nn.AvgPool2d(2, 0), ValueError, "AvgPool2d: stride"),
         (lambda: nn.Flatten(-1), ValueError, "start: expected 0 or more"),

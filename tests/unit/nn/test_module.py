@@ -254,6 +254,8 @@ def test_sequential():
     assert net(ExTensor(np.ones((5, 2), np.float32))).shape == (5, 1)
     with pytest.raises(TypeError, match="Sequential: 1: expected a Module, got 3"):
         nn.Sequential(nn.ReLU(), 3)
+    with pytest.raises(TypeError, match="b: expected a Module"):
+        nn.Sequential(nn.ReLU(), b=3)
     with pytest.raises(IndexError):
         net[3]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from extensor import ExTensor, cross_entropy, nn
+from extensor import ExTensor, nn
 from extensor.optim import SGD
 from extensor.testing import gradcheck, gradgradcheck
 
@@ -176,37 +176,3 @@ def test_bad_input() -> None:
         nn.GRU(4, 0)
     empty = lstm(tensor((5, 0, 4), 0))[0]
     assert empty.shape == (5, 0, 3)
-
-
-def test_separable_convolution_as_torch() -> None:
-    torch = pytest.importorskip("torch", reason="torch is the oracle: pip install -e .[peers]")
-    mine = nn.SeparableConv2d(4, 6, 3, stride=2, padding=1, rng=0)
-    theirs = torch.nn.Sequential(
-        torch.nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=4), torch.nn.Conv2d(4, 6, 1)
-    )
-    with torch.no_grad():
-        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
-            q.copy_(torch.tensor(p.numpy()))
-    x = tensor((2, 4, 7, 7), 0)
-    want = theirs(torch.tensor(x.numpy())).detach().numpy()
-    np.testing.assert_allclose(mine(x).numpy(), want, rtol=2e-5, atol=2e-6)
-    assert nn.depthwise_conv2d(4, 3, multiplier=2).weight.shape == (8, 1, 3, 3)
-    with pytest.raises(ValueError, match="in_channels: expected 1 or more"):
-        nn.depthwise_conv2d(0, 3)
-
-
-def test_two_layers_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="got two named '0'"):
-        nn.Sequential(nn.Linear(2, 2), **{"0": nn.ReLU()})
-    with pytest.raises(TypeError, match="b: expected a Module"):
-        nn.Sequential(nn.Linear(2, 2), b=3)
-
-
-def test_a_mean_over_no_labels_is_refused() -> None:
-    empty = np.zeros((0, 3), np.float32), np.zeros(0, np.int64)
-    with pytest.raises(ValueError, match="cross_entropy: no labels to average over; leave"):
-        cross_entropy(*map(ExTensor, empty))
-    scores, labels = tensor((2, 3), 0), ExTensor(np.array([-1, -1]))
-    with pytest.raises(ValueError, match="all 2 are left out"):
-        cross_entropy(scores, labels, ignore_index=-1)
-    assert cross_entropy(scores, labels, ignore_index=-1, reduction="sum").item() == 0.0

@@ -137,11 +137,11 @@ def test_tiles_of_several_rows_are_not_decoded(rows: int, calls: list[str]) -> N
 @pytest.mark.parametrize(("name", "lead"), formats_of((3,), (2, 3), (1,), (0,)), ids=str)
 def test_a_batch_of_blocked_matrices(name: str, lead: tuple[int, ...]) -> None:
     a, b = FORMATS[name](tensor(*lead, 5, K)), FORMATS[name](tensor(*lead, 7, K))
-    turned = b.swapaxes(-1, -2)
+    transposed = b.swapaxes(-1, -2)
     with packed() as used:
-        y = a @ turned
+        y = a @ transposed
     assert [method for method, _ in used] == ["block_scaled_matmul"]
-    check(y, values(a), values(turned))
+    check(y, values(a), values(transposed))
 
 
 BROADCAST = (((2, 3), (1, 3)), ((), (3,)), ((3,), (1,)), ((2, 1), (3,)), ((1,), (3,)))

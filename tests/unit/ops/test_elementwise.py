@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 import extensor as et
 
@@ -61,3 +63,23 @@ def test_power_at_the_edges() -> None:
     (x ** et.ExTensor([2.0, 3.0, 0.0])).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [0, 12, 0]
+
+
+@pytest.mark.parametrize("op", [et.add, et.multiply, et.subtract, et.divide, et.maximum])
+def test_mixed_operands_promote(op: Callable[..., et.ExTensor]) -> None:
+    """The result's dtype follows the table of promotions, not the first operand."""
+    ones = {name: et.ones((2, 32), name) for name in ("float16", "bfloat16", "float32", "float64")}
+    for a, b, expected in (
+        ("bfloat16", "float32", et.float32),
+        ("float16", "bfloat16", et.float32),
+        ("float16", "float64", et.float64),
+        ("bfloat16", "bfloat16", et.bfloat16),
+    ):
+        assert op(ones[a], ones[b]).dtype is expected
+        assert op(ones[b], ones[a]).dtype is expected
+    blocked = {name: ones["float32"].to(name) for name in ("mxfp4", "nvfp4", "mxfp8_e4m3")}
+    for name, q in blocked.items():
+        for other in (q, blocked["mxfp4"], ones["float32"], ones["bfloat16"], 1.0):
+            for result in (op(q, other), op(other, q)):
+                assert result.dtype is et.float32, (name, other)
+                np.testing.assert_array_equal(result.numpy(), op(ones["float32"], 1.0).numpy())

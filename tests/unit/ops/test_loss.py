@@ -69,6 +69,10 @@ def test_cross_entropy_follows_the_definition() -> None:
     ignored = et.ExTensor(np.full(5, -100))
     with pytest.raises(ValueError, match="no labels to average over"):
         et.cross_entropy(et.ExTensor(x), ignored, ignore_index=-100)
+    with pytest.raises(ValueError, match="no labels to average over; leave"):
+        et.cross_entropy(et.zeros((0, 3)), et.zeros(0, "int64"))
+    nothing = et.cross_entropy(et.ExTensor(x), ignored, ignore_index=-100, reduction="sum")
+    assert nothing.item() == 0.0
 
 
 @pytest.mark.parametrize("labels", ["int64", "int32", "uint8"])

@@ -31,3 +31,12 @@ def test_mixed_dtypes_promote_and_gradients_come_back_in_their_own() -> None:
     (x * n).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [0, 1, 2]
+
+
+def test_a_gradient_has_its_tensors_dtype_whatever_the_other_operand() -> None:
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        x = et.ones((4, 32), dtype, requires_grad=True)
+        w = et.randn(8, 32, seed=0, requires_grad=True)
+        (x @ w.T * w.to_mxfp4().sum()).sum().backward()
+        assert x.grad.dtype is x.dtype
+        assert w.grad.dtype is et.float32

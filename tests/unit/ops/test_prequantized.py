@@ -48,7 +48,7 @@ def arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
-def near(actual: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
+def within_bound(actual: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
     """|error| <= 2 gamma_(K + 4) S, S = |a| |b|: the decoded values are rounded once as well."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     bound = 2 * (a.shape[1] + 6) * 2.0**-24 * (np.abs(a) @ np.abs(b))
@@ -63,7 +63,7 @@ def test_a_matrix_product_is_that_of_the_decoded_operands(name: str) -> None:
     y = prequantized_matmul(et.from_numpy(x), stored, context)
     assert y.shape == (2, 21, 12) and y.dtype is et.float32
     rows = decoded(x.reshape(42, 75), context)
-    near(y.numpy().reshape(42, 12), rows, stored.dequantize().numpy().T)
+    within_bound(y.numpy().reshape(42, 12), rows, stored.dequantize().numpy().T)
     counted = context.state.telemetry.get(("layer", "fprop.x"))
     assert (counted is None) == (SCHEMES[name].activations == "float32")
     assert counted is None or counted.count == x.size
@@ -84,7 +84,7 @@ def test_a_convolution_is_that_of_the_decoded_operands(name: str, groups: int) -
         part = windows[:, group * (4 // groups) : (group + 1) * (4 // groups)]
         rows = np.ascontiguousarray(part.transpose(0, 2, 3, 1, 4, 5).reshape(3 * 5 * 8, -1))
         out = y.numpy()[:, group * (6 // groups) : (group + 1) * (6 // groups)]
-        near(
+        within_bound(
             out.transpose(0, 2, 3, 1).reshape(len(rows), -1),
             decoded(rows, context),
             kernels[group].T,

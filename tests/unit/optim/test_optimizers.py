@@ -6,27 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from extensor import optim
 from extensor.autograd.tensor import ExTensor
-from extensor.io import load_checkpoint, save_checkpoint
 from extensor.nn import Linear
 from extensor.optim import LARS, SGD, Adagrad, Adam, AdamW, Lion, Muon, Optimizer, RMSprop
 from extensor.optim.muon import orthogonalize
 from extensor.optim.optimizer import SEGMENT
-
-OPTIONS = {
-    "sgd": (SGD, {"lr": 0.1}),
-    "sgd decay": (SGD, {"lr": 0.1, "weight_decay": 0.05}),
-    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
-    "momentum decay": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}),
-    "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    "adam": (Adam, {"lr": 0.01}),
-    "adam options": (Adam, {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1}),
-    "adamw": (AdamW, {"lr": 0.01}),
-    "adagrad": (Adagrad, {"lr": 0.1, "weight_decay": 0.1}),
-    "rmsprop": (RMSprop, {"lr": 0.01, "weight_decay": 0.1}),
-    "rmsprop momentum": (RMSprop, {"lr": 0.01, "momentum": 0.9}),
-    "adamw options": (AdamW, {"lr": 0.02, "betas": (0.5, 0.9), "weight_decay": 0.3}),
-}
+from tests.test_every_optimizer import CASES
 
 
 def param(values, dtype=np.float32) -> ExTensor:
@@ -111,7 +97,7 @@ def test_adamw_decays_the_weight_and_adam_the_gradient():
 @pytest.mark.parametrize("case", ["nesterov", "adam options", "adamw"])
 @pytest.mark.parametrize("size", [SEGMENT - 1, SEGMENT, 2 * SEGMENT + 3])
 def test_segments_do_not_show(case, size, monkeypatch):
-    kind, options = OPTIONS[case]
+    name, options = CASES[case]
     rng = np.random.default_rng(1)
     start = rng.standard_normal(size).astype(np.float32)
     grads = [rng.standard_normal(size).astype(np.float32) for _ in range(2)]
@@ -119,7 +105,7 @@ def test_segments_do_not_show(case, size, monkeypatch):
     for segment in (SEGMENT, size + 1):
         monkeypatch.setattr("extensor.optim.optimizer.SEGMENT", segment)
         p = param(start)
-        optimizer = kind([p], **options)
+        optimizer = getattr(optim, name)([p], **options)
         for g in grads:
             set_grad(p, g)
             optimizer.step()
@@ -127,21 +113,13 @@ def test_segments_do_not_show(case, size, monkeypatch):
     assert results[0] == results[1]
 
 
-EVERY = {
-    **OPTIONS,
-    "lion": (Lion, {"lr": 0.01, "weight_decay": 0.1}),
-    "lars": (LARS, {"lr": 0.1, "weight_decay": 0.1}),
-    "muon": (Muon, {"lr": 0.1, "weight_decay": 0.1}),
-}
-
-
-@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_are_not_written(case):
-    kind, options = EVERY[case]
+    name, options = CASES[case]
     p = param(np.ones((3, 4)))
     g = np.arange(12.0).reshape(3, 4).astype(np.float32)
     set_grad(p, g)
-    kind([p], **options).step()
+    getattr(optim, name)([p], **options).step()
     np.testing.assert_array_equal(p.grad.numpy(), g)
 
 
@@ -179,43 +157,6 @@ def test_half_precision_parameters_have_float32_masters(dtype):
     np.testing.assert_allclose(master, [0.99], rtol=1e-5)
     assert p.numpy() == master.astype(dtype)
     assert p.numpy() != np.asarray(1.0, dtype)
-
-
-@pytest.mark.parametrize("case", EVERY)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
-def test_resume_is_bit_identical(case, dtype, tmp_path):
-    kind, options = EVERY[case]
-    rng = np.random.default_rng(2)
-    shapes = [(3, 4), (5, 1)]
-    start = [rng.standard_normal(s).astype(dtype) for s in shapes]
-    grads = [[rng.standard_normal(s) for s in shapes] for _ in range(6)]
-
-    def run(params, optimizer, steps):
-        for step in steps:
-            for p, g in zip(params, grads[step], strict=True):
-                set_grad(p, g)
-            optimizer.step()
-
-    def build(arrays):
-        params = [param(a, dtype) for a in arrays]
-        return params, kind(zip("wb", params, strict=True), **options)
-
-    through, optimizer = build(start)
-    run(through, optimizer, range(6))
-    params, first = build(start)
-    run(params, first, range(3))
-    state = first.state_dict()
-    arrays = {k: v for k, v in state.items() if isinstance(v, np.ndarray)}
-    scalars = {k: v for k, v in state.items() if k not in arrays}
-    weights = {f"weights.{i}": p.data for i, p in enumerate(params)}
-    save_checkpoint(tmp_path / "a", {**arrays, **weights}, scalars)
-    run(params, first, range(3, 5))  # the state taken before is a copy
-    loaded = load_checkpoint(tmp_path / "a")
-    resumed, second = build([loaded.tensors.pop(f"weights.{i}") for i in range(2)])
-    second.load_state_dict({**loaded.tensors, **loaded.metadata})
-    run(resumed, second, range(3, 6))
-    for p, q in zip(through, resumed, strict=True):
-        assert bits(p.data) == bits(q.data)
 
 
 def test_state_is_flat_arrays_and_json_scalars():
@@ -400,8 +341,8 @@ def test_the_base_class_is_abstract():
         Optimizer([P], lr=0.1)
 
 
-class Together(type(ExTensor([0.0], device="cpu").backend)):
-    """The CPU's backend, saying that it likes many parameters at once."""
+class MultiTensor(type(ExTensor([0.0], device="cpu").backend)):
+    """The CPU's backend, saying that it takes many parameters in one call."""
 
     multi_tensor_states = ("float32",)
 
@@ -416,22 +357,22 @@ class Together(type(ExTensor([0.0], device="cpu").backend)):
         (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     ],
 )
-def test_many_parameters_at_once_move_as_one_by_one(kind, options):
+def test_multi_tensor_steps_are_those_of_each_parameter(kind, options):
     rng = np.random.default_rng(0)
     shapes = ((3, 4), (5,), (), (0, 2))
     values = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
-    together, alone = ([param(v) for v in values] for _ in range(2))
-    own = together[0].backend
-    for t in together:
-        t.backend = Together(own.core, own.core_missing)
-    for t in together[1:]:
-        t.backend = together[0].backend
-    optimizers = kind(together, **options), kind(alone, **options)
+    multi_tensor, alone = ([param(v) for v in values] for _ in range(2))
+    own = multi_tensor[0].backend
+    for t in multi_tensor:
+        t.backend = MultiTensor(own.core, own.core_missing)
+    for t in multi_tensor[1:]:
+        t.backend = multi_tensor[0].backend
+    optimizers = kind(multi_tensor, **options), kind(alone, **options)
     for _ in range(3):
-        for p, q in zip(together, alone, strict=True):
+        for p, q in zip(multi_tensor, alone, strict=True):
             p.grad = q.grad = ExTensor(rng.standard_normal(p.shape).astype(np.float32))
         for optimizer in optimizers:
             optimizer.step()
-    for p, q in zip(together, alone, strict=True):
+    for p, q in zip(multi_tensor, alone, strict=True):
         assert bits(p.data) == bits(q.data)
         assert p._version == q._version

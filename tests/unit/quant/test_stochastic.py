@@ -188,21 +188,6 @@ def test_up_exactly_when_the_fraction_exceeds_the_word() -> None:
         assert codes[0] == codes[1] + 1
 
 
-def test_grid_values_never_move() -> None:
-    values = np.array(ELEMENTS["e2m1"].values, np.float32)
-    for word in (0, 2**32 - 1):
-        codes, _ = encode(values, ELEMENTS["e2m1"], words=np.full(16, word, np.uint32))
-        np.testing.assert_array_equal(codes, np.arange(16))
-
-
-def test_the_top_saturates_only_after_the_draw() -> None:
-    x = np.full(2, 7, np.float32)  # halfway between 6 and the 8 that an unbounded grid has
-    words = np.array([0, 2**32 - 1], np.uint32)
-    codes, saturated = encode(x, ELEMENTS["e2m1"], words=words)
-    np.testing.assert_array_equal(codes, [7, 7])
-    np.testing.assert_array_equal(saturated, [True, False])
-
-
 def test_a_column_block_draws_what_its_place_in_the_scales_says() -> None:
     """Same spec, stream and values: the draw depends on block and position alone."""
     x = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)

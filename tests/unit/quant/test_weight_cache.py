@@ -137,14 +137,14 @@ def _rewrite(model: nn.Sequential) -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.parametrize("way", _rewrite(build("mxfp4_all")[0]))
+@pytest.mark.parametrize("write", _rewrite(build("mxfp4_all")[0]))
 def test_whatever_changes_a_weight_makes_them_anew(
-    way: str, made: Made, monkeypatch: pytest.MonkeyPatch
+    write: str, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = build("mxfp4_all")
     model(batch(0)).square().mean().backward()
     made.clear()
-    _rewrite(model)[way]()
+    _rewrite(model)[write]()
     ours = model(batch(1))
     assert made.of(model[0]) == 1
     monkeypatch.setattr(recipe_operands, "version_of", lambda tensor: None)
@@ -237,7 +237,7 @@ def test_copies_begin_without_them(made: Made) -> None:
 
 
 @pytest.fixture
-def joining(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+def batching(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     """The CPU as a device that makes operands of several matrices at once; shapes of each call."""
     calls: list[list[Any]] = []
     kind = type(registry.get("cpu"))
@@ -253,18 +253,18 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
 
 
 def test_weights_that_changed_are_made_with_the_first_that_is_asked_for(
-    joining: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+    batching: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = accumulate("mxfp4_all", True, monkeypatch)
     # The first forward pass meets them one by one. Evaluation asks for rows alone, then the next
     # step for columns too. (Then this optimizer has given them other memory.)
-    assert joining == [[(96, 64), (32, 96)]] * 2
+    assert batching == [[(96, 64), (32, 96)]] * 2
     theirs = accumulate("mxfp4_all", False, monkeypatch)
     for a, b in zip(ours, theirs, strict=True):
         assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
 
 
-def test_weights_that_did_not_change_are_not_made_again(joining: list[list[Any]]) -> None:
+def test_weights_that_did_not_change_are_not_made_again(batching: list[list[Any]]) -> None:
     model, _ = build("mxfp4_all")
     with et.no_grad():
         model(batch(0))
@@ -272,4 +272,4 @@ def test_weights_that_did_not_change_are_not_made_again(joining: list[list[Any]]
         model(batch(0))
         model[0].weight.copy_(model[0].weight + 1)
         model(batch(0))
-    assert joining == []
+    assert batching == []

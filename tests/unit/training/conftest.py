@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 import training.tasks.language as language
 from training.callbacks import Callback
 from training.config import RunConfig
+from training.data import fetch
 from training.data.corpora import Corpus
 from training.loop import Trainer
 from training.runs import defaults
@@ -58,3 +61,26 @@ def fitted(config: RunConfig, out: Path, *callbacks: Callback) -> Trainer:
 def weights(trainer: Trainer) -> dict[str, bytes]:
     """Every parameter and buffer, bit for bit."""
     return {name: value.tobytes() for name, value in trainer.model.state_dict().items()}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of data sets; a blank stands in its path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache"))
+    return tmp_path / "a cache" / "extensor"
+
+
+@pytest.fixture
+def offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network, no cache and no file of the system."""
+
+    def refuse(*args: object, **kwargs: object) -> object:
+        raise OSError("no network here")
+
+    monkeypatch.setattr(fetch.urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(Path, "is_file", lambda self: False)
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    """An array of bytes as an IDX file."""
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()

