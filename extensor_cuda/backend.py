@@ -52,9 +52,13 @@ def _on_device(backend: CudaBackend, q: QuantArray) -> QuantArray:
 
 
 def _quantize_on_host(
-    backend: CudaBackend, gap: Unsupported, x: Array, spec: QuantSpec,
-    stream: Stream | None = None, previous_amax: Array | None = None,
-) -> tuple[QuantArray, QuantStats]:  # fmt: skip
+    backend: CudaBackend,
+    gap: Unsupported,
+    x: Array,
+    spec: QuantSpec,
+    stream: Stream | None = None,
+    previous_amax: Array | None = None,
+) -> tuple[QuantArray, QuantStats]:
     before = None if previous_amax is None else previous_amax.get()
     q, stats = registry.get("cpu").quantize(x.get(), spec, stream, before)
     return _on_device(backend, q), stats
@@ -93,9 +97,13 @@ def _grad_plus_addend(generic: Callable[..., tuple[Array, ...]]) -> Callable[...
 
 
 def _prepare(
-    xp: Any, x: Array, specs: Sequence[OperandSpec], streams: Sequence[Stream | None], work: int,
+    xp: Any,
+    x: Array,
+    specs: Sequence[OperandSpec],
+    streams: Sequence[Stream | None],
+    work: int,
     amax_state: dict[str, Any] | None = None,
-) -> GemmPreparation | Unsupported:  # fmt: skip
+) -> GemmPreparation | Unsupported:
     return prepare(quantize.readable(xp, x), specs, streams, work, xp, amax_state)
 
 

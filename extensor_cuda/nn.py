@@ -184,9 +184,14 @@ def layer_norm(
 
 
 def layer_norm_grad(
-    xp: Any, g: Array, x: Array, weight: Array, mean: Array | None, rstd: Array,
+    xp: Any,
+    g: Array,
+    x: Array,
+    weight: Array,
+    mean: Array | None,
+    rstd: Array,
     addend: Array | None = None,
-) -> Call:  # fmt: skip
+) -> Call:
     """See the protocol."""
 
     def call() -> Any:
@@ -272,9 +277,17 @@ def attention(xp: Any, q: Array, k: Array, v: Array, causal: bool, scale: float)
 
 
 def attention_grad(
-    xp: Any, g: Array, q: Array, k: Array, v: Array, out: Array, stats: Array, causal: bool,
-    scale: float, into: tuple[Array, Array, Array],
-) -> Call:  # fmt: skip
+    xp: Any,
+    g: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    stats: Array,
+    causal: bool,
+    scale: float,
+    into: tuple[Array, Array, Array],
+) -> Call:
     """See the protocol: two launches in bfloat16; in float32 five products around a launch."""
     if q.dtype.name == "bfloat16":
         gap = bf16_attention.unsupported(q, k, v, scale, xp.cuda.runtime.getDevice())

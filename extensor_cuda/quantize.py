@@ -120,9 +120,12 @@ def readable(xp: Any, x: Array) -> Array:
 
 
 def quantize(
-    xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = None,
+    xp: Any,
+    x: Array,
+    spec: QuantSpec,
+    stream: Stream | None = None,
     previous_amax: Array | None = None,
-) -> Call:  # fmt: skip
+) -> Call:
     """See the protocol. Waits for the GPU, whose counts it returns."""
     if (gap := input_gap(x, spec, stream)) is not None:
         return gap

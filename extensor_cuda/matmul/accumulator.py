@@ -70,9 +70,13 @@ def _fused(x: Float32s, y: Float32s, z: Float32s) -> Float32s:
 
 
 def promoted(
-    a: Floats, b: Floats, least_a: int, least_b: int, every: int,
+    a: Floats,
+    b: Floats,
+    least_a: int,
+    least_b: int,
+    every: int,
     scales: tuple[Float32s, Float32s] | None = None,
-) -> Float32s:  # fmt: skip
+) -> Float32s:
     """The product a b^T as the GEMM's float32 sums give it.
 
     From 0 on, the sum of each ``every`` elements along K is added in order, rounded to nearest.

@@ -131,13 +131,13 @@ def rebase_mxfp4(q: QuantArray, flag: Array, xp: Any, integers: bool = False) ->
 def float_scaled(q: QuantArray, xp: Any) -> GemmOperand:
     """FP8 or INT8 (rows, K) under float scales, blocked along K, read where it lies."""
     rows, k = q.shape
-    shared, length = tile_extent(q.spec, q.shape)
+    shared, _ = tile_extent(q.spec, q.shape)
     zeros = None
     if q.zero_points is not None:
         zeros = q.zero_points[:, 0].astype(np.int32).repeat(shared)[:rows]
     element = q.spec.row.element
     kind = element.name if element.is_float else "s8"
-    scale = Scale(grid=q.scales.T, group_k=length if length < k else 0, rows=shared)
+    scale = Scale(grid=q.scales.T, group_k=scale_group_k(q), rows=shared)
     return GemmOperand(pitched(q.codes[:, :k], xp), kind, scale, zeros)
 
 

@@ -59,9 +59,15 @@ _WIDE_TILES = ((192, 3, 1.05), (256, 1, 1.0))
 
 @lru_cache(maxsize=1024)
 def configure(
-    kind: str, m: int, n: int, out: str | QuantSpec, promote: int | None = None,
-    b: str | None = None, scale_group_k: int = 0, blocks: tuple[int, int] | tuple[()] = (),
-) -> Config:  # fmt: skip
+    kind: str,
+    m: int,
+    n: int,
+    out: str | QuantSpec,
+    promote: int | None = None,
+    b: str | None = None,
+    scale_group_k: int = 0,
+    blocks: tuple[int, int] | tuple[()] = (),
+) -> Config:
     """The program for a product's size: the tile that fills the last round of blocks best.
 
     ``kind`` is the element type of both operands, or of a where b's is another, ``out`` the

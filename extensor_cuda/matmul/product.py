@@ -105,9 +105,13 @@ def values_of(operand: Any, xp: Any) -> Array:
 
 
 def product(
-    a: Any, b: Any, dtype: str, xp: Any, bias: Array | None = None,
+    a: Any,
+    b: Any,
+    dtype: str,
+    xp: Any,
+    bias: Array | None = None,
     fallback: FallbackCounter | None = None,
-) -> Array | Unsupported:  # fmt: skip
+) -> Array | Unsupported:
     """The product a b^T + bias of (M, K) and (N, K), summed in float32, without waiting.
 
     The result is "float32" or "bfloat16"; the bias, float32 (N,), is added to the float32 sum.
@@ -143,9 +147,14 @@ def shared_scales(a: GemmOperand, b: GemmOperand) -> Scales | None:
 
 
 def multiply(
-    a: GemmOperand, b: GemmOperand, out: Array | Requantized, config: Config | None = None,
-    bias: Array | None = None, flags: Flags = _ALWAYS, split: Split | None = None,
-) -> None:  # fmt: skip
+    a: GemmOperand,
+    b: GemmOperand,
+    out: Array | Requantized,
+    config: Config | None = None,
+    bias: Array | None = None,
+    flags: Flags = _ALWAYS,
+    split: Split | None = None,
+) -> None:
     """Launch out = a b^T + bias of operands with `shared_scales`; FP8 with FP8, bf16 with bf16.
 
     Out is (M, N) with rows a multiple of 16 bytes apart, or a `Requantized`. Without a config, that
@@ -162,9 +171,13 @@ def multiply(
 
 
 def _guarded(
-    a: GemmOperand, b: GemmOperand, dtype: str, xp: Any, bias: Array | None,
+    a: GemmOperand,
+    b: GemmOperand,
+    dtype: str,
+    xp: Any,
+    bias: Array | None,
     fallback: FallbackCounter | None,
-) -> Array:  # fmt: skip
+) -> Array:
     """The product of operands under a number each: in FP8 with the fallback, or in bfloat16."""
     (m, k), n = a.shape, b.shape[0]
     config, split = None, None
@@ -187,9 +200,13 @@ def _guarded(
 
 
 def _fall_back(
-    a: GemmOperand, b: GemmOperand, to: Array, bias: Array | None, split: Split | None,
+    a: GemmOperand,
+    b: GemmOperand,
+    to: Array,
+    bias: Array | None,
+    split: Split | None,
     fallback: FallbackCounter | None,
-) -> None:  # fmt: skip
+) -> None:
     """The same product in bfloat16, which ends at once unless an operand's flag is set."""
     assert a.flag is not None and b.flag is not None
     guards = a.flag, b.flag

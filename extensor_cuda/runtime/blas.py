@@ -67,10 +67,14 @@ class Blas:
             raise RuntimeError(f"{name}: cuBLAS status {status}")
 
     def gemm(
-        self, transposed: tuple[int, int], sizes: tuple[int, int, int],
-        arrays: tuple[Array, Array, Array], pitches: tuple[int, int, int],
-        strides: tuple[int, int, int], batch: int,
-    ) -> None:  # fmt: skip
+        self,
+        transposed: tuple[int, int],
+        sizes: tuple[int, int, int],
+        arrays: tuple[Array, Array, Array],
+        pitches: tuple[int, int, int],
+        strides: tuple[int, int, int],
+        batch: int,
+    ) -> None:
         """The column-major product of cublasSgemmStridedBatched, on the current stream."""
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
         a, b, c = (

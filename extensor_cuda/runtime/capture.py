@@ -177,9 +177,12 @@ class StepCapture:
         return np.asarray(array.get())
 
     def cell(
-        self, key: object, dtype: Any, read: Callable[[], float],
+        self,
+        key: object,
+        dtype: Any,
+        read: Callable[[], float],
         lookahead: Callable[[int], float] | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """See the protocol."""
         if key not in self._cells:
             at = len(self._cells)

@@ -126,9 +126,12 @@ def active_clusters(function: Any, blocks: int, threads: int, shared: int, devic
 
 @lru_cache(maxsize=4096)
 def tensor_map(
-    pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
+    pointer: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
     dtype: str = "UINT8",
-) -> bytes:  # fmt: skip
+) -> bytes:
     """The descriptor of an array that TMA moves in boxes, swizzled if 64 or 128 bytes wide.
 
     ``sizes`` and ``box`` are elements along each axis, the contiguous one first; ``strides`` are
@@ -158,9 +161,15 @@ def tensor_map(
 
 
 def launch(
-    function: Any, grid: int, threads: int, shared: int, maps: Sequence[bytes],
-    structure: ctypes.Structure, cooperative: bool = False, pdl: bool = False,
-) -> None:  # fmt: skip
+    function: Any,
+    grid: int,
+    threads: int,
+    shared: int,
+    maps: Sequence[bytes],
+    structure: ctypes.Structure,
+    cooperative: bool = False,
+    pdl: bool = False,
+) -> None:
     """Run a kernel of tensor maps and one structure on cupy's current stream; does not wait.
 
     The maps are the kernel's first parameters, the structure is its last. Of a cooperative launch

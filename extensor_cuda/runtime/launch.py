@@ -37,9 +37,14 @@ def _function(source: Source, kernel: str, device: int, shared: int) -> Any:
 
 
 def launch(
-    source: Source, kernel: str, blocks: int, threads: int, *arguments: Any,
-    shared: int = 0, pdl: bool = False,
-) -> None:  # fmt: skip
+    source: Source,
+    kernel: str,
+    blocks: int,
+    threads: int,
+    *arguments: Any,
+    shared: int = 0,
+    pdl: bool = False,
+) -> None:
     """Run a kernel on cupy's current device and stream; compile and load it at the first call.
 
     The launch goes through cupy's driver wrapper and not cuda.core's, so that device, stream,

@@ -8,9 +8,13 @@ _STEP = {"e4m3": 32, "e5m2": 32, "s8": 32, "bf16": 16}  # elements of K in one w
 
 
 def wgmma(
-    a: str, b: str, n: int, *, registers: bool = False,
+    a: str,
+    b: str,
+    n: int,
+    *,
+    registers: bool = False,
     transposed: tuple[bool, bool] = (False, False),
-) -> str:  # fmt: skip
+) -> str:
     """The text of a CUDA function: the wgmma of 64 x n, K of 32 bytes, on n / 2 accumulators.
 
     Element types are PTX's. With ``registers`` a lies in four registers of each thread, not in

@@ -41,9 +41,14 @@ def norm_source(
 
 
 def norm(
-    x: Array, weight: Array, bias: Array | None, eps: float, centred: bool, xp: Any,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    eps: float,
+    centred: bool,
+    xp: Any,
     narrow: bool = False,
-) -> tuple[Array, Array | None, Array]:  # fmt: skip
+) -> tuple[Array, Array | None, Array]:
     """(x - mean) rstd weight + bias, the mean (None of RMSNorm) and rstd.
 
     x is float32 or bfloat16 (..., *weight.shape), C-contiguous, not empty. Weight and bias (None of
@@ -66,9 +71,14 @@ def _blocks(rows: int, length: int) -> int:
 
 
 def grad(
-    g: Array, x: Array, weight: Array, mean: Array | None, rstd: Array, xp: Any,
+    g: Array,
+    x: Array,
+    weight: Array,
+    mean: Array | None,
+    rstd: Array,
+    xp: Any,
     addend: Array | None = None,
-) -> tuple[Array, Array, Array | None]:  # fmt: skip
+) -> tuple[Array, Array, Array | None]:
     """Gradients in x, weight and bias (None of RMSNorm); g may be bfloat16, else as of `norm`.
 
     An ``addend``, float32 of x's shape, is added to the first.

@@ -66,9 +66,14 @@ class Side:
 
 @lru_cache(maxsize=256)
 def fused_source(
-    spec: QuantSpec, dtype: str, rows: bool, columns: bool, wide: bool,
-    stats: bool = True, many: bool = False,
-) -> Source:  # fmt: skip
+    spec: QuantSpec,
+    dtype: str,
+    rows: bool,
+    columns: bool,
+    wide: bool,
+    stats: bool = True,
+    many: bool = False,
+) -> Source:
     """The program that makes operands of rows, of columns or both, of an input dtype.
 
     The spec is resolved for a matrix; its axis does not matter. ``wide`` makes bfloat16 values

@@ -185,9 +185,16 @@ def largest(x: Array, spec: QuantSpec, xp: Any) -> Array:
 
 
 def quantize(
-    plan: BlockPlan, x: Array, stream: Stream | None, codes: Array, scales: Array,
-    counters: Counters, xp: Any, zeros: Array | None = None, most: Array | None = None,
-) -> None:  # fmt: skip
+    plan: BlockPlan,
+    x: Array,
+    stream: Stream | None,
+    codes: Array,
+    scales: Array,
+    counters: Counters,
+    xp: Any,
+    zeros: Array | None = None,
+    most: Array | None = None,
+) -> None:
     """Codes, scales and counts, without waiting.
 
     x is C-contiguous from a multiple of 16 bytes on; codes, written likewise, lie as x does, or are

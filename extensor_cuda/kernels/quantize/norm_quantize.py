@@ -158,10 +158,8 @@ def norm_quantize(
     """
     weight, bias, centred = norm.weight, norm.bias, norm.centred
     rows, columns = x.shape
-    made = []
-    for side in (plan.rowwise,) if only_rows else (plan.rowwise, plan.columnwise):
-        codes, scales = (xp.empty(s, dtype=xp.uint8) for s in (side.codes_shape, side.scales_shape))
-        made.append(QuantArray(codes, scales, side.spec, side.shape))
+    sides = (plan.rowwise,) if only_rows else (plan.rowwise, plan.columnwise)
+    made = [kernels.empty_array(side, xp) for side in sides]
     rstd = xp.empty((rows, 1), dtype=np.float32)
     mean = xp.empty((rows, 1), dtype=np.float32) if centred else None
     counters = Counters(4 * SLOTS, xp) if stats else None
@@ -178,11 +176,11 @@ def norm_quantize(
         posts = ring * (1 + centred) * group * tall
         shared += (_LEAD + 1) * (4 * tall * (1 + centred) + 8) + 8 * (ring + posts * (group == 1))
         posted = xp.zeros(max(1, groups) * posts, dtype=np.uint64) if together else None
-    sides = (made[0], made[-1])
+    both = made[0], made[-1]
     given = _parameters()(
         x.data.ptr,
-        tuple(q.codes.data.ptr for q in sides),
-        tuple(q.scales.data.ptr for q in sides),
+        tuple(q.codes.data.ptr for q in both),
+        tuple(q.scales.data.ptr for q in both),
         None if counters is None else counters.array.data.ptr,
         None if posted is None else posted.data.ptr,
         *(None if a is None else a.data.ptr for a in (weight, bias, mean, rstd)),

@@ -31,6 +31,7 @@ __all__ = [
     "Outputs",
     "Plan",
     "element_macros",
+    "empty_array",
     "encoding_macros",
     "exact_float",
     "fake_quantize",
@@ -382,6 +383,13 @@ def tensor_of(
     return tensor_scales(plan, amax, xp), amax
 
 
+def empty_array(plan: Plan, xp: Any, tensor: Array | None = None) -> QuantArray:
+    """What a plan's codes and scales are written to; ``tensor`` is from `tensor_scales`."""
+    codes, scales = (xp.empty(s, dtype=xp.uint8) for s in (plan.codes_shape, plan.scales_shape))
+    of_tensor = tensor[0] if tensor is not None and plan.spec.row.tensor_scale else None
+    return QuantArray(codes, scales, plan.spec, plan.shape, tensor_scale=of_tensor)
+
+
 def quantize_raw(
     x: Array,
     plan: Plan,
@@ -406,14 +414,8 @@ def quantize_raw(
         decoded = xp.empty(plan.coded_shape, dtype=xp.float32)
         _run(plan, x, "values", stats, stream, (None, None, decoded, tensor, None, adds))
         return Outputs(None, decoded, counters, maximum)
-    codes = xp.empty(plan.codes_shape, dtype=xp.uint8)
-    scales = xp.empty(plan.scales_shape, dtype=xp.uint8)
-    _run(plan, x, "codes", stats, stream, (codes, scales, None, tensor, None, adds))
-    of_tensor = None
-    if plan.spec.row.tensor_scale:
-        assert tensor is not None
-        of_tensor = tensor[0]
-    q = QuantArray(codes, scales, plan.spec, plan.shape, tensor_scale=of_tensor)
+    q = empty_array(plan, xp, tensor)
+    _run(plan, x, "codes", stats, stream, (q.codes, q.scales, None, tensor, None, adds))
     return Outputs(q, None, counters, maximum)
 
 

@@ -143,16 +143,12 @@ def quantize_raw(
     down columns.
     """
     tensor, _ = kernels.tensor_of(plan.rowwise, x, amax, xp)
-    arrays = {"tensor": tensor}
-    made = []
-    for i, side in enumerate((plan.rowwise, plan.columnwise)):
-        codes, scales = (xp.empty(s, dtype=xp.uint8) for s in (side.codes_shape, side.scales_shape))
-        arrays |= {f"codes{i}": codes, f"scales{i}": scales}
-        whole = None if tensor is None else tensor[0]
-        made.append(QuantArray(codes, scales, side.spec, side.shape, tensor_scale=whole))
+    row, column = (kernels.empty_array(p, xp, tensor) for p in (plan.rowwise, plan.columnwise))
+    arrays = {"codes0": row.codes, "codes1": column.codes, "tensor": tensor}
+    arrays |= {"scales0": row.scales, "scales1": column.scales}
     counters = Counters(4 * SLOTS, xp) if stats else None
     _run(x, plan, "codes", streams, counters, arrays)
-    return (made[0], made[1]), counters
+    return (row, column), counters
 
 
 def quantize(
