@@ -14,8 +14,7 @@
 constexpr int kKeys = 128, kStage = kKeys * kHead * 2;
 
 // Sets the scores of keys that a query does not see to -inf, from key `first` on.
-__device__ __forceinline__ void mask(Sum (&s)[kKeys / 2], const Problem& e, int row, int first,
-                                     int lane) {
+DEVICE void mask(Sum (&s)[kKeys / 2], const Problem& e, int row, int first, int lane) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int beyond = last_key(e, row + 8 * h) - first - lane % 4 * 2;
@@ -28,9 +27,8 @@ __device__ __forceinline__ void mask(Sum (&s)[kKeys / 2], const Problem& e, int 
 }
 
 // Online softmax: turns scores into exp(scale (score - largest)). `rescale` multiplies older sums.
-__device__ __forceinline__ void online_softmax(Sum (&s)[kKeys / 2], float (&largest)[2],
-                                               float (&total)[2], float (&rescale)[2],
-                                               float scale2) {
+DEVICE void online_softmax(Sum (&s)[kKeys / 2], float (&largest)[2], float (&total)[2],
+    float (&rescale)[2], float scale2) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         float most = largest[h];
@@ -56,8 +54,8 @@ __device__ __forceinline__ void online_softmax(Sum (&s)[kKeys / 2], float (&larg
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-              const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
-              const __grid_constant__ Problem e) {
+        const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
+        const __grid_constant__ Problem e) {
     extern __shared__ u8 raw_memory[];
     const Memory m = begin<kHeldTileBytes, kStage, 0>(raw_memory);
     const u32 held = shared_address(m.held), ring = shared_address(m.ring);
@@ -85,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     const u32 barrier = m.full + 8 * at.stage;
                     barrier_expect_bytes(barrier, kStage);
                     load_tile<kKeys>(ring + at.stage * kStage, keys ? &k_map : &v_map, row, head,
-                                     tile.batch, barrier);
+                        tile.batch, barrier);
                     at.advance();
                 }
             }
@@ -162,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                                             : ATTENTION_INFINITY;
             }
             write_rows(o, 1.0f / total[0], 1.0f / total[1], &out_map, out_tile, row0, e.queries,
-                       tile, lane);
+                tile, lane);
         }
         if (lane == 0) tma_store_wait();
     }

@@ -39,6 +39,7 @@ constexpr int kHeldTileBytes = kRows * kHead * 2, kOutTileBytes = kHalves * 16 *
 // ---- tiles ----
 
 #include "common/swizzle.cuh"
+#include "common/ring.cuh"
 
 struct Tile {
     int first, head, batch;
@@ -48,7 +49,7 @@ struct Tile {
 // pairs have equal work and blocks end together.
 struct TileScheduler {
     int item, second;
-    __device__ __forceinline__ bool next(const Problem& e, Tile& tile) {
+    DEVICE bool next(const Problem& e, Tile& tile) {
         if (item >= e.items) return false;
         const int each = e.paired ? (e.tiles + 1) / 2 : e.tiles, row = item / each,
                   at = item % each;
@@ -61,13 +62,13 @@ struct TileScheduler {
 };
 
 // The last key that a query sees.
-__device__ __forceinline__ int last_key(const Problem& e, int query) {
+DEVICE int last_key(const Problem& e, int query) {
     return e.causal ? min(e.keys - 1, query + e.keys - e.queries) : e.keys - 1;
 }
 
 // How many tiles of kKeys keys the queries from `first` on see.
 template <int kKeys>
-__device__ __forceinline__ int blocks_of_keys(const Problem& e, int first) {
+DEVICE int blocks_of_keys(const Problem& e, int first) {
     const int seen = e.causal ? min(e.keys, first + kRows + e.keys - e.queries) : e.keys;
     return (seen + kKeys - 1) / kKeys;
 }
@@ -82,18 +83,13 @@ struct Memory {
 
 // kReaders: how many arrivals release a stage.
 template <int kHeld, int kStage, int kExtraBytes, int kReaders = kWarps>
-__device__ __forceinline__ Memory begin(u8* raw) {
+DEVICE Memory begin(u8* raw) {
     u8* held = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
     u8* out_tiles = held + kHeld + ATTENTION_STAGES * kStage;
     const u32 full = shared_address(out_tiles + kWarps * kOutTileBytes + kExtraBytes),
               empty = full + 8 * ATTENTION_STAGES;
-    const Memory m = {held,
-                      held + kHeld,
-                      out_tiles,
-                      full,
-                      empty,
-                      empty + 8 * ATTENTION_STAGES,
-                      empty + 8 * ATTENTION_STAGES + 8};
+    const Memory m = {held, held + kHeld, out_tiles, full, empty, empty + 8 * ATTENTION_STAGES,
+        empty + 8 * ATTENTION_STAGES + 8};
     if (threadIdx.x == 0) {
         for (int s = 0; s < ATTENTION_STAGES; ++s)
             barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, kReaders);
@@ -104,23 +100,16 @@ __device__ __forceinline__ Memory begin(u8* raw) {
     return m;
 }
 
-struct Ring {
-    int stage;
-    u32 parity;
-    __device__ __forceinline__ void advance() {
-        if (++stage == ATTENTION_STAGES) stage = 0, parity ^= 1;
-    }
-};
+typedef RingPosition<ATTENTION_STAGES> Ring;
 
 template <int kCount>
-__device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int row, int head,
-                                          int batch, u32 barrier) {
+DEVICE void load_tile(u32 to, const TensorMap* map, int row, int head, int batch, u32 barrier) {
 #pragma unroll
     for (int half = 0; half < kHalves; ++half)
 #pragma unroll
         for (int r = 0; r < kCount; r += 64)
-            tma_load_4d(to + (half * kCount + r) * 128, map, half * 64, head, row + r, batch,
-                        barrier);
+            tma_load_4d(
+                to + (half * kCount + r) * 128, map, half * 64, head, row + r, batch, barrier);
 }
 
 // ---- products ----
@@ -135,31 +124,31 @@ typedef u32 Fragments[kHead / 16][4];  // a warp's 16 rows of a tile, as wgmma o
 // tests/unit/cuda/test_instructions.py.
 constexpr bool kInRegisters = kHead != kStreamRows;
 
-__device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+DEVICE float low_of(u32 pair) { return __uint_as_float(pair << 16); }
+DEVICE float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
 // Loads rows `row` and `row` + 8 of a tile of kRows.
-__device__ __forceinline__ void load_fragments(Fragments& to, const u8* tile, int row, int lane) {
+DEVICE void load_fragments(Fragments& to, const u8* tile, int row, int lane) {
 #pragma unroll
     for (int k = 0; k < kHead / 16; ++k)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int unit = k % 4 * 2 + i / 2, r = row + i % 2 * 8;
-            to[k][i] = *reinterpret_cast<const u32*>(tile + k / 4 * kRows * 128 +
-                                                     swizzled_offset(r, unit) + lane % 4 * 4);
+            to[k][i] = *reinterpret_cast<const u32*>(
+                tile + k / 4 * kRows * 128 + swizzled_offset(r, unit) + lane % 4 * 4);
         }
 }
 
 // d = a b^T, with 64 rows of a tile of kRows and a tile of n rows.
 template <int kSums>
-__device__ __forceinline__ void product(Sum (&d)[kSums], u32 a, u32 b) {
+DEVICE void product(Sum (&d)[kSums], u32 a, u32 b) {
 #pragma unroll
     for (int k = 0; k < kHead / 16; ++k)
         wgmma(d, smem_descriptor<false>(a + k / 4 * kRows * 128, 0) + k % 4 * 2,
-              smem_descriptor<false>(b + k / 4 * 2 * kSums * 128, 0) + k % 4 * 2, k > 0);
+            smem_descriptor<false>(b + k / 4 * 2 * kSums * 128, 0) + k % 4 * 2, k > 0);
 }
 template <int kSums>
-__device__ __forceinline__ void product(Sum (&d)[kSums], const Fragments& a, u32 b) {
+DEVICE void product(Sum (&d)[kSums], const Fragments& a, u32 b) {
 #pragma unroll
     for (int k = 0; k < kHead / 16; ++k)
         wgmma(d, a[k], smem_descriptor<false>(b + k / 4 * 2 * kSums * 128, 0) + k % 4 * 2, k > 0);
@@ -167,8 +156,7 @@ __device__ __forceinline__ void product(Sum (&d)[kSums], const Fragments& a, u32
 
 // d = a b, plus d if `more`: a is in registers, b is a tile with as many rows as a has columns.
 template <int kSteps>
-__device__ __forceinline__ void add_product(Sum (&d)[kHead / 2], const u32 (&a)[kSteps][4], u32 b,
-                                            int more) {
+DEVICE void add_product(Sum (&d)[kHead / 2], const u32 (&a)[kSteps][4], u32 b, int more) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
         wgmma_mn_major(d, a[k], smem_descriptor<true>(b, kSteps * 2048) + k * 128, more);
@@ -178,30 +166,29 @@ __device__ __forceinline__ void add_product(Sum (&d)[kHead / 2], const u32 (&a)[
 
 // Rounds sums of 64 rows to operand A of the next wgmma.
 template <int kSteps>
-__device__ __forceinline__ void to_bf16_operand(u32 (&to)[kSteps][4], const Sum (&s)[8 * kSteps]) {
+DEVICE void to_bf16_operand(u32 (&to)[kSteps][4], const Sum (&s)[8 * kSteps]) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
 #pragma unroll
         for (int i = 0; i < 4; ++i) to[k][i] = to_bf16x2(s[8 * k + 2 * i + 1], s[8 * k + 2 * i]);
 }
 
-__device__ __forceinline__ float exp2_of(float x) {
+DEVICE float exp2_of(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 // Sums over the four threads that share a row.
-__device__ __forceinline__ float sum_of_row(float v) {
+DEVICE float sum_of_row(float v) {
     v += __shfl_xor_sync(~0u, v, 1);
     return v + __shfl_xor_sync(~0u, v, 2);
 }
 
 // Stores a warp's 16 rows from `row` on, each times its factor. Rows beyond the array's last are
 // not written.
-__device__ __forceinline__ void write_rows(const Sum (&d)[kHead / 2], float factor0, float factor1,
-                                           const TensorMap* map, u8* out_tile, int row, int rows,
-                                           const Tile& tile, int lane) {
+DEVICE void write_rows(const Sum (&d)[kHead / 2], float factor0, float factor1,
+    const TensorMap* map, u8* out_tile, int row, int rows, const Tile& tile, int lane) {
     if (lane == 0) tma_store_wait_read();
     __syncwarp();
 #pragma unroll
@@ -221,7 +208,7 @@ __device__ __forceinline__ void write_rows(const Sum (&d)[kHead / 2], float fact
 #pragma unroll
             for (int half = 0; half < kHalves; ++half)
                 tma_store_4d(map, half * 64, tile.head, row, tile.batch,
-                             shared_address(out_tile + half * 2048));
+                    shared_address(out_tile + half * 2048));
         tma_store_commit();
     }
 }

@@ -12,17 +12,15 @@ constexpr int kStage = 2 * kStreamTileBytes;
 constexpr int kVectorBytes = 2 * kStreamRows * 4;  // lse2 and delta of a stage's queries
 
 // The first query that sees a key of the tile, rounded down to a multiple of kStreamRows.
-__device__ __forceinline__ int first_query(const Problem& e, int key) {
+DEVICE int first_query(const Problem& e, int key) {
     return e.causal ? max(key - (e.keys - e.queries), 0) / kStreamRows * kStreamRows : 0;
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_grad_kv(const __grid_constant__ TensorMap q_map,
-                      const __grid_constant__ TensorMap g_map,
-                      const __grid_constant__ TensorMap k_map,
-                      const __grid_constant__ TensorMap v_map,
-                      const __grid_constant__ TensorMap gk_map,
-                      const __grid_constant__ TensorMap gv_map, const __grid_constant__ Problem e) {
+        const __grid_constant__ TensorMap g_map, const __grid_constant__ TensorMap k_map,
+        const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap gk_map,
+        const __grid_constant__ TensorMap gv_map, const __grid_constant__ Problem e) {
     extern __shared__ u8 raw_memory[];
     const Memory m =
         begin<2 * kHeldTileBytes, kStage, ATTENTION_STAGES * kVectorBytes, 32 * kWarps>(raw_memory);
@@ -42,25 +40,25 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 held_parity ^= 1;
                 barrier_expect_bytes(m.held_full, 2 * kHeldTileBytes);
                 load_tile<kRows>(held, &k_map, tile.first, tile.head, tile.batch, m.held_full);
-                load_tile<kRows>(held + kHeldTileBytes, &v_map, tile.first, tile.head, tile.batch,
-                                 m.held_full);
+                load_tile<kRows>(
+                    held + kHeldTileBytes, &v_map, tile.first, tile.head, tile.batch, m.held_full);
                 for (int head = tile.head * e.q_heads_per_kv_head;
-                     head < (tile.head + 1) * e.q_heads_per_kv_head; ++head) {
+                    head < (tile.head + 1) * e.q_heads_per_kv_head; ++head) {
                     const i64 line =
                         static_cast<i64>(tile.batch * e.heads * e.q_heads_per_kv_head + head) *
                         e.padded;
                     for (int row = first_query(e, tile.first); row < e.queries;
-                         row += kStreamRows) {
+                        row += kStreamRows) {
                         barrier_wait(m.empty + 8 * at.stage, at.parity ^ 1);
                         const u32 barrier = m.full + 8 * at.stage, to = ring + at.stage * kStage;
                         barrier_expect_bytes(barrier, kStage + kVectorBytes);
                         load_tile<kStreamRows>(to, &q_map, row, head, tile.batch, barrier);
-                        load_tile<kStreamRows>(to + kStreamTileBytes, &g_map, row, head, tile.batch,
-                                               barrier);
+                        load_tile<kStreamRows>(
+                            to + kStreamTileBytes, &g_map, row, head, tile.batch, barrier);
                         const u32 numbers = shared_address(vectors + at.stage * kVectorBytes);
                         bulk_load(numbers, e.lse2 + line + row, kStreamRows * 4, barrier);
                         bulk_load(numbers + kStreamRows * 4, e.delta + line + row, kStreamRows * 4,
-                                  barrier);
+                            barrier);
                         at.advance();
                     }
                 }

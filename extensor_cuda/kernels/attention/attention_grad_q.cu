@@ -13,11 +13,9 @@ constexpr int kStage = 2 * kStreamTileBytes;
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_grad_q(const __grid_constant__ TensorMap q_map,
-                     const __grid_constant__ TensorMap g_map,
-                     const __grid_constant__ TensorMap out_map,
-                     const __grid_constant__ TensorMap k_map,
-                     const __grid_constant__ TensorMap v_map,
-                     const __grid_constant__ TensorMap gq_map, const __grid_constant__ Problem e) {
+        const __grid_constant__ TensorMap g_map, const __grid_constant__ TensorMap out_map,
+        const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+        const __grid_constant__ TensorMap gq_map, const __grid_constant__ Problem e) {
     extern __shared__ u8 raw_memory[];
     const Memory m = begin<3 * kHeldTileBytes, kStage, 0>(raw_memory);
     const u32 held = shared_address(m.held), ring = shared_address(m.ring);
@@ -35,10 +33,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 held_parity ^= 1;
                 barrier_expect_bytes(m.held_full, 3 * kHeldTileBytes);
                 load_tile<kRows>(held, &q_map, tile.first, tile.head, tile.batch, m.held_full);
-                load_tile<kRows>(held + kHeldTileBytes, &g_map, tile.first, tile.head, tile.batch,
-                                 m.held_full);
+                load_tile<kRows>(
+                    held + kHeldTileBytes, &g_map, tile.first, tile.head, tile.batch, m.held_full);
                 load_tile<kRows>(held + 2 * kHeldTileBytes, &out_map, tile.first, tile.head,
-                                 tile.batch, m.held_full);
+                    tile.batch, m.held_full);
                 const int count = blocks_of_keys<kStreamRows>(e, tile.first),
                           head = tile.head / e.q_heads_per_kv_head;
                 for (int j = 0; j < count; ++j) {
@@ -46,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     const u32 barrier = m.full + 8 * at.stage, to = ring + at.stage * kStage;
                     barrier_expect_bytes(barrier, kStage);
                     load_tile<kStreamRows>(to, &k_map, j * kStreamRows, head, tile.batch, barrier);
-                    load_tile<kStreamRows>(to + kStreamTileBytes, &v_map, j * kStreamRows, head,
-                                           tile.batch, barrier);
+                    load_tile<kStreamRows>(
+                        to + kStreamTileBytes, &v_map, j * kStreamRows, head, tile.batch, barrier);
                     at.advance();
                 }
             }
@@ -99,15 +97,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 fence_accumulators(s);
                 fence_accumulators(d);
                 warpgroup_arrive();
-                if constexpr (kInRegisters)
-                    product(s, q, keys);
-                else
-                    product(s, queries, keys);
+                if constexpr (kInRegisters) product(s, q, keys);
+                else product(s, queries, keys);
                 warpgroup_commit();
-                if constexpr (kInRegisters)
-                    product(d, g, keys + kStreamTileBytes);
-                else
-                    product(d, queries + kHeldTileBytes, keys + kStreamTileBytes);
+                if constexpr (kInRegisters) product(d, g, keys + kStreamTileBytes);
+                else product(d, queries + kHeldTileBytes, keys + kStreamTileBytes);
                 warpgroup_commit();
                 if (j) {
                     warpgroup_wait<2>(gq);

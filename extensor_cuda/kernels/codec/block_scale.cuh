@@ -13,7 +13,7 @@ struct Scale {
 
 // Whether a block's largest value is so far beyond the grid that its code would not fit. True for a
 // block with NaN.
-__device__ __forceinline__ bool is_far(u32 amax, const Scale& s) {
+DEVICE bool is_far(u32 amax, const Scale& s) {
     return !(fabsf(__fmul_rn(float_of(amax), s.apply)) < float_of(CODEC_CLAMP_BITS));
 }
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ bool is_far(u32 amax, const Scale& s) {
 
 #if CODEC_UE4M3
 // The E4M3 code nearest to a non-negative scale, saturated; `value` is what it means.
-__device__ __forceinline__ u32 scale_code(float expected, float& value) {
+DEVICE u32 scale_code(float expected, float& value) {
     const float base = fminf(expected, CODEC_SCALE_TOP);
     const u32 exponent = larger(bits_of(base) & kExponent, kScaleLowest);
     const u32 anchor = exponent + (static_cast<u32>(23 - CODEC_SCALE_MANTISSA) << 23);
@@ -30,12 +30,12 @@ __device__ __forceinline__ u32 scale_code(float expected, float& value) {
     return ((exponent - kScaleLowest) >> (23 - CODEC_SCALE_MANTISSA)) + bits_of(sum) - anchor;
 }
 
-__device__ __forceinline__ float scale_inverse(u32 code, float value, const Tensor& tensor) {
+DEVICE float scale_inverse(u32 code, float value, const Tensor& tensor) {
     const float inverse = fminf(__frcp_rn(__fmul_rn(value, tensor.scale)), kFloatMax);
     return !CODEC_TINY_SATURATES && code == 0 ? 0.0f : inverse;
 }
 
-__device__ __forceinline__ Scale scale_of(u32 code, float value, u32 amax, const Tensor& tensor) {
+DEVICE Scale scale_of(u32 code, float value, u32 amax, const Tensor& tensor) {
     const bool finite = amax < kExponent;
     Scale s;
     s.apply = scale_inverse(code, value, tensor);
@@ -46,14 +46,14 @@ __device__ __forceinline__ Scale scale_of(u32 code, float value, u32 amax, const
 }
 
 // The scale of rules that need the largest magnitude only.
-__device__ __forceinline__ Scale block_scale(u32 amax, const Tensor& tensor) {
+DEVICE Scale block_scale(u32 amax, const Tensor& tensor) {
     float value;
     const u32 code =
         scale_code(__fmul_rn(float_of(amax < kExponent ? amax : 0), tensor.encode), value);
     return scale_of(code, value, amax, tensor);
 }
 #else
-__device__ __forceinline__ Scale block_scale(u32 amax, const Tensor& tensor) {
+DEVICE Scale block_scale(u32 amax, const Tensor& tensor) {
     const bool finite = amax < kExponent;
     int exponent = exponent_byte(finite ? amax : 0);
 #if CODEC_WINDOW >= 0

@@ -8,7 +8,7 @@
 #endif
 
 // How many elements along the axis are coded.
-__device__ __forceinline__ i64 coded_length(i64 length) {
+DEVICE i64 coded_length(i64 length) {
 #if CODEC_HADAMARD
     return (length + CODEC_HADAMARD - 1) / CODEC_HADAMARD * CODEC_HADAMARD;
 #else
@@ -16,7 +16,7 @@ __device__ __forceinline__ i64 coded_length(i64 length) {
 #endif
 }
 
-__device__ __forceinline__ void add_counts(const Tally& tally, u64* counters) {
+DEVICE void add_counts(const Tally& tally, u64* counters) {
 #if CODEC_STATS
     const u32 saturated = __reduce_add_sync(~0u, tally.saturated);
     const u32 flushed = __reduce_add_sync(~0u, tally.flushed);
@@ -29,12 +29,12 @@ __device__ __forceinline__ void add_counts(const Tally& tally, u64* counters) {
 #endif
 }
 
-__device__ __forceinline__ void raise(u32* most, u32 mine) {
+DEVICE void raise(u32* most, u32 mine) {
     if (mine > *static_cast<volatile u32*>(most)) atomicMax(most, mine);
 }
 
 // The largest finite element (NVFP4), or the largest maximum of finite blocks.
-__device__ __forceinline__ void add_maximum(u32 mine, u32* maximum) {
+DEVICE void add_maximum(u32 mine, u32* maximum) {
     const u32 most = __reduce_max_sync(~0u, mine);
     if (threadIdx.x % 32 == 0) raise(maximum, most);
 }

@@ -2,39 +2,39 @@
 
 constexpr u32 kPairMagnitude = 0x7FFF7FFFu, kPairSign = 0x80008000u;
 
-__device__ __forceinline__ u32 pair_max(u32 a, u32 b) {
+DEVICE u32 pair_max(u32 a, u32 b) {
     u32 d;
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
 
-__device__ __forceinline__ u32 low_float(u32 pair) { return pair << 16; }
-__device__ __forceinline__ u32 high_float(u32 pair) { return pair & 0xFFFF0000u; }
+DEVICE u32 low_float(u32 pair) { return pair << 16; }
+DEVICE u32 high_float(u32 pair) { return pair & 0xFFFF0000u; }
 
 #if CODEC_BF16X8
 // Scaling by a power of two is exact in bfloat16 where it matters (what underflows is far below a
 // quarter), and the additions that round have bfloat16's last place where float32 had its own. So
 // the same steps as above hold on pairs.
-__device__ __forceinline__ u32 pair_fma(u32 a, u32 b, u32 c) {
+DEVICE u32 pair_fma(u32 a, u32 b, u32 c) {
     u32 d;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
 
-__device__ __forceinline__ u32 pair_min(u32 a, u32 b) {
+DEVICE u32 pair_min(u32 a, u32 b) {
     u32 d;
     asm("min.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
 
-__device__ __forceinline__ u32 pair_abs(u32 a) {
+DEVICE u32 pair_abs(u32 a) {
     u32 d;
     asm("abs.bf16x2 %0, %1;" : "=r"(d) : "r"(a));
     return d;
 }
 
 // The larger and the smaller magnitude, with the product of the signs.
-__device__ __forceinline__ u32 pair_larger(u32 a, u32 b) {
+DEVICE u32 pair_larger(u32 a, u32 b) {
 #if __CUDA_ARCH__ >= 860
     u32 d;
     asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -43,7 +43,7 @@ __device__ __forceinline__ u32 pair_larger(u32 a, u32 b) {
     return pair_max(pair_abs(a), pair_abs(b)) | ((a ^ b) & kPairSign);
 #endif
 }
-__device__ __forceinline__ u32 pair_smaller(u32 a, u32 b) {
+DEVICE u32 pair_smaller(u32 a, u32 b) {
 #if __CUDA_ARCH__ >= 860
     u32 d;
     asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -55,7 +55,7 @@ __device__ __forceinline__ u32 pair_smaller(u32 a, u32 b) {
 
 // Adds to x * scale, in both halves, 64 times its leading power of two (at least 1), so that the
 // last place is the grid's spacing. `far`: a value may be above 16.
-__device__ __forceinline__ u32 round_sums(u32 x, u32 scale, bool far) {
+DEVICE u32 round_sums(u32 x, u32 scale, bool far) {
     // Adding -0 gives the product itself. The scale of a block with NaN is -inf and must not pass
     // the clamp.
     u32 y = pair_fma(x, scale & kPairMagnitude, kPairSign);
@@ -71,13 +71,13 @@ __device__ __forceinline__ u32 round_sums(u32 x, u32 scale, bool far) {
 // magnitude is the last places plus twice the exponent, which multiplication by 65 sums from bit 6
 // on; one further bit holds the sign.
 template <bool kSigns>
-__device__ __forceinline__ u32 top_nibbles(u32 sums) {
+DEVICE u32 top_nibbles(u32 sums) {
     return sums * (kSigns ? 64 * 65 + 1 : 64 * 65) +
            (kSigns ? 0x60006000u - 0x42804280u : 0x60006000u);
 }
 
 // Selects bits of a where `mask` is set, else of b, in one instruction.
-__device__ __forceinline__ u32 either(u32 mask, u32 a, u32 b) {
+DEVICE u32 either(u32 mask, u32 a, u32 b) {
     u32 d;
     asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
     return d;
@@ -85,44 +85,44 @@ __device__ __forceinline__ u32 either(u32 mask, u32 a, u32 b) {
 
 // Eight codes in nibbles: of neighbours of a row, or of four rows of two columns.
 template <bool kSigns>
-__device__ __forceinline__ u32 codes_rowwise(const u32* x, u32 scale, bool far) {
+DEVICE u32 codes_rowwise(const u32* x, u32 scale, bool far) {
     u32 two[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
         two[i] = __byte_perm(top_nibbles<kSigns>(round_sums(x[2 * i], scale, far)),
-                             top_nibbles<kSigns>(round_sums(x[2 * i + 1], scale, far)), 0x7351);
-    return either(0xF0F0F0F0u, __byte_perm(two[0], two[1], 0x7632),
-                  __byte_perm(two[0], two[1], 0x5410) >> 4);
+            top_nibbles<kSigns>(round_sums(x[2 * i + 1], scale, far)), 0x7351);
+    return either(
+        0xF0F0F0F0u, __byte_perm(two[0], two[1], 0x7632), __byte_perm(two[0], two[1], 0x5410) >> 4);
 }
 template <bool kSigns, int STRIDE>
-__device__ __forceinline__ u32 codes_columnwise(const u32* x, u32 scale, bool far) {
+DEVICE u32 codes_columnwise(const u32* x, u32 scale, bool far) {
     u32 two[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
         two[i] = either(0xF000F000u,
-                        top_nibbles<kSigns>(round_sums(x[(2 * i + 1) * STRIDE], scale, far)),
-                        top_nibbles<kSigns>(round_sums(x[2 * i * STRIDE], scale, far)) >> 4);
+            top_nibbles<kSigns>(round_sums(x[(2 * i + 1) * STRIDE], scale, far)),
+            top_nibbles<kSigns>(round_sums(x[2 * i * STRIDE], scale, far)) >> 4);
     return __byte_perm(two[0], two[1], 0x7351);
 }
 
 // 0xFF for each negative half: a's low, b's low, a's high, b's high.
-__device__ __forceinline__ u32 signs_of(u32 a, u32 b) {
+DEVICE u32 signs_of(u32 a, u32 b) {
     u32 bytes;
     asm("prmt.b32 %0, %1, %2, 0xFBD9;" : "=r"(bytes) : "r"(a), "r"(b));
     return bytes;
 }
 
-__device__ __forceinline__ bool holds_zero(u32 pair_of_minima) {
+DEVICE bool holds_zero(u32 pair_of_minima) {
     return !(pair_of_minima & 0x7FFFu) || !(pair_of_minima & 0x7FFF0000u);
 }
 
-__device__ __forceinline__ u32 zeros_of(u32 pair, u32 live) {
+DEVICE u32 zeros_of(u32 pair, u32 live) {
     return (!(pair & 0x7FFFu) && (live & 1u)) + (!(pair & 0x7FFF0000u) && (live >> 16 & 1u));
 }
 
 // Saturates eight magnitudes in nibbles, and counts those where `live`. Under rceil only infinity
 // exceeds 6, where a dialect keeps its block; blocks with NaN do not matter.
-__device__ __forceinline__ u32 saturate(u32 n, u32 live, Tally& tally) {
+DEVICE u32 saturate(u32 n, u32 live, Tally& tally) {
 #if CODEC_BF16X2 && !CODEC_STATS
     return n;  // already clamped
 #endif
@@ -142,7 +142,7 @@ __device__ __forceinline__ u32 saturate(u32 n, u32 live, Tally& tally) {
 
 // Removes zero inputs, among 16 pairs or less, from the values that `saturate` counted as flushed.
 template <int N, int STRIDE>
-__device__ __forceinline__ void forget_zeros(const u32* x, u32 live, Tally& tally) {
+DEVICE void forget_zeros(const u32* x, u32 live, Tally& tally) {
 #if CODEC_STATS
     u32 least = x[0] & kPairMagnitude;
 #pragma unroll
@@ -155,7 +155,7 @@ __device__ __forceinline__ void forget_zeros(const u32* x, u32 live, Tally& tall
 }
 
 template <int N, int STRIDE>
-__device__ __forceinline__ u32 pair_maximum(const u32* x) {
+DEVICE u32 pair_maximum(const u32* x) {
     u32 m = x[0];
 #pragma unroll
     for (int k = 1; k < N; ++k) m = pair_larger(m, x[k * STRIDE]);
@@ -163,8 +163,8 @@ __device__ __forceinline__ u32 pair_maximum(const u32* x) {
 }
 
 // Encodes a chunk of a row: eight pairs to two words of codes.
-__device__ __forceinline__ void encode_pairs(const u32 (&x)[8], const Scale& s, bool far,
-                                             u32 (&codes)[kWords], Tally& tally) {
+DEVICE void encode_pairs(
+    const u32 (&x)[8], const Scale& s, bool far, u32 (&codes)[kWords], Tally& tally) {
     const u32 scale = bits_of(s.apply) >> 16 | bits_of(s.apply);
 #pragma unroll
     for (int w = 0; w < 2; ++w) {

@@ -3,7 +3,7 @@
 
 // Exponent + 127 under the rule, for finite maxima. For a subnormal maximum it is right up to the
 // clamp at 0 only.
-__device__ __forceinline__ int exponent_byte(u32 amax) {
+DEVICE int exponent_byte(u32 amax) {
     u32 bits = amax;
 #if CODEC_RULE == 0  // floor
     return static_cast<int>(bits >> 23) - CODEC_EMAX;

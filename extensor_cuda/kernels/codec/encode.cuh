@@ -10,7 +10,7 @@ struct Tally {
 // The conversion instructions round to nearest even and saturate, like round_magnitude.
 #if CODEC_HARDWARE_CONVERT && __CUDA_ARCH__ >= 890
 #define CODEC_CONVERTS 1
-__device__ __forceinline__ u32 convert_pair(float low, float high) {
+DEVICE u32 convert_pair(float low, float high) {
     u16 pair;
     asm("cvt.rn.satfinite." CODEC_HARDWARE_TYPE "x2.f32 %0, %1, %2;"
         : "=h"(pair)
@@ -26,8 +26,7 @@ __device__ __forceinline__ u32 convert_pair(float low, float high) {
 
 #if CODEC_STOCHASTIC
 // The 16 random words of a chunk, or the constant that breaks ties.
-__device__ __forceinline__ void random_words(u32 block, u32 part, const Stream& stream,
-                                             u32 (&word)[kChunk]) {
+DEVICE void random_words(u32 block, u32 part, const Stream& stream, u32 (&word)[kChunk]) {
     u32 draw[4];
 #if CODEC_RBITS == 32
 #pragma unroll
@@ -48,10 +47,10 @@ __device__ __forceinline__ void random_words(u32 block, u32 part, const Stream& 
 #endif
 
 // Gathers the top bytes of four words, which hold the signs of floats.
-__device__ __forceinline__ u32 high_bytes(u32 a, u32 b, u32 c, u32 d) {
+DEVICE u32 high_bytes(u32 a, u32 b, u32 c, u32 d) {
     return __byte_perm(__byte_perm(a, b, 0x73), __byte_perm(c, d, 0x73), 0x5410);
 }
-__device__ __forceinline__ u32 high_bytes(float a, float b, float c, float d) {
+DEVICE u32 high_bytes(float a, float b, float c, float d) {
     return high_bytes(bits_of(a), bits_of(b), bits_of(c), bits_of(d));
 }
 
@@ -61,7 +60,7 @@ static_assert(CODEC_MANTISSA == 1 && CODEC_MIN_EXPONENT == 0, "E2M1");
 // Rounds a magnitude below 32 to its code, up to 10, plus kOver in the top byte. The sum's last
 // place is the grid's spacing; the product adds last places and twice the exponent.
 constexpr u32 kOver = 298 & 0xFF;
-__device__ __forceinline__ u32 top_byte(float y) {
+DEVICE u32 top_byte(float y) {
     const float anchor = float_of(larger(bits_of(y) & kExponent, kLowest));
     return bits_of(__fmaf_rn(anchor, 4194304.0f, fabsf(y))) * ((1u << 24) + 4);
 }
@@ -69,9 +68,8 @@ __device__ __forceinline__ u32 top_byte(float y) {
 
 // Encodes 16 values of a block to packed codes (CODEC_MAKES_CODES) or decoded values in x
 // (CODEC_OUT 1).
-__device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool far,
-                                       const Tensor& tensor, u32 block, u32 part,
-                                       const Stream& stream, u32 (&codes)[kWords], Tally& tally) {
+DEVICE void encode(float (&x)[kChunk], const Scale& s, bool far, const Tensor& tensor, u32 block,
+    u32 part, const Stream& stream, u32 (&codes)[kWords], Tally& tally) {
 #if CODEC_STOCHASTIC
     u32 word[kChunk];
     random_words(block, part, stream, word);
@@ -107,8 +105,8 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
     if (far) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
-            y[k] = float_of(smaller(bits_of(y[k]) & kMagnitude, CODEC_CLAMP_BITS) |
-                            (bits_of(y[k]) & kSign));
+            y[k] = float_of(
+                smaller(bits_of(y[k]) & kMagnitude, CODEC_CLAMP_BITS) | (bits_of(y[k]) & kSign));
     }
 #endif
 #if CODEC_CONVERTS && CODEC_MAKES_CODES
@@ -247,7 +245,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         for (int k = 0; k < kChunk; ++k)
             zero_values +=
                 __fmul_rn(element_value(codes[k * CODEC_BITS / 32] >> (k * CODEC_BITS % 32)),
-                          s.decode) == 0;
+                    s.decode) == 0;
         flushed = zero_values - zero_inputs;
     }
 #elif CODEC_UE4M3
@@ -259,12 +257,11 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 }
 
 // Stores packed codes.
-__device__ __forceinline__ void store_words(u32* to, const u32 (&packed)[kWords]) {
+DEVICE void store_words(u32* to, const u32 (&packed)[kWords]) {
     if (kWords == 4)
         *reinterpret_cast<uint4*>(to) =
             uint4{packed[0], packed[1], packed[2 % kWords], packed[3 % kWords]};
-    else if (kWords == 2)
-        *reinterpret_cast<uint2*>(to) = uint2{packed[0], packed[1]};
+    else if (kWords == 2) *reinterpret_cast<uint2*>(to) = uint2{packed[0], packed[1]};
     else
 #pragma unroll
         for (int w = 0; w < kWords; ++w) to[w] = packed[w];

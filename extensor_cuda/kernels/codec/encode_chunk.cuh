@@ -8,7 +8,7 @@ typedef float Chunk[1][kChunk];
 #endif
 
 // Unpacks words as read to a chunk; bf16x2 words stay packed.
-__device__ __forceinline__ Chunk& chunk_of(u32 (&raw)[sizeof(Raw) * kChunk / 4], Chunk& unpacked) {
+DEVICE Chunk& chunk_of(u32 (&raw)[sizeof(Raw) * kChunk / 4], Chunk& unpacked) {
 #if CODEC_BF16X2
     return raw;
 #else
@@ -20,9 +20,8 @@ __device__ __forceinline__ Chunk& chunk_of(u32 (&raw)[sizeof(Raw) * kChunk / 4],
 
 // Makes packed codes (CODEC_OUT 1: decoded values in place). Neighbouring lanes hold the block's
 // other chunks.
-__device__ __forceinline__ Scale encode_chunk(Chunk& v, const Tensor& tensor, u32 block, u32 part,
-                                              const Stream& stream, u32 (&packed)[kWords],
-                                              Tally& tally) {
+DEVICE Scale encode_chunk(Chunk& v, const Tensor& tensor, u32 block, u32 part, const Stream& stream,
+    u32 (&packed)[kWords], Tally& tally) {
 #if CODEC_BF16X2
     const u32 pair = pair_maximum<kChunk / 2, 1>(v);
     const u32 amax = across_lanes(larger(low_float(pair), high_float(pair)));

@@ -7,16 +7,16 @@ constexpr int kOutMantissa = CODEC_EXPAND_TO == 1 ? 2 : 3,
               kOutLeast = CODEC_EXPAND_TO == 1 ? -14 : -6;  // of FP8
 constexpr u32 kOutNaN = CODEC_EXPAND_TO ? 0x7Fu : 0x7FC0u;
 
-__device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
+DEVICE float power_of_two(int exponent) {  // -126 to 127
     return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
 }
 
 // Whether MXFP4 values under a scale are all normal numbers, the usual case.
 constexpr bool kMostlyPlain = CODEC_BITS == 4 && !CODEC_FLOAT_SCALES && !CODEC_UE4M3 && CODEC_FIXED;
-__device__ __forceinline__ bool is_plain(u32 scale) { return scale - 2 <= 250; }
+DEVICE bool is_plain(u32 scale) { return scale - 2 <= 250; }
 
 // The value of a code's magnitude bits.
-__device__ __forceinline__ float grid(u32 magnitude, int mantissa, int least) {
+DEVICE float grid(u32 magnitude, int mantissa, int least) {
     const u32 field = magnitude >> mantissa, part = magnitude & ((1u << mantissa) - 1);
     if (field == 0) return static_cast<float>(part) * power_of_two(least - mantissa);
     return __uint_as_float((field + least + 126) << 23 | part << (23 - mantissa));
@@ -28,21 +28,21 @@ struct Unit {
     bool live, small;  // small: so small that bfloat16 may lose bits
 };
 
-__device__ __forceinline__ Unit unit_of(u32 scale, int anchor) {
+DEVICE Unit unit_of(u32 scale, int anchor) {
 #if CODEC_UE4M3
     const bool live = scale < 0x7Fu;
     return {live ? grid(scale, 3, -6) * power_of_two(CODEC_LIFT) : 0.0f, live, false};
 #else
     const int shift = static_cast<int>(scale) - anchor + CODEC_LIFT;
     if (CODEC_FIXED)
-        return {shift < -126 ? 0.5f * power_of_two(-126) : power_of_two(shift), scale != 255u,
-                false};
+        return {
+            shift < -126 ? 0.5f * power_of_two(-126) : power_of_two(shift), scale != 255u, false};
     return {power_of_two(shift < -126 ? -126 : shift), scale != 255u, shift < -126};
 #endif
 }
 
 // A non-negative value in CODEC_EXPAND_TO's bits; `lost` if it has none.
-__device__ __forceinline__ u32 encoded(float v, bool& lost) {
+DEVICE u32 encoded(float v, bool& lost) {
     const u32 bits = __float_as_uint(v);
 #if CODEC_EXPAND_TO == 0 && CODEC_UE4M3
     return bits >> 16;  // a 5-bit product, far from both ends
@@ -68,14 +68,14 @@ struct Table {
 };
 
 template <bool kPlain>
-__device__ __forceinline__ Table table_of(u32 scale, const Unit& unit, bool& lost) {
+DEVICE Table table_of(u32 scale, const Unit& unit, bool& lost) {
     Table t = {{0, 0}, {0, 0}};
 #if CODEC_FIXED && !CODEC_UE4M3
     if (kPlain ||
         is_plain(scale)) {  // 0, 0.5; 1, 1.5; 2, 3; 4, 6, with the scale added to their exponents
         const u32 both = scale * 0x00800080u;
-        const u32 pairs[4] = {(scale - 1) << 23, both + 0x00400000u, both + 0x00C00080u,
-                              both + 0x01400100u};
+        const u32 pairs[4] = {
+            (scale - 1) << 23, both + 0x00400000u, both + 0x00C00080u, both + 0x01400100u};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             t.low[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x6420);
@@ -99,7 +99,7 @@ __device__ __forceinline__ Table table_of(u32 scale, const Unit& unit, bool& los
 
 #if CODEC_FLOAT_SCALES
 // Codes less their zero point, without a scale: at most 8 significant bits.
-__device__ __forceinline__ u32 number_of(u32 code, float zero) {
+DEVICE u32 number_of(u32 code, float zero) {
 #if CODEC_IS_FLOAT
     const u32 magnitude = code & 0x7Fu;
     // A float with other widths: shifted into place it is off by a power of two, subnormals too.
@@ -114,16 +114,15 @@ __device__ __forceinline__ u32 number_of(u32 code, float zero) {
 }
 
 template <bool kPlain = false>
-__device__ __forceinline__ void convert(const u32 (&words)[kWords], int zero_point, int,
-                                        uint4 (&units)[2], u32&) {
+DEVICE void convert(const u32 (&words)[kWords], int zero_point, int, uint4 (&units)[2], u32&) {
     const float zero = static_cast<float>((1 << 23) + (1 << (CODEC_BITS - 1)) + zero_point);
     u32 out[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const u32 word = words[i * CODEC_BITS / 16] >> (2 * CODEC_BITS * i % 32),
                   mask = (1u << CODEC_BITS) - 1;
-        out[i] = __byte_perm(number_of(word & mask, zero),
-                             number_of(word >> CODEC_BITS & mask, zero), 0x7632);
+        out[i] = __byte_perm(
+            number_of(word & mask, zero), number_of(word >> CODEC_BITS & mask, zero), 0x7632);
     }
     units[0] = uint4{out[0], out[1], out[2], out[3]},
     units[1] = uint4{out[4], out[5], out[6], out[7]};
@@ -131,8 +130,8 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], int zero_poi
 #else
 // Converts 16 codes of one block to 16-byte units. kPlain: all values are known to be normal.
 template <bool kPlain = false>
-__device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, int anchor,
-                                        uint4 (&units)[kVectors], u32& beyond) {
+DEVICE void convert(
+    const u32 (&words)[kWords], u32 scale, int anchor, uint4 (&units)[kVectors], u32& beyond) {
     const Unit unit = unit_of(scale, anchor);
     bool lost = false;
     u32 any = 0, out[4 * kVectors];
@@ -202,13 +201,13 @@ struct Chunk {
     int scale;  // CODEC_FLOAT_SCALES: the zero point
 };
 
-__device__ __forceinline__ Row row_of(const Stored& from, u32 row) {
+DEVICE Row row_of(const Stored& from, u32 row) {
     const i64 blocks = static_cast<i64>(row / CODEC_TILE_ROWS) * from.scale_pitch;
     return {from.codes + row * from.code_pitch, CODEC_FLOAT_SCALES ? nullptr : from.scales + blocks,
-            CODEC_FLOAT_SCALES && from.zeros ? from.zeros + blocks : nullptr, from.code_pitch};
+        CODEC_FLOAT_SCALES && from.zeros ? from.zeros + blocks : nullptr, from.code_pitch};
 }
 
-__device__ __forceinline__ Chunk read_chunk(const Row& row, u32 chunk) {
+DEVICE Chunk read_chunk(const Row& row, u32 chunk) {
     Chunk out;
     const u32 block = chunk * kChunk / CODEC_BLOCK;
     const u8* at = row.codes + chunk * (4 * kWords);
@@ -239,25 +238,22 @@ __device__ __forceinline__ Chunk read_chunk(const Row& row, u32 chunk) {
     return out;
 }
 
-__device__ __forceinline__ void store(u8* out, i64 chunk, const uint4 (&units)[kVectors]) {
+DEVICE void store(u8* out, i64 chunk, const uint4 (&units)[kVectors]) {
     uint4* to = reinterpret_cast<uint4*>(out) + chunk * kVectors;
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) to[u] = units[u];
 }
 
 #if CODEC_EXPAND_TO == 0
-__device__ __forceinline__ u32 neighbours(u32 mine) {
-    return __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
-}
+DEVICE u32 neighbours(u32 mine) { return __shfl_xor_sync(0xFFFFFFFFu, mine, 1); }
 
 // Stores the units of a whole warp with consecutive chunks: two lanes write a 32-byte sector.
-__device__ __forceinline__ void store_sectors(u8* out, u32 chunk, u32 count,
-                                              const uint4 (&units)[2]) {
+DEVICE void store_sectors(u8* out, u32 chunk, u32 count, const uint4 (&units)[2]) {
     const u32 odd = threadIdx.x % 2;
     uint4 theirs = odd ? units[0] : units[1];
     const uint4 own = odd ? units[1] : units[0];
-    theirs = uint4{neighbours(theirs.x), neighbours(theirs.y), neighbours(theirs.z),
-                   neighbours(theirs.w)};
+    theirs = uint4{
+        neighbours(theirs.x), neighbours(theirs.y), neighbours(theirs.z), neighbours(theirs.w)};
     uint4* to = reinterpret_cast<uint4*>(out) + static_cast<i64>(chunk - odd) * 2 + odd;
     if (chunk - odd < count) to[0] = odd ? theirs : own;
     if (chunk - odd + 1 < count) to[2] = odd ? own : theirs;

@@ -9,7 +9,7 @@
 #include "codec/counters.cuh"
 
 // Loads four contiguous values.
-__device__ __forceinline__ void load_four(const Raw* from, float (&v)[4]) {
+DEVICE void load_four(const Raw* from, float (&v)[4]) {
 #if CODEC_IN == 0
     const uint4 four = *reinterpret_cast<const uint4*>(from);
     v[0] = widen(four.x), v[1] = widen(four.y), v[2] = widen(four.z), v[3] = widen(four.w);
@@ -20,12 +20,12 @@ __device__ __forceinline__ void load_four(const Raw* from, float (&v)[4]) {
 #endif
 }
 
-__device__ __forceinline__ float decoded(u32 code, float scale, int zero) {
+DEVICE float decoded(u32 code, float scale, int zero) {
     const float value = element_value(code);
     return __fmul_rn(CODEC_ZERO_POINTS ? __fsub_rn(value, static_cast<float>(zero)) : value, scale);
 }
 
-__device__ __forceinline__ u32 code_of(float x, const Scale& s, u32 word, Tally& tally) {
+DEVICE u32 code_of(float x, const Scale& s, u32 word, Tally& tally) {
     const float scaled = __fmul_rn(__fdiv_rn(x, s.decode), CODEC_ELEMENT_SCALE);
     const bool negative = bits_of(scaled) & kSign;
     float grid;

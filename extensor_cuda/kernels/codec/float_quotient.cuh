@@ -2,7 +2,7 @@
 
 #define CODEC_DIVIDES 1  // for encode.cuh
 
-__device__ __forceinline__ Most most_of(const float (&x)[kChunk]) {
+DEVICE Most most_of(const float (&x)[kChunk]) {
 #if CODEC_ZERO_POINTS
     float high = 0, low = 0;
 #pragma unroll
@@ -15,15 +15,14 @@ __device__ __forceinline__ Most most_of(const float (&x)[kChunk]) {
 }
 
 // Whether a block's largest value is so far beyond the grid that its code would not fit.
-__device__ __forceinline__ bool is_far(const Most& most, const Scale& s) {
+DEVICE bool is_far(const Most& most, const Scale& s) {
     return !(__fdiv_rn(float_of(most.high), s.decode) < float_of(CODEC_CLAMP_BITS));
 }
 
 // x / scale, rounded like a division: two corrections of the reciprocal's product suffice, unless
 // the remainder underflows. That needs x below 2^-101, where the quotient is 0 on any grid to
 // nearest.
-__device__ __forceinline__ void divide(const float (&x)[kChunk], const Scale& s,
-                                       float (&y)[kChunk]) {
+DEVICE void divide(const float (&x)[kChunk], const Scale& s, float (&y)[kChunk]) {
     if (!CODEC_STOCHASTIC && CODEC_ELEMENT_SCALE == 1.0f && s.decode >= 0x1p-60f &&
         s.decode <= 0x1p60f) {
 #pragma unroll

@@ -15,7 +15,7 @@ struct Most {
     u32 high, low;
 };
 
-__device__ __forceinline__ void join(Most& most, const Most& other) {
+DEVICE void join(Most& most, const Most& other) {
     most.high = larger(most.high, other.high);
     if (CODEC_ZERO_POINTS) most.low = larger(most.low, other.low);
 }
@@ -26,7 +26,7 @@ struct Scale {
     int zero;
 };
 
-__device__ __forceinline__ Scale block_scale(const Most& most) {
+DEVICE Scale block_scale(const Most& most) {
     const bool finite = most.high < kExponent && (!CODEC_ZERO_POINTS || most.low < kExponent);
     const float top = float_of(finite ? most.high : 0);
     Scale s;

@@ -25,10 +25,10 @@ struct Tensor {
 
 #include "common/philox.cuh"
 
-__device__ __forceinline__ u32 bits_of(float v) { return __float_as_uint(v); }
-__device__ __forceinline__ float float_of(u32 v) { return __uint_as_float(v); }
-__device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
-__device__ __forceinline__ u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
+DEVICE u32 bits_of(float v) { return __float_as_uint(v); }
+DEVICE float float_of(u32 v) { return __uint_as_float(v); }
+DEVICE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+DEVICE u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
 // ---- input ----
 
@@ -39,7 +39,7 @@ typedef u16 Raw;
 #endif
 constexpr int kPerVector = 16 / sizeof(Raw);  // elements of a 16-byte load
 
-__device__ __forceinline__ float widen(u32 raw) {
+DEVICE float widen(u32 raw) {
 #if CODEC_IN == 0
     return float_of(raw);
 #elif CODEC_IN == 1
@@ -53,7 +53,7 @@ __device__ __forceinline__ float widen(u32 raw) {
 
 // Element k of the words of a vector load.
 template <int N>
-__device__ __forceinline__ float element(const u32 (&words)[N], int k) {
+DEVICE float element(const u32 (&words)[N], int k) {
 #if CODEC_IN == 0
     return float_of(words[k]);
 #elif CODEC_IN == 1
@@ -75,7 +75,7 @@ typedef Relu Active;
 typedef Gelu Active;
 #endif
 template <int N>
-__device__ __forceinline__ void activate(u32 (&pairs)[N]) {
+DEVICE void activate(u32 (&pairs)[N]) {
     const Active op;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -89,32 +89,32 @@ __device__ __forceinline__ void activate(u32 (&pairs)[N]) {
     }
 }
 template <int N>
-__device__ __forceinline__ void activate(float (&values)[N]) {
+DEVICE void activate(float (&values)[N]) {
     const Active op;
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] = float_of(round_bf16(op(values[i], 0)) << 16);
 }
 #else
 template <class T>
-__device__ __forceinline__ void activate(T&) {}
+DEVICE void activate(T&) {}
 #endif
 
 // ---- block maxima ----
 
-__device__ __forceinline__ float max_with_nan(float a, float b) {
+DEVICE float max_with_nan(float a, float b) {
     float m;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
     return m;
 }
 
-__device__ __forceinline__ u32 chunk_maximum(const float (&x)[kChunk]) {
+DEVICE u32 chunk_maximum(const float (&x)[kChunk]) {
     float m = fabsf(x[0]);
 #pragma unroll
     for (int k = 1; k < kChunk; ++k) m = max_with_nan(m, fabsf(x[k]));
     return bits_of(m) & kMagnitude;
 }
 
-__device__ __forceinline__ u32 finite_maximum(const float (&x)[kChunk]) {
+DEVICE u32 finite_maximum(const float (&x)[kChunk]) {
     u32 m = 0;
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) {
@@ -126,7 +126,7 @@ __device__ __forceinline__ u32 finite_maximum(const float (&x)[kChunk]) {
 
 // The maximum over a block's `kParts` lanes, kApart from each other.
 template <int kApart = 1>
-__device__ __forceinline__ u32 across_lanes(u32 m) {
+DEVICE u32 across_lanes(u32 m) {
 #pragma unroll
     for (int lane = 1; lane < kParts; lane *= 2)
         m = larger(m, __shfl_xor_sync(~0u, m, lane * kApart));

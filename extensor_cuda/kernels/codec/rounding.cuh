@@ -16,7 +16,7 @@ constexpr u32 kLowest = static_cast<u32>(127 + CODEC_MIN_EXPONENT) << 23;
 //
 // / spacing - w). Two additions round up, the first in steps of at most 2**-16 spacing, of which w
 // and every code are multiples.
-__device__ __forceinline__ u32 round_magnitude(float y, u32 word, float& value) {
+DEVICE u32 round_magnitude(float y, u32 word, float& value) {
     const float magnitude = fabsf(y);
     const u32 exponent = CODEC_IS_FLOAT ? larger(bits_of(y) & kExponent, kLowest) : kLowest;
     // The addition rounds, because the sum's last place is the grid's spacing.

@@ -5,8 +5,8 @@
 // extensor/quant/nvfp4.py. Of equal errors the first option wins.
 
 #if CODEC_SEARCH
-static_assert(CODEC_BITS == 4 && CODEC_IS_FLOAT && CODEC_MANTISSA == 1 && CODEC_MIN_EXPONENT == 0,
-              "of E2M1");
+static_assert(
+    CODEC_BITS == 4 && CODEC_IS_FLOAT && CODEC_MANTISSA == 1 && CODEC_MIN_EXPONENT == 0, "of E2M1");
 
 // A block's candidate scales, the preferred one first: values and codes.
 #if CODEC_RULE == 6  // four_over_six: a block's largest value becomes 6 or 4
@@ -23,7 +23,7 @@ struct Options {
 #endif
 };
 
-__device__ __forceinline__ Options options_of(u32 amax, const Tensor& tensor) {
+DEVICE Options options_of(u32 amax, const Tensor& tensor) {
     Options o;
 #if CODEC_RULE == 6
     const float base = __fmul_rn(__fdiv_rn(float_of(amax), 6.0f), tensor.encode);
@@ -48,7 +48,7 @@ __device__ __forceinline__ Options options_of(u32 amax, const Tensor& tensor) {
 }
 
 // An option's code, from its number if known.
-__device__ __forceinline__ u32 code_of(const Options& o, int number) {
+DEVICE u32 code_of(const Options& o, int number) {
 #if CODEC_RULE == 6
     return o.code[number];
 #else
@@ -59,7 +59,7 @@ __device__ __forceinline__ u32 code_of(const Options& o, int number) {
 // ---- as the reference does it ----
 
 // x * inverse rounded to the grid, ties to even.
-__device__ __forceinline__ float nearest_value(float x, float inverse) {
+DEVICE float nearest_value(float x, float inverse) {
     const float y = __fmul_rn(x, inverse);
     const float magnitude = fminf(fabsf(y), float_of(CODEC_CLAMP_BITS));
     const u32 exponent =
@@ -70,7 +70,7 @@ __device__ __forceinline__ float nearest_value(float x, float inverse) {
 }
 
 // One value's squared error under a scale.
-__device__ __forceinline__ float square(float x, float inverse, float value, const Tensor& tensor) {
+DEVICE float square(float x, float inverse, float value, const Tensor& tensor) {
     float decoded = __fmul_rn(nearest_value(x, inverse), value);
 #if CODEC_RULE == 6
     decoded = __fdiv_rn(__fmul_rn(decoded, tensor.amax), 1536.0f);
@@ -84,8 +84,8 @@ __device__ __forceinline__ float square(float x, float inverse, float value, con
 // The option of least error among those in a bit mask. The block has N chunks in this thread and
 // (SPAN > N) others: chunk r of SPAN is in lane `base + r / N * STEP`.
 template <int N, int SPAN, int STEP>
-__device__ __forceinline__ int exact_search(const float (&x)[N][kChunk], int base, const Options& o,
-                                            u32 some, const Tensor& tensor) {
+DEVICE int exact_search(
+    const float (&x)[N][kChunk], int base, const Options& o, u32 some, const Tensor& tensor) {
     int best = -1;
     float least = 0;
 #pragma unroll 1
@@ -130,7 +130,7 @@ constexpr float kLift = 1.2676506002282294e30f, kLiftMore = 67108864.0f;  // 2**
 constexpr u32 kHalfCode = 0x200000u, kCodeBits = 0xFFC00000u, kTopCode = 0x01FFFFFFu;
 
 // 1 / v to within 2**-23, relatively.
-__device__ __forceinline__ float near_inverse(float v) {
+DEVICE float near_inverse(float v) {
 #ifdef __CUDA_ARCH__
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(v));
@@ -142,7 +142,7 @@ __device__ __forceinline__ float near_inverse(float v) {
 
 // The sum of a block's squared errors, with w times 2**126 in `value`: each lane's own, then all.
 template <int N, int SPAN, int STEP>
-__device__ __forceinline__ float near_error(const float (&z)[N][kChunk], float value) {
+DEVICE float near_error(const float (&z)[N][kChunk], float value) {
     const float inverse = near_inverse(value);
     float sum = 0;
 #pragma unroll
@@ -163,8 +163,7 @@ __device__ __forceinline__ float near_error(const float (&z)[N][kChunk], float v
 
 // A block's scale; template arguments as for `exact_search`.
 template <int N, int SPAN, int STEP>
-__device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int base, u32 amax,
-                                            const Tensor& tensor) {
+DEVICE Scale best_scale(const float (&x)[N][kChunk], int base, u32 amax, const Tensor& tensor) {
     const bool finite = amax < kExponent;
     const Options o = options_of(finite ? amax : 0, tensor);
     // Squares of values further from 1 may underflow or overflow.

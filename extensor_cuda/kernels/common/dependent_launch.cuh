@@ -4,12 +4,12 @@
 #ifdef __CUDA_ARCH__
 // The first lets the stream's next kernel start, the second waits for the previous kernel. Both do
 // nothing before Hopper.
-__device__ __forceinline__ void launch_dependent_grids() {
+DEVICE void launch_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void wait_on_dependent_grids() {
+DEVICE void wait_on_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

@@ -1,6 +1,6 @@
 // Converts float16 values and scales with integer instructions.
 
-__device__ __forceinline__ float half_to_float(u16 raw) {
+DEVICE float half_to_float(u16 raw) {
     const u32 magnitude = static_cast<u32>(raw & 0x7FFF) << 13, sign = static_cast<u32>(raw >> 15)
                                                                        << 31;
     if (magnitude >= 0x0F800000u) return __uint_as_float(magnitude | 0x7F800000u | sign);
@@ -9,7 +9,7 @@ __device__ __forceinline__ float half_to_float(u16 raw) {
 }
 
 // The nearest float16 of a positive float, ties to even, kept above 0 and finite.
-__device__ __forceinline__ u16 float_to_half_scale(float scale) {
+DEVICE u16 float_to_half_scale(float scale) {
     const u32 bits = __float_as_uint(scale);
     u32 half;
     if (bits < 0x38800000u) {  // a multiple of 2^-24, or half of one

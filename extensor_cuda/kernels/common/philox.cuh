@@ -5,14 +5,13 @@ struct Stream {
 };
 
 // high0 is the step number. A captured step reads it from `clock` instead.
-__device__ __forceinline__ Stream stream_of(const u32* clock, u32 key0, u32 key1, u32 high0,
-                                            u32 high1) {
+DEVICE Stream stream_of(const u32* clock, u32 key0, u32 key1, u32 high0, u32 high1) {
     return Stream{key0, key1, clock ? *clock : high0, high1};
 }
 
 // COMMON_MUL_WIDE: uses assembly, because the compiler otherwise adds zero to each high word. In
 // other kernels the assembly takes more registers.
-__device__ __forceinline__ u64 product(u32 a, u32 b) {
+DEVICE u64 product(u32 a, u32 b) {
 #if COMMON_MUL_WIDE && defined(__CUDA_ARCH__)
     u64 both;
     asm("mul.wide.u32 %0, %1, %2;" : "=l"(both) : "r"(a), "r"(b));
@@ -22,7 +21,7 @@ __device__ __forceinline__ u64 product(u32 a, u32 b) {
 #endif
 }
 
-__device__ __forceinline__ void philox(u32 call, u32 block, const Stream& s, u32 (&out)[4]) {
+DEVICE void philox(u32 call, u32 block, const Stream& s, u32 (&out)[4]) {
     u32 c0 = call, c1 = block, c2 = s.high0, c3 = s.high1, k0 = s.key0, k1 = s.key1;
 #pragma unroll
     for (int round = 0; round < 10; ++round) {

@@ -7,13 +7,13 @@ struct FloatVector {
 };
 
 // The bits of the nearest bfloat16. NaN becomes the quiet NaN of its sign.
-__device__ __forceinline__ u32 round_bf16(float v) {
+DEVICE u32 round_bf16(float v) {
     const u32 bits = __float_as_uint(v);
     if (v != v) return (bits >> 16 & 0x8000u) | 0x7FC0u;
     return (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
 }
 
-__device__ __forceinline__ u32 round_bf16x2(float low, float high) {
+DEVICE u32 round_bf16x2(float low, float high) {
 #ifdef __CUDA_ARCH__
     if (low == low && high == high) {
         u32 pair;
@@ -30,15 +30,14 @@ struct ElementType;
 template <>
 struct ElementType<0> {
     typedef float Raw;
-    static __device__ __forceinline__ float wide(float v) { return v; }
-    static __device__ __forceinline__ float narrow(float v) { return v; }
-    static __device__ __forceinline__ FloatVector
-    load(const float* from) {  // 16-byte aligned, as below
+    static DEVICE float wide(float v) { return v; }
+    static DEVICE float narrow(float v) { return v; }
+    static DEVICE FloatVector load(const float* from) {  // 16-byte aligned, as below
         const float4 a = reinterpret_cast<const float4*>(from)[0],
                      b = reinterpret_cast<const float4*>(from)[1];
         return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
     }
-    static __device__ __forceinline__ void store(float* to, const FloatVector& g) {
+    static DEVICE void store(float* to, const FloatVector& g) {
         reinterpret_cast<float4*>(to)[0] = float4{g.v[0], g.v[1], g.v[2], g.v[3]};
         reinterpret_cast<float4*>(to)[1] = float4{g.v[4], g.v[5], g.v[6], g.v[7]};
     }
@@ -47,13 +46,9 @@ struct ElementType<0> {
 template <>
 struct ElementType<1> {
     typedef u16 Raw;
-    static __device__ __forceinline__ float wide(u16 v) {
-        return __uint_as_float(static_cast<u32>(v) << 16);
-    }
-    static __device__ __forceinline__ u16 narrow(float v) {
-        return static_cast<u16>(round_bf16(v));
-    }
-    static __device__ __forceinline__ FloatVector load(const u16* from) {
+    static DEVICE float wide(u16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
+    static DEVICE u16 narrow(float v) { return static_cast<u16>(round_bf16(v)); }
+    static DEVICE FloatVector load(const u16* from) {
         const uint4 w = *reinterpret_cast<const uint4*>(from);
         const u32 words[4] = {w.x, w.y, w.z, w.w};
         FloatVector g;
@@ -64,7 +59,7 @@ struct ElementType<1> {
         }
         return g;
     }
-    static __device__ __forceinline__ void store(u16* to, const FloatVector& g) {
+    static DEVICE void store(u16* to, const FloatVector& g) {
         uint4 w;
         w.x = round_bf16x2(g.v[0], g.v[1]), w.y = round_bf16x2(g.v[2], g.v[3]);
         w.z = round_bf16x2(g.v[4], g.v[5]), w.w = round_bf16x2(g.v[6], g.v[7]);

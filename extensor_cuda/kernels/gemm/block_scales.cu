@@ -20,13 +20,13 @@ struct Scales {
     u32 is_float16, blocks, groups, rows_per_group, out_rows, pitch;  // pitch: a multiple of 4
 };
 
-__device__ __forceinline__ float to_float(float v) { return v; }
-__device__ __forceinline__ float to_float(u16 v) { return half_to_float(v); }
+DEVICE float to_float(float v) { return v; }
+DEVICE float to_float(u16 v) { return half_to_float(v); }
 
 // Reads the tile of scales at (row, group). Groups from `end` on are zeros.
 template <class T>
-__device__ __forceinline__ void read(const Scales& s, u32 row, u32 group, u32 end,
-                                     float (&transposed)[kTile][kTile + 1]) {
+DEVICE void read(
+    const Scales& s, u32 row, u32 group, u32 end, float (&transposed)[kTile][kTile + 1]) {
     const u32 lane = threadIdx.x % kTile, part = threadIdx.x / kTile;
     const bool by_row = (s.block_stride < 0 ? -s.block_stride : s.block_stride) <=
                         (s.group_stride < 0 ? -s.group_stride : s.group_stride);
@@ -49,27 +49,24 @@ __device__ __forceinline__ void read(const Scales& s, u32 row, u32 group, u32 en
 // The first `tiles` thread blocks serve the first operand.
 extern "C" __global__ void __launch_bounds__(kThreads)
     block_scales(const void* from0, float* to0, i64 block_stride0, i64 group_stride0,
-                 u32 is_float16_0, u32 blocks0, u32 groups0, u32 rows_per_group0, u32 out_rows0,
-                 u32 pitch0, const void* from1, float* to1, i64 block_stride1, i64 group_stride1,
-                 u32 is_float16_1, u32 blocks1, u32 groups1, u32 rows_per_group1, u32 out_rows1,
-                 u32 pitch1, u32 tiles) {
+        u32 is_float16_0, u32 blocks0, u32 groups0, u32 rows_per_group0, u32 out_rows0, u32 pitch0,
+        const void* from1, float* to1, i64 block_stride1, i64 group_stride1, u32 is_float16_1,
+        u32 blocks1, u32 groups1, u32 rows_per_group1, u32 out_rows1, u32 pitch1, u32 tiles) {
     __shared__ float transposed[kTile][kTile + 1];
     launch_dependent_grids();   // the GEMM, which waits for this grid
     wait_on_dependent_grids();  // which may have written the scales
     const bool first = blockIdx.x < tiles;
-    const Scales s = first ? Scales{from0,   to0,     block_stride0,   group_stride0, is_float16_0,
-                                    blocks0, groups0, rows_per_group0, out_rows0,     pitch0}
-                           : Scales{from1,   to1,     block_stride1,   group_stride1, is_float16_1,
-                                    blocks1, groups1, rows_per_group1, out_rows1,     pitch1};
+    const Scales s = first ? Scales{from0, to0, block_stride0, group_stride0, is_float16_0, blocks0,
+                                 groups0, rows_per_group0, out_rows0, pitch0}
+                           : Scales{from1, to1, block_stride1, group_stride1, is_float16_1, blocks1,
+                                 groups1, rows_per_group1, out_rows1, pitch1};
     const u32 tile = first ? blockIdx.x : blockIdx.x - tiles,
               tiles_per_row = (s.pitch + kTile - 1) / kTile;
     const u32 row = tile / tiles_per_row * kTile, column = tile % tiles_per_row * kTile;
     const u32 group = column / s.rows_per_group,
               end = min(s.groups, (column + kTile - 1) / s.rows_per_group + 1);
-    if (s.is_float16)
-        read<u16>(s, row, group, end, transposed);
-    else
-        read<float>(s, row, group, end, transposed);
+    if (s.is_float16) read<u16>(s, row, group, end, transposed);
+    else read<float>(s, row, group, end, transposed);
     __syncthreads();
     const u32 tile_row = threadIdx.x / kThreadRows,
               start = column + threadIdx.x % kThreadRows * kVector;

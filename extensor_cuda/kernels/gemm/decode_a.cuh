@@ -22,7 +22,7 @@ constexpr int kColumnsPerScale =
 
 #ifdef __CUDA_ARCH__
 // Selects bytes of two words. Adding 8 to a selector replicates that byte's sign bit.
-__device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
+DEVICE u32 permute(u32 a, u32 b, u32 selector) {
     u32 bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
     return bytes;
@@ -30,7 +30,7 @@ __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
 #endif
 
 // Keeps the registers of operand A unused by others until wgmma has read them.
-__device__ __forceinline__ void keep_operand(u32 (&left)[4]) {
+DEVICE void keep_operand(u32 (&left)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) keep(left[i]);
 }
@@ -42,8 +42,7 @@ struct RowScales {
     u32 held[2], next[2];
     int words, word, start;
     // Starts at stage `start`.
-    __device__ __forceinline__ RowScales(const Epilogue& e, int first, int start, int lane)
-        : start(start) {
+    DEVICE RowScales(const Epilogue& e, int first, int start, int lane) : start(start) {
         if (!CODEC_BLOCK) return;
         const u8* const bytes =
             CODEC_IS_FLOAT ? e.code_scales : reinterpret_cast<const u8*>(e.zeros);
@@ -51,13 +50,13 @@ struct RowScales {
         word = start / (4 * kStagesPerWord) * 4 + lane % 4;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const i64 group_of_stage = min(first + lane / 4 + 8 * h, e.rows - 1);
-            row[h] = reinterpret_cast<const u32*>(bytes + group_of_stage * e.scale_pitch);
+            const i64 packed_row = min(first + lane / 4 + 8 * h, e.rows - 1);
+            row[h] = reinterpret_cast<const u32*>(bytes + packed_row * e.scale_pitch);
             next[h] = row[h][min(word, words - 1)];
         }
     }
     // Gives the word of each row that holds stage k's bytes. Call it for every stage in order.
-    __device__ __forceinline__ void stage_scales(int k, u32 (&four)[2]) {
+    DEVICE void stage_scales(int k, u32 (&four)[2]) {
         if (!CODEC_BLOCK) return;
         if (k == start || k % (4 * kStagesPerWord) == 0) {
             word += 4;
@@ -76,7 +75,7 @@ struct Stage {
     u32 four[2], low[2], high[2], scales[2], factor[2];
     int k;
     // The bf16x2 that multiplies, or is added to, the elements of the i-th wgmma.
-    __device__ __forceinline__ u32 factor_of(int i, int h, int zero) {
+    DEVICE u32 factor_of(int i, int h, int zero) {
         const int bit = CODEC_BLOCK ? k % kStagesPerWord * 64 / CODEC_BLOCK * 8
                                     : 0;  // bit offset of the stage's first byte
 #if !CODEC_IS_FLOAT
@@ -102,8 +101,7 @@ struct Stage {
 #endif
     }
     // Decodes operand A of the i-th wgmma. Call it in order; it consumes two units.
-    __device__ __forceinline__ void decode(int i, const int (&zero)[2], int quad_lane,
-                                           u32 (&left)[4]) {
+    DEVICE void decode(int i, const int (&zero)[2], int quad_lane, u32 (&left)[4]) {
         const u32 pick =
             quad_lane * (CODEC_BITS == 8 ? 0x22u : 0x11u) + (CODEC_BITS == 8 ? 0x10u : 0x40u);
         const u32 flip = CODEC_IS_FLOAT    ? 0u
@@ -115,8 +113,7 @@ struct Stage {
                 const uint4& w = words[i / 2][i % kUnits][h];
                 const u32 bytes =
                     permute(permute(w.x, w.y, pick), permute(w.z, w.w, pick), 0x5410u);
-                if (CODEC_BITS == 8)
-                    low[h] = bytes ^ flip;
+                if (CODEC_BITS == 8) low[h] = bytes ^ flip;
                 else
                     low[h] = and_xor(bytes, 0x0F0F0F0Fu, flip),
                     high[h] = and_xor(bytes >> 4, 0x0F0F0F0Fu, flip);
@@ -149,10 +146,9 @@ constexpr float kDecodeFactor =
 
 // Adds a tile's products to `total` (`part` if nothing is promoted), over an even number of stages
 // from `start` on. Operand A of each wgmma is decoded while the previous one runs.
-__device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (&part)[kRegisters],
-                                                 const Epilogue& e, const u8* memory,
-                                                 const float* scales, u32 full, u32 empty, int row,
-                                                 int start, int stages, int& stage, u32& parity) {
+DEVICE void multiply_decoded(Sum (&total)[kRegisters], Sum (&part)[kRegisters], const Epilogue& e,
+    const u8* memory, const float* scales, u32 full, u32 empty, int row, int start, int stages,
+    int& stage, u32& parity) {
     using namespace decoding;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad_lane = lane % 4,
               first = row + warp % 4 * 16;

@@ -1,19 +1,19 @@
 // The epilogue of gemm_sm90.cu: scales a tile's sums, adds bias and residual, applies the
 // activation, and stores the result by TMA. Configured by the GEMM's macros.
 
-__device__ __forceinline__ float power_of_two(int exponent) {
+DEVICE float power_of_two(int exponent) {
     return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
 }
 
 // v * 2^e in two steps, because 2^e alone may not be a float. The first step is exact: sums of FP8
 // products are multiples of 2^-32.
-__device__ __forceinline__ float scaled(float v, int e) {
+DEVICE float scaled(float v, int e) {
     e = min(max(e, -252), 254);
     const int half = e >> 1;
     return v * power_of_two(half) * power_of_two(e - half);
 }
 
-__device__ __forceinline__ float activate(float v) {
+DEVICE float activate(float v) {
 #if GEMM_ACTIVATION == 1
     return v > 0.0f || v != v ? v : 0.0f;
 #elif GEMM_ACTIVATION == 2
@@ -43,13 +43,12 @@ constexpr int kEpiloguePhases = GEMM_REQUANTIZED
 #include "gemm/requantize.cuh"
 #endif
 
-__device__ __forceinline__ float widen(u16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
-__device__ __forceinline__ float widen(float v) { return v; }
+DEVICE float widen(u16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
+DEVICE float widen(float v) { return v; }
 
 // Starts copying one number per row and per column to a warpgroup's table.
-__device__ __forceinline__ void fetch_table(int* table, const int* rows, const int* columns,
-                                            int row_step, int column_step, int none, int row0,
-                                            int column0, int end_row, int end_column) {
+DEVICE void fetch_table(int* table, const int* rows, const int* columns, int row_step,
+    int column_step, int none, int row0, int column0, int end_row, int end_column) {
     const int thread = threadIdx.x % 128;
 #pragma unroll
     for (int i = thread; i < kTableEntries; i += 128) {
@@ -62,38 +61,36 @@ __device__ __forceinline__ void fetch_table(int* table, const int* rows, const i
                 "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(table + i)),
                 "l"(from + at)
                 : "memory");
-        else
-            table[i] = none;
+        else table[i] = none;
     }
 }
 
 // `shift`: the first column of the tile's group.
-__device__ __forceinline__ void fetch_epilogue_tables(int* table, const Epilogue& e, int row0,
-                                                      int column0, int end_of_rows, int shift) {
+DEVICE void fetch_epilogue_tables(
+    int* table, const Epilogue& e, int row0, int column0, int end_of_rows, int shift) {
     constexpr int kNone = GEMM_VECTORS == 2 ? 0x3F800000 : 0;  // a factor of 1, or an exponent of 0
     const int end = shift + e.columns;
     column0 += shift;
     fetch_table(table, e.row_exponent, e.column_exponent, e.row_step, e.column_step, kNone, row0,
-                column0, end_of_rows, end);
+        column0, end_of_rows, end);
 #if GEMM_ZERO_POINTS
-    fetch_table(table + kTableEntries, e.row_zero, e.column_zero, 1, 1, 0, row0, column0,
-                end_of_rows, end);
+    fetch_table(
+        table + kTableEntries, e.row_zero, e.column_zero, 1, 1, 0, row0, column0, end_of_rows, end);
     fetch_table(table + 2 * kTableEntries, e.row_rest, e.column_sum, 1, 1, 0, row0, column0,
-                end_of_rows, end);
+        end_of_rows, end);
 #endif
 }
 
-__device__ __forceinline__ void await_warpgroup(int warpgroup) {
+DEVICE void await_warpgroup(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
-__device__ __forceinline__ void await_epilogue_tables(int warpgroup) {
+DEVICE void await_epilogue_tables(int warpgroup) {
     asm volatile("cp.async.wait_all;" ::: "memory");
     await_warpgroup(warpgroup);
 }
 
 // Stores 16 rows of 128 bytes to C.
-__device__ __forceinline__ void tma_store_rows(const TensorMap* map, int column, int row,
-                                               const u8* from) {
+DEVICE void tma_store_rows(const TensorMap* map, int column, int row, const u8* from) {
     asm volatile(
         "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
         "r"(column), "r"(row), "r"(shared_address(from))
@@ -107,31 +104,29 @@ struct Factors {
 };
 
 #if GEMM_C_TRANSPOSED
-static_assert(!(GEMM_EXTRAS || GEMM_GROUPED || GEMM_REQUANTIZED || GEMM_ZERO_POINTS),
-              "C goes down as it is");
+static_assert(
+    !(GEMM_EXTRAS || GEMM_GROUPED || GEMM_REQUANTIZED || GEMM_ZERO_POINTS), "C goes down as it is");
 // A warpgroup shares its epilogue tiles. A tile holds kEpilogueTileN rows of memory, in one or two
 // TMA boxes of 128 bytes, which are the warpgroup's 64 rows of C.
-__device__ __forceinline__ u32 transposed_offset(int column, int row) {
+DEVICE u32 transposed_offset(int column, int row) {
     return row / kEpilogueTileN * (kEpilogueTileN * 128) +
            swizzled_offset(column, row % kEpilogueTileN / 4) + row % 4 * 4;
 }
-__device__ __forceinline__ void store_transposed(u8* epilogue_tile, int column, int row,
-                                                 const u32 (&pairs)[2], int lane) {
+DEVICE void store_transposed(
+    u8* epilogue_tile, int column, int row, const u32 (&pairs)[2], int lane) {
     const u32 to =
         shared_address(epilogue_tile + swizzled_offset(column + lane % 8, row / 8 + lane / 8 % 2));
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to),
-                 "r"(pairs[0]), "r"(pairs[1])
-                 : "memory");
+        "r"(pairs[0]), "r"(pairs[1])
+        : "memory");
 }
 #endif
 
 // Writes a warp's 16 rows of a tile. kSmallExponents: powers of two and their products are floats.
 template <bool kSmallExponents>
-__device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const Epilogue& e,
-                                           const TensorMap* map, const Factors& factors, int row0,
-                                           int end_of_rows, int column0, int group,
-                                           u8* epilogue_tiles, u32 handoff, u32& epilogue_phase,
-                                           int lane) {
+DEVICE void write_rows(const Sum (&sum)[kRegisters], const Epilogue& e, const TensorMap* map,
+    const Factors& factors, int row0, int end_of_rows, int column0, int group, u8* epilogue_tiles,
+    u32 handoff, u32& epilogue_phase, int lane) {
     const int row = lane / 4, pair = lane % 4;
 #if GEMM_C_TRANSPOSED
     const int warp_row = threadIdx.x / 32 % 4 * 16;  // the warp's first row within its warpgroup
@@ -240,13 +235,12 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #if GEMM_C_TRANSPOSED
         await_warpgroup(threadIdx.x / 128);  // then each warp stores 16 of the tile's rows
-        const int group_of_stage = warp_row % kEpilogueTileN,
+        const int memory_row = warp_row % kEpilogueTileN,
                   first = row0 - warp_row + warp_row / kEpilogueTileN * kEpilogueTileN;
         if (lane == 0) {
-            if (first < end_of_rows &&
-                (GEMM_SPLIT_K || column0 + start + group_of_stage < e.columns))
-                tma_store_rows(map, first, column0 + start + group_of_stage,
-                               epilogue_tile + warp_row * 128);
+            if (first < end_of_rows && (GEMM_SPLIT_K || column0 + start + memory_row < e.columns))
+                tma_store_rows(
+                    map, first, column0 + start + memory_row, epilogue_tile + warp_row * 128);
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
 #else
@@ -264,8 +258,8 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
                           byte = k * static_cast<int>(sizeof(Out));
                 if (column0 + start + k < e.columns)
                     static_cast<Out*>(e.out)[(row0 + r) * e.out_pitch + column0 + start + k] =
-                        *reinterpret_cast<const Out*>(epilogue_tile +
-                                                      swizzled_offset(r, byte / 16) + byte % 16);
+                        *reinterpret_cast<const Out*>(
+                            epilogue_tile + swizzled_offset(r, byte / 16) + byte % 16);
             }
             __syncwarp();
         }
@@ -282,7 +276,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #endif
 }
 
-__device__ __forceinline__ bool exponents_are_small(const int* table, int lane) {
+DEVICE bool exponents_are_small(const int* table, int lane) {
     bool small = true;
 #pragma unroll
     for (int i = lane; i < kTableEntries; i += 32) small = small && abs(table[i]) <= 60;

@@ -9,7 +9,7 @@ constexpr u32 kRowsPerTake = 2;  // rows a warp takes at once; divides a tile
 
 // A lane converts 16 of every 512 elements, two such chunks at once while possible, to hide
 // latency.
-__device__ __forceinline__ void expand_row(const Row& row, u8* out, u32 chunks_per_row, int lane) {
+DEVICE void expand_row(const Row& row, u8* out, u32 chunks_per_row, int lane) {
     const u32 pairs = chunks_per_row / 64 * 64;
     u32 beyond = 0, chunk = lane;
     if (pairs) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ void expand_row(const Row& row, u8* out, u32 chunks_p
     }
 }
 
-__device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
+DEVICE void expand_rows(const Epilogue& e, int lane) {
     const Stored stored = {e.codes, e.code_scales, e.zeros, e.code_pitch, e.scale_pitch};
     const u32 all = e.rows, chunks_per_row = static_cast<u32>(e.chunks_per_row);
     u32 taken = lane == 0 ? atomicAdd(e.counts, 1u) : 0;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
         const u32 rows = min(kRowsPerTake, all - row);
         for (u32 r = row; r < row + rows; ++r)
             expand_row(row_of(stored, r), e.expanded + r * e.chunks_per_row * (2 * kChunk),
-                       chunks_per_row, lane);
+                chunks_per_row, lane);
         fence_async();
         __syncwarp();
         if (lane == 0) add_release(e.counts + 1 + row / kTileM, rows);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
 }
 }  // namespace expanding
 
-__device__ __forceinline__ void await_rows(const Epilogue& e, int row) {
+DEVICE void await_rows(const Epilogue& e, int row) {
     const u32 expected = min(kTileM, e.rows - row);
     if (row < e.rows_ready) return;
     while (load_acquire(e.counts + 1 + row / kTileM) < expected) continue;

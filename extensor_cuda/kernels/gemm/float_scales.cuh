@@ -14,21 +14,21 @@ struct Scales {
                                        : kTileN > 128 ? 4
                                                       : 2;
     static constexpr int kDistinct = kSharedScales ? 2 : 4;  // distinct scales of eight columns
-    float rows[2], rows_ready[kPrefetched][kDistinct];
+    float rows[2], prefetched[kPrefetched][kDistinct];
     const float* columns;
-    __device__ __forceinline__ Scales(const float* scales, int warp, int lane) {
+    DEVICE Scales(const float* scales, int warp, int lane) {
         const float* at = GEMM_A_SCALE_ROWS > 1 ? scales : scales + warp * 16 + lane / 4;
         rows[0] = at[0], rows[1] = GEMM_A_SCALE_ROWS > 1 ? rows[0] : at[8];
         columns = scales + kTileM / GEMM_A_SCALE_ROWS + (kSharedScales ? 0 : lane % 4 * 2);
 #pragma unroll
         for (int j = 0; j < kPrefetched; ++j) {
-            fetch(j, rows_ready[j]);
+            fetch(j, prefetched[j]);
 #pragma unroll
-            for (int i = 0; i < kDistinct; ++i) keep(rows_ready[j][i]);
+            for (int i = 0; i < kDistinct; ++i) keep(prefetched[j][i]);
         }
     }
     // Loads the scales of eight columns, or of all columns that share one.
-    __device__ __forceinline__ void fetch(int j, float (&to)[kDistinct]) const {
+    DEVICE void fetch(int j, float (&to)[kDistinct]) const {
         if (kSharedScales) {
             const float column =
                 GEMM_SCALE_GROUP_K ? 1.0f : columns[j * kColumnsPerScale / GEMM_B_SCALE_ROWS];
@@ -39,12 +39,9 @@ struct Scales {
         to[0] = rows[0] * two.x, to[1] = rows[0] * two.y;
         to[kDistinct - 2] = rows[1] * two.x, to[kDistinct - 1] = rows[1] * two.y;
     }
-    __device__ __forceinline__ float latest() const {
-        return rows_ready[kPrefetched - 1][kDistinct - 1];
-    }
+    DEVICE float latest() const { return prefetched[kPrefetched - 1][kDistinct - 1]; }
     // sum += part * scale.
-    __device__ __forceinline__ void promote(float (&sum)[kRegisters],
-                                            const float (&part)[kRegisters]) const {
+    DEVICE void promote(float (&sum)[kRegisters], const float (&part)[kRegisters]) const {
 #pragma unroll
         for (int j = 0; j < kTileN / 8; ++j) {
             const int of = kSharedScales ? 8 * j / kColumnsPerScale : j;
@@ -54,7 +51,7 @@ struct Scales {
             for (int i = 0; i < 4; ++i) {
                 const int place = kDistinct == 4 ? i : kSharedScales ? i / 2 : i % 2;
                 const float scale =
-                    of < kPrefetched ? rows_ready[of % kPrefetched][place] : other[place];
+                    of < kPrefetched ? prefetched[of % kPrefetched][place] : other[place];
                 sum[4 * j + i] = __fmaf_rn(part[4 * j + i], scale, sum[4 * j + i]);
             }
         }

@@ -108,7 +108,7 @@ constexpr int kRasterGroup = GEMM_RASTER_GROUP / kCluster;  // rows of tiles in 
 // A TMA box of an MN-major operand: elements of K, and bytes.
 constexpr int kBoxK = 64, kBoxBytes = kBoxK * kRowBytes;
 static_assert(!(GEMM_A_MN_MAJOR || GEMM_B_MN_MAJOR) || GEMM_KIND == 1,
-              "wgmma reads 16-bit elements alone either way");
+    "wgmma reads 16-bit elements alone either way");
 static_assert(!GEMM_B_MN_MAJOR || kTileN / kCluster % kBoxK == 0, "whole boxes");
 
 #if GEMM_KIND == 2
@@ -140,21 +140,18 @@ constexpr int kAStep = GEMM_A_MN_MAJOR ? 16 * kRowBytes / 16 : 2,
 
 // Loads `rows` of A or B, from `first` on, of stage k.
 template <bool kMnMajor, bool kMulticast>
-__device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int k, int first, int rows,
-                                          u32 barrier) {
+DEVICE void load_tile(u32 to, const TensorMap* map, int k, int first, int rows, u32 barrier) {
 #pragma unroll
     for (int from = 0; from < (kMnMajor ? rows : 1); from += kBoxK) {
         const int byte = kMnMajor ? 2 * (first + from) : k * kRowBytes,
                   row = kMnMajor ? k * kBoxK : first;
-        if (kMulticast)
-            tma_load_multicast(to + from * kRowBytes, map, byte, row, barrier);
-        else
-            tma_load_2d(to + from * kRowBytes, map, byte, row, barrier);
+        if (kMulticast) tma_load_multicast(to + from * kRowBytes, map, byte, row, barrier);
+        else tma_load_2d(to + from * kRowBytes, map, byte, row, barrier);
     }
 }
 
 // Raster swizzle: neighbouring clusters work on a square of C, whose operands stay in the L2 cache.
-__device__ __forceinline__ Tile tile_of(int index, int tiles_m, int tiles_n) {
+DEVICE Tile tile_of(int index, int tiles_m, int tiles_n) {
     const int group = index / (kRasterGroup * tiles_n), within = index % (kRasterGroup * tiles_n);
     const int first = group * kRasterGroup, height = min(kRasterGroup, tiles_m - first);
     return {first + within % height, within / height};
@@ -164,10 +161,10 @@ __device__ __forceinline__ Tile tile_of(int index, int tiles_m, int tiles_n) {
 // Goes through the groups in order. `index` must not fall from call to call.
 struct TileScheduler {
     int tiles_n, group, before, start, end;
-    __device__ __forceinline__ int tiles_m() const {
+    DEVICE int tiles_m() const {
         return (end - start + kTileM * kCluster - 1) / (kTileM * kCluster);
     }
-    __device__ __forceinline__ bool find(int index, const Epilogue& e) {
+    DEVICE bool find(int index, const Epilogue& e) {
         for (; group < e.groups; ++group) {
             start = e.offsets[group], end = e.offsets[group + 1];
             if (index < before + tiles_m() * tiles_n) return true;
@@ -175,17 +172,15 @@ struct TileScheduler {
         }
         return false;
     }
-    __device__ __forceinline__ Tile tile(int index) const {
-        return tile_of(index - before, tiles_m(), tiles_n);
-    }
+    DEVICE Tile tile(int index) const { return tile_of(index - before, tiles_m(), tiles_n); }
 };
 #endif
 
 // GEMM_PING_PONG: named barriers at which the warpgroups alternate.
-__device__ __forceinline__ void order_barrier_wait(int warpgroup) {
+DEVICE void order_barrier_wait(int warpgroup) {
     if (GEMM_PING_PONG) asm volatile("bar.sync %0, 256;" ::"r"(4 + warpgroup) : "memory");
 }
-__device__ __forceinline__ void order_barrier_arrive(int warpgroup) {
+DEVICE void order_barrier_arrive(int warpgroup) {
     if (GEMM_PING_PONG) asm volatile("bar.arrive %0, 256;" ::"r"(5 - warpgroup) : "memory");
 }
 
@@ -205,7 +200,7 @@ constexpr float kDecodeFactor = 1.0f;
 
 extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
     gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-         const __grid_constant__ TensorMap c_map, const __grid_constant__ Epilogue e) {
+        const __grid_constant__ TensorMap c_map, const __grid_constant__ Epilogue e) {
     if (GEMM_SCALES_1D2D)
         wait_on_dependent_grids();  // the previous grid may have written what follows
     if (e.flag_expected >= 0) {
@@ -237,10 +232,8 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
             barrier_init(handoff + 8 * p, 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    if (kCluster > 1)
-        cluster_sync();
-    else
-        __syncthreads();
+    if (kCluster > 1) cluster_sync();
+    else __syncthreads();
 
 #if GEMM_GROUPED
     const int tiles_n = (e.columns + kTileN - 1) / kTileN, step = gridDim.x / kCluster;
@@ -297,13 +290,11 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
                     barrier_wait(empty + 8 * stage, parity ^ 1);
                     const u32 to = base + stage * kStage, barrier = full + 8 * stage;
                     barrier_expect_bytes(barrier, kStage + 4 * kScales);
-                    if (GEMM_DECODE_A)
-                        tma_load_2d(to, &a_map, k * kARow, row, barrier);
-                    else
-                        load_tile<GEMM_A_MN_MAJOR, false>(to, &a_map, k, row, kTileM, barrier);
+                    if (GEMM_DECODE_A) tma_load_2d(to, &a_map, k * kARow, row, barrier);
+                    else load_tile<GEMM_A_MN_MAJOR, false>(to, &a_map, k, row, kTileM, barrier);
                     if (kCluster == 1) {
-                        load_tile<GEMM_B_MN_MAJOR, false>(to + kABytes, &b_map, k, column, kTileN,
-                                                          barrier);
+                        load_tile<GEMM_B_MN_MAJOR, false>(
+                            to + kABytes, &b_map, k, column, kTileN, barrier);
                     } else {
                         constexpr int kMulticastRows = kTileN / kCluster;
                         load_tile<GEMM_B_MN_MAJOR, true>(
@@ -315,21 +306,20 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
                     constexpr int kRowScaleBytes = 4 * kTileM / GEMM_A_SCALE_ROWS,
                                   kColumnScaleBytes = 4 * kTileN / GEMM_B_SCALE_ROWS;
                     bulk_load(factors,
-                              e.row_block_scales + k * e.row_scale_pitch + row / GEMM_A_SCALE_ROWS,
-                              kRowScaleBytes, barrier);
+                        e.row_block_scales + k * e.row_scale_pitch + row / GEMM_A_SCALE_ROWS,
+                        kRowScaleBytes, barrier);
                     bulk_load(factors + kRowScaleBytes,
-                              e.column_block_scales + k * e.column_scale_pitch +
-                                  column / GEMM_B_SCALE_ROWS,
-                              kColumnScaleBytes, barrier);
+                        e.column_block_scales + k * e.column_scale_pitch +
+                            column / GEMM_B_SCALE_ROWS,
+                        kColumnScaleBytes, barrier);
 #elif GEMM_SCALE_GROUP_K
                     const u32 factors = shared_address(scales + stage * kScales);
 #pragma unroll
                     for (int i = 0; i < kGroupsPerStage; ++i)
                         bulk_load(factors + 4 * i * kTileM,
-                                  e.row_block_scales +
-                                      (k / GEMM_PROMOTE * kGroupsPerStage + i) * e.row_scale_pitch +
-                                      row,
-                                  4 * kTileM, barrier);
+                            e.row_block_scales +
+                                (k / GEMM_PROMOTE * kGroupsPerStage + i) * e.row_scale_pitch + row,
+                            4 * kTileM, barrier);
 #endif
                     if (++stage == kStages) stage = 0, parity ^= 1;
                 }
@@ -343,8 +333,8 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
             for (int index = blockIdx.x / kCluster; GEMM_HAS_TILE; index += step) {
                 const Tile tile = GEMM_TILE;
                 quantize_tile(epilogue_tiles, handoff, e,
-                              start + (tile.row * kCluster + rank) * kTileM, end_of_rows,
-                              tile.column * kTileN, epilogue_phase, threadIdx.x / 32 - 9, lane);
+                    start + (tile.row * kCluster + rank) * kTileM, end_of_rows,
+                    tile.column * kTileN, epilogue_phase, threadIdx.x / 32 - 9, lane);
             }
         }
 #endif
@@ -393,7 +383,7 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
 #endif
 #if GEMM_DECODE_A
             multiply_decoded(GEMM_SUM, part, e, memory, scales, full, empty, row, GEMM_K_BEGIN,
-                             stages, stage, parity);
+                stages, stage, parity);
 #else
             for (int k = 0; k < stages;) {
                 const int end = GEMM_PROMOTE == 1 ? k + 1
@@ -404,17 +394,17 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
                     if (!stage_ready) barrier_wait(full + 8 * stage, parity);
                     const u64 a = smem_descriptor<GEMM_A_MN_MAJOR>(
                         base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
-                    const u64 b = smem_descriptor<GEMM_B_MN_MAJOR>(base + stage * kStage + kABytes,
-                                                                   kBoxBytes);
+                    const u64 b = smem_descriptor<GEMM_B_MN_MAJOR>(
+                        base + stage * kStage + kABytes, kBoxBytes);
 #pragma unroll
                     for (int group_of_stage = 0; group_of_stage < kGroupsPerStage;
-                         ++group_of_stage) {
+                        ++group_of_stage) {
                         order_barrier_wait(warpgroup);
                         fence_accumulators(part);
                         warpgroup_arrive();
 #pragma unroll
                         for (int i = group_of_stage * 4 / kGroupsPerStage;
-                             i < (group_of_stage + 1) * 4 / kGroupsPerStage; ++i) {
+                            i < (group_of_stage + 1) * 4 / kGroupsPerStage; ++i) {
                             wgmma(part, a + kAStep * i, b + kBStep * i, more);
                             more = 1;
                         }
@@ -439,8 +429,8 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
                     last = now;
                 }
 #if GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K
-                const Scales stage_scales(scales + last * kScales + (kGroupsPerStage - 1) * kTileM,
-                                          warp, lane);
+                const Scales stage_scales(
+                    scales + last * kScales + (kGroupsPerStage - 1) * kTileM, warp, lane);
                 end_basic_block(stage_scales.latest());
 #endif
                 warpgroup_wait<0>(part);
@@ -462,16 +452,16 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
             factors.table = table;
             if (GEMM_VECTORS == 2 || exponents_are_small(table, lane))
                 write_rows<true>(GEMM_SUM, e, &c_map, factors, first, end_of_rows, first_column,
-                                 group, epilogue_tile, mine, epilogue_phase, lane);
+                    group, epilogue_tile, mine, epilogue_phase, lane);
             else
                 write_rows<false>(GEMM_SUM, e, &c_map, factors, first, end_of_rows, first_column,
-                                  group, epilogue_tile, mine, epilogue_phase, lane);
+                    group, epilogue_tile, mine, epilogue_phase, lane);
             // The other table is next: slower warps may still read this one.
             table = table == tables + warpgroup * 2 * kTableStride ? table + kTableStride
                                                                    : table - kTableStride;
 #else
             write_rows<true>(GEMM_SUM, e, &c_map, factors, first, end_of_rows, first_column, group,
-                             epilogue_tile, mine, epilogue_phase, lane);
+                epilogue_tile, mine, epilogue_phase, lane);
 #endif
         }
         if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

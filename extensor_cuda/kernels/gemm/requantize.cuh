@@ -12,14 +12,13 @@
 #include "codec/encode_chunk.cuh"
 
 static_assert(kTileN % CODEC_BLOCK == 0 && kEpilogueTileN % CODEC_BLOCK == 0,
-              "whole blocks in a patch");
+    "whole blocks in an epilogue tile");
 constexpr int kEpilogueTilesPerTile = (kTileN + kEpilogueTileN - 1) / kEpilogueTileN,
               kQuantizeWarps = 3;
 
 // Quantizes the 16 rows of an epilogue tile; four lanes share a row. Columns beyond C are zeros.
-__device__ __forceinline__ void quantize_epilogue_tile(const u8* epilogue_tile, const Epilogue& e,
-                                                       int row0, int end_of_rows, int column0,
-                                                       int lane) {
+DEVICE void quantize_epilogue_tile(
+    const u8* epilogue_tile, const Epilogue& e, int row0, int end_of_rows, int column0, int lane) {
     const Tensor tensor =
         CODEC_NEEDS_TENSOR ? *static_cast<const Tensor*>(e.tensor) : Tensor{1, 1, 0, 1};
     const int blocks = (e.columns + CODEC_BLOCK - 1) / CODEC_BLOCK, unit = lane % 4 * 2;
@@ -53,9 +52,8 @@ __device__ __forceinline__ void quantize_epilogue_tile(const u8* epilogue_tile, 
 
 // One quantizing warp's share of a tile: all epilogue tiles of the same consumer warps, because a
 // barrier's parity is ambiguous to a warp that skips phases. `epilogue_phase`: of the first one.
-__device__ __forceinline__ void quantize_tile(u8* epilogue_tiles, u32 handoff, const Epilogue& e,
-                                              int row0, int end_of_rows, int column0,
-                                              u32& epilogue_phase, int quantize_warp, int lane) {
+DEVICE void quantize_tile(u8* epilogue_tiles, u32 handoff, const Epilogue& e, int row0,
+    int end_of_rows, int column0, u32& epilogue_phase, int quantize_warp, int lane) {
     for (int p = 0; p < kEpilogueTilesPerTile; ++p) {
         const int start = min(p * kEpilogueTileN, kTileN - kEpilogueTileN),
                   slot = epilogue_phase % kEpilogueTiles;

@@ -14,12 +14,11 @@ constexpr int kThreads = 256;
     int high, int wide, int out_high, int out_wide, int kernel_y, int kernel_x, int stride_y, \
         int stride_x, int pad_y, int pad_x, int step_y, int step_x
 
-__device__ __forceinline__ bool is_nan(float v) { return v != v; }
+DEVICE bool is_nan(float v) { return v != v; }
 
 // The maxima of (planes, high, wide) and their positions: a NaN wins, otherwise the first maximum.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    max_pool(const float* __restrict__ x, float* __restrict__ out, int* __restrict__ index,
-             NN_WINDOW_PARAMETERS, i64 count) {
+extern "C" __global__ void __launch_bounds__(kThreads) max_pool(const float* __restrict__ x,
+    float* __restrict__ out, int* __restrict__ index, NN_WINDOW_PARAMETERS, i64 count) {
     const i64 at = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (at >= count) return;
     const int ox = static_cast<int>(at % out_wide), oy = static_cast<int>(at / out_wide % out_high);
@@ -41,9 +40,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 // For each position of an image, the sum of g (planes, out_high, out_wide) over the windows whose
 // maximum it was.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    max_pool_grad(const float* __restrict__ g, const int* __restrict__ index,
-                  float* __restrict__ out, NN_WINDOW_PARAMETERS, i64 count) {
+extern "C" __global__ void __launch_bounds__(kThreads) max_pool_grad(const float* __restrict__ g,
+    const int* __restrict__ index, float* __restrict__ out, NN_WINDOW_PARAMETERS, i64 count) {
     const i64 at = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (at >= count) return;
     const int column = static_cast<int>(at % wide), y = static_cast<int>(at / wide % high);
@@ -62,9 +60,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // Adds patches (planes, kernel_y, kernel_x, out_high, out_wide) to (planes, high, wide).
-extern "C" __global__ void __launch_bounds__(kThreads)
-    fold(const float* __restrict__ patches, float* __restrict__ out, NN_WINDOW_PARAMETERS,
-         i64 count) {
+extern "C" __global__ void __launch_bounds__(kThreads) fold(
+    const float* __restrict__ patches, float* __restrict__ out, NN_WINDOW_PARAMETERS, i64 count) {
     const i64 at = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (at >= count) return;
     const int column = static_cast<int>(at % wide), y = static_cast<int>(at / wide % high);

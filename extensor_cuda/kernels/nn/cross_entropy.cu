@@ -11,14 +11,14 @@
 
 typedef ElementType<NN_IN>::Raw Raw;
 
-__device__ __forceinline__ bool in_groups(const Raw* x, const Raw* out, i64 classes) {
+DEVICE bool in_groups(const Raw* x, const Raw* out, i64 classes) {
     return !((reinterpret_cast<u64>(x) | reinterpret_cast<u64>(out)) & 15) &&
            classes % kVector == 0;
 }
 
 // Calls f with each of this thread's values of a row.
 template <class F>
-__device__ __forceinline__ void each(const Raw* row, i64 classes, bool grouped, F f) {
+DEVICE void each(const Raw* row, i64 classes, bool grouped, F f) {
     const int lane = threadIdx.x % kLanes;
     if (grouped) {
         for (i64 i = lane * kVector; i < classes; i += kLanes * kVector) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void each(const Raw* row, i64 classes, bool grouped, 
 // Losses (rows,), and each row's maximum and sum of exponentials (rows, 2).
 extern "C" __global__ void __launch_bounds__(kThreads)
     losses(const Raw* __restrict__ x, const i64* __restrict__ labels, float* __restrict__ out,
-           float2* __restrict__ kept, float smoothing, i64 rows, i64 classes) {
+        float2* __restrict__ kept, float smoothing, i64 rows, i64 classes) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const int lane = threadIdx.x % kLanes;
     const bool real = row < rows;
@@ -69,10 +69,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // (softmax - target) times each row's weight, `step` apart (0: one weight for all).
-extern "C" __global__ void __launch_bounds__(kThreads)
-    losses_grad(const float* __restrict__ weight, const Raw* __restrict__ x,
-                const i64* __restrict__ labels, const float2* __restrict__ kept,
-                Raw* __restrict__ out, float smoothing, i64 step, i64 rows, i64 classes) {
+extern "C" __global__ void __launch_bounds__(kThreads) losses_grad(const float* __restrict__ weight,
+    const Raw* __restrict__ x, const i64* __restrict__ labels, const float2* __restrict__ kept,
+    Raw* __restrict__ out, float smoothing, i64 step, i64 rows, i64 classes) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     if (row >= rows) return;
     const float2 of_row = kept[row];

@@ -7,7 +7,7 @@
 
 constexpr int kThreads = 256, kWords = 8;
 
-__device__ __forceinline__ void philox64(u64 (&c)[4], u64 key) {
+DEVICE void philox64(u64 (&c)[4], u64 key) {
     u64 k0 = key, k1 = 0;
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
@@ -21,9 +21,8 @@ __device__ __forceinline__ void philox64(u64 (&c)[4], u64 key) {
 
 // draws: the seed, and the number of earlier calls. Writes 0 or `factor`; a thread has eight
 // values.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    dropout_mask(const u64* __restrict__ draws, float* __restrict__ mask, i64 size, u32 least,
-                 float factor) {
+extern "C" __global__ void __launch_bounds__(kThreads) dropout_mask(
+    const u64* __restrict__ draws, float* __restrict__ mask, i64 size, u32 least, float factor) {
     const i64 block = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x, start = block * kWords;
     if (start >= size) return;
     u64 words[4] = {static_cast<u64>(block) + 1, draws[1], 0, 0};

@@ -13,9 +13,9 @@ constexpr i64 kStep = kThreads * kVector, kPart = kStep * kGroups;  // as in ele
 
 // out[i] = op(a[i], b[i]). If b is a, it is read once.
 template <bool kTwo, class Op>
-__device__ __forceinline__ void each(const ElementType<NN_A>::Raw* __restrict__ a,
-                                     const ElementType<NN_B>::Raw* __restrict__ b,
-                                     ElementType<NN_OUT>::Raw* __restrict__ out, i64 count, Op op) {
+DEVICE void each(const ElementType<NN_A>::Raw* __restrict__ a,
+    const ElementType<NN_B>::Raw* __restrict__ b, ElementType<NN_OUT>::Raw* __restrict__ out,
+    i64 count, Op op) {
     const i64 first = blockIdx.x * kPart + threadIdx.x * kVector;
     const bool aligned =
         !((reinterpret_cast<u64>(a) | reinterpret_cast<u64>(b) | reinterpret_cast<u64>(out)) & 15);
@@ -47,63 +47,59 @@ __device__ __forceinline__ void each(const ElementType<NN_A>::Raw* __restrict__ 
 #include "common/activation.cuh"
 
 struct GeluGrad {
-    __device__ __forceinline__ float operator()(float g, float x) const {
+    DEVICE float operator()(float g, float x) const {
         const float e = bell(x), density = __fmul_rn(e, 0.3989422804014327f);  // 1 / sqrt(2 pi)
         return __fmul_rn(__fadd_rn(__fmul_rn(density, x), normal_below(x, e)), g);
     }
 };
 struct ReluGrad {  // g where ReLU's output is positive, else 0
-    __device__ __forceinline__ float operator()(float g, float out) const {
-        return out > 0 ? g : 0.0f;
-    }
+    DEVICE float operator()(float g, float out) const { return out > 0 ? g : 0.0f; }
 };
 struct Add {
-    __device__ __forceinline__ float operator()(float a, float b) const { return __fadd_rn(a, b); }
+    DEVICE float operator()(float a, float b) const { return __fadd_rn(a, b); }
 };
 struct Same {
-    __device__ __forceinline__ float operator()(float x, float) const { return x; }
+    DEVICE float operator()(float x, float) const { return x; }
 };
 struct Near {  // rounds to bfloat16, kept in the result's dtype
-    __device__ __forceinline__ float operator()(float x, float) const {
+    DEVICE float operator()(float x, float) const {
         return ElementType<1>::wide(ElementType<1>::narrow(x));
     }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
     gelu(const ElementType<NN_A>::Raw* __restrict__ x, ElementType<NN_OUT>::Raw* __restrict__ out,
-         i64 count) {
+        i64 count) {
     each<false>(x, reinterpret_cast<const ElementType<NN_B>::Raw*>(x), out, count, Gelu{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
     relu(const ElementType<NN_A>::Raw* __restrict__ x, ElementType<NN_OUT>::Raw* __restrict__ out,
-         i64 count) {
+        i64 count) {
     each<false>(x, reinterpret_cast<const ElementType<NN_B>::Raw*>(x), out, count, Relu{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
     cast(const ElementType<NN_A>::Raw* __restrict__ x, ElementType<NN_OUT>::Raw* __restrict__ out,
-         i64 count) {
+        i64 count) {
     each<false>(x, reinterpret_cast<const ElementType<NN_B>::Raw*>(x), out, count, Same{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
     bfloat16_values(const ElementType<NN_A>::Raw* __restrict__ x,
-                    ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
+        ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<false>(x, reinterpret_cast<const ElementType<NN_B>::Raw*>(x), out, count, Near{});
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 6)
-    gelu_grad(const ElementType<NN_A>::Raw* __restrict__ a,
-              const ElementType<NN_B>::Raw* __restrict__ b,
-              ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
+extern "C" __global__ void __launch_bounds__(kThreads, 6) gelu_grad(
+    const ElementType<NN_A>::Raw* __restrict__ a, const ElementType<NN_B>::Raw* __restrict__ b,
+    ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<true>(a, b, out, count, GeluGrad{});
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 6)
-    relu_grad(const ElementType<NN_A>::Raw* __restrict__ a,
-              const ElementType<NN_B>::Raw* __restrict__ b,
-              ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
+extern "C" __global__ void __launch_bounds__(kThreads, 6) relu_grad(
+    const ElementType<NN_A>::Raw* __restrict__ a, const ElementType<NN_B>::Raw* __restrict__ b,
+    ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<true>(a, b, out, count, ReluGrad{});
 }
 

@@ -16,7 +16,7 @@ constexpr int kLanes = 32 * NN_WARPS,
               kEach = (NN_LENGTH + kLanes - 1) / kLanes;  // values of a thread
 
 // Sums both over the threads of a row.
-__device__ __forceinline__ void row_sums(float& a, float& b) {
+DEVICE void row_sums(float& a, float& b) {
 #pragma unroll
     for (int step = 16; step; step /= 2) {
         a = __fadd_rn(a, __shfl_xor_sync(~0u, a, step));
@@ -38,8 +38,8 @@ __device__ __forceinline__ void row_sums(float& a, float& b) {
 // y = (x - mean) rstd weight + bias, where bias may be null. RMSNorm has neither mean nor bias.
 extern "C" __global__ void __launch_bounds__(kThreads)
     normalize(const ElementType<NN_IN>::Raw* __restrict__ x, const float* __restrict__ weight,
-              const float* __restrict__ bias, Raw* __restrict__ y, float* __restrict__ mean_of,
-              float* __restrict__ rstd_of, float eps, i64 rows) {
+        const float* __restrict__ bias, Raw* __restrict__ y, float* __restrict__ mean_of,
+        float* __restrict__ rstd_of, float eps, i64 rows) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const int lane = threadIdx.x % kLanes;
     const bool real = row < rows;
@@ -83,16 +83,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 // (blocks, NN_LENGTH).
 extern "C" __global__ void __launch_bounds__(kThreads)
     normalize_grad(const Raw* __restrict__ g, const float* __restrict__ x,
-                   const float* __restrict__ weight, const float* __restrict__ mean_of,
-                   const float* __restrict__ rstd_of, const float* __restrict__ addend,
-                   float* __restrict__ gx, float* __restrict__ gw, float* __restrict__ gb,
-                   i64 rows) {
+        const float* __restrict__ weight, const float* __restrict__ mean_of,
+        const float* __restrict__ rstd_of, const float* __restrict__ addend, float* __restrict__ gx,
+        float* __restrict__ gw, float* __restrict__ gb, i64 rows) {
     const int lane = threadIdx.x % kLanes, mine = threadIdx.x / kLanes;
     float of_weight[kEach], of_bias[kEach];
 #pragma unroll
     for (int k = 0; k < kEach; ++k) of_weight[k] = of_bias[k] = 0;
     for (i64 first = static_cast<i64>(blockIdx.x) * kRows; first < rows;
-         first += static_cast<i64>(gridDim.x) * kRows) {
+        first += static_cast<i64>(gridDim.x) * kRows) {
         const i64 row = first + mine;
         const bool real = row < rows;
         const float mean = NN_CENTRED && real ? mean_of[row] : 0.0f,

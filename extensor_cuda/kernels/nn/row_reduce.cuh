@@ -3,7 +3,7 @@
 constexpr int kThreads = 256, kRows = kThreads / 32 / NN_WARPS, kLanes = 32 * NN_WARPS;
 
 template <class Join>
-__device__ __forceinline__ float over_row(float v, Join join) {
+DEVICE float over_row(float v, Join join) {
 #pragma unroll
     for (int step = 16; step; step /= 2) v = join(v, __shfl_xor_sync(~0u, v, step));
 #if NN_WARPS > 1

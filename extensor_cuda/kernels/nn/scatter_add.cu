@@ -14,13 +14,12 @@ struct Row {
     u32 positions, first;  // their number; and the count of all positions less the first one
 };
 
-__device__ __forceinline__ i64 place(const i64* index, i64 i, i64 length) {
+DEVICE i64 place(const i64* index, i64 i, i64 length) {
     return index[i] < 0 ? index[i] + length : index[i];
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-    collect(const i64* __restrict__ index, Row* __restrict__ found, u32* __restrict__ kept,
-            i64 count, i64 length) {
+extern "C" __global__ void __launch_bounds__(kThreads) collect(const i64* __restrict__ index,
+    Row* __restrict__ found, u32* __restrict__ kept, i64 count, i64 length) {
     const i64 i = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (i >= count) return;
     const i64 at = place(index, i, length);
@@ -30,10 +29,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (slot < kMost) kept[at * kMost + slot] = static_cast<u32>(i);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-    add_rows(const i64* __restrict__ index, const Row* __restrict__ found,
-             const u32* __restrict__ kept, const float* __restrict__ rows, float* __restrict__ out,
-             i64 count, i64 length, i64 width) {
+extern "C" __global__ void __launch_bounds__(kThreads) add_rows(const i64* __restrict__ index,
+    const Row* __restrict__ found, const u32* __restrict__ kept, const float* __restrict__ rows,
+    float* __restrict__ out, i64 count, i64 length, i64 width) {
     const i64 panels = (width + kColumns - 1) / kColumns;
     const i64 mine = blockIdx.x / panels, column = blockIdx.x % panels * kColumns + threadIdx.x;
     const i64 at = place(index, mine, length);

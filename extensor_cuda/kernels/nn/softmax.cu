@@ -10,8 +10,8 @@
 #include "nn/row_reduce.cuh"
 
 typedef ElementType<NN_IN>::Raw Raw;
-__device__ __forceinline__ float wide(float v) { return v; }
-__device__ __forceinline__ float wide(u16 v) { return ElementType<1>::wide(v); }
+DEVICE float wide(float v) { return v; }
+DEVICE float wide(u16 v) { return ElementType<1>::wide(v); }
 
 // Softmax of a row's first `seen` values times `scale`; the others become 0. A NaN shows in the
 // sum.
@@ -19,7 +19,7 @@ struct Row {
     float v[NN_THREAD_VALUES], top, sum;
 
     template <class T>
-    __device__ __forceinline__ void take(const T* from, i64 seen, float scale) {
+    DEVICE void take(const T* from, i64 seen, float scale) {
         const int lane = threadIdx.x % kLanes;
         top = __uint_as_float(0xFF800000u);  // -inf
 #pragma unroll
@@ -55,9 +55,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 }
 
 // out (g - sum(g out)).
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    softmax_grad(const Raw* __restrict__ g, const Raw* __restrict__ out, Raw* __restrict__ gx,
-                 i64 rows, i64 length) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) softmax_grad(const Raw* __restrict__ g,
+    const Raw* __restrict__ out, Raw* __restrict__ gx, i64 rows, i64 length) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const bool real = row < rows;
     float p[NN_THREAD_VALUES], d[NN_THREAD_VALUES], along = 0;
@@ -80,14 +79,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 }
 
 // How many keys a row's query sees. The last of `queries` rows sees all; 0: every row does.
-__device__ __forceinline__ i64 seen_by(i64 row, i64 queries, i64 keys) {
+DEVICE i64 seen_by(i64 row, i64 queries, i64 keys) {
     return queries ? row % queries + 1 + keys - queries : keys;
 }
 
 // Scores q k^T become probabilities in place; each row's largest score and inverse sum are stored.
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    attend(float* scores, float2* __restrict__ stats, float scale, i64 queries, i64 rows,
-           i64 keys) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(
+    float* scores, float2* __restrict__ stats, float scale, i64 queries, i64 rows, i64 keys) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const bool real = row < rows;
     float* from = scores + (real ? row : 0) * keys;
@@ -107,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 // both in place. `along` holds delta, a row's sum of g times the output.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attend_grad(float* __restrict__ scores, float* __restrict__ d, const float2* __restrict__ stats,
-                const float* __restrict__ along, float scale, i64 queries, i64 rows, i64 keys) {
+        const float* __restrict__ along, float scale, i64 queries, i64 rows, i64 keys) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     if (row >= rows) return;
     const float2 of_row = stats[row];

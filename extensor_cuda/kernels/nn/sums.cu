@@ -22,7 +22,7 @@ struct Values {
 };
 #endif
 
-__device__ __forceinline__ Values loaded(const Raw* from) {
+DEVICE Values loaded(const Raw* from) {
 #if NN_THREAD_VALUES == 1
     return {{ElementType<NN_IN>::wide(*from)}};
 #elif NN_IN == 0
@@ -33,15 +33,14 @@ __device__ __forceinline__ Values loaded(const Raw* from) {
 #endif
 }
 
-__device__ __forceinline__ void add(Values& sum, const Values& next) {
+DEVICE void add(Values& sum, const Values& next) {
 #pragma unroll
     for (int i = 0; i < NN_THREAD_VALUES; ++i) sum.v[i] = __fadd_rn(sum.v[i], next.v[i]);
 }
 
 // x (rows, columns) -> out (chunks, columns).
-extern "C" __global__ void __launch_bounds__(kThreads)
-    column_sums(const Raw* __restrict__ x, float* __restrict__ out, i64 rows, i64 columns,
-                i64 chunk) {
+extern "C" __global__ void __launch_bounds__(kThreads) column_sums(
+    const Raw* __restrict__ x, float* __restrict__ out, i64 rows, i64 columns, i64 chunk) {
     __shared__ float sums[NN_BLOCK_ROWS][32 * NN_THREAD_VALUES];
     const i64 panels = (columns + 32 * NN_THREAD_VALUES - 1) / (32 * NN_THREAD_VALUES);
     const i64 part = blockIdx.x / panels, left = blockIdx.x % panels * (32 * NN_THREAD_VALUES);

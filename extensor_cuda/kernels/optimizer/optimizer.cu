@@ -4,7 +4,7 @@
 #include "optimizer/optimizer.cuh"
 
 template <class Rule>
-__device__ __forceinline__ void step(const Tensor* tensors, int number, const Pace& pace) {
+DEVICE void step(const Tensor* tensors, int number, const Pace& pace) {
     if (pace.bad && (*pace.bad | *pace.stop)) return;
     const Tensor t = tensor_of(tensors, number);
     const Rule rule(t, pace);
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // Sums over a block's threads in a fixed order, for the first thread.
-__device__ __forceinline__ double block_sum(double mine) {
+DEVICE double block_sum(double mine) {
     __shared__ double sums[kThreads];
     sums[threadIdx.x] = mine;
     for (int half = kThreads / 2; half; half /= 2) {

@@ -35,14 +35,12 @@ struct Pace {
     }
 };
 
-__device__ __forceinline__ const Tensor& tensor_of(const Tensor* tensors, int number) {
+DEVICE const Tensor& tensor_of(const Tensor* tensors, int number) {
     int low = 0, high = number - 1;  // finds the last tensor that starts at or before this block
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (tensors[middle].start <= static_cast<i64>(blockIdx.x))
-            low = middle;
-        else
-            high = middle - 1;
+        if (tensors[middle].start <= static_cast<i64>(blockIdx.x)) low = middle;
+        else high = middle - 1;
     }
     return tensors[low];
 }
@@ -91,7 +89,7 @@ struct Descent {
     }
 };
 
-__device__ __forceinline__ bool aligned(const void* p, int bytes = 16) {
+DEVICE bool aligned(const void* p, int bytes = 16) {
     return reinterpret_cast<u64>(p) % bytes == 0;  // null too
 }
 

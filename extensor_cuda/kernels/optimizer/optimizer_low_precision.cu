@@ -15,10 +15,10 @@ constexpr int kStride = 4 * kThreads, kResident = 4;  // resident blocks per mul
 constexpr int kDrawn =
     OPTIMIZER_BLOCKS ? CODEC_BLOCK : 8192;  // values whose random words are one Philox block
 
-__device__ __forceinline__ u32 bits_of(float v) { return __float_as_uint(v); }
-__device__ __forceinline__ float float_of(u32 v) { return __uint_as_float(v); }
-__device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
-__device__ __forceinline__ u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
+DEVICE u32 bits_of(float v) { return __float_as_uint(v); }
+DEVICE float float_of(u32 v) { return __uint_as_float(v); }
+DEVICE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+DEVICE u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
 #include "codec/decode.cuh"
 
@@ -29,23 +29,23 @@ __device__ __forceinline__ u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 #include "codec/rounding.cuh"
 
 static_assert(CODEC_BITS == 8 && CODEC_IS_FLOAT && CODEC_RULE == 1 && CODEC_INF_BYTE == 255,
-              "scales are 0 to 253, or 255");
+    "scales are 0 to 253, or 255");
 typedef u32 Four;                              // codes
 constexpr u32 kNormal = 1u << CODEC_MANTISSA;  // the first normal code of the grid
 constexpr int kBelow = 23 - CODEC_MANTISSA;
 constexpr u32 kBias = 127 + CODEC_MIN_EXPONENT - 1;  // a float's exponent less that of its code
 
-__device__ __forceinline__ Four load(const void* from, bool, int left) {
+DEVICE Four load(const void* from, bool, int left) {
     return left > 0 ? *static_cast<const u32*>(from) : 0;  // blocks are stored whole
 }
 
-__device__ __forceinline__ void store(void* to, Four codes, bool, int left) {
+DEVICE void store(void* to, Four codes, bool, int left) {
     if (left > 0) *static_cast<u32*>(to) = codes;
 }
 
 // Decodes codes: a code's bits are a float's with another exponent, subnormals included.
 template <bool kRoot>
-__device__ __forceinline__ void decode(Four codes, u32 scale, float (&out)[4]) {
+DEVICE void decode(Four codes, u32 scale, float (&out)[4]) {
     constexpr u32 kMost = 254 - kBias;  // one multiplication cannot lift larger scales
     const bool nan = ((codes & ~kSigns) + (0x7F - CODEC_MAX_CODE) * 0x01010101u) & kSigns;
     if (scale > kMost || nan) {
@@ -71,14 +71,14 @@ __device__ __forceinline__ void decode(Four codes, u32 scale, float (&out)[4]) {
     }
 }
 
-__device__ __forceinline__ u32 high_bytes(const u32 (&v)[4]) {
+DEVICE u32 high_bytes(const u32 (&v)[4]) {
     return __byte_perm(__byte_perm(v[0], v[1], 0x73), __byte_perm(v[2], v[3], 0x73), 0x5410);
 }
 
 // Encodes values and returns their block's scale byte; neighbouring lanes have the rest of the
 // block. A positive root never becomes zero.
 template <bool kRoot>
-__device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4], u32& scale) {
+DEVICE Four encode(const float (&v)[4], const u32 (&word)[4], u32& scale) {
     u32 magnitude[4], most = 0, least = ~0u;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4]
         for (int k = 0; k < 4; ++k) {
             float value;
             u32 n = finite ? smaller(round_magnitude(__fmul_rn(v[k], factor), word[k], value),
-                                     CODEC_MAX_CODE)
+                                 CODEC_MAX_CODE)
                            : 0;
             if (kRoot && n == 0 && v[k] > 0) n = 1;
             codes |= n << (8 * k);
@@ -125,7 +125,7 @@ __device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4]
 #else
 typedef uint2 Four;
 
-__device__ __forceinline__ Four load(const void* from, bool four, int left) {
+DEVICE Four load(const void* from, bool four, int left) {
     const u16* halves = static_cast<const u16*>(from);
     if (four) return *reinterpret_cast<const uint2*>(halves);
     u32 half[4];
@@ -134,7 +134,7 @@ __device__ __forceinline__ Four load(const void* from, bool four, int left) {
     return uint2{half[0] | half[1] << 16, half[2] | half[3] << 16};
 }
 
-__device__ __forceinline__ void store(void* to, Four pairs, bool four, int left) {
+DEVICE void store(void* to, Four pairs, bool four, int left) {
     u16* halves = static_cast<u16*>(to);
     if (four) {
         *reinterpret_cast<uint2*>(halves) = pairs;
@@ -145,13 +145,13 @@ __device__ __forceinline__ void store(void* to, Four pairs, bool four, int left)
         if (k < left) halves[k] = static_cast<u16>((k < 2 ? pairs.x : pairs.y) >> (k % 2 * 16));
 }
 
-__device__ __forceinline__ void decode(Four pairs, float (&out)[4]) {
+DEVICE void decode(Four pairs, float (&out)[4]) {
     out[0] = float_of(pairs.x << 16), out[1] = float_of(pairs.x & 0xFFFF0000u);
     out[2] = float_of(pairs.y << 16), out[3] = float_of(pairs.y & 0xFFFF0000u);
 }
 
 // The 16 cut bits carry when they exceed the random ones; two values share a word's halves.
-__device__ __forceinline__ u32 encode(float low, float high, u32 word) {
+DEVICE u32 encode(float low, float high, u32 word) {
     u32 a = bits_of(low), b = bits_of(high);
     if ((a & kExponent) != kExponent) a += word & 0xFFFFu;
     if ((b & kExponent) != kExponent) b += word >> 16;
@@ -161,7 +161,7 @@ __device__ __forceinline__ u32 encode(float low, float high, u32 word) {
 
 // ---- the step ----
 
-__device__ __forceinline__ void load(const float* from, bool four, int left, float (&to)[4]) {
+DEVICE void load(const float* from, bool four, int left, float (&to)[4]) {
     if (four) {
         const float4 v = *reinterpret_cast<const float4*>(from);
         to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
@@ -171,7 +171,7 @@ __device__ __forceinline__ void load(const float* from, bool four, int left, flo
     for (int k = 0; k < 4; ++k) to[k] = k < left ? from[k] : 0;
 }
 
-__device__ __forceinline__ void store(float* to, bool four, int left, const float (&from)[4]) {
+DEVICE void store(float* to, bool four, int left, const float (&from)[4]) {
     if (four) {
         float4 v;
         v.x = from[0], v.y = from[1], v.z = from[2], v.w = from[3];
@@ -192,8 +192,8 @@ struct Fetched {
 // A block's part of a parameter: `count` values from `begin` on. kWhole: whole warps of aligned
 // vectors.
 template <class Rule, bool kWhole>
-__device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now, i64 begin,
-                                     int count, u8* first_scales, u8* second_scales) {
+DEVICE void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int count, u8* first_scales,
+    u8* second_scales) {
     constexpr int kBytes = sizeof(Four) / 4;
     const u32 high = t.number << 8, base = static_cast<u32>(begin / kDrawn);
     float* const weight = t.weight + begin;
@@ -267,10 +267,10 @@ __device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now,
         const u32 top = __shfl_xor_sync(~0u, odd ? word[1] : word[3], 1);
         if (keeps)
             f.first = uint2{encode(mean[0], mean[1], odd ? low : word[0]),
-                            encode(mean[2], mean[3], odd ? top : word[1])};
+                encode(mean[2], mean[3], odd ? top : word[1])};
         if (Rule::kSquare)
             f.second = uint2{encode(square[0], square[1], odd ? word[2] : low),
-                             encode(square[2], square[3], odd ? word[3] : top)};
+                encode(square[2], square[3], odd ? word[3] : top)};
 #endif
         if (keeps) store(first + i * kBytes, f.first, kWhole, left);
         if (Rule::kSquare) store(second + i * kBytes, f.second, kWhole, left);
@@ -278,7 +278,7 @@ __device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now,
 }
 
 template <class Rule>
-__device__ __forceinline__ void step(const Tensor* tensors, int number, const Pace& pace) {
+DEVICE void step(const Tensor* tensors, int number, const Pace& pace) {
     if (pace.bad && (*pace.bad | *pace.stop)) return;
     const Tensor t = tensor_of(tensors, number);
     const Rule rule(t, pace);
@@ -304,8 +304,7 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
 #endif
     if (vectors && count % 128 == 0)
         move<Rule, true>(t, rule, now, begin, count, scales[0], scales[1]);
-    else
-        move<Rule, false>(t, rule, now, begin, count, scales[0], scales[1]);
+    else move<Rule, false>(t, rule, now, begin, count, scales[0], scales[1]);
 #if OPTIMIZER_BLOCKS
     __syncthreads();
     for (int i = threadIdx.x; i < blocks; i += kThreads) {

@@ -29,7 +29,7 @@ extern "C" __global__ void count(u32* made, const u32* bad, const u32* stop) {
 
 // extensor.backends.generic.optim.rescale on (scale, consecutive good steps, made, skipped).
 extern "C" __global__ void rescale(double* state, const u32* bad, const u32* stop, double growth,
-                                   double backoff, double interval, double least) {
+    double backoff, double interval, double least) {
     if (*stop) return;
     if (*bad) {
         const double scale = __dmul_rn(state[0], backoff);

@@ -31,13 +31,13 @@ struct Matrix {
     float *rowwise_scales, *columnwise_scales;  // PREPARE_REBASED
 };
 
-__device__ __forceinline__ void report(const TileState& state, u32* flag) {
+DEVICE void report(const TileState& state, u32* flag) {
     if (flag && __any_sync(~0u, state.beyond) && threadIdx.x % 32 == 0) atomicOr(flag, 1u);
 }
 
 // Stores the largest magnitude and the flags once all thread blocks have reported, so that nothing
 // needs clearing before the next launch.
-__device__ __forceinline__ void store_amax_state(const Matrix& m, u32 blocks, u32 largest) {
+DEVICE void store_amax_state(const Matrix& m, u32 blocks, u32 largest) {
     AmaxState* amax_state = m.amax_state;
     const u32 most = __reduce_max_sync(~0u, largest);
     if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(&amax_state->now))

@@ -12,12 +12,12 @@ typedef u32 Raw;
 typedef u16 Raw;
 #endif
 
-__device__ __forceinline__ u32 nearest(u32 bits) {
+DEVICE u32 nearest(u32 bits) {
     const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
     return nan ? (bits >> 16 & 0x8000u) | 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
 }
 
-__device__ __forceinline__ u32 rounded(u32 raw) {
+DEVICE u32 rounded(u32 raw) {
 #if PREPARE_IN == 0
     return nearest(raw);
 #elif PREPARE_IN == 1
@@ -26,12 +26,9 @@ __device__ __forceinline__ u32 rounded(u32 raw) {
     // Moves float16's fields to float32's. Subnormals take an exact subtraction.
     const u32 sign = (raw & 0x8000u) << 16, magnitude = raw & 0x7FFFu;
     u32 bits = magnitude << 13;
-    if (magnitude >= 0x7C00u)
-        bits += 0x70000000u;
-    else if (magnitude >= 0x0400u)
-        bits += 0x38000000u;
-    else
-        bits = __float_as_uint(__fsub_rn(__uint_as_float(bits + 0x38800000u), 6.103515625e-05f));
+    if (magnitude >= 0x7C00u) bits += 0x70000000u;
+    else if (magnitude >= 0x0400u) bits += 0x38000000u;
+    else bits = __float_as_uint(__fsub_rn(__uint_as_float(bits + 0x38800000u), 6.103515625e-05f));
     return nearest(sign | bits);
 #endif
 }
@@ -73,9 +70,8 @@ extern "C" __global__ void __launch_bounds__(256)
 #if PREPARE_IN == 0
 // x (rows, columns) -> three matrices (3 rows, pitch), smallest values first, that sum to x
 // exactly: each holds 8 more bits. NaN and infinity are in the last one only.
-extern "C" __global__ void __launch_bounds__(256)
-    split_bf16x3(const u32* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns,
-                 i64 pitch) {
+extern "C" __global__ void __launch_bounds__(256) split_bf16x3(
+    const u32* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i64 pitch) {
     const i64 thread = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     const i64 row = thread * 2 / pitch, column = thread * 2 % pitch;
     if (row >= rows) return;
@@ -104,8 +100,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // Adds the first `rows` rows of `parts` (splits, below, 4 quads) in order, and the bias last.
 extern "C" __global__ void __launch_bounds__(256)
     add_splits(const float4* __restrict__ parts, const float* __restrict__ bias,
-               void* __restrict__ out, i64 count, i64 below, i64 rows, i64 columns, i64 quads,
-               i64 pitch) {
+        void* __restrict__ out, i64 count, i64 below, i64 rows, i64 columns, i64 quads, i64 pitch) {
     const i64 thread = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (thread >= rows * quads) return;
     float4 sum = parts[thread];
@@ -127,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #if PREPARE_OUT_BF16
     static_cast<uint2*>(out)[at] =
         uint2{nearest(__float_as_uint(sum.x)) | nearest(__float_as_uint(sum.y)) << 16,
-              nearest(__float_as_uint(sum.z)) | nearest(__float_as_uint(sum.w)) << 16};
+            nearest(__float_as_uint(sum.z)) | nearest(__float_as_uint(sum.w)) << 16};
 #else
     static_cast<float4*>(out)[at] = sum;
 #endif

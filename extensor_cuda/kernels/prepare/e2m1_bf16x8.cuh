@@ -9,7 +9,7 @@ static_assert(CODEC_BLOCK == 32, "two chunks");
 struct BlockStats {
     u32 largest = 0, least = ~0u, smallest = kPairMagnitude;
 
-    __device__ __forceinline__ void add(const u32 (&x)[4]) {
+    DEVICE void add(const u32 (&x)[4]) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const u32 magnitude = x[k] & kPairMagnitude;
@@ -22,7 +22,7 @@ struct BlockStats {
 #endif
         }
     }
-    __device__ __forceinline__ bool zeros() const { return CODEC_STATS && holds_zero(smallest); }
+    DEVICE bool zeros() const { return CODEC_STATS && holds_zero(smallest); }
 };
 
 struct Blocks {  // one block of a row, or two neighbouring columns' blocks
@@ -34,21 +34,17 @@ struct Blocks {  // one block of a row, or two neighbouring columns' blocks
 };
 
 #if CODEC_BF16X2
-__device__ __forceinline__ bool needs_care(bool far, u32, const Scale&, const Scale&) {
-    return far;
-}
+DEVICE bool needs_care(bool far, u32, const Scale&, const Scale&) { return far; }
 
-__device__ __forceinline__ u32 scales_of(Blocks& b) {
-    return bits_of(b.apply[0]) >> 16 | bits_of(b.apply[1]);
-}
+DEVICE u32 scales_of(Blocks& b) { return bits_of(b.apply[0]) >> 16 | bits_of(b.apply[1]); }
 
 // Encodes values 8 k to 8 k + 7 of a row's block.
-__device__ __forceinline__ u32 codes_of_row(const u32 (&x)[4], int, Blocks& b) {
+DEVICE u32 codes_of_row(const u32 (&x)[4], int, Blocks& b) {
     return codes_rowwise<false>(x, scales_of(b), b.careful);
 }
 
 // Encodes values 4 k to 4 k + 3 of two columns' blocks, the first one's in the low halves.
-__device__ __forceinline__ u32 codes_of_columns(const u32 (&x)[4], int, Blocks& b) {
+DEVICE u32 codes_of_columns(const u32 (&x)[4], int, Blocks& b) {
     return codes_columnwise<false, 1>(x, scales_of(b), b.careful);
 }
 #else
@@ -59,7 +55,7 @@ constexpr u32 kFirst = 254;
 constexpr float kSmall = 1.0f / 65536;
 
 template <bool kCareful>
-__device__ __forceinline__ u32 four_codes(const u32 (&x)[4], float apply, const u32 (&word)[4]) {
+DEVICE u32 four_codes(const u32 (&x)[4], float apply, const u32 (&word)[4]) {
     u32 codes = 0;
 #pragma unroll
     for (int k = 3; k >= 0; --k) {
@@ -75,7 +71,7 @@ __device__ __forceinline__ u32 four_codes(const u32 (&x)[4], float apply, const 
 }
 
 // Encodes values 4 k to 4 k + 3 of block i; k must rise.
-__device__ __forceinline__ u32 group(const u32 (&x)[4], int i, int k, Blocks& b) {
+DEVICE u32 group(const u32 (&x)[4], int i, int k, Blocks& b) {
     u32 word[4];
 #if CODEC_RBITS == 32
     philox(k, b.number + i, b.stream, word);
@@ -93,26 +89,26 @@ __device__ __forceinline__ u32 group(const u32 (&x)[4], int i, int k, Blocks& b)
                      : four_codes<false>(x, b.apply[i], word);
 }
 
-__device__ __forceinline__ u32 codes_of_row(const u32 (&x)[4], int k, Blocks& b) {
+DEVICE u32 codes_of_row(const u32 (&x)[4], int k, Blocks& b) {
     const u32 low[4] = {low_float(x[0]), high_float(x[0]), low_float(x[1]), high_float(x[1])};
     const u32 high[4] = {low_float(x[2]), high_float(x[2]), low_float(x[3]), high_float(x[3])};
     const u32 codes = group(low, 0, 2 * k, b);
     return codes | group(high, 0, 2 * k + 1, b) << 16;
 }
 
-__device__ __forceinline__ u32 codes_of_columns(const u32 (&x)[4], int k, Blocks& b) {
+DEVICE u32 codes_of_columns(const u32 (&x)[4], int k, Blocks& b) {
     const u32 low[4] = {low_float(x[0]), low_float(x[1]), low_float(x[2]), low_float(x[3])};
     const u32 high[4] = {high_float(x[0]), high_float(x[1]), high_float(x[2]), high_float(x[3])};
     return group(low, 0, k, b) | group(high, 1, k, b) << 16;
 }
 
 // Whether a value scales to less than kSmall.
-__device__ __forceinline__ bool is_small(u32 less_one, const Scale& s) {
+DEVICE bool is_small(u32 less_one, const Scale& s) {
     return less_one + 1 < static_cast<u32>(max(238 - static_cast<int>(bits_of(s.apply) >> 23), 1))
                               << 7;
 }
 
-__device__ __forceinline__ bool needs_care(bool far, u32 least, const Scale& a, const Scale& b) {
+DEVICE bool needs_care(bool far, u32 least, const Scale& a, const Scale& b) {
     return far || is_small(least & 0xFFFFu, a) || is_small(least >> 16, b);
 }
 #endif

@@ -4,10 +4,8 @@
 
 #if CODEC_BF16X8
 // Encodes rows of the tile to `out` (rows, pitch), a block per thread at a time.
-__device__ __forceinline__ void encode_rowwise(const u32 (*tile)[kRowWords], u8* out, int row0,
-                                               int column0, i64 rows, i64 columns,
-                                               const Stream& stream, TileState& state,
-                                               Tally& tally) {
+DEVICE void encode_rowwise(const u32 (*tile)[kRowWords], u8* out, int row0, int column0, i64 rows,
+    i64 columns, const Stream& stream, TileState& state, Tally& tally) {
     const i64 pitch = (columns + 15) / 16 * 16;
     const u32 across_all = static_cast<u32>((columns + CODEC_BLOCK - 1) / CODEC_BLOCK);
 #pragma unroll 1
@@ -29,9 +27,7 @@ __device__ __forceinline__ void encode_rowwise(const u32 (*tile)[kRowWords], u8*
         const uint2 table = table_of(s, state);
         const bool careful = needs_care(is_far(amax, s), survey.least, s, s);
         Blocks block = {{s.apply, s.apply},
-                        (row0 + row) * across_all + (column0 + start) / CODEC_BLOCK,
-                        careful,
-                        stream};
+            (row0 + row) * across_all + (column0 + start) / CODEC_BLOCK, careful, stream};
         u8* to = out + (row0 + row) * pitch + column0 + start;
         const i64 left = row0 + row < rows ? columns - column0 - start : 0;
         const bool beyond = is_beyond(s, amax, state);
@@ -57,10 +53,8 @@ __device__ __forceinline__ void encode_rowwise(const u32 (*tile)[kRowWords], u8*
 }
 #else
 // Encodes rows of the tile to `out` (rows, pitch), 16 values per thread at a time.
-__device__ __forceinline__ void encode_rowwise(const u32 (*tile)[kRowWords], u8* out, int row0,
-                                               int column0, i64 rows, i64 columns,
-                                               const Stream& stream, TileState& state,
-                                               Tally& tally) {
+DEVICE void encode_rowwise(const u32 (*tile)[kRowWords], u8* out, int row0, int column0, i64 rows,
+    i64 columns, const Stream& stream, TileState& state, Tally& tally) {
     const i64 pitch = (columns + 15) / 16 * 16, blocks = (columns + CODEC_BLOCK - 1) / CODEC_BLOCK;
 #pragma unroll 1
     for (int i = 0; i < kRows * (kColumns / kChunk) / kTileThreads; ++i) {
@@ -89,8 +83,8 @@ __device__ __forceinline__ void encode_rowwise(const u32 (*tile)[kRowWords], u8*
 #pragma unroll
             for (int k = 0; k < kChunk; ++k) v[k] = element(raw, k);
             const u32 amax = across_lanes(chunk_maximum(v));
-            encode_chunk_of_operand(
-                v, amax, static_cast<u32>((row0 + row) * blocks + column / CODEC_BLOCK),
+            encode_chunk_of_operand(v, amax,
+                static_cast<u32>((row0 + row) * blocks + column / CODEC_BLOCK),
                 static_cast<u32>(start % CODEC_BLOCK / kChunk), stream, state, units, tally);
         }
         if (row0 + row < rows && column < columns) {
@@ -103,10 +97,8 @@ __device__ __forceinline__ void encode_rowwise(const u32 (*tile)[kRowWords], u8*
 #endif
 
 // Encodes columns of the tile to rows of `transposed`. A thread has two neighbouring blocks.
-__device__ __forceinline__ void encode_columnwise(const u32 (*tile)[kRowWords],
-                                                  uint4 (*transposed)[kTransposedUnits], int row0,
-                                                  int column0, i64 columns, const Stream& stream,
-                                                  TileState& state, Tally& tally) {
+DEVICE void encode_columnwise(const u32 (*tile)[kRowWords], uint4 (*transposed)[kTransposedUnits],
+    int row0, int column0, i64 columns, const Stream& stream, TileState& state, Tally& tally) {
     static_assert(CODEC_BLOCK == 32, "a thread holds blocks of 32");
     const int pair = threadIdx.x % 64, block = threadIdx.x / 64, top = 32 * block;
     const u32 number = (row0 + top) / CODEC_BLOCK * static_cast<u32>(columns) + column0 + 2 * pair;

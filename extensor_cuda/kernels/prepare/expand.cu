@@ -27,13 +27,12 @@ constexpr int kThreads = 256;
 // codes (rows, bytes), scales (tiles of rows, blocks) -> out (out_rows, pitch). PREPARE_COLUMNWISE:
 // codes (bytes, columns), scales (blocks, tiles of columns). Also clears the counts of a kernel
 // that expands further rows.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    expand(const u8* __restrict__ codes, const u8* __restrict__ scales,
-           const u32* __restrict__ largest, const float* __restrict__ tensor_scale,
-           u8* __restrict__ out, int* __restrict__ exponent, float* __restrict__ factor,
-           u32* __restrict__ flag, const u32* __restrict__ guard,
-           const u32* __restrict__ other_guard, const signed char* __restrict__ zeros, i64 out_rows,
-           i64 pitch, i64 code_pitch, i64 scale_pitch, u32* __restrict__ counts, i64 counted) {
+extern "C" __global__ void __launch_bounds__(kThreads) expand(const u8* __restrict__ codes,
+    const u8* __restrict__ scales, const u32* __restrict__ largest,
+    const float* __restrict__ tensor_scale, u8* __restrict__ out, int* __restrict__ exponent,
+    float* __restrict__ factor, u32* __restrict__ flag, const u32* __restrict__ guard,
+    const u32* __restrict__ other_guard, const signed char* __restrict__ zeros, i64 out_rows,
+    i64 pitch, i64 code_pitch, i64 scale_pitch, u32* __restrict__ counts, i64 counted) {
     if (blockIdx.x == 0)
         for (i64 i = threadIdx.x; i < counted; i += kThreads) counts[i] = 0;
     if (guard && !(*guard | *other_guard)) return;
@@ -54,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const u32 lane = threadIdx.x % 32, warps = across * ((chunks + 3) / 4);
     const bool whole = out_rows % 4 == 0;
     for (u32 warp = blockIdx.x * (kThreads / 32) + threadIdx.x / 32; warp < warps;
-         warp += gridDim.x * (kThreads / 32)) {
+        warp += gridDim.x * (kThreads / 32)) {
         const u32 quad = warp % across * 8 + lane / 4, chunk = warp / across * 4 + lane % 4;
         if (quad >= quads || chunk >= chunks) continue;
         const i64 column = static_cast<i64>(quad) * 4;
@@ -94,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #else
     const u32 count = static_cast<u32>(out_rows) * chunks, step = gridDim.x * kThreads;
     for (u32 first = blockIdx.x * kThreads; first < count;
-         first += step) {  // whole warps iterate together
+        first += step) {  // whole warps iterate together
         const u32 at = first + threadIdx.x;
         uint4 units[kVectors] = {};
         if (at < count) {
@@ -116,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     anchor(const u8* __restrict__ scales, u32* __restrict__ most, i64 count) {
     u32 mine = 0;
     for (i64 at = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x; at < count;
-         at += static_cast<i64>(gridDim.x) * kThreads)
+        at += static_cast<i64>(gridDim.x) * kThreads)
         if (scales[at] != 255u && scales[at] > mine) mine = scales[at];
     if (mine > *static_cast<volatile u32*>(most)) atomicMax(most, mine);
 }

@@ -11,8 +11,7 @@
 constexpr int kWarps = kThreads / 32, kRows = 32, kColumns = 128;
 
 // Loads four neighbours of a row, zeros outside.
-__device__ __forceinline__ void load(const Raw* x, i64 row, i64 column, i64 rows, i64 columns,
-                                     float (&v)[4]) {
+DEVICE void load(const Raw* x, i64 row, i64 column, i64 rows, i64 columns, float (&v)[4]) {
     if (row < rows && column + 3 < columns && columns % 4 == 0) {
         load_four(x + row * columns + column, v);
     } else {
@@ -23,9 +22,8 @@ __device__ __forceinline__ void load(const Raw* x, i64 row, i64 column, i64 rows
 }
 
 // x (rows, columns) -> the float bits of each block's largest magnitude, which start at 0.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    maxima(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns, i64 block_rows,
-           i64 block_columns, i64 across) {
+extern "C" __global__ void __launch_bounds__(kThreads) maxima(const Raw* __restrict__ x,
+    u32* __restrict__ most, i64 rows, i64 columns, i64 block_rows, i64 block_columns, i64 across) {
     const i64 warp_tiles = (columns + kColumns - 1) / kColumns;
     const i64 warp_tile = static_cast<i64>(blockIdx.x) * kWarps + threadIdx.x / 32;
     const i64 row0 = warp_tile / warp_tiles * kRows,
@@ -59,11 +57,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 // x -> `out` (rows, pitch), or (columns, pitch) if PREPARE_COLUMNWISE, with zeros up to a multiple
 // of 16; one scale per block; counters in pairs.
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ out,
-          Stored* __restrict__ scales, u64* __restrict__ counters, const u32* __restrict__ clock,
-          u32 key0, u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 block_rows,
-          i64 block_columns, i64 across, i64 pitch) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) codes(const Raw* __restrict__ x,
+    const u32* __restrict__ most, u8* __restrict__ out, Stored* __restrict__ scales,
+    u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0,
+    u32 high1, i64 rows, i64 columns, i64 block_rows, i64 block_columns, i64 across, i64 pitch) {
 #if PREPARE_COLUMNWISE
     __shared__ u32 transposed[kWarps][kColumns][kRows / 4 + 1];
 #endif
@@ -85,17 +82,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
             for (int c = 0; c < 4; ++c)
                 philox(static_cast<u32>((row0 + four) % block_rows / 4),
-                       static_cast<u32>((row0 + four) / block_rows * across +
-                                        (column + c) / block_columns),
-                       stream, draws[c]);
+                    static_cast<u32>(
+                        (row0 + four) / block_rows * across + (column + c) / block_columns),
+                    stream, draws[c]);
 #endif
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
                 const i64 row = row0 + four + r;
 #if CODEC_STOCHASTIC && !PREPARE_COLUMNWISE
                 philox(static_cast<u32>(column % block_columns / 4),
-                       static_cast<u32>(row / block_rows * across + column / block_columns), stream,
-                       draws[r]);
+                    static_cast<u32>(row / block_rows * across + column / block_columns), stream,
+                    draws[r]);
 #endif
                 float v[4];
                 load(x, row, column, rows, columns, v);
@@ -135,9 +132,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     if (row0 < rows) {
 #pragma unroll
         for (int i = 0; i < kColumns / 16; ++i) {  // a lane has 16 rows of one column
-            const int of_patch = i * 16 + lane / 2, half = lane % 2 * 4;
-            const i64 line = warp_tile % warp_tiles * kColumns + of_patch, at = row0 + half * 4;
-            const u32* from = transposed[warp][of_patch] + half;
+            const int of_tile = i * 16 + lane / 2, half = lane % 2 * 4;
+            const i64 line = warp_tile % warp_tiles * kColumns + of_tile, at = row0 + half * 4;
+            const u32* from = transposed[warp][of_tile] + half;
             if (line < columns && at < pitch)
                 *reinterpret_cast<uint4*>(out + line * pitch + at) =
                     uint4{from[0], from[1], from[2], from[3]};

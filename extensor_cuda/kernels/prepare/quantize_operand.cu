@@ -44,7 +44,7 @@ constexpr int kRowsPerScale = 4,
     kPadding = 64;
 
 // The E5M2 codes of a block's eight magnitudes.
-__device__ __forceinline__ uint2 table_of(const Scale& s, const TileState& state) {
+DEVICE uint2 table_of(const Scale& s, const TileState& state) {
     if (!s.live) return uint2{0x7F7F7F7Fu, 0x7F7F7F7Fu};
     const int shift =
         min(max(static_cast<int>(s.stored) - state.anchor + CODEC_LIFT, CODEC_LIFT - PREPARE_SPAN),
@@ -54,22 +54,20 @@ __device__ __forceinline__ uint2 table_of(const Scale& s, const TileState& state
 }
 
 // Records a block's magnitude. Returns whether the block is outside the window, if a code is not 0.
-__device__ __forceinline__ bool is_beyond(const Scale& s, u32 amax, TileState& state) {
+DEVICE bool is_beyond(const Scale& s, u32 amax, TileState& state) {
     state.largest = larger(state.largest, amax < kExponent ? amax : 0);
     const int shift = static_cast<int>(s.stored) - state.anchor;
     return s.live && (shift > 0 || shift < -PREPARE_SPAN);
 }
 
 // Four magnitudes in the low nibbles, and signs in the top bits of bytes -> four E5M2 codes.
-__device__ __forceinline__ u32 signed_bytes(const uint2& table, u32 magnitudes, u32 signs,
-                                            u32 live) {
+DEVICE u32 signed_bytes(const uint2& table, u32 magnitudes, u32 signs, u32 live) {
     return __byte_perm(table.x, table.y, magnitudes) | (signs & (live & 0x80808080u));
 }
 
 // Stores 16 4-bit codes or decoded values as 16-byte units of the operand.
-__device__ __forceinline__ void finish(const u32 (&packed)[kWords], const float (&v)[kChunk],
-                                       const Scale& s, u32 amax, const uint2& table,
-                                       TileState& state, uint4 (&units)[kUnits]) {
+DEVICE void finish(const u32 (&packed)[kWords], const float (&v)[kChunk], const Scale& s, u32 amax,
+    const uint2& table, TileState& state, uint4 (&units)[kUnits]) {
 #if PREPARE_REBASED
     const int shift = min(state.anchor - static_cast<int>(s.stored), kMostBinades);
     u32 word[4];
@@ -94,25 +92,22 @@ __device__ __forceinline__ void finish(const u32 (&packed)[kWords], const float 
 #else
     if (is_beyond(s, amax, state) && (packed[0] | packed[1]) & 0x77777777u) state.beyond = 1;
     units[0] = uint4{select_codes(packed[0], table), select_codes(packed[0] >> 16, table),
-                     select_codes(packed[1], table), select_codes(packed[1] >> 16, table)};
+        select_codes(packed[1], table), select_codes(packed[1] >> 16, table)};
 #endif
 }
 
 // Encodes 16 values of a block with a known largest magnitude.
-__device__ __forceinline__ void encode_chunk_of_operand(float (&v)[kChunk], u32 amax, u32 block,
-                                                        u32 part, const Stream& stream,
-                                                        TileState& state, uint4 (&units)[kUnits],
-                                                        Tally& tally) {
+DEVICE void encode_chunk_of_operand(float (&v)[kChunk], u32 amax, u32 block, u32 part,
+    const Stream& stream, TileState& state, uint4 (&units)[kUnits], Tally& tally) {
     const Tensor tensor = {1, 1, 0, 1};
     const Scale s = block_scale(amax, tensor);
     u32 packed[kWords];
     encode(v, s, is_far(amax, s), tensor, block, part, stream, packed, tally);
     finish(packed, v, s, amax, PREPARE_BF16 || PREPARE_REBASED ? uint2{0, 0} : table_of(s, state),
-           state, units);
+        state, units);
 }
 
-__device__ __forceinline__ void add_counts(const TileState& state, const Tally& tally,
-                                           u64* counters) {
+DEVICE void add_counts(const TileState& state, const Tally& tally, u64* counters) {
 #if CODEC_STATS
     const u32 saturated = __reduce_add_sync(~0u, tally.saturated);
     const u32 flushed = __reduce_add_sync(~0u, tally.flushed);
@@ -135,11 +130,11 @@ __device__ __forceinline__ void add_counts(const TileState& state, const Tally& 
 }
 
 // Where a word of a row is: neighbouring rows use different banks.
-__device__ __forceinline__ u32 swizzled(u32 row, u32 word) { return word ^ (row % 8 * 4); }
+DEVICE u32 swizzled(u32 row, u32 word) { return word ^ (row % 8 * 4); }
 
 // Copies the tile at (row0, column0) of x asynchronously, with zeros outside.
-__device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, int row0, int column0,
-                                      i64 rows, i64 columns) {
+DEVICE void fetch(
+    u32 (*tile)[kRowWords], const Raw* x, int row0, int column0, i64 rows, i64 columns) {
     constexpr int kAcross = kRowWords / 4,
                   kRowsAtOnce = kTileThreads / kAcross;  // units of a row; rows at a time
     const int first = threadIdx.x / kAcross, word = threadIdx.x % kAcross * 4;
@@ -153,8 +148,8 @@ __device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, int 
         u32* to = &tile[row][swizzled(row, word)];
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                          static_cast<u32>(__cvta_generic_to_shared(to))),
-                     "l"(from), "r"(inside ? 16 : 0)
-                     : "memory");
+            "l"(from), "r"(inside ? 16 : 0)
+            : "memory");
     }
 }
 
@@ -166,9 +161,8 @@ __device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, int 
 #include "prepare/encode_operand.cuh"
 
 // Stores `transposed` to `out` (columns, pitch of rows).
-__device__ __forceinline__ void store_transposed(const uint4 (*transposed)[kTransposedUnits],
-                                                 u8* out, int row0, int column0, i64 rows,
-                                                 i64 columns) {
+DEVICE void store_transposed(const uint4 (*transposed)[kTransposedUnits], u8* out, int row0,
+    int column0, i64 rows, i64 columns) {
     const i64 pitch = (rows + 15) / 16 * 16;
 #pragma unroll
     for (int i = 0; i < kColumns * kTransposedUnits / kTileThreads; ++i) {
@@ -181,15 +175,14 @@ __device__ __forceinline__ void store_transposed(const uint4 (*transposed)[kTran
     }
 }
 
-__device__ __forceinline__ i64 tiles_of(const Matrix& m) {
+DEVICE i64 tiles_of(const Matrix& m) {
     return (m.rows + kTilesPerSquare * kRows - 1) / (kTilesPerSquare * kRows) *
            ((m.columns + kColumns - 1) / kColumns);
 }
 
 // Processes a thread block's tiles: from `first` on, `blocks` apart.
-__device__ __forceinline__ void work(const Matrix& m, i64 first, u32 blocks,
-                                     const Stream& rowwise_stream,
-                                     const Stream& columnwise_stream) {
+DEVICE void work(const Matrix& m, i64 first, u32 blocks, const Stream& rowwise_stream,
+    const Stream& columnwise_stream) {
 #if PREPARE_BF16 || PREPARE_REBASED
     const int anchor = 0;
 #else
@@ -224,8 +217,8 @@ __device__ __forceinline__ void work(const Matrix& m, i64 first, u32 blocks,
             numbers &= tile_amax(tile, reinterpret_cast<u32*>(transposed), along_most, down_most);
         }
         set_tile_scale(along_place, along_most, numbers, m.rowwise_scales, column0, square, m.rows);
-        set_tile_scale(down_place, down_most, numbers, m.columnwise_scales, square, column0,
-                       m.columns);
+        set_tile_scale(
+            down_place, down_most, numbers, m.columnwise_scales, square, column0, m.columns);
 #endif
 #pragma unroll 1
         for (int part = kTilesPerSquare - 1; part >= 0; --part) {
@@ -233,11 +226,11 @@ __device__ __forceinline__ void work(const Matrix& m, i64 first, u32 blocks,
             if (!PREPARE_REBASED || part < kTilesPerSquare - 1) bring(row0);
 #if PREPARE_ROWWISE
             encode_rowwise(tile, m.rowwise, row0, column0, m.rows, m.columns, rowwise_stream,
-                           along_place, along_tally);
+                along_place, along_tally);
 #endif
 #if PREPARE_COLUMNWISE
             encode_columnwise(tile, transposed, row0, column0, m.columns, columnwise_stream,
-                              down_place, down_tally);
+                down_place, down_tally);
             __syncthreads();
             store_transposed(transposed, m.columnwise, row0, column0, m.rows, m.columns);
 #endif
@@ -274,30 +267,17 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)
 #else
 extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)
     operands(const Raw* __restrict__ x, AmaxState* amax_state, u8* __restrict__ rowwise,
-             u8* __restrict__ columnwise, int* __restrict__ exponent,
-             u32* __restrict__ rowwise_flag, u32* __restrict__ columnwise_flag,
-             float* __restrict__ rowwise_scales, float* __restrict__ columnwise_scales,
-             u64* __restrict__ rowwise_counts, u64* __restrict__ columnwise_counts,
-             const u32* __restrict__ guard, const u32* __restrict__ other_guard,
-             const u32* __restrict__ clock, u32 a0, u32 a1, u32 a2, u32 a3, u32 d0, u32 d1, u32 d2,
-             u32 d3, i64 rows, i64 columns) {
+        u8* __restrict__ columnwise, int* __restrict__ exponent, u32* __restrict__ rowwise_flag,
+        u32* __restrict__ columnwise_flag, float* __restrict__ rowwise_scales,
+        float* __restrict__ columnwise_scales, u64* __restrict__ rowwise_counts,
+        u64* __restrict__ columnwise_counts, const u32* __restrict__ guard,
+        const u32* __restrict__ other_guard, const u32* __restrict__ clock, u32 a0, u32 a1, u32 a2,
+        u32 a3, u32 d0, u32 d1, u32 d2, u32 d3, i64 rows, i64 columns) {
     if (guard && !(*guard | *other_guard)) return;
-    const Matrix m = {x,
-                      amax_state,
-                      rowwise,
-                      columnwise,
-                      exponent,
-                      rowwise_flag,
-                      columnwise_flag,
-                      rowwise_counts,
-                      columnwise_counts,
-                      rows,
-                      columns,
-                      0,
-                      rowwise_scales,
-                      columnwise_scales};
+    const Matrix m = {x, amax_state, rowwise, columnwise, exponent, rowwise_flag, columnwise_flag,
+        rowwise_counts, columnwise_counts, rows, columns, 0, rowwise_scales, columnwise_scales};
     work(m, blockIdx.x, gridDim.x, stream_of(clock, a0, a1, a2, a3),
-         stream_of(clock, d0, d1, d2, d3));
+        stream_of(clock, d0, d1, d2, d3));
 }
 #endif
 

@@ -15,7 +15,7 @@ struct Changed {
 };
 
 // Four codes times 2^-shift, shift above 0.
-__device__ __forceinline__ u32 rebased(u32 word, int shift, Changed& changed) {
+DEVICE u32 rebased(u32 word, int shift, Changed& changed) {
     const u32 magnitudes = word & kAllNaN, least = kNormal * (shift + 1);
     const u32 live = (magnitudes + kAllNaN) & kTops;  // of bytes that are not zero
     // All normal before and after: a bytewise subtraction without borrows.

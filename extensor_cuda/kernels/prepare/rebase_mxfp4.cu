@@ -12,14 +12,14 @@
 
 #if PREPARE_INTEGERS
 // The magnitudes 0 to 6 times `unit`, as integers in two words.
-__device__ __forceinline__ uint2 int8_table(u32 unit) {
+DEVICE uint2 int8_table(u32 unit) {
     const u32 half = unit / 2;
     return uint2{half << 8 | unit << 16 | (unit + half) << 24,
-                 2 * unit | 3 * unit << 8 | 4 * unit << 16 | 6 * unit << 24};
+        2 * unit | 3 * unit << 8 | 4 * unit << 16 | 6 * unit << 24};
 }
 
 // Four 4-bit codes -> four bytes. Only negating a zero byte of `table` would carry.
-__device__ __forceinline__ u32 signed_integers(u32 codes, const uint2& table) {
+DEVICE u32 signed_integers(u32 codes, const uint2& table) {
     const u32 signs = (codes & 0x8u) << 4 | (codes & 0x80u) << 8 | (codes & 0x800u) << 12 |
                       (codes & 0x8000u) << 16;
     const u32 m = __byte_perm(table.x, table.y, codes & 0x7777u);
@@ -34,7 +34,7 @@ constexpr int kThreads = 128, kNaN = 255;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     rebase(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out,
-           int* __restrict__ exponents, u32* __restrict__ flag, i64 blocks) {
+        int* __restrict__ exponents, u32* __restrict__ flag, i64 blocks) {
     const i64 row = blockIdx.x;
     const uint2* from = reinterpret_cast<const uint2*>(codes + row * blocks * (CODEC_BLOCK / 2));
     uint4* to = reinterpret_cast<uint4*>(out + row * blocks * CODEC_BLOCK);
@@ -78,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int i = 0; i < CODEC_BLOCK / 16; ++i) {
             const uint2 words = from[b * (CODEC_BLOCK / 16) + i];
-            to[b * (CODEC_BLOCK / 16) + i] = uint4{convert(words.x), convert(words.x >> 16),
-                                                   convert(words.y), convert(words.y >> 16)};
+            to[b * (CODEC_BLOCK / 16) + i] = uint4{
+                convert(words.x), convert(words.x >> 16), convert(words.y), convert(words.y >> 16)};
         }
     }
 }

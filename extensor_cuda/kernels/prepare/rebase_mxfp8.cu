@@ -14,7 +14,7 @@ constexpr int kThreads = 128, kChunk = 16, kNaN = 255;
 
 #include "prepare/rebase_fp8.cuh"
 
-__device__ __forceinline__ u32 over_warp(u32 mine) {
+DEVICE u32 over_warp(u32 mine) {
     for (int step = 1; step < 32; step *= 2) mine += __shfl_xor_sync(0xFFFFFFFFu, mine, step);
     return mine;
 }
@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 over_warp(u32 mine) {
 // (rows,), and counts (rows, 2): values changed, and those of them that became 0.
 extern "C" __global__ void __launch_bounds__(kThreads)
     rebase_mxfp8(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out,
-                 int* __restrict__ exponents, u32* __restrict__ counts, i64 blocks) {
+        int* __restrict__ exponents, u32* __restrict__ counts, i64 blocks) {
     const i64 row = blockIdx.x;
     const uint4* from = reinterpret_cast<const uint4*>(codes + row * blocks * CODEC_BLOCK);
     uint4* to = reinterpret_cast<uint4*>(out + row * blocks * CODEC_BLOCK);

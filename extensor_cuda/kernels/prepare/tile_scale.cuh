@@ -2,7 +2,7 @@
 // its blocks share the largest of their scales. A tile is one or two tiles of shared memory.
 
 // The largest float bits of a thread block.
-__device__ __forceinline__ u32 block_max(u32 mine, u32* scratch) {
+DEVICE u32 block_max(u32 mine, u32* scratch) {
     const u32 most = __reduce_max_sync(~0u, mine);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = most;
     __syncthreads();
@@ -18,7 +18,7 @@ __device__ __forceinline__ u32 block_max(u32 mine, u32* scratch) {
 #if PREPARE_FAST_PATH
 // The smallest nonzero magnitude, less one, as float bits.
 template <int N>
-__device__ __forceinline__ u32 least_of(const u32 (&words)[N]) {
+DEVICE u32 least_of(const u32 (&words)[N]) {
     u32 least = ~0u;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -32,9 +32,9 @@ __device__ __forceinline__ u32 least_of(const u32 (&words)[N]) {
 }
 
 // Encodes four values that are within the grid's range.
-__device__ __forceinline__ u32 four_codes(u32 a, u32 b, u32 c, u32 d, float scale) {
-    const float y[4] = {float_of(a) * scale, float_of(b) * scale, float_of(c) * scale,
-                        float_of(d) * scale};
+DEVICE u32 four_codes(u32 a, u32 b, u32 c, u32 d, float scale) {
+    const float y[4] = {
+        float_of(a) * scale, float_of(b) * scale, float_of(c) * scale, float_of(d) * scale};
 #if CODEC_CONVERTS
     return __byte_perm(convert_pair(y[0], y[1]), convert_pair(y[2], y[3]), 0x5410);
 #else
@@ -48,7 +48,7 @@ __device__ __forceinline__ u32 four_codes(u32 a, u32 b, u32 c, u32 d, float scal
 }
 #endif
 
-__device__ __forceinline__ float value_at(const u32 (*tile)[kRowWords], int row, int column) {
+DEVICE float value_at(const u32 (*tile)[kRowWords], int row, int column) {
     constexpr int kEach = 4 / sizeof(Raw);
     const u32 word = tile[row][swizzled(row, column / kEach)];
     return widen(kEach == 1 ? word : column % 2 ? word >> 16 : word & 0xFFFFu);
@@ -56,8 +56,7 @@ __device__ __forceinline__ float value_at(const u32 (*tile)[kRowWords], int row,
 
 // Raises `rowwise` and `columnwise` to the largest magnitudes of the tile's finite blocks in each
 // direction. Returns whether all blocks are finite.
-__device__ __forceinline__ bool tile_amax(const u32 (*tile)[kRowWords], u32* scratch, u32& rowwise,
-                                          u32& columnwise) {
+DEVICE bool tile_amax(const u32 (*tile)[kRowWords], u32* scratch, u32& rowwise, u32& columnwise) {
     const uint4* units = reinterpret_cast<const uint4*>(tile);
     u32 most = 0, pairs = 0;
 #pragma unroll 4
@@ -89,9 +88,9 @@ __device__ __forceinline__ bool tile_amax(const u32 (*tile)[kRowWords], u32* scr
             u32 amax = 0;
 #pragma unroll 1
             for (int k = 0; k < CODEC_BLOCK; ++k)
-                amax = larger(amax, bits_of(value_at(tile, axis ? row + k : row,
-                                                     axis ? column : column + k)) &
-                                        kMagnitude);
+                amax = larger(amax,
+                    bits_of(value_at(tile, axis ? row + k : row, axis ? column : column + k)) &
+                        kMagnitude);
             if (amax < kExponent) most = larger(most, amax);
         }
         most = block_max(most, scratch);
@@ -103,8 +102,8 @@ __device__ __forceinline__ bool tile_amax(const u32 (*tile)[kRowWords], u32* scr
 
 // Puts all blocks of a tile under the scale of magnitude `most`, and stores it for 128 rows or
 // columns.
-__device__ __forceinline__ void set_tile_scale(TileState& state, u32 most, bool numbers,
-                                               float* scales, int rowwise, int across, i64 lines) {
+DEVICE void set_tile_scale(
+    TileState& state, u32 most, bool numbers, float* scales, int rowwise, int across, i64 lines) {
     const Scale s = block_scale(most, Tensor{1, 1, 0, 1});
     state.anchor = static_cast<int>(s.stored);
     state.apply = s.apply;

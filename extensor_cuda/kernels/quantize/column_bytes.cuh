@@ -8,10 +8,8 @@ constexpr int kPairs =
 #if CODEC_BF16X2
 // Encodes 16 rows of a thread's columns to nibbles, four rows per word, the even column in the low
 // half.
-__device__ __forceinline__ void encode_columns(const u32 (&raw)[kChunk][kPairs],
-                                               const Scale (&s)[QUANT_THREAD_COLUMNS],
-                                               const u32 (&amax)[QUANT_THREAD_COLUMNS],
-                                               u32 (&nibbles)[kPairs][4], Tally& tally) {
+DEVICE void encode_columns(const u32 (&raw)[kChunk][kPairs], const Scale (&s)[QUANT_THREAD_COLUMNS],
+    const u32 (&amax)[QUANT_THREAD_COLUMNS], u32 (&nibbles)[kPairs][4], Tally& tally) {
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) {
         const Scale &a = s[2 * p], &b = s[2 * p + 1];
@@ -37,36 +35,32 @@ __device__ __forceinline__ void encode_columns(const u32 (&raw)[kChunk][kPairs],
 }
 
 // Byte b of each column's codes.
-__device__ __forceinline__ u32 column_bytes(const u32 (&nibbles)[kPairs][4], int b) {
+DEVICE u32 column_bytes(const u32 (&nibbles)[kPairs][4], int b) {
     return __byte_perm(nibbles[0][b / 2], nibbles[kPairs - 1][b / 2], 0x6420 + b % 2 * 0x1111);
 }
 #else
-__device__ __forceinline__ u32 column_bytes(const u32 (&packed)[QUANT_THREAD_COLUMNS][kWords],
-                                            int b) {
+DEVICE u32 column_bytes(const u32 (&packed)[QUANT_THREAD_COLUMNS][kWords], int b) {
     const u32 pick = b % 4 | (b % 4 + 4) << 4;
     const u32 low = __byte_perm(packed[0][b / 4], packed[1][b / 4], pick);
     if (QUANT_THREAD_COLUMNS == 2) return low & 0xFFFFu;
     return __byte_perm(low,
-                       __byte_perm(packed[QUANT_THREAD_COLUMNS - 2][b / 4],
-                                   packed[QUANT_THREAD_COLUMNS - 1][b / 4], pick),
-                       0x5410);
+        __byte_perm(
+            packed[QUANT_THREAD_COLUMNS - 2][b / 4], packed[QUANT_THREAD_COLUMNS - 1][b / 4], pick),
+        0x5410);
 }
 #endif
 
 // Stores byte b of the columns' codes to row b, rows `inner` bytes apart. `real`: columns inside
 // the matrix.
 template <class Codes>
-__device__ __forceinline__ void store_column_bytes(const Codes& codes, u8* to, i64 inner,
-                                                   i64 real) {
+DEVICE void store_column_bytes(const Codes& codes, u8* to, i64 inner, i64 real) {
 #pragma unroll
     for (int b = 0; b < kWords * 4; ++b, to += inner) {
         const u32 code_bytes = column_bytes(codes, b);
 #if QUANT_WHOLE
         if (real > 0) {
-            if (QUANT_THREAD_COLUMNS == 4)
-                *reinterpret_cast<u32*>(to) = code_bytes;
-            else
-                *reinterpret_cast<u16*>(to) = static_cast<u16>(code_bytes);
+            if (QUANT_THREAD_COLUMNS == 4) *reinterpret_cast<u32*>(to) = code_bytes;
+            else *reinterpret_cast<u16*>(to) = static_cast<u16>(code_bytes);
         }
 #else
 #pragma unroll

@@ -13,10 +13,9 @@ constexpr int kBlocks =
 // multiple of 128, inner of QUANT_THREAD_COLUMNS, x aligned to a thread's columns.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
-                     float* __restrict__ values, const Tensor* __restrict__ tensor_of,
-                     u32* __restrict__ maximum, u64* __restrict__ counters,
-                     const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1,
-                     CODEC_SIGN_PARAMETERS i64 outer, i64 length, i64 inner) {
+        float* __restrict__ values, const Tensor* __restrict__ tensor_of, u32* __restrict__ maximum,
+        u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0,
+        u32 high1, CODEC_SIGN_PARAMETERS i64 outer, i64 length, i64 inner) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
     const i64 across = (inner + 32 * QUANT_THREAD_COLUMNS - 1) / (32 * QUANT_THREAD_COLUMNS);
 #if CODEC_HADAMARD
@@ -42,10 +41,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #if QUANT_WHOLE
         uint2 two = {0, 0};
         if (column < inner) {
-            if (kPairs == 2)
-                two = __ldg(reinterpret_cast<const uint2*>(from + k * inner));
-            else
-                two.x = __ldg(reinterpret_cast<const u32*>(from + k * inner));
+            if (kPairs == 2) two = __ldg(reinterpret_cast<const uint2*>(from + k * inner));
+            else two.x = __ldg(reinterpret_cast<const u32*>(from + k * inner));
         }
         raw[k][0] = two.x, raw[k][kPairs - 1] = kPairs == 2 ? two.y : two.x;
 #else
@@ -147,15 +144,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
             asm volatile(""
-                         : "+r"(raw[k][c * sizeof(Raw) / 4])
-                         : "r"(c ? codes_of[c - 1][0] : amax[0]));
+                : "+r"(raw[k][c * sizeof(Raw) / 4])
+                : "r"(c ? codes_of[c - 1][0] : amax[0]));
 #endif
         float v[kChunk];
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) v[k] = QUANT_VALUE(k, c);
 #if CODEC_SEARCH && QUANT_TILE_ROWS == 1
-        const Scale s = best_scale<1, 1, 1>(reinterpret_cast<const float (&)[1][kChunk]>(v), 0,
-                                            amax[c], tensor);
+        const Scale s = best_scale<1, 1, 1>(
+            reinterpret_cast<const float (&)[1][kChunk]>(v), 0, amax[c], tensor);
 #elif !CODEC_SEARCH
         const Scale s = block_scale(amax[c], tensor);
 #endif

@@ -8,16 +8,16 @@ constexpr int kThreads = 256, kCodeBytes = CODEC_BITS / 2;  // bytes of four cod
 
 #include "codec/decode.cuh"
 
-__device__ __forceinline__ float scale_value(u32 byte) {
+DEVICE float scale_value(u32 byte) {
 #if CODEC_UE4M3
-    return grid_value(byte, 8, CODEC_SCALE_MANTISSA, CODEC_SCALE_MIN_EXPONENT, CODEC_SCALE_MAX_CODE,
-                      false);
+    return grid_value(
+        byte, 8, CODEC_SCALE_MANTISSA, CODEC_SCALE_MIN_EXPONENT, CODEC_SCALE_MAX_CODE, false);
 #else
     return byte == 255u ? nan_value() : __uint_as_float(byte == 0 ? 0x400000u : byte << 23);
 #endif
 }
 
-__device__ __forceinline__ float decode(u32 code, float scale, float tensor_scale) {
+DEVICE float decode(u32 code, float scale, float tensor_scale) {
     const float value = __fmul_rn(element_value(code), scale);
     return CODEC_UE4M3 ? __fmul_rn(value, tensor_scale) : value;
 }
@@ -26,8 +26,7 @@ constexpr u32 kCode = (1u << CODEC_BITS) - 1;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     dequantize_rows(const u8* __restrict__ codes, const u8* __restrict__ scales,
-                    const float* __restrict__ tensor_scale, float* __restrict__ values, i64 rows,
-                    i64 length) {
+        const float* __restrict__ tensor_scale, float* __restrict__ values, i64 rows, i64 length) {
     const i64 tiles = (length + CODEC_BLOCK - 1) / CODEC_BLOCK, per_row = tiles * (CODEC_BLOCK / 4);
     const i64 four = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (four >= rows * per_row) return;
@@ -58,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     dequantize_columns(const u8* __restrict__ codes, const u8* __restrict__ scales,
-                       const float* __restrict__ tensor_scale, float* __restrict__ values,
-                       i64 outer, i64 length, i64 inner) {
+        const float* __restrict__ tensor_scale, float* __restrict__ values, i64 outer, i64 length,
+        i64 inner) {
     const i64 tiles = (length + CODEC_BLOCK - 1) / CODEC_BLOCK, fours = tiles * (CODEC_BLOCK / 4);
     const i64 groups = (inner + 3) / 4;
     const i64 index = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;

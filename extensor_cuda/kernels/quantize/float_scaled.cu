@@ -25,30 +25,29 @@ struct Sizes {
 };
 
 // The memory offset of an element of an array, or of a block.
-__device__ __forceinline__ u32 offset(const Sizes& all, u32 o, u32 r, u32 i, u32 c) {
+DEVICE u32 offset(const Sizes& all, u32 o, u32 r, u32 i, u32 c) {
     return QUANT_CONTIGUOUS_AXIS == 2 ? (c * all.outer + o) * all.rows + r
                                       : ((o * all.rows + r) * all.columns + c) * all.inner + i;
 }
 
-__device__ __forceinline__ u32 block_of(const Sizes& grid, const Sizes& each, u32 o, u32 r, u32 i,
-                                        u32 c) {
+DEVICE u32 block_of(const Sizes& grid, const Sizes& each, u32 o, u32 r, u32 i, u32 c) {
     return offset(grid, o / each.outer, r / each.rows, i / each.inner, c / each.columns);
 }
 
-__device__ __forceinline__ void take(Most& held, float v) {
+DEVICE void take(Most& held, float v) {
     const u32 magnitude = bits_of(v) & kMagnitude;
     const bool nan = magnitude > kExponent, negative = bits_of(v) & kSign;
     join(held,
-         {!CODEC_ZERO_POINTS || nan || !negative ? magnitude : 0, nan || negative ? magnitude : 0});
+        {!CODEC_ZERO_POINTS || nan || !negative ? magnitude : 0, nan || negative ? magnitude : 0});
 }
 
-__device__ __forceinline__ void store(Most* most, u32 block, const Most& held) {
+DEVICE void store(Most* most, u32 block, const Most& held) {
     raise(&most[block].high, held.high);
     if (CODEC_ZERO_POINTS) raise(&most[block].low, held.low);
 }
 
 // Loads contiguous values, zeros beyond the end.
-__device__ __forceinline__ void load(const Raw* x, u32 at, u32 left, float (&v)[4]) {
+DEVICE void load(const Raw* x, u32 at, u32 left, float (&v)[4]) {
 #if QUANT_WHOLE
     load_four(x + at, v);
 #else
@@ -61,8 +60,8 @@ __device__ __forceinline__ void load(const Raw* x, u32 at, u32 left, float (&v)[
 // and up to kDeep along columns that are not contiguous.
 extern "C" __global__ void __launch_bounds__(kThreads)
     extremes(const Raw* __restrict__ x, Most* __restrict__ most, u32 outer, u32 rows, u32 inner,
-             u32 columns, u32 outer_each, u32 rows_each, u32 inner_each, u32 columns_each,
-             u32 outer_grid, u32 rows_grid, u32 inner_grid, u32 columns_grid) {
+        u32 columns, u32 outer_each, u32 rows_each, u32 inner_each, u32 columns_each,
+        u32 outer_grid, u32 rows_grid, u32 inner_grid, u32 columns_grid) {
     const Sizes all = {outer, rows, inner, columns},
                 each = {outer_each, rows_each, inner_each, columns_each};
     const Sizes grid = {outer_grid, rows_grid, inner_grid, columns_grid};
@@ -94,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #if QUANT_ALIGNED_BLOCKS
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const Most other = {__shfl_xor_sync(~0u, held.high, step),
-                            __shfl_xor_sync(~0u, held.low, step)};
+        const Most other = {
+            __shfl_xor_sync(~0u, held.high, step), __shfl_xor_sync(~0u, held.low, step)};
         if (__shfl_xor_sync(~0u, block, step) == block) join(held, other);
     }
     const u32 lanes =
@@ -115,9 +114,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (u32 c = start; c < end; ++c) {
         float v[4];
         load(x,
-             QUANT_CONTIGUOUS_AXIS == 2 ? offset(all, o, first, 0, c)
-                                        : offset(all, o, row, first, c),
-             fast - first, v);
+            QUANT_CONTIGUOUS_AXIS == 2 ? offset(all, o, first, 0, c)
+                                       : offset(all, o, row, first, c),
+            fast - first, v);
 #pragma unroll
         for (int k = 0; k < 4; ++k) take(held[k], v[k]);
         if (c + 1 < end && (c + 1) % columns_each) continue;
@@ -148,13 +147,13 @@ struct Place {
     bool there;
 };
 
-__device__ __forceinline__ Place place_of(u32 t, const Sizes& all, u32 bytes) {
+DEVICE Place place_of(u32 t, const Sizes& all, u32 bytes) {
     if (QUANT_CONTIGUOUS_AXIS == 2)
         return {t / all.rows % all.outer, t % all.rows, 0, t / all.rows / all.outer,
-                t / all.rows / all.outer < bytes};
+            t / all.rows / all.outer < bytes};
     const u32 line = t / all.inner / bytes;
     return {line / all.rows, line % all.rows, t % all.inner, t / all.inner % bytes,
-            line / all.rows < all.outer};
+        line / all.rows < all.outer};
 }
 
 // The four coordinates of element h of byte k.
@@ -162,20 +161,19 @@ struct Element {
     u32 o, r, i, c;
 };
 
-__device__ __forceinline__ Element element_of(const Place& place, int k, int h) {
+DEVICE Element element_of(const Place& place, int k, int h) {
     return {place.o, place.r + (QUANT_CONTIGUOUS_AXIS == 2 ? k : 0),
-            place.i + (QUANT_CONTIGUOUS_AXIS == 1 ? k : 0),
-            (place.byte + (QUANT_CONTIGUOUS_AXIS == 0 ? k : 0)) * kPer + h};
+        place.i + (QUANT_CONTIGUOUS_AXIS == 1 ? k : 0),
+        (place.byte + (QUANT_CONTIGUOUS_AXIS == 0 ? k : 0)) * kPer + h};
 }
 
 // Quantizes x with its blocks' extremes to packed codes, scales and zero points; counters in pairs.
 extern "C" __global__ void __launch_bounds__(kThreads)
     codes(const Raw* __restrict__ x, const Most* __restrict__ most, u8* __restrict__ out,
-          Stored* __restrict__ scales, signed char* __restrict__ zeros, u64* __restrict__ counters,
-          const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1, u32 bytes,
-          u32 outer, u32 rows, u32 inner, u32 columns, u32 outer_each, u32 rows_each,
-          u32 inner_each, u32 columns_each, u32 outer_grid, u32 rows_grid, u32 inner_grid,
-          u32 columns_grid) {
+        Stored* __restrict__ scales, signed char* __restrict__ zeros, u64* __restrict__ counters,
+        const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1, u32 bytes,
+        u32 outer, u32 rows, u32 inner, u32 columns, u32 outer_each, u32 rows_each, u32 inner_each,
+        u32 columns_each, u32 outer_grid, u32 rows_grid, u32 inner_grid, u32 columns_grid) {
     const Sizes all = {outer, rows, inner, columns},
                 each = {outer_each, rows_each, inner_each, columns_each};
     const Sizes grid = {outer_grid, rows_grid, inner_grid, columns_grid};
@@ -220,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 if (mine != block) s = block_scale(most[mine]);
                 block = mine;
                 at = ((e.o % outer_each * rows_each + e.r % rows_each) * inner_each +
-                      e.i % inner_each) *
+                         e.i % inner_each) *
                          columns_each +
                      e.c % columns_each;
             }
@@ -255,9 +253,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 // Dequantizes packed codes and scales to float32.
 extern "C" __global__ void __launch_bounds__(kThreads)
     values(const u8* __restrict__ in, const Stored* __restrict__ scales,
-           const signed char* __restrict__ zeros, float* __restrict__ out, u32 bytes, u32 outer,
-           u32 rows, u32 inner, u32 columns, u32 outer_each, u32 rows_each, u32 inner_each,
-           u32 columns_each, u32 outer_grid, u32 rows_grid, u32 inner_grid, u32 columns_grid) {
+        const signed char* __restrict__ zeros, float* __restrict__ out, u32 bytes, u32 outer,
+        u32 rows, u32 inner, u32 columns, u32 outer_each, u32 rows_each, u32 inner_each,
+        u32 columns_each, u32 outer_grid, u32 rows_grid, u32 inner_grid, u32 columns_grid) {
     const Sizes all = {outer, rows, inner, columns},
                 each = {outer_each, rows_each, inner_each, columns_each};
     const Sizes grid = {outer_grid, rows_grid, inner_grid, columns_grid};
@@ -283,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #endif
         const int zero = CODEC_ZERO_POINTS ? zeros[block] : 0;
         v[n] = decoded(packed >> (n / kPer * 8 + n % kPer * CODEC_BITS) & ((1u << CODEC_BITS) - 1),
-                       scale, zero);
+            scale, zero);
     }
 #if QUANT_WHOLE
 #pragma unroll

@@ -21,15 +21,15 @@ struct Place {
     i64 row, column;  // the warp's first, the lane's first
 };
 
-__device__ __forceinline__ Place place_of(i64 columns) {
+DEVICE Place place_of(i64 columns) {
     const i64 across = (columns + kSide - 1) / kSide;
     return {blockIdx.x / across * kSide + threadIdx.x / 32 * kChunk,
-            blockIdx.x % across * kSide + threadIdx.x % 32 * kLane};
+        blockIdx.x % across * kSide + threadIdx.x % 32 * kLane};
 }
 
 // Loads four neighbours of the warp's row k.
-__device__ __forceinline__ void load_four(u32 (&raw)[sizeof(Raw)], const Raw* x, const Place& at,
-                                          int k, i64 rows, i64 columns) {
+DEVICE void load_four(
+    u32 (&raw)[sizeof(Raw)], const Raw* x, const Place& at, int k, i64 rows, i64 columns) {
     const bool there = at.row + k < rows && at.column < columns;
     const Raw* from = x + (at.row + k) * columns + at.column;
 #if CODEC_IN == 0
@@ -41,14 +41,12 @@ __device__ __forceinline__ void load_four(u32 (&raw)[sizeof(Raw)], const Raw* x,
 #endif
 }
 
-__device__ __forceinline__ void column_of(const u32 (&raw)[kChunk][sizeof(Raw)], int c,
-                                          float (&v)[kChunk]) {
+DEVICE void column_of(const u32 (&raw)[kChunk][sizeof(Raw)], int c, float (&v)[kChunk]) {
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) v[k] = element(raw[k], c);
 }
 
-__device__ __forceinline__ void column_maxima(const u32 (&raw)[kChunk][sizeof(Raw)],
-                                              u32 (&most)[kLane]) {
+DEVICE void column_maxima(const u32 (&raw)[kChunk][sizeof(Raw)], u32 (&most)[kLane]) {
 #pragma unroll
     for (int c = 0; c < kLane; ++c) {
         float v[kChunk];
@@ -84,15 +82,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads,
-                                             CODEC_IN && !CODEC_STOCHASTIC && !QUANT_SQUARE_TILES &&
-                                                     (QUANT_TRANSPOSED || QUANT_AMAX_GIVEN != 2)
-                                                 ? 3
-                                                 : 1)
+extern "C" __global__ void __launch_bounds__(
+    kThreads, CODEC_IN && !CODEC_STOCHASTIC && !QUANT_SQUARE_TILES &&
+                      (QUANT_TRANSPOSED || QUANT_AMAX_GIVEN != 2)
+                  ? 3
+                  : 1)
     quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __restrict__ scales,
-                    const u32* __restrict__ most, u64* __restrict__ counters,
-                    const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1,
-                    i64 rows, i64 columns, i64 pitch) {
+        const u32* __restrict__ most, u64* __restrict__ counters, const u32* __restrict__ clock,
+        u32 key0, u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 pitch) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Place at = place_of(columns);
@@ -149,12 +146,12 @@ extern "C" __global__ void __launch_bounds__(kThreads,
                               ? 0
                               : (QUANT_AMAX_GIVEN ? 0 : row / QUANT_BLOCK_ROWS) * across +
                                     (QUANT_SQUARE_TILES ? left / kSide : left + c);
-        const u32 inside = first + (QUANT_SQUARE_TILES      ? (left + c) % kSide * QUANT_BLOCK_ROWS
-                                    : QUANT_AMAX_GIVEN == 2 ? (left + c) * high
-                                                            : 0);
+        const u32 inside = first + (QUANT_SQUARE_TILES ? (left + c) % kSide * QUANT_BLOCK_ROWS
+                                       : QUANT_AMAX_GIVEN == 2 ? (left + c) * high
+                                                               : 0);
         const Tensor tensor = {1, 1, 0, 1};
-        encode(v, s, is_far(most_of_block, s), tensor, block, inside / kChunk, stream, packed,
-               tally);
+        encode(
+            v, s, is_far(most_of_block, s), tensor, block, inside / kChunk, stream, packed, tally);
         if (there && inside == 0) scales[block] = static_cast<Stored>(s.stored);
 #if QUANT_TRANSPOSED
         transposed[lane * kLane + c][warp ^ lane % 8] =
@@ -170,10 +167,10 @@ extern "C" __global__ void __launch_bounds__(kThreads,
     const i64 from = at.column - lane * kLane, top = at.row - warp * kChunk;
 #pragma unroll
     for (int i = 0; i < kSide * kWarps / kThreads; ++i) {
-        const int column = (i * kThreads + threadIdx.x) / kWarps, piece = threadIdx.x % kWarps;
-        if (from + column < columns && top + piece * kChunk < pitch)
-            *reinterpret_cast<uint4*>(codes + (from + column) * pitch + top + piece * kChunk) =
-                transposed[column][piece ^ column / kLane % 8];
+        const int column = (i * kThreads + threadIdx.x) / kWarps, chunk = threadIdx.x % kWarps;
+        if (from + column < columns && top + chunk * kChunk < pitch)
+            *reinterpret_cast<uint4*>(codes + (from + column) * pitch + top + chunk * kChunk) =
+                transposed[column][chunk ^ column / kLane % 8];
     }
 #else
     // Code bytes hold one row, or two; those of the lane's columns are neighbours.

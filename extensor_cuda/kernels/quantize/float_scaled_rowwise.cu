@@ -17,7 +17,7 @@
 
 constexpr int kRawWords = sizeof(Raw) * kChunk / 4, kWarps = kThreads / 32;
 
-__device__ __forceinline__ void load_chunk(u32 (&raw)[kRawWords], const Raw* from, bool there) {
+DEVICE void load_chunk(u32 (&raw)[kRawWords], const Raw* from, bool there) {
 #pragma unroll
     for (int v = 0; v < kRawWords / 4; ++v) {
         const uint4 four =
@@ -27,21 +27,20 @@ __device__ __forceinline__ void load_chunk(u32 (&raw)[kRawWords], const Raw* fro
     }
 }
 
-__device__ __forceinline__ void widen_chunk(const u32 (&raw)[kRawWords], float (&v)[kChunk]) {
+DEVICE void widen_chunk(const u32 (&raw)[kRawWords], float (&v)[kChunk]) {
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) v[k] = element(raw, k);
 }
 
-__device__ __forceinline__ Most most_of_raw(const u32 (&raw)[kRawWords]) {
+DEVICE Most most_of_raw(const u32 (&raw)[kRawWords]) {
     float v[kChunk];
     widen_chunk(raw, v);
     return most_of(v);
 }
 
 // Encodes a chunk and stores its codes.
-__device__ __forceinline__ void store_chunk(const u32 (&raw)[kRawWords], const Scale& s, bool far,
-                                            u32 block, u32 part, const Stream& stream, u8* codes,
-                                            i64 chunk, Tally& tally) {
+DEVICE void store_chunk(const u32 (&raw)[kRawWords], const Scale& s, bool far, u32 block, u32 part,
+    const Stream& stream, u8* codes, i64 chunk, Tally& tally) {
     float v[kChunk];
     widen_chunk(raw, v);
     u32 packed[kWords];
@@ -50,8 +49,7 @@ __device__ __forceinline__ void store_chunk(const u32 (&raw)[kRawWords], const S
     store_words(reinterpret_cast<u32*>(codes) + chunk * kWords, packed);
 }
 
-__device__ __forceinline__ void store_scale(const Scale& s, Stored* scales, signed char* zeros,
-                                            u32 block) {
+DEVICE void store_scale(const Scale& s, Stored* scales, signed char* zeros, u32 block) {
     scales[block] = static_cast<Stored>(s.stored);
     if (CODEC_ZERO_POINTS) zeros[block] = static_cast<signed char>(s.zero);
 }
@@ -65,9 +63,8 @@ __device__ __forceinline__ void store_scale(const Scale& s, Stored* scales, sign
 #if QUANT_PATH == 1
 // Arrays of (outer, rows, wide * across) chunks in blocks of (1, tile_rows, wide). Last blocks may
 // be smaller.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    quantize_blocks(QUANT_PARAMETERS, u32 rows, u32 columns, u32 tile_rows, u32 wide, u32 down,
-                    u32 across) {
+extern "C" __global__ void __launch_bounds__(kThreads) quantize_blocks(
+    QUANT_PARAMETERS, u32 rows, u32 columns, u32 tile_rows, u32 wide, u32 down, u32 across) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
     const u32 block = blockIdx.x, left = block % across * wide,
               top = block / across % down * tile_rows;
@@ -117,8 +114,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 #else
 // Loads this thread's chunks, kThreads apart, of `chunks` in all.
-__device__ __forceinline__ void load_chunks(u32 (&raw)[QUANT_KEPT_CHUNKS][kRawWords], const Raw* x,
-                                            i64 first, i64 chunks) {
+DEVICE void load_chunks(
+    u32 (&raw)[QUANT_KEPT_CHUNKS][kRawWords], const Raw* x, i64 first, i64 chunks) {
 #pragma unroll
     for (int i = 0; i < QUANT_KEPT_CHUNKS; ++i)
         load_chunk(raw[i], x + (first + i * kThreads) * kChunk, first + i * kThreads < chunks);

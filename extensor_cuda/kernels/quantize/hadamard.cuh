@@ -11,7 +11,7 @@ struct Signs {
 };
 
 // The strides within a chunk. `place`: the chunk's index within its transform.
-__device__ __forceinline__ void hadamard_chunk(float (&v)[kChunk], const Signs& signs, u32 place) {
+DEVICE void hadamard_chunk(float (&v)[kChunk], const Signs& signs, u32 place) {
     const u32 word = place < 2   ? signs.words[0]
                      : place < 4 ? signs.words[1]
                      : place < 6 ? signs.words[2]
@@ -31,17 +31,17 @@ __device__ __forceinline__ void hadamard_chunk(float (&v)[kChunk], const Signs& 
     }
 }
 
-__device__ __forceinline__ float butterfly(float mine, float other, bool high) {
+DEVICE float butterfly(float mine, float other, bool high) {
     return high ? __fsub_rn(other, mine) : __fadd_rn(mine, other);
 }
 
-__device__ __forceinline__ void shrink(float (&v)[kChunk]) {
+DEVICE void shrink(float (&v)[kChunk]) {
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) v[k] = __fmul_rn(v[k], CODEC_HADAMARD_FACTOR);
 }
 
 // A whole transform of chunks in neighbouring lanes.
-__device__ __forceinline__ void hadamard_lanes(float (&v)[kChunk], const Signs& signs, u32 place) {
+DEVICE void hadamard_lanes(float (&v)[kChunk], const Signs& signs, u32 place) {
     hadamard_chunk(v, signs, place);
 #pragma unroll
     for (int lane = 1; lane < kHadamardChunks; lane *= 2) {
@@ -53,8 +53,7 @@ __device__ __forceinline__ void hadamard_lanes(float (&v)[kChunk], const Signs& 
 }
 
 // A whole transform of chunks in neighbouring warps, exchanged through shared memory.
-__device__ __forceinline__ void hadamard_warps(float (&v)[kChunk], const Signs& signs, int warp,
-                                               int lane) {
+DEVICE void hadamard_warps(float (&v)[kChunk], const Signs& signs, int warp, int lane) {
     const u32 place = static_cast<u32>(warp) % kHadamardChunks;
     hadamard_chunk(v, signs, place);
 #if CODEC_HADAMARD > 16

@@ -25,7 +25,7 @@ struct Norm {
     float eps;
 };
 
-__device__ __forceinline__ float given(const u32* words, int k) {
+DEVICE float given(const u32* words, int k) {
 #if QUANT_NORM_IN == 0
     return float_of(words[k]);
 #else
@@ -34,22 +34,21 @@ __device__ __forceinline__ float given(const u32* words, int k) {
 }
 
 // Loads 16 bytes of the tile, zeros beyond the matrix.
-__device__ __forceinline__ void load_vector(u32* words, const NormInput* from, bool inside) {
+DEVICE void load_vector(u32* words, const NormInput* from, bool inside) {
     uint4 four = {0, 0, 0, 0};
     if (QUANT_WHOLE || inside) four = *reinterpret_cast<const uint4*>(from);
     words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
 }
 
 // Loads a chunk of the tile, zeros beyond the matrix. `real`: columns from its first one on.
-__device__ __forceinline__ void load_chunk(u32 (&words)[kInputWords], const NormInput* from,
-                                           i64 real) {
+DEVICE void load_chunk(u32 (&words)[kInputWords], const NormInput* from, i64 real) {
 #pragma unroll
     for (int v = 0; v < kInputWords / 4; ++v)
         load_vector(words + 4 * v, from + v * kInputVector, v * kInputVector < real);
 }
 
-__device__ __forceinline__ void load_factors(const Norm& p, float (&weight)[kChunk],
-                                             float (&bias)[kChunk], i64 start, i64 real) {
+DEVICE void load_factors(
+    const Norm& p, float (&weight)[kChunk], float (&bias)[kChunk], i64 start, i64 real) {
 #pragma unroll
     for (int k = 0; k < kChunk; k += 4) {
         float4 w = {0, 0, 0, 0}, b = {0, 0, 0, 0};
@@ -63,9 +62,8 @@ __device__ __forceinline__ void load_factors(const Norm& p, float (&weight)[kChu
 }
 
 // Normalizes a chunk of a row, of which `real` values are inside the matrix.
-__device__ __forceinline__ void normalize(u32 (&raw)[kChunk / 2], const u32 (&words)[kInputWords],
-                                          float middle, float factor, const float (&weight)[kChunk],
-                                          const float (&bias)[kChunk], i64 real) {
+DEVICE void normalize(u32 (&raw)[kChunk / 2], const u32 (&words)[kInputWords], float middle,
+    float factor, const float (&weight)[kChunk], const float (&bias)[kChunk], i64 real) {
 #pragma unroll
     for (int k = 0; k < kChunk; k += 2) {
         float y[2];
@@ -89,15 +87,13 @@ struct Tiles {
     i64 left;             // the block's first column
     int from, step, count;
 
-    __device__ __forceinline__ i64 top(int i) const {
-        return (from + static_cast<i64>(i) * step) * QUANT_CTA_ROWS;
-    }
-    __device__ __forceinline__ NormInput* tile(int i) const {
+    DEVICE i64 top(int i) const { return (from + static_cast<i64>(i) * step) * QUANT_CTA_ROWS; }
+    DEVICE NormInput* tile(int i) const {
         return stages + i % QUANT_STAGES * QUANT_CTA_ROWS * QUANT_CTA_COLUMNS;
     }
 
     // Called by one warp.
-    __device__ __forceinline__ void fill(int i) const {
+    DEVICE void fill(int i) const {
         const int wide =
             QUANT_WHOLE
                 ? QUANT_CTA_COLUMNS
@@ -111,13 +107,13 @@ struct Tiles {
         __syncwarp();
         for (int row = lane; row < tile_rows; row += 32)
             bulk_load(shared_address(tile(i) + row * QUANT_CTA_COLUMNS),
-                      static_cast<const NormInput*>(p.x) + (top(i) + row) * p.columns + left,
-                      wide * sizeof(NormInput), barrier);
+                static_cast<const NormInput*>(p.x) + (top(i) + row) * p.columns + left,
+                wide * sizeof(NormInput), barrier);
     }
 
     // Called by each of kWarps warps; the last one refills the stage.
     template <int kWarps>
-    __device__ __forceinline__ void leave(int i) const {
+    DEVICE void leave(int i) const {
         if (i + QUANT_STAGES >= count) return;
         __threadfence_block();
         __syncwarp();
@@ -132,7 +128,7 @@ struct Tiles {
 // Reduces each lane's sums of kSums rows, so that lane l has the warp's sum of row l / (32 /
 // kSums). The order, lanes 16 apart first, does not depend on kSums.
 template <int kSums>
-__device__ __forceinline__ float over_warp(float (&sums)[kSums]) {
+DEVICE float over_warp(float (&sums)[kSums]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = kSums / 2, apart = 16; half; half /= 2, apart /= 2)

@@ -10,12 +10,10 @@ constexpr int kSlices = kSide / 32;  // warps that share a row of the block
 constexpr int kShare = 32 / kEach;   // lanes that hold the sum of one of a warp's rows
 constexpr int kTerms = (QUANT_GROUP * kSlices + 31) / 32 * 32;  // warp sums that make a row's
 
-__device__ __forceinline__ float of_row(float of_lanes, int e) {
-    return __shfl_sync(~0u, of_lanes, e * kShare);
-}
+DEVICE float of_row(float of_lanes, int e) { return __shfl_sync(~0u, of_lanes, e * kShare); }
 
 // Stores `*to = v` in block `rank` of the cluster and adds 4 bytes at its barrier.
-__device__ __forceinline__ void send(float* to, float v, u32 barrier, int rank) {
+DEVICE void send(float* to, float v, u32 barrier, int rank) {
     if (QUANT_GROUP == 1) {
         *to = v;  // `sent` completes it
         return;
@@ -30,10 +28,10 @@ __device__ __forceinline__ void send(float* to, float v, u32 barrier, int rank) 
 }
 // A block without a cluster waits for its threads, others wait for bytes.
 constexpr int kSent = sizeof(float) * QUANT_NORM * QUANT_CTA_ROWS * QUANT_GROUP * kSlices;
-__device__ __forceinline__ void sent(u32 barrier) {
+DEVICE void sent(u32 barrier) {
     if (QUANT_GROUP == 1) barrier_arrive(barrier);
 }
-__device__ __forceinline__ void expect_sums(u32 barrier) {
+DEVICE void expect_sums(u32 barrier) {
     if (QUANT_GROUP > 1) barrier_expect_bytes(barrier, kSent);
 }
 
@@ -41,8 +39,8 @@ typedef float Terms[QUANT_NORM][QUANT_CTA_ROWS]
                    [kTerms];  // per warp: squares about its mean; QUANT_NORM 2: and the mean
 
 // Sends the sums of a warp's rows, from `row` on, to all blocks.
-__device__ __forceinline__ void send_sums(const NormInput* mine, i64 real, float width,
-                                          Terms& terms, u32 barrier, int row, int term) {
+DEVICE void send_sums(
+    const NormInput* mine, i64 real, float width, Terms& terms, u32 barrier, int row, int term) {
     const int lane = threadIdx.x % 32;
     float sums[kEach], mean = 0;
     u32 words[kInputWords];
@@ -79,15 +77,15 @@ __device__ __forceinline__ void send_sums(const NormInput* mine, i64 real, float
 }
 
 // How many columns a warp's term covers.
-__device__ __forceinline__ float width_of(int term, i64 columns) {
+DEVICE float width_of(int term, i64 columns) {
     return QUANT_WHOLE ? 512.0f
                        : static_cast<float>(min(static_cast<i64>(512),
-                                                max(columns - term * 512, static_cast<i64>(0))));
+                             max(columns - term * 512, static_cast<i64>(0))));
 }
 
 // Lane l gets the sum over all terms of row l / kShare.
 template <class Of>
-__device__ __forceinline__ float over_terms(Of of) {
+DEVICE float over_terms(Of of) {
     const int lane = threadIdx.x % 32;
     float sums[kEach];
 #pragma unroll
@@ -143,7 +141,7 @@ extern "C" __global__ void QUANT_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
     const auto sum = [&](int i) {
         barrier_wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
         send_sums(own.tile(i) + first * QUANT_CTA_COLUMNS + side * kChunk, real, width,
-                  terms[i % 2], summed + 8 * (i % 2), first, term);
+            terms[i % 2], summed + 8 * (i % 2), first, term);
     };
     float weight[kChunk], bias[kChunk];
     load_factors(p, weight, bias, start, real);
@@ -156,17 +154,16 @@ extern "C" __global__ void QUANT_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
         float mean = 0;
 #if QUANT_NORM == 2
         mean = __fdiv_rn(over_terms([&](int e, int of) {
-                             return __fmul_rn(t[QUANT_NORM - 1][first + e][of],
-                                              width_of(of, p.columns));
-                         }),
-                         length);
+            return __fmul_rn(t[QUANT_NORM - 1][first + e][of], width_of(of, p.columns));
+        }),
+            length);
         float middles[kEach];
 #pragma unroll
         for (int e = 0; e < kEach; ++e) middles[e] = of_row(mean, e);
         const float square = over_terms([&](int e, int of) {
             const float apart = __fsub_rn(t[QUANT_NORM - 1][first + e][of], middles[e]);
-            return __fadd_rn(t[0][first + e][of],
-                             __fmul_rn(__fmul_rn(apart, apart), width_of(of, p.columns)));
+            return __fadd_rn(
+                t[0][first + e][of], __fmul_rn(__fmul_rn(apart, apart), width_of(of, p.columns)));
         });
 #else
         const float square = over_terms([&](int e, int of) { return t[0][first + e][of]; });
@@ -190,7 +187,7 @@ extern "C" __global__ void QUANT_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
             load_chunk(words, row + side * kChunk, inside);
             normalize(raw, words, middle, factor, weight, bias, inside);
             encode_rowwise(raw, top + first + e, start, block + e * along, p.rows, p.columns,
-                           tensor, stream, p.codes[0], p.scales[0], nullptr, tally);
+                tensor, stream, p.codes[0], p.scales[0], nullptr, tally);
         }
         own.leave<kRowWarps>(i);
     }

@@ -13,14 +13,14 @@ constexpr bool kHeld = !QUANT_NORM_BIAS;  // whether weights and bias stay in re
 constexpr int kSummed = QUANT_CTA_ROWS / kColumnWarps, kShare = 32 / kSummed, kMostTerms = 32;
 static_assert(QUANT_CTA_COLUMNS * sizeof(NormInput) == 1024 && QUANT_CTA_ROWS == 32 &&
                   QUANT_GROUP <= kMostTerms,
-              "a lane has a row's terms");
+    "a lane has a row's terms");
 // When a tile's sums are posted, every block has read those of kPosts tiles before, and this block
 // has encoded the rows of kFound tiles before.
 constexpr int kPosts = 2 * QUANT_NORM_LEAD + 2, kFound = QUANT_NORM_LEAD + 1;
 
 // `over_warp` of `of`(sum e, value). A lane has two vectors of a term, from `mine` on.
 template <class Of>
-__device__ __forceinline__ float over_columns(const NormInput* mine, i64 real, Of of) {
+DEVICE float over_columns(const NormInput* mine, i64 real, Of of) {
     float sums[kSummed];
 #pragma unroll
     for (int e = 0; e < kSummed; ++e) {
@@ -38,11 +38,10 @@ __device__ __forceinline__ float over_columns(const NormInput* mine, i64 real, O
 }
 
 // How many columns a term covers.
-__device__ __forceinline__ float width_of(int term, i64 columns) {
+DEVICE float width_of(int term, i64 columns) {
     return QUANT_WHOLE ? QUANT_CTA_COLUMNS
-                       : static_cast<float>(
-                             min(static_cast<i64>(QUANT_CTA_COLUMNS),
-                                 max(columns - term * QUANT_CTA_COLUMNS, static_cast<i64>(0))));
+                       : static_cast<float>(min(static_cast<i64>(QUANT_CTA_COLUMNS),
+                             max(columns - term * QUANT_CTA_COLUMNS, static_cast<i64>(0))));
 }
 
 typedef u64 Posts[QUANT_NORM][QUANT_GROUP]
@@ -50,17 +49,14 @@ typedef u64 Posts[QUANT_NORM][QUANT_GROUP]
                                     // QUANT_NORM 2: and the mean
 
 // Posts a warp's sums to `to`; `from`: the lane's first columns, of term `term`.
-__device__ __forceinline__ void post_sums(const NormInput* from, i64 real, int term, i64 columns,
-                                          u64* to, u32 tile) {
+DEVICE void post_sums(const NormInput* from, i64 real, int term, i64 columns, u64* to, u32 tile) {
     const int lane = threadIdx.x % 32;
     const auto post_all = [&](int n, float v) {
         u64 *const mine = to + n * QUANT_GROUP * QUANT_CTA_ROWS + lane / kShare,
                    it = static_cast<u64>(tile) << 32 | __float_as_uint(v);
         if (lane % kShare) return;
-        if (QUANT_GROUP > 1)
-            store_relaxed(mine, it);
-        else
-            *mine = it;
+        if (QUANT_GROUP > 1) store_relaxed(mine, it);
+        else *mine = it;
     };
 #if QUANT_NORM == 2
     const float width = width_of(term, columns);
@@ -72,22 +68,20 @@ __device__ __forceinline__ void post_sums(const NormInput* from, i64 real, int t
     for (int e = 0; e < kSummed; ++e) middles[e] = __shfl_sync(~0u, mean, e * kShare);
     post_all(1, mean);
     post_all(0, over_columns(from, real, [&](float sum, float v, int e, bool inside) {
-                 v = inside ? __fsub_rn(v, middles[e]) : 0.0f;
-                 return __fmaf_rn(v, v, sum);
-             }));
+        v = inside ? __fsub_rn(v, middles[e]) : 0.0f;
+        return __fmaf_rn(v, v, sum);
+    }));
 #else
     post_all(0, over_columns(from, real,
-                             [](float sum, float v, int, bool) { return __fmaf_rn(v, v, sum); }));
+                    [](float sum, float v, int, bool) { return __fmaf_rn(v, v, sum); }));
 #endif
 }
 
 // A block without a group keeps its sums to itself and waits at a barrier.
-__device__ __forceinline__ u64 load_post(const u64* from) {
-    return QUANT_GROUP > 1 ? load_relaxed(from) : *from;
-}
+DEVICE u64 load_post(const u64* from) { return QUANT_GROUP > 1 ? load_relaxed(from) : *from; }
 
 // Reads a row's terms of a tile, once all are posted.
-__device__ __forceinline__ void await_terms(float (&terms)[kMostTerms], const u64* from, u32 tile) {
+DEVICE void await_terms(float (&terms)[kMostTerms], const u64* from, u32 tile) {
     for (;;) {
         bool there = true;
 #pragma unroll
@@ -103,7 +97,7 @@ __device__ __forceinline__ void await_terms(float (&terms)[kMostTerms], const u6
 
 // The order is the same for all rows of a length.
 template <int kHalf = kMostTerms / 2>
-__device__ __forceinline__ float sum_of(float (&terms)[kMostTerms]) {
+DEVICE float sum_of(float (&terms)[kMostTerms]) {
 #pragma unroll
     for (int t = 0; t < kHalf; ++t) terms[t] = __fadd_rn(terms[t], terms[t + kHalf]);
     if constexpr (kHalf > 1) return sum_of<kHalf / 2>(terms);
@@ -152,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < count; ++i) {
             const auto& here = posts[i % kPosts];
             barrier_wait(sent + 8 * (i % kPosts),
-                         i / kPosts % 2);  // the tile is overwritten once its sums are handed over
+                i / kPosts % 2);  // the tile is overwritten once its sums are handed over
             float terms[kMostTerms], mean = 0;
 #if QUANT_NORM == 2
             await_terms(terms, &here[1][0][lane], i + 1);
@@ -187,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int row = (warp - kRowWarps) * kSummed, at = lane * kInputVector;
         barrier_wait(ready + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
         post_sums(own.tile(i) + row * QUANT_CTA_COLUMNS + at, p.columns - left - at, rank,
-                  p.columns, &posts[i % kPosts][0][rank][row], i + 1);
+            p.columns, &posts[i % kPosts][0][rank][row], i + 1);
         barrier_arrive(sent + 8 * (i % kPosts));
     };
     const Tensor tensor = {1, 1, 0, 1};
@@ -204,8 +198,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             barrier_wait(coded + 8 * (i % QUANT_STAGES), i / QUANT_STAGES % 2);
             if (item < kItems)
                 encode_columnwise<kPitch>(reinterpret_cast<const Raw*>(own.tile(i)), item,
-                                          own.top(i), left, p.rows, p.columns, tensor, stream,
-                                          p.codes[1], p.scales[1], nullptr, tally);
+                    own.top(i), left, p.rows, p.columns, tensor, stream, p.codes[1], p.scales[1],
+                    nullptr, tally);
             own.leave<kColumnWarps>(i);
         }
         add_counts(tally, p.counters + 2 * kSlots);
@@ -235,10 +229,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             to[0] = uint4{raw[0], raw[1], raw[2], raw[3]},
             to[1] = uint4{raw[4], raw[5], raw[6], raw[7]};
             encode_rowwise(raw, top + first + e, start, block + e * along, p.rows, p.columns,
-                           tensor, stream, p.codes[0], p.scales[0], nullptr, tally);
+                tensor, stream, p.codes[0], p.scales[0], nullptr, tally);
         }
         asm volatile("fence.proxy.async.shared::cta;" ::
-                         : "memory");  // orders the stores before the copy that overwrites them
+                : "memory");  // orders the stores before the copy that overwrites them
         barrier_arrive(coded + 8 * (i % QUANT_STAGES));
     }
     add_counts(tally, p.counters);

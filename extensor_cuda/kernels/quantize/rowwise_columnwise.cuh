@@ -4,15 +4,12 @@
 
 constexpr int kChunkVectors = kChunk / kPerVector;
 
-__device__ __forceinline__ i64 tiles_along(i64 columns) {
-    return (columns + CODEC_BLOCK - 1) / CODEC_BLOCK;
-}
+DEVICE i64 tiles_along(i64 columns) { return (columns + CODEC_BLOCK - 1) / CODEC_BLOCK; }
 
 // Encodes a chunk of a row, of block `block`, shared with neighbouring lanes.
-__device__ __forceinline__ void encode_rowwise(u32 (&raw)[sizeof(Raw) * kChunk / 4], i64 row,
-                                               i64 start, i64 block, i64 rows, i64 columns,
-                                               const Tensor& tensor, const Stream& stream,
-                                               u8* codes, u8* scales, float* values, Tally& tally) {
+DEVICE void encode_rowwise(u32 (&raw)[sizeof(Raw) * kChunk / 4], i64 row, i64 start, i64 block,
+    i64 rows, i64 columns, const Tensor& tensor, const Stream& stream, u8* codes, u8* scales,
+    float* values, Tally& tally) {
     const u32 part = static_cast<u32>(start / kChunk) % kParts;
     u32 codes_of[kWords];
     Chunk unpacked;
@@ -45,10 +42,9 @@ constexpr int kAcross = QUANT_CTA_ROWS / kChunk;  // chunks down a tile
 // Encodes 16 rows of QUANT_THREAD_COLUMNS columns of a tile with rows kPitch values apart, at (top,
 // left) of the matrix.
 template <int kPitch>
-__device__ __forceinline__ void encode_columnwise(const Raw* tile, int thread, i64 top, i64 left,
-                                                  i64 rows, i64 columns, const Tensor& tensor,
-                                                  const Stream& stream, u8* codes, u8* scales,
-                                                  float* values, Tally& tally) {
+DEVICE void encode_columnwise(const Raw* tile, int thread, i64 top, i64 left, i64 rows, i64 columns,
+    const Tensor& tensor, const Stream& stream, u8* codes, u8* scales, float* values,
+    Tally& tally) {
     constexpr int kLanes =
         32 / kAcross;  // neighbouring lanes; a column's chunks are this far apart
     const int below = thread % 32 / kLanes, group = thread / 32 * kLanes + thread % kLanes;
@@ -102,7 +98,7 @@ __device__ __forceinline__ void encode_columnwise(const Raw* tile, int thread, i
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) v[k] = element(mine[k], c);
         encode(v, s[c], is_far(amax[c], s[c]), tensor, static_cast<u32>(block + c), part, stream,
-               codes_of[c], tally);
+            codes_of[c], tally);
 #if CODEC_OUT == 1
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) decoded[k][c] = v[k];
@@ -130,10 +126,8 @@ __device__ __forceinline__ void encode_columnwise(const Raw* tile, int thread, i
         u32 four = 0;
 #pragma unroll
         for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c) four |= s[c].stored << (8 * c);
-        if (QUANT_THREAD_COLUMNS == 4)
-            *reinterpret_cast<u32*>(scales + block) = four;
-        else
-            *reinterpret_cast<u16*>(scales + block) = static_cast<u16>(four);
+        if (QUANT_THREAD_COLUMNS == 4) *reinterpret_cast<u32*>(scales + block) = four;
+        else *reinterpret_cast<u16*>(scales + block) = static_cast<u16>(four);
 #else
 #pragma unroll
         for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c)
@@ -160,11 +154,10 @@ constexpr int kPerRow = kWide / kChunk;         // chunks of a row
 // (CODEC_OUT 1). QUANT_WHOLE: rows and columns are multiples of a tile's, x is 16-byte aligned.
 extern "C" __global__ void __launch_bounds__(kThreads, QUANT_MIN_CTAS)
     quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict__ codes1,
-                  u8* __restrict__ scales0, u8* __restrict__ scales1, float* __restrict__ values0,
-                  float* __restrict__ values1, const Tensor* __restrict__ tensor_of,
-                  u64* __restrict__ counters, const u32* __restrict__ clock, u32 key00, u32 key01,
-                  u32 high00, u32 high01, u32 key10, u32 key11, u32 high10, u32 high11, i64 rows,
-                  i64 columns) {
+        u8* __restrict__ scales0, u8* __restrict__ scales1, float* __restrict__ values0,
+        float* __restrict__ values1, const Tensor* __restrict__ tensor_of,
+        u64* __restrict__ counters, const u32* __restrict__ clock, u32 key00, u32 key01, u32 high00,
+        u32 high01, u32 key10, u32 key11, u32 high10, u32 high11, i64 rows, i64 columns) {
     __shared__ __align__(16) Raw tile[QUANT_CTA_ROWS * kWide];
     const i64 across = (columns + kWide - 1) / kWide;
     const i64 top = blockIdx.x / across * QUANT_CTA_ROWS, left = blockIdx.x % across * kWide;
@@ -204,8 +197,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, QUANT_MIN_CTAS)
             reinterpret_cast<uint4*>(tile) + (item * kThreads + threadIdx.x) * kChunkVectors;
 #pragma unroll
         for (int v = 0; v < kChunkVectors; ++v)
-            to[v] = uint4{raw[item][4 * v], raw[item][4 * v + 1], raw[item][4 * v + 2],
-                          raw[item][4 * v + 3]};
+            to[v] = uint4{
+                raw[item][4 * v], raw[item][4 * v + 1], raw[item][4 * v + 2], raw[item][4 * v + 3]};
     }
     __syncthreads();
 
@@ -216,14 +209,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, QUANT_MIN_CTAS)
         const int chunk = item * kThreads + threadIdx.x;
         const i64 row = top + chunk / kPerRow, start = left + chunk % kPerRow * kChunk;
         encode_rowwise(raw[item], row, start, row * tiles_along(columns) + start / CODEC_BLOCK,
-                       rows, columns, tensor, stream, codes0, scales0, values0, tally);
+            rows, columns, tensor, stream, codes0, scales0, values0, tally);
     }
     add_counts(tally, counters);
 
     tally = Tally{0, 0};
     stream = stream_of(clock, key10, key11, high10, high11);
     encode_columnwise<kWide>(tile, threadIdx.x, top, left, rows, columns, tensor, stream, codes1,
-                             scales1, values1, tally);
+        scales1, values1, tally);
     add_counts(tally, counters + 2 * kSlots);
 }
 #endif

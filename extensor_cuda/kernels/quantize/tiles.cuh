@@ -8,10 +8,9 @@ constexpr int kWarps =
 // QUANT_WHOLE: length is a multiple of 16, x is 16-byte aligned.
 extern "C" __global__ void __launch_bounds__(kThreads, CODEC_SEARCH ? 2 : 1)
     quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
-                   float* __restrict__ values, const Tensor* __restrict__ tensor_of,
-                   u32* __restrict__ maximum, u64* __restrict__ counters,
-                   const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1,
-                   i64 images, i64 rows, i64 length) {
+        float* __restrict__ values, const Tensor* __restrict__ tensor_of, u32* __restrict__ maximum,
+        u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0,
+        u32 high1, i64 images, i64 rows, i64 length) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
     const i64 across = (length + CODEC_BLOCK - 1) / CODEC_BLOCK, strips = (across * kParts + 1) / 2;
     const i64 bands = (rows + QUANT_TILE_ROWS - 1) / QUANT_TILE_ROWS;

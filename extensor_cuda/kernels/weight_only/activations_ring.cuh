@@ -8,8 +8,7 @@ struct XFragment {
                          kWords = sizeof(Raw) / 2;
     uint4 words[kRows][kWords];
     // Loads from `from` on; zeros unless `there`.
-    __device__ __forceinline__ void fetch(const Raw* from, i64 columns, int first, int rows,
-                                          bool there) {
+    DEVICE void fetch(const Raw* from, i64 columns, int first, int rows, bool there) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
 #pragma unroll
@@ -21,7 +20,7 @@ struct XFragment {
             }
     }
     // Stores pairs of elements that are four apart.
-    __device__ __forceinline__ void put(u8* to, int first, int rows) const {
+    DEVICE void put(u8* to, int first, int rows) const {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             const int row = first + r * kProducerWarps;
@@ -30,7 +29,7 @@ struct XFragment {
             const uint4 w = words[r][0];
             *reinterpret_cast<uint4*>(to + row * kPitch) =
                 uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632),
-                      __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632)};
+                    __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632)};
 #else
             const uint4 a = words[r][0], b = words[r][kWords - 1];
             const u32 low[4] = {a.x, a.y, a.z, a.w}, high[4] = {b.x, b.y, b.z, b.w};

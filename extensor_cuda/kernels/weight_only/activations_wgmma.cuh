@@ -2,7 +2,7 @@
 // element order of decoded weights. Configured by that kernel's macros.
 
 // Copies a warp's chunk of x as it is stored, with zeros beyond K.
-__device__ __forceinline__ void fetch(u8* to, const Raw* x, const Problem& e, int chunk, int lane) {
+DEVICE void fetch(u8* to, const Raw* x, const Problem& e, int chunk, int lane) {
     constexpr int kUnits = kXRowBytes / 16, kUnitElements = 16 / sizeof(Raw),
                   kRowsAtOnce = kUnits < 32 ? 32 / kUnits : 1;
     for (int at = lane % kUnits; at < kUnits; at += 32) {
@@ -10,14 +10,14 @@ __device__ __forceinline__ void fetch(u8* to, const Raw* x, const Problem& e, in
         const bool there = k < e.columns;
         const Raw* from = x + static_cast<i64>(lane / kUnits) * e.columns + (there ? k : 0);
         for (int row = lane / kUnits; row < e.rows;
-             row += kRowsAtOnce, from += static_cast<i64>(kRowsAtOnce) * e.columns)
+            row += kRowsAtOnce, from += static_cast<i64>(kRowsAtOnce) * e.columns)
             cp_async<16>(to + row * kRawPitch + at * 16, from, there);
     }
 }
 
 // Reorders a chunk to match decoded weights: the first elements of four lanes' groups of eight are
 // neighbours.
-__device__ __forceinline__ void permute_chunk(u8* to, const u8* from, int rows, int lane) {
+DEVICE void permute_chunk(u8* to, const u8* from, int rows, int lane) {
     for (int u = lane; u < kTokens * 4 * WEIGHT_ONLY_SPLIT_K; u += 32) {
         const int token = u / (32 * WEIGHT_ONLY_SPLIT_K) * 8 + u % 8, j = u / 8 % 4,
                   segment = u / 32 % WEIGHT_ONLY_SPLIT_K;

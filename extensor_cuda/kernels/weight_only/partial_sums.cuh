@@ -1,31 +1,29 @@
 // Adds partial sums of split-K: those of warps in shared memory, those of thread blocks in global
 // memory. Macro: WEIGHT_ONLY_X_PARTS.
 
-__device__ __forceinline__ void add(float4& to, const float4& v) {
-    to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w;
-}
+DEVICE void add(float4& to, const float4& v) { to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w; }
 
 // A block's part of the result: `below` output features from `feature0` on.
 struct OutputRange {
     int feature0, below, out_features;
     float factor;
     void* out;
-    __device__ __forceinline__ i64 pitch() const { return (out_features + 3) / 4 * 4; }
-    __device__ __forceinline__ void write(int row, int feature, const float4& total) const {
+    DEVICE i64 pitch() const { return (out_features + 3) / 4 * 4; }
+    DEVICE void write(int row, int feature, const float4& total) const {
         const float four[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
         for (int c = 0; c < 4; ++c)
             if (feature + c < below)
                 store_result(out, static_cast<i64>(row) * out_features + feature0 + feature + c,
-                             four[c] * factor);
+                    four[c] * factor);
     }
 };
 
 // Adds the warps' partial sums and writes results, or one slice's sums. Tokens are kPitch floats
 // apart.
 template <int kThreads, int kPitch, class Parts>
-__device__ __forceinline__ void add_parts(const Parts& parts, float* partial, int slice, int slices,
-                                          int rows, const OutputRange& at) {
+DEVICE void add_parts(
+    const Parts& parts, float* partial, int slice, int slices, int rows, const OutputRange& at) {
     const int quads = (at.below + 3) / 4;
     for (int u = threadIdx.x; u < rows * quads; u += kThreads) {
         const int row = u / quads, feature = (u - row * quads) * 4;
@@ -33,23 +31,21 @@ __device__ __forceinline__ void add_parts(const Parts& parts, float* partial, in
         for (int p = WEIGHT_ONLY_X_PARTS - 1; p >= 0; --p) {  // the smallest first
             float4 token_address = {0, 0, 0, 0};
             for (int s = 0; s < Parts::kCount; ++s)
-                add(token_address, *reinterpret_cast<const float4*>(parts(feature, s) +
-                                                                    (p * rows + row) * kPitch));
+                add(token_address, *reinterpret_cast<const float4*>(
+                                       parts(feature, s) + (p * rows + row) * kPitch));
             add(total, token_address);
         }
-        if (slices == 1)
-            at.write(row, feature, total);
+        if (slices == 1) at.write(row, feature, total);
         else
-            __stcg(reinterpret_cast<float4*>(partial + (slice * rows + row) * at.pitch() +
-                                             at.feature0 + feature),
-                   total);
+            __stcg(reinterpret_cast<float4*>(
+                       partial + (slice * rows + row) * at.pitch() + at.feature0 + feature),
+                total);
     }
 }
 
 // Adds the sums of all slices.
 template <int kThreads>
-__device__ __forceinline__ void add_slices(const float* partial, int slices, int rows,
-                                           const OutputRange& at) {
+DEVICE void add_slices(const float* partial, int slices, int rows, const OutputRange& at) {
     constexpr int kBatch = 4;  // vectors in flight
     const int quads = (at.below + 3) / 4, count = rows * quads;
     for (int u = threadIdx.x; u < count; u += kBatch * kThreads) {

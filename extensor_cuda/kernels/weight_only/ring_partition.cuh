@@ -11,15 +11,14 @@ constexpr int kMaxStep = kUneven ? 3 : kShares;  // chunks between two of one sh
 // A warp's pair of tiles, and its share of their chunks.
 struct WarpShare {
     int pair, part, step;
-    __device__ __forceinline__ explicit WarpShare(int warp)
-        : pair(warp / kShares), part(warp % kShares), step(kPairs) {
+    DEVICE explicit WarpShare(int warp) : pair(warp / kShares), part(warp % kShares), step(kPairs) {
         if (!kUneven) return;
         const int place = warp / 4 * 2 + warp % 2;
         pair = min(place, kPairs - 1), part = warp % 4 < 2 ? place - pair : 1;
         if (pair < kPairs - 1)
             step = kPairs - 1;  // both warps of the last pair are on fuller schedulers
     }
-    __device__ __forceinline__ static int warp(int pair, int part) {
+    DEVICE static int warp(int pair, int part) {
         if (!kUneven) return pair * kShares + part;
         return pair / 2 * 4 + pair % 2 + (pair == kPairs - 1 ? part : 2 * part);
     }
@@ -28,19 +27,18 @@ struct WarpShare {
 // Iterates over the chunks of a share.
 struct ChunkIterator {
     int chunk, place;  // k, and k step % kPeriod
-    __device__ __forceinline__ explicit ChunkIterator(const WarpShare& share)
+    DEVICE explicit ChunkIterator(const WarpShare& share)
         : chunk(kUneven ? -1 : share.part - kShares), place(-share.step) {
         next(share);
     }
     // Returns the distance to the next chunk.
-    __device__ __forceinline__ int next(const WarpShare& share) {
+    DEVICE int next(const WarpShare& share) {
         const int before = chunk;
         if (kUneven) do {
                 ++chunk, place += share.step;
                 if (place >= kPeriod) place -= kPeriod;
             } while ((place < share.step) != (share.part == 0));
-        else
-            chunk += kShares;
+        else chunk += kShares;
         return chunk - before;
     }
 };

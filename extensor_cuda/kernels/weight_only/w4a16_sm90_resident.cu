@@ -27,18 +27,18 @@ constexpr int kCopiesPerRow = kBytes / 16, kRowsAtOnce = 32 / kCopiesPerRow,
               kScalesAtOnce = 32 / kScaleCopiesPerRow;
 
 // Where a row's codes begin. Pairs of rows are in different banks.
-__device__ __forceinline__ int code_offset_of(int row) { return row * kBytes + (row + 1) / 2 * 64; }
+DEVICE int code_offset_of(int row) { return row * kBytes + (row + 1) / 2 * 64; }
 
 // u / n for small numbers, given 1 / n.
-__device__ __forceinline__ int quotient(int u, float inverse) {
+DEVICE int quotient(int u, float inverse) {
     return static_cast<int>((static_cast<float>(u) + 0.5f) * inverse);
 }
 
 // Loads x from element `first` of K on, zeros beyond `columns`. `then` runs while the first loads
 // are in flight, because they would wait for later requests.
 template <class Then>
-__device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int first,
-                                       int units_per_token, int rows, int columns, Then then) {
+DEVICE void load_x(u8* to, int pitch, const Raw* x, int first, int units_per_token, int rows,
+    int columns, Then then) {
     constexpr int kBatch = 8;
     const int count = rows * WEIGHT_ONLY_X_PARTS * units_per_token;
     const float inverse = 1.0f / units_per_token;
@@ -58,8 +58,8 @@ __device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int firs
 #else
                 u32 v[8];
                 for (int e = 0; e < 8; ++e) v[e] = bf16_part(from[e], part);
-                got[n] = uint4{v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16,
-                               v[6] | v[7] << 16};
+                got[n] = uint4{
+                    v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16};
 #endif
             }
         }
@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int firs
                            i / 4 % 4;  // groups of eight of four lanes are neighbours
             *reinterpret_cast<uint4*>(to + token * pitch + at * 16) =
                 uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632),
-                      __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632)};
+                    __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632)};
         }
         start += kBatch * kThreads;
     } while (start < count);
@@ -82,10 +82,9 @@ __device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int firs
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     w4a16_sm90_resident(const Raw* __restrict__ x, const u8* __restrict__ codes,
-                        const u8* __restrict__ scales, const float* __restrict__ tensor_scale,
-                        float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out,
-                        int rows, int out_features, int columns, int slices, int k_per_slice,
-                        int log_parts) {
+        const u8* __restrict__ scales, const float* __restrict__ tensor_scale,
+        float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out, int rows,
+        int out_features, int columns, int slices, int k_per_slice, int log_parts) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ u32 last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4,
@@ -131,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 if (r + lane / kScaleCopiesPerRow < kTileRows)
                     cp_async<WEIGHT_ONLY_SCALE_BYTES>(ring + slot * kStage + kCodes + r * kScales +
                                                           lane * WEIGHT_ONLY_SCALE_BYTES,
-                                                      scale, scale_there);
+                        scale, scale_there);
         }
         cp_async_commit();
         ahead += WEIGHT_ONLY_CHUNK;
@@ -150,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         token_address[t] =
             tokens + min(t * 8 + row, count - 1) * pitch + (begin - first) * 2 + quad_lane * 16;
     // Sums of slices are in global memory, sums of parts of K in shared memory.
-    const i64 line_pitch = ((slices > 1 ? out_features : mine) + 3) / 4 * 4;
+    const i64 feature_pitch = ((slices > 1 ? out_features : mine) + 3) / 4 * 4;
     float* const sums =
         slices > 1 ? partial : reinterpret_cast<float*>(tokens + count * pitch) - from;
     int slot = 0;
@@ -202,10 +201,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 large |= large_scales(reinterpret_cast<const u32*>(stage + kCodes)[i]);
             folded = !__any_sync(0xFFFFFFFFu, large != 0);
 #endif
-            if (CODEC_UE4M3 || folded)
-                multiply(true);
-            else
-                multiply(false);
+            if (CODEC_UE4M3 || folded) multiply(true);
+            else multiply(false);
             __syncwarp();
             prefetch(slot);  // the slot's codes are used up
             slot = slot + 1 == WEIGHT_ONLY_DEPTH ? 0 : slot + 1;
@@ -218,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                               min(tile * kTileRows, out_features - kTileRows) + row + c / 2 * 8,
                           token = t * 8 + quad_lane * 2 + c % 2;
                 if (feature >= from && token < count)
-                    sums[((slice + part) * count + token) * line_pitch + feature] =
+                    sums[((slice + part) * count + token) * feature_pitch + feature] =
                         sum[0][t][c] + sum[1][t][c];
             }
     }
@@ -254,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
                     for (int n = 0; n < kBatch; ++n) {
                         const float* const at =
-                            sums + (s * count + p * rows + m[n]) * line_pitch + feature[n];
+                            sums + (s * count + p * rows + m[n]) * feature_pitch + feature[n];
                         const float4* const four = reinterpret_cast<const float4*>(at);
                         const float4 v = of_slices ? __ldcg(four) : *four;
                         token_address[n][0] += v.x, token_address[n][1] += v.y,
@@ -271,11 +268,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 for (int c = 0; c < 4; ++c)
                     if (u + n * kThreads < rows * quads && feature[n] + c < out_features)
                         store_result(out, static_cast<i64>(m[n]) * out_features + feature[n] + c,
-                                     total[n][c] * factor);
+                            total[n][c] * factor);
         }
     };
-    if (slices > 1)
-        add(true);
-    else
-        add(false);
+    if (slices > 1) add(true);
+    else add(false);
 }

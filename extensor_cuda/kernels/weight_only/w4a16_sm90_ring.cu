@@ -24,6 +24,7 @@
 
 // ---- after barriers ----
 
+#include "common/ring.cuh"
 #include "weight_only/partial_sums.cuh"
 
 constexpr int kWarps = WEIGHT_ONLY_WARPS, kShares = WEIGHT_ONLY_SPLIT_K,
@@ -45,50 +46,32 @@ constexpr int kSums = WEIGHT_ONLY_DEPTH * kSlot / 4, kSumPitch = kTileRows + 4,
               kTileSums = kTokens * kSumPitch;
 static_assert(2 * kTileSums <= kSums, "sums overwrite the codes");
 
-#ifdef __CUDA_ARCH__
-__device__ __forceinline__ void named_barrier(int number, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-// Keeps a value in a register, instead of computing it again.
-__device__ __forceinline__ void keep(const u8*& pointer) { asm volatile("" : "+l"(pointer)); }
-__device__ __forceinline__ void keep(int& number) { asm volatile("" : "+r"(number)); }
-__device__ __forceinline__ void keep(i64& number) { asm volatile("" : "+l"(number)); }
-#endif
-
 #include "weight_only/ring_partition.cuh"
 
 static_assert(kMaxStep <= WEIGHT_ONLY_STAGES,
-              "a warp would wait for a stage not yet filled, and mistake parities");
+    "a warp would wait for a stage not yet filled, and mistake parities");
 
 // Where warps leave the sums of an output feature.
 struct Parts {
     const float* sums;
     static constexpr int kCount = kShares;
-    __device__ __forceinline__ const float* operator()(int feature, int part) const {
+    DEVICE const float* operator()(int feature, int part) const {
         const int tile = feature / kTileRows;
         return sums + WarpShare::warp(tile / 2, part) * kSums + tile % 2 * kTileSums +
                feature % kTileRows;
     }
 };
 
-struct Ring {
-    int stage;
-    u32 parity;
-    __device__ __forceinline__ void advance(int by) {
-        stage += by;
-        if (stage >= WEIGHT_ONLY_STAGES) stage -= WEIGHT_ONLY_STAGES, parity ^= 1;
-    }
-};
+typedef RingPosition<WEIGHT_ONLY_STAGES> Ring;
 
 #include "weight_only/activations_ring.cuh"
 
 // ---- the product ----
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    w4a16_sm90_ring(const Raw* __restrict__ x, const u8* __restrict__ codes,
-                    const u8* __restrict__ scales, const float* __restrict__ tensor_scale,
-                    float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out,
-                    int rows, int out_features, int columns, int slices) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const Raw* __restrict__ x,
+    const u8* __restrict__ codes, const u8* __restrict__ scales,
+    const float* __restrict__ tensor_scale, float* __restrict__ partial, u32* __restrict__ done,
+    void* __restrict__ out, int rows, int out_features, int columns, int slices) {
     extern __shared__ __align__(128) u8 raw_memory[];  // copies fill cache lines
     __shared__ u32 last;
     const u32 full = shared_address(raw_memory + kRing + WEIGHT_ONLY_STAGES * kStage),
@@ -158,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int mine = warp * WEIGHT_ONLY_DEPTH * kSlot;
     int code_target = mine + lane / 8 * 128 + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
     int code_source[2] = {mine + row * 128 + (quad_lane ^ row % 2 * 4) * 16,
-                          mine + row * 128 + (quad_lane + 4 ^ row % 2 * 4) * 16};
+        mine + row * 128 + (quad_lane + 4 ^ row % 2 * 4) * 16};
     int scale_target = mine + kCodes + lane * kScales,
         scale_source = mine + kCodes + row * kScales + quad_lane * 32 / CODEC_BLOCK;
     keep(code_target), keep(code_source[0]), keep(code_source[1]), keep(scale_target),
@@ -175,19 +158,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         Ring at = {first % WEIGHT_ONLY_STAGES, static_cast<u32>(first / WEIGHT_ONLY_STAGES) & 1};
         float sum[2][WEIGHT_ONLY_TILES][4] = {};
         // A last tile with missing rows begins earlier.
-        const auto line_of = [&](int m) {
+        const auto feature_of = [&](int m) {
             return min((from + tile + m) * kTileRows, out_features - kTileRows);
         };
         const int there = min(high - from - tile, 2);  // tiles that exist
         const u8* code[2];
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            code[m] = codes + (static_cast<i64>(line_of(m)) + lane / 8) * (columns / 2) +
+            code[m] = codes + (static_cast<i64>(feature_of(m)) + lane / 8) * (columns / 2) +
                       (begin + expected.chunk) * 128 + lane % 8 * 16;
             keep(code[m]);
         }
-        const u8* scale = scales + static_cast<i64>(line_of(lane / kTileRows) + lane % kTileRows) *
-                                       (columns / CODEC_BLOCK);
+        const u8* scale =
+            scales + static_cast<i64>(feature_of(lane / kTileRows) + lane % kTileRows) *
+                         (columns / CODEC_BLOCK);
         keep(scale);
         const auto prefetch = [&](int slot) {
             const int place = begin + expected.chunk;
@@ -199,14 +183,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
                 for (int r = 0; r < kTileRows / 4; ++r, row += four_rows)
                     cp_async<16>(raw_memory + code_target + slot + m * kTileRows * 128 + r * 512,
-                                 row, inside && m < there);
+                        row, inside && m < there);
             }
             // Large blocks: the word that holds a chunk's scales.
             const int first = place * kChunk / CODEC_BLOCK / 4 * 4;
 #pragma unroll
             for (int g = 0; g < kScales; g += WEIGHT_ONLY_SCALE_BYTES)
-                cp_async<WEIGHT_ONLY_SCALE_BYTES>(
-                    raw_memory + scale_target + slot + g, scale + first + g,
+                cp_async<WEIGHT_ONLY_SCALE_BYTES>(raw_memory + scale_target + slot + g,
+                    scale + first + g,
                     more && first + g < columns / CODEC_BLOCK && lane / kTileRows < there);
             cp_async_commit();
             const int further = expected.next(share) * 128;
@@ -227,14 +211,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     u32 factors[4][kScalesPerLane];
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
-                        words[r] = *reinterpret_cast<const uint4*>(raw_memory + code_source[i] +
-                                                                   slot + r * 1024);
+                        words[r] = *reinterpret_cast<const uint4*>(
+                            raw_memory + code_source[i] + slot + r * 1024);
 #pragma unroll
                         for (int g = 0; g < kScalesPerLane; ++g)
                             factors[r][g] =
                                 scale_bf16x2(raw_memory[scale_source + slot + 8 * r * kScales +
                                                         i * 128 / CODEC_BLOCK + g + other],
-                                             folded);
+                                    folded);
                     }
                     if (i == 0) barrier_wait(full + 8 * at.stage, at.parity);
                     const int tokens = at.stage * kStage + i * 256;
@@ -243,14 +227,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                         uint4 b[WEIGHT_ONLY_TILES];
 #pragma unroll
                         for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
-                            b[t] = *reinterpret_cast<const uint4*>(raw_memory + token_address[t] +
-                                                                   tokens + j * 64);
+                            b[t] = *reinterpret_cast<const uint4*>(
+                                raw_memory + token_address[t] + tokens + j * 64);
                         u32 bits[4][4];
 #pragma unroll
                         for (int r = 0; r < 4; ++r) {
                             const u32 word[4] = {words[r].x, words[r].y, words[r].z, words[r].w};
-                            decode(word + j, factors[r][j * kScalesPerLane / 4], folded, 0,
-                                   bits[r]);
+                            decode(
+                                word + j, factors[r][j * kScalesPerLane / 4], folded, 0, bits[r]);
                         }
 #pragma unroll
                         for (int odd = 0; odd < 2; ++odd)
@@ -258,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                             for (int m = 0; m < 2; ++m) {
                                 const u32(&upper)[4] = bits[2 * m], (&lower)[4] = bits[2 * m + 1];
                                 const u32 a[4] = {upper[2 * odd], lower[2 * odd],
-                                                  upper[2 * odd + 1], lower[2 * odd + 1]};
+                                    upper[2 * odd + 1], lower[2 * odd + 1]};
 #pragma unroll
                                 for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
                                     mma(sum[m][t], a, odd ? b[t].z : b[t].x, odd ? b[t].w : b[t].y);
@@ -275,10 +259,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     *reinterpret_cast<const u32*>(raw_memory + scale_target + slot + g));
             folded = !__any_sync(0xFFFFFFFFu, large != 0);
 #endif
-            if (CODEC_UE4M3 || folded)
-                multiply(true);
-            else
-                multiply(false);
+            if (CODEC_UE4M3 || folded) multiply(true);
+            else multiply(false);
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * at.stage);
             at.advance(now.next(share));
@@ -291,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             const int again =
-                (from + tile + m) * kTileRows - line_of(m);  // rows of the tile before
+                (from + tile + m) * kTileRows - feature_of(m);  // rows of the tile before
 #pragma unroll
             for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
 #pragma unroll
@@ -303,8 +285,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 }
         }
         named_barrier(1, kConsumerThreads);
-        const OutputRange here = {
-            from * kTileRows,
+        const OutputRange here = {from * kTileRows,
             min(min(from + 2 * kPairs, high) * kTileRows, out_features) - from * kTileRows,
             out_features, factor, out};
         add_parts<kConsumerThreads, kSumPitch>(Parts{sums}, partial, slice, slices, rows, here);
@@ -320,6 +301,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     named_barrier(1, kConsumerThreads);
     if (!last) return;
     const OutputRange all = {low * kTileRows, min(high * kTileRows, out_features) - low * kTileRows,
-                             out_features, factor, out};
+        out_features, factor, out};
     add_slices<kConsumerThreads>(partial, slices, rows, all);
 }

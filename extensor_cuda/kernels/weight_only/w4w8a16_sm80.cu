@@ -33,7 +33,7 @@ constexpr int kScales = CODEC_FLOAT_SCALES ? 0 : WEIGHT_ONLY_X_ELEMENTS / CODEC_
               kScalePitch = kScales + 4;  // per row of w; avoids bank conflicts
 
 // Reads a lane's codes of one row byte by byte, where rows are not aligned.
-__device__ __forceinline__ void gather(u32 (&words)[kCodeWords], const u8* from, i64 left) {
+DEVICE void gather(u32 (&words)[kCodeWords], const u8* from, i64 left) {
 #pragma unroll
     for (int i = 0; i < kCodeWords; ++i) {
         u32 word = 0;
@@ -48,8 +48,8 @@ constexpr u32 kNoScale = CODEC_UE4M3 ? 0u : 0x7F7F7F7Fu;
 
 // Loads the scales of a block's rows for WEIGHT_ONLY_X_ELEMENTS elements from `k0` on, a multiple
 // of a segment. Returns whether this thread found one to which `folded` does not apply.
-__device__ __forceinline__ bool load_scales(u8* to, const Stored* scales, int k0, int feature0,
-                                            int out_features, i64 blocks) {
+DEVICE bool load_scales(
+    u8* to, const Stored* scales, int k0, int feature0, int out_features, i64 blocks) {
     const i64 first = k0 / CODEC_BLOCK;
     const bool words = kSegment / CODEC_BLOCK % 4 == 0 && blocks % 4 == 0;
     const int step = words ? 4 : 1, row_codes = kScales / step;
@@ -76,13 +76,13 @@ __device__ __forceinline__ bool load_scales(u8* to, const Stored* scales, int k0
 #endif
 
 // Where eight values of a token are in shared memory.
-__device__ __forceinline__ uint4* unit_of(u8* to, int token, int i) {
+DEVICE uint4* unit_of(u8* to, int token, int i) {
     const int within = i % (kSegment / 8), lane = within / kUnits, j = within % kUnits;
     return reinterpret_cast<uint4*>(to + token * kPitch + (i - within + j * 4 + lane) * 16);
 }
 
 // Loads x from `k0` on, zeros beyond `columns`, in the order of decoded weights.
-__device__ __forceinline__ void load_x(u8* to, const Raw* x, int k0, int rows, int columns) {
+DEVICE void load_x(u8* to, const Raw* x, int k0, int rows, int columns) {
     constexpr int kUnitsPerToken = WEIGHT_ONLY_X_ELEMENTS / 8, kBatch = 4;
     const int count = rows * WEIGHT_ONLY_X_PARTS * kUnitsPerToken;
 #if WEIGHT_ONLY_IN == 1
@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_x(u8* to, const Raw* x, int k0, int rows, i
                     CODEC_BITS == 8
                         ? w
                         : uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632),
-                                __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632)};
+                              __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632)};
             }
         }
         return;
@@ -129,12 +129,11 @@ __device__ __forceinline__ void load_x(u8* to, const Raw* x, int k0, int rows, i
 
 // ---- the product ----
 
-extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS)
-    w4w8a16_sm80(const Raw* __restrict__ x, const u8* __restrict__ codes,
-                 const Stored* __restrict__ scales, const signed char* __restrict__ zeros,
-                 const float* __restrict__ tensor_scale, float* __restrict__ partial,
-                 u32* __restrict__ done, void* __restrict__ out, int rows, int out_features,
-                 int columns, i64 code_pitch, i64 blocks, int slices, int k_per_slice) {
+extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS) w4w8a16_sm80(
+    const Raw* __restrict__ x, const u8* __restrict__ codes, const Stored* __restrict__ scales,
+    const signed char* __restrict__ zeros, const float* __restrict__ tensor_scale,
+    float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out, int rows,
+    int out_features, int columns, i64 code_pitch, i64 blocks, int slices, int k_per_slice) {
     __shared__ __align__(16) u8 tokens[kTokens * kPitch];
     __shared__ __align__(16) u8 ring[WEIGHT_ONLY_DEPTH * kStage];
 #if !CODEC_FLOAT_SCALES
@@ -167,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS)
         const int offset = min(ahead, last_there);  // a valid address in any case
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-            cp_async<kLaneBytes>(mine + slot * kStage + h * (kStage / 2), row_codes[h] + offset,
-                                 ahead < limit);
+            cp_async<kLaneBytes>(
+                mine + slot * kStage + h * (kStage / 2), row_codes[h] + offset, ahead < limit);
         cp_async_commit();
         ahead += kSegment / kInByte;
     };
@@ -177,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS)
     int slot = 0;
     // Missing tokens stay zero.
     for (int u = rows * WEIGHT_ONLY_X_PARTS * (kPitch / 16) + threadIdx.x;
-         u < kTokens * (kPitch / 16); u += kThreads)
+        u < kTokens * (kPitch / 16); u += kThreads)
         reinterpret_cast<uint4*>(tokens)[u] = uint4{0, 0, 0, 0};
     // Multiplies the segment at `k`, of the part of x from `k0` on.
     const auto multiply = [&](int k, int k0, bool folded) {

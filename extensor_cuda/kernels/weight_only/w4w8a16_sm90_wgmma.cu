@@ -39,6 +39,7 @@ typedef float Sum;
 // ---- tiles ----
 
 #include "common/swizzle.cuh"
+#include "common/ring.cuh"
 
 constexpr int kConsumerThreads = 512, kProducerWarps = 4, kTileRows = 64, kSegment = 128;
 constexpr int kTokens = 8 * WEIGHT_ONLY_TILES, kGroups = 4 / WEIGHT_ONLY_SPLIT_K,
@@ -51,7 +52,7 @@ constexpr int kTile = kTokens * 128, kStage = WEIGHT_ONLY_SPLIT_K * 2 * kTile,
 // A barrier's parity distinguishes two phases only. A producer that waits for a stage has seen the
 // chunk kProducerWarps earlier in its stage, at most two rounds of the ring ago.
 static_assert(WEIGHT_ONLY_STAGES >= kProducerWarps,
-              "a producer warp would take a stage in use for an empty one");
+    "a producer warp would take a stage in use for an empty one");
 // A warp's slot of a segment of w: codes, then scales. Group scales are four bytes per lane: two of
 // a row pair's four lanes hold the rows' scales, two their zero points.
 constexpr int kUnits = CODEC_BITS / 4, kCodes = 1024 * kUnits;
@@ -59,19 +60,14 @@ constexpr int kScalesPerRow = 32 / CODEC_BLOCK,
               kScaleBytes = CODEC_FLOAT_SCALES ? 8 : kSegment / CODEC_BLOCK,
               kSlot = kCodes + 16 * kScaleBytes;
 static_assert(kScalesPerRow > 0 && kTokens * kPitch * 4 <= 4 * WEIGHT_ONLY_DEPTH * kSlot,
-              "sums overwrite the codes");
+    "sums overwrite the codes");
 constexpr bool kGrouped = CODEC_FLOAT_SCALES && WEIGHT_ONLY_GROUP;
 constexpr int kGroup = kGrouped ? WEIGHT_ONLY_GROUP : 1;
 
 #ifdef __CUDA_ARCH__
-__device__ __forceinline__ void named_barrier(int number, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-// Keeps the pointer in a register, instead of computing it again.
-__device__ __forceinline__ void keep(const u8*& pointer) { asm volatile("" : "+l"(pointer)); }
 // Hides a value's origin from the compiler, so that what depends on it is recomputed and takes no
 // register.
-__device__ __forceinline__ int opaque(int number) {
+DEVICE int opaque(int number) {
     asm volatile("" : "+r"(number));
     return number;
 }
@@ -79,37 +75,29 @@ __device__ __forceinline__ int opaque(int number) {
 
 struct Problem {
     int rows, out_features, columns, slices;
-    __device__ __forceinline__ int segments() const { return columns / kSegment; }
-    __device__ __forceinline__ int chunks() const {
+    DEVICE int segments() const { return columns / kSegment; }
+    DEVICE int chunks() const {
         return (segments() + WEIGHT_ONLY_SPLIT_K - 1) / WEIGHT_ONLY_SPLIT_K;
     }
-    __device__ __forceinline__ int units() const {
-        return (out_features + kRows - 1) / kRows * slices;
-    }
+    DEVICE int units() const { return (out_features + kRows - 1) / kRows * slices; }
 };
 
 // A block's unit of work: chunks of K of a group of rows.
 struct Unit {
     int index, group, slice, begin, count;
-    __device__ __forceinline__ bool next(const Problem& e) {
+    DEVICE bool next(const Problem& e) {
         if ((index += gridDim.x) >= e.units()) return false;
         find(e);
         begin = e.chunks() * slice / e.slices, count = e.chunks() * (slice + 1) / e.slices - begin;
         return true;
     }
-    __device__ __forceinline__ void find(const Problem& e) {
+    DEVICE void find(const Problem& e) {
         const int at = opaque(index);
         group = at / e.slices, slice = at % e.slices;
     }
 };
 
-struct Ring {
-    int stage;
-    u32 parity;
-    __device__ __forceinline__ void advance() {
-        if (++stage == WEIGHT_ONLY_STAGES) stage = 0, parity ^= 1;
-    }
-};
+typedef RingPosition<WEIGHT_ONLY_STAGES> Ring;
 
 // ---- weights of a byte ----
 
@@ -121,14 +109,12 @@ struct Ring {
 
 // ---- sums ----
 
-__device__ __forceinline__ void add(float4& to, const float4& v) {
-    to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w;
-}
+#include "weight_only/partial_sums.cuh"
 
 // ---- the product ----
 
 // Arranges decoded groups of eight of two rows as operand A of two wgmmas.
-__device__ __forceinline__ void to_wgmma_operand(u32 (&left)[2][4], const u32 (&pairs)[2][4]) {
+DEVICE void to_wgmma_operand(u32 (&left)[2][4], const u32 (&pairs)[2][4]) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd)
 #pragma unroll
@@ -137,24 +123,22 @@ __device__ __forceinline__ void to_wgmma_operand(u32 (&left)[2][4], const u32 (&
 
 // Issues both wgmmas of a segment's j-th groups of eight. Unless `adds`, the first overwrites the
 // sums.
-__device__ __forceinline__ void issue_wgmma(Sum (&sum)[kTokens / 2], const u32 (&left)[2][4],
-                                            u32 tokens, int j, bool adds) {
+DEVICE void issue_wgmma(
+    Sum (&sum)[kTokens / 2], const u32 (&left)[2][4], u32 tokens, int j, bool adds) {
     fence_accumulators(sum);
     warpgroup_arrive();
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd)
         wgmma(sum, left[odd],
-              smem_descriptor<false>(tokens + j / 2 * kTile, 0) + (j % 2 * 2 + odd) * 2,
-              odd || adds);
+            smem_descriptor<false>(tokens + j / 2 * kTile, 0) + (j % 2 * 2 + odd) * 2, odd || adds);
     warpgroup_commit();
 }
 
-extern "C" __global__ void __launch_bounds__(640, 1)
-    w4w8a16_sm90_wgmma(const Raw* __restrict__ x, const u8* __restrict__ codes,
-                       const Stored* __restrict__ scales, const signed char* __restrict__ zeros,
-                       const float* __restrict__ tensor_scale, float* __restrict__ partial,
-                       u32* __restrict__ done, void* __restrict__ out, int rows, int out_features,
-                       int columns, int slices, i64 code_pitch, i64 blocks) {
+extern "C" __global__ void __launch_bounds__(640, 1) w4w8a16_sm90_wgmma(const Raw* __restrict__ x,
+    const u8* __restrict__ codes, const Stored* __restrict__ scales,
+    const signed char* __restrict__ zeros, const float* __restrict__ tensor_scale,
+    float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out, int rows,
+    int out_features, int columns, int slices, i64 code_pitch, i64 blocks) {
     extern __shared__ u8 raw_memory[];
     __shared__ u32 last;
     u8* const ring = raw_memory + (1024 - (shared_address(raw_memory) & 1023)) % 1024;
@@ -216,26 +200,26 @@ extern "C" __global__ void __launch_bounds__(640, 1)
         const int thread = opaque(threadIdx.x);
         const int row = thread / (128 * WEIGHT_ONLY_SPLIT_K) * kTileRows + thread / 32 % 4 * 16 +
                         thread % 32 / 4;
-        const auto line_of = [&](int row) {
+        const auto feature_of = [&](int row) {
             return static_cast<i64>(min(unit.group * kRows + row, out_features - 1));
         };
-        const u8* code = codes + line_of(row) * code_pitch + quad_lane * 16;
+        const u8* code = codes + feature_of(row) * code_pitch + quad_lane * 16;
         keep(code);
-        const u32 row_distance = static_cast<u32>((line_of(row + 8) - line_of(row)) *
-                                                  code_pitch);  // to the codes of the other row
+        const u32 row_distance = static_cast<u32>(
+            (feature_of(row + 8) - feature_of(row)) * code_pitch);  // to the codes of the other row
         // Lanes 0 and 1 of four copy the scales of the two rows, lanes 2 and 3 their zero points.
-        const i64 feature = line_of(row + 8 * (quad_lane & 1)) * blocks;
+        const i64 scale_row = feature_of(row + 8 * (quad_lane & 1)) * blocks;
 #if CODEC_FLOAT_SCALES
         const u32 item = quad_lane < 2 ? sizeof(Stored) : 1;
-        const u8* scale_source = reinterpret_cast<const u8*>(zeros + feature);
-        if (quad_lane < 2) scale_source = reinterpret_cast<const u8*>(scales + feature);
+        const u8* scale_source = reinterpret_cast<const u8*>(zeros + scale_row);
+        if (quad_lane < 2) scale_source = reinterpret_cast<const u8*>(scales + scale_row);
         int zero[2] = {0, 0};
 #if CODEC_ZERO_POINTS && !WEIGHT_ONLY_GROUP
 #pragma unroll
-        for (int h = 0; h < 2; ++h) zero[h] = zeros[line_of(row + 8 * h) * blocks];
+        for (int h = 0; h < 2; ++h) zero[h] = zeros[feature_of(row + 8 * h) * blocks];
 #endif
 #else
-        const u8* scale_source = scales + feature;
+        const u8* scale_source = scales + scale_row;
 #endif
         keep(scale_source);
         int segment = unit.begin * WEIGHT_ONLY_SPLIT_K + part, taken = 0;
@@ -247,9 +231,9 @@ extern "C" __global__ void __launch_bounds__(640, 1)
 #pragma unroll
                 for (int n = 0; n < kUnits; ++n)
                     cp_async<16>(to + (h * kUnits + n) * 512 + lane * 16,
-                                 code + (h * static_cast<u64>(row_distance) +
-                                         segment * (16 * CODEC_BITS) + n * 64),
-                                 true);
+                        code + (h * static_cast<u64>(row_distance) + segment * (16 * CODEC_BITS) +
+                                   n * 64),
+                        true);
 #if !CODEC_FLOAT_SCALES
             u8* const scale_slot = to + kCodes + (lane / 4 + 8 * quad_lane) * kScaleBytes;
             if (quad_lane < 2)
@@ -257,8 +241,8 @@ extern "C" __global__ void __launch_bounds__(640, 1)
 #elif WEIGHT_ONLY_GROUP
             const u64 from = reinterpret_cast<u64>(scale_source) + segment / kGroup * item;
             if (CODEC_ZERO_POINTS || quad_lane < 2)
-                cp_async<4>(to + kCodes + lane * 4, reinterpret_cast<const u8*>(from & ~3ull),
-                            true);
+                cp_async<4>(
+                    to + kCodes + lane * 4, reinterpret_cast<const u8*>(from & ~3ull), true);
 #endif
             cp_async_commit();
         };
@@ -387,10 +371,8 @@ extern "C" __global__ void __launch_bounds__(640, 1)
                 }
                 warpgroup_wait<0>(sum);
             };
-            if (CODEC_UE4M3 || !__any_sync(~0u, large))
-                multiply(true);
-            else
-                multiply(false);
+            if (CODEC_UE4M3 || !__any_sync(~0u, large)) multiply(true);
+            else multiply(false);
             release_stage(empty + 8 * at.stage, lane);
             at.advance();
         }
@@ -424,8 +406,8 @@ extern "C" __global__ void __launch_bounds__(640, 1)
             for (int c = 0; c < 4; ++c)
                 if (feature + c < height)
                     store_result(out,
-                                 static_cast<i64>(token) * out_features + feature0 + feature + c,
-                                 four[c] * factor_of(feature0 + feature + c));
+                        static_cast<i64>(token) * out_features + feature0 + feature + c,
+                        four[c] * factor_of(feature0 + feature + c));
         };
         constexpr int kQuads = kRows / 4, kBatch = 4;
         for (int u = threadIdx.x; u < rows * kQuads; u += kConsumerThreads) {
@@ -441,12 +423,11 @@ extern "C" __global__ void __launch_bounds__(640, 1)
                     add(token_address, *reinterpret_cast<const float4*>(from + s * kSums));
                 add(total, token_address);
             }
-            if (slices == 1)
-                write(token, feature, total);
+            if (slices == 1) write(token, feature, total);
             else
-                __stcg(reinterpret_cast<float4*>(partial + (unit.slice * rows + token) * pitch +
-                                                 feature0 + feature),
-                       total);
+                __stcg(reinterpret_cast<float4*>(
+                           partial + (unit.slice * rows + token) * pitch + feature0 + feature),
+                    total);
         }
         named_barrier(2, kConsumerThreads);  // sums are read: copies may overwrite them
         if (slices == 1) continue;
@@ -477,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(640, 1)
             for (int n = 0; n < kBatch; ++n)
                 if (u + n * kConsumerThreads < rows * kQuads)
                     write((u + n * kConsumerThreads) / kQuads,
-                          (u + n * kConsumerThreads) % kQuads * 4, total[n]);
+                        (u + n * kConsumerThreads) % kQuads * 4, total[n]);
         }
     }
 }

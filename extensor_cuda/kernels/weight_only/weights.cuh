@@ -12,29 +12,27 @@
 // Copies kBytes to shared memory, or writes zeros unless `there`. cp_async_wait tells when it is
 // done. The L2 prefetch helps because a warp reads 64 bytes of each of 16 rows.
 template <int kBytes>
-__device__ __forceinline__ void cp_async(void* to, const void* from, bool there) {
+DEVICE void cp_async(void* to, const void* from, bool there) {
     const u32 address = static_cast<u32>(__cvta_generic_to_shared(to));
     const int bytes = there ? kBytes : 0;
     if (kBytes == 16)
         asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(address),
-                     "l"(from), "r"(bytes)
-                     : "memory");
+            "l"(from), "r"(bytes)
+            : "memory");
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(address), "l"(from),
-                     "r"(bytes), "n"(kBytes)
-                     : "memory");
+            "r"(bytes), "n"(kBytes)
+            : "memory");
 }
-__device__ __forceinline__ void cp_async_commit() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all but the kNewest latest groups of this thread's copies.
 template <int kNewest>
-__device__ __forceinline__ void cp_async_wait() {
+DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
 }
 
 // d += a b with bf16x2 a (16, 16) and b (16, 8) and float32 sums.
-__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -49,7 +47,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u3
 #if CODEC_FLOAT_SCALES
 #if CODEC_FLOAT16_SCALES
 typedef u16 Stored;
-__device__ __forceinline__ float scale_value(u16 bits) {
+DEVICE float scale_value(u16 bits) {
     const u32 magnitude = static_cast<u32>(bits & 0x7FFF) << 13;
     if (magnitude >= 0x0F800000u)
         return __uint_as_float(magnitude | 0x7F800000u);  // infinity or NaN
@@ -57,21 +55,20 @@ __device__ __forceinline__ float scale_value(u16 bits) {
 }
 #else
 typedef float Stored;
-__device__ __forceinline__ float scale_value(float value) { return value; }
+DEVICE float scale_value(float value) { return value; }
 #endif
 #else
 typedef u8 Stored;
 // Marks those of four E8M0 scales that are above 2^9, where `folded` does not apply.
-__device__ __forceinline__ u32 large_scales(u32 four) {
+DEVICE u32 large_scales(u32 four) {
     return (four & 0x7F7F7F7Fu) + 0x77777777u & four & 0x80808080u;
 }
 // Whether `folded` applies to an E8M0 scale: 2^-117 to 2^9.
-__device__ __forceinline__ bool foldable(u32 byte) { return byte - 10u <= 126u; }
+DEVICE bool foldable(u32 byte) { return byte - 10u <= 126u; }
 #endif
 
 // Decodes eight codes to four bf16x2: elements (p, p + 4) of 4-bit codes, (2 p, 2 p + 1) of bytes.
-__device__ __forceinline__ void decode(const u32* words, u32 scale, bool folded, int zero,
-                                       u32 (&pairs)[4]) {
+DEVICE void decode(const u32* words, u32 scale, bool folded, int zero, u32 (&pairs)[4]) {
 #if CODEC_BITS == 4
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
@@ -111,7 +108,7 @@ typedef u16 Raw;
 #endif
 
 // The bfloat16 part of a value that a token row holds: the upper, middle or lower significand bits.
-__device__ __forceinline__ u32 bf16_part(Raw raw, int part) {
+DEVICE u32 bf16_part(Raw raw, int part) {
 #if WEIGHT_ONLY_IN == 1
     return raw;
 #else
@@ -125,7 +122,7 @@ __device__ __forceinline__ u32 bf16_part(Raw raw, int part) {
 
 // ---- results ----
 
-__device__ __forceinline__ void store_result(void* out, i64 at, float total) {
+DEVICE void store_result(void* out, i64 at, float total) {
 #if WEIGHT_ONLY_OUT == 0
     static_cast<float*>(out)[at] = total;
 #else
