@@ -77,6 +77,7 @@ def test_the_quantizers_macros_stay_theirs() -> None:
 PRELUDE = """
 typedef unsigned int u32;
 typedef unsigned long long u64;
+#define DEVICE inline
 struct Scale { float apply; };
 struct Stream {};
 inline void philox(u32, u32, const Stream&, u32 (&)[4]) {}
@@ -100,7 +101,7 @@ codes_of(const u32* x, const Scale* scale, const u32* words, u32* codes, int cou
         const u32 a = pair[0], b = pair[1], *word = words + 4 * i;
         const u32 v[4] = {low_float(a), high_float(a), low_float(b), high_float(b)};
         const u32 w[4] = {word[0], word[1], word[2], word[3]};
-        Survey survey;
+        BlockStats survey;
         survey.add(pair);
         bool far = false;
         for (int h = 0; h < 32; h += 16)
@@ -131,7 +132,7 @@ def test_what_rounds_by_chance_in_halves_is_the_rule(emulator: Any, rbits: int) 
     )
     text = program.text
     start = text.index("#if CODEC_BF16X8\nstatic_assert")
-    text = text[start : text.index("// Codes of 4 bits -> E5M2", start)]
+    text = text[start : text.index("// Converts 4-bit codes to E5M2", start)]
     source = replace(program, text=PRELUDE + text + ENTRY)
     rng = np.random.default_rng(rbits)
     for power in (0, 3, -100, 110, 126):
