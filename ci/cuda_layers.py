@@ -45,7 +45,7 @@ LARGEST = 1 << 40  # multiply-adds of a product
 
 
 def training(rng: Rng, backend: Any, shape: tuple[int, int, int]) -> str:
-    """Operands as training makes them, along rows and down columns, and their product."""
+    """Operands as training makes them, rowwise and columnwise, and their product."""
     (m, n, k), spec = shape, QuantSpec(**TRAINED[rng.integers(len(TRAINED))])
     kind, out, sides, decoded = KINDS[rng.integers(2)], KINDS[rng.integers(2)].name, [], []
     for rows in (m, n):

@@ -69,7 +69,7 @@ def stream_of(spec: QuantSpec) -> Stream | None:
 
 
 def both_axes(spec: QuantSpec) -> tuple[QuantSpec, QuantSpec]:
-    """Along rows, and down columns."""
+    """Rowwise and columnwise."""
     return spec.replace(axis=1).resolve(2), spec.replace(axis=0).resolve(2)
 
 

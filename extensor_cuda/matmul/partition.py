@@ -36,7 +36,7 @@ __all__ = [
     "ring_cut",
     "ring_cuts",
     "ring_pays",
-    "stretches",
+    "k_segments",
     "wgmma_cut",
     "wgmma_cuts",
 ]
@@ -192,8 +192,8 @@ def ready_rows(m: int, config: Config, multiprocessors: int) -> int:
 _STRETCH_BLOCKS = 1056  # that fill a large GPU
 
 
-def stretches(lines: int, columns: int, segment: int) -> tuple[int, int]:
-    """How many stretches K = columns is cut into for `w4w8a16_sm80.cu`, and the elements of one.
+def k_segments(lines: int, columns: int, segment: int) -> tuple[int, int]:
+    """How many segments K = columns is cut into for `w4w8a16_sm80.cu`, and the elements of one.
 
     A stretch is a multiple of a segment.
     """

@@ -1,4 +1,4 @@
-"""Near-exact MXFP8: the operands are the CPU's bit for bit, products within the stated bound."""
+"""Rebased MXFP8: the operands are the CPU's bit for bit, products within the stated bound."""
 
 from __future__ import annotations
 
