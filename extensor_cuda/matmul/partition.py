@@ -36,7 +36,7 @@ __all__ = [
     "ring_cut",
     "ring_cuts",
     "ring_pays",
-    "k_segments",
+    "split_k_sizes",
     "wgmma_cut",
     "wgmma_cuts",
 ]
@@ -189,16 +189,16 @@ def ready_rows(m: int, config: Config, multiprocessors: int) -> int:
 
 # --- few tokens and packed weights ---
 
-_STRETCH_BLOCKS = 1056  # that fill a large GPU
+_SPLIT_K_BLOCKS = 1056  # that fill a large GPU
 
 
-def k_segments(lines: int, columns: int, segment: int) -> tuple[int, int]:
-    """How many segments K = columns is cut into for `w4w8a16_sm80.cu`, and the elements of one.
+def split_k_sizes(lines: int, columns: int, segment: int) -> tuple[int, int]:
+    """How many splits K = columns has in `w4w8a16_sm80.cu`, and the elements of one.
 
-    A stretch is a multiple of a segment.
+    A split is a multiple of a segment.
     """
     segments = -(-columns // segment)
-    requested = max(_STRETCH_BLOCKS // -(-lines // 64), 1)
+    requested = max(_SPLIT_K_BLOCKS // -(-lines // 64), 1)
     per_stretch = -(-segments // min(requested, segments))
     return -(-segments // per_stretch), per_stretch * segment
 

@@ -193,7 +193,7 @@ def _kernel(w: QuantArray, tokens: int, dtype: str, hopper: bool) -> tuple[Any, 
         if w4w8a16_sm90_wgmma.supports(w):
             bits = w.spec.row.element.bits
             return w4w8a16_sm90_wgmma, partition.wgmma_cut(lines, columns, tokens, dtype, bits)
-    return w4w8a16_sm80, partition.k_segments(lines, columns, w4w8a16_sm80.segment(w))
+    return w4w8a16_sm80, partition.split_k_sizes(lines, columns, w4w8a16_sm80.segment(w))
 
 
 # --- more ---

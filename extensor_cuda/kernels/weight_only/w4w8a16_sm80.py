@@ -63,7 +63,7 @@ def source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
 
 
 def product(given: Arguments, cut: tuple[int, int]) -> None:
-    """Write X w^T; does not wait. ``cut``: segments of K, and the elements of one."""
+    """Write X w^T; does not wait. ``cut``: the splits of K, and the elements of one."""
     (rows, lines, columns), w, xp = given.sizes, given.w, given.xp
     made = source(w, rows, given.x.dtype.name, given.out.dtype.name)
     splits, stretch = cut

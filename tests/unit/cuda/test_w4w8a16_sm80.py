@@ -111,9 +111,9 @@ def test_scales_that_are_not_decoded_at_once(xp: Any, rows: int) -> None:
     assert np.isnan(got[:, 3]).all() and np.isfinite(np.delete(got, 3, axis=1)).all()
 
 
-def test_stretches_of_k_are_added_in_order_and_leave_the_counters_at_zero(xp: Any) -> None:
+def test_splits_of_k_are_added_in_order_and_leave_the_counters_at_zero(xp: Any) -> None:
     x, w = activations((1, 2100), "float32"), weights(QuantSpec("mxfp4"), (70, 2100))
-    assert partition.k_segments(70, 2100, 128)[0] > 8
+    assert partition.split_k_sizes(70, 2100, 128)[0] > 8
     first = check(x, w, "float32", xp)
     for _ in range(2):
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
@@ -124,11 +124,11 @@ def test_stretches_of_k_are_added_in_order_and_leave_the_counters_at_zero(xp: An
 
 
 def test_how_k_is_cut() -> None:
-    assert partition.k_segments(8192, 8192, 128) == (8, 1024)
-    assert partition.k_segments(28672, 8192, 128) == (2, 4096)
-    assert partition.k_segments(10**6, 100, 64) == (1, 128)
+    assert partition.split_k_sizes(8192, 8192, 128) == (8, 1024)
+    assert partition.split_k_sizes(28672, 8192, 128) == (2, 4096)
+    assert partition.split_k_sizes(10**6, 100, 64) == (1, 128)
     for lines, columns in ((1, 100_000), (64, 1), (9000, 5000)):
-        count, each = partition.k_segments(lines, columns, 128)
+        count, each = partition.split_k_sizes(lines, columns, 128)
         assert (count - 1) * each < columns <= count * each and each % 128 == 0
 
 
