@@ -40,7 +40,7 @@ class Checkpoint:
     """The content of a checkpoint file.
 
     Attributes:
-        tensors: numpy arrays and `QuantArray`s by name.
+        tensors: numpy arrays and `QuantArray` objects by name.
         metadata: as given to `save_checkpoint`; the metadata strings of another program's file.
     """
 
