@@ -26,7 +26,7 @@ GAPS = {
     "tiles of several rows along an axis in the middle": "they span a stride that no kernel walks",
     "one scale per tensor, along an axis in the middle": "likewise",
     "do not fill whole bytes": "two blocks down a column would share a byte",
-    "a Hadamard transform down columns in blocks of": "the panel would leave the cache",
+    "a columnwise Hadamard transform in blocks of": "the panel would leave the cache",
     "a Hadamard transform to undo": "decoding alone; operands keep the transform",
     "2**32 blocks or more": "a block's number is one word of the random counter",
     "rows of 2**31 values or more": "an outlier's index is an int32",

@@ -51,11 +51,11 @@ class LoweredSpec:
         codes[spec.axis] = packed_length(spec, shape)
         self.codes_shape = tuple(codes)
         tile_length, columns, tiles = layout[6], layout[3] > 1, self.scales_shape[spec.axis]
-        # Blocks down columns are packed one by one, so each must fill whole bytes.
+        # Columnwise blocks are packed one by one, so each must fill whole bytes.
         self.no_codes: Unsupported | None = None
         if columns and tiles > 1 and tile_length * spec.row.element.bits % 8:
             self.no_codes = Unsupported(
-                f"blocks of {tile_length} down columns do not fill whole bytes"
+                f"columnwise blocks of {tile_length} do not fill whole bytes"
             )
 
     def stored(
@@ -101,7 +101,7 @@ def lower(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec | U
     if spec.rounding == "stochastic" and tile_rows > 1 and tile_length % per_call:
         return Unsupported(f"stochastic tiles whose rows of {tile_length} split a random draw")
     if spec.transform and columns and math.lcm(tile_length, spec.transform.size) > _MAX_SPAN:
-        return Unsupported(f"a Hadamard transform down columns in blocks of {tile_length}")
+        return Unsupported(f"a columnwise Hadamard transform in blocks of {tile_length}")
     return LoweredSpec(core, spec, shape, layout)
 
 

@@ -1,4 +1,4 @@
-"""FP8, INT8 and INT4 under float scales in blocks along rows or down columns, in one reading.
+"""FP8, INT8 and INT4 under float scales rowwise or columnwise, in one reading.
 
 Along rows: groups, channels, tensors and tiles whose rows are multiples of 16
 (`float_scaled_rowwise.cu`). Down a matrix's columns: groups of 16 to 128, tiles of 128 x 128,

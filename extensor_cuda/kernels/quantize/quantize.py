@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def columns(self) -> bool:
-        """Whether blocks run down columns."""
+        """Whether blocks run columnwise."""
         return self.inner > 1
 
     @property

@@ -137,10 +137,10 @@ def quantize_raw(
     amax: Array | None = None,
     stats: bool = True,
 ) -> tuple[tuple[QuantArray, QuantArray], Counters | None]:
-    """Launch and return without waiting: arrays along rows and down columns, and the counters.
+    """Launch and return without waiting: rowwise and columnwise arrays, and the counters.
 
-    As of `extensor_cuda.kernels.quantize.quantize.quantize_raw`, with a stream along rows and one
-    down columns.
+    As of `extensor_cuda.kernels.quantize.quantize.quantize_raw`, with a stream for each
+    direction.
     """
     tensor, _ = kernels.tensor_of(plan.rowwise, x, amax, xp)
     row, column = (kernels.empty_array(p, xp, tensor) for p in (plan.rowwise, plan.columnwise))
