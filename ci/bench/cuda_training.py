@@ -37,7 +37,7 @@ from ci.bench.gpu import (
 from extensor import ExTensor
 from extensor.optim import AdamW
 from extensor_cuda.kernels.nn import cross_entropy, norm
-from extensor_cuda.kernels.optimizer import optimizer as kernels
+from extensor_cuda.kernels.optim import optimizer as kernels
 
 LAYERS, WIDTH, VOCAB, CONTEXT = 12, 768, 50257, 1024
 ROWS, LENGTH = 16384, 4096

@@ -16,7 +16,7 @@ from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.attention import attention
 from extensor_cuda.kernels.gemm.config import gemm_source
-from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.kernels.prepare import quantize_operand
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.kernels.weight_only import (

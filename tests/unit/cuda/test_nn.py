@@ -25,7 +25,7 @@ from extensor_cuda.kernels.nn import (
     softmax,
     sums,
 )
-from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.runtime import capture
 from extensor_cuda.runtime.compile import compile_cubin
 from models.gpt.configs import GPTConfig
