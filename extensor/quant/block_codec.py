@@ -47,27 +47,39 @@ class BlockLayout:
         self._padded = tuple(g * e for g, e in zip(self._grid, self._extent, strict=True))
         self.blocks = math.prod(self.grid)
         self.block_size = math.prod(extent)
+        self._block_axis_last = spec.axis == len(shape) - 1
 
     def split(self, x: Array) -> Array:
-        """(coded shape) -> (blocks, block_size), padding filled with zeros (False)."""
+        """(coded shape) -> (blocks, block_size), padding filled with zeros (False).
+
+        Memory keeps x's order as far as it goes: blocks along another axis than the last come as
+        a transposed view, position by position, since a transposing copy costs more than all else.
+        """
         xp = self.xp
         moved = xp.transpose(x, self._order)
         pads = [(0, p - n) for p, n in zip(self._padded, moved.shape, strict=True)]
         moved = xp.pad(moved, pads) if any(after for _, after in pads) else moved
         fine = [n for pair in zip(self._grid, self._extent, strict=True) for n in pair]
         ndim = len(self._order)
-        order = [2 * i for i in range(ndim)] + [2 * i + 1 for i in range(ndim)]
-        return xp.transpose(moved.reshape(fine), order).reshape(self.blocks, self.block_size)
+        grid, extent = [2 * i for i in range(ndim)], [2 * i + 1 for i in range(ndim)]
+        fine_blocks = moved.reshape(fine)
+        if self._block_axis_last:
+            return xp.transpose(fine_blocks, grid + extent).reshape(self.blocks, self.block_size)
+        return xp.transpose(fine_blocks, extent + grid).reshape(self.block_size, self.blocks).T
 
     def join(self, blocks: Array) -> Array:
-        """(blocks, block_size) -> the coded shape, block axis last, padding kept on it."""
+        """(blocks, block_size) -> the coded shape with the block axis last, padding kept on it.
+
+        A view of C order in x's own order of axes.
+        """
         xp = self.xp
         ndim = len(self._order)
         fine = blocks.reshape(self._grid + self._extent)
-        order = [i for pair in zip(range(ndim), range(ndim, 2 * ndim), strict=True) for i in pair]
-        whole = xp.transpose(fine, order).reshape(self._padded)
+        at = [self._order.index(a) for a in range(ndim)]
+        whole = xp.transpose(fine, [i for a in at for i in (a, ndim + a)])
+        whole = whole.reshape([self._padded[a] for a in at])
         keep = tuple(slice(self.coded[a]) for a in self._order[:-1])
-        return whole[keep]
+        return xp.transpose(whole, self._order)[keep]
 
     def join_scales(self, per_block: Array) -> Array:
         """(blocks,) -> the scales' shape."""
@@ -78,11 +90,8 @@ class BlockLayout:
         """The scales' shape -> (blocks,)."""
         return self.xp.transpose(scales, self._order).reshape(self.blocks)
 
-    @property
     def real(self) -> Array:
         """Bool (blocks, block_size): False on the padding."""
-        if self._padded == tuple(self.coded[a] for a in self._order):
-            return self.xp.broadcast_to(self.xp.asarray(True), (self.blocks, self.block_size))
         return self.split(self.xp.ones(self.coded, dtype=bool))
 
     @property

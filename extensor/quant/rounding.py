@@ -76,6 +76,9 @@ def encode(
     x = xp.asarray(x, dtype=xp.float32)
     if xp is not np or x.size <= _SEGMENT:
         return _encode(x, element, words, ties, xp)
+    if not x.flags.c_contiguous and x.T.flags.c_contiguous:
+        codes, saturated = encode(x.T, element, None if words is None else words.T, ties)
+        return codes.T, saturated.T
     codes, saturated = np.empty(x.shape, np.uint8), np.empty(x.shape, bool)
     flat_codes, flat_saturated = codes.reshape(-1), saturated.reshape(-1)
     flat, flat_words = x.reshape(-1), None if words is None else words.reshape(-1)
@@ -114,6 +117,8 @@ def signed(magnitude: Array, negative: Array, xp: Any = np) -> Array:
 
 def decode(codes: Array, element: ElementFormat, xp: Any = np) -> Array:
     """Decode unpacked codes to float32, which holds every grid value."""
+    if not codes.flags.c_contiguous and codes.T.flags.c_contiguous:
+        return _values(element, xp).take(codes.T).T
     return _values(element, xp).take(codes)
 
 

@@ -10,6 +10,7 @@ this project's. NVFP4 is in `extensor.quant.nvfp4`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,22 +35,22 @@ Array = Any
 
 def encode_blocks(
     x: Array,
-    real: Array,
+    real: Callable[[], Array],
     spec: QuantSpec,
     words: Array | None,
     previous_amax: Array | None,
     xp: Any = np,
 ) -> EncodedBlocks:
-    """Encode float32 blocks (blocks, block_size); ``real`` is False on the padding."""
+    """Encode float32 blocks (blocks, block_size); ``real()`` is False on the padding."""
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         if not spec.symmetric:
-            return _asymmetric(x, real, spec, words, xp)
+            return _asymmetric(x, real(), spec, words, xp)
         largest = block_amax(x, xp)
         amax = block_statistic(x, real, largest, spec, previous_amax, xp)
         encode = _mx if spec.is_mx else _float_scaled if spec.has_float_scales else encode_nvfp4
         encoded = encode(x, largest, amax, spec, words, xp)
         if spec.zero_sign == "zeros_negative":  # padding and NaN blocks hold codes 0 all the same
-            stored = real & ~xp.isnan(_scale_values(encoded.scales, spec, xp))[:, None]
+            stored = real() & ~xp.isnan(_scale_values(encoded.scales, spec, xp))[:, None]
             encoded.codes = xp.where(stored, encoded.codes, 0).astype(xp.uint8)
         return encoded
 
@@ -83,7 +84,7 @@ def _scale_values(scales: Array, spec: QuantSpec, xp: Any) -> Array:
 
 def block_statistic(
     x: Array,
-    real: Array,
+    real: Callable[[], Array],
     largest: Array,
     spec: QuantSpec,
     previous_amax: Array | None,
@@ -101,8 +102,9 @@ def block_statistic(
         return xp.where(largest == 0, largest, xp.maximum(largest, decayed))
     if spec.statistic != "percentile" or not x.size:
         return largest
-    ordered = xp.sort(xp.where(real, xp.abs(x), xp.float32(np.inf)), axis=1)
-    count = real.sum(axis=1)
+    inside = real()
+    ordered = xp.sort(xp.where(inside, xp.abs(x), xp.float32(np.inf)), axis=1)
+    count = inside.sum(axis=1)
     rank = xp.ceil(spec.percentile * count / 100).astype(xp.int64)  # p / 100 would round first
     rank = xp.clip(rank, 1, xp.maximum(count, 1))
     chosen = xp.take_along_axis(ordered, rank[:, None] - 1, axis=1)[:, 0]
