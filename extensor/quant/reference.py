@@ -1,9 +1,12 @@
-"""The exact reference for quantizing and dequantizing, on any array module.
+"""Quantizing and dequantizing on any array module: what every kernel's bytes must be.
 
 Every step works on integer bits, or is one float32 operation in a stated order, so that C++ and
-CUDA kernels can give the same bytes. The generic backend calls these functions. Tests compare the
-kernels with them byte for byte, and compare them with the scalar oracle in ``tests/oracle``, which
-shares no code with them.
+CUDA kernels can give the same bytes. The generic backend runs these functions, which is what
+training without the C++ core does; tests compare the kernels with them byte for byte.
+
+They are judged in turn by what shares no code with them: the scalar oracle in ``tests/oracle``,
+in exact integers, and ``tests/oracle/rounding.py``, integer rounding of whole arrays.
+``ci/exhaustive.py`` compares every float32.
 """
 
 from __future__ import annotations
