@@ -493,8 +493,17 @@ def test_dropout_draws_anew_in_each_repetition(gpu: Any) -> None:
 @pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize(
     "recipe",
-    ["mxfp4_all", "mxfp8_nvidia", "mxfp8_rebased", "bf16", "mxfp6", "mxfp4_tseng"]
-    + ["fp8_block", "fp8_tensor", "int8"],
+    [
+        "mxfp4_all",
+        "mxfp8_nvidia",
+        "mxfp8_rebased",
+        "bf16",
+        "mxfp6",
+        "mxfp4_tseng",
+        "fp8_block",
+        "fp8_tensor",
+        "int8",
+    ],
 )
 def test_tensor_core_products_are_captured(recipe: str) -> None:
     """Layers large enough for every way of making operands."""
