@@ -42,11 +42,7 @@ from extensor_cuda.matmul.partition import configure
 from extensor_cuda.matmul.prepare import FLOAT_SCALES, FUSED
 from extensor_cuda.matmul.product import multiply, product
 from extensor_cuda.matmul.stored import grouped_matmul, matmul, offsets_of
-from extensor_cuda.matmul.weight_only import (
-    decodes_in_gemm,
-    weight_only_gap,
-    weight_only_matmul,
-)
+from extensor_cuda.matmul.weight_only import decodes_in_gemm, weight_only_gap, weight_only_matmul
 
 CACHE = 64 << 20  # bytes that no cache holds
 TOKENS = (1, 4, 16, 32, 64)
