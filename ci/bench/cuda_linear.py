@@ -7,9 +7,9 @@ x (M, K), w (N, K) and the gradient (M, N) are normal bfloat16 data. torch: F.li
 backward, three products. Ours: `et.quantized_matmul` and its backward: six operands quantized from
 bfloat16 (under the largest magnitude of the call before, gradients rounded stochastically, values
 counted), three products, three bfloat16 results; "captured" replays the same from a CUDA graph.
-"products" are ours without quantizing, "quantizers" the rest. CUDA events around four calls, the contestants
-taking turns in one process, medians over the rounds, three inputs in turn. Needs a Hopper GPU,
-torch and the extra ``cuda13``.
+"products" are ours without quantizing, "quantizers" the rest. CUDA events around four calls, the
+contestants taking turns in one process, medians over the rounds, three inputs in turn. Needs a
+Hopper GPU, torch and the extra ``cuda13``.
 """
 
 from __future__ import annotations
