@@ -8,20 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from extensor import ExTensor
-from extensor.inspect import LayerRow, compare_layers
+from extensor.inspect import LayerRow
 from extensor.io import CheckpointError
-from extensor.nn import apply_recipe
 from training.config import RunConfig
 from training.data import DataError
 from training.histograms import Histograms, operand_histograms
 from training.page.answers import answers
 from training.ptq import load_run
+from training.result import beside_float32
 from training.rundir import CONFIG, LAST, METRICS, TELEMETRY, UsageError, read_config, read_result
 
 __all__ = ["Facts", "read_facts"]
-
-LAYER_BATCH = 200
 
 
 @dataclass(frozen=True)
@@ -92,12 +89,7 @@ def _from_checkpoint(
         trainer = load_run(folder)
     except (UsageError, DataError, CheckpointError) as error:
         return (), {}, {}, str(error)
-    reference = trainer.fresh_model()
-    reference.load_state_dict(trainer.model.state_dict())
-    apply_recipe(reference, "fp32")
-    batch = next(trainer.task.test(min(LAYER_BATCH, trainer.task.eval_batch)))
-    inputs = ExTensor.from_numpy(batch.inputs).to(trainer.config.device)
-    rows = compare_layers(trainer.model, reference, inputs, isolated=True).rows
+    rows = beside_float32(trainer, isolated=True)[0].rows
     try:
         said = answers(trainer, result)
     except UsageError as error:  # it diverged: the rest of the page says how
