@@ -15,7 +15,7 @@ import pytest
 
 import extensor.cli as extensor_cli
 from extensor.autograd.primitive import FUNCTIONS, OPS, PRIMITIVES
-from training import cli
+from extensor.training import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -20,20 +20,21 @@ from extensor.errors import unknown_name
 from extensor.io import CheckpointError
 from extensor.quant.recipes import ALIASES, RECIPES
 from extensor.quant.schemes import SCHEMES
-from training.choices import OPTIMIZERS, SCHEDULES, describe
-from training.compare import compare
-from training.comparison import CompareArgs, CompareFlags
-from training.config import RunConfig, Settings
-from training.data import DATASETS, DataError
-from training.flags import parse, parse_settings, resolve
-from training.generate import GenerateArgs, generate_text
-from training.loop import Interrupted
-from training.page import ReportArgs, write_page
-from training.ptq import PtqArgs, ptq
-from training.rundir import CONFIG, LAST, UsageError, read_config, read_result
-from training.runs import RUNS
-from training.tasks import TASKS
-from training.train import train
+
+from .choices import OPTIMIZERS, SCHEDULES, describe
+from .compare import compare
+from .comparison import CompareArgs, CompareFlags
+from .config import RunConfig, Settings
+from .data import DATASETS, DataError
+from .flags import parse, parse_settings, resolve
+from .generate import GenerateArgs, generate_text
+from .loop import Interrupted
+from .page import ReportArgs, write_page
+from .ptq import PtqArgs, ptq
+from .rundir import CONFIG, LAST, UsageError, read_config, read_result
+from .runs import RUNS
+from .tasks import TASKS
+from .train import train
 
 __all__ = ["TrainFlags", "main", "parse_train"]
 

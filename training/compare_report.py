@@ -18,11 +18,12 @@ from rich.console import Console
 
 from extensor.inspect import Table
 from extensor.quant.recipes import get_recipe
-from training.callbacks.progress import percent
-from training.comparison import CompareArgs, Finished
-from training.rundir import write_json
-from training.tables import known_mean, markdown_table, saved_figure
-from training.tasks import Metric
+
+from .callbacks.progress import percent
+from .comparison import CompareArgs, Finished
+from .rundir import write_json
+from .tables import known_mean, markdown_table, saved_figure
+from .tasks import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from extensor.quant.recipes import get_recipe
-from training.config import RunConfig, Settings, write_toml
-from training.rundir import LAST, METRICS, UsageError, read_config, read_result
-from training.runs import RUNS
-from training.tasks import TASKS, Metric
+
+from .config import RunConfig, Settings, write_toml
+from .rundir import LAST, METRICS, UsageError, read_config, read_result
+from .runs import RUNS
+from .tasks import TASKS, Metric
 
 __all__ = ["CompareArgs", "CompareFlags", "Finished", "Job"]
 

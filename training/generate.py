@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-import models
-from extensor import ExTensor, no_grad
+from extensor import ExTensor, models, no_grad
 from extensor.io import load_checkpoint
 from extensor.nn import Module, apply_recipe
-from training.config import ACTIVATIONS
-from training.rundir import LAST, UsageError
-from training.runs import RUNS
-from training.text.tokenizers import Tokenizer, TokenizerError, from_state
+
+from .config import ACTIVATIONS
+from .rundir import LAST, UsageError
+from .runs import RUNS
+from .text.tokenizers import Tokenizer, TokenizerError, from_state
 
 __all__ = [
     "GenerateArgs",

@@ -21,11 +21,12 @@ from extensor import ExTensor
 from extensor.inspect import compare_layers
 from extensor.nn import Module, packed_layers, quantize_model, save_quantized
 from extensor.quant.schemes import get_scheme
-from training.loop import Trainer
-from training.ptq_report import LayerResult, SchemeResult, write_results
-from training.records import finite
-from training.rundir import CONFIG, LAST, UsageError, read_config
-from training.tasks import Metric
+
+from .loop import Trainer
+from .ptq_report import LayerResult, SchemeResult, write_results
+from .records import finite
+from .rundir import CONFIG, LAST, UsageError, read_config
+from .tasks import Metric
 
 __all__ = ["PtqArgs", "ptq"]
 

@@ -12,10 +12,11 @@ import numpy as np
 from rich.console import Console
 
 from extensor.inspect import Table
-from training.config import RunConfig
-from training.rundir import write_json
-from training.tables import markdown_table, saved_figure
-from training.tasks import Metric
+
+from .config import RunConfig
+from .rundir import write_json
+from .tables import markdown_table, saved_figure
+from .tasks import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

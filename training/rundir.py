@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from training.config import RunConfig, write_toml
+from .config import RunConfig, write_toml
 
 __all__ = [
     "BEST", "CONFIG", "LAST", "METRICS", "RESULT", "TELEMETRY", "UsageError", "claim",

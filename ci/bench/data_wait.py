@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ci.bench.contest import arguments, write
-from training.config import RunConfig
-from training.data import AUGMENTATIONS, DATASETS
-from training.loop import Trainer
-from training.runs import defaults
+from extensor.training.config import RunConfig
+from extensor.training.data import AUGMENTATIONS, DATASETS
+from extensor.training.loop import Trainer
+from extensor.training.runs import defaults
 
 GOAL = 0.05
 

@@ -18,9 +18,9 @@ import numpy as np
 from ci.bench.contest import arguments, measure, options, write
 from ci.bench.torch_models import torch_gpt
 from ci.bench.train_step import our_step, torch_step
+from extensor.models.gpt.configs import GPTConfig
+from extensor.models.gpt.model import build
 from extensor.optim import AdamW
-from models.gpt.configs import GPTConfig
-from models.gpt.model import build
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 CLIP = 1.0

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-import models
 from ci.bench.contest import arguments, measure, options, write
 from ci.bench.torch_models import torch_lenet, torch_resnet
 from ci.bench.train_step import our_step, torch_step
+from extensor import models
 from extensor.config import use_core
 from extensor.optim import SGD
 

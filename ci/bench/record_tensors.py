@@ -25,14 +25,14 @@ import extensor as et
 from ci.bench.contest import command
 from ci.bench.gpt_torch import run_config
 from extensor.backends import registry
+from extensor.models.gpt.configs import GPTConfig
+from extensor.models.gpt.model import build
 from extensor.nn.recipe import apply_recipe
 from extensor.ops import recipe_operands
 from extensor.optim import AdamW, clip_grad_norm
 from extensor.quant.spec import QuantSpec
+from extensor.training.tasks.language import Causal
 from extensor_cuda.matmul.rebase import E5M2_SPAN, INT8_SPAN
-from models.gpt.configs import GPTConfig
-from models.gpt.model import build
-from training.tasks.language import Causal
 
 KINDS = {"fprop.x": "x", "fprop.w": "w", "dgrad.g": "g"}
 """The slots whose matrices are kept, and what they are called."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from training.callbacks.base import Callback, RunView
-from training.records import EpochReport, StepReport
-from training.rundir import BEST, LAST, METRICS
+from ..records import EpochReport, StepReport
+from ..rundir import BEST, LAST, METRICS
+from .base import Callback, RunView
 
 __all__ = ["JsonLines", "SaveCheckpoint", "TensorBoard"]
 

@@ -14,9 +14,9 @@ import hashlib
 
 import numpy as np
 
-from training.data.dataset import Dataset, Split, evenly_spaced
-from training.data.fetch import DataError
-from training.data.transforms import resize_matrix
+from .dataset import Dataset, Split, evenly_spaced
+from .fetch import DataError
+from .transforms import resize_matrix
 
 __all__ = ["enlarge", "load_digits", "stratified_split"]
 

@@ -12,12 +12,13 @@ from extensor import ExTensor
 from extensor.inspect import LayerRow, compare_layers
 from extensor.io import CheckpointError
 from extensor.nn import apply_recipe
-from training.config import RunConfig
-from training.data import DataError
-from training.histograms import Histograms, operand_histograms
-from training.page.answers import answers
-from training.ptq import load_run
-from training.rundir import CONFIG, LAST, METRICS, TELEMETRY, UsageError, read_config, read_result
+
+from ..config import RunConfig
+from ..data import DataError
+from ..histograms import Histograms, operand_histograms
+from ..ptq import load_run
+from ..rundir import CONFIG, LAST, METRICS, TELEMETRY, UsageError, read_config, read_result
+from .answers import answers
 
 __all__ = ["Facts", "read_facts"]
 

@@ -15,9 +15,9 @@ import pytest
 
 from extensor.io import load_checkpoint
 from extensor.quant.recipes import RECIPES
-from training import compare as comparing
-from training.cli import main, parse_train
-from training.rundir import UsageError
+from extensor.training import compare as comparing
+from extensor.training.cli import main, parse_train
+from extensor.training.rundir import UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = ["mlp", "--epochs", "2", "--batch-size", "16", "--lr", "0.02"]
