@@ -46,7 +46,8 @@ from extensor.dtypes import (
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS
 
 if TYPE_CHECKING:
-    from extensor import inspect, io, models, nn, optim, testing
+    from extensor import inspect, io, nn, optim, testing
+    from extensor import models as models  # type: ignore[attr-defined]
     from extensor.array_api import fft, linalg
     from extensor.inspect import compare_layers
     from extensor.nn.ptq import load_quantized, quantize_model, save_quantized

@@ -161,7 +161,9 @@ class Job:
         for path in (config, self.log):
             path.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(write_toml(self.config.as_dict()), encoding="utf-8")
-        command = [sys.executable, "-m", "training", self.config.model]
+        # What this process imports, in its order, and nothing from the folder it stands in (-P).
+        imports = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-P", "-m", "extensor.training", self.config.model]
         command += ["--config", str(config.resolve()), "--out", str(self.folder.resolve())]
         if (self.folder / LAST).is_file():
             command.append("--resume")
@@ -172,8 +174,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                cwd=Path(__file__).resolve().parents[1],
-                env={**os.environ, **dict.fromkeys(THREAD_FLAGS, "1")},
+                env={**os.environ, **imports, **dict.fromkeys(THREAD_FLAGS, "1")},
                 start_new_session=True,
             )
 

@@ -1,4 +1,4 @@
-"""`python -m training ptq RUN`: a trained model under many schemes of post-training quantization.
+"""`extensor ptq RUN`: a trained model under many schemes of post-training quantization.
 
 Each scheme quantizes the run's checkpoint, with calibration inputs from its training data, and is
 judged on its test data: the run's metric, the bytes of what is stored, and each layer's error on
@@ -129,13 +129,13 @@ def load_run(folder: Path) -> Trainer:
     if not (folder / CONFIG).is_file():
         raise UsageError(
             f"{folder}: expected the folder of a run, but {CONFIG} is not there; the way out: the "
-            "--out of a run of `python -m training MODEL`"
+            "--out of a run of `extensor train MODEL`"
         )
     config = read_config(folder)
     if not (folder / LAST).is_file():
         raise UsageError(
             f"{folder}: expected a run with {LAST}, but it is not there: its first epoch is not "
-            f"done; the way out: python -m training {config.model} --out {folder} --resume"
+            f"done; the way out: extensor train {config.model} --out {folder} --resume"
         )
     try:
         trainer = Trainer(config, folder)

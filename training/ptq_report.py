@@ -113,7 +113,7 @@ def write_results(
     lines = [
         f"# {title}",
         "",
-        f"`python -m training ptq`, calibrated on {seen}, judged on the test data. KB (1000 bytes) "
+        f"`extensor ptq`, calibrated on {seen}, judged on the test data. KB (1000 bytes) "
         "are of everything the model stores; dB are signal to quantization noise, of the model's "
         "output and of the worst layer by itself.",
         "",

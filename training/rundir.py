@@ -95,7 +95,7 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
     elif folder.exists() and any(folder.iterdir()):
         raise UsageError(f"--out {folder}: is not empty, and holds no run; {OTHER_OUT}")
     folder.mkdir(parents=True, exist_ok=True)
-    header = f"python -m training {config.model} --config THIS_FILE repeats this run"
+    header = f"extensor train {config.model} --config THIS_FILE repeats this run"
     (folder / CONFIG).write_text(write_toml(config.as_dict(), header), encoding="utf-8")
 
 

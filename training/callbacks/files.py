@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ..extras import missing
 from ..records import EpochReport, StepReport
 from ..rundir import BEST, LAST, METRICS
 from .base import Callback, RunView
@@ -48,12 +49,10 @@ class TensorBoard(Callback):
     """
 
     def __init__(self) -> None:
-        try:
-            import tensorboardX
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard events need tensorboardX; the way out: pip install tensorboardX"
-            ) from error
+        if (message := missing("the callback TensorBoard", "tensorboardX")) is not None:
+            raise ImportError(message)
+        import tensorboardX
+
         self._library = tensorboardX
         self._writer: Any = None
 

@@ -1,4 +1,4 @@
-"""`python -m training report RUN`: one page about a run that needs nothing but a browser.
+"""`extensor report RUN`: one page about a run that needs nothing but a browser.
 
 What a run has not got yet is left out with a word on why. The page itself is page.html, a template.
 """

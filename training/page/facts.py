@@ -53,7 +53,7 @@ def read_facts(folder: Path) -> Facts:
     if not (folder / CONFIG).is_file():
         raise UsageError(
             f"{folder}: expected the folder of a run, but {CONFIG} is not there; the way out: the "
-            "--out of a run of `python -m training MODEL`"
+            "--out of a run of `extensor train MODEL`"
         )
     config = read_config(folder)
     result = read_result(folder)
