@@ -13,8 +13,7 @@ from typing import Any
 
 import tyro
 
-from extensor import __version__
-from extensor.cli.doctor import doctor
+from extensor.cli.doctor import doctor, version
 from extensor.cli.files import inspect, read_tensors
 from extensor.cli.formats import (
     dialect_sheet,
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name == "--version":
-        print(f"extensor {__version__}")
+        print(f"extensor {version()}")
         return 0
     try:
         if name in TRAINING:

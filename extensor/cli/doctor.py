@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from extensor import __version__, config
+from extensor import config
 from extensor.backends import registry
 from extensor.backends.cpu import CpuBackend
 from extensor.backends.protocol import Backend, Window
@@ -22,7 +22,12 @@ from extensor.cli.sheet import Sheet, show
 from extensor.formats import FORMATS
 from extensor.quant import QuantArray, QuantSpec
 
-__all__ = ["doctor"]
+__all__ = ["doctor", "version"]
+
+
+def version() -> str:
+    """The version of extensor; also where it is not installed."""
+    return str(import_module("extensor").__version__)
 
 
 def doctor(all: bool = False) -> None:
@@ -40,7 +45,7 @@ def doctor(all: bool = False) -> None:
         core = [("C++ core", f"not usable: {error}")]
     flags = [f"{f.name}={f.read()}" for f in config.FLAGS.values() if f.name in os.environ]
     rows = [
-        ("extensor", f"{__version__}, in {Path(__file__).parents[1]}"),
+        ("extensor", f"{version()}, in {Path(__file__).parents[1]}"),
         ("python", f"{platform.python_version()} ({platform.machine()}, {platform.system()})"),
         ("libraries", f"numpy {np.__version__}, ml_dtypes {ml_dtypes.__version__}"),
         *core,
