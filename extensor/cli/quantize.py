@@ -51,6 +51,7 @@ class SpecFlags:
         """
         tile = None if self.block_size is None else (1, self.block_size)
         try:
+            Stream(self.seed)  # refuses a seed that is out of range
             return QuantSpec(
                 format,
                 self.axis,
@@ -89,13 +90,13 @@ def quantize(
     """
     spec = flags.spec(format)
     files = tensor_files(source)
-    sharded = files != [source]
-    outputs = _outputs(source, target, files if sharded else [])
     if match is not None:
         names = [name for file in files for name in tensor_names(file)]
         if not any(fnmatch.fnmatchcase(name, match) for name in names):
             found = ", ".join(names) or "(no tensors)"
             raise CommandError(f"--match {match!r} fits none of: {found}")
+    sharded = files != [source]
+    outputs = _outputs(source, target, files if sharded else [])
     rows: list[tuple[str, ...]] = []
     weight_map: dict[str, str] = {}
     before = after = quantized = 0
