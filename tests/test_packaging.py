@@ -77,6 +77,13 @@ def test_the_wheel_holds_the_packages_and_their_data(wheel: Path) -> None:
     assert names == expected
 
 
+def test_an_editable_install_adds_the_checkout_only(tmp_path: Path) -> None:
+    with zipfile.ZipFile(built("build_editable", tmp_path)) as file:
+        (pth,) = [name for name in file.namelist() if name.endswith(".pth")]
+        folders = set(file.read(pth).decode().splitlines())
+    assert {line for line in folders if not line.startswith("import ")} <= {str(ROOT)}
+
+
 def test_the_source_archive_can_be_built_and_tested(tmp_path: Path) -> None:
     with tarfile.open(built("build_sdist", tmp_path)) as file:
         names = {name.partition("/")[2] for name in file.getnames()}

@@ -82,7 +82,7 @@ def test_flags_override_the_file_and_the_file_the_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["lennet"], "no model or command named 'lennet'; did you mean 'lenet'"),
+        (["lennet"], "no model named 'lennet'; did you mean 'lenet'"),
         (["lenet", "--dataset", "digitz"], "no dataset named 'digitz'; did you mean 'digits'"),
         (["compare", "lenett"], "no model named 'lenett'; did you mean 'lenet'"),
         (["lenet", "--config", "none.toml"], "--config none.toml: cannot be read"),
