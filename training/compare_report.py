@@ -18,10 +18,11 @@ from rich.console import Console
 
 from extensor.inspect import Table
 from extensor.quant.recipes import get_recipe
-from training.callbacks.progress import percent
-from training.comparison import CompareArgs, Finished
-from training.tables import COLORS, known_mean, markdown_page, saved_figure, write_files
-from training.tasks import Metric
+
+from .callbacks.progress import percent
+from .comparison import CompareArgs, Finished
+from .tables import COLORS, known_mean, markdown_page, saved_figure, write_files
+from .tasks import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

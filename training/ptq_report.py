@@ -12,9 +12,10 @@ import numpy as np
 from rich.console import Console
 
 from extensor.inspect import Table
-from training.config import RunConfig
-from training.tables import COLORS, markdown_page, saved_figure, write_files
-from training.tasks import Metric
+
+from .config import RunConfig
+from .tables import COLORS, markdown_page, saved_figure, write_files
+from .tasks import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,7 +110,7 @@ def write_results(
     content["rows"] = [dataclasses.asdict(row) for row in rows]
     title = f"{run.label}, quantized after training"
     intro = (
-        f"`python -m training ptq`, calibrated on {seen}, judged on the test data. KB (1000 bytes) "
+        f"`extensor ptq`, calibrated on {seen}, judged on the test data. KB (1000 bytes) "
         "are of everything the model stores; dB are signal to quantization noise, of the model's "
         "output and of the worst layer by itself."
     )

@@ -16,10 +16,11 @@ from rich.console import Console
 from extensor import ExTensor
 from extensor.inspect import LayerComparison, SlotHealth, compare_layers, health_table, slot_health
 from extensor.nn import apply_recipe
-from training.callbacks import RunView
-from training.callbacks.progress import percent
-from training.rundir import BEST, LAST, METRICS, RESULT
-from training.tables import known_mean
+
+from .callbacks import RunView
+from .callbacks.progress import percent
+from .rundir import BEST, LAST, METRICS, RESULT
+from .tables import known_mean
 
 __all__ = ["beside_float32", "build_result", "peak_rss_mb", "print_summary", "slot_healths"]
 

@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from extensor.inspect import Table
-from training.rundir import write_json
+
+from .rundir import write_json
 
 __all__ = ["COLORS", "known_mean", "markdown_page", "saved_figure", "write_files"]
 

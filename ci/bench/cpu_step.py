@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 import extensor as et
-import models
 from ci.bench.contest import arguments, measure, options, shown, write
 from ci.bench.torch_models import torch_gpt, torch_lenet, torch_resnet
+from extensor import models
 from extensor.config import num_threads, use_core
+from extensor.models.gpt.configs import GPTConfig
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW, clip_grad_norm
-from models.gpt.configs import GPTConfig
 
 SHAPES = {"lenet": (1, 28, 28), "resnet": (3, 32, 32), "gpt": (GPTConfig().context,)}
 """The inputs of each model: LeNet-5, ResNet-18 as it is trained on CIFAR-10, and a GPT."""

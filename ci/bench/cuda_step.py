@@ -37,13 +37,13 @@ import torch
 import extensor as et
 from ci.bench.gpu import Call, cuda, milliseconds, options, write_gpu
 from ci.bench.torch_models import torch_gpt, torch_lenet
+from extensor.models.gpt.configs import GPTConfig
+from extensor.models.gpt.model import build as build_gpt
+from extensor.models.lenet.configs import LeNetConfig
+from extensor.models.lenet.model import build as build_lenet
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW
 from extensor.quant.recipe import FLOAT_NAMES, FloatName
-from models.gpt.configs import GPTConfig
-from models.gpt.model import build as build_gpt
-from models.lenet.configs import LeNetConfig
-from models.lenet.model import build as build_lenet
 
 PARTS = ("lenet", "gpt", "wide", "layers")
 RECIPES = {

@@ -10,13 +10,14 @@ from typing import Any
 
 from extensor.inspect import LayerRow
 from extensor.io import CheckpointError
-from training.config import RunConfig
-from training.data import DataError
-from training.histograms import Histograms, operand_histograms
-from training.page.answers import answers
-from training.ptq import load_run
-from training.result import beside_float32
-from training.rundir import CONFIG, LAST, METRICS, TELEMETRY, UsageError, read_config, read_result
+
+from ..config import RunConfig
+from ..data import DataError
+from ..histograms import Histograms, operand_histograms
+from ..ptq import load_run
+from ..result import beside_float32
+from ..rundir import CONFIG, LAST, METRICS, TELEMETRY, UsageError, read_config, read_result
+from .answers import answers
 
 __all__ = ["Facts", "read_facts"]
 
@@ -49,7 +50,7 @@ def read_facts(folder: Path) -> Facts:
     if not (folder / CONFIG).is_file():
         raise UsageError(
             f"{folder}: expected the folder of a run, but {CONFIG} is not there; the way out: the "
-            "--out of a run of `python -m training MODEL`"
+            "--out of a run of `extensor train MODEL`"
         )
     config = read_config(folder)
     result = read_result(folder)

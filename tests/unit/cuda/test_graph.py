@@ -15,13 +15,13 @@ import pytest
 from rich.console import Console
 
 import extensor as et
+from extensor.models.gpt.configs import GPTConfig
+from extensor.models.gpt.model import build as build_gpt
+from extensor.models.lenet.configs import LeNetConfig
+from extensor.models.lenet.model import build as build_lenet
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW, Lion, MXGradScaler, WarmupCosine, clip_grad_norm
 from extensor.quant.array import QuantArray
-from models.gpt.configs import GPTConfig
-from models.gpt.model import build as build_gpt
-from models.lenet.configs import LeNetConfig
-from models.lenet.model import build as build_lenet
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda import fake
 
