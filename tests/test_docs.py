@@ -140,6 +140,14 @@ def test_a_stale_benchmarks_page_is_noticed(
     assert capsys.readouterr().out == "stale benchmarks.md\n"
 
 
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_links_lead_to_files(page: str) -> None:
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text("utf-8"), flags=re.M | re.S)
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    local = [link for link in links if not re.match(r"[a-z]+:", link)]
+    assert [link for link in local if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
 def test_every_experiment_is_in_the_log_s_table() -> None:
     folder = ROOT / "docs" / "log"
     listed = re.findall(r"\]\((20[^)]+\.md)\)", (folder / "README.md").read_text("utf-8"))
