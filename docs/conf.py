@@ -7,6 +7,7 @@ Pages are the Markdown files beside this one; the API reference is written from 
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -15,23 +16,34 @@ sys.path[:0] = [str(DOCS.parent), str(DOCS / "_ext")]
 project = "extensor"
 author = "the extensor authors"
 project_copyright = "the extensor authors, Apache-2.0"
-html_title = "extensor"
+release = tomllib.loads((DOCS.parent / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+version = release
+html_title = f"extensor {release}"
 
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
     "reference",
 ]
-exclude_patterns = ["_build", "gallery/*", "how-to/README.md", "adr/README.md", "results/*/*"]
+exclude_patterns = ["_build", "gallery/*"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 nitpicky = False
 
 myst_heading_anchors = 3
-# Links from a page to a file of the repository are right on a code host and name no page here.
-suppress_warnings = ["myst.xref_missing", "config.cache"]
+suppress_warnings = ["config.cache"]
+
+# With the network, `sphinx-build -t online` also links numpy's names; a build without it is quiet.
+if tags.has("online"):  # type: ignore[name-defined]  # noqa: F821
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {"numpy": ("https://numpy.org/doc/stable", None)}
+
+# A copied block leaves out prompts and what is shown as its result.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,10 @@ def run_block(source: str, line: int, page: str, names: dict[str, Any]) -> int:
     for statement in ast.parse(padded, page).body:
         _, shown, expected = lines[(statement.end_lineno or 1) - 1].partition(SHOWN)
         if not shown:
-            exec(compile(ast.Module([statement], []), page, "exec"), names)
+            exec(compile(ast.Module([statement], []), page, "exec", dont_inherit=True), names)
             continue
         assert isinstance(statement, ast.Expr), f"{page}:{statement.lineno}: not an expression"
-        value = eval(compile(ast.Expression(statement.value), page, "eval"), names)
+        value = eval(compile(ast.Expression(statement.value), page, "eval", 0, True), names)
         assert repr(value) == expected.strip(), f"{page}:{statement.lineno}"
         compared += 1
     return compared
@@ -111,15 +112,48 @@ def test_a_wrong_example_is_noticed() -> None:
         run_block("x = 1\nx + 1    # => 3\n", 1, "page", {})
 
 
-def test_figures_and_tables_are_current(capsys: pytest.CaptureFixture[str]) -> None:
-    path = ROOT / "docs" / "make_figures.py"
-    spec = importlib.util.spec_from_file_location("make_figures", path)
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A script of `docs` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # where dataclasses look names up
     spec.loader.exec_module(module)
-    assert module.main(["--check"]) == 0, (
-        "run python docs/make_figures.py: " + capsys.readouterr().out
-    )
+    return module
+
+
+@pytest.mark.parametrize("name", ["make_figures", "make_benchmarks"])
+def test_written_pages_are_current(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = script(name, monkeypatch).main(["--check"])
+    assert found == 0, f"run python docs/{name}.py: " + capsys.readouterr().out
+
+
+def test_a_stale_benchmarks_page_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    module = script("make_benchmarks", monkeypatch)
+    stale = tmp_path / "benchmarks.md"
+    stale.write_text(module.page().replace("| 1.38 |", "| 1.39 |"), encoding="utf-8")
+    monkeypatch.setattr(module, "PAGE", stale)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    assert module.main(["--check"]) == 1
+    assert capsys.readouterr().out == "stale benchmarks.md\n"
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_links_lead_to_files(page: str) -> None:
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text("utf-8"), flags=re.M | re.S)
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    local = [link for link in links if not re.match(r"[a-z]+:", link)]
+    assert [link for link in local if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_every_experiment_is_in_the_log_s_table() -> None:
+    folder = ROOT / "docs" / "log"
+    listed = re.findall(r"\]\((20[^)]+\.md)\)", (folder / "README.md").read_text("utf-8"))
+    assert sorted(listed) == sorted(path.name for path in folder.glob("20*.md"))
 
 
 def test_readme_has_its_two_commands() -> None:
