@@ -94,6 +94,9 @@ def directive(room: str, name: str, value: object) -> Iterator[str]:
         ours = entries().intersection(bases)
         stop = ours | {base.__name__ for base in value.__mro__ if not within(base)}
         yield f"   :inherited-members: {', '.join(sorted(stop))}"
+        fields = {name for base in value.__mro__[1:] for name in inspect.get_annotations(base)}
+        if fields:  # the class's docstring describes them
+            yield f"   :exclude-members: {', '.join(sorted(fields))}"
         if ours:
             yield "   :show-inheritance:"
     yield "```"
@@ -113,11 +116,12 @@ def constants(room: str) -> Iterator[tuple[str, str]]:
 
 def written_doc(name: str, value: object) -> str:
     """The string below the assignment of a value, in the module of extensor that makes it."""
-    for module in [m for m in sys.modules if m.startswith("extensor.")]:
-        if vars(sys.modules[module]).get(name) is value:
-            docs = ModuleAnalyzer.for_module(module)
-            docs.analyze()
-            if lines := docs.attr_docs.get(("", name)):
+    for title, module in sorted(sys.modules.items()):
+        written = title.startswith("extensor.") and str(module.__file__).endswith(".py")
+        if written and vars(module).get(name) is value:
+            source = ModuleAnalyzer.for_module(title)
+            source.analyze()
+            if lines := source.attr_docs.get(("", name)):
                 return " ".join(lines).strip()
     return f"The dtype ``{value!r}``." if isinstance(value, DType) else ""
 

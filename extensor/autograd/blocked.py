@@ -139,7 +139,7 @@ class BlockedMethods(TensorState, Generic[Tensor]):
         Raises:
             TypeError, ValueError: for an unknown option, or a value that does not fit the format.
 
-        Source: OCP Microscaling Formats (MX) Specification 1.0, section 5.
+        Source: OCP MX v1.0, table 1.
 
         Example:
             >>> q = et.ones((2, 64)).to_mxfp4()
@@ -167,7 +167,7 @@ class BlockedMethods(TensorState, Generic[Tensor]):
         Raises:
             TypeError, ValueError: as `to_mxfp4`, and for another element.
 
-        Source: OCP Microscaling Formats (MX) Specification 1.0, section 5.
+        Source: OCP MX v1.0, table 1.
 
         Example:
             >>> et.ones((2, 64)).to_mxfp6("e3m2").nbytes
@@ -194,7 +194,7 @@ class BlockedMethods(TensorState, Generic[Tensor]):
         Raises:
             TypeError, ValueError: as `to_mxfp4`, and for another element.
 
-        Source: OCP Microscaling Formats (MX) Specification 1.0, section 5.
+        Source: OCP MX v1.0, table 1.
 
         Example:
             >>> et.ones((2, 64)).to_mxfp8("e5m2").dtype
@@ -215,7 +215,7 @@ class BlockedMethods(TensorState, Generic[Tensor]):
         Raises:
             TypeError, ValueError: as `to_mxfp4`.
 
-        Source: OCP Microscaling Formats (MX) Specification 1.0, section 5.
+        Source: OCP MX v1.0, table 1.
 
         Example:
             >>> et.ones((2, 64)).to_mxint8().nbytes
@@ -237,6 +237,8 @@ class BlockedMethods(TensorState, Generic[Tensor]):
 
         Raises:
             TypeError, ValueError: as `to_mxfp4`.
+
+        Source: NVIDIA, arXiv 2509.25149, section 2.
 
         Example:
             >>> q = et.ones((2, 64)).to_nvfp4()
