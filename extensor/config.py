@@ -34,9 +34,9 @@ class Flag:
             The text, not checked.
 
         Example:
-            >>> from extensor.config import Flag
-            >>> Flag("EXTENSOR_EXAMPLE", "1", "an example").read()
-            '1'
+            >>> from extensor.config import FLAGS
+            >>> FLAGS["core"].read() in ("0", "1")
+            True
         """
         return os.environ.get(self.name, self.default)
 
