@@ -73,7 +73,8 @@ class BlockedMethods(TensorState, Generic[Tensor]):
     ) -> Tensor:
         """To blocked storage as a spec says; the ``to_*`` methods are short forms of it.
 
-        The gradient is straight-through, or clipped; it cannot be differentiated again.
+        float64 and 16-bit floats are cast to float32 first. The gradient is straight-through, or
+        clipped; it cannot be differentiated again.
 
         Args:
             spec: format, axis, tile, scale rule, rounding and the rest.
