@@ -10,14 +10,34 @@ __all__ = ["FLAGS", "Flag", "default_device", "num_threads", "require_core", "us
 
 @dataclass(frozen=True)
 class Flag:
-    """One environment variable that extensor reads."""
+    """One environment variable that extensor reads.
+
+    Attributes:
+        name: of the variable.
+        default: the value where it is not set.
+        doc: what it does.
+
+    Example:
+        >>> from extensor.config import FLAGS
+        >>> FLAGS["device"].name, FLAGS["device"].default
+        ('EXTENSOR_DEVICE', 'cpu')
+    """
 
     name: str
     default: str
     doc: str
 
     def read(self) -> str:
-        """The variable's value, or the default where it is not set."""
+        """The variable's value, or the default where it is not set.
+
+        Returns:
+            The text, not checked.
+
+        Example:
+            >>> from extensor.config import FLAGS
+            >>> FLAGS["core"].read() in ("0", "1")
+            True
+        """
         return os.environ.get(self.name, self.default)
 
 
@@ -45,25 +65,66 @@ def _switch(flag: Flag) -> bool:
 
 
 def use_core() -> bool:
-    """Whether the C++ core may be used."""
+    """Whether the C++ core may be used: EXTENSOR_CORE.
+
+    Returns:
+        True unless the variable is 0.
+
+    Raises:
+        ValueError: for a value other than 0 and 1.
+
+    Example:
+        >>> from extensor.config import use_core
+        >>> isinstance(use_core(), bool)
+        True
+    """
     return _switch(FLAGS["core"])
 
 
 def require_core() -> bool:
-    """Whether a missing C++ core is an error."""
+    """Whether a missing C++ core is an error: EXTENSOR_REQUIRE_CORE.
+
+    Returns:
+        True if the variable is 1.
+
+    Raises:
+        ValueError: for a value other than 0 and 1.
+
+    Example:
+        >>> from extensor.config import require_core
+        >>> isinstance(require_core(), bool)
+        True
+    """
     return _switch(FLAGS["require_core"])
 
 
 def default_device() -> str:
-    """The device of tensors that are made without one, a name of the backend registry."""
+    """The device of tensors that are made without one: EXTENSOR_DEVICE.
+
+    Returns:
+        A name of the backend registry, not checked.
+
+    Example:
+        >>> from extensor.config import default_device
+        >>> default_device() in ("cpu", "cuda")
+        True
+    """
     return FLAGS["device"].read()
 
 
 def num_threads() -> int:
-    """Threads that the C++ core should use, at least 1.
+    """How many threads the C++ core uses: EXTENSOR_NUM_THREADS.
+
+    Returns:
+        1 or more; as many as CPUs where the variable is 0.
 
     Raises:
-        ValueError: if EXTENSOR_NUM_THREADS is not a whole number, 0 or more.
+        ValueError: if the variable is not a whole number, 0 or more.
+
+    Example:
+        >>> from extensor.config import num_threads
+        >>> num_threads() >= 1
+        True
     """
     flag = FLAGS["threads"]
     text = flag.read()

@@ -66,6 +66,10 @@ class DType:
         format: the row of `FORMATS` of a blocked dtype; None for a dense one.
         level: 0 float32 and float64, which every op computes in; 1 integers and bool; 2 the 16-bit
             floats, computed in float32; 3 blocked. Complex numbers are at 1.
+
+    Example:
+        >>> et.bfloat16.kind, et.bfloat16.itemsize, et.mxfp4.format.element.name
+        ('float', 2, 'e2m1')
     """
 
     name: str
@@ -169,8 +173,19 @@ _OF_NUMPY = {dtype.numpy: dtype for dtype in DENSE.values() if dtype.numpy is no
 def blocked(format_name: str) -> DType:
     """The blocked dtype of a row of `FORMATS`.
 
+    Args:
+        format_name: a key of the table.
+
+    Returns:
+        The dtype.
+
     Raises:
         ValueError: if there is no such format.
+
+    Example:
+        >>> from extensor.dtypes import blocked
+        >>> blocked("int8")
+        extensor.int8_blocked
     """
     if format_name not in _OF_FORMAT:
         raise ValueError(unknown_name("format", format_name, _OF_FORMAT))
@@ -180,8 +195,19 @@ def blocked(format_name: str) -> DType:
 def dtype_of(data: Any) -> DType:
     """The dtype of a raw array or of a QuantArray.
 
+    Args:
+        data: an array of a device's array module, or a QuantArray.
+
+    Returns:
+        Its dtype.
+
     Raises:
         TypeError: if the array holds something that is no extensor dtype (strings, dates, ...).
+
+    Example:
+        >>> from extensor.dtypes import dtype_of
+        >>> dtype_of(et.zeros(3).numpy())
+        extensor.float32
     """
     try:
         return _OF_NUMPY[data.dtype]
@@ -198,12 +224,23 @@ def dtype_of(data: Any) -> DType:
 
 
 def as_dtype(dtype: DTypeLike) -> DType:
-    """The row for a DType, a name, a numpy dtype or a numpy or Python scalar type.
+    """The dtype that a name, a numpy dtype or a Python type stands for.
+
+    Args:
+        dtype: a DType, a name, a numpy dtype or a numpy or Python scalar type.
+
+    Returns:
+        The dtype.
 
     Raises:
-        TypeError: for an element grid or a narrow float, which cannot hold a tensor without
-            scales, and for anything that is no dtype.
+        TypeError: for an element grid or a narrow float, which cannot hold a tensor without scales,
+            and for anything that is no dtype.
         ValueError: for a name that is in no table.
+
+    Example:
+        >>> from extensor.dtypes import as_dtype
+        >>> as_dtype("mxfp4"), as_dtype(float)
+        (extensor.mxfp4, extensor.float32)
     """
     if isinstance(dtype, DType):
         return dtype
@@ -271,10 +308,21 @@ _PROMOTION: dict[tuple[DType, DType], DType] = {}
 
 
 def promote(a: DType, b: DType) -> DType:
-    """The dtype that an operation on two dtypes computes in and returns; see the module.
+    """The dtype that an operation on two dtypes computes in and returns; see `extensor.dtypes`.
+
+    Args:
+        a: a dtype.
+        b: another.
+
+    Returns:
+        Their common dtype.
 
     Raises:
         TypeError: for uint64 with a signed integer, which have no common type.
+
+    Example:
+        >>> et.promote(et.int8, et.float32), et.promote(et.mxfp4, et.nvfp4)
+        (extensor.float32, extensor.float32)
     """
     pair = (a, b)
     if pair not in _PROMOTION:
@@ -283,7 +331,20 @@ def promote(a: DType, b: DType) -> DType:
 
 
 def scalar_dtype(scalar: object, other: DType) -> DType:
-    """The dtype of a Python scalar in an operation with an operand of dtype ``other``."""
+    """The dtype of a Python scalar in an operation with a tensor.
+
+    Args:
+        scalar: a bool, an int, a float or a complex number.
+        other: the tensor's dtype.
+
+    Returns:
+        The dtype that the scalar takes.
+
+    Example:
+        >>> from extensor.dtypes import scalar_dtype
+        >>> scalar_dtype(2, et.bfloat16), scalar_dtype(2.0, et.int8)
+        (extensor.bfloat16, extensor.float32)
+    """
     if isinstance(scalar, complex):
         return promote(other, complex64)
     if isinstance(scalar, builtins.bool):
@@ -294,5 +355,17 @@ def scalar_dtype(scalar: object, other: DType) -> DType:
 
 
 def compute_dtype(dtype: DType) -> DType:
-    """The dtype to compute a result of ``dtype`` in: float32 for 16-bit floats and blocks."""
+    """The dtype to compute a result in: float32 for 16-bit floats and blocked dtypes.
+
+    Args:
+        dtype: of the result.
+
+    Returns:
+        The dtype to compute in.
+
+    Example:
+        >>> from extensor.dtypes import compute_dtype
+        >>> compute_dtype(et.bfloat16), compute_dtype(et.float64)
+        (extensor.float32, extensor.float64)
+    """
     return float32 if dtype.level >= LEVEL_HALF else dtype

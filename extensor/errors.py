@@ -10,11 +10,34 @@ __all__ = ["AxisError", "layout_error", "unknown_name"]
 
 
 class AxisError(ValueError, IndexError):
-    """An axis that a tensor does not have: a bad value, and to the array standard a bad index."""
+    """An axis that a tensor does not have: a bad value, and to the array standard a bad index.
+
+    Example:
+        >>> from extensor.errors import AxisError
+        >>> try:
+        ...     et.zeros((2, 3)).sum(axis=2)
+        ... except AxisError as error:
+        ...     print(error)
+        sum: axis: expected -2..1 for a tensor of 2 axes, got 2
+    """
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
-    """Message for a name that is not in a table, with the nearest names first, of any case."""
+    """Message for a name that is not in a table, with the nearest names first, of any case.
+
+    Args:
+        kind: what the name should be, such as "format".
+        name: the name that is not known.
+        known: the names that are.
+
+    Returns:
+        The message.
+
+    Example:
+        >>> from extensor.errors import unknown_name
+        >>> unknown_name("format", "mxpf4", ["mxfp4", "int8"])
+        "no format named 'mxpf4'; did you mean 'mxfp4'? known: int8, mxfp4"
+    """
     names = sorted(known)
     folded = {each.casefold(): each for each in reversed(names)}
     near = difflib.get_close_matches(str(name).casefold(), folded, n=3, cutoff=0.5)
@@ -24,14 +47,22 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
 
 
 def layout_error(source: str, expected: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
-    """Message for named arrays that differ from the expected ones; None if all agree.
-
-    Compares names, shapes and dtypes (for a blocked array: its spec).
+    """Message for named arrays that differ from the expected ones in names, shapes or dtypes.
 
     Args:
         source: what the arrays came in, for the message, such as ``"this checkpoint"``.
-        expected: arrays with the names, shapes and dtypes that are needed.
-        given: the arrays to compare with them.
+        expected: raw arrays with the names, shapes and dtypes that are needed; of a blocked one its
+            spec.
+        given: the raw arrays to compare with them.
+
+    Returns:
+        The message; None if all agree.
+
+    Example:
+        >>> from extensor.errors import layout_error
+        >>> w = et.zeros(2).numpy()
+        >>> layout_error("this file", {"w": w}, {"w": w}) is None
+        True
     """
     lines = []
     for name in sorted(expected.keys() | given.keys()):

@@ -36,6 +36,14 @@ class Stream:
         column: whether the blocks run down columns of the matrix.
         clock: the object whose ``step`` this is; a captured step (`extensor.capture`) reads it
             again in each replay. None: ``step`` is constant.
+
+    Raises:
+        ValueError: for a number that does not fit its bits.
+
+    Example:
+        >>> from extensor.random import Stream
+        >>> Stream(seed=7, step=2, tensor=1).counter_high
+        (2, 256)
     """
 
     seed: int
@@ -65,9 +73,23 @@ class Stream:
 def philox4x32(
     counter: tuple[Array, Array, Array, Array], key: tuple[int, int], xp: Any = np
 ) -> tuple[Array, Array, Array, Array]:
-    """Ten rounds of Philox4x32 on broadcastable uint32 counters.
+    """Ten rounds of Philox4x32.
 
-    Returns four uint32 arrays of the counters' broadcast shape.
+    Args:
+        counter: four broadcastable arrays of uint32.
+        key: two 32-bit words.
+        xp: the array module.
+
+    Returns:
+        Four uint32 arrays of the counters' broadcast shape.
+
+    Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11,
+    section 3.3.
+
+    Example:
+        >>> from extensor.random import philox4x32
+        >>> [hex(int(word)) for word in philox4x32((0, 0, 0, 0), (0, 0))]
+        ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
     c0, c1, c2, c3 = (xp.asarray(c, dtype=xp.uint64) for c in counter)
     k0, k1 = key
@@ -88,16 +110,30 @@ def philox4x32(
 def random_words(
     stream: Stream, block_index: Array, block_size: int, rbits: int, xp: Any = np
 ) -> Array:
-    """Random 32-bit words, uint32 of shape (len(block_index), block_size), for stochastic rounding.
+    """Random 32-bit words for stochastic rounding, one per position of each block.
 
-    ``block_index`` holds each block's C-order position in the scales array. The word of position p
-    in block b comes from counter (p // 4, b, step, tensor/slot/column): it is output word p % 4.
-    With ``rbits=8`` one output feeds 16 positions: p takes byte p % 16 (little-endian) of counter
-    (p // 16, b, ...), placed in the middle of its bucket, byte * 2**24 + 2**23, so that one
-    rounding rule (up exactly when frac * 2**32 > word) serves both.
+    The word of position p in block b comes from counter (p // 4, b, step, tensor/slot/column): it
+    is output word p % 4. With ``rbits=8`` one output feeds 16 positions: p takes byte p % 16
+    (little-endian) of counter (p // 16, b, ...), placed in the middle of its bucket, ``byte * 2**24
+    + 2**23``, so that one rounding rule (up exactly when ``frac * 2**32 > word``) serves both.
+
+    Args:
+        stream: names the bits.
+        block_index: each block's C-order position in the scales array.
+        block_size: positions in a block.
+        rbits: random bits per position, 32 or 8.
+        xp: the array module.
+
+    Returns:
+        uint32 of shape (len(block_index), block_size).
 
     Raises:
         ValueError: if a block index is 2**32 or more.
+
+    Example:
+        >>> from extensor.random import Stream, random_words
+        >>> random_words(Stream(seed=0), [0, 1], 4, 32).shape
+        (2, 4)
     """
     block = xp.asarray(block_index, dtype=xp.uint64)[:, None]
     if block.size and int(block.max()) >= 1 << 32:

@@ -1,18 +1,24 @@
 """Writes the API reference's pages from the package, so that no public name can be missing.
 
-A page per room, its names grouped by the file that declares them.
+A page per module, its names grouped by the file that declares them. A class shows the methods of
+bases that have no entry of their own. `tests/test_docstrings.py` checks what is written here.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
+
+from extensor.dtypes import DType
 
 ROOMS = {
     "extensor": "Tensors and operations",
@@ -21,10 +27,16 @@ ROOMS = {
     "extensor.nn": "Layers",
     "extensor.nn.init": "Initializers",
     "extensor.optim": "Optimizers and schedules",
+    "extensor.quant.recipe": "Recipes",
+    "extensor.dtypes": "Data types",
+    "extensor.formats": "Formats",
+    "extensor.random": "Random bits",
     "extensor.io": "Files",
+    "extensor.io.layouts": "Checkpoint layouts",
     "extensor.inspect": "Looking at quantization",
     "extensor.testing": "Testing",
     "extensor.errors": "Errors",
+    "extensor.config": "Environment variables",
 }
 
 
@@ -34,8 +46,13 @@ def public(room: str) -> dict[str, Any]:
     default = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == room]
     names = [n for n in getattr(module, "__all__", default) if not n.startswith("_")]
     found = {name: getattr(module, name) for name in names}
-    ours = {name: value for name, value in found.items() if origin(value).startswith("extensor")}
+    ours = {name: value for name, value in found.items() if within(value)}
     return {name: value for name, value in ours.items() if callable(value)}
+
+
+def within(value: object) -> bool:
+    """Whether something is declared in extensor."""
+    return origin(value).startswith("extensor")
 
 
 def origin(value: object) -> str:
@@ -60,13 +77,53 @@ def heading(module: str) -> Iterator[str]:
     yield ""
 
 
+@functools.cache
+def entries() -> frozenset[str]:
+    """The names of all classes that have an entry."""
+    found = (value for room in ROOMS for value in public(room).values())
+    return frozenset(value.__name__ for value in found if inspect.isclass(value))
+
+
 def directive(room: str, name: str, value: object) -> Iterator[str]:
     """One documented object, as an autodoc directive inside Markdown."""
     kind = "class" if inspect.isclass(value) else "function"
     yield "```{eval-rst}"
     yield f".. auto{kind}:: {room}.{name}"
+    if inspect.isclass(value):
+        bases = [base.__name__ for base in value.__mro__[1:]]
+        ours = entries().intersection(bases)
+        stop = ours | {base.__name__ for base in value.__mro__ if not within(base)}
+        yield f"   :inherited-members: {', '.join(sorted(stop))}"
+        fields = {name for base in value.__mro__[1:] for name in inspect.get_annotations(base)}
+        if fields:  # the class's docstring describes them
+            yield f"   :exclude-members: {', '.join(sorted(fields))}"
+        if ours:
+            yield "   :show-inheritance:"
     yield "```"
     yield ""
+
+
+def constants(room: str) -> Iterator[tuple[str, str]]:
+    """A module's public values that are not callable, with their docstrings."""
+    module = pkgutil.resolve_name(room)
+    for name in sorted(getattr(module, "__all__", ())):
+        value = getattr(module, name)
+        if name.startswith("_") or callable(value) or inspect.ismodule(value):
+            continue
+        if doc := written_doc(name, value):
+            yield name, doc
+
+
+def written_doc(name: str, value: object) -> str:
+    """The string below the assignment of a value, in the module of extensor that makes it."""
+    for title, module in sorted(sys.modules.items()):
+        written = title.startswith("extensor.") and str(module.__file__).endswith(".py")
+        if written and vars(module).get(name) is value:
+            source = ModuleAnalyzer.for_module(title)
+            source.analyze()
+            if lines := source.attr_docs.get(("", name)):
+                return " ".join(lines).strip()
+    return f"The dtype ``{value!r}``." if isinstance(value, DType) else ""
 
 
 def page(room: str, title: str) -> Iterator[str]:
@@ -82,13 +139,25 @@ def page(room: str, title: str) -> Iterator[str]:
             yield from heading(module)
         for name in sorted(members):
             yield from directive(room, name, names[name])
+    values = list(constants(room))
+    if values:
+        yield "## Values"
+        yield ""
+    for name, doc in values:
+        yield "```{eval-rst}"
+        yield f".. py:data:: {room}.{name}"
+        yield ""
+        yield f"   {doc}"
+        yield "```"
+        yield ""
 
 
 def index(rooms: Iterable[str]) -> Iterator[str]:
     """The reference's first page."""
     yield "# API reference"
     yield ""
-    yield "Every public name, from its docstring."
+    yield "Every public name, from its docstring. Examples assume `import extensor as et`, and"
+    yield "`nn` and `optim` for `et.nn` and `et.optim`."
     yield ""
     yield "```{toctree}"
     yield ":maxdepth: 1"

@@ -35,7 +35,18 @@ def _conjugate(x: ExTensor) -> ExTensor:
 
 @composite(samples=lambda rng: [Sample((rng.normal(size=(3, 4)),))], errors=NO_TENSOR)
 def conj(x: ExTensor, /) -> ExTensor:
-    """The complex conjugate; a copy of a real tensor."""
+    """The complex conjugate; a copy of a real tensor.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape and dtype of x.
+
+    Example:
+        >>> et.conj(et.ExTensor([1 + 2j])).tolist()
+        [(1-2j)]
+    """
     tensors_only("conj", x)
     return _conjugate(x) if x.dtype.is_complex else clone(x)
 
@@ -53,7 +64,18 @@ def _real_part(x: ExTensor) -> ExTensor:
 
 @composite(samples=lambda rng: [Sample((rng.normal(size=(3, 4)),))], errors=NO_TENSOR)
 def real(x: ExTensor, /) -> ExTensor:
-    """The real part, of the same precision; a copy of a real tensor."""
+    """The real part; a copy of a real tensor.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x, of the real dtype with the precision of x.
+
+    Example:
+        >>> et.real(et.ExTensor([1 + 2j])).tolist()
+        [1.0]
+    """
     tensors_only("real", x)
     return _real_part(x) if x.dtype.is_complex else clone(x)
 
@@ -65,10 +87,20 @@ def real(x: ExTensor, /) -> ExTensor:
     errors=(*NO_TENSOR, BadInput((np.zeros(3),), TypeError, "expected complex numbers")),
 )
 def imag(x: ExTensor, /) -> ExTensor:
-    """The imaginary part, of the same precision.
+    """The imaginary part of complex numbers.
+
+    Args:
+        x: any shape, complex.
+
+    Returns:
+        The shape of x, of the real dtype with the precision of x.
 
     Raises:
         TypeError: for a tensor that is not complex.
+
+    Example:
+        >>> et.imag(et.ExTensor([1 + 2j])).tolist()
+        [2.0]
     """
     tensors_only("imag", x)
     if not x.dtype.is_complex:

@@ -61,10 +61,23 @@ def cumulative_sum(
     dtype: DTypeLike | None = None,
     include_initial: bool = False,
 ) -> ExTensor:
-    """Running sums along ``axis`` (the only one if None), after a 0 if ``include_initial``.
+    """Running sums along an axis.
+
+    Args:
+        x: one axis or more.
+        axis: the axis to sum along; may be None for a vector.
+        dtype: the dtype to compute in.
+        include_initial: begin with a 0, so that the axis is one longer.
+
+    Returns:
+        The shape of x but for ``include_initial``.
 
     Raises:
-        ValueError: for no axis where there are several, or one out of range.
+        TypeError, ValueError: for no axis where there are several, or one out of range.
+
+    Example:
+        >>> et.cumulative_sum(et.ExTensor([1, 2, 3]), include_initial=True).tolist()
+        [0, 1, 3, 6]
     """
     return _running("cumulative_sum", cumsum, 0, x, axis, dtype, include_initial)
 
@@ -111,10 +124,23 @@ def cumulative_prod(
     dtype: DTypeLike | None = None,
     include_initial: bool = False,
 ) -> ExTensor:
-    """Running products along ``axis`` (the only one if None), after a 1 if ``include_initial``.
+    """Running products along an axis.
+
+    Args:
+        x: one axis or more.
+        axis: the axis to multiply along; may be None for a vector.
+        dtype: the dtype to compute in.
+        include_initial: begin with a 1, so that the axis is one longer.
+
+    Returns:
+        The shape of x but for ``include_initial``.
 
     Raises:
-        ValueError: for no axis where there are several, or one out of range.
+        TypeError, ValueError: for no axis where there are several, or one out of range.
+
+    Example:
+        >>> et.cumulative_prod(et.ExTensor([2, 3, 4])).tolist()
+        [2, 6, 24]
     """
     return _running("cumulative_prod", _cumprod, 1, x, axis, dtype, include_initial)
 
@@ -135,10 +161,24 @@ def diff(
     prepend: ExTensor | None = None,
     append: ExTensor | None = None,
 ) -> ExTensor:
-    """The n-th differences of neighbours along ``axis``, of prepend, x and append together.
+    """The n-th differences of neighbouring values along an axis.
+
+    Args:
+        x: one axis or more.
+        axis: the axis of the neighbours.
+        n: how often to take differences; 0 gives x itself.
+        prepend: values to put before x along the axis.
+        append: values to put after x along the axis.
+
+    Returns:
+        The joined values' shape, the axis n shorter.
 
     Raises:
-        ValueError: for a negative n, a bad axis, or parts that do not fit together.
+        TypeError, ValueError: for a negative n, a bad axis, or parts that do not fit together.
+
+    Example:
+        >>> et.diff(et.ExTensor([1, 4, 9])).tolist()
+        [3, 5]
     """
     tensors_only("diff", x)
     at = axis_index("diff", axis, x.ndim)

@@ -53,20 +53,42 @@ def _shifted(name: str, a: Any, b: Any) -> ExTensor:
 
 @primitive(**_shift("bitwise_left_shift"))
 def bitwise_left_shift(x1: Operand, x2: Operand, /) -> ExTensor:
-    """The bits of x1 moved up by x2, zeros coming in; x2 >= 0.
+    """The bits of x1 moved up by x2 places, zeros coming in.
+
+    Args:
+        x1: integers.
+        x2: integers of 0 or more; the two shapes broadcast.
+
+    Returns:
+        The promoted dtype and the broadcast shape.
 
     Raises:
         TypeError, ValueError: for operands that are no integers, or a negative shift.
+
+    Example:
+        >>> et.bitwise_left_shift(et.ExTensor([1, 3]), 2).tolist()
+        [4, 12]
     """
     return _shifted("bitwise_left_shift", x1, x2)
 
 
 @primitive(**_shift("bitwise_right_shift"))
 def bitwise_right_shift(x1: Operand, x2: Operand, /) -> ExTensor:
-    """floor(x1 / 2**x2): the bits of x1 moved down, copies of the sign coming in; x2 >= 0.
+    """The bits of x1 moved down by x2 places: ``floor(x1 / 2 ** x2)``.
+
+    Args:
+        x1: integers; the sign is kept.
+        x2: integers of 0 or more; the two shapes broadcast.
+
+    Returns:
+        The promoted dtype and the broadcast shape.
 
     Raises:
         TypeError, ValueError: for operands that are no integers, or a negative shift.
+
+    Example:
+        >>> et.bitwise_right_shift(et.ExTensor([13, -13]), 2).tolist()
+        [3, -4]
     """
     return _shifted("bitwise_right_shift", x1, x2)
 
@@ -93,8 +115,18 @@ _NO_FLOATS = BadInput((np.ones(3, int), np.ones(3, int)), TypeError, "expected f
 def signbit(x: ExTensor, /) -> ExTensor:
     """Whether the sign bit is set: true for -0.0 and for a NaN with a sign.
 
+    Args:
+        x: floats, any shape.
+
+    Returns:
+        bool, the shape of x.
+
     Raises:
         TypeError: for a tensor that is not of floats.
+
+    Example:
+        >>> et.signbit(et.ExTensor([-0.0, 0.0, -3.0])).tolist()
+        [True, False, True]
     """
     tensors_only("signbit", x)
     return apply("signbit", *_floats("signbit", x))
@@ -119,8 +151,19 @@ def _signed_samples(rng: np.random.Generator) -> list[Sample]:
 def copysign(x1: Operand, x2: Operand, /) -> ExTensor:
     """The magnitude of x1 with the sign of x2, zeros and NaN included.
 
+    Args:
+        x1: floats.
+        x2: floats; the two shapes broadcast.
+
+    Returns:
+        The promoted dtype and the broadcast shape.
+
     Raises:
         TypeError: for operands that are not floats.
+
+    Example:
+        >>> et.copysign(et.ExTensor([3.0, -2.0]), -0.0).tolist()
+        [-3.0, -2.0]
     """
     return apply("copysign", *_floats("copysign", *as_tensors("copysign", x1, x2)))
 
@@ -134,9 +177,20 @@ def copysign(x1: Operand, x2: Operand, /) -> ExTensor:
     errors=(*BAD_BROADCAST, _NO_FLOATS),
 )
 def nextafter(x1: Operand, x2: Operand, /) -> ExTensor:
-    """The number of x1's dtype next to x1 towards x2; x2 where they are equal.
+    """The next number of x1's dtype towards x2; x2 where the two are equal.
+
+    Args:
+        x1: floats, where to start.
+        x2: floats, the direction; the two shapes broadcast.
+
+    Returns:
+        The promoted dtype and the broadcast shape.
 
     Raises:
         TypeError: for operands that are not floats.
+
+    Example:
+        >>> et.nextafter(et.ExTensor(1.0), et.ExTensor(2.0)).item() - 1.0
+        1.1920928955078125e-07
     """
     return apply("nextafter", *_floats("nextafter", *as_tensors("nextafter", x1, x2)))

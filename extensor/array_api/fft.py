@@ -69,10 +69,24 @@ def _transform_nd(
 def fft(
     x: ExTensor, /, *, n: int | None = None, axis: int = -1, norm: str = "backward"
 ) -> ExTensor:
-    """The transform along ``axis``, of its first n values or with zeros up to n.
+    """The discrete Fourier transform along an axis.
+
+    Args:
+        x: one axis or more, without gradient.
+        n: transform the first n values, or fill with zeros up to n; the axis's length if None.
+        axis: the axis to transform.
+        norm: "backward", "forward" or "ortho": which direction is divided by n, or both by its
+            root.
+
+    Returns:
+        Complex, n values along the axis.
 
     Raises:
         TypeError, ValueError: for a tensor that requires a gradient, or a bad n, axis or norm.
+
+    Example:
+        >>> et.fft.fft(et.ExTensor([1.0, 0.0, 0.0, 0.0])).tolist()
+        [(1+0j), (1+0j), (1+0j), (1+0j)]
     """
     return _transform_1d("fft", x, n, axis, norm)
 
@@ -80,35 +94,120 @@ def fft(
 def ifft(
     x: ExTensor, /, *, n: int | None = None, axis: int = -1, norm: str = "backward"
 ) -> ExTensor:
-    """The inverse of `fft`."""
+    """The inverse of `fft`.
+
+    Args:
+        x: one axis or more, without gradient.
+        n: transform the first n values, or fill with zeros up to n; the axis's length if None.
+        axis: the axis to transform.
+        norm: as of `fft`.
+
+    Returns:
+        Complex, n values along the axis.
+
+    Raises:
+        TypeError, ValueError: as `fft`.
+
+    Example:
+        >>> et.fft.ifft(et.ExTensor([4.0, 0.0, 0.0, 0.0])).tolist()
+        [(1+0j), (1+0j), (1+0j), (1+0j)]
+    """
     return _transform_1d("ifft", x, n, axis, norm)
 
 
 def rfft(
     x: ExTensor, /, *, n: int | None = None, axis: int = -1, norm: str = "backward"
 ) -> ExTensor:
-    """As `fft` of real numbers, the n // 2 + 1 frequencies that are not negative."""
+    """The `fft` of real numbers: the n // 2 + 1 frequencies that are not negative.
+
+    Args:
+        x: real, one axis or more, without gradient.
+        n: transform the first n values, or fill with zeros up to n; the axis's length if None.
+        axis: the axis to transform.
+        norm: as of `fft`.
+
+    Returns:
+        Complex, n // 2 + 1 values along the axis.
+
+    Raises:
+        TypeError, ValueError: as `fft`, and for complex numbers.
+
+    Example:
+        >>> et.fft.rfft(et.ExTensor([1.0, 1.0, 1.0, 1.0])).tolist()
+        [(4+0j), 0j, 0j]
+    """
     return _transform_1d("rfft", x, n, axis, norm)
 
 
 def irfft(
     x: ExTensor, /, *, n: int | None = None, axis: int = -1, norm: str = "backward"
 ) -> ExTensor:
-    """The inverse of `rfft`: n real numbers, 2 (m - 1) of m frequencies if not told."""
+    """The inverse of `rfft`.
+
+    Args:
+        x: frequencies, m along the axis, without gradient.
+        n: how many real values to give; 2 (m - 1) if None.
+        axis: the axis to transform.
+        norm: as of `fft`.
+
+    Returns:
+        Real, n values along the axis.
+
+    Raises:
+        TypeError, ValueError: as `fft`.
+
+    Example:
+        >>> et.fft.irfft(et.ExTensor([4.0, 0.0, 0.0])).tolist()
+        [1.0, 1.0, 1.0, 1.0]
+    """
     return _transform_1d("irfft", x, n, axis, norm)
 
 
 def hfft(
     x: ExTensor, /, *, n: int | None = None, axis: int = -1, norm: str = "backward"
 ) -> ExTensor:
-    """The real spectrum of a signal that is Hermitian in time, given by its first half."""
+    """The real spectrum of a signal that is Hermitian in time, given by its first half.
+
+    Args:
+        x: the first half, m values along the axis, without gradient.
+        n: how many values to give; 2 (m - 1) if None.
+        axis: the axis to transform.
+        norm: as of `fft`.
+
+    Returns:
+        Real, n values along the axis.
+
+    Raises:
+        TypeError, ValueError: as `fft`.
+
+    Example:
+        >>> et.fft.hfft(et.ExTensor([1.0, 0.0, 0.0])).tolist()
+        [1.0, 1.0, 1.0, 1.0]
+    """
     return _transform_1d("hfft", x, n, axis, norm)
 
 
 def ihfft(
     x: ExTensor, /, *, n: int | None = None, axis: int = -1, norm: str = "backward"
 ) -> ExTensor:
-    """The inverse of `hfft`."""
+    """The inverse of `hfft`.
+
+    Args:
+        x: a real spectrum, without gradient.
+        n: transform the first n values, or fill with zeros up to n; the axis's length if None.
+        axis: the axis to transform.
+        norm: as of `fft`.
+
+    Returns:
+        Complex, n // 2 + 1 values along the axis.
+
+    Raises:
+        TypeError, ValueError: as `fft`, and for complex numbers.
+
+    Example:
+        >>> et.real(et.fft.ihfft(et.ExTensor([1.0, 1.0, 1.0, 1.0]))).tolist()
+        [1.0, 0.0, 0.0]
+    """
     return _transform_1d("ihfft", x, n, axis, norm)
 
 
@@ -116,7 +215,24 @@ def fftn(
     x: ExTensor, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None,
     norm: str = "backward",
 ) -> ExTensor:  # fmt: skip
-    """`fft` along several axes, all if None, each cut or filled to its size in ``s``."""
+    """The `fft` along several axes.
+
+    Args:
+        x: one axis or more, without gradient.
+        s: the size of each axis, to cut or to fill with zeros to; their own if None.
+        axes: the axes to transform; the last ``len(s)``, or all, if None.
+        norm: as of `fft`.
+
+    Returns:
+        Complex, of the shape of x with the sizes ``s``.
+
+    Raises:
+        TypeError, ValueError: as `fft`, and for another number of sizes than axes.
+
+    Example:
+        >>> et.fft.fftn(et.ones((2, 2))).tolist()
+        [[(4+0j), 0j], [0j, 0j]]
+    """
     return _transform_nd("fftn", x, s, axes, norm)
 
 
@@ -124,7 +240,24 @@ def ifftn(
     x: ExTensor, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None,
     norm: str = "backward",
 ) -> ExTensor:  # fmt: skip
-    """The inverse of `fftn`."""
+    """The inverse of `fftn`.
+
+    Args:
+        x: one axis or more, without gradient.
+        s: the size of each axis, to cut or to fill with zeros to; their own if None.
+        axes: the axes to transform; the last ``len(s)``, or all, if None.
+        norm: as of `fft`.
+
+    Returns:
+        Complex, of the shape of x with the sizes ``s``.
+
+    Raises:
+        TypeError, ValueError: as `fftn`.
+
+    Example:
+        >>> et.fft.ifftn(et.ExTensor([[4.0, 0.0], [0.0, 0.0]])).tolist()
+        [[(1+0j), (1+0j)], [(1+0j), (1+0j)]]
+    """
     return _transform_nd("ifftn", x, s, axes, norm)
 
 
@@ -132,7 +265,24 @@ def rfftn(
     x: ExTensor, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None,
     norm: str = "backward",
 ) -> ExTensor:  # fmt: skip
-    """As `fftn` of real numbers, the last axis as `rfft`."""
+    """The `fftn` of real numbers, the last axis as `rfft`.
+
+    Args:
+        x: real, one axis or more, without gradient.
+        s: the size of each axis, to cut or to fill with zeros to; their own if None.
+        axes: the axes to transform; the last ``len(s)``, or all, if None.
+        norm: as of `fft`.
+
+    Returns:
+        Complex; the last axis has the frequencies that are not negative.
+
+    Raises:
+        TypeError, ValueError: as `fftn`, and for complex numbers.
+
+    Example:
+        >>> et.fft.rfftn(et.ones((2, 4))).shape
+        (2, 3)
+    """
     return _transform_nd("rfftn", x, s, axes, norm)
 
 
@@ -140,7 +290,24 @@ def irfftn(
     x: ExTensor, /, *, s: Sequence[int] | None = None, axes: Sequence[int] | None = None,
     norm: str = "backward",
 ) -> ExTensor:  # fmt: skip
-    """The inverse of `rfftn`."""
+    """The inverse of `rfftn`.
+
+    Args:
+        x: frequencies, without gradient.
+        s: the size of each axis of the result; 2 (m - 1) for m values along the last one if None.
+        axes: the axes to transform; the last ``len(s)``, or all, if None.
+        norm: as of `fft`.
+
+    Returns:
+        Real, of the sizes ``s``.
+
+    Raises:
+        TypeError, ValueError: as `fftn`.
+
+    Example:
+        >>> et.fft.irfftn(et.fft.rfftn(et.ones((2, 4)))).tolist()
+        [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
+    """
     return _transform_nd("irfftn", x, s, axes, norm)
 
 
@@ -161,10 +328,23 @@ def _frequencies(
 def fftfreq(
     n: int, /, *, d: float = 1.0, dtype: DTypeLike | None = None, device: str | None = None
 ) -> ExTensor:
-    """The frequencies of `fft` of n samples, ``d`` apart, in cycles per unit of d; float32.
+    """The frequencies that `fft` gives for n samples, in cycles per unit of ``d``.
+
+    Args:
+        n: the number of samples.
+        d: the distance between samples.
+        dtype: a float dtype; float32 if None.
+        device: of the result.
+
+    Returns:
+        (n,): 0 and the positive frequencies, then the negative ones.
 
     Raises:
         ValueError: for n below 1, d of 0, or a dtype that is not of floats.
+
+    Example:
+        >>> et.fft.fftfreq(4, d=0.5).tolist()
+        [0.0, 0.5, -1.0, -0.5]
     """
     return _frequencies("fftfreq", n, d, dtype, device)
 
@@ -172,15 +352,43 @@ def fftfreq(
 def rfftfreq(
     n: int, /, *, d: float = 1.0, dtype: DTypeLike | None = None, device: str | None = None
 ) -> ExTensor:
-    """As `fftfreq`, those of `rfft`."""
+    """The frequencies that `rfft` gives for n samples, in cycles per unit of ``d``.
+
+    Args:
+        n: the number of samples.
+        d: the distance between samples.
+        dtype: a float dtype; float32 if None.
+        device: of the result.
+
+    Returns:
+        (n // 2 + 1,), ascending from 0.
+
+    Raises:
+        ValueError: for n below 1, d of 0, or a dtype that is not of floats.
+
+    Example:
+        >>> et.fft.rfftfreq(4, d=0.5).tolist()
+        [0.0, 0.5, 1.0]
+    """
     return _frequencies("rfftfreq", n, d, dtype, device)
 
 
 def fftshift(x: ExTensor, /, *, axes: int | Sequence[int] | None = None) -> ExTensor:
-    """Give x with frequency 0 in the middle of ``axes``, all if None.
+    """Move frequency 0 from the start to the middle.
+
+    Args:
+        x: any shape.
+        axes: the axes to shift, all if None.
+
+    Returns:
+        The shape of x.
 
     Raises:
         TypeError, ValueError: for axes out of range.
+
+    Example:
+        >>> et.fft.fftshift(et.ExTensor([0, 1, 2, -3, -2, -1])).tolist()
+        [-3, -2, -1, 0, 1, 2]
     """
     tensors_only("fftshift", x)
     positions = axis_tuple("fftshift", axes, x.ndim)
@@ -188,7 +396,22 @@ def fftshift(x: ExTensor, /, *, axes: int | Sequence[int] | None = None) -> ExTe
 
 
 def ifftshift(x: ExTensor, /, *, axes: int | Sequence[int] | None = None) -> ExTensor:
-    """The inverse of `fftshift`."""
+    """The inverse of `fftshift`.
+
+    Args:
+        x: any shape.
+        axes: the axes to shift, all if None.
+
+    Returns:
+        The shape of x.
+
+    Raises:
+        TypeError, ValueError: for axes out of range.
+
+    Example:
+        >>> et.fft.ifftshift(et.ExTensor([-3, -2, -1, 0, 1, 2])).tolist()
+        [0, 1, 2, -3, -2, -1]
+    """
     tensors_only("ifftshift", x)
     positions = axis_tuple("ifftshift", axes, x.ndim)
     return roll(x, tuple(-(x.shape[a] // 2) for a in positions), positions)

@@ -34,10 +34,22 @@ permute_dims = permute
 def moveaxis(
     x: ExTensor, source: int | tuple[int, ...], destination: int | tuple[int, ...], /
 ) -> ExTensor:
-    """Give x with axes ``source`` at places ``destination``, the others in order.
+    """Move axes to other places; the others keep their order.
+
+    Args:
+        x: any shape.
+        source: the axes to move.
+        destination: their places in the result.
+
+    Returns:
+        A view of x.
 
     Raises:
-        ValueError: unless there are as many sources as destinations, each named once.
+        TypeError, ValueError: unless there are as many sources as destinations, each named once.
+
+    Example:
+        >>> et.moveaxis(et.zeros((2, 3, 4)), 0, -1).shape
+        (3, 4, 2)
     """
     tensors_only("moveaxis", x)
     given = (source if isinstance(source, tuple) else (source,),
@@ -59,10 +71,21 @@ def moveaxis(
     errors=(BadInput((np.zeros((2, 3)),), ValueError, "expected -2..1", {"axis": 2}),),
 )
 def unstack(x: ExTensor, /, *, axis: int = 0) -> tuple[ExTensor, ...]:
-    """The slices of x along ``axis``, which they no longer have.
+    """The slices of x along an axis.
+
+    Args:
+        x: one axis or more.
+        axis: the axis to remove.
+
+    Returns:
+        One tensor for each position along ``axis``, without that axis.
 
     Raises:
-        ValueError: for an axis out of range.
+        TypeError, ValueError: for an axis that is no int or out of range.
+
+    Example:
+        >>> [row.tolist() for row in et.unstack(et.ExTensor([[1, 2], [3, 4]]))]
+        [[1, 2], [3, 4]]
     """
     tensors_only("unstack", x)
     before = (slice(None),) * axis_index("unstack", axis, x.ndim)
@@ -70,10 +93,20 @@ def unstack(x: ExTensor, /, *, axis: int = 0) -> tuple[ExTensor, ...]:
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that all of these broadcast to.
+    """The shape that all of the given shapes broadcast to.
+
+    Args:
+        shapes: any number of shapes.
+
+    Returns:
+        The common shape; ``()`` for none.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if they do not broadcast.
+
+    Example:
+        >>> et.broadcast_shapes((3, 1), (4,))
+        (3, 4)
     """
     try:
         return np.broadcast_shapes(*shapes)
@@ -88,10 +121,20 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     errors=(BadInput((np.zeros(2), np.zeros(3)), ValueError, "shapes that broadcast"),),
 )
 def broadcast_arrays(*arrays: ExTensor) -> list[ExTensor]:
-    """Read-only views of all, repeated to their common shape.
+    """Read-only views of tensors, repeated to their common shape.
+
+    Args:
+        arrays: any number of tensors.
+
+    Returns:
+        The views, in order.
 
     Raises:
-        ValueError: for shapes that do not broadcast.
+        TypeError, ValueError: for shapes that do not broadcast.
+
+    Example:
+        >>> [x.shape for x in et.broadcast_arrays(et.zeros((3, 1)), et.zeros(4))]
+        [(3, 4), (3, 4)]
     """
     tensors_only("broadcast_arrays", *arrays)
     shape = broadcast_shapes(*(x.shape for x in arrays))
@@ -106,11 +149,24 @@ def broadcast_arrays(*arrays: ExTensor) -> list[ExTensor]:
     errors=(BadInput((np.zeros((2, 3)), np.zeros(2, int)), ValueError, "as many axes"),),
 )
 def take_along_axis(x: ExTensor, indices: ExTensor, /, *, axis: int = -1) -> ExTensor:
-    """`gather`, x and ``indices`` broadcasting against each other off ``axis``.
+    """As `gather`, x and ``indices`` broadcasting against each other off ``axis``.
+
+    Args:
+        x: one axis or more.
+        indices: integers, as many axes as x.
+        axis: the axis the positions are on.
+
+    Returns:
+        The broadcast shape; along ``axis`` that of ``indices``.
 
     Raises:
         IndexError: for a position out of range.
         TypeError, ValueError: for indices of another dtype or number of axes, or a bad axis.
+
+    Example:
+        >>> x = et.ExTensor([[10, 20], [30, 40]])
+        >>> et.take_along_axis(x, et.ExTensor([[1], [0]])).tolist()
+        [[20], [30]]
     """
     tensors_only("take_along_axis", x, indices)
     if x.ndim != indices.ndim:

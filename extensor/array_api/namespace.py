@@ -63,8 +63,18 @@ def _dtype(type: Any) -> DType:
 def finfo(type: DTypeLike | ExTensor, /) -> FloatLimits:
     """The limits of a float dtype, of a complex one's parts, or of a tensor's dtype.
 
+    Args:
+        type: a dtype, its name, or a tensor.
+
+    Returns:
+        A record of ``bits``, ``eps``, ``max``, ``min``, ``smallest_normal`` and ``dtype``.
+
     Raises:
         TypeError: for a dtype that is not of floats.
+
+    Example:
+        >>> et.finfo(et.bfloat16).eps
+        0.0078125
     """
     dtype = _dtype(type)
     if not dtype.is_inexact:
@@ -79,8 +89,18 @@ def finfo(type: DTypeLike | ExTensor, /) -> FloatLimits:
 def iinfo(type: DTypeLike | ExTensor, /) -> IntegerLimits:
     """The limits of an integer dtype, or of a tensor's.
 
+    Args:
+        type: a dtype, its name, or a tensor.
+
+    Returns:
+        A record of ``bits``, ``max``, ``min`` and ``dtype``.
+
     Raises:
         TypeError: for a dtype that is not of integers.
+
+    Example:
+        >>> et.iinfo("int8").max
+        127
     """
     dtype = _dtype(type)
     if not dtype.is_integer:
@@ -101,10 +121,21 @@ _KINDS["numeric"] = _KINDS["integral"] | _KINDS["real floating"] | _KINDS["compl
 
 
 def isdtype(dtype: DTypeLike, kind: DTypeLike | tuple[DTypeLike, ...]) -> bool:
-    """Whether a dtype is ``kind``: a dtype, a standard name of a kind, or one of a tuple.
+    """Whether a dtype is of a kind.
+
+    Args:
+        dtype: the dtype to ask about.
+        kind: a dtype, a standard name such as "integral" or "real floating", or a tuple of them.
+
+    Returns:
+        True if the dtype is one of the kinds.
 
     Raises:
-        ValueError: for a name that is neither.
+        ValueError: for a name that is neither a dtype nor a kind.
+
+    Example:
+        >>> et.isdtype(et.int8, "integral"), et.isdtype(et.int8, (et.int16, "bool"))
+        (True, False)
     """
     if isinstance(kind, tuple):
         return any(isdtype(dtype, k) for k in kind)
@@ -115,11 +146,21 @@ def isdtype(dtype: DTypeLike, kind: DTypeLike | tuple[DTypeLike, ...]) -> bool:
 
 
 def result_type(*arrays_and_dtypes: Any) -> DType:
-    """The dtype that an operation on these gives; Python numbers widen by kind alone.
+    """The dtype that an operation on the given operands returns.
+
+    Args:
+        arrays_and_dtypes: tensors, dtypes and Python numbers; numbers change the kind alone.
+
+    Returns:
+        The promoted dtype.
 
     Raises:
         TypeError: for uint64 with a signed integer, which have no common type.
         ValueError: without a tensor or dtype.
+
+    Example:
+        >>> et.result_type(et.int8, 1.5), et.result_type(et.float16, et.bfloat16)
+        (extensor.float32, extensor.float32)
     """
     numbers = [v for v in arrays_and_dtypes if isinstance(v, (int, float, complex))]
     rows = [_dtype(v) for v in arrays_and_dtypes if not isinstance(v, (int, float, complex))]
@@ -130,7 +171,19 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
 
 
 def can_cast(from_: DTypeLike | ExTensor, to: DTypeLike, /) -> bool:
-    """Whether promotion within a kind (or to complex) leads there: no value is lost."""
+    """Whether promotion within a kind (or to complex) leads from one dtype to another.
+
+    Args:
+        from_: a dtype, its name, or a tensor.
+        to: a dtype or its name.
+
+    Returns:
+        True if no value is lost.
+
+    Example:
+        >>> et.can_cast("int8", "int16"), et.can_cast("float64", "float32")
+        (True, False)
+    """
     source, target = _dtype(from_), as_dtype(to)
     if source is target:
         return True
@@ -155,7 +208,7 @@ def asarray(
     device: str | None = None,
     copy: bool | None = None,
 ) -> ExTensor:
-    """A tensor of nested lists, a number, a tensor or another library's array.
+    """Make a tensor of nested lists, a number, a tensor or another library's array.
 
     Args:
         obj: what to convert.
@@ -163,9 +216,16 @@ def asarray(
         device: of the result; a tensor's own, or the default one, if None.
         copy: True always copies, False never does, None copies only where it is needed.
 
+    Returns:
+        A tensor, of ``obj``'s memory where it is not copied.
+
     Raises:
         TypeError: for data or a dtype that is not understood.
         ValueError: if ``copy`` is False and there is no way without one.
+
+    Example:
+        >>> et.asarray([[1, 2], [3, 4]], dtype="float32").shape
+        (2, 2)
     """
     where = registry.get(device).name
     if isinstance(obj, ExTensor):

@@ -54,8 +54,20 @@ def _dense(name: str, *tensors: Any) -> None:
 def unique_all(x: ExTensor, /) -> UniqueAll:
     """The unique values of x, ascending; each NaN counts as a value of its own.
 
+    Args:
+        x: any shape, dense.
+
+    Returns:
+        A named tuple: ``values``; ``indices``, where each first occurs in ``x.ravel()``;
+        ``inverse_indices``, of x's shape, which value each element is; and ``counts``.
+
     Raises:
         TypeError: for a blocked tensor.
+
+    Example:
+        >>> found = et.unique_all(et.ExTensor([3, 1, 3]))
+        >>> found.values.tolist(), found.inverse_indices.tolist(), found.counts.tolist()
+        ([1, 3], [1, 0, 1], [1, 2])
     """
     _dense("unique_all", x)
     # float32 holds every 16-bit float, and sorts where ml_dtypes' bfloat16 does not.
@@ -73,27 +85,79 @@ def unique_all(x: ExTensor, /) -> UniqueAll:
 
 
 def unique_counts(x: ExTensor, /) -> UniqueCounts:
-    """As `unique_all`, the values and counts."""
+    """The unique values of x, ascending, and how often each occurs.
+
+    Args:
+        x: any shape, dense.
+
+    Returns:
+        A named tuple of ``values`` and ``counts``.
+
+    Raises:
+        TypeError: for a blocked tensor.
+
+    Example:
+        >>> [part.tolist() for part in et.unique_counts(et.ExTensor([3, 1, 3]))]
+        [[1, 3], [1, 2]]
+    """
     values, _, _, counts = unique_all(x)
     return UniqueCounts(values, counts)
 
 
 def unique_inverse(x: ExTensor, /) -> UniqueInverse:
-    """As `unique_all`, the values and which each element is."""
+    """The unique values of x, ascending, and which of them each element is.
+
+    Args:
+        x: any shape, dense.
+
+    Returns:
+        A named tuple of ``values`` and ``inverse_indices``, of x's shape.
+
+    Raises:
+        TypeError: for a blocked tensor.
+
+    Example:
+        >>> [part.tolist() for part in et.unique_inverse(et.ExTensor([3, 1, 3]))]
+        [[1, 3], [1, 0, 1]]
+    """
     values, _, inverse, _ = unique_all(x)
     return UniqueInverse(values, inverse)
 
 
 def unique_values(x: ExTensor, /) -> ExTensor:
-    """As `unique_all`, the values alone."""
+    """The unique values of x, ascending.
+
+    Args:
+        x: any shape, dense.
+
+    Returns:
+        A vector.
+
+    Raises:
+        TypeError: for a blocked tensor.
+
+    Example:
+        >>> et.unique_values(et.ExTensor([3, 1, 3])).tolist()
+        [1, 3]
+    """
     return unique_all(x).values
 
 
 def nonzero(x: ExTensor, /) -> tuple[ExTensor, ...]:
-    """The positions (int64) of all values that are not zero, one tensor per axis, row-major.
+    """The positions of all values that are not zero, in row-major order.
+
+    Args:
+        x: one axis or more, dense.
+
+    Returns:
+        One int64 vector per axis.
 
     Raises:
         TypeError, ValueError: for a blocked tensor, or one without axes.
+
+    Example:
+        >>> [part.tolist() for part in et.nonzero(et.ExTensor([[0, 5], [7, 0]]))]
+        [[0, 1], [1, 0]]
     """
     _dense("nonzero", x)
     if x.ndim == 0:
@@ -102,10 +166,22 @@ def nonzero(x: ExTensor, /) -> tuple[ExTensor, ...]:
 
 
 def count_nonzero(x: ExTensor, /, *, axis: Axis = None, keepdims: bool = False) -> ExTensor:
-    """How many values over ``axis`` are not zero (int64); NaN is not.
+    """How many values over axes are not zero; NaN is not.
+
+    Args:
+        x: any shape, dense.
+        axis: the axes to count over, all if None.
+        keepdims: keep the reduced axes, with length 1.
+
+    Returns:
+        int64, the shape of x without the reduced axes.
 
     Raises:
         TypeError, ValueError: for a blocked tensor, or a bad axis.
+
+    Example:
+        >>> et.count_nonzero(et.ExTensor([[0, 5], [7, 8]]), axis=1).tolist()
+        [1, 2]
     """
     _dense("count_nonzero", x)
     axes = axis_tuple("count_nonzero", axis, x.ndim)
@@ -114,10 +190,22 @@ def count_nonzero(x: ExTensor, /, *, axis: Axis = None, keepdims: bool = False) 
 
 
 def isin(x1: Operand, x2: Operand, /, *, invert: bool = False) -> ExTensor:
-    """Whether each value of x1 is among those of x2 (is not, if ``invert``); NaN equals nothing.
+    """Whether each value of x1 is among the values of x2; NaN equals nothing.
+
+    Args:
+        x1: the values to look up.
+        x2: the values to look among.
+        invert: give the negated answer.
+
+    Returns:
+        bool, the shape of x1.
 
     Raises:
         TypeError: for blocked tensors, or two operands without a tensor.
+
+    Example:
+        >>> et.isin(et.ExTensor([1, 2, 3]), et.ExTensor([2, 9])).tolist()
+        [False, True, False]
     """
     a, b = as_tensors("isin", x1, x2)
     _dense("isin", a, b)
@@ -127,10 +215,23 @@ def isin(x1: Operand, x2: Operand, /, *, invert: bool = False) -> ExTensor:
 def searchsorted(
     x1: ExTensor, x2: Operand, /, *, side: str = "left", sorter: ExTensor | None = None
 ) -> ExTensor:
-    """Where values of x2 go into the ascending vector x1 (int64), before or after equal ones.
+    """Where values belong in an ascending vector.
+
+    Args:
+        x1: the vector, (N,).
+        x2: the values to place, any shape.
+        side: "left" for the place before equal values, "right" for the one after them.
+        sorter: the positions that sort x1, if it is not ascending.
+
+    Returns:
+        int64 in 0..N, the shape of x2.
 
     Raises:
         TypeError, ValueError: for blocked tensors, x1 that is no vector, or another side.
+
+    Example:
+        >>> et.searchsorted(et.ExTensor([1, 3, 5]), et.ExTensor([3, 6])).tolist()
+        [1, 3]
     """
     a, b = as_tensors("searchsorted", x1, x2)
     _dense("searchsorted", a, b)

@@ -71,11 +71,43 @@ class BlockedMethods(TensorState, Generic[Tensor]):
         running: RunningAmax | None = None,
         clip_gradient: bool = False,
     ) -> Tensor:
-        """To blocked storage as ``spec`` says; see `extensor.ops.quantize`."""
+        """To blocked storage as a spec says; the ``to_*`` methods are short forms of it.
+
+        float64 and 16-bit floats are cast to float32 first. The gradient is straight-through, or
+        clipped; it cannot be differentiated again.
+
+        Args:
+            spec: format, axis, tile, scale rule, rounding and the rest.
+            seed: names the random bits of stochastic rounding; given exactly then.
+            running: the maxima kept from call to call, with ``statistic="running"``; updated here.
+            clip_gradient: let no gradient through where ``|x|`` exceeds its block's largest value
+                (needs 4- or 8-bit symmetric codes and no transform).
+
+        Returns:
+            A blocked tensor of this tensor's shape.
+
+        Raises:
+            TypeError: if the tensor is not of dense floats or ``spec`` is not a QuantSpec.
+            ValueError: if the spec does not fit, or ``seed`` or ``running`` is missing or
+                superfluous.
+
+        Example:
+            >>> q = et.ones((2, 64)).quantize(et.QuantSpec("mxfp4", scale_rule="rceil"))
+            >>> q.scales.shape, q.nbytes
+            ((2, 2), 68)
+        """
         return FUNCTIONS["quantize"](self, spec, seed, running, clip_gradient)
 
     def dequantize(self) -> Tensor:
-        """The values, float32; a dense tensor is returned as it is."""
+        """The values of the codes and scales.
+
+        Returns:
+            float32, of this tensor's shape; a dense tensor itself.
+
+        Example:
+            >>> et.ExTensor([[1.0, 2.2, 5.1, 0.1]]).to_mxfp4(block_size=4).dequantize().tolist()
+            [[1.0, 2.0, 6.0, 0.0]]
+        """
         return FUNCTIONS["dequantize"](self)
 
     def _to(self, format: str, size: int | None, options: BlockOptions) -> Tensor:
@@ -96,11 +128,24 @@ class BlockedMethods(TensorState, Generic[Tensor]):
         """To MXFP4: e2m1 codes, two per byte, and an E8M0 scale per block of 32.
 
         Args:
-            block_size: elements along ``axis`` that share a scale; 32 if neither it nor ``tile``
-                is given.
+            block_size: elements along ``axis`` that share a scale; 32 if neither it nor ``tile`` is
+                given.
             options: any of `BlockOptions`: ``axis`` (the GEMM's reduction axis, -1), ``scale_rule``
                 (floor, rceil, ceil, even, one), ``rounding`` ("nearest_even", or "stochastic" with
                 ``seed``), ``tile`` and further fields of `QuantSpec`.
+
+        Returns:
+            A blocked tensor of this tensor's shape.
+
+        Raises:
+            TypeError, ValueError: for an unknown option, or a value that does not fit the format.
+
+        Source: OCP MX v1.0, table 1.
+
+        Example:
+            >>> q = et.ones((2, 64)).to_mxfp4()
+            >>> q.codes.shape, q.scales.shape, q.nbytes
+            ((2, 32), (2, 2), 68)
         """
         return self._to("mxfp4", block_size, options)
 
@@ -110,7 +155,25 @@ class BlockedMethods(TensorState, Generic[Tensor]):
         block_size: int | None = None,
         **options: Unpack[BlockOptions],
     ) -> Tensor:
-        """To MXFP6, four codes in three bytes; arguments as `to_mxfp4`."""
+        """To MXFP6: e2m3 or e3m2 codes, four in three bytes, and an E8M0 scale per block of 32.
+
+        Args:
+            element: the codes' grid.
+            block_size: as of `to_mxfp4`.
+            options: as of `to_mxfp4`.
+
+        Returns:
+            A blocked tensor of this tensor's shape.
+
+        Raises:
+            TypeError, ValueError: as `to_mxfp4`, and for another element.
+
+        Source: OCP MX v1.0, table 1.
+
+        Example:
+            >>> et.ones((2, 64)).to_mxfp6("e3m2").nbytes
+            100
+        """
         return self._to(_format_of("mxfp6", element), block_size, options)
 
     def to_mxfp8(
@@ -119,38 +182,134 @@ class BlockedMethods(TensorState, Generic[Tensor]):
         block_size: int | None = None,
         **options: Unpack[BlockOptions],
     ) -> Tensor:
-        """To MXFP8; arguments as `to_mxfp4`."""
+        """To MXFP8: e4m3 or e5m2 codes and an E8M0 scale per block of 32.
+
+        Args:
+            element: the codes' grid.
+            block_size: as of `to_mxfp4`.
+            options: as of `to_mxfp4`.
+
+        Returns:
+            A blocked tensor of this tensor's shape.
+
+        Raises:
+            TypeError, ValueError: as `to_mxfp4`, and for another element.
+
+        Source: OCP MX v1.0, table 1.
+
+        Example:
+            >>> et.ones((2, 64)).to_mxfp8("e5m2").dtype
+            extensor.mxfp8_e5m2
+        """
         return self._to(_format_of("mxfp8", element), block_size, options)
 
     def to_mxint8(self, block_size: int | None = None, **options: Unpack[BlockOptions]) -> Tensor:
-        """To MXINT8; arguments as `to_mxfp4`."""
+        """To MXINT8: 8-bit integer codes and an E8M0 scale per block of 32.
+
+        Args:
+            block_size: as of `to_mxfp4`.
+            options: as of `to_mxfp4`.
+
+        Returns:
+            A blocked tensor of this tensor's shape.
+
+        Raises:
+            TypeError, ValueError: as `to_mxfp4`.
+
+        Source: OCP MX v1.0, table 1.
+
+        Example:
+            >>> et.ones((2, 64)).to_mxint8().nbytes
+            132
+        """
         return self._to("mxint8", block_size, options)
 
     def to_nvfp4(self, block_size: int | None = None, **options: Unpack[BlockOptions]) -> Tensor:
-        """To NVFP4: e2m1 codes, an e4m3 scale per 16, a float32 scale per tensor.
+        """To NVFP4: e2m1 codes, an e4m3 scale per block of 16, a float32 scale per tensor.
 
-        ``scale_rule`` is ``"amax"`` (Transformer Engine's) or ``"four_over_six"``; the other
-        arguments as `to_mxfp4`.
+        Args:
+            block_size: elements along ``axis`` that share a scale; 16 if neither it nor ``tile`` is
+                given.
+            options: as of `to_mxfp4`; ``scale_rule`` is "amax" (Transformer Engine's) or
+                "four_over_six".
+
+        Returns:
+            A blocked tensor of this tensor's shape.
+
+        Raises:
+            TypeError, ValueError: as `to_mxfp4`.
+
+        Source: NVIDIA, arXiv 2509.25149, section 2.
+
+        Example:
+            >>> q = et.ones((2, 64)).to_nvfp4()
+            >>> q.scales.shape, q.tensor_scale.dtype
+            ((2, 4), dtype('float32'))
         """
         return self._to("nvfp4", block_size, options)
 
     def to_fp8(
         self, element: Literal["e4m3", "e5m2"] = "e4m3", **options: Unpack[BlockOptions]
     ) -> Tensor:
-        """To FP8, a float32 scale per tensor or ``tile``: "channel", (1, 128), (128, 128)."""
+        """To FP8: e4m3 or e5m2 codes and a float32 scale per tensor or tile.
+
+        Args:
+            element: the codes' grid.
+            options: as of `to_mxfp4`; ``tile`` is "tensor", "channel", (1, 128) or (128, 128), for
+                example.
+
+        Returns:
+            A blocked tensor of this tensor's shape.
+
+        Raises:
+            TypeError, ValueError: as `to_mxfp4`, and for another element.
+
+        Source: Micikevicius et al., arXiv 2209.05433.
+
+        Example:
+            >>> et.ones((4, 256)).to_fp8(tile=(1, 128)).scales.shape
+            (4, 2)
+        """
         return self._to(_format_of("fp8", element), None, options)
 
     def to_int8(self, group_size: int | None = None, **options: Unpack[BlockOptions]) -> Tensor:
-        """To INT8 with float scales: per channel by default, ``tile="tensor"``, or groups.
+        """To INT8: 8-bit integer codes with a float scale per channel, tensor or group.
 
-        ``symmetric=False`` adds a zero point per scale.
+        Args:
+            group_size: elements along ``axis`` that share a scale; one channel if it and ``tile``
+                are None.
+            options: as of `to_mxfp4`; ``tile="tensor"`` has one scale, ``symmetric=False`` adds a
+                zero point per scale.
+
+        Returns:
+            A blocked tensor of this tensor's shape.
+
+        Raises:
+            TypeError, ValueError: as `to_mxfp4`.
+
+        Example:
+            >>> et.ones((2, 64)).to_int8().scales.shape
+            (2, 1)
         """
         return self._to("int8", group_size, options)
 
     def to_int4(self, group_size: int | None = None, **options: Unpack[BlockOptions]) -> Tensor:
-        """To INT4, two codes per byte, with a float scale per group of 32 by default.
+        """To INT4: 4-bit integer codes, two per byte, with a float scale per group of 32.
 
-        ``symmetric=False`` adds a zero point per scale.
+        Args:
+            group_size: elements along ``axis`` that share a scale; 32 if neither it nor ``tile`` is
+                given.
+            options: as of `to_mxfp4`; ``symmetric=False`` adds a zero point per scale.
+
+        Returns:
+            A blocked tensor of this tensor's shape.
+
+        Raises:
+            TypeError, ValueError: as `to_mxfp4`.
+
+        Example:
+            >>> et.ones((2, 64)).to_int4(group_size=16).scales.shape
+            (2, 4)
         """
         return self._to("int4", group_size, options)
 

@@ -18,23 +18,6 @@ CHECK_EVERY = 64
 def capture(step: Callable[..., Any]) -> CapturedStep:
     """Make a training step that a GPU replays without Python, as a CUDA graph.
 
-    An example::
-
-        state = nn.apply_recipe(model, "mxfp4")
-
-        def step(images, labels):
-            optimizer.zero_grad()
-            loss = et.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        train = et.capture(step)
-        for number, (images, labels) in enumerate(batches):
-            state.step = number
-            schedule.apply(optimizer, number)
-            loss = train(images, labels)
-
     Each call makes one step, with the bits that ``step`` itself gives. On a GPU the first two calls
     for inputs of new shapes run Python; the third captures what is launched, and from then on only
     that is replayed. On the CPU every call is a call of ``step``.
@@ -43,7 +26,7 @@ def capture(step: Callable[..., Any]) -> CapturedStep:
     tensors of parameters, optimizers and layers (whose memory stays the same), and on the state of
     an `MXGradScaler`. Everything else keeps the value that it had in the capture. Python inside
     ``step`` does not run again: it may read no value, and its own counters stop. The step must not
-    add to gradients from before it: reset them in the step, as above.
+    add to gradients from before it: reset them in the step, as below.
 
     Args:
         step: takes tensors, gives a tensor, a tuple of tensors or None. Its optimizers are SGD,
@@ -51,6 +34,20 @@ def capture(step: Callable[..., Any]) -> CapturedStep:
 
     Returns:
         A callable with the same arguments and results; results are copies.
+
+    Example:
+        >>> model = nn.Linear(2, 1, rng=0)
+        >>> optimizer = optim.SGD(model.parameters(), lr=0.1)
+        >>> def step(x, y):
+        ...     optimizer.zero_grad()
+        ...     loss = et.mse(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss
+        >>> train = et.capture(step)
+        >>> first, second = (train(et.ones((4, 2)), et.ones((4, 1))).item() for _ in range(2))
+        >>> second < first
+        True
     """
     return CapturedStep(step)
 

@@ -133,9 +133,25 @@ class CreationMethods(Generic[Tensor]):
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        """Filled with a number, or with the value of a tensor of no axes.
+        """A tensor filled with one value.
 
-        The default dtype is the tensor's; of a number it is float32, int64, bool or complex64.
+        Args:
+            shape: an int or ints.
+            fill_value: a number, or a tensor without axes.
+            dtype: that of a tensor, and float32, int64, bool or complex64 of a number, if None.
+            device: EXTENSOR_DEVICE, and the CPU without it, if None.
+            requires_grad: whether ``backward`` collects a gradient for it.
+
+        Returns:
+            A new tensor.
+
+        Raises:
+            TypeError: for a value that is no number.
+            ValueError: for a value that the dtype cannot hold.
+
+        Example:
+            >>> et.full((2, 2), 7).tolist()
+            [[7, 7], [7, 7]]
         """
         number = fill_value
         if getattr(fill_value, "shape", None) == ():  # numpy's scalars, too
@@ -163,7 +179,24 @@ class CreationMethods(Generic[Tensor]):
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        """Zeros of a shape."""
+        """A tensor of zeros.
+
+        Args:
+            shape: an int or ints.
+            dtype: float32 if None; a blocked one quantizes.
+            device: EXTENSOR_DEVICE, and the CPU without it, if None.
+            requires_grad: whether ``backward`` collects a gradient for it.
+
+        Returns:
+            A new tensor.
+
+        Raises:
+            TypeError, ValueError: for a bad shape or dtype.
+
+        Example:
+            >>> et.zeros((2, 2)).tolist()
+            [[0.0, 0.0], [0.0, 0.0]]
+        """
         kind = as_dtype(float32 if dtype is None else dtype)
         data = registry.get(device).xp.zeros(as_shape(shape), dtype=_made_in(kind))
         return cls._from_array(data, kind, device, requires_grad)
@@ -177,7 +210,24 @@ class CreationMethods(Generic[Tensor]):
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        """Ones of a shape."""
+        """A tensor of ones.
+
+        Args:
+            shape: an int or ints.
+            dtype: float32 if None; a blocked one quantizes.
+            device: EXTENSOR_DEVICE, and the CPU without it, if None.
+            requires_grad: whether ``backward`` collects a gradient for it.
+
+        Returns:
+            A new tensor.
+
+        Raises:
+            TypeError, ValueError: for a bad shape or dtype.
+
+        Example:
+            >>> et.ones(3, dtype="int32").tolist()
+            [1, 1, 1]
+        """
         kind = as_dtype(float32 if dtype is None else dtype)
         data = registry.get(device).xp.ones(as_shape(shape), dtype=_made_in(kind))
         return cls._from_array(data, kind, device, requires_grad)
@@ -191,7 +241,24 @@ class CreationMethods(Generic[Tensor]):
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        """Uninitialized memory of a shape; zeros for a blocked dtype."""
+        """A tensor of uninitialized memory; zeros for a blocked dtype.
+
+        Args:
+            shape: an int or ints.
+            dtype: float32 if None.
+            device: EXTENSOR_DEVICE, and the CPU without it, if None.
+            requires_grad: whether ``backward`` collects a gradient for it.
+
+        Returns:
+            A new tensor.
+
+        Raises:
+            TypeError, ValueError: for a bad shape or dtype.
+
+        Example:
+            >>> et.empty((2, 3)).shape
+            (2, 3)
+        """
         kind = as_dtype(float32 if dtype is None else dtype)
         xp = registry.get(device).xp
         make = xp.zeros if kind.is_blocked else xp.empty
@@ -210,9 +277,25 @@ class CreationMethods(Generic[Tensor]):
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        """Ones on diagonal k (above the main one if positive) of a (rows, columns) matrix.
+        """A matrix with ones on a diagonal and zeros elsewhere.
 
-        Square without ``columns``.
+        Args:
+            rows: the number of rows.
+            columns: the number of columns; as many as rows if None.
+            dtype: float32 if None.
+            k: the diagonal of ones; 0 is the main one, positive ones are above it.
+            device: EXTENSOR_DEVICE, and the CPU without it, if None.
+            requires_grad: whether ``backward`` collects a gradient for it.
+
+        Returns:
+            (rows, columns).
+
+        Raises:
+            TypeError, ValueError: for a bad shape or dtype.
+
+        Example:
+            >>> et.eye(2, 3).tolist()
+            [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
         """
         kind = as_dtype(float32 if dtype is None else dtype)
         shape = as_shape((rows, rows if columns is None else columns))
@@ -230,9 +313,26 @@ class CreationMethods(Generic[Tensor]):
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        """start, start + step, ... up to but not including stop; 0 to start with one argument.
+        """Equally spaced values from ``start`` up to but not including ``stop``.
 
-        The default dtype is int64 for integers, else float32.
+        Args:
+            start: the first value; with one argument the stop, and the first value is 0.
+            stop: the end.
+            step: the distance, not 0.
+            dtype: int64 for integers, else float32, if None.
+            device: EXTENSOR_DEVICE, and the CPU without it, if None.
+            requires_grad: whether ``backward`` collects a gradient for it.
+
+        Returns:
+            A vector.
+
+        Raises:
+            TypeError, ValueError, OverflowError: for a step of 0, or values that the dtype cannot
+                hold.
+
+        Example:
+            >>> et.arange(1, 10, 3).tolist()
+            [1, 4, 7]
         """
         if step == 0:
             raise ValueError("arange: expected a step other than 0, got 0")
@@ -261,7 +361,27 @@ class CreationMethods(Generic[Tensor]):
         endpoint: bool = True,
         requires_grad: bool = False,
     ) -> Tensor:
-        """``num`` equally spaced values from start to stop, the stop left out without endpoint."""
+        """Equally spaced values from ``start`` to ``stop``.
+
+        Args:
+            start: the first value.
+            stop: the last value.
+            num: how many values.
+            dtype: float32, or complex64 for complex numbers, if None.
+            device: EXTENSOR_DEVICE, and the CPU without it, if None.
+            endpoint: False leaves the stop out.
+            requires_grad: whether ``backward`` collects a gradient for it.
+
+        Returns:
+            (num,).
+
+        Raises:
+            TypeError, ValueError: for a bad number or dtype.
+
+        Example:
+            >>> et.linspace(0, 1, 5).tolist()
+            [0.0, 0.25, 0.5, 0.75, 1.0]
+        """
         real = not any(isinstance(v, complex) for v in (start, stop))
         kind = as_dtype((float32 if real else complex64) if dtype is None else dtype)
         (count,) = as_shape(num, "num")
@@ -280,7 +400,22 @@ class CreationMethods(Generic[Tensor]):
     ) -> Tensor:
         """Standard normal values, the same for a seed on every device.
 
-        ``shape`` is a tuple or separate ints.
+        Args:
+            shape: a tuple or separate ints.
+            seed: an int, a numpy Generator to continue, or None for fresh entropy.
+            dtype: of floats, or blocked.
+            device: EXTENSOR_DEVICE, and the CPU without it, if None.
+            requires_grad: whether ``backward`` collects a gradient for it.
+
+        Returns:
+            A new tensor.
+
+        Raises:
+            TypeError, ValueError: for a bad shape, seed or dtype.
+
+        Example:
+            >>> bool((et.randn(2, 3, seed=0) == et.randn((2, 3), seed=0)).all())
+            True
         """
         kind = as_dtype(dtype)
         values = _generator(seed).standard_normal(_sizes(shape), _draw_type(kind))
@@ -298,7 +433,23 @@ class CreationMethods(Generic[Tensor]):
     ) -> Tensor:
         """Values uniform in [0, 1), the same for a seed on every device.
 
-        ``shape`` is a tuple or separate ints.
+        Args:
+            shape: a tuple or separate ints.
+            seed: an int, a numpy Generator to continue, or None for fresh entropy.
+            dtype: of floats, or blocked.
+            device: EXTENSOR_DEVICE, and the CPU without it, if None.
+            requires_grad: whether ``backward`` collects a gradient for it.
+
+        Returns:
+            A new tensor.
+
+        Raises:
+            TypeError, ValueError: for a bad shape, seed or dtype.
+
+        Example:
+            >>> x = et.rand(100, seed=0)
+            >>> bool(((x >= 0) & (x < 1)).all())
+            True
         """
         kind = as_dtype(dtype)
         values = _generator(seed).random(_sizes(shape), _draw_type(kind))
@@ -311,8 +462,21 @@ class CreationMethods(Generic[Tensor]):
     ) -> Tensor:
         """A tensor on a numpy array's memory (copied to a device other than the CPU).
 
+        Args:
+            array: the array; writes to it show in the tensor.
+            device: EXTENSOR_DEVICE, and the CPU without it, if None.
+            requires_grad: whether ``backward`` collects a gradient for it.
+
+        Returns:
+            A tensor of the array's shape and dtype.
+
         Raises:
             TypeError: if it is not an array, or holds no extensor dtype.
+
+        Example:
+            >>> import numpy as np
+            >>> et.from_numpy(np.arange(3)).tolist()
+            [0, 1, 2]
         """
         if not isinstance(array, np.ndarray):
             raise TypeError(
@@ -338,9 +502,17 @@ class CreationMethods(Generic[Tensor]):
             device: where the tensor is to be; None is the default device.
             copy: True always copies, False never does, None copies only where it is needed.
 
+        Returns:
+            A tensor of the array's shape and dtype.
+
         Raises:
             TypeError: if the object has no ``__dlpack__`` method, or an unknown dtype.
             BufferError, ValueError: where the exporter refuses, or cannot do without a copy.
+
+        Example:
+            >>> import numpy as np
+            >>> et.from_dlpack(np.arange(3)).tolist()
+            [0, 1, 2]
         """
         if not hasattr(x, "__dlpack__"):
             raise TypeError(
@@ -355,21 +527,60 @@ class CreationMethods(Generic[Tensor]):
     def zeros_like(
         cls, x: Tensor, dtype: DTypeLike | None = None, *, device: str | None = None
     ) -> Tensor:
-        """Zeros of another tensor's shape, device and by default dtype."""
+        """Zeros of another tensor's shape.
+
+        Args:
+            x: the tensor to follow.
+            dtype: that of x if None.
+            device: that of x if None.
+
+        Returns:
+            A new tensor.
+
+        Example:
+            >>> et.zeros_like(et.ExTensor([1, 2])).tolist()
+            [0, 0]
+        """
         return cls.zeros(x.shape, dtype or x.dtype, device=device or x.device)
 
     @classmethod
     def ones_like(
         cls, x: Tensor, dtype: DTypeLike | None = None, *, device: str | None = None
     ) -> Tensor:
-        """Ones of another tensor's shape, device and by default dtype."""
+        """Ones of another tensor's shape.
+
+        Args:
+            x: the tensor to follow.
+            dtype: that of x if None.
+            device: that of x if None.
+
+        Returns:
+            A new tensor.
+
+        Example:
+            >>> et.ones_like(et.ExTensor([5, 6])).tolist()
+            [1, 1]
+        """
         return cls.ones(x.shape, dtype or x.dtype, device=device or x.device)
 
     @classmethod
     def empty_like(
         cls, x: Tensor, dtype: DTypeLike | None = None, *, device: str | None = None
     ) -> Tensor:
-        """Uninitialized, with another tensor's shape, device and by default dtype."""
+        """Uninitialized memory of another tensor's shape; zeros for a blocked dtype.
+
+        Args:
+            x: the tensor to follow.
+            dtype: that of x if None.
+            device: that of x if None.
+
+        Returns:
+            A new tensor.
+
+        Example:
+            >>> et.empty_like(et.zeros((2, 3))).shape
+            (2, 3)
+        """
         return cls.empty(x.shape, dtype or x.dtype, device=device or x.device)
 
     @classmethod
@@ -381,17 +592,66 @@ class CreationMethods(Generic[Tensor]):
         *,
         device: str | None = None,
     ) -> Tensor:
-        """``fill_value`` in another tensor's shape, device and by default dtype."""
+        """One value in another tensor's shape.
+
+        Args:
+            x: the tensor to follow.
+            fill_value: a number, or a tensor without axes.
+            dtype: that of x if None.
+            device: that of x if None.
+
+        Returns:
+            A new tensor.
+
+        Raises:
+            TypeError, ValueError: as `full`.
+
+        Example:
+            >>> et.full_like(et.zeros(2), 7).tolist()
+            [7.0, 7.0]
+        """
         return cls.full(x.shape, fill_value, dtype or x.dtype, device=device or x.device)
 
     @classmethod
     def randn_like(cls, x: Tensor, dtype: DTypeLike | None = None, *, seed: Seed = None) -> Tensor:
-        """Standard normal values in another tensor's shape, device and by default dtype."""
+        """Standard normal values in another tensor's shape, on its device.
+
+        Args:
+            x: the tensor to follow.
+            dtype: that of x if None.
+            seed: as of `randn`.
+
+        Returns:
+            A new tensor.
+
+        Raises:
+            TypeError, ValueError: for a bad seed, or a dtype that is not of floats.
+
+        Example:
+            >>> et.randn_like(et.zeros((2, 3)), seed=0).shape
+            (2, 3)
+        """
         return cls.randn(x.shape, seed=seed, dtype=dtype or x.dtype, device=x.device)
 
     @classmethod
     def rand_like(cls, x: Tensor, dtype: DTypeLike | None = None, *, seed: Seed = None) -> Tensor:
-        """Values uniform in [0, 1) in another tensor's shape, device and by default dtype."""
+        """Values uniform in [0, 1) in another tensor's shape, on its device.
+
+        Args:
+            x: the tensor to follow.
+            dtype: that of x if None.
+            seed: as of `rand`.
+
+        Returns:
+            A new tensor.
+
+        Raises:
+            TypeError, ValueError: for a bad seed, or a dtype that is not of floats.
+
+        Example:
+            >>> et.rand_like(et.zeros((2, 3)), seed=0).shape
+            (2, 3)
+        """
         return cls.rand(x.shape, seed=seed, dtype=dtype or x.dtype, device=x.device)
 
 

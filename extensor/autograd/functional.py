@@ -23,13 +23,10 @@ def grad(
 ) -> Any:
     """The gradient of an output with respect to inputs, leaving every ``.grad`` alone.
 
-    Two forms:
+    ``grad(y, x)`` takes a computed tensor. An input that y does not depend on gets zeros. Leaves
+    and results of operations both do.
 
-    ``grad(y, x)`` of a computed tensor: a tensor like ``x``, or a tuple for a sequence of inputs.
-    An input that y does not depend on gets zeros. Leaves and results of operations both do.
-
-    ``grad(f)`` of a function giving a single element: a function of f's arguments that gives the
-    gradient for ``argnums``; see `value_and_grad`.
+    ``grad(f)`` takes a function giving a single element; see `value_and_grad`.
 
     Args:
         output: a computed tensor, or a function.
@@ -39,9 +36,20 @@ def grad(
         retain_graph: keep the graph for another pass; as ``create_graph`` if None.
         create_graph: record the gradient, so that it can be differentiated again.
 
+    Returns:
+        A tensor like the input, or a tuple for a sequence; for a function, a function of its
+        arguments that gives the gradient for ``argnums``.
+
     Raises:
         TypeError, ValueError: for arguments of another kind, shape or number.
         RuntimeError: where nothing was recorded, or the graph was freed or overwritten.
+
+    Example:
+        >>> x = et.ExTensor([1.0, 2.0], requires_grad=True)
+        >>> et.grad((x ** 3).sum(), x).tolist()
+        [3.0, 12.0]
+        >>> et.grad(lambda x: (x ** 3).sum())(et.ExTensor([1.0, 2.0])).tolist()
+        [3.0, 12.0]
     """
     if not isinstance(output, ExTensor):
         if not callable(output) or inputs is not None:
@@ -87,9 +95,18 @@ def value_and_grad(
         argnums: the argument to differentiate by, or several (then the gradient is a tuple).
         create_graph: record the gradient, so that it can be differentiated again.
 
+    Returns:
+        A function that gives (value, gradient).
+
     Raises:
         TypeError: for what is no function; when called, if such an argument is no float tensor.
-        RuntimeError: if the value does not depend on any of them.
+        ValueError: when called, for ``argnums`` beyond its arguments.
+        RuntimeError: when called, if the value does not depend on any of them.
+
+    Example:
+        >>> value, gradient = et.value_and_grad(lambda x: (x * x).sum())(et.ExTensor([1.0, 3.0]))
+        >>> value.item(), gradient.tolist()
+        (10.0, [2.0, 6.0])
     """
     if not callable(function):
         raise TypeError(f"value_and_grad: expected a function, got {type(function).__name__}")
@@ -115,12 +132,23 @@ def value_and_grad(
 def vjp(
     function: Callable[..., ExTensor], *inputs: ExTensor
 ) -> tuple[ExTensor, Callable[[ExTensor], tuple[ExTensor, ...]]]:
-    """The function's value, and a function from its gradient to the gradients of the inputs.
+    """A function's value, and a function that multiplies vectors by its Jacobian.
 
-    The second may be called as often as one likes.
+    Args:
+        function: takes the inputs, gives a tensor.
+        inputs: float tensors.
+
+    Returns:
+        The value, and a function from a gradient of the value's shape to the gradients of the
+        inputs, which may be called as often as one likes.
 
     Raises:
         TypeError: if an input is no float tensor.
+
+    Example:
+        >>> value, pull = et.vjp(lambda x: x * x, et.ExTensor([1.0, 3.0]))
+        >>> value.tolist(), pull(et.ExTensor([1.0, 1.0]))[0].tolist()
+        ([1.0, 9.0], [2.0, 6.0])
     """
     leaves = [_leaf("vjp", x, False) for x in inputs]
     with enable_grad():
@@ -146,6 +174,11 @@ def hvp(function: Callable[..., ExTensor], inputs: Any, vectors: Any) -> Any:
     Raises:
         TypeError, ValueError: for inputs and vectors that do not match.
         RuntimeError: where an operation's gradient cannot be differentiated again.
+
+    Example:
+        >>> x, v = et.ExTensor([1.0, 2.0]), et.ExTensor([1.0, 0.0])
+        >>> et.hvp(lambda x: (x ** 3).sum(), x, v).tolist()
+        [6.0, 0.0]
     """
     single = isinstance(inputs, ExTensor)
     points = [inputs] if single else list(inputs)

@@ -141,177 +141,177 @@ class OpMethods(Generic[Tensor]):
     # Elementwise.
 
     def abs(self) -> Tensor:
-        """`extensor.abs` of this tensor."""
+        """See :func:`extensor.abs`."""
         return _op["abs"](self)
 
     def sign(self) -> Tensor:
-        """`extensor.sign` of this tensor."""
+        """See :func:`extensor.sign`."""
         return _op["sign"](self)
 
     def exp(self) -> Tensor:
-        """`extensor.exp` of this tensor."""
+        """See :func:`extensor.exp`."""
         return _op["exp"](self)
 
     def expm1(self) -> Tensor:
-        """`extensor.expm1` of this tensor."""
+        """See :func:`extensor.expm1`."""
         return _op["expm1"](self)
 
     def log(self) -> Tensor:
-        """`extensor.log` of this tensor."""
+        """See :func:`extensor.log`."""
         return _op["log"](self)
 
     def log1p(self) -> Tensor:
-        """`extensor.log1p` of this tensor."""
+        """See :func:`extensor.log1p`."""
         return _op["log1p"](self)
 
     def log2(self) -> Tensor:
-        """`extensor.log2` of this tensor."""
+        """See :func:`extensor.log2`."""
         return _op["log2"](self)
 
     def log10(self) -> Tensor:
-        """`extensor.log10` of this tensor."""
+        """See :func:`extensor.log10`."""
         return _op["log10"](self)
 
     def sqrt(self) -> Tensor:
-        """`extensor.sqrt` of this tensor."""
+        """See :func:`extensor.sqrt`."""
         return _op["sqrt"](self)
 
     def rsqrt(self) -> Tensor:
-        """`extensor.rsqrt` of this tensor."""
+        """See :func:`extensor.rsqrt`."""
         return _op["rsqrt"](self)
 
     def square(self) -> Tensor:
-        """`extensor.square` of this tensor."""
+        """See :func:`extensor.square`."""
         return _op["square"](self)
 
     def sin(self) -> Tensor:
-        """`extensor.sin` of this tensor."""
+        """See :func:`extensor.sin`."""
         return _op["sin"](self)
 
     def cos(self) -> Tensor:
-        """`extensor.cos` of this tensor."""
+        """See :func:`extensor.cos`."""
         return _op["cos"](self)
 
     def tan(self) -> Tensor:
-        """`extensor.tan` of this tensor."""
+        """See :func:`extensor.tan`."""
         return _op["tan"](self)
 
     def tanh(self) -> Tensor:
-        """`extensor.tanh` of this tensor."""
+        """See :func:`extensor.tanh`."""
         return _op["tanh"](self)
 
     def sigmoid(self) -> Tensor:
-        """`extensor.sigmoid` of this tensor."""
+        """See :func:`extensor.sigmoid`."""
         return _op["sigmoid"](self)
 
     def relu(self) -> Tensor:
-        """`extensor.relu` of this tensor."""
+        """See :func:`extensor.relu`."""
         return _op["relu"](self)
 
     def erf(self) -> Tensor:
-        """`extensor.erf` of this tensor."""
+        """See :func:`extensor.erf`."""
         return _op["erf"](self)
 
     def ceil(self) -> Tensor:
-        """`extensor.ceil` of this tensor."""
+        """See :func:`extensor.ceil`."""
         return _op["ceil"](self)
 
     def floor(self) -> Tensor:
-        """`extensor.floor` of this tensor."""
+        """See :func:`extensor.floor`."""
         return _op["floor"](self)
 
     def round(self) -> Tensor:
-        """`extensor.round` of this tensor."""
+        """See :func:`extensor.round`."""
         return _op["round"](self)
 
     def trunc(self) -> Tensor:
-        """`extensor.trunc` of this tensor."""
+        """See :func:`extensor.trunc`."""
         return _op["trunc"](self)
 
     def isnan(self) -> Tensor:
-        """`extensor.isnan` of this tensor."""
+        """See :func:`extensor.isnan`."""
         return _op["isnan"](self)
 
     def isinf(self) -> Tensor:
-        """`extensor.isinf` of this tensor."""
+        """See :func:`extensor.isinf`."""
         return _op["isinf"](self)
 
     def isfinite(self) -> Tensor:
-        """`extensor.isfinite` of this tensor."""
+        """See :func:`extensor.isfinite`."""
         return _op["isfinite"](self)
 
     def clone(self) -> Tensor:
-        """`extensor.clone` of this tensor."""
+        """See :func:`extensor.clone`."""
         return _op["clone"](self)
 
     def clip(self, low: Operand = None, high: Operand = None) -> Tensor:
-        """See `extensor.clip`."""
+        """See :func:`extensor.clip`; ``low`` and ``high`` are its ``min`` and ``max``."""
         return _op["clip"](self, low, high)
 
     # Reductions.
 
     def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """See `extensor.sum`."""
+        """See :func:`extensor.sum`."""
         return _op["sum"](self, axis, keepdims)
 
     def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """See `extensor.mean`."""
+        """See :func:`extensor.mean`."""
         return _op["mean"](self, axis, keepdims)
 
     def prod(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """See `extensor.prod`."""
+        """See :func:`extensor.prod`."""
         return _op["prod"](self, axis, keepdims)
 
     def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """See `extensor.max`."""
+        """See :func:`extensor.max`."""
         return _op["max"](self, axis, keepdims)
 
     def min(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """See `extensor.min`."""
+        """See :func:`extensor.min`."""
         return _op["min"](self, axis, keepdims)
 
     def any(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """See `extensor.any`."""
+        """See :func:`extensor.any`."""
         return _op["any"](self, axis, keepdims)
 
     def all(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """See `extensor.all`."""
+        """See :func:`extensor.all`."""
         return _op["all"](self, axis, keepdims)
 
     def logsumexp(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """See `extensor.logsumexp`."""
+        """See :func:`extensor.logsumexp`."""
         return _op["logsumexp"](self, axis, keepdims)
 
     def median(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """See `extensor.median`."""
+        """See :func:`extensor.median`."""
         return _op["median"](self, axis, keepdims)
 
     def var(self, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> Tensor:
-        """See `extensor.var`."""
+        """See :func:`extensor.var`."""
         return _op["var"](self, axis, keepdims, correction)
 
     def std(self, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> Tensor:
-        """See `extensor.std`."""
+        """See :func:`extensor.std`."""
         return _op["std"](self, axis, keepdims, correction)
 
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> Tensor:
-        """See `extensor.argmax`."""
+        """See :func:`extensor.argmax`."""
         return _op["argmax"](self, axis, keepdims)
 
     def argmin(self, axis: int | None = None, keepdims: bool = False) -> Tensor:
-        """See `extensor.argmin`."""
+        """See :func:`extensor.argmin`."""
         return _op["argmin"](self, axis, keepdims)
 
     def cumsum(self, axis: int) -> Tensor:
-        """See `extensor.cumsum`."""
+        """See :func:`extensor.cumsum`."""
         return _op["cumsum"](self, axis)
 
     def softmax(self, axis: int = -1) -> Tensor:
-        """See `extensor.softmax`."""
+        """See :func:`extensor.softmax`."""
         return _op["softmax"](self, axis)
 
     def log_softmax(self, axis: int = -1) -> Tensor:
-        """See `extensor.log_softmax`."""
+        """See :func:`extensor.log_softmax`."""
         return _op["log_softmax"](self, axis)
 
     # Shape.
@@ -321,43 +321,43 @@ class OpMethods(Generic[Tensor]):
         return _op["getitem"](self, key)
 
     def reshape(self, *shape: Any) -> Tensor:
-        """See `extensor.reshape`."""
+        """See :func:`extensor.reshape`."""
         return _op["reshape"](self, shape[0] if len(shape) == 1 else shape)
 
     def flatten(self, start: int = 0, end: int = -1) -> Tensor:
-        """See `extensor.flatten`."""
+        """See :func:`extensor.flatten`."""
         return _op["flatten"](self, start, end)
 
     def ravel(self) -> Tensor:
-        """See `extensor.ravel`."""
+        """See :func:`extensor.ravel`."""
         return _op["ravel"](self)
 
     def squeeze(self, axis: Axis = None) -> Tensor:
-        """See `extensor.squeeze`."""
+        """See :func:`extensor.squeeze`."""
         return _op["squeeze"](self, axis)
 
     def unsqueeze(self, axis: int) -> Tensor:
-        """See `extensor.expand_dims`."""
+        """See :func:`extensor.expand_dims`."""
         return _op["expand_dims"](self, axis)
 
     def expand_dims(self, axis: int) -> Tensor:
-        """See `extensor.expand_dims`."""
+        """See :func:`extensor.expand_dims`."""
         return _op["expand_dims"](self, axis)
 
     def broadcast_to(self, shape: Any) -> Tensor:
-        """See `extensor.broadcast_to`."""
+        """See :func:`extensor.broadcast_to`."""
         return _op["broadcast_to"](self, shape)
 
     def transpose(self, *axes: Any) -> Tensor:
-        """See `extensor.transpose`."""
+        """See :func:`extensor.transpose`."""
         return _op["transpose"](self, *axes)
 
     def permute(self, *axes: Any) -> Tensor:
-        """See `extensor.permute`."""
+        """See :func:`extensor.permute`."""
         return _op["permute"](self, axes[0] if len(axes) == 1 else axes)
 
     def swapaxes(self, first: int, second: int) -> Tensor:
-        """See `extensor.swapaxes`."""
+        """See :func:`extensor.swapaxes`."""
         return _op["swapaxes"](self, first, second)
 
     @property
@@ -371,29 +371,29 @@ class OpMethods(Generic[Tensor]):
         return _op["matrix_transpose"](self)
 
     def flip(self, axis: Axis = None) -> Tensor:
-        """See `extensor.flip`."""
+        """See :func:`extensor.flip`."""
         return _op["flip"](self, axis)
 
     def roll(self, shift: Any, axis: Any = None) -> Tensor:
-        """See `extensor.roll`."""
+        """See :func:`extensor.roll`."""
         return _op["roll"](self, shift, axis)
 
     def take(self, indices: Any, axis: int = 0) -> Tensor:
-        """See `extensor.take`."""
+        """See :func:`extensor.take`."""
         return _op["take"](self, indices, axis)
 
     def gather(self, indices: Any, axis: int = -1) -> Tensor:
-        """See `extensor.gather`."""
+        """See :func:`extensor.gather`."""
         return _op["gather"](self, indices, axis)
 
     def split(self, sections: Any, axis: int = 0) -> list[Tensor]:
-        """See `extensor.split`."""
+        """See :func:`extensor.split`."""
         return _op["split"](self, sections, axis)
 
     def dot(self, other: Operand) -> Tensor:
-        """See `extensor.dot`."""
+        """See :func:`extensor.dot`."""
         return _op["dot"](self, other)
 
     def matmul(self, other: Operand) -> Tensor:
-        """See `extensor.matmul`."""
+        """See :func:`extensor.matmul`."""
         return _op["matmul"](self, other)

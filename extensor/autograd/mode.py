@@ -17,13 +17,32 @@ MODE = _Mode()
 
 
 def is_grad_enabled() -> bool:
-    """Whether operations of this thread are recorded for `backward`."""
+    """Whether operations of this thread are recorded for `backward`.
+
+    Returns:
+        True unless inside ``with et.no_grad():``.
+
+    Example:
+        >>> et.is_grad_enabled()
+        True
+    """
     return MODE.enabled
 
 
 @contextlib.contextmanager
 def no_grad() -> Iterator[None]:
-    """Record nothing inside ``with et.no_grad():``, in this thread. Also a decorator."""
+    """Record nothing inside ``with et.no_grad():``, in this thread. Also a decorator.
+
+    Returns:
+        A context manager.
+
+    Example:
+        >>> x = et.ones(2, requires_grad=True)
+        >>> with et.no_grad():
+        ...     y = x * 2
+        >>> y.requires_grad
+        False
+    """
     before, MODE.enabled = MODE.enabled, False
     try:
         yield
@@ -33,7 +52,16 @@ def no_grad() -> Iterator[None]:
 
 @contextlib.contextmanager
 def enable_grad() -> Iterator[None]:
-    """Record again inside ``with et.enable_grad():``, in this thread. Also a decorator."""
+    """Record again inside ``with et.enable_grad():``, in this thread. Also a decorator.
+
+    Returns:
+        A context manager.
+
+    Example:
+        >>> with et.no_grad(), et.enable_grad():
+        ...     et.is_grad_enabled()
+        True
+    """
     before, MODE.enabled = MODE.enabled, True
     try:
         yield

@@ -52,9 +52,9 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
         requires_grad: whether ``backward`` collects a gradient for it (floats only).
 
     Attributes:
-        data: the raw array of the device's array module, or a QuantArray. Whoever writes to it
-            goes around the version counter, by which gradients and quantized layers know that
-            what they keep of a tensor is still right; use the methods.
+        data: the raw array of the device's array module, or a QuantArray. Whoever writes to it goes
+            around the version counter, by which gradients and quantized layers know that what they
+            keep of a tensor is still right; use the methods.
         dtype: the row of `extensor.dtypes`.
         backend: the device's array module and kernels.
         grad: what ``backward`` collected, for a leaf; of this tensor's shape and dtype.
@@ -63,6 +63,12 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
     Raises:
         TypeError: for data or a dtype that is not understood.
         RuntimeError: for a device that is not available; the message says what it takes.
+
+    Example:
+        >>> et.ExTensor([[1.0, 2.0], [3.0, 4.0]])
+        ExTensor(shape=(2, 2), dtype=float32, device=cpu,
+          [[1. 2.]
+           [3. 4.]])
     """
 
     __slots__ = ()
@@ -138,15 +144,37 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
             RuntimeError: if nothing was recorded, the graph was freed by an earlier pass, or a
                 tensor that a gradient needs was written in place. No ``.grad`` changes then.
             ValueError: for a gradient of another shape, or none for several elements.
+
+        Example:
+            >>> x = et.ExTensor([1.0, 2.0], requires_grad=True)
+            >>> (x * x).sum().backward()
+            >>> x.grad.tolist()
+            [2.0, 4.0]
         """
         FUNCTIONS["backward"](self, gradient, retain_graph, create_graph)
 
     def zero_grad(self) -> None:
-        """Forget ``.grad``."""
+        """Set ``.grad`` to None.
+
+        Example:
+            >>> x = et.ExTensor(1.0, requires_grad=True)
+            >>> x.backward()
+            >>> x.zero_grad()
+            >>> x.grad is None
+            True
+        """
         self.grad = None
 
     def detach(self) -> ExTensor:
-        """The same memory outside the graph; a write to either raises both versions."""
+        """The same memory outside the graph; a write to either raises both versions.
+
+        Returns:
+            A leaf that requires no gradient.
+
+        Example:
+            >>> et.ones(2, requires_grad=True).detach().requires_grad
+            False
+        """
         tensor = wrap(self.data, self.backend)
         tensor._version = self._version
         return tensor
@@ -154,11 +182,21 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
     # Conversion.
 
     def astype(self, dtype: DTypeLike) -> ExTensor:
-        """This tensor in another dtype, itself if it has it; differentiable between floats.
+        """This tensor in another dtype; differentiable between floats.
+
+        Args:
+            dtype: dense or blocked; a blocked one quantizes.
+
+        Returns:
+            The tensor itself if it has the dtype, else a new one.
 
         Raises:
             TypeError: for an element grid without a scale, such as ``"e2m1"``.
             ValueError: for an unknown name.
+
+        Example:
+            >>> et.ExTensor([1, 2]).astype("bfloat16").dtype
+            extensor.bfloat16
         """
         target = as_dtype(dtype)
         if target is self.dtype:
@@ -173,12 +211,22 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
         return cast
 
     def to(self, target: DTypeLike) -> ExTensor:
-        """This tensor on another device (``"cpu"``, ``"cuda"``) or in another dtype.
+        """This tensor on another device or in another dtype.
+
+        Args:
+            target: ``"cpu"``, ``"cuda"`` or a dtype, as `astype` takes.
+
+        Returns:
+            The tensor itself if nothing changes, else a new one.
 
         Raises:
             TypeError, ValueError: as `astype`.
             RuntimeError: for a device that is not available, or moving the result of a recorded
                 operation; move the leaves instead.
+
+        Example:
+            >>> et.ones((2, 64)).to(et.mxfp8_e4m3).is_blocked
+            True
         """
         if not (isinstance(target, str) and target in registry.BACKENDS):
             if isinstance(target, str) and target not in DENSE and target not in BLOCKED:
@@ -206,10 +254,22 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
         return moved
 
     def to_device(self, device: str, /, stream: None = None) -> ExTensor:
-        """This tensor on a device, as `to`; the standard's name.
+        """This tensor on a device, as `to`; the array standard's name.
+
+        Args:
+            device: ``"cpu"`` or ``"cuda"``.
+            stream: must be None.
+
+        Returns:
+            The tensor itself if it is there, else a new one.
 
         Raises:
             ValueError: for a name that is no device, or a stream.
+            RuntimeError: as `to`.
+
+        Example:
+            >>> et.ones(2).to_device("cpu").device
+            'cpu'
         """
         if device not in registry.BACKENDS or stream is not None:
             raise ValueError(
@@ -229,8 +289,15 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
     def numpy(self) -> np.ndarray[Any, Any]:
         """The values as a read-only numpy array, sharing memory on the CPU.
 
+        Returns:
+            An array of the tensor's shape; bfloat16 has the dtype of ml_dtypes.
+
         Raises:
-            TypeError: for a blocked tensor: use ``x.dequantize().numpy()``.
+            TypeError: for a blocked tensor; use ``x.dequantize().numpy()``.
+
+        Example:
+            >>> et.ExTensor([1.0, 2.0]).numpy()
+            array([1., 2.], dtype=float32)
         """
         if self.dtype.is_blocked:
             raise TypeError(
@@ -244,8 +311,15 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
     def item(self) -> Any:
         """The only element, as a Python number.
 
+        Returns:
+            An int, float, bool or complex.
+
         Raises:
             ValueError: if there is not exactly one element.
+
+        Example:
+            >>> et.ExTensor([[2.5]]).item()
+            2.5
         """
         if self.size != 1:
             raise ValueError(
@@ -256,7 +330,18 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
         return float(number) if self.dtype.kind in ("float", "blocked") else number
 
     def tolist(self) -> Any:
-        """The values as nested lists of Python numbers."""
+        """The values as nested lists of Python numbers.
+
+        Returns:
+            A list; a number for a tensor without axes.
+
+        Raises:
+            TypeError: for a blocked tensor; use ``x.dequantize().tolist()``.
+
+        Example:
+            >>> et.ExTensor([[1, 2], [3, 4]]).tolist()
+            [[1, 2], [3, 4]]
+        """
         return self.numpy().tolist()
 
     def __float__(self) -> float:
@@ -381,10 +466,22 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
         self._count_write()
 
     def copy_(self, source: ExTensor) -> ExTensor:
-        """Write the values of ``source`` (broadcast) into this tensor's memory; returns it.
+        """Write the values of another tensor into this tensor's memory.
+
+        Args:
+            source: broadcasts to this tensor's shape.
+
+        Returns:
+            This tensor.
 
         Raises:
-            As writing ``x[...] = source``.
+            RuntimeError: if the tensor is part of a graph being recorded.
+            TypeError: for a blocked tensor, or a source of a wider kind of dtype.
+            ValueError: for a source that does not broadcast, or a tensor whose values share memory.
+
+        Example:
+            >>> et.zeros(3).copy_(et.ExTensor([1.0, 2.0, 3.0])).tolist()
+            [1.0, 2.0, 3.0]
         """
         self[...] = source
         return self
@@ -398,9 +495,17 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
             array: a raw array of the device, of this tensor's shape and dtype, that nothing else
                 will write to. On the CPU views keep the old values, as ``numpy()`` arrays do.
 
+        Returns:
+            This tensor.
+
         Raises:
             RuntimeError: if the tensor requires a gradient and gradients are being recorded.
             TypeError, ValueError: for a blocked tensor, or another device, dtype or shape.
+
+        Example:
+            >>> x = et.zeros(2)
+            >>> x.assign_(x.data + 1).tolist()
+            [1.0, 1.0]
         """
         self._check_write()
         if not isinstance(array, self.backend.xp.ndarray):

@@ -31,7 +31,18 @@ __all__ = [
     errors=NO_TENSOR,
 )
 def relu(x: ExTensor) -> ExTensor:
-    """max(x, 0), NaN for NaN; the gradient at 0 is 0."""
+    """The rectifier, ``max(x, 0)``; the gradient at 0 is 0.
+
+    Args:
+        x: any shape; NaN stays NaN.
+
+    Returns:
+        The shape and dtype of x.
+
+    Example:
+        >>> et.relu(et.ExTensor([-1.0, 2.0])).tolist()
+        [0.0, 2.0]
+    """
     tensors_only("relu", x)
     return apply("relu", x)
 
@@ -41,7 +52,18 @@ def relu(x: ExTensor) -> ExTensor:
     errors=NO_TENSOR,
 )
 def relu6(x: ExTensor) -> ExTensor:
-    """min(max(x, 0), 6)."""
+    """The rectifier limited to 6, ``min(max(x, 0), 6)``.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape and dtype of x.
+
+    Example:
+        >>> et.relu6(et.ExTensor([-1.0, 2.0, 9.0])).tolist()
+        [0.0, 2.0, 6.0]
+    """
     return clip(x, 0.0, 6.0)
 
 
@@ -53,7 +75,19 @@ def relu6(x: ExTensor) -> ExTensor:
     errors=NO_TENSOR,
 )
 def leaky_relu(x: ExTensor, slope: float = 0.01) -> ExTensor:
-    """X where positive, ``slope`` * x elsewhere."""
+    """The leaky rectifier: x where it is positive, ``slope * x`` elsewhere.
+
+    Args:
+        x: any shape.
+        slope: the factor of values that are not positive.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.leaky_relu(et.ExTensor([-4.0, 2.0]), 0.25).tolist()
+        [-1.0, 2.0]
+    """
     tensors_only("leaky_relu", x)
     return where(x > 0, x, x * slope)
 
@@ -65,7 +99,24 @@ def leaky_relu(x: ExTensor, slope: float = 0.01) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), np.zeros(2)), ValueError, "that broadcast"),),
 )
 def prelu(x: ExTensor, slope: ExTensor) -> ExTensor:
-    """X where positive, ``slope`` * x elsewhere; the slope is a tensor that broadcasts to x."""
+    """The leaky rectifier with a slope that is learned: x where positive, ``slope * x`` elsewhere.
+
+    Args:
+        x: any shape.
+        slope: broadcasts to x.
+
+    Returns:
+        The shape of x, of the promoted dtype.
+
+    Raises:
+        TypeError, ValueError: for a slope that is no tensor, or does not broadcast.
+
+    Source: He et al., arXiv 1502.01852, section 2.1.
+
+    Example:
+        >>> et.prelu(et.ExTensor([[-4.0, -4.0]]), et.ExTensor([0.25, 0.5])).tolist()
+        [[-1.0, -2.0]]
+    """
     tensors_only("prelu", x, slope)
     return where(x > 0, x, x * slope)
 
@@ -98,10 +149,21 @@ def _axis_samples(rng: np.random.Generator) -> list[Sample]:
     errors=_AXIS_ERRORS,
 )
 def softmax(x: ExTensor, axis: int = -1) -> ExTensor:
-    """exp(x) over its sum along ``axis``, without overflow.
+    """The normalized exponentials, ``exp(x) / sum(exp(x))`` along an axis, without overflow.
+
+    Args:
+        x: one axis or more.
+        axis: the axis along which the result sums to 1.
+
+    Returns:
+        The shape of x, values in 0..1; integers give float32.
 
     Raises:
         TypeError, ValueError: for a bad axis, or no values along it.
+
+    Example:
+        >>> et.softmax(et.ExTensor([0.0, 0.0, 1000.0, 1000.0])).tolist()
+        [0.0, 0.0, 0.5, 0.5]
     """
     return apply("softmax", x, axis=_axis("softmax", x, axis))
 
@@ -118,7 +180,22 @@ def softmax(x: ExTensor, axis: int = -1) -> ExTensor:
     errors=_AXIS_ERRORS,
 )
 def log_softmax(x: ExTensor, axis: int = -1) -> ExTensor:
-    """The logarithm of `softmax`, without overflow or underflow."""
+    """The logarithm of `softmax`, without overflow or underflow.
+
+    Args:
+        x: one axis or more.
+        axis: the axis along which the probabilities sum to 1.
+
+    Returns:
+        The shape of x, values of 0 or less; integers give float32.
+
+    Raises:
+        TypeError, ValueError: for a bad axis, or no values along it.
+
+    Example:
+        >>> et.log_softmax(et.ExTensor([0.0, 1000.0])).tolist()
+        [-1000.0, 0.0]
+    """
     return apply("log_softmax", x, axis=_axis("log_softmax", x, axis))
 
 
@@ -131,7 +208,19 @@ def log_softmax(x: ExTensor, axis: int = -1) -> ExTensor:
     errors=NO_TENSOR,
 )
 def softplus(x: ExTensor) -> ExTensor:
-    """log(1 + exp(x)), without overflow."""
+    """A smooth rectifier, ``log(1 + exp(x))``, without overflow.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.softplus(et.ExTensor([-1000.0, 0.0, 9.0]))
+        ExTensor(shape=(3,), dtype=float32, device=cpu,
+          [0.     0.6931 9.0001])
+    """
     tensors_only("softplus", x)
     return apply("softplus", x)
 
@@ -169,12 +258,25 @@ def _gelu_exact(x: ExTensor) -> ExTensor:
     errors=(BadInput((np.zeros(3), "cubic"), ValueError, "'none' or 'tanh'"),),
 )  # fmt: skip
 def gelu(x: ExTensor, approximate: str = "none") -> ExTensor:
-    """X times the normal distribution function of x, or its tanh approximation.
+    """The Gaussian error linear unit: x times the normal distribution function of x.
 
-    Source: Hendrycks and Gimpel, arXiv 1606.08415.
+    Args:
+        x: any shape.
+        approximate: "none", or "tanh" for ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x **
+            3)))``.
+
+    Returns:
+        The shape of x; integers give float32.
 
     Raises:
-        ValueError: for an approximation other than ``"none"`` and ``"tanh"``.
+        ValueError: for another approximation.
+
+    Source: Hendrycks and Gimpel, arXiv 1606.08415, section 2.
+
+    Example:
+        >>> et.gelu(et.ExTensor([-1.0, 0.0, 1.0]))
+        ExTensor(shape=(3,), dtype=float32, device=cpu,
+          [-0.1587  0.      0.8413])
     """
     tensors_only("gelu", x)
     if approximate == "none":
@@ -187,7 +289,21 @@ def gelu(x: ExTensor, approximate: str = "none") -> ExTensor:
 
 @composite(samples=unary_samples(lambda x: x / (1 + np.exp(-x))), errors=NO_TENSOR)
 def silu(x: ExTensor) -> ExTensor:
-    """X * sigmoid(x)."""
+    """The sigmoid linear unit, ``x * sigmoid(x)``, also named swish.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Source: Elfwing et al., arXiv 1702.03118.
+
+    Example:
+        >>> et.silu(et.ExTensor([-1.0, 0.0, 1.0]))
+        ExTensor(shape=(3,), dtype=float32, device=cpu,
+          [-0.2689  0.      0.7311])
+    """
     return x * sigmoid(x)
 
 
@@ -196,12 +312,24 @@ def silu(x: ExTensor) -> ExTensor:
     errors=(BadInput((np.zeros((2, 5)),), ValueError, "even length"),),
 )
 def swiglu(x: ExTensor, axis: int = -1) -> ExTensor:
-    """silu(first half of x along ``axis``) * second half.
+    """The gated unit ``silu(a) * b``, where a and b are the halves of x along an axis.
 
-    Source: Shazeer, arXiv 2002.05202.
+    Args:
+        x: an even length along ``axis``.
+        axis: the axis to halve.
+
+    Returns:
+        The shape of x, ``axis`` half as long.
 
     Raises:
-        ValueError: if the axis has an odd length.
+        TypeError, ValueError: for a bad axis, or one of odd length or without values.
+
+    Source: Shazeer, arXiv 2002.05202, section 2.
+
+    Example:
+        >>> et.swiglu(et.ExTensor([1.0, 2.0, 3.0, 4.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [2.1932 7.0464])
     """
     at = _axis("swiglu", x, axis)
     if x.shape[at] % 2:
@@ -212,7 +340,21 @@ def swiglu(x: ExTensor, axis: int = -1) -> ExTensor:
 
 @composite(samples=unary_samples(lambda x: x * np.tanh(np.log1p(np.exp(x)))), errors=NO_TENSOR)
 def mish(x: ExTensor) -> ExTensor:
-    """X * tanh(softplus(x)). Source: Misra, arXiv 1908.08681."""
+    """The unit ``x * tanh(softplus(x))``.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Source: Misra, arXiv 1908.08681.
+
+    Example:
+        >>> et.mish(et.ExTensor([-1.0, 0.0, 1.0]))
+        ExTensor(shape=(3,), dtype=float32, device=cpu,
+          [-0.3034  0.      0.8651])
+    """
     return x * tanh(softplus(x))
 
 
@@ -224,14 +366,43 @@ def mish(x: ExTensor) -> ExTensor:
     errors=NO_TENSOR,
 )
 def elu(x: ExTensor, alpha: float = 1.0) -> ExTensor:
-    """X where positive, alpha * (exp(x) - 1) elsewhere. Source: arXiv 1511.07289."""
+    """The exponential linear unit: x where positive, ``alpha * (exp(x) - 1)`` elsewhere.
+
+    Args:
+        x: any shape.
+        alpha: minus the limit for large negative x.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Source: Clevert et al., arXiv 1511.07289.
+
+    Example:
+        >>> et.elu(et.ExTensor([-1.0, 2.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [-0.6321  2.    ])
+    """
     tensors_only("elu", x)
     return where(x > 0, x, clip(x, max=0.0).expm1() * alpha)  # clipped, so as not to overflow
 
 
 @composite(samples=unary_samples(apart_from=(0.0,)), errors=NO_TENSOR)
 def selu(x: ExTensor) -> ExTensor:
-    """1.0507... * elu(x, 1.6733...), which keeps mean 0 and variance 1. Source: 1706.02515."""
+    """The scaled unit ``1.0507... * elu(x, 1.6733...)``, which keeps mean 0 and variance 1.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Source: Klambauer et al., arXiv 1706.02515, equation 2.
+
+    Example:
+        >>> et.selu(et.ExTensor([-1.0, 1.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [-1.1113  1.0507])
+    """
     return elu(x, 1.6732632423543772) * 1.0507009873554805
 
 
@@ -240,7 +411,18 @@ def selu(x: ExTensor) -> ExTensor:
     errors=NO_TENSOR,
 )
 def hard_sigmoid(x: ExTensor) -> ExTensor:
-    """X / 6 + 1/2, clipped to 0..1."""
+    """A piecewise linear sigmoid, ``x / 6 + 1/2`` limited to 0..1.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.hard_sigmoid(et.ExTensor([-3.0, 0.0, 3.0])).tolist()
+        [0.0, 0.5, 1.0]
+    """
     tensors_only("hard_sigmoid", x)
     return clip(x * (1 / 6) + 0.5, 0.0, 1.0)
 
@@ -250,7 +432,20 @@ def hard_sigmoid(x: ExTensor) -> ExTensor:
     errors=NO_TENSOR,
 )
 def hard_swish(x: ExTensor) -> ExTensor:
-    """X * hard_sigmoid(x)."""
+    """A piecewise approximation of `silu`, ``x * hard_sigmoid(x)``.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Source: Howard et al., arXiv 1905.02244, section 5.2.
+
+    Example:
+        >>> et.hard_swish(et.ExTensor([-3.0, 0.0, 3.0])).tolist()
+        [-0.0, 0.0, 3.0]
+    """
     return x * hard_sigmoid(x)
 
 
@@ -258,5 +453,16 @@ def hard_swish(x: ExTensor) -> ExTensor:
     samples=unary_samples(lambda x: np.clip(x, -1, 1), apart_from=(-1.0, 1.0)), errors=NO_TENSOR
 )
 def hard_tanh(x: ExTensor) -> ExTensor:
-    """X clipped to -1..1."""
+    """A piecewise linear tanh: x limited to -1..1.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x.
+
+    Example:
+        >>> et.hard_tanh(et.ExTensor([-2.0, 0.5, 2.0])).tolist()
+        [-1.0, 0.5, 1.0]
+    """
     return clip(x, -1.0, 1.0)

@@ -30,7 +30,22 @@ __all__ = [
     errors=BAD_BROADCAST,
 )
 def add(a: Operand, b: Operand) -> ExTensor:
-    """The sum a + b."""
+    """The sum ``a + b``, elementwise.
+
+    Args:
+        a: the left operand.
+        b: the right operand; the two shapes broadcast.
+
+    Returns:
+        The promoted dtype and the broadcast shape; blocked operands give float32.
+
+    Raises:
+        ValueError: for shapes that do not broadcast.
+
+    Example:
+        >>> et.add(et.ExTensor([1.0, 2.0]), 0.5).tolist()
+        [1.5, 2.5]
+    """
     return apply("add", *as_tensors("add", a, b))
 
 
@@ -44,7 +59,22 @@ def add(a: Operand, b: Operand) -> ExTensor:
     errors=BAD_BROADCAST,
 )
 def subtract(a: Operand, b: Operand) -> ExTensor:
-    """The difference a - b."""
+    """The difference ``a - b``, elementwise.
+
+    Args:
+        a: the left operand.
+        b: the right operand; the two shapes broadcast.
+
+    Returns:
+        The promoted dtype and the broadcast shape; blocked operands give float32.
+
+    Raises:
+        ValueError: for shapes that do not broadcast.
+
+    Example:
+        >>> et.subtract(et.ExTensor([1.0, 2.0]), 0.5).tolist()
+        [0.5, 1.5]
+    """
     return apply("subtract", *as_tensors("subtract", a, b))
 
 
@@ -61,7 +91,22 @@ def subtract(a: Operand, b: Operand) -> ExTensor:
     errors=BAD_BROADCAST,
 )
 def multiply(a: Operand, b: Operand) -> ExTensor:
-    """The product a * b."""
+    """The product ``a * b``, elementwise.
+
+    Args:
+        a: the left operand.
+        b: the right operand; the two shapes broadcast.
+
+    Returns:
+        The promoted dtype and the broadcast shape; blocked operands give float32.
+
+    Raises:
+        ValueError: for shapes that do not broadcast.
+
+    Example:
+        >>> et.multiply(et.ExTensor([[1.0], [2.0]]), et.ExTensor([3.0, 4.0])).tolist()
+        [[3.0, 4.0], [6.0, 8.0]]
+    """
     return apply("multiply", *as_tensors("multiply", a, b))
 
 
@@ -78,7 +123,22 @@ def multiply(a: Operand, b: Operand) -> ExTensor:
     errors=BAD_BROADCAST,
 )
 def divide(a: Operand, b: Operand) -> ExTensor:
-    """The quotient a / b; integers give float32, division by zero infinities and NaN."""
+    """The quotient ``a / b``, elementwise; division by zero gives infinities and NaN.
+
+    Args:
+        a: the dividend.
+        b: the divisor; the two shapes broadcast.
+
+    Returns:
+        The promoted dtype and the broadcast shape; integers and blocked operands give float32.
+
+    Raises:
+        ValueError: for shapes that do not broadcast.
+
+    Example:
+        >>> et.divide(et.ExTensor([1, 1, 0]), et.ExTensor([2, 0, 0])).tolist()
+        [0.5, inf, nan]
+    """
     return apply("divide", *as_tensors("divide", a, b))
 
 
@@ -106,7 +166,22 @@ def _power_base_vjp(g: ExTensor, out: ExTensor, a: ExTensor, b: ExTensor) -> ExT
     errors=BAD_BROADCAST,
 )
 def power(a: Operand, b: Operand) -> ExTensor:
-    """The power a ** b; NaN for a negative a and a b that is not whole (IEEE 754)."""
+    """The power ``a ** b``, elementwise; NaN for a negative a and a b that is not whole (IEEE 754).
+
+    Args:
+        a: the base.
+        b: the exponent; the two shapes broadcast.
+
+    Returns:
+        The promoted dtype and the broadcast shape; blocked operands give float32.
+
+    Raises:
+        ValueError: for shapes that do not broadcast.
+
+    Example:
+        >>> et.power(et.ExTensor([2.0, 9.0, -1.0]), et.ExTensor([3.0, 0.5, 0.5])).tolist()
+        [8.0, 3.0, nan]
+    """
     return apply("power", *as_tensors("power", a, b))
 
 
@@ -119,7 +194,18 @@ def power(a: Operand, b: Operand) -> ExTensor:
     errors=NO_TENSOR,
 )
 def negative(x: ExTensor) -> ExTensor:
-    """-x."""
+    """The negated values, ``-x``.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape and dtype of x.
+
+    Example:
+        >>> et.negative(et.ExTensor([1.0, -2.0])).tolist()
+        [-1.0, 2.0]
+    """
     tensors_only("negative", x)
     return apply("negative", x)
 
@@ -146,7 +232,22 @@ def _floor_divide(backend: Any, a: Any, b: Any) -> Any:
     errors=BAD_BROADCAST,
 )
 def floor_divide(a: Operand, b: Operand) -> ExTensor:
-    """The largest whole number not above a / b; a / b itself if one is infinite."""
+    """The largest whole number not above ``a / b``; ``a / b`` itself if one operand is infinite.
+
+    Args:
+        a: the dividend.
+        b: the divisor; the two shapes broadcast.
+
+    Returns:
+        The promoted dtype and the broadcast shape.
+
+    Raises:
+        ValueError: for shapes that do not broadcast.
+
+    Example:
+        >>> et.floor_divide(et.ExTensor([7, -7]), 2).tolist()
+        [3, -4]
+    """
     return apply("floor_divide", *as_tensors("floor_divide", a, b))
 
 
@@ -161,7 +262,22 @@ def floor_divide(a: Operand, b: Operand) -> ExTensor:
     errors=BAD_BROADCAST,
 )
 def remainder(a: Operand, b: Operand) -> ExTensor:
-    """What floor_divide leaves, a - b * floor(a / b): the sign of b, as Python's ``%``."""
+    """The remainder ``a - b * floor(a / b)``, with the sign of b, as Python's ``%``.
+
+    Args:
+        a: the dividend.
+        b: the divisor; the two shapes broadcast.
+
+    Returns:
+        The promoted dtype and the broadcast shape.
+
+    Raises:
+        ValueError: for shapes that do not broadcast.
+
+    Example:
+        >>> et.remainder(et.ExTensor([7, -7]), 3).tolist()
+        [1, 2]
+    """
     return apply("remainder", *as_tensors("remainder", a, b))
 
 
@@ -187,7 +303,22 @@ def _share_of_ties(picked: ExTensor, other: ExTensor, g: ExTensor, out: ExTensor
     errors=BAD_BROADCAST,
 )
 def maximum(a: Operand, b: Operand) -> ExTensor:
-    """The larger of a and b; NaN if either is. Equal values share the gradient."""
+    """The larger of a and b, elementwise; equal values share the gradient.
+
+    Args:
+        a: the left operand.
+        b: the right operand; the two shapes broadcast.
+
+    Returns:
+        The promoted dtype and the broadcast shape; NaN where either is NaN.
+
+    Raises:
+        ValueError: for shapes that do not broadcast.
+
+    Example:
+        >>> et.maximum(et.ExTensor([1.0, 5.0]), 3.0).tolist()
+        [3.0, 5.0]
+    """
     return apply("maximum", *as_tensors("maximum", a, b))
 
 
@@ -202,7 +333,22 @@ def maximum(a: Operand, b: Operand) -> ExTensor:
     errors=BAD_BROADCAST,
 )
 def minimum(a: Operand, b: Operand) -> ExTensor:
-    """The smaller of a and b; NaN if either is. Equal values share the gradient."""
+    """The smaller of a and b, elementwise; equal values share the gradient.
+
+    Args:
+        a: the left operand.
+        b: the right operand; the two shapes broadcast.
+
+    Returns:
+        The promoted dtype and the broadcast shape; NaN where either is NaN.
+
+    Raises:
+        ValueError: for shapes that do not broadcast.
+
+    Example:
+        >>> et.minimum(et.ExTensor([1.0, 5.0]), 3.0).tolist()
+        [1.0, 3.0]
+    """
     return apply("minimum", *as_tensors("minimum", a, b))
 
 
@@ -219,13 +365,25 @@ def _clip_samples(rng: np.random.Generator) -> list[Sample]:
     errors=(BadInput((np.zeros(3), 2.0, 1.0), ValueError, "min <= max"),),
 )
 def clip(x: ExTensor, min: Operand | None = None, max: Operand | None = None) -> ExTensor:
-    """Give x, not below ``min`` and not above ``max``; the gradient passes strictly between them.
+    """Limit values to the range from ``min`` to ``max``.
 
-    NaN stays NaN, and a bound that is NaN gives NaN. Without bounds it is a copy.
-    The dtype is x's, but for floats that bound integers.
+    The gradient passes strictly between the bounds. NaN stays NaN, and a bound that is NaN gives
+    NaN. Without bounds the result is a copy.
+
+    Args:
+        x: any shape.
+        min: the lower bound, broadcast to x; None for no bound.
+        max: the upper bound, likewise.
+
+    Returns:
+        The dtype of x; that of the bounds where floats bound integers.
 
     Raises:
-        ValueError: for numbers with min > max.
+        ValueError: for numbers with ``min > max``.
+
+    Example:
+        >>> et.clip(et.ExTensor([-2.0, 0.5, 3.0]), 0.0, 1.0).tolist()
+        [0.0, 0.5, 1.0]
     """
     tensors_only("clip", x)
     if min is None and max is None:
@@ -265,11 +423,24 @@ def clip(x: ExTensor, min: Operand | None = None, max: Operand | None = None) ->
     ),
 )
 def where(condition: ExTensor, a: Operand, b: Operand) -> ExTensor:
-    """Take a where the bool tensor ``condition`` is true, b elsewhere, broadcasting.
+    """Take the values of a where ``condition`` is true and those of b elsewhere.
+
+    Args:
+        condition: bool.
+        a: the values where it is true.
+        b: the values where it is false; all three shapes broadcast.
+
+    Returns:
+        The promoted dtype of a and b, and the broadcast shape.
 
     Raises:
-        TypeError: if the condition is not bool, or all three are plain numbers.
+        TypeError: if the condition is not a bool tensor.
         ValueError: for shapes that do not broadcast.
+
+    Example:
+        >>> x = et.ExTensor([1.0, -2.0])
+        >>> et.where(x > 0, x, 0.0).tolist()
+        [1.0, 0.0]
     """
     tensors_only("where", condition)
     if condition.dtype.kind != "bool":
@@ -313,9 +484,9 @@ def _cast(backend: Any, x: Any, dtype: DType) -> Any:
 def astype(
     x: ExTensor, dtype: DTypeLike, *, copy: bool = True, device: str | None = None
 ) -> ExTensor:
-    """Give x in another dtype, rounded to nearest even.
+    """Convert x to another dtype, rounded to nearest even.
 
-    Floats become integers by dropping the fraction.
+    Floats become integers by dropping the fraction. A blocked dtype quantizes.
 
     Args:
         x: any shape.
@@ -323,9 +494,16 @@ def astype(
         copy: copy even if x has the dtype already; the method ``x.astype`` gives x itself.
         device: of the result; x's own if None.
 
+    Returns:
+        The values of x in ``dtype``, differentiable between floats.
+
     Raises:
         ValueError: if an integer dtype cannot hold a value (NaN and Inf too).
         TypeError: for an element grid without a scale, and from complex numbers to real ones.
+
+    Example:
+        >>> et.astype(et.ExTensor([1.9, -1.9]), "int32").tolist()
+        [1, -1]
     """
     tensors_only("astype", x)
     target = as_dtype(dtype)
@@ -356,6 +534,20 @@ def astype(
     errors=NO_TENSOR,
 )
 def clone(x: ExTensor) -> ExTensor:
-    """A copy of x in memory of its own, part of the graph."""
+    """Copy x to memory of its own; the copy is part of the graph.
+
+    Args:
+        x: any shape and dense dtype.
+
+    Returns:
+        The shape and dtype of x.
+
+    Example:
+        >>> x = et.ExTensor([1.0, 2.0])
+        >>> y = et.clone(x)
+        >>> y[0] = 5.0
+        >>> x.tolist(), y.tolist()
+        ([1.0, 2.0], [5.0, 2.0])
+    """
     tensors_only("clone", x)
     return apply("clone", x)

@@ -124,7 +124,7 @@ _Q = np.zeros((2, 4, 3, 8))
 def scaled_dot_product_attention(
     q: ExTensor, k: ExTensor, v: ExTensor, *, causal: bool = False, scale: float | None = None
 ) -> ExTensor:
-    """softmax(scale q k^T) v: for each query a mean of the values, weighted by the softmax.
+    """Attention, ``softmax(scale q k^T) v``: for each query a weighted mean of the values.
 
     Args:
         q: queries (..., H, T, d).
@@ -142,6 +142,12 @@ def scaled_dot_product_attention(
             queries under ``causal``, or a scale that is not finite.
 
     Source: Vaswani et al., arXiv 1706.03762, section 3.2.1.
+
+    Example:
+        >>> q, k = et.zeros((1, 2, 4)), et.zeros((1, 2, 4))
+        >>> v = et.ExTensor([[[1.0], [3.0]]])
+        >>> et.scaled_dot_product_attention(q, k, v, causal=True).tolist()
+        [[[1.0], [2.0]]]
     """
     _check(q, k, v, causal, scale)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -279,6 +285,10 @@ def packed_attention(
     Raises:
         TypeError, ValueError: for sizes that do not go together, no tokens, or a scale that is not
             finite.
+
+    Example:
+        >>> et.packed_attention(et.ones((2, 5, 24)), heads=4, kv_heads=2).shape
+        (2, 5, 12)
     """
     name = "packed_attention"
     tensors_only(name, x)

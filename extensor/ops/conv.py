@@ -168,6 +168,11 @@ def conv2d(
 
     Raises:
         TypeError, ValueError: for shapes and numbers that do not go together.
+
+    Example:
+        >>> image, kernel = et.ones((1, 1, 3, 3)), et.ones((1, 1, 2, 2))
+        >>> et.conv2d(image, kernel, padding=1, stride=2).tolist()
+        [[[[1.0, 2.0], [2.0, 4.0]]]]
     """
     tensors_only("conv2d", x, w)
     window = conv_window("conv2d", x, w, stride, padding, dilation, groups)

@@ -53,7 +53,22 @@ def _matrix(name: str, x: ExTensor, k: int) -> ExTensor:
     errors=_NO_MATRIX,
 )
 def tril(x: ExTensor, k: int = 0) -> ExTensor:
-    """The last two axes' lower triangle up to diagonal k, zeros above."""
+    """The lower triangle of matrices, zeros above it.
+
+    Args:
+        x: (..., M, N).
+        k: the last diagonal to keep; 0 is the main one, positive ones are above it.
+
+    Returns:
+        The shape and dtype of x.
+
+    Raises:
+        TypeError, ValueError: for fewer than two axes.
+
+    Example:
+        >>> et.tril(et.ones((2, 3))).tolist()
+        [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
+    """
     return _matrix("tril", x, k)
 
 
@@ -66,15 +81,42 @@ def tril(x: ExTensor, k: int = 0) -> ExTensor:
     errors=_NO_MATRIX,
 )
 def triu(x: ExTensor, k: int = 0) -> ExTensor:
-    """The last two axes' upper triangle from diagonal k, zeros below."""
+    """The upper triangle of matrices, zeros below it.
+
+    Args:
+        x: (..., M, N).
+        k: the first diagonal to keep; 0 is the main one, positive ones are above it.
+
+    Returns:
+        The shape and dtype of x.
+
+    Raises:
+        TypeError, ValueError: for fewer than two axes.
+
+    Example:
+        >>> et.triu(et.ones((2, 3))).tolist()
+        [[1.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
+    """
     return _matrix("triu", x, k)
 
 
 def meshgrid(*vectors: ExTensor, indexing: str = "xy") -> list[ExTensor]:
-    """Coordinates of a grid, one tensor per vector, as numpy's ``meshgrid``.
+    """The coordinates of a grid's points.
+
+    Args:
+        vectors: the coordinates along each axis of the grid.
+        indexing: "ij" for one axis per vector in order, "xy" with the first two axes exchanged.
+
+    Returns:
+        One tensor per vector, each of the grid's shape.
 
     Raises:
-        ValueError: for a tensor that is no vector, or an indexing other than "xy" and "ij".
+        TypeError, ValueError: for a tensor that is no vector, or another indexing.
+
+    Example:
+        >>> rows, columns = et.meshgrid(et.arange(2), et.arange(3), indexing="ij")
+        >>> rows.tolist(), columns.tolist()
+        ([[0, 0, 0], [1, 1, 1]], [[0, 1, 2], [0, 1, 2]])
     """
     tensors_only("meshgrid", *vectors)
     if indexing not in ("xy", "ij") or any(v.ndim != 1 for v in vectors):

@@ -60,12 +60,20 @@ def einsum(equation: str, *tensors: ExTensor) -> ExTensor:
     """Products of tensors summed over the letters that the result does not name.
 
     Args:
-        equation: one term of letters per tensor, and the result's, as ``"bij,bjk->bik"``; the
-            letters that occur once, sorted, if there is no ``->``. No ellipsis, no diagonals.
+        equation: one term of letters per tensor, and the result's, as ``"bij,bjk->bik"``; without
+            ``->`` the result has the letters that occur once, sorted. No ellipsis, no diagonals.
         tensors: multiplied from left to right, two at a time, by batched matrix products.
+
+    Returns:
+        One axis for each letter of the result.
 
     Raises:
         TypeError, ValueError: for another equation, or lengths that differ for a letter.
+
+    Example:
+        >>> a, b = et.ExTensor([[1, 2], [3, 4]]), et.ExTensor([[1, 0], [0, 2]])
+        >>> et.einsum("ij,jk->ik", a, b).tolist()
+        [[1, 4], [3, 8]]
     """
     tensors_only("einsum", *tensors)
     terms, right = _parse(equation, tensors)

@@ -29,49 +29,128 @@ __all__ = [
 
 @unary_primitive("exp", lambda g, out, x: g * out, (-2, 2), reads="output", fused=True)
 def exp(x: ExTensor) -> ExTensor:
-    """The exponential function, e ** x."""
+    """The exponential function, ``e ** x``.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.exp(et.ExTensor([0.0, 1.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [1.     2.7183])
+    """
     tensors_only("exp", x)
     return apply("exp", x)
 
 
 @unary_primitive("expm1", lambda g, out, x: g * (out + 1.0), (-2, 2), reads="output", fused=True)
 def expm1(x: ExTensor) -> ExTensor:
-    """The exponential less one, exp(x) - 1, exact for small x."""
+    """The exponential less one, ``exp(x) - 1``, without loss of digits for small x.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.expm1(et.ExTensor(1e-10)).item()
+        1.000000013351432e-10
+    """
     tensors_only("expm1", x)
     return apply("expm1", x)
 
 
 @unary_primitive("log", lambda g, out, x: g / x, (0.5, 3), reads="inputs", fused=True)
 def log(x: ExTensor) -> ExTensor:
-    """The natural logarithm; -inf at 0, NaN below."""
+    """The natural logarithm.
+
+    Args:
+        x: any shape; 0 gives -inf, values below 0 give NaN.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.log(et.ExTensor([1.0, 0.0, -1.0])).tolist()
+        [0.0, -inf, nan]
+    """
     tensors_only("log", x)
     return apply("log", x)
 
 
 @unary_primitive("log1p", lambda g, out, x: g / (x + 1.0), (-0.5, 3), reads="inputs", fused=True)
 def log1p(x: ExTensor) -> ExTensor:
-    """The logarithm of one more, log(1 + x), exact for small x."""
+    """The natural logarithm of ``1 + x``, without loss of digits for small x.
+
+    Args:
+        x: any shape; -1 gives -inf, values below -1 give NaN.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.log1p(et.ExTensor(1e-10)).item()
+        1.000000013351432e-10
+    """
     tensors_only("log1p", x)
     return apply("log1p", x)
 
 
 @unary_primitive("log2", lambda g, out, x: g / (x * math.log(2)), (0.5, 3), reads="inputs")
 def log2(x: ExTensor) -> ExTensor:
-    """The logarithm to base 2; -inf at 0, NaN below."""
+    """The logarithm to base 2.
+
+    Args:
+        x: any shape; 0 gives -inf, values below 0 give NaN.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.log2(et.ExTensor([1.0, 8.0, 0.5])).tolist()
+        [0.0, 3.0, -1.0]
+    """
     tensors_only("log2", x)
     return apply("log2", x)
 
 
 @unary_primitive("log10", lambda g, out, x: g / (x * math.log(10)), (0.5, 3), reads="inputs")
 def log10(x: ExTensor) -> ExTensor:
-    """The logarithm to base 10; -inf at 0, NaN below."""
+    """The logarithm to base 10.
+
+    Args:
+        x: any shape; 0 gives -inf, values below 0 give NaN.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.log10(et.ExTensor([1.0, 100.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [0. 2.])
+    """
     tensors_only("log10", x)
     return apply("log10", x)
 
 
 @unary_primitive("sqrt", lambda g, out, x: g * 0.5 / out, (0.5, 3), reads="output", fused=True)
 def sqrt(x: ExTensor) -> ExTensor:
-    """The square root; NaN below 0."""
+    """The square root.
+
+    Args:
+        x: any shape; values below 0 give NaN.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.sqrt(et.ExTensor([4, 9])).tolist()
+        [2.0, 3.0]
+    """
     tensors_only("sqrt", x)
     return apply("sqrt", x)
 
@@ -83,7 +162,18 @@ def sqrt(x: ExTensor) -> ExTensor:
     reads="output",
 )
 def rsqrt(x: ExTensor) -> ExTensor:
-    """1 / sqrt(x); inf at 0, NaN below."""
+    """The reciprocal of the square root, ``1 / sqrt(x)``.
+
+    Args:
+        x: any shape; 0 gives inf, values below 0 give NaN.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.rsqrt(et.ExTensor([4.0, 0.0])).tolist()
+        [0.5, inf]
+    """
     tensors_only("rsqrt", x)
     return apply("rsqrt", x)
 
@@ -97,7 +187,18 @@ def rsqrt(x: ExTensor) -> ExTensor:
     to_float=False,
 )
 def square(x: ExTensor) -> ExTensor:
-    """The square, x * x."""
+    """The square, ``x * x``.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape and dtype of x.
+
+    Example:
+        >>> et.square(et.ExTensor([-3, 2])).tolist()
+        [9, 4]
+    """
     tensors_only("square", x)
     return apply("square", x)
 
@@ -110,7 +211,19 @@ def square(x: ExTensor) -> ExTensor:
     fused=lambda xp, g, out, x: g * xp.cos(x),
 )
 def sin(x: ExTensor) -> ExTensor:
-    """The sine of x in radians."""
+    """The sine.
+
+    Args:
+        x: angles in radians, any shape.
+
+    Returns:
+        The shape of x, values in -1..1; integers give float32.
+
+    Example:
+        >>> et.sin(et.ExTensor([0.0, et.pi / 6]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [0.  0.5])
+    """
     tensors_only("sin", x)
     return apply("sin", x)
 
@@ -123,14 +236,38 @@ def sin(x: ExTensor) -> ExTensor:
     fused=lambda xp, g, out, x: -g * xp.sin(x),
 )
 def cos(x: ExTensor) -> ExTensor:
-    """The cosine of x in radians."""
+    """The cosine.
+
+    Args:
+        x: angles in radians, any shape.
+
+    Returns:
+        The shape of x, values in -1..1; integers give float32.
+
+    Example:
+        >>> et.cos(et.ExTensor([0.0, et.pi / 3]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [1.  0.5])
+    """
     tensors_only("cos", x)
     return apply("cos", x)
 
 
 @unary_primitive("tan", lambda g, out, x: g * (out * out + 1.0), (-1, 1), reads="output")
 def tan(x: ExTensor) -> ExTensor:
-    """The tangent of x in radians."""
+    """The tangent.
+
+    Args:
+        x: angles in radians, any shape.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.tan(et.ExTensor([0.0, et.pi / 4]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [0. 1.])
+    """
     tensors_only("tan", x)
     return apply("tan", x)
 
@@ -143,7 +280,19 @@ def tan(x: ExTensor) -> ExTensor:
     fused=True,
 )
 def tanh(x: ExTensor) -> ExTensor:
-    """The hyperbolic tangent."""
+    """The hyperbolic tangent, ``(exp(x) - exp(-x)) / (exp(x) + exp(-x))``, without overflow.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x, values in -1..1; integers give float32.
+
+    Example:
+        >>> et.tanh(et.ExTensor([0.0, 1.0, 1000.0]))
+        ExTensor(shape=(3,), dtype=float32, device=cpu,
+          [0.     0.7616 1.    ])
+    """
     tensors_only("tanh", x)
     return apply("tanh", x)
 
@@ -155,7 +304,19 @@ def tanh(x: ExTensor) -> ExTensor:
     reads="inputs",
 )
 def erf(x: ExTensor) -> ExTensor:
-    """The error function, to the precision of the dtype."""
+    """The error function, ``2 / sqrt(pi)`` times the integral of ``exp(-t ** 2)`` from 0 to x.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x, to the precision of its dtype; integers give float32.
+
+    Example:
+        >>> et.erf(et.ExTensor([0.0, 1.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [0.     0.8427])
+    """
     tensors_only("erf", x)
     return apply("erf", x)
 
@@ -175,7 +336,19 @@ def _sigmoid(backend: Any, x: Any) -> Any:
     fused=True,
 )
 def sigmoid(x: ExTensor) -> ExTensor:
-    """1 / (1 + exp(-x)), without overflow."""
+    """The logistic function, ``1 / (1 + exp(-x))``, without overflow.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x, values in 0..1; integers give float32.
+
+    Example:
+        >>> et.sigmoid(et.ExTensor([-1000.0, 0.0, 1.0]))
+        ExTensor(shape=(3,), dtype=float32, device=cpu,
+          [0.     0.5    0.7311])
+    """
     tensors_only("sigmoid", x)
     return apply("sigmoid", x)
 
@@ -188,7 +361,20 @@ def sigmoid(x: ExTensor) -> ExTensor:
     to_float=False,
 )
 def abs(x: ExTensor) -> ExTensor:
-    """The magnitude; its gradient at 0 is 0."""
+    """The absolute value; of a complex number the modulus.
+
+    The gradient at 0 is 0.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape and dtype of x; of complex numbers the real dtype of their parts.
+
+    Example:
+        >>> et.abs(et.ExTensor([-2, 3])).tolist()
+        [2, 3]
+    """
     tensors_only("abs", x)
     return apply("abs", x)
 
@@ -207,28 +393,72 @@ def _rounding(name: str) -> Declaration:
 
 @_rounding("ceil")
 def ceil(x: ExTensor) -> ExTensor:
-    """The smallest whole number not below x; the gradient is 0."""
+    """Round up, to the smallest whole number not below x; the gradient is 0.
+
+    Args:
+        x: any shape; integers are returned as they are.
+
+    Returns:
+        The shape and dtype of x.
+
+    Example:
+        >>> et.ceil(et.ExTensor([1.2, -1.2])).tolist()
+        [2.0, -1.0]
+    """
     tensors_only("ceil", x)
     return apply("ceil", x)
 
 
 @_rounding("floor")
 def floor(x: ExTensor) -> ExTensor:
-    """The largest whole number not above x; the gradient is 0."""
+    """Round down, to the largest whole number not above x; the gradient is 0.
+
+    Args:
+        x: any shape; integers are returned as they are.
+
+    Returns:
+        The shape and dtype of x.
+
+    Example:
+        >>> et.floor(et.ExTensor([1.2, -1.2])).tolist()
+        [1.0, -2.0]
+    """
     tensors_only("floor", x)
     return apply("floor", x)
 
 
 @_rounding("round")
 def round(x: ExTensor) -> ExTensor:
-    """The nearest whole number, halves to the even one; the gradient is 0."""
+    """Round to the nearest whole number, halves to the even one; the gradient is 0.
+
+    Args:
+        x: any shape; integers are returned as they are.
+
+    Returns:
+        The shape and dtype of x.
+
+    Example:
+        >>> et.round(et.ExTensor([0.5, 1.5, 2.4])).tolist()
+        [0.0, 2.0, 2.0]
+    """
     tensors_only("round", x)
     return apply("round", x)
 
 
 @_rounding("trunc")
 def trunc(x: ExTensor) -> ExTensor:
-    """The whole number next to x towards 0; the gradient is 0."""
+    """Round towards 0, dropping the fraction; the gradient is 0.
+
+    Args:
+        x: any shape; integers are returned as they are.
+
+    Returns:
+        The shape and dtype of x.
+
+    Example:
+        >>> et.trunc(et.ExTensor([1.7, -1.7])).tolist()
+        [1.0, -1.0]
+    """
     tensors_only("trunc", x)
     return apply("trunc", x)
 
@@ -241,7 +471,18 @@ def trunc(x: ExTensor) -> ExTensor:
     to_float=False,
 )
 def sign(x: ExTensor) -> ExTensor:
-    """-1, 0 or 1, NaN for NaN; the gradient is 0."""
+    """The sign of each value: -1, 0 or 1; the gradient is 0.
+
+    Args:
+        x: any shape; NaN stays NaN.
+
+    Returns:
+        The shape and dtype of x.
+
+    Example:
+        >>> et.sign(et.ExTensor([-5, 0, 2])).tolist()
+        [-1, 0, 1]
+    """
     tensors_only("sign", x)
     return apply("sign", x)
 
@@ -253,20 +494,53 @@ def _truth(name: str) -> Declaration:
 
 @_truth("isnan")
 def isnan(x: ExTensor) -> ExTensor:
-    """Whether each value is NaN."""
+    """Whether each value is NaN.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        bool, the shape of x.
+
+    Example:
+        >>> et.isnan(et.ExTensor([1.0, et.nan])).tolist()
+        [False, True]
+    """
     tensors_only("isnan", x)
     return apply("isnan", x)
 
 
 @_truth("isinf")
 def isinf(x: ExTensor) -> ExTensor:
-    """Whether each value is an infinity."""
+    """Whether each value is an infinity, of either sign.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        bool, the shape of x.
+
+    Example:
+        >>> et.isinf(et.ExTensor([1.0, -et.inf, et.nan])).tolist()
+        [False, True, False]
+    """
     tensors_only("isinf", x)
     return apply("isinf", x)
 
 
 @_truth("isfinite")
 def isfinite(x: ExTensor) -> ExTensor:
-    """Whether each value is neither NaN nor an infinity."""
+    """Whether each value is neither NaN nor an infinity.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        bool, the shape of x.
+
+    Example:
+        >>> et.isfinite(et.ExTensor([1.0, et.inf, et.nan])).tolist()
+        [True, False, False]
+    """
     tensors_only("isfinite", x)
     return apply("isfinite", x)

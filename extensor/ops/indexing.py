@@ -131,13 +131,23 @@ def _take_vjp(g: ExTensor, out: None, x: ExTensor, index: ExTensor, axis: int) -
     ),
 )
 def take(x: ExTensor, indices: Any, axis: int | None = 0) -> ExTensor:
-    """Whole slices of x at positions along ``axis``; the axes of ``indices`` take its place.
+    """Whole slices of x at positions along an axis; with axis 0, rows of an embedding table.
 
-    With axis 0 this is the lookup in an embedding table.
+    Args:
+        x: one axis or more.
+        indices: integers of any shape; negative ones count from the end.
+        axis: the axis to take from; may be None for a vector.
+
+    Returns:
+        The shape of x, the axes of ``indices`` in place of ``axis``.
 
     Raises:
         IndexError: for a position out of range.
         TypeError, ValueError: for indices that are no integers, or a bad axis.
+
+    Example:
+        >>> et.take(et.ExTensor([[1, 2], [3, 4], [5, 6]]), et.ExTensor([2, 0])).tolist()
+        [[5, 6], [1, 2]]
     """
     tensors_only("take", x)
     if axis is None and x.ndim == 1:
@@ -191,16 +201,23 @@ def _scatter(backend: Any, x: Any, index: Any, source: Any, axis: int) -> Any:
     ),
 )
 def gather(x: ExTensor, indices: Any, axis: int = -1) -> ExTensor:
-    """out[i][j] = x[i][indices[i][j]] along ``axis``: one position per result.
+    """One value of x per position, ``out[i][j] = x[i][indices[i][j]]`` along the last axis.
 
     Args:
         x: any shape of one axis or more.
         indices: integers, as many axes as x, off the axis no longer than x.
         axis: the axis the positions are on.
 
+    Returns:
+        The shape of ``indices``.
+
     Raises:
         IndexError: for a position out of range.
         TypeError, ValueError: for indices of another dtype or shape, or a bad axis.
+
+    Example:
+        >>> et.gather(et.ExTensor([[1, 2], [3, 4]]), et.ExTensor([[1], [0]])).tolist()
+        [[2], [3]]
     """
     tensors_only("gather", x)
     at = axis_index("gather", axis, x.ndim)
@@ -230,11 +247,25 @@ def gather(x: ExTensor, indices: Any, axis: int = -1) -> ExTensor:
     ),
 )
 def scatter_add(x: ExTensor, indices: Any, source: ExTensor, axis: int = -1) -> ExTensor:
-    """Give x with ``source`` added at the positions that `gather` would read; repeated ones add up.
+    """Add values to a copy of x at the positions that `gather` would read; repeated ones add up.
+
+    Args:
+        x: any shape of one axis or more.
+        indices: integers, as many axes as x, off the axis no longer than x.
+        source: the values to add, of the shape of ``indices``.
+        axis: the axis the positions are on.
+
+    Returns:
+        The shape of x.
 
     Raises:
         IndexError: for a position out of range.
         TypeError, ValueError: as `gather`, and for a source not of the shape of the indices.
+
+    Example:
+        >>> positions, source = et.ExTensor([0, 2, 0]), et.ExTensor([1.0, 2.0, 3.0])
+        >>> et.scatter_add(et.zeros(3), positions, source).tolist()
+        [4.0, 0.0, 2.0]
     """
     tensors_only("scatter_add", x, source)
     at = axis_index("scatter_add", axis, x.ndim)

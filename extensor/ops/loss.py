@@ -94,7 +94,23 @@ _PAIR_ERRORS = (
 
 @composite(samples=_two, errors=_PAIR_ERRORS)
 def mse(prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean") -> ExTensor:
-    """(prediction - target)**2."""
+    """The squared error, ``(prediction - target) ** 2``.
+
+    Args:
+        prediction: any shape.
+        target: of the same shape.
+        reduction: "mean", "sum", or "none" for the error of each value.
+
+    Returns:
+        A single value, or the shape of the inputs for "none"; float32 of 16-bit floats.
+
+    Raises:
+        TypeError, ValueError: for different shapes, another reduction, or a mean of no values.
+
+    Example:
+        >>> et.mse(et.ExTensor([1.0, 4.0]), et.ExTensor([1.0, 2.0])).item()
+        2.0
+    """
     prediction, target = _pair("mse", prediction, target)
     difference = prediction - target
     return reduced("mse", difference * difference, reduction)
@@ -102,7 +118,23 @@ def mse(prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean") -
 
 @composite(samples=_two, errors=_PAIR_ERRORS)
 def l1(prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean") -> ExTensor:
-    """abs(prediction - target)."""
+    """The absolute error, ``abs(prediction - target)``.
+
+    Args:
+        prediction: any shape.
+        target: of the same shape.
+        reduction: "mean", "sum", or "none" for the error of each value.
+
+    Returns:
+        A single value, or the shape of the inputs for "none"; float32 of 16-bit floats.
+
+    Raises:
+        TypeError, ValueError: for different shapes, another reduction, or a mean of no values.
+
+    Example:
+        >>> et.l1(et.ExTensor([1.0, 4.0]), et.ExTensor([1.0, 2.0])).item()
+        1.0
+    """
     prediction, target = _pair("l1", prediction, target)
     return reduced("l1", (prediction - target).abs(), reduction)
 
@@ -117,11 +149,28 @@ def l1(prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean") ->
 def huber(
     prediction: ExTensor, target: ExTensor, delta: float = 1.0, reduction: Reduction = "mean"
 ) -> ExTensor:
-    """``d**2 / 2`` up to ``|d| = delta``, ``delta * (|d| - delta / 2)`` beyond.
+    """The Huber loss of the difference d: quadratic for small ``|d|``, linear beyond.
 
-    d is prediction - target.
+    ``d ** 2 / 2`` up to ``|d| = delta``, ``delta * (|d| - delta / 2)`` beyond, for d of prediction
+    - target.
 
-    Source: Huber, Ann. Math. Statist. 35 (1964).
+    Args:
+        prediction: any shape.
+        target: of the same shape.
+        delta: where the linear part begins, above 0.
+        reduction: "mean", "sum", or "none" for the loss of each value.
+
+    Returns:
+        A single value, or the shape of the inputs for "none"; float32 of 16-bit floats.
+
+    Raises:
+        TypeError, ValueError: for a delta not above 0, and as `mse`.
+
+    Source: Huber, "Robust estimation of a location parameter", Ann. Math. Statist. 35 (1964).
+
+    Example:
+        >>> et.huber(et.ExTensor([0.0, 3.0]), et.ExTensor([1.0, 0.0]), reduction="none").tolist()
+        [0.5, 2.5]
     """
     return _huber("huber", "delta", prediction, target, delta, reduction)
 
@@ -152,7 +201,29 @@ def _huber(
 def smooth_l1(
     prediction: ExTensor, target: ExTensor, beta: float = 1.0, reduction: Reduction = "mean"
 ) -> ExTensor:
-    """``d**2 / (2 beta)`` up to ``|d| = beta``, ``|d| - beta / 2`` beyond: `huber` over beta."""
+    """The absolute error, quadratic for small differences: `huber` divided by beta.
+
+    ``d ** 2 / (2 * beta)`` up to ``|d| = beta``, ``|d| - beta / 2`` beyond, for d of prediction -
+    target.
+
+    Args:
+        prediction: any shape.
+        target: of the same shape.
+        beta: where the linear part begins, above 0.
+        reduction: "mean", "sum", or "none" for the loss of each value.
+
+    Returns:
+        A single value, or the shape of the inputs for "none"; float32 of 16-bit floats.
+
+    Raises:
+        TypeError, ValueError: for a beta not above 0, and as `mse`.
+
+    Source: Girshick, arXiv 1504.08083, equation 3 (beta = 1).
+
+    Example:
+        >>> et.smooth_l1(et.ExTensor([1.0]), et.ExTensor([0.0]), beta=2.0).item()
+        0.25
+    """
     return _huber("smooth_l1", "beta", prediction, target, beta, reduction) * (1 / beta)
 
 
@@ -169,11 +240,26 @@ def _bits(rng: np.random.Generator) -> list[Sample]:
 def binary_cross_entropy(
     prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean"
 ) -> ExTensor:
-    """-(y log p + (1 - y) log(1 - p)) of probabilities p; each logarithm is at least -100.
+    """The cross entropy of probabilities p and targets y, ``-(y log p + (1 - y) log(1 - p))``.
+
+    Each logarithm is at least -100, so that the loss stays finite.
+
+    Args:
+        prediction: probabilities in 0..1, any shape.
+        target: 0..1, of the same shape.
+        reduction: "mean", "sum", or "none" for the loss of each value.
+
+    Returns:
+        A single value, or the shape of the inputs for "none"; float32 of 16-bit floats.
 
     Raises:
-        ValueError: for predictions or targets outside 0..1; for scores use
+        TypeError, ValueError: for predictions or targets outside 0..1, and as `mse`; for scores use
             `binary_cross_entropy_with_logits`, which is also more accurate.
+
+    Example:
+        >>> et.binary_cross_entropy(et.ExTensor([0.5, 1.0]), et.ExTensor([1.0, 1.0]), "sum")
+        ExTensor(shape=(), dtype=float32, device=cpu,
+          0.6931)
     """
     name = "binary_cross_entropy"
     prediction, target = _pair(name, prediction, target)
@@ -195,10 +281,25 @@ def binary_cross_entropy(
 def binary_cross_entropy_with_logits(
     prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean"
 ) -> ExTensor:
-    """`binary_cross_entropy` of sigmoid(prediction), without overflow: softplus(x) - x y.
+    """The `binary_cross_entropy` of ``sigmoid(prediction)``, without overflow.
+
+    It is computed as ``softplus(x) - x y``.
+
+    Args:
+        prediction: scores, any shape.
+        target: 0..1, of the same shape.
+        reduction: "mean", "sum", or "none" for the loss of each value.
+
+    Returns:
+        A single value, or the shape of the inputs for "none"; float32 of 16-bit floats.
 
     Raises:
-        ValueError: for targets outside 0..1.
+        TypeError, ValueError: for targets outside 0..1, and as `mse`.
+
+    Example:
+        >>> et.binary_cross_entropy_with_logits(et.ExTensor([0.0]), et.ExTensor([1.0]))
+        ExTensor(shape=(), dtype=float32, device=cpu,
+          0.6931)
     """
     prediction, target = _pair("binary_cross_entropy_with_logits", prediction, target)
     _within("binary_cross_entropy_with_logits", "targets", target, _SOFT)
@@ -218,10 +319,22 @@ def binary_cross_entropy_with_logits(
     ),
 )
 def hinge(prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean") -> ExTensor:
-    """max(0, 1 - prediction * target), for targets of -1 and 1.
+    """The hinge loss, ``max(0, 1 - prediction * target)``.
+
+    Args:
+        prediction: scores, any shape.
+        target: -1 or 1, of the same shape.
+        reduction: "mean", "sum", or "none" for the loss of each value.
+
+    Returns:
+        A single value, or the shape of the inputs for "none"; float32 of 16-bit floats.
 
     Raises:
-        ValueError: for other targets.
+        TypeError, ValueError: for other targets, and as `mse`.
+
+    Example:
+        >>> et.hinge(et.ExTensor([2.0, 0.5]), et.ExTensor([1, 1]), "none").tolist()
+        [0.0, 0.5]
     """
     prediction, target = _pair("hinge", prediction, target)
     data = _raw(target)
@@ -255,15 +368,31 @@ def focal(
     alpha: float | None = 0.25,
     reduction: Reduction = "mean",
 ) -> ExTensor:
-    """Focal loss of scores for targets 0 and 1: alpha_t (1 - p_t)**gamma * -log p_t.
+    """The focal loss of scores for targets 0 and 1, ``alpha_t (1 - p_t) ** gamma * -log p_t``.
 
-    Targets between are soft: p_t and alpha_t lie between, and -log p_t is
+    For targets between 0 and 1, p_t and alpha_t are interpolated, and -log p_t is
     `binary_cross_entropy_with_logits`.
 
-    Raises:
-        ValueError: for targets outside 0..1, gamma below 0, or alpha outside 0..1.
+    Args:
+        prediction: scores, any shape.
+        target: 0..1, of the same shape.
+        gamma: how strongly well classified examples are weakened, 0 or more.
+        alpha: the weight of target 1, in 0..1; that of target 0 is 1 - alpha. None for no weights.
+        reduction: "mean", "sum", or "none" for the loss of each value.
 
-    Source: Lin et al., arXiv 1708.02002, equation 5; alpha None leaves the factor out.
+    Returns:
+        A single value, or the shape of the inputs for "none"; float32 of 16-bit floats.
+
+    Raises:
+        TypeError, ValueError: for targets outside 0..1, gamma below 0, alpha outside 0..1, and as
+            `mse`.
+
+    Source: Lin et al., arXiv 1708.02002, equation 5.
+
+    Example:
+        >>> et.focal(et.ExTensor([0.0]), et.ExTensor([1.0]))
+        ExTensor(shape=(), dtype=float32, device=cpu,
+          0.0433)
     """
     prediction, target = _pair("focal", prediction, target)
     _within("focal", "targets", target, _SOFT)
@@ -299,12 +428,25 @@ def focal(
 def kl_div(
     log_prediction: ExTensor, target: ExTensor, reduction: Reduction | str = "mean"
 ) -> ExTensor:
-    """The divergence target * (log target - log_prediction), 0 where the target is 0.
+    """The Kullback-Leibler divergence, ``target * (log target - log_prediction)``.
 
-    ``reduction="batchmean"`` divides the sum by the first axis: the divergence proper.
+    Args:
+        log_prediction: logarithms of probabilities, any shape.
+        target: probabilities in 0..1, of the same shape; 0 gives 0.
+        reduction: "mean", "sum", "none", or "batchmean" for the sum divided by the first axis,
+            which is the divergence proper.
+
+    Returns:
+        A single value, or the shape of the inputs for "none"; float32 of 16-bit floats.
 
     Raises:
-        ValueError: for targets outside 0..1, which are no probabilities.
+        TypeError, ValueError: for targets outside 0..1, and as `mse`.
+
+    Example:
+        >>> p = et.ExTensor([[0.5, 0.5]])
+        >>> et.kl_div(et.log(p), et.ExTensor([[1.0, 0.0]]), "batchmean")
+        ExTensor(shape=(), dtype=float32, device=cpu,
+          0.6931)
     """
     log_prediction, target = _pair("kl_div", log_prediction, target)
     _within("kl_div", "targets", target, "; probabilities are expected, not their logarithms")

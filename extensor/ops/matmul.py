@@ -61,14 +61,27 @@ def _matmul_samples(rng: np.random.Generator) -> list[Sample]:
     ),
 )
 def matmul(a: ExTensor, b: ExTensor) -> ExTensor:
-    """Matrix product of (..., M, K) and (..., K, N), leading axes broadcasting: (..., M, N).
+    """The matrix product of (..., M, K) and (..., K, N), leading axes broadcasting.
 
-    A vector on the left is a row, on the right a column, and its axis is not in the result.
-    Blocked operands must be blocked along K. A product with a blocked right operand multiplies what
-    is stored and is float32; `extensor.ops.block_scaled` lists the products that dequantize first.
+    A vector on the left is a row, on the right a column, and its axis is not in the result. Blocked
+    operands must be blocked along K. A product with a blocked right operand multiplies what is
+    stored; `extensor.ops.block_scaled` lists the products that dequantize first.
+
+    Args:
+        a: (..., M, K) or (K,).
+        b: (..., K, N) or (K,).
+
+    Returns:
+        (..., M, N), of the promoted dtype; float32 of blocked operands.
 
     Raises:
-        ValueError: if the K's differ, leading axes do not broadcast, or an operand has no axes.
+        ValueError: if the K's differ, leading axes do not broadcast, an operand has no axes, or is
+            blocked along another axis.
+
+    Example:
+        >>> a = et.ExTensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> et.matmul(a, et.ExTensor([1.0, 1.0])).tolist()
+        [3.0, 7.0]
     """
     a, b = as_tensors("matmul", a, b)
     ka, kb = a.shape, b.shape
@@ -140,13 +153,26 @@ def _linear_samples(rng: np.random.Generator) -> list[Sample]:
     ),
 )
 def linear(x: ExTensor, weight: ExTensor, bias: ExTensor | None = None) -> ExTensor:
-    """X weight^T + bias: (..., K), (N, K) and (N,) or None -> (..., N).
+    """The product of a linear layer, ``x weight^T + bias``.
 
     Blocked operands must be blocked along K, their last axis. Blocked weights are multiplied as
     they are stored, as by `matmul`.
 
+    Args:
+        x: (..., K).
+        weight: (N, K), K and N of 1 or more.
+        bias: (N,); None for none.
+
+    Returns:
+        (..., N), of the promoted dtype; float32 of blocked operands.
+
     Raises:
         TypeError, ValueError: for shapes that do not go together, or a K or N of 0.
+
+    Example:
+        >>> weight, bias = et.ExTensor([[1.0, 2.0], [0.0, 1.0]]), et.ExTensor([0.5, 0.0])
+        >>> et.linear(et.ExTensor([3.0, 4.0]), weight, bias).tolist()
+        [11.5, 4.0]
     """
     given = () if bias is None else (bias,)
     tensors_only("linear", x, weight, *given)
@@ -165,7 +191,22 @@ def linear(x: ExTensor, weight: ExTensor, bias: ExTensor | None = None) -> ExTen
     errors=(BadInput((np.zeros(3), np.zeros(4)), ValueError, "expected 3 rows"),),
 )
 def dot(a: ExTensor, b: ExTensor) -> ExTensor:
-    """The product of two vectors, or whatever `matmul` makes of more axes."""
+    """The product of two vectors; of more axes whatever `matmul` makes of them.
+
+    Args:
+        a: (K,), or as `matmul` takes.
+        b: (K,), likewise.
+
+    Returns:
+        A single value for two vectors.
+
+    Raises:
+        ValueError: as `matmul`.
+
+    Example:
+        >>> et.dot(et.ExTensor([1.0, 2.0]), et.ExTensor([3.0, 4.0])).item()
+        11.0
+    """
     return matmul(a, b)
 
 
@@ -174,7 +215,22 @@ def dot(a: ExTensor, b: ExTensor) -> ExTensor:
     errors=(BadInput((np.zeros((3, 1)), np.zeros(4)), ValueError, "expected vectors"),),
 )
 def outer(a: ExTensor, b: ExTensor) -> ExTensor:
-    """All products of (M,) and (N,): (M, N)."""
+    """The products of all pairs of values of two vectors.
+
+    Args:
+        a: (M,).
+        b: (N,).
+
+    Returns:
+        (M, N), of the promoted dtype.
+
+    Raises:
+        TypeError, ValueError: for a tensor that is no vector.
+
+    Example:
+        >>> et.outer(et.ExTensor([1, 2]), et.ExTensor([3, 4, 5])).tolist()
+        [[3, 4, 5], [6, 8, 10]]
+    """
     tensors_only("outer", a, b)
     if a.ndim != 1 or b.ndim != 1:
         raise ValueError(f"outer: expected vectors, got shapes {a.shape} and {b.shape}")
@@ -186,7 +242,22 @@ def outer(a: ExTensor, b: ExTensor) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), np.zeros((2, 4))), ValueError, "last axes"),),
 )
 def inner(a: ExTensor, b: ExTensor) -> ExTensor:
-    """Products summed over the last axes of (..., K) and (..., K): (a's rest, b's rest)."""
+    """Products summed over the last axes of both operands.
+
+    Args:
+        a: (..., K).
+        b: (..., K).
+
+    Returns:
+        The other axes of a, followed by those of b.
+
+    Raises:
+        TypeError, ValueError: for last axes of different lengths.
+
+    Example:
+        >>> et.inner(et.ExTensor([[1, 2], [3, 4]]), et.ExTensor([1, 10])).tolist()
+        [21, 43]
+    """
     tensors_only("inner", a, b)
     if not a.ndim or not b.ndim or a.shape[-1] != b.shape[-1]:
         raise ValueError(f"inner: expected equal last axes, got shapes {a.shape} and {b.shape}")
@@ -202,10 +273,22 @@ def inner(a: ExTensor, b: ExTensor) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), np.zeros((2, 3)), 1), ValueError, "same lengths"),),
 )
 def tensordot(a: ExTensor, b: ExTensor, axes: Any = 2) -> ExTensor:
-    """Products summed over pairs of axes: the last n and first n, or ([of a], [of b]).
+    """Products summed over pairs of axes.
+
+    Args:
+        a: any shape.
+        b: any shape.
+        axes: n for the last n axes of a and the first n of b, or ``(axes of a, axes of b)``.
+
+    Returns:
+        The other axes of a, followed by those of b.
 
     Raises:
-        ValueError: for axes whose lengths differ.
+        TypeError, ValueError: for bad axes, or pairs of different lengths.
+
+    Example:
+        >>> et.tensordot(et.ones((2, 3)), et.ones((3, 2)), axes=1).tolist()
+        [[3.0, 3.0], [3.0, 3.0]]
     """
     tensors_only("tensordot", a, b)
     if isinstance(axes, int):

@@ -105,7 +105,7 @@ def _layer_norm(backend: Any, x: Any, weight: Any, bias: Any, eps: float, narrow
 def layer_norm(
     x: ExTensor, weight: ExTensor, bias: ExTensor, eps: float = 1e-5, narrow: bool = False
 ) -> ExTensor:
-    """LayerNorm: (x - mean) / sqrt(var + eps) weight + bias over the last axes.
+    """LayerNorm: ``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axes.
 
     Args:
         x: ``(..., *shape)``.
@@ -120,7 +120,14 @@ def layer_norm(
     Raises:
         TypeError, ValueError: for shapes that do not go together, or an eps not above 0.
 
-    Source: Ba et al., arXiv 1607.06450.
+    Source: Ba et al., arXiv 1607.06450, section 3.
+
+    Example:
+        >>> x = et.ExTensor([[1.0, 3.0], [2.0, 2.0]])
+        >>> et.layer_norm(x, et.ones(2), et.zeros(2))
+        ExTensor(shape=(2, 2), dtype=float32, device=cpu,
+          [[-1.  1.]
+           [ 0.  0.]])
     """
     _check("layer_norm", eps, x, weight, bias)
     return apply("layer_norm", x, weight, bias, eps=eps, narrow=narrow)
@@ -145,19 +152,26 @@ def layer_norm(
     ),
 )
 def rms_norm(x: ExTensor, weight: ExTensor, eps: float = 1e-6, narrow: bool = False) -> ExTensor:
-    """RMSNorm: x / sqrt(mean(x^2) + eps) weight over the last axes (arXiv 1910.07467).
+    """RMSNorm: ``x / sqrt(mean(x ** 2) + eps) * weight`` over the last axes.
 
     Args:
         x: ``(..., *shape)``.
         weight: of ``shape``, one axis or more.
         eps: above 0.
-        narrow: round the result to bfloat16.
+        narrow: round the result to bfloat16, for a product that reads bfloat16.
 
     Returns:
         The shape of x.
 
     Raises:
         TypeError, ValueError: for shapes that do not go together, or an eps not above 0.
+
+    Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
+
+    Example:
+        >>> et.rms_norm(et.ExTensor([[3.0, 4.0]]), et.ones(2))
+        ExTensor(shape=(1, 2), dtype=float32, device=cpu,
+          [[0.8485 1.1314]])
     """
     _check("rms_norm", eps, x, weight)
     return apply("rms_norm", x, weight, eps=eps, narrow=narrow)
@@ -238,7 +252,7 @@ def batch_norm(
     eps: float = 1e-5,
     moments: Moments | None = None,
 ) -> ExTensor:
-    """BatchNorm: (x - mean) / sqrt(var + eps) weight + bias, mean and variance per channel.
+    """BatchNorm: ``(x - mean) / sqrt(var + eps) * weight + bias``, moments per channel.
 
     Args:
         x: (N, C, ...); mean and variance (over count) of a channel are over all other axes.
@@ -253,7 +267,14 @@ def batch_norm(
     Raises:
         TypeError, ValueError: for shapes that do not go together, or an eps not above 0.
 
-    Source: Ioffe, Szegedy, arXiv 1502.03167, algorithm 1.
+    Source: Ioffe and Szegedy, arXiv 1502.03167, algorithm 1.
+
+    Example:
+        >>> x = et.ExTensor([[1.0, 10.0], [3.0, 30.0]])
+        >>> et.batch_norm(x, et.ones(2), et.zeros(2))
+        ExTensor(shape=(2, 2), dtype=float32, device=cpu,
+          [[-1. -1.]
+           [ 1.  1.]])
     """
     tensors_only("batch_norm", x, weight, bias)
     if x.ndim < 2 or x.size == 0:

@@ -87,6 +87,11 @@ def max_pool2d(
 
     Raises:
         TypeError, ValueError: for shapes and numbers that do not go together.
+
+    Example:
+        >>> image = et.arange(16, dtype="float32").reshape(1, 1, 4, 4)
+        >>> et.max_pool2d(image, 2).tolist()
+        [[[[5.0, 7.0], [13.0, 15.0]]]]
     """
     return apply("max_pool2d", x, window=_window("max_pool2d", x, kernel, stride, padding))
 
@@ -169,7 +174,25 @@ def _avg_pool_grad(backend: Any, g: Any, shape: tuple[int, ...], window: Window)
 def avg_pool2d(
     x: ExTensor, kernel: Pair, stride: Pair | None = None, padding: Pair = 0
 ) -> ExTensor:
-    """The mean of each window, padding counted as zeros. Arguments and result as `max_pool2d`."""
+    """The mean of each window, padding counted as zeros.
+
+    Args:
+        x: (N, C, H, W).
+        kernel: the window, one number or (height, width).
+        stride: its steps, likewise; the kernel's size if None.
+        padding: on each side, likewise, at most half the kernel.
+
+    Returns:
+        (N, C, Ho, Wo), Ho = (H + 2 padding - kh) // stride + 1.
+
+    Raises:
+        TypeError, ValueError: for shapes and numbers that do not go together.
+
+    Example:
+        >>> image = et.arange(16, dtype="float32").reshape(1, 1, 4, 4)
+        >>> et.avg_pool2d(image, 2).tolist()
+        [[[[2.5, 4.5], [10.5, 12.5]]]]
+    """
     return apply("avg_pool2d", x, window=_window("avg_pool2d", x, kernel, stride, padding))
 
 
@@ -194,7 +217,21 @@ def _avg_pool2d_grad(g: ExTensor, shape: tuple[int, ...], window: Window) -> ExT
     errors=(BadInput((np.zeros((4, 4)),), ValueError, "expected x (N, C, H, W)"),),
 )
 def global_avg_pool2d(x: ExTensor) -> ExTensor:
-    """The mean of each image: (N, C, H, W) -> (N, C, 1, 1)."""
+    """The mean of each channel of each image.
+
+    Args:
+        x: (N, C, H, W).
+
+    Returns:
+        (N, C, 1, 1).
+
+    Raises:
+        TypeError, ValueError: for a tensor that has not four axes.
+
+    Example:
+        >>> et.global_avg_pool2d(et.ones((2, 3, 4, 4))).shape
+        (2, 3, 1, 1)
+    """
     tensors_only("global_avg_pool2d", x)
     if x.ndim != 4:
         raise ValueError(f"global_avg_pool2d: expected x (N, C, H, W), got shape {x.shape}")

@@ -121,7 +121,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     ),
 )
 def prequantized_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTensor:
-    """X w^T with a weight stored in blocks; the gradient in x is straight-through.
+    """The product ``x w^T`` with a weight stored in blocks; the gradient in x is straight-through.
 
     Args:
         x: (..., K), float32 or a 16-bit float.
@@ -134,6 +134,11 @@ def prequantized_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTe
     Raises:
         ValueError: if the shapes do not fit, or w is blocked along the other axis.
         TypeError: for another context, dense weights, or other dtypes.
+
+    Example:
+        >>> context = et.layer_context(et.RECIPES["mxfp4"].layers)
+        >>> et.prequantized_matmul(et.ones((2, 32)), et.ones((3, 32)).to_mxfp4(), context).tolist()
+        [[32.0, 32.0, 32.0], [32.0, 32.0, 32.0]]
     """
     _check("prequantized_matmul", x, w, context)
     if x.ndim < 1 or x.shape[-1] != w.shape[1]:
@@ -296,6 +301,12 @@ def prequantized_conv2d(
     Raises:
         ValueError: if shapes, kernel, stride, padding, dilation or groups do not fit.
         TypeError: as `prequantized_matmul`.
+
+    Example:
+        >>> context = et.layer_context(et.RECIPES["mxfp4"].layers)
+        >>> kernels = et.ones((1, 4)).to_mxfp4()
+        >>> et.prequantized_conv2d(et.ones((1, 1, 2, 2)), kernels, context, kernel_size=2).tolist()
+        [[[[4.0]]]]
     """
     _check("prequantized_conv2d", x, w, context)
     kernel = int_pair("prequantized_conv2d", "kernel_size", kernel_size, 1)

@@ -97,23 +97,7 @@ def quantize(
     running: RunningAmax | None = None,
     clip_gradient: bool = False,
 ) -> ExTensor:
-    """Quantize a float tensor to blocked storage.
-
-    Args:
-        x: float tensor of one axis or more; float64 and 16-bit floats are cast to float32 first.
-        spec: format, axis, tile, scale rule, rounding and the rest.
-        seed: names the random bits of stochastic rounding; given exactly then.
-        running: the maxima kept from call to call, with ``statistic="running"``; updated here.
-        clip_gradient: let no gradient through where |x| exceeds its block's largest value (needs
-            4- or 8-bit symmetric codes and no transform). By default it is straight-through.
-
-    Returns:
-        A blocked tensor of x's shape.
-
-    Raises:
-        TypeError: if x is not a dense float tensor or spec is not a QuantSpec.
-        ValueError: if the spec does not fit x, or seed or running is missing or superfluous.
-    """
+    """The operation of `ExTensor.quantize`, which says what the arguments are."""
     if not isinstance(spec, QuantSpec):
         raise TypeError(
             f"quantize: expected a QuantSpec, got {spec!r}; et.QuantSpec('mxfp4'), or x.to_mxfp4()"

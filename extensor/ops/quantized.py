@@ -52,8 +52,20 @@ _ONCE = (
 def layer_context(layer: LayerRecipe, seed: int = 0) -> LayerContext:
     """A context for a layer recipe used by hand, outside a model.
 
+    Args:
+        layer: the recipe of the layer's three GEMMs.
+        seed: names the random bits of stochastic rounding.
+
+    Returns:
+        What `quantized_matmul` and `quantized_conv2d` take.
+
     Raises:
         TypeError: for anything else, a recipe's name for one.
+
+    Example:
+        >>> context = et.layer_context(et.RECIPES["mxfp4"].layers, seed=1)
+        >>> context.path
+        'layer'
     """
     if not isinstance(layer, LayerRecipe):
         raise TypeError(
@@ -223,7 +235,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
 def quantized_matmul(
     x: ExTensor, w: ExTensor, context: LayerContext, bias: ExTensor | None = None
 ) -> ExTensor:
-    """X w^T + bias with operands quantized by a layer's recipe, in all three GEMMs.
+    """The product ``x w^T + bias``, operands quantized by a layer's recipe in all three GEMMs.
 
     Args:
         x: (..., K), float32 or a 16-bit float.
@@ -238,6 +250,11 @@ def quantized_matmul(
     Raises:
         ValueError: if the shapes do not fit.
         TypeError: for other dtypes.
+
+    Example:
+        >>> context = et.layer_context(et.RECIPES["mxfp4"].layers)
+        >>> et.quantized_matmul(et.ones((2, 32)), et.ones((3, 32)), context).tolist()
+        [[32.0, 32.0, 32.0], [32.0, 32.0, 32.0]]
     """
     _check("quantized_matmul", x, w, context)
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
@@ -425,6 +442,11 @@ def quantized_conv2d(
     Raises:
         ValueError: if shapes, stride, padding, dilation or groups do not fit.
         TypeError: for other dtypes.
+
+    Example:
+        >>> context = et.layer_context(et.RECIPES["mxfp4"].layers)
+        >>> et.quantized_conv2d(et.ones((1, 1, 2, 2)), et.ones((1, 1, 2, 2)), context).tolist()
+        [[[[4.0]]]]
     """
     _check("quantized_conv2d", x, w, context)
     window = conv_window("quantized_conv2d", x, w, stride, padding, dilation, groups)

@@ -105,16 +105,24 @@ def in_dtype(
 def sum(
     x: ExTensor, axis: Axis = None, keepdims: bool = False, *, dtype: DTypeLike | None = None
 ) -> ExTensor:
-    """The sum over ``axis`` (all axes if None); integers and bool give int64 (or uint64).
+    """The sum over axes; integers and bool give int64 (or uint64).
 
     Args:
         x: any shape.
-        axis: the axes to reduce.
+        axis: the axes to reduce, all if None.
         keepdims: keep the reduced axes, with length 1.
         dtype: the dtype to compute in; integers wrap around, as all integer arithmetic does.
 
+    Returns:
+        The shape of x without the reduced axes; 0 for no values.
+
     Raises:
         TypeError, ValueError: for an axis that is no int, out of range or named twice.
+
+    Example:
+        >>> x = et.ExTensor([[1, 2], [3, 4]])
+        >>> et.sum(x).item(), et.sum(x, axis=0).tolist()
+        (10, [4, 6])
     """
     if dtype is not None:
         tensors_only("sum", x)
@@ -169,7 +177,23 @@ def _mean(backend: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
     errors=_ERRORS,
 )
 def mean(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
-    """The mean over ``axis``, NaN of no values; integers give float32. Arguments as `sum`."""
+    """The mean over axes; NaN for no values.
+
+    Args:
+        x: any shape.
+        axis: the axes to reduce, all if None.
+        keepdims: keep the reduced axes, with length 1.
+
+    Returns:
+        The shape of x without the reduced axes; integers give float32.
+
+    Raises:
+        TypeError, ValueError: for an axis that is no int, out of range or named twice.
+
+    Example:
+        >>> et.mean(et.ExTensor([[1, 2], [3, 5]]), axis=1).tolist()
+        [1.5, 4.0]
+    """
     return _reduced("mean", x, axis, keepdims)
 
 
@@ -204,7 +228,24 @@ def _prod_vjp(
 def prod(
     x: ExTensor, axis: Axis = None, keepdims: bool = False, *, dtype: DTypeLike | None = None
 ) -> ExTensor:
-    """The product over ``axis``; its gradient holds where factors are zero. Arguments as `sum`."""
+    """The product over axes; its gradient holds where factors are zero.
+
+    Args:
+        x: any shape.
+        axis: the axes to reduce, all if None.
+        keepdims: keep the reduced axes, with length 1.
+        dtype: the dtype to compute in; integers wrap around, as all integer arithmetic does.
+
+    Returns:
+        The shape of x without the reduced axes; 1 for no values.
+
+    Raises:
+        TypeError, ValueError: for an axis that is no int, out of range or named twice.
+
+    Example:
+        >>> et.prod(et.ExTensor([2.0, 3.0, 4.0])).item()
+        24.0
+    """
     if dtype is not None:
         tensors_only("prod", x)
         return in_dtype(x, dtype, lambda t: prod(t, axis, keepdims))
@@ -237,10 +278,22 @@ def _extreme(name: str, x: ExTensor, axis: Axis, keepdims: bool) -> ExTensor:
     errors=(*_ERRORS, *_EMPTY),
 )
 def max(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
-    """The largest value over ``axis``, NaN if there is one; equal ones share the gradient.
+    """The largest value over axes; equal ones share the gradient.
+
+    Args:
+        x: any shape.
+        axis: the axes to reduce, all if None.
+        keepdims: keep the reduced axes, with length 1.
+
+    Returns:
+        The shape of x without the reduced axes; NaN where there is one.
 
     Raises:
-        ValueError: for no values, beside `sum`'s errors.
+        TypeError, ValueError: for a bad axis, or no values along it.
+
+    Example:
+        >>> et.max(et.ExTensor([[1.0, 5.0], [7.0, 2.0]]), axis=1).tolist()
+        [5.0, 7.0]
     """
     return _extreme("max", x, axis, keepdims)
 
@@ -252,10 +305,22 @@ def max(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
     errors=(*_ERRORS, *_EMPTY),
 )
 def min(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
-    """The smallest value over ``axis``, NaN if there is one; equal ones share the gradient.
+    """The smallest value over axes; equal ones share the gradient.
+
+    Args:
+        x: any shape.
+        axis: the axes to reduce, all if None.
+        keepdims: keep the reduced axes, with length 1.
+
+    Returns:
+        The shape of x without the reduced axes; NaN where there is one.
 
     Raises:
-        ValueError: for no values, beside `sum`'s errors.
+        TypeError, ValueError: for a bad axis, or no values along it.
+
+    Example:
+        >>> et.min(et.ExTensor([[1.0, 5.0], [7.0, 2.0]]), axis=1).tolist()
+        [1.0, 2.0]
     """
     return _extreme("min", x, axis, keepdims)
 
@@ -264,9 +329,24 @@ def min(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
     samples=_samples(np.var, [{"correction": 1}, {"axis": 1, "correction": 0.5}]), errors=_ERRORS
 )
 def var(x: ExTensor, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> ExTensor:
-    """The variance over ``axis``, in two passes: sum((x - mean)**2) / (n - correction).
+    """The variance over axes, ``sum((x - mean) ** 2) / (n - correction)``, in two passes.
 
-    NaN if there are no more values than ``correction``. Other arguments as `sum`.
+    Args:
+        x: any shape.
+        axis: the axes to reduce, all if None.
+        keepdims: keep the reduced axes, with length 1.
+        correction: subtracted from the number of values; 1 gives the unbiased estimate.
+
+    Returns:
+        The shape of x without the reduced axes; NaN for no more values than ``correction``.
+
+    Raises:
+        TypeError, ValueError: for an axis that is no int, out of range or named twice.
+
+    Example:
+        >>> x = et.ExTensor([1.0, 3.0])
+        >>> et.var(x).item(), et.var(x, correction=1).item()
+        (1.0, 2.0)
     """
     tensors_only("var", x)
     axes = axis_tuple("var", axis, x.ndim)
@@ -277,7 +357,26 @@ def var(x: ExTensor, axis: Axis = None, keepdims: bool = False, correction: floa
 
 @composite(samples=_samples(np.std, [{"correction": 1}]), errors=_ERRORS)
 def std(x: ExTensor, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> ExTensor:
-    """The square root of `var`; its gradient is not defined where the variance is zero."""
+    """The standard deviation over axes: the square root of `var`.
+
+    The gradient is not defined where the variance is zero.
+
+    Args:
+        x: any shape.
+        axis: the axes to reduce, all if None.
+        keepdims: keep the reduced axes, with length 1.
+        correction: subtracted from the number of values; 1 for the unbiased variance.
+
+    Returns:
+        The shape of x without the reduced axes; NaN for no more values than ``correction``.
+
+    Raises:
+        TypeError, ValueError: for an axis that is no int, out of range or named twice.
+
+    Example:
+        >>> et.std(et.ExTensor([1.0, 5.0])).item()
+        2.0
+    """
     return var(x, axis, keepdims, correction).sqrt()
 
 
@@ -309,12 +408,22 @@ def _position(name: str, x: ExTensor, axis: int | None, keepdims: bool) -> ExTen
     errors=_ARG_ERRORS,
 )
 def argmax(x: ExTensor, axis: int | None = None, keepdims: bool = False) -> ExTensor:
-    """The position (int64) of the first largest value along ``axis``; in x.ravel() if None.
+    """The position of the first largest value; NaN counts as largest.
 
-    NaN counts as largest.
+    Args:
+        x: any shape.
+        axis: the axis to search; the position in ``x.ravel()`` if None.
+        keepdims: keep the axis, with length 1.
+
+    Returns:
+        int64, the shape of x without the axis.
 
     Raises:
         TypeError, ValueError: for a bad axis, or no values.
+
+    Example:
+        >>> et.argmax(et.ExTensor([[1.0, 5.0], [7.0, 2.0]]), axis=1).tolist()
+        [1, 0]
     """
     return _position("argmax", x, axis, keepdims)
 
@@ -326,12 +435,22 @@ def argmax(x: ExTensor, axis: int | None = None, keepdims: bool = False) -> ExTe
     errors=_ARG_ERRORS,
 )
 def argmin(x: ExTensor, axis: int | None = None, keepdims: bool = False) -> ExTensor:
-    """The position (int64) of the first smallest value along ``axis``; in x.ravel() if None.
+    """The position of the first smallest value; NaN counts as smallest.
 
-    NaN counts as smallest.
+    Args:
+        x: any shape.
+        axis: the axis to search; the position in ``x.ravel()`` if None.
+        keepdims: keep the axis, with length 1.
+
+    Returns:
+        int64, the shape of x without the axis.
 
     Raises:
         TypeError, ValueError: for a bad axis, or no values.
+
+    Example:
+        >>> et.argmin(et.ExTensor([[1.0, 5.0], [7.0, 2.0]])).item()
+        0
     """
     return _position("argmin", x, axis, keepdims)
 
@@ -343,7 +462,23 @@ def argmin(x: ExTensor, axis: int | None = None, keepdims: bool = False) -> ExTe
     errors=_ERRORS,
 )
 def any(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
-    """Whether one value over ``axis`` is not zero. Arguments as `sum`."""
+    """Whether at least one value over axes is not zero; False for no values.
+
+    Args:
+        x: any shape.
+        axis: the axes to reduce, all if None.
+        keepdims: keep the reduced axes, with length 1.
+
+    Returns:
+        bool, the shape of x without the reduced axes.
+
+    Raises:
+        TypeError, ValueError: for an axis that is no int, out of range or named twice.
+
+    Example:
+        >>> et.any(et.ExTensor([[0, 0], [0, 1]]), axis=1).tolist()
+        [False, True]
+    """
     return _reduced("any", x, axis, keepdims)
 
 
@@ -354,7 +489,23 @@ def any(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
     errors=_ERRORS,
 )
 def all(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
-    """Whether every value over ``axis`` is not zero. Arguments as `sum`."""
+    """Whether all values over axes are not zero; True for no values.
+
+    Args:
+        x: any shape.
+        axis: the axes to reduce, all if None.
+        keepdims: keep the reduced axes, with length 1.
+
+    Returns:
+        bool, the shape of x without the reduced axes.
+
+    Raises:
+        TypeError, ValueError: for an axis that is no int, out of range or named twice.
+
+    Example:
+        >>> et.all(et.ExTensor([[1, 2], [0, 1]]), axis=1).tolist()
+        [True, False]
+    """
     return _reduced("all", x, axis, keepdims)
 
 
@@ -379,10 +530,23 @@ def _logsumexp(backend: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> A
     errors=(*_ERRORS, *_EMPTY),
 )
 def logsumexp(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
-    """log(sum(exp(x))) over ``axis``, without overflow. Arguments as `sum`.
+    """The logarithm of the sum of exponentials over axes, ``log(sum(exp(x)))``, without overflow.
+
+    Args:
+        x: any shape.
+        axis: the axes to reduce, all if None.
+        keepdims: keep the reduced axes, with length 1.
+
+    Returns:
+        The shape of x without the reduced axes; integers give float32.
 
     Raises:
-        ValueError: for no values, beside `sum`'s errors.
+        TypeError, ValueError: for a bad axis, or no values along it.
+
+    Example:
+        >>> et.logsumexp(et.ExTensor([1000.0, 1000.0]))
+        ExTensor(shape=(), dtype=float32, device=cpu,
+          1000.6932)
     """
     return _extreme("logsumexp", x, axis, keepdims)
 
@@ -395,6 +559,21 @@ def logsumexp(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTenso
     errors=(BadInput((np.zeros((2, 3)), 2), ValueError, "expected -2..1"),),
 )
 def cumsum(x: ExTensor, axis: int) -> ExTensor:
-    """Running sums along ``axis``."""
+    """Running sums along an axis.
+
+    Args:
+        x: one axis or more.
+        axis: the axis to sum along.
+
+    Returns:
+        The shape of x; position i holds the sum of the values 0..i.
+
+    Raises:
+        TypeError, ValueError: for an axis that is no int or out of range.
+
+    Example:
+        >>> et.cumsum(et.ExTensor([1, 2, 3]), 0).tolist()
+        [1, 3, 6]
+    """
     tensors_only("cumsum", x)
     return apply("cumsum", x, axis=axis_index("cumsum", axis, x.ndim))

@@ -43,16 +43,25 @@ __all__ = [
     ),
 )
 def reshape(x: ExTensor, shape: int | Sequence[int], *, copy: bool | None = None) -> ExTensor:
-    """Reshape x to a shape of as many elements, in row-major order; one axis may be -1.
+    """Reshape x to a shape of as many elements, in row-major order.
+
+    A blocked tensor keeps its codes; its block axis must stay whole.
 
     Args:
         x: any shape.
-        shape: an int or ints.
+        shape: an int or ints; one of them may be -1, which the others determine.
         copy: True always copies, False never does, None copies only where a view is impossible.
+
+    Returns:
+        The values of x in ``shape``.
 
     Raises:
         TypeError, ValueError: for a shape that is no ints, or of another number of elements, and
             for ``copy=False`` where the order of x in memory makes a view impossible.
+
+    Example:
+        >>> et.reshape(et.arange(6), (2, -1)).tolist()
+        [[0, 1, 2], [3, 4, 5]]
     """
     tensors_only("reshape", x)
     requested = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
@@ -103,7 +112,23 @@ def _resolved(x: ExTensor, requested: tuple[Any, ...]) -> tuple[int, ...]:
     errors=(BadInput((np.zeros((2, 3)), 1, 0), ValueError, "start <= end"),),
 )
 def flatten(x: ExTensor, start: int = 0, end: int = -1) -> ExTensor:
-    """Merge the axes start to end, both included, into one."""
+    """Merge neighbouring axes into one.
+
+    Args:
+        x: any shape; a tensor without axes gets one.
+        start: the first axis to merge.
+        end: the last axis to merge, included.
+
+    Returns:
+        The values of x with fewer axes.
+
+    Raises:
+        TypeError, ValueError: for a bad axis, or ``start`` after ``end``.
+
+    Example:
+        >>> et.flatten(et.zeros((2, 3, 4)), 1).shape
+        (2, 12)
+    """
     tensors_only("flatten", x)
     if x.ndim == 0:
         return reshape(x, (1,))
@@ -116,7 +141,18 @@ def flatten(x: ExTensor, start: int = 0, end: int = -1) -> ExTensor:
 
 @composite(samples=lambda rng: [Sample((rng.normal(size=(2, 3)),))], errors=NO_TENSOR)
 def ravel(x: ExTensor) -> ExTensor:
-    """All values along one axis, row-major."""
+    """All values along one axis, in row-major order.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        One axis, of ``x.size`` values.
+
+    Example:
+        >>> et.ravel(et.ExTensor([[1, 2], [3, 4]])).tolist()
+        [1, 2, 3, 4]
+    """
     tensors_only("ravel", x)
     return reshape(x, (x.size,))
 
@@ -128,10 +164,21 @@ def ravel(x: ExTensor) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), 0), ValueError, "length 1"),),
 )  # fmt: skip
 def squeeze(x: ExTensor, axis: Axis = None) -> ExTensor:
-    """Give x without its axes of length 1, or without ``axis``.
+    """Remove axes of length 1.
+
+    Args:
+        x: any shape.
+        axis: the axes to remove; all of length 1 if None.
+
+    Returns:
+        The values of x with fewer axes.
 
     Raises:
-        ValueError: if a named axis has another length.
+        TypeError, ValueError: for a bad axis, or a named axis of another length.
+
+    Example:
+        >>> et.squeeze(et.zeros((1, 3, 1)), 0).shape
+        (3, 1)
     """
     tensors_only("squeeze", x)
     if axis is None:
@@ -148,7 +195,22 @@ def squeeze(x: ExTensor, axis: Axis = None) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), 3), ValueError, "expected -3..2"),),
 )
 def expand_dims(x: ExTensor, axis: int) -> ExTensor:
-    """Insert an axis of length 1 at ``axis`` of the result."""
+    """Insert an axis of length 1.
+
+    Args:
+        x: any shape.
+        axis: the place of the new axis in the result.
+
+    Returns:
+        The values of x with one axis more.
+
+    Raises:
+        TypeError, ValueError: for an axis that is no int or out of range.
+
+    Example:
+        >>> et.expand_dims(et.zeros((2, 3)), 1).shape
+        (2, 1, 3)
+    """
     tensors_only("expand_dims", x)
     at = axis_index("expand_dims", axis, x.ndim + 1)
     return reshape(x, (*x.shape[:at], 1, *x.shape[at:]))
@@ -168,10 +230,21 @@ unsqueeze = expand_dims
     errors=(BadInput((np.zeros((2, 3)), (2, 4)), ValueError, "broadcasts to"),),
 )
 def broadcast_to(x: ExTensor, shape: Sequence[int]) -> ExTensor:
-    """A read-only view of x repeated to ``shape``.
+    """A read-only view of x repeated to a shape.
+
+    Args:
+        x: a shape that broadcasts to ``shape``.
+        shape: of the result.
+
+    Returns:
+        A view; writing to it is an error.
 
     Raises:
-        ValueError: if x's shape does not broadcast to it.
+        TypeError, ValueError: for a bad shape, or one that x does not broadcast to.
+
+    Example:
+        >>> et.broadcast_to(et.ExTensor([1, 2]), (2, 2)).tolist()
+        [[1, 2], [1, 2]]
     """
     tensors_only("broadcast_to", x)
     requested = as_shape(tuple(shape), "broadcast_to")
@@ -193,10 +266,21 @@ def broadcast_to(x: ExTensor, shape: Sequence[int]) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), (0, 0)), ValueError, "each axis once"),),
 )
 def permute(x: ExTensor, axes: Sequence[int]) -> ExTensor:
-    """Give x with its axes in another order.
+    """Give x with its axes in another order; a blocked tensor keeps its codes.
+
+    Args:
+        x: any shape.
+        axes: for each axis of the result its number in x.
+
+    Returns:
+        A view of x.
 
     Raises:
         TypeError, ValueError: unless ``axes`` names each axis once.
+
+    Example:
+        >>> et.permute(et.zeros((2, 3, 4)), (2, 0, 1)).shape
+        (4, 2, 3)
     """
     tensors_only("permute", x)
     axes = (axes,) if isinstance(axes, int) else axes
@@ -222,10 +306,21 @@ def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
     errors=(BadInput((np.zeros((2, 3, 4)), 0), ValueError, "no axes, two, or all"),),
 )  # fmt: skip
 def transpose(x: ExTensor, *axes: Any) -> ExTensor:
-    """All axes reversed; with two axes of more, those two swapped; with all axes, as `permute`.
+    """Reverse all axes, swap two of them, or order them as `permute`.
+
+    Args:
+        x: any shape.
+        axes: none, to reverse all; two, to swap those; or all, in their new order.
+
+    Returns:
+        A view of x.
 
     Raises:
         ValueError: for another number of axes, or a bad axis.
+
+    Example:
+        >>> et.transpose(et.ExTensor([[1, 2], [3, 4]])).tolist()
+        [[1, 3], [2, 4]]
     """
     tensors_only("transpose", x)
     if len(axes) == 1 and isinstance(axes[0], (tuple, list)):
@@ -244,7 +339,23 @@ def transpose(x: ExTensor, *axes: Any) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), 0, 2), ValueError, "expected -2..1"),),
 )
 def swapaxes(x: ExTensor, first: int, second: int) -> ExTensor:
-    """Give x with two axes exchanged."""
+    """Exchange two axes.
+
+    Args:
+        x: any shape.
+        first: an axis.
+        second: the axis to exchange it with.
+
+    Returns:
+        A view of x.
+
+    Raises:
+        TypeError, ValueError: for an axis that is no int or out of range.
+
+    Example:
+        >>> et.swapaxes(et.zeros((2, 3, 4)), 0, -1).shape
+        (4, 3, 2)
+    """
     tensors_only("swapaxes", x)
     order = list(range(x.ndim))
     a, b = axis_index("swapaxes", first, x.ndim), axis_index("swapaxes", second, x.ndim)
@@ -262,7 +373,22 @@ def swapaxes(x: ExTensor, first: int, second: int) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), 2), ValueError, "expected -2..1"),),
 )
 def flip(x: ExTensor, axis: Axis = None) -> ExTensor:
-    """Give x backwards along ``axis`` (all axes if None)."""
+    """Reverse the order of the values along axes.
+
+    Args:
+        x: any shape.
+        axis: the axes to reverse, all if None.
+
+    Returns:
+        A view of x.
+
+    Raises:
+        TypeError, ValueError: for an axis that is no int, out of range or named twice.
+
+    Example:
+        >>> et.flip(et.ExTensor([1, 2, 3])).tolist()
+        [3, 2, 1]
+    """
     tensors_only("flip", x)
     return apply("flip", x, axis=axis_tuple("flip", axis, x.ndim))
 
@@ -299,10 +425,21 @@ def _concatenate_vjp(index: int, g: ExTensor, out: None, *inputs: ExTensor, axis
     ),
 )
 def concatenate(tensors: Sequence[ExTensor], axis: int | None = 0) -> ExTensor:
-    """Join tensors along ``axis``; if None, join their flattened values.
+    """Join tensors along an axis they have.
+
+    Args:
+        tensors: one or more, of one shape but for ``axis``.
+        axis: the axis to join along; None joins the flattened values.
+
+    Returns:
+        The promoted dtype; along ``axis`` the lengths add up.
 
     Raises:
-        ValueError: for no tensors, or shapes that differ off the axis.
+        TypeError, ValueError: for no tensors, shapes that differ off the axis, or a bad axis.
+
+    Example:
+        >>> et.concatenate([et.ExTensor([1, 2]), et.ExTensor([3])]).tolist()
+        [1, 2, 3]
     """
     parts = _parts("concatenate", tensors)
     if axis is None:
@@ -322,7 +459,22 @@ def concatenate(tensors: Sequence[ExTensor], axis: int | None = 0) -> ExTensor:
     errors=(BadInput(([np.zeros(2), np.zeros(3)],), ValueError, "equal shapes"),),
 )
 def stack(tensors: Sequence[ExTensor], axis: int = 0) -> ExTensor:
-    """Join tensors of one shape along a new axis."""
+    """Join tensors of one shape along a new axis.
+
+    Args:
+        tensors: one or more, of one shape.
+        axis: the place of the new axis in the result.
+
+    Returns:
+        The promoted dtype; ``axis`` has the length ``len(tensors)``.
+
+    Raises:
+        TypeError, ValueError: for no tensors, shapes that differ, or a bad axis.
+
+    Example:
+        >>> et.stack([et.ExTensor([1, 2]), et.ExTensor([3, 4])], axis=1).tolist()
+        [[1, 3], [2, 4]]
+    """
     parts = _parts("stack", tensors)
     if len({p.shape for p in parts}) > 1:
         raise ValueError(
@@ -342,10 +494,23 @@ def stack(tensors: Sequence[ExTensor], axis: int = 0) -> ExTensor:
     ),
 )  # fmt: skip
 def split(x: ExTensor, sections: ShapeLike, axis: int = 0) -> list[ExTensor]:
-    """Split x along ``axis`` into a number of equal parts, or at the given positions.
+    """Split x along an axis.
+
+    Args:
+        x: one axis or more.
+        sections: the number of equal parts, or the ascending positions at which to cut.
+        axis: the axis to split.
+
+    Returns:
+        The parts, in order.
 
     Raises:
-        ValueError: if a number of parts does not divide the axis, or positions do not ascend.
+        TypeError, ValueError: if a number of parts does not divide the axis, positions do not
+            ascend, or the axis is bad.
+
+    Example:
+        >>> [part.tolist() for part in et.split(et.arange(5), [2, 3])]
+        [[0, 1], [2], [3, 4]]
     """
     tensors_only("split", x)
     at = axis_index("split", axis, x.ndim)
@@ -373,7 +538,22 @@ def split(x: ExTensor, sections: ShapeLike, axis: int = 0) -> list[ExTensor]:
     errors=(BadInput((np.zeros(3), -1), ValueError, "0 or more"),),
 )
 def tile(x: ExTensor, repeats: int | Sequence[int]) -> ExTensor:
-    """Repeat x ``repeats`` times along each axis, axes counted from the last."""
+    """Repeat the whole of x along each axis.
+
+    Args:
+        x: any shape.
+        repeats: how often, for each axis, counted from the last.
+
+    Returns:
+        The values of x, each axis as many times as long.
+
+    Raises:
+        TypeError, ValueError: for counts that are no ints or negative.
+
+    Example:
+        >>> et.tile(et.ExTensor([1, 2]), 2).tolist()
+        [1, 2, 1, 2]
+    """
     tensors_only("tile", x)
     times = as_shape(repeats if isinstance(repeats, int) else tuple(repeats), "tile")
     ndim = max(len(times), x.ndim)
@@ -397,11 +577,23 @@ def tile(x: ExTensor, repeats: int | Sequence[int]) -> ExTensor:
     ),
 )
 def repeat(x: ExTensor, repeats: int | ExTensor, axis: int | None = None) -> ExTensor:
-    """Repeat each value ``repeats`` times along ``axis``; values of x.ravel() if None.
+    """Repeat each value along an axis.
+
+    Args:
+        x: any shape.
+        repeats: how often; a tensor of counts has one for each position along the axis.
+        axis: the axis to repeat along; None repeats the values of ``x.ravel()``.
+
+    Returns:
+        The values of x, ``axis`` as long as the counts add up to.
 
     Raises:
-        TypeError, ValueError: for counts that are no integers, negative, or (a vector of them)
-            not as many as there are values, and for a bad axis.
+        TypeError, ValueError: for counts that are no integers, negative, or (a vector of them) not
+            as many as there are values, and for a bad axis.
+
+    Example:
+        >>> et.repeat(et.ExTensor([1, 2]), 2).tolist()
+        [1, 1, 2, 2]
     """
     tensors_only("repeat", x)
     flat = ravel(x) if axis is None else x
@@ -434,15 +626,22 @@ def repeat(x: ExTensor, repeats: int | ExTensor, axis: int | None = None) -> ExT
 def roll(
     x: ExTensor, shift: int | Sequence[int], axis: int | Sequence[int] | None = None
 ) -> ExTensor:
-    """Shift x by ``shift`` along ``axis``; values that leave one end enter at the other.
+    """Shift x along axes; values that leave one end enter at the other.
 
     Args:
         x: any shape.
         shift: places to move, one for all axes or one for each.
-        axis: one or several; None moves the values of x.ravel().
+        axis: one or several; None moves the values of ``x.ravel()``.
+
+    Returns:
+        The shape of x.
 
     Raises:
         TypeError, ValueError: for shifts that are no ints, or not as many as axes, or a bad axis.
+
+    Example:
+        >>> et.roll(et.ExTensor([1, 2, 3, 4]), 1).tolist()
+        [4, 1, 2, 3]
     """
     tensors_only("roll", x)
     if axis is None:
@@ -484,10 +683,22 @@ def roll(
     ),
 )
 def pad(x: ExTensor, widths: int | Sequence[Sequence[int]], value: float = 0.0) -> ExTensor:
-    """Pad x with ``value``: (before, after) for each axis, or one width for all.
+    """Add values around x.
+
+    Args:
+        x: any shape.
+        widths: (before, after) for each axis, or one width for all sides.
+        value: the value to add.
+
+    Returns:
+        The values of x in the middle of a larger shape.
 
     Raises:
-        ValueError: for another number of pairs, or negative widths.
+        TypeError, ValueError: for another number of pairs, or negative widths.
+
+    Example:
+        >>> et.pad(et.ExTensor([1, 2]), ((1, 2),)).tolist()
+        [0, 1, 2, 0, 0]
     """
     tensors_only("pad", x)
     each = [(widths, widths)] * x.ndim if isinstance(widths, int) else list(widths)

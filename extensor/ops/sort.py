@@ -41,9 +41,25 @@ def _argsort(backend: Any, x: Any, axis: int, descending: bool) -> Any:
     errors=_ERRORS,
 )
 def argsort(x: ExTensor, axis: int = -1, descending: bool = False, stable: bool = True) -> ExTensor:
-    """The positions (int64) that sort x along ``axis``; equal values stay in order, NaN is last.
+    """The positions that sort x along an axis; equal values stay in order.
 
-    Descending, NaN is first. It is stable even if ``stable`` is False.
+    NaN is last, and first if ``descending``.
+
+    Args:
+        x: one axis or more.
+        axis: the axis to sort along.
+        descending: the largest value first.
+        stable: accepted for the array standard; the order is stable even if False.
+
+    Returns:
+        int64, the shape of x.
+
+    Raises:
+        TypeError, ValueError: for an axis that is no int or out of range.
+
+    Example:
+        >>> et.argsort(et.ExTensor([3.0, 1.0, 2.0])).tolist()
+        [1, 2, 0]
     """
     tensors_only("argsort", x)
     at = axis_index("argsort", axis, x.ndim)
@@ -52,7 +68,24 @@ def argsort(x: ExTensor, axis: int = -1, descending: bool = False, stable: bool 
 
 @composite(samples=_samples, errors=_ERRORS)
 def sort(x: ExTensor, axis: int = -1, descending: bool = False, stable: bool = True) -> ExTensor:
-    """Give x sorted along ``axis``; see `argsort`."""
+    """The values of x in order along an axis; NaN is last, and first if ``descending``.
+
+    Args:
+        x: one axis or more.
+        axis: the axis to sort along.
+        descending: the largest value first.
+        stable: accepted for the array standard; the order is stable even if False.
+
+    Returns:
+        The shape and dtype of x.
+
+    Raises:
+        TypeError, ValueError: for an axis that is no int or out of range.
+
+    Example:
+        >>> et.sort(et.ExTensor([3.0, 1.0, 2.0]), descending=True).tolist()
+        [3.0, 2.0, 1.0]
+    """
     return gather(x, argsort(x, axis, descending), axis)
 
 
@@ -64,10 +97,24 @@ def sort(x: ExTensor, axis: int = -1, descending: bool = False, stable: bool = T
     errors=(BadInput((np.zeros((2, 3)), 4), ValueError, "expected 0..3"),),
 )
 def topk(x: ExTensor, k: int, axis: int = -1, largest: bool = True) -> tuple[ExTensor, ExTensor]:
-    """The k largest (or smallest) values along ``axis``, best first, and their positions.
+    """The k largest (or smallest) values along an axis, best first, and their positions.
+
+    Args:
+        x: one axis or more.
+        k: how many values.
+        axis: the axis to search.
+        largest: False gives the smallest values.
+
+    Returns:
+        The values and their positions (int64), both with ``axis`` of length k.
 
     Raises:
-        ValueError: if there are fewer than k.
+        TypeError, ValueError: for a bad axis, or fewer than k values along it.
+
+    Example:
+        >>> values, positions = et.topk(et.ExTensor([3.0, 9.0, 5.0]), 2)
+        >>> values.tolist(), positions.tolist()
+        ([9.0, 5.0], [1, 2])
     """
     tensors_only("topk", x)
     at = axis_index("topk", axis, x.ndim)
@@ -85,10 +132,23 @@ def topk(x: ExTensor, k: int, axis: int = -1, largest: bool = True) -> tuple[ExT
     errors=(BadInput((np.zeros(3), 101.0), ValueError, "expected 0..100"),),
 )
 def percentile(x: ExTensor, q: float, axis: Axis = None, keepdims: bool = False) -> ExTensor:
-    """The q-th percentile over ``axis``, linear between the two nearest values; NaN if one is.
+    """The q-th percentile over axes, linear between the two nearest values.
+
+    Args:
+        x: any shape.
+        q: 0..100.
+        axis: the axes to reduce, all if None.
+        keepdims: keep the reduced axes, with length 1.
+
+    Returns:
+        The shape of x without the reduced axes; NaN where there is one.
 
     Raises:
-        ValueError: for q outside 0..100, or no values.
+        TypeError, ValueError: for q outside 0..100, a bad axis, or no values along it.
+
+    Example:
+        >>> et.percentile(et.ExTensor([1.0, 2.0, 3.0, 4.0]), 50).item()
+        2.5
     """
     tensors_only("percentile", x)
     if not 0 <= q <= 100:
@@ -120,5 +180,21 @@ def percentile(x: ExTensor, q: float, axis: Axis = None, keepdims: bool = False)
     errors=_ERRORS,
 )
 def median(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
-    """The middle value over ``axis``, the mean of the middle two of an even number."""
+    """The middle value over axes; the mean of the middle two of an even number of values.
+
+    Args:
+        x: any shape.
+        axis: the axes to reduce, all if None.
+        keepdims: keep the reduced axes, with length 1.
+
+    Returns:
+        The shape of x without the reduced axes; NaN where there is one.
+
+    Raises:
+        TypeError, ValueError: for a bad axis, or no values along it.
+
+    Example:
+        >>> et.median(et.ExTensor([[5.0, 1.0, 2.0], [4.0, 8.0, 6.0]]), axis=1).tolist()
+        [2.0, 6.0]
+    """
     return percentile(x, 50.0, axis, keepdims)

@@ -27,42 +27,114 @@ __all__ = [
 
 @unary_primitive("arccos", lambda g, out, x: -g / (1.0 - x * x).sqrt(), (-0.8, 0.8), reads="inputs")
 def acos(x: ExTensor, /) -> ExTensor:
-    """The inverse cosine in radians, 0..pi; NaN outside -1..1."""
+    """The inverse cosine.
+
+    Args:
+        x: any shape; values outside -1..1 give NaN.
+
+    Returns:
+        Angles in radians, 0..pi, in the shape of x; integers give float32.
+
+    Example:
+        >>> et.acos(et.ExTensor([1.0, 0.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [0.     1.5708])
+    """
     tensors_only("acos", x)
     return apply("acos", x)
 
 
 @unary_primitive("arcsin", lambda g, out, x: g / (1.0 - x * x).sqrt(), (-0.8, 0.8), reads="inputs")
 def asin(x: ExTensor, /) -> ExTensor:
-    """The inverse sine in radians, -pi/2..pi/2; NaN outside -1..1."""
+    """The inverse sine.
+
+    Args:
+        x: any shape; values outside -1..1 give NaN.
+
+    Returns:
+        Angles in radians, -pi/2..pi/2, in the shape of x; integers give float32.
+
+    Example:
+        >>> et.asin(et.ExTensor([0.0, 1.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [0.     1.5708])
+    """
     tensors_only("asin", x)
     return apply("asin", x)
 
 
 @unary_primitive("arctan", lambda g, out, x: g / (x * x + 1.0), (-2, 2), reads="inputs")
 def atan(x: ExTensor, /) -> ExTensor:
-    """The inverse tangent in radians, -pi/2..pi/2."""
+    """The inverse tangent.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        Angles in radians, -pi/2..pi/2, in the shape of x; integers give float32.
+
+    Example:
+        >>> et.atan(et.ExTensor([0.0, 1.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [0.     0.7854])
+    """
     tensors_only("atan", x)
     return apply("atan", x)
 
 
 @unary_primitive("sinh", lambda g, out, x: g * apply("cosh", x), (-2, 2), reads="inputs")
 def sinh(x: ExTensor, /) -> ExTensor:
-    """The hyperbolic sine."""
+    """The hyperbolic sine, ``(exp(x) - exp(-x)) / 2``.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.sinh(et.ExTensor([0.0, 1.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [0.     1.1752])
+    """
     tensors_only("sinh", x)
     return apply("sinh", x)
 
 
 @unary_primitive("cosh", lambda g, out, x: g * apply("sinh", x), (-2, 2), reads="inputs")
 def cosh(x: ExTensor, /) -> ExTensor:
-    """The hyperbolic cosine."""
+    """The hyperbolic cosine, ``(exp(x) + exp(-x)) / 2``.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.cosh(et.ExTensor([0.0, 1.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [1.     1.5431])
+    """
     tensors_only("cosh", x)
     return apply("cosh", x)
 
 
 @unary_primitive("arcsinh", lambda g, out, x: g / (x * x + 1.0).sqrt(), (-2, 2), reads="inputs")
 def asinh(x: ExTensor, /) -> ExTensor:
-    """The inverse hyperbolic sine."""
+    """The inverse hyperbolic sine, ``log(x + sqrt(x ** 2 + 1))``.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.asinh(et.ExTensor([0.0, 1.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [0.     0.8814])
+    """
     tensors_only("asinh", x)
     return apply("asinh", x)
 
@@ -71,14 +143,38 @@ def asinh(x: ExTensor, /) -> ExTensor:
     "arccosh", lambda g, out, x: g / ((x - 1.0).sqrt() * (x + 1.0).sqrt()), (1.5, 3), reads="inputs"
 )
 def acosh(x: ExTensor, /) -> ExTensor:
-    """The inverse hyperbolic cosine; NaN below 1."""
+    """The inverse hyperbolic cosine, ``log(x + sqrt(x ** 2 - 1))``.
+
+    Args:
+        x: any shape; values below 1 give NaN.
+
+    Returns:
+        Values of 0 or more in the shape of x; integers give float32.
+
+    Example:
+        >>> et.acosh(et.ExTensor([1.0, 2.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [0.    1.317])
+    """
     tensors_only("acosh", x)
     return apply("acosh", x)
 
 
 @unary_primitive("arctanh", lambda g, out, x: g / (1.0 - x * x), (-0.8, 0.8), reads="inputs")
 def atanh(x: ExTensor, /) -> ExTensor:
-    """The inverse hyperbolic tangent; infinite at -1 and 1, NaN outside."""
+    """The inverse hyperbolic tangent, ``log((1 + x) / (1 - x)) / 2``.
+
+    Args:
+        x: any shape; -1 and 1 give infinities, values beyond them NaN.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.atanh(et.ExTensor([0.0, 0.5, 1.0]))
+        ExTensor(shape=(3,), dtype=float32, device=cpu,
+          [0.     0.5493    inf])
+    """
     tensors_only("atanh", x)
     return apply("atanh", x)
 
@@ -90,7 +186,18 @@ def atanh(x: ExTensor, /) -> ExTensor:
     reads="output",
 )
 def reciprocal(x: ExTensor, /) -> ExTensor:
-    """1 / x; an infinity of x's sign at zero."""
+    """The reciprocal, ``1 / x``.
+
+    Args:
+        x: any shape; 0 gives an infinity with the sign of the zero.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.reciprocal(et.ExTensor([2.0, -0.0])).tolist()
+        [0.5, -inf]
+    """
     tensors_only("reciprocal", x)
     return apply("reciprocal", x)
 
@@ -108,7 +215,20 @@ def reciprocal(x: ExTensor, /) -> ExTensor:
     errors=BAD_BROADCAST,
 )
 def atan2(x1: Operand, x2: Operand, /) -> ExTensor:
-    """The angle of the point (x2, x1) in radians, -pi..pi, by the signs of both."""
+    """The angle of the point (x2, x1) from the positive axis of x2; the signs give the quadrant.
+
+    Args:
+        x1: the second coordinate of the point.
+        x2: the first coordinate; the two shapes broadcast.
+
+    Returns:
+        Angles in radians, -pi..pi; integers give float32.
+
+    Example:
+        >>> et.atan2(et.ExTensor([1.0, -1.0]), et.ExTensor([-1.0, -1.0]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [ 2.3562 -2.3562])
+    """
     return apply("atan2", *as_tensors("atan2", x1, x2))
 
 
@@ -121,7 +241,22 @@ def atan2(x1: Operand, x2: Operand, /) -> ExTensor:
     errors=BAD_BROADCAST,
 )
 def hypot(x1: Operand, x2: Operand, /) -> ExTensor:
-    """sqrt(x1**2 + x2**2) without overflow between; its gradient is not defined at the origin."""
+    """The length of the hypotenuse, ``sqrt(x1 ** 2 + x2 ** 2)``, without overflow of the squares.
+
+    The gradient is not defined where both are 0.
+
+    Args:
+        x1: one side.
+        x2: the other side; the two shapes broadcast.
+
+    Returns:
+        The broadcast shape; integers give float32.
+
+    Example:
+        >>> et.hypot(et.ExTensor([3.0, 3e30]), et.ExTensor([4.0, 4e30]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [5.e+00 5.e+30])
+    """
     return apply("hypot", *as_tensors("hypot", x1, x2))
 
 
@@ -138,5 +273,18 @@ def hypot(x1: Operand, x2: Operand, /) -> ExTensor:
     errors=BAD_BROADCAST,
 )
 def logaddexp(x1: Operand, x2: Operand, /) -> ExTensor:
-    """log(exp(x1) + exp(x2)) without overflow."""
+    """The logarithm of a sum of exponentials, ``log(exp(x1) + exp(x2))``, without overflow.
+
+    Args:
+        x1: the first exponent.
+        x2: the second; the two shapes broadcast.
+
+    Returns:
+        The broadcast shape; integers give float32.
+
+    Example:
+        >>> et.logaddexp(et.ExTensor(1000.0), et.ExTensor(1000.0))
+        ExTensor(shape=(), dtype=float32, device=cpu,
+          1000.6932)
+    """
     return apply("logaddexp", *as_tensors("logaddexp", x1, x2))

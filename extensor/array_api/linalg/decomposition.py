@@ -43,16 +43,43 @@ class SVDResult(NamedTuple):
 
 
 def eigh(x: ExTensor, /) -> EigResult:
-    """Eigenvalues (real, ascending) and eigenvectors of symmetric (Hermitian) (..., M, M).
+    """The eigenvalues and eigenvectors of symmetric (Hermitian) matrices.
+
+    Args:
+        x: (..., M, M), without gradient.
+
+    Returns:
+        A named tuple: ``eigenvalues`` (..., M), real and ascending, and ``eigenvectors`` in the
+        columns of (..., M, M).
 
     Raises:
         TypeError, ValueError: for what is no square matrix, or requires a gradient.
+
+    Example:
+        >>> et.linalg.eigh(et.ExTensor([[2.0, 0.0], [0.0, 1.0]])).eigenvalues
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [1. 2.])
     """
     return EigResult(*decompose("eigh", matrices("eigh", x)))
 
 
 def eigvalsh(x: ExTensor, /) -> ExTensor:
-    """As `eigh`, the eigenvalues alone."""
+    """The eigenvalues of symmetric (Hermitian) matrices.
+
+    Args:
+        x: (..., M, M), without gradient.
+
+    Returns:
+        (..., M), real and ascending.
+
+    Raises:
+        TypeError, ValueError: for what is no square matrix, or requires a gradient.
+
+    Example:
+        >>> et.linalg.eigvalsh(et.ExTensor([[2.0, 1.0], [1.0, 2.0]]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [1. 3.])
+    """
     return decompose("eigvalsh", matrices("eigvalsh", x))[0]
 
 
@@ -63,28 +90,61 @@ def _complex(routine: str, x: ExTensor) -> list[ExTensor]:
 
 
 def eig(x: ExTensor, /) -> EigResult:
-    """Eigenvalues and eigenvectors of any (..., M, M), both complex.
+    """The eigenvalues and eigenvectors of square matrices.
+
+    Args:
+        x: (..., M, M), without gradient.
+
+    Returns:
+        A named tuple: ``eigenvalues`` (..., M) and ``eigenvectors`` in the columns of (..., M, M),
+        both complex.
 
     Raises:
         TypeError, ValueError: for what is no square matrix, or requires a gradient.
+
+    Example:
+        >>> et.linalg.eig(et.ExTensor([[2.0, 0.0], [0.0, 1.0]])).eigenvalues.tolist()
+        [(2+0j), (1+0j)]
     """
     return EigResult(*_complex("eig", x))
 
 
 def eigvals(x: ExTensor, /) -> ExTensor:
-    """As `eig`, the eigenvalues alone."""
+    """The eigenvalues of square matrices.
+
+    Args:
+        x: (..., M, M), without gradient.
+
+    Returns:
+        (..., M), complex.
+
+    Raises:
+        TypeError, ValueError: for what is no square matrix, or requires a gradient.
+
+    Example:
+        >>> et.linalg.eigvals(et.ExTensor([[3.0, 0.0], [0.0, 1.0]])).tolist()
+        [(3+0j), (1+0j)]
+    """
     return _complex("eigvals", x)[0]
 
 
 def qr(x: ExTensor, /, *, mode: str = "reduced") -> QRResult:
-    """Orthonormal Q and upper triangular R with Q R = x, for (..., M, N).
+    """The orthonormal Q and upper triangular R with ``Q R = x``.
 
     Args:
-        x: the matrices.
+        x: (..., M, N), without gradient.
         mode: "reduced" for min(M, N) columns of Q, "complete" for M.
+
+    Returns:
+        A named tuple of ``Q`` and ``R``.
 
     Raises:
         TypeError, ValueError: for what is no matrix or requires a gradient, or another mode.
+
+    Example:
+        >>> q, r = et.linalg.qr(et.ones((3, 2)))
+        >>> q.shape, r.shape
+        ((3, 2), (2, 2))
     """
     matrices("qr", x, square=False)
     if mode not in ("reduced", "complete"):
@@ -93,21 +153,44 @@ def qr(x: ExTensor, /, *, mode: str = "reduced") -> QRResult:
 
 
 def svd(x: ExTensor, /, *, full_matrices: bool = True) -> SVDResult:
-    """U, S and Vh with U diag(S) Vh = x, for (..., M, N); S descends.
+    """The singular value decomposition ``U diag(S) Vh = x``.
 
     Args:
-        x: the matrices.
+        x: (..., M, N), without gradient.
         full_matrices: all M columns of U and N rows of Vh, or min(M, N) of both.
+
+    Returns:
+        A named tuple of ``U``, ``S`` (descending) and ``Vh``.
 
     Raises:
         TypeError, ValueError: for what is no matrix, or requires a gradient.
+
+    Example:
+        >>> et.linalg.svd(et.ExTensor([[3.0, 0.0], [0.0, 4.0]])).S
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [4. 3.])
     """
     matrices("svd", x, square=False)
     return SVDResult(*decompose("svd", x, full_matrices=bool(full_matrices)))
 
 
 def svdvals(x: ExTensor, /) -> ExTensor:
-    """As `svd`, the singular values alone."""
+    """The singular values of matrices.
+
+    Args:
+        x: (..., M, N), without gradient.
+
+    Returns:
+        (..., min(M, N)), descending.
+
+    Raises:
+        TypeError, ValueError: for what is no matrix, or requires a gradient.
+
+    Example:
+        >>> et.linalg.svdvals(et.ExTensor([[3.0, 0.0], [0.0, 4.0]]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [4. 3.])
+    """
     matrices("svdvals", x, square=False)
     return decompose("svd", x, "svdvals", compute_uv=False)[0]
 
@@ -121,14 +204,21 @@ def _cutoff(x: ExTensor, rtol: float | ExTensor | None) -> Any:
 
 
 def matrix_rank(x: ExTensor, /, *, rtol: float | ExTensor | None = None) -> ExTensor:
-    """How many singular values exceed the largest times ``rtol`` (int64), for (..., M, N): (...).
+    """How many singular values exceed the largest times ``rtol``.
 
     Args:
-        x: the matrices.
+        x: (..., M, N), without gradient.
         rtol: max(M, N) times the dtype's epsilon if None.
+
+    Returns:
+        int64 (...).
 
     Raises:
         TypeError, ValueError: for what is no matrix, or requires a gradient.
+
+    Example:
+        >>> et.linalg.matrix_rank(et.ones((3, 2))).item()
+        1
     """
     values, xp = svdvals(matrices("matrix_rank", x, square=False)).data, x.backend.xp
     limit = values[..., :1] * xp.asarray(_cutoff(x, rtol))[..., None]  # the largest comes first
@@ -136,14 +226,22 @@ def matrix_rank(x: ExTensor, /, *, rtol: float | ExTensor | None = None) -> ExTe
 
 
 def pinv(x: ExTensor, /, *, rtol: float | ExTensor | None = None) -> ExTensor:
-    """The Moore-Penrose inverse of (..., M, N): (..., N, M).
+    """The Moore-Penrose inverse.
 
     Args:
-        x: the matrices.
+        x: (..., M, N), without gradient.
         rtol: singular values up to the largest times this count as 0; as `matrix_rank` if None.
+
+    Returns:
+        (..., N, M).
 
     Raises:
         TypeError, ValueError: for what is no matrix, or requires a gradient.
+
+    Example:
+        >>> et.linalg.pinv(et.ExTensor([[2.0], [0.0]]))
+        ExTensor(shape=(1, 2), dtype=float32, device=cpu,
+          [[0.5 0. ]])
     """
     limit = _cutoff(matrices("pinv", x, square=False), rtol)
     return decompose("pinv", x, rcond=limit)[0]

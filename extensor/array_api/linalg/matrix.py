@@ -94,10 +94,20 @@ def _t(x: ExTensor) -> ExTensor:
     errors=(*_NOT_SQUARE, BadInput((np.zeros((2, 2)),), ValueError, "inv: Singular")),
 )
 def inv(x: ExTensor, /) -> ExTensor:
-    """The inverse of (..., M, M).
+    """The inverse of square matrices.
+
+    Args:
+        x: (..., M, M).
+
+    Returns:
+        (..., M, M); integers give float32.
 
     Raises:
         TypeError, ValueError: for what is no square matrix, or a singular one.
+
+    Example:
+        >>> et.linalg.inv(et.ExTensor([[2.0, 0.0], [0.0, 4.0]])).tolist()
+        [[0.5, 0.0], [0.0, 0.25]]
     """
     return apply("inv", matrices("inv", x))
 
@@ -113,10 +123,20 @@ def inv(x: ExTensor, /) -> ExTensor:
     errors=_NOT_SQUARE,
 )
 def det(x: ExTensor, /) -> ExTensor:
-    """The determinant of (..., M, M): (...); its gradient needs the inverse.
+    """The determinant of square matrices; its gradient needs the inverse.
+
+    Args:
+        x: (..., M, M).
+
+    Returns:
+        (...); integers give float32.
 
     Raises:
         TypeError, ValueError: for what is no square matrix.
+
+    Example:
+        >>> et.linalg.det(et.ExTensor([[2.0, 0.0], [0.0, 4.0]])).item()
+        8.0
     """
     return apply("det", matrices("det", x))
 
@@ -153,12 +173,23 @@ def decompose(routine: str, x: ExTensor, name: str | None = None, **options: Any
 
 
 def slogdet(x: ExTensor, /) -> SlogdetResult:
-    """The determinant of (..., M, M) in two parts: sign, and log of its magnitude (-inf for 0).
+    """The sign and the logarithm of the magnitude of a determinant, -inf for 0.
 
     The logarithm has a gradient where there is an inverse; the sign has none.
 
+    Args:
+        x: (..., M, M).
+
+    Returns:
+        A named tuple of ``sign`` and ``logabsdet``, both (...).
+
     Raises:
         TypeError, ValueError: for what is no square matrix.
+
+    Example:
+        >>> sign, logarithm = et.linalg.slogdet(et.ExTensor([[0.0, 1.0], [1.0, 0.0]]))
+        >>> sign.item(), logarithm.item()
+        (-1.0, 0.0)
     """
     sign, logarithm = decompose("slogdet", matrices("slogdet", x).detach())
     return SlogdetResult(sign, _logabsdet(x) if x.requires_grad else logarithm)
@@ -191,10 +222,21 @@ def _solve_left_vjp(g: ExTensor, out: ExTensor, a: ExTensor, b: ExTensor) -> ExT
     ),
 )
 def solve(x1: ExTensor, x2: ExTensor, /) -> ExTensor:
-    """What x1 (..., M, M) takes to x2: (..., M, K), leading axes broadcasting, or a vector (M,).
+    """The solution of ``x1 @ y = x2`` for y.
+
+    Args:
+        x1: (..., M, M).
+        x2: (..., M, K), leading axes broadcasting, or a vector (M,).
+
+    Returns:
+        (..., M, K), or (..., M) for a vector.
 
     Raises:
         TypeError, ValueError: for what is no square matrix, a singular one, or other lengths.
+
+    Example:
+        >>> et.linalg.solve(et.ExTensor([[2.0, 0.0], [0.0, 4.0]]), et.ExTensor([2.0, 2.0])).tolist()
+        [1.0, 0.5]
     """
     matrices("solve", x1)
     tensors_only("solve", x2)
@@ -242,14 +284,21 @@ def _positive_definite(rng: np.random.Generator, *shape: int) -> Any:
     errors=(*_NOT_SQUARE, BadInput((-np.eye(2),), ValueError, "cholesky: Matrix is not positive")),
 )
 def cholesky(x: ExTensor, /, *, upper: bool = False) -> ExTensor:
-    """The triangular L with L L^H = x, for symmetric (Hermitian) positive-definite (..., M, M).
+    """The triangular L with ``L L^H = x``, for symmetric (Hermitian) positive-definite matrices.
 
     Args:
-        x: of its Hermitian part, (x + x^H) / 2, if it is not symmetric.
+        x: (..., M, M); its Hermitian part, (x + x^H) / 2, if it is not symmetric.
         upper: give U = L^H instead.
+
+    Returns:
+        (..., M, M), triangular.
 
     Raises:
         TypeError, ValueError: for what is no square matrix, or not positive definite.
+
+    Example:
+        >>> et.linalg.cholesky(et.ExTensor([[4.0, 2.0], [2.0, 10.0]])).tolist()
+        [[2.0, 0.0], [1.0, 3.0]]
     """
     lower = apply("cholesky", matrices("cholesky", x))
     return conj(_t(lower)) if upper else lower
@@ -260,10 +309,21 @@ def cholesky(x: ExTensor, /, *, upper: bool = False) -> ExTensor:
     errors=(*(BadInput((b.args[0], 2), b.error, b.match) for b in _NOT_SQUARE),),
 )
 def matrix_power(x: ExTensor, n: int, /) -> ExTensor:
-    """(..., M, M) times itself, n factors; of the inverse if n is negative; a constant if n is 0.
+    """The product of n factors of a square matrix; of its inverse if n is negative.
+
+    Args:
+        x: (..., M, M).
+        n: the exponent; 0 gives the identity, without a gradient.
+
+    Returns:
+        (..., M, M).
 
     Raises:
         TypeError, ValueError: for what is no square matrix, or a singular one and n < 0.
+
+    Example:
+        >>> et.linalg.matrix_power(et.ExTensor([[1, 1], [0, 1]]), 5).tolist()
+        [[1, 5], [0, 1]]
     """
     matrices("matrix_power", x)
     base = inv(x) if n < 0 else x
@@ -285,10 +345,21 @@ def matrix_power(x: ExTensor, n: int, /) -> ExTensor:
     errors=NO_MATRIX,
 )
 def diagonal(x: ExTensor, /, *, offset: int = 0) -> ExTensor:
-    """Diagonal ``offset`` (above the main one if positive) of (..., M, N): (..., its length).
+    """A diagonal of matrices.
+
+    Args:
+        x: (..., M, N).
+        offset: which diagonal; 0 is the main one, positive ones are above it.
+
+    Returns:
+        (..., its length).
 
     Raises:
         TypeError, ValueError: for what is no matrix.
+
+    Example:
+        >>> et.linalg.diagonal(et.ExTensor([[1, 2], [3, 4]])).tolist()
+        [1, 4]
     """
     rows, columns = matrices("diagonal", x, square=False).shape[-2:]
     first, second = (0, offset) if offset >= 0 else (-offset, 0)
@@ -304,10 +375,22 @@ def diagonal(x: ExTensor, /, *, offset: int = 0) -> ExTensor:
     errors=NO_MATRIX,
 )
 def trace(x: ExTensor, /, *, offset: int = 0, dtype: DTypeLike | None = None) -> ExTensor:
-    """The sum of `diagonal`; ``dtype`` as of `sum`.
+    """The sum of a diagonal.
+
+    Args:
+        x: (..., M, N).
+        offset: which diagonal; 0 is the main one, positive ones are above it.
+        dtype: the dtype to compute in, as of `sum`.
+
+    Returns:
+        (...).
 
     Raises:
         TypeError, ValueError: for what is no matrix.
+
+    Example:
+        >>> et.linalg.trace(et.ExTensor([[1, 2], [3, 4]])).item()
+        5
     """
     return total(diagonal(matrices("trace", x, square=False), offset=offset), -1, dtype=dtype)
 
@@ -323,10 +406,22 @@ def trace(x: ExTensor, /, *, offset: int = 0, dtype: DTypeLike | None = None) ->
     ),
 )
 def cross(x1: ExTensor, x2: ExTensor, /, *, axis: int = -1) -> ExTensor:
-    """The cross product of vectors of 3 along ``axis`` (counted from the last), broadcasting.
+    """The cross product of vectors of three values.
+
+    Args:
+        x1: vectors of 3 along ``axis``.
+        x2: likewise; the other axes broadcast.
+        axis: counted from the last, so negative.
+
+    Returns:
+        The broadcast shape.
 
     Raises:
         TypeError, ValueError: for vectors of other lengths, or an axis that is not negative.
+
+    Example:
+        >>> et.linalg.cross(et.ExTensor([1, 0, 0]), et.ExTensor([0, 1, 0])).tolist()
+        [0, 0, 1]
     """
     tensors_only("cross", x1, x2)
     if axis >= 0:

@@ -59,17 +59,24 @@ def _root(squares: ExTensor) -> ExTensor:
 def matrix_norm(
     x: ExTensor, /, *, keepdims: bool = False, ord: float | str | None = "fro"
 ) -> ExTensor:
-    """The norm of (..., M, N): (...).
+    """The norm of matrices.
 
     Args:
-        x: the matrices.
+        x: (..., M, N).
         keepdims: keep the two axes, with length 1.
         ord: "fro" (or None): the root of the sum of squares; 1 or inf: the largest sum of
             magnitudes of a column or row, -1 or -inf the smallest; 2, -2, "nuc": the largest,
             smallest or sum of singular values (without a gradient).
 
+    Returns:
+        (...).
+
     Raises:
         TypeError, ValueError: for what is no matrix, or another ``ord``.
+
+    Example:
+        >>> et.linalg.matrix_norm(et.ExTensor([[3.0, 0.0], [0.0, 4.0]])).item()
+        5.0
     """
     x, rounded = _wide("matrix_norm", matrices("matrix_norm", x, square=False))
     norms: dict[Any, Callable[[], ExTensor]] = {
@@ -105,17 +112,24 @@ def vector_norm(
     keepdims: bool = False,
     ord: float = 2,
 ) -> ExTensor:
-    """The norm ``sum(abs(x)**ord)**(1/ord)`` over ``axis``, all axes if None.
+    """The norm ``sum(abs(x) ** ord) ** (1 / ord)`` over axes.
 
     Args:
         x: any shape.
-        axis: the axes to reduce.
+        axis: the axes to reduce, all if None.
         keepdims: keep the reduced axes, with length 1.
-        ord: any number but for: inf the largest and -inf the smallest magnitude, 0 how many
-            values are not zero.
+        ord: any number but for: inf the largest and -inf the smallest magnitude, 0 how many values
+            are not zero.
+
+    Returns:
+        The shape of x without the reduced axes.
 
     Raises:
         TypeError, ValueError: for an axis out of range.
+
+    Example:
+        >>> et.linalg.vector_norm(et.ExTensor([3.0, 4.0])).item()
+        5.0
     """
     x, rounded = _wide("vector_norm", x)
     norm = _vector_norm(x, axis_tuple("vector_norm", axis, x.ndim), keepdims, ord)

@@ -20,10 +20,20 @@ __all__ = ["matrix_transpose", "vecdot"]
     errors=(BadInput((np.zeros(3),), ValueError, "two axes or more"),),
 )
 def matrix_transpose(x: ExTensor, /) -> ExTensor:
-    """Give x with its last two axes exchanged.
+    """Exchange the last two axes.
+
+    Args:
+        x: (..., M, N).
+
+    Returns:
+        (..., N, M), a view of x.
 
     Raises:
-        ValueError: for fewer than two axes.
+        TypeError, ValueError: for fewer than two axes.
+
+    Example:
+        >>> et.linalg.matrix_transpose(et.ExTensor([[1, 2], [3, 4]])).tolist()
+        [[1, 3], [2, 4]]
     """
     tensors_only("matrix_transpose", x)
     if x.ndim < 2:
@@ -42,12 +52,22 @@ def matrix_transpose(x: ExTensor, /) -> ExTensor:
     ),
 )
 def vecdot(x1: ExTensor, x2: ExTensor, /, *, axis: int = -1) -> ExTensor:
-    """Dot products of vectors along ``axis`` (counted from the last), the rest broadcasting.
+    """The dot products of vectors along an axis, of complex ones with the conjugate of x1.
 
-    Those of complex numbers take the conjugate of x1.
+    Args:
+        x1: vectors along ``axis``.
+        x2: vectors of the same length; the other axes broadcast.
+        axis: counted from the last, so negative.
+
+    Returns:
+        The broadcast shape without the axis.
 
     Raises:
-        ValueError: for vectors of two lengths, or an axis that is not negative or out of range.
+        TypeError, ValueError: for vectors of two lengths, or an axis not negative or out of range.
+
+    Example:
+        >>> et.linalg.vecdot(et.ExTensor([[1, 2], [3, 4]]), et.ExTensor([1, 10])).tolist()
+        [21, 43]
     """
     tensors_only("vecdot", x1, x2)
     if axis >= 0:
