@@ -52,6 +52,10 @@ class Conv2d(GemmLayer):
     Raises:
         ValueError: for sizes out of range; when called, for an input that is not (N, C, H, W) or
             is smaller than the kernel.
+
+    >>> conv = et.nn.Conv2d(3, 16, kernel_size=3, stride=2, padding=1, rng=0)
+    >>> conv(et.zeros((8, 3, 32, 32))).shape
+    (8, 16, 16, 16)
     """
 
     def __init__(
@@ -128,8 +132,14 @@ def depthwise_conv2d(
         bias: whether there is one.
         rng: draws the initial weights.
 
+    Returns:
+        The layer; its weight is (C multiplier, 1, kh, kw).
+
     Raises:
         ValueError: for sizes out of range.
+
+    >>> et.nn.depthwise_conv2d(8, 3, multiplier=2).weight.shape
+    (16, 1, 3, 3)
     """
     return Conv2d(
         channels,
@@ -158,6 +168,12 @@ class SeparableConv2d(Module):
 
     Raises:
         ValueError: as `Conv2d`.
+
+    >>> layer = et.nn.SeparableConv2d(8, 16, 3, padding=1, rng=0)
+    >>> layer.depthwise.weight.shape, layer.pointwise.weight.shape
+    ((8, 1, 3, 3), (16, 8, 1, 1))
+    >>> layer(et.zeros((1, 8, 32, 32))).shape
+    (1, 16, 32, 32)
     """
 
     def __init__(
@@ -214,13 +230,28 @@ class MaxPool2d(_Pool2d):
     Raises:
         ValueError: for sizes out of range; when called, for an input that is not (N, C, H, W) or
             is smaller than the kernel.
+
+    >>> et.nn.MaxPool2d(2)(et.arange(16.0).reshape((1, 1, 4, 4))).tolist()
+    [[[[5.0, 7.0], [13.0, 15.0]]]]
     """
 
     function = staticmethod(max_pool2d)
 
 
 class AvgPool2d(_Pool2d):
-    """The mean of each window; padding counts as zeros. Arguments and errors as for `MaxPool2d`."""
+    """The mean of each window; padding counts as zeros.
+
+    Args:
+        kernel_size: one number or (height, width), as are stride and padding.
+        stride: window step; None, the kernel size.
+        padding: zeros on each side, at most half the kernel size.
+
+    Raises:
+        ValueError: as `MaxPool2d`.
+
+    >>> et.nn.AvgPool2d(2)(et.arange(16.0).reshape((1, 1, 4, 4))).tolist()
+    [[[[2.5, 4.5], [10.5, 12.5]]]]
+    """
 
     function = staticmethod(avg_pool2d)
 
@@ -230,6 +261,9 @@ class GlobalAvgPool2d(Module):
 
     Raises:
         ValueError: when called, for an input that is not (N, C, H, W).
+
+    >>> et.nn.GlobalAvgPool2d()(et.arange(8.0).reshape((1, 2, 2, 2))).tolist()
+    [[1.5, 5.5]]
     """
 
     def forward(self, x: ExTensor) -> ExTensor:

@@ -31,7 +31,16 @@ class Dropout(Module):
     Attributes:
         draws: int64 (2,): the seed, and the calls in training so far.
 
+    Raises:
+        ValueError: for a ``p`` outside [0, 1).
+
     Source: Srivastava et al., JMLR 15 (2014), in the form that changes nothing in evaluation.
+
+    >>> drop = et.nn.Dropout(p=0.5, rng=0)
+    >>> drop(et.ones((8,))).tolist()
+    [0.0, 2.0, 2.0, 2.0, 0.0, 2.0, 0.0, 0.0]
+    >>> drop.eval()(et.ones((2,))).tolist()
+    [1.0, 1.0]
     """
 
     def __init__(self, p: float = 0.5, rng: Seed = None) -> None:
@@ -63,8 +72,16 @@ class Dropout(Module):
 class Dropout2d(Dropout):
     """Zeroes whole channels of an (N, C, H, W) input; otherwise as `Dropout`.
 
+    Args:
+        p: probability of zeroing a channel, in [0, 1).
+        rng: draws the seed; see `init.as_rng`.
+
     Raises:
-        ValueError: when called in training, for an input that is not (N, C, H, W).
+        ValueError: for a ``p`` outside [0, 1); when called in training, for an input that is not
+            (N, C, H, W).
+
+    >>> et.nn.Dropout2d(p=0.5, rng=0)(et.ones((1, 4, 2, 2))).max(axis=(2, 3)).tolist()
+    [[0.0, 2.0, 2.0, 2.0]]
     """
 
     def mask_shape(self, x: ExTensor) -> tuple[int, ...]:

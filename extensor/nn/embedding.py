@@ -29,6 +29,10 @@ class Embedding(Module):
     Raises:
         ValueError: for sizes below 1; when called, for a number outside 0..count - 1.
         TypeError: when called with anything but an integer tensor.
+
+    >>> table = et.nn.Embedding(count=100, size=16, rng=0)
+    >>> table(et.ExTensor([[1, 2, 3]])).shape
+    (1, 3, 16)
     """
 
     role = "embedding"

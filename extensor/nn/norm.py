@@ -37,6 +37,12 @@ class BatchNorm2d(Module):
     Raises:
         ValueError: for arguments out of range; when called, for an input that is not (N, C, H, W),
             or in training has only one value per channel.
+
+    >>> norm = et.nn.BatchNorm2d(1)
+    >>> norm(et.ExTensor([[[[0.0, 2.0]]]])).numpy().round(3)
+    array([[[[-1.,  1.]]]], dtype=float32)
+    >>> norm.running_mean.numpy(), norm.running_var.numpy()
+    (array([0.1], dtype=float32), array([1.1], dtype=float32))
     """
 
     def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
@@ -99,6 +105,10 @@ class LayerNorm(Module):
     Raises:
         ValueError: for lengths below 1 or an eps not above 0; when called, for an input whose
             last axes are not ``shape``.
+
+    >>> et.nn.LayerNorm(2)(et.ExTensor([[0.0, 2.0], [5.0, 5.0]])).numpy().round(3)
+    array([[-1.,  1.],
+           [ 0.,  0.]], dtype=float32)
     """
 
     def __init__(self, shape: int | tuple[int, ...], eps: float = 1e-5, bias: bool = True) -> None:
@@ -148,6 +158,9 @@ class RMSNorm(Module):
     Raises:
         ValueError: for a size below 1 or an eps not above 0; when called, for an input whose last
             axis is not ``size`` long.
+
+    >>> et.nn.RMSNorm(2)(et.ExTensor([[3.0, -3.0]])).numpy().round(3)
+    array([[ 1., -1.]], dtype=float32)
     """
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
@@ -179,6 +192,9 @@ class GroupNorm(Module):
 
     Raises:
         ValueError: for arguments out of range; when called, for an input that is not (N, C, ...).
+
+    >>> et.nn.GroupNorm(groups=2, channels=4)(et.ExTensor([[0.0, 2.0, 4.0, 4.0]])).numpy().round(3)
+    array([[-1.,  1.,  0.,  0.]], dtype=float32)
     """
 
     def __init__(self, groups: int, channels: int, eps: float = 1e-5) -> None:
@@ -213,7 +229,18 @@ class GroupNorm(Module):
 
 
 class InstanceNorm(GroupNorm):
-    """`GroupNorm` with every channel its own group (arXiv 1607.08022)."""
+    """`GroupNorm` with every channel its own group (arXiv 1607.08022).
+
+    Args:
+        channels: C, 1 or more.
+        eps: above 0.
+
+    Raises:
+        ValueError: as `GroupNorm`.
+
+    >>> et.nn.InstanceNorm(1)(et.ExTensor([[[[0.0, 2.0]]]])).numpy().round(3)
+    array([[[[-1.,  1.]]]], dtype=float32)
+    """
 
     def __init__(self, channels: int, eps: float = 1e-5) -> None:
         super().__init__(channels, channels, eps)

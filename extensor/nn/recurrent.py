@@ -185,6 +185,11 @@ class LSTM(Recurrent):
     Raises:
         ValueError: for sizes below 1, or dropout with one layer; when called, for an input that is
             not (T, B, I) or has no step, or states of other shapes.
+
+    >>> lstm = et.nn.LSTM(8, 16, num_layers=2, batch_first=True, rng=0)
+    >>> y, (h, c) = lstm(et.zeros((4, 10, 8)))
+    >>> y.shape, h.shape, c.shape
+    ((4, 10, 16), (2, 4, 16), (2, 4, 16))
     """
 
     gates, states = 4, 2
@@ -192,7 +197,18 @@ class LSTM(Recurrent):
     def forward(
         self, x: ExTensor, state: tuple[ExTensor, ExTensor] | None = None
     ) -> tuple[ExTensor, tuple[ExTensor, ExTensor]]:
-        """The outputs of all steps, and the last (h, c), each (layers * directions, B, H)."""
+        """Run the whole sequence.
+
+        Args:
+            x: (T, B, I), or (B, T, I) with ``batch_first``.
+            state: the first (h, c), each (layers * directions, B, H); None, zeros.
+
+        Returns:
+            The outputs of all steps, (T, B, directions * H) or batch first, and the last (h, c).
+
+        >>> lstm = et.nn.LSTM(8, 16, rng=0)
+        >>> y, (h, c) = lstm.forward(et.zeros((10, 4, 8)))
+        """
         output, (h, c) = self.run(*self.sequence(x, state))
         return self.ordered(output), (h, c)
 
@@ -209,16 +225,40 @@ class GRU(Recurrent):
 
     r, z = sigmoid of W x + b + R h + c, for each gate its own; n = tanh(W x + b + r (R h + c));
     h' = (1 - z) n + z h (Cho et al., arXiv 1406.1078, with the reset after the product, as in
-    cuDNN). Arguments and errors as for `LSTM`; there is one state, h.
+    cuDNN).
+
+    Args:
+        input_size: I, length of each step's vector.
+        hidden_size: H, length of the output, which is the only state.
+        num_layers, bias, batch_first, dropout, bidirectional, rng: as for `LSTM`.
 
     Attributes:
         cells: a `RecurrentCell` for each layer and direction, its gates in the order r, z, n.
+
+    Raises:
+        ValueError: as `LSTM`.
+
+    >>> gru = et.nn.GRU(8, 16, bidirectional=True, rng=0)
+    >>> y, h = gru(et.zeros((10, 4, 8)))
+    >>> y.shape, h.shape
+    ((10, 4, 32), (2, 4, 16))
     """
 
     gates, states = 3, 1
 
     def forward(self, x: ExTensor, state: ExTensor | None = None) -> tuple[ExTensor, ExTensor]:
-        """The outputs of all steps, and the last h, (layers * directions, B, H)."""
+        """Run the whole sequence.
+
+        Args:
+            x: (T, B, I), or (B, T, I) with ``batch_first``.
+            state: the first h, (layers * directions, B, H); None, zeros.
+
+        Returns:
+            The outputs of all steps, (T, B, directions * H) or batch first, and the last h.
+
+        >>> gru = et.nn.GRU(8, 16, rng=0)
+        >>> y, h = gru.forward(et.zeros((10, 4, 8)), et.zeros((1, 4, 16)))
+        """
         output, (h,) = self.run(*self.sequence(x, None if state is None else (state,)))
         return self.ordered(output), h
 

@@ -43,6 +43,9 @@ class FeedForward(Module):
     Raises:
         ValueError: for sizes below 1 or an unknown activation; when called, for an input that is
             not (..., width).
+
+    >>> et.nn.FeedForward(64, 256, "swiglu", rng=0)(et.zeros((2, 10, 64))).shape
+    (2, 10, 64)
     """
 
     def __init__(
@@ -81,6 +84,10 @@ class TransformerBlock(Module):
             that is not (..., T, width).
 
     Source: GPT-2 (Radford et al. 2019, section 2.3); arXiv 2002.04745 on where the norm stands.
+
+    >>> block = et.nn.TransformerBlock(64, heads=4, norm="rms", causal=True, rotary=10000.0, rng=0)
+    >>> block(et.zeros((2, 10, 64))).shape
+    (2, 10, 64)
     """
 
     feeds_layers = ("norm1", "norm2")
