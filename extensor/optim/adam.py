@@ -30,6 +30,13 @@ class Adam(Optimizer):
 
     Raises:
         ValueError: for an option out of range.
+
+    >>> w = et.nn.Parameter([1.0, -2.0])
+    >>> optimizer = et.optim.Adam([w], lr=0.1)
+    >>> w.square().sum().backward()
+    >>> optimizer.step()
+    >>> w.numpy().round(4)
+    array([ 0.9, -1.9], dtype=float32)
     """
 
     ranges = MappingProxyType(
@@ -109,8 +116,25 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam whose weight decay acts on the weight itself: ``w *= 1 - lr * weight_decay`` first.
 
-    Source: arXiv 1711.05101, algorithm 2, with the schedule folded into ``lr``. Arguments and
-    errors as for `Adam`.
+    Args:
+        params: see `Optimizer`.
+        lr: learning rate, 0 or more.
+        betas: decay of the two averages, each in [0, 1); in a group, ``beta1`` and ``beta2``.
+        eps: added to the denominator, above 0.
+        weight_decay: 0 or more.
+        states: how the state is stored; see `Optimizer`.
+
+    Raises:
+        ValueError: for an option out of range.
+
+    Source: arXiv 1711.05101, algorithm 2, with the schedule folded into ``lr``.
+
+    >>> layer = et.nn.Linear(64, 64, rng=0)
+    >>> optimizer = et.optim.AdamW(layer.named_parameters(), lr=1e-3, states="mxfp8_e4m3")
+    >>> layer(et.ones((8, 64))).mean().backward()
+    >>> optimizer.step()
+    >>> optimizer.nbytes
+    8580
     """
 
     decoupled = True

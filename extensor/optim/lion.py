@@ -26,6 +26,13 @@ class Lion(Optimizer):
 
     Raises:
         ValueError: for an option out of range.
+
+    >>> w = et.nn.Parameter([1.0, -2.0])
+    >>> optimizer = et.optim.Lion([w], lr=0.25)
+    >>> w.square().sum().backward()
+    >>> optimizer.step()
+    >>> w.tolist()
+    [0.75, -1.75]
     """
 
     ranges = MappingProxyType({**Optimizer.ranges, "beta1": FRACTION, "beta2": FRACTION})

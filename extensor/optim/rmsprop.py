@@ -26,6 +26,13 @@ class Adagrad(Optimizer):
 
     Raises:
         ValueError: for an option out of range.
+
+    >>> w = et.nn.Parameter([1.0, -2.0])
+    >>> optimizer = et.optim.Adagrad([w], lr=0.5)
+    >>> w.square().sum().backward()
+    >>> optimizer.step()
+    >>> w.numpy().round(4)
+    array([ 0.5, -1.5], dtype=float32)
     """
 
     ranges = MappingProxyType({**Optimizer.ranges, "eps": POSITIVE})
@@ -77,6 +84,13 @@ class RMSprop(Optimizer):
 
     Raises:
         ValueError: for an option out of range.
+
+    >>> w = et.nn.Parameter([1.0, -2.0])
+    >>> optimizer = et.optim.RMSprop([w], lr=0.01)
+    >>> w.square().sum().backward()
+    >>> optimizer.step()
+    >>> w.numpy().round(4)
+    array([ 0.9, -1.9], dtype=float32)
     """
 
     ranges = MappingProxyType(

@@ -30,6 +30,13 @@ class SGD(Optimizer):
 
     Raises:
         ValueError: for an option out of range, or Nesterov without momentum.
+
+    >>> w = et.nn.Parameter([1.0, 2.0])
+    >>> optimizer = et.optim.SGD([w], lr=0.5, momentum=0.9)
+    >>> w.square().sum().backward()
+    >>> optimizer.step()
+    >>> w.tolist()
+    [0.0, 0.0]
     """
 
     ranges = MappingProxyType({**Optimizer.ranges, "momentum": FRACTION})
@@ -113,6 +120,13 @@ class LARS(SGD):
 
     Raises:
         ValueError: for an option out of range.
+
+    >>> w = et.nn.Parameter([3.0, 4.0])
+    >>> optimizer = et.optim.LARS([w], lr=1.0, momentum=0.0, trust=0.1)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.numpy().round(4)
+    array([2.6464, 3.6464], dtype=float32)
     """
 
     ranges = MappingProxyType({**SGD.ranges, "trust": POSITIVE})
