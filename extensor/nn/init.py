@@ -193,6 +193,7 @@ def trunc_normal(
     Raises:
         ValueError: if ``std`` is not above 0, or ``bound`` below 1/4 (redrawing would take long).
 
+    >>> import numpy as np
     >>> w = et.nn.init.trunc_normal((1000,), rng=0, std=0.02)
     >>> bool(abs(w).max() <= np.float32(0.04))
     True
@@ -224,6 +225,7 @@ def orthogonal(shape: Shape, rng: Seed = None, gain: float = 1.0) -> Array:
     Raises:
         ValueError: for a shape of fewer than two axes, or a gain not above 0.
 
+    >>> import numpy as np
     >>> q = et.nn.init.orthogonal((2, 8), rng=0)
     >>> bool(np.allclose(q @ q.T, np.eye(2), atol=1e-6))
     True

@@ -18,6 +18,7 @@ class Parameter(ExTensor):
         dtype: converted to this dtype.
         device: ``"cpu"`` or ``"cuda"``; None is EXTENSOR_DEVICE, and the CPU without it.
 
+    >>> import numpy as np
     >>> et.nn.Parameter(np.zeros((2, 3), np.float32)).requires_grad
     True
     """

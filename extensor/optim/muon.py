@@ -29,6 +29,7 @@ def orthogonalize(matrix: Array, xp: Any) -> Array:
     Returns:
         The same shape.
 
+    >>> import numpy as np
     >>> from extensor.optim.muon import orthogonalize
     >>> matrix = np.random.default_rng(0).standard_normal((8, 4))
     >>> values = np.linalg.svd(orthogonalize(matrix, np), compute_uv=False)

@@ -242,6 +242,12 @@ class Optimizer(ABC):
 
         Returns:
             The gradient and the options, here as they were given.
+
+        >>> import numpy as np
+        >>> from extensor.optim.params import Segment
+        >>> optimizer = et.optim.SGD([et.nn.Parameter([1.0])], lr=0.1)
+        >>> optimizer.prepare(np, Segment(np.ones(1), np.ones(1), {}), {"lr": 0.1})
+        (array([1.]), {'lr': 0.1})
         """
         return whole.grad, options
 
