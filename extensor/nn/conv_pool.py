@@ -158,13 +158,18 @@ class SeparableConv2d(Module):
     """A depthwise convolution, then one of kernel size 1 (arXiv 1610.02357; 1704.04861, 3.1).
 
     Args:
-        in_channels, out_channels: C and O, 1 or more.
-        kernel_size, stride, padding, dilation: of the depthwise convolution; see `Conv2d`.
+        in_channels: C, 1 or more.
+        out_channels: O, 1 or more.
+        kernel_size: of the depthwise convolution, as are the next three; see `Conv2d`.
+        stride: step of the window.
+        padding: zeros on each side.
+        dilation: spacing of the kernel's elements.
         bias: whether both have biases.
         rng: draws the initial weights.
 
     Attributes:
-        depthwise, pointwise: the two `Conv2d`.
+        depthwise: the first `Conv2d`.
+        pointwise: the second.
 
     Raises:
         ValueError: as `Conv2d`.
@@ -172,8 +177,6 @@ class SeparableConv2d(Module):
     >>> layer = et.nn.SeparableConv2d(8, 16, 3, padding=1, rng=0)
     >>> layer.depthwise.weight.shape, layer.pointwise.weight.shape
     ((8, 1, 3, 3), (16, 8, 1, 1))
-    >>> layer(et.zeros((1, 8, 32, 32))).shape
-    (1, 16, 32, 32)
     """
 
     def __init__(

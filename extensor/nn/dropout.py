@@ -48,7 +48,7 @@ class Dropout(Module):
         seed = int(init.as_rng(rng).integers(1 << 62))
         self.draws = Buffer(np.array([seed, 0], np.int64))
 
-    def mask_shape(self, x: ExTensor) -> tuple[int, ...]:
+    def _mask_shape(self, x: ExTensor) -> tuple[int, ...]:
         """The shape of the mask, which is broadcast to x."""
         return x.shape
 
@@ -58,7 +58,7 @@ class Dropout(Module):
         if not self.training or self.p == 0.0:
             return x
         backend, draws = self.draws.backend, self.draws.data
-        mask = wrap(backend.dropout_mask(draws, self.mask_shape(x), self.p), backend)
+        mask = wrap(backend.dropout_mask(draws, self._mask_shape(x), self.p), backend)
         with no_grad():
             self.draws.assign_(draws + backend.xp.arange(2))
         mask = mask.to(x.device)
@@ -84,7 +84,7 @@ class Dropout2d(Dropout):
     [[0.0, 2.0, 2.0, 2.0]]
     """
 
-    def mask_shape(self, x: ExTensor) -> tuple[int, ...]:
+    def _mask_shape(self, x: ExTensor) -> tuple[int, ...]:
         """(N, C, 1, 1)."""
         check_images("Dropout2d", x)
         return (*x.shape[:2], 1, 1)

@@ -54,13 +54,17 @@ class Module:
         """Compute the module's output; subclasses define it, and callers call the module itself.
 
         Args:
-            args, kwargs: what the subclass takes.
+            *args: what the subclass takes.
+            **kwargs: likewise.
 
         Returns:
             What the subclass gives.
 
         Raises:
             TypeError: in a class that defines no ``forward``.
+
+        >>> et.nn.ReLU().forward(et.ExTensor([-1.0, 2.0])).tolist()
+        [0.0, 2.0]
         """
         raise TypeError(f"{type(self).__name__} defines no forward(); it cannot be called")
 

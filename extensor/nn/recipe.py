@@ -88,6 +88,12 @@ def round_norms(model: Module, narrow: bool) -> None:
     Args:
         model: its norms named in `Module.feeds_layers` are set.
         narrow: True rounds.
+
+    >>> from extensor.nn.recipe import round_norms
+    >>> block = et.nn.TransformerBlock(64, heads=4)
+    >>> round_norms(block, narrow=True)
+    >>> block.norm1.narrow
+    True
     """
     for module in model.modules():
         for name in module.feeds_layers:

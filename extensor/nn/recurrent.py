@@ -94,7 +94,7 @@ class Recurrent(Module):
     def step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
         """The state after a step, the output first; ``given`` is the input's product (B, G H)."""
 
-    def run(self, x: ExTensor, state: State) -> tuple[ExTensor, State]:
+    def _run(self, x: ExTensor, state: State) -> tuple[ExTensor, State]:
         """Run all layers on (T, B, I) from first states, each (layers * directions, B, H).
 
         Returns:
@@ -123,7 +123,7 @@ class Recurrent(Module):
         joined = stack(outputs)
         return flip(joined, 0) if backward else joined, state
 
-    def sequence(self, x: ExTensor, state: Sequence[ExTensor] | None) -> tuple[ExTensor, State]:
+    def _sequence(self, x: ExTensor, state: Sequence[ExTensor] | None) -> tuple[ExTensor, State]:
         """Check the input and the first states: the input as (T, B, I), and states or zeros."""
         name = type(self).__name__
         tensors_only(name, x)
@@ -149,7 +149,7 @@ class Recurrent(Module):
             )
         return x, tuple(state)
 
-    def ordered(self, output: ExTensor) -> ExTensor:
+    def _ordered(self, output: ExTensor) -> ExTensor:
         """The output with its axes in the order of the input's."""
         return output.swapaxes(0, 1) if self.batch_first else output
 
@@ -209,8 +209,8 @@ class LSTM(Recurrent):
         >>> lstm = et.nn.LSTM(8, 16, rng=0)
         >>> y, (h, c) = lstm.forward(et.zeros((10, 4, 8)))
         """
-        output, (h, c) = self.run(*self.sequence(x, state))
-        return self.ordered(output), (h, c)
+        output, (h, c) = self._run(*self._sequence(x, state))
+        return self._ordered(output), (h, c)
 
     def step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
         """(h, c) after a step."""
@@ -259,8 +259,8 @@ class GRU(Recurrent):
         >>> gru = et.nn.GRU(8, 16, rng=0)
         >>> y, h = gru.forward(et.zeros((10, 4, 8)), et.zeros((1, 4, 16)))
         """
-        output, (h,) = self.run(*self.sequence(x, None if state is None else (state,)))
-        return self.ordered(output), h
+        output, (h,) = self._run(*self._sequence(x, None if state is None else (state,)))
+        return self._ordered(output), h
 
     def step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
         """(h,) after a step."""

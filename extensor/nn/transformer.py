@@ -72,10 +72,13 @@ class TransformerBlock(Module):
 
     Args:
         width: length of each token's vector.
-        heads, kv_heads, causal, rotary: see `MultiheadAttention`.
+        heads: query heads; see `MultiheadAttention`.
+        kv_heads: key and value heads; None, as many as ``heads``.
         hidden: width inside the feed-forward layers; None, four times ``width``.
         norm: "layer" (LayerNorm) or "rms" (RMSNorm).
         activation: see `FeedForward`.
+        causal: whether a token sees only itself and those before it.
+        rotary: base of the rotary position embedding; None for none.
         bias: whether the Linear layers and LayerNorm have biases.
         rng: draws the initial weights.
 

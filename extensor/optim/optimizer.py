@@ -181,6 +181,17 @@ class Optimizer(ABC):
             part: the arrays, with two of scratch.
             options: the group's options.
             step: how many updates this parameter has had, this one included.
+
+        >>> class SignSGD(et.optim.Optimizer):
+        ...     def slots(self, options):
+        ...         return ()
+        ...     def update(self, backend, part, options, step):
+        ...         part.weight[...] -= options["lr"] * backend.xp.sign(part.grad)
+        >>> w = et.nn.Parameter([1.0, 2.0])
+        >>> w.square().sum().backward()
+        >>> SignSGD([w], lr=0.5).step()
+        >>> w.tolist()
+        [0.5, 1.5]
         """
 
     def factors(self, options: Mapping[str, Any], step: int) -> Mapping[str, float]:
@@ -225,6 +236,15 @@ class Optimizer(ABC):
 
         Raises:
             TypeError: in an optimizer with `multi_tensor` that does not define it.
+
+        >>> import numpy as np
+        >>> from extensor.backends.registry import get
+        >>> optimizer = et.optim.SGD([et.nn.Parameter([1.0])], lr=0.5)
+        >>> w, g = np.ones(2, np.float32), np.ones(2, np.float32)
+        >>> factors = optimizer.factors(optimizer.groups[0].options, step=1)
+        >>> query = optimizer.update_multi_tensor(get("cpu"), [(w, g, {})], [factors])
+        >>> w.tolist()
+        [0.5, 0.5]
         """
         raise TypeError(
             f"{type(self).__name__} says multi_tensor: expected its update_multi_tensor"
