@@ -255,13 +255,14 @@ def load_quantized(path: str | os.PathLike[str], model: Module) -> Module:
     state: RecipeState | None = None
     try:
         for name, entry in content["layers"].items():
-            packed, operand = checkpoint.tensors[f"{name}.weight"], entry["activations"]
+            weight = f"{name}.weight" if name else "weight"  # the model itself may be the layer
+            packed, operand = checkpoint.tensors[weight], entry["activations"]
             if isinstance(operand, dict):
                 operand = QuantSpec.from_dict(operand)
             entry_scale = entry["static_scale"]
             static = None if entry_scale is None else StaticScale(**entry_scale)
             if not isinstance(packed, QuantArray):
-                raise TypeError(f"{name}.weight is not packed")
+                raise TypeError(f"{weight} is not packed")
             layer = LayerRecipe(Gemm(operand, packed.spec), dense, dense)
             state = state or RecipeState(Recipe(content["scheme"], content["doc"], layer))
             _check_fit(name, known.get(name), packed, list(known))
