@@ -42,11 +42,11 @@ class _Activation(Module):
         self.options: dict[str, Any] = {}
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """The function of ``x``."""
+        """See :meth:`extensor.nn.Module.forward`."""
         return type(self).function(x, **self.options)
 
     def extra_repr(self) -> str:
-        """The options."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return ", ".join(f"{name}={value}" for name, value in self.options.items())
 
 
@@ -261,5 +261,5 @@ class PReLU(Module):
         self.slope = Parameter(np.asarray(slope, np.float32))
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """The function of ``x``."""
+        """See :meth:`extensor.nn.Module.forward`."""
         return activation.prelu(x, self.slope)

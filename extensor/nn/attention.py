@@ -115,7 +115,7 @@ class MultiheadAttention(Module):
         self.out = Linear(width, width, bias, rng)
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(..., T, width) -> the same."""
+        """See :meth:`extensor.nn.Module.forward`: (..., T, width) -> the same."""
         tensors_only("MultiheadAttention", x)
         if x.ndim < 2 or x.shape[-1] != self.width or not x.shape[-2]:
             raise ValueError(
@@ -136,7 +136,7 @@ class MultiheadAttention(Module):
         return self.out(mixed.swapaxes(-2, -3).reshape(x.shape))
 
     def extra_repr(self) -> str:
-        """Its sizes and options."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return (
             f"{self.width}, heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal}, "
             f"rotary={self.rotary}"

@@ -61,7 +61,7 @@ class Sequential(_Container):
             setattr(self, name, layer)
 
     def forward(self, x: Any) -> Any:
-        """The last module's output."""
+        """See :meth:`extensor.nn.Module.forward`: the last module's output."""
         for layer in self:
             x = layer(x)
         return x
@@ -121,7 +121,7 @@ class Flatten(Module):
         self.start = check_size("start", start, 0)
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """The same values with fewer axes."""
+        """See :meth:`extensor.nn.Module.forward`: the same values with fewer axes."""
         tensors_only("Flatten", x)
         if x.ndim <= self.start:
             raise ValueError(
@@ -130,5 +130,5 @@ class Flatten(Module):
         return x.reshape((*x.shape[: self.start], math.prod(x.shape[self.start :])))
 
     def extra_repr(self) -> str:
-        """The first axis joined, if it is not the default."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return "" if self.start == 1 else f"start={self.start}"

@@ -89,7 +89,7 @@ class Conv2d(GemmLayer):
         self.quant = None
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(N, C, H, W) -> (N, O, Ho, Wo)."""
+        """See :meth:`extensor.nn.Module.forward`: (N, C, H, W) -> (N, O, Ho, Wo)."""
         check_images("Conv2d", x, self.in_channels)
         options = (self.stride, self.padding, self.dilation, self.groups)
         if self.quant is None:
@@ -100,7 +100,7 @@ class Conv2d(GemmLayer):
         return quantized_conv2d(x, self.weight, self.quant, *options, self.bias)
 
     def extra_repr(self) -> str:
-        """Its sizes, and the options that are not the defaults."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         options = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
         for name, default in (("stride", (1, 1)), ("padding", (0, 0)), ("dilation", (1, 1))):
             if getattr(self, name) != default:
@@ -197,7 +197,7 @@ class SeparableConv2d(Module):
         self.pointwise = Conv2d(in_channels, out_channels, 1, bias=bias, rng=generator)
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(N, C, H, W) -> (N, O, Ho, Wo)."""
+        """See :meth:`extensor.nn.Module.forward`: (N, C, H, W) -> (N, O, Ho, Wo)."""
         out: ExTensor = self.pointwise(self.depthwise(x))
         return out
 
@@ -214,11 +214,11 @@ class _Pool2d(Module):
         self.padding = int_pair(name, "padding", padding, 0)
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(N, C, H, W) -> (N, C, Ho, Wo)."""
+        """See :meth:`extensor.nn.Module.forward`: (N, C, H, W) -> (N, C, Ho, Wo)."""
         return type(self).function(x, self.kernel_size, self.stride, self.padding)
 
     def extra_repr(self) -> str:
-        """Its window."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
 
 
@@ -270,6 +270,6 @@ class GlobalAvgPool2d(Module):
     """
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(N, C, H, W) -> (N, C)."""
+        """See :meth:`extensor.nn.Module.forward`: (N, C, H, W) -> (N, C)."""
         check_images("GlobalAvgPool2d", x)
         return x.mean(axis=(2, 3))

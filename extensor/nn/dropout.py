@@ -53,7 +53,7 @@ class Dropout(Module):
         return x.shape
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """The same shape; ``x`` itself in evaluation."""
+        """See :meth:`extensor.nn.Module.forward`: the same shape; ``x`` itself in evaluation."""
         tensors_only("Dropout", x)
         if not self.training or self.p == 0.0:
             return x
@@ -65,7 +65,7 @@ class Dropout(Module):
         return x * mask.astype(x.dtype) if x.dtype.is_float else x * mask
 
     def extra_repr(self) -> str:
-        """The probability."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"p={self.p}"
 
 

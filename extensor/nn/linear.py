@@ -86,6 +86,6 @@ class Linear(GemmLayer):
         return quantized_matmul(x, self.weight, self.quant.at(call), self.bias)
 
     def extra_repr(self) -> str:
-        """Its sizes."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         bias = "" if self.bias is not None else ", bias=False"
         return f"{self.in_features}, {self.out_features}{bias}"

@@ -56,7 +56,7 @@ class BatchNorm2d(Module):
         self.running_var = Buffer(np.ones(channels, np.float32))
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """The same shape."""
+        """See :meth:`extensor.nn.Module.forward`: the same shape."""
         check_images("BatchNorm2d", x, self.channels)
         if self.training:
             count = x.size // self.channels
@@ -86,7 +86,7 @@ class BatchNorm2d(Module):
             running.assign_(moved)
 
     def extra_repr(self) -> str:
-        """Its size and options."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"{self.channels}, eps={self.eps}, momentum={self.momentum}"
 
 
@@ -123,7 +123,7 @@ class LayerNorm(Module):
         self._zeros: ExTensor | None = None  # in place of a bias; made once on the weight's device
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """The same shape."""
+        """See :meth:`extensor.nn.Module.forward`: the same shape."""
         check_last_axes("LayerNorm", x, *self.shape)
         return layer_norm(x, self.weight, self._shift(), self.eps, self.narrow)
 
@@ -140,7 +140,7 @@ class LayerNorm(Module):
         return self._zeros
 
     def extra_repr(self) -> str:
-        """Its shape."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"{self.shape}, eps={self.eps}"
 
 
@@ -170,12 +170,12 @@ class RMSNorm(Module):
         self.weight = Parameter(np.ones(size, np.float32))
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """The same shape."""
+        """See :meth:`extensor.nn.Module.forward`: the same shape."""
         check_last_axes("RMSNorm", x, self.size)
         return rms_norm(x, self.weight, self.eps, self.narrow)
 
     def extra_repr(self) -> str:
-        """Its size."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"{self.size}, eps={self.eps}"
 
 
@@ -209,7 +209,7 @@ class GroupNorm(Module):
         self.bias = Parameter(np.zeros(channels, np.float32))
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """The same shape."""
+        """See :meth:`extensor.nn.Module.forward`: the same shape."""
         name = type(self).__name__
         tensors_only(name, x)
         if x.ndim < 2 or x.shape[1] != self.channels:
@@ -224,7 +224,7 @@ class GroupNorm(Module):
         return normal * self.weight.reshape(across) + self.bias.reshape(across)
 
     def extra_repr(self) -> str:
-        """Its sizes."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"{self.groups}, {self.channels}, eps={self.eps}"
 
 

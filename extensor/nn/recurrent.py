@@ -91,7 +91,7 @@ class Recurrent(Module):
         self.dropout = Dropout(dropout, generator) if dropout else None
 
     @abstractmethod
-    def step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
+    def _step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
         """The state after a step, the output first; ``given`` is the input's product (B, G H)."""
 
     def _run(self, x: ExTensor, state: State) -> tuple[ExTensor, State]:
@@ -118,7 +118,7 @@ class Recurrent(Module):
         given = cell.input(x)
         outputs: list[ExTensor] = []
         for place, one in enumerate(unbind(given)[:: -1 if backward else 1]):
-            state = self.step(one, cell, state, place)
+            state = self._step(one, cell, state, place)
             outputs.append(state[0])
         joined = stack(outputs)
         return flip(joined, 0) if backward else joined, state
@@ -154,7 +154,7 @@ class Recurrent(Module):
         return output.swapaxes(0, 1) if self.batch_first else output
 
     def extra_repr(self) -> str:
-        """Its sizes and options."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         options = f", num_layers={self.num_layers}" if self.num_layers > 1 else ""
         options += ", batch_first=True" if self.batch_first else ""
         options += ", bidirectional=True" if self.directions == 2 else ""
@@ -212,7 +212,7 @@ class LSTM(Recurrent):
         output, (h, c) = self._run(*self._sequence(x, state))
         return self._ordered(output), (h, c)
 
-    def step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
+    def _step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
         """(h, c) after a step."""
         h, c = state
         i, f, g, o = split(given + cell.hidden(h, call=place), 4, axis=-1)
@@ -262,7 +262,7 @@ class GRU(Recurrent):
         output, (h,) = self._run(*self._sequence(x, None if state is None else (state,)))
         return self._ordered(output), h
 
-    def step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
+    def _step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
         """(h,) after a step."""
         (h,) = state
         r, z, n = split(given, 3, axis=-1)

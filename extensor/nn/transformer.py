@@ -59,11 +59,11 @@ class FeedForward(Module):
         self.down = Linear(hidden, width, bias, rng)
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(..., width) -> the same."""
+        """See :meth:`extensor.nn.Module.forward`: (..., width) -> the same."""
         return self.down(self._function(self.up(x)))
 
     def extra_repr(self) -> str:
-        """Its activation."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"activation={self.activation!r}"
 
 
@@ -120,7 +120,7 @@ class TransformerBlock(Module):
         self.feed_forward = FeedForward(width, hidden, activation, bias, rng)
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(..., T, width) -> the same."""
+        """See :meth:`extensor.nn.Module.forward`: (..., T, width) -> the same."""
         x = x + self.attention(self.norm1(x))
         out: ExTensor = x + self.feed_forward(self.norm2(x))
         return out

@@ -67,11 +67,14 @@ class Adam(Optimizer):
         )
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
-        """The averages of the gradient and of its square."""
+        """See :meth:`extensor.optim.Optimizer.slots`.
+
+        The averages of the gradient and of its square.
+        """
         return ("mean", "square")
 
     def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
-        """Move one segment, in place."""
+        """See :meth:`extensor.optim.Optimizer.update`."""
         factors = self.factors(options, step)
         grad = l2_gradient(backend.xp, part, factors["decay"])
         backend.adam(part.weight, grad, part.state["mean"], part.state["square"], factors)
@@ -83,13 +86,15 @@ class Adam(Optimizer):
         factors: Sequence[Mapping[str, float]],
         **how: Any,
     ) -> FiniteQuery:
-        """Update whole parameters, in place, in one call."""
+        """See :meth:`extensor.optim.Optimizer.update_multi_tensor`."""
         arrays = [(w, g, state["mean"], state["square"]) for w, g, state in parts]
         found: FiniteQuery = backend.adam_multi_tensor(arrays, factors, **how)
         return found
 
     def factors(self, options: Mapping[str, Any], step: int) -> dict[str, float]:
-        """The numbers that an update multiplies by; ``decay`` is that of an L2 gradient.
+        """See :meth:`extensor.optim.Optimizer.factors`.
+
+        The numbers that an update multiplies by; ``decay`` is that of an L2 gradient.
 
         ``rate`` is lr / correct and ``keep`` 1 - lr shrink. Their parts are given too, for a device
         that reads the learning rate by itself.

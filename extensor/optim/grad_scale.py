@@ -270,7 +270,9 @@ class MXGradScaler:
         return not bad if isinstance(bad, bool) else None
 
     def update(self) -> None:
-        """End the step: grow or back off, and check saturation if the recipe is adaptive.
+        """See :meth:`extensor.optim.Optimizer.update`.
+
+        End the step: grow or back off, and check saturation if the recipe is adaptive.
 
         Raises:
             RuntimeError: if neither `unscale_` nor `step` was called since the last update.

@@ -52,11 +52,11 @@ class Lion(Optimizer):
         )
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
-        """The average of the gradient."""
+        """See :meth:`extensor.optim.Optimizer.slots`: the average of the gradient."""
         return ("mean",)
 
     def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
-        """Move one segment, in place."""
+        """See :meth:`extensor.optim.Optimizer.update`."""
         xp = backend.xp
         one, two = part.scratch
         mean, lr = part.state["mean"], options["lr"]

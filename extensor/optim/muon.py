@@ -92,13 +92,16 @@ class Muon(Optimizer):
                     )
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
-        """The momentum buffer."""
+        """See :meth:`extensor.optim.Optimizer.slots`: the momentum buffer."""
         return ("momentum",)
 
     def prepare(
         self, xp: Any, whole: Segment, options: Mapping[str, Any]
     ) -> tuple[Array, Mapping[str, Any]]:
-        """The orthogonal update in place of the gradient."""
+        """See :meth:`extensor.optim.Optimizer.prepare`.
+
+        The orthogonal update in place of the gradient.
+        """
         buffer = whole.state["momentum"]
         buffer *= options["momentum"]
         buffer += whole.grad
@@ -109,7 +112,7 @@ class Muon(Optimizer):
         return (matrix * scale).reshape(ahead.shape), options
 
     def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
-        """Move one segment, in place."""
+        """See :meth:`extensor.optim.Optimizer.update`."""
         weight, step_by = part.weight, part.scratch[0]
         weight *= 1.0 - options["lr"] * options["weight_decay"]
         backend.xp.multiply(part.grad, options["lr"], out=step_by)

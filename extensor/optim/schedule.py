@@ -111,7 +111,7 @@ class Step(Schedule):
         _within("gamma", self.gamma, 0.0, 1.0)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         return float(self.gamma ** (step // self.every))
 
 
@@ -142,7 +142,7 @@ class MultiStep(Schedule):
         _within("gamma", self.gamma, 0.0, 1.0)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         return float(self.gamma ** bisect.bisect_right(self.milestones, step))
 
 
@@ -167,7 +167,7 @@ class Exponential(Schedule):
         _within("gamma", self.gamma, 0.0, 1.0)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         return float(self.gamma**step)
 
 
@@ -195,7 +195,7 @@ class Cosine(Schedule):
         _within("final", self.final, 0.0, 1.0)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         return _cosine(1.0, self.final, step / self.total)
 
 
@@ -226,7 +226,7 @@ class Linear(Schedule):
         _within("final", self.final, 0.0, math.inf)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         return _line(self.start, self.final, step / self.total)
 
 
@@ -255,7 +255,7 @@ class Warmup(Schedule):
         _whole("steps", self.steps, 0)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         if step < self.steps:
             return (step + 1) / self.steps
         return self.then.factor(step - self.steps) if self.then else 1.0
@@ -288,7 +288,7 @@ class WarmupCosine(Schedule):
         _within("final", self.final, 0.0, 1.0)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         return Warmup(self.warmup, Cosine(self.total - self.warmup, self.final)).factor(step)
 
 
@@ -324,7 +324,7 @@ class OneCycle(Schedule):
         _within("final_divisor", self.final_divisor, 1.0, math.inf)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         start = 1.0 / self.start_divisor
         top, last = self.warm * self.total - 1, self.total - 1
         if step <= top:
@@ -368,7 +368,7 @@ class WSD(Schedule):
             raise ValueError(f"shape: expected 'linear' or 'sqrt', got {self.shape!r}")
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         share = (step - (self.total - self.decay)) / self.decay
         if share <= 0:
             return Warmup(self.warmup).factor(step)
@@ -456,7 +456,10 @@ class ReduceLROnPlateau(Schedule):
         return metric < self.best - margin if self.mode == "min" else metric > self.best + margin
 
     def factor(self, step: int) -> float:
-        """The multiplier in force, whatever the step."""
+        """See :meth:`extensor.optim.Schedule.factor`.
+
+        The multiplier in force, whatever the step.
+        """
         return self.current
 
     def state_dict(self) -> dict[str, Any]:

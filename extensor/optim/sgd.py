@@ -67,11 +67,11 @@ class SGD(Optimizer):
             raise ValueError("nesterov: expected momentum above 0 with it, got 0")
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
-        """A momentum buffer, if there is momentum."""
+        """See :meth:`extensor.optim.Optimizer.slots`: a momentum buffer, if there is momentum."""
         return ("momentum",) if options["momentum"] else ()
 
     def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
-        """Move one segment, in place."""
+        """See :meth:`extensor.optim.Optimizer.update`."""
         buffer = part.state["momentum"] if options["momentum"] else None
         by = self.factors(options, step)
         numbers = (by["lr"], by["momentum"], by["decay"])
@@ -84,7 +84,7 @@ class SGD(Optimizer):
         factors: Sequence[Mapping[str, float]],
         **how: Any,
     ) -> FiniteQuery:
-        """Update whole parameters, in place, in one call."""
+        """See :meth:`extensor.optim.Optimizer.update_multi_tensor`."""
         arrays = [
             (w, g, state["momentum"] if mine["momentum"] else None)
             for (w, g, state), mine in zip(parts, factors, strict=True)
@@ -93,7 +93,7 @@ class SGD(Optimizer):
         return found
 
     def factors(self, options: Mapping[str, Any], step: int) -> dict[str, float]:
-        """The numbers that an update multiplies by."""
+        """See :meth:`extensor.optim.Optimizer.factors`."""
         return {
             "lr": options["lr"],
             "momentum": options["momentum"],
@@ -155,7 +155,10 @@ class LARS(SGD):
     def prepare(
         self, xp: Any, whole: Segment, options: Mapping[str, Any]
     ) -> tuple[Array, Mapping[str, Any]]:
-        """The gradient with its weight decay, scaled to the weight's norm."""
+        """See :meth:`extensor.optim.Optimizer.prepare`.
+
+        The gradient with its weight decay, scaled to the weight's norm.
+        """
         decay = options["weight_decay"]
         size, slope = (float(xp.linalg.norm(a)) for a in (whole.weight, whole.grad))
         ratio = options["trust"] * size / (slope + decay * size) if size and slope else 1.0
