@@ -7,9 +7,9 @@ Run it before and after a change that should move or rename text only:
     python ci/cubins.py compare before.json after.json
 
 ``record`` runs the tests that compile kernels (those with the ``nvrtc`` fixture) and writes down
-the SHA-256 of each cubin that they make. ``compare`` lists the cubins that one side lacks, and for
-those that changed the registers, the stack and the bytes of code before and after. It exits 1 if
-any cubin of BEFORE is missing in AFTER.
+the SHA-256 of each cubin that they make, and of its machine code alone, which a renamed kernel
+leaves as it was. ``compare`` lists the machine code that AFTER lacks, with the registers, the stack
+and the bytes before and after. It exits 1 if any machine code of BEFORE is missing in AFTER.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import importlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -59,6 +60,19 @@ def figures(log: str) -> dict[str, list[int]]:
         if name and used and stack:
             found[name[1]] = [int(used[1]), int(stack[1]), int(stack[2])]
     return found
+
+
+def machine_code(cubin: bytes) -> str:
+    """SHA-256 of the sections of code and constants of a cubin (a 64-bit ELF file), names apart."""
+    table, entry, count, names = struct.unpack_from("<Q10x3H", cubin, 0x28)
+    headers = [struct.unpack_from("<I12x8x2Q", cubin, table + i * entry) for i in range(count)]
+    strings = headers[names][1]
+    kept = []
+    for name, offset, size in headers:
+        start = strings + name
+        if cubin[start : cubin.index(0, start)].startswith((b".text.", b".nv.constant")):
+            kept.append(hashlib.sha256(cubin[offset : offset + size]).digest())
+    return hashlib.sha256(b"".join(sorted(kept))).hexdigest()
 
 
 class Recorder:
@@ -102,6 +116,7 @@ class Recorder:
             "source": source.name,
             "macros": dict(source.macros),
             "sha256": hashlib.sha256(code).hexdigest(),
+            "code": machine_code(code),
             "bytes": len(code),
             "kernels": figures(log),
         }
@@ -142,17 +157,16 @@ def record(out: Path, root: Path, cache: Path | None, arguments: Sequence[str]) 
 
 
 def compare(before_path: Path, after_path: Path) -> int:
-    """Print the cubins that one side lacks; 1 if any of BEFORE is missing in AFTER."""
+    """Print the machine code that one side lacks; 1 if any of BEFORE is missing in AFTER."""
     before, after = (json.loads(path.read_text()) for path in (before_path, after_path))
-    digests = {program["sha256"] for program in after.values()}
-    missing = {key: program for key, program in before.items() if program["sha256"] not in digests}
-    old = {program["sha256"] for program in before.values()}
-    new = {key: program for key, program in after.items() if program["sha256"] not in old}
+    kept, old = ({program["code"] for program in side.values()} for side in (after, before))
+    missing = {key: program for key, program in before.items() if program["code"] not in kept}
+    new = sum(program["code"] not in old for program in after.values())
     by_source: dict[str, list[str]] = defaultdict(list)
     for key, program in missing.items():
         by_source[program["source"]].append(key)
     for source, keys in sorted(by_source.items()):
-        print(f"{source}: {len(keys)} cubins of BEFORE are not in AFTER")
+        print(f"{source}: the machine code of {len(keys)} programs of BEFORE is not in AFTER")
         for key in keys:
             print(f"  {key}")
             changed = after.get(key)
@@ -163,9 +177,11 @@ def compare(before_path: Path, after_path: Path) -> int:
             print(f"    bytes {was['bytes']} -> {changed['bytes']}")
             for name, numbers in was["kernels"].items():
                 print(f"    {name}: {numbers} -> {changed['kernels'].get(name)}")
-    equal = len({p["sha256"] for p in before.values()} & digests)
-    print(f"{len(before)} programs before, {len(after)} after; {equal} different cubins are equal")
-    print(f"{len(missing)} programs of BEFORE are missing in AFTER, {len(new)} of AFTER are new")
+    files = {program["sha256"] for program in before.values()}
+    same = len(files & {program["sha256"] for program in after.values()})
+    print(f"{len(before)} programs before, {len(after)} after")
+    print(f"{same} of {len(files)} cubins are equal, {len(old & kept)} of {len(old)} machine codes")
+    print(f"{len(missing)} programs of BEFORE have code that AFTER lacks, {new} of AFTER new code")
     return int(bool(missing))
 
 

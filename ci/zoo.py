@@ -39,12 +39,12 @@ from rich.console import Console
 from rich.table import Table
 
 import extensor as et
-import models
+from extensor import models
 from extensor.config import use_core
 from extensor.nn import Module, apply_recipe
 from extensor.optim import Adam
-from training.data import DATASETS, DataError, load_dataset
-from training.result import peak_rss_mb
+from extensor.training.data import DATASETS, DataError, load_dataset
+from extensor.training.result import peak_rss_mb
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "ci" / "bench" / "results"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 from extensor import _public
@@ -46,6 +47,7 @@ from extensor.formats import DIALECTS, ELEMENTS, FORMATS
 
 if TYPE_CHECKING:
     from extensor import inspect, io, nn, optim, testing
+    from extensor import models as models  # type: ignore[attr-defined]
     from extensor.array_api import fft, linalg
     from extensor.inspect import compare_layers
     from extensor.nn.ptq import load_quantized, quantize_model, save_quantized
@@ -63,20 +65,26 @@ __all__ = [
     "__array_namespace_info__", "__version__", "bfloat16", "bool", "bool_", "capture",
     "compare_layers", "complex64", "complex128", "e", "enable_grad", "fft", "float16", "float32",
     "float64", "inf", "inspect", "int8", "int16", "int32", "int64", "io", "is_grad_enabled",
-    "layer_context", "linalg", "load_quantized", "nan", "newaxis", "nn", "no_grad", "optim", "pi",
-    "prequantized_conv2d", "prequantized_matmul", "promote", "quantize_model", "quantized_conv2d",
-    "quantized_matmul", "save_quantized", "testing", "uint8", "uint16", "uint32", "uint64",
+    "layer_context", "linalg", "load_quantized", "models", "nan", "newaxis", "nn", "no_grad",
+    "optim", "pi", "prequantized_conv2d", "prequantized_matmul", "promote", "quantize_model",
+    "quantized_conv2d", "quantized_matmul", "save_quantized", "testing", "uint8", "uint16",
+    "uint32", "uint64",
 ]  # fmt: skip
 __all__ += [name for name in vars(_public) if not name.startswith("_")]
 
 __version__ = "0.1.0"
+
+# An installed package holds `models` and `training`; a checkout has them beside it (docs/adr/0017).
+_folder = os.path.dirname(__file__)
+if not os.path.isdir(os.path.join(_folder, "models")):
+    __path__.append(os.path.dirname(_folder))
 
 bool = bool_
 e, inf, nan, pi, newaxis = math.e, math.inf, math.nan, math.pi, None
 
 _MODULES = {
     name: f"extensor.{'array_api.' if name in ('fft', 'linalg') else ''}{name}"
-    for name in ("fft", "inspect", "io", "linalg", "nn", "optim", "testing")
+    for name in ("fft", "inspect", "io", "linalg", "models", "nn", "optim", "testing")
 }
 _NAMES = {
     "extensor.inspect": "compare_layers",

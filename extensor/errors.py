@@ -14,9 +14,11 @@ class AxisError(ValueError, IndexError):
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
-    """Message for a name that is not in a table, with the nearest names first."""
+    """Message for a name that is not in a table, with the nearest names first, of any case."""
     names = sorted(known)
-    close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+    folded = {each.casefold(): each for each in reversed(names)}
+    near = difflib.get_close_matches(str(name).casefold(), folded, n=3, cutoff=0.5)
+    close = [folded[each] for each in near]
     hint = f"did you mean {' or '.join(repr(n) for n in close)}? " if close else ""
     return f"no {kind} named {name!r}; {hint}known: {', '.join(names)}"
 

@@ -27,7 +27,7 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import conv_pool, multi_tensor, nn, quantize
 from extensor_cuda.dispatch import Route, routed
-from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
 from extensor_cuda.matmul.product import FallbackCounter, product, values_of
 from extensor_cuda.matmul.stored import block_scaled_matmul

@@ -10,7 +10,7 @@ from typing import Any
 
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.dispatch import Call, unless
-from extensor_cuda.kernels.optimizer import optimizer as kernels
+from extensor_cuda.kernels.optim import optimizer as kernels
 
 __all__ = [
     "adam_multi_tensor",

@@ -1,7 +1,7 @@
 """Models: one folder each, with `model.py` (`build`) and `configs.py` (`CONFIGS`, frozen records).
 
-A folder is found by being there; nothing lists it. The package is not installed: it is used from
-the repository's root.
+A folder is found by being there; nothing lists it. The package's name is `extensor.models`; its
+files are in the repository's folder `models/`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def config(model: str, variant: str | None = None, **changes: Any) -> Any:
     """
     if model not in names():
         raise ValueError(unknown_name("model", model, names()))
-    rows: dict[str, Any] = import_module(f"models.{model}.configs").CONFIGS
+    rows: dict[str, Any] = import_module(f".{model}.configs", __name__).CONFIGS
     variant = next(iter(rows)) if variant is None else variant
     if variant not in rows:
         raise ValueError(unknown_name(f"variant of {model}", variant, rows))
@@ -87,11 +87,11 @@ def build(model: str, config: Any, rng: np.random.Generator) -> Module:
     """
     if model not in names():
         raise ValueError(unknown_name("model", model, names()))
-    expected = type(next(iter(import_module(f"models.{model}.configs").CONFIGS.values())))
+    expected = type(next(iter(import_module(f".{model}.configs", __name__).CONFIGS.values())))
     if not isinstance(config, expected):
         raise TypeError(
             f"build: expected a {expected.__name__} for {model}, got {type(config).__name__}; "
             f"models.config({model!r}) makes one"
         )
-    made: Module = import_module(f"models.{model}.model").build(config, rng)
+    made: Module = import_module(f".{model}.model", __name__).build(config, rng)
     return made

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 import extensor as et
-import models
-from extensor import nn
+from extensor import models, nn
 from extensor.autograd.primitive import OPS
 from extensor.cli import main as cli
-from training.cli import main as train
+from extensor.training.cli import main as train
 
 OPERATIONS = {
     "creation": "clone tril triu",
@@ -67,17 +66,18 @@ NAMES = {
         Cosine Linear Warmup WarmupCosine OneCycle ReduceLROnPlateau WSD MXGradScaler
         clip_grad_norm clip_grad_value""",
     "extensor.quant.recipes.ALIASES": "mxfp8 nvfp4",
-    "training.data.DATASETS": """digits mnist fashion_mnist emnist cifar10 shakespeare
+    "extensor.training.data.DATASETS": """digits mnist fashion_mnist emnist cifar10 shakespeare
         python_source""",
-    "training.data.SAMPLERS": "sequential random weighted",
-    "training.data.transforms": """Normalize Resize CenterCrop RandomCrop RandomFlip RandomRotate
-        RandomErase Compose""",
-    "training.text.augment": "replace_tokens",
-    "training.data": "batches prefetch load_dataset",
-    "training.data.prepared": "prepared",
-    "training.callbacks": "EarlyStopping SaveCheckpoint ShowProgress JsonLines TensorBoard",
-    "training.metrics": "top_k_hits confusion_matrix perplexity ClassScores TokenScores",
-    "training.runs.RUNS": "lenet mlp alexnet vgg resnet mobilenet googlenet gpt encoder",
+    "extensor.training.data.SAMPLERS": "sequential random weighted",
+    "extensor.training.data.transforms": """Normalize Resize CenterCrop RandomCrop RandomFlip
+        RandomRotate RandomErase Compose""",
+    "extensor.training.text.augment": "replace_tokens",
+    "extensor.training.data": "batches prefetch load_dataset",
+    "extensor.training.data.prepared": "prepared",
+    "extensor.training.callbacks": """EarlyStopping SaveCheckpoint ShowProgress JsonLines
+        TensorBoard""",
+    "extensor.training.metrics": "top_k_hits confusion_matrix perplexity ClassScores TokenScores",
+    "extensor.training.runs.RUNS": "lenet mlp alexnet vgg resnet mobilenet googlenet gpt encoder",
 }
 
 
@@ -112,7 +112,7 @@ def test_a_recipe_has_six_slots() -> None:
 
 
 def test_every_model_builds_and_every_run_is_one() -> None:
-    assert set(NAMES["training.runs.RUNS"].split()) == set(models.names())
+    assert set(NAMES["extensor.training.runs.RUNS"].split()) == set(models.names())
     for name in ("lenet", "mlp", "gpt", "encoder"):  # the large ones: tests/unit/models
         assert list(models.build(name, models.config(name), np.random.default_rng(0)).parameters())
 

@@ -85,8 +85,9 @@ def test_import_stays_light() -> None:
 
 PARTS = """
 import importlib, sys
+parts = ("extensor.models", "extensor.training")
 for name in sys.argv[1:]:
-    for loaded in [m for m in sys.modules if m.partition(".")[0] in ("models", "training")]:
+    for loaded in [module for module in sys.modules if module.startswith(parts)]:
         del sys.modules[loaded]
     importlib.import_module(name)
 """
@@ -95,7 +96,7 @@ for name in sys.argv[1:]:
 def test_every_module_of_training_can_be_the_first_to_be_imported() -> None:
     """Modules that import each other in a circle work in one order only."""
     names = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        module_name(path)
         for room in ("models", "training")
         for path in sorted((ROOT / room).rglob("*.py"))
         if path.name != "__main__.py"
@@ -123,6 +124,17 @@ def test_formats_need_only_the_standard_library() -> None:
 ROOMS = ("extensor", "extensor_cuda", "models", "training", "ci")
 
 
+PARTS_OF_EXTENSOR = ("models", "training")
+"""Folders beside `extensor` whose modules are imported as its parts (docs/adr/0017)."""
+
+
+def module_name(path: Path) -> str:
+    """The name that a file is imported by."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    prefix = ("extensor",) if parts[0] in PARTS_OF_EXTENSOR else ()
+    return ".".join((*prefix, *parts)).removesuffix(".__init__")
+
+
 def imports_of(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
     """Which modules of ``trees`` each of them imports: on top, in functions, and for types only.
 
@@ -135,11 +147,20 @@ def imports_of(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
             if isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{name}: a relative import"
-                inner = (f"{node.module}.{alias.name}" for alias in node.names)
-                found.update(i if i in trees else str(node.module) for i in inner)
+                module = imported_module(name, node, trees)
+                inner = (f"{module}.{alias.name}" for alias in node.names)
+                found.update(i if i in trees else module for i in inner)
         graph[name] = (found & trees.keys()) - {name}
     return graph
+
+
+def imported_module(name: str, node: ast.ImportFrom, trees: dict[str, ast.Module]) -> str:
+    """The module that ``from ... import`` names in the module ``name``; relative ones resolved."""
+    if not node.level:
+        return str(node.module)
+    package = any(other.startswith(f"{name}.") for other in trees)
+    parts = name.split(".")[: len(name.split(".")) + package - node.level]
+    return ".".join([*parts, *([node.module] if node.module else [])])
 
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
@@ -160,12 +181,41 @@ def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
 
 
 def test_no_file_imports_itself_in_a_circle() -> None:
-    files = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in python_files(*ROOMS)
-    }
-    found = circles(imports_of({name: tree_of(path) for name, path in files.items()}))
+    found = circles(imports_of(all_trees()))
     assert not found, f"files that import one another: {[sorted(circle) for circle in found]}"
+
+
+def all_trees() -> dict[str, ast.Module]:
+    return {module_name(path): tree_of(path) for path in python_files(*ROOMS)}
+
+
+def test_models_and_training_have_one_name() -> None:
+    """`import training` would make a second copy of what is `extensor.training` elsewhere."""
+    found = []
+    for path in python_files(*ROOMS, "tests", "docs"):
+        inside = path.relative_to(ROOT).parts[0] in PARTS_OF_EXTENSOR
+        for node in ast.walk(tree_of(path)):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                assert inside or not node.level, f"{relative(path)}: a relative import"
+                names = [] if node.level else [str(node.module)]
+            bare = [name for name in names if name.partition(".")[0] in PARTS_OF_EXTENSOR]
+            found += [f"{relative(path)}:{node.lineno}: {name}" for name in bare]
+    assert not found, "import extensor.models and extensor.training: " + "; ".join(found)
+
+
+def floor(name: str) -> int:
+    """The library is below models, models below training; import-linter sees the library only."""
+    part = name.removeprefix("extensor.").partition(".")[0]
+    return PARTS_OF_EXTENSOR.index(part) + 1 if part in PARTS_OF_EXTENSOR else 0
+
+
+def test_the_library_needs_neither_models_nor_training() -> None:
+    """The package itself may name them: it imports them when they are asked for."""
+    for name, imported in imports_of(all_trees()).items():
+        if name.startswith("extensor") and name != "extensor":
+            above = sorted(other for other in imported if floor(other) > floor(name))
+            assert not above, f"{name} imports {above}"
 
 
 def test_an_import_circle_is_noticed() -> None:
@@ -175,9 +225,15 @@ def test_an_import_circle_is_noticed() -> None:
         "p.b": "if TYPE_CHECKING:\n    import p.c",
         "p.c": "from p import a",
         "p.d": "import p.a",
+        "p.q": "",
+        "p.q.x": "from .y import g",
+        "p.q.y": "from ..q import x",
     }
     trees = {name: ast.parse(source) for name, source in sources.items()}
-    assert circles(imports_of(trees)) == {frozenset({"p.a", "p.b", "p.c"})}
+    assert circles(imports_of(trees)) == {
+        frozenset({"p.a", "p.b", "p.c"}),
+        frozenset({"p.q.x", "p.q.y"}),
+    }
 
 
 # ---- one place per fact

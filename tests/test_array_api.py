@@ -90,16 +90,6 @@ def test_special_values_of_two(name: str) -> None:
         _same(got, expected)
 
 
-@pytest.mark.parametrize("name", ["cumulative_sum", "cumulative_prod"])
-def test_running(name: str) -> None:
-    x = np.array([[1, 2, 3], [4, 0, 6]])
-    for initial in (False, True):
-        expected = getattr(np, name)(x, axis=1, include_initial=initial)
-        np.testing.assert_array_equal(
-            getattr(et, name)(et.ExTensor(x), axis=1, include_initial=initial).numpy(), expected
-        )
-
-
 def test_sets_and_searches() -> None:
     x = np.array([[3.0, np.nan], [3.0, 1.0]])
     for got, expected in zip(et.unique_all(et.ExTensor(x)), np.unique_all(x), strict=True):

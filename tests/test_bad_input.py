@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 
 import extensor as et
-import models
-from extensor import nn, optim
+from extensor import models, nn, optim
+from extensor.training import metrics
+from extensor.training.data import batches, load_dataset
+from extensor.training.data.transforms import Compose
+from extensor.training.text.tokenizers import Characters, TokenizerError, from_state
 from tests.test_every_layer import PEERS
-from training import metrics
-from training.data import batches, load_dataset
-from training.data.transforms import Compose
-from training.text.tokenizers import Characters, TokenizerError, from_state
 
 
 def zeros(*shape: int) -> et.ExTensor:

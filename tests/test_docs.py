@@ -15,7 +15,7 @@ import pytest
 
 import extensor.cli as extensor_cli
 from extensor.autograd.primitive import FUNCTIONS, OPS, PRIMITIVES
-from training import cli
+from extensor.training import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -89,13 +89,15 @@ def test_commands_are_understood(
         monkeypatch.setattr(
             cli, name, lambda *args, name=name, result=result, **kw: done.append(name) or result
         )
-    monkeypatch.setattr(cli, "write_page", lambda args: done.append("report"))
+    monkeypatch.setattr("extensor.training.page.write_page", lambda args: done.append("report"))
     monkeypatch.chdir(tmp_path)
     np.savez(tmp_path / "weights.npz", layer=np.ones((4, 64), np.float32))
     for words in commands(page):
         call = extensor_cli.main if words[0] == "extensor" else cli.main
         assert call(words[1:] if words[0] == "extensor" else words[3:]) == 0, words
-    assert len(done) == sum(words[0] == "python" for words in commands(page))
+    assert len(done) == sum(
+        words[0] == "python" or words[1] in extensor_cli.TRAINING for words in commands(page)
+    )
 
 
 def test_a_command_that_does_not_exist_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ import pytest
 
 from extensor import optim
 from extensor.nn import init
-from training import callbacks, metrics
-from training.data import DATASETS, SAMPLERS, transforms
+from extensor.training import callbacks, metrics
+from extensor.training.data import DATASETS, SAMPLERS, transforms
 
 ROOT = Path(__file__).resolve().parent.parent
 UNIT = "tests/unit/training/"

@@ -1,4 +1,7 @@
-"""`python -m training MODEL ...` trains one model; `python -m training compare MODEL ...` many.
+"""The commands that train: `extensor train MODEL`, `compare`, `generate`, `ptq`, `report`.
+
+In a checkout, `python -m training MODEL` does what `extensor train MODEL` does, and
+`python -m training compare` what `extensor compare` does.
 
 Values come from, last one wins: the model's row in `RUNS`, the file given by --config, the flags.
 With --resume the saved run takes the place of the row, and nothing may contradict it.
@@ -20,24 +23,25 @@ from extensor.errors import unknown_name
 from extensor.io import CheckpointError
 from extensor.quant.recipes import ALIASES, RECIPES
 from extensor.quant.schemes import SCHEMES
-from training.choices import OPTIMIZERS, SCHEDULES, describe
-from training.compare import compare
-from training.comparison import CompareArgs, CompareFlags
-from training.config import RunConfig, Settings
-from training.data import DATASETS, DataError
-from training.flags import parse, parse_settings, resolve
-from training.generate import GenerateArgs, generate_text
-from training.loop import Interrupted
-from training.page import ReportArgs, write_page
-from training.ptq import PtqArgs, ptq
-from training.rundir import CONFIG, LAST, UsageError, read_config, read_result
-from training.runs import RUNS
-from training.tasks import TASKS
-from training.train import train
+
+from .choices import OPTIMIZERS, SCHEDULES, describe
+from .compare import compare
+from .comparison import CompareArgs, CompareFlags
+from .config import RunConfig, Settings
+from .data import DATASETS, DataError
+from .extras import missing
+from .flags import parse, parse_settings, resolve
+from .generate import GenerateArgs, generate_text
+from .loop import Interrupted
+from .ptq import PtqArgs, ptq
+from .rundir import CONFIG, LAST, UsageError, read_config, read_result
+from .runs import RUNS
+from .tasks import TASKS
+from .train import train
 
 __all__ = ["TrainFlags", "main", "parse_train"]
 
-PROGRAM = "python -m training"
+PROGRAM = "extensor"
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 DISK_WAY_OUT = (
     "the way out: another --out, or free some space and go on with --resume; what the last "
@@ -69,18 +73,15 @@ class TrainFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code: 0, 1 (a run failed), 2 (usage), 130 (Ctrl-C)."""
+    """Run `python -m training ...`: a command, or the model to train. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(overview())
-        return 0
-    name, rest = words[0], words[1:]
+    return run(words[0], words[1:]) if words and words[0] in COMMANDS else run("train", words)
+
+
+def run(name: str, argv: Sequence[str]) -> int:
+    """Run a command; returns the exit code: 0, 1 (a run failed), 2 (usage), 130 (Ctrl-C)."""
     try:
-        if name in COMMANDS:
-            return COMMANDS[name](rest)
-        if name in RUNS:
-            return train_command(name, rest)
-        raise UsageError(unknown_name("model or command", name, [*RUNS, *COMMANDS]))
+        return COMMANDS[name](argv)
     except (UsageError, DataError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -97,9 +98,17 @@ def make_console() -> Console:
     return Console(highlight=False, markup=False, soft_wrap=True)
 
 
-def train_command(model: str, argv: Sequence[str]) -> int:
+def train_command(argv: Sequence[str]) -> int:
     """Train one model."""
-    flags, config, folder = parse_train(model, argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    model = _model(argv[0])
+    if argv[-1] == "--dataset":
+        print(_dataset_rows(RUNS[model].kind))
+        return 0
+    flags, config, folder = parse_train(model, argv[1:])
+    _need("train", "tensorboardX")
     console = make_console()
     finished = read_result(folder) if flags.resume else None
     if finished is not None:
@@ -115,7 +124,7 @@ def train_command(model: str, argv: Sequence[str]) -> int:
             graph=flags.graph,
         )
     except Interrupted:
-        again = f"{PROGRAM} {model} --out {shlex.quote(str(folder))} --resume"
+        again = f"{PROGRAM} train {model} --out {shlex.quote(str(folder))} --resume"
         console.print(
             f"interrupted; the finished steps are in {folder / LAST}. Go on with:\n  {again}"
         )
@@ -130,7 +139,7 @@ def parse_train(model: str, argv: Sequence[str]) -> tuple[TrainFlags, RunConfig,
         UsageError: on bad values, or a resumed run that is not the one asked for.
         SystemExit: 2 on flags that do not exist or values of another type, 0 after --help.
     """
-    text = (f"{PROGRAM} {model}", _train_help(model))
+    text = (f"{PROGRAM} train {model}", _train_help(model))
     flags, given = parse_settings(TrainFlags, RunConfig, model, argv, text)
     values, explicit = resolve(model, given, flags.config)
     if not flags.resume:
@@ -141,7 +150,7 @@ def parse_train(model: str, argv: Sequence[str]) -> tuple[TrainFlags, RunConfig,
     if saved.model != model:
         raise UsageError(
             f"--resume: {folder} holds a run of {saved.model!r}, not of {model!r}; the way out: "
-            f"{PROGRAM} {saved.model} --out {folder} --resume"
+            f"{PROGRAM} train {saved.model} --out {folder} --resume"
         )
     differ = [
         f"{name}: {getattr(saved, name)!r} there, {value!r} here"
@@ -154,6 +163,28 @@ def parse_train(model: str, argv: Sequence[str]) -> tuple[TrainFlags, RunConfig,
             "flags out, or train anew into another --out"
         )
     return flags, saved, folder
+
+
+def _model(name: str) -> str:
+    """The name of a model.
+
+    Raises:
+        UsageError: for any other word.
+    """
+    if name not in RUNS:
+        raise UsageError(f"{unknown_name('model', name, RUNS)}; {PROGRAM} train --help says more")
+    return name
+
+
+def _need(command: str, *packages: str) -> None:
+    """Stop before the work if a package that the command needs at its end is not installed.
+
+    Raises:
+        UsageError: naming the package and how to install it.
+    """
+    for package in packages:
+        if (message := missing(f"{PROGRAM} {command}", package)) is not None:
+            raise UsageError(message)
 
 
 def _made(cls: type[Any], values: dict[str, Any]) -> Any:
@@ -172,21 +203,23 @@ def compare_command(argv: Sequence[str]) -> int:
     """Train a model with several recipes and seeds, and draw the table."""
     if not argv or argv[0] in ("-h", "--help"):
         argv = [next(iter(RUNS)), "--help"]
-    model, rest = argv[0], argv[1:]
-    if model not in RUNS:
-        raise UsageError(unknown_name("model", model, RUNS))
+    model, rest = _model(argv[0]), argv[1:]
+    if rest[-1:] == ["--dataset"]:
+        print(_dataset_rows(RUNS[model].kind))
+        return 0
     text = (f"{PROGRAM} compare {model}", _compare_help())
     flags, given = parse_settings(CompareFlags, Settings, model, rest, text)
     values, _ = resolve(model, given, None)
     own = {name: getattr(flags, name) for name in CompareFlags.__dataclass_fields__}
     args: CompareArgs = _made(CompareArgs, {**values, **own})
+    _need("compare", "matplotlib", "tensorboardX")
     return compare(args, make_console())
 
 
 def generate_command(argv: Sequence[str]) -> int:
     """Write text with a trained model."""
     text = (
-        "Write text with a language model that `python -m training` trained, under the recipe it "
+        "Write text with a language model that `extensor train` trained, under the recipe it "
         "was trained with. The same command gives the same text.\n\n"
         f"example: {PROGRAM} generate runs/gpt/checkpoint.safetensors --prompt 'ROMEO: ' "
         "--tokens 300"
@@ -206,7 +239,9 @@ def ptq_command(argv: Sequence[str]) -> int:
             f"example: {PROGRAM} ptq runs/lenet-digits-fp32-s0 --schemes int8,fp8_block32,mxfp4",
         )
     )
-    ptq(parse(PtqArgs, f"{PROGRAM} ptq", argv, text), make_console())
+    args = parse(PtqArgs, f"{PROGRAM} ptq", argv, text)
+    _need("ptq", "matplotlib")
+    ptq(args, make_console())
     return 0
 
 
@@ -217,18 +252,22 @@ def report_command(argv: Sequence[str]) -> int:
         "its operands on their formats' grids, telemetry, the recipe. The page loads nothing.\n\n"
         f"example: {PROGRAM} report runs/lenet-digits-mxfp4-s0"
     )
+    _need("report", "jinja2")
+    from .page import ReportArgs, write_page
+
     args = parse(ReportArgs, f"{PROGRAM} report", argv, text)
     make_console().print(str(write_page(args)))
     return 0
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train_command,
     "compare": compare_command,
     "generate": generate_command,
     "ptq": ptq_command,
     "report": report_command,
 }
-"""What stands in place of a model's name."""
+"""By the name that `extensor` and `python -m training` take."""
 
 
 def _rows(title: str, rows: dict[str, str]) -> str:
@@ -261,25 +300,23 @@ def _option_rows() -> str:
 
 
 def overview() -> str:
-    """The help of the whole program."""
+    """The help of `train` without a model: what can be trained, on what, how."""
     parts = (
-        f"usage: {PROGRAM} MODEL [flags] | {PROGRAM} compare MODEL [flags] | "
-        f"{PROGRAM} generate CHECKPOINT [flags] | {PROGRAM} ptq RUN [flags] | "
-        f"{PROGRAM} report RUN",
+        f"usage: {PROGRAM} train MODEL [flags]",
         _rows("models:", {name: run.doc for name, run in RUNS.items()}),
         _dataset_rows(),
         _recipe_rows(),
         "examples:\n\n"
-        f"  {PROGRAM} lenet --recipe mxfp4 --out runs/first\n"
-        f"  {PROGRAM} lenet --recipe mxfp4 --dataset fashion_mnist --seed 1\n"
-        f"  {PROGRAM} lenet --optimizer muon --schedule wsd --schedule-options decay=3ep\n"
-        f"  {PROGRAM} lenet --out runs/first --resume\n"
+        f"  {PROGRAM} train lenet --recipe mxfp4 --out runs/first\n"
+        f"  {PROGRAM} train lenet --recipe mxfp4 --dataset fashion_mnist --seed 1\n"
+        f"  {PROGRAM} train lenet --optimizer muon --schedule wsd --schedule-options decay=3ep\n"
+        f"  {PROGRAM} train lenet --out runs/first --resume\n"
         f"  {PROGRAM} compare lenet --recipes fp32,mxfp8,mxfp4,nvfp4 --seeds 3\n"
-        f"  {PROGRAM} gpt --out runs/gpt\n"
+        f"  {PROGRAM} train gpt --out runs/gpt\n"
         f"  {PROGRAM} generate runs/gpt/checkpoint.safetensors --prompt 'ROMEO: '\n"
         f"  {PROGRAM} ptq runs/lenet-digits-fp32-s0 --schemes int8,mxfp4,nvfp4\n"
         f"  {PROGRAM} report runs/first",
-        f"all flags: {PROGRAM} lenet --help; {PROGRAM} COMMAND --help",
+        f"all flags: {PROGRAM} train lenet --help; a --dataset without a name lists the model's",
     )
     return "\n\n".join(parts)
 
@@ -292,7 +329,7 @@ def _train_help(model: str) -> str:
             _dataset_rows(RUNS[model].kind),
             _recipe_rows(),
             _option_rows(),
-            f"example: {PROGRAM} {model} --recipe mxfp4 --seed 1 --out runs/{model}-mxfp4",
+            f"example: {PROGRAM} train {model} --recipe mxfp4 --seed 1 --out runs/{model}-mxfp4",
             f"The folder then holds {CONFIG}, metrics.jsonl, result.json, tensorboard/, "
             "checkpoint.safetensors (last) and, with --val-share, checkpoint-best.safetensors.",
         )

@@ -15,10 +15,10 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from training.compare_report import summarize, write_report
-from training.comparison import CompareArgs, Job
-from training.rundir import UsageError
-from training.signals import on_signals
+from .compare_report import summarize, write_report
+from .comparison import CompareArgs, Job
+from .rundir import UsageError
+from .signals import on_signals
 
 __all__ = ["compare"]
 

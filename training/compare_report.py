@@ -18,19 +18,16 @@ from rich.console import Console
 
 from extensor.inspect import Table
 from extensor.quant.recipes import get_recipe
-from training.callbacks.progress import percent
-from training.comparison import CompareArgs, Finished
-from training.rundir import write_json
-from training.tables import known_mean, markdown_table, saved_figure
-from training.tasks import Metric
+
+from .callbacks.progress import percent
+from .comparison import CompareArgs, Finished
+from .tables import COLORS, known_mean, markdown_page, saved_figure, write_files
+from .tasks import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["Row", "markdown", "summarize", "write_report"]
-
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#111111")
-"""Okabe and Ito's palette: distinct for colour-blind readers too."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +76,8 @@ def summarize(
     seeds = {name: [run.seed for run in mine] for name, mine in runs.items()}
     rows = []
     for name, numbers in values.items():
-        results, mean, sd, gap, gap_sd = (
-            [r.result for r in runs[name]],
-            means.get(name),
-            None,
-            None,
-            None,
-        )
+        results, mean = [r.result for r in runs[name]], means.get(name)
+        sd = gap = gap_sd = None
         if mean is not None and len(numbers) > 1:
             sd = statistics.stdev(finite[name])
         if baseline is not None and mean is not None:
@@ -141,24 +133,21 @@ def _cells(metric: Metric, row: Row) -> tuple[str, ...]:
     )
 
 
+def _table(metric: Metric, rows: Sequence[Row]) -> Table:
+    return Table(_head(metric, rows), tuple(_cells(metric, row) for row in rows))
+
+
 def markdown(args: CompareArgs, rows: Sequence[Row]) -> str:
     """The table in Markdown."""
     metric = args.metric
     gap = "per cent of the baseline" if metric.gap == "%" else "percentage points"
-    lines = [
-        f"# {args.title}",
-        "",
+    intro = (
         f"{args.optimizer}, peak learning rate {args.lr:g}, batch {args.batch_size}, "
         f"{args.schedule} schedule. Mean ± standard deviation over seeds of test {metric.key} "
-        f"after the last epoch; gap in {gap}, its spread seed by seed.",
-        "",
-        *markdown_table(_head(metric, rows), [_cells(metric, row) for row in rows]),
-        "",
-        f"![test {metric.key}](compare.png)",
-        "",
-        *(f"- `{row.recipe}`: {row.doc}" for row in rows),
-    ]
-    return "\n".join(lines) + "\n"
+        f"after the last epoch; gap in {gap}, its spread seed by seed."
+    )
+    figure, notes = (f"test {metric.key}", "compare.png"), {row.recipe: row.doc for row in rows}
+    return markdown_page(args.title, intro, _table(metric, rows), figure, notes)
 
 
 def write_report(
@@ -166,16 +155,13 @@ def write_report(
 ) -> None:
     """Print the table; write compare.json, compare.md and compare.png."""
     metric, folder = args.metric, args.folder
-    table = Table(_head(metric, rows), tuple(_cells(metric, row) for row in rows))
-    console.print(f"\n{args.title}\n\n{table}\n")
+    console.print(f"\n{args.title}\n\n{_table(metric, rows)}\n")
     settings = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "plot_only")}
     content = {
         "settings": settings,
         "rows": [dataclasses.asdict(row) for row in rows],
         "runs": [dataclasses.asdict(run) for run in finished],
     }
-    write_json(folder / "compare.json", content)
-    (folder / "compare.md").write_text(markdown(args, rows), encoding="utf-8")
     size = (11, max(3.2, 1.6 + 0.42 * len(rows)))
     look = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True}
     with saved_figure(folder / "compare.png", args.title, size, **look) as figure:
@@ -184,8 +170,7 @@ def write_report(
         _draw_bars(bars, metric, rows, low, high)
         _draw_curves(curves, metric, rows, finished)
         curves.set_ylim(*_curve_limits(metric, finished, low, high))
-    for name in ("compare.md", "compare.png", "compare.json"):
-        console.print(f"{folder / name}")
+    write_files(folder, "compare", markdown(args, rows), content, console)
 
 
 def _limits(metric: Metric, rows: Sequence[Row]) -> tuple[float, float]:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from extensor.quant.recipes import get_recipe
-from training.config import RunConfig, Settings, write_toml
-from training.rundir import LAST, METRICS, UsageError, read_config, read_result
-from training.runs import RUNS
-from training.tasks import TASKS, Metric
+
+from .config import RunConfig, Settings, write_toml
+from .rundir import LAST, METRICS, UsageError, read_config, read_result
+from .runs import RUNS
+from .tasks import TASKS, Metric
 
 __all__ = ["CompareArgs", "CompareFlags", "Finished", "Job"]
 
@@ -160,7 +161,9 @@ class Job:
         for path in (config, self.log):
             path.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(write_toml(self.config.as_dict()), encoding="utf-8")
-        command = [sys.executable, "-m", "training", self.config.model]
+        # What this process imports, in its order, and nothing from the folder it stands in (-P).
+        imports = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-P", "-m", "extensor.training", self.config.model]
         command += ["--config", str(config.resolve()), "--out", str(self.folder.resolve())]
         if (self.folder / LAST).is_file():
             command.append("--resume")
@@ -171,8 +174,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                cwd=Path(__file__).resolve().parents[1],
-                env={**os.environ, **dict.fromkeys(THREAD_FLAGS, "1")},
+                env={**os.environ, **imports, **dict.fromkeys(THREAD_FLAGS, "1")},
                 start_new_session=True,
             )
 

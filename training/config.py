@@ -24,11 +24,12 @@ from extensor.errors import unknown_name
 from extensor.optim.states import STATES
 from extensor.quant.recipe import FLOAT_NAMES, FloatName, Recipe
 from extensor.quant.recipes import get_recipe
-from training.choices import OPTIMIZERS, SCHEDULES, parse_options
-from training.data import AUGMENTATIONS, DATASETS, SAMPLERS
-from training.runs import RUNS
-from training.text.augment import TEXT_AUGMENTATIONS
-from training.text.tokenizers import TOKENIZERS
+
+from .choices import OPTIMIZERS, SCHEDULES, parse_options
+from .data import AUGMENTATIONS, DATASETS, SAMPLERS
+from .runs import RUNS
+from .text.augment import TEXT_AUGMENTATIONS
+from .text.tokenizers import TOKENIZERS
 
 __all__ = ["ACTIVATIONS", "RunConfig", "Settings", "flag_of", "read_toml", "write_toml"]
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar, cast
 
 import tyro
 
-from training.config import RunConfig, Settings, read_toml
-from training.rundir import UsageError
-from training.runs import RUNS, defaults
+from .config import RunConfig, Settings, read_toml
+from .rundir import UsageError
+from .runs import RUNS, defaults
 
 __all__ = ["parse", "parse_settings", "resolve"]
 

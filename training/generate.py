@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-import models
-from extensor import ExTensor, no_grad
+from extensor import ExTensor, models, no_grad
 from extensor.io import load_checkpoint
 from extensor.nn import Module, apply_recipe
-from training.config import ACTIVATIONS
-from training.rundir import LAST, UsageError
-from training.runs import RUNS
-from training.text.tokenizers import Tokenizer, TokenizerError, from_state
+
+from .config import ACTIVATIONS
+from .rundir import LAST, UsageError
+from .runs import RUNS
+from .text.tokenizers import Tokenizer, TokenizerError, from_state
 
 __all__ = [
     "GenerateArgs",
@@ -75,7 +75,7 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
     if not path.is_file():
         raise UsageError(
             f"{path}: not there; the way out: the {LAST} or the folder of a run of "
-            "`python -m training gpt`"
+            "`extensor train gpt`"
         )
     checkpoint = load_checkpoint(path)
     run, task = checkpoint.metadata.get("config"), checkpoint.metadata.get("task")
@@ -85,7 +85,7 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
         held = f"a run of {kind!r}" if kind else "no run"
         raise UsageError(
             f"{path}: expected the checkpoint of a language model, got one that holds {held}; the "
-            "way out: one that `python -m training gpt` wrote"
+            "way out: one that `extensor train gpt` wrote"
         )
     try:
         config = models.config(run["model"], run["variant"], **checkpoint.metadata["model"])

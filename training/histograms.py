@@ -24,7 +24,8 @@ from extensor.quant.recipe import OperandSpec
 from extensor.quant.reference import dequantize, quantize
 from extensor.quant.rounding import pack, unpack
 from extensor.quant.spec import QuantSpec
-from training.loop import Trainer
+
+from .loop import Trainer
 
 __all__ = ["Histograms", "OperandHistogram", "histogram_on_grid", "operand_histograms"]
 

@@ -18,25 +18,25 @@ from typing import Any, Literal
 
 import numpy as np
 
-import models
-from extensor import ExTensor, capture, cross_entropy, no_grad, take
+from extensor import ExTensor, capture, cross_entropy, models, no_grad, take
 from extensor.inspect import SlotHealth
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.nn import apply_recipe
 from extensor.optim import MXGradScaler, ReduceLROnPlateau, Warmup, clip_grad_norm
 from extensor.quant import QuantArray, QuantStats
-from training.batch import Batch
-from training.callbacks import Callback
-from training.config import ACTIVATIONS, RunConfig
-from training.data import prefetch
-from training.metrics import Scores, top_k_hits
-from training.optimizers import make_optimizer, make_schedule
-from training.records import EpochReport, Position, StepReport, finite, share
-from training.result import build_result, slot_healths
-from training.rundir import LAST, RESULT, UsageError, write_json
-from training.runs import RUNS
-from training.signals import on_signals
-from training.tasks import TASKS
+
+from .batch import Batch
+from .callbacks import Callback
+from .config import ACTIVATIONS, RunConfig
+from .data import prefetch
+from .metrics import Scores, top_k_hits
+from .optimizers import make_optimizer, make_schedule
+from .records import EpochReport, Position, StepReport, finite, share
+from .result import build_result, slot_healths
+from .rundir import LAST, RESULT, UsageError, write_json
+from .runs import RUNS
+from .signals import on_signals
+from .tasks import TASKS
 
 __all__ = ["Interrupted", "Trainer"]
 

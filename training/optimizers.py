@@ -8,8 +8,9 @@ from typing import Any
 
 from extensor.nn import gemm_layers
 from extensor.optim import AdamW, Muon, Optimizer, Schedule, Warmup
-from training.choices import OPTIMIZERS, SCHEDULES, parse_options
-from training.config import Settings
+
+from .choices import OPTIMIZERS, SCHEDULES, parse_options
+from .config import Settings
 
 __all__ = ["make_optimizer", "make_schedule"]
 

@@ -1,4 +1,4 @@
-"""`python -m training ptq RUN`: a trained model under many schemes of post-training quantization.
+"""`extensor ptq RUN`: a trained model under many schemes of post-training quantization.
 
 Each scheme quantizes the run's checkpoint, with calibration inputs from its training data, and is
 judged on its test data: the run's metric, the bytes of what is stored, and each layer's error on
@@ -21,11 +21,12 @@ from extensor import ExTensor
 from extensor.inspect import compare_layers
 from extensor.nn import Module, packed_layers, quantize_model, save_quantized
 from extensor.quant.schemes import get_scheme
-from training.loop import Trainer
-from training.ptq_report import LayerResult, SchemeResult, write_results
-from training.records import finite
-from training.rundir import CONFIG, LAST, UsageError, read_config
-from training.tasks import Metric
+
+from .loop import Trainer
+from .ptq_report import LayerResult, SchemeResult, write_results
+from .records import finite
+from .rundir import CONFIG, LAST, UsageError, read_config
+from .tasks import Metric
 
 __all__ = ["PtqArgs", "ptq"]
 
@@ -128,13 +129,13 @@ def load_run(folder: Path) -> Trainer:
     if not (folder / CONFIG).is_file():
         raise UsageError(
             f"{folder}: expected the folder of a run, but {CONFIG} is not there; the way out: the "
-            "--out of a run of `python -m training MODEL`"
+            "--out of a run of `extensor train MODEL`"
         )
     config = read_config(folder)
     if not (folder / LAST).is_file():
         raise UsageError(
             f"{folder}: expected a run with {LAST}, but it is not there: its first epoch is not "
-            f"done; the way out: python -m training {config.model} --out {folder} --resume"
+            f"done; the way out: extensor train {config.model} --out {folder} --resume"
         )
     try:
         trainer = Trainer(config, folder)

@@ -12,10 +12,10 @@ import numpy as np
 from rich.console import Console
 
 from extensor.inspect import Table
-from training.config import RunConfig
-from training.rundir import write_json
-from training.tables import markdown_table, saved_figure
-from training.tasks import Metric
+
+from .config import RunConfig
+from .tables import COLORS, markdown_page, saved_figure, write_files
+from .tasks import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,28 +104,20 @@ def write_results(
         console: where the table is printed.
     """
     text, seen = rows[0].perplexity is not None, calibration.pop("seen")
-    head, cells = _columns(metric, text), [_cells(metric, row, text) for row in rows]
-    console.print(f"\n{run.label}, calibrated on {seen}\n\n{Table(head, tuple(cells))}\n")
+    table = Table(_columns(metric, text), tuple(_cells(metric, row, text) for row in rows))
+    console.print(f"\n{run.label}, calibrated on {seen}\n\n{table}\n")
     content = {"run": run.as_dict(), **calibration, "metric": metric.key}
-    write_json(folder / "ptq.json", {**content, "rows": [dataclasses.asdict(row) for row in rows]})
+    content["rows"] = [dataclasses.asdict(row) for row in rows]
     title = f"{run.label}, quantized after training"
-    lines = [
-        f"# {title}",
-        "",
-        f"`python -m training ptq`, calibrated on {seen}, judged on the test data. KB (1000 bytes) "
+    intro = (
+        f"`extensor ptq`, calibrated on {seen}, judged on the test data. KB (1000 bytes) "
         "are of everything the model stores; dB are signal to quantization noise, of the model's "
-        "output and of the worst layer by itself.",
-        "",
-        *markdown_table(head, cells),
-        "",
-        "![test metric against bytes; each layer's error](ptq.png)",
-        "",
-        *(f"- `{row.scheme}`: {row.doc}" for row in rows),
-    ]
-    (folder / "ptq.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        "output and of the worst layer by itself."
+    )
+    figure = "test metric against bytes; each layer's error", "ptq.png"
+    page = markdown_page(title, intro, table, figure, {row.scheme: row.doc for row in rows})
     _plot(folder / "ptq.png", title, metric, rows)
-    for name in ("ptq.md", "ptq.png", "ptq.json"):
-        console.print(f"{folder / name}")
+    write_files(folder, "ptq", page, content, console)
 
 
 def _plot(path: Path, title: str, metric: Metric, everything: list[SchemeResult]) -> None:
@@ -186,6 +178,6 @@ def _draw_errors(axes: Axes, layers: list[str], rows: list[SchemeResult]) -> Non
 
 
 def _color(scheme: str) -> str:
-    """Okabe and Ito's palette, by family."""
-    colors = {"int8": "#0072b2", "int4": "#56b4e9", "fp8": "#009e73", "mx": "#d55e00"}
-    return next((c for start, c in colors.items() if scheme.startswith(start)), "#cc79a7")
+    """A colour for each family."""
+    places = {"int8": 0, "int4": 5, "fp8": 2, "mx": 1}
+    return COLORS[next((n for start, n in places.items() if scheme.startswith(start)), 3)]

@@ -14,14 +14,15 @@ import numpy as np
 from rich.console import Console
 
 from extensor import ExTensor
-from extensor.inspect import SlotHealth, compare_layers, health_table, slot_health
+from extensor.inspect import LayerComparison, SlotHealth, compare_layers, health_table, slot_health
 from extensor.nn import apply_recipe
-from training.callbacks import RunView
-from training.callbacks.progress import percent
-from training.rundir import BEST, LAST, METRICS, RESULT
-from training.tables import known_mean
 
-__all__ = ["build_result", "peak_rss_mb", "print_summary", "slot_healths"]
+from .callbacks import RunView
+from .callbacks.progress import percent
+from .rundir import BEST, LAST, METRICS, RESULT
+from .tables import known_mean
+
+__all__ = ["beside_float32", "build_result", "peak_rss_mb", "print_summary", "slot_healths"]
 
 HEALTH_BATCH = 200
 
@@ -96,6 +97,16 @@ def slot_healths(run: RunView) -> tuple[SlotHealth, ...]:
     return slot_health(run.quant, switched)
 
 
+def beside_float32(run: RunView, isolated: bool = False) -> tuple[LayerComparison, int]:
+    """Each layer beside the float32 model's, on some test inputs, and how many labels they have."""
+    reference = run.fresh_model()
+    reference.load_state_dict(run.model.state_dict())
+    apply_recipe(reference, "fp32")
+    drawn = next(run.task.test(min(HEALTH_BATCH, run.task.eval_batch)))
+    inputs = ExTensor.from_numpy(drawn.inputs).to(run.config.device)
+    return compare_layers(run.model, reference, inputs, isolated=isolated), drawn.count
+
+
 def _version(name: str) -> str:
     try:
         return metadata.version(name)
@@ -146,12 +157,6 @@ def _show_health(run: RunView, console: Console) -> None:
     """Print each layer's error against float32, and each operand's health in the last epoch."""
     if not run.health:
         return  # nothing is quantized to blocks
-    reference = run.fresh_model()
-    reference.load_state_dict(run.model.state_dict())
-    apply_recipe(reference, "fp32")
-    drawn = next(run.task.test(min(HEALTH_BATCH, run.task.eval_batch)))
-    inputs = ExTensor.from_numpy(drawn.inputs).to(run.config.device)
-    layers = compare_layers(run.model, reference, inputs)
-    seen = f"{drawn.count} test {run.task.unit}"
-    console.print(f"\nlayers beside float32, on {seen}\n{layers}")
+    layers, count = beside_float32(run)
+    console.print(f"\nlayers beside float32, on {count} test {run.task.unit}\n{layers}")
     console.print(f"\noperands in the last epoch\n{health_table(run.health)}\n")

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from training.config import RunConfig, write_toml
+from .config import RunConfig, write_toml
 
 __all__ = [
     "BEST", "CONFIG", "LAST", "METRICS", "RESULT", "TELEMETRY", "UsageError", "claim",
@@ -95,7 +95,7 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
     elif folder.exists() and any(folder.iterdir()):
         raise UsageError(f"--out {folder}: is not empty, and holds no run; {OTHER_OUT}")
     folder.mkdir(parents=True, exist_ok=True)
-    header = f"python -m training {config.model} --config THIS_FILE repeats this run"
+    header = f"extensor train {config.model} --config THIS_FILE repeats this run"
     (folder / CONFIG).write_text(write_toml(config.as_dict(), header), encoding="utf-8")
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from extensor.backends.registry import get as get_backend
-from training.callbacks import (
+
+from .callbacks import (
     Callback,
     EarlyStopping,
     JsonLines,
@@ -17,11 +18,11 @@ from training.callbacks import (
     Telemetry,
     TensorBoard,
 )
-from training.choices import OPTIMIZERS
-from training.config import RunConfig
-from training.loop import Trainer
-from training.result import print_summary
-from training.rundir import LAST, UsageError, claim
+from .choices import OPTIMIZERS
+from .config import RunConfig
+from .loop import Trainer
+from .result import print_summary
+from .rundir import LAST, UsageError, claim
 
 __all__ = ["train"]
 

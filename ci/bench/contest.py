@@ -36,7 +36,7 @@ from extensor.config import num_threads
 
 __all__ = [
     "GPU_PACKAGES", "RESULTS", "ROOT", "Make", "arguments", "command", "cpu_with_core", "gpu_of",
-    "measure", "options", "take_turns", "write", "write_gpu",
+    "measure", "options", "shown", "take_turns", "write", "write_gpu",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +113,15 @@ def take_turns(
                 call()
                 times[name].append(time.perf_counter() - start)
     return {name: middle(values) for name, values in times.items()}
+
+
+def shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows, each printed as soon as it is there."""
+    found = []
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        found.append(row)
+    return found
 
 
 def options(doc: str | None, rounds: int) -> argparse.ArgumentParser:

@@ -96,10 +96,7 @@ def contestants(backend: CpuBackend, words: list[str]) -> dict[str, Call]:
                     continue
                 if work == "dequantize":
                     q, _ = backend.quantize(x, spec)
-                    calls[label] = (
-                        stored + array.itemsize,
-                        partial(backend.dequantize, q, dtype),
-                    )
+                    calls[label] = (stored + array.itemsize, partial(backend.dequantize, q, dtype))
                     continue
                 if work == "both":
                     pair = spec, QuantSpec(name, axis=0).resolve(2)

@@ -13,22 +13,14 @@ difference to torch's in units of its root mean square. Needs a Hopper GPU, torc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ci.bench.gpu import (
-    Call,
-    as_cupy,
-    cuda,
-    milliseconds,
-    normal,
-    on_torchs_stream,
-    options,
-    write_gpu,
-)
+from ci.bench import gpu
 from extensor_cuda.backend import CudaBackend
 
 SIZES = ["16x8x1024x64", "16x16x1024x128", "16x32x1024x128", "8x16x2048x128"]
@@ -41,7 +33,9 @@ def parts(x: Any, heads: int) -> list[Any]:
     return [x[:, :, i : i + heads].swapaxes(1, 2) for i in range(0, x.shape[2], heads)]
 
 
-def torch_calls(x: Any, g: Any, heads: int, way: SDPBackend) -> tuple[dict[str, Call], list[Any]]:
+def torch_calls(
+    x: Any, g: Any, heads: int, way: SDPBackend
+) -> tuple[dict[str, gpu.Call], list[Any]]:
     """Forward, backward, both; and what they give."""
     q, k, v = (a.detach().requires_grad_() for a in parts(x, heads))
 
@@ -53,7 +47,7 @@ def torch_calls(x: Any, g: Any, heads: int, way: SDPBackend) -> tuple[dict[str, 
         return torch.autograd.grad(out, (q, k, v), g, retain_graph=True)
 
     out = forward(0)
-    calls: dict[str, Call] = {
+    calls: dict[str, gpu.Call] = {
         "forward": forward,
         "backward": partial(backward, out=out),
         "both ways": lambda turn: backward(turn, forward(turn)),
@@ -63,10 +57,10 @@ def torch_calls(x: Any, g: Any, heads: int, way: SDPBackend) -> tuple[dict[str, 
 
 def our_calls(
     x: Any, g: Any, heads: int, backend: CudaBackend
-) -> tuple[dict[str, Call], list[Any]]:
+) -> tuple[dict[str, gpu.Call], list[Any]]:
     """The same; the gradients are written side by side."""
     xp, scale = backend.xp, x.shape[-1] ** -0.5
-    whole, grad = as_cupy(x, xp), as_cupy(g, xp)
+    whole, grad = gpu.as_cupy(x, xp), gpu.as_cupy(g, xp)
     q, k, v = parts(whole, heads)
     given = grad.swapaxes(1, 2)
     gq, gk, gv = parts(xp.empty(whole.shape, whole.dtype), heads)
@@ -82,7 +76,7 @@ def our_calls(
 
     made = forward(0)
     backward(0, made)
-    calls: dict[str, Call] = {
+    calls: dict[str, gpu.Call] = {
         "forward": forward,
         "backward": partial(backward, made=made),
         "both ways": lambda turn: backward(turn, forward(turn)),
@@ -96,10 +90,10 @@ def our_calls(
     return calls, results
 
 
-def rows_of(size: str, backend: CudaBackend, rounds: int) -> list[dict[str, Any]]:
+def rows_of(size: str, backend: CudaBackend, rounds: int) -> Iterator[dict[str, Any]]:
     """One row for each way and direction."""
     batch, heads, length, d = map(int, size.split("x"))
-    x, g = normal(batch, length, 3 * heads, d), normal(batch, length, heads, d, seed=1)
+    x, g = gpu.normal(batch, length, 3 * heads, d), gpu.normal(batch, length, heads, d, seed=1)
     contestants, results = {}, {}
     contestants["ours"], results["ours"] = our_calls(x, g, heads, backend)
     for name, way in THEIRS.items():
@@ -115,36 +109,33 @@ def rows_of(size: str, backend: CudaBackend, rounds: int) -> list[dict[str, Any]
             for a, b in zip(results["ours"], results[name], strict=True)
         ]
         print(f"{size}: out, gq, gk, gv differ from {name} by {', '.join(apart)} rms", flush=True)
-    found = []
     for what, factor in WORK.items():
-        times = milliseconds({name: calls[what] for name, calls in contestants.items()}, rounds)
+        times = gpu.milliseconds({name: calls[what] for name, calls in contestants.items()}, rounds)
         best = min((t for name, t in times.items() if name != "ours"), default=float("nan"))
         for name, taken in times.items():
             rate = factor * batch * heads * length**2 * d / 2 / taken / 1e9
-            row = {
+            yield {
                 "size": size,
                 "what": what,
                 "name": name,
                 "ms": round(taken, 4),
                 "tflops": round(rate, 1),
                 "ratio": round(best / taken, 3),
+                "key": f"{size}, {what}, {name}",
             }
-            print(*row.values(), flush=True)
-            found.append(row | {"key": f"{size}, {what}, {name}"})
-    return found
 
 
 def main() -> None:
     """Measure, print and write."""
-    parser = options(__doc__, rounds=7)
+    parser = gpu.options(__doc__, rounds=7)
     parser.add_argument("--sizes", nargs="+", default=SIZES)
     chosen = parser.parse_args()
-    backend = cuda()
-    rows = []
-    with on_torchs_stream(backend):
-        for size in chosen.sizes:
-            rows += rows_of(size, backend, chosen.rounds)
-    write_gpu("cuda-attention", rows, backend.xp, merge="key")
+    backend = gpu.cuda()
+    with gpu.on_torchs_stream(backend):
+        rows = [
+            row for size in chosen.sizes for row in gpu.shown(rows_of(size, backend, chosen.rounds))
+        ]
+    gpu.write_gpu("cuda-attention", rows, backend.xp, merge="key")
 
 
 if __name__ == "__main__":

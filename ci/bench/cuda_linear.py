@@ -1,38 +1,25 @@
 """A linear layer's forward and backward under recipes on a GPU, against torch in bfloat16.
 
-    python ci/bench/cuda_linear.py [--sizes 8192x8192x8192 ...] [--rounds N] [--data FILE.npz]
+    python ci/bench/cuda_linear.py [--sizes 8192x8192x8192 ...] [--rounds N]
         [--recipes mxfp4 mxfp6 nvfp4_nvidia fp8_block fp8_tensor int8 ...]
 
-x (M, K), w (N, K) and the gradient (M, N) are normal bfloat16 data, or with --data those that
-`record_tensors.py` kept of a training step. torch: F.linear and its backward, three products. Ours:
-`et.quantized_matmul` and its backward, whatever the size: six operands quantized from bfloat16
-(under the largest magnitude of the call before, gradients rounded stochastically, values counted),
-three products, three bfloat16 results; "captured" replays the same from a CUDA graph. "products"
-are ours without quantizing, "quantizers" the rest. CUDA events around four calls, the contestants
-taking turns in one process, medians over the rounds, three inputs in turn. Needs a Hopper GPU,
-torch and the extra ``cuda13``.
+x (M, K), w (N, K) and the gradient (M, N) are normal bfloat16 data. torch: F.linear and its
+backward, three products. Ours: `et.quantized_matmul` and its backward: six operands quantized from
+bfloat16 (under the largest magnitude of the call before, gradients rounded stochastically, values
+counted), three products, three bfloat16 results; "captured" replays the same from a CUDA graph.
+"products" are ours without quantizing, "quantizers" the rest. CUDA events around four calls, the
+contestants taking turns in one process, medians over the rounds, three inputs in turn. Needs a
+Hopper GPU, torch and the extra ``cuda13``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ci.bench.cuda_gemm import INPUTS, recorded
-from ci.bench.gpu import (
-    Call,
-    as_cupy,
-    cuda,
-    milliseconds,
-    normal,
-    on_torchs_stream,
-    options,
-    write_gpu,
-)
+from ci.bench import gpu
 from extensor.autograd.apply import wrap
 from extensor.ops.quantized import layer_context, quantized_matmul
 from extensor.quant.recipes import get_recipe
@@ -43,6 +30,7 @@ from extensor_cuda.matmul import tuned
 from extensor_cuda.matmul.prepare import FUSED
 from extensor_cuda.matmul.product import product
 
+INPUTS = 3
 RECIPES = ["mxfp4", "mxfp8_nvidia", "bf16"]
 SIZES = ["8192x8192x8192", "16384x4096x4096", "4096x4096x4096"]
 
@@ -50,15 +38,15 @@ SIZES = ["8192x8192x8192", "16384x4096x4096", "4096x4096x4096"]
 def inputs(m: int, n: int, k: int) -> list[list[Any]]:
     """x, w and g, for each turn."""
     shapes = (m, k), (n, k), (m, n)
-    return [[normal(*s, seed=3 * i + j) for j, s in enumerate(shapes)] for i in range(INPUTS)]
+    return [[gpu.normal(*s, seed=3 * i + j) for j, s in enumerate(shapes)] for i in range(INPUTS)]
 
 
 def contestants(
     theirs: list[list[Any]], backend: CudaBackend, recipes: list[str]
-) -> dict[str, Call]:
+) -> dict[str, gpu.Call]:
     """Calls that take their number and choose their input by it."""
     xp = backend.xp
-    ours = [[as_cupy(x, xp) for x in tensors] for tensors in theirs]
+    ours = [[gpu.as_cupy(x, xp) for x in tensors] for tensors in theirs]
     contexts = {name: layer_context(get_recipe(name).layers, seed=1) for name in recipes}
     rows, columns = (
         QuantSpec("mxfp4", axis=axis, scale_rule="rceil").resolve(2) for axis in (1, 0)
@@ -96,7 +84,7 @@ def contestants(
         sides = ((made[0], made[2]), (pair[0], made[3]), (pair[1], made[1]))
         return [product(a, b, "bfloat16", xp) for a, b in sides]
 
-    steps: dict[str, Call] = {"torch bf16": torch_step}
+    steps: dict[str, gpu.Call] = {"torch bf16": torch_step}
     for name in contexts:
         steps[f"{name} recipe"] = partial(our_step, recipe=name)
         steps[f"{name} recipe, captured"] = captured(steps[f"{name} recipe"], xp)
@@ -117,7 +105,7 @@ def contestants(
     }
 
 
-def captured(call: Call, xp: Any) -> Call:
+def captured(call: gpu.Call, xp: Any) -> gpu.Call:
     """The same from CUDA graphs, one for each input, with memory of their own."""
     pool, stream, graphs = xp.cuda.MemoryPool(), xp.cuda.Stream(non_blocking=True), []
     xp.cuda.Device().synchronize()
@@ -133,35 +121,19 @@ def captured(call: Call, xp: Any) -> Call:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = options(__doc__, rounds=11)
+    parser = gpu.options(__doc__, rounds=11)
     parser.add_argument("--sizes", nargs="+", default=SIZES)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
-    parser.add_argument("--data", type=Path, help="a file of record_tensors.py")
     chosen = parser.parse_args()
-    backend = cuda()
-    sets: dict[str, Callable[[], list[list[Any]]]] = {
-        text: partial(inputs, *map(int, text.split("x"))) for text in chosen.sizes
-    }
-    if chosen.data is not None:
-        layers = recorded(chosen.data)
-        sets = {name: partial(list, [tensors] * INPUTS) for name, tensors in layers.items()}
-    rows = []
-    for text, make in sets.items():
-        before = backend.fallback_count
-        with on_torchs_stream(backend), tuned.always():
-            times = milliseconds(contestants(make(), backend, chosen.recipes), chosen.rounds)
-        fallbacks = backend.fallback_count - before
-        for name, taken in times.items():
-            row = {
-                "size": text,
-                "name": name,
-                "milliseconds": round(taken, 4),
-                "of_torch_bf16": round(times["torch bf16"] / taken, 3),
-                "products_out_of_window": fallbacks,
-            }
-            rows.append(row)
-            print(*row.values(), flush=True)
-    write_gpu("cuda-linear" if chosen.data is None else "cuda-linear-recorded", rows, backend.xp)
+    backend = gpu.cuda()
+    rows: list[dict[str, Any]] = []
+    for size in chosen.sizes:
+        before, tensors = backend.fallback_count, inputs(*map(int, size.split("x")))
+        with gpu.on_torchs_stream(backend), tuned.always():
+            times = gpu.milliseconds(contestants(tensors, backend, chosen.recipes), chosen.rounds)
+        about = {"size": size, "products_out_of_window": backend.fallback_count - before}
+        rows += gpu.shown(gpu.rates(times, **about))
+    gpu.write_gpu("cuda-linear", rows, backend.xp)
 
 
 if __name__ == "__main__":

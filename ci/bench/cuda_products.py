@@ -29,17 +29,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ci.bench.gpu import (
-    Call,
-    as_cupy,
-    cuda,
-    fixed,
-    milliseconds,
-    normal,
-    on_torchs_stream,
-    options,
-    write_gpu,
-)
+from ci.bench import gpu
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.backend import CudaBackend
 from extensor_cuda.kernels.gemm.config import Config
@@ -52,11 +42,7 @@ from extensor_cuda.matmul.partition import configure
 from extensor_cuda.matmul.prepare import FLOAT_SCALES, FUSED
 from extensor_cuda.matmul.product import multiply, product
 from extensor_cuda.matmul.stored import grouped_matmul, matmul, offsets_of
-from extensor_cuda.matmul.weight_only import (
-    decodes_in_gemm,
-    weight_only_gap,
-    weight_only_matmul,
-)
+from extensor_cuda.matmul.weight_only import decodes_in_gemm, weight_only_gap, weight_only_matmul
 
 CACHE = 64 << 20  # bytes that no cache holds
 TOKENS = (1, 4, 16, 32, 64)
@@ -76,14 +62,14 @@ def torch_product(a: Any, b: Any) -> Any:
 def packed(x: Any, name: str, backend: CudaBackend, **options: Any) -> Any:
     """X quantized along its rows."""
     spec = QuantSpec(name, axis=1, **options).resolve(2)
-    return backend.quantize(as_cupy(x, backend.xp), spec)[0]
+    return backend.quantize(gpu.as_cupy(x, backend.xp), spec)[0]
 
 
 def scaled(backend: CudaBackend, rounds: int) -> Rows:
     """FP8 and INT8 under float scales."""
     xp = backend.xp
     for size in SQUARES:
-        a, b = normal(size, size), normal(size, size, seed=1)
+        a, b = gpu.normal(size, size), gpu.normal(size, size, seed=1)
         wide, eight = QuantSpec("fp8_e4m3"), QuantSpec("int8")
         small = wide.replace(tile=(1, 128))
         specs = {
@@ -102,22 +88,25 @@ def scaled(backend: CudaBackend, rounds: int) -> Rows:
         integers = [
             torch.randint(-96, 97, (size, size), device="cuda", dtype=torch.int8) for _ in "ab"
         ]
-        calls: dict[str, Call] = {
-            "torch bf16": fixed(torch_product, a, b),
+        calls: dict[str, gpu.Call] = {
+            "torch bf16": gpu.fixed(torch_product, a, b),
             "torch FP8, row scales, promoted": _torch_fp8(a, b),
-            "torch INT8": fixed(torch._int_mm, integers[0], integers[1].T),
+            "torch INT8": gpu.fixed(torch._int_mm, integers[0], integers[1].T),
         }
         for name in ("1x128 x 128x128", "1x128 x 1x128"):
             calls[f"torch FP8, {name}"] = _torch_blocks(sides[f"E4M3, {name}"])
         for name, pair in sides.items():
-            calls[name] = fixed(product, *pair, "bfloat16", xp)
-            calls[f"{name}: quantizing a"] = fixed(_side, a, specs[name][0], xp)
-        calls["INT8, zero points, from storage"] = fixed(matmul, *zeros, xp, **BF16)
-        calls["MXFP4 as INT8, from storage"] = fixed(matmul, *fp4, xp, accumulate="exact", **BF16)
-        yield from _rates("scaled", f"{size}^3", milliseconds(calls, rounds), 2 * size**3)
+            calls[name] = gpu.fixed(product, *pair, "bfloat16", xp)
+            calls[f"{name}: quantizing a"] = gpu.fixed(_side, a, specs[name][0], xp)
+        calls["INT8, zero points, from storage"] = gpu.fixed(matmul, *zeros, xp, **BF16)
+        calls["MXFP4 as INT8, from storage"] = gpu.fixed(
+            matmul, *fp4, xp, accumulate="exact", **BF16
+        )
+        times = gpu.milliseconds(calls, rounds)
+        yield from gpu.rates(times, 2 * size**3, what="scaled", size=f"{size}^3")
 
 
-def _torch_fp8(a: Any, b: Any) -> Call:
+def _torch_fp8(a: Any, b: Any) -> gpu.Call:
     """Torch's product of codes under scales of rows, promoted to float32 on the way."""
     x, y = (v.to(torch.float8_e4m3fn) for v in (a, b))
     scales = torch.ones(len(a), 1, device="cuda"), torch.ones(1, len(b), device="cuda")
@@ -128,7 +117,7 @@ def _torch_fp8(a: Any, b: Any) -> Call:
     return call
 
 
-def _torch_blocks(sides: list[Any]) -> Call:
+def _torch_blocks(sides: list[Any]) -> gpu.Call:
     """Torch's product of a pair of operands under scales of 128 elements, laid out as it asks."""
     x, y = (torch.utils.dlpack.from_dlpack(side.codes).view(torch.float8_e4m3fn) for side in sides)
     rows, columns = (torch.utils.dlpack.from_dlpack(side.scale.grid.copy()) for side in sides)
@@ -141,23 +130,10 @@ def _torch_blocks(sides: list[Any]) -> Call:
     return call
 
 
-def _rates(what: str, size: str, times: dict[str, float], work: int, **more: float) -> Rows:
-    for name, taken in times.items():
-        yield {
-            "what": what,
-            "size": size,
-            "name": name,
-            "milliseconds": round(taken, 4),
-            "teraflops": round(work / taken / 1e9, 1),
-            "of_torch_bf16": round(times["torch bf16"] / taken, 3),
-            **more,
-        }
-
-
 def _side(x: Any, spec: QuantSpec, xp: Any) -> Any:
-    return FLOAT_SCALES.run(as_cupy(x, xp), [spec.replace(axis=1).resolve(2)], [None], xp, None)[0][
-        0
-    ]
+    return FLOAT_SCALES.run(
+        gpu.as_cupy(x, xp), [spec.replace(axis=1).resolve(2)], [None], xp, None
+    )[0][0]
 
 
 REBASED_TILES = ((128, 2), (176, 2), (176, 3), (192, 2), (192, 3))
@@ -168,30 +144,31 @@ def rebased(backend: CudaBackend, rounds: int) -> Rows:
     """MXFP8, the values that do not fit FP8 rounded."""
     xp = backend.xp
     for size in SQUARES:
-        a, b = normal(size, size), normal(size, size, seed=1)
+        a, b = gpu.normal(size, size), gpu.normal(size, size, seed=1)
         pair = [packed(x, "mxfp8_e4m3", backend) for x in (a, b)]
         made = [rebase_mxfp8(q, xp) for q in pair]
         (x, lost), (y, _) = made
         out = empty_rows(xp, size, size, ml_dtypes.bfloat16)
-        calls: dict[str, Call] = {
-            "torch bf16": fixed(torch_product, a, b),
+        calls: dict[str, gpu.Call] = {
+            "torch bf16": gpu.fixed(torch_product, a, b),
             "torch FP8, row scales, promoted": _torch_fp8(a, b),
-            "rebased, from storage": fixed(matmul, *pair, xp, accumulate="rebased", **BF16),
-            "exact, from storage": fixed(matmul, *pair, xp, accumulate="bf16", **BF16),
-            "rebasing a": fixed(rebase_mxfp8, pair[0], xp),
-            "product of operands": fixed(_joined, x, y, out, 1),
-            "product of operands, every 512": fixed(_joined, x, y, out, 4),
+            "rebased, from storage": gpu.fixed(matmul, *pair, xp, accumulate="rebased", **BF16),
+            "exact, from storage": gpu.fixed(matmul, *pair, xp, accumulate="bf16", **BF16),
+            "rebasing a": gpu.fixed(rebase_mxfp8, pair[0], xp),
+            "product of operands": gpu.fixed(_joined, x, y, out, 1),
+            "product of operands, every 512": gpu.fixed(_joined, x, y, out, 4),
         }
         for columns, patches in REBASED_TILES:
             config = Config.of(
                 "e4m3", tile_n=columns, promote=1, epilogue_tiles=patches, out="bfloat16"
             )
             name = f"product of operands, tile {columns}, patches {patches}"
-            calls[name] = fixed(_launched, x, y, out, config)
-        times = milliseconds(calls, rounds)
+            calls[name] = gpu.fixed(_launched, x, y, out, config)
+        times = gpu.milliseconds(calls, rounds)
         changed, flushed = lost.shares()
         shares = {"changed": float(f"{changed:.2e}"), "flushed": float(f"{flushed:.2e}")}
-        yield from _rates("rebased", f"{size}^3", times, 2 * size**3, **shares)
+        about = {"what": "rebased", "size": f"{size}^3"} | shares
+        yield from gpu.rates(times, 2 * size**3, **about)
 
 
 def _joined(a: Any, b: Any, out: Any, promote: int) -> None:
@@ -217,17 +194,18 @@ def operands(backend: CudaBackend, rounds: int) -> Rows:
         "INT8": QuantSpec("int8"),
     }
     for size in SQUARES:
-        a, b = normal(size, size), normal(size, size, seed=1)
-        pair = as_cupy(a, backend.xp), as_cupy(b, backend.xp)
-        calls: dict[str, Call] = {
-            "torch bf16": fixed(torch_product, a, b),
+        a, b = gpu.normal(size, size), gpu.normal(size, size, seed=1)
+        pair = gpu.as_cupy(a, backend.xp), gpu.as_cupy(b, backend.xp)
+        calls: dict[str, gpu.Call] = {
+            "torch bf16": gpu.fixed(torch_product, a, b),
             "torch FP8, row scales, promoted": _torch_fp8(a, b),
         }
         for name, spec in specs.items():
             made = [_operand(x, spec, backend) for x in pair]
-            calls[name] = fixed(backend.product, *made, "bfloat16")
-            calls[f"{name}, making both"] = fixed(_making, pair, spec, backend)
-        yield from _rates("operands", f"{size}^3", milliseconds(calls, rounds), 2 * size**3)
+            calls[name] = gpu.fixed(backend.product, *made, "bfloat16")
+            calls[f"{name}, making both"] = gpu.fixed(_making, pair, spec, backend)
+        times = gpu.milliseconds(calls, rounds)
+        yield from gpu.rates(times, 2 * size**3, what="operands", size=f"{size}^3")
 
 
 def _operand(x: Any, spec: QuantSpec, backend: CudaBackend) -> Any:
@@ -244,23 +222,24 @@ def requantized_results(backend: CudaBackend, rounds: int) -> Rows:
     """MXFP4 products whose results are quantized."""
     xp, rows = backend.xp, QuantSpec("mxfp4", axis=1).resolve(2)
     for size in SQUARES:
-        a, b = normal(size, size), normal(size, size, seed=1)
-        x, y = (FUSED.run(as_cupy(v, xp), [rows], [None], xp, None)[0][0] for v in (a, b))
+        a, b = gpu.normal(size, size), gpu.normal(size, size, seed=1)
+        x, y = (FUSED.run(gpu.as_cupy(v, xp), [rows], [None], xp, None)[0][0] for v in (a, b))
         out = empty_rows(xp, size, size, ml_dtypes.bfloat16)
         wide = configure("e5m2", size, size, "bfloat16")
 
-        calls: dict[str, Call] = {
-            "torch bf16": fixed(torch_product, a, b),
-            "bfloat16": fixed(_launched, x, y, out, wide),
+        calls: dict[str, gpu.Call] = {
+            "torch bf16": gpu.fixed(torch_product, a, b),
+            "bfloat16": gpu.fixed(_launched, x, y, out, wide),
         }
         for name in ("mxfp8_e4m3", "mxfp4", "nvfp4"):
             spec = rows.replace(format=name, tile=None, scale_rule=None).resolve(2)
             amax = xp.full((), 512, dtype=xp.float32) if spec.row.tensor_scale else None
             to = requantized(spec, size, size, xp, amax)
             config = configure("e5m2", size, size, spec)
-            calls[f"bfloat16, then {name}"] = fixed(_then, x, y, out, wide, spec, amax, xp)
-            calls[f"{name}, as it leaves"] = fixed(_launched, x, y, to, config)
-        yield from _rates("requantized", f"{size}^3", milliseconds(calls, rounds), 2 * size**3)
+            calls[f"bfloat16, then {name}"] = gpu.fixed(_then, x, y, out, wide, spec, amax, xp)
+            calls[f"{name}, as it leaves"] = gpu.fixed(_launched, x, y, to, config)
+        times = gpu.milliseconds(calls, rounds)
+        yield from gpu.rates(times, 2 * size**3, what="requantized", size=f"{size}^3")
 
 
 def _then(a: Any, b: Any, out: Any, config: Config, spec: QuantSpec, amax: Any, xp: Any) -> Any:
@@ -272,16 +251,9 @@ def _then(a: Any, b: Any, out: Any, config: Config, spec: QuantSpec, amax: Any, 
 
 def _rows(what: str, size: str, times: dict[str, float], nbytes: dict[str, int]) -> Rows:
     copied = nbytes["copy"] / times["copy"]  # bytes read and written a millisecond
-    for name, taken in times.items():
-        row = {
-            "what": what,
-            "size": size,
-            "name": name,
-            "milliseconds": round(taken, 4),
-            "of_torch_bf16": round(times["torch bf16"] / taken, 3),
-        }
-        if name in nbytes:
-            row["of_copy"] = round(nbytes[name] / taken / copied, 3)
+    for row in gpu.rates(times, what=what, size=size):
+        if (name := row["name"]) in nbytes:
+            row["of_copy"] = round(nbytes[name] / times[name] / copied, 3)
         yield row
 
 
@@ -291,19 +263,19 @@ def _contests(
     """Products of packed weights (N, K) with so many rows."""
     xp, (n, k) = backend.xp, layer
     turns = -(-CACHE // (n * k // 2)) + 1
-    w = [normal(n, k, seed=i) for i in range(turns)]
-    big = normal(CACHE)
+    w = [gpu.normal(n, k, seed=i) for i in range(turns)]
+    big = gpu.normal(CACHE)
     int4: dict[str, Any] = {"tile": (1, 128), "scale_dtype": "float16"}
     held = {
         name: [packed(v, name, backend, **(int4 if name == "int4" else {})) for v in w]
         for name in FORMATS
     }
     for m in tokens:
-        x = normal(m, k)
-        view = as_cupy(x, xp)
-        calls: dict[str, Call] = {
+        x = gpu.normal(m, k)
+        view = gpu.as_cupy(x, xp)
+        calls: dict[str, gpu.Call] = {
             "torch bf16": partial(_linear, x, w),
-            "copy": fixed(big.clone),
+            "copy": gpu.fixed(big.clone),
         }
         nbytes = {"copy": 4 * CACHE, "torch bf16": 2 * n * k}
         for name, stored in held.items():
@@ -313,9 +285,9 @@ def _contests(
                 if m > TOKENS[-1] and not decodes_in_gemm(stored[0], m):
                     calls[f"{name}, expanded alone"] = partial(_expanding, stored, xp)
         if m > TOKENS[-1]:
-            sides = [GemmOperand(v.view(np.uint16), "bf16") for v in (view, as_cupy(w[0], xp))]
-            calls["bf16, ours"] = fixed(product, *sides, "bfloat16", xp)
-        yield from _rows(what, f"{m} x {n} x {k}", milliseconds(calls, rounds), nbytes)
+            sides = [GemmOperand(v.view(np.uint16), "bf16") for v in (view, gpu.as_cupy(w[0], xp))]
+            calls["bf16, ours"] = gpu.fixed(product, *sides, "bfloat16", xp)
+        yield from _rows(what, f"{m} x {n} x {k}", gpu.milliseconds(calls, rounds), nbytes)
 
 
 def _linear(x: Any, held: list[Any], turn: int) -> Any:
@@ -345,24 +317,24 @@ def grouped(backend: CudaBackend, rounds: int) -> Rows:
     """Eight groups of unequal size: a mixture of experts' first product."""
     xp, n, k = backend.xp, 4096, 4096
     sizes = [4096, 100, 3000, 1, 2048, 0, 900, 6239]
-    x, w = normal(sum(sizes), k), normal(len(sizes) * n, k, seed=1)
+    x, w = gpu.normal(sum(sizes), k), gpu.normal(len(sizes) * n, k, seed=1)
     offsets = offsets_of(xp.asarray(np.array(sizes)), xp)
     ends = np.cumsum([0, *sizes])
     parts = [(x[ends[g] : ends[g + 1]], w[g * n : (g + 1) * n]) for g in range(len(sizes))]
     fp8 = [packed(v, "fp8_e4m3", backend, tile="channel") for v in (x, w)]
     fp4 = [packed(v, "mxfp4", backend) for v in (x, w)]
-    plain = [as_cupy(v, xp) for v in (x, w)]
-    times = milliseconds(
+    plain = [gpu.as_cupy(v, xp) for v in (x, w)]
+    times = gpu.milliseconds(
         {
-            "torch bf16": fixed(lambda: [torch_product(a, b) for a, b in parts]),
-            "bf16": fixed(grouped_matmul, *plain, offsets, xp, **BF16),
-            "E4M3, scales of rows": fixed(grouped_matmul, *fp8, offsets, xp, **BF16),
-            "MXFP4, from storage": fixed(grouped_matmul, *fp4, offsets, xp, **BF16),
+            "torch bf16": gpu.fixed(lambda: [torch_product(a, b) for a, b in parts]),
+            "bf16": gpu.fixed(grouped_matmul, *plain, offsets, xp, **BF16),
+            "E4M3, scales of rows": gpu.fixed(grouped_matmul, *fp8, offsets, xp, **BF16),
+            "MXFP4, from storage": gpu.fixed(grouped_matmul, *fp4, offsets, xp, **BF16),
         },
         rounds,
     )
     size = f"{len(sizes)} groups, {sum(sizes)} x {n} x {k}"
-    yield from _rates("grouped", size, times, 2 * sum(sizes) * n * k)
+    yield from gpu.rates(times, 2 * sum(sizes) * n * k, what="grouped", size=size)
 
 
 PARTS = {
@@ -378,16 +350,15 @@ PARTS = {
 
 def main() -> None:
     """Measure, print and write."""
-    chosen = options(__doc__, rounds=11, only=list(PARTS)).parse_args()
-    backend = cuda()
-    rows = []
+    chosen = gpu.options(__doc__, rounds=11, only=list(PARTS)).parse_args()
+    backend = gpu.cuda()
+    rows: list[dict[str, Any]] = []
     for name in chosen.only:
-        with on_torchs_stream(backend):
-            for row in PARTS[name](backend, chosen.rounds):
-                row["key"] = f"{row['what']}, {row['size']}, {row['name']}"
-                rows.append(row)
-                print(*row.values(), flush=True)
-    write_gpu("cuda-products", rows, backend.xp, merge="key")
+        with gpu.on_torchs_stream(backend):
+            rows += gpu.shown(PARTS[name](backend, chosen.rounds))
+    for row in rows:
+        row["key"] = f"{row['what']}, {row['size']}, {row['name']}"
+    gpu.write_gpu("cuda-products", rows, backend.xp, merge="key")
 
 
 if __name__ == "__main__":

@@ -29,11 +29,11 @@ def timed() -> dict[str, float]:
 
     import extensor as et
     from extensor.backends.registry import get
+    from extensor.models.lenet.configs import LeNetConfig
+    from extensor.models.lenet.model import build
     from extensor.nn.recipe import apply_recipe
     from extensor.optim import SGD
     from extensor_cuda.runtime import launch
-    from models.lenet.configs import LeNetConfig
-    from models.lenet.model import build
 
     spent = {"kernels": 0.0, "ready_seconds": 0.0}
     ready = launch._function.__wrapped__

@@ -37,13 +37,13 @@ import torch
 import extensor as et
 from ci.bench.gpu import Call, cuda, milliseconds, options, write_gpu
 from ci.bench.torch_models import torch_gpt, torch_lenet
+from extensor.models.gpt.configs import GPTConfig
+from extensor.models.gpt.model import build as build_gpt
+from extensor.models.lenet.configs import LeNetConfig
+from extensor.models.lenet.model import build as build_lenet
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW
 from extensor.quant.recipe import FLOAT_NAMES, FloatName
-from models.gpt.configs import GPTConfig
-from models.gpt.model import build as build_gpt
-from models.lenet.configs import LeNetConfig
-from models.lenet.model import build as build_lenet
 
 PARTS = ("lenet", "gpt", "wide", "layers")
 RECIPES = {
@@ -156,10 +156,7 @@ def lenet(recipes: list[str], quick: bool) -> Contest:
     """Contestants on random images."""
     rng = np.random.default_rng(0)
     batches = [
-        (
-            rng.standard_normal((IMAGES, 1, 28, 28)).astype(np.float32),
-            rng.integers(0, 10, IMAGES),
-        )
+        (rng.standard_normal((IMAGES, 1, 28, 28)).astype(np.float32), rng.integers(0, 10, IMAGES))
         for _ in range(BATCHES)
     ]
     loss = torch.nn.functional.cross_entropy
@@ -212,11 +209,7 @@ def gpt(
         optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-4, fused=True)
         ready: Any = torch.compile(peer) if name == "compiled" else peer
         calls[f"torch bf16, {name}"] = theirs(
-            ready,
-            optimizer,
-            lambda m, x, y: loss(m(x).flatten(0, 1).float(), y),
-            batches,
-            True,
+            ready, optimizer, lambda m, x, y: loss(m(x).flatten(0, 1).float(), y), batches, True
         )
     return calls, ours(
         lambda: model().to("cuda"),

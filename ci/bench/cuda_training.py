@@ -22,28 +22,17 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ci.bench.gpu import (
-    Call,
-    as_cupy,
-    cuda,
-    fixed,
-    milliseconds,
-    normal,
-    on_torchs_stream,
-    options,
-    seen,
-    write_gpu,
-)
+from ci.bench import gpu
 from extensor import ExTensor
 from extensor.optim import AdamW
 from extensor_cuda.kernels.nn import cross_entropy, norm
-from extensor_cuda.kernels.optimizer import optimizer as kernels
+from extensor_cuda.kernels.optim import optimizer as kernels
 
 LAYERS, WIDTH, VOCAB, CONTEXT = 12, 768, 50257, 1024
 ROWS, LENGTH = 16384, 4096
 PARTS = ("adam", "norms", "losses", "elements")
 HALF = np.dtype(ml_dtypes.bfloat16)
-Contest = dict[str, tuple[int, Call]]
+Contest = dict[str, tuple[int, gpu.Call]]
 """Bytes that must move, and a call."""
 
 
@@ -55,7 +44,7 @@ def gpt2_shapes() -> list[tuple[int, ...]]:
     return [(VOCAB, WIDTH), (CONTEXT, WIDTH), *block * LAYERS, (WIDTH,), (WIDTH,)]
 
 
-def adam(xp: Any) -> tuple[Contest, dict[str, Call]]:
+def adam(xp: Any) -> tuple[Contest, dict[str, gpu.Call]]:
     """Contestants by events, and by the clock."""
     theirs = [torch.randn(s, device="cuda", requires_grad=True) for s in gpt2_shapes()]
     for p in theirs:
@@ -64,9 +53,9 @@ def adam(xp: Any) -> tuple[Contest, dict[str, Call]]:
     each = torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.1, foreach=True)
     ours, parts = [], []
     for p in theirs:
-        mine = ExTensor(as_cupy(p, xp).copy(), device="cuda", requires_grad=True)
+        mine = ExTensor(gpu.as_cupy(p, xp).copy(), device="cuda", requires_grad=True)
         assert p.grad is not None
-        mine.grad = ExTensor(as_cupy(p.grad, xp), device="cuda")
+        mine.grad = ExTensor(gpu.as_cupy(p.grad, xp), device="cuda")
         ours.append(mine)
         moments = (xp.zeros(mine.size, np.float32) for _ in range(2))
         parts.append((mine.data.reshape(-1), mine.grad.data.reshape(-1), *moments))
@@ -76,18 +65,18 @@ def adam(xp: Any) -> tuple[Contest, dict[str, Call]]:
     factors = [step.factors(step.groups[0].options, 5)] * len(parts)
     moved = 28 * count
 
-    def alone(stored: Any) -> Call:
-        return fixed(kernels.step, kernels.ADAM, stored, factors, kernels.Update(cache={}), xp)
+    def alone(stored: Any) -> gpu.Call:
+        return gpu.fixed(kernels.step, kernels.ADAM, stored, factors, kernels.Update(cache={}), xp)
 
     calls: Contest = {
-        "torch AdamW fused": (moved, fixed(fused.step)),
-        "torch AdamW foreach": (moved, fixed(each.step)),
+        "torch AdamW fused": (moved, gpu.fixed(fused.step)),
+        "torch AdamW foreach": (moved, gpu.fixed(each.step)),
         "AdamW, update alone": (moved, alone(parts)),
-        "AdamW step": (moved + 4 * count, fixed(step.step)),
+        "AdamW step": (moved + 4 * count, gpu.fixed(step.step)),
     }
-    clocked: dict[str, Call] = {
-        "torch AdamW fused, seen": fixed(fused.step),
-        "AdamW step, seen": fixed(step.step),
+    clocked: dict[str, gpu.Call] = {
+        "torch AdamW fused, seen": gpu.fixed(fused.step),
+        "AdamW step, seen": gpu.fixed(step.step),
     }
     for states in ("bfloat16", "mxfp8_e4m3"):
         narrow = AdamW(ours, **options, states=states)
@@ -97,8 +86,8 @@ def adam(xp: Any) -> tuple[Contest, dict[str, Call]]:
         moved = 12 * count + 2 * narrow.nbytes
         name = f"AdamW {states}"
         calls[f"{name}, update alone"] = (moved, alone(stored))
-        calls[f"{name} step"] = (moved + 4 * count, fixed(narrow.step))
-        clocked[f"{name} step, seen"] = fixed(narrow.step)
+        calls[f"{name} step"] = (moved + 4 * count, gpu.fixed(narrow.step))
+        clocked[f"{name} step, seen"] = gpu.fixed(narrow.step)
     return calls, clocked
 
 
@@ -106,7 +95,7 @@ def norms(xp: Any) -> Contest:
     """LayerNorm and RMSNorm, both ways."""
     x, g = (torch.randn(ROWS, LENGTH, device="cuda") for _ in range(2))
     w, b = (torch.randn(LENGTH, device="cuda") for _ in range(2))
-    mx, mg, mw, mb = (as_cupy(t, xp) for t in (x, g, w, b))
+    mx, mg, mw, mb = (gpu.as_cupy(t, xp) for t in (x, g, w, b))
     _, mean, rstd = norm.norm(mx, mw, mb, 1e-5, True, xp)
     _, _, scale = norm.norm(mx, mw, None, 1e-6, False, xp)
     made, saved_mean, saved_rstd = torch.native_layer_norm(x, [LENGTH], w, b, 1e-5)
@@ -130,7 +119,7 @@ def losses(xp: Any) -> Contest:
     """Cross-entropy of as many scores as GPT-2 has tokens, both ways."""
     x = torch.randn(2048, VOCAB, device="cuda")
     labels = torch.randint(0, VOCAB, (2048,), device="cuda")
-    mx, ml = as_cupy(x, xp), as_cupy(labels, xp)
+    mx, ml = gpu.as_cupy(x, xp), gpu.as_cupy(labels, xp)
     one = xp.asarray(1 / 2048, dtype=np.float32)
     _, kept = cross_entropy.losses(mx, ml, 0.0, xp)
     leaf = x.requires_grad_()
@@ -153,11 +142,11 @@ def losses(xp: Any) -> Contest:
 def elements(xp: Any) -> Contest:
     """Sums, casts, relu, GELU, their gradients and cross-entropy, of both dtypes."""
     data = {
-        name: [normal(16384, 8192, seed=seed, dtype=dtype) for seed in range(2)]
+        name: [gpu.normal(16384, 8192, seed=seed, dtype=dtype) for seed in range(2)]
         for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
     }
-    wide, half = ([as_cupy(x, xp) for x in data[name]] for name in data)
-    backend, count = cuda(), wide[0].size
+    wide, half = ([gpu.as_cupy(x, xp) for x in data[name]] for name in data)
+    backend, count = gpu.cuda(), wide[0].size
     made: Contest = {
         "add float32 + bfloat16": (10 * count, lambda turn: backend.add(wide[0], half[0])),
         "cast to bfloat16": (6 * count, lambda turn: backend.cast(wide[0], HALF)),
@@ -183,31 +172,31 @@ def elements(xp: Any) -> Contest:
             ),
         }
         for title, (moved, call) in calls.items():
-            made[f"{title} {name}"] = (moved, fixed(call))
+            made[f"{title} {name}"] = (moved, gpu.fixed(call))
     return made
 
 
 def main() -> None:
     """Measure, print and write."""
-    chosen = options(__doc__, rounds=20, only=PARTS).parse_args()
-    backend = cuda()
+    chosen = gpu.options(__doc__, rounds=20, only=PARTS).parse_args()
+    backend = gpu.cuda()
     xp = backend.xp
     rows: list[dict[str, Any]] = []
-    with on_torchs_stream(backend):
+    with gpu.on_torchs_stream(backend):
         calls, clocked = adam(xp) if "adam" in chosen.only else ({}, {})
         for name, make in (("norms", norms), ("losses", losses), ("elements", elements)):
             calls |= make(xp) if name in chosen.only else {}
         timed = {name: call for name, (_, call) in calls.items()}
-        for name, taken in milliseconds(timed, chosen.rounds, burst=1).items():
+        for name, taken in gpu.milliseconds(timed, chosen.rounds, burst=1).items():
             rate = round(calls[name][0] / taken / 1e9, 3)
             rows.append(
                 {"name": name, "milliseconds": round(taken, 4), "terabytes_per_second": rate}
             )
-        for name, taken in seen(clocked, chosen.rounds).items():
+        for name, taken in gpu.seen(clocked, chosen.rounds).items():
             rows.append({"name": name, "milliseconds": round(taken, 4)})
     for row in rows:
         print(f"{row['name']:32s}", *list(row.values())[1:])
-    write_gpu("cuda-training", rows, xp)
+    gpu.write_gpu("cuda-training", rows, xp)
 
 
 if __name__ == "__main__":

@@ -24,16 +24,16 @@ from typing import Any
 
 import numpy as np
 
-import models
 from ci.bench.contest import write
 from ci.bench.torch_models import torch_gpt
+from extensor import models
 from extensor.config import num_threads
-from training.batch import Batch
-from training.config import RunConfig
-from training.loop import Trainer
-from training.optimizers import make_schedule
-from training.runs import defaults
-from training.tasks.language import Causal
+from extensor.training.batch import Batch
+from extensor.training.config import RunConfig
+from extensor.training.loop import Trainer
+from extensor.training.optimizers import make_schedule
+from extensor.training.runs import defaults
+from extensor.training.tasks.language import Causal
 
 TOLERANCE = 1e-5
 """Of --check: relative, between two losses of float32 sums in different orders."""

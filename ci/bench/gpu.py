@@ -18,13 +18,13 @@ import ml_dtypes
 import torch
 
 from ci.bench import contest
-from ci.bench.contest import write_gpu
+from ci.bench.contest import shown, write_gpu
 from extensor.backends import registry
 from extensor_cuda.backend import CudaBackend
 
 __all__ = [
     "Call", "as_cupy", "cuda", "fixed", "milliseconds", "normal", "on_torchs_stream", "options",
-    "seen", "times_of", "write_gpu",
+    "rates", "seen", "shown", "times_of", "write_gpu",
 ]  # fmt: skip
 
 Call = Callable[[int], Any]
@@ -113,6 +113,22 @@ def times_of(
 def milliseconds(calls: dict[str, Call], rounds: int, **how: int) -> dict[str, float]:
     """Medians of `times_of`."""
     return {name: statistics.median(t) for name, t in times_of(calls, rounds, **how).items()}
+
+
+def rates(times: dict[str, float], work: float = 0, **about: Any) -> Iterator[dict[str, Any]]:
+    """A row for each contestant: ``about``, its time, its speed if ``work`` (operations) is given.
+
+    Its last figure is how many times as fast it is as "torch bf16", one of the contestants.
+    """
+    for name, taken in times.items():
+        speed = {"teraflops": round(work / taken / 1e9, 1)} if work else {}
+        yield {
+            **about,
+            "name": name,
+            "milliseconds": round(taken, 4),
+            **speed,
+            "of_torch_bf16": round(times["torch bf16"] / taken, 3),
+        }
 
 
 def seen(calls: dict[str, Call], rounds: int) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.gpt.configs import GPTConfig
+from extensor.models.gpt.configs import GPTConfig
 
 __all__ = ["torch_gpt", "torch_lenet", "torch_resnet"]
 

@@ -1,19 +1,20 @@
-"""The command line: ``extensor doctor | formats | quantize | inspect | tune``.
+"""The command line, ``extensor COMMAND ...``.
 
-Commands print tables made from the rows and counters that the library itself uses. A problem with a
-file is reported in one line on standard error, with exit code 2.
+A mistake that the user can correct is one line on standard error, and exit code 2. The commands
+that train are `extensor.training.cli`, imported when one of them is called.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tyro
 
-from extensor.cli.doctor import doctor
-from extensor.cli.files import inspect, quantize, read_tensors
+from extensor.cli.doctor import doctor, version
+from extensor.cli.files import inspect, read_tensors
 from extensor.cli.formats import (
     dialect_sheet,
     element_sheet,
@@ -22,8 +23,10 @@ from extensor.cli.formats import (
     layout_sheet,
     scale_sheet,
 )
+from extensor.cli.quantize import quantize
 from extensor.cli.sheet import CommandError, Sheet
 from extensor.cli.tune import tune
+from extensor.errors import unknown_name
 
 __all__ = [
     "Sheet", "dialect_sheet", "doctor", "element_sheet", "format_sheet", "formats", "inspect",
@@ -32,19 +35,60 @@ __all__ = [
 ]  # fmt: skip
 
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "doctor": doctor,
     "formats": formats,
     "quantize": quantize,
     "inspect": inspect,
+    "doctor": doctor,
     "tune": tune,
 }
+
+TRAINING = {
+    "train": "Train a model under a recipe, such as MXFP4 weights, activations and gradients.",
+    "compare": "Train a model with several recipes and seeds, and draw the table.",
+    "report": "Write a page about a run: curves, each layer's error, its values on their grids.",
+    "ptq": "Quantize the model of a finished run under many schemes, without training.",
+    "generate": "Write text with a language model that `train` trained.",
+}
+"""Commands of `extensor.training.cli`."""
+
+EXAMPLES = """\
+extensor train lenet --recipe mxfp4 --out runs/first     # handwritten digits; a minute or two
+extensor report runs/first                               # a page about it
+extensor compare lenet --recipes fp32,mxfp8,mxfp4 --seeds 3
+extensor quantize model.safetensors small.safetensors --format mxfp4
+extensor inspect small.safetensors
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 for a wrong argument or a file that cannot be used."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    name, rest = words[0], words[1:]
+    if name == "--version":
+        print(f"extensor {version()}")
+        return 0
     try:
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, args=argv, prog="extensor")
+        if name in TRAINING:
+            done: int = importlib.import_module("extensor.training.cli").run(name, rest)
+            return done
+        if name not in COMMANDS:
+            raise CommandError(unknown_name("command", name, [*TRAINING, *COMMANDS]))
+        options = (tyro.conf.FlagCreatePairsOff,)
+        tyro.cli(COMMANDS[name], prog=f"extensor {name}", args=rest, config=options)
     except CommandError as error:
-        print(f"extensor: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def overview() -> str:
+    """The help of the whole program."""
+    own = {name: (command.__doc__ or "").partition("\n")[0] for name, command in COMMANDS.items()}
+    lines = ["usage: extensor COMMAND [arguments]; extensor COMMAND --help explains one", ""]
+    for title, rows in (("train, and look at runs:", TRAINING), ("files and formats:", own)):
+        lines += [title, "", *(f"  {name:<10}{text}" for name, text in rows.items()), ""]
+    lines += ["examples:", *(f"  {line}" for line in EXAMPLES.splitlines()), ""]
+    return "\n".join([*lines, "extensor --version prints the version."])

@@ -1,4 +1,4 @@
-"""``extensor doctor``: what this installation has, and which code each format and method takes."""
+"""``extensor doctor``: what this installation has, and what it lacks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import inspect
 import os
 import platform
 from collections.abc import Callable, Sequence
-from importlib import metadata
+from importlib import import_module
+from pathlib import Path
 from shutil import which
 from typing import Any
 
@@ -21,52 +22,83 @@ from extensor.cli.sheet import Sheet, show
 from extensor.formats import FORMATS
 from extensor.quant import QuantArray, QuantSpec
 
-__all__ = ["doctor"]
+__all__ = ["doctor", "version"]
 
 
-def doctor() -> None:
-    """Show what this installation has: versions, the C++ core, what runs on it, devices, flags."""
-    sheets = [_version_sheet()]
+def version() -> str:
+    """The version of extensor; also where it is not installed."""
+    return str(import_module("extensor").__version__)
+
+
+def doctor(all: bool = False) -> None:
+    """Show what this installation has and lacks: the C++ core, devices, packages, flags.
+
+    Args:
+        all: also show which code each format and each method takes, and every flag.
+    """
+    backend: CpuBackend | None = None
     try:
-        backend = registry.get("cpu")
+        found = registry.get("cpu")
+        assert isinstance(found, CpuBackend)
+        backend, core = found, _core_rows(found)
     except (RuntimeError, ValueError) as error:  # a core that must be there, a flag that is wrong
-        sheets.append(Sheet("C++ core", ("what", "state"), (("CPU backend", str(error)),)))
-    else:
-        assert isinstance(backend, CpuBackend)
+        core = [("C++ core", f"not usable: {error}")]
+    flags = [f"{f.name}={f.read()}" for f in config.FLAGS.values() if f.name in os.environ]
+    rows = [
+        ("extensor", f"{version()}, in {Path(__file__).parents[1]}"),
+        ("python", f"{platform.python_version()} ({platform.machine()}, {platform.system()})"),
+        ("libraries", f"numpy {np.__version__}, ml_dtypes {ml_dtypes.__version__}"),
+        *core,
+        *_device_rows(),
+        *_extra_rows(),
+        ("flags", ", ".join(flags) or "none set"),
+    ]
+    show([Sheet("This installation", ("what", "state"), tuple(rows))])
+    if not all:
+        print("extensor doctor --all shows which code each format and each method takes")
+        return
+    sheets = [_flag_sheet()]
+    if backend is not None:
         sheets += [
-            _core_sheet(backend),
             *_quantize_sheets(backend),
             _conv_pool_sheet(backend),
             _nn_sheet(backend),
             _generic_sheet(backend),
         ]
-    show([*sheets, _device_sheet(), _flag_sheet()])
+    show(sheets)
 
 
-def _version_sheet() -> Sheet:
-    rows = (
-        ("extensor", metadata.version("extensor")),
-        ("python", f"{platform.python_version()} ({platform.machine()}, {platform.system()})"),
-        ("numpy", np.__version__),
-        ("ml_dtypes", ml_dtypes.__version__),
-    )
-    return Sheet("Versions", ("what", "version"), rows)
-
-
-def _core_sheet(backend: CpuBackend) -> Sheet:
+def _core_rows(backend: CpuBackend) -> list[tuple[str, str]]:
     core = backend.core
     if core is None:
         rows = [("C++ core", f"not used: {backend.core_missing}")]
-        if config.use_core():
-            rows.append(("to have it", _how_to_build_core()))
-    else:
-        levels = " < ".join(core.levels())
-        rows = [
-            ("C++ core", "in use"),
-            ("instruction set", f"{core.level()} (this CPU and build: {levels})"),
-            ("threads", str(core.threads())),
-        ]
-    return Sheet("C++ core", ("what", "state"), tuple(rows))
+        return rows + ([("to have it", _how_to_build_core())] if config.use_core() else [])
+    levels = " < ".join(core.levels())
+    return [
+        ("C++ core", f"in use, {core.threads()} threads"),
+        ("instruction set", f"{core.level()} (this CPU and build: {levels})"),
+    ]
+
+
+def _device_rows() -> list[tuple[str, str]]:
+    """What each device lacks; packages are looked for, not imported."""
+    rows = []
+    for name, row in registry.BACKENDS.items():
+        lacking = registry.missing(name)
+        state = f"missing: {', '.join(lacking)}; it takes {row.way_out}"
+        rows.append((f"device {name}", state if lacking else "packages installed"))
+    return rows
+
+
+def _extra_rows() -> list[tuple[str, str]]:
+    """Which optional packages of training are not installed."""
+    extras = import_module("extensor.training.extras")
+    rows = []
+    for name in extras.EXTRAS:
+        lacking = extras.lacking(name)
+        state = f"missing: {', '.join(lacking)}; pip install 'extensor[{name}]'"
+        rows.append((f"extra {name}", state if lacking else "installed"))
+    return rows
 
 
 def _how_to_build_core() -> str:
@@ -185,15 +217,6 @@ def _generic_sheet(backend: CpuBackend) -> Sheet:
     generic = [n for n in methods if not n.startswith("_") and n not in backend.core_methods()]
     rows = tuple((name, "numpy, or made of the above") for name in generic)
     return Sheet("Other methods on the CPU", ("method", "path"), rows)
-
-
-def _device_sheet() -> Sheet:
-    rows = []
-    for name, row in registry.BACKENDS.items():
-        lacking = registry.missing(name)
-        state = "found" if not lacking else f"not found: {', '.join(lacking)}"
-        rows.append((name, state, row.way_out))
-    return Sheet("Devices (looked for, not imported)", ("device", "packages", "needs"), tuple(rows))
 
 
 def _flag_sheet() -> Sheet:

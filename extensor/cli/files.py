@@ -1,30 +1,29 @@
-"""``extensor quantize`` and ``extensor inspect``: commands for files of tensors."""
+"""Files of tensors: which there are, how they are read, and ``extensor inspect``."""
 
 from __future__ import annotations
 
-import fnmatch
+import json
 import math
 import zipfile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 from tyro.conf import Positional, arg
 
-from extensor.backends import registry
 from extensor.cli.sheet import CommandError, Sheet, shape_text, show, tile_text
 from extensor.formats import ELEMENTS
-from extensor.io import load_checkpoint, save_checkpoint
-from extensor.quant import QuantArray, QuantSpec, QuantStats
+from extensor.io import load_checkpoint
+from extensor.quant import QuantArray
 from extensor.quant.rounding import decode
 from extensor.quant.scale_rules import E8M0_NAN
-from extensor.random import Stream
 
-__all__ = ["inspect", "quantize", "read_tensors"]
+__all__ = ["INDEX", "inspect", "kind_text", "read_tensors", "tensor_files", "tensor_names"]
 
 Array = Any
 READABLE = (".npy", ".npz", ".safetensors")
+INDEX = ".safetensors.index.json"
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -52,109 +51,73 @@ def read_tensors(path: Path) -> dict[str, Array | QuantArray]:
         raise CommandError(f"{known}{text}") from None
 
 
-def quantize(
-    source: Annotated[Positional[Path], arg(metavar="IN")],
-    target: Annotated[Positional[Path], arg(metavar="OUT")],
-    format: str,
-    axis: int = -1,
-    block_size: int | None = None,
-    scale_rule: str | None = None,
-    dialect: str = QuantSpec.dialect,
-    rounding: Literal["nearest_even", "stochastic"] = "nearest_even",
-    seed: int = 0,
-    match: str = "*",
-) -> None:
-    """Quantize the float tensors of a file to a safetensors file, and report the errors made.
+def tensor_files(path: Path) -> list[Path]:
+    """The files of tensors that a path stands for: itself, a folder's, or those an index names.
 
-    Args:
-        source: .npy, .npz or .safetensors.
-        target: the .safetensors file to write.
-        format: a name from `extensor formats`.
-        axis: the axis the blocks run along.
-        block_size: elements that share a scale; the format's own where left out.
-        scale_rule: a rule of the format; its default where left out.
-        dialect: a name from `extensor formats --dialects`.
-        rounding: to the nearest grid value, or stochastically.
-        seed: of stochastic rounding.
-        match: glob of the tensor names to quantize; the others are copied.
+    Raises:
+        CommandError: if there are none, or the index is broken or names a file that is not there.
     """
-    if target.suffix != ".safetensors":
-        raise CommandError(f"{target}: expected a name that ends in .safetensors")
-    if target.resolve() == source.resolve():
-        raise CommandError(f"{target}: expected another file than {source}, which would be lost")
+    if path.is_dir() and path.suffix not in READABLE:
+        indices = sorted(path.glob(f"*{INDEX}"))
+        if len(indices) == 1:
+            return _indexed(indices[0])
+        if len(indices) > 1:
+            names = ", ".join(index.name for index in indices)
+            raise CommandError(f"{path}: expected one index, got {names}; name one of them")
+        found = sorted(path.glob("*.safetensors"))
+        if not found:
+            raise CommandError(f"{path}: expected .safetensors files in this folder, found none")
+        return found
+    return _indexed(path) if path.name.endswith(INDEX) else [path]
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The shards that a ``model.safetensors.index.json`` names, each once, in order of name."""
     try:
-        tile = None if block_size is None else (1, block_size)
-        spec = QuantSpec(format, axis, tile, scale_rule, rounding=rounding, dialect=dialect)
-    except (TypeError, ValueError) as error:
-        raise CommandError(str(error)) from None
-    tensors = read_tensors(source)
-    if not any(fnmatch.fnmatchcase(name, match) for name in tensors):
-        raise CommandError(
-            f"--match {match!r} fits none of: {', '.join(tensors) or '(no tensors)'}"
-        )
-    rows, written = [], {}
-    for number, (name, value) in enumerate(tensors.items()):
-        stored, row = _quantize_one(name, value, spec, seed, number, match)
-        written[name] = stored
-        rows.append(row)
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except FileNotFoundError:
+        raise CommandError(f"{index}: no such file") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise CommandError(f'{index}: expected JSON with a "weight_map" of file names') from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CommandError(f"{index}: expected names of files in its own folder, got {name!r}")
+        if not (index.parent / name).is_file():
+            raise CommandError(f"{index.parent / name}: no such file, but {index.name} names it")
+    return [index.parent / name for name in sorted(names)]
+
+
+def tensor_names(path: Path) -> list[str]:
+    """The names in a file; of .safetensors only the header is read.
+
+    Raises:
+        CommandError: if the file is missing, broken or of another kind.
+    """
+    if path.suffix != ".safetensors" or not path.is_file():
+        return list(read_tensors(path))
     try:
-        save_checkpoint(target, written, {"source": source.name})
-    except (OSError, TypeError, ValueError) as error:
-        raise CommandError(str(error)) from None
-    columns = ("tensor", "shape", "from", "bytes", "to", "bytes", "SQNR dB")
-    show([Sheet(f"{source} -> {target}", (*columns, "saturated", "flushed"), tuple(rows))])
-
-
-def _quantize_one(
-    name: str, value: Array | QuantArray, spec: QuantSpec, seed: int, number: int, match: str
-) -> tuple[Array | QuantArray, tuple[str, ...]]:
-    """Quantize or copy one tensor; what to store, and its line of the report."""
-    before = (name, shape_text(value.shape), _kind(value), str(value.nbytes))
-    chosen = fnmatch.fnmatchcase(name, match)
-    if isinstance(value, QuantArray) or not (chosen and value.ndim and _is_float(value)):
-        return value, (*before, "copied", str(value.nbytes), "", "", "")
-    backend = registry.get("cpu")
-    try:
-        stream = Stream(seed, tensor=number) if spec.rounding == "stochastic" else None
-        q, stats = backend.quantize(value, spec.resolve(value.ndim), stream)
-    except (TypeError, ValueError) as error:
-        raise CommandError(f"{name}: {error}") from None
-    noise = _sqnr(value.astype(np.float64), backend.dequantize(q).astype(np.float64))
-    counts = _percent(stats.saturated, stats), _percent(stats.flushed, stats)
-    return q, (*before, spec.format, str(q.nbytes), noise, *counts)
-
-
-def _is_float(value: Array) -> bool:
-    return bool(value.dtype.kind == "f" or value.dtype == ml_dtypes.bfloat16)
-
-
-def _sqnr(exact: Array, coded: Array) -> str:
-    """Signal to quantization noise in decibels: 10 log10(sum x^2 / sum (x - q)^2)."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        signal, noise = float(np.sum(exact**2)), float(np.sum((exact - coded) ** 2))
-    if not math.isfinite(noise):
-        return "nan: has NaN or Inf"
-    if noise == 0:
-        return "exact"
-    return f"{10 * math.log10(signal / noise):.2f}" if signal else "-inf"
-
-
-def _percent(part: int, stats: QuantStats) -> str:
-    return f"{100 * part / stats.count:.2f}%" if stats.count else "-"
+        with safe_open(path, "np") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise CommandError(f"{path}: cannot be read: {error}") from None
 
 
 def inspect(file: Annotated[Positional[Path], arg(metavar="FILE")]) -> None:
     """List a file's tensors: shape, format, bytes, and how its block scales are spread.
 
+    example: extensor inspect small.safetensors
+
     Args:
-        file: .safetensors, .npz or .npy.
+        file: .safetensors, .npz or .npy; or a folder of .safetensors files, or a model's index.
     """
-    tensors = read_tensors(file)
+    tensors = {n: value for path in tensor_files(file) for n, value in read_tensors(path).items()}
     rows = []
     for name, value in tensors.items():
         bits = f"{8 * value.nbytes / size:.3g}" if (size := math.prod(value.shape)) else "-"
         spread = _scale_histogram(value) if isinstance(value, QuantArray) else ""
-        rows.append((name, shape_text(value.shape), _kind(value), str(value.nbytes), bits, spread))
+        rows.append(
+            (name, shape_text(value.shape), kind_text(value), str(value.nbytes), bits, spread)
+        )
     total = sum(value.nbytes for value in tensors.values())
     rows.append(("all", "", "", str(total), "", ""))
     columns = (
@@ -168,7 +131,8 @@ def inspect(file: Annotated[Positional[Path], arg(metavar="FILE")]) -> None:
     show([Sheet(str(file), columns, tuple(rows))])
 
 
-def _kind(value: Array | QuantArray) -> str:
+def kind_text(value: Array | QuantArray) -> str:
+    """A tensor's dtype, or its format with what belongs to it, as tables show it."""
     if not isinstance(value, QuantArray):
         return str(value.dtype)
     spec = value.spec

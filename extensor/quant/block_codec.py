@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from extensor.quant.array import QuantArray, QuantStats, coded_length, tile_extent
+from extensor.quant.codec_types import EncodedBlocks
 from extensor.quant.hadamard import hadamard
 from extensor.quant.rounding import pack, unpack
 from extensor.quant.scale_encoders import decode_blocks, encode_blocks
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream, random_words
 
-__all__ = ["BlockLayout", "decode_array", "quantize_blocks"]
+__all__ = ["BlockLayout", "decode_array", "fake_quantize_blocks", "quantize_blocks"]
 
 Array = Any
 
@@ -46,27 +47,39 @@ class BlockLayout:
         self._padded = tuple(g * e for g, e in zip(self._grid, self._extent, strict=True))
         self.blocks = math.prod(self.grid)
         self.block_size = math.prod(extent)
+        self._block_axis_last = spec.axis == len(shape) - 1
 
     def split(self, x: Array) -> Array:
-        """(coded shape) -> (blocks, block_size), padding filled with zeros (False)."""
+        """(coded shape) -> (blocks, block_size), padding filled with zeros (False).
+
+        Memory keeps x's order as far as it goes: blocks along another axis than the last come as
+        a transposed view, position by position, since a transposing copy costs more than all else.
+        """
         xp = self.xp
         moved = xp.transpose(x, self._order)
         pads = [(0, p - n) for p, n in zip(self._padded, moved.shape, strict=True)]
         moved = xp.pad(moved, pads) if any(after for _, after in pads) else moved
         fine = [n for pair in zip(self._grid, self._extent, strict=True) for n in pair]
         ndim = len(self._order)
-        order = [2 * i for i in range(ndim)] + [2 * i + 1 for i in range(ndim)]
-        return xp.transpose(moved.reshape(fine), order).reshape(self.blocks, self.block_size)
+        grid, extent = [2 * i for i in range(ndim)], [2 * i + 1 for i in range(ndim)]
+        fine_blocks = moved.reshape(fine)
+        if self._block_axis_last:
+            return xp.transpose(fine_blocks, grid + extent).reshape(self.blocks, self.block_size)
+        return xp.transpose(fine_blocks, extent + grid).reshape(self.block_size, self.blocks).T
 
     def join(self, blocks: Array) -> Array:
-        """(blocks, block_size) -> the coded shape, block axis last, padding kept on it."""
+        """(blocks, block_size) -> the coded shape with the block axis last, padding kept on it.
+
+        A view of C order in x's own order of axes.
+        """
         xp = self.xp
         ndim = len(self._order)
         fine = blocks.reshape(self._grid + self._extent)
-        order = [i for pair in zip(range(ndim), range(ndim, 2 * ndim), strict=True) for i in pair]
-        whole = xp.transpose(fine, order).reshape(self._padded)
+        at = [self._order.index(a) for a in range(ndim)]
+        whole = xp.transpose(fine, [i for a in at for i in (a, ndim + a)])
+        whole = whole.reshape([self._padded[a] for a in at])
         keep = tuple(slice(self.coded[a]) for a in self._order[:-1])
-        return whole[keep]
+        return xp.transpose(whole, self._order)[keep]
 
     def join_scales(self, per_block: Array) -> Array:
         """(blocks,) -> the scales' shape."""
@@ -77,6 +90,10 @@ class BlockLayout:
         """The scales' shape -> (blocks,)."""
         return self.xp.transpose(scales, self._order).reshape(self.blocks)
 
+    def real(self) -> Array:
+        """Bool (blocks, block_size): False on the padding."""
+        return self.split(self.xp.ones(self.coded, dtype=bool))
+
     @property
     def index(self) -> Array:
         """Each block's C-order position in the scales array, in the order of `split`'s rows."""
@@ -84,12 +101,11 @@ class BlockLayout:
         return self.split_scales(numbers)
 
 
-def quantize_blocks(
+def _encode(
     x: Array, spec: QuantSpec, stream: Stream | None, previous_amax: Array | None, xp: Any
-) -> tuple[QuantArray, QuantStats]:
-    """Quantize float32 x under a resolved spec. The caller has checked the arguments."""
-    shape = tuple(x.shape)
-    layout = BlockLayout(spec, shape, xp)
+) -> tuple[BlockLayout, EncodedBlocks, Array, QuantStats]:
+    """Encode float32 x: the layout, what is stored, its values (blocks, block_size), and counts."""
+    layout = BlockLayout(spec, tuple(x.shape), xp)
     if spec.transform:
         rotated = hadamard(xp.moveaxis(x, spec.axis, -1), spec.transform, xp)
         x = xp.moveaxis(rotated, -1, spec.axis)
@@ -97,25 +113,42 @@ def quantize_blocks(
     words = None
     if stream is not None:
         words = random_words(stream, layout.index, layout.block_size, spec.rbits, xp)
-    real = layout.split(xp.ones(layout.coded, dtype=bool))
     before = None if previous_amax is None else layout.split_scales(previous_amax)
-    encoded = encode_blocks(blocks, real, spec, words, before, xp)
+    encoded = encode_blocks(blocks, layout.real, spec, words, before, xp)
+    values = decode_blocks(
+        encoded.codes, encoded.scales, spec, encoded.tensor_scale, encoded.zero_points, xp
+    )
+    # Padding counts nowhere: it is zero, and no zero saturates.
+    saturated = int(xp.count_nonzero(encoded.saturated))
+    flushed = int(xp.count_nonzero((blocks != 0) & (values == 0)))
+    return layout, encoded, values, QuantStats(math.prod(layout.coded), saturated, flushed)
+
+
+def quantize_blocks(
+    x: Array, spec: QuantSpec, stream: Stream | None, previous_amax: Array | None, xp: Any
+) -> tuple[QuantArray, QuantStats]:
+    """Quantize float32 x under a resolved spec. The caller has checked the arguments."""
+    layout, encoded, _, stats = _encode(x, spec, stream, previous_amax, xp)
     codes = pack(layout.join(encoded.codes), spec.row.element.bits, xp)
     q = QuantArray(
         codes=xp.ascontiguousarray(xp.moveaxis(codes, -1, spec.axis)),
         scales=xp.ascontiguousarray(layout.join_scales(encoded.scales)),
         spec=spec,
-        shape=shape,
+        shape=tuple(x.shape),
         tensor_scale=encoded.tensor_scale,
         zero_points=None
         if encoded.zero_points is None
         else xp.ascontiguousarray(layout.join_scales(encoded.zero_points)),
     )
-    values = decode_blocks(
-        encoded.codes, encoded.scales, spec, encoded.tensor_scale, encoded.zero_points, xp
-    )
-    flushed = real & (blocks != 0) & (values == 0)
-    return q, QuantStats(int(real.sum()), int((encoded.saturated & real).sum()), int(flushed.sum()))
+    return q, stats
+
+
+def fake_quantize_blocks(
+    x: Array, spec: QuantSpec, stream: Stream | None, xp: Any
+) -> tuple[Array, QuantStats]:
+    """What `decode_array` gives of `quantize_blocks`, without packing codes in between."""
+    layout, _, values, stats = _encode(x, spec, stream, None, xp)
+    return layout.join(values)[..., : layout.coded[spec.axis]], stats
 
 
 def decode_array(q: QuantArray, xp: Any) -> Array:

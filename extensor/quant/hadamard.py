@@ -36,16 +36,19 @@ def hadamard_signs(transform: Hadamard) -> np.ndarray[Any, np.dtype[np.float32]]
 def _butterflies(x: Array, size: int, xp: Any) -> Array:
     """Multiply by H_size along the last axis of (..., size), then scale.
 
-    Inf - Inf and sums beyond float32 are allowed: their block becomes NaN.
+    The tiles are transposed first, so that sums and differences run along memory. Inf - Inf and
+    sums beyond float32 are allowed: their block becomes NaN.
     """
-    stride = 1
+    tiles = math.prod(x.shape[:-1])
+    y, stride = xp.ascontiguousarray(x.reshape(tiles, size).T), 1
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         while stride < size:
-            halves = x.reshape(*x.shape[:-1], size // (2 * stride), 2, stride)
-            low, high = halves[..., 0, :], halves[..., 1, :]
-            x = xp.stack([low + high, low - high], axis=-2).reshape(x.shape)
+            halves = y.reshape(size // (2 * stride), 2, stride, tiles)
+            low, high = halves[:, 0], halves[:, 1]
+            y = xp.stack([low + high, low - high], axis=1)
             stride *= 2
-        return x * xp.float32(1.0 / math.sqrt(size))
+        y *= xp.float32(1.0 / math.sqrt(size))
+        return xp.ascontiguousarray(y.reshape(size, tiles).T).reshape(x.shape)
 
 
 def hadamard(x: Array, transform: Hadamard, xp: Any = np) -> Array:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor.quant.codec_types import SCALE_GRID, EncodedBlocks, round_values
+from extensor.quant.codec_types import SCALE_GRID, EncodedBlocks, kept_blocks, round_values
 from extensor.quant.rounding import decode, encode
 from extensor.quant.spec import QuantSpec
 
@@ -41,15 +41,25 @@ _FP8_EXACT = tuple(code for code in range(0x08, 0x7F) if code & 7 in (0, 2, 4))
 
 
 def encode_nvfp4(
-    x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any
+    x: Array, largest: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any
 ) -> EncodedBlocks:
-    """Encode float32 blocks (blocks, block_size) of largest magnitudes ``amax`` (blocks,)."""
+    """Encode float32 blocks (blocks, block_size).
+
+    Args:
+        x: the blocks.
+        largest: their largest magnitudes (blocks,), NaN or Inf where a block is not finite.
+        amax: what their scales are chosen from.
+        spec: resolved.
+        words: random words of x's shape for stochastic rounding.
+        xp: the array module.
+    """
     dialect = spec.dialect_row
-    finite = xp.isfinite(x).all(axis=1)
-    magnitude = xp.abs(x)
-    tensor_amax = xp.where(xp.isfinite(magnitude), magnitude, xp.float32(0))
-    tensor_amax = (tensor_amax.max() if x.size else xp.float32(0)).astype(xp.float32)
-    x = xp.where(finite[:, None], x, xp.float32(0))
+    finite = xp.isfinite(largest)
+    tensor_amax = largest.max(initial=0)
+    if not bool(finite.all()):  # finite values count, whatever is in their blocks
+        magnitude = xp.abs(x)
+        tensor_amax = xp.where(xp.isfinite(magnitude), magnitude, xp.float32(0)).max(initial=0)
+    x = kept_blocks(x, finite, xp)
     amax = xp.where(finite, amax, xp.float32(0))
     tensor_scale = _tensor_scale(tensor_amax, spec, xp)
     scales = _block_scales(x, amax, tensor_amax, tensor_scale, spec, xp)

@@ -1,9 +1,12 @@
-"""The exact reference for quantizing and dequantizing, on any array module.
+"""Quantizing and dequantizing on any array module: what every kernel's bytes must be.
 
 Every step works on integer bits, or is one float32 operation in a stated order, so that C++ and
-CUDA kernels can give the same bytes. The generic backend calls these functions. Tests compare the
-kernels with them byte for byte, and compare them with the scalar oracle in ``tests/oracle``, which
-shares no code with them.
+CUDA kernels can give the same bytes. The generic backend runs these functions, which is what
+training without the C++ core does; tests compare the kernels with them byte for byte.
+
+They are judged in turn by what shares no code with them: the scalar oracle in ``tests/oracle``,
+in exact integers, and ``tests/oracle/rounding.py``, integer rounding of whole arrays.
+``ci/exhaustive.py`` compares every float32.
 """
 
 from __future__ import annotations
@@ -16,7 +19,12 @@ import numpy as np
 
 from extensor.quant import outlier
 from extensor.quant.array import QuantArray, QuantStats, block_grid
-from extensor.quant.block_codec import BlockLayout, decode_array, quantize_blocks
+from extensor.quant.block_codec import (
+    BlockLayout,
+    decode_array,
+    fake_quantize_blocks,
+    quantize_blocks,
+)
 from extensor.quant.hadamard import hadamard, inverse_hadamard
 from extensor.quant.rebase import rebase_tiles
 from extensor.quant.spec import QuantSpec
@@ -64,6 +72,19 @@ def quantize(
     >>> q.scales, stats
     (array([[127]], dtype=uint8), QuantStats(count=4, saturated=0, flushed=1, rebase_changed=0))
     """
+    x, spec = _checked(x, spec, stream, previous_amax, xp)
+    if spec.row.outliers:
+        return outlier.quantize(x, spec, stream, xp)
+    if spec.rebased:
+        exact = quantize_blocks(x, spec.replace(rebased=False), stream, previous_amax, xp)
+        return rebase(*exact, xp)
+    return quantize_blocks(x, spec, stream, previous_amax, xp)
+
+
+def _checked(
+    x: Array, spec: QuantSpec, stream: Stream | None, previous_amax: Array | None, xp: Any
+) -> tuple[Array, QuantSpec]:
+    """The array in float32 and the resolved spec; see `quantize` for what is refused."""
     spec = spec.resolve(x.ndim)
     if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
         raise TypeError(f"quantize: expected a float array, got {x.dtype}; convert it first")
@@ -75,13 +96,7 @@ def quantize(
     with np.errstate(
         over="ignore"
     ):  # float64 beyond float32 becomes Inf, and follows the rule for Inf
-        x = xp.asarray(x, dtype=xp.float32)
-    if spec.row.outliers:
-        return outlier.quantize(x, spec, stream, xp)
-    if spec.rebased:
-        exact = quantize_blocks(x, spec.replace(rebased=False), stream, previous_amax, xp)
-        return rebase(*exact, xp)
-    return quantize_blocks(x, spec, stream, previous_amax, xp)
+        return xp.asarray(x, dtype=xp.float32), spec
 
 
 def rebase(q: QuantArray, stats: QuantStats, xp: Any = np) -> tuple[QuantArray, QuantStats]:
@@ -207,10 +222,12 @@ def fake_quantize(
     >>> fake_quantize(np.float32([[1.0, -2.0, 5.1, 0.1]]), et.QuantSpec("mxfp4"))[0]
     array([[ 1., -2.,  6.,  0.]], dtype=float32)
     """
-    q, stats = quantize(x, spec, stream, None, xp)
-    if q.spec.row.outliers:
-        return outlier.dequantize(q, xp), stats
-    return xp.ascontiguousarray(xp.moveaxis(decode_array(q, xp), -1, q.spec.axis)), stats
+    if spec.rebased or spec.row.outliers:
+        q, stats = quantize(x, spec, stream, None, xp)
+        return dequantize(q, xp), stats
+    x, spec = _checked(x, spec, stream, None, xp)
+    values, stats = fake_quantize_blocks(x, spec, stream, xp)
+    return xp.ascontiguousarray(xp.moveaxis(values, -1, spec.axis)), stats
 
 
 class RunningAmax:

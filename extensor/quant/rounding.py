@@ -1,11 +1,12 @@
-"""Rounding float32 values to element codes and decoding them, on integer bits.
+"""Rounding float32 values to element codes, decoding them, and packing codes into bytes.
 
-No float arithmetic is used, so the result does not depend on a library's casts, on fused
-multiply-adds or on flush-to-zero.
+Rounding divides each value by the spacing of the grid about it, a power of two, and rounds the
+quotient to an integer. Each step is one float32 operation whose result is exact.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,50 +14,45 @@ import numpy as np
 from extensor.formats import ElementFormat
 from extensor.formats.dialects import Ties
 
-__all__ = ["decode", "encode", "pack", "round_magnitude", "unpack"]
+__all__ = ["decode", "encode", "pack", "round_magnitude", "signed", "unpack"]
 
 Array = Any
+_SEGMENT = 1 << 15  # values rounded at a time on numpy: they and their temporaries stay cached
 
 
 def round_magnitude(
     x: Array, element: ElementFormat, words: Array | None = None, ties: Ties = "even", xp: Any = np
 ) -> Array:
-    """Round |x| to the element's grid, continued without an upper end: int64 codes.
+    """Round |x| to the element's grid, continued to four times its largest value: int16 codes.
 
     Consecutive codes are consecutive grid values, so a code above
     ``element.max_magnitude_code`` means that the value saturates. With ``words`` (uint32, one per
     value) rounding is stochastic: up exactly when frac * 2**32 > word. Callers handle NaN first.
     """
-    bits = xp.asarray(x, dtype=xp.float32).view(xp.uint32) & xp.uint32(0x7FFFFFFF)
-    bits = bits.astype(xp.int64)
-    exponent = xp.maximum(bits >> 23, 1)  # |x| = mantissa * 2**(exponent - 150)
-    mantissa = (bits & 0x7FFFFF) | xp.where(bits >> 23 > 0, 1 << 23, 0)
-    if element.is_float:
-        field = xp.maximum(exponent - 127 - element.min_exponent + 1, 1)
-    else:
-        field = xp.ones_like(exponent)
-    # Bits below the grid's last place; at 60 no value can round up any more.
-    shift = xp.clip(element.grid_exponent + field - 1 - (exponent - 150), 0, 60)
-    quotient = mantissa >> shift
-    rest = mantissa & ((xp.int64(1) << shift) - 1)
-    if words is not None:
-        up = _stochastic_up(rest, shift, words.astype(xp.int64), xp)
-    else:
-        half = xp.int64(1) << xp.maximum(shift - 1, 0)
-        above = rest > half
-        if ties == "even":
-            above |= (rest == half) & (quotient & 1 == 1)
-        elif ties == "away":
-            above |= rest == half
-        up = above & (shift > 0)
-    return ((field - 1) << element.mantissa_bits) + quotient + up
+    x = xp.asarray(x, dtype=xp.float32)
+    size = xp.minimum(xp.abs(x), xp.float32(4 * element.max))
+    if not element.is_float:
+        return _round(size * xp.float32(1 << element.mantissa_bits), words, ties, xp)
+    # The grid's spacing is 2**(grid_exponent + binade), by the exponent field of float32.
+    lowest = element.min_exponent + 127
+    binade = xp.maximum(size.view(xp.uint32) >> 23, xp.uint32(lowest)) - xp.uint32(lowest)
+    inverse = (xp.uint32(127 - element.grid_exponent) - binade) << 23
+    steps = _round(size * inverse.view(xp.float32), words, ties, xp)
+    steps += (binade << element.mantissa_bits).astype(xp.int16)
+    return steps
 
 
-def _stochastic_up(rest: Array, shift: Array, words: Array, xp: Any) -> Array:
-    """Whether rest / 2**shift * 2**32 > word, in integers: word < ceil(rest * 2**(32 - shift))."""
-    left, right = xp.maximum(32 - shift, 0), xp.maximum(shift - 32, 0)
-    threshold = xp.where(shift <= 32, rest << left, (rest + (xp.int64(1) << right) - 1) >> right)
-    return words < threshold
+def _round(x: Array, words: Array | None, ties: Ties, xp: Any) -> Array:
+    """Round float32 values of at least 0 to int16."""
+    if words is None and ties == "even":
+        return xp.rint(x).astype(xp.int16)
+    whole = xp.floor(x)
+    rest = x - whole
+    if words is not None:  # compared in float64, which holds both sides
+        up = rest * xp.float32(1 << 32) > words
+    else:
+        up = rest >= 0.5 if ties == "away" else rest > 0.5
+    return whole.astype(xp.int16) + up
 
 
 def encode(
@@ -78,25 +74,58 @@ def encode(
         ValueError: for a NaN where the grid has none.
     """
     x = xp.asarray(x, dtype=xp.float32)
+    if xp is not np or x.size <= _SEGMENT:
+        return _encode(x, element, words, ties, xp)
+    if not x.flags.c_contiguous and x.T.flags.c_contiguous:
+        codes, saturated = encode(x.T, element, None if words is None else words.T, ties)
+        return codes.T, saturated.T
+    codes, saturated = np.empty(x.shape, np.uint8), np.empty(x.shape, bool)
+    flat_codes, flat_saturated = codes.reshape(-1), saturated.reshape(-1)
+    flat, flat_words = x.reshape(-1), None if words is None else words.reshape(-1)
+    for begin in range(0, x.size, _SEGMENT):
+        part = slice(begin, begin + _SEGMENT)
+        some = None if flat_words is None else flat_words[part]
+        flat_codes[part], flat_saturated[part] = _encode(flat[part], element, some, ties, xp)
+    return codes, saturated
+
+
+def _encode(
+    x: Array, element: ElementFormat, words: Array | None, ties: Ties, xp: Any
+) -> tuple[Array, Array]:
+    """`encode` of a float32 array."""
     nan = xp.isnan(x)
-    if element.nan_code is None and bool(nan.any()):
+    has_nan = bool(nan.any())
+    if has_nan and element.nan_code is None:
         raise ValueError(f"{element.name} has no NaN; give the block a NaN scale instead")
-    magnitude = round_magnitude(x, element, words, ties, xp)
-    saturated = (magnitude > element.max_magnitude_code) & ~nan
-    magnitude = xp.minimum(magnitude, element.max_magnitude_code)
-    if element.nan_code is not None:
-        magnitude = xp.where(nan, element.nan_code, magnitude)
+    numbers = xp.where(nan, xp.float32(0), x) if has_nan else x
+    magnitude = round_magnitude(numbers, element, words, ties, xp)
+    saturated = magnitude > element.max_magnitude_code
+    magnitude = xp.minimum(magnitude, xp.int16(element.max_magnitude_code))
+    if has_nan:
+        magnitude = xp.where(nan, xp.int16(element.nan_code), magnitude)
     negative = xp.signbit(x)
     if element.is_float:
-        codes = magnitude | xp.where(negative, element.sign_mask, 0)
-    else:
-        codes = xp.where(negative, -magnitude, magnitude) & ((1 << element.bits) - 1)
+        return magnitude.astype(xp.uint8) | negative * xp.uint8(element.sign_mask), saturated
+    codes = signed(magnitude, negative, xp) & ((1 << element.bits) - 1)
     return codes.astype(xp.uint8), saturated
+
+
+def signed(magnitude: Array, negative: Array, xp: Any = np) -> Array:
+    """Int16 magnitudes, negated where ``negative``; many times faster than a selection."""
+    return magnitude * (1 - 2 * negative.astype(xp.int16))
 
 
 def decode(codes: Array, element: ElementFormat, xp: Any = np) -> Array:
     """Decode unpacked codes to float32, which holds every grid value."""
-    return xp.asarray(np.array(element.values, dtype=np.float32))[codes]
+    if not codes.flags.c_contiguous and codes.T.flags.c_contiguous:
+        return _values(element, xp).take(codes.T).T
+    return _values(element, xp).take(codes)
+
+
+@cache
+def _values(element: ElementFormat, xp: Any) -> Array:
+    """The value of every code."""
+    return xp.asarray(np.array(element.values, dtype=np.float32))
 
 
 def pack(codes: Array, bits: int, xp: Any = np) -> Array:

@@ -10,14 +10,21 @@ this project's. NVFP4 is in `extensor.quant.nvfp4`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from extensor.formats import ElementFormat
-from extensor.quant.codec_types import SCALE_GRID, EncodedBlocks, round_values
+from extensor.quant.codec_types import (
+    SCALE_GRID,
+    EncodedBlocks,
+    block_amax,
+    kept_blocks,
+    round_values,
+)
 from extensor.quant.nvfp4 import encode_nvfp4
-from extensor.quant.rounding import decode, round_magnitude
+from extensor.quant.rounding import decode, round_magnitude, signed
 from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes, power_of_two
 from extensor.quant.spec import QuantSpec
 
@@ -28,21 +35,22 @@ Array = Any
 
 def encode_blocks(
     x: Array,
-    real: Array,
+    real: Callable[[], Array],
     spec: QuantSpec,
     words: Array | None,
     previous_amax: Array | None,
     xp: Any = np,
 ) -> EncodedBlocks:
-    """Encode float32 blocks (blocks, block_size); ``real`` is False on the padding."""
+    """Encode float32 blocks (blocks, block_size); ``real()`` is False on the padding."""
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         if not spec.symmetric:
-            return _asymmetric(x, real, spec, words, xp)
-        amax = block_statistic(x, real, spec, previous_amax, xp)
+            return _asymmetric(x, real(), spec, words, xp)
+        largest = block_amax(x, xp)
+        amax = block_statistic(x, real, largest, spec, previous_amax, xp)
         encode = _mx if spec.is_mx else _float_scaled if spec.has_float_scales else encode_nvfp4
-        encoded = encode(x, amax, spec, words, xp)
+        encoded = encode(x, largest, amax, spec, words, xp)
         if spec.zero_sign == "zeros_negative":  # padding and NaN blocks hold codes 0 all the same
-            stored = real & ~xp.isnan(_scale_values(encoded.scales, spec, xp))[:, None]
+            stored = real() & ~xp.isnan(_scale_values(encoded.scales, spec, xp))[:, None]
             encoded.codes = xp.where(stored, encoded.codes, 0).astype(xp.uint8)
         return encoded
 
@@ -75,33 +83,39 @@ def _scale_values(scales: Array, spec: QuantSpec, xp: Any) -> Array:
 
 
 def block_statistic(
-    x: Array, real: Array, spec: QuantSpec, previous_amax: Array | None, xp: Any = np
+    x: Array,
+    real: Callable[[], Array],
+    largest: Array,
+    spec: QuantSpec,
+    previous_amax: Array | None,
+    xp: Any = np,
 ) -> Array:
     """The magnitude that each block's scale is chosen from, float32 (blocks,).
 
-    NaN and Inf pass through. ``percentile``: the ceil(p * n / 100)-th smallest of the block's n
-    real magnitudes (nearest rank); where that is zero although the block is not, the maximum.
-    ``running``: max(amax, float32(decay) * previous amax); zero for a block of zeros, whose scale
-    does not depend on the past.
+    ``largest`` holds the largest magnitudes, whose NaN and Inf pass through. ``percentile``: the
+    ceil(p * n / 100)-th smallest of the block's n real magnitudes (nearest rank); where that is
+    zero although the block is not, the maximum. ``running``: max(amax, float32(decay) * previous
+    amax); zero for a block of zeros, whose scale does not depend on the past.
     """
-    magnitude = xp.abs(x)
-    amax = magnitude.max(axis=1) if x.size else xp.zeros(len(x), dtype=xp.float32)
     if spec.statistic == "running" and previous_amax is not None:
-        return xp.where(amax == 0, amax, xp.maximum(amax, xp.float32(spec.decay) * previous_amax))
+        decayed = xp.float32(spec.decay) * previous_amax
+        return xp.where(largest == 0, largest, xp.maximum(largest, decayed))
     if spec.statistic != "percentile" or not x.size:
-        return amax
-    ordered = xp.sort(xp.where(real, magnitude, xp.float32(np.inf)), axis=1)
-    count = real.sum(axis=1)
+        return largest
+    inside = real()
+    ordered = xp.sort(xp.where(inside, xp.abs(x), xp.float32(np.inf)), axis=1)
+    count = inside.sum(axis=1)
     rank = xp.ceil(spec.percentile * count / 100).astype(xp.int64)  # p / 100 would round first
     rank = xp.clip(rank, 1, xp.maximum(count, 1))
     chosen = xp.take_along_axis(ordered, rank[:, None] - 1, axis=1)[:, 0]
-    return xp.where(xp.isfinite(amax) & (chosen > 0), chosen, amax)
+    return xp.where(xp.isfinite(largest) & (chosen > 0), chosen, largest)
 
 
-def _mx(x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any) -> EncodedBlocks:
+def _mx(
+    x: Array, largest: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any
+) -> EncodedBlocks:
     dialect = spec.dialect_row
-    infinite = xp.isinf(x).any(axis=1) & ~xp.isnan(x).any(axis=1)
-    finite = xp.isfinite(x).all(axis=1)
+    finite, infinite = xp.isfinite(largest), xp.isinf(largest)
     inf_byte = dialect.inf_byte_in(spec.row.element)
     keep = finite | (infinite & (inf_byte != E8M0_NAN))
     safe = xp.where(finite, amax, xp.float32(0))
@@ -109,8 +123,7 @@ def _mx(x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any) ->
     scales = xp.where(finite, scales, xp.where(infinite, inf_byte, E8M0_NAN))
     divisor = xp.maximum(scales.astype(xp.int64) - 127, dialect.mx_least_divisor)
     inverse = power_of_two(-divisor, xp)
-    scaled = xp.where(keep[:, None], x * inverse[:, None], xp.float32(0))
-    codes, saturated = round_values(scaled, spec, words, xp)
+    codes, saturated = round_values(kept_blocks(x * inverse[:, None], keep, xp), spec, words, xp)
     return EncodedBlocks(codes, scales.astype(xp.uint8), saturated)
 
 
@@ -126,15 +139,15 @@ def float_scale(ratio: Array, spec: QuantSpec, xp: Any) -> tuple[Array, Array]:
 
 
 def _float_scaled(
-    x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any
+    x: Array, largest: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any
 ) -> EncodedBlocks:
-    finite = xp.isfinite(x).all(axis=1)
+    finite = xp.isfinite(largest)
     ratio = xp.where(finite, amax, xp.float32(0)) / xp.float32(spec.row.element.max)
     if spec.rule == "one":
         ratio = xp.ones_like(ratio)
     stored, scale = float_scale(ratio, spec, xp)
-    safe = xp.where(finite[:, None], x, xp.float32(0))
-    codes, saturated = round_values(safe / scale[:, None], spec, words, xp)
+    scaled = kept_blocks(x, finite, xp) / scale[:, None]
+    codes, saturated = round_values(scaled, spec, words, xp)
     return EncodedBlocks(codes, xp.where(finite, stored, stored.dtype.type(np.nan)), saturated)
 
 
@@ -146,20 +159,18 @@ def _asymmetric(
     s = (max - min) / (qmax - qmin) and z = rne(qmin - min / s), in float64 and rounded once.
     """
     element: ElementFormat = spec.row.element
-    finite = xp.isfinite(x).all(axis=1)
-    safe = xp.where(finite[:, None], x, xp.float32(0))
-    zero = xp.zeros((len(x), 1), dtype=xp.float32)
-    low = xp.concatenate([safe, zero], axis=1).min(axis=1)
-    high = xp.concatenate([safe, zero], axis=1).max(axis=1)
+    finite = xp.isfinite(block_amax(x, xp))
+    safe = kept_blocks(x, finite, xp)
+    low, high = safe.min(axis=1, initial=0), safe.max(axis=1, initial=0)
     stored, scale, point = asymmetric_scale(low, high, spec, xp)
     scaled = safe / scale[:, None]
     if spec.element_scale != 1.0:
         scaled = scaled * xp.float32(spec.element_scale)
     magnitude = round_magnitude(scaled, element, words, spec.ties, xp)
-    signed = xp.where(xp.signbit(scaled), -magnitude, magnitude) + point[:, None]
+    shifted = signed(magnitude, xp.signbit(scaled), xp) + point[:, None].astype(xp.int16)
     low_code, high_code = _codes_of(element)
-    saturated = (signed < low_code) | (signed > high_code)
-    codes = xp.clip(signed, low_code, high_code) & ((1 << element.bits) - 1)
+    saturated = (shifted < low_code) | (shifted > high_code)
+    codes = xp.clip(shifted, low_code, high_code) & ((1 << element.bits) - 1)
     codes = xp.where(real & finite[:, None], codes, 0).astype(xp.uint8)  # zero is code z, padding 0
     scales = xp.where(finite, stored, stored.dtype.type(np.nan))
     return EncodedBlocks(

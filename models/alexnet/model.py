@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from extensor import ExTensor, nn
-from models.alexnet.configs import AlexNetConfig
-from models.vision import ConvUnits, halved, started
+
+from ..vision import ConvUnits, halved, started
+from .configs import AlexNetConfig
 
 __all__ = ["AlexNet", "build"]
 

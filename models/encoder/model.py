@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from extensor import nn
-from models.encoder.configs import EncoderConfig
-from models.language import STD, LanguageModel, draw_normal
+
+from ..language import STD, LanguageModel, draw_normal
+from .configs import EncoderConfig
 
 __all__ = ["Encoder", "build"]
 

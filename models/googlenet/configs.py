@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from models.vision import VisionConfig
+from ..vision import VisionConfig
 
 __all__ = ["CONFIGS", "STAGES", "GoogLeNetConfig", "Inception"]
 

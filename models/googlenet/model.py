@@ -15,8 +15,9 @@ import numpy as np
 
 from extensor import ExTensor, concatenate, nn
 from extensor.nn import init
-from models.googlenet.configs import STAGES, GoogLeNetConfig, Inception
-from models.vision import ConvUnits, started
+
+from ..vision import ConvUnits, started
+from .configs import STAGES, GoogLeNetConfig, Inception
 
 __all__ = ["GoogLeNet", "InceptionModule", "build"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.language import LanguageConfig
+from ..language import LanguageConfig
 
 __all__ = ["CONFIGS", "GPTConfig"]
 

@@ -11,8 +11,9 @@ import math
 import numpy as np
 
 from extensor import nn
-from models.gpt.configs import GPTConfig
-from models.language import STD, LanguageModel, draw_normal
+
+from ..language import STD, LanguageModel, draw_normal
+from .configs import GPTConfig
 
 __all__ = ["GPT", "build"]
 

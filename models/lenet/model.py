@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from extensor import ExTensor, nn, relu
-from models.lenet.configs import LeNetConfig
+
+from .configs import LeNetConfig
 
 __all__ = ["LeNet", "build"]
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 
 from extensor import ExTensor, nn, relu
-from models.mlp.configs import MLPConfig
+
+from .configs import MLPConfig
 
 __all__ = ["MLP", "build"]
 

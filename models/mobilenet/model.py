@@ -13,8 +13,9 @@ import numpy as np
 
 from extensor import ExTensor, nn
 from extensor.nn import init
-from models.mobilenet.configs import MobileNetConfig
-from models.vision import ConvUnits, started
+
+from ..vision import ConvUnits, started
+from .configs import MobileNetConfig
 
 __all__ = ["MobileNet", "build"]
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from extensor import ExTensor, nn, relu
 from extensor.nn import init
-from models.resnet.configs import ResNetConfig
-from models.vision import ConvUnits, started
+
+from ..vision import ConvUnits, started
+from .configs import ResNetConfig
 
 __all__ = ["BasicBlock", "ResNet", "build"]
 

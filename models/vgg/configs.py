@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.vision import VisionConfig
+from ..vision import VisionConfig
 
 __all__ = ["CONFIGS", "VGGConfig"]
 

@@ -16,8 +16,9 @@ import numpy as np
 
 from extensor import ExTensor, nn
 from extensor.nn import init
-from models.vgg.configs import VGGConfig
-from models.vision import ConvUnits, started
+
+from ..vision import ConvUnits, started
+from .configs import VGGConfig
 
 __all__ = ["VGG", "build"]
 

@@ -1,10 +1,10 @@
 """Callbacks: what watches a run, behind one small protocol."""
 
-from training.callbacks.base import Callback, RunView
-from training.callbacks.early_stopping import EarlyStopping
-from training.callbacks.files import JsonLines, SaveCheckpoint, TensorBoard
-from training.callbacks.progress import ShowProgress
-from training.callbacks.telemetry import NOISE_RATIO, Telemetry
+from .base import Callback, RunView
+from .early_stopping import EarlyStopping
+from .files import JsonLines, SaveCheckpoint, TensorBoard
+from .progress import ShowProgress
+from .telemetry import NOISE_RATIO, Telemetry
 
 __all__ = [
     "NOISE_RATIO",

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 from extensor.inspect import SlotHealth
 from extensor.optim import MXGradScaler
 from extensor.quant.recipe_state import RecipeState
-from training.batch import Batch
-from training.config import RunConfig
-from training.metrics import Scores
-from training.records import EpochReport, Position, StepReport
+
+from ..batch import Batch
+from ..config import RunConfig
+from ..metrics import Scores
+from ..records import EpochReport, Position, StepReport
 
 __all__ = ["Callback", "RunView"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from training.callbacks.base import Callback, RunView
-from training.records import EpochReport
+from ..records import EpochReport
+from .base import Callback, RunView
 
 __all__ = ["EarlyStopping"]
 

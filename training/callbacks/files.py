@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from training.callbacks.base import Callback, RunView
-from training.records import EpochReport, StepReport
-from training.rundir import BEST, LAST, METRICS
+from ..extras import missing
+from ..records import EpochReport, StepReport
+from ..rundir import BEST, LAST, METRICS
+from .base import Callback, RunView
 
 __all__ = ["JsonLines", "SaveCheckpoint", "TensorBoard"]
 
@@ -48,12 +49,10 @@ class TensorBoard(Callback):
     """
 
     def __init__(self) -> None:
-        try:
-            import tensorboardX
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard events need tensorboardX; the way out: pip install tensorboardX"
-            ) from error
+        if (message := missing("the callback TensorBoard", "tensorboardX")) is not None:
+            raise ImportError(message)
+        import tensorboardX
+
         self._library = tensorboardX
         self._writer: Any = None
 

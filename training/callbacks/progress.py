@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from training.callbacks.base import Callback, RunView
-from training.records import EpochReport, StepReport
+from ..records import EpochReport, StepReport
+from .base import Callback, RunView
 
 __all__ = ["ShowProgress", "epoch_line", "percent"]
 

@@ -26,11 +26,12 @@ from extensor.quant.array import QuantStats, coded_length
 from extensor.quant.recipe import SLOTS
 from extensor.quant.rounding import decode, unpack
 from extensor.quant.spec import QuantSpec
-from training.batch import Batch
-from training.callbacks.base import Callback, RunView
-from training.callbacks.files import TensorBoard
-from training.records import StepReport, finite, share
-from training.rundir import TELEMETRY
+
+from ..batch import Batch
+from ..records import StepReport, finite, share
+from ..rundir import TELEMETRY
+from .base import Callback, RunView
+from .files import TensorBoard
 
 __all__ = ["NOISE_RATIO", "Telemetry"]
 

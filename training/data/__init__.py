@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from extensor.errors import unknown_name
-from training.data.corpora import python_source, shakespeare
-from training.data.dataset import Dataset, Split, batches, held_out
-from training.data.digits import load_digits
-from training.data.fetch import DataError
-from training.data.prefetch import prefetch
-from training.data.samplers import SAMPLERS, epoch_order
-from training.data.sources import CIFAR10, EMNIST, FASHION_MNIST, MNIST
-from training.data.transforms import AUGMENTATIONS
+
+from .corpora import python_source, shakespeare
+from .dataset import Dataset, Split, batches, held_out
+from .digits import load_digits
+from .fetch import DataError
+from .prefetch import prefetch
+from .samplers import SAMPLERS, epoch_order
+from .sources import CIFAR10, EMNIST, FASHION_MNIST, MNIST
+from .transforms import AUGMENTATIONS
 
 __all__ = [
     "AUGMENTATIONS",

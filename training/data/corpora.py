@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from training.data.fetch import DataError, RemoteFile, cache_directory, find
+from .fetch import DataError, RemoteFile, cache_directory, find
 
 __all__ = ["Corpus", "python_source", "shakespeare"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from training.batch import Batch
-from training.data.draws import Draws
-from training.data.transforms import Normalize, Transform
+from ..batch import Batch
+from .draws import Draws
+from .transforms import Normalize, Transform
 
 __all__ = ["Dataset", "Split", "batches", "evenly_spaced", "held_out", "pixel_statistics"]
 

@@ -14,9 +14,10 @@ import hashlib
 
 import numpy as np
 
-from training.data.dataset import Dataset, Split, evenly_spaced
-from training.data.fetch import DataError
-from training.data.transforms import resize_matrix
+from ..extras import missing
+from .dataset import Dataset, Split, evenly_spaced
+from .fetch import DataError
+from .transforms import resize_matrix
 
 __all__ = ["enlarge", "load_digits", "stratified_split"]
 
@@ -46,13 +47,10 @@ def load_digits(download: bool = True) -> Dataset:
     Raises:
         DataError: if scikit-learn is missing, or its digits are not the ones known here.
     """
-    try:
-        from sklearn.datasets import load_digits as sklearn_digits
-    except ImportError as error:
-        raise DataError(
-            "data set 'digits' comes with scikit-learn, which is not installed; "
-            "the way out: pip install scikit-learn"
-        ) from error
+    if (message := missing("data set 'digits'", "sklearn")) is not None:
+        raise DataError(message)
+    from sklearn.datasets import load_digits as sklearn_digits
+
     raw = sklearn_digits()
     pixels = raw.images.astype(np.uint8)
     digest = hashlib.sha256(pixels.tobytes()).hexdigest()

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from extensor.io import CheckpointError, load_checkpoint, save_checkpoint
-from training.data.fetch import cache_directory
+
+from .fetch import cache_directory
 
 __all__ = ["prepared"]
 

@@ -12,7 +12,8 @@ from types import MappingProxyType
 import numpy as np
 
 from extensor.random import Stream
-from training.data.draws import DATA_TENSOR, ORDER_SLOT, PICK_SLOT, stream_words
+
+from .draws import DATA_TENSOR, ORDER_SLOT, PICK_SLOT, stream_words
 
 __all__ = ["SAMPLERS", "class_weights", "epoch_order", "in_order", "weighted_order"]
 

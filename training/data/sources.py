@@ -23,9 +23,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from training.data.dataset import Dataset, Split, pixel_statistics
-from training.data.fetch import DataError, RemoteFile, find, find_archive
-from training.data.prepared import prepared
+from .dataset import Dataset, Split, pixel_statistics
+from .fetch import DataError, RemoteFile, find, find_archive
+from .prepared import prepared
 
 __all__ = ["CIFAR10", "EMNIST", "FASHION_MNIST", "MNIST", "ImageSource", "parse_cifar", "parse_idx"]
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from training.data.draws import ERASE_SLOT, FLIP_SLOT, ROTATE_SLOT, SHIFT_SLOT, Draws
+from .draws import ERASE_SLOT, FLIP_SLOT, ROTATE_SLOT, SHIFT_SLOT, Draws
 
 __all__ = [
     "AUGMENTATIONS", "CenterCrop", "Compose", "Normalize", "RandomCrop", "RandomErase",

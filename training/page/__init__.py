@@ -1,4 +1,4 @@
-"""`python -m training report RUN`: one page about a run that needs nothing but a browser.
+"""`extensor report RUN`: one page about a run that needs nothing but a browser.
 
 What a run has not got yet is left out with a word on why. The page itself is page.html, a template.
 """
@@ -15,13 +15,14 @@ import tyro
 
 from extensor.quant.recipe import SLOTS, LayerRecipe
 from extensor.quant.spec import QuantSpec
-from training.callbacks.progress import percent
-from training.config import ACTIVATIONS
-from training.page import charts
-from training.page.facts import Facts, read_facts
-from training.page.template import render
-from training.runs import RUNS
-from training.tasks import TASKS
+
+from ..callbacks.progress import percent
+from ..config import ACTIVATIONS
+from ..runs import RUNS
+from ..tasks import TASKS
+from . import charts
+from .facts import Facts, read_facts
+from .template import render
 
 __all__ = ["ReportArgs", "write_page"]
 

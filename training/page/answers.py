@@ -11,12 +11,13 @@ from PIL import Image
 
 from extensor import no_grad
 from extensor.nn.module import evaluating
-from training.generate import Sampling, sample_tokens
-from training.loop import Trainer
-from training.rundir import UsageError
-from training.tasks.classification import Classification
-from training.tasks.language import Causal, Masked
-from training.text.masking import IGNORE_LABEL
+
+from ..generate import Sampling, sample_tokens
+from ..loop import Trainer
+from ..rundir import UsageError
+from ..tasks.classification import Classification
+from ..tasks.language import Causal, Masked
+from ..text.masking import IGNORE_LABEL
 
 __all__ = ["answers"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from training.callbacks import NOISE_RATIO
-from training.histograms import Histograms, OperandHistogram
-from training.page.facts import Facts
-from training.svg import Line, bars, lines
+from ..callbacks import NOISE_RATIO
+from ..histograms import Histograms, OperandHistogram
+from ..svg import Line, bars, lines
+from .facts import Facts
 
 __all__ = ["curves", "operands", "telemetry"]
 

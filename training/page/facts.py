@@ -8,20 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from extensor import ExTensor
-from extensor.inspect import LayerRow, compare_layers
+from extensor.inspect import LayerRow
 from extensor.io import CheckpointError
-from extensor.nn import apply_recipe
-from training.config import RunConfig
-from training.data import DataError
-from training.histograms import Histograms, operand_histograms
-from training.page.answers import answers
-from training.ptq import load_run
-from training.rundir import CONFIG, LAST, METRICS, TELEMETRY, UsageError, read_config, read_result
+
+from ..config import RunConfig
+from ..data import DataError
+from ..histograms import Histograms, operand_histograms
+from ..ptq import load_run
+from ..result import beside_float32
+from ..rundir import CONFIG, LAST, METRICS, TELEMETRY, UsageError, read_config, read_result
+from .answers import answers
 
 __all__ = ["Facts", "read_facts"]
-
-LAYER_BATCH = 200
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def read_facts(folder: Path) -> Facts:
     if not (folder / CONFIG).is_file():
         raise UsageError(
             f"{folder}: expected the folder of a run, but {CONFIG} is not there; the way out: the "
-            "--out of a run of `python -m training MODEL`"
+            "--out of a run of `extensor train MODEL`"
         )
     config = read_config(folder)
     result = read_result(folder)
@@ -92,12 +90,7 @@ def _from_checkpoint(
         trainer = load_run(folder)
     except (UsageError, DataError, CheckpointError) as error:
         return (), {}, {}, str(error)
-    reference = trainer.fresh_model()
-    reference.load_state_dict(trainer.model.state_dict())
-    apply_recipe(reference, "fp32")
-    batch = next(trainer.task.test(min(LAYER_BATCH, trainer.task.eval_batch)))
-    inputs = ExTensor.from_numpy(batch.inputs).to(trainer.config.device)
-    rows = compare_layers(trainer.model, reference, inputs, isolated=True).rows
+    rows = beside_float32(trainer, isolated=True)[0].rows
     try:
         said = answers(trainer, result)
     except UsageError as error:  # it diverged: the rest of the page says how

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from training.tasks.base import Metric, Task
-from training.tasks.classification import Classification
-from training.tasks.language import Causal, Masked
+from .base import Metric, Task
+from .classification import Classification
+from .language import Causal, Masked
 
 __all__ = ["TASKS", "Metric", "Task"]
 

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from training.batch import Batch
-from training.metrics import Scores
-from training.records import EpochReport
+from ..batch import Batch
+from ..metrics import Scores
+from ..records import EpochReport
 
 __all__ = ["Metric", "Task"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from training.batch import Batch
-from training.config import RunConfig
-from training.data import (
+from ..batch import Batch
+from ..config import RunConfig
+from ..data import (
     AUGMENTATIONS,
     SAMPLERS,
     DataError,
@@ -20,8 +20,8 @@ from training.data import (
     held_out,
     load_dataset,
 )
-from training.metrics import ClassScores, Scores
-from training.tasks.base import Metric, Task
+from ..metrics import ClassScores, Scores
+from .base import Metric, Task
 
 __all__ = ["Classification"]
 

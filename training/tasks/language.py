@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 
 from extensor.random import Stream
-from training.batch import Batch
-from training.config import RunConfig
-from training.data import load_dataset
-from training.data.corpora import Corpus
-from training.data.draws import DATA_TENSOR, MASK_SLOT, NOISE_SLOT, stream_words
-from training.metrics import Scores, TokenScores
-from training.tasks.base import Metric, Task
-from training.text.augment import replace_tokens
-from training.text.masking import mask_tokens
-from training.text.tokenizers import TOKENIZERS
-from training.text.windows import even_starts, flat_tokens, random_starts, window
+
+from ..batch import Batch
+from ..config import RunConfig
+from ..data import load_dataset
+from ..data.corpora import Corpus
+from ..data.draws import DATA_TENSOR, MASK_SLOT, NOISE_SLOT, stream_words
+from ..metrics import Scores, TokenScores
+from ..text.augment import replace_tokens
+from ..text.masking import mask_tokens
+from ..text.tokenizers import TOKENIZERS
+from ..text.windows import even_starts, flat_tokens, random_starts, window
+from .base import Metric, Task
 
 __all__ = ["Causal", "Masked"]
 

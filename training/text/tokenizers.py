@@ -13,6 +13,8 @@ import numpy as np
 
 from extensor.errors import unknown_name
 
+from ..extras import missing
+
 __all__ = ["TOKENIZERS", "BytePairs", "Characters", "Tokenizer", "TokenizerError", "from_state"]
 
 
@@ -189,13 +191,10 @@ class BytePairs(Tokenizer):
 
 
 def _package() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise TokenizerError(
-            "--tokenizer bpe needs the package tokenizers, which is not installed; the way out: "
-            "pip install -e .[text], or --tokenizer char"
-        ) from error
+    if (message := missing("--tokenizer bpe", "tokenizers")) is not None:
+        raise TokenizerError(f"{message}, or --tokenizer char")
+    import tokenizers
+
     return tokenizers
 
 

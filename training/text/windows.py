@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from extensor.random import Stream
-from training.data.draws import DATA_TENSOR, WINDOW_SLOT, stream_words
+
+from ..data.draws import DATA_TENSOR, WINDOW_SLOT, stream_words
 
 __all__ = ["even_starts", "flat_tokens", "random_starts", "window"]
 

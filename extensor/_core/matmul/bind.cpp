@@ -76,7 +76,7 @@ std::vector<Variant> supported() {
 const std::vector<Variant> variants = supported();
 Variant current = variants.back();
 
-void set_level(const std::string& name) {
+void set_gemm_level(const std::string& name) {
     std::string known;
     for (const Variant& v : variants) {
         if (name == v.name) {
@@ -356,7 +356,7 @@ void bind_matmul(py::module_& m) {
     m.def(
         "gemm_instructions", [] { return current.instructions; },
         "What the kernels of the level in use are compiled for; AMX comes on top.");
-    m.def("set_gemm_level", set_level, "Use another of `gemm_levels`.");
+    m.def("set_gemm_level", set_gemm_level, "Use another of `gemm_levels`.");
     m.def(
         "gemm_has_amx", [] { return current.amx != nullptr; },
         "Whether the level in use has `bf16_matmul` and `int8_matmul`.");

@@ -5,7 +5,7 @@
 
 namespace {
 
-const OptimKernels& kernels() { return levels::in_use(optim_kernels); }
+const OptimKernels& optimizers() { return levels::in_use(optim_kernels); }
 
 void sgd(Floats weight, const Floats& grad, std::optional<Floats> buffer, float lr, float momentum,
          float decay, bool nesterov) {
@@ -13,7 +13,7 @@ void sgd(Floats weight, const Floats& grad, std::optional<Floats> buffer, float 
     require(grad.size() == n && (!buffer || buffer->size() == n),
             "sgd: expected arrays of one length");
     float *w = weight.mutable_data(), *b = buffer ? buffer->mutable_data() : nullptr;
-    without_gil([&] { kernels().sgd({lr, momentum, decay, nesterov}, n, w, grad.data(), b); });
+    without_gil([&] { optimizers().sgd({lr, momentum, decay, nesterov}, n, w, grad.data(), b); });
 }
 
 void adam(Floats weight, const Floats& grad, Floats mean, Floats square, const Floats& factors) {
@@ -22,11 +22,11 @@ void adam(Floats weight, const Floats& grad, Floats mean, Floats square, const F
                 factors.size() == kAdamFactors,
             "adam: expected arrays of one length");
     float *w = weight.mutable_data(), *m = mean.mutable_data(), *v = square.mutable_data();
-    without_gil([&] { kernels().adam(n, w, grad.data(), m, v, factors.data()); });
+    without_gil([&] { optimizers().adam(n, w, grad.data(), m, v, factors.data()); });
 }
 
 bool all_finite(const Floats& x) {
-    return without_gil([&] { return kernels().all_finite(x.size(), x.data()); });
+    return without_gil([&] { return optimizers().all_finite(x.size(), x.data()); });
 }
 
 }  // namespace

@@ -47,16 +47,10 @@ class GenericConvPool(GenericQuantize):
         self, g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int
     ) -> Array:
         """See the protocol."""
-        xp = self.xp
-        patches = _patches(x, window, xp)
-        n, c, kh, kw, ho, wo = patches.shape
-        outputs, inner = shape[0], c // groups * kh * kw
         # One long GEMM per group over all images and pixels, not one short one per image.
-        rows = g.reshape(n, groups, outputs // groups, ho * wo).transpose(1, 2, 0, 3)
-        split = patches.reshape(n, groups, c // groups, kh, kw, ho, wo)
-        columns = split.transpose(1, 0, 5, 6, 2, 3, 4).reshape(groups, n * ho * wo, inner)
-        out = xp.matmul(rows.reshape(groups, outputs // groups, n * ho * wo), columns)
-        return out.reshape(shape)
+        columns = patch_matrix(x, window, groups, self.xp)
+        rows = g.transpose(1, 0, 2, 3).reshape(groups, shape[0] // groups, columns.shape[2])
+        return self.xp.matmul(rows, columns.swapaxes(1, 2)).reshape(shape)
 
     def quantized_conv2d(
         self,

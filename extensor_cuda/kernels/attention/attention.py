@@ -52,9 +52,9 @@ def _memory(kernel: str, d: int) -> tuple[int, int]:
     """Stages of the ring, as many as fit and 8 at most, and bytes of shared memory."""
     held, rows, vectors = _PARTS[kernel]
     stage = 2 * rows * d + vectors + 16
-    beside = 2 * _ROWS * d * held + _WARPS * 16 * d * 2 + _SLACK + 16
-    stages = min((driver.SHARED_BYTES - beside) // stage, 8)
-    return stages, beside + stages * stage
+    fixed = 2 * _ROWS * d * held + _WARPS * 16 * d * 2 + _SLACK + 16
+    stages = min((driver.SHARED_BYTES - fixed) // stage, 8)
+    return stages, fixed + stages * stage
 
 
 @lru_cache(maxsize=16)

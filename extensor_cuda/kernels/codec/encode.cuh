@@ -66,6 +66,110 @@ DEVICE u32 top_byte(float y) {
 }
 #endif
 
+#if CODEC_CONVERTS && CODEC_MAKES_CODES
+// Encodes scaled values with the conversion instructions.
+DEVICE void encode_converted(const float (&y)[kChunk], u32 live, u32 (&codes)[kWords],
+    [[maybe_unused]] u32& zeros, [[maybe_unused]] u32& saturated) {
+#pragma unroll
+    for (int k = 0; k < kChunk; k += 4) {
+        const u32 low = convert_pair(y[k], y[k + 1]), high = convert_pair(y[k + 2], y[k + 3]);
+        const u32 packed = __byte_perm(low, high, 0x5410);
+        codes[k / 4] = packed & live;
+#if CODEC_STATS
+#pragma unroll
+        for (int i = 0; i < 4; ++i) saturated += fabsf(y[k + i]) > CODEC_TIE_AT_TOP;
+        zeros += __popc(~((packed & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) & 0x80808080u);
+#endif
+    }
+}
+#elif CODEC_INTEGERS
+// Encodes scaled values to integers.
+DEVICE void encode_integers(const float (&y)[kChunk], const Scale& s, u32 (&codes)[kWords],
+    [[maybe_unused]] u32& zeros, [[maybe_unused]] u32& saturated) {
+    // The sum's last place is the grid's spacing, so its low bits are the integer in two's
+    // complement.
+    constexpr u32 kAnchor = kLowest + (static_cast<u32>(23 - CODEC_MANTISSA) << 23) + 0x400000u;
+    u32 n[kChunk];
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+#if CODEC_HAS_ZERO_POINTS
+        constexpr int kTop = (1 << (CODEC_BITS - 1)) - 1;
+        const float far = fminf(fmaxf(y[k], -65536.0f), 65536.0f);
+        const int whole =
+            static_cast<int>(bits_of(__fadd_rn(far, float_of(kAnchor))) - kAnchor) + s.zero;
+        n[k] = static_cast<u32>(min(max(whole, -kTop - 1), kTop));
+        saturated += static_cast<int>(n[k]) != whole;
+        zeros += static_cast<int>(n[k]) == s.zero;
+#else
+        n[k] = bits_of(__fadd_rn(fminf(fmaxf(y[k], -CODEC_TOP), CODEC_TOP), float_of(kAnchor)));
+#if CODEC_STATS
+        saturated += fabsf(y[k]) > CODEC_TIE_AT_TOP;
+#endif
+#endif
+    }
+#if CODEC_BITS == 4
+#pragma unroll
+    for (int k = 0; k < kChunk; k += 2) n[k / 2] = (n[k] & 15u) | (n[k + 1] << 4 & ~15u);
+#endif
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+        const u32 low = __byte_perm(n[4 * w], n[4 * w + 1], 0x0040),
+                  high = __byte_perm(n[4 * w + 2], n[4 * w + 3], 0x0040);
+        const u32 packed = __byte_perm(low, high, 0x5410);
+        codes[w] = packed & s.live;
+#if CODEC_STATS && !CODEC_HAS_ZERO_POINTS
+        constexpr u32 kTops = CODEC_BITS == 4 ? 0x88888888u : 0x80808080u;
+        zeros += __popc(~(((packed & ~kTops) + ~kTops) | packed) & kTops);
+#endif
+    }
+}
+#elif CODEC_NIBBLES
+// Rounds scaled values to magnitudes of E2M1, eight in a word.
+DEVICE void round_nibbles(const float (&y)[kChunk], u32 (&codes)[kWords]) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+        u32 n[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) n[k] = top_byte(y[8 * w + k]);
+        codes[w] = high_bytes(n[1], n[3], n[5], n[7]) * 16 + high_bytes(n[0], n[2], n[4], n[6]) -
+                   kOver * 0x11111111u;
+    }
+}
+#endif
+
+#if CODEC_MAKES_CODES && CODEC_BITS == 4 && CODEC_IS_FLOAT
+// Saturates magnitudes of E2M1 and adds their signs, eight at a time.
+#if CODEC_STATS && CODEC_UE4M3
+DEVICE void finish_nibbles(const float (&y)[kChunk], const Scale& s, const Tensor& tensor,
+    bool counts_values, u32 (&codes)[kWords], u32& zeros, u32& saturated, u32& zero_values) {
+#else
+DEVICE void finish_nibbles(const float (&y)[kChunk], const Scale& s, u32 (&codes)[kWords],
+    [[maybe_unused]] u32& zeros, [[maybe_unused]] u32& saturated) {
+#endif
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+        const u32 over = codes[w] & 0x88888888u;
+        const u32 n = (codes[w] | (over - (over >> 3))) & 0x77777777u;
+#if CODEC_STATS
+        saturated += __popc(over);
+        zeros += 8 - __popc((n | n >> 1 | n >> 2) & 0x11111111u);
+#if CODEC_UE4M3
+        if (counts_values) {
+            for (int i = 0; i < 8; ++i) {
+                const u32 code = n >> (4 * i) & 7u;
+                const float grid = __fmul_rn(float_of(code << 22), float_of(0x7E800000u));
+                zero_values += __fmul_rn(__fmul_rn(grid, s.decode), tensor.scale) == 0;
+            }
+        }
+#endif
+#endif
+        const u32 even = high_bytes(y[8 * w], y[8 * w + 2], y[8 * w + 4], y[8 * w + 6]);
+        const u32 odd = high_bytes(y[8 * w + 1], y[8 * w + 3], y[8 * w + 5], y[8 * w + 7]);
+        codes[w] = (n | (even >> 4 & 0x08080808u) | (odd & 0x80808080u)) & s.live;
+    }
+}
+#endif
+
 // Encodes 16 values of a block to packed codes (CODEC_MAKES_CODES) or decoded values in x
 // (CODEC_OUT 1).
 DEVICE void encode(float (&x)[kChunk], const Scale& s, bool far, const Tensor& tensor, u32 block,
@@ -110,64 +214,12 @@ DEVICE void encode(float (&x)[kChunk], const Scale& s, bool far, const Tensor& t
     }
 #endif
 #if CODEC_CONVERTS && CODEC_MAKES_CODES
-#pragma unroll
-    for (int k = 0; k < kChunk; k += 4) {
-        const u32 low = convert_pair(y[k], y[k + 1]), high = convert_pair(y[k + 2], y[k + 3]);
-        const u32 packed = __byte_perm(low, high, 0x5410);
-        codes[k / 4] = packed & s.live;
-#if CODEC_STATS
-#pragma unroll
-        for (int i = 0; i < 4; ++i) saturated += fabsf(y[k + i]) > CODEC_TIE_AT_TOP;
-        zeros += __popc(~((packed & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) & 0x80808080u);
-#endif
-    }
+    encode_converted(y, s.live, codes, zeros, saturated);
 #elif CODEC_INTEGERS
-    // The sum's last place is the grid's spacing, so its low bits are the integer in two's
-    // complement.
-    constexpr u32 kAnchor = kLowest + (static_cast<u32>(23 - CODEC_MANTISSA) << 23) + 0x400000u;
-    u32 n[kChunk];
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) {
-#if CODEC_HAS_ZERO_POINTS
-        constexpr int kTop = (1 << (CODEC_BITS - 1)) - 1;
-        const float far = fminf(fmaxf(y[k], -65536.0f), 65536.0f);
-        const int whole =
-            static_cast<int>(bits_of(__fadd_rn(far, float_of(kAnchor))) - kAnchor) + s.zero;
-        n[k] = static_cast<u32>(min(max(whole, -kTop - 1), kTop));
-        saturated += static_cast<int>(n[k]) != whole;
-        zeros += static_cast<int>(n[k]) == s.zero;
-#else
-        n[k] = bits_of(__fadd_rn(fminf(fmaxf(y[k], -CODEC_TOP), CODEC_TOP), float_of(kAnchor)));
-#if CODEC_STATS
-        saturated += fabsf(y[k]) > CODEC_TIE_AT_TOP;
-#endif
-#endif
-    }
-#if CODEC_BITS == 4
-#pragma unroll
-    for (int k = 0; k < kChunk; k += 2) n[k / 2] = (n[k] & 15u) | (n[k + 1] << 4 & ~15u);
-#endif
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-        const u32 low = __byte_perm(n[4 * w], n[4 * w + 1], 0x0040),
-                  high = __byte_perm(n[4 * w + 2], n[4 * w + 3], 0x0040);
-        const u32 packed = __byte_perm(low, high, 0x5410);
-        codes[w] = packed & s.live;
-#if CODEC_STATS && !CODEC_HAS_ZERO_POINTS
-        constexpr u32 kTops = CODEC_BITS == 4 ? 0x88888888u : 0x80808080u;
-        zeros += __popc(~(((packed & ~kTops) + ~kTops) | packed) & kTops);
-#endif
-    }
+    encode_integers(y, s, codes, zeros, saturated);
 #else
 #if CODEC_NIBBLES
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-        u32 n[8];
-#pragma unroll
-        for (int k = 0; k < 8; ++k) n[k] = top_byte(y[8 * w + k]);
-        codes[w] = high_bytes(n[1], n[3], n[5], n[7]) * 16 + high_bytes(n[0], n[2], n[4], n[6]) -
-                   kOver * 0x11111111u;
-    }
+    round_nibbles(y, codes);
 #else
 #pragma unroll
     for (int w = 0; w < kWords; ++w) codes[w] = 0;
@@ -211,27 +263,11 @@ DEVICE void encode(float (&x)[kChunk], const Scale& s, bool far, const Tensor& t
     }
 #endif
 #if CODEC_MAKES_CODES && CODEC_BITS == 4 && CODEC_IS_FLOAT
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-        const u32 over = codes[w] & 0x88888888u;
-        const u32 n = (codes[w] | (over - (over >> 3))) & 0x77777777u;
-#if CODEC_STATS
-        saturated += __popc(over);
-        zeros += 8 - __popc((n | n >> 1 | n >> 2) & 0x11111111u);
-#if CODEC_UE4M3
-        if (counts_values) {
-            for (int i = 0; i < 8; ++i) {
-                const u32 code = n >> (4 * i) & 7u;
-                const float grid = __fmul_rn(float_of(code << 22), float_of(0x7E800000u));
-                zero_values += __fmul_rn(__fmul_rn(grid, s.decode), tensor.scale) == 0;
-            }
-        }
+#if CODEC_STATS && CODEC_UE4M3
+    finish_nibbles(y, s, tensor, counts_values, codes, zeros, saturated, zero_values);
+#else
+    finish_nibbles(y, s, codes, zeros, saturated);
 #endif
-#endif
-        const u32 even = high_bytes(y[8 * w], y[8 * w + 2], y[8 * w + 4], y[8 * w + 6]);
-        const u32 odd = high_bytes(y[8 * w + 1], y[8 * w + 3], y[8 * w + 5], y[8 * w + 7]);
-        codes[w] = (n | (even >> 4 & 0x08080808u) | (odd & 0x80808080u)) & s.live;
-    }
 #elif CODEC_MAKES_CODES
 #pragma unroll
     for (int w = 0; w < kWords; ++w) codes[w] &= s.live;

@@ -72,7 +72,7 @@ class Storage:
     """How a is stored, where that is not what the tensor cores read.
 
     Attributes:
-        expands: a is made from packed storage beside the products: macros of expand.cuh.
+        expands: a is made from packed storage while others multiply: macros of expand.cuh.
         decodes: a is packed storage, decoded in registers: macros of decode_a.cuh.
     """
 
@@ -180,7 +180,7 @@ class Config:
     def depth(self) -> int:
         """Stages of the ring."""
         stages = self.pipeline.stages
-        return min((SHARED_BYTES - self._beside) // self._stage, 8) if stages is None else stages
+        return min((SHARED_BYTES - self._fixed) // self._stage, 8) if stages is None else stages
 
     @property
     def _stage(self) -> int:
@@ -193,8 +193,8 @@ class Config:
         return TILE_M * self.row_bytes + tile_n * ROW_BYTES + 4 * scales + 16
 
     @property
-    def _beside(self) -> int:
-        """Bytes of shared memory beside the ring."""
+    def _fixed(self) -> int:
+        """Bytes of shared memory outside the ring."""
         scaling = self.scaling
         tables = 4 * 4 * (64 + self.pipeline.tile_n) * (3 if scaling.zeros else 1)
         tables = tables if scaling.vectors or scaling.factors else 0
@@ -205,7 +205,7 @@ class Config:
     @property
     def shared(self) -> int:
         """Bytes of shared memory."""
-        return self.depth * self._stage + self._beside
+        return self.depth * self._stage + self._fixed
 
 
 _GROUP_OF = {

@@ -198,64 +198,143 @@ constexpr float kDecodeFactor = 1.0f;
 #include "gemm/expand_a.cuh"
 #endif
 
-extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
-    gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-        const __grid_constant__ TensorMap c_map, const __grid_constant__ Epilogue e) {
-    if (GEMM_SCALES_1D2D)
-        wait_on_dependent_grids();  // the previous grid may have written what follows
-    if (e.flag_expected >= 0) {
-        const u32 flag = (e.row_flag ? *e.row_flag : 0) | (e.column_flag ? *e.column_flag : 0);
-        if ((flag != 0) != (e.flag_expected != 0)) return;
+// The producer: loads a stage of the operands, and of their scales, into shared memory.
+DEVICE void load_stage(u32 to, [[maybe_unused]] u32 scales, const TensorMap* a_map,
+    const TensorMap* b_map, [[maybe_unused]] const Epilogue& e, int k, int row, int column,
+    [[maybe_unused]] int rank, u32 barrier) {
+    barrier_expect_bytes(barrier, kStage + 4 * kScales);
+    if (GEMM_DECODE_A) tma_load_2d(to, a_map, k * kARow, row, barrier);
+    else load_tile<GEMM_A_MN_MAJOR, false>(to, a_map, k, row, kTileM, barrier);
+    if (kCluster == 1) {
+        load_tile<GEMM_B_MN_MAJOR, false>(to + kABytes, b_map, k, column, kTileN, barrier);
+    } else {
+        constexpr int kMulticastRows = kTileN / kCluster;
+        load_tile<GEMM_B_MN_MAJOR, true>(to + kABytes + rank * kMulticastRows * kRowBytes, b_map, k,
+            column + rank * kMulticastRows, kMulticastRows, barrier);
     }
-    if (e.runs && blockIdx.x == 0 && threadIdx.x == 0) atomicAdd(e.runs, 1u);
-    extern __shared__ u8 raw_memory[];
-    u8* memory = raw_memory + (1024 - (shared_address(raw_memory) & 1023)) % 1024;
-    const u32 base = shared_address(memory);
-    u8* epilogue_tiles = memory + kStages * kStage;
-    int* tables =
-        reinterpret_cast<int*>(epilogue_tiles + kWarps * kEpilogueTiles * kEpilogueTileBytes);
-    float* scales = reinterpret_cast<float*>(tables);  // 16 bytes aligned
-    if (GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K)
-        tables = reinterpret_cast<int*>(scales + kStages * kScales);
-    const u32 full = shared_address(tables + (GEMM_VECTORS ? 4 * kTableStride : 0)),
-              empty = full + 8 * kStages;
-    const u32 handoff = empty + 8 * kStages;  // GEMM_REQUANTIZED: two barriers per epilogue tile
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
-    const int rank = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
+#if GEMM_SCALES_1D2D
+    constexpr int kRowScaleBytes = 4 * kTileM / GEMM_A_SCALE_ROWS,
+                  kColumnScaleBytes = 4 * kTileN / GEMM_B_SCALE_ROWS;
+    bulk_load(scales, e.row_block_scales + k * e.row_scale_pitch + row / GEMM_A_SCALE_ROWS,
+        kRowScaleBytes, barrier);
+    bulk_load(scales + kRowScaleBytes,
+        e.column_block_scales + k * e.column_scale_pitch + column / GEMM_B_SCALE_ROWS,
+        kColumnScaleBytes, barrier);
+#elif GEMM_SCALE_GROUP_K
+#pragma unroll
+    for (int i = 0; i < kGroupsPerStage; ++i)
+        bulk_load(scales + 4 * i * kTileM,
+            e.row_block_scales + (k / GEMM_PROMOTE * kGroupsPerStage + i) * e.row_scale_pitch + row,
+            4 * kTileM, barrier);
+#endif
+}
 
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < kStages; ++s) {
-            barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, kWarps * kCluster);
+#if !GEMM_DECODE_A
+// A consumer: multiplies a tile's stages into `sum` (`part` if nothing is promoted). `stage_ready`:
+// whether the next stage was full when last tested.
+template <class Total>
+DEVICE void multiply([[maybe_unused]] Total (&sum)[kRegisters], Sum (&part)[kRegisters], u32 base,
+    [[maybe_unused]] const float* scales, u32 full, u32 empty, const int& stages, int& stage,
+    u32& parity, bool& stage_ready, int warpgroup, int lane) {
+    [[maybe_unused]] const int warp = threadIdx.x / 32;
+    for (int k = 0; k < stages;) {
+        const int end = GEMM_PROMOTE == 1 ? k + 1
+                        : GEMM_PROMOTE    ? min(k + GEMM_PROMOTE, stages)
+                                          : stages;
+        int last = -1;
+        for (int more = 0; k < end; ++k) {
+            if (!stage_ready) barrier_wait(full + 8 * stage, parity);
+            const u64 a = smem_descriptor<GEMM_A_MN_MAJOR>(
+                base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
+            const u64 b =
+                smem_descriptor<GEMM_B_MN_MAJOR>(base + stage * kStage + kABytes, kBoxBytes);
+#pragma unroll
+            for (int group_of_stage = 0; group_of_stage < kGroupsPerStage; ++group_of_stage) {
+                order_barrier_wait(warpgroup);
+                fence_accumulators(part);
+                warpgroup_arrive();
+#pragma unroll
+                for (int i = group_of_stage * 4 / kGroupsPerStage;
+                    i < (group_of_stage + 1) * 4 / kGroupsPerStage; ++i) {
+                    wgmma(part, a + kAStep * i, b + kBStep * i, more);
+                    more = 1;
+                }
+                warpgroup_commit();
+                order_barrier_arrive(warpgroup);
+#if GEMM_SCALE_GROUP_K && GEMM_SCALE_GROUP_K < 64
+                if (group_of_stage + 1 == kGroupsPerStage)
+                    break;  // the last group is promoted below
+                const Scales group_scales(
+                    scales + stage * kScales + group_of_stage * kTileM, warp, lane);
+                end_basic_block(group_scales.latest());
+                warpgroup_wait<0>(part);
+                group_scales.promote(sum, part);
+                more = 0;
+#endif
+            }
+            const int now = stage;
+            if (++stage == kStages) stage = 0, parity ^= 1;
+            if (kTestAhead) stage_ready = barrier_test(full + 8 * stage, parity);
+            if (GEMM_PROMOTE != 1) warpgroup_wait<1>(part);
+            if (last >= 0) release_stage(empty + 8 * last, lane);
+            last = now;
         }
-        for (int p = 0; GEMM_REQUANTIZED && p < 2 * kWarps * kEpilogueTiles; ++p)
-            barrier_init(handoff + 8 * p, 32);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#if GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K
+        const Scales stage_scales(
+            scales + last * kScales + (kGroupsPerStage - 1) * kTileM, warp, lane);
+        end_basic_block(stage_scales.latest());
+#endif
+        warpgroup_wait<0>(part);
+#if GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K
+        stage_scales.promote(sum, part);
+        __syncwarp();
+#endif
+        release_stage(empty + 8 * last, lane);
+#if GEMM_PROMOTE && !GEMM_SCALES_1D2D && !GEMM_SCALE_GROUP_K
+#pragma unroll
+        for (int i = 0; i < kRegisters; ++i) sum[i] += part[i];
+#endif
     }
-    if (kCluster > 1) cluster_sync();
-    else __syncthreads();
+}
+#endif
 
+// One exponent for all of C: its factor in two powers of two, neither of which underflows.
+DEVICE void set_exponents(Factors& factors, const Epilogue& e) {
+    int exponent =
+        (e.row_exponent ? *e.row_exponent : 0) + (e.column_exponent ? *e.column_exponent : 0);
+    exponent = min(max(exponent, -252), 254);
+    factors.first = power_of_two(exponent >> 1) * kDecodeFactor;
+    factors.second = power_of_two(exponent - (exponent >> 1));
+}
+
+// Whether the flags of both operands ask for this kernel.
+DEVICE bool flags_match(const Epilogue& e) {
+    if (e.flag_expected < 0) return true;
+    const u32 flag = (e.row_flag ? *e.row_flag : 0) | (e.column_flag ? *e.column_flag : 0);
+    return (flag != 0) == (e.flag_expected != 0);
+}
+
+DEVICE void init_barriers(u32 full, u32 empty, [[maybe_unused]] u32 handoff) {
+    for (int s = 0; s < kStages; ++s) {
+        barrier_init(full + 8 * s, 1);
+        barrier_init(empty + 8 * s, kWarps * kCluster);
+    }
+    for (int p = 0; GEMM_REQUANTIZED && p < 2 * kWarps * kEpilogueTiles; ++p)
+        barrier_init(handoff + 8 * p, 32);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// The kernel's loop over tiles: whether there is a tile `index`, which one it is, its stages along
+// K, and the sums that the epilogue reads.
 #if GEMM_GROUPED
-    const int tiles_n = (e.columns + kTileN - 1) / kTileN, step = gridDim.x / kCluster;
-    TileScheduler scheduler = {tiles_n, 0, 0, 0, 0};
-    const int &start = scheduler.start, &end_of_rows = scheduler.end, &group = scheduler.group;
 #define GEMM_HAS_TILE scheduler.find(index, e)
 #define GEMM_TILE scheduler.tile(index)
-#else
-    const int tiles_m = (e.rows + kTileM * kCluster - 1) / (kTileM * kCluster);
-    const int tiles_n = (e.columns + kTileN - 1) / kTileN;
-    const int tiles = tiles_m * tiles_n, step = gridDim.x / kCluster;
-    constexpr int start = 0, group = 0;
-#if GEMM_SPLIT_K
-    const int work_items = tiles * e.splits,
-              end_of_rows = GEMM_C_TRANSPOSED ? e.rows : tiles_m * kCluster * kTileM * e.splits;
+#elif GEMM_SPLIT_K
 #define GEMM_HAS_TILE index < work_items
 #define GEMM_TILE tile_of(index % tiles, tiles_m, tiles_n)
 #else
-    const int end_of_rows = e.rows;
 #define GEMM_HAS_TILE index < tiles
 #define GEMM_TILE tile_of(index, tiles_m, tiles_n)
-#endif
 #endif
 #if GEMM_SPLIT_K
 #define GEMM_K_BEGIN (index / tiles * e.stages_per_split)
@@ -273,6 +352,54 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
 #define GEMM_SPLIT_ROWS 0
 #define GEMM_SPLIT_COLUMNS 0
 #endif
+#if GEMM_PROMOTE
+#define GEMM_SUM sum
+#else
+#define GEMM_SUM part
+#endif
+
+extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
+    gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+        const __grid_constant__ TensorMap c_map, const __grid_constant__ Epilogue e) {
+    if (GEMM_SCALES_1D2D)
+        wait_on_dependent_grids();  // the previous grid may have written what follows
+    if (!flags_match(e)) return;
+    if (e.runs && blockIdx.x == 0 && threadIdx.x == 0) atomicAdd(e.runs, 1u);
+    extern __shared__ u8 raw_memory[];
+    u8* memory = raw_memory + (1024 - (shared_address(raw_memory) & 1023)) % 1024;
+    const u32 base = shared_address(memory);
+    u8* epilogue_tiles = memory + kStages * kStage;
+    int* tables =
+        reinterpret_cast<int*>(epilogue_tiles + kWarps * kEpilogueTiles * kEpilogueTileBytes);
+    float* scales = reinterpret_cast<float*>(tables);  // 16 bytes aligned
+    if (GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K)
+        tables = reinterpret_cast<int*>(scales + kStages * kScales);
+    const u32 full = shared_address(tables + (GEMM_VECTORS ? 4 * kTableStride : 0)),
+              empty = full + 8 * kStages;
+    const u32 handoff = empty + 8 * kStages;  // GEMM_REQUANTIZED: two barriers per epilogue tile
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
+    const int rank = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
+
+    if (threadIdx.x == 0) init_barriers(full, empty, handoff);
+    if (kCluster > 1) cluster_sync();
+    else __syncthreads();
+
+#if GEMM_GROUPED
+    const int tiles_n = (e.columns + kTileN - 1) / kTileN, step = gridDim.x / kCluster;
+    TileScheduler scheduler = {tiles_n, 0, 0, 0, 0};
+    const int &start = scheduler.start, &end_of_rows = scheduler.end, &group = scheduler.group;
+#else
+    const int tiles_m = (e.rows + kTileM * kCluster - 1) / (kTileM * kCluster);
+    const int tiles_n = (e.columns + kTileN - 1) / kTileN;
+    const int tiles = tiles_m * tiles_n, step = gridDim.x / kCluster;
+    constexpr int start = 0, group = 0;
+#if GEMM_SPLIT_K
+    const int work_items = tiles * e.splits,
+              end_of_rows = GEMM_C_TRANSPOSED ? e.rows : tiles_m * kCluster * kTileM * e.splits;
+#else
+    const int end_of_rows = e.rows;
+#endif
+#endif
     int stage = 0;
     u32 parity = 0;
 
@@ -289,38 +416,8 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
                 for (int k = GEMM_K_BEGIN; k < GEMM_K_END; ++k) {
                     barrier_wait(empty + 8 * stage, parity ^ 1);
                     const u32 to = base + stage * kStage, barrier = full + 8 * stage;
-                    barrier_expect_bytes(barrier, kStage + 4 * kScales);
-                    if (GEMM_DECODE_A) tma_load_2d(to, &a_map, k * kARow, row, barrier);
-                    else load_tile<GEMM_A_MN_MAJOR, false>(to, &a_map, k, row, kTileM, barrier);
-                    if (kCluster == 1) {
-                        load_tile<GEMM_B_MN_MAJOR, false>(
-                            to + kABytes, &b_map, k, column, kTileN, barrier);
-                    } else {
-                        constexpr int kMulticastRows = kTileN / kCluster;
-                        load_tile<GEMM_B_MN_MAJOR, true>(
-                            to + kABytes + rank * kMulticastRows * kRowBytes, &b_map, k,
-                            column + rank * kMulticastRows, kMulticastRows, barrier);
-                    }
-#if GEMM_SCALES_1D2D
-                    const u32 factors = shared_address(scales + stage * kScales);
-                    constexpr int kRowScaleBytes = 4 * kTileM / GEMM_A_SCALE_ROWS,
-                                  kColumnScaleBytes = 4 * kTileN / GEMM_B_SCALE_ROWS;
-                    bulk_load(factors,
-                        e.row_block_scales + k * e.row_scale_pitch + row / GEMM_A_SCALE_ROWS,
-                        kRowScaleBytes, barrier);
-                    bulk_load(factors + kRowScaleBytes,
-                        e.column_block_scales + k * e.column_scale_pitch +
-                            column / GEMM_B_SCALE_ROWS,
-                        kColumnScaleBytes, barrier);
-#elif GEMM_SCALE_GROUP_K
-                    const u32 factors = shared_address(scales + stage * kScales);
-#pragma unroll
-                    for (int i = 0; i < kGroupsPerStage; ++i)
-                        bulk_load(factors + 4 * i * kTileM,
-                            e.row_block_scales +
-                                (k / GEMM_PROMOTE * kGroupsPerStage + i) * e.row_scale_pitch + row,
-                            4 * kTileM, barrier);
-#endif
+                    load_stage(to, shared_address(scales + stage * kScales), &a_map, &b_map, e, k,
+                        row, column, rank, barrier);
                     if (++stage == kStages) stage = 0, parity ^= 1;
                 }
             }
@@ -348,11 +445,7 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
         int* table = tables + warpgroup * 2 * kTableStride;
         Factors factors = {1.0f, 1.0f, table};
         if (!GEMM_VECTORS) {
-            int exponent = (e.row_exponent ? *e.row_exponent : 0) +
-                           (e.column_exponent ? *e.column_exponent : 0);
-            exponent = min(max(exponent, -252), 254);
-            factors.first = power_of_two(exponent >> 1) * kDecodeFactor;
-            factors.second = power_of_two(exponent - (exponent >> 1));
+            set_exponents(factors, e);
         }
 #if GEMM_PING_PONG
         static_assert(GEMM_PROMOTE > 0, "warpgroups promote in turn");
@@ -365,11 +458,6 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
             const int column = tile.column * kTileN;
             if (GEMM_VECTORS)
                 fetch_epilogue_tables(table, e, row, column, end_of_rows, group * e.columns);
-#if GEMM_PROMOTE
-#define GEMM_SUM sum
-#else
-#define GEMM_SUM part
-#endif
             Sum part[kRegisters];
 #if GEMM_PROMOTE
             float sum[kRegisters];
@@ -385,65 +473,8 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
             multiply_decoded(GEMM_SUM, part, e, memory, scales, full, empty, row, GEMM_K_BEGIN,
                 stages, stage, parity);
 #else
-            for (int k = 0; k < stages;) {
-                const int end = GEMM_PROMOTE == 1 ? k + 1
-                                : GEMM_PROMOTE    ? min(k + GEMM_PROMOTE, stages)
-                                                  : stages;
-                int last = -1;
-                for (int more = 0; k < end; ++k) {
-                    if (!stage_ready) barrier_wait(full + 8 * stage, parity);
-                    const u64 a = smem_descriptor<GEMM_A_MN_MAJOR>(
-                        base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
-                    const u64 b = smem_descriptor<GEMM_B_MN_MAJOR>(
-                        base + stage * kStage + kABytes, kBoxBytes);
-#pragma unroll
-                    for (int group_of_stage = 0; group_of_stage < kGroupsPerStage;
-                        ++group_of_stage) {
-                        order_barrier_wait(warpgroup);
-                        fence_accumulators(part);
-                        warpgroup_arrive();
-#pragma unroll
-                        for (int i = group_of_stage * 4 / kGroupsPerStage;
-                            i < (group_of_stage + 1) * 4 / kGroupsPerStage; ++i) {
-                            wgmma(part, a + kAStep * i, b + kBStep * i, more);
-                            more = 1;
-                        }
-                        warpgroup_commit();
-                        order_barrier_arrive(warpgroup);
-#if GEMM_SCALE_GROUP_K && GEMM_SCALE_GROUP_K < 64
-                        if (group_of_stage + 1 == kGroupsPerStage)
-                            break;  // the last group is promoted below
-                        const Scales group_scales(
-                            scales + stage * kScales + group_of_stage * kTileM, warp, lane);
-                        end_basic_block(group_scales.latest());
-                        warpgroup_wait<0>(part);
-                        group_scales.promote(sum, part);
-                        more = 0;
-#endif
-                    }
-                    const int now = stage;
-                    if (++stage == kStages) stage = 0, parity ^= 1;
-                    if (kTestAhead) stage_ready = barrier_test(full + 8 * stage, parity);
-                    if (GEMM_PROMOTE != 1) warpgroup_wait<1>(part);
-                    if (last >= 0) release_stage(empty + 8 * last, lane);
-                    last = now;
-                }
-#if GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K
-                const Scales stage_scales(
-                    scales + last * kScales + (kGroupsPerStage - 1) * kTileM, warp, lane);
-                end_basic_block(stage_scales.latest());
-#endif
-                warpgroup_wait<0>(part);
-#if GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K
-                stage_scales.promote(sum, part);
-                __syncwarp();
-#endif
-                release_stage(empty + 8 * last, lane);
-#if GEMM_PROMOTE && !GEMM_SCALES_1D2D && !GEMM_SCALE_GROUP_K
-#pragma unroll
-                for (int i = 0; i < kRegisters; ++i) sum[i] += part[i];
-#endif
-            }
+            multiply(GEMM_SUM, part, base, scales, full, empty, stages, stage, parity, stage_ready,
+                warpgroup, lane);
 #endif
             const int first = GEMM_SPLIT_ROWS + row + warp % 4 * 16,
                       first_column = GEMM_SPLIT_COLUMNS + column;

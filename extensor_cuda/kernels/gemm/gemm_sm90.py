@@ -186,9 +186,9 @@ def _parameters(
     if epilogue.split is not None:
         made.splits, made.stages_per_split = epilogue.split.parts, epilogue.split.stages
     if packed is not None:
-        beside = packed.zeros if packed.scales is None else packed.scales
+        row_bytes = packed.zeros if packed.scales is None else packed.scales
         made.code_scales, made.zeros = _pointer(packed.scales), _pointer(packed.zeros)
-        made.scale_pitch = 0 if beside is None else beside.shape[1]
+        made.scale_pitch = 0 if row_bytes is None else row_bytes.shape[1]
         if packed.codes is None:  # decoded: scales and zero points are read from one place
             made.zeros = made.code_scales
         else:
@@ -260,7 +260,7 @@ def _sizes(
 
 
 def _check_split_and_packed(config: Config, epilogue: Epilogue, m: int) -> None:
-    """Raises ValueError where parts of K, or what lies beside packed codes, do not fit."""
+    """Raises ValueError where parts of K, or what belongs to packed codes, do not fit."""
     scales, split = epilogue.scales, epilogue.split
     others = epilogue.offsets, scales.factors, scales.zeros, scales.blocks
     more = _has_extras(config, epilogue) or any(x is not None for x in others)
@@ -274,17 +274,17 @@ def _check_split_and_packed(config: Config, epilogue: Epilogue, m: int) -> None:
             f"all of an operand, or a result (N, M), got {config} and {split}"
         )
     packed = epilogue.packed
-    beside = packed.scales if packed is not None and packed.codes is None else None
-    if beside is not None and (
+    row_bytes = packed.scales if packed is not None and packed.codes is None else None
+    if row_bytes is not None and (
         not config.storage.decodes
-        or len(beside) != m
-        or beside.strides != (beside.shape[1], 1)
-        or (beside.shape[1] > 1 and (beside.shape[1] % 4 or beside.data.ptr % 4))
+        or len(row_bytes) != m
+        or row_bytes.strides != (row_bytes.shape[1], 1)
+        or (row_bytes.shape[1] > 1 and (row_bytes.shape[1] % 4 or row_bytes.data.ptr % 4))
     ):
         raise ValueError(
-            f"gemm: expected beside the codes of a config that decodes one byte a row, or rows of "
-            f"whole words, {m} of them, contiguous and aligned to 4 bytes, got {beside.shape} in "
-            f"strides {beside.strides}; copy it, or expand the weights"
+            f"gemm: expected a config that decodes, and scales of one byte a row, or of whole "
+            f"words a row, for {m} rows, contiguous and aligned to 4 bytes, got "
+            f"{row_bytes.shape} in strides {row_bytes.strides}; copy it, or expand the weights"
         )
 
 

@@ -119,7 +119,7 @@ def launch_fused(
     x: Array,
     sides: Sequence[Side],
     exponent: Array | None = None,
-    history: Array | None = None,
+    amax_state: Array | None = None,
     guards: Sequence[Array] = (),
 ) -> None:
     """Make one operand or two, of rows and of columns, of x; does not wait.
@@ -140,9 +140,9 @@ def launch_fused(
     rows, columns = x.shape
     tiles = -(-rows // REBASE_TILE) * -(-columns // _COLUMNS) if rebased else tiles_of(x, wide)
     blocks, threads = min(tiles, _GUARDED_BLOCKS) if guards else tiles, 2 * _tile_rows(x, wide)
-    arrays = x, history, *pointers("out"), exponent, *pointers("flag"), *pointers("scales")
-    beside = *pointers("counts"), *(guards or (None, None)), *random_arguments(*pointers("stream"))
-    launch(source, "operands", blocks, threads, *arrays, *beside, np.int64(rows), np.int64(columns))
+    arrays = x, amax_state, *pointers("out"), exponent, *pointers("flag"), *pointers("scales")
+    counts = *pointers("counts"), *(guards or (None, None)), *random_arguments(*pointers("stream"))
+    launch(source, "operands", blocks, threads, *arrays, *counts, np.int64(rows), np.int64(columns))
 
 
 def launch_batch(source: Source, table: Array, count: int, tiles: int, item: int) -> None:
@@ -153,10 +153,16 @@ def launch_batch(source: Source, table: Array, count: int, tiles: int, item: int
     launch(source, "operands", tiles, 256 if item == 2 else 128, table, np.int32(count))
 
 
-def find_amax(x: Array, spec: QuantSpec, history: Array) -> None:
+def find_amax(x: Array, spec: QuantSpec, amax_state: Array) -> None:
     """Put the largest magnitude of x in its amax state, uint32 (5,); does not wait."""
     source = fused_source(spec, x.dtype.name, True, False, False)
     vectors = x.nbytes // 16
     launch(
-        source, "largest", min(_AMAX_BLOCKS, -(-vectors // 256)), 256, x, history, np.int64(vectors)
+        source,
+        "largest",
+        min(_AMAX_BLOCKS, -(-vectors // 256)),
+        256,
+        x,
+        amax_state,
+        np.int64(vectors),
     )

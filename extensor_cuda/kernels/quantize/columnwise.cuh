@@ -1,5 +1,5 @@
-// Quantizes a matrix columnwise: blocks run down columns, and a thread has QUANT_THREAD_COLUMNS
-// chunks. Configured by the quantizer's macros (quantize.py).
+// Quantizes a matrix columnwise: a block's elements are in one column, and a thread has
+// QUANT_THREAD_COLUMNS chunks. Configured by the quantizer's macros (quantize.py).
 
 constexpr int kPanel = kThreads / 32 * kChunk;  // positions of a thread block: 128
 // Resident thread blocks per multiprocessor that the registers allow without spilling.
@@ -7,6 +7,63 @@ constexpr int kBlocks =
     CODEC_SEARCH ? (QUANT_TILE_ROWS == 1 && !CODEC_STOCHASTIC && CODEC_OUT != 1 ? 3 : 1)
     : (CODEC_IN == 0 && CODEC_STOCHASTIC) || CODEC_HADAMARD || CODEC_OUT == 1 ? 1
                                                                               : 2;
+
+#if QUANT_TILE_ROWS > 1
+constexpr int kLanes =
+    QUANT_TILE_ROWS / QUANT_THREAD_COLUMNS;  // lanes of a tile's rows, which are neighbours
+#endif
+
+// Loads a thread's chunks, zeros outside x, as pairs of columns.
+DEVICE void load_columns(u32 (&raw)[kChunk][kPairs], const Raw* from, [[maybe_unused]] i64 start,
+    [[maybe_unused]] i64 length, i64 column, i64 inner) {
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+#if QUANT_WHOLE
+        uint2 two = {0, 0};
+        if (column < inner) {
+            if (kPairs == 2) two = __ldg(reinterpret_cast<const uint2*>(from + k * inner));
+            else two.x = __ldg(reinterpret_cast<const u32*>(from + k * inner));
+        }
+        raw[k][0] = two.x, raw[k][kPairs - 1] = kPairs == 2 ? two.y : two.x;
+#else
+#pragma unroll
+        for (int c = 0; c < QUANT_THREAD_COLUMNS; c += 4 / sizeof(Raw)) {
+            const bool real = start + k < length;
+            u32 word = real && column + c < inner ? from[k * inner + c] : 0;
+            if (sizeof(Raw) == 2 && real && column + c + 1 < inner)
+                word |= static_cast<u32>(from[k * inner + c + 1]) << 16;
+            raw[k][c * sizeof(Raw) / 4] = word;
+        }
+#endif
+        activate(raw[k]);
+    }
+}
+
+// Makes a chunk's maxima those of its blocks: over the warps that share a block, and over the rows
+// of a tile.
+DEVICE void reduce_maxima(
+    u32 (&amax)[QUANT_THREAD_COLUMNS], [[maybe_unused]] int warp, [[maybe_unused]] int lane) {
+#if CODEC_BLOCK > 16
+    __shared__ u32 shared[kThreads / 32][QUANT_THREAD_COLUMNS][32];
+#pragma unroll
+    for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c) shared[warp][c][lane] = amax[c];
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c)
+#pragma unroll
+        for (int p = 0; p < kParts; ++p)
+            amax[c] = larger(amax[c], shared[warp / kParts * kParts + p][c][lane]);
+#endif
+#if QUANT_TILE_ROWS > 1
+#pragma unroll
+    for (int c = 1; c < QUANT_THREAD_COLUMNS; ++c) amax[0] = larger(amax[0], amax[c]);
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2)
+        amax[0] = larger(amax[0], __shfl_xor_sync(~0u, amax[0], step));
+#pragma unroll
+    for (int c = 1; c < QUANT_THREAD_COLUMNS; ++c) amax[c] = amax[0];
+#endif
+}
 
 // x (outer, length, inner) with blocks along `length`. A warp holds 16 rows of 32 *
 // QUANT_THREAD_COLUMNS columns, and a block's warps exchange maxima. QUANT_WHOLE: length is a
@@ -36,27 +93,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #endif
     u32 raw[kChunk][kPairs];
     const Raw* from = x + (image * length + start) * inner + column;
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) {
-#if QUANT_WHOLE
-        uint2 two = {0, 0};
-        if (column < inner) {
-            if (kPairs == 2) two = __ldg(reinterpret_cast<const uint2*>(from + k * inner));
-            else two.x = __ldg(reinterpret_cast<const u32*>(from + k * inner));
-        }
-        raw[k][0] = two.x, raw[k][kPairs - 1] = kPairs == 2 ? two.y : two.x;
-#else
-#pragma unroll
-        for (int c = 0; c < QUANT_THREAD_COLUMNS; c += 4 / sizeof(Raw)) {
-            const bool real = start + k < length;
-            u32 word = real && column + c < inner ? from[k * inner + c] : 0;
-            if (sizeof(Raw) == 2 && real && column + c + 1 < inner)
-                word |= static_cast<u32>(from[k * inner + c + 1]) << 16;
-            raw[k][c * sizeof(Raw) / 4] = word;
-        }
-#endif
-        activate(raw[k]);
-    }
+    load_columns(raw, from, start, length, column, inner);
     Tally tally = {0, 0};
 #if CODEC_HADAMARD || (CODEC_SEARCH && QUANT_TILE_ROWS > 1)
     float kept[QUANT_THREAD_COLUMNS][kChunk];  // as float, where needed more than once
@@ -90,29 +127,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
         if (CODEC_OUT == 2 && CODEC_UE4M3) most = larger(most, finite_maximum(v));
     }
 #endif
-#if CODEC_BLOCK > 16
-    __shared__ u32 shared[kThreads / 32][QUANT_THREAD_COLUMNS][32];
-#pragma unroll
-    for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c) shared[warp][c][lane] = amax[c];
-    __syncthreads();
-#pragma unroll
-    for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c)
-#pragma unroll
-        for (int p = 0; p < kParts; ++p)
-            amax[c] = larger(amax[c], shared[warp / kParts * kParts + p][c][lane]);
-#endif
-#if QUANT_TILE_ROWS > 1
-    constexpr int kLanes =
-        QUANT_TILE_ROWS /
-        QUANT_THREAD_COLUMNS;  // lanes of a tile's rows, which are neighbours here
-#pragma unroll
-    for (int c = 1; c < QUANT_THREAD_COLUMNS; ++c) amax[0] = larger(amax[0], amax[c]);
-#pragma unroll
-    for (int step = 1; step < kLanes; step *= 2)
-        amax[0] = larger(amax[0], __shfl_xor_sync(~0u, amax[0], step));
-#pragma unroll
-    for (int c = 1; c < QUANT_THREAD_COLUMNS; ++c) amax[c] = amax[0];
-#endif
+    reduce_maxima(amax, warp, lane);
 #if CODEC_OUT == 2
 #pragma unroll
     for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c)

@@ -48,3 +48,45 @@ struct XFragment {
     }
 };
 constexpr int kPrefetch = WEIGHT_ONLY_IN == 1 ? 4 : 2;  // chunks a warp loads ahead
+
+// A producer warp: the chunks that it has requested ahead, in registers.
+struct Producer {
+    const Raw* x;
+    int begin, count, rows, columns, first_row, own;
+    int chunk = 0;  // the next to request
+    XFragment part[kPrefetch];
+    // Four lanes have 32 elements of a segment each; their first groups of eight are neighbours,
+    // and so on.
+    DEVICE Producer(
+        const Raw* x, int begin, int count, int rows, int columns, int first_row, int lane)
+        : x(x),
+          begin(begin),
+          count(count),
+          rows(rows),
+          columns(columns),
+          first_row(first_row),
+          own((lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4) * 8) {}
+    DEVICE void fetch(XFragment& part) {
+        const int k = (begin + chunk) * kChunk + own;
+        part.fetch(x + k, columns, first_row, rows, k < columns);
+        if (++chunk == count) chunk = 0;
+    }
+    DEVICE void fetch_first() {
+#pragma unroll
+        for (int e = 0; e < kPrefetch; ++e) fetch(part[e]);
+    }
+    // Fills the stages of `all` chunks. `place`: the lane's bytes of the first stage.
+    DEVICE void run(u8* place, int all, u32 full, u32 empty) {
+        Ring at = {0, 0};
+        for (int i = 0; i < all; i += kPrefetch)
+#pragma unroll
+            for (int e = 0; e < kPrefetch; ++e) {
+                if (i + e == all) break;
+                barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+                part[e].put(place + at.stage * kStage, first_row, rows);
+                barrier_arrive(full + 8 * at.stage);
+                at.advance(1);
+                fetch(part[e]);
+            }
+    }
+};

@@ -29,11 +29,11 @@ DEVICE void add_parts(
         const int row = u / quads, feature = (u - row * quads) * 4;
         float4 total = {0, 0, 0, 0};
         for (int p = WEIGHT_ONLY_X_PARTS - 1; p >= 0; --p) {  // the smallest first
-            float4 token_address = {0, 0, 0, 0};
+            float4 of_part = {0, 0, 0, 0};
             for (int s = 0; s < Parts::kCount; ++s)
-                add(token_address, *reinterpret_cast<const float4*>(
-                                       parts(feature, s) + (p * rows + row) * kPitch));
-            add(total, token_address);
+                add(of_part, *reinterpret_cast<const float4*>(
+                                 parts(feature, s) + (p * rows + row) * kPitch));
+            add(total, of_part);
         }
         if (slices == 1) at.write(row, feature, total);
         else

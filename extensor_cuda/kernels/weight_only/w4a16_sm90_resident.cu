@@ -80,6 +80,150 @@ DEVICE void load_x(u8* to, int pitch, const Raw* x, int first, int units_per_tok
     } while (start < count);
 }
 
+// A warp's copies of its tiles of w to its ring of slots: where the next one begins.
+struct WeightCopies {
+    const u8 *codes, *scales;
+    u8* ring;
+    u8* lane_to;
+    i64 code_offset, scale_offset;
+    int code_pitch, blocks, out_features, begin, end, high, step;
+    int tile, k;
+
+    // Copies the next chunk to a slot. The last tile begins earlier if rows are missing.
+    DEVICE void prefetch(int slot, int lane) {
+        if (tile < high && begin < end) {
+            const i64 feature = min(tile * kTileRows, out_features - kTileRows);
+            const u8* code = codes + feature * code_pitch + k / 2 + code_offset;
+            const bool there = k / 2 + lane % kCopiesPerRow * 16 < code_pitch;
+#pragma unroll
+            for (int r = 0; r < kTileRows; r += kRowsAtOnce, code += kRowsAtOnce * code_pitch)
+                cp_async<16>(lane_to + slot * kStage + code_offset_of(r), code, there);
+            const u8* scale = scales + feature * blocks + k / CODEC_BLOCK + scale_offset;
+            const bool scale_there =
+                k / CODEC_BLOCK + lane % kScaleCopiesPerRow * WEIGHT_ONLY_SCALE_BYTES < blocks;
+#pragma unroll
+            for (int r = 0; r < kTileRows; r += kScalesAtOnce, scale += kScalesAtOnce * blocks)
+                if (r + lane / kScaleCopiesPerRow < kTileRows)
+                    cp_async<WEIGHT_ONLY_SCALE_BYTES>(ring + slot * kStage + kCodes + r * kScales +
+                                                          lane * WEIGHT_ONLY_SCALE_BYTES,
+                        scale, scale_there);
+        }
+        cp_async_commit();
+        k += WEIGHT_ONLY_CHUNK;
+        if (k >= end) k = begin, tile += step;
+    }
+};
+
+// Whether a chunk's scales can be decoded with their factor folded in.
+DEVICE bool scales_fold(const u8* stage, int lane) {
+#if CODEC_UE4M3
+    return true;
+#else
+    u32 large = 0;
+#pragma unroll
+    for (int i = lane; i < kTileRows * kScales / 4; i += 32)
+        large |= large_scales(reinterpret_cast<const u32*>(stage + kCodes)[i]);
+    return !__any_sync(0xFFFFFFFFu, large != 0);
+#endif
+}
+
+// Multiplies a chunk, from element `k` of the warp's part of K on. Two sums shorten dependency
+// chains.
+DEVICE void multiply_chunk(float (&sum)[2][WEIGHT_ONLY_TILES][4], const u8* stage,
+    const u8* const (&tokens)[WEIGHT_ONLY_TILES], int k, int row, int quad_lane, bool folded) {
+    const u8* const row_scales = stage + kCodes + row * kScales;
+#pragma unroll
+    for (int s = 0; s < WEIGHT_ONLY_CHUNK / kSegment; ++s) {
+        uint4 words[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            words[h] = *reinterpret_cast<const uint4*>(
+                stage + code_offset_of(row + 8 * h) + s * 64 + quad_lane * 16);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            u32 pairs[2][4];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const u8 byte =
+                    row_scales[h * 8 * kScales + (s * 128 + quad_lane * 32 + j * 8) / CODEC_BLOCK];
+                const u32 word[4] = {words[h].x, words[h].y, words[h].z, words[h].w};
+                decode(word + j, scale_bf16x2(byte, folded), folded, 0, pairs[h]);
+            }
+            const u32 even[4] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
+            const u32 odd[4] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
+#pragma unroll
+            for (int t = 0; t < WEIGHT_ONLY_TILES; ++t) {
+                const uint4 b =
+                    *reinterpret_cast<const uint4*>(tokens[t] + k * 2 + s * 256 + j * 64);
+                mma(sum[0][t], even, b.x, b.y);
+                mma(sum[1][t], odd, b.z, b.w);
+            }
+        }
+    }
+}
+
+// Partial sums of the block's features: those of slices in global memory, those of parts of K in
+// shared memory.
+struct PartialSums {
+    float* sums;
+    i64 pitch;  // of a token
+    int count;  // tokens of a slice or part
+
+    DEVICE void store(const float (&sum)[2][WEIGHT_ONLY_TILES][4], int cut, int feature0, int from,
+        int row, int quad_lane) const {
+#pragma unroll
+        for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const int feature = feature0 + row + c / 2 * 8,
+                          token = t * 8 + quad_lane * 2 + c % 2;
+                if (feature >= from && token < count)
+                    sums[(cut * count + token) * pitch + feature] = sum[0][t][c] + sum[1][t][c];
+            }
+    }
+
+    // Adds the sums of `cuts` slices or parts and writes results, four features at a time.
+    DEVICE void add(void* out, int from, int quads, int cuts, int rows, int out_features,
+        float factor, bool of_slices) const {
+        constexpr int kBatch = 4;  // vectors in flight
+        const float inverse = 1.0f / quads;
+        for (int u = threadIdx.x; u < rows * quads; u += kBatch * kThreads) {
+            int m[kBatch], feature[kBatch];
+            float total[kBatch][4] = {};
+#pragma unroll
+            for (int n = 0; n < kBatch; ++n) {
+                const int i = min(u + n * kThreads, rows * quads - 1);
+                m[n] = quotient(i, inverse), feature[n] = from + (i - m[n] * quads) * 4;
+            }
+            for (int p = WEIGHT_ONLY_X_PARTS - 1; p >= 0; --p) {  // the smallest first
+                float of_part[kBatch][4] = {};
+#pragma unroll 4
+                for (int s = 0; s < cuts; ++s)
+#pragma unroll
+                    for (int n = 0; n < kBatch; ++n) {
+                        const float* const at =
+                            sums + (s * count + p * rows + m[n]) * pitch + feature[n];
+                        const float4* const four = reinterpret_cast<const float4*>(at);
+                        const float4 v = of_slices ? __ldcg(four) : *four;
+                        of_part[n][0] += v.x, of_part[n][1] += v.y, of_part[n][2] += v.z,
+                            of_part[n][3] += v.w;
+                    }
+#pragma unroll
+                for (int n = 0; n < kBatch; ++n)
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) total[n][c] += of_part[n][c];
+            }
+#pragma unroll
+            for (int n = 0; n < kBatch; ++n)
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    if (u + n * kThreads < rows * quads && feature[n] + c < out_features)
+                        store_result(out, static_cast<i64>(m[n]) * out_features + feature[n] + c,
+                            total[n][c] * factor);
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     w4a16_sm90_resident(const Raw* __restrict__ x, const u8* __restrict__ codes,
         const u8* __restrict__ scales, const float* __restrict__ tensor_scale,
@@ -91,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
               quad_lane = lane % 4;
     const int code_pitch = columns / 2, blocks = columns / CODEC_BLOCK,
               count = rows * WEIGHT_ONLY_X_PARTS;
-    // The tiles of this group of blocks. A last tile with missing rows begins earlier.
+    // The tiles of this group of blocks.
     const u32 groups = slices == 1 ? gridDim.x : gridDim.x / slices,
               group = slices == 1 ? blockIdx.x : blockIdx.x / slices;
     const u32 tiles = (out_features + kTileRows - 1) / kTileRows;
@@ -108,39 +252,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     u8* const ring = memory + warp * WEIGHT_ONLY_DEPTH * kStage;
     u8* const tokens = memory + WEIGHT_ONLY_WARPS * WEIGHT_ONLY_DEPTH * kStage;
     const int pitch = k_per_slice * 2 + 64;  // of a token; avoids bank conflicts
-    int ahead_tile = start, ahead = begin;
-    const i64 code_offset =
-        static_cast<i64>(lane / kCopiesPerRow) * code_pitch + lane % kCopiesPerRow * 16;
-    const i64 scale_offset = static_cast<i64>(lane / kScaleCopiesPerRow) * blocks +
-                             lane % kScaleCopiesPerRow * WEIGHT_ONLY_SCALE_BYTES;
-    u8* const lane_to = ring + code_offset_of(lane / kCopiesPerRow) + lane % kCopiesPerRow * 16;
-    const auto prefetch = [&](int slot) {
-        if (ahead_tile < high && begin < end) {
-            const i64 feature = min(ahead_tile * kTileRows, out_features - kTileRows);
-            const u8* code = codes + feature * code_pitch + ahead / 2 + code_offset;
-            const bool there = ahead / 2 + lane % kCopiesPerRow * 16 < code_pitch;
-#pragma unroll
-            for (int r = 0; r < kTileRows; r += kRowsAtOnce, code += kRowsAtOnce * code_pitch)
-                cp_async<16>(lane_to + slot * kStage + code_offset_of(r), code, there);
-            const u8* scale = scales + feature * blocks + ahead / CODEC_BLOCK + scale_offset;
-            const bool scale_there =
-                ahead / CODEC_BLOCK + lane % kScaleCopiesPerRow * WEIGHT_ONLY_SCALE_BYTES < blocks;
-#pragma unroll
-            for (int r = 0; r < kTileRows; r += kScalesAtOnce, scale += kScalesAtOnce * blocks)
-                if (r + lane / kScaleCopiesPerRow < kTileRows)
-                    cp_async<WEIGHT_ONLY_SCALE_BYTES>(ring + slot * kStage + kCodes + r * kScales +
-                                                          lane * WEIGHT_ONLY_SCALE_BYTES,
-                        scale, scale_there);
-        }
-        cp_async_commit();
-        ahead += WEIGHT_ONLY_CHUNK;
-        if (ahead >= end) ahead = begin, ahead_tile += step;
-    };
+    WeightCopies copies = {codes, scales, ring,
+        ring + code_offset_of(lane / kCopiesPerRow) + lane % kCopiesPerRow * 16,
+        static_cast<i64>(lane / kCopiesPerRow) * code_pitch + lane % kCopiesPerRow * 16,
+        static_cast<i64>(lane / kScaleCopiesPerRow) * blocks +
+            lane % kScaleCopiesPerRow * WEIGHT_ONLY_SCALE_BYTES,
+        code_pitch, blocks, out_features, begin, end, high, step, start, begin};
     launch_dependent_grids();
     wait_on_dependent_grids();  // the previous grid may have written what follows
     load_x(tokens, pitch, x, first, k_per_slice / 8, rows, columns, [&] {
 #pragma unroll 1
-        for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d) prefetch(d);
+        for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d) copies.prefetch(d, lane);
     });
     __syncthreads();
     const u8* token_address[WEIGHT_ONLY_TILES];  // missing tokens use another's
@@ -148,76 +270,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
         token_address[t] =
             tokens + min(t * 8 + row, count - 1) * pitch + (begin - first) * 2 + quad_lane * 16;
-    // Sums of slices are in global memory, sums of parts of K in shared memory.
-    const i64 feature_pitch = ((slices > 1 ? out_features : mine) + 3) / 4 * 4;
-    float* const sums =
-        slices > 1 ? partial : reinterpret_cast<float*>(tokens + count * pitch) - from;
+    const PartialSums partials = {
+        slices > 1 ? partial : reinterpret_cast<float*>(tokens + count * pitch) - from,
+        ((slices > 1 ? out_features : mine) + 3) / 4 * 4, count};
     int slot = 0;
 #pragma unroll 1
     for (int tile = start; tile < high; tile += step) {
-        float sum[2][WEIGHT_ONLY_TILES][4] = {};  // two, to shorten dependency chains
+        float sum[2][WEIGHT_ONLY_TILES][4] = {};
 #pragma unroll 1
         for (int k = 0; k < end - begin; k += WEIGHT_ONLY_CHUNK) {
             cp_async_wait<WEIGHT_ONLY_DEPTH - 1>();
             __syncwarp();
             const u8* const stage = ring + slot * kStage;
-            const u8* const scale_target = stage + kCodes + row * kScales;
-            const auto multiply = [&](bool folded) {
-#pragma unroll
-                for (int s = 0; s < WEIGHT_ONLY_CHUNK / kSegment; ++s) {
-                    uint4 words[2];
-#pragma unroll
-                    for (int h = 0; h < 2; ++h)
-                        words[h] = *reinterpret_cast<const uint4*>(
-                            stage + code_offset_of(row + 8 * h) + s * 64 + quad_lane * 16);
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        u32 pairs[2][4];
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            const u8 byte =
-                                scale_target[h * 8 * kScales +
-                                             (s * 128 + quad_lane * 32 + j * 8) / CODEC_BLOCK];
-                            const u32 word[4] = {words[h].x, words[h].y, words[h].z, words[h].w};
-                            decode(word + j, scale_bf16x2(byte, folded), folded, 0, pairs[h]);
-                        }
-                        const u32 even[4] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
-                        const u32 odd[4] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
-#pragma unroll
-                        for (int t = 0; t < WEIGHT_ONLY_TILES; ++t) {
-                            const uint4 b = *reinterpret_cast<const uint4*>(
-                                token_address[t] + k * 2 + s * 256 + j * 64);
-                            mma(sum[0][t], even, b.x, b.y);
-                            mma(sum[1][t], odd, b.z, b.w);
-                        }
-                    }
-                }
-            };
-            bool folded = true;
-#if !CODEC_UE4M3
-            u32 large = 0;
-#pragma unroll
-            for (int i = lane; i < kTileRows * kScales / 4; i += 32)
-                large |= large_scales(reinterpret_cast<const u32*>(stage + kCodes)[i]);
-            folded = !__any_sync(0xFFFFFFFFu, large != 0);
-#endif
-            if (CODEC_UE4M3 || folded) multiply(true);
-            else multiply(false);
+            if (scales_fold(stage, lane))
+                multiply_chunk(sum, stage, token_address, k, row, quad_lane, true);
+            else multiply_chunk(sum, stage, token_address, k, row, quad_lane, false);
             __syncwarp();
-            prefetch(slot);  // the slot's codes are used up
+            copies.prefetch(slot, lane);  // the slot's codes are used up
             slot = slot + 1 == WEIGHT_ONLY_DEPTH ? 0 : slot + 1;
         }
-#pragma unroll
-        for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const int feature =
-                              min(tile * kTileRows, out_features - kTileRows) + row + c / 2 * 8,
-                          token = t * 8 + quad_lane * 2 + c % 2;
-                if (feature >= from && token < count)
-                    sums[((slice + part) * count + token) * feature_pitch + feature] =
-                        sum[0][t][c] + sum[1][t][c];
-            }
+        partials.store(sum, slice + part, min(tile * kTileRows, out_features - kTileRows), from,
+            row, quad_lane);
     }
     __syncthreads();
     if (slices > 1) {
@@ -233,44 +306,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const float factor =
         (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // scales are decoded times 2^-8
     const int quads = (mine + 3) / 4, cuts = slices << log_parts;
-    const float inverse = 1.0f / quads;
-    const auto add = [&](bool of_slices) {
-        constexpr int kBatch = 4;  // vectors in flight
-        for (int u = threadIdx.x; u < rows * quads; u += kBatch * kThreads) {
-            int m[kBatch], feature[kBatch];
-            float total[kBatch][4] = {};
-#pragma unroll
-            for (int n = 0; n < kBatch; ++n) {
-                const int i = min(u + n * kThreads, rows * quads - 1);
-                m[n] = quotient(i, inverse), feature[n] = from + (i - m[n] * quads) * 4;
-            }
-            for (int p = WEIGHT_ONLY_X_PARTS - 1; p >= 0; --p) {  // the smallest first
-                float token_address[kBatch][4] = {};
-#pragma unroll 4
-                for (int s = 0; s < cuts; ++s)
-#pragma unroll
-                    for (int n = 0; n < kBatch; ++n) {
-                        const float* const at =
-                            sums + (s * count + p * rows + m[n]) * feature_pitch + feature[n];
-                        const float4* const four = reinterpret_cast<const float4*>(at);
-                        const float4 v = of_slices ? __ldcg(four) : *four;
-                        token_address[n][0] += v.x, token_address[n][1] += v.y,
-                            token_address[n][2] += v.z, token_address[n][3] += v.w;
-                    }
-#pragma unroll
-                for (int n = 0; n < kBatch; ++n)
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) total[n][c] += token_address[n][c];
-            }
-#pragma unroll
-            for (int n = 0; n < kBatch; ++n)
-#pragma unroll
-                for (int c = 0; c < 4; ++c)
-                    if (u + n * kThreads < rows * quads && feature[n] + c < out_features)
-                        store_result(out, static_cast<i64>(m[n]) * out_features + feature[n] + c,
-                            total[n][c] * factor);
-        }
-    };
-    if (slices > 1) add(true);
-    else add(false);
+    if (slices > 1) partials.add(out, from, quads, cuts, rows, out_features, factor, true);
+    else partials.add(out, from, quads, cuts, rows, out_features, factor, false);
 }

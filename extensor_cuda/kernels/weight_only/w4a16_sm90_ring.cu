@@ -68,6 +68,208 @@ typedef RingPosition<WEIGHT_ONLY_STAGES> Ring;
 
 // ---- the product ----
 
+// A thread block's tiles of w, and its slice of K in chunks.
+struct BlockRange {
+    u32 group, slice;
+    int low, high;     // tiles
+    int begin, count;  // chunks
+};
+
+// Byte offsets in shared memory of what a lane copies and reads. They are kept in registers.
+struct LaneOffsets {
+    int tokens[WEIGHT_ONLY_TILES];  // missing tokens use another's
+    int code_target, code_source[2], scale_target, scale_source;
+    DEVICE LaneOffsets(int warp, int lane, int rows) {
+        const int row = lane / 4, quad_lane = lane % 4;
+#pragma unroll
+        for (int t = 0; t < WEIGHT_ONLY_TILES; ++t) {
+            tokens[t] =
+                kRing + min(t * 8 + row, rows * WEIGHT_ONLY_X_PARTS - 1) * kPitch + quad_lane * 16;
+            keep(tokens[t]);
+        }
+        const int slots = warp * WEIGHT_ONLY_DEPTH * kSlot;
+        code_target = slots + lane / 8 * 128 + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
+        code_source[0] = slots + row * 128 + (quad_lane ^ row % 2 * 4) * 16;
+        code_source[1] = slots + row * 128 + (quad_lane + 4 ^ row % 2 * 4) * 16;
+        scale_target = slots + kCodes + lane * kScales;
+        scale_source = slots + kCodes + row * kScales + quad_lane * 32 / CODEC_BLOCK;
+        keep(code_target), keep(code_source[0]), keep(code_source[1]), keep(scale_target),
+            keep(scale_source);
+    }
+};
+
+// A warp's pair of tiles: where a lane's next copies begin.
+struct WeightCopies {
+    const u8 *code[2], *scale;
+    i64 four_rows;  // the distance between rows that a lane copies, in bytes
+    int begin, count, columns, tiles;
+
+    // Copies a chunk to a slot, or zeros if there is none left, and goes on to the share's next.
+    DEVICE void prefetch(u8* memory, const LaneOffsets& to, int slot, int lane, ChunkIterator& next,
+        const WarpShare& share) {
+        const int place = begin + next.chunk;
+        const bool more = next.chunk < count,
+                   inside = more && place * 128 + lane % 8 * 16 < columns / 2;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            const u8* row = code[m];
+#pragma unroll
+            for (int r = 0; r < kTileRows / 4; ++r, row += four_rows)
+                cp_async<16>(memory + to.code_target + slot + m * kTileRows * 128 + r * 512, row,
+                    inside && m < tiles);
+        }
+        // Large blocks: the word that holds a chunk's scales.
+        const int first = place * kChunk / CODEC_BLOCK / 4 * 4;
+#pragma unroll
+        for (int g = 0; g < kScales; g += WEIGHT_ONLY_SCALE_BYTES)
+            cp_async<WEIGHT_ONLY_SCALE_BYTES>(memory + to.scale_target + slot + g,
+                scale + first + g,
+                more && first + g < columns / CODEC_BLOCK && lane / kTileRows < tiles);
+        cp_async_commit();
+        const int further = next.next(share) * 128;
+        code[0] += further, code[1] += further;
+    }
+};
+
+// Whether the slot's scales can be decoded with their factor folded in.
+DEVICE bool scales_fold(const u8* memory, const LaneOffsets& at, int slot) {
+#if CODEC_UE4M3
+    return true;
+#else
+    u32 large = 0;
+#pragma unroll
+    for (int g = 0; g < kScales; g += 4)
+        large |= large_scales(*reinterpret_cast<const u32*>(memory + at.scale_target + slot + g));
+    return !__any_sync(0xFFFFFFFFu, large != 0);
+#endif
+}
+
+// Multiplies a chunk of two tiles, number `chunk` of K, with the stage of x at `stage`.
+DEVICE void multiply_chunk(float (&sum)[2][WEIGHT_ONLY_TILES][4], const u8* memory,
+    const LaneOffsets& at, int slot, const Ring& stage, u32 full, int chunk, bool folded) {
+    const int other = CODEC_BLOCK == 128 ? chunk % 2 * 2 : 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        uint4 words[4];
+        u32 factors[4][kScalesPerLane];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            words[r] =
+                *reinterpret_cast<const uint4*>(memory + at.code_source[i] + slot + r * 1024);
+#pragma unroll
+            for (int g = 0; g < kScalesPerLane; ++g)
+                factors[r][g] = scale_bf16x2(memory[at.scale_source + slot + 8 * r * kScales +
+                                                    i * 128 / CODEC_BLOCK + g + other],
+                    folded);
+        }
+        if (i == 0) barrier_wait(full + 8 * stage.stage, stage.parity);
+        const int tokens = stage.stage * kStage + i * 256;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            uint4 b[WEIGHT_ONLY_TILES];
+#pragma unroll
+            for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
+                b[t] = *reinterpret_cast<const uint4*>(memory + at.tokens[t] + tokens + j * 64);
+            u32 bits[4][4];
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const u32 word[4] = {words[r].x, words[r].y, words[r].z, words[r].w};
+                decode(word + j, factors[r][j * kScalesPerLane / 4], folded, 0, bits[r]);
+            }
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd)
+#pragma unroll
+                for (int m = 0; m < 2; ++m) {
+                    const u32(&upper)[4] = bits[2 * m], (&lower)[4] = bits[2 * m + 1];
+                    const u32 a[4] = {
+                        upper[2 * odd], lower[2 * odd], upper[2 * odd + 1], lower[2 * odd + 1]};
+#pragma unroll
+                    for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
+                        mma(sum[m][t], a, odd ? b[t].z : b[t].x, odd ? b[t].w : b[t].y);
+                }
+        }
+    }
+}
+
+// Leaves a tile's sums for add_parts. `again`: its first rows that the tile before has too.
+DEVICE void store_sums(
+    float* to, const float (&sum)[WEIGHT_ONLY_TILES][4], int row, int quad_lane, int again) {
+#pragma unroll
+    for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const int of_tile = c / 2 * 8 + row - again;
+            if (of_tile >= 0) to[(t * 8 + quad_lane * 2 + c % 2) * kSumPitch + of_tile] = sum[t][c];
+        }
+}
+
+// A consumer warp: multiplies its tiles and adds the shares' sums.
+DEVICE void consume(u8* memory, const BlockRange& range, const u8* codes, const u8* scales,
+    float factor, float* partial, void* out, int rows, int out_features, int columns, int slices,
+    u32 full, u32 empty, int warp, int lane) {
+    LaneOffsets offsets(warp, lane, rows);
+    i64 four_rows = static_cast<i64>(columns) * 2;
+    keep(four_rows);
+    const WarpShare share(warp);
+    const int tile = share.pair * 2;
+    int before = 0;  // chunks of the previous tiles
+#pragma unroll 1
+    for (int from = range.low; from < range.high; from += 2 * kPairs, before += range.count) {
+        ChunkIterator now(share), expected = now;  // `expected`: the next chunk to copy
+        const int first = before + now.chunk;
+        Ring at = {first % WEIGHT_ONLY_STAGES, static_cast<u32>(first / WEIGHT_ONLY_STAGES) & 1};
+        float sum[2][WEIGHT_ONLY_TILES][4] = {};
+        // A last tile with missing rows begins earlier.
+        const auto feature_of = [&](int m) {
+            return min((from + tile + m) * kTileRows, out_features - kTileRows);
+        };
+        WeightCopies copies;
+        copies.four_rows = four_rows, copies.begin = range.begin, copies.count = range.count;
+        copies.columns = columns, copies.tiles = min(range.high - from - tile, 2);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            copies.code[m] = codes + (static_cast<i64>(feature_of(m)) + lane / 8) * (columns / 2) +
+                             (range.begin + expected.chunk) * 128 + lane % 8 * 16;
+            keep(copies.code[m]);
+        }
+        copies.scale = scales + static_cast<i64>(feature_of(lane / kTileRows) + lane % kTileRows) *
+                                    (columns / CODEC_BLOCK);
+        keep(copies.scale);
+#pragma unroll 1
+        for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d)
+            copies.prefetch(memory, offsets, d * kSlot, lane, expected, share);
+        int slot = 0;
+#pragma unroll 1
+        while (now.chunk < range.count) {
+            cp_async_wait<WEIGHT_ONLY_DEPTH - 1>();
+            __syncwarp();
+            const int chunk = range.begin + now.chunk;
+            if (scales_fold(memory, offsets, slot))
+                multiply_chunk(sum, memory, offsets, slot, at, full, chunk, true);
+            else multiply_chunk(sum, memory, offsets, slot, at, full, chunk, false);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + 8 * at.stage);
+            at.advance(now.next(share));
+            copies.prefetch(memory, offsets, slot, lane, expected, share);  // the slot is used up
+            slot = slot == (WEIGHT_ONLY_DEPTH - 1) * kSlot ? 0 : slot + kSlot;
+        }
+        cp_async_wait<0>();
+        __syncwarp();
+        float* const sums = reinterpret_cast<float*>(memory);
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+            store_sums(sums + warp * kSums + m * kTileSums, sum[m], lane / 4, lane % 4,
+                (from + tile + m) * kTileRows - feature_of(m));
+        named_barrier(1, kConsumerThreads);
+        const OutputRange here = {from * kTileRows,
+            min(min(from + 2 * kPairs, range.high) * kTileRows, out_features) - from * kTileRows,
+            out_features, factor, out};
+        add_parts<kConsumerThreads, kSumPitch>(
+            Parts{sums}, partial, range.slice, slices, rows, here);
+        named_barrier(1, kConsumerThreads);  // sums are read: copies may overwrite them
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const Raw* __restrict__ x,
     const u8* __restrict__ codes, const u8* __restrict__ scales,
     const float* __restrict__ tensor_scale, float* __restrict__ partial, u32* __restrict__ done,
@@ -77,7 +279,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const 
     const u32 full = shared_address(raw_memory + kRing + WEIGHT_ONLY_STAGES * kStage),
               empty = full + 8 * WEIGHT_ONLY_STAGES;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    // The tiles of this group of blocks, and the chunks of this slice.
     const u32 groups = gridDim.x / slices, group = blockIdx.x / slices,
               slice = blockIdx.x - group * slices;
     const u32 tiles = (out_features + kTileRows - 1) / kTileRows,
@@ -96,201 +297,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const 
     // Producer warps request x before any warp requests weights, which would delay x. All warps
     // reach one barrier before the roles separate.
     const bool is_producer = warp >= kWarps;
-    const int first_row = warp - kWarps;
-    // Four lanes have 32 elements of a segment each; their first groups of eight are neighbours,
-    // and so on.
-    const int own = (lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4) * 8;
-    XFragment part[kPrefetch];
-    int chunk = 0;
-    const auto fetch = [&](XFragment& part) {
-        const int k = (begin + chunk) * kChunk + own;
-        part.fetch(x + k, columns, first_row, rows, k < columns);
-        if (++chunk == count) chunk = 0;
-    };
-    if (is_producer) {
-#pragma unroll
-        for (int e = 0; e < kPrefetch; ++e) fetch(part[e]);
-    }
+    Producer producer(x, begin, count, rows, columns, warp - kWarps, lane);
+    if (is_producer) producer.fetch_first();
     __syncthreads();
     if (is_producer) {
         const int all = (high - low + 2 * kPairs - 1) / (2 * kPairs) * count;
-        u8* const place = raw_memory + kRing + lane * 16;
-        Ring at = {0, 0};
-        for (int i = 0; i < all; i += kPrefetch)
-#pragma unroll
-            for (int e = 0; e < kPrefetch; ++e) {
-                if (i + e == all) break;
-                barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
-                part[e].put(place + at.stage * kStage, first_row, rows);
-                barrier_arrive(full + 8 * at.stage);
-                at.advance(1);
-                fetch(part[e]);
-            }
+        producer.run(raw_memory + kRing + lane * 16, all, full, empty);
         return;
     }
-    const int row = lane / 4, quad_lane = lane % 4;
     const float factor =
         (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // scales are decoded times 2^-8
-    int token_address[WEIGHT_ONLY_TILES];                // missing tokens use another's
-#pragma unroll
-    for (int t = 0; t < WEIGHT_ONLY_TILES; ++t) {
-        token_address[t] =
-            kRing + min(t * 8 + row, rows * WEIGHT_ONLY_X_PARTS - 1) * kPitch + quad_lane * 16;
-        keep(token_address[t]);
-    }
-    const int mine = warp * WEIGHT_ONLY_DEPTH * kSlot;
-    int code_target = mine + lane / 8 * 128 + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
-    int code_source[2] = {mine + row * 128 + (quad_lane ^ row % 2 * 4) * 16,
-        mine + row * 128 + (quad_lane + 4 ^ row % 2 * 4) * 16};
-    int scale_target = mine + kCodes + lane * kScales,
-        scale_source = mine + kCodes + row * kScales + quad_lane * 32 / CODEC_BLOCK;
-    keep(code_target), keep(code_source[0]), keep(code_source[1]), keep(scale_target),
-        keep(scale_source);
-    i64 four_rows = static_cast<i64>(columns) * 2;
-    keep(four_rows);
-    const WarpShare share(warp);
-    const int tile = share.pair * 2;
-    int before = 0;  // chunks of the previous tiles
-#pragma unroll 1
-    for (int from = low; from < high; from += 2 * kPairs, before += count) {
-        ChunkIterator now(share), expected = now;  // `expected`: the next chunk to copy
-        const int first = before + now.chunk;
-        Ring at = {first % WEIGHT_ONLY_STAGES, static_cast<u32>(first / WEIGHT_ONLY_STAGES) & 1};
-        float sum[2][WEIGHT_ONLY_TILES][4] = {};
-        // A last tile with missing rows begins earlier.
-        const auto feature_of = [&](int m) {
-            return min((from + tile + m) * kTileRows, out_features - kTileRows);
-        };
-        const int there = min(high - from - tile, 2);  // tiles that exist
-        const u8* code[2];
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-            code[m] = codes + (static_cast<i64>(feature_of(m)) + lane / 8) * (columns / 2) +
-                      (begin + expected.chunk) * 128 + lane % 8 * 16;
-            keep(code[m]);
-        }
-        const u8* scale =
-            scales + static_cast<i64>(feature_of(lane / kTileRows) + lane % kTileRows) *
-                         (columns / CODEC_BLOCK);
-        keep(scale);
-        const auto prefetch = [&](int slot) {
-            const int place = begin + expected.chunk;
-            const bool more = expected.chunk < count,
-                       inside = more && place * 128 + lane % 8 * 16 < columns / 2;
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                const u8* row = code[m];
-#pragma unroll
-                for (int r = 0; r < kTileRows / 4; ++r, row += four_rows)
-                    cp_async<16>(raw_memory + code_target + slot + m * kTileRows * 128 + r * 512,
-                        row, inside && m < there);
-            }
-            // Large blocks: the word that holds a chunk's scales.
-            const int first = place * kChunk / CODEC_BLOCK / 4 * 4;
-#pragma unroll
-            for (int g = 0; g < kScales; g += WEIGHT_ONLY_SCALE_BYTES)
-                cp_async<WEIGHT_ONLY_SCALE_BYTES>(raw_memory + scale_target + slot + g,
-                    scale + first + g,
-                    more && first + g < columns / CODEC_BLOCK && lane / kTileRows < there);
-            cp_async_commit();
-            const int further = expected.next(share) * 128;
-            code[0] += further, code[1] += further;
-        };
-#pragma unroll 1
-        for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d) prefetch(d * kSlot);
-        int slot = 0;
-#pragma unroll 1
-        while (now.chunk < count) {
-            cp_async_wait<WEIGHT_ONLY_DEPTH - 1>();
-            __syncwarp();
-            const auto multiply = [&](bool folded) {
-                const int other = CODEC_BLOCK == 128 ? (begin + now.chunk) % 2 * 2 : 0;
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    uint4 words[4];
-                    u32 factors[4][kScalesPerLane];
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) {
-                        words[r] = *reinterpret_cast<const uint4*>(
-                            raw_memory + code_source[i] + slot + r * 1024);
-#pragma unroll
-                        for (int g = 0; g < kScalesPerLane; ++g)
-                            factors[r][g] =
-                                scale_bf16x2(raw_memory[scale_source + slot + 8 * r * kScales +
-                                                        i * 128 / CODEC_BLOCK + g + other],
-                                    folded);
-                    }
-                    if (i == 0) barrier_wait(full + 8 * at.stage, at.parity);
-                    const int tokens = at.stage * kStage + i * 256;
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        uint4 b[WEIGHT_ONLY_TILES];
-#pragma unroll
-                        for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
-                            b[t] = *reinterpret_cast<const uint4*>(
-                                raw_memory + token_address[t] + tokens + j * 64);
-                        u32 bits[4][4];
-#pragma unroll
-                        for (int r = 0; r < 4; ++r) {
-                            const u32 word[4] = {words[r].x, words[r].y, words[r].z, words[r].w};
-                            decode(
-                                word + j, factors[r][j * kScalesPerLane / 4], folded, 0, bits[r]);
-                        }
-#pragma unroll
-                        for (int odd = 0; odd < 2; ++odd)
-#pragma unroll
-                            for (int m = 0; m < 2; ++m) {
-                                const u32(&upper)[4] = bits[2 * m], (&lower)[4] = bits[2 * m + 1];
-                                const u32 a[4] = {upper[2 * odd], lower[2 * odd],
-                                    upper[2 * odd + 1], lower[2 * odd + 1]};
-#pragma unroll
-                                for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
-                                    mma(sum[m][t], a, odd ? b[t].z : b[t].x, odd ? b[t].w : b[t].y);
-                            }
-                    }
-                }
-            };
-            bool folded = true;
-#if !CODEC_UE4M3
-            u32 large = 0;
-#pragma unroll
-            for (int g = 0; g < kScales; g += 4)
-                large |= large_scales(
-                    *reinterpret_cast<const u32*>(raw_memory + scale_target + slot + g));
-            folded = !__any_sync(0xFFFFFFFFu, large != 0);
-#endif
-            if (CODEC_UE4M3 || folded) multiply(true);
-            else multiply(false);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(empty + 8 * at.stage);
-            at.advance(now.next(share));
-            prefetch(slot);  // the slot's codes are used up
-            slot = slot == (WEIGHT_ONLY_DEPTH - 1) * kSlot ? 0 : slot + kSlot;
-        }
-        cp_async_wait<0>();
-        __syncwarp();
-        float* const sums = reinterpret_cast<float*>(raw_memory);
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-            const int again =
-                (from + tile + m) * kTileRows - feature_of(m);  // rows of the tile before
-#pragma unroll
-            for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    const int of_tile = c / 2 * 8 + row - again;
-                    if (of_tile >= 0)
-                        sums[warp * kSums + m * kTileSums +
-                             (t * 8 + quad_lane * 2 + c % 2) * kSumPitch + of_tile] = sum[m][t][c];
-                }
-        }
-        named_barrier(1, kConsumerThreads);
-        const OutputRange here = {from * kTileRows,
-            min(min(from + 2 * kPairs, high) * kTileRows, out_features) - from * kTileRows,
-            out_features, factor, out};
-        add_parts<kConsumerThreads, kSumPitch>(Parts{sums}, partial, slice, slices, rows, here);
-        named_barrier(1, kConsumerThreads);  // sums are read: copies may overwrite them
-    }
+    consume(raw_memory, {group, slice, low, high, begin, count}, codes, scales, factor, partial,
+        out, rows, out_features, columns, slices, full, empty, warp, lane);
     if (slices == 1) return;
     if (threadIdx.x == 0) {
         __threadfence();

@@ -81,7 +81,7 @@ DEVICE uint4* unit_of(u8* to, int token, int i) {
     return reinterpret_cast<uint4*>(to + token * kPitch + (i - within + j * 4 + lane) * 16);
 }
 
-// Loads x from `k0` on, zeros beyond `columns`, in the order of decoded weights.
+// Loads x from `k0` on, zeros beyond `columns`, in the order of decoded code_ring.
 DEVICE void load_x(u8* to, const Raw* x, int k0, int rows, int columns) {
     constexpr int kUnitsPerToken = WEIGHT_ONLY_X_ELEMENTS / 8, kBatch = 4;
     const int count = rows * WEIGHT_ONLY_X_PARTS * kUnitsPerToken;
@@ -129,6 +129,94 @@ DEVICE void load_x(u8* to, const Raw* x, int k0, int rows, int columns) {
 
 // ---- the product ----
 
+// A lane's slots of codes copied ahead. `codes` are where its two rows of w begin: an array in this
+// struct would keep the other members out of registers until loops are unrolled.
+struct CodeRing {
+    u8* slots;
+    int ahead, limit, last;  // byte offsets in a row: the next copy, the end, the last copy
+    int slot;
+    bool aligned;  // rows begin at multiples of 16 bytes; others are not copied ahead
+
+    DEVICE void prefetch(const u8* const (&codes)[2], int slot) {
+        const int offset = min(ahead, last);  // a valid address in any case
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            cp_async<kLaneBytes>(
+                slots + slot * kStage + h * (kStage / 2), codes[h] + offset, ahead < limit);
+        cp_async_commit();
+        ahead += kSegment / kInByte;
+    }
+
+    // Reads the lane's codes of the segment at `k`.
+    DEVICE void read(u32 (&words)[2][kCodeWords], const u8* const (&codes)[2], int k,
+        i64 code_pitch, int quad_lane) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const u8* from = slots + slot * kStage + h * (kStage / 2);
+            if (!aligned) {
+                const i64 offset = (k + quad_lane * WEIGHT_ONLY_LANE_ELEMENTS) / kInByte;
+                gather(words[h], codes[h] + offset, code_pitch - offset);
+            } else if (kCodeWords == 4) {
+                const uint4 four = *reinterpret_cast<const uint4*>(from);
+                words[h][0] = four.x, words[h][1 % kCodeWords] = four.y;
+                words[h][2 % kCodeWords] = four.z, words[h][3 % kCodeWords] = four.w;
+            } else {
+#pragma unroll
+                for (int i = 0; i < kCodeWords; ++i)
+                    words[h][i] = reinterpret_cast<const u32*>(from)[i];
+            }
+        }
+    }
+};
+
+// Decodes a segment and multiplies it. `row_scales`: the lane's first scale (float scales: unused).
+DEVICE void multiply_segment(float (&part)[WEIGHT_ONLY_TILES][4], const u32 (&words)[2][kCodeWords],
+    const u8* row_scales, const int (&zero)[2], const u8* x_segment, bool folded) {
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) {
+        u32 pairs[2][4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#if CODEC_FLOAT_SCALES
+            const u32 scale = 0;
+#else
+            const u32 scale =
+                scale_bf16x2(row_scales[h * 8 * kScalePitch + j * 8 / CODEC_BLOCK], folded);
+#endif
+            decode(words[h] + j * kCodeWords / kUnits, scale, folded, zero[h], pairs[h]);
+        }
+        const u32 first[4] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
+        const u32 second[4] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
+#pragma unroll
+        for (int t = 0; t < WEIGHT_ONLY_TILES; ++t) {
+            const uint4 b = *reinterpret_cast<const uint4*>(x_segment + t * 8 * kPitch + j * 64);
+            mma(part[t], first, b.x, b.y);
+            mma(part[t], second, b.z, b.w);
+        }
+    }
+}
+
+// Adds the slices' sums of a group of rows of w and writes the results.
+DEVICE void add_slices(const float* partial, void* out, int feature0, int rows, int out_features,
+    int slices, float factor) {
+    const int count = rows * WEIGHT_ONLY_X_PARTS;
+    for (int i = threadIdx.x; i < rows * kRows; i += kThreads) {
+        const int feature = feature0 + i % kRows, m = i / kRows;
+        if (feature >= out_features) continue;
+        float total = 0.0f;
+        for (int p = WEIGHT_ONLY_X_PARTS - 1; p >= 0; --p) {  // the smallest first
+            float of_part = 0.0f;
+            for (int s = 0; s < slices; ++s)
+                of_part +=
+                    __ldcg(partial + (static_cast<i64>(s) * count + p * rows + m) * out_features +
+                           feature);
+            total += of_part;
+        }
+        if (!CODEC_FLOAT_SCALES) total *= 256.0f;  // scales are decoded times 2^-8
+        store_result(out, static_cast<i64>(m) * out_features + feature, total * factor);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS) w4w8a16_sm80(
     const Raw* __restrict__ x, const u8* __restrict__ codes, const Stored* __restrict__ scales,
     const signed char* __restrict__ zeros, const float* __restrict__ tensor_scale,
@@ -143,9 +231,6 @@ extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS) w4w8a16_
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4,
               quad_lane = lane % 4;
     const int slice = blockIdx.x % slices, feature0 = blockIdx.x / slices * kRows;
-    const i64 upper = min(feature0 + warp * 16 + row, out_features - 1),
-              lower = min(feature0 + warp * 16 + row + 8, out_features - 1);
-    const bool whole = code_pitch % 16 == 0;
     const int begin = slice * k_per_slice, end = min(columns, begin + k_per_slice);
     float sum[WEIGHT_ONLY_TILES][4], part[WEIGHT_ONLY_TILES][4];
 #pragma unroll
@@ -153,27 +238,21 @@ extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS) w4w8a16_
 #pragma unroll
         for (int c = 0; c < 4; ++c) sum[t][c] = part[t][c] = 0.0f;
     int zero[2] = {0, 0};
+    const i64 upper = min(feature0 + warp * 16 + row, out_features - 1),
+              lower = min(feature0 + warp * 16 + row + 8, out_features - 1);
     const u8* const row_codes[2] = {codes + upper * code_pitch, codes + lower * code_pitch};
-    u8* const mine = ring + threadIdx.x * kLaneBytes;
-    // Byte offsets in a row: this lane's next copy, and the end of the slice. Unaligned rows are
-    // not copied ahead.
-    int ahead = (begin + quad_lane * WEIGHT_ONLY_LANE_ELEMENTS) / kInByte;
-    const int limit = whole ? min(static_cast<int>(code_pitch),
-                                  (end + kSegment - 1) / kSegment * (kSegment / kInByte))
-                            : 0;
-    const int last_there = max(limit - kLaneBytes, 0);
-    const auto prefetch = [&](int slot) {
-        const int offset = min(ahead, last_there);  // a valid address in any case
+    CodeRing code_ring;
+    code_ring.slots = ring + threadIdx.x * kLaneBytes;
+    code_ring.aligned = code_pitch % 16 == 0;
+    code_ring.ahead = (begin + quad_lane * WEIGHT_ONLY_LANE_ELEMENTS) / kInByte;
+    code_ring.limit = code_ring.aligned
+                          ? min(static_cast<int>(code_pitch),
+                                (end + kSegment - 1) / kSegment * (kSegment / kInByte))
+                          : 0;
+    code_ring.last = max(code_ring.limit - kLaneBytes, 0);
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-            cp_async<kLaneBytes>(
-                mine + slot * kStage + h * (kStage / 2), row_codes[h] + offset, ahead < limit);
-        cp_async_commit();
-        ahead += kSegment / kInByte;
-    };
-#pragma unroll
-    for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d) prefetch(d);
-    int slot = 0;
+    for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d) code_ring.prefetch(row_codes, d);
+    code_ring.slot = 0;
     // Missing tokens stay zero.
     for (int u = rows * WEIGHT_ONLY_X_PARTS * (kPitch / 16) + threadIdx.x;
         u < kTokens * (kPitch / 16); u += kThreads)
@@ -182,24 +261,10 @@ extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS) w4w8a16_
     const auto multiply = [&](int k, int k0, bool folded) {
         u32 words[2][kCodeWords];
         cp_async_wait<WEIGHT_ONLY_DEPTH - 1>();
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const u8* from = mine + slot * kStage + h * (kStage / 2);
-            if (!whole) {
-                const i64 offset = (k + quad_lane * WEIGHT_ONLY_LANE_ELEMENTS) / kInByte;
-                gather(words[h], row_codes[h] + offset, code_pitch - offset);
-            } else if (kCodeWords == 4) {
-                const uint4 four = *reinterpret_cast<const uint4*>(from);
-                words[h][0] = four.x, words[h][1 % kCodeWords] = four.y;
-                words[h][2 % kCodeWords] = four.z, words[h][3 % kCodeWords] = four.w;
-            } else {
-#pragma unroll
-                for (int i = 0; i < kCodeWords; ++i)
-                    words[h][i] = reinterpret_cast<const u32*>(from)[i];
-            }
-        }
+        code_ring.read(words, row_codes, k, code_pitch, quad_lane);
         const int after = k + kSegment;
 #if CODEC_FLOAT_SCALES
+        const u8* row_scales = nullptr;
         const int scale_group = WEIGHT_ONLY_GROUP ? k / kSegment / kGroup : 0;
         if (zeros)
             zero[0] = zeros[upper * blocks + scale_group],
@@ -210,31 +275,9 @@ extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS) w4w8a16_
             static_cast<u32>(k - k0 + quad_lane * WEIGHT_ONLY_LANE_ELEMENTS) / CODEC_BLOCK;
 #endif
         const u8* x_segment = tokens + (k - k0) * 2 + row * kPitch + quad_lane * 16;
-#pragma unroll
-        for (int j = 0; j < kUnits; ++j) {
-            u32 pairs[2][4];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-#if CODEC_FLOAT_SCALES
-                const u32 scale = 0;
-#else
-                const u32 scale =
-                    scale_bf16x2(row_scales[h * 8 * kScalePitch + j * 8 / CODEC_BLOCK], folded);
-#endif
-                decode(words[h] + j * kCodeWords / kUnits, scale, folded, zero[h], pairs[h]);
-            }
-            const u32 first[4] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
-            const u32 second[4] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
-#pragma unroll
-            for (int t = 0; t < WEIGHT_ONLY_TILES; ++t) {
-                const uint4 b =
-                    *reinterpret_cast<const uint4*>(x_segment + t * 8 * kPitch + j * 64);
-                mma(part[t], first, b.x, b.y);
-                mma(part[t], second, b.z, b.w);
-            }
-        }
-        prefetch(slot);  // the slot's codes are used up
-        slot = (slot + 1) % WEIGHT_ONLY_DEPTH;
+        multiply_segment(part, words, row_scales, zero, x_segment, folded);
+        code_ring.prefetch(row_codes, code_ring.slot);  // the slot's codes are used up
+        code_ring.slot = (code_ring.slot + 1) % WEIGHT_ONLY_DEPTH;
 #if CODEC_FLOAT_SCALES
         if ((WEIGHT_ONLY_GROUP && after / kSegment % kGroup == 0) || after >= end) {
             const float a = scale_value(scales[upper * blocks + scale_group]);
@@ -285,19 +328,5 @@ extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS) w4w8a16_
     __threadfence();
     if (threadIdx.x == 0) done[blockIdx.x / slices] = 0;
     const float factor = tensor_scale ? *tensor_scale : 1.0f;
-    for (int i = threadIdx.x; i < rows * kRows; i += kThreads) {
-        const int feature = feature0 + i % kRows, m = i / kRows;
-        if (feature >= out_features) continue;
-        float total = 0.0f;
-        for (int p = WEIGHT_ONLY_X_PARTS - 1; p >= 0; --p) {  // the smallest first
-            float of_part = 0.0f;
-            for (int s = 0; s < slices; ++s)
-                of_part +=
-                    __ldcg(partial + (static_cast<i64>(s) * count + p * rows + m) * out_features +
-                           feature);
-            total += of_part;
-        }
-        if (!CODEC_FLOAT_SCALES) total *= 256.0f;  // scales are decoded times 2^-8
-        store_result(out, static_cast<i64>(m) * out_features + feature, total * factor);
-    }
+    add_slices(partial, out, feature0, rows, out_features, slices, factor);
 }

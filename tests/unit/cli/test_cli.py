@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import extensor
 from extensor import cli, config
 from extensor.backends import registry
 from extensor.cli.files import _bars
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS
 from extensor.io import load_checkpoint
 from extensor.quant import QuantArray
+from extensor.training import cli as training
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -34,7 +36,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert cli.main([str(a) for a in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("extensor: ")
+    assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     return captured.err
 
@@ -160,6 +162,93 @@ def test_quantize_reads_foreign_safetensors(
     assert "exact" in text and "float16" in text
 
 
+def test_two_dimensions_are_quantized_by_default(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source, out = tmp_path / "in.npz", tmp_path / "o.safetensors"
+    shapes = {"bias": (32,), "linear": (4, 32), "conv": (2, 2, 4, 8)}
+    np.savez(source, **{name: np.ones(shape, np.float32) for name, shape in shapes.items()})
+    text = run(capsys, "quantize", source, out, "--format", "mxfp8_e4m3")
+    stored = load_checkpoint(out).tensors
+    assert [name for name in stored if isinstance(stored[name], QuantArray)] == ["linear"]
+    (total,) = [line for line in text.splitlines() if "│ total " in line]
+    # 32 + 128 + 128 values of 4 bytes; 128 codes and 4 scales in place of 512 bytes.
+    assert "3 tensors" in total and "1 quantized" in total
+    assert " 1152 " in total and f" {1152 - 512 + 132}, 67.0%" in total
+    run(capsys, "quantize", source, out, "--format", "mxfp8_e4m3", "--match", "*")
+    assert all(isinstance(value, QuantArray) for value in load_checkpoint(out).tensors.values())
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A model in two shards with their index."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    weight_map = {}
+    for shard, names in (("a.safetensors", ("x", "bias")), ("b.safetensors", ("y",))):
+        tensors = {
+            name: rng.standard_normal((32,) if name == "bias" else (4, 64)).astype(np.float32)
+            for name in names
+        }
+        safetensors.numpy.save_file(tensors, folder / shard)
+        weight_map |= dict.fromkeys(names, shard)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("given", ["", "model.safetensors.index.json"])
+def test_shards_are_quantized_one_by_one(
+    capsys: pytest.CaptureFixture[str], sharded: Path, tmp_path: Path, given: str
+) -> None:
+    (sharded / "stray.safetensors").write_bytes(b"not of the index")
+    out = tmp_path / "small"
+    text = run(capsys, "quantize", sharded / given, out, "--format", "mxfp4")
+    names = ["a.safetensors", "b.safetensors", "model.safetensors.index.json"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    index = json.loads((out / names[2]).read_text())
+    assert index["weight_map"] == {
+        "x.codes": names[0], "x.scales": names[0], "bias": names[0],
+        "y.codes": names[1], "y.scales": names[1],
+    }  # fmt: skip
+    assert index["metadata"]["total_size"] == 2 * (128 + 8) + 128
+    assert f" {2 * 1024 + 128} " in text and "2 quantized" in text
+    y = load_checkpoint(out / "b.safetensors").tensors["y"]
+    assert isinstance(y, QuantArray) and y.shape == (4, 64)
+    assert "│ y " in run(capsys, "inspect", out)
+
+
+def test_a_folder_without_an_index_is_all_its_files(
+    capsys: pytest.CaptureFixture[str], sharded: Path, tmp_path: Path
+) -> None:
+    (sharded / "model.safetensors.index.json").unlink()
+    run(capsys, "quantize", sharded, tmp_path / "o", "--format", "int8", "--match", "y")
+    assert isinstance(load_checkpoint(tmp_path / "o" / "a.safetensors").tensors["x"], np.ndarray)
+    assert isinstance(load_checkpoint(tmp_path / "o" / "b.safetensors").tensors["y"], QuantArray)
+
+
+def test_wrong_folders_are_refused(
+    capsys: pytest.CaptureFixture[str], sharded: Path, tmp_path: Path
+) -> None:
+    common, out = ("--format", "mxfp4"), tmp_path / "out"
+    index = sharded / "model.safetensors.index.json"
+    assert "would be lost" in fails(capsys, "quantize", sharded, sharded, *common)
+    file = tmp_path / "o.safetensors"
+    assert "expected a folder" in fails(capsys, "quantize", sharded, file, *common)
+    assert "fits none of" in fails(capsys, "quantize", sharded, out, *common, "--match", "z")
+    for text, said in (
+        ("{}", "weight_map"),
+        ('{"weight_map": {"x": "../a.safetensors"}}', "own folder"),
+        ('{"weight_map": {"x": "gone.safetensors"}}', "gone.safetensors: no such file"),
+    ):
+        index.write_text(text)
+        assert said in fails(capsys, "quantize", sharded, out, *common)
+    (tmp_path / "empty").mkdir()
+    assert "found none" in fails(capsys, "inspect", tmp_path / "empty")
+    assert not out.exists()
+
+
 # ---- inspect
 
 
@@ -195,8 +284,24 @@ def test_histogram_bars() -> None:
 # ---- doctor
 
 
-def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_says_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "doctor")
+    rows = [line for line in text.splitlines() if line.startswith("│")]
+    assert len(rows) <= 10
+    for said in (extensor.__version__, np.__version__, "C++ core", "device cuda", "extra train"):
+        assert said in text
+    assert "--all" in text and "quantized_conv2d" not in text
+
+
+def test_doctor_names_packages_that_are_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert "missing: scikit-learn; pip install 'extensor[train]'" in run(capsys, "doctor")
+
+
+def test_doctor_shows_everything_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "doctor", "--all")
     assert np.__version__ in text
     for flag in config.FLAGS.values():
         assert flag.name in text
@@ -319,10 +424,73 @@ def test_wrong_arguments_leave_no_file(
     assert ".safetensors" in expected
 
 
-def test_unknown_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["quantise"])
-    assert stopped.value.code == 2
+@pytest.mark.parametrize(
+    ("word", "meant"), [("quantise", "quantize"), ("Doctor", "doctor"), ("trian", "train")]
+)
+def test_an_unknown_command_gets_a_suggestion(
+    capsys: pytest.CaptureFixture[str], word: str, meant: str
+) -> None:
+    assert f"no command named {word!r}; did you mean {meant!r}" in fails(capsys, word)
+
+
+def test_names_in_another_case_get_a_suggestion(
+    capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "o.safetensors"
+    said = fails(capsys, "quantize", weights, out, "--format", "MXFP4")
+    assert "did you mean 'mxfp4'" in said
+    assert "did you mean 'lenet'" in fails(capsys, "train", "LeNet")
+
+
+def test_unknown_flags_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["formats", "--dialect"], ["train", "lenet", "--epoch", "3"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(words)
+        assert stopped.value.code == 2
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "--help")
+    assert text == run(capsys)
+    for name in (*cli.COMMANDS, *cli.TRAINING):
+        assert f"\n  {name} " in text
+    assert cli.TRAINING.keys() == training.COMMANDS.keys()
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == f"extensor {extensor.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [("train", "gpt"), ("compare", "gpt", "--seeds", "2")])
+def test_a_dataset_without_a_name_lists_them(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    text = run(capsys, *words, "--dataset")
+    assert "shakespeare" in text and "mnist" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        (("train", "lenet"), "tensorboardX"),
+        (("compare", "lenet"), "matplotlib"),
+        (("ptq", "a-run"), "matplotlib"),
+        (("report", "a-run"), "jinja2"),
+    ],
+)
+def test_a_missing_package_is_named_before_the_work(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    package: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    said = fails(capsys, *words)
+    assert f"needs {package}, which is not installed" in said
+    assert "pip install 'extensor[train]'" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_tune_shows_what_was_measured(

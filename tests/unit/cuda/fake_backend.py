@@ -22,7 +22,7 @@ from extensor_cuda.kernels.nn import (
     softmax,
     sums,
 )
-from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.kernels.quantize import dequantize, rowwise_columnwise
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.runtime import blas, capture

@@ -214,7 +214,7 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
             getDevice=lambda: 0,
             getDeviceProperties=lambda device: {"name": b"emulated"},
             driverGetVersion=lambda: 0,
-        ),
+        )
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(block_scales, "launch", emulator)

@@ -13,16 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor_cuda.kernels.gemm.config import (
-    ROWS_PER_SCALE,
-    Config,
-    Split,
-)
-from extensor_cuda.kernels.gemm.gemm_sm90 import (
-    Epilogue,
-    empty_rows,
-    gemm,
-)
+from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE, Config, Split
+from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, empty_rows, gemm
 from extensor_cuda.kernels.prepare import cast_bf16
 from extensor_cuda.kernels.prepare.cast_bf16 import add_parts, empty_parts
 from extensor_cuda.matmul import product as products

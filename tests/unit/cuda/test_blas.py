@@ -88,12 +88,7 @@ def test_others_are_left_to_cupy() -> None:
     cupy.matmul = lambda a, b: calls.append(a.shape)
     xp = blas.with_matmul(cupy)
     one = np.ones((2, 3), np.float32)
-    for a, b in (
-        (one.astype(np.float64), one.T),
-        (one[0], one.T),
-        (one, one),
-        (one[:0], one.T),
-    ):
+    for a, b in ((one.astype(np.float64), one.T), (one[0], one.T), (one, one), (one[:0], one.T)):
         xp.matmul(a, b)
     assert len(calls) == 4
     cupy.late = 7

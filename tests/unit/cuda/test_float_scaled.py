@@ -42,11 +42,7 @@ def name(value: object) -> str:
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     return place(
-        request,
-        monkeypatch,
-        [],
-        hopper=False,
-        quantizing=[float_scaled, float_scaled_blocks],
+        request, monkeypatch, [], hopper=False, quantizing=[float_scaled, float_scaled_blocks]
     )
 
 

@@ -15,25 +15,14 @@ from extensor.backends import registry
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda.kernels.gemm.config import (
-    Config,
-    gemm_source,
-)
-from extensor_cuda.kernels.gemm.gemm_sm90 import (
-    MOST_TERMS,
-    Epilogue,
-    Scales,
-    Zeros,
-    gemm,
-)
+from extensor_cuda.kernels.gemm.config import Config, gemm_source
+from extensor_cuda.kernels.gemm.gemm_sm90 import MOST_TERMS, Epilogue, Scales, Zeros, gemm
 from extensor_cuda.kernels.prepare import rebase
 from extensor_cuda.matmul.expand import rebase_mxfp4
 from extensor_cuda.matmul.product import Product
-from extensor_cuda.matmul.stored import (
-    matmul,
-    stored_gap,
-)
+from extensor_cuda.matmul.stored import matmul, stored_gap
 from tests.kernels.matmul_cases import exact
+from tests.unit.cuda.bounds import check_product, sent
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
 
@@ -111,10 +100,6 @@ def made(rng: Any, shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> 
     return reference.quantize((x + 0.5).astype(np.float32), spec.resolve(2))[0]
 
 
-def sent(q: QuantArray, xp: Any) -> QuantArray:
-    return replace(q, **{part: xp.asarray(array) for part, array in q.parts.items()})
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("left", "right"), PAIRS, ids=name)
 def test_products_are_within_the_bound(
@@ -128,21 +113,19 @@ def test_products_are_within_the_bound(
     for dtype in ("float32", "bfloat16"):
         done = matmul(sent(a, xp), sent(b, xp), xp, out_dtype=dtype)
         assert isinstance(done, Product)
-        want, size = va @ vb.T, np.abs(va) @ np.abs(vb).T
+        assert done.out.dtype.name == dtype
         blocked = SMALL.tile in (left.tile, right.tile) and k > 128
+        extra: Any = 0.0
         if left.format == "int8":
             assert done.path == "int8 tensor cores"
-            bound = 2.0**-22 * np.abs(want) + 2.0**-50 * size
+            share, extra = 2.0**-50, 2.0**-22 * np.abs(va @ vb.T)
         elif blocked:
             assert done.path == "FP8 tensor cores, scaled every 128"
-            bound = (128 * 34 / 32 * 2.0**-13 + (k / 128 + 3) * 2.0**-24) * size
+            share = 128 * 34 / 32 * 2.0**-13 + (k / 128 + 3) * 2.0**-24
         else:
             assert done.path == "FP8 tensor cores"
-            bound = (min(k, 512) * 34 / 32 * 2.0**-13 + 2.0**-20) * size
-        if dtype == "bfloat16":
-            bound = bound * 2 + 2.0**-8 * np.abs(want)
-        error = np.abs(done.out.get().astype(np.float64) - want)
-        assert (error <= bound + k * 2.0**-126).all(), (dtype, error.max())
+            share = min(k, 512) * 34 / 32 * 2.0**-13 + 2.0**-20
+        check_product(done.out, va, vb, share, extra + k * 2.0**-126)
 
 
 @pytest.mark.parametrize("spec", [SMALL, SQUARE], ids=name)
@@ -158,8 +141,7 @@ def test_parts_of_a_matrix_are_products_too(xp: Any, spec: QuantSpec, k: int) ->
     done = matmul(part(sent(a, xp)), part(sent(a, xp)), xp)
     assert isinstance(done, Product)
     v = exact(part(a))
-    bound = 128 * 34 / 32 * 2.0**-13 + (k / 128 + 3) * 2.0**-24
-    assert (np.abs(done.out.get() - v @ v.T) <= bound * (np.abs(v) @ np.abs(v).T)).all()
+    check_product(done.out, v, v, 128 * 34 / 32 * 2.0**-13 + (k / 128 + 3) * 2.0**-24)
 
 
 def test_nan_rows_stay_nan_and_touch_no_other(xp: Any) -> None:

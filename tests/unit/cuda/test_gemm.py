@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 
 from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
-from extensor_cuda.kernels.gemm.config import (
-    ACTIVATIONS,
-    ROWS_PER_SCALE,
-    Config,
-    gemm_source,
-)
+from extensor_cuda.kernels.gemm.config import ACTIVATIONS, ROWS_PER_SCALE, Config, gemm_source
 from extensor_cuda.kernels.gemm.gemm_sm90 import (
     Epilogue,
     Flags,

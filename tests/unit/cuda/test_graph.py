@@ -15,13 +15,13 @@ import pytest
 from rich.console import Console
 
 import extensor as et
+from extensor.models.gpt.configs import GPTConfig
+from extensor.models.gpt.model import build as build_gpt
+from extensor.models.lenet.configs import LeNetConfig
+from extensor.models.lenet.model import build as build_lenet
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW, Lion, MXGradScaler, WarmupCosine, clip_grad_norm
 from extensor.quant.array import QuantArray
-from models.gpt.configs import GPTConfig
-from models.gpt.model import build as build_gpt
-from models.lenet.configs import LeNetConfig
-from models.lenet.model import build as build_lenet
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda import fake
 
@@ -50,13 +50,12 @@ def gpt(recipe: str, states: str = "float32") -> tuple[Any, Any, Any]:
     return model, AdamW(groups, lr=0.01, states=states), batches
 
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""`et.capture`, or what leaves a step as it is."""
+
+
 def train(
-    make: Any,
-    recipe: str,
-    captured: bool,
-    scaled: bool,
-    bad: int = -1,
-    activations: Any = None,
+    wrap: Wrap, make: Any, recipe: str, scaled: bool, bad: int = -1, activations: Any = None
 ) -> dict[str, Any]:
     """Seven steps; what they leave behind."""
     model, step_of, batches = make(recipe)
@@ -81,8 +80,7 @@ def train(
             scaler.update()
         return loss, scores
 
-    call: Callable[..., Any] = et.capture(step) if captured else step
-    losses = []
+    call, losses = wrap(step), []
     for number, (inputs, labels) in enumerate(batches):
         state.step = number
         schedule.apply(step_of, number)
@@ -118,15 +116,21 @@ def same(ours: Any, theirs: Any, where: str = "") -> None:
         assert ours == theirs, (where, ours, theirs)
 
 
+def both(run: Callable[[Wrap], Any]) -> Any:
+    """What a run leaves behind with captured steps is what it leaves with eager ones."""
+    captured, eager = run(et.capture), run(lambda step: step)
+    same(captured, eager)
+    return eager
+
+
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("recipe", ["fp32", "mxfp4", "mxfp8_rebased"])
 @pytest.mark.parametrize("make", [lenet, gpt])
 def test_captured_steps_are_the_eager_ones_bit_for_bit(
     gpu: Any, make: Any, recipe: str, scaled: bool
 ) -> None:
-    eager, captured = (train(make, recipe, c, scaled) for c in (False, True))
+    eager = both(lambda wrap: train(wrap, make, recipe, scaled))
     assert eager["losses"][0][0] != eager["losses"][6][0]
-    same(captured, eager)
 
 
 @pytest.mark.parametrize("states", ["bfloat16", "mxfp8_e4m3"])
@@ -134,9 +138,8 @@ def test_captured_steps_are_the_eager_ones_bit_for_bit(
 def test_captured_steps_with_narrow_optimizer_states(gpu: Any, make: Any, states: str) -> None:
     """Their random bits are of the parameters' steps, which the device counts."""
     narrow, bad = partial(make, states=states), 3 if make is lenet else -1
-    eager, captured = (train(narrow, "fp32", c, True, bad) for c in (False, True))
+    eager = both(lambda wrap: train(wrap, narrow, "fp32", True, bad))
     assert eager["scaler"]["skipped"] == (bad == 3)
-    same(captured, eager)
 
 
 def wide_gpt(recipe: str) -> tuple[Any, Any, list[Any]]:
@@ -152,17 +155,15 @@ def wide_gpt(recipe: str) -> tuple[Any, Any, list[Any]]:
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp4"])
 @pytest.mark.parametrize("make", [lenet, wide_gpt])
 def test_captured_steps_with_activations_in_bfloat16_too(gpu: Any, make: Any, recipe: str) -> None:
-    eager, captured = (train(make, recipe, c, False, -1, "bfloat16") for c in (False, True))
+    eager = both(lambda wrap: train(wrap, make, recipe, False, activations="bfloat16"))
     assert eager["losses"][0][0] != eager["losses"][-1][0]
     assert eager["losses"][0][1].dtype.name == "bfloat16"
-    same(captured, eager)
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2, 4])
 def test_steps_without_finite_gradients_are_skipped_as_in_eager_ones(gpu: Any, bad: int) -> None:
-    eager, captured = (train(lenet, "fp32", c, True, bad) for c in (False, True))
+    eager = both(lambda wrap: train(wrap, lenet, "fp32", True, bad))
     assert eager["scaler"]["skipped"] == 1
-    same(captured, eager)
 
 
 def small(step: Any, recipe: str = "fp32") -> tuple[Any, Any, list[et.ExTensor]]:
@@ -174,7 +175,7 @@ def small(step: Any, recipe: str = "fp32") -> tuple[Any, Any, list[et.ExTensor]]
 
 
 def plain_step(
-    layer: Any, change: Any = None, captured: bool = True, states: str = "float32"
+    layer: Any, change: Any = None, wrap: Wrap = et.capture, states: str = "float32"
 ) -> tuple[Any, Any]:
     by = SGD(layer.named_parameters(), lr=0.1, momentum=0.5, states=states)
 
@@ -187,7 +188,7 @@ def plain_step(
         by.step()
         return loss
 
-    return by, et.capture(step) if captured else step
+    return by, wrap(step)
 
 
 def weights(layer: Any) -> bytes:
@@ -234,26 +235,26 @@ def test_a_label_that_is_no_class_stops_updates_and_is_reported(gpu: Any) -> Non
 
 
 def test_labels_may_be_left_out(gpu: Any) -> None:
-    found = []
-    for captured in (False, True):
+    def run(wrap: Wrap) -> Any:
         layer = et.nn.Linear(8, 4, rng=0).to("cuda")
         by = SGD(layer.named_parameters(), lr=0.1)
 
-        def step(x: et.ExTensor, labels: et.ExTensor, by: Any = by, layer: Any = layer) -> Any:
+        def step(x: et.ExTensor, labels: et.ExTensor) -> Any:
             by.zero_grad()
             loss = et.cross_entropy(layer(x), labels, ignore_index=-1)
             loss.backward()
             by.step()
             return loss
 
-        train, losses = et.capture(step) if captured else step, []
+        train, losses = wrap(step), []
         for number in range(6):
             labels = et.asarray([0, -1, 2, 3 if number % 2 else -1, -1]).to("cuda")
             losses.append(float(train(et.randn((5, 8), seed=number).to("cuda"), labels)))
-        found.append((losses, layer.state_dict()))
-    same(found[1], found[0])
-    with pytest.raises(ValueError, match="all 5 are left out"):
-        step(et.ones((5, 8), device="cuda"), et.asarray([-1] * 5).to("cuda"))
+        with pytest.raises(ValueError, match="all 5 are left out"):
+            step(et.ones((5, 8), device="cuda"), et.asarray([-1] * 5).to("cuda"))
+        return losses, layer.state_dict()
+
+    both(run)
 
 
 def test_a_gradient_that_is_not_finite_stops_updates_and_is_reported(gpu: Any) -> None:
@@ -282,9 +283,8 @@ def test_an_option_that_changes_is_an_error_and_a_learning_rate_is_not(gpu: Any)
 
 
 def test_learning_rates_that_nobody_predicted_are_taken(gpu: Any) -> None:
-    found = []
-    for captured in (False, True):
-        layer, (by, train), batch = small(lambda layer, c=captured: plain_step(layer, None, c))
+    def run(wrap: Wrap) -> Any:
+        layer, (by, train), batch = small(lambda layer: plain_step(layer, wrap=wrap))
         for number in range(24):
             # as a schedule says for a while, then by hand, then constant
             if number < 12:
@@ -292,8 +292,9 @@ def test_learning_rates_that_nobody_predicted_are_taken(gpu: Any) -> None:
             elif number < 16:
                 by.groups[0].options["lr"] = 0.1 / number
             train(*batch)
-        found.append((layer.state_dict(), by.state_dict()))
-    same(found[1], found[0])
+        return layer.state_dict(), by.state_dict()
+
+    both(run)
 
 
 def test_rows_are_written_ahead_where_they_are_known(gpu: Any) -> None:
@@ -344,15 +345,12 @@ def test_memory_that_is_exchanged_is_an_error(gpu: Any) -> None:
 
 @pytest.mark.parametrize("states", ["float32", "bfloat16"])
 def test_other_shapes_and_eager_steps_in_between_count_on(gpu: Any, states: str) -> None:
-    layers = []
-    for captured in (False, True):
+    def run(wrap: Wrap) -> Any:
         layer = et.nn.Linear(8, 4, rng=0).to("cuda")
         by = AdamW(layer.named_parameters(), lr=0.1, states=states)
         scaler = MXGradScaler(init_scale=4.0, growth_interval=2)
 
-        def step(
-            inputs: et.ExTensor, by: Any = by, layer: Any = layer, scaler: Any = scaler
-        ) -> et.ExTensor:
+        def step(inputs: et.ExTensor) -> et.ExTensor:
             by.zero_grad()
             loss = layer(inputs).square().mean()
             scaler.scale(loss).backward()
@@ -360,15 +358,15 @@ def test_other_shapes_and_eager_steps_in_between_count_on(gpu: Any, states: str)
             scaler.update()
             return loss
 
-        train = et.capture(step) if captured else step
+        train = wrap(step)
         for number in range(14):
             # a third shape is warmed up after replays of others
             rows = 7 if number in (8, 10, 12) else 3 if number % 3 else 5
             inputs = et.randn((rows, 8), seed=number).to("cuda")
             (step if number == 11 else train)(inputs)
-        layers.append((layer.state_dict(), by.state_dict(), scaler.state_dict()))
-    same(layers[1], layers[0])
-    assert layers[0][1]["step.weight"] == 14
+        return layer.state_dict(), by.state_dict(), scaler.state_dict()
+
+    assert both(run)[1]["step.weight"] == 14
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp4_all"])
@@ -376,12 +374,12 @@ def test_accumulated_gradients_evaluation_and_loading_in_between_are_the_eager_o
     gpu: Any, recipe: str
 ) -> None:
     """Operands of weights that are kept from use to use are those of the weights that are there."""
-    found = []
-    for captured in (False, True):
+
+    def run(wrap: Wrap) -> Any:
         model, by, batches = gpt(recipe)
         state, first = apply_recipe(model, recipe, 5), model.state_dict()
 
-        def step(inputs: et.ExTensor, labels: et.ExTensor, by: Any = by, model: Any = model) -> Any:
+        def step(inputs: et.ExTensor, labels: et.ExTensor) -> Any:
             by.zero_grad()
             for row in range(2):
                 scores = model(inputs[row : row + 1]).reshape(-1, 40)
@@ -389,7 +387,7 @@ def test_accumulated_gradients_evaluation_and_loading_in_between_are_the_eager_o
             by.step()
             return scores
 
-        train, seen = et.capture(step) if captured else step, []
+        train, seen = wrap(step), []
         for number, arrays in enumerate(batches):
             state.step = number
             inputs, labels = (et.from_numpy(a, device="cuda") for a in arrays)
@@ -398,8 +396,9 @@ def test_accumulated_gradients_evaluation_and_loading_in_between_are_the_eager_o
                 seen.append(model(inputs[:1]).numpy().copy())
             if number == 4:
                 model.load_state_dict(first)
-        found.append((seen, model.state_dict(), by.state_dict(), dict(state.telemetry)))
-    same(found[1], found[0])
+        return seen, model.state_dict(), by.state_dict(), dict(state.telemetry)
+
+    both(run)
 
 
 def test_random_bits_that_nobody_counts_are_refused(gpu: Any) -> None:
@@ -461,35 +460,33 @@ def test_on_the_cpu_a_captured_step_is_the_step() -> None:
 
 
 def test_running_averages_advance(gpu: Any) -> None:
-    found = []
-    for captured in (False, True):
+    def run(wrap: Wrap) -> Any:
         layer = et.nn.BatchNorm2d(3).to("cuda")
         by = SGD(layer.named_parameters(), lr=0.1)
 
-        def step(inputs: et.ExTensor, by: Any = by, layer: Any = layer) -> None:
+        def step(inputs: et.ExTensor) -> None:
             by.zero_grad()
             layer(inputs).square().sum().backward()
             by.step()
 
-        train = et.capture(step) if captured else step
+        train = wrap(step)
         for number in range(6):
             train(et.randn((4, 3, 5, 5), seed=number).to("cuda"))
-        found.append(layer.state_dict())
-    same(found[1], found[0])
+        return layer.state_dict()
+
+    both(run)
 
 
 def test_dropout_draws_anew_in_each_repetition(gpu: Any) -> None:
-    found = []
-    for captured in (False, True):
+    def run(wrap: Wrap) -> Any:
         layer = et.nn.Dropout(0.4, rng=0).to("cuda")
-        step = et.capture(layer) if captured else layer
-        drawn = [step(et.ones((3, 50)).to("cuda")).numpy() for _ in range(6)]
+        step = wrap(layer)
+        drawn = [step(et.ones((3, 50)).to("cuda")).numpy().copy() for _ in range(6)]
         assert all((a != b).any() for a, b in itertools.combinations(drawn, 2))
-        found.append((drawn, layer.state_dict()))
-    same(found[1][1], found[0][1])
-    np.testing.assert_array_equal(found[1][0], found[0][0])
+        return drawn, layer.state_dict()
+
     there = et.nn.Dropout(0.4, rng=0)
-    for drawn in found[0][0]:
+    for drawn in both(run)[0]:
         np.testing.assert_array_equal(there(et.ones((3, 50), device="cpu")).numpy(), drawn)
 
 
@@ -510,23 +507,24 @@ def test_dropout_draws_anew_in_each_repetition(gpu: Any) -> None:
 )
 def test_tensor_core_products_are_captured(recipe: str) -> None:
     """Layers large enough for every way of making operands."""
-    found = []
-    for captured in (False, True):
+
+    def run(wrap: Wrap) -> Any:
         layer = et.nn.Linear(1024, 1024, rng=0).to("cuda")
         state = apply_recipe(layer, recipe, 3)
         by = AdamW(layer.named_parameters(), lr=0.01)
 
-        def step(inputs: et.ExTensor, by: Any = by, layer: Any = layer) -> et.ExTensor:
+        def step(inputs: et.ExTensor) -> et.ExTensor:
             by.zero_grad()
             loss = layer(inputs).square().mean()
             loss.backward()
             by.step()
             return loss
 
-        train, losses = et.capture(step) if captured else step, []
+        train, losses = wrap(step), []
         for number in range(6):
             state.step = number
             inputs = et.randn((1024, 1024), seed=number).to("cuda")
             losses.append(train(inputs).numpy().copy())
-        found.append((losses, layer.state_dict(), by.state_dict(), dict(state.telemetry)))
-    same(found[1], found[0])
+        return losses, layer.state_dict(), by.state_dict(), dict(state.telemetry)
+
+    both(run)

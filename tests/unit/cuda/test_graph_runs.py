@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from extensor.training.config import RunConfig
+from extensor.training.loop import Trainer
+from extensor.training.rundir import UsageError
+from extensor.training.runs import defaults
+from extensor.training.train import train as run_training
 from tests.unit.cuda.test_graph import same
 from tests.unit.training.conftest import SMALL
-from training.config import RunConfig
-from training.loop import Trainer
-from training.rundir import UsageError
-from training.runs import defaults
-from training.train import train as run_training
 
 QUIET = Console(quiet=True)
 

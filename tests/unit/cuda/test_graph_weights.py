@@ -13,7 +13,7 @@ import pytest
 import extensor as et
 from extensor import nn
 from extensor.optim import SGD
-from tests.unit.cuda.test_graph import same
+from tests.unit.cuda.test_graph import Wrap, both, same
 
 
 def by_optimizer(model: Any) -> Callable[[], None]:
@@ -52,12 +52,12 @@ def batch(number: int) -> et.ExTensor:
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_written_in_a_captured_step_are_quantized_anew(gpu: Any, way: str) -> None:
     """Two updates and an evaluation in each step, an evaluation after it."""
-    found = []
-    for captured in (False, True):
+
+    def run(wrap: Wrap) -> Any:
         model, state = build()
         update = WAYS[way](model)
 
-        def step(x: et.ExTensor, model: Any = model, update: Any = update) -> et.ExTensor:
+        def step(x: et.ExTensor) -> et.ExTensor:
             for _ in range(2):
                 model.zero_grad()
                 model(x).square().mean().backward()
@@ -65,15 +65,16 @@ def test_weights_written_in_a_captured_step_are_quantized_anew(gpu: Any, way: st
             with et.no_grad():
                 return model(x)
 
-        train, seen = et.capture(step) if captured else step, []
+        train, seen = wrap(step), []
         for number in range(6):
             state.step = number
             seen.append(train(batch(number)).numpy().copy())
             with et.no_grad():
                 seen.append(model(batch(9)).numpy().copy())
-        found.append(seen)
-    assert not np.array_equal(found[0][-1], found[0][-3])
-    same(found[1], found[0])
+        return seen
+
+    eager = both(run)
+    assert not np.array_equal(eager[-1], eager[-3])
 
 
 def test_what_a_failed_capture_made_is_not_used(gpu: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -10,14 +9,11 @@ import numpy as np
 import pytest
 
 from extensor.quant import reference
-from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.prepare import expand as expand_kernel
-from extensor_cuda.matmul.stored import (
-    grouped_matmul,
-    offsets_of,
-)
+from extensor_cuda.matmul.stored import grouped_matmul, offsets_of
 from tests.kernels.matmul_cases import exact
+from tests.unit.cuda.bounds import sent
 from tests.unit.cuda.places import PLACES, place
 
 SIZES = ((5,), (128, 0, 131, 1), (0, 0, 300), (16, 17, 15, 33, 128, 2), (0,), (40,) * 7)
@@ -34,10 +30,6 @@ FORMATS = {
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     return place(request, monkeypatch, [expand_kernel])
-
-
-def sent(q: QuantArray, xp: Any) -> QuantArray:
-    return replace(q, **{part: xp.asarray(array) for part, array in q.parts.items()})
 
 
 def want_of(a: np.ndarray, b: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:

@@ -16,12 +16,10 @@ from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.attention import attention
 from extensor_cuda.kernels.gemm.config import gemm_source
-from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.kernels.prepare import quantize_operand
 from extensor_cuda.kernels.quantize import quantize as kernels
-from extensor_cuda.kernels.weight_only import (
-    w4w8a16_sm90_wgmma,
-)
+from extensor_cuda.kernels.weight_only import w4w8a16_sm90_wgmma
 from extensor_cuda.matmul import partition
 from extensor_cuda.matmul.partition import configure
 from extensor_cuda.runtime.compile import Source, compile_cubin

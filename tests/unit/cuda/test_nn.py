@@ -12,6 +12,10 @@ import extensor as et
 from extensor.backends.generic import GenericBackend
 from extensor.backends.generic.conv_pool import fold
 from extensor.backends.protocol import Window
+from extensor.models.gpt.configs import GPTConfig
+from extensor.models.gpt.model import build as build_gpt
+from extensor.models.lenet.configs import LeNetConfig
+from extensor.models.lenet.model import build as build_lenet
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW, Optimizer
 from extensor.optim.states import STATES
@@ -25,13 +29,9 @@ from extensor_cuda.kernels.nn import (
     softmax,
     sums,
 )
-from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.runtime import capture
 from extensor_cuda.runtime.compile import compile_cubin
-from models.gpt.configs import GPTConfig
-from models.gpt.model import build as build_gpt
-from models.lenet.configs import LeNetConfig
-from models.lenet.model import build as build_lenet
 from tests.kernels import nn as cases
 from tests.kernels.nn import norm_cases, norm_grad_cases
 from tests.oracle.compare import same_bytes

@@ -5,7 +5,6 @@ Without a GPU the kernels run on the emulator, and packed matrices come from the
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -30,16 +29,14 @@ from extensor_cuda.kernels.prepare.expand import expand_source
 from extensor_cuda.kernels.quantize import float_scaled_blocks
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.matmul import tuned
-from extensor_cuda.matmul.expand import (
-    as_bf16,
-    expand,
-)
+from extensor_cuda.matmul.expand import as_bf16, expand
 from extensor_cuda.matmul.operand import GemmOperand
 from extensor_cuda.matmul.product import FallbackCounter, product
 from extensor_cuda.matmul.rebase import held_by
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
+from tests.unit.cuda.bounds import sent
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.preparing import EXPANDED, gap
 from tests.unit.cuda.preparing import made as made_by
@@ -78,11 +75,7 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    quantizing = [
-        quantize_operand,
-        float_scaled_operand,
-        float_scaled_blocks,
-    ]
+    quantizing = [quantize_operand, float_scaled_operand, float_scaled_blocks]
     return place(request, monkeypatch, [elementwise, expand_kernel], quantizing=quantizing)
 
 
@@ -95,10 +88,6 @@ def made(shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray
         x[0] = 0
         x[-1, -1] = np.nan
     return reference.quantize(x, spec.resolve(2))[0]
-
-
-def sent(q: QuantArray, xp: Any) -> QuantArray:
-    return replace(q, **{part: xp.asarray(array) for part, array in q.parts.items()})
 
 
 def operand_values(q: QuantArray) -> np.ndarray:

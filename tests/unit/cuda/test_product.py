@@ -9,17 +9,8 @@ import numpy as np
 import pytest
 
 from extensor.backends.protocol import CastSpec
-from extensor_cuda.kernels.gemm.config import (
-    Config,
-    Split,
-    gemm_source,
-)
-from extensor_cuda.kernels.gemm.gemm_sm90 import (
-    Epilogue,
-    empty_rows,
-    gemm,
-    rows_of_parts,
-)
+from extensor_cuda.kernels.gemm.config import Config, Split, gemm_source
+from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, empty_rows, gemm, rows_of_parts
 from extensor_cuda.kernels.prepare import cast_bf16
 from extensor_cuda.kernels.prepare.cast_bf16 import bf16_source
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand, Scale

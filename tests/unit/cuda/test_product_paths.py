@@ -26,15 +26,8 @@ from extensor_cuda.kernels.weight_only import (
 from extensor_cuda.matmul import stored as stored_products
 from extensor_cuda.matmul import weight_only
 from extensor_cuda.matmul.product import Product
-from extensor_cuda.matmul.stored import (
-    grouped_gap,
-    grouped_matmul,
-    stored_gap,
-)
-from extensor_cuda.matmul.weight_only import (
-    DECODED,
-    EXPANDED,
-)
+from extensor_cuda.matmul.stored import grouped_gap, grouped_matmul, stored_gap
+from extensor_cuda.matmul.weight_only import DECODED, EXPANDED
 from tests.kernels.matmul_cases import exact
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.weight_only_cases import sent

@@ -16,23 +16,17 @@ from extensor.quant.array import QuantArray
 from extensor.quant.rebase import rebased_values
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels.gemm.config import (
-    ROWS_PER_SCALE,
-    gemm_source,
-)
+from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE, gemm_source
 from extensor_cuda.kernels.prepare import cast_bf16, quantize_operand, rebase
 from extensor_cuda.kernels.prepare import expand as expand_kernel
 from extensor_cuda.matmul import product as products
-from extensor_cuda.matmul.expand import (
-    rebase_mxfp8,
-)
+from extensor_cuda.matmul.expand import rebase_mxfp8
 from extensor_cuda.matmul.partition import configure
 from extensor_cuda.matmul.product import Product, product
-from extensor_cuda.matmul.stored import (
-    matmul,
-)
+from extensor_cuda.matmul.stored import matmul
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
+from tests.unit.cuda.bounds import check_product, sent
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.preparing import FUSED
 from tests.unit.cuda.preparing import made as made_by
@@ -114,10 +108,6 @@ def made(
         q.codes[1, : q.spec.tile[1]] = 0
         q.scales[1, 0] = 250
     return q
-
-
-def sent(q: QuantArray, xp: Any) -> QuantArray:
-    return replace(q, **{part: xp.asarray(array) for part, array in q.parts.items()})
 
 
 def bits_of(values: np.ndarray, kind: str) -> np.ndarray:
@@ -293,12 +283,9 @@ def test_products_of_squares_are_within_the_bound(
         sides.append(made_by(FUSED, xp.asarray(x), [each], [None], xp)[0][0])
         values.append(squares_of(x, each)[0])
     bias = np.random.default_rng(0).standard_normal(n).astype(np.float32)
-    got = product(*sides, out, xp, xp.asarray(bias)).get().astype(np.float64)
-    want, size = values[0] @ values[1].T + bias, np.abs(values[0]) @ np.abs(values[1]).T
-    bound = (128 * 34 / 32 * 2.0**-13 + (k / 128 + 2) * 2.0**-24) * size + 2.0**-22 * np.abs(bias)
-    if out == "bfloat16":
-        bound = 2 * bound + 2.0**-8 * np.abs(want)
-    assert (np.abs(got - want) <= bound).all()
+    got = product(*sides, out, xp, xp.asarray(bias))
+    share = 128 * 34 / 32 * 2.0**-13 + (k / 128 + 2) * 2.0**-24
+    check_product(got, values[0], values[1], share, 2.0**-22 * np.abs(bias), bias)
 
 
 PAIRS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, QuantSpec("mxfp4", axis=1)))

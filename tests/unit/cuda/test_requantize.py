@@ -12,25 +12,14 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda.kernels.gemm import requantize
-from extensor_cuda.kernels.gemm.config import (
-    Config,
-    gemm_source,
-    quantizes,
-)
-from extensor_cuda.kernels.gemm.gemm_sm90 import (
-    Epilogue,
-    Scales,
-    empty_rows,
-    gemm,
-)
+from extensor_cuda.kernels.gemm.config import Config, gemm_source, quantizes
+from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, Scales, empty_rows, gemm
 from extensor_cuda.kernels.gemm.requantize import requantized
 from extensor_cuda.kernels.prepare import cast_bf16, rebase
 from extensor_cuda.kernels.prepare import expand as expand_kernel
 from extensor_cuda.matmul.partition import configure
 from extensor_cuda.matmul.product import Product
-from extensor_cuda.matmul.stored import (
-    matmul,
-)
+from extensor_cuda.matmul.stored import matmul
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.places import PLACES, place

@@ -14,10 +14,7 @@ from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.prepare import rebase
 from extensor_cuda.matmul.product import Product
-from extensor_cuda.matmul.stored import (
-    matmul,
-    stored_gap,
-)
+from extensor_cuda.matmul.stored import matmul, stored_gap
 from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda.test_compile import properties
 

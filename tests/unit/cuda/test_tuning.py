@@ -19,15 +19,7 @@ from extensor.ops import recipe_operands
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.matmul import tuned
 from extensor_cuda.matmul import tuning as tune
-from extensor_cuda.matmul.tuning import (
-    NEVER,
-    Timing,
-    crossovers,
-    curve,
-    measure,
-    of_bf16,
-    together,
-)
+from extensor_cuda.matmul.tuning import NEVER, Timing, crossovers, curve, measure, of_bf16, together
 from tests.unit.cuda.preparing import EXPANDED, gap
 
 

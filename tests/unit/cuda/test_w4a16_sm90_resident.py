@@ -10,21 +10,13 @@ import pytest
 
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.weight_only import (
-    w4a16_sm90_resident,
-)
+from extensor_cuda.kernels.weight_only import w4a16_sm90_resident
 from extensor_cuda.matmul import partition
 from extensor_cuda.runtime import driver
 from tests.unit.cuda import weight_only_cases
 from tests.unit.cuda.places import PLACES
 from tests.unit.cuda.test_compile import check_compiles
-from tests.unit.cuda.weight_only_cases import (
-    WEIGHTS,
-    activations,
-    check,
-    name,
-    weights,
-)
+from tests.unit.cuda.weight_only_cases import WEIGHTS, activations, check, name, weights
 
 
 @pytest.fixture(params=PLACES)

@@ -9,22 +9,14 @@ import pytest
 
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.weight_only import (
-    w4a16_sm90_ring,
-)
+from extensor_cuda.kernels.weight_only import w4a16_sm90_ring
 from extensor_cuda.kernels.weight_only.program import PARTS
 from extensor_cuda.kernels.weight_only.w4a16_sm90_ring import Cut
 from extensor_cuda.matmul import partition
 from tests.unit.cuda import weight_only_cases
 from tests.unit.cuda.places import PLACES
 from tests.unit.cuda.test_compile import check_compiles
-from tests.unit.cuda.weight_only_cases import (
-    WEIGHTS,
-    activations,
-    check,
-    name,
-    weights,
-)
+from tests.unit.cuda.weight_only_cases import WEIGHTS, activations, check, name, weights
 
 
 @pytest.fixture(params=PLACES)
@@ -125,12 +117,7 @@ def test_cuts_suit_the_kernel(tokens: int, block: int) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "pairs", "parts"),
-    [
-        ((28672, 8192), 7, 2),
-        ((8192, 8192), 2, 4),
-        ((14336, 4096), 4, 2),
-        ((10240, 8192), 3, 4),
-    ],
+    [((28672, 8192), 7, 2), ((8192, 8192), 2, 4), ((14336, 4096), 4, 2), ((10240, 8192), 3, 4)],
 )
 def test_cuts_that_were_measured(shape: tuple[int, int], pairs: int, parts: int) -> None:
     """The quickest on an H200, or within two hundredths of it."""

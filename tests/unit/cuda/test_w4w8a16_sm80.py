@@ -17,9 +17,7 @@ from extensor_cuda.kernels.weight_only import (
     w4w8a16_sm90_wgmma,
 )
 from extensor_cuda.matmul import partition, weight_only
-from extensor_cuda.matmul.weight_only import (
-    few_tokens_gap,
-)
+from extensor_cuda.matmul.weight_only import few_tokens_gap
 from tests.unit.cuda import weight_only_cases
 from tests.unit.cuda.places import PLACES
 from tests.unit.cuda.test_compile import check_compiles

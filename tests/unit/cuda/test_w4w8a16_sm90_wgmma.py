@@ -10,17 +10,13 @@ import numpy as np
 import pytest
 
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.weight_only import (
-    w4a16_sm90_resident,
-    w4w8a16_sm90_wgmma,
-)
+from extensor_cuda.kernels.weight_only import w4a16_sm90_resident, w4w8a16_sm90_wgmma
 from extensor_cuda.kernels.weight_only.program import PARTS
 from extensor_cuda.matmul import partition
-from extensor_cuda.matmul.weight_only import (
-    weight_only_matmul,
-)
+from extensor_cuda.matmul.weight_only import weight_only_matmul
 from tests.kernels.matmul_cases import exact
 from tests.unit.cuda import weight_only_cases
+from tests.unit.cuda.bounds import sent
 from tests.unit.cuda.places import PLACES
 from tests.unit.cuda.test_compile import check_compiles
 from tests.unit.cuda.weight_only_cases import (
@@ -30,7 +26,6 @@ from tests.unit.cuda.weight_only_cases import (
     check,
     name,
     product_of,
-    sent,
     weights,
 )
 

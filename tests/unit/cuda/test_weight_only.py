@@ -11,25 +11,14 @@ import pytest
 from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.gemm.config import (
-    Split,
-    gemm_source,
-)
-from extensor_cuda.kernels.gemm.gemm_sm90 import (
-    gemm,
-)
+from extensor_cuda.kernels.gemm.config import Split, gemm_source
+from extensor_cuda.kernels.gemm.gemm_sm90 import gemm
 from extensor_cuda.kernels.prepare import cast_bf16
 from extensor_cuda.kernels.prepare import expand as expand_kernel
 from extensor_cuda.kernels.prepare.cast_bf16 import bf16_triple
 from extensor_cuda.kernels.prepare.expand import expand_source
 from extensor_cuda.matmul import partition, weight_only
-from extensor_cuda.matmul.expand import (
-    FITS_BF16,
-    as_bf16,
-    bf16_program,
-    exact_bf16,
-    scale_group_k,
-)
+from extensor_cuda.matmul.expand import FITS_BF16, as_bf16, bf16_program, exact_bf16, scale_group_k
 from extensor_cuda.matmul.operand import pitched
 from extensor_cuda.matmul.partition import configure
 from extensor_cuda.matmul.product import Product
@@ -43,17 +32,10 @@ from extensor_cuda.matmul.weight_only import (
 from tests.kernels.matmul_cases import exact
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import weight_only_cases
+from tests.unit.cuda.bounds import check_product, sent
 from tests.unit.cuda.places import PLACES
 from tests.unit.cuda.test_compile import check_compiles
-from tests.unit.cuda.weight_only_cases import (
-    INT4,
-    INT8,
-    activations,
-    emulated,
-    name,
-    sent,
-    weights,
-)
+from tests.unit.cuda.weight_only_cases import INT4, INT8, activations, emulated, name, weights
 
 
 @pytest.fixture(params=PLACES)
@@ -81,12 +63,7 @@ def test_many_rows_expand_the_weights(many: Any, form: str, dtype: str) -> None:
     for out in ("float32", "bfloat16"):
         done = weight_only_matmul(many.asarray(x), sent(w, many), out, many)
         assert isinstance(done, Product) and done.path == EXPANDED
-        a, b = x.astype(np.float64), exact(w)
-        want, size = a @ b.T, np.abs(a) @ np.abs(b).T
-        bound = (300 * 2.0**-22 + 2.0**-20) * size + (2.0**-8 * np.abs(want) + 1e-4 * size) * (
-            out == "bfloat16"
-        )
-        assert (np.abs(done.out.get().astype(np.float64) - want) <= bound).all()
+        check_product(done.out, x.astype(np.float64), exact(w), 300 * 2.0**-22 + 2.0**-20)
 
 
 def refuse(array: Any) -> Any:
@@ -242,12 +219,9 @@ def test_weights_are_decoded_by_the_warps_that_multiply(
                 patch.setattr(partition, "decoding_cut", lambda *shape, cut=cut: cut)
                 made = weight_only_matmul(many.asarray(x), stored, out, many)
             assert isinstance(made, Product) and made.path == (DECODED if cut else EXPANDED)
-            done.append(made.out.get().astype(np.float64))
-        a, b = x.astype(np.float64), exact(w)
-        want, size = a @ b.T, np.abs(a) @ np.abs(b).T
-        bound = (k * 2.0**-22 + w.scales.shape[1] * 2.0**-24 + 2.0**-20) * size
-        bound += 2.0**-8 * np.abs(want) + bound if out == "bfloat16" else 0
-        assert all((np.abs(result - want) <= bound).all() for result in done)
+            share = k * 2.0**-22 + w.scales.shape[1] * 2.0**-24 + 2.0**-20
+            check_product(made.out, x.astype(np.float64), exact(w), share)
+            done.append(made.out.get())
         if i == 0:
             np.testing.assert_array_equal(done[0], done[3])
 
@@ -302,12 +276,8 @@ def test_many_rows_leave_float_scales_apart(many: Any, spec: QuantSpec) -> None:
         done = weight_only_matmul(many.asarray(x), sent(w, many), out, many)
         way = DECODED if decodes_in_gemm(w, m) else EXPANDED
         assert isinstance(done, Product) and done.path == way
-        a, b = x.astype(np.float64), exact(w)
-        want, size = a @ b.T, np.abs(a) @ np.abs(b).T
-        bound = (k * 2.0**-22 + w.scales.shape[1] * 2.0**-24 + 2.0**-20) * size + k * 2.0**-126
-        bound += 2.0**-8 * np.abs(want) + bound if out == "bfloat16" else 0
-        error = np.abs(done.out.get().astype(np.float64) - want)
-        assert done.out.shape == (m, n) and (error <= bound).all(), (i, (error / size).max())
+        share = k * 2.0**-22 + w.scales.shape[1] * 2.0**-24 + 2.0**-20
+        check_product(done.out, x.astype(np.float64), exact(w), share, k * 2.0**-126)
 
 
 @pytest.mark.parametrize("spec", FLOAT_SCALED, ids=name)

@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 
 import extensor as et
-import models
-from extensor import nn
-from training.config import RunConfig
-from training.data.corpora import Corpus
-from training.generate import load_language_model
-from training.loop import Trainer
-from training.rundir import UsageError
-from training.runs import defaults
-from training.tasks import TASKS
-from training.text.masking import IGNORE_LABEL, mask_tokens
+from extensor import models, nn
+from extensor.training.config import RunConfig
+from extensor.training.data.corpora import Corpus
+from extensor.training.generate import load_language_model
+from extensor.training.loop import Trainer
+from extensor.training.rundir import UsageError
+from extensor.training.runs import defaults
+from extensor.training.tasks import TASKS
+from extensor.training.text.masking import IGNORE_LABEL, mask_tokens
 
 SMALL = {
     "epochs": 1, "epoch_steps": 10, "batch_size": 8, "context": 16, "test_limit": 20, "lr": 1e-3,
@@ -153,7 +152,8 @@ def test_it_learns_what_both_sides_tell(
     corpus: Corpus, tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "models.encoder.configs.CONFIGS", {"nano": models.config("encoder", layers=1, width=64)}
+        "extensor.models.encoder.configs.CONFIGS",
+        {"nano": models.config("encoder", layers=1, width=64)},
     )
     run = config(epochs=2, epoch_steps=60, lr=3e-3, recipe=recipe, val_share=0.1)
     trainer = Trainer(run, tmp_path, data=corpus)

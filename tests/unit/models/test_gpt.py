@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import extensor as et
-import models
-from extensor import nn
+from extensor import models, nn
 
 
 def small(**changes: Any) -> nn.Module:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import models
-from extensor import ExTensor
-from training.runs import RUNS
+from extensor import ExTensor, models
+from extensor.training.runs import RUNS
 
 
 def parameters(model: object) -> int:

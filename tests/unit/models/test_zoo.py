@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 import extensor as et
-import models
+from extensor import models
 from extensor.io import load_checkpoint, save_checkpoint
+from extensor.models.googlenet.configs import STAGES
+from extensor.models.googlenet.model import InceptionModule
+from extensor.models.vision import ConvUnits
 from extensor.nn import apply_recipe, gemm_layers, init
 from extensor.optim import Adam
-from models.googlenet.configs import STAGES
-from models.googlenet.model import InceptionModule
-from models.vision import ConvUnits
 
 ZOO = ("alexnet", "vgg", "resnet", "mobilenet", "googlenet")
 VARIANTS = [
     (name, variant)
     for name in ZOO
-    for variant in __import__(f"models.{name}.configs", fromlist=["CONFIGS"]).CONFIGS
+    for variant in __import__(f"extensor.models.{name}.configs", fromlist=["CONFIGS"]).CONFIGS
 ]
 
 

@@ -10,15 +10,15 @@ import pytest
 
 import extensor as et
 from extensor import nn
+from extensor.models.gpt.configs import GPTConfig
+from extensor.models.gpt.model import build as build_gpt
+from extensor.models.lenet.configs import LeNetConfig
+from extensor.models.lenet.model import build as build_lenet
 from extensor.nn.recipe import apply_recipe
 from extensor.ops.attention import packed_attention
 from extensor.ops.quantized import layer_context, quantized_matmul
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
 from extensor.quant.recipes import get_recipe
-from models.gpt.configs import GPTConfig
-from models.gpt.model import build as build_gpt
-from models.lenet.configs import LeNetConfig
-from models.lenet.model import build as build_lenet
 from tests.oracle.compare import same_bytes
 
 CONFIG = GPTConfig(vocab=40, context=16, layers=1, width=64, heads=2, bias=True)

@@ -1,4 +1,4 @@
-"""Convolutions and pooling by their definitions."""
+"""Convolutions with a bias; values of all: tests/test_every_reference.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,3 @@ def test_conv_bias_is_the_sum_of_both() -> None:
     both, apart = et.conv2d(x, w, b).numpy(), (et.conv2d(x, w) + b.reshape(4, 1, 1)).numpy()
     size = et.conv2d(x.abs(), w.abs(), b.abs()).numpy()  # 28 terms, added in any order
     assert (np.abs(both - apart) <= 2 * 29 * 2.0**-24 * size).all()
-
-
-def test_pooling_by_definition() -> None:
-    x = et.ExTensor(np.arange(16.0).reshape(1, 1, 4, 4))
-    assert et.max_pool2d(x, 2).numpy().ravel().tolist() == [5, 7, 13, 15]
-    assert et.avg_pool2d(x, 2).numpy().ravel().tolist() == [2.5, 4.5, 10.5, 12.5]
-    assert et.avg_pool2d(x, 2, padding=1).numpy()[0, 0, 0, 0] == 0.0
-    assert et.global_avg_pool2d(x).item() == 7.5

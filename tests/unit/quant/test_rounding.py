@@ -1,4 +1,8 @@
-"""Rounding to element grids: every 16-bit float against two libraries, and the oracle near ties."""
+"""Rounding to element grids, against libraries, integers and the oracle.
+
+Every 16-bit float is judged by two libraries and by integer arithmetic; float32 values near grid
+values and ties by the scalar oracle.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,15 @@ import gfloat.formats
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays as hypothesis_arrays
 
 from extensor.formats import ELEMENTS
 from extensor.quant.rounding import decode, encode, pack, unpack
 from tests.oracle import grid as oracle
 from tests.oracle.blocks import pack as oracle_pack
+from tests.oracle.rounding import magnitude_codes
 
 FLOATS = ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2")
 ML_DTYPES = {
@@ -135,6 +143,71 @@ def test_stochastic_around_every_value_and_midpoint(name: str) -> None:
         for k, value in enumerate(x):
             want = oracle.encode(value, name, int(w[k]))
             assert (int(codes[k]), bool(saturated[k])) == want, f"{value!r} on {name}, word {w[k]}"
+
+
+ROUNDINGS = ("even", "away", "zero", "stochastic")
+
+
+def check_magnitudes(x: np.ndarray, name: str, rounding: str, words: np.ndarray) -> None:
+    """Codes and saturation in float32 steps against the same in integers."""
+    element = ELEMENTS[name]
+    stochastic = rounding == "stochastic"
+    args = (words, "even") if stochastic else (None, rounding)
+    codes, saturated = encode(x, element, *args)
+    expected = magnitude_codes(x, element, *args)
+    top = element.max_magnitude_code
+    np.testing.assert_array_equal(saturated, expected > top)
+    magnitude = np.minimum(expected, top)
+    if element.is_float:
+        expected_codes = magnitude + element.sign_mask * np.signbit(x)
+    else:
+        expected_codes = np.where(np.signbit(x), -magnitude, magnitude) % (1 << element.bits)
+    np.testing.assert_array_equal(codes, expected_codes)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_every_16_bit_float_as_in_integers(name: str, rounding: str) -> None:
+    rng = np.random.default_rng(3)
+    for x in INPUTS.values():
+        x = x[~np.isnan(x)]
+        ends = np.array([0, 1, 1 << 31, (1 << 31) - 1, (1 << 32) - 1], np.uint32)
+        words = np.where(
+            rng.integers(0, 2, x.shape),
+            rng.integers(0, 1 << 32, x.shape, dtype=np.uint32),
+            rng.choice(ends, x.shape),
+        ).astype(np.uint32)
+        check_magnitudes(x, name, rounding, words)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    bits=hypothesis_arrays(np.uint32, 8),
+    words=hypothesis_arrays(np.uint32, 8),
+    name=st.sampled_from(sorted(ELEMENTS)),
+    rounding=st.sampled_from(ROUNDINGS),
+)
+def test_any_float32_as_in_integers(
+    bits: np.ndarray, words: np.ndarray, name: str, rounding: str
+) -> None:
+    x = bits.view(np.float32)
+    check_magnitudes(np.where(np.isnan(x), np.float32(1), x), name, rounding, words)
+
+
+@pytest.mark.parametrize("name", ["e2m1", "e5m2", "int8"])
+def test_long_and_transposed_arrays_as_short_ones(name: str) -> None:
+    """Long arrays are rounded in segments, and keep their order in memory."""
+    rng = np.random.default_rng(9)
+    x = rng.standard_normal((70, 1031)).astype(np.float32)
+    words = rng.integers(0, 1 << 32, x.shape, dtype=np.uint32)
+    rows = [encode(x[i], ELEMENTS[name], words[i]) for i in range(len(x))]
+    for view in (x, np.asfortranarray(x), np.repeat(x, 2, axis=1)[:, ::2]):
+        codes, saturated = encode(view, ELEMENTS[name], words)
+        np.testing.assert_array_equal(codes, [row[0] for row in rows])
+        np.testing.assert_array_equal(saturated, [row[1] for row in rows])
+        np.testing.assert_array_equal(
+            decode(codes, ELEMENTS[name]), decode(np.ascontiguousarray(codes), ELEMENTS[name])
+        )
 
 
 @pytest.mark.parametrize("name", ELEMENTS)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import training.tasks.language as language
-from training.callbacks import Callback
-from training.config import RunConfig
-from training.data import fetch
-from training.data.corpora import Corpus
-from training.loop import Trainer
-from training.runs import defaults
+import extensor.training.tasks.language as language
+from extensor.training.callbacks import Callback
+from extensor.training.config import RunConfig
+from extensor.training.data import fetch
+from extensor.training.data.corpora import Corpus
+from extensor.training.loop import Trainer
+from extensor.training.runs import defaults
 
 Make = Callable[..., RunConfig]
 QUIET = Console(file=io.StringIO(), width=100)

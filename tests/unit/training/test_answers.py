@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from matplotlib import image as reader
 
-import training.tasks.language as language
+import extensor.training.tasks.language as language
 from extensor import no_grad
+from extensor.training.config import RunConfig
+from extensor.training.data.corpora import Corpus
+from extensor.training.loop import Trainer
+from extensor.training.page import ReportArgs, write_page
+from extensor.training.page.answers import _png, answers
+from extensor.training.ptq import load_run
+from extensor.training.rundir import UsageError
+from extensor.training.runs import defaults
+from extensor.training.train import train
 from tests.unit.training.conftest import QUIET
-from training.config import RunConfig
-from training.data.corpora import Corpus
-from training.loop import Trainer
-from training.page import ReportArgs, write_page
-from training.page.answers import _png, answers
-from training.ptq import load_run
-from training.rundir import UsageError
-from training.runs import defaults
-from training.train import train
 
 TEXT = "to be, or not to be: that is <b>the</b> question & more. " * 60
 

@@ -14,11 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from extensor.training.data import DATASETS, DataError, batches, load_dataset
+from extensor.training.data.dataset import pixel_statistics
+from extensor.training.data.fetch import RemoteFile
+from extensor.training.data.sources import (
+    CIFAR10,
+    CIFAR_RECORD,
+    EMNIST,
+    FASHION_MNIST,
+    MNIST,
+    parse_cifar,
+)
 from tests.unit.training.conftest import idx_bytes
-from training.data import DATASETS, DataError, batches, load_dataset
-from training.data.dataset import pixel_statistics
-from training.data.fetch import RemoteFile
-from training.data.sources import CIFAR10, CIFAR_RECORD, EMNIST, FASHION_MNIST, MNIST, parse_cifar
 
 RNG = np.random.default_rng(0)
 pytestmark = pytest.mark.usefixtures("cache")

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import models
-from extensor import optim
+from extensor import models, optim
+from extensor.training.choices import FROM_SETTINGS, OPTIMIZERS, SCHEDULES
+from extensor.training.cli import parse_train
+from extensor.training.loop import Trainer
+from extensor.training.optimizers import MuonWithAdamW, make_optimizer, make_schedule
 from tests.unit.training.conftest import Make
-from training.choices import FROM_SETTINGS, OPTIMIZERS, SCHEDULES
-from training.cli import parse_train
-from training.loop import Trainer
-from training.optimizers import MuonWithAdamW, make_optimizer, make_schedule
 
 VALUES = {
     "nesterov": "true", "eps": "1e-6", "decay": "0.5", "trust": "0.01", "every": "3",

@@ -15,9 +15,9 @@ import pytest
 
 from extensor.io import load_checkpoint
 from extensor.quant.recipes import RECIPES
-from training import compare as comparing
-from training.cli import main, parse_train
-from training.rundir import UsageError
+from extensor.training import compare as comparing
+from extensor.training.cli import main, parse_train
+from extensor.training.rundir import UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = ["mlp", "--epochs", "2", "--batch-size", "16", "--lr", "0.02"]
@@ -82,7 +82,7 @@ def test_flags_override_the_file_and_the_file_the_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["lennet"], "no model or command named 'lennet'; did you mean 'lenet'"),
+        (["lennet"], "no model named 'lennet'; did you mean 'lenet'"),
         (["lenet", "--dataset", "digitz"], "no dataset named 'digitz'; did you mean 'digits'"),
         (["compare", "lenett"], "no model named 'lenett'; did you mean 'lenet'"),
         (["lenet", "--config", "none.toml"], "--config none.toml: cannot be read"),

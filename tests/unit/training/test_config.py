@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-import models
-from training.cli import main
-from training.config import RunConfig, read_toml, write_toml
-from training.data import DATASETS
-from training.runs import RUNS, defaults
+from extensor import models
+from extensor.training.cli import main
+from extensor.training.config import RunConfig, read_toml, write_toml
+from extensor.training.data import DATASETS
+from extensor.training.runs import RUNS, defaults
 
 
 def config(**changes: Any) -> RunConfig:

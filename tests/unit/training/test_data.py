@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from extensor.training.data import DataError, Dataset, Split, batches, epoch_order, load_dataset
+from extensor.training.data.digits import enlarge, stratified_split
+from extensor.training.data.draws import Draws
+from extensor.training.data.fetch import RemoteFile, cache_directory, find
+from extensor.training.data.sources import FASHION_MNIST, MNIST, IdxSource, parse_idx
+from extensor.training.data.transforms import RandomCrop
 from tests.unit.training.conftest import idx_bytes
-from training.data import DataError, Dataset, Split, batches, epoch_order, load_dataset
-from training.data.digits import enlarge, stratified_split
-from training.data.draws import Draws
-from training.data.fetch import RemoteFile, cache_directory, find
-from training.data.sources import FASHION_MNIST, MNIST, IdxSource, parse_idx
-from training.data.transforms import RandomCrop
 
 pytestmark = pytest.mark.usefixtures("cache")
 PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
@@ -169,7 +169,9 @@ def test_an_idx_set_loads_from_four_files(
     shapes = ((6, 28, 28), (6,), (4, 28, 28), (4,))
     arrays = [rng.integers(0, 10, shape).astype(np.uint8) for shape in shapes]
     stems = ("a", "b", "c", "d")
-    monkeypatch.setattr("training.data.sources.FILES", tuple(zip(stems, shapes, strict=True)))
+    monkeypatch.setattr(
+        "extensor.training.data.sources.FILES", tuple(zip(stems, shapes, strict=True))
+    )
     for stem, array in zip(stems, arrays, strict=True):
         put(cache / row.name, gzip.compress(idx_bytes(array)), f"{stem}.gz")
     sums = tuple(hashlib.sha256(idx_bytes(a)).hexdigest() for a in arrays)

@@ -19,15 +19,15 @@ from extensor.io import load_checkpoint
 from extensor.quant import QuantArray
 from extensor.quant.recipe import Recipe, Rule
 from extensor.quant.recipes import get_recipe
+from extensor.training import loop
+from extensor.training.callbacks import Callback, EarlyStopping, SaveCheckpoint
+from extensor.training.config import RunConfig
+from extensor.training.data import DataError, Dataset, epoch_order, load_dataset
+from extensor.training.loop import Interrupted, Trainer
+from extensor.training.records import StepReport
+from extensor.training.rundir import LAST, UsageError, claim
+from extensor.training.train import train
 from tests.unit.training.conftest import Make, fitted, weights
-from training import loop
-from training.callbacks import Callback, EarlyStopping, SaveCheckpoint
-from training.config import RunConfig
-from training.data import DataError, Dataset, epoch_order, load_dataset
-from training.loop import Interrupted, Trainer
-from training.records import StepReport
-from training.rundir import LAST, UsageError, claim
-from training.train import train
 
 
 class InterruptAt(Callback):

@@ -14,14 +14,14 @@ from extensor.formats import FORMATS
 from extensor.quant.recipes import RECIPES
 from extensor.quant.reference import dequantize, quantize
 from extensor.quant.spec import QuantSpec
+from extensor.training import page
+from extensor.training.cli import main
+from extensor.training.data import DataError
+from extensor.training.histograms import histogram_on_grid
+from extensor.training.rundir import LAST, METRICS, TELEMETRY
+from extensor.training.svg import Line, bars, lines, ticks
+from extensor.training.train import train
 from tests.unit.training.conftest import QUIET, Make
-from training import page
-from training.cli import main
-from training.data import DataError
-from training.histograms import histogram_on_grid
-from training.rundir import LAST, METRICS, TELEMETRY
-from training.svg import Line, bars, lines, ticks
-from training.train import train
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 

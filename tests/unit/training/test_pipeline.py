@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from extensor.random import Stream
-from training.data import AUGMENTATIONS, SAMPLERS, Dataset, Split, held_out, prefetch
-from training.data.draws import DATA_TENSOR, Draws, stream_words
-from training.data.prepared import prepared
-from training.data.samplers import weighted_order
-from training.data.transforms import (
+from extensor.training.data import AUGMENTATIONS, SAMPLERS, Dataset, Split, held_out, prefetch
+from extensor.training.data.draws import DATA_TENSOR, Draws, stream_words
+from extensor.training.data.prepared import prepared
+from extensor.training.data.samplers import weighted_order
+from extensor.training.data.transforms import (
     CenterCrop,
     Compose,
     Normalize,

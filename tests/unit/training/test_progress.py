@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from training.callbacks.progress import WIDE, ShowProgress
-from training.records import StepReport
+from extensor.training.callbacks.progress import WIDE, ShowProgress
+from extensor.training.records import StepReport
 
 
 def shown(width: int) -> str:

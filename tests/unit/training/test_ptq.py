@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import extensor as et
+from extensor.training import ptq as quantizing
+from extensor.training.cli import main
+from extensor.training.config import RunConfig
+from extensor.training.loop import Trainer
+from extensor.training.ptq import calibration_set, load_run, nbytes
+from extensor.training.rundir import LAST
+from extensor.training.runs import defaults
+from extensor.training.train import train
 from tests.unit.training.conftest import QUIET, Make
-from training import ptq as quantizing
-from training.cli import main
-from training.config import RunConfig
-from training.loop import Trainer
-from training.ptq import calibration_set, load_run, nbytes
-from training.rundir import LAST
-from training.runs import defaults
-from training.train import train
 
 
 @pytest.fixture

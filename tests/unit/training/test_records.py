@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from sklearn import metrics as sklearn_metrics
 
+from extensor.training.callbacks.files import EVERY_STEPS
+from extensor.training.config import RunConfig
+from extensor.training.metrics import ClassScores, TokenScores, confusion_matrix, top_k_hits
+from extensor.training.ptq import load_run
+from extensor.training.rundir import METRICS
+from extensor.training.train import train
 from tests.unit.training.conftest import QUIET
-from training.callbacks.files import EVERY_STEPS
-from training.config import RunConfig
-from training.metrics import ClassScores, TokenScores, confusion_matrix, top_k_hits
-from training.ptq import load_run
-from training.rundir import METRICS
-from training.train import train
 
 LOGITS = np.array([[3, 2, 1], [1, 3, 2], [1, 2, 3], [3, 1, 2]], np.float32)
 LABELS = np.array([0, 1, 1, 2])

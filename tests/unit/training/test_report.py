@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from training.compare_report import markdown, summarize, write_report
-from training.comparison import CompareArgs, Finished
-from training.runs import defaults
+from extensor.training.compare_report import markdown, summarize, write_report
+from extensor.training.comparison import CompareArgs, Finished
+from extensor.training.runs import defaults
 
 
 def args(**changes: Any) -> CompareArgs:

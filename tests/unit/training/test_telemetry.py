@@ -14,12 +14,12 @@ from rich.console import Console
 
 import extensor as et
 from extensor import nn
+from extensor.training.callbacks import Callback, SaveCheckpoint, Telemetry
+from extensor.training.cli import main
+from extensor.training.loop import Interrupted, Trainer
+from extensor.training.rundir import LAST, TELEMETRY
+from extensor.training.train import train
 from tests.unit.training.conftest import Make, fitted, weights
-from training.callbacks import Callback, SaveCheckpoint, Telemetry
-from training.cli import main
-from training.loop import Interrupted, Trainer
-from training.rundir import LAST, TELEMETRY
-from training.train import train
 
 
 def records(out: Path) -> list[dict[str, Any]]:

@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-import training.tasks.language as language
+import extensor.training.tasks.language as language
 from extensor.io import load_checkpoint
-from training.cli import main
-from training.config import RunConfig
-from training.data import DataError, corpora, load_dataset
-from training.data.corpora import Corpus
-from training.data.fetch import RemoteFile
-from training.generate import Sampling, sample_token
-from training.rundir import LAST, UsageError
-from training.runs import RUNS, defaults
-from training.text.augment import replace_tokens
-from training.text.tokenizers import BytePairs, Characters, TokenizerError, from_state
-from training.text.windows import even_starts, flat_tokens, random_starts, window
+from extensor.training.cli import main
+from extensor.training.config import RunConfig
+from extensor.training.data import DataError, corpora, load_dataset
+from extensor.training.data.corpora import Corpus
+from extensor.training.data.fetch import RemoteFile
+from extensor.training.generate import Sampling, sample_token
+from extensor.training.rundir import LAST, UsageError
+from extensor.training.runs import RUNS, defaults
+from extensor.training.text.augment import replace_tokens
+from extensor.training.text.tokenizers import BytePairs, Characters, TokenizerError, from_state
+from extensor.training.text.windows import even_starts, flat_tokens, random_starts, window
 
 TEXT = "to be, or not to be: that is the question. " * 40
 

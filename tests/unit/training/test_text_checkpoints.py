@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from extensor.io import load_checkpoint, save_checkpoint
-from training.cli import main
-from training.rundir import LAST
+from extensor.training.cli import main
+from extensor.training.rundir import LAST
 
 TEXT = "to be, or not to be: that is the question. " * 40
 KINDS = {"char": [], "bpe": ["--tokenizer", "bpe", "--vocab-size", "270"]}

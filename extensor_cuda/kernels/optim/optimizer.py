@@ -245,14 +245,15 @@ def _launch_captured(
 
 
 @cache
-def _beside(xp: Any, device: int) -> Any:
+def _fetch_stream(xp: Any, device: int) -> Any:
     """A stream on which a result is fetched while the next kernels run."""
     return xp.cuda.Stream(non_blocking=True)
 
 
 def _found(flags: Array, xp: Any) -> FiniteQuery:
     """What `find_nonfinite` raises, fetched without waiting for what is launched after it."""
-    done, stream = xp.cuda.Event(disable_timing=True), _beside(xp, xp.cuda.runtime.getDevice())
+    stream = _fetch_stream(xp, xp.cuda.runtime.getDevice())
+    done = xp.cuda.Event(disable_timing=True)
     done.record()
 
     def each() -> list[bool]:

@@ -6,7 +6,7 @@
 // Macros: OPTIMIZER_BLOCKS, and the quantizer's. Compiled with --fmad=false.
 
 #define COMMON_MUL_WIDE 1
-#include "optimizer/optimizer.cuh"
+#include "optim/optimizer.cuh"
 #include "common/philox.cuh"
 
 constexpr u32 kMagnitude = 0x7FFFFFFFu, kExponent = 0x7F800000u, kMantissa = 0x007FFFFFu;

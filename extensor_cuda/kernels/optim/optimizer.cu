@@ -1,7 +1,7 @@
 // One multi-tensor step of Adam or SGD with float32 states, and whether gradients are finite.
 // Narrower states: optimizer_low_precision.cu. No macros; compiled with --fmad=false.
 
-#include "optimizer/optimizer.cuh"
+#include "optim/optimizer.cuh"
 
 template <class Rule>
 DEVICE void step(const Tensor* tensors, int number, const Pace& pace) {

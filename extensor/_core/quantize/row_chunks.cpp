@@ -1,0 +1,124 @@
+// What row_chunks.hpp declares: compiled once per level, as it is called once per chunk.
+
+#include "quantize/row_chunks.hpp"
+
+namespace EXTENSOR_ISA {
+namespace {
+
+template <int Size, class T>
+void transform_all(const T* x, int64_t count, const float* signs, float* out) {
+    for (int64_t at = 0; at < count; at += Size, x += Size, out += Size) {
+        prefetch_stream(x, Size);
+        transform_run<Size>([&](int i) { return load(x + i); }, signs, out);
+    }
+}
+
+template <class T>
+TransformAll transform_for(int size) {
+    const auto as = []<int Size>() -> TransformAll {
+        return [](const void* x, int64_t count, const float* signs, float* out) {
+            transform_all<Size>(static_cast<const T*>(x), count, signs, out);
+        };
+    };
+    switch (size) {
+        case 16: return as.template operator()<16>();
+        case 32: return as.template operator()<32>();
+        case 64: return as.template operator()<64>();
+        default: return as.template operator()<128>();
+    }
+}
+
+}  // namespace
+
+void prepare(const Call& call, int64_t row, int64_t start, int64_t count, float* out) {
+    const QuantJob& job = call.job;
+    const Source source = call.source().from(row * job.length + start);
+    const int size = call.plan.hadamard;
+    if (!size) {
+        int64_t i = 0;
+        for (; i + VL <= count; i += VL) store(out + i, source.load_upto(i, VL));
+        if (i < count)
+            store_part(out + i, source.load_upto(i, count - i), static_cast<int>(count - i));
+        return;
+    }
+    for (int64_t at = 0; at < count; at += size) {
+        const int64_t real = job.length - start - at;
+        const auto whole = [&](int i) { return source.load_upto(at + i, VL); };
+        const auto ragged = [&](int i) { return source.load_upto(at + i, most(0, real - i)); };
+        real >= size ? transform_run(size, whole, call.plan.signs, out + at)
+                     : transform_run(size, ragged, call.plan.signs, out + at);
+    }
+}
+
+TransformAll transform_for(FloatType type, int size) {
+    switch (type) {
+        case FloatType::float32: return transform_for<float>(size);
+        case FloatType::bfloat16: return transform_for<bfloat16>(size);
+        default: return transform_for<float16>(size);
+    }
+}
+
+Values prepared(const Call& call, const RowChunk& p) {
+    const QuantJob& job = call.job;
+    const int64_t start = p.start * job.tile_length, padded = values_in(job, p);
+    if (!call.plan.hadamard && job.type == FloatType::float32)
+        return {static_cast<const float*>(job.x) + p.first * job.length + start, job.length,
+                padded};
+    float* out = scratch_of<float>(Slot::values, p.rows * padded + VL);
+    for (int64_t r = 0; r < p.rows; ++r)
+        prepare(call, p.first + r, start, padded, out + r * padded);
+    return {out, padded, padded};
+}
+
+uint32_t run_maximum(const float* x, int64_t count) {
+    vu m = {};
+    int64_t i = 0;
+    for (; i + VL <= count; i += VL) m = larger(m, magnitude_bits(load(x + i)));
+    if (i < count) m = larger(m, magnitude_bits(load_part(x + i, static_cast<int>(count - i))));
+    return largest_lane(m);
+}
+
+void chunk_maxima(const QuantJob& job, Values v, const RowChunk& p, uint32_t* maxima) {
+    const int64_t tile = job.tile_length;
+    const int64_t batched = (tile == 16 || tile == 32) ? v.padded / tile / VL * VL : 0;
+    for (int64_t r = 0; r < p.rows; ++r, v.x += v.stride) {
+        for (int64_t t = 0; t < batched; t += VL, maxima += VL)
+            store(maxima,
+                  tile == 16 ? tile_maxima<16>(v.x + t * 16) : tile_maxima<32>(v.x + t * 32));
+        for (int64_t t = batched * tile; t < v.padded; t += tile)
+            *maxima++ = run_maximum(v.x + t, least(tile, v.padded - t));
+    }
+}
+
+uint32_t* random_words(const Call& call, const Philox& philox, const RowChunk& p, int64_t& stride) {
+    const QuantJob& job = call.job;
+    const int64_t total = p.rows * p.tiles, band = job.tile_rows;
+    if (!call.plan.stochastic) {
+        stride = 0;
+        const int64_t room = job.tile_length + VL;
+        uint32_t* words = scratch_of<uint32_t>(Slot::random, room);
+        for (int64_t i = 0; i < room; ++i) words[i] = call.constant;
+        return words;
+    }
+    const uint32_t calls = static_cast<uint32_t>(call.calls);
+    const int64_t raw = 4 * call.calls, room = total * raw + 8 * VL;
+    uint32_t* words = scratch_of<uint32_t>(Slot::random, call.plan.rbits == 8 ? 5 * room : room);
+    const int64_t bands = ceil_div(job.rows, band);
+    for (int64_t r = 0; r < p.rows; r += band == 1 ? p.rows : 1) {
+        const int64_t row = (p.first + r) % job.rows, image = (p.first + r) / job.rows;
+        const int64_t block = (image * bands + row / band) * call.tiles + p.start;
+        philox_run(philox, words + r * p.tiles * raw, static_cast<uint32_t>(row % band) * calls,
+                   calls, static_cast<uint32_t>(block), band == 1 ? total : p.tiles);
+    }
+    stride = raw;
+    if (call.plan.rbits == 32) return words;
+    // Each byte becomes a word of its own.
+    stride = 4 * raw;
+    uint32_t* widened = words + room;
+    const auto* bytes = reinterpret_cast<const uint8_t*>(words);
+    for (int64_t i = 0; i < total * stride; ++i)
+        widened[i] = static_cast<uint32_t>(bytes[i]) << 24 | 1u << 23;
+    return widened;
+}
+
+}  // namespace EXTENSOR_ISA
