@@ -20,16 +20,36 @@ __all__ = ["build", "config", "names"]
 
 
 def names() -> list[str]:
-    """The models, by folder name."""
+    """The models, by folder name.
+
+    Returns:
+        The names, in alphabetical order.
+
+    >>> import models
+    >>> "lenet" in models.names()
+    True
+    """
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.ispkg)
 
 
 def config(model: str, variant: str | None = None, **changes: Any) -> Any:
-    """A model's configuration: a row of its CONFIGS, the first by default, with changes.
+    """A model's configuration, with changes.
+
+    Args:
+        model: one of `names`.
+        variant: a row of the model's ``CONFIGS``; None, the first.
+        changes: settings that differ from the row's.
+
+    Returns:
+        A frozen record of the model's own class.
 
     Raises:
         ValueError: on an unknown model, variant or setting (near ones are listed), or values the
             configuration refuses.
+
+    >>> import models
+    >>> models.config("gpt", "nano", layers=2)
+    GPTConfig(vocab=65, context=64, layers=2, heads=4, width=128, bias=False)
     """
     if model not in names():
         raise ValueError(unknown_name("model", model, names()))
@@ -47,9 +67,23 @@ def config(model: str, variant: str | None = None, **changes: Any) -> Any:
 def build(model: str, config: Any, rng: np.random.Generator) -> Module:
     """A model with fresh weights drawn from ``rng``.
 
+    Args:
+        model: one of `names`.
+        config: what `config` gives for it.
+        rng: draws the weights, and the masks of dropout.
+
+    Returns:
+        The model, in training mode.
+
     Raises:
         ValueError: on an unknown model.
         TypeError: on a configuration of another model.
+
+    >>> import models
+    >>> import numpy as np
+    >>> lenet = models.build("lenet", models.config("lenet"), np.random.default_rng(0))
+    >>> lenet(et.zeros((2, 1, 28, 28))).shape
+    (2, 10)
     """
     if model not in names():
         raise ValueError(unknown_name("model", model, names()))

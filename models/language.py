@@ -51,7 +51,13 @@ class LanguageModel(nn.Module):
     head: nn.Linear
 
     def forward(self, tokens: ExTensor) -> ExTensor:
-        """Tokens (B, T) of whole numbers to scores (B, T, vocab).
+        """Tokens to scores of every token at each place.
+
+        Args:
+            tokens: whole numbers (B, T), T of 1 to the context's length.
+
+        Returns:
+            Scores (B, T, vocab).
 
         Raises:
             ValueError: for other shapes, more tokens than the context holds, or unknown ones.
@@ -75,7 +81,13 @@ class LanguageModel(nn.Module):
 
 
 def draw_normal(layer: nn.Module, std: float, rng: np.random.Generator) -> None:
-    """Give a linear layer normal weights and, where it has a bias, zeros there."""
+    """Give a linear layer normal weights and, where it has a bias, zeros there.
+
+    Args:
+        layer: an `nn.Linear`.
+        std: standard deviation of the weights.
+        rng: draws them.
+    """
     assert isinstance(layer, nn.Linear)
     values = std * rng.standard_normal(layer.weight.shape)
     layer.weight = nn.Parameter(values.astype(np.float32))

@@ -50,17 +50,56 @@ class VisionConfig:
             )
 
     def wide(self, channels: int) -> int:
-        """The paper's number of channels times ``width``, at least 1."""
+        """The paper's number of channels times ``width``, at least 1.
+
+        Args:
+            channels: the paper's number.
+
+        Returns:
+            The model's number.
+
+        >>> from models.vision import VisionConfig
+        >>> VisionConfig(width=0.5).wide(64)
+        32
+        """
         return max(1, round(channels * self.width))
 
 
 def halved(side: int, times: int = 1) -> int:
-    """The side after so many 3x3 windows of stride 2 and padding 1: half, rounded up."""
+    """The side after so many 3x3 windows of stride 2 and padding 1: half, rounded up.
+
+    Args:
+        side: of the image.
+        times: how many windows.
+
+    Returns:
+        The side after the last.
+
+    >>> from models.vision import halved
+    >>> halved(32, 3), halved(7)
+    (4, 4)
+    """
     return -(-side // 2**times)
 
 
 def started(layer: Layer, weights: Weights, rng: np.random.Generator, bias: float = 0.0) -> Layer:
-    """The layer with its weight drawn anew by ``weights`` and its bias, if it has one, constant."""
+    """The layer with its weight drawn anew and its bias, if it has one, constant.
+
+    Args:
+        layer: is changed.
+        weights: draws the weight.
+        rng: with this generator.
+        bias: the constant.
+
+    Returns:
+        The layer itself.
+
+    >>> import numpy as np
+    >>> from models.vision import started
+    >>> layer = started(et.nn.Linear(4, 2), et.nn.init.kaiming_normal, np.random.default_rng(0))
+    >>> layer.bias.tolist()
+    [0.0, 0.0]
+    """
     layer.weight = nn.Parameter(weights(layer.weight.shape, rng))
     if layer.bias is not None:
         layer.bias = nn.Parameter(np.full(layer.bias.shape, bias, np.float32))

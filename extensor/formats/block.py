@@ -24,7 +24,17 @@ Tile = tuple[int, int] | Literal["tensor", "channel"]
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """How the scale of one block is stored."""
+    """How the scale of one block is stored.
+
+    Attributes:
+        name: the scale format's name, in `SCALES`.
+        bits: stored for each block.
+        doc: one line for tables.
+
+    >>> from extensor.formats import SCALES
+    >>> SCALES["e8m0"].bits
+    8
+    """
 
     name: str
     bits: int
@@ -46,6 +56,10 @@ class BlockFormat:
         zero_point: True if an asymmetric variant with a zero point exists.
         outliers: how many of a row's largest values may be stored exactly.
         doc: one line for tables.
+
+    >>> row = et.FORMATS["nvfp4"]
+    >>> row.element.name, row.scale.name, row.tile, row.tensor_scale
+    ('e2m1', 'ue4m3', (1, 16), True)
     """
 
     name: str
@@ -65,7 +79,17 @@ class BlockFormat:
         return self.scale.name == "float32"
 
     def bits_per_element(self, tile: tuple[int, int] | None = None) -> float:
-        """Bits stored per element, block scales included; scales of channels or tensors as 0."""
+        """Bits stored per element, block scales included; scales of channels or tensors as 0.
+
+        Args:
+            tile: (rows, columns) of a block; None, the format's own.
+
+        Returns:
+            Element bits plus the block's share of its scale.
+
+        >>> et.FORMATS["mxfp4"].bits_per_element(), et.FORMATS["mxfp4"].bits_per_element((1, 16))
+        (4.25, 4.5)
+        """
         shape = tile or self.tile
         scale_bits = self.scale.bits / (shape[0] * shape[1]) if isinstance(shape, tuple) else 0.0
         return self.element.bits + scale_bits

@@ -49,6 +49,9 @@ class Dialect:
         nvfp4_least_scale: the smallest e4m3 byte of any other NVFP4 block.
         nvfp4_tiny_saturates: True if a block so small that its scale rounds to zero gets the
             largest code instead of zeros.
+
+    >>> et.DIALECTS["nvidia"].mx_scale_rule
+    'rceil'
     """
 
     name: str
@@ -66,17 +69,47 @@ class Dialect:
     nvfp4_tiny_saturates: bool = False
 
     def ties_in(self, format_name: str) -> Ties:
-        """How rounding to nearest resolves ties between two codes of a format."""
+        """How rounding to nearest resolves ties between two codes of a format.
+
+        Args:
+            format_name: a name in `FORMATS`.
+
+        Returns:
+            ``"even"``, ``"away"`` or ``"zero"``.
+
+        >>> et.DIALECTS["gguf"].ties_in("mxfp4"), et.DIALECTS["gguf"].ties_in("nvfp4")
+        ('zero', 'even')
+        """
         return dict(self.ties_of).get(format_name, self.ties)
 
     def inf_byte_in(self, element: ElementFormat) -> int:
-        """The E8M0 byte of a block with an infinity and no NaN, for an element grid."""
+        """The E8M0 byte of a block with an infinity and no NaN, for an element grid.
+
+        Args:
+            element: the grid of the codes.
+
+        Returns:
+            The byte, 0 to 255.
+
+        >>> et.DIALECTS["ocp"].inf_byte_in(et.ELEMENTS["e2m1"])
+        255
+        """
         if self.mx_inf_byte is None:
             return 128 - element.emax + 127
         return self.mx_inf_byte
 
     def zero_sign_in(self, format_name: str) -> ZeroSign:
-        """The sign of a format's zeros."""
+        """The sign of a format's zeros.
+
+        Args:
+            format_name: a name in `FORMATS`.
+
+        Returns:
+            What ``zero_sign`` says, or ``zero_sign_of`` for this format.
+
+        >>> et.DIALECTS["gguf"].zero_sign_in("mxfp4")
+        'codes_positive'
+        """
         return dict(self.zero_sign_of).get(format_name, self.zero_sign)
 
 

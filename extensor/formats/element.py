@@ -25,13 +25,26 @@ Specials = Literal["none", "nan", "ieee"]
 class ElementFormat:
     """One element grid.
 
-    A floating-point grid has ``exponent_bits > 0``: sign, exponent, mantissa,
-    from the high bit down. A fixed-point grid has ``exponent_bits == 0``: a two's
-    complement integer times ``2**-mantissa_bits``.
+    A floating-point grid has ``exponent_bits > 0``: sign, exponent, mantissa, from the high bit
+    down. A fixed-point grid has ``exponent_bits == 0``: a two's complement integer times
+    ``2**-mantissa_bits``.
 
-    ``specials`` says which codes are not numbers: ``"none"``; ``"nan"``, the
-    all-ones code of either sign is NaN and there is no infinity (e4m3fn);
-    ``"ieee"``, the top exponent holds infinities and NaNs (e5m2).
+    Attributes:
+        name: the grid's name, in `ELEMENTS`.
+        bits: of a code.
+        exponent_bits: 0 for fixed point.
+        mantissa_bits: without the implicit leading one.
+        bias: of the exponent.
+        specials: which codes are not numbers: ``"none"``; ``"nan"``, the all-ones code of either
+            sign is NaN and there is no infinity (e4m3fn); ``"ieee"``, the top exponent holds
+            infinities and NaNs (e5m2).
+        doc: one line for tables.
+
+    >>> grid = et.ELEMENTS["e2m1"]
+    >>> grid.values[:8]
+    (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    >>> et.ELEMENTS["e4m3"].max, et.ELEMENTS["e4m3"].min_positive == 2**-9
+    (448.0, True)
     """
 
     name: str
@@ -102,7 +115,20 @@ class ElementFormat:
         return None if self.specials == "none" else (1 << (self.bits - 1)) - 1
 
     def decode(self, code: int) -> float:
-        """The exact value of one code; float64 holds every grid value."""
+        """The exact value of one code; float64 holds every grid value.
+
+        Args:
+            code: 0 to 2**bits - 1.
+
+        Returns:
+            The value; NaN and infinities where the grid has them.
+
+        Raises:
+            ValueError: for a code out of range.
+
+        >>> et.ELEMENTS["e2m1"].decode(0b1101)
+        -3.0
+        """
         if not 0 <= code < 1 << self.bits:
             raise ValueError(
                 f"{self.name}: expected a code in 0..{(1 << self.bits) - 1}, got {code}"

@@ -37,6 +37,11 @@ class LayerRow:
         clipped: the share of the forward operands' values that saturated, 0 to 1; None for a layer
             that quantizes nothing.
         flushed: the share that became zero, likewise.
+
+    >>> model = et.nn.Linear(8, 8, rng=0)
+    >>> row = et.compare_layers(model, model, et.ones((2, 8))).rows[-1]
+    >>> row.layer, row.kind, row.mse
+    ('(output)', 'Linear', 0.0)
     """
 
     layer: str
@@ -50,12 +55,29 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class LayerComparison:
-    """The rows of `compare_layers`, in the order the layers ran; the model's output last."""
+    """The result of `compare_layers`.
+
+    Attributes:
+        rows: in the order the layers ran; the model's output last.
+
+    >>> model = et.nn.Sequential(et.nn.Linear(8, 8, rng=0))
+    >>> comparison = et.compare_layers(model, model, et.ones((2, 8)))
+    >>> [row.layer for row in comparison.rows]
+    ['0', '(output)']
+    """
 
     rows: tuple[LayerRow, ...]
 
     def as_table(self) -> Table:
-        """The rows as text."""
+        """The rows as text, which ``str()`` of the comparison prints.
+
+        Returns:
+            A table with a row for each layer.
+
+        >>> model = et.nn.Linear(8, 8, rng=0)
+        >>> et.compare_layers(model, model, et.ones((2, 8))).as_table().columns
+        ('layer', 'kind', 'cosine', 'MSE', 'SQNR dB', 'clipped', 'flushed')
+        """
         columns = ("layer", "kind", "cosine", "MSE", "SQNR dB", "clipped", "flushed")
         return Table(
             columns,
@@ -97,10 +119,19 @@ def compare_layers(
         isolated: run each layer on the inputs of the reference's layer, so that its row shows only
             its own error. The model's output is still that of a whole run.
 
+    Returns:
+        A row for each layer; ``print`` shows a table.
+
     Raises:
         ValueError: if the models have different layers, or a layer gives other shapes or runs
             another number of times; for an empty batch.
         TypeError: if ``batch`` is no tensor or tuple of tensors.
+
+    >>> model = et.nn.Sequential(et.nn.Linear(64, 64, rng=0), et.nn.Linear(64, 8, rng=1))
+    >>> quantized = et.quantize_model(model, "nvfp4")
+    >>> comparison = et.compare_layers(quantized, model, et.randn(16, 64, seed=0))
+    >>> [(row.layer, row.sqnr_db > 10) for row in comparison.rows]
+    [('0', True), ('1', True), ('(output)', True)]
     """
     inputs = batch if isinstance(batch, tuple) else (batch,)
     if not inputs or not all(isinstance(x, ExTensor) for x in inputs):

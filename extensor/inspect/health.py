@@ -25,15 +25,19 @@ class SlotHealth:
     """What quantizing did to one operand of one layer since the telemetry's last reset.
 
     Attributes:
-        layer: the layer's path; slot: the operand, as in `SLOTS`.
-        format: the operand's format; scale_rule: the rule in force. None in both where the slot
-            is no longer quantized to blocks.
+        layer: the layer's path.
+        slot: the operand, as in `SLOTS`.
+        format: the operand's format; None where the slot is no longer quantized to blocks.
+        scale_rule: the rule in force; None likewise.
         count: how many values were quantized.
         saturated: the share of them that rounded beyond the largest code, 0 to 1.
         flushed: the share that were not zero and became zero, 0 to 1.
         switched: whether the gradient scaler changed the scale rule.
         rebase_changed: the share that rebasing to a tile's scale changed, 0 to 1
             (`QuantSpec.rebased`).
+
+    >>> et.inspect.SlotHealth("fc1", "fprop.x", "mxfp4", "floor", 1024, 0.05, 0.1).verdict
+    'saturates'
     """
 
     layer: str
@@ -63,6 +67,15 @@ def slot_health(
     Args:
         state: what `apply_recipe` returned.
         switched: the (layer, slot) pairs whose scale rule was changed.
+
+    Returns:
+        The rows.
+
+    >>> layer = et.nn.Linear(32, 32, rng=0)
+    >>> state = et.nn.apply_recipe(layer, "mxfp4_all")
+    >>> y = layer(et.randn(8, 32, seed=0))
+    >>> [(row.slot, row.format, row.count) for row in et.inspect.slot_health(state)]
+    [('fprop.x', 'mxfp4', 256), ('fprop.w', 'mxfp4', 1024)]
     """
     rows = []
     for path, context in state.layers.items():
@@ -89,7 +102,19 @@ def slot_health(
 
 
 def health_table(rows: tuple[SlotHealth, ...]) -> Table:
-    """The rows of `slot_health`, or of a gradient scaler's report, as text."""
+    """The rows of `slot_health`, or of a gradient scaler's report, as text.
+
+    Args:
+        rows: of any number of layers.
+
+    Returns:
+        A table; ``print`` aligns it.
+
+    >>> row = et.inspect.SlotHealth("fc1", "fprop.x", "mxfp4", "floor", 1024, 0.05, 0.1)
+    >>> print(et.inspect.health_table((row,)))
+    layer     slot  format   rule  values  saturated  flushed  rebased    verdict
+    fc1    fprop.x   mxfp4  floor   1,024     5.000%  10.000%   0.000%  saturates
+    """
     columns = ("layer", "slot", "format", "rule", "values", "saturated", "flushed", "rebased")
     return Table(
         (*columns, "verdict"),

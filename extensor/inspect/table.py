@@ -9,7 +9,20 @@ __all__ = ["Table"]
 
 @dataclass(frozen=True)
 class Table:
-    """Titles and rows of text; ``str()`` aligns them, the first column left, the others right."""
+    """Titles and rows of text; ``str()`` aligns them, the first column left, the others right.
+
+    Attributes:
+        columns: the titles.
+        rows: as many cells in each as there are columns.
+
+    Raises:
+        ValueError: for a row of another length.
+
+    >>> print(et.inspect.Table(("layer", "bits"), (("fc1", "4.25"), ("head", "16"))))
+    layer  bits
+    fc1    4.25
+    head     16
+    """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]

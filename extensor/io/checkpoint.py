@@ -42,6 +42,10 @@ class Checkpoint:
     Attributes:
         tensors: numpy arrays and `QuantArray` objects by name.
         metadata: as given to `save_checkpoint`; the metadata strings of another program's file.
+
+    >>> import numpy as np
+    >>> et.io.Checkpoint({"w": np.zeros((2, 2), np.float32)}, {"step": 10}).metadata["step"]
+    10
     """
 
     tensors: dict[str, Stored]
@@ -67,6 +71,13 @@ def save_checkpoint(
         OSError: if the disk is full or the directory cannot be written. An older file under
             ``path`` is then still there, unchanged, and nothing else is left behind. (Where only
             the final sync of the directory fails, the new file is there, whole.)
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = f"{folder}/model.safetensors"
+    ...     et.io.save_checkpoint(path, {"w": et.ones((4, 64)).to_mxfp4()}, {"step": 10})
+    ...     et.io.load_checkpoint(path).tensors["w"].nbytes
+    136
     """
     arrays: dict[str, Array] = {}
     blocked: dict[str, Any] = {}
@@ -108,6 +119,13 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: if there is no such file.
         CheckpointError: if the file is truncated or inconsistent, or differs from ``like``.
+
+    >>> import tempfile
+    >>> model = et.nn.Linear(4, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = f"{folder}/model.safetensors"
+    ...     et.io.save_checkpoint(path, model.state_dict())
+    ...     model.load_state_dict(et.io.load_checkpoint(path).tensors)
     """
     arrays, strings = read(path)
     try:

@@ -54,6 +54,10 @@ class Layout:
         first_bytes: for the first two bytes of codes, the elements in (low nibble, high nibble).
         tensor_scale: where the tensor's float32 scale is stored.
         nan: whether a NaN block can be stored.
+
+    >>> from extensor.io.layouts import LAYOUTS
+    >>> [(layout.name, layout.format) for layout in LAYOUTS if not layout.nan]
+    [('gguf', 'mxfp4'), ('gguf', 'nvfp4'), ('Mojo original', 'nvfp4')]
     """
 
     name: str
@@ -81,11 +85,21 @@ _TILE_ROWS, _TILE_COLUMNS = 128, 4
 
 
 def to_gguf_mxfp4(q: QuantArray) -> Array:
-    """MXFP4 -> gguf's records, uint8 of shape (..., K / 32 * 17), for a row length of K.
+    """MXFP4 -> gguf's records, 17 bytes for each block of 32: the scale, then the codes.
+
+    Args:
+        q: MXFP4 of shape (..., K) in blocks of 32 along the last axis.
+
+    Returns:
+        uint8 of shape (..., K / 32 * 17).
 
     Raises:
-        ValueError: if q is not MXFP4 in blocks of 32 along the last axis, if K is not a multiple
-            of 32, or if a block is NaN, which gguf cannot store.
+        ValueError: if q is not such an array, if K is not a multiple of 32, or if a block is NaN,
+            which gguf cannot store.
+
+    >>> from extensor.io.layouts import to_gguf_mxfp4
+    >>> to_gguf_mxfp4(et.ones((4, 64)).to_mxfp4().data).shape
+    (4, 34)
     """
     codes = _blocks(q, _MX, "gguf MXFP4")
     _refuse_nan(q.scales, E8M0_NAN, "gguf MXFP4")
@@ -94,11 +108,22 @@ def to_gguf_mxfp4(q: QuantArray) -> Array:
 
 
 def from_gguf_mxfp4(records: Array) -> QuantArray:
-    """Records of gguf, uint8 of shape (..., n * 17) -> MXFP4 of shape (..., n * 32).
+    """Records of gguf -> MXFP4.
+
+    Args:
+        records: uint8 of shape (..., n * 17).
+
+    Returns:
+        MXFP4 of shape (..., n * 32).
 
     Raises:
         TypeError: if records are not uint8.
         ValueError: if they are not whole, or a scale is 0xFF, which gguf decodes as a number.
+
+    >>> import numpy as np
+    >>> from extensor.io.layouts import from_gguf_mxfp4
+    >>> from_gguf_mxfp4(np.zeros((4, 34), np.uint8)).shape
+    (4, 64)
     """
     whole = _records(records, 17, "gguf MXFP4")
     scales, halves = whole[..., 0], whole[..., 1:]
@@ -107,13 +132,24 @@ def from_gguf_mxfp4(records: Array) -> QuantArray:
 
 
 def to_gguf_nvfp4(q: QuantArray) -> tuple[Array, np.float32]:
-    """NVFP4 -> gguf's records, uint8 of shape (..., K / 64 * 36), and the tensor scale.
+    """NVFP4 -> gguf's records, 36 bytes for each 64 values, and the tensor scale.
 
     gguf keeps the tensor scale in a tensor of its own, beside the records.
 
+    Args:
+        q: NVFP4 of shape (..., K) in blocks of 16 along the last axis.
+
+    Returns:
+        uint8 of shape (..., K / 64 * 36), and the tensor scale.
+
     Raises:
-        ValueError: if q is not NVFP4 in blocks of 16 along the last axis, if K is not a multiple
-            of 64, or if a block is NaN, which gguf cannot store.
+        ValueError: if q is not such an array, if K is not a multiple of 64, or if a block is NaN,
+            which gguf cannot store.
+
+    >>> from extensor.io.layouts import to_gguf_nvfp4
+    >>> records, tensor_scale = to_gguf_nvfp4(et.ones((4, 64)).to_nvfp4().data)
+    >>> records.shape
+    (4, 36)
     """
     codes = _blocks(q, _NV, "gguf NVFP4", along=64)
     _refuse_nan(q.scales, _NV_NAN, "gguf NVFP4")
@@ -125,12 +161,24 @@ def to_gguf_nvfp4(q: QuantArray) -> tuple[Array, np.float32]:
 
 
 def from_gguf_nvfp4(records: Array, tensor_scale: float = 1.0) -> QuantArray:
-    """Records of gguf, uint8 (..., n * 36), and the tensor scale -> NVFP4 (..., n * 64).
+    """Records of gguf and the tensor scale -> NVFP4.
+
+    Args:
+        records: uint8 of shape (..., n * 36).
+        tensor_scale: above 0.
+
+    Returns:
+        NVFP4 of shape (..., n * 64).
 
     Raises:
         TypeError: if records are not uint8.
         ValueError: if they are not whole, a scale is NaN or has a sign, or the tensor scale is not
             a positive number.
+
+    >>> import numpy as np
+    >>> from extensor.io.layouts import from_gguf_nvfp4
+    >>> from_gguf_nvfp4(np.zeros((4, 36), np.uint8), tensor_scale=0.5).shape
+    (4, 64)
     """
     whole = _records(records, 36, "gguf NVFP4")
     scales = _joined(whole[..., :4])
@@ -142,37 +190,69 @@ def from_gguf_nvfp4(records: Array, tensor_scale: float = 1.0) -> QuantArray:
 
 
 def to_mojo_mxfp4(q: QuantArray) -> Array:
-    """MXFP4 -> the Mojo original's records over the flattened tensor, uint8 (blocks * 17,).
+    """MXFP4 -> the Mojo original's records over the flattened tensor.
+
+    Args:
+        q: MXFP4 in blocks of 32 along the last axis.
+
+    Returns:
+        uint8 of shape (blocks * 17,).
 
     Raises:
-        ValueError: if q is not MXFP4 in blocks of 32 along the last axis, or the rows are not
-            whole blocks.
+        ValueError: if q is not such an array, or the rows are not whole blocks.
+
+    >>> from extensor.io.layouts import to_mojo_mxfp4
+    >>> to_mojo_mxfp4(et.ones((4, 64)).to_mxfp4().data).shape
+    (136,)
     """
     codes = _blocks(q, _MX, "Mojo MXFP4").reshape(-1, 32)
     return np.concatenate([_high_first(codes), q.scales.reshape(-1, 1)], axis=-1).reshape(-1)
 
 
 def from_mojo_mxfp4(records: Array, shape: tuple[int, ...]) -> QuantArray:
-    """The Mojo original's records, uint8 (blocks * 17,) -> MXFP4 of ``shape``.
+    """The Mojo original's records -> MXFP4.
 
     Where blocks cross rows (the last length is no multiple of 32) pass the flat length, ``(n,)``:
     the result can be dequantized and then reshaped. Bytes mean what the standard says: scale 0xFF
     is NaN (the original: Inf) and code 1 is 0.5 (the original never wrote it).
 
+    Args:
+        records: uint8 of shape (blocks * 17,).
+        shape: of the tensor.
+
+    Returns:
+        MXFP4 of ``shape``.
+
     Raises:
         TypeError: if records are not uint8.
         ValueError: if their number does not fit the shape, or blocks would cross rows.
+
+    >>> import numpy as np
+    >>> from extensor.io.layouts import from_mojo_mxfp4
+    >>> from_mojo_mxfp4(np.zeros(34, np.uint8), (2, 32)).shape
+    (2, 32)
     """
     codes, scales = _from_mojo(records, shape, 32, "Mojo MXFP4")
     return _stored(_MX, codes, scales, shape=shape)
 
 
 def to_mojo_nvfp4(q: QuantArray) -> Array:
-    """NVFP4 -> the Mojo original's records over the flattened tensor, uint8 (blocks * 9,).
+    """NVFP4 -> the Mojo original's records over the flattened tensor.
+
+    Args:
+        q: NVFP4 with tensor scale 1, in blocks of 16 along the last axis.
+
+    Returns:
+        uint8 of shape (blocks * 9,).
 
     Raises:
-        ValueError: if q is not NVFP4 in blocks of 16 along the last axis with tensor scale 1, if
-            the rows are not whole blocks, or if a block is NaN, which the original decodes as 480.
+        ValueError: if q is not such an array, if the rows are not whole blocks, or if a block is
+            NaN, which the original decodes as 480.
+
+    >>> import numpy as np
+    >>> from extensor.io.layouts import from_mojo_nvfp4, to_mojo_nvfp4
+    >>> to_mojo_nvfp4(from_mojo_nvfp4(np.zeros(18, np.uint8), (2, 16))).shape
+    (18,)
     """
     codes = _blocks(q, _NV, "Mojo NVFP4").reshape(-1, 16)
     _refuse_nan(q.scales, _NV_NAN, "Mojo NVFP4")
@@ -186,14 +266,26 @@ def to_mojo_nvfp4(q: QuantArray) -> Array:
 
 
 def from_mojo_nvfp4(records: Array, shape: tuple[int, ...]) -> QuantArray:
-    """The Mojo original's records, uint8 (blocks * 9,) -> NVFP4 of ``shape``, tensor scale 1.
+    """The Mojo original's records -> NVFP4 with tensor scale 1.
 
     Where blocks cross rows (the last length is no multiple of 16) pass the flat length, ``(n,)``.
+
+    Args:
+        records: uint8 of shape (blocks * 9,).
+        shape: of the tensor.
+
+    Returns:
+        NVFP4 of ``shape``.
 
     Raises:
         TypeError: if records are not uint8.
         ValueError: if their number does not fit the shape, blocks would cross rows, or a scale is
             0x7F: 480 to the original, NaN in the standard.
+
+    >>> import numpy as np
+    >>> from extensor.io.layouts import from_mojo_nvfp4
+    >>> from_mojo_nvfp4(np.zeros(18, np.uint8), (2, 16)).shape
+    (2, 16)
     """
     codes, scales = _from_mojo(records, shape, 16, "Mojo NVFP4")
     _refuse_nan(scales, _NV_NAN, "Mojo NVFP4")
@@ -202,13 +294,24 @@ def from_mojo_nvfp4(records: Array, shape: tuple[int, ...]) -> QuantArray:
 
 
 def to_swizzled_scales(scales: Array) -> Array:
-    """Scales (R, C), one byte each -> a flat array in the order that tensor cores read.
+    """Scales of blocks -> the order in which tensor cores read them.
 
     R is padded with zeros to a multiple of 128 and C to one of 4. Tiles of 128x4 follow each other
     row by row; inside a tile, (r, c) is at 16 * (r % 32) + 4 * (r // 32) + c.
 
+    Args:
+        scales: (R, C), one byte each.
+
+    Returns:
+        uint8, flat.
+
     Raises:
         ValueError: if scales are not a matrix of bytes.
+
+    >>> import numpy as np
+    >>> from extensor.io.layouts import to_swizzled_scales
+    >>> to_swizzled_scales(np.zeros((130, 4), np.uint8)).shape
+    (1024,)
     """
     if scales.ndim != 2 or scales.dtype.itemsize != 1:
         raise ValueError(
@@ -226,10 +329,23 @@ def to_swizzled_scales(scales: Array) -> Array:
 
 
 def from_swizzled_scales(swizzled: Array, shape: tuple[int, int]) -> Array:
-    """The inverse of `to_swizzled_scales`: bytes in any shape -> uint8 of ``shape``.
+    """The inverse of `to_swizzled_scales`.
+
+    Args:
+        swizzled: one byte each, in any shape.
+        shape: (R, C) without padding.
+
+    Returns:
+        uint8 of ``shape``.
 
     Raises:
         ValueError: if the number of bytes does not fit the shape.
+
+    >>> import numpy as np
+    >>> from extensor.io.layouts import from_swizzled_scales, to_swizzled_scales
+    >>> scales = np.arange(32, dtype=np.uint8).reshape(8, 4)
+    >>> bool((from_swizzled_scales(to_swizzled_scales(scales), (8, 4)) == scales).all())
+    True
     """
     rows, columns = _tiles(shape)
     expected = rows * columns * _TILE_ROWS * _TILE_COLUMNS

@@ -48,7 +48,11 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class CheckpointError(ValueError):
-    """A file that is damaged, or not the expected one. Nothing was loaded."""
+    """A file that is damaged, or not the expected one. Nothing was loaded.
+
+    >>> issubclass(et.io.CheckpointError, ValueError)
+    True
+    """
 
 
 def write(file: BinaryIO, tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> None:

@@ -36,6 +36,11 @@ def rotate(x: ExTensor, base: float) -> ExTensor:
         ValueError: for an odd d.
 
     Source: Su et al., arXiv 2104.09864, section 3.2.2, with the halves paired as in GPT-NeoX.
+
+    >>> from extensor.nn.attention import rotate
+    >>> rotate(et.ones((2, 2)), base=10000.0).numpy().round(4)
+    array([[ 1.    ,  1.    ],
+           [-0.3012,  1.3818]], dtype=float32)
     """
     *_, length, size = x.shape
     if size % 2:
@@ -69,6 +74,10 @@ class MultiheadAttention(Module):
     Raises:
         ValueError: for sizes that do not go together; when called, for an input that is not
             (..., T, width), or holds no tokens.
+
+    >>> attention = et.nn.MultiheadAttention(width=64, heads=4, kv_heads=2, causal=True, rng=0)
+    >>> attention(et.zeros((8, 10, 64))).shape
+    (8, 10, 64)
     """
 
     def __init__(
@@ -106,7 +115,7 @@ class MultiheadAttention(Module):
         self.out = Linear(width, width, bias, rng)
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(..., T, width) -> the same."""
+        """See :meth:`extensor.nn.Module.forward`: (..., T, width) -> the same."""
         tensors_only("MultiheadAttention", x)
         if x.ndim < 2 or x.shape[-1] != self.width or not x.shape[-2]:
             raise ValueError(
@@ -127,7 +136,7 @@ class MultiheadAttention(Module):
         return self.out(mixed.swapaxes(-2, -3).reshape(x.shape))
 
     def extra_repr(self) -> str:
-        """Its sizes and options."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return (
             f"{self.width}, heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal}, "
             f"rotary={self.rotary}"

@@ -37,6 +37,16 @@ class Sequential(_Container):
     Raises:
         TypeError: if something is no Module.
         ValueError: for two layers of one name.
+
+    >>> model = et.nn.Sequential(et.nn.Linear(4, 8, rng=0), et.nn.ReLU(), head=et.nn.Linear(8, 2))
+    >>> model
+    Sequential(
+      (0): Linear(4, 8)
+      (1): ReLU()
+      (head): Linear(8, 2)
+    )
+    >>> model(et.zeros((1, 4))).shape
+    (1, 2)
     """
 
     def __init__(self, *layers: Module, **named: Module) -> None:
@@ -51,7 +61,7 @@ class Sequential(_Container):
             setattr(self, name, layer)
 
     def forward(self, x: Any) -> Any:
-        """The last module's output."""
+        """See :meth:`extensor.nn.Module.forward`: the last module's output."""
         for layer in self:
             x = layer(x)
         return x
@@ -65,6 +75,10 @@ class ModuleList(_Container):
 
     Raises:
         TypeError: if something is no Module.
+
+    >>> layers = et.nn.ModuleList(et.nn.Linear(4, 4) for _ in range(3))
+    >>> len(layers), [name for name, _ in layers.named_children()]
+    (3, ['0', '1', '2'])
     """
 
     def __init__(self, modules: Iterable[Module] = ()) -> None:
@@ -72,7 +86,19 @@ class ModuleList(_Container):
             self.append(module)
 
     def append(self, module: Module) -> None:
-        """Add a module at the end."""
+        """Add a module at the end.
+
+        Args:
+            module: its name is the length of the list before.
+
+        Raises:
+            TypeError: if it is no Module.
+
+        >>> layers = et.nn.ModuleList()
+        >>> layers.append(et.nn.ReLU())
+        >>> len(layers)
+        1
+        """
         if not isinstance(module, Module):
             raise TypeError(f"ModuleList: expected a Module, got {module!r:.80}")
         setattr(self, str(len(self)), module)
@@ -81,15 +107,21 @@ class ModuleList(_Container):
 class Flatten(Module):
     """Joins all axes from ``start`` on: (N, C, H, W) -> (N, C H W).
 
+    Args:
+        start: the first axis that is joined, 0 or more.
+
     Raises:
         ValueError: if ``start`` is negative; when called, for an input of fewer axes.
+
+    >>> et.nn.Flatten()(et.zeros((8, 3, 4, 4))).shape
+    (8, 48)
     """
 
     def __init__(self, start: int = 1) -> None:
         self.start = check_size("start", start, 0)
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """The same values with fewer axes."""
+        """See :meth:`extensor.nn.Module.forward`: the same values with fewer axes."""
         tensors_only("Flatten", x)
         if x.ndim <= self.start:
             raise ValueError(
@@ -98,5 +130,5 @@ class Flatten(Module):
         return x.reshape((*x.shape[: self.start], math.prod(x.shape[self.start :])))
 
     def extra_repr(self) -> str:
-        """The first axis joined, if it is not the default."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return "" if self.start == 1 else f"start={self.start}"

@@ -52,6 +52,10 @@ class Conv2d(GemmLayer):
     Raises:
         ValueError: for sizes out of range; when called, for an input that is not (N, C, H, W) or
             is smaller than the kernel.
+
+    >>> conv = et.nn.Conv2d(3, 16, kernel_size=3, stride=2, padding=1, rng=0)
+    >>> conv(et.zeros((8, 3, 32, 32))).shape
+    (8, 16, 16, 16)
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class Conv2d(GemmLayer):
         self.quant = None
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(N, C, H, W) -> (N, O, Ho, Wo)."""
+        """See :meth:`extensor.nn.Module.forward`: (N, C, H, W) -> (N, O, Ho, Wo)."""
         check_images("Conv2d", x, self.in_channels)
         options = (self.stride, self.padding, self.dilation, self.groups)
         if self.quant is None:
@@ -96,7 +100,7 @@ class Conv2d(GemmLayer):
         return quantized_conv2d(x, self.weight, self.quant, *options, self.bias)
 
     def extra_repr(self) -> str:
-        """Its sizes, and the options that are not the defaults."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         options = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
         for name, default in (("stride", (1, 1)), ("padding", (0, 0)), ("dilation", (1, 1))):
             if getattr(self, name) != default:
@@ -128,8 +132,14 @@ def depthwise_conv2d(
         bias: whether there is one.
         rng: draws the initial weights.
 
+    Returns:
+        The layer; its weight is (C multiplier, 1, kh, kw).
+
     Raises:
         ValueError: for sizes out of range.
+
+    >>> et.nn.depthwise_conv2d(8, 3, multiplier=2).weight.shape
+    (16, 1, 3, 3)
     """
     return Conv2d(
         channels,
@@ -148,16 +158,25 @@ class SeparableConv2d(Module):
     """A depthwise convolution, then one of kernel size 1 (arXiv 1610.02357; 1704.04861, 3.1).
 
     Args:
-        in_channels, out_channels: C and O, 1 or more.
-        kernel_size, stride, padding, dilation: of the depthwise convolution; see `Conv2d`.
+        in_channels: C, 1 or more.
+        out_channels: O, 1 or more.
+        kernel_size: of the depthwise convolution, as are the next three; see `Conv2d`.
+        stride: step of the window.
+        padding: zeros on each side.
+        dilation: spacing of the kernel's elements.
         bias: whether both have biases.
         rng: draws the initial weights.
 
     Attributes:
-        depthwise, pointwise: the two `Conv2d`.
+        depthwise: the first `Conv2d`.
+        pointwise: the second.
 
     Raises:
         ValueError: as `Conv2d`.
+
+    >>> layer = et.nn.SeparableConv2d(8, 16, 3, padding=1, rng=0)
+    >>> layer.depthwise.weight.shape, layer.pointwise.weight.shape
+    ((8, 1, 3, 3), (16, 8, 1, 1))
     """
 
     def __init__(
@@ -178,7 +197,7 @@ class SeparableConv2d(Module):
         self.pointwise = Conv2d(in_channels, out_channels, 1, bias=bias, rng=generator)
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(N, C, H, W) -> (N, O, Ho, Wo)."""
+        """See :meth:`extensor.nn.Module.forward`: (N, C, H, W) -> (N, O, Ho, Wo)."""
         out: ExTensor = self.pointwise(self.depthwise(x))
         return out
 
@@ -195,11 +214,11 @@ class _Pool2d(Module):
         self.padding = int_pair(name, "padding", padding, 0)
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(N, C, H, W) -> (N, C, Ho, Wo)."""
+        """See :meth:`extensor.nn.Module.forward`: (N, C, H, W) -> (N, C, Ho, Wo)."""
         return type(self).function(x, self.kernel_size, self.stride, self.padding)
 
     def extra_repr(self) -> str:
-        """Its window."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
 
 
@@ -214,13 +233,28 @@ class MaxPool2d(_Pool2d):
     Raises:
         ValueError: for sizes out of range; when called, for an input that is not (N, C, H, W) or
             is smaller than the kernel.
+
+    >>> et.nn.MaxPool2d(2)(et.arange(16.0).reshape((1, 1, 4, 4))).tolist()
+    [[[[5.0, 7.0], [13.0, 15.0]]]]
     """
 
     function = staticmethod(max_pool2d)
 
 
 class AvgPool2d(_Pool2d):
-    """The mean of each window; padding counts as zeros. Arguments and errors as for `MaxPool2d`."""
+    """The mean of each window; padding counts as zeros.
+
+    Args:
+        kernel_size: one number or (height, width), as are stride and padding.
+        stride: window step; None, the kernel size.
+        padding: zeros on each side, at most half the kernel size.
+
+    Raises:
+        ValueError: as `MaxPool2d`.
+
+    >>> et.nn.AvgPool2d(2)(et.arange(16.0).reshape((1, 1, 4, 4))).tolist()
+    [[[[2.5, 4.5], [10.5, 12.5]]]]
+    """
 
     function = staticmethod(avg_pool2d)
 
@@ -230,9 +264,12 @@ class GlobalAvgPool2d(Module):
 
     Raises:
         ValueError: when called, for an input that is not (N, C, H, W).
+
+    >>> et.nn.GlobalAvgPool2d()(et.arange(8.0).reshape((1, 2, 2, 2))).tolist()
+    [[1.5, 5.5]]
     """
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(N, C, H, W) -> (N, C)."""
+        """See :meth:`extensor.nn.Module.forward`: (N, C, H, W) -> (N, C)."""
         check_images("GlobalAvgPool2d", x)
         return x.mean(axis=(2, 3))

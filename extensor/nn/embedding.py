@@ -29,6 +29,10 @@ class Embedding(Module):
     Raises:
         ValueError: for sizes below 1; when called, for a number outside 0..count - 1.
         TypeError: when called with anything but an integer tensor.
+
+    >>> table = et.nn.Embedding(count=100, size=16, rng=0)
+    >>> table(et.ExTensor([[1, 2, 3]])).shape
+    (1, 3, 16)
     """
 
     role = "embedding"
@@ -39,7 +43,7 @@ class Embedding(Module):
         self.weight = Parameter(values.astype("float32"))
 
     def forward(self, index: ExTensor) -> ExTensor:
-        """Integers of any shape (...) -> (..., size)."""
+        """See :meth:`extensor.nn.Module.forward`: integers of any shape (...) -> (..., size)."""
         tensors_only("Embedding", index)
         if not index.dtype.is_integer:
             raise TypeError(f"Embedding: expected integers, got {index.dtype.name}")
@@ -56,5 +60,5 @@ class Embedding(Module):
         return take(self.weight, index, axis=0)
 
     def extra_repr(self) -> str:
-        """Its sizes."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"{self.count}, {self.size}"

@@ -45,6 +45,12 @@ class Linear(GemmLayer):
 
     Raises:
         ValueError: for sizes below 1; when called, for an input that is not (..., K).
+
+    >>> layer = et.nn.Linear(4, 2, rng=0)
+    >>> layer
+    Linear(4, 2)
+    >>> layer(et.zeros((8, 4))).shape
+    (8, 2)
     """
 
     def __init__(
@@ -64,6 +70,12 @@ class Linear(GemmLayer):
             x: the input.
             call: which use of the layer in this step, for layers that are used several times; each
                 use rounds with random bits of its own.
+
+        Returns:
+            x weight^T + bias.
+
+        >>> et.nn.Linear(4, 2).forward(et.zeros((3, 5, 4))).shape
+        (3, 5, 2)
         """
         check_last_axes("Linear", x, self.in_features)
         if self.quant is None:
@@ -74,6 +86,6 @@ class Linear(GemmLayer):
         return quantized_matmul(x, self.weight, self.quant.at(call), self.bias)
 
     def extra_repr(self) -> str:
-        """Its sizes."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         bias = "" if self.bias is not None else ", bias=False"
         return f"{self.in_features}, {self.out_features}{bias}"

@@ -36,6 +36,12 @@ class Module:
         role: ``"embedding"`` or ``"head"``, by which rules of recipes match the layer; else None.
         feeds_layers: names of the module's norms whose results only layers with GEMMs read. A
             recipe with bfloat16 activations rounds these results.
+
+    >>> class Double(et.nn.Module):
+    ...     def forward(self, x):
+    ...         return 2 * x
+    >>> Double()(et.ones((2,))).tolist()
+    [2.0, 2.0]
     """
 
     training: bool = True
@@ -45,7 +51,21 @@ class Module:
     _pre_hooks: tuple[PreHook, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module's output; subclasses define it."""
+        """Compute the module's output; subclasses define it, and callers call the module itself.
+
+        Args:
+            *args: what the subclass takes.
+            **kwargs: likewise.
+
+        Returns:
+            What the subclass gives.
+
+        Raises:
+            TypeError: in a class that defines no ``forward``.
+
+        >>> et.nn.ReLU().forward(et.ExTensor([-1.0, 2.0])).tolist()
+        [0.0, 2.0]
+        """
         raise TypeError(f"{type(self).__name__} defines no forward(); it cannot be called")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,13 +105,29 @@ class Module:
         object.__setattr__(self, name, value)
 
     def named_children(self) -> Iterator[tuple[str, Module]]:
-        """(name, module) of the modules that are attributes, in the order they were set."""
+        """The modules that are attributes, in the order they were set.
+
+        Returns:
+            An iterator of (name, module).
+
+        >>> model = et.nn.Sequential(et.nn.Linear(4, 2), et.nn.ReLU())
+        >>> [name for name, _ in model.named_children()]
+        ['0', '1']
+        """
         for name, value in vars(self).items():
             if isinstance(value, Module):
                 yield name, value
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
-        """(path, module) of this module, at path ``""``, and all below it; shared ones once."""
+        """This module, at path ``""``, and all below it; shared ones once.
+
+        Returns:
+            An iterator of (path, module).
+
+        >>> model = et.nn.Sequential(body=et.nn.Sequential(et.nn.ReLU()))
+        >>> [path for path, _ in model.named_modules()]
+        ['', 'body', 'body.0']
+        """
         seen: set[int] = set()
 
         def walk(path: str, module: Module) -> Iterator[tuple[str, Module]]:
@@ -105,27 +141,63 @@ class Module:
         yield from walk("", self)
 
     def modules(self) -> Iterator[Module]:
-        """This module and all below it."""
+        """This module and all below it; shared ones once.
+
+        Returns:
+            An iterator of modules, this one first.
+
+        >>> len(list(et.nn.Sequential(et.nn.ReLU(), et.nn.Tanh()).modules()))
+        3
+        """
         return (module for _, module in self.named_modules())
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """(path, parameter) of all parameters here and below; shared ones once."""
+        """All parameters here and below; shared ones once.
+
+        Returns:
+            An iterator of (path, parameter).
+
+        >>> model = et.nn.Sequential(et.nn.Linear(4, 2))
+        >>> [(path, p.shape) for path, p in model.named_parameters()]
+        [('0.weight', (2, 4)), ('0.bias', (2,))]
+        """
         for path, tensor in self._named_tensors():
             if isinstance(tensor, Parameter):
                 yield path, tensor
 
     def parameters(self) -> Iterator[Parameter]:
-        """All parameters here and below."""
+        """All parameters here and below; shared ones once.
+
+        Returns:
+            An iterator of parameters, which optimizers take.
+
+        >>> sum(p.size for p in et.nn.Linear(4, 2).parameters())
+        10
+        """
         return (parameter for _, parameter in self.named_parameters())
 
     def named_buffers(self) -> Iterator[tuple[str, Buffer]]:
-        """(path, buffer) of all buffers here and below; shared ones once."""
+        """All buffers here and below; shared ones once.
+
+        Returns:
+            An iterator of (path, buffer).
+
+        >>> [path for path, _ in et.nn.BatchNorm2d(8).named_buffers()]
+        ['running_mean', 'running_var']
+        """
         for path, tensor in self._named_tensors():
             if isinstance(tensor, Buffer):
                 yield path, tensor
 
     def buffers(self) -> Iterator[Buffer]:
-        """All buffers here and below."""
+        """All buffers here and below; shared ones once.
+
+        Returns:
+            An iterator of buffers.
+
+        >>> [b.shape for b in et.nn.BatchNorm2d(8).buffers()]
+        [(8,), (8,)]
+        """
         return (buffer for _, buffer in self.named_buffers())
 
     def _named_tensors(self) -> Iterator[tuple[str, Parameter | Buffer]]:
@@ -137,17 +209,41 @@ class Module:
                     yield f"{path}.{name}" if path else name, value
 
     def train(self: Self, mode: bool = True) -> Self:
-        """Set ``training`` here and below; returns the module."""
+        """Set ``training`` here and below.
+
+        Args:
+            mode: False for evaluation.
+
+        Returns:
+            The module itself.
+
+        >>> et.nn.Dropout().train(False).training
+        False
+        """
         for module in self.modules():
             module.training = bool(mode)
         return self
 
     def eval(self: Self) -> Self:
-        """``train(False)``."""
+        """Set evaluation mode here and below: ``train(False)``.
+
+        Returns:
+            The module itself.
+
+        >>> et.nn.Dropout().eval()(et.ones((2,))).tolist()
+        [1.0, 1.0]
+        """
         return self.train(False)
 
     def zero_grad(self) -> None:
-        """Set all gradients to None."""
+        """Set the gradients of all parameters to None.
+
+        >>> layer = et.nn.Linear(2, 1)
+        >>> layer(et.ones((1, 2))).sum().backward()
+        >>> layer.zero_grad()
+        >>> layer.weight.grad is None
+        True
+        """
         for parameter in self.parameters():
             parameter.grad = None
 
@@ -156,8 +252,18 @@ class Module:
 
         Make optimizers after the move: their state is on the parameters' device.
 
+        Args:
+            device: ``"cpu"`` or ``"cuda"``.
+
+        Returns:
+            The module itself.
+
         Raises:
             RuntimeError: if the device is not available; nothing is moved then.
+            ValueError: for what is no device.
+
+        >>> et.nn.Linear(2, 1).to("cpu").weight.device
+        'cpu'
         """
         tensors = [tensor for _, tensor in self._named_tensors()]
         moved = [tensor.to(device) for tensor in tensors]
@@ -169,18 +275,41 @@ class Module:
         return self
 
     def register_forward_hook(self, hook: Hook) -> Callable[[], None]:
-        """Call ``hook(module, output)`` after each forward; returns a function that removes it.
+        """Call ``hook(module, output)`` after each forward.
+
+        Args:
+            hook: what it returns is ignored.
+
+        Returns:
+            A function that removes the hook.
 
         Raises:
             TypeError: for what cannot be called.
+
+        >>> layer = et.nn.Linear(2, 3)
+        >>> remove = layer.register_forward_hook(lambda module, output: print(output.shape))
+        >>> y = layer(et.ones((1, 2)))
+        (1, 3)
+        >>> remove()
         """
         return self._register("_hooks", hook)
 
     def register_forward_pre_hook(self, hook: PreHook) -> Callable[[], None]:
-        """Call ``hook(module, args)`` before each forward; returns a function that removes it.
+        """Call ``hook(module, args)`` before each forward.
+
+        Args:
+            hook: gets the positional arguments as a tuple; what it returns is ignored.
+
+        Returns:
+            A function that removes the hook.
 
         Raises:
             TypeError: for what cannot be called.
+
+        >>> layer = et.nn.Linear(2, 3)
+        >>> remove = layer.register_forward_pre_hook(lambda module, args: print(args[0].shape))
+        >>> y = layer(et.ones((1, 2)))
+        (1, 2)
         """
         return self._register("_pre_hooks", hook)
 
@@ -197,7 +326,14 @@ class Module:
         return remove
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any] | QuantArray]:
-        """Copies of every parameter and buffer by path, as numpy arrays on the host."""
+        """Copies of every parameter and buffer, for a checkpoint.
+
+        Returns:
+            Numpy arrays on the host by path; a `QuantArray` where the tensor is blocked.
+
+        >>> {path: a.shape for path, a in et.nn.Linear(4, 2).state_dict().items()}
+        {'weight': (2, 4), 'bias': (2,)}
+        """
         state: dict[str, np.ndarray[Any, Any] | QuantArray] = {}
         for path, tensor in self._named_tensors():
             host = tensor.to("cpu").data
@@ -214,6 +350,11 @@ class Module:
             ValueError: if names, shapes or dtypes differ; every difference is named (the first
                 eight, and how many more), and nothing is changed.
             TypeError: if it is no mapping, or a value is no array.
+
+        >>> one, other = et.nn.Linear(4, 2, rng=0), et.nn.Linear(4, 2, rng=1)
+        >>> other.load_state_dict(one.state_dict())
+        >>> bool((one.weight == other.weight).all())
+        True
         """
         if not isinstance(state, Mapping):
             raise TypeError(
@@ -241,7 +382,14 @@ class Module:
                     tensor.assign_(fresh)
 
     def extra_repr(self) -> str:
-        """The options shown in the module's line of the tree."""
+        """The options shown in the module's line of the tree; subclasses override it.
+
+        Returns:
+            Text without a line break; empty in the base class.
+
+        >>> et.nn.Linear(4, 2).extra_repr()
+        '4, 2'
+        """
         return ""
 
     def __repr__(self) -> str:
@@ -255,7 +403,19 @@ class Module:
 
 @contextlib.contextmanager
 def evaluating(model: Module) -> Iterator[None]:
-    """Evaluation mode within a ``with`` block; each module gets its own mode back."""
+    """Evaluation mode within a ``with`` block; each module gets its own mode back.
+
+    Args:
+        model: the module that is set, with all below it.
+
+    >>> from extensor.nn.module import evaluating
+    >>> layer = et.nn.Dropout()
+    >>> with evaluating(layer):
+    ...     print(layer.training)
+    False
+    >>> layer.training
+    True
+    """
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -37,6 +37,12 @@ class BatchNorm2d(Module):
     Raises:
         ValueError: for arguments out of range; when called, for an input that is not (N, C, H, W),
             or in training has only one value per channel.
+
+    >>> norm = et.nn.BatchNorm2d(1)
+    >>> norm(et.ExTensor([[[[0.0, 2.0]]]])).numpy().round(3)
+    array([[[[-1.,  1.]]]], dtype=float32)
+    >>> norm.running_mean.numpy(), norm.running_var.numpy()
+    (array([0.1], dtype=float32), array([1.1], dtype=float32))
     """
 
     def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
@@ -50,7 +56,7 @@ class BatchNorm2d(Module):
         self.running_var = Buffer(np.ones(channels, np.float32))
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """The same shape."""
+        """See :meth:`extensor.nn.Module.forward`: the same shape."""
         check_images("BatchNorm2d", x, self.channels)
         if self.training:
             count = x.size // self.channels
@@ -80,7 +86,7 @@ class BatchNorm2d(Module):
             running.assign_(moved)
 
     def extra_repr(self) -> str:
-        """Its size and options."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"{self.channels}, eps={self.eps}, momentum={self.momentum}"
 
 
@@ -99,6 +105,10 @@ class LayerNorm(Module):
     Raises:
         ValueError: for lengths below 1 or an eps not above 0; when called, for an input whose
             last axes are not ``shape``.
+
+    >>> et.nn.LayerNorm(2)(et.ExTensor([[0.0, 2.0], [5.0, 5.0]])).numpy().round(3)
+    array([[-1.,  1.],
+           [ 0.,  0.]], dtype=float32)
     """
 
     def __init__(self, shape: int | tuple[int, ...], eps: float = 1e-5, bias: bool = True) -> None:
@@ -113,7 +123,7 @@ class LayerNorm(Module):
         self._zeros: ExTensor | None = None  # in place of a bias; made once on the weight's device
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """The same shape."""
+        """See :meth:`extensor.nn.Module.forward`: the same shape."""
         check_last_axes("LayerNorm", x, *self.shape)
         return layer_norm(x, self.weight, self._shift(), self.eps, self.narrow)
 
@@ -130,7 +140,7 @@ class LayerNorm(Module):
         return self._zeros
 
     def extra_repr(self) -> str:
-        """Its shape."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"{self.shape}, eps={self.eps}"
 
 
@@ -148,6 +158,9 @@ class RMSNorm(Module):
     Raises:
         ValueError: for a size below 1 or an eps not above 0; when called, for an input whose last
             axis is not ``size`` long.
+
+    >>> et.nn.RMSNorm(2)(et.ExTensor([[3.0, -3.0]])).numpy().round(3)
+    array([[ 1., -1.]], dtype=float32)
     """
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
@@ -157,12 +170,12 @@ class RMSNorm(Module):
         self.weight = Parameter(np.ones(size, np.float32))
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """The same shape."""
+        """See :meth:`extensor.nn.Module.forward`: the same shape."""
         check_last_axes("RMSNorm", x, self.size)
         return rms_norm(x, self.weight, self.eps, self.narrow)
 
     def extra_repr(self) -> str:
-        """Its size."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"{self.size}, eps={self.eps}"
 
 
@@ -179,6 +192,9 @@ class GroupNorm(Module):
 
     Raises:
         ValueError: for arguments out of range; when called, for an input that is not (N, C, ...).
+
+    >>> et.nn.GroupNorm(groups=2, channels=4)(et.ExTensor([[0.0, 2.0, 4.0, 4.0]])).numpy().round(3)
+    array([[-1.,  1.,  0.,  0.]], dtype=float32)
     """
 
     def __init__(self, groups: int, channels: int, eps: float = 1e-5) -> None:
@@ -193,7 +209,7 @@ class GroupNorm(Module):
         self.bias = Parameter(np.zeros(channels, np.float32))
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """The same shape."""
+        """See :meth:`extensor.nn.Module.forward`: the same shape."""
         name = type(self).__name__
         tensors_only(name, x)
         if x.ndim < 2 or x.shape[1] != self.channels:
@@ -208,12 +224,23 @@ class GroupNorm(Module):
         return normal * self.weight.reshape(across) + self.bias.reshape(across)
 
     def extra_repr(self) -> str:
-        """Its sizes."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"{self.groups}, {self.channels}, eps={self.eps}"
 
 
 class InstanceNorm(GroupNorm):
-    """`GroupNorm` with every channel its own group (arXiv 1607.08022)."""
+    """`GroupNorm` with every channel its own group (arXiv 1607.08022).
+
+    Args:
+        channels: C, 1 or more.
+        eps: above 0.
+
+    Raises:
+        ValueError: as `GroupNorm`.
+
+    >>> et.nn.InstanceNorm(1)(et.ExTensor([[[[0.0, 2.0]]]])).numpy().round(3)
+    array([[[[-1.,  1.]]]], dtype=float32)
+    """
 
     def __init__(self, channels: int, eps: float = 1e-5) -> None:
         super().__init__(channels, channels, eps)

@@ -17,6 +17,10 @@ class Parameter(ExTensor):
         data: what `ExTensor` takes; a dense float dtype, float32 for master weights.
         dtype: converted to this dtype.
         device: ``"cpu"`` or ``"cuda"``; None is EXTENSOR_DEVICE, and the CPU without it.
+
+    >>> import numpy as np
+    >>> et.nn.Parameter(np.zeros((2, 3), np.float32)).requires_grad
+    True
     """
 
     __slots__ = ()
@@ -30,7 +34,16 @@ class Parameter(ExTensor):
 class Buffer(ExTensor):
     """A tensor that a module keeps but does not train, such as a running mean.
 
-    It moves with the module and is part of its ``state_dict``. Arguments as for `Parameter`.
+    It moves with the module and is part of its ``state_dict``.
+
+    Args:
+        data: what `ExTensor` takes, blocked dtypes included.
+        dtype: converted to this dtype.
+        device: ``"cpu"`` or ``"cuda"``; None is EXTENSOR_DEVICE, and the CPU without it.
+
+    >>> norm = et.nn.BatchNorm2d(8)
+    >>> isinstance(norm.running_mean, et.nn.Buffer), norm.running_mean.requires_grad
+    (True, False)
     """
 
     __slots__ = ()

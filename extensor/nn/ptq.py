@@ -64,6 +64,11 @@ def quantize_model(
         ValueError: for an unknown scheme, a ``keep`` that matches no layer, no layer to quantize,
             weights that are not finite or already packed; an empty calibration set, or none where
             one is needed, one with NaN or infinity, or one that never reaches a layer.
+
+    >>> model = et.nn.Sequential(et.nn.Linear(64, 64, rng=0), et.nn.Linear(64, 10, rng=1))
+    >>> quantized = et.quantize_model(model, "nvfp4", keep=("@last",))
+    >>> {path: layer.weight.dtype.name for path, layer in et.nn.gemm_layers(quantized)}
+    {'0': 'nvfp4', '1': 'float32'}
     """
     if not isinstance(model, Module):
         raise TypeError(f"quantize_model: expected a Module, got {type(model).__name__}")
@@ -109,7 +114,18 @@ def quantize_model(
 
 
 def packed_layers(model: Module) -> dict[str, GemmLayer]:
-    """The layers of a quantized model that hold packed weights, by path."""
+    """The layers of a quantized model that hold packed weights.
+
+    Args:
+        model: any module.
+
+    Returns:
+        Layers by path, in model order; none for a float32 model.
+
+    >>> model = et.nn.Sequential(et.nn.Linear(64, 64, rng=0), et.nn.Linear(64, 10, rng=1))
+    >>> list(et.nn.packed_layers(et.quantize_model(model, "int8_weights")))
+    ['0', '1']
+    """
     return {path: layer for path, layer in gemm_layers(model) if layer.weight.is_blocked}
 
 
@@ -179,6 +195,11 @@ def save_quantized(
     Raises:
         ValueError: if no layer is quantized, or the metadata uses this function's own key.
         OSError: as `save_checkpoint`.
+
+    >>> import tempfile
+    >>> model = et.quantize_model(et.nn.Linear(64, 10, rng=0), "mxfp4_weights")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     et.save_quantized(f"{folder}/model.safetensors", model, {"epoch": 3})
     """
     layers = packed_layers(model)
     if not layers:
@@ -207,10 +228,22 @@ def load_quantized(path: str | os.PathLike[str], model: Module) -> Module:
         path: the file.
         model: of the same architecture; its own weights do not matter.
 
+    Returns:
+        The copy, in the mode the model is in.
+
     Raises:
         FileNotFoundError: if there is no such file.
         CheckpointError: if it is damaged, or no quantized model.
         ValueError: if its layers or shapes are not the model's.
+
+    >>> import tempfile
+    >>> model = et.nn.Sequential(et.nn.Linear(64, 10, rng=0))
+    >>> quantized = et.quantize_model(model, "mxfp4_weights")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     et.save_quantized(f"{folder}/model.safetensors", quantized)
+    ...     loaded = et.load_quantized(f"{folder}/model.safetensors", model)
+    >>> bool((loaded[0].weight.codes == quantized[0].weight.codes).all())
+    True
     """
     checkpoint = load_checkpoint(path)
     content = checkpoint.metadata.get(KEY)
@@ -222,13 +255,14 @@ def load_quantized(path: str | os.PathLike[str], model: Module) -> Module:
     state: RecipeState | None = None
     try:
         for name, entry in content["layers"].items():
-            packed, operand = checkpoint.tensors[f"{name}.weight"], entry["activations"]
+            weight = f"{name}.weight" if name else "weight"  # the model itself may be the layer
+            packed, operand = checkpoint.tensors[weight], entry["activations"]
             if isinstance(operand, dict):
                 operand = QuantSpec.from_dict(operand)
             entry_scale = entry["static_scale"]
             static = None if entry_scale is None else StaticScale(**entry_scale)
             if not isinstance(packed, QuantArray):
-                raise TypeError(f"{name}.weight is not packed")
+                raise TypeError(f"{weight} is not packed")
             layer = LayerRecipe(Gemm(operand, packed.spec), dense, dense)
             state = state or RecipeState(Recipe(content["scheme"], content["doc"], layer))
             _check_fit(name, known.get(name), packed, list(known))

@@ -17,7 +17,18 @@ __all__ = ["apply_recipe", "assign_recipe", "gemm_layers", "round_norms"]
 
 
 def gemm_layers(model: Module) -> Iterator[tuple[str, GemmLayer]]:
-    """(path, layer) of every layer whose GEMMs a recipe can quantize, in model order."""
+    """The layers whose GEMMs a recipe can quantize, in model order.
+
+    Args:
+        model: any module.
+
+    Returns:
+        An iterator of (path, layer).
+
+    >>> model = et.nn.Sequential(et.nn.Linear(8, 8), et.nn.ReLU(), et.nn.Linear(8, 2))
+    >>> [path for path, _ in et.nn.gemm_layers(model)]
+    ['0', '2']
+    """
     for path, module in model.named_modules():
         if isinstance(module, GemmLayer):
             yield path, module
@@ -44,6 +55,12 @@ def apply_recipe(
         TypeError: if the model is no Module, or the recipe neither a Recipe nor a name.
         ValueError: for an unknown name, a path rule that matches no layer, or a seed out of range.
             The model is unchanged then.
+
+    >>> model = et.nn.Sequential(et.nn.Linear(32, 32, rng=0), et.nn.ReLU(), et.nn.Linear(32, 2))
+    >>> state = et.nn.apply_recipe(model, "mxfp4_all")
+    >>> model(et.randn(4, 32, seed=0)).sum().backward()
+    >>> state.telemetry["0", "fprop.w"].count
+    1024
     """
     if not isinstance(model, Module):
         raise TypeError(f"apply_recipe: expected a Module, got {type(model).__name__}")
@@ -66,7 +83,18 @@ def apply_recipe(
 
 
 def round_norms(model: Module, narrow: bool) -> None:
-    """Set whether norms whose results only layers read round them to bfloat16."""
+    """Set whether norms whose results only layers read round them to bfloat16.
+
+    Args:
+        model: its norms named in `Module.feeds_layers` are set.
+        narrow: True rounds.
+
+    >>> from extensor.nn.recipe import round_norms
+    >>> block = et.nn.TransformerBlock(64, heads=4)
+    >>> round_norms(block, narrow=True)
+    >>> block.norm1.narrow
+    True
+    """
     for module in model.modules():
         for name in module.feeds_layers:
             if isinstance(norm := getattr(module, name, None), (LayerNorm, RMSNorm)):
@@ -74,10 +102,23 @@ def round_norms(model: Module, narrow: bool) -> None:
 
 
 def assign_recipe(model: Module, recipe: Recipe) -> Mapping[str, LayerRecipe]:
-    """The recipe of each layer of a model, by path; roles as `apply_recipe` says.
+    """The recipe of each layer of a model; roles as `apply_recipe` says.
+
+    Args:
+        model: the model, which stays as it is.
+        recipe: the recipe.
+
+    Returns:
+        A `LayerRecipe` by path.
 
     Raises:
         ValueError: for a path rule that matches no layer.
+
+    >>> from extensor.nn.recipe import assign_recipe
+    >>> model = et.nn.Sequential(et.nn.Linear(32, 32), et.nn.Linear(32, 32), et.nn.Linear(32, 2))
+    >>> chosen = assign_recipe(model, et.RECIPES["mxfp4"])
+    >>> [chosen[path].fprop.unquantized for path in chosen]
+    [True, False, True]
     """
     layers = list(gemm_layers(model))
     # A layer with a role of its own is neither first nor last.

@@ -91,10 +91,10 @@ class Recurrent(Module):
         self.dropout = Dropout(dropout, generator) if dropout else None
 
     @abstractmethod
-    def step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
+    def _step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
         """The state after a step, the output first; ``given`` is the input's product (B, G H)."""
 
-    def run(self, x: ExTensor, state: State) -> tuple[ExTensor, State]:
+    def _run(self, x: ExTensor, state: State) -> tuple[ExTensor, State]:
         """Run all layers on (T, B, I) from first states, each (layers * directions, B, H).
 
         Returns:
@@ -118,12 +118,12 @@ class Recurrent(Module):
         given = cell.input(x)
         outputs: list[ExTensor] = []
         for place, one in enumerate(unbind(given)[:: -1 if backward else 1]):
-            state = self.step(one, cell, state, place)
+            state = self._step(one, cell, state, place)
             outputs.append(state[0])
         joined = stack(outputs)
         return flip(joined, 0) if backward else joined, state
 
-    def sequence(self, x: ExTensor, state: Sequence[ExTensor] | None) -> tuple[ExTensor, State]:
+    def _sequence(self, x: ExTensor, state: Sequence[ExTensor] | None) -> tuple[ExTensor, State]:
         """Check the input and the first states: the input as (T, B, I), and states or zeros."""
         name = type(self).__name__
         tensors_only(name, x)
@@ -149,12 +149,12 @@ class Recurrent(Module):
             )
         return x, tuple(state)
 
-    def ordered(self, output: ExTensor) -> ExTensor:
+    def _ordered(self, output: ExTensor) -> ExTensor:
         """The output with its axes in the order of the input's."""
         return output.swapaxes(0, 1) if self.batch_first else output
 
     def extra_repr(self) -> str:
-        """Its sizes and options."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         options = f", num_layers={self.num_layers}" if self.num_layers > 1 else ""
         options += ", batch_first=True" if self.batch_first else ""
         options += ", bidirectional=True" if self.directions == 2 else ""
@@ -185,6 +185,11 @@ class LSTM(Recurrent):
     Raises:
         ValueError: for sizes below 1, or dropout with one layer; when called, for an input that is
             not (T, B, I) or has no step, or states of other shapes.
+
+    >>> lstm = et.nn.LSTM(8, 16, num_layers=2, batch_first=True, rng=0)
+    >>> y, (h, c) = lstm(et.zeros((4, 10, 8)))
+    >>> y.shape, h.shape, c.shape
+    ((4, 10, 16), (2, 4, 16), (2, 4, 16))
     """
 
     gates, states = 4, 2
@@ -192,11 +197,22 @@ class LSTM(Recurrent):
     def forward(
         self, x: ExTensor, state: tuple[ExTensor, ExTensor] | None = None
     ) -> tuple[ExTensor, tuple[ExTensor, ExTensor]]:
-        """The outputs of all steps, and the last (h, c), each (layers * directions, B, H)."""
-        output, (h, c) = self.run(*self.sequence(x, state))
-        return self.ordered(output), (h, c)
+        """Run the whole sequence.
 
-    def step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
+        Args:
+            x: (T, B, I), or (B, T, I) with ``batch_first``.
+            state: the first (h, c), each (layers * directions, B, H); None, zeros.
+
+        Returns:
+            The outputs of all steps, (T, B, directions * H) or batch first, and the last (h, c).
+
+        >>> lstm = et.nn.LSTM(8, 16, rng=0)
+        >>> y, (h, c) = lstm.forward(et.zeros((10, 4, 8)))
+        """
+        output, (h, c) = self._run(*self._sequence(x, state))
+        return self._ordered(output), (h, c)
+
+    def _step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
         """(h, c) after a step."""
         h, c = state
         i, f, g, o = split(given + cell.hidden(h, call=place), 4, axis=-1)
@@ -209,20 +225,44 @@ class GRU(Recurrent):
 
     r, z = sigmoid of W x + b + R h + c, for each gate its own; n = tanh(W x + b + r (R h + c));
     h' = (1 - z) n + z h (Cho et al., arXiv 1406.1078, with the reset after the product, as in
-    cuDNN). Arguments and errors as for `LSTM`; there is one state, h.
+    cuDNN).
+
+    Args:
+        input_size: I, length of each step's vector.
+        hidden_size: H, length of the output, which is the only state.
+        num_layers, bias, batch_first, dropout, bidirectional, rng: as for `LSTM`.
 
     Attributes:
         cells: a `RecurrentCell` for each layer and direction, its gates in the order r, z, n.
+
+    Raises:
+        ValueError: as `LSTM`.
+
+    >>> gru = et.nn.GRU(8, 16, bidirectional=True, rng=0)
+    >>> y, h = gru(et.zeros((10, 4, 8)))
+    >>> y.shape, h.shape
+    ((10, 4, 32), (2, 4, 16))
     """
 
     gates, states = 3, 1
 
     def forward(self, x: ExTensor, state: ExTensor | None = None) -> tuple[ExTensor, ExTensor]:
-        """The outputs of all steps, and the last h, (layers * directions, B, H)."""
-        output, (h,) = self.run(*self.sequence(x, None if state is None else (state,)))
-        return self.ordered(output), h
+        """Run the whole sequence.
 
-    def step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
+        Args:
+            x: (T, B, I), or (B, T, I) with ``batch_first``.
+            state: the first h, (layers * directions, B, H); None, zeros.
+
+        Returns:
+            The outputs of all steps, (T, B, directions * H) or batch first, and the last h.
+
+        >>> gru = et.nn.GRU(8, 16, rng=0)
+        >>> y, h = gru.forward(et.zeros((10, 4, 8)), et.zeros((1, 4, 16)))
+        """
+        output, (h,) = self._run(*self._sequence(x, None if state is None else (state,)))
+        return self._ordered(output), h
+
+    def _step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
         """(h,) after a step."""
         (h,) = state
         r, z, n = split(given, 3, axis=-1)

@@ -43,6 +43,9 @@ class FeedForward(Module):
     Raises:
         ValueError: for sizes below 1 or an unknown activation; when called, for an input that is
             not (..., width).
+
+    >>> et.nn.FeedForward(64, 256, "swiglu", rng=0)(et.zeros((2, 10, 64))).shape
+    (2, 10, 64)
     """
 
     def __init__(
@@ -56,11 +59,11 @@ class FeedForward(Module):
         self.down = Linear(hidden, width, bias, rng)
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(..., width) -> the same."""
+        """See :meth:`extensor.nn.Module.forward`: (..., width) -> the same."""
         return self.down(self._function(self.up(x)))
 
     def extra_repr(self) -> str:
-        """Its activation."""
+        """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"activation={self.activation!r}"
 
 
@@ -69,10 +72,13 @@ class TransformerBlock(Module):
 
     Args:
         width: length of each token's vector.
-        heads, kv_heads, causal, rotary: see `MultiheadAttention`.
+        heads: query heads; see `MultiheadAttention`.
+        kv_heads: key and value heads; None, as many as ``heads``.
         hidden: width inside the feed-forward layers; None, four times ``width``.
         norm: "layer" (LayerNorm) or "rms" (RMSNorm).
         activation: see `FeedForward`.
+        causal: whether a token sees only itself and those before it.
+        rotary: base of the rotary position embedding; None for none.
         bias: whether the Linear layers and LayerNorm have biases.
         rng: draws the initial weights.
 
@@ -81,6 +87,10 @@ class TransformerBlock(Module):
             that is not (..., T, width).
 
     Source: GPT-2 (Radford et al. 2019, section 2.3); arXiv 2002.04745 on where the norm stands.
+
+    >>> block = et.nn.TransformerBlock(64, heads=4, norm="rms", causal=True, rotary=10000.0, rng=0)
+    >>> block(et.zeros((2, 10, 64))).shape
+    (2, 10, 64)
     """
 
     feeds_layers = ("norm1", "norm2")
@@ -110,7 +120,7 @@ class TransformerBlock(Module):
         self.feed_forward = FeedForward(width, hidden, activation, bias, rng)
 
     def forward(self, x: ExTensor) -> ExTensor:
-        """(..., T, width) -> the same."""
+        """See :meth:`extensor.nn.Module.forward`: (..., T, width) -> the same."""
         x = x + self.attention(self.norm1(x))
         out: ExTensor = x + self.feed_forward(self.norm2(x))
         return out

@@ -30,6 +30,13 @@ class Adam(Optimizer):
 
     Raises:
         ValueError: for an option out of range.
+
+    >>> w = et.nn.Parameter([1.0, -2.0])
+    >>> optimizer = et.optim.Adam([w], lr=0.1)
+    >>> w.square().sum().backward()
+    >>> optimizer.step()
+    >>> w.numpy().round(4)
+    array([ 0.9, -1.9], dtype=float32)
     """
 
     ranges = MappingProxyType(
@@ -60,11 +67,14 @@ class Adam(Optimizer):
         )
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
-        """The averages of the gradient and of its square."""
+        """See :meth:`extensor.optim.Optimizer.slots`.
+
+        The averages of the gradient and of its square.
+        """
         return ("mean", "square")
 
     def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
-        """Move one segment, in place."""
+        """See :meth:`extensor.optim.Optimizer.update`."""
         factors = self.factors(options, step)
         grad = l2_gradient(backend.xp, part, factors["decay"])
         backend.adam(part.weight, grad, part.state["mean"], part.state["square"], factors)
@@ -76,13 +86,15 @@ class Adam(Optimizer):
         factors: Sequence[Mapping[str, float]],
         **how: Any,
     ) -> FiniteQuery:
-        """Update whole parameters, in place, in one call."""
+        """See :meth:`extensor.optim.Optimizer.update_multi_tensor`."""
         arrays = [(w, g, state["mean"], state["square"]) for w, g, state in parts]
         found: FiniteQuery = backend.adam_multi_tensor(arrays, factors, **how)
         return found
 
     def factors(self, options: Mapping[str, Any], step: int) -> dict[str, float]:
-        """The numbers that an update multiplies by; ``decay`` is that of an L2 gradient.
+        """See :meth:`extensor.optim.Optimizer.factors`.
+
+        The numbers that an update multiplies by; ``decay`` is that of an L2 gradient.
 
         ``rate`` is lr / correct and ``keep`` 1 - lr shrink. Their parts are given too, for a device
         that reads the learning rate by itself.
@@ -109,8 +121,25 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam whose weight decay acts on the weight itself: ``w *= 1 - lr * weight_decay`` first.
 
-    Source: arXiv 1711.05101, algorithm 2, with the schedule folded into ``lr``. Arguments and
-    errors as for `Adam`.
+    Args:
+        params: see `Optimizer`.
+        lr: learning rate, 0 or more.
+        betas: decay of the two averages, each in [0, 1); in a group, ``beta1`` and ``beta2``.
+        eps: added to the denominator, above 0.
+        weight_decay: 0 or more.
+        states: how the state is stored; see `Optimizer`.
+
+    Raises:
+        ValueError: for an option out of range.
+
+    Source: arXiv 1711.05101, algorithm 2, with the schedule folded into ``lr``.
+
+    >>> layer = et.nn.Linear(64, 64, rng=0)
+    >>> optimizer = et.optim.AdamW(layer.named_parameters(), lr=1e-3, states="mxfp8_e4m3")
+    >>> layer(et.ones((8, 64))).mean().backward()
+    >>> optimizer.step()
+    >>> optimizer.nbytes
+    8580
     """
 
     decoupled = True

@@ -41,6 +41,13 @@ def clip_grad_norm(
         TypeError: for a ``max_norm`` that is no number.
         ValueError: for a ``max_norm`` not above 0, or no gradients at all.
         FloatingPointError: if the norm is not finite and ``nonfinite`` is ``"raise"``.
+
+    >>> w = et.nn.Parameter([0.0, 0.0])
+    >>> (w * et.ExTensor([3.0, 4.0])).sum().backward()
+    >>> et.optim.clip_grad_norm([w], max_norm=1.0)
+    5.0
+    >>> w.grad.numpy().round(4)
+    array([0.6, 0.8], dtype=float32)
     """
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
         raise TypeError(f"max_norm: expected a number, got {max_norm!r}")
@@ -91,10 +98,21 @@ def _clip_captured(
 def clip_grad_value(params: Iterable[ExTensor], max_value: float) -> None:
     """Clip every gradient value, in place, to [-max_value, max_value].
 
+    Args:
+        params: tensors; those without a gradient are skipped.
+        max_value: above 0, finite.
+
     Raises:
+        TypeError: for a ``max_value`` that is no number.
         ValueError: for a ``max_value`` not above 0 or not finite, or no gradients at all.
         FloatingPointError: if a gradient is NaN or infinite: clipping would make the infinity look
             like an ordinary value. No gradient is changed then.
+
+    >>> w = et.nn.Parameter([0.0, 0.0])
+    >>> (w * et.ExTensor([3.0, -0.5])).sum().backward()
+    >>> et.optim.clip_grad_value([w], max_value=1.0)
+    >>> w.grad.tolist()
+    [1.0, -0.5]
     """
     check_range("max_value", max_value, math.ulp(0.0))
     grads = _some(grad_arrays(params))

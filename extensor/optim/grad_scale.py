@@ -41,8 +41,12 @@ class GradScaleReport:
     Attributes:
         scale: the loss scale now.
         good_steps: steps since the scale last changed.
-        stepped: steps made; skipped: steps not made because of non-finite gradients.
+        stepped: steps made.
+        skipped: steps not made because of non-finite gradients.
         slots: one row per layer and slot with telemetry, in model order.
+
+    >>> et.optim.MXGradScaler().report()
+    GradScaleReport(scale=65536.0, good_steps=0, stepped=0, skipped=0, slots=())
     """
 
     scale: float
@@ -71,6 +75,15 @@ class MXGradScaler:
 
     Raises:
         ValueError: for a number out of range or no power of two.
+
+    >>> w = et.nn.Parameter([1.0])
+    >>> optimizer, scaler = et.optim.SGD([w], lr=0.5), et.optim.MXGradScaler()
+    >>> scaler.scale((3 * w).sum()).backward()
+    >>> scaler.step(optimizer)
+    True
+    >>> scaler.update()
+    >>> w.tolist(), scaler.current_scale
+    ([-0.5], 65536.0)
     """
 
     def __init__(
@@ -148,7 +161,20 @@ class MXGradScaler:
         return self.growth_factor, self.backoff_factor, interval, self.min_scale
 
     def scale(self, loss: ExTensor) -> ExTensor:
-        """The loss times the scale, differentiable."""
+        """The loss times the scale, differentiable.
+
+        Args:
+            loss: of any shape.
+
+        Returns:
+            The tensor whose ``backward`` gives scaled gradients.
+
+        Raises:
+            TypeError: for what is no tensor.
+
+        >>> et.optim.MXGradScaler(init_scale=8.0).scale(et.ExTensor(0.5)).item()
+        4.0
+        """
         if not isinstance(loss, ExTensor):
             raise TypeError(f"loss: expected an ExTensor, got {type(loss).__name__}")
         capture = loss.backend.capturing
@@ -181,8 +207,18 @@ class MXGradScaler:
 
         Call it before clipping; otherwise `step` calls it.
 
+        Args:
+            optimizer: the owner of the gradients.
+
         Raises:
             RuntimeError: if it was already called in this step, or there are no gradients.
+
+        >>> w = et.nn.Parameter([1.0])
+        >>> optimizer, scaler = et.optim.SGD([w], lr=0.5), et.optim.MXGradScaler()
+        >>> scaler.scale((3 * w).sum()).backward()
+        >>> scaler.unscale_(optimizer)
+        >>> w.grad.tolist()
+        [3.0]
         """
         if id(optimizer) in self._bad:
             raise RuntimeError("unscale_: already called in this step; call update() after step()")
@@ -207,12 +243,21 @@ class MXGradScaler:
     def step(self, optimizer: Optimizer) -> bool | None:
         """Make the optimizer's step, unless a gradient is NaN or infinite.
 
+        Args:
+            optimizer: the optimizer; its gradients are unscaled first where they are not yet.
+
         Returns:
             Whether the step was made; one that was not is counted in `report`. None while a step is
             captured (`extensor.capture`), since the device decides.
 
         Raises:
             RuntimeError: if it was already called in this step, or there are no gradients.
+
+        >>> w = et.nn.Parameter([1.0])
+        >>> optimizer, scaler = et.optim.SGD([w], lr=0.5), et.optim.MXGradScaler()
+        >>> scaler.scale((w * float("inf")).sum()).backward()
+        >>> scaler.step(optimizer)
+        False
         """
         key = id(optimizer)
         if key in self._done:
@@ -225,10 +270,21 @@ class MXGradScaler:
         return not bad if isinstance(bad, bool) else None
 
     def update(self) -> None:
-        """End the step: grow or back off, and check saturation if the recipe is adaptive.
+        """See :meth:`extensor.optim.Optimizer.update`.
+
+        End the step: grow or back off, and check saturation if the recipe is adaptive.
 
         Raises:
             RuntimeError: if neither `unscale_` nor `step` was called since the last update.
+            ValueError: while a step is captured, with several optimizers or an adaptive recipe.
+
+        >>> w = et.nn.Parameter([1.0])
+        >>> optimizer, scaler = et.optim.SGD([w], lr=0.5), et.optim.MXGradScaler(init_scale=8.0)
+        >>> scaler.scale((w * float("inf")).sum()).backward()
+        >>> made = scaler.step(optimizer)
+        >>> scaler.update()
+        >>> made, scaler.current_scale
+        (False, 4.0)
         """
         if not self._bad:
             raise RuntimeError("update: expected a step first; call step(optimizer)")
@@ -292,7 +348,14 @@ class MXGradScaler:
         self._switched.add(key)
 
     def report(self) -> GradScaleReport:
-        """The scale, the steps, and the shares that saturated and flushed by layer and slot."""
+        """The scale, the steps, and the shares that saturated and flushed by layer and slot.
+
+        Returns:
+            A record; `extensor.inspect.health_table` prints its ``slots``.
+
+        >>> et.optim.MXGradScaler(init_scale=8.0).report().scale
+        8.0
+        """
         state = self.recipe_state
         slots = slot_health(state, self._switched) if state else ()
         self._mirrors.settle()
@@ -300,10 +363,16 @@ class MXGradScaler:
         return GradScaleReport(float(self._state[0]), good, stepped, skipped, slots)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values for a checkpoint, taken between two steps (after `update`).
+        """The scaler's state, taken between two steps (after `update`).
+
+        Returns:
+            JSON values for a checkpoint.
 
         Raises:
             RuntimeError: in the middle of a step.
+
+        >>> et.optim.MXGradScaler().state_dict()["scale"]
+        65536.0
         """
         self._mirrors.settle()
         if self._bad:
@@ -323,9 +392,17 @@ class MXGradScaler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, switched scale rules included.
 
+        Args:
+            state: from a scaler of the same model.
+
         Raises:
             ValueError: if it is not such a state, or names layers that this model has not;
                 nothing is changed then.
+
+        >>> one, other = et.optim.MXGradScaler(init_scale=8.0), et.optim.MXGradScaler()
+        >>> other.load_state_dict(one.state_dict())
+        >>> other.current_scale
+        8.0
         """
         mine = self.state_dict()
         if state.keys() != mine.keys():

@@ -26,6 +26,13 @@ class Lion(Optimizer):
 
     Raises:
         ValueError: for an option out of range.
+
+    >>> w = et.nn.Parameter([1.0, -2.0])
+    >>> optimizer = et.optim.Lion([w], lr=0.25)
+    >>> w.square().sum().backward()
+    >>> optimizer.step()
+    >>> w.tolist()
+    [0.75, -1.75]
     """
 
     ranges = MappingProxyType({**Optimizer.ranges, "beta1": FRACTION, "beta2": FRACTION})
@@ -45,11 +52,11 @@ class Lion(Optimizer):
         )
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
-        """The average of the gradient."""
+        """See :meth:`extensor.optim.Optimizer.slots`: the average of the gradient."""
         return ("mean",)
 
     def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
-        """Move one segment, in place."""
+        """See :meth:`extensor.optim.Optimizer.update`."""
         xp = backend.xp
         one, two = part.scratch
         mean, lr = part.state["mean"], options["lr"]

@@ -21,6 +21,20 @@ def orthogonalize(matrix: Array, xp: Any) -> Array:
 
     Five steps of the quintic Newton-Schulz iteration X <- a X + (b A + c A^2) X, A = X X^T, from
     X / |X|; coefficients by Keller Jordan, 2024 ("Muon: an optimizer for hidden layers").
+
+    Args:
+        matrix: a float array of two axes.
+        xp: its array module.
+
+    Returns:
+        The same shape.
+
+    >>> import numpy as np
+    >>> from extensor.optim.muon import orthogonalize
+    >>> matrix = np.random.default_rng(0).standard_normal((8, 4))
+    >>> values = np.linalg.svd(orthogonalize(matrix, np), compute_uv=False)
+    >>> bool((values > 0.6).all() and (values < 1.3).all())
+    True
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
@@ -48,6 +62,13 @@ class Muon(Optimizer):
 
     Raises:
         ValueError: for an option out of range, or a tensor of fewer than two axes.
+
+    Source: Keller Jordan, 2024, "Muon: an optimizer for hidden layers in neural networks".
+
+    >>> layer = et.nn.Linear(8, 8, bias=False, rng=0)
+    >>> optimizer = et.optim.Muon(layer.parameters(), lr=0.02)
+    >>> layer(et.ones((4, 8))).square().sum().backward()
+    >>> optimizer.step()
     """
 
     ranges = MappingProxyType({**Optimizer.ranges, "momentum": FRACTION})
@@ -71,13 +92,16 @@ class Muon(Optimizer):
                     )
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
-        """The momentum buffer."""
+        """See :meth:`extensor.optim.Optimizer.slots`: the momentum buffer."""
         return ("momentum",)
 
     def prepare(
         self, xp: Any, whole: Segment, options: Mapping[str, Any]
     ) -> tuple[Array, Mapping[str, Any]]:
-        """The orthogonal update in place of the gradient."""
+        """See :meth:`extensor.optim.Optimizer.prepare`.
+
+        The orthogonal update in place of the gradient.
+        """
         buffer = whole.state["momentum"]
         buffer *= options["momentum"]
         buffer += whole.grad
@@ -88,7 +112,7 @@ class Muon(Optimizer):
         return (matrix * scale).reshape(ahead.shape), options
 
     def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
-        """Move one segment, in place."""
+        """See :meth:`extensor.optim.Optimizer.update`."""
         weight, step_by = part.weight, part.scratch[0]
         weight *= 1.0 - options["lr"] * options["weight_decay"]
         backend.xp.multiply(part.grad, options["lr"], out=step_by)

@@ -66,6 +66,12 @@ class Optimizer(ABC):
     Raises:
         TypeError, ValueError: for no parameters, one given twice, one that requires no gradient or
             is no dense float tensor, and for options that are unknown or out of range.
+
+    >>> layer = et.nn.Linear(4, 2)
+    >>> groups = [{"params": [layer.weight], "weight_decay": 0.1}, {"params": [layer.bias]}]
+    >>> optimizer = et.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
+    >>> [group.options["weight_decay"] for group in optimizer.groups]
+    [0.1, 0.0]
     """
 
     squares: ClassVar[tuple[str, ...]] = ("square",)
@@ -153,7 +159,18 @@ class Optimizer(ABC):
 
     @abstractmethod
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
-        """Names of the arrays kept for each parameter under these options."""
+        """Names of the arrays kept for each parameter under these options.
+
+        Args:
+            options: a group's options.
+
+        Returns:
+            The names, in the order of the arrays' random streams.
+
+        >>> optimizer = et.optim.SGD([et.nn.Parameter([1.0])], lr=0.1, momentum=0.9)
+        >>> optimizer.slots(optimizer.groups[0].options)
+        ('momentum',)
+        """
 
     @abstractmethod
     def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
@@ -164,12 +181,37 @@ class Optimizer(ABC):
             part: the arrays, with two of scratch.
             options: the group's options.
             step: how many updates this parameter has had, this one included.
+
+        >>> class SignSGD(et.optim.Optimizer):
+        ...     def slots(self, options):
+        ...         return ()
+        ...     def update(self, backend, part, options, step):
+        ...         part.weight[...] -= options["lr"] * backend.xp.sign(part.grad)
+        >>> w = et.nn.Parameter([1.0, 2.0])
+        >>> w.square().sum().backward()
+        >>> SignSGD([w], lr=0.5).step()
+        >>> w.tolist()
+        [0.5, 1.5]
         """
 
     def factors(self, options: Mapping[str, Any], step: int) -> Mapping[str, float]:
         """The numbers that a backend's kernel multiplies by in a parameter's numbered update.
 
         Only optimizers with `multi_tensor` have them; their `update` uses the same ones.
+
+        Args:
+            options: a group's options.
+            step: how many updates this parameter has had, this one included.
+
+        Returns:
+            The numbers by name, as the backend's kernel expects them.
+
+        Raises:
+            TypeError: in an optimizer with `multi_tensor` that does not define them.
+
+        >>> optimizer = et.optim.SGD([et.nn.Parameter([1.0])], lr=0.1)
+        >>> optimizer.factors(optimizer.groups[0].options, step=1)["lr"]
+        0.1
         """
         raise TypeError(f"{type(self).__name__} says multi_tensor: expected factors of its own")
 
@@ -188,6 +230,21 @@ class Optimizer(ABC):
                 size, whatever their shapes; the state as it is stored.
             factors: of each, from `factors`.
             how: more for the backend: what `Backend.adam_multi_tensor` takes besides.
+
+        Returns:
+            Whether the gradients were finite, known once the backend has checked them.
+
+        Raises:
+            TypeError: in an optimizer with `multi_tensor` that does not define it.
+
+        >>> import numpy as np
+        >>> from extensor.backends.registry import get
+        >>> optimizer = et.optim.SGD([et.nn.Parameter([1.0])], lr=0.5)
+        >>> w, g = np.ones(2, np.float32), np.ones(2, np.float32)
+        >>> factors = optimizer.factors(optimizer.groups[0].options, step=1)
+        >>> query = optimizer.update_multi_tensor(get("cpu"), [(w, g, {})], [factors])
+        >>> w.tolist()
+        [0.5, 0.5]
         """
         raise TypeError(
             f"{type(self).__name__} says multi_tensor: expected its update_multi_tensor"
@@ -198,7 +255,19 @@ class Optimizer(ABC):
     ) -> tuple[Array, Mapping[str, Any]]:
         """Compute what needs a whole tensor: the gradient and the options that `update` gets.
 
-        The arrays have the parameter's shape. Of them only the state may be written to.
+        Args:
+            xp: the array module.
+            whole: the arrays, of the parameter's shape. Of them only the state may be written to.
+            options: the group's options.
+
+        Returns:
+            The gradient and the options, here as they were given.
+
+        >>> import numpy as np
+        >>> from extensor.optim.params import Segment
+        >>> optimizer = et.optim.SGD([et.nn.Parameter([1.0])], lr=0.1)
+        >>> optimizer.prepare(np, Segment(np.ones(1), np.ones(1), {}), {"lr": 0.1})
+        (array([1.]), {'lr': 0.1})
         """
         return whole.grad, options
 
@@ -216,6 +285,13 @@ class Optimizer(ABC):
 
         While a step is captured (`extensor.capture`) nothing can wait for the gradients' check:
         updates stop at the first that is not finite, and the error follows.
+
+        >>> w = et.nn.Parameter([1.0])
+        >>> optimizer = et.optim.SGD([w], lr=0.5)
+        >>> (3 * w).sum().backward()
+        >>> optimizer.step()
+        >>> w.tolist()
+        [-0.5]
         """
         self.step_unless(None)
 
@@ -225,6 +301,15 @@ class Optimizer(ABC):
         Args:
             bad: whether a gradient is not finite; while a step is captured, uint32 of shape () on
                 the device. None: the gradients are checked here.
+
+        Raises:
+            RuntimeError, ValueError, FloatingPointError: as `step`.
+
+        >>> w = et.nn.Parameter([1.0])
+        >>> w.sum().backward()
+        >>> et.optim.SGD([w], lr=0.5).step_unless(True)
+        >>> w.tolist()
+        [1.0]
         """
         if bad is True:
             return
@@ -298,7 +383,14 @@ class Optimizer(ABC):
             param.assign_(flat.reshape(param.shape).astype(param.data.dtype, copy=False))
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Set the gradients of all parameters to None.
+
+        >>> w = et.nn.Parameter([1.0])
+        >>> w.sum().backward()
+        >>> et.optim.SGD([w], lr=0.5).zero_grad()
+        >>> w.grad is None
+        True
+        """
         for group in self.groups:
             for member in group.members:
                 member.param.grad = None
@@ -317,10 +409,15 @@ class Optimizer(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs, flat.
 
-        Numpy arrays (`QuantArray`s where the state is stored in blocks) under
-        ``state.<param>.<slot>``; ints under ``step.<param>``; the options and ``base_lr`` under
-        ``group.<i>.<option>``; the optimizer's name under ``optimizer``. Arrays have the
-        parameters' shapes (blocks run along the flat parameter) and are copies.
+        Returns:
+            Numpy arrays (`QuantArray`s where the state is stored in blocks) under
+            ``state.<param>.<slot>``; ints under ``step.<param>``; the options and ``base_lr`` under
+            ``group.<i>.<option>``; the optimizer's name under ``optimizer``. Arrays have the
+            parameters' shapes (blocks run along the flat parameter) and are copies.
+
+        >>> optimizer = et.optim.SGD([("w", et.nn.Parameter([1.0]))], lr=0.1, momentum=0.9)
+        >>> sorted(optimizer.state_dict())[-2:]
+        ['state.w.momentum', 'step.w']
         """
         self._mirrors.settle()
         state: dict[str, Any] = {"optimizer": type(self).__name__}
@@ -340,8 +437,16 @@ class Optimizer(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, for the same parameters and options.
 
+        Args:
+            state: from an optimizer of the same class, parameters and kind of state.
+
         Raises:
             ValueError: if names, shapes, dtypes or kinds of values differ; nothing is changed then.
+
+        >>> one, other = (et.optim.Adam([et.nn.Parameter([1.0])], lr=lr) for lr in (0.1, 0.2))
+        >>> other.load_state_dict(one.state_dict())
+        >>> other.groups[0].options["lr"]
+        0.1
         """
         mine = self.state_dict()
         stored = (np.ndarray, QuantArray)

@@ -67,11 +67,19 @@ class ParamState:
 
 @dataclass(eq=False)
 class ParamGroup:
-    """Parameters that share options.
+    """Parameters that share options; an optimizer makes them.
 
     Attributes:
         options: the options in force, ``lr`` among them; changes take effect in the next step.
         base_lr: the learning rate that schedules multiply.
+        members: the parameters with their state.
+        lookahead: the learning rate a number of steps after this one, as far as a schedule
+            knows it.
+
+    >>> optimizer = et.optim.SGD([et.nn.Parameter([1.0])], lr=0.1)
+    >>> optimizer.groups[0].options["lr"] = 0.01
+    >>> optimizer.groups[0].base_lr
+    0.1
     """
 
     options: dict[str, Option]

@@ -26,6 +26,13 @@ class Adagrad(Optimizer):
 
     Raises:
         ValueError: for an option out of range.
+
+    >>> w = et.nn.Parameter([1.0, -2.0])
+    >>> optimizer = et.optim.Adagrad([w], lr=0.5)
+    >>> w.square().sum().backward()
+    >>> optimizer.step()
+    >>> w.numpy().round(4)
+    array([ 0.5, -1.5], dtype=float32)
     """
 
     ranges = MappingProxyType({**Optimizer.ranges, "eps": POSITIVE})
@@ -42,11 +49,11 @@ class Adagrad(Optimizer):
         super().__init__(params, states=states, lr=lr, eps=eps, weight_decay=weight_decay)
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
-        """The sum of the squared gradients."""
+        """See :meth:`extensor.optim.Optimizer.slots`: the sum of the squared gradients."""
         return ("square",)
 
     def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
-        """Move one segment, in place."""
+        """See :meth:`extensor.optim.Optimizer.update`."""
         xp = backend.xp
         one, square = part.scratch[0], part.state["square"]
         grad = l2_gradient(xp, part, options["weight_decay"])
@@ -77,6 +84,13 @@ class RMSprop(Optimizer):
 
     Raises:
         ValueError: for an option out of range.
+
+    >>> w = et.nn.Parameter([1.0, -2.0])
+    >>> optimizer = et.optim.RMSprop([w], lr=0.01)
+    >>> w.square().sum().backward()
+    >>> optimizer.step()
+    >>> w.numpy().round(4)
+    array([ 0.9, -1.9], dtype=float32)
     """
 
     ranges = MappingProxyType(
@@ -105,11 +119,14 @@ class RMSprop(Optimizer):
         )
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
-        """The average of squared gradients, and a momentum buffer if there is momentum."""
+        """See :meth:`extensor.optim.Optimizer.slots`.
+
+        The average of squared gradients, and a momentum buffer if there is momentum.
+        """
         return ("square", "momentum") if options["momentum"] else ("square",)
 
     def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
-        """Move one segment, in place."""
+        """See :meth:`extensor.optim.Optimizer.update`."""
         xp = backend.xp
         one, square = part.scratch[0], part.state["square"]
         grad = l2_gradient(xp, part, options["weight_decay"])

@@ -32,17 +32,48 @@ __all__ = [
 
 
 class Schedule(ABC):
-    """The learning rate of each step, relative to each group's base learning rate."""
+    """The learning rate of each step, relative to each group's base learning rate.
+
+    >>> optimizer = et.optim.SGD([et.nn.Parameter([1.0])], lr=0.5)
+    >>> schedule = et.optim.Warmup(steps=4)
+    >>> [schedule.apply(optimizer, step) for step in range(5)]
+    [0.25, 0.5, 0.75, 1.0, 1.0]
+    >>> optimizer.groups[0].options["lr"]
+    0.5
+    """
 
     @abstractmethod
     def factor(self, step: int) -> float:
-        """The multiplier for optimizer step ``step``, counted from 0."""
+        """The multiplier for an optimizer step.
+
+        Args:
+            step: counted from 0.
+
+        Returns:
+            What each group's base learning rate is multiplied by.
+
+        >>> et.optim.Exponential(gamma=0.5).factor(3)
+        0.125
+        """
 
     def apply(self, optimizer: Optimizer, step: int) -> float:
-        """Set every group's ``lr`` to its ``base_lr`` times the factor; returns the factor.
+        """Set every group's ``lr`` to its ``base_lr`` times the factor; call it before each step.
+
+        Args:
+            optimizer: its groups are set.
+            step: counted from 0.
+
+        Returns:
+            The factor.
 
         Raises:
             ValueError: if ``step`` is not an int, 0 or more.
+
+        >>> optimizer = et.optim.SGD([et.nn.Parameter([1.0])], lr=0.5)
+        >>> et.optim.Step(every=10, gamma=0.5).apply(optimizer, step=25)
+        0.25
+        >>> optimizer.groups[0].options["lr"]
+        0.125
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step: expected an int, 0 or more, got {step!r}")
@@ -58,7 +89,19 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class Step(Schedule):
-    """gamma ** (step // every)."""
+    """gamma ** (step // every).
+
+    Args:
+        every: steps between two changes, 1 or more.
+        gamma: the factor of each change, in [0, 1].
+
+    Raises:
+        ValueError: for an argument out of range.
+
+    >>> schedule = et.optim.Step(every=2, gamma=0.5)
+    >>> [schedule.factor(step) for step in range(5)]
+    [1.0, 1.0, 0.5, 0.5, 0.25]
+    """
 
     every: int
     gamma: float = 0.1
@@ -68,13 +111,25 @@ class Step(Schedule):
         _within("gamma", self.gamma, 0.0, 1.0)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         return float(self.gamma ** (step // self.every))
 
 
 @dataclass(frozen=True)
 class MultiStep(Schedule):
-    """gamma to the number of milestones that ``step`` has reached."""
+    """gamma to the number of milestones that ``step`` has reached.
+
+    Args:
+        milestones: increasing steps.
+        gamma: the factor at each, in [0, 1].
+
+    Raises:
+        ValueError: for an argument out of range, or milestones that do not increase.
+
+    >>> schedule = et.optim.MultiStep(milestones=(1, 4), gamma=0.5)
+    >>> [schedule.factor(step) for step in range(5)]
+    [1.0, 0.5, 0.5, 0.5, 0.25]
+    """
 
     milestones: tuple[int, ...]
     gamma: float = 0.1
@@ -87,13 +142,24 @@ class MultiStep(Schedule):
         _within("gamma", self.gamma, 0.0, 1.0)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         return float(self.gamma ** bisect.bisect_right(self.milestones, step))
 
 
 @dataclass(frozen=True)
 class Exponential(Schedule):
-    """gamma ** step."""
+    """gamma ** step.
+
+    Args:
+        gamma: in [0, 1].
+
+    Raises:
+        ValueError: for a gamma out of range.
+
+    >>> schedule = et.optim.Exponential(gamma=0.5)
+    >>> [schedule.factor(step) for step in range(3)]
+    [1.0, 0.5, 0.25]
+    """
 
     gamma: float
 
@@ -101,13 +167,25 @@ class Exponential(Schedule):
         _within("gamma", self.gamma, 0.0, 1.0)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         return float(self.gamma**step)
 
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """From 1 down to ``final`` along half a cosine over ``total`` steps (arXiv 1608.03983)."""
+    """From 1 down to ``final`` along half a cosine over ``total`` steps (arXiv 1608.03983, eq. 5).
+
+    Args:
+        total: steps, 1 or more.
+        final: the factor from step ``total`` on, in [0, 1].
+
+    Raises:
+        ValueError: for an argument out of range.
+
+    >>> schedule = et.optim.Cosine(total=4, final=0.1)
+    >>> [round(schedule.factor(step), 3) for step in range(6)]
+    [1.0, 0.868, 0.55, 0.232, 0.1, 0.1]
+    """
 
     total: int
     final: float = 0.0
@@ -117,13 +195,26 @@ class Cosine(Schedule):
         _within("final", self.final, 0.0, 1.0)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         return _cosine(1.0, self.final, step / self.total)
 
 
 @dataclass(frozen=True)
 class Linear(Schedule):
-    """From ``start`` to ``final`` in a straight line over ``total`` steps."""
+    """From ``start`` to ``final`` in a straight line over ``total`` steps.
+
+    Args:
+        total: steps, 1 or more.
+        start: the factor of step 0, 0 or more.
+        final: the factor from step ``total`` on, 0 or more.
+
+    Raises:
+        ValueError: for an argument out of range.
+
+    >>> schedule = et.optim.Linear(total=4)
+    >>> [schedule.factor(step) for step in range(6)]
+    [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    """
 
     total: int
     start: float = 1.0
@@ -135,7 +226,7 @@ class Linear(Schedule):
         _within("final", self.final, 0.0, math.inf)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         return _line(self.start, self.final, step / self.total)
 
 
@@ -143,8 +234,18 @@ class Linear(Schedule):
 class Warmup(Schedule):
     """Up to 1 in ``steps`` equal steps, the last of which is 1, then another schedule or 1.
 
-    The factor of step s is (s + 1) / steps: no step is lost to a learning rate of zero. The
-    schedule in ``then`` counts its own steps from the end of the warm-up.
+    The factor of step s is (s + 1) / steps: no step is lost to a learning rate of zero.
+
+    Args:
+        steps: of the warm-up, 0 or more.
+        then: the schedule after it, which counts its own steps from there; None stays at 1.
+
+    Raises:
+        ValueError: for ``steps`` below 0.
+
+    >>> schedule = et.optim.Warmup(2, then=et.optim.Linear(total=2))
+    >>> [schedule.factor(step) for step in range(5)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
     """
 
     steps: int
@@ -154,7 +255,7 @@ class Warmup(Schedule):
         _whole("steps", self.steps, 0)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         if step < self.steps:
             return (step + 1) / self.steps
         return self.then.factor(step - self.steps) if self.then else 1.0
@@ -162,7 +263,20 @@ class Warmup(Schedule):
 
 @dataclass(frozen=True)
 class WarmupCosine(Schedule):
-    """A warm-up of ``warmup`` steps, then a cosine down to ``final`` at step ``total``."""
+    """A warm-up of ``warmup`` steps, then a cosine down to ``final`` at step ``total``.
+
+    Args:
+        warmup: steps of the `Warmup`, 0 or more.
+        total: steps of both, more than ``warmup``.
+        final: the factor from step ``total`` on, in [0, 1].
+
+    Raises:
+        ValueError: for an argument out of range.
+
+    >>> schedule = et.optim.WarmupCosine(warmup=2, total=4)
+    >>> [round(schedule.factor(step), 3) for step in range(5)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
 
     warmup: int
     total: int
@@ -174,7 +288,7 @@ class WarmupCosine(Schedule):
         _within("final", self.final, 0.0, 1.0)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         return Warmup(self.warmup, Cosine(self.total - self.warmup, self.final)).factor(step)
 
 
@@ -182,8 +296,20 @@ class WarmupCosine(Schedule):
 class OneCycle(Schedule):
     """Up from 1 / ``start_divisor`` to 1, then down to far below the start (arXiv 1708.07120).
 
-    The rise takes the share ``warm`` of the ``total`` steps. Rise and fall follow half a cosine.
-    The last factor is the first one over ``final_divisor``.
+    Rise and fall follow half a cosine. The last factor is the first one over ``final_divisor``.
+
+    Args:
+        total: steps, 1 or more.
+        warm: the share of them that the rise takes, in [0, 1].
+        start_divisor: 1 or more.
+        final_divisor: 1 or more.
+
+    Raises:
+        ValueError: for an argument out of range.
+
+    >>> schedule = et.optim.OneCycle(total=10, warm=0.3)
+    >>> [round(schedule.factor(step), 2) for step in range(10)]
+    [0.04, 0.52, 1.0, 0.95, 0.81, 0.61, 0.39, 0.19, 0.05, 0.0]
     """
 
     total: int
@@ -198,7 +324,7 @@ class OneCycle(Schedule):
         _within("final_divisor", self.final_divisor, 1.0, math.inf)
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         start = 1.0 / self.start_divisor
         top, last = self.warm * self.total - 1, self.total - 1
         if step <= top:
@@ -210,9 +336,21 @@ class OneCycle(Schedule):
 
 @dataclass(frozen=True)
 class WSD(Schedule):
-    """Warm up, stay at 1, decay over the last ``decay`` of ``total`` steps.
+    """Warm up, stay at 1, decay over the last ``decay`` of ``total`` steps (arXiv 2405.18392).
 
-    ``shape`` is ``"linear"`` or ``"sqrt"``, 1 - sqrt(share of the decay) (arXiv 2405.18392).
+    Args:
+        warmup: steps of the `Warmup`, 0 or more.
+        total: steps in all, at least ``warmup`` + ``decay``.
+        decay: steps of the decay, 1 or more.
+        final: the factor from step ``total`` on, in [0, 1].
+        shape: ``"linear"``; or ``"sqrt"``, 1 - sqrt(share of the decay).
+
+    Raises:
+        ValueError: for an argument out of range.
+
+    >>> schedule = et.optim.WSD(warmup=2, total=6, decay=2)
+    >>> [schedule.factor(step) for step in range(7)]
+    [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
 
     warmup: int
@@ -230,7 +368,7 @@ class WSD(Schedule):
             raise ValueError(f"shape: expected 'linear' or 'sqrt', got {self.shape!r}")
 
     def factor(self, step: int) -> float:
-        """The multiplier for ``step``."""
+        """See :meth:`extensor.optim.Schedule.factor`."""
         share = (step - (self.total - self.decay)) / self.decay
         if share <= 0:
             return Warmup(self.warmup).factor(step)
@@ -241,9 +379,23 @@ class WSD(Schedule):
 class ReduceLROnPlateau(Schedule):
     """Multiply by ``gamma`` when a metric has not improved for more than ``patience`` readings.
 
-    A reading improves if it is better than the best by more than ``threshold`` of the best's
-    magnitude. After a cut, ``cooldown`` readings are not counted as bad. The factor never falls
-    below ``minimum``. Keep `state_dict` in the checkpoint.
+    Unlike the other schedules it has a state: keep `state_dict` in the checkpoint.
+
+    Args:
+        mode: whether a smaller (``"min"``) or a larger (``"max"``) metric is better.
+        gamma: the factor of each cut, in [0, 1].
+        patience: readings without improvement that are allowed in a row, 0 or more.
+        threshold: a reading improves if it is better than the best by more than this share of
+            the best's magnitude.
+        cooldown: readings after a cut that are not counted as bad.
+        minimum: the factor never falls below it.
+
+    Raises:
+        ValueError: for an argument out of range.
+
+    >>> schedule = et.optim.ReduceLROnPlateau(gamma=0.5, patience=1)
+    >>> [schedule.observe(loss) for loss in (1.0, 1.0, 1.0, 0.5)]
+    [1.0, 1.0, 0.5, 0.5]
     """
 
     mode: Literal["min", "max"] = "min"
@@ -267,10 +419,19 @@ class ReduceLROnPlateau(Schedule):
         _within("minimum", self.minimum, 0.0, 1.0)
 
     def observe(self, metric: float) -> float:
-        """Take one reading of the metric; returns the factor from now on.
+        """Take one reading of the metric, such as the loss of an evaluation.
+
+        Args:
+            metric: a finite number.
+
+        Returns:
+            The factor from now on.
 
         Raises:
             ValueError: if the metric is not finite: a diverged run is no plateau.
+
+        >>> et.optim.ReduceLROnPlateau(mode="max").observe(0.9)
+        1.0
         """
         metric = float(metric)
         if not math.isfinite(metric):
@@ -295,19 +456,37 @@ class ReduceLROnPlateau(Schedule):
         return metric < self.best - margin if self.mode == "min" else metric > self.best + margin
 
     def factor(self, step: int) -> float:
-        """The multiplier in force, whatever the step."""
+        """See :meth:`extensor.optim.Schedule.factor`.
+
+        The multiplier in force, whatever the step.
+        """
         return self.current
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain scalars for a checkpoint."""
+        """What a checkpoint needs: the best metric, the counts and the factor.
+
+        Returns:
+            Plain scalars by name.
+
+        >>> et.optim.ReduceLROnPlateau().state_dict()
+        {'best': None, 'bad': 0, 'cooling': 0, 'current': 1.0}
+        """
         names = ("best", "bad", "cooling", "current")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave.
 
+        Args:
+            state: plain scalars by name.
+
         Raises:
             ValueError: if the names differ from `state_dict`'s; nothing is changed.
+
+        >>> schedule = et.optim.ReduceLROnPlateau()
+        >>> schedule.load_state_dict({"best": 0.5, "bad": 2, "cooling": 0, "current": 0.1})
+        >>> schedule.factor(0)
+        0.1
         """
         if state.keys() != self.state_dict().keys():
             raise ValueError(f"state: expected {sorted(self.state_dict())}, got {sorted(state)}")

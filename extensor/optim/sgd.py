@@ -30,6 +30,13 @@ class SGD(Optimizer):
 
     Raises:
         ValueError: for an option out of range, or Nesterov without momentum.
+
+    >>> w = et.nn.Parameter([1.0, 2.0])
+    >>> optimizer = et.optim.SGD([w], lr=0.5, momentum=0.9)
+    >>> w.square().sum().backward()
+    >>> optimizer.step()
+    >>> w.tolist()
+    [0.0, 0.0]
     """
 
     ranges = MappingProxyType({**Optimizer.ranges, "momentum": FRACTION})
@@ -60,11 +67,11 @@ class SGD(Optimizer):
             raise ValueError("nesterov: expected momentum above 0 with it, got 0")
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
-        """A momentum buffer, if there is momentum."""
+        """See :meth:`extensor.optim.Optimizer.slots`: a momentum buffer, if there is momentum."""
         return ("momentum",) if options["momentum"] else ()
 
     def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
-        """Move one segment, in place."""
+        """See :meth:`extensor.optim.Optimizer.update`."""
         buffer = part.state["momentum"] if options["momentum"] else None
         by = self.factors(options, step)
         numbers = (by["lr"], by["momentum"], by["decay"])
@@ -77,7 +84,7 @@ class SGD(Optimizer):
         factors: Sequence[Mapping[str, float]],
         **how: Any,
     ) -> FiniteQuery:
-        """Update whole parameters, in place, in one call."""
+        """See :meth:`extensor.optim.Optimizer.update_multi_tensor`."""
         arrays = [
             (w, g, state["momentum"] if mine["momentum"] else None)
             for (w, g, state), mine in zip(parts, factors, strict=True)
@@ -86,7 +93,7 @@ class SGD(Optimizer):
         return found
 
     def factors(self, options: Mapping[str, Any], step: int) -> dict[str, float]:
-        """The numbers that an update multiplies by."""
+        """See :meth:`extensor.optim.Optimizer.factors`."""
         return {
             "lr": options["lr"],
             "momentum": options["momentum"],
@@ -113,6 +120,13 @@ class LARS(SGD):
 
     Raises:
         ValueError: for an option out of range.
+
+    >>> w = et.nn.Parameter([3.0, 4.0])
+    >>> optimizer = et.optim.LARS([w], lr=1.0, momentum=0.0, trust=0.1)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.numpy().round(4)
+    array([2.6464, 3.6464], dtype=float32)
     """
 
     ranges = MappingProxyType({**SGD.ranges, "trust": POSITIVE})
@@ -141,7 +155,10 @@ class LARS(SGD):
     def prepare(
         self, xp: Any, whole: Segment, options: Mapping[str, Any]
     ) -> tuple[Array, Mapping[str, Any]]:
-        """The gradient with its weight decay, scaled to the weight's norm."""
+        """See :meth:`extensor.optim.Optimizer.prepare`.
+
+        The gradient with its weight decay, scaled to the weight's norm.
+        """
         decay = options["weight_decay"]
         size, slope = (float(xp.linalg.norm(a)) for a in (whole.weight, whole.grad))
         ratio = options["trust"] * size / (slope + decay * size) if size and slope else 1.0

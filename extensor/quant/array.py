@@ -29,6 +29,9 @@ class QuantStats:
         saturated: values that would round beyond the largest code.
         flushed: values other than zero that dequantize to zero.
         rebase_changed: values changed by rebasing to a tile's common scale (`QuantSpec.rebased`).
+
+    >>> et.quant.QuantStats(count=64, saturated=1) + et.quant.QuantStats(count=64)
+    QuantStats(count=128, saturated=1, flushed=0, rebase_changed=0)
     """
 
     count: int = 0
@@ -49,6 +52,8 @@ class QuantStats:
 class QuantArray:
     """A quantized array: codes, scales, and what else its format stores.
 
+    An `ExTensor` of a blocked dtype holds one as its ``data``.
+
     Attributes:
         codes: uint8, packed along ``spec.axis``.
         scales: uint8 bits (E8M0, unsigned E4M3) or float16/float32, one per block.
@@ -59,6 +64,12 @@ class QuantArray:
         row_means: float32, shape with the axis reduced to 1 (outlier codec).
         outlier_index: int32, shape with the axis holding k positions (outlier codec).
         outlier_value: float32, the exact values at those positions (outlier codec).
+
+    >>> stored = et.ones((4, 64)).to_mxfp4().data
+    >>> stored.shape, {name: part.shape for name, part in stored.parts.items()}
+    ((4, 64), {'codes': (4, 32), 'scales': (4, 2)})
+    >>> stored.nbytes
+    136
     """
 
     codes: Array

@@ -45,6 +45,13 @@ class Gemm:
         a: the first operand: x, g, g.
         b: the second operand: w, w, x.
         output_scale: factor on the product, which undoes the operands' ``element_scale``.
+
+    Raises:
+        ValueError: for an unknown float dtype, or a transform or rebasing in one operand only.
+
+    >>> from extensor.quant.recipe import Gemm
+    >>> Gemm(et.QuantSpec("mxfp8_e4m3"), "bfloat16").unquantized
+    False
     """
 
     a: OperandSpec
@@ -76,7 +83,18 @@ class Gemm:
 
 @dataclass(frozen=True)
 class LayerRecipe:
-    """The three GEMMs of one layer: forward, gradient of x, gradient of w."""
+    """The three GEMMs of one layer.
+
+    Attributes:
+        fprop: forward, of x and w.
+        dgrad: the gradient of x, of g and w.
+        wgrad: the gradient of w, of g and x.
+
+    >>> from extensor.quant.recipe import Gemm, LayerRecipe
+    >>> quantized, dense = Gemm(*[et.QuantSpec("mxfp4")] * 2), Gemm("bfloat16", "bfloat16")
+    >>> LayerRecipe(fprop=quantized, dgrad=dense, wgrad=dense).slot("wgrad.g")
+    'bfloat16'
+    """
 
     fprop: Gemm
     dgrad: Gemm
@@ -84,12 +102,36 @@ class LayerRecipe:
 
     @classmethod
     def uniform(cls, operand: OperandSpec) -> LayerRecipe:
-        """The same operand in all six slots."""
+        """The same operand in all six slots.
+
+        Args:
+            operand: a spec, ``"float32"`` or ``"bfloat16"``.
+
+        Returns:
+            The recipe.
+
+        >>> from extensor.quant.recipe import LayerRecipe
+        >>> LayerRecipe.uniform("bfloat16").fprop.a
+        'bfloat16'
+        """
         gemm = Gemm(operand, operand)
         return cls(gemm, gemm, gemm)
 
     def slot(self, name: str) -> OperandSpec:
-        """The operand in a slot, by its name in `SLOTS`."""
+        """The operand in a slot.
+
+        Args:
+            name: one of `SLOTS`, such as ``"dgrad.w"``.
+
+        Returns:
+            A spec, ``"float32"`` or ``"bfloat16"``.
+
+        Raises:
+            ValueError: for an unknown slot.
+
+        >>> et.RECIPES["mxfp8_e5m2g"].layers.slot("dgrad.g").format
+        'mxfp8_e5m2'
+        """
         if name not in SLOTS:
             raise ValueError(unknown_name("slot", name, SLOTS))
         gemm, side = self._gemm_and_side(name)
@@ -102,13 +144,39 @@ class LayerRecipe:
         return name.partition(".")[0], "ab"[SLOTS.index(name) % 2]
 
     def with_slot(self, name: str, operand: OperandSpec) -> LayerRecipe:
-        """A copy with another operand in one slot."""
+        """A copy with another operand in one slot.
+
+        Args:
+            name: one of `SLOTS`.
+            operand: a spec, ``"float32"`` or ``"bfloat16"``.
+
+        Returns:
+            The new recipe.
+
+        Raises:
+            ValueError: for an unknown slot, or an operand that does not go with the other one of
+                its GEMM.
+
+        >>> layers = et.RECIPES["mxfp4_all"].layers.with_slot("wgrad.g", "bfloat16")
+        >>> layers.slot("wgrad.g"), layers.slot("wgrad.x").format
+        ('bfloat16', 'mxfp4')
+        """
         self.slot(name)
         gemm, side = self._gemm_and_side(name)
         return replace(self, **{gemm: replace(getattr(self, gemm), **{side: operand})})
 
     def rebased(self) -> LayerRecipe:
-        """A copy whose quantized operands, all of them MXFP8, are `QuantSpec.rebased`."""
+        """A copy whose quantized operands, all of them MXFP8, are `QuantSpec.rebased`.
+
+        Returns:
+            The new recipe.
+
+        Raises:
+            ValueError: for an operand in another format.
+
+        >>> et.RECIPES["mxfp8_nvidia"].layers.rebased() == et.RECIPES["mxfp8_rebased"].layers
+        True
+        """
 
         def rebase(gemm: Gemm) -> Gemm:
             a, b = (o if isinstance(o, str) else o.replace(rebased=True) for o in (gemm.a, gemm.b))
@@ -119,7 +187,19 @@ class LayerRecipe:
 
 @dataclass(frozen=True)
 class Rule:
-    """Gives ``use`` to layers that match: a glob on the layer's path, or a role of `ROLES`."""
+    """Gives a `LayerRecipe` to the layers that match.
+
+    Attributes:
+        match: a glob on the layer's path, or a role of `ROLES`.
+        use: the recipe of the layers that match.
+
+    Raises:
+        ValueError: for an unknown role.
+
+    >>> from extensor.quant.recipe import LayerRecipe, Rule
+    >>> Rule("blocks.0.*", LayerRecipe.uniform("bfloat16")).match
+    'blocks.0.*'
+    """
 
     match: str
     use: LayerRecipe
@@ -145,6 +225,11 @@ class Recipe:
             are bfloat16 until they meet float32 (a residual stream, a norm's weights), losses are
             float32, a gradient has its tensor's dtype, and parameters and their gradients stay
             float32. Norms whose results only layers read (`Module.feeds_layers`) round them too.
+
+    >>> from dataclasses import replace
+    >>> from extensor.quant.recipe import LayerRecipe, Rule
+    >>> dense = Rule("*.down", LayerRecipe.uniform("bfloat16"))
+    >>> recipe = replace(et.RECIPES["mxfp4_all"], name="mxfp4_dense_down", rules=(dense,))
     """
 
     name: str
@@ -164,8 +249,16 @@ class Recipe:
         Args:
             layers: (path, roles) of every layer that has GEMMs, in model order.
 
+        Returns:
+            A `LayerRecipe` by path.
+
         Raises:
             ValueError: if a path rule matches no layer.
+
+        >>> layers = [("0", frozenset({"@first"})), ("1", frozenset())]
+        >>> chosen = et.RECIPES["mxfp4"].assign(layers)
+        >>> chosen["0"].slot("fprop.w"), chosen["1"].slot("fprop.w").format
+        ('bfloat16', 'mxfp4')
         """
         unused = [rule for rule in self.rules if not rule.match.startswith("@")]
         chosen: dict[str, LayerRecipe] = {}

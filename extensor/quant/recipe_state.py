@@ -38,6 +38,10 @@ class RecipeState:
             (seed, step, layer, slot), so that a resumed run repeats an uninterrupted one.
         layers: every layer with GEMMs, by path.
         weight_cache: the GEMM operands of their weights.
+
+    >>> state = et.nn.apply_recipe(et.nn.Sequential(et.nn.Linear(32, 32)), "mxfp4_all", seed=1)
+    >>> state.recipe.name, state.seed, list(state.layers)
+    ('mxfp4_all', 1, ['0'])
     """
 
     recipe: Recipe
@@ -63,14 +67,30 @@ class RecipeState:
         return self._counts
 
     def reset_telemetry(self) -> None:
-        """Set all counts to zero."""
+        """Set all counts to zero.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.reset_telemetry()
+        >>> dict(state.telemetry)
+        {}
+        """
         self._pending.clear()
         for _, counts in self._standing:
             counts()
         self._counts.clear()
 
     def record(self, key: tuple[str, str], counts: Counts) -> None:
-        """Add to the counts of a (layer path, slot), without waiting for a GPU."""
+        """Add to the counts of an operand, without waiting for a GPU.
+
+        Args:
+            key: (layer path, slot).
+            counts: the counts, or a function that waits for them.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.record(("", "fprop.x"), et.quant.QuantStats(count=64, saturated=1))
+        >>> state.telemetry["", "fprop.x"].saturated
+        1
+        """
         if isinstance(counts, QuantStats):
             self._add(key, counts)
             return
@@ -104,6 +124,11 @@ class LayerContext:
         state: the state of the whole model.
         call: which use of the layer in this step, for layers that are used several times.
         static_scale: the scale of the forward input, where calibration chose one beforehand.
+
+    >>> model = et.nn.Sequential(et.nn.Linear(32, 32))
+    >>> state = et.nn.apply_recipe(model, "mxfp4_all")
+    >>> model[0].quant is state.layers["0"]
+    True
     """
 
     path: str
@@ -114,15 +139,52 @@ class LayerContext:
     static_scale: StaticScale | None = None
 
     def at(self, call: int) -> LayerContext:
-        """The same layer in another of its uses."""
+        """The same layer in another of its uses.
+
+        Args:
+            call: the number of the use in this step, from 0.
+
+        Returns:
+            A context with the same state.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.layers[""].at(1).call
+        1
+        """
         return self if call == self.call else replace(self, call=call)
 
     def operand(self, slot: str) -> OperandSpec:
-        """The operand spec in a slot."""
+        """The operand in a slot.
+
+        Args:
+            slot: one of `SLOTS`.
+
+        Returns:
+            A spec, ``"float32"`` or ``"bfloat16"``.
+
+        Raises:
+            ValueError: for an unknown slot.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.layers[""].operand("dgrad.g").rounding
+        'stochastic'
+        """
         return self.layer.slot(slot)
 
     def stream(self, slot: str, column: bool) -> Stream:
-        """The random stream of a slot in this use and step."""
+        """The random stream of a slot in this use and step.
+
+        Args:
+            slot: one of `SLOTS`.
+            column: whether the operand is quantized columnwise, which has bits of its own.
+
+        Returns:
+            The stream, a function of seed, step, layer, use and slot.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all", seed=5)
+        >>> state.layers[""].stream("dgrad.g", column=False).seed
+        5
+        """
         tensor = self.index + (self.call << CALL_SHIFT)
         state = self.state
         return Stream(state.seed, state.step, tensor, SLOTS.index(slot), column, state)
@@ -131,9 +193,29 @@ class LayerContext:
         """Past largest magnitudes of the slot's tensor, for a backend's delayed scaling.
 
         They decide which kernel runs first, never a value.
+
+        Args:
+            slot: one of `SLOTS`.
+
+        Returns:
+            A dict that the backend reads and writes.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.layers[""].amax_state("fprop.x")
+        {}
         """
         return self.state._amax_states.setdefault((self.path, self.call, slot), {})
 
     def record(self, slot: str, counts: Counts) -> None:
-        """Add to the counts of a slot."""
+        """Add to the counts of a slot.
+
+        Args:
+            slot: one of `SLOTS`.
+            counts: the counts, or a function that waits for them.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.layers[""].record("fprop.x", et.quant.QuantStats(count=64))
+        >>> state.telemetry["", "fprop.x"].count
+        64
+        """
         self.state.record((self.path, slot), counts)

@@ -191,8 +191,18 @@ ALIASES = MappingProxyType({"mxfp8": "mxfp8_nvidia", "nvfp4": "nvfp4_nvidia"})
 def get_recipe(name: str) -> Recipe:
     """A recipe by name or alias.
 
+    Args:
+        name: in `RECIPES` or `ALIASES`.
+
+    Returns:
+        The recipe.
+
     Raises:
         ValueError: for a name that is neither; the message lists similar ones.
+
+    >>> from extensor.quant.recipes import get_recipe
+    >>> get_recipe("mxfp8").name
+    'mxfp8_nvidia'
     """
     full = ALIASES.get(name, name)
     if full not in RECIPES:

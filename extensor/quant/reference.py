@@ -65,6 +65,12 @@ def quantize(
         TypeError: if x is not a float array.
         ValueError: if the spec or ``previous_amax`` does not fit x, if the stream is missing, or if
             there is one although nothing is rounded stochastically.
+
+    >>> import numpy as np
+    >>> from extensor.quant.reference import quantize
+    >>> q, stats = quantize(np.float32([[1.0, -2.0, 5.1, 0.1]]), et.QuantSpec("mxfp4"))
+    >>> q.scales, stats
+    (array([[127]], dtype=uint8), QuantStats(count=4, saturated=0, flushed=1, rebase_changed=0))
     """
     x, spec = _checked(x, spec, stream, previous_amax, xp)
     if spec.row.outliers:
@@ -94,7 +100,22 @@ def _checked(
 
 
 def rebase(q: QuantArray, stats: QuantStats, xp: Any = np) -> tuple[QuantArray, QuantStats]:
-    """What a spec with ``rebased`` gives, from what the same spec gives without it."""
+    """What a spec with ``rebased`` gives, from what the same spec gives without it.
+
+    Args:
+        q: MXFP8, not rebased.
+        stats: the counts of quantizing it.
+        xp: the array module.
+
+    Returns:
+        The rebased array, and the counts with the values that rebasing changed.
+
+    >>> import numpy as np
+    >>> from extensor.quant.reference import quantize, rebase
+    >>> q, stats = rebase(*quantize(np.ones((128, 128), np.float32), et.QuantSpec("mxfp8_e4m3")))
+    >>> q.spec.rebased, stats.rebase_changed
+    (True, 0)
+    """
     q, changed, flushed = rebase_tiles(q, xp)
     return q, dataclasses.replace(
         stats, flushed=stats.flushed + int(flushed), rebase_changed=int(changed)
@@ -102,7 +123,18 @@ def rebase(q: QuantArray, stats: QuantStats, xp: Any = np) -> tuple[QuantArray, 
 
 
 def check_previous(previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...], xp: Any) -> None:
-    """Raise ValueError unless the maxima fit a resolved spec on arrays of ``shape``."""
+    """Check that the maxima of the last step fit a resolved spec.
+
+    Args:
+        previous_amax: float32 of the scales' shape.
+        spec: resolved, with ``statistic="running"``.
+        shape: of the arrays that are quantized.
+        xp: the array module.
+
+    Raises:
+        ValueError: for another statistic, shape or dtype, or maxima that are negative or not
+            finite.
+    """
     if spec.statistic != "running":
         raise ValueError(f"previous_amax: only with statistic='running', not {spec.statistic!r}")
     grid = block_grid(spec, shape)
@@ -119,7 +151,21 @@ def check_previous(previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...]
 
 
 def dequantize(q: QuantArray, xp: Any = np) -> Array:
-    """Decode a stored array to float32 of ``q.shape``; a Hadamard transform is undone."""
+    """Decode a stored array; a Hadamard transform is undone.
+
+    Args:
+        q: the stored array.
+        xp: the array module.
+
+    Returns:
+        float32 of ``q.shape``.
+
+    >>> import numpy as np
+    >>> from extensor.quant.reference import dequantize, quantize
+    >>> q, _ = quantize(np.float32([[1.0, -2.0, 5.1, 0.1]]), et.QuantSpec("mxfp4"))
+    >>> dequantize(q)
+    array([[ 1., -2.,  6.,  0.]], dtype=float32)
+    """
     if q.spec.row.outliers:
         return outlier.dequantize(q, xp)
     if not math.prod(q.shape):  # no blocks, although there may be a static scale
@@ -133,8 +179,20 @@ def dequantize(q: QuantArray, xp: Any = np) -> Array:
 def round_to(values: Array, dtype: str) -> Array:
     """Round float32 values to another dtype of `FLOATS`, to nearest even.
 
+    Args:
+        values: float32.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+
+    Returns:
+        The same shape; ``values`` itself for float32.
+
     Raises:
         ValueError: for another dtype.
+
+    >>> import numpy as np
+    >>> from extensor.quant.reference import round_to
+    >>> float(round_to(np.float32([1.001]), "bfloat16")[0])
+    1.0
     """
     if dtype not in FLOATS:
         raise ValueError(f"dequantize: expected one of {', '.join(FLOATS)}, got {dtype!r}")
@@ -145,7 +203,25 @@ def round_to(values: Array, dtype: str) -> Array:
 def fake_quantize(
     x: Array, spec: QuantSpec, stream: Stream | None = None, xp: Any = np
 ) -> tuple[Array, QuantStats]:
-    """The float32 values that a GEMM multiplies: quantized and decoded, a transform not undone."""
+    """The float32 values that a GEMM multiplies: quantized and decoded, a transform not undone.
+
+    Args:
+        x: float array.
+        spec: how.
+        stream: names the random bits of stochastic rounding.
+        xp: the array module.
+
+    Returns:
+        float32 of x's shape (a transform pads the axis), and the counts.
+
+    Raises:
+        TypeError, ValueError: as `quantize`.
+
+    >>> import numpy as np
+    >>> from extensor.quant.reference import fake_quantize
+    >>> fake_quantize(np.float32([[1.0, -2.0, 5.1, 0.1]]), et.QuantSpec("mxfp4"))[0]
+    array([[ 1., -2.,  6.,  0.]], dtype=float32)
+    """
     if spec.rebased or spec.row.outliers:
         q, stats = quantize(x, spec, stream, None, xp)
         return dequantize(q, xp), stats
@@ -162,16 +238,36 @@ class RunningAmax:
 
     Attributes:
         value: float32 of the scales' shape, None before the first call; store it in checkpoints.
+
+    >>> import numpy as np
+    >>> spec = et.QuantSpec("int8", tile="channel", statistic="running", decay=0.5).resolve(2)
+    >>> amax = et.RunningAmax()
+    >>> for value in (8.0, 1.0):
+    ...     amax.update(np.full((1, 4), value, np.float32), spec)
+    >>> amax.value.tolist()
+    [[4.0]]
     """
 
     def __init__(self) -> None:
         self.value: Array | None = None
 
     def update(self, x: Array, spec: QuantSpec, xp: Any = np) -> None:
-        """Update the maxima with those of the float array x, under a resolved spec.
+        """Update the maxima with those of an array.
+
+        Args:
+            x: a float array of the same shape as before.
+            spec: resolved.
+            xp: the array module.
 
         Raises:
             ValueError: if x has other blocks than the calls before.
+
+        >>> import numpy as np
+        >>> spec = et.QuantSpec("int8", tile="channel", statistic="running").resolve(2)
+        >>> amax = et.RunningAmax()
+        >>> amax.update(np.float32([[3.0, -4.0]]), spec)
+        >>> amax.value.tolist()
+        [[4.0]]
         """
         layout = BlockLayout(spec, tuple(x.shape), xp)
         if self.value is not None and self.value.shape != layout.grid:

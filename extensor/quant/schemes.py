@@ -42,6 +42,13 @@ class Scheme:
         percentile: for ``range="percentile"``, in per cent: values above it saturate, and as many
             below.
         rules: layers that keep float32 weights, by path or role, ordered as in a `Recipe`.
+
+    Raises:
+        ValueError: for specs whose codes depend on random bits or on earlier calls, an unknown
+            range, a range without activations to quantize, or a rule that quantizes.
+
+    >>> et.Scheme("w4", "4-bit weights", et.QuantSpec("int4", tile=(1, 64)), "float32").activations
+    'float32'
     """
 
     name: str
@@ -72,7 +79,21 @@ class Scheme:
             raise ValueError(f"scheme {self.name!r}: a rule can only keep layers in float32")
 
     def recipe(self, keep: tuple[str, ...] = ()) -> Recipe:
-        """The scheme as a recipe for the forward GEMM; layers that ``keep`` matches stay float."""
+        """The scheme as a recipe for the forward GEMM.
+
+        Args:
+            keep: further layers that stay float32, by path or role.
+
+        Returns:
+            A recipe whose gradients are float32.
+
+        Raises:
+            ValueError: for an unknown role.
+
+        >>> recipe = et.SCHEMES["nvfp4_weights"].recipe(keep=("@last",))
+        >>> [rule.match for rule in recipe.rules]
+        ['@last', '@head']
+        """
         layer = LayerRecipe(Gemm(self.activations, self.weights), FLOAT32.dgrad, FLOAT32.wgrad)
         rules = tuple(Rule(match, FLOAT32) for match in keep) + self.rules
         return Recipe(self.name, self.doc, layer, rules)
@@ -187,8 +208,18 @@ SCHEMES: MappingProxyType[str, Scheme] = MappingProxyType({row.name: row for row
 def get_scheme(name: str) -> Scheme:
     """A scheme by name.
 
+    Args:
+        name: in `SCHEMES`.
+
+    Returns:
+        The scheme.
+
     Raises:
         ValueError: for a name that is not in `SCHEMES`; the message lists similar ones.
+
+    >>> from extensor.quant.schemes import get_scheme
+    >>> get_scheme("int4_g128").weights.tile
+    (1, 128)
     """
     if name not in SCHEMES:
         raise ValueError(unknown_name("scheme", name, SCHEMES))

@@ -36,6 +36,11 @@ class Hadamard:
         signs: ``"none"`` (all +1, deterministic), ``"fixed"`` (Transformer Engine's vector,
             repeated) or ``"random"`` (drawn from ``seed``).
         seed: seed of the random signs. Both operands of a GEMM must use the same.
+
+    >>> spec = et.QuantSpec("mxfp4", transform=et.Hadamard(size=32, signs="random", seed=7))
+    >>> q = et.randn(4, 64, seed=0).quantize(spec)
+    >>> q.shape, q.spec.transform.size
+    ((4, 64), 32)
     """
 
     size: int = 16
@@ -82,6 +87,11 @@ class QuantSpec:
         rebased: True gives all blocks in each 128 x 128 values of a matrix the largest of their
             scales, as FP8 tensor cores multiply them. Codes that become subnormal are rounded once
             more, and those that change are counted (`extensor.quant.rebase`). MXFP8 only.
+
+    >>> spec = et.QuantSpec("mxfp4", axis=-1, scale_rule="rceil")
+    >>> q = et.ones((4, 64)).quantize(spec)
+    >>> q.codes.shape, q.scales.shape
+    ((4, 32), (4, 2))
     """
 
     format: str
@@ -242,15 +252,37 @@ class QuantSpec:
         return self.scale_dtype or self.row.scale.name
 
     def replace(self, **changes: Any) -> QuantSpec:
-        """A copy with some fields changed, checked again."""
+        """A copy with some fields changed, checked again.
+
+        Args:
+            changes: fields by name.
+
+        Returns:
+            The new spec.
+
+        Raises:
+            TypeError, ValueError: for unknown fields and values out of range.
+
+        >>> et.QuantSpec("mxfp4").replace(scale_rule="rceil").rule
+        'rceil'
+        """
         return dataclasses.replace(self, **changes)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> QuantSpec:
         """Make a spec from `dataclasses.asdict` of one, also after a way through JSON.
 
+        Args:
+            fields: values by field name; fields left out have their defaults.
+
+        Returns:
+            The spec.
+
         Raises:
             TypeError, ValueError: for unknown fields and values out of range.
+
+        >>> et.QuantSpec.from_dict({"format": "mxfp4", "tile": [1, 16]}).tile
+        (1, 16)
         """
         values = dict(fields)
         if values.get("transform") is not None:
@@ -262,9 +294,19 @@ class QuantSpec:
     def resolve(self, ndim: int) -> QuantSpec:
         """The spec for an array of ``ndim`` axes, with axis, tile and scale rule filled in.
 
+        Args:
+            ndim: 1 or more.
+
+        Returns:
+            A spec whose axis is not negative and whose tile and scale rule are not None.
+
         Raises:
             ValueError: if the axis is out of range, or the tile has several rows and the array one
                 axis.
+
+        >>> spec = et.QuantSpec("nvfp4").resolve(2)
+        >>> spec.axis, spec.tile, spec.scale_rule
+        (1, (1, 16), 'amax')
         """
         if ndim == 0:
             raise ValueError("a scalar has no axis to block; reshape it to (1,) first")

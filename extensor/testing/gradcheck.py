@@ -36,7 +36,7 @@ Function = Callable[..., Any]
 def gradcheck(
     f: Function, inputs: ExTensor | Sequence[ExTensor], *, seed: int = 0, directions: int = 2
 ) -> bool:
-    """Compare ``f``'s gradient with central differences; returns True or raises.
+    """Compare ``f``'s gradient with central differences.
 
     Args:
         f: gives a float64 tensor, or several; deterministic.
@@ -44,10 +44,16 @@ def gradcheck(
         seed: of the random directions.
         directions: how many are tried.
 
+    Returns:
+        True.
+
     Raises:
         AssertionError: if the two differ by more than the error bound in the module's docstring,
             or the bound says nothing because f is not smooth at the inputs.
         TypeError: if no input is float64.
+
+    >>> et.testing.gradcheck(lambda x: et.sin(x).sum(), et.ExTensor([0.5, 1.0], dtype="float64"))
+    True
     """
     points = [inputs] if isinstance(inputs, ExTensor) else list(inputs)
     moved = [i for i, x in enumerate(points) if x.dtype is float64]
@@ -67,7 +73,20 @@ def gradgradcheck(
 ) -> bool:
     """`gradcheck` of ``f``'s gradient: compares second derivatives with differences of first ones.
 
-    Arguments and errors as `gradcheck`.
+    Args:
+        f: gives a float64 tensor, or several; deterministic and twice differentiable.
+        inputs: its arguments, as for `gradcheck`.
+        seed: of the random directions.
+        directions: how many are tried.
+
+    Returns:
+        True.
+
+    Raises:
+        AssertionError, TypeError: as `gradcheck`.
+
+    >>> et.testing.gradgradcheck(lambda x: (x * x * x).sum(), et.ExTensor([0.5], dtype="float64"))
+    True
     """
     points = [inputs] if isinstance(inputs, ExTensor) else list(inputs)
     moved = [i for i, x in enumerate(points) if x.dtype is float64]

@@ -10,10 +10,22 @@ __all__ = ["assert_bitwise_equal", "first_difference"]
 
 
 def first_difference(actual: Any, expected: Any) -> str | None:
-    """Where two arrays first differ in their bytes, and how; None if they are the same.
+    """Where two arrays first differ in their bytes, and how.
 
     Dtype and shape count; -0 differs from 0, and a NaN equals only a NaN of the same bits.
-    Takes arrays, tensors and anything else that numpy converts.
+
+    Args:
+        actual: an array, a tensor or anything else that numpy converts.
+        expected: likewise.
+
+    Returns:
+        One line for a message; None if the two are the same.
+
+    >>> import numpy as np
+    >>> et.testing.first_difference([0.0, 1.0], [0.0, 1.0]) is None
+    True
+    >>> et.testing.first_difference(np.float32([0.0]), np.float64([0.0]))
+    'dtype: expected float64, got float32'
     """
     a, b = np.ascontiguousarray(actual), np.ascontiguousarray(expected)
     if np.shape(actual) != np.shape(expected):
@@ -38,8 +50,15 @@ def first_difference(actual: Any, expected: Any) -> str | None:
 def assert_bitwise_equal(actual: Any, expected: Any, what: str = "arrays") -> None:
     """Fail unless two arrays have the same dtype, shape and bytes.
 
+    Args:
+        actual: an array, a tensor or anything else that numpy converts.
+        expected: likewise.
+        what: how the message names them.
+
     Raises:
         AssertionError: with the coordinate, values and bytes of the first difference.
+
+    >>> et.testing.assert_bitwise_equal(et.zeros((2,)).numpy(), et.zeros((2,)).numpy())
     """
     difference = first_difference(actual, expected)
     if difference is not None:

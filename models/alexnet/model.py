@@ -33,6 +33,12 @@ class AlexNet(nn.Module):
     Args:
         config: the shapes.
         rng: draws the weights and the masks of dropout.
+
+    >>> import models
+    >>> import numpy as np
+    >>> config = models.config("alexnet", width=0.05)
+    >>> models.build("alexnet", config, np.random.default_rng(0))(et.zeros((2, 3, 32, 32))).shape
+    (2, 10)
     """
 
     def __init__(self, config: AlexNetConfig, rng: np.random.Generator) -> None:

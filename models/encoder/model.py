@@ -23,6 +23,13 @@ class Encoder(LanguageModel):
     Args:
         config: the shapes.
         rng: draws the weights: normal with standard deviation 0.02; biases start from zeros.
+
+    >>> import models
+    >>> import numpy as np
+    >>> config = models.config("encoder", layers=1)
+    >>> encoder = models.build("encoder", config, np.random.default_rng(0))
+    >>> encoder(et.full((2, 16), config.mask, dtype="int64")).shape
+    (2, 16, 65)
     """
 
     def __init__(self, config: EncoderConfig, rng: np.random.Generator) -> None:

@@ -50,6 +50,12 @@ class GoogLeNet(nn.Module):
     Args:
         config: the shapes.
         rng: draws the weights and the masks of dropout.
+
+    >>> import models
+    >>> import numpy as np
+    >>> config = models.config("googlenet", width=0.05)
+    >>> models.build("googlenet", config, np.random.default_rng(0))(et.zeros((2, 3, 32, 32))).shape
+    (2, 10)
     """
 
     def __init__(self, config: GoogLeNetConfig, rng: np.random.Generator) -> None:

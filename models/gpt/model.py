@@ -25,6 +25,12 @@ class GPT(LanguageModel):
         config: the shapes.
         rng: draws the weights: normal with standard deviation 0.02, those that end a residual
             branch 0.02 / sqrt(2 layers); biases start from zeros.
+
+    >>> import models
+    >>> import numpy as np
+    >>> gpt = models.build("gpt", models.config("gpt", layers=1), np.random.default_rng(0))
+    >>> gpt(et.zeros((2, 16), dtype="int64")).shape
+    (2, 16, 65)
     """
 
     feeds_layers = ("norm",)

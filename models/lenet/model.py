@@ -21,6 +21,12 @@ class LeNet(nn.Module):
     Args:
         config: the shapes.
         rng: draws the weights.
+
+    >>> import models
+    >>> import numpy as np
+    >>> model = models.build("lenet", models.config("lenet"), np.random.default_rng(0))
+    >>> sum(p.size for p in model.parameters())
+    61706
     """
 
     def __init__(self, config: LeNetConfig, rng: np.random.Generator) -> None:

@@ -19,6 +19,12 @@ class MLP(nn.Module):
     Args:
         config: the shapes.
         rng: draws the weights.
+
+    >>> import models
+    >>> import numpy as np
+    >>> config = models.config("mlp", hidden=(32,))
+    >>> models.build("mlp", config, np.random.default_rng(0))(et.zeros((2, 1, 28, 28))).shape
+    (2, 10)
     """
 
     def __init__(self, config: MLPConfig, rng: np.random.Generator) -> None:

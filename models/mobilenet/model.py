@@ -41,6 +41,12 @@ class MobileNet(nn.Module):
     Args:
         config: the shapes.
         rng: draws the weights.
+
+    >>> import models
+    >>> import numpy as np
+    >>> config = models.config("mobilenet", width=0.05)
+    >>> models.build("mobilenet", config, np.random.default_rng(0))(et.zeros((2, 3, 32, 32))).shape
+    (2, 10)
     """
 
     def __init__(self, config: MobileNetConfig, rng: np.random.Generator) -> None:

@@ -48,6 +48,12 @@ class ResNet(nn.Module):
     Args:
         config: the shapes.
         rng: draws the weights.
+
+    >>> import models
+    >>> import numpy as np
+    >>> config = models.config("resnet", width=0.05)
+    >>> models.build("resnet", config, np.random.default_rng(0))(et.zeros((2, 3, 32, 32))).shape
+    (2, 10)
     """
 
     def __init__(self, config: ResNetConfig, rng: np.random.Generator) -> None:

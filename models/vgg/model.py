@@ -29,6 +29,12 @@ class VGG(nn.Module):
     Args:
         config: the shapes.
         rng: draws the weights and the masks of dropout.
+
+    >>> import models
+    >>> import numpy as np
+    >>> config = models.config("vgg", "vgg11_bn", width=0.05)
+    >>> models.build("vgg", config, np.random.default_rng(0))(et.zeros((2, 3, 32, 32))).shape
+    (2, 10)
     """
 
     def __init__(self, config: VGGConfig, rng: np.random.Generator) -> None:

@@ -243,6 +243,14 @@ def test_what_it_refuses(call, error, message) -> None:
         call()
 
 
+def test_a_model_of_one_layer(tmp_path) -> None:
+    made = et.quantize_model(nn.Linear(32, 8, rng=0), "mxfp4_weights")
+    et.save_quantized(tmp_path / "layer.safetensors", made)
+    again = et.load_quantized(tmp_path / "layer.safetensors", nn.Linear(32, 8, rng=1))
+    x = et.ones((2, 32))
+    assert again(x).numpy().tobytes() == made(x).numpy().tobytes()
+
+
 def test_the_wrong_file_or_model(tmp_path) -> None:
     path = tmp_path / "q.safetensors"
     with pytest.raises(ValueError, match="no layer is quantized; use save_checkpoint"):
