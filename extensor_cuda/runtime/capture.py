@@ -57,7 +57,7 @@ def current_capture() -> StepCapture | None:
 @cache
 def source() -> Source:
     """The program of a capture's own small kernels."""
-    return Source.read(Path(__file__).parents[1] / "kernels" / "optimizer" / "step_state.cu", {})
+    return Source.read(Path(__file__).parents[1] / "kernels" / "optim" / "step_state.cu", {})
 
 
 def clock_of(streams: Sequence[Any]) -> Array | None:
