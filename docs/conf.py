@@ -7,17 +7,17 @@ Pages are the Markdown files beside this one; the API reference is written from 
 from __future__ import annotations
 
 import sys
-import tomllib
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS / "_ext")]
 
+import extensor  # noqa: E402 - the checkout's, by the path above
+
 project = "extensor"
 author = "the extensor authors"
 project_copyright = "the extensor authors, Apache-2.0"
-release = tomllib.loads((DOCS.parent / "pyproject.toml").read_text("utf-8"))["project"]["version"]
-version = release
+release = version = extensor.__version__
 html_title = f"extensor {release}"
 
 extensions = [

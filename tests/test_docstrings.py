@@ -26,12 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 reference = pytest.importorskip("reference", reason="the API reference's pages need sphinx")
 
-INCOMPLETE: tuple[str, ...] = (
-    "extensor.formats", "extensor.inspect", "extensor.io", "extensor.nn", "extensor.optim",
-    "extensor.quant", "extensor.testing",
-)  # fmt: skip
-"""Packages whose docstrings do not follow the rule yet. Nothing may be added."""
-
 POINTER = re.compile(r"See :(?:func|meth|class):`~?(extensor[\w.]*)`")
 NAMES = {"et": et, "nn": et.nn, "optim": et.optim}
 """What every example may use without importing it; `docs/_ext/reference.py` says so."""
@@ -64,8 +58,7 @@ def documented() -> dict[str, Any]:
                 if id(function) not in seen:
                     seen.add(id(function))
                     found[f"{room}.{name}.{method}"] = function
-    left_out = [name for name, v in found.items() if reference.origin(v).startswith(INCOMPLETE)]
-    return {name: value for name, value in found.items() if name not in left_out}
+    return found
 
 
 def parameters(value: Any) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -52,8 +53,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(installed: Path, folder: Path, *words: str) -> str:
     """Standard output of Python in a folder, which finds the wheel's extensor only."""
-    command = [sys.executable, "-P", *words]
-    env = {**os.environ, "PYTHONPATH": str(installed), "EXTENSOR_REQUIRE_CORE": "0"}
+    # Without `site`, whose .pth file of an editable install puts the checkout first.
+    command = [sys.executable, "-S", "-P", *words]
+    libraries = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    path = os.pathsep.join(dict.fromkeys([str(installed), *libraries]))
+    env = {**os.environ, "PYTHONPATH": path, "EXTENSOR_REQUIRE_CORE": "0"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
