@@ -111,34 +111,23 @@ void encode_any(const Call& call, const ColumnChunk& p, const Scales (&s)[4], Ra
     counted_out.flushed += counted.flushed;
 }
 
-// The blocks' scales, and what decides how the values are encoded.
-struct ChunkScales {
-    Scales s[4] = {};
-    bool plain, bounded;  // of all blocks; see is_plain, Grid::limit
-
-    ChunkScales(const Call& call, const ColumnChunk& p, const vu (&amax)[4]) {
-        const Grid& grid = call.scaler.grid;
-        vu all_plain = splat(~0u), all_bounded = all_plain;
-        for (int64_t k = 0; k < p.vectors(); ++k) {
-            s[k] = call.scaler.of(amax[k]);
-            if (call.points)
-                s[k].point = load_upto(
-                    call.points + (p.image * call.tiles + p.tile) * call.job.inner + p.j + k * VL,
-                    p.lanes - k * VL);
-            all_plain &= is_plain(s[k], amax[k], call.scaler.tensor_scale, grid);
-            all_bounded &= reinterpret_cast<vu>(float_of(amax[k]) * s[k].apply < grid.limit);
-        }
-        plain = all_lanes(all_plain), bounded = all_lanes(all_bounded);
+void find_scales(const Call& call, const ColumnChunk& p, const vu (&amax)[4], Scales (&s)[4]) {
+    for (int64_t k = 0; k < p.vectors(); ++k) {
+        s[k] = call.scaler.of(amax[k]);
+        if (call.points)
+            s[k].point = load_upto(
+                call.points + (p.image * call.tiles + p.tile) * call.job.inner + p.j + k * VL,
+                p.lanes - k * VL);
     }
-};
+}
 
 template <bool Words, bool Divide, bool Codes>
 void encode_chunk(const Call& call, const ColumnChunk& p, const vu (&amax)[4],
                   const Prefetch& prefetch, LaneCounts& counted) {
     const QuantJob& job = call.job;
     const Grid& grid = call.scaler.grid;
-    const ChunkScales scales(call, p, amax);
-    const auto& s = scales.s;
+    Scales s[4] = {};
+    find_scales(call, p, amax, s);
     const RandomWords words = Words ? random_words(call, p) : RandomWords{};
     ByteRows out = {};
     if constexpr (Codes) {
@@ -149,18 +138,23 @@ void encode_chunk(const Call& call, const ColumnChunk& p, const vu (&amax)[4],
     }
     if constexpr (Codes && !Divide) {
         const ColumnTileEncoder encoder = column_tile_encoder<Words>(call.plan.element);
+        vu plain = splat(~0u), bounded = plain;
+        for (int64_t k = 0; k < p.vectors(); ++k) {
+            plain &= is_plain(s[k], amax[k], call.scaler.tensor_scale, grid);
+            bounded &= reinterpret_cast<vu>(float_of(amax[k]) * s[k].apply < grid.limit);
+        }
         if (encoder && call.scaler.bounded() && p.rows % group_rows(grid.bits) == 0 &&
-            scales.plain) {
+            all_lanes(plain)) {
             const vf apply[4] = {s[0].apply, s[1].apply, s[2].apply, s[3].apply};
             EncodeCounts counts;
 #if EXTENSOR_LANES == 16
             if (p.column_tile.bf16)
-                Bf16ColumnTileEncoder(call.plan).code(p.column_tile.bf16, p.rows, s, scales.bounded,
-                                                      out, prefetch, counts);
+                Bf16ColumnTileEncoder(call.plan).code(p.column_tile.bf16, p.rows, s,
+                                                      all_lanes(bounded), out, prefetch, counts);
             else
 #endif
                 encoder(p.column_tile.f32,
-                        {p.rows, p.vectors(), call.plan.element_scale, scales.bounded, words},
+                        {p.rows, p.vectors(), call.plan.element_scale, all_lanes(bounded), words},
                         apply, out, prefetch, counts);
             counted.saturated[0] += static_cast<int32_t>(counts.saturated);
             counted.flushed[0] += static_cast<int32_t>(counts.flushed);

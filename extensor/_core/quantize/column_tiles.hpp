@@ -106,14 +106,16 @@ inline void transform_columns(const QuantPlan& plan, int64_t rows, float* column
 template <bool Finite = false>
 INLINE void column_maxima(const float* column_tile, int64_t rows, int64_t vectors, vu (&m)[4]) {
     const auto each = [&]<int Vectors>() {
+        vu most[Vectors] = {};  // in registers, unlike m
         for (int64_t i = 0; i < rows; ++i, column_tile += kTileColumns) {
 #pragma GCC unroll 4
             for (int k = 0; k < Vectors; ++k) {
                 vu v = magnitude_bits(load(column_tile + k * VL));
                 if constexpr (Finite) v &= reinterpret_cast<vu>(v < kExponentMask);
-                m[k] = larger(m[k], v);
+                most[k] = larger(most[k], v);
             }
         }
+        for (int k = 0; k < Vectors; ++k) m[k] = most[k];
     };
     for (vu& v : m) v = vu{};
     switch (vectors) {

@@ -36,12 +36,15 @@ ScaleArrays::ScaleArrays(const Call& call, const uint32_t* maxima, int64_t total
     apply = arrays, decode = arrays + room;
     live = reinterpret_cast<uint32_t*>(decode + room), stored = live + room;
     const Grid& grid = call.scaler.grid;
-    vu all_plain = splat(~0u), all_bounded = all_plain;
+    const bool checked = call.job.codes && !divides(call.plan);  // else nobody asks
+    vu all_plain = splat(checked ? ~0u : 0u), all_bounded = all_plain;
     for (int64_t i = 0; i < total; i += VL, arrays += VL) {
         const vu amax = bits_of(load_upto(reinterpret_cast<const float*>(maxima) + i, total - i));
         const Scales s = call.scaler.of(amax);
-        all_plain &= is_plain(s, amax, call.scaler.tensor_scale, grid);
-        all_bounded &= reinterpret_cast<vu>(float_of(amax) * s.apply < grid.limit);
+        if (checked) {
+            all_plain &= is_plain(s, amax, call.scaler.tensor_scale, grid);
+            all_bounded &= reinterpret_cast<vu>(float_of(amax) * s.apply < grid.limit);
+        }
         store(arrays, s.apply);
         store(arrays + room, s.decode);
         store(arrays + 2 * room, float_of(s.live));
