@@ -26,8 +26,9 @@ from .tasks import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["Row", "markdown", "summarize", "write_report"]
+__all__ = ["Row", "draw", "markdown", "summarize", "write_report"]
 
 
 @dataclass(frozen=True)
@@ -165,20 +166,28 @@ def write_report(
     size = (11, max(3.2, 1.6 + 0.42 * len(rows)))
     look = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True}
     with saved_figure(folder / "compare.png", args.title, size, **look) as figure:
-        bars, curves = figure.subplots(1, 2, width_ratios=(1.15, 1))
-        low, high = _limits(metric, rows)
-        _draw_bars(bars, metric, rows, low, high)
-        _draw_curves(curves, metric, rows, finished)
-        curves.set_ylim(*_curve_limits(metric, finished, low, high))
+        draw(figure, metric, rows, finished)
     write_files(folder, "compare", markdown(args, rows), content, console)
 
 
+def draw(figure: Figure, metric: Metric, rows: Sequence[Row], finished: Sequence[Finished]) -> None:
+    """Draw each recipe's mean with its error bar, and beside it the curves over epochs."""
+    bars, curves = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    low, high = _limits(metric, rows)
+    _draw_bars(bars, metric, rows, low, high)
+    _draw_curves(curves, metric, rows, finished)
+    curves.set_ylim(*_curve_limits(metric, finished, low, high))
+
+
 def _limits(metric: Metric, rows: Sequence[Row]) -> tuple[float, float]:
-    """The range shown, of rows not far from the best, with room for labels on both sides."""
+    """The range shown: seeds and error bars of rows not far from the best, and room for labels."""
     known = [value for row in rows for value in row.values if value is not None] or [0.0]
     best = max(known) if metric.higher_is_better else min(known)
     close = [row for row in rows if row.mean is not None and abs(best - row.mean) <= metric.far]
     shown = [value for row in close for value in row.values if value is not None] or [best]
+    for row in close:
+        if row.mean is not None and row.sd is not None:
+            shown += [row.mean - row.sd, row.mean + row.sd]
     room = 0.15 * max(max(shown) - min(shown), metric.far / 30)
     return min(shown) - room, max(shown) + room
 
@@ -189,9 +198,7 @@ def _curve_limits(
     """The range shown of the curves, without their first epoch, which is often far off."""
     later = [metric.scale * v for run in finished for v in run.curve[1:] if v is not None]
     shown = [v for v in later if low - metric.far <= v <= high + metric.far]
-    if metric.higher_is_better:
-        return min([low, *shown]), high
-    return low, max([high, *shown])
+    return min([low, *shown]), max([high, *shown])
 
 
 def _draw_bars(axes: Axes, metric: Metric, rows: Sequence[Row], low: float, high: float) -> None:
@@ -207,6 +214,7 @@ def _draw_bars(axes: Axes, metric: Metric, rows: Sequence[Row], low: float, high
         shown = [value for value in row.values if value is not None]
         bar = {"xerr": row.sd, "fmt": "D", "ms": 6, "capsize": 4, "elinewidth": 2}
         name = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center", "fontsize": 9}
+        name["bbox"] = {"fc": "white", "ec": "none", "pad": 1}  # over the baseline's line
         axes.plot(shown, [place] * len(shown), "o", ms=5, color=color, alpha=0.35, mew=0)
         axes.errorbar(row.mean, place, color=color, **bar)  # type: ignore[arg-type]
         axes.annotate(label, (row.mean, place), color=color, **name)  # type: ignore[arg-type]
