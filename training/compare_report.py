@@ -181,8 +181,8 @@ def draw(figure: Figure, metric: Metric, rows: Sequence[Row], finished: Sequence
 
 def _limits(metric: Metric, rows: Sequence[Row]) -> tuple[float, float]:
     """The range shown: seeds and error bars of rows not far from the best, and room for labels."""
-    known = [value for row in rows for value in row.values if value is not None] or [0.0]
-    best = max(known) if metric.higher_is_better else min(known)
+    means = [row.mean for row in rows if row.mean is not None] or [0.0]
+    best = max(means) if metric.higher_is_better else min(means)
     close = [row for row in rows if row.mean is not None and abs(best - row.mean) <= metric.far]
     shown = [value for row in close for value in row.values if value is not None] or [best]
     for row in close:

@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,6 +39,8 @@ ROOMS = {
     "extensor.errors": "Errors",
     "extensor.config": "Environment variables",
 }
+
+POINTER = re.compile(r"See :meth:`[^`]*`\.")
 
 
 def public(room: str) -> dict[str, Any]:
@@ -177,7 +180,23 @@ def write(app: Sphinx) -> None:
             path.write_text(expected, encoding="utf-8")
 
 
+def public_bases(app: Sphinx, name: str, value: type, options: Any, bases: list[type]) -> None:
+    """Name a class's public bases: those of a private base in its place."""
+    for i, base in enumerate(bases):
+        bases[i] = next(one for one in base.__mro__ if not one.__name__.startswith("_"))
+
+
+def skip_pointers(
+    app: Sphinx, what: str, name: str, value: object, skip: bool, options: Any
+) -> bool | None:
+    """Leave out a method whose docstring only points to the method that it overrides."""
+    doc = getattr(value, "__doc__", None) or ""
+    return True if what == "class" and POINTER.fullmatch(doc.strip()) else None
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Sphinx's entry point."""
     app.connect("builder-inited", write)
+    app.connect("autodoc-process-bases", public_bases)
+    app.connect("autodoc-skip-member", skip_pointers)
     return {"parallel_read_safe": True}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import ml_dtypes
@@ -78,6 +81,7 @@ def quantize(
     IN is a .npy, .npz or .safetensors file, and OUT a .safetensors file. Or IN is a folder of
     .safetensors files, or a model.safetensors.index.json, and OUT a folder that gets a file for
     each file, and an index.
+    An OUT that exists is replaced at the end, when all of the new one is written.
 
     example: extensor quantize model.safetensors small.safetensors --format mxfp4
 
@@ -96,26 +100,29 @@ def quantize(
             found = ", ".join(names) or "(no tensors)"
             raise CommandError(f"--match {match!r} fits none of: {found}")
     sharded = files != [source]
-    outputs = _outputs(source, target, files if sharded else [])
+    _check_target(source, target, files if sharded else [])
     rows: list[tuple[str, ...]] = []
     weight_map: dict[str, str] = {}
     before = after = quantized = 0
-    for file, output in zip(files, outputs, strict=True):
-        written: dict[str, Stored] = {}
-        for name, value in read_tensors(file).items():
-            stream = Stream(flags.seed, tensor=len(rows)) if spec.rounding == "stochastic" else None
-            stored, row = _quantize_one(name, value, spec, stream, match)
-            written[name] = stored
-            rows.append(row)
-            before, after = before + value.nbytes, after + stored.nbytes
-            quantized += stored is not value
-            parts = stored.parts if isinstance(stored, QuantArray) else ()
-            keys = [f"{name}.{part}" for part in parts] or [name]
-            weight_map.update(dict.fromkeys(keys, output.name))
-        _save(output, written, file.name)
-    if sharded:
-        index = {"metadata": {"total_size": after}, "weight_map": weight_map}
-        (target / f"model{INDEX}").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    with _filled(target) if sharded else nullcontext() as folder:
+        for file in files:
+            written: dict[str, Stored] = {}
+            output = target if folder is None else folder / file.name
+            for name, value in read_tensors(file).items():
+                random = spec.rounding == "stochastic"
+                stream = Stream(flags.seed, tensor=len(rows)) if random else None
+                stored, row = _quantize_one(name, value, spec, stream, match)
+                written[name] = stored
+                rows.append(row)
+                before, after = before + value.nbytes, after + stored.nbytes
+                quantized += stored is not value
+                parts = stored.parts if isinstance(stored, QuantArray) else ()
+                keys = [f"{name}.{part}" for part in parts] or [name]
+                weight_map.update(dict.fromkeys(keys, output.name))
+            _save(output, written, file.name)
+        if folder is not None:
+            index = {"metadata": {"total_size": after}, "weight_map": weight_map}
+            (folder / f"model{INDEX}").write_text(json.dumps(index, indent=1), encoding="utf-8")
     share = f", {after / before:.1%}" if before else ""
     rows.append(("total", f"{len(rows)} tensors", "", str(before), f"{quantized} quantized"))
     rows[-1] += (f"{after}{share}", "", "", "")
@@ -123,8 +130,8 @@ def quantize(
     show([Sheet(f"{source} -> {target}", (*columns, "saturated", "flushed"), tuple(rows))])
 
 
-def _outputs(source: Path, target: Path, shards: list[Path]) -> list[Path]:
-    """The files to write: ``target``, or one in the folder ``target`` for each shard."""
+def _check_target(source: Path, target: Path, shards: list[Path]) -> None:
+    """Refuse a target of the wrong kind, and one that is the source."""
     if not shards:
         if target.suffix != ".safetensors":
             raise CommandError(f"{target}: expected a name that ends in .safetensors")
@@ -132,16 +139,29 @@ def _outputs(source: Path, target: Path, shards: list[Path]) -> list[Path]:
             raise CommandError(
                 f"{target}: expected another file than {source}, which would be lost"
             )
-        return [target]
+        return
     if target.suffix == ".safetensors" or target.is_file():
         raise CommandError(f"{target}: expected a folder, as {source} holds several files")
     if target.resolve() == shards[0].parent.resolve():
         raise CommandError(f"{target}: expected another folder than {source}, which would be lost")
+
+
+@contextmanager
+def _filled(target: Path) -> Iterator[Path]:
+    """A temporary folder; its files move into ``target`` when the block ends without an error.
+
+    The index moves last, and an older one goes first: a folder with an index holds what it names.
+    """
     try:
         target.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".incomplete-", dir=target) as folder:
+            yield Path(folder)
+            index = target / f"model{INDEX}"
+            index.unlink(missing_ok=True)
+            for path in sorted(Path(folder).iterdir(), key=lambda path: path.name == index.name):
+                path.replace(target / path.name)
     except OSError as error:
         raise CommandError(str(error)) from None
-    return [target / shard.name for shard in shards]
 
 
 def _save(path: Path, tensors: dict[str, Stored], source: str) -> None:

@@ -118,6 +118,14 @@ def test_error_bars_and_curves_lie_inside_the_axes(model: str) -> None:
     assert not boxes[0].overlaps(boxes[1])
 
 
+def test_seeds_far_apart_do_not_push_every_mean_off_the_scale() -> None:
+    runs = [run("fp32", 0, 0.9), run("fp32", 1, 0.1), run("mxfp4", 0, 0.1), run("mxfp4", 1, 0.1)]
+    figure = Figure()
+    draw(figure, args().metric, summarize(args().metric, runs, ["fp32", "mxfp4"]), runs)
+    labels = [text.get_text().strip() for text in figure.axes[0].texts]
+    assert labels == ["50.00 ± 56.57", "10.00 ± 0.00"]  # 10 lies within 50 ± 56.57
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
