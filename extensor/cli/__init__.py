@@ -52,7 +52,7 @@ TRAINING = {
 """Commands of `extensor.training.cli`."""
 
 EXAMPLES = """\
-extensor train lenet --recipe mxfp4 --out runs/first     # handwritten digits; a minute or two
+extensor train lenet --recipe mxfp4 --out runs/first     # handwritten digits; no download
 extensor report runs/first                               # a page about it
 extensor compare lenet --recipes fp32,mxfp8,mxfp4 --seeds 3
 extensor quantize model.safetensors small.safetensors --format mxfp4

@@ -35,9 +35,9 @@ class SpecFlags:
 
     axis: int = -1
     """The axis the blocks run along."""
-    block_size: int | None = None
+    block_size: Annotated[int | None, arg(metavar="INT")] = None
     """Elements that share a scale; the format's own where left out."""
-    scale_rule: str | None = None
+    scale_rule: Annotated[str | None, arg(metavar="RULE")] = None
     """A scale rule of the format; its default where left out."""
     dialect: str = QuantSpec.dialect
     """A name from `extensor formats --dialects`."""
@@ -71,7 +71,7 @@ def quantize(
     source: Annotated[Positional[Path], arg(metavar="IN")],
     target: Annotated[Positional[Path], arg(metavar="OUT")],
     format: str,
-    match: str | None = None,
+    match: Annotated[str | None, arg(metavar="GLOB")] = None,
     flags: Annotated[SpecFlags, arg(name="")] = SpecFlags(),
 ) -> None:
     """Quantize the weights of a file or a model's shards, and report bytes and errors.
@@ -86,11 +86,11 @@ def quantize(
     example: extensor quantize model.safetensors small.safetensors --format mxfp4
 
     Args:
-        source: a file of tensors, or a folder of .safetensors files.
-        target: the .safetensors file to write, or the folder.
-        format: a name from `extensor formats`, such as mxfp4.
-        match: glob of the names to quantize, of tensors with one dimension or more; quote it.
-        flags: how values are rounded.
+        source: A file of tensors, a folder of .safetensors files, or a model's index.
+        target: The .safetensors file to write, or the folder.
+        format: A name from `extensor formats`, such as mxfp4.
+        match: Quantize the float tensors of one dimension or more whose names match; quote it.
+        flags: How values are rounded.
     """
     spec = flags.spec(format)
     files = tensor_files(source)

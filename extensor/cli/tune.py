@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
 
 from extensor.cli.sheet import CommandError, Sheet, show
 
@@ -13,7 +16,9 @@ MODULE = "extensor_cuda.matmul.tuning"
 
 
 def tune(
-    plot: Path | None = None, sizes: tuple[int, ...] = (), hadamard: Path | None = None
+    plot: Annotated[Path | None, arg(metavar="FILE.svg")] = None,
+    sizes: tuple[int, ...] = (),
+    hadamard: Annotated[Path | None, arg(metavar="FILE.svg")] = None,
 ) -> None:
     """Measure from which size on this GPU's kernels are faster, and keep the table for training.
 

@@ -32,9 +32,9 @@ __all__ = ["ReportArgs", "write_page"]
 class ReportArgs:
     """Flags of `report`: the run."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of a run, finished or not."""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """The page; by default report.html in the run's folder."""
 
     @property
