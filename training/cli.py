@@ -324,8 +324,9 @@ def overview() -> str:
 def _train_help(model: str) -> str:
     return "\n\n".join(
         (
-            f"Train {model}, {RUNS[model].doc}. Weights stay float32; the recipe says in which format each "
-            "operand of each matrix product is rounded. Defaults depend on the data set.",
+            f"Train {model}, {RUNS[model].doc}. Weights stay float32; the recipe says in which "
+            "format each operand of each matrix product is rounded. Defaults depend on the data "
+            "set.",
             _dataset_rows(RUNS[model].kind),
             _recipe_rows(),
             _option_rows(),

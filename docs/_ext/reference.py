@@ -183,7 +183,8 @@ def write(app: Sphinx) -> None:
 def public_bases(app: Sphinx, name: str, value: type, options: Any, bases: list[type]) -> None:
     """Name a class's public bases: those of a private base in its place."""
     for i, base in enumerate(bases):
-        bases[i] = next(one for one in base.__mro__ if not one.__name__.startswith("_"))
+        if base.__name__.startswith("_"):
+            bases[i] = next(one for one in base.__mro__ if not one.__name__.startswith("_"))
 
 
 def skip_pointers(
@@ -194,9 +195,24 @@ def skip_pointers(
     return True if what == "class" and POINTER.fullmatch(doc.strip()) else None
 
 
+def point_back(app: Sphinx, env: Any) -> None:
+    """Lead a source page's links to the page whose entry has the name that they give.
+
+    viewcode gives an object of two entries the name of the first and the page of the last.
+    """
+    entries = env.get_domain("py").objects
+    for found in getattr(env, "_viewcode_modules", {}).values():
+        if found:
+            _, _, used, prefix = found
+            for name in used:
+                if (entry := entries.get(f"{prefix}.{name}")) is not None:
+                    used[name] = entry.docname
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Sphinx's entry point."""
     app.connect("builder-inited", write)
     app.connect("autodoc-process-bases", public_bases)
     app.connect("autodoc-skip-member", skip_pointers)
+    app.connect("env-updated", point_back)
     return {"parallel_read_safe": True}
