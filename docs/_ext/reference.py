@@ -41,6 +41,7 @@ ROOMS = {
 }
 
 POINTER = re.compile(r"See :meth:`[^`]*`\.")
+BACK = re.compile(r'(class="viewcode-back" href="[^"#]*/)([\w.]+)\.html#([\w.]+)"')
 
 
 def public(room: str) -> dict[str, Any]:
@@ -195,18 +196,25 @@ def skip_pointers(
     return True if what == "class" and POINTER.fullmatch(doc.strip()) else None
 
 
-def point_back(app: Sphinx, env: Any) -> None:
-    """Lead a source page's links to the page whose entry has the name that they give.
+def point_back(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Lead the links of a source page to entries that exist.
 
-    viewcode gives an object of two entries the name of the first and the page of the last.
+    viewcode takes the page of an object's last entry and the name of a module's first.
     """
-    entries = env.get_domain("py").objects
-    for found in getattr(env, "_viewcode_modules", {}).values():
-        if found:
-            _, _, used, prefix = found
-            for name in used:
-                if (entry := entries.get(f"{prefix}.{name}")) is not None:
-                    used[name] = entry.docname
+    entries = app.env.get_domain("py").objects
+
+    def link(found: re.Match[str]) -> str:
+        start, room, name = found.groups()
+        if name in entries:
+            room = entries[name].docname.rpartition("/")[2]
+        words = name.split(".")
+        names = [name, *(".".join([room, *words[i:]]) for i in range(1, len(words)))]
+        return f'{start}{room}.html#{next(name for name in names if name in entries)}"'
+
+    if page.startswith("_modules/"):
+        context["body"] = BACK.sub(link, context["body"])
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -214,5 +222,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", write)
     app.connect("autodoc-process-bases", public_bases)
     app.connect("autodoc-skip-member", skip_pointers)
-    app.connect("env-updated", point_back)
+    app.connect("html-page-context", point_back)
     return {"parallel_read_safe": True}
