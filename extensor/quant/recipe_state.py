@@ -79,6 +79,20 @@ class RecipeState:
             counts()
         self._counts.clear()
 
+    def load_telemetry(self, counts: Mapping[tuple[str, str], QuantStats]) -> None:
+        """Set all counts, as a checkpoint or an earlier look at `telemetry` has them.
+
+        Args:
+            counts: by (layer path, slot).
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.load_telemetry({("", "fprop.x"): et.quant.QuantStats(count=64)})
+        >>> state.telemetry["", "fprop.x"].count
+        64
+        """
+        self.reset_telemetry()
+        self._counts.update(counts)
+
     def record(self, key: tuple[str, str], counts: Counts) -> None:
         """Add to the counts of an operand, without waiting for a GPU.
 
