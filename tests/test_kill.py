@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes that it forks")
-@pytest.mark.parametrize(("campaign", "every"), [("killed", 4), ("twice", 6), ("full", 5)])
+@pytest.mark.parametrize(("campaign", "every"), [("killed", 6), ("twice", 12), ("full", 9)])
 def test_a_run_that_died_ends_as_if_it_had_not(campaign: str, every: int) -> None:
     command = [sys.executable, str(ROOT / "ci" / "kill.py"), "--only", campaign]
     env = {
