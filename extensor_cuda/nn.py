@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.protocol import AttentionForward
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.dispatch import FLOATS, Call, contiguous, dtype_gap, unless
 from extensor_cuda.kernels.attention import attention as bf16_attention
@@ -277,23 +278,14 @@ def attention(xp: Any, q: Array, k: Array, v: Array, causal: bool, scale: float)
 
 
 def attention_grad(
-    xp: Any,
-    g: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    stats: Array,
-    causal: bool,
-    scale: float,
-    into: tuple[Array, Array, Array],
+    xp: Any, g: Array, forward: AttentionForward, into: tuple[Array, Array, Array]
 ) -> Call:
     """See the protocol: two launches in bfloat16; in float32 five products around a launch."""
+    q, k, v = forward.q, forward.k, forward.v
     if q.dtype.name == "bfloat16":
-        gap = bf16_attention.unsupported(q, k, v, scale, xp.cuda.runtime.getDevice())
+        gap = bf16_attention.unsupported(q, k, v, forward.scale, xp.cuda.runtime.getDevice())
         if gap is not None:
             return gap
-        forward = bf16_attention.Forward(q, k, v, out, stats, causal, scale)
         return lambda: bf16_attention.attention_grad(g, forward, into, xp)
 
     def call() -> None:
@@ -303,8 +295,9 @@ def attention_grad(
         scores = product(qq, keys.swapaxes(-1, -2))
         d = product(gg, v[:, :, None].swapaxes(-1, -2))
         # The sums of g out over a row may be strided where g or out is.
-        row_sums = contiguous(xp, (g * out).sum(axis=-1))
-        rows_of.attend_grad(scores, d, contiguous(xp, stats), row_sums, scale, causal)
+        row_sums = contiguous(xp, (g * forward.out).sum(axis=-1))
+        stats = contiguous(xp, forward.stats)
+        rows_of.attend_grad(scores, d, stats, row_sums, forward.scale, forward.causal)
         into[0][...] = product(d, keys).reshape(q.shape)
         into[1][...] = product(d.swapaxes(-1, -2), qq).sum(axis=2)
         into[2][...] = product(scores.swapaxes(-1, -2), gg).sum(axis=2)

@@ -21,6 +21,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ci.bench import gpu
+from extensor.backends.protocol import AttentionForward
 from extensor_cuda.backend import CudaBackend
 
 SIZES = ["16x8x1024x64", "16x16x1024x128", "16x32x1024x128", "8x16x2048x128"]
@@ -72,7 +73,8 @@ def our_calls(
 
     def backward(turn: int, made: Any) -> None:
         out, stats = made
-        backend.attention_grad(given, q, k, v, out, stats, True, scale, (gq, gk, gv))
+        saved = AttentionForward(q, k, v, out, stats, True, scale)
+        backend.attention_grad(given, saved, (gq, gk, gv))
 
     made = forward(0)
     backward(0, made)

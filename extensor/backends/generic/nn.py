@@ -9,7 +9,7 @@ import numpy as np
 
 from extensor.backends.generic.core import BFLOAT16, FLOAT32, GenericCore, widened
 from extensor.backends.generic.erf import erf_array
-from extensor.backends.protocol import Array
+from extensor.backends.protocol import Array, AttentionForward
 
 __all__ = ["GenericNn", "dropout_factor", "dropout_least"]
 
@@ -161,28 +161,24 @@ class GenericNn(GenericCore):
             stats[..., :1], stats[..., 1:] = largest, inverse
         return out.reshape(*q.shape[:-1], v.shape[-1]), stats.reshape(*q.shape[:-1], 2)
 
-    @widened
     def attention_grad(
-        self,
-        g: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        stats: Array,
-        causal: bool,
-        scale: float,
-        into: tuple[Array, Array, Array],
+        self, g: Array, forward: AttentionForward, into: tuple[Array, Array, Array]
     ) -> None:
         """See the protocol.
 
         With p the probabilities, d = g v^T and t = sum over a row of g out: gv = p^T g,
         ds = scale p (d - t), gq = ds k, gk = ds^T q.
         """
-        xp = self.xp
+        f, xp = forward, self.xp
+        arrays = g, f.q, f.k, f.v, f.out, f.stats
+        if any(a.dtype == BFLOAT16 for a in arrays):
+            g, *kept = (self._wide(a) for a in arrays)
+            self.attention_grad(g, AttentionForward(*kept, causal=f.causal, scale=f.scale), into)
+            return
+        q, k, v, causal, scale = f.q, f.k, f.v, f.causal, f.scale
         batch, groups = k.shape[:2]
         shape = (batch, groups, q.shape[1] // groups, q.shape[2])
-        grouped = [a.reshape(*shape, a.shape[-1]) for a in (g, q, out, stats)]
+        grouped = [a.reshape(*shape, a.shape[-1]) for a in (g, q, f.out, f.stats)]
         gg, qq, oo, ss = grouped
         p = xp.exp(_scores(q, k, causal, scale, xp) - ss[..., :1]) * ss[..., 1:]
         d = xp.matmul(gg, v[:, :, None].swapaxes(-1, -2))

@@ -191,7 +191,8 @@ def start(
     counts = OperandCounts(counters, (0, 2 * SLOTS), x.size)
     q = QuantArray(codes, scales, spec, plan.shape, zero_points=zeros)
     if plan.blocks and x.data.ptr % 16 == 0:
-        float_scaled_blocks.quantize(plan.blocks, x, stream, codes, scales, counters, xp, zeros)
+        out = float_scaled_blocks.BlockOutput(codes, scales, counters, zeros)
+        float_scaled_blocks.quantize(plan.blocks, x, stream, out, xp)
         return q, counts
     groups = -(-(columns, inner, rows)[plan.fast] // 4)
     lines = outer * (1 if plan.fast == _ROWS else rows)

@@ -26,6 +26,7 @@ from extensor_cuda.runtime.counters import Counters
 from extensor_cuda.runtime.launch import launch
 
 __all__ = [
+    "BlockOutput",
     "BlockPlan",
     "block_source",
     "columnwise_plan",
@@ -184,32 +185,45 @@ def largest(x: Array, spec: QuantSpec, xp: Any) -> Array:
     return most
 
 
+@dataclass(frozen=True, eq=False)
+class BlockOutput:
+    """Arrays that `quantize` writes.
+
+    Attributes:
+        codes: 16-byte aligned; as the input lies, or if they are transposed (columns, pitch), with
+            rows up to a multiple of 16.
+        scales: one for each block.
+        counters: of saturated and flushed values.
+        zero_points: int8, one for each block, where the spec has them.
+    """
+
+    codes: Array
+    scales: Array
+    counters: Counters
+    zero_points: Array | None = None
+
+
 def quantize(
     plan: BlockPlan,
     x: Array,
     stream: Stream | None,
-    codes: Array,
-    scales: Array,
-    counters: Counters,
+    out: BlockOutput,
     xp: Any,
-    zeros: Array | None = None,
-    most: Array | None = None,
+    amax: Array | None = None,
 ) -> None:
-    """Codes, scales and counts, without waiting.
+    """Write codes, scales and counts, without waiting.
 
-    x is C-contiguous from a multiple of 16 bytes on; codes, written likewise, lie as x does, or are
-    (columns, pitch), with rows up to a multiple of 16, if they are transposed. There is a scale for
-    each block, and a zero point (int8) where the spec has them. ``most`` is what `largest` finds,
-    if it is known.
+    x is C-contiguous and 16-byte aligned. ``amax`` is what `largest` finds, if it is known.
     """
     source = block_source(plan, x.dtype.name)
     if plan.found_before == "columns":
-        most = xp.zeros(x.shape[1], dtype=np.uint32)
-        launch(source, "largest_of_columns", plan.grid, THREADS, x, most, *plan.sizes)
-    elif plan.found_before == "all" and most is None:
-        most = largest(x, plan.spec, xp)
+        amax = xp.zeros(x.shape[1], dtype=np.uint32)
+        launch(source, "largest_of_columns", plan.grid, THREADS, x, amax, *plan.sizes)
+    elif plan.found_before == "all" and amax is None:
+        amax = largest(x, plan.spec, xp)
     panels = plan.kernel == _PANELS
-    arrays = (x, codes, scales, most) if panels else (x, codes, scales, zeros, most)
-    pitch = (np.int64(codes.shape[1]),) if panels else ()
+    zeros = () if panels else (out.zero_points,)
+    pitch = (np.int64(out.codes.shape[1]),) if panels else ()
+    arrays = x, out.codes, out.scales, *zeros, amax, out.counters.array
     numbers = *random_arguments(stream), *plan.sizes, *pitch
-    launch(source, plan.kernel, plan.grid, plan.threads, *arrays, counters.array, *numbers)
+    launch(source, plan.kernel, plan.grid, plan.threads, *arrays, *numbers)

@@ -11,7 +11,7 @@ import pytest
 import extensor as et
 from extensor.backends.generic import GenericBackend
 from extensor.backends.generic.conv_pool import fold
-from extensor.backends.protocol import Window
+from extensor.backends.protocol import AttentionForward, Window
 from extensor.models.gpt.configs import GPTConfig
 from extensor.models.gpt.model import build as build_gpt
 from extensor.models.lenet.configs import LeNetConfig
@@ -215,7 +215,7 @@ def test_attention_is_that_of_float64(trainer: Any, sizes: Any, causal: bool) ->
     wide = [a.astype(np.float64) for a in (q, k, v)]
     out, stats = CPU.attention(*wide, causal, 0.7)
     into = tuple(np.empty_like(a) for a in wide)
-    CPU.attention_grad(g.astype(np.float64), *wide, out, stats, causal, 0.7, into)
+    CPU.attention_grad(g.astype(np.float64), AttentionForward(*wide, out, stats, causal, 0.7), into)
     there = [strided(trainer.xp.asarray(a)) for a in (q, k, v)]
     assert trainer.path("attention", *there, causal, 0.7) == "fused kernel"
     got, kept = trainer.attention(*there, causal, 0.7)
@@ -225,7 +225,8 @@ def test_attention_is_that_of_float64(trainer: Any, sizes: Any, causal: bool) ->
     np.testing.assert_allclose(kept.get(), stats, rtol=(keys + 60) * UNIT * 4)
     back = tuple(trainer.xp.empty(a.shape, a.dtype) for a in (q, k, v))
     g = strided(trainer.xp.asarray(g))
-    trainer.attention_grad(g, *there, strided(got), kept, causal, 0.7, back)
+    forward = AttentionForward(*there, strided(got), kept, causal, 0.7)
+    trainer.attention_grad(g, forward, back)
     for ours, exact in zip(back, into, strict=True):
         scale = np.abs(exact).max() + 1
         np.testing.assert_allclose(ours.get(), exact, atol=40 * (keys + 60) * UNIT * scale)
