@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 Array = Any
-_LEAST_COLUMNS = 32  # neighbours that a warp sums, each lane one or more
+_MIN_COLUMNS = 32  # neighbours that a warp sums, each lane one or more
 
 
 # --- values ---
@@ -123,7 +123,7 @@ def leading_sum(xp: Any, x: Array, axes: int) -> Call:
     if not x.size or not axes:
         return Unsupported("an empty array, or no axes")
     shape = x.shape[axes:]
-    if (columns := math.prod(shape)) < _LEAST_COLUMNS:
+    if (columns := math.prod(shape)) < _MIN_COLUMNS:
         return Unsupported(f"{columns} columns, too few for the kernel")
     return lambda: sums.column_sums(x.reshape(-1, columns), xp).reshape(shape)
 
@@ -167,8 +167,10 @@ def cross_entropy_grad(
 def _norm_gap(x: Array, weight: Array, *others: Array) -> Unsupported | None:
     if (gap := dtype_gap((x, weight, *others))) is not None:
         return gap
-    if weight.size > norm.MOST:
-        return Unsupported(f"rows of {weight.size} values; the kernel keeps up to {norm.MOST}")
+    if weight.size > norm.MAX_LENGTH:
+        return Unsupported(
+            f"rows of {weight.size} values; the kernel keeps up to {norm.MAX_LENGTH}"
+        )
     return None
 
 
@@ -232,7 +234,7 @@ def _softmax_gap(axis: int, *arrays: Array) -> Unsupported | None:
         return gap
     if any(a.dtype != x.dtype for a in arrays):
         return Unsupported("arrays of several dtypes")
-    if axis != x.ndim - 1 or x.shape[-1] > rows_of.MOST:
+    if axis != x.ndim - 1 or x.shape[-1] > rows_of.MAX_LENGTH:
         return Unsupported(f"rows of {x.shape[axis]} values along axis {axis} of {x.ndim}")
     return None
 
@@ -254,8 +256,8 @@ def _attention_gap(q: Array, k: Array, v: Array, *g: Array) -> Unsupported | Non
     """Why float32 attention is not two products around the kernel of its rows."""
     if (gap := dtype_gap((q, k, v, *g))) is not None:
         return gap
-    if (keys := k.shape[-2]) > rows_of.MOST:
-        return Unsupported(f"{keys} keys; a row has up to {rows_of.MOST}")
+    if (keys := k.shape[-2]) > rows_of.MAX_LENGTH:
+        return Unsupported(f"{keys} keys; a row has up to {rows_of.MAX_LENGTH}")
     return None
 
 

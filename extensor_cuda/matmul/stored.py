@@ -30,7 +30,7 @@ from extensor.backends.unsupported import Unsupported
 from extensor.quant import views
 from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.gemm.gemm_sm90 import MOST_TERMS, Epilogue, empty_rows, gemm
+from extensor_cuda.kernels.gemm.gemm_sm90 import MAX_TERMS, Epilogue, empty_rows, gemm
 from extensor_cuda.kernels.gemm.requantize import Requantized, finished, requantized, type_of
 from extensor_cuda.kernels.quantize import quantize as quantizer
 from extensor_cuda.matmul import tuned
@@ -66,7 +66,7 @@ __all__ = [
 Array = Any
 
 _PROMOTE = {"promote": 4, "fast": 0, "rebased": 1}  # stages of 128 elements
-_MOST_ROWS = 2**31 - 1  # offsets are int32
+_MAX_ROWS = 2**31 - 1  # offsets are int32
 _TOO_WIDE = Unsupported("scales span more binades than FP8 holds")
 _BEYOND_BF16 = Unsupported("values that bfloat16 does not hold")
 
@@ -113,10 +113,8 @@ def _float_scaled_gap(q: QuantArray) -> Unsupported | None:
             f"tiles {q.spec.tile} of {element.name}; the kernel has one scale along K, or FP8 "
             "with one for each 128"
         )
-    if not element.is_float and q.shape[1] > MOST_TERMS:
-        return Unsupported(
-            f"K = {q.shape[1]}, beyond {MOST_TERMS}, where int32 sums could overflow"
-        )
+    if not element.is_float and q.shape[1] > MAX_TERMS:
+        return Unsupported(f"K = {q.shape[1]}, beyond {MAX_TERMS}, where int32 sums could overflow")
     return None
 
 
@@ -258,8 +256,8 @@ def _fp8_operands(a: QuantArray, b: QuantArray, accumulate: str, xp: Any) -> Ope
 
 def _mxfp4_operands(a: QuantArray, b: QuantArray, exact: bool, xp: Any) -> Operands | Unsupported:
     """The same of MXFP4 with an exponent a row: as integers if the product is to be exact."""
-    if exact and a.shape[1] > MOST_TERMS:
-        return Unsupported(f"K = {a.shape[1]}, beyond {MOST_TERMS}")
+    if exact and a.shape[1] > MAX_TERMS:
+        return Unsupported(f"K = {a.shape[1]}, beyond {MAX_TERMS}")
     flag = xp.zeros((), dtype=xp.uint32)
     left, right = (rebase_mxfp4(q, flag, xp, exact) for q in (a, b))
     if int(flag):
@@ -299,8 +297,8 @@ def _batch(a: QuantArray, b: QuantArray, xp: Any) -> Product | Unsupported:
     (count, m, _), n = a.shape, b.shape[1]
     if count < 2 or 0 in (*a.shape, *b.shape):
         return Unsupported(f"a batch of {a.shape} and {b.shape}, one matrix or empty")
-    if count * max(m, n) > _MOST_ROWS:
-        return Unsupported(f"{count * max(m, n)} rows, beyond {_MOST_ROWS}")
+    if count * max(m, n) > _MAX_ROWS:
+        return Unsupported(f"{count * max(m, n)} rows, beyond {_MAX_ROWS}")
     left, right = views.as_matrix(a), views.as_matrix(b)
     if left is None or right is None:
         tile = (a if left is None else b).spec.tile

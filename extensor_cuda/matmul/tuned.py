@@ -24,7 +24,7 @@ from extensor.backends.unsupported import Unsupported
 from extensor_cuda.runtime.compile import cache_folder
 
 __all__ = [
-    "LEAST_WORK",
+    "MIN_WORK",
     "PATHS",
     "always",
     "folder",
@@ -37,7 +37,7 @@ __all__ = [
     "source_digest",
 ]
 
-LEAST_WORK = 1 << 30
+MIN_WORK = 1 << 30
 """M N K below which a product is left to cupy without a table: launches take longer than it."""
 PATHS = ("fused", "float scales", "expanded", "bf16")
 """How operands are made: the names of `extensor_cuda.matmul.prepare.PREPARERS`."""
@@ -107,7 +107,7 @@ def _table(device: int) -> Mapping[str, int]:
 
 
 def least_work(path: str) -> int:
-    """The M N K, 1 or more, from which a path pays: asked for, measured here, or `LEAST_WORK`.
+    """The M N K, 1 or more, from which a path pays: asked for, measured here, or `MIN_WORK`.
 
     A work of 0 says that a product has another kind of operand too: it has no such path.
     """
@@ -118,8 +118,8 @@ def least_work(path: str) -> int:
 
         device = cupy.cuda.runtime.getDevice()
     except (ImportError, RuntimeError):  # cupy may be there without a driver
-        return LEAST_WORK
-    return _table(device).get(path, LEAST_WORK)
+        return MIN_WORK
+    return _table(device).get(path, MIN_WORK)
 
 
 def hopper_gap(capability: str) -> Unsupported | None:

@@ -11,7 +11,7 @@ from extensor.backends.generic.core import BFLOAT16, FLOAT32, GenericCore, widen
 from extensor.backends.generic.erf import erf_array
 from extensor.backends.protocol import Array, AttentionForward
 
-__all__ = ["GenericNn", "dropout_factor", "dropout_least"]
+__all__ = ["GenericNn", "dropout_factor", "dropout_threshold"]
 
 
 class GenericNn(GenericCore):
@@ -172,8 +172,8 @@ class GenericNn(GenericCore):
         f, xp = forward, self.xp
         arrays = g, f.q, f.k, f.v, f.out, f.stats
         if any(a.dtype == BFLOAT16 for a in arrays):
-            g, *kept = (self._wide(a) for a in arrays)
-            self.attention_grad(g, AttentionForward(*kept, causal=f.causal, scale=f.scale), into)
+            g, q, k, v, out, stats = (self._wide(a) for a in arrays)
+            self.attention_grad(g, AttentionForward(q, k, v, out, stats, f.causal, f.scale), into)
             return
         q, k, v, causal, scale = f.q, f.k, f.v, f.causal, f.scale
         batch, groups = k.shape[:2]
@@ -259,11 +259,11 @@ class GenericNn(GenericCore):
         size, (seed, calls) = math.prod(shape), draws.tolist()
         drawn = np.random.Philox(key=seed, counter=[0, calls, 0, 0]).random_raw(-(-size // 2))
         words = np.asarray(drawn, dtype="<u8").view("<u4")[:size].reshape(shape)
-        mask = (words >= dropout_least(p)).astype(np.float32) * dropout_factor(p)
+        mask = (words >= dropout_threshold(p)).astype(np.float32) * dropout_factor(p)
         return self.xp.asarray(mask)
 
 
-def dropout_least(p: float) -> int:
+def dropout_threshold(p: float) -> int:
     """The least of 2^32 equally likely words that keeps a value which goes with probability p."""
     return int(p * 2.0**32)
 

@@ -41,8 +41,8 @@ Macros = tuple[tuple[str, int], ...]
 
 _FOLDER = Path(__file__).parent
 _KEPT = 4  # chunks that a thread holds, along rows
-_FAR = 8192  # chunks of a block of values beyond which its threads are too few
-_MOST_LANES = 32
+_MAX_BLOCK_CHUNKS = 8192  # chunks of a block of values beyond which its threads are too few
+_MAX_LANES = 32
 _SIDE = 128  # of a block of threads' panel, as in float_scaled_columnwise.cu
 _TALL = (16, 32, 64, 128)
 _ROWWISE = ("quantize_groups", "quantize_blocks", "quantize_all")  # QUANT_PATH, by number
@@ -77,33 +77,33 @@ class BlockPlan:
 def rowwise_plan(
     spec: QuantSpec,
     sizes: tuple[int, int, int, int],
-    each: tuple[int, int, int, int],
+    extent: tuple[int, int, int, int],
     blocks: tuple[int, int, int, int],
 ) -> BlockPlan | None:
     """How (outer, rows, 1, columns) elements in such blocks are taken; None: not by these kernels.
 
-    ``sizes`` are the array's, ``each`` a block's, ``blocks`` how many there are along each; the
+    ``sizes`` are the array's, ``extent`` a block's, ``blocks`` how many there are along each; the
     spec is resolved, under plain float scales.
     """
     _, rows, inner, columns = sizes
-    tall, wide = each[1], each[3]
+    tall, wide = extent[1], extent[3]
     nearest = spec.rounding == "nearest_even" and spec.ties == "even"
     if not (spec.symmetric or nearest) or inner > 1 or columns % CHUNK or wide % CHUNK:
         return None
     chunks, lanes = math.prod(sizes) // CHUNK, wide // CHUNK
-    neat = lanes <= _MOST_LANES and lanes & (lanes - 1) == 0 and columns % wide == 0
-    if each == sizes or (tall == 1 and neat):
-        whole = each == sizes
+    aligned = lanes <= _MAX_LANES and lanes & (lanes - 1) == 0 and columns % wide == 0
+    if extent == sizes or (tall == 1 and aligned):
+        whole = extent == sizes
         kept = 1 if spec.rounding == "stochastic" and not whole else _KEPT
         macros = _rowwise_macros(2 if whole else 0, CHUNK if whole else wide, THREADS, kept)
         grid = -(-chunks // (THREADS * kept))
         kernel, before = _ROWWISE[2 if whole else 0], _FOUND_BEFORE[2 if whole else 0]
         return BlockPlan(spec, kernel, macros, grid, THREADS, (np.int64(chunks),), before)
-    most = min(tall, rows) * min(lanes, columns // CHUNK)
-    if each[0] > 1 or most > _FAR:
+    chunks_per_block = min(tall, rows) * min(lanes, columns // CHUNK)
+    if extent[0] > 1 or chunks_per_block > _MAX_BLOCK_CHUNKS:
         return None
-    threads = min(THREADS, max(32, 1 << (most - 1).bit_length()))
-    macros = _rowwise_macros(1, CHUNK, threads, min(_KEPT, -(-most // threads)))
+    threads = min(THREADS, max(32, 1 << (chunks_per_block - 1).bit_length()))
+    macros = _rowwise_macros(1, CHUNK, threads, min(_KEPT, -(-chunks_per_block // threads)))
     numbers = tuple(map(np.uint32, (rows, columns // CHUNK, tall, lanes, blocks[1], blocks[3])))
     return BlockPlan(spec, _ROWWISE[1], macros, math.prod(blocks), threads, numbers)
 
@@ -179,10 +179,10 @@ def largest(x: Array, spec: QuantSpec, xp: Any) -> Array:
 
     For a spec with zero points those of the largest value above zero, and of that below it.
     """
-    most, chunks = xp.zeros(2, dtype=np.uint32), x.size // CHUNK
+    amax, chunks = xp.zeros(2, dtype=np.uint32), x.size // CHUNK
     source, grid = _source(spec, x.dtype.name, False, _WHOLE), -(-chunks // (THREADS * _KEPT))
-    launch(source, "largest", grid, THREADS, x, most, np.int64(chunks))
-    return most
+    launch(source, "largest", grid, THREADS, x, amax, np.int64(chunks))
+    return amax
 
 
 @dataclass(frozen=True, eq=False)

@@ -83,7 +83,7 @@ def test_gelu_and_softmax_of_bfloat16_are_rounded_once(trainer: Any, name: str) 
         axis = () if name.startswith("gelu") else (narrow[0].ndim - 1,)
         there = [trainer.xp.asarray(a) for a in narrow]
         more = (None,) if name == "gelu_grad" else axis
-        fits = not axis or narrow[0].shape[-1] <= softmax.MOST
+        fits = not axis or narrow[0].shape[-1] <= softmax.MAX_LENGTH
         path = trainer.path(name, *there, *more)
         assert path.startswith("fused kernel" if fits else "generic: rows of"), path
         made = getattr(trainer, name)(*there, *more)
