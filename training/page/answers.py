@@ -21,7 +21,7 @@ from ..text.masking import IGNORE_LABEL
 
 __all__ = ["answers"]
 
-LOOKED_AT = 1000
+SEARCHED = 1000
 """Test images among which the worst mistakes are looked for."""
 SHOWN = 24
 TOKENS, WINDOWS = 400, 6
@@ -87,7 +87,7 @@ def _mistakes(trainer: Trainer, task: Classification) -> tuple[list[dict[str, An
             true = int(labels[i])
             found.append((p[i, true], batch.inputs[i], true, int(said[i]), p[i].max()))
         seen += batch.count
-        if seen >= LOOKED_AT:
+        if seen >= SEARCHED:
             break
     names = task.dataset.classes
     found.sort(key=lambda row: row[0])

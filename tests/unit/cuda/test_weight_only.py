@@ -201,9 +201,9 @@ def test_weights_are_decoded_by_the_warps_that_multiply(
     for i, (m, n, k) in enumerate(sizes if emulated(many) else [(900, 4136, 4096), *sizes[1:]]):
         dtype, out = (("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16"))[i]
         x, w = activations((m, k), dtype), weights(spec, (n, k), i)
-        if (beside := weight_only._beside(w)[0]) is not None:
-            of_row = w.spec.tile == "channel" or (not spec.symmetric and beside.shape[1] == 1)
-            whole = of_row or beside.shape[1] % 4 == 0
+        if (table := weight_only._scales_or_zero_points(w)[0]) is not None:
+            of_row = w.spec.tile == "channel" or (not spec.symmetric and table.shape[1] == 1)
+            whole = of_row or table.shape[1] % 4 == 0
             assert decodes_in_gemm(w, m) is whole
             if not whole:  # words of four scales or zero points
                 continue
