@@ -136,7 +136,7 @@ def columnwise_plan(
         given, tall = 2, _SIDE
     elif tall not in _TALL or (wide > 1 and (tall, wide) != (_SIDE, _SIDE)):
         return None
-    tiles = ("QUANT_SQUARE_TILES", int(given == 0 and wide > 1))
+    tiles = ("QUANT_TILES_128X128", int(given == 0 and wide > 1))
     of_block = ("QUANT_AMAX_GIVEN", given), ("QUANT_BLOCK_ROWS", tall), tiles
     macros = *of_block, ("QUANT_TRANSPOSED", int(transposed))
     grid, sizes = -(-rows // _SIDE) * -(-columns // _SIDE), (np.int64(rows), np.int64(columns))
