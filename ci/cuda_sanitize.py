@@ -35,8 +35,9 @@ from extensor.random import Stream
 from extensor_cuda.kernels.gemm import gemm_sm90
 from extensor_cuda.kernels.quantize import quantize, rowwise_columnwise
 from extensor_cuda.kernels.quantize.norm_quantize import Norm, norm_quantize
+from extensor_cuda.matmul.grouped import grouped_matmul, offsets_of
 from extensor_cuda.matmul.prepare import BF16, EXPANDED, FLOAT_SCALES, FUSED
-from extensor_cuda.matmul.stored import grouped_matmul, matmul, offsets_of
+from extensor_cuda.matmul.stored import matmul
 from extensor_cuda.matmul.weight_only import weight_only_matmul
 
 ROOT = Path(__file__).resolve().parent.parent
