@@ -10,16 +10,16 @@ from extensor.ops.arguments import tensors_only
 __all__ = ["check_eps", "check_images", "check_last_axes", "check_probability", "check_size"]
 
 
-def check_size(name: str, value: object, least: int = 1) -> int:
-    """An int of at least ``least``.
+def check_size(name: str, value: object, minimum: int = 1) -> int:
+    """An int of at least ``minimum``.
 
     Raises:
         TypeError, ValueError: for anything else.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}: expected {least} or more, got {value}")
+    if value < minimum:
+        raise ValueError(f"{name}: expected {minimum} or more, got {value}")
     return value
 
 

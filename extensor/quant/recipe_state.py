@@ -21,7 +21,7 @@ A function with a true attribute ``replayed`` belongs to a step that the GPU rep
 returns what was counted since the last call.
 """
 
-_MOST_PENDING = 4096
+_MAX_PENDING = 4096
 
 CALL_SHIFT = 12
 """Streams number tensors with 24 bits: 4096 layers, each used up to 4096 times in a step."""
@@ -112,7 +112,7 @@ class RecipeState:
             self._standing.append((key, counts))
             return
         self._pending.append((key, counts))
-        if len(self._pending) >= _MOST_PENDING:
+        if len(self._pending) >= _MAX_PENDING:
             self._settle()
 
     def _settle(self) -> None:
