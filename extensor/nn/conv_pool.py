@@ -97,7 +97,8 @@ class Conv2d(GemmLayer):
         if self.weight.is_blocked:
             y = prequantized_conv2d(x, self.weight, self.quant, self.kernel_size, *options)
             return y if self.bias is None else y + self.bias.reshape((1, -1, 1, 1))
-        return quantized_conv2d(x, self.weight, self.quant, *options, self.bias)
+        context = self._next_use(self.quant)
+        return quantized_conv2d(x, self.weight, context, *options, self.bias)
 
     def extra_repr(self) -> str:
         """See :meth:`extensor.nn.Module.extra_repr`."""

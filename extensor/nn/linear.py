@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from extensor.autograd.creation import Seed
+from extensor.autograd.mode import is_grad_enabled
 from extensor.autograd.tensor import ExTensor
 from extensor.nn import init
 from extensor.nn.checks import check_last_axes, check_size
@@ -28,6 +29,17 @@ class GemmLayer(Module):
 
     weight: ExTensor
     quant: LayerContext | None
+
+    def _next_use(self, quant: LayerContext) -> LayerContext:
+        """The context of a forward pass; each that is recorded rounds with bits of its own.
+
+        The optimizer that updates the weight ends the step of its recipe.
+        """
+        if not is_grad_enabled():
+            return quant
+        if isinstance(self.weight, Parameter):
+            self.weight.recipe_state = quant.state
+        return quant.next_use()
 
 
 class Linear(GemmLayer):
@@ -63,13 +75,11 @@ class Linear(GemmLayer):
         self.bias = Parameter(init.uniform((out_features,), bound, generator)) if bias else None
         self.quant = None
 
-    def forward(self, x: ExTensor, call: int = 0) -> ExTensor:
+    def forward(self, x: ExTensor) -> ExTensor:
         """(..., K) -> (..., N).
 
         Args:
             x: the input.
-            call: which use of the layer in this step, for layers that are used several times; each
-                use rounds with random bits of its own.
 
         Returns:
             x weight^T + bias.
@@ -83,7 +93,7 @@ class Linear(GemmLayer):
         if self.weight.is_blocked:
             y = prequantized_matmul(x, self.weight, self.quant)
             return y if self.bias is None else y + self.bias
-        return quantized_matmul(x, self.weight, self.quant.at(call), self.bias)
+        return quantized_matmul(x, self.weight, self._next_use(self.quant), self.bias)
 
     def extra_repr(self) -> str:
         """See :meth:`extensor.nn.Module.extra_repr`."""
