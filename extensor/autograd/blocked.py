@@ -66,7 +66,7 @@ class BlockedMethods(TensorState, Generic[Tensor]):
 
     def quantize(
         self,
-        spec: QuantSpec,
+        spec: QuantSpec | str,
         seed: int | None = None,
         running: RunningAmax | None = None,
         clip_gradient: bool = False,
@@ -77,7 +77,7 @@ class BlockedMethods(TensorState, Generic[Tensor]):
         clipped; it cannot be differentiated again.
 
         Args:
-            spec: format, axis, tile, scale rule, rounding and the rest.
+            spec: format, axis, tile, scale rule, rounding and the rest; or the name of a format.
             seed: names the random bits of stochastic rounding; given exactly then.
             running: the maxima kept from call to call, with ``statistic="running"``; updated here.
             clip_gradient: let no gradient through where ``|x|`` exceeds its block's largest value
@@ -87,7 +87,7 @@ class BlockedMethods(TensorState, Generic[Tensor]):
             A blocked tensor of this tensor's shape.
 
         Raises:
-            TypeError: if the tensor is not of dense floats or ``spec`` is not a QuantSpec.
+            TypeError: if the tensor is not of dense floats or ``spec`` is no QuantSpec or name.
             ValueError: if the spec does not fit, or ``seed`` or ``running`` is missing or
                 superfluous.
 
@@ -96,7 +96,8 @@ class BlockedMethods(TensorState, Generic[Tensor]):
             >>> q.scales.shape, q.nbytes
             ((2, 2), 68)
         """
-        return FUNCTIONS["quantize"](self, spec, seed, running, clip_gradient)
+        chosen = QuantSpec(spec) if isinstance(spec, str) else spec
+        return FUNCTIONS["quantize"](self, chosen, seed, running, clip_gradient)
 
     def dequantize(self) -> Tensor:
         """The values of the codes and scales.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from extensor.errors import unknown_name
 from extensor.formats import DIALECTS, FORMATS, BlockFormat, Dialect, Tile
@@ -111,6 +111,19 @@ class QuantSpec:
     symmetric: bool = True
     outliers: int | None = None
     rebased: bool = False
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        """Refuse unknown fields, with the nearest known one."""
+        if "block_size" in fields:
+            raise TypeError(
+                f"QuantSpec: write tile=(1, {fields['block_size']}) for block_size="
+                f"{fields['block_size']}: a block is one row of so many columns"
+            )
+        unknown = fields.keys() - cls.__dataclass_fields__.keys()
+        if unknown:
+            known = cls.__dataclass_fields__
+            raise TypeError(unknown_name("field of QuantSpec", min(unknown), known))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
