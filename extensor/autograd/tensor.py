@@ -1,7 +1,7 @@
 """ExTensor: an array (dense or blocked), its dtype and device, and its place in the graph.
 
-Its methods stand in four bases: operations (`methods.py`), creation, blocked
-storage and PyTorch's short forms. They are typed, and call operations by name through the registry, so that
+Its methods stand in four bases: operations (`methods.py`), PyTorch's short forms, creation and
+blocked storage. They are typed, and call operations by name through the registry, so that
 autograd never imports ops. The bases are generic in the class that they return;
 they never import it.
 

@@ -107,7 +107,7 @@ class TorchMethods(TensorState, Generic[Tensor]):
         """Set ``requires_grad``.
 
         Args:
-            requires_grad: whether operations on the tensor are recorded and ``backward`` reaches it.
+            requires_grad: whether operations on the tensor are recorded.
 
         Returns:
             The tensor itself.

@@ -8,4 +8,4 @@ __all__ = ["Checkpoint", "CheckpointError", "load", "load_checkpoint", "save", "
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__ + ["layouts"])
+    return sorted([*__all__, "layouts"])

@@ -62,7 +62,7 @@ def load(path: str | os.PathLike[str], device: str | None = None) -> dict[str, E
         >>> one, other = et.nn.Linear(4, 2, rng=0), et.nn.Linear(4, 2, rng=1)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     et.save(one.state_dict(), f"{folder}/model.safetensors")
-        ...     result = other.load_state_dict(et.load(f"{folder}/model.safetensors"))
+        ...     names = other.load_state_dict(et.load(f"{folder}/model.safetensors"))
         >>> bool((one.weight == other.weight).all())
         True
     """

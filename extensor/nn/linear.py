@@ -8,7 +8,7 @@ from extensor.autograd.creation import Seed
 from extensor.autograd.mode import is_grad_enabled
 from extensor.autograd.tensor import ExTensor
 from extensor.nn import init
-from extensor.nn.checks import check_last_axes, check_size
+from extensor.nn.checks import check_last_axes, check_size, check_width
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.matmul import linear
@@ -57,6 +57,7 @@ class Linear(GemmLayer):
 
     Raises:
         ValueError: for sizes below 1; when called, for an input that is not (..., K).
+        TypeError: when called, for a float64 input beside weights that are not.
 
     >>> layer = et.nn.Linear(4, 2, rng=0)
     >>> layer
@@ -88,6 +89,7 @@ class Linear(GemmLayer):
         (3, 5, 2)
         """
         check_last_axes("Linear", x, self.in_features)
+        check_width("Linear", x, self.weight)
         if self.quant is None:
             return linear(x, self.weight, self.bias)
         if self.weight.is_blocked:

@@ -7,4 +7,4 @@ __all__ = ["Hadamard", "QuantArray", "QuantSpec", "QuantStats"]
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__ + ["recipe"])
+    return sorted([*__all__, "recipe"])

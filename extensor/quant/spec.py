@@ -7,9 +7,10 @@ array: the axis and the tile.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from extensor.errors import unknown_name
 from extensor.formats import DIALECTS, FORMATS, BlockFormat, Dialect, Tile
@@ -56,6 +57,24 @@ class Hadamard:
             raise ValueError(f"Hadamard seed: expected an int in 0..2**64 - 1, got {self.seed!r}")
 
 
+def _checked_fields(cls: type[QuantSpec]) -> type[QuantSpec]:
+    """Refuse unknown fields by name, and name the field that takes a block's size."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: QuantSpec, *args: Any, **fields: Any) -> None:
+        if (size := fields.get("block_size")) is not None:
+            raise TypeError(f"QuantSpec has no field block_size; write tile=(1, {size})")
+        if unknown := fields.keys() - cls.__dataclass_fields__.keys():
+            known = cls.__dataclass_fields__
+            raise TypeError(unknown_name("field of QuantSpec", min(unknown), known))
+        init(self, *args, **fields)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
+
+
+@_checked_fields
 @dataclass(frozen=True)
 class QuantSpec:
     """How one tensor is quantized.
@@ -111,19 +130,6 @@ class QuantSpec:
     symmetric: bool = True
     outliers: int | None = None
     rebased: bool = False
-
-    def __new__(cls, *args: Any, **fields: Any) -> Self:
-        """Refuse unknown fields, with the nearest known one."""
-        if "block_size" in fields:
-            raise TypeError(
-                f"QuantSpec: write tile=(1, {fields['block_size']}) for block_size="
-                f"{fields['block_size']}: a block is one row of so many columns"
-            )
-        unknown = fields.keys() - cls.__dataclass_fields__.keys()
-        if unknown:
-            known = cls.__dataclass_fields__
-            raise TypeError(unknown_name("field of QuantSpec", min(unknown), known))
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
