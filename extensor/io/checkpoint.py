@@ -124,7 +124,7 @@ def load_checkpoint(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = f"{folder}/model.safetensors"
     ...     et.io.save_checkpoint(path, model.state_dict())
-    ...     model.load_state_dict(et.io.load_checkpoint(path).tensors)
+    ...     names = model.load_state_dict(et.io.load_checkpoint(path).tensors)
     """
     arrays, strings = read(path)
     try:

@@ -49,7 +49,8 @@ def apply_recipe(
         activations: "float32" or "bfloat16" in place of the recipe's own.
 
     Returns:
-        The recipe's state: set ``step`` before each optimizer step, read ``telemetry`` after.
+        The recipe's state: its ``telemetry``, and the ``step`` that random bits depend on, which
+        the optimizer's steps advance.
 
     Raises:
         TypeError: if the model is no Module, or the recipe neither a Recipe nor a name.
