@@ -13,3 +13,7 @@ __all__ = [
     "health_table",
     "slot_health",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
