@@ -20,6 +20,7 @@ from extensor.backends import registry
 from extensor.cli.files import INDEX, kind_text, read_tensors, tensor_files, tensor_names
 from extensor.cli.sheet import CommandError, Sheet, shape_text, show
 from extensor.io import save_checkpoint
+from extensor.io.atomic import replacing
 from extensor.quant import QuantArray, QuantSpec, QuantStats
 from extensor.random import Stream
 
@@ -122,7 +123,8 @@ def quantize(
             _save(output, written, file.name)
         if folder is not None:
             index = {"metadata": {"total_size": after}, "weight_map": weight_map}
-            (folder / f"model{INDEX}").write_text(json.dumps(index, indent=1), encoding="utf-8")
+            with replacing(folder / f"model{INDEX}") as written_index:
+                written_index.write(json.dumps(index, indent=1).encode())
     share = f", {after / before:.1%}" if before else ""
     rows.append(("total", f"{len(rows)} tensors", "", str(before), f"{quantized} quantized"))
     rows[-1] += (f"{after}{share}", "", "", "")
