@@ -270,6 +270,7 @@ class Trainer:
         """
         scores, drawn = self.task.scores(), getattr(self.task, part)(self.task.eval_batch)
         counts = dict(self.quant.telemetry)
+        self.quant.step = self.position.step  # the same random bits at any time, resumed or not
         self.model.eval()
         with no_grad():
             for batch in drawn:
