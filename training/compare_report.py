@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -163,7 +163,7 @@ def write_report(
         "rows": [dataclasses.asdict(row) for row in rows],
         "runs": [dataclasses.asdict(run) for run in finished],
     }
-    size = (11, max(3.2, 1.6 + 0.42 * len(rows)))
+    size = (12.5, max(3.2, 1.6 + 0.42 * len(rows)))
     look = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True}
     with saved_figure(folder / "compare.png", args.title, size, **look) as figure:
         draw(figure, metric, rows, finished)
@@ -204,20 +204,22 @@ def _curve_limits(
 def _draw_bars(axes: Axes, metric: Metric, rows: Sequence[Row], low: float, high: float) -> None:
     left = metric.higher_is_better
     edge = low if left else high
+    paper = {"fc": "white", "ec": "none", "pad": 1}  # of labels over the baseline's line
     for place, row in enumerate(rows):
         color, label = COLORS[place % len(COLORS)], _value(metric, row)
         if row.mean is None or not low <= row.mean <= high:
             axes.plot(edge, place, marker="<" if left else ">", ms=9, color=color, clip_on=False)
-            note = f"    {label}, off the scale" + (", diverged    " if row.diverged else "    ")
-            axes.text(edge, place, note, va="center", ha="left" if left else "right", color=color)
+            note = f"{label}, off the scale" + (", diverged" if row.diverged else "")
+            side, shift = ("left", 14) if left else ("right", -14)
+            look = {"xytext": (shift, 0), "textcoords": "offset points", "va": "center", "ha": side}
+            axes.annotate(note, (edge, place), color=color, bbox=paper, **look)  # type: ignore[arg-type]
             continue
         shown = [value for value in row.values if value is not None]
         bar = {"xerr": row.sd, "fmt": "D", "ms": 6, "capsize": 4, "elinewidth": 2}
         name = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center", "fontsize": 9}
-        name["bbox"] = {"fc": "white", "ec": "none", "pad": 1}  # over the baseline's line
         axes.plot(shown, [place] * len(shown), "o", ms=5, color=color, alpha=0.35, mew=0)
         axes.errorbar(row.mean, place, color=color, **bar)  # type: ignore[arg-type]
-        axes.annotate(label, (row.mean, place), color=color, **name)  # type: ignore[arg-type]
+        axes.annotate(label, (row.mean, place), color=color, bbox=paper, **name)  # type: ignore[arg-type]
         if row.recipe == row.baseline:
             axes.axvline(row.mean, color=color, ls="--", lw=1, alpha=0.6, zorder=0)
     axes.set_yticks(range(len(rows)), [row.recipe for row in rows])
@@ -246,5 +248,4 @@ def _draw_curves(
     axes.set_xlabel("epoch (line: mean; band: all seeds)")
     axes.set_ylabel(metric.title)
     axes.locator_params(axis="x", integer=True)
-    corner: Any = "lower right" if metric.higher_is_better else "upper right"
-    axes.legend(frameon=False, fontsize=9, loc=corner)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
