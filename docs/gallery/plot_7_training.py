@@ -8,13 +8,12 @@ small gradients; block scales keep them.
 
 import matplotlib.pyplot as plt
 import numpy as np
-from sklearn.datasets import load_digits
 
 import extensor as et
+from extensor.training.data.digits import read_digits
 
-digits = load_digits()
-images = (digits.data / 16).astype(np.float32)
-labels = digits.target.astype(np.int64)
+pixels, labels = read_digits()
+images = (pixels.reshape(-1, 64) / 16).astype(np.float32)
 
 
 def train(name, steps=150):

@@ -13,16 +13,16 @@ __all__ = [
 ]  # fmt: skip
 
 
-def check_size(name: str, value: object, least: int = 1) -> int:
-    """An int of at least ``least``.
+def check_size(name: str, value: object, minimum: int = 1) -> int:
+    """An int of at least ``minimum``.
 
     Raises:
         TypeError, ValueError: for anything else.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}: expected {least} or more, got {value}")
+    if value < minimum:
+        raise ValueError(f"{name}: expected {minimum} or more, got {value}")
     return value
 
 

@@ -91,7 +91,9 @@ def round_norms(model: Module, narrow: bool) -> None:
         narrow: True rounds.
 
     >>> from extensor.nn.recipe import round_norms
-    >>> block = et.nn.TransformerBlock(64, heads=4)
+    >>> block = et.nn.TransformerBlock(
+    ...     et.nn.MultiheadAttention(64, heads=4), et.nn.FeedForward(64, 256)
+    ... )
     >>> round_norms(block, narrow=True)
     >>> block.norm1.narrow
     True

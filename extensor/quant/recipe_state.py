@@ -21,7 +21,7 @@ A function with a true attribute ``replayed`` belongs to a step that the GPU rep
 returns what was counted since the last call.
 """
 
-_MOST_PENDING = 4096
+_MAX_PENDING = 4096
 
 USE_SHIFT = 12
 """Streams number tensors with 24 bits: 4096 layers, and 4096 uses of each in a step."""
@@ -99,6 +99,20 @@ class RecipeState:
             counts()
         self._counts.clear()
 
+    def load_telemetry(self, counts: Mapping[tuple[str, str], QuantStats]) -> None:
+        """Set all counts, as a checkpoint or an earlier look at `telemetry` has them.
+
+        Args:
+            counts: by (layer path, slot).
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.load_telemetry({("", "fprop.x"): et.quant.QuantStats(count=64)})
+        >>> state.telemetry["", "fprop.x"].count
+        64
+        """
+        self.reset_telemetry()
+        self._counts.update(counts)
+
     def record(self, key: tuple[str, str], counts: Counts) -> None:
         """Add to the counts of an operand, without waiting for a GPU.
 
@@ -118,7 +132,7 @@ class RecipeState:
             self._standing.append((key, counts))
             return
         self._pending.append((key, counts))
-        if len(self._pending) >= _MOST_PENDING:
+        if len(self._pending) >= _MAX_PENDING:
             self._settle()
 
     def _settle(self) -> None:
