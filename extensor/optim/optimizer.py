@@ -358,7 +358,6 @@ class Optimizer(ABC):
             if capture is None:
                 state.next_step()
             else:
-                capture.in_warm_up(state.next_step)
                 capture.on_replay(state.next_step)
 
     def _step_one(self, member: ParamState, grad: ExTensor, options: Mapping[str, Any]) -> None:
