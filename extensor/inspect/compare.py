@@ -12,6 +12,7 @@ import numpy as np
 
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
+from extensor.inspect.noise import decibels
 from extensor.inspect.table import Table
 from extensor.nn.module import Hook, Module, PreHook, evaluating
 from extensor.nn.recipe import gemm_layers
@@ -226,7 +227,7 @@ class _Sums:
             kind,
             self._cosine(),
             self.error / max(self.count, 1),
-            self._sqnr(),
+            decibels(self.reference_square, self.error),
             clipped,
             flushed,
         )
@@ -237,13 +238,6 @@ class _Sums:
         if self.square == 0.0 or self.reference_square == 0.0:
             return 0.0
         return self.dot / (math.sqrt(self.square) * math.sqrt(self.reference_square))
-
-    def _sqnr(self) -> float:
-        if self.error == 0.0:
-            return math.inf
-        if self.reference_square == 0.0 or self.error == math.inf:
-            return -math.inf
-        return 10.0 * math.log10(self.reference_square / self.error)
 
 
 def _layers(model: Module) -> dict[str, Module]:
