@@ -16,6 +16,7 @@ from extensor.inspect.noise import decibels
 from extensor.inspect.table import Table
 from extensor.nn.module import Hook, Module, PreHook, evaluating
 from extensor.nn.recipe import gemm_layers
+from extensor.notebook import card, table
 from extensor.quant.array import QuantStats
 from extensor.quant.recipe_state import RecipeState
 
@@ -95,6 +96,15 @@ class LayerComparison:
                 for row in self.rows
             ),
         )
+
+    def __repr__(self) -> str:
+        worst = min(self.rows, key=lambda row: row.sqnr_db, default=None)
+        lowest = f", lowest {worst.sqnr_db:.2f} dB in {worst.layer!r}" if worst else ""
+        return f"LayerComparison({len(self.rows)} rows{lowest})"
+
+    def _repr_html_(self) -> str:
+        whole = self.as_table()
+        return card("Layers beside the reference", (), table(whole.columns, whole.rows))
 
     def __str__(self) -> str:
         return str(self.as_table())

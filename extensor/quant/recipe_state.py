@@ -56,6 +56,12 @@ class RecipeState:
     _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
     _standing: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        return (
+            f"RecipeState(recipe={self.recipe.name!r}, seed={self.seed}, step={self.step}, "
+            f"layers={len(self.layers)})"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy has other weights, so it does not take the weight cache over."""
         return {**self.__dict__, "weight_cache": WeightCache()}
