@@ -111,7 +111,7 @@ class RunAdvice:
             rows = sorted(self.own.layers, key=lambda row: row.sqnr_db)
             sheets.append(
                 Sheet(
-                    "Layers beside float32, worst first, on the float32 layer's inputs",
+                    "Layers beside float32, each on the same inputs",
                     ("layer", "kind", "SQNR", "saturated", "flushed"),
                     tuple(
                         (row.layer, row.kind, _ratio(row.sqnr_db), _share(row.clipped),
@@ -124,7 +124,7 @@ class RunAdvice:
         if tried:
             sheets.append(
                 Sheet(
-                    "The trained weights under recipes, forward only, beside float32",
+                    "The trained weights under recipes, forward only",
                     ("recipe", "bits of a weight", "output", "worst layer", "its SQNR"),
                     tuple(
                         (t.name, f"{t.bits:.4g}", _ratio(t.output_db),

@@ -51,8 +51,9 @@ def html_of(x: TensorState) -> str:
     if isinstance(x.data, QuantArray):
         return card("ExTensor", facts + _block_facts(x.data), *_block_parts(x.data))
     facts += [("graph", _origin(x)[2:])] if _origin(x) else []
-    values = Html(f"<pre style='margin:0;background:none'>{text(_values(x, ""))}</pre>")
-    return card("ExTensor", facts, values)
+    values = text(_values(x, indent=""))
+    pre = f'<pre style="margin:0;background:none;color:inherit">{values}</pre>'
+    return card("ExTensor", facts, Html(pre))
 
 
 def _origin(x: TensorState) -> str:
@@ -103,7 +104,8 @@ def _scale(stored: Any, q: QuantArray) -> Html:
     """One scale: a power of two, or a number."""
     if q.spec.is_mx:
         byte = int(stored)
-        return Html("NaN" if byte == E8M0_NAN else f"2<sup>{byte - 127}</sup>")
+        power = f'2<sup style="line-height:0">{byte - 127}</sup>'
+        return Html("NaN" if byte == E8M0_NAN else power)
     return Html(f"{float(scale_values(np.asarray([stored]), q.spec, np)[0]):.4g}")
 
 

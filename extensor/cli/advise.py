@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -362,7 +363,9 @@ def _lines(
     target = path.with_name(f"{path.stem}-{spec.format}.safetensors").name
     if path.is_dir() or path.name.endswith(INDEX):
         target = f"{path.stem.partition('.')[0]}-{spec.format}"
-    lines.append(f"next: extensor quantize {path} {target} --format {spec.format}{rule}")
+    lines.append(
+        f"next: extensor quantize {shlex.quote(str(path))} {shlex.quote(target)} --format {spec.format}{rule}"
+    )
     if len(totals["advice"].keys() - {"bfloat16", "as it is"}) > 1 or any(
         row.kind in (EMBEDDING, HEAD) for row in tensors
     ):

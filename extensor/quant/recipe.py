@@ -277,7 +277,7 @@ class Recipe:
         groups = [(rule.match, rule.use) for rule in self.rules]
         groups.append(("other layers" if groups else "every layer", self.layers))
         rows = [(name, *(operand_text(use.slot(s)) for s in SLOTS)) for name, use in groups]
-        facts = [("activations", self.activations)]
+        facts: list[tuple[str, object]] = [("activations", self.activations)]
         facts += [("scale rules", "adaptive")] if self.adaptive_scale_rule else []
         return card(f"Recipe {self.name}: {self.doc}", facts, table(("layers", *SLOTS), rows))
 
