@@ -98,7 +98,7 @@ class RunAdvice:
         alarms = [row for row in self.operands if row.verdict != "ok"]
         sheets = [
             Sheet(
-                f"{self.run}: operands beyond the limits in the last epoch, recipe {self.recipe}",
+                f"Operands beyond the limits, last epoch of {self.recipe}",
                 ("layer", "operand", "format", "rule", "saturated", "flushed", "verdict"),
                 tuple(
                     (row.layer, row.slot, row.format or "-", row.scale_rule or "-",
@@ -248,12 +248,10 @@ def _recipe_changes(
                        f"{best.bits:.4g} bits a weight instead of {own.bits:.4g}")  # fmt: skip
     gain = max(kept, key=lambda trial: trial.output_db, default=None)
     if own.output_db < least and gain is not None and gain.output_db > own.output_db:
-        layer = own.worst.layer if own.worst else ""
         name = gain.name.rpartition(",")[2].strip()
         changes.append(
             f"{name} brings the output from {_ratio(own.output_db)} to {_ratio(gain.output_db)}: "
-            f"Rule({name.split(' ')[0]!r}, LayerRecipe.uniform('bfloat16')); the layer with "
-            f"the lowest ratio of its own is {layer}"
+            f"add Rule({name.split(' ')[0]!r}, LayerRecipe.uniform('bfloat16')) to its rules"
         )
     return changes
 

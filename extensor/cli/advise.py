@@ -360,12 +360,11 @@ def _lines(
         return lines
     spec = best.spec
     rule = f" --scale-rule {spec.rule}" if spec.rule != spec.row.scale_rule else ""
-    target = path.with_name(f"{path.stem}-{spec.format}.safetensors").name
+    target = f"{path.stem}-{spec.format}.safetensors"
     if path.is_dir() or path.name.endswith(INDEX):
         target = f"{path.stem.partition('.')[0]}-{spec.format}"
-    lines.append(
-        f"next: extensor quantize {shlex.quote(str(path))} {shlex.quote(target)} --format {spec.format}{rule}"
-    )
+    files = f"{shlex.quote(str(path))} {shlex.quote(target)}"
+    lines.append(f"next: extensor quantize {files} --format {spec.format}{rule}")
     if len(totals["advice"].keys() - {"bfloat16", "as it is"}) > 1 or any(
         row.kind in (EMBEDDING, HEAD) for row in tensors
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_each_kind_gets_its_advice(capsys: pytest.CaptureFixture[str], weights: 
     found = {name: (row["kind"], row["advice"]) for name, row in rows.items()}
     assert found == {
         "blocks.0.weight": ("weight", "nvfp4 four_over_six"),
-        "blocks.1.weight": ("weight", "int8"),
+        "blocks.1.weight": ("weight", "mxfp8_e4m3 rceil"),
         "blocks.1.bias": ("vector", "bfloat16"),
         "blocks.2.weight": ("weight", "repair it"),
         "blocks.3.weight": ("weight", "bfloat16"),
@@ -152,8 +153,6 @@ def test_the_table_and_the_next_commands(
     text = run(capsys, path)
     assert "│ w " in text and "(1 vectors)" in text and "(normal data)" in text
     (command,) = re.findall(r"next: (extensor quantize .*)", text)
-    import shlex
-
     assert cli.main(shlex.split(command)[1:]) == 0
     (made,) = [p for p in tmp_path.iterdir() if p != path]
     stored = load_checkpoint(made).tensors["w"]

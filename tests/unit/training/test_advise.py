@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from extensor import cli
 from extensor.inspect import SlotHealth
 from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.training.advise import _counterpart, _operand_changes, advise_run
 from extensor.training.config import RunConfig
+from extensor.training.runs import defaults
 from extensor.training.train import train
-
-from .conftest import QUIET
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +26,9 @@ def floor(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, recipe: str) -> Path:
-    from extensor.training.runs import defaults
-
-    from .conftest import SMALL
-
-    config = RunConfig(**{**defaults("mlp"), **SMALL, "epochs": 1, "recipe": recipe})
-    train(config, folder, resume=False, console=QUIET)
+    settings = {"epochs": 1, "batch_size": 16, "train_limit": 96, "test_limit": 60, "lr": 0.02}
+    config = RunConfig(**{**defaults("mlp"), **settings, "recipe": recipe})
+    train(config, folder, resume=False, console=Console(file=io.StringIO(), width=100))
     return folder
 
 
@@ -70,7 +68,8 @@ def test_counterparts_differ_in_the_changed_field_alone() -> None:
 )
 def test_each_alarm_has_its_way_out(recipe: str, operand: SlotHealth, expected: str) -> None:
     (line,) = _operand_changes(get_recipe(recipe), [operand], None)
-    assert f"fc1 {operand.slot}" in line and line.endswith(expected) or expected in line
+    assert f"fc1 {operand.slot}" in line
+    assert line.endswith(expected) or f"{expected}," in line
 
 
 def test_no_alarm_no_change() -> None:
@@ -93,22 +92,18 @@ def test_a_run_that_saturates(floor: Path) -> None:
 
 
 def test_the_budget_chooses_the_recipe(floor: Path) -> None:
-    def named(least: float) -> str:
-        return advise_run(floor, least).changes[-1 if least < 5 else 1]
-
     low, high = advise_run(floor, 25.0).changes, advise_run(floor, 90.0).changes
     trials = {trial.name: trial for trial in advise_run(floor, 25.0).trials}
     fit = [t for t in trials.values() if t.output_db >= 25.0]
     best = min(fit, key=lambda t: (t.bits, -t.output_db))
     assert any(f"try --recipe {best.name}: {best.output_db:.1f} dB" in line for line in low)
     assert any("no recipe tried keeps as much" in line for line in high)
-    assert "no recipe tried keeps it with fewer bits" in named(0.0) or "try --recipe" in named(0.0)
 
 
 def test_the_command(floor: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["advise", str(floor)]) == 0
     text = capsys.readouterr().out
-    assert "beyond the limits in the last epoch" in text and "--recipe mxfp4_all" in text
+    assert "beyond the limits" in text and "--recipe mxfp4_all" in text
     assert cli.main(["advise", str(floor), "--json"]) == 0
     content = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     assert content["recipe"] == "mxfp4_all_floor" and content["changes"]
