@@ -88,6 +88,7 @@ def test_edges_print_as_the_whole_array_does(shape: tuple[int, ...], dtype: str)
     assert repr(x).endswith(f"\n  {whole})")
 
 
+@pytest.mark.host
 def test_a_large_dense_tensor_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = []
 

@@ -62,7 +62,7 @@ def test_counterparts_differ_in_the_changed_field_alone() -> None:
         (
             "mxfp4_tseng",
             row("dgrad.w", "saturates"),
-            'a recipe of your own with scale_rule="rceil"',
+            'a recipe of your own with scale_rule="rceil" there',
         ),
     ],
 )
