@@ -105,9 +105,9 @@ def test_figures_are_those_of_the_library(
         assert content["normal_sqnr_db"][candidate.name] == pytest.approx(candidate.normal)
     conv = content["by name"]["conv.weight"]
     matrix = et.from_numpy(tensors()["conv.weight"].astype(np.float32).reshape(8, -1))
-    mxfp8 = next(one for one in conv["measured"] if one["format"].startswith("mxfp8"))
-    spec = et.QuantSpec("mxfp8_e4m3", scale_rule="rceil")
-    assert mxfp8["sqnr_db"] == pytest.approx(et.inspect.sqnr(matrix, spec))
+    for one, candidate in zip(conv["measured"], candidates(DEFAULT_FORMATS), strict=True):
+        assert one["nbytes"] == matrix.quantize(candidate.spec).nbytes
+        assert one["sqnr_db"] == pytest.approx(et.inspect.sqnr(matrix, candidate.spec))
     rms = math.sqrt(float((x.numpy().astype(np.float64) ** 2).mean()))
     peak = content["by name"]["blocks.0.weight"]["peak_over_rms"]
     assert peak == pytest.approx(float(np.abs(x.numpy()).max()) / rms)

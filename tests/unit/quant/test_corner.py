@@ -119,8 +119,9 @@ class Device:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_only_a_few_bytes_leave_a_device(name):
-    q = quantized((512, 2048), QuantSpec(name))
+@pytest.mark.parametrize("shape", [(512, 2048), (4, 65_536)])
+def test_only_a_few_bytes_leave_a_device(name, shape):
+    q = quantized(shape, QuantSpec(name))
     away = {part: Device(array) for part, array in q.parts.items()}
     Device.copied = 0
     moved = dataclasses.replace(q, **away)
