@@ -109,7 +109,7 @@ def ptq(args: PtqArgs, console: Console) -> None:
         except ValueError as error:
             raise UsageError(f"{args.run}: {name}: {error}") from error
         result = _result(trainer, name, get_scheme(name).doc, made)
-        rows.append(_beside(result, made, float_model, inputs, dense, metric))
+        rows.append(_with_errors(result, made, float_model, inputs, dense, metric))
         console.print(f"{name:<16} {metric.show((result.value or math.nan) / metric.scale)}")
         if args.save:
             save_quantized(args.folder / f"{name}.safetensors", made, {"run": config.as_dict()})
@@ -196,7 +196,7 @@ def _result(trainer: Trainer, name: str, doc: str, model: Module) -> SchemeResul
     )
 
 
-def _beside(
+def _with_errors(
     result: SchemeResult,
     made: Module,
     reference: Module,

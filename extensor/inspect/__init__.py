@@ -19,3 +19,7 @@ __all__ = [
     "slot_health",
     "sqnr",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

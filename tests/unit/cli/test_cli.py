@@ -296,8 +296,8 @@ def test_doctor_says_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_names_packages_that_are_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    assert "missing: scikit-learn; pip install 'extensor[train]'" in run(capsys, "doctor")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert "missing: jinja2; pip install 'extensor[train]'" in run(capsys, "doctor")
 
 
 def test_doctor_shows_everything_on_request(capsys: pytest.CaptureFixture[str]) -> None:
