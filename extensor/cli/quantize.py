@@ -19,6 +19,7 @@ from tyro.conf import Positional, arg
 from extensor.backends import registry
 from extensor.cli.files import INDEX, kind_text, read_tensors, tensor_files, tensor_names
 from extensor.cli.sheet import CommandError, Sheet, shape_text, show
+from extensor.inspect import decibels
 from extensor.io import save_checkpoint
 from extensor.io.atomic import replacing
 from extensor.quant import QuantArray, QuantSpec, QuantStats
@@ -198,14 +199,12 @@ def _is_float(value: Array) -> bool:
 
 
 def _sqnr(exact: Array, coded: Array) -> str:
-    """Signal to quantization noise in decibels: 10 log10(sum x^2 / sum (x - q)^2)."""
+    """Signal to quantization noise as text; a file may hold zeros, NaN and Inf."""
     with np.errstate(invalid="ignore", over="ignore"):
         signal, noise = float(np.sum(exact**2)), float(np.sum((exact - coded) ** 2))
     if not math.isfinite(noise):
         return "nan: has NaN or Inf"
-    if noise == 0:
-        return "exact"
-    return f"{10 * math.log10(signal / noise):.2f}" if signal else "-inf"
+    return "exact" if noise == 0 else f"{decibels(signal, noise):.2f}"
 
 
 def _percent(part: int, stats: QuantStats) -> str:

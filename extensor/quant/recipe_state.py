@@ -76,6 +76,12 @@ class RecipeState:
         """
         self.step += 1
 
+    def __repr__(self) -> str:
+        return (
+            f"RecipeState(recipe={self.recipe.name!r}, seed={self.seed}, step={self.step}, "
+            f"layers={len(self.layers)})"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy has other weights, so it does not take the weight cache over."""
         return {**self.__dict__, "weight_cache": WeightCache()}
