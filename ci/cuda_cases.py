@@ -253,7 +253,7 @@ def groups(
     rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None, fewest: int = 1
 ) -> str:
     """Groups of rows, each times a matrix of its own."""
-    from extensor_cuda.matmul.stored import grouped_matmul, offsets_of
+    from extensor_cuda.matmul.grouped import grouped_matmul, offsets_of
 
     sizes, n, k = rng.integers(0, 200, rng.integers(1, 6)), size(rng, 300), size(rng)
     if shape:

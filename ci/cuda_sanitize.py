@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from extensor import ExTensor
-from extensor.backends.protocol import CastSpec, Window
+from extensor.backends.protocol import AttentionForward, CastSpec, Window
 from extensor.backends.registry import get
 from extensor.optim import SGD, AdamW
 from extensor.quant.spec import Hadamard, QuantSpec
@@ -35,8 +35,9 @@ from extensor.random import Stream
 from extensor_cuda.kernels.gemm import gemm_sm90
 from extensor_cuda.kernels.quantize import quantize, rowwise_columnwise
 from extensor_cuda.kernels.quantize.norm_quantize import Norm, norm_quantize
+from extensor_cuda.matmul.grouped import grouped_matmul, offsets_of
 from extensor_cuda.matmul.prepare import BF16, EXPANDED, FLOAT_SCALES, FUSED
-from extensor_cuda.matmul.stored import grouped_matmul, matmul, offsets_of
+from extensor_cuda.matmul.stored import matmul
 from extensor_cuda.matmul.weight_only import weight_only_matmul
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -272,7 +273,8 @@ def training(gpu: Gpu) -> Cases:
         backend.softmax_grad(k, p, 3)
         backend.gelu_grad(k, q, phi)
         out, stats = backend.attention(q, k, k, True, 0.1)
-        backend.attention_grad(q, q, k, k, out, stats, True, 0.1, (q.copy(), k.copy(), k.copy()))
+        forward = AttentionForward(q, k, k, out, stats, True, 0.1)
+        backend.attention_grad(q, forward, (q.copy(), k.copy(), k.copy()))
         yield
     backend.scale_multi_tensor(grads, 0.5)
     backend.square_sum_multi_tensor(grads)
@@ -341,7 +343,8 @@ def attention(gpu: Gpu) -> Cases:
         q, k, v = (a.reshape(2, a.shape[1], -1, d).swapaxes(1, 2) for a in held)
         out, stats = backend.attention(q, k, v, causal, d**-0.5)
         into = tuple(xp.empty_like(a.swapaxes(1, 2)).swapaxes(1, 2) for a in (q, k, v))
-        backend.attention_grad(out, q, k, v, out, stats, causal, d**-0.5, into)
+        forward = AttentionForward(q, k, v, out, stats, causal, d**-0.5)
+        backend.attention_grad(out, forward, into)
         yield
 
 

@@ -10,7 +10,7 @@ recipe's own forward pass. It stops when it knows them all, or after --steps. Th
 float32, 98% under mxfp8_nvidia; other recipes have none. Exits 1 if a goal is missed or a process
 failed. A table on the screen, JSON in ci/bench/results/.
 
-The images: CIFAR-10 where it lies on this machine, else Fashion-MNIST, else scikit-learn's digits
+The images: CIFAR-10 where it lies on this machine, else Fashion-MNIST, else the package's digits
 (--images names one); grey 28x28 images are framed by zeros to 32x32 and repeated in three channels.
 Nothing is downloaded.
 

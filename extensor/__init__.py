@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from extensor import _public
@@ -44,12 +45,14 @@ from extensor.dtypes import (
     uint64,
 )
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS
+from extensor.torch_names import attribute_error
 
 if TYPE_CHECKING:
     from extensor import inspect, io, nn, optim, testing
     from extensor import models as models  # type: ignore[attr-defined]
     from extensor.array_api import fft, linalg
     from extensor.inspect import compare_layers
+    from extensor.io import load, save
     from extensor.nn.ptq import load_quantized, quantize_model, save_quantized
     from extensor.ops.prequantized import prequantized_conv2d, prequantized_matmul
     from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
@@ -65,10 +68,10 @@ __all__ = [
     "__array_namespace_info__", "__version__", "bfloat16", "bool", "bool_", "capture",
     "compare_layers", "complex64", "complex128", "e", "enable_grad", "fft", "float16", "float32",
     "float64", "inf", "inspect", "int8", "int16", "int32", "int64", "io", "is_grad_enabled",
-    "layer_context", "linalg", "load_quantized", "models", "nan", "newaxis", "nn", "no_grad",
-    "optim", "pi", "prequantized_conv2d", "prequantized_matmul", "promote", "quantize_model",
-    "quantized_conv2d", "quantized_matmul", "save_quantized", "testing", "uint8", "uint16",
-    "uint32", "uint64",
+    "layer_context", "linalg", "load", "load_quantized", "models", "nan", "newaxis", "nn",
+    "no_grad", "optim", "pi", "prequantized_conv2d", "prequantized_matmul", "promote",
+    "quantize_model", "quantized_conv2d", "quantized_matmul", "save", "save_quantized", "testing",
+    "uint8", "uint16", "uint32", "uint64",
 ]  # fmt: skip
 __all__ += [name for name in vars(_public) if not name.startswith("_")]
 
@@ -88,6 +91,7 @@ _MODULES = {
 }
 _NAMES = {
     "extensor.inspect": "compare_layers",
+    "extensor.io": "load save",
     "extensor.nn.ptq": "load_quantized quantize_model save_quantized",
     "extensor.ops.prequantized": "prequantized_conv2d prequantized_matmul",
     "extensor.ops.quantized": "layer_context quantized_conv2d quantized_matmul",
@@ -111,10 +115,11 @@ def __getattr__(name: str) -> Any:
     elif name in _LAZY:
         found = getattr(importlib.import_module(_LAZY[name]), name)
     else:
-        raise AttributeError(f"module 'extensor' has no attribute {name!r}")
+        raise attribute_error("extensor", sys.modules[__name__], name)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *BLOCKED, *_MODULES, *_LAZY})
+    """What is public, so that completion shows nothing else; `__all__` and the open modules."""
+    return sorted({*__all__, *BLOCKED, "config", "dtypes", "errors", "formats", "quant", "random"})

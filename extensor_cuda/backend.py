@@ -28,9 +28,9 @@ from extensor.random import Stream
 from extensor_cuda import conv_pool, multi_tensor, nn, quantize
 from extensor_cuda.dispatch import Route, routed
 from extensor_cuda.kernels.optim import optimizer
+from extensor_cuda.matmul.grouped import block_scaled_matmul
 from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
 from extensor_cuda.matmul.product import FallbackCounter, product, values_of
-from extensor_cuda.matmul.stored import block_scaled_matmul
 from extensor_cuda.matmul.weight_only import weight_only_matmul
 from extensor_cuda.runtime import blas
 from extensor_cuda.runtime.capture import StepCapture, current_capture

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.protocol import AttentionForward
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.dispatch import FLOATS, Call, contiguous, dtype_gap, unless
 from extensor_cuda.kernels.attention import attention as bf16_attention
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 Array = Any
-_LEAST_COLUMNS = 32  # neighbours that a warp sums, each lane one or more
+_MIN_COLUMNS = 32  # neighbours that a warp sums, each lane one or more
 
 
 # --- values ---
@@ -122,7 +123,7 @@ def leading_sum(xp: Any, x: Array, axes: int) -> Call:
     if not x.size or not axes:
         return Unsupported("an empty array, or no axes")
     shape = x.shape[axes:]
-    if (columns := math.prod(shape)) < _LEAST_COLUMNS:
+    if (columns := math.prod(shape)) < _MIN_COLUMNS:
         return Unsupported(f"{columns} columns, too few for the kernel")
     return lambda: sums.column_sums(x.reshape(-1, columns), xp).reshape(shape)
 
@@ -166,8 +167,10 @@ def cross_entropy_grad(
 def _norm_gap(x: Array, weight: Array, *others: Array) -> Unsupported | None:
     if (gap := dtype_gap((x, weight, *others))) is not None:
         return gap
-    if weight.size > norm.MOST:
-        return Unsupported(f"rows of {weight.size} values; the kernel keeps up to {norm.MOST}")
+    if weight.size > norm.MAX_LENGTH:
+        return Unsupported(
+            f"rows of {weight.size} values; the kernel keeps up to {norm.MAX_LENGTH}"
+        )
     return None
 
 
@@ -231,7 +234,7 @@ def _softmax_gap(axis: int, *arrays: Array) -> Unsupported | None:
         return gap
     if any(a.dtype != x.dtype for a in arrays):
         return Unsupported("arrays of several dtypes")
-    if axis != x.ndim - 1 or x.shape[-1] > rows_of.MOST:
+    if axis != x.ndim - 1 or x.shape[-1] > rows_of.MAX_LENGTH:
         return Unsupported(f"rows of {x.shape[axis]} values along axis {axis} of {x.ndim}")
     return None
 
@@ -253,8 +256,8 @@ def _attention_gap(q: Array, k: Array, v: Array, *g: Array) -> Unsupported | Non
     """Why float32 attention is not two products around the kernel of its rows."""
     if (gap := dtype_gap((q, k, v, *g))) is not None:
         return gap
-    if (keys := k.shape[-2]) > rows_of.MOST:
-        return Unsupported(f"{keys} keys; a row has up to {rows_of.MOST}")
+    if (keys := k.shape[-2]) > rows_of.MAX_LENGTH:
+        return Unsupported(f"{keys} keys; a row has up to {rows_of.MAX_LENGTH}")
     return None
 
 
@@ -277,23 +280,14 @@ def attention(xp: Any, q: Array, k: Array, v: Array, causal: bool, scale: float)
 
 
 def attention_grad(
-    xp: Any,
-    g: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    stats: Array,
-    causal: bool,
-    scale: float,
-    into: tuple[Array, Array, Array],
+    xp: Any, g: Array, forward: AttentionForward, into: tuple[Array, Array, Array]
 ) -> Call:
     """See the protocol: two launches in bfloat16; in float32 five products around a launch."""
+    q, k, v = forward.q, forward.k, forward.v
     if q.dtype.name == "bfloat16":
-        gap = bf16_attention.unsupported(q, k, v, scale, xp.cuda.runtime.getDevice())
+        gap = bf16_attention.unsupported(q, k, v, forward.scale, xp.cuda.runtime.getDevice())
         if gap is not None:
             return gap
-        forward = bf16_attention.Forward(q, k, v, out, stats, causal, scale)
         return lambda: bf16_attention.attention_grad(g, forward, into, xp)
 
     def call() -> None:
@@ -303,8 +297,9 @@ def attention_grad(
         scores = product(qq, keys.swapaxes(-1, -2))
         d = product(gg, v[:, :, None].swapaxes(-1, -2))
         # The sums of g out over a row may be strided where g or out is.
-        row_sums = contiguous(xp, (g * out).sum(axis=-1))
-        rows_of.attend_grad(scores, d, contiguous(xp, stats), row_sums, scale, causal)
+        row_sums = contiguous(xp, (g * forward.out).sum(axis=-1))
+        stats = contiguous(xp, forward.stats)
+        rows_of.attend_grad(scores, d, stats, row_sums, forward.scale, forward.causal)
         into[0][...] = product(d, keys).reshape(q.shape)
         into[1][...] = product(d.swapaxes(-1, -2), qq).sum(axis=2)
         into[2][...] = product(scores.swapaxes(-1, -2), gg).sum(axis=2)

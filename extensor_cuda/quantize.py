@@ -23,7 +23,7 @@ from extensor_cuda.dispatch import Call
 from extensor_cuda.kernels.quantize import dequantize as decoder
 from extensor_cuda.kernels.quantize import float_scaled
 from extensor_cuda.kernels.quantize import quantize as fused
-from extensor_cuda.kernels.quantize import rowwise_columnwise as both
+from extensor_cuda.kernels.quantize import rowwise_columnwise as paired
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 
 __all__ = [
@@ -171,24 +171,26 @@ def dequantize(xp: Any, q: QuantArray, dtype: str = "float32") -> Call:
     return (lambda: reference.round_to(plan.dequantize(q, xp), dtype)) if plan else plan
 
 
-def _both_plan(x: Array, specs: SpecPair, streams: StreamPair) -> both.RowColumnPlan | Unsupported:
+def _rowwise_columnwise_plan(
+    x: Array, specs: SpecPair, streams: StreamPair
+) -> paired.RowColumnPlan | Unsupported:
     for spec, stream in zip(specs, streams, strict=True):
         if (gap := input_gap(x, spec, stream)) is not None:
             return gap
-    return both.row_column_plan(specs, tuple(x.shape))
+    return paired.row_column_plan(specs, tuple(x.shape))
 
 
 def quantize_rowwise_columnwise(
     xp: Any, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
 ) -> Call:
     """See the protocol. One reading of x. Waits for the GPU, whose counts it returns."""
-    plan = _both_plan(x, specs, streams)
-    return (lambda: both.quantize(readable(xp, x), plan, streams, xp)) if plan else plan
+    plan = _rowwise_columnwise_plan(x, specs, streams)
+    return (lambda: paired.quantize(readable(xp, x), plan, streams, xp)) if plan else plan
 
 
 def fake_quantize_rowwise_columnwise(
     xp: Any, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
 ) -> Call:
     """See the protocol. One reading of x. Does not wait for the GPU."""
-    plan = _both_plan(x, specs, streams)
-    return (lambda: both.fake_quantize(readable(xp, x), plan, streams, xp)) if plan else plan
+    plan = _rowwise_columnwise_plan(x, specs, streams)
+    return (lambda: paired.fake_quantize(readable(xp, x), plan, streams, xp)) if plan else plan

@@ -195,14 +195,25 @@ PEERS: dict[str, Peer] = {
     "feed forward swiglu": (
         lambda: nn.FeedForward(12, 10, "swiglu", False, rng=0), swiglu_feed_forward, TOKENS,
     ),
-    "transformer block": (lambda: nn.TransformerBlock(12, 4, rng=0), block(False), TOKENS),
+    "transformer block": (
+        lambda: nn.TransformerBlock(
+            nn.MultiheadAttention(12, 4, rng=0), nn.FeedForward(12, 48, rng=0)
+        ),
+        block(False),
+        TOKENS,
+    ),
     "transformer block causal": (
-        lambda: nn.TransformerBlock(12, 4, causal=True, rng=0), block(True), TOKENS,
+        lambda: nn.TransformerBlock(
+            nn.MultiheadAttention(12, 4, causal=True, rng=0), nn.FeedForward(12, 48, rng=0)
+        ),
+        block(True),
+        TOKENS,
     ),
     "llama block": (
         lambda: nn.TransformerBlock(
-            12, 6, 2, hidden=8, norm="rms", activation="swiglu", causal=True, rotary=100.0,
-            bias=False, rng=0,
+            nn.MultiheadAttention(12, 6, 2, causal=True, rotary=100.0, bias=False, rng=0),
+            nn.FeedForward(12, 8, "swiglu", bias=False, rng=0),
+            norm="rms",
         ),
         llama_block,
         TOKENS,

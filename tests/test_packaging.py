@@ -72,7 +72,7 @@ def test_the_wheel_holds_the_packages_and_their_data(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if ".dist-info/" not in name}
     assert {name.partition("/")[0] for name in names} == {"extensor", "extensor_cuda"}
-    parts = sources("models", ".py") | sources("training", ".py", ".html", ".css")
+    parts = sources("models", ".py") | sources("training", ".py", ".html", ".css", ".npz")
     expected = {f"extensor/{name}" for name in parts}
     expected |= sources("extensor", ".py", ".typed") - {"extensor/_core/rows.py"}
     expected |= sources("extensor_cuda", ".py", ".cu", ".cuh")
@@ -92,7 +92,7 @@ def test_the_source_archive_can_be_built_and_tested(tmp_path: Path) -> None:
     with tarfile.open(built("build_sdist", tmp_path)) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     parts = sources("extensor", ".py", ".cpp", ".hpp", ".txt") | sources("models", ".py")
-    parts |= sources("training", ".py", ".html", ".css") | sources("tests", ".py", ".hpp")
+    parts |= sources("training", ".py", ".html", ".css", ".npz") | sources("tests", ".py", ".hpp")
     assert parts | {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff"} <= names
 
 

@@ -10,7 +10,6 @@ EXTRAS = {
     "train": {
         "jinja2": "jinja2",
         "matplotlib": "matplotlib",
-        "sklearn": "scikit-learn",
         "tensorboardX": "tensorboardX",
     },
     "text": {"tokenizers": "tokenizers"},

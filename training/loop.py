@@ -95,10 +95,14 @@ class Trainer:
         self.position = Position()
         self.history: list[EpochReport] = []
         self.scores: Scores | None = None
-        self.health: tuple[SlotHealth, ...] = ()
         self.stop_reason: str | None = None
         self.diverged: str | None = None
         self._interrupted = False
+
+    @property
+    def health(self) -> tuple[SlotHealth, ...]:
+        """What quantizing did to each operand of each layer in the epoch so far."""
+        return slot_healths(self)
 
     def fresh_model(self) -> Any:
         """The model as it is before the first step."""
@@ -139,7 +143,8 @@ class Trainer:
 
     def _train_epoch(self) -> None:
         position = self.position
-        self.quant.reset_telemetry()
+        if not position.batch:  # else the epoch is resumed
+            self.quant.reset_telemetry()
         ahead = prefetch(self.task.training(position.epoch, position.batch), PREFETCH)
         clock = time.perf_counter()
         with closing(ahead) as batches:  # however the epoch ends, the thread ends with it
@@ -228,7 +233,6 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         position = self.position
-        self.health, shares = slot_healths(self), self._shares()  # evaluation would count, too
         self.scores = scores = self.evaluate()
         held = self.evaluate("validation") if self.task.validates else None
         report = EpochReport(
@@ -249,7 +253,7 @@ class Trainer:
             per_second=position.per_second,
             waited=position.epoch_waited / max(position.epoch_seconds, 1e-9),
             skipped_steps=position.skipped,
-            **shares,
+            **self._shares(),
         )
         self.history.append(report)
         self._observe(report)
@@ -260,14 +264,20 @@ class Trainer:
             self._stop_if_interrupted()
 
     def evaluate(self, part: Literal["test", "validation"] = "test") -> Scores:
-        """Metrics of a part of the data, as the recipe's forward pass sees them."""
+        """Metrics of a part of the data, as the recipe's forward pass sees them.
+
+        What it quantizes is not counted: counts are of training.
+        """
         scores, drawn = self.task.scores(), getattr(self.task, part)(self.task.eval_batch)
+        counts = dict(self.quant.telemetry)
+        self.quant.step = self.position.step  # the same random bits at any time, resumed or not
         self.model.eval()
         with no_grad():
             for batch in drawn:
                 rows, labels, loss = self.forward(batch)
                 scores.add(rows.numpy(), labels, float(loss.item()))
         self.model.train()
+        self.quant.load_telemetry(counts)
         return scores
 
     def _observe(self, report: EpochReport) -> None:
@@ -320,6 +330,11 @@ class Trainer:
             "history": [report.as_dict() for report in self.history],
             "optimizer": {k: v for k, v in optimizer.items() if k not in arrays},
             "scaler": self.scaler.state_dict(),
+            "telemetry": [
+                [*key, *dataclasses.astuple(counts)] for key, counts in self.quant.telemetry.items()
+            ],
+            "stop_reason": self.stop_reason,
+            "diverged": self.diverged,
             "model": json.loads(json.dumps(dataclasses.asdict(self.model_config))),
             "task": self.task.state(),
         }
@@ -357,7 +372,10 @@ class Trainer:
             parts[part][rest] = value
         self.model.load_state_dict(parts["model"])
         self.optimizer.load_state_dict({**metadata["optimizer"], **parts["optimizer"]})
+        counts = {(row[0], row[1]): QuantStats(*row[2:]) for row in metadata["telemetry"]}
+        self.quant.load_telemetry(counts)
         self.scaler.load_state_dict(metadata["scaler"])
+        self.stop_reason, self.diverged = metadata["stop_reason"], metadata["diverged"]
         self.position = Position.from_dict(metadata["position"])
         self.history = [EpochReport(**values) for values in metadata["history"]]
         for report in self.history:

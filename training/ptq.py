@@ -44,7 +44,7 @@ CALIBRATION_BATCH = 32
 class PtqArgs:
     """Flags of `ptq`: the run to quantize, and how."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of a run, such as runs/lenet-digits-fp32-s0."""
     schemes: str = SCHEMES
     """Schemes, separated by commas; any name listed above."""
@@ -53,7 +53,7 @@ class PtqArgs:
     keep: str = ""
     """Layers to leave in float32, separated by commas: paths with wildcards, or roles such as
     @first and @last. A scheme keeps a language model's head by itself."""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder for ptq.json, ptq.md and ptq.png; by default ptq in the run's folder."""
     save: bool = False
     """Also write every quantized model, as SCHEME.safetensors."""
@@ -109,7 +109,7 @@ def ptq(args: PtqArgs, console: Console) -> None:
         except ValueError as error:
             raise UsageError(f"{args.run}: {name}: {error}") from error
         result = _result(trainer, name, get_scheme(name).doc, made)
-        rows.append(_beside(result, made, float_model, inputs, dense, metric))
+        rows.append(_with_errors(result, made, float_model, inputs, dense, metric))
         console.print(f"{name:<16} {metric.show((result.value or math.nan) / metric.scale)}")
         if args.save:
             save_quantized(args.folder / f"{name}.safetensors", made, {"run": config.as_dict()})
@@ -196,7 +196,7 @@ def _result(trainer: Trainer, name: str, doc: str, model: Module) -> SchemeResul
     )
 
 
-def _beside(
+def _with_errors(
     result: SchemeResult,
     made: Module,
     reference: Module,

@@ -22,7 +22,7 @@ from .callbacks.progress import percent
 from .rundir import BEST, LAST, METRICS, RESULT
 from .tables import known_mean
 
-__all__ = ["beside_float32", "build_result", "peak_rss_mb", "print_summary", "slot_healths"]
+__all__ = ["build_result", "compare_with_float32", "peak_rss_mb", "print_summary", "slot_healths"]
 
 HEALTH_BATCH = 200
 
@@ -97,7 +97,7 @@ def slot_healths(run: RunView) -> tuple[SlotHealth, ...]:
     return slot_health(run.quant, switched)
 
 
-def beside_float32(run: RunView, isolated: bool = False) -> tuple[LayerComparison, int]:
+def compare_with_float32(run: RunView, isolated: bool = False) -> tuple[LayerComparison, int]:
     """Each layer beside the float32 model's, on some test inputs, and how many labels they have."""
     reference = run.fresh_model()
     reference.load_state_dict(run.model.state_dict())
@@ -157,6 +157,6 @@ def _show_health(run: RunView, console: Console) -> None:
     """Print each layer's error against float32, and each operand's health in the last epoch."""
     if not run.health:
         return  # nothing is quantized to blocks
-    layers, count = beside_float32(run)
+    layers, count = compare_with_float32(run)
     console.print(f"\nlayers beside float32, on {count} test {run.task.unit}\n{layers}")
     console.print(f"\noperands in the last epoch\n{health_table(run.health)}\n")

@@ -10,11 +10,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from extensor.io.atomic import remove_leftovers, replacing
+
 from .config import RunConfig, write_toml
 
 __all__ = [
-    "BEST", "CONFIG", "LAST", "METRICS", "RESULT", "TELEMETRY", "UsageError", "claim",
-    "read_config", "read_result", "write_json",
+    "BEST", "CONFIG", "LAST", "METRICS", "NEXT_BEST", "RESULT", "TELEMETRY", "UsageError", "claim",
+    "read_config", "read_result", "write_json", "write_text",
 ]  # fmt: skip
 
 CONFIG = "config.toml"
@@ -22,6 +24,8 @@ METRICS = "metrics.jsonl"
 TELEMETRY = "telemetry.jsonl"
 LAST = "checkpoint.safetensors"
 BEST = "checkpoint-best.safetensors"
+NEXT_BEST = ".checkpoint-best.safetensors.next"
+"""A better one than BEST, until LAST knows of it."""
 RESULT = "result.json"
 OTHER_OUT = "the way out: another --out, or delete that folder"
 
@@ -65,7 +69,7 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 
 def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
-    """Take a folder for this run, and write its configuration.
+    """Take a folder for this run, and write its configuration. What killed runs left goes.
 
     Raises:
         UsageError: if it holds another run, or this one without --resume; or, with --resume, no
@@ -77,12 +81,15 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
                 f"--resume: {folder} has no {LAST}: its run did not get that far; the way out: "
                 "train anew, without --resume"
             )
+        remove_leftovers(folder)
         return
     if folder.exists() and not folder.is_dir():
         raise UsageError(
             f"--out {folder}: expected a folder, got a file; the way out: another --out, or delete "
             "it"
         )
+    if folder.exists():
+        remove_leftovers(folder)
     if (folder / CONFIG).exists():
         if read_config(folder) != config:
             raise UsageError(f"--out {folder}: holds a run with another configuration; {OTHER_OUT}")
@@ -96,11 +103,15 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
         raise UsageError(f"--out {folder}: is not empty, and holds no run; {OTHER_OUT}")
     folder.mkdir(parents=True, exist_ok=True)
     header = f"extensor train {config.model} --config THIS_FILE repeats this run"
-    (folder / CONFIG).write_text(write_toml(config.as_dict(), header), encoding="utf-8")
+    write_text(folder / CONFIG, write_toml(config.as_dict(), header))
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 atomically: a reader sees the old file or the new one."""
+    with replacing(path) as file:
+        file.write(text.encode())

@@ -35,7 +35,7 @@ def lower_quartile(times: list[float]) -> float:
     return statistics.quantiles(times)[0]
 
 
-def contenders(
+def contestants(
     backend: Any, x: np.ndarray, w: np.ndarray, window: Window
 ) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     """Each kernel of one layer (convolution, then 2x2 pooling): ours and torch's."""
@@ -101,7 +101,7 @@ def window_rows(backend: Any, batch: int, rounds: int) -> list[dict[str, Any]]:
     for layer, (shape, outputs, window) in LAYERS.items():
         x = rng.standard_normal((batch, *shape), dtype=np.float32)
         w = rng.standard_normal((outputs, shape[0], *window.kernel), dtype=np.float32)
-        for kernel, (ours, theirs) in contenders(backend, x, w, window).items():
+        for kernel, (ours, theirs) in contestants(backend, x, w, window).items():
             if (layer, kernel) == ("conv1", "conv2d_grad_x"):
                 continue  # a training step needs no gradient in the images
             calls = {"ours": ours, "torch": theirs}

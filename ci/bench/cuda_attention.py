@@ -21,6 +21,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ci.bench import gpu
+from extensor.backends.protocol import AttentionForward
 from extensor_cuda.backend import CudaBackend
 
 SIZES = ["16x8x1024x64", "16x16x1024x128", "16x32x1024x128", "8x16x2048x128"]
@@ -34,13 +35,13 @@ def parts(x: Any, heads: int) -> list[Any]:
 
 
 def torch_calls(
-    x: Any, g: Any, heads: int, way: SDPBackend
+    x: Any, g: Any, heads: int, kernel: SDPBackend
 ) -> tuple[dict[str, gpu.Call], list[Any]]:
     """Forward, backward, both; and what they give."""
     q, k, v = (a.detach().requires_grad_() for a in parts(x, heads))
 
     def forward(turn: int) -> Any:
-        with sdpa_kernel([way]):
+        with sdpa_kernel([kernel]):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def backward(turn: int, out: Any) -> Any:
@@ -72,7 +73,8 @@ def our_calls(
 
     def backward(turn: int, made: Any) -> None:
         out, stats = made
-        backend.attention_grad(given, q, k, v, out, stats, True, scale, (gq, gk, gv))
+        saved = AttentionForward(q, k, v, out, stats, True, scale)
+        backend.attention_grad(given, saved, (gq, gk, gv))
 
     made = forward(0)
     backward(0, made)
@@ -91,14 +93,14 @@ def our_calls(
 
 
 def rows_of(size: str, backend: CudaBackend, rounds: int) -> Iterator[dict[str, Any]]:
-    """One row for each way and direction."""
+    """One row for each kernel and direction."""
     batch, heads, length, d = map(int, size.split("x"))
     x, g = gpu.normal(batch, length, 3 * heads, d), gpu.normal(batch, length, heads, d, seed=1)
     contestants, results = {}, {}
     contestants["ours"], results["ours"] = our_calls(x, g, heads, backend)
-    for name, way in THEIRS.items():
+    for name, kernel in THEIRS.items():
         try:
-            made = torch_calls(x, g.swapaxes(1, 2), heads, way)
+            made = torch_calls(x, g.swapaxes(1, 2), heads, kernel)
         except RuntimeError as error:  # a build without it
             print(f"{size}: {name} does not run: {error}", flush=True)
         else:

@@ -37,11 +37,12 @@ from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, Scales, empty_rows, g
 from extensor_cuda.kernels.gemm.requantize import requantized
 from extensor_cuda.kernels.quantize import quantize
 from extensor_cuda.matmul.expand import as_bf16, rebase_mxfp8
+from extensor_cuda.matmul.grouped import grouped_matmul, offsets_of
 from extensor_cuda.matmul.operand import GemmOperand
 from extensor_cuda.matmul.partition import configure
 from extensor_cuda.matmul.prepare import FLOAT_SCALES, FUSED
 from extensor_cuda.matmul.product import multiply, product
-from extensor_cuda.matmul.stored import grouped_matmul, matmul, offsets_of
+from extensor_cuda.matmul.stored import matmul
 from extensor_cuda.matmul.weight_only import decodes_in_gemm, weight_only_gap, weight_only_matmul
 
 CACHE = 64 << 20  # bytes that no cache holds

@@ -244,7 +244,9 @@ def layers(recipes: list[str], quick: bool, activations: FloatName, width: int) 
     batches = [(rng.standard_normal(shape).astype(np.float32),) for _ in range(BATCHES)]
 
     def block() -> Any:
-        return et.nn.TransformerBlock(width, config.heads, causal=True, bias=False, rng=1)
+        attention = et.nn.MultiheadAttention(width, config.heads, causal=True, bias=False, rng=1)
+        feed_forward = et.nn.FeedForward(width, 4 * width, bias=False, rng=1)
+        return et.nn.TransformerBlock(attention, feed_forward, bias=False)
 
     calls: dict[str, Call] = {}
     state = build_gpt(config, np.random.default_rng(1)).state_dict()

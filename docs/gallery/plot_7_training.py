@@ -8,13 +8,12 @@ small gradients; block scales keep them.
 
 import matplotlib.pyplot as plt
 import numpy as np
-from sklearn.datasets import load_digits
 
 import extensor as et
+from extensor.training.data.digits import read_digits
 
-digits = load_digits()
-images = (digits.data / 16).astype(np.float32)
-labels = digits.target.astype(np.int64)
+pixels, labels = read_digits()
+images = (pixels.reshape(-1, 64) / 16).astype(np.float32)
 
 
 def train(name, steps=150):
@@ -23,11 +22,10 @@ def train(name, steps=150):
     widths = ((64, 128), (128, 128), (128, 10))
     layers = [layer for w in widths for layer in (et.nn.Linear(*w, rng=rng), et.nn.ReLU())][:-1]
     model = et.nn.Sequential(*layers)
-    state = et.nn.apply_recipe(model, et.RECIPES[name], seed=0)
+    et.nn.apply_recipe(model, et.RECIPES[name], seed=0)
     optimizer = et.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
-    for step in range(steps):
-        state.step = step
+    for _ in range(steps):
         batch = rng.integers(0, len(images), 64)
         scores = model(et.from_numpy(images[batch]))
         loss = et.cross_entropy(scores, et.from_numpy(labels[batch]))

@@ -174,15 +174,16 @@ class CreationMethods(Generic[Tensor]):
     def zeros(
         cls,
         shape: ShapeLike,
+        *more: Any,
         dtype: DTypeLike | None = None,
-        *,
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
         """A tensor of zeros.
 
         Args:
-            shape: an int or ints.
+            shape: a tuple, or the first of separate ints.
+            more: the other ints; then the dtype, where it is not given by name.
             dtype: float32 if None; a blocked one quantizes.
             device: EXTENSOR_DEVICE, and the CPU without it, if None.
             requires_grad: whether ``backward`` collects a gradient for it.
@@ -194,26 +195,27 @@ class CreationMethods(Generic[Tensor]):
             TypeError, ValueError: for a bad shape or dtype.
 
         Example:
-            >>> et.zeros((2, 2)).tolist()
-            [[0.0, 0.0], [0.0, 0.0]]
+            >>> et.zeros((2, 2)).tolist() == et.zeros(2, 2).tolist()
+            True
         """
-        kind = as_dtype(float32 if dtype is None else dtype)
-        data = registry.get(device).xp.zeros(as_shape(shape), dtype=_made_in(kind))
+        sizes, kind = _sizes_and_dtype((shape, *more), dtype)
+        data = registry.get(device).xp.zeros(sizes, dtype=_made_in(kind))
         return cls._from_array(data, kind, device, requires_grad)
 
     @classmethod
     def ones(
         cls,
         shape: ShapeLike,
+        *more: Any,
         dtype: DTypeLike | None = None,
-        *,
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
         """A tensor of ones.
 
         Args:
-            shape: an int or ints.
+            shape: a tuple, or the first of separate ints.
+            more: the other ints; then the dtype, where it is not given by name.
             dtype: float32 if None; a blocked one quantizes.
             device: EXTENSOR_DEVICE, and the CPU without it, if None.
             requires_grad: whether ``backward`` collects a gradient for it.
@@ -228,23 +230,24 @@ class CreationMethods(Generic[Tensor]):
             >>> et.ones(3, dtype="int32").tolist()
             [1, 1, 1]
         """
-        kind = as_dtype(float32 if dtype is None else dtype)
-        data = registry.get(device).xp.ones(as_shape(shape), dtype=_made_in(kind))
+        sizes, kind = _sizes_and_dtype((shape, *more), dtype)
+        data = registry.get(device).xp.ones(sizes, dtype=_made_in(kind))
         return cls._from_array(data, kind, device, requires_grad)
 
     @classmethod
     def empty(
         cls,
         shape: ShapeLike,
+        *more: Any,
         dtype: DTypeLike | None = None,
-        *,
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
         """A tensor of uninitialized memory; zeros for a blocked dtype.
 
         Args:
-            shape: an int or ints.
+            shape: a tuple, or the first of separate ints.
+            more: the other ints; then the dtype, where it is not given by name.
             dtype: float32 if None.
             device: EXTENSOR_DEVICE, and the CPU without it, if None.
             requires_grad: whether ``backward`` collects a gradient for it.
@@ -259,12 +262,10 @@ class CreationMethods(Generic[Tensor]):
             >>> et.empty((2, 3)).shape
             (2, 3)
         """
-        kind = as_dtype(float32 if dtype is None else dtype)
+        sizes, kind = _sizes_and_dtype((shape, *more), dtype)
         xp = registry.get(device).xp
         make = xp.zeros if kind.is_blocked else xp.empty
-        return cls._from_array(
-            make(as_shape(shape), dtype=_made_in(kind)), kind, device, requires_grad
-        )
+        return cls._from_array(make(sizes, dtype=_made_in(kind)), kind, device, requires_grad)
 
     @classmethod
     def eye(
@@ -686,3 +687,16 @@ def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
     if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
         return as_shape(shape[0])
     return as_shape(shape)
+
+
+def _sizes_and_dtype(
+    given: tuple[Any, ...], dtype: DTypeLike | None
+) -> tuple[tuple[int, ...], DType]:
+    """A shape as `_sizes` takes it, and the dtype, by name or after the shape."""
+    if len(given) > 1 and not isinstance(given[-1], (int, np.integer)):
+        if dtype is not None:
+            raise TypeError(
+                f"shape: expected a tuple or separate ints, got {given!r} beside dtype={dtype!r}"
+            )
+        given, dtype = given[:-1], given[-1]
+    return _sizes(given), as_dtype(float32 if dtype is None else dtype)

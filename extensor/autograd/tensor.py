@@ -1,7 +1,7 @@
 """ExTensor: an array (dense or blocked), its dtype and device, and its place in the graph.
 
-Its methods stand in three bases: operations (`methods.py`), creation and blocked
-storage. They are typed, and call operations by name through the registry, so that
+Its methods stand in four bases: operations (`methods.py`), PyTorch's short forms, creation and
+blocked storage. They are typed, and call operations by name through the registry, so that
 autograd never imports ops. The bases are generic in the class that they return;
 they never import it.
 
@@ -16,7 +16,7 @@ import dataclasses
 import operator
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,19 +29,26 @@ from extensor.autograd.mode import MODE
 from extensor.autograd.node import Node
 from extensor.autograd.positions import check_positions, raw_key
 from extensor.autograd.primitive import FUNCTIONS
+from extensor.autograd.torch_methods import TorchMethods
 from extensor.backends import registry
 from extensor.backends.protocol import Backend
 from extensor.dtypes import BLOCKED, DENSE, DTypeLike, as_dtype, dtype_of
 from extensor.quant.array import QuantArray
 from extensor.quant.reference import FLOATS
 from extensor.quant.spec import QuantSpec
+from extensor.torch_names import attribute_error
 
 __all__ = ["ExTensor", "wrap"]
 
 _ORDER = {"bool": 0, "int": 1, "float": 2, "complex": 3}
 
 
-class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethods["ExTensor"]):
+class ExTensor(
+    OpMethods["ExTensor"],
+    TorchMethods["ExTensor"],
+    CreationMethods["ExTensor"],
+    BlockedMethods["ExTensor"],
+):
     """An n-dimensional array that can be differentiated and can be stored in blocks.
 
     Args:
@@ -123,6 +130,15 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
     @staticmethod
     def _wrap(data: Any, backend: Backend) -> ExTensor:
         return wrap(data, backend)
+
+    def __dir__(self) -> list[str]:
+        """What is public, and Python's own names."""
+        return [n for n in object.__dir__(self) if n[0] != "_" or n[:2] == "__"]
+
+    if not TYPE_CHECKING:  # to a type checker, a name that does not exist stays an error
+
+        def __getattr__(self, name):  # only for what the class does not have
+            raise attribute_error("ExTensor", self, name)
 
     # Gradients.
 

@@ -204,7 +204,7 @@ class StepCapture(Protocol):
         ...
 
     def on_replay(self, call: Callable[[], None]) -> None:
-        """Call this Python after each replay."""
+        """Call this Python after each replay, and after a warm-up."""
         ...
 
     def on_failure(self, call: Callable[[], None]) -> None:

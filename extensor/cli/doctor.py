@@ -17,7 +17,7 @@ import numpy as np
 from extensor import config
 from extensor.backends import registry
 from extensor.backends.cpu import CpuBackend
-from extensor.backends.protocol import Backend, Window
+from extensor.backends.protocol import AttentionForward, Backend, Window
 from extensor.cli.sheet import Sheet, show
 from extensor.formats import FORMATS
 from extensor.quant import QuantArray, QuantSpec
@@ -34,7 +34,7 @@ def doctor(all: bool = False) -> None:
     """Show what this installation has and lacks: the C++ core, devices, packages, flags.
 
     Args:
-        all: also show which code each format and each method takes, and every flag.
+        all: Also show which code each format and each method takes, and every flag.
     """
     backend: CpuBackend | None = None
     try:
@@ -178,12 +178,13 @@ def _nn_sheet(backend: CpuBackend) -> Sheet:
     x, w = np.ones((64, 64), np.float32), np.ones(64, np.float32)
     flat, mean = w.copy(), np.ones((64, 1), np.float32)
     heads, stats = np.ones((2, 4, 16, 32), np.float32), np.ones((2, 4, 16, 2), np.float32)
-    causal_scale, labels = (True, 0.1), np.zeros(64, np.int64)
+    attention = AttentionForward(*(heads,) * 4, stats, causal=True, scale=0.1)
+    labels = np.zeros(64, np.int64)
     calls: tuple[Call, ...] = (
         ("product", x, x),
         ("matmul", x, x),
-        ("attention", *(heads,) * 3, *causal_scale),
-        ("attention_grad", *(heads,) * 5, stats, *causal_scale, (heads,) * 3),
+        ("attention", *(heads,) * 3, True, 0.1),
+        ("attention_grad", heads, attention, (heads,) * 3),
         ("gelu", x),
         ("gelu_grad", x, x, x),
         ("softmax", x, -1),

@@ -8,20 +8,19 @@ checkpoint as it was.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from extensor.errors import layout_error
+from extensor.io.atomic import replacing
 from extensor.io.safetensors_format import CheckpointError, read, write
 from extensor.quant.array import QuantArray, block_grid, packed_length
 from extensor.quant.spec import QuantSpec
@@ -99,7 +98,7 @@ def save_checkpoint(
             )
         arrays.update(parts)
     content = {"version": _VERSION, "blocked": blocked, "metadata": dict(metadata or {})}
-    with _replacing(Path(path)) as file:
+    with replacing(Path(path)) as file:
         write(file, arrays, {_KEY: _to_json(content)})
 
 
@@ -125,7 +124,7 @@ def load_checkpoint(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = f"{folder}/model.safetensors"
     ...     et.io.save_checkpoint(path, model.state_dict())
-    ...     model.load_state_dict(et.io.load_checkpoint(path).tensors)
+    ...     names = model.load_state_dict(et.io.load_checkpoint(path).tensors)
     """
     arrays, strings = read(path)
     try:
@@ -135,42 +134,6 @@ def load_checkpoint(
     except CheckpointError as error:
         raise CheckpointError(f"{os.fspath(path)}: {error}. Nothing was loaded") from None
     return checkpoint
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file that is renamed to ``path`` if the block ends without an error."""
-    if path.is_dir():
-        raise IsADirectoryError(f"{path}: expected a file name, got a directory")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        file = open(temporary, "xb")  # noqa: SIM115 - closed below, before the rename
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path.parent}: no such directory; create it first") from None
-    try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:  # a full disk names no file
-            error.filename = os.fspath(path)
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    _sync_directory(path.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the rename durable, on systems that can open a directory."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _to_host(name: str, value: Any) -> Stored:

@@ -1,5 +1,8 @@
 """Layers, initializers, applying recipes, and post-training quantization."""
 
+import sys
+from typing import NoReturn
+
 from extensor.nn import init
 from extensor.nn.activation import (
     ELU,
@@ -33,13 +36,14 @@ from extensor.nn.conv_pool import (
 from extensor.nn.dropout import Dropout, Dropout2d
 from extensor.nn.embedding import Embedding
 from extensor.nn.linear import Linear
-from extensor.nn.module import Hook, Module
+from extensor.nn.module import Hook, Module, StateNames
 from extensor.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from extensor.nn.parameter import Buffer, Parameter
 from extensor.nn.ptq import load_quantized, packed_layers, quantize_model, save_quantized
 from extensor.nn.recipe import apply_recipe, gemm_layers
 from extensor.nn.recurrent import GRU, LSTM
 from extensor.nn.transformer import FeedForward, TransformerBlock
+from extensor.torch_names import attribute_error
 
 __all__ = [
     "ELU",
@@ -83,6 +87,7 @@ __all__ = [
     "Sigmoid",
     "Softmax",
     "Softplus",
+    "StateNames",
     "Tanh",
     "TransformerBlock",
     "apply_recipe",
@@ -94,3 +99,11 @@ __all__ = [
     "quantize_model",
     "save_quantized",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise attribute_error("extensor.nn", sys.modules[__name__], name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

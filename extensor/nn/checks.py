@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 
 from extensor.autograd.tensor import ExTensor
+from extensor.dtypes import float64
 from extensor.ops.arguments import tensors_only
 
-__all__ = ["check_eps", "check_images", "check_last_axes", "check_probability", "check_size"]
+__all__ = [
+    "check_eps", "check_images", "check_last_axes", "check_probability", "check_size", "check_width"
+]  # fmt: skip
 
 
-def check_size(name: str, value: object, least: int = 1) -> int:
-    """An int of at least ``least``.
+def check_size(name: str, value: object, minimum: int = 1) -> int:
+    """An int of at least ``minimum``.
 
     Raises:
         TypeError, ValueError: for anything else.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}: expected {least} or more, got {value}")
+    if value < minimum:
+        raise ValueError(f"{name}: expected {minimum} or more, got {value}")
     return value
 
 
@@ -43,6 +46,19 @@ def check_eps(layer: str, eps: float) -> float:
     if not 0.0 < eps < math.inf:
         raise ValueError(f"{layer}: expected eps above 0, got {eps!r}")
     return eps
+
+
+def check_width(layer: str, x: ExTensor, weight: ExTensor) -> None:
+    """Refuse a float64 input beside narrower weights: all that follows would be float64.
+
+    Raises:
+        TypeError: for such an input.
+    """
+    if x.dtype is float64 and weight.dtype is not float64:
+        raise TypeError(
+            f"{layer}: expected an input as wide as the {weight.dtype.name} weights, got float64, "
+            "which numpy makes by default; pass x.float()"
+        )
 
 
 def check_images(layer: str, x: ExTensor, channels: int | None = None) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from extensor.autograd.creation import Seed
 from extensor.autograd.tensor import ExTensor
 from extensor.nn import init
-from extensor.nn.checks import check_images, check_size
+from extensor.nn.checks import check_images, check_size, check_width
 from extensor.nn.linear import GemmLayer
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
@@ -52,6 +52,7 @@ class Conv2d(GemmLayer):
     Raises:
         ValueError: for sizes out of range; when called, for an input that is not (N, C, H, W) or
             is smaller than the kernel.
+        TypeError: when called, for a float64 input beside weights that are not.
 
     >>> conv = et.nn.Conv2d(3, 16, kernel_size=3, stride=2, padding=1, rng=0)
     >>> conv(et.zeros((8, 3, 32, 32))).shape
@@ -91,13 +92,15 @@ class Conv2d(GemmLayer):
     def forward(self, x: ExTensor) -> ExTensor:
         """See :meth:`extensor.nn.Module.forward`: (N, C, H, W) -> (N, O, Ho, Wo)."""
         check_images("Conv2d", x, self.in_channels)
+        check_width("Conv2d", x, self.weight)
         options = (self.stride, self.padding, self.dilation, self.groups)
         if self.quant is None:
             return conv2d(x, self.weight, self.bias, *options)
         if self.weight.is_blocked:
             y = prequantized_conv2d(x, self.weight, self.quant, self.kernel_size, *options)
             return y if self.bias is None else y + self.bias.reshape((1, -1, 1, 1))
-        return quantized_conv2d(x, self.weight, self.quant, *options, self.bias)
+        context = self._next_use(self.quant)
+        return quantized_conv2d(x, self.weight, context, *options, self.bias)
 
     def extra_repr(self) -> str:
         """See :meth:`extensor.nn.Module.extra_repr`."""

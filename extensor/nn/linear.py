@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from extensor.autograd.creation import Seed
+from extensor.autograd.mode import is_grad_enabled
 from extensor.autograd.tensor import ExTensor
 from extensor.nn import init
-from extensor.nn.checks import check_last_axes, check_size
+from extensor.nn.checks import check_last_axes, check_size, check_width
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.matmul import linear
@@ -29,6 +30,17 @@ class GemmLayer(Module):
     weight: ExTensor
     quant: LayerContext | None
 
+    def _next_use(self, quant: LayerContext) -> LayerContext:
+        """The context of a forward pass; each that is recorded rounds with bits of its own.
+
+        The optimizer that updates the weight ends the step of its recipe.
+        """
+        if not is_grad_enabled():
+            return quant
+        if isinstance(self.weight, Parameter):
+            self.weight.recipe_state = quant.state
+        return quant.next_use()
+
 
 class Linear(GemmLayer):
     """y = x weight^T + bias.
@@ -45,6 +57,7 @@ class Linear(GemmLayer):
 
     Raises:
         ValueError: for sizes below 1; when called, for an input that is not (..., K).
+        TypeError: when called, for a float64 input beside weights that are not.
 
     >>> layer = et.nn.Linear(4, 2, rng=0)
     >>> layer
@@ -63,13 +76,11 @@ class Linear(GemmLayer):
         self.bias = Parameter(init.uniform((out_features,), bound, generator)) if bias else None
         self.quant = None
 
-    def forward(self, x: ExTensor, call: int = 0) -> ExTensor:
+    def forward(self, x: ExTensor) -> ExTensor:
         """(..., K) -> (..., N).
 
         Args:
             x: the input.
-            call: which use of the layer in this step, for layers that are used several times; each
-                use rounds with random bits of its own.
 
         Returns:
             x weight^T + bias.
@@ -78,12 +89,13 @@ class Linear(GemmLayer):
         (3, 5, 2)
         """
         check_last_axes("Linear", x, self.in_features)
+        check_width("Linear", x, self.weight)
         if self.quant is None:
             return linear(x, self.weight, self.bias)
         if self.weight.is_blocked:
             y = prequantized_matmul(x, self.weight, self.quant)
             return y if self.bias is None else y + self.bias
-        return quantized_matmul(x, self.weight, self.quant.at(call), self.bias)
+        return quantized_matmul(x, self.weight, self._next_use(self.quant), self.bias)
 
     def extra_repr(self) -> str:
         """See :meth:`extensor.nn.Module.extra_repr`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,15 +17,35 @@ from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.errors import layout_error
 from extensor.nn.parameter import Buffer, Parameter
+from extensor.notebook import card, table
 from extensor.quant.array import QuantArray
+from extensor.quant.recipe import operand_text
+from extensor.torch_names import attribute_error
 
-__all__ = ["Hook", "Module", "PreHook", "evaluating"]
+__all__ = ["Hook", "Module", "PreHook", "StateNames", "evaluating"]
 
 Self = TypeVar("Self", bound="Module")
+MOST_ROWS = 100
+"""A notebook shows so many layers of a model."""
 Hook = Callable[["Module", Any], None]
 """Called with (module, output) after each forward."""
 PreHook = Callable[["Module", tuple[Any, ...]], None]
 """Called with (module, positional arguments) before each forward."""
+
+
+class StateNames(NamedTuple):
+    """What `Module.load_state_dict` did not load, under PyTorch's names.
+
+    Attributes:
+        missing_keys: paths of the module that the state does not have; they keep their values.
+        unexpected_keys: paths of the state that the module does not have.
+
+    >>> et.nn.Linear(4, 2).load_state_dict(et.nn.Linear(4, 2).state_dict()).missing_keys
+    []
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 class Module:
@@ -103,6 +123,11 @@ class Module:
                     f"a plain {type(value).__name__}, whose parameters would not be found"
                 )
         object.__setattr__(self, name, value)
+
+    if not TYPE_CHECKING:  # to a type checker, a name that does not exist stays an error
+
+        def __getattr__(self, name):  # only for what the module does not have
+            raise attribute_error("Module", self, name)
 
     def named_children(self) -> Iterator[tuple[str, Module]]:
         """The modules that are attributes, in the order they were set.
@@ -274,6 +299,48 @@ class Module:
             tensor._version[0] += 1
         return self
 
+    def cpu(self: Self) -> Self:
+        """Move parameters and buffers to the CPU, in place: ``to("cpu")``.
+
+        Returns:
+            The module itself.
+
+        >>> et.nn.Linear(2, 1).cpu().weight.device
+        'cpu'
+        """
+        return self.to("cpu")
+
+    def cuda(self: Self) -> Self:
+        """Move parameters and buffers to the GPU, in place: ``to("cuda")``.
+
+        Returns:
+            The module itself.
+
+        Raises:
+            RuntimeError: if there is no GPU; nothing is moved then.
+
+        >>> et.nn.Linear(2, 1).cuda().weight.device    # doctest: +SKIP
+        'cuda'
+        """
+        return self.to("cuda")
+
+    def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
+        """Set whether the parameters here and below collect gradients.
+
+        Args:
+            requires_grad: False freezes them; make optimizers of the others.
+
+        Returns:
+            The module itself.
+
+        >>> layer = et.nn.Linear(2, 1).requires_grad_(False)
+        >>> layer(et.ones((1, 2))).requires_grad
+        False
+        """
+        for parameter in self.parameters():
+            parameter.requires_grad = requires_grad
+        return self
+
     def register_forward_hook(self, hook: Hook) -> Callable[[], None]:
         """Call ``hook(module, output)`` after each forward.
 
@@ -340,46 +407,62 @@ class Module:
             state[path] = host if isinstance(host, QuantArray) else host.copy()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateNames:
         """Load parameters and buffers that `state_dict` returned.
 
         Args:
-            state: numpy arrays by path: exactly this module's names, shapes and dtypes.
+            state: arrays or tensors by path, of this module's shapes and dtypes.
+            strict: whether the names must be exactly this module's. False loads those that both
+                have, and the result says which were left out.
+
+        Returns:
+            The names that only one of the two has; none of either if ``strict``.
 
         Raises:
             ValueError: if names, shapes or dtypes differ; every difference is named (the first
-                eight, and how many more), and nothing is changed.
+                eight, and how many more), and nothing is changed. If they have no name in common.
             TypeError: if it is no mapping, or a value is no array.
 
-        >>> one, other = et.nn.Linear(4, 2, rng=0), et.nn.Linear(4, 2, rng=1)
-        >>> other.load_state_dict(one.state_dict())
+        >>> one, other = et.nn.Linear(4, 2, rng=0), et.nn.Linear(4, 2, bias=False)
+        >>> other.load_state_dict(one.state_dict(), strict=False)
+        StateNames(missing_keys=[], unexpected_keys=['bias'])
         >>> bool((one.weight == other.weight).all())
         True
         """
         if not isinstance(state, Mapping):
             raise TypeError(
                 f"load_state_dict: expected arrays by path, got {type(state).__name__}; pass "
-                "load_checkpoint(path).tensors or another model's state_dict()"
+                "et.load(path) or another model's state_dict()"
             )
+        arrays = {}
         for path, value in state.items():
-            if not isinstance(value, (np.ndarray, QuantArray)):
+            arrays[path] = value.to("cpu").data if isinstance(value, ExTensor) else value
+            if not isinstance(arrays[path], (np.ndarray, QuantArray)):
                 raise TypeError(
-                    f"{path}: expected a numpy array, got {type(value).__name__}; pass "
-                    "load_checkpoint(path).tensors or another model's state_dict()"
+                    f"{path}: expected a numpy array or a tensor, got {type(value).__name__}; pass "
+                    "et.load(path) or another model's state_dict()"
                 )
         tensors = dict(self._named_tensors())
+        names = StateNames(
+            [path for path in tensors if path not in arrays],
+            [path for path in arrays if path not in tensors],
+        )
+        if not strict and len(names.missing_keys) < len(tensors):
+            tensors = {path: tensors[path] for path in tensors if path in arrays}
+            arrays = {path: arrays[path] for path in tensors}
         expected = {path: tensor.data for path, tensor in tensors.items()}
-        message = layout_error(f"this state for {type(self).__name__}", expected, state)
+        message = layout_error(f"this state for {type(self).__name__}", expected, arrays)
         if message:
             raise ValueError(message)
         with no_grad():
             for path, tensor in tensors.items():
-                fresh = ExTensor(state[path]).to(tensor.device).data
+                fresh = ExTensor(arrays[path], device="cpu").to(tensor.device).data
                 if tensor.is_blocked:
                     tensor.data = fresh
                     tensor._version[0] += 1
                 else:
                     tensor.assign_(fresh)
+        return names
 
     def extra_repr(self) -> str:
         """The options shown in the module's line of the tree; subclasses override it.
@@ -391,6 +474,34 @@ class Module:
         '4, 2'
         """
         return ""
+
+    def _repr_html_(self) -> str:
+        owned: dict[str, list[tuple[str, ExTensor]]] = {}
+        for path, tensor in self._named_tensors():
+            owner, _, name = path.rpartition(".")
+            owned.setdefault(owner, []).append((name, tensor))
+        modules, rows = dict(self.named_modules()), []
+        for path, tensors in list(owned.items())[:MOST_ROWS]:
+            module, context = modules[path], getattr(modules[path], "quant", None)
+            rows.append(
+                (
+                    path or "(itself)",
+                    f"{type(module).__name__}({module.extra_repr()})",
+                    ", ".join(f"{n} {t.shape} {t.dtype.name}" for n, t in tensors),
+                    f"{sum(t.nbytes for _, t in tensors):,}",
+                    operand_text(context.operand("fprop.w")) if context is not None else "",
+                )
+            )
+        counts = {id(p): (p.size, p.nbytes) for p in self.parameters()}.values()
+        facts = [
+            ("parameters", f"{sum(size for size, _ in counts):,}"),
+            ("bytes", f"{sum(nbytes for _, nbytes in counts):,}"),
+            ("mode", "training" if self.training else "evaluation"),
+        ]
+        columns = ("layer", "kind", "tensors", "bytes", "weights multiplied as")
+        hidden = len(owned) - len(rows)
+        note = f"and {hidden} more layers" if hidden else ""
+        return card(type(self).__name__, facts, table(columns, rows, note))
 
     def __repr__(self) -> str:
         title = f"{type(self).__name__}({self.extra_repr()}"

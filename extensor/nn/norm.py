@@ -9,7 +9,7 @@ import numpy as np
 
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
-from extensor.nn.checks import check_eps, check_images, check_last_axes, check_size
+from extensor.nn.checks import check_eps, check_images, check_last_axes, check_size, check_width
 from extensor.nn.module import Module
 from extensor.nn.parameter import Buffer, Parameter
 from extensor.ops.arguments import tensors_only
@@ -58,6 +58,7 @@ class BatchNorm2d(Module):
     def forward(self, x: ExTensor) -> ExTensor:
         """See :meth:`extensor.nn.Module.forward`: the same shape."""
         check_images("BatchNorm2d", x, self.channels)
+        check_width("BatchNorm2d", x, self.weight)
         if self.training:
             count = x.size // self.channels
             if count < 2:
@@ -125,6 +126,7 @@ class LayerNorm(Module):
     def forward(self, x: ExTensor) -> ExTensor:
         """See :meth:`extensor.nn.Module.forward`: the same shape."""
         check_last_axes("LayerNorm", x, *self.shape)
+        check_width("LayerNorm", x, self.weight)
         return layer_norm(x, self.weight, self._shift(), self.eps, self.narrow)
 
     def _shift(self) -> ExTensor:
@@ -172,6 +174,7 @@ class RMSNorm(Module):
     def forward(self, x: ExTensor) -> ExTensor:
         """See :meth:`extensor.nn.Module.forward`: the same shape."""
         check_last_axes("RMSNorm", x, self.size)
+        check_width("RMSNorm", x, self.weight)
         return rms_norm(x, self.weight, self.eps, self.narrow)
 
     def extra_repr(self) -> str:
@@ -216,6 +219,7 @@ class GroupNorm(Module):
             raise ValueError(
                 f"{name}: expected an input of shape (N, {self.channels}, ...), got {x.shape}"
             )
+        check_width(name, x, self.weight)
         grouped = x.reshape((x.shape[0], self.groups, math.prod(x.shape[1:]) // self.groups))
         centred = grouped - grouped.mean(axis=2, keepdims=True)
         variance = centred.square().mean(axis=2, keepdims=True)

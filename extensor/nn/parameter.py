@@ -6,6 +6,7 @@ from typing import Any
 
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import DTypeLike
+from extensor.quant.recipe_state import RecipeState
 
 __all__ = ["Buffer", "Parameter"]
 
@@ -23,7 +24,10 @@ class Parameter(ExTensor):
     True
     """
 
-    __slots__ = ()
+    __slots__ = ("recipe_state",)
+
+    recipe_state: RecipeState
+    """Of the recipe that a layer last used the parameter under; optimizers end its steps."""
 
     def __init__(
         self, data: Any, dtype: DTypeLike | None = None, *, device: str | None = None

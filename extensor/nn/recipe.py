@@ -49,7 +49,8 @@ def apply_recipe(
         activations: "float32" or "bfloat16" in place of the recipe's own.
 
     Returns:
-        The recipe's state: set ``step`` before each optimizer step, read ``telemetry`` after.
+        The recipe's state: its ``telemetry``, and the ``step`` that random bits depend on, which
+        the optimizer's steps advance.
 
     Raises:
         TypeError: if the model is no Module, or the recipe neither a Recipe nor a name.
@@ -90,7 +91,9 @@ def round_norms(model: Module, narrow: bool) -> None:
         narrow: True rounds.
 
     >>> from extensor.nn.recipe import round_norms
-    >>> block = et.nn.TransformerBlock(64, heads=4)
+    >>> block = et.nn.TransformerBlock(
+    ...     et.nn.MultiheadAttention(64, heads=4), et.nn.FeedForward(64, 256)
+    ... )
     >>> round_norms(block, narrow=True)
     >>> block.norm1.narrow
     True

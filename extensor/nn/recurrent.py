@@ -91,7 +91,7 @@ class Recurrent(Module):
         self.dropout = Dropout(dropout, generator) if dropout else None
 
     @abstractmethod
-    def _step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
+    def _step(self, given: ExTensor, cell: RecurrentCell, state: State) -> State:
         """The state after a step, the output first; ``given`` is the input's product (B, G H)."""
 
     def _run(self, x: ExTensor, state: State) -> tuple[ExTensor, State]:
@@ -117,8 +117,8 @@ class Recurrent(Module):
     def _walk(self, cell: Any, x: ExTensor, state: State, backward: bool) -> tuple[ExTensor, State]:
         given = cell.input(x)
         outputs: list[ExTensor] = []
-        for place, one in enumerate(unbind(given)[:: -1 if backward else 1]):
-            state = self._step(one, cell, state, place)
+        for one in unbind(given)[:: -1 if backward else 1]:
+            state = self._step(one, cell, state)
             outputs.append(state[0])
         joined = stack(outputs)
         return flip(joined, 0) if backward else joined, state
@@ -212,10 +212,10 @@ class LSTM(Recurrent):
         output, (h, c) = self._run(*self._sequence(x, state))
         return self._ordered(output), (h, c)
 
-    def _step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
+    def _step(self, given: ExTensor, cell: RecurrentCell, state: State) -> State:
         """(h, c) after a step."""
         h, c = state
-        i, f, g, o = split(given + cell.hidden(h, call=place), 4, axis=-1)
+        i, f, g, o = split(given + cell.hidden(h), 4, axis=-1)
         c = sigmoid(f) * c + sigmoid(i) * tanh(g)
         return sigmoid(o) * tanh(c), c
 
@@ -262,11 +262,11 @@ class GRU(Recurrent):
         output, (h,) = self._run(*self._sequence(x, None if state is None else (state,)))
         return self._ordered(output), h
 
-    def _step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
+    def _step(self, given: ExTensor, cell: RecurrentCell, state: State) -> State:
         """(h,) after a step."""
         (h,) = state
         r, z, n = split(given, 3, axis=-1)
-        r_hidden, z_hidden, n_hidden = split(cell.hidden(h, call=place), 3, axis=-1)
+        r_hidden, z_hidden, n_hidden = split(cell.hidden(h), 3, axis=-1)
         keep = sigmoid(z + z_hidden)
         fresh = tanh(n + sigmoid(r + r_hidden) * n_hidden)
         return (fresh + keep * (h - fresh),)

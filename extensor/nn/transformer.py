@@ -71,24 +71,19 @@ class TransformerBlock(Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)): the pre-norm block.
 
     Args:
-        width: length of each token's vector.
-        heads: query heads; see `MultiheadAttention`.
-        kv_heads: key and value heads; None, as many as ``heads``.
-        hidden: width inside the feed-forward layers; None, four times ``width``.
+        attention: mixes tokens; its width is the block's.
+        feed_forward: maps each token by itself, of the same width.
         norm: "layer" (LayerNorm) or "rms" (RMSNorm).
-        activation: see `FeedForward`.
-        causal: whether a token sees only itself and those before it.
-        rotary: base of the rotary position embedding; None for none.
-        bias: whether the Linear layers and LayerNorm have biases.
-        rng: draws the initial weights.
+        bias: whether LayerNorm has a bias.
 
     Raises:
-        ValueError: for sizes that do not go together or an unknown name; when called, for an input
-            that is not (..., T, width).
+        ValueError: for two widths or an unknown norm; when called, for an input that is not
+            (..., T, width).
 
     Source: GPT-2 (Radford et al. 2019, section 2.3); arXiv 2002.04745 on where the norm stands.
 
-    >>> block = et.nn.TransformerBlock(64, heads=4, norm="rms", causal=True, rotary=10000.0, rng=0)
+    >>> attention = et.nn.MultiheadAttention(64, heads=4, causal=True, rotary=10000.0, rng=0)
+    >>> block = et.nn.TransformerBlock(attention, et.nn.FeedForward(64, 256, rng=1), norm="rms")
     >>> block(et.zeros((2, 10, 64))).shape
     (2, 10, 64)
     """
@@ -97,27 +92,23 @@ class TransformerBlock(Module):
 
     def __init__(
         self,
-        width: int,
-        heads: int,
-        kv_heads: int | None = None,
-        *,
-        hidden: int | None = None,
+        attention: MultiheadAttention,
+        feed_forward: FeedForward,
         norm: str = "layer",
-        activation: str = "gelu",
-        causal: bool = False,
-        rotary: float | None = None,
         bias: bool = True,
-        rng: Seed = None,
     ) -> None:
         if norm not in NORMS:
             raise ValueError(unknown_name("norm", norm, NORMS))
+        width = attention.width
+        if feed_forward.up.in_features != width:
+            raise ValueError(
+                "TransformerBlock: expected attention and feed_forward of one width, got "
+                f"{width} and {feed_forward.up.in_features}"
+            )
         self.norm1 = NORMS[norm](width, bias)
-        self.attention = MultiheadAttention(
-            width, heads, kv_heads, causal=causal, rotary=rotary, bias=bias, rng=rng
-        )
+        self.attention = attention
         self.norm2 = NORMS[norm](width, bias)
-        hidden = 4 * width if hidden is None else hidden
-        self.feed_forward = FeedForward(width, hidden, activation, bias, rng)
+        self.feed_forward = feed_forward
 
     def forward(self, x: ExTensor) -> ExTensor:
         """See :meth:`extensor.nn.Module.forward`: (..., T, width) -> the same."""

@@ -11,6 +11,7 @@ import numpy as np
 from extensor.autograd.apply import apply, wrap
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
+from extensor.backends.protocol import AttentionForward
 from extensor.ops.activation import softmax
 from extensor.ops.arguments import tensors_only
 from extensor.ops.arithmetic import where
@@ -36,9 +37,8 @@ def _fused_vjp(
     into = [backend.xp.empty(a.shape, a.dtype) for a in inputs]
     q, k, v = _with_one_leading_axis(*inputs)
     g, out = _with_one_leading_axis(g, out)
-    backend.attention_grad(
-        g, q, k, v, out, saved, causal, scale, tuple(_with_one_leading_axis(*into))
-    )
+    forward = AttentionForward(q, k, v, out, saved, causal, scale)
+    backend.attention_grad(g, forward, tuple(_with_one_leading_axis(*into)))
     return into
 
 
@@ -209,7 +209,8 @@ def _packed_fused(
     q, k, v = _split_heads(x.reshape(gx.shape), heads, groups)
     grad, result = (_split_heads(a.reshape(lead, *a.shape[-2:]), heads, 0)[0] for a in (g, out))
     into = tuple(_split_heads(gx, heads, groups))
-    backend.attention_grad(grad, q, k, v, result, saved, params["causal"], params["scale"], into)
+    forward = AttentionForward(q, k, v, result, saved, params["causal"], params["scale"])
+    backend.attention_grad(grad, forward, into)
     return [gx.reshape(x.shape)]
 
 

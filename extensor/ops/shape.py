@@ -18,9 +18,9 @@ from extensor.ops.arithmetic import clone
 from extensor.ops.declare import NO_TENSOR
 
 __all__ = [
-    "broadcast_to", "concatenate", "expand_dims", "flatten", "flip", "pad", "permute", "ravel",
-    "repeat", "reshape", "roll", "split", "squeeze", "stack", "swapaxes", "tile", "transpose",
-    "unsqueeze",
+    "broadcast_to", "cat", "concatenate", "expand_dims", "flatten", "flip", "pad", "permute",
+    "ravel", "repeat", "reshape", "roll", "split", "squeeze", "stack", "swapaxes", "tile",
+    "transpose", "unsqueeze",
 ]  # fmt: skip
 
 
@@ -452,6 +452,9 @@ def concatenate(tensors: Sequence[ExTensor], axis: int | None = 0) -> ExTensor:
             f"{', '.join(str(p.shape) for p in parts)}"
         )
     return apply("concatenate", *parts, axis=at)
+
+
+cat = concatenate
 
 
 @composite(

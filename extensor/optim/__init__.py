@@ -1,5 +1,8 @@
 """Optimizers, learning-rate schedules, gradient clipping and loss scaling."""
 
+import sys
+from typing import NoReturn
+
 from extensor.optim.adam import Adam, AdamW
 from extensor.optim.clip import clip_grad_norm, clip_grad_value
 from extensor.optim.grad_scale import GradScaleReport, MXGradScaler
@@ -22,6 +25,7 @@ from extensor.optim.schedule import (
     WarmupCosine,
 )
 from extensor.optim.sgd import LARS, SGD
+from extensor.torch_names import attribute_error
 
 __all__ = [
     "LARS",
@@ -50,3 +54,11 @@ __all__ = [
     "clip_grad_norm",
     "clip_grad_value",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise attribute_error("extensor.optim", sys.modules[__name__], name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

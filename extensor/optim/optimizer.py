@@ -20,11 +20,12 @@ import numpy as np
 from extensor.autograd.apply import wrap
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.capture import HostMirrors
+from extensor.backends.capture import HostMirrors, StepCapture
 from extensor.backends.protocol import FiniteQuery
 from extensor.backends.registry import get as get_backend
 from extensor.dtypes import float32
 from extensor.errors import layout_error, unknown_name
+from extensor.notebook import card, table
 from extensor.optim.multi_tensor import step_captured, step_multi_tensor
 from extensor.optim.params import Option, ParamGroup, ParamState, Segment, check_param, check_range
 from extensor.optim.states import STATES, Stored, state_stream
@@ -106,6 +107,24 @@ class Optimizer(ABC):
         groups = given if isinstance(given[0], Mapping) else [{"params": given}]
         for group in groups:
             self._add_group(group, defaults)
+
+    def __repr__(self) -> str:
+        tensors = f"{len(self.params)} tensors of {sum(p.size for p in self.params):,} values"
+        options = [
+            ", ".join(f"{name}={value}" for name, value in group.options.items())
+            for group in self.groups
+        ]
+        groups = options[0] if len(options) == 1 else f"{len(options)} groups"
+        return f"{type(self).__name__}({tensors}, states={self.states!r}, {groups})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (index, len(g.members), f"{sum(p.size for p in g.params):,}", *g.options.values())
+            for index, g in enumerate(self.groups)
+        ]
+        columns = ("group", "tensors", "values", *self.groups[0].options)
+        facts = (("states", self.states), ("bytes of state", f"{self.nbytes:,}"))
+        return card(type(self).__name__, facts, table(columns, rows))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what a backend derived from these arrays: a copy has other arrays."""
@@ -274,6 +293,9 @@ class Optimizer(ABC):
     def step(self) -> None:
         """Update every parameter that has a gradient, in place.
 
+        It also ends the step of the recipe that the parameters' layers are under: stochastic
+        rounding draws other bits from here on (`RecipeState.step`).
+
         Raises:
             RuntimeError: if no parameter has a gradient.
             FloatingPointError: if a gradient holds NaN or Inf; `MXGradScaler.step` skips and counts
@@ -312,6 +334,7 @@ class Optimizer(ABC):
         [1.0]
         """
         if bad is True:
+            self._end_step(None)  # the next batch rounds with bits of its own, too
             return
         ready = [
             (group, [(m, m.param.grad) for m in group.members if m.param.grad is not None])
@@ -340,10 +363,21 @@ class Optimizer(ABC):
                 )
         if (capture := parts[0][0].param.backend.capturing) is not None:
             step_captured(self, ready, bad, capture)
+            self._end_step(capture)
             return
         self._mirrors.settle()
         for group, member, grad in step_multi_tensor(self, ready, bad is None):
             self._step_one(member, grad, group.options)
+        self._end_step(None)
+
+    def _end_step(self, capture: StepCapture | None) -> None:
+        """Begin the next step of every recipe that the parameters were used under."""
+        found = [getattr(param, "recipe_state", None) for param in self.params]
+        for state in {id(state): state for state in found if state is not None}.values():
+            if capture is None:
+                state.next_step()
+            else:
+                capture.on_replay(state.next_step)
 
     def _step_one(self, member: ParamState, grad: ExTensor, options: Mapping[str, Any]) -> None:
         param, xp = member.param, member.param.backend.xp

@@ -21,10 +21,12 @@ A function with a true attribute ``replayed`` belongs to a step that the GPU rep
 returns what was counted since the last call.
 """
 
-_MOST_PENDING = 4096
+_MAX_PENDING = 4096
 
-CALL_SHIFT = 12
-"""Streams number tensors with 24 bits: 4096 layers, each used up to 4096 times in a step."""
+USE_SHIFT = 12
+"""Streams number tensors with 24 bits: 4096 layers, and 4096 uses of each in a step."""
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+"""What the seed grows by, modulo 2**64, after each 4096 uses of a layer in one step."""
 
 
 @dataclass
@@ -34,8 +36,10 @@ class RecipeState:
     Attributes:
         recipe: the recipe.
         seed: seed of all stochastic rounding.
-        step: the optimizer step, which the training loop sets. Random bits are a function of
-            (seed, step, layer, slot), so that a resumed run repeats an uninterrupted one.
+        step: the optimizer step; `Optimizer.step` adds one. Random bits are a function of (seed,
+            step, layer, use of the layer in the step, slot). Set it where a run resumes: the run
+            then repeats an uninterrupted one. Setting it begins the step anew, at use 0. A loop
+            that updates weights without an `Optimizer` calls `next_step` itself.
         layers: every layer with GEMMs, by path.
         weight_cache: the GEMM operands of their weights.
 
@@ -55,6 +59,28 @@ class RecipeState:
     weight_cache: WeightCache = field(default_factory=WeightCache, repr=False, compare=False)
     _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
     _standing: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
+    _uses: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "step":
+            object.__setattr__(self, "_uses", {})
+        object.__setattr__(self, name, value)
+
+    def next_step(self) -> None:
+        """Begin the next step; optimizers call it when they have updated the model.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.next_step()
+        >>> state.step
+        1
+        """
+        self.step += 1
+
+    def __repr__(self) -> str:
+        return (
+            f"RecipeState(recipe={self.recipe.name!r}, seed={self.seed}, step={self.step}, "
+            f"layers={len(self.layers)})"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has other weights, so it does not take the weight cache over."""
@@ -79,6 +105,20 @@ class RecipeState:
             counts()
         self._counts.clear()
 
+    def load_telemetry(self, counts: Mapping[tuple[str, str], QuantStats]) -> None:
+        """Set all counts, as a checkpoint or an earlier look at `telemetry` has them.
+
+        Args:
+            counts: by (layer path, slot).
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.load_telemetry({("", "fprop.x"): et.quant.QuantStats(count=64)})
+        >>> state.telemetry["", "fprop.x"].count
+        64
+        """
+        self.reset_telemetry()
+        self._counts.update(counts)
+
     def record(self, key: tuple[str, str], counts: Counts) -> None:
         """Add to the counts of an operand, without waiting for a GPU.
 
@@ -98,7 +138,7 @@ class RecipeState:
             self._standing.append((key, counts))
             return
         self._pending.append((key, counts))
-        if len(self._pending) >= _MOST_PENDING:
+        if len(self._pending) >= _MAX_PENDING:
             self._settle()
 
     def _settle(self) -> None:
@@ -122,7 +162,7 @@ class LayerContext:
         index: the layer's number, which names its random streams.
         layer: the layer's recipe; the gradient scaler may replace it.
         state: the state of the whole model.
-        call: which use of the layer in this step, for layers that are used several times.
+        use: which use of the layer in this step, from 0.
         static_scale: the scale of the forward input, where calibration chose one beforehand.
 
     >>> model = et.nn.Sequential(et.nn.Linear(32, 32))
@@ -135,23 +175,23 @@ class LayerContext:
     index: int
     layer: LayerRecipe
     state: RecipeState
-    call: int = 0
+    use: int = 0
     static_scale: StaticScale | None = None
 
-    def at(self, call: int) -> LayerContext:
-        """The same layer in another of its uses.
-
-        Args:
-            call: the number of the use in this step, from 0.
+    def next_use(self) -> LayerContext:
+        """The layer in its next use of this step, which rounds with random bits of its own.
 
         Returns:
             A context with the same state.
 
         >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
-        >>> state.layers[""].at(1).call
-        1
+        >>> [state.layers[""].next_use().use for _ in range(3)]
+        [0, 1, 2]
         """
-        return self if call == self.call else replace(self, call=call)
+        uses = self.state._uses
+        use = uses.get(self.path, 0)
+        uses[self.path] = use + 1
+        return self if use == self.use else replace(self, use=use)
 
     def operand(self, slot: str) -> OperandSpec:
         """The operand in a slot.
@@ -172,22 +212,26 @@ class LayerContext:
         return self.layer.slot(slot)
 
     def stream(self, slot: str, column: bool) -> Stream:
-        """The random stream of a slot in this use and step.
+        """The random stream of a slot in this use and step; a weight's is that of its first use.
+
+        A weight does not change within a step, so it is quantized once for all uses.
 
         Args:
             slot: one of `SLOTS`.
             column: whether the operand is quantized columnwise, which has bits of its own.
 
         Returns:
-            The stream, a function of seed, step, layer, use and slot.
+            The stream, a function of seed, step, layer, use (of weights, 0) and slot.
 
         >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all", seed=5)
         >>> state.layers[""].stream("dgrad.g", column=False).seed
         5
         """
-        tensor = self.index + (self.call << CALL_SHIFT)
-        state = self.state
-        return Stream(state.seed, state.step, tensor, SLOTS.index(slot), column, state)
+        state, of_weight = self.state, slot.endswith(".w")
+        rounds, use = divmod(0 if of_weight else self.use, 1 << USE_SHIFT)
+        seed = (state.seed + rounds * _SEED_STRIDE) % (1 << 64)
+        tensor = self.index + (use << USE_SHIFT)
+        return Stream(seed, state.step, tensor, SLOTS.index(slot), column, state)
 
     def amax_state(self, slot: str) -> dict[str, Any]:
         """Past largest magnitudes of the slot's tensor, for a backend's delayed scaling.
@@ -204,7 +248,8 @@ class LayerContext:
         >>> state.layers[""].amax_state("fprop.x")
         {}
         """
-        return self.state._amax_states.setdefault((self.path, self.call, slot), {})
+        use = self.use % (1 << USE_SHIFT)  # a model that no optimizer steps has no last use
+        return self.state._amax_states.setdefault((self.path, use, slot), {})
 
     def record(self, slot: str, counts: Counts) -> None:
         """Add to the counts of a slot.

@@ -7,6 +7,7 @@ array: the axis and the tile.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -56,6 +57,24 @@ class Hadamard:
             raise ValueError(f"Hadamard seed: expected an int in 0..2**64 - 1, got {self.seed!r}")
 
 
+def _checked_fields(cls: type[QuantSpec]) -> type[QuantSpec]:
+    """Refuse unknown fields by name, and name the field that takes a block's size."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: QuantSpec, *args: Any, **fields: Any) -> None:
+        if (size := fields.get("block_size")) is not None:
+            raise TypeError(f"QuantSpec has no field block_size; write tile=(1, {size})")
+        if unknown := fields.keys() - cls.__dataclass_fields__.keys():
+            known = cls.__dataclass_fields__
+            raise TypeError(unknown_name("field of QuantSpec", min(unknown), known))
+        init(self, *args, **fields)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
+
+
+@_checked_fields
 @dataclass(frozen=True)
 class QuantSpec:
     """How one tensor is quantized.
@@ -142,6 +161,12 @@ class QuantSpec:
                 f"element_scale: expected a number in (0, 1], got {self.element_scale!r}"
             )
         self._check_format_options()
+
+    def __repr__(self) -> str:
+        """The format, and the fields that are not the defaults."""
+        values = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
+        changed = [f"{name}={value!r}" for name, value, default in values if value != default]
+        return f"QuantSpec({', '.join(changed)})"
 
     def _check_rule(self) -> None:
         rules = self.row.scale_rules

@@ -75,8 +75,8 @@ def _transposes(first: QuantSpec, second: QuantSpec) -> bool:
 @lru_cache(maxsize=1024)
 def _batches(specs: tuple[QuantSpec, ...]) -> bool:
     """Whether several matrices under these specs are one launch: MXFP4, rounded to nearest."""
-    together = len(specs) == 1 or _transposes(specs[0], specs[1])
-    return together and all(is_mxfp4(s) and s.rounding != "stochastic" for s in specs)
+    one_launch = len(specs) == 1 or _transposes(specs[0], specs[1])
+    return one_launch and all(is_mxfp4(s) and s.rounding != "stochastic" for s in specs)
 
 
 def batch_key(specs: Sequence[Any], dtype: str) -> Hashable | None:
@@ -95,7 +95,7 @@ def run(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any, state: 
     if len(specs) == 2 and not _transposes(specs[0], specs[1]):
         sides = zip(specs, streams, strict=True)
         return [run(x, [spec], [stream], xp, None)[0] for spec, stream in sides]
-    return _together(x, specs, streams, xp, state)
+    return _run_one_launch(x, specs, streams, xp, state)
 
 
 def _empty(x: Array, axis: int, dtype: Any, xp: Any) -> Array:
@@ -105,7 +105,7 @@ def _empty(x: Array, axis: int, dtype: Any, xp: Any) -> Array:
     return xp.empty((rows, padded), dtype=dtype)[:, :k]
 
 
-def _together(
+def _run_one_launch(
     x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any, state: State
 ) -> Prepared:
     """Operands of one launch.

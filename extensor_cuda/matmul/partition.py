@@ -28,23 +28,23 @@ __all__ = [
     "MODEL_MULTIPROCESSORS",
     "configure",
     "configure_split_k",
-    "decoding_cut",
+    "decoding_schedule",
     "decoding_tiles",
     "ready_rows",
-    "resident_cut",
-    "resident_cuts",
-    "ring_cut",
-    "ring_cuts",
-    "ring_pays",
+    "resident_schedule",
+    "resident_schedules",
+    "ring_is_faster",
+    "ring_schedule",
+    "ring_schedules",
     "split_k_sizes",
-    "wgmma_cut",
-    "wgmma_cuts",
+    "wgmma_schedule",
+    "wgmma_schedules",
 ]
 
 MODEL_MULTIPROCESSORS = 132
 """Of the GPU that splits of K and tiles are chosen for (H100, H200), whatever GPU they run on."""
 
-Cut = TypeVar("Cut")
+Schedule = TypeVar("Schedule")
 
 # --- the GEMM ---
 
@@ -105,7 +105,7 @@ def configure(
 # cycles a column; narrower tiles read more of the cache for it, and FP8's sums are promoted.
 _BF16_TILES = ((128, 2, 640), (192, 3, 800), (256, 2, 1024))
 _PROMOTED_TILES = ((128, 2, 640), (176, 3, 850), (192, 3, 880))
-_TILE_CYCLES, _LAUNCH_CYCLES, _BYTES_A_CYCLE, _MOST_PARTS = 2500, 4400, 2300, 16
+_TILE_CYCLES, _LAUNCH_CYCLES, _BYTES_PER_CYCLE, _MAX_PARTS = 2500, 4400, 2300, 16
 
 
 @lru_cache(maxsize=4096)
@@ -122,14 +122,14 @@ def configure_split_k(
     best: tuple[float, int, int, Split | None] | None = None
     for tile_n, epilogue_tiles, cycles in _PROMOTED_TILES if promote else _BF16_TILES:
         tiles = -(-m // TILE_M) * -(-n // tile_n)
-        for requested in range(1, min(_MOST_PARTS, stages) + 1):
+        for requested in range(1, min(_MAX_PARTS, stages) + 1):
             whole = max(promote, 1)
             per_part = -(-stages // (requested * whole)) * whole
             parts = -(-stages // per_part)
             rounds = -(-tiles * parts // MODEL_MULTIPROCESSORS)
             cost = float(rounds * (per_part * cycles + _TILE_CYCLES))
             if parts > 1:
-                cost += _LAUNCH_CYCLES + 8 * m * n * parts / _BYTES_A_CYCLE
+                cost += _LAUNCH_CYCLES + 8 * m * n * parts / _BYTES_PER_CYCLE
             if best is None or cost < best[0]:
                 split = Split(parts, per_part) if parts > 1 else None
                 best = cost, tile_n, epilogue_tiles, split
@@ -146,10 +146,10 @@ def configure_split_k(
 
 _DECODING_TILES = (64, 96, 128, 160, 192, 224, 256)
 """Columns of a tile."""
-_BESIDE, _COLUMN = 200, 0.0015
-"""What a stage of a tile takes on an H200: as so many columns beside its own (E2M1 200 to 260,
-INT4 120), and so many us a column."""
-_MOST_DECODING_PARTS, _BYTES_A_US = 8, 3.5e6
+_STAGE_COLUMNS, _US_PER_COLUMN = 200, 0.0015
+"""What a stage of a tile takes on an H200: a fixed time, as that of so many columns (E2M1 200 to
+260, INT4 120), and us for each column."""
+_MAX_DECODING_PARTS, _BYTES_PER_US = 8, 3.5e6
 """Parts of K, at most; bytes of them that are moved in a us."""
 
 
@@ -160,22 +160,24 @@ def decoding_tiles(bits: int, group: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def decoding_cut(lines: int, k: int, rows: int, group: int, bits: int) -> tuple[int, Split | None]:
+def decoding_schedule(
+    lines: int, k: int, rows: int, group: int, bits: int
+) -> tuple[int, Split | None]:
     """Columns of a tile, and parts of K, of a GEMM whose warps decode packed weights.
 
     N = lines and M = rows; ``group`` elements along K are under a float scale, or 0.
     """
-    stages, least = k // K_OF_BF16_STAGE, max(2, 2 * group // K_OF_BF16_STAGE)
+    stages, minimum = k // K_OF_BF16_STAGE, max(2, 2 * group // K_OF_BF16_STAGE)
     found = []
     for tile in decoding_tiles(bits, group):
         tiles = -(-lines // TILE_M) * -(-rows // tile)
-        for requested in range(1, _MOST_DECODING_PARTS + 1):
-            per_part = -(-stages // (requested * least)) * least
+        for requested in range(1, _MAX_DECODING_PARTS + 1):
+            per_part = -(-stages // (requested * minimum)) * minimum
             parts = -(-stages // per_part)
             rounds = -(-tiles * parts // MODEL_MULTIPROCESSORS)
-            time = rounds * (per_part * (tile + _BESIDE) * _COLUMN + 2)
+            time = rounds * (per_part * (tile + _STAGE_COLUMNS) * _US_PER_COLUMN + 2)
             if parts > 1:  # written and read again
-                time += 4 + 8 * parts * rows * lines / _BYTES_A_US
+                time += 4 + 8 * parts * rows * lines / _BYTES_PER_US
             found.append((time, tile, Split(parts, per_part) if parts > 1 else None))
     return min(found, key=lambda one: one[0])[1:]
 
@@ -199,24 +201,26 @@ def split_k_sizes(lines: int, columns: int, segment: int) -> tuple[int, int]:
     """
     segments = -(-columns // segment)
     requested = max(_SPLIT_K_BLOCKS // -(-lines // 64), 1)
-    per_stretch = -(-segments // min(requested, segments))
-    return -(-segments // per_stretch), per_stretch * segment
+    per_split = -(-segments // min(requested, segments))
+    return -(-segments // per_split), per_split * segment
 
 
-def _quickest(cuts: Callable[..., list[tuple[float, Cut]]]) -> Callable[..., Cut | None]:
+def _fastest(
+    schedules: Callable[..., list[tuple[float, Schedule]]],
+) -> Callable[..., Schedule | None]:
     """Of ways to divide a product the one that takes the least time; None where there is none."""
 
     @lru_cache(maxsize=1024)
-    def quickest(*product: Any) -> Cut | None:
-        found = cuts(*product)
+    def fastest(*product: Any) -> Schedule | None:
+        found = schedules(*product)
         return min(found, key=lambda one: one[0])[1] if found else None
 
-    return quickest
+    return fastest
 
 
-def resident_cuts(
+def resident_schedules(
     lines: int, columns: int, tokens: int, block: int
-) -> list[tuple[float, resident.Cut]]:
+) -> list[tuple[float, resident.Schedule]]:
     """Ways to divide N = lines and K = columns that fit, and what the busiest warp has to do.
 
     In copies of a chunk, each about 1.5 us where memory is the bound. A block takes so much shared
@@ -239,80 +243,88 @@ def resident_cuts(
             if slices > 1:  # the last block adds what others left
                 cost += 1.3 + tokens * most * slices / 1900
             shared = max(shared, SHARED_BYTES // 2)
-            cut = resident.Cut(slices, per_slice * chunk, parts, groups, shared)
-            found.append((cost, cut))
+            schedule = resident.Schedule(slices, per_slice * chunk, parts, groups, shared)
+            found.append((cost, schedule))
     return found
 
 
-resident_cut = _quickest(resident_cuts)
-_MOST_SLICES = 8
+resident_schedule = _fastest(resident_schedules)
+_MAX_SLICES = 8
 
 
-def ring_pays(lines: int) -> bool:
+def ring_is_faster(lines: int) -> bool:
     """Whether so many rows of weights are more than a pair of tiles for each block."""
     return lines > 2 * MODEL_MULTIPROCESSORS * ring.TILE_ROWS
 
 
-def _idle(pieces: int, pairs: int, parts: int) -> float:
+def _imbalance(chunks: int, pairs: int, parts: int) -> float:
     """The time of the busiest scheduler to what it were if all had as much to do."""
     warps = pairs * parts
     if parts == 2 and pairs % 2 and pairs > 1:  # shared so that they have
-        return 1.0 + parts / pieces
-    return -(-warps // 4) * 4 / warps * -(-pieces // parts) * parts / pieces
+        return 1.0 + parts / chunks
+    return -(-warps // 4) * 4 / warps * -(-chunks // parts) * parts / chunks
 
 
-def ring_cuts(lines: int, columns: int, tokens: int, block: int) -> list[tuple[float, ring.Cut]]:
+def ring_schedules(
+    lines: int, columns: int, tokens: int, block: int
+) -> list[tuple[float, ring.Schedule]]:
     """Ways to divide N = lines and K = columns, each with its time in us by a model."""
-    pieces, tiles = -(-columns // ring.PIECE), -(-lines // ring.TILE_ROWS)
-    piece = 0.079 if tokens <= 8 else 0.095  # of a tile, by all warps
+    chunks, tiles = -(-columns // ring.CHUNK), -(-lines // ring.TILE_ROWS)
+    chunk_us = 0.079 if tokens <= 8 else 0.095  # of a tile, by all warps
     found = []
-    for slices in range(1, min(pieces, MODEL_MULTIPROCESSORS, _MOST_SLICES) + 1):
-        groups, per_slice = min(MODEL_MULTIPROCESSORS // slices, tiles), -(-pieces // slices)
+    for slices in range(1, min(chunks, MODEL_MULTIPROCESSORS, _MAX_SLICES) + 1):
+        groups, per_slice = min(MODEL_MULTIPROCESSORS // slices, tiles), -(-chunks // slices)
         most = -(-tiles // groups)
         start = 4.5 + 0.1 * tokens
         if slices > 1:  # written and read again
             start += 8 + slices * tokens * lines / 5e5
-        least = -(-most // (2 * ring.WARPS))
-        for rounds in (least, least + 1):
+        minimum = -(-most // (2 * ring.WARPS))
+        for rounds in (minimum, minimum + 1):
             pairs = -(-most // (2 * rounds))
             for parts in range(1, min(ring.WARPS // pairs, per_slice) + 1):
                 if parts > ring.memory(pairs * parts, tokens, block)[0]:
                     continue  # a warp would wait for x that has no place yet
                 wait = max(8 / (pairs * parts), 1.0) + 0.005 * pairs * parts
                 work = (
-                    2 * pairs * rounds * per_slice * piece * _idle(per_slice, pairs, parts) * wait
+                    2
+                    * pairs
+                    * rounds
+                    * per_slice
+                    * chunk_us
+                    * _imbalance(per_slice, pairs, parts)
+                    * wait
                 )
-                found.append((start + work, ring.Cut(slices, groups, pairs, parts)))
+                found.append((start + work, ring.Schedule(slices, groups, pairs, parts)))
     return found
 
 
-ring_cut = _quickest(ring_cuts)
+ring_schedule = _fastest(ring_schedules)
 
 
-def wgmma_cuts(
+def wgmma_schedules(
     lines: int, columns: int, tokens: int, dtype: str, bits: int
-) -> list[tuple[float, wgmma.Cut]]:
+) -> list[tuple[float, wgmma.Schedule]]:
     """Ways to divide N = lines and K = columns, each with its time in us by the model.
 
     The dtype is x's; tokens are its rows, three for each of float32.
     """
     found = []
     for split in (1, 2, 4):
-        room = wgmma.fit(split, -(-tokens // 8), dtype, bits)
-        if room is None:
+        fitted = wgmma.fit(split, -(-tokens // 8), dtype, bits)
+        if fitted is None:
             continue
         groups = -(-lines // (wgmma.TILE_ROWS * 4 // split))
-        pieces = -(-(columns // wgmma.SEGMENT) // split)
-        for slices in range(1, min(pieces, MODEL_MULTIPROCESSORS) + 1):
-            # A piece as it was measured on an H100, for 1 to 64 tokens within a tenth; of integers
-            # within a fifth, INT4 quicker, INT8 slower.
-            piece = 0.82 + 0.0045 * tokens * (1 + split)
+        segments = -(-(columns // wgmma.SEGMENT) // split)
+        for slices in range(1, min(segments, MODEL_MULTIPROCESSORS) + 1):
+            # A segment as it was measured on an H100, for 1 to 64 tokens within a tenth; of
+            # integers within a fifth, INT4 quicker, INT8 slower.
+            segment_us = 0.82 + 0.0045 * tokens * (1 + split)
             rounds = -(-groups * slices // MODEL_MULTIPROCESSORS)
-            cost = rounds * (-(-pieces // slices) * piece + 1)
+            cost = rounds * (-(-segments // slices) * segment_us + 1)
             if slices > 1:  # written and read again
                 cost += 2 + slices * tokens * lines / 5e5
-            found.append((cost, wgmma.Cut(split, slices, *room)))
+            found.append((cost, wgmma.Schedule(split, slices, *fitted)))
     return found
 
 
-wgmma_cut = _quickest(wgmma_cuts)
+wgmma_schedule = _fastest(wgmma_schedules)

@@ -30,7 +30,7 @@ from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels.gemm.gemm_sm90 import MOST_TERMS
+from extensor_cuda.kernels.gemm.gemm_sm90 import MAX_TERMS
 from extensor_cuda.kernels.prepare import float_scaled_operand
 from extensor_cuda.kernels.prepare.cast_bf16 import round_to_bf16
 from extensor_cuda.kernels.quantize import quantize as quantizer
@@ -186,8 +186,8 @@ def _float_scaled_spec(spec: QuantSpec, shape: tuple[int, ...]) -> QuantSpec | U
         )
     if spec.rounding == "stochastic" and (rows > 1 or spec.rbits != 32):
         return Unsupported(f"stochastic rounding in tiles {spec.tile} with {spec.rbits} bits")
-    if not element.is_float and k > MOST_TERMS:
-        return Unsupported(f"K = {k}, beyond {MOST_TERMS}")
+    if not element.is_float and k > MAX_TERMS:
+        return Unsupported(f"K = {k}, beyond {MAX_TERMS}")
     return spec
 
 

@@ -39,7 +39,7 @@ from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
 from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE, Config, Split
 from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, Flags, Scales, Zeros, empty_rows, gemm
 from extensor_cuda.kernels.gemm.requantize import Requantized, finished, type_of
-from extensor_cuda.kernels.prepare.cast_bf16 import add_parts, empty_parts
+from extensor_cuda.kernels.prepare.cast_bf16 import add_partial_sums, empty_partial_sums
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand
 from extensor_cuda.matmul.partition import configure, configure_split_k
 
@@ -189,14 +189,14 @@ def _guarded(
     elif "bf16" in (a.kind, b.kind) or shared_scales(a, b) is None:
         a, b = a.bf16(), b.bf16()
     out = empty_rows(xp, m, n, RESULT_DTYPES[dtype])
-    to = out if split is None or config is None else empty_parts(m, n, split, config, xp)
+    to = out if split is None or config is None else empty_partial_sums(m, n, split, config, xp)
     start = bias if split is None else None
     flags = _ALWAYS if a.kind == "bf16" else Flags(a.flag, b.flag, 0)
     multiply(a, b, to, config, start, flags, split)
     if a.kind != "bf16":
         _fall_back(a, b, to, start, split, fallback)
     if split is not None:
-        add_parts(to, split, out, bias, xp)
+        add_partial_sums(to, split, out, bias, xp)
     return xp.ascontiguousarray(out)
 
 

@@ -1,4 +1,4 @@
-"""Products of packed matrices as they are stored: one, a batch, or one for each group of rows.
+"""The product of two packed matrices as they are stored.
 
 MXFP4 x MXFP4 is rebased to E5M2, exactly, with one exponent per row; MXFP6 and NVFP4 with scales
 that FP8 holds are expanded to FP8, everything else that the decoder covers to bfloat16, exactly
@@ -19,18 +19,13 @@ sums stay below 2**24 units. Where they span more: bfloat16.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
-
-import ml_dtypes
-import numpy as np
 
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.unsupported import Unsupported
-from extensor.quant import views
 from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.gemm.gemm_sm90 import MOST_TERMS, Epilogue, empty_rows, gemm
+from extensor_cuda.kernels.gemm.gemm_sm90 import MAX_TERMS
 from extensor_cuda.kernels.gemm.requantize import Requantized, finished, requantized, type_of
 from extensor_cuda.kernels.quantize import quantize as quantizer
 from extensor_cuda.matmul import tuned
@@ -42,7 +37,7 @@ from extensor_cuda.matmul.expand import (
     rebase_mxfp4,
     rebase_mxfp8,
 )
-from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand, Scale, pitched
+from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand
 from extensor_cuda.matmul.partition import configure
 from extensor_cuda.matmul.product import (
     Product,
@@ -50,28 +45,28 @@ from extensor_cuda.matmul.product import (
     float_scaled_product,
     multiply,
     product,
-    shared_scales,
 )
 from extensor_cuda.matmul.rebase import E5M2_SPAN, INT8_SPAN, held_by, is_mxfp4
 
 __all__ = [
-    "block_scaled_matmul",
-    "grouped_gap",
-    "grouped_matmul",
+    "BEYOND_BF16",
+    "TOO_WIDE",
+    "capability_of",
     "matmul",
-    "offsets_of",
+    "multiply_stored",
+    "refuse_tensors",
     "stored_gap",
 ]
 
 Array = Any
 
 _PROMOTE = {"promote": 4, "fast": 0, "rebased": 1}  # stages of 128 elements
-_MOST_ROWS = 2**31 - 1  # offsets are int32
-_TOO_WIDE = Unsupported("scales span more binades than FP8 holds")
-_BEYOND_BF16 = Unsupported("values that bfloat16 does not hold")
+TOO_WIDE = Unsupported("scales span more binades than FP8 holds")
+BEYOND_BF16 = Unsupported("values that bfloat16 does not hold")
 
 
-def _capability(xp: Any) -> str:
+def capability_of(xp: Any) -> str:
+    """The compute capability of the current GPU, such as "90"."""
     return str(xp.cuda.Device().compute_capability)
 
 
@@ -80,7 +75,7 @@ def stored_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | N
 
     ``capability`` is the GPU's compute capability, such as "90". Raises TypeError for tensors.
     """
-    _refuse_tensors("matmul", a, b)
+    refuse_tensors("matmul", a, b)
     if (refused := tuned.hopper_gap(capability)) is not None:
         return refused
     for q in (a, b):
@@ -113,14 +108,12 @@ def _float_scaled_gap(q: QuantArray) -> Unsupported | None:
             f"tiles {q.spec.tile} of {element.name}; the kernel has one scale along K, or FP8 "
             "with one for each 128"
         )
-    if not element.is_float and q.shape[1] > MOST_TERMS:
-        return Unsupported(
-            f"K = {q.shape[1]}, beyond {MOST_TERMS}, where int32 sums could overflow"
-        )
+    if not element.is_float and q.shape[1] > MAX_TERMS:
+        return Unsupported(f"K = {q.shape[1]}, beyond {MAX_TERMS}, where int32 sums could overflow")
     return None
 
 
-def _refuse_tensors(name: str, *given: Any) -> None:
+def refuse_tensors(name: str, *given: Any) -> None:
     """Refuse ExTensors with a TypeError: products here take what they hold."""
     for x in given:
         if isinstance(x, ExTensor):
@@ -128,17 +121,6 @@ def _refuse_tensors(name: str, *given: Any) -> None:
                 f"{name}: expected what a tensor holds, got an ExTensor of {x.dtype.name}; pass "
                 "q.data (and get a raw array, without a gradient), or write a @ b.T"
             )
-
-
-def block_scaled_matmul(a: QuantArray, b: QuantArray, xp: Any) -> Product | Unsupported:
-    """Float32 a b^T of packed (M, K) and (N, K), or of each of a batch in one launch.
-
-    Waits as `matmul` does.
-    """
-    if len(a.shape) == 3:
-        return _batch(a, b, xp)
-    gap = stored_gap(a, b, _capability(xp))
-    return _matmul(a, b, xp, "promote", "float32") if gap is None else gap
 
 
 def matmul(
@@ -183,7 +165,7 @@ def matmul(
             "matmul: expected accumulate 'promote', 'fast', 'rebased', 'exact' or 'bf16' and "
             f"out_dtype 'float32', 'bfloat16' or a QuantSpec, got {accumulate!r} and {out_dtype!r}"
         )
-    if (gap := stored_gap(a, b, _capability(xp))) is not None:
+    if (gap := stored_gap(a, b, capability_of(xp))) is not None:
         raise ValueError(f"matmul: {gap.reason}; call .dequantize() on the operands")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul: expected (M, K) and (N, K), got {a.shape} and {b.shape}")
@@ -194,13 +176,13 @@ def matmul(
         )
     if isinstance(out_dtype, QuantSpec):
         to = requantized(out_dtype, a.shape[0], b.shape[0], xp, out_amax)
-        return _matmul(a, b, xp, accumulate, to)
+        return multiply_stored(a, b, xp, accumulate, to)
     if out_amax is not None:
         raise ValueError(f"matmul: out_amax goes with a quantized result, not {out_dtype}")
-    return _matmul(a, b, xp, accumulate, out_dtype)
+    return multiply_stored(a, b, xp, accumulate, out_dtype)
 
 
-def _matmul(
+def multiply_stored(
     a: QuantArray, b: QuantArray, xp: Any, accumulate: str, to: str | Requantized
 ) -> Product | Unsupported:
     """The product of operands that are supported; or why their values do not allow it."""
@@ -220,7 +202,7 @@ def _matmul(
         why = sides
     wide = exact_bf16((a, b), xp)
     if wide is None:
-        return _BEYOND_BF16
+        return BEYOND_BF16
     path = f"bf16 tensor cores: {why.reason}"
     if isinstance(to, str) and all(side.scale.is_absent for side in wide):
         return Product(product(wide[0], wide[1], to, xp), path)
@@ -251,170 +233,18 @@ def _fp8_operands(a: QuantArray, b: QuantArray, accumulate: str, xp: Any) -> Ope
         for q, rebased in zip((a, b), rebases, strict=True)
     )
     if flag is not None and int(flag[0]):
-        return _TOO_WIDE
+        return TOO_WIDE
     path = "FP8 tensor cores, rebased operands" if any(rebases) else "FP8 tensor cores"
     return left, right, path, (lost, lost_too)
 
 
 def _mxfp4_operands(a: QuantArray, b: QuantArray, exact: bool, xp: Any) -> Operands | Unsupported:
     """The same of MXFP4 with an exponent a row: as integers if the product is to be exact."""
-    if exact and a.shape[1] > MOST_TERMS:
-        return Unsupported(f"K = {a.shape[1]}, beyond {MOST_TERMS}")
+    if exact and a.shape[1] > MAX_TERMS:
+        return Unsupported(f"K = {a.shape[1]}, beyond {MAX_TERMS}")
     flag = xp.zeros((), dtype=xp.uint32)
     left, right = (rebase_mxfp4(q, flag, xp, exact) for q in (a, b))
     if int(flag):
         span = INT8_SPAN if exact else E5M2_SPAN
         return Unsupported(f"a row's scales span more than {span} binades")
     return left, right, f"{'int8' if exact else 'FP8'} tensor cores", (None, None)
-
-
-# --- groups of rows, each with a matrix of its own (mixtures of experts); batches ---
-
-
-def offsets_of(sizes: Array, xp: Any) -> Array:
-    """Group sizes, integers on the device -> where groups begin and end, int32 (groups + 1,)."""
-    out = xp.zeros(len(sizes) + 1, dtype=np.int32)
-    out[1:] = xp.cumsum(sizes).astype(np.int32)
-    return out
-
-
-def grouped_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | None:
-    """Why there is no product of a, (M, K), with groups of rows of b; None if there is."""
-    if (gap := stored_gap(a, b, capability)) is not None:
-        return gap
-    if not a.spec.has_float_scales:
-        return None
-    for q in (a, b):
-        if q.scales.shape[1] > 1 or q.zero_points is not None:
-            zeros = "" if q.zero_points is None else " and zero points"
-            return Unsupported(
-                f"expected one scale along K and no zero points, got {q.spec.format} in tiles "
-                f"{q.spec.tile}{zeros}"
-            )
-    return None
-
-
-def _batch(a: QuantArray, b: QuantArray, xp: Any) -> Product | Unsupported:
-    """Of each i, a_i b_i^T: float32 (B, M, N) in one launch. Waits as `matmul`."""
-    (count, m, _), n = a.shape, b.shape[1]
-    if count < 2 or 0 in (*a.shape, *b.shape):
-        return Unsupported(f"a batch of {a.shape} and {b.shape}, one matrix or empty")
-    if count * max(m, n) > _MOST_ROWS:
-        return Unsupported(f"{count * max(m, n)} rows, beyond {_MOST_ROWS}")
-    left, right = views.as_matrix(a), views.as_matrix(b)
-    if left is None or right is None:
-        tile = (a if left is None else b).spec.tile
-        return Unsupported(f"tiles {tile} that do not divide the rows of each matrix")
-    if (gap := grouped_gap(left, right, _capability(xp))) is not None:
-        return gap
-    offsets = xp.asarray(np.arange(count + 1, dtype=np.int32) * np.int32(m))
-    done = _grouped(left, right, offsets, xp, "float32")
-    if isinstance(done, Unsupported):
-        return done
-    return Product(done.out.reshape(count, m, n), done.path)
-
-
-def grouped_matmul(
-    a: Any, b: Any, offsets: Array, xp: Any, *, out_dtype: str = "float32"
-) -> Product:
-    """For each group g, its rows of a times b_g^T, in one launch. Without a gradient.
-
-    Where groups begin is read on the device, so that a router's counts need not come to the host.
-    Packed operands read a flag on the host, as `matmul`; bfloat16 ones and FP8 under float scales
-    do not wait.
-
-    Args:
-        a: (M, K), packed and blocked along K, or bfloat16; rows sorted by group.
-        b: (groups N, K), likewise: the groups' matrices one below the other.
-        offsets: int32 (groups + 1,) on the device: group g has the rows offsets[g] to
-            offsets[g + 1] of a. They begin with 0, never fall and end with M at most; rows beyond
-            the last are not written.
-        xp: cupy.
-        out_dtype: "float32" or "bfloat16".
-
-    Raises:
-        ValueError: if the operands do not fit, or there is no kernel for them.
-        TypeError: for tensors.
-    """
-    _refuse_tensors("grouped", a, b)
-    if offsets.dtype != np.int32 or offsets.ndim != 1 or len(offsets) < 2:
-        raise ValueError(
-            f"grouped: expected offsets int32 (groups + 1,), got {offsets.dtype} {offsets.shape}; "
-            "offsets_of(sizes) makes them"
-        )
-    groups = len(offsets) - 1
-    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1] or b.shape[0] % groups:
-        raise ValueError(
-            f"grouped: expected a (M, K) and b (groups N, K) in {groups} groups, got {a.shape} and "
-            f"{b.shape}"
-        )
-    if out_dtype not in RESULT_DTYPES:
-        raise ValueError(f"grouped: expected out_dtype 'float32' or 'bfloat16', got {out_dtype!r}")
-    if not a.shape[0]:  # a rank to which no token was sent
-        out = xp.empty((0, b.shape[0] // groups), dtype=RESULT_DTYPES[out_dtype])
-        return Product(out, "nothing to multiply")
-    _check_kinds(a, b, xp)
-    done = _grouped(a, b, offsets, xp, out_dtype)
-    if isinstance(done, Unsupported):
-        raise ValueError(f"grouped: {done.reason}; call .dequantize()")
-    return done
-
-
-def _grouped(a: Any, b: Any, offsets: Array, xp: Any, out_dtype: str) -> Product | Unsupported:
-    """The product of operands that are supported; or why their values do not allow it."""
-    out = empty_rows(xp, a.shape[0], b.shape[0] // (len(offsets) - 1), RESULT_DTYPES[out_dtype])
-    sides = _grouped_operands(a, b, xp)
-    if isinstance(sides, Unsupported):
-        return sides
-    left, right, why = sides
-    scales = shared_scales(left, right)
-    if scales is None:
-        return Unsupported("one operand has a factor and the other an exponent")
-    config = configure(left.kind, *out.shape, out_dtype, b=right.kind)
-    offsets = xp.ascontiguousarray(offsets)
-    gemm(left.codes, right.codes, out, config, Epilogue(scales, offsets=offsets))
-    name = {"s8": "int8", "bf16": "bf16"}.get(left.kind, "FP8")
-    return Product(xp.ascontiguousarray(out), f"{name} tensor cores{why}")
-
-
-def _check_kinds(a: Any, b: Any, xp: Any) -> None:
-    """Refuse operands that are neither both packed and covered nor both bfloat16."""
-    stored = [isinstance(x, QuantArray) for x in (a, b)]
-    if not any(stored):
-        for x in (a, b):
-            if x.dtype != ml_dtypes.bfloat16:
-                raise ValueError(f"grouped: expected packed or bfloat16 operands, got {x.dtype}")
-    elif not all(stored):
-        raise ValueError(
-            "grouped: expected two packed operands or two of bfloat16; quantize the other"
-        )
-    elif (gap := grouped_gap(a, b, _capability(xp))) is not None:
-        raise ValueError(f"grouped: {gap.reason}; call .dequantize() on the operands")
-
-
-def _grouped_operands(
-    a: Any, b: Any, xp: Any
-) -> tuple[GemmOperand, GemmOperand, str] | Unsupported:
-    """Both operands in element types that go together, and why it is not FP8 where it might be."""
-    if not isinstance(a, QuantArray):
-        left, right = (GemmOperand(pitched(x.view(np.uint16), xp), "bf16") for x in (a, b))
-        return left, right, ""
-    if a.spec.has_float_scales:
-        left, right = (_by_row(float_scaled(q, xp)) for q in (a, b))
-        return left, right, ""
-    kinds = [held_by(q.spec)[0] for q in (a, b)]
-    if "bf16" in kinds:
-        why = f"FP8 does not hold {(a, b)[kinds.index('bf16')].spec.format}"
-    else:
-        flag = xp.zeros(1, dtype=np.uint32)
-        left, right = (expand(q, kind, flag, xp) for q, kind in zip((a, b), kinds, strict=True))
-        if not int(flag[0]):
-            return left, right, ""
-        why = _TOO_WIDE.reason
-    wide = exact_bf16((a, b), xp)
-    return _BEYOND_BF16 if wide is None else (wide[0], wide[1], f": {why}")
-
-
-def _by_row(operand: GemmOperand) -> GemmOperand:
-    """An operand under stored scales of rows, with these as factors."""
-    return replace(operand, scale=Scale(factor=operand.scale.row_factor(operand.shape[0])))

@@ -24,20 +24,20 @@ from extensor.backends.unsupported import Unsupported
 from extensor_cuda.runtime.compile import cache_folder
 
 __all__ = [
-    "LEAST_WORK",
+    "MIN_WORK",
     "PATHS",
     "always",
     "folder",
     "hopper_gap",
-    "least_work",
     "load",
+    "min_work",
     "path_of",
     "refusal",
     "save",
     "source_digest",
 ]
 
-LEAST_WORK = 1 << 30
+MIN_WORK = 1 << 30
 """M N K below which a product is left to cupy without a table: launches take longer than it."""
 PATHS = ("fused", "float scales", "expanded", "bf16")
 """How operands are made: the names of `extensor_cuda.matmul.prepare.PREPARERS`."""
@@ -69,7 +69,7 @@ def load(path: Path) -> dict[str, int] | None:
     A damaged table is warned of and counts as none.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["least_work"]
+        found = json.loads(path.read_text(encoding="utf-8"))["min_work"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -90,7 +90,7 @@ def save(path: Path, least: Mapping[str, int], about: Mapping[str, Any]) -> None
     """Write a table with what was measured beside it, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
-    record = {"least_work": dict(least), **about}
+    record = {"min_work": dict(least), **about}
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
     _table.cache_clear()
@@ -106,8 +106,8 @@ def _table(device: int) -> Mapping[str, int]:
     return load(path_of(name, runtime.driverGetVersion())) or {}
 
 
-def least_work(path: str) -> int:
-    """The M N K, 1 or more, from which a path pays: asked for, measured here, or `LEAST_WORK`.
+def min_work(path: str) -> int:
+    """The M N K, 1 or more, from which a path pays: asked for, measured here, or `MIN_WORK`.
 
     A work of 0 says that a product has another kind of operand too: it has no such path.
     """
@@ -118,8 +118,8 @@ def least_work(path: str) -> int:
 
         device = cupy.cuda.runtime.getDevice()
     except (ImportError, RuntimeError):  # cupy may be there without a driver
-        return LEAST_WORK
-    return _table(device).get(path, LEAST_WORK)
+        return MIN_WORK
+    return _table(device).get(path, MIN_WORK)
 
 
 def hopper_gap(capability: str) -> Unsupported | None:
@@ -135,7 +135,7 @@ def refusal(path: str, work: int, capability: str) -> Unsupported | None:
     """Why a product of M N K = work does not take a path of `PATHS` on a GPU; None if it may."""
     if (gap := hopper_gap(capability)) is not None:
         return gap
-    if work < (least := least_work(path)):
+    if work < (least := min_work(path)):
         return Unsupported(f"{work} multiplications, fewer than {least}")
     return None
 

@@ -51,7 +51,7 @@ __all__ = [
     "measure",
     "of_bf16",
     "overheads",
-    "together",
+    "products_per_graph",
     "tune",
     "without_hadamard",
 ]
@@ -69,10 +69,10 @@ RECIPES = {
 """A recipe whose forward product takes each path; the last is what the others are held against."""
 WIDTHS = (2048, 4096, 8192)
 """Inputs of layers that Hadamard transforms are measured on, from 1B to 70B parameters."""
-TURNED = ("nvfp4_nvidia", "mxfp4_tseng")
+HADAMARD_RECIPES = ("nvfp4_nvidia", "mxfp4_tseng")
 """Recipes that have them."""
 _TOKENS, _WIDER = 8192, 3.5  # rows of a layer's input, and its outputs for an input
-_MOST, _ENOUGH = 16, 1 << 37  # products of one graph, and their M N K in all
+_MAX_PRODUCTS, _MAX_WORK = 16, 1 << 37  # products of one graph, and their M N K in all
 Work = Callable[[], object]
 Clock = Callable[..., Sequence[float]]
 """Seconds of one call of each of the works that are given, which take turns."""
@@ -99,9 +99,9 @@ class Timing:
         return self.other / self.ours
 
 
-def together(size: int) -> int:
+def products_per_graph(size: int) -> int:
     """Products of a cube in one graph: many, where a graph's launch would be seen beside one."""
-    return max(1, min(_MOST, _ENOUGH // size**3))
+    return max(1, min(_MAX_PRODUCTS, _MAX_WORK // size**3))
 
 
 def measure(
@@ -113,10 +113,14 @@ def measure(
     """Time every path at every size.
 
     ``works`` gives, for a path and a size, our work, cupy's and, where it is another one,
-    bfloat16's: as many products each as `together` says.
+    bfloat16's: as many products each as `products_per_graph` says.
     """
     return [
-        Timing(path, size, *(seconds / together(size) for seconds in clock(*works(path, size))))
+        Timing(
+            path,
+            size,
+            *(seconds / products_per_graph(size) for seconds in clock(*works(path, size))),
+        )
         for path in paths
         for size in sizes
     ]
@@ -214,7 +218,7 @@ def _works(backend: Any) -> Callable[[str, int], Sequence[Work]]:
 
         def run() -> object:
             with tuned.always() if kernels else nullcontext():
-                for _ in range(together(size)):
+                for _ in range(products_per_graph(size)):
                     (a,) = slots.make_operands(backend, x, context, [("fprop.x", -1)], sizes)
                     (b,) = slots.make_operands(backend, w, context, [("fprop.w", -1)], sizes)
                     out = backend.cast(backend.product(a, b, "bfloat16"), _BF16)
@@ -266,7 +270,7 @@ def overheads(
 
             return run
 
-        for recipe in TURNED:
+        for recipe in HADAMARD_RECIPES:
             layer = get_recipe(recipe).layers
             works = [step(each) for each in (without_hadamard(layer), layer)]
             found.append(Timing(recipe, width, *clock(*works)))

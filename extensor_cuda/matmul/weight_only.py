@@ -41,7 +41,11 @@ from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.kernels.gemm.config import K_OF_BF16_STAGE, TILE_M, Config, Split
 from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, Packed, Scales, empty_rows, gemm
-from extensor_cuda.kernels.prepare.cast_bf16 import add_parts, bf16_triple, empty_parts
+from extensor_cuda.kernels.prepare.cast_bf16 import (
+    add_partial_sums,
+    bf16_triple,
+    empty_partial_sums,
+)
 from extensor_cuda.kernels.quantize import quantize as quantizer
 from extensor_cuda.kernels.weight_only import (
     w4a16_sm90_resident,
@@ -49,7 +53,7 @@ from extensor_cuda.kernels.weight_only import (
     w4w8a16_sm80,
     w4w8a16_sm90_wgmma,
 )
-from extensor_cuda.kernels.weight_only.program import FLOATS, PARTS, Arguments
+from extensor_cuda.kernels.weight_only.program import FLOATS, TOKENS_PER_ROW, Arguments
 from extensor_cuda.matmul import partition
 from extensor_cuda.matmul.expand import (
     FITS_BF16,
@@ -66,7 +70,7 @@ from extensor_cuda.runtime import driver
 __all__ = [
     "DECODED",
     "EXPANDED",
-    "MOST_TOKENS",
+    "MAX_TOKENS",
     "decodes_in_gemm",
     "few_tokens_gap",
     "weight_only_gap",
@@ -77,15 +81,15 @@ Array = Any
 
 DECODED = "tensor cores, weights decoded on the way"
 EXPANDED = "bf16 tensor cores, weights expanded"
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 """Rows of bfloat16 activations, or three times the rows of float32 ones."""
-_MANY = 2048
+_EXPAND_FIRST_ROWS = 2048
 """Rows from which on weights under scales of groups are quicker expanded first."""
-_SWIZZLE, _BESIDE = 8, 1920
+_SWIZZLE, _OVERLAP_ROWS = 8, 1920
 """Rows of tiles, of weights, that are walked together where a product expands them; rows of x from
-which on expanding hides behind the product."""
-_FOLDS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
-"""What `_folds` has read of weights."""
+which on expanding overlaps with the product."""
+_CAN_FOLD: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
+"""What `_can_fold_scales` has read of weights."""
 
 
 def weight_only_matmul(x: Array, w: QuantArray, dtype: str, xp: Any) -> Product | Unsupported:
@@ -120,9 +124,9 @@ def few_tokens_gap(x: Array, w: QuantArray, capability: str) -> Unsupported | No
         return Unsupported("not two matrices, the weights blocked along the last axis")
     if x.dtype.name not in FLOATS:
         return Unsupported(f"{x.dtype} activations; the kernel takes float32 and bfloat16")
-    if not 1 <= x.shape[0] * PARTS[x.dtype.name] <= MOST_TOKENS:
+    if not 1 <= x.shape[0] * TOKENS_PER_ROW[x.dtype.name] <= MAX_TOKENS:
         return Unsupported(
-            f"{x.shape[0]} rows of {x.dtype}; the kernel takes 1 to {MOST_TOKENS} tokens"
+            f"{x.shape[0]} rows of {x.dtype}; the kernel takes 1 to {MAX_TOKENS} tokens"
         )
     if 0 in w.shape or max(*w.shape, x.shape[1]) > 1 << 30:
         return Unsupported(f"weights of shape {w.shape}")
@@ -174,8 +178,8 @@ def _few_tokens(x: Array, w: QuantArray, dtype: str, capability: str, xp: Any) -
     x, codes, scales = (aligned(part, xp) for part in (x, w.codes, w.scales))
     out = xp.empty((len(x), w.shape[0]), dtype=RESULT_DTYPES[dtype])
     given = Arguments(x, codes, scales, w, out, partial(_zeros, xp), xp)
-    kernel, cut = _kernel(w, given.tokens, x.dtype.name, capability == "90")
-    kernel.product(given, cut)
+    kernel, schedule = _kernel(w, given.tokens, x.dtype.name, capability == "90")
+    kernel.product(given, schedule)
     return out
 
 
@@ -184,15 +188,15 @@ def _kernel(w: QuantArray, tokens: int, dtype: str, hopper: bool) -> tuple[Any, 
     lines, columns = w.shape
     if hopper:
         _, block = tile_extent(w.spec, w.shape)
-        if w4a16_sm90_ring.supports(w, tokens) and partition.ring_pays(lines):
-            return w4a16_sm90_ring, partition.ring_cut(lines, columns, tokens, block)
+        if w4a16_sm90_ring.supports(w, tokens) and partition.ring_is_faster(lines):
+            return w4a16_sm90_ring, partition.ring_schedule(lines, columns, tokens, block)
         if w4a16_sm90_resident.supports(w, tokens):
-            cut = partition.resident_cut(lines, columns, tokens, block)
-            if cut is not None:
-                return w4a16_sm90_resident, cut
+            schedule = partition.resident_schedule(lines, columns, tokens, block)
+            if schedule is not None:
+                return w4a16_sm90_resident, schedule
         if w4w8a16_sm90_wgmma.supports(w):
             bits = w.spec.row.element.bits
-            return w4w8a16_sm90_wgmma, partition.wgmma_cut(lines, columns, tokens, dtype, bits)
+            return w4w8a16_sm90_wgmma, partition.wgmma_schedule(lines, columns, tokens, dtype, bits)
     return w4w8a16_sm80, partition.split_k_sizes(lines, columns, w4w8a16_sm80.segment(w))
 
 
@@ -233,15 +237,12 @@ def _many_tokens(x: Array, w: QuantArray, dtype: str, xp: Any) -> Product | Unsu
         out = expanded
     if not single:
         parts, out = pitched(out, xp), empty_rows(xp, len(x), w.shape[0], RESULT_DTYPES[dtype])
-        add_parts(parts, Split(3, 0), out, None, xp)
+        add_partial_sums(parts, Split(3, 0), out, None, xp)
     return Product(xp.ascontiguousarray(out), path)
 
 
-def _beside(w: QuantArray) -> tuple[Array | None, int]:
-    """What lies beside the codes, scales of E2M1 or zero points of integers, each for how many.
-
-    0: for all of a row.
-    """
+def _scales_or_zero_points(w: QuantArray) -> tuple[Array | None, int]:
+    """Scales of E2M1 or zero points of integers, and how many codes share one; 0: all of a row."""
     _, length = tile_extent(w.spec, w.shape)
     if not w.spec.has_float_scales:
         return w.scales, length
@@ -259,38 +260,40 @@ def decodes_in_gemm(w: QuantArray, rows: int) -> bool:
         return False
     if k % (2 * K_OF_BF16_STAGE) or w.codes.nbytes != lines * k * element.bits // 8:
         return False
-    if group and (group < K_OF_BF16_STAGE or rows >= _MANY):
+    if group and (group < K_OF_BF16_STAGE or rows >= _EXPAND_FIRST_ROWS):
         return False
-    beside, length = _beside(w)
-    if beside is None:
+    table, length = _scales_or_zero_points(w)
+    if table is None:
         return True
-    in_words = length & (length - 1) == 0 and beside.shape[1] % 4 == 0
+    in_words = length & (length - 1) == 0 and table.shape[1] % 4 == 0
     return shared == 1 and (length == 0 or in_words)
 
 
-def _folds(w: QuantArray) -> bool:
+def _can_fold_scales(w: QuantArray) -> bool:
     """Whether no scale is NaN, or E8M0 and above 2**9; else the kernel takes more steps.
 
     Waits for the GPU the first time.
     """
-    if w not in _FOLDS:
-        _FOLDS[w] = bool(w.scales.view(np.uint8).max() <= (126 if w.spec.row.tensor_scale else 136))
-    return _FOLDS[w]
+    if w not in _CAN_FOLD:
+        _CAN_FOLD[w] = bool(
+            w.scales.view(np.uint8).max() <= (126 if w.spec.row.tensor_scale else 136)
+        )
+    return _CAN_FOLD[w]
 
 
 def _decoding_config(w: QuantArray, rows: int, dtype: str) -> tuple[Config, Split | None]:
-    beside, length = _beside(w)
+    table, length = _scales_or_zero_points(w)
     element, group = w.spec.row.element, scale_group_k(w)
     macros = {
         "CODEC_BITS": element.bits,
         "CODEC_IS_FLOAT": int(element.is_float),
         "CODEC_UE4M3": int(w.spec.row.tensor_scale),
-        "CODEC_BLOCK": 0 if beside is None else length,
-        "GEMM_ROW_ZERO_POINT": int(beside is not None and length == 0),
-        "GEMM_FOLD_SCALES": int(w.spec.has_float_scales or _folds(w)),
+        "CODEC_BLOCK": 0 if table is None else length,
+        "GEMM_ROW_ZERO_POINT": int(table is not None and length == 0),
+        "GEMM_FOLD_SCALES": int(w.spec.has_float_scales or _can_fold_scales(w)),
     }
     decodes = tuple((name, str(value)) for name, value in macros.items())
-    tile, split = partition.decoding_cut(w.shape[0], w.shape[1], rows, group, element.bits)
+    tile, split = partition.decoding_schedule(w.shape[0], w.shape[1], rows, group, element.bits)
     out = "float32" if split else dtype
     return _decoding_program(tile, group, out, split is not None, decodes), split
 
@@ -319,13 +322,13 @@ def _decoding(x: Array, w: QuantArray, dtype: str, xp: Any) -> Array:
     """
     config, split = _decoding_config(w, len(x), dtype)
     out = empty_rows(xp, len(x), w.shape[0], RESULT_DTYPES[dtype])
-    to = out if split is None else empty_parts(len(x), w.shape[0], split, config, xp)
-    scales, (beside, _) = _scales(float_scales(w, xp)), _beside(w)
-    packed = None if beside is None else Packed(None, aligned(beside, xp))
+    to = out if split is None else empty_partial_sums(len(x), w.shape[0], split, config, xp)
+    scales, (table, _) = _scales(float_scales(w, xp)), _scales_or_zero_points(w)
+    packed = None if table is None else Packed(None, aligned(table, xp))
     codes = aligned(w.codes, xp)
     gemm(codes, x, to, config, Epilogue(scales, split=split, packed=packed))
     if split is not None:
-        add_parts(to, split, out, None, xp)
+        add_partial_sums(to, split, out, None, xp)
     return xp.ascontiguousarray(out)
 
 
@@ -335,7 +338,7 @@ def _expanding(x: Array, w: QuantArray, dtype: str, xp: Any) -> Array | None:
     base = partition.configure("bf16", n, m, dtype, scale_group_k=scale_group_k(w))
     config = _expanding_program(base, bf16_program(w).macros, _SWIZZLE)
     ready = partition.ready_rows(m, config, driver.multiprocessors(xp.cuda.runtime.getDevice()))
-    if m < _BESIDE or ready >= n or (w.spec.is_mx and not FITS_BF16.get(w)):
+    if m < _OVERLAP_ROWS or ready >= n or (w.spec.is_mx and not FITS_BF16.get(w)):
         made = exact_bf16([w], xp)
         return None if made is None else _expanded_first(x, made[0], dtype, xp)
     right, packed = packed_bf16(w, xp, None, ready, -(-n // TILE_M))

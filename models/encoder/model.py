@@ -35,13 +35,20 @@ class Encoder(LanguageModel):
     def __init__(self, config: EncoderConfig, rng: np.random.Generator) -> None:
         super().__init__()
         self.config = config
-        self.tokens = nn.Embedding(config.vocab + 1, config.width, STD, rng)
-        self.positions = nn.Embedding(config.context, config.width, STD, rng)
+        width = config.width
+        self.tokens = nn.Embedding(config.vocab + 1, width, STD, rng)
+        self.positions = nn.Embedding(config.context, width, STD, rng)
         self.blocks = nn.ModuleList(
-            [nn.TransformerBlock(config.width, config.heads, rng=rng) for _ in range(config.layers)]
+            [
+                nn.TransformerBlock(
+                    nn.MultiheadAttention(width, config.heads, rng=rng),
+                    nn.FeedForward(width, 4 * width, rng=rng),
+                )
+                for _ in range(config.layers)
+            ]
         )
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocab, rng=rng)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, config.vocab, rng=rng)
         self.head.role = "head"
         for _, layer in nn.gemm_layers(self):
             draw_normal(layer, STD, rng)

@@ -43,7 +43,11 @@ class GPT(LanguageModel):
         self.positions = nn.Embedding(config.context, width, STD, rng)
         self.blocks = nn.ModuleList(
             [
-                nn.TransformerBlock(width, heads, causal=True, bias=bias, rng=rng)
+                nn.TransformerBlock(
+                    nn.MultiheadAttention(width, heads, causal=True, bias=bias, rng=rng),
+                    nn.FeedForward(width, 4 * width, bias=bias, rng=rng),
+                    bias=bias,
+                )
                 for _ in range(config.layers)
             ]
         )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends import cpu
+from extensor.backends.protocol import AttentionForward
 from tests.kernels.inputs import CORE, SECOND, UNIT, VIEWS, Bounded, assert_bytes, normals
 
 TINY = 2.0**-120
@@ -111,24 +112,26 @@ def attention_grad_cases() -> Bounded:
             folded(summed(p_t, p_off.swapaxes(-1, -2), wide, terms), groups),
         ]
         yield (
-            (g, q, k, v, out, stats, causal, scale),
+            (g, AttentionForward(q, k, v, out, stats, causal, scale)),
             exact,
             [SECOND * bound + TINY for bound in bounds],
         )
 
 
 def check_attention_grad(backend: cpu.CpuBackend) -> None:
-    for case, exact, bounds in attention_grad_cases():
-        into = tuple(np.full(a.shape, np.nan, np.float32) for a in case[1:4])
-        path = backend.path("attention_grad", *case, into)
+    for (g, forward), exact, bounds in attention_grad_cases():
+        inputs = forward.q, forward.k, forward.v
+        into = tuple(np.full(a.shape, np.nan, np.float32) for a in inputs)
+        path = backend.path("attention_grad", g, forward, into)
         assert CORE is None or path.startswith("core ("), path
-        backend.attention_grad(*case, into)
+        backend.attention_grad(g, forward, into)
         for got, expected, bound in zip(into, exact, bounds, strict=True):
-            assert (np.abs(got - expected) <= bound).all(), (case[1].shape, path)
+            assert (np.abs(got - expected) <= bound).all(), (forward.q.shape, path)
         for view in (VIEWS["strided"], VIEWS["misaligned"], VIEWS["transposed"]):
-            other = tuple(np.empty((*a.shape[:-1], a.shape[-1] + 3), np.float32) for a in into)
-            parts = tuple(a[..., : b.shape[-1]] for a, b in zip(other, into, strict=True))
-            seen = [view(a) if isinstance(a, np.ndarray) else a for a in case]
-            backend.attention_grad(*seen, parts)
+            wide = tuple(np.empty((*a.shape[:-1], a.shape[-1] + 3), np.float32) for a in into)
+            parts = tuple(a[..., : b.shape[-1]] for a, b in zip(wide, into, strict=True))
+            kept = (view(a) for a in (*inputs, forward.out, forward.stats))
+            other = AttentionForward(*kept, forward.causal, forward.scale)
+            backend.attention_grad(view(g), other, parts)
             for one, two in zip(parts, into, strict=True):
-                assert_bytes(one.copy(), two, (case[1].shape, path))
+                assert_bytes(one.copy(), two, (forward.q.shape, path))

@@ -15,8 +15,8 @@ from tests.oracle.grid import GRIDS, bits_of, decode, e4m3_byte, magnitude, roun
 from tests.oracle.work import (
     FLT_MAX,
     INFINITY_BYTE,
-    LEAST_DIVISOR,
-    LEAST_SCALE,
+    MIN_DIVISOR,
+    MIN_SCALE,
     NAN,
     ORDER,
     TINY_SATURATES,
@@ -85,7 +85,7 @@ def quantize_mx(work: Work, rule: str) -> np.ndarray:
             if byte == 255:
                 work.put(at, 0, False, NAN)
                 continue
-            divisor = max(byte - 127, LEAST_DIVISOR.get(work.spec.dialect, -127))
+            divisor = max(byte - 127, MIN_DIVISOR.get(work.spec.dialect, -127))
             v = work.scaled(F(work.x[at] * F(math.ldexp(1, -divisor))))
             code, saturated = work.coded(v, work.drawn(number, position))
             value = F(decode(code, work.element) * F(math.ldexp(1, byte - 127)))
@@ -207,7 +207,7 @@ def nv_block(
         else:
             base = F(block / F(F(6) * tensor_scale))
             base = F(1) if base == 0 else base
-        byte = max(e4m3_byte(min(base, F(448))), LEAST_SCALE[order])
+        byte = max(e4m3_byte(min(base, F(448))), MIN_SCALE[order])
         return byte, nv_codes(work, rule, number, places, decode(byte, "e4m3"), tensor_scale)
     if rule == "four_over_six":
         base = F(F(block / F(6)) * s_enc)

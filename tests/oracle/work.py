@@ -51,8 +51,8 @@ ZEROS = {  # (dialect, format) -> (sign bit of exact zeros, of values that round
 }
 ZERO_BLOCK_BYTE = {"torchao": 0x08, "compressed_tensors": 0x20, "model_optimizer": 0x38}
 INFINITY_BYTE = {"nvidia": lambda emax: 0xFE, "torchao": lambda emax: 255 - emax}
-LEAST_DIVISOR = {"torchao": -126}
-LEAST_SCALE = {"torchao": 0x08, "model_optimizer": 0x01}
+MIN_DIVISOR = {"torchao": -126}
+MIN_SCALE = {"torchao": 0x08, "model_optimizer": 0x01}
 ORDER = {"torchao", "model_optimizer"}
 TINY_SATURATES = {"nvidia"}
 

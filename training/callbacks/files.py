@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
+
+from extensor.io import load_checkpoint
 
 from ..extras import missing
 from ..records import EpochReport, StepReport
-from ..rundir import BEST, LAST, METRICS
+from ..rundir import BEST, LAST, METRICS, NEXT_BEST, write_text
 from .base import Callback, RunView
 
 __all__ = ["JsonLines", "SaveCheckpoint", "TensorBoard"]
 
 EVERY_STEPS = 20
 """Steps between two records in TensorBoard."""
+FLUSH_SECONDS = 10.0
+"""TensorBoard sees events this much later at most, where records follow each other."""
 
 
 class JsonLines(Callback):
@@ -21,7 +26,7 @@ class JsonLines(Callback):
 
     def on_start(self, run: RunView) -> None:
         lines = [json.dumps(report.as_dict()) + "\n" for report in run.history]
-        (run.out / METRICS).write_text("".join(lines), encoding="utf-8")
+        write_text(run.out / METRICS, "".join(lines))
 
     def on_epoch(self, run: RunView, report: EpochReport) -> None:
         with (run.out / METRICS).open("a", encoding="utf-8") as file:
@@ -33,16 +38,34 @@ class SaveCheckpoint(Callback):
 
     "Best" is by the task's metric on the validation data, the earliest epoch of equals. Without
     validation data there is no best one, since the test data may not choose.
+
+    The best one gets its name only when the last one is written, which says which epoch is best: at
+    a death in between, the next start puts it in place, or deletes what the last one does not know.
     """
 
+    def on_start(self, run: RunView) -> None:
+        best, waiting = run.out / BEST, run.out / NEXT_BEST
+        if not waiting.exists():
+            return
+        known = run.task.metric.best(run.history).step if run.history else None
+        if load_checkpoint(waiting).metadata["position"]["step"] == known:
+            waiting.replace(best)
+        else:
+            waiting.unlink()
+
     def on_epoch(self, run: RunView, report: EpochReport) -> None:
+        better = run.task.validates and run.task.metric.best(run.history) is run.history[-1]
+        if better:
+            run.save(run.out / NEXT_BEST)
         run.save(run.out / LAST)
-        if run.task.validates and run.task.metric.best(run.history) is run.history[-1]:
-            run.save(run.out / BEST)
+        if better:
+            (run.out / NEXT_BEST).replace(run.out / BEST)
 
 
 class TensorBoard(Callback):
     """Writes events into the run's ``tensorboard`` folder, for `tensorboard --logdir runs`.
+
+    Events are written by the thread that trains, so that a full disk is an error of the run.
 
     Raises:
         ImportError: if tensorboardX is not installed.
@@ -51,33 +74,48 @@ class TensorBoard(Callback):
     def __init__(self) -> None:
         if (message := missing("the callback TensorBoard", "tensorboardX")) is not None:
             raise ImportError(message)
-        import tensorboardX
+        from tensorboardX import event_file_writer, proto, summary
 
-        self._library = tensorboardX
+        self._writer_of, self._scalar = event_file_writer.EventsWriter, summary.scalar
+        self._proto: Any = proto.event_pb2
         self._writer: Any = None
+        self._flushed = 0.0
 
     def on_start(self, run: RunView) -> None:
-        # purge_step hides events that an interrupted run wrote after its checkpoint
-        step = run.position.step
-        self._writer = self._library.SummaryWriter(
-            str(run.out / "tensorboard"), purge_step=step + 1 if step else None
-        )
+        folder, step = run.out / "tensorboard", run.position.step
+        folder.mkdir(exist_ok=True)
+        self._writer = self._writer_of(str(folder / "events"))
+        if step:  # hides events that an interrupted run wrote after its checkpoint
+            start = self._proto.SessionLog(status=self._proto.SessionLog.START)
+            self._add(step + 1, file_version="brain.Event:2")
+            self._add(step + 1, session_log=start)
 
     def on_step(self, run: RunView, report: StepReport) -> None:
         if report.step % EVERY_STEPS == 0:
             self.add("step", report.step, {"loss": report.loss, "lr": report.lr})
+            if time.monotonic() > self._flushed + FLUSH_SECONDS:
+                self._flush()
 
     def on_epoch(self, run: RunView, report: EpochReport) -> None:
         values = report.as_dict()
         del values["epoch"], values["step"]
         self.add("epoch", report.step, values)
+        self._flush()
 
     def on_end(self, run: RunView, result: dict[str, Any] | None) -> None:
         if self._writer is not None:
-            self._writer.close()
+            writer, self._writer = self._writer, None
+            writer.close()
 
     def add(self, group: str, step: int, values: dict[str, float | None]) -> None:
         """Scalars ``group/name`` of a step; None is left out."""
         for name, value in values.items():
             if value is not None:
-                self._writer.add_scalar(f"{group}/{name}", value, step)
+                self._add(step, summary=self._scalar(f"{group}/{name}", value))
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.write_event(self._proto.Event(wall_time=time.time(), step=step, **content))
+
+    def _flush(self) -> None:
+        self._writer.flush()
+        self._flushed = time.monotonic()

@@ -29,7 +29,7 @@ from extensor.quant.spec import QuantSpec
 
 from ..batch import Batch
 from ..records import StepReport, finite, share
-from ..rundir import TELEMETRY
+from ..rundir import TELEMETRY, write_text
 from .base import Callback, RunView
 from .files import TensorBoard
 
@@ -61,9 +61,10 @@ class Telemetry(Callback):
 
     def on_start(self, run: RunView) -> None:
         path, done = run.out / TELEMETRY, run.position.step
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() and done else []
+        text = path.read_text(encoding="utf-8") if path.is_file() and done else ""
+        *lines, _ = text.split("\n")  # what follows the last line end, a killed run did not finish
         kept = [line + "\n" for line in lines if json.loads(line)["step"] <= done]
-        path.write_text("".join(kept), encoding="utf-8")
+        write_text(path, "".join(kept))
         self._remember_buffers(run, done + 1)
 
     def on_gradients(self, run: RunView, batch: Batch) -> None:

@@ -49,7 +49,7 @@ class DatasetRow:
 
 
 DATASETS: dict[str, DatasetRow] = {
-    "digits": DatasetRow("1,437 + 360 real digits from scikit-learn; no download", load_digits),
+    "digits": DatasetRow("1,437 + 360 real handwritten digits; no download", load_digits),
     "mnist": DatasetRow("60,000 + 10,000 handwritten digits (11 MB download)", MNIST.load),
     "fashion_mnist": DatasetRow(
         "60,000 + 10,000 pictures of clothes (31 MB; Debian: dataset-fashion-mnist)",

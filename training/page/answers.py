@@ -21,11 +21,11 @@ from ..text.masking import IGNORE_LABEL
 
 __all__ = ["answers"]
 
-LOOKED_AT = 1000
+SEARCHED = 1000
 """Test images among which the worst mistakes are looked for."""
 SHOWN = 24
 TOKENS, WINDOWS = 400, 6
-MOST_CLASSES = 30
+MAX_CLASSES = 30
 """A larger matrix says nothing at a glance."""
 
 
@@ -42,7 +42,7 @@ def answers(trainer: Trainer, result: dict[str, Any] | None) -> dict[str, Any]:
             return {"text": _text(trainer, trainer.task)}
         assert isinstance(trainer.task, Classification)
         names, counts = trainer.task.dataset.classes, (result or {}).get("confusion")
-        known = counts is not None and len(names) <= MOST_CLASSES
+        known = counts is not None and len(names) <= MAX_CLASSES
         confusion = (names, counts) if known else None
         return {"mistakes": _mistakes(trainer, trainer.task), "confusion": confusion}
 
@@ -87,7 +87,7 @@ def _mistakes(trainer: Trainer, task: Classification) -> tuple[list[dict[str, An
             true = int(labels[i])
             found.append((p[i, true], batch.inputs[i], true, int(said[i]), p[i].max()))
         seen += batch.count
-        if seen >= LOOKED_AT:
+        if seen >= SEARCHED:
             break
     names = task.dataset.classes
     found.sort(key=lambda row: row[0])

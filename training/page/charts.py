@@ -13,7 +13,7 @@ from .facts import Facts
 
 __all__ = ["curves", "operands", "telemetry"]
 
-MOST_LINES = 8
+MAX_LINES = 8
 SLOT_TITLES = {"fprop.w": "weights", "fprop.x": "activations", "dgrad.g": "gradients"}
 
 
@@ -75,10 +75,10 @@ def telemetry(records: list[dict[str, Any]]) -> list[Markup]:
         return few({p: [worst(r["layers"].get(p, {})) for r in records] for p in paths}, True)
 
     def few(rows: dict[str, list[float | None]], highest: bool) -> list[Line]:
-        """At most `MOST_LINES`: those with the highest (lowest) means, in the model's order."""
+        """At most `MAX_LINES`: those with the highest (lowest) means, in the model's order."""
         known = {path: [v for v in values if v is not None] for path, values in rows.items()}
         means = {path: sum(values) / len(values) for path, values in known.items() if values}
-        chosen = sorted(means, key=lambda path: means[path], reverse=highest)[:MOST_LINES]
+        chosen = sorted(means, key=lambda path: means[path], reverse=highest)[:MAX_LINES]
         return [Line(path, steps, rows[path]) for path in means if path in chosen]
 
     return _drawn(
@@ -113,7 +113,7 @@ def _histogram(title: str, seen: OperandHistogram) -> str:
     few = [v for v, _ in seen.grid if abs(v) in (0.0, top) or v in (-top / 2, top / 2)]
     return bars(
         title,
-        f"{seen.format}, {seen.zeros:.0%} zeros apart" if seen.zeros > 0.005 else seen.format,
+        f"{seen.format}, {seen.zeros:.0%} zeros, not drawn" if seen.zeros > 0.005 else seen.format,
         seen.edges,
         seen.counts,
         seen.axis,

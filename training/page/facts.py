@@ -15,7 +15,7 @@ from ..config import RunConfig
 from ..data import DataError
 from ..histograms import Histograms, operand_histograms
 from ..ptq import load_run
-from ..result import beside_float32
+from ..result import compare_with_float32
 from ..rundir import CONFIG, LAST, METRICS, TELEMETRY, UsageError, read_config, read_result
 from .answers import answers
 
@@ -90,7 +90,7 @@ def _from_checkpoint(
         trainer = load_run(folder)
     except (UsageError, DataError, CheckpointError) as error:
         return (), {}, {}, str(error)
-    rows = beside_float32(trainer, isolated=True)[0].rows
+    rows = compare_with_float32(trainer, isolated=True)[0].rows
     try:
         said = answers(trainer, result)
     except UsageError as error:  # it diverged: the rest of the page says how

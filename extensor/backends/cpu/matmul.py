@@ -7,7 +7,7 @@ gamma_n = n u / (1 - n u), no overflow or underflow:
     matmul         |error| <= gamma_(K + 1) (|bias| + |a| |b|), K products a sum
 
 Every sum is one chain in the order of its terms, whatever the number of threads. Where numpy's BLAS
-is faster it is kept: products with fewer than `_LEAST` rows or columns.
+is faster it is kept: products with fewer than `_MIN_SIDE` rows or columns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from extensor.quant.array import QuantArray
 
 __all__ = ["CpuMatmul"]
 
-_LEAST = 8
+_MIN_SIDE = 8
 """1 x 512 x 512 takes BLAS 14 us and the core 60; 8 x 512 x 512 takes 89 and 70 (measured)."""
 _VECTOR = Unsupported("a vector")
 
@@ -38,8 +38,10 @@ class CpuMatmul(CpuCore):
         if a.ndim < 2 or b.ndim < 2:
             return _VECTOR
         rows, columns = a.size // a.shape[-1] if b.ndim == 2 else a.shape[-2], b.shape[-1]
-        if min(rows, columns) < _LEAST:
-            return Unsupported(f"{rows} rows by {columns} columns; BLAS is faster below {_LEAST}")
+        if min(rows, columns) < _MIN_SIDE:
+            return Unsupported(
+                f"{rows} rows by {columns} columns; BLAS is faster below {_MIN_SIDE}"
+            )
         return core
 
     @runs_in_core(_choose_matmul)

@@ -35,7 +35,7 @@ import ml_dtypes
 import numpy as np
 
 from extensor.backends.cpu.core import CpuCore, first_arrays, ready, runs_in_core
-from extensor.backends.protocol import Array
+from extensor.backends.protocol import Array, AttentionForward
 from extensor.backends.unsupported import Unsupported
 
 __all__ = ["CpuNn"]
@@ -146,9 +146,11 @@ class CpuNn(CpuCore):
         out, stats = core.attention(_rows(q), _rows(k), _rows(v), causal, scale)
         return out, stats
 
-    def _choose_attention_grad(self, *args: Any) -> Any:
-        *arrays, _, _, into = args
-        core = self.float32_core(*arrays, *into)
+    def _choose_attention_grad(
+        self, g: Array, forward: AttentionForward, into: tuple[Array, Array, Array]
+    ) -> Any:
+        f = forward
+        core = self.float32_core(g, f.q, f.k, f.v, f.out, f.stats, *into)
         if core and any(_rows(a) is not a for a in into):
             return Unsupported(
                 "gradients to write that are strided along the last axis, or misaligned"
@@ -157,21 +159,12 @@ class CpuNn(CpuCore):
 
     @runs_in_core(_choose_attention_grad)
     def attention_grad(
-        self,
-        core: Any,
-        g: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        stats: Array,
-        causal: bool,
-        scale: float,
-        into: tuple[Array, Array, Array],
+        self, core: Any, g: Array, forward: AttentionForward, into: tuple[Array, Array, Array]
     ) -> None:
         """See the protocol."""
-        arrays = (_rows(a) for a in (g, q, k, v, out))
-        core.attention_grad(tuple(arrays), ready(stats), causal, scale, into)
+        f = forward
+        arrays = (_rows(a) for a in (g, f.q, f.k, f.v, f.out))
+        core.attention_grad(tuple(arrays), ready(f.stats), f.causal, f.scale, into)
 
     @runs_in_core(first_arrays(3))
     def layer_norm(

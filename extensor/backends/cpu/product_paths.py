@@ -54,7 +54,7 @@ _MAX_STEP = 8192  # of an exact sum: with zero points it and its parts stay in i
 _LARGEST = 2.0**60  # of activations in a weight-only product: no unscaled sum overflows
 _LARGEST_PRODUCT = 2.0**100  # of two scales
 _BF16_DIGITS = 8  # of a bfloat16, and so of an element and its scale together
-_LEAST_SIDE, _LEAST_WORK = 32, 1 << 19  # of operand products: below, BLAS is faster (measured)
+_MIN_SIDE, _MIN_WORK = 32, 1 << 19  # of operand products: below, BLAS is faster (measured)
 _SMALL = 127 - 40  # of e8m0 bytes; no two blocks above it come near underflow
 _MAGNITUDE = {4: (0x77,), 6: (0xDF, 0xF7, 0x7D), 8: (0x7F,)}  # bits of packed codes but the signs
 
@@ -181,7 +181,7 @@ def operand_factors(core: Any, a: Any, b: Any) -> tuple[float, float] | Unsuppor
     if not all(x.flags.c_contiguous or x.flags.f_contiguous for x in (a, b)):
         return Unsupported("arrays that are not contiguous either way round")
     shape = (*a.shape, b.shape[0])
-    if min(shape) < _LEAST_SIDE or math.prod(shape) < _LEAST_WORK:
+    if min(shape) < _MIN_SIDE or math.prod(shape) < _MIN_WORK:
         return Unsupported(f"a product of {' x '.join(map(str, shape))} is small; BLAS is faster")
     factors, ranges = [], []
     for x in (a, b):

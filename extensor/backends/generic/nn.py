@@ -9,9 +9,9 @@ import numpy as np
 
 from extensor.backends.generic.core import BFLOAT16, FLOAT32, GenericCore, widened
 from extensor.backends.generic.erf import erf_array
-from extensor.backends.protocol import Array
+from extensor.backends.protocol import Array, AttentionForward
 
-__all__ = ["GenericNn", "dropout_factor", "dropout_least"]
+__all__ = ["GenericNn", "dropout_factor", "dropout_threshold"]
 
 
 class GenericNn(GenericCore):
@@ -161,28 +161,24 @@ class GenericNn(GenericCore):
             stats[..., :1], stats[..., 1:] = largest, inverse
         return out.reshape(*q.shape[:-1], v.shape[-1]), stats.reshape(*q.shape[:-1], 2)
 
-    @widened
     def attention_grad(
-        self,
-        g: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        stats: Array,
-        causal: bool,
-        scale: float,
-        into: tuple[Array, Array, Array],
+        self, g: Array, forward: AttentionForward, into: tuple[Array, Array, Array]
     ) -> None:
         """See the protocol.
 
         With p the probabilities, d = g v^T and t = sum over a row of g out: gv = p^T g,
         ds = scale p (d - t), gq = ds k, gk = ds^T q.
         """
-        xp = self.xp
+        f, xp = forward, self.xp
+        arrays = g, f.q, f.k, f.v, f.out, f.stats
+        if any(a.dtype == BFLOAT16 for a in arrays):
+            g, q, k, v, out, stats = (self._wide(a) for a in arrays)
+            self.attention_grad(g, AttentionForward(q, k, v, out, stats, f.causal, f.scale), into)
+            return
+        q, k, v, causal, scale = f.q, f.k, f.v, f.causal, f.scale
         batch, groups = k.shape[:2]
         shape = (batch, groups, q.shape[1] // groups, q.shape[2])
-        grouped = [a.reshape(*shape, a.shape[-1]) for a in (g, q, out, stats)]
+        grouped = [a.reshape(*shape, a.shape[-1]) for a in (g, q, f.out, f.stats)]
         gg, qq, oo, ss = grouped
         p = xp.exp(_scores(q, k, causal, scale, xp) - ss[..., :1]) * ss[..., 1:]
         d = xp.matmul(gg, v[:, :, None].swapaxes(-1, -2))
@@ -263,11 +259,11 @@ class GenericNn(GenericCore):
         size, (seed, calls) = math.prod(shape), draws.tolist()
         drawn = np.random.Philox(key=seed, counter=[0, calls, 0, 0]).random_raw(-(-size // 2))
         words = np.asarray(drawn, dtype="<u8").view("<u4")[:size].reshape(shape)
-        mask = (words >= dropout_least(p)).astype(np.float32) * dropout_factor(p)
+        mask = (words >= dropout_threshold(p)).astype(np.float32) * dropout_factor(p)
         return self.xp.asarray(mask)
 
 
-def dropout_least(p: float) -> int:
+def dropout_threshold(p: float) -> int:
     """The least of 2^32 equally likely words that keeps a value which goes with probability p."""
     return int(p * 2.0**32)
 

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from extensor.backends.protocol.core import Array
 
-__all__ = ["NnMethods"]
+__all__ = ["AttentionForward", "NnMethods"]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionForward:
+    """Arguments of `NnMethods.attention` and its results, which the gradient reads."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    stats: Array
+    causal: bool
+    scale: float
 
 
 class NnMethods(Protocol):
@@ -87,18 +101,9 @@ class NnMethods(Protocol):
         ...
 
     def attention_grad(
-        self,
-        g: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        stats: Array,
-        causal: bool,
-        scale: float,
-        into: tuple[Array, Array, Array],
+        self, g: Array, forward: AttentionForward, into: tuple[Array, Array, Array]
     ) -> None:
-        """Gradients of attention, whose results are ``out`` and ``stats``, in q, k and v.
+        """Gradients of attention in q, k and v, of what it was given and returned.
 
         They are written to ``into``, arrays of the inputs' shapes that may be strided.
         """

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from extensor.backends.protocol import AttentionForward
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.kernels.common.wgmma import wgmma
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.c_struct import structure
 from extensor_cuda.runtime.compile import Source
 
-__all__ = ["KERNELS", "Forward", "attention", "attention_grad", "source", "unsupported"]
+__all__ = ["KERNELS", "attention", "attention_grad", "source", "unsupported"]
 
 Array = Any
 HEADS = (64, 128)
@@ -190,20 +191,9 @@ def attention(
     return out, lse2
 
 
-@dataclass(frozen=True, eq=False)
-class Forward:
-    """Arguments of `attention` and its results, which the gradient reads."""
-
-    q: Array
-    k: Array
-    v: Array
-    out: Array
-    stats: Array
-    causal: bool
-    scale: float
-
-
-def attention_grad(g: Array, forward: Forward, into: tuple[Array, Array, Array], xp: Any) -> None:
+def attention_grad(
+    g: Array, forward: AttentionForward, into: tuple[Array, Array, Array], xp: Any
+) -> None:
     """Gradients of `attention` in q, k and v, written to ``into``; two launches, does not wait.
 
     Args:

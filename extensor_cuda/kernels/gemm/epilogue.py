@@ -95,7 +95,7 @@ class Epilogue(NamedTuple):
             columns (groups N,).
         split: parts of K, with a config that splits, flags and one exponent for all of an operand,
             but nothing else if it is not written as (N, M). Out is then float32 (parts R, N), or
-            (parts R, M), R from `rows_of_parts`, what lies in a part beyond being zeros.
+            (parts R, M), R from `partial_sum_rows`, what lies in a part beyond being zeros.
         packed: with a config that expands (a is written too, from the ready rows on) or decodes.
     """
 

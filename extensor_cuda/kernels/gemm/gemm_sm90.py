@@ -24,7 +24,7 @@ from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.c_struct import structure
 
 __all__ = [
-    "MOST_TERMS",
+    "MAX_TERMS",
     "Epilogue",
     "Flags",
     "Packed",
@@ -32,12 +32,12 @@ __all__ = [
     "Zeros",
     "empty_rows",
     "gemm",
-    "rows_of_parts",
+    "partial_sum_rows",
 ]
 
 Array = Any
 
-MOST_TERMS = (1 << 17) - 1
+MAX_TERMS = (1 << 17) - 1
 """K of a product of 8-bit integers: 128 * 128 * K stays below 2**31."""
 
 _PLAIN = Epilogue()
@@ -57,7 +57,7 @@ def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Array:
     return array if pitch == columns else array[:, :columns]
 
 
-def rows_of_parts(m: int, config: Config) -> int:
+def partial_sum_rows(m: int, config: Config) -> int:
     """How many rows of memory a part of K takes of a result of m that is split."""
     pipeline = config.pipeline
     tile = pipeline.tile_n if config.layout.out_transposed else TILE_M * pipeline.cluster
@@ -229,7 +229,7 @@ def _sizes(
     n = right[0] // max(groups, 1)
     shape = (n, m) if layout.out_transposed else (m, n)
     if split is not None:
-        shape = split.parts * rows_of_parts(shape[0], config), shape[1]
+        shape = split.parts * partial_sum_rows(shape[0], config), shape[1]
     if type_of(out) != config.out or (
         isinstance(out, Requantized) and not quantizes(pipeline.tile_n, out.q.spec)
     ):
@@ -252,9 +252,9 @@ def _sizes(
             f"{BOX} columns; got {config.a} in {groups} groups, {pipeline.tile_n} columns by a "
             f"cluster of {pipeline.cluster}"
         )
-    if config.a == "s8" and k > MOST_TERMS:
+    if config.a == "s8" and k > MAX_TERMS:
         raise ValueError(
-            f"gemm: int32 sums of 8-bit products take K up to {MOST_TERMS}, got {k}; split K"
+            f"gemm: int32 sums of 8-bit products take K up to {MAX_TERMS}, got {k}; split K"
         )
     return m, n, k
 

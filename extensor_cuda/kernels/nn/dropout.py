@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor.backends.generic.nn import dropout_factor, dropout_least
+from extensor.backends.generic.nn import dropout_factor, dropout_threshold
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
@@ -33,6 +33,6 @@ def dropout_mask(draws: Array, shape: tuple[int, ...], p: float, xp: Any) -> Arr
     mask = xp.empty(shape, dtype=np.float32)
     if size := math.prod(shape):
         blocks = -(-size // (_WORDS * _THREADS))
-        numbers = np.int64(size), np.uint32(dropout_least(p)), dropout_factor(p)
+        numbers = np.int64(size), np.uint32(dropout_threshold(p)), dropout_factor(p)
         launch(source(), "dropout_mask", blocks, _THREADS, draws, mask, *numbers)
     return mask

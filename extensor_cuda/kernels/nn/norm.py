@@ -19,10 +19,10 @@ from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["MOST", "grad", "norm", "norm_source"]
+__all__ = ["MAX_LENGTH", "grad", "norm", "norm_source"]
 
 Array = Any
-MOST = 8192
+MAX_LENGTH = 8192
 """The longest row whose values fit the registers of a block."""
 _BLOCKS_EACH = 4  # of the gradient, per multiprocessor: each leaves partial sums
 
@@ -52,8 +52,8 @@ def norm(
     """(x - mean) rstd weight + bias, the mean (None of RMSNorm) and rstd.
 
     x is float32 or bfloat16 (..., *weight.shape), C-contiguous, not empty. Weight and bias (None of
-    RMSNorm) are float32, of up to `MOST` values; twice as many where no gradient is asked for.
-    ``narrow`` rounds the result to bfloat16, once.
+    RMSNorm) are float32, of up to `MAX_LENGTH` values; twice as many where no gradient is asked
+    for. ``narrow`` rounds the result to bfloat16, once.
     """
     length = weight.size
     rows = x.size // length

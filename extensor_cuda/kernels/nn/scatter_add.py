@@ -19,7 +19,7 @@ from extensor_cuda.runtime.launch import launch
 __all__ = ["add_rows", "source"]
 
 Array = Any
-_THREADS, _COLUMNS, _MOST = 256, 1024, 32  # as in scatter_add.cu
+_THREADS, _COLUMNS, _MAX_KEPT = 256, 1024, 32  # as in scatter_add.cu
 
 
 @cache
@@ -40,7 +40,7 @@ def add_rows(out: Array, index: Array, rows: Array, xp: Any) -> None:
     index = xp.ascontiguousarray(index.astype(np.int64, copy=False))
     panels, length = -(-width // _COLUMNS), len(out)
     found = xp.zeros((length, 2), dtype=np.uint32)
-    kept = xp.empty((length, _MOST), dtype=np.uint32)
+    kept = xp.empty((length, _MAX_KEPT), dtype=np.uint32)
     sizes = np.int64(index.size), np.int64(length)
     launch(source(), "collect", -(-index.size // _THREADS), _THREADS, index, found, kept, *sizes)
     arrays = index, found, kept, xp.ascontiguousarray(rows), out

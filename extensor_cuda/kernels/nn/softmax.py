@@ -20,10 +20,10 @@ from extensor_cuda.kernels.nn.elementwise import ROW_THREADS, kind, row_warps
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["MOST", "attend", "attend_grad", "softmax", "softmax_grad", "softmax_source"]
+__all__ = ["MAX_LENGTH", "attend", "attend_grad", "softmax", "softmax_grad", "softmax_source"]
 
 Array = Any
-MOST = 8192
+MAX_LENGTH = 8192
 """The longest row whose values fit the registers of a block."""
 
 
@@ -43,7 +43,10 @@ def _launch(kernel: str, rows: int, length: int, *arguments: Any) -> None:
 
 
 def softmax(x: Array, xp: Any) -> Array:
-    """Softmax along the last axis, of 1 to `MOST` values, of float32 or bfloat16 C-contiguous x."""
+    """Softmax along the last axis, of 1 to `MAX_LENGTH` values, of C-contiguous x.
+
+    x is float32 or bfloat16.
+    """
     out = xp.empty_like(x)
     _launch("softmax", x.size // x.shape[-1], x.shape[-1], x, out)
     return out
@@ -71,14 +74,14 @@ def attend(scores: Array, scale: float, causal: bool, xp: Any) -> Array:
 
 
 def attend_grad(
-    scores: Array, d: Array, stats: Array, along: Array, scale: float, causal: bool
+    scores: Array, d: Array, stats: Array, row_sums: Array, scale: float, causal: bool
 ) -> None:
     """Products in place to probabilities, and d = g v^T in place to the gradient of q k^T.
 
-    ``stats`` are from `attend`, C-contiguous; ``along``, (..., T, 1), are the sums over rows of g
-    times the output.
+    ``stats`` are from `attend`, C-contiguous; ``row_sums``, (..., T, 1), are the sums over rows of
+    g times the output.
     """
     queries, keys = scores.shape[-2:]
     hidden = np.int64(queries if causal else 0)
     rows = scores.size // keys
-    _launch("attend_grad", rows, keys, scores, d, stats, along, np.float32(scale), hidden)
+    _launch("attend_grad", rows, keys, scores, d, stats, row_sums, np.float32(scale), hidden)

@@ -21,7 +21,7 @@ Array = Any
 KINDS = ("float32", "bfloat16")
 
 _LINES, _LINES_AT_END = 8, 32  # rows that a block has at a time, in the first launch and the last
-_BLOCKS, _MOST_CHUNKS, _LEAST_ROWS = 1056, 256, 32
+_BLOCKS, _MAX_CHUNKS, _MIN_ROWS = 1056, 256, 32
 
 
 @lru_cache(maxsize=8)
@@ -33,8 +33,8 @@ def sums_source(kind: str, each: int, lines: int) -> Source:
 
 def _chunk(rows: int, panels: int) -> int:
     """Rows of a chunk: as many chunks as fill a GPU, each worth a block's while."""
-    chunks = min(max(_BLOCKS // panels, 1), _MOST_CHUNKS)
-    return max(-(-rows // chunks // _LEAST_ROWS) * _LEAST_ROWS, _LEAST_ROWS)
+    chunks = min(max(_BLOCKS // panels, 1), _MAX_CHUNKS)
+    return max(-(-rows // chunks // _MIN_ROWS) * _MIN_ROWS, _MIN_ROWS)
 
 
 def _each(columns: int, itemsize: int, aligned: bool) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from extensor_cuda.kernels.gemm.config import Config, Split
-from extensor_cuda.kernels.gemm.gemm_sm90 import empty_rows, rows_of_parts
+from extensor_cuda.kernels.gemm.gemm_sm90 import empty_rows, partial_sum_rows
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["add_parts", "bf16_source", "bf16_triple", "empty_parts", "round_to_bf16"]
+__all__ = ["add_partial_sums", "bf16_source", "bf16_triple", "empty_partial_sums", "round_to_bf16"]
 
 Array = Any
 
@@ -65,12 +65,12 @@ def bf16_triple(x: Array, xp: Any) -> Array:
     return out
 
 
-def empty_parts(m: int, n: int, split: Split, config: Config, xp: Any) -> Array:
+def empty_partial_sums(m: int, n: int, split: Split, config: Config, xp: Any) -> Array:
     """Where the parts of a split-K product (m, n) go, before they are added."""
-    return empty_rows(xp, split.parts * rows_of_parts(m, config), n, np.float32)
+    return empty_rows(xp, split.parts * partial_sum_rows(m, config), n, np.float32)
 
 
-def add_parts(parts: Array, split: Split, out: Array, bias: Array | None, xp: Any) -> None:
+def add_partial_sums(parts: Array, split: Split, out: Array, bias: Array | None, xp: Any) -> None:
     """Out (M, N) = the parts of a product, added in order, then the bias; does not wait."""
     below, (m, n) = len(parts) // split.parts, out.shape
     pitch, quads = out.strides[0] // out.itemsize, parts.strides[0] // 16

@@ -20,7 +20,7 @@ Array = Any
 
 _SOURCE = Path(__file__).parent / "expand.cu"
 _THREADS, _GUARDED_BLOCKS, _ANCHOR_BLOCKS = 256, 264, 264
-_MOST_THREADS = 1 << 31  # of 16 elements each
+_MAX_THREADS = 1 << 31  # of 16 elements each
 _ALL = 1 << 30  # elements or rows that share a scale: all there are
 _KINDS = ("bf16", "e5m2", "e4m3")  # as in expand.cu
 
@@ -86,7 +86,7 @@ def expand(
     Raises:
         ValueError: for more than the kernel counts in 32 bits.
     """
-    if threads >= _MOST_THREADS:
+    if threads >= _MAX_THREADS:
         raise ValueError(
             f"expand: expected less than 2**35 elements, got {out.shape}; multiply parts of its "
             "rows"

@@ -77,7 +77,8 @@ def quantize(
     else:
         plan = float_scaled_blocks.columnwise_plan(spec, x.shape, (tall, wide), transposed=True)
     if plan and _is_aligned(x):
-        float_scaled_blocks.quantize(plan, x, stream, out, scales, counters, xp, most=amax)
+        written = float_scaled_blocks.BlockOutput(out, scales, counters)
+        float_scaled_blocks.quantize(plan, x, stream, written, xp, amax)
     else:
         source = scaled_source(spec, x.dtype.name)
         most = xp.zeros(grid, dtype=np.uint32)

@@ -53,9 +53,9 @@ class FloatPlan:
         spec: resolved.
         shape: of the array.
         sizes: (outer, rows, inner, columns), columns being the axis of the blocks.
-        each: what a block has of them.
+        extent: what a block has of them.
         grid: how many blocks there are along them.
-        fast: which of columns, inner and rows memory runs along.
+        contiguous_axis: which of columns, inner and rows memory runs along.
         codes_shape: of the packed codes.
         scales_shape: of the scales.
     """
@@ -63,52 +63,52 @@ class FloatPlan:
     spec: QuantSpec
     shape: tuple[int, ...]
     sizes: tuple[int, int, int, int]
-    each: tuple[int, int, int, int]
+    extent: tuple[int, int, int, int]
     grid: tuple[int, int, int, int]
-    fast: int
+    contiguous_axis: int
     codes_shape: tuple[int, ...]
     scales_shape: tuple[int, ...]
 
     @cached_property
     def blocks(self) -> float_scaled_blocks.BlockPlan | None:
         """The plan of the faster kernels, in one reading, where they fit."""
-        if self.bytes * self.per != self.sizes[3]:
+        if self.column_bytes * self.codes_per_byte != self.sizes[3]:
             return None
-        if self.fast == _COLUMNS:
-            return float_scaled_blocks.rowwise_plan(self.spec, self.sizes, self.each, self.grid)
-        if self.fast != _ROWS or len(self.shape) != 2:
+        if self.contiguous_axis == _COLUMNS:
+            return float_scaled_blocks.rowwise_plan(self.spec, self.sizes, self.extent, self.grid)
+        if self.contiguous_axis != _ROWS or len(self.shape) != 2:
             return None
-        extent = self.each[3], self.each[1]
+        extent = self.extent[3], self.extent[1]
         return float_scaled_blocks.columnwise_plan(self.spec, self.shape, extent, transposed=False)
 
     @property
-    def per(self) -> int:
+    def codes_per_byte(self) -> int:
         """Codes of a byte."""
         return 8 // self.spec.row.element.bits
 
     @property
-    def bytes(self) -> int:
+    def column_bytes(self) -> int:
         """Bytes of codes along the columns."""
         return self.codes_shape[self.spec.axis]
 
     @property
-    def vec(self) -> int:
+    def thread_bytes(self) -> int:
         """Bytes of codes of a thread."""
         _, rows, inner, _ = self.sizes
-        return 1 if (self.bytes, inner, rows)[self.fast] % 4 else 4
+        return 1 if (self.column_bytes, inner, rows)[self.contiguous_axis] % 4 else 4
 
     @property
-    def neat(self) -> bool:
+    def aligned_blocks(self) -> bool:
         """Whether the lanes of a block are a power of two, from a multiple of it on."""
-        columns, each = self.sizes[3], self.each[3]
-        lanes = each // 4
-        if self.fast != _COLUMNS or columns % each or each % 4:
+        columns, length = self.sizes[3], self.extent[3]
+        lanes = length // 4
+        if self.contiguous_axis != _COLUMNS or columns % length or length % 4:
             return False
-        return each % _LANES == 0 or (lanes < 32 and lanes & (lanes - 1) == 0)
+        return length % _LANES == 0 or (lanes < 32 and lanes & (lanes - 1) == 0)
 
     def numbers(self) -> list[np.uint32]:
         """Sizes, blocks and grid, as the kernels take them."""
-        return [np.uint32(n) for n in (*self.sizes, *self.each, *self.grid)]
+        return [np.uint32(n) for n in (*self.sizes, *self.extent, *self.grid)]
 
 
 @lru_cache(maxsize=4096)
@@ -136,11 +136,11 @@ def plan_of(
     if max(math.prod(shape), math.prod(codes), 2 * math.prod(grid)) >= 1 << 31:
         return Unsupported("2**31 elements or more")
     extent = tile_extent(spec, shape)
-    sizes, each, counts = (_sorted(spec.axis, whole) for whole in (shape, extent, grid))
+    sizes, blocks, counts = (_sorted(spec.axis, whole) for whole in (shape, extent, grid))
     fast = _COLUMNS if sizes[2] == 1 else _INNER
     if spec.axis == 0 and len(shape) > 1:
         fast = _ROWS
-    return FloatPlan(spec, shape, sizes, each, counts, fast, tuple(codes), grid)
+    return FloatPlan(spec, shape, sizes, blocks, counts, fast, tuple(codes), grid)
 
 
 def _sorted(axis: int, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
@@ -156,14 +156,16 @@ def _sorted(axis: int, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
 @lru_cache(maxsize=1024)
 def float_source(plan: FloatPlan, dtype: str, aligned: bool) -> Source:
     """The program for input of a dtype, from a multiple of 16 bytes on or not."""
-    spec, elements = plan.spec, plan.vec * plan.per
-    whole = plan.fast != _COLUMNS or plan.sizes[3] % elements == 0
+    spec, elements = plan.spec, plan.thread_bytes * plan.codes_per_byte
+    whole = plan.contiguous_axis != _COLUMNS or plan.sizes[3] % elements == 0
     macros = float_scaled_blocks.float_macros(spec, dtype) | {
-        "QUANT_CONTIGUOUS_AXIS": plan.fast,
-        "QUANT_CODE_BYTES": plan.vec,
-        "QUANT_WHOLE": int(aligned and whole and plan.vec == 4),
-        "QUANT_ONE_BLOCK_A_THREAD": int(plan.fast == _COLUMNS and plan.each[3] % elements == 0),
-        "QUANT_ALIGNED_BLOCKS": int(plan.neat),
+        "QUANT_CONTIGUOUS_AXIS": plan.contiguous_axis,
+        "QUANT_CODE_BYTES": plan.thread_bytes,
+        "QUANT_WHOLE": int(aligned and whole and plan.thread_bytes == 4),
+        "QUANT_ONE_BLOCK_A_THREAD": int(
+            plan.contiguous_axis == _COLUMNS and plan.extent[3] % elements == 0
+        ),
+        "QUANT_ALIGNED_BLOCKS": int(plan.aligned_blocks),
     }
     return Source.read(_SOURCE, macros)
 
@@ -191,16 +193,17 @@ def start(
     counts = OperandCounts(counters, (0, 2 * SLOTS), x.size)
     q = QuantArray(codes, scales, spec, plan.shape, zero_points=zeros)
     if plan.blocks and x.data.ptr % 16 == 0:
-        float_scaled_blocks.quantize(plan.blocks, x, stream, codes, scales, counters, xp, zeros)
+        out = float_scaled_blocks.BlockOutput(codes, scales, counters, zeros)
+        float_scaled_blocks.quantize(plan.blocks, x, stream, out, xp)
         return q, counts
-    groups = -(-(columns, inner, rows)[plan.fast] // 4)
-    lines = outer * (1 if plan.fast == _ROWS else rows)
-    deep = 1 if plan.fast == _COLUMNS else -(-columns // _DEEP)
+    groups = -(-(columns, inner, rows)[plan.contiguous_axis] // 4)
+    lines = outer * (1 if plan.contiguous_axis == _ROWS else rows)
+    deep = 1 if plan.contiguous_axis == _COLUMNS else -(-columns // _DEEP)
     most = xp.zeros((2 * math.prod(plan.scales_shape),), dtype=np.uint32)
     _launch(plan, dtype, x.data.ptr, "extremes", groups * lines * deep, x, most)
     arrays = x, most, codes, scales, zeros, counters.array
-    numbers = *random_arguments(stream), np.uint32(plan.bytes)
-    _launch(plan, dtype, x.data.ptr, "codes", codes.size // plan.vec, *arrays, *numbers)
+    numbers = *random_arguments(stream), np.uint32(plan.column_bytes)
+    _launch(plan, dtype, x.data.ptr, "codes", codes.size // plan.thread_bytes, *arrays, *numbers)
     return q, counts
 
 
@@ -227,7 +230,7 @@ def dequantize(q: QuantArray, plan: FloatPlan, xp: Any) -> Array:
     if codes.data.ptr % 4:
         codes = codes.copy()
     out = xp.empty(plan.shape, dtype=np.float32)
-    threads = codes.size // plan.vec
-    arrays = codes, scales, zeros, out, np.uint32(plan.bytes)
+    threads = codes.size // plan.thread_bytes
+    arrays = codes, scales, zeros, out, np.uint32(plan.column_bytes)
     _launch(plan, "float32", out.data.ptr, "values", threads, *arrays)
     return out

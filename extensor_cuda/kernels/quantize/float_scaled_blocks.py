@@ -26,6 +26,7 @@ from extensor_cuda.runtime.counters import Counters
 from extensor_cuda.runtime.launch import launch
 
 __all__ = [
+    "BlockOutput",
     "BlockPlan",
     "block_source",
     "columnwise_plan",
@@ -40,8 +41,8 @@ Macros = tuple[tuple[str, int], ...]
 
 _FOLDER = Path(__file__).parent
 _KEPT = 4  # chunks that a thread holds, along rows
-_FAR = 8192  # chunks of a block of values beyond which its threads are too few
-_MOST_LANES = 32
+_MAX_BLOCK_CHUNKS = 8192  # chunks of a block of values beyond which its threads are too few
+_MAX_LANES = 32
 _SIDE = 128  # of a block of threads' panel, as in float_scaled_columnwise.cu
 _TALL = (16, 32, 64, 128)
 _ROWWISE = ("quantize_groups", "quantize_blocks", "quantize_all")  # QUANT_PATH, by number
@@ -76,33 +77,33 @@ class BlockPlan:
 def rowwise_plan(
     spec: QuantSpec,
     sizes: tuple[int, int, int, int],
-    each: tuple[int, int, int, int],
+    extent: tuple[int, int, int, int],
     blocks: tuple[int, int, int, int],
 ) -> BlockPlan | None:
     """How (outer, rows, 1, columns) elements in such blocks are taken; None: not by these kernels.
 
-    ``sizes`` are the array's, ``each`` a block's, ``blocks`` how many there are along each; the
+    ``sizes`` are the array's, ``extent`` a block's, ``blocks`` how many there are along each; the
     spec is resolved, under plain float scales.
     """
     _, rows, inner, columns = sizes
-    tall, wide = each[1], each[3]
+    tall, wide = extent[1], extent[3]
     nearest = spec.rounding == "nearest_even" and spec.ties == "even"
     if not (spec.symmetric or nearest) or inner > 1 or columns % CHUNK or wide % CHUNK:
         return None
     chunks, lanes = math.prod(sizes) // CHUNK, wide // CHUNK
-    neat = lanes <= _MOST_LANES and lanes & (lanes - 1) == 0 and columns % wide == 0
-    if each == sizes or (tall == 1 and neat):
-        whole = each == sizes
+    aligned = lanes <= _MAX_LANES and lanes & (lanes - 1) == 0 and columns % wide == 0
+    if extent == sizes or (tall == 1 and aligned):
+        whole = extent == sizes
         kept = 1 if spec.rounding == "stochastic" and not whole else _KEPT
         macros = _rowwise_macros(2 if whole else 0, CHUNK if whole else wide, THREADS, kept)
         grid = -(-chunks // (THREADS * kept))
         kernel, before = _ROWWISE[2 if whole else 0], _FOUND_BEFORE[2 if whole else 0]
         return BlockPlan(spec, kernel, macros, grid, THREADS, (np.int64(chunks),), before)
-    most = min(tall, rows) * min(lanes, columns // CHUNK)
-    if each[0] > 1 or most > _FAR:
+    chunks_per_block = min(tall, rows) * min(lanes, columns // CHUNK)
+    if extent[0] > 1 or chunks_per_block > _MAX_BLOCK_CHUNKS:
         return None
-    threads = min(THREADS, max(32, 1 << (most - 1).bit_length()))
-    macros = _rowwise_macros(1, CHUNK, threads, min(_KEPT, -(-most // threads)))
+    threads = min(THREADS, max(32, 1 << (chunks_per_block - 1).bit_length()))
+    macros = _rowwise_macros(1, CHUNK, threads, min(_KEPT, -(-chunks_per_block // threads)))
     numbers = tuple(map(np.uint32, (rows, columns // CHUNK, tall, lanes, blocks[1], blocks[3])))
     return BlockPlan(spec, _ROWWISE[1], macros, math.prod(blocks), threads, numbers)
 
@@ -135,7 +136,7 @@ def columnwise_plan(
         given, tall = 2, _SIDE
     elif tall not in _TALL or (wide > 1 and (tall, wide) != (_SIDE, _SIDE)):
         return None
-    tiles = ("QUANT_SQUARE_TILES", int(given == 0 and wide > 1))
+    tiles = ("QUANT_TILES_128X128", int(given == 0 and wide > 1))
     of_block = ("QUANT_AMAX_GIVEN", given), ("QUANT_BLOCK_ROWS", tall), tiles
     macros = *of_block, ("QUANT_TRANSPOSED", int(transposed))
     grid, sizes = -(-rows // _SIDE) * -(-columns // _SIDE), (np.int64(rows), np.int64(columns))
@@ -178,38 +179,51 @@ def largest(x: Array, spec: QuantSpec, xp: Any) -> Array:
 
     For a spec with zero points those of the largest value above zero, and of that below it.
     """
-    most, chunks = xp.zeros(2, dtype=np.uint32), x.size // CHUNK
+    amax, chunks = xp.zeros(2, dtype=np.uint32), x.size // CHUNK
     source, grid = _source(spec, x.dtype.name, False, _WHOLE), -(-chunks // (THREADS * _KEPT))
-    launch(source, "largest", grid, THREADS, x, most, np.int64(chunks))
-    return most
+    launch(source, "largest", grid, THREADS, x, amax, np.int64(chunks))
+    return amax
+
+
+@dataclass(frozen=True, eq=False)
+class BlockOutput:
+    """Arrays that `quantize` writes.
+
+    Attributes:
+        codes: 16-byte aligned; as the input lies, or if they are transposed (columns, pitch), with
+            rows up to a multiple of 16.
+        scales: one for each block.
+        counters: of saturated and flushed values.
+        zero_points: int8, one for each block, where the spec has them.
+    """
+
+    codes: Array
+    scales: Array
+    counters: Counters
+    zero_points: Array | None = None
 
 
 def quantize(
     plan: BlockPlan,
     x: Array,
     stream: Stream | None,
-    codes: Array,
-    scales: Array,
-    counters: Counters,
+    out: BlockOutput,
     xp: Any,
-    zeros: Array | None = None,
-    most: Array | None = None,
+    amax: Array | None = None,
 ) -> None:
-    """Codes, scales and counts, without waiting.
+    """Write codes, scales and counts, without waiting.
 
-    x is C-contiguous from a multiple of 16 bytes on; codes, written likewise, lie as x does, or are
-    (columns, pitch), with rows up to a multiple of 16, if they are transposed. There is a scale for
-    each block, and a zero point (int8) where the spec has them. ``most`` is what `largest` finds,
-    if it is known.
+    x is C-contiguous and 16-byte aligned. ``amax`` is what `largest` finds, if it is known.
     """
     source = block_source(plan, x.dtype.name)
     if plan.found_before == "columns":
-        most = xp.zeros(x.shape[1], dtype=np.uint32)
-        launch(source, "largest_of_columns", plan.grid, THREADS, x, most, *plan.sizes)
-    elif plan.found_before == "all" and most is None:
-        most = largest(x, plan.spec, xp)
+        amax = xp.zeros(x.shape[1], dtype=np.uint32)
+        launch(source, "largest_of_columns", plan.grid, THREADS, x, amax, *plan.sizes)
+    elif plan.found_before == "all" and amax is None:
+        amax = largest(x, plan.spec, xp)
     panels = plan.kernel == _PANELS
-    arrays = (x, codes, scales, most) if panels else (x, codes, scales, zeros, most)
-    pitch = (np.int64(codes.shape[1]),) if panels else ()
+    zeros = () if panels else (out.zero_points,)
+    pitch = (np.int64(out.codes.shape[1]),) if panels else ()
+    arrays = x, out.codes, out.scales, *zeros, amax, out.counters.array
     numbers = *random_arguments(stream), *plan.sizes, *pitch
-    launch(source, plan.kernel, plan.grid, plan.threads, *arrays, counters.array, *numbers)
+    launch(source, plan.kernel, plan.grid, plan.threads, *arrays, *numbers)

@@ -1,5 +1,5 @@
 // Quantizes a matrix columnwise under float scales. Blocks are QUANT_BLOCK_ROWS values,
-// QUANT_BLOCK_ROWS x 128 tiles (QUANT_SQUARE_TILES), or whole columns or the matrix
+// QUANT_BLOCK_ROWS x 128 tiles (QUANT_TILES_128X128), or whole columns or the matrix
 // (QUANT_AMAX_GIVEN 1 and 2: maxima found before). QUANT_TRANSPOSED: a column's codes are
 // contiguous, `pitch` bytes from the next column's.
 //
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #endif
 
 extern "C" __global__ void __launch_bounds__(
-    kThreads, CODEC_IN && !CODEC_STOCHASTIC && !QUANT_SQUARE_TILES &&
+    kThreads, CODEC_IN && !CODEC_STOCHASTIC && !QUANT_TILES_128X128 &&
                       (QUANT_TRANSPOSED || QUANT_AMAX_GIVEN != 2)
                   ? 3
                   : 1)
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(
 #else
     __shared__ u32 found[kWarps][kSide];
     column_maxima(raw, amax);
-#if QUANT_SQUARE_TILES
+#if QUANT_TILES_128X128
     const u32 all =
         __reduce_max_sync(~0u, larger(larger(amax[0], amax[1]), larger(amax[2], amax[3])));
 #pragma unroll
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(
               high = static_cast<u32>(rows);
     const u32 first = QUANT_AMAX_GIVEN ? row : row % QUANT_BLOCK_ROWS,
               across =
-                  static_cast<u32>(QUANT_SQUARE_TILES ? (columns + kSide - 1) / kSide : columns);
+                  static_cast<u32>(QUANT_TILES_128X128 ? (columns + kSide - 1) / kSide : columns);
 #pragma unroll
     for (int c = 0; c < kLane; ++c) {
         const Most most_of_block = {amax[c], 0};
@@ -145,8 +145,8 @@ extern "C" __global__ void __launch_bounds__(
         const u32 block = QUANT_AMAX_GIVEN == 2
                               ? 0
                               : (QUANT_AMAX_GIVEN ? 0 : row / QUANT_BLOCK_ROWS) * across +
-                                    (QUANT_SQUARE_TILES ? left / kSide : left + c);
-        const u32 inside = first + (QUANT_SQUARE_TILES ? (left + c) % kSide * QUANT_BLOCK_ROWS
+                                    (QUANT_TILES_128X128 ? left / kSide : left + c);
+        const u32 inside = first + (QUANT_TILES_128X128 ? (left + c) % kSide * QUANT_BLOCK_ROWS
                                        : QUANT_AMAX_GIVEN == 2 ? (left + c) * high
                                                                : 0);
         const Tensor tensor = {1, 1, 0, 1};

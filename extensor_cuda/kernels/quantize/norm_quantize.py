@@ -32,8 +32,8 @@ __all__ = ["Norm", "norm_quantize", "norm_quantize_source", "unsupported"]
 Array = Any
 
 _INPUTS = {"float32": 4, "bfloat16": 2}
-_TALL, _LINE, _MOST_GROUP = 32, 1024, 32  # rows of blocks down; bytes of a block's; blocks
-_SLICE, _MOST_CLUSTER = 512, 16  # rows alone: columns of a warp, blocks
+_TALL, _LINE, _MAX_GROUP = 32, 1024, 32  # rows of blocks down; bytes of a block's; blocks
+_SLICE, _MAX_CLUSTER = 512, 16  # rows alone: columns of a warp, blocks
 # Both directions, rows alone: bytes of a tile, stages, threads.
 _TILE, _STAGES, _ROW_THREADS = (32768, 65536), (6, 3), (256, 512)
 _COLUMN_THREADS, _LEAD = 256, 3  # tiles that sums are ahead
@@ -69,7 +69,7 @@ def _tile(columns: int, dtype: str, only_rows: bool) -> tuple[int, int, int]:
         return _TALL, wide, -(-columns // wide)
     size = _TILE[only_rows] // _INPUTS[dtype]
     wides = [_SLICE << i for i in range(8) if _SLICE << i <= size // 4]
-    wide = min(wides, key=lambda n: (-(-columns // n) > _MOST_CLUSTER, -(-columns // n) * n, -n))
+    wide = min(wides, key=lambda n: (-(-columns // n) > _MAX_CLUSTER, -(-columns // n) * n, -n))
     return size // wide, wide, -(-columns // wide)
 
 
@@ -95,7 +95,7 @@ def unsupported(x: Array, norm: Norm, plan: RowColumnPlan, capability: str) -> U
         return Unsupported(
             f"x {x.shape} under {[a.shape for a in vectors]}; expected ({columns},), nothing empty"
         )
-    each, most = (n // _INPUTS[x.dtype.name] for n in (16, _MOST_GROUP * _LINE))
+    each, most = (n // _INPUTS[x.dtype.name] for n in (16, _MAX_GROUP * _LINE))
     if columns % each or columns > most:
         return Unsupported(
             f"rows of {columns} {x.dtype}; expected a multiple of {each}, up to {most}"

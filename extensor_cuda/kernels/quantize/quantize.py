@@ -48,7 +48,7 @@ Array = Any
 INPUTS = ("float32", "bfloat16", "float16")
 BLOCKS = (16, 32, 64, 128)
 THREADS, CHUNK, PANEL, SLOTS = 256, 16, 128, 256  # as in quantize.cu
-SQUARES = (16, 32)
+TILE_SIDES = (16, 32)
 _RULES = ("floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error")
 SEARCHES = ("four_over_six", "least_error")  # they try several scales on a block's values
 ACTIVATIONS = ("", "relu", "gelu")
@@ -157,7 +157,7 @@ def plan_of(
     if not isinstance(spec.tile, tuple) or not _has_tile(spec, shape):
         return Unsupported(
             f"tile {spec.tile} along axis {spec.axis} of {len(shape)}; the kernels have (1, n), "
-            f"n in {BLOCKS}, and (n, n) with n in {SQUARES} along a last axis or in a matrix"
+            f"n in {BLOCKS}, and (n, n) with n in {TILE_SIDES} along a last axis or in a matrix"
         )
     if decoding and spec.tile[0] > 1:
         return Unsupported("a square tile")
@@ -182,7 +182,7 @@ def _has_tile(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
         return length in BLOCKS
     along_rows = spec.axis == len(shape) - 1
     columns = len(shape) == 2 and shape[1] > 1  # one column lies as a row does
-    return rows == length and length in SQUARES and (along_rows or columns)
+    return rows == length and length in TILE_SIDES and (along_rows or columns)
 
 
 def element_macros(element: ElementFormat) -> dict[str, object]:
@@ -286,13 +286,13 @@ def quantize_source(
         "CODEC_INF_BYTE": f"{dialect.inf_byte_in(element)}u",
         "CODEC_ZERO_BYTE": f"{dialect.nvfp4_zero_scale}u",
         "CODEC_TINY_SATURATES": int(dialect.nvfp4_tiny_saturates),
-        "CODEC_BF16X8": int(_in_halves(plan, dtype, out)),
-        "CODEC_BF16X2": int(_in_halves(plan, dtype, out) and not words),
+        "CODEC_BF16X8": int(_in_bf16(plan, dtype, out)),
+        "CODEC_BF16X2": int(_in_bf16(plan, dtype, out) and not words),
     }
     return Source.read(_FOLDER / "quantize.cu", macros | dict(extra))
 
 
-def _in_halves(plan: Plan, dtype: str, out: str) -> bool:
+def _in_bf16(plan: Plan, dtype: str, out: str) -> bool:
     """Whether a kernel may work on two values at a time: bfloat16 to e2m1 by powers of two."""
     spec, element = plan.spec, plan.spec.row.element
     small = element.bits == 4 and element.is_float and spec.is_mx and spec.element_scale == 1.0

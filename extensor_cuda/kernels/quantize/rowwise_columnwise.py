@@ -35,8 +35,8 @@ __all__ = [
 Array = Any
 Streams = tuple[Stream | None, Stream | None]
 
-_LEAST_TALL = 32  # rows of a tile
-_MOST_BLOCK = 64
+_MIN_TALL = 32  # rows of a tile
+_MAX_BLOCK = 64
 
 
 @final
@@ -74,14 +74,14 @@ def row_column_plan(
         return Unsupported("specs that differ in more than their axis")
     if spec.transform or rowwise.rows > 1 or spec.rule in kernels.SEARCHES:
         return Unsupported("a transform, square tiles or a search for scales")
-    if rowwise.block > _MOST_BLOCK or spec.scale_window is not None:
-        return Unsupported(f"blocks above {_MOST_BLOCK}, or a scale window")
+    if rowwise.block > _MAX_BLOCK or spec.scale_window is not None:
+        return Unsupported(f"blocks above {_MAX_BLOCK}, or a scale window")
     return RowColumnPlan(rowwise, columnwise, swapped)
 
 
 def _tile(plan: RowColumnPlan, dtype: str, out: str) -> tuple[int, int, int]:
     """Rows and columns of a tile, and columns of a thread."""
-    tall = max(_LEAST_TALL, plan.rowwise.block)
+    tall = max(_MIN_TALL, plan.rowwise.block)
     each = 2 if out == "values" else kernels.columns_of(plan.columnwise, dtype)
     return tall, THREADS // (tall // CHUNK) * each, each
 

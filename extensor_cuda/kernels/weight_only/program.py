@@ -13,13 +13,13 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.runtime.compile import Source
 
-__all__ = ["FLOATS", "PARTS", "Arguments", "program", "supports_packed"]
+__all__ = ["FLOATS", "TOKENS_PER_ROW", "Arguments", "program", "supports_packed"]
 
 Array = Any
 
 FLOATS = ("float32", "bfloat16")
 """Dtypes of activations and results, as the programs number them."""
-PARTS = {"float32": 3, "bfloat16": 1}
+TOKENS_PER_ROW = {"float32": 3, "bfloat16": 1}
 """Tokens, each a bfloat16 matrix's row, that a row of activations of a dtype is."""
 
 
@@ -51,9 +51,9 @@ class Arguments(NamedTuple):
     @property
     def tokens(self) -> int:
         """Rows of bfloat16 that x is."""
-        return len(self.x) * PARTS[self.x.dtype.name]
+        return len(self.x) * TOKENS_PER_ROW[self.x.dtype.name]
 
-    def room(self, slices: int, rows: int, groups: int) -> tuple[Any, Any]:
+    def workspace(self, slices: int, rows: int, groups: int) -> tuple[Any, Any]:
         """Where slices of K leave rows of sums, and counts of a group's slices that are done."""
         if slices == 1:
             return None, None
@@ -93,7 +93,7 @@ def program(
         "CODEC_FLOAT16_SCALES": int(spec.scale_name == "float16"),
         "CODEC_UE4M3": int(spec.row.tensor_scale),
         "CODEC_BLOCK": 32 if scaled else tile_extent(spec, shape)[1],
-        "WEIGHT_ONLY_X_PARTS": PARTS[dtype],
+        "WEIGHT_ONLY_X_PARTS": TOKENS_PER_ROW[dtype],
         "WEIGHT_ONLY_IN": FLOATS.index(dtype),
         "WEIGHT_ONLY_OUT": FLOATS.index(out),
     }

@@ -11,11 +11,16 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.weight_only.program import PARTS, Arguments, program, supports_packed
+from extensor_cuda.kernels.weight_only.program import (
+    TOKENS_PER_ROW,
+    Arguments,
+    program,
+    supports_packed,
+)
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["AHEAD", "CHUNK", "WARPS", "Cut", "product", "source", "supports"]
+__all__ = ["AHEAD", "CHUNK", "WARPS", "Schedule", "product", "source", "supports"]
 
 Array = Any
 
@@ -26,19 +31,19 @@ _SOURCE = Path(__file__).parent / "w4a16_sm90_resident.cu"
 
 
 @dataclass(frozen=True)
-class Cut:
+class Schedule:
     """How a product is divided.
 
     Attributes:
         slices: parts of K that different blocks have.
-        stretch: elements of K in one.
+        slice_length: elements of K in one.
         parts: of a slice, which a block's warps share; 1 if there are slices.
         groups: of rows of weights, each of as many blocks as there are slices.
         shared: bytes of shared memory of a block.
     """
 
     slices: int
-    stretch: int
+    slice_length: int
     parts: int
     groups: int
     shared: int
@@ -58,7 +63,7 @@ def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out:
         WEIGHT_ONLY_WARPS=WARPS,
         WEIGHT_ONLY_CHUNK=CHUNK,
         WEIGHT_ONLY_DEPTH=AHEAD,
-        WEIGHT_ONLY_TILES=-(-rows * PARTS[dtype] // 8),
+        WEIGHT_ONLY_TILES=-(-rows * TOKENS_PER_ROW[dtype] // 8),
     )  # fmt: skip
 
 
@@ -67,12 +72,19 @@ def source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
     return _source(w.spec, w.shape, rows, dtype, out)
 
 
-def product(given: Arguments, cut: Cut) -> None:
+def product(given: Arguments, schedule: Schedule) -> None:
     """Write X w^T of weights that `supports` has; does not wait."""
     rows, lines, columns = given.sizes
-    partial, done = given.room(cut.slices, given.tokens, cut.groups)
+    partial, done = given.workspace(schedule.slices, given.tokens, schedule.groups)
     made = source(given.w, rows, given.x.dtype.name, given.out.dtype.name)
-    launched = made, "w4a16_sm90_resident", cut.groups * cut.slices, 32 * WARPS
+    launched = made, "w4a16_sm90_resident", schedule.groups * schedule.slices, 32 * WARPS
     arrays = given.x, given.codes, given.scales, given.w.tensor_scale, partial, done, given.out
-    numbers = rows, lines, columns, cut.slices, cut.stretch, cut.parts.bit_length() - 1
-    launch(*launched, *arrays, *map(np.int32, numbers), shared=cut.shared, pdl=True)
+    numbers = (
+        rows,
+        lines,
+        columns,
+        schedule.slices,
+        schedule.slice_length,
+        schedule.parts.bit_length() - 1,
+    )
+    launch(*launched, *arrays, *map(np.int32, numbers), shared=schedule.shared, pdl=True)

@@ -16,29 +16,29 @@ from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.driver import SHARED_BYTES
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["PIECE", "TILE_ROWS", "WARPS", "Cut", "memory", "product", "source", "supports"]
+__all__ = ["CHUNK", "TILE_ROWS", "WARPS", "Schedule", "memory", "product", "source", "supports"]
 
 Array = Any
 
-TILE_ROWS, PIECE = 16, 256
-"""Rows of a tile of weights, elements of a piece of K."""
+TILE_ROWS, CHUNK = 16, 256
+"""Rows of a tile of weights, elements of a chunk of K."""
 WARPS = 14
 """That multiply, at most (eight are enough if they have as much to do)."""
 _TOKENS = range(3, 17)
 _AHEAD, _PRODUCERS, _STAGES = 2, 4, 18
-"""Pieces of weights that a warp copies ahead, warps that copy x, pieces of x at most."""
+"""Chunks of weights that a warp copies ahead, warps that copy x, chunks of x at most."""
 _SOURCE = Path(__file__).parent / "w4a16_sm90_ring.cu"
 
 
 @dataclass(frozen=True)
-class Cut:
+class Schedule:
     """How a product is divided.
 
     Attributes:
         slices: parts of K that different blocks have.
         groups: of tiles, each of as many blocks as there are slices.
         pairs: of tiles that a block has at a time.
-        parts: warps that share a pair's pieces of K.
+        parts: warps that share a pair's chunks of K.
     """
 
     slices: int
@@ -48,9 +48,9 @@ class Cut:
 
 
 def memory(warps: int, tokens: int, block: int) -> tuple[int, int]:
-    """Pieces of x in a block's shared memory, and all bytes of it."""
-    ring = warps * _AHEAD * 2 * TILE_ROWS * (PIECE // 2 + max(PIECE // block, 4))
-    stage = 8 * -(-tokens // 8) * (2 * PIECE + 64) + 16
+    """Chunks of x in a block's shared memory, and all bytes of it."""
+    ring = warps * _AHEAD * 2 * TILE_ROWS * (CHUNK // 2 + max(CHUNK // block, 4))
+    stage = 8 * -(-tokens // 8) * (2 * CHUNK + 64) + 16
     stages = min((SHARED_BYTES - 1024 - ring) // stage, _STAGES)
     return stages, ring + stages * stage
 
@@ -62,20 +62,24 @@ def supports(w: QuantArray, tokens: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def source(
-    spec: QuantSpec, shape: tuple[int, ...], tokens: int, dtypes: tuple[str, str], cut: Cut
+    spec: QuantSpec,
+    shape: tuple[int, ...],
+    tokens: int,
+    dtypes: tuple[str, str],
+    schedule: Schedule,
 ) -> tuple[Source, int]:
     """The program, for dtypes of x and of the result, and a block's bytes of shared memory."""
     _, block = tile_extent(spec, shape)
-    grain = max(PIECE // block, 4)
+    grain = max(CHUNK // block, 4)
     while shape[1] // block % grain:
         grain //= 2
-    warps = cut.pairs * cut.parts
+    warps = schedule.pairs * schedule.parts
     stages, shared = memory(warps, tokens, block)
     made = program(
         _SOURCE, spec, shape, *dtypes,
         WEIGHT_ONLY_SCALE_BYTES=grain,
         WEIGHT_ONLY_WARPS=warps,
-        WEIGHT_ONLY_SPLIT_K=cut.parts,
+        WEIGHT_ONLY_SPLIT_K=schedule.parts,
         WEIGHT_ONLY_PRODUCER_WARPS=_PRODUCERS,
         WEIGHT_ONLY_DEPTH=_AHEAD,
         WEIGHT_ONLY_STAGES=stages,
@@ -85,14 +89,14 @@ def source(
     return made, shared
 
 
-def product(given: Arguments, cut: Cut) -> None:
+def product(given: Arguments, schedule: Schedule) -> None:
     """Write X w^T of weights that `supports` has; does not wait."""
     rows, lines, columns = given.sizes
     dtypes = given.x.dtype.name, given.out.dtype.name
-    made, shared = source(given.w.spec, given.w.shape, given.tokens, dtypes, cut)
-    partial, done = given.room(cut.slices, rows, cut.groups)
-    threads = 32 * (cut.pairs * cut.parts + _PRODUCERS)
+    made, shared = source(given.w.spec, given.w.shape, given.tokens, dtypes, schedule)
+    partial, done = given.workspace(schedule.slices, rows, schedule.groups)
+    threads = 32 * (schedule.pairs * schedule.parts + _PRODUCERS)
     arrays = given.x, given.codes, given.scales, given.w.tensor_scale, partial, done, given.out
-    numbers = map(np.int32, (rows, lines, columns, cut.slices))
-    blocks = cut.groups * cut.slices
+    numbers = map(np.int32, (rows, lines, columns, schedule.slices))
+    blocks = schedule.groups * schedule.slices
     launch(made, "w4a16_sm90_ring", blocks, threads, *arrays, *numbers, shared=shared, pdl=True)

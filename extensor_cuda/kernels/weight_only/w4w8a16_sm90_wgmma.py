@@ -15,12 +15,12 @@ import numpy as np
 from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.common.wgmma import wgmma
-from extensor_cuda.kernels.weight_only.program import PARTS, Arguments, program
+from extensor_cuda.kernels.weight_only.program import TOKENS_PER_ROW, Arguments, program
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["SEGMENT", "TILE_ROWS", "Cut", "fit", "product", "source", "supports"]
+__all__ = ["SEGMENT", "TILE_ROWS", "Schedule", "fit", "product", "source", "supports"]
 
 Array = Any
 
@@ -32,13 +32,13 @@ _SOURCE = Path(__file__).parent / "w4w8a16_sm90_wgmma.cu"
 
 
 @dataclass(frozen=True)
-class Cut:
+class Schedule:
     """How a product is divided.
 
     Attributes:
         split: warpgroups of a block that share rows of weights and divide K.
         slices: parts of K that different blocks have.
-        stages: pieces of x that shared memory holds.
+        stages: stages of x that shared memory holds.
         depth: segments of weights that a warp asks for in advance.
         shared: bytes of shared memory of a block.
     """
@@ -54,7 +54,7 @@ def fit(split: int, tiles: int, dtype: str, bits: int) -> tuple[int, int, int] |
     """Stages, depth and bytes of shared memory for tiles of 8 tokens; None: too little."""
     tokens, item = 8 * tiles, 4 if dtype == "float32" else 2
     stage = split * 256 * tokens
-    raw = tokens // PARTS[dtype] * (split * SEGMENT * item + 16)
+    raw = tokens // TOKENS_PER_ROW[dtype] * (split * SEGMENT * item + 16)
     codes = 256 * bits  # of 16 rows
     # Sums lie where the codes did.
     least = max(2, -(-tokens * (TILE_ROWS + 4) // (codes + 16 * bits)))
@@ -89,42 +89,42 @@ def _with_wgmma(plain: Source, tiles: int) -> Source:
 @lru_cache(maxsize=1024)
 def _source(
     spec: QuantSpec, shape: tuple[int, ...], zeros: bool, rows: int, dtypes: tuple[str, str],
-    cut: Cut,
+    schedule: Schedule,
 ) -> Source:  # fmt: skip
-    tiles = -(-rows * PARTS[dtypes[0]] // 8)
+    tiles = -(-rows * TOKENS_PER_ROW[dtypes[0]] // 8)
     _, length = tile_extent(spec, shape)
     groups = spec.has_float_scales and length < shape[1]
     plain = program(
         _SOURCE, spec, shape, *dtypes,
         WEIGHT_ONLY_GROUP=length // SEGMENT if groups else 0,  # segments that share a float scale
         CODEC_ZERO_POINTS=int(zeros),
-        WEIGHT_ONLY_SPLIT_K=cut.split,
-        WEIGHT_ONLY_STAGES=cut.stages,
-        WEIGHT_ONLY_DEPTH=cut.depth,
+        WEIGHT_ONLY_SPLIT_K=schedule.split,
+        WEIGHT_ONLY_STAGES=schedule.stages,
+        WEIGHT_ONLY_DEPTH=schedule.depth,
         WEIGHT_ONLY_TILES=tiles,
         COMMON_GUARD=0,
     )  # fmt: skip
     return _with_wgmma(plain, tiles)
 
 
-def source(w: QuantArray, rows: int, dtype: str, out: str, cut: Cut) -> Source:
+def source(w: QuantArray, rows: int, dtype: str, out: str, schedule: Schedule) -> Source:
     """The program for weights, rows of activations of a dtype, a result's dtype and a division."""
-    return _source(w.spec, w.shape, w.zero_points is not None, rows, (dtype, out), cut)
+    return _source(w.spec, w.shape, w.zero_points is not None, rows, (dtype, out), schedule)
 
 
-def product(given: Arguments, cut: Cut) -> None:
+def product(given: Arguments, schedule: Schedule) -> None:
     """Write X w^T of weights that `supports` has; does not wait."""
     (rows, lines, columns), w, xp = given.sizes, given.w, given.xp
-    groups = -(-lines // (TILE_ROWS * 4 // cut.split))
+    groups = -(-lines // (TILE_ROWS * 4 // schedule.split))
     points = None
     if w.zero_points is not None:  # four of which are copied at a time
         points = xp.ascontiguousarray(w.zero_points)
         points = points.copy() if points.data.ptr % 16 else points
-    partial, done = given.room(cut.slices, rows, groups)
-    made = source(w, rows, given.x.dtype.name, given.out.dtype.name, cut)
-    blocks = min(groups * cut.slices, driver.multiprocessors(xp.cuda.runtime.getDevice()))
+    partial, done = given.workspace(schedule.slices, rows, groups)
+    made = source(w, rows, given.x.dtype.name, given.out.dtype.name, schedule)
+    blocks = min(groups * schedule.slices, driver.multiprocessors(xp.cuda.runtime.getDevice()))
     arrays = given.x, given.codes, given.scales, points, w.tensor_scale, partial, done, given.out
     pitches = given.codes.shape[1], given.scales.shape[1] if len(given.scales) == lines else 0
-    numbers = *map(np.int32, (rows, lines, columns, cut.slices)), *map(np.int64, pitches)
+    numbers = *map(np.int32, (rows, lines, columns, schedule.slices)), *map(np.int64, pitches)
     launched = made, "w4w8a16_sm90_wgmma", blocks, _THREADS
-    launch(*launched, *arrays, *numbers, shared=cut.shared, pdl=True)
+    launch(*launched, *arrays, *numbers, shared=schedule.shared, pdl=True)

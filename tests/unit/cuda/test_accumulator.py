@@ -16,7 +16,7 @@ import pytest
 from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE, Config, Split
 from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, empty_rows, gemm
 from extensor_cuda.kernels.prepare import cast_bf16
-from extensor_cuda.kernels.prepare.cast_bf16 import add_parts, empty_parts
+from extensor_cuda.kernels.prepare.cast_bf16 import add_partial_sums, empty_partial_sums
 from extensor_cuda.matmul import product as products
 from extensor_cuda.matmul.accumulator import accumulate, promoted
 from extensor_cuda.matmul.operand import GemmOperand, Scale
@@ -92,9 +92,9 @@ def multiplied(xp: Any, a: Any, b: Any, config: Config, split: Split | None = No
     if split is None:
         gemm(a, b, out, config)
     else:
-        parts = empty_parts(*out.shape, split, config, xp)
+        parts = empty_partial_sums(*out.shape, split, config, xp)
         gemm(a, b, parts, config.replace(split_k=True), Epilogue(split=split))
-        add_parts(parts, split, out, None, xp)
+        add_partial_sums(parts, split, out, None, xp)
     return np.asarray(out.get())
 
 

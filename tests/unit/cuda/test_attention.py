@@ -14,6 +14,7 @@ import pytest
 import extensor as et
 from extensor.autograd.apply import wrap
 from extensor.backends.generic import GenericBackend
+from extensor.backends.protocol import AttentionForward
 from extensor_cuda.kernels.attention import attention as kernels
 from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda import hopper as emulated
@@ -115,7 +116,7 @@ def run(case: Case, there: list[Any], xp: Any) -> tuple[Any, ...]:
     scale = case.d**-0.5
     out, stats = kernels.attention(q, k, v, case.causal, scale, xp)
     into = [xp.empty((*a.swapaxes(1, 2).shape,), BFLOAT16).swapaxes(1, 2) for a in (q, k, v)]
-    forward = kernels.Forward(q, k, v, out, stats, case.causal, scale)
+    forward = AttentionForward(q, k, v, out, stats, case.causal, scale)
     kernels.attention_grad(g, forward, (into[0], into[1], into[2]), xp)
     return out, stats, *into
 
@@ -262,12 +263,12 @@ def test_a_backend_takes_them_where_they_fit(hopper: Any) -> None:
     side_by_side = out.swapaxes(1, 2)
     assert out.dtype == BFLOAT16 and side_by_side.flags.c_contiguous
     into = tuple(hopper.empty(a.shape, BFLOAT16) for a in (q, k, v))
-    rest = (q, k, v, out, stats, True, scale)
-    assert backend.path("attention_grad", g, *rest, into) == "fused kernel"
-    backend.attention_grad(g, *rest, into)
+    forward = AttentionForward(q, k, v, out, stats, True, scale)
+    assert backend.path("attention_grad", g, forward, into) == "fused kernel"
+    backend.attention_grad(g, forward, into)
     odd = [hopper.asarray(np.zeros((*a.shape[:-1], 3 * case.d), BFLOAT16)) for a in (q, k, v)]
     spaced = tuple(a[..., ::3] for a in odd)
-    backend.attention_grad(g.astype(np.float32), *rest, spaced)
+    backend.attention_grad(g.astype(np.float32), forward, spaced)
     for a, b in zip(into, spaced, strict=True):
         assert (bits(a) == bits(b)).all()
     said = {

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from extensor.backends.generic import GenericBackend
+from extensor.backends.protocol import AttentionForward
 from extensor_cuda.kernels.nn import softmax
 from tests.kernels import nn as cases
 from tests.oracle.compare import same_bytes
@@ -82,7 +83,7 @@ def test_gelu_and_softmax_of_bfloat16_are_rounded_once(trainer: Any, name: str) 
         axis = () if name.startswith("gelu") else (narrow[0].ndim - 1,)
         there = [trainer.xp.asarray(a) for a in narrow]
         more = (None,) if name == "gelu_grad" else axis
-        fits = not axis or narrow[0].shape[-1] <= softmax.MOST
+        fits = not axis or narrow[0].shape[-1] <= softmax.MAX_LENGTH
         path = trainer.path(name, *there, *more)
         assert path.startswith("fused kernel" if fits else "generic: rows of"), path
         made = getattr(trainer, name)(*there, *more)
@@ -168,10 +169,12 @@ def test_attention_of_bfloat16_is_computed_in_float32(trainer: Any, causal: bool
     np.testing.assert_allclose(widened(got), out, rtol=0, atol=sums * np.abs(wide[2]).max())
     back = tuple(trainer.xp.empty(a.shape, HALF) for a in (q, k, v))
     half = trainer.xp.asarray(out.astype(HALF))
-    trainer.attention_grad(trainer.xp.asarray(g), *there, half, kept, causal, 0.3, back)
+    forward = AttentionForward(*there, half, kept, causal, 0.3)
+    trainer.attention_grad(trainer.xp.asarray(g), forward, back)
     into = tuple(np.empty_like(a) for a in wide)
-    given = g.astype(np.float64), *wide, out.astype(HALF).astype(np.float64)
-    CPU.attention_grad(*given, stats, causal, 0.3, into)
+    rounded = out.astype(HALF).astype(np.float64)
+    forward = AttentionForward(*wide, rounded, stats, causal, 0.3)
+    CPU.attention_grad(g.astype(np.float64), forward, into)
     for ours, exact in zip(back, into, strict=True):
         assert ours.dtype == HALF
         bound = np.abs(exact) * 2.0**-8 + 40 * sums * (np.abs(exact).max() + 1)

@@ -255,9 +255,9 @@ def test_no_kernel_down_columns_spills(element: str, shape: tuple[int, ...], til
         spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
         plan = float_scaled.plan_of(spec, shape)
         assert isinstance(plan, float_scaled.FloatPlan) and plan.blocks
-        extent = plan.each[3], plan.each[1]
+        extent = plan.extent[3], plan.extent[1]
         for dtype in DTYPES:
-            for transposed in {False, plan.per == 1}:
+            for transposed in {False, plan.codes_per_byte == 1}:
                 panels = float_scaled_blocks.columnwise_plan(plan.spec, shape, extent, transposed)
                 source = float_scaled_blocks.block_source(panels, dtype)
                 check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])

@@ -16,7 +16,7 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda.kernels.gemm.config import Config, gemm_source
-from extensor_cuda.kernels.gemm.gemm_sm90 import MOST_TERMS, Epilogue, Scales, Zeros, gemm
+from extensor_cuda.kernels.gemm.gemm_sm90 import MAX_TERMS, Epilogue, Scales, Zeros, gemm
 from extensor_cuda.kernels.prepare import rebase
 from extensor_cuda.matmul.expand import rebase_mxfp4
 from extensor_cuda.matmul.product import Product
@@ -229,7 +229,7 @@ def test_options_that_exclude_each_other_are_refused(xp: Any) -> None:
     for config, scales, words in cases:
         with pytest.raises(ValueError, match=words):
             gemm(codes, codes, out, config, Epilogue(scales))
-    wide = xp.zeros((4, MOST_TERMS + 17), np.uint8)
+    wide = xp.zeros((4, MAX_TERMS + 17), np.uint8)
     with pytest.raises(ValueError, match="split K"):
         gemm(wide, wide, out, s8)
 

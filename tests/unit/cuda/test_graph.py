@@ -82,7 +82,7 @@ def train(
 
     call, losses = wrap(step), []
     for number, (inputs, labels) in enumerate(batches):
-        state.step = number
+        assert state.step == number  # of a step whose gradients are bad, too
         schedule.apply(step_of, number)
         if number == bad:
             inputs = np.full_like(inputs, np.inf)

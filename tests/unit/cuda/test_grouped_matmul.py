@@ -11,7 +11,7 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.prepare import expand as expand_kernel
-from extensor_cuda.matmul.stored import grouped_matmul, offsets_of
+from extensor_cuda.matmul.grouped import grouped_matmul, offsets_of
 from tests.kernels.matmul_cases import exact
 from tests.unit.cuda.bounds import sent
 from tests.unit.cuda.places import PLACES, place

@@ -200,7 +200,7 @@ def test_decoded_weights_stay_until_they_are_multiplied(
     spec: QuantSpec, tokens: int, disassembler: str, tmp_path: Path
 ) -> None:
     w = reference.quantize(np.ones((64, 512), np.float32), spec.resolve(2))[0]
-    made = partition.wgmma_cut(*w.shape, tokens, "bfloat16", spec.row.element.bits)
+    made = partition.wgmma_schedule(*w.shape, tokens, "bfloat16", spec.row.element.bits)
     source = w4w8a16_sm90_wgmma.source(w, tokens, "bfloat16", "bfloat16", made)
     text = listing(source, disassembler, tmp_path)
     # E2M1's at once, and for large scales

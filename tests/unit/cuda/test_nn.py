@@ -11,7 +11,7 @@ import pytest
 import extensor as et
 from extensor.backends.generic import GenericBackend
 from extensor.backends.generic.conv_pool import fold
-from extensor.backends.protocol import Window
+from extensor.backends.protocol import AttentionForward, Window
 from extensor.models.gpt.configs import GPTConfig
 from extensor.models.gpt.model import build as build_gpt
 from extensor.models.lenet.configs import LeNetConfig
@@ -59,15 +59,17 @@ def test_no_kernel_spills(arch: str) -> None:
         elementwise.source(*kinds) for kinds in ((0, 0, 0), (0, 1, 0), (1, 1, 1), (1, 0, 0))
     ]
     sources += [softmax.softmax_source(n) for n in (10, 1024, 1025)]
-    sources += [softmax.softmax_source(softmax.MOST, values) for values in (0, 1)]
+    sources += [softmax.softmax_source(softmax.MAX_LENGTH, values) for values in (0, 1)]
     sources.append(dropout.source())
     sources += [cross_entropy.loss_source(*each) for each in ((1, 0), (8, 0), (1, 1), (8, 1))]
     sources += [
         sums.sums_source("float32", each, lines) for each, lines in ((1, 8), (4, 8), (1, 32))
     ]
     sources += [sums.sums_source("bfloat16", each, 8) for each in (1, 8)]
-    sources += [norm.norm_source(n, c) for n, c in ((37, True), (1024, True), (norm.MOST, False))]
-    sources += [norm.norm_source(512, True, 1), norm.norm_source(norm.MOST, True, 1)]
+    sources += [
+        norm.norm_source(n, c) for n, c in ((37, True), (1024, True), (norm.MAX_LENGTH, False))
+    ]
+    sources += [norm.norm_source(512, True, 1), norm.norm_source(norm.MAX_LENGTH, True, 1)]
     for source in sources:
         code, log = compile_cubin(source, arch)
         assert "warning" not in log, log
@@ -167,7 +169,7 @@ def test_norms_are_within_their_bounds(trainer: Any, name: str) -> None:
         if trainer.name == "emulated" and len(case[0]) > 1000:
             continue  # thousands of blocks, one after the other
         there = [trainer.xp.asarray(a) if isinstance(a, np.ndarray) else a for a in case]
-        fits = case[1 + name.endswith("_grad")].size <= norm.MOST
+        fits = case[1 + name.endswith("_grad")].size <= norm.MAX_LENGTH
         assert trainer.path(name, *there).startswith("fused kernel" if fits else "generic: rows of")
         for got, expected, bound in zip(getattr(trainer, name)(*there), exact, bounds, strict=True):
             assert got.shape == expected.shape
@@ -189,7 +191,7 @@ def test_gelu_and_softmax_are_within_their_bounds(trainer: Any, name: str) -> No
             continue  # thousands of blocks, one after the other
         case = (*case[:2], None) if name == "gelu_grad" else case  # Phi is computed again
         there = [trainer.xp.asarray(a) if isinstance(a, np.ndarray) else a for a in case]
-        fits = name.startswith("gelu") or case[0].shape[-1] <= softmax.MOST
+        fits = name.startswith("gelu") or case[0].shape[-1] <= softmax.MAX_LENGTH
         path = trainer.path(name, *there)
         assert path.startswith("fused kernel" if fits else "generic: rows of"), path
         made = getattr(trainer, name)(*there)
@@ -215,7 +217,7 @@ def test_attention_is_that_of_float64(trainer: Any, sizes: Any, causal: bool) ->
     wide = [a.astype(np.float64) for a in (q, k, v)]
     out, stats = CPU.attention(*wide, causal, 0.7)
     into = tuple(np.empty_like(a) for a in wide)
-    CPU.attention_grad(g.astype(np.float64), *wide, out, stats, causal, 0.7, into)
+    CPU.attention_grad(g.astype(np.float64), AttentionForward(*wide, out, stats, causal, 0.7), into)
     there = [strided(trainer.xp.asarray(a)) for a in (q, k, v)]
     assert trainer.path("attention", *there, causal, 0.7) == "fused kernel"
     got, kept = trainer.attention(*there, causal, 0.7)
@@ -225,7 +227,8 @@ def test_attention_is_that_of_float64(trainer: Any, sizes: Any, causal: bool) ->
     np.testing.assert_allclose(kept.get(), stats, rtol=(keys + 60) * UNIT * 4)
     back = tuple(trainer.xp.empty(a.shape, a.dtype) for a in (q, k, v))
     g = strided(trainer.xp.asarray(g))
-    trainer.attention_grad(g, *there, strided(got), kept, causal, 0.7, back)
+    forward = AttentionForward(*there, strided(got), kept, causal, 0.7)
+    trainer.attention_grad(g, forward, back)
     for ours, exact in zip(back, into, strict=True):
         scale = np.abs(exact).max() + 1
         np.testing.assert_allclose(ours.get(), exact, atol=40 * (keys + 60) * UNIT * scale)
@@ -233,7 +236,7 @@ def test_attention_is_that_of_float64(trainer: Any, sizes: Any, causal: bool) ->
 
 def test_long_and_short_rows_are_normalized(trainer: Any) -> None:
     rng = np.random.default_rng(0)
-    for shape, kept in (((3, 5000), 1), ((2, 3, 70), 2), ((4, norm.MOST), 1), ((700, 33), 1)):
+    for shape, kept in (((3, 5000), 1), ((2, 3, 70), 2), ((4, norm.MAX_LENGTH), 1), ((700, 33), 1)):
         x = rng.standard_normal(shape).astype(np.float32)
         w, b = (rng.standard_normal(shape[-kept:]).astype(np.float32) for _ in range(2))
         want = CPU.layer_norm(*(a.astype(np.float64) for a in (x, w, b)), 1e-5)
@@ -247,7 +250,7 @@ def test_long_and_short_rows_are_normalized(trainer: Any) -> None:
         here = trainer.layer_norm_grad(*map(trainer.xp.asarray, (g, x, w)), *got[1:])
         for one, two in zip(here, back, strict=True):
             np.testing.assert_allclose(one.get(), two, rtol=1e-4, atol=16 * n * 2.0**-24)
-    long = trainer.xp.zeros((2, norm.MOST + 1), dtype=np.float32)
+    long = trainer.xp.zeros((2, norm.MAX_LENGTH + 1), dtype=np.float32)
     assert trainer.path("rms_norm", long, long[0], 1e-6).startswith("generic: rows of")
 
 

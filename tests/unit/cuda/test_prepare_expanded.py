@@ -256,7 +256,7 @@ def maker(xp: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def backend(xp: Any, maker: Any, request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CUDA backend, or its methods on the emulator."""
-    monkeypatch.setattr(tuned, "LEAST_WORK", 1)
+    monkeypatch.setattr(tuned, "MIN_WORK", 1)
     if not isinstance(xp, emulation.Cupy):
         return request.getfixturevalue("cuda")
     return CudaBackend(xp)

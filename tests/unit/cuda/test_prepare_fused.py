@@ -165,7 +165,7 @@ def test_what_rounds_by_chance_in_halves_is_the_rule(emulator: Any, rbits: int) 
 def hopper(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     if cuda.xp.cuda.Device().compute_capability != "90":
         pytest.skip("the GPU is not a Hopper: no wgmma")
-    monkeypatch.setattr(tuned, "LEAST_WORK", 1)
+    monkeypatch.setattr(tuned, "MIN_WORK", 1)
     return cuda
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from extensor.backends.protocol import CastSpec
 from extensor_cuda.kernels.gemm.config import Config, Split, gemm_source
-from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, empty_rows, gemm, rows_of_parts
+from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, empty_rows, gemm, partial_sum_rows
 from extensor_cuda.kernels.prepare import cast_bf16
 from extensor_cuda.kernels.prepare.cast_bf16 import bf16_source
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand, Scale
@@ -229,7 +229,7 @@ def test_what_does_not_go_together_is_refused(hopper: Any) -> None:
     with pytest.raises(ValueError, match="are bf16"):
         gemm(*[a.view(np.uint8)[:, :64]] * 2, out, Config.of(tile_n=128, transposed=(True, False)))
     split = down.replace(split_k=True)
-    rows = hopper.zeros((rows_of_parts(64, split), 64), dtype=np.float32)
+    rows = hopper.zeros((partial_sum_rows(64, split), 64), dtype=np.float32)
     with pytest.raises(ValueError, match="a config that splits"):
         gemm(a, a, rows, down, Epilogue(split=Split(1, 1)))
     with pytest.raises(ValueError, match="at most one exponent"):

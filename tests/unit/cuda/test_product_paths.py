@@ -23,10 +23,10 @@ from extensor_cuda.kernels.weight_only import (
     w4w8a16_sm80,
     w4w8a16_sm90_wgmma,
 )
-from extensor_cuda.matmul import stored as stored_products
-from extensor_cuda.matmul import weight_only
+from extensor_cuda.matmul import grouped, weight_only
+from extensor_cuda.matmul.grouped import grouped_gap, grouped_matmul
 from extensor_cuda.matmul.product import Product
-from extensor_cuda.matmul.stored import grouped_gap, grouped_matmul, stored_gap
+from extensor_cuda.matmul.stored import stored_gap
 from extensor_cuda.matmul.weight_only import DECODED, EXPANDED
 from tests.kernels.matmul_cases import exact
 from tests.unit.cuda.places import PLACES, place
@@ -129,7 +129,7 @@ def test_a_batch_is_one_launch(
     lead: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stored_products, "_matmul", None)  # one after the other
+    monkeypatch.setattr(grouped, "multiply_stored", None)  # one after the other
     a, b = pair(name, tile, (*lead, 20, K), (*lead, 33, K))
     left, right = (wrap(sent(q, backend.xp), backend) for q in (a, b))
     y = left @ right.swapaxes(-1, -2)
@@ -164,8 +164,8 @@ def test_what_is_no_single_launch_is_one_product_after_the_other(
 
     path = backend.path("block_scaled_matmul", left, right)
     assert path.startswith("one after the other: ") and why in path
-    monkeypatch.setattr(stored_products, "_matmul", each)
-    monkeypatch.setattr(stored_products, "stored_gap", lambda *given: None)
+    monkeypatch.setattr(grouped, "multiply_stored", each)
+    monkeypatch.setattr(grouped, "stored_gap", lambda *given: None)
     got = backend.block_scaled_matmul(left, right)
     assert seen == [((20, K), (33, K))] * 3
     check(got, decoded(a), decoded(b), BF16)

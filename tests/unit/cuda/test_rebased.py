@@ -40,7 +40,7 @@ SPECS = (
     E4M3.replace(tile=(1, 128)),
     E5M2.replace(tile=(32, 32)),
 )
-SQUARES = (E4M3.replace(scale_rule="rceil"), E5M2.replace(scale_rule="rceil"), E4M3)
+MXFP8_SPECS = (E4M3.replace(scale_rule="rceil"), E5M2.replace(scale_rule="rceil"), E4M3)
 SHAPES = ((1, 16), (7, 100), (40, 33), (3, 2200))
 DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
@@ -68,7 +68,7 @@ def test_no_gemm_of_it_spills(n: int) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 def test_no_kernel_of_squares_spills(rounding: str, dtype: str) -> None:
-    for spec in SQUARES:
+    for spec in MXFP8_SPECS:
         spec = spec.replace(rebased=True, rounding=rounding).resolve(2)
         for along, down in ((True, True), (True, False), (False, True)):
             source = quantize_operand.fused_source(spec, dtype, along, down, False)
@@ -206,7 +206,7 @@ def squares_of(x: np.ndarray, spec: QuantSpec) -> Any:
 SQUARE_SHAPES = ((1, 16), (130, 136), (256, 128), (200, 392))
 
 
-@pytest.mark.parametrize("spec", SQUARES, ids=name)
+@pytest.mark.parametrize("spec", MXFP8_SPECS, ids=name)
 @pytest.mark.parametrize("shape", SQUARE_SHAPES, ids=str)
 def test_the_cpu_settles_squares_as_defined(shape: tuple[int, int], spec: QuantSpec) -> None:
     x, cpu = matrix(shape, "float32"), registry.get("cpu")
@@ -225,7 +225,7 @@ def test_the_cpu_settles_squares_as_defined(shape: tuple[int, int], spec: QuantS
 
 @pytest.mark.parametrize("odd", [False, True], ids=["numbers", "odd"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("spec", SQUARES, ids=name)
+@pytest.mark.parametrize("spec", MXFP8_SPECS, ids=name)
 def test_squares_are_the_references(xp: Any, spec: QuantSpec, dtype: str, odd: bool) -> None:
     specs = [spec.replace(rebased=True, axis=axis).resolve(2) for axis in (1, 0)]
     for shape in SQUARE_SHAPES:
@@ -247,7 +247,7 @@ def test_squares_are_the_references(xp: Any, spec: QuantSpec, dtype: str, odd: b
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_squares_rounded_by_chance_are_the_cpus(xp: Any, dtype: str) -> None:
     x = matrix((130, 136), dtype)
-    spec = SQUARES[0].replace(rebased=True, rounding="stochastic")
+    spec = MXFP8_SPECS[0].replace(rebased=True, rounding="stochastic")
     specs = [spec.replace(axis=axis).resolve(2) for axis in (1, 0)]
     streams = [Stream(1, 2, 3, i, bool(i)) for i in (0, 1)]
     pair = made_by(FUSED, xp.asarray(x), specs, streams, xp)
@@ -262,7 +262,7 @@ def test_small_operands_of_squares_are_the_cpus(cuda: Any, shape: tuple[int, ...
     x, cpu = np.random.default_rng(0).standard_normal(shape).astype(np.float32), registry.get("cpu")
     x = x * np.exp2(np.arange(-20, 20)).astype(np.float32).repeat(2)[: shape[-1]]
     for axis in (-1, -2):
-        spec = SQUARES[0].replace(rebased=True, axis=axis).resolve(len(shape))
+        spec = MXFP8_SPECS[0].replace(rebased=True, axis=axis).resolve(len(shape))
         values, counts = cuda.fake_quantize(cuda.xp.asarray(x), spec)
         want, stats = cpu.fake_quantize(x, spec)
         np.testing.assert_array_equal(values.get(), want)
@@ -278,7 +278,7 @@ def test_products_of_squares_are_within_the_bound(
     chosen = {"tile_n": tile, "ping_pong": tile == 192}
     monkeypatch.setattr(products, "configure", lambda *a, **b: configure(*a, **b).replace(**chosen))
     values, sides = [], []
-    for rows, spec in ((m, SQUARES[0]), (n, SQUARES[1])):
+    for rows, spec in ((m, MXFP8_SPECS[0]), (n, MXFP8_SPECS[1])):
         x, each = matrix((rows, k), "float32", False), spec.replace(rebased=True).resolve(2)
         sides.append(made_by(FUSED, xp.asarray(x), [each], [None], xp)[0][0])
         values.append(squares_of(x, each)[0])

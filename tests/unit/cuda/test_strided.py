@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor.backends.protocol import Window
+from extensor.backends.protocol import AttentionForward, Window
 from extensor_cuda import multi_tensor
 from tests.unit.cuda.emulator import EMULATED
 
@@ -80,7 +80,7 @@ def down(xp: Any, a: np.ndarray) -> Any:
 
 
 def results(backend: Any, name: str, changed: int = -1, way: Any = None) -> list[np.ndarray]:
-    """What a method gives, or writes, with one argument that lies another way."""
+    """What a method gives, or writes, with one array that lies another way."""
 
     def there(a: Any, number: int) -> Any:
         if isinstance(a, tuple) and not isinstance(a[0], int):
@@ -90,6 +90,9 @@ def results(backend: Any, name: str, changed: int = -1, way: Any = None) -> list
         return way(backend.xp, a) if number == changed else backend.xp.asarray(a)
 
     args = [there(a, number) for number, a in enumerate(CASES[name])]
+    if name == "attention_grad":
+        g, *kept, into = args
+        args = [g, AttentionForward(*kept), into]
     out = getattr(backend, name)(*args)
     written = {"attention_grad": args[-1], "add_rows": args[0]}.get(name, out)
     parts = written if isinstance(written, tuple) else (written,)

@@ -19,7 +19,15 @@ from extensor.ops import recipe_operands
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.matmul import tuned
 from extensor_cuda.matmul import tuning as tune
-from extensor_cuda.matmul.tuning import NEVER, Timing, crossovers, curve, measure, of_bf16, together
+from extensor_cuda.matmul.tuning import (
+    NEVER,
+    Timing,
+    crossovers,
+    curve,
+    measure,
+    of_bf16,
+    products_per_graph,
+)
 from tests.unit.cuda.preparing import EXPANDED, gap
 
 
@@ -66,8 +74,11 @@ def test_every_way_is_timed_at_every_size() -> None:
     ]
     assert len(calls) == 8
     # Seconds of a graph, of which a product has its share.
-    assert [t.ours for t in found[:2]] == [1.5 / together(16), 1.5 / together(8192)]
-    assert together(16) > 1 == together(8192)
+    assert [t.ours for t in found[:2]] == [
+        1.5 / products_per_graph(16),
+        1.5 / products_per_graph(8192),
+    ]
+    assert products_per_graph(16) > 1 == products_per_graph(8192)
 
 
 @pytest.mark.parametrize("way", tuned.PATHS)
@@ -91,7 +102,7 @@ def test_works_are_products_with_kernels_with_cupy_and_in_bfloat16(
     monkeypatch.setattr(backend, "product", product, raising=False)
     monkeypatch.setattr(recipe_operands, "make_operands", make_operands)
     outs = [work() for work in tune._works(backend)(way, 32)]
-    count = together(32)
+    count = products_per_graph(32)
     expected = [[1], []] if way == "bf16" else [[1], [], [1]]
     assert [asked for asked, *_ in made] == [asked for asked in expected for _ in range(count)]
     assert works == [32 * bool(asked) for asked in expected for _ in range(2 * count)]
@@ -234,7 +245,9 @@ def test_transforms_are_measured_against_the_same_recipe_without_them() -> None:
         return [1.0, 1.5]
 
     found = tune.overheads(backend, clock, (64,), 32)
-    assert [(t.path, t.size, t.ratio) for t in found] == [(name, 64, 1.5) for name in tune.TURNED]
+    assert [(t.path, t.size, t.ratio) for t in found] == [
+        (name, 64, 1.5) for name in tune.HADAMARD_RECIPES
+    ]
     turned = [{spec.transform is not None for spec in specs} for specs in seen]
     assert turned == [{False}, {False, True}, {False}, {True}]
 
@@ -276,11 +289,11 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_table_decides_and_is_of_one_gpu_driver_and_source(table: Path) -> None:
     assert table.name.startswith("NVIDIA-H100-80GB-13000-") and tuned.source_digest() in table.name
     assert tuned.path_of("other", 13000) != table != tuned.path_of("NVIDIA H100 80GB", 13010)
-    assert tuned.least_work("float scales") == tuned.LEAST_WORK
+    assert tuned.min_work("float scales") == tuned.MIN_WORK
     tuned.save(table, {"float scales": 512**3, "expanded": 0}, {"date": "today"})
-    assert tuned.least_work("float scales") == 512**3
-    assert tuned.least_work("expanded") == 1  # 0 is a product without the path
-    assert tuned.least_work("bf16") == tuned.LEAST_WORK
+    assert tuned.min_work("float scales") == 512**3
+    assert tuned.min_work("expanded") == 1  # 0 is a product without the path
+    assert tuned.min_work("bf16") == tuned.MIN_WORK
     assert json.loads(table.read_text())["date"] == "today"
     x = np.ones((64, 64), dtype=np.float32)
     spec = QuantSpec("mxfp4", axis=1).resolve(2)
@@ -294,13 +307,13 @@ def test_a_table_decides_and_is_of_one_gpu_driver_and_source(table: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"least_work": {"float scales": "x"}}', '{"least_work": {"?": 1}}']
+    "text", ["", "[]", '{"min_work": {"float scales": "x"}}', '{"min_work": {"?": 1}}']
 )
 def test_a_damaged_table_is_warned_of_and_counts_as_none(table: Path, text: str) -> None:
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text(text)
     with pytest.warns(RuntimeWarning, match="extensor tune"):
-        assert tuned.least_work("float scales") == tuned.LEAST_WORK
+        assert tuned.min_work("float scales") == tuned.MIN_WORK
 
 
 def test_without_cupy_or_a_driver_the_default_stands(
@@ -312,9 +325,9 @@ def test_without_cupy_or_a_driver_the_default_stands(
         raise RuntimeError("cudaErrorInsufficientDriver")
 
     monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "getDevice", no_driver)
-    assert tuned.least_work("float scales") == tuned.LEAST_WORK
+    assert tuned.min_work("float scales") == tuned.MIN_WORK
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert tuned.least_work("float scales") == tuned.LEAST_WORK
+    assert tuned.min_work("float scales") == tuned.MIN_WORK
 
 
 def test_tune_on_a_gpu_writes_what_it_measured(
@@ -330,7 +343,9 @@ def test_tune_on_a_gpu_writes_what_it_measured(
     assert all(t.bf16 is None if t.path == "bf16" else t.bf16 > 0 for t in held)
     assert max(t.ours for t in held) < 4e-4  # the GPU's time; Python's is more
     assert tuned.load(path) == crossovers(held)
-    assert len(costs) == len(tune.TURNED) and all(t.ours > 0 and t.other > 0 for t in costs)
+    assert len(costs) == len(tune.HADAMARD_RECIPES) and all(
+        t.ours > 0 and t.other > 0 for t in costs
+    )
     for plot, timings in zip(plots, (held, costs), strict=True):
         ElementTree.parse(plot)
         written = json.loads(plot.with_suffix(".json").read_text())["timings"]

@@ -52,12 +52,12 @@ def test_few_tokens(xp: Any, spec: QuantSpec) -> None:
 def test_every_cut_of_few_tokens(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the bound, the same bits each time, counters left at zero."""
     x, w = activations((3, 1664), "bfloat16"), weights(QuantSpec("mxfp4"), (150, 1664))
-    ways = [way for _, way in partition.resident_cuts(150, 1664, 3, 32)]
+    ways = [way for _, way in partition.resident_schedules(150, 1664, 3, 32)]
     assert {(way.slices, way.parts) for way in ways} == {
         (1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1)
     }  # fmt: skip
     for way in ways:
-        monkeypatch.setattr(partition, "resident_cut", lambda *shape, way=way: way)
+        monkeypatch.setattr(partition, "resident_schedule", lambda *shape, way=way: way)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 
@@ -67,12 +67,20 @@ def test_every_warp_has_tiles(xp: Any, monkeypatch: pytest.MonkeyPatch, slices: 
     """Little of x, too, which then is not all threads' to load."""
     for m, k in ((1, 1024), (1, 2048), (2, 1024)):
         x, w = activations((m, k), "bfloat16"), weights(QuantSpec("mxfp4"), (16 * 17, k))
-        stretch = k // slices
-        cut = next(c for _, c in partition.resident_cuts(272, stretch, m, 32) if c.parts == 1)
-        cut = replace(
-            cut, slices=slices, stretch=stretch, groups=1, shared=driver.SHARED_BYTES // 2
+        slice_length = k // slices
+        schedule = next(
+            c for _, c in partition.resident_schedules(272, slice_length, m, 32) if c.parts == 1
         )
-        monkeypatch.setattr(partition, "resident_cut", lambda *shape, cut=cut: cut)
+        schedule = replace(
+            schedule,
+            slices=slices,
+            slice_length=slice_length,
+            groups=1,
+            shared=driver.SHARED_BYTES // 2,
+        )
+        monkeypatch.setattr(
+            partition, "resident_schedule", lambda *shape, schedule=schedule: schedule
+        )
         check(x, w, "float32", xp)
 
 
@@ -80,5 +88,5 @@ def test_every_warp_has_tiles(xp: Any, monkeypatch: pytest.MonkeyPatch, slices: 
 def test_few_rows_of_weights(xp: Any, rows: int, dtype: str) -> None:
     """As for a projection of keys: K in many slices, whose blocks have tiles for every warp."""
     w = weights(QuantSpec("mxfp4"), (800, 8192))
-    assert partition.resident_cut(800, 8192, 3, 32).stretch == 512
+    assert partition.resident_schedule(800, 8192, 3, 32).slice_length == 512
     check(activations((rows, 8192), dtype), w, "float32", xp)

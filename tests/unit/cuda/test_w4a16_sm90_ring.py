@@ -10,8 +10,8 @@ import pytest
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.weight_only import w4a16_sm90_ring
-from extensor_cuda.kernels.weight_only.program import PARTS
-from extensor_cuda.kernels.weight_only.w4a16_sm90_ring import Cut
+from extensor_cuda.kernels.weight_only.program import TOKENS_PER_ROW
+from extensor_cuda.kernels.weight_only.w4a16_sm90_ring import Schedule
 from extensor_cuda.matmul import partition
 from tests.unit.cuda import weight_only_cases
 from tests.unit.cuda.places import PLACES
@@ -22,13 +22,13 @@ from tests.unit.cuda.weight_only_cases import WEIGHTS, activations, check, name,
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(partition, "MODEL_MULTIPROCESSORS", 3)  # as many blocks: weights are many
-    partition.ring_cut.cache_clear()
-    request.addfinalizer(partition.ring_cut.cache_clear)
+    partition.ring_schedule.cache_clear()
+    request.addfinalizer(partition.ring_schedule.cache_clear)
     return weight_only_cases.placed(request, monkeypatch)
 
 
-def divide(monkeypatch: pytest.MonkeyPatch, way: Cut) -> None:
-    monkeypatch.setattr(partition, "ring_cut", lambda *shape: way)
+def divide(monkeypatch: pytest.MonkeyPatch, way: Schedule) -> None:
+    monkeypatch.setattr(partition, "ring_schedule", lambda *shape: way)
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -42,10 +42,10 @@ def test_no_kernel_of_a_ring_spills(spec: QuantSpec) -> None:
         (8192, 3, "bfloat16"),
         (28672, 16, "bfloat16"),
     ):
-        q, tokens = weights(spec, (16, 8192)), rows * PARTS[dtype]
-        cut = partition.ring_cut(lines, 8192, tokens, tile_extent(q.spec, q.shape)[1])
+        q, tokens = weights(spec, (16, 8192)), rows * TOKENS_PER_ROW[dtype]
+        schedule = partition.ring_schedule(lines, 8192, tokens, tile_extent(q.spec, q.shape)[1])
         shape, dtypes = (lines, 8192), (dtype, dtype)
-        source, _ = w4a16_sm90_ring.source(q.spec, shape, tokens, dtypes, cut)
+        source, _ = w4a16_sm90_ring.source(q.spec, shape, tokens, dtypes, schedule)
         check_compiles(source, "sm_90a")
 
 
@@ -60,7 +60,7 @@ def test_a_ring(xp: Any, spec: QuantSpec) -> None:
         (9, 350, 2176, "bfloat16"),
     ):
         w = weights(spec, (n, k))
-        if not w4a16_sm90_ring.supports(w, m * PARTS[dtype]):
+        if not w4a16_sm90_ring.supports(w, m * TOKENS_PER_ROW[dtype]):
             assert k // tile_extent(w.spec, w.shape)[1] % 4
             continue
         check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
@@ -71,7 +71,7 @@ def test_which_weights() -> None:
     fewest = 2 * partition.MODEL_MULTIPROCESSORS * 16 + 1
     for lines in (fewest - 1, fewest):
         w = weights(QuantSpec("mxfp4"), (lines, 128))
-        pays = partition.ring_pays(lines)
+        pays = partition.ring_is_faster(lines)
         taken = [n for n in range(1, 20) if pays and w4a16_sm90_ring.supports(w, n)]
         assert taken == (list(range(3, 17)) if lines == fewest else [])
     for spec, columns in ((QuantSpec("nvfp4"), 160), (weight_only_cases.INT4, 128)):
@@ -82,19 +82,23 @@ def test_more_tiles_than_warps_have_at_a_time(xp: Any, monkeypatch: pytest.Monke
     """The last time there are fewer; x comes again from its beginning."""
     w = weights(QuantSpec("mxfp4"), (1031, 896))
     for pairs, parts in ((4, 3), (3, 2), (1, 1)):
-        divide(monkeypatch, Cut(slices=1, groups=3, pairs=pairs, parts=parts))
+        divide(monkeypatch, Schedule(slices=1, groups=3, pairs=pairs, parts=parts))
         check(activations((10, 896), "bfloat16"), w, "bfloat16", xp)
 
 
 def test_every_cut_of_a_ring(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the bound, the same bits each time, counters left at zero."""
     x, w = activations((3, 1664), "bfloat16"), weights(QuantSpec("mxfp4"), (150, 1664))
-    ways = [way for _, way in partition.ring_cuts(150, 1664, 3, 32)]
+    ways = [way for _, way in partition.ring_schedules(150, 1664, 3, 32)]
     assert {way.slices for way in ways} == {1, 2, 3} and {1, 2, 3, 4, 7} <= {
         way.parts for way in ways
     }
     assert any(way.parts == 2 and way.pairs == 1 for way in ways)
-    ways += [Cut(1, 1, 5, 2), Cut(2, 1, 5, 2), Cut(1, 1, 3, 2)]  # parts of an odd number of pairs
+    ways += [
+        Schedule(1, 1, 5, 2),
+        Schedule(2, 1, 5, 2),
+        Schedule(1, 1, 3, 2),
+    ]  # parts of an odd number of pairs
     for way in ways:
         divide(monkeypatch, way)
         first = check(x, w, "float32", xp)
@@ -106,7 +110,7 @@ def test_every_cut_of_a_ring(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuts_suit_the_kernel(tokens: int, block: int) -> None:
     """All tiles have warps, and none waits for x that has no place yet."""
     for lines, columns in ((2113, 128), (28672, 8192), (8192, 28672), (8192, 8192), (129280, 7168)):
-        ways = partition.ring_cuts(lines, columns, tokens, block)
+        ways = partition.ring_schedules(lines, columns, tokens, block)
         assert ways
         for _, way in ways:
             warps = way.pairs * way.parts
@@ -120,6 +124,6 @@ def test_cuts_suit_the_kernel(tokens: int, block: int) -> None:
     [((28672, 8192), 7, 2), ((8192, 8192), 2, 4), ((14336, 4096), 4, 2), ((10240, 8192), 3, 4)],
 )
 def test_cuts_that_were_measured(shape: tuple[int, int], pairs: int, parts: int) -> None:
-    """The quickest on an H200, or within two hundredths of it."""
+    """The fastest on an H200, or within two hundredths of it."""
     for tokens in (4, 16):
-        assert partition.ring_cut(*shape, tokens, 32) == Cut(1, 132, pairs, parts)
+        assert partition.ring_schedule(*shape, tokens, 32) == Schedule(1, 132, pairs, parts)

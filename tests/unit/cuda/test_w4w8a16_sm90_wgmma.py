@@ -11,7 +11,7 @@ import pytest
 
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.weight_only import w4a16_sm90_resident, w4w8a16_sm90_wgmma
-from extensor_cuda.kernels.weight_only.program import PARTS
+from extensor_cuda.kernels.weight_only.program import TOKENS_PER_ROW
 from extensor_cuda.matmul import partition
 from extensor_cuda.matmul.weight_only import weight_only_matmul
 from tests.kernels.matmul_cases import exact
@@ -43,7 +43,7 @@ def test_no_kernel_for_hopper_spills(spec: QuantSpec) -> None:
     """Each number of tokens' registers, each division that they leave room for."""
     w, bits = weights(spec, (16, 1024)), spec.row.element.bits
     for rows, dtype in ((1, "float32"), (21, "float32"), (16, "bfloat16"), (64, "bfloat16")):
-        ways = partition.wgmma_cuts(16, 1024, rows * PARTS[dtype], dtype, bits)
+        ways = partition.wgmma_schedules(16, 1024, rows * TOKENS_PER_ROW[dtype], dtype, bits)
         for made in {way.split: way for _, way in ways}.values():
             source = w4w8a16_sm90_wgmma.source(w, rows, dtype, dtype, made)
             check_compiles(source, "sm_90a")
@@ -96,11 +96,11 @@ def test_every_division(xp: Any, split: int, monkeypatch: pytest.MonkeyPatch) ->
     """Within the bound, the same bits each time, counters left at zero."""
     rows, lines, columns = 3, 258, 1664
     x, w = activations((rows, columns), "bfloat16"), weights(QuantSpec("mxfp4"), (lines, columns))
-    ways = [way for _, way in partition.wgmma_cuts(lines, columns, rows, "bfloat16", 4)]
+    ways = [way for _, way in partition.wgmma_schedules(lines, columns, rows, "bfloat16", 4)]
     ways = [way for way in ways if way.split == split and way.slices in (1, 3, 13)]
     assert [way.slices for way in ways] == [1, 3, 13][: 3 if split == 1 else 2]
     for way in ways:
-        monkeypatch.setattr(partition, "wgmma_cut", lambda *shape, way=way: way)
+        monkeypatch.setattr(partition, "wgmma_schedule", lambda *shape, way=way: way)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 
@@ -114,11 +114,11 @@ def test_every_division_of_integers(
     rows, lines, columns = 3, 260, 1408
     x, w = activations((rows, columns), "bfloat16"), weights(spec, (lines, columns))
     bits = spec.row.element.bits
-    ways = [way for _, way in partition.wgmma_cuts(lines, columns, rows, "bfloat16", bits)]
+    ways = [way for _, way in partition.wgmma_schedules(lines, columns, rows, "bfloat16", bits)]
     ways = [way for way in ways if way.split == split and way.slices in (1, 3)]
     assert len(ways) == 2
     for way in ways:
-        monkeypatch.setattr(partition, "wgmma_cut", lambda *shape, way=way: way)
+        monkeypatch.setattr(partition, "wgmma_schedule", lambda *shape, way=way: way)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 

@@ -163,8 +163,8 @@ def test_weights_are_expanded_beside_the_products(
         x = many.asarray(activations((rows, k), dtype))
         w = sent(weights(spec, (n, k)), many)
         results = []
-        for beside in (1 << 20, 0, 0):
-            monkeypatch.setattr(weight_only, "_BESIDE", beside)
+        for overlap in (1 << 20, 0, 0):
+            monkeypatch.setattr(weight_only, "_OVERLAP_ROWS", overlap)
             monkeypatch.setattr(weight_only, "_SWIZZLE", 1 if emulated(many) else 8)
             made = weight_only_matmul(x, w, dtype, many)
             assert isinstance(made, Product)
@@ -195,15 +195,15 @@ def test_weights_are_decoded_by_the_warps_that_multiply(
     many: Any, spec: QuantSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums within their bound; the bits of weights that are expanded beside the products."""
-    monkeypatch.setattr(weight_only, "_BESIDE", 0)
+    monkeypatch.setattr(weight_only, "_OVERLAP_ROWS", 0)
     monkeypatch.setattr(weight_only, "_SWIZZLE", 1 if emulated(many) else 8)
     sizes = [(70, 410, 640), (200, 140, 256), (65, 40, 128)]
     for i, (m, n, k) in enumerate(sizes if emulated(many) else [(900, 4136, 4096), *sizes[1:]]):
         dtype, out = (("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16"))[i]
         x, w = activations((m, k), dtype), weights(spec, (n, k), i)
-        if (beside := weight_only._beside(w)[0]) is not None:
-            of_row = w.spec.tile == "channel" or (not spec.symmetric and beside.shape[1] == 1)
-            whole = of_row or beside.shape[1] % 4 == 0
+        if (table := weight_only._scales_or_zero_points(w)[0]) is not None:
+            of_row = w.spec.tile == "channel" or (not spec.symmetric and table.shape[1] == 1)
+            whole = of_row or table.shape[1] % 4 == 0
             assert decodes_in_gemm(w, m) is whole
             if not whole:  # words of four scales or zero points
                 continue
@@ -211,14 +211,16 @@ def test_weights_are_decoded_by_the_warps_that_multiply(
             w.scales[:] = np.random.default_rng(0).choice([9, 100, 136, 137, 200], w.scales.shape)
         done, stored = [], sent(w, many)
         # Whole, in parts of K of which the last is shorter, expanded first, and beside.
-        cuts: list[Any] = [(128, None), (64, Split(-(-k // 256), 4)), None, None]
-        for cut in cuts:
+        schedules: list[Any] = [(128, None), (64, Split(-(-k // 256), 4)), None, None]
+        for schedule in schedules:
             with monkeypatch.context() as patch:
-                if cut is None:
+                if schedule is None:
                     patch.setattr(weight_only, "decodes_in_gemm", lambda w, rows: False)
-                patch.setattr(partition, "decoding_cut", lambda *shape, cut=cut: cut)
+                patch.setattr(
+                    partition, "decoding_schedule", lambda *shape, schedule=schedule: schedule
+                )
                 made = weight_only_matmul(many.asarray(x), stored, out, many)
-            assert isinstance(made, Product) and made.path == (DECODED if cut else EXPANDED)
+            assert isinstance(made, Product) and made.path == (DECODED if schedule else EXPANDED)
             share = k * 2.0**-22 + w.scales.shape[1] * 2.0**-24 + 2.0**-20
             check_product(made.out, x.astype(np.float64), exact(w), share)
             done.append(made.out.get())
@@ -244,11 +246,11 @@ def test_a_scale_that_is_nan_makes_its_row_nan_and_no_other(many: Any, form: str
 
 def test_few_tiles_are_cut_along_k() -> None:
     for lines, k, rows, group in ((8192, 8192, 128, 0), (1024, 4096, 96, 64), (512, 1280, 70, 128)):
-        _, split = partition.decoding_cut(lines, k, rows, group, 4)
+        _, split = partition.decoding_schedule(lines, k, rows, group, 4)
         assert split is not None and (split.parts - 1) * split.stages < k // 64
         assert split.stages * split.parts >= k // 64
         assert split.stages % max(2, group // 32) == 0
-    assert partition.decoding_cut(28672, 8192, 8192, 0, 8)[1] is None
+    assert partition.decoding_schedule(28672, 8192, 8192, 0, 8)[1] is None
 
 
 FLOAT_SCALED = (
@@ -338,9 +340,9 @@ def test_no_product_that_decodes_spills(
     w = weights(spec, (64, 1024))
     group = scale_group_k(w)
     for tile in partition.decoding_tiles(spec.row.element.bits, group):
-        monkeypatch.setattr(partition, "decoding_cut", lambda *shape, tile=tile: (tile, None))
+        monkeypatch.setattr(partition, "decoding_schedule", lambda *shape, tile=tile: (tile, None))
         for folds in (True, False)[: 1 if spec.has_float_scales else 2]:
-            monkeypatch.setitem(weight_only._FOLDS, w, folds)
+            monkeypatch.setitem(weight_only._CAN_FOLD, w, folds)
             factors = spec.row.tensor_scale or spec.tile == "channel"
             config = weight_only._decoding_config(w, 256, out)[0].replace(factors=factors)
             for split in (True, False):

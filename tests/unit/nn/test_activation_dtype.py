@@ -95,7 +95,9 @@ def test_dtypes_are_those_of_autocast() -> None:
     assert (y + et.ones(48)).dtype is et.float32
     norm = nn.LayerNorm(48)
     assert norm(y).dtype is et.float32
-    block = nn.TransformerBlock(48, 2, norm="rms", rng=2)
+    block = nn.TransformerBlock(
+        nn.MultiheadAttention(48, 2, rng=2), nn.FeedForward(48, 192, rng=2), norm="rms"
+    )
     for activations, dtype in (("bfloat16", et.bfloat16), ("float32", et.float32)):
         apply_recipe(block, "fp32", activations=activations)
         assert block.norm1(x[:, :48]).dtype is block.norm2(x[:, :48]).dtype is dtype
@@ -185,7 +187,9 @@ def test_any_of_input_weight_and_bias_may_need_a_gradient(
 
 
 def test_a_block_without_a_norm_takes_a_recipe() -> None:
-    block = et.nn.TransformerBlock(16, 2, rng=0)
+    block = et.nn.TransformerBlock(
+        et.nn.MultiheadAttention(16, 2, rng=0), et.nn.FeedForward(16, 64, rng=0)
+    )
     block.norm1 = None
     assert apply_recipe(block, "bf16", activations="bfloat16").layers
 

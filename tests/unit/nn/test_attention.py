@@ -51,20 +51,28 @@ def test_rotation_keeps_lengths_and_knows_distances_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    "block",
     [
-        {"kv_heads": 2, "rotary": 10.0, "norm": "rms", "activation": "swiglu", "bias": False},
-        {"causal": True},
+        nn.TransformerBlock(
+            nn.MultiheadAttention(8, 4, 2, rotary=10.0, bias=False, rng=0),
+            nn.FeedForward(8, 6, "swiglu", bias=False, rng=0),
+            norm="rms",
+        ),
+        nn.TransformerBlock(
+            nn.MultiheadAttention(8, 4, causal=True, rng=0), nn.FeedForward(8, 6, rng=0)
+        ),
     ],
+    ids=["grouped rotary swiglu", "causal gelu"],
 )
-def test_gradients_by_differences(options: dict[str, Any]) -> None:
-    block = doubled(nn.TransformerBlock(8, 4, hidden=6, rng=0, **options))
+def test_gradients_by_differences(block: nn.TransformerBlock) -> None:
+    doubled(block)
     x = et.ExTensor(np.random.default_rng(3).standard_normal((2, 3, 8)))
     assert gradcheck(block, x)
 
 
 def test_a_causal_block_does_not_see_what_follows() -> None:
-    block = nn.TransformerBlock(8, 2, causal=True, rotary=10.0, rng=0)
+    attention = nn.MultiheadAttention(8, 2, causal=True, rotary=10.0, rng=0)
+    block = nn.TransformerBlock(attention, nn.FeedForward(8, 32, rng=0))
     x = np.random.default_rng(0).standard_normal((1, 6, 8)).astype(np.float32)
     other = x.copy()
     other[:, 4:] += 1
@@ -81,8 +89,17 @@ def test_a_causal_block_does_not_see_what_follows() -> None:
         (lambda: nn.MultiheadAttention(12, 4, 0), "kv_heads: expected 1 or more, got 0"),
         (lambda: nn.MultiheadAttention(12, 4, rotary=1e4), "heads of even length, got 10000.0"),
         (lambda: nn.MultiheadAttention(8, 2, rotary=-1.0), "expected a base above 0"),
-        (lambda: nn.TransformerBlock(8, 2, norm="rsm"), "no norm named 'rsm'; did you mean 'rms'"),
-        (lambda: nn.TransformerBlock(8, 2, activation="glu"), "no activation named 'glu'"),
+        (
+            lambda: nn.TransformerBlock(
+                nn.MultiheadAttention(8, 2), nn.FeedForward(8, 32), norm="rsm"
+            ),
+            "no norm named 'rsm'; did you mean 'rms'",
+        ),
+        (
+            lambda: nn.TransformerBlock(nn.MultiheadAttention(8, 2), nn.FeedForward(6, 24)),
+            "attention and feed_forward of one width, got 8 and 6",
+        ),
+        (lambda: nn.FeedForward(8, 32, activation="glu"), "no activation named 'glu'"),
         (lambda: nn.FeedForward(8, 0), "hidden: expected 1 or more, got 0"),
         (
             lambda: nn.MultiheadAttention(8, 2)(et.zeros((3, 7))),

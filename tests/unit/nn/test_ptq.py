@@ -163,7 +163,9 @@ def test_recipe_hooks_and_gradients_stay_behind() -> None:
 
 
 def test_it_runs_on_attention() -> None:
-    model = nn.TransformerBlock(32, 4, causal=True, rng=0)
+    model = nn.TransformerBlock(
+        nn.MultiheadAttention(32, 4, causal=True, rng=0), nn.FeedForward(32, 128, rng=0)
+    )
     x = et.from_numpy(np.random.default_rng(0).standard_normal((2, 7, 32)).astype(np.float32))
     for name in ("int8", "mxfp4", "nvfp4_weights"):
         made = et.quantize_model(model, name, [x])

@@ -142,9 +142,9 @@ def test_a_recipe_quantizes_every_product(name: str) -> None:
 def test_every_step_has_random_bits_of_its_own() -> None:
     layer = nn.LSTM(4, 4, rng=0)
     context = nn.apply_recipe(layer, "mxfp4_all").layers["cells.0.hidden"]
-    streams = {context.at(call).stream("dgrad.g", False).counter_high for call in range(64)}
-    assert len(streams) == 64 and context.at(0) is context
-    assert context.at(5).layer is context.layer
+    uses = [context.next_use() for _ in range(64)]
+    assert len({use.stream("dgrad.g", False).counter_high for use in uses}) == 64
+    assert uses[0] is context and uses[5].layer is context.layer
 
 
 def test_bad_input() -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn import datasets as sklearn_datasets
 
 from extensor.training.data import DataError, Dataset, Split, batches, epoch_order, load_dataset
-from extensor.training.data.digits import enlarge, stratified_split
+from extensor.training.data.digits import enlarge, read_digits, stratified_split
 from extensor.training.data.draws import Draws
 from extensor.training.data.fetch import RemoteFile, cache_directory, find
 from extensor.training.data.sources import FASHION_MNIST, MNIST, IdxSource, parse_idx
@@ -31,6 +32,14 @@ def put(folder: Path, content: bytes, name: str = "pixels.gz") -> Path:
 
 
 # --- digits
+
+
+def test_the_digits_are_those_of_scikit_learn() -> None:
+    pixels, labels = read_digits()
+    theirs = sklearn_datasets.load_digits()
+    np.testing.assert_array_equal(pixels, theirs.images)
+    np.testing.assert_array_equal(labels, theirs.target)
+    assert pixels.dtype == np.uint8 and labels.dtype == np.int64
 
 
 def test_digits_are_1437_and_360_stratified_in_their_own_units() -> None:

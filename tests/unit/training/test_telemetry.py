@@ -143,6 +143,7 @@ def test_a_resumed_run_drops_what_it_writes_again(small: Make, tmp_path: Path) -
     assert [r["step"] for r in before] == [3, 6]
     with (out / TELEMETRY).open("a") as file:
         file.write(json.dumps({**before[1], "step": 9}) + "\n")
+        file.write('{"step": 12, "ep')  # a killed run did not finish its line
     again = Trainer(config, out, callbacks=[Telemetry(3)])
     again.load(out / LAST)
     again.fit()
