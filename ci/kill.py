@@ -39,6 +39,7 @@ import tensorboardX  # noqa: F401 - once, before processes are forked
 from rich.progress import track
 
 from extensor.io import load_checkpoint
+from extensor.quant import QuantArray
 from extensor.training.cli import main as train
 from extensor.training.loop import Trainer
 from extensor.training.rundir import BEST, LAST, METRICS, RESULT
@@ -88,7 +89,7 @@ class Points:
                 self.reach()
                 return step(trainer, *args)
 
-            Trainer._step = counted  # type: ignore[method-assign]
+            Trainer._step = counted
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
         """Python's own report of what it is about to do."""
@@ -166,7 +167,8 @@ def state(folder: Path) -> dict[str, Any]:
     for name in (LAST, BEST):
         checkpoint = load_checkpoint(folder / name)
         for tensor, value in checkpoint.tensors.items():
-            found[f"{name}: {tensor}"] = value.tobytes()
+            parts = value.parts if isinstance(value, QuantArray) else {"": value}
+            found[f"{name}: {tensor}"] = {part: array.tobytes() for part, array in parts.items()}
         for key, content in checkpoint.metadata.items():
             found[f"{name}: {key}"] = untimed(content)
     lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()

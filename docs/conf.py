@@ -68,6 +68,7 @@ sphinx_gallery_conf = {
 }
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_theme_options = {
     "source_view_link": "",
     "light_css_variables": {"color-brand-primary": "#3f7fbf", "color-brand-content": "#3f7fbf"},

@@ -49,11 +49,14 @@ RENAMED = {
     "both nv": "rowwise and columnwise nv",
     "rows + columns": "rowwise and columnwise",
     "16x16 tiles": "tiles of 16x16",
+    "mxfp4 both": "mxfp4 rowwise and columnwise",
+    "mxfp8_e4m3 both": "mxfp8_e4m3 rowwise and columnwise",
     "made at once,": "MXFP4,",
     "expanded,": "NVFP4,",
     "scaled,": "FP8 in blocks of 128,",
     "dense,": "bfloat16,",
     " --force": "",
+    ", 1 threads": ", 1 thread",
 }
 """Words of the day of a run, and what the page says instead."""
 
@@ -72,7 +75,8 @@ INTRODUCTION = """<!-- Written by docs/make_benchmarks.py from ci/bench/results;
 
 # Benchmarks
 
-Each table comes from one file of `ci/bench/results`. Above it stand machine, date and command.
+Each table comes from one file of `ci/bench/results`. Above it stand the machine, the day of the run
+and the command that repeats it today.
 The last column says how many times as fast as the peer extensor is: above 1 extensor is faster.
 Both were measured in the same run, in turns, as medians.
 "[Captured](glossary.md#capture-replay)" means replayed from a CUDA graph.
@@ -183,7 +187,7 @@ def lines_of(table: Table) -> list[str]:
     """A table's heading, what stands above it, and its rows."""
     data = table.read()
     about = data.get("about", data)
-    machine = about.get("gpu") or about["machine"]
+    machine = renamed(about.get("gpu") or about["machine"])
     command = " ".join((table.command or renamed(about["command"])).split())
     rows = [
         f"| {f.what} | {number(f.ours)} | {number(f.peer)} | {f.ratio:.2f} |"

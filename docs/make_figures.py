@@ -196,14 +196,27 @@ def layer_text(layer: LayerRecipe) -> str:
     return different.pop() if len(different) == 1 else f"{len(different)} kinds of operand"
 
 
+def gemm_text(layer: LayerRecipe, gemm: str) -> str:
+    """The two operands of a GEMM; one text where they are alike."""
+    slots = [slot for slot in SLOTS if slot.startswith(f"{gemm}.")]
+    texts = [operand_text(layer.slot(slot)) for slot in slots]
+    if texts[0] == texts[1]:
+        return texts[0]
+    return "; ".join(f"{slot[-1]}: {text}" for slot, text in zip(slots, texts, strict=True))
+
+
 def recipe_sheet() -> Sheet:
-    """The recipes, slot by slot."""
+    """The recipes, GEMM by GEMM."""
     rows = []
     for recipe in RECIPES.values():
-        slots = tuple(operand_text(recipe.layers.slot(slot)) for slot in SLOTS)
-        rules = "; ".join(f"{rule.match}: {layer_text(rule.use)}" for rule in recipe.rules)
-        rows.append((recipe.name, recipe.doc, *slots, rules or "-"))
-    return Sheet("Recipes", ("recipe", "", *SLOTS, "other layers"), tuple(rows))
+        gemms = tuple(gemm_text(recipe.layers, gemm) for gemm in ("fprop", "dgrad", "wgrad"))
+        others: dict[str, list[str]] = {}
+        for rule in recipe.rules:
+            others.setdefault(layer_text(rule.use), []).append(rule.match)
+        rules = "; ".join(f"{', '.join(names)}: {text}" for text, names in others.items())
+        rows.append((recipe.name, recipe.doc, *gemms, rules or "-"))
+    columns = ("recipe", "what it is", "fprop x, w", "dgrad g, w", "wgrad g, x", "other layers")
+    return Sheet("Recipes", columns, tuple(rows))
 
 
 def alias_sheet() -> Sheet:

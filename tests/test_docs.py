@@ -74,7 +74,7 @@ def test_examples_run(page: str, registry: None) -> None:
 def commands(page: str) -> list[list[str]]:
     """The words of each `extensor ...` and `python -m training ...` of a page's shell blocks."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    joined = [block.replace("\\\n", " ") for block in SHELL.findall(text)]
+    joined = [block.replace("\\\n", "") for block in SHELL.findall(text)]
     lines = [line for block in joined for line in block.splitlines()]
     found = [shlex.split(line, comments=True) for line in lines]
     return [w for w in found if w[:1] == ["extensor"] or w[:3] == ["python", "-m", "training"]]
@@ -148,6 +148,12 @@ def test_links_lead_to_files(page: str) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
     local = [link for link in links if not re.match(r"[a-z]+:", link)]
     assert [link for link in local if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("docs/log/")])
+def test_scripts_that_a_command_names_are_there(page: str) -> None:
+    named = re.findall(r"python\s+([\w/]+\.py)", (ROOT / page).read_text("utf-8"))
+    assert [script for script in named if not (ROOT / script).is_file()] == []
 
 
 def test_every_experiment_is_in_the_log_s_table() -> None:

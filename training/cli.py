@@ -15,8 +15,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich.console import Console
 
 from extensor.errors import unknown_name
@@ -53,7 +54,7 @@ DISK_WAY_OUT = (
 class TrainFlags:
     """The flags of one run that are not its settings."""
 
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder for everything the run leaves; by default runs/<model>-<dataset>-<recipe>-s<seed>."""
     resume: bool = False
     """Go on from the folder's last checkpoint. On the CPU the result is bit for bit that of a run
@@ -64,7 +65,7 @@ class TrainFlags:
     graph: bool = False
     """With --device cuda: capture a step in a CUDA graph and replay it, without Python. Same
     results."""
-    config: Path | None = None
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """TOML file of settings (a run's own config.toml will do); flags override it."""
 
     def __post_init__(self) -> None:
@@ -201,13 +202,12 @@ def _made(cls: type[Any], values: dict[str, Any]) -> Any:
 
 def compare_command(argv: Sequence[str]) -> int:
     """Train a model with several recipes and seeds, and draw the table."""
-    if not argv or argv[0] in ("-h", "--help"):
-        argv = [next(iter(RUNS)), "--help"]
-    model, rest = _model(argv[0]), argv[1:]
+    named = bool(argv) and argv[0] not in ("-h", "--help")
+    model, rest = (_model(argv[0]), argv[1:]) if named else (next(iter(RUNS)), ["--help"])
     if rest[-1:] == ["--dataset"]:
         print(_dataset_rows(RUNS[model].kind))
         return 0
-    text = (f"{PROGRAM} compare {model}", _compare_help())
+    text = (f"{PROGRAM} compare {model if named else 'MODEL'}", _compare_help(model))
     flags, given = parse_settings(CompareFlags, Settings, model, rest, text)
     values, _ = resolve(model, given, None)
     own = {name: getattr(flags, name) for name in CompareFlags.__dataclass_fields__}
@@ -272,7 +272,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 def _rows(title: str, rows: dict[str, str]) -> str:
     width = max(map(len, rows))
-    return "\n".join([title, "", *(f"  {name:<{width}}  {doc}" for name, doc in rows.items())])
+    return "\n".join([title, *(f"  {name:<{width}}  {doc}" for name, doc in rows.items())])
 
 
 def _recipe_rows() -> str:
@@ -324,8 +324,9 @@ def overview() -> str:
 def _train_help(model: str) -> str:
     return "\n\n".join(
         (
-            f"Train {RUNS[model].doc}. Weights stay float32; the recipe says in which format each "
-            "operand of each matrix product is rounded. Defaults depend on the data set.",
+            f"Train {model}, {RUNS[model].doc}. Weights stay float32; the recipe says in which "
+            "format each operand of each matrix product is rounded. Defaults depend on the data "
+            "set.",
             _dataset_rows(RUNS[model].kind),
             _recipe_rows(),
             _option_rows(),
@@ -336,12 +337,13 @@ def _train_help(model: str) -> str:
     )
 
 
-def _compare_help() -> str:
+def _compare_help(model: str) -> str:
     return "\n\n".join(
         (
             "Train one model with several recipes and seeds, each run a process of its own, and "
             "write compare.json, compare.md and compare.png. Finished runs are not run again, so "
             "the same command goes on where it was interrupted.",
+            f"Models: {', '.join(RUNS)}. The defaults below are those of {model}.",
             _dataset_rows(),
             _recipe_rows(),
             _option_rows(),

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -26,8 +26,9 @@ from .tasks import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["Row", "markdown", "summarize", "write_report"]
+__all__ = ["Row", "draw", "markdown", "summarize", "write_report"]
 
 
 @dataclass(frozen=True)
@@ -162,23 +163,31 @@ def write_report(
         "rows": [dataclasses.asdict(row) for row in rows],
         "runs": [dataclasses.asdict(run) for run in finished],
     }
-    size = (11, max(3.2, 1.6 + 0.42 * len(rows)))
+    size = (12.5, max(3.2, 1.6 + 0.42 * len(rows)))
     look = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True}
     with saved_figure(folder / "compare.png", args.title, size, **look) as figure:
-        bars, curves = figure.subplots(1, 2, width_ratios=(1.15, 1))
-        low, high = _limits(metric, rows)
-        _draw_bars(bars, metric, rows, low, high)
-        _draw_curves(curves, metric, rows, finished)
-        curves.set_ylim(*_curve_limits(metric, finished, low, high))
+        draw(figure, metric, rows, finished)
     write_files(folder, "compare", markdown(args, rows), content, console)
 
 
+def draw(figure: Figure, metric: Metric, rows: Sequence[Row], finished: Sequence[Finished]) -> None:
+    """Draw each recipe's mean with its error bar, and beside it the curves over epochs."""
+    bars, curves = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    low, high = _limits(metric, rows)
+    _draw_bars(bars, metric, rows, low, high)
+    _draw_curves(curves, metric, rows, finished)
+    curves.set_ylim(*_curve_limits(metric, finished, low, high))
+
+
 def _limits(metric: Metric, rows: Sequence[Row]) -> tuple[float, float]:
-    """The range shown, of rows not far from the best, with room for labels on both sides."""
-    known = [value for row in rows for value in row.values if value is not None] or [0.0]
-    best = max(known) if metric.higher_is_better else min(known)
+    """The range shown: seeds and error bars of rows not far from the best, and room for labels."""
+    means = [row.mean for row in rows if row.mean is not None] or [0.0]
+    best = max(means) if metric.higher_is_better else min(means)
     close = [row for row in rows if row.mean is not None and abs(best - row.mean) <= metric.far]
     shown = [value for row in close for value in row.values if value is not None] or [best]
+    for row in close:
+        if row.mean is not None and row.sd is not None:
+            shown += [row.mean - row.sd, row.mean + row.sd]
     room = 0.15 * max(max(shown) - min(shown), metric.far / 30)
     return min(shown) - room, max(shown) + room
 
@@ -189,27 +198,28 @@ def _curve_limits(
     """The range shown of the curves, without their first epoch, which is often far off."""
     later = [metric.scale * v for run in finished for v in run.curve[1:] if v is not None]
     shown = [v for v in later if low - metric.far <= v <= high + metric.far]
-    if metric.higher_is_better:
-        return min([low, *shown]), high
-    return low, max([high, *shown])
+    return min([low, *shown]), max([high, *shown])
 
 
 def _draw_bars(axes: Axes, metric: Metric, rows: Sequence[Row], low: float, high: float) -> None:
     left = metric.higher_is_better
     edge = low if left else high
+    paper = {"fc": "white", "ec": "none", "pad": 1}  # of labels over the baseline's line
     for place, row in enumerate(rows):
         color, label = COLORS[place % len(COLORS)], _value(metric, row)
         if row.mean is None or not low <= row.mean <= high:
             axes.plot(edge, place, marker="<" if left else ">", ms=9, color=color, clip_on=False)
-            note = f"    {label}, off the scale" + (", diverged    " if row.diverged else "    ")
-            axes.text(edge, place, note, va="center", ha="left" if left else "right", color=color)
+            note = f"{label}, off the scale" + (", diverged" if row.diverged else "")
+            side, shift = ("left", 14) if left else ("right", -14)
+            look = {"xytext": (shift, 0), "textcoords": "offset points", "va": "center", "ha": side}
+            axes.annotate(note, (edge, place), color=color, bbox=paper, **look)  # type: ignore[arg-type]
             continue
         shown = [value for value in row.values if value is not None]
         bar = {"xerr": row.sd, "fmt": "D", "ms": 6, "capsize": 4, "elinewidth": 2}
         name = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center", "fontsize": 9}
         axes.plot(shown, [place] * len(shown), "o", ms=5, color=color, alpha=0.35, mew=0)
         axes.errorbar(row.mean, place, color=color, **bar)  # type: ignore[arg-type]
-        axes.annotate(label, (row.mean, place), color=color, **name)  # type: ignore[arg-type]
+        axes.annotate(label, (row.mean, place), color=color, bbox=paper, **name)  # type: ignore[arg-type]
         if row.recipe == row.baseline:
             axes.axvline(row.mean, color=color, ls="--", lw=1, alpha=0.6, zorder=0)
     axes.set_yticks(range(len(rows)), [row.recipe for row in rows])
@@ -238,5 +248,4 @@ def _draw_curves(
     axes.set_xlabel("epoch (line: mean; band: all seeds)")
     axes.set_ylabel(metric.title)
     axes.locator_params(axis="x", integer=True)
-    corner: Any = "lower right" if metric.higher_is_better else "upper right"
-    axes.legend(frameon=False, fontsize=9, loc=corner)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))

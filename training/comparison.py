@@ -9,7 +9,9 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from extensor.quant.recipes import get_recipe
 
@@ -39,7 +41,7 @@ class CompareFlags:
     """How many seeds: 0, 1, 2, ..."""
     jobs: int = 0
     """Runs side by side, one thread each; 0 is one per CPU (and 1 on a GPU)."""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder for the runs, the table, the plot and the JSON; by default
     runs/compare-<model>-<dataset>."""
     plot_only: bool = False

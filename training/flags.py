@@ -45,12 +45,12 @@ def parse_settings(
         argv: the words of the command line.
         text: the program's name, and what its help says.
     """
-    given = ("given", tyro.conf.OmitArgPrefixes[_flags(settings, model)])  # type: ignore[misc]
+    given = ("training", tyro.conf.OmitArgPrefixes[_flags(settings, model)])  # type: ignore[misc]
     both = dataclasses.make_dataclass(
         cls.__name__, [given], bases=(cls,), frozen=True, kw_only=True
     )
     made: Any = parse(both, text[0], argv, text[1])
-    return cast(T, made), dict(made.given)
+    return cast(T, made), dict(made.training)
 
 
 def _flags(settings: type[Settings], model: str) -> Any:

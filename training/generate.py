@@ -36,7 +36,7 @@ __all__ = [
 class GenerateArgs:
     """Flags of `generate`: the text to write, and the model that writes it."""
 
-    checkpoint: Annotated[Path, tyro.conf.Positional]
+    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """A checkpoint of a language model's run, such as runs/gpt/checkpoint.safetensors, or the run's
     folder."""
     prompt: str = "\n"

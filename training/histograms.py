@@ -18,11 +18,9 @@ import numpy as np
 from extensor import ExTensor
 from extensor.backends.generic import conv_pool
 from extensor.backends.protocol import Window
+from extensor.inspect.grid import grid_values
 from extensor.nn import Conv2d, Module, gemm_layers
-from extensor.quant.hadamard import hadamard
 from extensor.quant.recipe import OperandSpec
-from extensor.quant.reference import dequantize, quantize
-from extensor.quant.rounding import pack, unpack
 from extensor.quant.spec import QuantSpec
 
 from .loop import Trainer
@@ -148,37 +146,18 @@ def histogram_on_grid(x: np.ndarray[Any, Any], operand: OperandSpec) -> OperandH
         low = -end if (values < 0).any() else 0.0
         edges, counts = _histogram(values, (low, end))
         return OperandHistogram(operand, "value", edges, counts, [], [], _zeros(x))
-    if operand.transform is not None:
-        x = np.asarray(hadamard(x, operand.transform))
-    spec = operand.replace(
-        axis=1, transform=None, rounding="nearest_even", element_scale=1.0
-    ).resolve(2)
-    q, _ = quantize(x, spec)
-    element = spec.row.element
-    codes = unpack(q.codes, element.bits, x.shape[1])
-    coded = len(q.codes), q.codes.shape[1] * 8 // element.bits
-    top = pack(np.full(coded, element.max_magnitude_code, np.uint8), element.bits)
-    tops = dequantize(dataclasses.replace(q, codes=top))  # each value's scale, times the top
-    good = np.isfinite(tops) & (tops > 0) & (x != 0)
-    scaled = (x[good].astype(np.float64) / tops[good]) * element.max
+    seen = grid_values(x, operand.replace(axis=1))
+    spec, element, scaled = seen.spec, seen.element, seen.scaled
     if element.bits == 8 and element.is_float:
-        return _logarithmic(spec, scaled, _zeros(x))
+        return _logarithmic(spec, scaled, seen.zeros)
     end = 1.1 * element.max
     ends = (-end if (scaled < 0).any() else -0.05 * end, end)
     edges, counts = _histogram(np.clip(scaled, *ends), ends)  # what saturates piles up there
-    grid: list[tuple[float, float]] = []
-    if element.bits < 8:
-        seen = np.bincount(codes[good], minlength=1 << element.bits) / max(int(good.sum()), 1)
-        shares: dict[float, float] = {}
-        for code, share in enumerate(seen):
-            value = float(element.values[code]) + 0.0  # -0 and 0 are one place
-            if value >= edges[0]:
-                shares[value] = shares.get(value, 0.0) + float(share)
-        grid = sorted(shares.items())
+    grid = [(v, share) for v, share in seen.shares() if v >= edges[0]] if element.bits < 8 else []
     marks = [] if grid else [(sign * element.max, f"{sign * element.max:g}") for sign in (-1, 1)]
     marks = [mark for mark in marks if mark[0] >= edges[0]]
     return OperandHistogram(
-        spec.format, "value / block scale", edges, counts, grid, marks, _zeros(x)
+        spec.format, "value / block scale", edges, counts, grid, marks, seen.zeros
     )
 
 

@@ -44,7 +44,7 @@ CALIBRATION_BATCH = 32
 class PtqArgs:
     """Flags of `ptq`: the run to quantize, and how."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of a run, such as runs/lenet-digits-fp32-s0."""
     schemes: str = SCHEMES
     """Schemes, separated by commas; any name listed above."""
@@ -53,7 +53,7 @@ class PtqArgs:
     keep: str = ""
     """Layers to leave in float32, separated by commas: paths with wildcards, or roles such as
     @first and @last. A scheme keeps a language model's head by itself."""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder for ptq.json, ptq.md and ptq.png; by default ptq in the run's folder."""
     save: bool = False
     """Also write every quantized model, as SCHEME.safetensors."""

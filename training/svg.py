@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["COLORS", "Line", "bars", "lines"]
+__all__ = ["Line", "bars", "lines"]
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
-"""Okabe and Ito's palette: distinct for colour-blind readers too."""
+COLORS = 8
+"""How many lines have a colour of their own: the classes c0 to c7 of the page's CSS."""
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 34
@@ -108,11 +108,9 @@ def _text(text: str, x: float, y: float, anchor: str = "middle") -> str:
     return _tag("text", "tick", escape(text), x=x, y=y, text_anchor=anchor)
 
 
-def _dot(x: float, y: float, r: float, title: str, **look: str) -> str:
-    """A point with a tooltip."""
-    kind = look.pop("kind", "")
-    title = f"<title>{escape(title)}</title>"
-    return _tag("circle", kind, title, cx=x, cy=y, r=str(r), **look)
+def _dot(x: float, y: float, r: float, title: str, kind: str) -> str:
+    """A point of a class, with a tooltip."""
+    return _tag("circle", kind, f"<title>{escape(title)}</title>", cx=x, cy=y, r=str(r))
 
 
 def _wide(ends: tuple[float, float]) -> tuple[float, float]:
@@ -139,7 +137,7 @@ def lines(
 
     Args:
         title: what the chart shows.
-        series: drawn in the order of `COLORS`.
+        series: drawn in the order of the page's colours.
         x_label: under the axis.
         log: whether y is logarithmic; what is not above 0 is a gap then.
         threshold: a level to draw across, with its name.
@@ -160,19 +158,19 @@ def lines(
     axes = _Axes((min(xs), max(xs)), limits, log)
     parts = [axes.frame(x_label)]
     for place, (line, _) in enumerate(good):
-        color = COLORS[place % len(COLORS)]
+        color = f"c{place % COLORS}"
         for piece in _segments(line, log):
             path = " ".join(f"{axes.across(x):.1f},{axes.up(y):.1f}" for x, y in piece)
-            parts.append(_tag("polyline", points=path, fill="none", stroke=color))
+            parts.append(_tag("polyline", color, points=path, fill="none"))
         dots = [p for piece in _segments(line, log) for p in piece]
         for x, y in dots if len(dots) <= DOTS else []:
             what = f"{line.name}, {x_label} {number(x)}: {y:.5g}"
-            parts.append(_dot(axes.across(x), axes.up(y), 2.6, what, fill=color))
+            parts.append(_dot(axes.across(x), axes.up(y), 2.6, what, color))
     if threshold is not None:  # last, so that its name can be read
         at = axes.up(threshold[0])
         parts.append(axes.level("mark", at) + _text(threshold[1], WIDTH - RIGHT, at + 14, "end"))
     keys = "".join(
-        f'<span><i style="background:{COLORS[place % len(COLORS)]}"></i>{escape(line.name)}</span>'
+        f'<span><i class="c{place % COLORS}"></i>{escape(line.name)}</span>'
         for place, line in enumerate(series)
     )
     legend = f'<div class="legend">{keys}</div>' if len(series) > 1 else ""
@@ -237,7 +235,7 @@ def bars(
     for value, share in stems:
         at, up = axes.across(value), axes.up(share / peak)
         parts.append(_tag("line", "stem", x1=at, x2=at, y1=up, y2=base))
-        parts.append(_dot(at, up, 2.4, f"{value:g}: {share:.2%}", kind="head"))
+        parts.append(_dot(at, up, 2.4, f"{value:g}: {share:.2%}", "head"))
     parts.append(axes.frame(x_label, x_ticks, y=False))
     caption = f"{escape(title)} <small>{escape(note)}</small>"
     drawn = _figure("".join(parts), title, height)

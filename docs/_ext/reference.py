@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,6 +39,9 @@ ROOMS = {
     "extensor.errors": "Errors",
     "extensor.config": "Environment variables",
 }
+
+POINTER = re.compile(r"See :meth:`[^`]*`\.")
+BACK = re.compile(r'(class="viewcode-back" href="[^"#]*/)([\w.]+)\.html#([\w.]+)"')
 
 
 def public(room: str) -> dict[str, Any]:
@@ -177,7 +181,46 @@ def write(app: Sphinx) -> None:
             path.write_text(expected, encoding="utf-8")
 
 
+def public_bases(app: Sphinx, name: str, value: type, options: Any, bases: list[type]) -> None:
+    """Name a class's public bases: those of a private base in its place."""
+    for i, base in enumerate(bases):
+        if base.__name__.startswith("_"):
+            bases[i] = next(one for one in base.__mro__ if not one.__name__.startswith("_"))
+
+
+def skip_pointers(
+    app: Sphinx, what: str, name: str, value: object, skip: bool, options: Any
+) -> bool | None:
+    """Leave out a method whose docstring only points to the method that it overrides."""
+    doc = getattr(value, "__doc__", None) or ""
+    return True if what == "class" and POINTER.fullmatch(doc.strip()) else None
+
+
+def point_back(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Lead the links of a source page to entries that exist.
+
+    viewcode takes the page of an object's last entry and the name of a module's first.
+    """
+    entries = app.env.get_domain("py").objects
+
+    def link(found: re.Match[str]) -> str:
+        start, room, name = found.groups()
+        if name in entries:
+            room = entries[name].docname.rpartition("/")[2]
+        words = name.split(".")
+        names = [name, *(".".join([room, *words[i:]]) for i in range(1, len(words)))]
+        return f'{start}{room}.html#{next(name for name in names if name in entries)}"'
+
+    if page.startswith("_modules/"):
+        context["body"] = BACK.sub(link, context["body"])
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Sphinx's entry point."""
     app.connect("builder-inited", write)
+    app.connect("autodoc-process-bases", public_bases)
+    app.connect("autodoc-skip-member", skip_pointers)
+    app.connect("html-page-context", point_back)
     return {"parallel_read_safe": True}

@@ -13,6 +13,7 @@ from typing import Any
 
 import tyro
 
+from extensor.cli.advise import advise
 from extensor.cli.doctor import doctor, version
 from extensor.cli.files import inspect, read_tensors
 from extensor.cli.formats import (
@@ -29,14 +30,14 @@ from extensor.cli.tune import tune
 from extensor.errors import unknown_name
 
 __all__ = [
-    "Sheet", "dialect_sheet", "doctor", "element_sheet", "format_sheet", "formats", "inspect",
-    "layout_sheet", "main", "quantize", "read_tensors",
-    "scale_sheet", "tune",
+    "Sheet", "advise", "dialect_sheet", "doctor", "element_sheet", "format_sheet", "formats",
+    "inspect", "layout_sheet", "main", "quantize", "read_tensors", "scale_sheet", "tune",
 ]  # fmt: skip
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "formats": formats,
     "quantize": quantize,
+    "advise": advise,
     "inspect": inspect,
     "doctor": doctor,
     "tune": tune,
@@ -52,9 +53,10 @@ TRAINING = {
 """Commands of `extensor.training.cli`."""
 
 EXAMPLES = """\
-extensor train lenet --recipe mxfp4 --out runs/first     # handwritten digits; a minute or two
+extensor train lenet --recipe mxfp4 --out runs/first     # handwritten digits; no download
 extensor report runs/first                               # a page about it
 extensor compare lenet --recipes fp32,mxfp8,mxfp4 --seeds 3
+extensor advise model.safetensors                        # which format fits which tensor
 extensor quantize model.safetensors small.safetensors --format mxfp4
 extensor inspect small.safetensors
 """

@@ -34,7 +34,7 @@ def doctor(all: bool = False) -> None:
     """Show what this installation has and lacks: the C++ core, devices, packages, flags.
 
     Args:
-        all: also show which code each format and each method takes, and every flag.
+        all: Also show which code each format and each method takes, and every flag.
     """
     backend: CpuBackend | None = None
     try:

@@ -108,7 +108,7 @@ def inspect(file: Annotated[Positional[Path], arg(metavar="FILE")]) -> None:
     example: extensor inspect small.safetensors
 
     Args:
-        file: .safetensors, .npz or .npy; or a folder of .safetensors files, or a model's index.
+        file: A .safetensors, .npz or .npy file, a folder of .safetensors files, or a model's index.
     """
     tensors = {n: value for path in tensor_files(file) for n, value in read_tensors(path).items()}
     rows = []

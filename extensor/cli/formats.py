@@ -139,7 +139,7 @@ def formats(dialects: bool = False) -> None:
     """List the element grids, the blocked formats and their scales.
 
     Args:
-        dialects: also show how other vendors' libraries differ, with worked scale bytes, and how
+        dialects: Also show how other vendors' libraries differ, with worked scale bytes, and how
             other programs lay out the codes.
     """
     sheets = [element_sheet(), format_sheet(), scale_sheet()]

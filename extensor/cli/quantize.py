@@ -5,8 +5,11 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import ml_dtypes
@@ -16,7 +19,9 @@ from tyro.conf import Positional, arg
 from extensor.backends import registry
 from extensor.cli.files import INDEX, kind_text, read_tensors, tensor_files, tensor_names
 from extensor.cli.sheet import CommandError, Sheet, shape_text, show
+from extensor.inspect import decibels
 from extensor.io import save_checkpoint
+from extensor.io.atomic import replacing
 from extensor.quant import QuantArray, QuantSpec, QuantStats
 from extensor.random import Stream
 
@@ -32,9 +37,9 @@ class SpecFlags:
 
     axis: int = -1
     """The axis the blocks run along."""
-    block_size: int | None = None
+    block_size: Annotated[int | None, arg(metavar="INT")] = None
     """Elements that share a scale; the format's own where left out."""
-    scale_rule: str | None = None
+    scale_rule: Annotated[str | None, arg(metavar="RULE")] = None
     """A scale rule of the format; its default where left out."""
     dialect: str = QuantSpec.dialect
     """A name from `extensor formats --dialects`."""
@@ -68,7 +73,7 @@ def quantize(
     source: Annotated[Positional[Path], arg(metavar="IN")],
     target: Annotated[Positional[Path], arg(metavar="OUT")],
     format: str,
-    match: str | None = None,
+    match: Annotated[str | None, arg(metavar="GLOB")] = None,
     flags: Annotated[SpecFlags, arg(name="")] = SpecFlags(),
 ) -> None:
     """Quantize the weights of a file or a model's shards, and report bytes and errors.
@@ -78,15 +83,16 @@ def quantize(
     IN is a .npy, .npz or .safetensors file, and OUT a .safetensors file. Or IN is a folder of
     .safetensors files, or a model.safetensors.index.json, and OUT a folder that gets a file for
     each file, and an index.
+    An OUT that exists is replaced at the end, when all of the new one is written.
 
     example: extensor quantize model.safetensors small.safetensors --format mxfp4
 
     Args:
-        source: a file of tensors, or a folder of .safetensors files.
-        target: the .safetensors file to write, or the folder.
-        format: a name from `extensor formats`, such as mxfp4.
-        match: glob of the names to quantize, of tensors with one dimension or more; quote it.
-        flags: how values are rounded.
+        source: A file of tensors, a folder of .safetensors files, or a model's index.
+        target: The .safetensors file to write, or the folder.
+        format: A name from `extensor formats`, such as mxfp4.
+        match: Quantize the float tensors of one dimension or more whose names match; quote it.
+        flags: How values are rounded.
     """
     spec = flags.spec(format)
     files = tensor_files(source)
@@ -96,26 +102,30 @@ def quantize(
             found = ", ".join(names) or "(no tensors)"
             raise CommandError(f"--match {match!r} fits none of: {found}")
     sharded = files != [source]
-    outputs = _outputs(source, target, files if sharded else [])
+    _check_target(source, target, files if sharded else [])
     rows: list[tuple[str, ...]] = []
     weight_map: dict[str, str] = {}
     before = after = quantized = 0
-    for file, output in zip(files, outputs, strict=True):
-        written: dict[str, Stored] = {}
-        for name, value in read_tensors(file).items():
-            stream = Stream(flags.seed, tensor=len(rows)) if spec.rounding == "stochastic" else None
-            stored, row = _quantize_one(name, value, spec, stream, match)
-            written[name] = stored
-            rows.append(row)
-            before, after = before + value.nbytes, after + stored.nbytes
-            quantized += stored is not value
-            parts = stored.parts if isinstance(stored, QuantArray) else ()
-            keys = [f"{name}.{part}" for part in parts] or [name]
-            weight_map.update(dict.fromkeys(keys, output.name))
-        _save(output, written, file.name)
-    if sharded:
-        index = {"metadata": {"total_size": after}, "weight_map": weight_map}
-        (target / f"model{INDEX}").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    with _filled(target) if sharded else nullcontext() as folder:
+        for file in files:
+            written: dict[str, Stored] = {}
+            output = target if folder is None else folder / file.name
+            for name, value in read_tensors(file).items():
+                random = spec.rounding == "stochastic"
+                stream = Stream(flags.seed, tensor=len(rows)) if random else None
+                stored, row = _quantize_one(name, value, spec, stream, match)
+                written[name] = stored
+                rows.append(row)
+                before, after = before + value.nbytes, after + stored.nbytes
+                quantized += stored is not value
+                parts = stored.parts if isinstance(stored, QuantArray) else ()
+                keys = [f"{name}.{part}" for part in parts] or [name]
+                weight_map.update(dict.fromkeys(keys, output.name))
+            _save(output, written, file.name)
+        if folder is not None:
+            index = {"metadata": {"total_size": after}, "weight_map": weight_map}
+            with replacing(folder / f"model{INDEX}") as written_index:
+                written_index.write(json.dumps(index, indent=1).encode())
     share = f", {after / before:.1%}" if before else ""
     rows.append(("total", f"{len(rows)} tensors", "", str(before), f"{quantized} quantized"))
     rows[-1] += (f"{after}{share}", "", "", "")
@@ -123,8 +133,8 @@ def quantize(
     show([Sheet(f"{source} -> {target}", (*columns, "saturated", "flushed"), tuple(rows))])
 
 
-def _outputs(source: Path, target: Path, shards: list[Path]) -> list[Path]:
-    """The files to write: ``target``, or one in the folder ``target`` for each shard."""
+def _check_target(source: Path, target: Path, shards: list[Path]) -> None:
+    """Refuse a target of the wrong kind, and one that is the source."""
     if not shards:
         if target.suffix != ".safetensors":
             raise CommandError(f"{target}: expected a name that ends in .safetensors")
@@ -132,16 +142,29 @@ def _outputs(source: Path, target: Path, shards: list[Path]) -> list[Path]:
             raise CommandError(
                 f"{target}: expected another file than {source}, which would be lost"
             )
-        return [target]
+        return
     if target.suffix == ".safetensors" or target.is_file():
         raise CommandError(f"{target}: expected a folder, as {source} holds several files")
     if target.resolve() == shards[0].parent.resolve():
         raise CommandError(f"{target}: expected another folder than {source}, which would be lost")
+
+
+@contextmanager
+def _filled(target: Path) -> Iterator[Path]:
+    """A temporary folder; its files move into ``target`` when the block ends without an error.
+
+    The index moves last, and an older one goes first: a folder with an index holds what it names.
+    """
     try:
         target.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".incomplete-", dir=target) as folder:
+            yield Path(folder)
+            index = target / f"model{INDEX}"
+            index.unlink(missing_ok=True)
+            for path in sorted(Path(folder).iterdir(), key=lambda path: path.name == index.name):
+                path.replace(target / path.name)
     except OSError as error:
         raise CommandError(str(error)) from None
-    return [target / shard.name for shard in shards]
 
 
 def _save(path: Path, tensors: dict[str, Stored], source: str) -> None:
@@ -176,14 +199,12 @@ def _is_float(value: Array) -> bool:
 
 
 def _sqnr(exact: Array, coded: Array) -> str:
-    """Signal to quantization noise in decibels: 10 log10(sum x^2 / sum (x - q)^2)."""
+    """Signal to quantization noise as text; a file may hold zeros, NaN and Inf."""
     with np.errstate(invalid="ignore", over="ignore"):
         signal, noise = float(np.sum(exact**2)), float(np.sum((exact - coded) ** 2))
     if not math.isfinite(noise):
         return "nan: has NaN or Inf"
-    if noise == 0:
-        return "exact"
-    return f"{10 * math.log10(signal / noise):.2f}" if signal else "-inf"
+    return "exact" if noise == 0 else f"{decibels(signal, noise):.2f}"
 
 
 def _percent(part: int, stats: QuantStats) -> str:

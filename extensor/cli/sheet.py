@@ -12,6 +12,10 @@ from rich.table import Table
 __all__ = ["CommandError", "Sheet", "shape_text", "show", "tile_text"]
 
 
+NAME_WIDTH = 44
+"""A first column is not folded up to so many characters."""
+
+
 class CommandError(Exception):
     """A problem that the user can solve: printed as one line, exit code 2."""
 
@@ -32,8 +36,10 @@ def show(sheets: Iterable[Sheet]) -> None:
         console = Console(width=max(console.width, 160))
     for sheet in sheets:
         table = Table(title=escape(sheet.title), title_justify="left")
-        for column in sheet.columns:
-            table.add_column(escape(column), overflow="fold")
+        for place, column in enumerate(sheet.columns):
+            longest = max((len(row[place]) for row in sheet.rows), default=0)
+            least = min(longest, NAME_WIDTH) if place == 0 else None  # names are read whole
+            table.add_column(escape(column), overflow="fold", min_width=least)
         for row in sheet.rows:
             table.add_row(*(escape(cell) for cell in row))
         console.print(table)

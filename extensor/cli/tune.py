@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
 
 from extensor.cli.sheet import CommandError, Sheet, show
 
@@ -13,24 +16,25 @@ MODULE = "extensor_cuda.matmul.tuning"
 
 
 def tune(
-    plot: Path | None = None, sizes: tuple[int, ...] = (), hadamard: Path | None = None
+    plot: Annotated[Path | None, arg(metavar="FILE.svg")] = None,
+    sizes: tuple[int, ...] = (),
+    hadamard: Annotated[Path | None, arg(metavar="FILE.svg")] = None,
 ) -> None:
     """Measure from which size on this GPU's kernels are faster, and keep the table for training.
 
-    For an H100 or H200. Takes about a minute and shows all at the end: cubes of bfloat16 values are
-    quantized and multiplied from CUDA graphs, as in a captured training step, by the kernels for
-    tensor cores and by cupy in float32. From then on layers take a kernel from the size (M N K) on
-    from which it won; without a table that is 2^30. Operands keep their bits, sums may change
-    within the kernels' bounds. The table is a file, named at the end: delete it to have the
-    default again.
+    For an H100 or H200; takes about a minute and prints everything at the end. Square products of
+    bfloat16 values are timed in CUDA graphs, quantizing included, as in a captured training step:
+    by the tensor-core kernels, and by cupy in float32. From then on a layer uses a kernel where its
+    product is at least as large (M N K) as the smallest one that the kernel won. Without the table
+    that is 2^30. Operands keep their bits; sums may change within the kernels' bounds. The table is
+    a file, named at the end. Delete it to have the default again.
 
-    What the same product takes in plain bfloat16 is shown beside it, and from which size on the
-    quantized one is quicker; nothing is chosen by that.
+    The same products in plain bfloat16 stand beside them to compare with, and decide nothing.
 
     Args:
-        plot: an SVG file for the curves; their numbers go to a JSON file of the same name.
-        sizes: sides of the cubes to measure, 16 or more; none: 128 to 4096.
-        hadamard: measure what Hadamard transforms cost layers of growing width too; an SVG file.
+        plot: An SVG file for the curves; their numbers go to a JSON file of the same name.
+        sizes: Sides of the cubes to measure, 16 or more; 128 to 4096 where left out.
+        hadamard: Also measure what Hadamard transforms cost layers of growing width; an SVG file.
     """
     if any(size < 16 for size in sizes):
         raise CommandError(f"--sizes: expected sides of 16 or more, got {min(sizes)}")

@@ -1,7 +1,9 @@
-"""Measure what low precision does to a model, by layer and by operand."""
+"""Measure what low precision does to a tensor or a model: by format, by layer, by operand."""
 
 from extensor.inspect.compare import LayerComparison, LayerRow, compare_layers
+from extensor.inspect.grid_plot import plot
 from extensor.inspect.health import SlotHealth, health_table, slot_health
+from extensor.inspect.noise import decibels, normal_sqnr, sqnr
 from extensor.inspect.table import Table
 
 __all__ = [
@@ -10,8 +12,12 @@ __all__ = [
     "SlotHealth",
     "Table",
     "compare_layers",
+    "decibels",
     "health_table",
+    "normal_sqnr",
+    "plot",
     "slot_health",
+    "sqnr",
 ]
 
 

@@ -12,9 +12,11 @@ import numpy as np
 
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
+from extensor.inspect.noise import decibels
 from extensor.inspect.table import Table
 from extensor.nn.module import Hook, Module, PreHook, evaluating
 from extensor.nn.recipe import gemm_layers
+from extensor.notebook import card, table
 from extensor.quant.array import QuantStats
 from extensor.quant.recipe_state import RecipeState
 
@@ -94,6 +96,15 @@ class LayerComparison:
                 for row in self.rows
             ),
         )
+
+    def __repr__(self) -> str:
+        worst = min(self.rows, key=lambda row: row.sqnr_db, default=None)
+        lowest = f", lowest {worst.sqnr_db:.2f} dB in {worst.layer!r}" if worst else ""
+        return f"LayerComparison({len(self.rows)} rows{lowest})"
+
+    def _repr_html_(self) -> str:
+        whole = self.as_table()
+        return card("Layers beside the reference", (), table(whole.columns, whole.rows))
 
     def __str__(self) -> str:
         return str(self.as_table())
@@ -226,7 +237,7 @@ class _Sums:
             kind,
             self._cosine(),
             self.error / max(self.count, 1),
-            self._sqnr(),
+            decibels(self.reference_square, self.error),
             clipped,
             flushed,
         )
@@ -237,13 +248,6 @@ class _Sums:
         if self.square == 0.0 or self.reference_square == 0.0:
             return 0.0
         return self.dot / (math.sqrt(self.square) * math.sqrt(self.reference_square))
-
-    def _sqnr(self) -> float:
-        if self.error == 0.0:
-            return math.inf
-        if self.reference_square == 0.0 or self.error == math.inf:
-            return -math.inf
-        return 10.0 * math.log10(self.reference_square / self.error)
 
 
 def _layers(model: Module) -> dict[str, Module]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from extensor.notebook import table
+
 __all__ = ["Table"]
 
 
@@ -31,6 +33,9 @@ class Table:
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"row: expected {len(self.columns)} cells, got {row}")
+
+    def _repr_html_(self) -> str:
+        return table(self.columns, self.rows)
 
     def __str__(self) -> str:
         lines = (self.columns, *self.rows)

@@ -17,12 +17,16 @@ from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.errors import layout_error
 from extensor.nn.parameter import Buffer, Parameter
+from extensor.notebook import card, table
 from extensor.quant.array import QuantArray
+from extensor.quant.recipe import operand_text
 from extensor.torch_names import attribute_error
 
 __all__ = ["Hook", "Module", "PreHook", "StateNames", "evaluating"]
 
 Self = TypeVar("Self", bound="Module")
+MOST_ROWS = 100
+"""A notebook shows so many layers of a model."""
 Hook = Callable[["Module", Any], None]
 """Called with (module, output) after each forward."""
 PreHook = Callable[["Module", tuple[Any, ...]], None]
@@ -470,6 +474,34 @@ class Module:
         '4, 2'
         """
         return ""
+
+    def _repr_html_(self) -> str:
+        owned: dict[str, list[tuple[str, ExTensor]]] = {}
+        for path, tensor in self._named_tensors():
+            owner, _, name = path.rpartition(".")
+            owned.setdefault(owner, []).append((name, tensor))
+        modules, rows = dict(self.named_modules()), []
+        for path, tensors in list(owned.items())[:MOST_ROWS]:
+            module, context = modules[path], getattr(modules[path], "quant", None)
+            rows.append(
+                (
+                    path or "(itself)",
+                    f"{type(module).__name__}({module.extra_repr()})",
+                    ", ".join(f"{n} {t.shape} {t.dtype.name}" for n, t in tensors),
+                    f"{sum(t.nbytes for _, t in tensors):,}",
+                    operand_text(context.operand("fprop.w")) if context is not None else "",
+                )
+            )
+        counts = {id(p): (p.size, p.nbytes) for p in self.parameters()}.values()
+        facts = [
+            ("parameters", f"{sum(size for size, _ in counts):,}"),
+            ("bytes", f"{sum(nbytes for _, nbytes in counts):,}"),
+            ("mode", "training" if self.training else "evaluation"),
+        ]
+        columns = ("layer", "kind", "tensors", "bytes", "weights multiplied as")
+        hidden = len(owned) - len(rows)
+        note = f"and {hidden} more layers" if hidden else ""
+        return card(type(self).__name__, facts, table(columns, rows, note))
 
     def __repr__(self) -> str:
         title = f"{type(self).__name__}({self.extra_repr()}"

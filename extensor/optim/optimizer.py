@@ -25,6 +25,7 @@ from extensor.backends.protocol import FiniteQuery
 from extensor.backends.registry import get as get_backend
 from extensor.dtypes import float32
 from extensor.errors import layout_error, unknown_name
+from extensor.notebook import card, table
 from extensor.optim.multi_tensor import step_captured, step_multi_tensor
 from extensor.optim.params import Option, ParamGroup, ParamState, Segment, check_param, check_range
 from extensor.optim.states import STATES, Stored, state_stream
@@ -106,6 +107,24 @@ class Optimizer(ABC):
         groups = given if isinstance(given[0], Mapping) else [{"params": given}]
         for group in groups:
             self._add_group(group, defaults)
+
+    def __repr__(self) -> str:
+        tensors = f"{len(self.params)} tensors of {sum(p.size for p in self.params):,} values"
+        options = [
+            ", ".join(f"{name}={value}" for name, value in group.options.items())
+            for group in self.groups
+        ]
+        groups = options[0] if len(options) == 1 else f"{len(options)} groups"
+        return f"{type(self).__name__}({tensors}, states={self.states!r}, {groups})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (index, len(g.members), f"{sum(p.size for p in g.params):,}", *g.options.values())
+            for index, g in enumerate(self.groups)
+        ]
+        columns = ("group", "tensors", "values", *self.groups[0].options)
+        facts = (("states", self.states), ("bytes of state", f"{self.nbytes:,}"))
+        return card(type(self).__name__, facts, table(columns, rows))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what a backend derived from these arrays: a copy has other arrays."""

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from extensor.errors import unknown_name
+from extensor.notebook import card, table
 from extensor.quant.spec import QuantSpec
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "OperandSpec",
     "Recipe",
     "Rule",
+    "operand_text",
 ]
 
 FloatName = Literal["float32", "bfloat16"]
@@ -35,6 +37,30 @@ SLOTS = ("fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x")
 """The operand slots. A slot's position here numbers its random stream."""
 ROLES = ("@first", "@last", "@embedding", "@head")
 """Layers that a rule can name by role. A role may match no layer; a path must match one."""
+
+
+def operand_text(operand: OperandSpec) -> str:
+    """An operand in a few words: format, tile, scale rule, and what else is not the default.
+
+    Args:
+        operand: a spec, ``"float32"`` or ``"bfloat16"``.
+
+    Returns:
+        Text for a table's cell.
+
+    >>> from extensor.quant.recipe import operand_text
+    >>> operand_text(et.QuantSpec("mxfp4", scale_rule="rceil", rounding="stochastic"))
+    'mxfp4 1x32 rceil stochastic'
+    """
+    if isinstance(operand, str):
+        return operand
+    tile = operand.row.tile if operand.tile is None else operand.tile
+    words = [operand.format, tile if isinstance(tile, str) else f"{tile[0]}x{tile[1]}"]
+    words += [operand.rule]
+    words += ["stochastic"] if operand.rounding == "stochastic" else []
+    words += [f"Hadamard-{operand.transform.size}"] if operand.transform else []
+    words += ["rebased"] if operand.rebased else []
+    return " ".join(words)
 
 
 @dataclass(frozen=True)
@@ -242,6 +268,18 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.activations not in FLOAT_NAMES:
             raise ValueError(unknown_name("activations", self.activations, FLOAT_NAMES))
+
+    def __repr__(self) -> str:
+        rules = f", rules={[rule.match for rule in self.rules]}" if self.rules else ""
+        return f"Recipe(name={self.name!r}, doc={self.doc!r}{rules})"
+
+    def _repr_html_(self) -> str:
+        groups = [(rule.match, rule.use) for rule in self.rules]
+        groups.append(("other layers" if groups else "every layer", self.layers))
+        rows = [(name, *(operand_text(use.slot(s)) for s in SLOTS)) for name, use in groups]
+        facts: list[tuple[str, object]] = [("activations", self.activations)]
+        facts += [("scale rules", "adaptive")] if self.adaptive_scale_rule else []
+        return card(f"Recipe {self.name}: {self.doc}", facts, table(("layers", *SLOTS), rows))
 
     def assign(self, layers: Sequence[tuple[str, frozenset[str]]]) -> Mapping[str, LayerRecipe]:
         """The recipe of each layer, by path.

@@ -93,6 +93,12 @@ class RecipeState:
         capture.on_replay(self.next_step)
         capture.on_failure(lambda: setattr(self, "step", self.step))
 
+    def __repr__(self) -> str:
+        return (
+            f"RecipeState(recipe={self.recipe.name!r}, seed={self.seed}, step={self.step}, "
+            f"layers={len(self.layers)})"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy has other weights, so it does not take the weight cache over."""
         return {**self.__dict__, "weight_cache": WeightCache()}

@@ -28,7 +28,10 @@ from extensor.quant.rounding import decode, round_magnitude, signed
 from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes, power_of_two
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["asymmetric_scale", "block_statistic", "decode_blocks", "encode_blocks", "float_scale"]
+__all__ = [
+    "asymmetric_scale", "block_statistic", "decode_blocks", "encode_blocks", "float_scale",
+    "scale_values",
+]  # fmt: skip
 
 Array = Any
 
@@ -50,7 +53,7 @@ def encode_blocks(
         encode = _mx if spec.is_mx else _float_scaled if spec.has_float_scales else encode_nvfp4
         encoded = encode(x, largest, amax, spec, words, xp)
         if spec.zero_sign == "zeros_negative":  # padding and NaN blocks hold codes 0 all the same
-            stored = real() & ~xp.isnan(_scale_values(encoded.scales, spec, xp))[:, None]
+            stored = real() & ~xp.isnan(scale_values(encoded.scales, spec, xp))[:, None]
             encoded.codes = xp.where(stored, encoded.codes, 0).astype(xp.uint8)
         return encoded
 
@@ -68,11 +71,11 @@ def decode_blocks(
         grid = decode(codes, spec.row.element, xp)
         if zero_points is not None:
             grid = grid - zero_points[:, None].astype(xp.float32)
-        values = grid * _scale_values(scales, spec, xp)[:, None]
+        values = grid * scale_values(scales, spec, xp)[:, None]
         return values if tensor_scale is None else values * tensor_scale
 
 
-def _scale_values(scales: Array, spec: QuantSpec, xp: Any) -> Array:
+def scale_values(scales: Array, spec: QuantSpec, xp: Any) -> Array:
     """The float32 values of stored scales."""
     if spec.is_mx:
         value = power_of_two(scales.astype(xp.int64) - 127, xp)

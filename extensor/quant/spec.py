@@ -162,6 +162,12 @@ class QuantSpec:
             )
         self._check_format_options()
 
+    def __repr__(self) -> str:
+        """The format, and the fields that are not the defaults."""
+        values = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
+        changed = [f"{name}={value!r}" for name, value, default in values if value != default]
+        return f"QuantSpec({', '.join(changed)})"
+
     def _check_rule(self) -> None:
         rules = self.row.scale_rules
         if self.scale_rule is not None and self.scale_rule not in rules:

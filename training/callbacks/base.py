@@ -35,9 +35,12 @@ class RunView(Protocol):
     position: Position
     history: list[EpochReport]
     scores: Scores | None
-    health: tuple[SlotHealth, ...]
     stop_reason: str | None
     diverged: str | None
+
+    @property
+    def health(self) -> tuple[SlotHealth, ...]:
+        """What quantizing did to each operand of each layer in the epoch so far."""
 
     def stop(self, reason: str) -> None:
         """End the run after this epoch."""

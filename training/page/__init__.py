@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from extensor.inspect.health import MANY_FLUSHED, MANY_REBASE_CHANGED, MANY_SATURATED
 from extensor.quant.recipe import SLOTS, LayerRecipe
 from extensor.quant.spec import QuantSpec
 
@@ -31,9 +32,9 @@ __all__ = ["ReportArgs", "write_page"]
 class ReportArgs:
     """Flags of `report`: the run."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of a run, finished or not."""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """The page; by default report.html in the run's folder."""
 
     @property
@@ -117,12 +118,25 @@ def _layers(facts: Facts) -> dict[str, Any]:
     rows = []
     for row in inner:
         found = sorted(alarms.get(row.layer, []), key=lambda s: SLOTS.index(s["slot"]))
-        rows.append((row, [f"{s['slot']} {s['verdict']}" for s in found]))
+        rows.append((row, [_alarm(slot) for slot in found]))
     return {
         "rows": rows,
+        "many_flushed": MANY_FLUSHED,
+        "many_saturated": MANY_SATURATED,
         "output": facts.rows[-1] if rows else None,
         "exact": all(row.sqnr_db == math.inf for row in inner),
     }
+
+
+def _alarm(row: dict[str, Any]) -> str:
+    """An operand and the shares of its values that are above their limits."""
+    limits = (
+        ("flushed", MANY_FLUSHED, "flushed"),
+        ("saturated", MANY_SATURATED, "saturated"),
+        ("rebase_changed", MANY_REBASE_CHANGED, "changed when rebased"),
+    )
+    over = [f"{percent(row[key])} {word}" for key, limit, word in limits if row[key] > limit]
+    return f"{row['slot']}: {', '.join(over)}"
 
 
 def _slots(layer: LayerRecipe) -> tuple[str | None, list[tuple[str, ...]]]:

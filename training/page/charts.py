@@ -113,7 +113,7 @@ def _histogram(title: str, seen: OperandHistogram) -> str:
     few = [v for v, _ in seen.grid if abs(v) in (0.0, top) or v in (-top / 2, top / 2)]
     return bars(
         title,
-        f"{seen.format}, {seen.zeros:.0%} zeros apart" if seen.zeros > 0.005 else seen.format,
+        f"{seen.format}, {seen.zeros:.0%} zeros, not drawn" if seen.zeros > 0.005 else seen.format,
         seen.edges,
         seen.counts,
         seen.axis,

@@ -8,8 +8,10 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__x86_64__)
+#include <emmintrin.h>  // SSE2: all intrinsics take most of a second to read
 #endif
 
 #ifndef EXTENSOR_ISA

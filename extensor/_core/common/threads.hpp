@@ -26,6 +26,7 @@ void run(int64_t tasks, int64_t work, F&& body) {
 // clang-format off
 enum class Slot {
     values, scales, random, codes, partial, maxima, packed_a, packed_b, points, copied, bf16,
+    prepared,
     // of the quantized convolutions, which call a quantizer that uses the ones above
     conv_padded, conv_lowered, conv_weights, conv_offsets, conv_patches, conv_values, conv_counts,
     count,

@@ -270,10 +270,18 @@ void integer(const BlockGemm& g) {
 
 }  // namespace
 
+}  // namespace EXTENSOR_ISA
+
+// No dot-product instruction helps these: a level with such instructions takes its base's.
+namespace EXTENSOR_BASE {
 void float_product(const BlockGemm&);         // block_gemm_float.cpp
 void weight_only_product(const WeightGemm&);  // weight_only.cpp
+}  // namespace EXTENSOR_BASE
+
+namespace EXTENSOR_ISA {
 
 extern const GemmKernels gemm_kernels;
-const GemmKernels gemm_kernels = {integer, float_product, weight_only_product};
+const GemmKernels gemm_kernels = {integer, EXTENSOR_BASE::float_product,
+                                  EXTENSOR_BASE::weight_only_product};
 
 }  // namespace EXTENSOR_ISA

@@ -96,20 +96,7 @@ struct BlockEncoder {
                  uint8_t* to, EncodeCounts& counts) = nullptr;
     int64_t batch = 0;  // values; the tiles of a call must be whole batches
 
-    BlockEncoder(int element, int64_t tile) {
-        with_element(element, [&]<size_t Index>() {
-            if constexpr (kElements[Index].is_float) {
-                if (tile == 16) set<RunEncoder<Index, 16, Words, T>>();
-                if (tile == 32) set<RunEncoder<Index, 32, Words, T>>();
-            }
-        });
-    }
-
-private:
-    template <class Of>
-    void set() {
-        code = &Of::code, batch = Of::kBatch;
-    }
+    BlockEncoder(int element, int64_t tile);  // blocks.cpp
 };
 
 }  // namespace EXTENSOR_ISA

@@ -288,12 +288,7 @@ struct Bf16BlockEncoder {
                  EncodeCounts& counts) = nullptr;
     int from = 0;
 
-    explicit Bf16BlockEncoder(int element) {
-        with_element(element, [&]<size_t Index>() {
-            using Of = Bf16Encoder<Index, Words, T>;
-            if constexpr (Of::kCovered) code = &Of::code, from = Of::kFrom;
-        });
-    }
+    explicit Bf16BlockEncoder(int element);  // blocks.cpp
 
     // Whether a tile's bits count from a normal bfloat16 on. All ones or zero in each lane.
     INLINE vu covers(const Scales& s, vu amax) const {

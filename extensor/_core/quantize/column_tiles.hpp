@@ -341,14 +341,6 @@ namespace EXTENSOR_ISA {
 
 // Whether a call encodes column tiles of bfloat16 without widening them, except blocks without
 // numbers.
-inline bool keeps_bf16([[maybe_unused]] const Call& call) {
-#if EXTENSOR_LANES == 16
-    return call.job.type == FloatType::bfloat16 && call.job.codes && !call.words() &&
-           !divides(call.plan) && !call.plan.hadamard && call.plan.element_scale == 1 &&
-           Bf16ColumnTileEncoder(call.plan).code;
-#else
-    return false;
-#endif
-}
+bool keeps_bf16(const Call& call);  // column_chunks.cpp
 
 }  // namespace EXTENSOR_ISA

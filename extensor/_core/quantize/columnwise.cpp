@@ -86,8 +86,9 @@ void for_chunks(const Call& call, const Cut& cut, int64_t rows, Counts* counts, 
     });
 }
 
-template <bool Words, bool Divide, bool Codes>
-void run(Call& call) {
+}  // namespace
+
+void quantize_columns(Call& call) {
     const QuantJob& job = call.job;
     const Cut cut(call);
     const bool searched = needs_more_than_amax(call.plan, job),
@@ -135,7 +136,8 @@ void run(Call& call) {
             combine(totals.maxima, call.tiles, job.inner, job.tile_rows, 1, 1, 0);
         finish_statistics(call, totals, stored ? runs * width : 0);
     }
-    const int64_t rows = Codes ? call.tiles * job.tile_length : job.padded;
+    const EncodeColumns encode = column_encoder(call);
+    const int64_t rows = job.codes ? call.tiles * job.tile_length : job.padded;
     for_chunks(call, cut, rows, totals.counts,
                [&](int64_t, const ColumnChunk& p, const Prefetch& prefetch, LaneCounts& counted) {
                    vu m[4];
@@ -147,16 +149,9 @@ void run(Call& call) {
                        column_maxima(p.column_tile, p.real, p.vectors(), m);
                        spread_over_groups(m, job.tile_rows);
                    }
-                   encode_chunk<Words, Divide, Codes>(call, p, m, prefetch, counted);
+                   encode(call, p, m, prefetch, counted);
                });
     totals.finish(call);
-}
-
-}  // namespace
-
-void quantize_columns(Call& call) {
-    specialize(call,
-               [&]<bool Words, bool Divide, bool Codes>() { run<Words, Divide, Codes>(call); });
 }
 
 }  // namespace EXTENSOR_ISA

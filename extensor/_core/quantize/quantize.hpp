@@ -107,26 +107,7 @@ struct ScaleArrays {
     uint32_t *live, *stored;
     vu plain, bounded;  // of all tiles; see is_plain, Grid::limit
 
-    ScaleArrays(const Call& call, const uint32_t* maxima, int64_t total) {
-        const int64_t room = round_up(total, VL) + VL;
-        float* arrays = scratch_of<float>(Slot::scales, 4 * room);
-        apply = arrays, decode = arrays + room;
-        live = reinterpret_cast<uint32_t*>(decode + room), stored = live + room;
-        const Grid& grid = call.scaler.grid;
-        vu all_plain = splat(~0u), all_bounded = all_plain;
-        for (int64_t i = 0; i < total; i += VL, arrays += VL) {
-            const vu amax =
-                bits_of(load_upto(reinterpret_cast<const float*>(maxima) + i, total - i));
-            const Scales s = call.scaler.of(amax);
-            all_plain &= is_plain(s, amax, call.scaler.tensor_scale, grid);
-            all_bounded &= reinterpret_cast<vu>(float_of(amax) * s.apply < grid.limit);
-            store(arrays, s.apply);
-            store(arrays + room, s.decode);
-            store(arrays + 2 * room, float_of(s.live));
-            store(arrays + 3 * room, float_of(s.stored));
-        }
-        plain = all_plain, bounded = all_bounded;
-    }
+    ScaleArrays(const Call& call, const uint32_t* maxima, int64_t total);
 
     // Of one tile, in every lane.
     INLINE Scales at(int64_t tile) const {
@@ -208,18 +189,18 @@ inline void combine(uint32_t* maxima, int64_t images, int64_t rows, int64_t band
     }
 }
 
-// Calls body<Words, Divide, Codes>() as the call needs it.
+// What body<Words, Divide, Codes>() returns, as the call needs it.
 template <class Body>
-void specialize(const Call& call, Body body) {
+auto specialize(const Call& call, Body body) {
     const auto pick = [&]<bool Words, bool Divide>() {
-        call.job.codes ? body.template operator()<Words, Divide, true>()
-                       : body.template operator()<Words, Divide, false>();
+        return call.job.codes ? body.template operator()<Words, Divide, true>()
+                              : body.template operator()<Words, Divide, false>();
     };
     const auto choose = [&]<bool Words>() {
-        divides(call.plan) ? pick.template operator()<Words, true>()
-                           : pick.template operator()<Words, false>();
+        return divides(call.plan) ? pick.template operator()<Words, true>()
+                                  : pick.template operator()<Words, false>();
     };
-    call.words() ? choose.template operator()<true>() : choose.template operator()<false>();
+    return call.words() ? choose.template operator()<true>() : choose.template operator()<false>();
 }
 
 // Turns the maxima of `whole` tiles into the statistics that scales.hpp reads; see

@@ -30,24 +30,39 @@ TransformAll transform_for(int size) {
 
 }  // namespace
 
+ScaleArrays::ScaleArrays(const Call& call, const uint32_t* maxima, int64_t total) {
+    const int64_t room = round_up(total, VL) + VL;
+    float* arrays = scratch_of<float>(Slot::scales, 4 * room);
+    apply = arrays, decode = arrays + room;
+    live = reinterpret_cast<uint32_t*>(decode + room), stored = live + room;
+    const Grid& grid = call.scaler.grid;
+    vu all_plain = splat(~0u), all_bounded = all_plain;
+    for (int64_t i = 0; i < total; i += VL, arrays += VL) {
+        const vu amax = bits_of(load_upto(reinterpret_cast<const float*>(maxima) + i, total - i));
+        const Scales s = call.scaler.of(amax);
+        all_plain &= is_plain(s, amax, call.scaler.tensor_scale, grid);
+        all_bounded &= reinterpret_cast<vu>(float_of(amax) * s.apply < grid.limit);
+        store(arrays, s.apply);
+        store(arrays + room, s.decode);
+        store(arrays + 2 * room, float_of(s.live));
+        store(arrays + 3 * room, float_of(s.stored));
+    }
+    plain = all_plain, bounded = all_bounded;
+}
+
 void prepare(const Call& call, int64_t row, int64_t start, int64_t count, float* out) {
     const QuantJob& job = call.job;
     const Source source = call.source().from(row * job.length + start);
+    const int64_t real = most(0, least(count, job.length - start)), whole = real / VL * VL;
+    for (int64_t i = 0; i < whole; i += VL) store(out + i, source.load_upto(i, VL));
+    if (whole < real)
+        store_part(out + whole, source.load_upto(whole, real - whole),
+                   static_cast<int>(real - whole));
     const int size = call.plan.hadamard;
-    if (!size) {
-        int64_t i = 0;
-        for (; i + VL <= count; i += VL) store(out + i, source.load_upto(i, VL));
-        if (i < count)
-            store_part(out + i, source.load_upto(i, count - i), static_cast<int>(count - i));
-        return;
-    }
-    for (int64_t at = 0; at < count; at += size) {
-        const int64_t real = job.length - start - at;
-        const auto whole = [&](int i) { return source.load_upto(at + i, VL); };
-        const auto ragged = [&](int i) { return source.load_upto(at + i, most(0, real - i)); };
-        real >= size ? transform_run(size, whole, call.plan.signs, out + at)
-                     : transform_run(size, ragged, call.plan.signs, out + at);
-    }
+    if (!size) return;
+    std::memset(out + real, 0, static_cast<size_t>(count - real) * 4);
+    for (int64_t at = 0; at < count; at += size)
+        transform_run(size, [&](int i) { return load(out + at + i); }, call.plan.signs, out + at);
 }
 
 TransformAll transform_for(FloatType type, int size) {

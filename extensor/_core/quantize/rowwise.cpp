@@ -98,9 +98,15 @@ void encode_chunk(const Call& call, Values v, const RowChunk& p, const uint32_t*
     counted_out.flushed[0] += static_cast<int32_t>(counts.flushed);
 }
 
+using EncodeChunk = void (*)(const Call&, Values, const RowChunk&, const uint32_t* maxima,
+                             LaneCounts&);
+
 // Encodes any chunk, in parts that fit the cache. `known`: maxima of the chunk's tiles, or null.
-template <bool Words, bool Divide, bool Codes>
 void encode_any(const Call& call, const RowChunk& p, const uint32_t* known, LaneCounts& counted) {
+    const EncodeChunk encode =
+        specialize(call, []<bool Words, bool Divide, bool Codes>() -> EncodeChunk {
+            return encode_chunk<Words, Divide, Codes>;
+        });
     const int64_t unit = call.unit(), tile = call.job.tile_length;
     const int64_t most_rows = p.rows > 1 ? most(1, kChunkValues / call.job.padded) : 1;
     const int64_t most_tiles = p.rows > 1 ? p.tiles : most(1, kChunkValues / (unit * tile)) * unit;
@@ -115,7 +121,7 @@ void encode_any(const Call& call, const RowChunk& p, const uint32_t* known, Lane
                 chunk_maxima(call.job, v, part, mine);
                 maxima = mine;
             }
-            encode_chunk<Words, Divide, Codes>(call, v, part, maxima, counted);
+            encode(call, v, part, maxima, counted);
         }
     }
 }
@@ -156,7 +162,7 @@ int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
         const T* values = x + g * VL * Tile;
         if constexpr (sizeof(T) == 4) {
             if (!direct) {
-                float* mine = scratch_of<float>(Slot::values, 2 * VL * Tile) + g % 2 * VL * Tile;
+                float* mine = scratch_of<float>(Slot::prepared, 2 * VL * Tile) + g % 2 * VL * Tile;
                 const int64_t start = (p.start + g * VL) * Tile;
                 if (transform && start + VL * Tile <= job.length)
                     transform(call.source().from(p.first * job.length + start).at, VL * Tile,
@@ -170,17 +176,16 @@ int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
         return Group{values, amax, call.scaler.of(amax)};
     };
     // The next group's scales first: their latency passes while this group's values are encoded.
-    Group now, next = next_group(0);
-    for (int64_t g = 0; g < groups; ++g) {
+    Group now = {}, next = {};
+    for (int64_t g = -1; g < groups; ++g) {
         now = next;
         next = next_group(least(g + 1, groups - 1));
+        if (g < 0) continue;
         const Scales& s = now.scales;
         const RowChunk group = {p.first, 1, p.start + g * VL, VL};
         if (!all_lanes(is_plain(s, now.amax, tensor_scale, grid))) {
             store(maxima, now.amax);
-            encode_any<Words, false, true>(call, group, maxima, counted);
-            if (!direct)
-                next = next_group(least(g + 1, groups - 1));  // whose values were overwritten
+            encode_any(call, group, maxima, counted);
             continue;
         }
         uint8_t* codes = to + g * VL * Tile * grid.bits / 8;
@@ -297,31 +302,6 @@ void gather_statistics(Call& call, const RowTasks& tasks, const Totals& totals) 
     finish_statistics(call, totals, kept ? job.outer * job.rows * call.tiles : 0);
 }
 
-template <bool Words, bool Divide, bool Codes>
-void encode_row(const Call& call, RowChunk row, LaneCounts& counted) {
-    if constexpr (Codes && !Divide) {
-        const int64_t done = stream<Words>(call, row, counted);
-        row.start += done, row.tiles -= done;
-    }
-    if (row.tiles) encode_any<Words, Divide, Codes>(call, row, nullptr, counted);
-}
-
-template <bool Words, bool Divide, bool Codes>
-void run(Call& call, const RowTasks& tasks, const Totals& totals) {
-    const bool kept = keeps_maxima(call);
-    tasks.run(call, [&](int64_t task, const RowChunk& p) {
-        LaneCounts counted;
-        if (kept || p.tiles < VL) {
-            const uint32_t* known = totals.maxima + p.first * call.tiles + p.start;
-            encode_any<Words, Divide, Codes>(call, p, kept ? known : nullptr, counted);
-        } else {
-            for (int64_t r = 0; r < p.rows; ++r)
-                encode_row<Words, Divide, Codes>(call, {p.first + r, 1, p.start, p.tiles}, counted);
-        }
-        totals.counts[task] = count(counted);
-    });
-}
-
 }  // namespace
 
 void finite_maxima(const QuantJob& job, int64_t parts, uint32_t* finite) {
@@ -337,18 +317,30 @@ void finite_maxima(const QuantJob& job, int64_t parts, uint32_t* finite) {
 }
 
 void encode_row(const Call& call, int64_t row, int64_t start, int64_t tiles, LaneCounts& counted) {
-    specialize(call, [&]<bool Words, bool Divide, bool Codes>() {
-        encode_row<Words, Divide, Codes>(call, {row, 1, start, tiles}, counted);
-    });
+    RowChunk p = {row, 1, start, tiles};
+    if (call.job.codes && !divides(call.plan)) {
+        const int64_t done =
+            call.words() ? stream<true>(call, p, counted) : stream<false>(call, p, counted);
+        p.start += done, p.tiles -= done;
+    }
+    if (p.tiles) encode_any(call, p, nullptr, counted);
 }
 
 void quantize_rows(Call& call) {
     const RowTasks tasks(call);
-    const int64_t kept = keeps_maxima(call) ? call.job.outer * call.job.rows * call.tiles : 0;
-    const Totals totals(tasks.count, kept);
+    const bool kept = keeps_maxima(call);
+    const Totals totals(tasks.count, kept ? call.job.outer * call.job.rows * call.tiles : 0);
     if (needs_whole(call)) gather_statistics(call, tasks, totals);
-    specialize(call, [&]<bool Words, bool Divide, bool Codes>() {
-        run<Words, Divide, Codes>(call, tasks, totals);
+    tasks.run(call, [&](int64_t task, const RowChunk& p) {
+        LaneCounts counted;
+        if (kept || p.tiles < VL) {
+            const uint32_t* known = totals.maxima + p.first * call.tiles + p.start;
+            encode_any(call, p, kept ? known : nullptr, counted);
+        } else {
+            for (int64_t r = 0; r < p.rows; ++r)
+                encode_row(call, p.first + r, p.start, p.tiles, counted);
+        }
+        totals.counts[task] = count(counted);
     });
     totals.finish(call);
 }

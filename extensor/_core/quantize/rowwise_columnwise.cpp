@@ -143,18 +143,10 @@ void encode_rows(const Call& call, const TileRows& p, const uint32_t* maxima,
 
 using EncodeRows = void (*)(const Call&, const TileRows&, const uint32_t*, const Prefetch&,
                             LaneCounts&);
-using EncodeColumns = void (*)(const Call&, const ColumnChunk&, const vu (&)[4], const Prefetch&,
-                               LaneCounts&);
 
 EncodeRows row_encoder(const Call& call) {
     if (call.job.codes) return call.words() ? encode_rows<true, true> : encode_rows<false, true>;
     return call.words() ? encode_rows<true, false> : encode_rows<false, false>;
-}
-
-EncodeColumns column_encoder(const Call& call) {
-    if (call.job.codes)
-        return call.words() ? encode_chunk<true, false, true> : encode_chunk<false, false, true>;
-    return call.words() ? encode_chunk<true, false, false> : encode_chunk<false, false, false>;
 }
 
 // How the array is cut: units of `depth` rows, chunks of columns.

@@ -179,7 +179,7 @@ void percentiles(const Call& call, uint32_t* maxima) {
                 least(most(1, static_cast<int64_t>(__builtin_ceil(place))), count));
         }
         const vu amax = group.words(maxima), chosen = ranked(group, rank);
-        group.set_words(maxima, (amax < kExponentMask) & (chosen > 0u) ? chosen : amax);
+        group.set_words(maxima, ((amax < kExponentMask) & (chosen > 0u)) ? chosen : amax);
     });
 }
 

@@ -230,10 +230,10 @@ def test_repr_shows_shape_dtype_device_and_values() -> None:
         assert part in text
     assert "from=exp" in repr(et.ExTensor([1.0], requires_grad=True).exp())
     q = et.ones((2, 32), "mxfp4")
-    for text in (repr(q), q._repr_html_()):
-        for part in ("(2, 32)", "mxfp4", x.device, "codes", "scales", "66 66", "7d"):
-            assert part in text
-    assert "<table" in et.ones((100, 100))._repr_html_()
+    for part in ("(2, 32)", "mxfp4", x.device, "codes", "scales", "66 66", "7d"):
+        assert part in repr(q)
+    for part in ("(2, 32)", "mxfp4", x.device, "codes", "scales", ">1</td>", ">-2</sup>"):
+        assert part in q._repr_html_()
     assert len(repr(et.ones((1000, 1000)))) < 1000
 
 

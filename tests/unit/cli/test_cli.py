@@ -219,6 +219,43 @@ def test_shards_are_quantized_one_by_one(
     assert "│ y " in run(capsys, "inspect", out)
 
 
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_run_that_breaks_keeps_the_output_of_before(
+    capsys: pytest.CaptureFixture[str], sharded: Path, tmp_path: Path, existing: bool
+) -> None:
+    out = tmp_path / "small"
+    if existing:
+        run(capsys, "quantize", sharded, out, "--format", "mxfp4")
+    before = {path.name: path.read_bytes() for path in out.glob("*")}
+    (sharded / "b.safetensors").write_bytes(b"broken")  # read after a.safetensors was written
+    assert "b.safetensors" in fails(capsys, "quantize", sharded, out, "--format", "int8")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert len(before) == 3 * existing
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_an_index_never_names_files_of_another_run(
+    capsys: pytest.CaptureFixture[str],
+    sharded: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moves: int,
+) -> None:
+    """The disk fails after so many files are in their place."""
+    out, left, replace = tmp_path / "small", [moves], Path.replace
+    run(capsys, "quantize", sharded, out, "--format", "mxfp4")
+
+    def fail(path: Path, target: Path) -> Path:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(f"{target}: no space left")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", fail)
+    assert "no space left" in fails(capsys, "quantize", sharded, out, "--format", "int8")
+    assert sorted(path.name for path in out.iterdir()) == ["a.safetensors", "b.safetensors"]
+
+
 def test_a_folder_without_an_index_is_all_its_files(
     capsys: pytest.CaptureFixture[str], sharded: Path, tmp_path: Path
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -125,6 +127,34 @@ def test_figures_that_are_not_finite(small: Make, tmp_path: Path) -> None:
     made, text = read(page.write_page(page.ReportArgs(run=out)))
     assert "diverged" in text and "not finite <b>" in text and "<i>x</i>" in text
     assert "i" in made.tags and made.text.count("<i>x</i>") == 1  # in a legend, as text
+
+
+def test_layers_and_operands_are_marked_by_their_figures(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    train(small(recipe="mxfp4_all"), out, resume=False, console=QUIET)
+    result = json.loads((out / "result.json").read_text())
+    for row, (flushed, saturated, verdict) in zip(
+        result["health"],
+        ((0.26, 0.01, "flushes"), (0.24, 0.03, "saturates"), (0.24, 0.01, "ok")),
+        strict=False,
+    ):
+        row |= {"flushed": flushed, "saturated": saturated, "verdict": verdict}
+    (out / "result.json").write_text(json.dumps({**result, "health": result["health"][:3]}))
+    facts = page.read_facts(out)
+    rows = [
+        dataclasses.replace(facts.rows[0], layer=name, sqnr_db=level)
+        for name, level in (("bad", 9.9), ("poor", 14.9), ("fine", 15.1), ("(output)", 9.0))
+    ]
+    rows[0] = dataclasses.replace(rows[0], layer=result["health"][0]["layer"])
+    monkeypatch.setattr(page, "read_facts", lambda _: dataclasses.replace(facts, rows=rows))
+    path = page.write_page(page.ReportArgs(run=out))
+    _, text = read(path)
+    assert "fprop.x: 26.00% flushed" in text and "fprop.w: 3.00% saturated" in text
+    assert "more than 25% were flushed" in text and "24.00%" not in text
+    meters = re.findall(r'class="(meter[a-z ]*)"', path.read_text(encoding="utf-8"))
+    assert meters == ["meter low", "meter middle", "meter"]
 
 
 def test_without_its_data(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

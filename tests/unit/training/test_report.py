@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
-from extensor.training.compare_report import markdown, summarize, write_report
+from extensor.training.compare_report import draw, markdown, summarize, write_report
 from extensor.training.comparison import CompareArgs, Finished
+from extensor.training.runs import RUNS as LISTED
 from extensor.training.runs import defaults
+from extensor.training.tasks import TASKS
 
 
 def args(**changes: Any) -> CompareArgs:
@@ -88,6 +91,39 @@ def test_report_writes_everything(tmp_path: Path) -> None:
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     # no number is cut off on a narrow terminal
     assert "97.50 ± 0.71" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("model", ["lenet", "gpt"])
+def test_error_bars_and_curves_lie_inside_the_axes(model: str) -> None:
+    """Two seeds' standard deviation is longer than their distance to the mean."""
+    metric = TASKS[LISTED[model].task].metric
+    runs = [
+        Finished(recipe, seed, {**RUNS[0].result, metric.key: value}, [1.0, value, value])
+        for recipe, values in (("fp32", (0.83, 0.87)), ("mxfp4", (0.80, 0.90)))
+        for seed, value in enumerate(values)
+    ]
+    runs[0].curve[1] = 0.92  # better than every last epoch
+    figure = Figure(layout="constrained")
+    draw(figure, metric, summarize(metric, runs, ["fp32", "mxfp4"]), runs)
+    bars, curves = figure.axes
+    low, high = bars.get_xlim()
+    ends = [x for bar in bars.collections for path in bar.get_paths() for x in path.vertices[:, 0]]
+    assert len(ends) >= 4
+    assert low < min(ends) and max(ends) < high
+    assert curves.get_ylim()[0] <= 0.80 * metric.scale
+    assert curves.get_ylim()[1] >= 0.92 * metric.scale
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in bars.texts]
+    assert all(bars.get_window_extent().contains(*corner) for b in boxes for corner in b.corners())
+    assert not boxes[0].overlaps(boxes[1])
+
+
+def test_seeds_far_apart_do_not_push_every_mean_off_the_scale() -> None:
+    runs = [run("fp32", 0, 0.9), run("fp32", 1, 0.1), run("mxfp4", 0, 0.1), run("mxfp4", 1, 0.1)]
+    figure = Figure()
+    draw(figure, args().metric, summarize(args().metric, runs, ["fp32", "mxfp4"]), runs)
+    labels = [text.get_text().strip() for text in figure.axes[0].texts]
+    assert labels == ["50.00 ± 56.57", "10.00 ± 0.00"]  # 10 lies within 50 ± 56.57
 
 
 @pytest.mark.parametrize(
