@@ -377,7 +377,7 @@ class Optimizer(ABC):
             if capture is None:
                 state.next_step()
             else:
-                capture.on_replay(state.next_step)
+                state.next_captured_step(capture)
 
     def _step_one(self, member: ParamState, grad: ExTensor, options: Mapping[str, Any]) -> None:
         param, xp = member.param, member.param.backend.xp

@@ -60,10 +60,13 @@ class RecipeState:
     _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
     _standing: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
     _uses: dict[str, int] = field(init=False, repr=False, compare=False)
+    _ahead: int = field(init=False, repr=False, compare=False)
+    """Steps that ended in the capture under way; replays add them to ``step``."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "step":
             object.__setattr__(self, "_uses", {})
+            object.__setattr__(self, "_ahead", 0)
         object.__setattr__(self, name, value)
 
     def next_step(self) -> None:
@@ -75,6 +78,20 @@ class RecipeState:
         1
         """
         self.step += 1
+
+    def next_captured_step(self, capture: Any) -> None:
+        """Begin the next step in a captured step; ``step`` follows with each replay.
+
+        Args:
+            capture: the backend's capture under way.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.next_captured_step(capture)    # doctest: +SKIP
+        """
+        self._uses = {}
+        self._ahead += 1
+        capture.on_replay(self.next_step)
+        capture.on_failure(lambda: setattr(self, "step", self.step))
 
     def __repr__(self) -> str:
         return (
@@ -231,7 +248,7 @@ class LayerContext:
         rounds, use = divmod(0 if of_weight else self.use, 1 << USE_SHIFT)
         seed = (state.seed + rounds * _SEED_STRIDE) % (1 << 64)
         tensor = self.index + (use << USE_SHIFT)
-        return Stream(seed, state.step, tensor, SLOTS.index(slot), column, state)
+        return Stream(seed, state.step + state._ahead, tensor, SLOTS.index(slot), column, state)
 
     def amax_state(self, slot: str) -> dict[str, Any]:
         """Past largest magnitudes of the slot's tensor, for a backend's delayed scaling.

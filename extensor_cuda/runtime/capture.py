@@ -77,8 +77,12 @@ def clock_of(streams: Sequence[Any]) -> Array | None:
             "random bits of a stream without a clock would be the same in each replay of the step; "
             "round to nearest there, or draw with a stream of a RecipeState"
         )
+    past = drawn[0].step - clock.step  # updates of this captured step before the draw
     return capture.cell(
-        ("step", id(clock)), np.uint64, lambda: clock.step, lambda ahead: clock.step + ahead
+        ("step", id(clock), past),
+        np.uint64,
+        lambda: clock.step + past,
+        lambda ahead: clock.step + past + ahead,
     )
 
 
