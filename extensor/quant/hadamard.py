@@ -33,6 +33,12 @@ def hadamard_signs(transform: Hadamard) -> np.ndarray[Any, np.dtype[np.float32]]
     return np.where(words & 1, np.float32(-1), np.float32(1))
 
 
+def _with_signs(tiles: Array, transform: Hadamard, xp: Any) -> Array:
+    """Multiply by the random signs. A signalling NaN becomes a quiet one, without a warning."""
+    with np.errstate(invalid="ignore"):
+        return tiles * xp.asarray(hadamard_signs(transform))
+
+
 def _butterflies(x: Array, size: int, xp: Any) -> Array:
     """Multiply by H_size along the last axis of (..., size), then scale.
 
@@ -56,7 +62,7 @@ def hadamard(x: Array, transform: Hadamard, xp: Any = np) -> Array:
     size = transform.size
     x = xp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
     tiles = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
-    tiles = tiles * xp.asarray(hadamard_signs(transform))
+    tiles = _with_signs(tiles, transform, xp)
     return _butterflies(tiles, size, xp).reshape(x.shape)
 
 
@@ -64,5 +70,5 @@ def inverse_hadamard(y: Array, transform: Hadamard, length: int, xp: Any = np) -
     """Undo `hadamard` up to float32 rounding, keeping the first ``length`` values."""
     size = transform.size
     tiles = _butterflies(y.reshape(*y.shape[:-1], y.shape[-1] // size, size), size, xp)
-    tiles = tiles * xp.asarray(hadamard_signs(transform))
+    tiles = _with_signs(tiles, transform, xp)
     return tiles.reshape(y.shape)[..., :length]

@@ -93,3 +93,11 @@ def test_an_outlier_is_spread() -> None:
     assert (plain[0, np.arange(32) != 5] == 0).all()
     spread, _ = fake_quantize(x, QuantSpec("mxfp4", transform=Hadamard(32)))
     assert (spread != 0).all()
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_a_signalling_nan_makes_its_block_nan_without_a_warning(size: int) -> None:
+    x = np.ones((2, 32), np.float32)
+    x.view(np.uint32)[0, 3] = 0x7F800001
+    for y in (hadamard(x, Hadamard(size)), inverse_hadamard(x, Hadamard(size), 32)):
+        assert np.isnan(y[0, 3]) and np.isfinite(y[1]).all()
