@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Row", "draw", "markdown", "summarize", "write_report"]
+
+Style = dict[str, Any]
+"""Arguments of a drawing function of matplotlib."""
 
 
 @dataclass(frozen=True)
@@ -211,15 +214,20 @@ def _draw_bars(axes: Axes, metric: Metric, rows: Sequence[Row], low: float, high
             axes.plot(edge, place, marker="<" if left else ">", ms=9, color=color, clip_on=False)
             note = f"{label}, off the scale" + (", diverged" if row.diverged else "")
             side, shift = ("left", 14) if left else ("right", -14)
-            look = {"xytext": (shift, 0), "textcoords": "offset points", "va": "center", "ha": side}
-            axes.annotate(note, (edge, place), color=color, bbox=paper, **look)  # type: ignore[arg-type]
+            look: Style = {"xytext": (shift, 0), "textcoords": "offset points", "ha": side}
+            axes.annotate(note, (edge, place), color=color, bbox=paper, va="center", **look)
             continue
         shown = [value for value in row.values if value is not None]
-        bar = {"xerr": row.sd, "fmt": "D", "ms": 6, "capsize": 4, "elinewidth": 2}
-        name = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center", "fontsize": 9}
+        bar: Style = {"xerr": row.sd, "fmt": "D", "ms": 6, "capsize": 4, "elinewidth": 2}
+        name: Style = {
+            "xytext": (0, 9),
+            "textcoords": "offset points",
+            "ha": "center",
+            "fontsize": 9,
+        }
         axes.plot(shown, [place] * len(shown), "o", ms=5, color=color, alpha=0.35, mew=0)
-        axes.errorbar(row.mean, place, color=color, **bar)  # type: ignore[arg-type]
-        axes.annotate(label, (row.mean, place), color=color, bbox=paper, **name)  # type: ignore[arg-type]
+        axes.errorbar(row.mean, place, color=color, **bar)
+        axes.annotate(label, (row.mean, place), color=color, bbox=paper, **name)
         if row.recipe == row.baseline:
             axes.axvline(row.mean, color=color, ls="--", lw=1, alpha=0.6, zorder=0)
     axes.set_yticks(range(len(rows)), [row.recipe for row in rows])
