@@ -40,7 +40,7 @@ def test_every_value_is_that_of_gguf(name: str) -> None:
     assert isinstance(q, QuantArray)
     values = dequantize(q)
     if q.spec.row.element.is_float:  # gguf has no -0
-        values = values + np.float32(0)
+        values, theirs = values + np.float32(0), theirs + np.float32(0)
     assert values.tobytes() == theirs.tobytes()
     assert row.write(q).tobytes() == made.tobytes()
     assert abs(q.nbytes - made.size) <= made.size * 0.03 + 4

@@ -29,7 +29,7 @@ BLOCKED = {
 # float32 rows times weights in the format.
 WEIGHTS = {
     **dict.fromkeys(BLOCKED, "core"),
-    **dict.fromkeys(("mxfp6_e2m3", "mxfp6_e3m2", "int5", "int6", "outlier"), "generic"),
+    **dict.fromkeys(("int5", "int6", "outlier"), "generic"),
 }
 # Decoded operands of a quantized op: on tiles, or with BLAS.
 OPERANDS = {
