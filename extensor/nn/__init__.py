@@ -35,7 +35,11 @@ from extensor.nn.conv_pool import (
 )
 from extensor.nn.dropout import Dropout, Dropout2d
 from extensor.nn.embedding import Embedding
+<<<<<<< HEAD
 from extensor.nn.kv_cache import KVCache
+=======
+from extensor.nn.kv_cache import KVCache, new_cache
+>>>>>>> main
 from extensor.nn.linear import Linear
 from extensor.nn.module import Hook, Module, StateNames
 from extensor.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
@@ -101,6 +105,7 @@ __all__ = [
     "gemm_layers",
     "init",
     "load_quantized",
+    "new_cache",
     "packed_layers",
     "quantize_model",
     "save_quantized",

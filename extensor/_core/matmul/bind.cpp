@@ -116,10 +116,14 @@ public:
         require((scales_.flags() & py::array::c_style) != 0 && scales_.size() == bands * tiles,
                 "Matrix: the scales do not fit the tiles");
         const bool floats = py::isinstance<py::array_t<float>>(scales_);
+        const bool halves = scales_.dtype().kind() == 'f' && scales_.itemsize() == 2;
         const bool ue4m3 = f["scale"].cast<std::string>() == "ue4m3";
-        require(floats ? !ue4m3 : py::isinstance<py::array_t<uint8_t>>(scales_),
-                "Matrix: expected scales as bytes or float32");
-        m.scale = floats ? Scale::float32 : ue4m3 ? Scale::ue4m3 : Scale::e8m0;
+        require(floats || halves ? !ue4m3 : py::isinstance<py::array_t<uint8_t>>(scales_),
+                "Matrix: expected scales as bytes, float16 or float32");
+        m.scale = floats   ? Scale::float32
+                  : halves ? Scale::float16
+                  : ue4m3  ? Scale::ue4m3
+                           : Scale::e8m0;
         m.codes = codes_.data(), m.scales = scales_.data();
         zeros_ = f["zero_points"];
         if (zeros_.is_none()) return;
@@ -185,7 +189,7 @@ Floats bf16_matmul(const Matrix& a, const Matrix& b) {
     require(current.amx != nullptr, "bf16_matmul: this level has no tiles of bfloat16");
     require(a.k == b.k, "bf16_matmul: the matrices differ in k");
     for (const Matrix* side : {&a, &b})
-        require(!side->m.zero_points && side->m.scale != Scale::float32,
+        require(!side->m.zero_points && is_byte(side->m.scale),
                 "bf16_matmul: expected scales as bytes, and no zero points");
     Floats out = buffers::array<float>({a.m.rows, b.m.rows});
     const BlockGemm g{a.m, b.m, a.k, 0, out.mutable_data()};
@@ -227,14 +231,8 @@ py::tuple bf16_range(const py::array_t<float>& x) {
 }
 
 Floats weight_only_matmul(const Floats& x, const Matrix& w) {
-    require(x.ndim() == 2 && x.shape(1) == w.k && x.shape(0) > 0 && x.shape(0) <= kMaxRows,
-            "weight_only_matmul: expected x of (1 to 32, k)");
-    const int bits = kElements[w.m.element].bits;
-    const int64_t tile = w.m.tile_length;
-    require(
-        bits == 8 || (bits == 4 &&
-                      (tile == 16 || tile == 32 || tile == 64 || tile % 128 == 0 || tile >= w.k)),
-        "weight_only_matmul: expected elements of 8 bits, or 4 in blocks of 16, 32, 64 or 128 n");
+    require(x.ndim() == 2 && x.shape(1) == w.k && x.shape(0) > 0,
+            "weight_only_matmul: expected x of (rows, k)");
     Floats out = buffers::array<float>({x.shape(0), static_cast<py::ssize_t>(w.m.rows)});
     const WeightGemm g{w.m, x.data(), x.shape(0), w.k, out.mutable_data()};
     without_gil([&] { current.kernels->weights(g); });

@@ -28,7 +28,7 @@ struct BlockGemm {
     float* out;
 };
 
-// out (m, w.rows) = x w^T for x (m, k), m at most kMaxRows.
+// out (m, w.rows) = x w^T for x (m, k).
 struct WeightGemm {
     BlockedMatrix w;
     const float* x;
@@ -57,7 +57,6 @@ struct ValueRange {
 
 // Longest run of exact integer sums: with zero points they and their terms stay in int32.
 constexpr int64_t kMaxStep = 8192;
-constexpr int64_t kMaxRows = 32;
 
 // On AMX tiles of bfloat16 and int8, where the CPU has them.
 struct AmxKernels {

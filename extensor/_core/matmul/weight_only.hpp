@@ -35,6 +35,14 @@ struct Weights {
             for (; t < count; ++t) to[t] = from[t] * unit;
             return;
         }
+        if (g.w.scale == Scale::float16) {
+            const auto* halves = static_cast<const uint16_t*>(g.w.scales) + at;
+#if defined(EXTENSOR_HAS_F16C)
+            for (; t + VL <= count; t += VL) store(to + t, load_wide(halves + t) * unit);
+#endif
+            for (; t < count; ++t) to[t] = half_value(halves[t]) * unit;
+            return;
+        }
         const uint8_t* from = static_cast<const uint8_t*>(g.w.scales) + at;
         if (g.w.scale == Scale::e8m0) {
             for (; t + VL <= count; t += VL) {
@@ -80,6 +88,8 @@ struct Part {
     vf* total;  // [row][total_stride], added to
     int64_t total_stride;
 };
+
+void weight_panel_product(const WeightGemm&);  // weight_panels.cpp
 
 // Values of four-bit codes.
 struct Table16 {

@@ -122,8 +122,7 @@ void forward(const Attention& s) {
             for (int64_t i = 0; i < rows; ++i) {
                 hide(s, outer, head, first + i, scores + i * ld);
                 exponentials(scores + i * ld, seen_by(s, first + i), visible,
-                             s.sinks ? s.sinks + head : nullptr, limited,
-                             stats + 2 * (first + i));
+                             s.sinks ? s.sinks + head : nullptr, limited, stats + 2 * (first + i));
             }
             float* out = matrix_of(s.out, outer, head) + first * s.out.row;
             multiply(rows, s.value_width, visible, row_major(scores, ld), values, {out, s.out.row});
