@@ -35,11 +35,7 @@ from extensor.nn.conv_pool import (
 )
 from extensor.nn.dropout import Dropout, Dropout2d
 from extensor.nn.embedding import Embedding
-<<<<<<< HEAD
-from extensor.nn.kv_cache import KVCache
-=======
 from extensor.nn.kv_cache import KVCache, new_cache
->>>>>>> main
 from extensor.nn.linear import Linear
 from extensor.nn.module import Hook, Module, StateNames
 from extensor.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
