@@ -35,6 +35,7 @@ from extensor.nn.conv_pool import (
 )
 from extensor.nn.dropout import Dropout, Dropout2d
 from extensor.nn.embedding import Embedding
+from extensor.nn.kv_cache import KVCache, new_cache
 from extensor.nn.linear import Linear
 from extensor.nn.module import Hook, Module, StateNames
 from extensor.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
@@ -42,6 +43,7 @@ from extensor.nn.parameter import Buffer, Parameter
 from extensor.nn.ptq import load_quantized, packed_layers, quantize_model, save_quantized
 from extensor.nn.recipe import apply_recipe, gemm_layers
 from extensor.nn.recurrent import GRU, LSTM
+from extensor.nn.rope import Rope, RopeScaling, RotaryTable
 from extensor.nn.transformer import FeedForward, TransformerBlock
 from extensor.torch_names import attribute_error
 
@@ -67,6 +69,7 @@ __all__ = [
     "HardTanh",
     "Hook",
     "InstanceNorm",
+    "KVCache",
     "LayerNorm",
     "LeakyReLU",
     "Linear",
@@ -81,6 +84,9 @@ __all__ = [
     "RMSNorm",
     "ReLU",
     "ReLU6",
+    "Rope",
+    "RopeScaling",
+    "RotaryTable",
     "SeparableConv2d",
     "Sequential",
     "SiLU",
@@ -95,6 +101,7 @@ __all__ = [
     "gemm_layers",
     "init",
     "load_quantized",
+    "new_cache",
     "packed_layers",
     "quantize_model",
     "save_quantized",
