@@ -27,7 +27,7 @@ from extensor.io.stored.rows import WEIGHT_LAYOUTS, WeightLayout, read_weight
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["Archive", "TensorInfo", "open_archive"]
+__all__ = ["Archive", "Source", "TensorInfo", "open_archive"]
 
 Array = npt.NDArray[Any]
 Stored = Array | QuantArray
@@ -57,7 +57,7 @@ class TensorInfo:
     parts: tuple[str, ...]
 
 
-class _Source:
+class Source:
     """Reads weights by name."""
 
     def read(self, name: str) -> Stored:
@@ -84,7 +84,7 @@ class Archive:
     config: dict[str, Any] | None
     metadata: dict[str, Any]
     unused: tuple[str, ...]
-    source: _Source = field(repr=False)
+    source: Source = field(repr=False)
 
     def read(self, name: str) -> Stored:
         """Read one weight.
@@ -171,7 +171,7 @@ def _open_gguf(path: Path) -> Archive:
     return Archive(path, "gguf", infos, None, file.metadata, (), _GgufSource(file))
 
 
-class _GgufSource(_Source):
+class _GgufSource(Source):
     def __init__(self, file: GgufFile) -> None:
         self.file = file
 
@@ -260,7 +260,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
     return config
 
 
-class _SafetensorsSource(_Source):
+class _SafetensorsSource(Source):
     """Weights of safetensors files, each with the layout that its parts have."""
 
     def __init__(

@@ -118,7 +118,9 @@ def compare(name: str, before: Stored, after: Stored) -> TensorCertificate:
                     worst = math.nan
                 signal, noise = signal + float(a @ a), noise + float(error @ error)
     count, total, first = _blocks(same, after)
-    sqnr = math.inf if lossless else 10 * math.log10(signal / noise) if signal and noise else -math.inf
+    sqnr = (
+        math.inf if lossless else 10 * math.log10(signal / noise) if signal and noise else -math.inf
+    )
     sizes = int(before.nbytes), int(after.nbytes)
     return TensorCertificate(
         name, kind_of(before), kind_of(after), lossless, worst, sqnr, count, total, first, *sizes

@@ -115,4 +115,3 @@ def smallest_float(value: Stored) -> Array:
             if bool(((wide == values) | (values != values)).all()):
                 return short
     return values
-
