@@ -37,6 +37,7 @@ from extensor.nn.dropout import Dropout, Dropout2d
 from extensor.nn.embedding import Embedding
 from extensor.nn.kv_cache import KVCache, new_cache
 from extensor.nn.linear import Linear
+from extensor.nn.mixture import MixtureOfExperts
 from extensor.nn.module import Hook, Module, StateNames
 from extensor.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from extensor.nn.parameter import Buffer, Parameter
@@ -76,6 +77,7 @@ __all__ = [
     "LogSoftmax",
     "MaxPool2d",
     "Mish",
+    "MixtureOfExperts",
     "Module",
     "ModuleList",
     "MultiheadAttention",
