@@ -44,6 +44,7 @@ from extensor.nn.parameter import Buffer, Parameter
 from extensor.nn.ptq import load_quantized, packed_layers, quantize_model, save_quantized
 from extensor.nn.recipe import apply_recipe, gemm_layers
 from extensor.nn.recurrent import GRU, LSTM
+from extensor.nn.rope import Rope, RopeScaling, RotaryTable
 from extensor.nn.transformer import FeedForward, TransformerBlock
 from extensor.torch_names import attribute_error
 
@@ -87,6 +88,9 @@ __all__ = [
     "RMSNorm",
     "ReLU",
     "ReLU6",
+    "Rope",
+    "RopeScaling",
+    "RotaryTable",
     "SeparableConv2d",
     "Sequential",
     "SiLU",
