@@ -13,61 +13,23 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from extensor.errors import unknown_name
 from extensor.nn import Module
 
-from .llama.hugging_face import RELATIVES
+from .bert import hugging_face as bert
+from .bert.model import build as build_bert
+from .gpt2 import hugging_face as gpt2
+from .gpt2.model import build as build_gpt2
+from .llama.hugging_face import RELATIVES, fused_experts
 from .llama.model import build as build_llama
+from .sources import Source
 
 __all__ = ["ARCHITECTURES", "Architecture", "Source", "architecture_of"]
 
-Array = npt.NDArray[Any]
-Part = tuple[int | slice, ...]
 
-
-@dataclass(frozen=True)
-class Source:
-    """Where a file stores one of our tensors.
-
-    Attributes:
-        name: the tensor in the file.
-        shape: of the whole tensor in the file.
-        part: which part of it is ours; () for all.
-        transposed: whether the part's axes are in reverse order.
-
-    >>> from extensor.models.architectures import Source
-    >>> source = Source("fused", shape=(2, 4), part=(0, slice(0, None, 2)))
-    >>> source.read(np.arange(8).reshape(2, 4))
-    array([0, 2])
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    part: Part = ()
-    transposed: bool = False
-
-    def read(self, whole: Array) -> Array:
-        """Our tensor, a view of the file's.
-
-        Args:
-            whole: the file's tensor.
-
-        Returns:
-            The part, transposed where the file's is.
-        """
-        part = whole[self.part] if self.part else whole
-        return part.T if self.transposed else part
-
-    def write(self, whole: Array, values: Array) -> None:
-        """Write our tensor to its place in the file's.
-
-        Args:
-            whole: the file's tensor, of `shape`.
-            values: ours.
-        """
-        self.read(whole)[...] = values
+def _nothing(config: Any) -> Iterator[tuple[str, Source]]:
+    return iter(())
 
 
 @dataclass(frozen=True)
@@ -83,16 +45,16 @@ class Architecture:
             without memory for weights, which a loader fills.
         mapping: of a configuration, the sources of tensors that files name or store otherwise.
         prefix: of tensor names; some files have it and some do not.
-        ignored: ends of names of tensors that files may hold and nothing reads.
+        ignored: patterns, as `fnmatch` has them, of tensors that files may hold and nothing reads.
     """
 
     model_type: str
     config_from_hf: Callable[[Mapping[str, Any]], Any]
     config_to_hf: Callable[[Any], dict[str, Any]]
     build: Callable[[Any, np.random.Generator | None], Module]
-    mapping: Callable[[Any], Iterator[tuple[str, Source]]] = lambda config: iter(())
+    mapping: Callable[[Any], Iterator[tuple[str, Source]]] = _nothing
     prefix: str = ""
-    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
 
     def sources(self, config: Any) -> dict[str, Source]:
         """Where each of the model's tensors stands in a file.
@@ -112,15 +74,37 @@ class Architecture:
         return found
 
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        row.model_type: Architecture(
-            row.model_type, row.config_from_hf, row.config_to_hf, build_llama, prefix="model."
+_ROWS = (
+    *(
+        Architecture(
+            row.model_type,
+            row.config_from_hf,
+            row.config_to_hf,
+            build_llama,
+            fused_experts if row.model_type == "gpt_oss" else _nothing,
+            prefix="model.",
         )
         for row in RELATIVES
-        if not row.experts
-    }
+    ),
+    Architecture(
+        "gpt2",
+        gpt2.config_from_hf,
+        gpt2.config_to_hf,
+        build_gpt2,
+        gpt2.transposed,
+        prefix="transformer.",
+        ignored=("*.attn.bias", "*.attn.masked_bias"),  # of causality
+    ),
+    Architecture(
+        "bert",
+        bert.config_from_hf,
+        bert.config_to_hf,
+        build_bert,
+        prefix="bert.",
+        ignored=("*position_ids", "cls.*", "classifier.*"),  # heads of other tasks
+    ),
 )
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({row.model_type: row for row in _ROWS})
 """The model types that can be built, by name."""
 
 

@@ -37,6 +37,8 @@ from extensor.nn.dropout import Dropout, Dropout2d
 from extensor.nn.embedding import Embedding
 from extensor.nn.kv_cache import KVCache, new_cache
 from extensor.nn.linear import Linear
+from extensor.nn.lora import DoRA, LoRA, MergedWeight, add_adapters, merge_adapters
+from extensor.nn.mixture import MixtureOfExperts
 from extensor.nn.module import Hook, Module, StateNames
 from extensor.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from extensor.nn.parameter import Buffer, Parameter
@@ -57,6 +59,7 @@ __all__ = [
     "BatchNorm2d",
     "Buffer",
     "Conv2d",
+    "DoRA",
     "Dropout",
     "Dropout2d",
     "Embedding",
@@ -73,9 +76,12 @@ __all__ = [
     "LayerNorm",
     "LeakyReLU",
     "Linear",
+    "LoRA",
     "LogSoftmax",
     "MaxPool2d",
+    "MergedWeight",
     "Mish",
+    "MixtureOfExperts",
     "Module",
     "ModuleList",
     "MultiheadAttention",
@@ -96,11 +102,13 @@ __all__ = [
     "StateNames",
     "Tanh",
     "TransformerBlock",
+    "add_adapters",
     "apply_recipe",
     "depthwise_conv2d",
     "gemm_layers",
     "init",
     "load_quantized",
+    "merge_adapters",
     "new_cache",
     "packed_layers",
     "quantize_model",

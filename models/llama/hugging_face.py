@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from extensor.nn import Rope, RopeScaling
 
 from ..settings import Settings
+from ..sources import Source
 from .configs import ExpertsConfig, LlamaConfig
 
-__all__ = ["RELATIVES", "Relative"]
+__all__ = ["RELATIVES", "Relative", "fused_experts"]
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,28 @@ def write_rope(rope: Rope, context: int) -> dict[str, Any]:
             if (value := getattr(rope.scaling, ours)) is not None
         }
     return values
+
+
+def fused_experts(config: LlamaConfig) -> Iterator[tuple[str, Source]]:
+    """Where gpt-oss's files keep experts: one tensor for all of a layer, gate and up in turns."""
+    experts = config.experts
+    assert experts is not None
+    count, width, hidden = experts.count, config.width, experts.hidden
+    for layer, e in itertools.product(range(config.layers), range(count)):
+        block = f"model.layers.{layer}.mlp.experts"
+        both, own = (count, width, 2 * hidden), (count, hidden, width)
+        for name, column in (("gate_proj", slice(0, None, 2)), ("up_proj", slice(1, None, 2))):
+            part = (e, slice(None), column)
+            yield f"{block}.{e}.{name}.weight", Source(f"{block}.gate_up_proj", both, part, True)
+            yield (
+                f"{block}.{e}.{name}.bias",
+                Source(f"{block}.gate_up_proj_bias", (count, 2 * hidden), (e, column)),
+            )
+        yield f"{block}.{e}.down_proj.weight", Source(f"{block}.down_proj", own, (e,), True)
+        yield (
+            f"{block}.{e}.down_proj.bias",
+            Source(f"{block}.down_proj_bias", (count, width), (e,)),
+        )
 
 
 RELATIVES = (

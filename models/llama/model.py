@@ -23,10 +23,11 @@ from extensor import (
     split_heads,
 )
 from extensor.nn.kv_cache import Cache
+from extensor.nn.mixture import TopKRouter
 
 from ..decoding import Batch, batch_of
 from ..language import STD, draw_normal
-from .configs import LlamaConfig
+from .configs import ExpertsConfig, LlamaConfig
 
 __all__ = ["Llama", "build"]
 
@@ -91,6 +92,32 @@ class GatedMLP(nn.Module):
         return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
 
 
+class Expert(nn.Module):
+    """A gated feed-forward network whose parts are named as a family's files name them."""
+
+    def __init__(self, width: int, config: ExpertsConfig, rng: np.random.Generator) -> None:
+        self.config = config
+        gate, up, down = config.parts
+        setattr(self, gate, nn.Linear(width, config.hidden, config.bias, rng))
+        setattr(self, up, nn.Linear(width, config.hidden, config.bias, rng))
+        setattr(self, down, nn.Linear(config.hidden, width, config.bias, rng))
+
+    def forward(self, x: ExTensor) -> ExTensor:
+        """(N, width) -> the same."""
+        config = self.config
+        gate, up, down = (getattr(self, part) for part in config.parts)
+        hidden = gated_silu(gate(x), up(x), alpha=config.alpha, limit=config.limit)
+        out: ExTensor = down(hidden)
+        return out
+
+
+def mixture(width: int, config: ExpertsConfig, rng: np.random.Generator) -> nn.MixtureOfExperts:
+    """The experts of a layer and their router."""
+    router = TopKRouter(width, config.count, config.active, config.normalize, config.bias, rng)
+    experts = nn.ModuleList([Expert(width, config, rng) for _ in range(config.count)])
+    return nn.MixtureOfExperts(router, experts, config.router)
+
+
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
@@ -100,12 +127,17 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.width, config.eps)
         self.self_attn = Attention(config, layer, rng)
         self.post_attention_layernorm = nn.RMSNorm(config.width, config.eps)
-        self.mlp = GatedMLP(config.width, config.hidden, config.mlp_bias, rng)
+        if config.experts is None or layer in config.dense:
+            self.part = "mlp"
+            self.mlp = GatedMLP(config.width, config.hidden, config.mlp_bias, rng)
+        else:
+            self.part = config.experts.block
+            setattr(self, self.part, mixture(config.width, config.experts, rng))
 
     def forward(self, x: ExTensor, step: Step) -> ExTensor:
         """(B, T, width) -> the same."""
         x = x + self.self_attn(self.input_layernorm(x), step)
-        out: ExTensor = x + self.mlp(self.post_attention_layernorm(x))
+        out: ExTensor = x + getattr(self, self.part)(self.post_attention_layernorm(x))
         return out
 
 
