@@ -1,4 +1,4 @@
-"""Models from checkpoints: `from_pretrained` reads a folder or a file of any kind, weight by weight.
+"""Models from checkpoints: a folder or a file of any kind, read weight by weight.
 
 The model is built without memory for its weights. Names and shapes are checked before the first
 weight is read; each is then read, put in its place and let go, so that the peak is the model as it
@@ -183,7 +183,9 @@ def _part(value: Stored, source: Source) -> Stored:
         value = slice_blocks(value, key)
     if source.transposed:
         value = transpose(value, tuple(reversed(range(len(value.shape)))))
-        parts = {name: np.ascontiguousarray(part) for name, part in value.parts.items()}
+        parts: dict[str, Any] = {
+            name: np.ascontiguousarray(part) for name, part in value.parts.items()
+        }
         value = dataclasses.replace(value, **parts)
     return value
 

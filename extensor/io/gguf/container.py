@@ -244,7 +244,7 @@ def write_gguf(
         planned, (row, shape) = next(expected)
         if planned != name or content.nbytes != row.nbytes(shape):
             raise ValueError(f"{name}: expected {row.nbytes(shape)} bytes of {planned}")
-        file.write(memoryview(np.ascontiguousarray(content)).cast("B"))
+        file.write(np.ascontiguousarray(content).data)
         file.write(bytes(-content.nbytes % alignment))
     if (left := next(expected, None)) is not None:
         raise ValueError(f"{left[0]}: expected its bytes, got none")

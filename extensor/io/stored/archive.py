@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,11 +57,16 @@ class TensorInfo:
     parts: tuple[str, ...]
 
 
-class Source:
+class Source(Protocol):
     """Reads weights by name."""
 
     def read(self, name: str) -> Stored:
-        raise NotImplementedError
+        """One weight, fresh.
+
+        Args:
+            name: a key of the archive's ``infos``.
+        """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +81,13 @@ class Archive:
         metadata: a GGUF file's values, or a safetensors file's strings.
         unused: stored tensors that belong to no weight, such as scales of activations.
         source: reads the weights.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     et.save({"w": et.ones((4, 64)).to_mxfp4()}, f"{folder}/w.safetensors")
+    ...     archive = et.io.open_archive(folder)
+    >>> archive.kind, list(archive.infos)
+    ('safetensors', ['w'])
     """
 
     path: Path
@@ -171,15 +183,16 @@ def _open_gguf(path: Path) -> Archive:
     return Archive(path, "gguf", infos, None, file.metadata, (), _GgufSource(file))
 
 
-class _GgufSource(Source):
+class _GgufSource:
     def __init__(self, file: GgufFile) -> None:
         self.file = file
 
     def read(self, name: str) -> Stored:
         value = self.file.read(name)
         scale = name.removesuffix(".weight") + ".scale"
-        scaled = isinstance(value, QuantArray) and value.tensor_scale is not None
-        if scaled and scale in self.file.tensors:
+        if not isinstance(value, QuantArray) or value.tensor_scale is None:
+            return value
+        if scale in self.file.tensors:
             factor = np.asarray(self.file.read(scale), np.float32).reshape(-1)
             if factor.size != 1:
                 raise CheckpointError(
@@ -233,10 +246,10 @@ def _open_safetensors(path: Path, shards: Mapping[str | None, list[Path]]) -> Ar
                     "expected each tensor once"
                 )
             where[name] = file
-    for name, places in shards.items():
-        if name is not None and (name not in where or where[name].path != places[0]):
+    for placed, places in shards.items():
+        if placed is not None and (placed not in where or where[placed].path != places[0]):
             raise CheckpointError(
-                f"{path}: the index places {name!r} in {places[0].name}, which does not hold it"
+                f"{path}: the index places {placed!r} in {places[0].name}, which does not hold it"
             )
     config = _config(path if path.is_dir() else path.parent)
     source = _SafetensorsSource(path, where, config)
@@ -260,7 +273,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
     return config
 
 
-class _SafetensorsSource(Source):
+class _SafetensorsSource:
     """Weights of safetensors files, each with the layout that its parts have."""
 
     def __init__(
@@ -372,7 +385,6 @@ def _block_of(config: dict[str, Any] | None) -> tuple[int, int]:
     size = quantization.get("weight_block_size")
     for group in (quantization.get("config_groups") or {}).values():
         size = size or ((group or {}).get("weights") or {}).get("block_structure")
-    valid = (
-        isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
-    )
-    return (size[0], size[1]) if valid else (128, 128)
+    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+        return size[0], size[1]
+    return 128, 128

@@ -193,10 +193,10 @@ def as_hugging_face(archive: Archive) -> Archive:
     if archive.kind != "gguf":
         return archive
     metadata = archive.metadata
-    kind = metadata.get("general.architecture")
+    kind = str(metadata.get("general.architecture"))
     if kind not in GGUF_ARCHITECTURES:
         raise CheckpointError(
-            f"{archive.path}: {unknown_name('GGUF architecture', str(kind), GGUF_ARCHITECTURES)}; "
+            f"{archive.path}: {unknown_name('GGUF architecture', kind, GGUF_ARCHITECTURES)}; "
             f"known: {', '.join(GGUF_ARCHITECTURES)}"
         )
     row = GGUF_ARCHITECTURES[kind]
@@ -223,9 +223,8 @@ def as_hugging_face(archive: Archive) -> Archive:
 
 def _config(archive: Archive, row: GgufArchitecture, tied: bool) -> dict[str, Any]:
     """The config.json that the metadata say."""
-    metadata, config = archive.metadata, {"model_type": row.model_type}
-    config["architectures"] = [row.class_name]  # type: ignore[assignment]
-    found: dict[str, Any] = dict(config)
+    metadata = archive.metadata
+    found: dict[str, Any] = {"model_type": row.model_type, "architectures": [row.class_name]}
     for key, name, is_float in _KEYS:
         value = metadata.get(f"{row.name}.{key}")
         if value is None:
@@ -247,7 +246,8 @@ def _config(archive: Archive, row: GgufArchitecture, tied: bool) -> dict[str, An
     found["head_dim"] = int(size) if size is not None else width // heads
     if turned is not None and int(turned) != found["head_dim"]:
         raise CheckpointError(
-            f"{archive.path}: expected rotary positions of {found['head_dim']} elements, got {turned}"
+            f"{archive.path}: expected rotary positions of {found['head_dim']} elements, "
+            f"got {turned}"
         )
     embedding = archive.infos.get("token_embd.weight", TensorInfo("", (0,), "", 0, ()))
     vocab = metadata.get(f"{row.name}.vocab_size")

@@ -90,7 +90,9 @@ def mxfp4_to_nvfp4(q: QuantArray, spec: QuantSpec) -> QuantArray | None:
         "scales": np.repeat(stored, 2, axis=-1)[..., :blocks],
         "codes": codes[..., : blocks * 8],
     }
-    parts = {n: np.ascontiguousarray(np.moveaxis(part, -1, axis)) for n, part in new.items()}
+    parts: dict[str, Any] = {
+        n: np.ascontiguousarray(np.moveaxis(part, -1, axis)) for n, part in new.items()
+    }
     tensor_scale = np.asarray(np.ldexp(np.float32(1), top - _LARGEST), np.float32)
     return dataclasses.replace(q, **parts, spec=spec, tensor_scale=tensor_scale)
 

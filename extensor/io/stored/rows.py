@@ -153,7 +153,7 @@ def _integers(bits: int, **fields: Any) -> QuantSpec:
 
 _FP8_WEIGHT = Part(".weight", ("F8_E4M3",))
 _FLOAT_SCALE = Part(".weight_scale", _FLOATS)
-_INT32 = {
+_INT32: dict[str, Any] = {
     "codes": Part(".weight_packed", ("I32",)),
     "scales": _FLOAT_SCALE,
     "zero_points": Part(".weight_zero_point", ("I32",)),
