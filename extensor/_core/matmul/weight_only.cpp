@@ -9,6 +9,10 @@
 #include "common/elementwise.hpp"
 #include "matmul/weight_only.hpp"
 
+#if EXTENSOR_LANES == 16
+#include "matmul/one_row_avx512.hpp"
+#endif
+
 namespace EXTENSOR_ISA {
 namespace {
 
@@ -273,6 +277,12 @@ bool streams(const WeightGemm& g) {
 void weight_only_product(const WeightGemm& g) {
     if (g.m > kFewRows || !streams(g)) return weight_panel_product(g);
     Weights s(g);
+#if EXTENSOR_LANES == 16
+    if (g.m == 1 && kElements[g.w.element].bits == 4 && g.w.tile_rows == 1 && g.k <= kSlice) {
+        pack_x(s, 1);
+        return g.w.zero_points ? one_row<true>(s) : one_row<false>(s);
+    }
+#endif
     g.m > 2 ? run<4>(s) : run<1>(s);
 }
 
