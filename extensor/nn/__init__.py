@@ -35,6 +35,7 @@ from extensor.nn.conv_pool import (
 )
 from extensor.nn.dropout import Dropout, Dropout2d
 from extensor.nn.embedding import Embedding
+from extensor.nn.kv_cache import KVCache, new_cache
 from extensor.nn.linear import Linear
 from extensor.nn.module import Hook, Module, StateNames
 from extensor.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
@@ -67,6 +68,7 @@ __all__ = [
     "HardTanh",
     "Hook",
     "InstanceNorm",
+    "KVCache",
     "LayerNorm",
     "LeakyReLU",
     "Linear",
@@ -95,6 +97,7 @@ __all__ = [
     "gemm_layers",
     "init",
     "load_quantized",
+    "new_cache",
     "packed_layers",
     "quantize_model",
     "save_quantized",

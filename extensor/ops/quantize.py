@@ -119,11 +119,15 @@ def quantize(
         )
     resolved = spec.resolve(x.ndim)
     if clip_gradient and (
-        spec.transform or not spec.symmetric or spec.row.outliers or spec.row.element.bits == 6
+        spec.transform
+        or not spec.symmetric
+        or spec.row.outliers
+        or spec.is_affine
+        or spec.row.element.bits not in (4, 8)
     ):
         raise ValueError(
-            "clip_gradient needs 4- or 8-bit symmetric codes, no transform and no outlier codec, "
-            f"got {spec}"
+            "clip_gradient needs 4- or 8-bit symmetric codes, no transform, no minimum and no "
+            f"outlier codec, got {spec}"
         )
     stream = None if seed is None else Stream(seed)
     return apply(

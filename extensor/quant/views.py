@@ -67,6 +67,8 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
     if spec.tile == "tensor":  # one scale for the tensor, which any slice keeps
         extent = [1] * len(shape)
         extent[spec.axis] = max(shape[spec.axis], 1)
+    if spec.super_block is not None:
+        extent[spec.axis] = spec.super_block
     if spec.transform:
         extent[spec.axis] = math.lcm(extent[spec.axis], spec.transform.size)
     new_shape, kept = [], []
@@ -86,6 +88,12 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
     if _tile_rows(q) > 1 and len(kept) < len(shape):
         raise ValueError(f"an integer index on a tensor in tiles {spec.tile}; {_INSTEAD}")
 
+    def extent_of(name: str, axis: int) -> int:
+        """Elements of the tensor that an entry of a stored array stands for, on an axis."""
+        if name.startswith("super_") and axis == spec.axis and spec.super_block is not None:
+            return spec.super_block
+        return stored_extent[axis]
+
     stored_extent = tile_extent(spec, shape)
 
     def cut(name: str, part: Array) -> Array:
@@ -103,12 +111,12 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
                     None if stop == length else stop * bits // 8
                 )  # the last block keeps its padding
                 chosen.append(slice(start * bits // 8, end))
-            elif stored_extent[axis] == 1 or name == "codes":
+            elif extent_of(name, axis) == 1 or name == "codes":
                 chosen.append(entry)
             elif spec.tile == "tensor":
                 chosen.append(slice(None))
             else:
-                size = stored_extent[axis]
+                size = extent_of(name, axis)
                 chosen.append(slice(start // size, -(-stop // size)))
         return part[tuple(chosen)]
 

@@ -102,8 +102,8 @@ def _matrix_gap(q: QuantArray) -> Unsupported | None:
         return Unsupported(f"blocks along axis {q.spec.axis}; the core takes them along the last")
     if math.prod(q.shape) == 0:
         return Unsupported("empty array")
-    if q.spec.row.outliers:
-        return Unsupported("the outlier codec")
+    if q.spec.kernel_gap:
+        return Unsupported(q.spec.kernel_gap)
     if q.spec.transform:
         return Unsupported("a Hadamard transform to undo")
     return None
