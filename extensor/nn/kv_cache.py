@@ -288,5 +288,5 @@ def new_cache(model: Module, storage: str | QuantSpec | None = None) -> KVCache:
     layers = getattr(getattr(model, "config", None), "layers", None)
     if not isinstance(layers, int):
         raise TypeError(f"expected a decoder with config.layers, got {type(model).__name__}")
-    windows = getattr(model.config, "windows", None)  # type: ignore[attr-defined]
+    windows = getattr(model.config, "windows", None) or None  # type: ignore[attr-defined]
     return KVCache(layers, storage=storage, windows=windows)

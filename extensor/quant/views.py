@@ -15,7 +15,7 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 
-__all__ = ["as_matrix", "reshape", "slice_blocks", "transpose", "unstack"]
+__all__ = ["as_matrix", "reshape", "slice_blocks", "take", "transpose", "unstack"]
 
 Array = Any
 _INSTEAD = "call .dequantize() first, and quantize the result again"
@@ -52,6 +52,29 @@ def transpose(q: QuantArray, axes: tuple[int, ...]) -> QuantArray:
     parts = {name: part.transpose(axes) for name, part in q.parts.items() if name != "tensor_scale"}
     shape = tuple(q.shape[a] for a in axes)
     return dataclasses.replace(q, **parts, shape=shape, spec=q.spec.replace(axis=axis))
+
+
+def take(q: QuantArray, index: Array, axis: int) -> QuantArray:
+    """Slices at positions along an axis that no block extends over; the index's axes replace it.
+
+    Raises:
+        ValueError: for the block axis, or one that tiles of several rows extend over.
+    """
+    if axis == q.spec.axis or (q.spec.tile != "tensor" and tile_extent(q.spec, q.shape)[axis] > 1):
+        raise ValueError(
+            f"taking along axis {axis} would cut blocks {q.spec.tile} along axis {q.spec.axis}; "
+            f"{_INSTEAD}"
+        )
+
+    def rows(name: str, part: Array) -> Array:
+        if q.spec.tile == "tensor" and name != "codes":  # one scale, which every slice keeps
+            return part.reshape((*part.shape[:axis], *(1,) * index.ndim, *part.shape[axis + 1 :]))
+        return part.take(index, axis=axis)
+
+    shape = (*q.shape[:axis], *index.shape, *q.shape[axis + 1 :])
+    moved = q.spec.axis + (index.ndim - 1 if q.spec.axis > axis else 0)
+    parts = _map_parts(q, rows)
+    return dataclasses.replace(q, **parts, shape=shape, spec=q.spec.replace(axis=moved))
 
 
 def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
