@@ -18,12 +18,14 @@ from extensor.ops.conv import *
 from extensor.ops.creation import *
 from extensor.ops.einsum import *
 from extensor.ops.elementwise import *
+from extensor.ops.heads import *
 from extensor.ops.indexing import *
 from extensor.ops.loss import *
 from extensor.ops.matmul import *
 from extensor.ops.norm import *
 from extensor.ops.pool import *
 from extensor.ops.reduce import *
+from extensor.ops.rotary import *
 from extensor.ops.shape import *
 from extensor.ops.sort import *
 from extensor.ops.trigonometry import *

@@ -17,6 +17,7 @@ import pytest
 
 import extensor as et
 from extensor import nn
+from extensor.nn.mixture import TopKRouter
 from extensor.optim import SGD
 
 Made = tuple[Callable[..., Any], list[Any]]
@@ -114,6 +115,21 @@ def swiglu_feed_forward(torch: Any, hidden: int = 10) -> Made:
         return (torch.nn.functional.silu(gate) * value) @ down.T
 
     return run, [up, down]
+
+
+def mixture(torch: Any) -> Made:
+    """Two of four experts for each token, every expert on every token."""
+    gate = torch.nn.Parameter(torch.zeros(4, 12))
+    experts = [chain(same("Linear", 12, 6), same("GELU"), same("Linear", 6, 12))(torch)
+               for _ in range(4)]  # fmt: skip
+
+    def run(x: Any) -> Any:
+        best, chosen = (x @ gate.T).softmax(-1).topk(2)
+        every = torch.stack([layer(x) for layer, _ in experts], -2)
+        own = torch.take_along_dim(every, chosen[..., None], -2)
+        return (own * (best / best.sum(-1, keepdim=True))[..., None]).sum(-2)
+
+    return run, [gate, *(p for _, parameters in experts for p in parameters)]
 
 
 def recurrent(name: str) -> Callable[[Any], Made]:
@@ -216,6 +232,14 @@ PEERS: dict[str, Peer] = {
             norm="rms",
         ),
         llama_block,
+        TOKENS,
+    ),
+    "mixture of experts": (
+        lambda: nn.MixtureOfExperts(
+            TopKRouter(12, 4, active=2, rng=0),
+            nn.ModuleList([nn.FeedForward(12, 6, rng=i) for i in range(4)]),
+        ),
+        mixture,
         TOKENS,
     ),
     "lstm": (

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from extensor.errors import layout_error
 from extensor.io.atomic import replacing
 from extensor.io.safetensors_format import CheckpointError, read, write
-from extensor.quant.array import QuantArray, block_grid, packed_length
+from extensor.quant.array import QuantArray, block_grid, packed_length, super_grid
 from extensor.quant.spec import QuantSpec
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -240,7 +240,7 @@ def _part_layout(
         return (*shape[: spec.axis], length, *shape[spec.axis + 1 :])
 
     # Scales of a numpy dtype are stored as numbers, the others as bytes.
-    scale = spec.scale_name if spec.scale_name.startswith("float") else "uint8"
+    scale = "uint8" if spec.scale_name in ("e8m0", "ue4m3") else spec.scale_name
     layout: dict[str, tuple[str, tuple[int | None, ...]]] = {
         "codes": ("uint8", along(packed_length(spec, shape))),
         "scales": (scale, block_grid(spec, shape)),
@@ -249,6 +249,12 @@ def _part_layout(
         layout["tensor_scale"] = ("float32", ())
     if not spec.symmetric:
         layout["zero_points"] = ("int8", block_grid(spec, shape))
+    if spec.minimum:
+        layout["minimums"] = (scale, block_grid(spec, shape))
+    if spec.super_block is not None:
+        layout["super_scales"] = ("float16", super_grid(spec, shape))
+        if spec.minimum:
+            layout["super_minimums"] = ("float16", super_grid(spec, shape))
     if spec.row.outliers:
         layout["row_means"] = ("float32", along(1))
         layout["outlier_index"] = ("int32", along(None))

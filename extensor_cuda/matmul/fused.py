@@ -57,7 +57,7 @@ def _fused_spec(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> QuantSpe
         return Unsupported(
             f"{spec.row.name} in tiles {spec.tile}; the kernel makes MX formats in (1, 32)"
         )
-    if spec.transform or spec.scale_window is not None or spec.row.outliers:
+    if spec.transform or spec.scale_window is not None or spec.kernel_gap:
         return Unsupported("a transform, a scale window or outliers")
     if dtype not in quantizer.INPUTS or len(shape) != 2 or max(shape) > 1 << 30:
         return Unsupported(f"{dtype} array of shape {shape}")

@@ -94,7 +94,7 @@ def stored_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | N
 
 def _float_scaled_gap(q: QuantArray) -> Unsupported | None:
     element = q.spec.row.element
-    if not q.spec.has_float_scales or q.spec.row.outliers:
+    if not q.spec.has_float_scales or q.spec.kernel_gap:
         return Unsupported(f"{q.spec.row.name}, whose scales are no plain floats")
     if element.bits != 8:
         return Unsupported(f"{element.name} under float scales; the kernel has e4m3, e5m2 and int8")

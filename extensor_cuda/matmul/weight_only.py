@@ -154,8 +154,8 @@ def _weights_gap(w: QuantArray) -> Unsupported | None:
 
 
 def _codec_gap(w: QuantArray) -> Unsupported | None:
-    if w.spec.row.outliers:
-        return Unsupported("the outlier codec")
+    if w.spec.kernel_gap:
+        return Unsupported(w.spec.kernel_gap)
     return Unsupported("a Hadamard transform to undo") if w.spec.transform else None
 
 

@@ -1,6 +1,7 @@
 // Python's view of the neural network kernels: argument checks, new arrays, and strides as layouts.
 
 #include <algorithm>
+#include <optional>
 
 #include "common/bind.hpp"
 #include "nn/kernels.hpp"
@@ -227,10 +228,28 @@ Attention attention_of(const Strided& q, const Strided& k, const Strided& v, boo
     return s;
 }
 
+// The window, 0 for none, and the mask: None, or bytes (outer, heads, queries, keys).
+void limit(Attention& s, int64_t window, const std::optional<py::array_t<uint8_t>>& mask) {
+    require(window >= 0, "attention: expected a window of 0 or more");
+    s.window = window;
+    if (!mask) return;
+    const std::array<int64_t, 4> shape = {s.outer, s.heads, s.queries, s.keys};
+    require(mask->ndim() == 4 && std::equal(shape.begin(), shape.end(), mask->shape()) &&
+                (mask->strides(3) == 1 || s.keys == 1),
+            "attention: expected a mask of a byte for each score");
+    s.mask = {mask->data(), mask->strides(0), mask->strides(1), mask->strides(2)};
+}
+
 // The output, whose memory is (outer, queries, heads, width), and what the gradient needs.
-py::tuple attention(const Strided& q, const Strided& k, const Strided& v, bool causal,
-                    float scale) {
+py::tuple attention(const Strided& q, const Strided& k, const Strided& v, bool causal, float scale,
+                    int64_t window, const std::optional<py::array_t<uint8_t>>& mask,
+                    const std::optional<Floats>& sinks) {
     Attention s = attention_of(q, k, v, causal, scale);
+    limit(s, window, mask);
+    if (sinks) {
+        require(sinks->size() == s.heads, "attention: expected a sink for each head");
+        s.sinks = sinks->data();
+    }
     const Strided memory = buffers::array<float>({s.outer, s.queries, s.heads, s.value_width});
     const Strided out = memory.attr("transpose")(0, 2, 1, 3);
     Floats stats = buffers::array<float>({s.outer, s.heads, s.queries, 2});
@@ -241,10 +260,12 @@ py::tuple attention(const Strided& q, const Strided& k, const Strided& v, bool c
 
 // `arrays`: the output's gradient, q, k, v and the output; `grads` of q, k and v are written.
 void attention_grad(const std::array<Strided, 5>& arrays, Floats stats, bool causal, float scale,
-                    const std::array<Strided, 3>& grads) {
+                    const std::array<Strided, 3>& grads, int64_t window,
+                    const std::optional<py::array_t<uint8_t>>& mask) {
     const auto& [g, q, k, v, out] = arrays;
     const auto& [gq, gk, gv] = grads;
     Attention s = attention_of(q, k, v, causal, scale);
+    limit(s, window, mask);
     for (const Strided* x : {&g, &out})
         require_shape(*x, {s.outer, s.heads, s.queries, s.value_width});
     require_shape(gq, {s.outer, s.heads, s.queries, s.width});
@@ -279,5 +300,6 @@ void bind_nn(py::module_& m) {
     m.def("attention", attention);
     // noconvert: written in place
     m.def("attention_grad", attention_grad, py::arg("arrays"), py::arg("stats").noconvert(),
-          py::arg("causal"), py::arg("scale"), py::arg("grads").noconvert());
+          py::arg("causal"), py::arg("scale"), py::arg("grads").noconvert(), py::arg("window"),
+          py::arg("mask"));
 }

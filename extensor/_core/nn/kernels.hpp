@@ -72,6 +72,12 @@ struct Heads {
     int64_t outer, head, row;
 };
 
+// Bytes (outer, heads, queries, keys) with steps between the first three; 0 hides a key.
+struct AttentionMask {
+    const uint8_t* at;
+    int64_t outer, head, row;
+};
+
 // softmax(scale q k^T) v; see attention.cpp. `heads` is a multiple of `groups`, the heads of k, v.
 struct Attention {
     int64_t outer, heads, groups, queries, keys, width, value_width;
@@ -80,6 +86,9 @@ struct Attention {
     Heads q, k, v, out;
     float* stats;         // (outer, heads, queries, 2): a row's largest score and 1 / sum
     Heads g, gq, gk, gv;  // of the gradient: the output's, written ones
+    int64_t window;       // a query sees so many keys at most, up to its own; 0: all
+    AttentionMask mask;   // `at` null: none
+    const float* sinks;   // a score a head whose exponential joins the sums; null: none
 };
 
 struct AttentionKernels {

@@ -35,7 +35,7 @@ import ml_dtypes
 import numpy as np
 
 from extensor.backends.cpu.core import CpuCore, first_arrays, ready, runs_in_core
-from extensor.backends.protocol import Array, AttentionForward
+from extensor.backends.protocol import Array, AttentionForward, AttentionOptions
 from extensor.backends.unsupported import Unsupported
 
 __all__ = ["CpuNn"]
@@ -140,10 +140,18 @@ class CpuNn(CpuCore):
 
     @runs_in_core(first_arrays(3))
     def attention(
-        self, core: Any, q: Array, k: Array, v: Array, causal: bool, scale: float
+        self,
+        core: Any,
+        q: Array,
+        k: Array,
+        v: Array,
+        causal: bool,
+        scale: float,
+        options: AttentionOptions | None = None,
     ) -> tuple[Array, Array]:
         """See the protocol."""
-        out, stats = core.attention(_rows(q), _rows(k), _rows(v), causal, scale)
+        limits = _limits(options, q, k)
+        out, stats = core.attention(_rows(q), _rows(k), _rows(v), causal, scale, *limits)
         return out, stats
 
     def _choose_attention_grad(
@@ -164,7 +172,8 @@ class CpuNn(CpuCore):
         """See the protocol."""
         f = forward
         arrays = (_rows(a) for a in (g, f.q, f.k, f.v, f.out))
-        core.attention_grad(tuple(arrays), ready(f.stats), f.causal, f.scale, into)
+        window, mask, _ = _limits(f.options, f.q, f.k)
+        core.attention_grad(tuple(arrays), ready(f.stats), f.causal, f.scale, into, window, mask)
 
     @runs_in_core(first_arrays(3))
     def layer_norm(
@@ -217,6 +226,20 @@ class CpuNn(CpuCore):
         arrays = (ready(a) for a in (g, x, weight, mean, var))
         gx, gw, gb = core.batch_norm_grad(*arrays, eps)
         return gx, gw, gb
+
+
+def _limits(options: AttentionOptions | None, q: Array, k: Array) -> tuple[Any, ...]:
+    """The core's window, 0 for none, its mask (B, H, T, S) of bytes, and the sinks."""
+    if options is None:
+        return 0, None, None
+    mask, sinks = options.mask, options.sinks
+    if mask is not None:
+        if mask.shape[-1] != 1 and mask.strides[-1] != 1:
+            mask = ready(mask)
+        mask = np.broadcast_to(mask, (*q.shape[:3], k.shape[2])).view(np.uint8)
+        if mask.strides[-1] != 1 and mask.shape[-1] != 1:
+            mask = ready(mask)  # one byte for all keys of a query
+    return options.window or 0, mask, None if sinks is None else ready(sinks)
 
 
 def _last_axis(core: Any, x: Array, axis: int) -> Any:
