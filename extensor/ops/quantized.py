@@ -125,7 +125,7 @@ def _product(
 
 def _result(context: LayerContext, *inputs: Array) -> np.dtype[Any]:
     """The dtype of a layer's result: the recipe's activations, or what the inputs promote to."""
-    if context.state.recipe.activations == "bfloat16":
+    if context.activations == "bfloat16":
         common = bfloat16
     else:
         common = reduce(promote, map(dtype_of, inputs))

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from extensor.formats import FORMATS
+from extensor.ops.quantized import layer_context
 from extensor.quant import reference
+from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor.random import Stream
+from extensor.random import DeviceClock, Stream
 from extensor_cuda.kernels.quantize import float_scaled, float_scaled_blocks
 from tests.oracle.compare import PARTS, same_bytes
 from tests.oracle.samples import KINDS, SHAPES, sample
@@ -230,6 +232,22 @@ def test_every_kind_of_float16_scale(xp: Any) -> None:
 def test_what_is_not_covered_has_a_reason(spec: QuantSpec, words: str) -> None:
     assert words in str(float_scaled.plan_of(spec, (64, 64)))
     assert "empty" in str(float_scaled.plan_of(QuantSpec("int8"), (0, 64)))
+
+
+@pytest.mark.parametrize("use", [0, 5, 4097])
+def test_a_clock_on_the_device_stands_for_step_and_use(xp: Any, use: int) -> None:
+    """The bits of `LayerContext.stream`, also where the uses have left the tensor's bits."""
+    context = layer_context(get_recipe("int8").layers, seed=(1 << 64) - 3)
+    context.state.step, context.use = 7, use
+    expected = context.stream("dgrad.g", column=False)
+    clock = DeviceClock(xp.asarray(np.array(7 + (use << 32), np.uint64)))
+    stream = Stream(context.state.seed, 0, 0, expected.slot, False, clock)
+    spec = QuantSpec("int8", axis=1, rounding="stochastic").resolve(2)
+    x = sample((5, 64), 1, KINDS[0], seed=1)
+    plan = float_scaled.plan_of(spec, x.shape)
+    got, _ = float_scaled.fake_quantize(xp.asarray(x), plan, stream, xp)
+    want, _ = reference.fake_quantize(x, spec, expected)
+    np.testing.assert_array_equal(np.asarray(got), want)
 
 
 @pytest.mark.usefixtures("nvrtc")
