@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 __all__ = ["MODE", "enable_grad", "is_grad_enabled", "no_grad"]
 
 
 class _Mode(threading.local):
     enabled: bool = True  # the class attribute is where each new thread starts
+    recording: Any = None  # the `extensor.autograd.recording.Recording` under way
 
 
 MODE = _Mode()
