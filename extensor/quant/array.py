@@ -14,7 +14,7 @@ from typing import Any
 
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["QuantArray", "QuantStats", "block_grid", "coded_length", "tile_extent"]
+__all__ = ["QuantArray", "QuantStats", "block_grid", "coded_length", "stored_nbytes", "tile_extent"]
 
 Array = Any
 """An array of the backend's array module (numpy.ndarray or cupy.ndarray)."""
@@ -124,6 +124,30 @@ def block_grid(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(
         -(-n // extent) for n, extent in zip(coded, tile_extent(spec, tuple(coded)), strict=True)
     )
+
+
+def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...]) -> int:
+    """Bytes of an array in a format, padding included; not of the outlier codec.
+
+    Whole blocks of ``bits`` a value, a scale for each block, and a zero point where there is one:
+    bits + 8 / block a value of an MX format, so MXFP4 takes 4.25 and MXFP8 8.25.
+
+    Args:
+        spec: resolved.
+        shape: of the array.
+
+    Returns:
+        The `QuantArray.nbytes` of what quantizing gives.
+
+    >>> from extensor.quant.array import stored_nbytes
+    >>> stored_nbytes(et.QuantSpec("mxfp4").resolve(2), (64, 64)) * 8 / 64**2
+    4.25
+    """
+    codes = math.prod(shape) // max(shape[spec.axis], 1) * packed_length(spec, shape)
+    wide = {"float32": 4, "float16": 2}.get(spec.scale_name, 1)
+    each = wide if spec.symmetric else wide + 1
+    whole = 4 if spec.row.tensor_scale else 0
+    return codes + each * math.prod(block_grid(spec, shape)) + whole
 
 
 def packed_length(spec: QuantSpec, shape: tuple[int, ...]) -> int:
