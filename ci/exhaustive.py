@@ -86,6 +86,8 @@ CASES = (
     Case("e5m2", "fp8_e5m2"),
     Case("int8", "int8"),
     Case("int4", "int4"),
+    Case("int5", "int5"),
+    Case("int6", "int6"),
     Case("e4m3", "fp8_e4m3", "microxcaling", "away"),
     Case("e5m2", "fp8_e5m2", "microxcaling", "away"),
     Case("int8", "int8", "microxcaling", "away"),
@@ -186,20 +188,19 @@ def grid_of(element: str, ties: str) -> Grid:
 
 
 def pack(codes: Array, bits: int) -> Array:
-    """Codes -> packed bytes, lowest bits first; a multiple of four codes."""
+    """Codes -> packed bytes, lowest bits first; a multiple of eight codes."""
     if bits == 8:
         return codes
     if bits == 4:
         return codes[0::2] | codes[1::2] << 4
-    a, b, c, d = (codes[k::4].astype(np.uint32) for k in range(4))
-    word = a | b << 6 | c << 12 | d << 18
-    return np.stack([word >> 8 * k & 255 for k in range(3)], axis=-1).astype(np.uint8).reshape(-1)
+    ones = np.unpackbits(codes[:, None], axis=1, count=bits, bitorder="little")
+    return np.packbits(ones.reshape(-1), bitorder="little")
 
 
 @lru_cache(maxsize=4)
 def repeated(code: int, bits: int, count: int) -> Array:
     """One code ``count`` times, packed."""
-    return np.tile(pack(np.full(4, code, np.uint8), bits), count // 4)
+    return np.tile(pack(np.full(8, code, np.uint8), bits), count // 8)
 
 
 # ---- one chunk

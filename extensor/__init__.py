@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from extensor import inspect, io, nn, optim, testing
     from extensor import models as models  # type: ignore[attr-defined]
     from extensor.array_api import fft, linalg
+    from extensor.generation import generate
     from extensor.inspect import compare_layers
     from extensor.io import load, save
     from extensor.nn.ptq import load_quantized, quantize_model, save_quantized
@@ -67,8 +68,9 @@ __all__ = [
     "Hadamard", "QuantSpec", "Recipe", "RunningAmax", "Scheme", "__array_api_version__",
     "__array_namespace_info__", "__version__", "bfloat16", "bool", "bool_", "capture",
     "compare_layers", "complex64", "complex128", "e", "enable_grad", "fft", "float16", "float32",
-    "float64", "inf", "inspect", "int8", "int16", "int32", "int64", "io", "is_grad_enabled",
-    "layer_context", "linalg", "load", "load_quantized", "models", "nan", "newaxis", "nn",
+    "float64", "generate", "inf", "inspect", "int8", "int16", "int32", "int64", "io",
+    "is_grad_enabled", "layer_context", "linalg", "load", "load_quantized", "models", "nan",
+    "newaxis", "nn",
     "no_grad", "optim", "pi", "prequantized_conv2d", "prequantized_matmul", "promote",
     "quantize_model", "quantized_conv2d", "quantized_matmul", "save", "save_quantized", "testing",
     "uint8", "uint16", "uint32", "uint64",
@@ -90,6 +92,7 @@ _MODULES = {
     for name in ("fft", "inspect", "io", "linalg", "models", "nn", "optim", "testing")
 }
 _NAMES = {
+    "extensor.generation": "generate",
     "extensor.inspect": "compare_layers",
     "extensor.io": "load save",
     "extensor.nn.ptq": "load_quantized quantize_model save_quantized",

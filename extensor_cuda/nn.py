@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor.backends.protocol import AttentionForward
+from extensor.backends.protocol import AttentionForward, AttentionOptions
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.dispatch import FLOATS, Call, contiguous, dtype_gap, unless
 from extensor_cuda.kernels.attention import attention as bf16_attention
@@ -252,6 +252,9 @@ def softmax_grad(xp: Any, g: Array, out: Array, axis: int) -> Call:
     )
 
 
+_OPTIONS = Unsupported("a window, mask or sinks: scores of all keys are kept in memory")
+
+
 def _attention_gap(q: Array, k: Array, v: Array, *g: Array) -> Unsupported | None:
     """Why float32 attention is not two products around the kernel of its rows."""
     if (gap := dtype_gap((q, k, v, *g))) is not None:
@@ -261,8 +264,18 @@ def _attention_gap(q: Array, k: Array, v: Array, *g: Array) -> Unsupported | Non
     return None
 
 
-def attention(xp: Any, q: Array, k: Array, v: Array, causal: bool, scale: float) -> Call:
+def attention(
+    xp: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    causal: bool,
+    scale: float,
+    options: AttentionOptions | None = None,
+) -> Call:
     """See the protocol: one launch in bfloat16; in float32 two products and a launch between."""
+    if options is not None:
+        return _OPTIONS
     if q.dtype.name == "bfloat16":
         gap = bf16_attention.unsupported(q, k, v, scale, xp.cuda.runtime.getDevice())
         if gap is not None:
@@ -283,6 +296,8 @@ def attention_grad(
     xp: Any, g: Array, forward: AttentionForward, into: tuple[Array, Array, Array]
 ) -> Call:
     """See the protocol: two launches in bfloat16; in float32 five products around a launch."""
+    if forward.options is not None:
+        return _OPTIONS
     q, k, v = forward.q, forward.k, forward.v
     if q.dtype.name == "bfloat16":
         gap = bf16_attention.unsupported(q, k, v, forward.scale, xp.cuda.runtime.getDevice())

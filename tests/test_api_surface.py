@@ -18,6 +18,7 @@ from extensor import models, nn
 from extensor.autograd.primitive import OPS
 from extensor.cli import main as cli
 from extensor.training.cli import main as train
+from extensor.training.runs import RUNS
 
 OPERATIONS = {
     "creation": "clone tril triu",
@@ -112,7 +113,7 @@ def test_a_recipe_has_six_slots() -> None:
 
 
 def test_every_model_builds_and_every_run_is_one() -> None:
-    assert set(NAMES["extensor.training.runs.RUNS"].split()) == set(models.names())
+    assert set(NAMES["extensor.training.runs.RUNS"].split()) <= set(models.names())
     for name in ("lenet", "mlp", "gpt", "encoder"):  # the large ones: tests/unit/models
         assert list(models.build(name, models.config(name), np.random.default_rng(0)).parameters())
 
@@ -127,4 +128,4 @@ def test_command_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_training_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert train([]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in (*models.names(), "compare", "generate", "mxfp4"))
+    assert all(name in text for name in (*RUNS, "compare", "generate", "mxfp4"))

@@ -17,6 +17,7 @@ import pytest
 
 import extensor as et
 from extensor import nn
+from extensor.nn.mixture import TopKRouter
 from extensor.optim import SGD
 
 Made = tuple[Callable[..., Any], list[Any]]
@@ -114,6 +115,21 @@ def swiglu_feed_forward(torch: Any, hidden: int = 10) -> Made:
         return (torch.nn.functional.silu(gate) * value) @ down.T
 
     return run, [up, down]
+
+
+def mixture(torch: Any) -> Made:
+    """Two of four experts for each token, every expert on every token."""
+    gate = torch.nn.Parameter(torch.zeros(4, 12))
+    experts = [chain(same("Linear", 12, 6), same("GELU"), same("Linear", 6, 12))(torch)
+               for _ in range(4)]  # fmt: skip
+
+    def run(x: Any) -> Any:
+        best, chosen = (x @ gate.T).softmax(-1).topk(2)
+        every = torch.stack([layer(x) for layer, _ in experts], -2)
+        own = torch.take_along_dim(every, chosen[..., None], -2)
+        return (own * (best / best.sum(-1, keepdim=True))[..., None]).sum(-2)
+
+    return run, [gate, *(p for _, parameters in experts for p in parameters)]
 
 
 def recurrent(name: str) -> Callable[[Any], Made]:
@@ -218,6 +234,14 @@ PEERS: dict[str, Peer] = {
         llama_block,
         TOKENS,
     ),
+    "mixture of experts": (
+        lambda: nn.MixtureOfExperts(
+            TopKRouter(12, 4, active=2, rng=0),
+            nn.ModuleList([nn.FeedForward(12, 6, rng=i) for i in range(4)]),
+        ),
+        mixture,
+        TOKENS,
+    ),
     "lstm": (
         lambda: nn.LSTM(12, 4, num_layers=2, bidirectional=True, batch_first=True, rng=0),
         recurrent("LSTM"),
@@ -301,15 +325,15 @@ class Pair:
         )
 
     def backward(self, rng: np.random.Generator, x: Any, z: Any) -> tuple[Any, Any]:
-        y, want = self.mine(x), self.theirs(z)
+        y, expected = self.mine(x), self.theirs(z)
         y = y[0] if isinstance(y, tuple) else y
         g = rng.standard_normal(y.shape).astype(y.numpy().dtype)
         for _, q in self.pairs:
             q.grad = None
         self.mine.zero_grad()
         y.backward(et.ExTensor(g))
-        want.backward(self.torch.tensor(g))
-        return y, want
+        expected.backward(self.torch.tensor(g))
+        return y, expected
 
 
 def torch_or_skip() -> Any:
@@ -353,10 +377,10 @@ def test_twenty_steps_as_torch(case: str) -> None:
         if pair.integers:
             x, z = pair.inputs(rng, np.float64)
         x.grad = z.grad = None
-        y, want = pair.backward(rng, x, z)
+        y, expected = pair.backward(rng, x, z)
         # A few hundred operations of values near 1, each exact to 2^-53; steps make it grow.
         near = {"rtol": 1e-8, "atol": 1e-9} if step else {"rtol": 1e-11, "atol": 1e-11}
-        np.testing.assert_allclose(y.numpy(), want.detach().numpy(), **near)
+        np.testing.assert_allclose(y.numpy(), expected.detach().numpy(), **near)
         for p, q in trained if case != "hard sigmoid" else ():  # torch's sixth is a float32
             np.testing.assert_allclose(p.grad.numpy().reshape(tuple(q.shape)), q.grad, **near)
         ours.step()
@@ -375,11 +399,11 @@ def test_dropout_as_torch_with_the_same_draws(case: str) -> None:
     x, z = et.ExTensor(values, requires_grad=True), torch.tensor(values, requires_grad=True)
     for _ in range(20):
         y = layer(x)
-        want = z * torch.tensor(y.numpy() != 0) / (1.0 - 0.25)
+        expected = z * torch.tensor(y.numpy() != 0) / (1.0 - 0.25)
         # the factor is float32(1) / float32(0.75), within 2**-24 of 4 / 3
-        np.testing.assert_allclose(y.numpy(), want.detach().numpy(), rtol=2.0**-23)
+        np.testing.assert_allclose(y.numpy(), expected.detach().numpy(), rtol=2.0**-23)
         x.grad = z.grad = None
         y.square().sum().backward()
-        want.square().sum().backward()
+        expected.square().sum().backward()
         assert x.grad is not None
         np.testing.assert_allclose(x.grad.numpy(), z.grad.numpy(), rtol=2.0**-21)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import extensor
-from extensor.training.extras import EXTRAS
+from extensor.extras import EXTRAS
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -20,7 +20,9 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from extensor.cli import main as extensor_main
 from extensor.errors import unknown_name
+from extensor.extras import missing
 from extensor.io import CheckpointError
 from extensor.quant.recipes import ALIASES, RECIPES
 from extensor.quant.schemes import SCHEMES
@@ -30,9 +32,7 @@ from .compare import compare
 from .comparison import CompareArgs, CompareFlags
 from .config import RunConfig, Settings
 from .data import DATASETS, DataError
-from .extras import missing
 from .flags import parse, parse_settings, resolve
-from .generate import GenerateArgs, generate_text
 from .loop import Interrupted
 from .ptq import PtqArgs, ptq
 from .rundir import CONFIG, LAST, UsageError, read_config, read_result
@@ -217,16 +217,8 @@ def compare_command(argv: Sequence[str]) -> int:
 
 
 def generate_command(argv: Sequence[str]) -> int:
-    """Write text with a trained model."""
-    text = (
-        "Write text with a language model that `extensor train` trained, under the recipe it "
-        "was trained with. The same command gives the same text.\n\n"
-        f"example: {PROGRAM} generate runs/gpt/checkpoint.safetensors --prompt 'ROMEO: ' "
-        "--tokens 300"
-    )
-    args = parse(GenerateArgs, f"{PROGRAM} generate", argv, text)
-    print(args.prompt + generate_text(args))
-    return 0
+    """Write text with a trained model: the command of the library."""
+    return extensor_main(["generate", *argv])
 
 
 def ptq_command(argv: Sequence[str]) -> int:

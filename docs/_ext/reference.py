@@ -31,6 +31,7 @@ ROOMS = {
     "extensor.quant.recipe": "Recipes",
     "extensor.dtypes": "Data types",
     "extensor.formats": "Formats",
+    "extensor.generation": "Writing text",
     "extensor.random": "Random bits",
     "extensor.io": "Files",
     "extensor.io.layouts": "Checkpoint layouts",

@@ -27,7 +27,8 @@ def main(package: str, output: str) -> None:
         "};",
         "inline constexpr Element kElements[] = {",
     ]
-    for index, row in enumerate(ELEMENTS.values()):
+    rows = [row for row in ELEMENTS.values() if row.has_kernels]
+    for index, row in enumerate(rows):
         lines.append(
             LINE.format(
                 index=index,
@@ -41,8 +42,8 @@ def main(package: str, output: str) -> None:
             )
             + f"  // {row.name}"
         )
-    scale = list(ELEMENTS).index("e4m3")  # the grid of ue4m3 scales
-    names = ", ".join(f'"{name}"' for name in ELEMENTS)
+    scale = [row.name for row in rows].index("e4m3")  # the grid of ue4m3 scales
+    names = ", ".join(f'"{row.name}"' for row in rows)
     lines += ["};", f"inline constexpr const char* kElementNames[] = {{{names}}};"]
     lines += [f"inline constexpr int kScaleElement = {scale};", ""]
     path, text = Path(output), "\n".join(lines)

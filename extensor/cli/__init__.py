@@ -24,17 +24,22 @@ from extensor.cli.formats import (
     layout_sheet,
     scale_sheet,
 )
+from extensor.cli.language import chat, generate, perplexity
 from extensor.cli.quantize import quantize
 from extensor.cli.sheet import CommandError, Sheet
 from extensor.cli.tune import tune
 from extensor.errors import unknown_name
 
 __all__ = [
-    "Sheet", "advise", "dialect_sheet", "doctor", "element_sheet", "format_sheet", "formats",
-    "inspect", "layout_sheet", "main", "quantize", "read_tensors", "scale_sheet", "tune",
+    "Sheet", "advise", "chat", "dialect_sheet", "doctor", "element_sheet", "format_sheet",
+    "formats", "generate", "inspect", "layout_sheet", "main", "perplexity", "quantize",
+    "read_tensors", "scale_sheet", "tune",
 ]  # fmt: skip
 
 COMMANDS: dict[str, Callable[..., Any]] = {
+    "generate": generate,
+    "chat": chat,
+    "perplexity": perplexity,
     "formats": formats,
     "quantize": quantize,
     "advise": advise,
@@ -48,7 +53,6 @@ TRAINING = {
     "compare": "Train a model with several recipes and seeds, and draw the table.",
     "report": "Write a page about a run: curves, each layer's error, its values on their grids.",
     "ptq": "Quantize the model of a finished run under many schemes, without training.",
-    "generate": "Write text with a language model that `train` trained.",
 }
 """Commands of `extensor.training.cli`."""
 
@@ -59,6 +63,7 @@ extensor compare lenet --recipes fp32,mxfp8,mxfp4 --seeds 3
 extensor advise model.safetensors                        # which format fits which tensor
 extensor quantize model.safetensors small.safetensors --format mxfp4
 extensor inspect small.safetensors
+extensor generate SmolLM2-135M-Instruct.gguf "The capital of France is"
 """
 
 
@@ -90,7 +95,10 @@ def overview() -> str:
     """The help of the whole program."""
     own = {name: (command.__doc__ or "").partition("\n")[0] for name, command in COMMANDS.items()}
     lines = ["usage: extensor COMMAND [arguments]; extensor COMMAND --help explains one", ""]
-    for title, rows in (("train, and look at runs:", TRAINING), ("files and formats:", own)):
-        lines += [title, "", *(f"  {name:<10}{text}" for name, text in rows.items()), ""]
+    for title, rows in (
+        ("train, and look at runs:", TRAINING),
+        ("models, files and formats:", own),
+    ):
+        lines += [title, "", *(f"  {name:<12}{text}" for name, text in rows.items()), ""]
     lines += ["examples:", *(f"  {line}" for line in EXAMPLES.splitlines()), ""]
     return "\n".join([*lines, "extensor --version prints the version."])

@@ -19,6 +19,7 @@ from extensor.backends import registry
 from extensor.backends.cpu import CpuBackend
 from extensor.backends.protocol import AttentionForward, Backend, Window
 from extensor.cli.sheet import Sheet, show
+from extensor.extras import EXTRAS, lacking
 from extensor.formats import FORMATS
 from extensor.quant import QuantArray, QuantSpec
 
@@ -91,13 +92,12 @@ def _device_rows() -> list[tuple[str, str]]:
 
 
 def _extra_rows() -> list[tuple[str, str]]:
-    """Which optional packages of training are not installed."""
-    extras = import_module("extensor.training.extras")
+    """Which optional packages are not installed."""
     rows = []
-    for name in extras.EXTRAS:
-        lacking = extras.lacking(name)
-        state = f"missing: {', '.join(lacking)}; pip install 'extensor[{name}]'"
-        rows.append((f"extra {name}", state if lacking else "installed"))
+    for name in EXTRAS:
+        missing = lacking(name)
+        state = f"missing: {', '.join(missing)}; pip install 'extensor[{name}]'"
+        rows.append((f"extra {name}", state if missing else "installed"))
     return rows
 
 

@@ -140,6 +140,8 @@ _ROWS = (
     _scaled("fp8_e5m2", "e5m2", "tensor", "FP8 E5M2 with float32 scales"),
     _scaled("int8", "int8", "channel", "INT8 with float scales, symmetric or not", zero_point=True),
     _scaled("int4", "int4", (1, 32), "INT4 in groups with float scales", zero_point=True),
+    _scaled("int5", "int5", (1, 32), "INT5 in groups with float scales, as in GGUF's Q5_K"),
+    _scaled("int6", "int6", (1, 32), "INT6 in groups with float scales, as in GGUF's Q6_K"),
     BlockFormat(
         "outlier",
         ELEMENTS["e4m3"],

@@ -1,4 +1,4 @@
-"""Element grids: how one number is stored in 4, 6 or 8 bits.
+"""Element grids: how one number is stored in 4 to 8 bits.
 
 Each grid is one frozen row. Everything else about a grid (its largest value, its smallest
 subnormal, the value of each code) is derived from the row, for the reference, the C++ core, the
@@ -39,6 +39,7 @@ class ElementFormat:
             sign is NaN and there is no infinity (e4m3fn); ``"ieee"``, the top exponent holds
             infinities and NaNs (e5m2).
         doc: one line for tables.
+        has_kernels: False for codes that only the reference quantizes and decodes.
 
     >>> grid = et.ELEMENTS["e2m1"]
     >>> grid.values[:8]
@@ -54,6 +55,7 @@ class ElementFormat:
     bias: int
     specials: Specials
     doc: str
+    has_kernels: bool = True
 
     @property
     def is_float(self) -> bool:
@@ -166,6 +168,8 @@ _ROWS = (
     ElementFormat("int8_mx", 8, 0, 6, 0, "none", "MXINT8: two's complement times 2**-6, +-127/64"),
     ElementFormat("int8", 8, 0, 0, 0, "none", "integers -127..127; -128 only with a zero point"),
     ElementFormat("int4", 4, 0, 0, 0, "none", "integers -7..7; -8 only with a zero point"),
+    ElementFormat("int5", 5, 0, 0, 0, "none", "integers -15..15; -16 only with a minimum", False),
+    ElementFormat("int6", 6, 0, 0, 0, "none", "integers -31..31", False),
 )
 
 ELEMENTS: MappingProxyType[str, ElementFormat] = MappingProxyType({row.name: row for row in _ROWS})

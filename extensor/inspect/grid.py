@@ -57,12 +57,13 @@ def grid_values(x: np.ndarray[Any, Any], spec: QuantSpec) -> GridValues:
     """Round an array to nearest on a spec's grid; a Hadamard transform is applied first.
 
     Raises:
-        ValueError: for formats that keep more than codes and scales: outliers, zero points.
+        ValueError: for formats that keep more than codes and scales: outliers, zero points,
+            minimums.
     """
-    if spec.row.outliers or not spec.symmetric:
+    if spec.row.outliers or spec.is_affine or not spec.symmetric:
         raise ValueError(
             f"{spec.format}: expected values that are a code times a scale, got a format with "
-            "exact outliers or a zero point; sqnr() measures it"
+            "exact outliers, a zero point or a minimum; sqnr() measures it"
         )
     spec = spec.resolve(x.ndim)
     if x.ndim > 1:  # a tile's rows lie on the axis before the blocks'

@@ -35,13 +35,17 @@ from extensor.nn.conv_pool import (
 )
 from extensor.nn.dropout import Dropout, Dropout2d
 from extensor.nn.embedding import Embedding
+from extensor.nn.kv_cache import KVCache, new_cache
 from extensor.nn.linear import Linear
+from extensor.nn.lora import DoRA, LoRA, MergedWeight, add_adapters, merge_adapters
+from extensor.nn.mixture import MixtureOfExperts
 from extensor.nn.module import Hook, Module, StateNames
 from extensor.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from extensor.nn.parameter import Buffer, Parameter
 from extensor.nn.ptq import load_quantized, packed_layers, quantize_model, save_quantized
 from extensor.nn.recipe import apply_recipe, gemm_layers
 from extensor.nn.recurrent import GRU, LSTM
+from extensor.nn.rope import Rope, RopeScaling, RotaryTable
 from extensor.nn.transformer import FeedForward, TransformerBlock
 from extensor.torch_names import attribute_error
 
@@ -55,6 +59,7 @@ __all__ = [
     "BatchNorm2d",
     "Buffer",
     "Conv2d",
+    "DoRA",
     "Dropout",
     "Dropout2d",
     "Embedding",
@@ -67,12 +72,16 @@ __all__ = [
     "HardTanh",
     "Hook",
     "InstanceNorm",
+    "KVCache",
     "LayerNorm",
     "LeakyReLU",
     "Linear",
+    "LoRA",
     "LogSoftmax",
     "MaxPool2d",
+    "MergedWeight",
     "Mish",
+    "MixtureOfExperts",
     "Module",
     "ModuleList",
     "MultiheadAttention",
@@ -81,6 +90,9 @@ __all__ = [
     "RMSNorm",
     "ReLU",
     "ReLU6",
+    "Rope",
+    "RopeScaling",
+    "RotaryTable",
     "SeparableConv2d",
     "Sequential",
     "SiLU",
@@ -90,11 +102,14 @@ __all__ = [
     "StateNames",
     "Tanh",
     "TransformerBlock",
+    "add_adapters",
     "apply_recipe",
     "depthwise_conv2d",
     "gemm_layers",
     "init",
     "load_quantized",
+    "merge_adapters",
+    "new_cache",
     "packed_layers",
     "quantize_model",
     "save_quantized",

@@ -14,7 +14,7 @@ from extensor.nn.linear import Linear
 from extensor.nn.module import Module
 from extensor.ops.arguments import tensors_only
 from extensor.ops.attention import packed_attention, scaled_dot_product_attention
-from extensor.ops.shape import concatenate
+from extensor.ops.rotary import rotary_embedding
 
 __all__ = ["MultiheadAttention", "rotate"]
 
@@ -49,9 +49,7 @@ def rotate(x: ExTensor, base: float) -> ExTensor:
     angle = np.arange(length)[:, None] * base ** (-2.0 * np.arange(size // 2) / size)
     wide = compute_dtype(x.dtype)
     cos, sin = (ExTensor.from_numpy(f(angle)).astype(wide).to(x.device) for f in (np.cos, np.sin))
-    a, b = x[..., : size // 2].astype(wide), x[..., size // 2 :].astype(wide)
-    rotated = concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    return rotary_embedding(x, cos, sin)
 
 
 class MultiheadAttention(Module):

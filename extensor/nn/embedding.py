@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from extensor.autograd.creation import Seed
 from extensor.autograd.tensor import ExTensor
 from extensor.nn import init
 from extensor.nn.checks import check_size
 from extensor.nn.module import Module
-from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
 from extensor.ops.indexing import take
 
@@ -24,7 +27,8 @@ class Embedding(Module):
         rng: draws them; see `init.as_rng`.
 
     Attributes:
-        weight: float32 (count, size).
+        weight: float32 (count, size); or blocked along its last axis, then the vectors that are
+            looked up are decoded.
 
     Raises:
         ValueError: for sizes below 1; when called, for a number outside 0..count - 1.
@@ -37,10 +41,16 @@ class Embedding(Module):
 
     role = "embedding"
 
+    weight: ExTensor
+
     def __init__(self, count: int, size: int, std: float = 0.02, rng: Seed = None) -> None:
         self.count, self.size = check_size("count", count), check_size("size", size)
-        values = init.as_rng(rng).standard_normal((count, size)) * std
-        self.weight = Parameter(values.astype("float32"))
+        shape = count, size
+
+        def draw(rng: np.random.Generator) -> Any:
+            return (rng.standard_normal(shape) * std).astype(np.float32)
+
+        self.weight = init.parameter(shape, draw, rng)
 
     def forward(self, index: ExTensor) -> ExTensor:
         """See :meth:`extensor.nn.Module.forward`: integers of any shape (...) -> (..., size)."""
@@ -57,7 +67,8 @@ class Embedding(Module):
             )
 
         index.backend.refuse((data < 0) | (data >= self.count), error)
-        return take(self.weight, index, axis=0)
+        rows = take(self.weight, index, axis=0)
+        return rows.dequantize() if rows.is_blocked else rows
 
     def extra_repr(self) -> str:
         """See :meth:`extensor.nn.Module.extra_repr`."""

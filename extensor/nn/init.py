@@ -8,6 +8,7 @@ product of all axes but the second.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -15,9 +16,11 @@ import numpy.typing as npt
 
 from extensor.autograd.creation import Seed
 from extensor.errors import unknown_name
+from extensor.nn.parameter import Parameter
 
 __all__ = [
     "GAINS",
+    "Skeleton",
     "as_rng",
     "fans",
     "kaiming_normal",
@@ -59,6 +62,41 @@ def as_rng(rng: Seed) -> np.random.Generator:
     if rng is None or (isinstance(rng, (int, np.integer)) and not isinstance(rng, bool)):
         return np.random.default_rng(rng)
     raise TypeError(f"rng: expected a numpy.random.Generator, a seed or None, got {rng!r}")
+
+
+class Skeleton(np.random.Generator):
+    """In place of a generator: layers allocate no memory for large weights, which a loader fills.
+
+    The weights are zeros that share one number's memory; writing to them is an error.
+
+    >>> layer = et.nn.Linear(1000, 1000, rng=et.nn.init.Skeleton())
+    >>> layer.weight.data.strides
+    (0, 0)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(np.random.PCG64(0))
+
+
+def parameter(shape: Shape, draw: Callable[[np.random.Generator], Array], rng: Seed) -> Parameter:
+    """A parameter with drawn values; or without memory, if the generator is a `Skeleton`.
+
+    Args:
+        shape: any.
+        draw: gives float32 of that shape.
+        rng: a generator, a seed or None.
+
+    Returns:
+        The parameter.
+
+    >>> et.nn.init.parameter((2, 3), lambda rng: et.nn.init.uniform((2, 3), 1.0, rng), 0).shape
+    (2, 3)
+    """
+    if not isinstance(rng, Skeleton):
+        return Parameter(draw(as_rng(rng)))
+    made = Parameter(np.zeros((), np.float32))
+    made.data = made.backend.xp.broadcast_to(made.data, shape)
+    return made
 
 
 def fans(shape: Shape) -> tuple[int, int]:

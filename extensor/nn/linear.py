@@ -72,8 +72,9 @@ class Linear(GemmLayer):
         self.in_features = check_size("in_features", in_features)
         self.out_features = check_size("out_features", out_features)
         generator, bound = init.as_rng(rng), 1.0 / math.sqrt(in_features)
-        self.weight = Parameter(init.uniform((out_features, in_features), bound, generator))
-        self.bias = Parameter(init.uniform((out_features,), bound, generator)) if bias else None
+        shape = out_features, in_features
+        self.weight = init.parameter(shape, lambda r: init.uniform(shape, bound, r), generator)
+        self.bias = Parameter(init.uniform(shape[:1], bound, generator)) if bias else None
         self.quant = None
 
     def forward(self, x: ExTensor) -> ExTensor:

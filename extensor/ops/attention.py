@@ -11,7 +11,7 @@ import numpy as np
 from extensor.autograd.apply import apply, wrap
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.protocol import AttentionForward
+from extensor.backends.protocol import Array, AttentionForward, AttentionOptions
 from extensor.ops.activation import softmax
 from extensor.ops.arguments import tensors_only
 from extensor.ops.arithmetic import where
@@ -26,25 +26,112 @@ def _with_one_leading_axis(*arrays: Any) -> list[Any]:
     return [a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:]) for a in arrays]
 
 
-def _forward(backend: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
-    out, stats = backend.attention(*_with_one_leading_axis(q, k, v), causal, scale)
-    return out.reshape(*q.shape[:-1], v.shape[-1]), stats
+def _options(
+    xp: Any, lead: tuple[int, ...], window: int | None, mask: Any, sinks: Any
+) -> AttentionOptions | None:
+    """What the backend needs beside ``causal``, the mask's leading axes made one."""
+    if window is None and mask is None and sinks is None:
+        return None
+    if mask is not None and len(lead) != 1:
+        mask = xp.broadcast_to(mask, (*lead, *mask.shape[-3:])) if lead else mask[None]
+        mask = mask.reshape(math.prod(lead), *mask.shape[-3:])
+    return AttentionOptions(window, mask, sinks)
+
+
+def _forward(
+    backend: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    sinks: Any = None,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    mask: Any = None,
+) -> Any:
+    options = _options(backend.xp, q.shape[:-3], window, mask, sinks)
+    arrays = (q, k, v) if q.ndim == 4 else _with_one_leading_axis(q, k, v)
+    out, stats = backend.attention(*arrays, causal, scale, options)
+    return out if q.ndim == 4 else out.reshape(*q.shape[:-1], v.shape[-1]), stats
 
 
 def _fused_vjp(
-    backend: Any, g: Any, out: Any, inputs: Any, needs: Any, causal: bool, scale: float, saved: Any
+    backend: Any,
+    g: Any,
+    out: Any,
+    inputs: Any,
+    needs: Any,
+    causal: bool,
+    scale: float,
+    saved: Any,
+    window: int | None = None,
+    mask: Any = None,
 ) -> Any:
-    into = [backend.xp.empty(a.shape, a.dtype) for a in inputs]
-    q, k, v = _with_one_leading_axis(*inputs)
+    into = [backend.xp.empty(a.shape, a.dtype) for a in inputs[:3]]
+    q, k, v = _with_one_leading_axis(*inputs[:3])
     g, out = _with_one_leading_axis(g, out)
-    forward = AttentionForward(q, k, v, out, saved, causal, scale)
+    sinks = inputs[3] if len(inputs) > 3 else None
+    options = _options(backend.xp, inputs[0].shape[:-3], window, mask, sinks)
+    forward = AttentionForward(q, k, v, out, saved, causal, scale, options)
     backend.attention_grad(g, forward, tuple(_with_one_leading_axis(*into)))
+    if sinks is not None:
+        into.append(_sinks_grad(backend.xp, g, forward))
     return into
 
 
+def _sinks_grad(xp: Any, g: Array, forward: AttentionForward) -> Array:
+    """-p t of each query, summed: the sink's probability p, and t = the sum of g out."""
+    assert forward.options is not None and forward.options.sinks is not None
+    sinks, stats = forward.options.sinks, forward.stats
+    p = xp.exp(sinks[:, None] - stats[..., 0]) * stats[..., 1]
+    return -(p * (g * forward.out).sum(axis=-1)).sum(axis=(0, 2)).astype(sinks.dtype)
+
+
+def _seen(q: ExTensor, k: ExTensor, causal: bool, window: int | None, mask: Any) -> ExTensor | None:
+    """Which keys each query sees, (..., Hkv, H / Hkv, T, S) or shorter; None for all."""
+    xp, queries, keys = q.backend.xp, q.shape[-2], k.shape[-2]
+    seen = xp.tri(queries, keys, keys - queries, dtype=bool) if causal else None
+    if window is not None:
+        near = ~xp.tri(queries, keys, keys - queries - window, dtype=bool)
+        seen = near if seen is None else seen & near
+    if mask is not None:
+        full = xp.broadcast_to(mask, (*q.shape[:-1], keys))
+        full = full.reshape(*k.shape[:-2], q.shape[-3] // k.shape[-3], queries, keys)
+        seen = full if seen is None else seen & full
+    return None if seen is None else wrap(seen, q.backend)
+
+
+def _probabilities(scores: ExTensor, seen: ExTensor | None, sinks: ExTensor | None) -> ExTensor:
+    """Softmax over the keys that are seen, and over the sinks, whose part comes last."""
+    if seen is not None:
+        nothing = ~seen.any(axis=-1, keepdims=True)
+        scores = where(seen | nothing, scores, -math.inf)
+    if sinks is not None:
+        column = sinks.reshape((*scores.shape[-4:-2], 1, 1))
+        column = column.broadcast_to((*scores.shape[:-1], 1))
+        scores = concatenate([scores, column], axis=-1)
+    p = softmax(scores)
+    if seen is None:
+        return p
+    if sinks is not None:
+        ones = wrap(p.backend.xp.ones((*seen.shape[:-1], 1), bool), p.backend)
+        seen = concatenate([seen, ones], axis=-1)
+    return where(seen, p, 0.0)
+
+
 def _gradients(
-    g: ExTensor, q: ExTensor, k: ExTensor, v: ExTensor, causal: bool, scale: float
-) -> tuple[ExTensor, ExTensor, ExTensor]:
+    g: ExTensor,
+    q: ExTensor,
+    k: ExTensor,
+    v: ExTensor,
+    sinks: ExTensor | None = None,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    mask: Any = None,
+) -> tuple[ExTensor, ...]:
     """The gradients written in operations, as in `extensor.backends.generic.nn`."""
     *lead, heads, queries, _ = q.shape
     groups, keys = k.shape[-3:-1]
@@ -52,33 +139,55 @@ def _gradients(
     gg, qq = (a.reshape((*shape, a.shape[-1])) for a in (g, q))
     kk, vv = k.expand_dims(-3), v.expand_dims(-3)
     scores = matmul(qq, kk.swapaxes(-1, -2)) * scale
-    if causal and queries > 1:
-        seen = q.backend.xp.tri(queries, keys, keys - queries, dtype=bool)
-        scores = where(wrap(seen, q.backend), scores, -math.inf)
-    p, d = softmax(scores), matmul(gg, vv.swapaxes(-1, -2))
-    ds = scale * p * (d - (p * d).sum(axis=-1, keepdims=True))
-    return (
+    limited = mask is not None or window is not None or (causal and queries > 1)
+    seen = _seen(q, k, causal, window, mask) if limited else None
+    p, d = _probabilities(scores, seen, sinks), matmul(gg, vv.swapaxes(-1, -2))
+    sink, p = p[..., keys:], p[..., :keys]
+    t = (p * d).sum(axis=-1, keepdims=True)
+    ds = scale * p * (d - t)
+    grads = (
         matmul(ds, kk).reshape(q.shape),
         matmul(ds.swapaxes(-1, -2), qq).sum(axis=-3),
         matmul(p.swapaxes(-1, -2), gg).sum(axis=-3),
     )
+    if sinks is None:
+        return grads
+    others = (*range(len(lead)), len(lead) + 2, len(lead) + 3)
+    return (*grads, -(sink * t).sum(axis=others).reshape(sinks.shape))
 
 
 def _vjp(index: int, g: ExTensor, out: ExTensor, *inputs: ExTensor, **params: Any) -> ExTensor:
-    q, k, v = inputs
-    return _gradients(g, q, k, v, params["causal"], params["scale"])[index]
+    params.pop("saved")
+    return _gradients(g, *inputs, **params)[index]
 
 
-def _reference(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
+def _reference(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    scale: float,
+    sinks: Any = None,
+    window: int | None = None,
+    mask: Any = None,
+) -> Any:
     """One query at a time, in numpy."""
     out = np.zeros((*q.shape[:-1], v.shape[-1]))
     shared = q.shape[-3] // k.shape[-3]
     for at in np.ndindex(q.shape[:-1]):
         *lead, head, t = at
         keys, values = k[(*lead, head // shared)], v[(*lead, head // shared)]
-        seen = t + 1 + k.shape[-2] - q.shape[-2] if causal else k.shape[-2]
-        weight = np.exp(keys[:seen] @ q[at] * scale)
-        out[at] = weight @ values[:seen] / weight.sum()
+        own = t + k.shape[-2] - q.shape[-2]
+        seen = [
+            j
+            for j in range(k.shape[-2])
+            if (not causal or j <= own)
+            and (window is None or j > own - window)
+            and (mask is None or np.broadcast_to(mask, (*q.shape[:-1], k.shape[-2]))[(*at, j)])
+        ]
+        weight = np.exp(keys[seen] @ q[at] * scale)
+        total = weight.sum() + (0.0 if sinks is None else np.exp(sinks[head]))
+        out[at] = weight @ values[seen] / total if seen else 0.0
     return out
 
 
@@ -94,6 +203,18 @@ def _samples(rng: np.random.Generator) -> Iterator[Sample]:
         yield Sample((q, k, v), {"causal": causal}, expected=expected)
     q, k = rng.normal(size=(1, 2, 3)), rng.normal(size=(1, 4, 3))
     yield Sample((q, k, k), {"scale": 0.3}, expected=_reference(q, k, k, False, 0.3))
+    q = rng.normal(size=(2, 4, 3, 4))
+    k, v, sinks = rng.normal(size=(2, 2, 5, 4)), rng.normal(size=(2, 2, 5, 2)), rng.normal(size=4)
+    mask = rng.integers(0, 3, (2, 1, 3, 5)) > 0
+    mask[0, 0, 1] = False
+    options: dict[str, Any]
+    for given, options in (
+        ((sinks,), {"causal": True, "window": 2}),
+        ((), {"causal": True, "window": 3, "mask": mask}),
+        ((sinks,), {"causal": False, "mask": mask[:, :, :1]}),
+    ):
+        expected = _reference(q, k, v, scale=0.5, sinks=given[0] if given else None, **options)
+        yield Sample((q, k, v, *given), options, expected=expected)
 
 
 _Q = np.zeros((2, 4, 3, 8))
@@ -119,10 +240,23 @@ _Q = np.zeros((2, 4, 3, 8))
         ),
         BadInput((_Q, np.zeros((2, 4, 0, 8)), np.zeros((2, 4, 0, 8))), ValueError, "one key"),
         BadInput((_Q, _Q, _Q), ValueError, "finite", {"scale": math.inf}),
+        BadInput((_Q, _Q, _Q, np.zeros(3)), ValueError, "a sink for each of 4 heads"),
+        BadInput((_Q, _Q, _Q), ValueError, "causal=True beside", {"window": 2}),
+        BadInput((_Q, _Q, _Q), ValueError, "1 or more", {"window": 0, "causal": True}),
+        BadInput((_Q, _Q, _Q), ValueError, "broadcasts to", {"mask": np.ones((2, 3), bool)}),
+        BadInput((_Q, _Q, _Q), TypeError, "of bool", {"mask": np.ones((3, 3))}),
     ),
 )
 def scaled_dot_product_attention(
-    q: ExTensor, k: ExTensor, v: ExTensor, *, causal: bool = False, scale: float | None = None
+    q: ExTensor,
+    k: ExTensor,
+    v: ExTensor,
+    sinks: ExTensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    mask: Any = None,
 ) -> ExTensor:
     """Attention, ``softmax(scale q k^T) v``: for each query a weighted mean of the values.
 
@@ -131,15 +265,21 @@ def scaled_dot_product_attention(
         k: keys (..., Hkv, S, d); H is a multiple of Hkv, and H / Hkv query heads that follow each
             other share one key head (grouped-query attention, arXiv 2305.13245).
         v: values (..., Hkv, S, dv).
+        sinks: a score (H,) for each head. Its exponential joins the sum that the weights are
+            divided by, so that a query may attend to nothing (arXiv 2508.10925, section 2.2).
         causal: query t sees the keys 0 .. t + S - T only, so the last query sees all of them.
         scale: the factor of the products q k^T; 1 / sqrt(d) if None.
+        window: with ``causal``, the last so many of these keys only (arXiv 2004.05150).
+        mask: bool, an array or a tensor that broadcasts to (..., H, T, S): True where a query sees
+            a key. It goes with ``causal``: both must allow a key.
 
     Returns:
-        (..., H, T, dv).
+        (..., H, T, dv); zeros for a query that sees no key.
 
     Raises:
         TypeError, ValueError: for shapes that do not go together, no key at all, fewer keys than
-            queries under ``causal``, or a scale that is not finite.
+            queries under ``causal``, a window without it, a mask that is not of bool, or a scale
+            that is not finite.
 
     Source: Vaswani et al., arXiv 1706.03762, section 3.2.1.
 
@@ -149,9 +289,45 @@ def scaled_dot_product_attention(
         >>> et.scaled_dot_product_attention(q, k, v, causal=True).tolist()
         [[[1.0], [2.0]]]
     """
+    name = "scaled_dot_product_attention"
     _check(q, k, v, causal, scale)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    return apply("scaled_dot_product_attention", q, k, v, causal=causal, scale=scale)
+    if sinks is None and window is None and mask is None:
+        return apply(name, q, k, v, causal=causal, scale=scale)
+    mask = _check_options(q, k, sinks, causal, window, mask)
+    given = (q, k, v) if sinks is None else (q, k, v, sinks)
+    return apply(name, *given, causal=causal, scale=scale, window=window, mask=mask)
+
+
+def _check_options(
+    q: ExTensor, k: ExTensor, sinks: Any, causal: bool, window: int | None, mask: Any
+) -> Any:
+    """Refuse options that do not fit; gives the mask as an array (..., 1 or H, 1 or T, 1 or S)."""
+    name, heads = "scaled_dot_product_attention", q.shape[-3]
+    if sinks is not None:
+        tensors_only(name, sinks)
+        if sinks.shape != (heads,):
+            raise ValueError(
+                f"{name}: expected a sink for each of {heads} heads, got shape {sinks.shape}"
+            )
+    if window is not None and not causal:
+        raise ValueError(f"{name}: expected causal=True beside window={window}")
+    if window is not None and window < 1:
+        raise ValueError(f"{name}: window: expected 1 or more, got {window}")
+    if mask is None:
+        return None
+    mask = mask.data if isinstance(mask, ExTensor) else q.backend.xp.asarray(mask)
+    if mask.dtype != np.bool_:
+        raise TypeError(f"{name}: expected a mask of bool, got {mask.dtype}")
+    full = (*q.shape[:-1], k.shape[-2])
+    if len(mask.shape) < 3:
+        mask = mask.reshape((*(1,) * (3 - len(mask.shape)), *mask.shape))
+    fits = len(mask.shape) <= len(full) and all(
+        a in (1, b) for a, b in zip(reversed(mask.shape), reversed(full), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{name}: expected a mask that broadcasts to {full}, got {mask.shape}")
+    return mask
 
 
 def _check(q: ExTensor, k: ExTensor, v: ExTensor, causal: bool, scale: float | None) -> None:
@@ -219,7 +395,7 @@ def _packed_vjp(
 ) -> ExTensor:
     grad = _split_heads(g, heads, 0)[0]
     q, k, v = _split_heads(x, heads, groups)
-    grads = _gradients(grad, q, k, v, params["causal"], params["scale"])
+    grads = _gradients(grad, q, k, v, causal=params["causal"], scale=params["scale"])
     return _merge_heads(concatenate(list(grads), axis=-3), heads + 2 * groups)
 
 

@@ -1,7 +1,9 @@
-"""Classification losses, `cross_entropy` and `nll`; dtypes as in `extensor.ops.loss`."""
+"""Classification losses: `cross_entropy`, `nll`, `distillation`; dtypes as in `ops.loss`."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,13 @@ import numpy as np
 from extensor.autograd.apply import apply, wrap
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
+from extensor.ops.activation import log_softmax
 from extensor.ops.arguments import tensors_only
 from extensor.ops.declare import quiet
+from extensor.ops.elementwise import exp
 from extensor.ops.loss import Reduction, reduced, wide
 
-__all__ = ["cross_entropy", "nll"]
+__all__ = ["cross_entropy", "distillation", "nll"]
 
 
 def _check_labels(name: str, x: ExTensor, labels: Any) -> None:
@@ -248,3 +252,58 @@ def nll(log_probabilities: ExTensor, labels: ExTensor, reduction: Reduction = "m
     _check_classes(labels.backend, "nll", labels.data, log_probabilities.shape[1], "")
     picked = wide(log_probabilities).gather(labels.expand_dims(1), 1).squeeze(1)
     return reduced("nll", -picked, reduction)
+
+
+def _distillation_samples(rng: np.random.Generator) -> Iterator[Sample]:
+    for temperature in (1.0, 2.0):
+        student, teacher = rng.normal(size=(2, 3, 4))
+        p, q = (np.exp(x / temperature) for x in (teacher, student))
+        p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
+        expected = temperature**2 * (p * np.log(p / q)).sum(-1).mean()
+        yield Sample((student, teacher, temperature), expected=expected)
+
+
+@composite(
+    samples=_distillation_samples,
+    errors=(
+        BadInput((np.zeros((2, 3)), np.zeros((2, 4))), ValueError, "of one shape"),
+        BadInput((np.zeros((0, 3)), np.zeros((0, 3))), ValueError, "one class or more"),
+        BadInput((np.zeros((2, 3)), np.zeros((2, 3)), 0.0), ValueError, "temperature"),
+    ),
+)
+def distillation(student: ExTensor, teacher: ExTensor, temperature: float = 1.0) -> ExTensor:
+    """How far a student's classes are from a teacher's, each row's divergence averaged.
+
+    T^2 sum p log(p / q), with p and q the softmax of the teacher's and the student's scores divided
+    by the temperature T. T^2 keeps the gradients' size.
+
+    Args:
+        student: scores (..., C).
+        teacher: scores (..., C), such as the float model's; compute them in `no_grad`.
+        temperature: above 0; larger ones weigh unlikely classes more.
+
+    Returns:
+        A single value, 0 where the two agree.
+
+    Raises:
+        TypeError, ValueError: for scores of two shapes or without classes or rows, or a temperature
+            that is not above 0.
+
+    Source: Hinton et al., arXiv 1503.02531, section 2.
+
+    Example:
+        >>> scores = et.ExTensor([[1.0, 2.0, 3.0]])
+        >>> et.distillation(scores, scores).item()
+        0.0
+    """
+    tensors_only("distillation", student, teacher)
+    if student.shape != teacher.shape or student.ndim < 1 or not student.size:
+        raise ValueError(
+            "distillation: expected scores (..., C) of one shape, a row and one class or more, got "
+            f"{student.shape} and {teacher.shape}"
+        )
+    if not 0.0 < temperature < math.inf:
+        raise ValueError(f"distillation: temperature: expected above 0, got {temperature!r}")
+    student, teacher = (log_softmax(x * (1.0 / temperature)) for x in (student, teacher))
+    rows = (exp(teacher) * (teacher - student)).sum(axis=-1)
+    return rows.mean() * temperature**2

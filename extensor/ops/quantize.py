@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.apply import apply, wrap
+from extensor.autograd.positions import check_bounds
 from extensor.autograd.primitive import BadInput, Sample, blocked_rule, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.protocol import Array, Backend
@@ -50,11 +51,11 @@ def _quantize_forward(
 def _inside(backend: Backend, x: Array, q: QuantArray) -> Array:
     """Where |x| is within the block's largest representable value."""
     xp, element = backend.xp, q.spec.row.element
-    octet = element.max_magnitude_code
+    byte = element.max_magnitude_code
     if element.bits == 4:
-        octet |= octet << 4
+        byte |= byte << 4
     top = backend.dequantize(
-        dataclasses.replace(q, codes=xp.full(q.codes.shape, octet, dtype=xp.uint8))
+        dataclasses.replace(q, codes=xp.full(q.codes.shape, byte, dtype=xp.uint8))
     )
     return xp.abs(x) <= top
 
@@ -119,11 +120,15 @@ def quantize(
         )
     resolved = spec.resolve(x.ndim)
     if clip_gradient and (
-        spec.transform or not spec.symmetric or spec.row.outliers or spec.row.element.bits == 6
+        spec.transform
+        or not spec.symmetric
+        or spec.row.outliers
+        or spec.is_affine
+        or spec.row.element.bits not in (4, 8)
     ):
         raise ValueError(
-            "clip_gradient needs 4- or 8-bit symmetric codes, no transform and no outlier codec, "
-            f"got {spec}"
+            "clip_gradient needs 4- or 8-bit symmetric codes, no transform, no minimum and no "
+            f"outlier codec, got {spec}"
         )
     stream = None if seed is None else Stream(seed)
     return apply(
@@ -163,6 +168,12 @@ def _permute(x: ExTensor, axes: tuple[int, ...]) -> ExTensor:
 @blocked_rule("reshape")
 def _reshape(x: ExTensor, shape: tuple[int, ...]) -> ExTensor:
     return _moved(x, views.reshape(x.data, shape))
+
+
+@blocked_rule("take")
+def _take(x: ExTensor, index: ExTensor, axis: int) -> ExTensor:
+    check_bounds(x.backend, [(index.data, x.shape[axis], axis)], "take: ")
+    return _moved(x, views.take(x.data, index.data, axis))
 
 
 @blocked_rule("getitem")

@@ -14,7 +14,15 @@ from typing import Any
 
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["QuantArray", "QuantStats", "block_grid", "coded_length", "stored_nbytes", "tile_extent"]
+__all__ = [
+    "QuantArray",
+    "QuantStats",
+    "block_grid",
+    "coded_length",
+    "stored_nbytes",
+    "super_grid",
+    "tile_extent",
+]
 
 Array = Any
 """An array of the backend's array module (numpy.ndarray or cupy.ndarray)."""
@@ -61,6 +69,10 @@ class QuantArray:
         shape: the logical shape; padding never shows in it.
         tensor_scale: float32 of shape (), for formats with a scale per tensor.
         zero_points: int8 of the shape of ``scales``, for asymmetric formats.
+        minimums: of the shape and dtype of ``scales``, for specs with a ``minimum``: floats, or
+            integers under ``super_minimums``.
+        super_scales: float16, one for each super-block; ``scales`` are then integers.
+        super_minimums: float16 likewise; subtracted: a block's minimum is -integer * float16.
         row_means: float32, shape with the axis reduced to 1 (outlier codec).
         outlier_index: int32, shape with the axis holding k positions (outlier codec).
         outlier_value: float32, the exact values at those positions (outlier codec).
@@ -78,6 +90,9 @@ class QuantArray:
     shape: tuple[int, ...]
     tensor_scale: Array | None = None
     zero_points: Array | None = None
+    minimums: Array | None = None
+    super_scales: Array | None = None
+    super_minimums: Array | None = None
     row_means: Array | None = None
     outlier_index: Array | None = None
     outlier_value: Array | None = None
@@ -86,6 +101,7 @@ class QuantArray:
     def parts(self) -> dict[str, Array]:
         """The arrays that are stored, by field name."""
         names: tuple[str, ...] = ("codes", "scales", "tensor_scale", "zero_points")
+        names += ("minimums", "super_scales", "super_minimums")
         names += ("row_means", "outlier_index", "outlier_value")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
@@ -129,7 +145,7 @@ def block_grid(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
 def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...]) -> int:
     """Bytes of an array in a format, padding included; not of the outlier codec.
 
-    Whole blocks of ``bits`` a value, a scale for each block, and a zero point where there is one:
+    Whole blocks of ``bits`` a value, a scale for each, and a zero point or minimum where it has one:
     bits + 8 / block a value of an MX format, so MXFP4 takes 4.25 and MXFP8 8.25.
 
     Args:
@@ -145,9 +161,20 @@ def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...]) -> int:
     """
     codes = math.prod(shape) // max(shape[spec.axis], 1) * packed_length(spec, shape)
     wide = {"float32": 4, "float16": 2}.get(spec.scale_name, 1)
-    each = wide if spec.symmetric else wide + 1
+    kinds = 2 if spec.minimum else 1  # a scale, and a minimum
+    each = wide * kinds + (0 if spec.symmetric else 1)
     whole = 4 if spec.row.tensor_scale else 0
+    if spec.super_block is not None:
+        whole += 2 * kinds * math.prod(super_grid(spec, shape))
     return codes + each * math.prod(block_grid(spec, shape)) + whole
+
+
+def super_grid(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The number of super-blocks on each axis, which is the shape of ``super_scales``."""
+    assert spec.super_block is not None and isinstance(spec.tile, tuple)
+    grid = list(block_grid(spec, shape))
+    grid[spec.axis] = -(-grid[spec.axis] // (spec.super_block // spec.tile[1]))
+    return tuple(grid)
 
 
 def packed_length(spec: QuantSpec, shape: tuple[int, ...]) -> int:

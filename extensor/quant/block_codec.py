@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from extensor.quant.array import QuantArray, QuantStats, coded_length, tile_extent
+from extensor.quant.affine import decode_affine, encode_affine, join_super, split_super
+from extensor.quant.array import QuantArray, QuantStats, coded_length, super_grid, tile_extent
 from extensor.quant.codec_types import EncodedBlocks
 from extensor.quant.hadamard import hadamard
 from extensor.quant.rounding import pack, unpack
@@ -47,6 +48,7 @@ class BlockLayout:
         self._padded = tuple(g * e for g, e in zip(self._grid, self._extent, strict=True))
         self.blocks = math.prod(self.grid)
         self.block_size = math.prod(extent)
+        self.along = self.grid[spec.axis]  # blocks of a row, which follow each other in `split`
         self._block_axis_last = spec.axis == len(shape) - 1
 
     def split(self, x: Array) -> Array:
@@ -114,10 +116,14 @@ def _encode(
     if stream is not None:
         words = random_words(stream, layout.index, layout.block_size, spec.rbits, xp)
     before = None if previous_amax is None else layout.split_scales(previous_amax)
-    encoded = encode_blocks(blocks, layout.real, spec, words, before, xp)
-    values = decode_blocks(
-        encoded.codes, encoded.scales, spec, encoded.tensor_scale, encoded.zero_points, xp
-    )
+    if spec.is_affine:
+        encoded = encode_affine(blocks, layout.real, spec, layout.along, words, xp)
+        values = decode_affine(encoded.codes, encoded, spec, layout.along, xp)
+    else:
+        encoded = encode_blocks(blocks, layout.real, spec, words, before, xp)
+        values = decode_blocks(
+            encoded.codes, encoded.scales, spec, encoded.tensor_scale, encoded.zero_points, xp
+        )
     # Padding counts nowhere: it is zero, and no zero saturates.
     saturated = int(xp.count_nonzero(encoded.saturated))
     flushed = int(xp.count_nonzero((blocks != 0) & (values == 0)))
@@ -130,15 +136,21 @@ def quantize_blocks(
     """Quantize float32 x under a resolved spec. The caller has checked the arguments."""
     layout, encoded, _, stats = _encode(x, spec, stream, previous_amax, xp)
     codes = pack(layout.join(encoded.codes), spec.row.element.bits, xp)
+    whole = {
+        name: xp.ascontiguousarray(layout.join_scales(part))
+        for name in ("zero_points", "minimums")
+        if (part := getattr(encoded, name)) is not None
+    }
+    for name in ("super_scales", "super_minimums"):
+        if (part := getattr(encoded, name)) is not None:
+            whole[name] = join_super(part, spec, super_grid(spec, tuple(x.shape)), xp)
     q = QuantArray(
         codes=xp.ascontiguousarray(xp.moveaxis(codes, -1, spec.axis)),
         scales=xp.ascontiguousarray(layout.join_scales(encoded.scales)),
         spec=spec,
         shape=tuple(x.shape),
         tensor_scale=encoded.tensor_scale,
-        zero_points=None
-        if encoded.zero_points is None
-        else xp.ascontiguousarray(layout.join_scales(encoded.zero_points)),
+        **whole,
     )
     return q, stats
 
@@ -161,8 +173,23 @@ def decode_array(q: QuantArray, xp: Any) -> Array:
     length = layout.coded[spec.axis]
     codes = unpack(xp.moveaxis(q.codes, spec.axis, -1), spec.row.element.bits, length, xp)
     blocks = layout.split(xp.moveaxis(codes, -1, spec.axis))
-    zero_points = None if q.zero_points is None else layout.split_scales(q.zero_points)
-    values = decode_blocks(
-        blocks, layout.split_scales(q.scales), spec, q.tensor_scale, zero_points, xp
-    )
+    if spec.is_affine:
+        values = decode_affine(blocks, _stored_blocks(q, layout, xp), spec, layout.along, xp)
+    else:
+        zero_points = None if q.zero_points is None else layout.split_scales(q.zero_points)
+        values = decode_blocks(
+            blocks, layout.split_scales(q.scales), spec, q.tensor_scale, zero_points, xp
+        )
     return layout.join(values)[..., :length]
+
+
+def _stored_blocks(q: QuantArray, layout: BlockLayout, xp: Any) -> EncodedBlocks:
+    """Scales, minimums and those of super-blocks, one after the other."""
+    found = EncodedBlocks(None, layout.split_scales(q.scales), None)
+    if q.minimums is not None:
+        found.minimums = layout.split_scales(q.minimums)
+    if q.super_scales is not None:
+        found.super_scales = split_super(q.super_scales, q.spec, xp)
+    if q.super_minimums is not None:
+        found.super_minimums = split_super(q.super_minimums, q.spec, xp)
+    return found

@@ -29,6 +29,9 @@ class EncodedBlocks:
         saturated: bool (blocks, block_size): values beyond the largest code.
         tensor_scale: float32 of shape (), for formats with a scale per tensor.
         zero_points: int8 (blocks,), for asymmetric formats.
+        minimums: (blocks,), as they are stored, for specs with a minimum.
+        super_scales: float16 (super-blocks,).
+        super_minimums: float16 (super-blocks,).
     """
 
     codes: Array
@@ -36,6 +39,9 @@ class EncodedBlocks:
     saturated: Array
     tensor_scale: Array | None = None
     zero_points: Array | None = None
+    minimums: Array | None = None
+    super_scales: Array | None = None
+    super_minimums: Array | None = None
 
 
 def block_amax(x: Array, xp: Any = np) -> Array:

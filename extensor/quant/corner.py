@@ -46,7 +46,7 @@ def corner(q: QuantArray) -> Corner | None:
     Only the corner's bytes are copied from a device.
     """
     spec, ndim = q.spec, len(q.shape)
-    if spec.row.outliers or not math.prod(q.shape):
+    if spec.row.outliers or spec.super_block is not None or not math.prod(q.shape):
         return None
     axis, length = spec.axis, q.shape[spec.axis]
     other = None if ndim == 1 else ndim - 1 if axis != ndim - 1 else ndim - 2
@@ -77,6 +77,7 @@ def corner(q: QuantArray) -> Corner | None:
         codes=cut(q.codes, count * bits // 8, rows),
         scales=cut(q.scales, blocks, high),
         zero_points=None if q.zero_points is None else cut(q.zero_points, blocks, high),
+        minimums=None if q.minimums is None else cut(q.minimums, blocks, high),
         tensor_scale=None if q.tensor_scale is None else to_host(q.tensor_scale),
         shape=(rows, min(length, count)),
         spec=spec.replace(axis=1, tile=(min(height, rows), block), rebased=False),

@@ -128,20 +128,28 @@ def _values(element: ElementFormat, xp: Any) -> Array:
     return xp.asarray(np.array(element.values, dtype=np.float32))
 
 
+_GROUP = {5: 8, 6: 4}
+"""Codes of so many bits that fill whole bytes together."""
+
+
 def pack(codes: Array, bits: int, xp: Any = np) -> Array:
-    """Pack codes (..., L) of 4, 6 or 8 bits into bytes along the last axis, lowest bits first."""
+    """Pack codes (..., L) of 4 to 8 bits into bytes along the last axis, lowest bits first."""
     if bits == 8:
         return codes
-    group = 4 if bits == 6 else 2
+    if bits == 4:
+        packed = xp.array(codes[..., 0::2])
+        packed[..., : codes.shape[-1] // 2] |= codes[..., 1::2] << xp.uint8(4)
+        return packed
+    group = _GROUP[bits]
     short = -codes.shape[-1] % group
     whole = xp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, short)])
     groups = whole.shape[-1] // group
-    lanes = whole.reshape(*codes.shape[:-1], groups, group).astype(xp.uint32)
+    lanes = whole.reshape(*codes.shape[:-1], groups, group).astype(xp.uint64)
     word = lanes[..., 0]
     for i in range(1, group):
-        word = word | (lanes[..., i] << xp.uint32(bits * i))
+        word = word | (lanes[..., i] << xp.uint64(bits * i))
     size = group * bits // 8
-    bytes_ = xp.stack([(word >> xp.uint32(8 * i)) & xp.uint32(0xFF) for i in range(size)], axis=-1)
+    bytes_ = xp.stack([(word >> xp.uint64(8 * i)) & xp.uint64(0xFF) for i in range(size)], axis=-1)
     packed = bytes_.astype(xp.uint8).reshape(*codes.shape[:-1], groups * size)
     return packed[..., : -(-codes.shape[-1] * bits // 8)]
 
@@ -150,15 +158,19 @@ def unpack(packed: Array, bits: int, length: int, xp: Any = np) -> Array:
     """The inverse of `pack`: the first ``length`` codes along the last axis, uint8."""
     if bits == 8:
         return packed[..., :length]
-    group = 4 if bits == 6 else 2
+    if bits == 4:
+        both = xp.empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=xp.uint8)
+        both[..., 0::2], both[..., 1::2] = packed & xp.uint8(15), packed >> xp.uint8(4)
+        return both[..., :length]
+    group = _GROUP[bits]
     size = group * bits // 8
     short = -packed.shape[-1] % size
     whole = xp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, short)])
     groups = whole.shape[-1] // size
-    bytes_ = whole.reshape(*packed.shape[:-1], groups, size).astype(xp.uint32)
+    bytes_ = whole.reshape(*packed.shape[:-1], groups, size).astype(xp.uint64)
     word = bytes_[..., 0]
     for i in range(1, size):
-        word = word | (bytes_[..., i] << xp.uint32(8 * i))
-    mask = xp.uint32((1 << bits) - 1)
-    lanes = xp.stack([(word >> xp.uint32(bits * i)) & mask for i in range(group)], axis=-1)
+        word = word | (bytes_[..., i] << xp.uint64(8 * i))
+    mask = xp.uint64((1 << bits) - 1)
+    lanes = xp.stack([(word >> xp.uint64(bits * i)) & mask for i in range(group)], axis=-1)
     return lanes.astype(xp.uint8).reshape(*packed.shape[:-1], groups * group)[..., :length]

@@ -30,7 +30,7 @@ from extensor.quant.spec import QuantSpec
 
 __all__ = [
     "asymmetric_scale", "block_statistic", "decode_blocks", "encode_blocks", "float_scale",
-    "scale_values",
+    "half_scale", "scale_values",
 ]  # fmt: skip
 
 Array = Any
@@ -134,11 +134,18 @@ def float_scale(ratio: Array, spec: QuantSpec, xp: Any) -> tuple[Array, Array]:
     """The scale as stored, and its float32 value; a ratio of zero gives scale 1."""
     scale = xp.where(ratio == 0, xp.float32(1), ratio)
     if spec.scale_name == "float16":
-        half = scale.astype(xp.float16)
-        half = xp.where(half == 0, xp.float16(np.finfo(np.float16).smallest_subnormal), half)
-        half = xp.where(xp.isinf(half), xp.float16(np.finfo(np.float16).max), half)
-        return half.astype(xp.float16), half.astype(xp.float32)
+        half = half_scale(scale, xp)
+        return half, half.astype(xp.float32)
     return scale, scale
+
+
+def half_scale(scale: Array, xp: Any = np) -> Array:
+    """A float32 scale as float16: zero stays zero, nothing else becomes zero or infinite."""
+    half = scale.astype(xp.float16)
+    tiny = xp.float16(np.finfo(np.float16).smallest_subnormal)
+    half = xp.where((half == 0) & (scale != 0), tiny, half)
+    half = xp.where(xp.isinf(half), xp.float16(np.finfo(np.float16).max), half)
+    return half.astype(xp.float16)
 
 
 def _float_scaled(

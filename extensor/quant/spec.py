@@ -101,6 +101,11 @@ class QuantSpec:
             (3/4 in arXiv 2502.20586). Dequantizing does not undo it.
         scale_dtype: for float-scaled formats, ``"float32"`` or ``"float16"``; None elsewhere.
         symmetric: False stores a zero point (int8 and int4 only).
+        minimum: True stores a float minimum for each block beside its scale, as GGUF's Q4_1 does:
+            value = scale * (code - least code) + minimum. Integer formats only.
+        super_block: elements along ``axis`` whose blocks share a float16 super-block scale, as in
+            GGUF's Q4_K, Q5_K and Q6_K: a block's scale is a small integer times it; None without.
+            See `extensor.quant.affine`.
         outliers: for the outlier codec, how many values of a row are stored exactly; None, an
             eighth of the row and at most the format's number.
         rebased: True gives all blocks in each 128 x 128 values of a matrix the largest of their
@@ -130,6 +135,8 @@ class QuantSpec:
     symmetric: bool = True
     outliers: int | None = None
     rebased: bool = False
+    minimum: bool = False
+    super_block: int | None = None
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -202,6 +209,8 @@ class QuantSpec:
                 f"statistic={self.statistic!r} replaces the largest magnitude; with "
                 "symmetric=False the range is [min, max]: use statistic='amax'"
             )
+        if self.is_affine:
+            self._check_affine()
         if self.outliers is not None and (
             not row.outliers or not _is_int(self.outliers) or not 0 <= self.outliers <= row.outliers
         ):
@@ -223,6 +232,36 @@ class QuantSpec:
                 f"rebased: expected MXFP8 in tiles (1, n), n a divisor of {REBASE_TILE}, without a "
                 f"transform, got {self.format} in tiles {self.tile} with {self.transform}; other "
                 "MX formats are exact in FP8 or bfloat16"
+            )
+
+    def _check_affine(self) -> None:
+        if self.row.element.is_float or not self.has_float_scales:
+            raise ValueError(
+                f"minimum and super_block: expected an integer format with float scales (int4, "
+                f"int5, int6 or int8), got {self.format}"
+            )
+        if not self.symmetric or self.statistic != "amax" or self.transform:
+            raise ValueError(
+                "minimum and super_block: expected symmetric=True (a minimum takes the zero "
+                f"point's place), statistic='amax' and no transform, got {self}"
+            )
+        tile = self.row.tile if self.tile is None else self.tile
+        if not isinstance(tile, tuple) or tile[0] != 1:
+            raise ValueError(
+                f"minimum and super_block: expected tile (1, n), got {tile!r}; "
+                "GGUF's blocks are (1, 32) and (1, 16)"
+            )
+        if self.super_block is None:
+            return
+        if not _is_int(self.super_block) or self.super_block < 1 or self.super_block % tile[1]:
+            raise ValueError(
+                f"super_block: expected a multiple of the block's {tile[1]} elements, "
+                f"got {self.super_block!r}"
+            )
+        if self.scale_dtype == "float32" or self.scale_rule == "one":
+            raise ValueError(
+                "super_block: scales are integers times a float16, chosen by rule 'amax'; leave "
+                f"scale_dtype and scale_rule out, got {self}"
             )
 
     def _can_rebase(self) -> bool:
@@ -261,6 +300,22 @@ class QuantSpec:
         return self.row.has_float_scales
 
     @property
+    def is_affine(self) -> bool:
+        """True if blocks carry a float minimum or lie in super-blocks (`extensor.quant.affine`)."""
+        return self.minimum or self.super_block is not None
+
+    @property
+    def kernel_gap(self) -> str:
+        """What of the stored form no block kernel reads, in words; empty where kernels may."""
+        if self.row.outliers:
+            return "the outlier codec"
+        if self.super_block is not None:
+            return "super-blocks of integer scales"
+        if self.minimum:
+            return "a float minimum for each block"
+        return "" if self.row.element.has_kernels else f"{self.row.element.name} codes"
+
+    @property
     def is_mxfp8(self) -> bool:
         """True for FP8 elements under E8M0 scales."""
         return self.is_mx and self.row.element.is_float and self.row.element.bits == 8
@@ -273,7 +328,9 @@ class QuantSpec:
 
     @property
     def scale_name(self) -> str:
-        """How a scale is stored: e8m0, ue4m3, float32 or float16."""
+        """How a scale is stored: e8m0, ue4m3, float32, float16; int8 or uint8 in super-blocks."""
+        if self.super_block is not None:
+            return "uint8" if self.minimum else "int8"
         return self.scale_dtype or self.row.scale.name
 
     def replace(self, **changes: Any) -> QuantSpec:

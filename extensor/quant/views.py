@@ -15,7 +15,7 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 
-__all__ = ["as_matrix", "reshape", "slice_blocks", "transpose", "unstack"]
+__all__ = ["as_matrix", "reshape", "slice_blocks", "take", "transpose", "unstack"]
 
 Array = Any
 _INSTEAD = "call .dequantize() first, and quantize the result again"
@@ -54,6 +54,29 @@ def transpose(q: QuantArray, axes: tuple[int, ...]) -> QuantArray:
     return dataclasses.replace(q, **parts, shape=shape, spec=q.spec.replace(axis=axis))
 
 
+def take(q: QuantArray, index: Array, axis: int) -> QuantArray:
+    """Slices at positions along an axis that no block extends over; the index's axes replace it.
+
+    Raises:
+        ValueError: for the block axis, or one that tiles of several rows extend over.
+    """
+    if axis == q.spec.axis or (q.spec.tile != "tensor" and tile_extent(q.spec, q.shape)[axis] > 1):
+        raise ValueError(
+            f"taking along axis {axis} would cut blocks {q.spec.tile} along axis {q.spec.axis}; "
+            f"{_INSTEAD}"
+        )
+
+    def rows(name: str, part: Array) -> Array:
+        if q.spec.tile == "tensor" and name != "codes":  # one scale, which every slice keeps
+            return part.reshape((*part.shape[:axis], *(1,) * index.ndim, *part.shape[axis + 1 :]))
+        return part.take(index, axis=axis)
+
+    shape = (*q.shape[:axis], *index.shape, *q.shape[axis + 1 :])
+    moved = q.spec.axis + (index.ndim - 1 if q.spec.axis > axis else 0)
+    parts = _map_parts(q, rows)
+    return dataclasses.replace(q, **parts, shape=shape, spec=q.spec.replace(axis=moved))
+
+
 def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
     """Slice with one entry per axis: any slice off the block axis, whole blocks on it.
 
@@ -67,6 +90,8 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
     if spec.tile == "tensor":  # one scale for the tensor, which any slice keeps
         extent = [1] * len(shape)
         extent[spec.axis] = max(shape[spec.axis], 1)
+    if spec.super_block is not None:
+        extent[spec.axis] = spec.super_block
     if spec.transform:
         extent[spec.axis] = math.lcm(extent[spec.axis], spec.transform.size)
     new_shape, kept = [], []
@@ -86,6 +111,12 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
     if _tile_rows(q) > 1 and len(kept) < len(shape):
         raise ValueError(f"an integer index on a tensor in tiles {spec.tile}; {_INSTEAD}")
 
+    def extent_of(name: str, axis: int) -> int:
+        """Elements of the tensor that an entry of a stored array stands for, on an axis."""
+        if name.startswith("super_") and axis == spec.axis and spec.super_block is not None:
+            return spec.super_block
+        return stored_extent[axis]
+
     stored_extent = tile_extent(spec, shape)
 
     def cut(name: str, part: Array) -> Array:
@@ -103,12 +134,12 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
                     None if stop == length else stop * bits // 8
                 )  # the last block keeps its padding
                 chosen.append(slice(start * bits // 8, end))
-            elif stored_extent[axis] == 1 or name == "codes":
+            elif extent_of(name, axis) == 1 or name == "codes":
                 chosen.append(entry)
             elif spec.tile == "tensor":
                 chosen.append(slice(None))
             else:
-                size = stored_extent[axis]
+                size = extent_of(name, axis)
                 chosen.append(slice(start // size, -(-stop // size)))
         return part[tuple(chosen)]
 

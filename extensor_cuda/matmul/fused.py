@@ -27,6 +27,7 @@ from extensor_cuda.kernels.quantize import quantize as quantizer
 from extensor_cuda.matmul.operand import GemmOperand, Prepared, Scale
 from extensor_cuda.matmul.rebase import is_mxfp4
 from extensor_cuda.runtime.counters import Counters, OperandCounts
+from extensor_cuda.runtime.memory import lasting
 
 __all__ = ["batch_key", "plan_of_pack", "run", "run_batch", "supports"]
 
@@ -56,7 +57,7 @@ def _fused_spec(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> QuantSpe
         return Unsupported(
             f"{spec.row.name} in tiles {spec.tile}; the kernel makes MX formats in (1, 32)"
         )
-    if spec.transform or spec.scale_window is not None or spec.row.outliers:
+    if spec.transform or spec.scale_window is not None or spec.kernel_gap:
         return Unsupported("a transform, a scale window or outliers")
     if dtype not in quantizer.INPUTS or len(shape) != 2 or max(shape) > 1 << 30:
         return Unsupported(f"{dtype} array of shape {shape}")
@@ -171,7 +172,8 @@ def _amax_state(x: Array, spec: QuantSpec, xp: Any, state: State) -> Array:
     """What was left of the tensor the last time; the first time, a pass finds its maximum."""
     state = {} if state is None else state
     if "amax" not in state:
-        state["amax"] = xp.zeros(5, dtype=xp.uint32)
+        with lasting():
+            state["amax"] = xp.zeros(5, dtype=xp.uint32)
         quantize_operand.find_amax(x, spec, state["amax"])
     return state["amax"]
 

@@ -232,7 +232,7 @@ def _float_scaled_supports(x: Array, spec: QuantSpec) -> QuantSpec | Unsupported
 @lru_cache(maxsize=4096)
 def _float_scaled_spec(spec: QuantSpec, shape: tuple[int, ...]) -> QuantSpec | Unsupported:
     element, k = spec.row.element, shape[spec.axis]
-    if not spec.has_float_scales or spec.row.outliers or element.bits != 8:
+    if not spec.has_float_scales or spec.kernel_gap or element.bits != 8:
         return Unsupported(f"{spec.format}; the kernel makes 8-bit codes under float scales")
     plain = spec.symmetric and spec.scale_name == "float32" and spec.rule == "amax"
     if not plain or spec.statistic != "amax" or spec.transform or spec.element_scale != 1.0:

@@ -94,7 +94,7 @@ def stored_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | N
 
 def _float_scaled_gap(q: QuantArray) -> Unsupported | None:
     element = q.spec.row.element
-    if not q.spec.has_float_scales or q.spec.row.outliers:
+    if not q.spec.has_float_scales or q.spec.kernel_gap:
         return Unsupported(f"{q.spec.row.name}, whose scales are no plain floats")
     if element.bits != 8:
         return Unsupported(f"{element.name} under float scales; the kernel has e4m3, e5m2 and int8")
@@ -204,7 +204,7 @@ def multiply_stored(
     if wide is None:
         return BEYOND_BF16
     path = f"bf16 tensor cores: {why.reason}"
-    if isinstance(to, str) and all(side.scale.is_absent for side in wide):
+    if not isinstance(to, Requantized) and all(side.scale.is_absent for side in wide):
         return Product(product(wide[0], wide[1], to, xp), path)
     out = empty_result(xp, a.shape[0], b.shape[0], to)
     multiply(wide[0], wide[1], out)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
-__all__ = ["PoolLog", "allocate"]
+__all__ = ["ALLOCATORS", "PoolLog", "allocate", "lasting"]
 
 
 def allocate(cupy: Any, pool: Any, size: int) -> Any:
@@ -58,3 +61,16 @@ class PoolLog:
     def events(self) -> np.ndarray[Any, Any]:
         """See the protocol."""
         return np.array(self._events, np.int64).reshape(-1, 2)
+
+
+class _Allocators(threading.local):
+    lasting: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+ALLOCATORS = _Allocators()
+"""Of this thread: another program whose allocator serves for a while sets ``lasting``."""
+
+
+def lasting() -> AbstractContextManager[Any]:
+    """A context that allocates what outlives the call, and so cannot be another program's."""
+    return ALLOCATORS.lasting()

@@ -11,22 +11,45 @@ from typing import Any
 import numpy as np
 
 from extensor.backends import cpu
-from extensor.backends.protocol import AttentionForward
+from extensor.backends.protocol import AttentionForward, AttentionOptions
 from tests.kernels.inputs import CORE, SECOND, UNIT, VIEWS, Bounded, assert_bytes, normals
 
 TINY = 2.0**-120
 
-ATTENTIONS = (  # batch, heads, key heads, queries, keys, d, dv, causal
-    (1, 1, 1, 1, 1, 1, 1, False),
-    (2, 4, 2, 33, 40, 32, 16, True),
-    (2, 3, 3, 64, 64, 32, 32, True),
-    (1, 2, 1, 70, 70, 20, 9, True),
-    (2, 2, 2, 5, 37, 8, 24, False),
+ATTENTIONS = (  # batch, heads, key heads, queries, keys, d, dv, causal, options
+    (1, 1, 1, 1, 1, 1, 1, False, ""),
+    (2, 4, 2, 33, 40, 32, 16, True, ""),
+    (2, 3, 3, 64, 64, 32, 32, True, ""),
+    (1, 2, 1, 70, 70, 20, 9, True, ""),
+    (2, 2, 2, 5, 37, 8, 24, False, ""),
+    (2, 4, 2, 45, 70, 16, 16, True, "window sinks"),
+    (2, 2, 1, 5, 37, 8, 24, False, "mask"),
+    (1, 2, 1, 35, 37, 8, 8, True, "window mask sinks"),
+    (3, 2, 2, 1, 40, 8, 8, True, "padding"),
+    (2, 6, 2, 1, 45, 16, 16, True, "window sinks"),
+    (3, 6, 3, 1, 37, 16, 10, False, "padding sinks"),
+    (1, 80, 2, 1, 37, 8, 8, True, ""),
 )
 
 
+def options_of(names: str, shape: tuple[int, int, int, int], number: int) -> Any:
+    """Options of the kinds named, for scores (B, H, T, S); one query sees nothing."""
+    if not names:
+        return None
+    rng, (batch, heads, queries, keys) = np.random.default_rng(number), shape
+    mask = None
+    if "mask" in names:
+        mask = rng.integers(0, 4, (batch, 1, queries, keys)) > 0
+        mask[0, 0, 2] = False
+    if "padding" in names:
+        mask = np.arange(keys) >= np.array([0, 7, keys])[:, None, None, None]
+    sinks = rng.standard_normal(heads).astype(np.float32) if "sinks" in names else None
+    return AttentionOptions(6 if "window" in names else None, mask, sinks)
+
+
 def attention_arrays() -> Iterator[tuple[Any, ...]]:
-    for number, (batch, heads, groups, queries, keys, d, dv, causal) in enumerate(ATTENTIONS):
+    for number, case in enumerate(ATTENTIONS):
+        batch, heads, groups, queries, keys, d, dv, causal, names = case
         q, k, v, g = normals(
             number,
             (batch, heads, queries, d),
@@ -34,26 +57,44 @@ def attention_arrays() -> Iterator[tuple[Any, ...]]:
             (batch, groups, keys, dv),
             (batch, heads, queries, dv),
         )
-        yield q, k, v, g, causal, (-0.7 if number == 4 else d**-0.5)
+        options = options_of(names, (batch, heads, queries, keys), number)
+        yield q, k, v, g, causal, (-0.7 if number == 4 else d**-0.5), options
 
 
 def repeated(x: np.ndarray, heads: int) -> np.ndarray:
     return np.repeat(x.astype(np.float64), heads // x.shape[1], axis=1)
 
 
-def probabilities(q: np.ndarray, k: np.ndarray, causal: bool, scale: float) -> tuple[Any, ...]:
+def hidden_from(shape: tuple[int, ...], causal: bool, options: Any) -> np.ndarray:
+    """Which keys a query does not see, of scores (B, H, T, S)."""
+    queries, keys = shape[-2:]
+    own, hidden = np.arange(queries)[:, None] + keys - queries, np.zeros(shape, bool)
+    if causal:
+        hidden |= np.arange(keys) > own
+    if options is not None and options.window is not None:
+        hidden |= np.arange(keys) <= own - options.window
+    if options is not None and options.mask is not None:
+        hidden |= ~options.mask
+    return hidden
+
+
+def probabilities(
+    q: np.ndarray, k: np.ndarray, causal: bool, scale: float, options: Any
+) -> tuple[Any, ...]:
     """Scores, p, the largest scores, 1 / the sums, and the bound of an error of a score."""
     across = repeated(k, q.shape[1]).swapaxes(-1, -2)
     scores = scale * (q.astype(np.float64) @ across)
     off = (q.shape[-1] + 3) * UNIT * abs(scale) * (np.abs(q).astype(np.float64) @ np.abs(across))
-    if causal:
-        queries, keys = scores.shape[-2:]
-        hidden = np.arange(keys) > np.arange(queries)[:, None] + keys - queries
-        scores[..., hidden] = -np.inf
-        off[..., hidden] = 0.0
-    top = scores.max(axis=-1, keepdims=True)
+    hidden = hidden_from(scores.shape, causal, options)
+    scores[hidden], off[hidden] = -np.inf, 0.0
+    sinks = np.full((1, 1, 1), -np.inf)
+    if options is not None and options.sinks is not None:
+        sinks = options.sinks.astype(np.float64)[:, None, None]
+    top = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
+    top[np.isneginf(top)] = 0.0
     e = np.exp(scores - top)
-    inverse = 1 / e.sum(axis=-1, keepdims=True)
+    total = e.sum(axis=-1, keepdims=True) + np.exp(sinks - top)
+    inverse = np.divide(1, total, out=np.zeros_like(total), where=total > 0)
     return scores, e * inverse, top, inverse, off
 
 
@@ -62,8 +103,8 @@ def depth(scores: np.ndarray, top: np.ndarray) -> np.ndarray:
 
 
 def attention_cases() -> Bounded:
-    for q, k, v, _, causal, scale in attention_arrays():
-        scores, p, top, inverse, off = probabilities(q, k, causal, scale)
+    for q, k, v, _, causal, scale, options in attention_arrays():
+        scores, p, top, inverse, off = probabilities(q, k, causal, scale, options)
         values, keys = repeated(v, q.shape[1]), k.shape[-2]
         relative = off + UNIT * (depth(scores, top) + 5)
         mean = (p * relative).sum(axis=-1, keepdims=True)
@@ -74,7 +115,11 @@ def attention_cases() -> Bounded:
         stats = np.concatenate([top, inverse], axis=-1)
         stats_bound = np.concatenate([largest, inverse * (mean + largest + rounding)], axis=-1)
         exact = [p @ values, stats]
-        yield (q, k, v, causal, scale), exact, [SECOND * b + TINY for b in (bound, stats_bound)]
+        yield (
+            (q, k, v, causal, scale, options),
+            exact,
+            [SECOND * b + TINY for b in (bound, stats_bound)],
+        )
 
 
 def folded(x: np.ndarray, groups: int) -> np.ndarray:
@@ -84,8 +129,8 @@ def folded(x: np.ndarray, groups: int) -> np.ndarray:
 
 
 def attention_grad_cases() -> Bounded:
-    for q, k, v, g, causal, scale in attention_arrays():
-        scores, p, top, inverse, off = probabilities(q, k, causal, scale)
+    for q, k, v, g, causal, scale, options in attention_arrays():
+        scores, p, top, inverse, off = probabilities(q, k, causal, scale, options)
         heads, groups, (queries, keys) = q.shape[1], k.shape[1], scores.shape[-2:]
         values, across = repeated(v, heads), repeated(k, heads)
         out = (p @ values).astype(np.float32)
@@ -112,7 +157,7 @@ def attention_grad_cases() -> Bounded:
             folded(summed(p_t, p_off.swapaxes(-1, -2), wide, terms), groups),
         ]
         yield (
-            (g, AttentionForward(q, k, v, out, stats, causal, scale)),
+            (g, AttentionForward(q, k, v, out, stats, causal, scale, options)),
             exact,
             [SECOND * bound + TINY for bound in bounds],
         )
@@ -131,7 +176,7 @@ def check_attention_grad(backend: cpu.CpuBackend) -> None:
             wide = tuple(np.empty((*a.shape[:-1], a.shape[-1] + 3), np.float32) for a in into)
             parts = tuple(a[..., : b.shape[-1]] for a, b in zip(wide, into, strict=True))
             kept = (view(a) for a in (*inputs, forward.out, forward.stats))
-            other = AttentionForward(*kept, forward.causal, forward.scale)
+            other = AttentionForward(*kept, forward.causal, forward.scale, forward.options)
             backend.attention_grad(view(g), other, parts)
             for one, two in zip(parts, into, strict=True):
                 assert_bytes(one.copy(), two, (forward.q.shape, path))

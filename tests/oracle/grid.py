@@ -118,6 +118,8 @@ E5M2 = Grid(
 INT8_MX = Grid(8, True, 6, tuple(Fraction(k, 64) for k in range(128)), Fraction(2), 0)
 INT8 = Grid(8, True, 0, tuple(Fraction(k) for k in range(128)), Fraction(128), 6)
 INT4 = Grid(4, True, 0, tuple(Fraction(k) for k in range(8)), Fraction(8), 2)
+INT5 = Grid(5, True, 0, tuple(Fraction(k) for k in range(16)), Fraction(16), 3)
+INT6 = Grid(6, True, 0, tuple(Fraction(k) for k in range(32)), Fraction(32), 4)
 
 GRIDS = {
     "e2m1": E2M1,
@@ -128,6 +130,8 @@ GRIDS = {
     "int8_mx": INT8_MX,
     "int8": INT8,
     "int4": INT4,
+    "int5": INT5,
+    "int6": INT6,
 }
 
 _STEPS = {

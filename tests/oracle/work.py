@@ -28,6 +28,8 @@ FORMATS = {  # element, kind of scale, default tile
     "fp8_e5m2": ("e5m2", "float", "tensor"),
     "int8": ("int8", "float", "channel"),
     "int4": ("int4", "float", (1, 32)),
+    "int5": ("int5", "float", (1, 32)),
+    "int6": ("int6", "float", (1, 32)),
     "outlier": ("e4m3", "outlier", "channel"),
 }
 DEFAULT_RULE = {"nvfp4": "amax", "nvfp4_fp8exact": "least_error"}

@@ -6,9 +6,9 @@ import json
 import time
 from typing import Any
 
+from extensor.extras import missing
 from extensor.io import load_checkpoint
 
-from ..extras import missing
 from ..records import EpochReport, StepReport
 from ..rundir import BEST, LAST, METRICS, NEXT_BEST, write_text
 from .base import Callback, RunView

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from extensor import no_grad
+from extensor.generation import Sampling, next_tokens
 from extensor.nn.module import evaluating
 
-from ..generate import Sampling, sample_tokens
 from ..loop import Trainer
 from ..rundir import UsageError
 from ..tasks.classification import Classification
@@ -51,8 +52,12 @@ def _text(trainer: Trainer, task: Causal) -> tuple[str, str]:
     """The beginning of the test text, and the model's continuation."""
     context = trainer.config.context
     prompt = [int(token) for token in task.test_tokens[:context]]
-    how = Sampling(count=TOKENS, temperature=0.8, top_k=200, seed=0)
-    text = sample_tokens(trainer.model, prompt, context, how, trainer.config.device)
+    how = Sampling(temperature=0.8, top_k=200)
+    steps = next_tokens(trainer.model, [prompt], how=how, context=context)
+    try:
+        text = [int(token[0]) for token in itertools.islice(steps, TOKENS)]
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     return task.tokenizer.decode(prompt), task.tokenizer.decode(text)
 
 

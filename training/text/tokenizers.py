@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from extensor.errors import unknown_name
-
-from ..extras import missing
+from extensor.extras import missing
 
 __all__ = ["TOKENIZERS", "BytePairs", "Characters", "Tokenizer", "TokenizerError", "from_state"]
 

@@ -247,7 +247,7 @@ void integer(const BlockGemm& g) {
     const auto digits = [](const BlockedMatrix& m) {
         return m.scale == Scale::ue4m3 ? 15.0f : 1.0f;
     };
-    const bool exact = g.a.scale != Scale::float32 && g.b.scale != Scale::float32 &&
+    const bool exact = is_byte(g.a.scale) && is_byte(g.b.scale) &&
                        largest * static_cast<float>(g.step) * digits(g.a) * digits(g.b) <= 16777216;
     const auto function = 4 * largest <= 32767 ? integer_function<true>(zero, exact, g.step)
                                                : integer_function<false>(zero, exact, g.step);

@@ -18,6 +18,11 @@ struct BlockedMatrix {
     Scale scale;
     float tensor_scale;
     int64_t rows, row_bytes, tile_rows, tile_length;
+    // Weight-only products alone: a float minimum for each tile, or null; a float16 for every
+    // `super_tiles` tiles of a row, or null, by which scales and minimums are multiplied.
+    const void* minimums;
+    const uint16_t *super_scales, *super_minimums;
+    int64_t super_tiles;
 };
 
 // out (a.rows, b.rows) = a b^T.
@@ -28,7 +33,7 @@ struct BlockGemm {
     float* out;
 };
 
-// out (m, w.rows) = x w^T for x (m, k), m at most kMaxRows.
+// out (m, w.rows) = x w^T for x (m, k).
 struct WeightGemm {
     BlockedMatrix w;
     const float* x;
@@ -57,7 +62,6 @@ struct ValueRange {
 
 // Longest run of exact integer sums: with zero points they and their terms stay in int32.
 constexpr int64_t kMaxStep = 8192;
-constexpr int64_t kMaxRows = 32;
 
 // On AMX tiles of bfloat16 and int8, where the CPU has them.
 struct AmxKernels {

@@ -4,7 +4,8 @@
 // No array of all scores is kept. Forward saves each row's largest score and the inverse of the sum
 // of its exponentials; the gradient computes the probabilities again from these (arXiv 2205.14135,
 // appendix B). A task owns whole heads of everything it writes, so results do not depend on
-// threads. Causal: query t sees the keys up to t + keys - queries.
+// threads. Causal: query t sees the keys up to t + keys - queries; with a window, only the last of
+// these. A query that sees nothing gets zeros.
 
 #include "common/sgemm.hpp"
 #include "common/threads.hpp"
@@ -38,16 +39,41 @@ INLINE Left row_major(const float* at, int64_t ld) { return {at, ld, 0, true}; }
 INLINE Left column_major(const float* at, int64_t ld) { return {at, ld, 0, false}; }
 
 INLINE int64_t seen_by(const Attention& s, int64_t query) {
-    return s.causal ? query + 1 + s.keys - s.queries : s.keys;
+    return s.causal && !s.folded ? query + 1 + s.keys - s.queries : s.keys;
+}
+
+// The first key that a query sees.
+INLINE int64_t first_seen(const Attention& s, int64_t query) {
+    return s.window ? most(0, (s.folded ? s.queries : query + 1) + s.keys - s.queries - s.window)
+                    : 0;
+}
+
+// Scores of keys that the window or the mask hides become -infinity.
+void hide(const Attention& s, int64_t outer, int64_t head, int64_t query, float* row) {
+    const int64_t begin = first_seen(s, query), seen = seen_by(s, query);
+    for (int64_t j = 0; j < begin; ++j) row[j] = -__builtin_inff();
+    if (!s.mask.at) return;
+    const uint8_t* mask =
+        s.mask.at + outer * s.mask.outer + head * s.mask.head + query * s.mask.row;
+    for (int64_t j = begin; j < seen; ++j)
+        if (!mask[j]) row[j] = -__builtin_inff();
 }
 
 // Scores to exp(score - the largest) for the first `seen` keys, to zero for those up to `visible`.
-void exponentials(float* row, int64_t seen, int64_t visible, float* stats) {
+// `sink`: another score, or null. `limited`: a row may see nothing.
+void exponentials(float* row, int64_t seen, int64_t visible, const float* sink, bool limited,
+                  float* stats) {
     vf best = splat(row[0]);
     int64_t j = 0;
     for (; j + VL <= seen; j += VL) best = larger(best, load(row + j));
     for (; j < seen; ++j) best = larger(best, splat(row[j]));
+    if (sink) best = larger(best, splat(*sink));
     const vf top = largest_lane(best);
+    if (limited && top[0] == -__builtin_inff()) {
+        std::memset(row, 0, static_cast<size_t>(visible) * 4);
+        stats[0] = stats[1] = 0;
+        return;
+    }
     vf total = {};
     for (j = 0; j + VL <= seen; j += VL) {
         const vf e = exp_score(load(row + j) - top);
@@ -59,8 +85,9 @@ void exponentials(float* row, int64_t seen, int64_t visible, float* stats) {
         total += load_at(row, j, seen);  // without the lanes beyond
     }
     for (j = seen; j < visible; ++j) row[j] = 0;
+    const float all = sum(total) + (sink ? exp_score(splat(*sink) - top)[0] : 0.0f);
     stats[0] = top[0];
-    stats[1] = 1.0f / sum(total);
+    stats[1] = 1.0f / all;
 }
 
 // Transposed keys times the scale, so that products with queries are scores.
@@ -72,11 +99,24 @@ Right scaled_keys(const Attention& s, const float* k, float* memory) {
     return keys;
 }
 
-void forward(const Attention& s) {
+// With one query a head, heads that share keys become queries of one head: keys are packed once.
+Attention folded(const Attention& s) {
+    const int64_t each = s.heads / s.groups;
+    if (s.queries != 1 || each == 1) return s;
+    Attention f = s;
+    f.folded = true, f.heads = s.groups, f.queries = each;
+    for (Heads* x : {&f.q, &f.out}) x->row = x->head, x->head *= each;
+    f.mask.row = s.mask.head, f.mask.head *= each;
+    return f;
+}
+
+void forward(const Attention& given) {
+    const Attention s = folded(given);
     const int64_t ld = round_up(s.keys, VL);
     const int64_t bytes = 4 * (packed_right(s.keys, s.width) + kRows * ld +
                                packed_right(s.value_width, s.keys) + 3 * VL);
     const int64_t work = s.outer * s.heads * s.queries * s.keys * s.width;
+    const bool limited = s.window || s.mask.at;
     threads::run(s.outer * s.heads, work, [=](int64_t task) {
         const int64_t outer = task / s.heads, head = task % s.heads;
         const int64_t shared = head / (s.heads / s.groups);
@@ -92,9 +132,13 @@ void forward(const Attention& s) {
             const int64_t visible = seen_by(s, first + rows - 1);
             multiply(rows, visible, s.width, row_major(q + first * s.q.row, s.q.row), keys,
                      {scores, ld});
-            for (int64_t i = 0; i < rows; ++i)
-                exponentials(scores + i * ld, seen_by(s, first + i), visible,
+            for (int64_t i = 0; i < rows; ++i) {
+                hide(s, outer, head, first + i, scores + i * ld);
+                const float* sink = s.sinks ? s.sinks + head : nullptr;
+                if (sink && s.folded) sink += head * (s.queries - 1) + first + i;
+                exponentials(scores + i * ld, seen_by(s, first + i), visible, sink, limited,
                              stats + 2 * (first + i));
+            }
             float* out = matrix_of(s.out, outer, head) + first * s.out.row;
             multiply(rows, s.value_width, visible, row_major(scores, ld), values, {out, s.out.row});
             for (int64_t i = 0; i < rows; ++i) {
@@ -148,6 +192,7 @@ void gradient(const Attention& s) {
                 for (int64_t i = 0; i < rows; ++i) {
                     float *pi = p + i * ld, *di = d + i * ld;
                     const int64_t seen = seen_by(s, first + i);
+                    hide(s, outer, head, first + i, pi);
                     vf total = {};
                     for (int64_t j = 0; j < values; j += VL)
                         total = multiply_add(load_at(g + i * s.g.row, j, values),

@@ -1,6 +1,7 @@
 // Python's view of the neural network kernels: argument checks, new arrays, and strides as layouts.
 
 #include <algorithm>
+#include <optional>
 
 #include "common/bind.hpp"
 #include "nn/kernels.hpp"
@@ -51,6 +52,30 @@ Floats gelu_grad(const Floats& g, const Floats& x, const Floats& phi) {
         activations().gelu_grad(x.size(), g.data(), x.data(), phi.data(), gx.mutable_data());
     });
     return gx;
+}
+
+// The operands of gated_silu; an infinite limit is none.
+GatedSilu gated(const Floats& gate, const Floats& up, float alpha, float limit, float shift) {
+    require(same_shape(gate, up), "gated_silu: expected arrays of one shape");
+    return {gate.size(), gate.data(), up.data(), alpha, limit, shift};
+}
+
+Floats gated_silu(const Floats& gate, const Floats& up, float alpha, float limit, float shift) {
+    const GatedSilu s = gated(gate, up, alpha, limit, shift);
+    Floats y = like(gate);
+    without_gil([&] { activations().gated_silu(s, y.mutable_data()); });
+    return y;
+}
+
+py::tuple gated_silu_grad(const Floats& g, const Floats& gate, const Floats& up, float alpha,
+                          float limit, float shift) {
+    const GatedSilu s = gated(gate, up, alpha, limit, shift);
+    require(same_shape(g, gate), "gated_silu_grad: expected arrays of one shape");
+    Floats ggate = like(gate), gup = like(up);
+    without_gil([&] {
+        activations().gated_silu_grad(s, g.data(), ggate.mutable_data(), gup.mutable_data());
+    });
+    return py::make_tuple(ggate, gup);
 }
 
 // ---- rows of scores ----
@@ -227,10 +252,28 @@ Attention attention_of(const Strided& q, const Strided& k, const Strided& v, boo
     return s;
 }
 
+// The window, 0 for none, and the mask: None, or bytes (outer, heads, queries, keys).
+void limit(Attention& s, int64_t window, const std::optional<py::array_t<uint8_t>>& mask) {
+    require(window >= 0, "attention: expected a window of 0 or more");
+    s.window = window;
+    if (!mask) return;
+    const std::array<int64_t, 4> shape = {s.outer, s.heads, s.queries, s.keys};
+    require(mask->ndim() == 4 && std::equal(shape.begin(), shape.end(), mask->shape()) &&
+                (mask->strides(3) == 1 || s.keys == 1),
+            "attention: expected a mask of a byte for each score");
+    s.mask = {mask->data(), mask->strides(0), mask->strides(1), mask->strides(2)};
+}
+
 // The output, whose memory is (outer, queries, heads, width), and what the gradient needs.
-py::tuple attention(const Strided& q, const Strided& k, const Strided& v, bool causal,
-                    float scale) {
+py::tuple attention(const Strided& q, const Strided& k, const Strided& v, bool causal, float scale,
+                    int64_t window, const std::optional<py::array_t<uint8_t>>& mask,
+                    const std::optional<Floats>& sinks) {
     Attention s = attention_of(q, k, v, causal, scale);
+    limit(s, window, mask);
+    if (sinks) {
+        require(sinks->size() == s.heads, "attention: expected a sink for each head");
+        s.sinks = sinks->data();
+    }
     const Strided memory = buffers::array<float>({s.outer, s.queries, s.heads, s.value_width});
     const Strided out = memory.attr("transpose")(0, 2, 1, 3);
     Floats stats = buffers::array<float>({s.outer, s.heads, s.queries, 2});
@@ -241,10 +284,12 @@ py::tuple attention(const Strided& q, const Strided& k, const Strided& v, bool c
 
 // `arrays`: the output's gradient, q, k, v and the output; `grads` of q, k and v are written.
 void attention_grad(const std::array<Strided, 5>& arrays, Floats stats, bool causal, float scale,
-                    const std::array<Strided, 3>& grads) {
+                    const std::array<Strided, 3>& grads, int64_t window,
+                    const std::optional<py::array_t<uint8_t>>& mask) {
     const auto& [g, q, k, v, out] = arrays;
     const auto& [gq, gk, gv] = grads;
     Attention s = attention_of(q, k, v, causal, scale);
+    limit(s, window, mask);
     for (const Strided* x : {&g, &out})
         require_shape(*x, {s.outer, s.heads, s.queries, s.value_width});
     require_shape(gq, {s.outer, s.heads, s.queries, s.width});
@@ -256,6 +301,41 @@ void attention_grad(const std::array<Strided, 5>& arrays, Floats stats, bool cau
     without_gil([&] { levels::in_use(attention_kernels).gradient(s); });
 }
 
+// The last axes of an array of up to four as (outer, heads, rows, width), for `rotary`; axes of
+// length one that `shape` has longer repeat.
+Heads last_axes(const Strided& x, const std::array<int64_t, 4>& shape) {
+    const int64_t axes = x.ndim();
+    std::array<int64_t, 3> steps{};
+    require(axes >= 1 && axes <= 4 && x.size() > 0 &&
+                (x.strides(axes - 1) == 4 || x.shape(axes - 1) == 1),
+            "rotary: expected arrays of one to four axes whose last is contiguous");
+    for (int64_t i = 2, axis = axes - 2; axis >= 0; --i, --axis) {
+        const bool repeats = x.shape(axis) == 1;
+        require(repeats || x.shape(axis) == shape[static_cast<size_t>(i)],
+                "rotary: expected tables that broadcast to the heads");
+        steps[static_cast<size_t>(i)] = repeats ? 0 : x.strides(axis) / 4;
+    }
+    return {const_cast<float*>(x.data()), steps[0], steps[1], steps[2]};
+}
+
+Floats rotary(const Strided& x, const Strided& cos, const Strided& sin, bool interleaved) {
+    std::array<int64_t, 4> shape = {1, 1, 1, 1};
+    require(x.ndim() >= 1 && x.ndim() <= 4, "rotary: expected one to four axes");
+    std::copy_backward(x.shape(), x.shape() + x.ndim(), shape.end());
+    Rotary s{};
+    s.outer = shape[0], s.heads = shape[1], s.rows = shape[2], s.width = shape[3];
+    s.x = last_axes(x, shape), s.cos = last_axes(cos, shape);
+    const Heads other = last_axes(sin, shape);
+    s.half = cos.shape(cos.ndim() - 1), s.interleaved = interleaved, s.sin = other.at;
+    require(s.half == sin.shape(sin.ndim() - 1) && 2 * s.half <= s.width &&
+                s.cos.outer == other.outer && s.cos.head == other.head && s.cos.row == other.row,
+            "rotary: expected two tables of one layout, and two values for each angle");
+    Floats y = buffers::array<float>(std::vector<py::ssize_t>(x.shape(), x.shape() + x.ndim()));
+    s.y = y.mutable_data();
+    without_gil([&] { levels::in_use(rotary_kernels).rotary(s); });
+    return y;
+}
+
 }  // namespace
 
 void bind_nn(py::module_& m) {
@@ -264,6 +344,9 @@ void bind_nn(py::module_& m) {
     m.def("add", add);
     m.def("gelu", gelu);
     m.def("gelu_grad", gelu_grad);
+    m.def("gated_silu", gated_silu);
+    m.def("gated_silu_grad", gated_silu_grad);
+    m.def("rotary", rotary);
     m.def("softmax", of_rows<&SoftmaxKernels::softmax>);
     m.def("softmax_grad", grad_of_rows<&SoftmaxKernels::softmax_grad>);
     m.def("log_softmax", of_rows<&SoftmaxKernels::log_softmax>);
@@ -279,5 +362,6 @@ void bind_nn(py::module_& m) {
     m.def("attention", attention);
     // noconvert: written in place
     m.def("attention_grad", attention_grad, py::arg("arrays"), py::arg("stats").noconvert(),
-          py::arg("causal"), py::arg("scale"), py::arg("grads").noconvert());
+          py::arg("causal"), py::arg("scale"), py::arg("grads").noconvert(), py::arg("window"),
+          py::arg("mask"));
 }

@@ -91,6 +91,8 @@ def lower(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec | U
         return Unsupported(str(error))  # the generic method raises it
     if spec.row.outliers and shape[spec.axis] >= 1 << 31:
         return Unsupported("rows of 2**31 values or more")
+    if spec.kernel_gap and not spec.row.outliers:
+        return Unsupported(spec.kernel_gap)
     layout = _layout(spec, shape)
     if isinstance(layout, Unsupported):
         return layout

@@ -73,16 +73,15 @@ class CpuMatmul(CpuCore):
             return core.int8_matmul(*sides)
         return core.block_scaled_matmul(*sides, plan.step)
 
-    def _choose_weight_only(self, x: Array, w: QuantArray) -> tuple[Array] | Unsupported:
-        """The float32 activations, if the core takes their values."""
+    def _choose_weight_only(self, x: Array, w: QuantArray) -> tuple[Array, Any] | Unsupported:
         if self.core is None:
             return Unsupported(self.core_missing)
-        return paths.choose_weight_only(self._wide(x), w)
+        return paths.choose_weight_only(self.core, self._wide(x), w)
 
     @runs_in_core(_choose_weight_only)
-    def weight_only_matmul(self, wide: tuple[Array], x: Array, w: QuantArray) -> Array:
+    def weight_only_matmul(self, sides: tuple[Array, Any], x: Array, w: QuantArray) -> Array:
         """See the protocol. Widens bfloat16."""
-        return self.core.weight_only_matmul(ready(wide[0]), paths.matrix(self.core, w))
+        return self.core.weight_only_matmul(ready(sides[0]), sides[1])
 
     def _choose_product(
         self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None

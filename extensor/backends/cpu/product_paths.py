@@ -18,14 +18,17 @@ With a (M, K), b (N, K), u = 2**-24, gamma_n = n u / (1 - n u), no overflow, and
     integer   |error| <= gamma_(ceil(K / step) + 4) S
     operands  |error| <= gamma_(ceil(K / 32) + 18) S, with factors gamma_(ceil(K / 32) + 36) S
     float     |error| <= gamma_(K + 4) S
-    weights   |error| <= gamma_(K + 4) S
+    weights   |error| <= gamma_(K + 4) S; with minimums gamma_(K + 6) S'
 
 against the product of the exact values (codes times scales, unrounded), up to what underflows:
 less than 2**-126 a term, nothing for bf16 (before a tensor scale); for weights also 2**-149 of the
-term's block scale, since a block's sum of x times codes is scaled as a whole. A term of a bf16
-product passes at most 16 multiply-adds, one addition of even to odd, ceil(K / 32) to the result and
-the tensor scale: 18 + ceil(K / 32) roundings (Higham, Accuracy and Stability of Numerical
-Algorithms, 3.1). Factors of operands are known to a relative 2**-21, 8 u, each.
+term's block scale, where a block's sum of x times codes is scaled as a whole: up to four rows of
+finite x below 2**60. Other weight-only products have the bits of the float32 product with the
+decoded weights. S' has |scale * (code - least code)| + |minimum| in the place of |b|.
+
+A term of a bf16 product passes at most 16 multiply-adds, one addition of even to odd, ceil(K / 32)
+to the result and the tensor scale: 18 + ceil(K / 32) roundings (Higham, Accuracy and Stability of
+Numerical Algorithms, 3.1). Factors of operands are known to a relative 2**-21, 8 u, each.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -41,7 +45,6 @@ from extensor.formats import ElementFormat
 from extensor.quant.array import QuantArray
 
 __all__ = [
-    "MAX_ROWS",
     "BlockProduct",
     "choose_block_product",
     "choose_weight_only",
@@ -49,13 +52,12 @@ __all__ = [
     "operand_factors",
 ]
 
-MAX_ROWS = 32  # of x in a weight-only product; beyond, decoding once and BLAS is faster
 _MAX_STEP = 8192  # of an exact sum: with zero points it and its parts stay in int32
-_LARGEST = 2.0**60  # of activations in a weight-only product: no unscaled sum overflows
 _LARGEST_PRODUCT = 2.0**100  # of two scales
 _BF16_DIGITS = 8  # of a bfloat16, and so of an element and its scale together
 _MIN_SIDE, _MIN_WORK = 32, 1 << 19  # of operand products: below, BLAS is faster (measured)
 _SMALL = 127 - 40  # of e8m0 bytes; no two blocks above it come near underflow
+_MATRICES: WeakKeyDictionary[QuantArray, tuple[Any, Any, float, bool]] = WeakKeyDictionary()
 _MAGNITUDE = {4: (0x77,), 6: (0xDF, 0xF7, 0x7D), 8: (0x7F,)}  # bits of packed codes but the signs
 
 
@@ -93,39 +95,65 @@ def choose_block_product(core: Any, a: QuantArray, b: QuantArray) -> BlockProduc
     return BlockProduct("bf16", 0) if gap is None else BlockProduct(other, step, f": {gap}")
 
 
-def _matrix_gap(q: QuantArray) -> Unsupported | None:
-    """Why the core's products cannot take this operand; None if they can."""
+def _matrix_gap(q: QuantArray, affine: bool = False) -> Unsupported | None:
+    """Why the core's products cannot take this operand; None if they can.
+
+    ``affine``: whether minimums and super-blocks are taken.
+    """
     if len(q.shape) != 2:
         return Unsupported(f"{len(q.shape)} axes; the core multiplies matrices")
     if q.spec.axis != 1:
         return Unsupported(f"blocks along axis {q.spec.axis}; the core takes them along the last")
     if math.prod(q.shape) == 0:
         return Unsupported("empty array")
-    if q.spec.row.outliers:
-        return Unsupported("the outlier codec")
+    if q.spec.kernel_gap and not (affine and q.spec.is_affine and q.spec.row.element.has_kernels):
+        return Unsupported(q.spec.kernel_gap)
     if q.spec.transform:
         return Unsupported("a Hadamard transform to undo")
     return None
 
 
-def matrix(core: Any, q: QuantArray) -> Any:
-    """The core's view of a blocked matrix."""
-    scales = q.scales
-    if scales.dtype == np.float16:
+def matrix(core: Any, q: QuantArray, widen: bool = True) -> Any:
+    """The core's view of a blocked matrix, kept while the matrix is and its bytes need no copy.
+
+    Args:
+        core: the extension module.
+        q: (rows, K), blocked along K.
+        widen: give float16 scales as float32; only weight-only products read float16.
+    """
+    tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
+    if (kept := _MATRICES.get(q)) is not None and kept[1:] == (core, tensor_scale, widen):
+        return kept[0]
+    codes, scales, zero_points = q.codes, q.scales, q.zero_points
+    if widen and scales.dtype == np.float16:
         scales = scales.astype(np.float32)
     tile_rows, tile_length = _tile(q)
-    zero_points = q.zero_points
-    return core.Matrix(
+    made = core.Matrix(
         element=q.spec.row.element.name,
         scale=q.spec.scale_name,
-        codes=np.ascontiguousarray(q.codes),
+        codes=np.ascontiguousarray(codes),
         scales=np.ascontiguousarray(scales),
         zero_points=None if zero_points is None else np.ascontiguousarray(zero_points),
-        tensor_scale=1.0 if q.tensor_scale is None else float(q.tensor_scale),
+        tensor_scale=tensor_scale,
         k=q.shape[1],
         tile_rows=tile_rows,
         tile_length=tile_length,
+        **_affine_parts(q, tile_length),
     )
+    if scales is q.scales and all(part.flags.c_contiguous for part in q.parts.values()):
+        _MATRICES[q] = made, core, tensor_scale, widen
+    return made
+
+
+def _affine_parts(q: QuantArray, tile_length: int) -> dict[str, Any]:
+    """Minimums and super-blocks as the core takes them; nothing where there are none."""
+    if not q.spec.is_affine:
+        return {}
+    parts = {name: getattr(q, name) for name in ("minimums", "super_scales", "super_minimums")}
+    made: dict[str, Any] = {
+        name: None if part is None else np.ascontiguousarray(part) for name, part in parts.items()
+    }
+    return {**made, "super_tiles": (q.spec.super_block or tile_length) // tile_length}
 
 
 def _block_step(a: QuantArray, b: QuantArray) -> int | Unsupported:
@@ -239,25 +267,15 @@ def _least_used(q: QuantArray) -> int:
     return int(q.scales[small][used].min()) if used.any() else _SMALL
 
 
-def choose_weight_only(x: Any, w: QuantArray) -> tuple[Any] | Unsupported:
-    """The activations x of a weight-only product with w, or why the core has no such product."""
-    if (gap := _matrix_gap(w)) is not None:
+def choose_weight_only(core: Any, x: Any, w: QuantArray) -> tuple[Any, Any] | Unsupported:
+    """The activations and the weights of x w^T as the core takes them, or why it does not."""
+    if w not in _MATRICES and (gap := _matrix_gap(w, affine=True)) is not None:
         return gap
     if x.ndim != 2 or x.dtype != np.float32:
         return Unsupported(f"{x.dtype} activations of {x.ndim} axes; the core takes float32 rows")
-    if not 1 <= x.shape[0] <= MAX_ROWS:
-        return Unsupported(f"{x.shape[0]} rows of activations; the core takes 1 to {MAX_ROWS}")
-    element, (_, length) = w.spec.row.element, _tile(w)
-    if element.bits not in (4, 8):
-        return Unsupported(f"elements of {element.bits} bits")
-    whole = length >= w.shape[1] or length % 128 == 0 or length in (16, 32, 64)
-    if element.bits == 4 and not whole:
-        return Unsupported(
-            f"4-bit blocks of {length}; the core takes 16, 32, 64 and multiples of 128"
-        )
-    if not float(np.abs(x).max()) <= _LARGEST:
-        return Unsupported(f"activations that are not finite, or beyond {_LARGEST:.3g}")
-    return (x,)
+    if x.size == 0:
+        return Unsupported("empty array")
+    return x, matrix(core, w, widen=False)
 
 
 def _is_integer(element: ElementFormat) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from extensor.backends.generic.core import BFLOAT16, FLOAT32, GenericCore, widened
 from extensor.backends.generic.erf import erf_array
-from extensor.backends.protocol import Array, AttentionForward
+from extensor.backends.protocol import Array, AttentionForward, AttentionOptions
 
 __all__ = ["GenericNn", "dropout_factor", "dropout_threshold"]
 
@@ -91,6 +93,37 @@ class GenericNn(GenericCore):
         return slope
 
     @widened
+    def gated_silu(self, gate: Array, up: Array, alpha: float, limit: float | None) -> Array:
+        """See the protocol."""
+        gate, up = _limited(gate, up, limit, self.xp)
+        return gate * _sigmoid(gate, alpha, self.xp) * up
+
+    def gated_silu_grad(
+        self, g: Array, gate: Array, up: Array, alpha: float, limit: float | None
+    ) -> tuple[Array, Array]:
+        """See the protocol: with s = sigmoid(alpha a), (a s)' = s + alpha a s (1 - s)."""
+        a, u = _limited(gate, up, limit, self.xp)
+        s = _sigmoid(a, alpha, self.xp)
+        silu = a * s
+        ggate, gup = g * u * (s + alpha * silu * (1 - s)), g * silu
+        if limit is not None:
+            ggate = self.xp.where(gate > limit, ggate.dtype.type(0), ggate)
+            gup = self.xp.where(abs(up) > limit, gup.dtype.type(0), gup)
+        return ggate, gup
+
+    def rotary(self, x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+        """See the protocol."""
+        half, out = cos.shape[-1], self.xp.empty(x.shape, x.dtype)
+        first, second = slice(half), slice(half, 2 * half)
+        if interleaved:
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        a, b = x[..., first], x[..., second]
+        out[..., first] = a * cos - b * sin
+        out[..., second] = b * cos + a * sin
+        if 2 * half < x.shape[-1]:
+            out[..., 2 * half :] = x[..., 2 * half :]
+        return out
+
     def softmax(self, x: Array, axis: int) -> Array:
         """See the protocol."""
         with np.errstate(all="ignore"):
@@ -146,16 +179,33 @@ class GenericNn(GenericCore):
 
     @widened
     def attention(
-        self, q: Array, k: Array, v: Array, causal: bool, scale: float
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        causal: bool,
+        scale: float,
+        options: AttentionOptions | None = None,
     ) -> tuple[Array, Array]:
-        """See the protocol. Kept are each row's largest score and the inverse of its sum."""
+        """See the protocol."""
         xp = self.xp
         with np.errstate(all="ignore"):
-            p = _scores(q, k, causal, scale, xp)
+            p = _scores(q, k, causal, scale, options, xp)
             largest = p.max(axis=-1, keepdims=True)
+            sinks = None if options is None else options.sinks
+            if sinks is not None:
+                sinks = sinks.reshape(*p.shape[1:3], 1, 1).astype(p.dtype, copy=False)
+                largest = xp.maximum(largest, sinks)
+            if options is not None:  # a query that sees nothing
+                largest = xp.where(largest == -np.inf, p.dtype.type(0), largest)
             p -= largest
             xp.exp(p, out=p)
-            inverse = 1 / p.sum(axis=-1, keepdims=True)
+            total = p.sum(axis=-1, keepdims=True)
+            if sinks is not None:
+                total += xp.exp(sinks - largest)
+            inverse = 1 / total
+            if options is not None:
+                inverse = xp.where(total == 0, total, inverse)
             out = xp.matmul(p, v[:, :, None]) * inverse
             stats = xp.empty((*largest.shape[:-1], 2), dtype=largest.dtype)
             stats[..., :1], stats[..., 1:] = largest, inverse
@@ -173,14 +223,14 @@ class GenericNn(GenericCore):
         arrays = g, f.q, f.k, f.v, f.out, f.stats
         if any(a.dtype == BFLOAT16 for a in arrays):
             g, q, k, v, out, stats = (self._wide(a) for a in arrays)
-            self.attention_grad(g, AttentionForward(q, k, v, out, stats, f.causal, f.scale), into)
+            self.attention_grad(g, replace(f, q=q, k=k, v=v, out=out, stats=stats), into)
             return
         q, k, v, causal, scale = f.q, f.k, f.v, f.causal, f.scale
         batch, groups = k.shape[:2]
         shape = (batch, groups, q.shape[1] // groups, q.shape[2])
         grouped = [a.reshape(*shape, a.shape[-1]) for a in (g, q, f.out, f.stats)]
         gg, qq, oo, ss = grouped
-        p = xp.exp(_scores(q, k, causal, scale, xp) - ss[..., :1]) * ss[..., 1:]
+        p = xp.exp(_scores(q, k, causal, scale, f.options, xp) - ss[..., :1]) * ss[..., 1:]
         d = xp.matmul(gg, v[:, :, None].swapaxes(-1, -2))
         d -= (gg * oo).sum(axis=-1, keepdims=True)
         d *= p
@@ -273,16 +323,42 @@ def dropout_factor(p: float) -> np.float32:
     return np.float32(1) / np.float32(1.0 - p)
 
 
-def _scores(q: Array, k: Array, causal: bool, scale: float, xp: Any) -> Array:
+def _sigmoid(x: Array, alpha: float, xp: Any) -> Array:
+    with np.errstate(over="ignore"):
+        return 1 / (1 + xp.exp(x * -alpha))
+
+
+def _limited(gate: Array, up: Array, limit: float | None, xp: Any) -> tuple[Array, Array]:
+    """What gated_silu multiplies."""
+    if limit is None:
+        return gate, up
+    return xp.minimum(gate, limit), xp.clip(up, -limit, limit) + 1
+
+
+def _scores(
+    q: Array, k: Array, causal: bool, scale: float, options: AttentionOptions | None, xp: Any
+) -> Array:
     """(B, Hkv, H / Hkv, T, S); -inf where a query does not see a key."""
-    queries, keys = q.shape[-2], k.shape[-2]
-    split = q.reshape(*k.shape[:2], q.shape[1] // k.shape[1], queries, q.shape[-1])
+    split = q.reshape(*k.shape[:2], q.shape[1] // k.shape[1], *q.shape[-2:])
     scores = xp.matmul(split, k[:, :, None].swapaxes(-1, -2))
     scores *= scale
-    if causal:
-        seen = xp.tri(queries, keys, keys - queries, dtype=bool)
+    for seen in _seen(scores.shape, causal, options, xp):
         scores = xp.where(seen, scores, -np.inf).astype(scores.dtype, copy=False)
     return scores
+
+
+def _seen(
+    shape: tuple[int, ...], causal: bool, options: AttentionOptions | None, xp: Any
+) -> Iterator[Array]:
+    """Which keys a query sees, of scores (B, Hkv, H / Hkv, T, S): all of these must be True."""
+    batch, groups, each, queries, keys = shape
+    if causal:
+        yield xp.tri(queries, keys, keys - queries, dtype=bool)
+    if options is not None and options.window is not None:
+        yield ~xp.tri(queries, keys, keys - queries - options.window, dtype=bool)
+    if options is not None and options.mask is not None:
+        mask = xp.broadcast_to(options.mask, (batch, groups * each, queries, keys))
+        yield mask.reshape(shape)
 
 
 def _axes(weight: Array) -> tuple[int, ...]:

@@ -18,13 +18,14 @@ from extensor.backends.protocol.matmul import (
     Preparation,
     Prepared,
 )
-from extensor.backends.protocol.nn import AttentionForward, NnMethods
+from extensor.backends.protocol.nn import AttentionForward, AttentionOptions, NnMethods
 from extensor.backends.protocol.optim import FiniteQuery, OptimMethods
 from extensor.backends.protocol.quantize import QuantizeMethods, SpecPair, StreamPair
 
 __all__ = [
     "Array",
     "AttentionForward",
+    "AttentionOptions",
     "Backend",
     "CastSpec",
     "FiniteQuery",

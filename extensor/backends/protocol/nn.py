@@ -7,7 +7,22 @@ from typing import Protocol
 
 from extensor.backends.protocol.core import Array
 
-__all__ = ["AttentionForward", "NnMethods"]
+__all__ = ["AttentionForward", "AttentionOptions", "NnMethods"]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionOptions:
+    """Which keys a query sees beside ``causal``, and what else its softmax sums over.
+
+    Attributes:
+        window: query t sees the last ``window`` of the keys up to t + S - T only; None, all.
+        mask: bool, broadcasts to (B, H, T, S): True where a query sees a key; None, everywhere.
+        sinks: a score (H,) for each head whose exponential joins the sum, without a value.
+    """
+
+    window: int | None = None
+    mask: Array | None = None
+    sinks: Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +36,7 @@ class AttentionForward:
     stats: Array
     causal: bool
     scale: float
+    options: AttentionOptions | None = None
 
 
 class NnMethods(Protocol):
@@ -61,6 +77,27 @@ class NnMethods(Protocol):
         """Gradient of gelu; phi is what gelu gave beside its result."""
         ...
 
+    def gated_silu(self, gate: Array, up: Array, alpha: float, limit: float | None) -> Array:
+        """The product g sigmoid(alpha g) u of arrays of one shape.
+
+        With a limit, g is the smaller of gate and limit, and u is up within +-limit, plus 1.
+        """
+        ...
+
+    def gated_silu_grad(
+        self, g: Array, gate: Array, up: Array, alpha: float, limit: float | None
+    ) -> tuple[Array, Array]:
+        """Gradients of gated_silu in gate and up; 0 where a limit holds."""
+        ...
+
+    def rotary(self, x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+        """Pairs (a, b) of the last axis become (a cos - b sin, b cos + a sin).
+
+        The tables are (..., n), n <= d / 2; their leading axes broadcast to those of x, (..., d).
+        Pairs are components i and i + n, or 2i and 2i + 1 if ``interleaved``; others stay.
+        """
+        ...
+
     def softmax(self, x: Array, axis: int) -> Array:
         """exp(x) over its sum along ``axis``, which is not empty."""
         ...
@@ -91,12 +128,20 @@ class NnMethods(Protocol):
         ...
 
     def attention(
-        self, q: Array, k: Array, v: Array, causal: bool, scale: float
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        causal: bool,
+        scale: float,
+        options: AttentionOptions | None = None,
     ) -> tuple[Array, Array]:
         """softmax(scale q k^T) v, (B, H, T, dv), and what the gradient needs of it, (B, H, T, 2).
 
         q is (B, H, T, d), k (B, Hkv, S, d) and v (B, Hkv, S, dv); nothing is empty, H is a
-        multiple of Hkv. If ``causal`` query t sees the keys up to t + S - T, and S >= T.
+        multiple of Hkv. If ``causal`` query t sees the keys up to t + S - T, and S >= T. A query
+        that sees no key gets zeros. Kept are each row's largest score and the inverse of its sum,
+        both 0 for a query that sees nothing at all.
         """
         ...
 

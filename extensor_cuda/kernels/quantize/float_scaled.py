@@ -122,7 +122,7 @@ def plan_of(
         return Unsupported(str(error))  # the generic method raises it
     if math.prod(shape) == 0:
         return Unsupported("empty array")
-    if not spec.has_float_scales or spec.row.outliers:
+    if not spec.has_float_scales or spec.kernel_gap:
         return Unsupported(f"{spec.format}, whose scales are no plain floats")
     if spec.transform:
         return Unsupported("a Hadamard transform under float scales")

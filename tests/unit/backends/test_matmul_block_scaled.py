@@ -260,7 +260,6 @@ def test_path_names_the_reason() -> None:
     uneven = quantized((4, 64), QuantSpec("mxfp4", tile=(1, 6)), 0)
     zeros = quantized((4, 64), ZEROS, 0)
     deep = GENERIC.quantize(np.ones((2, 2, 64), np.float32), MXFP4)[0]
-    six = quantized((4, 64), QuantSpec("mxfp6_e2m3"), 0)
     for reason, method, *args in (
         ("along axis 0", "block_scaled_matmul", columnwise, good),
         ("Hadamard", "block_scaled_matmul", good, transformed),
@@ -268,11 +267,6 @@ def test_path_names_the_reason() -> None:
         ("zero points with blocks that meet in steps of 6", "block_scaled_matmul", zeros, uneven),
         ("3 axes", "block_scaled_matmul", deep, good),
         ("float64", "weight_only_matmul", x.astype(np.float64), good),
-        ("33 rows", "weight_only_matmul", np.ones((33, 64), np.float32), good),
-        ("6 bits", "weight_only_matmul", x, six),
-        ("blocks of 6", "weight_only_matmul", x, uneven),
-        ("not finite", "weight_only_matmul", x * np.float32(np.nan), good),
-        ("beyond 1.15e+18", "weight_only_matmul", x * np.float32(2.0**61), good),
     ):
         path = BACKEND.path(method, *args)
         assert path.startswith("generic: "), (reason, path)
@@ -294,8 +288,8 @@ def test_the_core_checks_what_it_is_given() -> None:
     fp8 = product_paths.matrix(CORE, quantized((4, 64), QuantSpec("mxfp8_e4m3"), 0))
     with pytest.raises(ValueError, match="small integers"):
         CORE.block_scaled_matmul(a, fp8, 32)
-    with pytest.raises(ValueError, match="1 to 32"):
-        CORE.weight_only_matmul(np.ones((33, 64), np.float32), a)
+    with pytest.raises(ValueError, match="expected x of"):
+        CORE.weight_only_matmul(np.ones((3, 65), np.float32), a)
     with pytest.raises(ValueError, match="expected one of scalar"):
         CORE.set_gemm_level("neon")
     whole = quantized((4, 64), MXFP4, 0)

@@ -24,12 +24,12 @@ BLOCKED = {
     **dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), ("float", "float")),
     **dict.fromkeys(("int8", "int8 zero"), ("int8", "integer")),
     **dict.fromkeys(("int4", "int4 zero"), ("integer", "integer")),
-    "outlier": ("generic", "generic"),
+    **dict.fromkeys(("int5", "int6", "outlier"), ("generic", "generic")),
 }
 # float32 rows times weights in the format.
 WEIGHTS = {
     **dict.fromkeys(BLOCKED, "core"),
-    **dict.fromkeys(("mxfp6_e2m3", "mxfp6_e3m2", "outlier"), "generic"),
+    **dict.fromkeys(("int5", "int6", "outlier"), "generic"),
 }
 # Decoded operands of a quantized op: on tiles, or with BLAS.
 OPERANDS = {

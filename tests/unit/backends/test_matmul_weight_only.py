@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import ml_dtypes
 import numpy as np
 import pytest
 
+from extensor.backends.cpu import product_paths
+from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from tests.kernels.matmul_cases import (
     BACKEND,
@@ -15,6 +19,7 @@ from tests.kernels.matmul_cases import (
     ZEROS,
     check,
     exact,
+    gamma,
     quantized,
     short,
 )
@@ -31,6 +36,8 @@ WEIGHTS = [
     QuantSpec("mxfp8_e5m2"),
     QuantSpec("fp8_e4m3"),
     QuantSpec("fp8_e4m3", tile=(1, 10)),
+    QuantSpec("mxfp6_e2m3"),
+    QuantSpec("mxfp6_e3m2", tile=(1, 12)),
     QuantSpec("mxint8"),
     QuantSpec("int8"),
     ZEROS,
@@ -55,6 +62,91 @@ def test_weight_only(variant: str, spec: QuantSpec) -> None:
         assert BACKEND.path("weight_only_matmul", half, w) == path
         same = BACKEND.weight_only_matmul(half.astype(np.float32), w)
         assert BACKEND.weight_only_matmul(half, w).tobytes() == same.tobytes()
+
+
+@pytest.fixture(params=CORE.levels() if CORE else ["numpy only"])
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    if CORE is None:
+        pytest.skip("no C++ core")
+    before, products, threads = CORE.level(), CORE.gemm_level(), CORE.threads()
+    CORE.set_level(request.param)
+    yield request.param
+    CORE.set_level(before)
+    CORE.set_gemm_level(products)
+    CORE.set_threads(threads)
+
+
+@pytest.mark.parametrize("spec", WEIGHTS, ids=short)
+def test_more_rows_give_the_bits_of_the_decoded_product(level: str, spec: QuantSpec) -> None:
+    """Weights decoded tile by tile: one chain of float32 sums, whatever the threads."""
+    rng = np.random.default_rng(0)
+    # Rows pass over in chunks of 96, k in slices of 384; x of 1024 n columns is packed.
+    for m, n, k in ((5, 1, 1), (33, 70, 300), (100, 33, 1100), (12, 9, 257), (200, 64, 1024)):
+        w = quantized((n, k), spec, k)
+        x = rng.standard_normal((m, k)).astype(np.float32)
+        decoded = CORE.matmul(x, BACKEND.dequantize(w).T)
+        check(decoded, x.astype(np.float64), exact(w), k, (m, n, k))
+        for count in (1, 3):
+            CORE.set_threads(count)
+            got = BACKEND.weight_only_matmul(x, w)
+            assert got.tobytes() == decoded.tobytes(), (m, n, k, count)
+
+
+AFFINE = [
+    QuantSpec("int4", minimum=True, scale_dtype="float16"),  # GGUF's Q4_1
+    QuantSpec("int4", minimum=True, tile=(1, 6)),
+    QuantSpec("int4", minimum=True, super_block=256),  # Q4_K
+    QuantSpec("int4", super_block=64, tile=(1, 16)),
+    QuantSpec("int8", minimum=True, tile=(1, 32)),
+    QuantSpec("int8", super_block=96, tile=(1, 32)),
+]
+
+
+@pytest.mark.parametrize("spec", AFFINE, ids=short)
+def test_minimums_and_super_blocks(level: str, spec: QuantSpec) -> None:
+    rng = np.random.default_rng(0)
+    for n, k in ((5, 40), (70, 300), (33, 1100), (9, 8200)):
+        x = (rng.standard_normal((n, k)) + 0.3) * np.exp2(rng.integers(-3, 4, (n, k)))
+        w = BACKEND.quantize(x.astype(np.float32), spec.resolve(2))[0]
+        values = BACKEND.dequantize(w)
+        # A block's terms are its scale times the codes from the least on, and its minimum.
+        spread = np.abs(values).astype(np.float64) + 2 * np.abs(values).max()
+        for m in (1, 2, 4, 7, 40):
+            x = rng.standard_normal((m, k)).astype(np.float32)
+            assert BACKEND.path("weight_only_matmul", x, w).startswith("core ")
+            got = BACKEND.weight_only_matmul(x, w)
+            wide = x.astype(np.float64)
+            bound = gamma(k + 6) * (np.abs(wide) @ spread.T)
+            assert (np.abs(got - wide @ values.astype(np.float64).T) <= bound).all(), (m, n, k)
+            if m > 4:
+                assert got.tobytes() == CORE.matmul(x, values.T).tobytes(), (m, n, k)
+
+
+def test_the_core_checks_minimums_and_super_blocks() -> None:
+    if CORE is None:
+        return
+    w = BACKEND.quantize(np.ones((4, 512), np.float32), AFFINE[2].resolve(2))[0]
+    for part in ("minimums", "super_scales", "super_minimums"):
+        cut = QuantArray(**{**vars(w), part: getattr(w, part)[:, :-1]})
+        with pytest.raises(ValueError, match="do not fit the tiles"):
+            BACKEND.weight_only_matmul(np.ones((1, 512), np.float32), cut)
+    packed = product_paths.matrix(CORE, w)
+    with pytest.raises(ValueError, match="only weight-only products"):
+        CORE.block_scaled_matmul(packed, packed, 32)
+
+
+def test_activations_that_are_large_or_not_finite(variant: str) -> None:
+    """Sums of x times unscaled codes would overflow: such x meets decoded weights."""
+    for spec in (MXFP4, NVFP4, QuantSpec("int8"), QuantSpec("mxfp6_e3m2")):
+        w = quantized((9, 300), spec, 0)
+        w.scales[:] = 1e-30 if w.scales.dtype.kind == "f" else 1
+        x = np.full((3, 300), 2.0**126, np.float32)
+        got = BACKEND.weight_only_matmul(x, w)
+        check(got, x.astype(np.float64), exact(w), 300, spec)
+        x[0, 7], x[1, 8] = np.inf, np.nan
+        with np.errstate(invalid="ignore"):
+            dense = x @ BACKEND.dequantize(w).T
+        assert (np.isfinite(BACKEND.weight_only_matmul(x, w)) == np.isfinite(dense)).all()
 
 
 def test_weights_ignore_what_is_left_in_memory(variant: str) -> None:

@@ -20,6 +20,8 @@ NUMBERS = {
     "int8_mx": (8, 127 / 64, 1 / 64, 1 / 64, 0),
     "int8": (8, 127.0, 1.0, 1.0, 6),
     "int4": (4, 7.0, 1.0, 1.0, 2),
+    "int5": (5, 15.0, 1.0, 1.0, 3),
+    "int6": (6, 31.0, 1.0, 1.0, 4),
 }
 
 
@@ -79,6 +81,8 @@ def test_blocked_formats() -> None:
         "fp8_e5m2": ("e5m2", "float32", "tensor", "amax"),
         "int8": ("int8", "float32", "channel", "amax"),
         "int4": ("int4", "float32", (1, 32), "amax"),
+        "int5": ("int5", "float32", (1, 32), "amax"),
+        "int6": ("int6", "float32", (1, 32), "amax"),
         "outlier": ("e4m3", "float32", "channel", "amax"),
     }
     assert {n for n, r in FORMATS.items() if r.tensor_scale} == {"nvfp4", "nvfp4_fp8exact"}

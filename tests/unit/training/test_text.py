@@ -23,8 +23,7 @@ from extensor.training.config import RunConfig
 from extensor.training.data import DataError, corpora, load_dataset
 from extensor.training.data.corpora import Corpus
 from extensor.training.data.fetch import RemoteFile
-from extensor.training.generate import Sampling, sample_token
-from extensor.training.rundir import LAST, UsageError
+from extensor.training.rundir import LAST
 from extensor.training.runs import RUNS, defaults
 from extensor.training.text.augment import replace_tokens
 from extensor.training.text.tokenizers import BytePairs, Characters, TokenizerError, from_state
@@ -288,26 +287,7 @@ def test_images_have_no_use_for_a_context() -> None:
     assert {row.task for row in RUNS.values()} == {"classification", "causal", "masked"}
 
 
-# --- drawing a token
-
-
-def test_draws_follow_the_softmax() -> None:
-    scores = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
-    rng = np.random.default_rng(0)
-
-    def shares(temperature: float, top_k: int) -> np.ndarray:
-        how = Sampling(1, temperature, top_k, seed=0)
-        drawn = [sample_token(scores, how, rng) for _ in range(4000)]
-        return np.bincount(drawn, minlength=4) / 4000
-
-    # five standard deviations of a share of 4,000 draws are at most 0.04
-    np.testing.assert_allclose(shares(1.0, 0), [0.5, 0.3, 0.15, 0.05], atol=0.04)
-    np.testing.assert_allclose(shares(1.0, 2), [0.625, 0.375, 0, 0], atol=0.04)
-    squares = np.array([0.25, 0.09, 0.0225, 0.0025])
-    np.testing.assert_allclose(shares(0.5, 9), squares / squares.sum(), atol=0.04)
-    assert shares(0.0, 0)[0] == shares(1e-9, 0)[0] == shares(1.0, 1)[0] == 1.0
-    with pytest.raises(UsageError, match="its training diverged"):
-        sample_token(np.array([0.0, np.nan]), Sampling(1, 1.0, 0, 0), rng)
+# --- writing
 
 
 @pytest.mark.parametrize(

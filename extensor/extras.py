@@ -1,4 +1,4 @@
-"""Packages that training needs and that only an extra of the distribution brings."""
+"""Packages that training and text need and that only an extra of the distribution brings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXTRAS = {
         "matplotlib": "matplotlib",
         "tensorboardX": "tensorboardX",
     },
-    "text": {"tokenizers": "tokenizers"},
+    "text": {"tokenizers": "tokenizers", "jinja2": "jinja2>=3.1.6"},
 }
 """By extra: the packages' import names, and the names they are installed by."""
 

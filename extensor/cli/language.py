@@ -1,0 +1,335 @@
+"""``extensor generate``, ``chat`` and ``perplexity``: what a language model writes and predicts."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from tyro.conf import Positional, arg
+
+from extensor.cli.sheet import CommandError
+from extensor.generation import (
+    Perplexity,
+    PretrainedTokenizer,
+    Sampling,
+    Tokenizer,
+    next_tokens,
+    stream_text,
+    token_losses,
+)
+from extensor.nn.kv_cache import KVCache, new_cache
+from extensor.nn.module import Module
+
+__all__ = ["LanguageModel", "chat", "generate", "load_language_model", "perplexity"]
+
+NO_CACHE = "none"
+ModelPath = Annotated[Positional[Path], arg(metavar="MODEL")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritingFlags:
+    """How tokens are chosen, and when the text ends."""
+
+    tokens: int = 500
+    """How many tokens to write at most."""
+    temperature: float = 0.8
+    """What scores are divided by before the draw; 0 always takes the likeliest token."""
+    top_k: int = 200
+    """Draw among the likeliest tokens only; 0 draws among all."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens whose probabilities sum to this; 1 draws among all."""
+    min_p: float = 0.0
+    """Draw among tokens of at least this times the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that the text already has become less likely."""
+    seed: int = 0
+    """Seed of the draws: the same seed gives the same text."""
+    stop: tuple[str, ...] = ()
+    """Texts before which the text ends."""
+    cache: str = "float32"
+    """How keys and values are kept: float32, bfloat16, a format of `extensor formats`, or none: all
+    tokens then pass through the model again for each new one."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "top_k", "seed"):
+            if getattr(self, name) < 0:
+                flag = name.replace("_", "-")
+                got = getattr(self, name)
+                raise CommandError(f"--{flag}: expected a whole number, 0 or more, got {got}")
+        if not 0.0 <= self.temperature < math.inf:
+            raise CommandError(
+                f"--temperature: expected a number, 0 or more, got {self.temperature!r}"
+            )
+        if not all(self.stop):
+            raise CommandError("--stop: expected texts of one character or more, got an empty one")
+        try:
+            self.sampling()
+        except ValueError as error:
+            raise CommandError(f"--{str(error).replace('_', '-', 1)}") from None
+
+    def sampling(self) -> Sampling:
+        """The flags as a record of the library."""
+        return Sampling(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            self.seed,
+        )
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A model with what turns text into its tokens.
+
+    Attributes:
+        model: tokens (B, T) to logits.
+        tokenizer: its tokenizer.
+        context: the most tokens that the model sees; None, as many as memory holds.
+    """
+
+    model: Module
+    tokenizer: Tokenizer
+    context: int | None = None
+
+    @property
+    def caches(self) -> bool:
+        """Whether the model can keep keys and values."""
+        return "cache" in inspect.signature(self.model.forward).parameters
+
+    @property
+    def end_tokens(self) -> Sequence[int]:
+        """The tokens after which a text ends."""
+        return getattr(self.tokenizer, "end_tokens", ())
+
+    def cache(self, name: str) -> KVCache | None:
+        """An empty cache; None where none is wanted or possible."""
+        if name == NO_CACHE or not self.caches:
+            return None
+        try:
+            return new_cache(self.model, name)
+        except ValueError as error:
+            raise CommandError(f"--cache: {error}") from None
+
+
+def load_language_model(path: Path) -> LanguageModel:
+    """The model of a pretrained folder or file, or of a run of `extensor train gpt`.
+
+    Raises:
+        CommandError: if there is none, or it cannot be used.
+    """
+    if path.suffix == ".gguf" or (path / "config.json").is_file():
+        models: Any = importlib.import_module("extensor.models")
+        try:
+            model = models.from_pretrained(path)
+            tokenizer = PretrainedTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise CommandError(str(error)) from error
+        return LanguageModel(model, tokenizer, getattr(model.config, "context", None))
+    runs: Any = importlib.import_module("extensor.training.language_model")
+    try:
+        return LanguageModel(*runs.load_language_model(path))
+    except (runs.UsageError, OSError, ValueError) as error:
+        raise CommandError(str(error)) from error
+
+
+def generate(
+    model: ModelPath,
+    text: Annotated[Positional[str | None], arg(metavar="TEXT")] = None,
+    prompt: str | None = None,
+    flags: Annotated[WritingFlags, arg(name="")] = WritingFlags(),
+) -> None:
+    """Write on from a text with a pretrained language model, or one that `train` trained.
+
+    The same command gives the same text.
+
+    examples: extensor generate SmolLM2-135M-Instruct "The capital of France is" --temperature 0
+    extensor generate runs/gpt --prompt 'ROMEO: ' --tokens 300
+
+    Args:
+        model: A folder with config.json, a .gguf file, or a run of `extensor train gpt`: its
+            folder, or a checkpoint of it.
+        text: The text to go on from; a line break where none is given.
+        prompt: The same, as a flag.
+        flags: How tokens are chosen.
+    """
+    if text is not None and prompt is not None:
+        raise CommandError("expected a text or --prompt, got both")
+    text = prompt if text is None else text
+    if text == "":
+        raise CommandError("--prompt: expected at least one letter, got an empty text")
+    text = "\n" if text is None else text
+    loaded = load_language_model(model)
+    try:
+        tokens = loaded.tokenizer.encode(text)
+    except ValueError as error:
+        raise CommandError(f"--prompt: {error}") from error
+    cache = loaded.cache(flags.cache)
+    print(text, end="", flush=True)
+    for piece in write(loaded, tokens, flags, cache):
+        print(piece, end="", flush=True)
+    print()
+
+
+def write(
+    loaded: LanguageModel, tokens: Any, flags: WritingFlags, cache: KVCache | None
+) -> Iterator[str]:
+    """The text that follows tokens, piece by piece.
+
+    Raises:
+        CommandError: if the model's scores are not finite, or its context is full.
+    """
+    count, context = flags.tokens, loaded.context
+    if loaded.caches and context is not None:
+        count = min(count, context - len(tokens))
+        if count < 1:
+            raise CommandError(
+                f"the text has {len(tokens)} tokens and the model's context holds {context}; the "
+                "way out: a shorter text"
+            )
+    steps = next_tokens(loaded.model, [tokens], cache=cache, how=flags.sampling(), context=context)
+    written = 0
+
+    def new() -> Iterator[int]:
+        nonlocal written
+        for step in steps:
+            written += 1
+            yield int(step[0])
+
+    try:
+        yield from stream_text(
+            new(), loaded.tokenizer, count, flags.stop, loaded.end_tokens, tokens
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    if written == count < flags.tokens:
+        print(f"\nthe model's context of {context} tokens is full", file=sys.stderr)
+
+
+def chat(
+    model: ModelPath,
+    system: str = "",
+    flags: Annotated[WritingFlags, arg(name="")] = WritingFlags(),
+) -> None:
+    """Talk with a model that was tuned on conversations; an empty line or Ctrl-D ends it.
+
+    example: extensor chat SmolLM2-135M-Instruct.gguf --top-p 0.9
+
+    Args:
+        model: A folder with config.json, or a .gguf file.
+        system: What the model is told before the conversation.
+        flags: How tokens are chosen.
+    """
+    loaded = load_language_model(model)
+    tokenizer = loaded.tokenizer
+    if not isinstance(tokenizer, PretrainedTokenizer) or tokenizer.chat_template is None:
+        raise CommandError(
+            f"{model}: has no chat template, so it was not trained to chat; `extensor generate` "
+            "writes on from a text"
+        )
+    messages = [{"role": "system", "content": system}] if system else []
+    cache, cached = loaded.cache(flags.cache), np.empty(0, np.int64)
+    while line := _asked():
+        messages.append({"role": "user", "content": line})
+        try:
+            tokens = tokenizer.encode_chat(messages)
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+        if cache is not None and not _keep_start(cache, cached, tokens):
+            cache = loaded.cache(flags.cache)
+        answer = ""
+        for piece in write(loaded, tokens, flags, cache):
+            answer += piece
+            print(piece, end="", flush=True)
+        print()
+        # The answer's own tokens may differ from those of its text; only the question is sure.
+        cached = tokens
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _asked() -> str:
+    """The next line of standard input; empty at its end."""
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)
+    return sys.stdin.readline().rstrip("\n")
+
+
+def _keep_start(cache: KVCache, cached: Any, tokens: Any) -> bool:
+    """Crop a cache to the tokens that two conversations begin with; False if it cannot be."""
+    both = min(len(cached), len(tokens) - 1)
+    different = np.flatnonzero(cached[:both] != tokens[:both])
+    try:
+        cache.crop(min(cache.length, int(different[0]) if different.size else both))
+    except ValueError:
+        return False
+    return True
+
+
+def perplexity(
+    model: ModelPath,
+    file: Annotated[Positional[Path], arg(metavar="FILE")],
+    context: int | None = None,
+    stride: int | None = None,
+    limit: int = 0,
+    batch: int = 4,
+) -> None:
+    """Measure how well a model predicts a text: its perplexity, and the standard error.
+
+    Each token but the first counts once. The standard error takes tokens for independent draws.
+
+    example: extensor perplexity SmolLM2-135M-Instruct.gguf book.txt --context 1024
+
+    Args:
+        model: A folder with config.json, a .gguf file, or a run of `extensor train gpt`.
+        file: A text in UTF-8.
+        context: How many tokens the model sees at once; 512, or the model's context if smaller.
+        stride: How many tokens are counted in each window but the first; half of the context.
+        limit: Count the first so many tokens only; 0 counts all.
+        batch: Windows that pass through the model at once.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{file}: cannot be read as a text: {error}") from error
+    loaded = load_language_model(model)
+    most = loaded.context
+    context = min(512, most or 512) if context is None else context
+    if most is not None and context > most:
+        raise CommandError(f"--context: expected at most the {most} of the model, got {context}")
+    try:
+        tokens = loaded.tokenizer.encode(text)[: limit or None]
+        batches = token_losses(loaded.model, tokens, context, stride, batch)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    start = time.perf_counter()
+    found = Perplexity(np.concatenate(list(_watched(batches, len(tokens) - 1))))
+    seconds = time.perf_counter() - start
+    Console(highlight=False).print(
+        f"perplexity {found.value:.4f} ± {found.standard_error:.4f} on {len(found.losses):,} tokens"
+        f" ({len(found.losses) / seconds:,.0f} tokens/s)"
+    )
+
+
+def _watched(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    """Batches of losses, with a bar on standard error that shows the perplexity so far."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("perplexity", total=count)
+        total, counted = 0.0, 0
+        for losses in batches:
+            total, counted = total + float(losses.sum()), counted + len(losses)
+            bar.update(
+                task, completed=counted, description=f"perplexity {math.exp(total / counted):.3f}"
+            )
+            yield losses

@@ -1,0 +1,292 @@
+"""Keys and values of the tokens that a decoder has seen: what attention layers ask of a cache.
+
+A decoder that generates runs each new token through its layers once. Attention reads the keys and
+values of all tokens before it from the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from extensor.autograd.tensor import ExTensor, wrap
+from extensor.nn.checks import check_size
+from extensor.nn.kv_storage import make_storage
+from extensor.nn.module import Module
+from extensor.quant.spec import QuantSpec
+
+__all__ = ["Cache", "KVCache", "new_cache"]
+
+Slots = npt.NDArray[np.int64]
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """What a decoder asks of a cache.
+
+    A forward pass calls `update` once for each layer, with the same number of tokens, and `advance`
+    at its end.
+    """
+
+    @property
+    def length(self) -> int:
+        """How many tokens were stored by finished forward passes."""
+        ...
+
+    def update(self, layer: int, k: ExTensor, v: ExTensor) -> tuple[ExTensor, ExTensor, Slots]:
+        """Append a layer's new keys and values.
+
+        Args:
+            layer: the layer's number, from 0.
+            k: keys (B, heads, T, d), already rotated.
+            v: values (B, heads, T, dv).
+
+        Returns:
+            All keys (B, heads, S, d) and values (B, heads, S, dv) that are kept, the new ones last,
+            and the index of each among all tokens so far: int64 (S,), ascending.
+        """
+        ...
+
+    def advance(self, tokens: int) -> None:
+        """End a forward pass of so many tokens: `length` grows by it."""
+        ...
+
+
+class KVCache:
+    """Keys and values of every token, or of those that a sliding window still sees.
+
+    Memory doubles as it fills; ``capacity`` tokens fit without a copy. A layer with a window keeps
+    at most two windows, or a window and the tokens of one pass.
+
+    Args:
+        layers: how many layers write to it.
+        capacity: tokens that memory is allocated for at first.
+        storage: "float32", "bfloat16", "float16", or a format's name or `QuantSpec` whose blocks
+            run along a head's vector; None keeps what comes in. Attention reads float32 values.
+        windows: for each layer, how many tokens a query sees, itself included; None, all of them.
+
+    Raises:
+        TypeError, ValueError: for sizes that are no int of 1 or more, an unknown storage, or
+            windows for another number of layers.
+
+    >>> cache = et.nn.KVCache(layers=1, storage="mxfp8_e4m3")
+    >>> k = v = et.ones((1, 2, 3, 64))
+    >>> keys, values, slots = cache.update(0, k, v)
+    >>> cache.advance(3)
+    >>> keys.shape, slots.tolist(), cache.length
+    ((1, 2, 3, 64), [0, 1, 2], 3)
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        capacity: int = 256,
+        storage: str | QuantSpec | None = None,
+        windows: Sequence[int | None] | None = None,
+    ) -> None:
+        self.layers = check_size("layers", layers)
+        self._storage = make_storage(storage)
+        if windows is not None and len(windows) != self.layers:
+            raise ValueError(
+                f"windows: expected one for each of {layers} layers, got {len(windows)}"
+            )
+        self._kept = [
+            _Layer(
+                check_size("capacity", capacity), None if w is None else check_size("windows", w)
+            )
+            for w in windows or [None] * self.layers
+        ]
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens stored by finished forward passes.
+
+        >>> et.nn.KVCache(layers=1).length
+        0
+        """
+        return self._length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that is allocated.
+
+        >>> et.nn.KVCache(layers=1).nbytes
+        0
+        """
+        return sum(a.nbytes for layer in self._kept for parts in layer.parts for a in parts)
+
+    def update(self, layer: int, k: ExTensor, v: ExTensor) -> tuple[ExTensor, ExTensor, Slots]:
+        """Append a layer's new keys and values.
+
+        Args:
+            layer: the layer's number, from 0.
+            k: keys (B, heads, T, d), already rotated.
+            v: values (B, heads, T, dv).
+
+        Returns:
+            The keys and values that are kept, and the index of each among all tokens. Without
+            ``storage`` they are views of the cache.
+
+        Raises:
+            RuntimeError: if a gradient may be asked for, which would end at the cache.
+            ValueError: for another batch or head size than before, or values that the storage
+                cannot hold.
+
+        >>> cache = et.nn.KVCache(layers=2)
+        >>> cache.update(1, et.ones((1, 2, 3, 8)), et.ones((1, 2, 3, 4)))[1].shape
+        (1, 2, 3, 4)
+        """
+        if k.requires_grad or v.requires_grad:
+            raise RuntimeError(
+                "KVCache: gradients do not flow through a cache; run the model in et.no_grad(), or "
+                "without a cache"
+            )
+        kept, shapes = self._kept[layer], (_other_axes(k), _other_axes(v))
+        if kept.shapes not in (None, shapes):
+            raise ValueError(
+                f"KVCache: expected keys and values of batch, heads and size {kept.shapes} as "
+                f"before, got {shapes}; make a cache for each batch"
+            )
+        backend = k.backend
+        new = [self._storage.encode(x.data, backend) for x in (k, v)]
+        kept.append(new, self._length)
+        kept.shapes = shapes
+        end = self._length + k.shape[2]
+        views = [tuple(part[:, :, : end - kept.start] for part in parts) for parts in kept.parts]
+        keys, values = (
+            wrap(self._storage.decode(view, x.shape[3], backend), backend)
+            for view, x in zip(views, (k, v), strict=True)
+        )
+        return keys, values, np.arange(kept.start, end)
+
+    def advance(self, tokens: int) -> None:
+        """End a forward pass.
+
+        Args:
+            tokens: how many each layer was given.
+
+        >>> cache = et.nn.KVCache(layers=1)
+        >>> cache.advance(4)
+        >>> cache.length
+        4
+        """
+        self._length += tokens
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens but the first ones, so that another text can go on from them.
+
+        Args:
+            length: how many tokens stay.
+
+        Raises:
+            ValueError: for more tokens than there are, or if a window no longer has what it would
+                see.
+
+        >>> cache = et.nn.KVCache(layers=1)
+        >>> cache.advance(4)
+        >>> cache.crop(3)
+        >>> cache.length
+        3
+        """
+        if not 0 <= length <= self._length:
+            raise ValueError(f"crop: expected 0 to {self._length} tokens, got {length}")
+        for kept in self._kept:
+            if kept.window is not None and kept.start > max(0, length + 1 - kept.window):
+                raise ValueError(
+                    f"crop: a window of {kept.window} tokens has forgotten what token {length} "
+                    "sees; make a new cache"
+                )
+        self._length = length
+
+
+@dataclass
+class _Layer:
+    """What is kept of one layer.
+
+    Attributes:
+        capacity: tokens that fit into the memory.
+        window: how many tokens a query sees; None, all.
+        start: the index of the first token that is kept.
+        parts: the stored arrays of keys, then those of values, with tokens on the third axis.
+        shapes: the other axes of the keys and of the values.
+    """
+
+    capacity: int
+    window: int | None
+    start: int = 0
+    parts: list[list[Any]] = field(default_factory=list)
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def append(self, new: Sequence[tuple[Any, ...]], length: int) -> None:
+        """Write the encoded keys and values of the tokens from index ``length`` on."""
+        count = new[0][0].shape[2]
+        if not self.parts:
+            self.parts = [[_room(part, self.capacity) for part in parts] for parts in new]
+        if length - self.start + count > self.capacity:
+            self._make_room(length, count)
+        place = slice(length - self.start, length - self.start + count)
+        for held, fresh in zip(self.parts, new, strict=True):
+            for memory, part in zip(held, fresh, strict=True):
+                memory[:, :, place] = part
+
+    def _make_room(self, length: int, count: int) -> None:
+        """Drop what no window sees any more, or double the memory; both copy what stays."""
+        first = self.start
+        if self.window is not None:
+            first = max(first, length + 1 - self.window)
+        needed = length - first + count
+        capacity = self.capacity
+        if self.window is not None:
+            capacity = max(2 * self.window, needed)
+        else:
+            while capacity < needed:
+                capacity *= 2
+        old = slice(first - self.start, length - self.start)
+        for held in self.parts:
+            for number, memory in enumerate(held):
+                stays = memory[:, :, old]
+                held[number] = _room(memory, capacity)
+                held[number][:, :, : length - first] = stays
+        self.start, self.capacity = first, capacity
+
+
+def _room(part: Any, capacity: int) -> Any:
+    """Memory for tokens of the kind of ``part``, on its device."""
+    batch, heads, _, size = part.shape
+    return type(part)((batch, heads, capacity, size), part.dtype)
+
+
+def _other_axes(x: ExTensor) -> tuple[int, ...]:
+    return (*x.shape[:2], x.shape[3])
+
+
+def new_cache(model: Module, storage: str | QuantSpec | None = None) -> KVCache:
+    """An empty cache for a model.
+
+    Args:
+        model: a decoder whose ``config`` says its ``layers`` and, where some see a sliding window,
+            the ``windows``.
+        storage: see `KVCache`.
+
+    Returns:
+        The cache.
+
+    Raises:
+        TypeError: for a model that does not say how many layers it has.
+        ValueError: for an unknown storage.
+
+    >>> model = et.nn.Linear(4, 4)
+    >>> et.nn.new_cache(model)
+    Traceback (most recent call last):
+    TypeError: expected a decoder with config.layers, got Linear
+    """
+    layers = getattr(getattr(model, "config", None), "layers", None)
+    if not isinstance(layers, int):
+        raise TypeError(f"expected a decoder with config.layers, got {type(model).__name__}")
+    windows = getattr(model.config, "windows", None) or None  # type: ignore[attr-defined]
+    return KVCache(layers, storage=storage, windows=windows)

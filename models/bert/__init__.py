@@ -1,0 +1,1 @@
+"""BERT and MiniLM: encoders whose every token sees all others."""

@@ -1,0 +1,1 @@
+"""GPT-2, as Hugging Face's files hold it."""

@@ -1,0 +1,1 @@
+"""Llama and its relatives: decoders with RMSNorm, rotary positions and gated layers."""

@@ -1,0 +1,231 @@
+"""Llama and its relatives: pre-norm decoders with rotary positions.
+
+Sources: Llama (Touvron et al., arXiv 2302.13971, section 2.2); grouped queries, arXiv 2305.13245;
+sliding windows, Mistral (arXiv 2310.06825, section 2); norms of queries and keys, Qwen3
+(arXiv 2505.09388, section 2); sinks and clipped gates, gpt-oss (arXiv 2508.10925). Modules are
+named as in Hugging Face's files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from extensor import (
+    ExTensor,
+    gated_silu,
+    merge_heads,
+    nn,
+    rotary_embedding,
+    scaled_dot_product_attention,
+    split_heads,
+)
+from extensor.nn.kv_cache import Cache
+from extensor.nn.mixture import TopKRouter
+
+from ..decoding import Batch, batch_of
+from ..language import STD, draw_normal
+from .configs import ExpertsConfig, LlamaConfig
+
+__all__ = ["Llama", "build"]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What all layers of a forward pass share."""
+
+    batch: Batch
+    cos: ExTensor
+    sin: ExTensor
+    cache: Cache | None
+
+
+class Attention(nn.Module):
+    """Causal self-attention of grouped, turned heads."""
+
+    def __init__(self, config: LlamaConfig, layer: int, rng: np.random.Generator) -> None:
+        self.layer, self.config = layer, config
+        width, size, bias = config.width, config.head_size, config.qkv_bias
+        self.window = config.windows[layer] if config.windows else None
+        self.q_proj = nn.Linear(width, config.heads * size, bias, rng)
+        self.k_proj = nn.Linear(width, config.kv_heads * size, bias, rng)
+        self.v_proj = nn.Linear(width, config.kv_heads * size, bias, rng)
+        self.o_proj = nn.Linear(config.heads * size, width, config.out_bias, rng)
+        self.q_norm = nn.RMSNorm(size, config.eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(size, config.eps) if config.qk_norm else None
+        self.sinks = nn.Parameter(np.zeros(config.heads, np.float32)) if config.sinks else None
+
+    def forward(self, x: ExTensor, step: Step) -> ExTensor:
+        """(B, T, width) -> the same."""
+        config = self.config
+        q = split_heads(self.q_proj(x), config.heads)
+        k = split_heads(self.k_proj(x), config.kv_heads)
+        v = split_heads(self.v_proj(x), config.kv_heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        interleaved, slots = config.rope.interleaved, None
+        q = rotary_embedding(q, step.cos, step.sin, interleaved=interleaved)
+        k = rotary_embedding(k, step.cos, step.sin, interleaved=interleaved)
+        if step.cache is not None:
+            k, v, slots = step.cache.update(self.layer, k, v)
+        window = self.window if self.window is not None and self.window < k.shape[2] else None
+        mask, ordered = step.batch.mask(slots, window)
+        causal = ordered and (q.shape[2] > 1 or window is not None)
+        mixed = scaled_dot_product_attention(
+            q, k, v, self.sinks, causal=causal, window=window if ordered else None, mask=mask
+        )
+        return self.o_proj(merge_heads(mixed))
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) up(x)), on each token by itself (arXiv 2002.05202)."""
+
+    def __init__(self, width: int, hidden: int, bias: bool, rng: np.random.Generator) -> None:
+        self.gate_proj = nn.Linear(width, hidden, bias, rng)
+        self.up_proj = nn.Linear(width, hidden, bias, rng)
+        self.down_proj = nn.Linear(hidden, width, bias, rng)
+
+    def forward(self, x: ExTensor) -> ExTensor:
+        """(..., width) -> the same."""
+        return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+
+
+class Expert(nn.Module):
+    """A gated feed-forward network whose parts are named as a family's files name them."""
+
+    def __init__(self, width: int, config: ExpertsConfig, rng: np.random.Generator) -> None:
+        self.config = config
+        gate, up, down = config.parts
+        setattr(self, gate, nn.Linear(width, config.hidden, config.bias, rng))
+        setattr(self, up, nn.Linear(width, config.hidden, config.bias, rng))
+        setattr(self, down, nn.Linear(config.hidden, width, config.bias, rng))
+
+    def forward(self, x: ExTensor) -> ExTensor:
+        """(N, width) -> the same."""
+        config = self.config
+        gate, up, down = (getattr(self, part) for part in config.parts)
+        hidden = gated_silu(gate(x), up(x), alpha=config.alpha, limit=config.limit)
+        out: ExTensor = down(hidden)
+        return out
+
+
+def mixture(width: int, config: ExpertsConfig, rng: np.random.Generator) -> nn.MixtureOfExperts:
+    """The experts of a layer and their router."""
+    router = TopKRouter(width, config.count, config.active, config.normalize, config.bias, rng)
+    experts = nn.ModuleList([Expert(width, config, rng) for _ in range(config.count)])
+    return nn.MixtureOfExperts(router, experts, config.router)
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    feeds_layers = ("input_layernorm", "post_attention_layernorm")
+
+    def __init__(self, config: LlamaConfig, layer: int, rng: np.random.Generator) -> None:
+        self.input_layernorm = nn.RMSNorm(config.width, config.eps)
+        self.self_attn = Attention(config, layer, rng)
+        self.post_attention_layernorm = nn.RMSNorm(config.width, config.eps)
+        if config.experts is None or layer in config.dense:
+            self.part = "mlp"
+            self.mlp = GatedMLP(config.width, config.hidden, config.mlp_bias, rng)
+        else:
+            self.part = config.experts.block
+            setattr(self, self.part, mixture(config.width, config.experts, rng))
+
+    def forward(self, x: ExTensor, step: Step) -> ExTensor:
+        """(B, T, width) -> the same."""
+        x = x + self.self_attn(self.input_layernorm(x), step)
+        out: ExTensor = x + getattr(self, self.part)(self.post_attention_layernorm(x))
+        return out
+
+
+class Body(nn.Module):
+    """The decoder without its head."""
+
+    feeds_layers = ("norm",)
+
+    def __init__(self, config: LlamaConfig, rng: np.random.Generator) -> None:
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab, config.width, STD, rng)
+        self.layers = nn.ModuleList([Layer(config, i, rng) for i in range(config.layers)])
+        self.norm = nn.RMSNorm(config.width, config.eps)
+        self.rotary = nn.RotaryTable(config.rope)
+
+    def forward(self, batch: Batch, cache: Cache | None = None) -> ExTensor:
+        """Tokens (B, T) -> vectors (B, T, width)."""
+        scaling, length = self.config.rope.scaling, batch.last + 1
+        if length > self.config.context and (scaling is None or scaling.kind != "dynamic"):
+            raise ValueError(
+                f"Llama: expected positions below the context of {self.config.context}, got "
+                f"{batch.last}; the way out: fewer tokens, or a configuration with rope scaling"
+            )
+        x = self.embed_tokens(batch.tokens)
+        cos, sin = self.rotary.rows(batch.positions, length, x)
+        if cos.ndim == 3:  # (B, T, n): the same for all heads
+            cos, sin = cos.expand_dims(1), sin.expand_dims(1)
+        step = Step(batch, cos, sin, cache)
+        for layer in self.layers:
+            x = layer(x, step)
+        if cache is not None:
+            cache.advance(batch.tokens.shape[1])
+        return self.norm(x)
+
+
+class Llama(nn.Module):
+    """Tokens to scores of the token that follows each.
+
+    Args:
+        config: the shapes.
+        rng: draws the weights, normal with standard deviation 0.02.
+
+    >>> import models
+    >>> import numpy as np
+    >>> llama = models.build("llama", models.config("llama", "nano"), np.random.default_rng(0))
+    >>> llama(et.zeros((2, 16), dtype="int64")).shape
+    (2, 16, 65)
+    """
+
+    def __init__(self, config: LlamaConfig, rng: np.random.Generator) -> None:
+        self.config = config
+        self.model = Body(config, rng)
+        self.lm_head = nn.Linear(config.width, config.vocab, bias=False, rng=rng)
+        if not isinstance(rng, nn.init.Skeleton):
+            for _, layer in nn.gemm_layers(self):
+                draw_normal(layer, STD, rng)
+        if config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.lm_head.role = "head"
+
+    def forward(
+        self,
+        tokens: ExTensor,
+        *,
+        attention_mask: Any = None,
+        positions: Any = None,
+        cache: Cache | None = None,
+    ) -> ExTensor:
+        """Tokens to scores.
+
+        Args:
+            tokens: integers (B, T), T of 1 or more.
+            attention_mask: (B, tokens in the cache + T), 1 for real tokens, 0 for padding on either
+                side; None if all are real.
+            positions: integers (T,) or (B, T); None for how many real tokens stand before each.
+            cache: keys and values of the tokens before these; the new ones are appended.
+
+        Returns:
+            Scores (B, T, vocab) of every token at the next place.
+
+        Raises:
+            TypeError, ValueError: for what does not fit, unknown tokens, or positions beyond the
+                context.
+        """
+        batch = batch_of(type(self).__name__, tokens, attention_mask, positions, cache)
+        return self.lm_head(self.model(batch, cache))
+
+
+def build(config: LlamaConfig, rng: np.random.Generator | None) -> Llama:
+    """A model with fresh weights drawn from ``rng``; without memory for them if that is None."""
+    return Llama(config, nn.init.Skeleton() if rng is None else rng)

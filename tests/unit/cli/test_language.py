@@ -1,0 +1,173 @@
+"""`extensor generate`, `chat` and `perplexity` with a small model in place of a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor.cli import language, main
+from extensor.cli.language import LanguageModel
+from extensor.generation import PretrainedTokenizer
+from extensor.nn import Module
+from tests.unit.generation.decoder import VOCAB, Decoder
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz \n.,?"
+TEMPLATE = "{% for m in messages %}{{ m.role[:1] }} {{ m.content }}\n{% endfor %}a "
+
+
+@dataclasses.dataclass
+class Config:
+    layers: int = 2
+    context: int = 100
+
+
+@pytest.fixture
+def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    tokenizers = pytest.importorskip("tokenizers")
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({letter: n for n, letter in enumerate(LETTERS)})
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    library.decoder = tokenizers.decoders.Fuse()
+    assert len(LETTERS) == VOCAB
+    model = Decoder()
+    model.config = Config()
+    loaded = LanguageModel(model, PretrainedTokenizer(library, (), TEMPLATE), 100)
+    monkeypatch.setattr(language, "load_language_model", lambda path: loaded)
+    return model
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_generate_writes_alike_with_any_cache(
+    decoder: Decoder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", "model", "to be", "--tokens", "20"]
+    text = said(capsys, *words)
+    assert text.startswith("to be") and len(text) == 5 + 20 + 1
+    assert said(capsys, *words, "--cache", "none") == text
+    assert said(capsys, "generate", "model", "--prompt", "to be", "--tokens", "20") == text
+    assert said(capsys, *words, "--seed", "1") != text
+    greedy = [*words, "--temperature", "0"]
+    decoder.passes.clear()
+    once = said(capsys, *greedy)
+    assert decoder.passes == [5] + 19 * [1]
+    assert once != text and said(capsys, *greedy, "--cache", "bfloat16").startswith("to be")
+    stop = once[10:12]
+    assert said(capsys, *greedy, "--stop", stop) == once[: once.index(stop, 5)] + "\n"
+
+
+def test_generate_says_when_the_context_is_full(
+    decoder: Decoder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "model", "a" * 90, "--tokens", "20"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out) == 100 + 1 and "context of 100 tokens is full" in err
+    assert main(["generate", "model", "a" * 100]) == 2
+    assert "the text has 100 tokens and the model's context holds 100" in capsys.readouterr().err
+
+
+def test_chat_passes_each_token_through_the_model_once(
+    decoder: Decoder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nwhy?\n"))
+    text = said(capsys, "chat", "model", "--tokens", "4", "--temperature", "0")
+    answers = text.splitlines()
+    assert [len(answer) for answer in answers] == [4, 4]
+    # "u hi\na " and 3 of the 4 letters; then what the second question adds to the first
+    assert decoder.passes == [7, 1, 1, 1, len(f"{answers[0]}\nu why?\na "), 1, 1, 1]
+    # the same as without a cache
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nwhy?\n\nnever"))
+    none = said(capsys, "chat", "model", "--tokens", "4", "--temperature", "0", "--cache", "none")
+    assert none == text
+
+
+def test_perplexity_counts_each_token_once(
+    decoder: Decoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "the quick brown fox jumps over the lazy dog. " * 3
+    (tmp_path / "text").write_text(text)
+    words = ["perplexity", "model", str(tmp_path / "text"), "--context", "16"]
+    out = said(capsys, *words, "--stride", "5", "--batch", "3")
+    match = re.match(r"perplexity ([\d.]+) ± ([\d.]+) on 134 tokens", out)
+    assert match, out
+    # One token after the other, with the windows spelled out.
+    tokens = np.array([LETTERS.index(letter) for letter in text])
+    losses = []
+    for place in range(1, len(tokens)):
+        start = 0 if place < 16 else 5 * math.ceil((place - 15) / 5)
+        with et.no_grad():
+            scores = decoder(et.ExTensor(tokens[None, start:place])).numpy()[0, -1]
+        losses.append(np.log(np.exp(scores.astype(np.float64)).sum()) - scores[tokens[place]])
+    expected = np.exp(np.mean(losses))
+    assert float(match[1]) == pytest.approx(expected, rel=1e-4)
+    error = expected * np.std(losses, ddof=1) / math.sqrt(len(losses))
+    assert float(match[2]) == pytest.approx(error, rel=1e-3)
+    assert "on 29 tokens" in said(capsys, *words, "--limit", "30")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "m", "a", "--prompt", "b"], "expected a text or --prompt, got both"),
+        (["generate", "m", "a", "--top-p", "0"], "--top-p: expected a number above 0"),
+        (["generate", "m", "a", "--repetition-penalty", "0"], "--repetition-penalty: expected"),
+        (["generate", "m", "a", "--stop", ""], "--stop: expected"),
+        (["generate", "m", "a", "--cache", "mxfp5"], "--cache: no cache format named 'mxfp5'"),
+        (["perplexity", "m", "nowhere"], "nowhere: cannot be read as a text"),
+        (["perplexity", "m", __file__, "--context", "101"], "at most the 100 of the model"),
+        (["perplexity", "m", __file__], "encode: "),
+        (["perplexity", "m", "words", "--stride", "64", "--context", "64"], "a stride of 1 to"),
+    ],
+)
+def test_commands_that_cannot_be(
+    decoder: Decoder,
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words").write_text("to be or not to be")
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_without_a_template_does_not_chat(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Bare:
+        size = VOCAB
+
+        def encode(self, text: str) -> Any:
+            return np.zeros(len(text), np.int64)
+
+        def decode(self, tokens: Any) -> str:
+            return "a" * len(tokens)
+
+    class Plain(Module):
+        """A model of `extensor train gpt`: tokens are all that it takes."""
+
+        def forward(self, tokens: et.ExTensor) -> et.ExTensor:
+            return decoder(tokens)
+
+    monkeypatch.setattr(
+        language, "load_language_model", lambda path: LanguageModel(Plain(), Bare(), 8)
+    )
+    assert main(["chat", "model"]) == 2
+    assert "model: has no chat template" in capsys.readouterr().err
+    decoder.passes.clear()
+    assert said(capsys, "generate", "model", "abcd", "--tokens", "6") == "abcd" + "a" * 6 + "\n"
+    assert decoder.passes == [4, 5, 6, 7, 8, 8]

@@ -1,0 +1,378 @@
+"""Architectures against transformers on the CPU: scores, and gradients of all parameters.
+
+Weights are random, drawn by transformers; its files are read by their names. Both compute in
+float32. Bound, of each tensor: |ours - theirs| <= 2e-4 of its largest magnitude, plus 1e-6. Both
+add terms of these sizes in other orders, over a few layers; a wrong formula is off by a tenth.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor import models, nn
+from extensor.models.architectures import ARCHITECTURES, architecture_of
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama biases": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
+    "llama tied": {"tie_word_embeddings": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
+    "llama linear": {
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
+    },
+    "llama dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
+        "max_position_embeddings": 8,
+    },
+    "llama llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 50.0,
+        },
+        "head_dim": 16,
+    },
+    "llama yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 4.0,
+            "rope_theta": 100.0,
+        },
+        "head_dim": 16,
+    },
+    "mistral": {"sliding_window": 4},
+    "mistral head": {"sliding_window": None, "head_dim": 24},
+    "qwen2": {},
+    "qwen2 window": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16},
+    "qwen3 window": {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 0,
+        "attention_bias": True,
+        "head_dim": 8,
+    },
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "qwen3_moe normalized": {
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+        "head_dim": 16,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16},
+    "gpt2 untied": {
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 12,
+        "n_inner": 40,
+        "activation_function": "gelu",
+        "tie_word_embeddings": False,
+    },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 4,
+        "swiglu_limit": 0.3,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 8.0,
+            "truncate": False,
+            "rope_theta": 500.0,
+        },
+    },
+}
+
+
+BERTS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "bert tanh": {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3, "num_attention_heads": 2},
+}
+
+
+def settings(case: str) -> dict[str, Any]:
+    """The keys of a case's config.json that differ from transformers' own."""
+    given = {**CASES, **BERTS}[case]
+    if "n_embd" in given:
+        return {"vocab_size": 61, **given}
+    small = {k: v for k, v in SMALL.items() if case not in BERTS or k != "num_key_value_heads"}
+    return {**small, **given}
+
+
+def theirs(case: str, tmp_path: Path) -> tuple[Any, dict[str, Any]]:
+    """Transformers' model of a case, its norms and biases moved off ones and zeros."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    name = case.partition(" ")[0]
+    config = transformers.AutoConfig.for_model(name, **settings(case))
+    config._attn_implementation = "eager"
+    kind = transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
+    model = kind.from_config(config).eval().float()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape) * 0.15 + (1.0 if p.ndim == 1 and (p == 1).all() else 0.0))
+    return model, written(model, tmp_path / "weights")
+
+
+def written(model: Any, folder: Path) -> dict[str, Any]:
+    """The tensors that transformers writes of a model, by their names in the file."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    model.save_pretrained(folder)
+    return dict(safetensors.load_file(folder / "model.safetensors"))
+
+
+def ours(row: Any, config: Any, tensors: dict[str, Any]) -> nn.Module:
+    """Our model with the tensors of a file."""
+    model: nn.Module = row.build(config, np.random.default_rng(0))
+    state = {
+        path: np.ascontiguousarray(s.read(tensors[s.name]))
+        for path, s in row.sources(config).items()
+    }
+    model.load_state_dict(state)
+    return model
+
+
+def assert_close(name: str, got: Any, expected: Any) -> None:
+    bound = 2e-4 * np.abs(expected).max() + 1e-6
+    error = np.abs(got - expected).max()
+    assert error <= bound, f"{name}: off by {error:.3g}, bound {bound:.3g}"
+
+
+def assert_same_gradients(row: Any, mine: nn.Module, model: Any, folder: Path) -> None:
+    """Theirs are written as weights are, so that they have the names of a file."""
+    torch = pytest.importorskip("torch")
+    before = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.grad)
+        gradients = written(model, folder / "gradients")
+        for p, value in zip(model.parameters(), before, strict=True):
+            p.copy_(value)
+    sources, parameters = row.sources(mine.config), dict(mine.named_parameters())
+    assert sources.keys() == parameters.keys()
+    for path, source in sources.items():
+        grad = parameters[path].grad  # None: of an expert without tokens
+        got = np.zeros(parameters[path].shape) if grad is None else grad.numpy()
+        assert_close(path, got, source.read(gradients[source.name]))
+
+
+def batch_of(side: str) -> tuple[np.ndarray, np.ndarray]:
+    """Three sequences of 12, 7 and 3 tokens with padding on a side, and the mask."""
+    rng = np.random.default_rng(5)
+    tokens, mask = rng.integers(1, 61, (3, 12)), np.ones((3, 12), np.int64)
+    for row, count in ((1, 5), (2, 9)):
+        hidden = slice(0, count) if side == "left" else slice(12 - count, 12)
+        mask[row, hidden] = 0
+    return tokens * mask, mask
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_and_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    model, tensors = theirs(case, tmp_path)
+    values = model.config.to_dict()
+    row = architecture_of(values)
+    config = row.config_from_hf(values)
+    mine = ours(row, config, tensors)
+    rng = np.random.default_rng(0)
+    for side in ("left", "right"):
+        tokens, mask = batch_of(side)
+        positions = np.maximum(mask.cumsum(1) - 1, 0)
+        weight = rng.standard_normal((3, 12, 61)).astype(np.float32) * mask[..., None]
+        given = {"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(positions)}
+        expected = model(torch.tensor(tokens), **given).logits
+        model.zero_grad()
+        (expected * torch.tensor(weight)).sum().backward()
+        scores = mine(et.ExTensor(tokens), attention_mask=mask)
+        real = mask.astype(bool)
+        assert_close(side, scores.numpy()[real], expected.detach().numpy()[real])
+        mine.zero_grad()
+        (scores * et.ExTensor(weight)).sum().backward()
+        assert_same_gradients(row, mine, model, tmp_path)
+
+
+@pytest.mark.parametrize("case", BERTS)
+def test_an_encoder_is_that_of_transformers(case: str, tmp_path: Path) -> None:
+    """Hidden states, the pooled vector, and gradients of all parameters through both."""
+    torch = pytest.importorskip("torch")
+    model, tensors = theirs(case, tmp_path)
+    values = model.config.to_dict()
+    row = architecture_of(values)
+    mine = ours(row, row.config_from_hf(values), tensors)
+    rng = np.random.default_rng(0)
+    for side in ("left", "right"):
+        tokens, mask = batch_of(side)
+        types = rng.integers(0, 2, tokens.shape)
+        weight = rng.standard_normal((3, 12, 32)).astype(np.float32) * mask[..., None]
+        weigh = rng.standard_normal((3, 32)).astype(np.float32) * mask[:, :1]
+        expected = model(
+            torch.tensor(tokens),
+            attention_mask=torch.tensor(mask),
+            token_type_ids=torch.tensor(types),
+        )
+        model.zero_grad()
+        loss = (expected.last_hidden_state * torch.tensor(weight)).sum()
+        (loss + (expected.pooler_output * torch.tensor(weigh)).sum()).backward()
+        got = mine(et.ExTensor(tokens), attention_mask=mask, token_types=et.ExTensor(types))
+        real = mask.astype(bool)
+        hidden, pooled = (t.detach().numpy() for t in expected[:2])
+        assert_close(side, got.hidden.numpy()[real], hidden[real])
+        assert_close(f"{side} pooled", got.pooled.numpy()[real[:, 0]], pooled[real[:, 0]])
+        mine.zero_grad()
+        loss = (got.hidden * et.ExTensor(weight)).sum() + (got.pooled * et.ExTensor(weigh)).sum()
+        loss.backward()
+        assert_same_gradients(row, mine, model, tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_cache_changes_nothing(case: str, tmp_path: Path) -> None:
+    """Chunks of 1, 3 and 8 tokens with a cache, beside all 12 at once."""
+    if "dynamic" in case:
+        pytest.skip("angles depend on the length so far: keys of a cache keep their own")
+    transformers = pytest.importorskip("transformers")
+    row = ARCHITECTURES[case.partition(" ")[0]]
+    values = transformers.AutoConfig.for_model(row.model_type, **settings(case)).to_dict()
+    model = row.build(row.config_from_hf(values), np.random.default_rng(0))
+    tokens, mask = batch_of("left")
+    with et.no_grad():
+        whole = model(et.ExTensor(tokens), attention_mask=mask).numpy()
+        cache, parts = nn.KVCache(layers=2, capacity=2), []
+        for start, end in ((0, 1), (1, 4), (4, 12)):
+            part = et.ExTensor(tokens[:, start:end])
+            parts.append(model(part, attention_mask=mask[:, :end], cache=cache).numpy())
+    real = mask.astype(bool)
+    assert_close(case, np.concatenate(parts, axis=1)[real], whole[real])
+    assert cache.length == 12
+
+
+@pytest.mark.parametrize("case", [*CASES, *BERTS])
+def test_configurations_come_back(case: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    name = case.partition(" ")[0]
+    values = transformers.AutoConfig.for_model(name, **settings(case)).to_dict()
+    row = architecture_of(values)
+    config = row.config_from_hf(values)
+    back = row.config_to_hf(config)
+    assert row.config_from_hf(back) == config
+    read = transformers.AutoConfig.for_model(**back).to_dict()
+    assert row.config_from_hf(read) == config
+
+
+def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Weights that depend on a tensor's name in the file alone; norms are about one."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    centre = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
+    return (0.15 * rng.standard_normal(shape) + centre).astype(np.float32)
+
+
+def first_scores(output: Any) -> list[float]:
+    """Eight numbers of the last token of the first sequence."""
+    return [round(float(value), 5) for value in output[0, -1, :8]]
+
+
+STORED = json.loads(Path(__file__).with_name("scores.json").read_text(encoding="utf-8"))
+"""What transformers 5.24 gave for weights of `drawn`, and the config.json; see below."""
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_stored_scores(case: str) -> None:
+    """The same without transformers at hand."""
+    row = architecture_of(STORED[case]["config"])
+    config = row.config_from_hf(STORED[case]["config"])
+    model = row.build(config, np.random.default_rng(0))
+    tensors = {s.name: drawn(s.name, s.shape) for s in row.sources(config).values()}
+    found = {path: s.read(tensors[s.name]) for path, s in row.sources(config).items()}
+    model.load_state_dict({path: np.ascontiguousarray(value) for path, value in found.items()})
+    tokens, _ = batch_of("right")
+    out = model(et.ExTensor(tokens[:1]))
+    np.testing.assert_allclose(
+        first_scores((out[0] if isinstance(out, tuple) else out).numpy()),
+        STORED[case]["scores"],
+        rtol=0,
+        atol=2e-4 * np.abs(STORED[case]["scores"]).max() + 1e-5,
+    )
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_the_stored_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """To store others: write what `found` holds to scores.json."""
+    torch = pytest.importorskip("torch")
+    model, tensors = theirs(case, tmp_path)
+    names = {
+        s.name for s in architecture_of(STORED[case]["config"]).sources(ours_config(case)).values()
+    }
+    assert names <= tensors.keys()
+    folder = tmp_path / "weights"
+    save = pytest.importorskip("safetensors.numpy").save_file
+    drawn_tensors = {name: drawn(name, value.shape) for name, value in tensors.items()}
+    save(drawn_tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = type(model).from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        out = model(torch.tensor(batch_of("right")[0][:1]))[0]
+    np.testing.assert_allclose(first_scores(out.numpy()), STORED[case]["scores"], atol=2e-5)
+
+
+def ours_config(case: str) -> Any:
+    values = STORED[case]["config"]
+    return architecture_of(values).config_from_hf(values)
+
+
+def test_unknown_settings_are_errors() -> None:
+    values = {**ARCHITECTURES["llama"].config_to_hf(ours_config("llama"))}
+    for changes, message in (
+        ({"logit_scale": 2.0}, "unknown setting, .* logit_scale=2.0"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "rope_type: expected default, lin"),
+        ({"vocab_size": None}, "expected the setting 'vocab_size'"),
+        ({"model_type": "lama"}, "did you mean 'llama'.*known: llama, mistral"),
+        ({"model_type": None}, "expected a model_type, got none"),
+    ):
+        given = values | changes
+        with pytest.raises(ValueError, match=message):
+            architecture_of(given).config_from_hf(given)
+
+
+def test_a_skeleton_takes_no_memory() -> None:
+    """Llama 3.1 8B has 32 GB of weights."""
+    model = ARCHITECTURES["llama"].build(models.config("llama", "llama-3.1-8b"), None)
+    assert sum(p.size for p in model.parameters()) == 8_030_261_248
+    assert all(p.data.strides == (0, 0) for p in model.parameters() if p.ndim == 2)
+
+
+def test_positions_beyond_the_context_are_errors() -> None:
+    for name in ("llama", "gpt2"):
+        model = models.build(name, models.config(name, "nano"), np.random.default_rng(0))
+        with pytest.raises(ValueError, match=r"below the context of \d+, got"):
+            model(et.zeros((1, model.config.context + 1), dtype="int64"))
+        with pytest.raises(ValueError, match=r"expected an attention_mask \(1, 3\)"):
+            model(et.zeros((1, 3), dtype="int64"), attention_mask=np.ones((1, 2)))
+        with pytest.raises(TypeError, match="expected a tensor of integers"):
+            model(et.zeros((1, 3)))
