@@ -11,11 +11,12 @@ SC'11, section 3.3 (Philox); constants as in Random123.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Stream", "philox4x32", "random_words"]
+__all__ = ["DeviceClock", "Stream", "philox4x32", "random_words"]
 
 Array = Any
 
@@ -35,7 +36,7 @@ class Stream:
         slot: 7-bit operand slot (which GEMM, which operand).
         column: whether the blocks run down columns of the matrix.
         clock: the object whose ``step`` this is; a captured step (`extensor.capture`) reads it
-            again in each replay. None: ``step`` is constant.
+            again in each replay. A `DeviceClock` stands for the step. None: ``step`` is constant.
 
     Raises:
         ValueError: for a number that does not fit its bits.
@@ -68,6 +69,28 @@ class Stream:
     def counter_high(self) -> tuple[int, int]:
         """The third and fourth counter word."""
         return self.step, self.tensor << 8 | self.slot << 1 | int(self.column)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceClock:
+    """Step and use of a layer that another program keeps on a GPU, which alone reads them.
+
+    Attributes:
+        array: an integer of 64 bits, of shape (): the step, and in the upper half the use.
+
+    Example:
+        >>> import numpy as np
+        >>> from extensor.random import DeviceClock
+        >>> int(DeviceClock(np.array(3 + (2 << 32))).without_use.array)
+        3
+    """
+
+    array: Array
+
+    @cached_property
+    def without_use(self) -> DeviceClock:
+        """The clock of a weight, which has the same bits in all uses of a step."""
+        return DeviceClock(self.array & _MASK)
 
 
 def philox4x32(

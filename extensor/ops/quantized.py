@@ -35,7 +35,7 @@ from extensor.backends.protocol import Array, Backend, Window
 from extensor.dtypes import bfloat16, dtype_of, promote
 from extensor.ops import recipe_operands as operands
 from extensor.ops.arguments import tensors_only
-from extensor.ops.conv import conv_window
+from extensor.ops.conv_pool import conv_window
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
 from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.recipes import get_recipe
@@ -125,7 +125,7 @@ def _product(
 
 def _result(context: LayerContext, *inputs: Array) -> np.dtype[Any]:
     """The dtype of a layer's result: the recipe's activations, or what the inputs promote to."""
-    if context.state.recipe.activations == "bfloat16":
+    if context.activations == "bfloat16":
         common = bfloat16
     else:
         common = reduce(promote, map(dtype_of, inputs))

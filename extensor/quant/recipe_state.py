@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from extensor.quant.array import QuantStats
-from extensor.quant.recipe import SLOTS, LayerRecipe, OperandSpec, Recipe
+from extensor.quant.recipe import SLOTS, FloatName, LayerRecipe, OperandSpec, Recipe
 from extensor.quant.static_scale import StaticScale
 from extensor.quant.weight_cache import WeightCache
 from extensor.random import Stream
@@ -195,6 +195,21 @@ class LayerContext:
     use: int = 0
     static_scale: StaticScale | None = None
 
+    @property
+    def step(self) -> int:
+        """The step that random bits are a function of."""
+        return self.state.step + self.state._ahead
+
+    @property
+    def clock(self) -> Any:
+        """What a captured step reads the step from; see `extensor.random.Stream`."""
+        return self.state
+
+    @property
+    def activations(self) -> FloatName:
+        """See `Recipe.activations`."""
+        return self.state.recipe.activations
+
     def next_use(self) -> LayerContext:
         """The layer in its next use of this step, which rounds with random bits of its own.
 
@@ -244,11 +259,10 @@ class LayerContext:
         >>> state.layers[""].stream("dgrad.g", column=False).seed
         5
         """
-        state, of_weight = self.state, slot.endswith(".w")
-        rounds, use = divmod(0 if of_weight else self.use, 1 << USE_SHIFT)
-        seed = (state.seed + rounds * _SEED_STRIDE) % (1 << 64)
+        rounds, use = divmod(0 if slot.endswith(".w") else self.use, 1 << USE_SHIFT)
+        seed = (self.state.seed + rounds * _SEED_STRIDE) % (1 << 64)
         tensor = self.index + (use << USE_SHIFT)
-        return Stream(seed, state.step + state._ahead, tensor, SLOTS.index(slot), column, state)
+        return Stream(seed, self.step, tensor, SLOTS.index(slot), column, self.clock)
 
     def amax_state(self, slot: str) -> dict[str, Any]:
         """Past largest magnitudes of the slot's tensor, for a backend's delayed scaling.

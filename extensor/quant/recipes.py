@@ -12,7 +12,10 @@ from extensor.errors import unknown_name
 from extensor.quant.recipe import FloatName, Gemm, LayerRecipe, Recipe, Rule
 from extensor.quant.spec import Hadamard, QuantSpec
 
-__all__ = ["ALIASES", "RECIPES", "get_recipe"]
+__all__ = ["ALIASES", "FP4_RECIPE", "RECIPES", "get_recipe"]
+
+FP4_RECIPE = "mxfp4"
+"""What training in FP4 begins with."""
 
 
 def _uniform(dtype: FloatName) -> LayerRecipe:

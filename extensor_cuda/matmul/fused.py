@@ -27,6 +27,7 @@ from extensor_cuda.kernels.quantize import quantize as quantizer
 from extensor_cuda.matmul.operand import GemmOperand, Prepared, Scale
 from extensor_cuda.matmul.rebase import is_mxfp4
 from extensor_cuda.runtime.counters import Counters, OperandCounts
+from extensor_cuda.runtime.memory import lasting
 
 __all__ = ["batch_key", "run", "run_batch", "supports"]
 
@@ -162,7 +163,8 @@ def _amax_state(x: Array, spec: QuantSpec, xp: Any, state: State) -> Array:
     """What was left of the tensor the last time; the first time, a pass finds its maximum."""
     state = {} if state is None else state
     if "amax" not in state:
-        state["amax"] = xp.zeros(5, dtype=xp.uint32)
+        with lasting():
+            state["amax"] = xp.zeros(5, dtype=xp.uint32)
         quantize_operand.find_amax(x, spec, state["amax"])
     return state["amax"]
 

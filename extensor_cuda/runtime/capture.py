@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.capture import HostMirror, HostMirrors
-from extensor.random import Stream
+from extensor.random import DeviceClock, Stream
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 from extensor_cuda.runtime.memory import allocate
@@ -61,7 +61,7 @@ def source() -> Source:
 
 
 def clock_of(streams: Sequence[Any]) -> Array | None:
-    """The step number on the device that random bits depend on; None outside a capture.
+    """The step number on the device that random bits depend on; None if the host has it.
 
     Raises:
         RuntimeError: in a capture, for streams without a clock: each replay would draw the same
@@ -69,14 +69,18 @@ def clock_of(streams: Sequence[Any]) -> Array | None:
     """
     drawn = [stream for stream in streams if stream is not None]
     capture = current_capture()
-    if capture is None or not drawn:
+    clock = drawn[0].clock if drawn else None
+    given = isinstance(clock, DeviceClock)
+    if not drawn or not (given or capture):
         return None
-    clock = drawn[0].clock
     if clock is None or any(stream.clock is not clock for stream in drawn):
         raise RuntimeError(
             "random bits of a stream without a clock would be the same in each replay of the step; "
             "round to nearest there, or draw with a stream of a RecipeState"
         )
+    if given:
+        return clock.array
+    assert capture is not None
     past = drawn[0].step - clock.step  # updates of this captured step before the draw
     return capture.cell(
         ("step", id(clock), past),

@@ -13,6 +13,7 @@ import numpy as np
 
 from extensor.quant.array import QuantStats
 from extensor_cuda.runtime.capture import current_capture
+from extensor_cuda.runtime.memory import lasting
 
 __all__ = ["Counters", "OperandCounts"]
 
@@ -31,7 +32,8 @@ class Counters:
         self.capture = current_capture()
         self._chunk = self._start = 0
         if self.capture is None:
-            self.array = xp.zeros(number, dtype=np.uint64)
+            with lasting():
+                self.array = xp.zeros(number, dtype=np.uint64)
         else:
             self.array, self._chunk, self._start = self.capture.counters(number)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-__all__ = ["allocate"]
+__all__ = ["ALLOCATORS", "allocate", "lasting"]
 
 
 def allocate(cupy: Any, pool: Any, size: int) -> Any:
@@ -21,3 +24,16 @@ def allocate(cupy: Any, pool: Any, size: int) -> Any:
             f"device 'cuda': requested {size} bytes, {free} of {total} are free; use smaller "
             "batches, or drop tensors that are no longer needed"
         ) from error
+
+
+class _Allocators(threading.local):
+    lasting: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+ALLOCATORS = _Allocators()
+"""Of this thread: another program whose allocator serves for a while sets ``lasting``."""
+
+
+def lasting() -> AbstractContextManager[Any]:
+    """A context that allocates what outlives the call, and so cannot be another program's."""
+    return ALLOCATORS.lasting()

@@ -39,10 +39,10 @@ bool has_avx_vnni() {
 #if defined(EXTENSOR_AMX)
 // AMX needs the system's permission, asked for once per process (Linux 5.16 and later).
 bool has_amx() {
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;    // asm/prctl.h; the state's number
-    constexpr unsigned kWanted = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, int8
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h; the state's number
+    constexpr unsigned kRequired = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, int8
     unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kWanted) != kWanted) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kRequired) != kRequired) return false;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #endif
@@ -115,16 +115,9 @@ public:
                 "Matrix: the codes do not fit k and the tiles");
         require((scales_.flags() & py::array::c_style) != 0 && scales_.size() == bands * tiles,
                 "Matrix: the scales do not fit the tiles");
-        const bool floats = py::isinstance<py::array_t<float>>(scales_);
-        const bool halves = scales_.dtype().kind() == 'f' && scales_.itemsize() == 2;
-        const bool ue4m3 = f["scale"].cast<std::string>() == "ue4m3";
-        require(floats || halves ? !ue4m3 : py::isinstance<py::array_t<uint8_t>>(scales_),
-                "Matrix: expected scales as bytes, float16 or float32");
-        m.scale = floats   ? Scale::float32
-                  : halves ? Scale::float16
-                  : ue4m3  ? Scale::ue4m3
-                           : Scale::e8m0;
+        m.scale = scale_of(f["scale"].cast<std::string>(), scales_);
         m.codes = codes_.data(), m.scales = scales_.data();
+        if (f.contains("minimums") || f.contains("super_scales")) read_affine(f, bands, tiles);
         zeros_ = f["zero_points"];
         if (zeros_.is_none()) return;
         require(py::isinstance<CArray<int8_t>>(zeros_), "Matrix: expected zero points as int8");
@@ -133,14 +126,72 @@ public:
         m.zero_points = zeros.data();
     }
 
+    // Whether only weight-only products read it.
+    bool affine() const { return m.minimums || m.super_scales; }
+
     BlockedMatrix m{};
     int64_t k;
 
 private:
+    static Scale scale_of(const std::string& name, const py::array& scales) {
+        constexpr struct {
+            const char* name;
+            Scale scale;
+            char kind;
+            py::ssize_t bytes;
+        } kScales[] = {{"e8m0", Scale::e8m0, 'u', 1},       {"ue4m3", Scale::ue4m3, 'u', 1},
+                       {"float32", Scale::float32, 'f', 4}, {"float16", Scale::float16, 'f', 2},
+                       {"int8", Scale::int8, 'i', 1},       {"uint8", Scale::uint8, 'u', 1}};
+        const char kind = scales.dtype().kind();
+        for (const auto& row : kScales) {
+            if (name != row.name) continue;
+            // Float16 scales may have been widened.
+            const bool wide = row.scale == Scale::float16 && scales.itemsize() == 4;
+            require(kind == row.kind && (scales.itemsize() == row.bytes || wide),
+                    "Matrix: the scales are not stored as their name says");
+            return wide ? Scale::float32 : row.scale;
+        }
+        throw py::value_error("Matrix: unknown scale " + name);
+    }
+
+    // The array of this name, whose data the matrix then reads; null for None.
+    const void* part(const py::kwargs& f, const char* name, const char* kinds, py::ssize_t bytes,
+                     int64_t size) {
+        const py::object given = f[name];
+        if (given.is_none()) return nullptr;
+        const auto array = given.cast<py::array>();
+        const char kind = array.dtype().kind();
+        require(std::string(kinds).find(kind) != std::string::npos && array.itemsize() == bytes &&
+                    (array.flags() & py::array::c_style) != 0 && array.size() == size,
+                "Matrix: minimums or super-blocks do not fit the tiles");
+        affine_.push_back(array);
+        return array.data();
+    }
+
+    void read_affine(const py::kwargs& f, int64_t bands, int64_t tiles) {
+        m.super_tiles = f["super_tiles"].cast<int64_t>();
+        require(m.super_tiles > 0 && m.tile_rows == 1, "Matrix: expected tiles of one row");
+        const int64_t supers = bands * ((tiles + m.super_tiles - 1) / m.super_tiles);
+        m.minimums = part(f, "minimums", "fu", scales_.itemsize(), bands * tiles);
+        m.super_scales = static_cast<const uint16_t*>(part(f, "super_scales", "f", 2, supers));
+        m.super_minimums = static_cast<const uint16_t*>(part(f, "super_minimums", "f", 2, supers));
+        require((m.super_scales != nullptr) == (m.scale == Scale::int8 || m.scale == Scale::uint8),
+                "Matrix: integer scales come with super-blocks, and only these");
+        require((m.super_minimums != nullptr) == (m.minimums && m.super_scales),
+                "Matrix: expected minimums of super-blocks where there are both");
+    }
+
     Bytes codes_;
     py::array scales_;
     py::object zeros_;
+    std::vector<py::array> affine_;
 };
+
+void require_blocks(const Matrix& a, const Matrix& b) {
+    require(!a.affine() && !b.affine(),
+            "expected matrices without minimums and super-blocks; only weight-only products take "
+            "them");
+}
 
 bool small_integers(const Matrix& m) {
     const Element& e = kElements[m.m.element];
@@ -150,6 +201,7 @@ bool small_integers(const Matrix& m) {
 // a b^T. `step` 0: in float32, whatever the elements; else exact integer sums over `step` elements.
 Floats block_scaled_matmul(const Matrix& a, const Matrix& b, int64_t step) {
     require(a.k == b.k, "block_scaled_matmul: the matrices differ in k");
+    require_blocks(a, b);
     Floats out = buffers::array<float>({a.m.rows, b.m.rows});
     const BlockGemm g{a.m, b.m, a.k, step, out.mutable_data()};
     if (step == 0) {
@@ -173,6 +225,7 @@ Floats block_scaled_matmul(const Matrix& a, const Matrix& b, int64_t step) {
 Floats int8_matmul(const Matrix& a, const Matrix& b) {
     require(current.amx != nullptr, "int8_matmul: this level has no tiles of int8");
     require(a.k == b.k, "int8_matmul: the matrices differ in k");
+    require_blocks(a, b);
     for (const Matrix* side : {&a, &b})
         require(small_integers(*side) && side->m.scale == Scale::float32 &&
                     side->m.tile_length >= side->k,
@@ -188,6 +241,7 @@ Floats int8_matmul(const Matrix& a, const Matrix& b) {
 Floats bf16_matmul(const Matrix& a, const Matrix& b) {
     require(current.amx != nullptr, "bf16_matmul: this level has no tiles of bfloat16");
     require(a.k == b.k, "bf16_matmul: the matrices differ in k");
+    require_blocks(a, b);
     for (const Matrix* side : {&a, &b})
         require(!side->m.zero_points && is_byte(side->m.scale),
                 "bf16_matmul: expected scales as bytes, and no zero points");

@@ -18,6 +18,11 @@ struct BlockedMatrix {
     Scale scale;
     float tensor_scale;
     int64_t rows, row_bytes, tile_rows, tile_length;
+    // Weight-only products alone: a float minimum for each tile, or null; a float16 for every
+    // `super_tiles` tiles of a row, or null, by which scales and minimums are multiplied.
+    const void* minimums;
+    const uint16_t *super_scales, *super_minimums;
+    int64_t super_tiles;
 };
 
 // out (a.rows, b.rows) = a b^T.

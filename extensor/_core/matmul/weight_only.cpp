@@ -9,6 +9,10 @@
 #include "common/elementwise.hpp"
 #include "matmul/weight_only.hpp"
 
+#if EXTENSOR_LANES == 16
+#include "matmul/one_row_avx512.hpp"
+#endif
+
 namespace EXTENSOR_ISA {
 namespace {
 
@@ -32,7 +36,7 @@ INLINE const uint8_t* codes_of(const BlockedMatrix& w, int64_t row) {
 
 // ---- four bits ----
 
-template <int M, bool Zero>
+template <int M, Offset Kind>
 void codes4_rows(const Weights& s, const ScaleLanes& scale_lanes, const Part& p) {
     const Table16 table(s.table);
     const int64_t row_bytes = s.g.w.row_bytes, k = p.end - p.start;
@@ -77,15 +81,20 @@ void codes4_rows(const Weights& s, const ScaleLanes& scale_lanes, const Part& p)
             const vf factor = scale_lanes(scale + r * p.scale_stride);
 #pragma GCC unroll 8
             for (int m = 0; m < M; ++m) {
-                if constexpr (Zero)
-                    part[r][m] -=
-                        scale_lanes(zero + r * p.scale_stride) * load(sums + m * s.sum_stride);
+                if constexpr (Kind != Offset::none) {
+                    const vf offset = scale_lanes(zero + r * p.scale_stride);
+                    const vf sum = load(sums + m * s.sum_stride);
+                    if constexpr (Kind == Offset::zero)
+                        part[r][m] -= offset * sum;
+                    else
+                        total[r][m] = multiply_add(offset, sum, total[r][m]);
+                }
                 total[r][m] = multiply_add(part[r][m], factor, total[r][m]);
             }
         }
         const bool next = !scale_lanes.broadcast || ++seen == scale_lanes.chunks_per_scale;
         const int64_t step = next ? scale_lanes.step : 0;
-        scale += step, zero += Zero ? step : 0, seen = next ? 0 : seen;
+        scale += step, zero += Kind == Offset::none ? 0 : step, seen = next ? 0 : seen;
     }
     for (int r = 0; r < R; ++r)
         for (int m = 0; m < M; ++m) p.total[r * p.total_stride + m] = total[r][m];
@@ -165,10 +174,14 @@ void codes8_rows(const Weights& s, const ScaleLanes&, const Part& p) {
 // ---- all ----
 
 template <int M>
-PartFunction pick(const Element& e, bool zero) {
-    if (e.bits == 4) return zero ? codes4_rows<M, true> : codes4_rows<M, false>;
+PartFunction pick(const Element& e, Offset offset) {
+    if (e.bits == 4)
+        return offset == Offset::none   ? codes4_rows<M, Offset::none>
+               : offset == Offset::zero ? codes4_rows<M, Offset::zero>
+                                        : codes4_rows<M, Offset::minimum>;
     if (!e.is_float)
-        return zero ? codes8_rows<M, true, Code8::integer> : codes8_rows<M, false, Code8::integer>;
+        return offset == Offset::zero ? codes8_rows<M, true, Code8::integer>
+                                      : codes8_rows<M, false, Code8::integer>;
     return e.mantissa_bits == 3 ? codes8_rows<M, false, Code8::e4m3>
                                 : codes8_rows<M, false, Code8::e5m2>;
 }
@@ -212,9 +225,9 @@ void run(Weights& s) {
     const WeightGemm& g = s.g;
     const int64_t n = g.w.rows, m = round_up(g.m, M), tile = g.w.tile_length;
     pack_x(s, m);
-    const bool zero = g.w.zero_points;
+    const Offset offset = offset_of(g.w);
     const ScaleLanes scale_lanes(tile);
-    const PartFunction multiply = pick<M>(kElements[g.w.element], zero);
+    const PartFunction multiply = pick<M>(kElements[g.w.element], offset);
     const int64_t scale_stride = ceil_div(least(slice, g.k), tile) + 1 + VL;
     threads::run(ceil_div(n, kTaskRows), n * g.k, [&](int64_t task) {
         float* total = scratch_of<float>(Slot::partial, most_rows * (m * VL + 2 * scale_stride));
@@ -233,7 +246,8 @@ void run(Weights& s) {
                 const int64_t tiles = ceil_div(p.end, tile) - p.tile;
                 for (int64_t r = 0; r < rows; ++r) {
                     s.decode_scales(row + r, p.tile, tiles, scale + r * scale_stride);
-                    if (zero) s.decode_zeros(row + r, p.tile, tiles, zeros + r * scale_stride);
+                    if (offset != Offset::none)
+                        s.decode_offsets(row + r, p.tile, tiles, zeros + r * scale_stride);
                 }
                 for (p.first = 0; p.first < g.m; p.first += M) {
                     for (int64_t r = 0; r < rows; r += R) {
@@ -255,7 +269,7 @@ void run(Weights& s) {
 bool streams(const WeightGemm& g) {
     const int bits = kElements[g.w.element].bits;
     const int64_t tile = g.w.tile_length;
-    if (bits == 6) return false;
+    if (bits == 6 || (bits == 8 && g.w.minimums)) return false;
     if (bits == 4 && tile != 16 && tile != 32 && tile != 64 && tile % 128 && tile < g.k)
         return false;
     vu largest = {};
@@ -273,6 +287,12 @@ bool streams(const WeightGemm& g) {
 void weight_only_product(const WeightGemm& g) {
     if (g.m > kFewRows || !streams(g)) return weight_panel_product(g);
     Weights s(g);
+#if EXTENSOR_LANES == 16
+    if (g.k <= kSlice && takes_one_row(g)) {
+        pack_x(s, 1);
+        return one_row(s);
+    }
+#endif
     g.m > 2 ? run<4>(s) : run<1>(s);
 }
 

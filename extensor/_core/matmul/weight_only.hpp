@@ -7,6 +7,14 @@ namespace EXTENSOR_ISA {
 
 constexpr int64_t kChunk = 8 * VL;  // four-bit codes in one vector
 
+// What a tile's values are less, or more: w = scale * (code - zero point), or
+// w = scale * (code - least code) + minimum.
+enum class Offset { none, zero, minimum };
+
+inline Offset offset_of(const BlockedMatrix& w) {
+    return w.minimums ? Offset::minimum : w.zero_points ? Offset::zero : Offset::none;
+}
+
 struct Weights {
     const WeightGemm& g;
     ScaleReader scales;
@@ -19,6 +27,9 @@ struct Weights {
     explicit Weights(const WeightGemm& g) : g(g), scales(g.w, g.k), unit(1), x_unit(1) {
         const Element& e = kElements[g.w.element];
         decode_table(e, table);
+        if (g.w.minimums)  // codes count from the least one
+            for (int code = 0; code < 1 << e.bits; ++code)
+                table[code] += static_cast<float>(1 << (e.bits - 1));
         if (e.bits == 8 && !e.is_float) unit = power_of_two(-e.mantissa_bits);
 #if defined(EXTENSOR_HAS_F16C)
         if (e.bits == 8 && e.is_float && e.mantissa_bits == 3) x_unit = 256;  // e4m3 as float16
@@ -29,20 +40,10 @@ struct Weights {
     void decode_scales(int64_t row, int64_t tile, int64_t count, float* to) const {
         const int64_t at = scales.at(row, tile);
         for (int i = 0; i < VL; ++i) to[count + i] = 0;
+        if (g.w.super_scales)
+            return scale_integers(row, tile, count, g.w.scales, g.w.super_scales, unit, to);
+        if (!is_byte(g.w.scale)) return floats(g.w.scales, at, count, unit, to);
         int64_t t = 0;
-        if (g.w.scale == Scale::float32) {
-            const float* from = static_cast<const float*>(g.w.scales) + at;
-            for (; t < count; ++t) to[t] = from[t] * unit;
-            return;
-        }
-        if (g.w.scale == Scale::float16) {
-            const auto* halves = static_cast<const uint16_t*>(g.w.scales) + at;
-#if defined(EXTENSOR_HAS_F16C)
-            for (; t + VL <= count; t += VL) store(to + t, load_wide(halves + t) * unit);
-#endif
-            for (; t < count; ++t) to[t] = half_value(halves[t]) * unit;
-            return;
-        }
         const uint8_t* from = static_cast<const uint8_t*>(g.w.scales) + at;
         if (g.w.scale == Scale::e8m0) {
             for (; t + VL <= count; t += VL) {
@@ -72,10 +73,48 @@ struct Weights {
         for (; t < count; ++t) to[t] = scales(row, tile + t) * unit;
     }
 
-    void decode_zeros(int64_t row, int64_t tile, int64_t count, float* to) const {
-        const int8_t* from = g.w.zero_points + scales.at(row, tile);
-        for (int64_t t = 0; t < count; ++t) to[t] = from[t];
+    // Zero points or minimums of the same tiles, and VL zeros.
+    void decode_offsets(int64_t row, int64_t tile, int64_t count, float* to) const {
+        const int64_t at = scales.at(row, tile);
         for (int i = 0; i < VL; ++i) to[count + i] = 0;
+        if (g.w.zero_points) {
+            for (int64_t t = 0; t < count; ++t) to[t] = g.w.zero_points[at + t];
+        } else if (g.w.super_minimums) {
+            scale_integers(row, tile, count, g.w.minimums, g.w.super_minimums, -1, to);
+        } else {
+            floats(g.w.minimums, at, count, 1, to);
+        }
+    }
+
+private:
+    void floats(const void* stored, int64_t at, int64_t count, float factor, float* to) const {
+        int64_t t = 0;
+        if (g.w.scale == Scale::float32) {
+            const float* from = static_cast<const float*>(stored) + at;
+            for (; t < count; ++t) to[t] = from[t] * factor;
+            return;
+        }
+        const auto* halves = static_cast<const uint16_t*>(stored) + at;
+#if defined(EXTENSOR_HAS_F16C)
+        for (; t + VL <= count; t += VL) store(to + t, load_wide(halves + t) * factor);
+#endif
+        for (; t < count; ++t) to[t] = half_value(halves[t]) * factor;
+    }
+
+    // Integers of one row times the float16 of their super-block, then times 1, -1 or a unit.
+    void scale_integers(int64_t row, int64_t tile, int64_t count, const void* stored,
+                        const uint16_t* supers, float factor, float* to) const {
+        const auto* from = static_cast<const uint8_t*>(stored) + scales.at(row, tile);
+        supers += row * ceil_div(scales.tiles, g.w.super_tiles);
+        for (int64_t t = 0; t < count;) {
+            const int64_t super = (tile + t) / g.w.super_tiles;
+            const float size = half_value(supers[super]) * factor;
+            for (const int64_t end = least(count, (super + 1) * g.w.super_tiles - tile); t < end;
+                 ++t)
+                to[t] = size * static_cast<float>(g.w.scale == Scale::int8
+                                                      ? static_cast<int8_t>(from[t])
+                                                      : from[t]);
+        }
     }
 };
 

@@ -24,19 +24,23 @@ constexpr int64_t kPacked = 1 << 22;  // floats of x, packed at a time
 using Decode = void (*)(const Weights&, const uint8_t* const*, int64_t, int64_t, const PanelScales&,
                         float*);
 
-template <int Bits, bool Zero, class Values>
+template <int Bits, Offset Kind>
 void decode(const Weights& s, const uint8_t* const* rows, int64_t start, int64_t end,
             const PanelScales& by, float* to) {
+    const Element& e = kElements[s.g.w.element];
     if constexpr (Bits == 4)
-        decode_panel<4, Zero>(Table16(s.table), rows, start, end, by, to);
+        decode_panel<4, Kind>(Table16(s.table), rows, start, end, by, to);
+    else if (!e.is_float)
+        decode_panel<8, Kind>(IntegerCodes(e, Kind == Offset::minimum), rows, start, end, by, to);
     else
-        decode_panel<Bits, Zero>(Values(kElements[s.g.w.element]), rows, start, end, by, to);
+        decode_panel<Bits, Offset::none>(FloatCodes(e), rows, start, end, by, to);
 }
 
-Decode choose_decode(const Element& e, bool zero) {
-    if (e.bits == 4) return zero ? decode<4, true, Table16> : decode<4, false, Table16>;
-    if (!e.is_float) return zero ? decode<8, true, IntegerCodes> : decode<8, false, IntegerCodes>;
-    return e.bits == 6 ? decode<6, false, FloatCodes> : decode<8, false, FloatCodes>;
+template <int Bits>
+Decode choose_decode(Offset offset) {
+    return offset == Offset::none   ? decode<Bits, Offset::none>
+           : offset == Offset::zero ? decode<Bits, Offset::zero>
+                                    : decode<Bits, Offset::minimum>;
 }
 
 // Weights of kPanel rows from `first` on, elements top .. top + depth, as a panel.
@@ -46,7 +50,7 @@ void make_panel(const Weights& s, Decode decode, int64_t first, int64_t top, int
     const int64_t tile = top / w.tile_length;
     const int64_t tiles = ceil_div(top + depth, w.tile_length) - tile, stride = tiles + VL;
     float* by_row = scratch_of<float>(Slot::scales, VL * (stride + 2 * tiles));
-    float *scale = by_row + VL * stride, *zero = scale + VL * tiles;
+    float *scale = by_row + VL * stride, *offset = scale + VL * tiles;
     for (int half = 0; half < kPanel; half += VL) {
         const uint8_t* rows[VL];
         for (int r = 0; r < VL; ++r) {
@@ -55,13 +59,14 @@ void make_panel(const Weights& s, Decode decode, int64_t first, int64_t top, int
             s.decode_scales(row, tile, tiles, by_row + r * stride);
         }
         pack_transposed(by_row, stride, VL, tiles, scale, VL);
-        if (w.zero_points) {
+        if (offset_of(w) != Offset::none) {
             for (int r = 0; r < VL; ++r)
-                s.decode_zeros(least(first + half + r, w.rows - 1), tile, tiles,
-                               by_row + r * stride);
-            pack_transposed(by_row, stride, VL, tiles, zero, VL);
+                s.decode_offsets(least(first + half + r, w.rows - 1), tile, tiles,
+                                 by_row + r * stride);
+            pack_transposed(by_row, stride, VL, tiles, offset, VL);
         }
-        decode(s, rows, top, top + depth, {scale, zero, w.tensor_scale, w.tile_length}, to + half);
+        decode(s, rows, top, top + depth, {scale, offset, w.tensor_scale, w.tile_length},
+               to + half);
     }
 }
 
@@ -109,7 +114,11 @@ void multiply_rows(const Weights& s, Decode decode, const float* x, int64_t m, f
 void weight_panel_product(const WeightGemm& g) {
     Weights s(g);
     s.unit = 1;
-    const Decode decode = choose_decode(kElements[g.w.element], g.w.zero_points != nullptr);
+    const int bits = kElements[g.w.element].bits;
+    const Offset offset = offset_of(g.w);
+    const Decode decode = bits == 4   ? choose_decode<4>(offset)
+                          : bits == 6 ? choose_decode<6>(Offset::none)
+                                      : choose_decode<8>(offset);
     const int64_t most_rows = most(kRowChunk, kPacked / g.k);
     for (int64_t row = 0; row < g.m; row += most_rows)
         multiply_rows(s, decode, g.x + row * g.k, least(most_rows, g.m - row),

@@ -3,8 +3,8 @@
 // A panel holds kPanel rows of weights, k by k. VL rows are read together: their packed words are
 // transposed while they are packed, so that lane r of a vector holds the codes of row r. One
 // transposition serves four or eight codes a word, which makes a panel cheaper to decode than to
-// pack from float32. Every value is (code - zero point) * scale * tensor scale, as `dequantize`
-// gives it, bit for bit.
+// pack from float32. Every value is (code - zero point) * scale * tensor scale, or code * scale +
+// minimum, as `dequantize` gives it, bit for bit.
 #pragma once
 
 #include "common/sgemm.hpp"
@@ -36,14 +36,16 @@ struct FloatCodes {
     }
 };
 
-// Integers of 8 bits times a unit.
+// Integers of 8 bits times a unit, counted from `first`.
 struct IntegerCodes {
-    float unit;
+    float unit, first;
 
-    explicit IntegerCodes(const Element& e) : unit(power_of_two(-e.mantissa_bits)) {}
+    explicit IntegerCodes(const Element& e, bool from_least = false)
+        : unit(power_of_two(-e.mantissa_bits)), first(from_least ? -128.0f : 0.0f) {}
 
     INLINE vf operator[](vu code) const {
-        return __builtin_convertvector(reinterpret_cast<vi>(code << 24) >> 24, vf) * unit;
+        const vf value = __builtin_convertvector(reinterpret_cast<vi>(code << 24) >> 24, vf);
+        return (value - first) * unit;
     }
 };
 
@@ -65,22 +67,22 @@ struct Packed {
 
 // What a panel's VL rows are decoded with: [tile][VL] from the tile at `start` on.
 struct PanelScales {
-    const float *scale, *zero;  // zero points, or null
+    const float *scale, *offset;  // zero points, minimums, or unused
     float tensor_scale;
     int64_t tile_length;
 };
 
 // Elements start .. end of VL rows; element k goes to to[(k - start) * kPanel].
-template <int Bits, bool Zero, class Values>
+template <int Bits, Offset Kind, class Values>
 void decode_panel(const Values& values, const uint8_t* const* rows, int64_t start, int64_t end,
                   const PanelScales& by, float* to) {
     using P = Packed<Bits>;
-    const float *next = by.scale, *next_zero = by.zero;
-    vf scale = {}, zero = {};
+    const float *next = by.scale, *next_offset = by.offset;
+    vf scale = {}, offset = {};
     int64_t boundary = start;  // where the next tile begins
     const auto enter = [&](int64_t k) __attribute__((always_inline)) {
         scale = load(next), next += VL;
-        if constexpr (Zero) zero = load(next_zero), next_zero += VL;
+        if constexpr (Kind != Offset::none) offset = load(next_offset), next_offset += VL;
         boundary = (k / by.tile_length + 1) * by.tile_length;
     };
     for (int64_t k = start; k < end;) {
@@ -108,8 +110,10 @@ void decode_panel(const Values& values, const uint8_t* const* rows, int64_t star
                 if (k == boundary) enter(k);
                 if (k == last) break;
                 vf value = values[P::code(group, i)];
-                if constexpr (Zero) value -= zero;
-                store(to, value * scale * by.tensor_scale);
+                if constexpr (Kind == Offset::zero) value -= offset;
+                value *= scale;
+                if constexpr (Kind == Offset::minimum) value += offset;
+                store(to, value * by.tensor_scale);
             }
         }
     }

@@ -18,16 +18,17 @@ With a (M, K), b (N, K), u = 2**-24, gamma_n = n u / (1 - n u), no overflow, and
     integer   |error| <= gamma_(ceil(K / step) + 4) S
     operands  |error| <= gamma_(ceil(K / 32) + 18) S, with factors gamma_(ceil(K / 32) + 36) S
     float     |error| <= gamma_(K + 4) S
-    weights   |error| <= gamma_(K + 4) S
+    weights   |error| <= gamma_(K + 4) S; with minimums gamma_(K + 6) S'
 
 against the product of the exact values (codes times scales, unrounded), up to what underflows:
 less than 2**-126 a term, nothing for bf16 (before a tensor scale); for weights also 2**-149 of the
 term's block scale, where a block's sum of x times codes is scaled as a whole: up to four rows of
 finite x below 2**60. Other weight-only products have the bits of the float32 product with the
-decoded weights. A term of a bf16
-product passes at most 16 multiply-adds, one addition of even to odd, ceil(K / 32) to the result and
-the tensor scale: 18 + ceil(K / 32) roundings (Higham, Accuracy and Stability of Numerical
-Algorithms, 3.1). Factors of operands are known to a relative 2**-21, 8 u, each.
+decoded weights. S' has |scale * (code - least code)| + |minimum| in the place of |b|.
+
+A term of a bf16 product passes at most 16 multiply-adds, one addition of even to odd, ceil(K / 32)
+to the result and the tensor scale: 18 + ceil(K / 32) roundings (Higham, Accuracy and Stability of
+Numerical Algorithms, 3.1). Factors of operands are known to a relative 2**-21, 8 u, each.
 """
 
 from __future__ import annotations
@@ -94,15 +95,18 @@ def choose_block_product(core: Any, a: QuantArray, b: QuantArray) -> BlockProduc
     return BlockProduct("bf16", 0) if gap is None else BlockProduct(other, step, f": {gap}")
 
 
-def _matrix_gap(q: QuantArray) -> Unsupported | None:
-    """Why the core's products cannot take this operand; None if they can."""
+def _matrix_gap(q: QuantArray, affine: bool = False) -> Unsupported | None:
+    """Why the core's products cannot take this operand; None if they can.
+
+    ``affine``: whether minimums and super-blocks are taken.
+    """
     if len(q.shape) != 2:
         return Unsupported(f"{len(q.shape)} axes; the core multiplies matrices")
     if q.spec.axis != 1:
         return Unsupported(f"blocks along axis {q.spec.axis}; the core takes them along the last")
     if math.prod(q.shape) == 0:
         return Unsupported("empty array")
-    if q.spec.kernel_gap:
+    if q.spec.kernel_gap and not (affine and q.spec.is_affine and q.spec.row.element.has_kernels):
         return Unsupported(q.spec.kernel_gap)
     if q.spec.transform:
         return Unsupported("a Hadamard transform to undo")
@@ -134,11 +138,22 @@ def matrix(core: Any, q: QuantArray, widen: bool = True) -> Any:
         k=q.shape[1],
         tile_rows=tile_rows,
         tile_length=tile_length,
+        **_affine_parts(q, tile_length),
     )
-    stored = (part for part in (codes, scales, zero_points) if part is not None)
-    if scales is q.scales and all(part.flags.c_contiguous for part in stored):
+    if scales is q.scales and all(part.flags.c_contiguous for part in q.parts.values()):
         _MATRICES[q] = made, core, tensor_scale, widen
     return made
+
+
+def _affine_parts(q: QuantArray, tile_length: int) -> dict[str, Any]:
+    """Minimums and super-blocks as the core takes them; nothing where there are none."""
+    if not q.spec.is_affine:
+        return {}
+    parts = {name: getattr(q, name) for name in ("minimums", "super_scales", "super_minimums")}
+    made: dict[str, Any] = {
+        name: None if part is None else np.ascontiguousarray(part) for name, part in parts.items()
+    }
+    return {**made, "super_tiles": (q.spec.super_block or tile_length) // tile_length}
 
 
 def _block_step(a: QuantArray, b: QuantArray) -> int | Unsupported:
@@ -254,7 +269,7 @@ def _least_used(q: QuantArray) -> int:
 
 def choose_weight_only(core: Any, x: Any, w: QuantArray) -> tuple[Any, Any] | Unsupported:
     """The activations and the weights of x w^T as the core takes them, or why it does not."""
-    if w not in _MATRICES and (gap := _matrix_gap(w)) is not None:
+    if w not in _MATRICES and (gap := _matrix_gap(w, affine=True)) is not None:
         return gap
     if x.ndim != 2 or x.dtype != np.float32:
         return Unsupported(f"{x.dtype} activations of {x.ndim} axes; the core takes float32 rows")

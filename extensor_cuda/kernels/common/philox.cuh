@@ -4,9 +4,14 @@ struct Stream {
     u32 key0, key1, high0, high1;
 };
 
-// high0 is the step number. A captured step reads it from `clock` instead.
+// high0 is the step number. A captured step reads it from `clock` instead, and behind it the use of
+// the layer in the step, which high1 leaves at 0 then: extensor/quant/recipe_state.py counts both.
 DEVICE Stream stream_of(const u32* clock, u32 key0, u32 key1, u32 high0, u32 high1) {
-    return Stream{key0, key1, clock ? *clock : high0, high1};
+    if (!clock) return Stream{key0, key1, high0, high1};
+    const u32 use = clock[1];
+    const u64 key = (static_cast<u64>(key1) << 32 | key0) + (use >> 12) * 0x9E3779B97F4A7C15u;
+    const u32 low = static_cast<u32>(key), high = static_cast<u32>(key >> 32);
+    return Stream{low, high, clock[0], high1 + (use << 20)};
 }
 
 // COMMON_MUL_WIDE: uses assembly, because the compiler otherwise adds zero to each high word. In

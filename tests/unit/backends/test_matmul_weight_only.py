@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from extensor.backends.cpu import product_paths
+from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from tests.kernels.matmul_cases import (
     BACKEND,
@@ -17,6 +19,7 @@ from tests.kernels.matmul_cases import (
     ZEROS,
     check,
     exact,
+    gamma,
     quantized,
     short,
 )
@@ -87,6 +90,49 @@ def test_more_rows_give_the_bits_of_the_decoded_product(level: str, spec: QuantS
             CORE.set_threads(count)
             got = BACKEND.weight_only_matmul(x, w)
             assert got.tobytes() == decoded.tobytes(), (m, n, k, count)
+
+
+AFFINE = [
+    QuantSpec("int4", minimum=True, scale_dtype="float16"),  # GGUF's Q4_1
+    QuantSpec("int4", minimum=True, tile=(1, 6)),
+    QuantSpec("int4", minimum=True, super_block=256),  # Q4_K
+    QuantSpec("int4", super_block=64, tile=(1, 16)),
+    QuantSpec("int8", minimum=True, tile=(1, 32)),
+    QuantSpec("int8", super_block=96, tile=(1, 32)),
+]
+
+
+@pytest.mark.parametrize("spec", AFFINE, ids=short)
+def test_minimums_and_super_blocks(level: str, spec: QuantSpec) -> None:
+    rng = np.random.default_rng(0)
+    for n, k in ((5, 40), (70, 300), (33, 1100), (9, 8200)):
+        x = (rng.standard_normal((n, k)) + 0.3) * np.exp2(rng.integers(-3, 4, (n, k)))
+        w = BACKEND.quantize(x.astype(np.float32), spec.resolve(2))[0]
+        values = BACKEND.dequantize(w)
+        # A block's terms are its scale times the codes from the least on, and its minimum.
+        spread = np.abs(values).astype(np.float64) + 2 * np.abs(values).max()
+        for m in (1, 2, 4, 7, 40):
+            x = rng.standard_normal((m, k)).astype(np.float32)
+            assert BACKEND.path("weight_only_matmul", x, w).startswith("core ")
+            got = BACKEND.weight_only_matmul(x, w)
+            wide = x.astype(np.float64)
+            bound = gamma(k + 6) * (np.abs(wide) @ spread.T)
+            assert (np.abs(got - wide @ values.astype(np.float64).T) <= bound).all(), (m, n, k)
+            if m > 4:
+                assert got.tobytes() == CORE.matmul(x, values.T).tobytes(), (m, n, k)
+
+
+def test_the_core_checks_minimums_and_super_blocks() -> None:
+    if CORE is None:
+        return
+    w = BACKEND.quantize(np.ones((4, 512), np.float32), AFFINE[2].resolve(2))[0]
+    for part in ("minimums", "super_scales", "super_minimums"):
+        cut = QuantArray(**{**vars(w), part: getattr(w, part)[:, :-1]})
+        with pytest.raises(ValueError, match="do not fit the tiles"):
+            BACKEND.weight_only_matmul(np.ones((1, 512), np.float32), cut)
+    packed = product_paths.matrix(CORE, w)
+    with pytest.raises(ValueError, match="only weight-only products"):
+        CORE.block_scaled_matmul(packed, packed, 32)
 
 
 def test_activations_that_are_large_or_not_finite(variant: str) -> None:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from extensor.formats import FORMATS
+from extensor.ops.quantized import layer_context
 from extensor.quant import reference
+from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor.random import Stream
+from extensor.random import DeviceClock, Stream
 from extensor_cuda.kernels.quantize import float_scaled, float_scaled_blocks
 from tests.oracle.compare import PARTS, same_bytes
 from tests.oracle.samples import KINDS, SHAPES, sample
@@ -61,15 +63,15 @@ def check(xp: Any, x: np.ndarray, spec: QuantSpec) -> None:
     context = f"{spec} on {x.dtype} of shape {x.shape}"
     plan = float_scaled.plan_of(spec, x.shape)
     assert isinstance(plan, float_scaled.FloatPlan), context
-    want, want_counts = reference.quantize(x, spec, stream)
+    expected, want_counts = reference.quantize(x, spec, stream)
     got, counts = float_scaled.quantize(xp.asarray(x), plan, stream, xp)
-    assert got.spec == want.spec and got.shape == want.shape
+    assert got.spec == expected.spec and got.shape == expected.shape
     for part in PARTS:
-        if getattr(want, part) is not None:
-            same_bytes(part, host(getattr(got, part)), getattr(want, part), context)
+        if getattr(expected, part) is not None:
+            same_bytes(part, host(getattr(got, part)), getattr(expected, part), context)
     assert counts == want_counts, context
     values = host(float_scaled.dequantize(got, plan, xp))
-    same_bytes("values", values, reference.dequantize(want), context)
+    same_bytes("values", values, reference.dequantize(expected), context)
     decoded, again = float_scaled.fake_quantize(xp.asarray(x), plan, stream, xp)
     same_bytes("operand", host(decoded), reference.fake_quantize(x, spec, stream)[0], context)
     assert again() == want_counts, context
@@ -110,7 +112,7 @@ def test_blocks_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], tile: A
         check(xp, x, spec)
 
 
-PANELS = (  # shape, tile
+COLUMN_TILES = (  # shape, tile
     ((256, 148), (1, 32)),
     ((128, 260), (1, 128)),
     ((256, 200), (128, 128)),
@@ -119,14 +121,14 @@ PANELS = (  # shape, tile
 )
 
 
-@pytest.mark.parametrize(("shape", "tile"), PANELS, ids=name)
+@pytest.mark.parametrize(("shape", "tile"), COLUMN_TILES, ids=name)
 def test_blocks_down_columns(xp: Any, shape: tuple[int, ...], tile: Any) -> None:
     for number, element in enumerate(NAMES):
         rounding, rbits = ROUNDINGS[number % 3]
         spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
         plan = float_scaled.plan_of(spec, shape)
         assert isinstance(plan, float_scaled.FloatPlan) and plan.blocks
-        assert plan.blocks.kernel == "quantize_panels"
+        assert plan.blocks.kernel == "quantize_column_tiles"
         x = sample(shape, 0, KINDS[number % len(KINDS)], seed=number)
         with np.errstate(over="ignore"):
             x = x.astype(list(DTYPES.values())[number % 3])
@@ -232,6 +234,22 @@ def test_what_is_not_covered_has_a_reason(spec: QuantSpec, words: str) -> None:
     assert "empty" in str(float_scaled.plan_of(QuantSpec("int8"), (0, 64)))
 
 
+@pytest.mark.parametrize("use", [0, 5, 4097])
+def test_a_clock_on_the_device_stands_for_step_and_use(xp: Any, use: int) -> None:
+    """The bits of `LayerContext.stream`, also where the uses have left the tensor's bits."""
+    context = layer_context(get_recipe("int8").layers, seed=(1 << 64) - 3)
+    context.state.step, context.use = 7, use
+    expected = context.stream("dgrad.g", column=False)
+    clock = DeviceClock(xp.asarray(np.array(7 + (use << 32), np.uint64)))
+    stream = Stream(context.state.seed, 0, 0, expected.slot, False, clock)
+    spec = QuantSpec("int8", axis=1, rounding="stochastic").resolve(2)
+    x = sample((5, 64), 1, KINDS[0], seed=1)
+    plan = float_scaled.plan_of(spec, x.shape)
+    got, _ = float_scaled.fake_quantize(xp.asarray(x), plan, stream, xp)
+    want, _ = reference.fake_quantize(x, spec, expected)
+    np.testing.assert_array_equal(np.asarray(got), want)
+
+
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
     ("element", "zeros"), [*((name, False) for name in NAMES), ("int8", True), ("int4", True)]
@@ -249,7 +267,7 @@ def test_no_kernel_spills(element: str, zeros: bool) -> None:
 
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("element", NAMES)
-@pytest.mark.parametrize(("shape", "tile"), PANELS, ids=name)
+@pytest.mark.parametrize(("shape", "tile"), COLUMN_TILES, ids=name)
 def test_no_kernel_down_columns_spills(element: str, shape: tuple[int, ...], tile: Any) -> None:
     for number, (rounding, rbits) in enumerate(ROUNDINGS):
         spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
@@ -258,8 +276,8 @@ def test_no_kernel_down_columns_spills(element: str, shape: tuple[int, ...], til
         extent = plan.extent[3], plan.extent[1]
         for dtype in DTYPES:
             for transposed in {False, plan.codes_per_byte == 1}:
-                panels = float_scaled_blocks.columnwise_plan(plan.spec, shape, extent, transposed)
-                source = float_scaled_blocks.block_source(panels, dtype)
+                tiled = float_scaled_blocks.columnwise_plan(plan.spec, shape, extent, transposed)
+                source = float_scaled_blocks.block_source(tiled, dtype)
                 check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])
 
 

@@ -1,0 +1,233 @@
+"""Layers of `extensor.torch` on a GPU against torch's own in bfloat16.
+
+    python ci/bench/cuda_torch.py [--rounds N] [--only linear block overhead]
+
+"linear" is torch.nn.Linear's forward and backward of normal bfloat16 data, eager and captured by
+torch.cuda.graph. "block" is a Llama-style block (RMSNorm, rotary attention, SwiGLU), forward and
+backward, under torch.compile, and once more with mode="reduce-overhead". All parameters are
+bfloat16. torchao's float8 rowwise training stands beside them where it is installed. CUDA events
+around single calls, the contestants taking turns in one process, medians over the rounds.
+"overhead" is the host's time of a small layer's forward and backward call, queued without waiting,
+beside a custom operator that only makes its result. Needs a Hopper GPU and the extra ``cuda13``.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import extensor.torch as ext
+from ci.bench import gpu
+from ci.bench.contest import shown
+
+PARTS = ("linear", "block", "overhead")
+SIZES = ((8192, 8192, 8192), (16384, 4096, 4096), (4096, 4096, 4096))
+RECIPES = ("mxfp4", "mxfp8_rebased")
+WIDTH, HEADS, HIDDEN, BATCH, CONTEXT = 4096, 32, 14336, 4, 2048
+
+
+def quantized(module: nn.Module, recipe: str) -> nn.Module:
+    """A copy whose every layer is under the recipe of the rows, without exceptions."""
+    return ext.quantize_(copy.deepcopy(module), recipe, seed=1, rules={"*": recipe})
+
+
+def float8(module: nn.Module) -> nn.Module | None:
+    """A copy under torchao's float8 rowwise training; None without torchao."""
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        return None
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    return convert_to_float8_training(copy.deepcopy(module), config=config)
+
+
+def step(call: Callable[..., Any], model: nn.Module, x: torch.Tensor, g: torch.Tensor) -> gpu.Call:
+    """Forward and backward; gradients begin anew."""
+
+    def run(turn: int) -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        x.grad = None
+        call(x).backward(g)
+
+    return run
+
+
+def captured(run: gpu.Call) -> gpu.Call:
+    """The same from a CUDA graph of torch's."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for turn in range(3):
+            run(turn)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(0)
+    return lambda turn: graph.replay()
+
+
+def linear(rounds: int) -> list[dict[str, Any]]:
+    """Rows of one linear layer."""
+    rows: list[dict[str, Any]] = []
+    for m, n, k in SIZES:
+        x, g = gpu.normal(m, k).requires_grad_(), gpu.normal(m, n, seed=1)
+        plain = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+        models: dict[str, nn.Module | None] = {"torch bf16": plain}
+        models |= {recipe: quantized(plain, recipe) for recipe in RECIPES}
+        calls: dict[str, gpu.Call] = {}
+        for name, model in models.items():
+            assert model is not None
+            calls[name] = step(model, model, x, g)
+            # A captured step has an input of its own, whose gradient it keeps.
+            own = x.detach().clone().requires_grad_()
+            calls[f"{name}, captured"] = captured(step(model, copy.deepcopy(model), own, g))
+        if (other := float8(plain)) is not None:
+            calls["torchao float8 rowwise, compiled"] = step(torch.compile(other), other, x, g)
+        times = gpu.milliseconds(calls, rounds, burst=1)
+        rows += shown(gpu.rates(times, 6 * m * n * k, part="linear", size=f"{m}x{n}x{k}"))
+    return rows
+
+
+# --- a block --------------------------------------------------------------------------------------
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, (WIDTH,), self.weight, 1e-5)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward network of Llama, without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([Norm(), Norm()])
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, False), nn.Linear(WIDTH, WIDTH, False)
+        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, False) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, WIDTH, False)
+        size = WIDTH // HEADS
+        angles = torch.outer(
+            torch.arange(CONTEXT), 500000.0 ** (-torch.arange(0, size, 2) / size)
+        ).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def turn(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        parts = self.qkv(self.norms[0](x)).view(batch, length, 3, HEADS, -1).transpose(1, 3)
+        q, k, v = parts.unbind(2)
+        y = functional.scaled_dot_product_attention(self.turn(q), self.turn(k), v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, WIDTH))
+        y = self.norms[1](x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+def block(rounds: int) -> list[dict[str, Any]]:
+    """Rows of a compiled block."""
+    torch.manual_seed(0)
+    plain = Block().to("cuda", torch.bfloat16)
+    x = gpu.normal(BATCH, CONTEXT, WIDTH).requires_grad_()
+    g = gpu.normal(BATCH, CONTEXT, WIDTH, seed=1)
+    models: dict[str, nn.Module | None] = {"torch bf16": plain}
+    models |= {recipe: quantized(plain, recipe) for recipe in RECIPES}
+    models["torchao float8 rowwise"] = float8(plain)
+    rows: list[dict[str, Any]] = []
+    for mode in (None, "reduce-overhead"):
+        torch._dynamo.reset()
+        calls = {}
+        for name, model in models.items():
+            if model is not None:
+                calls[name] = step(torch.compile(model, fullgraph=True, mode=mode), model, x, g)
+        times = gpu.milliseconds(calls, rounds, burst=1)
+        size = f"{BATCH}x{CONTEXT} tokens, width {WIDTH}"
+        rows += shown(gpu.rates(times, part="block", size=size, mode=mode or "default"))
+    return rows
+
+
+# --- overhead -------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("extensor_bench::linear", mutates_args=())
+def _plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("extensor_bench::linear_backward", mutates_args=())
+def _plain_backward(
+    g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+_plain.register_autograd(
+    lambda ctx, g: _plain_backward(g, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def overhead(rounds: int) -> list[dict[str, Any]]:
+    """Microseconds of the host for a call."""
+    from extensor.autograd.apply import wrap
+    from extensor.ops.quantized import layer_context, quantized_matmul
+    from extensor.quant.recipes import get_recipe
+
+    backend = gpu.cuda()
+    x, g = gpu.normal(256, 256).requires_grad_(), gpu.normal(256, 256, seed=1)
+    plain = nn.Linear(256, 256, bias=False, device="cuda", dtype=torch.bfloat16)
+    layer, context = quantized(plain, "mxfp4"), layer_context(get_recipe("mxfp4").layers)
+    arrays = [gpu.as_cupy(t, backend.xp) for t in (x, plain.weight, g)]
+
+    def own() -> None:
+        a, w, out = (wrap(array, backend) for array in arrays)
+        a.requires_grad, w.requires_grad = True, True
+        quantized_matmul(a, w, context).backward(out)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "torch.nn.Linear": lambda: plain(x).backward(g),
+        "a custom operator": lambda: _plain(x, plain.weight).backward(g),
+        "extensor.torch, mxfp4": lambda: layer(x).backward(g),
+        "extensor's own, mxfp4": own,
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 3):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(20):
+                call()
+            if turn >= 3:
+                times[name].append((time.perf_counter() - start) / 20 * 1e6)
+    return list(
+        shown(
+            {"part": "overhead", "name": name, "host_microseconds": round(median(t), 1)}
+            for name, t in times.items()
+        )
+    )
+
+
+def main() -> None:
+    """Measure, print and write."""
+    chosen = gpu.options(__doc__, rounds=15, only=PARTS).parse_args()
+    parts = {"linear": linear, "block": block, "overhead": overhead}
+    rows = [row for name in chosen.only for row in parts[name](chosen.rounds)]
+    gpu.write_gpu("cuda-torch", rows, gpu.cuda().xp)
+
+
+if __name__ == "__main__":
+    main()

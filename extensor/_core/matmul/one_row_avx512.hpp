@@ -1,0 +1,193 @@
+// One float32 row times weights of four-bit codes or integers of eight bits, on AVX-512: what
+// decoding text repeats.
+//
+// Values of four bits are bfloat16 numbers. One permutation of 16-bit lanes decodes 32 codes, whose
+// halves become float32 by a shift and a mask. Lane l of a vector of words holds elements 8 l ..
+// 8 l + 7, as in weight_only.cpp.
+#pragma once
+
+#include "common/threads.hpp"
+#include "matmul/weight_only.hpp"
+
+namespace EXTENSOR_ISA {
+namespace {
+
+// The sums of the lanes of four vectors.
+INLINE __m128 sums_of(const vf (&v)[4]) {
+    const auto halves = [](vf a, vf b) __attribute__((always_inline)) {
+        return _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+    };
+    const __m512d ab = halves(v[0], v[1]), cd = halves(v[2], v[3]);
+    const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
+                                     _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+constexpr int kGroupRows = 4;  // of weights at a time
+
+// Four rows of weights: their codes, and the scales and offsets of their tiles.
+struct RowGroup {
+    const uint8_t* codes[kGroupRows];
+    const float *scale[kGroupRows], *offset[kGroupRows];
+};
+
+// body(group, total) adds up the lanes of a group's results; every row has its own scales.
+template <class Body>
+void for_row_groups(const Weights& s, bool offsets, Body body) {
+    const WeightGemm& g = s.g;
+    const int64_t n = g.w.rows, tiles = ceil_div(g.k, g.w.tile_length);
+    const int64_t share = round_up(ceil_div(n, 8 * threads::get()), kGroupRows);
+    const int64_t task_rows = most(16, least(64, share));
+    threads::run(ceil_div(n, task_rows), n * g.k, [&](int64_t task) {
+        const int64_t begin = task * task_rows, end = least(n, begin + task_rows);
+        const int64_t count = (end - begin) * tiles;
+        float* scale = threads::scratch_of<float>(threads::Slot::partial, 2 * (count + VL));
+        float* offset = scale + count + VL;
+        const int64_t rows = g.w.super_scales ? 1 : end - begin;  // of tiles that follow each other
+        for (int64_t row = begin; row < end; row += rows) {
+            const int64_t at = (row - begin) * tiles;
+            s.decode_scales(row, 0, rows * tiles, scale + at);
+            if (offsets) s.decode_offsets(row, 0, rows * tiles, offset + at);
+        }
+        for (int64_t row = begin; row < end; row += kGroupRows) {
+            RowGroup group;
+            for (int r = 0; r < kGroupRows; ++r) {
+                const int64_t mine = least(row + r, end - 1);  // beyond the end: not stored
+                group.codes[r] = g.w.codes + mine * g.w.row_bytes;
+                group.scale[r] = scale + (mine - begin) * tiles;
+                group.offset[r] = offset + (mine - begin) * tiles;
+            }
+            vf total[kGroupRows] = {};
+            body(group, total);
+            const __m128 results = _mm_mul_ps(sums_of(total), _mm_set1_ps(g.w.tensor_scale));
+            const auto stored = static_cast<__mmask8>((1u << least(kGroupRows, end - row)) - 1);
+            _mm_mask_storeu_ps(g.out + row, stored, results);
+        }
+    });
+}
+
+template <Offset Kind>
+void one_row_codes4(const Weights& s) {
+    constexpr int R = kGroupRows;
+    const int64_t k = s.g.k, row_bytes = s.g.w.row_bytes;
+    const ScaleLanes scale_lanes(s.g.w.tile_length);
+    alignas(64) uint16_t bits16[32];
+    for (int i = 0; i < 32; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, s.table + i % 16, 4);
+        bits16[i] = static_cast<uint16_t>(bits >> 16);
+    }
+    const __m512i table = _mm512_load_si512(bits16);
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+    // The last chunk of a row: its bytes, and the lanes that belong to the row.
+    const int64_t whole = k / kChunk, rest = k % kChunk;
+    const __mmask64 bytes = (__mmask64{1} << ((rest + 1) / 2)) - 1;
+    const auto lanes = static_cast<__mmask16>((1u << ceil_div(rest, 8)) - 1);
+    for_row_groups(s, Kind != Offset::none, [&](const RowGroup& group, vf(&total)[R]) {
+        const float *x = s.x, *sums = s.sums;
+        int64_t at = 0, seen = 0;  // which scale, and the chunks under it so far
+        const auto add = [&](const __m512i(&words)[R],
+                             __mmask16 some) __attribute__((always_inline)) {
+            vf low[R] = {}, high[R] = {};
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                const vf first = load(x + j * VL), second = load(x + (j + 4) * VL);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r) {
+                    const __m512i two =
+                        _mm512_permutexvar_epi16(_mm512_srli_epi16(words[r], 4 * j), table);
+                    low[r] = multiply_add(reinterpret_cast<vf>(_mm512_slli_epi32(two, 16)), first,
+                                          low[r]);
+                    high[r] = multiply_add(reinterpret_cast<vf>(_mm512_and_si512(two, upper)),
+                                           second, high[r]);
+                }
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) {
+                vf part = low[r] + high[r];
+                if constexpr (Kind != Offset::none) {
+                    const vf offset = scale_lanes(group.offset[r] + at), sum = load(sums);
+                    if constexpr (Kind == Offset::zero)
+                        part -= offset * sum;
+                    else
+                        total[r] = _mm512_mask3_fmadd_ps(offset, sum, total[r], some);
+                }
+                total[r] =
+                    _mm512_mask3_fmadd_ps(part, scale_lanes(group.scale[r] + at), total[r], some);
+            }
+            if (!scale_lanes.broadcast || ++seen == scale_lanes.chunks_per_scale)
+                at += scale_lanes.step, seen = 0;
+            x += kChunk, sums += VL;
+        };
+        __m512i words[R];
+        for (int64_t c = 0; c < whole; ++c) {
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) {
+                __builtin_prefetch(group.codes[r] + c * 4 * VL + 2 * R * row_bytes);
+                words[r] = _mm512_loadu_si512(group.codes[r] + c * 4 * VL);
+            }
+            add(words, 0xFFFF);
+        }
+        if (rest) {
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r)
+                words[r] = _mm512_maskz_loadu_epi8(bytes, group.codes[r] + whole * 4 * VL);
+            add(words, lanes);
+        }
+    });
+}
+
+// Integers of 8 bits in tiles of whole vectors, or one for the row.
+inline void one_row_integers(const Weights& s) {
+    constexpr int R = kGroupRows;
+    const int64_t k = s.g.k, row_bytes = s.g.w.row_bytes, tile = least(k, s.g.w.tile_length);
+    for_row_groups(s, false, [=, &s](const RowGroup& group, vf(&total)[R]) {
+        for (int64_t begin = 0, t = 0; begin < k; begin += tile, ++t) {
+            const int64_t end = least(k, begin + tile);
+            vf part[R] = {};
+            const auto add = [&](int64_t i, __mmask16 some) __attribute__((always_inline)) {
+                const vf values = load(s.x + i);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r) {
+                    const __m128i bytes = _mm_maskz_loadu_epi8(some, group.codes[r] + i);
+                    part[r] = multiply_add(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), values,
+                                           part[r]);
+                }
+            };
+            int64_t i = begin;
+            for (; i + 2 * VL <= end; i += 2 * VL) {
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r)
+                    __builtin_prefetch(group.codes[r] + i + 2 * R * row_bytes);
+                add(i, 0xFFFF), add(i + VL, 0xFFFF);
+            }
+            for (; i < end; i += VL) add(i, static_cast<__mmask16>((1u << least(VL, end - i)) - 1));
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r)
+                total[r] = multiply_add(part[r], splat(group.scale[r][t]), total[r]);
+        }
+    });
+}
+
+// Whether `one_row` multiplies these operands.
+inline bool takes_one_row(const WeightGemm& g) {
+    const Element& e = kElements[g.w.element];
+    if (g.m != 1 || g.w.tile_rows != 1) return false;
+    if (e.bits == 4) return true;
+    const bool vectors = g.w.tile_length % VL == 0 || g.w.tile_length >= g.k;
+    return e.bits == 8 && !e.is_float && offset_of(g.w) == Offset::none && vectors;
+}
+
+// `s.x` is packed, and fits the first cache.
+inline void one_row(const Weights& s) {
+    if (kElements[s.g.w.element].bits == 8) return one_row_integers(s);
+    switch (offset_of(s.g.w)) {
+        case Offset::none: return one_row_codes4<Offset::none>(s);
+        case Offset::zero: return one_row_codes4<Offset::zero>(s);
+        default: return one_row_codes4<Offset::minimum>(s);
+    }
+}
+
+}  // namespace
+}  // namespace EXTENSOR_ISA

@@ -1,0 +1,26 @@
+"""extensor inside PyTorch: recipes and kernels in torch modules.
+
+    import extensor.torch as ext
+
+    model = ext.quantize_(model, recipe="mxfp4", seed=0)
+
+Training goes on as before: torch's autograd, optimizers and torch.compile. The package needs torch,
+`pip install 'extensor[torch]'`, and nothing else in extensor imports it.
+"""
+
+from __future__ import annotations
+
+from extensor.torch.require import load_torch
+
+load_torch()
+
+from extensor.torch import modules  # noqa: E402
+from extensor.torch.modules import Conv2d, Linear  # noqa: E402
+from extensor.torch.quantize import (  # noqa: E402
+    quantize_,
+    quantized_modules,
+    reset_telemetry,
+    telemetry,
+)
+
+__all__ = ["Conv2d", "Linear", "quantize_", "quantized_modules", "reset_telemetry", "telemetry"]

@@ -1,0 +1,117 @@
+"""The one place where a torch tensor becomes a backend's array, and an array a torch tensor.
+
+Neither direction copies: both stand for the same memory. numpy and cupy name bfloat16 by the dtype
+of ml_dtypes, so a bfloat16 tensor passes as 16-bit integers that are relabelled.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from extensor.backends import registry
+from extensor.backends.protocol import Backend
+
+__all__ = ["DEVICES", "DTYPES", "backend_of", "check_tensor", "on_stream", "to_array", "to_tensor"]
+
+Array = Any
+
+DTYPES: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.float16: np.dtype(np.float16),
+}
+"""Dtypes of tensors that can be quantized."""
+
+DEVICES = ("cpu", "cuda")
+
+_BFLOAT16 = DTYPES[torch.bfloat16]
+_NOWHERE: AbstractContextManager[Any] = nullcontext()
+
+
+def check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that no backend can read.
+
+    Raises:
+        TypeError: for another dtype, another layout in memory, or a meta tensor.
+        ValueError: for another device.
+
+    >>> from extensor.torch.arrays import check_tensor
+    >>> check_tensor("x", torch.ones(2))
+    """
+    if tensor.is_meta:
+        raise TypeError(
+            f"{name}: a meta tensor has no values to quantize; make the tensor or module on a "
+            "device (module.to_empty(device=...), then load its weights)"
+        )
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got {tensor.layout}; use x.to_dense()")
+    if tensor.dtype not in DTYPES:
+        if tensor.dtype.is_complex:
+            way = "quantize its real and imaginary parts (torch.view_as_real)"
+        else:
+            way = "convert it with x.float()"
+        raise TypeError(f"{name}: expected float32, bfloat16 or float16, got {tensor.dtype}; {way}")
+    if tensor.device.type not in DEVICES:
+        raise ValueError(
+            f"{name}: expected a tensor on {' or '.join(DEVICES)}, got {tensor.device}; move it "
+            "with x.to('cpu') or x.to('cuda')"
+        )
+
+
+def backend_of(tensor: torch.Tensor) -> Backend:
+    """The backend of a tensor's device."""
+    return registry.get(tensor.device.type)
+
+
+def on_stream(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """A context in which kernels run on torch's current stream, in memory of torch's allocator.
+
+    It gives None on the CPU, else `extensor.torch.cuda.OnStream`.
+    """
+    if not tensor.is_cuda:
+        return _NOWHERE
+    from extensor.torch import cuda
+
+    return cuda.on_stream(tensor.device)
+
+
+def to_array(tensor: torch.Tensor) -> Array:
+    """The tensor's memory as an array of its device's backend.
+
+    >>> from extensor.torch.arrays import to_array
+    >>> t = torch.zeros(3)
+    >>> to_array(t)[0] = 7
+    >>> t
+    tensor([7., 0., 0.])
+    """
+    if tensor.is_cuda:
+        from extensor.torch import cuda
+
+        return cuda.to_array(tensor)
+    tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(_BFLOAT16)
+    return tensor.numpy()
+
+
+def to_tensor(array: Array, device: torch.device) -> torch.Tensor:
+    """An array's memory as a contiguous tensor; the array must not be an argument's memory.
+
+    >>> from extensor.torch.arrays import to_tensor
+    >>> to_tensor(np.ones(2, np.float32), torch.device("cpu"))
+    tensor([1., 1.])
+    """
+    if device.type == "cuda":
+        from extensor.torch import cuda
+
+        return cuda.to_tensor(array)
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    if array.dtype == _BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -1,0 +1,170 @@
+"""When a layer draws new random bits.
+
+Random bits are a function of seed, layer, step and use. The step is the optimizer step, the use is
+the number of forward passes since then, as in `extensor.quant.recipe_state`. Both stand in one
+int64 buffer of the layer, its clock: step + 2**32 use. A buffer moves with the module, is part of
+its state_dict, and is there for a captured CUDA graph to read and to advance.
+
+Activation checkpointing runs a forward pass again in the backward pass. The second run must draw
+the bits of the first and leave the clock alone. So the clock's readings are noted by the
+checkpointed region that they belong to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from extensor.torch.layer import LayerHandle, written_by_an_optimizer
+
+__all__ = ["STEPS", "Ticking", "advance_with_optimizer", "new_clock", "next_step", "read_clock"]
+
+_ONE_USE = 1 << 32
+STEPS = _ONE_USE - 1
+"""The bits of a clock that hold the step."""
+
+
+def new_clock(step: int, device: torch.device) -> torch.Tensor:
+    """A clock at the beginning of a step.
+
+    >>> from extensor.torch.clock import new_clock
+    >>> new_clock(3, torch.device("cpu"))
+    tensor(3)
+    """
+    return torch.tensor(step, dtype=torch.int64, device=device)
+
+
+# --- forward passes ---
+
+_noted: weakref.WeakKeyDictionary[Any, dict[int, list[torch.Tensor]]] = weakref.WeakKeyDictionary()
+"""The readings of each layer in a checkpointed region, which is torch's frame of the region."""
+_again: weakref.WeakKeyDictionary[Any, Counter[int]] = weakref.WeakKeyDictionary()
+"""How many readings of each layer a second run has taken, by the run's hook."""
+
+
+def read_clock(clock: torch.Tensor | None, layer: LayerHandle) -> torch.Tensor | None:
+    """The clock's reading for one forward pass; a recorded pass advances the clock.
+
+    Args:
+        clock: the layer's buffer; None where nothing is random.
+        layer: the layer.
+
+    Returns:
+        A tensor of its own if the pass is recorded.
+
+    >>> from extensor.torch.clock import new_clock, read_clock
+    >>> clock = new_clock(3, torch.device("cpu"))
+    >>> read_clock(clock, layer=None), clock // 2**32
+    (tensor(3), tensor(1))
+    """
+    if clock is None or not torch.is_grad_enabled():
+        return clock
+    if not torch.compiler.is_compiling():
+        hook, region = _region()
+        if torch._C._current_graph_task_id() != -1 and region in _noted:
+            return _noted_reading(hook, region, layer)
+        reading = clock.clone()
+        clock += _ONE_USE
+        if region is not None:
+            _noted.setdefault(region, defaultdict(list))[layer.number].append(reading)
+        return reading
+    reading = clock.clone()
+    clock.add_(_ONE_USE)
+    return reading
+
+
+def _noted_reading(hook: Any, region: Any, layer: LayerHandle) -> torch.Tensor:
+    taken = _again.setdefault(hook, Counter())
+    at = taken[layer.number]
+    taken[layer.number] += 1
+    return _noted[region][layer.number][at]
+
+
+def _region() -> tuple[Any, Any]:
+    """The hook of the checkpointed region under way, and torch's frame of it; None outside.
+
+    torch has no public name for either. Both runs of a region have hooks on saved tensors, whose
+    closures hold the region's frame.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if not hooks:
+        return None, None
+    pack = inspect.unwrap(hooks[0])
+    for cell in getattr(pack, "__closure__", None) or ():
+        held: Any = cell.cell_contents
+        held = held() if isinstance(held, weakref.ref) else held
+        if type(held).__name__ == "_CheckpointFrame":
+            return pack, held
+    return None, None
+
+
+# --- optimizer steps ---
+
+
+class Ticking:
+    """What `next_step` advances: a module with a clock and parameters."""
+
+    quant_clock: torch.Tensor | None
+    quant_layer: LayerHandle | None
+    parameters: Callable[[], Iterable[torch.nn.Parameter]]
+
+
+_modules: weakref.WeakSet[Ticking] = weakref.WeakSet()
+_of_optimizer: weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[weakref.ref[Ticking]]]] = (
+    weakref.WeakKeyDictionary()
+)
+_registered = [0]
+"""How many modules have been."""
+
+
+def advance_with_optimizer(module: Ticking) -> None:
+    """Let each step of an optimizer that has the module's parameters begin the clock's next."""
+    _modules.add(module)
+    _registered[0] += 1
+
+
+def next_step(modules: Iterable[Ticking]) -> None:
+    """Begin the next step of these modules' clocks.
+
+    >>> import extensor.torch as ext
+    >>> layer = ext.Linear(32, 32, recipe="mxfp4_all")
+    >>> _ = layer(torch.ones(1, 32))
+    >>> from extensor.torch.clock import next_step
+    >>> next_step([layer])
+    >>> layer.quant_clock
+    tensor(1)
+    """
+    clocks = [m.quant_clock for m in modules if m.quant_clock is not None]
+    by_device: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for clock in clocks:
+        by_device[clock.device].append(clock)
+    for there in by_device.values():
+        times = torch.stack(there)
+        times &= STEPS
+        times += 1
+        torch._foreach_copy_(there, list(times.unbind()))
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    written_by_an_optimizer()
+    key = _registered[0], *(len(group["params"]) for group in optimizer.param_groups)
+    found = _of_optimizer.get(optimizer)
+    if found is None or found[0] != key:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        its = [m for m in _modules if any(id(p) in own for p in m.parameters())]
+        found = _of_optimizer[optimizer] = key, [weakref.ref(m) for m in its]
+    modules = [module for module in (ref() for ref in found[1]) if module is not None]
+    for module in modules:
+        if module.quant_layer is not None:
+            module.quant_layer.forget_weight()
+    with torch.no_grad():
+        next_step(modules)
+
+
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,133 @@
+"""cupy on torch's current stream and in memory of torch's caching allocator.
+
+An operator's arrays then belong to torch: a result is a tensor of its own, what is freed goes back
+to the stream that used it, and a captured graph finds everything in its own pool. Nothing waits for
+the GPU.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
+from typing import Any
+
+import cupy
+import ml_dtypes
+import numpy as np
+import torch
+
+from extensor.random import DeviceClock
+from extensor_cuda.runtime.memory import ALLOCATORS, allocate
+
+__all__ = ["OnStream", "on_stream", "to_array", "to_tensor"]
+
+Array = Any
+
+_DTYPES = {
+    torch.float32: np.dtype(np.float32),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.float16: np.dtype(np.float16),
+    torch.int64: np.dtype(np.int64),
+    torch.uint8: np.dtype(np.uint8),
+}
+_TENSOR_DTYPES = {array: tensor for tensor, array in _DTYPES.items()}
+_SMALL, _CHUNK, _ALIGNED = 4096, 1 << 16, 512
+"""Allocations up to so many bytes share chunks of so many, at such multiples."""
+
+
+class _Memory(cupy.cuda.UnownedMemory):  # type: ignore[misc]
+    """A tensor's memory, as cupy names it."""
+
+    def __init__(self, tensor: torch.Tensor, size: int) -> None:
+        super().__init__(tensor.data_ptr(), size, tensor, tensor.get_device())
+        self.tensor = tensor
+
+
+class OnStream:
+    """A context: cupy's current device, stream and allocator are torch's.
+
+    Attributes:
+        capturing: whether torch captures a graph on the stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._index = device.index or 0
+        self._chunk: _Memory | None = None
+        self._used = 0
+
+    def __enter__(self) -> OnStream:
+        self.capturing = torch.cuda.is_current_stream_capturing()
+        self._before = cupy.cuda.runtime.getDevice()
+        if self._before != self._index:
+            cupy.cuda.runtime.setDevice(self._index)
+        self._stream = _stream(torch._C._cuda_getCurrentRawStream(self._index), self._index)
+        self._memory = cupy.cuda.using_allocator(self._allocate)
+        self._memory.__enter__()
+        self._stream.__enter__()
+        if not self.capturing:  # cudaMalloc is not allowed in a capture
+            ALLOCATORS.lasting = _of_cupy
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        ALLOCATORS.lasting = nullcontext
+        self._stream.__exit__(*error)
+        self._memory.__exit__(*error)
+        if self._before != self._index:
+            cupy.cuda.runtime.setDevice(self._before)
+
+    def clock(self, tensor: torch.Tensor) -> DeviceClock:
+        """A layer's clock as kernels read it."""
+        return DeviceClock(to_array(tensor))
+
+    def _allocate(self, size: int) -> Any:
+        if size > _SMALL:
+            return cupy.cuda.MemoryPointer(self._of_torch(size), 0)
+        if self._chunk is None or self._used + size > _CHUNK:
+            self._chunk, self._used = self._of_torch(_CHUNK), 0
+        start, self._used = self._used, self._used + -(-size // _ALIGNED) * _ALIGNED
+        return cupy.cuda.MemoryPointer(self._chunk, start)
+
+    def _of_torch(self, size: int) -> _Memory:
+        return _Memory(torch.empty(size, dtype=torch.uint8, device=self.device), size)
+
+
+def _of_cupy() -> AbstractContextManager[Any]:
+    pool = cupy.get_default_memory_pool()
+    used: AbstractContextManager[Any] = cupy.cuda.using_allocator(partial(allocate, cupy, pool))
+    return used
+
+
+@lru_cache(maxsize=256)
+def _stream(pointer: int, device: int) -> Any:
+    return cupy.cuda.ExternalStream(pointer, device)
+
+
+def on_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """See `extensor.torch.arrays.on_stream`."""
+    return OnStream(device)
+
+
+def to_array(tensor: torch.Tensor) -> Array:
+    """See `extensor.torch.arrays.to_array`."""
+    dtype = _DTYPES[tensor.dtype]
+    item = dtype.itemsize
+    strides = tuple([step * item for step in tensor.stride()])
+    size = item + sum([(n - 1) * s for n, s in zip(tensor.shape, strides, strict=True) if n])
+    memory = cupy.cuda.MemoryPointer(_Memory(tensor.detach(), size), 0)
+    return cupy.ndarray(tuple(tensor.shape), dtype, memory, strides)
+
+
+def to_tensor(array: Array) -> torch.Tensor:
+    """See `extensor.torch.arrays.to_tensor`."""
+    array = cupy.ascontiguousarray(array)
+    dtype, memory = _TENSOR_DTYPES[array.dtype], array.data.mem
+    if isinstance(memory, _Memory) and memory.tensor.dtype is torch.uint8:
+        start = array.data.ptr - memory.ptr
+        held = memory.tensor[start : start + array.nbytes].view(dtype).view(array.shape)
+        alone = memory.tensor.numel() == array.nbytes
+        return held if alone else held.clone()  # a small result would keep a whole chunk
+    made = torch.utils.dlpack.from_dlpack(
+        array.view(np.int16) if dtype is torch.bfloat16 else array
+    )
+    return made.view(dtype)

@@ -1,0 +1,167 @@
+"""One layer's recipe, as the operators see it.
+
+An operator's arguments are tensors and numbers. So an operator names a layer by a number, its
+handle, and finds the recipe, the counts and the kept weight here. Handles are not stored: a copied
+or unpickled layer has one of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from extensor.quant.recipe import SLOTS, FloatName, LayerRecipe, Recipe
+from extensor.quant.recipe_state import Counts, LayerContext, RecipeState
+from extensor.quant.spec import QuantSpec
+from extensor.quant.weight_cache import WeightVersion
+from extensor.random import DeviceClock, Stream
+from extensor.torch.arrays import to_array
+
+__all__ = ["ClockedContext", "LayerHandle", "layer_of", "written_by_an_optimizer"]
+
+_LAYERS: weakref.WeakValueDictionary[int, LayerHandle] = weakref.WeakValueDictionary()
+_handles = itertools.count(2)
+"""From 2 on: torch.compile takes 0 and 1 for constants, and would compile anew for others."""
+
+
+@dataclass
+class ClockedContext(LayerContext):
+    """A layer in one forward pass: step and use come from the layer's clock, not from the recipe's.
+
+    Attributes:
+        step: the optimizer step.
+        clock: what kernels on a GPU read step and use from; None on the CPU.
+        activations: "bfloat16" rounds results to that, once.
+        capturing: whether torch captures a graph.
+    """
+
+    step: int = 0
+    clock: DeviceClock | None = None
+    activations: FloatName = "float32"
+    capturing: bool = False
+
+    def stream(self, slot: str, column: bool) -> Stream:
+        """See `LayerContext.stream`."""
+        stream = super().stream(slot, column)
+        if self.clock is not None and slot.endswith(".w"):
+            return replace(stream, clock=self.clock.without_use)
+        return stream
+
+    def record(self, slot: str, counts: Counts) -> None:
+        """See `LayerContext.record`; what a captured graph counts in a replay reaches nobody."""
+        if not self.capturing:
+            super().record(slot, counts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A weight's array, and when it was read; a new one is made when the weight is written."""
+
+    tensor: weakref.ref[torch.Tensor]
+    key: tuple[int, int, int]
+    array: Any
+    version: WeightVersion
+
+
+class LayerHandle:
+    """A layer's recipe and its share of the model's counts, found by `layer_of`.
+
+    Attributes:
+        context: path, number and recipe of the layer.
+        number: the handle.
+        stochastic: whether any operand is rounded stochastically, so that a clock is needed.
+    """
+
+    def __init__(self, context: LayerContext) -> None:
+        self.context = context
+        self.number = next(_handles)
+        operands = map(context.layer.slot, SLOTS)
+        self.stochastic = any(
+            isinstance(operand, QuantSpec) and operand.rounding == "stochastic"
+            for operand in operands
+        )
+        self._held: _Held | None = None
+        _LAYERS[self.number] = self
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, layer: LayerRecipe, seed: int, index: int) -> LayerHandle:
+        """The handle of a layer that is no part of a quantized model."""
+        state = RecipeState(recipe, seed)
+        context = LayerContext("", index, layer, state)
+        state.layers[""] = context
+        return cls(context)
+
+    def __reduce__(self) -> tuple[Callable[..., LayerHandle], tuple[LayerContext]]:
+        return type(self), (self.context,)
+
+    def at(
+        self,
+        clock: torch.Tensor | None,
+        on_device: DeviceClock | None,
+        activations: FloatName,
+        capturing: bool,
+    ) -> ClockedContext:
+        """The context of a pass whose clock showed this.
+
+        Args:
+            clock: int64 of shape (): the step, plus 2**32 times the use; None: no random bits.
+            on_device: the same as kernels read it; None on the CPU.
+            activations: see `ClockedContext`.
+            capturing: likewise.
+        """
+        base = self.context
+        step, use = 0, 0
+        if clock is not None and on_device is None:
+            use, step = divmod(int(clock), 1 << 32)
+        own = base.path, base.index, base.layer, base.state
+        return ClockedContext(*own, use, None, step, on_device, activations, capturing)
+
+    def weight(self, weight: torch.Tensor, keep: bool) -> tuple[Any, WeightVersion | None]:
+        """The weight's array, and the version by which the cache knows its operands.
+
+        Args:
+            weight: the weight.
+            keep: whether its operands may be kept; not while a graph is captured.
+        """
+        if not keep:
+            return to_array(weight), None
+        held, key = self._held, (weight._version, weight.data_ptr(), _Writes.count)
+        if held is None or held.key != key or held.tensor() is not weight:
+            array = to_array(weight)
+            version = WeightVersion([0], 0)
+            held = self._held = _Held(weakref.ref(weight), key, array, version)
+        return held.array, held.version
+
+    def forget_weight(self) -> None:
+        """Drop what is kept of the weight."""
+        self._held = None
+        self.context.state.weight_cache.drop(self.context.path, SLOTS)
+
+
+class _Writes:
+    count = 0
+
+
+def written_by_an_optimizer() -> None:
+    """Note that weights were written, also by those that hide it from version counters (FSDP)."""
+    _Writes.count += 1
+
+
+def layer_of(number: int) -> LayerHandle:
+    """The layer of a handle.
+
+    Raises:
+        RuntimeError: if the layer is gone.
+    """
+    try:
+        return _LAYERS[number]
+    except KeyError:
+        raise RuntimeError(
+            "extensor: the layer that this operation belongs to has been deleted; keep the model "
+            "until its backward pass is done"
+        ) from None

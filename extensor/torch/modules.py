@@ -1,0 +1,324 @@
+"""Quantized modules: `torch.nn.Linear`, `Conv2d` and transformers' `Conv1D` under a recipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from extensor.quant.recipe import Recipe
+from extensor.quant.recipes import FP4_RECIPE, get_recipe
+from extensor.torch import operators
+from extensor.torch.arrays import DEVICES, DTYPES, check_tensor
+from extensor.torch.clock import Ticking, advance_with_optimizer, new_clock, read_clock
+from extensor.torch.layer import LayerHandle
+
+__all__ = ["Conv2d", "Linear", "QuantizedModule", "quantized_class"]
+
+_FLOATS = tuple(DTYPES)
+
+
+class QuantizedModule(nn.Module, Ticking):
+    """What a module under a recipe has beside its parameters.
+
+    Attributes:
+        quant_layer: its recipe.
+        quant_clock: int64 of shape (), the step plus 2**32 times the forward passes since; None
+            where nothing is rounded stochastically. A buffer, and so part of the state_dict.
+
+    >>> import extensor.torch as ext
+    >>> isinstance(ext.Linear(32, 32), ext.modules.QuantizedModule)
+    True
+    """
+
+    quant_layer: LayerHandle
+    quant_clock: Tensor | None
+
+    def set_recipe(self, layer: LayerHandle, step: int = 0) -> None:
+        """Put the module under a recipe, at the beginning of a step.
+
+        Args:
+            layer: the recipe.
+            step: the optimizer step.
+
+        >>> import extensor.torch as ext
+        >>> layer = ext.Linear(32, 32, recipe="mxfp8")
+        >>> layer.set_recipe(ext.Linear(32, 32, recipe="mxfp4_all").quant_layer, step=2)
+        >>> layer.quant_clock
+        tensor(2)
+        """
+        self.quant_layer = layer
+        device = next(self.parameters()).device
+        clock = new_clock(step, device) if layer.stochastic else None
+        self.register_buffer("quant_clock", clock)
+        advance_with_optimizer(self)
+
+    def _prepared(self, x: Tensor, weight: Tensor) -> tuple[Tensor, torch.dtype]:
+        """The input, cast as autocast casts it, and the dtype of the result."""
+        device = x.device.type
+        if (
+            x.dtype not in _FLOATS
+            or weight.dtype not in _FLOATS
+            or device not in DEVICES
+            or x.device != weight.device
+            or x.layout is not torch.strided
+        ):
+            self._refuse(x, weight)
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            return x.to(dtype), dtype
+        if self.quant_layer.context.activations == "bfloat16":
+            return x, torch.bfloat16
+        return x, torch.promote_types(x.dtype, weight.dtype)
+
+    def _refuse(self, x: Tensor, weight: Tensor) -> None:
+        name = type(self).__name__
+        check_tensor(f"{name}: input", x)
+        check_tensor(f"{name}: weight", weight)
+        raise ValueError(
+            f"{name}: expected input and weight on one device, got {x.device} and "
+            f"{weight.device}; move one with .to(device)"
+        )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        *rest: Any,
+    ) -> None:
+        """Weights of a model that was not quantized come without a clock, which then stays."""
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, *rest
+        )
+        if (clock := f"{prefix}quant_clock") in missing_keys:
+            missing_keys.remove(clock)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        advance_with_optimizer(self)
+
+    def extra_repr(self) -> str:
+        """See `torch.nn.Module.extra_repr`."""
+        context = self.quant_layer.context
+        return f"{super().extra_repr()}, recipe={context.state.recipe.name!r}"
+
+
+def _keeps(x: Tensor) -> bool:
+    """Whether operands of weights may be kept: CUDA graphs of compiled code own all they make."""
+    return not (x.is_cuda and torch.compiler.is_compiling())
+
+
+class _Linear(QuantizedModule):
+    weight: Any
+    bias: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) -> (..., N)."""
+        weight, layer = self.weight, self.quant_layer
+        if not x.ndim or x.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"{type(self).__name__}: expected an input of shape (..., {weight.shape[1]}), got "
+                f"{tuple(x.shape)}"
+            )
+        x, dtype = self._prepared(x, weight)
+        clock = read_clock(self.quant_clock, layer)
+        return operators.linear(x, weight, self.bias, clock, layer.number, dtype, _keeps(x))
+
+
+class _Conv1D(QuantizedModule):
+    """transformers' Conv1D: a linear layer whose weight is stored transposed, (K, N)."""
+
+    weight: Any
+    bias: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) -> (..., N)."""
+        weight, layer = self.weight.t(), self.quant_layer
+        if not x.ndim or x.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"{type(self).__name__}: expected an input of shape (..., {weight.shape[1]}), got "
+                f"{tuple(x.shape)}"
+            )
+        x, dtype = self._prepared(x, weight)
+        clock = read_clock(self.quant_clock, layer)
+        return operators.linear(x, weight, self.bias, clock, layer.number, dtype, _keeps(x))
+
+
+class _Conv2d(QuantizedModule):
+    weight: Any
+    bias: Any
+    padding: Any
+    padding_mode: Any
+    stride: Any
+    dilation: Any
+    groups: int
+    _reversed_padding_repeated_twice: list[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) or (C, H, W) -> (N, O, Ho, Wo) or (O, Ho, Wo)."""
+        weight, layer = self.weight, self.quant_layer
+        x, dtype = self._prepared(x, weight)
+        single = x.ndim == 3
+        x = x[None] if single else x
+        if x.ndim != 4 or x.shape[1] != weight.shape[1] * self.groups:
+            raise ValueError(
+                f"{type(self).__name__}: expected an input of shape (N, "
+                f"{weight.shape[1] * self.groups}, H, W), got {tuple(x.shape)}"
+            )
+        x, padding = self._padded(x)
+        spans = [d * (k - 1) + 1 for d, k in zip(self.dilation, weight.shape[2:], strict=True)]
+        if any(x.shape[i + 2] + 2 * padding[i] < spans[i] for i in (0, 1)):
+            raise ValueError(
+                f"{type(self).__name__}: a kernel that spans {spans} does not fit an image of "
+                f"{tuple(x.shape[2:])} with padding {padding}"
+            )
+        clock = read_clock(self.quant_clock, layer)
+        window = self.stride, padding, self.dilation, self.groups
+        keep = _keeps(x)
+        out = operators.conv2d(x, weight, self.bias, clock, layer.number, dtype, keep, *window)
+        return out[0] if single else out
+
+    def _padded(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """The image, and the zeros on each side that are left to the convolution."""
+        around = self._reversed_padding_repeated_twice  # left, right, top, bottom
+        left, right, top, bottom = around
+        if self.padding_mode == "zeros" and left == right and top == bottom:
+            return x, (top, left)
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return functional.pad(x, around, mode=mode), (0, 0)
+
+
+class Linear(_Linear, nn.Linear):
+    """`torch.nn.Linear` whose three matrix products follow a recipe.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: whether there is one.
+        device: of the parameters.
+        dtype: of the parameters: float32, bfloat16 or float16.
+        recipe: a recipe or its name; every layer's recipe of it, whatever its rules say.
+        seed: of stochastic rounding.
+        index: number of the layer, which names its random bits; give each layer of a model its own.
+            `quantize_` does.
+
+    Raises:
+        ValueError: for an unknown recipe; when called, for an input that is not (..., K).
+        TypeError: when called, for an input that is not of dense floats of 16 or 32 bits.
+
+    >>> import extensor.torch as ext
+    >>> layer = ext.Linear(64, 32, recipe="mxfp4")
+    >>> layer(torch.ones(8, 64)).shape
+    torch.Size([8, 32])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | str = FP4_RECIPE,
+        seed: int = 0,
+        index: int = 0,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        self.set_recipe(_alone(recipe, seed, index))
+
+
+class Conv2d(_Conv2d, nn.Conv2d):
+    """`torch.nn.Conv2d` whose three products follow a recipe.
+
+    Args:
+        args: those of `torch.nn.Conv2d`.
+        recipe: as `Linear` takes it.
+        seed: likewise.
+        index: likewise.
+        options: those of `torch.nn.Conv2d`.
+
+    Raises:
+        ValueError: for an unknown recipe; when called, for an input that is not (N, C, H, W).
+        TypeError: when called, for an input that is not of dense floats of 16 or 32 bits.
+
+    >>> import extensor.torch as ext
+    >>> conv = ext.Conv2d(3, 16, kernel_size=3, padding=1, recipe="mxfp4")
+    >>> conv(torch.ones(2, 3, 8, 8)).shape
+    torch.Size([2, 16, 8, 8])
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        recipe: Recipe | str = FP4_RECIPE,
+        seed: int = 0,
+        index: int = 0,
+        **options: Any,
+    ) -> None:
+        nn.Conv2d.__init__(self, *args, **options)
+        self.set_recipe(_alone(recipe, seed, index))
+
+
+def _alone(recipe: Recipe | str, seed: int, index: int) -> LayerHandle:
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    return LayerHandle.of_recipe(recipe, recipe.layers, seed, index)
+
+
+# --- other classes --------------------------------------------------------------------------------
+
+_FORWARDS: dict[type[nn.Module], type[QuantizedModule]] = {nn.Linear: _Linear, nn.Conv2d: _Conv2d}
+
+
+def quantized_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class that a module has under a recipe; None for one without products to quantize.
+
+    A subclass of torch's own classes counts if it computes by their forward.
+
+    >>> from extensor.torch.modules import quantized_class
+    >>> quantized_class(nn.Linear(2, 2)), quantized_class(nn.ReLU())
+    (<class 'extensor.torch.modules.Linear'>, None)
+    """
+    cls = type(module)
+    if issubclass(cls, QuantizedModule):
+        return cls
+    if cls is nn.Linear:
+        return Linear
+    if cls is nn.Conv2d:
+        return Conv2d
+    known = dict(_FORWARDS)
+    transformers = sys.modules.get("transformers.pytorch_utils")
+    if transformers is not None:
+        known[transformers.Conv1D] = _Conv1D
+    for base, quantized in known.items():
+        used_directly = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+        if isinstance(module, base) and cls.forward is base.forward and not used_directly:
+            return _joined(quantized, cls)
+    return None
+
+
+_made: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def _joined(quantized: type[QuantizedModule], cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of ``cls`` that computes by ``quantized``, made once."""
+    if (quantized, cls) in _made:
+        return _made[quantized, cls]
+
+    def reduce(self: nn.Module) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        return _rebuilt, (quantized, cls), self.__dict__
+
+    names = {"__reduce__": reduce, "__module__": cls.__module__}
+    return _made.setdefault((quantized, cls), type(cls.__name__, (quantized, cls), names))
+
+
+def _rebuilt(quantized: type[QuantizedModule], cls: type[nn.Module]) -> nn.Module:
+    made = _joined(quantized, cls)
+    return made.__new__(made)

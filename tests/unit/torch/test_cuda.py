@@ -1,0 +1,158 @@
+"""On a GPU: torch's stream, memory and graphs. `test_bits` has the bits."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from extensor.backends import registry
+
+torch = pytest.importorskip("torch")
+ext = pytest.importorskip("extensor.torch")
+
+from torch import nn  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and registry.available("cuda")),
+        reason="needs an NVIDIA GPU, torch with CUDA, and the extra cuda13",
+    ),
+    pytest.mark.filterwarnings("ignore"),  # torch's compiler warns of its own code
+]
+RECIPES = ["mxfp4_all", "mxfp8_rebased", "nvfp4_nvidia", "mxfp4_tseng", "fp8_block"]
+
+
+def network(recipe: str, width: int = 256) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+    model = model.to("cuda", torch.bfloat16)
+    return ext.quantize_(model, recipe, seed=1, rules={"*": recipe})
+
+
+def inputs(count: int, rows: int = 256) -> list[Any]:
+    torch.manual_seed(1)
+    return [torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+
+
+def steps(model: nn.Module, call: Any, batches: list[Any]) -> list[Any]:
+    """Results and gradients of training steps, and the clocks and weights that they leave."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    for x in batches:
+        optimizer.zero_grad()
+        y = call(x)
+        y.float().square().mean().backward()
+        found += [y.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+        optimizer.step()
+    return [*found, *(t.detach().clone() for t in model.state_dict().values())]
+
+
+def equal(a: list[Any], b: list[Any]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_captured_step_has_the_bits_of_an_eager_one(recipe: str) -> None:
+    """Forward, backward and update in one torch.cuda.graph, replayed on new batches."""
+    batches = inputs(4)
+    model, other = network(recipe), network(recipe)
+    expected = steps(model, model, [batches[0]] * 3 + batches)
+
+    static = batches[0].clone()
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+
+    def step() -> Any:
+        optimizer.zero_grad(set_to_none=True)
+        y = other(static)
+        y.float().square().mean().backward()
+        optimizer.step()
+        return y
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    results = []
+    for x in batches:
+        static.copy_(x)
+        graph.replay()
+        results += [y.clone(), *(p.grad.clone() for p in other.parameters())]
+    found = [*results, *(t.clone() for t in other.state_dict().values())]
+    assert equal(expected[-len(found) :], found)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("recipe", ["mxfp4_all", "mxfp8_rebased", "mxfp4_tseng"])
+def test_compiled_steps_have_the_bits_of_eager_ones(recipe: str, mode: str | None) -> None:
+    torch._dynamo.reset()
+    batches = inputs(6)
+    model, other = network(recipe), network(recipe)
+    expected = steps(model, model, batches)
+    compiled = torch.compile(other, fullgraph=True, mode=mode)
+    assert equal(expected, steps(other, compiled, batches))
+
+
+def test_batches_of_other_sizes_compile_twice_at_most() -> None:
+    torch._dynamo.reset()
+    model = network("mxfp4_all")
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled = torch.compile(model, fullgraph=True)
+    for rows in (128, 256, 384, 512):
+        compiled(inputs(1, rows)[0]).float().sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nothing_waits_for_the_gpu(recipe: str) -> None:
+    model, (x,) = network(recipe), inputs(1)
+    for _ in range(3):
+        model(x).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    start = time.perf_counter()
+    model(x).sum().backward()
+    seen = time.perf_counter() - start
+    torch.cuda.synchronize()
+    assert seen < 0.5 * (time.perf_counter() - start)
+
+
+def test_memory_is_torchs() -> None:
+    import cupy
+
+    model, (x,) = network("mxfp4_all", 256), inputs(1, 8192)
+    model(x).sum().backward()
+    used = cupy.get_default_memory_pool().used_bytes()
+    y = model(x)
+    y.sum().backward()
+    grown = cupy.get_default_memory_pool().used_bytes() - used
+    assert grown < 1 << 18  # counters
+    assert y.untyped_storage().nbytes() == y.numel() * 2
+
+
+def test_a_side_stream_is_used() -> None:
+    model, (x,) = network("mxfp8_rebased"), inputs(1)
+    expected = model(x)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        y = model(x)
+        event = side.record_event()
+    assert not event.query()  # the layer's kernels are behind the sleep
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected)
+
+
+def test_telemetry_is_counted_by_layer() -> None:
+    model, (x,) = network("mxfp4_all"), inputs(1)
+    model(x).sum().backward()
+    counts = ext.telemetry(model)
+    assert counts["0", "fprop.x"].count == x.numel()
+    assert {path for path, _ in counts} == {"0", "2"}
