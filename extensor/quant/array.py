@@ -145,7 +145,7 @@ def block_grid(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
 def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...]) -> int:
     """Bytes of an array in a format, padding included; not of the outlier codec.
 
-    Whole blocks of ``bits`` a value, a scale for each, and a zero point or minimum where it has one:
+    Whole blocks of ``bits`` a value, each with a scale, and a zero point or minimum if it has one:
     bits + 8 / block a value of an MX format, so MXFP4 takes 4.25 and MXFP8 8.25.
 
     Args:
