@@ -16,7 +16,14 @@ import numpy as np
 from extensor.errors import unknown_name
 from extensor.nn import Module
 
-__all__ = ["build", "config", "names"]
+__all__ = ["build", "config", "from_pretrained", "names"]
+
+
+def __getattr__(name: str) -> Any:
+    """`from_pretrained`, imported at its first use: it needs every architecture."""
+    if name == "from_pretrained":
+        return import_module(".pretrained", __name__).from_pretrained
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def names() -> list[str]:

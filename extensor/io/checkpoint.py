@@ -30,7 +30,7 @@ __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 Array = npt.NDArray[Any]
 Stored = Array | QuantArray
 
-_KEY = "extensor"
+METADATA_KEY = "extensor"
 _VERSION = 1
 
 
@@ -99,7 +99,7 @@ def save_checkpoint(
         arrays.update(parts)
     content = {"version": _VERSION, "blocked": blocked, "metadata": dict(metadata or {})}
     with replacing(Path(path)) as file:
-        write(file, arrays, {_KEY: _to_json(content)})
+        write(file, arrays, {METADATA_KEY: _to_json(content)})
 
 
 def load_checkpoint(
@@ -176,24 +176,13 @@ def _to_json(content: dict[str, Any]) -> str:
 
 def _decode(arrays: dict[str, Array], strings: dict[str, str]) -> Checkpoint:
     """Assemble blocked tensors from their parts."""
-    if _KEY not in strings:
+    if METADATA_KEY not in strings:
         return Checkpoint(dict(arrays), dict(strings))
-    try:
-        content = json.loads(strings[_KEY])
-        version, blocked, metadata = content["version"], content["blocked"], content["metadata"]
-        if not isinstance(blocked, dict) or not isinstance(metadata, dict):
-            raise TypeError("blocked and metadata are not both objects")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"bad {_KEY} metadata: {error!r}") from None
-    if version != _VERSION:
-        raise CheckpointError(
-            f"expected version {_VERSION} of the checkpoint layout, got {version!r}; "
-            "read it with the release that wrote it"
-        )
+    blocked, metadata = _content(strings)
     tensors: dict[str, Stored] = {}
     for name, entry in blocked.items():
         try:
-            tensors[name] = _decode_blocked(name, entry, arrays)
+            tensors[name] = decode_blocked(name, entry, arrays)
         except CheckpointError:
             raise
         except (KeyError, TypeError, ValueError) as error:
@@ -204,7 +193,42 @@ def _decode(arrays: dict[str, Array], strings: dict[str, str]) -> Checkpoint:
     return Checkpoint({**tensors, **arrays}, metadata)
 
 
-def _decode_blocked(name: str, entry: dict[str, Any], arrays: dict[str, Array]) -> QuantArray:
+def _content(strings: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the metadata say of blocked tensors, and the metadata that were given."""
+    try:
+        content = json.loads(strings[METADATA_KEY])
+        version, blocked, metadata = content["version"], content["blocked"], content["metadata"]
+        if not isinstance(blocked, dict) or not isinstance(metadata, dict):
+            raise TypeError("blocked and metadata are not both objects")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"bad {METADATA_KEY} metadata: {error!r}") from None
+    if version != _VERSION:
+        raise CheckpointError(
+            f"expected version {_VERSION} of the checkpoint layout, got {version!r}; "
+            "read it with the release that wrote it"
+        )
+    return blocked, metadata
+
+
+def blocked_entries(path: Path, strings: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """What a file's metadata say of its blocked tensors, by name; empty for another program's file.
+
+    Raises:
+        CheckpointError: if the metadata are damaged.
+    """
+    if METADATA_KEY not in strings:
+        return {}
+    try:
+        blocked, _ = _content(strings)
+        for name, entry in blocked.items():
+            if not {"spec", "shape", "parts"} <= set(entry) or not isinstance(entry["spec"], dict):
+                raise CheckpointError(f"blocked tensor {name!r}: expected spec, shape and parts")
+    except (CheckpointError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}. Nothing was loaded") from None
+    return blocked
+
+
+def decode_blocked(name: str, entry: dict[str, Any], arrays: dict[str, Array]) -> QuantArray:
     """Remove one blocked tensor's parts from ``arrays``, and check them against its spec."""
     spec = QuantSpec.from_dict(entry["spec"])
     shape = tuple(int(n) for n in entry["shape"])

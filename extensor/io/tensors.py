@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from extensor.autograd.tensor import ExTensor
-from extensor.io.checkpoint import load_checkpoint, save_checkpoint
+from extensor.io.checkpoint import save_checkpoint
+from extensor.io.stored.archive import open_archive
 
 __all__ = ["load", "save"]
 
@@ -44,18 +45,19 @@ def save(tensors: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], device: str | None = None) -> dict[str, ExTensor]:
-    """Read the tensors of a safetensors file, blocked ones as they are stored.
+    """Read the tensors of a checkpoint by name, blocked ones as they are stored.
 
     Args:
-        path: a file that `save`, `extensor.io.save_checkpoint` or another program wrote.
+        path: a safetensors file that `save` or another program wrote, a folder of them or its
+            index, or a GGUF file. Layouts of blocked weights are those of `extensor.io.stored`.
         device: EXTENSOR_DEVICE, and the CPU without it, if None.
 
     Returns:
         Tensors by name. ``model.load_state_dict`` takes them.
 
     Raises:
-        FileNotFoundError, CheckpointError: as `extensor.io.load_checkpoint`, which also gives the
-            file's metadata.
+        FileNotFoundError, CheckpointError: as `extensor.io.open_archive`, which also gives the
+            metadata, and reads tensors one at a time.
 
     Example:
         >>> import tempfile
@@ -66,5 +68,4 @@ def load(path: str | os.PathLike[str], device: str | None = None) -> dict[str, E
         >>> bool((one.weight == other.weight).all())
         True
     """
-    tensors = load_checkpoint(path).tensors
-    return {name: ExTensor(value, device=device) for name, value in tensors.items()}
+    return {name: ExTensor(value, device=device) for name, value in open_archive(path)}

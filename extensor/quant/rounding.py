@@ -128,7 +128,7 @@ def _values(element: ElementFormat, xp: Any) -> Array:
     return xp.asarray(np.array(element.values, dtype=np.float32))
 
 
-_GROUP = {4: 2, 5: 8, 6: 4}
+_GROUP = {5: 8, 6: 4}
 """Codes of so many bits that fill whole bytes together."""
 
 
@@ -136,6 +136,10 @@ def pack(codes: Array, bits: int, xp: Any = np) -> Array:
     """Pack codes (..., L) of 4 to 8 bits into bytes along the last axis, lowest bits first."""
     if bits == 8:
         return codes
+    if bits == 4:
+        packed = xp.array(codes[..., 0::2])
+        packed[..., : codes.shape[-1] // 2] |= codes[..., 1::2] << xp.uint8(4)
+        return packed
     group = _GROUP[bits]
     short = -codes.shape[-1] % group
     whole = xp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, short)])
@@ -154,6 +158,10 @@ def unpack(packed: Array, bits: int, length: int, xp: Any = np) -> Array:
     """The inverse of `pack`: the first ``length`` codes along the last axis, uint8."""
     if bits == 8:
         return packed[..., :length]
+    if bits == 4:
+        both = xp.empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=xp.uint8)
+        both[..., 0::2], both[..., 1::2] = packed & xp.uint8(15), packed >> xp.uint8(4)
+        return both[..., :length]
     group = _GROUP[bits]
     size = group * bits // 8
     short = -packed.shape[-1] % size

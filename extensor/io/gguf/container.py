@@ -1,0 +1,293 @@
+"""The GGUF container, version 2 and 3: metadata, and tensors on the file's pages.
+
+Every count and offset is checked against the file's length before anything is allocated. The `gguf`
+package's reader does not check them, and would be a dependency of every user who reads a file; so
+the container, 200 lines, is read and written here, and tests compare it with that package.
+
+Source: ggml's docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from extensor.io.gguf.types import GGUF_TYPES, UNREADABLE_GGUF_TYPES, GgufType
+from extensor.io.safetensors_format import CheckpointError
+from extensor.quant.array import QuantArray
+
+__all__ = ["GgufFile", "GgufTensor", "Typed", "write_gguf"]
+
+Array = npt.NDArray[Any]
+
+_MAGIC = b"GGUF"
+_NUMBERS = {  # number of a value type: struct code, numpy's dtype
+    0: ("B", "u1"), 1: ("b", "i1"), 2: ("H", "<u2"), 3: ("h", "<i2"), 4: ("I", "<u4"),
+    5: ("i", "<i4"), 6: ("f", "<f4"), 7: ("?", "?"), 10: ("Q", "<u8"), 11: ("q", "<i8"),
+    12: ("d", "<f8"),
+}  # fmt: skip
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_OF_NUMBER = {row.number: row for row in GGUF_TYPES.values()}
+_MAX_AXES, _MAX_DEPTH = 4, 4
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A metadata value with the type that it has in a file, as ggml's readers want some of them.
+
+    Attributes:
+        kind: GGUF's number of the value's type, or of an array's elements.
+        value: the value.
+    """
+
+    kind: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Where a tensor lies.
+
+    Attributes:
+        type: its row; None where there is none.
+        type_name: ggml's name of the type.
+        shape: rows along the last axis.
+        start: its first byte in the file.
+    """
+
+    type: GgufType | None
+    type_name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file; 0 for a type without a row."""
+        return 0 if self.type is None else self.type.nbytes(self.shape)
+
+
+class GgufFile:
+    """A GGUF file: metadata and tensors by name.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        path: the file.
+        metadata: values by key: numbers, strings, lists of strings, and numpy arrays of numbers.
+        kinds: GGUF's number of the type of each value, of an array's elements.
+        tensors: where each tensor lies, by name, in the file's order.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        CheckpointError: if the file is truncated or damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._size = self.path.stat().st_size
+        if self._size < 24:
+            raise self._error(f"truncated: expected 24 bytes or more, got {self._size}")
+        self._content: Array = np.memmap(self.path, np.uint8, "r")
+        if self._content[:4].tobytes() != _MAGIC:
+            start = self._content[:4].tobytes()
+            raise self._error(f"expected the bytes GGUF at its start, got {start!r}")
+        self._at = 4
+        version, tensors, values = self._number(4), self._number(10), self._number(10)
+        if version not in (2, 3):
+            raise self._error(
+                f"expected version 2 or 3, little-endian, got {version}; convert it with llama.cpp"
+            )
+        # A tensor takes 24 bytes of header or more, a value 13.
+        if 24 * tensors + 13 * values > self._size:
+            raise self._error(f"{tensors} tensors and {values} values in {self._size} bytes")
+        self.metadata: dict[str, Any] = {}
+        self.kinds: dict[str, int] = {}
+        for _ in range(values):
+            self._read_value()
+        self.tensors = self._read_tensors(tensors)
+
+    def read(self, name: str) -> Array | QuantArray:
+        """One tensor, copied from the file.
+
+        Args:
+            name: the tensor's.
+
+        Raises:
+            CheckpointError: for a type without a row, and for content that cannot be stored.
+        """
+        tensor = self.tensors[name]
+        if tensor.type is None:
+            raise self._error(
+                f"{name!r} is of type {tensor.type_name}, which is not supported; requantize it "
+                f"to one of {', '.join(GGUF_TYPES)}"
+            )
+        content = self._content[tensor.start : tensor.start + tensor.nbytes]
+        try:
+            return tensor.type.read(content, tensor.shape)
+        except ValueError as error:
+            raise self._error(f"{name!r}: {error}") from None
+
+    def _error(self, text: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {text}")
+
+    def _take(self, size: int) -> bytes:
+        if size > self._size - self._at:
+            raise self._error(f"truncated or damaged: {size} bytes expected at byte {self._at}")
+        self._at += size
+        return self._content[self._at - size : self._at].tobytes()
+
+    def _number(self, kind: int) -> Any:
+        code = "<" + _NUMBERS[kind][0]
+        return struct.unpack(code, self._take(struct.calcsize(code)))[0]
+
+    def _text(self) -> str:
+        try:
+            return self._take(self._number(10)).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self._error(f"damaged: {error}") from None
+
+    def _read_value(self) -> None:
+        key, kind = self._text(), self._number(4)
+        if key in self.metadata:
+            raise self._error(f"damaged: the key {key!r} twice")
+        if kind == _ARRAY:
+            kind, self.metadata[key] = self._array()
+        else:
+            self.metadata[key] = self._value(kind)
+        self.kinds[key] = kind
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind not in _NUMBERS:
+            raise self._error(f"damaged: a value of type {kind} before byte {self._at}")
+        return self._number(kind)
+
+    def _array(self, depth: int = 0) -> tuple[int, Any]:
+        kind, count = self._number(4), self._number(10)
+        if kind in _NUMBERS:
+            dtype = np.dtype(_NUMBERS[kind][1])
+            return kind, np.frombuffer(self._take(count * dtype.itemsize), dtype)
+        if depth > _MAX_DEPTH or 8 * count > self._size - self._at:
+            raise self._error(f"damaged: an array of {count} values before byte {self._at}")
+        if kind == _ARRAY:
+            return kind, [self._array(depth + 1)[1] for _ in range(count)]
+        return kind, [self._value(kind) for _ in range(count)]
+
+    def _read_tensors(self, count: int) -> dict[str, GgufTensor]:
+        found = []
+        for _ in range(count):
+            name, axes = self._text(), self._number(4)
+            if axes > _MAX_AXES:
+                raise self._error(f"damaged: {name!r} with {axes} axes")
+            shape = tuple(self._number(10) for _ in range(axes))[::-1]
+            found.append((name, shape, self._number(4), self._number(10)))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self._error(f"damaged: general.alignment of {alignment!r}")
+        base = -(-self._at // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
+        for name, shape, number, offset in found:
+            row = _OF_NUMBER.get(number)
+            text = row.name if row else UNREADABLE_GGUF_TYPES.get(number, f"number {number}")
+            tensor = GgufTensor(row, text, shape, base + offset)
+            try:
+                end = tensor.start + tensor.nbytes
+            except ValueError as error:
+                raise self._error(f"damaged: {name!r}: {error}") from None
+            if name in tensors or end > self._size or tensor.start % alignment:
+                raise self._error(
+                    f"truncated or damaged: {name!r}, {text} of shape {shape}, takes bytes "
+                    f"{tensor.start} to {end} of {self._size}, once, at a multiple of {alignment}"
+                )
+            tensors[name] = tensor
+        return tensors
+
+
+def write_gguf(
+    file: BinaryIO,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[GgufType, tuple[int, ...]]],
+    contents: Iterable[tuple[str, Array]],
+) -> None:
+    """Write a GGUF file of version 3, one tensor in memory at a time.
+
+    Args:
+        file: open for writing, at its start.
+        metadata: numbers, strings, and lists or arrays of one kind; `Typed` where the type matters.
+        tensors: type and shape by name, in the order of the file.
+        contents: name and bytes (uint8) of each tensor, in that order.
+
+    Raises:
+        TypeError, ValueError: for a value that has no type, or bytes that are not the tensor's.
+    """
+    head = bytearray(_MAGIC + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
+    for key, value in metadata.items():
+        head += _string(key) + _encoded(key, value)
+    alignment, offset = 32, 0
+    for name, (row, shape) in tensors.items():
+        head += _string(name) + struct.pack("<I", len(shape))
+        head += struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        head += struct.pack("<IQ", row.number, offset)
+        offset += -(-row.nbytes(shape) // alignment) * alignment
+    file.write(head + bytes(-len(head) % alignment))
+    expected = iter(tensors.items())
+    for name, content in contents:
+        planned, (row, shape) = next(expected)
+        if planned != name or content.nbytes != row.nbytes(shape):
+            raise ValueError(f"{name}: expected {row.nbytes(shape)} bytes of {planned}")
+        file.write(np.ascontiguousarray(content).data)
+        file.write(bytes(-content.nbytes % alignment))
+    if (left := next(expected, None)) is not None:
+        raise ValueError(f"{left[0]}: expected its bytes, got none")
+
+
+def _string(text: str) -> bytes:
+    content = text.encode("utf-8")
+    return struct.pack("<Q", len(content)) + content
+
+
+def _encoded(key: str, value: Any) -> bytes:
+    """The type and the bytes of a value."""
+    kind, value = (value.kind, value.value) if isinstance(value, Typed) else (None, value)
+    if isinstance(value, (list, tuple, np.ndarray)):
+        kind = _kind(key, value[0] if len(value) else "") if kind is None else kind
+        if isinstance(value, np.ndarray):
+            content = np.ascontiguousarray(value, _NUMBERS[kind][1]).tobytes()
+        else:
+            content = b"".join(_plain(key, kind, item) for item in value)
+        return struct.pack("<IIQ", _ARRAY, kind, len(value)) + content
+    kind = _kind(key, value) if kind is None else kind
+    return struct.pack("<I", kind) + _plain(key, kind, value)
+
+
+def _plain(key: str, kind: int, value: Any) -> bytes:
+    if kind == _STRING:
+        return _string(value)
+    if kind not in _NUMBERS:
+        raise TypeError(f"{key}: nested arrays cannot be written")
+    return struct.pack("<" + _NUMBERS[kind][0], value)
+
+
+def _kind(key: str, value: Any) -> int:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool):
+        return _BOOL
+    if isinstance(value, str):
+        return _STRING
+    if isinstance(value, float):
+        return 6
+    if isinstance(value, int) and -(2**63) <= value < 2**64:
+        if value < 0:
+            return 5 if value >= -(2**31) else 11
+        return 4 if value < 2**32 else 10
+    raise TypeError(f"{key}: expected a number, a string or a list of them, got {value!r:.60}")
