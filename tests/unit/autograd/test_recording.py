@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import extensor as et
-import models
-from extensor import ExTensor, nn
+from extensor import ExTensor, models, nn
 from extensor.autograd.recording import replayed
 from extensor.autograd.tensor import wrap
 
