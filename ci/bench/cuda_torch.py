@@ -86,9 +86,9 @@ def linear(rounds: int) -> list[dict[str, Any]]:
         for name, model in models.items():
             assert model is not None
             calls[name] = step(model, model, x, g)
-            # A captured step has an input of its own, whose gradient it keeps.
-            own = x.detach().clone().requires_grad_()
-            calls[f"{name}, captured"] = captured(step(model, copy.deepcopy(model), own, g))
+            # A captured step has a layer and an input of its own, whose gradients it keeps.
+            its, own = copy.deepcopy(model), x.detach().clone().requires_grad_()
+            calls[f"{name}, captured"] = captured(step(its, its, own, g))
         if (other := float8(plain)) is not None:
             calls["torchao float8 rowwise, compiled"] = step(torch.compile(other), other, x, g)
         times = gpu.milliseconds(calls, rounds, burst=1)
