@@ -29,6 +29,7 @@ class Storage(Protocol):
 
 class _Mode(threading.local):
     enabled: bool = True  # the class attribute is where each new thread starts
+    recording: Any = None  # the `extensor.autograd.recording.Recording` under way
     observer: Observer | None = None
     storage: Storage | None = None
 

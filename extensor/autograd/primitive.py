@@ -121,6 +121,8 @@ class Primitive:
             refused unless there is a `blocked_rule`.
         view: the output may share memory with the first input.
         takes_blocked: forward reads QuantArrays.
+        replay: ``replay(backend, arrays, params)`` gives a shorter way to the forward's result for
+            arrays of the same shapes, ``run(*arrays)``, or None; for captured steps on the CPU.
     """
 
     name: str
@@ -141,6 +143,7 @@ class Primitive:
     moves: bool = False
     view: bool = False
     takes_blocked: bool = False
+    replay: Callable[..., Any] | None = None
     # Derived, so that the hot path reads attributes only.
     direct: int = field(init=False)
     reads_inputs: bool = field(init=False)
