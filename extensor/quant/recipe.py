@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from extensor.errors import unknown_name
+from extensor.formats import FORMATS
 from extensor.notebook import card, table
 from extensor.quant.spec import QuantSpec
 
@@ -244,7 +245,8 @@ class SavedRule:
 
     Attributes:
         match: a glob on the module's path, as in "blocks.*.norm1"; "*" is the whole model.
-        use: a spec, or a format's name, "mxfp8" and "mxfp6" for short; "float32": as it is.
+        use: a spec, or a format's name, "mxfp8" and "mxfp6" for the first of their element types;
+            "float32": as it is.
 
     Raises:
         ValueError: for an unknown format.
@@ -264,8 +266,12 @@ class SavedRule:
         """The spec; None stores nothing in blocks."""
         if isinstance(self.use, QuantSpec):
             return self.use
-        short = {"mxfp8": "mxfp8_e4m3", "mxfp6": "mxfp6_e2m3"}
-        return None if self.use == "float32" else QuantSpec(short.get(self.use, self.use))
+        if self.use == "float32":
+            return None
+        if self.use in FORMATS:
+            return QuantSpec(self.use)
+        longer = [name for name in FORMATS if name.startswith(f"{self.use}_e")]
+        return QuantSpec(longer[0] if longer else self.use)
 
 
 @dataclass(frozen=True)
