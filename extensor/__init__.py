@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from extensor import inspect, io, nn, optim, testing
     from extensor import models as models  # type: ignore[attr-defined]
     from extensor.array_api import fft, linalg
+    from extensor.autograd.checkpoint import checkpoint
     from extensor.generation import generate
     from extensor.inspect import compare_layers
     from extensor.io import load, save
