@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import math
 import re
 from pathlib import Path
@@ -115,6 +116,14 @@ def test_perplexity_counts_each_token_once(
     error = expected * np.std(losses, ddof=1) / math.sqrt(len(losses))
     assert float(match[2]) == pytest.approx(error, rel=1e-3)
     assert "on 29 tokens" in said(capsys, *words, "--limit", "30")
+    # A scheme and a cache round what they say; float32 rounds nothing.
+    values = {
+        more: float(said(capsys, *words, "--stride", "5", *more).split()[1])
+        for more in (("--cache", "float32"), ("--cache", "mxfp4"), ("--scheme", "mxfp4_weights"))
+    }
+    same, *others = values.values()
+    assert same == pytest.approx(expected, rel=1e-4)
+    assert all(abs(other / expected - 1.0) > 1e-3 for other in others)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +134,8 @@ def test_perplexity_counts_each_token_once(
         (["generate", "m", "a", "--repetition-penalty", "0"], "--repetition-penalty: expected"),
         (["generate", "m", "a", "--stop", ""], "--stop: expected"),
         (["generate", "m", "a", "--cache", "mxfp5"], "--cache: no cache format named 'mxfp5'"),
+        (["perplexity", "m", "words", "--scheme", "mxfp5"], "no scheme named 'mxfp5'"),
+        (["perplexity", "m", "words", "--cache", "mxfp5"], "no cache format named 'mxfp5'"),
         (["perplexity", "m", "nowhere"], "nowhere: cannot be read as a text"),
         (["perplexity", "m", __file__, "--context", "101"], "at most the 100 of the model"),
         (["perplexity", "m", __file__], "encode: "),
@@ -171,3 +182,18 @@ def test_a_model_without_a_template_does_not_chat(
     decoder.passes.clear()
     assert said(capsys, "generate", "model", "abcd", "--tokens", "6") == "abcd" + "a" * 6 + "\n"
     assert decoder.passes == [4, 5, 6, 7, 8, 8]
+
+
+def test_advise_mixes_formats_by_what_they_do_to_the_loss(
+    decoder: Decoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("to be or not to be, that is the question. " * 30)
+    words = ["advise", str(tmp_path), "--text", str(tmp_path / "text"), "--formats", "mxfp4,int8"]
+    found = json.loads(said(capsys, *words, "--bits", "6.5", "--json"))
+    assert found["bits_per_weight"] <= 6.5
+    formats = {row["format"] for row in found["layers"].values()}
+    assert formats == {"mxfp4", "int8"} and found["predicted_loss_change"] > 0
+    assert "the mix" in said(capsys, *words)
+    assert main([*words, "--bits", "4"]) == 2
+    assert "--bits 4.0: choose_formats: the smallest formats take" in capsys.readouterr().err
+    assert main([*words[:2], "--text", str(tmp_path / "none")]) == 2

@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from extensor.autograd.node import ArraySpec
 from extensor.backends import registry
 from extensor.backends.unsupported import Unsupported
-from extensor.ops import quantized
+from extensor.ops import quantized, recipe_operands
 from extensor.ops.quantized import layer_context
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
@@ -292,6 +293,32 @@ def test_a_layers_three_products_are_the_cpus(xp: Any, backend: Any, recipe: str
     assert results[0].pop() == results[1].pop()
     for got, expected in zip(*results, strict=True):
         assert np.abs(got - expected).max() <= 2.0**-7 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4_block16", "nvfp4_nvidia", "mxfp8_rebased", "fp8_block"])
+def test_a_packed_input_gives_the_same_bits_without_the_input(
+    xp: Any, backend: Any, recipe: str
+) -> None:
+    """MXFP4 in blocks of 16 and NVFP4 are kept in 4.5 bits a value, others as FP8 operands."""
+    rng = np.random.default_rng(6)
+    m, n, k = 96, 64, 128
+    x, w, g = (
+        xp.asarray(rng.standard_normal(shape).astype(np.float32))
+        for shape in ((m, k), (n, k), (m, n))
+    )
+    made = []
+    for keep in ("input", "packed"):
+        context = layer_context(get_recipe(recipe).layers, seed=5)
+        given = recipe_operands.Input(keep)
+        _, saved = quantized._matmul_forward(backend, x, w, context=context, given=given)
+        assert saved.released == ((0,) if keep == "packed" else ())
+        inputs = (ArraySpec(x.shape, x.dtype), w) if saved.released else (x, w)
+        grads = quantized._matmul_vjp(backend, g, None, inputs, (True, True), context, saved)
+        made.append([np.asarray(v.get()).tobytes() for v in grads])
+    assert made[0] == made[1]
+    held = saved.x.arrays if hasattr(saved.x, "arrays") else [saved.x.codes]
+    bits = {"mxfp4_block16": 4.5, "nvfp4_nvidia": 4.5}.get(recipe, 8)
+    assert sum(part.nbytes for part in held) <= m * k * bits / 8 + 16
 
 
 def test_the_way_of_every_recipe_is_known(xp: Any, backend: Any) -> None:
