@@ -150,6 +150,7 @@ class Primitive:
     reads_output: bool = field(init=False)
     differentiable: bool = field(init=False)
     every_vjp: bool = field(init=False)
+    as_given: bool = field(init=False)
 
     def __post_init__(self) -> None:
         rule = bool(self.vjps or self.vjp_at or (self.fused_vjp and self.once))
@@ -170,6 +171,7 @@ class Primitive:
             ("reads_output", self.reads in ("both", "output")),
             ("differentiable", rule),
             ("every_vjp", None not in self.vjps),
+            ("as_given", self.mixed and self.takes_blocked),
         ):
             object.__setattr__(self, name, value)
 
