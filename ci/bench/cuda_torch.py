@@ -71,7 +71,8 @@ def captured(run: gpu.Call) -> gpu.Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(0)
-    return lambda turn: graph.replay()
+    # The graph reads the memory of the model and its input, which the default keeps alive.
+    return lambda turn, kept=run: graph.replay()
 
 
 def linear(rounds: int) -> list[dict[str, Any]]:
