@@ -81,6 +81,7 @@ class Archive:
         metadata: a GGUF file's values, or a safetensors file's strings.
         unused: stored tensors that belong to no weight, such as scales of activations.
         source: reads the weights.
+        kinds: GGUF's number of the type of each of its metadata.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -97,6 +98,7 @@ class Archive:
     metadata: dict[str, Any]
     unused: tuple[str, ...]
     source: Source = field(repr=False)
+    kinds: dict[str, int] = field(default_factory=dict, repr=False)
 
     def read(self, name: str) -> Stored:
         """Read one weight.
@@ -180,7 +182,7 @@ def _open_gguf(path: Path) -> Archive:
         name: TensorInfo(name, tensor.shape, f"GGUF {tensor.type_name}", tensor.nbytes, (name,))
         for name, tensor in file.tensors.items()
     }
-    return Archive(path, "gguf", infos, None, file.metadata, (), _GgufSource(file))
+    return Archive(path, "gguf", infos, None, file.metadata, (), _GgufSource(file), file.kinds)
 
 
 class _GgufSource:

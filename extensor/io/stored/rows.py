@@ -323,7 +323,8 @@ def write_weight(
     if layout.packing == "int32" or layout.scales.dtypes == _FLOATS:
         if q.spec.tile == "tensor":
             scales = scales.reshape(1) if layout.program != "modelopt" else scales.reshape(())
-        put(layout.scales, scales, "F16" if scales.dtype == np.float16 else "F32")
+        # Float32 whatever they were: readers multiply in the dtype of the scales.
+        put(layout.scales, scales.astype(np.float32), "F32")
     else:
         put(layout.scales, scales)
     if layout.tensor_scale is not None and q.tensor_scale is not None:
