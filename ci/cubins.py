@@ -81,8 +81,8 @@ class Recorder:
     ``cache`` keeps cubins by preprocessed text, so that a second recording compiles what changed.
     """
 
-    def __init__(self, cache: Path | None) -> None:
-        self.cache = cache
+    def __init__(self, root: Path, cache: Path | None) -> None:
+        self.root, self.cache = root, cache
         self.test = ""
         self.programs: dict[str, dict[str, Any]] = {}
         self.counts: Counter[str] = Counter()
@@ -95,6 +95,8 @@ class Recorder:
             except ModuleNotFoundError:
                 continue
             compiler: Any = jit
+            if not Path(str(jit.__file__)).is_relative_to(self.root):
+                raise SystemExit(f"expected the compiler of {self.root}, got {jit.__file__}")
             compiler.compile_cubin = partial(self.record, compiler.compile_cubin)
             return
         raise SystemExit("no module holds compile_cubin")
@@ -146,9 +148,12 @@ def record(out: Path, root: Path, cache: Path | None, arguments: Sequence[str]) 
     if cache is not None:
         cache = cache.resolve()
         cache.mkdir(parents=True, exist_ok=True)
+    root = root.resolve()
     os.chdir(root)
     sys.path.insert(0, str(root))
-    recorder = Recorder(cache)
+    if root != ROOT:  # an editable install finds this checkout's files before those of sys.path
+        sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]
+    recorder = Recorder(root, cache)
     code = pytest.main(["-q", "-p", "no:xdist", *arguments], plugins=[recorder])
     out.write_text(json.dumps(recorder.programs, indent=1, sort_keys=True), encoding="utf-8")
     cubins = len({program["sha256"] for program in recorder.programs.values()})

@@ -77,10 +77,10 @@ def there(rng: Rng, x: np.ndarray, xp: Any) -> Array:
     return made.view(x.dtype)
 
 
-def same(got: Any, want: Any) -> str:
+def same(got: Any, expected: Any) -> str:
     """Which parts of two stored arrays differ."""
     wrong = []
-    for name, part in want.parts.items():
+    for name, part in expected.parts.items():
         mine = np.asarray(got.parts[name].get())
         both_nan = part.ndim == 0 and np.isnan(part) and np.isnan(mine)
         if not both_nan and mine.tobytes() != part.tobytes():
@@ -104,11 +104,11 @@ def quantizers(rng: Rng, backend: Any) -> str | None:
     if backend.path("quantize", device, spec, stream) != "fused kernel":
         return None  # the reference against itself
     with np.errstate(all="ignore"):
-        want, counted = reference.quantize(x, spec, stream)
-        meant = reference.dequantize(want)
+        expected, counted = reference.quantize(x, spec, stream)
+        meant = reference.dequantize(expected)
     got, counts = backend.quantize(device, spec, stream)
     decoded = np.asarray(backend.dequantize(got).get())
-    wrong = same(got, want) or ("" if counts == counted else f"{counts}, expected {counted}")
+    wrong = same(got, expected) or ("" if counts == counted else f"{counts}, expected {counted}")
     wrong = wrong or ("" if np.array_equal(decoded, meant, equal_nan=True) else "decoded values")
     return wrong and f"{spec} of {x.dtype} {x.shape}: {wrong}"
 
@@ -123,8 +123,10 @@ def rowwise_columnwise(rng: Rng, backend: Any) -> str | None:
     found = backend.quantize_rowwise_columnwise(device, specs, streams)
     for (got, counts), one in zip(found, specs, strict=True):
         with np.errstate(all="ignore"):
-            want, counted = reference.quantize(x, one, stream)
-        wrong = same(got, want) or ("" if counts == counted else f"{counts}, expected {counted}")
+            expected, counted = reference.quantize(x, one, stream)
+        wrong = same(got, expected) or (
+            "" if counts == counted else f"{counts}, expected {counted}"
+        )
         if wrong:
             return f"{one} of {x.dtype} {x.shape}: {wrong}"
     return ""
@@ -143,10 +145,10 @@ def stored(rng: Rng, rows: int, k: int, spec: QuantSpec, backend: Any) -> Any:
     return backend.quantize(x, spec.resolve(2))[0]
 
 
-def judged(got: Array, want: Array, sums: Array, share: float, what: object) -> str:
+def judged(got: Array, expected: Array, sums: Array, share: float, what: object) -> str:
     """Whether a product is within ``share`` of sum |a| |b|, and a rounding to bfloat16."""
-    bound = share * sums + (2.0**-8 * abs(want) if got.dtype == HALF else 0.0) + 1e-30
-    off = float((abs(got.astype(np.float64) - want) / bound).max())
+    bound = share * sums + (2.0**-8 * abs(expected) if got.dtype == HALF else 0.0) + 1e-30
+    off = float((abs(got.astype(np.float64) - expected) / bound).max())
     return "" if off <= 1 else f"{what}: {off} times the bound"
 
 

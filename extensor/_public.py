@@ -14,7 +14,7 @@ from extensor.ops.arithmetic import *
 from extensor.ops.attention import *
 from extensor.ops.class_loss import *
 from extensor.ops.comparison import *
-from extensor.ops.conv import *
+from extensor.ops.conv_pool import *
 from extensor.ops.creation import *
 from extensor.ops.einsum import *
 from extensor.ops.elementwise import *
@@ -23,7 +23,6 @@ from extensor.ops.indexing import *
 from extensor.ops.loss import *
 from extensor.ops.matmul import *
 from extensor.ops.norm import *
-from extensor.ops.pool import *
 from extensor.ops.reduce import *
 from extensor.ops.rotary import *
 from extensor.ops.shape import *

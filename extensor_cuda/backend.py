@@ -35,7 +35,7 @@ from extensor_cuda.matmul.weight_only import weight_only_matmul
 from extensor_cuda.runtime import blas
 from extensor_cuda.runtime.capture import StepCapture, current_capture
 from extensor_cuda.runtime.graph import CudaGraph
-from extensor_cuda.runtime.memory import allocate
+from extensor_cuda.runtime.memory import PoolLog, allocate
 
 __all__ = ["ROUTES", "CudaBackend", "make_backend"]
 
@@ -190,6 +190,7 @@ class _Forked:
 class CudaBackend(GenericBackend):
     """Cupy, with the kernels of `ROUTES`."""
 
+    packs_floats = False
     multi_tensor_states = frozenset(STATES)
     accumulating_vjps = frozenset({"layer_norm", "rms_norm"})
     bfloat16 = frozenset(
@@ -212,6 +213,10 @@ class CudaBackend(GenericBackend):
     def capturing(self) -> StepCapture | None:
         """The capture under way in this thread."""
         return current_capture()
+
+    def memory_log(self) -> PoolLog:
+        """See the protocol."""
+        return PoolLog(self.xp)
 
     def new_graph(self) -> CudaGraph:
         """See the protocol."""

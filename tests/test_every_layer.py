@@ -325,15 +325,15 @@ class Pair:
         )
 
     def backward(self, rng: np.random.Generator, x: Any, z: Any) -> tuple[Any, Any]:
-        y, want = self.mine(x), self.theirs(z)
+        y, expected = self.mine(x), self.theirs(z)
         y = y[0] if isinstance(y, tuple) else y
         g = rng.standard_normal(y.shape).astype(y.numpy().dtype)
         for _, q in self.pairs:
             q.grad = None
         self.mine.zero_grad()
         y.backward(et.ExTensor(g))
-        want.backward(self.torch.tensor(g))
-        return y, want
+        expected.backward(self.torch.tensor(g))
+        return y, expected
 
 
 def torch_or_skip() -> Any:
@@ -377,10 +377,10 @@ def test_twenty_steps_as_torch(case: str) -> None:
         if pair.integers:
             x, z = pair.inputs(rng, np.float64)
         x.grad = z.grad = None
-        y, want = pair.backward(rng, x, z)
+        y, expected = pair.backward(rng, x, z)
         # A few hundred operations of values near 1, each exact to 2^-53; steps make it grow.
         near = {"rtol": 1e-8, "atol": 1e-9} if step else {"rtol": 1e-11, "atol": 1e-11}
-        np.testing.assert_allclose(y.numpy(), want.detach().numpy(), **near)
+        np.testing.assert_allclose(y.numpy(), expected.detach().numpy(), **near)
         for p, q in trained if case != "hard sigmoid" else ():  # torch's sixth is a float32
             np.testing.assert_allclose(p.grad.numpy().reshape(tuple(q.shape)), q.grad, **near)
         ours.step()
@@ -399,11 +399,11 @@ def test_dropout_as_torch_with_the_same_draws(case: str) -> None:
     x, z = et.ExTensor(values, requires_grad=True), torch.tensor(values, requires_grad=True)
     for _ in range(20):
         y = layer(x)
-        want = z * torch.tensor(y.numpy() != 0) / (1.0 - 0.25)
+        expected = z * torch.tensor(y.numpy() != 0) / (1.0 - 0.25)
         # the factor is float32(1) / float32(0.75), within 2**-24 of 4 / 3
-        np.testing.assert_allclose(y.numpy(), want.detach().numpy(), rtol=2.0**-23)
+        np.testing.assert_allclose(y.numpy(), expected.detach().numpy(), rtol=2.0**-23)
         x.grad = z.grad = None
         y.square().sum().backward()
-        want.square().sum().backward()
+        expected.square().sum().backward()
         assert x.grad is not None
         np.testing.assert_allclose(x.grad.numpy(), z.grad.numpy(), rtol=2.0**-21)

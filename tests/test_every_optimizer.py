@@ -124,9 +124,9 @@ def test_twenty_steps_as_torch(case: str, dtype: Any, monkeypatch: pytest.Monkey
         optimizer.step()
         step_theirs()
         for p, q in zip(mine, theirs, strict=True):
-            want = q.detach().numpy()
+            expected = q.detach().numpy()
             if name == "Muon":  # torch clamps the norm at 1e-7, ours adds it; then five steps
-                np.testing.assert_allclose(p.numpy(), want, rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(p.numpy(), expected, rtol=1e-4, atol=1e-4)
                 continue
             tolerance = 20 * np.finfo(dtype).eps
-            np.testing.assert_allclose(p.numpy(), want, rtol=tolerance, atol=tolerance)
+            np.testing.assert_allclose(p.numpy(), expected, rtol=tolerance, atol=tolerance)

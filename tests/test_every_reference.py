@@ -110,9 +110,9 @@ def test_sums_and_products_in_another_dtype(name: str, dtype: str) -> None:
     x = np.random.default_rng(0).integers(1, 5, (3, 4)).astype(np.int32)
     got = OPS[name].function(et.ExTensor(x), axis=0, dtype=dtype)
     theirs = {"cumulative_sum": np.cumsum, "cumulative_prod": np.cumprod}.get(name)
-    want = (theirs or getattr(np, name))(x, axis=0, dtype=dtype)
-    np.testing.assert_array_equal(got.numpy(), want)
-    assert got.numpy().dtype == want.dtype
+    expected = (theirs or getattr(np, name))(x, axis=0, dtype=dtype)
+    np.testing.assert_array_equal(got.numpy(), expected)
+    assert got.numpy().dtype == expected.dtype
 
 
 def test_diff_takes_what_comes_before_and_after() -> None:
@@ -125,16 +125,16 @@ def test_diff_takes_what_comes_before_and_after() -> None:
 def test_options_of_linear_algebra() -> None:
     x = np.random.default_rng(0).normal(size=(2, 3, 3))
     square = x @ x.swapaxes(-1, -2) + np.eye(3)
-    for got, want in (
+    for got, expected in (
         (et.linalg.cholesky(et.ExTensor(square), upper=True), _upper(square)),
         (et.linalg.matrix_norm(et.ExTensor(x), keepdims=True), _norm(x, (-2, -1))),
         (et.linalg.vector_norm(et.ExTensor(x), axis=1, keepdims=True), _norm(x, 1)),
         (et.linalg.trace(et.ExTensor(x), dtype="float32"), x.trace(0, 1, 2).astype(np.float32)),
     ):
         np.testing.assert_allclose(
-            got.numpy(), want, rtol=1e-12 if got.dtype is et.float64 else 4e-7
+            got.numpy(), expected, rtol=1e-12 if got.dtype is et.float64 else 4e-7
         )
-        assert got.numpy().dtype == want.dtype
+        assert got.numpy().dtype == expected.dtype
 
 
 def _upper(x: np.ndarray) -> np.ndarray:

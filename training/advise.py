@@ -327,12 +327,12 @@ def _counterpart(recipe: Recipe, change: Change) -> str | None:
         )
         return LayerRecipe(a, b, c)
 
-    wanted = changed(recipe.layers)
+    expected = changed(recipe.layers)
     rules = tuple(Rule(rule.match, changed(rule.use)) for rule in recipe.rules)
-    if (wanted, rules) == (recipe.layers, recipe.rules):
+    if (expected, rules) == (recipe.layers, recipe.rules):
         return None
     for name, row in RECIPES.items():
-        if (row.layers, row.rules) == (wanted, rules):
+        if (row.layers, row.rules) == (expected, rules):
             return name
     return None
 

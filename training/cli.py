@@ -32,6 +32,7 @@ from .compare import compare
 from .comparison import CompareArgs, CompareFlags
 from .config import RunConfig, Settings
 from .data import DATASETS, DataError
+from .finetune import FinetuneArgs, finetune
 from .flags import parse, parse_settings, resolve
 from .loop import Interrupted
 from .ptq import PtqArgs, ptq
@@ -221,6 +222,21 @@ def generate_command(argv: Sequence[str]) -> int:
     return extensor_main(["generate", *argv])
 
 
+def finetune_command(argv: Sequence[str]) -> int:
+    """Tune a pretrained language model on a text."""
+    text = (
+        "Tune a pretrained language model on a text: adapters (LoRA or DoRA) on its frozen "
+        "weights, packed as they are. Perplexity on the last tenth of the text is measured before, "
+        "after, and after the adapters were merged into the weights and rounded again. Writes "
+        "adapters.safetensors, finetune.json and the merged model.\n\n"
+        f"example: {PROGRAM} finetune SmolLM2-135M-Instruct.gguf shakespeare.txt --scheme "
+        "mxfp4_weights --out runs/tuned"
+    )
+    args = parse(FinetuneArgs, f"{PROGRAM} finetune", argv, text)
+    finetune(args, make_console())
+    return 0
+
+
 def ptq_command(argv: Sequence[str]) -> int:
     """Quantize a trained model under many schemes."""
     text = "\n\n".join(
@@ -255,6 +271,7 @@ def report_command(argv: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train_command,
     "compare": compare_command,
+    "finetune": finetune_command,
     "generate": generate_command,
     "ptq": ptq_command,
     "report": report_command,

@@ -2,6 +2,7 @@
 // bindings.
 
 #include "common/bind.hpp"
+#include "common/ledger.hpp"
 #include "common/threads.hpp"
 
 namespace {
@@ -36,4 +37,5 @@ PYBIND11_MODULE(_kernels, m) {
     bind_conv_pool(m);
     bind_nn(m);
     bind_optim(m);
+    bind_ledger(m);
 }

@@ -90,6 +90,8 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
     if record and MODE.enabled and primitive.differentiable:
         result.node = Node(primitive, params, inputs, out, saved, result._version, compute)
         result._requires_grad = True
+        if MODE.observer is not None:
+            MODE.observer.recorded(result.node)
     return result
 
 

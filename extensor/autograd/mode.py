@@ -1,16 +1,28 @@
-"""Whether operations are recorded, per thread."""
+"""Whether operations are recorded, and what is told of them, per thread."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
-__all__ = ["MODE", "enable_grad", "is_grad_enabled", "no_grad"]
+__all__ = ["MODE", "Observer", "enable_grad", "is_grad_enabled", "no_grad"]
+
+
+class Observer(Protocol):
+    """What is told of each recorded operation and of gradients: a ledger of memory."""
+
+    def recorded(self, node: Any) -> None:
+        """A node was recorded."""
+
+    def accumulated(self, leaves: Sequence[Any]) -> None:
+        """Leaves have got their gradients."""
 
 
 class _Mode(threading.local):
     enabled: bool = True  # the class attribute is where each new thread starts
+    observer: Observer | None = None
 
 
 MODE = _Mode()

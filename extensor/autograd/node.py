@@ -167,6 +167,7 @@ class Node:
         cells: list[list[int]] = []
         stamp = 0
         reads_inputs = primitive.reads_inputs
+        released = () if primitive.released is None else primitive.released(saved)
         out_type = getattr(out, "dtype", None)  # None for a QuantArray, as its dtype's numpy is
         for tensor in inputs:
             if tensor.node is not None:
@@ -174,12 +175,12 @@ class Node:
             else:
                 edges.append(tensor if tensor._requires_grad else None)
             data = tensor.data
-            if reads_inputs:
+            if reads_inputs and not (released and len(arrays) in released):
                 cell = tensor._version
                 cells.append(cell)
                 stamp += cell[0]
                 arrays.append(data)
-            elif data.shape == out.shape and tensor.dtype.numpy is out_type:
+            elif not reads_inputs and data.shape == out.shape and tensor.dtype.numpy is out_type:
                 arrays.append(None)
             else:
                 arrays.append(ArraySpec(data.shape, tensor.dtype.numpy))

@@ -22,7 +22,7 @@ for speed, when no graph of the gradient is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -110,6 +110,8 @@ class Primitive:
         reads: what the gradient reads of the inputs' and the output's *values*; the rest is not
             kept alive (an input that is not read still shows its shape and dtype).
         saves: forward gives (out, saved); ``saved`` reaches the gradient as a keyword.
+        released: ``released(saved)`` gives the numbers of inputs whose values the gradient does not
+            read, because of what forward saved; None: of no input.
         to_float: integers are converted to float32 first.
         mixed: inputs may have several float dtypes; forward decides the result's dtype.
         totals: 16-bit floats give float32, which is not rounded.
@@ -129,6 +131,7 @@ class Primitive:
     broadcasts: bool = False
     reads: Reads = "both"
     saves: bool = False
+    released: Callable[[Any], Collection[int]] | None = None
     to_float: bool = False
     mixed: bool = False
     totals: bool = False

@@ -9,7 +9,7 @@ import numpy as np
 
 from extensor.autograd.apply import apply, wrap
 from extensor.autograd.mode import MODE
-from extensor.autograd.node import Node, TensorState
+from extensor.autograd.node import ArraySpec, Node, TensorState
 from extensor.autograd.primitive import Primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import LEVEL_HALF, as_dtype, dtype_of
@@ -128,7 +128,7 @@ def _composite(
 ) -> list[ExTensor | None]:
     """The VJPs written in operations; with ``graph`` their inputs keep their place in the graph."""
     primitive, backend = node.primitive, node.backend
-    arrays = node.arrays if primitive.reads_inputs else _stand_ins(node, g.data)
+    arrays = _stand_ins(node, g.data)
     inputs = [
         _in_place_of(array, edge, backend) if graph else wrap(array, backend)
         for array, edge in zip(arrays, node.edges or (), strict=True)
@@ -165,10 +165,13 @@ def _in_place_of(array: Any, edge: Node | TensorState | None, backend: Any) -> E
 
 
 def _stand_ins(node: Node, g: Any) -> list[Any]:
-    """Inputs that were not kept: right shape and dtype, and NaN to show a rule that reads them."""
+    """The inputs; for one that was not kept NaN of its shape, which shows a rule that reads it."""
     xp = node.backend.xp
     stand_ins = []
     for spec in node.arrays:
+        if not (spec is None or isinstance(spec, ArraySpec)):
+            stand_ins.append(spec)
+            continue
         shape, dtype = (g.shape, g.dtype) if spec is None else spec
         dtype = gradient_dtype(dtype)
         value = xp.full((), 0 if dtype.kind in "biu" else xp.nan, dtype=dtype)

@@ -52,6 +52,8 @@ def backward(
             _accumulate(leaf, g, create_graph, owned)
         if capture is not None:
             capture.own_gradients([leaf.grad for leaf, _ in grads.values()])
+        if MODE.observer is not None:
+            MODE.observer.accumulated([leaf for leaf, _ in grads.values()])
 
 
 FUNCTIONS["backward"] = backward  # ExTensor.backward, which stands below

@@ -54,6 +54,7 @@ TRAINING = {
     "train": "Train a model under a recipe, such as MXFP4 weights, activations and gradients.",
     "compare": "Train a model with several recipes and seeds, and draw the table.",
     "report": "Write a page about a run: curves, each layer's error, its values on their grids.",
+    "finetune": "Tune a pretrained language model on a text: LoRA or DoRA on packed weights.",
     "ptq": "Quantize the model of a finished run under many schemes, without training.",
 }
 """Commands of `extensor.training.cli`."""

@@ -29,6 +29,7 @@ from extensor.generation import (
 )
 from extensor.nn.kv_cache import KVCache, new_cache
 from extensor.nn.module import Module
+from extensor.nn.ptq import quantize_model
 
 __all__ = ["LanguageModel", "chat", "generate", "load_language_model", "perplexity"]
 
@@ -283,6 +284,8 @@ def perplexity(
     stride: int | None = None,
     limit: int = 0,
     batch: int = 4,
+    scheme: str | None = None,
+    cache: str | None = None,
 ) -> None:
     """Measure how well a model predicts a text: its perplexity, and the standard error.
 
@@ -297,6 +300,8 @@ def perplexity(
         stride: How many tokens are counted in each window but the first; half of the context.
         limit: Count the first so many tokens only; 0 counts all.
         batch: Windows that pass through the model at once.
+        scheme: Quantize the model first, by a scheme that `extensor ptq --help` lists.
+        cache: Round keys and values to this format before attention reads them.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -309,8 +314,9 @@ def perplexity(
         raise CommandError(f"--context: expected at most the {most} of the model, got {context}")
     try:
         tokens = loaded.tokenizer.encode(text)[: limit or None]
-        batches = token_losses(loaded.model, tokens, context, stride, batch)
-    except ValueError as error:
+        scored = loaded.model if scheme is None else quantize_model(loaded.model, scheme)
+        batches = token_losses(scored, tokens, context, stride, batch, cache)
+    except (ValueError, TypeError) as error:
         raise CommandError(str(error)) from error
     start = time.perf_counter()
     found = Perplexity(np.concatenate(list(_watched(batches, len(tokens) - 1))))

@@ -11,7 +11,9 @@ import numpy as np
 
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
+from extensor.nn.kv_cache import new_cache
 from extensor.nn.module import Module, evaluating
+from extensor.quant.spec import QuantSpec
 
 __all__ = ["Perplexity", "token_losses"]
 
@@ -53,6 +55,7 @@ def token_losses(
     context: int = 512,
     stride: int | None = None,
     batch: int = 4,
+    storage: str | QuantSpec | None = None,
 ) -> Iterator[Array]:
     """The loss of each token of a text, given the tokens before it, batch after batch.
 
@@ -66,12 +69,16 @@ def token_losses(
         context: the length of a window, 2 or more.
         stride: from one window's start to the next; None, half of ``context``.
         batch: windows that pass through the model at once.
+        storage: how keys and values are stored before attention reads them, as `KVCache` takes it;
+            None leaves them as they are.
 
     Yields:
         Nats of the tokens that a batch of windows counts, float64; their order is the text's.
 
     Raises:
-        ValueError: for fewer than 2 tokens, or a context, stride or batch out of range.
+        ValueError: for fewer than 2 tokens, a context, stride or batch out of range, or an unknown
+            storage.
+        TypeError: for a storage, and a model that takes no cache.
 
     >>> class Even(et.nn.Module):
     ...     def forward(self, tokens):
@@ -90,12 +97,19 @@ def token_losses(
         )
     if tokens.ndim != 1 or len(tokens) < 2:
         raise ValueError(f"expected a text of 2 tokens or more, got shape {tokens.shape}")
-    return _batches(model, tokens.astype(np.int64), context, stride, batch)
+    if storage is not None:
+        new_cache(model, storage)
+    return _batches(model, tokens.astype(np.int64), context, stride, (batch, storage))
 
 
 def _batches(
-    model: Module, tokens: Array, context: int, stride: int, batch: int
+    model: Module,
+    tokens: Array,
+    context: int,
+    stride: int,
+    how: tuple[int, str | QuantSpec | None],
 ) -> Iterator[Array]:
+    batch, storage = how
     starts = list(range(0, max(1, len(tokens) - context + stride), stride))
     device = next((p.device for p in model.parameters()), "cpu")
     with evaluating(model):
@@ -104,8 +118,9 @@ def _batches(
         groups = [whole[i : i + batch] for i in range(0, len(whole), batch)]
         for group in [*groups, *([start] for start in starts[len(whole) :])]:
             windows = np.stack([tokens[start : start + context] for start in group])
+            cache = {} if storage is None else {"cache": new_cache(model, storage)}
             with no_grad():
-                logits = model(ExTensor.from_numpy(windows).to(device))
+                logits = model(ExTensor.from_numpy(windows).to(device), **cache)
             scores = logits.to("cpu").to("float32").numpy()
             counted = []
             for start, window, rows in zip(group, windows, scores, strict=True):

@@ -3,17 +3,22 @@
 from extensor.inspect.compare import LayerComparison, LayerRow, compare_layers
 from extensor.inspect.grid_plot import plot
 from extensor.inspect.health import SlotHealth, health_table, slot_health
+from extensor.inspect.memory import Holder, MemoryLedger, MemoryReport, memory_ledger
 from extensor.inspect.noise import decibels, normal_sqnr, sqnr
 from extensor.inspect.table import Table
 
 __all__ = [
+    "Holder",
     "LayerComparison",
     "LayerRow",
+    "MemoryLedger",
+    "MemoryReport",
     "SlotHealth",
     "Table",
     "compare_layers",
     "decibels",
     "health_table",
+    "memory_ledger",
     "normal_sqnr",
     "plot",
     "slot_health",

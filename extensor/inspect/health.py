@@ -75,7 +75,7 @@ def slot_health(
     >>> state = et.nn.apply_recipe(layer, "mxfp4_all")
     >>> y = layer(et.randn(8, 32, seed=0))
     >>> [(row.slot, row.format, row.count) for row in et.inspect.slot_health(state)]
-    [('fprop.x', 'mxfp4', 256), ('fprop.w', 'mxfp4', 1024)]
+    [('fprop.x', 'mxfp4', 256), ('fprop.w', 'mxfp4', 1024), ('wgrad.x', 'mxfp4', 256)]
     """
     rows = []
     for path, context in state.layers.items():

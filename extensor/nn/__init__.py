@@ -42,7 +42,13 @@ from extensor.nn.mixture import MixtureOfExperts
 from extensor.nn.module import Hook, Module, StateNames
 from extensor.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from extensor.nn.parameter import Buffer, Parameter
-from extensor.nn.ptq import load_quantized, packed_layers, quantize_model, save_quantized
+from extensor.nn.ptq import (
+    dequantize_model,
+    load_quantized,
+    packed_layers,
+    quantize_model,
+    save_quantized,
+)
 from extensor.nn.recipe import apply_recipe, gemm_layers
 from extensor.nn.recurrent import GRU, LSTM
 from extensor.nn.rope import Rope, RopeScaling, RotaryTable
@@ -105,6 +111,7 @@ __all__ = [
     "add_adapters",
     "apply_recipe",
     "depthwise_conv2d",
+    "dequantize_model",
     "gemm_layers",
     "init",
     "load_quantized",

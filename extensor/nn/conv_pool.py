@@ -13,8 +13,7 @@ from extensor.nn.checks import check_images, check_size, check_width
 from extensor.nn.linear import GemmLayer
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
-from extensor.ops.conv import Pair, conv2d, int_pair
-from extensor.ops.pool import avg_pool2d, max_pool2d
+from extensor.ops.conv_pool import Pair, avg_pool2d, conv2d, int_pair, max_pool2d
 from extensor.ops.prequantized import prequantized_conv2d
 from extensor.ops.quantized import quantized_conv2d
 

@@ -22,7 +22,7 @@ from extensor.nn.calibrate import batches_of, calibrate, choose_scale
 from extensor.nn.conv_pool import Conv2d
 from extensor.nn.linear import GemmLayer, Linear
 from extensor.nn.module import Module
-from extensor.nn.parameter import Buffer
+from extensor.nn.parameter import Buffer, Parameter
 from extensor.nn.recipe import assign_recipe, gemm_layers, round_norms
 from extensor.quant.array import QuantArray
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
@@ -31,7 +31,9 @@ from extensor.quant.schemes import SCHEMES, Scheme, get_scheme
 from extensor.quant.spec import QuantSpec
 from extensor.quant.static_scale import StaticScale
 
-__all__ = ["load_quantized", "packed_layers", "quantize_model", "save_quantized"]
+__all__ = [
+    "dequantize_model", "load_quantized", "packed_layers", "quantize_model", "save_quantized",
+]  # fmt: skip
 
 KEY = "quantized"
 """Where a checkpoint's metadata describes the layers."""
@@ -127,6 +129,32 @@ def packed_layers(model: Module) -> dict[str, GemmLayer]:
     ['0', '1']
     """
     return {path: layer for path, layer in gemm_layers(model) if layer.weight.is_blocked}
+
+
+def dequantize_model(model: Module) -> Module:
+    """A copy of a model whose packed weights are float32 parameters with the same values.
+
+    Args:
+        model: any module; a quantized layer's activations are no longer quantized in the copy.
+
+    Returns:
+        The copy, in the mode the model is in, without its hooks and gradients.
+
+    >>> packed = et.quantize_model(et.nn.Sequential(et.nn.Linear(64, 64, rng=0)), "mxfp4_weights")
+    >>> et.nn.dequantize_model(packed)[0].weight.dtype
+    extensor.float32
+    """
+    made = _bare_copy(model)
+    fresh: dict[int, Parameter] = {}  # a weight that several modules share stays one
+    for module in made.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Buffer) and value.is_blocked:
+                if id(value) not in fresh:
+                    with no_grad():
+                        values = value.dequantize().data
+                    fresh[id(value)] = Parameter(values, device=value.device)
+                setattr(module, name, fresh[id(value)])
+    return made
 
 
 def _bare_copy(model: Module) -> Module:

@@ -28,7 +28,7 @@ from extensor.backends.generic.quantize import dense_values, weight_activations
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.ops.arguments import tensors_only
 from extensor.ops.block_scaled import matrix_product
-from extensor.ops.conv import Pair, int_pair
+from extensor.ops.conv_pool import Pair, int_pair
 from extensor.ops.quantized import layer_context
 from extensor.quant import views
 from extensor.quant.array import QuantArray

@@ -51,11 +51,11 @@ def _quantize_forward(
 def _inside(backend: Backend, x: Array, q: QuantArray) -> Array:
     """Where |x| is within the block's largest representable value."""
     xp, element = backend.xp, q.spec.row.element
-    octet = element.max_magnitude_code
+    byte = element.max_magnitude_code
     if element.bits == 4:
-        octet |= octet << 4
+        byte |= byte << 4
     top = backend.dequantize(
-        dataclasses.replace(q, codes=xp.full(q.codes.shape, octet, dtype=xp.uint8))
+        dataclasses.replace(q, codes=xp.full(q.codes.shape, byte, dtype=xp.uint8))
     )
     return xp.abs(x) <= top
 

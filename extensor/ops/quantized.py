@@ -21,6 +21,7 @@ The gradient is straight-through: the float op's VJP at the dequantized operands
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import reduce
 from typing import Any
@@ -35,7 +36,7 @@ from extensor.backends.protocol import Array, Backend, Window
 from extensor.dtypes import bfloat16, dtype_of, promote
 from extensor.ops import recipe_operands as operands
 from extensor.ops.arguments import tensors_only
-from extensor.ops.conv import conv_window
+from extensor.ops.conv_pool import conv_window
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
 from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.recipes import get_recipe
@@ -162,13 +163,14 @@ def _matmul_forward(
     *bias: Array,
     context: LayerContext,
     version: WeightVersion | None = None,
-) -> tuple[Array, tuple[Any, Any]]:
-    rows = x.reshape(-1, x.shape[-1])
-    sizes = (len(rows), *w.shape)
-    a, x_columnwise = operands.forward_operands(backend, rows, context, _X, sizes)
+    given: operands.Input = operands.PACKED,
+) -> tuple[Array, operands.SavedOperands]:
+    sizes = (math.prod(x.shape[:-1]), *w.shape)
+    a, kept, released = operands.input_operands(backend, x, context, _X, sizes, given)
     b, w_columnwise = operands.forward_operands(backend, w, context, _W, sizes, version)
     out = _product(backend, a, b, context.layer.fprop, _result(context, x, w, *bias), *bias)
-    return out.reshape(*x.shape[:-1], w.shape[0]), (x_columnwise, w_columnwise)
+    saved = operands.SavedOperands(kept, w_columnwise, (0,) if released else ())
+    return out.reshape(*x.shape[:-1], w.shape[0]), saved
 
 
 def _matmul_vjp(
@@ -178,11 +180,12 @@ def _matmul_vjp(
     inputs: tuple[Array, ...],
     needs: tuple[bool, ...],
     context: LayerContext,
-    saved: tuple[Any, Any],
+    saved: operands.SavedOperands,
     version: WeightVersion | None = None,
+    given: operands.Input = operands.PACKED,
 ) -> list[Array | None]:
     x, w = inputs[:2]
-    x_columnwise, w_columnwise = saved
+    w_columnwise = saved.w
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
     sizes, layer = (len(rows), *w.shape), context.layer
     needed = [slot for slot, need in zip(_G, needs, strict=False) if need]
@@ -194,6 +197,7 @@ def _matmul_vjp(
         dx = _product(backend, gradients[0], w_columnwise, layer.dgrad, x.dtype)
         dx = dx if dx.shape == x.shape else dx.reshape(x.shape)  # a leaf's gradient is no view
     if needs[1]:
+        x_columnwise = operands.kept_operand(saved.x)
         if x_columnwise is None:
             x = x.reshape(-1, x.shape[-1])
             (x_columnwise,) = operands.make_operands(backend, x, context, _X[1:], sizes)
@@ -217,6 +221,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     reads="inputs",
     mixed=True,
     saves=True,
+    released=lambda saved: saved.released,
     samples=_matmul_samples,
     errors=(
         BadInput(
@@ -261,11 +266,11 @@ def quantized_matmul(
         raise ValueError(
             f"quantized_matmul: expected x (..., K) and w (N, K), got {x.shape} and {w.shape}"
         )
-    version = operands.version_of(w)
-    if bias is None:
-        return apply("quantized_matmul", x, w, context=context, version=version)
-    _check_bias("quantized_matmul", bias, w)
-    return apply("quantized_matmul", x, w, bias, context=context, version=version)
+    inputs = (x, w) if bias is None else (x, w, bias)
+    if bias is not None:
+        _check_bias("quantized_matmul", bias, w)
+    version, given = operands.version_of(w), operands.input_of(x, w, context)
+    return apply("quantized_matmul", *inputs, context=context, version=version, given=given)
 
 
 def _check_bias(name: str, bias: ExTensor, w: ExTensor) -> None:

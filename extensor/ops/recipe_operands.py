@@ -3,8 +3,12 @@
 A matrix is contracted along its rows (axis -1) or its columns (axis -2); a stack of matrices, one
 for each group of a convolution, likewise. Every function counts what it quantized in the context.
 
-A weight's operands are kept in the recipe state's `WeightCache`. Each use of a kept operand is
-counted as if it were made anew.
+A weight's operands are kept in the recipe state's `WeightCache`, an input's for as long as the
+input lives in its `InputCache`. Each use of a kept operand is counted as if it were made anew.
+
+What is kept of an input for backward is its wgrad operand, packed: a format's bits and its scales'
+(`extensor.quant.array.stored_nbytes`), or an FP8 operand, or bfloat16 where the recipe rounds to
+that. The input itself is let go.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from extensor.autograd.mode import MODE
 from extensor.autograd.tensor import ExTensor
@@ -32,7 +36,20 @@ from extensor.quant.spec import QuantSpec
 from extensor.quant.weight_cache import CachedOperand, WeightSource, WeightVersion
 from extensor.random import Stream
 
-__all__ = ["Slots", "forward_operands", "make_operands", "slot_spec", "slot_values", "version_of"]
+__all__ = [
+    "PACKED",
+    "Input",
+    "SavedOperands",
+    "Slots",
+    "forward_operands",
+    "input_of",
+    "input_operands",
+    "kept_operand",
+    "make_operands",
+    "slot_spec",
+    "slot_values",
+    "version_of",
+]
 
 Slots = Sequence[tuple[str, int]]
 """Slots of a recipe, each with the axis along which its GEMM contracts the matrix."""
@@ -121,6 +138,121 @@ def forward_operands(
             first, second = make_operands(backend, x, context, slots, sizes, version, both)
             return first, second
     return make_operands(backend, x, context, slots[:1], sizes, version)[0], None
+
+
+# --- inputs --------------------------------------------------------------------------------------
+
+
+class Input(NamedTuple):
+    """What is known of a layer's input before its operands are made.
+
+    Attributes:
+        keep: what backward needs of it: "packed", its wgrad operand; "input", which something else
+            keeps in any case; "nothing", where the weight gets no gradient.
+        version: of its values; None where its operands are not shared.
+    """
+
+    keep: Literal["packed", "input", "nothing"] = "packed"
+    version: WeightVersion | None = None
+
+
+PACKED = Input()
+
+
+class SavedOperands(NamedTuple):
+    """What a layer's forward product keeps for its backward products.
+
+    Attributes:
+        x: the wgrad operand, or a `Preparation.pack` of it; None: made from the input.
+        w: the dgrad operand; None: made from the weight.
+        released: numbers of the inputs that the gradient does not read: the input, or none.
+    """
+
+    x: Any
+    w: Any
+    released: tuple[int, ...] = ()
+
+
+def input_of(x: ExTensor, w: ExTensor, context: LayerContext) -> Input:
+    """How a layer keeps its input: packed, unless the operation that made it keeps it anyway."""
+    cell, node = x._version, x.node
+    version = None if len(cell) > 1 else WeightVersion(cell, cell[0])
+    if not (w._requires_grad and MODE.enabled):
+        return Input("nothing", version)
+    whole = context.state.recipe.saved_input == "input"
+    held = node is not None and node.primitive.reads_output and node.out is x.data
+    return Input("input" if whole or held else "packed", version)
+
+
+def input_operands(
+    backend: Backend, x: Array, context: LayerContext, slots: Slots, sizes: Sizes, given: Input
+) -> tuple[Any, Any, bool]:
+    """The operand of the forward GEMM, what is kept of the wgrad operand, whether x is let go.
+
+    Args:
+        backend: the device's.
+        x: the input, (..., K).
+        context: the layer's.
+        slots: of the forward and of the wgrad GEMM.
+        sizes: M, N and K of the layer's products.
+        given: what is known of the input.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if not MODE.enabled or given.keep == "nothing":
+        return _shared(backend, x, context, slots[:1], sizes, given)[0], None, True
+    if given.keep == "input":
+        return *forward_operands(backend, rows, context, slots, sizes), False
+    both = _prepare(backend, rows, context, slots, sizes)
+    if both is not None and both.compact and not both.reads_later:
+        first, second = _shared(backend, x, context, slots, sizes, given, both)
+        return first, second, True
+    (first,) = _shared(backend, x, context, slots[:1], sizes, given)
+    (second,) = _shared(backend, x, context, slots[1:], sizes, given, pack=True)
+    return first, second, second is not None
+
+
+def kept_operand(kept: Any) -> Any:
+    """The operand that `input_operands` kept."""
+    return kept.operand() if hasattr(kept, "operand") else kept
+
+
+def _shared(
+    backend: Backend,
+    x: Array,
+    context: LayerContext,
+    slots: Slots,
+    sizes: Sizes,
+    given: Input,
+    preparation: Preparation | None = None,
+    pack: bool = False,
+) -> list[Any]:
+    """An input's operands, one for each slot, made anew unless another layer has made the same.
+
+    The input is (..., K).
+    ``pack``: as few bytes instead; None where that saves none.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    preparation = preparation or _prepare(backend, rows, context, slots, sizes)
+    specs = [(context.operand(slot), axis) for slot, axis in slots]
+    random = any(not isinstance(s, str) and s.rounding == "stochastic" for s, _ in specs)
+
+    def make() -> Prepared:
+        if not pack:
+            return _made(backend, rows, context, slots, sizes, preparation)
+        assert preparation is not None
+        return [preparation.pack() or (None, None)]
+
+    if random or given.version is None or preparation is None:
+        made = make()
+    else:
+        key = (*specs, preparation.path, pack, id(backend.capturing))
+        cache = context.state.input_cache
+        found = cache.share(x, given.version, key, make)
+        made = [(operand, _counted_again(counts)) for operand, counts in found]
+    for (slot, _), (_, counts) in zip(slots, made, strict=True):
+        if counts is not None:
+            context.record(slot, counts)
+    return [operand for operand, _ in made]
 
 
 def _prepare(
@@ -234,8 +366,9 @@ def _remade(weight: _Weight, slots: Slots, preparation: Preparation | None) -> l
         made = weight.backend.run_batch([its for its in preparations if its is not None])
     else:
         made = [_made(weight.backend, weight.x, weight.context, slots, weight.sizes, preparation)]
+    compact = preparation is not None and preparation.compact
     kept = [
-        cache.store(one.context.path, one.source, one.recipes(slots), operands)
+        cache.store(one.context.path, one.source, one.recipes(slots), operands, compact)
         for one, operands in zip(weights, made, strict=True)
     ]
     return kept[0]

@@ -14,7 +14,15 @@ from typing import Any
 
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["QuantArray", "QuantStats", "block_grid", "coded_length", "super_grid", "tile_extent"]
+__all__ = [
+    "QuantArray",
+    "QuantStats",
+    "block_grid",
+    "coded_length",
+    "stored_nbytes",
+    "super_grid",
+    "tile_extent",
+]
 
 Array = Any
 """An array of the backend's array module (numpy.ndarray or cupy.ndarray)."""
@@ -132,6 +140,33 @@ def block_grid(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(
         -(-n // extent) for n, extent in zip(coded, tile_extent(spec, tuple(coded)), strict=True)
     )
+
+
+def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...]) -> int:
+    """Bytes of an array in a format, padding included; not of the outlier codec.
+
+    Whole blocks of ``bits`` a value, each with a scale, and a zero point or minimum if it has one:
+    bits + 8 / block a value of an MX format, so MXFP4 takes 4.25 and MXFP8 8.25.
+
+    Args:
+        spec: resolved.
+        shape: of the array.
+
+    Returns:
+        The `QuantArray.nbytes` of what quantizing gives.
+
+    >>> from extensor.quant.array import stored_nbytes
+    >>> stored_nbytes(et.QuantSpec("mxfp4").resolve(2), (64, 64)) * 8 / 64**2
+    4.25
+    """
+    codes = math.prod(shape) // max(shape[spec.axis], 1) * packed_length(spec, shape)
+    wide = {"float32": 4, "float16": 2}.get(spec.scale_name, 1)
+    kinds = 2 if spec.minimum else 1  # a scale, and a minimum
+    each = wide * kinds + (0 if spec.symmetric else 1)
+    whole = 4 if spec.row.tensor_scale else 0
+    if spec.super_block is not None:
+        whole += 2 * kinds * math.prod(super_grid(spec, shape))
+    return codes + each * math.prod(block_grid(spec, shape)) + whole
 
 
 def super_grid(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:

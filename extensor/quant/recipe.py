@@ -251,6 +251,8 @@ class Recipe:
             are bfloat16 until they meet float32 (a residual stream, a norm's weights), losses are
             float32, a gradient has its tensor's dtype, and parameters and their gradients stay
             float32. Norms whose results only layers read (`Module.feeds_layers`) round them too.
+        saved_input: what a layer keeps of its input for backward: "packed", the operand of its
+            weight's gradient in its format, or "input", the input as it is. Gradients are the same.
 
     >>> from dataclasses import replace
     >>> from extensor.quant.recipe import LayerRecipe, Rule
@@ -264,8 +266,11 @@ class Recipe:
     rules: tuple[Rule, ...] = ()
     adaptive_scale_rule: bool = False
     activations: FloatName = "float32"
+    saved_input: Literal["packed", "input"] = "packed"
 
     def __post_init__(self) -> None:
+        if self.saved_input not in ("packed", "input"):
+            raise ValueError(unknown_name("saved_input", self.saved_input, ("packed", "input")))
         if self.activations not in FLOAT_NAMES:
             raise ValueError(unknown_name("activations", self.activations, FLOAT_NAMES))
 

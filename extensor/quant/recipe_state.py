@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from extensor.quant.array import QuantStats
+from extensor.quant.input_cache import InputCache
 from extensor.quant.recipe import SLOTS, FloatName, LayerRecipe, OperandSpec, Recipe
 from extensor.quant.static_scale import StaticScale
 from extensor.quant.weight_cache import WeightCache
@@ -42,6 +43,7 @@ class RecipeState:
             that updates weights without an `Optimizer` calls `next_step` itself.
         layers: every layer with GEMMs, by path.
         weight_cache: the GEMM operands of their weights.
+        input_cache: the operands of the input that was quantized last.
 
     >>> state = et.nn.apply_recipe(et.nn.Sequential(et.nn.Linear(32, 32)), "mxfp4_all", seed=1)
     >>> state.recipe.name, state.seed, list(state.layers)
@@ -57,6 +59,7 @@ class RecipeState:
         default_factory=dict, repr=False, compare=False
     )
     weight_cache: WeightCache = field(default_factory=WeightCache, repr=False, compare=False)
+    input_cache: InputCache = field(default_factory=InputCache, repr=False, compare=False)
     _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
     _standing: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
     _uses: dict[str, int] = field(init=False, repr=False, compare=False)
@@ -100,8 +103,8 @@ class RecipeState:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has other weights, so it does not take the weight cache over."""
-        return {**self.__dict__, "weight_cache": WeightCache()}
+        """A copy has other weights, so it does not take the caches over."""
+        return {**self.__dict__, "weight_cache": WeightCache(), "input_cache": InputCache()}
 
     @property
     def telemetry(self) -> Mapping[tuple[str, str], QuantStats]:

@@ -3,13 +3,17 @@
 Micro-batches and evaluation use a weight's operands many times; quantizing the weight once is
 enough. The cache stores operands and tells which of them are still right. Its callers make the
 operands: `extensor.ops.recipe_operands`.
+
+Operands as large as the weight (float32 on the CPU) are stored only where the weight's values are
+used again: from their second use on, and for new values if the last ones were used again. A step
+with one micro-batch stores none.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = ["CachedOperand", "WeightCache", "WeightSource", "WeightVersion"]
@@ -57,6 +61,7 @@ class CachedOperand:
         x: the weight's array, not kept alive.
         version, sizes: as of `WeightSource`.
         capture: likewise, not kept alive.
+        stored: False: the operand was used, and let go.
     """
 
     operand: Any
@@ -66,6 +71,7 @@ class CachedOperand:
     version: WeightVersion
     sizes: tuple[int, int, int]
     capture: weakref.ref[Any] | None
+    stored: bool = True
 
     def is_of(self, source: WeightSource, recipe: Any) -> bool:
         """Whether making it again would give the same operand."""
@@ -85,6 +91,8 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._operands: dict[tuple[str, str], CachedOperand] = {}
+        self._reused: set[tuple[str, str]] = set()  # slots whose last values were used again
+        self._missed: set[tuple[str, str]] = set()  # slots whose operand had been let go
 
     def __len__(self) -> int:
         return len(self._operands)
@@ -103,6 +111,11 @@ class WeightCache:
             if one is None or not one.is_of(source, recipe):
                 return None
             found.append(one)
+        slots = {(path, slot) for slot in recipes}
+        self._reused |= slots
+        if not all(one.stored for one in found):
+            self._missed |= slots
+            return None
         return found
 
     def drop(self, path: str, slots: Iterable[str]) -> None:
@@ -116,14 +129,23 @@ class WeightCache:
         source: WeightSource,
         recipes: Mapping[str, Any],
         made: Sequence[tuple[Any, Any]],
+        compact: bool = True,
     ) -> list[CachedOperand]:
-        """Keep the operands and counts of a layer's slots; gives what `find` would."""
+        """Keep the operands and counts of a layer's slots; gives what `find` would.
+
+        Operands that are not ``compact`` are kept where they will be used again.
+        """
         x, capture = weakref.ref(source.x), _reference(source.capture)
         stored = []
         for (slot, recipe), (operand, counts) in zip(recipes.items(), made, strict=True):
             one = CachedOperand(operand, counts, recipe, x, source.version, source.sizes, capture)
-            self._operands[path, slot] = one
             stored.append(one)
+            if not (compact or (path, slot) in self._reused):
+                one = replace(one, operand=None, counts=None, stored=False)
+            self._operands[path, slot] = one
+            if (path, slot) not in self._missed:  # new values
+                self._reused.discard((path, slot))
+            self._missed.discard((path, slot))
         return stored
 
 

@@ -15,6 +15,7 @@ from extensor.torch.require import load_torch
 load_torch()
 
 from extensor.torch import modules  # noqa: E402
+from extensor.torch.blocked import BlockedTensor, to_blocked  # noqa: E402
 from extensor.torch.modules import Conv2d, Linear  # noqa: E402
 from extensor.torch.quantize import (  # noqa: E402
     quantize_,
@@ -23,4 +24,13 @@ from extensor.torch.quantize import (  # noqa: E402
     telemetry,
 )
 
-__all__ = ["Conv2d", "Linear", "quantize_", "quantized_modules", "reset_telemetry", "telemetry"]
+__all__ = [
+    "BlockedTensor",
+    "Conv2d",
+    "Linear",
+    "quantize_",
+    "quantized_modules",
+    "reset_telemetry",
+    "telemetry",
+    "to_blocked",
+]

@@ -63,6 +63,34 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+_NUMPY = {
+    **DTYPES,
+    torch.int64: np.dtype(np.int64),
+    torch.int32: np.dtype(np.int32),
+    torch.int8: np.dtype(np.int8),
+    torch.uint8: np.dtype(np.uint8),
+}
+
+
+class _Memory:
+    """A tensor's memory for numpy.
+
+    ``tensor.numpy()`` and DLPack would forbid torch to resize the memory, as FSDP does.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor = tensor.detach()
+        dtype = np.dtype(np.int16) if tensor.dtype is torch.bfloat16 else _NUMPY[tensor.dtype]
+        item = dtype.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": dtype.str,
+            "shape": tuple(tensor.shape),
+            "strides": tuple([step * item for step in tensor.stride()]),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
 def backend_of(tensor: torch.Tensor) -> Backend:
     """The backend of a tensor's device."""
     return registry.get(tensor.device.type)
@@ -93,10 +121,10 @@ def to_array(tensor: torch.Tensor) -> Array:
         from extensor.torch import cuda
 
         return cuda.to_array(tensor)
-    tensor = tensor.detach()
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(_BFLOAT16)
-    return tensor.numpy()
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), _NUMPY[tensor.dtype])
+    array = np.asarray(_Memory(tensor))
+    return array.view(_BFLOAT16) if tensor.dtype is torch.bfloat16 else array
 
 
 def to_tensor(array: Array, device: torch.device) -> torch.Tensor:

@@ -28,6 +28,8 @@ _DTYPES = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
     torch.float16: np.dtype(np.float16),
     torch.int64: np.dtype(np.int64),
+    torch.int32: np.dtype(np.int32),
+    torch.int8: np.dtype(np.int8),
     torch.uint8: np.dtype(np.uint8),
 }
 _TENSOR_DTYPES = {array: tensor for tensor, array in _DTYPES.items()}

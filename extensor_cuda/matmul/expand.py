@@ -66,21 +66,21 @@ def expand(
     lift = 0 if kind == "bf16" else held_by(q.spec)[1]
     source = kernel.expand_source(q.spec, kind, lift)
     k = coded_length(q.spec, q.shape)
-    lines, pitch = q.shape[1 - axis], -(-k // 16) * 16
+    n, pitch = q.shape[1 - axis], -(-k // 16) * 16
     codes, scales = (aligned(part, xp) for part in (q.codes, q.scales))
-    out = xp.empty((lines, pitch), dtype=np.uint16 if kind == "bf16" else np.uint8)
+    out = xp.empty((n, pitch), dtype=np.uint16 if kind == "bf16" else np.uint8)
     factor = xp.empty(1, dtype=np.float32)
     largest = exponent = None
     if mx:
         largest, exponent = xp.zeros(1, dtype=np.uint32), xp.empty(1, dtype=np.int32)
         kernel.anchor(source, scales, largest)
     chunks = pitch // 16
-    threads = lines * chunks
+    threads = n * chunks
     if axis == 0:
-        threads = -(-lines // 32) * -(-chunks // 4) * 32
+        threads = -(-n // 32) * -(-chunks // 4) * 32
     heads = largest, None if mx else q.tensor_scale
     made = exponent, factor, flag, *(guards or (None, None))
-    kernel.expand(source, threads, Packed(codes, scales), out, lines, heads, made)
+    kernel.expand(source, threads, Packed(codes, scales), out, n, heads, made)
     return GemmOperand(out[:, :k], kind, Scale(exponent, factor))
 
 
@@ -174,18 +174,18 @@ def packed_bf16(
 
     ``tiles``: of rows, which a GEMM that expands the others counts.
     """
-    lines, k = q.shape[0], coded_length(q.spec, q.shape)
+    n, k = q.shape[0], coded_length(q.spec, q.shape)
     codes, zeros, scales = aligned(q.codes, xp), None, None
     if not q.spec.has_float_scales:
         scales = aligned(q.scales, xp)
     elif q.zero_points is not None:
         zeros = xp.ascontiguousarray(q.zero_points)
     packed, scale = Packed(codes, scales, zeros), float_scales(q, xp)
-    chunks, rows = -(-k // 16), lines
+    chunks, rows = -(-k // 16), n
     if ready is not None:
         rows = ready
         packed = packed._replace(ready=ready, counts=xp.empty(1 + tiles, dtype=np.uint32))
-    out = xp.empty((lines, 16 * chunks), dtype=np.uint16)
+    out = xp.empty((n, 16 * chunks), dtype=np.uint16)
     made = None, None, flag, None, None
     kernel.expand(bf16_program(q), rows * chunks, packed, out, rows, made=made)
     return GemmOperand(out[:, :k], "bf16", scale), packed

@@ -29,7 +29,7 @@ from extensor_cuda.matmul.rebase import is_mxfp4
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.memory import lasting
 
-__all__ = ["batch_key", "run", "run_batch", "supports"]
+__all__ = ["batch_key", "plan_of_pack", "run", "run_batch", "supports"]
 
 Array = Any
 Streams = Sequence[Stream | None]
@@ -84,6 +84,15 @@ def batch_key(specs: Sequence[Any], dtype: str) -> Hashable | None:
     """What matrices that go in one launch have in common; None: each is a launch of its own."""
     key = tuple(specs)
     return (key, dtype) if _batches(key) else None
+
+
+def plan_of_pack(spec: QuantSpec, shape: tuple[int, ...]) -> quantizer.Plan | None:
+    """The plan of packed storage, where the operand's codes are not all that it needs: E5M2's."""
+    if spec.rebased or not is_mxfp4(spec):
+        return None
+    plan = quantizer.plan_of(spec, shape)
+    assert not isinstance(plan, Unsupported), plan  # as `supports` has found
+    return plan
 
 
 def run(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any, state: State) -> Prepared:

@@ -87,13 +87,15 @@ def configure(
 
     tiles: tuple[tuple[int, int, float], ...] = _TILES if promote else _WIDE_TILES
     tiles = _SCALED_TILES if scale_group_k else tiles
-    if isinstance(out, QuantSpec):
+    quantized = out if isinstance(out, QuantSpec) else None
+    if quantized is not None:
         widest = 128 if blocks else 256  # of sums under scales, for which registers are left
-        tiles = tuple(tile for tile in _TILES if tile[0] <= widest and quantizes(tile[0], out))
+        fitting = (tile for tile in _TILES if quantizes(tile[0], quantized))
+        tiles = tuple(tile for tile in fitting if tile[0] <= widest)
     tile_n, epilogue_tiles, _ = min(tiles, key=cost)
     # Ping-pong pays where each stage is promoted, or is long: 2% of 192 columns, of fewer it costs
     # 1%.
-    ping_pong = tile_n == 192 and promote > 0 and not scale_group_k and isinstance(out, str)
+    ping_pong = tile_n == 192 and promote > 0 and not scale_group_k and quantized is None
     ping_pong = ping_pong or bool(blocks) or scale_group_k == K_OF_BF16_STAGE
     config = Config.of(kind, b, out=out, tile_n=tile_n, promote=promote, ping_pong=ping_pong)
     transposed = scale_group_k > 0
@@ -105,33 +107,33 @@ def configure(
 # cycles a column; narrower tiles read more of the cache for it, and FP8's sums are promoted.
 _BF16_TILES = ((128, 2, 640), (192, 3, 800), (256, 2, 1024))
 _PROMOTED_TILES = ((128, 2, 640), (176, 3, 850), (192, 3, 880))
-_TILE_CYCLES, _LAUNCH_CYCLES, _BYTES_PER_CYCLE, _MAX_PARTS = 2500, 4400, 2300, 16
+_TILE_CYCLES, _LAUNCH_CYCLES, _BYTES_PER_CYCLE, _MAX_SPLITS = 2500, 4400, 2300, 16
 
 
 @lru_cache(maxsize=4096)
 def configure_split_k(
     kind: str, m: int, n: int, k: int, out: str, transposed: tuple[bool, bool] = (False, False)
 ) -> tuple[Config, Split | None]:
-    """The program and the parts of K of a product of bfloat16 or of E5M2, from its shape.
+    """The program and the splits of K of a product of bfloat16 or of E5M2, from its shape.
 
-    The fewest cycles of a simple model: rounds of tiles plus, for parts, what writing, reading and
-    adding them takes. FP8 sums are promoted where they are without parts.
+    The fewest cycles of a simple model: rounds of tiles plus, for splits, what writing, reading and
+    adding them takes. FP8 sums are promoted where K is whole.
     """
     promote = 0 if kind == "bf16" else PROMOTE
     stages = -(-k * (2 if kind == "bf16" else 1) // ROW_BYTES)
     best: tuple[float, int, int, Split | None] | None = None
     for tile_n, epilogue_tiles, cycles in _PROMOTED_TILES if promote else _BF16_TILES:
         tiles = -(-m // TILE_M) * -(-n // tile_n)
-        for requested in range(1, min(_MAX_PARTS, stages) + 1):
+        for requested in range(1, min(_MAX_SPLITS, stages) + 1):
             whole = max(promote, 1)
-            per_part = -(-stages // (requested * whole)) * whole
-            parts = -(-stages // per_part)
-            rounds = -(-tiles * parts // MODEL_MULTIPROCESSORS)
-            cost = float(rounds * (per_part * cycles + _TILE_CYCLES))
-            if parts > 1:
-                cost += _LAUNCH_CYCLES + 8 * m * n * parts / _BYTES_PER_CYCLE
+            per_split = -(-stages // (requested * whole)) * whole
+            splits = -(-stages // per_split)
+            rounds = -(-tiles * splits // MODEL_MULTIPROCESSORS)
+            cost = float(rounds * (per_split * cycles + _TILE_CYCLES))
+            if splits > 1:
+                cost += _LAUNCH_CYCLES + 8 * m * n * splits / _BYTES_PER_CYCLE
             if best is None or cost < best[0]:
-                split = Split(parts, per_part) if parts > 1 else None
+                split = Split(splits, per_split) if splits > 1 else None
                 best = cost, tile_n, epilogue_tiles, split
     assert best is not None
     _, tile_n, epilogue_tiles, split = best
@@ -149,8 +151,8 @@ _DECODING_TILES = (64, 96, 128, 160, 192, 224, 256)
 _STAGE_COLUMNS, _US_PER_COLUMN = 200, 0.0015
 """What a stage of a tile takes on an H200: a fixed time, as that of so many columns (E2M1 200 to
 260, INT4 120), and us for each column."""
-_MAX_DECODING_PARTS, _BYTES_PER_US = 8, 3.5e6
-"""Parts of K, at most; bytes of them that are moved in a us."""
+_MAX_DECODING_SPLITS, _BYTES_PER_US = 8, 3.5e6
+"""Splits of K, at most; bytes of them that are moved in a us."""
 
 
 def decoding_tiles(bits: int, group: int) -> tuple[int, ...]:
@@ -160,25 +162,23 @@ def decoding_tiles(bits: int, group: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def decoding_schedule(
-    lines: int, k: int, rows: int, group: int, bits: int
-) -> tuple[int, Split | None]:
-    """Columns of a tile, and parts of K, of a GEMM whose warps decode packed weights.
+def decoding_schedule(n: int, k: int, m: int, group: int, bits: int) -> tuple[int, Split | None]:
+    """Columns of a tile, and splits of K, of a GEMM whose warps decode packed weights.
 
-    N = lines and M = rows; ``group`` elements along K are under a float scale, or 0.
+    ``group`` elements along K are under a float scale, or 0.
     """
     stages, minimum = k // K_OF_BF16_STAGE, max(2, 2 * group // K_OF_BF16_STAGE)
     found = []
     for tile in decoding_tiles(bits, group):
-        tiles = -(-lines // TILE_M) * -(-rows // tile)
-        for requested in range(1, _MAX_DECODING_PARTS + 1):
-            per_part = -(-stages // (requested * minimum)) * minimum
-            parts = -(-stages // per_part)
-            rounds = -(-tiles * parts // MODEL_MULTIPROCESSORS)
-            time = rounds * (per_part * (tile + _STAGE_COLUMNS) * _US_PER_COLUMN + 2)
-            if parts > 1:  # written and read again
-                time += 4 + 8 * parts * rows * lines / _BYTES_PER_US
-            found.append((time, tile, Split(parts, per_part) if parts > 1 else None))
+        tiles = -(-n // TILE_M) * -(-m // tile)
+        for requested in range(1, _MAX_DECODING_SPLITS + 1):
+            per_split = -(-stages // (requested * minimum)) * minimum
+            splits = -(-stages // per_split)
+            rounds = -(-tiles * splits // MODEL_MULTIPROCESSORS)
+            time = rounds * (per_split * (tile + _STAGE_COLUMNS) * _US_PER_COLUMN + 2)
+            if splits > 1:  # written and read again
+                time += 4 + 8 * splits * m * n / _BYTES_PER_US
+            found.append((time, tile, Split(splits, per_split) if splits > 1 else None))
     return min(found, key=lambda one: one[0])[1:]
 
 
@@ -194,13 +194,13 @@ def ready_rows(m: int, config: Config, multiprocessors: int) -> int:
 _SPLIT_K_BLOCKS = 1056  # that fill a large GPU
 
 
-def split_k_sizes(lines: int, columns: int, segment: int) -> tuple[int, int]:
-    """How many splits K = columns has in `w4w8a16_sm80.cu`, and the elements of one.
+def split_k_sizes(n: int, k: int, segment: int) -> tuple[int, int]:
+    """How many splits K has in `w4w8a16_sm80.cu`, and the elements of one.
 
     A split is a multiple of a segment.
     """
-    segments = -(-columns // segment)
-    requested = max(_SPLIT_K_BLOCKS // -(-lines // 64), 1)
+    segments = -(-k // segment)
+    requested = max(_SPLIT_K_BLOCKS // -(-n // 64), 1)
     per_split = -(-segments // min(requested, segments))
     return -(-segments // per_split), per_split * segment
 
@@ -219,31 +219,31 @@ def _fastest(
 
 
 def resident_schedules(
-    lines: int, columns: int, tokens: int, block: int
+    n: int, k: int, tokens: int, block: int
 ) -> list[tuple[float, resident.Schedule]]:
-    """Ways to divide N = lines and K = columns that fit, and what the busiest warp has to do.
+    """Ways to divide N and K that fit, and what the busiest warp has to do.
 
     In copies of a chunk, each about 1.5 us where memory is the bound. A block takes so much shared
     memory that a multiprocessor has one: early starts put two on those that were done first.
     """
     chunk, warps = resident.CHUNK, resident.WARPS
-    chunks, tiles = -(-columns // chunk), -(-lines // 16)
+    chunks, tiles = -(-k // chunk), -(-n // 16)
     held = warps * resident.AHEAD * 16 * (chunk // 2 + 32 + chunk // block)
     found = []
     for slices in range(1, min(chunks, MODEL_MULTIPROCESSORS) + 1):
         per_slice = -(-chunks // slices)
         groups = min(MODEL_MULTIPROCESSORS // slices, tiles)
         most = -(-tiles // groups)  # of a block
-        for parts in (1, 2, 4, 8) if slices == 1 else (1,):
-            sums = 64 * most * tokens * parts if slices == 1 else 0
+        for split in (1, 2, 4, 8) if slices == 1 else (1,):
+            sums = 64 * most * tokens * split if slices == 1 else 0
             shared = held + tokens * (2 * per_slice * chunk + 64) + sums
             if (slices - 1) * per_slice >= chunks or shared > SHARED_BYTES - 64:
                 continue
-            cost = -(-most // (warps // parts)) * -(-per_slice // parts) + tokens * per_slice / 40
+            cost = -(-most // (warps // split)) * -(-per_slice // split) + tokens * per_slice / 40
             if slices > 1:  # the last block adds what others left
                 cost += 1.3 + tokens * most * slices / 1900
             shared = max(shared, SHARED_BYTES // 2)
-            schedule = resident.Schedule(slices, per_slice * chunk, parts, groups, shared)
+            schedule = resident.Schedule(slices, per_slice * chunk, split, groups, shared)
             found.append((cost, schedule))
     return found
 
@@ -252,24 +252,22 @@ resident_schedule = _fastest(resident_schedules)
 _MAX_SLICES = 8
 
 
-def ring_is_faster(lines: int) -> bool:
+def ring_is_faster(n: int) -> bool:
     """Whether so many rows of weights are more than a pair of tiles for each block."""
-    return lines > 2 * MODEL_MULTIPROCESSORS * ring.TILE_ROWS
+    return n > 2 * MODEL_MULTIPROCESSORS * ring.TILE_ROWS
 
 
-def _imbalance(chunks: int, pairs: int, parts: int) -> float:
+def _imbalance(chunks: int, pairs: int, split: int) -> float:
     """The time of the busiest scheduler to what it were if all had as much to do."""
-    warps = pairs * parts
-    if parts == 2 and pairs % 2 and pairs > 1:  # shared so that they have
-        return 1.0 + parts / chunks
-    return -(-warps // 4) * 4 / warps * -(-chunks // parts) * parts / chunks
+    warps = pairs * split
+    if split == 2 and pairs % 2 and pairs > 1:  # shared so that they have
+        return 1.0 + split / chunks
+    return -(-warps // 4) * 4 / warps * -(-chunks // split) * split / chunks
 
 
-def ring_schedules(
-    lines: int, columns: int, tokens: int, block: int
-) -> list[tuple[float, ring.Schedule]]:
-    """Ways to divide N = lines and K = columns, each with its time in us by a model."""
-    chunks, tiles = -(-columns // ring.CHUNK), -(-lines // ring.TILE_ROWS)
+def ring_schedules(n: int, k: int, tokens: int, block: int) -> list[tuple[float, ring.Schedule]]:
+    """Ways to divide N and K, each with its time in us by a model."""
+    chunks, tiles = -(-k // ring.CHUNK), -(-n // ring.TILE_ROWS)
     chunk_us = 0.079 if tokens <= 8 else 0.095  # of a tile, by all warps
     found = []
     for slices in range(1, min(chunks, MODEL_MULTIPROCESSORS, _MAX_SLICES) + 1):
@@ -277,24 +275,24 @@ def ring_schedules(
         most = -(-tiles // groups)
         start = 4.5 + 0.1 * tokens
         if slices > 1:  # written and read again
-            start += 8 + slices * tokens * lines / 5e5
+            start += 8 + slices * tokens * n / 5e5
         minimum = -(-most // (2 * ring.WARPS))
         for rounds in (minimum, minimum + 1):
             pairs = -(-most // (2 * rounds))
-            for parts in range(1, min(ring.WARPS // pairs, per_slice) + 1):
-                if parts > ring.memory(pairs * parts, tokens, block)[0]:
+            for split in range(1, min(ring.WARPS // pairs, per_slice) + 1):
+                if split > ring.memory(pairs * split, tokens, block)[0]:
                     continue  # a warp would wait for x that has no place yet
-                wait = max(8 / (pairs * parts), 1.0) + 0.005 * pairs * parts
+                wait = max(8 / (pairs * split), 1.0) + 0.005 * pairs * split
                 work = (
                     2
                     * pairs
                     * rounds
                     * per_slice
                     * chunk_us
-                    * _imbalance(per_slice, pairs, parts)
+                    * _imbalance(per_slice, pairs, split)
                     * wait
                 )
-                found.append((start + work, ring.Schedule(slices, groups, pairs, parts)))
+                found.append((start + work, ring.Schedule(slices, groups, pairs, split)))
     return found
 
 
@@ -302,9 +300,9 @@ ring_schedule = _fastest(ring_schedules)
 
 
 def wgmma_schedules(
-    lines: int, columns: int, tokens: int, dtype: str, bits: int
+    n: int, k: int, tokens: int, dtype: str, bits: int
 ) -> list[tuple[float, wgmma.Schedule]]:
-    """Ways to divide N = lines and K = columns, each with its time in us by the model.
+    """Ways to divide N and K, each with its time in us by the model.
 
     The dtype is x's; tokens are its rows, three for each of float32.
     """
@@ -313,8 +311,8 @@ def wgmma_schedules(
         fitted = wgmma.fit(split, -(-tokens // 8), dtype, bits)
         if fitted is None:
             continue
-        groups = -(-lines // (wgmma.TILE_ROWS * 4 // split))
-        segments = -(-(columns // wgmma.SEGMENT) // split)
+        groups = -(-n // (wgmma.TILE_ROWS * 4 // split))
+        segments = -(-(k // wgmma.SEGMENT) // split)
         for slices in range(1, min(segments, MODEL_MULTIPROCESSORS) + 1):
             # A segment as it was measured on an H100, for 1 to 64 tokens within a tenth; of
             # integers within a fifth, INT4 quicker, INT8 slower.
@@ -322,7 +320,7 @@ def wgmma_schedules(
             rounds = -(-groups * slices // MODEL_MULTIPROCESSORS)
             cost = rounds * (-(-segments // slices) * segment_us + 1)
             if slices > 1:  # written and read again
-                cost += 2 + slices * tokens * lines / 5e5
+                cost += 2 + slices * tokens * n / 5e5
             found.append((cost, wgmma.Schedule(split, slices, *fitted)))
     return found
 

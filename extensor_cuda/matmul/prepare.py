@@ -10,6 +10,10 @@
                         (`extensor_cuda.matmul.rebase`)           (or bfloat16), else bfloat16
     bf16                what is not quantized, rounded once       bfloat16
 
+What is kept of a matrix for backward is the operand, where its codes are all that it needs. An
+operand in E5M2 or from packed storage needs the packed codes as well, for values that FP8 does not
+hold: then these are kept, 4.25 bits a value of MXFP4, and expanded in the backward pass.
+
 The decision is taken once, in `prepare`; a `GemmPreparation` carries it on. A format that is stored
 in another way needs one row here and, if need be, one kernel. Nothing here waits for the GPU.
 
@@ -27,7 +31,7 @@ import numpy as np
 
 from extensor.backends.protocol import CastSpec
 from extensor.backends.unsupported import Unsupported
-from extensor.quant.array import tile_extent
+from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.gemm.gemm_sm90 import MAX_TERMS
@@ -49,6 +53,7 @@ __all__ = [
     "FUSED",
     "PREPARERS",
     "GemmPreparation",
+    "PackedMatrix",
     "Preparer",
     "prepare",
     "run_batch",
@@ -74,6 +79,8 @@ class Preparer:
             fewer.
         supports: what ``run`` needs of one spec of x, or why there is no such operand.
         run: makes operands of x, one for each plan that ``supports`` gave.
+        plan_of_pack: the quantizer's plan of what is kept, for a spec and a shape; None: the
+            operand itself is kept.
     """
 
     name: str
@@ -82,6 +89,7 @@ class Preparer:
     compact: bool
     supports: Callable[[Array, Any], Any]
     run: Callable[[Array, Sequence[Any], Streams, Any, State], Prepared]
+    plan_of_pack: Callable[[Any, tuple[int, ...]], quantizer.Plan | None] = lambda plan, shape: None
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +110,64 @@ class GemmPreparation:
         """Whether the operands are worth keeping for the backward GEMM."""
         return self.preparer.compact
 
+    @property
+    def reads_later(self) -> bool:
+        """Whether `GemmOperand.make_bf16` reads x again."""
+        return self.preparer is FUSED and self._plan_of_pack() is not None
+
     def run(self) -> Prepared:
         """Make the operands."""
         return self.preparer.run(self.x, self.plans, self.streams, self.xp, self.amax_state)
+
+    def pack(self) -> tuple[GemmOperand | PackedMatrix, OperandCounts | None] | None:
+        """What is kept of the only operand: itself, or packed codes that are expanded to it."""
+        plan = self._plan_of_pack()
+        if plan is None:
+            return self.run()[0]
+        matrix, counts = _packed(self.x, plan, self.streams[0], self.xp)
+        return matrix, counts
+
+    def _plan_of_pack(self) -> quantizer.Plan | None:
+        return self.preparer.plan_of_pack(self.plans[0], tuple(self.x.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMatrix:
+    """A packed matrix, and two flags: that FP8, and that bfloat16, does not hold every value."""
+
+    q: QuantArray
+    flags: Array
+    xp: Any
+
+    @property
+    def arrays(self) -> Sequence[Array]:
+        """See `extensor.backends.protocol.PackedOperand`."""
+        return (*self.q.parts.values(), self.flags)
+
+    def operand(self) -> GemmOperand:
+        """The operand in FP8 where that holds the format, else in bfloat16."""
+        q, flags, xp = self.q, self.flags, self.xp
+        kind, _ = held_by(q.spec)
+        operand = expand(q, kind, flags[1:] if kind == "bf16" else flags[:1], xp)
+        if kind == "bf16":
+            return operand
+
+        def make_bf16(guards: Sequence[Array]) -> GemmOperand:
+            return expand(q, "bf16", flags[1:], xp, guards)
+
+        return replace(operand, flag=flags[:1].reshape(()), make_bf16=make_bf16)
+
+
+def _packed(
+    x: Array, plan: quantizer.Plan, stream: Stream | None, xp: Any
+) -> tuple[PackedMatrix, OperandCounts]:
+    """The packed codes of x, and what the quantizer counted."""
+    done = quantizer.quantize_raw(x, plan, stream, xp)
+    assert done.q is not None and done.counters is not None
+    flags = xp.zeros(2, dtype=np.uint32)
+    cut = flags[1:].reshape(())
+    counts = OperandCounts(done.counters, (0, _SLOTS), plan.count, cut)
+    return PackedMatrix(done.q, flags, xp), counts
 
 
 def prepare(
@@ -221,20 +284,8 @@ def _expanded(
 ) -> Prepared:
     made: Prepared = []
     for plan, stream in zip(plans, streams, strict=True):
-        done = quantizer.quantize_raw(x, plan, stream, xp)
-        q, counters = done.q, done.counters
-        assert q is not None and counters is not None
-        flags = xp.zeros(2, dtype=np.uint32)  # FP8, and bfloat16, does not hold every value
-        kind, _ = held_by(plan.spec)
-        operand = expand(q, kind, flags[1:] if kind == "bf16" else flags[:1], xp)
-        if kind != "bf16":
-
-            def make_bf16(guards: Sequence[Array], q: Any = q, flags: Any = flags) -> GemmOperand:
-                return expand(q, "bf16", flags[1:], xp, guards)
-
-            operand = replace(operand, flag=flags[:1].reshape(()), make_bf16=make_bf16)
-        cut = flags[1:].reshape(())
-        made.append((operand, OperandCounts(counters, (0, _SLOTS), plan.count, cut)))
+        matrix, counts = _packed(x, plan, stream, xp)
+        made.append((matrix.operand(), counts))
     return made
 
 
@@ -250,11 +301,15 @@ def _bf16(x: Array, specs: Sequence[CastSpec], streams: Streams, xp: Any, state:
     return [(GemmOperand(bits, "bf16", transposed=spec.axis == 0), None) for spec in specs]
 
 
-FUSED = Preparer("fused", "fused kernel", False, True, fused.supports, fused.run)
+FUSED = Preparer(
+    "fused", "fused kernel", False, True, fused.supports, fused.run, fused.plan_of_pack
+)
 FLOAT_SCALES = Preparer(
     "float scales", "scaled kernel", False, False, _float_scaled_supports, _float_scaled
 )
-EXPANDED = Preparer("expanded", "expanded", False, False, _expanded_supports, _expanded)
+EXPANDED = Preparer(
+    "expanded", "expanded", False, False, _expanded_supports, _expanded, lambda plan, shape: plan
+)
 BF16 = Preparer("bf16", "fused kernel", True, True, _bf16_supports, _bf16)
 PREPARERS = (FUSED, FLOAT_SCALES, EXPANDED, BF16)
 """In the order in which they are asked."""

@@ -159,7 +159,7 @@ def multiply(
     """Launch out = a b^T + bias of operands with `shared_scales`; FP8 with FP8, bf16 with bf16.
 
     Out is (M, N) with rows a multiple of 16 bytes apart, or a `Requantized`. Without a config, that
-    for the size is taken; parts of K go with a config that splits.
+    for the size is taken; splits of K go with a config that splits.
     """
     scales = shared_scales(a, b)
     assert scales is not None
@@ -213,8 +213,8 @@ def _fall_back(
     guards = a.flag, b.flag
     wide = a.bf16(guards), b.bf16(guards)
     config = configure("bf16", a.shape[0], b.shape[0], to.dtype.name)
-    if split is not None:  # the same parts: a stage holds half as many terms
-        config, split = config.replace(split_k=True), Split(split.parts, 2 * split.stages)
+    if split is not None:  # the same splits: a stage holds half as many terms
+        config, split = config.replace(split_k=True), Split(split.count, 2 * split.stages)
     runs = None if fallback is None else fallback.array
     multiply(*wide, to, config, bias, Flags(*guards, 1, runs), split)
 
@@ -257,8 +257,9 @@ def _stored(operand: GemmOperand) -> tuple[Stored, int]:
     """Scales of each 128 along K, for the kernel to lay out, and of how many rows."""
     (rows, k), scale = operand.shape, operand.scale
     alike = scale.rows % 128 == 0 or scale.rows >= rows
-    lines = ROWS_PER_SCALE if alike else 1
-    return Stored(scale.grid, -(-k // 128), -(-min(scale.rows, rows) // lines)), lines
+    rows_per_scale = ROWS_PER_SCALE if alike else 1
+    groups = -(-min(scale.rows, rows) // rows_per_scale)
+    return Stored(scale.grid, -(-k // 128), groups), rows_per_scale
 
 
 def _zeros(a: GemmOperand, b: GemmOperand, xp: Any) -> Zeros | None:

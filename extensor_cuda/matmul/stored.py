@@ -204,7 +204,7 @@ def multiply_stored(
     if wide is None:
         return BEYOND_BF16
     path = f"bf16 tensor cores: {why.reason}"
-    if isinstance(to, str) and all(side.scale.is_absent for side in wide):
+    if not isinstance(to, Requantized) and all(side.scale.is_absent for side in wide):
         return Product(product(wide[0], wide[1], to, xp), path)
     out = empty_result(xp, a.shape[0], b.shape[0], to)
     multiply(wide[0], wide[1], out)

@@ -3,7 +3,7 @@
 `extensor tune` (`extensor_cuda.matmul.tuning`) writes a table per GPU, driver and sources, and
 nothing else does; without one a fixed default stands. A table decides which path a product takes.
 That never changes the bits of quantized operands, nor how a kernel multiplies: its tiles, its order
-of K and into how many parts K is split follow from the shape alone. It may change sums: FP8's,
+of K and into how many splits K is cut follow from the shape alone. It may change sums: FP8's,
 moved to float32 every 512, differ from cupy's of float32 values within the bounds that
 `extensor_cuda.matmul.product` states.
 """

@@ -17,11 +17,11 @@ INT8 and FP8 less their zero points. Float scales stay apart, since their produc
 more bits than bfloat16 has: one for all of K multiplies the finished sum, those of groups along K
 multiply each group's sum as it is added to float32 registers. float32 activations are three
 bfloat16 matrices, whose products are added, so that nothing but sums is rounded. Sums are float32
-that is cut; those of parts of K are added in order, so that a result depends on shapes and values
+that is cut; those of splits of K are added in order, so that a result depends on shapes and values
 alone. With S = sum |x| |w| over K and n groups of float scales (of 128 elements, where they have
 more), the result is off by up to
 
-    up to 64 tokens    (K 2**-22 + (parts + n + 8) 2**-24) S
+    up to 64 tokens    (K 2**-22 + (splits + n + 8) 2**-24) S
     more               (K 2**-22 + n 2**-24 + 2**-20) S
 
 plus what underflows: of float32 activations 2**-133 times the weights, and 2**-118 a term; where
@@ -185,19 +185,19 @@ def _few_tokens(x: Array, w: QuantArray, dtype: str, capability: str, xp: Any) -
 
 def _kernel(w: QuantArray, tokens: int, dtype: str, hopper: bool) -> tuple[Any, Any]:
     """The kernel, and how it divides the product."""
-    lines, columns = w.shape
+    n, k = w.shape
     if hopper:
         _, block = tile_extent(w.spec, w.shape)
-        if w4a16_sm90_ring.supports(w, tokens) and partition.ring_is_faster(lines):
-            return w4a16_sm90_ring, partition.ring_schedule(lines, columns, tokens, block)
+        if w4a16_sm90_ring.supports(w, tokens) and partition.ring_is_faster(n):
+            return w4a16_sm90_ring, partition.ring_schedule(n, k, tokens, block)
         if w4a16_sm90_resident.supports(w, tokens):
-            schedule = partition.resident_schedule(lines, columns, tokens, block)
+            schedule = partition.resident_schedule(n, k, tokens, block)
             if schedule is not None:
                 return w4a16_sm90_resident, schedule
         if w4w8a16_sm90_wgmma.supports(w):
             bits = w.spec.row.element.bits
-            return w4w8a16_sm90_wgmma, partition.wgmma_schedule(lines, columns, tokens, dtype, bits)
-    return w4w8a16_sm80, partition.split_k_sizes(lines, columns, w4w8a16_sm80.segment(w))
+            return w4w8a16_sm90_wgmma, partition.wgmma_schedule(n, k, tokens, dtype, bits)
+    return w4w8a16_sm80, partition.split_k_sizes(n, k, w4w8a16_sm80.segment(w))
 
 
 # --- more ---
@@ -254,11 +254,11 @@ def decodes_in_gemm(w: QuantArray, rows: int) -> bool:
 
     `weight_only_gap` has no objection to the weights.
     """
-    (lines, k), (shared, _), group = w.shape, tile_extent(w.spec, w.shape), scale_group_k(w)
+    (n, k), (shared, _), group = w.shape, tile_extent(w.spec, w.shape), scale_group_k(w)
     element = w.spec.row.element
     if element.bits != 4 and (element.bits != 8 or element.is_float):
         return False
-    if k % (2 * K_OF_BF16_STAGE) or w.codes.nbytes != lines * k * element.bits // 8:
+    if k % (2 * K_OF_BF16_STAGE) or w.codes.nbytes != n * k * element.bits // 8:
         return False
     if group and (group < K_OF_BF16_STAGE or rows >= _EXPAND_FIRST_ROWS):
         return False

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-__all__ = ["ALLOCATORS", "allocate", "lasting"]
+import numpy as np
+
+__all__ = ["ALLOCATORS", "PoolLog", "allocate", "lasting"]
 
 
 def allocate(cupy: Any, pool: Any, size: int) -> Any:
@@ -24,6 +26,41 @@ def allocate(cupy: Any, pool: Any, size: int) -> Any:
             f"device 'cuda': requested {size} bytes, {free} of {total} are free; use smaller "
             "batches, or drop tensors that are no longer needed"
         ) from error
+
+
+class PoolLog:
+    """A log of the blocks that cupy's pools hand out: see `extensor.backends.protocol.MemoryLog`.
+
+    Sizes are the pool's: multiples of 512 bytes.
+    """
+
+    def __init__(self, cupy: Any) -> None:
+        events: list[tuple[int, int]] = []
+
+        class Hook(cupy.cuda.MemoryHook):  # type: ignore[misc]
+            name = "extensor_ledger"
+
+            def malloc_postprocess(self, **block: Any) -> None:
+                events.append((block["mem_ptr"], block["mem_size"]))
+
+            def free_postprocess(self, **block: Any) -> None:
+                events.append((block["mem_ptr"], -1))
+
+        self._events, self._hook = events, Hook()
+
+    def __enter__(self) -> None:
+        self._hook.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.__exit__(*error)
+
+    def mark(self, block: int, label: int) -> None:
+        """See the protocol."""
+        self._events.append((block, -2 - label))
+
+    def events(self) -> np.ndarray[Any, Any]:
+        """See the protocol."""
+        return np.array(self._events, np.int64).reshape(-1, 2)
 
 
 class _Allocators(threading.local):

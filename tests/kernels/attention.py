@@ -26,6 +26,9 @@ ATTENTIONS = (  # batch, heads, key heads, queries, keys, d, dv, causal, options
     (2, 2, 1, 5, 37, 8, 24, False, "mask"),
     (1, 2, 1, 35, 37, 8, 8, True, "window mask sinks"),
     (3, 2, 2, 1, 40, 8, 8, True, "padding"),
+    (2, 6, 2, 1, 45, 16, 16, True, "window sinks"),
+    (3, 6, 3, 1, 37, 16, 10, False, "padding sinks"),
+    (1, 80, 2, 1, 37, 8, 8, True, ""),
 )
 
 

@@ -21,6 +21,7 @@ from tests.kernels.inputs import (
     Check,
     arrays,
     assert_bytes,
+    normals,
     special,
 )
 
@@ -45,6 +46,66 @@ def gelu_grad_cases() -> Bounded:
         slope = wide * np.exp(-wide * wide / 2) / math.sqrt(2 * math.pi)
         bound = (wide * wide / 2 + 16) * UNIT * (below + np.abs(slope)) + 2.0**-144
         yield (g, x, below), [g * (below + slope)], [np.abs(g) * bound + 2.0**-144]
+
+
+def gated_inputs() -> Iterator[tuple[np.ndarray, ...]]:
+    """g, gate, up, alpha, limit; and exactly: clipped gate, up plus shift, z, sigmoid, silu."""
+    wide = np.linspace(-90, 90, 4001, dtype=np.float32)
+    for x in (wide, *(3 * arrays(s, 1)[0] for s in ROWS[:5])):
+        up, g = np.cos(x) * 2, np.sin(x + 1)
+        for alpha, limit in ((1.0, None), (1.702, 1.5)):
+            a, u = x.astype(np.float64), up.astype(np.float64)
+            if limit is not None:
+                a, u = np.minimum(a, limit), (np.clip(u, -limit, limit) + 1)
+            z = np.float64(np.float32(alpha)) * a
+            s = 1 / (1 + np.exp(-z))
+            yield (g, x, up, alpha, limit), a, u, z, s
+
+
+def gated_silu_cases() -> Bounded:
+    for (_, gate, up, alpha, limit), a, u, z, s in gated_inputs():
+        y = a * s * u
+        bound = (np.abs(z) + 16) * UNIT * np.abs(a * s) * (np.abs(u) + (limit or 0)) + 2.0**-126
+        yield (gate, up, alpha, limit), [y], [bound]
+
+
+def gated_silu_grad_cases() -> Bounded:
+    for given, a, u, z, s in gated_inputs():
+        g, gate, up, _, limit = given
+        ggate = g * u * (s + z * s * (1 - s))
+        gup = g * a * s
+        if limit is not None:
+            ggate, gup = np.where(gate > limit, 0, ggate), np.where(np.abs(up) > limit, 0, gup)
+        size = np.abs(g) * (np.abs(u) + (limit or 0))
+        yield (
+            given,
+            [ggate, gup],
+            [
+                (np.abs(z) + 24) * UNIT * size * s * (1 + np.abs(z)) + 2.0**-126 * (1 + size),
+                (np.abs(z) + 16) * UNIT * np.abs(g * a * s) + 2.0**-126 * (1 + np.abs(g)),
+            ],
+        )
+
+
+def check_rotary(backend: cpu.CpuBackend) -> None:
+    """Bytes, for heads cut out of rows, tables of each sequence, and components that stay."""
+    for number, (shape, table) in enumerate((
+        ((2, 3, 5, 16), (5, 8)),
+        ((2, 3, 5, 22), (2, 1, 5, 9)),
+        ((7, 64), (7, 32)),
+        ((1, 2), (1, 1)),
+        ((2, 40, 3, 34), (1, 16)),
+    )):  # fmt: skip
+        x, cos, sin = normals(number, shape, table, table)
+        for view in (np.asarray, VIEWS["strided"], VIEWS["transposed"], VIEWS["misaligned"]):
+            for interleaved in (False, True):
+                case = (view(x), view(cos), view(sin), interleaved)
+                path = backend.path("rotary", *case)
+                assert CORE is None or path.startswith("core ("), path
+                expected = GENERIC.rotary(*case)
+                assert_bytes(backend.rotary(*case), expected, (shape, path))
+                mixed = (case[0], cos.copy(), *case[2:])  # tables of two layouts
+                assert_bytes(backend.rotary(*mixed), expected, (shape, path))
 
 
 class Rows:

@@ -19,23 +19,29 @@ def hexes(part: np.ndarray) -> str:
     return part.tobytes().hex(" ") if part.size <= 64 else part.tobytes()[:64].hex(" ") + " ..."
 
 
-def same_bytes(name: str, got: object, want: object, context: object = "") -> None:
+def same_bytes(name: str, got: object, expected: object, context: object = "") -> None:
     """Fail with the first coordinate that differs and the bytes there; any NaN equals any NaN."""
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.dtype == want.dtype, f"{name}: dtype {got.dtype}, expected {want.dtype}; {context}"
-    assert got.shape == want.shape, f"{name}: shape {got.shape}, expected {want.shape}; {context}"
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert got.dtype == expected.dtype, (
+        f"{name}: dtype {got.dtype}, expected {expected.dtype}; {context}"
+    )
+    assert got.shape == expected.shape, (
+        f"{name}: shape {got.shape}, expected {expected.shape}; {context}"
+    )
     unsigned = np.dtype(f"u{got.dtype.itemsize}")
-    differs = np.ascontiguousarray(got).view(unsigned) != np.ascontiguousarray(want).view(unsigned)
+    differs = np.ascontiguousarray(got).view(unsigned) != np.ascontiguousarray(expected).view(
+        unsigned
+    )
     if got.dtype.kind == "f":
-        differs &= ~(np.isnan(got) & np.isnan(want))
+        differs &= ~(np.isnan(got) & np.isnan(expected))
     if not differs.any():
         return
     at = tuple(int(i) for i in np.argwhere(differs)[0])
     raise AssertionError(
         f"{name}{list(at)}: got {got[at]!r} (bytes {got[at].tobytes().hex()}), "
-        f"expected {want[at]!r} (bytes {want[at].tobytes().hex()}); "
+        f"expected {expected[at]!r} (bytes {expected[at].tobytes().hex()}); "
         f"{int(differs.sum())} of {got.size} differ; {context}\n"
-        f"got      {hexes(got)}\nexpected {hexes(want)}"
+        f"got      {hexes(got)}\nexpected {hexes(expected)}"
     )
 
 

@@ -40,8 +40,8 @@ def word(stream: object, block: int, position: int, rbits: int) -> int:
         return philox((call, block, stream.step, last), key)[place]
     call, place = divmod(position, 16)
     four = philox((call, block, stream.step, last), key)
-    octet = b"".join(w.to_bytes(4, "little") for w in four)[place]
-    return octet * 2**24 + 2**23
+    byte = b"".join(w.to_bytes(4, "little") for w in four)[place]
+    return byte * 2**24 + 2**23
 
 
 def hadamard_sign(index: int, seed: int) -> int:

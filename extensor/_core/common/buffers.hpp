@@ -10,6 +10,8 @@
 
 #include <vector>
 
+#include "common/ledger.hpp"
+
 namespace buffers {
 
 constexpr size_t kMinBytes = size_t{1} << 16;  // bytes
@@ -26,7 +28,11 @@ inline pybind11::array array(const pybind11::dtype& dtype,
     for (pybind11::ssize_t n : shape) bytes *= static_cast<size_t>(n);
     if (bytes < kMinBytes) return pybind11::array(dtype, shape);
     void* block = allocate(bytes);
-    pybind11::capsule owner(block, [](void* freed) { release(freed); });
+    ledger::taken(block, bytes);
+    pybind11::capsule owner(block, [](void* freed) {
+        ledger::given_back(freed);
+        release(freed);
+    });
     return pybind11::array(dtype, shape, block, owner);
 }
 

@@ -39,10 +39,10 @@ bool has_avx_vnni() {
 #if defined(EXTENSOR_AMX)
 // AMX needs the system's permission, asked for once per process (Linux 5.16 and later).
 bool has_amx() {
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;    // asm/prctl.h; the state's number
-    constexpr unsigned kWanted = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, int8
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h; the state's number
+    constexpr unsigned kRequired = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, int8
     unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kWanted) != kWanted) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kRequired) != kRequired) return false;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #endif

@@ -81,8 +81,42 @@ void gelu_grad(int64_t n, const float* g, const float* x, const float* phi, floa
     });
 }
 
+// 1 / (1 + e^-z), without overflow.
+INLINE vf logistic(vf z) {
+    const vf e = exp_negative(-magnitude(z));
+    const vf share = splat(1.0f) / (splat(1.0f) + e);
+    return z < splat(0.0f) ? e * share : share;
+}
+
+INLINE vf at_most(vf x, vf limit) { return x > limit ? limit : x; }  // NaN stays
+INLINE vf within(vf x, vf limit) { return x < -limit ? -limit : at_most(x, limit); }
+
+void gated_silu(const GatedSilu& s, float* y) {
+    const vf alpha = splat(s.alpha), limit = splat(s.limit), shift = splat(s.shift);
+    for_vectors(s.n, 4, [=](int64_t i) {
+        const vf g = at_most(load_at(s.gate, i, s.n), limit);
+        const vf u = within(load_at(s.up, i, s.n), limit) + shift;
+        store_at(y, g * logistic(alpha * g) * u, i, s.n);
+    });
+}
+
+// With s = sigmoid(alpha a): (a s)' = s + alpha a s (1 - s); zero beyond the limit.
+void gated_silu_grad(const GatedSilu& s, const float* g, float* ggate, float* gup) {
+    const vf alpha = splat(s.alpha), limit = splat(s.limit), shift = splat(s.shift);
+    for_vectors(s.n, 4, [=](int64_t i) {
+        const vf gate = load_at(s.gate, i, s.n), up = load_at(s.up, i, s.n);
+        const vf a = at_most(gate, limit), u = within(up, limit) + shift;
+        const vf share = logistic(alpha * a), grad = load_at(g, i, s.n);
+        const vf silu = a * share;
+        const vf slope = share + alpha * silu * (splat(1.0f) - share);
+        store_at(ggate, gate > limit ? vf{} : grad * u * slope, i, s.n);
+        store_at(gup, magnitude(up) > limit ? vf{} : grad * silu, i, s.n);
+    });
+}
+
 }  // namespace
 
-extern const ActivationKernels activation_kernels = {relu, relu_grad, gelu, gelu_grad, add};
+extern const ActivationKernels activation_kernels = {relu, relu_grad,  gelu,           gelu_grad,
+                                                     add,  gated_silu, gated_silu_grad};
 
 }  // namespace EXTENSOR_ISA

@@ -39,12 +39,13 @@ INLINE Left row_major(const float* at, int64_t ld) { return {at, ld, 0, true}; }
 INLINE Left column_major(const float* at, int64_t ld) { return {at, ld, 0, false}; }
 
 INLINE int64_t seen_by(const Attention& s, int64_t query) {
-    return s.causal ? query + 1 + s.keys - s.queries : s.keys;
+    return s.causal && !s.folded ? query + 1 + s.keys - s.queries : s.keys;
 }
 
 // The first key that a query sees.
 INLINE int64_t first_seen(const Attention& s, int64_t query) {
-    return s.window ? most(0, query + 1 + s.keys - s.queries - s.window) : 0;
+    return s.window ? most(0, (s.folded ? s.queries : query + 1) + s.keys - s.queries - s.window)
+                    : 0;
 }
 
 // Scores of keys that the window or the mask hides become -infinity.
@@ -98,7 +99,19 @@ Right scaled_keys(const Attention& s, const float* k, float* memory) {
     return keys;
 }
 
-void forward(const Attention& s) {
+// With one query a head, heads that share keys become queries of one head: keys are packed once.
+Attention folded(const Attention& s) {
+    const int64_t each = s.heads / s.groups;
+    if (s.queries != 1 || each == 1) return s;
+    Attention f = s;
+    f.folded = true, f.heads = s.groups, f.queries = each;
+    for (Heads* x : {&f.q, &f.out}) x->row = x->head, x->head *= each;
+    f.mask.row = s.mask.head, f.mask.head *= each;
+    return f;
+}
+
+void forward(const Attention& given) {
+    const Attention s = folded(given);
     const int64_t ld = round_up(s.keys, VL);
     const int64_t bytes = 4 * (packed_right(s.keys, s.width) + kRows * ld +
                                packed_right(s.value_width, s.keys) + 3 * VL);
@@ -121,8 +134,10 @@ void forward(const Attention& s) {
                      {scores, ld});
             for (int64_t i = 0; i < rows; ++i) {
                 hide(s, outer, head, first + i, scores + i * ld);
-                exponentials(scores + i * ld, seen_by(s, first + i), visible,
-                             s.sinks ? s.sinks + head : nullptr, limited, stats + 2 * (first + i));
+                const float* sink = s.sinks ? s.sinks + head : nullptr;
+                if (sink && s.folded) sink += head * (s.queries - 1) + first + i;
+                exponentials(scores + i * ld, seen_by(s, first + i), visible, sink, limited,
+                             stats + 2 * (first + i));
             }
             float* out = matrix_of(s.out, outer, head) + first * s.out.row;
             multiply(rows, s.value_width, visible, row_major(scores, ld), values, {out, s.out.row});

@@ -54,6 +54,30 @@ Floats gelu_grad(const Floats& g, const Floats& x, const Floats& phi) {
     return gx;
 }
 
+// The operands of gated_silu; an infinite limit is none.
+GatedSilu gated(const Floats& gate, const Floats& up, float alpha, float limit, float shift) {
+    require(same_shape(gate, up), "gated_silu: expected arrays of one shape");
+    return {gate.size(), gate.data(), up.data(), alpha, limit, shift};
+}
+
+Floats gated_silu(const Floats& gate, const Floats& up, float alpha, float limit, float shift) {
+    const GatedSilu s = gated(gate, up, alpha, limit, shift);
+    Floats y = like(gate);
+    without_gil([&] { activations().gated_silu(s, y.mutable_data()); });
+    return y;
+}
+
+py::tuple gated_silu_grad(const Floats& g, const Floats& gate, const Floats& up, float alpha,
+                          float limit, float shift) {
+    const GatedSilu s = gated(gate, up, alpha, limit, shift);
+    require(same_shape(g, gate), "gated_silu_grad: expected arrays of one shape");
+    Floats ggate = like(gate), gup = like(up);
+    without_gil([&] {
+        activations().gated_silu_grad(s, g.data(), ggate.mutable_data(), gup.mutable_data());
+    });
+    return py::make_tuple(ggate, gup);
+}
+
 // ---- rows of scores ----
 
 // Rows of length n, which the last axes must come to.
@@ -277,6 +301,41 @@ void attention_grad(const std::array<Strided, 5>& arrays, Floats stats, bool cau
     without_gil([&] { levels::in_use(attention_kernels).gradient(s); });
 }
 
+// The last axes of an array of up to four as (outer, heads, rows, width), for `rotary`; axes of
+// length one that `shape` has longer repeat.
+Heads last_axes(const Strided& x, const std::array<int64_t, 4>& shape) {
+    const int64_t axes = x.ndim();
+    std::array<int64_t, 3> steps{};
+    require(axes >= 1 && axes <= 4 && x.size() > 0 &&
+                (x.strides(axes - 1) == 4 || x.shape(axes - 1) == 1),
+            "rotary: expected arrays of one to four axes whose last is contiguous");
+    for (int64_t i = 2, axis = axes - 2; axis >= 0; --i, --axis) {
+        const bool repeats = x.shape(axis) == 1;
+        require(repeats || x.shape(axis) == shape[static_cast<size_t>(i)],
+                "rotary: expected tables that broadcast to the heads");
+        steps[static_cast<size_t>(i)] = repeats ? 0 : x.strides(axis) / 4;
+    }
+    return {const_cast<float*>(x.data()), steps[0], steps[1], steps[2]};
+}
+
+Floats rotary(const Strided& x, const Strided& cos, const Strided& sin, bool interleaved) {
+    std::array<int64_t, 4> shape = {1, 1, 1, 1};
+    require(x.ndim() >= 1 && x.ndim() <= 4, "rotary: expected one to four axes");
+    std::copy_backward(x.shape(), x.shape() + x.ndim(), shape.end());
+    Rotary s{};
+    s.outer = shape[0], s.heads = shape[1], s.rows = shape[2], s.width = shape[3];
+    s.x = last_axes(x, shape), s.cos = last_axes(cos, shape);
+    const Heads other = last_axes(sin, shape);
+    s.half = cos.shape(cos.ndim() - 1), s.interleaved = interleaved, s.sin = other.at;
+    require(s.half == sin.shape(sin.ndim() - 1) && 2 * s.half <= s.width &&
+                s.cos.outer == other.outer && s.cos.head == other.head && s.cos.row == other.row,
+            "rotary: expected two tables of one layout, and two values for each angle");
+    Floats y = buffers::array<float>(std::vector<py::ssize_t>(x.shape(), x.shape() + x.ndim()));
+    s.y = y.mutable_data();
+    without_gil([&] { levels::in_use(rotary_kernels).rotary(s); });
+    return y;
+}
+
 }  // namespace
 
 void bind_nn(py::module_& m) {
@@ -285,6 +344,9 @@ void bind_nn(py::module_& m) {
     m.def("add", add);
     m.def("gelu", gelu);
     m.def("gelu_grad", gelu_grad);
+    m.def("gated_silu", gated_silu);
+    m.def("gated_silu_grad", gated_silu_grad);
+    m.def("rotary", rotary);
     m.def("softmax", of_rows<&SoftmaxKernels::softmax>);
     m.def("softmax_grad", grad_of_rows<&SoftmaxKernels::softmax_grad>);
     m.def("log_softmax", of_rows<&SoftmaxKernels::log_softmax>);

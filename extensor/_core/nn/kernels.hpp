@@ -5,12 +5,21 @@
 
 #include "common/levels.hpp"
 
+// g sigmoid(alpha g) u with g = min(gate, limit) and u = up within +-limit, plus `shift`.
+struct GatedSilu {
+    int64_t n;
+    const float *gate, *up;
+    float alpha, limit, shift;
+};
+
 struct ActivationKernels {
     void (*relu)(int64_t n, const float* x, float* y);
     void (*relu_grad)(int64_t n, const float* g, const float* y, float* gx);
     void (*gelu)(int64_t n, const float* x, float* y, float* phi);
     void (*gelu_grad)(int64_t n, const float* g, const float* x, const float* phi, float* gx);
     void (*add)(int64_t n, const float* a, const float* b, float* y);
+    void (*gated_silu)(const GatedSilu&, float* y);
+    void (*gated_silu_grad)(const GatedSilu&, const float* g, float* ggate, float* gup);
 };
 
 // Rows of n scores, and the label of each row in 0..n - 1.
@@ -89,6 +98,7 @@ struct Attention {
     int64_t window;       // a query sees so many keys at most, up to its own; 0: all
     AttentionMask mask;   // `at` null: none
     const float* sinks;   // a score a head whose exponential joins the sums; null: none
+    bool folded;          // the queries are heads of one token, which share the keys
 };
 
 struct AttentionKernels {
@@ -96,6 +106,20 @@ struct AttentionKernels {
     void (*gradient)(const Attention&);
 };
 
+// See rotary.cpp. The tables share their steps; y is contiguous.
+struct Rotary {
+    int64_t outer, heads, rows, width, half;
+    bool interleaved;
+    Heads x, cos;
+    const float* sin;
+    float* y;
+};
+
+struct RotaryKernels {
+    void (*rotary)(const Rotary&);
+};
+
+EXTENSOR_KERNELS(RotaryKernels, rotary_kernels)
 EXTENSOR_KERNELS(ActivationKernels, activation_kernels)
 EXTENSOR_KERNELS(SoftmaxKernels, softmax_kernels)
 EXTENSOR_KERNELS(NormKernels, norm_kernels)

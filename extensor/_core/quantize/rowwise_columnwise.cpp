@@ -378,8 +378,8 @@ bool quantize_column_tiles(Call* rowwise, Call* columnwise) {
             }
             if (columnwise) {
                 LaneCounts counted;
-                p.columns(columnwise->job, [&](const ColumnChunk& piece, const vu(&m)[4]) {
-                    encode_columns(*columnwise, piece, m, p.prefetch, counted);
+                p.columns(columnwise->job, [&](const ColumnChunk& chunk, const vu(&m)[4]) {
+                    encode_columns(*columnwise, chunk, m, p.prefetch, counted);
                 });
                 totals.counts[2 * task + 1] += count(counted);
             }

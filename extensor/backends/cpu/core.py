@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from extensor.backends.generic import GenericBackend
-from extensor.backends.protocol import Array
+from extensor.backends.protocol import Array, MemoryLog
 from extensor.backends.unsupported import Unsupported
 
 __all__ = ["CORE_METHODS", "CpuCore", "first_arrays", "ready", "runs_in_core"]
@@ -68,6 +68,26 @@ def runs_in_core(
     return decorate
 
 
+class _CoreLog:
+    """The core's log of its own blocks and numpy's."""
+
+    def __init__(self, core: Any) -> None:
+        self._core, self._handler = core, None
+
+    def __enter__(self) -> None:
+        self._handler = self._core.ledger_start()
+
+    def __exit__(self, *error: object) -> None:
+        self._core.ledger_stop(self._handler)
+
+    def mark(self, block: int, label: int) -> None:
+        self._core.ledger_mark(block, label)
+
+    def events(self) -> np.ndarray[Any, Any]:
+        found: np.ndarray[Any, Any] = self._core.ledger_events()
+        return found
+
+
 class CpuCore(GenericBackend):
     """A backend with the C++ core, where it is built.
 
@@ -78,6 +98,10 @@ class CpuCore(GenericBackend):
 
     core: Any
     core_missing: str
+
+    def memory_log(self) -> MemoryLog:
+        """See the protocol."""
+        return super().memory_log() if self.core is None else _CoreLog(self.core)
 
     def float32_core(self, *arrays: Array) -> Any:
         """The core, if it takes these arrays: float32 and not empty; else `Unsupported`."""

@@ -7,6 +7,11 @@ overflow:
     gelu          |error| <= (x^2 / 2 + 16) u |gelu(x)| + 2**-144
     gelu_grad     |error| <= (x^2 / 2 + 16) u |g| (Phi(x) + |x| density(x)) + 2**-144 (1 + |g|),
                   Phi being the one given
+    gated_silu    |error| <= (|z| + 16) u |a s| w + 2**-126; a, the gate, and up are clipped, z =
+                  alpha a, s = sigmoid(z), w = |up|, with a limit |up + 1| + limit
+    gated_silu_grad  |error| <= (|z| + 24) u |g| w s (1 + |z|) + 2**-126 (1 + |g| w) in the gate,
+                  (|z| + 16) u |g a s| + 2**-126 (1 + |g|) in up
+    rotary        the bytes that numpy gives
     softmax       |error| <= (d + sum p d + n + 16) u p + 2**-126, with d = max(x) - x
     softmax_grad  |error| <= (n + 4) u p (|g| + sum |g p|) + 2**-126
     log_softmax   |error| <= (sum p d + n + 8) u + 4 u (log sum + d), with log sum = log sum e^-d
@@ -90,6 +95,35 @@ class CpuNn(CpuCore):
     def gelu_grad(self, core: Any, g: Array, x: Array, phi: Array) -> Array:
         """See the protocol."""
         return core.gelu_grad(ready(g), ready(x), ready(phi))
+
+    @runs_in_core(first_arrays(2))
+    def gated_silu(
+        self, core: Any, gate: Array, up: Array, alpha: float, limit: float | None
+    ) -> Array:
+        """See the protocol."""
+        return core.gated_silu(ready(gate), ready(up), alpha, *_clipped(limit))
+
+    @runs_in_core(first_arrays(3))
+    def gated_silu_grad(
+        self, core: Any, g: Array, gate: Array, up: Array, alpha: float, limit: float | None
+    ) -> tuple[Array, Array]:
+        """See the protocol."""
+        arrays = (ready(a) for a in (g, gate, up))
+        ggate, gup = core.gated_silu_grad(*arrays, alpha, *_clipped(limit))
+        return ggate, gup
+
+    def _choose_rotary(self, x: Array, cos: Array, sin: Array, interleaved: bool) -> Any:
+        if x.ndim > 4:
+            return Unsupported(f"{x.ndim} axes; the core takes four")
+        return self.float32_core(x, cos, sin)
+
+    @runs_in_core(_choose_rotary)
+    def rotary(self, core: Any, x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+        """See the protocol."""
+        cos, sin = _rows(cos), _rows(sin)
+        if cos.strides != sin.strides:
+            cos, sin = ready(cos), ready(sin)
+        return core.rotary(_rows(x), cos, sin, interleaved)
 
     def _choose_softmax(self, x: Array, axis: int) -> Any:
         return (core := self.float32_core(x)) and _last_axis(core, x, axis)
@@ -226,6 +260,11 @@ class CpuNn(CpuCore):
         arrays = (ready(a) for a in (g, x, weight, mean, var))
         gx, gw, gb = core.batch_norm_grad(*arrays, eps)
         return gx, gw, gb
+
+
+def _clipped(limit: float | None) -> tuple[float, float]:
+    """The core's limit and what it adds to the second factor."""
+    return (np.inf, 0.0) if limit is None else (limit, 1.0)
 
 
 def _limits(options: AttentionOptions | None, q: Array, k: Array) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from extensor.backends.capture import Graph, StepCapture
-from extensor.backends.protocol import Array
+from extensor.backends.protocol import Array, MemoryLog
 
 __all__ = ["BFLOAT16", "FLOAT32", "GenericCore", "widened"]
 
@@ -56,6 +56,13 @@ class GenericCore:
     def new_graph(self) -> Graph | None:
         """See the protocol."""
         return None
+
+    def memory_log(self) -> MemoryLog:
+        """See the protocol."""
+        raise RuntimeError(
+            "memory ledger: the C++ core logs numpy's allocations, and it is not in use; install "
+            "with a C++20 compiler (pip install -e .), and leave EXTENSOR_CORE=0 out"
+        )
 
     def raising(self) -> AbstractContextManager[Any]:
         """See the protocol."""

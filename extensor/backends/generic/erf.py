@@ -50,18 +50,18 @@ def _horner(coefficients: Any, x: Any) -> Any:
     return result
 
 
-STRETCH = 1 << 14
+_CHUNK = 1 << 14
 """Elements at a time on the CPU, so that the dozen intermediate arrays stay in the cache."""
 
 
 def erf_array(xp: Any, x: Any) -> Any:
     """The error function of a float32 or float64 array, within 2 units in the last place of 1."""
-    if xp is not np or x.size <= STRETCH:
+    if xp is not np or x.size <= _CHUNK:
         return _erf(xp, x)
     flat = x.reshape(-1)
     out = np.empty_like(flat)
-    for begin in range(0, flat.size, STRETCH):
-        out[begin : begin + STRETCH] = _erf(np, flat[begin : begin + STRETCH])
+    for begin in range(0, flat.size, _CHUNK):
+        out[begin : begin + _CHUNK] = _erf(np, flat[begin : begin + _CHUNK])
     return out.reshape(x.shape)
 
 

@@ -4,33 +4,85 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from extensor.backends.generic.core import FLOAT32
+import numpy as np
+
+from extensor.backends.generic.core import BFLOAT16, FLOAT32
 from extensor.backends.generic.quantize import GenericQuantize, dense_values
-from extensor.backends.protocol import Array, CastSpec, OperandSpec, Preparation, Prepared
+from extensor.backends.protocol import (
+    Array,
+    CastSpec,
+    OperandSpec,
+    PackedOperand,
+    Preparation,
+    Prepared,
+)
 from extensor.backends.protocol.quantize import QuantizeMethods
 from extensor.quant import views
-from extensor.quant.array import QuantArray
+from extensor.quant.array import QuantArray, coded_length, stored_nbytes
 from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
-__all__ = ["FloatPreparation", "GenericMatmul"]
+__all__ = ["FloatPreparation", "GenericMatmul", "coded_values"]
+
+
+def coded_values(q: QuantArray) -> QuantArray:
+    """A packed array whose decoding gives what a GEMM multiplies: a transform is not undone."""
+    if q.spec.transform is None:
+        return q
+    shape = list(q.shape)
+    shape[q.spec.axis] = coded_length(q.spec, q.shape)
+    return replace(q, spec=q.spec.replace(transform=None), shape=tuple(shape))
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """Codes and scales that decode to an operand."""
+
+    backend: QuantizeMethods
+    stored: QuantArray
+
+    @property
+    def arrays(self) -> Sequence[Array]:
+        return tuple(self.stored.parts.values())
+
+    def operand(self) -> Array:
+        values = self.backend.dequantize(self.stored)
+        return values if self.stored.spec.axis == 1 else values.T
+
+
+@dataclass(frozen=True, eq=False)
+class _Narrow:
+    """The bfloat16 values of an operand that is rounded to them."""
+
+    values: Array
+    axis: int
+
+    @property
+    def arrays(self) -> Sequence[Array]:
+        return (self.values,)
+
+    def operand(self) -> Array:
+        values = self.values.astype(FLOAT32)
+        return values if self.axis == 1 else values.T
 
 
 @dataclass(frozen=True, eq=False)
 class FloatPreparation:
     """Operands that are float32 arrays: quantized and decoded, or rounded."""
 
-    backend: QuantizeMethods
+    backend: GenericMatmul
     x: Array
     specs: Sequence[OperandSpec]
     streams: Sequence[Stream | None]
 
     compact = False
     batch_key = None
+    reads_later = False
+    path = "values"
 
     def run(self) -> Prepared:
         """Make the operands; values along the columns are given as a transposed view."""
@@ -52,9 +104,31 @@ class FloatPreparation:
             for spec, (values, counts) in zip(quant, made, strict=True)
         ]
 
+    def pack(self) -> tuple[PackedOperand, Counts | None] | None:
+        """Codes and scales, or bfloat16 of float32 values."""
+        x, (spec,), (stream,) = self.x, self.specs, self.streams
+        if isinstance(spec, CastSpec):
+            if spec.dtype != "bfloat16" or x.dtype != FLOAT32:
+                return None
+            with np.errstate(all="ignore"):
+                return _Narrow(x.astype(BFLOAT16), spec.axis), None
+        if not self.backend.packs_floats:
+            return None
+        if not spec.row.outliers and stored_nbytes(spec, tuple(x.shape)) >= x.nbytes:
+            return None  # blocks of a few values are padded
+        q, counts = self.backend.quantize(x, spec, stream)
+        return _Packed(self.backend, coded_values(q)), counts
+
 
 class GenericMatmul(GenericQuantize):
-    """Products of float arrays, of block-scaled arrays, and of a recipe's operands."""
+    """Products of float arrays, of block-scaled arrays, and of a recipe's operands.
+
+    Attributes:
+        packs_floats: whether float operands are packed for backward; False where `quantize` waits
+            for the device.
+    """
+
+    packs_floats = True
 
     def matmul(self, a: Array, b: Array, bias: Array | None = None) -> Array:
         """See the protocol."""

@@ -9,11 +9,12 @@ implements all of them on the array module. A backend overrides the hot ones, an
 from typing import Protocol
 
 from extensor.backends.protocol.conv_pool import ConvPoolMethods
-from extensor.backends.protocol.core import Array, CoreMethods, Window
+from extensor.backends.protocol.core import Array, CoreMethods, MemoryLog, Window
 from extensor.backends.protocol.matmul import (
     CastSpec,
     MatmulMethods,
     OperandSpec,
+    PackedOperand,
     Preparation,
     Prepared,
 )
@@ -28,7 +29,9 @@ __all__ = [
     "Backend",
     "CastSpec",
     "FiniteQuery",
+    "MemoryLog",
     "OperandSpec",
+    "PackedOperand",
     "Preparation",
     "Prepared",
     "SpecPair",

@@ -11,7 +11,7 @@ import numpy as np
 
 from extensor.backends.capture import Graph, StepCapture
 
-__all__ = ["Array", "CoreMethods", "Window"]
+__all__ = ["Array", "CoreMethods", "MemoryLog", "Window"]
 
 Array = Any
 
@@ -34,6 +34,24 @@ class Window:
             )
         ]
         return out[0], out[1]
+
+
+class MemoryLog(Protocol):
+    """A log of the blocks of memory that arrays take, while it is entered as a context."""
+
+    def __enter__(self) -> object:
+        """Begin the log."""
+
+    def __exit__(self, *error: object) -> None:
+        """End the log."""
+
+    def mark(self, block: int, label: int) -> None:
+        """Note that the block has a label, from 0 up; -1: that it was given back."""
+        ...
+
+    def events(self) -> np.ndarray[Any, Any]:
+        """Int64 (events, 2): the block, and bytes taken, -1 given back, or -2 - label."""
+        ...
 
 
 class CoreMethods(Protocol):
@@ -59,6 +77,14 @@ class CoreMethods(Protocol):
 
     def new_graph(self) -> Graph | None:
         """What repeats a step without Python; None where Python is all there is."""
+        ...
+
+    def memory_log(self) -> MemoryLog:
+        """A new log of this device's memory.
+
+        Raises:
+            RuntimeError: where nothing can log it.
+        """
         ...
 
     def raising(self) -> AbstractContextManager[Any]:

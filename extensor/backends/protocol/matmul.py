@@ -12,7 +12,14 @@ from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
-__all__ = ["CastSpec", "MatmulMethods", "OperandSpec", "Preparation", "Prepared"]
+__all__ = [
+    "CastSpec",
+    "MatmulMethods",
+    "OperandSpec",
+    "PackedOperand",
+    "Preparation",
+    "Prepared",
+]
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,38 @@ class Preparation(Protocol):
         """Preparations with equal keys can run in one launch; None: this one runs alone."""
         ...
 
+    @property
+    def path(self) -> str:
+        """How the operands are made: equal words for equal operands of a matrix under a spec."""
+        ...
+
+    @property
+    def reads_later(self) -> bool:
+        """Whether an operand that `run` gives may read the matrix again in a product."""
+        ...
+
     def run(self) -> Prepared:
         """Make the operands, in the order of the specs."""
+        ...
+
+    def pack(self) -> tuple[PackedOperand, Counts | None] | None:
+        """The operand of the only spec as few bytes, and what `run` would count.
+
+        None where it would take as many bytes as the matrix.
+        """
+        ...
+
+
+class PackedOperand(Protocol):
+    """A GEMM operand in the bytes that it is kept in from the forward to the backward pass."""
+
+    @property
+    def arrays(self) -> Sequence[Array]:
+        """What is kept."""
+        ...
+
+    def operand(self) -> Any:
+        """The operand, the same bits as `Preparation.run` makes of the matrix."""
         ...
 
 

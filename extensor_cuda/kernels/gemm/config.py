@@ -58,7 +58,7 @@ class Layout:
         transposed: whether a and b lie as (K, M) and (K, N), with bf16.
         out_transposed: whether the result is written as (N, M).
         grouped: rows of a in groups, each with a b of its own.
-        split_k: K in parts, whose sums are written one below the other.
+        split_k: K is split, and the splits' sums are written one below the other.
     """
 
     transposed: tuple[bool, bool] = (False, False)
@@ -171,6 +171,11 @@ class Config:
         return dataclasses.replace(self, **own)
 
     @property
+    def requantizes(self) -> bool:
+        """Whether the result is written as codes and scales."""
+        return isinstance(self.out, QuantSpec)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row of a in a stage."""
         decodes = dict(self.storage.decodes)
@@ -198,7 +203,7 @@ class Config:
         scaling = self.scaling
         tables = 4 * 4 * (64 + self.pipeline.tile_n) * (3 if scaling.zeros else 1)
         tables = tables if scaling.vectors or scaling.factors else 0
-        barriers = 0 if isinstance(self.out, str) else 16  # two of an epilogue tile
+        barriers = 16 if self.requantizes else 0  # two of an epilogue tile
         tiles = self.pipeline.epilogue_tiles
         return _WARPS * tiles * (_EPILOGUE_BYTES + barriers) + tables + _SLACK
 
@@ -217,14 +222,14 @@ _GROUP_OF = {
 
 @dataclass(frozen=True)
 class Split:
-    """Split-K: parts of K, each multiplied by itself, then added in order.
+    """Split-K: splits of K, each multiplied by itself, then added in order.
 
     Attributes:
-        parts: how many.
+        count: how many.
         stages: of 128 bytes along K, of each but perhaps the last.
     """
 
-    parts: int
+    count: int
     stages: int
 
 

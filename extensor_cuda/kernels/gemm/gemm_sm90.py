@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.gemm.config import (
     BOX,
     K_OF_BF16_STAGE,
@@ -58,7 +59,7 @@ def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Array:
 
 
 def partial_sum_rows(m: int, config: Config) -> int:
-    """How many rows of memory a part of K takes of a result of m that is split."""
+    """How many rows of memory a split of K takes of a result of m that is split."""
     pipeline = config.pipeline
     tile = pipeline.tile_n if config.layout.out_transposed else TILE_M * pipeline.cluster
     return -(-m // tile) * tile
@@ -104,7 +105,7 @@ def gemm(
     tiles_m = -(-m // (TILE_M * pipeline.cluster)) + max(parameters.groups - 1, 0)  # at most
     tiles = tiles_m * -(-n // pipeline.tile_n)
     if epilogue.split is not None:
-        tiles *= epilogue.split.parts
+        tiles *= epilogue.split.count
     clusters = min(driver.multiprocessors(device) // pipeline.cluster, tiles)
     maps = _tensor_maps(a, b, out, config)
     pdl = bool(config.scaling.blocks)  # behind the launch that lays the scales out
@@ -184,7 +185,7 @@ def _parameters(
             0 if x is None else x.shape[1] for x in scales.blocks
         )
     if epilogue.split is not None:
-        made.splits, made.stages_per_split = epilogue.split.parts, epilogue.split.stages
+        made.splits, made.stages_per_split = epilogue.split.count, epilogue.split.stages
     if packed is not None:
         row_bytes = packed.zeros if packed.scales is None else packed.scales
         made.code_scales, made.zeros = _pointer(packed.scales), _pointer(packed.zeros)
@@ -229,7 +230,7 @@ def _sizes(
     n = right[0] // max(groups, 1)
     shape = (n, m) if layout.out_transposed else (m, n)
     if split is not None:
-        shape = split.parts * partial_sum_rows(shape[0], config), shape[1]
+        shape = split.count * partial_sum_rows(shape[0], config), shape[1]
     if type_of(out) != config.out or (
         isinstance(out, Requantized) and not quantizes(pipeline.tile_n, out.q.spec)
     ):
@@ -260,7 +261,7 @@ def _sizes(
 
 
 def _check_split_and_packed(config: Config, epilogue: Epilogue, m: int) -> None:
-    """Raises ValueError where parts of K, or what belongs to packed codes, do not fit."""
+    """Raises ValueError where splits of K, or what belongs to packed codes, do not fit."""
     scales, split = epilogue.scales, epilogue.split
     others = epilogue.offsets, scales.factors, scales.zeros, scales.blocks
     more = _has_extras(config, epilogue) or any(x is not None for x in others)
@@ -270,7 +271,7 @@ def _check_split_and_packed(config: Config, epilogue: Epilogue, m: int) -> None:
         split and (more or config.out != "float32")
     ):
         raise ValueError(
-            f"gemm: parts of K go with a config that splits, float32 and at most one exponent for "
+            f"gemm: splits of K go with a config that splits, float32 and at most one exponent for "
             f"all of an operand, or a result (N, M), got {config} and {split}"
         )
     packed = epilogue.packed
@@ -297,7 +298,7 @@ def _check_scales(a: Array, config: Config, epilogue: Epilogue) -> None:
     if scales.zeros is not None and (scales.factors is None or config.a != "s8"):
         raise ValueError(f"gemm: zero points go with factors and codes s8, got {config.a}")
     others = scales.zeros is not None or epilogue.offsets is not None or extras
-    others = others or not isinstance(config.out, str)
+    others = others or config.requantizes
     if config.layout.out_transposed and others:
         raise ValueError(f"gemm: what is written as (N, M) is the scaled sum alone, got {config}")
     k, group = a.shape[1], config.scaling.scale_group_k
@@ -334,8 +335,8 @@ def _completed(
     """The program with what an epilogue asks of it, in tiles that leave registers for that."""
     pipeline, scaling, out = config.pipeline, config.scaling, config.out
     tile_n = pipeline.tile_n
-    if extras and pipeline.promote and (grouped or not isinstance(out, str)):
-        fits = not (isinstance(out, str) or vectors or grouped) and quantizes(160, out)
+    if extras and pipeline.promote and (grouped or config.requantizes):
+        fits = isinstance(out, QuantSpec) and not (vectors or grouped) and quantizes(160, out)
         tile_n = min(tile_n, 160 if fits else 128)  # wider ones spill
     elif vectors and grouped and pipeline.promote:
         tile_n = min(tile_n, 176)  # 192 spill

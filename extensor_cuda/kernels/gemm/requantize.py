@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.gemm.config import EPILOGUE_COLUMNS
 from extensor_cuda.kernels.quantize.quantize import Plan, plan_of, tensor_scales
 
-__all__ = ["Requantized", "finished", "reason", "requantized", "type_of"]
+__all__ = ["Requantized", "finished", "requantized", "row_plan", "type_of"]
 
 Array = Any
 
@@ -47,20 +48,20 @@ def finished(out: Array | Requantized, xp: Any) -> Array | QuantArray:
     return out.q if isinstance(out, Requantized) else xp.ascontiguousarray(out)
 
 
-def reason(spec: QuantSpec, m: int, n: int) -> str | None:
-    """Why a result (M, N) does not leave so quantized; None if it does."""
+def row_plan(spec: QuantSpec, m: int, n: int) -> Plan | Unsupported:
+    """How a result (M, N) leaves so quantized; or why it does not."""
     plan = plan_of(spec, (m, n))
     if not plan:
-        return plan.reason
+        return plan
     if plan.columns or plan.rows > 1:
-        return f"tile {plan.spec.tile} along axis {plan.spec.axis}; the kernel has blocks of rows"
+        where = f"tile {plan.spec.tile} along axis {plan.spec.axis}"
+        return Unsupported(f"{where}; the kernel has blocks of rows")
     if plan.block > EPILOGUE_COLUMNS:
-        return f"blocks of {plan.block}; a warp holds {EPILOGUE_COLUMNS} columns of a row at once"
+        held = f"a warp holds {EPILOGUE_COLUMNS} columns of a row at once"
+        return Unsupported(f"blocks of {plan.block}; {held}")
     if plan.spec.rounding == "stochastic":
-        return "stochastic rounding; the kernel draws no random bits"
-    if plan.spec.transform:
-        return "a Hadamard transform"
-    return None
+        return Unsupported("stochastic rounding; the kernel draws no random bits")
+    return Unsupported("a Hadamard transform") if plan.spec.transform else plan
 
 
 def requantized(spec: QuantSpec, m: int, n: int, xp: Any, amax: Array | None = None) -> Requantized:
@@ -71,15 +72,14 @@ def requantized(spec: QuantSpec, m: int, n: int, xp: Any, amax: Array | None = N
     block knows; larger values saturate under NVFP4's scales.
 
     Raises:
-        ValueError: for a spec that `reason` refuses, and without an amax that it needs.
+        ValueError: for a spec that `row_plan` refuses, and without an amax that it needs.
     """
-    if refused := reason(spec, m, n):
+    plan = row_plan(spec, m, n)
+    if not plan:
         raise ValueError(
-            f"requantized: {refused}; take the result as bfloat16 and quantize it, or change the "
-            f"spec {spec}"
+            f"requantized: {plan.reason}; take the result as bfloat16 and quantize it, or change "
+            f"the spec {spec}"
         )
-    plan = plan_of(spec, (m, n))
-    assert isinstance(plan, Plan)
     if plan.needs_tensor != (amax is not None):
         raise ValueError(
             f"requantized: {plan.spec.format} with scale_window={plan.spec.scale_window} "

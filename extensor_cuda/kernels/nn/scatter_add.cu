@@ -32,8 +32,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) collect(const i64* __rest
 extern "C" __global__ void __launch_bounds__(kThreads) add_rows(const i64* __restrict__ index,
     const Row* __restrict__ found, const u32* __restrict__ kept, const float* __restrict__ rows,
     float* __restrict__ out, i64 count, i64 length, i64 width) {
-    const i64 panels = (width + kColumns - 1) / kColumns;
-    const i64 mine = blockIdx.x / panels, column = blockIdx.x % panels * kColumns + threadIdx.x;
+    const i64 column_tiles = (width + kColumns - 1) / kColumns;
+    const i64 mine = blockIdx.x / column_tiles,
+              column = blockIdx.x % column_tiles * kColumns + threadIdx.x;
     const i64 at = place(index, mine, length);
     if (at < 0 || at >= length || found[at].first != static_cast<u32>(count - mine)) return;
     const u32 positions = found[at].positions;

@@ -38,10 +38,12 @@ def add_rows(out: Array, index: Array, rows: Array, xp: Any) -> None:
     if not index.size or not width:
         return
     index = xp.ascontiguousarray(index.astype(np.int64, copy=False))
-    panels, length = -(-width // _COLUMNS), len(out)
+    column_tiles, length = -(-width // _COLUMNS), len(out)
     found = xp.zeros((length, 2), dtype=np.uint32)
     kept = xp.empty((length, _MAX_KEPT), dtype=np.uint32)
     sizes = np.int64(index.size), np.int64(length)
     launch(source(), "collect", -(-index.size // _THREADS), _THREADS, index, found, kept, *sizes)
     arrays = index, found, kept, xp.ascontiguousarray(rows), out
-    launch(source(), "add_rows", index.size * panels, _THREADS, *arrays, *sizes, np.int64(width))
+    launch(
+        source(), "add_rows", index.size * column_tiles, _THREADS, *arrays, *sizes, np.int64(width)
+    )

@@ -42,16 +42,17 @@ DEVICE void add(Values& sum, const Values& next) {
 extern "C" __global__ void __launch_bounds__(kThreads) column_sums(
     const Raw* __restrict__ x, float* __restrict__ out, i64 rows, i64 columns, i64 chunk) {
     __shared__ float sums[NN_BLOCK_ROWS][32 * NN_THREAD_VALUES];
-    const i64 panels = (columns + 32 * NN_THREAD_VALUES - 1) / (32 * NN_THREAD_VALUES);
-    const i64 part = blockIdx.x / panels, left = blockIdx.x % panels * (32 * NN_THREAD_VALUES);
-    const int lane = threadIdx.x % 32, line = threadIdx.x / 32;
+    const i64 column_tiles = (columns + 32 * NN_THREAD_VALUES - 1) / (32 * NN_THREAD_VALUES);
+    const i64 part = blockIdx.x / column_tiles,
+              left = blockIdx.x % column_tiles * (32 * NN_THREAD_VALUES);
+    const int lane = threadIdx.x % 32, row_of_block = threadIdx.x / 32;
     const i64 end = (part + 1) * chunk < rows ? (part + 1) * chunk : rows;
     Values sum;
 #pragma unroll
     for (int i = 0; i < NN_THREAD_VALUES; ++i) sum.v[i] = 0.0f;
     if (left + lane * NN_THREAD_VALUES < columns) {
         const Raw* from = x + left + lane * NN_THREAD_VALUES;
-        i64 row = part * chunk + line;
+        i64 row = part * chunk + row_of_block;
         for (; row + (kAhead - 1) * NN_BLOCK_ROWS < end; row += kAhead * NN_BLOCK_ROWS) {
             Values next[kAhead];
 #pragma unroll
@@ -63,7 +64,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) column_sums(
         for (; row < end; row += NN_BLOCK_ROWS) add(sum, loaded(from + row * columns));
     }
 #pragma unroll
-    for (int i = 0; i < NN_THREAD_VALUES; ++i) sums[line][lane * NN_THREAD_VALUES + i] = sum.v[i];
+    for (int i = 0; i < NN_THREAD_VALUES; ++i)
+        sums[row_of_block][lane * NN_THREAD_VALUES + i] = sum.v[i];
     __syncthreads();
     const int column = threadIdx.x;
     if (column < 32 * NN_THREAD_VALUES && left + column < columns) {

@@ -1,4 +1,4 @@
-"""Launching `cast_bf16.cu`: floats rounded or cut to bfloat16, and the parts of a sum added."""
+"""Launching `cast_bf16.cu`: floats rounded or cut to bfloat16, and partial sums added."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORMATS = ("float32", "bfloat16", "float16")
 
 @lru_cache(maxsize=16)
 def bf16_source(dtype: str, whole: bool, out: str = "float32") -> Source:
-    """The program that rounds matrices of a dtype, and adds parts of a sum to an ``out``."""
+    """The program that rounds matrices of a dtype, and adds partial sums to an ``out``."""
     macros = {
         "PREPARE_IN": _FORMATS.index(dtype),
         "PREPARE_WHOLE": int(whole),
@@ -66,15 +66,15 @@ def bf16_triple(x: Array, xp: Any) -> Array:
 
 
 def empty_partial_sums(m: int, n: int, split: Split, config: Config, xp: Any) -> Array:
-    """Where the parts of a split-K product (m, n) go, before they are added."""
-    return empty_rows(xp, split.parts * partial_sum_rows(m, config), n, np.float32)
+    """Where the partial sums of a split-K product (m, n) go, before they are added."""
+    return empty_rows(xp, split.count * partial_sum_rows(m, config), n, np.float32)
 
 
-def add_partial_sums(parts: Array, split: Split, out: Array, bias: Array | None, xp: Any) -> None:
-    """Out (M, N) = the parts of a product, added in order, then the bias; does not wait."""
-    below, (m, n) = len(parts) // split.parts, out.shape
-    pitch, quads = out.strides[0] // out.itemsize, parts.strides[0] // 16
-    sizes = (np.int64(size) for size in (split.parts, below, m, n, quads, pitch))
+def add_partial_sums(partial: Array, split: Split, out: Array, bias: Array | None, xp: Any) -> None:
+    """Out (M, N) = the partial sums of a product, added in order, then the bias; does not wait."""
+    below, (m, n) = len(partial) // split.count, out.shape
+    pitch, quads = out.strides[0] // out.itemsize, partial.strides[0] // 16
+    sizes = (np.int64(size) for size in (split.count, below, m, n, quads, pitch))
     program = bf16_source("float32", True, out.dtype.name)
     blocks = -(-m * quads // _THREADS)
-    launch(program, "add_splits", blocks, _THREADS, parts, bias, out, *sizes)
+    launch(program, "add_splits", blocks, _THREADS, partial, bias, out, *sizes)

@@ -66,16 +66,18 @@ def quantize(
     """
     rows, columns = x.shape
     lines, k = (rows, columns) if spec.axis == 1 else (columns, rows)
-    tall, wide = tile_extent(spec, x.shape)
-    grid = -(-rows // tall), -(-columns // wide)
+    block_rows, block_columns = tile_extent(spec, x.shape)
+    grid = -(-rows // block_rows), -(-columns // block_columns)
     counters = Counters(2 * kernels.SLOTS, xp)
     out = xp.empty((lines, -(-k // 16) * 16), dtype=np.uint8)
     scales = xp.empty(grid, dtype=np.float32)
     if spec.axis == 1:
-        sizes = (1, rows, 1, columns), (1, tall, 1, wide), (1, grid[0], 1, grid[1])
+        sizes = (1, rows, 1, columns), (1, block_rows, 1, block_columns), (1, grid[0], 1, grid[1])
         plan = float_scaled_blocks.rowwise_plan(spec, *sizes)
     else:
-        plan = float_scaled_blocks.columnwise_plan(spec, x.shape, (tall, wide), transposed=True)
+        plan = float_scaled_blocks.columnwise_plan(
+            spec, x.shape, (block_rows, block_columns), transposed=True
+        )
     if plan and _is_aligned(x):
         written = float_scaled_blocks.BlockOutput(out, scales, counters)
         float_scaled_blocks.quantize(plan, x, stream, written, xp, amax)
@@ -84,7 +86,7 @@ def quantize(
         most = xp.zeros(grid, dtype=np.uint32)
         warps = -(-rows // _ROWS) * -(-columns // _COLUMNS)
         blocks = -(-warps // _WARPS), _THREADS
-        numbers = [np.int64(n) for n in (rows, columns, tall, wide, grid[1])]
+        numbers = [np.int64(n) for n in (rows, columns, block_rows, block_columns, grid[1])]
         launch(source, "maxima", *blocks, x, most, *numbers)
         arrays = x, most, out, scales, counters.array
         pitch = np.int64(out.shape[1])

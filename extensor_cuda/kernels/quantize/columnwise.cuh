@@ -1,7 +1,7 @@
 // Quantizes a matrix columnwise: a block's elements are in one column, and a thread has
 // QUANT_THREAD_COLUMNS chunks. Configured by the quantizer's macros (quantize.py).
 
-constexpr int kPanel = kThreads / 32 * kChunk;  // positions of a thread block: 128
+constexpr int kTileRows = kThreads / 32 * kChunk;  // positions of a thread block: 128
 // Resident thread blocks per multiprocessor that the registers allow without spilling.
 constexpr int kBlocks =
     CODEC_SEARCH ? (QUANT_TILE_ROWS == 1 && !CODEC_STOCHASTIC && CODEC_OUT != 1 ? 3 : 1)
@@ -80,11 +80,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #endif
     const i64 coded = coded_length(length);
     const i64 tiles = (coded + CODEC_BLOCK - 1) / CODEC_BLOCK,
-              panels = (tiles * CODEC_BLOCK + kPanel - 1) / kPanel;
+              row_tiles = (tiles * CODEC_BLOCK + kTileRows - 1) / kTileRows;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const i64 image = blockIdx.x / (across * panels), rest = blockIdx.x % (across * panels);
+    const i64 image = blockIdx.x / (across * row_tiles), rest = blockIdx.x % (across * row_tiles);
     const i64 column = (rest % across * 32 + lane) * QUANT_THREAD_COLUMNS;
-    const i64 start = rest / across * kPanel + warp * kChunk;  // first position of the chunk
+    const i64 start = rest / across * kTileRows + warp * kChunk;  // first position of the chunk
     const i64 tile = start / CODEC_BLOCK;
 #if CODEC_NEEDS_TENSOR && CODEC_OUT != 2
     const Tensor tensor = *tensor_of;

@@ -43,10 +43,10 @@ _FOLDER = Path(__file__).parent
 _KEPT = 4  # chunks that a thread holds, along rows
 _MAX_BLOCK_CHUNKS = 8192  # chunks of a block of values beyond which its threads are too few
 _MAX_LANES = 32
-_SIDE = 128  # of a block of threads' panel, as in float_scaled_columnwise.cu
-_TALL = (16, 32, 64, 128)
+_SIDE = 128  # of a block of threads' tile, as in float_scaled_columnwise.cu
+_BLOCK_ROWS = (16, 32, 64, 128)
 _ROWWISE = ("quantize_groups", "quantize_blocks", "quantize_all")  # QUANT_PATH, by number
-_PANELS = "quantize_panels"
+_COLUMN_TILES = "quantize_column_tiles"
 _FOUND_BEFORE = ("", "columns", "all")  # QUANT_AMAX_GIVEN, by number: nothing, each column, all
 
 
@@ -86,25 +86,29 @@ def rowwise_plan(
     spec is resolved, under plain float scales.
     """
     _, rows, inner, columns = sizes
-    tall, wide = extent[1], extent[3]
+    block_rows, block_columns = extent[1], extent[3]
     nearest = spec.rounding == "nearest_even" and spec.ties == "even"
-    if not (spec.symmetric or nearest) or inner > 1 or columns % CHUNK or wide % CHUNK:
+    if not (spec.symmetric or nearest) or inner > 1 or columns % CHUNK or block_columns % CHUNK:
         return None
-    chunks, lanes = math.prod(sizes) // CHUNK, wide // CHUNK
-    aligned = lanes <= _MAX_LANES and lanes & (lanes - 1) == 0 and columns % wide == 0
-    if extent == sizes or (tall == 1 and aligned):
+    chunks, lanes = math.prod(sizes) // CHUNK, block_columns // CHUNK
+    aligned = lanes <= _MAX_LANES and lanes & (lanes - 1) == 0 and columns % block_columns == 0
+    if extent == sizes or (block_rows == 1 and aligned):
         whole = extent == sizes
         kept = 1 if spec.rounding == "stochastic" and not whole else _KEPT
-        macros = _rowwise_macros(2 if whole else 0, CHUNK if whole else wide, THREADS, kept)
+        macros = _rowwise_macros(
+            2 if whole else 0, CHUNK if whole else block_columns, THREADS, kept
+        )
         grid = -(-chunks // (THREADS * kept))
         kernel, before = _ROWWISE[2 if whole else 0], _FOUND_BEFORE[2 if whole else 0]
         return BlockPlan(spec, kernel, macros, grid, THREADS, (np.int64(chunks),), before)
-    chunks_per_block = min(tall, rows) * min(lanes, columns // CHUNK)
+    chunks_per_block = min(block_rows, rows) * min(lanes, columns // CHUNK)
     if extent[0] > 1 or chunks_per_block > _MAX_BLOCK_CHUNKS:
         return None
     threads = min(THREADS, max(32, 1 << (chunks_per_block - 1).bit_length()))
     macros = _rowwise_macros(1, CHUNK, threads, min(_KEPT, -(-chunks_per_block // threads)))
-    numbers = tuple(map(np.uint32, (rows, columns // CHUNK, tall, lanes, blocks[1], blocks[3])))
+    numbers = tuple(
+        map(np.uint32, (rows, columns // CHUNK, block_rows, lanes, blocks[1], blocks[3]))
+    )
     return BlockPlan(spec, _ROWWISE[1], macros, math.prod(blocks), threads, numbers)
 
 
@@ -123,29 +127,29 @@ def columnwise_plan(
     ``extent`` is of a block of values: its rows and columns. The spec is resolved, under plain
     float scales, and of 8 bits if codes are transposed.
     """
-    (rows, columns), (tall, wide) = shape, extent
+    (rows, columns), (block_rows, block_columns) = shape, extent
     random = spec.rounding == "stochastic"
     if not spec.symmetric or columns % 4 or max(shape) > 1 << 30:
         return None
     given = 0
-    if wide == 1 and tall >= rows:
-        given, tall = 1, _SIDE
-    elif wide >= columns and tall >= rows:
+    if block_columns == 1 and block_rows >= rows:
+        given, block_rows = 1, _SIDE
+    elif block_columns >= columns and block_rows >= rows:
         if rows * columns % 16 or (random and (extent != shape or rows % 16)):
             return None
-        given, tall = 2, _SIDE
-    elif tall not in _TALL or (wide > 1 and (tall, wide) != (_SIDE, _SIDE)):
+        given, block_rows = 2, _SIDE
+    elif block_rows not in _BLOCK_ROWS or (block_columns > 1 and extent != (_SIDE, _SIDE)):
         return None
-    tiles = ("QUANT_TILES_128X128", int(given == 0 and wide > 1))
-    of_block = ("QUANT_AMAX_GIVEN", given), ("QUANT_BLOCK_ROWS", tall), tiles
+    tiles = ("QUANT_TILES_128X128", int(given == 0 and block_columns > 1))
+    of_block = ("QUANT_AMAX_GIVEN", given), ("QUANT_BLOCK_ROWS", block_rows), tiles
     macros = *of_block, ("QUANT_TRANSPOSED", int(transposed))
     grid, sizes = -(-rows // _SIDE) * -(-columns // _SIDE), (np.int64(rows), np.int64(columns))
-    return BlockPlan(spec, _PANELS, macros, grid, THREADS, sizes, _FOUND_BEFORE[given])
+    return BlockPlan(spec, _COLUMN_TILES, macros, grid, THREADS, sizes, _FOUND_BEFORE[given])
 
 
 def block_source(plan: BlockPlan, dtype: str) -> Source:
     """The program for input of a dtype."""
-    return _source(plan.spec, dtype, plan.kernel == _PANELS, plan.macros)
+    return _source(plan.spec, dtype, plan.kernel == _COLUMN_TILES, plan.macros)
 
 
 @lru_cache(maxsize=1024)
@@ -221,9 +225,9 @@ def quantize(
         launch(source, "largest_of_columns", plan.grid, THREADS, x, amax, *plan.sizes)
     elif plan.found_before == "all" and amax is None:
         amax = largest(x, plan.spec, xp)
-    panels = plan.kernel == _PANELS
-    zeros = () if panels else (out.zero_points,)
-    pitch = (np.int64(out.codes.shape[1]),) if panels else ()
+    tiled = plan.kernel == _COLUMN_TILES
+    zeros = () if tiled else (out.zero_points,)
+    pitch = (np.int64(out.codes.shape[1]),) if tiled else ()
     arrays = x, out.codes, out.scales, *zeros, amax, out.counters.array
     numbers = *random_arguments(stream), *plan.sizes, *pitch
     launch(source, plan.kernel, plan.grid, plan.threads, *arrays, *numbers)

@@ -86,10 +86,10 @@ extern "C" __global__ void __launch_bounds__(
     kThreads, CODEC_IN && !CODEC_STOCHASTIC && !QUANT_TILES_128X128 &&
                       (QUANT_TRANSPOSED || QUANT_AMAX_GIVEN != 2)
                   ? 3
-                  : 1)
-    quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __restrict__ scales,
-        const u32* __restrict__ most, u64* __restrict__ counters, const u32* __restrict__ clock,
-        u32 key0, u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 pitch) {
+                  : 1) quantize_column_tiles(const Raw* __restrict__ x, u8* __restrict__ codes,
+    Stored* __restrict__ scales, const u32* __restrict__ most, u64* __restrict__ counters,
+    const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1, i64 rows, i64 columns,
+    i64 pitch) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Place at = place_of(columns);

@@ -32,7 +32,7 @@ __all__ = ["Norm", "norm_quantize", "norm_quantize_source", "unsupported"]
 Array = Any
 
 _INPUTS = {"float32": 4, "bfloat16": 2}
-_TALL, _LINE, _MAX_GROUP = 32, 1024, 32  # rows of blocks down; bytes of a block's; blocks
+_TILE_ROWS, _LINE, _MAX_GROUP = 32, 1024, 32  # rows of blocks down; bytes of a block's; blocks
 _SLICE, _MAX_CLUSTER = 512, 16  # rows alone: columns of a warp, blocks
 # Both directions, rows alone: bytes of a tile, stages, threads.
 _TILE, _STAGES, _ROW_THREADS = (32768, 65536), (6, 3), (256, 512)
@@ -65,12 +65,14 @@ def _parameters() -> type[ctypes.Structure]:
 def _tile(columns: int, dtype: str, only_rows: bool) -> tuple[int, int, int]:
     """Rows and columns of a block, and how many share rows: as few idle columns as can be."""
     if not only_rows:
-        wide = _LINE // _INPUTS[dtype]
-        return _TALL, wide, -(-columns // wide)
+        tile_columns = _LINE // _INPUTS[dtype]
+        return _TILE_ROWS, tile_columns, -(-columns // tile_columns)
     size = _TILE[only_rows] // _INPUTS[dtype]
     wides = [_SLICE << i for i in range(8) if _SLICE << i <= size // 4]
-    wide = min(wides, key=lambda n: (-(-columns // n) > _MAX_CLUSTER, -(-columns // n) * n, -n))
-    return size // wide, wide, -(-columns // wide)
+    tile_columns = min(
+        wides, key=lambda n: (-(-columns // n) > _MAX_CLUSTER, -(-columns // n) * n, -n)
+    )
+    return size // tile_columns, tile_columns, -(-columns // tile_columns)
 
 
 def _threads(only_rows: bool) -> int:
@@ -107,7 +109,7 @@ def unsupported(x: Array, norm: Norm, plan: RowColumnPlan, capability: str) -> U
         return Unsupported(f"{plan.rowwise.activation} of what is normalized")
     if plan.rowwise.needs_tensor:
         return Unsupported(f"{spec.format} needs the largest of the whole tensor first")
-    if plan.rowwise.block > _TALL or kernels.columns_of(plan.columnwise, "bfloat16") != 4:
+    if plan.rowwise.block > _TILE_ROWS or kernels.columns_of(plan.columnwise, "bfloat16") != 4:
         return Unsupported("blocks above 32, or random bits: a thread has too many values")
     return None
 
@@ -118,11 +120,11 @@ def norm_quantize_source(
 ) -> Source:
     """The program for input of a dtype."""
     rows, columns = plan.rowwise.shape
-    tall, wide, group = _tile(columns, dtype, only_rows)
+    tile_rows, tile_columns, group = _tile(columns, dtype, only_rows)
     extra = {
         "QUANT_ROWWISE_COLUMNWISE": 1,
-        "QUANT_CTA_ROWS": tall,
-        "QUANT_CTA_COLUMNS": wide,
+        "QUANT_CTA_ROWS": tile_rows,
+        "QUANT_CTA_COLUMNS": tile_columns,
         "QUANT_THREAD_COLUMNS": 4,
         "CODEC_THREADS": _threads(only_rows),
         "QUANT_ROW_THREADS": _ROW_THREADS[only_rows],
@@ -136,7 +138,7 @@ def norm_quantize_source(
         "QUANT_GROUP": group,
         "QUANT_CLUSTER_DIMS": f"__cluster_dims__({group}, 1, 1)" if only_rows and group > 1 else "",
     }
-    whole = rows % tall == 0 and columns % wide == 0
+    whole = rows % tile_rows == 0 and columns % tile_columns == 0
     more = tuple(extra.items())
     return kernels.quantize_source(plan.rowwise, "bfloat16", "codes", whole, stats, more)
 
@@ -163,19 +165,21 @@ def norm_quantize(
     rstd = xp.empty((rows, 1), dtype=np.float32)
     mean = xp.empty((rows, 1), dtype=np.float32) if centred else None
     counters = Counters(4 * SLOTS, xp) if stats else None
-    tall, wide, group = _tile(columns, x.dtype.name, only_rows)
-    device, together = xp.cuda.runtime.getDevice(), group > 1 and not only_rows
-    groups, posted = min(-(-rows // tall), driver.multiprocessors(device) // group), None
+    tile_rows, tile_columns, group = _tile(columns, x.dtype.name, only_rows)
+    device, cooperative = xp.cuda.runtime.getDevice(), group > 1 and not only_rows
+    groups, posted = min(-(-rows // tile_rows), driver.multiprocessors(device) // group), None
     # As in norm_rowwise.cuh and norm_rowwise_columnwise.cuh.
     shared = _STAGES[only_rows] * (_TILE[only_rows] + 24)
     if only_rows:
-        terms = -(-group * wide // _SLICE // 32) * 32
-        shared += 8 * tall * terms * (1 + centred) + 32
+        terms = -(-group * tile_columns // _SLICE // 32) * 32
+        shared += 8 * tile_rows * terms * (1 + centred) + 32
     else:
         ring = 2 * _LEAD + 2
-        posts = ring * (1 + centred) * group * tall
-        shared += (_LEAD + 1) * (4 * tall * (1 + centred) + 8) + 8 * (ring + posts * (group == 1))
-        posted = xp.zeros(max(1, groups) * posts, dtype=np.uint64) if together else None
+        posts = ring * (1 + centred) * group * tile_rows
+        shared += (_LEAD + 1) * (4 * tile_rows * (1 + centred) + 8) + 8 * (
+            ring + posts * (group == 1)
+        )
+        posted = xp.zeros(max(1, groups) * posts, dtype=np.uint64) if cooperative else None
     both = made[0], made[-1]
     given = _parameters()(
         x.data.ptr,
@@ -193,6 +197,6 @@ def norm_quantize(
     function, _ = driver.load(source, kernel, shared, device)
     if only_rows:
         most = driver.active_clusters(function, group, threads, shared, device)
-        groups = min(-(-rows // tall), most)
-    driver.launch(function, max(1, groups) * group, threads, shared, (), given, together)
+        groups = min(-(-rows // tile_rows), most)
+    driver.launch(function, max(1, groups) * group, threads, shared, (), given, cooperative)
     return made[0], None if only_rows else made[1], mean, rstd, counters

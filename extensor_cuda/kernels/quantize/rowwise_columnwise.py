@@ -35,7 +35,7 @@ __all__ = [
 Array = Any
 Streams = tuple[Stream | None, Stream | None]
 
-_MIN_TALL = 32  # rows of a tile
+_MIN_TILE_ROWS = 32  # rows of a tile
 _MAX_BLOCK = 64
 
 
@@ -81,9 +81,9 @@ def row_column_plan(
 
 def _tile(plan: RowColumnPlan, dtype: str, out: str) -> tuple[int, int, int]:
     """Rows and columns of a tile, and columns of a thread."""
-    tall = max(_MIN_TALL, plan.rowwise.block)
+    tile_rows = max(_MIN_TILE_ROWS, plan.rowwise.block)
     each = 2 if out == "values" else kernels.columns_of(plan.columnwise, dtype)
-    return tall, THREADS // (tall // CHUNK) * each, each
+    return tile_rows, THREADS // (tile_rows // CHUNK) * each, each
 
 
 @lru_cache(maxsize=4096)
@@ -91,8 +91,12 @@ def row_column_source(
     plan: RowColumnPlan, dtype: str, out: str, whole: bool, stats: bool
 ) -> Source:
     """The program; ``out`` is "codes" or "values"."""
-    tall, _, each = _tile(plan, dtype, out)
-    extra = {"QUANT_ROWWISE_COLUMNWISE": 1, "QUANT_CTA_ROWS": tall, "QUANT_THREAD_COLUMNS": each}
+    tile_rows, _, each = _tile(plan, dtype, out)
+    extra = {
+        "QUANT_ROWWISE_COLUMNWISE": 1,
+        "QUANT_CTA_ROWS": tile_rows,
+        "QUANT_THREAD_COLUMNS": each,
+    }
     spec = plan.rowwise.spec
     words = spec.rounding == "stochastic" or spec.ties != "even"
     pairs = spec.row.element.bits == 4 and spec.is_mx
@@ -112,13 +116,13 @@ def _run(
     arrays: dict[str, Array],
 ) -> None:
     dtype, (rows, columns) = x.dtype.name, plan.rowwise.shape
-    tall, wide, _ = _tile(plan, dtype, out)
-    whole = rows % tall == 0 and columns % wide == 0 and x.data.ptr % 16 == 0
+    tile_rows, tile_columns, _ = _tile(plan, dtype, out)
+    whole = rows % tile_rows == 0 and columns % tile_columns == 0 and x.data.ptr % 16 == 0
     names = ("codes0", "codes1", "scales0", "scales1", "values0", "values1", "tensor")
     given = [*(arrays.get(name) for name in names), None if counters is None else counters.array]
     numbers = *random_arguments(*streams), np.int64(rows), np.int64(columns)
     source = row_column_source(plan, dtype, out, whole, counters is not None)
-    blocks = -(-rows // tall) * -(-columns // wide)
+    blocks = -(-rows // tile_rows) * -(-columns // tile_columns)
     launch(source, "quantize_both", blocks, THREADS, x, *given, *numbers)
 
 

@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     w4a16_sm90_resident(const Raw* __restrict__ x, const u8* __restrict__ codes,
         const u8* __restrict__ scales, const float* __restrict__ tensor_scale,
         float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out, int rows,
-        int out_features, int columns, int slices, int k_per_slice, int log_parts) {
+        int out_features, int columns, int slices, int k_per_slice, int log_split) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ u32 last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4,
@@ -243,12 +243,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int from = low * kTileRows, mine = min(high * kTileRows, out_features) - from;
     // The K range of this block, and of this warp.
     const int slice = blockIdx.x - group * slices, first = slice * k_per_slice;
-    const int part = warp & ((1 << log_parts) - 1),
-              k_per_part = (k_per_slice / WEIGHT_ONLY_CHUNK + (1 << log_parts) - 1 >> log_parts) *
-                           WEIGHT_ONLY_CHUNK;
-    const int begin = first + part * k_per_part,
-              end = min(min(columns, first + k_per_slice), begin + k_per_part);
-    const int start = low + (warp >> log_parts), step = WEIGHT_ONLY_WARPS >> log_parts;
+    const int part = warp & ((1 << log_split) - 1),
+              k_per_split = (k_per_slice / WEIGHT_ONLY_CHUNK + (1 << log_split) - 1 >> log_split) *
+                            WEIGHT_ONLY_CHUNK;
+    const int begin = first + part * k_per_split,
+              end = min(min(columns, first + k_per_slice), begin + k_per_split);
+    const int start = low + (warp >> log_split), step = WEIGHT_ONLY_WARPS >> log_split;
     u8* const ring = memory + warp * WEIGHT_ONLY_DEPTH * kStage;
     u8* const tokens = memory + WEIGHT_ONLY_WARPS * WEIGHT_ONLY_DEPTH * kStage;
     const int pitch = k_per_slice * 2 + 64;  // of a token; avoids bank conflicts
@@ -305,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     const float factor =
         (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // scales are decoded times 2^-8
-    const int quads = (mine + 3) / 4, cuts = slices << log_parts;
+    const int quads = (mine + 3) / 4, cuts = slices << log_split;
     if (slices > 1) partials.add(out, from, quads, cuts, rows, out_features, factor, true);
     else partials.add(out, from, quads, cuts, rows, out_features, factor, false);
 }

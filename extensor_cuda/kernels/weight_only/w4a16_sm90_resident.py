@@ -35,16 +35,16 @@ class Schedule:
     """How a product is divided.
 
     Attributes:
-        slices: parts of K that different blocks have.
+        slices: splits of K that different blocks have.
         slice_length: elements of K in one.
-        parts: of a slice, which a block's warps share; 1 if there are slices.
+        split: of a slice, which a block's warps share; 1 if there are slices.
         groups: of rows of weights, each of as many blocks as there are slices.
         shared: bytes of shared memory of a block.
     """
 
     slices: int
     slice_length: int
-    parts: int
+    split: int
     groups: int
     shared: int
 
@@ -74,17 +74,17 @@ def source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
 
 def product(given: Arguments, schedule: Schedule) -> None:
     """Write X w^T of weights that `supports` has; does not wait."""
-    rows, lines, columns = given.sizes
+    rows, n, k = given.sizes
     partial, done = given.workspace(schedule.slices, given.tokens, schedule.groups)
     made = source(given.w, rows, given.x.dtype.name, given.out.dtype.name)
     launched = made, "w4a16_sm90_resident", schedule.groups * schedule.slices, 32 * WARPS
     arrays = given.x, given.codes, given.scales, given.w.tensor_scale, partial, done, given.out
     numbers = (
         rows,
-        lines,
-        columns,
+        n,
+        k,
         schedule.slices,
         schedule.slice_length,
-        schedule.parts.bit_length() - 1,
+        schedule.split.bit_length() - 1,
     )
     launch(*launched, *arrays, *map(np.int32, numbers), shared=schedule.shared, pdl=True)

@@ -35,16 +35,16 @@ class Schedule:
     """How a product is divided.
 
     Attributes:
-        slices: parts of K that different blocks have.
+        slices: splits of K that different blocks have.
         groups: of tiles, each of as many blocks as there are slices.
         pairs: of tiles that a block has at a time.
-        parts: warps that share a pair's chunks of K.
+        split: warps that share a pair's chunks of K.
     """
 
     slices: int
     groups: int
     pairs: int
-    parts: int
+    split: int
 
 
 def memory(warps: int, tokens: int, block: int) -> tuple[int, int]:
@@ -73,13 +73,13 @@ def source(
     grain = max(CHUNK // block, 4)
     while shape[1] // block % grain:
         grain //= 2
-    warps = schedule.pairs * schedule.parts
+    warps = schedule.pairs * schedule.split
     stages, shared = memory(warps, tokens, block)
     made = program(
         _SOURCE, spec, shape, *dtypes,
         WEIGHT_ONLY_SCALE_BYTES=grain,
         WEIGHT_ONLY_WARPS=warps,
-        WEIGHT_ONLY_SPLIT_K=schedule.parts,
+        WEIGHT_ONLY_SPLIT_K=schedule.split,
         WEIGHT_ONLY_PRODUCER_WARPS=_PRODUCERS,
         WEIGHT_ONLY_DEPTH=_AHEAD,
         WEIGHT_ONLY_STAGES=stages,
@@ -91,12 +91,12 @@ def source(
 
 def product(given: Arguments, schedule: Schedule) -> None:
     """Write X w^T of weights that `supports` has; does not wait."""
-    rows, lines, columns = given.sizes
+    rows, n, k = given.sizes
     dtypes = given.x.dtype.name, given.out.dtype.name
     made, shared = source(given.w.spec, given.w.shape, given.tokens, dtypes, schedule)
     partial, done = given.workspace(schedule.slices, rows, schedule.groups)
-    threads = 32 * (schedule.pairs * schedule.parts + _PRODUCERS)
+    threads = 32 * (schedule.pairs * schedule.split + _PRODUCERS)
     arrays = given.x, given.codes, given.scales, given.w.tensor_scale, partial, done, given.out
-    numbers = map(np.int32, (rows, lines, columns, schedule.slices))
+    numbers = map(np.int32, (rows, n, k, schedule.slices))
     blocks = schedule.groups * schedule.slices
     launch(made, "w4a16_sm90_ring", blocks, threads, *arrays, *numbers, shared=shared, pdl=True)

@@ -64,19 +64,19 @@ def source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
 
 def product(given: Arguments, schedule: tuple[int, int]) -> None:
     """Write X w^T; does not wait. ``schedule``: the splits of K, and the elements of one."""
-    (rows, lines, columns), w, xp = given.sizes, given.w, given.xp
+    (rows, n, k), w, xp = given.sizes, given.w, given.xp
     made = source(w, rows, given.x.dtype.name, given.out.dtype.name)
     splits, split_length = schedule
-    count, scales, points = -(-lines // TILE_ROWS), given.scales, w.zero_points
-    if w.spec.has_float_scales and len(scales) < lines:  # one scale for all rows
-        scales = scales.repeat(lines, axis=0)
-        points = None if points is None else points.repeat(lines, axis=0)
-    sums = xp.empty((splits, given.tokens, lines), dtype=np.float32)
+    count, scales, points = -(-n // TILE_ROWS), given.scales, w.zero_points
+    if w.spec.has_float_scales and len(scales) < n:  # one scale for all rows
+        scales = scales.repeat(n, axis=0)
+        points = None if points is None else points.repeat(n, axis=0)
+    sums = xp.empty((splits, given.tokens, n), dtype=np.float32)
     points = None if points is None else xp.ascontiguousarray(points)
     arrays = given.x, given.codes, scales, points, w.tensor_scale, sums, given.zeros(count)
     pitches = map(np.int64, (given.codes.shape[1], scales.shape[1]))
     numbers = (
-        *map(np.int32, (rows, lines, columns)),
+        *map(np.int32, (rows, n, k)),
         *pitches,
         np.int32(splits),
         np.int32(split_length),

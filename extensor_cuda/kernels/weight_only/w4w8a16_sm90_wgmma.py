@@ -37,7 +37,7 @@ class Schedule:
 
     Attributes:
         split: warpgroups of a block that share rows of weights and divide K.
-        slices: parts of K that different blocks have.
+        slices: splits of K that different blocks have.
         stages: stages of x that shared memory holds.
         depth: segments of weights that a warp asks for in advance.
         shared: bytes of shared memory of a block.
@@ -114,8 +114,8 @@ def source(w: QuantArray, rows: int, dtype: str, out: str, schedule: Schedule) -
 
 def product(given: Arguments, schedule: Schedule) -> None:
     """Write X w^T of weights that `supports` has; does not wait."""
-    (rows, lines, columns), w, xp = given.sizes, given.w, given.xp
-    groups = -(-lines // (TILE_ROWS * 4 // schedule.split))
+    (rows, n, k), w, xp = given.sizes, given.w, given.xp
+    groups = -(-n // (TILE_ROWS * 4 // schedule.split))
     points = None
     if w.zero_points is not None:  # four of which are copied at a time
         points = xp.ascontiguousarray(w.zero_points)
@@ -124,7 +124,7 @@ def product(given: Arguments, schedule: Schedule) -> None:
     made = source(w, rows, given.x.dtype.name, given.out.dtype.name, schedule)
     blocks = min(groups * schedule.slices, driver.multiprocessors(xp.cuda.runtime.getDevice()))
     arrays = given.x, given.codes, given.scales, points, w.tensor_scale, partial, done, given.out
-    pitches = given.codes.shape[1], given.scales.shape[1] if len(given.scales) == lines else 0
-    numbers = *map(np.int32, (rows, lines, columns, schedule.slices)), *map(np.int64, pitches)
+    pitches = given.codes.shape[1], given.scales.shape[1] if len(given.scales) == n else 0
+    numbers = *map(np.int32, (rows, n, k, schedule.slices)), *map(np.int64, pitches)
     launched = made, "w4w8a16_sm90_wgmma", blocks, _THREADS
     launch(*launched, *arrays, *numbers, shared=schedule.shared, pdl=True)

@@ -115,6 +115,14 @@ def test_perplexity_counts_each_token_once(
     error = expected * np.std(losses, ddof=1) / math.sqrt(len(losses))
     assert float(match[2]) == pytest.approx(error, rel=1e-3)
     assert "on 29 tokens" in said(capsys, *words, "--limit", "30")
+    # A scheme and a cache round what they say; float32 rounds nothing.
+    values = {
+        more: float(said(capsys, *words, "--stride", "5", *more).split()[1])
+        for more in (("--cache", "float32"), ("--cache", "mxfp4"), ("--scheme", "mxfp4_weights"))
+    }
+    same, *others = values.values()
+    assert same == pytest.approx(expected, rel=1e-4)
+    assert all(abs(other / expected - 1.0) > 1e-3 for other in others)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +133,8 @@ def test_perplexity_counts_each_token_once(
         (["generate", "m", "a", "--repetition-penalty", "0"], "--repetition-penalty: expected"),
         (["generate", "m", "a", "--stop", ""], "--stop: expected"),
         (["generate", "m", "a", "--cache", "mxfp5"], "--cache: no cache format named 'mxfp5'"),
+        (["perplexity", "m", "words", "--scheme", "mxfp5"], "no scheme named 'mxfp5'"),
+        (["perplexity", "m", "words", "--cache", "mxfp5"], "no cache format named 'mxfp5'"),
         (["perplexity", "m", "nowhere"], "nowhere: cannot be read as a text"),
         (["perplexity", "m", __file__, "--context", "101"], "at most the 100 of the model"),
         (["perplexity", "m", __file__], "encode: "),

@@ -22,10 +22,10 @@ def check_product(
     got: Any, a: np.ndarray, b: np.ndarray, share: float, extra: Any = 0.0, bias: Any = 0.0
 ) -> None:
     """A b^T + bias within ``share`` of |a| |b|^T, and ``extra``; bfloat16 is rounded once more."""
-    result, turned = np.asarray(got.get()), b.swapaxes(-1, -2)
-    want, bound = a @ turned + bias, share * (np.abs(a) @ np.abs(turned)) + extra
+    result, transposed = np.asarray(got.get()), b.swapaxes(-1, -2)
+    expected, bound = a @ transposed + bias, share * (np.abs(a) @ np.abs(transposed)) + extra
     if result.dtype == ml_dtypes.bfloat16:
-        bound = 2 * bound + 2.0**-8 * np.abs(want)
-    error = np.abs(result.astype(np.float64) - want)
-    assert result.shape == want.shape
+        bound = 2 * bound + 2.0**-8 * np.abs(expected)
+    error = np.abs(result.astype(np.float64) - expected)
+    assert result.shape == expected.shape
     assert (error <= bound).all(), (error / np.maximum(bound, 1e-300)).max()

@@ -50,10 +50,10 @@ class FakeBlas:
     """cublasSgemmStridedBatched on numpy: column-major matrices by pitch and stride."""
 
     def gemm(
-        self, turned: Any, sizes: Any, arrays: Any, pitches: Any, strides: Any, batch: int
+        self, transposed: Any, sizes: Any, arrays: Any, pitches: Any, strides: Any, batch: int
     ) -> None:
         (m, n, k), held = sizes, [fake.plain(a) for a in arrays]
-        shapes = [(k, m) if turned[0] else (m, k), (n, k) if turned[1] else (k, n), (m, n)]
+        shapes = [(k, m) if transposed[0] else (m, k), (n, k) if transposed[1] else (k, n), (m, n)]
 
         def matrix(i: int, number: int) -> np.ndarray:
             rows, columns = shapes[i]
@@ -69,7 +69,7 @@ class FakeBlas:
         def again() -> None:
             for number in range(batch):
                 a, b = matrix(0, number), matrix(1, number)
-                a, b = (a.T if turned[0] else a), (b.T if turned[1] else b)
+                a, b = (a.T if transposed[0] else a), (b.T if transposed[1] else b)
                 matrix(2, number)[...] = (a @ b).astype(np.float32)
 
         fake.TAPE.launch(again)

@@ -114,10 +114,10 @@ def test_an_interval_of_k_or_more_is_no_promotion(kind_a: str, kind_b: str, data
     rng = np.random.default_rng(1)
     a, b = (drawn(rng, 9, 330, kind, data) for kind in (kind_a, kind_b))
     least = LEAST[kind_a], LEAST[kind_b]
-    want = accumulate(a, b, *least)
+    expected = accumulate(a, b, *least)
     for every in (352, 512, NEVER):
-        np.testing.assert_array_equal(promoted(a, b, *least, every), want)
-    assert (promoted(a, b, *least, 128) != want).any()
+        np.testing.assert_array_equal(promoted(a, b, *least, every), expected)
+    assert (promoted(a, b, *least, 128) != expected).any()
     with pytest.raises(ValueError, match="multiple of 32"):
         promoted(a, b, *least, 144)
 
@@ -142,10 +142,10 @@ def test_a_subnormal_factor_counts_as_the_smallest_normal() -> None:
         least = LEAST[kind]
         a = np.array([[2.0**least / times, *[1.75 * 2.0**least] * 31]])
         b = np.array([[2.0**largest, *[2.0 ** (largest - 14)] * 31]])  # products below the last bit
-        got, want = accumulate(a, b, least, least)[0, 0], (a @ b.T)[0, 0]
+        got, expected = accumulate(a, b, least, least)[0, 0], (a @ b.T)[0, 0]
         assert got == 2.0 ** (least + largest) / times
-        bound = 34 * 2.0**-13 * want  # all are positive
-        assert bound < want - got < times * bound
+        bound = 34 * 2.0**-13 * expected  # all are positive
+        assert bound < expected - got < times * bound
 
 
 def test_promotion_loses_less_on_one_sign() -> None:
@@ -209,13 +209,13 @@ def test_the_kernel_adds_its_sums_as_the_model_does(hopper: Any, every: int) -> 
     rng = np.random.default_rng(every)
     m, n, k = 70, 200, 1300
     a, b = held(rng, m, k, "e4m3", every), held(rng, n, k, "e5m2", every)
-    want = promoted(a, b, -6, -14, every)
-    assert (want != (a @ b.T).astype(np.float32)).any()
+    expected = promoted(a, b, -6, -14, every)
+    assert (expected != (a @ b.T).astype(np.float32)).any()
     codes = sent(a, "e4m3", hopper), sent(b, "e5m2", hopper)
     for config in configs("e4m3", "e5m2", every):
         if config.pipeline.cluster == 1 or not isinstance(hopper, Cupy):
             got = multiplied(hopper, *codes, config)
-            np.testing.assert_array_equal(got, want, err_msg=str(config))
+            np.testing.assert_array_equal(got, expected, err_msg=str(config))
 
 
 @pytest.mark.parametrize("data", ["held", "normal"])
@@ -229,15 +229,15 @@ def test_parts_of_k_are_added_in_order(hopper: Any, data: str) -> None:
         a, b = (held(rng, rows, k, "e5m2", 512) for rows in (m, n))
     else:
         a, b = (drawn(rng, rows, k, "e5m2", "normal") for rows in (m, n))
-    want = np.zeros((m, n), dtype=np.float32)
+    expected = np.zeros((m, n), dtype=np.float32)
     for start in range(0, k, 1024):
-        want += promoted(a[:, start : start + 1024], b[:, start : start + 1024], -14, -14, 512)
+        expected += promoted(a[:, start : start + 1024], b[:, start : start + 1024], -14, -14, 512)
     if data == "held":  # others may be exact either way
-        assert (want != promoted(a, b, -14, -14, 512)).any()
+        assert (expected != promoted(a, b, -14, -14, 512)).any()
     codes = sent(a, "e5m2", hopper), sent(b, "e5m2", hopper)
     for tile in TILES[512]:
         got = multiplied(hopper, *codes, Config.of(tile_n=tile), Split(3, 8))
-        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(got, expected)
 
 
 def scaled_product(
@@ -296,9 +296,9 @@ def test_the_kernel_scales_its_sums_as_the_model_does(
     m, n, k = 130, 300, 588
     a, b = held(rng, m, k, "e4m3", 128), held(rng, n, k, "e5m2", 128)
     scales, rows = scales_of(rng, (m, n), 5, each)
-    want = promoted(a, b, -6, -14, 128, rows)
+    expected = promoted(a, b, -6, -14, 128, rows)
     got = scaled_product(hopper, monkeypatch, (a, b), ("e4m3", "e5m2"), scales, each, tile)
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(got, expected)
 
 
 def some(rng: np.random.Generator, sizes: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -321,12 +321,12 @@ def test_products_on_a_gpu_are_the_model_bit_for_bit(
     m, n = 200, 520
     a, b = drawn(rng, m, k, kind_a, data), drawn(rng, n, k, kind_b, data)
     rows, columns = some(rng, (m, n))
-    want = promoted(a[rows], b[columns], LEAST[kind_a], LEAST[kind_b], every or NEVER)
+    expected = promoted(a[rows], b[columns], LEAST[kind_a], LEAST[kind_b], every or NEVER)
     codes = sent(a, kind_a, gpu), sent(b, kind_b, gpu)
     first = None
     for config in configs(kind_a, kind_b, every):
         got = multiplied(gpu, *codes, config)
-        np.testing.assert_array_equal(got[np.ix_(rows, columns)], want, err_msg=str(config))
+        np.testing.assert_array_equal(got[np.ix_(rows, columns)], expected, err_msg=str(config))
         first = got if first is None else first
         np.testing.assert_array_equal(got, first, err_msg=str(config))
 
@@ -347,9 +347,9 @@ def test_scaled_products_on_a_gpu_are_the_model_bit_for_bit(
         rows, columns = some(rng, (m, n))
         given = a[rows], b[columns], *(LEAST[kind] for kind in kinds)
         if by_row:
-            want = promoted(*given, 512) * left[rows] * right[columns].T
+            expected = promoted(*given, 512) * left[rows] * right[columns].T
         else:
-            want = promoted(*given, 128, (left[rows], right[columns]))
+            expected = promoted(*given, 128, (left[rows], right[columns]))
         for tile in TILES[128]:
             got = scaled_product(gpu, monkeypatch, (a, b), kinds, scales, each, tile)
-            np.testing.assert_array_equal(got[np.ix_(rows, columns)], want)
+            np.testing.assert_array_equal(got[np.ix_(rows, columns)], expected)

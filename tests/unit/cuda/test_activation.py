@@ -47,8 +47,8 @@ def values(shape: tuple[int, int]) -> np.ndarray:
     return np.asarray(x)
 
 
-def same_parts(q: Any, want: Any, context: str) -> None:
-    for name, part in want.parts.items():
+def same_parts(q: Any, expected: Any, context: str) -> None:
+    for name, part in expected.parts.items():
         got = q.parts[name]
         if hasattr(got, "get"):  # the emulator's scale of a tensor is a number
             got, part = got.get(), part.get()

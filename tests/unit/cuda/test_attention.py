@@ -138,30 +138,32 @@ def exact(case: Case, arrays: list[np.ndarray], out: np.ndarray) -> list[tuple[n
     scale, shared = case.d**-0.5, case.heads // case.shared
     k, v = (a.repeat(shared, axis=1) for a in (k, v))
 
-    def turned(a: np.ndarray) -> np.ndarray:
+    def transposed(a: np.ndarray) -> np.ndarray:
         return a.swapaxes(-1, -2)
 
     def grouped(a: np.ndarray) -> np.ndarray:
         return a.reshape(case.batch, case.shared, shared, *a.shape[2:]).sum(axis=2)
 
-    scores = scale * (q @ turned(k))
+    scores = scale * (q @ transposed(k))
     if case.causal:
         seen = np.tri(case.queries, case.keys, case.keys - case.queries, dtype=bool)
         scores = np.where(seen, scores, -np.inf)
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
-    size = (scale * (np.abs(q) @ turned(np.abs(k)))).max(axis=-1, keepdims=True)
+    size = (scale * (np.abs(q) @ transposed(np.abs(k)))).max(axis=-1, keepdims=True)
     e = UNIT * (case.d + 4) * (1 + size) + case.keys * UNIT / 2
-    moved = g @ turned(v) - (g * out).sum(axis=-1, keepdims=True)
+    moved = g @ transposed(v) - (g * out).sum(axis=-1, keepdims=True)
     ds = p * moved
-    along = np.abs(g) @ turned(np.abs(v)) + (np.abs(g) * np.abs(out)).sum(axis=-1, keepdims=True)
-    error = np.abs(ds) * (2 * ROUNDING + 2 * e) + p * UNIT * (case.d + 4) * along
-    gq, gk, gv = scale * (ds @ k), grouped(scale * (turned(ds) @ q)), grouped(turned(p) @ g)
+    largest = np.abs(g) @ transposed(np.abs(v)) + (np.abs(g) * np.abs(out)).sum(
+        axis=-1, keepdims=True
+    )
+    error = np.abs(ds) * (2 * ROUNDING + 2 * e) + p * UNIT * (case.d + 4) * largest
+    gq, gk, gv = scale * (ds @ k), grouped(scale * (transposed(ds) @ q)), grouped(transposed(p) @ g)
     return [
         (p @ v, (2 * ROUNDING + e) * p @ np.abs(v)),
         (gq, scale * (error @ np.abs(k)) + ROUNDING * np.abs(gq)),
-        (gk, grouped(scale * (turned(error) @ np.abs(q))) + ROUNDING * np.abs(gk)),
-        (gv, grouped(turned(p * (ROUNDING + e)) @ np.abs(g)) + ROUNDING * np.abs(gv)),
+        (gk, grouped(scale * (transposed(error) @ np.abs(q))) + ROUNDING * np.abs(gk)),
+        (gv, grouped(transposed(p * (ROUNDING + e)) @ np.abs(g)) + ROUNDING * np.abs(gv)),
     ]
 
 

@@ -18,7 +18,7 @@ from tests.unit.cuda.test_compile import ARCHITECTURES, check_compiles
 ROWS = (1, 3, 33, 64, 100, 128, 130, 257, 515)
 BLOCKS = (1, 2, 7, 31, 32, 33, 70)
 EACH = (1, 2, 3, 16, 32, 64, 100, 128, 515)
-WAYS = ("across", "along", "apart", "backwards")
+LAYOUTS = ("across", "transposed", "apart", "backwards")
 TILE = 256  # columns of the GEMM's widest
 
 
@@ -36,13 +36,13 @@ def some(rng: np.random.Generator, shape: tuple[int, int], dtype: Any) -> np.nda
     return values
 
 
-def lying(xp: Any, a: np.ndarray, way: str) -> Any:
+def lying(xp: Any, a: np.ndarray, layout: str) -> Any:
     """The same numbers there, with other strides."""
-    if way == "along":  # as a QuantArray's, turned
+    if layout == "transposed":  # as a QuantArray's
         return xp.asarray(np.ascontiguousarray(a.T)).T
-    if way == "backwards":
+    if layout == "backwards":
         return xp.asarray(np.ascontiguousarray(a[::-1, ::-1]))[::-1, ::-1]
-    if way == "apart":
+    if layout == "apart":
         wide = np.full((2 * a.shape[0], 3 * a.shape[1]), 77, a.dtype)
         wide[::2, ::3] = a
         return xp.asarray(wide)[::2, ::3]
@@ -56,14 +56,14 @@ def odd(xp: Any) -> Any:
 
 def check(got: Any, scales: np.ndarray, blocks: int, each: int, whole: int = 1) -> None:
     rows = scales.shape[1] * each
-    lines, pitch = got.shape
+    groups, pitch = got.shape
     assert got.dtype == np.float32 and got.data.ptr % 16 == 0
-    assert lines == -(-blocks // whole) * whole and pitch % 4 == 0 and pitch >= rows + TILE
-    want = np.zeros((lines, pitch), np.float32)
+    assert groups == -(-blocks // whole) * whole and pitch % 4 == 0 and pitch >= rows + TILE
+    expected = np.zeros((groups, pitch), np.float32)
     for block in range(blocks):
         for row in range(rows):
-            want[block, row] = scales[block % len(scales), row // each]
-    np.testing.assert_array_equal(got.get().view(np.uint32), want.view(np.uint32))
+            expected[block, row] = scales[block % len(scales), row // each]
+    np.testing.assert_array_equal(got.get().view(np.uint32), expected.view(np.uint32))
 
 
 def drawn(rng: np.random.Generator, dtype: Any) -> tuple[np.ndarray, int, int]:
@@ -79,12 +79,12 @@ def test_the_kernel_compiles_without_spills() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize("way", WAYS)
-def test_scales_lie_at_their_rows(xp: Any, way: str, dtype: Any) -> None:
-    rng = np.random.default_rng(WAYS.index(way))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scales_lie_at_their_rows(xp: Any, layout: str, dtype: Any) -> None:
+    rng = np.random.default_rng(LAYOUTS.index(layout))
     for whole in (1, 2, 1, 2, 1):
         scales, blocks, each = drawn(rng, dtype)
-        stored = Stored(lying(xp, scales, way), blocks, each)
+        stored = Stored(lying(xp, scales, layout), blocks, each)
         (got,) = block_scales([stored], odd(xp), whole)
         check(got, scales, blocks, each, whole)
 
@@ -100,7 +100,7 @@ def test_both_sides_go_in_one_launch(xp: Any, monkeypatch: pytest.MonkeyPatch) -
     for _ in range(20):
         drawings = [drawn(rng, rng.choice([np.float32, np.float16])) for _ in range(2)]
         sides = [
-            Stored(lying(xp, scales, str(rng.choice(WAYS))), blocks, each)
+            Stored(lying(xp, scales, str(rng.choice(LAYOUTS))), blocks, each)
             for scales, blocks, each in drawings
         ]
         launched.clear()

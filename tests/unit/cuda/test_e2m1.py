@@ -37,10 +37,10 @@ def test_every_bfloat16(xp: Any, axis: int, stats: bool) -> None:
         plan = kernels.plan_of(spec, x.shape)
         assert isinstance(plan, kernels.Plan)
         done = kernels.quantize_raw(xp.asarray(x), plan, None, xp, stats=stats)
-        want, counts = reference.quantize(x, spec)
+        expected, counts = reference.quantize(x, spec)
         assert done.q is not None
         for name in ("codes", "scales"):
-            same_bytes(name, done.q.parts[name].get(), want.parts[name], f"{rule}, axis {axis}")
+            same_bytes(name, done.q.parts[name].get(), expected.parts[name], f"{rule}, axis {axis}")
         if stats:
             assert done.stats(plan.count)() == counts
 
@@ -56,12 +56,12 @@ def test_infinities(xp: Any, dialect: str, axis: int, stats: bool) -> None:
     spec = QuantSpec("mxfp4", axis=axis, dialect=dialect).resolve(2)
     plan = kernels.plan_of(spec, x.shape)
     assert isinstance(plan, kernels.Plan)
-    want, counts = reference.quantize(x.astype(ml_dtypes.bfloat16), spec)
+    expected, counts = reference.quantize(x.astype(ml_dtypes.bfloat16), spec)
     done = kernels.quantize_raw(
         xp.asarray(x.astype(ml_dtypes.bfloat16)), plan, None, xp, stats=stats
     )
     assert done.q is not None and (counts.saturated > 0 or dialect != "nvidia")
     for name in ("codes", "scales"):
-        same_bytes(name, done.q.parts[name].get(), want.parts[name], f"{dialect}, axis {axis}")
+        same_bytes(name, done.q.parts[name].get(), expected.parts[name], f"{dialect}, axis {axis}")
     if stats:
         assert done.stats(plan.count)() == counts

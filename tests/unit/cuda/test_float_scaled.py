@@ -63,15 +63,15 @@ def check(xp: Any, x: np.ndarray, spec: QuantSpec) -> None:
     context = f"{spec} on {x.dtype} of shape {x.shape}"
     plan = float_scaled.plan_of(spec, x.shape)
     assert isinstance(plan, float_scaled.FloatPlan), context
-    want, want_counts = reference.quantize(x, spec, stream)
+    expected, want_counts = reference.quantize(x, spec, stream)
     got, counts = float_scaled.quantize(xp.asarray(x), plan, stream, xp)
-    assert got.spec == want.spec and got.shape == want.shape
+    assert got.spec == expected.spec and got.shape == expected.shape
     for part in PARTS:
-        if getattr(want, part) is not None:
-            same_bytes(part, host(getattr(got, part)), getattr(want, part), context)
+        if getattr(expected, part) is not None:
+            same_bytes(part, host(getattr(got, part)), getattr(expected, part), context)
     assert counts == want_counts, context
     values = host(float_scaled.dequantize(got, plan, xp))
-    same_bytes("values", values, reference.dequantize(want), context)
+    same_bytes("values", values, reference.dequantize(expected), context)
     decoded, again = float_scaled.fake_quantize(xp.asarray(x), plan, stream, xp)
     same_bytes("operand", host(decoded), reference.fake_quantize(x, spec, stream)[0], context)
     assert again() == want_counts, context
@@ -112,7 +112,7 @@ def test_blocks_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], tile: A
         check(xp, x, spec)
 
 
-PANELS = (  # shape, tile
+COLUMN_TILES = (  # shape, tile
     ((256, 148), (1, 32)),
     ((128, 260), (1, 128)),
     ((256, 200), (128, 128)),
@@ -121,14 +121,14 @@ PANELS = (  # shape, tile
 )
 
 
-@pytest.mark.parametrize(("shape", "tile"), PANELS, ids=name)
+@pytest.mark.parametrize(("shape", "tile"), COLUMN_TILES, ids=name)
 def test_blocks_down_columns(xp: Any, shape: tuple[int, ...], tile: Any) -> None:
     for number, element in enumerate(NAMES):
         rounding, rbits = ROUNDINGS[number % 3]
         spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
         plan = float_scaled.plan_of(spec, shape)
         assert isinstance(plan, float_scaled.FloatPlan) and plan.blocks
-        assert plan.blocks.kernel == "quantize_panels"
+        assert plan.blocks.kernel == "quantize_column_tiles"
         x = sample(shape, 0, KINDS[number % len(KINDS)], seed=number)
         with np.errstate(over="ignore"):
             x = x.astype(list(DTYPES.values())[number % 3])
@@ -267,7 +267,7 @@ def test_no_kernel_spills(element: str, zeros: bool) -> None:
 
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("element", NAMES)
-@pytest.mark.parametrize(("shape", "tile"), PANELS, ids=name)
+@pytest.mark.parametrize(("shape", "tile"), COLUMN_TILES, ids=name)
 def test_no_kernel_down_columns_spills(element: str, shape: tuple[int, ...], tile: Any) -> None:
     for number, (rounding, rbits) in enumerate(ROUNDINGS):
         spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
@@ -276,8 +276,8 @@ def test_no_kernel_down_columns_spills(element: str, shape: tuple[int, ...], til
         extent = plan.extent[3], plan.extent[1]
         for dtype in DTYPES:
             for transposed in {False, plan.codes_per_byte == 1}:
-                panels = float_scaled_blocks.columnwise_plan(plan.spec, shape, extent, transposed)
-                source = float_scaled_blocks.block_source(panels, dtype)
+                tiled = float_scaled_blocks.columnwise_plan(plan.spec, shape, extent, transposed)
+                source = float_scaled_blocks.block_source(tiled, dtype)
                 check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])
 
 

@@ -79,12 +79,12 @@ def test_decoded_values_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sums_are_judged() -> None:
-    want, sums = np.array([[1.0, -2.0]]), np.array([[3.0, 4.0]])
+    expected, sums = np.array([[1.0, -2.0]]), np.array([[3.0, 4.0]])
     share = 2.0**-10
     for off, good in ((0.9, True), (1.1, False), (np.nan, False), (np.inf, False)):
-        got = want + np.array([[0, off * share * 4]])
-        assert bool(cuda_cases.judged(got, want, sums, share, "")) != good
-    tie = want + np.array([[2.0**-8, 0]])  # halfway to the next bfloat16
+        got = expected + np.array([[0, off * share * 4]])
+        assert bool(cuda_cases.judged(got, expected, sums, share, "")) != good
+    tie = expected + np.array([[2.0**-8, 0]])  # halfway to the next bfloat16
     half = tie.astype(cuda_cases.HALF)
     assert not cuda_cases.judged(half, tie, sums, share, "")
     assert cuda_cases.judged(half.astype(np.float64), tie, sums, share, "")

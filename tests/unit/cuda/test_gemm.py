@@ -114,14 +114,16 @@ def test_products_with_tails_exponents_bias_and_residual(
     out[...] = np.nan
     config = here(config, hopper)
     gemm(a, b, out, config, Epilogue(Scales((hopper.asarray(rows), hopper.asarray(columns)))))
-    want = va @ vb.T * np.exp2(rows[:, None].astype(float)) * np.exp2(columns[None].astype(float))
+    expected = (
+        va @ vb.T * np.exp2(rows[:, None].astype(float)) * np.exp2(columns[None].astype(float))
+    )
     got = out.get()
     if config.a == "bf16":  # a float32 sum that truncates: K terms of at most 2**-23 each
         bound = k * 2.0**-22 * (np.abs(va) @ np.abs(vb).T)
         bound = bound * np.exp2(rows[:, None].astype(float)) * np.exp2(columns[None].astype(float))
-        assert (np.abs(got - want) <= bound).all()
+        assert (np.abs(got - expected) <= bound).all()
     else:  # every product and every partial sum of these values fits the accumulator
-        np.testing.assert_array_equal(got, want.astype(np.float32))
+        np.testing.assert_array_equal(got, expected.astype(np.float32))
 
 
 @pytest.mark.parametrize("out_type", ["float32", "bfloat16"])
@@ -144,9 +146,9 @@ def test_one_exponent_for_all_with_bias_activation_residual_and_amax(
     )
     gemm(a, b, out, config, Epilogue(scales, *more, amax))
     wide = (va @ vb.T / 16).astype(np.float32) + bias
-    want = np.maximum(wide, 0) + residual.astype(np.float32)
-    np.testing.assert_array_equal(out.get(), want.astype(dtype))
-    assert amax.get().view(np.float32) == np.abs(want).max()
+    expected = np.maximum(wide, 0) + residual.astype(np.float32)
+    np.testing.assert_array_equal(out.get(), expected.astype(dtype))
+    assert amax.get().view(np.float32) == np.abs(expected).max()
 
 
 def reference_of(name: str, v: np.ndarray) -> np.ndarray:
@@ -178,8 +180,8 @@ def test_every_activation_after_factors_and_bias(
     factors = hopper.asarray(rows), hopper.asarray(columns)
     gemm(a, b, out, config, Epilogue(Scales(factors=factors), bias=hopper.asarray(bias)))
     wide = (va @ vb.T) * rows[:, None].astype(float) * columns[None].astype(float) + bias
-    want = reference_of(activation, wide)
-    np.testing.assert_allclose(out.get(), want, rtol=1e-4, atol=1e-4 * np.abs(wide).max())
+    expected = reference_of(activation, wide)
+    np.testing.assert_allclose(out.get(), expected, rtol=1e-4, atol=1e-4 * np.abs(wide).max())
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
@@ -222,18 +224,20 @@ def test_groups_with_exponents_bias_residual_and_amax(
             exponents = hopper.asarray(row), hopper.asarray(column)
             given = Epilogue(Scales(exponents), offsets=hopper.asarray(offsets), **options)
             gemm(a, b, out, config, given)
-            want = np.full((rows, n), np.nan)
+            expected = np.full((rows, n), np.nan)
             for g in range(groups):
                 part, columns = slice(offsets[g], offsets[g + 1]), slice(g * n, (g + 1) * n)
-                want[part] = va[part] @ vb[columns].T
-                want[part] *= np.exp2(row[part, None] + column[None, columns].astype(float))
+                expected[part] = va[part] @ vb[columns].T
+                expected[part] *= np.exp2(row[part, None] + column[None, columns].astype(float))
                 if extras:
-                    want[part] = (want[part].astype(np.float32) + bias[columns]) + residual[part]
-            np.testing.assert_array_equal(out.get(), want.astype(np.float32))
+                    expected[part] = (expected[part].astype(np.float32) + bias[columns]) + residual[
+                        part
+                    ]
+            np.testing.assert_array_equal(out.get(), expected.astype(np.float32))
             if extras:
-                assert amax.get().view(np.float32) == np.abs(want[:total]).astype(np.float32).max(
-                    initial=0
-                )
+                assert amax.get().view(np.float32) == np.abs(expected[:total]).astype(
+                    np.float32
+                ).max(initial=0)
 
 
 @pytest.mark.parametrize("each", [(1, 1), (1, 128), (128, 1), (128, 128)], ids=str)
@@ -252,15 +256,15 @@ def test_scales_of_128_along_k_multiply_exact_sums(
         ]
         out = empty_rows(hopper, m, n, np.float32)
         out[...] = np.nan
-        lines = ROWS_PER_SCALE if each[0] > 1 else 1, ROWS_PER_SCALE if each[1] > 1 else 1
+        scale_rows = ROWS_PER_SCALE if each[0] > 1 else 1, ROWS_PER_SCALE if each[1] > 1 else 1
         stored = [
-            Stored(hopper.asarray(s).T, blocks, of // line)
-            for s, of, line in zip(scales, each, lines, strict=True)
+            Stored(hopper.asarray(s).T, blocks, of // count)
+            for s, of, count in zip(scales, each, scale_rows, strict=True)
         ]
         made = block_scales(stored, hopper)
-        turns = tile == 192
+        ping_pong = tile == 192
         config = Config.of(
-            "e4m3", tile_n=tile, promote=1, epilogue_tiles=2, blocks=lines, ping_pong=turns
+            "e4m3", tile_n=tile, promote=1, epilogue_tiles=2, blocks=scale_rows, ping_pong=ping_pong
         )
         gemm(a, b, out, config, Epilogue(Scales(blocks=(made[0], made[1]))))
         left, right = (

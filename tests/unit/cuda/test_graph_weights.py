@@ -32,7 +32,7 @@ def by_hand(write: Callable[[Any, Any], Any]) -> Callable[[Any], Callable[[], No
     return update
 
 
-WAYS = {
+UPDATES = {
     "optimizer": by_optimizer,
     "index": by_hand(lambda param, new: param.__setitem__(..., new)),
     "assign_": by_hand(lambda param, new: param.assign_(new.data)),
@@ -49,13 +49,13 @@ def batch(number: int) -> et.ExTensor:
     return et.randn((8, 64), seed=number).to("cuda")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_weights_written_in_a_captured_step_are_quantized_anew(gpu: Any, way: str) -> None:
+@pytest.mark.parametrize("name", UPDATES)
+def test_weights_written_in_a_captured_step_are_quantized_anew(gpu: Any, name: str) -> None:
     """Two updates and an evaluation in each step, an evaluation after it."""
 
     def run(wrap: Wrap) -> Any:
         model, state = build()
-        update = WAYS[way](model)
+        update = UPDATES[name](model)
 
         def step(x: et.ExTensor) -> et.ExTensor:
             for _ in range(2):

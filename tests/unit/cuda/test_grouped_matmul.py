@@ -62,13 +62,13 @@ def test_each_group_is_a_product_of_its_own(xp: Any, form: str, sizes: tuple[int
         done = grouped_matmul(*sides, offsets, xp, out_dtype=out)
         assert done.path == FORMATS.get(form, "bf16 tensor cores")
         got = done.out.get()[: sum(sizes)].astype(np.float64)
-        want, size = (want_of(p, q, sizes) for p, q in ((va, vb), (np.abs(va), np.abs(vb))))
+        expected, size = (want_of(p, q, sizes) for p, q in ((va, vb), (np.abs(va), np.abs(vb))))
         bound = (k * 34 / 32 * 2.0**-13 + 2.0**-20) * size
         if form in ("int8", "bfloat16", "nvfp4", "mxfp8_e4m3"):
             bound = (k * 2.0**-22 + 2.0**-20) * size
         if out == "bfloat16":
-            bound = 2 * bound + 2.0**-8 * np.abs(want)
-        assert (np.abs(got - want) <= bound).all()
+            bound = 2 * bound + 2.0**-8 * np.abs(expected)
+        assert (np.abs(got - expected) <= bound).all()
 
 
 def test_a_rank_without_tokens_gets_nothing(xp: Any) -> None:

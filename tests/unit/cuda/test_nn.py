@@ -62,9 +62,7 @@ def test_no_kernel_spills(arch: str) -> None:
     sources += [softmax.softmax_source(softmax.MAX_LENGTH, values) for values in (0, 1)]
     sources.append(dropout.source())
     sources += [cross_entropy.loss_source(*each) for each in ((1, 0), (8, 0), (1, 1), (8, 1))]
-    sources += [
-        sums.sums_source("float32", each, lines) for each, lines in ((1, 8), (4, 8), (1, 32))
-    ]
+    sources += [sums.sums_source("float32", each, rows) for each, rows in ((1, 8), (4, 8), (1, 32))]
     sources += [sums.sums_source("bfloat16", each, 8) for each in (1, 8)]
     sources += [
         norm.norm_source(n, c) for n, c in ((37, True), (1024, True), (norm.MAX_LENGTH, False))
@@ -84,13 +82,13 @@ def test_rows_are_added_in_order(trainer: Any, width: int) -> None:
         rows = rng.standard_normal((count, width)).astype(np.float32)
         index = rng.integers(-7, 7, count) * rng.integers(0, 2, count)
         out = rng.standard_normal((7, width)).astype(np.float32)
-        want, magnitude = out.astype(np.float64), np.abs(out).astype(np.float64)
-        np.add.at(want, index, rows.astype(np.float64))
+        expected, magnitude = out.astype(np.float64), np.abs(out).astype(np.float64)
+        np.add.at(expected, index, rows.astype(np.float64))
         np.add.at(magnitude, index, np.abs(rows).astype(np.float64))
         there = [trainer.xp.asarray(a) for a in (out, index, rows)]
         assert trainer.path("add_rows", *there) == "fused kernel"
         trainer.add_rows(*there)
-        assert (np.abs(there[0].get() - want) <= (count + 1) * UNIT * magnitude).all()
+        assert (np.abs(there[0].get() - expected) <= (count + 1) * UNIT * magnitude).all()
         in_order = np.zeros_like(out)
         for at, row in zip(index % 7, rows, strict=True):
             in_order[at] += row
@@ -239,14 +237,14 @@ def test_long_and_short_rows_are_normalized(trainer: Any) -> None:
     for shape, kept in (((3, 5000), 1), ((2, 3, 70), 2), ((4, norm.MAX_LENGTH), 1), ((700, 33), 1)):
         x = rng.standard_normal(shape).astype(np.float32)
         w, b = (rng.standard_normal(shape[-kept:]).astype(np.float32) for _ in range(2))
-        want = CPU.layer_norm(*(a.astype(np.float64) for a in (x, w, b)), 1e-5)
+        expected = CPU.layer_norm(*(a.astype(np.float64) for a in (x, w, b)), 1e-5)
         got = trainer.layer_norm(*map(trainer.xp.asarray, (x, w, b)), 1e-5)
         n = w.size
-        for one, two in zip(got, want, strict=True):
+        for one, two in zip(got, expected, strict=True):
             np.testing.assert_allclose(one.get(), two, rtol=1e-5, atol=4 * n * 2.0**-24)
         g = rng.standard_normal(shape).astype(np.float32)
         wide = [a.astype(np.float64) for a in (g, x, w)]
-        back = CPU.layer_norm_grad(*wide, *want[1:])
+        back = CPU.layer_norm_grad(*wide, *expected[1:])
         here = trainer.layer_norm_grad(*map(trainer.xp.asarray, (g, x, w)), *got[1:])
         for one, two in zip(here, back, strict=True):
             np.testing.assert_allclose(one.get(), two, rtol=1e-4, atol=16 * n * 2.0**-24)
@@ -265,7 +263,7 @@ def test_cross_entropy_is_within_its_bounds(trainer: Any, shape: Any, smoothing:
     labels = rng.integers(0, shape[1], shape[0])
     x[0] += 1e4  # no overflow
     smoothing = float(np.float32(smoothing))
-    want, p = CPU.cross_entropy(x.astype(np.float64), labels, smoothing)
+    expected, p = CPU.cross_entropy(x.astype(np.float64), labels, smoothing)
     there = trainer.xp.asarray(x), trainer.xp.asarray(labels)
     assert trainer.path("cross_entropy", *there, smoothing) == "fused kernel"
     losses, kept = trainer.cross_entropy(*there, smoothing)
@@ -275,7 +273,7 @@ def test_cross_entropy_is_within_its_bounds(trainer: Any, shape: Any, smoothing:
     total = np.abs(np.log(np.exp(-d).sum(axis=1)))
     bound = (spread[:, 0] + n + 8) * UNIT + 4 * UNIT * (total + at)
     bound += smoothing * (n + 3) * UNIT * d.mean(axis=1)
-    assert (np.abs(losses.get() - want) <= bound).all()
+    assert (np.abs(losses.get() - expected) <= bound).all()
     for weight in (
         np.float32(0.7).reshape(()),
         rng.standard_normal((len(x), 1)).astype(np.float32),
@@ -296,9 +294,9 @@ def test_cross_entropy_of_special_scores(trainer: Any) -> None:
     x[0, 3], x[1, 4], x[2, 5] = np.nan, np.inf, -np.inf
     x[3] = -np.inf
     labels = np.arange(5)
-    want, p = CPU.cross_entropy(x, labels, 0.0)
+    expected, p = CPU.cross_entropy(x, labels, 0.0)
     got, kept = trainer.cross_entropy(trainer.xp.asarray(x), trainer.xp.asarray(labels), 0.0)
-    np.testing.assert_allclose(got.get(), want, rtol=1e-6)
+    np.testing.assert_allclose(got.get(), expected, rtol=1e-6)
     one = np.ones((), np.float32)
     arrays = map(trainer.xp.asarray, (one, x, labels))
     back = trainer.cross_entropy_grad(*arrays, kept, 0.0).get()

@@ -110,10 +110,10 @@ def test_bytes_are_those_of_the_rounded_norm(
         for side, q, start in zip((plan.rowwise, plan.columnwise), made, (0, 1), strict=True):
             if q is None:
                 continue
-            want, stats = reference.quantize(y, side.spec)
+            expected, stats = reference.quantize(y, side.spec)
             for part in ("codes", "scales"):
                 context = f"{name} of {dtype.__name__} {shape}, axis {side.spec.axis}"
-                same_bytes(part, q.parts[part].get(), want.parts[part], context)
+                same_bytes(part, q.parts[part].get(), expected.parts[part], context)
             half = (2 * SLOTS * start, 2 * SLOTS * (start + 1))
             assert OperandCounts(counters, half, side.count)() == stats
 

@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from extensor.autograd.node import ArraySpec
 from extensor.backends import registry
 from extensor.backends.unsupported import Unsupported
-from extensor.ops import quantized
+from extensor.ops import quantized, recipe_operands
 from extensor.ops.quantized import layer_context
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
@@ -67,10 +68,10 @@ def name(value: object) -> str:
 @pytest.mark.parametrize("spec", SPECS, ids=name)
 def test_no_kernel_spills(spec: QuantSpec) -> None:
     for axis in (0, 1):
-        along = spec.replace(axis=axis).resolve(2)
-        kind, lift = held_by(along)
-        for way in {(kind, lift, False), ("bf16", 0, False), ("bf16", 0, True)}:
-            check_compiles(expand_source(along, *way), "sm_80", "sm_90a")
+        resolved = spec.replace(axis=axis).resolve(2)
+        kind, lift = held_by(resolved)
+        for path in {(kind, lift, False), ("bf16", 0, False), ("bf16", 0, True)}:
+            check_compiles(expand_source(resolved, *path), "sm_80", "sm_90a")
 
 
 @pytest.fixture(params=PLACES)
@@ -112,19 +113,19 @@ def test_values_are_the_references(
     xp: Any, spec: QuantSpec, axis: int, shape: tuple[int, int]
 ) -> None:
     q = made(shape, spec.replace(axis=axis))
-    want = operand_values(q)
+    expected = operand_values(q)
     for kind in {held_by(q.spec)[0], "bf16"}:
         flag = xp.zeros(1, dtype=np.uint32)
         got = expand(sent(q, xp), kind, flag, xp)
-        assert got.codes.shape == want.shape and got.codes.strides[0] % 16 == 0
+        assert got.codes.shape == expected.shape and got.codes.strides[0] % 16 == 0
         assert not int(flag[0]), kind
         values = values_of(got)
-        live = ~np.isnan(want)
+        live = ~np.isnan(expected)
         if got.scale.exponent is not None:
-            np.testing.assert_array_equal(values, want)
-            np.testing.assert_array_equal(np.signbit(values[live]), np.signbit(want[live]))
+            np.testing.assert_array_equal(values, expected)
+            np.testing.assert_array_equal(np.signbit(values[live]), np.signbit(expected[live]))
         else:  # the reference rounds each value to float32; here the product is not rounded
-            np.testing.assert_allclose(values, want, rtol=2.0**-23, atol=0)
+            np.testing.assert_allclose(values, expected, rtol=2.0**-23, atol=0)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -132,16 +133,16 @@ def test_fixed_values_are_whole_numbers_of_bfloat16(xp: Any, form: str) -> None:
     """Without an exponent; scales of the least and the largest powers of two among them."""
     for shape in SHAPES:
         q = made(shape, QuantSpec(form, axis=1))
-        want = operand_values(q)
+        expected = operand_values(q)
         got = as_bf16(sent(q, xp), xp)
         held = hopper.values(np.asarray(got.codes.get()), "bf16")
         assert got.scale.exponent is None and (got.scale.factor is None) == q.spec.is_mx
         if q.spec.is_mx:
-            np.testing.assert_array_equal(held, want)
+            np.testing.assert_array_equal(held, expected)
         else:
             assert got.scale.factor is not None
             factor = float(got.scale.factor.get())
-            np.testing.assert_allclose(held * factor, want, rtol=2.0**-23, atol=0)
+            np.testing.assert_allclose(held * factor, expected, rtol=2.0**-23, atol=0)
 
 
 def test_what_bfloat16_does_not_hold_is_nan_and_raises_the_flag(xp: Any) -> None:
@@ -290,13 +291,39 @@ def test_a_layers_three_products_are_the_cpus(xp: Any, backend: Any, recipe: str
         counted = dict(context.state.telemetry)
         results[-1].append(counted)
     assert results[0].pop() == results[1].pop()
-    for got, want in zip(*results, strict=True):
-        assert np.abs(got - want).max() <= 2.0**-7 * np.abs(want).max()
+    for got, expected in zip(*results, strict=True):
+        assert np.abs(got - expected).max() <= 2.0**-7 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4_block16", "nvfp4_nvidia", "mxfp8_rebased", "fp8_block"])
+def test_a_packed_input_gives_the_same_bits_without_the_input(
+    xp: Any, backend: Any, recipe: str
+) -> None:
+    """MXFP4 in blocks of 16 and NVFP4 are kept in 4.5 bits a value, others as FP8 operands."""
+    rng = np.random.default_rng(6)
+    m, n, k = 96, 64, 128
+    x, w, g = (
+        xp.asarray(rng.standard_normal(shape).astype(np.float32))
+        for shape in ((m, k), (n, k), (m, n))
+    )
+    made = []
+    for keep in ("input", "packed"):
+        context = layer_context(get_recipe(recipe).layers, seed=5)
+        given = recipe_operands.Input(keep)
+        _, saved = quantized._matmul_forward(backend, x, w, context=context, given=given)
+        assert saved.released == ((0,) if keep == "packed" else ())
+        inputs = (ArraySpec(x.shape, x.dtype), w) if saved.released else (x, w)
+        grads = quantized._matmul_vjp(backend, g, None, inputs, (True, True), context, saved)
+        made.append([np.asarray(v.get()).tobytes() for v in grads])
+    assert made[0] == made[1]
+    held = saved.x.arrays if hasattr(saved.x, "arrays") else [saved.x.codes]
+    bits = {"mxfp4_block16": 4.5, "nvfp4_nvidia": 4.5}.get(recipe, 8)
+    assert sum(part.nbytes for part in held) <= m * k * bits / 8 + 16
 
 
 def test_the_way_of_every_recipe_is_known(xp: Any, backend: Any) -> None:
-    """No recipe's operands come from the CPU; which way they take instead."""
-    ways: dict[str, set[str]] = {}
+    """No recipe's operands come from the CPU; which path they take instead."""
+    paths: dict[str, set[str]] = {}
     for name, recipe in RECIPES.items():
         context = layer_context(recipe.layers, seed=1)
         x = xp.asarray(np.ones((64, 64), dtype=np.float32))
@@ -305,11 +332,11 @@ def test_the_way_of_every_recipe_is_known(xp: Any, backend: Any) -> None:
             if isinstance(spec, str):
                 continue
             for axis in (0, 1):
-                along = spec.replace(axis=axis).resolve(2)
+                resolved = spec.replace(axis=axis).resolve(2)
                 stream = Stream(1, 2, 3, 4) if spec.rounding == "stochastic" else None
-                way = backend.path("prepare", x, [along], [stream], 1 << 40)
-                ways.setdefault(name, set()).add(way.split(":")[0])
-    others = {name: way for name, way in ways.items() if way != {"fused kernel"}}
+                path = backend.path("prepare", x, [resolved], [stream], 1 << 40)
+                paths.setdefault(name, set()).add(path.split(":")[0])
+    others = {name: path for name, path in paths.items() if path != {"fused kernel"}}
     known = {name: {"expanded"} for name in EXPANDED_RECIPES}
     assert others == known | {name: {"scaled kernel"} for name in SCALED}
 

@@ -1,4 +1,4 @@
-"""Operands under float scales: codes, scales, counts of the reference, bit for bit, either way."""
+"""Operands under float scales have the reference's codes, scales and counts, on both axes."""
 
 from __future__ import annotations
 
@@ -73,20 +73,20 @@ def data(shape: tuple[int, int], dtype: str, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("spec", SPECS, ids=name)
 def test_operands_are_the_references(xp: Any, spec: QuantSpec, axis: int, dtype: str) -> None:
-    along = spec.replace(axis=axis).resolve(2)
+    resolved = spec.replace(axis=axis).resolve(2)
     stream = Stream(3, 1, 4, 1, bool(axis)) if spec.rounding == "stochastic" else None
     wide = dtype == "float32"  # the others differ in how they are read alone
     for shape in SHAPES if wide else SHAPES[1:4]:
         for kind in ("normal", "special", "tiny") if wide else ("special",):
             x = data(shape, dtype, kind)
-            assert gap(FLOAT_SCALES, x, along) is None
-            q, stats = reference.quantize(x, along, stream)
-            ((side, counts),) = made_by(FLOAT_SCALES, xp.asarray(x), [along], [stream], xp)
+            assert gap(FLOAT_SCALES, x, resolved) is None
+            q, stats = reference.quantize(x, resolved, stream)
+            ((side, counts),) = made_by(FLOAT_SCALES, xp.asarray(x), [resolved], [stream], xp)
             k = shape[axis]
-            want = q.codes[:, :k] if axis else q.codes[:k].T
+            expected = q.codes[:, :k] if axis else q.codes[:k].T
             got = np.asarray(side.codes.get())
-            assert got.shape == want.shape and side.codes.strides[0] % 16 == 0
-            np.testing.assert_array_equal(got, want, err_msg=f"{shape} {kind}")
+            assert got.shape == expected.shape and side.codes.strides[0] % 16 == 0
+            np.testing.assert_array_equal(got, expected, err_msg=f"{shape} {kind}")
             scales = q.scales.T if axis else q.scales
             np.testing.assert_array_equal(np.asarray(side.scale.grid.get()), scales)
             assert counts() == stats, (shape, kind)
@@ -101,9 +101,9 @@ def test_operands_are_the_references(xp: Any, spec: QuantSpec, axis: int, dtype:
 def test_both_ways_at_once(xp: Any, spec: QuantSpec) -> None:
     """The scale of a tensor is found once."""
     x = xp.asarray(data((208, 272), "bfloat16", "normal"))
-    ways = [spec.replace(axis=axis).resolve(2) for axis in (1, 0)]
-    for (side, _), way in zip(made_by(FLOAT_SCALES, x, ways, [None, None], xp), ways, strict=True):
-        ((alone, _),) = made_by(FLOAT_SCALES, x, [way], [None], xp)
+    both = [spec.replace(axis=axis).resolve(2) for axis in (1, 0)]
+    for (side, _), one in zip(made_by(FLOAT_SCALES, x, both, [None, None], xp), both, strict=True):
+        ((alone, _),) = made_by(FLOAT_SCALES, x, [one], [None], xp)
         np.testing.assert_array_equal(side.codes.get(), alone.codes.get())
         np.testing.assert_array_equal(side.scale.grid.get(), alone.scale.grid.get())
 

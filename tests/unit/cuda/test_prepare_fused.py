@@ -50,8 +50,8 @@ def test_the_kernels_compile_without_spills(rounding: str, dtype: str) -> None:
     )
     cases = [(fp4, 1, 0, 0), (fp4, 0, 1, 0), (fp4, 1, 1, 0), (fp4, 1, 0, 1), (fp4, 0, 1, 1)]
     sources = [
-        quantize_operand.fused_source(spec, dtype, bool(along), bool(down), bool(wide))
-        for spec, along, down, wide in cases + [(spec, 1, 1, 1) for spec in others]
+        quantize_operand.fused_source(spec, dtype, bool(rowwise), bool(columnwise), bool(wide))
+        for spec, rowwise, columnwise, wide in cases + [(spec, 1, 1, 1) for spec in others]
     ]
     if rounding == "nearest_even":
         many = [
@@ -203,19 +203,19 @@ def test_rows_and_columns_are_the_references_bit_for_bit(
     pair = made_by(FUSED, there, specs, streams, hopper.xp)
     for i, both in enumerate(pair):
         (single,) = made_by(FUSED, there, [specs[i]], [streams[i]], hopper.xp)
-        want, stats = cpu.fake_quantize(x, specs[i], streams[i])
-        want = want if i == 0 else want.T
+        expected, stats = cpu.fake_quantize(x, specs[i], streams[i])
+        expected = expected if i == 0 else expected.T
         set_flag = hopper.xp.asarray(1, dtype=np.uint32)
         for made in (both, single):
             operand, counts = made
             assert not int(operand.flag)
             got = values_of(operand)
-            np.testing.assert_array_equal(got, want)
-            live = ~np.isnan(want)
-            np.testing.assert_array_equal(np.signbit(got[live]), np.signbit(want[live]))
+            np.testing.assert_array_equal(got, expected)
+            live = ~np.isnan(expected)
+            np.testing.assert_array_equal(np.signbit(got[live]), np.signbit(expected[live]))
             assert counts() == stats
             wide = operand.bf16((set_flag, set_flag)).codes.get().view(ml_dtypes.bfloat16)
-            np.testing.assert_array_equal(wide[:, : want.shape[1]].astype(np.float32), want)
+            np.testing.assert_array_equal(wide[:, : expected.shape[1]].astype(np.float32), expected)
 
 
 @pytest.mark.parametrize("axes", [(1, 0), (1,), (0,)], ids=str)
@@ -225,14 +225,14 @@ def test_several_matrices_in_one_launch_are_each_alone(
 ) -> None:
     shapes = [(rows, columns) for rows, columns in SHAPES if columns % 8 == 0]
     specs, xp = [spec_of(axis) for axis in axes], hopper.xp
-    memories: list[list[dict[str, Any]]] = [[{} for _ in shapes] for _ in range(2)]
+    states: list[list[dict[str, Any]]] = [[{} for _ in shapes] for _ in range(2)]
     for number in range(3):  # the later ones go by what the first has found
         there = [data(shape, dtype, "wide") for shape in shapes]
         xs = [xp.asarray((x * np.float32(2**number)).astype(x.dtype)) for x in there]
-        each = batch(xs, specs, xp, memories[0])
-        for x, together, memory in zip(xs, each, memories[1], strict=True):
-            alone = made_by(FUSED, x, specs, [None] * len(specs), xp, memory)
-            for (one, counts), (other, others) in zip(together, alone, strict=True):
+        each = batch(xs, specs, xp, states[0])
+        for x, batched, state in zip(xs, each, states[1], strict=True):
+            alone = made_by(FUSED, x, specs, [None] * len(specs), xp, state)
+            for (one, counts), (other, others) in zip(batched, alone, strict=True):
                 assert one.codes.get().tobytes() == other.codes.get().tobytes()
                 assert int(one.scale.exponent[0]) == int(other.scale.exponent[0])
                 assert int(one.flag) == int(other.flag)
@@ -250,9 +250,9 @@ def test_other_formats_are_the_references_as_bfloat16(
     streams = [Stream(1, 2, 3, i, bool(i)) if rounding == "stochastic" else None for i in (0, 1)]
     made = made_by(FUSED, hopper.xp.asarray(x), specs, streams, hopper.xp)
     for i, (operand, counts) in enumerate(made):
-        want, stats = cpu.fake_quantize(x, specs[i], streams[i])
+        expected, stats = cpu.fake_quantize(x, specs[i], streams[i])
         got = np.ascontiguousarray(operand.codes.get()).view(ml_dtypes.bfloat16)
-        np.testing.assert_array_equal(got.astype(np.float32), want if i == 0 else want.T)
+        np.testing.assert_array_equal(got.astype(np.float32), expected if i == 0 else expected.T)
         assert counts() == stats
     tiny = hopper.xp.asarray(np.full((32, 32), 2.0**-135, dtype=np.float32))
     ((_, counts),) = made_by(FUSED, tiny, specs[:1], streams[:1], hopper.xp)
@@ -284,8 +284,8 @@ def test_the_window_follows_the_tensor_one_step_behind(hopper: Any) -> None:
             ((made, _),) = made_by(FUSED, there, [spec], [None], hopper.xp, memory)
             assert bool(int(made.flag)) == (bool(beyond) and axis == 1), (power, axis)
             if not int(made.flag):
-                want = registry.get("cpu").fake_quantize(there.get(), spec)[0]
-                np.testing.assert_array_equal(values_of(made), want if axis else want.T)
+                expected = registry.get("cpu").fake_quantize(there.get(), spec)[0]
+                np.testing.assert_array_equal(values_of(made), expected if axis else expected.T)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -304,11 +304,11 @@ def test_products_are_within_the_bound_in_and_out_of_the_window(
     fallback = FallbackCounter(hopper.xp)
     got = product(*sides, dtype, hopper.xp, fallback=fallback).get().astype(np.float64)
     assert fallback.count == (spread > 28)
-    want, size = values[0] @ values[1].T, np.abs(values[0]) @ np.abs(values[1]).T
+    expected, size = values[0] @ values[1].T, np.abs(values[0]) @ np.abs(values[1]).T
     relative = k * 2.0**-22 if spread else 512 * 34 / 32 * 2.0**-13 + 2.0**-19
     if dtype == "bfloat16":
-        size, relative = size + np.abs(want), relative + 2.0**-8
-    assert (np.abs(got - want) <= relative * size + k * 2.0**-126).all()
+        size, relative = size + np.abs(expected), relative + 2.0**-8
+    assert (np.abs(got - expected) <= relative * size + k * 2.0**-126).all()
 
 
 @pytest.fixture
@@ -344,11 +344,11 @@ def test_a_linear_layers_three_products_are_those_of_the_cpu(
     ours, theirs = (recipe_grads(device, x, w, g) for device in ("cuda", "cpu"))
     assert hopper.fallback_count == before
     assert recipe_grads.counted[0] == recipe_grads.counted[1]
-    for got, want in zip(ours, theirs, strict=True):
-        assert got.dtype == want.dtype == x.dtype
+    for got, expected in zip(ours, theirs, strict=True):
+        assert got.dtype == expected.dtype == x.dtype
         scale = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
-        error = np.abs(got.astype(np.float64) - want.astype(np.float64))
-        assert error.max() <= scale * np.abs(want.astype(np.float64)).max()
+        error = np.abs(got.astype(np.float64) - expected.astype(np.float64))
+        assert error.max() <= scale * np.abs(expected.astype(np.float64)).max()
 
 
 def test_a_bfloat16_layers_three_products_are_those_of_the_cpu(
@@ -357,8 +357,8 @@ def test_a_bfloat16_layers_three_products_are_those_of_the_cpu(
     m, n, k = 200, 136, 264
     x, w, g = (data(shape, "float32", "normal") for shape in ((m, k), (n, k), (m, n)))
     ours, theirs = (recipe_grads(device, x, w, g, "bf16") for device in ("cuda", "cpu"))
-    for got, want in zip(ours, theirs, strict=True):
-        assert np.abs(got - want).max() <= 2.0**-18 * 300 * np.abs(want).max()
+    for got, expected in zip(ours, theirs, strict=True):
+        assert np.abs(got - expected).max() <= 2.0**-18 * 300 * np.abs(expected).max()
 
 
 def test_small_or_odd_products_are_left_to_cupy(cuda: Any) -> None:

@@ -1,4 +1,4 @@
-"""Products of bfloat16 arrays that lie either way, in parts of K or not; rounding to bfloat16."""
+"""Products of bfloat16 arrays of either layout, with K split or not; rounding to bfloat16."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.unit.cuda.preparing import CASTS
 from tests.unit.cuda.preparing import made as made_by
 from tests.unit.cuda.test_compile import check_compiles, properties
 
-WAYS = ((False, False), (False, True), (True, False), (True, True))
+TRANSPOSED = ((False, False), (False, True), (True, False), (True, True))
 GPT = {  # rows, columns and terms of the products of a GPT of 30 million parameters
     name: ((m, n, k), (m, k, n), (n, k, m))
     for name, (m, n, k) in {
         "qkv": (16384, 1536, 512),
         "out": (16384, 512, 512),
         "up": (16384, 2048, 512),
-        "down": (16384, 512, 2048),
+        "deep": (16384, 512, 2048),
         "logits": (16384, 8192, 512),
     }.items()
 }
@@ -42,9 +42,9 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     return place(request, monkeypatch, [cast_bf16])
 
 
-def lying(v: np.ndarray, down: bool, xp: Any) -> Any:
-    """Bits of (rows, K), as (K, rows) if ``down``, with NaN behind the end of each row."""
-    v = v.T if down else v
+def lying(v: np.ndarray, transposed: bool, xp: Any) -> Any:
+    """Bits of (rows, K), as (K, rows) if ``transposed``, with NaN behind the end of each row."""
+    v = v.T if transposed else v
     pitch = -(-v.shape[1] // 8) * 8 + 8
     held = np.full((len(v), pitch), 0x7FC0, dtype=np.uint16)
     held[:, : v.shape[1]] = v.astype(ml_dtypes.bfloat16).view(np.uint16)
@@ -62,13 +62,15 @@ def bound(va: np.ndarray, vb: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("down", WAYS, ids=str)
-def test_no_program_for_arrays_either_way_spills(down: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize("transposed", TRANSPOSED, ids=str)
+def test_no_program_for_arrays_of_either_layout_spills(transposed: tuple[bool, bool]) -> None:
     sizes = [size for sizes in GPT.values() for size in sizes]
     configs = {
-        configure_split_k("bf16", *size, out, down)[0] for size in sizes for out in RESULT_DTYPES
+        configure_split_k("bf16", *size, out, transposed)[0]
+        for size in sizes
+        for out in RESULT_DTYPES
     }
-    if not any(down):
+    if not any(transposed):
         configs |= {
             configure_split_k("e5m2", *size, out)[0] for size in sizes for out in RESULT_DTYPES
         }
@@ -76,7 +78,7 @@ def test_no_program_for_arrays_either_way_spills(down: tuple[bool, bool]) -> Non
     for config in {
         *configs,
         *wider,
-        Config.of("bf16", tile_n=128, promote=0, cluster=2, transposed=down),
+        Config.of("bf16", tile_n=128, promote=0, cluster=2, transposed=transposed),
     }:
         code, log = compile_cubin(gemm_source(config), "sm_90a")
         assert "warning" not in log.lower() and "C75" not in log, log
@@ -93,19 +95,24 @@ def test_rounding_and_adding_compile_without_spills(dtype: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 7, 16), (300, 200, 130), (129, 328, 1000)], ids=str)
 @pytest.mark.parametrize("tile", [128, 192, 256])
-@pytest.mark.parametrize("down", WAYS, ids=str)
-def test_products_of_arrays_that_lie_either_way(
-    hopper: Any, down: tuple[bool, bool], tile: int, shape: tuple[int, int, int]
+@pytest.mark.parametrize("transposed", TRANSPOSED, ids=str)
+def test_products_of_arrays_of_either_layout(
+    hopper: Any, transposed: tuple[bool, bool], tile: int, shape: tuple[int, int, int]
 ) -> None:
     (m, n, k), rng = shape, np.random.default_rng(1)
     va, vb = values(rng, m, k), values(rng, n, k)
-    a, b = (lying(v, way, hopper) for v, way in zip((va, vb), down, strict=True))
+    a, b = (lying(v, swap, hopper) for v, swap in zip((va, vb), transposed, strict=True))
     clusters = (1,) if isinstance(hopper, Cupy) or tile == 192 else (1, 2)
     seen = []
     for cluster in clusters:
         out = empty_rows(hopper, m, n, np.float32)
         out[...] = np.nan
-        gemm(a, b, out, Config.of("bf16", tile_n=tile, promote=0, cluster=cluster, transposed=down))
+        gemm(
+            a,
+            b,
+            out,
+            Config.of("bf16", tile_n=tile, promote=0, cluster=cluster, transposed=transposed),
+        )
         seen.append(out.get())
         assert (np.abs(seen[-1] - va @ vb.T) <= bound(va, vb)).all()
     assert (seen[0] == seen[-1]).all()  # the order of a sum is K's alone
@@ -115,43 +122,46 @@ def test_bits_do_not_depend_on_how_an_array_lies(hopper: Any) -> None:
     rng = np.random.default_rng(2)
     va, vb = values(rng, 140, 200), values(rng, 270, 200)
     seen = []
-    for down in WAYS:
-        a, b = (lying(v, way, hopper) for v, way in zip((va, vb), down, strict=True))
+    for transposed in TRANSPOSED:
+        a, b = (lying(v, swap, hopper) for v, swap in zip((va, vb), transposed, strict=True))
         out = empty_rows(hopper, 140, 270, np.float32)
-        gemm(a, b, out, Config.of("bf16", tile_n=128, promote=0, transposed=down))
+        gemm(a, b, out, Config.of("bf16", tile_n=128, promote=0, transposed=transposed))
         seen.append(out.get())
     assert all((found == seen[0]).all() for found in seen)
 
 
-@pytest.mark.parametrize("down", WAYS, ids=str)
+@pytest.mark.parametrize("transposed", TRANSPOSED, ids=str)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((136, 200, 3000), "float32"), ((70, 41, 2500), "bfloat16"), ((5, 3, 2048), "float32")],
     ids=str,
 )
-def test_parts_of_k_are_added_in_order(
-    hopper: Any, shape: tuple[int, int, int], dtype: str, down: tuple[bool, bool]
+def test_splits_of_k_are_added_in_order(
+    hopper: Any, shape: tuple[int, int, int], dtype: str, transposed: tuple[bool, bool]
 ) -> None:
     (m, n, k), rng = shape, np.random.default_rng(3)
     va, vb = values(rng, m, k), values(rng, n, k)
-    a, b = (lying(v, way, hopper) for v, way in zip((va, vb), down, strict=True))
+    a, b = (lying(v, swap, hopper) for v, swap in zip((va, vb), transposed, strict=True))
     bias = rng.standard_normal(n).astype(np.float32)
-    config, split = configure_split_k("bf16", m, n, k, dtype, down)
-    assert split is not None and split.parts > 1
+    config, split = configure_split_k("bf16", m, n, k, dtype, transposed)
+    assert split is not None and split.count > 1
     sides = (
-        GemmOperand(side, "bf16", transposed=way) for side, way in zip((a, b), down, strict=True)
+        GemmOperand(side, "bf16", transposed=swap)
+        for side, swap in zip((a, b), transposed, strict=True)
     )
     got = product(*sides, dtype, hopper, hopper.asarray(bias)).get()
-    want = np.zeros((m, n), np.float32)
+    expected = np.zeros((m, n), np.float32)
     alone = config.replace(split_k=False)
-    for part in range(split.parts):
+    for part in range(split.count):
         ks = slice(part * split.stages * 64, (part + 1) * split.stages * 64)
-        left, right = (x[ks] if way else x[:, ks] for x, way in zip((a, b), down, strict=True))
+        left, right = (
+            x[ks] if swap else x[:, ks] for x, swap in zip((a, b), transposed, strict=True)
+        )
         out = empty_rows(hopper, m, n, np.float32)
         gemm(left, right, out, alone)
-        want = out.get().copy() if part == 0 else want + out.get()
-    np.testing.assert_array_equal(got, (want + bias).astype(RESULT_DTYPES[dtype]))
-    assert (np.abs(want - va @ vb.T) <= bound(va, vb)).all()
+        expected = out.get().copy() if part == 0 else expected + out.get()
+    np.testing.assert_array_equal(got, (expected + bias).astype(RESULT_DTYPES[dtype]))
+    assert (np.abs(expected - va @ vb.T) <= bound(va, vb)).all()
 
 
 @pytest.mark.parametrize("out_of_window", [False, True])
@@ -159,7 +169,7 @@ def test_parts_of_k_are_added_in_order(
 def test_parts_of_fp8_products_and_of_their_other_way(
     hopper: Any, with_bias: bool, out_of_window: bool
 ) -> None:
-    """Small integers: every sum is exact, whichever way and in whatever parts."""
+    """Small integers: every sum is exact, whatever the layouts and the splits."""
     m, n, k = 136, 72, 4000
     rng = np.random.default_rng(7)
     sides, held = [], []
@@ -182,8 +192,8 @@ def test_parts_of_fp8_products_and_of_their_other_way(
     fallback = FallbackCounter(hopper)
     bias = hopper.asarray(rng.integers(-9, 9, n).astype(np.float32)) if with_bias else None
     got = product(sides[0], sides[1], "float32", hopper, bias, fallback).get()
-    want = held[0] @ held[1].T + (0 if bias is None else bias.get())
-    np.testing.assert_array_equal(got, want)
+    expected = held[0] @ held[1].T + (0 if bias is None else bias.get())
+    np.testing.assert_array_equal(got, expected)
     assert fallback.count == out_of_window
 
 
@@ -194,27 +204,27 @@ def test_a_bias_and_bfloat16_come_from_the_epilogue(hopper: Any) -> None:
     sides = [GemmOperand(lying(v, False, hopper), "bf16") for v in (va, vb)]
     plain = product(*sides, "float32", hopper)
     got = product(*sides, "bfloat16", hopper, hopper.asarray(bias))
-    want = (plain.get() + bias).astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(got.get(), want)
+    expected = (plain.get() + bias).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(got.get(), expected)
 
 
 def test_every_part_has_terms_and_the_shape_alone_decides() -> None:
     for sizes in GPT.values():
         for m, n, k in sizes:
-            for down in WAYS:
-                config, split = configure_split_k("bf16", m, n, k, "float32", down)
+            for transposed in TRANSPOSED:
+                config, split = configure_split_k("bf16", m, n, k, "float32", transposed)
                 assert (split is not None) == config.layout.split_k
                 assert split == configure_split_k("bf16", m, n, k, "bfloat16", (False, False))[1]
                 if split is not None:
                     stages = -(-k // 64)
-                    assert (split.parts - 1) * split.stages < stages <= split.parts * split.stages
+                    assert (split.count - 1) * split.stages < stages <= split.count * split.stages
     for m, n, k in (size for sizes in GPT.values() for size in sizes):
         config, split = configure_split_k("e5m2", m, n, k, "float32")
         assert config.pipeline.promote == 4
         if split is None:
             assert config == configure("e5m2", m, n, "float32")
-        else:  # promoted where it is without parts
-            assert split.stages % 4 == 0 and (split.parts - 1) * split.stages < -(-k // 128)
+        else:  # promoted where K would be without splits
+            assert split.stages % 4 == 0 and (split.count - 1) * split.stages < -(-k // 128)
     assert configure_split_k("e5m2", 512, 512, 16384, "float32")[1] is not None
     # 8 tiles of 128 x 256 alone would leave 124 of 132 multiprocessors without work
     assert configure_split_k("bf16", 512, 512, 16384, "float32")[1] is not None
@@ -223,15 +233,15 @@ def test_every_part_has_terms_and_the_shape_alone_decides() -> None:
 
 def test_what_does_not_go_together_is_refused(hopper: Any) -> None:
     a, out = hopper.zeros((64, 64), dtype=np.uint16), hopper.zeros((64, 64), dtype=np.float32)
-    down = Config.of("bf16", tile_n=128, promote=0, transposed=(True, True))
+    config = Config.of("bf16", tile_n=128, promote=0, transposed=(True, True))
     with pytest.raises(ValueError, match="whole boxes"):
-        gemm(a, a, out, down.replace(tile_n=176))
+        gemm(a, a, out, config.replace(tile_n=176))
     with pytest.raises(ValueError, match="are bf16"):
         gemm(*[a.view(np.uint8)[:, :64]] * 2, out, Config.of(tile_n=128, transposed=(True, False)))
-    split = down.replace(split_k=True)
+    split = config.replace(split_k=True)
     rows = hopper.zeros((partial_sum_rows(64, split), 64), dtype=np.float32)
     with pytest.raises(ValueError, match="a config that splits"):
-        gemm(a, a, rows, down, Epilogue(split=Split(1, 1)))
+        gemm(a, a, rows, config, Epilogue(split=Split(1, 1)))
     with pytest.raises(ValueError, match="at most one exponent"):
         gemm(
             a, a, rows, split, Epilogue(split=Split(1, 1), bias=hopper.zeros(64, dtype=np.float32))
@@ -248,9 +258,9 @@ def test_rounding_is_the_nearest_and_once_for_both_ways(
     x.flat[:6] = 1e-40, -3e-8, np.inf, -np.inf, np.nan, -0.0
     with np.errstate(over="ignore"):
         x = x.astype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype))
-    want = x.astype(np.float32).astype(ml_dtypes.bfloat16)
+    expected = x.astype(np.float32).astype(ml_dtypes.bfloat16)
     specs = [CastSpec("bfloat16", axis) for axis in (1, 0)]
-    (along, _), (down, _) = made_by(CASTS, hopper.asarray(x), specs, [None, None], hopper)
-    assert along.codes is down.codes and along.shape == down.shape[::-1] == shape
-    for made, values in ((along, want), (down, want.T)):
+    (rowwise, _), (columnwise, _) = made_by(CASTS, hopper.asarray(x), specs, [None, None], hopper)
+    assert rowwise.codes is columnwise.codes and rowwise.shape == columnwise.shape[::-1] == shape
+    for made, values in ((rowwise, expected), (columnwise, expected.T)):
         np.testing.assert_array_equal(made.values(hopper).get(), values.astype(np.float32))

@@ -64,9 +64,9 @@ def stored(spec: QuantSpec, *shape: int) -> QuantArray:
 
 
 def check(got: Any, a: np.ndarray, b: np.ndarray, unit: float) -> None:
-    want, size = a @ b.swapaxes(-1, -2), np.abs(a) @ np.abs(b).swapaxes(-1, -2)
-    assert got.dtype == np.float32 and got.shape == want.shape
-    assert (np.abs(got.get().astype(np.float64) - want) <= unit * size + 2.0**-126).all()
+    expected, size = a @ b.swapaxes(-1, -2), np.abs(a) @ np.abs(b).swapaxes(-1, -2)
+    assert got.dtype == np.float32 and got.shape == expected.shape
+    assert (np.abs(got.get().astype(np.float64) - expected) <= unit * size + 2.0**-126).all()
 
 
 BF16 = K * 2.0**-22 + 64 * 2.0**-24 + 2.0**-20
@@ -94,10 +94,10 @@ def test_activations_reach_the_kernels_in_their_own_dtype(
     on_gpu = sent(w, backend.xp)
     weight = wrap(on_gpu, backend)
     y = et.linear(x, weight)
-    way = DECODED if rows <= 21 or (dtype == "bfloat16" and rows <= 64) else None
+    expected = DECODED if rows <= 21 or (dtype == "bfloat16" and rows <= 64) else None
     assert seen == [(dtype, (rows, K))]
     path = backend.path("weight_only_matmul", x.data.reshape(rows, K), on_gpu)
-    assert path == (way or EXPANDED)
+    assert path == (expected or EXPANDED)
     check(y.data, x.to("cpu").to("float64").numpy(), exact(w), BF16)
 
 
@@ -120,12 +120,12 @@ def decoded(q: QuantArray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("lead", [(3,), (2, 2)], ids=str)
-@pytest.mark.parametrize(("name", "tile", "way"), BATCHES, ids=str)
+@pytest.mark.parametrize(("name", "tile", "expected"), BATCHES, ids=str)
 def test_a_batch_is_one_launch(
     backend: Any,
     name: str,
     tile: Any,
-    way: str,
+    expected: str,
     lead: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,8 +134,8 @@ def test_a_batch_is_one_launch(
     left, right = (wrap(sent(q, backend.xp), backend) for q in (a, b))
     y = left @ right.swapaxes(-1, -2)
     flat = [views.reshape(sent(q, backend.xp), (int(np.prod(lead)), *q.shape[-2:])) for q in (a, b)]
-    assert backend.path("block_scaled_matmul", *flat) == way
-    check(y.data, decoded(a), decoded(b), FP8 if way.startswith("FP8") else BF16)
+    assert backend.path("block_scaled_matmul", *flat) == expected
+    check(y.data, decoded(a), decoded(b), FP8 if expected.startswith("FP8") else BF16)
 
 
 @pytest.mark.parametrize(

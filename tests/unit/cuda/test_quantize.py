@@ -186,10 +186,10 @@ def test_views_are_copied_as_they_are(cuda: Any) -> None:
     device = cuda.xp.asarray(x)
     spec = QuantSpec("mxfp4")
     for view in (lambda a: a.T, lambda a: a[1:, 3:], lambda a: a[::2], lambda a: a[:, ::-1]):
-        want, _ = reference.quantize(np.ascontiguousarray(view(x)), spec)
+        expected, _ = reference.quantize(np.ascontiguousarray(view(x)), spec)
         got, _ = cuda.quantize(view(device), spec)
-        same_bytes("codes", host(got.codes), want.codes)
-        same_bytes("scales", host(got.scales), want.scales)
+        same_bytes("codes", host(got.codes), expected.codes)
+        same_bytes("scales", host(got.scales), expected.scales)
 
 
 def test_what_the_kernels_do_not_cover_runs_on_the_host(gpu: Any) -> None:
@@ -204,12 +204,12 @@ def test_what_the_kernels_do_not_cover_runs_on_the_host(gpu: Any) -> None:
     for spec in specs:
         assert gpu.path("quantize", device, spec).startswith("host: "), spec
         got, stats = gpu.quantize(device, spec)
-        want, want_stats = reference.quantize(x, spec)
-        same_bytes("codes", host(got.codes), want.codes, spec)
-        same_bytes("scales", host(got.scales), want.scales, spec)
+        expected, want_stats = reference.quantize(x, spec)
+        same_bytes("codes", host(got.codes), expected.codes, spec)
+        same_bytes("scales", host(got.scales), expected.scales, spec)
         assert stats == want_stats
         if gpu.path("dequantize", got) != "fused kernel":
-            same_bytes("values", host(gpu.dequantize(got)), reference.dequantize(want), spec)
+            same_bytes("values", host(gpu.dequantize(got)), reference.dequantize(expected), spec)
 
 
 def test_tensors_move_to_the_gpu_and_back(cuda: Any) -> None:
@@ -248,10 +248,10 @@ def test_out_of_memory_leaves_tensors_usable(cuda: Any) -> None:
 def test_square_tiles_down_one_column(cuda: Any, name: str, side: int) -> None:
     x = values((96, 1), 0, KINDS[0], "float32")
     spec = QuantSpec(name, axis=0, tile=(side, side))
-    want, counts = reference.quantize(x, spec)
+    expected, counts = reference.quantize(x, spec)
     got, found = cuda.quantize(cuda.xp.asarray(x), spec)
-    for part in want.parts:
-        same_bytes(part, host(got.parts[part]), want.parts[part], name)
+    for part in expected.parts:
+        same_bytes(part, host(got.parts[part]), expected.parts[part], name)
     assert found == counts
 
 

@@ -70,8 +70,8 @@ def test_no_gemm_of_it_spills(n: int) -> None:
 def test_no_kernel_of_squares_spills(rounding: str, dtype: str) -> None:
     for spec in MXFP8_SPECS:
         spec = spec.replace(rebased=True, rounding=rounding).resolve(2)
-        for along, down in ((True, True), (True, False), (False, True)):
-            source = quantize_operand.fused_source(spec, dtype, along, down, False)
+        for rowwise, columnwise in ((True, True), (True, False), (False, True)):
+            source = quantize_operand.fused_source(spec, dtype, rowwise, columnwise, False)
             check_compiles(source, "sm_90a")
 
 
@@ -116,16 +116,18 @@ def bits_of(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def check_operand(q: QuantArray, xp: Any) -> None:
-    want = rebased_values(q)
+    expected = rebased_values(q)
     got, inexact = rebase_mxfp8(sent(q, xp), xp)
     kind = q.spec.row.element.name
     assert got.kind == kind and got.codes.strides[0] % 16 == 0 and got.scale.exponent is not None
     codes = np.asarray(got.codes.get())
     held = np.where(np.isnan(hopper.values(codes, kind)), 0x7F, codes)
-    np.testing.assert_array_equal(held, bits_of(want.values, kind))
-    np.testing.assert_array_equal(got.scale.exponent.get(), want.exponents)
-    np.testing.assert_array_equal(inexact.counts.get(), np.stack([want.changed, want.flushed], 1))
-    assert inexact.shares() == want.shares
+    np.testing.assert_array_equal(held, bits_of(expected.values, kind))
+    np.testing.assert_array_equal(got.scale.exponent.get(), expected.exponents)
+    np.testing.assert_array_equal(
+        inexact.counts.get(), np.stack([expected.changed, expected.flushed], 1)
+    )
+    assert inexact.shares() == expected.shares
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -145,17 +147,17 @@ def test_every_code_under_every_shift(xp: Any, spec: QuantSpec) -> None:
     q.scales[:, 0] = 200
     q.scales[:, 1:] = (200 - shifts)[:, None]
     check_operand(q, xp)
-    want = rebased_values(q)
-    assert want.changed[0] == 0 and want.flushed[-1] > 240
+    expected = rebased_values(q)
+    assert expected.changed[0] == 0 and expected.flushed[-1] > 240
 
 
 def test_nan_blocks_and_rows_without_a_number(xp: Any) -> None:
     q = made((4, 96), E4M3)
     q.scales[2, 1], q.scales[3] = 255, 255
     check_operand(q, xp)
-    want = rebased_values(q)
-    assert np.isnan(want.values[2, 32:64]).all() and np.isnan(want.values[3]).all()
-    assert list(want.exponents[[0, 3]]) == [0, 0]
+    expected = rebased_values(q)
+    assert np.isnan(expected.values[2, 32:64]).all() and np.isnan(expected.values[3]).all()
+    assert list(expected.exponents[[0, 3]]) == [0, 0]
 
 
 def test_the_reference_moves_values_by_half_a_least_number_at_most() -> None:
@@ -188,14 +190,14 @@ def matrix(shape: tuple[int, int], dtype: str, odd: bool = True) -> np.ndarray:
         x[x > 2] = 0
         x[-1, :] = 0
         x[0, -1], x[shape[0] // 2, 3] = np.nan, -np.inf
-        x[0, -2] = 2.0**20  # goes with NaN along the row, and not down its column
+        x[0, -2] = 2.0**20  # goes with NaN in the row, and not in its column
     return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
 
 
 def squares_of(x: np.ndarray, spec: QuantSpec) -> Any:
-    """The definition, in float64, of what a spec with ``rebased`` gives along rows or columns."""
-    along = spec.replace(rebased=False, axis=1)
-    q, stats = reference.quantize(np.ascontiguousarray(x if spec.axis else x.T), along)
+    """The definition, in float64, of what a spec with ``rebased`` gives rowwise or columnwise."""
+    rowwise = spec.replace(rebased=False, axis=1)
+    q, stats = reference.quantize(np.ascontiguousarray(x if spec.axis else x.T), rowwise)
     held = rebased_values(q, tiles=True)
     exponents = held.exponents.repeat(128, axis=1)[:, : q.shape[1]]
     changed, gone = int(held.changed.sum()), int(held.flushed.sum())
@@ -212,14 +214,14 @@ def test_the_cpu_settles_squares_as_defined(shape: tuple[int, int], spec: QuantS
     x, cpu = matrix(shape, "float32"), registry.get("cpu")
     for axis in (0, 1):
         each = spec.replace(rebased=True, axis=axis).resolve(2)
-        want, stats = squares_of(x, each)
-        want = want if axis else want.T
+        expected, stats = squares_of(x, each)
+        expected = expected if axis else expected.T
         for backend in (GenericBackend("generic", np), cpu):
             q, counted = backend.quantize(x, each)
             values, same = backend.fake_quantize(x, each)
             assert counted == same == stats
-            np.testing.assert_array_equal(values, want)
-            np.testing.assert_array_equal(backend.dequantize(q), want)
+            np.testing.assert_array_equal(values, expected)
+            np.testing.assert_array_equal(backend.dequantize(q), expected)
             assert q.spec == each
 
 
@@ -234,13 +236,15 @@ def test_squares_are_the_references(xp: Any, spec: QuantSpec, dtype: str, odd: b
         pair = made_by(FUSED, there, specs, [None, None], xp)
         for i, (both, each) in enumerate(zip(pair, specs, strict=True)):
             (single,) = made_by(FUSED, there, [each], [None], xp)
-            want, stats = squares_of(x.astype(np.float32), each)
+            expected, stats = squares_of(x.astype(np.float32), each)
             for operand, counts in (both, single):
                 assert operand.scale.form == "blocks"
                 got = np.asarray(operand.values(xp).get())
-                np.testing.assert_array_equal(got, want, err_msg=f"{shape} {i}")
-                numbers = ~np.isnan(want)
-                np.testing.assert_array_equal(np.signbit(got[numbers]), np.signbit(want[numbers]))
+                np.testing.assert_array_equal(got, expected, err_msg=f"{shape} {i}")
+                numbers = ~np.isnan(expected)
+                np.testing.assert_array_equal(
+                    np.signbit(got[numbers]), np.signbit(expected[numbers])
+                )
                 assert counts() == stats
 
 
@@ -252,9 +256,9 @@ def test_squares_rounded_by_chance_are_the_cpus(xp: Any, dtype: str) -> None:
     streams = [Stream(1, 2, 3, i, bool(i)) for i in (0, 1)]
     pair = made_by(FUSED, xp.asarray(x), specs, streams, xp)
     for i, (operand, counts) in enumerate(pair):
-        want, stats = registry.get("cpu").fake_quantize(x, specs[i], streams[i])
+        expected, stats = registry.get("cpu").fake_quantize(x, specs[i], streams[i])
         assert operand.scale.form == "blocks" and counts() == stats
-        np.testing.assert_array_equal(operand.values(xp).get(), want.T if i else want)
+        np.testing.assert_array_equal(operand.values(xp).get(), expected.T if i else expected)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (3, 40, 70)], ids=str)
@@ -264,8 +268,8 @@ def test_small_operands_of_squares_are_the_cpus(cuda: Any, shape: tuple[int, ...
     for axis in (-1, -2):
         spec = MXFP8_SPECS[0].replace(rebased=True, axis=axis).resolve(len(shape))
         values, counts = cuda.fake_quantize(cuda.xp.asarray(x), spec)
-        want, stats = cpu.fake_quantize(x, spec)
-        np.testing.assert_array_equal(values.get(), want)
+        expected, stats = cpu.fake_quantize(x, spec)
+        np.testing.assert_array_equal(values.get(), expected)
         assert counts() == stats and stats.rebase_changed > 0
 
 

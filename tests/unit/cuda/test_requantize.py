@@ -99,7 +99,7 @@ def compare(hopper: Any, spec: QuantSpec, config: Config, m: int, n: int, call: 
     wide[...] = 0  # of groups, some rows are not written
     call(wide, config.replace(out="bfloat16"))
     y = wide.get()
-    want, _ = reference.quantize(y, spec)
+    expected, _ = reference.quantize(y, spec)
     amax = None
     if spec.row.tensor_scale or spec.scale_window is not None:
         blocks = np.abs(y.astype(np.float32)).max(axis=1)  # of rows: those with NaN do not count
@@ -107,8 +107,8 @@ def compare(hopper: Any, spec: QuantSpec, config: Config, m: int, n: int, call: 
     out = requantized(spec, m, n, hopper, amax)
     out.q.codes[...], out.q.scales[...] = 0x5A, 0x5A
     call(out, config.replace(out=spec))
-    for part in want.parts:
-        same_bytes(part, out.q.parts[part].get(), want.parts[part], f"{spec} {(m, n)}")
+    for part in expected.parts:
+        same_bytes(part, out.q.parts[part].get(), expected.parts[part], f"{spec} {(m, n)}")
     return y
 
 
@@ -172,7 +172,7 @@ def test_groups_end_within_a_patch(hopper: Any) -> None:
     compare(hopper, spec_of("mxfp8_e4m3"), Config.of(tile_n=128), sum(sizes), n, call)
 
 
-WAYS = (
+PATHS = (
     ("mxfp4", "mxfp4", "promote", "FP8 tensor cores"),
     ("mxfp4", "mxfp4", "exact", "int8 tensor cores"),
     ("nvfp4_fp8exact", "mxfp6_e2m3", "promote", "FP8 tensor cores"),
@@ -182,9 +182,9 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize(("left", "right", "accumulate", "way"), WAYS)
+@pytest.mark.parametrize(("left", "right", "accumulate", "path"), PATHS)
 def test_products_of_storage_go_back_to_storage(
-    hopper: Any, left: str, right: str, accumulate: str, way: str
+    hopper: Any, left: str, right: str, accumulate: str, path: str
 ) -> None:
     if isinstance(hopper, Cupy) and (left, accumulate) == ("mxfp4", "promote"):
         pytest.skip("an emulator has no conversion to E5M2")
@@ -199,10 +199,10 @@ def test_products_of_storage_go_back_to_storage(
         matmul(a, b, hopper, accumulate=accumulate, out_dtype=out) for out in ("bfloat16", spec)
     )
     assert isinstance(wide, Product) and isinstance(packed, Product)
-    assert wide.path == packed.path == way
-    want, _ = reference.quantize(wide.out.get(), spec)
-    for part in want.parts:
-        same_bytes(part, packed.out.parts[part].get(), want.parts[part], way)
+    assert wide.path == packed.path == path
+    expected, _ = reference.quantize(wide.out.get(), spec)
+    for part in expected.parts:
+        same_bytes(part, packed.out.parts[part].get(), expected.parts[part], path)
     with pytest.raises(ValueError, match="goes with a quantized result"):
         matmul(a, b, hopper, out_amax=hopper.zeros((), dtype=np.float32))
 

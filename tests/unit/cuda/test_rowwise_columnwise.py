@@ -96,10 +96,10 @@ def check(cuda: Any, x: np.ndarray, specs: Any, streams: Any) -> None:
     decoded = cuda.fake_quantize_rowwise_columnwise(device, specs, streams)
     for i, (spec, stream) in enumerate(zip(specs, streams, strict=True)):
         context = f"{spec} on {x.dtype} of shape {x.shape}"
-        want, stats = reference.quantize(x, spec, stream)
+        expected, stats = reference.quantize(x, spec, stream)
         q, counted = stored[i]
-        for part in want.parts:
-            same_bytes(part, host(q.parts[part]), want.parts[part], context)
+        for part in expected.parts:
+            same_bytes(part, host(q.parts[part]), expected.parts[part], context)
         assert counted == stats, context
         same_bytes(
             "operand", host(decoded[i][0]), reference.fake_quantize(x, spec, stream)[0], context

@@ -41,16 +41,16 @@ def check(xp: Any, x: np.ndarray, spec: QuantSpec, context: str, stats: bool = T
     plan = kernels.plan_of(spec, x.shape)
     assert isinstance(plan, kernels.Plan), plan
     done = kernels.quantize_raw(xp.asarray(x), plan, None, xp, stats=stats)
-    want, counts = reference.quantize(x, spec)
+    expected, counts = reference.quantize(x, spec)
     assert done.q is not None
     for name in ("scales", "codes"):
-        same_bytes(name, done.q.parts[name].get(), want.parts[name], f"{context}: {spec}")
+        same_bytes(name, done.q.parts[name].get(), expected.parts[name], f"{context}: {spec}")
     if stats:
         assert done.stats(plan.count)() == counts, context
 
 
 def check_blocks(xp: Any, blocks: np.ndarray, rule: str, context: str) -> None:
-    """(n, 16) blocks of one tensor along rows and down columns."""
+    """(n, 16) blocks of one tensor rowwise and columnwise."""
     blocks = blocks[: len(blocks) // 8 * 8]
     for axis in (1, 0):
         x = blocks.reshape(-1, 128) if axis else blocks.reshape(-1, 8, 16).swapaxes(1, 2)

@@ -113,11 +113,13 @@ def test_nan_blocks_zero_blocks_and_wide_rows(hopper_gpu: Any) -> None:
     a.codes[3, :48] = 0
     a.scales[3, :3] = (0, 254, 1)  # of zero blocks: they count for nothing
     a.codes[4], b.scales[5, 2] = 0, 255
-    want = reference.dequantize(a, np).astype(float) @ reference.dequantize(b, np).astype(float).T
+    expected = (
+        reference.dequantize(a, np).astype(float) @ reference.dequantize(b, np).astype(float).T
+    )
     sides = sent(a, hopper_gpu.xp), sent(b, hopper_gpu.xp)
     assert hopper_gpu.path("block_scaled_matmul", *sides) == "FP8 tensor cores"
     np.testing.assert_allclose(
-        hopper_gpu.block_scaled_matmul(*sides).get(), want, rtol=2**-12, atol=2**-12
+        hopper_gpu.block_scaled_matmul(*sides).get(), expected, rtol=2**-12, atol=2**-12
     )
     a.scales[3, 1] = 1  # bfloat16 has a window of its own, below the largest scale of all
     for span, path in ((28, "FP8"), (29, "bf16 tensor cores: a row's scales span")):

@@ -79,15 +79,15 @@ def down(xp: Any, a: np.ndarray) -> Any:
     return xp.asarray(np.ascontiguousarray(a.T)).T
 
 
-def results(backend: Any, name: str, changed: int = -1, way: Any = None) -> list[np.ndarray]:
-    """What a method gives, or writes, with one array that lies another way."""
+def results(backend: Any, name: str, changed: int = -1, layout: Any = None) -> list[np.ndarray]:
+    """What a method gives, or writes, with one array that lies in another layout."""
 
     def there(a: Any, number: int) -> Any:
         if isinstance(a, tuple) and not isinstance(a[0], int):
             return tuple(there(part, number) for part in a)
         if not isinstance(a, np.ndarray):
             return a
-        return way(backend.xp, a) if number == changed else backend.xp.asarray(a)
+        return layout(backend.xp, a) if number == changed else backend.xp.asarray(a)
 
     args = [there(a, number) for number, a in enumerate(CASES[name])]
     if name == "attention_grad":
@@ -104,14 +104,14 @@ def test_every_method_is_here() -> None:
     assert CASES.keys() == one_tensor
 
 
-@pytest.mark.parametrize("way", [every_other, backwards, down], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("layout", [every_other, backwards, down], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", CASES)
-def test_strides_do_not_change_a_result(trainer: Any, name: str, way: Any) -> None:
-    want = results(trainer, name)
+def test_strides_do_not_change_a_result(trainer: Any, name: str, layout: Any) -> None:
+    expected = results(trainer, name)
     for number, a in enumerate(CASES[name]):
         if isinstance(a, np.ndarray) or (isinstance(a, tuple) and isinstance(a[0], np.ndarray)):
-            got = results(trainer, name, number, way)
-            for part, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+            got = results(trainer, name, number, layout)
+            for part, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
                 ours, theirs = (a.astype(np.float64) for a in (ours, theirs))
                 np.testing.assert_allclose(
                     ours, theirs, 1e-5, 1e-5, err_msg=f"argument {number}, result {part}"

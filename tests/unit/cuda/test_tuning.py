@@ -31,8 +31,8 @@ from extensor_cuda.matmul.tuning import (
 from tests.unit.cuda.preparing import EXPANDED, gap
 
 
-def timings(ratios: dict[int, float], way: str = "float scales") -> list[Timing]:
-    return [Timing(way, size, 1.0, ratio) for size, ratio in ratios.items()]
+def timings(ratios: dict[int, float], path: str = "float scales") -> list[Timing]:
+    return [Timing(path, size, 1.0, ratio) for size, ratio in ratios.items()]
 
 
 def test_a_way_is_taken_from_where_it_wins_at_every_larger_size() -> None:
@@ -60,8 +60,8 @@ def test_where_a_way_is_quicker_than_bfloat16_is_found_likewise() -> None:
 def test_every_way_is_timed_at_every_size() -> None:
     calls: list[str] = []
 
-    def works(way: str, size: int) -> tuple[Any, Any]:
-        return lambda: calls.append(f"{way} {size}"), lambda: calls.append("other")
+    def works(path: str, size: int) -> tuple[Any, Any]:
+        return lambda: calls.append(f"{path} {size}"), lambda: calls.append("other")
 
     def clock(*given: Any) -> list[float]:
         for work in given:
@@ -70,7 +70,7 @@ def test_every_way_is_timed_at_every_size() -> None:
 
     found = measure(clock, works, ("bf16", "float scales"), (16, 8192))
     assert [(t.path, t.size, t.ratio) for t in found] == [
-        (way, size, 2.0) for way in ("bf16", "float scales") for size in (16, 8192)
+        (path, size, 2.0) for path in ("bf16", "float scales") for size in (16, 8192)
     ]
     assert len(calls) == 8
     # Seconds of a graph, of which a product has its share.
@@ -81,9 +81,9 @@ def test_every_way_is_timed_at_every_size() -> None:
     assert products_per_graph(16) > 1 == products_per_graph(8192)
 
 
-@pytest.mark.parametrize("way", tuned.PATHS)
+@pytest.mark.parametrize("path", tuned.PATHS)
 def test_works_are_products_with_kernels_with_cupy_and_in_bfloat16(
-    way: str, monkeypatch: pytest.MonkeyPatch
+    path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend: Any = registry.get("cpu")
     multiply, made = backend.product, []
@@ -101,16 +101,18 @@ def test_works_are_products_with_kernels_with_cupy_and_in_bfloat16(
 
     monkeypatch.setattr(backend, "product", product, raising=False)
     monkeypatch.setattr(recipe_operands, "make_operands", make_operands)
-    outs = [work() for work in tune._works(backend)(way, 32)]
+    outs = [work() for work in tune._works(backend)(path, 32)]
     count = products_per_graph(32)
-    expected = [[1], []] if way == "bf16" else [[1], [], [1]]
-    assert [asked for asked, *_ in made] == [asked for asked in expected for _ in range(count)]
-    assert works == [32 * bool(asked) for asked in expected for _ in range(2 * count)]
+    expected = [[1], []] if path == "bf16" else [[1], [], [1]]
+    assert [requested for requested, *_ in made] == [
+        requested for requested in expected for _ in range(count)
+    ]
+    assert works == [32 * bool(wide) for wide in expected for _ in range(2 * count)]
     assert {dtype for *_, dtype in made} == {"bfloat16"} == {out.dtype.name for out in outs}
     ours, other, last = (made[i * count][1:3] for i in (0, 1, -1))
     np.testing.assert_array_equal(ours, other)  # the same operands, whoever multiplies them
     plain = np.equal(ours, last).all()
-    assert plain == (way == "bf16")
+    assert plain == (path == "bf16")
     rows = tune._rows(np, np.random.default_rng(32), 32, 32)
     np.testing.assert_array_equal(last[0], rows.astype(np.float32))
 
@@ -130,19 +132,19 @@ def test_what_is_timed_is_repeated_without_python(gpu: Any) -> None:
     np.testing.assert_array_equal(x.get(), seen + 3)
 
 
-@pytest.mark.parametrize("way", ["fused", "expanded", "bf16"])
-def test_products_are_recorded_whole(gpu: Any, way: str) -> None:
-    works = tune._works(gpu)(way, 32)
+@pytest.mark.parametrize("path", ["fused", "expanded", "bf16"])
+def test_products_are_recorded_whole(gpu: Any, path: str) -> None:
+    works = tune._works(gpu)(path, 32)
     for work in works:
         out: list[Any] = []
 
         def kept(work: Any = work, out: list[Any] = out) -> None:
             out[:] = [work()]
 
-        want = work()
+        expected = work()
         again = tune._repeated(gpu, kept)
         again()
-        np.testing.assert_array_equal(out[0].get(), want.get())
+        np.testing.assert_array_equal(out[0].get(), expected.get())
 
 
 def test_works_take_turns_and_slow_ones_are_repeated_less_often() -> None:
@@ -248,8 +250,8 @@ def test_transforms_are_measured_against_the_same_recipe_without_them() -> None:
     assert [(t.path, t.size, t.ratio) for t in found] == [
         (name, 64, 1.5) for name in tune.HADAMARD_RECIPES
     ]
-    turned = [{spec.transform is not None for spec in specs} for specs in seen]
-    assert turned == [{False}, {False, True}, {False}, {True}]
+    rotated = [{spec.transform is not None for spec in specs} for specs in seen]
+    assert rotated == [{False}, {False, True}, {False}, {True}]
 
 
 @contextmanager

@@ -52,12 +52,12 @@ def test_few_tokens(xp: Any, spec: QuantSpec) -> None:
 def test_every_cut_of_few_tokens(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the bound, the same bits each time, counters left at zero."""
     x, w = activations((3, 1664), "bfloat16"), weights(QuantSpec("mxfp4"), (150, 1664))
-    ways = [way for _, way in partition.resident_schedules(150, 1664, 3, 32)]
-    assert {(way.slices, way.parts) for way in ways} == {
+    schedules = [one for _, one in partition.resident_schedules(150, 1664, 3, 32)]
+    assert {(schedule.slices, schedule.split) for schedule in schedules} == {
         (1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1)
     }  # fmt: skip
-    for way in ways:
-        monkeypatch.setattr(partition, "resident_schedule", lambda *shape, way=way: way)
+    for schedule in schedules:
+        monkeypatch.setattr(partition, "resident_schedule", lambda *shape, one=schedule: one)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 
@@ -69,7 +69,7 @@ def test_every_warp_has_tiles(xp: Any, monkeypatch: pytest.MonkeyPatch, slices: 
         x, w = activations((m, k), "bfloat16"), weights(QuantSpec("mxfp4"), (16 * 17, k))
         slice_length = k // slices
         schedule = next(
-            c for _, c in partition.resident_schedules(272, slice_length, m, 32) if c.parts == 1
+            c for _, c in partition.resident_schedules(272, slice_length, m, 32) if c.split == 1
         )
         schedule = replace(
             schedule,
@@ -78,9 +78,7 @@ def test_every_warp_has_tiles(xp: Any, monkeypatch: pytest.MonkeyPatch, slices: 
             groups=1,
             shared=driver.SHARED_BYTES // 2,
         )
-        monkeypatch.setattr(
-            partition, "resident_schedule", lambda *shape, schedule=schedule: schedule
-        )
+        monkeypatch.setattr(partition, "resident_schedule", lambda *shape, one=schedule: one)
         check(x, w, "float32", xp)
 
 

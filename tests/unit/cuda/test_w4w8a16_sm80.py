@@ -125,8 +125,8 @@ def test_how_k_is_cut() -> None:
     assert partition.split_k_sizes(8192, 8192, 128) == (8, 1024)
     assert partition.split_k_sizes(28672, 8192, 128) == (2, 4096)
     assert partition.split_k_sizes(10**6, 100, 64) == (1, 128)
-    for lines, columns in ((1, 100_000), (64, 1), (9000, 5000)):
-        count, each = partition.split_k_sizes(lines, columns, 128)
+    for n, columns in ((1, 100_000), (64, 1), (9000, 5000)):
+        count, each = partition.split_k_sizes(n, columns, 128)
         assert (count - 1) * each < columns <= count * each and each % 128 == 0
 
 

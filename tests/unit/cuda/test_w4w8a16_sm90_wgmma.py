@@ -43,8 +43,8 @@ def test_no_kernel_for_hopper_spills(spec: QuantSpec) -> None:
     """Each number of tokens' registers, each division that they leave room for."""
     w, bits = weights(spec, (16, 1024)), spec.row.element.bits
     for rows, dtype in ((1, "float32"), (21, "float32"), (16, "bfloat16"), (64, "bfloat16")):
-        ways = partition.wgmma_schedules(16, 1024, rows * TOKENS_PER_ROW[dtype], dtype, bits)
-        for made in {way.split: way for _, way in ways}.values():
+        schedules = partition.wgmma_schedules(16, 1024, rows * TOKENS_PER_ROW[dtype], dtype, bits)
+        for made in {schedule.split: schedule for _, schedule in schedules}.values():
             source = w4w8a16_sm90_wgmma.source(w, rows, dtype, dtype, made)
             check_compiles(source, "sm_90a")
 
@@ -58,7 +58,7 @@ def many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("many_tokens")
 @pytest.mark.parametrize("spec", WEIGHTS[:5], ids=name)
 def test_more_tokens_on_hopper(xp: Any, spec: QuantSpec) -> None:
-    """Ends of segments, pieces, tiles and tokens."""
+    """Ends of segments, chunks, tiles and tokens."""
     for m, n, k, dtype in (
         (1, 150, 1024, "bfloat16"),
         (5, 33, 384, "float32"),
@@ -75,7 +75,7 @@ def test_more_tokens_on_hopper(xp: Any, spec: QuantSpec) -> None:
 
 @pytest.mark.parametrize("spec", INTEGERS, ids=name)
 def test_integers_on_hopper(xp: Any, spec: QuantSpec) -> None:
-    """Ends of segments, pieces, groups, rows, tiles and tokens; one row, and one of a pair."""
+    """Ends of segments, chunks, groups, rows, tiles and tokens; one row, and one of a pair."""
     for i, (m, n, k, dtype) in enumerate(
         (
             (1, 150, 1024, "bfloat16"),
@@ -94,13 +94,19 @@ def test_integers_on_hopper(xp: Any, spec: QuantSpec) -> None:
 @pytest.mark.parametrize("split", [1, 2, 4])
 def test_every_division(xp: Any, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the bound, the same bits each time, counters left at zero."""
-    rows, lines, columns = 3, 258, 1664
-    x, w = activations((rows, columns), "bfloat16"), weights(QuantSpec("mxfp4"), (lines, columns))
-    ways = [way for _, way in partition.wgmma_schedules(lines, columns, rows, "bfloat16", 4)]
-    ways = [way for way in ways if way.split == split and way.slices in (1, 3, 13)]
-    assert [way.slices for way in ways] == [1, 3, 13][: 3 if split == 1 else 2]
-    for way in ways:
-        monkeypatch.setattr(partition, "wgmma_schedule", lambda *shape, way=way: way)
+    rows, n, columns = 3, 258, 1664
+    x, w = activations((rows, columns), "bfloat16"), weights(QuantSpec("mxfp4"), (n, columns))
+    schedules = [
+        schedule for _, schedule in partition.wgmma_schedules(n, columns, rows, "bfloat16", 4)
+    ]
+    schedules = [
+        schedule
+        for schedule in schedules
+        if schedule.split == split and schedule.slices in (1, 3, 13)
+    ]
+    assert [one.slices for one in schedules] == [1, 3, 13][: 3 if split == 1 else 2]
+    for schedule in schedules:
+        monkeypatch.setattr(partition, "wgmma_schedule", lambda *shape, one=schedule: one)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 
@@ -111,14 +117,18 @@ def test_every_division_of_integers(
     xp: Any, spec: QuantSpec, split: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above; slices that end inside of groups, warpgroups without a segment."""
-    rows, lines, columns = 3, 260, 1408
-    x, w = activations((rows, columns), "bfloat16"), weights(spec, (lines, columns))
+    rows, n, columns = 3, 260, 1408
+    x, w = activations((rows, columns), "bfloat16"), weights(spec, (n, columns))
     bits = spec.row.element.bits
-    ways = [way for _, way in partition.wgmma_schedules(lines, columns, rows, "bfloat16", bits)]
-    ways = [way for way in ways if way.split == split and way.slices in (1, 3)]
-    assert len(ways) == 2
-    for way in ways:
-        monkeypatch.setattr(partition, "wgmma_schedule", lambda *shape, way=way: way)
+    schedules = [
+        schedule for _, schedule in partition.wgmma_schedules(n, columns, rows, "bfloat16", bits)
+    ]
+    schedules = [
+        schedule for schedule in schedules if schedule.split == split and schedule.slices in (1, 3)
+    ]
+    assert len(schedules) == 2
+    for schedule in schedules:
+        monkeypatch.setattr(partition, "wgmma_schedule", lambda *shape, one=schedule: one)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 
@@ -131,9 +141,9 @@ def test_every_division_of_integers(
 def test_each_code_less_each_zero_point(xp: Any, spec: QuantSpec) -> None:
     """Each element of w alone, with one as its scale, comes out as it is."""
     bits, rows = spec.row.element.bits, 5
-    lines = 3 << bits
-    w = weights(spec, (lines, 256 if bits == 4 else 128))
-    codes = np.arange(lines)[:, None] % (1 << bits) + np.arange(w.shape[1])
+    n = 3 << bits
+    w = weights(spec, (n, 256 if bits == 4 else 128))
+    codes = np.arange(n)[:, None] % (1 << bits) + np.arange(w.shape[1])
     if bits == 4:
         codes = codes[:, ::2] & 15 | (codes[:, 1::2] & 15) << 4
     w.codes[...] = codes.astype(np.uint8)
@@ -141,7 +151,7 @@ def test_each_code_less_each_zero_point(xp: Any, spec: QuantSpec) -> None:
     assert w.zero_points is not None
     least = -(1 << (bits - 1))
     points = np.repeat([least, -least - 1, 0], 1 << bits)[:, None]
-    w.zero_points[...] = points if len(w.zero_points) == lines else least
+    w.zero_points[...] = points if len(w.zero_points) == n else least
     x = np.zeros((rows, w.shape[1]), ml_dtypes.bfloat16)
     places = [0, 37, 66, 101, 127]
     x[range(rows), places] = 1

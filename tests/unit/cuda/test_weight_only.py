@@ -128,8 +128,8 @@ def test_the_parts_of_a_float32_add_up_to_it(many: Any) -> None:
     parts = bf16_triple(many.asarray(x), many).get()
     values = (np.asarray(parts).astype(np.uint32) << 16).view(np.float32).reshape(3, 9, 40)
     with np.errstate(invalid="ignore"):  # of the signaling NaN
-        want = x.astype(np.float64)
-    np.testing.assert_array_equal(values.astype(np.float64).sum(axis=0), want)
+        expected = x.astype(np.float64)
+    np.testing.assert_array_equal(values.astype(np.float64).sum(axis=0), expected)
 
 
 @pytest.mark.parametrize(
@@ -245,10 +245,10 @@ def test_a_scale_that_is_nan_makes_its_row_nan_and_no_other(many: Any, form: str
 
 
 def test_few_tiles_are_cut_along_k() -> None:
-    for lines, k, rows, group in ((8192, 8192, 128, 0), (1024, 4096, 96, 64), (512, 1280, 70, 128)):
-        _, split = partition.decoding_schedule(lines, k, rows, group, 4)
-        assert split is not None and (split.parts - 1) * split.stages < k // 64
-        assert split.stages * split.parts >= k // 64
+    for n, k, m, group in ((8192, 8192, 128, 0), (1024, 4096, 96, 64), (512, 1280, 70, 128)):
+        _, split = partition.decoding_schedule(n, k, m, group, 4)
+        assert split is not None and (split.count - 1) * split.stages < k // 64
+        assert split.stages * split.count >= k // 64
         assert split.stages % max(2, group // 32) == 0
     assert partition.decoding_schedule(28672, 8192, 8192, 0, 8)[1] is None
 
@@ -276,8 +276,8 @@ def test_many_rows_leave_float_scales_apart(many: Any, spec: QuantSpec) -> None:
         x, w = activations((m, k), dtype), weights(spec, (n, k), i)
         assert weight_only_gap(x, w, "90") is None
         done = weight_only_matmul(many.asarray(x), sent(w, many), out, many)
-        way = DECODED if decodes_in_gemm(w, m) else EXPANDED
-        assert isinstance(done, Product) and done.path == way
+        path = DECODED if decodes_in_gemm(w, m) else EXPANDED
+        assert isinstance(done, Product) and done.path == path
         share = k * 2.0**-22 + w.scales.shape[1] * 2.0**-24 + 2.0**-20
         check_product(done.out, x.astype(np.float64), exact(w), share, k * 2.0**-126)
 

@@ -16,8 +16,8 @@ def tensor(shape, seed=0, **options):
 def test_values_without_torch():
     layer = nn.Linear(3, 2)
     x = tensor((4, 3))
-    want = x.numpy() @ layer.weight.numpy().T + layer.bias.numpy()
-    np.testing.assert_allclose(layer(x).numpy(), want, rtol=1e-6)
+    expected = x.numpy() @ layer.weight.numpy().T + layer.bias.numpy()
+    np.testing.assert_allclose(layer(x).numpy(), expected, rtol=1e-6)
     x = tensor((2, 3, 4, 5))
     np.testing.assert_allclose(
         nn.GlobalAvgPool2d()(x).numpy(), x.numpy().mean((2, 3)), rtol=1e-5, atol=1e-7
@@ -39,9 +39,9 @@ def test_embedding():
     y = layer(index)
     np.testing.assert_array_equal(y.numpy(), layer.weight.numpy()[index.numpy()])
     y.sum().backward()
-    want = np.zeros((10, 3))
-    want[[0, 9]], want[1] = 1.0, 2.0
-    np.testing.assert_array_equal(layer.weight.grad.numpy(), want)
+    expected = np.zeros((10, 3))
+    expected[[0, 9]], expected[1] = 1.0, 2.0
+    np.testing.assert_array_equal(layer.weight.grad.numpy(), expected)
     assert layer.role == "embedding" and layer(ExTensor(np.zeros((0,), int))).shape == (0, 3)
     assert 0.01 < nn.Embedding(100, 50, rng=0).weight.numpy().std() < 0.03
     for bad in (-1, 10):
@@ -121,13 +121,13 @@ def test_dropout_does_nothing_in_evaluation_or_for_zero():
 def test_dropout_resumes_where_it_was():
     x = ExTensor(np.ones((20, 20), np.float32))
     through = nn.Dropout(0.5, rng=0)
-    want = [through(x).numpy() for _ in range(4)]
+    expected = [through(x).numpy() for _ in range(4)]
     first = nn.Dropout(0.5, rng=0)
     got = [first(x).numpy() for _ in range(2)]
     second = nn.Dropout(0.5, rng=1)
     second.load_state_dict(first.state_dict())
     got += [second(x).numpy() for _ in range(2)]
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_dropout2d_drops_whole_channels():
@@ -152,8 +152,8 @@ def test_batch_norm_in_evaluation_uses_the_running_statistics():
     layer.running_var.copy_(ExTensor([4.0, 0.25]))
     x = tensor((3, 2, 2, 2))
     mean, var = np.array([1.0, -1.0]), np.array([4.0, 0.25])
-    want = (x.numpy() - mean[:, None, None]) / np.sqrt(var + 1e-3)[:, None, None]
-    np.testing.assert_allclose(layer(x).numpy(), want, rtol=1e-5, atol=1e-6)
+    expected = (x.numpy() - mean[:, None, None]) / np.sqrt(var + 1e-3)[:, None, None]
+    np.testing.assert_allclose(layer(x).numpy(), expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(layer.running_mean.numpy(), mean)
 
 

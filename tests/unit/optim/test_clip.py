@@ -52,8 +52,8 @@ def test_norm_against_torch():
     for t, v in zip(theirs, values, strict=True):
         t.grad = torch.tensor(v)
     made = params(*values)
-    want = float(torch.nn.utils.clip_grad_norm_(theirs, 0.5))
-    assert clip_grad_norm(made, 0.5) == pytest.approx(want, rel=1e-6)
+    expected = float(torch.nn.utils.clip_grad_norm_(theirs, 0.5))
+    assert clip_grad_norm(made, 0.5) == pytest.approx(expected, rel=1e-6)
     for p, t in zip(made, theirs, strict=True):
         np.testing.assert_allclose(p.grad.numpy(), t.grad.numpy(), rtol=1e-5)
 

@@ -233,8 +233,8 @@ def test_resume_is_identical():
 
     options = {"saturation_interval": 3, "growth_interval": 2, "saturation_threshold": 0.005}
     whole = recipe_state()
-    want = run(whole, adaptive(whole, **options), range(8))
-    assert len({scale for scale, _ in want}) > 2 and len({r for _, r in want}) == 3
+    expected = run(whole, adaptive(whole, **options), range(8))
+    assert len({scale for scale, _ in expected}) > 2 and len({r for _, r in expected}) == 3
     for stop in range(1, 8):
         first = recipe_state()
         parts = adaptive(first, **options)
@@ -244,7 +244,7 @@ def test_resume_is_identical():
         parts = adaptive(second, **options)
         parts[2].load_state_dict(saved)
         got += run(second, parts, range(stop, 8))
-        assert got == want, stop
+        assert got == expected, stop
         assert parts[2].report().skipped == 1
 
 

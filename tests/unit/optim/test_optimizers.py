@@ -86,12 +86,12 @@ def test_sgd_by_hand():
 
 
 def test_adamw_decays_the_weight_and_adam_the_gradient():
-    for kind, want in ((AdamW, 2.0 * (1 - 0.1 * 0.5)), (Adam, 2.0 - 0.1)):
+    for kind, expected in ((AdamW, 2.0 * (1 - 0.1 * 0.5)), (Adam, 2.0 - 0.1)):
         p = param([2.0], np.float64)
         optimizer = kind([p], lr=0.1, weight_decay=0.5)
         set_grad(p, [0.0])
         optimizer.step()
-        assert p.item() == pytest.approx(want, rel=1e-6)
+        assert p.item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("case", ["nesterov", "adam options", "adamw"])

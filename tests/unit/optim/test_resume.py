@@ -81,9 +81,9 @@ def test_resume_is_bit_identical(recipe, kind, tmp_path):
     second.load(tmp_path / "a")
     second.steps(STOP, STEPS)
     assert first.losses + second.losses == through.losses
-    want = through.model.state_dict()
+    expected = through.model.state_dict()
     for name, value in second.model.state_dict().items():
-        assert value.tobytes() == want[name].tobytes(), name
+        assert value.tobytes() == expected[name].tobytes(), name
     assert second.scaler.state_dict() == through.scaler.state_dict()
     assert second.scaler.current_scale == 65536 * 4
     layers = {path: context.layer for path, context in through.recipe.layers.items()}

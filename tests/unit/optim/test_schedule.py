@@ -81,8 +81,10 @@ def test_against_torch(total):
         scheduler, mine = make(theirs), optimizer(0.1)
         for step in range(total):
             schedule.apply(mine, step)
-            want = theirs.param_groups[0]["lr"]
-            assert mine.groups[0].options["lr"] == pytest.approx(want, rel=1e-9, abs=1e-12), step
+            expected = theirs.param_groups[0]["lr"]
+            assert mine.groups[0].options["lr"] == pytest.approx(expected, rel=1e-9, abs=1e-12), (
+                step
+            )
             with warnings.catch_warnings():  # torch wants optimizer.step() in between
                 warnings.simplefilter("ignore")
                 if step < total - 1:
@@ -172,13 +174,13 @@ def test_bad_arguments(make, message):
 def test_plateau_resumes():
     metrics = [3.0, 2.0, 2.5, 2.5, 2.5, 2.5, 1.0, 2.0, 2.0, 2.0]
     through, first = (ReduceLROnPlateau(patience=1, cooldown=1) for _ in range(2))
-    want = [through.observe(m) for m in metrics]
-    assert len(set(want)) > 2
+    expected = [through.observe(m) for m in metrics]
+    assert len(set(expected)) > 2
     got = [first.observe(m) for m in metrics[:5]]
     second = ReduceLROnPlateau(patience=1, cooldown=1)
     second.load_state_dict(first.state_dict())
     got += [second.observe(m) for m in metrics[5:]]
-    assert got == want
+    assert got == expected
 
 
 def test_plateau_refuses_what_is_no_reading():

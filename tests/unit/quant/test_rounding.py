@@ -128,8 +128,8 @@ def test_around_every_value_and_midpoint(name: str, ties: str) -> None:
     x = critical(name)
     codes, saturated = encode(x, ELEMENTS[name], ties=ties)
     for k, value in enumerate(x):
-        want = oracle.encode(value, name, ties=ties)
-        assert (int(codes[k]), bool(saturated[k])) == want, f"{value!r} on {name}, ties {ties}"
+        expected = oracle.encode(value, name, ties=ties)
+        assert (int(codes[k]), bool(saturated[k])) == expected, f"{value!r} on {name}, ties {ties}"
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
@@ -141,8 +141,10 @@ def test_stochastic_around_every_value_and_midpoint(name: str) -> None:
     for w in (words, *(np.full(x.shape, f, np.uint32) for f in fixed)):
         codes, saturated = encode(x, ELEMENTS[name], words=w)
         for k, value in enumerate(x):
-            want = oracle.encode(value, name, int(w[k]))
-            assert (int(codes[k]), bool(saturated[k])) == want, f"{value!r} on {name}, word {w[k]}"
+            expected = oracle.encode(value, name, int(w[k]))
+            assert (int(codes[k]), bool(saturated[k])) == expected, (
+                f"{value!r} on {name}, word {w[k]}"
+            )
 
 
 ROUNDINGS = ("even", "away", "zero", "stochastic")

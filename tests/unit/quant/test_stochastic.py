@@ -64,8 +64,8 @@ def test_word_of_a_block_and_position(rbits: int) -> None:
     assert words.dtype == np.uint32
     for row, block in enumerate(index):
         for position in range(37):
-            want = oracle.word(STREAM, int(block), position, rbits)
-            assert int(words[row, position]) == want, (int(block), position)
+            expected = oracle.word(STREAM, int(block), position, rbits)
+            assert int(words[row, position]) == expected, (int(block), position)
 
 
 def test_too_many_blocks_are_refused() -> None:

@@ -139,11 +139,11 @@ def test_rotate_against_scipy() -> None:
     angles = 30.0 * (2.0 * draws(6).uniform(RandomRotate.slot or 0) - 1.0)
     out = RandomRotate(30.0)(x, draws(6))
     for i, angle in enumerate(angles):
-        want = ndimage.rotate(
+        expected = ndimage.rotate(
             x[i].astype(np.float64), angle, axes=(2, 1), reshape=False, order=1,
             mode="grid-constant",
         )  # fmt: skip
-        np.testing.assert_allclose(out[i], want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(out[i], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_crop_shifts_by_up_to_its_padding_and_all_ways() -> None:
@@ -161,10 +161,10 @@ def test_resize_keeps_what_is_straight_and_agrees_with_torch() -> None:
     torch = pytest.importorskip("torch", reason="torch is the oracle: pip install -e .[peers]")
     for side in (1, 5, 8, 20):
         got = Resize(side)(images(), draws())
-        want = torch.nn.functional.interpolate(
+        expected = torch.nn.functional.interpolate(
             torch.tensor(images()), (side, side), mode="bilinear", align_corners=False
         ).numpy()
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert Resize(4)(images(dtype=np.uint8), draws()).dtype == np.uint8
 
 

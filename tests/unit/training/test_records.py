@@ -63,8 +63,8 @@ def test_class_metrics_as_scikit_learn() -> None:
     rng = np.random.default_rng(0)
     scores, labels = rng.standard_normal((500, 7)), rng.integers(0, 7, 500)
     for k in range(1, 7):
-        want = sklearn_metrics.top_k_accuracy_score(labels, scores, k=k)
-        assert top_k_hits(scores, labels, k) / 500 == pytest.approx(want, rel=1e-12)
+        expected = sklearn_metrics.top_k_accuracy_score(labels, scores, k=k)
+        assert top_k_hits(scores, labels, k) / 500 == pytest.approx(expected, rel=1e-12)
     predicted = scores.argmax(1)
     np.testing.assert_array_equal(
         confusion_matrix(predicted, labels, 7), sklearn_metrics.confusion_matrix(labels, predicted)
@@ -85,9 +85,9 @@ def test_perplexity_as_scikit_learn() -> None:
     for part in np.array_split(np.arange(300), 4):
         loss = sklearn_metrics.log_loss(labels[part], chances[part], labels=range(5))
         total.add(scores[part], labels[part], loss)
-    want = sklearn_metrics.log_loss(labels, chances)
-    assert total.loss == pytest.approx(want, rel=1e-12)
-    assert total.perplexity == pytest.approx(np.exp(want), rel=1e-12)
+    expected = sklearn_metrics.log_loss(labels, chances)
+    assert total.loss == pytest.approx(expected, rel=1e-12)
+    assert total.perplexity == pytest.approx(np.exp(expected), rel=1e-12)
 
 
 def test_ties_go_to_the_lower_class_as_in_argmax() -> None:
