@@ -303,7 +303,7 @@ def _folder(path: Path) -> Path:
 
 
 def _described(
-    model: Module, loaded: LoadedFrom | None, model_type: str | None
+    model: Any, loaded: LoadedFrom | None, model_type: str | None
 ) -> tuple[Architecture, dict[str, Any]]:
     """The architecture's row, and config.json's contents."""
     if loaded is not None and model_type in (None, loaded.config.get("model_type")):
@@ -327,7 +327,7 @@ def _tensors(model: Module) -> dict[str, Any]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _stored_weights(model: Module, row: Architecture) -> Iterator[tuple[str, Stored]]:
+def _stored_weights(model: Any, row: Architecture) -> Iterator[tuple[str, Stored]]:
     """The model's tensors as files hold them; parts of one are put together."""
     tensors, sources = _tensors(model), row.sources(model.config)
     shared: dict[str, list[tuple[str, Source]]] = {}

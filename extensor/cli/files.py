@@ -114,8 +114,10 @@ def inspect(file: Annotated[Positional[Path], arg(metavar="FILE")]) -> None:
     Args:
         file: A .safetensors, .gguf, .npz or .npy file, a folder, or a model's index.
     """
-    rows, total, facts = [], 0, Sheet(str(file), ("metadata", "value"), ())
-    if file.suffix in (".npy", ".npz"):
+    rows: list[tuple[str, ...]] = []
+    total, facts = 0, Sheet(str(file), ("metadata", "value"), ())
+    named = file.suffix in (".safetensors", ".gguf") or file.name.endswith(INDEX)
+    if not file.is_dir() and not named:
         tensors = iter(read_tensors(file).items())
     else:
         try:

@@ -1,4 +1,4 @@
-"""A tokenizer in another container: tokenizer.json of a GGUF vocabulary, and the other way round."""
+"""A tokenizer in another container: tokenizer.json of a GGUF vocabulary, and the other way."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from extensor.io.stored.targets import TARGETS, Target, takes_blocks
 __all__ = [
     "GGUF_ARCHITECTURES", "TARGETS", "WEIGHT_LAYOUTS", "Archive", "Conversion", "GgufArchitecture",
     "LossyConversionError", "Part", "Target", "TensorCertificate", "TensorInfo", "WeightLayout",
-    "WriteOptions", "as_hugging_face", "compare", "convert", "gguf_metadata", "gguf_name", "kind_of",
-    "metadata_of", "mxfp4_to_nvfp4", "open_archive", "read_weight", "requantize", "smallest_float",
-    "takes_blocks", "write_checkpoint", "write_weight",
+    "WriteOptions", "as_hugging_face", "compare", "convert", "gguf_metadata", "gguf_name",
+    "kind_of", "metadata_of", "mxfp4_to_nvfp4", "open_archive", "read_weight", "requantize",
+    "smallest_float", "takes_blocks", "write_checkpoint", "write_weight",
 ]  # fmt: skip

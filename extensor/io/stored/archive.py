@@ -170,7 +170,7 @@ def _open_folder(folder: Path) -> Archive:
     gguf = sorted(folder.glob("*.gguf"))
     if len(gguf) == 1:
         return _open_gguf(gguf[0])
-    held = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+    held = ", ".join(file.name for file in gguf) or "none"
     raise FileNotFoundError(
         f"{folder}: expected .safetensors files or one .gguf file, found {held}"
     )
@@ -383,10 +383,16 @@ class _SafetensorsSource:
 
 def _block_of(config: dict[str, Any] | None) -> tuple[int, int]:
     """The tile of FP8 blocks that config.json says; 128 x 128 where it says none."""
-    quantization = (config or {}).get("quantization_config") or {}
+    quantization = _table(config, "quantization_config")
     size = quantization.get("weight_block_size")
-    for group in (quantization.get("config_groups") or {}).values():
-        size = size or ((group or {}).get("weights") or {}).get("block_structure")
+    for group in _table(quantization, "config_groups").values():
+        size = size or _table(group, "weights").get("block_structure")
     if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
         return size[0], size[1]
     return 128, 128
+
+
+def _table(values: Any, key: str) -> dict[str, Any]:
+    """A dictionary inside another; empty where either is none."""
+    found = values.get(key) if isinstance(values, dict) else None
+    return found if isinstance(found, dict) else {}

@@ -340,26 +340,26 @@ def _write_safetensors(
     done: Conversion,
 ) -> tuple[dict[str, Any], list[str]]:
     """Write the weights; specs of modules with blocked ones, and linear modules without."""
-    writer = SafetensorsWriter(folder, single, options.shard_bytes)
     blocked: dict[str, Any] = {}
     kept: list[str] = []
     own: dict[str, Any] = {}
-    for name, value in weights:
-        made = new_form(target, name, value)
-        written, back = _stored(target, name, made)
-        if isinstance(made, QuantArray):
-            blocked[name.removesuffix(".weight")] = made.spec
-            if target.as_stored:
-                own[name] = made
-        elif len(value.shape) == 2 and name.endswith(".weight") and "embed" not in name:
-            kept.append(name.removesuffix(".weight"))
-        done.certificates.append(compare(name, value, back))
-        for stored, (dtype, shape, content) in written.items():
-            writer.add(stored, dtype, shape, content)
-    _refuse_lossy(done, options)
-    if own:
-        writer.metadata[METADATA_KEY] = blocked_content(own)
-    writer.finish()
+    with contextlib.closing(SafetensorsWriter(folder, single, options.shard_bytes)) as writer:
+        for name, value in weights:
+            made = new_form(target, name, value)
+            written, back = _stored(target, name, made)
+            if isinstance(made, QuantArray):
+                blocked[name.removesuffix(".weight")] = made.spec
+                if target.as_stored:
+                    own[name] = made
+            elif len(value.shape) == 2 and name.endswith(".weight") and "embed" not in name:
+                kept.append(name.removesuffix(".weight"))
+            done.certificates.append(compare(name, value, back))
+            for stored, (dtype, shape, content) in written.items():
+                writer.add(stored, dtype, shape, content)
+        _refuse_lossy(done, options)
+        if own:
+            writer.metadata[METADATA_KEY] = blocked_content(own)
+        writer.finish()
     return blocked, kept
 
 
@@ -482,14 +482,14 @@ def _write_gguf(
     if target.gguf is not None and target.gguf.name in _FILE_TYPES:
         metadata["general.file_type"] = _FILE_TYPES[target.gguf.name]
     metadata["general.quantization_version"] = 2
-    writer = GgufWriter(path, metadata)
-    for name, value in weights:
-        if name == "lm_head.weight" and config.get("tie_word_embeddings"):
-            done.notes.append("lm_head.weight is the embedding's and not stored again")
-            continue
-        _add_gguf(writer, target, row, config, name, value, done)
-    _refuse_lossy(done, options)
-    done.files = writer.finish()
+    with contextlib.closing(GgufWriter(path, metadata)) as writer:
+        for name, value in weights:
+            if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+                done.notes.append("lm_head.weight is the embedding's and not stored again")
+                continue
+            _add_gguf(writer, target, row, config, name, value, done)
+        _refuse_lossy(done, options)
+        done.files = writer.finish()
 
 
 def _add_gguf(

@@ -104,12 +104,12 @@ class SafetensorsWriter:
         """Write what is left, and the index if there are several files; the files' paths."""
         if self._open or not self._shards:
             self._flush()
-        self._spool.file.close()
         if self.single is not None or len(self._shards) == 1:
             path = self.folder / (self.single or "model.safetensors")
             self._shards[0][0].replace(path)
             return [path]
-        table, paths = {}, []
+        table: dict[str, str] = {}
+        paths = []
         for number, (path, names) in enumerate(self._shards, 1):
             final = self.folder / f"model-{number:05}-of-{len(self._shards):05}.safetensors"
             path.replace(final)
@@ -120,6 +120,10 @@ class SafetensorsWriter:
         with replacing(place) as file:
             file.write(json.dumps(index, indent=1).encode())
         return [*paths, place]
+
+    def close(self) -> None:
+        """Let go of the temporary file, after `finish` or without it."""
+        self._spool.file.close()
 
     def _flush(self) -> None:
         """Write a shard: wide dtypes first, so that every tensor is aligned."""
@@ -187,8 +191,11 @@ class GgufWriter:
 
         with replacing(self.path) as file:
             write_gguf(file, self.metadata, self._tensors, contents())
-        self._spool.file.close()
         return [self.path]
+
+    def close(self) -> None:
+        """Let go of the temporary file, after `finish` or without it."""
+        self._spool.file.close()
 
 
 def copy_files(source: Path, target: Path, names: tuple[str, ...]) -> list[str]:
