@@ -156,3 +156,24 @@ def test_a_bad_axis_is_an_index_error_too() -> None:
             made()
         with pytest.raises(ValueError, match="expected -"):
             made()
+
+
+def test_several_arrays_are_a_tuple_and_several_axes_are_inserted() -> None:
+    x = et.arange(3)
+    assert isinstance(et.meshgrid(x, x), tuple) and et.meshgrid() == ()
+    assert isinstance(et.broadcast_arrays(x, et.zeros((2, 1))), tuple)
+    assert et.__array_namespace_info__().devices() == ("cpu",)
+    for axes in ((0, -1), (1, 2), (-1, 0, 2), ()):
+        assert et.expand_dims(x, axes).shape == np.expand_dims(x.numpy(), axes).shape, axes
+
+
+def test_the_exponential_of_complex_infinities() -> None:
+    """The standard's special cases of expm1; numpy makes inf + 0j a NaN."""
+    x = [complex(np.inf, 0), complex(-np.inf, 1), complex(-np.inf, np.inf), complex(np.inf, 1)]
+    others = [complex(np.inf, np.inf), complex(1e-4, 1e-4), complex(np.nan, 0)]
+    got = et.expm1(et.ExTensor([*x, *others])).numpy()
+    np.testing.assert_array_equal(got[:3], [complex(np.inf, 0), -1, -1])
+    assert got[3].real == got[3].imag == np.inf
+    assert np.isposinf(got[4].real) and np.isnan(got[4].imag)
+    assert got[5] == np.expm1(np.complex64(complex(1e-4, 1e-4)))
+    assert np.isnan(got[6].real) and got[6].imag == 0

@@ -120,7 +120,7 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     samples=lambda rng: [Sample((rng.normal(size=(3, 1)), rng.normal(size=(4,))))],
     errors=(BadInput((np.zeros(2), np.zeros(3)), ValueError, "shapes that broadcast"),),
 )
-def broadcast_arrays(*arrays: ExTensor) -> list[ExTensor]:
+def broadcast_arrays(*arrays: ExTensor) -> tuple[ExTensor, ...]:
     """Read-only views of tensors, repeated to their common shape.
 
     Args:
@@ -138,7 +138,7 @@ def broadcast_arrays(*arrays: ExTensor) -> list[ExTensor]:
     """
     tensors_only("broadcast_arrays", *arrays)
     shape = broadcast_shapes(*(x.shape for x in arrays))
-    return [broadcast_to(x, shape) for x in arrays]
+    return tuple(broadcast_to(x, shape) for x in arrays)
 
 
 @composite(

@@ -256,7 +256,7 @@ class _Info:
         """The device of new tensors."""
         return registry.get(None).name
 
-    def devices(self) -> list[str]:
+    def devices(self) -> tuple[str, ...]:
         """The devices of this machine."""
         found = []
         for name in registry.BACKENDS:
@@ -264,7 +264,7 @@ class _Info:
                 found.append(registry.get(name).name)
             except RuntimeError:
                 continue
-        return found
+        return tuple(found)
 
     def default_dtypes(self, *, device: str | None = None) -> dict[str, DType]:
         """What Python numbers become."""

@@ -6,6 +6,7 @@ For a blocked dtype the values are made in float32 and then quantized.
 from __future__ import annotations
 
 import operator
+import reprlib
 from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, Generic
@@ -67,12 +68,12 @@ def as_data(data: Any, dtype: DType | None, xp: Any = np) -> Any:
             numbers = np.array(data).dtype.kind in "biufc"
         except ValueError:
             raise ValueError(
-                f"ExTensor(data): expected nested lists of equal lengths, got {data!r:.80}"
+                f"ExTensor(data): expected nested lists of equal lengths, got {reprlib.repr(data)}"
             ) from None
         if not numbers:
             raise TypeError(
                 f"ExTensor(data): expected numbers, nested lists of them or an array, got "
-                f"{data!r:.80}"
+                f"{reprlib.repr(data)}"
             )
     if dtype is None and not hasattr(data, "dtype"):
         array = np.array(data)

@@ -336,11 +336,11 @@ class OpMethods(Generic[Tensor]):
         """See :func:`extensor.squeeze`."""
         return _op["squeeze"](self, axis)
 
-    def unsqueeze(self, axis: int) -> Tensor:
+    def unsqueeze(self, axis: int | tuple[int, ...]) -> Tensor:
         """See :func:`extensor.expand_dims`."""
         return _op["expand_dims"](self, axis)
 
-    def expand_dims(self, axis: int) -> Tensor:
+    def expand_dims(self, axis: int | tuple[int, ...]) -> Tensor:
         """See :func:`extensor.expand_dims`."""
         return _op["expand_dims"](self, axis)
 

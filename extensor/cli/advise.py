@@ -18,6 +18,7 @@ import numpy as np
 from tyro.conf import Positional, arg
 
 from extensor.backends import registry
+from extensor.cli.advise_model import advise_model
 from extensor.cli.files import INDEX, kind_text, read_tensors, tensor_files
 from extensor.cli.sheet import CommandError, Sheet, shape_text, show
 from extensor.inspect import decibels, normal_sqnr
@@ -93,6 +94,10 @@ class AdviseFlags:
     behind a colon if it is not the default one."""
     json: bool = False
     """Print JSON instead of tables."""
+    text: Path | None = None
+    """With MODEL: a text in UTF-8 whose loss decides; not the one that you test on."""
+    bits: float = 5.0
+    """With MODEL: bits of each weight, scales included, that all layers together may take."""
 
 
 def candidates(text: str) -> list[Candidate]:
@@ -115,10 +120,10 @@ def candidates(text: str) -> list[Candidate]:
 
 
 def advise(
-    source: Annotated[Positional[Path], arg(metavar="FILE|RUN")],
+    source: Annotated[Positional[Path], arg(metavar="FILE|RUN|MODEL")],
     flags: Annotated[AdviseFlags, arg(name="")] = AdviseFlags(),
 ) -> None:
-    """Say which format and which recipe fit a file of weights or a training run, and why.
+    """Say which formats and which recipe fit a model, a file of weights or a training run, and why.
 
     FILE is a .safetensors, .npz or .npy file, a folder of .safetensors files, or a model's index.
     Every float matrix is quantized in each format along its last axis. The advice is the smallest
@@ -134,6 +139,11 @@ def advise(
     other recipes are tried on the trained weights, forward only. The advice is the recipe of fewest
     bits whose output keeps --min-sqnr dB, and what to change for the operands beyond the limits.
 
+    MODEL, with --text, is a pretrained language model: a folder with config.json, or a .gguf file.
+    The advice is a format for each layer, the mix of least predicted loss whose weights take --bits
+    each. Rounding a layer's weights by e changes the loss by about half the mean square of a
+    token's gradient times e, which is measured on eight windows of the text.
+
     For comparison, normally distributed values keep 18.8 dB in mxfp4 rceil, 21.2 in nvfp4
     four_over_six, 30.9 in mxfp6_e2m3 rceil, 42.1 in int8 and 31.5 in mxfp8_e4m3 rceil.
 
@@ -141,8 +151,10 @@ def advise(
 
     example: extensor advise runs/lenet-digits-mxfp4-s0
 
+    example: extensor advise SmolLM2-135M-Instruct.gguf --text book.txt --bits 4.5
+
     Args:
-        source: a file of tensors, a folder of .safetensors files, or the folder of a run.
+        source: a file of tensors, a folder of .safetensors files, the folder of a run, or a model.
         flags: the budget.
     """
     if not math.isfinite(flags.min_sqnr):
@@ -151,7 +163,11 @@ def advise(
         raise CommandError(
             f"{source}: no such file or folder; `extensor train lenet --out {source}` makes a run"
         )
-    if source.is_dir() and (module := importlib.import_module("extensor.training.advise")).is_run(
+    if flags.text is not None:
+        names = {c.spec: c.name for c in candidates(flags.formats)}
+        found = advise_model(source, flags.text, names, flags.bits)
+        content, sheets, lines = found.as_json(), found.sheets(), []
+    elif source.is_dir() and (module := importlib.import_module("extensor.training.advise")).is_run(
         source
     ):
         advised = module.advise_run(source, flags.min_sqnr)

@@ -38,6 +38,7 @@ from extensor.nn.embedding import Embedding
 from extensor.nn.kv_cache import KVCache, new_cache
 from extensor.nn.linear import Linear
 from extensor.nn.lora import DoRA, LoRA, MergedWeight, add_adapters, merge_adapters
+from extensor.nn.mixed import LossChange, choose_formats, loss_changes, quantize_layers
 from extensor.nn.mixture import MixtureOfExperts
 from extensor.nn.module import Hook, Module, StateNames
 from extensor.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
@@ -84,6 +85,7 @@ __all__ = [
     "Linear",
     "LoRA",
     "LogSoftmax",
+    "LossChange",
     "MaxPool2d",
     "MergedWeight",
     "Mish",
@@ -110,14 +112,17 @@ __all__ = [
     "TransformerBlock",
     "add_adapters",
     "apply_recipe",
+    "choose_formats",
     "depthwise_conv2d",
     "dequantize_model",
     "gemm_layers",
     "init",
     "load_quantized",
+    "loss_changes",
     "merge_adapters",
     "new_cache",
     "packed_layers",
+    "quantize_layers",
     "quantize_model",
     "save_quantized",
 ]

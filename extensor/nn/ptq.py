@@ -87,7 +87,7 @@ def quantize_model(
             f"scheme {scheme.name!r} needs a calibration set to choose the activations' range; "
             "pass calibration=[batch, ...], or a dynamic scheme such as 'int8_dynamic'"
         )
-    made = _bare_copy(model)
+    made = bare_copy(model)
     recipe = scheme.recipe(tuple(keep))
     chosen = {p: r for p, r in assign_recipe(made, recipe).items() if not r.fprop.unquantized}
     layers = {path: layer for path, layer in gemm_layers(made) if path in chosen}
@@ -98,7 +98,7 @@ def quantize_model(
             f"{[r.match for r in recipe.rules]}"
         )
     for path, layer in layers.items():
-        _check_layer(path, layer)
+        check_packable(path, layer)
     scales: dict[str, StaticScale] = {}
     if calibration is not None:
         seen = calibrate(made, layers, batches_of(calibration))
@@ -106,7 +106,7 @@ def quantize_model(
             scales = {path: choose_scale(row, scheme) for path, row in seen.items()}
     state = RecipeState(recipe)
     for path, layer in layers.items():
-        _pack_weight(
+        pack_weight(
             layer,
             LayerContext(
                 path, len(state.layers), chosen[path], state, static_scale=scales.get(path)
@@ -144,7 +144,7 @@ def dequantize_model(model: Module) -> Module:
     >>> et.nn.dequantize_model(packed)[0].weight.dtype
     extensor.float32
     """
-    made = _bare_copy(model)
+    made = bare_copy(model)
     fresh: dict[int, Parameter] = {}  # a weight that several modules share stays one
     for module in made.modules():
         for name, value in list(vars(module).items()):
@@ -157,7 +157,7 @@ def dequantize_model(model: Module) -> Module:
     return made
 
 
-def _bare_copy(model: Module) -> Module:
+def bare_copy(model: Module) -> Module:
     """A copy of the model without recipe, hooks and gradients."""
     without: dict[int, Any] = {}  # deepcopy's memo: replacements by the id of what they replace
     for module in model.modules():
@@ -170,7 +170,13 @@ def _bare_copy(model: Module) -> Module:
     return bare
 
 
-def _check_layer(path: str, layer: GemmLayer) -> None:
+def check_packable(path: str, layer: GemmLayer) -> None:
+    """Refuse a layer whose weight cannot be packed.
+
+    Raises:
+        ValueError: for another layer than Linear and Conv2d, or a weight that is packed or not
+            finite.
+    """
     weight = layer.weight
     if not isinstance(layer, (Linear, Conv2d)):
         raise ValueError(
@@ -189,7 +195,7 @@ def _check_layer(path: str, layer: GemmLayer) -> None:
         )
 
 
-def _pack_weight(layer: GemmLayer, context: LayerContext) -> None:
+def pack_weight(layer: GemmLayer, context: LayerContext) -> None:
     """Replace a layer's float32 weight by a packed one, and record what packing did to it."""
     weight = layer.weight
     spec = context.operand("fprop.w")
@@ -277,7 +283,7 @@ def load_quantized(path: str | os.PathLike[str], model: Module) -> Module:
     content = checkpoint.metadata.get(KEY)
     if not isinstance(content, dict):
         raise CheckpointError(f"{os.fspath(path)}: expected a file of save_quantized, got another")
-    made = _bare_copy(model)
+    made = bare_copy(model)
     known = dict(gemm_layers(made))
     dense = Gemm("float32", "float32")
     state: RecipeState | None = None

@@ -150,6 +150,6 @@ def axis_tuple(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
 
 
 def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether an array of ``shape`` broadcasts to ``expected``."""
+    """Whether an array of ``shape`` broadcasts to ``target``."""
     lead = len(target) - len(shape)
     return lead >= 0 and all(n in (1, m) for n, m in zip(shape, target[lead:], strict=True))

@@ -100,7 +100,7 @@ def triu(x: ExTensor, k: int = 0) -> ExTensor:
     return _matrix("triu", x, k)
 
 
-def meshgrid(*vectors: ExTensor, indexing: str = "xy") -> list[ExTensor]:
+def meshgrid(*vectors: ExTensor, indexing: str = "xy") -> tuple[ExTensor, ...]:
     """The coordinates of a grid's points.
 
     Args:
@@ -125,7 +125,7 @@ def meshgrid(*vectors: ExTensor, indexing: str = "xy") -> list[ExTensor]:
             f"{[v.shape for v in vectors]} and {indexing!r}"
         )
     if not vectors:
-        return []
+        return ()
     backend = vectors[0].backend
     grids = backend.xp.meshgrid(*(v.data for v in vectors), indexing=indexing)
-    return [wrap(grid, backend) for grid in grids]
+    return tuple(wrap(grid, backend) for grid in grids)

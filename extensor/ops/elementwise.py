@@ -46,7 +46,20 @@ def exp(x: ExTensor) -> ExTensor:
     return apply("exp", x)
 
 
-@unary_primitive("expm1", lambda g, out, x: g * (out + 1.0), (-2, 2), reads="output", fused=True)
+def _expm1(backend: Any, x: Any) -> Any:
+    out = backend.xp.expm1(x)
+    if x.dtype.kind != "c":
+        return out  # numpy multiplies the infinities of complex numbers by sines of 0
+    return backend.xp.where(backend.xp.isfinite(x), out, backend.xp.exp(x) - 1)
+
+
+@unary_primitive(
+    quiet(_expm1),
+    lambda g, out, x: g * (out + 1.0),
+    unary_samples(np.expm1),
+    reads="output",
+    fused=True,
+)
 def expm1(x: ExTensor) -> ExTensor:
     """The exponential less one, ``exp(x) - 1``, without loss of digits for small x.
 

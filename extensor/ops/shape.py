@@ -191,29 +191,35 @@ def squeeze(x: ExTensor, axis: Axis = None) -> ExTensor:
 
 
 @composite(
-    samples=lambda rng: [Sample((rng.normal(size=(2, 3)), axis)) for axis in (0, 1, -1)],
-    errors=(BadInput((np.zeros((2, 3)), 3), ValueError, "expected -3..2"),),
+    samples=lambda rng: [Sample((rng.normal(size=(2, 3)), axis)) for axis in (0, 1, (-1, 0))],
+    errors=(
+        BadInput((np.zeros((2, 3)), 3), ValueError, "expected -3..2"),
+        BadInput((np.zeros((2, 3)), (0, -4)), ValueError, "each axis once"),
+    ),
 )
-def expand_dims(x: ExTensor, axis: int) -> ExTensor:
-    """Insert an axis of length 1.
+def expand_dims(x: ExTensor, axis: int | tuple[int, ...]) -> ExTensor:
+    """Insert axes of length 1.
 
     Args:
         x: any shape.
-        axis: the place of the new axis in the result.
+        axis: the place of the new axis in the result, or the places of several.
 
     Returns:
-        The values of x with one axis more.
+        The values of x with the new axes.
 
     Raises:
-        TypeError, ValueError: for an axis that is no int or out of range.
+        TypeError, ValueError: for an axis that is no int, is out of range or named twice.
 
     Example:
-        >>> et.expand_dims(et.zeros((2, 3)), 1).shape
-        (2, 1, 3)
+        >>> et.expand_dims(et.zeros((2, 3)), (0, -1)).shape
+        (1, 2, 3, 1)
     """
     tensors_only("expand_dims", x)
-    at = axis_index("expand_dims", axis, x.ndim + 1)
-    return reshape(x, (*x.shape[:at], 1, *x.shape[at:]))
+    count = len(axis) if isinstance(axis, (tuple, list)) else 1
+    sizes = list(x.shape)
+    for at in axis_tuple("expand_dims", axis, x.ndim + count):
+        sizes.insert(at, 1)
+    return reshape(x, tuple(sizes))
 
 
 unsqueeze = expand_dims
@@ -487,6 +493,10 @@ def stack(tensors: Sequence[ExTensor], axis: int = 0) -> ExTensor:
     return concatenate([expand_dims(p, at) for p in parts], at)
 
 
+MAX_EMPTY_PARTS = 1 << 16
+"""Parts of an axis without elements, which any number divides."""
+
+
 @composite(
     samples=lambda rng: [
         Sample((rng.normal(size=(4, 3)), 2)), Sample((rng.normal(size=(2, 5)), [1, 4], 1))
@@ -526,8 +536,11 @@ def split(x: ExTensor, sections: ShapeLike, axis: int = 0) -> list[ExTensor]:
             )
     else:
         (count,) = as_shape(sections, "split")
-        if count == 0 or length % count:
-            raise ValueError(f"split: expected a number that divides {length}, got {sections}")
+        if count == 0 or length % count or count > max(length, MAX_EMPTY_PARTS):
+            raise ValueError(
+                f"split: expected a number that divides {length}, {MAX_EMPTY_PARTS} at most of "
+                f"an empty axis, got {sections}"
+            )
         cuts = [i * (length // count) for i in range(count + 1)]
     before = (slice(None),) * at
     return [x[(*before, slice(a, b))] for a, b in itertools.pairwise(cuts)]

@@ -12,7 +12,7 @@ from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import Axis, axis_index, axis_tuple, tensors_only
 from extensor.ops.arithmetic import where
-from extensor.ops.elementwise import isnan
+from extensor.ops.elementwise import isfinite, isnan
 from extensor.ops.indexing import gather
 
 __all__ = ["argsort", "median", "percentile", "sort", "topk"]
@@ -141,7 +141,8 @@ def percentile(x: ExTensor, q: float, axis: Axis = None, keepdims: bool = False)
         keepdims: keep the reduced axes, with length 1.
 
     Returns:
-        The shape of x without the reduced axes; NaN where there is one.
+        The shape of x without the reduced axes; NaN where there is one, and between the two
+        infinities; an infinity between one and another value.
 
     Raises:
         TypeError, ValueError: for q outside 0..100, a bad axis, or no values along it.
@@ -164,7 +165,11 @@ def percentile(x: ExTensor, q: float, axis: Axis = None, keepdims: bool = False)
     low = math.floor(place)
     result = ranked[..., low]
     if place > low:
-        result = result + (ranked[..., low + 1] - result) * (place - low)
+        above, share = ranked[..., low + 1], place - low
+        finite = isfinite(result) & isfinite(above)  # the difference of infinities is NaN
+        infinite = where(finite, 0.0, result) * (1 - share) + where(finite, 0.0, above) * share
+        result, above = where(finite, result, 0.0), where(finite, above, 0.0)
+        result = result + (above - result) * share + infinite
     top = ranked[..., -1].detach()
     result = where(isnan(top), top, result)  # NaN sorts last and must show
     shape = tuple(1 if a in axes else n for a, n in enumerate(x.shape))

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import string
 import struct
 import tarfile
@@ -30,6 +31,7 @@ from .prepared import prepared
 __all__ = ["CIFAR10", "EMNIST", "FASHION_MNIST", "MNIST", "ImageSource", "parse_cifar", "parse_idx"]
 
 UNSIGNED_BYTE = 8
+MAX_IDX_AXES = 32
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_RECORD = 1 + 3 * 32 * 32
 ARRAYS_VERSION = 1
@@ -117,10 +119,11 @@ def parse_idx(content: bytes, shape: tuple[int, ...] | None, label: str) -> np.n
     if len(content) < 4:
         raise DataError(f"{label}: expected an IDX file, got {len(content)} bytes")
     zero, kind, ndim = struct.unpack(">HBB", content[:4])
-    if zero != 0 or kind != UNSIGNED_BYTE or ndim == 0:
+    if zero != 0 or kind != UNSIGNED_BYTE or not 0 < ndim <= MAX_IDX_AXES:
         raise DataError(
             f"{label}: expected an IDX magic number of unsigned bytes (00 00 08 and the number of "
-            f"axes), got {content[:4].hex(' ')}; is it another file, or still compressed?"
+            f"axes, {MAX_IDX_AXES} at most), got {content[:4].hex(' ')}; is it another file, or "
+            "still compressed?"
         )
     header = 4 + 4 * ndim
     if len(content) < header:
@@ -130,7 +133,7 @@ def parse_idx(content: bytes, shape: tuple[int, ...] | None, label: str) -> np.n
     found = struct.unpack(f">{ndim}I", content[4:header])
     if shape is not None and found != shape:
         raise DataError(f"{label}: expected shape {shape}, got {found}")
-    size = int(np.prod(found, dtype=np.int64))
+    size = math.prod(found)
     if len(content) - header != size:
         raise DataError(
             f"{label}: expected {size:,} bytes after the header for shape {found}, "

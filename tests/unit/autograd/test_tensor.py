@@ -39,6 +39,11 @@ def test_what_is_not_numbers_is_refused(bad: object) -> None:
 
 @pytest.mark.parametrize("dtype", [None, "float32", "mxfp4"])
 def test_ragged_lists_are_refused(dtype: str | None) -> None:
+    nested: list[object] = []
+    for _ in range(2000):
+        nested = [nested]
+    with pytest.raises(ValueError, match=r"nested lists of equal lengths, got \[\[\[.*\.\.\."):
+        et.ExTensor(nested)
     with pytest.raises(ValueError, match=r"lists of equal lengths, got \[\[1, 2\], \[3\]\]"):
         et.ExTensor([[1, 2], [3]], dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import math
 import re
 from pathlib import Path
@@ -181,3 +182,18 @@ def test_a_model_without_a_template_does_not_chat(
     decoder.passes.clear()
     assert said(capsys, "generate", "model", "abcd", "--tokens", "6") == "abcd" + "a" * 6 + "\n"
     assert decoder.passes == [4, 5, 6, 7, 8, 8]
+
+
+def test_advise_mixes_formats_by_what_they_do_to_the_loss(
+    decoder: Decoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("to be or not to be, that is the question. " * 30)
+    words = ["advise", str(tmp_path), "--text", str(tmp_path / "text"), "--formats", "mxfp4,int8"]
+    found = json.loads(said(capsys, *words, "--bits", "6.5", "--json"))
+    assert found["bits_per_weight"] <= 6.5
+    formats = {row["format"] for row in found["layers"].values()}
+    assert formats == {"mxfp4", "int8"} and found["predicted_loss_change"] > 0
+    assert "the mix" in said(capsys, *words)
+    assert main([*words, "--bits", "4"]) == 2
+    assert "--bits 4.0: choose_formats: the smallest formats take" in capsys.readouterr().err
+    assert main([*words[:2], "--text", str(tmp_path / "none")]) == 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 import extensor as et
 
 
@@ -39,3 +42,26 @@ def test_products_with_zeros_have_gradients() -> None:
     x.prod().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [0, 10, 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "q", "expected"),
+    [
+        ([np.inf, np.inf], 50, np.inf),
+        ([-np.inf, -np.inf, 1], 25, -np.inf),
+        ([-np.inf, 1], 50, -np.inf),
+        ([1, np.inf], 50, np.inf),
+        ([1, np.inf, np.inf], 75, np.inf),
+        ([1, 3, np.inf], 25, 2),
+        ([3e38, 3.2e38], 50, 3.1e38),
+    ],
+)
+def test_percentiles_of_infinities(values: list[float], q: float, expected: float) -> None:
+    x = et.ExTensor(values, dtype="float32", requires_grad=True)
+    got = et.percentile(x, q)
+    assert got.item() == np.float32(expected)
+    got.backward()
+    assert x.grad is not None
+    assert x.grad.numpy().sum() == pytest.approx(1) and np.isfinite(x.grad.numpy()).all()
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(et.median(et.ExTensor([-np.inf, np.inf])).item())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import extensor as et
 
@@ -47,3 +48,9 @@ def test_repeated_rows_add_up_in_an_embedding() -> None:
         table.grad.numpy(), expected, rtol=0, atol=4 * 2**-53 * np.abs(g).max()
     )
     assert et.take(table, np.zeros(0, int)).shape == (0, 3)
+
+
+def test_an_empty_axis_has_any_number_of_parts_that_can_be_made() -> None:
+    assert [part.shape for part in et.split(et.zeros((0, 2)), 3)] == [(0, 2)] * 3
+    with pytest.raises(ValueError, match="65536 at most of an empty axis"):
+        et.split(et.zeros((0,)), 2**63 - 1)

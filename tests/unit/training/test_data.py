@@ -73,6 +73,14 @@ def test_stratified_split_takes_the_number_asked_of_every_class() -> None:
 # --- IDX
 
 
+@pytest.mark.parametrize("sizes", [(2**32 - 1,) * 3, (2**31, 2**31, 4), (1,) * 40], ids=len)
+def test_parse_idx_of_any_shape_refuses_impossible_ones(sizes: tuple[int, ...]) -> None:
+    """Sizes whose product is 0 in 64 bits, and more axes than an array has."""
+    header = bytes([0, 0, 8, len(sizes)]) + b"".join(n.to_bytes(4, "big") for n in sizes)
+    with pytest.raises(DataError):
+        parse_idx(header + bytes(sizes[0] == 1), None, "pixels")
+
+
 def test_parse_idx_round_trips() -> None:
     assert np.array_equal(parse_idx(CONTENT, (2, 3, 4), "pixels"), PIXELS)
 
