@@ -58,10 +58,13 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
     compute: Any = None
     rounded: Any = None
     if not direct:
-        if name in BLOCKED_RULES and any(t.dtype.is_blocked for t in inputs):
+        if primitive.as_given:
+            _check_devices(name, inputs)
+        elif name in BLOCKED_RULES and any(t.dtype.is_blocked for t in inputs):
             ruled: ExTensor = BLOCKED_RULES[name](*inputs, **params)
             return ruled
-        inputs, arrays, compute, rounded = _prepare(primitive, inputs)
+        else:
+            inputs, arrays, compute, rounded = _prepare(primitive, inputs)
     try:
         out = primitive.forward(backend, *arrays, **params)
     except ValueError as error:
@@ -95,6 +98,8 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
     if record and MODE.enabled and primitive.differentiable:
         result.node = Node(primitive, params, inputs, out, saved, result._version, compute)
         result._requires_grad = True
+        if MODE.storage is not None:
+            MODE.storage.pack(result.node)
         if MODE.observer is not None:
             MODE.observer.recorded(result.node)
     return result
@@ -139,17 +144,21 @@ def _shares(out: Any, data: Any) -> bool:
     return out is data or (base is not None and (base is data or base is data.base))
 
 
-def _prepare(
-    primitive: Primitive, inputs: tuple[ExTensor, ...]
-) -> tuple[tuple[ExTensor, ...], list[Any], Any, Any]:
-    """Inputs to record, arrays to compute on, the dtype to compute in, and the one to round to."""
-    name = primitive.name
+def _check_devices(name: str, inputs: tuple[ExTensor, ...]) -> None:
     devices = {t.backend.name for t in inputs}
     if len(devices) > 1:
         raise ValueError(
             f"{name}: expected tensors on one device, got {', '.join(sorted(devices))}; "
             "move them with x.to(device)"
         )
+
+
+def _prepare(
+    primitive: Primitive, inputs: tuple[ExTensor, ...]
+) -> tuple[tuple[ExTensor, ...], list[Any], Any, Any]:
+    """Inputs to record, arrays to compute on, the dtype to compute in, and the one to round to."""
+    name = primitive.name
+    _check_devices(name, inputs)
     if not primitive.takes_blocked and any(t.dtype.is_blocked for t in inputs):
         if primitive.moves:
             raise TypeError(
