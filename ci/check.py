@@ -16,7 +16,6 @@ many tests ran.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import re
 import subprocess
@@ -24,6 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -36,6 +36,9 @@ NUMBER_TESTS = ("tests/test_every_format.py", "tests/unit/quant", "tests/unit/nn
 
 SITE = ("--keep-going", "-b", "html", "docs", "docs/_build")
 """The documentation site: its gallery is run, its reference written; a warning fails it."""
+
+TORCH_EXAMPLE = ("docs/how-to/torch_gpt.py", "--steps", "40", "--text", "README.md")
+"""The script of docs/how-to/torch.md, shorter and without a download."""
 
 QUICK = ("lint", "imports", "tests")
 """Groups of `--quick`."""
@@ -106,6 +109,8 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
         Step("lint-imports", "imports", (sys.executable, "-c", LINT_IMPORTS)),
     ]
     listed.append(Step("docs", "docs", (*python, "sphinx", "-q", "-W", *SITE)))
+    if find_spec("torch") is not None:  # an extra; its CPU wheel is enough
+        listed.append(Step("PyTorch example", "docs", (sys.executable, *TORCH_EXAMPLE)))
     if not pytest_arguments:
         listed.append(pytest_step("pytest, numpy path", NUMBER_TESTS, {"EXTENSOR_CORE": "0"}))
         # Both build the core anew.
@@ -122,7 +127,7 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
 def kernels_step() -> Step:
     """Every CUDA kernel compiled; without NVRTC a line that says what is missing."""
     name = "CUDA kernels compile"
-    if importlib.util.find_spec("cuda") is None:
+    if find_spec("cuda") is None:
         missing = f"print({INSTALL_NVRTC!r}); raise SystemExit({NOT_RUN})"
         return Step(name, "kernels", (sys.executable, "-c", missing))
     return replace(pytest_step(name, ("-m", "nvrtc", "tests/unit/cuda"), {}), group="kernels")

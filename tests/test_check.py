@@ -42,10 +42,10 @@ def test_quick_is_not_some_of_it() -> None:
 
 
 def test_kernels_that_are_not_compiled_are_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
     step = check.kernels_step()
     done = subprocess.run(step.command, capture_output=True, text=True, check=False)
     assert done.returncode == check.NOT_RUN and "pip install -e '.[nvrtc]'" in done.stdout
-    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(check, "find_spec", lambda name: object())
     assert check.kernels_step().command[-3:] == ("-m", "nvrtc", "tests/unit/cuda")
     assert check.kernels_step().group == "kernels" and "kernels" in check.ON_REQUEST
