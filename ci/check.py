@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -34,6 +35,9 @@ NUMBER_TESTS = ("tests/test_every_format.py", "tests/unit/quant", "tests/unit/nn
 
 SITE = ("--keep-going", "-b", "html", "docs", "docs/_build")
 """The documentation site: its gallery is run, its reference written; a warning fails it."""
+
+TORCH_EXAMPLE = ("docs/how-to/torch_gpt.py", "--steps", "40", "--text", "README.md")
+"""The script of docs/how-to/torch.md, shorter and without a download."""
 
 QUICK = ("lint", "imports", "tests")
 """Groups of `--quick`."""
@@ -104,6 +108,8 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
         Step("lint-imports", "imports", (sys.executable, "-c", LINT_IMPORTS)),
     ]
     listed.append(Step("docs", "docs", (*python, "sphinx", "-q", "-W", *SITE)))
+    if find_spec("torch") is not None:  # an extra; its CPU wheel is enough
+        listed.append(Step("PyTorch example", "docs", (sys.executable, *TORCH_EXAMPLE)))
     if not pytest_arguments:
         listed.append(pytest_step("pytest, numpy path", NUMBER_TESTS, {"EXTENSOR_CORE": "0"}))
         # Both build the core anew.
