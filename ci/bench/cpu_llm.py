@@ -6,7 +6,7 @@
 The same GGUF file in both, as many threads, the contestants taking turns in their own processes.
 Writing goes through the recorded pass that `extensor.generate` repeats, after 64 tokens. Prompts
 are read with float32 activations, as the file is, and with activations in blocks of 8 bits, MXFP4
-weights: the scheme mxfp4_a8 (random weights of the same shapes: values do not change the speed).
+weights: the scheme mxfp4_mxint8 (random weights of the same shapes; values change no speed).
 llama.cpp rounds activations to 8 bits in all of these.
 """
 
@@ -121,7 +121,7 @@ def main() -> None:
     for length in (0, *PROMPTS):
         contestants: dict[str, Any] = {"file": (_make(length), (path, None))}
         if length:
-            contestants["mxfp4_a8"] = (_make(length), (path, "mxfp4_a8"))
+            contestants["mxfp4_mxint8"] = (_make(length), (path, "mxfp4_mxint8"))
         if peer:
             contestants["llama.cpp"] = (llama_cpp, (path, length))
         seconds = measure(
