@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fnmatch
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -138,7 +139,9 @@ def _names_in_file(
             problems.append(f"{found}: shape {shape}, but config.json says {source.shape}")
     taken = set(names.values())
     for name in archive.infos:
-        if name in taken or name.endswith(row.ignored) or name == _HEAD:
+        if name in taken or name == _HEAD:
+            continue
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in row.ignored):
             continue
         problems.append(f"unexpected: {name}{_near(name, [s.name for s in sources.values()])}")
     if _HEAD in archive.infos and _HEAD not in taken and not _is_tied(archive):
