@@ -1,11 +1,13 @@
 """The one check command: lint, types, imports, docs, tests of several kinds, then what passed.
 
     python ci/check.py                      everything but what builds the core anew
+    python ci/check.py --quick              lint, imports and the tests of the library's parts
     python ci/check.py --only sanitize --only mutants      that: sanitizers, planted mistakes
     python ci/check.py --only lint --only types
     python ci/check.py --only tests -- tests/unit -k matmul
 
-Arguments after ``--`` go to pytest. Exits 1 if anything failed. The last line is
+Arguments after ``--`` go to pytest. A line before each step says how many there
+are and how long the check has run. Exits 1 if anything failed. The last line is
 pytest's own closing line (of the last pytest run), so that a log's tail says how
 many tests ran.
 """
@@ -32,6 +34,12 @@ NUMBER_TESTS = ("tests/test_every_format.py", "tests/unit/quant", "tests/unit/nn
 
 SITE = ("--keep-going", "-b", "html", "docs", "docs/_build")
 """The documentation site: its gallery is run, its reference written; a warning fails it."""
+
+QUICK = ("lint", "imports", "tests")
+"""Groups of `--quick`."""
+
+QUICK_PARTS = ("autograd", "dtypes", "formats", "inspect", "io", "nn", "ops", "optim", "quant")
+QUICK_TESTS = ("tests/test_architecture.py", *(f"tests/unit/{part}" for part in QUICK_PARTS))
 
 ON_REQUEST = ("sanitize", "mutants")
 """Groups that run only where `--only` names them, as CI does: minutes of compiling."""
@@ -123,9 +131,9 @@ def cpp_sources() -> list[str]:
 LINT_IMPORTS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 
-def run(step: Step, console: Console) -> Outcome:
-    """Run one step, its output passed through as it comes."""
-    console.rule(f"[bold]{step.name}", align="left")
+def run(step: Step, console: Console, progress: str) -> Outcome:
+    """Run one step, its output passed through as it comes; ``progress`` says which one it is."""
+    console.rule(f"[bold]{progress}: {step.name}", align="left")
     started = time.perf_counter()
     closing = ""
     process = subprocess.Popen(
@@ -169,12 +177,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="extensor's checks: lint, types, imports, docs, tests"
     )
     groups = ["lint", "types", "imports", "docs", "sanitize", "mutants", "tests"]
-    parser.add_argument("--only", action="append", choices=groups, help="may be repeated")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", action="append", choices=groups, help="may be repeated")
+    which.add_argument("--quick", action="store_true", help="what takes less than three minutes")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     chosen = parser.parse_args(argv)
     requested = chosen.only or [group for group in groups if group not in ON_REQUEST]
-    console = Console()
-    outcomes = [run(step, console) for step in steps(chosen.pytest) if step.group in requested]
+    if chosen.quick:
+        requested, chosen.pytest = list(QUICK), [*QUICK_TESTS, *chosen.pytest]
+    console, started = Console(), time.perf_counter()
+    ahead = [step for step in steps(chosen.pytest) if step.group in requested]
+    outcomes = []
+    for number, step in enumerate(ahead, start=1):
+        minutes, seconds = divmod(round(time.perf_counter() - started), 60)
+        progress = f"{number} of {len(ahead)}, after {minutes}:{seconds:02}"
+        outcomes.append(run(step, console, progress))
     report(outcomes, console)
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 

@@ -19,6 +19,7 @@ from extensor.autograd.primitive import PRIMITIVES
 from extensor.backends import registry
 from extensor.backends.protocol import Window
 from extensor.ops.quantized import quantized_conv2d, quantized_matmul
+from extensor.ops.recipe_operands import SavedOperands
 from extensor.quant.recipe import FloatName
 from extensor.quant.recipe_state import LayerContext
 from extensor.torch import arrays
@@ -29,6 +30,7 @@ __all__ = ["conv2d", "linear"]
 
 _FLOAT32 = np.dtype(np.float32)
 _LINEAR, _CONV2D = (PRIMITIVES[f.__name__] for f in (quantized_matmul, quantized_conv2d))
+_NOTHING = SavedOperands(None, None)
 _linear_vjp: Any = _LINEAR.fused_vjp
 _conv2d_vjp: Any = _CONV2D.fused_vjp
 _AGAIN = "extensor::{}: its gradient cannot be differentiated again: " + _LINEAR.once
@@ -127,9 +129,7 @@ def _linear_grad(
         w, version = handle.weight(weight, keep and (stream is None or not stream.capturing))
         context = _context(handle, clock, torch.float32, stream)
         given = to_array(g), to_array(x), w
-        found = _linear_vjp(
-            backend, given[0], None, given[1:], needs, context, (None, None), version
-        )
+        found = _linear_vjp(backend, given[0], None, given[1:], needs, context, _NOTHING, version)
         return _gradients(found, given, _dtypes(x, weight, dtype), x.device)
 
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import pytest
 
+from ci import cubins
 from extensor.backends import registry
+from extensor_cuda.runtime import compile as compiling
 from extensor_cuda.runtime import driver
 from tests.unit.cuda import fake, fake_backend
 from tests.unit.cuda.emulator import COMPILER, Cupy, Emulated, Emulator
+
+if not isinstance(compiling.compile_cubin, partial):  # `ci/cubins.py` records what is compiled
+    compiling.compile_cubin = cubins.cached(
+        compiling.compile_cubin, compiling.cache_folder().with_name("compiled-by-tests")
+    )
 
 
 @pytest.fixture(scope="session")
