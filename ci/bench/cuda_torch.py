@@ -156,8 +156,8 @@ def block(rounds: int) -> list[dict[str, Any]]:
             if model is not None:
                 calls[name] = step(torch.compile(model, fullgraph=True, mode=mode), model, x, g)
         times = gpu.milliseconds(calls, rounds, burst=1)
-        size = f"{BATCH}x{CONTEXT} tokens, width {WIDTH}"
-        rows += shown(gpu.rates(times, part="block", size=size, mode=mode or "default"))
+        size = f"{BATCH}x{CONTEXT} tokens, width {WIDTH}, mode {mode or 'default'}"
+        rows += shown(gpu.rates(times, part="block", size=size))
     return rows
 
 
@@ -215,7 +215,12 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
                 times[name].append((time.perf_counter() - start) / 20 * 1e6)
     return list(
         shown(
-            {"part": "overhead", "name": name, "host_microseconds": round(median(t), 1)}
+            {
+                "part": "overhead",
+                "size": "256x256x256",
+                "name": name,
+                "host_microseconds": round(median(t), 1),
+            }
             for name, t in times.items()
         )
     )

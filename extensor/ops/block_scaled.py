@@ -194,8 +194,20 @@ def _product_samples(rng: np.random.Generator) -> Iterator[Sample]:
     yield Sample((quantize(stack, QuantSpec("mxfp4")), quantize(stack, QuantSpec("mxfp8_e4m3"))))
 
 
+def _replay(backend: Backend, arrays: tuple[Any, QuantArray], params: dict[str, Any]) -> Any:
+    """The product of float32 rows and a packed matrix, chosen once."""
+    a, b = arrays
+    if isinstance(a, QuantArray) or a.dtype != np.float32 or len(b.shape) != 2 or a.ndim < 2:
+        return None
+    b = _contracted_last(b)
+    rows, shape = (math.prod(a.shape[:-1]), a.shape[-1]), (*a.shape[:-1], b.shape[0])
+    multiply = backend.bound_weight_only(a.reshape(rows), b)
+    return lambda a, _: multiply(a.reshape(rows)).reshape(shape)
+
+
 @primitive(
     forward=_product,
+    replay=_replay,
     vjps=(_left_vjp, _right_vjp),
     broadcasts=True,
     reads="inputs",

@@ -29,6 +29,7 @@ from extensor.nn.mixture import TopKRouter
 
 from ..decoding import Batch, batch_of
 from ..language import STD, draw_normal
+from ..saving import Pretrained
 from .configs import ExpertsConfig, LlamaConfig
 
 __all__ = ["Llama", "build"]
@@ -190,7 +191,7 @@ class Body(nn.Module):
         return self.norm(x)
 
 
-class Llama(nn.Module):
+class Llama(Pretrained):
     """Tokens to scores of the token that follows each.
 
     Args:

@@ -186,3 +186,22 @@ def test_python_that_runs_again_is_not_recorded_itself() -> None:
             x = ExTensor(np.full(4, value, np.float32))
             assert captured(x).tolist() == [2.0 * value + 1] * 4
     assert seen == [0, 2, 4, 6, 8]
+
+
+def test_a_decoder_whose_embedding_is_packed() -> None:
+    """As read from a file: one matrix in blocks for the tokens and for the scores."""
+    model = models.build("llama", models.config("llama", "nano"), np.random.default_rng(0))
+    packed = nn.Buffer(model.lm_head.weight.detach().quantize("mxfp4").data)
+    for layer in (model.model.embed_tokens, model.lm_head):
+        del layer.weight
+        layer.weight = packed
+    caches = [nn.KVCache(2) for _ in range(2)]
+    captured = et.capture(lambda tokens: model(tokens, cache=caches[1]))
+    with et.no_grad():
+        for token in range(6):
+            tokens = ExTensor(np.array([[token * 11 % 65]], np.int64))
+            eager = model(tokens, cache=caches[0])
+            assert captured(tokens).numpy().tobytes() == eager.numpy().tobytes(), token
+        for wrong in (-1, 65):
+            with pytest.raises(ValueError, match=r"expected numbers in 0\.\.64"):
+                captured(ExTensor(np.array([[wrong]], np.int64)))
