@@ -2,7 +2,8 @@
 
     python ci/check.py                      everything but what builds the core anew
     python ci/check.py --quick              lint, imports and the tests of the library's parts
-    python ci/check.py --only sanitize --only mutants      that: sanitizers, planted mistakes
+    python ci/check.py --only sanitize --only mutants --only kernels      that: sanitizers, planted
+                                            mistakes, every CUDA kernel (extra nvrtc, no GPU)
     python ci/check.py --only lint --only types
     python ci/check.py --only tests -- tests/unit -k matmul
 
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,8 +46,8 @@ QUICK = ("lint", "imports", "tests")
 QUICK_PARTS = ("autograd", "dtypes", "formats", "inspect", "io", "nn", "ops", "optim", "quant")
 QUICK_TESTS = ("tests/test_architecture.py", *(f"tests/unit/{part}" for part in QUICK_PARTS))
 
-ON_REQUEST = ("sanitize", "mutants")
-"""Groups that run only where `--only` names them, as CI does: minutes of compiling."""
+ON_REQUEST = ("sanitize", "mutants", "kernels")
+"""Groups that run only where `--only` names them: minutes of compiling. CI names the first two."""
 
 NOT_RUN = 77
 """Exit code of a step that this machine has not the tools for; it says which."""
@@ -118,9 +119,21 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
         )
         sample = (sys.executable, "ci/mutants.py", "--sample", "4")
         listed.append(Step("mutants, a sample", "mutants", sample, ONE_THREAD))
+        listed.append(kernels_step())
     listed.append(pytest_step("pytest", pytest_arguments, {"EXTENSOR_REQUIRE_CORE": "1"}))
     return listed
 
+
+def kernels_step() -> Step:
+    """Every CUDA kernel compiled; without NVRTC a line that says what is missing."""
+    name = "CUDA kernels compile"
+    if find_spec("cuda") is None:
+        missing = f"print({INSTALL_NVRTC!r}); raise SystemExit({NOT_RUN})"
+        return Step(name, "kernels", (sys.executable, "-c", missing))
+    return replace(pytest_step(name, ("-m", "nvrtc", "tests/unit/cuda"), {}), group="kernels")
+
+
+INSTALL_NVRTC = "NVRTC is not installed; pip install -e '.[nvrtc]'"
 
 CLANG_FORMAT = (sys.executable, "-c", "from clang_format import clang_format; clang_format()")
 
@@ -182,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="extensor's checks: lint, types, imports, docs, tests"
     )
-    groups = ["lint", "types", "imports", "docs", "sanitize", "mutants", "tests"]
+    groups = ["lint", "types", "imports", "docs", "sanitize", "mutants", "kernels", "tests"]
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--only", action="append", choices=groups, help="may be repeated")
     which.add_argument("--quick", action="store_true", help="what takes less than three minutes")

@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILERS = "extensor_cuda.runtime.compile", "extensor_cuda.jit"
 """Modules that may hold `compile_cubin`; the first that exists is used."""
 Compile = Callable[[Any, str], tuple[bytes, str]]
+_LENGTH = struct.Struct("<Q")
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\w+|[^\w\s]')
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _USED = re.compile(r"Used (\d+) registers")
@@ -147,12 +148,15 @@ def cached(compile_cubin: Compile, folder: Path) -> Compile:
             return compile_cubin(source, arch)  # it does not compile, or there is no preprocessor
         path = folder / hashlib.sha256(text.encode()).hexdigest()
         if path.exists():
-            log, _, code = path.read_bytes().partition(b"\0")
-            return code, log.decode()
+            stored = path.read_bytes()
+            (length,) = _LENGTH.unpack_from(stored)
+            code = stored[_LENGTH.size + length :]
+            return code, stored[_LENGTH.size : _LENGTH.size + length].decode()
         code, said = compile_cubin(source, arch)
+        log = said.encode()
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_bytes(said.encode() + b"\0" + code)
+        unfinished.write_bytes(_LENGTH.pack(len(log)) + log + code)
         unfinished.replace(path)  # other processes see the whole file or none
         return code, said
 

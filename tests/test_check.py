@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,13 @@ def test_steps_are_chosen_and_counted(argv: list[str], monkeypatch: pytest.Monke
 def test_quick_is_not_some_of_it() -> None:
     with pytest.raises(SystemExit):
         check.main(["--quick", "--only", "lint"])
+
+
+def test_kernels_that_are_not_compiled_are_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    step = check.kernels_step()
+    done = subprocess.run(step.command, capture_output=True, text=True, check=False)
+    assert done.returncode == check.NOT_RUN and "pip install -e '.[nvrtc]'" in done.stdout
+    monkeypatch.setattr(check, "find_spec", lambda name: object())
+    assert check.kernels_step().command[-3:] == ("-m", "nvrtc", "tests/unit/cuda")
+    assert check.kernels_step().group == "kernels" and "kernels" in check.ON_REQUEST

