@@ -65,8 +65,12 @@ class QuantizedStorage:
         self._stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
 
     def pack(self, node: Node) -> None:
-        """Store the float arrays that a node keeps, but for a quantized layer's own operands."""
-        if node.primitive.released is not None:
+        """Store the float arrays that a node keeps, but for the packed operand of a layer.
+
+        A layer that keeps its input, such as one in float32, has it stored.
+        """
+        released, whole = node.primitive.released, self.state.recipe.saved_input == "input"
+        if released is not None and (whole or released(node.saved)):
             return
         edges = node.edges or ()
         for i, edge in enumerate(edges):

@@ -23,7 +23,7 @@ SETTINGS = (
     "smaller batches (--batch-size)",
     "optimizer states in 8 bits (--optimizer-states mxfp8_e4m3)",
     "activations in bfloat16 (--activations bfloat16)",
-    "what is kept for backward in blocks (saved=... of a Recipe)",
+    "what is kept for backward in blocks (--saved mxfp8_e4m3)",
     "blocks that are run again (block.recomputed = True)",
 )
 """What makes a run smaller."""

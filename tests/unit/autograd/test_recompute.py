@@ -119,6 +119,14 @@ def test_rules_say_what_is_kept_in_how_many_bits() -> None:
         assert kept(model, x) == values * bits / 8
 
 
+@needs_core
+def test_a_float_layer_and_the_relu_before_it_store_one_array() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Linear(256, 8, rng=0))
+    nn.apply_recipe(model, replace(RECIPES["fp32"], saved=(SavedRule("*", "mxfp8"),)))
+    x = et.randn((64, 256), seed=0, requires_grad=True) * 1.0
+    assert kept(model, x) == 64 * 256 * 8.25 / 8
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["gelu", "relu", "layer_norm", "softmax"])
 def test_gradients_are_those_at_what_is_stored(name: str, dtype: str) -> None:

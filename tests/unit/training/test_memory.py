@@ -47,3 +47,8 @@ def test_out_of_memory_names_the_holders_and_the_settings(tmp_path: Path, small:
         fitted(small(), tmp_path, ShowMemory(show), Full())
     text = said.getvalue()
     assert "out of memory" in text and ".weight" in text and "--batch-size" in text
+
+
+def test_the_setting_says_how_what_is_kept_is_stored(tmp_path: Path, small: Make) -> None:
+    run = fitted(small(recipe="fp32", saved="mxfp8_e4m3"), tmp_path)
+    assert run.model.storage.spec.format == run.config.saved
