@@ -182,7 +182,9 @@ def _without_primitives(torch: Any) -> None:
 
     from extensor.torch import operators
 
-    nothing = types.SimpleNamespace(forward=lambda backend, x, *a, **k: (np.empty_like(x), None))
+    nothing: Any = types.SimpleNamespace(
+        forward=lambda backend, x, *a, **k: (np.empty_like(x), None)
+    )
     operators._LINEAR = nothing
 
     def gradients(backend: Any, g: Any, out: None, given: Any, needs: Any, *rest: Any) -> Any:
@@ -210,7 +212,9 @@ def rows_of(part: str, rounds: int) -> list[dict[str, Any]]:
         found += _rows(times, "torchao", part=part, what="512 x 1024 x 1024")
     elif part == "models":
         for name in ("resnet18", "gpt"):
-            works = {kind: (model_step, (name, kind)) for kind in ("float32", "mxfp4")}
+            works: dict[str, Any] = {
+                kind: (model_step, (name, kind)) for kind in ("float32", "mxfp4")
+            }
             found += _rows(contest.measure(works, rounds, 3), "float32", part=part, what=name)
     else:
         kinds = ["a custom operator", "extensor.torch without its primitives"]

@@ -71,8 +71,12 @@ def captured(run: gpu.Call) -> gpu.Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(0)
-    # The graph reads the memory of the model and its input, which the default keeps alive.
-    return lambda turn, kept=run: graph.replay()
+
+    def replay(turn: int, kept: gpu.Call = run) -> None:
+        # The graph reads the memory of the model and its input, which ``kept`` keeps alive.
+        graph.replay()
+
+    return replay
 
 
 def linear(rounds: int) -> list[dict[str, Any]]:
@@ -122,6 +126,8 @@ class Block(nn.Module):
         angles = torch.outer(
             torch.arange(CONTEXT), 500000.0 ** (-torch.arange(0, size, 2) / size)
         ).repeat(1, 2)
+        self.cos: torch.Tensor
+        self.sin: torch.Tensor
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
 

@@ -52,7 +52,7 @@ class QuantizedModule(nn.Module, Ticking):
         tensor(2)
         """
         self.quant_layer = layer
-        device = next(self.parameters()).device
+        device = next(iter(self.parameters())).device
         clock = new_clock(step, device) if layer.stochastic else None
         self.register_buffer("quant_clock", clock)
         advance_with_optimizer(self)
@@ -319,6 +319,6 @@ def _joined(quantized: type[QuantizedModule], cls: type[nn.Module]) -> type[nn.M
     return _made.setdefault((quantized, cls), type(cls.__name__, (quantized, cls), names))
 
 
-def _rebuilt(quantized: type[QuantizedModule], cls: type[nn.Module]) -> nn.Module:
-    made = _joined(quantized, cls)
+def _rebuilt(quantized: type[QuantizedModule], cls: type[nn.Module]) -> Any:
+    made: Any = _joined(quantized, cls)
     return made.__new__(made)

@@ -63,9 +63,8 @@ void numpy_free(void*, void* block, size_t) {
     std::free(block);
 }
 
-Handler handler = {"extensor_ledger",
-                   1,
-                   {nullptr, numpy_malloc, numpy_calloc, numpy_realloc, numpy_free}};
+Handler handler = {
+    "extensor_ledger", 1, {nullptr, numpy_malloc, numpy_calloc, numpy_realloc, numpy_free}};
 
 // PyDataMem_SetHandler of numpy's table of functions; returns the handler before.
 py::object set_handler(py::object capsule) {
