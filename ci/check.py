@@ -1,11 +1,14 @@
 """The one check command: lint, types, imports, docs, tests of several kinds, then what passed.
 
     python ci/check.py                      everything but what builds the core anew
-    python ci/check.py --only sanitize --only mutants      that: sanitizers, planted mistakes
+    python ci/check.py --quick              lint, imports and the tests of the library's parts
+    python ci/check.py --only sanitize --only mutants --only kernels      that: sanitizers, planted
+                                            mistakes, every CUDA kernel (extra nvrtc, no GPU)
     python ci/check.py --only lint --only types
     python ci/check.py --only tests -- tests/unit -k matmul
 
-Arguments after ``--`` go to pytest. Exits 1 if anything failed. The last line is
+Arguments after ``--`` go to pytest. A line before each step says how many there
+are and how long the check has run. Exits 1 if anything failed. The last line is
 pytest's own closing line (of the last pytest run), so that a log's tail says how
 many tests ran.
 """
@@ -19,7 +22,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -33,8 +37,17 @@ NUMBER_TESTS = ("tests/test_every_format.py", "tests/unit/quant", "tests/unit/nn
 SITE = ("--keep-going", "-b", "html", "docs", "docs/_build")
 """The documentation site: its gallery is run, its reference written; a warning fails it."""
 
-ON_REQUEST = ("sanitize", "mutants")
-"""Groups that run only where `--only` names them, as CI does: minutes of compiling."""
+TORCH_EXAMPLE = ("docs/how-to/torch_gpt.py", "--steps", "40", "--text", "README.md")
+"""The script of docs/how-to/torch.md, shorter and without a download."""
+
+QUICK = ("lint", "imports", "tests")
+"""Groups of `--quick`."""
+
+QUICK_PARTS = ("autograd", "dtypes", "formats", "inspect", "io", "nn", "ops", "optim", "quant")
+QUICK_TESTS = ("tests/test_architecture.py", *(f"tests/unit/{part}" for part in QUICK_PARTS))
+
+ON_REQUEST = ("sanitize", "mutants", "kernels")
+"""Groups that run only where `--only` names them: minutes of compiling. CI names the first two."""
 
 NOT_RUN = 77
 """Exit code of a step that this machine has not the tools for; it says which."""
@@ -96,6 +109,8 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
         Step("lint-imports", "imports", (sys.executable, "-c", LINT_IMPORTS)),
     ]
     listed.append(Step("docs", "docs", (*python, "sphinx", "-q", "-W", *SITE)))
+    if find_spec("torch") is not None:  # an extra; its CPU wheel is enough
+        listed.append(Step("PyTorch example", "docs", (sys.executable, *TORCH_EXAMPLE)))
     if not pytest_arguments:
         listed.append(pytest_step("pytest, numpy path", NUMBER_TESTS, {"EXTENSOR_CORE": "0"}))
         # Both build the core anew.
@@ -104,9 +119,21 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
         )
         sample = (sys.executable, "ci/mutants.py", "--sample", "4")
         listed.append(Step("mutants, a sample", "mutants", sample, ONE_THREAD))
+        listed.append(kernels_step())
     listed.append(pytest_step("pytest", pytest_arguments, {"EXTENSOR_REQUIRE_CORE": "1"}))
     return listed
 
+
+def kernels_step() -> Step:
+    """Every CUDA kernel compiled; without NVRTC a line that says what is missing."""
+    name = "CUDA kernels compile"
+    if find_spec("cuda") is None:
+        missing = f"print({INSTALL_NVRTC!r}); raise SystemExit({NOT_RUN})"
+        return Step(name, "kernels", (sys.executable, "-c", missing))
+    return replace(pytest_step(name, ("-m", "nvrtc", "tests/unit/cuda"), {}), group="kernels")
+
+
+INSTALL_NVRTC = "NVRTC is not installed; pip install -e '.[nvrtc]'"
 
 CLANG_FORMAT = (sys.executable, "-c", "from clang_format import clang_format; clang_format()")
 
@@ -123,9 +150,9 @@ def cpp_sources() -> list[str]:
 LINT_IMPORTS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 
-def run(step: Step, console: Console) -> Outcome:
-    """Run one step, its output passed through as it comes."""
-    console.rule(f"[bold]{step.name}", align="left")
+def run(step: Step, console: Console, progress: str) -> Outcome:
+    """Run one step, its output passed through as it comes; ``progress`` says which one it is."""
+    console.rule(f"[bold]{progress}: {step.name}", align="left")
     started = time.perf_counter()
     closing = ""
     process = subprocess.Popen(
@@ -168,13 +195,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="extensor's checks: lint, types, imports, docs, tests"
     )
-    groups = ["lint", "types", "imports", "docs", "sanitize", "mutants", "tests"]
-    parser.add_argument("--only", action="append", choices=groups, help="may be repeated")
+    groups = ["lint", "types", "imports", "docs", "sanitize", "mutants", "kernels", "tests"]
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", action="append", choices=groups, help="may be repeated")
+    which.add_argument("--quick", action="store_true", help="what takes less than three minutes")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     chosen = parser.parse_args(argv)
     requested = chosen.only or [group for group in groups if group not in ON_REQUEST]
-    console = Console()
-    outcomes = [run(step, console) for step in steps(chosen.pytest) if step.group in requested]
+    if chosen.quick:
+        requested, chosen.pytest = list(QUICK), [*QUICK_TESTS, *chosen.pytest]
+    console, started = Console(), time.perf_counter()
+    ahead = [step for step in steps(chosen.pytest) if step.group in requested]
+    outcomes = []
+    for number, step in enumerate(ahead, start=1):
+        minutes, seconds = divmod(round(time.perf_counter() - started), 60)
+        progress = f"{number} of {len(ahead)}, after {minutes}:{seconds:02}"
+        outcomes.append(run(step, console, progress))
     report(outcomes, console)
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 

@@ -25,7 +25,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILERS = "extensor_cuda.runtime.compile", "extensor_cuda.jit"
 """Modules that may hold `compile_cubin`; the first that exists is used."""
 Compile = Callable[[Any, str], tuple[bytes, str]]
+_LENGTH = struct.Struct("<Q")
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\w+|[^\w\s]')
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _USED = re.compile(r"Used (\d+) registers")
@@ -76,10 +77,7 @@ def machine_code(cubin: bytes) -> str:
 
 
 class Recorder:
-    """A pytest plugin: runs the tests that compile, and notes every cubin.
-
-    ``cache`` keeps cubins by preprocessed text, so that a second recording compiles what changed.
-    """
+    """A pytest plugin: runs the tests that compile, and notes every cubin."""
 
     def __init__(self, root: Path, cache: Path | None) -> None:
         self.root, self.cache = root, cache
@@ -97,7 +95,10 @@ class Recorder:
             compiler: Any = jit
             if not Path(str(jit.__file__)).is_relative_to(self.root):
                 raise SystemExit(f"expected the compiler of {self.root}, got {jit.__file__}")
-            compiler.compile_cubin = partial(self.record, compiler.compile_cubin)
+            compile_cubin = compiler.compile_cubin
+            if self.cache is not None:
+                compile_cubin = cached(compile_cubin, self.cache)
+            compiler.compile_cubin = partial(self.record, compile_cubin)
             return
         raise SystemExit("no module holds compile_cubin")
 
@@ -110,8 +111,8 @@ class Recorder:
         self.test = item.nodeid
 
     def record(self, compile_cubin: Compile, source: Any, arch: str) -> tuple[bytes, str]:
-        """Compile, or take from the cache, and note the digest."""
-        code, log = self.compiled(compile_cubin, source, arch)
+        """Compile, and note the digest."""
+        code, log = compile_cubin(source, arch)
         key = f"{self.test}#{self.counts[self.test]}@{arch}"
         self.counts[self.test] += 1
         self.programs[key] = {
@@ -124,30 +125,48 @@ class Recorder:
         }
         return code, log
 
-    def compiled(self, compile_cubin: Compile, source: Any, arch: str) -> tuple[bytes, str]:
-        """The cubin and the compiler's log."""
-        if self.cache is None:
-            return compile_cubin(source, arch)
+
+@cache
+def version() -> str:
+    """NVRTC's."""
+    from cuda.bindings import nvrtc
+
+    return ".".join(str(part) for part in nvrtc.nvrtcVersion()[1:])
+
+
+def cached(compile_cubin: Compile, folder: Path) -> Compile:
+    """The compiler, but programs whose text remained the same come from a folder.
+
+    What counts is what the preprocessor leaves: a comment or another name of a macro compiles
+    nothing anew, another architecture or version of NVRTC does.
+    """
+
+    def compiled(source: Any, arch: str) -> tuple[bytes, str]:
         try:
-            text = f"{arch} {source.exact} {preprocessed(source)}"
-        except subprocess.CalledProcessError:  # a test of a program that does not compile
-            return compile_cubin(source, arch)
-        stem = self.cache / hashlib.sha256(text.encode()).hexdigest()
-        code, log = stem.with_suffix(".cubin"), stem.with_suffix(".log")
-        if log.exists():
-            return code.read_bytes(), log.read_text()
-        made = compile_cubin(source, arch)
-        code.write_bytes(made[0])
-        log.write_text(made[1])
-        return made
+            text = f"{version()} {arch} {source.name} {source.exact} {preprocessed(source)}"
+        except (subprocess.CalledProcessError, FileNotFoundError):
+            return compile_cubin(source, arch)  # it does not compile, or there is no preprocessor
+        path = folder / hashlib.sha256(text.encode()).hexdigest()
+        if path.exists():
+            stored = path.read_bytes()
+            (length,) = _LENGTH.unpack_from(stored)
+            code = stored[_LENGTH.size + length :]
+            return code, stored[_LENGTH.size : _LENGTH.size + length].decode()
+        code, said = compile_cubin(source, arch)
+        log = said.encode()
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(_LENGTH.pack(len(log)) + log + code)
+        unfinished.replace(path)  # other processes see the whole file or none
+        return code, said
+
+    return compiled
 
 
 def record(out: Path, root: Path, cache: Path | None, arguments: Sequence[str]) -> int:
     """Run the tests that compile in the checkout at ``root``; write the digests to ``out``."""
     out = out.resolve()
-    if cache is not None:
-        cache = cache.resolve()
-        cache.mkdir(parents=True, exist_ok=True)
+    cache = None if cache is None else cache.resolve()
     root = root.resolve()
     os.chdir(root)
     sys.path.insert(0, str(root))

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from extensor import inspect, io, nn, optim, testing
     from extensor import models as models  # type: ignore[attr-defined]
     from extensor.array_api import fft, linalg
+    from extensor.autograd.checkpoint import checkpoint
     from extensor.generation import generate
     from extensor.inspect import compare_layers
     from extensor.io import load, save
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCKED", "DIALECTS", "ELEMENTS", "FORMATS", "RECIPES", "SCHEMES", "DType", "ExTensor",
     "Hadamard", "QuantSpec", "Recipe", "RunningAmax", "Scheme", "__array_api_version__",
-    "__array_namespace_info__", "__version__", "bfloat16", "bool", "bool_", "capture",
+    "__array_namespace_info__", "__version__", "bfloat16", "bool", "bool_", "capture", "checkpoint",
     "compare_layers", "complex64", "complex128", "e", "enable_grad", "fft", "float16", "float32",
     "float64", "generate", "inf", "inspect", "int8", "int16", "int32", "int64", "io",
     "is_grad_enabled", "layer_context", "linalg", "load", "load_quantized", "models", "nan",
@@ -92,6 +93,7 @@ _MODULES = {
     for name in ("fft", "inspect", "io", "linalg", "models", "nn", "optim", "testing")
 }
 _NAMES = {
+    "extensor.autograd.checkpoint": "checkpoint",
     "extensor.generation": "generate",
     "extensor.inspect": "compare_layers",
     "extensor.io": "load save",

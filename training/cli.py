@@ -63,6 +63,9 @@ class TrainFlags:
     telemetry: int = 0
     """Every N steps, write each layer's saturation, gradient noise and weight oscillation to
     telemetry.jsonl and TensorBoard; 0 never. A recorded step costs about twice another."""
+    memory: bool = False
+    """Print what the run will hold before the first step, and that step's peak after it: weights,
+    gradients, states, what each layer keeps for backward. memory.json has the timeline."""
     graph: bool = False
     """With --device cuda: capture a step in a CUDA graph and replay it, without Python. Same
     results."""
@@ -123,6 +126,7 @@ def train_command(argv: Sequence[str]) -> int:
             resume=flags.resume,
             console=console,
             telemetry=flags.telemetry,
+            memory=flags.memory,
             graph=flags.graph,
         )
     except Interrupted:

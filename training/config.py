@@ -21,8 +21,9 @@ from typing import Any
 
 from extensor.backends.registry import BACKENDS
 from extensor.errors import unknown_name
+from extensor.formats import FORMATS
 from extensor.optim.states import STATES
-from extensor.quant.recipe import FLOAT_NAMES, FloatName, Recipe
+from extensor.quant.recipe import FLOAT_NAMES, FloatName, Recipe, SavedRule
 from extensor.quant.recipes import get_recipe
 
 from .choices import OPTIMIZERS, SCHEDULES, parse_options
@@ -38,6 +39,9 @@ ACTIVATIONS: Mapping[str, FloatName | None] = {
     **{name: name for name in FLOAT_NAMES},
 }
 """What ``--activations`` takes, as `apply_recipe` takes it."""
+
+SAVED = ("float32", *(name for name, row in FORMATS.items() if not row.outliers))
+"""What ``--saved`` takes, as `SavedRule` takes it."""
 
 AUGMENTATIONS_OF: Mapping[str, Collection[str]] = {
     "images": AUGMENTATIONS,
@@ -120,6 +124,12 @@ class Settings:
         "(blocks of 32).",
         "float32",
         among=STATES,
+    )
+    saved: str = setting(
+        "Format of what norms, activations, attention and convolutions keep for backward: float32 "
+        "(as it is), or blocks such as mxfp8_e4m3.",
+        "float32",
+        among=SAVED,
     )
     weight_decay: float = setting(
         "Weight decay. adamw, lion, lars and muon leave out biases, norms and other vectors.",
@@ -288,7 +298,10 @@ class RunConfig(Settings):
     @cached_property
     def resolved_recipe(self) -> Recipe:
         """The `Recipe` that the name stands for."""
-        return get_recipe(self.recipe)
+        recipe = get_recipe(self.recipe)
+        if self.saved == "float32":
+            return recipe
+        return dataclasses.replace(recipe, saved=(SavedRule("*", self.saved),))
 
     @property
     def label(self) -> str:

@@ -67,6 +67,9 @@ class FinetuneArgs:
     """Tokens of a window."""
     lr: float = 1e-3
     """Peak learning rate of AdamW: a tenth of the steps up, then a cosine down."""
+    layout: str | None = None
+    """How the merged model is written; left out, as its weights are stored. `extensor formats
+    --layouts` lists them."""
     rounding: str = "nearest_even"
     """How the merged weights are rounded: nearest_even, or stochastic."""
     test_tokens: int = 2048
@@ -201,6 +204,10 @@ def finetune(args: FinetuneArgs, console: Console) -> Tuned:
     report = merge_adapters(model, args.rounding, args.seed)
     merged = measured()
     console.print(f"perplexity after merging {merged[0]:.3f} ± {merged[1]:.3f}")
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(args.out / MERGED, args.layout)
+    else:
+        save_checkpoint(args.out / f"{MERGED}.safetensors", model.state_dict())
     result = Tuned(before, tuned, merged, time.perf_counter() - start, losses)
     flags = {name: str(v) if isinstance(v, Path) else v for name, v in asdict(args).items()}
     content = {"args": flags, **asdict(result), "weights": [asdict(row) for row in report]}

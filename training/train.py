@@ -14,6 +14,7 @@ from .callbacks import (
     EarlyStopping,
     JsonLines,
     SaveCheckpoint,
+    ShowMemory,
     ShowProgress,
     Telemetry,
     TensorBoard,
@@ -34,6 +35,7 @@ def train(
     resume: bool,
     console: Console,
     telemetry: int = 0,
+    memory: bool = False,
     graph: bool = False,
 ) -> dict[str, Any]:
     """Run a configuration into a folder, and say how it went.
@@ -44,6 +46,7 @@ def train(
         resume: whether to go on from its last checkpoint.
         console: where it reports.
         telemetry: steps between records of `Telemetry`; 0 records nothing.
+        memory: whether the first step's memory is shown; see `ShowMemory`.
         graph: whether steps are captured in a CUDA graph and replayed.
 
     Raises:
@@ -52,11 +55,13 @@ def train(
         Interrupted: see `Trainer.fit`.
     """
     if graph:
-        _check_graph(config, telemetry)
+        _check_graph(config, telemetry, memory)
     board = TensorBoard()
     callbacks: list[Callback] = [JsonLines(), board, ShowProgress(console)]
     if telemetry:
         callbacks.append(Telemetry(telemetry, board))
+    if memory:
+        callbacks.append(ShowMemory(console))
     if config.patience:
         callbacks.append(EarlyStopping(config.patience))
     callbacks.append(SaveCheckpoint())
@@ -78,7 +83,7 @@ def train(
     return result
 
 
-def _check_graph(config: RunConfig, telemetry: int) -> None:
+def _check_graph(config: RunConfig, telemetry: int, memory: bool) -> None:
     """Refuse what a CUDA graph cannot replay.
 
     Raises:
@@ -106,6 +111,11 @@ def _check_graph(config: RunConfig, telemetry: int) -> None:
             not telemetry,
             "telemetry looks at gradients in the middle of a step",
             "leave --telemetry out",
+        ),
+        (
+            not memory,
+            "the ledger of memory follows a step of Python",
+            "leave --memory out",
         ),
     ):
         if not good:

@@ -71,7 +71,8 @@ def captured(run: gpu.Call) -> gpu.Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(0)
-    return lambda turn: graph.replay()
+    # The graph reads the memory of the model and its input, which the default keeps alive.
+    return lambda turn, kept=run: graph.replay()
 
 
 def linear(rounds: int) -> list[dict[str, Any]]:
@@ -86,9 +87,9 @@ def linear(rounds: int) -> list[dict[str, Any]]:
         for name, model in models.items():
             assert model is not None
             calls[name] = step(model, model, x, g)
-            # A captured step has an input of its own, whose gradient it keeps.
-            own = x.detach().clone().requires_grad_()
-            calls[f"{name}, captured"] = captured(step(model, copy.deepcopy(model), own, g))
+            # A captured step has a layer and an input of its own, whose gradients it keeps.
+            its, own = copy.deepcopy(model), x.detach().clone().requires_grad_()
+            calls[f"{name}, captured"] = captured(step(its, its, own, g))
         if (other := float8(plain)) is not None:
             calls["torchao float8 rowwise, compiled"] = step(torch.compile(other), other, x, g)
         times = gpu.milliseconds(calls, rounds, burst=1)
@@ -155,30 +156,29 @@ def block(rounds: int) -> list[dict[str, Any]]:
             if model is not None:
                 calls[name] = step(torch.compile(model, fullgraph=True, mode=mode), model, x, g)
         times = gpu.milliseconds(calls, rounds, burst=1)
-        size = f"{BATCH}x{CONTEXT} tokens, width {WIDTH}"
-        rows += shown(gpu.rates(times, part="block", size=size, mode=mode or "default"))
+        size = f"{BATCH}x{CONTEXT} tokens, width {WIDTH}, mode {mode or 'default'}"
+        rows += shown(gpu.rates(times, part="block", size=size))
     return rows
 
 
 # --- overhead -------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("extensor_bench::linear", mutates_args=())
-def _plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@torch.library.custom_op("extensor_bench::linear_backward", mutates_args=())
-def _plain_backward(
-    g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
-_plain.register_autograd(
-    lambda ctx, g: _plain_backward(g, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+def _plain_operator() -> Any:
+    """A custom operator that only makes its result."""
+    library, ops = torch.library, torch.ops.extensor_bench
+    library.define("extensor_bench::linear", "(Tensor x, Tensor w) -> Tensor")
+    library.define("extensor_bench::backward", "(Tensor g, Tensor x, Tensor w) -> Tensor[]")
+    library.impl("extensor_bench::linear", "cuda")(lambda x, w: torch.empty_like(x))
+    library.impl("extensor_bench::backward", "cuda")(
+        lambda g, x, w: [torch.empty_like(x), torch.empty_like(w)]
+    )
+    library.register_autograd(
+        "extensor_bench::linear",
+        lambda ctx, g: tuple(ops.backward(g, *ctx.saved_tensors)),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    return ops.linear
 
 
 def overhead(rounds: int) -> list[dict[str, Any]]:
@@ -187,7 +187,7 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
     from extensor.ops.quantized import layer_context, quantized_matmul
     from extensor.quant.recipes import get_recipe
 
-    backend = gpu.cuda()
+    backend, operator = gpu.cuda(), _plain_operator()
     x, g = gpu.normal(256, 256).requires_grad_(), gpu.normal(256, 256, seed=1)
     plain = nn.Linear(256, 256, bias=False, device="cuda", dtype=torch.bfloat16)
     layer, context = quantized(plain, "mxfp4"), layer_context(get_recipe("mxfp4").layers)
@@ -200,7 +200,7 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
 
     calls: dict[str, Callable[[], Any]] = {
         "torch.nn.Linear": lambda: plain(x).backward(g),
-        "a custom operator": lambda: _plain(x, plain.weight).backward(g),
+        "a custom operator": lambda: operator(x, plain.weight).backward(g),
         "extensor.torch, mxfp4": lambda: layer(x).backward(g),
         "extensor's own, mxfp4": own,
     }
@@ -215,7 +215,12 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
                 times[name].append((time.perf_counter() - start) / 20 * 1e6)
     return list(
         shown(
-            {"part": "overhead", "name": name, "host_microseconds": round(median(t), 1)}
+            {
+                "part": "overhead",
+                "size": "256x256x256",
+                "name": name,
+                "host_microseconds": round(median(t), 1),
+            }
             for name, t in times.items()
         )
     )

@@ -9,6 +9,8 @@ that the result rounds once. A kernel that reads bfloat16 and rounds by itself
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -56,10 +58,13 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
     compute: Any = None
     rounded: Any = None
     if not direct:
-        if name in BLOCKED_RULES and any(t.dtype.is_blocked for t in inputs):
+        if primitive.as_given:
+            _check_devices(name, inputs)
+        elif name in BLOCKED_RULES and any(t.dtype.is_blocked for t in inputs):
             ruled: ExTensor = BLOCKED_RULES[name](*inputs, **params)
             return ruled
-        inputs, arrays, compute, rounded = _prepare(primitive, inputs)
+        else:
+            inputs, arrays, compute, rounded = _prepare(primitive, inputs)
     try:
         out = primitive.forward(backend, *arrays, **params)
     except ValueError as error:
@@ -73,6 +78,9 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
         out = backend.cast(out, rounded)
     if isinstance(out, _scalar):
         out = np.asarray(out)
+    if MODE.recording is not None:
+        given = (tuple(t.data for t in inputs), arrays, rounded)
+        _note(primitive, backend, given, (out, saved), params)
     result: ExTensor = _new(ExTensor)
     result.data = out
     if direct and getattr(out, "dtype", None) is dtype.numpy:
@@ -90,9 +98,44 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
     if record and MODE.enabled and primitive.differentiable:
         result.node = Node(primitive, params, inputs, out, saved, result._version, compute)
         result._requires_grad = True
+        if MODE.storage is not None:
+            MODE.storage.pack(result.node)
         if MODE.observer is not None:
             MODE.observer.recorded(result.node)
     return result
+
+
+def _note(
+    primitive: Primitive, backend: Any, given: tuple[Any, ...], made: Any, params: dict[str, Any]
+) -> None:
+    """Add a call to the recording of a captured step."""
+    data, arrays, rounded = given
+    recorded, name = MODE.recording, primitive.name
+    if MODE.enabled:
+        recorded.refuse(f"{name} runs outside of et.no_grad()")
+    for mine, cast in zip(data, arrays, strict=True):
+        if cast is not mine:
+            dtype = cast.dtype
+            recorded.add("cast", lambda x, to=dtype: backend.cast(x, to), (mine,), (cast,), {})
+    out, _ = made
+    run: Any = primitive.replay and primitive.replay(backend, arrays, params)
+    if not run:
+        forward = functools.partial(primitive.forward, backend, **params)
+        plain = not primitive.saves and rounded is None and getattr(out, "shape", ()) != ()
+        run = forward if plain else functools.partial(_again, primitive, backend, rounded, forward)
+    recorded.add(name, run, arrays, (out,), params)
+
+
+def _again(
+    primitive: Primitive, backend: Any, rounded: Any, forward: Callable[..., Any], *arrays: Any
+) -> Any:
+    """An operation's result as `apply` computes it."""
+    out = forward(*arrays)
+    if primitive.saves:
+        out = out[0]
+    if rounded is not None and getattr(out, "dtype", None) == np.float32:
+        out = backend.cast(out, rounded)
+    return np.asarray(out) if isinstance(out, _scalar) else out
 
 
 def _shares(out: Any, data: Any) -> bool:
@@ -101,17 +144,21 @@ def _shares(out: Any, data: Any) -> bool:
     return out is data or (base is not None and (base is data or base is data.base))
 
 
-def _prepare(
-    primitive: Primitive, inputs: tuple[ExTensor, ...]
-) -> tuple[tuple[ExTensor, ...], list[Any], Any, Any]:
-    """Inputs to record, arrays to compute on, the dtype to compute in, and the one to round to."""
-    name = primitive.name
+def _check_devices(name: str, inputs: tuple[ExTensor, ...]) -> None:
     devices = {t.backend.name for t in inputs}
     if len(devices) > 1:
         raise ValueError(
             f"{name}: expected tensors on one device, got {', '.join(sorted(devices))}; "
             "move them with x.to(device)"
         )
+
+
+def _prepare(
+    primitive: Primitive, inputs: tuple[ExTensor, ...]
+) -> tuple[tuple[ExTensor, ...], list[Any], Any, Any]:
+    """Inputs to record, arrays to compute on, the dtype to compute in, and the one to round to."""
+    name = primitive.name
+    _check_devices(name, inputs)
     if not primitive.takes_blocked and any(t.dtype.is_blocked for t in inputs):
         if primitive.moves:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""`capture`: a training step that a GPU replays without Python."""
+"""`capture`: a step that is replayed without its Python: on a GPU, and inference on the CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from extensor.autograd.apply import wrap
+from extensor.autograd.mode import MODE
+from extensor.autograd.recording import Program, Recording, recording
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.capture import Graph
 
@@ -16,11 +18,15 @@ CHECK_EVERY = 64
 
 
 def capture(step: Callable[..., Any]) -> CapturedStep:
-    """Make a training step that a GPU replays without Python, as a CUDA graph.
+    """Make a step that is replayed without its Python.
 
     Each call makes one step, with the bits that ``step`` itself gives. On a GPU the first two calls
     for inputs of new shapes run Python; the third captures what is launched, and from then on only
-    that is replayed. On the CPU every call is a call of ``step``.
+    that is replayed, as a CUDA graph.
+
+    On the CPU a call inside ``et.no_grad()`` is captured: the first three calls run Python and the
+    calls of kernels are recorded, which later calls make again. Other calls on the CPU, such as
+    training steps, are calls of ``step``.
 
     Apart from its arguments the step may depend on the recipe's ``step``, on learning rates, on
     tensors of parameters, optimizers and layers (whose memory stays the same), and on the state of
@@ -50,6 +56,34 @@ def capture(step: Callable[..., Any]) -> CapturedStep:
         True
     """
     return CapturedStep(step)
+
+
+class _RecordedStep:
+    """The step on the CPU for inputs of one shape: recorded twice, then repeated."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.step = step
+        self.calls = 0
+        self.before: Recording | None = None
+        self.program: Program | None = None
+        self.outputs: Any = None
+
+    def __call__(self, tensors: tuple[ExTensor, ...]) -> Any:
+        if self.program is not None:
+            made = iter(self.program([tensor.data for tensor in tensors]))
+            return _each(self.outputs, lambda like: wrap(next(made).copy(), like.backend))
+        self.calls += 1
+        if self.calls == 1:
+            return _each(self.step(*tensors), _copied)
+        mine = tuple(_copied(tensor) for tensor in tensors)
+        with recording([tensor.data for tensor in mine]) as found:
+            results = _each(self.step(*mine), lambda tensor: tensor)
+        if self.before is not None:
+            given = () if results is None else results if isinstance(results, tuple) else (results,)
+            self.program = Program(self.before, found, [tensor.data for tensor in given])
+            self.outputs = results
+        self.before = found
+        return _each(results, _copied)
 
 
 class _ShapeGraph:
@@ -94,6 +128,7 @@ class CapturedStep:
     def __init__(self, step: Callable[..., Any]) -> None:
         self._step = step
         self._graphs: dict[Any, _ShapeGraph] = {}
+        self._recorded: dict[Any, _RecordedStep] = {}
 
     def __call__(self, *inputs: ExTensor) -> Any:
         """One step.
@@ -114,6 +149,8 @@ class CapturedStep:
         key = tuple((tensor.shape, tensor.dtype.name, tensor.device) for tensor in inputs)
         if key not in self._graphs:
             graph = inputs[0].backend.new_graph()
+            if graph is None and not MODE.enabled:
+                return self._recorded.setdefault(key, _RecordedStep(self._step))(inputs)
             if graph is None:
                 return _each(self._step(*inputs), lambda tensor: tensor.detach())
             self._graphs[key] = _ShapeGraph(self._step, graph)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-__all__ = ["MODE", "Observer", "enable_grad", "is_grad_enabled", "no_grad"]
+__all__ = ["MODE", "Observer", "Storage", "enable_grad", "is_grad_enabled", "no_grad"]
 
 
 class Observer(Protocol):
@@ -20,9 +20,18 @@ class Observer(Protocol):
         """Leaves have got their gradients."""
 
 
+class Storage(Protocol):
+    """How what operations keep for backward is stored."""
+
+    def pack(self, node: Any) -> None:
+        """Store what a recorded node keeps."""
+
+
 class _Mode(threading.local):
     enabled: bool = True  # the class attribute is where each new thread starts
+    recording: Any = None  # the `extensor.autograd.recording.Recording` under way
     observer: Observer | None = None
+    storage: Storage | None = None
 
 
 MODE = _Mode()

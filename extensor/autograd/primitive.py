@@ -112,6 +112,8 @@ class Primitive:
         saves: forward gives (out, saved); ``saved`` reaches the gradient as a keyword.
         released: ``released(saved)`` gives the numbers of inputs whose values the gradient does not
             read, because of what forward saved; None: of no input.
+        saved_again: ``saved_again(backend, *inputs)`` makes what forward saved, as large as an
+            input; where inputs are stored in blocks it is not kept. None: always kept.
         to_float: integers are converted to float32 first.
         mixed: inputs may have several float dtypes; forward decides the result's dtype.
         totals: 16-bit floats give float32, which is not rounded.
@@ -119,6 +121,8 @@ class Primitive:
             refused unless there is a `blocked_rule`.
         view: the output may share memory with the first input.
         takes_blocked: forward reads QuantArrays.
+        replay: ``replay(backend, arrays, params)`` gives a shorter way to the forward's result for
+            arrays of the same shapes, ``run(*arrays)``, or None; for captured steps on the CPU.
     """
 
     name: str
@@ -132,18 +136,21 @@ class Primitive:
     reads: Reads = "both"
     saves: bool = False
     released: Callable[[Any], Collection[int]] | None = None
+    saved_again: Callable[..., Any] | None = None
     to_float: bool = False
     mixed: bool = False
     totals: bool = False
     moves: bool = False
     view: bool = False
     takes_blocked: bool = False
+    replay: Callable[..., Any] | None = None
     # Derived, so that the hot path reads attributes only.
     direct: int = field(init=False)
     reads_inputs: bool = field(init=False)
     reads_output: bool = field(init=False)
     differentiable: bool = field(init=False)
     every_vjp: bool = field(init=False)
+    as_given: bool = field(init=False)
 
     def __post_init__(self) -> None:
         rule = bool(self.vjps or self.vjp_at or (self.fused_vjp and self.once))
@@ -164,6 +171,7 @@ class Primitive:
             ("reads_output", self.reads in ("both", "output")),
             ("differentiable", rule),
             ("every_vjp", None not in self.vjps),
+            ("as_given", self.mixed and self.takes_blocked),
         ):
             object.__setattr__(self, name, value)
 

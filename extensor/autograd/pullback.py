@@ -11,6 +11,7 @@ from extensor.autograd.apply import apply, wrap
 from extensor.autograd.mode import MODE
 from extensor.autograd.node import ArraySpec, Node, TensorState
 from extensor.autograd.primitive import Primitive
+from extensor.autograd.storage import restore
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import LEVEL_HALF, as_dtype, dtype_of
 
@@ -41,6 +42,7 @@ def node_gradients(
         addend: added to the first gradient, where the backend's kernel does that (``adding``).
     """
     primitive = node.primitive
+    restore(node)
     parts: list[Gradient | None]
     if create_graph:
         parts = list((_differentiable_once if primitive.once else _recorded)(node, g, needs))

@@ -544,6 +544,8 @@ class ExTensor(
         """Raise the version: now and, while a step is recorded, with each repetition."""
         cell = self._version
         cell[0] += 1
+        if MODE.recording is not None:
+            MODE.recording.refuse("it writes to a tensor in place")
         if (capture := self.backend.capturing) is not None:
             capture.on_replay(lambda: operator.setitem(cell, 0, cell[0] + 1))
 
@@ -581,6 +583,8 @@ def wrap(data: Any, backend: Any, node: Node | None = None) -> ExTensor:
 
 def _to_host(array: Any) -> Any:
     """A device array as a numpy array; itself if it is one."""
+    if MODE.recording is not None:
+        MODE.recording.refuse("it reads a tensor's values")
     return array if isinstance(array, np.ndarray) else array.get()
 
 

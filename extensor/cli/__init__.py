@@ -14,6 +14,7 @@ from typing import Any
 import tyro
 
 from extensor.cli.advise import advise
+from extensor.cli.convert import convert_command
 from extensor.cli.doctor import doctor, version
 from extensor.cli.files import inspect, read_tensors
 from extensor.cli.formats import (
@@ -26,7 +27,7 @@ from extensor.cli.formats import (
 )
 from extensor.cli.language import chat, generate, perplexity
 from extensor.cli.quantize import quantize
-from extensor.cli.sheet import CommandError, Sheet
+from extensor.cli.sheet import CommandError, Sheet, printable
 from extensor.cli.tune import tune
 from extensor.errors import unknown_name
 
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "perplexity": perplexity,
     "formats": formats,
     "quantize": quantize,
+    "convert": convert_command,
     "advise": advise,
     "inspect": inspect,
     "doctor": doctor,
@@ -64,6 +66,7 @@ extensor compare lenet --recipes fp32,mxfp8,mxfp4 --seeds 3
 extensor advise model.safetensors                        # which format fits which tensor
 extensor quantize model.safetensors small.safetensors --format mxfp4
 extensor inspect small.safetensors
+extensor convert model.gguf model-nvfp4 --layout modelopt-nvfp4
 extensor generate SmolLM2-135M-Instruct.gguf "The capital of France is"
 """
 
@@ -87,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = (tyro.conf.FlagCreatePairsOff,)
         tyro.cli(COMMANDS[name], prog=f"extensor {name}", args=rest, config=options)
     except CommandError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
 

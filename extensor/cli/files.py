@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,8 @@ from tyro.conf import Positional, arg
 
 from extensor.cli.sheet import CommandError, Sheet, shape_text, show, tile_text
 from extensor.formats import ELEMENTS
-from extensor.io import load_checkpoint
+from extensor.io import Archive, load_checkpoint, open_archive
+from extensor.io.gguf import UNREADABLE_GGUF_TYPES
 from extensor.quant import QuantArray
 from extensor.quant.rounding import decode
 from extensor.quant.scale_rules import E8M0_NAN
@@ -103,22 +105,34 @@ def tensor_names(path: Path) -> list[str]:
 
 
 def inspect(file: Annotated[Positional[Path], arg(metavar="FILE")]) -> None:
-    """List a file's tensors: shape, format, bytes, and how its block scales are spread.
+    """List a checkpoint's tensors: shape, format, bytes, and how its block scales are spread.
+
+    Other programs' layouts of blocked weights are recognized; a GGUF file's metadata are listed.
 
     example: extensor inspect small.safetensors
 
     Args:
-        file: A .safetensors, .npz or .npy file, a folder of .safetensors files, or a model's index.
+        file: A .safetensors, .gguf, .npz or .npy file, a folder, or a model's index.
     """
-    tensors = {n: value for path in tensor_files(file) for n, value in read_tensors(path).items()}
-    rows = []
-    for name, value in tensors.items():
+    rows: list[tuple[str, ...]] = []
+    total, facts = 0, Sheet(str(file), ("metadata", "value"), ())
+    named = file.suffix in (".safetensors", ".gguf") or file.name.endswith(INDEX)
+    if not file.is_dir() and not named:
+        tensors = iter(read_tensors(file).items())
+    else:
+        try:
+            archive = open_archive(file)
+        except (OSError, ValueError) as error:
+            raise CommandError(str(error)) from None
+        tensors = _readable(archive, rows)
+        facts = Sheet(str(file), facts.columns, tuple(_facts(archive)))
+    for name, value in tensors:
+        total += value.nbytes
         bits = f"{8 * value.nbytes / size:.3g}" if (size := math.prod(value.shape)) else "-"
         spread = _scale_histogram(value) if isinstance(value, QuantArray) else ""
         rows.append(
             (name, shape_text(value.shape), kind_text(value), str(value.nbytes), bits, spread)
         )
-    total = sum(value.nbytes for value in tensors.values())
     rows.append(("all", "", "", str(total), "", ""))
     columns = (
         "tensor",
@@ -128,7 +142,33 @@ def inspect(file: Annotated[Positional[Path], arg(metavar="FILE")]) -> None:
         "bits/element",
         "block scales, by power of two",
     )
-    show([Sheet(str(file), columns, tuple(rows))])
+    show([*([facts] if facts.rows else []), Sheet(str(file), columns, tuple(rows))])
+
+
+def _readable(
+    archive: Archive, rows: list[tuple[str, ...]]
+) -> Iterator[tuple[str, Array | QuantArray]]:
+    """The tensors of an archive, one at a time; those of a type that is not read become rows."""
+    for name, info in archive.infos.items():
+        if info.kind.removeprefix("GGUF ") in UNREADABLE_GGUF_TYPES.values():
+            shape = shape_text(info.shape or ())
+            rows.append((name, shape, f"{info.kind}: not supported", "-", "-", ""))
+            continue
+        try:
+            value = archive.read(name)
+        except (OSError, ValueError) as error:
+            raise CommandError(str(error)) from None
+        yield name, value
+
+
+def _facts(archive: Archive) -> Iterator[tuple[str, str]]:
+    """A GGUF file's metadata in short."""
+    for key, value in archive.metadata.items() if archive.kind == "gguf" else ():
+        if isinstance(value, (list, np.ndarray)) and len(value) > 4:
+            yield key, f"{len(value)} values: {', '.join(map(str, value[:4]))} ..."
+        else:
+            text = " ".join(str(value).split())
+            yield key, text if len(text) <= 100 else f"{text[:100]} ..."
 
 
 def kind_text(value: Array | QuantArray) -> str:
@@ -144,7 +184,9 @@ def _scale_histogram(q: QuantArray) -> str:
 
     Byte 0 of E8M0 is counted apart, since blocks of zeros have it.
     """
-    if q.spec.is_mx:
+    if q.super_scales is not None:
+        values = q.super_scales.astype(np.float64)
+    elif q.spec.is_mx:
         values = np.exp2(q.scales.astype(np.float64) - 127)
         values[q.scales == 0], values[q.scales == E8M0_NAN] = 0.0, np.nan
     elif q.scales.dtype == np.uint8:

@@ -7,6 +7,7 @@ import numpy as np
 from extensor.cli.sheet import Sheet, show, tile_text
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS, SCALES, BlockFormat, Dialect
 from extensor.io.layouts import LAYOUTS
+from extensor.io.stored import TARGETS
 from extensor.quant.rounding import decode, encode
 from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes
 
@@ -135,12 +136,22 @@ def layout_sheet() -> Sheet:
     return Sheet("Storage layouts (extensor.io.layouts)", (*columns, "NaN blocks"), tuple(rows))
 
 
-def formats(dialects: bool = False) -> None:
+def target_sheet() -> Sheet:
+    """The layouts of checkpoints that ``extensor convert`` writes."""
+    rows = tuple((row.name, row.doc, row.container) for row in TARGETS.values())
+    return Sheet("Layouts of checkpoints (extensor convert)", ("layout", "what", "files"), rows)
+
+
+def formats(dialects: bool = False, layouts: bool = False) -> None:
     """List the element grids, the blocked formats and their scales.
 
     Args:
+        layouts: List the layouts of checkpoints that `extensor convert` writes instead.
         dialects: Also show how other vendors' libraries differ, with worked scale bytes, and how
             other programs lay out the codes.
     """
+    if layouts:
+        show([target_sheet()])
+        return
     sheets = [element_sheet(), format_sheet(), scale_sheet()]
     show(sheets + ([dialect_sheet(), layout_sheet()] if dialects else []))

@@ -29,7 +29,7 @@ from extensor.generation import (
 )
 from extensor.nn.kv_cache import KVCache, new_cache
 from extensor.nn.module import Module
-from extensor.nn.ptq import quantize_model
+from extensor.nn.ptq import dequantize_model, packed_layers, quantize_model
 
 __all__ = ["LanguageModel", "chat", "generate", "load_language_model", "perplexity"]
 
@@ -314,7 +314,12 @@ def perplexity(
         raise CommandError(f"--context: expected at most the {most} of the model, got {context}")
     try:
         tokens = loaded.tokenizer.encode(text)[: limit or None]
-        scored = loaded.model if scheme is None else quantize_model(loaded.model, scheme)
+        scored = loaded.model
+        if scheme is not None:
+            if packed_layers(scored):
+                print("its packed weights are decoded, then rounded again", file=sys.stderr)
+                scored = dequantize_model(scored)
+            scored = quantize_model(scored, scheme)
         batches = token_losses(scored, tokens, context, stride, batch, cache)
     except (ValueError, TypeError) as error:
         raise CommandError(str(error)) from error

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["CommandError", "Sheet", "shape_text", "show", "tile_text"]
+__all__ = ["CommandError", "Sheet", "printable", "shape_text", "show", "tile_text"]
 
 
 NAME_WIDTH = 44
@@ -35,14 +35,19 @@ def show(sheets: Iterable[Sheet]) -> None:
     if not console.is_terminal:
         console = Console(width=max(console.width, 160))
     for sheet in sheets:
-        table = Table(title=escape(sheet.title), title_justify="left")
+        table = Table(title=escape(printable(sheet.title)), title_justify="left")
         for place, column in enumerate(sheet.columns):
             longest = max((len(row[place]) for row in sheet.rows), default=0)
             least = min(longest, NAME_WIDTH) if place == 0 else None  # names are read whole
             table.add_column(escape(column), overflow="fold", min_width=least)
         for row in sheet.rows:
-            table.add_row(*(escape(cell) for cell in row))
+            table.add_row(*(escape(printable(cell)) for cell in row))
         console.print(table)
+
+
+def printable(text: str) -> str:
+    """Text without control characters, which files may hold: a terminal would obey them."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from extensor.autograd.capture import capture
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.generation.sampling import Sampling, is_whole, sample
@@ -147,6 +148,9 @@ def _steps(
     limits: tuple[int, int | None, str],
 ) -> Generator[Array, None, None]:
     chunk, context, device = limits
+    decode = None  # one token a row, repeated without the model's Python
+    if device == "cpu" and mask is None and getattr(model, "recordable", False):
+        decode = capture(lambda tokens: model(tokens, cache=cache)[:, -1])
     real = np.ones(rows.shape, bool) if mask is None else mask
     seen = [row[kept] for row, kept in zip(rows, real, strict=True)]
     with evaluating(model):
@@ -155,6 +159,9 @@ def _steps(
                 start = max(0, rows.shape[1] - context) if context else 0
                 part = None if mask is None else mask[:, start:]
                 scores = _scores(model, rows[:, start:], part, None, device)
+            elif decode is not None and rows.shape[1] - cache.length == 1:
+                with no_grad():
+                    scores = decode(ExTensor.from_numpy(rows[:, -1:])).to("float32").numpy()
             else:
                 scores = _extend(model, rows, mask, cache, (chunk, device))
             token = sample(scores, seen, how, step)

@@ -13,6 +13,7 @@ import numpy as np
 from extensor.extras import missing
 from extensor.generation.chat import ChatError, Message, render_chat
 from extensor.generation.gguf_vocab import gguf_tokenizer
+from extensor.io import open_archive
 
 __all__ = ["PretrainedTokenizer", "Tokenizer", "TokenizerError"]
 
@@ -108,26 +109,31 @@ class PretrainedTokenizer:
         self.variables = dict(variables or {})
 
     @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike[str]) -> PretrainedTokenizer:
-        """The tokenizer of a Hugging Face folder.
+    def from_pretrained(cls, path: str | os.PathLike[str]) -> PretrainedTokenizer:
+        """The tokenizer of a Hugging Face folder, or of a GGUF file.
 
         Args:
-            folder: holds tokenizer.json; tokenizer_config.json, chat_template.jinja,
-                generation_config.json and config.json are read where they are there.
+            path: a .gguf file; or a folder that holds tokenizer.json. The folder's
+                tokenizer_config.json, chat_template.jinja, generation_config.json and config.json
+                are read where they are there.
 
         Returns:
             The tokenizer.
 
         Raises:
-            TokenizerError: if tokenizer.json is missing or damaged, or `tokenizers` not installed.
+            TokenizerError: if there is no tokenizer, or a damaged one, or `tokenizers` is not
+                installed.
+            FileNotFoundError, CheckpointError: for a GGUF file that is not there, or damaged.
 
         >>> from extensor.generation import PretrainedTokenizer
         >>> PretrainedTokenizer.from_pretrained("nowhere")
         Traceback (most recent call last):
         extensor.generation.tokenizer.TokenizerError: nowhere: expected a folder with tokenizer.json
         """
-        folder = Path(folder)
+        folder = Path(path)
         _need_package()
+        if folder.suffix == ".gguf":
+            return cls.from_gguf(open_archive(folder).metadata)
         from tokenizers import Tokenizer as Library
 
         file = folder / "tokenizer.json"

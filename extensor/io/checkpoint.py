@@ -83,11 +83,7 @@ def save_checkpoint(
     for name, value in tensors.items():
         stored = _to_host(name, value)
         if isinstance(stored, QuantArray):
-            blocked[name] = {
-                "spec": dataclasses.asdict(stored.spec),
-                "shape": list(stored.shape),
-                "parts": sorted(stored.parts),
-            }
+            blocked[name] = _described(stored)
             parts = {f"{name}.{part}": array for part, array in stored.parts.items()}
         else:
             parts = {name: stored}
@@ -134,6 +130,18 @@ def load_checkpoint(
     except CheckpointError as error:
         raise CheckpointError(f"{os.fspath(path)}: {error}. Nothing was loaded") from None
     return checkpoint
+
+
+def _described(q: QuantArray) -> dict[str, Any]:
+    """What the metadata say of a blocked tensor."""
+    spec = dataclasses.asdict(q.spec)
+    return {"spec": spec, "shape": list(q.shape), "parts": sorted(q.parts)}
+
+
+def blocked_content(blocked: Mapping[str, QuantArray]) -> str:
+    """The metadata of a file that holds these blocked tensors' parts, under `METADATA_KEY`."""
+    described = {name: _described(q) for name, q in blocked.items()}
+    return _to_json({"version": _VERSION, "blocked": described, "metadata": {}})
 
 
 def _to_host(name: str, value: Any) -> Stored:

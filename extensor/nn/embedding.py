@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.creation import Seed
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.recording import replayed
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.nn import init
 from extensor.nn.checks import check_size
 from extensor.nn.module import Module
@@ -57,18 +58,27 @@ class Embedding(Module):
         tensors_only("Embedding", index)
         if not index.dtype.is_integer:
             raise TypeError(f"Embedding: expected integers, got {index.dtype.name}")
-        data = index.data
+        backend = index.backend
 
-        def error() -> ValueError:
-            return ValueError(
-                f"Embedding: expected numbers in 0..{self.count - 1}, got "
-                f"{int(data.min())}..{int(data.max())}; use numbers of the "
-                "vocabulary that the layer was made for, or a layer of more vectors"
-            )
+        def check(numbers: Any) -> None:
+            def error() -> ValueError:
+                return ValueError(
+                    f"Embedding: expected numbers in 0..{self.count - 1}, got "
+                    f"{int(numbers.min())}..{int(numbers.max())}; use numbers of the "
+                    "vocabulary that the layer was made for, or a layer of more vectors"
+                )
 
-        index.backend.refuse((data < 0) | (data >= self.count), error)
-        rows = take(self.weight, index, axis=0)
-        return rows.dequantize() if rows.is_blocked else rows
+            backend.refuse((numbers < 0) | (numbers >= self.count), error)
+
+        replayed("Embedding", check, index.data)
+        if not self.weight.is_blocked:
+            return take(self.weight, index, axis=0)
+        # The rows of a blocked matrix are no operation's result: a captured step takes them anew.
+        return wrap(replayed("Embedding", self._decoded_rows, index.data), backend)
+
+    def _decoded_rows(self, index: Any) -> Any:
+        rows = take(self.weight, wrap(index, self.weight.backend), axis=0)
+        return rows.dequantize().data
 
     def extra_repr(self) -> str:
         """See :meth:`extensor.nn.Module.extra_repr`."""

@@ -6,6 +6,7 @@ values of all tokens before it from the cache.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -13,7 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from extensor.autograd.recording import replayed
 from extensor.autograd.tensor import ExTensor, wrap
+from extensor.backends.protocol import Backend
 from extensor.nn.checks import check_size
 from extensor.nn.kv_storage import make_storage
 from extensor.nn.module import Module
@@ -153,16 +156,24 @@ class KVCache:
                 f"before, got {shapes}; make a cache for each batch"
             )
         backend = k.backend
-        new = [self._storage.encode(x.data, backend) for x in (k, v)]
-        kept.append(new, self._length)
+        keys, values = replayed(
+            "KVCache.update", functools.partial(self._update, kept, backend), k.data, v.data
+        )
         kept.shapes = shapes
+        end = self._length + k.shape[2]
+        return wrap(keys, backend), wrap(values, backend), np.arange(kept.start, end)
+
+    def _update(self, kept: _Layer, backend: Backend, k: Any, v: Any) -> tuple[Any, Any]:
+        """Append arrays of keys and values; gives all that are kept."""
+        new = [self._storage.encode(x, backend) for x in (k, v)]
+        kept.append(new, self._length)
         end = self._length + k.shape[2]
         views = [tuple(part[:, :, : end - kept.start] for part in parts) for parts in kept.parts]
         keys, values = (
-            wrap(self._storage.decode(view, x.shape[3], backend), backend)
+            self._storage.decode(view, x.shape[3], backend)
             for view, x in zip(views, (k, v), strict=True)
         )
-        return keys, values, np.arange(kept.start, end)
+        return keys, values
 
     def advance(self, tokens: int) -> None:
         """End a forward pass.
@@ -175,6 +186,9 @@ class KVCache:
         >>> cache.length
         4
         """
+        replayed("KVCache.advance", lambda: self._advance(tokens))
+
+    def _advance(self, tokens: int) -> None:
         self._length += tokens
 
     def crop(self, length: int) -> None:

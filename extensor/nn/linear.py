@@ -11,6 +11,7 @@ from extensor.nn import init
 from extensor.nn.checks import check_last_axes, check_size, check_width
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
+from extensor.ops.block_scaled import weight_only_linear
 from extensor.ops.matmul import linear
 from extensor.ops.prequantized import prequantized_matmul
 from extensor.ops.quantized import quantized_matmul
@@ -92,6 +93,8 @@ class Linear(GemmLayer):
         check_last_axes("Linear", x, self.in_features)
         check_width("Linear", x, self.weight)
         if self.quant is None:
+            if self.weight.dtype.is_blocked:
+                return weight_only_linear(x, self.weight, self.bias)
             return linear(x, self.weight, self.bias)
         if self.weight.is_blocked:
             y = prequantized_matmul(x, self.weight, self.quant)

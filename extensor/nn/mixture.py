@@ -130,7 +130,7 @@ class MixtureOfExperts(Module):
         arranged = take(rows, self._index(order // router.active, rows))
         parts, start = [], 0
         for expert, end in zip(self.experts, ends.tolist(), strict=True):
-            if end > start:
+            if end > start or not len(order):  # an empty batch goes through all
                 parts.append(expert(arranged[start:end]))
             start = end
         joined = concatenate(parts, axis=0) if len(parts) > 1 else parts[0]

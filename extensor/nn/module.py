@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from extensor.autograd.mode import no_grad
+from extensor.autograd.checkpoint import checkpoint
+from extensor.autograd.mode import MODE, Storage, no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.errors import layout_error
 from extensor.nn.parameter import Buffer, Parameter
@@ -56,6 +58,8 @@ class Module:
         role: ``"embedding"`` or ``"head"``, by which rules of recipes match the layer; else None.
         feeds_layers: names of the module's norms whose results only layers with GEMMs read. A
             recipe with bfloat16 activations rounds these results.
+        storage: how what its operations keep for backward is stored, by `Recipe.saved`; else None.
+        recomputed: whether its forward is a `checkpoint`: run again in backward.
 
     >>> class Double(et.nn.Module):
     ...     def forward(self, x):
@@ -67,6 +71,8 @@ class Module:
     training: bool = True
     role: str | None = None
     feeds_layers: tuple[str, ...] = ()
+    storage: Storage | None = None
+    recomputed: bool = False
     _hooks: tuple[Hook, ...] = ()
     _pre_hooks: tuple[PreHook, ...] = ()
 
@@ -92,10 +98,25 @@ class Module:
         """Run the hooks before, `forward`, and the hooks after it."""
         for before in self._pre_hooks:
             before(self, args)
-        output = self.forward(*args, **kwargs)
+        if self.storage is None and not self.recomputed:
+            output = self.forward(*args, **kwargs)
+        else:
+            output = self._forward_saving(args, kwargs)
         for hook in self._hooks:
             hook(self, output)
         return output
+
+    def _forward_saving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`forward`, where what it keeps for backward is stored in blocks, or computed again."""
+        before = MODE.storage
+        if self.storage is not None:
+            MODE.storage = self.storage
+        try:
+            if self.recomputed:
+                return checkpoint(partial(self.forward, **kwargs), *args)
+            return self.forward(*args, **kwargs)
+        finally:
+            MODE.storage = before
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, (Module, Parameter, Buffer)):

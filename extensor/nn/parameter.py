@@ -7,6 +7,7 @@ from typing import Any
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import DTypeLike
 from extensor.quant.recipe_state import RecipeState
+from extensor.quant.replay import REPLAY
 
 __all__ = ["Buffer", "Parameter"]
 
@@ -56,3 +57,20 @@ class Buffer(ExTensor):
         self, data: Any, dtype: DTypeLike | None = None, *, device: str | None = None
     ) -> None:
         super().__init__(data, dtype, device=device)
+
+    def assign_(self, array: Any) -> ExTensor:
+        """Replace the data; a `checkpoint` that runs takes note of the values before.
+
+        Args:
+            array: as of `ExTensor.assign_`.
+
+        Returns:
+            This buffer.
+
+        >>> buffer = et.nn.Buffer([1.0])
+        >>> buffer.assign_(buffer.data + 1).tolist()
+        [2.0]
+        """
+        for log in REPLAY.logs:
+            log.before_write(self)
+        return super().assign_(array)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
+from extensor.autograd.storage import QuantizedStorage
 from extensor.nn.linear import GemmLayer
 from extensor.nn.module import Module
 from extensor.nn.norm import LayerNorm, RMSNorm
@@ -13,7 +15,7 @@ from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.random import Stream
 
-__all__ = ["apply_recipe", "assign_recipe", "gemm_layers", "round_norms"]
+__all__ = ["apply_recipe", "assign_recipe", "gemm_layers", "round_norms", "store_saved"]
 
 
 def gemm_layers(model: Module) -> Iterator[tuple[str, GemmLayer]]:
@@ -80,7 +82,39 @@ def apply_recipe(
         state.layers[path] = LayerContext(path, index, chosen[path], state)
         module.quant = state.layers[path]
     round_norms(model, recipe.activations == "bfloat16")
+    store_saved(model, state)
     return state
+
+
+def store_saved(model: Module, state: RecipeState) -> None:
+    """Set how the modules store what operations keep for backward.
+
+    Args:
+        model: its modules' ``storage`` is set.
+        state: of a recipe, whose `Recipe.saved` rules are taken.
+
+    Raises:
+        ValueError: for a rule that matches no module; the model is unchanged then.
+
+    >>> from extensor.nn.recipe import store_saved
+    >>> model = et.nn.Sequential(et.nn.Linear(32, 32), et.nn.GELU())
+    >>> store_saved(model, et.nn.apply_recipe(model, "mxfp4_all"))
+    >>> model[1].storage is None
+    True
+    """
+    rules = state.recipe.saved
+    stores = [None if r.spec is None else QuantizedStorage(r.spec, state) for r in rules]
+    modules = list(model.named_modules())
+    for rule in rules:
+        if not any(fnmatchcase(path, rule.match) for path, _ in modules):
+            known = ", ".join(path for path, _ in modules if path) or "none"
+            raise ValueError(
+                f"recipe {state.recipe.name!r}: saved rule {rule.match!r} matches no module; the "
+                f"model's modules: {known}"
+            )
+    for path, module in modules:
+        hits = [s for r, s in zip(rules, stores, strict=True) if fnmatchcase(path, r.match)]
+        module.storage = hits[0] if hits else None
 
 
 def round_norms(model: Module, narrow: bool) -> None:

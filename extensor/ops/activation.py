@@ -240,6 +240,7 @@ def _gelu_vjp(g: ExTensor, out: None, x: ExTensor, saved: Any) -> ExTensor:
     ),
     reads="inputs",
     saves=True,
+    saved_again=lambda backend, x: backend.gelu(x)[1],
     to_float=True,
     samples=unary_samples(
         lambda x: x * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))) / 2

@@ -333,25 +333,26 @@ def _check_options(
 def _check(q: ExTensor, k: ExTensor, v: ExTensor, causal: bool, scale: float | None) -> None:
     name = "scaled_dot_product_attention"
     tensors_only(name, q, k, v)
-    shapes = f"got q {q.shape}, k {k.shape} and v {v.shape}"
-    if min(q.ndim, k.ndim, v.ndim) < 3:
-        raise ValueError(
-            f"{name}: expected (..., heads, length, d) of three axes or more, {shapes}"
-        )
-    if q.shape[-1] != k.shape[-1] or q.shape[-1] < 1:
-        raise ValueError(f"{name}: expected queries and keys of the same length d, {shapes}")
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"{name}: expected as many values as keys, and heads as many, {shapes}")
-    if q.shape[:-3] != k.shape[:-3]:
-        raise ValueError(f"{name}: expected equal leading axes, {shapes}")
-    if not k.shape[-3] or q.shape[-3] % k.shape[-3]:
-        raise ValueError(f"{name}: expected query heads a multiple of the key heads, {shapes}")
-    if not k.shape[-2]:
-        raise ValueError(f"{name}: expected at least one key, {shapes}")
-    if causal and k.shape[-2] < q.shape[-2]:
-        raise ValueError(f"{name}: causal: expected at least as many keys as queries, {shapes}")
-    if scale is not None and not math.isfinite(scale):
+    qs, ks, vs = q.shape, k.shape, v.shape
+    if min(len(qs), len(ks), len(vs)) < 3:
+        problem = "(..., heads, length, d) of three axes or more"
+    elif qs[-1] != ks[-1] or qs[-1] < 1:
+        problem = "queries and keys of the same length d"
+    elif ks[:-1] != vs[:-1]:
+        problem = "as many values as keys, and heads as many"
+    elif qs[:-3] != ks[:-3]:
+        problem = "equal leading axes"
+    elif not ks[-3] or qs[-3] % ks[-3]:
+        problem = "query heads a multiple of the key heads"
+    elif not ks[-2]:
+        problem = "at least one key"
+    elif causal and ks[-2] < qs[-2]:
+        problem = "at least as many keys as queries"
+    elif scale is not None and not math.isfinite(scale):
         raise ValueError(f"{name}: scale: expected a finite number, got {scale!r}")
+    else:
+        return
+    raise ValueError(f"{name}: expected {problem}, got q {qs}, k {ks} and v {vs}")
 
 
 def _split_heads(x: Any, heads: int, groups: int) -> Any:

@@ -36,7 +36,9 @@ from extensor.quant import views
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["matrix_product"]
+__all__ = ["matrix_product", "weight_only_linear"]
+
+_FLOAT32 = np.dtype(np.float32)
 
 
 def _check_axis(op: str, side: str, tensor: ExTensor, axis: int) -> None:
@@ -78,12 +80,41 @@ def _linear(x: ExTensor, weight: ExTensor, *bias: ExTensor) -> ExTensor:
     return y + bias[0] if bias else y
 
 
+def weight_only_linear(x: ExTensor, weight: ExTensor, bias: ExTensor | None) -> ExTensor:
+    """`linear` of a layer that has checked its input, with fewer questions in the usual case.
+
+    Args:
+        x: (..., K).
+        weight: (N, K), blocked.
+        bias: (N,), or None.
+
+    Returns:
+        (..., N), float32.
+
+    Raises:
+        ValueError: for a weight that is blocked along the other axis.
+    """
+    if x.dtype is not float32 or weight.data.spec.axis != 1:
+        return _linear(x, weight) if bias is None else _linear(x, weight, bias)
+    y = apply("block_scaled_matmul", x, weight)
+    return y if bias is None else y + bias
+
+
 def _contracted_last(b: QuantArray) -> QuantArray:
     last = len(b.shape) - 1
     return b if b.spec.axis == last else views.transpose(b, (*range(last - 1), last, last - 1))
 
 
 def _product(backend: Backend, a: Any, b: QuantArray) -> Array:
+    if (
+        b.spec.axis == 1
+        and len(b.shape) == 2
+        and not isinstance(a, QuantArray)
+        and a.dtype is _FLOAT32
+    ):
+        rows = a if a.ndim == 2 else a.reshape((math.prod(a.shape[:-1]), a.shape[-1]))
+        out = backend.weight_only_matmul(rows, b)
+        return out if a.ndim == 2 else out.reshape((*a.shape[:-1], b.shape[0]))
     b = _contracted_last(b)
     if not isinstance(a, QuantArray):
         a = weight_activations(backend, a)
@@ -163,8 +194,20 @@ def _product_samples(rng: np.random.Generator) -> Iterator[Sample]:
     yield Sample((quantize(stack, QuantSpec("mxfp4")), quantize(stack, QuantSpec("mxfp8_e4m3"))))
 
 
+def _replay(backend: Backend, arrays: tuple[Any, QuantArray], params: dict[str, Any]) -> Any:
+    """The product of float32 rows and a packed matrix, chosen once."""
+    a, b = arrays
+    if isinstance(a, QuantArray) or a.dtype != np.float32 or len(b.shape) != 2 or a.ndim < 2:
+        return None
+    b = _contracted_last(b)
+    rows, shape = (math.prod(a.shape[:-1]), a.shape[-1]), (*a.shape[:-1], b.shape[0])
+    multiply = backend.bound_weight_only(a.reshape(rows), b)
+    return lambda a, _: multiply(a.reshape(rows)).reshape(shape)
+
+
 @primitive(
     forward=_product,
+    replay=_replay,
     vjps=(_left_vjp, _right_vjp),
     broadcasts=True,
     reads="inputs",

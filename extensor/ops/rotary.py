@@ -98,17 +98,18 @@ def rotary_embedding(
     """
     name = "rotary_embedding"
     tensors_only(name, x, cos, sin)
-    table = cos.shape
+    shape, table = x.shape, cos.shape
     if table != sin.shape:
         raise ValueError(f"{name}: expected tables of one shape, got {table} and {sin.shape}")
-    if x.ndim < 2 or not table or not 1 <= table[-1] <= x.shape[-1] // 2:
+    if len(shape) < 2 or not table or not 1 <= table[-1] <= shape[-1] // 2:
         raise ValueError(
-            f"{name}: expected vectors (..., T, d) and at most {x.shape[-1] // 2 if x.ndim else 0} "
-            f"angles for each, got {x.shape} and {table}"
+            f"{name}: expected vectors (..., T, d) and at most {shape[-1] // 2 if shape else 0} "
+            f"angles for each, got {shape} and {table}"
         )
-    lead = x.shape[:-1]
-    if len(table) > x.ndim or any(
-        a not in (1, b) for a, b in zip(reversed(table[:-1]), reversed(lead), strict=False)
+    lead = shape[:-1]
+    if table[:-1] != lead[1 - len(table) :] and (
+        len(table) > len(shape)
+        or any(a not in (1, b) for a, b in zip(table[-2::-1], lead[::-1], strict=False))
     ):
         raise ValueError(
             f"{name}: expected tables whose leading axes broadcast to {lead}, got {table}"

@@ -9,6 +9,7 @@ from typing import Any
 from extensor.quant.array import QuantStats
 from extensor.quant.input_cache import InputCache
 from extensor.quant.recipe import SLOTS, FloatName, LayerRecipe, OperandSpec, Recipe
+from extensor.quant.replay import REPLAY
 from extensor.quant.static_scale import StaticScale
 from extensor.quant.weight_cache import WeightCache
 from extensor.random import Stream
@@ -24,6 +25,7 @@ returns what was counted since the last call.
 
 _MAX_PENDING = 4096
 
+_SAVED = "what operations keep for backward"  # no layer's path
 USE_SHIFT = 12
 """Streams number tensors with 24 bits: 4096 layers, and 4096 uses of each in a step."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -139,6 +141,18 @@ class RecipeState:
         self.reset_telemetry()
         self._counts.update(counts)
 
+    def saved_stream(self) -> Stream:
+        """Random bits for the next array that is kept for backward in blocks, in this step.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> [state.saved_stream().tensor for _ in range(2)]
+        [0, 1]
+        """
+        number = self._uses.get(_SAVED, 0)
+        self._uses[_SAVED] = number + 1
+        step = self.step + self._ahead
+        return Stream(self.seed, step, number, len(SLOTS), clock=self)
+
     def record(self, key: tuple[str, str], counts: Counts) -> None:
         """Add to the counts of an operand, without waiting for a GPU.
 
@@ -223,9 +237,14 @@ class LayerContext:
         >>> [state.layers[""].next_use().use for _ in range(3)]
         [0, 1, 2]
         """
-        uses = self.state._uses
-        use = uses.get(self.path, 0)
-        uses[self.path] = use + 1
+        if REPLAY.uses is not None:
+            use = next(REPLAY.uses)
+        else:
+            uses = self.state._uses
+            use = uses.get(self.path, 0)
+            uses[self.path] = use + 1
+        for log in REPLAY.logs:
+            log.uses.append(use)
         return self if use == self.use else replace(self, use=use)
 
     def operand(self, slot: str) -> OperandSpec:
@@ -297,4 +316,5 @@ class LayerContext:
         >>> state.telemetry["", "fprop.x"].count
         64
         """
-        self.state.record((self.path, slot), counts)
+        if REPLAY.uses is None:  # a second run of the same products counts nothing
+            self.state.record((self.path, slot), counts)

@@ -192,6 +192,12 @@ _ROWS = (
         QuantSpec("mxfp4", scale_rule="rceil"),
         QuantSpec("mxfp8_e4m3", scale_rule="rceil"),
     ),
+    Scheme(
+        "mxfp4_mxint8",
+        "MXFP4 weights, MXINT8 activations: integer products on a CPU",
+        QuantSpec("mxfp4", scale_rule="rceil"),
+        QuantSpec("mxint8"),
+    ),
     _weights_and_activations("nvfp4", "NVFP4", _NVFP4),
     _weights_and_activations(
         "nvfp4_4over6",

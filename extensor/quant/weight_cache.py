@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from extensor.quant.replay import REPLAY
+
 __all__ = ["CachedOperand", "WeightCache", "WeightSource", "WeightVersion"]
 
 
@@ -112,9 +114,10 @@ class WeightCache:
                 return None
             found.append(one)
         slots = {(path, slot) for slot in recipes}
-        self._reused |= slots
+        if REPLAY.uses is None:  # a second run is no reason to keep floats
+            self._reused |= slots
         if not all(one.stored for one in found):
-            self._missed |= slots
+            self._missed |= slots if REPLAY.uses is None else set()
             return None
         return found
 

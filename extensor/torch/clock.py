@@ -74,9 +74,24 @@ def read_clock(clock: torch.Tensor | None, layer: LayerHandle) -> torch.Tensor |
         if region is not None:
             _noted.setdefault(region, defaultdict(list))[layer.number].append(reading)
         return reading
+    return torch.ops.extensor.read_clock(clock)
+
+
+@torch.library.custom_op("extensor::read_clock", mutates_args=("clock",))
+def _read_clock(clock: torch.Tensor) -> torch.Tensor:
+    """The reading of a compiled pass.
+
+    Compilers recompute a clone in the backward pass, from a clock that has advanced by then. The
+    result of an operator that they cannot see into is kept.
+    """
     reading = clock.clone()
-    clock.add_(_ONE_USE)
+    clock += _ONE_USE
     return reading
+
+
+@_read_clock.register_fake
+def _fake_reading(clock: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(clock)
 
 
 def _noted_reading(hook: Any, region: Any, layer: LayerHandle) -> torch.Tensor:

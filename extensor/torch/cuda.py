@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from extensor.backends import registry
 from extensor.random import DeviceClock
 from extensor_cuda.runtime.memory import ALLOCATORS, allocate
 
@@ -100,13 +101,24 @@ def _of_cupy() -> AbstractContextManager[Any]:
     return used
 
 
+class _TorchStream:
+    """A stream of torch's under the CUDA stream protocol."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
 @lru_cache(maxsize=256)
 def _stream(pointer: int, device: int) -> Any:
-    return cupy.cuda.ExternalStream(pointer, device)
+    return cupy.cuda.Stream.from_external(_TorchStream(pointer))
 
 
 def on_stream(device: torch.device) -> AbstractContextManager[Any]:
     """See `extensor.torch.arrays.on_stream`."""
+    registry.get("cuda")  # made at its first use, which cupy refuses under another allocator
     return OnStream(device)
 
 

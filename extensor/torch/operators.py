@@ -19,6 +19,7 @@ from extensor.autograd.primitive import PRIMITIVES
 from extensor.backends import registry
 from extensor.backends.protocol import Window
 from extensor.ops.quantized import quantized_conv2d, quantized_matmul
+from extensor.ops.recipe_operands import SavedOperands
 from extensor.quant.recipe import FloatName
 from extensor.quant.recipe_state import LayerContext
 from extensor.torch import arrays
@@ -29,6 +30,7 @@ __all__ = ["conv2d", "linear"]
 
 _FLOAT32 = np.dtype(np.float32)
 _LINEAR, _CONV2D = (PRIMITIVES[f.__name__] for f in (quantized_matmul, quantized_conv2d))
+_NOTHING = SavedOperands(None, None)
 _linear_vjp: Any = _LINEAR.fused_vjp
 _conv2d_vjp: Any = _CONV2D.fused_vjp
 _AGAIN = "extensor::{}: its gradient cannot be differentiated again: " + _LINEAR.once
@@ -53,10 +55,7 @@ torch.library.define(
     tags=_TAGS,
 )
 
-linear = torch.ops.extensor.linear
-conv2d = torch.ops.extensor.conv2d
-_linear_backward = torch.ops.extensor.linear_backward
-_conv2d_backward = torch.ops.extensor.conv2d_backward
+_OPS = torch.ops.extensor
 
 
 def _context(
@@ -127,9 +126,7 @@ def _linear_grad(
         w, version = handle.weight(weight, keep and (stream is None or not stream.capturing))
         context = _context(handle, clock, torch.float32, stream)
         given = to_array(g), to_array(x), w
-        found = _linear_vjp(
-            backend, given[0], None, given[1:], needs, context, (None, None), version
-        )
+        found = _linear_vjp(backend, given[0], None, given[1:], needs, context, _NOTHING, version)
         return _gradients(found, given, _dtypes(x, weight, dtype), x.device)
 
 
@@ -268,11 +265,11 @@ def _backward(op: Any, ctx: Any, g: Tensor) -> tuple[Any, ...]:
 
 
 def _linear_formula(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    return _backward(_linear_backward, ctx, g)
+    return _backward(_OPS.linear_backward, ctx, g)
 
 
 def _conv2d_formula(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    return _backward(_conv2d_backward, ctx, g)
+    return _backward(_OPS.conv2d_backward, ctx, g)
 
 
 def _refuse(name: str) -> Any:
@@ -286,3 +283,64 @@ torch.library.register_autograd("extensor::linear", _linear_formula, setup_conte
 torch.library.register_autograd("extensor::conv2d", _conv2d_formula, setup_context=_setup)
 for _name in ("linear_backward", "conv2d_backward"):
     torch.library.register_autograd(f"extensor::{_name}", _refuse(_name))
+
+
+# --- eager calls ----------------------------------------------------------------------------------
+
+# A custom operator with seven arguments costs 70 us of torch's Python forward and 110 us backward,
+# most of it to look at its schema. Where nobody traces, the kernels are called without it.
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_traced(x: Tensor, weight: Tensor) -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in _PLAIN
+        or type(weight) not in _PLAIN
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+class _EagerLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        out = _linear(*inputs)
+        _setup(ctx, inputs, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *g: Any) -> Any:
+        # Under create_graph, the operator has the formula that refuses a second derivative.
+        return _backward(_OPS.linear_backward if torch.is_grad_enabled() else _linear_grad, ctx, *g)
+
+
+class _EagerConv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        out = _conv2d(*inputs)
+        _setup(ctx, inputs, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *g: Any) -> Any:
+        return _backward(_OPS.conv2d_backward if torch.is_grad_enabled() else _conv2d_grad, ctx, *g)
+
+
+def linear(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """``extensor::linear``, without torch's dispatcher where nobody traces it."""
+    if _is_traced(x, weight):
+        return _OPS.linear(x, weight, *rest)
+    call = _EagerLinear.apply if torch.is_grad_enabled() else _linear
+    made: Tensor = call(x, weight, *rest)
+    return made
+
+
+def conv2d(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """``extensor::conv2d``, without torch's dispatcher where nobody traces it."""
+    if _is_traced(x, weight):
+        return _OPS.conv2d(x, weight, *rest)
+    call = _EagerConv2d.apply if torch.is_grad_enabled() else _conv2d
+    made: Tensor = call(x, weight, *rest)
+    return made

@@ -22,6 +22,7 @@ from extensor import (
 
 from ..decoding import Batch, batch_of
 from ..language import STD, draw_normal
+from ..saving import Pretrained
 from .configs import BertConfig
 
 __all__ = ["Bert", "Encoded", "build"]
@@ -150,7 +151,7 @@ class Pooler(nn.Module):
         return tanh(self.dense(x[:, 0]))
 
 
-class Bert(nn.Module):
+class Bert(Pretrained):
     """Tokens to a vector for each, and one for the sequence.
 
     Args:

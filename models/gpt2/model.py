@@ -14,6 +14,7 @@ from extensor.nn.kv_cache import Cache
 
 from ..decoding import Batch, batch_of
 from ..language import STD, draw_normal
+from ..saving import Pretrained
 from .configs import GPT2Config
 
 __all__ = ["GPT2", "build"]
@@ -98,7 +99,7 @@ class Body(nn.Module):
         return self.ln_f(x)
 
 
-class GPT2(nn.Module):
+class GPT2(Pretrained):
     """Tokens to scores of the token that follows each.
 
     Args:

@@ -22,11 +22,14 @@ from extensor import (
     scaled_dot_product_attention,
     split_heads,
 )
+from extensor.autograd.recording import refuse_in_capture, replayed
+from extensor.autograd.tensor import wrap
 from extensor.nn.kv_cache import Cache
 from extensor.nn.mixture import TopKRouter
 
 from ..decoding import Batch, batch_of
 from ..language import STD, draw_normal
+from ..saving import Pretrained
 from .configs import ExpertsConfig, LlamaConfig
 
 __all__ = ["Llama", "build"]
@@ -70,6 +73,8 @@ class Attention(nn.Module):
         k = rotary_embedding(k, step.cos, step.sin, interleaved=interleaved)
         if step.cache is not None:
             k, v, slots = step.cache.update(self.layer, k, v)
+        if self.window is not None and step.cache is not None:
+            refuse_in_capture("what a layer with a sliding window sees changes from call to call")
         window = self.window if self.window is not None and self.window < k.shape[2] else None
         mask, ordered = step.batch.mask(slots, window)
         causal = ordered and (q.shape[2] > 1 or window is not None)
@@ -153,16 +158,29 @@ class Body(nn.Module):
         self.norm = nn.RMSNorm(config.width, config.eps)
         self.rotary = nn.RotaryTable(config.rope)
 
-    def forward(self, batch: Batch, cache: Cache | None = None) -> ExTensor:
-        """Tokens (B, T) -> vectors (B, T, width)."""
-        scaling, length = self.config.rope.scaling, batch.last + 1
-        if length > self.config.context and (scaling is None or scaling.kind != "dynamic"):
+    def _angles(self, last: int, positions: slice | ExTensor, like: ExTensor) -> tuple[Any, Any]:
+        """Cosines and sines at some positions up to ``last``, as arrays."""
+        scaling = self.config.rope.scaling
+        if last >= self.config.context and (scaling is None or scaling.kind != "dynamic"):
             raise ValueError(
                 f"Llama: expected positions below the context of {self.config.context}, got "
-                f"{batch.last}; the way out: fewer tokens, or a configuration with rope scaling"
+                f"{last}; the way out: fewer tokens, or a configuration with rope scaling"
             )
+        cos, sin = self.rotary.rows(positions, last + 1, like)
+        return cos.data, sin.data
+
+    def forward(self, batch: Batch, cache: Cache | None = None) -> ExTensor:
+        """Tokens (B, T) -> vectors (B, T, width)."""
         x = self.embed_tokens(batch.tokens)
-        cos, sin = self.rotary.rows(batch.positions, length, x)
+
+        def angles() -> tuple[Any, Any]:
+            last, positions = batch.last, batch.positions
+            if cache is not None and isinstance(positions, slice):  # after replays, further on
+                positions = slice(cache.length, cache.length + batch.tokens.shape[1])
+                last = positions.stop - 1
+            return self._angles(last, positions, x)
+
+        cos, sin = (wrap(array, x.backend) for array in replayed("rotary positions", angles))
         if cos.ndim == 3:  # (B, T, n): the same for all heads
             cos, sin = cos.expand_dims(1), sin.expand_dims(1)
         step = Step(batch, cos, sin, cache)
@@ -173,7 +191,7 @@ class Body(nn.Module):
         return self.norm(x)
 
 
-class Llama(nn.Module):
+class Llama(Pretrained):
     """Tokens to scores of the token that follows each.
 
     Args:
@@ -197,6 +215,11 @@ class Llama(nn.Module):
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.lm_head.role = "head"
+
+    @property
+    def recordable(self) -> bool:
+        """Whether `extensor.capture` can repeat a pass with a cache: no window, no experts."""
+        return not self.config.windows and self.config.experts is None
 
     def forward(
         self,

@@ -31,6 +31,16 @@ def check_product(name: str) -> Check:
     return check
 
 
+def check_bound_weight_only(backend: cpu.CpuBackend) -> None:
+    """The product with the same weights and other rows, by its bytes; also where none is in C++."""
+    for spec in (QuantSpec("mxfp4", axis=1), QuantSpec("outlier", axis=1)):
+        w = GENERIC.quantize(plain((5, 64), 1), spec.resolve(2))[0]
+        multiply = backend.bound_weight_only(plain((3, 64)), w)
+        for seed in (2, 3):
+            x = plain((3, 64), seed)
+            assert multiply(x).tobytes() == backend.weight_only_matmul(x, w).tobytes()
+
+
 def check_product_of_operands(backend: cpu.CpuBackend) -> None:
     for m, n, k in ((70, 130, 90), (3, 4, 5)):
         a, b = (

@@ -3,6 +3,7 @@
 from .base import Callback, RunView
 from .early_stopping import EarlyStopping
 from .files import JsonLines, SaveCheckpoint, TensorBoard
+from .memory import ShowMemory
 from .progress import ShowProgress
 from .telemetry import NOISE_RATIO, Telemetry
 
@@ -13,6 +14,7 @@ __all__ = [
     "JsonLines",
     "RunView",
     "SaveCheckpoint",
+    "ShowMemory",
     "ShowProgress",
     "Telemetry",
     "TensorBoard",

@@ -103,12 +103,14 @@ class CpuCore(GenericBackend):
         """See the protocol."""
         return super().memory_log() if self.core is None else _CoreLog(self.core)
 
-    def float32_core(self, *arrays: Array) -> Any:
+    def float32_core(self, *arrays: Array | None) -> Any:
         """The core, if it takes these arrays: float32 and not empty; else `Unsupported`."""
         if self.core is None:
             return Unsupported(self.core_missing)
         for x in arrays:
-            if x.dtype != _FLOAT32:
+            if x is None:  # an argument that was left out
+                continue
+            if x.dtype is not _FLOAT32 and x.dtype != _FLOAT32:
                 return Unsupported(f"{x.dtype} array; the core computes in float32")
             if x.size == 0:
                 return _EMPTY
@@ -127,7 +129,7 @@ def first_arrays(count: int) -> Callable[..., Any]:
     """What chooses the core if it takes the first ``count`` arguments; None among them is fine."""
 
     def choose(backend: CpuCore, *args: Any, **kwargs: Any) -> Any:
-        return backend.float32_core(*(x for x in args[:count] if x is not None))
+        return backend.float32_core(*args[:count])
 
     return choose
 

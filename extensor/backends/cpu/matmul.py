@@ -13,6 +13,7 @@ is faster it is kept: products with fewer than `_MIN_SIDE` rows or columns.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from extensor.backends.cpu import product_paths as paths
@@ -73,15 +74,23 @@ class CpuMatmul(CpuCore):
             return core.int8_matmul(*sides)
         return core.block_scaled_matmul(*sides, plan.step)
 
-    def _choose_weight_only(self, x: Array, w: QuantArray) -> tuple[Array, Any] | Unsupported:
+    def _choose_weight_only(self, x: Array, w: QuantArray) -> Any:
         if self.core is None:
             return Unsupported(self.core_missing)
-        return paths.choose_weight_only(self.core, self._wide(x), w)
+        return paths.choose_weight_only(self.core, x, w)
 
     @runs_in_core(_choose_weight_only)
-    def weight_only_matmul(self, sides: tuple[Array, Any], x: Array, w: QuantArray) -> Array:
+    def weight_only_matmul(self, weights: Any, x: Array, w: QuantArray) -> Array:
         """See the protocol. Widens bfloat16."""
-        return self.core.weight_only_matmul(ready(sides[0]), sides[1])
+        return self.core.weight_only_matmul(ready(self._wide(x)), weights)
+
+    def bound_weight_only(self, x: Array, w: QuantArray) -> Callable[[Array], Array]:
+        """`weight_only_matmul` with w, for float32 arrays of the shape of x, chosen once."""
+        weights = self._choose_weight_only(x, w)
+        if isinstance(weights, Unsupported):
+            return lambda x: self.weight_only_matmul(x, w)
+        multiply = self.core.weight_only_matmul
+        return lambda x: multiply(ready(x), weights)
 
     def _choose_product(
         self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None

@@ -294,12 +294,16 @@ def _class_numbers(labels: Array) -> Array:
 
 def _kept_shape(x: Array, weight: Array) -> tuple[int, ...]:
     """The shape of what is kept for each row."""
+    if weight.ndim == 1:
+        return (*x.shape[:-1], 1)
     return (*x.shape[: x.ndim - weight.ndim], *(1,) * weight.ndim)
 
 
 def _rows(x: Array) -> Array:
     """The array, or a copy where the last axis is strided or steps are no whole floats."""
-    good = x.flags.aligned and (x.shape[-1] == 1 or x.strides[-1] == x.itemsize)
+    if (flags := x.flags).c_contiguous and flags.aligned:
+        return x
+    good = flags.aligned and (x.shape[-1] == 1 or x.strides[-1] == x.itemsize)
     if good and not any(step % x.itemsize for step in x.strides):
         return x
     return ready(x)

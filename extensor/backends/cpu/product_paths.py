@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import ml_dtypes
 import numpy as np
 
 from extensor.backends.unsupported import Unsupported
@@ -58,6 +59,7 @@ _BF16_DIGITS = 8  # of a bfloat16, and so of an element and its scale together
 _MIN_SIDE, _MIN_WORK = 32, 1 << 19  # of operand products: below, BLAS is faster (measured)
 _SMALL = 127 - 40  # of e8m0 bytes; no two blocks above it come near underflow
 _MATRICES: WeakKeyDictionary[QuantArray, tuple[Any, Any, float, bool]] = WeakKeyDictionary()
+_ROWS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))  # of activations beside weights
 _MAGNITUDE = {4: (0x77,), 6: (0xDF, 0xF7, 0x7D), 8: (0x7F,)}  # bits of packed codes but the signs
 
 
@@ -267,15 +269,15 @@ def _least_used(q: QuantArray) -> int:
     return int(q.scales[small][used].min()) if used.any() else _SMALL
 
 
-def choose_weight_only(core: Any, x: Any, w: QuantArray) -> tuple[Any, Any] | Unsupported:
-    """The activations and the weights of x w^T as the core takes them, or why it does not."""
+def choose_weight_only(core: Any, x: Any, w: QuantArray) -> Any | Unsupported:
+    """The weights of x w^T as the core takes them, or why it does not take the two."""
     if w not in _MATRICES and (gap := _matrix_gap(w, affine=True)) is not None:
         return gap
-    if x.ndim != 2 or x.dtype != np.float32:
+    if x.ndim != 2 or x.dtype not in _ROWS:
         return Unsupported(f"{x.dtype} activations of {x.ndim} axes; the core takes float32 rows")
     if x.size == 0:
         return Unsupported("empty array")
-    return x, matrix(core, w, widen=False)
+    return matrix(core, w, widen=False)
 
 
 def _is_integer(element: ElementFormat) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,6 +152,10 @@ class GenericMatmul(GenericQuantize):
     def weight_only_matmul(self, x: Array, w: QuantArray) -> Array:
         """See the protocol."""
         return self.xp.matmul(self._wide(x), self.dequantize(w).T)
+
+    def bound_weight_only(self, x: Array, w: QuantArray) -> Callable[[Array], Array]:
+        """See the protocol."""
+        return lambda x: self.weight_only_matmul(x, w)
 
     def prepare(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -146,4 +146,8 @@ class MatmulMethods(Protocol):
 
         x is float32 or bfloat16, which is multiplied as it is or widened, exactly.
         """
+        ...
+
+    def bound_weight_only(self, x: Array, w: QuantArray) -> Callable[[Array], Array]:
+        """`weight_only_matmul` with w, for float32 arrays of the shape of x, chosen once."""
         ...

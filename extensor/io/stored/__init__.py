@@ -2,6 +2,14 @@
 
 from extensor.io.stored.archive import Archive, TensorInfo, open_archive
 from extensor.io.stored.certificate import TensorCertificate, compare, kind_of
+from extensor.io.stored.convert import (
+    Conversion,
+    LossyConversionError,
+    WriteOptions,
+    convert,
+    metadata_of,
+    write_checkpoint,
+)
 from extensor.io.stored.gguf_models import (
     GGUF_ARCHITECTURES,
     GgufArchitecture,
@@ -11,10 +19,12 @@ from extensor.io.stored.gguf_models import (
 )
 from extensor.io.stored.requantize import mxfp4_to_nvfp4, requantize, smallest_float
 from extensor.io.stored.rows import WEIGHT_LAYOUTS, Part, WeightLayout, read_weight, write_weight
+from extensor.io.stored.targets import TARGETS, Target, takes_blocks
 
 __all__ = [
-    "GGUF_ARCHITECTURES", "WEIGHT_LAYOUTS", "Archive", "GgufArchitecture", "Part",
-    "TensorCertificate", "TensorInfo", "WeightLayout", "as_hugging_face", "compare",
-    "gguf_metadata", "gguf_name", "kind_of", "mxfp4_to_nvfp4", "open_archive", "read_weight",
-    "requantize", "smallest_float", "write_weight",
+    "GGUF_ARCHITECTURES", "TARGETS", "WEIGHT_LAYOUTS", "Archive", "Conversion", "GgufArchitecture",
+    "LossyConversionError", "Part", "Target", "TensorCertificate", "TensorInfo", "WeightLayout",
+    "WriteOptions", "as_hugging_face", "compare", "convert", "gguf_metadata", "gguf_name",
+    "kind_of", "metadata_of", "mxfp4_to_nvfp4", "open_archive", "read_weight", "requantize",
+    "smallest_float", "takes_blocks", "write_checkpoint", "write_weight",
 ]  # fmt: skip

@@ -81,6 +81,7 @@ class Archive:
         metadata: a GGUF file's values, or a safetensors file's strings.
         unused: stored tensors that belong to no weight, such as scales of activations.
         source: reads the weights.
+        kinds: GGUF's number of the type of each of its metadata.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -97,6 +98,7 @@ class Archive:
     metadata: dict[str, Any]
     unused: tuple[str, ...]
     source: Source = field(repr=False)
+    kinds: dict[str, int] = field(default_factory=dict, repr=False)
 
     def read(self, name: str) -> Stored:
         """Read one weight.
@@ -168,7 +170,7 @@ def _open_folder(folder: Path) -> Archive:
     gguf = sorted(folder.glob("*.gguf"))
     if len(gguf) == 1:
         return _open_gguf(gguf[0])
-    held = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+    held = ", ".join(file.name for file in gguf) or "none"
     raise FileNotFoundError(
         f"{folder}: expected .safetensors files or one .gguf file, found {held}"
     )
@@ -180,7 +182,7 @@ def _open_gguf(path: Path) -> Archive:
         name: TensorInfo(name, tensor.shape, f"GGUF {tensor.type_name}", tensor.nbytes, (name,))
         for name, tensor in file.tensors.items()
     }
-    return Archive(path, "gguf", infos, None, file.metadata, (), _GgufSource(file))
+    return Archive(path, "gguf", infos, None, file.metadata, (), _GgufSource(file), file.kinds)
 
 
 class _GgufSource:
@@ -381,10 +383,16 @@ class _SafetensorsSource:
 
 def _block_of(config: dict[str, Any] | None) -> tuple[int, int]:
     """The tile of FP8 blocks that config.json says; 128 x 128 where it says none."""
-    quantization = (config or {}).get("quantization_config") or {}
+    quantization = _table(config, "quantization_config")
     size = quantization.get("weight_block_size")
-    for group in (quantization.get("config_groups") or {}).values():
-        size = size or ((group or {}).get("weights") or {}).get("block_structure")
+    for group in _table(quantization, "config_groups").values():
+        size = size or _table(group, "weights").get("block_structure")
     if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
         return size[0], size[1]
     return 128, 128
+
+
+def _table(values: Any, key: str) -> dict[str, Any]:
+    """A dictionary inside another; empty where either is none."""
+    found = values.get(key) if isinstance(values, dict) else None
+    return found if isinstance(found, dict) else {}

@@ -43,6 +43,7 @@ Written = dict[str, tuple[str, tuple[int, ...], Array]]
 """(dtype, shape, array) of stored tensors, by name or suffix."""
 
 _FLOATS = ("F32", "BF16", "F16")
+_GROUPS = (128, 64, 32, 256, 16)
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ _ROWS: tuple[WeightLayout, ...] = (
         WeightLayout(
             f"safetensors-{name}", "extensor", f"dtype {dtype} with F8_E8M0 scales",
             QuantSpec(name), Part(".weight", (dtype,)), Part(".weight_scale", ("F8_E8M0",)),
-            tiles=((1, 0),),
+            tiles=((1, 32),),
         )
         for name, dtype in (
             ("mxfp4", "F4"), ("mxfp6_e2m3", "F6_E2M3"), ("mxfp6_e3m2", "F6_E3M2"),
@@ -323,7 +324,8 @@ def write_weight(
     if layout.packing == "int32" or layout.scales.dtypes == _FLOATS:
         if q.spec.tile == "tensor":
             scales = scales.reshape(1) if layout.program != "modelopt" else scales.reshape(())
-        put(layout.scales, scales, "F16" if scales.dtype == np.float16 else "F32")
+        # Float32 whatever they were: readers multiply in the dtype of the scales.
+        put(layout.scales, scales.astype(np.float32), "F32")
     else:
         put(layout.scales, scales)
     if layout.tensor_scale is not None and q.tensor_scale is not None:
@@ -423,9 +425,11 @@ def _tile_of(
         if floats and columns == 1:
             return "channel"
         wanted = next((t[1] for t in layout.tiles if isinstance(t, tuple) and t[0] == 1), 0)
-        size = wanted or -(-shape[-1] // max(columns, 1))
-        if -(-shape[-1] // max(size, 1)) == columns:
-            return (1, size)
+        # Of group sizes that give so many scales the usual one; a last group may be shorter.
+        sizes = (wanted,) if wanted else (*_GROUPS, -(-shape[-1] // max(columns, 1)))
+        for size in sizes:
+            if size and -(-shape[-1] // size) == columns:
+                return (1, size)
     grid = tuple(-(-n // b) for n, b in zip(shape[-2:], block, strict=False))
     if floats and scales.shape == (*shape[:-2], *grid):
         return block

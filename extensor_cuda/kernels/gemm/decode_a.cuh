@@ -144,15 +144,14 @@ static_assert(GEMM_VECTORS != 1, "factors are lifted, exponents are not");
 constexpr float kDecodeFactor =
     CODEC_IS_FLOAT ? 256.0f : 64.0f;  // restores what decoding divides by
 
-// Adds a tile's products to `total` (`part` if nothing is promoted), over an even number of stages
-// from `start` on. Operand A of each wgmma is decoded while the previous one runs.
+// Adds a tile's products to `total` (`part` if nothing is promoted), over the range, an even number
+// of stages. Operand A of each wgmma is decoded while the previous one runs.
 DEVICE void multiply_decoded(Sum (&total)[kRegisters], Sum (&part)[kRegisters], const Epilogue& e,
-    const u8* memory, const float* scales, u32 full, u32 empty, int row, int start, int stages,
-    int& stage, u32& parity) {
+    const StageRing& ring, int row, const StageRange& range, int& stage, u32& parity) {
     using namespace decoding;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad_lane = lane % 4,
               first = row + warp % 4 * 16;
-    RowScales row_scales(e, first, start, lane);
+    RowScales row_scales(e, first, range.first, lane);
     int zero[2] = {0, 0};
 #if GEMM_ROW_ZERO_POINT
 #pragma unroll
@@ -162,7 +161,7 @@ DEVICE void multiply_decoded(Sum (&total)[kRegisters], Sum (&part)[kRegisters], 
     keep(mine);
     // Reads what two wgmmas need of a stage.
     const auto read_half = [&](int half, int stage, Stage& now) {
-        const u8* const packed = memory + stage * kStage + mine;
+        const u8* const packed = ring.memory + stage * kStage + mine;
 #pragma unroll
         for (int i = 0; i < 2 * kUnits; ++i) {
             const int unit = half * kUnits + i / 2;  // rows of 64 bytes are swizzled
@@ -171,19 +170,19 @@ DEVICE void multiply_decoded(Sum (&total)[kRegisters], Sum (&part)[kRegisters], 
         }
     };
     const auto read = [&](int k, Stage& now) {
-        now.k = start + k;
-        if (k >= stages) return;
-        barrier_wait(full + 8 * stage, parity);
+        now.k = range.first + k;
+        if (k >= range.count) return;
+        barrier_wait(ring.full + 8 * stage, parity);
         read_half(0, stage, now);
         if (CODEC_BITS == 4)
             read_half(1, stage, now);  // at 8 bits it is read late, to save registers
-        row_scales.stage_scales(start + k, now.four);
+        row_scales.stage_scales(range.first + k, now.four);
     };
     u32 left[2][4] = {};
     int last = -1;  // a stage whose wgmmas are in flight
     const auto step = [&](int k, Stage& now, Stage& next) {
         const u64 b = smem_descriptor<GEMM_B_MN_MAJOR>(
-            shared_address(memory) + stage * kStage + kABytes, kBoxBytes);
+            shared_address(ring.memory) + stage * kStage + kABytes, kBoxBytes);
         const int within = GEMM_PROMOTE ? k % GEMM_PROMOTE : k, current = stage;
         if (++stage == kStages) stage = 0, parity ^= 1;
 #pragma unroll
@@ -195,26 +194,26 @@ DEVICE void multiply_decoded(Sum (&total)[kRegisters], Sum (&part)[kRegisters], 
             warpgroup_commit();
             warpgroup_wait<1>(part);  // waits for the previous wgmma
             keep_operand(left[(i + 1) % 2]);
-            if (i == 0 && last >= 0) release_stage(empty + 8 * last, lane);
+            if (i == 0 && last >= 0) release_stage(ring.empty + 8 * last, lane);
             if (i == 0 && CODEC_BITS == 8) read_half(1, current, now);
             if (i == 2) read(k + 1, next);
         }
         last = current;
 #if GEMM_PROMOTE
-        if (within + 1 < GEMM_PROMOTE && k + 1 < stages) return;
-        const Scales stage_scales(scales + last * kScales, warp, lane);
+        if (within + 1 < GEMM_PROMOTE && k + 1 < range.count) return;
+        const Scales stage_scales(ring.scales + last * kScales, warp, lane);
         end_basic_block(stage_scales.latest());
         warpgroup_wait<0>(part);
         stage_scales.promote(total, part);
         __syncwarp();
-        release_stage(empty + 8 * last, lane);
+        release_stage(ring.empty + 8 * last, lane);
         last = -1;
 #endif
     };
     Stage two[2];
     read(0, two[0]);
-    for (int k = 0; k < stages; k += 2) step(k, two[0], two[1]), step(k + 1, two[1], two[0]);
+    for (int k = 0; k < range.count; k += 2) step(k, two[0], two[1]), step(k + 1, two[1], two[0]);
     warpgroup_wait<0>(part);
     keep_operand(left[1]);
-    if (last >= 0) release_stage(empty + 8 * last, lane);
+    if (last >= 0) release_stage(ring.empty + 8 * last, lane);
 }

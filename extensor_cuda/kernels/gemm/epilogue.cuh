@@ -122,6 +122,45 @@ DEVICE void store_transposed(
 }
 #endif
 
+// Stores an epilogue tile to C, from column `start` of the tile on.
+DEVICE void store_tile(u8* epilogue_tile, const Epilogue& e, const TensorMap* map, int row0,
+    int end_of_rows, int column0, int start, int lane) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#if GEMM_C_TRANSPOSED
+    await_warpgroup(threadIdx.x / 128);  // then each warp stores 16 of the tile's rows
+    const int warp_row = threadIdx.x / 32 % 4 * 16;
+    const int memory_row = warp_row % kEpilogueTileN,
+              first = row0 - warp_row + warp_row / kEpilogueTileN * kEpilogueTileN;
+    if (lane == 0) {
+        if (first < end_of_rows && (GEMM_SPLIT_K || column0 + start + memory_row < e.columns))
+            tma_store_rows(
+                map, first, column0 + start + memory_row, epilogue_tile + warp_row * 128);
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+#else
+    __syncwarp();
+    if (lane == 0) {
+        if (row0 + (GEMM_GROUPED ? 15 : 0) < end_of_rows && column0 + start < e.columns)
+            tma_store_rows(map, column0 + start, row0, epilogue_tile);
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+#if GEMM_GROUPED
+    // The next group's rows follow, so the rest of this group is written value by value.
+    if (row0 < end_of_rows && row0 + 16 > end_of_rows) {
+        for (int i = lane; i < (end_of_rows - row0) * kEpilogueTileN; i += 32) {
+            const int r = i / kEpilogueTileN, k = i % kEpilogueTileN,
+                      byte = k * static_cast<int>(sizeof(Out));
+            if (column0 + start + k < e.columns)
+                static_cast<Out*>(e.out)[(row0 + r) * e.out_pitch + column0 + start + k] =
+                    *reinterpret_cast<const Out*>(
+                        epilogue_tile + swizzled_offset(r, byte / 16) + byte % 16);
+        }
+        __syncwarp();
+    }
+#endif
+#endif
+}
+
 // Writes a warp's 16 rows of a tile. kSmallExponents: powers of two and their products are floats.
 template <bool kSmallExponents>
 DEVICE void write_rows(const Sum (&sum)[kRegisters], const Epilogue& e, const TensorMap* map,
@@ -232,39 +271,7 @@ DEVICE void write_rows(const Sum (&sum)[kRegisters], const Epilogue& e, const Te
 #if GEMM_REQUANTIZED
         barrier_arrive(barrier);
 #else
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#if GEMM_C_TRANSPOSED
-        await_warpgroup(threadIdx.x / 128);  // then each warp stores 16 of the tile's rows
-        const int memory_row = warp_row % kEpilogueTileN,
-                  first = row0 - warp_row + warp_row / kEpilogueTileN * kEpilogueTileN;
-        if (lane == 0) {
-            if (first < end_of_rows && (GEMM_SPLIT_K || column0 + start + memory_row < e.columns))
-                tma_store_rows(
-                    map, first, column0 + start + memory_row, epilogue_tile + warp_row * 128);
-            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        }
-#else
-        __syncwarp();
-        if (lane == 0) {
-            if (row0 + (GEMM_GROUPED ? 15 : 0) < end_of_rows && column0 + start < e.columns)
-                tma_store_rows(map, column0 + start, row0, epilogue_tile);
-            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        }
-#if GEMM_GROUPED
-        // The next group's rows follow, so the rest of this group is written value by value.
-        if (row0 < end_of_rows && row0 + 16 > end_of_rows) {
-            for (int i = lane; i < (end_of_rows - row0) * kEpilogueTileN; i += 32) {
-                const int r = i / kEpilogueTileN, k = i % kEpilogueTileN,
-                          byte = k * static_cast<int>(sizeof(Out));
-                if (column0 + start + k < e.columns)
-                    static_cast<Out*>(e.out)[(row0 + r) * e.out_pitch + column0 + start + k] =
-                        *reinterpret_cast<const Out*>(
-                            epilogue_tile + swizzled_offset(r, byte / 16) + byte % 16);
-            }
-            __syncwarp();
-        }
-#endif
-#endif
+        store_tile(epilogue_tile, e, map, row0, end_of_rows, column0, start, lane);
 #endif
         epilogue_phase = epilogue_phase + 1 == kEpiloguePhases ? 0 : epilogue_phase + 1;
     }

@@ -184,6 +184,24 @@ DEVICE void order_barrier_arrive(int warpgroup) {
     if (GEMM_PING_PONG) asm volatile("bar.arrive %0, 256;" ::"r"(5 - warpgroup) : "memory");
 }
 
+// A thread of a consumer warpgroup.
+struct Consumer {
+    int warpgroup, lane;
+};
+
+// Stages along K that a tile's sum has.
+struct StageRange {
+    int first, count;
+};
+
+// The ring of stages in shared memory, their scales, and the barriers of full and empty ones.
+struct StageRing {
+    u8* memory;
+    u32 base;  // the address of `memory`
+    float* scales;
+    u32 full, empty;
+};
+
 #include "gemm/float_scales.cuh"
 
 #if GEMM_DECODE_A
@@ -198,10 +216,13 @@ constexpr float kDecodeFactor = 1.0f;
 #include "gemm/expand_a.cuh"
 #endif
 
-// The producer: loads a stage of the operands, and of their scales, into shared memory.
-DEVICE void load_stage(u32 to, [[maybe_unused]] u32 scales, const TensorMap* a_map,
-    const TensorMap* b_map, [[maybe_unused]] const Epilogue& e, int k, int row, int column,
-    [[maybe_unused]] int rank, u32 barrier) {
+// The producer: loads stage k of the operands from (row, column) of C on, and of their scales.
+DEVICE void load_stage(const StageRing& ring, int stage, const TensorMap* a_map,
+    const TensorMap* b_map, [[maybe_unused]] const Epilogue& e, int k, const Tile& origin,
+    [[maybe_unused]] int rank) {
+    const u32 to = ring.base + stage * kStage, barrier = ring.full + 8 * stage;
+    [[maybe_unused]] const u32 scales = shared_address(ring.scales + stage * kScales);
+    const int row = origin.row, column = origin.column;
     barrier_expect_bytes(barrier, kStage + 4 * kScales);
     if (GEMM_DECODE_A) tma_load_2d(to, a_map, k * kARow, row, barrier);
     else load_tile<GEMM_A_MN_MAJOR, false>(to, a_map, k, row, kTileM, barrier);
@@ -233,9 +254,9 @@ DEVICE void load_stage(u32 to, [[maybe_unused]] u32 scales, const TensorMap* a_m
 // A consumer: multiplies a tile's stages into `sum` (`part` if nothing is promoted). `stage_ready`:
 // whether the next stage was full when last tested.
 template <class Total>
-DEVICE void multiply([[maybe_unused]] Total (&sum)[kRegisters], Sum (&part)[kRegisters], u32 base,
-    [[maybe_unused]] const float* scales, u32 full, u32 empty, const int& stages, int& stage,
-    u32& parity, bool& stage_ready, int warpgroup, int lane) {
+DEVICE void multiply([[maybe_unused]] Total (&sum)[kRegisters], Sum (&part)[kRegisters],
+    const StageRing& ring, const int& stages, int& stage, u32& parity, bool& stage_ready,
+    const Consumer& thread) {
     [[maybe_unused]] const int warp = threadIdx.x / 32;
     for (int k = 0; k < stages;) {
         const int end = GEMM_PROMOTE == 1 ? k + 1
@@ -243,14 +264,14 @@ DEVICE void multiply([[maybe_unused]] Total (&sum)[kRegisters], Sum (&part)[kReg
                                           : stages;
         int last = -1;
         for (int more = 0; k < end; ++k) {
-            if (!stage_ready) barrier_wait(full + 8 * stage, parity);
+            if (!stage_ready) barrier_wait(ring.full + 8 * stage, parity);
             const u64 a = smem_descriptor<GEMM_A_MN_MAJOR>(
-                base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
+                ring.base + stage * kStage + thread.warpgroup * 64 * kRowBytes, kBoxBytes);
             const u64 b =
-                smem_descriptor<GEMM_B_MN_MAJOR>(base + stage * kStage + kABytes, kBoxBytes);
+                smem_descriptor<GEMM_B_MN_MAJOR>(ring.base + stage * kStage + kABytes, kBoxBytes);
 #pragma unroll
             for (int group_of_stage = 0; group_of_stage < kGroupsPerStage; ++group_of_stage) {
-                order_barrier_wait(warpgroup);
+                order_barrier_wait(thread.warpgroup);
                 fence_accumulators(part);
                 warpgroup_arrive();
 #pragma unroll
@@ -260,12 +281,12 @@ DEVICE void multiply([[maybe_unused]] Total (&sum)[kRegisters], Sum (&part)[kReg
                     more = 1;
                 }
                 warpgroup_commit();
-                order_barrier_arrive(warpgroup);
+                order_barrier_arrive(thread.warpgroup);
 #if GEMM_SCALE_GROUP_K && GEMM_SCALE_GROUP_K < 64
                 if (group_of_stage + 1 == kGroupsPerStage)
                     break;  // the last group is promoted below
                 const Scales group_scales(
-                    scales + stage * kScales + group_of_stage * kTileM, warp, lane);
+                    ring.scales + stage * kScales + group_of_stage * kTileM, warp, thread.lane);
                 end_basic_block(group_scales.latest());
                 warpgroup_wait<0>(part);
                 group_scales.promote(sum, part);
@@ -274,14 +295,14 @@ DEVICE void multiply([[maybe_unused]] Total (&sum)[kRegisters], Sum (&part)[kReg
             }
             const int now = stage;
             if (++stage == kStages) stage = 0, parity ^= 1;
-            if (kTestAhead) stage_ready = barrier_test(full + 8 * stage, parity);
+            if (kTestAhead) stage_ready = barrier_test(ring.full + 8 * stage, parity);
             if (GEMM_PROMOTE != 1) warpgroup_wait<1>(part);
-            if (last >= 0) release_stage(empty + 8 * last, lane);
+            if (last >= 0) release_stage(ring.empty + 8 * last, thread.lane);
             last = now;
         }
 #if GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K
         const Scales stage_scales(
-            scales + last * kScales + (kGroupsPerStage - 1) * kTileM, warp, lane);
+            ring.scales + last * kScales + (kGroupsPerStage - 1) * kTileM, warp, thread.lane);
         end_basic_block(stage_scales.latest());
 #endif
         warpgroup_wait<0>(part);
@@ -289,7 +310,7 @@ DEVICE void multiply([[maybe_unused]] Total (&sum)[kRegisters], Sum (&part)[kReg
         stage_scales.promote(sum, part);
         __syncwarp();
 #endif
-        release_stage(empty + 8 * last, lane);
+        release_stage(ring.empty + 8 * last, thread.lane);
 #if GEMM_PROMOTE && !GEMM_SCALES_1D2D && !GEMM_SCALE_GROUP_K
 #pragma unroll
         for (int i = 0; i < kRegisters; ++i) sum[i] += part[i];
@@ -400,6 +421,7 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
     const int end_of_rows = e.rows;
 #endif
 #endif
+    const StageRing ring = {memory, base, scales, full, empty};
     int stage = 0;
     u32 parity = 0;
 
@@ -415,9 +437,7 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
 #endif
                 for (int k = GEMM_K_BEGIN; k < GEMM_K_END; ++k) {
                     barrier_wait(empty + 8 * stage, parity ^ 1);
-                    const u32 to = base + stage * kStage, barrier = full + 8 * stage;
-                    load_stage(to, shared_address(scales + stage * kScales), &a_map, &b_map, e, k,
-                        row, column, rank, barrier);
+                    load_stage(ring, stage, &a_map, &b_map, e, k, {row, column}, rank);
                     if (++stage == kStages) stage = 0, parity ^= 1;
                 }
             }
@@ -470,11 +490,9 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
             const int& stages = e.k_stages;
 #endif
 #if GEMM_DECODE_A
-            multiply_decoded(GEMM_SUM, part, e, memory, scales, full, empty, row, GEMM_K_BEGIN,
-                stages, stage, parity);
+            multiply_decoded(GEMM_SUM, part, e, ring, row, {GEMM_K_BEGIN, stages}, stage, parity);
 #else
-            multiply(GEMM_SUM, part, base, scales, full, empty, stages, stage, parity, stage_ready,
-                warpgroup, lane);
+            multiply(GEMM_SUM, part, ring, stages, stage, parity, stage_ready, {warpgroup, lane});
 #endif
             const int first = GEMM_SPLIT_ROWS + row + warp % 4 * 16,
                       first_column = GEMM_SPLIT_COLUMNS + column;

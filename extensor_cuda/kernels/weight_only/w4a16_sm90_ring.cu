@@ -203,12 +203,20 @@ DEVICE void store_sums(
         }
 }
 
+// The weights and where results go: sums of slices to `partial`, the whole times `factor` to `out`.
+struct Problem {
+    const u8 *codes, *scales;
+    float factor;
+    float* partial;
+    void* out;
+    int rows, out_features, columns, slices;
+};
+
 // A consumer warp: multiplies its tiles and adds the shares' sums.
-DEVICE void consume(u8* memory, const BlockRange& range, const u8* codes, const u8* scales,
-    float factor, float* partial, void* out, int rows, int out_features, int columns, int slices,
-    u32 full, u32 empty, int warp, int lane) {
-    LaneOffsets offsets(warp, lane, rows);
-    i64 four_rows = static_cast<i64>(columns) * 2;
+DEVICE void consume(u8* memory, const BlockRange& range, const Problem& e, u32 full, u32 empty,
+    int warp, int lane) {
+    LaneOffsets offsets(warp, lane, e.rows);
+    i64 four_rows = static_cast<i64>(e.columns) * 2;
     keep(four_rows);
     const WarpShare share(warp);
     const int tile = share.pair * 2;
@@ -221,19 +229,21 @@ DEVICE void consume(u8* memory, const BlockRange& range, const u8* codes, const 
         float sum[2][WEIGHT_ONLY_TILES][4] = {};
         // A last tile with missing rows begins earlier.
         const auto feature_of = [&](int m) {
-            return min((from + tile + m) * kTileRows, out_features - kTileRows);
+            return min((from + tile + m) * kTileRows, e.out_features - kTileRows);
         };
         WeightCopies copies;
         copies.four_rows = four_rows, copies.begin = range.begin, copies.count = range.count;
-        copies.columns = columns, copies.tiles = min(range.high - from - tile, 2);
+        copies.columns = e.columns, copies.tiles = min(range.high - from - tile, 2);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            copies.code[m] = codes + (static_cast<i64>(feature_of(m)) + lane / 8) * (columns / 2) +
+            copies.code[m] = e.codes +
+                             (static_cast<i64>(feature_of(m)) + lane / 8) * (e.columns / 2) +
                              (range.begin + expected.chunk) * 128 + lane % 8 * 16;
             keep(copies.code[m]);
         }
-        copies.scale = scales + static_cast<i64>(feature_of(lane / kTileRows) + lane % kTileRows) *
-                                    (columns / CODEC_BLOCK);
+        copies.scale =
+            e.scales + static_cast<i64>(feature_of(lane / kTileRows) + lane % kTileRows) *
+                           (e.columns / CODEC_BLOCK);
         keep(copies.scale);
 #pragma unroll 1
         for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d)
@@ -262,10 +272,10 @@ DEVICE void consume(u8* memory, const BlockRange& range, const u8* codes, const 
                 (from + tile + m) * kTileRows - feature_of(m));
         named_barrier(1, kConsumerThreads);
         const OutputRange here = {from * kTileRows,
-            min(min(from + 2 * kPairs, range.high) * kTileRows, out_features) - from * kTileRows,
-            out_features, factor, out};
+            min(min(from + 2 * kPairs, range.high) * kTileRows, e.out_features) - from * kTileRows,
+            e.out_features, e.factor, e.out};
         add_parts<kConsumerThreads, kSumPitch>(
-            Parts{sums}, partial, range.slice, slices, rows, here);
+            Parts{sums}, e.partial, range.slice, e.slices, e.rows, here);
         named_barrier(1, kConsumerThreads);  // sums are read: copies may overwrite them
     }
 }
@@ -307,8 +317,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const 
     }
     const float factor =
         (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // scales are decoded times 2^-8
-    consume(raw_memory, {group, slice, low, high, begin, count}, codes, scales, factor, partial,
-        out, rows, out_features, columns, slices, full, empty, warp, lane);
+    const Problem problem = {
+        codes, scales, factor, partial, out, rows, out_features, columns, slices};
+    consume(raw_memory, {group, slice, low, high, begin, count}, problem, full, empty, warp, lane);
     if (slices == 1) return;
     if (threadIdx.x == 0) {
         __threadfence();

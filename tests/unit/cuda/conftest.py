@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import pytest
 
+from ci import cubins
 from extensor.backends import registry
+from extensor_cuda.runtime import compile as compiling
 from extensor_cuda.runtime import driver
 from tests.unit.cuda import fake, fake_backend
 from tests.unit.cuda.emulator import COMPILER, Cupy, Emulated, Emulator
+
+if not isinstance(compiling.compile_cubin, partial):  # `ci/cubins.py` records what is compiled
+    compiling.compile_cubin = cubins.cached(
+        compiling.compile_cubin, compiling.cache_folder().with_name("compiled-by-tests")
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what compiles, so that `-m nvrtc` selects it."""
+    for item in items:
+        if "nvrtc" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.nvrtc)
 
 
 @pytest.fixture(scope="session")
@@ -71,17 +86,17 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="session")
 def nvrtc() -> None:
-    """Skips where the compiler of the cuda13 extra is not installed."""
+    """Skips where the compiler of the extra nvrtc is not installed."""
     for name in ("cuda.core", "cuda.bindings.nvrtc"):
         try:
             found = importlib.util.find_spec(name)
         except ModuleNotFoundError:
             found = None
         if found is None:
-            pytest.skip(f"{name} is not installed; pip install 'extensor[cuda13]'")
+            pytest.skip(f"{name} is not installed; pip install 'extensor[nvrtc]'")
     from cuda.bindings import nvrtc as library
 
     try:  # the module may be there without the library that it loads
         library.nvrtcVersion()
     except RuntimeError as error:
-        pytest.skip(f"NVRTC does not load ({error}); pip install 'extensor[cuda13]'")
+        pytest.skip(f"NVRTC does not load ({error}); pip install 'extensor[nvrtc]'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from extensor_cuda.runtime.compile import Source, cache_folder, compile_cubin, c
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
 
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 COVERED = [name for name, row in FORMATS.items() if row.scale.name == "e8m0"] + ["nvfp4"]
 SHAPES = ((256, 256, -1), (256, 256, 0), (70, 19, 0))
 ROUNDINGS = (("nearest_even", 32), ("stochastic", 32), ("stochastic", 8))
@@ -29,7 +30,13 @@ SPECIAL = (
     QuantSpec("nvfp4_fp8exact", rounding="stochastic"),
 )
 """What is not said by a format and a rounding alone."""
-FORMATS_OF = {"sm_90a": COVERED, "sm_80": ["mxfp8_e4m3", "mxfp4"], "sm_89": ["mxfp8_e5m2", "nvfp4"]}
+FORMATS_OF = {
+    "sm_80": ["mxfp8_e4m3", "mxfp4"],
+    "sm_89": ["mxfp8_e5m2", "nvfp4"],
+    "sm_90a": COVERED,
+    "sm_100": ["mxfp6_e2m3", "nvfp4"],
+    "sm_120": ["mxfp8_e4m3", "mxfp4"],
+}
 
 
 def sources(name: str, arch: str) -> list[Source]:
@@ -93,13 +100,19 @@ def code_header(code: bytes) -> tuple[int, int, int]:
     return struct.unpack_from("<HHH", code, 58)
 
 
+def stack_bytes(log: str) -> int:
+    """Of all kernels, as ptxas says; cubins for sm_100 and later hold 8 bytes more of each."""
+    frames = re.findall(r"(\d+) bytes stack frame", log)
+    assert frames, log
+    return sum(map(int, frames))
+
+
 def check_compiles(source: Source, *architectures: str) -> None:
     """No warning and no spill on any of them."""
     for arch in architectures:
         code, log = compile_cubin(source, arch)
         assert "warning" not in log.lower() and "C75" not in log, log
-        for numbers in properties(code).values():
-            assert numbers["stack"] == 0, f"{source.macros} for {arch}: {numbers}"
+        assert code[:4] == b"\x7fELF" and not stack_bytes(log), f"{source.macros} for {arch}: {log}"
 
 
 def test_a_spill_is_noticed() -> None:
@@ -109,20 +122,15 @@ def test_a_spill_is_noticed() -> None:
         for (int k = 0; k < 96; ++k) for (int i = 0; i < 96; ++i) v[i] += v[(i + k) % 96] * v[i];
         for (int i = 0; i < 96; ++i) x[i * 1024 + threadIdx.x] = v[i];
     }"""
-    (numbers,) = properties(compile_cubin(Source("spills", text), "sm_90a")[0]).values()
-    assert numbers["stack"] > 0 and numbers["registers"] <= 64
+    code, log = compile_cubin(Source("spills", text), "sm_90a")
+    (numbers,) = properties(code).values()
+    assert numbers["stack"] == stack_bytes(log) > 0 and numbers["registers"] <= 64
 
 
 @pytest.mark.parametrize(("arch", "name"), [(a, n) for a in ARCHITECTURES for n in FORMATS_OF[a]])
 def test_no_kernel_spills(arch: str, name: str) -> None:
     for source in sources(name, arch):
-        code, log = compile_cubin(source, arch)
-        assert code[:4] == b"\x7fELF"
-        assert "warning" not in log, log
-        found = properties(code)
-        assert found
-        for numbers in found.values():
-            assert numbers["stack"] == 0, f"{source.macros} for {arch}: {numbers}"
+        check_compiles(source, arch)
 
 
 def small_source() -> Source:

@@ -142,6 +142,20 @@ def test_captured_steps_with_narrow_optimizer_states(gpu: Any, make: Any, states
     assert eager["scaler"]["skipped"] == (bad == 3)
 
 
+def recomputed_gpt(recipe: str) -> tuple[Any, Any, list[Any]]:
+    """Its blocks keep their input alone."""
+    model, step_of, batches = gpt(recipe)
+    for block in model.blocks:
+        block.recomputed = True
+    return model, step_of, batches
+
+
+def test_captured_steps_run_checkpoints_again(gpu: Any) -> None:
+    eager = both(lambda wrap: train(wrap, recomputed_gpt, "mxfp4", False))
+    kept = train(lambda step: step, gpt, "mxfp4", False)
+    same(eager, kept)
+
+
 def wide_gpt(recipe: str) -> tuple[Any, Any, list[Any]]:
     """Products large enough for the tensor cores of a GPU."""
     config = GPTConfig(vocab=256, context=64, layers=2, width=128, heads=2)

@@ -31,11 +31,10 @@ from extensor_cuda.kernels.nn import (
 )
 from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.runtime import capture
-from extensor_cuda.runtime.compile import compile_cubin
 from tests.kernels import nn as cases
 from tests.kernels.nn import norm_cases, norm_grad_cases
 from tests.oracle.compare import same_bytes
-from tests.unit.cuda.test_compile import properties
+from tests.unit.cuda.test_compile import check_compiles
 
 CPU = GenericBackend("cpu", np)
 
@@ -69,10 +68,7 @@ def test_no_kernel_spills(arch: str) -> None:
     ]
     sources += [norm.norm_source(512, True, 1), norm.norm_source(norm.MAX_LENGTH, True, 1)]
     for source in sources:
-        code, log = compile_cubin(source, arch)
-        assert "warning" not in log, log
-        for numbers in properties(code).values():
-            assert numbers["stack"] == 0, f"{source.macros}: {numbers}"
+        check_compiles(source, arch)
 
 
 @pytest.mark.parametrize("width", [1, 5, 1030, 2100])

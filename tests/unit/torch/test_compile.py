@@ -74,7 +74,7 @@ def test_compiled_steps_have_the_bits_of_eager_ones() -> None:
     torch._dynamo.reset()
     batches = [torch.randn(n, 4, 8, 8) for n in (2, 2, 3, 5, 6)]
     model, other = block(), block()
-    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    count = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     eager = run(model, model, batches)
     compiled = run(other, torch.compile(other, fullgraph=True, backend=count), batches)
     assert count.frame_count <= 2

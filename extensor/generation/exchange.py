@@ -1,0 +1,156 @@
+"""A tokenizer in another container: tokenizer.json of a GGUF vocabulary, and the other way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from extensor.extras import lacking
+from extensor.generation.gguf_vocab import CONTROL, PRE_TOKENIZERS, USER_DEFINED, gguf_tokenizer
+from extensor.generation.tokenizer import PretrainedTokenizer
+from extensor.io.gguf import Typed
+from extensor.io.stored import open_archive
+
+__all__ = ["convert_tokenizer", "gguf_vocabulary", "tokenizer_files"]
+
+_INT32, _STRING = 5, 8
+
+Converted = tuple[dict[str, bytes], dict[str, Any], list[str]]
+"""Files of a folder, metadata of a GGUF file, and what could not be done."""
+
+
+def convert_tokenizer(source: Path, to_gguf: bool) -> Converted:
+    """The tokenizer of a checkpoint in the other container's form; nothing where that is the same.
+
+    Args:
+        source: a GGUF file, or a folder or a file in it.
+        to_gguf: whether the target is a GGUF file.
+
+    Returns:
+        Files, metadata and notes.
+    """
+    if (source.suffix == ".gguf") == to_gguf:
+        return {}, {}, []
+    if not to_gguf:
+        return tokenizer_files(open_archive(source).metadata)
+    metadata, notes = gguf_vocabulary(source if source.is_dir() else source.parent)
+    return {}, metadata, notes
+
+
+def tokenizer_files(metadata: Mapping[str, Any]) -> Converted:
+    """tokenizer.json and what belongs to it, of a GGUF file's vocabulary.
+
+    Args:
+        metadata: the file's.
+
+    Returns:
+        Files, no metadata, and notes.
+    """
+    if metadata.get("tokenizer.ggml.model", "none") in ("none", "no_vocab"):
+        return {}, {}, []
+    if missing := lacking("text"):
+        note = f"no tokenizer.json: {', '.join(missing)} not installed"
+        return {}, {}, [f"{note}; the way out: pip install 'extensor[text]'"]
+    try:
+        tokenizer = PretrainedTokenizer.from_gguf(metadata)
+    except ValueError as error:
+        return {}, {}, [f"no tokenizer.json: {error}"]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    generation: dict[str, Any] = {}
+    for theirs, ours in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"), ("unknown", "unk")):
+        number = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+        if number is not None:
+            config[f"{ours}_token"] = tokens[number]
+            generation[f"{ours}_token_id"] = int(number)
+    generation.pop("unk_token_id", None)
+    template = metadata.get("tokenizer.chat_template")
+    files = {"tokenizer.json": tokenizer.library.to_str(pretty=True).encode()}
+    if template is not None:
+        config["chat_template"] = template
+        files["chat_template.jinja"] = str(template).encode()
+    files["tokenizer_config.json"] = json.dumps(config, indent=2).encode()
+    files["generation_config.json"] = json.dumps(generation, indent=2).encode()
+    return files, {}, []
+
+
+def gguf_vocabulary(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """GGUF's metadata of a folder's tokenizer.json: byte-level BPE, which llama.cpp calls gpt2.
+
+    Args:
+        folder: holds tokenizer.json.
+
+    Returns:
+        Metadata and notes.
+    """
+    place = folder / "tokenizer.json"
+    if not place.is_file():
+        return {}, ["no vocabulary: the folder has no tokenizer.json"]
+    content = json.loads(place.read_text(encoding="utf-8"))
+    model = content.get("model") or {}
+    steps = json.dumps(content.get("pre_tokenizer") or {})
+    if model.get("type") != "BPE" or "ByteLevel" not in steps:
+        return {}, [f"no vocabulary: {model.get('type')} tokenizers are not written to GGUF"]
+    pre = _pre_tokenizer_name(steps)
+    if pre is None:
+        return {}, [
+            "no vocabulary: its pre-tokenizer is none that GGUF names here: "
+            + ", ".join(PRE_TOKENIZERS)
+        ]
+    tokens: dict[int, str] = {number: token for token, number in model["vocab"].items()}
+    types = dict.fromkeys(tokens, 1)
+    for added in content.get("added_tokens", ()):
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    count = max(tokens) + 1
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    out: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": Typed(_STRING, [tokens.get(n, f"[PAD{n}]") for n in range(count)]),
+        "tokenizer.ggml.token_type": Typed(_INT32, [types.get(n, 5) for n in range(count)]),
+        "tokenizer.ggml.merges": Typed(_STRING, merges),
+    }
+    settings: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            settings |= json.loads((folder / name).read_text(encoding="utf-8"))
+    for theirs, ours in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
+        number = settings.get(f"{ours}_token_id")
+        if isinstance(number, int):
+            out[f"tokenizer.ggml.{theirs}_token_id"] = Typed(4, number)
+    if (folder / "chat_template.jinja").is_file():
+        settings["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if isinstance(settings.get("chat_template"), str):
+        out["tokenizer.chat_template"] = settings["chat_template"]
+    for end in ("bos", "eos"):
+        out[f"tokenizer.ggml.add_{end}_token"] = bool(settings.get(f"add_{end}_token", False))
+    return out, []
+
+
+def _pre_tokenizer_name(steps: str) -> str | None:
+    """The name of the rule whose pre-tokenizer is that of a tokenizer.json; None if none is."""
+    if lacking("text"):
+        return None
+    for name in PRE_TOKENIZERS:
+        small = {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": name,
+            "tokenizer.ggml.tokens": ["a"],
+            "tokenizer.ggml.merges": [],
+        }
+        made = json.loads(gguf_tokenizer(small).to_str())["pre_tokenizer"]
+        if json.dumps(made) == steps or _essence(made) == _essence(json.loads(steps)):
+            return name
+    return None
+
+
+def _essence(step: Any) -> Any:
+    """A pre-tokenizer without what does not change words: offsets and a lone sequence."""
+    if isinstance(step, dict):
+        if step.get("type") == "Sequence" and len(step.get("pretokenizers", ())) == 1:
+            return _essence(step["pretokenizers"][0])
+        return {k: _essence(v) for k, v in step.items() if k != "trim_offsets"}
+    return [_essence(one) for one in step] if isinstance(step, list) else step

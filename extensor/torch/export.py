@@ -1,0 +1,52 @@
+"""Packed checkpoints of torch models, in every layout that `extensor.io.stored` writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from extensor.io.stored import Conversion, write_checkpoint
+from extensor.torch.arrays import to_array
+
+__all__ = ["export"]
+
+
+def export(model: nn.Module, path: str | os.PathLike[str], layout: str) -> Conversion:
+    """Write a torch model's weights in blocks, as another program or `extensor.io` reads them.
+
+    Clocks are left out. A transformers model's configuration is written beside the weights.
+
+    Args:
+        model: quantized or not; its parameters are what is packed.
+        path: a new folder, or a ``.safetensors`` or ``.gguf`` file, as the layout wants.
+        layout: a name of `extensor.io.stored.TARGETS`.
+
+    Returns:
+        What was written, with the error of each weight.
+
+    Raises:
+        ValueError: for an unknown layout, or a weight that it cannot hold.
+
+    >>> import extensor as et, extensor.torch as ext, tempfile, torch
+    >>> model = ext.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 8)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     done = ext.export(model, f"{folder}/m", "compressed-tensors-int4")
+    >>> [file.name for file in done.files]
+    ['model.safetensors', 'certificate.json']
+    """
+    config: Any = getattr(model, "config", None)
+    described = config.to_dict() if hasattr(config, "to_dict") else None
+    return write_checkpoint(Path(path), layout, _weights(model), config=described)
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Parameters and buffers by name; tied ones once, clocks never."""
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name.rpartition(".")[2] != "quant_clock" and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, to_array(tensor.detach().cpu().contiguous())

@@ -1,0 +1,207 @@
+"""Steps that the CPU repeats without their Python: the step's own bits, or an error."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor import ExTensor, models, nn
+from extensor.autograd.recording import replayed
+from extensor.autograd.tensor import wrap
+
+RNG = np.random.default_rng(0)
+
+
+def tensor(*shape: int) -> ExTensor:
+    return ExTensor(RNG.standard_normal(shape).astype(np.float32))
+
+
+@pytest.mark.parametrize("scheme", [None, "mxfp4_weights", "mxfp4_a8"])
+def test_inference_is_repeated_with_its_own_bits(scheme: str | None) -> None:
+    model: Any = models.build("lenet", models.config("lenet", "lenet5"), np.random.default_rng(0))
+    model.eval()
+    model = model if scheme is None else et.quantize_model(model, scheme)
+    calls = []
+
+    def step(x: ExTensor) -> tuple[ExTensor, ExTensor]:
+        calls.append(x.shape)
+        y = model(x)
+        return y.softmax(), (y * 2.0).sum()
+
+    captured = et.capture(step)
+    with et.no_grad():
+        for number in range(6):
+            x = tensor(2, 1, 28, 28)
+            got, expected = captured(x), step(x)
+            for mine, theirs in zip(got, expected, strict=True):
+                assert mine.numpy().tobytes() == theirs.numpy().tobytes(), number
+        assert len(calls) == 3 + 6
+        captured(tensor(3, 1, 28, 28))  # another shape is another program
+        assert len(calls) == 10
+        parameter = next(iter(captured._recorded.values()))
+        assert parameter.program is not None
+
+
+def test_a_program_sees_parameters_that_are_written_between_calls() -> None:
+    layer = nn.Linear(8, 4, rng=0)
+    captured = et.capture(lambda x: layer(x))
+    with et.no_grad():
+        for _ in range(5):
+            x = tensor(3, 8)
+            assert captured(x).numpy().tobytes() == layer(x).numpy().tobytes()
+            layer.weight.copy_(tensor(4, 8))
+
+
+@pytest.mark.parametrize("storage", [None, "mxfp8_e4m3"])
+def test_a_decoder_with_a_cache_that_grows(storage: str | None) -> None:
+    config = models.config("llama", "nano")
+    model = et.quantize_model(
+        models.build("llama", config, np.random.default_rng(0)), "mxfp4_weights"
+    )
+    caches = [nn.KVCache(config.layers, capacity=4, storage=storage) for _ in range(2)]
+    captured = et.capture(lambda tokens: model(tokens, cache=caches[1]))
+    with et.no_grad():
+        for token in range(12):
+            tokens = ExTensor(np.array([[token * 5 % 65]], np.int64))
+            eager = model(tokens, cache=caches[0])
+            assert captured(tokens).numpy().tobytes() == eager.numpy().tobytes(), token
+        assert caches[1].length == caches[0].length == 12
+
+
+def test_generate_repeats_the_recorded_step() -> None:
+    config = models.config("llama", "nano")
+    model = models.build("llama", config, np.random.default_rng(0))
+    assert model.recordable
+    prompt = [[1, 2, 3], [4, 5, 6]]
+    alone = et.generate(model, prompt, max_new_tokens=9)
+    cached = et.generate(model, prompt, max_new_tokens=9, cache=nn.KVCache(config.layers, 4))
+    assert cached.tolist() == alone.tolist()
+
+
+def test_positions_beyond_the_context_are_an_error_in_a_replay_too() -> None:
+    config = models.config("llama", "nano")
+    model = models.build("llama", config, np.random.default_rng(0))
+    cache = nn.KVCache(config.layers)
+    captured = et.capture(lambda tokens: model(tokens, cache=cache))
+    tokens = ExTensor(np.zeros((1, 1), np.int64))
+    with et.no_grad():
+        for _ in range(4):
+            captured(tokens)
+        cache.advance(config.context - 4)
+        with pytest.raises(ValueError, match="positions below the context of 256"):
+            captured(tokens)
+
+
+WEIGHT = tensor(4)
+INNER = et.capture(lambda y: y * 2.0)
+STATE = {"scale": 0}
+
+
+def changing(x: ExTensor) -> ExTensor:
+    STATE["scale"] += 1
+    return x * float(STATE["scale"])
+
+
+def another_shape(x: ExTensor) -> ExTensor:
+    STATE["scale"] += 1
+    return x.reshape((2, 2)) if STATE["scale"] % 2 else x.reshape((4, 1))
+
+
+def with_gradient(x: ExTensor) -> ExTensor:
+    with et.enable_grad():
+        return x * 2.0
+
+
+def written(x: ExTensor) -> ExTensor:
+    y = x * 2.0
+    y[0] = 1.0
+    return y
+
+
+@pytest.mark.parametrize(
+    ("step", "match"),
+    [
+        (lambda x: x * x.sum().item(), "reads a tensor's values"),
+        (lambda x: ExTensor(x.numpy() + 1), "reads a tensor's values"),
+        (written, "writes to a tensor in place"),
+        (lambda x: x + ExTensor(np.ones(4, np.float32)), "add reads an array that Python makes"),
+        (changing, "mul.* reads an array that Python makes"),
+        (another_shape, "an option of reshape changed"),
+        (with_gradient, r"runs outside of et.no_grad\(\)"),
+        (lambda x: WEIGHT, "the step's result is made by Python"),
+        (lambda x: INNER(x), "another captured"),
+    ],
+)
+def test_what_cannot_be_repeated_is_an_error(step: Any, match: str) -> None:
+    captured = et.capture(step)
+    with et.no_grad():
+        captured(tensor(4))
+        with pytest.raises(RuntimeError, match=match):
+            captured(tensor(4)), captured(tensor(4))
+    assert (tensor(2) * 2.0).shape == (2,)  # nothing is recorded any more
+
+
+def test_a_layer_with_a_window_is_an_error() -> None:
+    config = dataclasses.replace(models.config("llama", "nano"), windows=(4, 4))
+    model = models.build("llama", config, np.random.default_rng(0))
+    captured = et.capture(lambda tokens: model(tokens, cache=cache))
+    cache = nn.KVCache(config.layers)
+    tokens = ExTensor(np.zeros((1, 1), np.int64))
+    with et.no_grad():
+        captured(tokens)
+        with pytest.raises(RuntimeError, match="sliding window"):
+            captured(tokens)
+
+
+def test_steps_with_gradients_are_called_as_they_are() -> None:
+    layer, calls = nn.Linear(4, 1, rng=0), []
+
+    def step(x: ExTensor) -> ExTensor:
+        calls.append(1)
+        layer.weight.grad = None
+        loss = layer(x).sum()
+        loss.backward()
+        return loss
+
+    captured = et.capture(step)
+    for _ in range(5):
+        captured(tensor(3, 4))
+    assert len(calls) == 5
+
+
+def test_python_that_runs_again_is_not_recorded_itself() -> None:
+    seen: list[float] = []
+
+    def note(x: Any) -> Any:
+        seen.append(float(x[0]))
+        return x + 1
+
+    captured = et.capture(lambda x: wrap(replayed("note", note, (x * 2.0).data), x.backend) * 1.0)
+    with et.no_grad():
+        for value in range(5):
+            x = ExTensor(np.full(4, value, np.float32))
+            assert captured(x).tolist() == [2.0 * value + 1] * 4
+    assert seen == [0, 2, 4, 6, 8]
+
+
+def test_a_decoder_whose_embedding_is_packed() -> None:
+    """As read from a file: one matrix in blocks for the tokens and for the scores."""
+    model = models.build("llama", models.config("llama", "nano"), np.random.default_rng(0))
+    packed = nn.Buffer(model.lm_head.weight.detach().quantize("mxfp4").data)
+    for layer in (model.model.embed_tokens, model.lm_head):
+        del layer.weight
+        layer.weight = packed
+    caches = [nn.KVCache(2) for _ in range(2)]
+    captured = et.capture(lambda tokens: model(tokens, cache=caches[1]))
+    with et.no_grad():
+        for token in range(6):
+            tokens = ExTensor(np.array([[token * 11 % 65]], np.int64))
+            eager = model(tokens, cache=caches[0])
+            assert captured(tokens).numpy().tobytes() == eager.numpy().tobytes(), token
+        for wrong in (-1, 65):
+            with pytest.raises(ValueError, match=r"expected numbers in 0\.\.64"):
+                captured(ExTensor(np.array([[wrong]], np.int64)))
