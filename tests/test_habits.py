@@ -148,9 +148,17 @@ def test_shapes_as_torch_and_as_numpy_write_them(make: Any) -> None:
         make()
 
 
-def test_a_spec_names_the_field_that_is_missing() -> None:
-    with pytest.raises(TypeError, match=r"no field block_size; write tile=\(1, 16\)"):
-        et.QuantSpec("mxfp4", block_size=16)  # type: ignore[call-arg]
+def test_a_spec_takes_a_block_size_and_names_the_field_that_is_missing() -> None:
+    spec = et.QuantSpec("mxfp4", block_size=16)  # type: ignore[call-arg]
+    assert spec == et.QuantSpec("mxfp4", tile=(1, 16))
+    assert et.QuantSpec("mxfp4", block_size=None) == et.QuantSpec("mxfp4")  # type: ignore[call-arg]
+    for both in ({"tile": (1, 16)}, {"tile": "channel"}):
+        with pytest.raises(TypeError, match="block_size or tile, not both"):
+            et.QuantSpec("mxfp4", block_size=16, **both)
+    with pytest.raises(TypeError, match="block_size or tile, not both"):
+        et.QuantSpec("mxfp4", -1, (1, 16), block_size=16)  # type: ignore[call-arg]
+    with pytest.raises((TypeError, ValueError), match="tile"):
+        et.QuantSpec("mxfp4", block_size="16")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="did you mean 'scale_rule'"):
         et.QuantSpec("mxfp4", scale_rul="floor")  # type: ignore[call-arg]
 

@@ -41,6 +41,16 @@ ROOMS = {
     "extensor.config": "Environment variables",
 }
 
+FIRST = (
+    "extensor.autograd.tensor",
+    "extensor.autograd.creation",
+    "extensor.io.tensors",
+    "extensor.quant.spec",
+    "extensor.nn.module",
+    "extensor.optim.optimizer",
+)
+"""Modules that a reader of a page looks for first."""
+
 POINTER = re.compile(r"See :meth:`[^`]*`\.")
 BACK = re.compile(r'(class="viewcode-back" href="[^"#]*/)([\w.]+)\.html#([\w.]+)"')
 
@@ -67,11 +77,13 @@ def origin(value: object) -> str:
 
 
 def grouped(names: dict[str, Any]) -> dict[str, list[str]]:
-    """Names by the module that declares them, in the order of the modules' names."""
+    """Names by the module that declares them: FIRST, then by name, the array standard's last."""
     groups: dict[str, list[str]] = {}
     for name, value in names.items():
         groups.setdefault(origin(value), []).append(name)
-    return dict(sorted(groups.items()))
+    first = [module for module in FIRST if module in groups]
+    others = sorted(groups.keys() - first, key=lambda m: (m.startswith("extensor.array_api"), m))
+    return {module: groups[module] for module in (*first, *others)}
 
 
 def heading(module: str) -> Iterator[str]:

@@ -58,16 +58,18 @@ class Hadamard:
 
 
 def _checked_fields(cls: type[QuantSpec]) -> type[QuantSpec]:
-    """Refuse unknown fields by name, and name the field that takes a block's size."""
+    """Refuse unknown fields by name, and take ``block_size=b`` for ``tile=(1, b)``."""
     init = cls.__init__
 
     @functools.wraps(init)
-    def checked(self: QuantSpec, *args: Any, **fields: Any) -> None:
-        if (size := fields.get("block_size")) is not None:
-            raise TypeError(f"QuantSpec has no field block_size; write tile=(1, {size})")
+    def checked(self: QuantSpec, *args: Any, block_size: int | None = None, **fields: Any) -> None:
         if unknown := fields.keys() - cls.__dataclass_fields__.keys():
             known = cls.__dataclass_fields__
             raise TypeError(unknown_name("field of QuantSpec", min(unknown), known))
+        if block_size is not None:
+            if fields.get("tile") is not None or len(args) > 2:
+                raise TypeError("give block_size or tile, not both: block_size=b is tile=(1, b)")
+            fields["tile"] = (1, block_size)
         init(self, *args, **fields)
 
     cls.__init__ = checked  # type: ignore[method-assign]
@@ -84,7 +86,7 @@ class QuantSpec:
         axis: the axis the blocks run along: the reduction axis of the GEMM.
         tile: (rows, columns): columns along ``axis``, rows along the axis before it (cyclically);
             ``"channel"``, one block spans the axis; ``"tensor"``, one block for everything;
-            None, the format's own.
+            None, the format's own. ``block_size=b`` is short for ``tile=(1, b)``.
         scale_rule: name of a rule the format knows; None, the dialect's or the format's own.
         rounding: ``"nearest_even"`` or ``"stochastic"``.
         rbits: random bits per element under stochastic rounding, 8 or 32.
