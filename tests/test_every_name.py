@@ -58,6 +58,7 @@ JUDGES: dict[str, tuple[str, str]] = {
     "Compose": (PIPELINE, "test_compose_and_what_it_refuses"),
     "EarlyStopping": (LOOP, "test_early_stopping_stops"),
     "SaveCheckpoint": (LOOP, "test_a_resumed_run_is_bit_identical"),
+    "ShowMemory": (f"{UNIT}test_memory.py", "test_the_plan_then_the_peak_and_the_same_run"),
     "ShowProgress": (f"{UNIT}test_progress.py", "test_nothing_is_cut_off"),
     "Telemetry": (f"{UNIT}test_telemetry.py", "test_gradients_beside_their_noise"),
     "JsonLines": (RECORDS, "test_a_run_leaves_the_same_figures_in_both"),

@@ -179,7 +179,7 @@ def _nn_sheet(backend: CpuBackend) -> Sheet:
     flat, mean = w.copy(), np.ones((64, 1), np.float32)
     heads, stats = np.ones((2, 4, 16, 32), np.float32), np.ones((2, 4, 16, 2), np.float32)
     attention = AttentionForward(*(heads,) * 4, stats, causal=True, scale=0.1)
-    labels = np.zeros(64, np.int64)
+    labels, angles = np.zeros(64, np.int64), np.ones((16, 16), np.float32)
     calls: tuple[Call, ...] = (
         ("product", x, x),
         ("matmul", x, x),
@@ -187,6 +187,9 @@ def _nn_sheet(backend: CpuBackend) -> Sheet:
         ("attention_grad", heads, attention, (heads,) * 3),
         ("gelu", x),
         ("gelu_grad", x, x, x),
+        ("gated_silu", x, x, 1.0, None),
+        ("gated_silu_grad", x, x, x, 1.0, None),
+        ("rotary", heads, angles, angles, False),
         ("softmax", x, -1),
         ("softmax_grad", x, x, -1),
         ("log_softmax", x, -1),

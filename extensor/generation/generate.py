@@ -53,7 +53,7 @@ def generate(
         sampling: fields of `Sampling`; the likeliest token is taken where they are left out.
 
     Returns:
-        int64 (B, T + n): the tokens given, then n of 1 to ``max_new_tokens``.
+        The tokens given, then n of 1 to ``max_new_tokens``, as int64 (B, T + n).
 
     Raises:
         ValueError: for no tokens, padding elsewhere than on the left, a cache that holds as many
@@ -112,7 +112,7 @@ def next_tokens(
         device: where the model computes; None, where its first parameter is.
 
     Yields:
-        int64 (B,): the next token of each row.
+        The next token of each row, as int64 (B,).
 
     Raises:
         ValueError, TypeError: as `generate`.
