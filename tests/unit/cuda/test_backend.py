@@ -158,7 +158,8 @@ def test_the_dispatch_table_has_every_method_with_a_kernel() -> None:
         if getattr(backend.CudaBackend, name) is not getattr(GenericBackend, name)
         and not name.startswith("__")
     }
-    services = {"memory_log", "new_graph", "product", "raising", "run_batch"}  # these need the backend itself
+    # Services need the backend itself.
+    services = {"memory_log", "new_graph", "product", "raising", "run_batch"}
     assert overridden == backend.ROUTES.keys() | services
 
 
