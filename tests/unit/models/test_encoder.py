@@ -14,7 +14,7 @@ import extensor as et
 from extensor import models, nn
 from extensor.training.config import RunConfig
 from extensor.training.data.corpora import Corpus
-from extensor.training.generate import load_language_model
+from extensor.training.language_model import load_language_model
 from extensor.training.loop import Trainer
 from extensor.training.rundir import UsageError
 from extensor.training.runs import defaults
