@@ -91,6 +91,13 @@ def _read_clock(clock: torch.Tensor) -> torch.Tensor:
 
 @_read_clock.register_fake
 def _fake_reading(clock: torch.Tensor) -> torch.Tensor:
+    if "recompute" in torch.fx.traceback.get_current_meta():
+        raise RuntimeError(
+            "extensor.torch: a layer with stochastic rounding is in a checkpointed region of a "
+            "compiled model, whose second run would draw other random bits; expected one of the "
+            "two: leave out torch.compile or torch.utils.checkpoint, or take a recipe that rounds "
+            "to nearest"
+        )
     return torch.empty_like(clock)
 
 

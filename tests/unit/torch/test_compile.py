@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 importlib.import_module("torch._dynamo.testing")
+importlib.import_module("torch.utils.checkpoint")
 ext = pytest.importorskip("extensor.torch")
 
 from torch import nn  # noqa: E402
@@ -87,3 +88,27 @@ def test_exported_programs_hold_the_operator() -> None:
     exported = torch.export.export(model, (x,))
     assert "extensor.linear" in str(exported.graph)
     assert torch.equal(exported.module()(x), model(x))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False)
+
+
+def test_a_compiled_checkpoint_with_random_bits_is_refused() -> None:
+    """Its second run would read a clock that has advanced."""
+    x = torch.randn(8, 32)
+    for recipe, refused in (("mxfp4_nearest", False), ("mxfp4_all", True)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = ext.quantize_(Checkpointed(), recipe, rules={"*": recipe})
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        if refused:
+            with pytest.raises(Exception, match="leave out torch.compile or"):
+                compiled(x)
+        else:
+            compiled(x).sum().backward()
