@@ -69,7 +69,8 @@ class QuantizedStorage:
 
         A layer that keeps its input, such as one in float32, has it stored.
         """
-        released, whole = node.primitive.released, self.state.recipe.saved_input == "input"
+        released = node.primitive.released
+        whole = (self.state.recipe.saved_input or node.backend.saved_input) == "input"
         if released is not None and (whole or released(node.saved)):
             return
         edges = node.edges or ()

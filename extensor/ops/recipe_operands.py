@@ -179,7 +179,7 @@ def input_of(x: ExTensor, w: ExTensor, context: LayerContext) -> Input:
     version = None if len(cell) > 1 else WeightVersion(cell, cell[0])
     if not (w._requires_grad and MODE.enabled):
         return Input("nothing", version)
-    whole = context.state.recipe.saved_input == "input"
+    whole = (context.state.recipe.saved_input or x.backend.saved_input) == "input"
     held = node is not None and node.primitive.reads_output and node.out is x.data
     return Input("input" if whole or held else "packed", version)
 

@@ -291,7 +291,8 @@ class Recipe:
             float32, a gradient has its tensor's dtype, and parameters and their gradients stay
             float32. Norms whose results only layers read (`Module.feeds_layers`) round them too.
         saved_input: what a layer keeps of its input for backward: "packed", the operand of its
-            weight's gradient in its format, or "input", the input as it is. Gradients are the same.
+            weight's gradient in its format, or "input", the input as it is. None: packed on the
+            CPU, the input on a GPU. Gradients are the same.
         saved: rules for what other operations keep, in order; the first that matches a module
             decides for it and the modules in it. Gradients are those at what is stored.
 
@@ -307,11 +308,11 @@ class Recipe:
     rules: tuple[Rule, ...] = ()
     adaptive_scale_rule: bool = False
     activations: FloatName = "float32"
-    saved_input: Literal["packed", "input"] = "packed"
+    saved_input: Literal["packed", "input"] | None = None
     saved: tuple[SavedRule, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.saved_input not in ("packed", "input"):
+        if self.saved_input not in (None, "packed", "input"):
             raise ValueError(unknown_name("saved_input", self.saved_input, ("packed", "input")))
         if self.activations not in FLOAT_NAMES:
             raise ValueError(unknown_name("activations", self.activations, FLOAT_NAMES))

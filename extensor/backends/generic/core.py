@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -42,6 +42,7 @@ class GenericCore:
     """A backend's name and array module ``xp``, without kernels, graphs or bfloat16 methods."""
 
     bfloat16: Collection[str] = ()
+    saved_input: Literal["packed", "input"] = "packed"
     accumulating_vjps: Collection[str] = ()
 
     def __init__(self, name: str, xp: Any) -> None:

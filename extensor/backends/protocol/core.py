@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -64,6 +64,8 @@ class CoreMethods(Protocol):
 
     They compute in float32. What they give is that, or rounded once to what the arrays promote to.
     """
+    saved_input: Literal["packed", "input"]
+    """What a quantized layer keeps of its input, unless the recipe says (`Recipe.saved_input`)."""
     accumulating_vjps: Collection[str]
     """Primitives whose gradients' methods here take ``addend``, to be added to the first of them.
 
