@@ -35,9 +35,10 @@ class InputCache:
             key: what decides the operand beside the values.
             make: makes the operand.
         """
-        same = self._version is not None and self._version.cell is version.cell
-        same = same and self._version.writes == version.writes  # type: ignore[union-attr]
-        if not same or self._x is None or self._x() is not x:
+        before, same = self._version, False
+        if before is not None and self._x is not None and self._x() is x:
+            same = before.cell is version.cell and before.writes == version.writes
+        if not same:
             made: dict[Hashable, Any] = {}
             self._made = made
             self._x, self._version = weakref.ref(x, lambda _: made.clear()), version

@@ -1,4 +1,4 @@
-"""What a checkpointed part of a model repeats when it runs again: layers' uses and buffers.
+"""The state that a recomputed part of a model must find again: layers' uses and buffers.
 
 Random bits are a function of a layer's use in the step, and dropout counts its draws in a buffer.
 So a second run with the same uses and buffers draws the same bits.

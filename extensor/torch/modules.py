@@ -119,9 +119,14 @@ class _Linear(QuantizedModule):
     weight: Any
     bias: Any
 
+    def _matrix(self) -> Tensor:
+        """The weight as (N, K)."""
+        weight: Tensor = self.weight
+        return weight
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
-        weight, layer = self.weight, self.quant_layer
+        weight, layer = self._matrix(), self.quant_layer
         if not x.ndim or x.shape[-1] != weight.shape[1]:
             raise ValueError(
                 f"{type(self).__name__}: expected an input of shape (..., {weight.shape[1]}), got "
@@ -132,23 +137,12 @@ class _Linear(QuantizedModule):
         return operators.linear(x, weight, self.bias, clock, layer.number, dtype, _keeps(x))
 
 
-class _Conv1D(QuantizedModule):
+class _Conv1D(_Linear):
     """transformers' Conv1D: a linear layer whose weight is stored transposed, (K, N)."""
 
-    weight: Any
-    bias: Any
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., K) -> (..., N)."""
-        weight, layer = self.weight.t(), self.quant_layer
-        if not x.ndim or x.shape[-1] != weight.shape[1]:
-            raise ValueError(
-                f"{type(self).__name__}: expected an input of shape (..., {weight.shape[1]}), got "
-                f"{tuple(x.shape)}"
-            )
-        x, dtype = self._prepared(x, weight)
-        clock = read_clock(self.quant_clock, layer)
-        return operators.linear(x, weight, self.bias, clock, layer.number, dtype, _keeps(x))
+    def _matrix(self) -> Tensor:
+        transposed: Tensor = self.weight.t()
+        return transposed
 
 
 class _Conv2d(QuantizedModule):
