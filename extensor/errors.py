@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from extensor.schema import printable
+
 __all__ = ["AxisError", "layout_error", "unknown_name"]
 
 
@@ -43,7 +45,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name).casefold(), folded, n=3, cutoff=0.5)
     close = [folded[each] for each in near]
     hint = f"did you mean {' or '.join(repr(n) for n in close)}? " if close else ""
-    return f"no {kind} named {name!r}; {hint}known: {', '.join(names)}"
+    return printable(f"no {kind} named {name!r}; {hint}known: {', '.join(names)}")
 
 
 def layout_error(source: str, expected: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
@@ -74,7 +76,7 @@ def layout_error(source: str, expected: Mapping[str, Any], given: Mapping[str, A
         return None
     shown = lines[:8]
     more = [f"and {len(lines) - len(shown)} more"] if len(lines) > len(shown) else []
-    return (
+    return printable(
         f"{source} does not fit: {'; '.join(shown + more)}. "
         "Use the one that belongs here, or build the same model and options that wrote it"
     )

@@ -89,7 +89,9 @@ def draw_normal(layer: nn.Module, std: float, rng: np.random.Generator) -> None:
         rng: draws them.
     """
     assert isinstance(layer, nn.Linear)
-    values = std * rng.standard_normal(layer.weight.shape)
-    layer.weight = nn.Parameter(values.astype(np.float32))
+    shape = layer.weight.shape
+    layer.weight = nn.init.parameter(
+        shape, lambda rng: (std * rng.standard_normal(shape)).astype(np.float32), rng
+    )
     if layer.bias is not None:
         layer.bias = nn.Parameter(np.zeros(layer.bias.shape, np.float32))

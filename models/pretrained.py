@@ -37,6 +37,7 @@ from extensor.quant.reference import dequantize
 from extensor.quant.views import slice_blocks, transpose
 
 from .architectures import ARCHITECTURES, Architecture, Source, architecture_of
+from .sizes import check_sizes
 
 __all__ = ["LoadedFrom", "from_pretrained", "save_pretrained"]
 
@@ -100,6 +101,7 @@ def from_pretrained(
     try:
         row = architecture_of(archive.config)
         config = row.config_from_hf(archive.config)
+        check_sizes(dataclasses.asdict(config), archive.infos.values())
         sources = row.sources(config)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{archive.path}: {error}") from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from extensor.schema import SchemaError, check
+
 __all__ = ["Settings"]
 
 _REQUIRED = object()
@@ -25,6 +27,45 @@ DROPOUT = frozenset([
     "hidden_dropout_prob", "resid_pdrop", "router_jitter_noise",
 ])  # fmt: skip
 """Noise of training, which these models do not have."""
+
+
+SIZES = frozenset([
+    "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings",
+    "moe_intermediate_size", "n_ctx", "n_embd", "n_head", "n_inner", "n_layer", "n_positions",
+    "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers",
+    "num_key_value_heads", "num_local_experts", "type_vocab_size", "vocab_size",
+])  # fmt: skip
+"""Keys of whole numbers of 1 or more."""
+
+KINDS: Mapping[str, Any] = {
+    **dict.fromkeys(SIZES, int),
+    **dict.fromkeys(
+        ["attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "truncate",
+         "use_sliding_window", "is_decoder", "add_cross_attention", "scale_attn_weights",
+         "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"],
+        bool,
+    ),
+    **dict.fromkeys(
+        ["attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor",
+         "layer_norm_eps", "layer_norm_epsilon", "low_freq_factor", "partial_rotary_factor",
+         "rms_norm_eps", "rope_theta", "swiglu_alpha", "swiglu_limit"],
+        float,
+    ),
+    **dict.fromkeys(
+        ["activation_function", "hidden_act", "model_type", "position_embedding_type",
+         "rope_type", "type"],
+        str,
+    ),
+    **dict.fromkeys(["rope_parameters", "rope_scaling"], dict[str, Any]),
+    **dict.fromkeys(
+        ["decoder_sparse_step", "max_window_layers", "original_max_position_embeddings",
+         "sliding_window"],
+        int,
+    ),
+    "layer_types": list[str],
+    "mlp_only_layers": list[int],
+}  # fmt: skip
+"""Types of the keys that are read; null stands for a key that is not there."""
 
 
 class Settings:
@@ -49,6 +90,11 @@ class Settings:
     def __init__(self, values: Mapping[str, Any]) -> None:
         if not isinstance(values, Mapping):
             raise TypeError(f"config: expected a mapping, got {type(values).__name__}")
+        for name, value in values.items():
+            if name in KINDS and value is not None:
+                check(value, KINDS[name], name)
+            if name in SIZES and value is not None and value < 1:
+                raise SchemaError(f"{name}: expected 1 or more, got {value}")
         self.values = values
         self.family = str(values.get("model_type", "config"))
         self._read: set[str] = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import tyro
 from extensor.quant.recipes import get_recipe
 
 from .config import RunConfig, Settings, write_toml
-from .rundir import LAST, METRICS, UsageError, read_config, read_result
+from .rundir import LAST, UsageError, read_config, read_epochs, read_result
 from .runs import RUNS
 from .tasks import TASKS, Metric
 
@@ -153,9 +152,8 @@ class Job:
 
     def curve(self) -> list[float | None]:
         """The metric after each epoch so far; None where it is not finite."""
-        path = self.folder / METRICS
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        return [json.loads(line)[f"test_{self.metric.key}"] for line in lines]
+        key = f"test_{self.metric.key}"
+        return [getattr(report, key) for report in read_epochs(self.folder)]
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the run, or go on with it, in a process of its own."""

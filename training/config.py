@@ -25,6 +25,7 @@ from extensor.formats import FORMATS
 from extensor.optim.states import STATES
 from extensor.quant.recipe import FLOAT_NAMES, FloatName, Recipe, SavedRule
 from extensor.quant.recipes import get_recipe
+from extensor.schema import SchemaError, check
 
 from .choices import OPTIMIZERS, SCHEDULES, parse_options
 from .data import AUGMENTATIONS, DATASETS, SAMPLERS
@@ -32,7 +33,15 @@ from .runs import RUNS
 from .text.augment import TEXT_AUGMENTATIONS
 from .text.tokenizers import TOKENIZERS
 
-__all__ = ["ACTIVATIONS", "RunConfig", "Settings", "flag_of", "read_toml", "write_toml"]
+__all__ = [
+    "ACTIVATIONS",
+    "RunConfig",
+    "Settings",
+    "flag_of",
+    "parse_toml",
+    "read_toml",
+    "write_toml",
+]
 
 ACTIVATIONS: Mapping[str, FloatName | None] = {
     "recipe": None,
@@ -335,6 +344,22 @@ def write_toml(values: Mapping[str, Any], header: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """A flat TOML document of strings, numbers and booleans.
+
+    Raises:
+        SchemaError: for another.
+    """
+    try:
+        table = tomllib.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise SchemaError("expected TOML, got arrays or tables nested too deep") from None
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are
+        raise SchemaError(f"expected TOML, got: {error}") from None
+    found: dict[str, Any] = check(table, dict[str, bool | int | float | str])
+    return found
+
+
 def read_toml(path: Path, known: Iterable[str]) -> dict[str, Any]:
     """Read flat TOML; keys may be written with - or _.
 
@@ -343,11 +368,11 @@ def read_toml(path: Path, known: Iterable[str]) -> dict[str, Any]:
             ones are listed.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = parse_toml(path.read_bytes())
     except OSError as error:
         raise ValueError(f"--config {path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: expected TOML, got: {error}") from error
+    except SchemaError as error:
+        raise ValueError(f"--config {path}: {error}") from error
     names, values = set(known), {}
     for key, value in content.items():
         name = key.replace("-", "_")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
 from extensor import models
+from extensor.errors import layout_error, unknown_name
 from extensor.io import load_checkpoint
+from extensor.models.sizes import check_sizes
 from extensor.nn import Module, apply_recipe
+from extensor.nn.init import Skeleton
+from extensor.schema import SchemaError, check, record
 
 from .config import ACTIVATIONS
 from .rundir import LAST, UsageError
@@ -16,6 +22,20 @@ from .runs import RUNS
 from .text.tokenizers import Tokenizer, TokenizerError, from_state
 
 __all__ = ["load_language_model"]
+
+
+class _Settings(TypedDict):
+    model: str
+    variant: str
+    recipe: str
+    seed: int
+    context: int
+    activations: NotRequired[str]
+
+
+class _Metadata(TypedDict):
+    config: _Settings
+    model: dict[str, Any]
 
 
 def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
@@ -34,30 +54,49 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
     checkpoint = load_checkpoint(path)
     run, task = checkpoint.metadata.get("config"), checkpoint.metadata.get("task")
     kind = run.get("model") if isinstance(run, dict) else None
-    causal = kind in RUNS and RUNS[kind].task == "causal"
+    causal = isinstance(kind, str) and kind in RUNS and RUNS[kind].task == "causal"
     if run is None or not causal or not isinstance(task, dict):
-        held = f"a run of {kind!r}" if kind else "no run"
+        held = f"a run of {kind!r:.60}" if kind else "no run"
         raise UsageError(
             f"{path}: expected the checkpoint of a language model, got one that holds {held}; the "
             "way out: one that `extensor train gpt` wrote"
         )
     try:
-        config = models.config(run["model"], run["variant"], **checkpoint.metadata["model"])
+        content: _Metadata = check(checkpoint.metadata, _Metadata)
+        settings = content["config"]
+        activations = settings.get("activations", "recipe")
+        if activations not in ACTIVATIONS:
+            raise SchemaError(unknown_name("activations", activations, ACTIVATIONS))
+        row = models.config(settings["model"], settings["variant"])
+        config = record(type(row), dataclasses.asdict(row) | content["model"], "model")
         tokenizer = from_state(task.get("tokenizer"))
         if tokenizer.size != config.vocab:
             raise TokenizerError(
                 f"expected a tokenizer of the model's {config.vocab} tokens, got one of "
                 f"{tokenizer.size}"
             )
-        model = models.build(run["model"], config, np.random.default_rng(run["seed"]))
+        if not 1 <= settings["context"] <= config.context:
+            raise SchemaError(f"context: expected 1..{config.context}, got {settings['context']}")
         parts = [(*name.partition("."), values) for name, values in checkpoint.tensors.items()]
-        model.load_state_dict({name: values for top, _, name, values in parts if top == "model"})
-        stored_as = ACTIVATIONS[run.get("activations", "recipe")]
-        apply_recipe(model, run["recipe"], run["seed"], stored_as)
-        return model.eval(), tokenizer, run["context"]
-    except (KeyError, TypeError, ValueError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else error
+        weights = {name: values for top, _, name, values in parts if top == "model"}
+        check_sizes(dataclasses.asdict(config), weights.values())
+        model = _checked_model(settings["model"], config, weights)
+        apply_recipe(model, settings["recipe"], settings["seed"], ACTIVATIONS[activations])
+        return model.eval(), tokenizer, settings["context"]
+    except (TypeError, ValueError) as error:
         raise UsageError(
-            f"{path}: {what}; the way out: the checkpoint as its run wrote it, and the version of "
+            f"{path}: {error}; the way out: the checkpoint as its run wrote it, and the version of "
             "extensor that wrote it"
         ) from error
+
+
+def _checked_model(name: str, config: Any, weights: dict[str, Any]) -> Module:
+    """The model with these weights, built when their names and shapes are the expected ones."""
+    skeleton = models.build(name, config, Skeleton())
+    tensors = (*skeleton.named_parameters(), *skeleton.named_buffers())
+    message = layout_error("the model's state", {n: t.data for n, t in tensors}, weights)
+    if message is not None:
+        raise SchemaError(message)
+    model = models.build(name, config, np.random.default_rng(0))
+    model.load_state_dict(weights)
+    return model

@@ -14,16 +14,18 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 
 from extensor import ExTensor, capture, cross_entropy, models, no_grad, take
 from extensor.inspect import SlotHealth
-from extensor.io import load_checkpoint, save_checkpoint
+from extensor.io import CheckpointError, load_checkpoint, save_checkpoint
 from extensor.nn import apply_recipe
 from extensor.optim import MXGradScaler, ReduceLROnPlateau, Warmup, clip_grad_norm
 from extensor.quant import QuantArray, QuantStats
+from extensor.quant.recipe_state import counts_from_rows
+from extensor.schema import SchemaError, check, record
 
 from .batch import Batch
 from .callbacks import Callback
@@ -44,6 +46,23 @@ PREFETCH = 2
 """Batches that a thread makes ahead, while the step before computes."""
 MAX_SKIPPED_IN_A_ROW = 50
 """More than the scaler needs to halve 65536 down to 1: what fails then fails for good."""
+
+
+OWN_CHECKPOINT = "the checkpoint that this run wrote"
+
+
+class _Metadata(TypedDict):
+    """What a checkpoint says beside its tensors."""
+
+    config: dict[str, bool | int | float | str]
+    position: dict[str, Any]
+    history: list[dict[str, Any]]
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any]
+    telemetry: list[list[Any]]
+    stop_reason: str | None
+    diverged: str | None
+    task: dict[str, Any]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -348,38 +367,65 @@ class Trainer:
             ValueError: if it belongs to another run.
         """
         checkpoint = load_checkpoint(path)
-        metadata, tensors = checkpoint.metadata, checkpoint.tensors
-        theirs, mine = metadata.get("config"), self.config.as_dict()
-        if theirs:  # what a checkpoint does not name came later, and was as it is by default
-            fields = dataclasses.fields(self.config)
-            given = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-            theirs = given | theirs
+        try:
+            metadata: _Metadata = check(checkpoint.metadata, _Metadata)
+            self._check_run(path, metadata)
+            self._take_over(metadata, checkpoint.tensors)
+        except SchemaError as error:
+            raise CheckpointError(f"{path}: {error}; the way out: {OWN_CHECKPOINT}") from None
+        for report in self.history:
+            self._observe(report)
+
+    def _check_run(self, path: Path, metadata: _Metadata) -> None:
+        """Refuse a checkpoint of another run, or of other data."""
+        mine = self.config.as_dict()
+        # What a checkpoint does not name came later, and was as it is by default.
+        fields = dataclasses.fields(self.config)
+        given = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+        theirs = given | metadata["config"]
         if theirs != mine:
-            differ = sorted(k for k in mine if not theirs or theirs.get(k) != mine[k])
+            differ = sorted(k for k in mine | theirs if k not in mine or theirs.get(k) != mine[k])
             raise ValueError(
                 f"{path}: expected a checkpoint of this run, got one that differs in "
-                f"{', '.join(differ)}; the way out: the checkpoint that this run wrote"
+                f"{', '.join(differ)}; the way out: {OWN_CHECKPOINT}"
             )
-        if metadata.get("task") != json.loads(json.dumps(self.task.state())):
+        if metadata["task"] != json.loads(json.dumps(self.task.state())):
             raise ValueError(
                 f"{path}: expected a checkpoint of this run's data, got one of another tokenizer; "
                 f"the way out: {self.config.dataset} as it was when the run began (the same "
                 "Python for python_source, the same package tokenizers for bpe)"
             )
+
+    def _take_over(self, metadata: _Metadata, tensors: dict[str, Any]) -> None:
+        """Check the state, all of it, then go on from it."""
+        position = Position.from_dict(metadata["position"])
+        epochs = self.config.epochs
+        if not (1 <= position.epoch <= epochs + 1 and 0 <= position.batch <= self.batches):
+            raise SchemaError(
+                f"position: expected epoch 1 to {epochs + 1} and batch 0 to {self.batches}, got "
+                f"{position.epoch} and {position.batch}"
+            )
+        if min(position.step, position.skipped, position.count, position.hits) < 0:
+            raise SchemaError(f"position: expected counts of 0 or more, got {position}")
+        history = [
+            record(EpochReport, values, f"history[{number}]")
+            for number, values in enumerate(metadata["history"])
+        ]
+        if [report.epoch for report in history] != list(range(1, position.epoch)):
+            raise SchemaError(f"history: expected epochs 1 to {position.epoch - 1}, each once")
+        counts = counts_from_rows(metadata["telemetry"], self.quant.layers, "telemetry")
         parts: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
         for name, value in tensors.items():
             part, _, rest = name.partition(".")
+            if part not in parts:
+                raise SchemaError(f"{name!r}: expected tensors of model and optimizer")
             parts[part][rest] = value
         self.model.load_state_dict(parts["model"])
         self.optimizer.load_state_dict({**metadata["optimizer"], **parts["optimizer"]})
-        counts = {(row[0], row[1]): QuantStats(*row[2:]) for row in metadata["telemetry"]}
         self.quant.load_telemetry(counts)
         self.scaler.load_state_dict(metadata["scaler"])
         self.stop_reason, self.diverged = metadata["stop_reason"], metadata["diverged"]
-        self.position = Position.from_dict(metadata["position"])
-        self.history = [EpochReport(**values) for values in metadata["history"]]
-        for report in self.history:
-            self._observe(report)
+        self.position, self.history = position, history
 
     def _stop_if_interrupted(self) -> None:
         if self._interrupted:

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from extensor.schema import check, record
+
 __all__ = ["EpochReport", "Position", "StepReport", "finite", "share"]
 
 
@@ -56,9 +58,14 @@ class Position:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Position:
-        """The inverse of `as_dict`."""
-        loss_sum = values["loss_sum"]
-        return cls(**{**values, "loss_sum": math.nan if loss_sum is None else loss_sum})
+        """The inverse of `as_dict`.
+
+        Raises:
+            SchemaError: for another table.
+        """
+        unknown = check(values, dict[str, Any]).get("loss_sum", 0.0) is None
+        position = record(cls, values | {"loss_sum": 0.0} if unknown else values, "position")
+        return dataclasses.replace(position, loss_sum=math.nan) if unknown else position
 
 
 @dataclass(frozen=True)

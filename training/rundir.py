@@ -6,18 +6,22 @@
 from __future__ import annotations
 
 import json
-import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict, TypeVar
 
 from extensor.io.atomic import remove_leftovers, replacing
+from extensor.schema import FileError, SchemaError, check, parse_json, read_json, record
 
-from .config import RunConfig, write_toml
+from .config import RunConfig, parse_toml, write_toml
+from .records import EpochReport
 
 __all__ = [
     "BEST", "CONFIG", "LAST", "METRICS", "NEXT_BEST", "RESULT", "TELEMETRY", "UsageError", "claim",
-    "read_config", "read_result", "write_json", "write_text",
+    "read_config", "read_epochs", "read_result", "read_telemetry", "write_json", "write_text",
 ]  # fmt: skip
+
+T = TypeVar("T")
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -30,7 +34,7 @@ RESULT = "result.json"
 OTHER_OUT = "the way out: another --out, or delete that folder"
 
 
-class UsageError(Exception):
+class UsageError(FileError):
     """An error that the user can correct."""
 
 
@@ -47,25 +51,106 @@ def read_config(folder: Path) -> RunConfig:
             "folder of an interrupted run by --out, or leave --resume out"
         )
     try:
-        return RunConfig(**tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
+        return RunConfig(**parse_toml(path.read_bytes()))
+    except (TypeError, ValueError) as error:
         raise UsageError(f"{path}: not the configuration of a run: {error}; {OTHER_OUT}") from error
+
+
+Slot = Literal["fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x"]
+
+
+class _Health(TypedDict):
+    layer: str
+    slot: Slot
+    verdict: str
+    saturated: float
+    flushed: float
+    rebase_changed: float
+
+
+class _Result(TypedDict):
+    """What commands read of result.json; `training.result.build_result` writes it."""
+
+    accuracy: float
+    loss: float | None
+    diverged: str | None
+    stopped_early: str | None
+    best_epoch: int | None
+    parameters: int
+    steps: int
+    skipped_steps: int
+    saturated: float | None
+    flushed: float | None
+    seconds_per_epoch: float
+    peak_rss_mb: float
+    device: str
+    health: list[_Health]
+    versions: dict[str, str]
+
+
+class _Telemetry(TypedDict):
+    """What the page reads of a line of telemetry.jsonl."""
+
+    step: int
+    loss: float | None
+    layers: dict[str, _LayerRecord]
+
+
+class _Shares(TypedDict):
+    saturated: float | None
+    flushed: float | None
+
+
+class _LayerRecord(TypedDict):
+    slots: dict[str, _Shares]
+    gradient_norm: NotRequired[float | None]
+    gradient_over_noise: NotRequired[float | None]
+    changed: NotRequired[float | None]
+    turned: NotRequired[float | None]
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
     """The result of the run in a folder, or None where it is not finished.
 
     Raises:
-        UsageError: if the file is there and is not JSON.
+        UsageError: if the file is there and is not a result.
     """
     path = folder / RESULT
     if not path.is_file():
         return None
     try:
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{path}: not a result: {error}; {OTHER_OUT}") from error
+        result: dict[str, Any] = read_json(path, _Result, SchemaError)
+    except SchemaError as error:
+        raise UsageError(f"{error}; not a result; {OTHER_OUT}") from error
     return result
+
+
+def read_epochs(folder: Path) -> list[EpochReport]:
+    """The epochs so far, without a last line that is still being written.
+
+    Raises:
+        UsageError: for a line that is no record of an epoch.
+    """
+    return list(_records(folder / METRICS, lambda value: record(EpochReport, value)))
+
+
+def read_telemetry(folder: Path) -> list[dict[str, Any]]:
+    """The telemetry so far, likewise.
+
+    Raises:
+        UsageError: for a line that is no record.
+    """
+    return list(_records(folder / TELEMETRY, lambda value: check(value, _Telemetry)))
+
+
+def _records(path: Path, made: Callable[[Any], T]) -> Iterator[T]:
+    """The lines of a file that end, each one record of JSON."""
+    content = path.read_bytes() if path.is_file() else b""
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        try:
+            yield made(parse_json(line))
+        except SchemaError as error:
+            raise UsageError(f"{path}:{number}: not a record: {error}") from error
 
 
 def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:

@@ -27,7 +27,7 @@ from extensor.cli.formats import (
 )
 from extensor.cli.language import chat, generate, perplexity
 from extensor.cli.quantize import quantize
-from extensor.cli.sheet import CommandError, Sheet, printable
+from extensor.cli.sheet import CommandError, Sheet
 from extensor.cli.tune import tune
 from extensor.errors import unknown_name
 
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = (tyro.conf.FlagCreatePairsOff,)
         tyro.cli(COMMANDS[name], prog=f"extensor {name}", args=rest, config=options)
     except CommandError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from tyro.conf import Positional, arg
 
-from extensor.cli.sheet import CommandError, Sheet, printable, show
+from extensor.cli.sheet import CommandError, Sheet, show
 from extensor.errors import unknown_name
 from extensor.generation.exchange import convert_tokenizer
 from extensor.io.stored import TARGETS, Conversion, TensorCertificate, convert
+from extensor.schema import printable
 
 __all__ = ["convert_command"]
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from tyro.conf import Positional, arg
 
 from extensor.cli.sheet import CommandError, Sheet, shape_text, show, tile_text
 from extensor.formats import ELEMENTS
-from extensor.io import Archive, load_checkpoint, open_archive
+from extensor.io import Archive, CheckpointError, load_checkpoint, open_archive
 from extensor.io.gguf import UNREADABLE_GGUF_TYPES
+from extensor.io.npy import read_npy, read_npz
+from extensor.io.stored.archive import indexed_shards
+from extensor.io.stored.mapped import SafetensorsFile
 from extensor.quant import QuantArray
 from extensor.quant.rounding import decode
 from extensor.quant.scale_rules import E8M0_NAN
@@ -40,17 +40,13 @@ def read_tensors(path: Path) -> dict[str, Array | QuantArray]:
     try:
         if path.suffix == ".safetensors":
             return dict(load_checkpoint(path).tensors)
-        with path.open("rb") as file:  # numpy does not close a broken file that it opened itself
-            loaded = np.load(file, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                return {path.stem: loaded}
-            return {name: loaded[name] for name in loaded.files}
+        return {path.stem: read_npy(path)} if path.suffix == ".npy" else dict(read_npz(path))
     except FileNotFoundError:
         raise CommandError(f"{path}: no such file") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        known = "" if str(path) in text else f"{path}: cannot be read: "
-        raise CommandError(f"{known}{text}") from None
+    except CheckpointError as error:
+        raise CommandError(error) from None
+    except OSError as error:
+        raise CommandError(f"{path}: cannot be read: {error}") from None
 
 
 def tensor_files(path: Path) -> list[Path]:
@@ -76,17 +72,12 @@ def tensor_files(path: Path) -> list[Path]:
 def _indexed(index: Path) -> list[Path]:
     """The shards that a ``model.safetensors.index.json`` names, each once, in order of name."""
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except FileNotFoundError:
-        raise CommandError(f"{index}: no such file") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise CommandError(f'{index}: expected JSON with a "weight_map" of file names') from None
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CommandError(f"{index}: expected names of files in its own folder, got {name!r}")
-        if not (index.parent / name).is_file():
-            raise CommandError(f"{index.parent / name}: no such file, but {index.name} names it")
-    return [index.parent / name for name in sorted(names)]
+        return indexed_shards(index)[None]
+    except FileNotFoundError as error:
+        missing = error.filename is not None  # the index itself
+        raise CommandError(f"{index}: no such file" if missing else error) from None
+    except (CheckpointError, OSError) as error:
+        raise CommandError(error) from None
 
 
 def tensor_names(path: Path) -> list[str]:
@@ -98,10 +89,9 @@ def tensor_names(path: Path) -> list[str]:
     if path.suffix != ".safetensors" or not path.is_file():
         return list(read_tensors(path))
     try:
-        with safe_open(path, "np") as file:
-            return list(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise CommandError(f"{path}: cannot be read: {error}") from None
+        return list(SafetensorsFile(path).entries)
+    except (OSError, CheckpointError) as error:
+        raise CommandError(error) from None
 
 
 def inspect(file: Annotated[Positional[Path], arg(metavar="FILE")]) -> None:

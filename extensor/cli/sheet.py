@@ -9,14 +9,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["CommandError", "Sheet", "printable", "shape_text", "show", "tile_text"]
+from extensor.schema import FileError, printable
+
+__all__ = ["CommandError", "Sheet", "shape_text", "show", "tile_text"]
 
 
 NAME_WIDTH = 44
 """A first column is not folded up to so many characters."""
 
 
-class CommandError(Exception):
+class CommandError(FileError):
     """A problem that the user can solve: printed as one line, exit code 2."""
 
 
@@ -43,11 +45,6 @@ def show(sheets: Iterable[Sheet]) -> None:
         for row in sheet.rows:
             table.add_row(*(escape(printable(cell)) for cell in row))
         console.print(table)
-
-
-def printable(text: str) -> str:
-    """Text without control characters, which files may hold: a terminal would obey them."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

@@ -10,17 +10,23 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from extensor.extras import missing
+from extensor.schema import FileError
 
 __all__ = ["ChatError", "render_chat"]
 
 Message = Mapping[str, Any]
 
+_MAX_RESULT = 10_000_000
+_PADDING = frozenset(["center", "expandtabs", "ljust", "rjust", "zfill"])
+"""Methods and filters of text that make it as long as a number says."""
 
-class ChatError(ValueError):
+
+class ChatError(FileError, ValueError):
     """A conversation that a template refuses, or a template that cannot be used.
 
     >>> from extensor.generation import ChatError, render_chat
@@ -60,8 +66,6 @@ def render_chat(
     """
     if (message := missing("a chat template", "jinja2")) is not None:
         raise ChatError(message)
-    import jinja2
-
     for number, entry in enumerate(messages):
         if not isinstance(entry, Mapping) or "role" not in entry:
             raise ChatError(
@@ -73,15 +77,30 @@ def render_chat(
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
-    except (jinja2.TemplateError, TypeError) as error:
-        raise ChatError(f"chat template: {error}") from error
+    except Exception as error:  # a template is a program, and may raise anything
+        raise ChatError(f"chat template: {error or type(error).__name__}") from error
+
+
+def _result_size(operator: str, left: Any, right: Any) -> int:
+    """About how many characters, entries or bits the result of an operator has."""
+    sizes = [len(v) if hasattr(v, "__len__") else 0 for v in (left, right)]
+    whole = [abs(v) if isinstance(v, int) else 0 for v in (left, right)]
+    if operator == "+":
+        return sum(sizes)
+    if operator == "**":
+        return whole[0].bit_length() * whole[1]
+    if operator == "%":  # of a text, with widths such as %9d
+        widths = re.findall(r"\d+", left) if isinstance(left, str) else ()
+        return sum(sizes) + sum(int(width[:12]) for width in widths)
+    bits = whole[0].bit_length() + whole[1].bit_length()
+    return max(sizes[0] * whole[1], sizes[1] * whole[0], bits)
 
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
     import jinja2
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
     class Generation(Extension):
         """``{% generation %}`` marks the assistant's words for training; here it is plain text."""
@@ -98,10 +117,25 @@ def _compiled(template: str) -> Any:
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    environment = ImmutableSandboxedEnvironment(
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """jinja2's, without what makes gigabytes of a short template in one step."""
+
+        intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _result_size(operator, left, right) > _MAX_RESULT:
+                raise SecurityError(f"the result of {operator} is too long")
+            return super().call_binop(context, operator, left, right)
+
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            return attr not in _PADDING and super().is_safe_attribute(obj, attr, value)
+
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = tojson
+    for name in _PADDING & environment.filters.keys():
+        del environment.filters[name]
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment.from_string(template)

@@ -5,17 +5,37 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from extensor.extras import lacking
 from extensor.generation.gguf_vocab import CONTROL, PRE_TOKENIZERS, USER_DEFINED, gguf_tokenizer
-from extensor.generation.tokenizer import PretrainedTokenizer
+from extensor.generation.tokenizer import PretrainedTokenizer, TokenizerError
 from extensor.io.gguf import Typed
 from extensor.io.stored import open_archive
+from extensor.schema import SchemaError, check, read_json
 
 __all__ = ["convert_tokenizer", "gguf_vocabulary", "tokenizer_files"]
 
 _INT32, _STRING = 5, 8
+_SPARE = 1 << 16  # numbers without a token that padding of a vocabulary may leave
+
+
+class _Added(TypedDict):
+    id: int
+    content: str
+    special: bool
+
+
+class _BytePairs(TypedDict):
+    vocab: dict[str, int]
+    merges: list[str | list[str]]
+
+
+class _TokenizerJson(TypedDict):
+    model: dict[str, Any]
+    pre_tokenizer: NotRequired[dict[str, Any] | None]
+    added_tokens: NotRequired[list[_Added]]
+
 
 Converted = tuple[dict[str, bytes], dict[str, Any], list[str]]
 """Files of a folder, metadata of a GGUF file, and what could not be done."""
@@ -88,11 +108,15 @@ def gguf_vocabulary(folder: Path) -> tuple[dict[str, Any], list[str]]:
     place = folder / "tokenizer.json"
     if not place.is_file():
         return {}, ["no vocabulary: the folder has no tokenizer.json"]
-    content = json.loads(place.read_text(encoding="utf-8"))
-    model = content.get("model") or {}
+    content = read_json(place, _TokenizerJson, TokenizerError)
+    model = content["model"]
     steps = json.dumps(content.get("pre_tokenizer") or {})
     if model.get("type") != "BPE" or "ByteLevel" not in steps:
         return {}, [f"no vocabulary: {model.get('type')} tokenizers are not written to GGUF"]
+    try:
+        check(model, _BytePairs, "model")
+    except SchemaError as error:
+        raise TokenizerError(f"{place}: {error}") from None
     pre = _pre_tokenizer_name(steps)
     if pre is None:
         return {}, [
@@ -100,6 +124,9 @@ def gguf_vocabulary(folder: Path) -> tuple[dict[str, Any], list[str]]:
             + ", ".join(PRE_TOKENIZERS)
         ]
     tokens: dict[int, str] = {number: token for token, number in model["vocab"].items()}
+    numbers = [*tokens, *(added["id"] for added in content.get("added_tokens", ()))]
+    if not numbers or min(numbers) < 0 or max(numbers) > 2 * len(numbers) + _SPARE:
+        raise TokenizerError(f"{place}: expected tokens numbered from 0, almost without gaps")
     types = dict.fromkeys(tokens, 1)
     for added in content.get("added_tokens", ()):
         tokens[added["id"]] = added["content"]
@@ -116,13 +143,14 @@ def gguf_vocabulary(folder: Path) -> tuple[dict[str, Any], list[str]]:
     settings: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         if (folder / name).is_file():
-            settings |= json.loads((folder / name).read_text(encoding="utf-8"))
+            settings |= read_json(folder / name, dict[str, Any], TokenizerError)
     for theirs, ours in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
         number = settings.get(f"{ours}_token_id")
-        if isinstance(number, int):
+        if type(number) is int and 0 <= number < count:
             out[f"tokenizer.ggml.{theirs}_token_id"] = Typed(4, number)
     if (folder / "chat_template.jinja").is_file():
-        settings["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        text = (folder / "chat_template.jinja").read_bytes()
+        settings["chat_template"] = text.decode("utf-8", "replace")
     if isinstance(settings.get("chat_template"), str):
         out["tokenizer.chat_template"] = settings["chat_template"]
     for end in ("bos", "eos"):

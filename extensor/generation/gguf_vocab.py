@@ -13,10 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from extensor.errors import unknown_name
+from extensor.schema import SchemaError, check
 
 __all__ = ["PRE_TOKENIZERS", "PreTokenizer", "gguf_tokenizer"]
 
+PREFIX = "tokenizer.ggml."
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that are matched in the text before it is cut into words."""
 
@@ -72,14 +76,16 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Any:
         The tokenizer of the package `tokenizers`.
 
     Raises:
-        ValueError: if the metadata has no tokenizer, or one of an unknown kind or rule.
+        ValueError: if the metadata has no tokenizer, one of an unknown kind or rule, or values of
+            other types.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in BUILDERS:
+    if not isinstance(kind, str) or kind not in BUILDERS:
         raise ValueError(unknown_name("tokenizer.ggml.model", str(kind), BUILDERS))
-    tokens = [str(token) for token in metadata.get("tokenizer.ggml.tokens", ())]
+    tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise ValueError("expected tokens under tokenizer.ggml.tokens, got none")
+    _check(metadata, tokens)
     library = BUILDERS[kind](metadata, tokens)
     from tokenizers import AddedToken
 
@@ -93,15 +99,37 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Any:
     return library
 
 
+_MAX_TOKEN = 4096  # characters; the work on a token grows with their square
+
+
+def _check(metadata: Mapping[str, Any], tokens: Any) -> None:
+    """Types of the values that describe a tokenizer; numbers of tokens are below their count."""
+    for key in ("tokens", "merges"):
+        check(list(metadata.get(f"{PREFIX}{key}", ())), list[str], f"{PREFIX}{key}")
+    if max(map(len, tokens)) > _MAX_TOKEN:
+        raise SchemaError(f"{PREFIX}tokens: expected at most {_MAX_TOKEN} characters in each")
+    for key in ("token_type", "scores"):
+        values = metadata.get(f"{PREFIX}{key}")
+        if values is not None and np.shape(values) != (len(tokens),):
+            raise SchemaError(f"{PREFIX}{key}: expected a number for each of {len(tokens)} tokens")
+    for key, value in metadata.items():
+        if key.startswith(f"{PREFIX}add_"):
+            check(value, bool, key)
+        is_id = key.startswith(PREFIX) and key.endswith("_token_id")
+        if is_id and not 0 <= check(value, int, key) < len(tokens):
+            raise SchemaError(f"{key}: expected 0..{len(tokens) - 1}, got {value}")
+    check(metadata.get("tokenizer.chat_template"), str | None, "tokenizer.chat_template")
+
+
 def _byte_pairs(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
     """Byte-level BPE, as GPT-2, Llama 3, Qwen and SmolLM have it."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = metadata.get("tokenizer.ggml.pre", "")
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise ValueError(unknown_name("tokenizer.ggml.pre", str(name), PRE_TOKENIZERS))
     rule = PRE_TOKENIZERS[name]
-    cut = [str(pair).partition(" ") for pair in metadata["tokenizer.ggml.merges"]]
+    cut = [pair.partition(" ") for pair in metadata["tokenizer.ggml.merges"]]
     merges = [(left, right) for left, _, right in cut]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     library = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=rule.whole_words))

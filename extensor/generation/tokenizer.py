@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 
@@ -14,13 +13,14 @@ from extensor.extras import missing
 from extensor.generation.chat import ChatError, Message, render_chat
 from extensor.generation.gguf_vocab import gguf_tokenizer
 from extensor.io import open_archive
+from extensor.schema import FileError, SchemaError, check, read_json
 
 __all__ = ["PretrainedTokenizer", "Tokenizer", "TokenizerError"]
 
 Array = np.ndarray[Any, Any]
 
 
-class TokenizerError(ValueError):
+class TokenizerError(FileError, ValueError):
     """A tokenizer that is missing or damaged, or text and tokens that it does not know.
 
     >>> from extensor.generation import PretrainedTokenizer, TokenizerError
@@ -30,6 +30,11 @@ class TokenizerError(ValueError):
     ...     print(str(error)[:13])
     GGUF metadata
     """
+
+
+class _Template(TypedDict):
+    name: str
+    template: str
 
 
 class Tokenizer(Protocol):
@@ -151,16 +156,22 @@ class PretrainedTokenizer:
         }
         ends = [library.token_to_id(special["eos_token"])] if "eos_token" in special else []
         for name in ("generation_config.json", "config.json"):
-            found = _read_json(folder / name).get("eos_token_id")
-            ends += found if isinstance(found, list) else [found]
+            place = folder / name
+            found = _read_json(place).get("eos_token_id")
+            ends += _checked(found, int | list[int] | None, f"{place}: eos_token_id")
         known = sorted({end for end in ends if end is not None})
+        where = f"{folder / 'tokenizer_config.json'}: chat_template"
         template = settings.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = next((t["template"] for t in template if t["name"] == "default"), None)
+        for entry in _checked(template, str | list[_Template] | None, where):
+            if isinstance(entry, dict) and entry["name"] == "default":  # several, by name
+                template = entry["template"]
         beside = folder / "chat_template.jinja"
         if beside.is_file():
-            template = beside.read_text(encoding="utf-8")
-        return cls(library, known, template, special)
+            try:
+                template = beside.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise TokenizerError(f"{beside}: expected UTF-8, got: {error}") from None
+        return cls(library, known, template if isinstance(template, str) else None, special)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> PretrainedTokenizer:
@@ -191,7 +202,7 @@ class PretrainedTokenizer:
         _need_package()
         try:
             library = gguf_tokenizer(metadata)
-        except (KeyError, ValueError, TypeError) as error:
+        except Exception as error:  # the package raises nothing narrower
             what = f"no {error}" if isinstance(error, KeyError) else error
             raise TokenizerError(f"GGUF metadata: {what}") from error
         tokens, special = metadata["tokenizer.ggml.tokens"], {}
@@ -297,13 +308,17 @@ def _read_json(file: Path) -> dict[str, Any]:
     """A JSON object; empty where there is no such file."""
     if not file.is_file():
         return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{file}: expected JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise TokenizerError(f"{file}: expected a JSON object, got {type(found).__name__}")
+    found: dict[str, Any] = read_json(file, dict[str, Any], TokenizerError)
     return found
+
+
+def _checked(value: Any, expected: Any, where: str) -> list[Any]:
+    """A value, or a list of them, as a list."""
+    try:
+        check(value, expected)
+    except SchemaError as error:
+        raise TokenizerError(f"{where}: {error}") from None
+    return value if isinstance(value, list) else [value]
 
 
 def _token_text(value: object) -> str | None:

@@ -14,16 +14,22 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from extensor.errors import layout_error
 from extensor.io.atomic import replacing
-from extensor.io.safetensors_format import CheckpointError, read, write
+from extensor.io.safetensors_format import (
+    CheckpointError,
+    check_array_shape,
+    read,
+    write,
+)
 from extensor.quant.array import QuantArray, block_grid, packed_length, super_grid
 from extensor.quant.spec import QuantSpec
+from extensor.schema import SchemaError, check, parse_json
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -182,43 +188,51 @@ def _to_json(content: dict[str, Any]) -> str:
     return text
 
 
+class _Blocked(TypedDict):
+    """What the metadata say of a blocked tensor."""
+
+    spec: dict[str, Any]
+    shape: list[int]
+    parts: list[str]
+
+
+class _Content(TypedDict):
+    version: int
+    blocked: dict[str, _Blocked]
+    metadata: dict[str, Any]
+
+
 def _decode(arrays: dict[str, Array], strings: dict[str, str]) -> Checkpoint:
     """Assemble blocked tensors from their parts."""
     if METADATA_KEY not in strings:
         return Checkpoint(dict(arrays), dict(strings))
-    blocked, metadata = _content(strings)
-    tensors: dict[str, Stored] = {}
-    for name, entry in blocked.items():
-        try:
-            tensors[name] = decode_blocked(name, entry, arrays)
-        except CheckpointError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"blocked tensor {name!r}: bad spec: {error}") from None
+    content = _content(strings)
+    tensors: dict[str, Stored] = {
+        name: decode_blocked(name, entry, arrays) for name, entry in content["blocked"].items()
+    }
     clash = sorted(tensors.keys() & arrays.keys())
     if clash:
         raise CheckpointError(f"expected each tensor once, got {clash} both dense and blocked")
-    return Checkpoint({**tensors, **arrays}, metadata)
+    return Checkpoint({**tensors, **arrays}, content["metadata"])
 
 
-def _content(strings: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _content(strings: dict[str, str]) -> _Content:
     """What the metadata say of blocked tensors, and the metadata that were given."""
     try:
-        content = json.loads(strings[METADATA_KEY])
-        version, blocked, metadata = content["version"], content["blocked"], content["metadata"]
-        if not isinstance(blocked, dict) or not isinstance(metadata, dict):
-            raise TypeError("blocked and metadata are not both objects")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"bad {METADATA_KEY} metadata: {error!r}") from None
-    if version != _VERSION:
-        raise CheckpointError(
-            f"expected version {_VERSION} of the checkpoint layout, got {version!r}; "
-            "read it with the release that wrote it"
-        )
-    return blocked, metadata
+        value = check(parse_json(strings[METADATA_KEY]), dict[str, Any])
+        version = value.get("version")
+        if type(version) is int and version != _VERSION:
+            raise CheckpointError(
+                f"expected version {_VERSION} of the checkpoint layout, got {version!r}; "
+                "read it with the release that wrote it"
+            )
+        content: _Content = check(value, _Content)
+    except SchemaError as error:
+        raise CheckpointError(f"bad {METADATA_KEY} metadata: {error}") from None
+    return content
 
 
-def blocked_entries(path: Path, strings: dict[str, str]) -> dict[str, dict[str, Any]]:
+def blocked_entries(path: Path, strings: dict[str, str]) -> dict[str, _Blocked]:
     """What a file's metadata say of its blocked tensors, by name; empty for another program's file.
 
     Raises:
@@ -227,22 +241,27 @@ def blocked_entries(path: Path, strings: dict[str, str]) -> dict[str, dict[str, 
     if METADATA_KEY not in strings:
         return {}
     try:
-        blocked, _ = _content(strings)
-        for name, entry in blocked.items():
-            if not {"spec", "shape", "parts"} <= set(entry) or not isinstance(entry["spec"], dict):
-                raise CheckpointError(f"blocked tensor {name!r}: expected spec, shape and parts")
-    except (CheckpointError, TypeError) as error:
+        return _content(strings)["blocked"]
+    except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}. Nothing was loaded") from None
-    return blocked
 
 
-def decode_blocked(name: str, entry: dict[str, Any], arrays: dict[str, Array]) -> QuantArray:
-    """Remove one blocked tensor's parts from ``arrays``, and check them against its spec."""
-    spec = QuantSpec.from_dict(entry["spec"])
-    shape = tuple(int(n) for n in entry["shape"])
-    if spec != spec.resolve(len(shape)) or min(shape) < 0:
-        raise CheckpointError(f"blocked tensor {name!r}: its spec does not fit the shape {shape}")
-    expected = _part_layout(spec, shape)
+def decode_blocked(name: str, entry: _Blocked, arrays: dict[str, Array]) -> QuantArray:
+    """Remove one blocked tensor's parts from ``arrays``, and check them against its spec.
+
+    Raises:
+        CheckpointError: if they do not fit it; the text does not name the file.
+    """
+    shape = tuple(entry["shape"])
+    try:
+        spec = QuantSpec.from_dict(entry["spec"])
+        fits = len(shape) > 0 and min(shape) >= 0 and spec == spec.resolve(len(shape))
+        check_array_shape("shape", shape)
+        if not fits:
+            raise SchemaError(f"its spec does not fit the shape {shape}")
+        expected = _part_layout(spec, shape)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"blocked tensor {name!r}: bad spec: {error}") from None
     missing = sorted(part for part in expected if f"{name}.{part}" not in arrays)
     if missing or sorted(expected) != entry["parts"]:
         raise CheckpointError(
@@ -260,7 +279,23 @@ def decode_blocked(name: str, entry: dict[str, Any], arrays: dict[str, Array]) -
                 f"blocked tensor {name!r}: expected {part} of {dtype} and shape {part_shape}, "
                 f"got {array.dtype} and {array.shape}"
             )
+    if spec.row.outliers:
+        _check_outliers(name, parts, shape[spec.axis])
     return QuantArray(spec=spec, shape=shape, **parts)
+
+
+def _check_outliers(name: str, parts: dict[str, Array], length: int) -> None:
+    index, value = parts["outlier_index"], parts["outlier_value"]
+    if index.shape != value.shape:
+        raise CheckpointError(
+            f"blocked tensor {name!r}: expected an outlier_value for each outlier_index, got "
+            f"shapes {value.shape} and {index.shape}"
+        )
+    if index.size and not 0 <= index.min() <= index.max() < length:
+        raise CheckpointError(
+            f"blocked tensor {name!r}: expected outlier_index in 0..{length - 1}, got "
+            f"{index.min()}..{index.max()}"
+        )
 
 
 def _part_layout(

@@ -1,29 +1,36 @@
-"""The safetensors container: read and written by the `safetensors` library, and checked further.
+"""The safetensors container: its header is checked whole before anything else is read.
 
-The library is used on raw bytes, since its numpy loader supports neither bfloat16 nor FP8. It
-checks offsets, sizes and types. This module also refuses what the library accepts and a checkpoint
-must not have: repeated keys, unknown fields, and BOOL bytes other than 0 and 1. A file's bytes
-depend only on its content.
+The `safetensors` library writes; its numpy loader knows neither bfloat16 nor FP8. The reader
+refuses what that library accepts and a checkpoint must not have: repeated keys, unknown fields,
+shapes that numpy has no array for, and BOOL bytes other than 0 and 1. A file's bytes depend only on
+its content.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
-from collections.abc import Mapping
-from typing import Any, BinaryIO
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, TypedDict
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, TensorSpec, deserialize, serialize
+from safetensors import SafetensorError, TensorSpec, serialize
 
-__all__ = ["DTYPES", "METADATA_KEY", "CheckpointError", "read", "write"]
+from extensor.schema import FileError, SchemaError, check, parse_json
+
+__all__ = [
+    "DTYPES", "PACKED_DTYPES", "CheckpointError", "Entry", "as_array", "check_array_shape",
+    "parse_header", "read", "write",
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
 
 METADATA_KEY = "__metadata__"
-_FIELDS = {"dtype", "shape", "data_offsets"}
+_MAX_HEADER = 100_000_000  # bytes, as in the safetensors library
+_MAX_AXES = 64  # numpy's
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -46,8 +53,38 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """The container's dtype names, and their numpy dtypes."""
 
+PACKED_DTYPES = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Dtypes whose codes are packed, the first in the lowest bits, and their bits."""
 
-class CheckpointError(ValueError):
+
+class _Fields(TypedDict):
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies.
+
+    Attributes:
+        dtype: the container's name of it.
+        shape: of the tensor.
+        start, end: bytes of the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.end - self.start
+
+
+class CheckpointError(FileError, ValueError):
     """A file that is damaged, or not the expected one. Nothing was loaded.
 
     >>> issubclass(et.io.CheckpointError, ValueError)
@@ -97,14 +134,113 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]
             one. The message names the file and what is wrong with it.
     """
     with open(path, "rb") as file:
-        content = file.read()
+        content = np.frombuffer(file.read(), np.uint8)
     try:
-        return _decode(content)
-    except (CheckpointError, SafetensorError) as error:
-        what = error if isinstance(error, CheckpointError) else f"truncated or damaged: {error}"
+        entries, metadata = parse_header(content, DTYPES)
+        return {name: as_array(name, entry, content) for name, entry in entries.items()}, metadata
+    except CheckpointError as error:
         raise CheckpointError(
-            f"{os.fspath(path)}: {what}. Nothing was loaded; use an intact safetensors file"
+            f"{os.fspath(path)}: {error}. Nothing was loaded; use an intact safetensors file"
         ) from None
+
+
+def parse_header(
+    content: Array, dtypes: Mapping[str, Any]
+) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Where each tensor lies, and the metadata: all that the header says, checked.
+
+    Args:
+        content: the file's bytes, uint8.
+        dtypes: the names of the dtypes that are expected.
+
+    Returns:
+        Entries by name, which tile the file, and the metadata strings.
+
+    Raises:
+        CheckpointError: for any other header; the text does not name the file.
+    """
+    size = content.size
+    if size < 8:
+        raise CheckpointError(f"truncated: expected 8 bytes and a header, got {size} bytes")
+    length = int.from_bytes(content[:8].tobytes(), "little")
+    if length > min(size - 8, _MAX_HEADER):
+        raise CheckpointError(f"truncated or damaged: a header of {length} bytes in {size}")
+    base = 8 + length
+    try:
+        header = check(parse_json(content[8:base].tobytes()), dict[str, Any])
+        metadata = check(header.pop(METADATA_KEY, {}), dict[str, str], METADATA_KEY)
+        entries = {name: _entry(name, value, base, dtypes) for name, value in header.items()}
+    except SchemaError as error:
+        raise CheckpointError(f"bad header: {error}") from None
+    at = base
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != at:
+            raise CheckpointError(
+                f"bad header: {name!r} starts at byte {entry.start}, expected {at}: tensors "
+                "overlap or leave a gap"
+            )
+        if entry.end > size:
+            raise CheckpointError(
+                f"truncated: {name!r} ends {entry.end - base} bytes after the header, the file "
+                f"has {size - base}"
+            )
+        at = entry.end
+    if at != size:
+        raise CheckpointError(f"damaged: {size - at} bytes after the last tensor")
+    return entries, metadata
+
+
+def _entry(name: str, value: Any, base: int, dtypes: Mapping[str, Any]) -> Entry:
+    fields = check(value, _Fields, repr(name))
+    if fields.keys() != _Fields.__required_keys__ or len(fields["data_offsets"]) != 2:
+        raise SchemaError(f"{name!r}: expected dtype, shape and data_offsets, got {fields!s:.80}")
+    dtype, shape, (start, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if dtype not in dtypes:
+        raise SchemaError(f"{name!r}: expected a dtype in {', '.join(dtypes)}, got {dtype!r:.40}")
+    if min(*shape, start, end) < 0:
+        raise SchemaError(f"{name!r}: expected numbers of 0 or more, got {[*shape, start, end]}")
+    check_array_shape(repr(name), shape)
+    bits = PACKED_DTYPES.get(dtype) or 8 * DTYPES[dtype].itemsize
+    total = math.prod(shape) * bits
+    if total % 8 or end - start != total // 8:
+        raise SchemaError(
+            f"{name!r}: {dtype} of shape {tuple(shape)} takes {total / 8:g} bytes, the header "
+            f"gives {end - start}"
+        )
+    return Entry(dtype, tuple(shape), base + start, base + end)
+
+
+def check_array_shape(what: str, shape: Sequence[int]) -> None:
+    """Refuse a shape that numpy has no array for, even an empty one.
+
+    Args:
+        what: has the shape, for the error.
+        shape: ints of 0 or more.
+
+    Raises:
+        SchemaError: for more than 64 axes, or lengths whose product does not fit 63 bits.
+    """
+    if len(shape) > _MAX_AXES:
+        raise SchemaError(f"{what}: expected at most {_MAX_AXES} axes, got {len(shape)}")
+    if 16 * math.prod(n or 1 for n in shape) >= 1 << 63:
+        raise SchemaError(f"{what}: shape {tuple(shape)} is beyond any memory's addresses")
+
+
+def as_array(name: str, entry: Entry, content: Array) -> Array:
+    """A tensor of `DTYPES`, copied.
+
+    Args:
+        name: the tensor's.
+        entry: where it lies.
+        content: the file's bytes.
+
+    Raises:
+        CheckpointError: for BOOL bytes other than 0 and 1.
+    """
+    raw = np.array(content[entry.start : entry.end])
+    if entry.dtype == "BOOL" and raw.size and raw.max() > 1:
+        raise CheckpointError(f"{name!r}: expected BOOL bytes 0 or 1, got {raw.max()}")
+    return raw.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
 
 def _little_endian(name: str, array: Array) -> Array:
@@ -121,43 +257,3 @@ def _little_endian(name: str, array: Array) -> Array:
             f"got {array.dtype}; cast the tensor first"
         )
     return array
-
-
-def _decode(content: bytes) -> tuple[dict[str, Array], dict[str, str]]:
-    # What passes has a well-formed header, whose tensors tile the file.
-    entries = dict(deserialize(content))  # type: ignore[no-untyped-call]
-    header = _strict_header(content)
-    metadata: dict[str, str] = header.pop(METADATA_KEY, {})
-    return {name: _to_array(name, entries[name]) for name in header}, metadata
-
-
-def _strict_header(content: bytes) -> dict[str, Any]:
-    """The header of a container that the library accepts, without what it overlooks."""
-    length = int.from_bytes(content[:8], "little")
-    header: dict[str, Any] = json.loads(content[8 : 8 + length], object_pairs_hook=_no_duplicates)
-    for name, entry in header.items():
-        if name != METADATA_KEY and set(entry) != _FIELDS:
-            raise CheckpointError(
-                f"bad header: {name!r}: expected dtype, shape and data_offsets, got {entry!r:.80}"
-            )
-    return header
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise CheckpointError(f"bad header: expected each key once, got {twice} more than once")
-    return table
-
-
-def _to_array(name: str, entry: dict[str, Any]) -> Array:
-    if entry["dtype"] not in DTYPES:
-        raise CheckpointError(
-            f"bad header: {name!r}: expected a dtype in {', '.join(DTYPES)}, got {entry['dtype']!r}"
-        )
-    raw = np.frombuffer(entry["data"], np.uint8)  # of a bytearray that is ours: writable
-    if entry["dtype"] == "BOOL" and raw.size and raw.max() > 1:
-        raise CheckpointError(f"{name!r}: expected BOOL bytes 0 or 1, got {raw.max()}")
-    return raw.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])

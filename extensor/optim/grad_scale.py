@@ -25,8 +25,10 @@ from extensor.inspect.health import SlotHealth, slot_health
 from extensor.optim.clip import grad_arrays
 from extensor.optim.optimizer import Optimizer
 from extensor.quant.array import QuantStats
-from extensor.quant.recipe_state import RecipeState
+from extensor.quant.recipe import SLOTS
+from extensor.quant.recipe_state import RecipeState, counts_from_rows
 from extensor.quant.spec import QuantSpec
+from extensor.schema import check
 
 __all__ = ["GradScaleReport", "MXGradScaler"]
 
@@ -414,12 +416,18 @@ class MXGradScaler:
             raise ValueError(
                 f"scale: expected a power of two, {self.min_scale} or more, got {state['scale']!r}"
             )
-        switched = {(path, slot) for path, slot in state["switched"]}
-        counts = {(row[0], row[1]): QuantStats(*row[2:]) for row in state["counts"]}
+        for name in ("good", "stepped", "skipped", "updates"):
+            if not 0 <= state[name] < 1 << 53:
+                raise ValueError(f"{name}: expected a count, got {state[name]!r}")
         recipe_state = self.recipe_state
         layers = recipe_state.layers if recipe_state else {}
-        for path, slot in [*switched, *counts]:
-            if path not in layers:
+        counts = counts_from_rows(state["counts"], layers, "counts")
+        pairs = check(state["switched"], list[list[str]], "switched")
+        switched = {(pair[0], pair[1]) for pair in pairs if len(pair) == 2}
+        if len(switched) < len(pairs):
+            raise ValueError(f"switched: expected pairs of layer and slot, got {pairs!r:.80}")
+        for path, slot in switched:
+            if path not in layers or slot not in SLOTS:
                 raise ValueError(
                     f"state: expected layers of this model, got {path!r}; use its own checkpoint"
                 )

@@ -111,8 +111,16 @@ class QuantArray:
         return sum(int(part.nbytes) for part in self.parts.values())
 
 
+_MAX_PADDED_TILE = 4096
+
+
 def tile_extent(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A block's length on each axis, for a resolved spec and a shape."""
+    """A block's length on each axis, for a resolved spec and a shape.
+
+    Raises:
+        ValueError: for blocks of more than 4,096 elements that are longer than their axis: each
+            would be padded, a few numbers to gigabytes.
+    """
     if spec.tile == "tensor":
         return tuple(max(n, 1) for n in shape)
     extent = [1] * len(shape)
@@ -123,7 +131,17 @@ def tile_extent(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     rows, columns = spec.tile
     extent[spec.axis - 1] = rows
     extent[spec.axis] = columns
+    for axis in (spec.axis - 1, spec.axis):
+        _check_padding("tile", extent[axis], shape[axis])
     return tuple(extent)
+
+
+def _check_padding(what: str, extent: int, length: int) -> None:
+    if extent > max(length, _MAX_PADDED_TILE):
+        raise ValueError(
+            f"{what}: expected at most {max(length, _MAX_PADDED_TILE)} elements on an axis of "
+            f"{length}, got {extent}, which would be padding; 'channel' spans an axis of any length"
+        )
 
 
 def coded_length(spec: QuantSpec, shape: tuple[int, ...]) -> int:
@@ -172,6 +190,7 @@ def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...]) -> int:
 def super_grid(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The number of super-blocks on each axis, which is the shape of ``super_scales``."""
     assert spec.super_block is not None and isinstance(spec.tile, tuple)
+    _check_padding("super_block", spec.super_block, shape[spec.axis])
     grid = list(block_grid(spec, shape))
     grid[spec.axis] = -(-grid[spec.axis] // (spec.super_block // spec.tile[1]))
     return tuple(grid)

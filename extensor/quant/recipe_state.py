@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from extensor.quant.replay import REPLAY
 from extensor.quant.static_scale import StaticScale
 from extensor.quant.weight_cache import WeightCache
 from extensor.random import Stream
+from extensor.schema import SchemaError, check, record
 
 __all__ = ["Counts", "LayerContext", "RecipeState"]
 
@@ -30,6 +32,39 @@ USE_SHIFT = 12
 """Streams number tensors with 24 bits: 4096 layers, and 4096 uses of each in a step."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 """What the seed grows by, modulo 2**64, after each 4096 uses of a layer in one step."""
+
+
+def counts_from_rows(
+    rows: list[list[Any]], layers: Collection[str], at: str
+) -> dict[tuple[str, str], QuantStats]:
+    """Counts by (layer path, slot), as checkpoints hold them.
+
+    Args:
+        rows: layer, slot, and the fields of `QuantStats` in their order.
+        layers: the model's.
+        at: where the rows stand, for the error.
+
+    Raises:
+        SchemaError: for other rows, or a layer or slot that is not the model's.
+
+    >>> from extensor.quant.recipe_state import counts_from_rows
+    >>> counts_from_rows([["fc1", "fprop.x", 64, 1]], ["fc1"], "telemetry")["fc1", "fprop.x"].count
+    64
+    """
+    names = [field.name for field in dataclasses.fields(QuantStats)]
+    found = {}
+    for number, row in enumerate(check(rows, list[list[Any]], at)):
+        where = f"{at}[{number}]"
+        layer, slot, *values = row if 3 <= len(row) <= 2 + len(names) else ("", "")
+        if not isinstance(layer, str) or layer not in layers or slot not in SLOTS:
+            raise SchemaError(
+                f"{where}: expected a layer of this model, a slot and counts, got {row!r:.80}"
+            )
+        counts = record(QuantStats, dict(zip(names, values, strict=False)), where)
+        if min(dataclasses.astuple(counts)) < 0:
+            raise SchemaError(f"{where}: expected counts of 0 or more, got {row!r:.80}")
+        found[layer, slot] = counts
+    return found
 
 
 @dataclass

@@ -49,7 +49,7 @@ class Hadamard:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.size not in HADAMARD_SIZES:
+        if not _is_int(self.size) or self.size not in HADAMARD_SIZES:
             raise ValueError(f"Hadamard size: expected one of {HADAMARD_SIZES}, got {self.size!r}")
         if self.signs not in ("none", "fixed", "random"):
             raise ValueError(f"Hadamard signs: expected none, fixed or random, got {self.signs!r}")
@@ -141,16 +141,17 @@ class QuantSpec:
     super_block: int | None = None
 
     def __post_init__(self) -> None:
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                expected = " or ".join(kind.__name__ for kind in kinds)
+                raise TypeError(f"{name}: expected {expected}, got {value!r:.80}")
         if self.format not in FORMATS:
             raise ValueError(unknown_name("format", self.format, FORMATS))
         if self.dialect not in DIALECTS:
             raise ValueError(unknown_name("dialect", self.dialect, DIALECTS))
-        if not _is_int(self.axis):
-            raise TypeError(f"axis: expected an int, got {self.axis!r}")
         _check_tile(self.tile)
         self._check_rule()
-        if self.transform is not None and not isinstance(self.transform, Hadamard):
-            raise TypeError(f"transform: expected a Hadamard or None, got {self.transform!r}")
         if self.rounding not in ("nearest_even", "stochastic"):
             raise ValueError(
                 f"rounding: expected 'nearest_even' or 'stochastic', got {self.rounding!r}"
@@ -195,7 +196,7 @@ class QuantSpec:
         if self.scale_window is not None:
             if not self.is_mx:
                 raise ValueError(f"scale_window: only for E8M0 scales, not {self.format}")
-            if not _is_int(self.scale_window) or self.scale_window < 0:
+            if self.scale_window < 0:
                 raise ValueError(f"scale_window: expected an int >= 0, got {self.scale_window!r}")
         if self.scale_dtype is not None and (
             row.scale.name != "float32" or self.scale_dtype not in ("float32", "float16")
@@ -214,7 +215,7 @@ class QuantSpec:
         if self.is_affine:
             self._check_affine()
         if self.outliers is not None and (
-            not row.outliers or not _is_int(self.outliers) or not 0 <= self.outliers <= row.outliers
+            not row.outliers or not 0 <= self.outliers <= row.outliers
         ):
             raise ValueError(
                 f"outliers: expected None (or, for the outlier codec, 0..{row.outliers}), "
@@ -255,7 +256,7 @@ class QuantSpec:
             )
         if self.super_block is None:
             return
-        if not _is_int(self.super_block) or self.super_block < 1 or self.super_block % tile[1]:
+        if self.super_block < 1 or self.super_block % tile[1]:
             raise ValueError(
                 f"super_block: expected a multiple of the block's {tile[1]} elements, "
                 f"got {self.super_block!r}"
@@ -369,7 +370,7 @@ class QuantSpec:
         (1, 16)
         """
         values = dict(fields)
-        if values.get("transform") is not None:
+        if isinstance(values.get("transform"), Mapping):
             values["transform"] = Hadamard(**values["transform"])
         if isinstance(values.get("tile"), list):
             values["tile"] = tuple(values["tile"])
@@ -404,12 +405,23 @@ class QuantSpec:
         return self.replace(axis=self.axis % ndim, tile=tile, scale_rule=self.rule)
 
 
+_TEXT, _INT, _BOOL = (str,), (int, type(None)), (bool,)
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "format": _TEXT, "axis": (int,), "scale_rule": (str, type(None)), "rounding": _TEXT,
+    "rbits": (int,), "transform": (Hadamard, type(None)), "dialect": _TEXT, "statistic": _TEXT,
+    "percentile": (int, float), "decay": (int, float), "scale_window": _INT,
+    "element_scale": (int, float), "scale_dtype": (str, type(None)), "symmetric": _BOOL,
+    "outliers": _INT, "rebased": _BOOL, "minimum": _BOOL, "super_block": _INT,
+}  # fmt: skip
+"""The types of the fields; a bool is no number. `_check_tile` checks the tile."""
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_tile(tile: object) -> None:
-    if tile is None or tile in ("tensor", "channel"):
+    if tile is None or (isinstance(tile, str) and tile in ("tensor", "channel")):
         return
     if not (isinstance(tile, tuple) and len(tile) == 2 and all(_is_int(n) for n in tile)):
         raise TypeError(

@@ -117,9 +117,8 @@ class GPT2(Pretrained):
         self.config = config
         self.transformer = Body(config, rng)
         self.lm_head = nn.Linear(config.width, config.vocab, bias=False, rng=rng)
-        if not isinstance(rng, nn.init.Skeleton):
-            for _, layer in nn.gemm_layers(self):
-                draw_normal(layer, STD, rng)
+        for _, layer in nn.gemm_layers(self):
+            draw_normal(layer, STD, rng)
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight
         self.lm_head.role = "head"

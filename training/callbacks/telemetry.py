@@ -29,7 +29,7 @@ from extensor.quant.spec import QuantSpec
 
 from ..batch import Batch
 from ..records import StepReport, finite, share
-from ..rundir import TELEMETRY, write_text
+from ..rundir import TELEMETRY, read_telemetry, write_text
 from .base import Callback, RunView
 from .files import TensorBoard
 
@@ -61,9 +61,8 @@ class Telemetry(Callback):
 
     def on_start(self, run: RunView) -> None:
         path, done = run.out / TELEMETRY, run.position.step
-        text = path.read_text(encoding="utf-8") if path.is_file() and done else ""
-        *lines, _ = text.split("\n")  # what follows the last line end, a killed run did not finish
-        kept = [line + "\n" for line in lines if json.loads(line)["step"] <= done]
+        records = read_telemetry(run.out) if done else []
+        kept = [_line(record) for record in records if record["step"] <= done]
         write_text(path, "".join(kept))
         self._remember_buffers(run, done + 1)
 
@@ -94,7 +93,7 @@ class Telemetry(Callback):
             "layers": layers,
         }
         with (run.out / TELEMETRY).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.write(_line(record))
         if self.board is not None:
             self.board.add("telemetry", report.step, total)
             for path, values in layers.items():
@@ -225,3 +224,7 @@ def _flat(values: dict[str, Any]) -> dict[str, float | None]:
     for slot, shares in values["slots"].items():
         flat |= {f"{slot}/{name}": value for name, value in shares.items()}
     return flat
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"

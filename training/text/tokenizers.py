@@ -13,11 +13,12 @@ import numpy as np
 
 from extensor.errors import unknown_name
 from extensor.extras import missing
+from extensor.schema import FileError
 
 __all__ = ["TOKENIZERS", "BytePairs", "Characters", "Tokenizer", "TokenizerError", "from_state"]
 
 
-class TokenizerError(ValueError):
+class TokenizerError(FileError, ValueError):
     """Text or tokens that a tokenizer does not know."""
 
 

@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from extensor.io.gguf.types import GGUF_TYPES, UNREADABLE_GGUF_TYPES, GgufType
-from extensor.io.safetensors_format import CheckpointError
+from extensor.io.safetensors_format import CheckpointError, check_array_shape
 from extensor.quant.array import QuantArray
+from extensor.schema import SchemaError
 
 __all__ = ["GgufFile", "GgufTensor", "Typed", "write_gguf"]
 
@@ -189,9 +190,13 @@ class GgufFile:
             if axes > _MAX_AXES:
                 raise self._error(f"damaged: {name!r} with {axes} axes")
             shape = tuple(self._number(10) for _ in range(axes))[::-1]
+            try:
+                check_array_shape(repr(name), shape)
+            except SchemaError as error:
+                raise self._error(f"damaged: {error}") from None
             found.append((name, shape, self._number(4), self._number(10)))
         alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self._error(f"damaged: general.alignment of {alignment!r}")
         base = -(-self._at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}

@@ -7,12 +7,11 @@ reads headers only. Nothing outside the folder is opened, whatever an index name
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +20,17 @@ from extensor.errors import unknown_name
 from extensor.io.checkpoint import METADATA_KEY as OWN_KEY
 from extensor.io.checkpoint import blocked_entries, decode_blocked
 from extensor.io.gguf.container import GgufFile
-from extensor.io.safetensors_format import CheckpointError
-from extensor.io.stored.mapped import PACKED_DTYPES, Entry, SafetensorsFile
+from extensor.io.safetensors_format import (
+    PACKED_DTYPES,
+    CheckpointError,
+    Entry,
+    check_array_shape,
+)
+from extensor.io.stored.mapped import SafetensorsFile
 from extensor.io.stored.rows import WEIGHT_LAYOUTS, WeightLayout, read_weight
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
+from extensor.schema import SchemaError, printable, read_json
 
 __all__ = ["Archive", "Source", "TensorInfo", "open_archive"]
 
@@ -55,6 +60,12 @@ class TensorInfo:
     kind: str
     nbytes: int
     parts: tuple[str, ...]
+
+
+class _Index(TypedDict):
+    """A model.safetensors.index.json."""
+
+    weight_map: dict[str, str]
 
 
 class Source(Protocol):
@@ -154,7 +165,7 @@ def open_archive(path: str | os.PathLike[str]) -> Archive:
     if path.suffix == ".gguf":
         return _open_gguf(path)
     if path.name.endswith(INDEX):
-        return _open_safetensors(path.parent, _indexed(path))
+        return _open_safetensors(path.parent, indexed_shards(path))
     return _open_safetensors(path, {None: [path]})
 
 
@@ -162,7 +173,7 @@ def _open_folder(folder: Path) -> Archive:
     index = sorted(folder.glob(f"*{INDEX}"))
     if index:
         chosen = next((i for i in index if i.name == f"model{INDEX}"), index[0])
-        return _open_safetensors(folder, _indexed(chosen))
+        return _open_safetensors(folder, indexed_shards(chosen))
     files = sorted(folder.glob("*.safetensors"))
     chosen_files = [f for f in files if f.name in _MODEL_FILES] or files
     if chosen_files:
@@ -204,16 +215,12 @@ class _GgufSource:
         return value
 
 
-def _indexed(index: Path) -> dict[str | None, list[Path]]:
+def indexed_shards(index: Path) -> dict[str | None, list[Path]]:
     """The shards that an index names, with the names that it gives them."""
-    try:
-        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        pairs = sorted(table.items())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: expected an index with a weight_map: {error!r}") from None
+    pairs = sorted(read_json(index, _Index, CheckpointError)["weight_map"].items())
     shards: dict[str, Path] = {}
     for name, shard in pairs:
-        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
+        if Path(shard).name != shard or shard in ("", ".", "..") or "\0" in shard:
             raise CheckpointError(
                 f"{index}: {name!r}: expected the name of a file in its own folder, got {shard!r}"
             )
@@ -222,7 +229,7 @@ def _indexed(index: Path) -> dict[str | None, list[Path]]:
         if not place.is_file():
             first = next(name for name, where in pairs if where == shard)
             raise FileNotFoundError(
-                f"{place}: no such file, but {index.name} names it for {first!r}"
+                printable(f"{place}: no such file, but {index.name} names it for {first!r}")
             )
         if not place.resolve().is_relative_to(index.parent.resolve()) and not _in_hub(index, place):
             raise CheckpointError(
@@ -264,14 +271,9 @@ def _open_safetensors(path: Path, shards: Mapping[str | None, list[Path]]) -> Ar
 
 def _config(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected an object, got {type(config).__name__}")
+    config: dict[str, Any] | None = None
+    if path.is_file():
+        config = read_json(path, dict[str, Any], CheckpointError)
     return config
 
 
@@ -285,7 +287,7 @@ class _SafetensorsSource:
         self.block = _block_of(config)
         self.infos: dict[str, TensorInfo] = {}
         self.layouts: dict[str, WeightLayout] = {}
-        self.own: dict[str, dict[str, Any]] = {}
+        self.own: dict[str, Any] = {}
         self.unused: set[str] = set()
         left = dict.fromkeys(where)
         self._find_own(left)
@@ -345,7 +347,12 @@ class _SafetensorsSource:
         entry = self._entry(codes)
         if layout.shape is not None:
             stored = stem + layout.shape.suffix
-            return tuple(int(n) for n in self.where[stored].array(stored).reshape(-1))
+            shape = tuple(int(n) for n in self.where[stored].array(stored).reshape(-1)[:65])
+            try:
+                check_array_shape(stored, [max(n, 0) for n in shape])
+            except SchemaError as error:
+                raise CheckpointError(f"{self.path}: {error}") from None
+            return shape
         if layout.packing == "blocks":
             *lead, rows, groups, size = entry.shape
             return (*lead, 2 * groups * size, rows)
@@ -358,7 +365,10 @@ class _SafetensorsSource:
         if name in self.own:
             file = self.where[info.parts[0]]
             parts = {part: np.array(file.array(part)) for part in info.parts}
-            return decode_blocked(name, self.own[name], parts)
+            try:
+                return decode_blocked(name, self.own[name], parts)
+            except CheckpointError as error:
+                raise CheckpointError(f"{file.path}: {error}") from None
         if name not in self.layouts:
             return self._read_plain(name)
         layout = self.layouts[name]

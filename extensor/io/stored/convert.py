@@ -43,6 +43,7 @@ from extensor.io.stored.writer import SHARD_BYTES, GgufWriter, SafetensorsWriter
 from extensor.quant.array import QuantArray
 from extensor.quant.reference import dequantize
 from extensor.quant.views import transpose
+from extensor.schema import FileError
 
 __all__ = [
     "Conversion", "LossyConversionError", "WriteOptions", "convert", "metadata_of",
@@ -65,7 +66,7 @@ _FILE_TYPES |= {"Q6_K": 18, "BF16": 32, "MXFP4": 38}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class LossyConversionError(ValueError):
+class LossyConversionError(FileError, ValueError):
     """A conversion that would change values, refused; nothing was written.
 
     Attributes:

@@ -26,6 +26,7 @@ from extensor.io.safetensors_format import CheckpointError
 from extensor.io.stored.archive import Archive, Source, TensorInfo
 from extensor.quant.array import QuantArray
 from extensor.quant.views import take
+from extensor.schema import SchemaError, check
 
 __all__ = [
     "GGUF_ARCHITECTURES",
@@ -170,7 +171,14 @@ class _Renamed(Source):
     def read(self, name: str) -> Stored:
         value = self.archive.read(self.names[name])
         heads = heads_of(name, self.config) if self.permuted else None
-        return value if heads is None else reordered(value, heads, to_gguf=False)
+        if heads is None:
+            return value
+        if not value.shape or value.shape[0] % (2 * heads):
+            raise CheckpointError(
+                f"{self.archive.path}: {name}: expected rows of {heads} heads, got shape "
+                f"{tuple(value.shape)}"
+            )
+        return reordered(value, heads, to_gguf=False)
 
 
 def as_hugging_face(archive: Archive) -> Archive:
@@ -223,50 +231,60 @@ def as_hugging_face(archive: Archive) -> Archive:
 
 def _config(archive: Archive, row: GgufArchitecture, tied: bool) -> dict[str, Any]:
     """The config.json that the metadata say."""
-    metadata = archive.metadata
-    found: dict[str, Any] = {"model_type": row.model_type, "architectures": [row.class_name]}
-    for key, name, is_float in _KEYS:
-        value = metadata.get(f"{row.name}.{key}")
-        if value is None:
-            if key in _OPTIONAL:
-                continue
-            raise CheckpointError(f"{archive.path}: expected the key {row.name}.{key}")
-        if isinstance(value, np.ndarray):  # one number for each layer
+    metadata, arch = archive.metadata, row.name
+
+    def get(key: str, kind: type[Any], default: Any = None) -> Any:
+        """A value; of one number for each layer, which must be equal, that number."""
+        value = metadata.get(key, default)
+        if isinstance(value, np.ndarray):
             if len(set(value.tolist())) != 1:
-                raise CheckpointError(
-                    f"{archive.path}: {row.name}.{key} differs from layer to layer, which no "
-                    f"{row.model_type} model has"
+                raise SchemaError(
+                    f"{key} differs from layer to layer, which no {row.model_type} model has"
                 )
             value = value[0].item()
+        check(value, kind | None, key)
+        if kind is int and value is not None and not 0 <= value < 1 << 62:
+            raise SchemaError(f"{key}: expected 0 or more, got {value}")
         # A float32 as its shortest decimal: 1e-05, not 9.999999747378752e-06.
-        found[name] = float(str(np.float32(value))) if is_float else int(value)
-    heads, width = found["num_attention_heads"], found["hidden_size"]
-    size = metadata.get(f"{row.name}.attention.key_length")
-    turned = metadata.get(f"{row.name}.rope.dimension_count")
-    found["head_dim"] = int(size) if size is not None else width // heads
-    if turned is not None and int(turned) != found["head_dim"]:
-        raise CheckpointError(
-            f"{archive.path}: expected rotary positions of {found['head_dim']} elements, "
-            f"got {turned}"
-        )
-    embedding = archive.infos.get("token_embd.weight", TensorInfo("", (0,), "", 0, ()))
-    vocab = metadata.get(f"{row.name}.vocab_size")
-    found["vocab_size"] = int(vocab) if vocab is not None else (embedding.shape or (0,))[0]
-    found["tie_word_embeddings"] = tied
-    found["hidden_act"] = "silu"
-    scaling = metadata.get(f"{row.name}.rope.scaling.type", "none")
-    if scaling not in ("none", *_SCALINGS):
-        raise CheckpointError(f"{archive.path}: unknown rope scaling {scaling!r}")
-    if scaling != "none":
-        factor = metadata.get(f"{row.name}.rope.scaling.factor", 1.0)
-        found["rope_scaling"] = {"rope_type": scaling, "factor": float(str(np.float32(factor)))}
-        original = metadata.get(f"{row.name}.rope.scaling.original_context_length")
-        if original is not None:
-            found["rope_scaling"]["original_max_position_embeddings"] = int(original)
-    for end in ("bos", "eos", "padding"):
-        number = metadata.get(f"tokenizer.ggml.{end}_token_id")
-        if number is not None:
-            found[f"{'pad' if end == 'padding' else end}_token_id"] = int(number)
+        return float(str(np.float32(value))) if kind is float and value is not None else value
+
+    found: dict[str, Any] = {"model_type": row.model_type, "architectures": [row.class_name]}
+    try:
+        for key, name, is_float in _KEYS:
+            value = get(f"{arch}.{key}", float if is_float else int)
+            if value is not None:
+                found[name] = value
+            elif key not in _OPTIONAL:
+                raise SchemaError(f"expected the key {arch}.{key}")
+        heads, width = found["num_attention_heads"], found["hidden_size"]
+        if heads < 1:
+            raise SchemaError(f"{arch}.attention.head_count: expected 1 or more, got {heads}")
+        size = get(f"{arch}.attention.key_length", int)
+        found["head_dim"] = width // heads if size is None else size
+        turned = get(f"{arch}.rope.dimension_count", int)
+        if turned not in (None, found["head_dim"]):
+            raise SchemaError(
+                f"expected rotary positions of {found['head_dim']} elements, got {turned}"
+            )
+        embedding = archive.infos.get("token_embd.weight", TensorInfo("", (0,), "", 0, ()))
+        found["vocab_size"] = get(f"{arch}.vocab_size", int, (embedding.shape or (0,))[0])
+        found["tie_word_embeddings"] = tied
+        found["hidden_act"] = "silu"
+        scaling = get(f"{arch}.rope.scaling.type", str, "none")
+        if scaling not in ("none", *_SCALINGS):
+            raise SchemaError(f"unknown rope scaling {scaling!r}")
+        if scaling != "none":
+            factor = get(f"{arch}.rope.scaling.factor", float, 1.0)
+            found["rope_scaling"] = {"rope_type": scaling, "factor": factor}
+            original = get(f"{arch}.rope.scaling.original_context_length", int)
+            if original is not None:
+                found["rope_scaling"]["original_max_position_embeddings"] = original
+        for end in ("bos", "eos", "padding"):
+            number = get(f"tokenizer.ggml.{end}_token_id", int)
+            if number is not None:
+                found[f"{'pad' if end == 'padding' else end}_token_id"] = number
+    except SchemaError as error:
+        raise CheckpointError(f"{archive.path}: {error}") from None
     return found
 
 

@@ -20,8 +20,7 @@ import numpy.typing as npt
 from extensor.io.atomic import replacing
 from extensor.io.gguf.container import write_gguf
 from extensor.io.gguf.types import GgufType
-from extensor.io.safetensors_format import DTYPES
-from extensor.io.stored.mapped import PACKED_DTYPES
+from extensor.io.safetensors_format import DTYPES, PACKED_DTYPES
 
 __all__ = ["GgufWriter", "SafetensorsWriter"]
 

@@ -107,49 +107,52 @@ def test_every_truncation_is_noticed(tmp_path):
         with pytest.raises(CheckpointError, match="truncated"):
             read(tmp_path / "b")
     (tmp_path / "b").write_bytes(whole + b"\0")
-    with pytest.raises(CheckpointError, match="not fully covered"):
+    with pytest.raises(CheckpointError, match="1 bytes after the last tensor"):
         read(tmp_path / "b")
 
 
 BAD_HEADERS = {
-    "not json": (b"{nonsense", "invalid JSON"),
-    "not utf-8": (b'{"\xff":1}', "invalid UTF-8"),
-    "a list": (b"[]", "invalid JSON"),
-    "deep": (b'{"a":' + b"[" * 100_000, "recursion limit"),
-    "huge number": (b'{"a":' + b"9" * 5000 + b"}", "out of range"),
+    "not json": (b"{nonsense", "expected JSON"),
+    "not utf-8": (b'{"\xff":1}', "UTF-8"),
+    "a list": (b"[]", "expected a table"),
+    "deep": (b'{"a":' + b"[" * 100_000, "nested too deep"),
+    "huge number": (b'{"a":' + b"9" * 5000 + b"}", "4300 digits"),
     "duplicate tensor": (
         b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
         b'"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
-        r"each key once, got \['x'\]",
+        "each key once, got 'x' twice",
     ),
     "duplicate field": (
         b'{"x":{"dtype":"F32","dtype":"I32","shape":[2],"data_offsets":[0,8]}}',
-        "duplicate field `dtype`",
+        "each key once, got 'dtype' twice",
     ),
     "duplicate metadata": (
         b'{"__metadata__":{"a":"1","a":"2"},"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
-        r"each key once, got \['a'\]",
+        "each key once, got 'a' twice",
     ),
-    "entry no object": ({"x": 3}, "invalid type: integer"),
-    "entry lacks a field": ({"x": {"dtype": "F32", "shape": [2]}}, "missing field"),
+    "entry no object": ({"x": 3}, "'x': expected a table, got 3"),
+    "entry lacks a field": ({"x": {"dtype": "F32", "shape": [2]}}, "expected data_offsets"),
     "entry with more": ({"x": {**entry(), "more": 1}}, "expected dtype, shape"),
-    "dtype unknown": ({"x": entry(dtype="F99")}, "unknown variant"),
+    "dtype unknown": ({"x": entry(dtype="F99")}, "expected a dtype in .*F99"),
     "dtype not ours": ({"x": entry(dtype="F4", shape=(16,))}, "expected a dtype in F64.*got 'F4'"),
-    "dtype no string": ({"x": entry(dtype=["F32"])}, "invalid type: sequence"),
-    "shape negative": ({"x": entry(shape=(-2,))}, "integer `-2`"),
-    "shape bool": ({"x": entry(shape=(True, 2))}, "boolean `true`"),
-    "shape float": ({"x": entry(shape=(2.0,))}, "floating point `2.0`"),
-    "offsets three": ({"x": entry(offsets=(0, 4, 8))}, "invalid length 3"),
-    "offsets negative": ({"x": entry(offsets=(-8, 0))}, "integer `-8`"),
-    "offsets reversed": ({"x": entry(offsets=(8, 0))}, "invalid offset for tensor `x`"),
-    "wrong length": ({"x": entry(shape=(3,))}, "invalid shape, data type, or offset"),
-    "shape product huge": ({"x": entry(shape=(2**40, 2**40))}, "overflow"),
-    "hole": ({"x": entry(), "y": entry(offsets=(12, 20))}, "invalid offset for tensor `y`"),
-    "overlap": ({"x": entry(), "y": entry(offsets=(4, 12))}, "invalid offset for tensor `y`"),
-    "same bytes": ({"x": entry(), "y": entry()}, "invalid offset"),
-    "data too short": ({"x": entry(shape=(4,), offsets=(0, 16))}, "truncated .* not fully covered"),
-    "metadata no object": ({"__metadata__": 3, "x": entry()}, "expected a map"),
-    "metadata no strings": ({"__metadata__": {"a": 3}, "x": entry()}, "expected a string"),
+    "dtype no string": ({"x": entry(dtype=["F32"])}, "dtype: expected text"),
+    "shape negative": ({"x": entry(shape=(-2,))}, "0 or more, got .-2"),
+    "shape bool": ({"x": entry(shape=(True, 2))}, "whole number, got True"),
+    "shape float": ({"x": entry(shape=(2.0,))}, "whole number, got 2.0"),
+    "offsets three": ({"x": entry(offsets=(0, 4, 8))}, "expected dtype, shape"),
+    "offsets negative": ({"x": entry(offsets=(-8, 0))}, "0 or more, got .2, -8"),
+    "offsets reversed": ({"x": entry(offsets=(8, 0))}, "the header gives -8"),
+    "wrong length": ({"x": entry(shape=(3,))}, "takes 12 bytes, the header gives 8"),
+    "shape product huge": ({"x": entry(shape=(2**40, 2**40))}, "beyond any memory"),
+    "hole": ({"x": entry(), "y": entry(offsets=(12, 20))}, "overlap or leave a gap"),
+    "overlap": ({"x": entry(), "y": entry(offsets=(4, 12))}, "overlap or leave a gap"),
+    "same bytes": ({"x": entry(), "y": entry()}, "overlap or leave a gap"),
+    "data too short": ({"x": entry(shape=(4,), offsets=(0, 16))}, "truncated: .* the file has 8"),
+    "metadata no object": ({"__metadata__": 3, "x": entry()}, "__metadata__: expected a table"),
+    "metadata no strings": (
+        {"__metadata__": {"a": 3}, "x": entry()},
+        "a: expected text",
+    ),
 }
 
 
@@ -181,7 +184,7 @@ def test_the_reference_library_accepts_a_duplicate_that_we_reject(tmp_path):
 
 def test_a_header_length_that_is_nonsense(tmp_path):
     (tmp_path / "a").write_bytes(b"PK\x03\x04 a zip file, say" * 20)
-    with pytest.raises(CheckpointError, match="header too large"):
+    with pytest.raises(CheckpointError, match="a header of"):
         read(tmp_path / "a")
 
 
