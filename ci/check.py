@@ -120,7 +120,9 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
         sample = (sys.executable, "ci/mutants.py", "--sample", "4")
         listed.append(Step("mutants, a sample", "mutants", sample, ONE_THREAD))
         listed.append(kernels_step())
-    listed.append(pytest_step("pytest", pytest_arguments, {"EXTENSOR_REQUIRE_CORE": "1"}))
+    sample = {} if pytest_arguments else {"FUZZ_SECONDS": "60"}
+    core = {"EXTENSOR_REQUIRE_CORE": "1"}
+    listed.append(pytest_step("pytest", pytest_arguments, core | sample))
     return listed
 
 

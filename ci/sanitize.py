@@ -28,6 +28,7 @@ TESTS = (
     "tests/test_every_kernel.py",
     "tests/test_every_spec.py",
     "tests/test_exhaustive.py",
+    "tests/test_fuzz_files.py",
     "tests/unit/backends",
     "tests/unit/quant/test_quantize_by_hand.py",
     "tests/unit/ops/test_quantized.py",
@@ -88,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"UBSAN_OPTIONS={UNDEFINED}:log_path={reports}",
             "PYTHONMALLOC=malloc",  # so that a small overrun is not hidden in Python's arenas
             "OPENBLAS_NUM_THREADS=1",
+            "FUZZ_SECONDS=60",
         ):
             command += ["--env", entry]
         code = subprocess.run([*command, "--", *(chosen.pytest or TESTS)], check=False).returncode

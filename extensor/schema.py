@@ -13,10 +13,12 @@ everything escaped that a terminal would obey (`FileError`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import types
 import typing
+from collections import Counter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -199,7 +201,7 @@ def record(cls: type[T], values: Any, at: str = "") -> T:
         extensor.schema.SchemaError: count: expected a whole number, got True
     """
     check(values, dict[str, Any], at)
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, cls))}
     missing = (dataclasses.MISSING,) * 2
     needed = {
@@ -231,20 +233,32 @@ def _check_union(value: Any, kinds: tuple[Any, ...], at: str) -> Any:
 def _check_keys(value: Any, expected: Any, at: str) -> Any:
     if type(value) is not dict:
         raise _differs(value, "a table", at)
-    hints = typing.get_type_hints(expected)
-    if lost := sorted(expected.__required_keys__ - value.keys()):
+    hints = _hints(expected)
+    lost = [key for key, kind in hints.items() if key not in value and not _may_lack(kind)]
+    if lost:
         raise SchemaError(f"{_prefix(at)}expected {', '.join(lost)}, got no such entry")
     for key, kind in hints.items():
         if key in value:
-            check(value[key], kind, _join(at, key))
+            inner = typing.get_args(kind)[0] if _may_lack(kind) else kind
+            check(value[key], inner, _join(at, key))
     return value
+
+
+@functools.cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def _may_lack(kind: Any) -> bool:
+    # `__required_keys__` is wrong where annotations are strings.
+    return typing.get_origin(kind) is typing.NotRequired
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        names = Counter(name for name, _ in pairs)
+        twice = names.most_common(1)[0][0]
         raise SchemaError(f"expected each key once, got {twice!r:.80} twice")
     return table
 

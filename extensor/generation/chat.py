@@ -99,8 +99,9 @@ def _result_size(operator: str, left: Any, right: Any) -> int:
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
     import jinja2
+    from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
         """``{% generation %}`` marks the assistant's words for training; here it is plain text."""

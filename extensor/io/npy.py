@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -131,7 +132,9 @@ def _array(file: Any, size: int, what: str = "") -> Array:
 
 def _header(text: bytes, what: str) -> tuple[np.dtype[Any], Any, tuple[int, ...]]:
     try:
-        fields = check(ast.literal_eval(text.decode("utf-8").strip()), dict[str, Any])
+        with warnings.catch_warnings(action="ignore"):  # of Python's parser, about odd literals
+            literal = ast.literal_eval(text.decode("utf-8").strip())
+        fields = check(literal, dict[str, Any])
         shape = fields.pop("shape", None)
         if type(shape) is not tuple or not all(type(n) is int and n >= 0 for n in shape):
             raise SchemaError(f"shape: expected whole numbers of 0 or more, got {shape!r:.60}")

@@ -201,6 +201,8 @@ def _entry(name: str, value: Any, base: int, dtypes: Mapping[str, Any]) -> Entry
         raise SchemaError(f"{name!r}: expected numbers of 0 or more, got {[*shape, start, end]}")
     check_array_shape(repr(name), shape)
     bits = PACKED_DTYPES.get(dtype) or 8 * DTYPES[dtype].itemsize
+    if shape and shape[-1] * bits % 8:
+        raise SchemaError(f"{name!r}: expected rows of whole bytes, got {dtype} of shape {shape}")
     total = math.prod(shape) * bits
     if total % 8 or end - start != total // 8:
         raise SchemaError(

@@ -209,7 +209,7 @@ def from_state(state: Any) -> Tokenizer:
         TokenizerError: for a state of no known kind, or a damaged one.
     """
     kind = state.get("kind") if isinstance(state, dict) else None
-    if kind not in TOKENIZERS:
+    if not isinstance(kind, str) or kind not in TOKENIZERS:
         raise TokenizerError(unknown_name("tokenizer", str(kind), TOKENIZERS))
     cls = TOKENIZERS[kind]
     text = state.get(cls.part)

@@ -354,6 +354,11 @@ class _SafetensorsSource:
                 raise CheckpointError(f"{self.path}: {error}") from None
             return shape
         if layout.packing == "blocks":
+            if len(entry.shape) < 3 or entry.shape[-1] != 16:
+                raise CheckpointError(
+                    f"{self.path}: {codes!r}: expected blocks of 16 bytes, (..., rows, blocks, "
+                    f"16), got shape {entry.shape}"
+                )
             *lead, rows, groups, size = entry.shape
             return (*lead, 2 * groups * size, rows)
         if entry.dtype == "U8":
