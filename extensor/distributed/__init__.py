@@ -1,0 +1,25 @@
+"""Several ranks: processes that train one model together, over MPI or NCCL.
+
+A rank is one process with its number. A communicator carries arrays between ranks. `connect` gives
+the one that the program was started with: of ``mpirun -n 4``, of Slurm's ``srun --mpi=pmix``, or of
+one rank.
+"""
+
+from __future__ import annotations
+
+from extensor.distributed.communicator import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    Communicator,
+    Work,
+)
+from extensor.distributed.local import LocalCommunicator, run_ranks
+
+__all__ = [
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "Communicator",
+    "LocalCommunicator",
+    "Work",
+    "run_ranks",
+]
