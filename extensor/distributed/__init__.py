@@ -14,12 +14,30 @@ from extensor.distributed.communicator import (
     Work,
 )
 from extensor.distributed.local import LocalCommunicator, run_ranks
+from extensor.distributed.reduction import (
+    GRAD_COMM,
+    Bfloat16,
+    Exact,
+    Float32,
+    GradientReduction,
+    Mxint,
+    make_reduction,
+    padded_size,
+)
 
 __all__ = [
+    "GRAD_COMM",
+    "Bfloat16",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "Communicator",
+    "Exact",
+    "Float32",
+    "GradientReduction",
     "LocalCommunicator",
+    "Mxint",
     "Work",
+    "make_reduction",
+    "padded_size",
     "run_ranks",
 ]

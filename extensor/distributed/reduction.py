@@ -3,7 +3,7 @@
 Floating-point addition is not associative, so that the sum of a gradient depends on the algorithm
 of the collective, on the bucket, on the number of ranks. Sums of integers do not. `Exact` turns
 each micro-batch's gradient into fixed-point integers, so that the mean of N micro-batches has the
-same bits on any number of ranks (docs/adr/0027-order-free-gradient-sums.md proves the bound).
+same bits on any number of ranks (docs/adr/0022-order-free-gradient-sums.md proves the bound).
 `Mxint` sends 8- or 16-bit integers with one exponent for 32 values.
 
 A reduction belongs to one bucket: a flat float32 array in whole blocks of 32 values for each rank.
@@ -128,6 +128,7 @@ class GradientReduction(ABC):
         self.ranks, self.backend = ranks, get_backend(device)
         self.xp = self.backend.xp
         self.seed, self.number = seed, number
+        self._left: dict[str, Array] = {}
 
     def add(self, grad: Array) -> None:
         """Add the gradient of one micro-batch.
@@ -237,14 +238,14 @@ class GradientReduction(ABC):
         """What the next reduction depends on besides gradients.
 
         Returns:
-            Arrays by name; none but for `Mxint` with error feedback.
+            Arrays by name: for `Mxint` with error feedback what rounding left over, ``sent`` of
+            shape (size,) and ``mean`` of (shard_size,); else none. They are not copies.
 
-        >>> from extensor.distributed import LocalCommunicator
-        >>> from extensor.distributed.reduction import Exact
+        >>> from extensor.distributed import Exact, LocalCommunicator
         >>> Exact(32, LocalCommunicator()).state()
         {}
         """
-        return {}
+        return self._left
 
     @property
     def _share(self) -> float:
@@ -459,14 +460,9 @@ class Mxint(_FloatSum):
     ) -> None:
         super().__init__(size, ranks, **how)
         self.bits, self._code = bits, np.dtype(f"int{bits}")
-        self._left: dict[str, Array] = {}
         if error_feedback:
             self._left["sent"] = self.xp.zeros(size, np.float32)
             self._left["mean"] = self.xp.zeros(self.shard_size, np.float32)
-
-    def state(self) -> dict[str, Array]:
-        """See `GradientReduction.state`: what rounding left over, ``sent`` and ``mean``."""
-        return self._left
 
     def _value_bytes(self) -> tuple[float, float]:
         one = self.bits / 8 + 1 / BLOCK
@@ -484,10 +480,10 @@ class Mxint(_FloatSum):
         exponents = xp.minimum((most + ((1 << (25 - self.bits)) - 1)) >> 23, NONFINITE)
         exponents = exponents.astype(np.uint8)
         bad = exponents == NONFINITE
-        before = residual.reshape(-1, BLOCK)[bad] if residual is not None and bad.any() else None
+        before = None if residual is None else residual.reshape(-1, BLOCK)[bad]
         first = self.ranks.rank * len(exponents)
         codes = self.backend.mxint(x, exponents, self.bits, stream, first, residual)
-        if before is not None:  # this step is skipped: its remainder is not
+        if residual is not None:  # where this step is skipped, what the last one left is not
             residual.reshape(-1, BLOCK)[bad] = before
         both = (codes.view(np.uint8).reshape(parts, -1), exponents.reshape(parts, -1))
         return xp.concatenate(both, axis=1)

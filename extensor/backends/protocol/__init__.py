@@ -1,8 +1,8 @@
 """What a backend provides beyond its array module.
 
 Ordinary operations use only the array module (numpy or cupy). The methods here are the ones worth
-a kernel, one module for each family: matmul, quantize, conv_pool, nn, optim, reduction. `GenericBackend`
-implements all of them on the array module. A backend overrides the hot ones, and
+a kernel, one module for each family: matmul, quantize, conv_pool, nn, optim, reduction.
+`GenericBackend` implements all of them on the array module. A backend overrides the hot ones, and
 `tests/test_every_kernel.py` finds each override and compares it with the generic method.
 """
 
