@@ -523,8 +523,7 @@ GRAD_COMM: Mapping[str, Callable[..., GradientReduction]] = MappingProxyType(
     {
         "float32": Float32,
         "bfloat16": Bfloat16,
-        "mxint8": _mxint(8),
-        "mxint16": _mxint(16),
+        **{f"mxint{bits}": _mxint(bits) for bits in (8, 16)},
         "exact": Exact,
     }
 )
