@@ -32,6 +32,7 @@ ROOMS = {
     "extensor.dtypes": "Data types",
     "extensor.formats": "Formats",
     "extensor.generation": "Writing text",
+    "extensor.distributed": "Several ranks",
     "extensor.random": "Random bits",
     "extensor.io": "Files",
     "extensor.io.layouts": "Checkpoint layouts",
