@@ -21,7 +21,8 @@ import numpy as np
 from extensor import ExTensor, capture, cross_entropy, models, no_grad, take
 from extensor.inspect import SlotHealth
 from extensor.io import load_checkpoint, save_checkpoint
-from extensor.nn import apply_recipe
+from extensor.nn import apply_recipe, switch_recipe
+from extensor.nn.recipe import assign_recipe
 from extensor.optim import MXGradScaler, ReduceLROnPlateau, Warmup, clip_grad_norm
 from extensor.quant import QuantArray, QuantStats
 
@@ -81,6 +82,8 @@ class Trainer:
         self.quant = apply_recipe(
             self.model, config.resolved_recipe, config.seed, ACTIVATIONS[config.activations]
         )
+        for phase in config.recipe_schedule.phases:  # a rule that matches nothing fails now
+            assign_recipe(self.model, phase.recipe)
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(config, self.batches)
         dynamic = config.loss_scale == "dynamic"
@@ -169,6 +172,7 @@ class Trainer:
         position = self.position
         self.quant.step = position.step
         self.schedule.apply(self.optimizer, position.step)
+        self._follow_recipes(position.step)
         lr = float(self.optimizer.groups[0].options["lr"])
         self._batch, skipped = batch, self.scaler.skipped
         inputs, labels, places = self._arguments(batch)
@@ -183,6 +187,13 @@ class Trainer:
         position.skipped += not good
         position.skipped_in_a_row = 0 if good else position.skipped_in_a_row + 1
         return value, lr, good
+
+    def _follow_recipes(self, step: int) -> None:
+        """Train with the recipe of a step; a captured step is captured anew where it changes."""
+        steps = self.config.epochs * self.batches
+        recipe = self.config.recipe_at(step, steps)
+        if switch_recipe(self.model, self.quant, recipe) and self.graph:
+            self._compute = capture(self._device_step)
 
     def _device_step(
         self, inputs: ExTensor, labels: ExTensor, *places: ExTensor
@@ -377,6 +388,7 @@ class Trainer:
         self.scaler.load_state_dict(metadata["scaler"])
         self.stop_reason, self.diverged = metadata["stop_reason"], metadata["diverged"]
         self.position = Position.from_dict(metadata["position"])
+        self._follow_recipes(max(self.position.step - 1, 0))  # as evaluation finds it
         self.history = [EpochReport(**values) for values in metadata["history"]]
         for report in self.history:
             self._observe(report)
