@@ -63,6 +63,8 @@ def documented() -> dict[str, Any]:
 
 def parameters(value: Any) -> list[str]:
     """The parameters that a docstring must name."""
+    if getattr(value, "_is_protocol", False):
+        return []  # nobody makes one
     if inspect.isclass(value) and "__init__" not in vars(value) and not issubclass(value, tuple):
         inherited = [base for base in value.__mro__[1:] if "__init__" in vars(base)]
         if inherited and not hasattr(value, "__dataclass_fields__"):

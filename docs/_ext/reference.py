@@ -34,6 +34,7 @@ ROOMS = {
     "extensor.formats": "Formats",
     "extensor.generation": "Writing text",
     "extensor.torch": "Inside PyTorch",
+    "extensor.distributed": "Several ranks",
     "extensor.random": "Random bits",
     "extensor.io": "Files",
     "extensor.io.layouts": "Checkpoint layouts",
