@@ -14,7 +14,7 @@ from extensor.backends.cpu.core import (
     runs_in_core,
     stream_words,
 )
-from extensor.backends.cpu.lowering import LoweredSpec, lower
+from extensor.backends.cpu.lowering import LoweredSpec, follows_maxima, lower
 from extensor.backends.generic.conv_pool import check_max_windows
 from extensor.backends.protocol import Array, Window
 from extensor.backends.unsupported import Unsupported
@@ -59,7 +59,7 @@ class CpuConvPool(CpuCore):
     ) -> LoweredSpec | Unsupported:
         if isinstance(spec.tile, tuple) and spec.tile[1] > _LONGEST_BLOCK:
             return Unsupported(f"blocks of {spec.tile} along the pixels")
-        if spec.tile == "channel" and (spec.statistic != "amax" or not spec.symmetric):
+        if spec.tile == "channel" and not follows_maxima(spec):
             return Unsupported("one scale for a row of patches that needs more than its maximum")
         return self._lower_patches((g, x), x, spec, shape, window)
 
@@ -77,7 +77,7 @@ class CpuConvPool(CpuCore):
             return gap
         if spec.scale_window is not None:
             return Unsupported("a scale window, which depends on all blocks")
-        if spec.tile == "tensor" and (spec.statistic != "amax" or not spec.symmetric):
+        if spec.tile == "tensor" and not follows_maxima(spec):
             return Unsupported("one scale for all patches that needs more than their maximum")
         if isinstance(spec.tile, tuple) and spec.tile[0] > 1:
             return Unsupported(f"tiles of {spec.tile[0]} rows")

@@ -12,10 +12,10 @@ from extensor.backends.protocol import Array
 from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
-from extensor.quant.scale_rules import E8M0_NAN
+from extensor.quant.scale_rules import E8M0_NAN, E8M0_SEARCHES
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["LoweredSpec", "lower"]
+__all__ = ["LoweredSpec", "follows_maxima", "lower"]
 
 # A column tile under a Hadamard transform is copied whole; longer ones would leave the cache.
 _MAX_SPAN = 8192
@@ -93,6 +93,8 @@ def lower(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec | U
         return Unsupported("rows of 2**31 values or more")
     if spec.kernel_gap and not spec.row.outliers:
         return Unsupported(spec.kernel_gap)
+    if spec.eden:
+        return Unsupported("block scales rounded stochastically (eden)")
     if spec.rebased and (gap := _rebased_gap(spec, shape)) is not None:
         return gap
     layout = _layout(spec, shape)
@@ -109,9 +111,15 @@ def lower(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec | U
     return LoweredSpec(core, spec, shape, layout)
 
 
+def follows_maxima(spec: QuantSpec) -> bool:
+    """Whether a block's scale follows from its largest magnitude, and that of the whole array."""
+    searched = spec.rule in (*E8M0_SEARCHES, "four_over_six", "least_error")
+    return spec.statistic == "amax" and spec.symmetric and not searched
+
+
 def _rebased_gap(spec: QuantSpec, shape: tuple[int, ...]) -> Unsupported | None:
     """Why the core does not rebase an array; None if it does."""
-    if spec.transform or spec.scale_window is not None or spec.statistic != "amax":
+    if spec.transform or spec.scale_window is not None or not follows_maxima(spec):
         return Unsupported("rebased scales that do not follow from the maxima of blocks alone")
     if spec.dialect_row.inf_byte_in(spec.row.element) != E8M0_NAN:
         return Unsupported("rebased blocks in which an infinity is a number")
