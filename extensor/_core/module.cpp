@@ -40,6 +40,12 @@ PYBIND11_MODULE(_kernels, m) {
         .def("__call__", &Replay::run)
         .def_readonly("reads", &Replay::reads_)
         .def_readonly("writes", &Replay::writes_);
+    m.def(
+        "use_openmp",
+        [](uintptr_t parallel) {
+            threads::use_openmp(reinterpret_cast<threads::OpenMP>(parallel));
+        },
+        "Use the threads of the OpenMP runtime whose GOMP_parallel is at this address; 0: none.");
     bind_quantize(m);
     bind_matmul(m);
     bind_conv_pool(m);
