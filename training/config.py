@@ -91,6 +91,12 @@ class Settings:
         "Passes over the training images; for texts, rounds of --epoch-steps.", check=AT_LEAST_1
     )
     batch_size: int = setting("Images or windows of text in a step.", check=AT_LEAST_1)
+    micro_batches: int = setting(
+        "Parts that a batch is computed in, one after the other or on several ranks; as many ranks "
+        "can share it. Batch norms see a part. 0 is one for each rank.",
+        0,
+        check=AT_LEAST_0,
+    )
     optimizer: str = setting(
         "Optimizer (listed above). Master weights are float32 in every recipe.",
         "sgd",

@@ -7,19 +7,27 @@ one rank.
 
 from __future__ import annotations
 
+from extensor.distributed.agree import RanksDiffer, check_same
 from extensor.distributed.communicator import (
     CollectiveMismatch,
     CollectiveTimeout,
     Communicator,
     Work,
 )
+from extensor.distributed.gradients import GradientBuckets
+from extensor.distributed.launch import connect, launched_rank
 from extensor.distributed.local import LocalCommunicator, run_ranks
 
 __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
     "Communicator",
+    "GradientBuckets",
     "LocalCommunicator",
+    "RanksDiffer",
     "Work",
+    "check_same",
+    "connect",
+    "launched_rank",
     "run_ranks",
 ]

@@ -303,14 +303,14 @@ def test_a_checkpoint_from_before_a_setting_existed_goes_on(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, _ = small(epochs=1), fitted(small(epochs=1), tmp_path, SaveCheckpoint())
-    read = loop.load_checkpoint
+    read = checkpoints.load_checkpoint
 
     def older(path: Path) -> Any:
         checkpoint = read(path)
         del checkpoint.metadata["config"]["activations"]
         return checkpoint
 
-    monkeypatch.setattr(loop, "load_checkpoint", older)
+    monkeypatch.setattr(checkpoints, "load_checkpoint", older)
     Trainer(trainer, tmp_path).load(tmp_path / LAST)
 
 
