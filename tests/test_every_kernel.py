@@ -21,7 +21,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Window
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from tests.kernels import attention, conv_pool, matmul, nn, optim, quantize
+from tests.kernels import attention, conv_pool, matmul, nn, optim, quantize, reduction
 from tests.kernels.inputs import (
     BACKEND,
     CORE,
@@ -95,6 +95,13 @@ CHECKS: dict[str, Check] = {
     "batch_norm": check_bounded("batch_norm", nn.batch_norm_cases),
     "batch_norm_grad": check_bounded("batch_norm_grad", nn.batch_norm_grad_cases),
     "sgd": optim.check_sgd,
+    "block_max": reduction.check_block_max,
+    "fixed_point": reduction.check_fixed_point,
+    "add_limbs": reduction.check_add_limbs,
+    "limb_total": reduction.check_limb_total,
+    "fixed_point_mean": reduction.check_fixed_point_mean,
+    "mxint": reduction.check_mxint,
+    "mxint_mean": reduction.check_mxint_mean,
 }
 
 

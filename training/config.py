@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from extensor.backends.registry import BACKENDS
+from extensor.distributed import GRAD_COMM
 from extensor.errors import unknown_name
 from extensor.formats import FORMATS
 from extensor.optim.states import STATES
@@ -96,6 +97,13 @@ class Settings:
         "can share it. Batch norms see a part. 0 is one for each rank.",
         0,
         check=AT_LEAST_0,
+    )
+    grad_comm: str = setting(
+        "How the gradients of micro-batches and ranks are summed: float32; bfloat16, mxint8 or "
+        "mxint16 (fewer bytes between ranks); exact (integers: a run of N micro-batches has the "
+        "same weights, bit for bit, on any number of ranks).",
+        "float32",
+        among=GRAD_COMM,
     )
     optimizer: str = setting(
         "Optimizer (listed above). Master weights are float32 in every recipe.",

@@ -107,8 +107,10 @@ class Trainer:
         self.micro_batches = MicroBatches(self.model, self.quant, parts, self.ranks)
         self.optimizer = make_optimizer(self.model, config)
         self.buckets = (
-            GradientBuckets(list(self.model.parameters()), self.ranks)
-            if self.ranks.size > 1
+            GradientBuckets(
+                list(self.model.parameters()), self.ranks, config.grad_comm, **self._rounding()
+            )
+            if self.ranks.size > 1 or config.grad_comm != "float32"
             else None
         )
         self.schedule = make_schedule(config, self.batches)
@@ -225,15 +227,22 @@ class Trainer:
         mine = [part for part in micro.divide(batch) if part.index in micro.mine]
         micro.begin()
         self.optimizer.zero_grad()
+        step = self.position.step
         for part in micro.run(mine):
-            last = self.buckets is not None and part is mine[-1]
-            with self.buckets.overlapping() if last and self.buckets else nullcontext():
+            last = part is mine[-1]
+            buckets = self.buckets
+            with buckets.micro_batch(last=last, step=step) if buckets else nullcontext():
                 self._backward(part)
         if self.buckets is not None:
-            self.buckets.finish()
+            self.buckets.finish(step)
         outcome = micro.end(self._told_to_stop)
         self._update(batch)
         return outcome
+
+    def _rounding(self) -> dict[str, Any]:
+        """How integers with a common exponent are rounded: a resumed run has no residuals."""
+        stochastic = {"error_feedback": False} if "mxint" in self.config.grad_comm else {}
+        return {"seed": self.config.seed, **stochastic}
 
     def _backward(self, part: MicroBatch) -> None:
         """Add a micro-batch's share to the gradients."""

@@ -37,5 +37,6 @@ PYBIND11_MODULE(_kernels, m) {
     bind_conv_pool(m);
     bind_nn(m);
     bind_optim(m);
+    bind_reduction(m);
     bind_ledger(m);
 }

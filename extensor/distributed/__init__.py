@@ -17,17 +17,35 @@ from extensor.distributed.communicator import (
 from extensor.distributed.gradients import GradientBuckets
 from extensor.distributed.launch import connect, launched_rank
 from extensor.distributed.local import LocalCommunicator, run_ranks
+from extensor.distributed.reduction import (
+    GRAD_COMM,
+    Bfloat16,
+    Exact,
+    Float32,
+    GradientReduction,
+    Mxint,
+    make_reduction,
+    padded_size,
+)
 
 __all__ = [
+    "GRAD_COMM",
+    "Bfloat16",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "Communicator",
+    "Exact",
+    "Float32",
     "GradientBuckets",
+    "GradientReduction",
     "LocalCommunicator",
+    "Mxint",
     "RanksDiffer",
     "Work",
     "check_same",
     "connect",
     "launched_rank",
+    "make_reduction",
+    "padded_size",
     "run_ranks",
 ]

@@ -19,7 +19,7 @@ from extensor.io import load_checkpoint
 from extensor.quant import QuantArray
 from extensor.quant.recipe import Recipe, Rule
 from extensor.quant.recipes import get_recipe
-from extensor.training import loop
+from extensor.training import checkpoints, loop
 from extensor.training.callbacks import Callback, EarlyStopping, SaveCheckpoint
 from extensor.training.config import RunConfig
 from extensor.training.data import DataError, Dataset, epoch_order, load_dataset
