@@ -13,7 +13,7 @@ Tensors in a bucket should begin at multiples of 32; then no result depends on t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -32,6 +32,7 @@ __all__ = [
     "Float32",
     "GradientReduction",
     "Mxint",
+    "ReductionWork",
     "make_reduction",
     "padded_size",
 ]
@@ -64,10 +65,27 @@ def padded_size(size: int, ranks: int) -> int:
     return max(1, -(-size // (BLOCK * ranks))) * BLOCK * ranks
 
 
-class _Steps:
-    """A `Work` of several collectives, of which each needs the result of the one before."""
+class ReductionWork:
+    """A `Work` of several collectives, of which each needs the result of the one before.
 
-    def __init__(self, steps: Steps) -> None:
+    Ranks must start collectives in one order. So `done` starts none: `advance` does, and is called
+    at the same places on all ranks.
+
+    Args:
+        steps: yields the work of each collective, as it is started.
+
+    >>> import numpy as np
+    >>> from extensor.distributed import Exact, LocalCommunicator
+    >>> mean = np.empty(32, np.float32)
+    >>> work = Exact(32, LocalCommunicator()).all_reduce(mean, divisor=1)
+    >>> work.done()
+    False
+    >>> work.wait()
+    >>> work.done(), mean[0]
+    (True, np.float32(0.0))
+    """
+
+    def __init__(self, steps: Iterator[Work]) -> None:
         self._steps = steps
         self._current: Work | None = next(steps, None)
 
@@ -87,17 +105,37 @@ class _Steps:
         return self._current is None
 
     def done(self) -> bool:
-        """Whether all have ended; starts the next one where the current one has."""
-        while self._current is not None and self._current.done():
-            self._current.wait()
-            self._current = next(self._steps, None)
+        """Whether all have ended; asking also drives the current one on.
+
+        Returns:
+            True once the last one has ended and was seen to by `advance` or `wait`.
+
+        >>> from extensor.distributed.reduction import ReductionWork
+        >>> ReductionWork(iter(())).done()
+        True
+        """
+        if self._current is not None:
+            self._current.done()
         return self._current is None
 
-    def wait(self) -> None:
-        """Return when all have ended."""
-        while self._current is not None:
+    def advance(self) -> None:
+        """Wait for the current collective and start the next one.
+
+        >>> from extensor.distributed.reduction import ReductionWork
+        >>> ReductionWork(iter(())).advance()
+        """
+        if self._current is not None:
             self._current.wait()
             self._current = next(self._steps, None)
+
+    def wait(self) -> None:
+        """Return when all have ended.
+
+        >>> from extensor.distributed.reduction import ReductionWork
+        >>> ReductionWork(iter(())).wait()
+        """
+        while self._current is not None:
+            self.advance()
 
 
 class GradientReduction(ABC):
@@ -178,7 +216,7 @@ class GradientReduction(ABC):
         self._add(grad)
         self.count += 1
 
-    def reduce_scatter(self, out: Array, divisor: float, step: int = 0) -> Work:
+    def reduce_scatter(self, out: Array, divisor: float, step: int = 0) -> ReductionWork:
         """The mean of this rank's part of the bucket, and the end of the sum.
 
         Args:
@@ -202,10 +240,10 @@ class GradientReduction(ABC):
         >>> run_ranks(2, program)
         [15.5, 31.5]
         """
-        self.count, work = 0, _Steps(self._reduce_scatter(out, divisor, step))
+        self.count, work = 0, ReductionWork(self._reduce_scatter(out, divisor, step))
         return work
 
-    def all_reduce(self, out: Array, divisor: float, step: int = 0) -> Work:
+    def all_reduce(self, out: Array, divisor: float, step: int = 0) -> ReductionWork:
         """The mean of the whole bucket, the same bits on all ranks, and the end of the sum.
 
         Args:
@@ -228,7 +266,7 @@ class GradientReduction(ABC):
         >>> run_ranks(2, program)
         [1.5, 1.5]
         """
-        self.count, work = 0, _Steps(self._all_reduce(out, divisor, step))
+        self.count, work = 0, ReductionWork(self._all_reduce(out, divisor, step))
         return work
 
     def wire_bytes(self, shards: bool = False) -> float:
@@ -538,8 +576,7 @@ GRAD_COMM: Mapping[str, Callable[..., GradientReduction]] = MappingProxyType(
     {
         "float32": Float32,
         "bfloat16": Bfloat16,
-        "mxint8": _mxint(8),
-        "mxint16": _mxint(16),
+        **{f"mxint{bits}": _mxint(bits) for bits in (8, 16)},
         "exact": Exact,
     }
 )
