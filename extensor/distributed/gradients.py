@@ -14,7 +14,7 @@ from extensor.autograd.apply import wrap
 from extensor.autograd.mode import post_accumulate_grad_hook
 from extensor.autograd.tensor import ExTensor
 from extensor.distributed.communicator import Array, Communicator
-from extensor.distributed.reduction import BLOCK, make_reduction, padded_size
+from extensor.distributed.reduction import BLOCK, ReductionWork, make_reduction, padded_size
 
 __all__ = ["BUCKET_BYTES", "GradientBuckets"]
 
@@ -40,7 +40,7 @@ class _Bucket:
         self._flats: list[Array] = [backend.xp.zeros(size, backend.xp.float32) for _ in range(2)]
         self.sums: Array = backend.xp.zeros(size, backend.xp.float32)
         self.waiting = set(self.starts)
-        self.work: Any = None
+        self.work: ReductionWork | None = None
 
     def put(self, param: ExTensor) -> None:
         """Copy a gradient; add the bucket to the sum when it has them all."""
@@ -157,9 +157,11 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.waiting.clear()
         self._start()
-        waiting = self.buckets
-        while waiting:
-            waiting = [bucket for bucket in waiting if not bucket.work.advance()]
+        works = [bucket.work for bucket in self.buckets if bucket.work is not None]
+        while works:  # in turns: all ranks start collectives in one order
+            for work in works:
+                work.advance()
+            works = [work for work in works if not work.done()]
         for bucket in self.buckets:
             for param in bucket.params:
                 param.grad = wrap(bucket.view(bucket.sums, param), param.backend)
@@ -183,7 +185,7 @@ class GradientBuckets:
         """Start all buckets that are complete, in one order on all ranks; drive on the others."""
         for bucket in self.buckets[: self._started]:
             if bucket.work is not None:
-                bucket.work.drive()
+                bucket.work.done()
         while self._started < len(self.buckets):
             bucket = self.buckets[self._started]
             if bucket.waiting:
