@@ -20,7 +20,6 @@ from extensor.training.loop import Interrupted, Trainer
 from extensor.training.micro_batches import shares
 from extensor.training.rundir import LAST
 from extensor.training.runs import defaults
-
 from tests.unit.training.conftest import Make, fitted, weights
 
 Run = tuple[dict[str, bytes], dict[str, Any], Any]
