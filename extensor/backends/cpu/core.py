@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
+from extensor.backends.capture import Replay
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Array, MemoryLog
 from extensor.backends.unsupported import Unsupported
@@ -99,6 +100,19 @@ class CpuCore(GenericBackend):
 
     core: Any
     core_missing: str
+    noting = False
+    """Whether calls of kernels are noted: then small arrays go to the core as well."""
+
+    def noted(self, call: Callable[[], Any]) -> tuple[Any, Replay | None]:
+        """See the protocol."""
+        if self.core is None:
+            return super().noted(call)
+        replay: Replay = self.core.Replay()
+        self.noting = True
+        try:
+            return replay.record(call), replay  # type: ignore[attr-defined]
+        finally:
+            self.noting = False
 
     def memory_log(self) -> MemoryLog:
         """See the protocol."""
