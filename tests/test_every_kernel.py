@@ -36,7 +36,7 @@ from tests.kernels.inputs import (
     special,
 )
 
-SERVICES = {"memory_log"}
+SERVICES = {"memory_log", "noted"}
 """Overrides that compute no values."""
 METHODS = [n for n in dir(GenericBackend) if not n.startswith("_") and n not in SERVICES]
 OVERRIDES = [n for n in METHODS if getattr(cpu.CpuBackend, n) is not getattr(GenericBackend, n)]

@@ -104,7 +104,7 @@ class RecipeSchedule:
         >>> str(RecipeSchedule.parse("bf16, mxfp4@200"))
         'bf16,mxfp4@200'
         """
-        phases = []
+        phases: list[Phase] = []
         for part in text.split(","):
             found = _PHASE.fullmatch(part.strip())
             if found is None or (bool(phases) != (found["start"] is not None)):
