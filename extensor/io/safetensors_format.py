@@ -144,6 +144,16 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]
         ) from None
 
 
+_OTHER_KINDS = {
+    b"PK": "a zip archive, as .npz files and those of torch.save are",
+    b"\x80": "a pickle, as old files of torch.save are",
+    b"GGUF": "a GGUF file, whose name must end in .gguf",
+    b"\x93NUMPY": "a .npy file",
+    b"version https://git-lfs": "a pointer of Git LFS; `git lfs pull` gets the file",
+}
+"""What is often taken for a safetensors file, by its first bytes."""
+
+
 def parse_header(
     content: Array, dtypes: Mapping[str, Any]
 ) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -164,6 +174,10 @@ def parse_header(
         raise CheckpointError(f"truncated: expected 8 bytes and a header, got {size} bytes")
     length = int.from_bytes(content[:8].tobytes(), "little")
     if length > min(size - 8, _MAX_HEADER):
+        head = content[:32].tobytes()
+        for start, kind in _OTHER_KINDS.items():
+            if head.startswith(start):
+                raise CheckpointError(f"expected a safetensors file, got {kind}")
         raise CheckpointError(f"truncated or damaged: a header of {length} bytes in {size}")
     base = 8 + length
     try:

@@ -116,6 +116,16 @@ class LayerRecipe:
         fprop: forward, of x and w.
         dgrad: the gradient of x, of g and w.
         wgrad: the gradient of w, of g and x.
+        clip_gradient: whether a value that the forward operand clipped, one beyond its block's
+            largest, gets no gradient; under a Hadamard transform, in the transform's domain
+            (arXiv 2505.14669, algorithm 1).
+        requantize: whether dgrad.w and wgrad.x are made from what fprop multiplied, quantized once
+            more along the other axis, and not from high precision: a layer then keeps one packed
+            copy of x, and no other of w (arXiv 2505.14669, algorithm 1; 2601.22813, section 5).
+
+    Raises:
+        ValueError: for ``clip_gradient`` or ``requantize`` without two quantized operands in fprop
+            whose values are clipped, in blocks along the contraction.
 
     >>> from extensor.quant.recipe import Gemm, LayerRecipe
     >>> quantized, dense = Gemm(*[et.QuantSpec("mxfp4")] * 2), Gemm("bfloat16", "bfloat16")
@@ -126,6 +136,23 @@ class LayerRecipe:
     fprop: Gemm
     dgrad: Gemm
     wgrad: Gemm
+    clip_gradient: bool = False
+    requantize: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.uses_forward_operands:
+            return
+        for operand in (self.fprop.a, self.fprop.b):
+            if isinstance(operand, str) or not operand.clips or operand.has_float_scales:
+                raise ValueError(
+                    "clip_gradient and requantize: expected MX or NVFP4 operands in fprop, not "
+                    f"rebased, got {operand}; leave both off otherwise"
+                )
+
+    @property
+    def uses_forward_operands(self) -> bool:
+        """Whether backward reads what fprop multiplied: to mask gradients, or to requantize it."""
+        return self.clip_gradient or self.requantize
 
     @classmethod
     def uniform(cls, operand: OperandSpec) -> LayerRecipe:
@@ -209,7 +236,12 @@ class LayerRecipe:
             a, b = (o if isinstance(o, str) else o.replace(rebased=True) for o in (gemm.a, gemm.b))
             return replace(gemm, a=a, b=b)
 
-        return LayerRecipe(rebase(self.fprop), rebase(self.dgrad), rebase(self.wgrad))
+        return replace(
+            self,
+            fprop=rebase(self.fprop),
+            dgrad=rebase(self.dgrad),
+            wgrad=rebase(self.wgrad),
+        )
 
 
 @dataclass(frozen=True)
@@ -324,10 +356,14 @@ class Recipe:
     def _repr_html_(self) -> str:
         groups = [(rule.match, rule.use) for rule in self.rules]
         groups.append(("other layers" if groups else "every layer", self.layers))
-        rows = [(name, *(operand_text(use.slot(s)) for s in SLOTS)) for name, use in groups]
+        rows = [(slot, *(operand_text(use.slot(slot)) for _, use in groups)) for slot in SLOTS]
         facts: list[tuple[str, object]] = [("activations", self.activations)]
         facts += [("scale rules", "adaptive")] if self.adaptive_scale_rule else []
-        return card(f"Recipe {self.name}: {self.doc}", facts, table(("layers", *SLOTS), rows))
+        return card(
+            f"Recipe {self.name}: {self.doc}",
+            facts,
+            table(("operand", *(n for n, _ in groups)), rows),
+        )
 
     def assign(self, layers: Sequence[tuple[str, frozenset[str]]]) -> Mapping[str, LayerRecipe]:
         """The recipe of each layer, by path.

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from extensor.quant.recipe import Recipe
 from extensor.quant.recipes import FP4_RECIPE, get_recipe
-from extensor.torch import operators
 from extensor.torch.arrays import DEVICES, DTYPES, check_tensor
-from extensor.torch.clock import Ticking, advance_with_optimizer, new_clock, read_clock
+from extensor.torch.clock import Ticking, advance_with_optimizer, new_clock
 from extensor.torch.layer import LayerHandle
+from extensor.torch.operators import CONV2D, LINEAR, call
 
 __all__ = ["Conv2d", "Linear", "QuantizedModule", "quantized_class"]
 
@@ -105,14 +105,17 @@ class QuantizedModule(nn.Module, Ticking):
         advance_with_optimizer(self)
 
     def extra_repr(self) -> str:
-        """See `torch.nn.Module.extra_repr`."""
+        """What the layer's repr says: torch's own words, and the recipe.
+
+        Returns:
+            The text between the parentheses.
+
+        >>> import extensor.torch as ext
+        >>> ext.Linear(64, 32, recipe="mxfp4").extra_repr()
+        "in_features=64, out_features=32, bias=True, recipe='mxfp4'"
+        """
         context = self.quant_layer.context
         return f"{super().extra_repr()}, recipe={context.state.recipe.name!r}"
-
-
-def _keeps(x: Tensor) -> bool:
-    """Whether operands of weights may be kept: CUDA graphs of compiled code own all they make."""
-    return not (x.is_cuda and torch.compiler.is_compiling())
 
 
 class _Linear(QuantizedModule):
@@ -125,7 +128,21 @@ class _Linear(QuantizedModule):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) -> (..., N)."""
+        """The product with the weight under the recipe, plus the bias.
+
+        Args:
+            x: (..., K), float32, bfloat16 or float16.
+
+        Returns:
+            (..., N).
+
+        Raises:
+            ValueError: for another last length.
+
+        >>> import extensor.torch as ext
+        >>> ext.Linear(64, 32, recipe="mxfp4").forward(torch.ones(8, 64)).shape
+        torch.Size([8, 32])
+        """
         weight, layer = self._matrix(), self.quant_layer
         if not x.ndim or x.shape[-1] != weight.shape[1]:
             raise ValueError(
@@ -133,8 +150,7 @@ class _Linear(QuantizedModule):
                 f"{tuple(x.shape)}"
             )
         x, dtype = self._prepared(x, weight)
-        clock = read_clock(self.quant_clock, layer)
-        return operators.linear(x, weight, self.bias, clock, layer.number, dtype, _keeps(x))
+        return call(LINEAR, (x, weight, self.bias), self.quant_clock, layer, dtype)
 
 
 class _Conv1D(_Linear):
@@ -156,7 +172,21 @@ class _Conv2d(QuantizedModule):
     _reversed_padding_repeated_twice: list[int]
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) or (C, H, W) -> (N, O, Ho, Wo) or (O, Ho, Wo)."""
+        """The convolution under the recipe, plus the bias.
+
+        Args:
+            x: (N, C, H, W) or (C, H, W), float32, bfloat16 or float16.
+
+        Returns:
+            (N, O, Ho, Wo) or (O, Ho, Wo).
+
+        Raises:
+            ValueError: for another number of channels, or an image that is smaller than the kernel.
+
+        >>> import extensor.torch as ext
+        >>> ext.Conv2d(3, 16, kernel_size=3, recipe="mxfp4").forward(torch.ones(2, 3, 8, 8)).shape
+        torch.Size([2, 16, 6, 6])
+        """
         weight, layer = self.weight, self.quant_layer
         x, dtype = self._prepared(x, weight)
         single = x.ndim == 3
@@ -173,10 +203,8 @@ class _Conv2d(QuantizedModule):
                 f"{type(self).__name__}: a kernel that spans {spans} does not fit an image of "
                 f"{tuple(x.shape[2:])} with padding {padding}"
             )
-        clock = read_clock(self.quant_clock, layer)
         window = self.stride, padding, self.dilation, self.groups
-        keep = _keeps(x)
-        out = operators.conv2d(x, weight, self.bias, clock, layer.number, dtype, keep, *window)
+        out = call(CONV2D, (x, weight, self.bias), self.quant_clock, layer, dtype, window)
         return out[0] if single else out
 
     def _padded(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:

@@ -164,7 +164,7 @@ def read_checked(path: Path, file: RemoteFile) -> bytes:
     """
     if path.suffix == ".gz":
         with path.open("rb") as packed:
-            content = unpack_gzip(packed, file.size, str(path))
+            content = unpack_gzip(packed, file.size, path)
     else:
         content = path.read_bytes() if path.stat().st_size == file.size else b""
     digest = hashlib.sha256(content).hexdigest
@@ -173,13 +173,13 @@ def read_checked(path: Path, file: RemoteFile) -> bytes:
     return content
 
 
-def unpack_gzip(packed: IO[bytes], size: int, label: str) -> bytes:
+def unpack_gzip(packed: IO[bytes], size: int, label: str | Path) -> bytes:
     """A gzip file's content; no more of it is unpacked than the expected size and one byte.
 
     Raises:
         DataError: if it is no complete gzip file, or unpacks to more.
     """
-    way_out = "delete the file and run again to fetch it anew"
+    way_out = f"delete {label} and run again to fetch it anew"
     try:
         with gzip.GzipFile(fileobj=packed) as stream:
             content = stream.read(size + 1)

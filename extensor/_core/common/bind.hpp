@@ -54,5 +54,6 @@ void bind_quantize(py::module_& m);
 void bind_conv_pool(py::module_& m);
 void bind_nn(py::module_& m);
 void bind_optim(py::module_& m);
+void bind_reduction(py::module_& m);
 
 void use_best_gemm_level();  // of the level in use

@@ -16,6 +16,7 @@ from extensor.backends.cpu.matmul import CpuMatmul
 from extensor.backends.cpu.nn import CpuNn
 from extensor.backends.cpu.optim import CpuOptim
 from extensor.backends.cpu.quantize import CpuQuantize
+from extensor.backends.cpu.reduction import CpuReduction
 from extensor.config import num_threads, require_core, use_core
 
 __all__ = ["CpuBackend", "load_core", "make_backend"]
@@ -45,7 +46,7 @@ def make_backend() -> CpuBackend:
     return CpuBackend(*load_core())
 
 
-class CpuBackend(CpuMatmul, CpuQuantize, CpuConvPool, CpuNn, CpuOptim):
+class CpuBackend(CpuMatmul, CpuQuantize, CpuConvPool, CpuNn, CpuOptim, CpuReduction):
     """numpy, with the hot methods in C++."""
 
     def __init__(self, core: Any, core_missing: str = "") -> None:

@@ -62,6 +62,12 @@ class GenericQuantize(GenericCore):
             return reference.rebase(*self.quantize(x, plain, stream, previous_amax))
         return reference.quantize(x, spec, stream, previous_amax, self.xp)
 
+    def quantize_clipped(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> tuple[QuantArray, QuantStats, Array]:
+        """See the protocol."""
+        return reference.quantize_clipped(x, spec, stream, self.xp)
+
     def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
         return reference.round_to(reference.dequantize(q, self.xp), dtype)
@@ -80,6 +86,13 @@ class GenericQuantize(GenericCore):
     ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
         """See the protocol."""
         return self.quantize(x, specs[0], streams[0]), self.quantize(x, specs[1], streams[1])
+
+    def quantize_rowwise_columnwise_clipped(
+        self, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+    ) -> tuple[tuple[QuantArray, QuantStats, Array], tuple[QuantArray, QuantStats]]:
+        """See the protocol."""
+        rowwise = self.quantize_clipped(x, specs[0], streams[0])
+        return rowwise, self.quantize(x, specs[1], streams[1])
 
     def fake_quantize_rowwise_columnwise(
         self, x: Array, specs: SpecPair, streams: StreamPair = (None, None)

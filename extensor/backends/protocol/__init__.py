@@ -1,8 +1,8 @@
 """What a backend provides beyond its array module.
 
 Ordinary operations use only the array module (numpy or cupy). The methods here are the ones worth
-a kernel, one module for each family: matmul, quantize, conv_pool, nn, optim. `GenericBackend`
-implements all of them on the array module. A backend overrides the hot ones, and
+a kernel, one module for each family: matmul, quantize, conv_pool, nn, optim, reduction.
+`GenericBackend` implements all of them on the array module. A backend overrides the hot ones, and
 `tests/test_every_kernel.py` finds each override and compares it with the generic method.
 """
 
@@ -21,6 +21,7 @@ from extensor.backends.protocol.matmul import (
 from extensor.backends.protocol.nn import AttentionForward, AttentionOptions, NnMethods
 from extensor.backends.protocol.optim import FiniteQuery, OptimMethods
 from extensor.backends.protocol.quantize import QuantizeMethods, SpecPair, StreamPair
+from extensor.backends.protocol.reduction import ReductionMethods
 
 __all__ = [
     "Array",
@@ -41,6 +42,13 @@ __all__ = [
 
 
 class Backend(
-    MatmulMethods, QuantizeMethods, ConvPoolMethods, NnMethods, OptimMethods, CoreMethods, Protocol
+    MatmulMethods,
+    QuantizeMethods,
+    ConvPoolMethods,
+    NnMethods,
+    OptimMethods,
+    ReductionMethods,
+    CoreMethods,
+    Protocol,
 ):
     """One device's arrays and kernels."""

@@ -29,6 +29,15 @@ class QuantizeMethods(Protocol):
         """Float array -> codes and scales. ``spec`` is resolved; ``stream`` iff stochastic."""
         ...
 
+    def quantize_clipped(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> tuple[QuantArray, QuantStats, Array]:
+        """`quantize`, and a bit a value along the axis: 1 where it is within its block's largest.
+
+        Under a Hadamard transform the bits are of the transformed values.
+        """
+        ...
+
     def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """Codes and scales -> values of ``q.shape``, any Hadamard transform undone.
 
@@ -56,6 +65,15 @@ class QuantizeMethods(Protocol):
 
         A backend may read a matrix once for a spec rowwise and one columnwise.
         """
+        ...
+
+    def quantize_rowwise_columnwise_clipped(
+        self,
+        x: Array,
+        specs: SpecPair,
+        streams: StreamPair = (None, None),
+    ) -> tuple[tuple[QuantArray, QuantStats, Array], tuple[QuantArray, QuantStats]]:
+        """The same, with the clip mask of the first: `quantize_clipped`, then `quantize`."""
         ...
 
     def fake_quantize_rowwise_columnwise(

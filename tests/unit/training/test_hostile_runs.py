@@ -175,9 +175,9 @@ def test_a_model_is_not_built_before_its_shapes_are_compared(
 ) -> None:
     checkpoint = load_checkpoint(writer / LAST)
     checkpoint.metadata["model"] |= change
-    save_checkpoint(tmp_path / "bad", checkpoint.tensors, checkpoint.metadata)
+    save_checkpoint(tmp_path / "bad.safetensors", checkpoint.tensors, checkpoint.metadata)
     tracemalloc.start()
-    one_line(capsys, ["generate", str(tmp_path / "bad"), "--tokens", "1"])
+    one_line(capsys, ["generate", str(tmp_path / "bad.safetensors"), "--tokens", "1"])
     assert tracemalloc.get_traced_memory()[1] < SPACE
     tracemalloc.stop()
 

@@ -19,7 +19,7 @@ from extensor.io import load_checkpoint
 from extensor.quant import QuantArray
 from extensor.quant.recipe import Recipe, Rule
 from extensor.quant.recipes import get_recipe
-from extensor.training import loop
+from extensor.training import checkpoints, loop
 from extensor.training.callbacks import Callback, EarlyStopping, SaveCheckpoint
 from extensor.training.config import RunConfig
 from extensor.training.data import DataError, Dataset, epoch_order, load_dataset
@@ -303,14 +303,14 @@ def test_a_checkpoint_from_before_a_setting_existed_goes_on(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, _ = small(epochs=1), fitted(small(epochs=1), tmp_path, SaveCheckpoint())
-    read = loop.load_checkpoint
+    read = checkpoints.load_checkpoint
 
     def older(path: Path) -> Any:
         checkpoint = read(path)
         del checkpoint.metadata["config"]["activations"]
         return checkpoint
 
-    monkeypatch.setattr(loop, "load_checkpoint", older)
+    monkeypatch.setattr(checkpoints, "load_checkpoint", older)
     Trainer(trainer, tmp_path).load(tmp_path / LAST)
 
 
@@ -325,7 +325,10 @@ def test_claiming_a_folder(small: Make, tmp_path: Path) -> None:
     (out / LAST).touch()
     with pytest.raises(UsageError, match="interrupted; the way out: add --resume"):
         claim(out, config, resume=False)
-    (out / "result.json").write_text("{}")
+    kept = {"accuracy": 1.0, "loss": 0.1, "parameters": 1, "steps": 1, "skipped_steps": 0}
+    kept |= dict.fromkeys(("diverged", "stopped_early", "best_epoch", "saturated", "flushed"))
+    kept |= {"seconds_per_epoch": 1.0, "peak_rss_mb": 1.0, "device": "cpu"}
+    (out / "result.json").write_text(json.dumps({**kept, "health": [], "versions": {}}))
     with pytest.raises(UsageError, match="holds this very run, finished"):
         claim(out, config, resume=False)
     (tmp_path / "other").mkdir()

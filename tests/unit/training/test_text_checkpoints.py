@@ -72,7 +72,7 @@ DAMAGE: dict[str, tuple[Callable[..., None], str, str]] = {
     "another vocabulary": (
         lambda m, _: m["model"].update(vocab=300), "a tokenizer of the model's 300 tokens", "",
     ),
-    "no variant": (lambda m, _: m["config"].pop("variant"), "no 'variant'", ""),
+    "no variant": (lambda m, _: m["config"].pop("variant"), "expected variant", ""),
     "unknown recipe": (lambda m, _: m["config"].update(recipe="mxfp5"), "named 'mxfp5'; did", ""),
     "no weights": (lambda _, t: t.pop("model.norm.weight"), "norm.weight: ", ""),
     "no run": (lambda m, _: m.pop("config"), "got one that holds no run", ""),
@@ -86,9 +86,9 @@ def test_damaged_checkpoints_are_refused(
     for name, (damage, char, bpe) in DAMAGE.items():
         checkpoint = load_checkpoint(folder / LAST)
         damage(checkpoint.metadata, checkpoint.tensors)
-        save_checkpoint(tmp_path / "bad", checkpoint.tensors, checkpoint.metadata)
+        save_checkpoint(tmp_path / "bad.safetensors", checkpoint.tensors, checkpoint.metadata)
         capsys.readouterr()
-        assert main(["generate", str(tmp_path / "bad"), "--tokens", "1"]) == 2, name
+        assert main(["generate", str(tmp_path / "bad.safetensors"), "--tokens", "1"]) == 2, name
         said = capsys.readouterr().err
         assert (bpe if kind == "bpe" and bpe else char) in said and "the way out: " in said, name
 

@@ -1,0 +1,121 @@
+"""Gradient reduction on any array module: integer operations on the bits of float32.
+
+Integers and float64 only: cupy's own kernels flush float32's subnormal numbers to zero.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from extensor.backends.generic.core import GenericCore
+from extensor.backends.protocol import Array
+from extensor.random import Stream, random_words
+
+__all__ = ["GenericReduction"]
+
+BLOCK = 32
+NONFINITE = 255
+
+
+class GenericReduction(GenericCore):
+    """Gradients as integers under a block's exponent; see the protocol."""
+
+    def block_max(self, x: Array) -> Array:
+        """The bits of each block's greatest magnitude."""
+        return (x.view(np.uint32) & np.uint32(0x7FFFFFFF)).reshape(-1, BLOCK).max(axis=1)
+
+    def fixed_point(self, x: Array, anchors: Array) -> Array:
+        """Significand times 2^24, shifted right by the distance to the top of the anchor."""
+        xp, bits = self.xp, x.view(np.uint32)
+        anchor = anchors.astype(np.int64).repeat(BLOCK)
+        shift = xp.clip(16 * anchor + 15 - self._field(bits), 0, 63)
+        wide = self._significand(bits).astype(np.int64)
+        magnitude = xp.where(anchor == NONFINITE, np.int64(0), (wide << np.int64(24)) >> shift)
+        return xp.where(bits >> np.uint32(31) != 0, -magnitude, magnitude)
+
+    def add_limbs(self, limbs: Array, x: Array, before: Array, after: Array) -> None:
+        """Limbs move down by a place for each step of the anchor, and the lowest are dropped."""
+        xp = self.xp
+        kept = (after != NONFINITE).repeat(BLOCK)
+        raised = after.astype(np.int64).repeat(BLOCK) - before.astype(np.int64).repeat(BLOCK)
+        limbs[...] = xp.where(kept, self._raised(limbs, raised), limbs)
+        value = self.fixed_point(x, after)
+        magnitude, sign = xp.abs(value), xp.sign(value).astype(np.int32)
+        for place in range(3):
+            digit = (magnitude >> np.int64(32 - 16 * place)) & np.int64(0xFFFF)
+            limbs[place] += sign * digit.astype(np.int32)
+
+    def limb_total(self, limbs: Array, before: Array, after: Array) -> Array:
+        """The raised limbs, put together."""
+        raised = after.astype(np.int64).repeat(BLOCK) - before.astype(np.int64).repeat(BLOCK)
+        high, middle, low = self._raised(limbs, raised).astype(np.int64)
+        total = high * np.int64(1 << 32) + middle * np.int64(1 << 16) + low
+        return self.xp.where((after != NONFINITE).repeat(BLOCK), total, np.int64(0))
+
+    def _raised(self, limbs: Array, raised: Array) -> Array:
+        zero = self.xp.zeros_like(limbs[0])
+        return self.xp.stack(
+            [
+                sum(
+                    (self.xp.where(raised == place - of, limbs[of], zero) for of in range(place)),
+                    self.xp.where(raised == 0, limbs[place], zero),
+                )
+                for place in range(3)
+            ]
+        )
+
+    def fixed_point_mean(self, total: Array, anchors: Array, divisor: float) -> Array:
+        """Total times the unit, in float64, divided and rounded to float32."""
+        xp = self.xp
+        unit = xp.exp2(16.0 * anchors.astype(np.float64) - 159.0)
+        unit[anchors == NONFINITE] = np.nan
+        return (total.astype(np.float64) * unit.repeat(BLOCK) / divisor).astype(np.float32)
+
+    def mxint(
+        self,
+        x: Array,
+        exponents: Array,
+        bits: int,
+        stream: Stream | None,
+        first_block: int,
+        residual: Array | None,
+    ) -> Array:
+        """The significand shifted right; what is shifted out decides the rounding."""
+        xp, words = self.xp, x.view(np.uint32)
+        exponent = exponents.astype(np.int64).repeat(BLOCK)
+        shift = xp.clip(exponent + 25 - bits - self._field(words), 1, 63).astype(np.uint64)
+        wide = self._significand(words).astype(np.uint64) << np.uint64(32)
+        value = wide >> shift  # 32 places of fraction, all of it where it can matter
+        whole, fraction = value >> np.uint64(32), value & np.uint64(0xFFFFFFFF)
+        if stream is None:
+            half = np.uint64(1 << 31)
+            up = (fraction > half) | ((fraction == half) & (whole & np.uint64(1) != 0))
+        else:
+            blocks = first_block + xp.arange(len(exponents))
+            up = fraction > random_words(stream, blocks, BLOCK, 32, xp).reshape(-1)
+        magnitude = (whole + up.astype(np.uint64)).astype(np.int64)
+        codes = xp.where(words >> np.uint32(31) != 0, -magnitude, magnitude)
+        codes = xp.where(exponent == NONFINITE, np.int64(0), codes)
+        if residual is not None:
+            unit = xp.exp2((exponent - 125 - bits).astype(np.float64))
+            left = x.astype(np.float64) - codes * unit
+            residual[...] = xp.where(exponent == NONFINITE, 0.0, left).astype(np.float32)
+        return codes.astype(np.int8 if bits == 8 else np.int16)
+
+    def mxint_mean(self, codes: Array, exponents: Array, divisor: float) -> Array:
+        """Each rank's integers in the unit of the largest exponent, times 2^-32, and their sum."""
+        xp, bits = self.xp, 8 * codes.dtype.itemsize
+        most = exponents.max(axis=0)
+        behind = xp.minimum((most - exponents).astype(np.int64), 63).repeat(BLOCK, axis=1)
+        total = ((codes.astype(np.int64) << np.int64(32)) >> behind).sum(axis=0)
+        unit = xp.exp2(most.astype(np.float64) - (125.0 + bits + 32.0))
+        unit[most == NONFINITE] = np.nan
+        return (total.astype(np.float64) * unit.repeat(BLOCK) / divisor).astype(np.float32)
+
+    def _field(self, bits: Array) -> Array:
+        """Exponent fields, 1 for subnormal numbers: int64."""
+        return self.xp.maximum((bits >> np.uint32(23)) & np.uint32(255), 1).astype(np.int64)
+
+    def _significand(self, bits: Array) -> Array:
+        normal = (bits & np.uint32(0x7F800000)) != 0
+        return (bits & np.uint32(0x7FFFFF)) | (normal.astype(np.uint32) << np.uint32(23))

@@ -1,0 +1,84 @@
+"""Gradient reduction: gradients as integers under a block's exponent, whose sums have no order."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from extensor.backends.protocol.core import Array
+from extensor.random import Stream
+
+__all__ = ["ReductionMethods"]
+
+
+class ReductionMethods(Protocol):
+    """Integers that stand for gradients; `extensor.distributed.reduction` sums them over ranks.
+
+    All arrays are flat and in whole blocks of 32 values. A block's anchor or exponent is one byte;
+    255 marks a block with NaN or infinity.
+    """
+
+    def block_max(self, x: Array) -> Array:
+        """Of each block of float32 the greatest magnitude, as its bits: uint32."""
+        ...
+
+    def fixed_point(self, x: Array, anchors: Array) -> Array:
+        """float32 -> int64 in units of 2^(16 anchor - 159), truncated toward zero.
+
+        A block's anchor is its greatest exponent field (1 for subnormal numbers) divided by 16, or
+        more. Magnitudes are below 2^48. A block that is not finite gives zeros.
+        """
+        ...
+
+    def add_limbs(self, limbs: Array, x: Array, before: Array, after: Array) -> None:
+        """Add float32 values to sums of 16-bit limbs, in place, and raise the sums' anchors.
+
+        Args:
+            limbs: int32 of shape (3, n), the most significant first: of each value of
+                `fixed_point` bits 32 to 47, 16 to 31 and 0 to 15, with its sign.
+            x: what is added.
+            before: the anchors of ``limbs``.
+            after: the anchors afterwards; no smaller, and large enough for ``x``.
+        """
+        ...
+
+    def limb_total(self, limbs: Array, before: Array, after: Array) -> Array:
+        """The sums as int64 in the unit of the anchors ``after``, no smaller than ``before``."""
+        ...
+
+    def fixed_point_mean(self, total: Array, anchors: Array, divisor: float) -> Array:
+        """Sums of `fixed_point`, divided: float32, rounded from float64; NaN for anchor 255."""
+        ...
+
+    def mxint(
+        self,
+        x: Array,
+        exponents: Array,
+        bits: int,
+        stream: Stream | None,
+        first_block: int,
+        residual: Array | None,
+    ) -> Array:
+        """float32 -> int8 or int16 in units of 2^(exponent - 125 - bits).
+
+        Args:
+            x: magnitudes of at most 2^(bits - 1) - 1 units.
+            exponents: of the blocks.
+            bits: 8 or 16.
+            stream: random bits, for stochastic rounding; None rounds to nearest, ties to even.
+            first_block: the number of the first block in the stream.
+            residual: written with ``x`` minus the rounded values.
+        """
+        ...
+
+    def mxint_mean(self, codes: Array, exponents: Array, divisor: float) -> Array:
+        """The sum over ranks of what `mxint` gave, divided: float32; NaN for exponent 255.
+
+        Integers are added in the unit of the largest exponent, times 2^-32; what a smaller exponent
+        has below that is rounded down.
+
+        Args:
+            codes: int8 or int16 of shape (ranks, n).
+            exponents: uint8 of shape (ranks, n / 32).
+            divisor: of the sum.
+        """
+        ...

@@ -1,0 +1,51 @@
+"""Several ranks: processes that train one model together, over MPI or NCCL.
+
+A rank is one process with its number. A communicator carries arrays between ranks. `connect` gives
+the one that the program was started with: of ``mpirun -n 4``, of Slurm's ``srun --mpi=pmix``, or of
+one rank.
+"""
+
+from __future__ import annotations
+
+from extensor.distributed.agree import RanksDiffer, check_same
+from extensor.distributed.communicator import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    Communicator,
+    Work,
+)
+from extensor.distributed.gradients import GradientBuckets
+from extensor.distributed.launch import connect, launched_rank
+from extensor.distributed.local import LocalCommunicator, run_ranks
+from extensor.distributed.reduction import (
+    GRAD_COMM,
+    Bfloat16,
+    Exact,
+    Float32,
+    GradientReduction,
+    Mxint,
+    make_reduction,
+    padded_size,
+)
+
+__all__ = [
+    "GRAD_COMM",
+    "Bfloat16",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "Communicator",
+    "Exact",
+    "Float32",
+    "GradientBuckets",
+    "GradientReduction",
+    "LocalCommunicator",
+    "Mxint",
+    "RanksDiffer",
+    "Work",
+    "check_same",
+    "connect",
+    "launched_rank",
+    "make_reduction",
+    "padded_size",
+    "run_ranks",
+]

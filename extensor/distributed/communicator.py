@@ -1,0 +1,302 @@
+"""What training on several ranks asks of whatever carries the bytes.
+
+A collective is an operation that every rank of a communicator calls, in the same order. One that
+takes arrays starts at once and is finished by ``wait`` of the `Work` that it returns; until then
+its arrays must not be touched. Arrays are C-contiguous: numpy's on the CPU, and on a GPU those with
+the CUDA array interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+__all__ = ["CollectiveMismatch", "CollectiveTimeout", "Communicator", "Op", "Work", "check_buffers"]
+
+Array = Any
+Op = Literal["sum", "max", "min"]
+
+DEFAULT_TIMEOUT = 600.0
+"""Seconds that a collective may take: a rank may be compiling its kernels."""
+
+
+class CollectiveTimeout(RuntimeError):  # noqa: N818 - a kind of timeout
+    """A collective did not end in time.
+
+    Args:
+        what: the collective.
+        rank: who waited.
+        size: how many ranks there are.
+        seconds: for how long.
+        missing: the ranks that did not call it.
+
+    Attributes:
+        missing: the same, in order.
+
+    >>> from extensor.distributed import CollectiveTimeout
+    >>> CollectiveTimeout("barrier", rank=0, size=4, seconds=2.0, missing=[3]).missing
+    [3]
+    """
+
+    def __init__(
+        self, what: str, *, rank: int, size: int, seconds: float, missing: Sequence[int]
+    ) -> None:
+        self.missing = sorted(missing)
+        names = ", ".join(map(str, self.missing))
+        who = f"rank{'s' if len(self.missing) > 1 else ''} {names}"
+        if self.missing:
+            why = f"for {who}, which did not call it; the way out: see what {who} printed"
+        else:
+            why = "though every rank called it; the way out: see whether the network is up"
+        super().__init__(
+            f"{what}: rank {rank} of {size} waited {seconds:.3g} s {why}, or give --rank-timeout "
+            "more seconds"
+        )
+
+
+class CollectiveMismatch(RuntimeError):  # noqa: N818 - beside CollectiveTimeout
+    """Ranks called different collectives, or the same with arrays that do not fit.
+
+    >>> import numpy as np
+    >>> from extensor.distributed import CollectiveMismatch, run_ranks
+    >>> try:
+    ...     run_ranks(2, lambda ranks: ranks.all_reduce(np.zeros(3 + ranks.rank)).wait())
+    ... except CollectiveMismatch as error:
+    ...     print(str(error)[:46])
+    expected the same collective on all ranks, got
+    """
+
+
+class Work(Protocol):
+    """A collective under way.
+
+    >>> import numpy as np
+    >>> from extensor.distributed import LocalCommunicator
+    >>> work = LocalCommunicator().all_reduce(np.ones(3))
+    >>> work.wait()
+    """
+
+    def done(self) -> bool:
+        """Whether it has ended; asking also drives it on, where no thread of its own does.
+
+        Returns:
+            True after the last byte has arrived.
+
+        >>> import numpy as np
+        >>> from extensor.distributed import LocalCommunicator
+        >>> LocalCommunicator().all_reduce(np.ones(3)).done()
+        True
+        """
+
+    def wait(self) -> None:
+        """Return when the result is there.
+
+        Raises:
+            CollectiveTimeout: if it takes longer than the communicator's ``timeout``.
+
+        >>> import numpy as np
+        >>> from extensor.distributed import LocalCommunicator
+        >>> LocalCommunicator().all_reduce(np.ones(3)).wait()
+        """
+
+
+class Communicator(Protocol):
+    """Ranks that call collectives together.
+
+    Attributes:
+        rank: this process's number, from 0.
+        size: how many ranks there are.
+        timeout: seconds that `Work.wait` and the blocking collectives wait; may be set at any
+            time, also while another call waits.
+
+    >>> from extensor.distributed import run_ranks
+    >>> run_ranks(2, lambda ranks: (ranks.rank, ranks.size))
+    [(0, 2), (1, 2)]
+    """
+
+    rank: int
+    size: int
+    timeout: float
+
+    def all_reduce(self, buffer: Array, op: Op = "sum") -> Work:
+        """Replace the array, on all ranks, by the sum, maximum or minimum over ranks.
+
+        Args:
+            buffer: the same shape and dtype on all ranks. Sums of integers wrap around.
+            op: ``"sum"``, ``"max"`` or ``"min"``.
+
+        Returns:
+            The work; the result stands in ``buffer`` after its ``wait``.
+
+        >>> import numpy as np
+        >>> from extensor.distributed import run_ranks
+        >>> def program(ranks):
+        ...     array = np.array([ranks.rank, 5])
+        ...     ranks.all_reduce(array).wait()
+        ...     return array.tolist()
+        >>> run_ranks(2, program)
+        [[1, 10], [1, 10]]
+        """
+
+    def reduce_scatter(self, send: Array, recv: Array, op: Op = "sum") -> Work:
+        """Reduce, and give rank r the r-th of ``size`` equal parts.
+
+        Args:
+            send: ``size`` times as many values as ``recv``.
+            recv: gets this rank's part of the result.
+            op: as in `all_reduce`.
+
+        Returns:
+            The work.
+
+        >>> import numpy as np
+        >>> from extensor.distributed import run_ranks
+        >>> def program(ranks):
+        ...     part = np.empty(1, np.int64)
+        ...     ranks.reduce_scatter(np.array([1, 2]), part).wait()
+        ...     return part.tolist()
+        >>> run_ranks(2, program)
+        [[2], [4]]
+        """
+
+    def all_gather(self, send: Array, recv: Array) -> Work:
+        """Put the arrays of all ranks, in the order of ranks, into ``recv`` on all ranks.
+
+        Args:
+            send: this rank's values, as many on every rank.
+            recv: ``size`` times as many values.
+
+        Returns:
+            The work.
+
+        >>> import numpy as np
+        >>> from extensor.distributed import run_ranks
+        >>> def program(ranks):
+        ...     all_of_them = np.empty(2, np.int64)
+        ...     ranks.all_gather(np.array([ranks.rank]), all_of_them).wait()
+        ...     return all_of_them.tolist()
+        >>> run_ranks(2, program)
+        [[0, 1], [0, 1]]
+        """
+
+    def all_to_all(self, send: Array, recv: Array) -> Work:
+        """Give rank r the r-th of ``size`` equal parts of each rank's array.
+
+        Args:
+            send: part r goes to rank r.
+            recv: as many values; part r comes from rank r.
+
+        Returns:
+            The work.
+
+        >>> import numpy as np
+        >>> from extensor.distributed import run_ranks
+        >>> def program(ranks):
+        ...     received = np.empty(2, np.int64)
+        ...     ranks.all_to_all(10 * ranks.rank + np.arange(2), received).wait()
+        ...     return received.tolist()
+        >>> run_ranks(2, program)
+        [[0, 10], [1, 11]]
+        """
+
+    def broadcast(self, buffer: Array, root: int = 0) -> Work:
+        """Replace the array on all ranks by the one of ``root``.
+
+        Args:
+            buffer: the same shape and dtype on all ranks.
+            root: the rank whose values are taken.
+
+        Returns:
+            The work.
+
+        >>> import numpy as np
+        >>> from extensor.distributed import run_ranks
+        >>> def program(ranks):
+        ...     array = np.array([ranks.rank])
+        ...     ranks.broadcast(array, root=1).wait()
+        ...     return array.tolist()
+        >>> run_ranks(2, program)
+        [[1], [1]]
+        """
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Return when every rank has called it.
+
+        Args:
+            timeout: seconds; None is the communicator's.
+
+        Raises:
+            CollectiveTimeout: if a rank does not come in time.
+
+        >>> from extensor.distributed import run_ranks
+        >>> run_ranks(2, lambda ranks: ranks.barrier(timeout=10.0))
+        [None, None]
+        """
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """The objects of all ranks.
+
+        Args:
+            obj: any object that pickle takes.
+
+        Returns:
+            A list in the order of ranks.
+
+        >>> from extensor.distributed import run_ranks
+        >>> run_ranks(2, lambda ranks: ranks.all_gather_object(f"rank {ranks.rank}"))[0]
+        ['rank 0', 'rank 1']
+        """
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """The object of ``root``.
+
+        Args:
+            obj: any object that pickle takes; only that of ``root`` counts.
+            root: whose.
+
+        Returns:
+            The object, on all ranks.
+
+        >>> from extensor.distributed import run_ranks
+        >>> run_ranks(2, lambda ranks: ranks.broadcast_object(ranks.rank, root=1))
+        [1, 1]
+        """
+
+
+def check_buffers(what: str, size: int, send: Array, recv: Array, send_parts: int) -> None:
+    """Refuse arrays that a collective cannot take.
+
+    Args:
+        what: the collective, for the message.
+        size: how many ranks there are.
+        send: the array that is sent.
+        recv: the array that receives; ``send`` again for a collective in place.
+        send_parts: how many times as many values as ``recv`` the array ``send`` must have: 1,
+            ``size``, or -``size`` where it must have ``size`` times fewer.
+
+    Raises:
+        ValueError: if they are not contiguous, differ in dtype or do not fit.
+
+    >>> import numpy as np
+    >>> from extensor.distributed.communicator import check_buffers
+    >>> check_buffers("all_gather", 2, np.zeros(3), np.zeros(6), -2)
+    """
+    for name, array in (("send", send), ("recv", recv)):
+        strides = getattr(array, "flags", None)
+        if strides is not None and not strides.c_contiguous:
+            raise ValueError(f"{what}: {name}: expected a C-contiguous array, got strides")
+    if send.dtype != recv.dtype:
+        raise ValueError(f"{what}: expected one dtype, got {send.dtype} and {recv.dtype}")
+    fits = (
+        send.size * -send_parts == recv.size
+        if send_parts < 0
+        else (send.size == recv.size * send_parts)
+    )
+    if not fits:
+        relation = f"{abs(send_parts)} times {'fewer' if send_parts < 0 else 'as many'} values"
+        raise ValueError(
+            f"{what}: on {size} ranks send must have {relation} as recv, got {send.size} and "
+            f"{recv.size}"
+        )
+    if send_parts == 1 and what == "all_to_all" and send.size % size:
+        raise ValueError(f"{what}: expected a multiple of {size} values, got {send.size}")

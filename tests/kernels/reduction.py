@@ -1,0 +1,110 @@
+"""Gradient reduction: the bytes of the generic methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from extensor.backends import cpu
+from extensor.random import Stream
+from tests.kernels.inputs import GENERIC, assert_bytes, plain, special, tiny
+
+NONFINITE = 255
+
+
+def inputs() -> Iterator[np.ndarray]:
+    """Ordinary, special and subnormal values, and any bits at all; whole blocks."""
+    rng = np.random.default_rng(0)
+    for n in (32, 96, 40_000):
+        yield from (make((n,), n) for make in (plain, special, tiny))
+        yield rng.integers(0, 1 << 32, n, dtype=np.uint32).view(np.float32)
+
+
+def anchors_of(x: np.ndarray) -> np.ndarray:
+    most = GENERIC.block_max(x)
+    field = np.maximum(most >> 23, 1)
+    return np.where(field == 255, NONFINITE, field >> 4).astype(np.uint8)
+
+
+def exponents_of(x: np.ndarray, bits: int) -> np.ndarray:
+    most = GENERIC.block_max(x).astype(np.int64)
+    return np.minimum((most + (1 << (25 - bits)) - 1) >> 23, NONFINITE).astype(np.uint8)
+
+
+def check_block_max(backend: cpu.CpuBackend) -> None:
+    for x in inputs():
+        assert_bytes(backend.block_max(x), GENERIC.block_max(x), len(x))
+
+
+def check_fixed_point(backend: cpu.CpuBackend) -> None:
+    for x in inputs():
+        for anchors in (anchors_of(x), np.maximum(anchors_of(x), 9)):
+            got, expected = (one.fixed_point(x, anchors) for one in (backend, GENERIC))
+            assert_bytes(got, expected, len(x))
+
+
+def check_add_limbs(backend: cpu.CpuBackend) -> None:
+    """Anchors that rise by 0 to 5 and to those of blocks that are not finite."""
+    for x in inputs():
+        before, mine = np.zeros(len(x) // 32, np.uint8), np.zeros((3, len(x)), np.int32)
+        generic = mine.copy()
+        for scale in (1e-30, 1.0, 1e-10, 1e4, 1e9, 1.0):
+            with np.errstate(all="ignore"):
+                part = (x * np.float32(scale)).astype(np.float32)
+            after = np.maximum(before, anchors_of(part))
+            backend.add_limbs(mine, part, before, after)
+            GENERIC.add_limbs(generic, part, before, after)
+            assert_bytes(mine, generic, (len(x), scale))
+            before = after
+
+
+def check_limb_total(backend: cpu.CpuBackend) -> None:
+    limbs = np.random.default_rng(1).integers(-(1 << 31), 1 << 31, (3, 320)).astype(np.int32)
+    before = np.zeros(10, np.uint8)
+    after = np.array([0, 1, 2, 3, 4, 15, 255, 0, 1, 2], np.uint8)
+    got, expected = (one.limb_total(limbs, before, after) for one in (backend, GENERIC))
+    assert_bytes(got, expected, "limb_total")
+
+
+def check_fixed_point_mean(backend: cpu.CpuBackend) -> None:
+    total = np.random.default_rng(2).integers(-(1 << 62), 1 << 62, 32 * 257)
+    anchors = (np.arange(257) % 16).astype(np.uint8)
+    anchors[9] = NONFINITE
+    for divisor in (1.0, 3.0, 1024.0):
+        with np.errstate(all="ignore"):
+            got, expected = (
+                one.fixed_point_mean(total, anchors, divisor) for one in (backend, GENERIC)
+            )
+        assert_bytes(got, expected, divisor)
+
+
+def check_mxint(backend: cpu.CpuBackend) -> None:
+    for x in inputs():
+        for bits in (8, 16):
+            exact = exponents_of(x, bits)
+            higher = np.where(exact == 255, 255, np.minimum(exact.astype(int) + 9, 254))
+            for exponents in (exact, higher.astype(np.uint8)):
+                for stream in (None, Stream(7, 3, 2)):
+                    left = [np.empty_like(x), np.empty_like(x)]
+                    with np.errstate(all="ignore"):
+                        got, expected = (
+                            one.mxint(x, exponents, bits, stream, 5, rest)
+                            for one, rest in zip((backend, GENERIC), left, strict=True)
+                        )
+                    assert_bytes(got, expected, (len(x), bits, stream))
+                    assert_bytes(*left, (len(x), bits, stream))
+                    without = backend.mxint(x, exponents, bits, stream, 5, None)
+                    assert_bytes(without, expected, "no residual")
+
+
+def check_mxint_mean(backend: cpu.CpuBackend) -> None:
+    rng = np.random.default_rng(3)
+    for dtype, least in ((np.int8, -127), (np.int16, -32767)):
+        codes = rng.integers(least, 1 - least, (5, 3200)).astype(dtype)
+        exponents = rng.integers(0, 255, (5, 100)).astype(np.uint8)
+        exponents[:, 50:] //= 20
+        exponents[2, 7] = NONFINITE
+        with np.errstate(all="ignore"):
+            got, expected = (one.mxint_mean(codes, exponents, 5.0) for one in (backend, GENERIC))
+        assert_bytes(got, expected, dtype)

@@ -1,0 +1,128 @@
+"""A run's checkpoint: everything that the next step depends on, in one file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+
+from extensor.io import CheckpointError, load_checkpoint, save_checkpoint
+from extensor.quant import QuantArray
+from extensor.quant.recipe_state import counts_from_rows
+from extensor.schema import SchemaError, check, record
+
+from .records import EpochReport, Position
+
+__all__ = ["load_run", "save_run"]
+
+
+OWN_CHECKPOINT = "the checkpoint that this run wrote"
+
+
+class _Metadata(TypedDict):
+    """What a checkpoint says beside its tensors."""
+
+    config: dict[str, bool | int | float | str]
+    position: dict[str, Any]
+    history: list[dict[str, Any]]
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any]
+    telemetry: list[list[Any]]
+    stop_reason: str | None
+    diverged: str | None
+    task: dict[str, Any]
+
+
+def save_run(run: Any, path: Path) -> None:
+    """Write a checkpoint of a `training.loop.Trainer` atomically."""
+    optimizer = run.optimizer.state_dict()
+    arrays = {k: v for k, v in optimizer.items() if isinstance(v, (np.ndarray, QuantArray))}
+    tensors = {f"model.{name}": value for name, value in run.model.state_dict().items()}
+    tensors |= {f"optimizer.{name}": value for name, value in arrays.items()}
+    metadata = {
+        "config": run.config.as_dict(),
+        "position": run.position.as_dict(),
+        "history": [report.as_dict() for report in run.history],
+        "optimizer": {k: v for k, v in optimizer.items() if k not in arrays},
+        "scaler": run.scaler.state_dict(),
+        "telemetry": [
+            [*key, *dataclasses.astuple(counts)] for key, counts in run.quant.telemetry.items()
+        ],
+        "stop_reason": run.stop_reason,
+        "diverged": run.diverged,
+        "model": json.loads(json.dumps(dataclasses.asdict(run.model_config))),
+        "task": run.task.state(),
+    }
+    save_checkpoint(path, tensors, metadata)
+
+
+def load_run(run: Any, path: Path) -> None:
+    """Make a `training.loop.Trainer` go on from a checkpoint that `save_run` wrote.
+
+    Raises:
+        CheckpointError: if the file is damaged.
+        ValueError: if it belongs to another run.
+    """
+    checkpoint = load_checkpoint(path)
+    try:
+        metadata: _Metadata = check(checkpoint.metadata, _Metadata)
+        _check_run(run, path, metadata)
+        _take_over(run, metadata, checkpoint.tensors)
+    except SchemaError as error:
+        raise CheckpointError(f"{path}: {error}; the way out: {OWN_CHECKPOINT}") from None
+
+
+def _check_run(run: Any, path: Path, metadata: _Metadata) -> None:
+    """Refuse a checkpoint of another run, or of other data."""
+    mine = run.config.as_dict()
+    # What a checkpoint does not name came later, and was as it is by default.
+    fields = dataclasses.fields(run.config)
+    given = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    theirs = given | metadata["config"]
+    if theirs != mine:
+        differ = sorted(k for k in mine | theirs if k not in mine or theirs.get(k) != mine[k])
+        raise ValueError(
+            f"{path}: expected a checkpoint of this run, got one that differs in "
+            f"{', '.join(differ)}; the way out: {OWN_CHECKPOINT}"
+        )
+    if metadata["task"] != json.loads(json.dumps(run.task.state())):
+        raise ValueError(
+            f"{path}: expected a checkpoint of this run's data, got one of another tokenizer; "
+            f"the way out: {run.config.dataset} as it was when the run began (the same "
+            "Python for python_source, the same package tokenizers for bpe)"
+        )
+
+
+def _take_over(run: Any, metadata: _Metadata, tensors: dict[str, Any]) -> None:
+    """Check the state, all of it, then go on from it."""
+    position = Position.from_dict(metadata["position"])
+    epochs = run.config.epochs
+    if not (1 <= position.epoch <= epochs + 1 and 0 <= position.batch <= run.batches):
+        raise SchemaError(
+            f"position: expected epoch 1 to {epochs + 1} and batch 0 to {run.batches}, got "
+            f"{position.epoch} and {position.batch}"
+        )
+    if min(position.step, position.skipped, position.count, position.hits) < 0:
+        raise SchemaError(f"position: expected counts of 0 or more, got {position}")
+    history = [
+        record(EpochReport, values, f"history[{number}]")
+        for number, values in enumerate(metadata["history"])
+    ]
+    if [report.epoch for report in history] != list(range(1, position.epoch)):
+        raise SchemaError(f"history: expected epochs 1 to {position.epoch - 1}, each once")
+    counts = counts_from_rows(metadata["telemetry"], run.quant.layers, "telemetry")
+    parts: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    for name, value in tensors.items():
+        part, _, rest = name.partition(".")
+        if part not in parts:
+            raise SchemaError(f"{name!r}: expected tensors of model and optimizer")
+        parts[part][rest] = value
+    run.model.load_state_dict(parts["model"])
+    run.optimizer.load_state_dict({**metadata["optimizer"], **parts["optimizer"]})
+    run.quant.load_telemetry(counts)
+    run.scaler.load_state_dict(metadata["scaler"])
+    run.stop_reason, run.diverged = metadata["stop_reason"], metadata["diverged"]
+    run.position, run.history = position, history
