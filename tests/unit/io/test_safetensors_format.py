@@ -184,7 +184,7 @@ def test_the_reference_library_accepts_a_duplicate_that_we_reject(tmp_path):
 
 def test_a_header_length_that_is_nonsense(tmp_path):
     (tmp_path / "a").write_bytes(b"PK\x03\x04 a zip file, say" * 20)
-    with pytest.raises(CheckpointError, match="a header of"):
+    with pytest.raises(CheckpointError, match="a header of|a zip archive"):
         read(tmp_path / "a")
 
 
