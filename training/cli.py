@@ -21,6 +21,7 @@ import tyro
 from rich.console import Console
 
 from extensor.cli import main as extensor_main
+from extensor.distributed import CollectiveTimeout, RanksDiffer, connect
 from extensor.errors import unknown_name
 from extensor.extras import missing
 from extensor.io import CheckpointError
@@ -36,6 +37,7 @@ from .finetune import FinetuneArgs, finetune
 from .flags import parse, parse_settings, resolve
 from .loop import Interrupted
 from .ptq import PtqArgs, ptq
+from .ranks import end_all, rank_console, say
 from .rundir import CONFIG, LAST, UsageError, read_config, read_result
 from .runs import RUNS
 from .tasks import TASKS
@@ -69,10 +71,14 @@ class TrainFlags:
     graph: bool = False
     """With --device cuda: capture a step in a CUDA graph and replay it, without Python. Same
     results."""
+    rank_timeout: float = 600.0
+    """Seconds that a rank waits for the others before it gives up and says which are missing."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """TOML file of settings (a run's own config.toml will do); flags override it."""
 
     def __post_init__(self) -> None:
+        if not self.rank_timeout > 0:
+            raise UsageError(f"--rank-timeout: expected seconds above 0, got {self.rank_timeout}")
         if self.telemetry < 0:
             raise UsageError(f"--telemetry: expected 0 or more steps, got {self.telemetry}")
 
@@ -87,14 +93,17 @@ def run(name: str, argv: Sequence[str]) -> int:
     """Run a command; returns the exit code: 0, 1 (a run failed), 2 (usage), 130 (Ctrl-C)."""
     try:
         return COMMANDS[name](argv)
-    except (UsageError, DataError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (UsageError, DataError, CheckpointError, RanksDiffer) as error:
+        say(f"error: {error}")
         return EXIT_USAGE
+    except CollectiveTimeout as error:
+        say(f"error: {error}")
+        return EXIT_FAILED
     except OSError as error:  # the folder cannot be made, the disk is full
-        print(f"error: {error}; {DISK_WAY_OUT}", file=sys.stderr)
+        say(f"error: {error}; {DISK_WAY_OUT}")
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted")
         return EXIT_INTERRUPTED
 
 
@@ -114,27 +123,34 @@ def train_command(argv: Sequence[str]) -> int:
         return 0
     flags, config, folder = parse_train(model, argv[1:])
     _need("train", "tensorboardX")
-    console = make_console()
+    try:
+        ranks = connect()
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+    ranks.timeout = flags.rank_timeout
+    console = rank_console(make_console(), ranks)
     finished = read_result(folder) if flags.resume else None
     if finished is not None:
         console.print(f"{folder} is finished: {TASKS[RUNS[model].task].metric.outcome(finished)}")
         return 0
-    try:
-        train(
-            config,
-            folder,
-            resume=flags.resume,
-            console=console,
-            telemetry=flags.telemetry,
-            memory=flags.memory,
-            graph=flags.graph,
-        )
-    except Interrupted:
-        again = f"{PROGRAM} train {model} --out {shlex.quote(str(folder))} --resume"
-        console.print(
-            f"interrupted; the finished steps are in {folder / LAST}. Go on with:\n  {again}"
-        )
-        return EXIT_INTERRUPTED
+    again = f"{PROGRAM} train {model} --out {shlex.quote(str(folder))} --resume"
+    with end_all(ranks, lost=f"the finished steps are in {folder / LAST}. Go on with:\n  {again}"):
+        try:
+            train(
+                config,
+                folder,
+                resume=flags.resume,
+                console=console,
+                telemetry=flags.telemetry,
+                memory=flags.memory,
+                graph=flags.graph,
+                ranks=ranks,
+            )
+        except Interrupted:
+            console.print(
+                f"interrupted; the finished steps are in {folder / LAST}. Go on with:\n  {again}"
+            )
+            return EXIT_INTERRUPTED
     return 0
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from extensor.backends.registry import BACKENDS
+from extensor.distributed import GRAD_COMM
 from extensor.errors import unknown_name
 from extensor.formats import FORMATS
 from extensor.optim.states import STATES
@@ -91,6 +92,19 @@ class Settings:
         "Passes over the training images; for texts, rounds of --epoch-steps.", check=AT_LEAST_1
     )
     batch_size: int = setting("Images or windows of text in a step.", check=AT_LEAST_1)
+    micro_batches: int = setting(
+        "Parts that a batch is computed in, one after the other or on several ranks; as many ranks "
+        "can share it. Batch norms see a part. 0 is one for each rank.",
+        0,
+        check=AT_LEAST_0,
+    )
+    grad_comm: str = setting(
+        "How the gradients of micro-batches and ranks are summed: float32; bfloat16, mxint8 or "
+        "mxint16 (fewer bytes between ranks); exact (integers: a run of N micro-batches has the "
+        "same weights, bit for bit, on any number of ranks).",
+        "float32",
+        among=GRAD_COMM,
+    )
     optimizer: str = setting(
         "Optimizer (listed above). Master weights are float32 in every recipe.",
         "sgd",

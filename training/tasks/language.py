@@ -78,6 +78,10 @@ class Causal(Task):
     def _tokens(self, text: str) -> np.ndarray:
         return flat_tokens(self.tokenizer.encode(text), self.config.context)
 
+    def arrays(self) -> Iterator[np.ndarray]:
+        """Tokens: for training, for tests, held out."""
+        yield from (self.train_tokens, self.test_tokens, self.held_tokens)
+
     def shapes(self) -> dict[str, Any]:
         """Vocabulary and context."""
         return {"vocab": self.tokenizer.size, "context": self.config.context}
