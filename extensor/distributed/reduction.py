@@ -89,21 +89,6 @@ class ReductionWork:
         self._steps = steps
         self._current: Work | None = next(steps, None)
 
-    def drive(self) -> None:
-        """Let the collective under way go on, and start no other."""
-        if self._current is not None:
-            self._current.done()
-
-    def advance(self) -> bool:
-        """Wait for the collective under way and start the next one; whether there was none.
-
-        Several works that take turns call their collectives in the same order on all ranks so.
-        """
-        if self._current is not None:
-            self._current.wait()
-            self._current = next(self._steps, None)
-        return self._current is None
-
     def done(self) -> bool:
         """Whether all have ended; asking also drives the current one on.
 

@@ -75,15 +75,15 @@ class ShardedBuckets(GradientBuckets):
                 ends = (min(max(end, 0), param.size) for end in (begin, begin + shard))
                 self._owned[id(param)] = slice(*ends)
                 values = param.data.reshape(-1)[self._owned[id(param)]].copy()
-                self.pieces[id(param)] = Parameter(wrap(values, param.backend))
+                self.pieces[id(param)] = Parameter(values, device=param.device)
         if not any(piece.size for piece in self.pieces.values()):
             raise ValueError(
                 f"shards: expected values for each of {ranks.size} ranks, got none for rank "
                 f"{ranks.rank}; the way out: fewer ranks for so small a model, or no shards"
             )
 
-    def _reduce(self, bucket: Bucket, step: int) -> ReductionWork:
-        return bucket.reduction.reduce_scatter(bucket.sums, 1.0, step)
+    def _reduce(self, bucket: Bucket) -> ReductionWork:
+        return bucket.reduction.reduce_scatter(bucket.sums, 1.0, self._step)
 
     def _publish(self, bucket: Bucket) -> None:
         """The pieces' gradients are views of the shard's sums."""
