@@ -28,10 +28,11 @@ from extensor.distributed.reduction import (
     make_reduction,
     padded_size,
 )
-from extensor.distributed.zero import ShardedBuckets, ShardedOptimizer
+from extensor.distributed.zero import SHARDS, ShardedBuckets, ShardedOptimizer
 
 __all__ = [
     "GRAD_COMM",
+    "SHARDS",
     "Bfloat16",
     "CollectiveMismatch",
     "CollectiveTimeout",

@@ -24,7 +24,10 @@ from extensor.distributed.reduction import ReductionWork
 from extensor.nn.parameter import Parameter
 from extensor.optim import Optimizer
 
-__all__ = ["ShardedBuckets", "ShardedOptimizer"]
+__all__ = ["SHARDS", "ShardedBuckets", "ShardedOptimizer"]
+
+SHARDS = ("none", "states", "gradients")
+"""What ``--shard`` takes: nothing, ZeRO-1, ZeRO-2."""
 
 
 class ShardedBuckets(GradientBuckets):
@@ -244,6 +247,7 @@ class ShardedOptimizer:
                 "rounding counts the values of whole tensors; the way out: float32, or no shards"
             )
         self._optimizer, self._buckets = optimizer, buckets
+        self._gathered: dict[str, Any] | None = None
         self._whole = {
             member.name: member.param for group in optimizer.groups for member in group.members
         }
@@ -271,12 +275,32 @@ class ShardedOptimizer:
         for param in self._whole.values():
             if hasattr(param, "recipe_state"):  # the optimizer ends its step
                 self._buckets.pieces[id(param)].recipe_state = param.recipe_state
+        self._gathered = None
         self._optimizer.step_unless(bad)
         if bad is not True:
             self._buckets.gather()
 
+    def gather_state(self) -> None:
+        """Collect the whole state on rank 0, whose `state_dict` then needs no other rank.
+
+        It is kept until the next step. All ranks call this together.
+
+        >>> from extensor.distributed import LocalCommunicator, ShardedBuckets, ShardedOptimizer
+        >>> weight = et.nn.Parameter([1.0])
+        >>> buckets = ShardedBuckets([weight], LocalCommunicator())
+        >>> optimizer = ShardedOptimizer(et.optim.SGD([("w", weight)], lr=0.5), buckets)
+        >>> optimizer.gather_state()
+        >>> optimizer.state_dict()["step.w"]
+        0
+        """
+        state = self._gather()
+        self._gathered = state if self._buckets.ranks.rank == 0 else None
+
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`extensor.optim.Optimizer.state_dict`; of the whole parameters."""
+        return self._gather() if self._gathered is None else self._gathered
+
+    def _gather(self) -> dict[str, Any]:
         state = self._optimizer.state_dict()
         names = {id(param): name for name, param in self._whole.items()}
         slots = {m.name: sorted(m.arrays) for g in self.groups for m in g.members}
@@ -305,6 +329,7 @@ class ShardedOptimizer:
                 whole = isinstance(value, np.ndarray) and value.shape == param.shape
                 if whole and key.rpartition(".")[0] == f"state.{name}":
                     mine[key] = self._buckets.owned(param, value)
+        self._gathered = None
         self._optimizer.load_state_dict(mine)
         self._buckets.scatter()
 

@@ -125,7 +125,9 @@ def test_a_gradient_that_is_not_finite_is_so_on_all_ranks() -> None:
     def program(comm: LocalCommunicator) -> bool | None:
         model = model_of()
         buckets = ShardedBuckets(list(model.parameters()), comm, "exact")
-        optimizer: Any = ShardedOptimizer(optim.SGD(list(model.named_parameters()), lr=0.1), buckets)
+        optimizer: Any = ShardedOptimizer(
+            optim.SGD(list(model.named_parameters()), lr=0.1), buckets
+        )
         with buckets.micro_batch(last=True):
             images, labels = batch(0, comm.rank)
             scale = float("inf") if comm.rank == 1 else 1.0
