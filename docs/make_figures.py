@@ -186,7 +186,7 @@ def operand_text(operand: OperandSpec) -> str:
     if operand.rebased:
         words.append("rebased")
     if operand.rounding == "stochastic":
-        words.append("stochastic")
+        words.append("stochastic scales (EDEN)" if operand.eden else "stochastic")
     return " ".join(words)
 
 

@@ -40,7 +40,8 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
     """
     names = sorted(known)
     folded = {each.casefold(): each for each in reversed(names)}
-    near = difflib.get_close_matches(str(name).casefold(), folded, n=3, cutoff=0.5)
+    given = str(name).casefold()
+    near = [given] if given in folded else difflib.get_close_matches(given, folded, 3, cutoff=0.5)
     close = [folded[each] for each in near]
     hint = f"did you mean {' or '.join(repr(n) for n in close)}? " if close else ""
     return f"no {kind} named {name!r}; {hint}known: {', '.join(names)}"

@@ -25,11 +25,11 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
         UsageError: if the file is missing, or a checkpoint of something else.
         CheckpointError: if it is damaged.
     """
-    path = path / LAST if path.is_dir() else path
-    if not path.is_file():
+    source, path = path, path / LAST if path.is_dir() else path
+    if not path.is_file() or path.suffix != ".safetensors":
         raise UsageError(
-            f"{path}: not there; the way out: the {LAST} or the folder of a run of "
-            "`extensor train gpt`"
+            f"{source}: no language model; expected a folder with config.json, a .gguf file, or a "
+            f"run of `extensor train gpt`, its folder or {LAST}"
         )
     checkpoint = load_checkpoint(path)
     run, task = checkpoint.metadata.get("config"), checkpoint.metadata.get("task")

@@ -156,12 +156,12 @@ class MicroBatches:
         table = np.concatenate([self._rows.reshape(-1), counts, [float(stop)]])
         self.ranks.all_reduce(table).wait()
         rows = table[: self._rows.size].reshape(self._rows.shape)
-        counts = table[self._rows.size : -1].reshape(-1, COUNTS).astype(np.int64)
+        gained = table[self._rows.size : -1].reshape(-1, COUNTS).astype(np.int64)
         self._move_buffers(rows[rows[:, 2] > 0])
         totals = dict(self._counts)
-        for key, row in zip(keys, counts.tolist(), strict=True):
-            if any(row):
-                totals[key] = totals.get(key, none) + QuantStats(*row)
+        for key, (count, *rest) in zip(keys, gained.tolist(), strict=True):
+            if count:
+                totals[key] = totals.get(key, none) + QuantStats(count, *rest)
         self.quant.load_telemetry(totals)
         total, hits, labels = (sum(column.tolist()) for column in rows[:, :3].T)
         return Outcome(total / labels, int(hits), int(labels), bool(table[-1]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -32,6 +33,7 @@ ROOMS = {
     "extensor.dtypes": "Data types",
     "extensor.formats": "Formats",
     "extensor.generation": "Writing text",
+    "extensor.torch": "Inside PyTorch",
     "extensor.distributed": "Several ranks",
     "extensor.random": "Random bits",
     "extensor.io": "Files",
@@ -41,6 +43,9 @@ ROOMS = {
     "extensor.errors": "Errors",
     "extensor.config": "Environment variables",
 }
+
+OPTIONAL = {"extensor.torch": "torch"}
+"""Modules that need a package which is not always installed: without it their page says so."""
 
 FIRST = (
     "extensor.autograd.tensor",
@@ -56,8 +61,15 @@ POINTER = re.compile(r"See :meth:`[^`]*`\.")
 BACK = re.compile(r'(class="viewcode-back" href="[^"#]*/)([\w.]+)\.html#([\w.]+)"')
 
 
+def lacks(room: str) -> bool:
+    """Whether the package that a module needs is not installed."""
+    return room in OPTIONAL and importlib.util.find_spec(OPTIONAL[room]) is None
+
+
 def public(room: str) -> dict[str, Any]:
     """A room's public names and what they stand for, without modules and plain values."""
+    if lacks(room):
+        return {}
     module = pkgutil.resolve_name(room)
     default = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == room]
     names = [n for n in getattr(module, "__all__", default) if not n.startswith("_")]
@@ -149,6 +161,13 @@ def page(room: str, title: str) -> Iterator[str]:
     names = public(room)
     yield f"# {title}"
     yield ""
+    if package := OPTIONAL.get(room):
+        yield f"Examples assume `import {package}`, and `nn` for `{package}.nn`."
+        yield ""
+    if lacks(room):
+        yield f"This site was built without {package}, which `{room}` needs: its names are not"
+        yield f"listed here. `python -c 'import {room}; help({room})'` shows them."
+        return
     yield f"`{room}`: {inspect.getdoc(pkgutil.resolve_name(room)) or ''}".split("\n\n")[0]
     yield ""
     groups = grouped(names)

@@ -193,11 +193,11 @@ def _run(
                         if part is not None:
                             deliver(edges[i], part)
                 if final is not None:
-                    for edge in edges:
-                        if isinstance(edge, ExTensor):
-                            waiting[id(edge)] -= 1
-                            if not waiting[id(edge)] and id(edge) in grads:
-                                final(*grads.pop(id(edge)))
+                    for source in edges:
+                        if isinstance(source, ExTensor):
+                            waiting[id(source)] -= 1
+                            if not waiting[id(source)] and id(source) in grads:
+                                final(*grads.pop(id(source)))
                 if not retain:
                     node.release()
     finally:
@@ -226,11 +226,11 @@ def _uses_of_leaves(roots: Iterable[Node | None]) -> dict[int, int]:
         if node in seen:
             continue
         seen.add(node)
-        for edge in node.edges or ():
-            if isinstance(edge, Node):
-                stack.append(edge)
-            elif edge is not None:
-                uses[id(edge)] = uses.get(id(edge), 0) + 1
+        for source in node.edges or ():
+            if isinstance(source, Node):
+                stack.append(source)
+            elif source is not None:
+                uses[id(source)] = uses.get(id(source), 0) + 1
     return uses
 
 

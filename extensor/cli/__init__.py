@@ -74,11 +74,11 @@ extensor generate SmolLM2-135M-Instruct.gguf "The capital of France is"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 for a wrong argument or a file that cannot be used."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
     name, rest = words[0], words[1:]
-    if name == "--version":
+    if name in ("-V", "--version", "version"):
         print(f"extensor {version()}")
         return 0
     try:
@@ -86,13 +86,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             done: int = importlib.import_module("extensor.training.cli").run(name, rest)
             return done
         if name not in COMMANDS:
-            raise CommandError(unknown_name("command", name, [*TRAINING, *COMMANDS]))
+            raise CommandError(_unknown(name))
         options = (tyro.conf.FlagCreatePairsOff,)
         tyro.cli(COMMANDS[name], prog=f"extensor {name}", args=rest, config=options)
     except CommandError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
+
+
+def _unknown(name: str) -> str:
+    """Message for a first word that is no command: a flag, a model, or a mistyped command."""
+    if name.startswith("-"):
+        return unknown_name("flag", name, ["--help", "--version"])
+    models = importlib.import_module("extensor.training.runs").RUNS
+    if name.casefold() in models:
+        return f"{name} is a model, not a command; did you mean `extensor train {name.casefold()}`?"
+    return unknown_name("command", name, [*TRAINING, *COMMANDS])
 
 
 def overview() -> str:

@@ -31,6 +31,7 @@ __all__ = ["Candidate", "Measured", "TensorAdvice", "advise", "advise_file", "ca
 
 DEFAULT_FORMATS = "mxfp4:rceil,nvfp4:four_over_six,mxfp6_e2m3:rceil,mxfp8_e4m3:rceil,int8"
 BFLOAT16_BITS = 16
+REPAIR = "repair it"
 EMBEDDING, HEAD = "embedding", "output head"
 END = re.compile(r"(?:^|[._/])(?:(embed\w*|wte|wpe)|(head|classifier|unembed\w*))(?=[._/]|$)")
 """Parts of a name by which a matrix is taken for an embedding or an output head."""
@@ -245,7 +246,7 @@ def _advice(name: str, value: Any, tried: Sequence[Candidate], least: float) -> 
     if kind == "convolution":  # blocks run along (C, kh, kw), as its product sees them
         x = x.reshape(len(x), -1)
     if not np.isfinite(x).all():
-        return made("repair it", dense, "NaN or Inf: one makes its whole block NaN")
+        return made(REPAIR, int(value.nbytes), "NaN or Inf: one makes its whole block NaN")
     if not x.any():
         return made("bfloat16", dense, "zeros only: no signal to measure")
     measured = tuple(_measure(x, candidate) for candidate in tried)
@@ -333,9 +334,12 @@ def _sheets(
     rows.append(("(normal data)", "", "", "", *normal, "", "for comparison"))
     names = (c.name for c in tried)
     columns = ("tensor", "shape", "kind", "max/rms", *names, "advice", "reason")
-    return [Sheet(f"{path}: signal over quantization noise in dB, by format", columns, tuple(rows)),
-            Sheet("All of it in one format", ("format", "tensors that fit", "bytes", "lowest dB"),
-                  _format_rows(tensors, tried, least))]  # fmt: skip
+    title = f"{path}: signal over quantization noise in dB, by format"
+    sheets = [Sheet(title, columns, tuple(rows))]
+    if whole := _format_rows(tensors, tried, least):
+        head = ("format", "weights that fit", "bytes", "lowest dB")
+        sheets.append(Sheet("All weights in one format", head, whole))
+    return sheets
 
 
 def _ratio(value: float) -> str:
@@ -347,13 +351,15 @@ def _format_rows(
 ) -> tuple[tuple[str, ...], ...]:
     """What the weights would take and keep in each format, the rest as advised."""
     weights = [row for row in tensors if row.measured and row.kind not in (EMBEDDING, HEAD)]
+    if not weights:
+        return ()
     rest = sum(row.advised_bytes for row in tensors) - sum(row.advised_bytes for row in weights)
     rows = []
     for place, candidate in enumerate(tried):
         ones = [row.measured[place] for row in weights]
         size = rest + sum(one.nbytes for one in ones)
         fit = sum(one.problem(least) is None for one in ones)
-        low = min((one.sqnr_db for one in ones), default=math.inf)
+        low = min(one.sqnr_db for one in ones)
         rows.append((candidate.name, f"{fit} of {len(ones)}", f"{size:,}", _ratio(low)))
     return tuple(rows)
 
@@ -368,6 +374,11 @@ def _lines(
     lines = [f"advice: {mix}; {before:,} bytes become {after:,} ({after / max(before, 1):.1%})"]
     shares = {c: sum(row.advised_bytes for row in tensors if row.advice == c.name) for c in tried}
     best = max(shares, key=lambda c: shares[c], default=None)
+    if repair := totals["advice"].get(REPAIR):
+        lines.append(f"NaN or Inf in {repair} of {len(tensors)}: repair them before you quantize")
+    if not any(row.measured for row in tensors):
+        lines.append(f"{path}: no finite matrix of floats to measure")
+        return lines
     if best is None or not shares[best]:
         lines.append(
             f"no weight keeps {flags.min_sqnr:g} dB in these formats; try --min-sqnr lower, or "

@@ -50,7 +50,8 @@ def convert_command(
         files, metadata, notes = convert_tokenizer(source, to_gguf)
         console = Console(stderr=True)
         columns = TextColumn("{task.description}")
-        with Progress(columns, console=console, transient=True) as bar:
+        hidden = not console.is_terminal
+        with Progress(columns, console=console, transient=True, disable=hidden) as bar:
             task = bar.add_task("")
             done = convert(
                 source,

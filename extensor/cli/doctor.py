@@ -86,8 +86,10 @@ def _device_rows() -> list[tuple[str, str]]:
     rows = []
     for name, row in registry.BACKENDS.items():
         lacking = registry.missing(name)
-        state = f"missing: {', '.join(lacking)}; it takes {row.way_out}"
-        rows.append((f"device {name}", state if lacking else "packages installed"))
+        state = "ready" if name == "cpu" else "packages installed"
+        if lacking:
+            state = f"missing: {', '.join(lacking)}; it takes {row.way_out}"
+        rows.append((f"device {name}", state))
     return rows
 
 
@@ -219,7 +221,7 @@ def _generic_sheet(backend: CpuBackend) -> Sheet:
     """The methods of a backend for which the core has no kernel of its own."""
     methods = [name for name, thing in inspect.getmembers(Backend, inspect.isfunction)]
     generic = [n for n in methods if not n.startswith("_") and n not in backend.core_methods()]
-    rows = tuple((name, "numpy, or made of the above") for name in generic)
+    rows = tuple((name, "numpy, or by calling methods above") for name in generic)
     return Sheet("Other methods on the CPU", ("method", "path"), rows)
 
 

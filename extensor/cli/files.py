@@ -35,8 +35,11 @@ def read_tensors(path: Path) -> dict[str, Array | QuantArray]:
     Raises:
         CommandError: if the file is missing, broken or of another kind.
     """
+    if not path.exists():
+        raise CommandError(f"{path}: no such file")
     if path.suffix not in READABLE:
-        raise CommandError(f"{path}: expected a file that ends in {', '.join(READABLE)}")
+        way = "; `extensor convert` reads GGUF files" if path.suffix == ".gguf" else ""
+        raise CommandError(f"{path}: expected a file that ends in {', '.join(READABLE)}{way}")
     try:
         if path.suffix == ".safetensors":
             return dict(load_checkpoint(path).tensors)
@@ -45,8 +48,6 @@ def read_tensors(path: Path) -> dict[str, Array | QuantArray]:
             if isinstance(loaded, np.ndarray):
                 return {path.stem: loaded}
             return {name: loaded[name] for name in loaded.files}
-    except FileNotFoundError:
-        raise CommandError(f"{path}: no such file") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         text = " ".join(str(error).split()) or type(error).__name__
         known = "" if str(path) in text else f"{path}: cannot be read: "

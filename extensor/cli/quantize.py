@@ -127,7 +127,8 @@ def quantize(
             with replacing(folder / f"model{INDEX}") as written_index:
                 written_index.write(json.dumps(index, indent=1).encode())
     share = f", {after / before:.1%}" if before else ""
-    rows.append(("total", f"{len(rows)} tensors", "", str(before), f"{quantized} quantized"))
+    held = "1 tensor" if len(rows) == 1 else f"{len(rows)} tensors"
+    rows.append(("total", held, "", str(before), f"{quantized} quantized"))
     rows[-1] += (f"{after}{share}", "", "", "")
     columns = ("tensor", "shape", "from", "bytes", "to", "bytes", "SQNR dB")
     show([Sheet(f"{source} -> {target}", (*columns, "saturated", "flushed"), tuple(rows))])

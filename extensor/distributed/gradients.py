@@ -40,7 +40,7 @@ class Bucket:
         self._flats: list[Array] = []
         self.sums: Array = self._zeros()
         self.waiting = set(self.starts)
-        self.work: Any = None
+        self.work: ReductionWork | None = None
 
     def put(self, param: ExTensor) -> None:
         """Copy a gradient; add the bucket to the sum when it has them all."""
@@ -166,9 +166,11 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.waiting.clear()
         self._start()
-        waiting = self.buckets
-        while waiting:
-            waiting = [bucket for bucket in waiting if not bucket.work.advance()]
+        works = [bucket.work for bucket in self.buckets if bucket.work is not None]
+        while works:  # in turns: all ranks start collectives in one order
+            for work in works:
+                work.advance()
+            works = [work for work in works if not work.done()]
         for bucket in self.buckets:
             self._publish(bucket)
             bucket.work, bucket.waiting = None, set(bucket.starts)

@@ -120,7 +120,10 @@ class MPICommunicator:
         padded[: mine.size] = mine
         gathered = np.empty((self.size, padded.size), np.uint8)
         self.all_gather(padded, gathered).wait()
-        return [pickle.loads(row[:length]) for row, length in zip(gathered, lengths, strict=True)]
+        return [
+            pickle.loads(row[:length].tobytes())
+            for row, length in zip(gathered, lengths, strict=True)
+        ]
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """See :meth:`extensor.distributed.Communicator.broadcast_object`."""
@@ -130,7 +133,7 @@ class MPICommunicator:
         if self.rank != root:
             content = np.empty(int(length[0]), np.uint8)
         self.broadcast(content, root).wait()
-        return pickle.loads(content)
+        return pickle.loads(content.tobytes())
 
     def where(self) -> str:
         """This rank in words, for messages.

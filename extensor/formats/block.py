@@ -108,13 +108,14 @@ SCALES: MappingProxyType[str, ScaleFormat] = MappingProxyType(
 )
 """Every scale format, by name."""
 
-_E8M0_RULES = ("floor", "rceil", "ceil", "even", "one")
+_E8M0_RULES = ("floor", "rceil", "ceil", "even", "one", "mse")
 _NV_RULES = ("amax", "four_over_six")
 _FLOAT_RULES = ("amax", "one")
 
 
-def _mx(name: str, element: str, doc: str) -> BlockFormat:
-    return BlockFormat(name, ELEMENTS[element], SCALES["e8m0"], (1, 32), "floor", _E8M0_RULES, doc)
+def _mx(name: str, element: str, doc: str, rules: tuple[str, ...] = ()) -> BlockFormat:
+    row = (ELEMENTS[element], SCALES["e8m0"], (1, 32))
+    return BlockFormat(name, *row, "floor", (*_E8M0_RULES, *rules), doc)
 
 
 def _nv(name: str, rules: tuple[str, ...], doc: str) -> BlockFormat:
@@ -132,7 +133,7 @@ _ROWS = (
     _mx("mxfp8_e5m2", "e5m2", "OCP MXFP8, more range"),
     _mx("mxfp6_e2m3", "e2m3", "OCP MXFP6, more precision"),
     _mx("mxfp6_e3m2", "e3m2", "OCP MXFP6, more range"),
-    _mx("mxfp4", "e2m1", "OCP MXFP4"),
+    _mx("mxfp4", "e2m1", "OCP MXFP4", ("quest",)),
     _mx("mxint8", "int8_mx", "OCP MXINT8"),
     _nv("nvfp4", _NV_RULES, "NVIDIA NVFP4: 16 values share an e4m3 scale, a tensor a float32 one"),
     _nv("nvfp4_fp8exact", ("least_error",), "NVFP4 whose scales are 1, 1.25 or 1.5 times 2**e"),

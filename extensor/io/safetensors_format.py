@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 
-__all__ = ["DTYPES", "METADATA_KEY", "CheckpointError", "read", "write"]
+__all__ = ["DTYPES", "METADATA_KEY", "CheckpointError", "other_kind", "read", "write"]
 
 Array = npt.NDArray[Any]
 
@@ -101,10 +101,27 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]
     try:
         return _decode(content)
     except (CheckpointError, SafetensorError) as error:
-        what = error if isinstance(error, CheckpointError) else f"truncated or damaged: {error}"
+        what = other_kind(content) or f"truncated or damaged: {error}"
+        what = str(error) if isinstance(error, CheckpointError) else what
         raise CheckpointError(
             f"{os.fspath(path)}: {what}. Nothing was loaded; use an intact safetensors file"
         ) from None
+
+
+_OTHER_KINDS = {
+    b"PK": "a zip archive, as .npz files and those of torch.save are",
+    b"\x80": "a pickle, as old files of torch.save are",
+    b"GGUF": "a GGUF file, whose name must end in .gguf",
+    b"\x93NUMPY": "a .npy file",
+    b"version https://git-lfs": "a pointer of Git LFS; `git lfs pull` gets the file",
+}
+"""What is often taken for a safetensors file, by its first bytes."""
+
+
+def other_kind(head: bytes) -> str | None:
+    """What a file is instead of a safetensors file, by its first bytes; None if not known."""
+    kinds = (kind for start, kind in _OTHER_KINDS.items() if head.startswith(start))
+    return next((f"expected a safetensors file, got {kind}" for kind in kinds), None)
 
 
 def _little_endian(name: str, array: Array) -> Array:

@@ -7,7 +7,6 @@ anything gives float32). The rules here let transposing, slicing and reshaping k
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from extensor.autograd.positions import check_bounds
 from extensor.autograd.primitive import BadInput, Sample, blocked_rule, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.protocol import Array, Backend
-from extensor.quant import views
+from extensor.quant import reference, views
 from extensor.quant.array import QuantArray
 from extensor.quant.reference import RunningAmax
 from extensor.quant.spec import QuantSpec
@@ -44,20 +43,13 @@ def _quantize_forward(
     if running is not None:
         before = running.value
         running.update(x, spec, backend.xp)
+    if clip_gradient and before is None:
+        q, _, mask = backend.quantize_clipped(x, spec, stream)
+        return q, mask
     q, _ = backend.quantize(x, spec, stream, before)
-    return q, _inside(backend, x, q) if clip_gradient else None
-
-
-def _inside(backend: Backend, x: Array, q: QuantArray) -> Array:
-    """Where |x| is within the block's largest representable value."""
-    xp, element = backend.xp, q.spec.row.element
-    byte = element.max_magnitude_code
-    if element.bits == 4:
-        byte |= byte << 4
-    top = backend.dequantize(
-        dataclasses.replace(q, codes=xp.full(q.codes.shape, byte, dtype=xp.uint8))
-    )
-    return xp.abs(x) <= top
+    if not clip_gradient:
+        return q, None
+    return q, reference.clip_mask(backend.cast(x, np.dtype(np.float32)), q, backend.xp)
 
 
 def _quantize_vjp(
@@ -67,9 +59,14 @@ def _quantize_vjp(
     inputs: tuple[Array],
     needs: tuple[bool],
     saved: Array | None,
+    spec: QuantSpec,
     **params: Any,
 ) -> tuple[Array]:
-    return (g if saved is None else g * saved,)
+    """Straight through; clipped values get nothing, in a transform's domain where there is one."""
+    if saved is None:
+        return (g,)
+    wide = backend.cast(g, np.dtype(np.float32))
+    return (backend.cast(reference.clipped_gradient(wide, saved, spec, backend.xp), g.dtype),)
 
 
 def _quantize_samples(rng: np.random.Generator) -> Iterator[Sample]:
@@ -119,16 +116,10 @@ def quantize(
             "RunningAmax()"
         )
     resolved = spec.resolve(x.ndim)
-    if clip_gradient and (
-        spec.transform
-        or not spec.symmetric
-        or spec.row.outliers
-        or spec.is_affine
-        or spec.row.element.bits not in (4, 8)
-    ):
+    if clip_gradient and not spec.clips:
         raise ValueError(
-            "clip_gradient needs 4- or 8-bit symmetric codes, no transform, no minimum and no "
-            f"outlier codec, got {spec}"
+            "clip_gradient needs symmetric codes, no minimum, no rebasing and no outlier codec, "
+            f"got {spec}"
         )
     stream = None if seed is None else Stream(seed)
     return apply(

@@ -35,6 +35,7 @@ from extensor.backends.generic.quantize import dense_values
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.dtypes import bfloat16, dtype_of, promote
 from extensor.ops import recipe_operands as operands
+from extensor.ops import requantized
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv_pool import conv_window
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
@@ -166,6 +167,12 @@ def _matmul_forward(
     given: operands.Input = operands.PACKED,
 ) -> tuple[Array, operands.SavedOperands]:
     sizes = (math.prod(x.shape[:-1]), *w.shape)
+    if context.layer.uses_forward_operands:
+        out, kept = requantized.forward(backend, x.reshape(-1, x.shape[-1]), w, context)
+        out = out if not bias else backend.add(out, bias[0])
+        out = backend.cast(out, _result(context, x, w, *bias))
+        saved = operands.SavedOperands(kept, None, (0,) if context.layer.requantize else ())
+        return out.reshape(*x.shape[:-1], w.shape[0]), saved
     a, kept, released = operands.input_operands(backend, x, context, _X, sizes, given)
     b, w_columnwise = operands.forward_operands(backend, w, context, _W, sizes, version)
     out = _product(backend, a, b, context.layer.fprop, _result(context, x, w, *bias), *bias)
@@ -185,6 +192,17 @@ def _matmul_vjp(
     given: operands.Input = operands.PACKED,
 ) -> list[Array | None]:
     x, w = inputs[:2]
+    if context.layer.uses_forward_operands:
+        rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
+        both = requantized.gradients(backend, rows, x, w, needs, context, saved.x)
+        found = [
+            None if d is None else backend.cast(d, y.dtype).reshape(y.shape)
+            for d, y in zip(both, (x, w), strict=True)
+        ]
+        return [
+            *found,
+            *(backend.leading_sum(g, g.ndim - 1) if need else None for need in needs[2:]),
+        ]
     w_columnwise = saved.w
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
     sizes, layer = (len(rows), *w.shape), context.layer
@@ -302,6 +320,10 @@ def _conv_forward(
     groups: int,
 ) -> Array:
     gemm, start = context.layer.fprop, bias[0] if bias else None
+    if context.layer.uses_forward_operands:
+        out = requantized.conv_forward(backend, x, w, context, window, groups)
+        out = out if start is None else out + start[:, None, None]
+        return backend.cast(out, _result(context, x, w, *bias))
     early = start if gemm.output_scale == 1.0 else None  # added where the sums begin
     kernels = operands.slot_values(backend, _stacked(w, groups), context, "fprop.w", -1)
     requested = context.operand("fprop.x")
@@ -332,9 +354,13 @@ def _conv_vjp(
 ) -> list[Array | None]:
     x, w = inputs[:2]
     g = backend.cast(g, np.dtype(np.float32))
+    last = [backend.channel_sum(g) if need else None for need in needs[2:]]
+    if context.layer.uses_forward_operands:
+        both = requantized.conv_gradients(backend, g, (x, w), needs, context, window, groups)
+        return [*both, *last]
     dx = _conv_dgrad(backend, g, w, x.shape, context, window, groups) if needs[0] else None
     dw = _conv_wgrad(backend, g, x, w.shape, context, window, groups) if needs[1] else None
-    return [dx, dw, *(backend.channel_sum(g) if need else None for need in needs[2:])]
+    return [dx, dw, *last]
 
 
 def _conv_dgrad(

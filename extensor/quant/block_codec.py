@@ -21,7 +21,7 @@ from extensor.quant.scale_encoders import decode_blocks, encode_blocks
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream, random_words
 
-__all__ = ["BlockLayout", "decode_array", "fake_quantize_blocks", "quantize_blocks"]
+__all__ = ["BlockLayout", "clip_mask", "decode_array", "fake_quantize_blocks", "quantize_blocks"]
 
 Array = Any
 
@@ -161,6 +161,31 @@ def fake_quantize_blocks(
     """What `decode_array` gives of `quantize_blocks`, without packing codes in between."""
     layout, _, values, stats = _encode(x, spec, stream, None, xp)
     return layout.join(values)[..., : layout.coded[spec.axis]], stats
+
+
+def clip_mask(x: Array, q: QuantArray, xp: Any) -> Array:
+    """Where |x| is within its block's largest value, one bit a value: what clipping left alone.
+
+    Args:
+        x: the float32 array that q was made from.
+        q: symmetric blocks.
+        xp: the array module.
+
+    Returns:
+        uint8 of q's coded shape with eight values a byte along the axis, the first in the lowest
+        bit. Blocks with NaN have no such value.
+    """
+    spec = q.spec
+    layout = BlockLayout(spec, q.shape, xp)
+    if spec.transform:
+        x = xp.moveaxis(hadamard(xp.moveaxis(x, spec.axis, -1), spec.transform, xp), -1, spec.axis)
+    top = xp.full((layout.blocks, 1), spec.row.element.max_magnitude_code, dtype=xp.uint8)
+    limit = decode_blocks(top, layout.split_scales(q.scales), spec, q.tensor_scale, None, xp)
+    inside = layout.join(xp.abs(layout.split(x)) <= limit)[..., : layout.coded[spec.axis]]
+    inside = xp.pad(inside, [(0, 0)] * (inside.ndim - 1) + [(0, -inside.shape[-1] % 8)])
+    bits = xp.packbits(inside.reshape(-1), bitorder="little")
+    bits = bits.reshape(*inside.shape[:-1], inside.shape[-1] // 8)
+    return xp.ascontiguousarray(xp.moveaxis(bits, -1, spec.axis))
 
 
 def decode_array(q: QuantArray, xp: Any) -> Array:

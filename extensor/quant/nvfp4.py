@@ -16,7 +16,8 @@ the libraries would get NaN from zeros.
 
 Sources: Transformer Engine, torchao 0.18 (`nvfp4_quantize`) and Model-Optimizer 0.47
 (`NVFP4QTensor`), by their observable behaviour; four-over-six, arXiv 2512.02010, in
-its authors' order; `least_error` is this project's (docs/formats.md).
+its authors' order; `least_error` is this project's (docs/formats.md); eden, arXiv 2601.22813,
+section 4 (MS-EDEN), after EDEN, arXiv 2108.08842.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ from extensor.quant.codec_types import SCALE_GRID, EncodedBlocks, kept_blocks, r
 from extensor.quant.rounding import decode, encode
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["encode_nvfp4"]
+__all__ = ["EDEN_TOP", "encode_nvfp4"]
 
 Array = Any
 
 _FLOAT32_MAX = np.finfo(np.float32).max
 _FLOAT32_LEAST = np.finfo(np.float32).smallest_subnormal
 _UE4M3_NAN = 0x7F
+EDEN_TOP = 6 / (17 / 16 * 0.93)
+"""What a block's largest value becomes under `QuantSpec.eden`: a little beyond the largest code,
+which has the least squared error on normal data once the correction is applied."""
 # Valid NVFP4 scales whose product with e2m1 is exact in FP8: normal, significand 1, 1.25 or 1.5.
 _FP8_EXACT = tuple(code for code in range(0x08, 0x7F) if code & 7 in (0, 2, 4))
 
@@ -65,7 +69,13 @@ def encode_nvfp4(
     scales = _block_scales(x, amax, tensor_amax, tensor_scale, spec, xp)
     zero = (amax == 0) | ~finite
     scales = xp.where(zero, 0, scales).astype(xp.uint8)
-    codes, saturated = _codes(x, scales, tensor_scale, spec, words, xp)
+    if spec.eden:
+        nearest = spec.replace(eden=False, rounding="nearest_even")
+        codes, saturated = _codes(x, scales, tensor_scale, nearest, None, xp)
+        scales = _corrected_scales(x, codes, scales, tensor_scale, spec, words, xp)
+        scales = xp.where(zero, 0, scales).astype(xp.uint8)
+    else:
+        codes, saturated = _codes(x, scales, tensor_scale, spec, words, xp)
     scales = xp.where(finite & (amax == 0), dialect.nvfp4_zero_scale, scales)
     scales = xp.where(finite, scales, _UE4M3_NAN).astype(xp.uint8)
     return EncodedBlocks(codes, scales, saturated, tensor_scale=tensor_scale)
@@ -78,7 +88,7 @@ def _order(spec: QuantSpec) -> str:
 
 def _encode_scale(tensor_amax: Array, spec: QuantSpec, xp: Any) -> Array:
     """S: the largest block scale times the largest code, divided by the tensor's largest value."""
-    target = 1536.0 if spec.rule == "four_over_six" else 2688.0
+    target = 256 * EDEN_TOP if spec.eden else 1536.0 if spec.rule == "four_over_six" else 2688.0
     scale = xp.minimum(xp.float32(target) / tensor_amax, xp.float32(_FLOAT32_MAX))
     return xp.where((tensor_amax == 0) | (scale == 0), xp.float32(1), scale).astype(xp.float32)
 
@@ -101,6 +111,9 @@ def _block_scales(
         base = amax / xp.float32(6) * _encode_scale(tensor_amax, spec, xp)
         options = [_scale_byte(base * xp.float32(m), xp) for m in (1.0, 1.5)]
         return _least_error(x, options, tensor_scale, (tensor_amax, xp.float32(1536)), spec, xp)
+    if spec.eden:
+        base = amax * (_encode_scale(tensor_amax, spec, xp) * xp.float32(1 / EDEN_TOP))
+        return _scale_byte(xp.minimum(base, xp.float32(SCALE_GRID.max)), xp)
     order = _order(spec)
     if order == "torchao":
         base = amax / xp.float32(6) / tensor_scale
@@ -136,6 +149,41 @@ def _codes(
     if not spec.dialect_row.nvfp4_tiny_saturates:
         inverse = xp.where(scales == 0, xp.float32(0), inverse)
     return round_values(x * inverse[:, None], spec, words, xp)
+
+
+def _corrected_scales(
+    x: Array,
+    codes: Array,
+    scales: Array,
+    tensor_scale: Array,
+    spec: QuantSpec,
+    words: Array | None,
+    xp: Any,
+) -> Array:
+    """Scale bytes under which codes rounded to nearest are unbiased over random rotations.
+
+    The scales of the blocks of one Hadamard transform are multiplied by sum(y y) / sum(y q), y the
+    scaled values and q their codes' values, and rounded stochastically: up exactly when the
+    fraction times 2**32 exceeds the block's first random word. Sums are float32 over a block's
+    ascending positions, then over its transform's blocks.
+    """
+    assert spec.transform is not None and words is not None
+    value = decode(scales, SCALE_GRID, xp)
+    inverse = xp.minimum(xp.float32(1) / (value * tensor_scale), xp.float32(_FLOAT32_MAX))
+    y = x * xp.where(scales == 0, xp.float32(0), inverse)[:, None]
+    q = decode(codes, spec.row.element, xp)
+    sums = []
+    for product in (y * y, y * q):
+        total = xp.zeros(len(x), dtype=xp.float32)
+        for position in range(x.shape[1]):
+            total = total + product[:, position]
+        blocks = total.reshape(-1, spec.transform.size // x.shape[1])
+        whole = xp.zeros(len(blocks), dtype=xp.float32)
+        for block in range(blocks.shape[1]):
+            whole = whole + blocks[:, block]
+        sums.append(xp.repeat(whole, blocks.shape[1]))
+    correction = xp.where(sums[1] == 0, xp.float32(1), sums[0] / sums[1])
+    return encode(value * correction, SCALE_GRID, words[:, 0], xp=xp)[0]
 
 
 def _fp8_exact_options(base: Array, xp: Any) -> list[Array]:

@@ -116,6 +116,16 @@ class LayerRecipe:
         fprop: forward, of x and w.
         dgrad: the gradient of x, of g and w.
         wgrad: the gradient of w, of g and x.
+        clip_gradient: whether a value that the forward operand clipped, one beyond its block's
+            largest, gets no gradient; under a Hadamard transform, in the transform's domain
+            (arXiv 2505.14669, algorithm 1).
+        requantize: whether dgrad.w and wgrad.x are made from what fprop multiplied, quantized once
+            more along the other axis, and not from high precision: a layer then keeps one packed
+            copy of x, and no other of w (arXiv 2505.14669, algorithm 1; 2601.22813, section 5).
+
+    Raises:
+        ValueError: for ``clip_gradient`` or ``requantize`` without two quantized operands in fprop
+            whose values are clipped, in blocks along the contraction.
 
     >>> from extensor.quant.recipe import Gemm, LayerRecipe
     >>> quantized, dense = Gemm(*[et.QuantSpec("mxfp4")] * 2), Gemm("bfloat16", "bfloat16")
@@ -126,6 +136,23 @@ class LayerRecipe:
     fprop: Gemm
     dgrad: Gemm
     wgrad: Gemm
+    clip_gradient: bool = False
+    requantize: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.uses_forward_operands:
+            return
+        for operand in (self.fprop.a, self.fprop.b):
+            if isinstance(operand, str) or not operand.clips or operand.has_float_scales:
+                raise ValueError(
+                    "clip_gradient and requantize: expected MX or NVFP4 operands in fprop, not "
+                    f"rebased, got {operand}; leave both off otherwise"
+                )
+
+    @property
+    def uses_forward_operands(self) -> bool:
+        """Whether backward reads what fprop multiplied: to mask gradients, or to requantize it."""
+        return self.clip_gradient or self.requantize
 
     @classmethod
     def uniform(cls, operand: OperandSpec) -> LayerRecipe:
@@ -209,7 +236,12 @@ class LayerRecipe:
             a, b = (o if isinstance(o, str) else o.replace(rebased=True) for o in (gemm.a, gemm.b))
             return replace(gemm, a=a, b=b)
 
-        return LayerRecipe(rebase(self.fprop), rebase(self.dgrad), rebase(self.wgrad))
+        return replace(
+            self,
+            fprop=rebase(self.fprop),
+            dgrad=rebase(self.dgrad),
+            wgrad=rebase(self.wgrad),
+        )
 
 
 @dataclass(frozen=True)

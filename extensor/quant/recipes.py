@@ -1,12 +1,14 @@
 """The table of recipes: published ones, baselines, and ablations that change one thing.
 
 Sources: arXiv 2506.08027 (mxfp8_nvidia), 2502.20586 (mxfp4_tseng), 2509.25149
-(nvfp4_nvidia), 2512.02010 (nvfp4_4over6), 2412.19437 (fp8_block).
+(nvfp4_nvidia), 2512.02010 (nvfp4_4over6), 2412.19437 (fp8_block), 2505.14669 (quartet), 2601.22813
+(quartet2), 2605.09825 (mxfp4_hadamard).
 """
 
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Literal
 
 from extensor.errors import unknown_name
 from extensor.quant.recipe import FloatName, Gemm, LayerRecipe, Recipe, Rule
@@ -71,12 +73,42 @@ def _nvfp4(rule: str, form: str = "nvfp4") -> LayerRecipe:
     return LayerRecipe(Gemm(x, w), Gemm(g, w), wgrad)
 
 
+def _quartet() -> LayerRecipe:
+    x = QuantSpec("mxfp4", scale_rule="quest", transform=Hadamard(32, "none"))
+    g = QuantSpec(
+        "mxfp4",
+        scale_rule="floor",
+        rounding="stochastic",
+        transform=Hadamard(32, "random"),
+        element_scale=0.75,
+    )
+    backward = Gemm(g, g, output_scale=16 / 9)
+    return LayerRecipe(Gemm(x, x), backward, backward, clip_gradient=True, requantize=True)
+
+
+def _quartet2(rule: str) -> LayerRecipe:
+    x = QuantSpec("nvfp4", scale_rule=rule)
+    g = QuantSpec("nvfp4", rounding="stochastic", transform=Hadamard(128, "random"), eden=True)
+    return LayerRecipe(Gemm(x, x), Gemm(g, g), Gemm(g, g), requantize=True)
+
+
+def _wgrad_hadamard(signs: Literal["none", "random"], stochastic: bool) -> LayerRecipe:
+    """MXFP4 in all slots, a Hadamard-32 transform in wgrad alone."""
+    x = _mx("mxfp4", "rceil")
+    g = x.replace(rounding="stochastic") if stochastic else x
+    rotated = Hadamard(32, signs)
+    wgrad = Gemm(g.replace(transform=rotated), x.replace(transform=rotated))
+    return LayerRecipe(Gemm(x, x), Gemm(g, x), wgrad)
+
+
 def _fp8_block() -> LayerRecipe:
     x = QuantSpec("fp8_e4m3", tile=(1, 128))
     return _layer(x, x.replace(tile=(128, 128)), x)
 
 
 _INT8 = QuantSpec("int8", tile="channel")
+_SR_NVFP4 = QuantSpec("nvfp4", rounding="stochastic")
+_NVFP4_STOCHASTIC = Gemm(_SR_NVFP4, _SR_NVFP4)
 
 _ROWS = (
     Recipe("fp32", "float32 everywhere: the baseline", _uniform("float32")),
@@ -153,6 +185,48 @@ _ROWS = (
         "nvfp4_nvidia with block scales that FP8 multiplies exactly, by least squared error",
         _nvfp4("least_error", "nvfp4_fp8exact"),
         _ENDS,
+    ),
+    Recipe(
+        "quartet",
+        "MXFP4: Hadamard-32 and QuEST clipping forward, stochastic backward (arXiv 2505.14669)",
+        _quartet(),
+        _LANGUAGE_ENDS,
+    ),
+    Recipe(
+        "quartet2",
+        "NVFP4: 1x16 forward, MS-EDEN on Hadamard-128 backward (arXiv 2601.22813)",
+        _quartet2("amax"),
+        _LANGUAGE_ENDS,
+    ),
+    Recipe(
+        "quartet2_4over6",
+        "quartet2 choosing 6 or 4 as each forward block's top value",
+        _quartet2("four_over_six"),
+        _LANGUAGE_ENDS,
+    ),
+    Recipe(
+        "mxfp4_hadamard",
+        "MXFP4, nearest rounding, a deterministic Hadamard-32 in wgrad (arXiv 2605.09825)",
+        _wgrad_hadamard("none", stochastic=False),
+        _ENDS,
+    ),
+    Recipe(
+        "mxfp4_hadamard_random",
+        "mxfp4_hadamard with random signs and stochastic gradients",
+        _wgrad_hadamard("random", stochastic=True),
+        _ENDS,
+    ),
+    Recipe(
+        "nvfp4_forward",
+        "NVFP4 1x16 in the forward GEMM alone, gradients in bf16",
+        LayerRecipe(Gemm(QuantSpec("nvfp4"), QuantSpec("nvfp4")), _BF16.dgrad, _BF16.wgrad),
+        _LANGUAGE_ENDS,
+    ),
+    Recipe(
+        "nvfp4_backward",
+        "NVFP4 1x16, stochastic, in both backward GEMMs alone, forward in bf16",
+        LayerRecipe(_BF16.fprop, _NVFP4_STOCHASTIC, _NVFP4_STOCHASTIC),
+        _LANGUAGE_ENDS,
     ),
     # Ablations of mxfp4: each changes one thing.
     Recipe("mxfp4_nearest", "mxfp4 with nearest-even gradients", _mxfp4(stochastic=False), _ENDS),

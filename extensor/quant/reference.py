@@ -21,6 +21,7 @@ from extensor.quant import outlier
 from extensor.quant.array import QuantArray, QuantStats, block_grid
 from extensor.quant.block_codec import (
     BlockLayout,
+    clip_mask,
     decode_array,
     fake_quantize_blocks,
     quantize_blocks,
@@ -31,8 +32,8 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
 __all__ = [
-    "FLOATS", "RunningAmax", "check_previous", "dequantize",
-    "fake_quantize", "quantize", "rebase", "round_to",
+    "FLOATS", "RunningAmax", "check_previous", "clip_mask", "clipped_gradient", "dequantize",
+    "fake_quantize", "masked", "quantize", "quantize_clipped", "rebase", "round_to",
 ]  # fmt: skip
 
 Array = Any
@@ -79,6 +80,102 @@ def quantize(
         exact = quantize_blocks(x, spec.replace(rebased=False), stream, previous_amax, xp)
         return rebase(*exact, xp)
     return quantize_blocks(x, spec, stream, previous_amax, xp)
+
+
+def quantize_clipped(
+    x: Array, spec: QuantSpec, stream: Stream | None = None, xp: Any = np
+) -> tuple[QuantArray, QuantStats, Array]:
+    """Quantize, and note which values lie within their block's largest one.
+
+    Args:
+        x: float array.
+        spec: symmetric, without a minimum, rebasing or the outlier codec.
+        stream: names the random bits of stochastic rounding.
+        xp: the array module.
+
+    Returns:
+        What `quantize` gives, and the mask: uint8, one bit a value along the axis, the first in the
+        lowest bit. Under a Hadamard transform it is of the transformed values.
+
+    Raises:
+        TypeError, ValueError: as `quantize`, and for a spec without such a mask.
+
+    Source: arXiv 2505.14669, algorithm 1 (M in QuEST's trust estimate, 2502.05003, section 3.2).
+
+    >>> import numpy as np
+    >>> from extensor.quant.reference import quantize_clipped
+    >>> spec = et.QuantSpec("mxfp4", scale_rule="floor")
+    >>> quantize_clipped(np.float32([[1.0, -7.0, 5.0, 6.0]]), spec)[2]
+    array([[13]], dtype=uint8)
+    """
+    if not spec.clips:
+        raise ValueError(
+            "clip mask: expected symmetric blocks without a minimum, rebasing or the outlier "
+            f"codec, got {spec}"
+        )
+    x, spec = _checked(x, spec, stream, None, xp)
+    q, stats = quantize_blocks(x, spec, stream, None, xp)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return q, stats, clip_mask(x, q, xp)
+
+
+def masked(g: Array, mask: Array, axis: int, xp: Any = np) -> Array:
+    """A gradient where a clip mask lets it through, zero elsewhere.
+
+    Args:
+        g: float32.
+        mask: uint8, one bit a value of g along the axis, as `quantize_clipped` gives it.
+        axis: of the bits.
+        xp: the array module.
+
+    Returns:
+        float32 of g's shape.
+
+    >>> import numpy as np
+    >>> from extensor.quant.reference import masked
+    >>> masked(np.float32([1.0, 2.0, 3.0]), np.uint8([5]), 0)
+    array([1., 0., 3.], dtype=float32)
+    """
+    along = xp.moveaxis(mask, axis, -1)
+    bits = xp.unpackbits(xp.ascontiguousarray(along), bitorder="little").reshape(
+        *along.shape[:-1], 8 * along.shape[-1]
+    )[..., : g.shape[axis]]
+    return xp.where(xp.moveaxis(bits, -1, axis) != 0, g, xp.float32(0))
+
+
+def clipped_gradient(g: Array, mask: Array, spec: QuantSpec, xp: Any = np) -> Array:
+    """The straight-through gradient of quantizing and decoding, where clipped values get none.
+
+    With y = x D H the transformed values and m the mask, it is ((g D H) * m) H D: the gradient is
+    taken to the transform's domain, masked there, and taken back.
+
+    Args:
+        g: float32 gradient of the decoded values, of the array's shape.
+        mask: of `quantize_clipped`.
+        spec: resolved.
+        xp: the array module.
+
+    Returns:
+        float32 of g's shape.
+
+    Source: arXiv 2505.14669, algorithm 1; 2502.05003, section 3.2.
+
+    >>> import numpy as np
+    >>> from extensor.quant.reference import clipped_gradient
+    >>> spec = et.QuantSpec("mxfp4").resolve(2)
+    >>> clipped_gradient(np.float32([[1.0, 2.0]]), np.uint8([[2]]), spec)
+    array([[0., 2.]], dtype=float32)
+    """
+    if spec.transform is None:
+        return masked(g, mask, spec.axis, xp)
+    rotated = masked(
+        hadamard(xp.moveaxis(g, spec.axis, -1), spec.transform, xp),
+        xp.moveaxis(mask, spec.axis, -1),
+        -1,
+        xp,
+    )
+    back = inverse_hadamard(rotated, spec.transform, g.shape[spec.axis], xp)
+    return xp.ascontiguousarray(xp.moveaxis(back, -1, spec.axis))
 
 
 def _checked(

@@ -25,7 +25,13 @@ from extensor.quant.codec_types import (
 )
 from extensor.quant.nvfp4 import encode_nvfp4
 from extensor.quant.rounding import decode, round_magnitude, signed
-from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes, power_of_two
+from extensor.quant.scale_rules import (
+    E8M0_NAN,
+    E8M0_SEARCHES,
+    e8m0_bytes,
+    power_of_two,
+    quest_bytes,
+)
 from extensor.quant.spec import QuantSpec
 
 __all__ = [
@@ -50,8 +56,18 @@ def encode_blocks(
             return _asymmetric(x, real(), spec, words, xp)
         largest = block_amax(x, xp)
         amax = block_statistic(x, real, largest, spec, previous_amax, xp)
-        encode = _mx if spec.is_mx else _float_scaled if spec.has_float_scales else encode_nvfp4
-        encoded = encode(x, largest, amax, spec, words, xp)
+        if spec.is_mx and spec.rule in E8M0_SEARCHES:
+            finite = xp.isfinite(largest)
+            safe = xp.where(finite, amax, xp.float32(0))
+            kept = kept_blocks(x, finite, xp)
+            encoded = _mx(x, largest, _searched_bytes(kept, real, safe, spec, xp), spec, words, xp)
+        elif spec.is_mx:
+            safe = xp.where(xp.isfinite(largest), amax, xp.float32(0))
+            scales = e8m0_bytes(safe, spec.row.element, spec.rule, spec.scale_window, xp)
+            encoded = _mx(x, largest, scales, spec, words, xp)
+        else:
+            encode = _float_scaled if spec.has_float_scales else encode_nvfp4
+            encoded = encode(x, largest, amax, spec, words, xp)
         if spec.zero_sign == "zeros_negative":  # padding and NaN blocks hold codes 0 all the same
             stored = real() & ~xp.isnan(scale_values(encoded.scales, spec, xp))[:, None]
             encoded.codes = xp.where(stored, encoded.codes, 0).astype(xp.uint8)
@@ -114,15 +130,42 @@ def block_statistic(
     return xp.where(xp.isfinite(largest) & (chosen > 0), chosen, largest)
 
 
+def _searched_bytes(
+    x: Array, real: Callable[[], Array], amax: Array, spec: QuantSpec, xp: Any
+) -> Array:
+    """E8M0 bytes of finite blocks under a rule of `E8M0_SEARCHES`.
+
+    ``mse``: of the scale that nothing exceeds (rceil) and half of it, the one whose codes have the
+    smaller squared error; the larger wins ties. Errors count in units of their own scale, summed
+    in float32 over ascending positions: E(s / 2) / 4 < E(s). For E2M1 in blocks of up to 128 no
+    other power of two has a smaller error (docs/formats.md).
+    """
+    if spec.rule == "quest":
+        return quest_bytes(x, real().sum(axis=1), amax, xp)
+    whole = e8m0_bytes(amax, spec.row.element, "rceil", None, xp).astype(xp.int64)
+    half = whole - 1
+    errors = []
+    nearest = spec.replace(rounding="nearest_even", element_scale=1.0)
+    for byte in (whole, half):
+        scaled = x * power_of_two(127 - xp.maximum(byte, 0), xp)[:, None]
+        codes, _ = round_values(scaled, nearest, None, xp)
+        square = xp.square(decode(codes, spec.row.element, xp) - scaled)
+        error = xp.zeros(len(x), dtype=xp.float32)
+        for position in range(x.shape[1]):
+            error = error + square[:, position]
+        errors.append(error)
+    least = max(spec.dialect_row.mx_least_divisor + 127, 0)
+    better = (errors[1] * xp.float32(0.25) < errors[0]) & (half >= least)
+    return xp.where(better, half, whole).astype(xp.uint8)
+
+
 def _mx(
-    x: Array, largest: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any
+    x: Array, largest: Array, scales: Array, spec: QuantSpec, words: Array | None, xp: Any
 ) -> EncodedBlocks:
     dialect = spec.dialect_row
     finite, infinite = xp.isfinite(largest), xp.isinf(largest)
     inf_byte = dialect.inf_byte_in(spec.row.element)
     keep = finite | (infinite & (inf_byte != E8M0_NAN))
-    safe = xp.where(finite, amax, xp.float32(0))
-    scales = e8m0_bytes(safe, spec.row.element, spec.rule, spec.scale_window, xp)
     scales = xp.where(finite, scales, xp.where(infinite, inf_byte, E8M0_NAN))
     divisor = xp.maximum(scales.astype(xp.int64) - 127, dialect.mx_least_divisor)
     inverse = power_of_two(-divisor, xp)

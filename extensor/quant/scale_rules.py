@@ -1,7 +1,8 @@
-"""Scale rules: how a block's E8M0 scale follows from its largest magnitude.
+"""Scale rules: how a block's E8M0 scale follows from its largest magnitude, or from its values.
 
 Sources: OCP MX v1.0, section 6.3 (floor); arXiv 2506.08027, section 3.1, in
-Transformer Engine's float32 form (rceil); compressed-tensors and Quark (even).
+Transformer Engine's float32 form (rceil); compressed-tensors and Quark (even);
+arXiv 2502.05003, section 3, and 2505.14669, section 4 (quest).
 """
 
 from __future__ import annotations
@@ -14,11 +15,19 @@ import numpy as np
 
 from extensor.formats import ElementFormat
 
-__all__ = ["E8M0_NAN", "E8M0_RULES", "e8m0_bytes", "power_of_two"]
+__all__ = [
+    "E8M0_NAN", "E8M0_RULES", "E8M0_SEARCHES", "QUEST_CLIP",
+    "e8m0_bytes", "power_of_two", "quest_bytes",
+]  # fmt: skip
 
 Array = Any
 E8M0_NAN = 0xFF
 _E8M0_MAX = 0xFE
+
+E8M0_SEARCHES = ("mse", "quest")
+"""Rules that read a block's values, not its largest magnitude alone."""
+QUEST_CLIP = 2.92247856
+"""Where E2M1's top value lies, in root mean squares of normal data, for the least squared error."""
 
 
 def _bits(amax: Array, xp: Any) -> Array:
@@ -84,3 +93,29 @@ def power_of_two(exponent: Array, xp: Any = np) -> Array:
     normal = xp.maximum(exponent + 127, 0) << 23
     subnormal = xp.int64(1) << xp.clip(exponent + 149, 0, 22)
     return xp.where(exponent >= -126, normal, subnormal).astype(xp.uint32).view(xp.float32)
+
+
+def quest_bytes(x: Array, count: Array, amax: Array, xp: Any = np) -> Array:
+    """Scale bytes of the QuEST rule: 2**floor(log2(`QUEST_CLIP` / 6 * root mean square)).
+
+    The block is divided by its largest power of two first, so that no square overflows or
+    vanishes. Squares are summed in float32 over ascending positions.
+
+    Args:
+        x: finite float32 (blocks, block_size), zero on the padding.
+        count: how many values of each block are real, (blocks,).
+        amax: their largest magnitudes, float32 (blocks,).
+        xp: the array module.
+
+    Source: arXiv 2502.05003, section 3.1; 2505.14669, section 4.2, which lets squares deviate from
+    the block's mean, near zero after a Hadamard transform.
+    """
+    power = xp.clip((_bits(amax, xp) >> 23) - 127, -126, 126)
+    scaled = x * power_of_two(-power, xp)[:, None]
+    total = xp.zeros(len(x), dtype=xp.float32)
+    for position in range(x.shape[1]):
+        total = total + xp.square(scaled[:, position])
+    mean = total / xp.maximum(count, 1).astype(xp.float32)
+    scale = xp.sqrt(mean) * xp.float32(QUEST_CLIP / 6)
+    stored = xp.clip((_bits(scale, xp) >> 23) + power, 0, _E8M0_MAX)
+    return xp.where(amax == 0, 0, stored).astype(xp.uint8)

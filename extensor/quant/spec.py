@@ -15,6 +15,7 @@ from typing import Any, Literal
 from extensor.errors import unknown_name
 from extensor.formats import DIALECTS, FORMATS, BlockFormat, Dialect, Tile
 from extensor.formats.dialects import Ties, ZeroSign
+from extensor.quant.scale_rules import E8M0_SEARCHES
 
 __all__ = ["Hadamard", "QuantSpec"]
 
@@ -113,6 +114,9 @@ class QuantSpec:
         rebased: True gives all blocks in each 128 x 128 values of a matrix the largest of their
             scales, as FP8 tensor cores multiply them. Codes that become subnormal are rounded once
             more, and those that change are counted (`extensor.quant.rebase`). MXFP8 only.
+        eden: True rounds codes to nearest and makes the block scales unbiased instead: corrected
+            over each Hadamard transform, then rounded stochastically (MS-EDEN, arXiv 2601.22813,
+            section 4). NVFP4 under a transform with random signs only.
 
     >>> spec = et.QuantSpec("mxfp4", axis=-1, scale_rule="rceil")
     >>> q = et.ones((4, 64)).quantize(spec)
@@ -139,6 +143,7 @@ class QuantSpec:
     rebased: bool = False
     minimum: bool = False
     super_block: int | None = None
+    eden: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -197,6 +202,16 @@ class QuantSpec:
                 raise ValueError(f"scale_window: only for E8M0 scales, not {self.format}")
             if not _is_int(self.scale_window) or self.scale_window < 0:
                 raise ValueError(f"scale_window: expected an int >= 0, got {self.scale_window!r}")
+            if self.rule in E8M0_SEARCHES:
+                raise ValueError(
+                    f"scale_window: expected a rule that follows from the largest magnitude, got "
+                    f"{self.rule!r}, which chooses by a block's values; leave one of the two out"
+                )
+        if self.statistic != "amax" and self.is_mx and self.rule in E8M0_SEARCHES:
+            raise ValueError(
+                f"statistic: expected 'amax' with scale rule {self.rule!r}, which reads a block's "
+                f"values, got {self.statistic!r}"
+            )
         if self.scale_dtype is not None and (
             row.scale.name != "float32" or self.scale_dtype not in ("float32", "float16")
         ):
@@ -229,6 +244,13 @@ class QuantSpec:
                 f"{self.statistic!r} and {self.tile!r}"
             )
 
+        if self.eden and not self._can_correct():
+            raise ValueError(
+                "eden: expected nvfp4 with rounding='stochastic' (of the block scales), rule, "
+                "dialect and tile the format's own, statistic='amax', element_scale=1 and a "
+                "Hadamard transform with random signs, over which the correction is unbiased, "
+                f"got {self}"
+            )
         if self.rebased and not self._can_rebase():
             raise ValueError(
                 f"rebased: expected MXFP8 in tiles (1, n), n a divisor of {REBASE_TILE}, without a "
@@ -265,6 +287,12 @@ class QuantSpec:
                 "super_block: scales are integers times a float16, chosen by rule 'amax'; leave "
                 f"scale_dtype and scale_rule out, got {self}"
             )
+
+    def _can_correct(self) -> bool:
+        plain = self.statistic == "amax" and self.element_scale == 1.0
+        plain = plain and self.tile in (None, self.row.tile) and self.rounding == "stochastic"
+        plain = plain and self.row.tensor_scale and self.rule == "amax" and self.dialect == "ocp"
+        return plain and self.transform is not None and self.transform.signs == "random"
 
     def _can_rebase(self) -> bool:
         tile = self.row.tile if self.tile is None else self.tile
@@ -305,6 +333,12 @@ class QuantSpec:
     def is_affine(self) -> bool:
         """True if blocks carry a float minimum or lie in super-blocks (`extensor.quant.affine`)."""
         return self.minimum or self.super_block is not None
+
+    @property
+    def clips(self) -> bool:
+        """True if a value beyond its block's largest one is clipped to it (`clip_gradient`)."""
+        plain = self.symmetric and not self.row.outliers
+        return plain and not self.is_affine and not self.rebased
 
     @property
     def kernel_gap(self) -> str:

@@ -105,7 +105,15 @@ class QuantizedModule(nn.Module, Ticking):
         advance_with_optimizer(self)
 
     def extra_repr(self) -> str:
-        """See `torch.nn.Module.extra_repr`."""
+        """What the layer's repr says: torch's own words, and the recipe.
+
+        Returns:
+            The text between the parentheses.
+
+        >>> import extensor.torch as ext
+        >>> ext.Linear(64, 32, recipe="mxfp4").extra_repr()
+        "in_features=64, out_features=32, bias=True, recipe='mxfp4'"
+        """
         context = self.quant_layer.context
         return f"{super().extra_repr()}, recipe={context.state.recipe.name!r}"
 
@@ -125,7 +133,21 @@ class _Linear(QuantizedModule):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) -> (..., N)."""
+        """The product with the weight under the recipe, plus the bias.
+
+        Args:
+            x: (..., K), float32, bfloat16 or float16.
+
+        Returns:
+            (..., N).
+
+        Raises:
+            ValueError: for another last length.
+
+        >>> import extensor.torch as ext
+        >>> ext.Linear(64, 32, recipe="mxfp4").forward(torch.ones(8, 64)).shape
+        torch.Size([8, 32])
+        """
         weight, layer = self._matrix(), self.quant_layer
         if not x.ndim or x.shape[-1] != weight.shape[1]:
             raise ValueError(
@@ -156,7 +178,21 @@ class _Conv2d(QuantizedModule):
     _reversed_padding_repeated_twice: list[int]
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) or (C, H, W) -> (N, O, Ho, Wo) or (O, Ho, Wo)."""
+        """The convolution under the recipe, plus the bias.
+
+        Args:
+            x: (N, C, H, W) or (C, H, W), float32, bfloat16 or float16.
+
+        Returns:
+            (N, O, Ho, Wo) or (O, Ho, Wo).
+
+        Raises:
+            ValueError: for another number of channels, or an image that is smaller than the kernel.
+
+        >>> import extensor.torch as ext
+        >>> ext.Conv2d(3, 16, kernel_size=3, recipe="mxfp4").forward(torch.ones(2, 3, 8, 8)).shape
+        torch.Size([2, 16, 6, 6])
+        """
         weight, layer = self.weight, self.quant_layer
         x, dtype = self._prepared(x, weight)
         single = x.ndim == 3

@@ -146,6 +146,12 @@ def _roles(model: nn.Module, layers: Mapping[str, Any]) -> list[tuple[str, froze
 def quantized_modules(model: nn.Module) -> dict[str, QuantizedModule]:
     """The layers of a model that are under a recipe, by path.
 
+    Args:
+        model: any torch module.
+
+    Returns:
+        The quantized layers, in the model's order.
+
     >>> import extensor.torch as ext
     >>> list(ext.quantized_modules(ext.quantize_(nn.Sequential(nn.Linear(32, 32)))))
     ['0']
@@ -179,6 +185,9 @@ def telemetry(model: nn.Module) -> dict[tuple[str, str], QuantStats]:
 
 def reset_telemetry(model: nn.Module) -> None:
     """Set a model's counts to zero.
+
+    Args:
+        model: a model under a recipe.
 
     >>> import extensor.torch as ext
     >>> model = ext.quantize_(nn.Sequential(nn.Linear(32, 32)))

@@ -11,7 +11,15 @@ import math
 import numpy as np
 
 from tests.oracle.blocks import Index
-from tests.oracle.grid import GRIDS, bits_of, decode, e4m3_byte, magnitude, round_integer
+from tests.oracle.grid import (
+    GRIDS,
+    bits_of,
+    decode,
+    e4m3_byte,
+    encode,
+    magnitude,
+    round_integer,
+)
 from tests.oracle.work import (
     FLT_MAX,
     INFINITY_BYTE,
@@ -57,6 +65,32 @@ def mx_exponent(amax: np.float32, rule: str, element: str) -> int:
     return exponent + up - 127
 
 
+def searched_byte(work: Work, rule: str, places: list[Index | None], amax: np.float32) -> int:
+    """The scale byte under a rule that reads the block's values."""
+    values = [work.x[at] for at in places if at is not None]
+    if rule == "quest":
+        power = min(max(floor_log2(magnitude(amax)), -126), 126)
+        total = F(0)
+        for v in values:
+            scaled = F(v * F(math.ldexp(1, -power)))
+            total = F(total + F(scaled * scaled))
+        scale = F(np.sqrt(F(total / F(len(values)))) * F(2.92247856 / 6))
+        return min(max(floor_log2(magnitude(scale)) + power + 127, 0), 254)
+    whole = min(max(mx_exponent(amax, "rceil", work.element) + 127, 0), 254)
+    if whole - 1 < max(MIN_DIVISOR.get(work.spec.dialect, -127) + 127, 0):
+        return whole
+    errors = []
+    for byte in (whole, whole - 1):
+        total = F(0)
+        for v in values:
+            scaled = F(v * F(math.ldexp(1, 127 - byte)))
+            code, _ = work.coded(scaled, None)
+            off = F(decode(code, work.element) - scaled)
+            total = F(total + F(off * off))
+        errors.append(total)
+    return whole - 1 if F(errors[1] * F(0.25)) < errors[0] else whole
+
+
 def quantize_mx(work: Work, rule: str) -> np.ndarray:
     scales = np.zeros(work.grid_shape(), np.uint8)
     exponents: dict[Index, int] = {}
@@ -69,7 +103,10 @@ def quantize_mx(work: Work, rule: str) -> np.ndarray:
             scales[where] = byte_of(GRIDS[work.element].emax)
         elif any(v != 0 for v in values):
             statistic = work.statistic(where, places)
-            exponents[where] = mx_exponent(statistic, rule, work.element)
+            if rule in ("mse", "quest"):
+                exponents[where] = searched_byte(work, rule, places, statistic) - 127
+            else:
+                exponents[where] = mx_exponent(statistic, rule, work.element)
         elif rule == "one":  # the study of casting without a scale: one even where nothing is
             scales[where] = 127
     if exponents and work.spec.scale_window is not None:
@@ -156,6 +193,8 @@ def squared_error(
 def quantize_nv(work: Work, rule: str) -> tuple[np.ndarray, np.float32]:
     finite = [abs(v) for v in work.x.ravel() if np.isfinite(v)]
     amax = max(finite, default=F(0))
+    if work.spec.eden:
+        return quantize_eden(work, amax)
     bound = F(1536 if rule == "four_over_six" else 2688)
     s_enc = min(F(bound / amax), FLT_MAX) if amax > 0 else F(1)
     tensor_scale = F(F(1) / s_enc)
@@ -187,6 +226,46 @@ def quantize_nv(work: Work, rule: str) -> tuple[np.ndarray, np.float32]:
             if at is not None:
                 value = F(F(decode(code, "e2m1") * sf) * tensor_scale)
                 work.put(at, code, saturated, value)
+    return scales, tensor_scale
+
+
+def quantize_eden(work: Work, amax: np.float32) -> tuple[np.ndarray, np.float32]:
+    """MS-EDEN: codes to nearest, scales corrected over a transform and rounded stochastically."""
+    top = 6 / (17 / 16 * 0.93)
+    s_enc = min(F(F(256 * top) / amax), FLT_MAX) if amax > 0 else F(1)
+    tensor_scale = F(F(1) / s_enc)
+    scales = np.zeros(work.grid_shape(), np.uint8)
+    sums: dict[tuple[object, ...], list[np.float32]] = {}
+    members, per = [], work.spec.transform.size // 16
+    for number, (where, places) in enumerate(work.all):
+        values = [work.x[at] for at in places if at is not None]
+        if not all(np.isfinite(v) for v in values):
+            scales[where] = 0x7F
+            for at in places:
+                if at is not None:
+                    work.put(at, 0, False, NAN)
+            continue
+        block = max(abs(v) for v in values)
+        sf = decode(e4m3_byte(min(F(block * F(s_enc * F(1 / top))), F(448))), "e4m3")
+        inverse = F(0) if sf == 0 else min(F(F(1) / F(sf * tensor_scale)), FLT_MAX)
+        codes, total = [], [F(0), F(0)]
+        for at in places:
+            y = F(work.x[at] * inverse)
+            codes.append(work.coded(y, None, "e2m1"))
+            q = F(decode(codes[-1][0], "e2m1"))
+            total = [F(total[0] + F(y * y)), F(total[1] + F(y * q))]
+        group = (*where[: work.axis], where[work.axis] // per, *where[work.axis + 1 :])
+        before = sums.setdefault(group, [F(0), F(0)])
+        sums[group] = [F(a + b) for a, b in zip(before, total, strict=True)]
+        members.append((number, where, places, codes, sf, group, block))
+    for number, where, places, codes, sf, group, block in members:
+        yy, yq = sums[group]
+        corrected = F(sf * (F(1) if yq == 0 else F(yy / yq)))
+        byte = encode(corrected, "e4m3", work.drawn(number, 0))[0] if block > 0 else 0
+        scales[where] = byte
+        for at, (code, saturated) in zip(places, codes, strict=True):
+            value = F(F(decode(code, "e2m1") * decode(byte, "e4m3")) * tensor_scale)
+            work.put(at, code, saturated, value)
     return scales, tensor_scale
 
 

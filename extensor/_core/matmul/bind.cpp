@@ -27,6 +27,7 @@ struct Variant {
     const GemmKernels* kernels;
     const char* instructions;  // of the kernels
     const AmxKernels* amx = nullptr;
+    bool (*one_row)(const WeightGemm&) = nullptr;  // tried first with one row of x
 };
 
 #if defined(EXTENSOR_AVX_VNNI)
@@ -62,10 +63,12 @@ std::vector<Variant> supported() {
         found.push_back({"avx512", "avx512", &avx512::gemm_kernels, "avx512"});
         if (__builtin_cpu_supports("avx512vnni")) {
             const GemmKernels* vnni = &avx512_vnni::gemm_kernels;
-            found.push_back({"avx512_vnni", "avx512", vnni, "avx512_vnni"});
+            const auto row =
+                __builtin_cpu_supports("avx512vbmi") ? avx512_vnni::one_row_on_bytes : nullptr;
+            found.push_back({"avx512_vnni", "avx512", vnni, "avx512_vnni", nullptr, row});
 #if defined(EXTENSOR_AMX)
             if (has_amx())
-                found.push_back({"amx", "avx512", vnni, "avx512_vnni", &amx::amx_kernels});
+                found.push_back({"amx", "avx512", vnni, "avx512_vnni", &amx::amx_kernels, row});
 #endif
         }
     }
@@ -289,7 +292,9 @@ Floats weight_only_matmul(const Floats& x, const Matrix& w) {
             "weight_only_matmul: expected x of (rows, k)");
     Floats out = buffers::array<float>({x.shape(0), static_cast<py::ssize_t>(w.m.rows)});
     const WeightGemm g{w.m, x.data(), x.shape(0), w.k, out.mutable_data()};
-    without_gil([&] { current.kernels->weights(g); });
+    without_gil([&] {
+        if (!current.one_row || !current.one_row(g)) current.kernels->weights(g);
+    });
     return out;
 }
 

@@ -90,6 +90,10 @@ EXTENSOR_DECLARE_GEMM(avx_vnni)
 #endif
 EXTENSOR_DECLARE_GEMM(avx512)
 EXTENSOR_DECLARE_GEMM(avx512_vnni)
+namespace avx512_vnni {
+// One row of x, where there is VBMI too; false for what it does not take (one_row_vnni.cpp).
+bool one_row_on_bytes(const WeightGemm&);
+}  // namespace avx512_vnni
 #ifdef EXTENSOR_AMX
 namespace amx {
 extern const AmxKernels amx_kernels;

@@ -24,7 +24,8 @@ INLINE __m128 sums_of(const vf (&v)[4]) {
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-constexpr int kGroupRows = 4;  // of weights at a time
+constexpr int kGroupRows = 4;        // of weights at a time
+constexpr int64_t kPrefetch = 4096;  // bytes ahead of the codes in use, in the order of memory
 
 // Four rows of weights: their codes, and the scales and offsets of their tiles.
 struct RowGroup {
@@ -44,7 +45,8 @@ void for_row_groups(const Weights& s, bool offsets, Body body) {
         const int64_t count = (end - begin) * tiles;
         float* scale = threads::scratch_of<float>(threads::Slot::partial, 2 * (count + VL));
         float* offset = scale + count + VL;
-        const int64_t rows = g.w.super_scales ? 1 : end - begin;  // of tiles that follow each other
+        // Rows whose tiles follow each other: not across the end of a super-block.
+        const int64_t rows = g.w.super_scales && tiles % g.w.super_tiles ? 1 : end - begin;
         for (int64_t row = begin; row < end; row += rows) {
             const int64_t at = (row - begin) * tiles;
             s.decode_scales(row, 0, rows * tiles, scale + at);
@@ -70,7 +72,7 @@ void for_row_groups(const Weights& s, bool offsets, Body body) {
 template <Offset Kind>
 void one_row_codes4(const Weights& s) {
     constexpr int R = kGroupRows;
-    const int64_t k = s.g.k, row_bytes = s.g.w.row_bytes;
+    const int64_t k = s.g.k;
     const ScaleLanes scale_lanes(s.g.w.tile_length);
     alignas(64) uint16_t bits16[32];
     for (int i = 0; i < 32; ++i) {
@@ -124,7 +126,7 @@ void one_row_codes4(const Weights& s) {
         for (int64_t c = 0; c < whole; ++c) {
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
-                __builtin_prefetch(group.codes[r] + c * 4 * VL + 2 * R * row_bytes);
+                __builtin_prefetch(group.codes[0] + (c * R + r) * 4 * VL + kPrefetch);
                 words[r] = _mm512_loadu_si512(group.codes[r] + c * 4 * VL);
             }
             add(words, 0xFFFF);
@@ -138,11 +140,25 @@ void one_row_codes4(const Weights& s) {
     });
 }
 
-// Integers of 8 bits in tiles of whole vectors, or one for the row.
-inline void one_row_integers(const Weights& s) {
+// Sixteen codes of eight bits as float32; of e4m3 divided by 256, without its NaN.
+template <Code8 Kind>
+INLINE vf values_of(__m128i bytes) {
+    if constexpr (Kind == Code8::integer)
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    else if constexpr (Kind == Code8::e5m2)
+        return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8));
+    else
+        return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7),
+                                                _mm256_set1_epi16(static_cast<int16_t>(0xBF80))));
+}
+
+// Codes of 8 bits in tiles of whole vectors, or one for the row.
+template <Code8 Kind>
+void one_row_codes8(const Weights& s) {
     constexpr int R = kGroupRows;
-    const int64_t k = s.g.k, row_bytes = s.g.w.row_bytes, tile = least(k, s.g.w.tile_length);
+    const int64_t k = s.g.k, tile = least(k, s.g.w.tile_length);
     for_row_groups(s, false, [=, &s](const RowGroup& group, vf(&total)[R]) {
+        __m128i twice[R] = {};  // the largest magnitudes of e4m3: 0xFE is twice its NaN
         for (int64_t begin = 0, t = 0; begin < k; begin += tile, ++t) {
             const int64_t end = least(k, begin + tile);
             vf part[R] = {};
@@ -151,15 +167,16 @@ inline void one_row_integers(const Weights& s) {
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r) {
                     const __m128i bytes = _mm_maskz_loadu_epi8(some, group.codes[r] + i);
-                    part[r] = multiply_add(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), values,
-                                           part[r]);
+                    if constexpr (Kind == Code8::e4m3)
+                        twice[r] = _mm_max_epu8(twice[r], _mm_add_epi8(bytes, bytes));
+                    part[r] = multiply_add(values_of<Kind>(bytes), values, part[r]);
                 }
             };
             int64_t i = begin;
             for (; i + 2 * VL <= end; i += 2 * VL) {
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r)
-                    __builtin_prefetch(group.codes[r] + i + 2 * R * row_bytes);
+                    __builtin_prefetch(group.codes[0] + R * i + r * 2 * VL + kPrefetch);
                 add(i, 0xFFFF), add(i + VL, 0xFFFF);
             }
             for (; i < end; i += VL) add(i, static_cast<__mmask16>((1u << least(VL, end - i)) - 1));
@@ -167,6 +184,9 @@ inline void one_row_integers(const Weights& s) {
             for (int r = 0; r < R; ++r)
                 total[r] = multiply_add(part[r], splat(group.scale[r][t]), total[r]);
         }
+        for (int r = 0; r < R && Kind == Code8::e4m3; ++r)
+            if (_mm_cmpeq_epi8_mask(twice[r], _mm_set1_epi8(-2)))
+                total[r] = splat(__builtin_nanf(""));
     });
 }
 
@@ -176,12 +196,16 @@ inline bool takes_one_row(const WeightGemm& g) {
     if (g.m != 1 || g.w.tile_rows != 1) return false;
     if (e.bits == 4) return true;
     const bool vectors = g.w.tile_length % VL == 0 || g.w.tile_length >= g.k;
-    return e.bits == 8 && !e.is_float && offset_of(g.w) == Offset::none && vectors;
+    return e.bits == 8 && offset_of(g.w) == Offset::none && vectors;
 }
 
 // `s.x` is packed, and fits the first cache.
 inline void one_row(const Weights& s) {
-    if (kElements[s.g.w.element].bits == 8) return one_row_integers(s);
+    const Element& e = kElements[s.g.w.element];
+    if (e.bits == 8 && !e.is_float) return one_row_codes8<Code8::integer>(s);
+    if (e.bits == 8)
+        return e.mantissa_bits == 3 ? one_row_codes8<Code8::e4m3>(s)
+                                    : one_row_codes8<Code8::e5m2>(s);
     switch (offset_of(s.g.w)) {
         case Offset::none: return one_row_codes4<Offset::none>(s);
         case Offset::zero: return one_row_codes4<Offset::zero>(s);

@@ -6,7 +6,6 @@
 // elements. Sums of one block's grid values are scaled once. The order of additions depends on the
 // shapes and the level, not on the threads.
 
-#include "common/elementwise.hpp"
 #include "matmul/weight_only.hpp"
 
 #if EXTENSOR_LANES == 16
@@ -25,7 +24,6 @@ constexpr int64_t kSlice = 8192;    // floats of x that stay in L1
 constexpr int64_t kExpanded = 256;  // eight-bit codes expanded at a time
 constexpr int64_t kCacheLine = 64;  // bytes
 constexpr int64_t kFewRows = 4;     // of x; with more, decoding once for all is faster (measured)
-constexpr uint32_t kLargest = (60 + 127) << 23;  // 2^60, as the bits of a float32
 
 using PartFunction = void (*)(const Weights&, const ScaleLanes&, const Part&);  // R rows by M of x
 
@@ -265,21 +263,14 @@ void run(Weights& s) {
     });
 }
 
-// Whether lanes fit the blocks, and no sum of x times unscaled codes can overflow.
+// Whether lanes fit the blocks, and sums stay finite.
 bool streams(const WeightGemm& g) {
     const int bits = kElements[g.w.element].bits;
     const int64_t tile = g.w.tile_length;
     if (bits == 6 || (bits == 8 && g.w.minimums)) return false;
     if (bits == 4 && tile != 16 && tile != 32 && tile != 64 && tile % 128 && tile < g.k)
         return false;
-    vu largest = {};
-    for (int64_t i = 0; i < g.m * g.k; i += VL) {
-        const vu magnitude = reinterpret_cast<vu>(load_at(g.x, i, g.m * g.k)) & kMagnitude;
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    for (int i = 0; i < VL; ++i)
-        if (largest[i] > kLargest) return false;
-    return true;
+    return moderate(g);
 }
 
 }  // namespace

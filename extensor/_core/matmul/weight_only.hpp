@@ -1,6 +1,7 @@
 // Rows of block-scaled weights with their scales, and the packed x, for weight_only.cpp.
 #pragma once
 
+#include "common/elementwise.hpp"
 #include "matmul/codes8.hpp"
 
 namespace EXTENSOR_ISA {
@@ -106,7 +107,22 @@ private:
                         const uint16_t* supers, float factor, float* to) const {
         const auto* from = static_cast<const uint8_t*>(stored) + scales.at(row, tile);
         supers += row * ceil_div(scales.tiles, g.w.super_tiles);
-        for (int64_t t = 0; t < count;) {
+        int64_t t = 0;
+#if EXTENSOR_LANES == 16
+        const int64_t per = g.w.super_tiles;
+        for (const bool fits = tile == 0 && VL % per == 0; fits && t + VL <= count; t += VL) {
+            const auto some = static_cast<__mmask16>((1u << VL / per) - 1);
+            const vf size = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, supers + t / per));
+            vi of_lane;
+            for (int i = 0; i < VL; ++i) of_lane[i] = static_cast<int>(i / per);
+            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + t));
+            const __m512i values = g.w.scale == Scale::int8 ? _mm512_cvtepi8_epi32(bytes)
+                                                            : _mm512_cvtepu8_epi32(bytes);
+            store(to + t, _mm512_cvtepi32_ps(values) * factor *
+                              _mm512_permutexvar_ps(reinterpret_cast<__m512i>(of_lane), size));
+        }
+#endif
+        while (t < count) {
             const int64_t super = (tile + t) / g.w.super_tiles;
             const float size = half_value(supers[super]) * factor;
             for (const int64_t end = least(count, (super + 1) * g.w.super_tiles - tile); t < end;
@@ -129,6 +145,25 @@ struct Part {
 };
 
 void weight_panel_product(const WeightGemm&);  // weight_panels.cpp
+
+// Whether tiles begin and end with lanes of so many elements, and vectors with tiles or within one.
+inline bool fits_lanes(int64_t tile, int64_t lane, int64_t k) {
+    const int64_t vector = lane * VL;
+    return tile >= k || tile % vector == 0 || (tile % lane == 0 && vector % tile == 0);
+}
+
+// Whether no sum of x times unscaled codes can overflow: every |x| is at most 2^60.
+inline bool moderate(const WeightGemm& g) {
+    constexpr uint32_t kLargest = (60 + 127) << 23;
+    vu largest = {};
+    for (int64_t i = 0; i < g.m * g.k; i += VL) {
+        const vu magnitude = reinterpret_cast<vu>(load_at(g.x, i, g.m * g.k)) & kMagnitude;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    for (int i = 0; i < VL; ++i)
+        if (largest[i] > kLargest) return false;
+    return true;
+}
 
 // Values of four-bit codes.
 struct Table16 {
@@ -158,19 +193,19 @@ struct Table16 {
 #endif
 };
 
-// Puts a chunk's scales into the lanes: lane l gets number l * 8 / tile.
+// Puts the scales of one vector of codes into its lanes, each of so many elements.
 struct ScaleLanes {
     vi index;
     bool broadcast;            // a chunk lies under one scale
     int64_t step;              // scales from chunk to chunk
     int64_t chunks_per_scale;  // where broadcast
 
-    explicit ScaleLanes(int64_t tile)
+    explicit ScaleLanes(int64_t tile, int64_t lane = 8)
         : index{},
-          broadcast(tile >= kChunk),
-          step(broadcast ? 1 : kChunk / tile),
-          chunks_per_scale(ceil_div(tile, kChunk)) {
-        for (int i = 0; i < VL && !broadcast; ++i) index[i] = static_cast<int>(i * 8 / tile);
+          broadcast(tile >= lane * VL),
+          step(broadcast ? 1 : lane * VL / tile),
+          chunks_per_scale(ceil_div(tile, lane * VL)) {
+        for (int i = 0; i < VL && !broadcast; ++i) index[i] = static_cast<int>(i * lane / tile);
     }
 
     // `at` is readable for VL floats.

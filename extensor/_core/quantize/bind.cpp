@@ -28,7 +28,8 @@ QuantPlan make_plan(const py::kwargs& f) {
     p.scale = named<Scale>(f, "scale", {"e8m0", "ue4m3", "float32", "float16"});
     p.rule = named<Rule>(
         f, "rule",
-        {"floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error"});
+        {"floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error", "mse",
+         "quest"});
     p.ties = named<Ties>(f, "ties", {"even", "away", "zero"});
     p.zeros =
         named<Zeros>(f, "zeros", {"kept", "zeros_positive", "zeros_negative", "codes_positive"});

@@ -6,7 +6,18 @@
 #include "common/dtypes.hpp"
 #include "common/levels.hpp"
 
-enum class Rule : int { floor, rceil, ceil, even, one, amax, four_over_six, least_error };
+enum class Rule : int {
+    floor,
+    rceil,
+    ceil,
+    even,
+    one,
+    amax,
+    four_over_six,
+    least_error,
+    mse,
+    quest
+};
 enum class Ties : int { even, away, zero };
 enum class Zeros : int { kept, zeros_positive, zeros_negative, codes_positive };
 enum class Order : int { transformer_engine, torchao, model_optimizer };  // of NVFP4's operations

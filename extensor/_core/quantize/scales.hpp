@@ -3,7 +3,7 @@
 //
 // A block's scale follows from one word, its statistic: the bits of its largest magnitude, or,
 // where a rule needs more of the block than that, what searched_scales.cpp found:
-//     four_over_six, least_error    0 for a block of zeros, else the chosen scale byte plus one
+//     rules that choose a scale     0 for a block of zeros, else the chosen scale byte plus one
 //     integers with a zero point    the bits of the scale
 // In all of them kExponentMask and above stand for a block that holds an infinity or a NaN.
 #pragma once
@@ -26,10 +26,8 @@ INLINE vf grid_value(vu code, const Grid& g) {
     return code < (1u << g.mantissa_bits) ? subnormal : float_of(normal);
 }
 
-// Rules that choose the block scale among several.
-constexpr bool chooses(const QuantPlan& plan) {
-    return plan.rule == Rule::four_over_six || plan.rule == Rule::least_error;
-}
+// Rules that choose the block scale by the block's values.
+constexpr bool chooses(const QuantPlan& plan) { return plan.rule >= Rule::four_over_six; }
 
 // Rules and statistics that need more of a block than its largest magnitude.
 constexpr bool needs_more_than_amax(const QuantPlan& plan, const QuantJob& job) {
@@ -106,12 +104,13 @@ struct Scaler {
                 return ((bits + (1u << (22 - element.mantissa_bits))) >> 23) -
                        static_cast<uint32_t>(element.emax);
             case Rule::one: return splat(127u);
+            case Rule::mse:  // searched_scales.cpp begins with the scale that nothing exceeds
             case Rule::rceil: bits = bits_of(float_of(bits) * reciprocal_max); break;
             default: break;
         }
         const vu mantissa = bits & kMantissaMask, field = bits >> 23;
         up = reinterpret_cast<vu>(mantissa > (field > 0u ? vu{} : splat(0x400000u)));
-        return field - up - (plan.rule == Rule::rceil ? 0u : static_cast<uint32_t>(element.emax));
+        return field - up - (plan.rule == Rule::ceil ? static_cast<uint32_t>(element.emax) : 0u);
     }
 
     INLINE Scales of(vu statistic) const {
@@ -122,15 +121,20 @@ struct Scaler {
         }
     }
 
+    // The byte of a finite largest magnitude.
+    INLINE vu e8m0_byte(vu amax) const {
+        vi exponent = reinterpret_cast<vi>(exponent_byte(amax));
+        exponent = exponent < lowest_byte ? vi{} + lowest_byte : exponent;
+        exponent = exponent < 0 ? vi{} : exponent;
+        exponent = exponent > 254 ? vi{} + 254 : exponent;
+        return reinterpret_cast<vu>(exponent);
+    }
+
     INLINE Scales e8m0(vu amax) const {
         const vu finite = reinterpret_cast<vu>(amax < kExponentMask);
         const vu infinite = reinterpret_cast<vu>(amax == kExponentMask);
         const vu zero = reinterpret_cast<vu>(amax == 0u);
-        vi exponent = reinterpret_cast<vi>(exponent_byte(amax & finite));
-        exponent = exponent < lowest_byte ? vi{} + lowest_byte : exponent;
-        exponent = exponent < 0 ? vi{} : exponent;
-        exponent = exponent > 254 ? vi{} + 254 : exponent;
-        vu byte = reinterpret_cast<vu>(exponent);
+        vu byte = chooses(plan) ? amax - 1u : e8m0_byte(amax & finite);
         if (plan.rule != Rule::one) byte &= ~zero;
         byte = (byte & finite) | (~finite & (infinite ? splat(plan.mx_inf_byte) : splat(255u)));
         Scales s;

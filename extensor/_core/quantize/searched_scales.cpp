@@ -287,7 +287,73 @@ void measure(BlockGroup& group, const Call& call, const vu* codes, vf* errors) {
     for (int o = 0; o < N; ++o) errors[o] = error[o];
 }
 
+// ---- rules that choose among block scales of MX formats ----
+
+// See `_searched_bytes` in extensor/quant/scale_encoders.py: the scale that nothing exceeds, or
+// half of it. Errors are in units of their own scale.
+template <bool Words>
+vu least_squares_byte(BlockGroup& group, const Call& call, vu amax) {
+    const Grid grid = call.scaler.grid;
+    const vu whole = call.scaler.e8m0_byte(amax), half = whole - 1u;
+    const auto inverse = [](vu byte) {
+        return float_of(byte == 254u ? splat(0x400000u) : (254u - byte) << 23);
+    };
+    const vf apply[2] = {inverse(whole), inverse(whole == 0u ? vu{} : half)};
+    const vu word = splat(call.constant);
+    vf error[2] = {};
+    group.for_positions([&](vf x) {
+        for (int o = 0; o < 2; ++o) {
+            const vf y = x * apply[o];
+            const vf magnitude = smaller(float_of(bits_of(y) & kMagnitude), splat(grid.clamp));
+            vu exponent, steps;
+            const vf r = round_magnitude<Words>(magnitude, word, grid, exponent, steps);
+            const vf off = float_of(bits_of(smaller(r, splat(grid.top))) | (bits_of(y) & kSign)) - y;
+            error[o] += off * off;
+        }
+    });
+    const vu better = reinterpret_cast<vu>(error[1] * 0.25f < error[0]);
+    const vu allowed = reinterpret_cast<vu>(whole > call.plan.mx_least_byte);
+    return better & allowed ? half : whole;
+}
+
+// See `quest_bytes` in extensor/quant/scale_rules.py.
+vu quest_byte(BlockGroup& group, vu amax) {
+    vi power = reinterpret_cast<vi>(amax >> 23) - 127;
+    power = power < -126 ? vi{} - 126 : power;
+    power = power > 126 ? vi{} + 126 : power;
+    const vf inverse = float_of(reinterpret_cast<vu>(127 - power) << 23);
+    vf total = {};
+    group.for_positions([&](vf x) {
+        const vf y = x * inverse;
+        total += y * y;
+    });
+    vi byte;
+    for (int i = 0; i < VL; ++i) {
+        const float count = i < group.lanes ? static_cast<float>(group.count(i)) : 1.0f;
+        const float scale = __builtin_sqrtf(total[i] / count) * static_cast<float>(2.92247856 / 6);
+        byte[i] = static_cast<int32_t>(bits_of(splat(scale))[0] >> 23);
+    }
+    byte += power;
+    byte = byte < 0 ? vi{} : byte;
+    byte = byte > 254 ? vi{} + 254 : byte;
+    return reinterpret_cast<vu>(byte);
+}
+
+void choose_e8m0_scales(const Call& call, uint32_t* maxima) {
+    const bool quest = call.plan.rule == Rule::quest, words = call.plan.ties != Ties::even;
+    for_block_groups(call, 0, [&](BlockGroup& group) {
+        const vu amax = group.words(maxima);
+        const vu finite = reinterpret_cast<vu>(amax < kExponentMask), safe = amax & finite;
+        const vu byte = quest   ? quest_byte(group, safe)
+                        : words ? least_squares_byte<true>(group, call, safe)
+                                : least_squares_byte<false>(group, call, safe);
+        const vu found = amax ? byte + 1u : vu{};
+        group.set_words(maxima, finite ? found : amax);
+    });
+}
+
 void choose_scales(const Call& call, uint32_t* maxima) {
+    if (call.plan.scale == Scale::e8m0) return choose_e8m0_scales(call, maxima);
     const bool four = call.plan.rule == Rule::four_over_six, words = call.plan.ties != Ties::even;
     for_block_groups(call, 0, [&](BlockGroup& group) {
         const vu amax = group.words(maxima);

@@ -93,6 +93,8 @@ def lower(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec | U
         return Unsupported("rows of 2**31 values or more")
     if spec.kernel_gap and not spec.row.outliers:
         return Unsupported(spec.kernel_gap)
+    if spec.eden:
+        return Unsupported("block scales rounded stochastically (eden)")
     layout = _layout(spec, shape)
     if isinstance(layout, Unsupported):
         return layout

@@ -35,7 +35,7 @@ def coded_values(q: QuantArray) -> QuantArray:
         return q
     shape = list(q.shape)
     shape[q.spec.axis] = coded_length(q.spec, q.shape)
-    return replace(q, spec=q.spec.replace(transform=None), shape=tuple(shape))
+    return replace(q, spec=q.spec.replace(transform=None, eden=False), shape=tuple(shape))
 
 
 @dataclass(frozen=True, eq=False)

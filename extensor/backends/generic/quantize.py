@@ -62,6 +62,12 @@ class GenericQuantize(GenericCore):
             return reference.rebase(*self.quantize(x, plain, stream, previous_amax))
         return reference.quantize(x, spec, stream, previous_amax, self.xp)
 
+    def quantize_clipped(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> tuple[QuantArray, QuantStats, Array]:
+        """See the protocol."""
+        return reference.quantize_clipped(x, spec, stream, self.xp)
+
     def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
         return reference.round_to(reference.dequantize(q, self.xp), dtype)

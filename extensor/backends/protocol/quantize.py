@@ -29,6 +29,15 @@ class QuantizeMethods(Protocol):
         """Float array -> codes and scales. ``spec`` is resolved; ``stream`` iff stochastic."""
         ...
 
+    def quantize_clipped(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> tuple[QuantArray, QuantStats, Array]:
+        """`quantize`, and a bit a value along the axis: 1 where it is within its block's largest.
+
+        Under a Hadamard transform the bits are of the transformed values.
+        """
+        ...
+
     def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """Codes and scales -> values of ``q.shape``, any Hadamard transform undone.
 

@@ -17,7 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from extensor.io.safetensors_format import DTYPES, METADATA_KEY, CheckpointError
+from extensor.io.safetensors_format import (
+    DTYPES,
+    METADATA_KEY,
+    CheckpointError,
+    other_kind,
+)
 
 __all__ = ["PACKED_DTYPES", "Entry", "SafetensorsFile"]
 
@@ -74,6 +79,8 @@ class SafetensorsFile:
         self._content: Array = np.memmap(self.path, np.uint8, "r")
         length = int.from_bytes(self._content[:8].tobytes(), "little")
         if length > min(size - 8, _MAX_HEADER):
+            if kind := other_kind(self._content[:32].tobytes()):
+                raise self._error(kind)
             raise self._error(f"truncated or damaged: a header of {length} bytes in {size}")
         self._base, self._size = 8 + length, size
         header = self._parsed(self._content[8 : 8 + length].tobytes())

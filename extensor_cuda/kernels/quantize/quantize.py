@@ -148,6 +148,8 @@ def plan_of(
         return Unsupported(f"{spec.scale_name} scales")
     if spec.rule not in _RULES and not decoding:
         return Unsupported(f"the {spec.rule} scale rule")
+    if spec.eden and not decoding:
+        return Unsupported("block scales rounded stochastically (eden)")
     if spec.rebased and not decoding:
         return Unsupported("a rebased spec")
     if spec.statistic != "amax" and not decoding:

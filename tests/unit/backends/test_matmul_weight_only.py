@@ -92,6 +92,25 @@ def test_more_rows_give_the_bits_of_the_decoded_product(level: str, spec: QuantS
             assert got.tobytes() == decoded.tobytes(), (m, n, k, count)
 
 
+@pytest.mark.parametrize("spec", WEIGHTS, ids=short)
+def test_one_row_of_which_few_elements_are_large(variant: str, spec: QuantSpec) -> None:
+    """A group's largest element says how exact the others are: |error| <= gamma S + 2 u T."""
+    rng, n, k = np.random.default_rng(0), 9, 300
+    w = quantized((n, k), spec, k)
+    wide = exact(w)
+    group = 8 if spec.row.element.bits == 4 else 4
+    x = rng.standard_normal((1, k)).astype(np.float32)
+    x[0, ::8] *= 1e6
+    x[0, 40:80] = 0
+    x[0, 80:96] *= np.float32(1e-40)  # subnormal
+    largest = np.abs(np.pad(x, ((0, 0), (0, -k % group)))).reshape(-1, group).max(axis=1)
+    got = BACKEND.weight_only_matmul(x, w)
+    size = np.abs(x).astype(np.float64) @ np.abs(wide).T
+    groups = np.repeat(largest, group)[:k].astype(np.float64) @ np.abs(wide).T
+    error = np.abs(got - x.astype(np.float64) @ wide.T)
+    assert (error <= gamma(k + 4) * size + 2**-23 * groups + 2.0**-120).all()
+
+
 AFFINE = [
     QuantSpec("int4", minimum=True, scale_dtype="float16"),  # GGUF's Q4_1
     QuantSpec("int4", minimum=True, tile=(1, 6)),

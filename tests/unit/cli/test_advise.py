@@ -161,6 +161,17 @@ def test_the_table_and_the_next_commands(
     assert "no weight keeps 90 dB" in run(capsys, path, "--min-sqnr", 90)
 
 
+def test_a_file_without_a_finite_matrix_gets_no_figures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, w=np.full((32, 32), np.nan, np.float32), n=np.arange(3))
+    text = run(capsys, path)
+    assert "4,120 bytes become 4,120" in text and "NaN or Inf in 1 of 2: repair them" in text
+    assert "no finite matrix of floats to measure" in text
+    assert "All weights in one format" not in text and "no weight keeps" not in text
+
+
 def test_shards_are_one_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("a", "b"):
         save_checkpoint(tmp_path / f"{name}.safetensors", {name: np.eye(32, dtype=np.float32)})

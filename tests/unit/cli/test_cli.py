@@ -416,6 +416,7 @@ def test_pickled_arrays_are_refused(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 def test_directory_and_unknown_kind(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "x.pt").touch()
     assert ".safetensors" in fails(capsys, "inspect", tmp_path / "x.pt")
     folder = tmp_path / "x.npy"
     folder.mkdir()
@@ -475,8 +476,29 @@ def test_names_in_another_case_get_a_suggestion(
 ) -> None:
     out = tmp_path / "o.safetensors"
     said = fails(capsys, "quantize", weights, out, "--format", "MXFP4")
-    assert "did you mean 'mxfp4'" in said
-    assert "did you mean 'lenet'" in fails(capsys, "train", "LeNet")
+    assert "did you mean 'mxfp4'?" in said
+    assert "did you mean 'lenet'?" in fails(capsys, "train", "LeNet")
+
+
+def test_other_first_words_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean `extensor train lenet`?" in fails(capsys, "LeNet")
+    assert "did you mean '--version'?" in fails(capsys, "--verison")
+    assert run(capsys, "help") == run(capsys, "--help")
+    assert run(capsys, "version") == run(capsys, "-V") == run(capsys, "--version")
+
+
+def test_other_kinds_of_files_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    archive, text = tmp_path / "w.npz", tmp_path / "t.txt"
+    np.savez(archive, w=np.ones(3))
+    text.write_text("hello")
+    target = tmp_path / "out"
+    said = fails(capsys, "convert", archive, target, "--layout", "modelopt-nvfp4")
+    assert "expected a safetensors file, got a zip archive" in said
+    assert "no language model; expected a folder with" in fails(capsys, "generate", text)
+    pointer = tmp_path / "lfs.safetensors"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1")
+    assert "git lfs pull" in fails(capsys, "inspect", pointer)
+    assert "no such file" in fails(capsys, "inspect", tmp_path / "nothing")
 
 
 def test_unknown_flags_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:

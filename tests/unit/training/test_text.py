@@ -293,7 +293,10 @@ def test_images_have_no_use_for_a_context() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere: not there; the way out: the checkpoint.safetensors or the folder"),
+        (
+            ["nowhere"],
+            "nowhere: no language model; expected a folder with config.json",
+        ),
         (["x", "--tokens", "-1"], "--tokens: expected a whole number, 0 or more, got -1"),
         (["x", "--temperature", "-1"], "--temperature: expected a number, 0 or more, got -1.0"),
         (["x", "--temperature", "nan"], "--temperature: expected a number, 0 or more, got nan"),
