@@ -133,7 +133,7 @@ class ShardedBuckets(GradientBuckets):
         >>> weight = et.nn.Parameter([1.0])
         >>> buckets = ShardedBuckets([weight], LocalCommunicator())
         >>> with et.no_grad():
-        ...     _ = buckets.pieces[id(weight)].fill_(3.0)
+        ...     buckets.pieces[id(weight)][...] = 3.0
         >>> buckets.gather()
         >>> weight.tolist()
         [3.0]
@@ -151,7 +151,7 @@ class ShardedBuckets(GradientBuckets):
         >>> weight = et.nn.Parameter([1.0])
         >>> buckets = ShardedBuckets([weight], LocalCommunicator())
         >>> with et.no_grad():
-        ...     _ = weight.fill_(2.0)
+        ...     weight[...] = 2.0
         >>> buckets.scatter()
         >>> buckets.pieces[id(weight)].tolist()
         [2.0]
