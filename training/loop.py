@@ -243,7 +243,7 @@ class Trainer:
         if self.ranks.size == 1 and config.grad_comm == "float32" and config.shard == "none":
             return None
         # rounded stochastically: a resumed run has no residuals
-        how = {"error_feedback": False} if "mxint" in config.grad_comm else {}
+        how: dict[str, Any] = {"error_feedback": False} if "mxint" in config.grad_comm else {}
         args = (list(self.model.parameters()), self.ranks, config.grad_comm)
         if config.shard == "none":
             return GradientBuckets(*args, seed=config.seed, **how)

@@ -51,7 +51,8 @@ def main() -> None:
     calls: dict[str, Callable[[], None]] = {
         "MPI_Allreduce float32": partial(allreduce, ranks, grad, out)
     }
-    sent, alone = {"MPI_Allreduce float32": 8 * VALUES * (ranks.size - 1) / ranks.size}, {}
+    sent = {"MPI_Allreduce float32": 8 * VALUES * (ranks.size - 1) / ranks.size}
+    alone: dict[str, list[Any]] = {}
     for name in GRAD_COMM:
         made = [make_reduction(name, BUCKET, ranks) for _ in range(VALUES // BUCKET)]
         calls[name] = partial(run, made, grad, out, ranks.size)
@@ -78,10 +79,10 @@ def main() -> None:
     rows = []
     base = float(np.median(seconds["MPI_Allreduce float32"]))
     for name, times in seconds.items():
-        took = float(np.median(times))
+        median = float(np.median(times))
         row = {
-            "ranks": ranks.size, "name": name, "ms": round(took * 1e3, 1),
-            "megabytes_sent": round(sent[name] / 1e6, 1), "of_allreduce": round(base / took, 2),
+            "ranks": ranks.size, "name": name, "ms": round(median * 1e3, 1),
+            "megabytes_sent": round(sent[name] / 1e6, 1), "of_allreduce": round(base / median, 2),
             "alone_ms": round(float(np.median(codec[name])) * 1e3, 1) if name in codec else None,
         }  # fmt: skip
         rows.append(row)

@@ -12,8 +12,7 @@ from extensor.io import load_checkpoint
 from extensor.training.callbacks import Callback, SaveCheckpoint
 from extensor.training.loop import Interrupted
 from extensor.training.rundir import LAST
-
-from .test_ranks import image_run, on
+from tests.unit.training.test_ranks import image_run, on
 
 
 class Stop(Callback):
