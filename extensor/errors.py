@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["AxisError", "layout_error", "unknown_name"]
+__all__ = ["AxisError", "Rows", "layout_error", "unknown_name"]
+
+Row = TypeVar("Row")
 
 
 class AxisError(ValueError, IndexError):
@@ -45,6 +47,29 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
     close = [folded[each] for each in near]
     hint = f"did you mean {' or '.join(repr(n) for n in close)}? " if close else ""
     return f"no {kind} named {name!r}; {hint}known: {', '.join(names)}"
+
+
+class Rows(dict[str, Row]):
+    """A table of rows by their names; an unknown name is a KeyError that lists the known ones.
+
+    Args:
+        kind: what a row is, such as "recipe".
+        rows: the rows, each with a ``name``.
+
+    Example:
+        >>> try:
+        ...     et.RECIPES["mxpf4"]
+        ... except KeyError as error:
+        ...     print(error.args[0][:48])
+        no recipe named 'mxpf4'; did you mean 'mxfp4' or
+    """
+
+    def __init__(self, kind: str, rows: Iterable[Row]) -> None:
+        super().__init__({row.name: row for row in rows})  # type: ignore[attr-defined]
+        self._kind = kind
+
+    def __missing__(self, name: object) -> Row:
+        raise KeyError(unknown_name(self._kind, name, self))
 
 
 def layout_error(source: str, expected: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:

@@ -86,10 +86,10 @@ def from_pretrained(
             that is not the embedding although the configuration ties them. Nothing is half-loaded.
 
     >>> import models
-    >>> models.from_pretrained("nowhere")
+    >>> models.from_pretrained("/nowhere")
     Traceback (most recent call last):
     ...
-    FileNotFoundError: nowhere: no such file or folder
+    FileNotFoundError: /nowhere: no such file or folder
     """
     archive = as_hugging_face(open_archive(path))
     if archive.config is None:

@@ -153,6 +153,18 @@ def test_examples_run() -> None:
     assert not told, "".join(told)
 
 
+def tally() -> str:
+    """How many public callables have an example, in words; `python tests/test_docstrings.py`."""
+    values = [value for value in documented().values() if not isinstance(value, property)]
+    texts = [inspect.getdoc(value) or "" for value in values]
+    own = sum(">>>" in text for text in texts)
+    pointing = sum(">>>" not in text and bool(POINTER.match(text)) for text in texts)
+    return (
+        f"{len(values)} public callables: {own} have an example of their own, {pointing} point to "
+        f"the operation of their name, which has one, {len(values) - own - pointing} have none"
+    )
+
+
 def test_the_rule_can_fail() -> None:
     def bare(x: int) -> int:
         """Add one."""
@@ -166,3 +178,7 @@ def test_the_rule_can_fail() -> None:
 
     assert missing(bare) == ["Args: x", "Returns:", "Raises:", "an example"]
     assert missing(lost) == ["extensor.no_such_name to point to"]
+
+
+if __name__ == "__main__":
+    print(tally())

@@ -32,6 +32,12 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("set_level", set_level, "Use another of `levels`.");
     m.def("threads", threads::get, "Number of threads.");
     m.def("set_threads", threads::set, "Use that many threads.");
+    m.def(
+        "use_openmp",
+        [](uintptr_t parallel) {
+            threads::use_openmp(reinterpret_cast<threads::OpenMP>(parallel));
+        },
+        "Use the threads of the OpenMP runtime whose GOMP_parallel is at this address; 0: none.");
     bind_quantize(m);
     bind_matmul(m);
     bind_conv_pool(m);

@@ -71,6 +71,7 @@ def _block_facts(q: QuantArray) -> list[tuple[str, object]]:
         facts += [("bits per value", f"{8 * q.nbytes / size:.4g}")]
     if q.tensor_scale is not None:
         facts += [("tensor scale", f"{float(to_host(q.tensor_scale)):.4g}")]
+    facts += [("SQNR", "et.inspect.sqnr(source, q)")]  # the source is not kept
     return facts
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from extensor.errors import Rows
 from extensor.formats.element import ELEMENTS, ElementFormat
 
 __all__ = ["FORMATS", "SCALES", "BlockFormat", "ScaleFormat", "Tile"]
@@ -155,5 +156,5 @@ _ROWS = (
     ),
 )
 
-FORMATS: MappingProxyType[str, BlockFormat] = MappingProxyType({row.name: row for row in _ROWS})
+FORMATS: MappingProxyType[str, BlockFormat] = MappingProxyType(Rows("format", _ROWS))
 """Every blocked format, by name."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
+from extensor.errors import Rows
 from extensor.formats.element import ElementFormat
 
 __all__ = ["DIALECTS", "Dialect"]
@@ -164,5 +165,5 @@ _ROWS = (
     ),
 )
 
-DIALECTS: MappingProxyType[str, Dialect] = MappingProxyType({row.name: row for row in _ROWS})
+DIALECTS: MappingProxyType[str, Dialect] = MappingProxyType(Rows("dialect", _ROWS))
 """Every dialect, by name."""

@@ -356,10 +356,14 @@ class Recipe:
     def _repr_html_(self) -> str:
         groups = [(rule.match, rule.use) for rule in self.rules]
         groups.append(("other layers" if groups else "every layer", self.layers))
-        rows = [(name, *(operand_text(use.slot(s)) for s in SLOTS)) for name, use in groups]
+        rows = [(slot, *(operand_text(use.slot(slot)) for _, use in groups)) for slot in SLOTS]
         facts: list[tuple[str, object]] = [("activations", self.activations)]
         facts += [("scale rules", "adaptive")] if self.adaptive_scale_rule else []
-        return card(f"Recipe {self.name}: {self.doc}", facts, table(("layers", *SLOTS), rows))
+        return card(
+            f"Recipe {self.name}: {self.doc}",
+            facts,
+            table(("operand", *(n for n, _ in groups)), rows),
+        )
 
     def assign(self, layers: Sequence[tuple[str, frozenset[str]]]) -> Mapping[str, LayerRecipe]:
         """The recipe of each layer, by path.

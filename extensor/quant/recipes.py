@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Literal
 
-from extensor.errors import unknown_name
+from extensor.errors import Rows, unknown_name
 from extensor.quant.recipe import FloatName, Gemm, LayerRecipe, Recipe, Rule
 from extensor.quant.spec import Hadamard, QuantSpec
 
@@ -258,7 +258,7 @@ _ROWS = (
     Recipe("mxfp4_one", "a direct cast to FP4, no scale: how it fails", _mxfp4("one"), _ENDS),
 )
 
-RECIPES: MappingProxyType[str, Recipe] = MappingProxyType({row.name: row for row in _ROWS})
+RECIPES: MappingProxyType[str, Recipe] = MappingProxyType(Rows("recipe", _ROWS))
 """Every recipe, by name."""
 
 ALIASES = MappingProxyType({"mxfp8": "mxfp8_nvidia", "nvfp4": "nvfp4_nvidia"})

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from extensor.errors import unknown_name
+from extensor.errors import Rows, unknown_name
 from extensor.quant.recipe import Gemm, LayerRecipe, OperandSpec, Recipe, Rule
 from extensor.quant.spec import QuantSpec
 from extensor.quant.static_scale import check_static_spec
@@ -207,7 +207,7 @@ _ROWS = (
     Scheme("nvfp4_weights", "NVFP4 weights, float32 activations", _NVFP4, "float32"),
 )  # fmt: skip
 
-SCHEMES: MappingProxyType[str, Scheme] = MappingProxyType({row.name: row for row in _ROWS})
+SCHEMES: MappingProxyType[str, Scheme] = MappingProxyType(Rows("scheme", _ROWS))
 """Every scheme, by name."""
 
 

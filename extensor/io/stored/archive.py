@@ -148,7 +148,7 @@ def open_archive(path: str | os.PathLike[str]) -> Archive:
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder")
+        raise FileNotFoundError(f"{path}: no such file or folder{_download(path)}")
     if path.is_dir():
         return _open_folder(path)
     if path.suffix == ".gguf":
@@ -156,6 +156,13 @@ def open_archive(path: str | os.PathLike[str]) -> Archive:
     if path.name.endswith(INDEX):
         return _open_safetensors(path.parent, _indexed(path))
     return _open_safetensors(path, {None: [path]})
+
+
+def _download(path: Path) -> str:
+    """The way out where a path looks like a model's name on a hub: nothing is downloaded here."""
+    if path.suffix or path.is_absolute() or len(path.parts) > 2:
+        return ""
+    return f"; to download a model: hf download {path.as_posix()} --local-dir {path.name}"
 
 
 def _open_folder(folder: Path) -> Archive:
