@@ -53,7 +53,7 @@ PREFETCH = 2
 """Batches that a thread makes ahead, while the step before computes."""
 MAX_SKIPPED_IN_A_ROW = 50
 """More than the scaler needs to halve 65536 down to 1: what fails then fails for good."""
-GRACE_SECONDS = 0.4
+GRACE_SECONDS = 0.2
 """How long a rank that was told to end waits for the others; a launcher kills it after a second."""
 
 

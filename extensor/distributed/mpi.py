@@ -31,7 +31,7 @@ PAUSE_SECONDS = 0.0005
 ANNOUNCE_SECONDS = 1.0
 """A rank that waits this long tells the others which collective it waits in."""
 LISTEN_SECONDS = 0.5
-"""After a timeout, for what the other ranks announced."""
+"""After a timeout, at most, for what the other ranks announced."""
 
 
 class _MPIWork:
@@ -169,6 +169,8 @@ class MPICommunicator:
         while not request.Test():
             waited = time.monotonic() - began
             if waited > self.timeout:
+                if not announced:
+                    self._announce(number)
                 raise CollectiveTimeout(
                     what,
                     rank=self.rank,
@@ -199,7 +201,7 @@ class MPICommunicator:
     def _missing(self, number: int) -> list[int]:
         """The ranks that did not announce this collective."""
         self._heard[self.rank] = number
-        until = time.monotonic() + LISTEN_SECONDS
+        until = time.monotonic() + min(LISTEN_SECONDS, self.timeout / 2)
         while time.monotonic() < until and min(self._heard.values()) < number:
             self._listen()
             time.sleep(PAUSE_SECONDS)

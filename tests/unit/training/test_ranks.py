@@ -20,8 +20,7 @@ from extensor.training.loop import Interrupted, Trainer
 from extensor.training.micro_batches import shares
 from extensor.training.rundir import LAST
 from extensor.training.runs import defaults
-
-from .conftest import Make, fitted, weights
+from tests.unit.training.conftest import Make, fitted, weights
 
 Run = tuple[dict[str, bytes], dict[str, Any], Any]
 
