@@ -2,9 +2,9 @@
 
     mpirun --oversubscribe -n 2 python ci/bench/reduction.py
 
-Every rank has a gradient of 100 MB in buckets of 4 MiB, as training has them. All ways take turns; a
-figure is the median of rounds of the slowest rank. Rank 0 also times each way on one rank alone,
-which is the cost of its integers without any bytes. Written to ci/bench/results/ with the number of
+Every rank has a gradient of 100 MB in buckets of 4 MiB, as training has them. All ways take turns,
+and a figure is the median over rounds of the slowest rank. Rank 0 also times each way on one rank
+alone: the cost of its integers without any bytes. Written to ci/bench/results/ with the number of
 ranks.
 """
 
