@@ -43,12 +43,16 @@ QuantPlan make_plan(const py::kwargs& f) {
     p.nv_zero_byte = f["nv_zero_byte"].cast<uint32_t>();
     p.nv_least_byte = f["nv_least_byte"].cast<uint32_t>();
     p.nv_tiny_saturates = f["nv_tiny_saturates"].cast<bool>();
+    p.rebased = f["rebased"].cast<bool>();
     p.percentile = f["percentile"].cast<double>();
     p.decay = f["decay"].cast<float>();
     p.window = f["window"].cast<int>();
     p.element_scale = f["element_scale"].cast<float>();
     const auto signs = f["signs"].cast<std::vector<float>>();
-    require(f.size() == 20, "Plan: expected 20 fields");
+    require(f.size() == 21, "Plan: expected 21 fields");
+    require(!p.rebased || (kElements[p.element].bits == 8 && p.scale == Scale::e8m0 &&
+                           f["signs"].cast<std::vector<float>>().empty()),
+            "Plan: expected MXFP8 without a transform to be rebased");
     require(p.symmetric || !is_byte(p.scale), "Plan: a zero point needs a float scale");
     require(signs.size() <= 128, "signs: expected at most 128");
     p.hadamard = static_cast<int>(signs.size());
@@ -168,7 +172,7 @@ py::tuple fake_quantize(const QuantPlan& plan, const py::array& x, const Layout&
     QuantJob job = make_job(x, layout);
     const Floats values = new_values(job, shape);
     run(plan, stream, job);
-    return py::make_tuple(values, job.saturated, job.flushed);
+    return py::make_tuple(values, job.saturated, job.flushed, job.changed);
 }
 
 py::tuple fake_quantize_rowwise_columnwise(const Both<QuantPlan>& plans, const py::array& x,
@@ -178,7 +182,7 @@ py::tuple fake_quantize_rowwise_columnwise(const Both<QuantPlan>& plans, const p
     const Floats values[2] = {new_values(jobs[0], shapes[0]), new_values(jobs[1], shapes[1])};
     run(plans, words, jobs);
     const auto result = [&](int i) {
-        return py::make_tuple(values[i], jobs[i].saturated, jobs[i].flushed);
+        return py::make_tuple(values[i], jobs[i].saturated, jobs[i].flushed, jobs[i].changed);
     };
     return py::make_tuple(result(0), result(1));
 }
@@ -196,7 +200,8 @@ struct Quantized {
           points(new_points(plan, job, scales_shape)) {}
 
     py::tuple result(const QuantJob& job) const {
-        return py::make_tuple(codes, scales, points, job.tensor_scale, job.saturated, job.flushed);
+        return py::make_tuple(codes, scales, points, job.tensor_scale, job.saturated, job.flushed,
+                              job.changed);
     }
 };
 

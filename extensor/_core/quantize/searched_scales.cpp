@@ -386,7 +386,7 @@ void finish_statistics(Call& call, const Totals& totals, int64_t whole) {
     if (plan.statistic == Statistic::percentile) percentiles(call, totals.maxima);
     if (plan.statistic == Statistic::running && call.job.previous)
         running_maxima(call, totals.maxima);
-    totals.set_global(call.scaler, whole);
+    if (call.needs_global()) totals.set_global(call.scaler, whole);
     if (chooses(plan)) choose_scales(call, totals.maxima);
     if (!plan.symmetric) {
         call.points = scratch_of<float>(Slot::points, whole + VL);
