@@ -58,10 +58,13 @@ struct QuantJob {
     const void* x;
     FloatType type;  // of x
     int64_t outer, rows, length, inner, padded, tile_rows, tile_length;
-    float* values;               // float32 of the padded shape, or null
-    uint8_t* codes;              // packed along `length` in whole blocks, or null
-    void* scales;                // uint8, float16 or float32, one per tile, or null
-    int8_t* zero_points;         // one per tile where not symmetric, or null
+    float* values;        // float32 of the padded shape, or null
+    uint8_t* codes;       // packed along `length` in whole blocks, or null
+    void* scales;         // uint8, float16 or float32, one per tile, or null
+    int8_t* zero_points;  // one per tile where not symmetric, or null
+    // One bit a value where it is within its block's largest, the first in the lowest bit, each row
+    // from a byte on; or null. Rowwise, tiles of one row and whole sixteens.
+    uint8_t* mask;
     const float* previous;       // maxima of the tiles before, for a running statistic, or null
     const uint32_t* known;       // maxima of the tiles as bits, one a row or column, or null
     const uint32_t* whole;       // the statistic of the whole array this is a part of, or null

@@ -43,6 +43,8 @@ void encode_chunk(const Call& call, Values v, const RowChunk& p, const uint32_t*
         uint8_t* to =
             Codes ? job.codes + row * call.packed + p.start * tile * grid.bits / 8 : nullptr;
         uint8_t* codes = unpacked;
+        if (Codes && job.mask)
+            store_mask(call, x, v.padded, scales.decode + at, mask_of(job, row, p.start * tile));
         if (batched) {
             encoder.code(x, scales.apply + at, words + at * word_stride, false, batched, to,
                          counts);
@@ -187,6 +189,11 @@ int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
             store(maxima, now.amax);
             encode_any(call, group, maxima, counted);
             continue;
+        }
+        if (job.mask) {
+            store(apply, s.decode);
+            store_mask(call, now.values, VL * Tile, apply,
+                       mask_of(job, p.first, group.start * Tile));
         }
         uint8_t* codes = to + g * VL * Tile * grid.bits / 8;
         store_codes(static_cast<uint8_t*>(job.scales) + p.first * call.tiles + group.start,

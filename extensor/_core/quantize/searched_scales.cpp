@@ -307,7 +307,8 @@ vu least_squares_byte(BlockGroup& group, const Call& call, vu amax) {
             const vf magnitude = smaller(float_of(bits_of(y) & kMagnitude), splat(grid.clamp));
             vu exponent, steps;
             const vf r = round_magnitude<Words>(magnitude, word, grid, exponent, steps);
-            const vf off = float_of(bits_of(smaller(r, splat(grid.top))) | (bits_of(y) & kSign)) - y;
+            const vf off =
+                float_of(bits_of(smaller(r, splat(grid.top))) | (bits_of(y) & kSign)) - y;
             error[o] += off * off;
         }
     });

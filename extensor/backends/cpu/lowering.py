@@ -34,6 +34,8 @@ class LoweredSpec:
         tile_length: elements of a block along the axis.
         scales_shape, codes_shape: of the stored arrays.
         no_codes: why the core has values but no packed codes; None if it has both.
+        mask_shape: of the clip mask, a bit a value along the axis.
+        no_mask: why the core makes none; None if it does.
     """
 
     def __init__(
@@ -52,6 +54,12 @@ class LoweredSpec:
         codes[spec.axis] = packed_length(spec, shape)
         self.codes_shape = tuple(codes)
         tile_length, columns, tiles = layout[6], layout[3] > 1, self.scales_shape[spec.axis]
+        mask = list(self.coded)
+        mask[spec.axis] = -(-mask[spec.axis] // 8)
+        self.mask_shape = tuple(mask)
+        self.no_mask: Unsupported | None = None
+        if columns or layout[5] > 1 or tile_length % 16:
+            self.no_mask = Unsupported("a clip mask of columns, or of tiles not (1, 16 n)")
         # Columnwise blocks are packed one by one, so each must fill whole bytes.
         self.no_codes: Unsupported | None = None
         if columns and tiles > 1 and tile_length * spec.row.element.bits % 8:

@@ -103,8 +103,36 @@ class CpuQuantize(CpuCore):
             plan.scales_shape,
             stream_words(stream),
             None if previous_amax is None else ready(previous_amax),
+            (),
         )
-        return plan.stored(x.shape, *found)
+        return plan.stored(x.shape, *found[:-1])
+
+    def _choose_clipped(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> LoweredSpec | Unsupported:
+        plan = self._choose_quantize(x, spec, stream)
+        if not plan:
+            return plan
+        if not spec.clips:
+            return Unsupported("a spec without a clip mask")  # the generic method raises it
+        return plan if plan.no_mask is None else plan.no_mask
+
+    @runs_in_core(_choose_clipped)
+    def quantize_clipped(
+        self, plan: LoweredSpec, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> tuple[QuantArray, QuantStats, Array]:
+        """See the protocol."""
+        *found, mask = self.core.quantize(
+            plan.plan,
+            _as_input(x),
+            plan.layout,
+            plan.codes_shape,
+            plan.scales_shape,
+            stream_words(stream),
+            None,
+            plan.mask_shape,
+        )
+        return *plan.stored(x.shape, *found), mask
 
     def _choose_dequantize(
         self, q: QuantArray, dtype: str = "float32"
@@ -187,11 +215,38 @@ class CpuQuantize(CpuCore):
             tuple(plan.codes_shape for plan in plans),
             tuple(plan.scales_shape for plan in plans),
             tuple(stream_words(stream) for stream in streams),
+            (),
         )
         first, second = (
-            plan.stored(x.shape, *found) for plan, found in zip(plans, results, strict=True)
+            plan.stored(x.shape, *found[:-1]) for plan, found in zip(plans, results, strict=True)
         )
         return first, second
+
+    def _choose_clipped_pair(
+        self, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+    ) -> LoweredPair | Unsupported:
+        plans = self._choose_pair(x, specs, streams)
+        if not plans:
+            return plans
+        rowwise = self._choose_clipped(x, specs[0], streams[0])
+        return plans if rowwise else rowwise
+
+    @runs_in_core(_choose_clipped_pair)
+    def quantize_rowwise_columnwise_clipped(
+        self, plans: LoweredPair, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+    ) -> tuple[tuple[QuantArray, QuantStats, Array], tuple[QuantArray, QuantStats]]:
+        """See the protocol."""
+        (*first, mask), (*second, _) = self.core.quantize_rowwise_columnwise(
+            tuple(plan.plan for plan in plans),
+            _as_input(x),
+            tuple(plan.layout for plan in plans),
+            tuple(plan.codes_shape for plan in plans),
+            tuple(plan.scales_shape for plan in plans),
+            tuple(stream_words(stream) for stream in streams),
+            plans[0].mask_shape,
+        )
+        rowwise, columnwise = plans[0].stored(x.shape, *first), plans[1].stored(x.shape, *second)
+        return (*rowwise, mask), columnwise
 
     @runs_in_core(CpuCore.float32_core)
     def bfloat16_values(self, core: Any, x: Array) -> Array:
