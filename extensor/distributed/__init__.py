@@ -7,12 +7,15 @@ one rank.
 
 from __future__ import annotations
 
+from extensor.distributed.agree import RanksDiffer, check_same
 from extensor.distributed.communicator import (
     CollectiveMismatch,
     CollectiveTimeout,
     Communicator,
     Work,
 )
+from extensor.distributed.gradients import GradientBuckets
+from extensor.distributed.launch import connect, launched_rank
 from extensor.distributed.local import LocalCommunicator, run_ranks
 from extensor.distributed.reduction import (
     GRAD_COMM,
@@ -33,10 +36,15 @@ __all__ = [
     "Communicator",
     "Exact",
     "Float32",
+    "GradientBuckets",
     "GradientReduction",
     "LocalCommunicator",
     "Mxint",
+    "RanksDiffer",
     "Work",
+    "check_same",
+    "connect",
+    "launched_rank",
     "make_reduction",
     "padded_size",
     "run_ranks",
