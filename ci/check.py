@@ -120,9 +120,10 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
         sample = (sys.executable, "ci/mutants.py", "--sample", "4")
         listed.append(Step("mutants, a sample", "mutants", sample, ONE_THREAD))
         listed.append(kernels_step())
-    sample = {} if pytest_arguments else {"FUZZ_SECONDS": "60"}
-    core = {"EXTENSOR_REQUIRE_CORE": "1"}
-    listed.append(pytest_step("pytest", pytest_arguments, core | sample))
+    environment = {"EXTENSOR_REQUIRE_CORE": "1"}
+    if not pytest_arguments:
+        environment["FUZZ_SECONDS"] = "60"
+    listed.append(pytest_step("pytest", pytest_arguments, environment))
     return listed
 
 

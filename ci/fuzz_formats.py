@@ -97,8 +97,8 @@ NUMBERS = (0, 1, -1, 2, 7, 31, 32, 63, 64, 65, 127, 128, 255, 256, 1 << 16, 1 <<
            10**30)  # fmt: skip
 TEXTS = ("", "w", "x\x1b[2J", "\x9b31m", "\u202egpj", "\ud800", "\0", "../up", "/etc/passwd", "NaN",
          "a" * 70, "mxfp4", "int8", "F32", "weight", "é")  # fmt: skip
-PLAIN = (None, True, False, 0.0, 1.5, -0.0, 1e308, 1e-320, float("inf"), float("nan"), [], {}, [[]],
-         {"a": 1}, [0], ["a"])  # fmt: skip
+PLAIN: tuple[Any, ...] = (None, True, False, 0.0, 1.5, -0.0, 1e308, 1e-320, float("inf"),
+                          float("nan"), [], {}, [[]], {"a": 1}, [0], ["a"])  # fmt: skip
 
 
 def odd(draw: Draw, old: Any = None) -> Any:

@@ -68,6 +68,7 @@ def trained(pair: Pair) -> str:
         steps.step()
     found = hashlib.sha256()
     for value in model.state_dict().values():
+        assert isinstance(value, np.ndarray)  # masters are float32
         found.update(value.tobytes())
     return found.hexdigest()
 

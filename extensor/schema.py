@@ -201,7 +201,7 @@ def record(cls: type[T], values: Any, at: str = "") -> T:
         extensor.schema.SchemaError: count: expected a whole number, got True
     """
     check(values, dict[str, Any], at)
-    hints = _hints(cls)
+    hints = _hints(typing.cast(Any, cls))
     fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, cls))}
     missing = (dataclasses.MISSING,) * 2
     needed = {

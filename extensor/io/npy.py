@@ -122,7 +122,7 @@ def _array(file: Any, size: int, what: str = "") -> Array:
             f"{what}expected {expected:,} bytes for {dtype} of shape {shape}, got {left:,}"
         )
     raw = np.empty(expected, np.uint8)
-    view, at = memoryview(raw), 0
+    view, at = raw.data, 0
     while at < expected and (got := file.readinto(view[at:])):
         at += got
     if at < expected or file.read(1):
