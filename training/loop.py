@@ -22,9 +22,13 @@ from extensor.distributed import (
     Communicator,
     GradientBuckets,
     LocalCommunicator,
+    ShardedBuckets,
+    ShardedOptimizer,
 )
+from extensor.distributed import clip_grad_norm as clip_in_any_order
 from extensor.inspect import SlotHealth
-from extensor.nn import apply_recipe
+from extensor.nn import apply_recipe, switch_recipe
+from extensor.nn.recipe import assign_recipe
 from extensor.optim import MXGradScaler, ReduceLROnPlateau, Warmup, clip_grad_norm
 from extensor.quant import QuantStats
 
@@ -93,6 +97,8 @@ class Trainer:
         self.quant = apply_recipe(
             self.model, config.resolved_recipe, config.seed, ACTIVATIONS[config.activations]
         )
+        for phase in config.recipe_schedule.phases:  # a rule that matches nothing fails now
+            assign_recipe(self.model, phase.recipe)
         parts = config.micro_batches or self.ranks.size
         if parts < self.ranks.size:
             raise ValueError(
@@ -106,13 +112,7 @@ class Trainer:
             )
         self.micro_batches = MicroBatches(self.model, self.quant, parts, self.ranks)
         self.optimizer = make_optimizer(self.model, config)
-        self.buckets = (
-            GradientBuckets(
-                list(self.model.parameters()), self.ranks, config.grad_comm, **self._rounding()
-            )
-            if self.ranks.size > 1 or config.grad_comm != "float32"
-            else None
-        )
+        self.buckets = self._make_buckets()
         self.schedule = make_schedule(config, self.batches)
         dynamic = config.loss_scale == "dynamic"
         self.scaler = MXGradScaler(
@@ -170,7 +170,8 @@ class Trainer:
                 write_json(self.out / RESULT, result)
         except CollectiveTimeout:
             self.micro_batches.rewind()
-            save_run(self, self.out / LAST)
+            if self.config.shard == "none":  # else a lost rank has lost its part
+                save_run(self, self.out / LAST)
             raise
         finally:
             for callback in self.callbacks:
@@ -207,6 +208,7 @@ class Trainer:
         position = self.position
         self.quant.step = position.step
         self.schedule.apply(self.optimizer, position.step)
+        self._follow_recipes(position.step)
         lr = float(self.optimizer.groups[0].options["lr"])
         skipped = self.scaler.skipped
         outcome = self._replay(batch) if self.graph else self._accumulate(batch)
@@ -220,6 +222,13 @@ class Trainer:
         position.skipped_in_a_row = 0 if good else position.skipped_in_a_row + 1
         self._interrupted |= outcome.stop
         return outcome.loss, lr, good
+
+    def _follow_recipes(self, step: int) -> None:
+        """Train with the recipe of a step; a captured step is captured anew where it changes."""
+        steps = self.config.epochs * self.batches
+        recipe = self.config.recipe_at(step, steps)
+        if switch_recipe(self.model, self.quant, recipe) and self.graph:
+            self._captured = capture(self._whole_step)
 
     def _accumulate(self, batch: Batch) -> Outcome:
         """Run this rank's micro-batches, add up the gradients of all, and update the weights."""
@@ -239,10 +248,20 @@ class Trainer:
         self._update(batch)
         return outcome
 
-    def _rounding(self) -> dict[str, Any]:
-        """How integers with a common exponent are rounded: a resumed run has no residuals."""
-        stochastic = {"error_feedback": False} if "mxint" in self.config.grad_comm else {}
-        return {"seed": self.config.seed, **stochastic}
+    def _make_buckets(self) -> GradientBuckets | None:
+        """What sums gradients over micro-batches and ranks; None where one rank adds floats."""
+        config = self.config
+        if self.ranks.size == 1 and config.grad_comm == "float32" and config.shard == "none":
+            return None
+        # rounded stochastically: a resumed run has no residuals
+        how: dict[str, Any] = {"error_feedback": False} if "mxint" in config.grad_comm else {}
+        args = (list(self.model.parameters()), self.ranks, config.grad_comm)
+        if config.shard == "none":
+            return GradientBuckets(*args, seed=config.seed, **how)
+        keep = config.shard == "states"
+        sharded = ShardedBuckets(*args, keep_gradients=keep, seed=config.seed, **how)
+        self.optimizer = ShardedOptimizer(self.optimizer, sharded)
+        return sharded
 
     def _backward(self, part: MicroBatch) -> None:
         """Add a micro-batch's share to the gradients."""
@@ -258,8 +277,11 @@ class Trainer:
         if batch is not None:
             for callback in self.callbacks:
                 callback.on_gradients(self, batch)
-        if self.config.clip_norm:
+        if self.config.clip_norm and self.buckets is None:
             clip_grad_norm(self.optimizer.params, self.config.clip_norm, nonfinite="return")
+        elif self.config.clip_norm:
+            holders = None if self.config.shard == "none" else self.ranks
+            clip_in_any_order(self.optimizer.params, self.config.clip_norm, holders)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -336,6 +358,7 @@ class Trainer:
         self._observe(report)
         check_weights(self)
         position.next_epoch()
+        self.gather_state()
         for callback in self.callbacks:
             callback.on_epoch(self, report)
         if position.epoch <= self.config.epochs and not self.stop_reason:
@@ -408,9 +431,17 @@ class Trainer:
     # --- checkpoints ----------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint atomically: all ranks have the same, rank 0 writes it."""
+        """Write a checkpoint atomically: all ranks have the same, rank 0 writes it.
+
+        With shards, all ranks call `gather_state` first.
+        """
         if self.ranks.rank == 0:
             save_run(self, path)
+
+    def gather_state(self) -> None:
+        """Give rank 0 the whole optimizer state, where each rank has a part."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.gather_state()
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint that `save` wrote, on any number of ranks.
@@ -420,11 +451,13 @@ class Trainer:
             ValueError: if it belongs to another run.
         """
         load_run(self, path)
+        self._follow_recipes(max(self.position.step - 1, 0))  # as evaluation finds it
         for report in self.history:
             self._observe(report)
 
     def _stop_if_interrupted(self) -> None:
         if self._interrupted or (self._told_to_stop and self.ranks.size == 1):
+            self.gather_state()
             self.save(self.out / LAST)
             self.ranks.barrier()
             raise Interrupted

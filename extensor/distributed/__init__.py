@@ -8,6 +8,7 @@ one rank.
 from __future__ import annotations
 
 from extensor.distributed.agree import RanksDiffer, check_same
+from extensor.distributed.clip import clip_grad_norm, square_sum
 from extensor.distributed.communicator import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -27,9 +28,11 @@ from extensor.distributed.reduction import (
     make_reduction,
     padded_size,
 )
+from extensor.distributed.zero import SHARDS, ShardedBuckets, ShardedOptimizer
 
 __all__ = [
     "GRAD_COMM",
+    "SHARDS",
     "Bfloat16",
     "CollectiveMismatch",
     "CollectiveTimeout",
@@ -41,11 +44,15 @@ __all__ = [
     "LocalCommunicator",
     "Mxint",
     "RanksDiffer",
+    "ShardedBuckets",
+    "ShardedOptimizer",
     "Work",
     "check_same",
+    "clip_grad_norm",
     "connect",
     "launched_rank",
     "make_reduction",
     "padded_size",
     "run_ranks",
+    "square_sum",
 ]

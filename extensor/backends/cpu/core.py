@@ -16,8 +16,9 @@ from extensor.backends.capture import Replay
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Array, MemoryLog
 from extensor.backends.unsupported import Unsupported
+from extensor.random import Stream
 
-__all__ = ["CORE_METHODS", "CpuCore", "first_arrays", "ready", "runs_in_core"]
+__all__ = ["CORE_METHODS", "CpuCore", "first_arrays", "ready", "runs_in_core", "stream_words"]
 
 P = ParamSpec("P")
 Plan = TypeVar("Plan")
@@ -151,3 +152,8 @@ def first_arrays(count: int) -> Callable[..., Any]:
 def ready(x: Array) -> Array:
     """C-contiguous and aligned, copied only where it is not."""
     return x if x.flags.c_contiguous and x.flags.aligned else np.array(x, order="C")
+
+
+def stream_words(stream: Stream | None) -> tuple[int, int, int, int]:
+    """A random stream as the core takes it; zeros where nothing is random."""
+    return (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
