@@ -8,6 +8,7 @@ one rank.
 from __future__ import annotations
 
 from extensor.distributed.agree import RanksDiffer, check_same
+from extensor.distributed.checkpoint import load_sharded, save_sharded, share_of
 from extensor.distributed.communicator import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -45,7 +46,10 @@ __all__ = [
     "check_same",
     "connect",
     "launched_rank",
+    "load_sharded",
     "make_reduction",
     "padded_size",
     "run_ranks",
+    "save_sharded",
+    "share_of",
 ]
