@@ -1,4 +1,4 @@
-"""The commands that train: `extensor train MODEL`, `compare`, `generate`, `ptq`, `report`.
+"""The commands that train: `extensor train MODEL`, `compare`, `observe`, `ptq`, `report`.
 
 In a checkout, `python -m training MODEL` does what `extensor train MODEL` does, and
 `python -m training compare` what `extensor compare` does.
@@ -288,11 +288,31 @@ def report_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def observe_command(argv: Sequence[str]) -> int:
+    """Run an experiment on recipes from its queue."""
+    _need("observe", "jinja2", "tensorboardX")
+    from .observe.command import ObserveArgs, observe
+    from .observe.experiments import EXPERIMENTS
+
+    text = "\n\n".join(
+        (
+            "Train a model with many recipes and seeds, from a queue, within a limit of time, and "
+            "gather the runs into one page: gaps with standard errors, rates, joules, memory, each "
+            "layer's health. The learning rate is found for the first recipe alone. The same "
+            "command goes on where it stopped.",
+            _rows("experiments:", {name: row.doc for name, row in EXPERIMENTS.items()}),
+            f"example: {PROGRAM} observe small --minutes 20",
+        )
+    )
+    return observe(parse(ObserveArgs, f"{PROGRAM} observe", argv, text), make_console())
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train_command,
     "compare": compare_command,
     "finetune": finetune_command,
     "generate": generate_command,
+    "observe": observe_command,
     "ptq": ptq_command,
     "report": report_command,
 }

@@ -24,7 +24,8 @@ from extensor.distributed import (
     LocalCommunicator,
 )
 from extensor.inspect import SlotHealth
-from extensor.nn import apply_recipe
+from extensor.nn import apply_recipe, switch_recipe
+from extensor.nn.recipe import assign_recipe
 from extensor.optim import MXGradScaler, ReduceLROnPlateau, Warmup, clip_grad_norm
 from extensor.quant import QuantStats
 
@@ -93,6 +94,8 @@ class Trainer:
         self.quant = apply_recipe(
             self.model, config.resolved_recipe, config.seed, ACTIVATIONS[config.activations]
         )
+        for phase in config.recipe_schedule.phases:  # a rule that matches nothing fails now
+            assign_recipe(self.model, phase.recipe)
         parts = config.micro_batches or self.ranks.size
         if parts < self.ranks.size:
             raise ValueError(
@@ -207,6 +210,7 @@ class Trainer:
         position = self.position
         self.quant.step = position.step
         self.schedule.apply(self.optimizer, position.step)
+        self._follow_recipes(position.step)
         lr = float(self.optimizer.groups[0].options["lr"])
         skipped = self.scaler.skipped
         outcome = self._replay(batch) if self.graph else self._accumulate(batch)
@@ -220,6 +224,13 @@ class Trainer:
         position.skipped_in_a_row = 0 if good else position.skipped_in_a_row + 1
         self._interrupted |= outcome.stop
         return outcome.loss, lr, good
+
+    def _follow_recipes(self, step: int) -> None:
+        """Train with the recipe of a step; a captured step is captured anew where it changes."""
+        steps = self.config.epochs * self.batches
+        recipe = self.config.recipe_at(step, steps)
+        if switch_recipe(self.model, self.quant, recipe) and self.graph:
+            self._captured = capture(self._whole_step)
 
     def _accumulate(self, batch: Batch) -> Outcome:
         """Run this rank's micro-batches, add up the gradients of all, and update the weights."""
@@ -420,6 +431,7 @@ class Trainer:
             ValueError: if it belongs to another run.
         """
         load_run(self, path)
+        self._follow_recipes(max(self.position.step - 1, 0))  # as evaluation finds it
         for report in self.history:
             self._observe(report)
 

@@ -35,6 +35,7 @@ enum class Slot {
     prepared,
     // of the quantized convolutions, which call a quantizer that uses the ones above
     conv_padded, conv_lowered, conv_weights, conv_offsets, conv_patches, conv_values, conv_counts,
+    conv_maxima,
     count,
     // of kernels that call no quantizer
     padded = values, lowered = scales, weights = random, offsets = codes,
