@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from extensor.backends.registry import BACKENDS
-from extensor.distributed import GRAD_COMM
+from extensor.distributed import GRAD_COMM, SHARDS
 from extensor.errors import unknown_name
 from extensor.formats import FORMATS
 from extensor.optim.states import STATES
@@ -104,6 +104,12 @@ class Settings:
         "same weights, bit for bit, on any number of ranks).",
         "float32",
         among=GRAD_COMM,
+    )
+    shard: str = setting(
+        "What each rank keeps its part of alone: none; states (of the optimizer: ZeRO-1); "
+        "gradients (and states: ZeRO-2). The weights are the same in all three.",
+        "none",
+        among=SHARDS,
     )
     optimizer: str = setting(
         "Optimizer (listed above). Master weights are float32 in every recipe.",

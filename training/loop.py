@@ -22,7 +22,10 @@ from extensor.distributed import (
     Communicator,
     GradientBuckets,
     LocalCommunicator,
+    ShardedBuckets,
+    ShardedOptimizer,
 )
+from extensor.distributed import clip_grad_norm as clip_in_any_order
 from extensor.inspect import SlotHealth
 from extensor.nn import apply_recipe, switch_recipe
 from extensor.nn.recipe import assign_recipe
@@ -109,13 +112,7 @@ class Trainer:
             )
         self.micro_batches = MicroBatches(self.model, self.quant, parts, self.ranks)
         self.optimizer = make_optimizer(self.model, config)
-        self.buckets = (
-            GradientBuckets(
-                list(self.model.parameters()), self.ranks, config.grad_comm, **self._rounding()
-            )
-            if self.ranks.size > 1 or config.grad_comm != "float32"
-            else None
-        )
+        self.buckets = self._make_buckets()
         self.schedule = make_schedule(config, self.batches)
         dynamic = config.loss_scale == "dynamic"
         self.scaler = MXGradScaler(
@@ -173,7 +170,8 @@ class Trainer:
                 write_json(self.out / RESULT, result)
         except CollectiveTimeout:
             self.micro_batches.rewind()
-            save_run(self, self.out / LAST)
+            if self.config.shard == "none":  # else a lost rank has lost its part
+                save_run(self, self.out / LAST)
             raise
         finally:
             for callback in self.callbacks:
@@ -250,10 +248,20 @@ class Trainer:
         self._update(batch)
         return outcome
 
-    def _rounding(self) -> dict[str, Any]:
-        """How integers with a common exponent are rounded: a resumed run has no residuals."""
-        stochastic = {"error_feedback": False} if "mxint" in self.config.grad_comm else {}
-        return {"seed": self.config.seed, **stochastic}
+    def _make_buckets(self) -> GradientBuckets | None:
+        """What sums gradients over micro-batches and ranks; None where one rank adds floats."""
+        config = self.config
+        if self.ranks.size == 1 and config.grad_comm == "float32" and config.shard == "none":
+            return None
+        # rounded stochastically: a resumed run has no residuals
+        how: dict[str, Any] = {"error_feedback": False} if "mxint" in config.grad_comm else {}
+        args = (list(self.model.parameters()), self.ranks, config.grad_comm)
+        if config.shard == "none":
+            return GradientBuckets(*args, seed=config.seed, **how)
+        keep = config.shard == "states"
+        sharded = ShardedBuckets(*args, keep_gradients=keep, seed=config.seed, **how)
+        self.optimizer = ShardedOptimizer(self.optimizer, sharded)
+        return sharded
 
     def _backward(self, part: MicroBatch) -> None:
         """Add a micro-batch's share to the gradients."""
@@ -269,8 +277,11 @@ class Trainer:
         if batch is not None:
             for callback in self.callbacks:
                 callback.on_gradients(self, batch)
-        if self.config.clip_norm:
+        if self.config.clip_norm and self.buckets is None:
             clip_grad_norm(self.optimizer.params, self.config.clip_norm, nonfinite="return")
+        elif self.config.clip_norm:
+            holders = None if self.config.shard == "none" else self.ranks
+            clip_in_any_order(self.optimizer.params, self.config.clip_norm, holders)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -347,6 +358,7 @@ class Trainer:
         self._observe(report)
         check_weights(self)
         position.next_epoch()
+        self.gather_state()
         for callback in self.callbacks:
             callback.on_epoch(self, report)
         if position.epoch <= self.config.epochs and not self.stop_reason:
@@ -419,9 +431,17 @@ class Trainer:
     # --- checkpoints ----------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint atomically: all ranks have the same, rank 0 writes it."""
+        """Write a checkpoint atomically: all ranks have the same, rank 0 writes it.
+
+        With shards, all ranks call `gather_state` first.
+        """
         if self.ranks.rank == 0:
             save_run(self, path)
+
+    def gather_state(self) -> None:
+        """Give rank 0 the whole optimizer state, where each rank has a part."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.gather_state()
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint that `save` wrote, on any number of ranks.
@@ -437,6 +457,7 @@ class Trainer:
 
     def _stop_if_interrupted(self) -> None:
         if self._interrupted or (self._told_to_stop and self.ranks.size == 1):
+            self.gather_state()
             self.save(self.out / LAST)
             self.ranks.barrier()
             raise Interrupted

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from extensor.distributed.agree import RanksDiffer, check_same
 from extensor.distributed.checkpoint import load_sharded, save_sharded, share_of
+from extensor.distributed.clip import clip_grad_norm, square_sum
 from extensor.distributed.communicator import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -28,9 +29,11 @@ from extensor.distributed.reduction import (
     make_reduction,
     padded_size,
 )
+from extensor.distributed.zero import SHARDS, ShardedBuckets, ShardedOptimizer
 
 __all__ = [
     "GRAD_COMM",
+    "SHARDS",
     "Bfloat16",
     "CollectiveMismatch",
     "CollectiveTimeout",
@@ -42,8 +45,11 @@ __all__ = [
     "LocalCommunicator",
     "Mxint",
     "RanksDiffer",
+    "ShardedBuckets",
+    "ShardedOptimizer",
     "Work",
     "check_same",
+    "clip_grad_norm",
     "connect",
     "launched_rank",
     "load_sharded",
@@ -52,4 +58,5 @@ __all__ = [
     "run_ranks",
     "save_sharded",
     "share_of",
+    "square_sum",
 ]

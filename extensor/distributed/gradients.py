@@ -16,13 +16,13 @@ from extensor.autograd.tensor import ExTensor
 from extensor.distributed.communicator import Array, Communicator
 from extensor.distributed.reduction import BLOCK, ReductionWork, make_reduction, padded_size
 
-__all__ = ["BUCKET_BYTES", "GradientBuckets"]
+__all__ = ["BUCKET_BYTES", "Bucket", "GradientBuckets"]
 
 BUCKET_BYTES = 4 << 20
 """A bucket is full with so many bytes of float32: enough for MPI's and NCCL's full bandwidth."""
 
 
-class _Bucket:
+class Bucket:
     """Neighbouring parameters: their gradients side by side, each from a multiple of `BLOCK` on."""
 
     def __init__(
@@ -33,23 +33,32 @@ class _Bucket:
         for param in self.params:
             self.starts[id(param)] = size
             size += -(-param.size // BLOCK) * BLOCK
-        backend = self.params[0].backend
-        size = padded_size(size, ranks.size)
-        self.reduction = make_reduction(name, size, ranks, device=backend.name, **how)
+        self.backend = self.params[0].backend
+        self.size = padded_size(size, ranks.size)
+        self.reduction = make_reduction(name, self.size, ranks, device=self.backend.name, **how)
         # A reduction reads the first micro-batch's gradients until the second one's are there.
-        self._flats: list[Array] = [backend.xp.zeros(size, backend.xp.float32) for _ in range(2)]
-        self.sums: Array = backend.xp.zeros(size, backend.xp.float32)
+        self._flats: list[Array] = []
+        self.sums: Array = self._zeros()
         self.waiting = set(self.starts)
         self.work: ReductionWork | None = None
 
     def put(self, param: ExTensor) -> None:
         """Copy a gradient; add the bucket to the sum when it has them all."""
+        if not self._flats:
+            self._flats = [self._zeros(), self._zeros()]
         view = self.view(self._flats[0], param)
         view[...] = 0.0 if param.grad is None else param.grad.data
         self.waiting.discard(id(param))
         if not self.waiting:
             self.reduction.add(self._flats[0])
             self._flats.reverse()
+
+    def release(self) -> None:
+        """Give back the memory of whole gradients, until the next ones come."""
+        self._flats.clear()
+
+    def _zeros(self) -> Array:
+        return self.backend.xp.zeros(self.size, self.backend.xp.float32)
 
     def view(self, flat: Array, param: ExTensor) -> Array:
         """A parameter's part of an array of the bucket."""
@@ -102,7 +111,7 @@ class GradientBuckets:
                 groups.append([])
             groups[-1].append(param)
         self.buckets = [
-            _Bucket(group, ranks, name, {**how, "number": number})
+            Bucket(group, ranks, name, {**how, "number": number})
             for number, group in enumerate(groups)
             if group
         ]
@@ -163,8 +172,7 @@ class GradientBuckets:
                 work.advance()
             works = [work for work in works if not work.done()]
         for bucket in self.buckets:
-            for param in bucket.params:
-                param.grad = wrap(bucket.view(bucket.sums, param), param.backend)
+            self._publish(bucket)
             bucket.work, bucket.waiting = None, set(bucket.starts)
         self._started = 0
 
@@ -190,5 +198,13 @@ class GradientBuckets:
             bucket = self.buckets[self._started]
             if bucket.waiting:
                 return
-            bucket.work = bucket.reduction.all_reduce(bucket.sums, 1.0, self._step)
+            bucket.work = self._reduce(bucket)
             self._started += 1
+
+    def _reduce(self, bucket: Bucket) -> ReductionWork:
+        return bucket.reduction.all_reduce(bucket.sums, 1.0, self._step)
+
+    def _publish(self, bucket: Bucket) -> None:
+        """Make a bucket's sums the gradients of its parameters."""
+        for param in bucket.params:
+            param.grad = wrap(bucket.view(bucket.sums, param), param.backend)
