@@ -131,6 +131,8 @@ def test_commands_are_understood(
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     (tmp_path / "book.txt").write_text("To be, or not to be: that is the question.")
     monkeypatch.setattr("extensor.training.page.write_page", lambda args: done.append("report"))
+    observed = "extensor.training.observe.command.observe"
+    monkeypatch.setattr(observed, lambda *args: done.append("observe") or 0)
     monkeypatch.chdir(tmp_path)
     np.savez(tmp_path / "weights.npz", layer=np.ones((4, 64), np.float32))
     for words in commands(page):

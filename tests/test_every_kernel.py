@@ -21,7 +21,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Window
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from tests.kernels import attention, conv_pool, matmul, nn, optim, quantize, reduction
+from tests.kernels import attention, clip_mask, conv_pool, matmul, nn, optim, quantize, reduction
 from tests.kernels.inputs import (
     BACKEND,
     CORE,
@@ -36,7 +36,7 @@ from tests.kernels.inputs import (
     special,
 )
 
-SERVICES = {"memory_log"}
+SERVICES = {"memory_log", "noted"}
 """Overrides that compute no values."""
 METHODS = [n for n in dir(GenericBackend) if not n.startswith("_") and n not in SERVICES]
 OVERRIDES = [n for n in METHODS if getattr(cpu.CpuBackend, n) is not getattr(GenericBackend, n)]
@@ -56,6 +56,8 @@ CHECKS: dict[str, Check] = {
     "fake_quantize": quantize.check_fake_quantize,
     "quantize_rowwise_columnwise": quantize.check_quantize_rowwise_columnwise,
     "fake_quantize_rowwise_columnwise": quantize.check_fake_quantize_rowwise_columnwise,
+    "quantize_clipped": clip_mask.check_quantize_clipped,
+    "quantize_rowwise_columnwise_clipped": clip_mask.check_quantize_rowwise_columnwise_clipped,
     "block_scaled_matmul": matmul.check_product("block_scaled_matmul"),
     "weight_only_matmul": matmul.check_product("weight_only_matmul"),
     "bound_weight_only": matmul.check_bound_weight_only,

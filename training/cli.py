@@ -1,4 +1,4 @@
-"""The commands that train: `extensor train MODEL`, `compare`, `generate`, `ptq`, `report`.
+"""The commands that train: `extensor train MODEL`, `compare`, `observe`, `ptq`, `report`.
 
 In a checkout, `python -m training MODEL` does what `extensor train MODEL` does, and
 `python -m training compare` what `extensor compare` does.
@@ -21,6 +21,7 @@ import tyro
 from rich.console import Console
 
 from extensor.cli import main as extensor_main
+from extensor.distributed import CollectiveTimeout, RanksDiffer, connect
 from extensor.errors import unknown_name
 from extensor.extras import missing
 from extensor.io import CheckpointError
@@ -36,6 +37,7 @@ from .finetune import FinetuneArgs, finetune
 from .flags import parse, parse_settings, resolve
 from .loop import Interrupted
 from .ptq import PtqArgs, ptq
+from .ranks import end_all, rank_console, say
 from .rundir import CONFIG, LAST, UsageError, read_config, read_result
 from .runs import RUNS
 from .tasks import TASKS
@@ -69,10 +71,14 @@ class TrainFlags:
     graph: bool = False
     """With --device cuda: capture a step in a CUDA graph and replay it, without Python. Same
     results."""
+    rank_timeout: float = 600.0
+    """Seconds that a rank waits for the others before it gives up and says which are missing."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """TOML file of settings (a run's own config.toml will do); flags override it."""
 
     def __post_init__(self) -> None:
+        if not self.rank_timeout > 0:
+            raise UsageError(f"--rank-timeout: expected seconds above 0, got {self.rank_timeout}")
         if self.telemetry < 0:
             raise UsageError(f"--telemetry: expected 0 or more steps, got {self.telemetry}")
 
@@ -87,14 +93,17 @@ def run(name: str, argv: Sequence[str]) -> int:
     """Run a command; returns the exit code: 0, 1 (a run failed), 2 (usage), 130 (Ctrl-C)."""
     try:
         return COMMANDS[name](argv)
-    except (UsageError, DataError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (UsageError, DataError, CheckpointError, RanksDiffer) as error:
+        say(f"error: {error}")
         return EXIT_USAGE
+    except CollectiveTimeout as error:
+        say(f"error: {error}")
+        return EXIT_FAILED
     except OSError as error:  # the folder cannot be made, the disk is full
-        print(f"error: {error}; {DISK_WAY_OUT}", file=sys.stderr)
+        say(f"error: {error}; {DISK_WAY_OUT}")
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted")
         return EXIT_INTERRUPTED
 
 
@@ -114,27 +123,34 @@ def train_command(argv: Sequence[str]) -> int:
         return 0
     flags, config, folder = parse_train(model, argv[1:])
     _need("train", "tensorboardX")
-    console = make_console()
+    try:
+        ranks = connect()
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+    ranks.timeout = flags.rank_timeout
+    console = rank_console(make_console(), ranks)
     finished = read_result(folder) if flags.resume else None
     if finished is not None:
         console.print(f"{folder} is finished: {TASKS[RUNS[model].task].metric.outcome(finished)}")
         return 0
-    try:
-        train(
-            config,
-            folder,
-            resume=flags.resume,
-            console=console,
-            telemetry=flags.telemetry,
-            memory=flags.memory,
-            graph=flags.graph,
-        )
-    except Interrupted:
-        again = f"{PROGRAM} train {model} --out {shlex.quote(str(folder))} --resume"
-        console.print(
-            f"interrupted; the finished steps are in {folder / LAST}. Go on with:\n  {again}"
-        )
-        return EXIT_INTERRUPTED
+    again = f"{PROGRAM} train {model} --out {shlex.quote(str(folder))} --resume"
+    with end_all(ranks, lost=f"the finished steps are in {folder / LAST}. Go on with:\n  {again}"):
+        try:
+            train(
+                config,
+                folder,
+                resume=flags.resume,
+                console=console,
+                telemetry=flags.telemetry,
+                memory=flags.memory,
+                graph=flags.graph,
+                ranks=ranks,
+            )
+        except Interrupted:
+            console.print(
+                f"interrupted; the finished steps are in {folder / LAST}. Go on with:\n  {again}"
+            )
+            return EXIT_INTERRUPTED
     return 0
 
 
@@ -272,11 +288,31 @@ def report_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def observe_command(argv: Sequence[str]) -> int:
+    """Run an experiment on recipes from its queue."""
+    _need("observe", "jinja2", "tensorboardX")
+    from .observe.command import ObserveArgs, observe
+    from .observe.experiments import EXPERIMENTS
+
+    text = "\n\n".join(
+        (
+            "Train a model with many recipes and seeds, from a queue, within a limit of time, and "
+            "gather the runs into one page: gaps with standard errors, rates, joules, memory, each "
+            "layer's health. The learning rate is found for the first recipe alone. The same "
+            "command goes on where it stopped.",
+            _rows("experiments:", {name: row.doc for name, row in EXPERIMENTS.items()}),
+            f"example: {PROGRAM} observe small --minutes 20",
+        )
+    )
+    return observe(parse(ObserveArgs, f"{PROGRAM} observe", argv, text), make_console())
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train_command,
     "compare": compare_command,
     "finetune": finetune_command,
     "generate": generate_command,
+    "observe": observe_command,
     "ptq": ptq_command,
     "report": report_command,
 }

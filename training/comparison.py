@@ -112,16 +112,17 @@ class Finished:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the comparison and its files."""
+    """One run of the comparison and its files; ``flags`` are of `train`, beside its settings."""
 
     config: RunConfig
     root: Path
     metric: Metric
+    flags: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Recipe and seed."""
-        return f"{self.config.recipe}-s{self.config.seed}"
+        return f"{self.config.recipe_label}-s{self.config.seed}"
 
     @property
     def folder(self) -> Path:
@@ -167,6 +168,7 @@ class Job:
         imports = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-P", "-m", "extensor.training", self.config.model]
         command += ["--config", str(config.resolve()), "--out", str(self.folder.resolve())]
+        command += self.flags
         if (self.folder / LAST).is_file():
             command.append("--resume")
         with self.log.open("ab") as log:

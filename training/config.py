@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from extensor.backends.registry import BACKENDS
+from extensor.distributed import GRAD_COMM, SHARDS
 from extensor.errors import unknown_name
 from extensor.formats import FORMATS
 from extensor.optim.states import STATES
 from extensor.quant.recipe import FLOAT_NAMES, FloatName, Recipe, SavedRule
-from extensor.quant.recipes import get_recipe
+from extensor.quant.recipe_schedule import RecipeSchedule
 
 from .choices import OPTIMIZERS, SCHEDULES, parse_options
 from .data import AUGMENTATIONS, DATASETS, SAMPLERS
@@ -91,6 +92,25 @@ class Settings:
         "Passes over the training images; for texts, rounds of --epoch-steps.", check=AT_LEAST_1
     )
     batch_size: int = setting("Images or windows of text in a step.", check=AT_LEAST_1)
+    micro_batches: int = setting(
+        "Parts that a batch is computed in, one after the other or on several ranks; as many ranks "
+        "can share it. Batch norms see a part. 0 is one for each rank.",
+        0,
+        check=AT_LEAST_0,
+    )
+    grad_comm: str = setting(
+        "How the gradients of micro-batches and ranks are summed: float32; bfloat16, mxint8 or "
+        "mxint16 (fewer bytes between ranks); exact (integers: a run of N micro-batches has the "
+        "same weights, bit for bit, on any number of ranks).",
+        "float32",
+        among=GRAD_COMM,
+    )
+    shard: str = setting(
+        "What each rank keeps its part of alone: none; states (of the optimizer: ZeRO-1); "
+        "gradients (and states: ZeRO-2). The weights are the same in all three.",
+        "none",
+        among=SHARDS,
+    )
     optimizer: str = setting(
         "Optimizer (listed above). Master weights are float32 in every recipe.",
         "sgd",
@@ -285,7 +305,11 @@ class RunConfig(Settings):
     """One training run of a model, a row of `RUNS`."""
 
     model: str
-    recipe: str = setting("Recipe (listed above): the precision of each GEMM operand.", "fp32")
+    recipe: str = setting(
+        "Recipe (listed above): the precision of each GEMM operand. Several, each with its first "
+        "step or per cent of all steps, make a schedule: mxfp4,bf16@90%.",
+        "fp32",
+    )
     seed: int = setting(
         "Seed of the weights, the order of the images and the stochastic rounding.", 0, check=SEED
     )
@@ -297,16 +321,33 @@ class RunConfig(Settings):
 
     @cached_property
     def resolved_recipe(self) -> Recipe:
-        """The `Recipe` that the name stands for."""
-        recipe = get_recipe(self.recipe)
-        if self.saved == "float32":
-            return recipe
-        return dataclasses.replace(recipe, saved=(SavedRule("*", self.saved),))
+        """The `Recipe` that the run begins with."""
+        return self.recipe_at(0, 1)
+
+    @cached_property
+    def recipe_schedule(self) -> RecipeSchedule:
+        """Which recipe the run trains with from which step on."""
+        return RecipeSchedule.parse(self.recipe)
+
+    def recipe_at(self, step: int, steps: int) -> Recipe:
+        """The recipe of a step of a run of so many."""
+        recipe = self.recipe_schedule.at(step, steps)
+        changes: dict[str, Any] = {}
+        if self.saved != "float32":
+            changes["saved"] = (SavedRule("*", self.saved),)
+        if (activations := ACTIVATIONS[self.activations]) is not None:
+            changes["activations"] = activations
+        return dataclasses.replace(recipe, **changes) if changes else recipe
 
     @property
     def label(self) -> str:
         """Short name of the run."""
-        return f"{self.model}-{self.dataset}-{self.recipe}-s{self.seed}"
+        return f"{self.model}-{self.dataset}-{self.recipe_label}-s{self.seed}"
+
+    @property
+    def recipe_label(self) -> str:
+        """The recipe, or the schedule, as part of a file's name."""
+        return self.recipe.replace(",", "+").replace("%", "pc").replace(" ", "")
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""

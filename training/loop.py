@@ -8,29 +8,39 @@ position, history. So on the CPU a resumed run repeats an uninterrupted one bit 
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from extensor import ExTensor, capture, cross_entropy, models, no_grad, take
+from extensor.distributed import (
+    CollectiveTimeout,
+    Communicator,
+    GradientBuckets,
+    LocalCommunicator,
+    ShardedBuckets,
+    ShardedOptimizer,
+)
+from extensor.distributed import clip_grad_norm as clip_in_any_order
 from extensor.inspect import SlotHealth
-from extensor.io import load_checkpoint, save_checkpoint
-from extensor.nn import apply_recipe
+from extensor.nn import apply_recipe, switch_recipe
+from extensor.nn.recipe import assign_recipe
 from extensor.optim import MXGradScaler, ReduceLROnPlateau, Warmup, clip_grad_norm
-from extensor.quant import QuantArray, QuantStats
+from extensor.quant import QuantStats
 
 from .batch import Batch
 from .callbacks import Callback
+from .checkpoints import load_run, save_run
 from .config import ACTIVATIONS, RunConfig
 from .data import prefetch
 from .metrics import Scores, top_k_hits
+from .micro_batches import MicroBatch, MicroBatches, Outcome
 from .optimizers import make_optimizer, make_schedule
+from .ranks import check_weights
 from .records import EpochReport, Position, StepReport, finite, share
 from .result import build_result, slot_healths
 from .rundir import LAST, RESULT, UsageError, write_json
@@ -44,6 +54,8 @@ PREFETCH = 2
 """Batches that a thread makes ahead, while the step before computes."""
 MAX_SKIPPED_IN_A_ROW = 50
 """More than the scaler needs to halve 65536 down to 1: what fails then fails for good."""
+GRACE_SECONDS = 0.2
+"""How long a rank that was told to end waits for the others; a launcher kills it after a second."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -59,9 +71,11 @@ class Trainer:
         data: the data; None loads what the config names.
         callbacks: who watches.
         graph: whether steps are captured in a CUDA graph and replayed; see `extensor.capture`.
+        ranks: who trains together; None is this process alone.
 
     Raises:
-        ValueError: if the settings do not fit the data, or a rule of the recipe matches no layer.
+        ValueError: if there are more ranks than micro-batches, the settings do not fit the data, or
+            a rule of the recipe matches no layer.
         DataError: if the data set is missing or damaged.
     """
 
@@ -72,8 +86,10 @@ class Trainer:
         data: Any = None,
         callbacks: Sequence[Callback] = (),
         graph: bool = False,
+        ranks: Communicator | None = None,
     ) -> None:
         self.config, self.out, self.callbacks = config, out, list(callbacks)
+        self.ranks = LocalCommunicator() if ranks is None else ranks
         self.task = TASKS[RUNS[config.model].task](config, data)
         self.batches = self.task.batches
         self.model_config = models.config(config.model, config.variant, **self.task.shapes())
@@ -81,7 +97,22 @@ class Trainer:
         self.quant = apply_recipe(
             self.model, config.resolved_recipe, config.seed, ACTIVATIONS[config.activations]
         )
+        for phase in config.recipe_schedule.phases:  # a rule that matches nothing fails now
+            assign_recipe(self.model, phase.recipe)
+        parts = config.micro_batches or self.ranks.size
+        if parts < self.ranks.size:
+            raise ValueError(
+                f"--micro-batches: expected at least one for each of the {self.ranks.size} ranks, "
+                f"got {parts}; the way out: fewer ranks, or a new run of more micro-batches"
+            )
+        if graph and parts > 1:
+            raise ValueError(
+                f"--graph: a captured step is one micro-batch on one rank, got {parts}; the way "
+                "out: leave --graph out"
+            )
+        self.micro_batches = MicroBatches(self.model, self.quant, parts, self.ranks)
         self.optimizer = make_optimizer(self.model, config)
+        self.buckets = self._make_buckets()
         self.schedule = make_schedule(config, self.batches)
         dynamic = config.loss_scale == "dynamic"
         self.scaler = MXGradScaler(
@@ -90,14 +121,13 @@ class Trainer:
             growth_factor=2.0 if dynamic else 1.0,
         )
         self.graph = graph
-        self._compute = capture(self._device_step) if graph else self._device_step
-        self._batch: Batch | None = None
+        self._captured = capture(self._whole_step) if graph else None
         self.position = Position()
         self.history: list[EpochReport] = []
         self.scores: Scores | None = None
         self.stop_reason: str | None = None
         self.diverged: str | None = None
-        self._interrupted = False
+        self._told_to_stop = self._interrupted = False
 
     @property
     def health(self) -> tuple[SlotHealth, ...]:
@@ -114,14 +144,17 @@ class Trainer:
         self.stop_reason = reason
 
     def interrupt(self) -> None:
-        """End the run after the step under way: save it and raise `Interrupted`."""
-        self._interrupted = True
+        """End the run after the step under way, on all ranks: save it and raise `Interrupted`."""
+        self._told_to_stop = True
+        if self.ranks.size > 1:
+            self.ranks.timeout = GRACE_SECONDS  # the launcher may have said so since a rank is dead
 
     def fit(self) -> dict[str, Any]:
         """Train to the end from where the run is; returns the result, also in result.json.
 
         Raises:
             Interrupted: after SIGINT or SIGTERM, once the step under way is done and saved.
+            CollectiveTimeout: if a rank is dead or stuck. The last finished step is saved.
             DataError: if a batch holds values that are not finite.
         """
         result = None
@@ -133,7 +166,13 @@ class Trainer:
                     self._train_epoch()
                     self._end_epoch()
             result = build_result(self)
-            write_json(self.out / RESULT, result)
+            if self.ranks.rank == 0:
+                write_json(self.out / RESULT, result)
+        except CollectiveTimeout:
+            self.micro_batches.rewind()
+            if self.config.shard == "none":  # else a lost rank has lost its part
+                save_run(self, self.out / LAST)
+            raise
         finally:
             for callback in self.callbacks:
                 callback.on_end(self, result)
@@ -169,37 +208,97 @@ class Trainer:
         position = self.position
         self.quant.step = position.step
         self.schedule.apply(self.optimizer, position.step)
+        self._follow_recipes(position.step)
         lr = float(self.optimizer.groups[0].options["lr"])
-        self._batch, skipped = batch, self.scaler.skipped
-        inputs, labels, places = self._arguments(batch)
-        rows, loss = self._compute(*map(self._tensor, (inputs, labels, *places)))
+        skipped = self.scaler.skipped
+        outcome = self._replay(batch) if self.graph else self._accumulate(batch)
         good = self.scaler.skipped == skipped
-        value, count = float(loss.item()), batch.count
         position.step += 1
         position.batch += 1
-        position.count += count
-        position.loss_sum += value * count
-        position.hits += top_k_hits(rows.numpy(), labels, 1)
+        position.count += outcome.count
+        position.loss_sum += outcome.loss * outcome.count
+        position.hits += outcome.hits
         position.skipped += not good
         position.skipped_in_a_row = 0 if good else position.skipped_in_a_row + 1
-        return value, lr, good
+        self._interrupted |= outcome.stop
+        return outcome.loss, lr, good
 
-    def _device_step(
-        self, inputs: ExTensor, labels: ExTensor, *places: ExTensor
-    ) -> tuple[ExTensor, ExTensor]:
-        """Forward, backward and update; nothing is read back to the host: (scores, loss)."""
+    def _follow_recipes(self, step: int) -> None:
+        """Train with the recipe of a step; a captured step is captured anew where it changes."""
+        steps = self.config.epochs * self.batches
+        recipe = self.config.recipe_at(step, steps)
+        if switch_recipe(self.model, self.quant, recipe) and self.graph:
+            self._captured = capture(self._whole_step)
+
+    def _accumulate(self, batch: Batch) -> Outcome:
+        """Run this rank's micro-batches, add up the gradients of all, and update the weights."""
+        micro = self.micro_batches
+        mine = [part for part in micro.divide(batch) if part.index in micro.mine]
+        micro.begin()
         self.optimizer.zero_grad()
-        rows, loss = self._forward(inputs, labels, *places, smoothing=self.config.label_smoothing)
-        self.scaler.scale(loss).backward()
+        step = self.position.step
+        for part in micro.run(mine):
+            last = part is mine[-1]
+            buckets = self.buckets
+            with buckets.micro_batch(last=last, step=step) if buckets else nullcontext():
+                self._backward(part)
+        if self.buckets is not None:
+            self.buckets.finish(step)
+        outcome = micro.end(self._told_to_stop)
+        self._update(batch)
+        return outcome
+
+    def _make_buckets(self) -> GradientBuckets | None:
+        """What sums gradients over micro-batches and ranks; None where one rank adds floats."""
+        config = self.config
+        if self.ranks.size == 1 and config.grad_comm == "float32" and config.shard == "none":
+            return None
+        # rounded stochastically: a resumed run has no residuals
+        how: dict[str, Any] = {"error_feedback": False} if "mxint" in config.grad_comm else {}
+        args = (list(self.model.parameters()), self.ranks, config.grad_comm)
+        if config.shard == "none":
+            return GradientBuckets(*args, seed=config.seed, **how)
+        keep = config.shard == "states"
+        sharded = ShardedBuckets(*args, keep_gradients=keep, seed=config.seed, **how)
+        self.optimizer = ShardedOptimizer(self.optimizer, sharded)
+        return sharded
+
+    def _backward(self, part: MicroBatch) -> None:
+        """Add a micro-batch's share to the gradients."""
+        rows, labels, loss = self.forward(part.batch, self.config.label_smoothing)
+        weighted = loss if part.weight == 1.0 else loss * part.weight
+        self.scaler.scale(weighted).backward()
+        hits = top_k_hits(rows.numpy(), labels, 1)
+        self.micro_batches.record(part, float(loss.item()), hits)
+
+    def _update(self, batch: Batch | None = None) -> None:
+        """Unscale and clip the gradients, and make the optimizer's step if they are finite."""
         self.scaler.unscale_(self.optimizer)
-        if not self.graph:
-            assert self._batch is not None
+        if batch is not None:
             for callback in self.callbacks:
-                callback.on_gradients(self, self._batch)
-        if self.config.clip_norm:
+                callback.on_gradients(self, batch)
+        if self.config.clip_norm and self.buckets is None:
             clip_grad_norm(self.optimizer.params, self.config.clip_norm, nonfinite="return")
+        elif self.config.clip_norm:
+            holders = None if self.config.shard == "none" else self.ranks
+            clip_in_any_order(self.optimizer.params, self.config.clip_norm, holders)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def _replay(self, batch: Batch) -> Outcome:
+        """The step as a CUDA graph; nothing is read back before its end."""
+        inputs, labels, places = self._arguments(batch)
+        assert self._captured is not None
+        rows, loss = self._captured(*map(self._tensor, (inputs, labels, *places)))
+        hits = top_k_hits(rows.numpy(), labels, 1)
+        return Outcome(float(loss.item()), hits, batch.count, self._told_to_stop)
+
+    def _whole_step(self, inputs: ExTensor, labels: ExTensor) -> tuple[ExTensor, ExTensor]:
+        """Forward, backward and update in one captured piece: (scores, loss)."""
+        self.optimizer.zero_grad()
+        rows, loss = self._forward(inputs, labels, smoothing=self.config.label_smoothing)
+        self.scaler.scale(loss).backward()
+        self._update()
         return rows, loss
 
     def forward(self, batch: Batch, smoothing: float = 0.0) -> tuple[ExTensor, Any, ExTensor]:
@@ -257,10 +356,13 @@ class Trainer:
         )
         self.history.append(report)
         self._observe(report)
+        check_weights(self)
         position.next_epoch()
+        self.gather_state()
         for callback in self.callbacks:
             callback.on_epoch(self, report)
         if position.epoch <= self.config.epochs and not self.stop_reason:
+            self._agree_to_stop()
             self._stop_if_interrupted()
 
     def evaluate(self, part: Literal["test", "validation"] = "test") -> Scores:
@@ -269,15 +371,25 @@ class Trainer:
         What it quantizes is not counted: counts are of training.
         """
         scores, drawn = self.task.scores(), getattr(self.task, part)(self.task.eval_batch)
+        mine: list[Scores] = []
         counts = dict(self.quant.telemetry)
         self.quant.step = self.position.step  # the same random bits at any time, resumed or not
         self.model.eval()
-        with no_grad():
-            for batch in drawn:
-                rows, labels, loss = self.forward(batch)
-                scores.add(rows.numpy(), labels, float(loss.item()))
-        self.model.train()
-        self.quant.load_telemetry(counts)
+        try:
+            with no_grad():
+                for index, batch in enumerate(drawn):
+                    if index % self.ranks.size == self.ranks.rank:
+                        self.quant.micro_batch = index
+                        mine.append(self.task.scores())
+                        rows, labels, loss = self.forward(batch)
+                        mine[-1].add(rows.numpy(), labels, float(loss.item()))
+            everyone = self.ranks.all_gather_object(mine)
+        finally:
+            self.quant.micro_batch = 0
+            self.model.train()
+            self.quant.load_telemetry(counts)
+        for number in range(sum(map(len, everyone))):  # in the order of batches
+            scores.merge(everyone[number % self.ranks.size][number // self.ranks.size])
         return scores
 
     def _observe(self, report: EpochReport) -> None:
@@ -319,69 +431,39 @@ class Trainer:
     # --- checkpoints ----------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint atomically."""
-        optimizer = self.optimizer.state_dict()
-        arrays = {k: v for k, v in optimizer.items() if isinstance(v, (np.ndarray, QuantArray))}
-        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        tensors |= {f"optimizer.{name}": value for name, value in arrays.items()}
-        metadata = {
-            "config": self.config.as_dict(),
-            "position": self.position.as_dict(),
-            "history": [report.as_dict() for report in self.history],
-            "optimizer": {k: v for k, v in optimizer.items() if k not in arrays},
-            "scaler": self.scaler.state_dict(),
-            "telemetry": [
-                [*key, *dataclasses.astuple(counts)] for key, counts in self.quant.telemetry.items()
-            ],
-            "stop_reason": self.stop_reason,
-            "diverged": self.diverged,
-            "model": json.loads(json.dumps(dataclasses.asdict(self.model_config))),
-            "task": self.task.state(),
-        }
-        save_checkpoint(path, tensors, metadata)
+        """Write a checkpoint atomically: all ranks have the same, rank 0 writes it.
+
+        With shards, all ranks call `gather_state` first.
+        """
+        if self.ranks.rank == 0:
+            save_run(self, path)
+
+    def gather_state(self) -> None:
+        """Give rank 0 the whole optimizer state, where each rank has a part."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.gather_state()
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint that `save` wrote.
+        """Go on from a checkpoint that `save` wrote, on any number of ranks.
 
         Raises:
             CheckpointError: if the file is damaged.
             ValueError: if it belongs to another run.
         """
-        checkpoint = load_checkpoint(path)
-        metadata, tensors = checkpoint.metadata, checkpoint.tensors
-        theirs, mine = metadata.get("config"), self.config.as_dict()
-        if theirs:  # what a checkpoint does not name came later, and was as it is by default
-            fields = dataclasses.fields(self.config)
-            given = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-            theirs = given | theirs
-        if theirs != mine:
-            differ = sorted(k for k in mine if not theirs or theirs.get(k) != mine[k])
-            raise ValueError(
-                f"{path}: expected a checkpoint of this run, got one that differs in "
-                f"{', '.join(differ)}; the way out: the checkpoint that this run wrote"
-            )
-        if metadata.get("task") != json.loads(json.dumps(self.task.state())):
-            raise ValueError(
-                f"{path}: expected a checkpoint of this run's data, got one of another tokenizer; "
-                f"the way out: {self.config.dataset} as it was when the run began (the same "
-                "Python for python_source, the same package tokenizers for bpe)"
-            )
-        parts: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-        for name, value in tensors.items():
-            part, _, rest = name.partition(".")
-            parts[part][rest] = value
-        self.model.load_state_dict(parts["model"])
-        self.optimizer.load_state_dict({**metadata["optimizer"], **parts["optimizer"]})
-        counts = {(row[0], row[1]): QuantStats(*row[2:]) for row in metadata["telemetry"]}
-        self.quant.load_telemetry(counts)
-        self.scaler.load_state_dict(metadata["scaler"])
-        self.stop_reason, self.diverged = metadata["stop_reason"], metadata["diverged"]
-        self.position = Position.from_dict(metadata["position"])
-        self.history = [EpochReport(**values) for values in metadata["history"]]
+        load_run(self, path)
+        self._follow_recipes(max(self.position.step - 1, 0))  # as evaluation finds it
         for report in self.history:
             self._observe(report)
 
     def _stop_if_interrupted(self) -> None:
-        if self._interrupted:
+        if self._interrupted or (self._told_to_stop and self.ranks.size == 1):
+            self.gather_state()
             self.save(self.out / LAST)
+            self.ranks.barrier()
             raise Interrupted
+
+    def _agree_to_stop(self) -> None:
+        """Tell all ranks if one was told to stop between steps."""
+        told = np.array([self._told_to_stop], np.int8)
+        self.ranks.all_reduce(told, "max").wait()
+        self._interrupted |= bool(told[0])

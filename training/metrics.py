@@ -84,6 +84,13 @@ class Scores:
         self.hits += top_k_hits(scores, labels, 1)
         self.hits_k += top_k_hits(scores, labels, min(self.k, self.classes))
 
+    def merge(self, other: Scores) -> None:
+        """Count what another of the same kind has counted."""
+        self.loss_sum += other.loss_sum
+        self.count += other.count
+        self.hits += other.hits
+        self.hits_k += other.hits_k
+
     @property
     def loss(self) -> float:
         """Mean loss per label."""
@@ -120,6 +127,11 @@ class ClassScores(Scores):
     def add(self, scores: np.ndarray, labels: np.ndarray, mean_loss: float) -> None:
         super().add(scores, labels, mean_loss)
         self.confusion += confusion_matrix(scores.argmax(axis=1), labels, self.classes)
+
+    def merge(self, other: Scores) -> None:
+        super().merge(other)
+        assert isinstance(other, ClassScores)
+        self.confusion += other.confusion
 
     @property
     def per_class(self) -> np.ndarray:

@@ -80,6 +80,17 @@ TEXT = {
     "test_limit": 512,
 }
 
+# Byte pairs, longer windows; rates are found by `training.observe`.
+TOKENS = {
+    **TEXT,
+    "batch_size": 256,
+    "context": 512,
+    "tokenizer": "bpe",
+    "vocab_size": 8192,
+    "beta2": 0.95,
+    "lr": 3e-3,
+}
+
 RUNS: dict[str, Run] = {
     "lenet": Run(
         model="lenet",
@@ -120,6 +131,13 @@ RUNS: dict[str, Run] = {
         task="masked",
         dataset="shakespeare",
         settings={"variant": "nano", **TEXT},
+    ),
+    "llama": Run(
+        model="llama",
+        doc="decoder with Llama's parts, 0.4 to 98 million weights, to train from scratch",
+        task="causal",
+        dataset="linux_source",
+        settings={"variant": "30m", **TOKENS},
     ),
     "gpt": Run(
         model="gpt",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from extensor.backends.registry import get as get_backend
+from extensor.distributed import Communicator, LocalCommunicator
 
 from .callbacks import (
     Callback,
@@ -21,7 +23,9 @@ from .callbacks import (
 )
 from .choices import OPTIMIZERS
 from .config import RunConfig
+from .data import DataError
 from .loop import Trainer
+from .ranks import agree_on_errors, check_start
 from .result import print_summary
 from .rundir import LAST, UsageError, claim
 
@@ -37,6 +41,7 @@ def train(
     telemetry: int = 0,
     memory: bool = False,
     graph: bool = False,
+    ranks: Communicator | None = None,
 ) -> dict[str, Any]:
     """Run a configuration into a folder, and say how it went.
 
@@ -48,39 +53,79 @@ def train(
         telemetry: steps between records of `Telemetry`; 0 records nothing.
         memory: whether the first step's memory is shown; see `ShowMemory`.
         graph: whether steps are captured in a CUDA graph and replayed.
+        ranks: who trains together; None is this process alone.
 
     Raises:
+        RanksDiffer: if the ranks were started with different settings, versions or data.
         UsageError: if the folder or the configuration do not allow it.
         DataError: if the data set is missing or damaged.
         Interrupted: see `Trainer.fit`.
     """
-    if graph:
-        _check_graph(config, telemetry, memory)
+    ranks = LocalCommunicator() if ranks is None else ranks
+    if ranks.size > 1 and not config.micro_batches and not resume:
+        config = dataclasses.replace(config, micro_batches=ranks.size)
+    error: Exception | None = None
+    try:
+        if graph:
+            _check_graph(config, telemetry, memory)
+        watchers = _callbacks(config, console, telemetry, memory, ranks)
+        trainer = _prepare(config, out, resume, watchers, graph, ranks)
+    except (UsageError, DataError, OSError) as found:
+        error = found
+    if ranks.size > 1:
+        agree_on_errors(ranks, error)
+    if error is not None:
+        raise error
+    check_start(trainer)
+    if ranks.size > 1:
+        console.print(f"{ranks.size} ranks share {trainer.micro_batches.parts} micro-batches")
+    if resume:
+        done = trainer.position
+        console.print(f"resuming in epoch {done.epoch}, after step {done.step}")
+    result = trainer.fit()
+    if ranks.rank == 0:
+        print_summary(trainer, result, console)
+    return result
+
+
+def _callbacks(
+    config: RunConfig, console: Console, telemetry: int, memory: bool, ranks: Communicator
+) -> list[Callback]:
+    """Who watches the run; the files and the terminal are rank 0's."""
+    stopping = [EarlyStopping(config.patience)] if config.patience else []
+    if ranks.rank:
+        return [*stopping]
     board = TensorBoard()
     callbacks: list[Callback] = [JsonLines(), board, ShowProgress(console)]
     if telemetry:
         callbacks.append(Telemetry(telemetry, board))
     if memory:
         callbacks.append(ShowMemory(console))
-    if config.patience:
-        callbacks.append(EarlyStopping(config.patience))
-    callbacks.append(SaveCheckpoint())
+    return [*callbacks, *stopping, SaveCheckpoint()]
+
+
+def _prepare(
+    config: RunConfig,
+    out: Path,
+    resume: bool,
+    callbacks: list[Callback],
+    graph: bool,
+    ranks: Communicator,
+) -> Trainer:
+    """The run before its next step, its folder claimed."""
     try:
         get_backend(config.device)
     except RuntimeError as error:
         raise UsageError(f"--device {config.device}: {error}") from error
     try:
-        trainer = Trainer(config, out, callbacks=callbacks, graph=graph)
-        claim(out, config, resume=resume)
+        trainer = Trainer(config, out, callbacks=callbacks, graph=graph, ranks=ranks)
+        if ranks.rank == 0:
+            claim(out, config, resume=resume)
         if resume:
             trainer.load(out / LAST)
-            done = trainer.position
-            console.print(f"resuming in epoch {done.epoch}, after step {done.step}")
     except ValueError as error:
         raise UsageError(str(error)) from error
-    result = trainer.fit()
-    print_summary(trainer, result, console)
-    return result
+    return trainer
 
 
 def _check_graph(config: RunConfig, telemetry: int, memory: bool) -> None:

@@ -71,15 +71,9 @@ def reading(path: str, scheme: str | None, length: int) -> Callable[[], None]:
 
     def run() -> None:
         with et.no_grad():
-            model.lm_head(model.model(_batch(model, prompt), nn.KVCache(layers, length))[:, -1])
+            model(prompt, cache=nn.KVCache(layers, length), logits_to_keep=1)
 
     return run
-
-
-def _batch(model: Any, prompt: ExTensor) -> Any:
-    from extensor.models.decoding import batch_of
-
-    return batch_of(type(model).__name__, prompt)
 
 
 def llama_cpp(path: str, length: int) -> Callable[[], None]:

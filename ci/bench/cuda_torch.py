@@ -1,6 +1,6 @@
 """Layers of `extensor.torch` on a GPU against torch's own in bfloat16.
 
-    python ci/bench/cuda_torch.py [--rounds N] [--only linear block overhead]
+    python ci/bench/cuda_torch.py [--rounds N] [--only linear block overhead profile]
 
 "linear" is torch.nn.Linear's forward and backward of normal bfloat16 data, eager and captured by
 torch.cuda.graph. "block" is a Llama-style block (RMSNorm, rotary attention, SwiGLU), forward and
@@ -8,12 +8,16 @@ backward, under torch.compile, and once more with mode="reduce-overhead". All pa
 bfloat16. torchao's float8 rowwise training stands beside them where it is installed. CUDA events
 around single calls, the contestants taking turns in one process, medians over the rounds.
 "overhead" is the host's time of a small layer's forward and backward call, queued without waiting,
-beside a custom operator that only makes its result. Needs a Hopper GPU and the extra ``cuda13``.
+beside a custom operator that only makes its result. "profile", which runs only by name, prints
+where a captured block's time goes, kernel by kernel, and the host's in a small layer's call. Needs
+a Hopper GPU and the extra ``cuda13``.
 """
 
 from __future__ import annotations
 
 import copy
+import cProfile
+import pstats
 import time
 from collections.abc import Callable
 from statistics import median
@@ -232,12 +236,46 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
     )
 
 
+def profile() -> None:
+    """Print the kernels of a captured block, torch's and a recipe's, and the host's functions."""
+    torch.manual_seed(0)
+    plain = Block().to("cuda", torch.bfloat16)
+    x = gpu.normal(BATCH, CONTEXT, WIDTH).requires_grad_()
+    g = gpu.normal(BATCH, CONTEXT, WIDTH, seed=1)
+    for name, model in (("torch bf16", plain), ("mxfp4", quantized(plain, "mxfp4"))):
+        torch._dynamo.reset()
+        run = step(torch.compile(model, fullgraph=True, mode="reduce-overhead"), model, x, g)
+        for turn in range(5):
+            run(turn)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            for turn in range(3):
+                run(turn)
+            torch.cuda.synchronize()
+        print(f"three steps of a block, {name}")
+        print(seen.key_averages().table("self_cuda_time_total", 30, 70))
+    small, layer = gpu.normal(256, 256), quantized(nn.Linear(256, 256, False).cuda(), "mxfp4")
+    counted = cProfile.Profile()
+    for turn in range(120):
+        if turn == 20:
+            counted.enable()
+        layer(small).sum().backward()
+    counted.disable()
+    pstats.Stats(counted).sort_stats("tottime").print_stats(40)
+
+
 def main() -> None:
     """Measure, print and write."""
-    chosen = gpu.options(__doc__, rounds=15, only=PARTS).parse_args()
+    parser = gpu.options(__doc__, rounds=15)
+    parser.add_argument("--only", nargs="+", choices=(*PARTS, "profile"), default=list(PARTS))
+    chosen = parser.parse_args()
     parts = {"linear": linear, "block": block, "overhead": overhead}
-    rows = [row for name in chosen.only for row in parts[name](chosen.rounds)]
-    gpu.write_gpu("cuda-torch", rows, gpu.cuda().xp)
+    measured = [name for name in chosen.only if name != "profile"]
+    rows = [row for name in measured for row in parts[name](chosen.rounds)]
+    if rows:
+        gpu.write_gpu("cuda-torch", rows, gpu.cuda().xp)
+    if "profile" in chosen.only:
+        profile()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
 #include "common/bind.hpp"
 #include "common/ledger.hpp"
+#include "common/replay.hpp"
 #include "common/threads.hpp"
 
 namespace {
@@ -32,6 +33,19 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("set_level", set_level, "Use another of `levels`.");
     m.def("threads", threads::get, "Number of threads.");
     m.def("set_threads", threads::set, "Use that many threads.");
+    py::class_<Replay>(m, "Replay", "Calls of kernels, made again without Python.")
+        .def(py::init())
+        .def("record", &Replay::record)
+        .def("extend", &Replay::extend)
+        .def("__call__", &Replay::run)
+        .def_readonly("reads", &Replay::reads_)
+        .def_readonly("writes", &Replay::writes_);
+    m.def(
+        "use_openmp",
+        [](uintptr_t parallel) {
+            threads::use_openmp(reinterpret_cast<threads::OpenMP>(parallel));
+        },
+        "Use the threads of the OpenMP runtime whose GOMP_parallel is at this address; 0: none.");
     bind_quantize(m);
     bind_matmul(m);
     bind_conv_pool(m);

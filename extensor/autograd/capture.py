@@ -7,7 +7,8 @@ from typing import Any
 
 from extensor.autograd.apply import wrap
 from extensor.autograd.mode import MODE
-from extensor.autograd.recording import Program, Recording, recording
+from extensor.autograd.program import Program
+from extensor.autograd.recording import Recording, recording
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.capture import Graph
 
@@ -25,7 +26,8 @@ def capture(step: Callable[..., Any]) -> CapturedStep:
     that is replayed, as a CUDA graph.
 
     On the CPU a call inside ``et.no_grad()`` is captured: the first three calls run Python and the
-    calls of kernels are recorded, which later calls make again. Other calls on the CPU, such as
+    calls of kernels are recorded, which later calls make again, those of small arrays (a decoded
+    token's) in C++ without Python. Other calls on the CPU, such as
     training steps, are calls of ``step``.
 
     Apart from its arguments the step may depend on the recipe's ``step``, on learning rates, on
@@ -80,7 +82,8 @@ class _RecordedStep:
             results = _each(self.step(*mine), lambda tensor: tensor)
         if self.before is not None:
             given = () if results is None else results if isinstance(results, tuple) else (results,)
-            self.program = Program(self.before, found, [tensor.data for tensor in given])
+            arrays = [tensor.data for tensor in given]
+            self.program = Program(self.before, found, arrays, tensors[0].backend)
             self.outputs = results
         self.before = found
         return _each(results, _copied)

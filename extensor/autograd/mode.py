@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-__all__ = ["MODE", "Observer", "Storage", "enable_grad", "is_grad_enabled", "no_grad"]
+__all__ = [
+    "MODE", "Observer", "Storage", "enable_grad", "is_grad_enabled", "no_grad",
+    "post_accumulate_grad_hook",
+]  # fmt: skip
 
 
 class Observer(Protocol):
@@ -32,6 +35,7 @@ class _Mode(threading.local):
     recording: Any = None  # the `extensor.autograd.recording.Recording` under way
     observer: Observer | None = None
     storage: Storage | None = None
+    grad_hook: Callable[[Any], None] | None = None
 
 
 MODE = _Mode()
@@ -88,3 +92,32 @@ def enable_grad() -> Iterator[None]:
         yield
     finally:
         MODE.enabled = before
+
+
+@contextlib.contextmanager
+def post_accumulate_grad_hook(hook: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``hook(leaf)`` in `backward`, in this thread, as soon as a leaf's ``.grad`` is final.
+
+    The rest of the backward pass runs on afterwards, so what the hook starts overlaps with it. The
+    gradient's memory may be shared until backward ends: the hook copies it, and writes nothing.
+
+    Args:
+        hook: takes the leaf, once in each backward pass that reaches it.
+
+    Returns:
+        A context manager.
+
+    Example:
+        >>> from extensor.autograd.mode import post_accumulate_grad_hook
+        >>> first, last = et.ones(1, requires_grad=True), et.ones(1, requires_grad=True)
+        >>> order = []
+        >>> with post_accumulate_grad_hook(order.append):
+        ...     (first.exp() * last).sum().backward()
+        >>> [leaf is last for leaf in order]
+        [True, False]
+    """
+    before, MODE.grad_hook = MODE.grad_hook, hook
+    try:
+        yield
+    finally:
+        MODE.grad_hook = before

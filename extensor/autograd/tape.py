@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,8 +42,16 @@ def backward(
     """Add the gradient of ``root`` to the ``.grad`` of every leaf; see `ExTensor.backward`."""
     retain = create_graph if retain_graph is None else retain_graph
     seed = _seed(root, gradient, create_graph)
-    grads = _run([(root, seed)], None, retain, create_graph)
     owned = set() if gradient is None else {id(gradient.data)}
+    hook, final = MODE.grad_hook, None
+    if hook is not None:
+
+        def final(leaf: ExTensor, g: Gradient) -> None:
+            with _ACCUMULATE:
+                _accumulate(leaf, g, create_graph, owned)
+            hook(leaf)
+
+    grads = _run([(root, seed)], None, retain, create_graph, final)
     capture = root.backend.capturing
     with _ACCUMULATE:
         if capture is not None:
@@ -54,6 +62,9 @@ def backward(
             capture.own_gradients([leaf.grad for leaf, _ in grads.values()])
         if MODE.observer is not None:
             MODE.observer.accumulated([leaf for leaf, _ in grads.values()])
+    if hook is not None:
+        for leaf, _ in grads.values():
+            hook(leaf)
 
 
 FUNCTIONS["backward"] = backward  # ExTensor.backward, which stands below
@@ -117,14 +128,20 @@ def _run(
     targets: Sequence[ExTensor] | None,
     retain: bool,
     create_graph: bool,
+    final: Callable[[ExTensor, Gradient], None] | None = None,
 ) -> dict[int, tuple[ExTensor, Gradient]]:
-    """Gradients by id of the tensor: of all leaves, or of ``targets`` alone."""
+    """Gradients by id of the tensor: of all leaves, or of ``targets`` alone.
+
+    ``final`` gets a leaf's gradient as soon as nothing is added to it any more; the result has the
+    others.
+    """
     grads: dict[int, tuple[ExTensor, Gradient]] = {}
     pending: dict[Node, Gradient] = {}
     heap: list[tuple[int, Node]] = []
     needed: set[Edge] | None = None
     inner: dict[Node, list[ExTensor]] = {}
     roots = list(seeds)
+    waiting = {} if final is None else _uses_of_leaves(root.node for root, _ in roots)
     if targets is not None:
         needed = _leading_to([root.node or root for root, _ in roots], targets)
         for tensor in targets:
@@ -175,6 +192,12 @@ def _run(
                     for i, part in enumerate(parts):
                         if part is not None:
                             deliver(edges[i], part)
+                if final is not None:
+                    for source in edges:
+                        if isinstance(source, ExTensor):
+                            waiting[id(source)] -= 1
+                            if not waiting[id(source)] and id(source) in grads:
+                                final(*grads.pop(id(source)))
                 if not retain:
                     node.release()
     finally:
@@ -191,6 +214,24 @@ def _addend(node: Node, pending: dict[Node, Gradient]) -> Gradient | None:
     addend = pending.get(edge) if isinstance(edge, Node) else None
     same = addend is not None and addend.dtype == node.arrays[0].dtype == np.float32
     return addend if same else None
+
+
+def _uses_of_leaves(roots: Iterable[Node | None]) -> dict[int, int]:
+    """How often recorded operations take each leaf, by its id."""
+    uses: dict[int, int] = {}
+    seen: set[Node] = set()
+    stack = [node for node in roots if node is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for source in node.edges or ():
+            if isinstance(source, Node):
+                stack.append(source)
+            elif source is not None:
+                uses[id(source)] = uses.get(id(source), 0) + 1
+    return uses
 
 
 def _leading_to(roots: Sequence[Edge], targets: Sequence[ExTensor]) -> set[Edge]:

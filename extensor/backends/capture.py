@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["Graph", "HostMirror", "HostMirrors", "StepCapture", "UpdateGuard"]
+__all__ = ["Graph", "HostMirror", "HostMirrors", "Replay", "StepCapture", "UpdateGuard"]
 
 Array = Any
 
@@ -47,6 +47,26 @@ class Graph(Protocol):
 
     def check(self) -> None:
         """Raise the error that a replay found; waits for the device."""
+        ...
+
+
+class Replay(Protocol):
+    """Calls of the CPU's kernels, made again without Python on the same memory.
+
+    Attributes:
+        reads: of each call, the memory that it reads: first bytes, and those after the last.
+        writes: likewise.
+    """
+
+    reads: Sequence[Sequence[tuple[int, int]]]
+    writes: Sequence[Sequence[tuple[int, int]]]
+
+    def __call__(self) -> None:
+        """Make the calls."""
+        ...
+
+    def extend(self, later: Any) -> None:
+        """Add the calls of a later one."""
         ...
 
 

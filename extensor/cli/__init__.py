@@ -55,6 +55,7 @@ TRAINING = {
     "compare": "Train a model with several recipes and seeds, and draw the table.",
     "report": "Write a page about a run: curves, each layer's error, its values on their grids.",
     "finetune": "Tune a pretrained language model on a text: LoRA or DoRA on packed weights.",
+    "observe": "Train with many recipes and seeds from a queue, and gather one page.",
     "ptq": "Quantize the model of a finished run under many schemes, without training.",
 }
 """Commands of `extensor.training.cli`."""

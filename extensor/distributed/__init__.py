@@ -7,12 +7,16 @@ one rank.
 
 from __future__ import annotations
 
+from extensor.distributed.agree import RanksDiffer, check_same
+from extensor.distributed.clip import clip_grad_norm, square_sum
 from extensor.distributed.communicator import (
     CollectiveMismatch,
     CollectiveTimeout,
     Communicator,
     Work,
 )
+from extensor.distributed.gradients import GradientBuckets
+from extensor.distributed.launch import connect, launched_rank
 from extensor.distributed.local import LocalCommunicator, run_ranks
 from extensor.distributed.reduction import (
     GRAD_COMM,
@@ -24,20 +28,31 @@ from extensor.distributed.reduction import (
     make_reduction,
     padded_size,
 )
+from extensor.distributed.zero import SHARDS, ShardedBuckets, ShardedOptimizer
 
 __all__ = [
     "GRAD_COMM",
+    "SHARDS",
     "Bfloat16",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "Communicator",
     "Exact",
     "Float32",
+    "GradientBuckets",
     "GradientReduction",
     "LocalCommunicator",
     "Mxint",
+    "RanksDiffer",
+    "ShardedBuckets",
+    "ShardedOptimizer",
     "Work",
+    "check_same",
+    "clip_grad_norm",
+    "connect",
+    "launched_rank",
     "make_reduction",
     "padded_size",
     "run_ranks",
+    "square_sum",
 ]

@@ -103,15 +103,20 @@ class ReductionWork:
             self._current.done()
         return self._current is None
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """Wait for the current collective and start the next one.
+
+        Returns:
+            True if there was none to start.
 
         >>> from extensor.distributed.reduction import ReductionWork
         >>> ReductionWork(iter(())).advance()
+        True
         """
         if self._current is not None:
             self._current.wait()
             self._current = next(self._steps, None)
+        return self._current is None
 
     def wait(self) -> None:
         """Return when all have ended.
@@ -119,8 +124,8 @@ class ReductionWork:
         >>> from extensor.distributed.reduction import ReductionWork
         >>> ReductionWork(iter(())).wait()
         """
-        while self._current is not None:
-            self.advance()
+        while not self.advance():
+            pass
 
 
 class GradientReduction(ABC):

@@ -7,6 +7,7 @@ once; without one, all tokens pass again for each that is written. Both write th
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -193,6 +194,8 @@ def _scores(
         places = np.maximum(np.cumsum(mask, axis=1) - 1, 0)[:, mask.shape[1] - rows.shape[1] :]
         more["attention_mask"] = ExTensor.from_numpy(mask).to(device)
         more["positions"] = ExTensor.from_numpy(places.astype(np.int64)).to(device)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        more["logits_to_keep"] = 1  # the head of a long prompt is most of a small model's work
     with no_grad():
         logits = model(ExTensor.from_numpy(rows).to(device), **more)[:, -1]
     found: Array = logits.to("cpu").to("float32").numpy()

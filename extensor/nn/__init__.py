@@ -50,7 +50,7 @@ from extensor.nn.ptq import (
     quantize_model,
     save_quantized,
 )
-from extensor.nn.recipe import apply_recipe, gemm_layers
+from extensor.nn.recipe import apply_recipe, gemm_layers, switch_recipe
 from extensor.nn.recurrent import GRU, LSTM
 from extensor.nn.rope import Rope, RopeScaling, RotaryTable
 from extensor.nn.transformer import FeedForward, TransformerBlock
@@ -125,6 +125,7 @@ __all__ = [
     "quantize_layers",
     "quantize_model",
     "save_quantized",
+    "switch_recipe",
 ]
 
 

@@ -156,9 +156,8 @@ class KVCache:
                 f"before, got {shapes}; make a cache for each batch"
             )
         backend = k.backend
-        keys, values = replayed(
-            "KVCache.update", functools.partial(self._update, kept, backend), k.data, v.data
-        )
+        append = functools.partial(self._update, kept, backend)
+        keys, values = replayed("KVCache.update", append, k.data, v.data, grows=True)
         kept.shapes = shapes
         end = self._length + k.shape[2]
         return wrap(keys, backend), wrap(values, backend), np.arange(kept.start, end)

@@ -13,9 +13,12 @@ from extensor.nn.norm import LayerNorm, RMSNorm
 from extensor.quant.recipe import FloatName, LayerRecipe, Recipe
 from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.recipes import RECIPES, get_recipe
+from extensor.quant.weight_cache import WeightCache
 from extensor.random import Stream
 
-__all__ = ["apply_recipe", "assign_recipe", "gemm_layers", "round_norms", "store_saved"]
+__all__ = [
+    "apply_recipe", "assign_recipe", "gemm_layers", "round_norms", "store_saved", "switch_recipe",
+]  # fmt: skip
 
 
 def gemm_layers(model: Module) -> Iterator[tuple[str, GemmLayer]]:
@@ -84,6 +87,43 @@ def apply_recipe(
     round_norms(model, recipe.activations == "bfloat16")
     store_saved(model, state)
     return state
+
+
+def switch_recipe(model: Module, state: RecipeState, recipe: Recipe) -> bool:
+    """Go on with another recipe: the model keeps its state, its step and its random streams.
+
+    Args:
+        model: the model that `apply_recipe` made the state of.
+        state: its recipe and its layers' are replaced; counts stay.
+        recipe: the next recipe.
+
+    Returns:
+        Whether anything changed: False if the state has this recipe already.
+
+    Raises:
+        ValueError: for a rule that matches no layer or module; nothing is changed then.
+
+    >>> model = et.nn.Sequential(et.nn.Linear(32, 32, rng=0))
+    >>> state = et.nn.apply_recipe(model, "mxfp4_all", seed=1)
+    >>> et.nn.switch_recipe(model, state, et.RECIPES["bf16"])
+    True
+    >>> state.recipe.name, state.layers["0"].operand("fprop.x")
+    ('bf16', 'bfloat16')
+    """
+    if state.recipe == recipe:
+        return False
+    chosen, before = assign_recipe(model, recipe), state.recipe
+    state.recipe = recipe
+    try:
+        store_saved(model, state)
+    except ValueError:
+        state.recipe = before
+        raise
+    for path, context in state.layers.items():
+        context.layer = chosen[path]
+    state.weight_cache = WeightCache()
+    round_norms(model, recipe.activations == "bfloat16")
+    return True
 
 
 def store_saved(model: Module, state: RecipeState) -> None:

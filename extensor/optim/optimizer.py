@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -428,6 +428,26 @@ class Optimizer(ABC):
         for group in self.groups:
             for member in group.members:
                 member.param.grad = None
+
+    def replace_params(self, replacement: Callable[[ExTensor], ExTensor]) -> None:
+        """Update other tensors in the place of the parameters, from a fresh state.
+
+        Args:
+            replacement: gives the tensor that takes a parameter's place, name and options.
+
+        >>> w, other = et.nn.Parameter([1.0]), et.nn.Parameter([2.0, 3.0])
+        >>> optimizer = et.optim.SGD([w], lr=0.5)
+        >>> optimizer.replace_params(lambda param: other)
+        >>> optimizer.params[0].shape
+        (2,)
+        """
+        for group in self.groups:
+            for place, old in enumerate(group.members):
+                param = replacement(old.param)
+                check_param(old.name, param)
+                fresh = self._fresh(param, old.index, group.options)
+                group.members[place] = ParamState(old.name, param, param.shape, old.index, fresh)
+        self._cache.clear()
 
     @property
     def params(self) -> list[ExTensor]:

@@ -139,7 +139,8 @@ def rebase_tiles(q: QuantArray, xp: Any = np) -> tuple[QuantArray, Array, Array]
         (0, -n % s) for n, s in ((rows, side[0]), (blocks, side[1]))
     ]
     padded = xp.pad(xp.where(grid == E8M0_NAN, xp.uint8(0), grid), pads)
-    tiles = padded.reshape(*padded.shape[:-2], -1, side[0], padded.shape[-1] // side[1], side[1])
+    down, across = padded.shape[-2] // side[0], padded.shape[-1] // side[1]
+    tiles = padded.reshape(*padded.shape[:-2], down, side[0], across, side[1])
     largest = tiles.max(axis=(-3, -1)).repeat(side[0], axis=-2).repeat(side[1], axis=-1)
     common = largest[..., :rows, :blocks]
     common = common[0] if ndim == 1 else xp.moveaxis(common, *reversed(axes))

@@ -30,6 +30,8 @@ USE_SHIFT = 12
 """Streams number tensors with 24 bits: 4096 layers, and 4096 uses of each in a step."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 """What the seed grows by, modulo 2**64, after each 4096 uses of a layer in one step."""
+_MICRO_BATCH_STRIDE = 0xD1B54A32D192ED03
+"""What it grows by from one micro-batch of a step to the next."""
 
 
 @dataclass
@@ -43,6 +45,9 @@ class RecipeState:
             step, layer, use of the layer in the step, slot). Set it where a run resumes: the run
             then repeats an uninterrupted one. Setting it begins the step anew, at use 0. A loop
             that updates weights without an `Optimizer` calls `next_step` itself.
+        micro_batch: the number, in the step's whole batch, of the part under way. Its random bits
+            are a function of this number, so that it does not matter which process computes it
+            after which other parts. Setting it begins at use 0. Weights have those of number 0.
         layers: every layer with GEMMs, by path.
         weight_cache: the GEMM operands of their weights.
         input_cache: the operands of the input that was quantized last.
@@ -55,6 +60,7 @@ class RecipeState:
     recipe: Recipe
     seed: int = 0
     step: int = 0
+    micro_batch: int = 0
     layers: dict[str, LayerContext] = field(default_factory=dict)
     _counts: dict[tuple[str, str], QuantStats] = field(default_factory=dict)
     _amax_states: dict[tuple[str, int, str], dict[str, Any]] = field(
@@ -69,8 +75,9 @@ class RecipeState:
     """Steps that ended in the capture under way; replays add them to ``step``."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "step":
+        if name in ("step", "micro_batch"):
             object.__setattr__(self, "_uses", {})
+        if name == "step":
             object.__setattr__(self, "_ahead", 0)
         object.__setattr__(self, name, value)
 
@@ -151,7 +158,12 @@ class RecipeState:
         number = self._uses.get(_SAVED, 0)
         self._uses[_SAVED] = number + 1
         step = self.step + self._ahead
-        return Stream(self.seed, step, number, len(SLOTS), clock=self)
+        return Stream(self._seed_of(self.micro_batch), step, number, len(SLOTS), clock=self)
+
+    def _seed_of(self, micro_batch: int, rounds: int = 0) -> int:
+        """The seed of a micro-batch, after so many times 4096 uses of a layer in it."""
+        strides = micro_batch * _MICRO_BATCH_STRIDE + rounds * _SEED_STRIDE
+        return (self.seed + strides) % (1 << 64)
 
     def record(self, key: tuple[str, str], counts: Counts) -> None:
         """Add to the counts of an operand, without waiting for a GPU.
@@ -281,8 +293,9 @@ class LayerContext:
         >>> state.layers[""].stream("dgrad.g", column=False).seed
         5
         """
-        rounds, use = divmod(0 if slot.endswith(".w") else self.use, 1 << USE_SHIFT)
-        seed = (self.state.seed + rounds * _SEED_STRIDE) % (1 << 64)
+        weight = slot.endswith(".w")
+        rounds, use = divmod(0 if weight else self.use, 1 << USE_SHIFT)
+        seed = self.state._seed_of(0 if weight else self.state.micro_batch, rounds)
         tensor = self.index + (use << USE_SHIFT)
         return Stream(seed, self.step, tensor, SLOTS.index(slot), column, self.clock)
 

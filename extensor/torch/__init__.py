@@ -24,6 +24,9 @@ from extensor.torch.quantize import (  # noqa: E402
     reset_telemetry,
     telemetry,
 )
+from extensor.torch.threads import share_threads  # noqa: E402
+
+share_threads()
 
 __all__ = [
     "BlockedTensor",

@@ -31,6 +31,7 @@ DEVICES = ("cpu", "cuda")
 
 _BFLOAT16 = DTYPES[torch.bfloat16]
 _NOWHERE: AbstractContextManager[Any] = nullcontext()
+_CPU = registry.get("cpu")
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
@@ -70,6 +71,7 @@ _NUMPY = {
     torch.int8: np.dtype(np.int8),
     torch.uint8: np.dtype(np.uint8),
 }
+_TYPES = {dtype: array.str for dtype, array in _NUMPY.items()} | {torch.bfloat16: "<i2"}
 
 
 class _Memory:
@@ -78,22 +80,25 @@ class _Memory:
     ``tensor.numpy()`` and DLPack would forbid torch to resize the memory, as FSDP does.
     """
 
+    __slots__ = ("__array_interface__", "tensor")
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor = tensor.detach()
-        dtype = np.dtype(np.int16) if tensor.dtype is torch.bfloat16 else _NUMPY[tensor.dtype]
-        item = dtype.itemsize
+        strides = None
+        if not tensor.is_contiguous():
+            strides = tuple([step * tensor.itemsize for step in tensor.stride()])
         self.__array_interface__ = {
             "version": 3,
-            "typestr": dtype.str,
+            "typestr": _TYPES[tensor.dtype],
             "shape": tuple(tensor.shape),
-            "strides": tuple([step * item for step in tensor.stride()]),
+            "strides": strides,
             "data": (tensor.data_ptr(), False),
         }
 
 
 def backend_of(tensor: torch.Tensor) -> Backend:
     """The backend of a tensor's device."""
-    return registry.get(tensor.device.type)
+    return registry.get(tensor.device.type) if tensor.is_cuda else _CPU
 
 
 def on_stream(tensor: torch.Tensor) -> AbstractContextManager[Any]:
@@ -127,14 +132,14 @@ def to_array(tensor: torch.Tensor) -> Array:
     return array.view(_BFLOAT16) if tensor.dtype is torch.bfloat16 else array
 
 
-def to_tensor(array: Array, device: torch.device) -> torch.Tensor:
+def to_tensor(array: Array) -> torch.Tensor:
     """An array's memory as a contiguous tensor; the array must not be an argument's memory.
 
     >>> from extensor.torch.arrays import to_tensor
-    >>> to_tensor(np.ones(2, np.float32), torch.device("cpu"))
+    >>> to_tensor(np.ones(2, np.float32))
     tensor([1., 1.])
     """
-    if device.type == "cuda":
+    if not isinstance(array, np.ndarray):
         from extensor.torch import cuda
 
         return cuda.to_tensor(array)

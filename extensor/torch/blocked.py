@@ -91,7 +91,7 @@ class BlockedTensor:
         with arrays.on_stream(self.codes):
             backend = arrays.backend_of(self.codes)
             values = backend.dequantize(self._stored(), str(dtype).removeprefix("torch."))
-            return to_tensor(values, self.device)
+            return to_tensor(values)
 
     def to_extensor(self) -> ExTensor:
         """The same codes and scales as extensor's own blocked tensor, which shares their memory.
@@ -165,5 +165,5 @@ def to_blocked(
     resolved, stream = spec.resolve(tensor.ndim), None if seed is None else Stream(seed)
     with arrays.on_stream(tensor):
         stored, _ = arrays.backend_of(tensor).quantize(to_array(tensor), resolved, stream)
-        parts = {name: to_tensor(part, tensor.device) for name, part in stored.parts.items()}
+        parts = {name: to_tensor(part) for name, part in stored.parts.items()}
     return BlockedTensor(parts, stored.spec, tuple(stored.shape))

@@ -42,39 +42,45 @@ def new_clock(step: int, device: torch.device) -> torch.Tensor:
 
 # --- forward passes ---
 
-_noted: weakref.WeakKeyDictionary[Any, dict[int, list[torch.Tensor]]] = weakref.WeakKeyDictionary()
+_noted: weakref.WeakKeyDictionary[Any, dict[int, list[torch.Tensor | int]]] = (
+    weakref.WeakKeyDictionary()
+)
 """The readings of each layer in a checkpointed region, which is torch's frame of the region."""
 _again: weakref.WeakKeyDictionary[Any, Counter[int]] = weakref.WeakKeyDictionary()
 """How many readings of each layer a second run has taken, by the run's hook."""
 
 
-def read_clock(clock: torch.Tensor | None, layer: LayerHandle) -> torch.Tensor | None:
+def read_clock(
+    clock: torch.Tensor | None, layer: LayerHandle, as_number: bool = False
+) -> torch.Tensor | int | None:
     """The clock's reading for one forward pass; a recorded pass advances the clock.
 
     Args:
         clock: the layer's buffer; None where nothing is random.
         layer: the layer.
-
-    Returns:
-        A tensor of its own if the pass is recorded.
+        as_number: whether a number is read, which waits for a GPU; else a tensor, of its own if the
+            pass is recorded.
 
     >>> from extensor.torch.clock import new_clock, read_clock
     >>> clock = new_clock(3, torch.device("cpu"))
     >>> read_clock(clock, layer=None), clock // 2**32
     (tensor(3), tensor(1))
     """
-    if clock is None or not torch.is_grad_enabled():
-        return clock
-    if not torch.compiler.is_compiling():
-        hook, region = _region()
-        if torch._C._current_graph_task_id() != -1 and region in _noted:
-            return _noted_reading(hook, region, layer)
-        reading = clock.clone()
-        clock += _ONE_USE
-        if region is not None:
-            _noted.setdefault(region, defaultdict(list))[layer.number].append(reading)
-        return reading
-    return torch.ops.extensor.read_clock(clock)
+    if clock is None:
+        return None
+    if not torch.is_grad_enabled():
+        return int(clock) if as_number else clock
+    if torch.compiler.is_compiling():
+        compiled: torch.Tensor = torch.ops.extensor.read_clock(clock)
+        return compiled
+    hook, region = _region()
+    if torch._C._current_graph_task_id() != -1 and region in _noted:
+        return _noted_reading(hook, region, layer)
+    reading = int(clock) if as_number else clock.clone()
+    clock += _ONE_USE
+    if region is not None:
+        _noted.setdefault(region, defaultdict(list))[layer.number].append(reading)
+    return reading
 
 
 @torch.library.custom_op("extensor::read_clock", mutates_args=("clock",))
@@ -101,7 +107,7 @@ def _fake_reading(clock: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(clock)
 
 
-def _noted_reading(hook: Any, region: Any, layer: LayerHandle) -> torch.Tensor:
+def _noted_reading(hook: Any, region: Any, layer: LayerHandle) -> torch.Tensor | int:
     taken = _again.setdefault(hook, Counter())
     at = taken[layer.number]
     taken[layer.number] += 1

@@ -101,7 +101,7 @@ class LayerHandle:
 
     def at(
         self,
-        clock: torch.Tensor | None,
+        clock: torch.Tensor | int | None,
         on_device: DeviceClock | None,
         activations: FloatName,
         capturing: bool,
@@ -109,7 +109,8 @@ class LayerHandle:
         """The context of a pass whose clock showed this.
 
         Args:
-            clock: int64 of shape (): the step, plus 2**32 times the use; None: no random bits.
+            clock: the step, plus 2**32 times the use, a number or of shape (); None: no random
+                bits.
             on_device: the same as kernels read it; None on the CPU.
             activations: see `ClockedContext`.
             capturing: likewise.

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from extensor.quant.recipe import Recipe
 from extensor.quant.recipes import FP4_RECIPE, get_recipe
-from extensor.torch import operators
 from extensor.torch.arrays import DEVICES, DTYPES, check_tensor
-from extensor.torch.clock import Ticking, advance_with_optimizer, new_clock, read_clock
+from extensor.torch.clock import Ticking, advance_with_optimizer, new_clock
 from extensor.torch.layer import LayerHandle
+from extensor.torch.operators import CONV2D, LINEAR, call
 
 __all__ = ["Conv2d", "Linear", "QuantizedModule", "quantized_class"]
 
@@ -118,11 +118,6 @@ class QuantizedModule(nn.Module, Ticking):
         return f"{super().extra_repr()}, recipe={context.state.recipe.name!r}"
 
 
-def _keeps(x: Tensor) -> bool:
-    """Whether operands of weights may be kept: CUDA graphs of compiled code own all they make."""
-    return not (x.is_cuda and torch.compiler.is_compiling())
-
-
 class _Linear(QuantizedModule):
     weight: Any
     bias: Any
@@ -155,8 +150,7 @@ class _Linear(QuantizedModule):
                 f"{tuple(x.shape)}"
             )
         x, dtype = self._prepared(x, weight)
-        clock = read_clock(self.quant_clock, layer)
-        return operators.linear(x, weight, self.bias, clock, layer.number, dtype, _keeps(x))
+        return call(LINEAR, (x, weight, self.bias), self.quant_clock, layer, dtype)
 
 
 class _Conv1D(_Linear):
@@ -209,10 +203,8 @@ class _Conv2d(QuantizedModule):
                 f"{type(self).__name__}: a kernel that spans {spans} does not fit an image of "
                 f"{tuple(x.shape[2:])} with padding {padding}"
             )
-        clock = read_clock(self.quant_clock, layer)
         window = self.stride, padding, self.dilation, self.groups
-        keep = _keeps(x)
-        out = operators.conv2d(x, weight, self.bias, clock, layer.number, dtype, keep, *window)
+        out = call(CONV2D, (x, weight, self.bias), self.quant_clock, layer, dtype, window)
         return out[0] if single else out
 
     def _padded(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:

@@ -2,13 +2,15 @@
 
 Each is a custom operator with a fake kernel, so torch.compile traces it, and the forward ones have
 an autograd formula. A kernel computes by the primitives of `extensor.ops.quantized`, whose bits it
-therefore has. Arguments beside tensors are numbers: a layer is named by its handle.
+therefore has. Arguments beside tensors are numbers: a layer is named by its handle. Where nobody
+traces, the same kernels are called by an autograd function instead, which costs less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +18,6 @@ from torch import Tensor
 
 from extensor.autograd.mode import MODE
 from extensor.autograd.primitive import PRIMITIVES
-from extensor.backends import registry
 from extensor.backends.protocol import Window
 from extensor.ops.quantized import quantized_conv2d, quantized_matmul
 from extensor.ops.recipe_operands import SavedOperands
@@ -24,9 +25,10 @@ from extensor.quant.recipe import FloatName
 from extensor.quant.recipe_state import LayerContext
 from extensor.torch import arrays
 from extensor.torch.arrays import DTYPES, to_array, to_tensor
+from extensor.torch.clock import read_clock
 from extensor.torch.layer import LayerHandle, layer_of
 
-__all__ = ["conv2d", "linear"]
+__all__ = ["CONV2D", "LINEAR", "Product", "call"]
 
 _FLOAT32 = np.dtype(np.float32)
 _LINEAR, _CONV2D = (PRIMITIVES[f.__name__] for f in (quantized_matmul, quantized_conv2d))
@@ -34,71 +36,85 @@ _NOTHING = SavedOperands(None, None)
 _linear_vjp: Any = _LINEAR.fused_vjp
 _conv2d_vjp: Any = _CONV2D.fused_vjp
 _AGAIN = "extensor::{}: its gradient cannot be differentiated again: " + _LINEAR.once
-_NUMBERS = "int layer, ScalarType dtype, bool keep"
-_WINDOW = "int[] stride, int[] padding, int[] dilation, int groups"
-_OPERANDS = "Tensor x, Tensor weight, Tensor? bias, Tensor? clock"
-_GRADIENT = "Tensor g, Tensor x, Tensor weight, Tensor? clock"
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-
-torch.library.define("extensor::linear", f"({_OPERANDS}, {_NUMBERS}) -> Tensor", tags=_TAGS)
-torch.library.define(
-    "extensor::linear_backward",
-    f"({_GRADIENT}, {_NUMBERS}, bool[] needs) -> Tensor[]",
-    tags=_TAGS,
-)
-torch.library.define(
-    "extensor::conv2d", f"({_OPERANDS}, {_NUMBERS}, {_WINDOW}) -> Tensor", tags=_TAGS
-)
-torch.library.define(
-    "extensor::conv2d_backward",
-    f"({_GRADIENT}, {_NUMBERS}, bool[] needs, {_WINDOW}) -> Tensor[]",
-    tags=_TAGS,
-)
-
-_OPS = torch.ops.extensor
 
 
-def _context(
-    layer: LayerHandle, clock: Tensor | None, dtype: torch.dtype, stream: Any
-) -> LayerContext:
-    """The layer's context; ``stream`` is what `on_stream` gave."""
-    on_device = None if clock is None or stream is None else stream.clock(clock)
-    activations: FloatName = "bfloat16" if dtype is torch.bfloat16 else "float32"
-    return layer.at(clock, on_device, activations, stream is not None and stream.capturing)
+@dataclass(slots=True)
+class Pass:
+    """One forward pass of a layer: all that a call is beside its tensors.
+
+    Attributes:
+        layer: the layer.
+        clock: the clock's reading, a tensor or on the CPU its number; None: no random bits.
+        dtype: of the result.
+        keep: whether operands of the weight may be kept.
+        window: of a convolution: stride, padding, dilation and groups.
+        on_cpu: the context, once made; on a GPU forward and backward have one each.
+    """
+
+    layer: LayerHandle
+    clock: Tensor | int | None
+    dtype: torch.dtype
+    keep: bool
+    window: tuple[Any, ...]
+    on_cpu: LayerContext | None = None
+
+    def context(self, stream: Any) -> LayerContext:
+        """The layer's context; ``stream`` is what `on_stream` gave."""
+        if self.on_cpu is not None:
+            return self.on_cpu
+        activations: FloatName = "bfloat16" if self.dtype is torch.bfloat16 else "float32"
+        if stream is None:
+            self.on_cpu = self.layer.at(self.clock, None, activations, False)
+            return self.on_cpu
+        clock = None if self.clock is None else stream.clock(self.clock)
+        return self.layer.at(self.clock, clock, activations, stream.capturing)
+
+    def weight(self, weight: Tensor, stream: Any) -> Any:
+        """See `LayerHandle.weight`."""
+        keep = self.keep and (stream is None or not stream.capturing)
+        return self.layer.weight(weight, keep)
+
+
+class Product(NamedTuple):
+    """A kind of layer.
+
+    Attributes:
+        name: of its operators.
+        forward: the result of a pass of x, weight and bias.
+        backward: the gradients of x, weight and bias that are needed, from g, x and weight.
+        shape: of the result.
+    """
+
+    name: str
+    forward: Callable[[Pass, Tensor, Tensor, Tensor | None], Tensor]
+    backward: Callable[[Pass, Tensor, Tensor, Tensor, Sequence[bool], torch.dtype], list[Tensor]]
+    shape: Callable[..., tuple[int, ...]]
 
 
 def _gradients(
-    found: Sequence[Any], inputs: Sequence[Any], dtypes: Sequence[Any], device: torch.device
+    found: Sequence[Any], given: Sequence[Any], x: Tensor, weight: Tensor, of_bias: torch.dtype
 ) -> list[Tensor]:
     """The gradients that there are, in their inputs' dtypes and in memory of their own."""
-    cast = registry.get(device.type).cast
+    cast = arrays.backend_of(x).cast
     made = []
-    for gradient, dtype in zip(found, dtypes, strict=True):
+    for gradient, dtype in zip(found, (x.dtype, weight.dtype, of_bias), strict=True):
         if gradient is not None:
-            gradient = cast(gradient, dtype)
-            if any(gradient is given for given in inputs):
-                gradient = gradient.copy()
-            made.append(to_tensor(gradient, device))
+            gradient = cast(gradient, DTYPES[dtype])
+            for array in given:
+                if gradient is array:
+                    gradient = gradient.copy()
+            made.append(to_tensor(gradient))
     return made
 
 
 # --- linear ---------------------------------------------------------------------------------------
 
 
-def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    clock: Tensor | None,
-    layer: int,
-    dtype: torch.dtype,
-    keep: bool,
-) -> Tensor:
-    handle = layer_of(layer)
+def _linear(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with arrays.on_stream(x) as stream:
         backend = arrays.backend_of(x)
-        w, version = handle.weight(weight, keep and (stream is None or not stream.capturing))
-        context = _context(handle, clock, dtype, stream)
+        w, version = call.weight(weight, stream)
+        context = call.context(stream)
         start = () if bias is None else (to_array(bias),)
         before, MODE.enabled = MODE.enabled, False  # operands of the backward pass are made there
         try:
@@ -107,57 +123,28 @@ def _linear(
             )
         finally:
             MODE.enabled = before
-        return to_tensor(backend.cast(out, DTYPES[dtype]), x.device)
+        return to_tensor(backend.cast(out, DTYPES[call.dtype]))
 
 
 def _linear_grad(
+    call: Pass,
     g: Tensor,
     x: Tensor,
     weight: Tensor,
-    clock: Tensor | None,
-    layer: int,
-    dtype: torch.dtype,
-    keep: bool,
     needs: Sequence[bool],
+    of_bias: torch.dtype,
 ) -> list[Tensor]:
-    handle = layer_of(layer)
     with arrays.on_stream(x) as stream:
         backend = arrays.backend_of(x)
-        w, version = handle.weight(weight, keep and (stream is None or not stream.capturing))
-        context = _context(handle, clock, torch.float32, stream)
+        w, version = call.weight(weight, stream)
+        context = call.context(stream)
         given = to_array(g), to_array(x), w
         found = _linear_vjp(backend, given[0], None, given[1:], needs, context, _NOTHING, version)
-        return _gradients(found, given, _dtypes(x, weight, dtype), x.device)
+        return _gradients(found, given, x, weight, of_bias)
 
 
-def _dtypes(x: Tensor, weight: Tensor, of_bias: torch.dtype) -> list[np.dtype[Any]]:
-    return [DTYPES[dtype] for dtype in (x.dtype, weight.dtype, of_bias)]
-
-
-def _fake_linear(
-    x: Tensor, weight: Tensor, bias: Any, clock: Any, layer: int, dtype: torch.dtype, keep: bool
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
-
-
-def _fake_gradients(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    clock: Any,
-    layer: int,
-    dtype: torch.dtype,
-    keep: bool,
-    needs: Sequence[bool],
-    *window: Any,
-) -> list[Tensor]:
-    like = (
-        (x.shape, x.dtype),
-        (weight.shape, weight.dtype),
-        ((weight.shape[0],), dtype),
-    )
-    found = zip(like, needs, strict=True)
-    return [g.new_empty(shape, dtype=dtype) for (shape, dtype), need in found if need]
+def _linear_shape(x: Tensor, weight: Tensor) -> tuple[int, ...]:
+    return *x.shape[:-1], weight.shape[0]
 
 
 # --- convolution ----------------------------------------------------------------------------------
@@ -168,85 +155,56 @@ def _window(weight: Tensor, *pairs: Sequence[int]) -> Window:
     return Window((weight.shape[2], weight.shape[3]), (a, b), (c, d), (e, f))
 
 
-def _conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    clock: Tensor | None,
-    layer: int,
-    dtype: torch.dtype,
-    keep: bool,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
+def _conv2d(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with arrays.on_stream(x) as stream:
         backend = arrays.backend_of(x)
-        context = _context(layer_of(layer), clock, dtype, stream)
-        window = _window(weight, stride, padding, dilation)
+        *pairs, groups = call.window
         operands = (to_array(t) for t in (x, weight, bias) if t is not None)
         out = _CONV2D.forward(
             backend,
             *(backend.cast(operand, _FLOAT32) for operand in operands),
-            context=context,
-            window=window,
+            context=call.context(stream),
+            window=_window(weight, *pairs),
             groups=groups,
         )
-        return to_tensor(backend.cast(out, DTYPES[dtype]), x.device)
+        return to_tensor(backend.cast(out, DTYPES[call.dtype]))
 
 
 def _conv2d_grad(
+    call: Pass,
     g: Tensor,
     x: Tensor,
     weight: Tensor,
-    clock: Tensor | None,
-    layer: int,
-    dtype: torch.dtype,
-    keep: bool,
     needs: Sequence[bool],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
+    of_bias: torch.dtype,
 ) -> list[Tensor]:
     with arrays.on_stream(x) as stream:
         backend = arrays.backend_of(x)
-        context = _context(layer_of(layer), clock, torch.float32, stream)
-        window = _window(weight, stride, padding, dilation)
+        *pairs, groups = call.window
+        window, context = _window(weight, *pairs), call.context(stream)
         given = [backend.cast(to_array(t), _FLOAT32) for t in (g, x, weight)]
         found = _conv2d_vjp(backend, given[0], None, given[1:], needs, context, window, groups)
-        return _gradients(found, given, _dtypes(x, weight, dtype), x.device)
+        return _gradients(found, given, x, weight, of_bias)
 
 
-def _fake_conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Any,
-    clock: Any,
-    layer: int,
-    dtype: torch.dtype,
-    keep: bool,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    window = _window(weight, stride, padding, dilation)
-    size = window.output_size((x.shape[2], x.shape[3]))
-    return x.new_empty((x.shape[0], weight.shape[0], *size), dtype=dtype)
+def _conv2d_shape(x: Tensor, weight: Tensor, *window: Any) -> tuple[int, ...]:
+    size = _window(weight, *window[:3]).output_size((x.shape[2], x.shape[3]))
+    return x.shape[0], weight.shape[0], *size
 
 
-# --- registration ---------------------------------------------------------------------------------
+# --- operators ------------------------------------------------------------------------------------
 
-for _name, _kernel, _fake in (
-    ("linear", _linear, _fake_linear),
-    ("linear_backward", _linear_grad, _fake_gradients),
-    ("conv2d", _conv2d, _fake_conv2d),
-    ("conv2d_backward", _conv2d_grad, _fake_gradients),
-):
-    torch.library.impl(f"extensor::{_name}", ("cpu", "cuda"))(_kernel)
-    torch.library.register_fake(f"extensor::{_name}")(_fake)
+LINEAR = Product("linear", _linear, _linear_grad, _linear_shape)
+"""Linear layers."""
+
+CONV2D = Product("conv2d", _conv2d, _conv2d_grad, _conv2d_shape)
+"""Convolutions of two dimensions."""
+
+_OPS = torch.ops.extensor
+_NUMBERS = "int layer, ScalarType dtype, bool keep"
+_WINDOW = ", int[] stride, int[] padding, int[] dilation, int groups"
+_OPERANDS = f"Tensor x, Tensor weight, Tensor? bias, Tensor? clock, {_NUMBERS}"
+_GRADIENT = f"Tensor g, Tensor x, Tensor weight, Tensor? clock, {_NUMBERS}, bool[] needs"
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -256,39 +214,64 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.of_bias = dtype if bias is None else bias.dtype
 
 
-def _backward(op: Any, ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    x, weight, clock = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
-    found = iter(op(g, x, weight, clock, ctx.layer, ctx.of_bias, ctx.keep, needs, *ctx.window))
-    gradients = [next(found) if need else None for need in needs]
-    return (*gradients, *[None] * 4, *(None for _ in ctx.window))
+def _spread(found: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients that there are, at their inputs' places."""
+    gradients = iter(found)
+    return [next(gradients) if need else None for need in needs]
 
 
-def _linear_formula(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    return _backward(_OPS.linear_backward, ctx, g)
+def _register(product: Product, of_window: str) -> None:
+    """Register a product's two operators: kernels, fake kernels and autograd formulas."""
 
+    def forward(x: Tensor, weight: Tensor, bias: Any, clock: Any, *rest: Any) -> Tensor:
+        layer, dtype, keep, *window = rest
+        call = Pass(layer_of(layer), clock, dtype, keep, tuple(window))
+        return product.forward(call, x, weight, bias)
 
-def _conv2d_formula(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    return _backward(_OPS.conv2d_backward, ctx, g)
+    def fake(x: Tensor, weight: Tensor, bias: Any, clock: Any, *rest: Any) -> Tensor:
+        _, dtype, _, *window = rest
+        return x.new_empty(product.shape(x, weight, *window), dtype=dtype)
 
+    # ``dtype`` is the bias's, or that of the result.
+    def backward(g: Tensor, x: Tensor, weight: Tensor, clock: Any, *rest: Any) -> list[Tensor]:
+        layer, dtype, keep, needs, *window = rest
+        call = Pass(layer_of(layer), clock, torch.float32, keep, tuple(window))
+        return product.backward(call, g, x, weight, needs, dtype)
 
-def _refuse(name: str) -> Any:
-    def formula(ctx: Any, *g: Any) -> Any:
+    def fake_backward(g: Tensor, x: Tensor, weight: Tensor, clock: Any, *rest: Any) -> list[Tensor]:
+        _, dtype, _, needs, *_ = rest
+        like = (x.shape, x.dtype), (weight.shape, weight.dtype), (weight.shape[:1], dtype)
+        made = zip(like, needs, strict=True)
+        return [g.new_empty(shape, dtype=of) for (shape, of), need in made if need]
+
+    def formula(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        x, weight, clock = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:3])
+        operator = getattr(_OPS, f"{product.name}_backward")
+        found = operator(g, x, weight, clock, ctx.layer, ctx.of_bias, ctx.keep, needs, *ctx.window)
+        return (*_spread(found, needs), *[None] * 4, *(None for _ in ctx.window))
+
+    def refuse(ctx: Any, *g: Any) -> Any:
         raise RuntimeError(_AGAIN.format(name))
 
-    return formula
+    tags = (torch.Tag.pt2_compliant_tag,)
+    name = f"{product.name}_backward"
+    for qualified, schema, kernel, its_fake in (
+        (f"extensor::{product.name}", f"({_OPERANDS}{of_window}) -> Tensor", forward, fake),
+        (f"extensor::{name}", f"({_GRADIENT}{of_window}) -> Tensor[]", backward, fake_backward),
+    ):
+        torch.library.define(qualified, schema, tags=tags)
+        torch.library.impl(qualified, ("cpu", "cuda"))(kernel)
+        torch.library.register_fake(qualified)(its_fake)
+    torch.library.register_autograd(f"extensor::{product.name}", formula, setup_context=_setup)
+    torch.library.register_autograd(f"extensor::{name}", refuse)
 
 
-torch.library.register_autograd("extensor::linear", _linear_formula, setup_context=_setup)
-torch.library.register_autograd("extensor::conv2d", _conv2d_formula, setup_context=_setup)
-for _name in ("linear_backward", "conv2d_backward"):
-    torch.library.register_autograd(f"extensor::{_name}", _refuse(_name))
+_register(LINEAR, "")
+_register(CONV2D, _WINDOW)
 
 
-# --- eager calls ----------------------------------------------------------------------------------
-
-# A custom operator with seven arguments costs 70 us of torch's Python forward and 110 us backward,
-# most of it to look at its schema. Where nobody traces, the kernels are called without it.
+# --- calls ----------------------------------------------------------------------------------------
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -303,44 +286,61 @@ def _is_traced(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-class _EagerLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        out = _linear(*inputs)
-        _setup(ctx, inputs, out)
-        return out
+class _Eager(torch.autograd.Function):
+    """A pass without torch's dispatcher, whose Python reads the schema in each call."""
 
     @staticmethod
-    def backward(ctx: Any, *g: Any) -> Any:
-        # Under create_graph, the operator has the formula that refuses a second derivative.
-        return _backward(_OPS.linear_backward if torch.is_grad_enabled() else _linear_grad, ctx, *g)
-
-
-class _EagerConv2d(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        out = _conv2d(*inputs)
-        _setup(ctx, inputs, out)
-        return out
+    def forward(
+        ctx: Any, what: tuple[Product, Pass], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        product, call = what
+        ctx.all = product, call, call.dtype if bias is None else bias.dtype
+        return product.forward(call, x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *g: Any) -> Any:
-        return _backward(_OPS.conv2d_backward if torch.is_grad_enabled() else _conv2d_grad, ctx, *g)
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        product, call, of_bias = ctx.all
+        needs = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():  # the operator has a formula that refuses a second derivative
+            operator = getattr(_OPS, f"{product.name}_backward")
+            clock = torch.tensor(call.clock) if isinstance(call.clock, int) else call.clock
+            numbers = call.layer.number, of_bias, call.keep
+            found = operator(g, x, weight, clock, *numbers, needs, *call.window)
+        else:
+            found = product.backward(call, g, x, weight, needs, of_bias)
+        return None, *_spread(found, needs)
 
 
-def linear(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    """``extensor::linear``, without torch's dispatcher where nobody traces it."""
+def call(
+    product: Product,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    clock: Tensor | None,
+    layer: LayerHandle,
+    dtype: torch.dtype,
+    window: tuple[Any, ...] = (),
+) -> Tensor:
+    """A layer's forward pass, which advances its clock if it is recorded.
+
+    Args:
+        product: the kind of layer.
+        tensors: x, weight and bias, checked.
+        clock: the layer's.
+        layer: its recipe.
+        dtype: of the result.
+        window: of a convolution: stride, padding, dilation and groups.
+    """
+    x, weight, bias = tensors
     if _is_traced(x, weight):
-        return _OPS.linear(x, weight, *rest)
-    call = _EagerLinear.apply if torch.is_grad_enabled() else _linear
-    made: Tensor = call(x, weight, *rest)
-    return made
-
-
-def conv2d(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    """``extensor::conv2d``, without torch's dispatcher where nobody traces it."""
-    if _is_traced(x, weight):
-        return _OPS.conv2d(x, weight, *rest)
-    call = _EagerConv2d.apply if torch.is_grad_enabled() else _conv2d
-    made: Tensor = call(x, weight, *rest)
-    return made
+        # CUDA graphs of compiled code own all that it makes, so it keeps no operands.
+        keep = not (x.is_cuda and torch.compiler.is_compiling())
+        reading = read_clock(clock, layer)
+        operator = getattr(_OPS, product.name)
+        traced: Tensor = operator(x, weight, bias, reading, layer.number, dtype, keep, *window)
+        return traced
+    pass_ = Pass(layer, read_clock(clock, layer, as_number=not x.is_cuda), dtype, True, window)
+    if not torch.is_grad_enabled():
+        return product.forward(pass_, x, weight, bias)
+    apply: Callable[..., Tensor] = _Eager.apply
+    return apply((product, pass_), x, weight, bias)

@@ -5,16 +5,14 @@ Modules are named as in Hugging Face's files.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from extensor import ExTensor, gelu, merge_heads, nn, scaled_dot_product_attention, split_heads
 from extensor.nn.kv_cache import Cache
 
-from ..decoding import Batch, batch_of
-from ..language import STD, draw_normal
-from ..saving import Pretrained
+from ..decoder import Decoder
+from ..decoding import Batch
+from ..language import STD
 from .configs import GPT2Config
 
 __all__ = ["GPT2", "build"]
@@ -99,7 +97,7 @@ class Body(nn.Module):
         return self.ln_f(x)
 
 
-class GPT2(Pretrained):
+class GPT2(Decoder):
     """Tokens to scores of the token that follows each.
 
     Args:
@@ -113,43 +111,11 @@ class GPT2(Pretrained):
     (2, 16, 65)
     """
 
+    body = "transformer"
+
     def __init__(self, config: GPT2Config, rng: np.random.Generator) -> None:
-        self.config = config
-        self.transformer = Body(config, rng)
-        self.lm_head = nn.Linear(config.width, config.vocab, bias=False, rng=rng)
-        if not isinstance(rng, nn.init.Skeleton):
-            for _, layer in nn.gemm_layers(self):
-                draw_normal(layer, STD, rng)
-        if config.tied:
-            self.lm_head.weight = self.transformer.wte.weight
-        self.lm_head.role = "head"
-
-    def forward(
-        self,
-        tokens: ExTensor,
-        *,
-        attention_mask: Any = None,
-        positions: Any = None,
-        cache: Cache | None = None,
-    ) -> ExTensor:
-        """Tokens to scores; see `extensor.models.llama.model.Llama.forward`.
-
-        Args:
-            tokens: integers (B, T), T of 1 or more.
-            attention_mask: (B, tokens in the cache + T), 1 for real tokens, 0 for padding on either
-                side; None if all are real.
-            positions: integers (T,) or (B, T); None for how many real tokens stand before each.
-            cache: keys and values of the tokens before these; the new ones are appended.
-
-        Returns:
-            Scores (B, T, vocab) of every token at the next place.
-
-        Raises:
-            TypeError, ValueError: for what does not fit, unknown tokens, or positions beyond the
-                context.
-        """
-        batch = batch_of(type(self).__name__, tokens, attention_mask, positions, cache)
-        return self.lm_head(self.transformer(batch, cache))
+        body = Body(config, rng)
+        super().__init__(config, body, body.wte, rng)
 
 
 def build(config: GPT2Config, rng: np.random.Generator | None) -> GPT2:

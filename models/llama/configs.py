@@ -115,6 +115,16 @@ _QWEN3_30B = LlamaConfig(
     experts=ExpertsConfig(count=128, active=8, hidden=768),
 )  # fmt: skip
 
+
+def _plain(layers: int, width: int, hidden: int) -> LlamaConfig:
+    """A small model to train from scratch: heads of 64, as many for keys, the head tied."""
+    heads = width // 64
+    return LlamaConfig(
+        vocab=8192, context=512, layers=layers, width=width, heads=heads, kv_heads=heads,
+        head_size=64, hidden=hidden, eps=1e-5, rope=Rope(64), tied=True,
+    )  # fmt: skip
+
+
 CONFIGS = {
     "smollm2-135m": LlamaConfig(
         vocab=49152, context=8192, layers=30, width=576, heads=9, kv_heads=3, head_size=64,
@@ -156,5 +166,11 @@ CONFIGS = {
             count=32, active=4, hidden=2880, bias=True, alpha=1.702, limit=7.0, router="router"
         ),
     ),
+    # By the weights of their blocks.
+    "0.4m": _plain(2, 128, 384),
+    "3m": _plain(4, 256, 704),
+    "10m": _plain(6, 384, 1024),
+    "30m": _plain(6, 640, 1728),
+    "98m": _plain(8, 1024, 2752),
 }  # fmt: skip
 """The variants; the first is the default."""

@@ -27,9 +27,9 @@ from extensor.autograd.tensor import wrap
 from extensor.nn.kv_cache import Cache
 from extensor.nn.mixture import TopKRouter
 
-from ..decoding import Batch, batch_of
-from ..language import STD, draw_normal
-from ..saving import Pretrained
+from ..decoder import Decoder
+from ..decoding import Batch
+from ..language import STD
 from .configs import ExpertsConfig, LlamaConfig
 
 __all__ = ["Llama", "build"]
@@ -191,7 +191,7 @@ class Body(nn.Module):
         return self.norm(x)
 
 
-class Llama(Pretrained):
+class Llama(Decoder):
     """Tokens to scores of the token that follows each.
 
     Args:
@@ -205,48 +205,16 @@ class Llama(Pretrained):
     (2, 16, 65)
     """
 
+    body = "model"
+
     def __init__(self, config: LlamaConfig, rng: np.random.Generator) -> None:
-        self.config = config
-        self.model = Body(config, rng)
-        self.lm_head = nn.Linear(config.width, config.vocab, bias=False, rng=rng)
-        if not isinstance(rng, nn.init.Skeleton):
-            for _, layer in nn.gemm_layers(self):
-                draw_normal(layer, STD, rng)
-        if config.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
-        self.lm_head.role = "head"
+        body = Body(config, rng)
+        super().__init__(config, body, body.embed_tokens, rng)
 
     @property
     def recordable(self) -> bool:
         """Whether `extensor.capture` can repeat a pass with a cache: no window, no experts."""
         return not self.config.windows and self.config.experts is None
-
-    def forward(
-        self,
-        tokens: ExTensor,
-        *,
-        attention_mask: Any = None,
-        positions: Any = None,
-        cache: Cache | None = None,
-    ) -> ExTensor:
-        """Tokens to scores.
-
-        Args:
-            tokens: integers (B, T), T of 1 or more.
-            attention_mask: (B, tokens in the cache + T), 1 for real tokens, 0 for padding on either
-                side; None if all are real.
-            positions: integers (T,) or (B, T); None for how many real tokens stand before each.
-            cache: keys and values of the tokens before these; the new ones are appended.
-
-        Returns:
-            Scores (B, T, vocab) of every token at the next place.
-
-        Raises:
-            TypeError, ValueError: for what does not fit, unknown tokens, or positions beyond the
-                context.
-        """
-        batch = batch_of(type(self).__name__, tokens, attention_mask, positions, cache)
-        return self.lm_head(self.model(batch, cache))
 
 
 def build(config: LlamaConfig, rng: np.random.Generator | None) -> Llama:

@@ -11,7 +11,8 @@ import numpy as np
 from extensor.backends import cpu
 from extensor.backends.protocol import Window
 from extensor.quant.array import QuantStats
-from extensor.quant.spec import QuantSpec
+from extensor.quant.spec import Hadamard, QuantSpec
+from extensor.random import Stream
 from tests.kernels.inputs import CORE, GENERIC, UNIT, VIEWS, Case, Check, assert_bytes, plain
 
 # (N, C, H, W), O, groups, window: LeNet's first, then what a direct kernel may get wrong.
@@ -85,12 +86,22 @@ def check_convolution(name: str) -> Check:
     return check
 
 
-def patch_specs() -> Iterator[QuantSpec]:
-    """What is rounded on the way, and what goes by way of the matrix of patches."""
+def patch_specs(rowwise: bool) -> Iterator[QuantSpec]:
+    """Scales of a block, of a row and of all patches; rowwise also transforms and random bits."""
     for name in ("mxfp4", "mxfp8_e4m3", "mxint8", "int8", "nvfp4"):
         yield QuantSpec(name)
     yield QuantSpec("mxfp4", scale_rule="floor", tile=(1, 16))
     yield QuantSpec("mxfp4", tile="channel")
+    yield QuantSpec("fp8_e4m3")  # one scale for all patches
+    yield QuantSpec("nvfp4", scale_rule="four_over_six")
+    yield QuantSpec("mxfp8_e4m3", rebased=True)
+    yield QuantSpec("mxfp4", scale_rule="mse", tile="channel")  # not in the core, rowwise
+    if not rowwise:
+        return
+    yield QuantSpec("nvfp4", transform=Hadamard(16, "fixed"))
+    yield QuantSpec("nvfp4_fp8exact", scale_rule="least_error", transform=Hadamard(16, "fixed"))
+    yield QuantSpec("mxfp4", rounding="stochastic", transform=Hadamard(64, "random"))
+    yield QuantSpec("int8", rounding="stochastic", rbits=8, tile=(1, 48))
 
 
 @cache
@@ -101,8 +112,9 @@ def quantized_convolutions(name: str) -> list[tuple[Case, np.ndarray, QuantStats
         x, w, g = (a[:7] for a in window_arrays(number))  # the generic quantizer is slow
         w = window_arrays(number)[1]
         stack = (-1,) if groups == 1 else (groups, w.shape[0] // groups)
-        for spec in patch_specs() if x.size else ():
-            axis = -2 if name == "quantized_conv2d" else -1
+        rowwise = name == "quantized_conv2d_grad_w"
+        for spec in patch_specs(rowwise) if x.size else ():
+            axis = -1 if rowwise else -2
             spec = spec.replace(axis=axis + len(stack) + 1).resolve(len(stack) + 1)
             case: Case
             if name == "quantized_conv2d":
@@ -112,10 +124,17 @@ def quantized_convolutions(name: str) -> list[tuple[Case, np.ndarray, QuantStats
             else:
                 terms = g[:, 0].size
                 left = np.ascontiguousarray(g.swapaxes(0, 1)).reshape(*stack, terms)
-                case = (left, x, spec, None, w.shape, window)
+                size = spec.transform.size if spec.transform else 1
+                left = np.pad(left, [(0, 0)] * (left.ndim - 1) + [(0, -terms % size)])
+                stream = Stream(3, 1) if spec.rounding == "stochastic" else None
+                case = (left, x, spec, stream, w.shape, window)
             expected, counted = getattr(GENERIC, name)(*case)
-            sizes = [np.abs(a) if isinstance(a, np.ndarray) else a for a in case]
-            total, _ = getattr(GENERIC, name)(*sizes)
+            if spec.transform or spec.rounding == "stochastic":  # signs change what is rounded
+                values, _ = GENERIC._patches_operand(x, *case[2:])
+                total = (np.abs(left) @ np.abs(values.swapaxes(-1, -2))).reshape(w.shape)
+            else:
+                sizes = [np.abs(a) if isinstance(a, np.ndarray) else a for a in case]
+                total, _ = getattr(GENERIC, name)(*sizes)
             made.append((case, expected, counted, 2 * (terms + 4) * UNIT * total + 1e-30))
     return made
 
@@ -128,7 +147,11 @@ def check_quantized_convolution(name: str) -> Check:
             assert stats == counted, what
             assert got.shape == expected.shape, what
             assert (np.abs(got - expected) <= bound).all(), what
-            if CORE and case[2].row.name == "mxfp4" and case[2].tile == (1, 32):
+            if (
+                CORE
+                and case[2].rule != "mse"
+                and (case[2].tile != "tensor" or len(case[4]) == 2 or name.endswith("w"))
+            ):
                 assert what[-1].startswith("core ("), what
 
     return check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -77,6 +78,16 @@ def quant_cases() -> Iterator[Case]:
                     stream = Stream(0x123456789ABCDEF0 + number, number, 5, 3, axis == 0)
                 dtype = ("float32", "bfloat16", "float16")[number // 4 % 3]
                 yield narrow(make(shape, number), dtype), spec, stream
+    makers = (plain, special, tiny, ties)
+    for number, (shape, axis, tile) in enumerate(
+        itertools.product(((150, 140), (2, 33, 6), (200, 1)), (-1, -2), (16, 32, 128))
+    ):
+        for name in ("mxfp8_e4m3", "mxfp8_e5m2"):
+            for rule, make in zip(("rceil", "floor", "one", "even"), makers, strict=True):
+                spec = QuantSpec(name, axis=axis, tile=(1, tile), scale_rule=rule, rebased=True)
+                yield narrow(make(shape, number), ("float32", "bfloat16")[number % 2]), spec, None
+                random = spec.replace(rounding="stochastic")
+                yield make(shape, number + 1), random, Stream(number, column=axis == -2)
     shapes = ((0, 32), (4, 0), (1, 5000), (4100, 3), (300, 300), (5, 1))
     for name in ("mxfp4", "mxfp8_e4m3", "nvfp4"):
         for shape in shapes:
@@ -159,6 +170,9 @@ def two_specs() -> Iterator[tuple[QuantSpec, QuantSpec]]:
     yield QuantSpec("mxfp4", element_scale=0.75), QuantSpec("mxfp4", axis=0, element_scale=0.75)
     yield QuantSpec("nvfp4"), QuantSpec("mxfp8_e4m3", axis=0, rbits=8, **random)
     yield QuantSpec("mxfp4", dialect="microxcaling"), QuantSpec("mxfp4", axis=0)
+    rebased = QuantSpec("mxfp8_e4m3", rebased=True), QuantSpec("mxfp8_e5m2", axis=0, rebased=True)
+    yield rebased
+    yield rebased[0], QuantSpec("mxfp8_e4m3", axis=0)
     yield QuantSpec("mxfp4", axis=0), QuantSpec("mxfp4")  # columns first
     yield QuantSpec("mxfp4"), QuantSpec("nvfp4")  # rows twice
 

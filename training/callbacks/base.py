@@ -16,6 +16,7 @@ from extensor.quant.recipe_state import RecipeState
 from ..batch import Batch
 from ..config import RunConfig
 from ..metrics import Scores
+from ..micro_batches import MicroBatches
 from ..records import EpochReport, Position, StepReport
 
 __all__ = ["Callback", "RunView"]
@@ -31,6 +32,7 @@ class RunView(Protocol):
     quant: RecipeState
     optimizer: Any
     scaler: MXGradScaler
+    micro_batches: MicroBatches
     batches: int
     position: Position
     history: list[EpochReport]

@@ -159,7 +159,9 @@ class Telemetry(Callback):
                 layer.quant = None
             for parameter, _ in grads:
                 parameter.grad = None
-            run.forward(batch, run.config.label_smoothing)[2].backward()
+            for part in run.micro_batches.run(run.micro_batches.divide(batch)):
+                loss = run.forward(part.batch, run.config.label_smoothing)[2]
+                (loss * part.weight).backward()
             return {path: p.grad for path, p in model.named_parameters()}
         finally:
             _restore(after)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from extensor.errors import unknown_name
 
-from .corpora import python_source, shakespeare
+from .corpora import linux_source, python_source, shakespeare
 from .dataset import Dataset, Split, batches, held_out
 from .digits import load_digits
 from .fetch import DataError
@@ -70,6 +71,14 @@ DATASETS: dict[str, DatasetRow] = {
     ),
     "python_source": DatasetRow(
         "the source of Python's standard library; no download", python_source, "text"
+    ),
+    "linux_source": DatasetRow(
+        "all C of a Linux kernel, over 1 GB (Debian: linux-source; 138 MB)", linux_source, "text"
+    ),
+    "linux_kernel": DatasetRow(
+        "the C of its folders kernel, mm and lib, about 20 MB",
+        partial(linux_source, folders=("kernel", "mm", "lib")),
+        "text",
     ),
 }
 

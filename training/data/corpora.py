@@ -6,18 +6,21 @@ own source is whatever this Python came with, so runs on it compare only on one 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import shlex
 import sysconfig
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
+from extensor.io.atomic import replacing
+
 from .fetch import DataError, RemoteFile, cache_directory, find
 
-__all__ = ["Corpus", "python_source", "shakespeare"]
+__all__ = ["Corpus", "linux_source", "python_source", "shakespeare"]
 
 TEST_SHARE = 0.1
 """nanoGPT's rule: the last tenth is for testing."""
@@ -117,3 +120,54 @@ def python_source(download: bool = True) -> Corpus:
             "library as .py files, or --dataset shakespeare"
         )
     return Corpus.of("python_source", [p.read_text("utf-8", errors="strict") for p in paths])
+
+
+LINUX_ARCHIVES = "linux-source-*.tar.xz"
+LINUX_TEST = 13
+"""Of 256: a file whose SHA-256 begins with a byte below this is for testing, about 5%."""
+
+
+def linux_source(download: bool = True, folders: tuple[str, ...] = ()) -> Corpus:
+    """The C files of a Linux kernel, as Debian packages it.
+
+    Each file is for training or for testing as a whole, by the checksum of its contents, so that
+    copies of a file stay together. The archive is unpacked once; its texts are kept in the cache.
+
+    Args:
+        download: unused: nothing is downloaded.
+        folders: of the archive's root, such as "kernel"; none are all.
+
+    Raises:
+        DataError: if there is no archive.
+    """
+    cache = cache_directory() / "linux_source"
+    places = [cache, Path("/usr/src")]
+    archives = [path for place in places for path in sorted(place.glob(LINUX_ARCHIVES))]
+    if not archives:
+        raise DataError(
+            f"corpus 'linux_source': no {LINUX_ARCHIVES} in {places[0]} nor {places[1]}; the way "
+            "out: apt-get install linux-source, or --dataset python_source"
+        )
+    archive = archives[-1]
+    name = "-".join((archive.name.removesuffix(".tar.xz"), str(archive.stat().st_size), *folders))
+    paths = [cache / f"{name}.{part}.txt" for part in ("train", "test")]
+    if not all(path.is_file() for path in paths):
+        cache.mkdir(parents=True, exist_ok=True)
+        with replacing(paths[0]) as train, replacing(paths[1]) as test:
+            for content in _c_files(archive, folders):
+                held_out = hashlib.sha256(content).digest()[0] < LINUX_TEST
+                (test if held_out else train).write(content + BETWEEN.encode())
+    return Corpus("linux_source", *(path.read_text("utf-8") for path in paths))
+
+
+def _c_files(archive: Path, folders: tuple[str, ...]) -> Iterator[bytes]:
+    """The archive's C files as UTF-8, in its order."""
+    with tarfile.open(archive, "r|xz") as stream:
+        for member in stream:
+            parts = Path(member.name).parts[1:]
+            wanted = not folders or (len(parts) > 1 and parts[0] in folders)
+            if not (wanted and member.isfile() and member.name.endswith((".c", ".h"))):
+                continue
+            file = stream.extractfile(member)
+            assert file is not None
+            yield file.read().decode("utf-8", errors="replace").encode()

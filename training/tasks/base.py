@@ -95,6 +95,10 @@ class Task(ABC):
     validates: bool = False
 
     @abstractmethod
+    def arrays(self) -> Iterator[np.ndarray]:
+        """All of the data, which ranks compare by checksum."""
+
+    @abstractmethod
     def shapes(self) -> dict[str, Any]:
         """Settings of the model's configuration that follow from the data."""
 

@@ -73,6 +73,12 @@ class Classification(Task):
             )
         self.batches = -(-images // config.batch_size)
 
+    def arrays(self) -> Iterator[np.ndarray]:
+        """Images and labels: for training, for tests, held out."""
+        for split in (self.dataset.train, self.dataset.test, self.held):
+            if split is not None:
+                yield from (split.images, split.labels)
+
     def shapes(self) -> dict[str, Any]:
         """Channels, side and classes."""
         channels, side, _ = self.dataset.image_shape

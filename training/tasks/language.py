@@ -21,6 +21,7 @@ from ..data.corpora import Corpus
 from ..data.draws import DATA_TENSOR, MASK_SLOT, NOISE_SLOT, stream_words
 from ..metrics import Scores, TokenScores
 from ..text.augment import replace_tokens
+from ..text.encoded import LARGE, encoded
 from ..text.masking import mask_tokens
 from ..text.tokenizers import TOKENIZERS
 from ..text.windows import even_starts, flat_tokens, random_starts, window
@@ -65,6 +66,8 @@ class Causal(Task):
         train = corpus.limited(config.train_limit or None).train
         # letters of the test part count too, or it could not be read
         known = corpus.train + corpus.test if config.tokenizer == "char" else train
+        if config.tokenizer == "bpe":
+            known = known[:LARGE]
         self.tokenizer = TOKENIZERS[config.tokenizer].train(known, config.vocab_size)
         tokens, self.test_tokens = map(self._tokens, (train, corpus.test))
         self.validates = config.val_share > 0
@@ -76,7 +79,11 @@ class Causal(Task):
             self.held_tokens = flat_tokens(tokens[cut:], config.context)
 
     def _tokens(self, text: str) -> np.ndarray:
-        return flat_tokens(self.tokenizer.encode(text), self.config.context)
+        return flat_tokens(encoded(self.tokenizer, text), self.config.context)
+
+    def arrays(self) -> Iterator[np.ndarray]:
+        """Tokens: for training, for tests, held out."""
+        yield from (self.train_tokens, self.test_tokens, self.held_tokens)
 
     def shapes(self) -> dict[str, Any]:
         """Vocabulary and context."""

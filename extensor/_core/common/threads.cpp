@@ -100,14 +100,37 @@ private:
 std::mutex gate;  // held by whoever uses or replaces the pool
 Pool* pool = nullptr;
 std::atomic<int> requested{1};
+std::atomic<OpenMP> openmp{nullptr};
 int running = 1;
 
 // In a forked child the worker threads do not exist: forget the pool (its memory is lost on
-// purpose) and build a new one when it is next needed.
+// purpose) and build a new one when it is next needed. libgomp would wait for its own forever.
 void after_fork() {
     new (&gate) std::mutex;
     pool = nullptr;
+    openmp = nullptr;
     running = 1;
+}
+
+void register_after_fork() {
+#if defined(__unix__) || defined(__APPLE__)
+    static const int registered = pthread_atfork(nullptr, nullptr, after_fork);
+    (void)registered;
+#endif
+}
+
+void run_on_openmp(OpenMP parallel, int64_t tasks, Body body, void* context) {
+    struct Job {
+        int64_t tasks;
+        Body body;
+        void* context;
+        std::atomic<int64_t> next{0};
+    } job{tasks, body, context};
+    const auto run_tasks = [](void* data) {
+        auto& job = *static_cast<Job*>(data);
+        for (int64_t t; (t = job.next.fetch_add(1)) < job.tasks;) job.body(job.context, t);
+    };
+    parallel(run_tasks, &job, 0, 0);  // 0: as many threads as its owner has set
 }
 
 }  // namespace
@@ -142,6 +165,11 @@ void set(int count) { requested.store(count < 1 ? 1 : count); }
 
 int get() { return requested.load(); }
 
+void use_openmp(OpenMP parallel) {
+    register_after_fork();
+    openmp = parallel;
+}
+
 void run_raw(int64_t tasks, int64_t work, Body body, void* context) {
     thread_local bool in_task = false;  // a task of this thread's own job: the gate is held already
     if (tasks > 1 && work > kMinWork && requested.load() > 1 && !in_task && gate.try_lock()) {
@@ -151,11 +179,10 @@ void run_raw(int64_t tasks, int64_t work, Body body, void* context) {
             explicit InTask(bool& flag) : flag(flag) { flag = true; }
             ~InTask() { flag = false; }
         } now(in_task);
+        if (const OpenMP parallel = openmp.load())
+            return run_on_openmp(parallel, tasks, body, context);
         if (running != requested.load()) {
-#if defined(__unix__) || defined(__APPLE__)
-            static const int registered = pthread_atfork(nullptr, nullptr, after_fork);
-            (void)registered;
-#endif
+            register_after_fork();
             delete pool;
             pool = nullptr;
             running = requested.load();

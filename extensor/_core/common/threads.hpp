@@ -11,8 +11,14 @@ namespace threads {
 
 using Body = void (*)(void* context, int64_t task);
 
+// GOMP_parallel(body, context, threads, flags), the entry of GNU's OpenMP runtime.
+using OpenMP = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
 void set(int count);
 int get();
+// Run jobs on the threads of an OpenMP runtime that another library uses too: idle threads of two
+// pools wait by spinning, and take the cores from each other. A null pointer ends that.
+void use_openmp(OpenMP parallel);
 void run_raw(int64_t tasks, int64_t work, Body body, void* context);
 
 // `work` is a rough number of elementary operations; small jobs stay on the calling thread.
@@ -29,6 +35,7 @@ enum class Slot {
     prepared,
     // of the quantized convolutions, which call a quantizer that uses the ones above
     conv_padded, conv_lowered, conv_weights, conv_offsets, conv_patches, conv_values, conv_counts,
+    conv_maxima,
     count,
     // of kernels that call no quantizer
     padded = values, lowered = scales, weights = random, offsets = codes,

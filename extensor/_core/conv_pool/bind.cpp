@@ -118,41 +118,50 @@ Floats max_pool2d_grad(const Floats& g, const CArray<int32_t>& index, const Shap
     return gx;
 }
 
-bool fits(const QuantPlan& plan, int64_t tile_length) {
-    return tile_length > 0 && !plan.stochastic && !plan.hadamard;
+// Blocks of (tile length, padded row), or one scale for all; see PatchQuant.
+using Blocks = std::tuple<int64_t, int64_t, bool>;
+
+PatchQuant patch_quant(const QuantPlan& plan, const Blocks& blocks,
+                       const std::array<uint32_t, 4>& w) {
+    const auto& [tile_length, padded, per_tensor] = blocks;
+    require(tile_length > 0 && padded > 0, "quantized_conv2d: expected blocks of values");
+    return {plan, {w[0], w[1], w[2], w[3]}, tile_length, padded, per_tensor};
 }
 
-// The quantizer's blocks of `tile_length` run columnwise over the matrix of patches.
-py::tuple quantized_conv2d(const QuantPlan& plan, int64_t tile_length, const Floats& x,
+// The quantizer's blocks run columnwise over the matrix of patches.
+py::tuple quantized_conv2d(const QuantPlan& plan, const Blocks& blocks, const Floats& x,
                            const Floats& w, const Shape4& shape, const Placement& placement,
                            int64_t groups, const std::optional<Floats>& bias) {
     const Conv s = convolution(shape4(x, kImages), shape, placement, groups);
-    require(w.size() == s.o * shape[1] * s.kh * s.kw && fits(plan, tile_length),
-            "quantized_conv2d: expected weights and blocks that go batched");
+    const PatchQuant quant = patch_quant(plan, blocks, {});
+    require(w.size() == s.o * shape[1] * s.kh * s.kw && !plan.stochastic && !plan.hadamard,
+            "quantized_conv2d: expected weights, and blocks rounded to nearest");
     Floats y = buffers::array<float>({s.n, s.o, s.ho, s.wo});
     const float* starts = bias_of(s, bias);
-    int64_t counts[2];
+    int64_t counts[3];
     without_gil([&] {
         levels::in_use(quant_conv_kernels)
-            .conv(s, plan, tile_length, x.data(), w.data(), starts, y.mutable_data(), counts);
+            .conv(s, quant, x.data(), w.data(), starts, y.mutable_data(), counts);
     });
-    return py::make_tuple(y, counts[0], counts[1]);
+    return py::make_tuple(y, counts[0], counts[1], counts[2]);
 }
 
-// As above, but the blocks run rowwise.
-py::tuple quantized_conv2d_grad_w(const QuantPlan& plan, int64_t tile_length, const Floats& g,
+// As above, but the blocks run rowwise; `stream` numbers the random bits of the whole matrix.
+py::tuple quantized_conv2d_grad_w(const QuantPlan& plan, const Blocks& blocks, const Floats& g,
                                   const Floats& x, const Shape4& shape, const Placement& placement,
-                                  int64_t groups) {
+                                  int64_t groups, const std::array<uint32_t, 4>& stream) {
     const Conv s = convolution(shape4(x, kImages), shape, placement, groups);
-    require(g.size() == s.o * s.n * s.ho * s.wo && fits(plan, tile_length),
-            "quantized_conv2d_grad_w: expected a gradient and blocks that go batched");
+    const PatchQuant quant = patch_quant(plan, blocks, stream);
+    const int64_t pixels = s.n * s.ho * s.wo;
+    require(quant.padded >= pixels && quant.padded - pixels < 128 && g.size() == s.o * quant.padded,
+            "quantized_conv2d_grad_w: expected a gradient of the patches' padded length");
     Floats gw = buffers::array<float>({shape[0], shape[1], shape[2], shape[3]});
-    int64_t counts[2];
+    int64_t counts[3];
     without_gil([&] {
         levels::in_use(quant_conv_kernels)
-            .grad_w(s, plan, tile_length, g.data(), x.data(), gw.mutable_data(), counts);
+            .grad_w(s, quant, g.data(), x.data(), gw.mutable_data(), counts);
     });
-    return py::make_tuple(gw, counts[0], counts[1]);
+    return py::make_tuple(gw, counts[0], counts[1], counts[2]);
 }
 
 }  // namespace

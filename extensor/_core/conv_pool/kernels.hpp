@@ -30,13 +30,22 @@ struct PoolKernels {
     bool (*max_pool_grad)(const Conv&, const float* g, const int32_t* index, float* gx);
 };
 
-// Convolutions whose patches are quantized to nearest first; see quantized_conv.cpp. `counts` gets
-// the saturated and the flushed values.
+// How patches are quantized: in blocks of `tile_length`, columnwise for the forward product and
+// rowwise, `padded` values a row, for the weight gradient. `per_tensor`: one scale for all.
+struct PatchQuant {
+    QuantPlan plan;
+    QuantStream stream;
+    int64_t tile_length, padded;
+    bool per_tensor;
+};
+
+// Convolutions whose patches are quantized first; see quantized_conv.cpp. The three `counts` are of
+// values that were saturated, flushed, and changed by rebasing.
 struct QuantConvKernels {
-    void (*conv)(const Conv&, const QuantPlan&, int64_t tile_length, const float* x, const float* w,
-                 const float* bias, float* y, int64_t* counts);
-    void (*grad_w)(const Conv&, const QuantPlan&, int64_t tile_length, const float* g,
-                   const float* x, float* gw, int64_t* counts);
+    void (*conv)(const Conv&, const PatchQuant&, const float* x, const float* w, const float* bias,
+                 float* y, int64_t* counts);
+    void (*grad_w)(const Conv&, const PatchQuant&, const float* g, const float* x, float* gw,
+                   int64_t* counts);
 };
 
 EXTENSOR_KERNELS(ConvKernels, conv_kernels)

@@ -3,8 +3,10 @@
 // The patches of a group are a matrix of (taps, N * Ho * Wo) values. Blocks run columnwise where
 // the product contracts over taps (forward), rowwise where it contracts over pixels (weight
 // gradient). A task gathers a part of the matrix that fits the cache, lets the quantizer round it,
-// and multiplies. Rounding is to nearest: a block's values do not depend on where in the matrix it
-// is.
+// and multiplies. What scales need of the whole matrix, or of whole rows of it, a first pass finds;
+// random bits are numbered as in the whole matrix.
+
+#include <array>
 
 #include "conv_pool/lowered_images.hpp"
 
@@ -26,113 +28,356 @@ QuantJob patch_job(const float* x, float* values, int64_t rows, int64_t length, 
     return job;
 }
 
-void add_counts(const int64_t* each, int64_t tasks, int64_t* counts) {
-    counts[0] = counts[1] = 0;
-    for (int64_t i = 0; i < tasks; ++i) counts[0] += each[2 * i], counts[1] += each[2 * i + 1];
+// What was saturated, flushed and changed by rebasing.
+using Lost = std::array<int64_t, 3>;
+
+void add_counts(const Lost* each, int64_t tasks, int64_t* counts) {
+    for (int i = 0; i < 3; ++i) counts[i] = 0;
+    for (int64_t task = 0; task < tasks; ++task)
+        for (int i = 0; i < 3; ++i) counts[i] += each[task][i];
 }
 
-// w is (groups, o, taps) of values; counts: saturated, flushed.
-void conv(const Conv& s, const QuantPlan& plan, int64_t tile_length, const float* x, const float* w,
-          const float* bias, float* y, int64_t* counts) {
-    constexpr int64_t kColumns = TV * VL;
-    const int64_t ins = s.c / s.groups, outs = s.o / s.groups, pixels = s.ho * s.wo;
+uint32_t largest(const uint32_t* words, int64_t count) {
+    uint32_t top = 0;
+    for (int64_t i = 0; i < count; ++i) top = words[i] > top ? words[i] : top;
+    return top;
+}
+
+// Scales that need the largest finite magnitude of all patches.
+bool needs_whole(const PatchQuant& q) { return q.plan.scale == Scale::ue4m3; }
+
+QuantPlan not_rebased(const QuantPlan& plan) {
+    QuantPlan plain = plan;
+    plain.rebased = false;
+    return plain;
+}
+
+// ---- rebased tiles ----
+
+constexpr int64_t kSide = 128;
+
+// A word for each rebased tile of a group's (taps, pixels).
+struct RebasedTiles {
+    int64_t down, across;
+
+    RebasedTiles(int64_t taps, int64_t pixels)
+        : down(ceil_div(taps, kSide)), across(ceil_div(pixels, kSide)) {}
+
+    int64_t count() const { return down * across; }
+
+    // body(part, number) for the parts of tiles that lie in some rows and columns of the matrix,
+    // which are `columns` apart in `x`, and in `values` after them.
+    template <class Body>
+    void visit(int64_t row, int64_t rows, int64_t column, int64_t columns, const float* x,
+               float* values, Body body) const {
+        for (int64_t r = 0, height; r < rows; r += height) {
+            height = least(rows - r, kSide - (row + r) % kSide);
+            for (int64_t c = 0, width; c < columns; c += width) {
+                width = least(columns - c, kSide - (column + c) % kSide);
+                const int64_t at = r * columns + c;
+                body(RebasePart{x + at, FloatType::float32, values + at, height, width, columns},
+                     (row + r) / kSide * across + (column + c) / kSide);
+            }
+        }
+    }
+};
+
+void raise(uint32_t& word, uint32_t to) { word = to > word ? to : word; }
+
+// Rounds quantized patches to their tiles' scales.
+void rebase(const QuantPlan& plan, const RebasedTiles& tiles, const uint32_t* maxima, int64_t row,
+            int64_t rows, int64_t column, int64_t columns, float* values, Lost& lost) {
+    tiles.visit(row, rows, column, columns, values, values,
+                [&](const RebasePart& part, int64_t number) {
+                    const RebaseCounts c = quant_kernels.rebase_values(plan, maxima[number], part);
+                    lost[1] += c.flushed, lost[2] += c.changed;
+                });
+}
+
+// ---- forward ----
+
+constexpr int64_t kColumns = TV * VL;
+
+// body(patches, first, count) for the patches of one image and group, some columns at a time.
+template <class Body>
+void visit_image(const Conv& s, const LoweredImages& p, int64_t task, const float* x, Body body) {
+    float* lowered = scratch_of<float>(Slot::conv_lowered, p.lowered_floats());
+    float* padded = scratch_of<float>(Slot::conv_padded, p.padded_floats());
+    int64_t* offset = scratch_of<int64_t>(Slot::conv_offsets, 2 * p.taps);
+    float* patches = scratch_of<float>(Slot::conv_patches, p.taps * kColumns + kColumns);
+    p.offsets(offset);
+    p.fill(x + task * p.c * s.h * s.w, 0, padded, lowered);
+    for (int64_t first = 0; first < p.pixels; first += kColumns) {
+        const int64_t count = least(kColumns, p.pixels - first);
+        for (int64_t t = 0; t < p.taps; ++t) {
+            const float* from = lowered + offset[t] + first;
+            float* to = patches + t * count;  // a whole tile; the next overwrites the excess
+            for (int v = 0; v < TV; ++v) store(to + v * VL, load(from + v * VL));
+        }
+        body(patches, first, count);
+    }
+}
+
+// The maxima of the rebased tiles of each group.
+const uint32_t* rebased_maxima(const Conv& s, const LoweredImages& p, const PatchQuant& q,
+                               const RebasedTiles& tiles, const float* x) {
+    // Images share tiles: each has words of its own for those that it touches.
+    const int64_t local = p.pixels / kSide + 2, mine = tiles.down * local;
+    const int64_t total = s.groups * tiles.count(), each = s.n * s.groups * mine;
+    uint32_t* maxima = scratch_of<uint32_t>(Slot::conv_maxima, total + each);
+    std::memset(maxima, 0, static_cast<size_t>(total + each) * 4);
+    threads::run(s.n * s.groups, s.n * s.groups * p.taps * p.pixels, [&](int64_t task) {
+        const int64_t start = task / s.groups * p.pixels;
+        uint32_t* words = maxima + total + task * mine;
+        visit_image(s, p, task, x, [&](float* patches, int64_t first, int64_t count) {
+            tiles.visit(
+                0, p.taps, start + first, count, patches, patches,
+                [&](const RebasePart& part, int64_t number) {
+                    const int64_t to =
+                        number / tiles.across * local + number % tiles.across - start / kSide;
+                    raise(words[to], quant_kernels.rebase_maximum(part, q.tile_length, false));
+                });
+        });
+    });
+    for (int64_t task = 0; task < s.n * s.groups; ++task) {
+        const int64_t first = task / s.groups * p.pixels / kSide;
+        const uint32_t* words = maxima + total + task * mine;
+        for (int64_t i = 0; i < mine; ++i)
+            if (first + i % local < tiles.across)
+                raise(maxima[(task % s.groups * tiles.down + i / local) * tiles.across + first +
+                             i % local],
+                      words[i]);
+    }
+    return maxima;
+}
+
+// The largest magnitude of all patches.
+uint32_t patch_maximum(const Conv& s, const LoweredImages& p, const PatchQuant& q, const float* x) {
+    uint32_t* each = scratch_of<uint32_t>(Slot::conv_maxima, s.n * s.groups);
+    threads::run(s.n * s.groups, s.n * s.groups * p.taps * p.pixels / VL, [&](int64_t task) {
+        float* lowered = scratch_of<float>(Slot::conv_lowered, p.lowered_floats());
+        float* padded = scratch_of<float>(Slot::conv_padded, p.padded_floats());
+        int64_t* offset = scratch_of<int64_t>(Slot::conv_offsets, 2 * p.taps);
+        p.offsets(offset);
+        p.fill(x + task * p.c * s.h * s.w, 0, padded, lowered);
+        each[task] = 0;
+        for (int64_t t = 0; t < p.taps; ++t) {
+            uint32_t top;
+            quant_kernels.row_maxima(q.plan, {lowered + offset[t], 1, 0, p.pixels, needs_whole(q)},
+                                     &top);
+            each[task] = top > each[task] ? top : each[task];
+        }
+    });
+    return largest(each, s.n * s.groups);
+}
+
+// w is (groups, o, taps) of values; counts: see `Lost`.
+void conv(const Conv& s, const PatchQuant& q, const float* x, const float* w, const float* bias,
+          float* y, int64_t* counts) {
+    const int64_t ins = s.c / s.groups, outs = s.o / s.groups;
     const LoweredImages p(1, s.with_channels(ins));
     float* packed = scratch_of<float>(Slot::conv_weights, s.o * (p.taps + 1));
     float* starts = packed + s.o * p.taps;
     for (int64_t i = 0; i < s.o; ++i) starts[i] = bias ? bias[i] : 0.0f;
     pack_weights(p, s.groups, outs, {w, outs * p.taps, p.taps, s.kh * s.kw, s.kw, 1}, packed);
-    int64_t* each = scratch_of<int64_t>(Slot::conv_counts, 2 * s.n * s.groups);
+    Lost* each = scratch_of<Lost>(Slot::conv_counts, s.n * s.groups);
+    const QuantPlan plan = not_rebased(q.plan);
+    const RebasedTiles tiles(p.taps, s.n * p.pixels);
+    const uint32_t* maxima = q.plan.rebased ? rebased_maxima(s, p, q, tiles, x) : nullptr;
+    uint32_t known[kColumns];
+    known[0] = needs_whole(q) || q.per_tensor ? patch_maximum(s, p, q, x) : 0;
+    for (int64_t i = 1; i < kColumns; ++i) known[i] = known[0];
 
-    threads::run(s.n * s.groups, s.n * s.o * p.taps * pixels, [&](int64_t task) {
+    threads::run(s.n * s.groups, s.n * s.o * p.taps * p.pixels, [&](int64_t task) {
         const int64_t n = task / s.groups, g = task % s.groups;
-        float* lowered = scratch_of<float>(Slot::conv_lowered, p.lowered_floats());
-        float* padded = scratch_of<float>(Slot::conv_padded, p.padded_floats());
-        int64_t* offset = scratch_of<int64_t>(Slot::conv_offsets, 2 * p.taps);
-        int64_t* dense = offset + p.taps;
-        float* patches = scratch_of<float>(Slot::conv_patches, p.taps * kColumns + kColumns);
+        int64_t* dense = scratch_of<int64_t>(Slot::conv_offsets, 2 * p.taps) + p.taps;
         float* values = scratch_of<float>(Slot::conv_values, p.taps * kColumns + kColumns);
-        p.offsets(offset);
-        p.fill(x + task * ins * s.h * s.w, 0, padded, lowered);
-        each[2 * task] = each[2 * task + 1] = 0;
-        float* out = y + (n * s.o + g * outs) * pixels;
-        for (int64_t first = 0; first < pixels; first += kColumns) {
-            const int64_t count = least(kColumns, pixels - first);
-            for (int64_t t = 0; t < p.taps; ++t) {
-                const float* from = lowered + offset[t] + first;
-                float* to = patches + t * count;  // a whole tile; the next overwrites the excess
-                for (int v = 0; v < TV; ++v) store(to + v * VL, load(from + v * VL));
-                dense[t] = t * count;
-            }
-            QuantJob job = patch_job(patches, values, 1, p.taps, count, tile_length);
+        Lost& lost = each[task] = {};
+        float* out = y + (n * s.o + g * outs) * p.pixels;
+        visit_image(s, p, task, x, [&](float* patches, int64_t first, int64_t count) {
+            QuantJob job = patch_job(patches, values, 1, p.taps, count, q.tile_length);
+            if (q.per_tensor) job.known = known, job.tile_length = p.taps;
+            if (needs_whole(q)) job.whole = known;
             quant_kernels.quantize(plan, {}, job);
-            each[2 * task] += job.saturated, each[2 * task + 1] += job.flushed;
+            lost[0] += job.saturated, lost[1] += job.flushed;
+            if (maxima)
+                rebase(plan, tiles, maxima + g * tiles.count(), 0, p.taps, n * p.pixels + first,
+                       count, values, lost);
+            for (int64_t t = 0; t < p.taps; ++t) dense[t] = t * count;
             multiply(outs, {values, dense, p.taps, count}, packed + g * outs * p.taps,
-                     starts + g * outs, out + first, pixels);
-        }
+                     starts + g * outs, out + first, p.pixels);
+        });
     });
     add_counts(each, s.n * s.groups, counts);
 }
 
+// ---- weight gradient ----
+
 constexpr int64_t kChunkFloats = 1 << 15;  // floats of patches that a task quantizes at a time
 constexpr int64_t kLeastColumns = 512, kTasks = 16;
 
-// g is (groups, o, N * Ho * Wo) of values. A task takes some channels of one group and a run of
-// pixels; the sums of several runs are added in their order.
-void grad_w(const Conv& s, const QuantPlan& plan, int64_t tile_length, const float* g,
-            const float* x, float* gw, int64_t* counts) {
-    const int64_t ins = s.c / s.groups, outs = s.o / s.groups, kernel = s.kh * s.kw;
-    const int64_t pixels = s.ho * s.wo, all = s.n * pixels, weights = s.o * ins * kernel;
-    const int64_t columns =
-        least(ceil_div(kLeastColumns, tile_length), ceil_div(all, tile_length)) * tile_length;
-    const Split chunks(ins, most(1, kChunkFloats / (columns * kernel)));
-    const int64_t parts = chunks.parts * s.groups, steps = ceil_div(all, columns);
-    const Split runs(steps, ceil_div(steps, most(1, ceil_div(kTasks, parts))));
-    float* partial =
-        runs.parts == 1 ? gw : scratch_of<float>(Slot::conv_weights, runs.parts * weights);
-    int64_t* each = scratch_of<int64_t>(Slot::conv_counts, 2 * parts * runs.parts);
+// The rows of a group's patches that belong to some channels, at a run of pixels.
+struct PatchChunk {
+    const float* patches;  // (taps, count)
+    int64_t row;           // the first, counted through all groups
+    int64_t taps, first, count;
+};
 
-    threads::run(parts * runs.parts, weights * all, [&](int64_t task) {
-        const int64_t run = task / parts, group = task % parts / chunks.parts;
-        const int64_t c0 = chunks.start(task % chunks.parts), c = chunks.size(task % chunks.parts);
-        const LoweredImages p(1, s.with_channels(c));
+// How the matrices of patches are cut. A task takes some channels of one group and a run of pixels,
+// `columns` at a time, which hold whole blocks and whole transforms.
+struct PatchCut {
+    const Conv& s;
+    int64_t kernel, taps, pixels, all, columns;  // taps of a group; pixels of an image, of all
+    Split chunks;
+    int64_t parts, steps;
+    Split runs;
+
+    PatchCut(const Conv& s, int64_t block, int64_t padded)
+        : s(s),
+          kernel(s.kh * s.kw),
+          taps(s.c / s.groups * kernel),
+          pixels(s.ho * s.wo),
+          all(s.n * pixels),
+          columns(least(ceil_div(kLeastColumns, block), ceil_div(padded, block)) * block),
+          chunks(s.c / s.groups, most(1, kChunkFloats / (columns * kernel))),
+          parts(chunks.parts * s.groups),
+          steps(ceil_div(all, columns)),
+          runs(steps, ceil_div(steps, most(1, ceil_div(kTasks, parts)))) {}
+
+    int64_t tasks() const { return parts * runs.parts; }
+    int64_t run_of(int64_t task) const { return task / parts; }
+    int64_t group(int64_t task) const { return task % parts / chunks.parts; }
+    int64_t part(int64_t task) const { return task % parts; }
+    int64_t channel(int64_t task) const { return chunks.start(task % chunks.parts); }
+    int64_t channels(int64_t task) const { return chunks.size(task % chunks.parts); }
+
+    // body(chunk) for all chunks of a task.
+    template <class Body>
+    void visit(int64_t task, const float* x, Body body) const {
+        const int64_t c0 = channel(task), ins = s.c / s.groups;
+        const LoweredImages p(1, s.with_channels(channels(task)));
         float* lowered = scratch_of<float>(Slot::conv_lowered, p.lowered_floats());
         float* padded = scratch_of<float>(Slot::conv_padded, p.padded_floats());
         int64_t* offset = scratch_of<int64_t>(Slot::conv_offsets, 2 * p.taps);
-        int64_t* dense = offset + p.taps;
         float* patches = scratch_of<float>(Slot::conv_patches, p.taps * columns);
-        float* values = scratch_of<float>(Slot::conv_values, p.taps * columns + VL);
-        float* out = partial + run * weights + (group * outs * ins + c0) * kernel;
         p.offsets(offset);
-        for (int64_t o = 0; o < outs; ++o)
-            std::memset(out + o * ins * kernel, 0, static_cast<size_t>(p.taps) * 4);
-        each[2 * task] = each[2 * task + 1] = 0;
         int64_t held = -1;  // the image in `lowered`
-        const int64_t end = least(all, runs.start(run + 1) * columns);
-        for (int64_t first = runs.start(run) * columns; first < end; first += columns) {
+        const int64_t end = least(all, runs.start(run_of(task) + 1) * columns);
+        for (int64_t first = runs.start(run_of(task)) * columns; first < end; first += columns) {
             const int64_t count = least(columns, end - first);
             for (int64_t at = 0; at < count;) {
                 const int64_t n = (first + at) / pixels, pixel = (first + at) % pixels;
                 const int64_t length = least(count - at, pixels - pixel);
                 if (n != held)
-                    p.fill(x + ((n * s.groups + group) * ins + c0) * s.h * s.w, 0, padded, lowered);
+                    p.fill(x + ((n * s.groups + group(task)) * ins + c0) * s.h * s.w, 0, padded,
+                           lowered);
                 held = n;
                 for (int64_t t = 0; t < p.taps; ++t)
                     std::memcpy(patches + t * count + at, lowered + offset[t] + pixel,
                                 static_cast<size_t>(length) * 4);
                 at += length;
             }
-            QuantJob job = patch_job(patches, values, p.taps, count, 1, tile_length);
-            quant_kernels.quantize(plan, {}, job);
-            each[2 * task] += job.saturated, each[2 * task + 1] += job.flushed;
-            for (int64_t t = 0; t < p.taps; ++t) dense[t] = t * count;
-            correlate_runs(outs, {values, dense, p.taps, count}, g + group * outs * all + first,
-                           all, out, ins * kernel);
+            body(PatchChunk{patches, group(task) * taps + c0 * kernel, p.taps, first, count});
         }
+    }
+};
+
+// The largest magnitude of each row of patches, or of all in each place.
+const uint32_t* patch_maxima(const PatchCut& cut, const PatchQuant& q, const float* x) {
+    const int64_t rows = cut.s.groups * cut.taps, count = rows * cut.runs.parts;
+    uint32_t* maxima = scratch_of<uint32_t>(Slot::conv_maxima, count);
+    std::memset(maxima, 0, static_cast<size_t>(count) * 4);
+    threads::run(cut.tasks(), rows * cut.all, [&](int64_t task) {
+        uint32_t* found = scratch_of<uint32_t>(Slot::conv_values, cut.taps);
+        cut.visit(task, x, [&](const PatchChunk& p) {
+            quant_kernels.row_maxima(q.plan, {p.patches, p.taps, p.count, p.count, needs_whole(q)},
+                                     found);
+            uint32_t* to = maxima + cut.run_of(task) * rows + p.row;
+            for (int64_t t = 0; t < p.taps; ++t) to[t] = found[t] > to[t] ? found[t] : to[t];
+        });
     });
-    add_counts(each, parts * runs.parts, counts);
-    if (runs.parts == 1) return;
+    for (int64_t r = 1; r < cut.runs.parts; ++r)
+        for (int64_t t = 0; t < rows; ++t)
+            maxima[t] = maxima[r * rows + t] > maxima[t] ? maxima[r * rows + t] : maxima[t];
+    if (!q.per_tensor && !needs_whole(q)) return maxima;
+    const uint32_t top = largest(maxima, rows);
+    for (int64_t t = 0; t < rows; ++t) maxima[t] = top;
+    return maxima;
+}
+
+// The maxima of the rebased tiles of each group.
+const uint32_t* rebased_maxima(const PatchCut& cut, const PatchQuant& q, const RebasedTiles& tiles,
+                               const float* x) {
+    // Channels share tiles: each part of them has words of its own.
+    const int64_t words = cut.parts * tiles.count(), chunks = cut.chunks.parts;
+    uint32_t* maxima = scratch_of<uint32_t>(Slot::conv_maxima, words);
+    std::memset(maxima, 0, static_cast<size_t>(words) * 4);
+    threads::run(cut.tasks(), cut.s.groups * cut.taps * cut.all, [&](int64_t task) {
+        uint32_t* mine = maxima + cut.part(task) * tiles.count();
+        cut.visit(task, x, [&](const PatchChunk& p) {
+            tiles.visit(p.row - cut.group(task) * cut.taps, p.taps, p.first, p.count, p.patches,
+                        nullptr, [&](const RebasePart& part, int64_t number) {
+                            raise(mine[number],
+                                  quant_kernels.rebase_maximum(part, q.tile_length, true));
+                        });
+        });
+    });
+    for (int64_t g = 0; g < cut.s.groups; ++g)
+        for (int64_t c = 0; c < chunks; ++c)
+            for (int64_t i = 0; i < tiles.count(); ++i)
+                raise(maxima[g * tiles.count() + i], maxima[(g * chunks + c) * tiles.count() + i]);
+    return maxima;
+}
+
+// g is (groups, o, padded) of values. The sums of several runs are added in their order.
+void grad_w(const Conv& s, const PatchQuant& q, const float* g, const float* x, float* gw,
+            int64_t* counts) {
+    const int64_t ins = s.c / s.groups, outs = s.o / s.groups, kernel = s.kh * s.kw;
+    const int64_t weights = s.o * ins * kernel, size = most(1, q.plan.hadamard);
+    const bool long_rows = q.per_tensor || q.tile_length > kLeastColumns;
+    int64_t block = long_rows ? size : q.plan.rebased ? kSide : q.tile_length;
+    while (block % size) block += q.tile_length;
+    const PatchCut cut(s, block, q.padded);
+    const QuantPlan plan = not_rebased(q.plan);
+    const RebasedTiles tiles(cut.taps, cut.all);
+    const uint32_t* rebased = q.plan.rebased ? rebased_maxima(cut, q, tiles, x) : nullptr;
+    const uint32_t* known = long_rows || needs_whole(q) ? patch_maxima(cut, q, x) : nullptr;
+    float* partial =
+        cut.runs.parts == 1 ? gw : scratch_of<float>(Slot::conv_weights, cut.runs.parts * weights);
+    Lost* each = scratch_of<Lost>(Slot::conv_counts, cut.tasks());
+
+    threads::run(cut.tasks(), weights * cut.all, [&](int64_t task) {
+        const int64_t channels = cut.channels(task) * kernel, group = cut.group(task);
+        float* values = scratch_of<float>(Slot::conv_values, channels * cut.columns + VL);
+        int64_t* dense = scratch_of<int64_t>(Slot::conv_offsets, 2 * channels) + channels;
+        float* out = partial + cut.run_of(task) * weights +
+                     (group * outs * ins + cut.channel(task)) * kernel;
+        for (int64_t o = 0; o < outs; ++o)
+            std::memset(out + o * ins * kernel, 0, static_cast<size_t>(channels) * 4);
+        Lost& lost = each[task] = {};
+        cut.visit(task, x, [&](const PatchChunk& p) {
+            QuantJob job = patch_job(p.patches, values, p.taps, p.count, 1, q.tile_length);
+            const int64_t length = job.padded = round_up(p.count, size);
+            if (long_rows) job.known = known + p.row, job.tile_length = length;
+            if (needs_whole(q)) job.whole = known;
+            if (q.plan.stochastic) {
+                job.pitch = ceil_div(q.padded, q.tile_length);
+                job.first_block = p.row * job.pitch + p.first / q.tile_length;
+            }
+            quant_kernels.quantize(plan, q.stream, job);
+            lost[0] += job.saturated, lost[1] += job.flushed;
+            if (rebased)
+                rebase(plan, tiles, rebased + group * tiles.count(), p.row - group * cut.taps,
+                       p.taps, p.first, p.count, values, lost);
+            for (int64_t t = 0; t < p.taps; ++t) dense[t] = t * length;
+            correlate_runs(outs, {values, dense, p.taps, length},
+                           g + group * outs * q.padded + p.first, q.padded, out, ins * kernel);
+        });
+    });
+    add_counts(each, cut.tasks(), counts);
+    if (cut.runs.parts == 1) return;
     std::memset(gw, 0, static_cast<size_t>(weights) * 4);
-    for (int64_t r = 0; r < runs.parts; ++r)
+    for (int64_t r = 0; r < cut.runs.parts; ++r)
         for (int64_t i = 0; i < weights; ++i) gw[i] += partial[r * weights + i];
 }
 

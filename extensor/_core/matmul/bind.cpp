@@ -5,7 +5,7 @@
 
 #include <iterator>
 
-#include "common/bind.hpp"
+#include "common/replay.hpp"
 #include "common/dtypes.hpp"
 #include "matmul/kernels.hpp"
 #include "rows.hpp"
@@ -292,8 +292,8 @@ Floats weight_only_matmul(const Floats& x, const Matrix& w) {
             "weight_only_matmul: expected x of (rows, k)");
     Floats out = buffers::array<float>({x.shape(0), static_cast<py::ssize_t>(w.m.rows)});
     const WeightGemm g{w.m, x.data(), x.shape(0), w.k, out.mutable_data()};
-    without_gil([&] {
-        if (!current.one_row || !current.one_row(g)) current.kernels->weights(g);
+    launch({&x}, {&out}, [g, one_row = current.one_row, kernel = current.kernels->weights] {
+        if (!one_row || !one_row(g)) kernel(g);
     });
     return out;
 }

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "common/bind.hpp"
+#include "common/replay.hpp"
 #include "nn/kernels.hpp"
 
 namespace {
@@ -20,7 +20,10 @@ using Binary = void (*)(int64_t, const float*, const float*, float*);
 Floats binary(Binary kernel, const Floats& a, const Floats& b, const char* unequal) {
     require(same_shape(a, b), unequal);
     Floats y = like(a);
-    without_gil([&] { kernel(a.size(), a.data(), b.data(), y.mutable_data()); });
+    launch({&a, &b}, {&y},
+           [kernel, n = a.size(), a = a.data(), b = b.data(), y = y.mutable_data()] {
+               kernel(n, a, b, y);
+           });
     return y;
 }
 
@@ -63,7 +66,8 @@ GatedSilu gated(const Floats& gate, const Floats& up, float alpha, float limit, 
 Floats gated_silu(const Floats& gate, const Floats& up, float alpha, float limit, float shift) {
     const GatedSilu s = gated(gate, up, alpha, limit, shift);
     Floats y = like(gate);
-    without_gil([&] { activations().gated_silu(s, y.mutable_data()); });
+    launch({&gate, &up}, {&y},
+           [kernel = activations().gated_silu, s, y = y.mutable_data()] { kernel(s, y); });
     return y;
 }
 
@@ -157,7 +161,9 @@ py::tuple rms_norm(const Floats& x, const Floats& weight, float eps) {
     RowNorm s = rows_to_norm(x, weight);
     Floats y = like(x), rstd(s.rows);
     s.rstd = rstd.mutable_data();
-    without_gil([&] { norms().row_norm(s, nullptr, eps, y.mutable_data()); });
+    launch({&x, &weight}, {&y, &rstd}, [kernel = norms().row_norm, s, eps, y = y.mutable_data()] {
+        kernel(s, nullptr, eps, y);
+    });
     return py::make_tuple(y, rstd);
 }
 
@@ -332,7 +338,8 @@ Floats rotary(const Strided& x, const Strided& cos, const Strided& sin, bool int
             "rotary: expected two tables of one layout, and two values for each angle");
     Floats y = buffers::array<float>(std::vector<py::ssize_t>(x.shape(), x.shape() + x.ndim()));
     s.y = y.mutable_data();
-    without_gil([&] { levels::in_use(rotary_kernels).rotary(s); });
+    launch({&x, &cos, &sin}, {&y},
+           [kernel = levels::in_use(rotary_kernels).rotary, s] { kernel(s); });
     return y;
 }
 

@@ -26,10 +26,9 @@ QuantPlan make_plan(const py::kwargs& f) {
     QuantPlan p{};
     p.element = named<int>(f, "element", {std::begin(kElementNames), std::end(kElementNames)});
     p.scale = named<Scale>(f, "scale", {"e8m0", "ue4m3", "float32", "float16"});
-    p.rule = named<Rule>(
-        f, "rule",
-        {"floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error", "mse",
-         "quest"});
+    p.rule = named<Rule>(f, "rule",
+                         {"floor", "rceil", "ceil", "even", "one", "amax", "four_over_six",
+                          "least_error", "mse", "quest"});
     p.ties = named<Ties>(f, "ties", {"even", "away", "zero"});
     p.zeros =
         named<Zeros>(f, "zeros", {"kept", "zeros_positive", "zeros_negative", "codes_positive"});
@@ -43,12 +42,16 @@ QuantPlan make_plan(const py::kwargs& f) {
     p.nv_zero_byte = f["nv_zero_byte"].cast<uint32_t>();
     p.nv_least_byte = f["nv_least_byte"].cast<uint32_t>();
     p.nv_tiny_saturates = f["nv_tiny_saturates"].cast<bool>();
+    p.rebased = f["rebased"].cast<bool>();
     p.percentile = f["percentile"].cast<double>();
     p.decay = f["decay"].cast<float>();
     p.window = f["window"].cast<int>();
     p.element_scale = f["element_scale"].cast<float>();
     const auto signs = f["signs"].cast<std::vector<float>>();
-    require(f.size() == 20, "Plan: expected 20 fields");
+    require(f.size() == 21, "Plan: expected 21 fields");
+    require(!p.rebased || (kElements[p.element].bits == 8 && p.scale == Scale::e8m0 &&
+                           f["signs"].cast<std::vector<float>>().empty()),
+            "Plan: expected MXFP8 without a transform to be rebased");
     require(p.symmetric || !is_byte(p.scale), "Plan: a zero point needs a float scale");
     require(signs.size() <= 128, "signs: expected at most 128");
     p.hadamard = static_cast<int>(signs.size());
@@ -168,7 +171,7 @@ py::tuple fake_quantize(const QuantPlan& plan, const py::array& x, const Layout&
     QuantJob job = make_job(x, layout);
     const Floats values = new_values(job, shape);
     run(plan, stream, job);
-    return py::make_tuple(values, job.saturated, job.flushed);
+    return py::make_tuple(values, job.saturated, job.flushed, job.changed);
 }
 
 py::tuple fake_quantize_rowwise_columnwise(const Both<QuantPlan>& plans, const py::array& x,
@@ -178,33 +181,46 @@ py::tuple fake_quantize_rowwise_columnwise(const Both<QuantPlan>& plans, const p
     const Floats values[2] = {new_values(jobs[0], shapes[0]), new_values(jobs[1], shapes[1])};
     run(plans, words, jobs);
     const auto result = [&](int i) {
-        return py::make_tuple(values[i], jobs[i].saturated, jobs[i].flushed);
+        return py::make_tuple(values[i], jobs[i].saturated, jobs[i].flushed, jobs[i].changed);
     };
     return py::make_tuple(result(0), result(1));
 }
 
-// Codes, scales and zero points of one job, and the tuple of them that Python gets.
+// A clip mask of this shape; None where the shape is empty.
+py::object new_mask(const QuantPlan& plan, QuantJob& job, const Shape& shape) {
+    if (shape.empty()) return py::none();
+    require(job.inner == 1 && job.tile_rows == 1 && job.tile_length % 16 == 0 && plan.symmetric &&
+                product(shape) == job.outer * job.rows * ((job.padded + 7) / 8),
+            "quantize: a clip mask is of rows in tiles of whole sixteens, a bit a value");
+    Bytes mask = buffers::array<uint8_t>(shape);
+    job.mask = mask.mutable_data();
+    return mask;
+}
+
+// Codes, scales, zero points and clip mask of one job, and the tuple of them that Python gets.
 struct Quantized {
     Bytes codes;
     py::array scales;
-    py::object points;
+    py::object points, mask;
 
     Quantized(const QuantPlan& plan, QuantJob& job, const Layout& layout, const Shape& codes_shape,
-              const Shape& scales_shape)
+              const Shape& scales_shape, const Shape& mask_shape)
         : codes(new_codes(plan, job, codes_shape)),
           scales(new_scales(plan, job, layout, scales_shape)),
-          points(new_points(plan, job, scales_shape)) {}
+          points(new_points(plan, job, scales_shape)),
+          mask(new_mask(plan, job, mask_shape)) {}
 
     py::tuple result(const QuantJob& job) const {
-        return py::make_tuple(codes, scales, points, job.tensor_scale, job.saturated, job.flushed);
+        return py::make_tuple(codes, scales, points, job.tensor_scale, job.saturated, job.flushed,
+                              job.changed, mask);
     }
 };
 
 py::tuple quantize(const QuantPlan& plan, const py::array& x, const Layout& layout,
                    const Shape& codes_shape, const Shape& scales_shape, const Words& stream,
-                   const std::optional<Floats>& previous) {
+                   const std::optional<Floats>& previous, const Shape& mask_shape) {
     QuantJob job = make_job(x, layout);
-    const Quantized q(plan, job, layout, codes_shape, scales_shape);
+    const Quantized q(plan, job, layout, codes_shape, scales_shape, mask_shape);
     require(!previous || previous->size() == q.scales.size(),
             "quantize: expected as many previous maxima as scales");
     if (previous) job.previous = previous->data();
@@ -214,10 +230,12 @@ py::tuple quantize(const QuantPlan& plan, const py::array& x, const Layout& layo
 
 py::tuple quantize_rowwise_columnwise(const Both<QuantPlan>& plans, const py::array& x,
                                       const Both<Layout>& layouts, const Both<Shape>& codes_shapes,
-                                      const Both<Shape>& scales_shapes, const Both<Words>& words) {
+                                      const Both<Shape>& scales_shapes, const Both<Words>& words,
+                                      const Shape& mask_shape) {
     QuantJob jobs[2] = {make_job(x, layouts[0]), make_job(x, layouts[1])};
     const auto quantized = [&](int i) {
-        return Quantized(plans[i], jobs[i], layouts[i], codes_shapes[i], scales_shapes[i]);
+        return Quantized(plans[i], jobs[i], layouts[i], codes_shapes[i], scales_shapes[i],
+                         i ? Shape{} : mask_shape);
     };
     const Quantized rowwise = quantized(0), columnwise = quantized(1);
     run(plans, words, jobs);

@@ -91,20 +91,20 @@ void for_chunks(const Call& call, const Cut& cut, int64_t rows, Counts* counts, 
 void quantize_columns(Call& call) {
     const QuantJob& job = call.job;
     const Cut cut(call);
-    const bool searched = needs_more_than_amax(call.plan, job),
-               stored = searched || !cut.holds_tiles(job);
-    const bool values = call.plan.scale == Scale::ue4m3;
+    const bool searched = needs_more_than_amax(call.plan, job);
+    const bool stored = searched || job.known || !cut.holds_tiles(job);
+    const bool values = call.plan.scale == Scale::ue4m3 && !job.whole;
     const int64_t width = job.inner, runs = job.outer * call.tiles;
-    const Totals totals(cut.count, stored ? runs * width : 0);
-    const auto maxima_of = [&](const ColumnChunk& p, int64_t k) {
-        return totals.maxima + (p.image * call.tiles + p.tile) * width + p.j + k * VL;
+    const Totals totals(cut.count, stored && !job.known ? runs * width : 0);
+    const auto place = [&](const ColumnChunk& p, int64_t k) {
+        return (p.image * call.tiles + p.tile) * width + p.j + k * VL;
     };
 
-    if (stored) std::memset(totals.maxima, 0, static_cast<size_t>(runs * width) * 4);
-    if (values && !stored && call.scaler.needs_global() && !call.plan.hadamard) {
+    if (stored && !job.known) std::memset(totals.maxima, 0, static_cast<size_t>(runs * width) * 4);
+    if (values && !stored && call.needs_global() && !call.plan.hadamard) {
         finite_maxima(job, cut.count, totals.finite);
         finish_statistics(call, totals, 0);
-    } else if (stored || call.scaler.needs_global()) {
+    } else if (!job.known && (stored || call.needs_global())) {
         for_chunks(
             call, cut, job.padded, totals.counts,
             [&](int64_t task, const ColumnChunk& p, const Prefetch& prefetch, LaneCounts&) {
@@ -113,7 +113,7 @@ void quantize_columns(Call& call) {
                 column_maxima(p.column_tile, p.real, p.vectors(), m);
                 if (stored) {
                     for (int64_t k = 0; k < p.vectors(); ++k) {
-                        float* to = reinterpret_cast<float*>(maxima_of(p, k));
+                        float* to = reinterpret_cast<float*>(totals.maxima + place(p, k));
                         const vf before = load_upto(to, p.lanes - k * VL);
                         store_upto(to, float_of(larger(bits_of(before), m[k])), p.lanes - k * VL);
                     }
@@ -136,21 +136,23 @@ void quantize_columns(Call& call) {
             combine(totals.maxima, call.tiles, job.inner, job.tile_rows, 1, 1, 0);
         finish_statistics(call, totals, stored ? runs * width : 0);
     }
+    const uint32_t* maxima = job.known ? job.known : totals.maxima;
     const EncodeColumns encode = column_encoder(call);
     const int64_t rows = job.codes ? call.tiles * job.tile_length : job.padded;
-    for_chunks(call, cut, rows, totals.counts,
-               [&](int64_t, const ColumnChunk& p, const Prefetch& prefetch, LaneCounts& counted) {
-                   vu m[4];
-                   if (stored) {
-                       for (int64_t k = 0; k < p.vectors(); ++k)
-                           m[k] = bits_of(load_upto(reinterpret_cast<const float*>(maxima_of(p, k)),
-                                                    p.lanes - k * VL));
-                   } else {
-                       column_maxima(p.column_tile, p.real, p.vectors(), m);
-                       spread_over_groups(m, job.tile_rows);
-                   }
-                   encode(call, p, m, prefetch, counted);
-               });
+    for_chunks(
+        call, cut, rows, totals.counts,
+        [&](int64_t, const ColumnChunk& p, const Prefetch& prefetch, LaneCounts& counted) {
+            vu m[4];
+            if (stored) {
+                for (int64_t k = 0; k < p.vectors(); ++k)
+                    m[k] = bits_of(load_upto(reinterpret_cast<const float*>(maxima + place(p, k)),
+                                             p.lanes - k * VL));
+            } else {
+                column_maxima(p.column_tile, p.real, p.vectors(), m);
+                spread_over_groups(m, job.tile_rows);
+            }
+            encode(call, p, m, prefetch, counted);
+        });
     totals.finish(call);
 }
 

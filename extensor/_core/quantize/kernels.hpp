@@ -33,6 +33,7 @@ struct QuantPlan {
     Order order;
     Statistic statistic;
     bool stochastic, symmetric, nv_tiny_saturates;
+    bool rebased;  // to one scale for each 128 x 128; see rebase.cpp
     int rbits;
     uint32_t mx_inf_byte, mx_least_byte, nv_zero_byte, nv_least_byte;
     double percentile;
@@ -57,13 +58,20 @@ struct QuantJob {
     const void* x;
     FloatType type;  // of x
     int64_t outer, rows, length, inner, padded, tile_rows, tile_length;
-    float* values;               // float32 of the padded shape, or null
-    uint8_t* codes;              // packed along `length` in whole blocks, or null
-    void* scales;                // uint8, float16 or float32, one per tile, or null
-    int8_t* zero_points;         // one per tile where not symmetric, or null
+    float* values;        // float32 of the padded shape, or null
+    uint8_t* codes;       // packed along `length` in whole blocks, or null
+    void* scales;         // uint8, float16 or float32, one per tile, or null
+    int8_t* zero_points;  // one per tile where not symmetric, or null
+    // One bit a value where it is within its block's largest, the first in the lowest bit, each row
+    // from a byte on; or null. Rowwise, tiles of one row and whole sixteens.
+    uint8_t* mask;
     const float* previous;       // maxima of the tiles before, for a running statistic, or null
+    const uint32_t* known;       // maxima of the tiles as bits, one a row or column, or null
+    const uint32_t* whole;       // the statistic of the whole array this is a part of, or null
+    int64_t first_block, pitch;  // number of its first block there, and of blocks in a row; or 0
     float tensor_scale;          // out
     int64_t saturated, flushed;  // out
+    int64_t changed;             // out: by rebasing
 };
 
 // Packed codes back to values; no Hadamard transform.
@@ -85,11 +93,39 @@ struct OutlierJob {
     int32_t* index;
 };
 
+// Rows of `length` values whose largest magnitudes are asked for, `stride` apart; of the finite
+// values alone, or of all.
+struct RowMaxima {
+    const float* x;
+    int64_t rows, stride, length;
+    bool finite;
+};
+
+// A part of a matrix that lies in one rebased tile: rows, `stride` apart, of the values that are
+// quantized, or of what became of them.
+struct RebasePart {
+    const void* x;
+    FloatType type;  // of x
+    float* values;
+    int64_t rows, columns, stride;
+};
+
+struct RebaseCounts {
+    int64_t changed, flushed;
+};
+
 struct QuantKernels {
     void (*quantize)(const QuantPlan&, const QuantStream&, QuantJob&);
     // One array rowwise and columnwise, in one reading where that is supported.
     void (*quantize_rowwise_columnwise)(const QuantPlan (&)[2], const QuantStream (&)[2],
                                         QuantJob (&)[2]);
+    // The largest magnitude of each row under the plan's transform, as bits: see `RowMaxima`.
+    void (*row_maxima)(const QuantPlan&, const RowMaxima&, uint32_t* maxima);
+    // The largest magnitude in x's blocks of numbers, as bits; blocks are `block` rows high, or
+    // with `rowwise` as many columns wide.
+    uint32_t (*rebase_maximum)(const RebasePart&, int64_t block, bool rowwise);
+    // Rounds the values to the scale that this magnitude, of their whole tile, gives.
+    RebaseCounts (*rebase_values)(const QuantPlan&, uint32_t maximum, const RebasePart&);
     void (*dequantize)(const QuantPlan&, const DequantJob&);
     void (*split_outliers)(const OutlierJob&);
     // Puts the outliers back into `rest`. With x, returns how many of its nonzero values became

@@ -79,10 +79,18 @@ struct Call {
           tiles(ceil_div(job.padded, job.tile_length)),
           packed(ceil_div(tiles * job.tile_length * scaler.grid.bits, 8)),
           calls(ceil_div(job.tile_length, plan.rbits == 8 ? 16 : 4)),
-          constant(plan.ties == Ties::away ? 0x7FFFFFFFu : 0x80000000u) {}
+          constant(plan.ties == Ties::away ? 0x7FFFFFFFu : 0x80000000u) {
+        if (job.whole) scaler.set_global(as_float(*job.whole));
+    }
 
     Source source() const { return {job.x, job.type}; }
     bool words() const { return plan.stochastic || plan.ties != Ties::even; }
+    // Whether the statistic of the whole array has yet to be found.
+    bool needs_global() const { return scaler.needs_global() && !job.whole; }
+    // The number of a row's block in the array that random bits are counted in; tiles of one row.
+    int64_t block(int64_t row, int64_t tile) const {
+        return job.first_block + row * (job.pitch ? job.pitch : tiles) + tile;
+    }
     // Tiles along a row that fill whole bytes and whole transforms.
     int64_t unit() const {
         int64_t n = 1;
@@ -166,7 +174,7 @@ struct Totals {
 
 // Whether the maxima of the whole array come first.
 INLINE bool needs_whole(const Call& call) {
-    return call.job.tile_rows > 1 || call.scaler.needs_global() ||
+    return call.job.tile_rows > 1 || call.needs_global() ||
            needs_more_than_amax(call.plan, call.job);
 }
 
@@ -213,6 +221,13 @@ const float* float32_values(const QuantPlan& plan, const QuantJob& job);
 
 // Largest finite magnitudes of an array, whatever its blocks: one for each of `parts` segments.
 void finite_maxima(const QuantJob& job, int64_t parts, uint32_t* finite);
+
+void row_maxima(const QuantPlan& plan, const RowMaxima& rows, uint32_t* maxima);
+
+uint32_t rebase_maximum(const RebasePart& part, int64_t block, bool rowwise);
+RebaseCounts rebase_values(const QuantPlan& plan, uint32_t maximum, const RebasePart& part);
+// Rebases what a job has quantized, and adds to its counts.
+void rebase(const QuantPlan& plan, QuantJob& job);
 
 void quantize_rows(Call& call);
 

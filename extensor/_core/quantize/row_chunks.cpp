@@ -108,6 +108,28 @@ void chunk_maxima(const QuantJob& job, Values v, const RowChunk& p, uint32_t* ma
     }
 }
 
+void row_maxima(const QuantPlan& plan, const RowMaxima& rows, uint32_t* maxima) {
+    const int64_t size = most(1, plan.hadamard), whole = rows.length / size * size;
+    const TransformAll transform =
+        plan.hadamard ? transform_for(FloatType::float32, plan.hadamard) : nullptr;
+    float* out = transform ? scratch_of<float>(Slot::values, whole + size + VL) : nullptr;
+    const float* x = rows.x;
+    for (int64_t r = 0; r < rows.rows; ++r, x += rows.stride) {
+        int64_t count = rows.length;
+        if (transform) {
+            transform(x, whole, plan.signs, out);
+            if (whole < rows.length) {
+                alignas(64) float last[128] = {};
+                std::memcpy(last, x + whole, static_cast<size_t>(rows.length - whole) * 4);
+                transform(last, size, plan.signs, out + whole);
+                count = whole + size;
+            }
+        }
+        const float* values = transform ? out : x;
+        maxima[r] = rows.finite ? finite_run_maximum(values, count) : run_maximum(values, count);
+    }
+}
+
 uint32_t* random_words(const Call& call, const Philox& philox, const RowChunk& p, int64_t& stride) {
     const QuantJob& job = call.job;
     const int64_t total = p.rows * p.tiles, band = job.tile_rows;
@@ -122,11 +144,12 @@ uint32_t* random_words(const Call& call, const Philox& philox, const RowChunk& p
     const int64_t raw = 4 * call.calls, room = total * raw + 8 * VL;
     uint32_t* words = scratch_of<uint32_t>(Slot::random, call.plan.rbits == 8 ? 5 * room : room);
     const int64_t bands = ceil_div(job.rows, band);
-    for (int64_t r = 0; r < p.rows; r += band == 1 ? p.rows : 1) {
+    const bool joined = band == 1 && !job.pitch;  // the rows' blocks follow one another
+    for (int64_t r = 0; r < p.rows; r += joined ? p.rows : 1) {
         const int64_t row = (p.first + r) % job.rows, image = (p.first + r) / job.rows;
-        const int64_t block = (image * bands + row / band) * call.tiles + p.start;
+        const int64_t block = call.block(image * bands + row / band, p.start);
         philox_run(philox, words + r * p.tiles * raw, static_cast<uint32_t>(row % band) * calls,
-                   calls, static_cast<uint32_t>(block), band == 1 ? total : p.tiles);
+                   calls, static_cast<uint32_t>(block), joined ? total : p.tiles);
     }
     stride = raw;
     if (call.plan.rbits == 32) return words;

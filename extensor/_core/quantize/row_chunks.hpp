@@ -67,6 +67,57 @@ inline uint32_t finite_run_maximum(const T* x, int64_t count) {
     return largest_lane(finite);
 }
 
+// ---- clip masks ----
+
+// Bits of VL values: whether each is at most `limit` in magnitude.
+INLINE void store_bits(uint8_t* to, vf x, vf limit) {
+    const vi inside = float_of(bits_of(x) & kMagnitude) <= limit;
+#if EXTENSOR_LANES == 16
+    const uint16_t bits = _mm512_movepi32_mask(reinterpret_cast<__m512i>(inside));
+    std::memcpy(to, &bits, 2);
+#elif EXTENSOR_LANES == 8
+    *to = static_cast<uint8_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(inside)));
+#else
+    uint32_t bits = 0;
+    for (int i = 0; i < VL; ++i) bits |= static_cast<uint32_t>(inside[i] & 1) << i;
+    *to = static_cast<uint8_t>(bits);  // the caller joins two
+#endif
+}
+
+// The bits of `count` values of one row, in tiles whose scales decode to `decode`.
+template <class T>
+INLINE void store_mask(const Call& call, const T* x, int64_t count, const float* decode,
+                       uint8_t* to) {
+    const int64_t tile = call.job.tile_length;
+    const float top = call.scaler.grid.top, tensor_scale = call.scaler.tensor_scale;
+    for (int64_t start = 0; start < count; start += tile, ++decode) {
+        const vf limit = splat(top * *decode * tensor_scale);
+        const int64_t n = least(tile, count - start);
+        for (int64_t i = 0; i < n; i += 16, to += 2) {
+            const bool whole = n - i >= 16;
+            uint8_t bits[4];
+            uint8_t* out = whole && VL > 4 ? to : bits;
+            for (int64_t k = 0; k < 16; k += VL)
+                store_bits(out + (VL > 4 ? k / 8 : k / 4),
+                           load_upto(x + start + i + k, most(0, n - i - k)), limit);
+            if (VL == 4)
+                for (int b = 0; b < 2; ++b)
+                    bits[b] = static_cast<uint8_t>(bits[2 * b] | bits[2 * b + 1] << 4);
+            if (out == to) continue;
+            if (!whole) {  // the end of a row: the next byte is another row's
+                const uint32_t real = (1u << (n - i)) - 1;
+                bits[0] &= static_cast<uint8_t>(real), bits[1] &= static_cast<uint8_t>(real >> 8);
+            }
+            std::memcpy(to, bits, static_cast<size_t>(whole ? 2 : ceil_div(n - i, 8)));
+        }
+    }
+}
+
+// Where the bits of a row begin, from a value on that is a multiple of 16.
+inline uint8_t* mask_of(const QuantJob& job, int64_t row, int64_t value) {
+    return job.mask + row * ceil_div(job.padded, 8) + value / 8;
+}
+
 // ---- random bits ----
 
 // The random words of a chunk, a run of `stride` words per tile. Where ties do not go to even, the

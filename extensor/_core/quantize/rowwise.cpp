@@ -43,6 +43,8 @@ void encode_chunk(const Call& call, Values v, const RowChunk& p, const uint32_t*
         uint8_t* to =
             Codes ? job.codes + row * call.packed + p.start * tile * grid.bits / 8 : nullptr;
         uint8_t* codes = unpacked;
+        if (Codes && job.mask)
+            store_mask(call, x, v.padded, scales.decode + at, mask_of(job, row, p.start * tile));
         if (batched) {
             encoder.code(x, scales.apply + at, words + at * word_stride, false, batched, to,
                          counts);
@@ -188,13 +190,18 @@ int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
             encode_any(call, group, maxima, counted);
             continue;
         }
+        if (job.mask) {
+            store(apply, s.decode);
+            store_mask(call, now.values, VL * Tile, apply,
+                       mask_of(job, p.first, group.start * Tile));
+        }
         uint8_t* codes = to + g * VL * Tile * grid.bits / 8;
         store_codes(static_cast<uint8_t*>(job.scales) + p.first * call.tiles + group.start,
                     s.stored);
 #if EXTENSOR_LANES == 16
         if constexpr (Tile == 32) {
             if (bf16_encoder.code && all_lanes(bf16_encoder.covers(s, now.amax))) {
-                words.block = static_cast<uint32_t>(p.first * call.tiles + group.start);
+                words.block = static_cast<uint32_t>(call.block(p.first, group.start));
                 bf16_encoder.code(now.values, s, &words, codes, counts);
                 continue;
             }
@@ -274,7 +281,7 @@ bool keeps_maxima(const Call& call) {
 // The statistic of the whole array, and of all tiles where they are kept.
 void gather_statistics(Call& call, const RowTasks& tasks, const Totals& totals) {
     const QuantJob& job = call.job;
-    const bool values = call.plan.scale == Scale::ue4m3, kept = keeps_maxima(call);
+    const bool values = call.plan.scale == Scale::ue4m3 && !job.whole, kept = keeps_maxima(call);
     tasks.run(call, [&](int64_t task, const RowChunk& p) {
         uint32_t& finite = totals.finite[task];
         if (values && !kept && !call.plan.hadamard) {
@@ -328,14 +335,15 @@ void encode_row(const Call& call, int64_t row, int64_t start, int64_t tiles, Lan
 
 void quantize_rows(Call& call) {
     const RowTasks tasks(call);
-    const bool kept = keeps_maxima(call);
-    const Totals totals(tasks.count, kept ? call.job.outer * call.job.rows * call.tiles : 0);
-    if (needs_whole(call)) gather_statistics(call, tasks, totals);
+    const bool gathered = !call.job.known && keeps_maxima(call);
+    const Totals totals(tasks.count, gathered ? call.job.outer * call.job.rows * call.tiles : 0);
+    if (!call.job.known && needs_whole(call)) gather_statistics(call, tasks, totals);
+    const uint32_t* maxima = gathered ? totals.maxima : call.job.known;
     tasks.run(call, [&](int64_t task, const RowChunk& p) {
         LaneCounts counted;
-        if (kept || p.tiles < VL) {
-            const uint32_t* known = totals.maxima + p.first * call.tiles + p.start;
-            encode_any(call, p, kept ? known : nullptr, counted);
+        if (maxima || p.tiles < VL) {
+            encode_any(call, p, maxima ? maxima + p.first * call.tiles + p.start : nullptr,
+                       counted);
         } else {
             for (int64_t r = 0; r < p.rows; ++r)
                 encode_row(call, p.first + r, p.start, p.tiles, counted);

@@ -177,6 +177,12 @@ struct Cut {
     }
 };
 
+// Tiles of one row are encoded directly from the array, in runs as long as a task is wide; its
+// column tiles then come from the nearer caches.
+bool encodes_directly(const Call& call) {
+    return call.job.codes && call.job.tile_rows == 1 && call.tiles >= VL;
+}
+
 bool fits(const Call& call) {
     const bool common = is_byte(call.plan.scale) && !divides(call.plan) &&
                         !needs_more_than_amax(call.plan, call.job) && call.scaler.bounded() &&
@@ -187,21 +193,20 @@ bool fits(const Call& call) {
 bool fits_rowwise(const Call& call, const Cut& cut) {
     const QuantJob& job = call.job;
     const bool tile = job.tile_length == 16 || job.tile_length == 32;
+    // Rows that are encoded directly may be transformed and masked on the way.
+    const bool transforms =
+        call.plan.hadamard && (job.padded != job.length || 2 * kTileColumns % call.plan.hadamard);
     return fits(call) && tile && kTileColumns % job.tile_length == 0 &&
            cut.depth % job.tile_rows == 0 && cut.depth * tiles_across(job) % VL == 0 &&
-           !call.plan.hadamard;
+           !transforms &&
+           (encodes_directly(call) ? call.scaler.needs_global() == false || !call.plan.hadamard
+                                   : !call.plan.hadamard && !job.mask);
 }
 
 bool fits_columnwise(const Call& call, const Cut& cut) {
     const QuantJob& job = call.job;
     return fits(call) && cut.depth % job.tile_length == 0 && kTileColumns % job.tile_rows == 0 &&
            (!call.plan.hadamard || cut.depth % call.plan.hadamard == 0);
-}
-
-// Tiles of one row are encoded directly from the array, in runs as long as a task is wide; its
-// column tiles then come from the nearer caches.
-bool encodes_directly(const Call& call) {
-    return call.job.codes && call.job.tile_rows == 1 && call.tiles >= VL;
 }
 
 // One column tile of a task, as its rowwise and its columnwise encoder read it.

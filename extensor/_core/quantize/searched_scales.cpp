@@ -307,7 +307,8 @@ vu least_squares_byte(BlockGroup& group, const Call& call, vu amax) {
             const vf magnitude = smaller(float_of(bits_of(y) & kMagnitude), splat(grid.clamp));
             vu exponent, steps;
             const vf r = round_magnitude<Words>(magnitude, word, grid, exponent, steps);
-            const vf off = float_of(bits_of(smaller(r, splat(grid.top))) | (bits_of(y) & kSign)) - y;
+            const vf off =
+                float_of(bits_of(smaller(r, splat(grid.top))) | (bits_of(y) & kSign)) - y;
             error[o] += off * off;
         }
     });
@@ -386,7 +387,7 @@ void finish_statistics(Call& call, const Totals& totals, int64_t whole) {
     if (plan.statistic == Statistic::percentile) percentiles(call, totals.maxima);
     if (plan.statistic == Statistic::running && call.job.previous)
         running_maxima(call, totals.maxima);
-    totals.set_global(call.scaler, whole);
+    if (call.needs_global()) totals.set_global(call.scaler, whole);
     if (chooses(plan)) choose_scales(call, totals.maxima);
     if (!plan.symmetric) {
         call.points = scratch_of<float>(Slot::points, whole + VL);

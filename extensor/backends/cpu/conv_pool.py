@@ -7,8 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from extensor.backends.cpu.core import CpuCore, first_arrays, ready, runs_in_core
-from extensor.backends.cpu.lowering import LoweredSpec, lower
+from extensor.backends.cpu.core import (
+    CpuCore,
+    first_arrays,
+    ready,
+    runs_in_core,
+    stream_words,
+)
+from extensor.backends.cpu.lowering import LoweredSpec, follows_maxima, lower
 from extensor.backends.generic.conv_pool import check_max_windows
 from extensor.backends.protocol import Array, Window
 from extensor.backends.unsupported import Unsupported
@@ -36,6 +42,10 @@ class CpuConvPool(CpuCore):
         bias: Array | None = None,
     ) -> LoweredSpec | Unsupported:
         arrays = (x, w) if bias is None else (x, w, bias)
+        if spec.rounding == "stochastic":
+            return Unsupported("stochastic rounding of patches that are blocked along their taps")
+        if spec.transform:
+            return Unsupported("a Hadamard transform of the taps")
         return self._lower_patches(arrays, x, spec, shape, window)
 
     def _choose_quantized_conv2d_grad_w(
@@ -47,10 +57,11 @@ class CpuConvPool(CpuCore):
         shape: tuple[int, ...],
         window: Window,
     ) -> LoweredSpec | Unsupported:
-        plan = self._lower_patches((g, x), x, spec, shape, window)
-        if plan and (not isinstance(spec.tile, tuple) or spec.tile[1] > _LONGEST_BLOCK):
+        if isinstance(spec.tile, tuple) and spec.tile[1] > _LONGEST_BLOCK:
             return Unsupported(f"blocks of {spec.tile} along the pixels")
-        return plan
+        if spec.tile == "channel" and not follows_maxima(spec):
+            return Unsupported("one scale for a row of patches that needs more than its maximum")
+        return self._lower_patches((g, x), x, spec, shape, window)
 
     def _lower_patches(
         self,
@@ -64,13 +75,10 @@ class CpuConvPool(CpuCore):
         if not (core := self.float32_core(*arrays)):
             gap: Unsupported = core
             return gap
-        if spec.rounding == "stochastic":
-            return Unsupported("stochastic rounding, whose bits depend on the place in the matrix")
-        if spec.transform:
-            return Unsupported("a Hadamard transform")
-        whole = spec.row.tensor_scale or spec.scale_window is not None or spec.tile == "tensor"
-        if whole or spec.rebased:
-            return Unsupported("scales that depend on the whole matrix")
+        if spec.scale_window is not None:
+            return Unsupported("a scale window, which depends on all blocks")
+        if spec.tile == "tensor" and not follows_maxima(spec):
+            return Unsupported("one scale for all patches that needs more than their maximum")
         if isinstance(spec.tile, tuple) and spec.tile[0] > 1:
             return Unsupported(f"tiles of {spec.tile[0]} rows")
         return lower(core, spec, _patch_shape(x, shape, window))
@@ -91,7 +99,7 @@ class CpuConvPool(CpuCore):
         where = (shape, _placement(window), x.shape[1] // shape[1])
         start = None if bias is None else ready(bias)
         y, *lost = self.core.quantized_conv2d(
-            plan.plan, plan.tile_length, ready(x), ready(w), *where, start
+            plan.plan, _blocks(plan), ready(x), ready(w), *where, start
         )
         return y, QuantStats(plan.count, *lost)
 
@@ -109,7 +117,7 @@ class CpuConvPool(CpuCore):
         """See the protocol."""
         where = (shape, _placement(window), x.shape[1] // shape[1])
         gw, *lost = self.core.quantized_conv2d_grad_w(
-            plan.plan, plan.tile_length, ready(g), ready(x), *where
+            plan.plan, _blocks(plan), ready(g), ready(x), *where, stream_words(stream)
         )
         return gw, QuantStats(plan.count, *lost)
 
@@ -177,6 +185,11 @@ class CpuConvPool(CpuCore):
     ) -> Array:
         """See the protocol."""
         return core.max_pool2d_grad(ready(g), ready(index), shape)
+
+
+def _blocks(plan: LoweredSpec) -> tuple[int, int, bool]:
+    """A block's length, a row's with its padding, and whether all patches share one scale."""
+    return plan.tile_length, plan.layout[4], plan.spec.tile == "tensor"
 
 
 def _placement(window: Window) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:

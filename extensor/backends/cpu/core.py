@@ -12,11 +12,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
+from extensor.backends.capture import Replay
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Array, MemoryLog
 from extensor.backends.unsupported import Unsupported
+from extensor.random import Stream
 
-__all__ = ["CORE_METHODS", "CpuCore", "first_arrays", "ready", "runs_in_core"]
+__all__ = ["CORE_METHODS", "CpuCore", "first_arrays", "ready", "runs_in_core", "stream_words"]
 
 P = ParamSpec("P")
 Plan = TypeVar("Plan")
@@ -98,6 +100,19 @@ class CpuCore(GenericBackend):
 
     core: Any
     core_missing: str
+    noting = False
+    """Whether calls of kernels are noted: then small arrays go to the core as well."""
+
+    def noted(self, call: Callable[[], Any]) -> tuple[Any, Replay | None]:
+        """See the protocol."""
+        if self.core is None:
+            return super().noted(call)
+        replay: Replay = self.core.Replay()
+        self.noting = True
+        try:
+            return replay.record(call), replay  # type: ignore[attr-defined]
+        finally:
+            self.noting = False
 
     def memory_log(self) -> MemoryLog:
         """See the protocol."""
@@ -137,3 +152,8 @@ def first_arrays(count: int) -> Callable[..., Any]:
 def ready(x: Array) -> Array:
     """C-contiguous and aligned, copied only where it is not."""
     return x if x.flags.c_contiguous and x.flags.aligned else np.array(x, order="C")
+
+
+def stream_words(stream: Stream | None) -> tuple[int, int, int, int]:
+    """A random stream as the core takes it; zeros where nothing is random."""
+    return (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)

@@ -12,9 +12,10 @@ from extensor.backends.protocol import Array
 from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
+from extensor.quant.scale_rules import E8M0_NAN, E8M0_SEARCHES
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["LoweredSpec", "lower"]
+__all__ = ["LoweredSpec", "follows_maxima", "lower"]
 
 # A column tile under a Hadamard transform is copied whole; longer ones would leave the cache.
 _MAX_SPAN = 8192
@@ -33,6 +34,8 @@ class LoweredSpec:
         tile_length: elements of a block along the axis.
         scales_shape, codes_shape: of the stored arrays.
         no_codes: why the core has values but no packed codes; None if it has both.
+        mask_shape: of the clip mask, a bit a value along the axis.
+        no_mask: why the core makes none; None if it does.
     """
 
     def __init__(
@@ -51,6 +54,12 @@ class LoweredSpec:
         codes[spec.axis] = packed_length(spec, shape)
         self.codes_shape = tuple(codes)
         tile_length, columns, tiles = layout[6], layout[3] > 1, self.scales_shape[spec.axis]
+        mask = list(self.coded)
+        mask[spec.axis] = -(-mask[spec.axis] // 8)
+        self.mask_shape = tuple(mask)
+        self.no_mask: Unsupported | None = None
+        if columns or layout[5] > 1 or tile_length % 16:
+            self.no_mask = Unsupported("a clip mask of columns, or of tiles not (1, 16 n)")
         # Columnwise blocks are packed one by one, so each must fill whole bytes.
         self.no_codes: Unsupported | None = None
         if columns and tiles > 1 and tile_length * spec.row.element.bits % 8:
@@ -65,8 +74,7 @@ class LoweredSpec:
         scales: Array,
         zero_points: Array | None,
         tensor_scale: float,
-        saturated: int,
-        flushed: int,
+        *lost: int,
     ) -> tuple[QuantArray, QuantStats]:
         """What the core gave, with what it stands for."""
         q = QuantArray(
@@ -79,7 +87,7 @@ class LoweredSpec:
             ),
             zero_points=zero_points,
         )
-        return q, QuantStats(self.count, saturated, flushed)
+        return q, QuantStats(self.count, *lost)
 
 
 @lru_cache(maxsize=4096)
@@ -95,6 +103,8 @@ def lower(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec | U
         return Unsupported(spec.kernel_gap)
     if spec.eden:
         return Unsupported("block scales rounded stochastically (eden)")
+    if spec.rebased and (gap := _rebased_gap(spec, shape)) is not None:
+        return gap
     layout = _layout(spec, shape)
     if isinstance(layout, Unsupported):
         return layout
@@ -107,6 +117,23 @@ def lower(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec | U
     if spec.transform and columns and math.lcm(tile_length, spec.transform.size) > _MAX_SPAN:
         return Unsupported(f"a columnwise Hadamard transform in blocks of {tile_length}")
     return LoweredSpec(core, spec, shape, layout)
+
+
+def follows_maxima(spec: QuantSpec) -> bool:
+    """Whether a block's scale follows from its largest magnitude, and that of the whole array."""
+    searched = spec.rule in (*E8M0_SEARCHES, "four_over_six", "least_error")
+    return spec.statistic == "amax" and spec.symmetric and not searched
+
+
+def _rebased_gap(spec: QuantSpec, shape: tuple[int, ...]) -> Unsupported | None:
+    """Why the core does not rebase an array; None if it does."""
+    if spec.transform or spec.scale_window is not None or not follows_maxima(spec):
+        return Unsupported("rebased scales that do not follow from the maxima of blocks alone")
+    if spec.dialect_row.inf_byte_in(spec.row.element) != E8M0_NAN:
+        return Unsupported("rebased blocks in which an infinity is a number")
+    if spec.axis < len(shape) - 2:
+        return Unsupported("rebased tiles of axes that are not the last two")
+    return None
 
 
 def _layout(spec: QuantSpec, shape: tuple[int, ...]) -> list[int] | Unsupported:
@@ -123,6 +150,9 @@ def _layout(spec: QuantSpec, shape: tuple[int, ...]) -> list[int] | Unsupported:
     else:
         assert isinstance(spec.tile, tuple)
         rows, columns = spec.tile
+    if spec.rebased and (axis == last or after == 1):  # tiles lie in matrices, which stay apart
+        lines = before[-1] if axis == last and before else 1
+        return [math.prod(before) // max(lines, 1), lines, shape[axis], 1, coded, rows, columns]
     if axis == last:
         if rows == 1 or spec.tile == "tensor":
             return [1, math.prod(before), shape[axis], 1, coded, rows, columns]
@@ -158,5 +188,6 @@ def _plan(core: Any, spec: QuantSpec) -> Any:
         decay=spec.decay,
         window=-1 if spec.scale_window is None else spec.scale_window,
         element_scale=spec.element_scale,
+        rebased=spec.rebased,
         signs=hadamard_signs(spec.transform).tolist() if spec.transform else [],
     )

@@ -55,7 +55,7 @@ class CpuNn(CpuCore):
     """What layers compute besides products and convolutions."""
 
     def _choose_add(self, a: Array, b: Array) -> Any:
-        if a.size < _WORTH or a.shape != b.shape:
+        if (a.size < _WORTH and not self.noting) or a.shape != b.shape:
             return _SMALL
         one, two = a.flags, b.flags
         if not (one.c_contiguous and two.c_contiguous and one.aligned and two.aligned):

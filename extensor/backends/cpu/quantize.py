@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401  # registers bfloat16 with numpy
 import numpy as np
 
 from extensor.backends.cpu import outliers
-from extensor.backends.cpu.core import CpuCore, ready, runs_in_core
+from extensor.backends.cpu.core import CpuCore, ready, runs_in_core, stream_words
 from extensor.backends.cpu.lowering import LoweredSpec, lower
 from extensor.backends.protocol import Array, SpecPair, StreamPair
 from extensor.backends.unsupported import Unsupported
@@ -21,7 +21,6 @@ from extensor.random import Stream
 
 __all__ = ["CpuQuantize"]
 
-_NO_STREAM = (0, 0, 0, 0)
 _FLOAT32 = np.dtype(np.float32)
 _INPUTS = tuple(np.dtype(name) for name in FLOATS)
 
@@ -38,8 +37,6 @@ class CpuQuantize(CpuCore):
             return Unsupported(self.core_missing)
         if x.size == 0 or x.ndim == 0:
             return Unsupported("empty array or scalar")
-        if spec.rebased:
-            return Unsupported("rebased tiles, whose codes numpy looks up after the core made them")
         if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
             return Unsupported(f"{x.dtype} array")
         if (stream is None) == (spec.rounding == "stochastic"):
@@ -55,7 +52,7 @@ class CpuQuantize(CpuCore):
             q, stats = outliers.quantize(self, x, plan.spec, stream)
             return outliers.dequantize(self, q), stats
         values, *lost = self.core.fake_quantize(
-            plan.plan, _as_input(x), plan.layout, plan.coded, _stream_words(stream)
+            plan.plan, _as_input(x), plan.layout, plan.coded, stream_words(stream)
         )
         return values, QuantStats(plan.count, *lost)
 
@@ -104,10 +101,38 @@ class CpuQuantize(CpuCore):
             plan.layout,
             plan.codes_shape,
             plan.scales_shape,
-            _stream_words(stream),
+            stream_words(stream),
             None if previous_amax is None else ready(previous_amax),
+            (),
         )
-        return plan.stored(x.shape, *found)
+        return plan.stored(x.shape, *found[:-1])
+
+    def _choose_clipped(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> LoweredSpec | Unsupported:
+        plan = self._choose_quantize(x, spec, stream)
+        if not plan:
+            return plan
+        if not spec.clips:
+            return Unsupported("a spec without a clip mask")  # the generic method raises it
+        return plan if plan.no_mask is None else plan.no_mask
+
+    @runs_in_core(_choose_clipped)
+    def quantize_clipped(
+        self, plan: LoweredSpec, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> tuple[QuantArray, QuantStats, Array]:
+        """See the protocol."""
+        *found, mask = self.core.quantize(
+            plan.plan,
+            _as_input(x),
+            plan.layout,
+            plan.codes_shape,
+            plan.scales_shape,
+            stream_words(stream),
+            None,
+            plan.mask_shape,
+        )
+        return *plan.stored(x.shape, *found), mask
 
     def _choose_dequantize(
         self, q: QuantArray, dtype: str = "float32"
@@ -161,7 +186,7 @@ class CpuQuantize(CpuCore):
             _as_input(x),
             tuple(plan.layout for plan in plans),
             tuple(plan.coded for plan in plans),
-            tuple(_stream_words(stream) for stream in streams),
+            tuple(stream_words(stream) for stream in streams),
         )
         first, second = (
             (values, QuantStats(plan.count, *lost))
@@ -189,12 +214,39 @@ class CpuQuantize(CpuCore):
             tuple(plan.layout for plan in plans),
             tuple(plan.codes_shape for plan in plans),
             tuple(plan.scales_shape for plan in plans),
-            tuple(_stream_words(stream) for stream in streams),
+            tuple(stream_words(stream) for stream in streams),
+            (),
         )
         first, second = (
-            plan.stored(x.shape, *found) for plan, found in zip(plans, results, strict=True)
+            plan.stored(x.shape, *found[:-1]) for plan, found in zip(plans, results, strict=True)
         )
         return first, second
+
+    def _choose_clipped_pair(
+        self, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+    ) -> LoweredPair | Unsupported:
+        plans = self._choose_pair(x, specs, streams)
+        if not plans:
+            return plans
+        rowwise = self._choose_clipped(x, specs[0], streams[0])
+        return plans if rowwise else rowwise
+
+    @runs_in_core(_choose_clipped_pair)
+    def quantize_rowwise_columnwise_clipped(
+        self, plans: LoweredPair, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+    ) -> tuple[tuple[QuantArray, QuantStats, Array], tuple[QuantArray, QuantStats]]:
+        """See the protocol."""
+        (*first, mask), (*second, _) = self.core.quantize_rowwise_columnwise(
+            tuple(plan.plan for plan in plans),
+            _as_input(x),
+            tuple(plan.layout for plan in plans),
+            tuple(plan.codes_shape for plan in plans),
+            tuple(plan.scales_shape for plan in plans),
+            tuple(stream_words(stream) for stream in streams),
+            plans[0].mask_shape,
+        )
+        rowwise, columnwise = plans[0].stored(x.shape, *first), plans[1].stored(x.shape, *second)
+        return (*rowwise, mask), columnwise
 
     @runs_in_core(CpuCore.float32_core)
     def bfloat16_values(self, core: Any, x: Array) -> Array:
@@ -208,7 +260,3 @@ def _as_input(x: Array) -> Array:
         return ready(x)
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf: its block's rule holds
         return np.ascontiguousarray(x, dtype=_FLOAT32)
-
-
-def _stream_words(stream: Stream | None) -> tuple[int, int, int, int]:
-    return _NO_STREAM if stream is None else (*stream.key, *stream.counter_high)

@@ -10,7 +10,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import ml_dtypes
 import numpy as np
 
-from extensor.backends.capture import Graph, StepCapture
+from extensor.backends.capture import Graph, Replay, StepCapture
 from extensor.backends.protocol import Array, MemoryLog
 
 __all__ = ["BFLOAT16", "FLOAT32", "GenericCore", "widened"]
@@ -57,6 +57,10 @@ class GenericCore:
     def new_graph(self) -> Graph | None:
         """See the protocol."""
         return None
+
+    def noted(self, call: Callable[[], Any]) -> tuple[Any, Replay | None]:
+        """See the protocol."""
+        return call(), None
 
     def memory_log(self) -> MemoryLog:
         """See the protocol."""

@@ -87,6 +87,13 @@ class GenericQuantize(GenericCore):
         """See the protocol."""
         return self.quantize(x, specs[0], streams[0]), self.quantize(x, specs[1], streams[1])
 
+    def quantize_rowwise_columnwise_clipped(
+        self, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+    ) -> tuple[tuple[QuantArray, QuantStats, Array], tuple[QuantArray, QuantStats]]:
+        """See the protocol."""
+        rowwise = self.quantize_clipped(x, specs[0], streams[0])
+        return rowwise, self.quantize(x, specs[1], streams[1])
+
     def fake_quantize_rowwise_columnwise(
         self, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
     ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:

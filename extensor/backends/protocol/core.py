@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from extensor.backends.capture import Graph, StepCapture
+from extensor.backends.capture import Graph, Replay, StepCapture
 
 __all__ = ["Array", "CoreMethods", "MemoryLog", "Window"]
 
@@ -79,6 +79,10 @@ class CoreMethods(Protocol):
 
     def new_graph(self) -> Graph | None:
         """What repeats a step without Python; None where Python is all there is."""
+        ...
+
+    def noted(self, call: Callable[[], Any]) -> tuple[Any, Replay | None]:
+        """``call()``, and what repeats its kernels without Python; None where nothing does."""
         ...
 
     def memory_log(self) -> MemoryLog:

@@ -67,6 +67,15 @@ class QuantizeMethods(Protocol):
         """
         ...
 
+    def quantize_rowwise_columnwise_clipped(
+        self,
+        x: Array,
+        specs: SpecPair,
+        streams: StreamPair = (None, None),
+    ) -> tuple[tuple[QuantArray, QuantStats, Array], tuple[QuantArray, QuantStats]]:
+        """The same, with the clip mask of the first: `quantize_clipped`, then `quantize`."""
+        ...
+
     def fake_quantize_rowwise_columnwise(
         self,
         x: Array,

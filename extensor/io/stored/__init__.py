@@ -1,15 +1,14 @@
 """Checkpoints of other programs: safetensors files in folders, their layouts, and GGUF files."""
 
 from extensor.io.stored.archive import Archive, TensorInfo, open_archive
-from extensor.io.stored.certificate import TensorCertificate, compare, kind_of
-from extensor.io.stored.convert import (
+from extensor.io.stored.certificate import (
     Conversion,
     LossyConversionError,
-    WriteOptions,
-    convert,
-    metadata_of,
-    write_checkpoint,
+    TensorCertificate,
+    compare,
+    kind_of,
 )
+from extensor.io.stored.convert import WriteOptions, convert, metadata_of, write_checkpoint
 from extensor.io.stored.gguf_models import (
     GGUF_ARCHITECTURES,
     GgufArchitecture,

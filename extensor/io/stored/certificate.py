@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from extensor.backends.registry import get as get_backend
 from extensor.quant.array import QuantArray
-from extensor.quant.reference import dequantize
 
-__all__ = ["TensorCertificate", "compare", "kind_of"]
+__all__ = ["Conversion", "LossyConversionError", "TensorCertificate", "compare", "kind_of"]
 
 Array = npt.NDArray[Any]
 Stored = Array | QuantArray
@@ -70,6 +71,62 @@ class TensorCertificate:
         return found
 
 
+class LossyConversionError(ValueError):
+    """A conversion that would change values, refused; nothing was written.
+
+    Attributes:
+        certificates: of all weights.
+
+    >>> issubclass(et.io.stored.LossyConversionError, ValueError)
+    True
+    """
+
+    def __init__(self, certificates: list[TensorCertificate]) -> None:
+        lossy = [c for c in certificates if not c.lossless]
+        listed = "; ".join(
+            f"{c.name}: {c.before} to {c.after}, SQNR {c.sqnr_db:.2f} dB" for c in lossy[:8]
+        )
+        rest = f"; and {len(lossy) - 8} more" if len(lossy) > 8 else ""
+        super().__init__(
+            f"only lossless: {len(lossy)} of {len(certificates)} weights would change: "
+            f"{listed}{rest}. Nothing was written"
+        )
+        self.certificates = certificates
+
+
+@dataclass
+class Conversion:
+    """What was written.
+
+    Attributes:
+        certificates: what became of each weight.
+        files: the files.
+        notes: what else a user should know.
+        dropped: stored tensors that the new layout does not have, such as scales of activations.
+
+    >>> et.io.stored.Conversion().certificates
+    []
+    """
+
+    certificates: list[TensorCertificate] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    dropped: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """The certificate file's contents.
+
+        >>> et.io.stored.Conversion().as_json()["lossless"]
+        True
+        """
+        return {
+            "lossless": all(c.lossless for c in self.certificates),
+            "weights": [c.as_json() for c in self.certificates],
+            "dropped": list(self.dropped),
+            "notes": self.notes,
+        }
+
+
 def kind_of(value: Stored) -> str:
     """The dtype or format of a weight, as certificates name it."""
     if not isinstance(value, QuantArray):
@@ -105,8 +162,10 @@ def compare(name: str, before: Stored, after: Stored) -> TensorCertificate:
         raise ValueError(f"{name}: shape {before.shape} became {after.shape}")
     old, new = _values(before), _values(after)
     with np.errstate(invalid="ignore", over="ignore"):
-        same = (old == new) | ((old != old) & (new != new))
-        lossless = bool(same.all())
+        different = old != new
+        if different.any():
+            different &= (old == old) | (new == new)
+        lossless = not different.any()
         worst = signal = noise = 0.0
         if not lossless:
             flat_old, flat_new = old.reshape(-1), new.reshape(-1)
@@ -117,7 +176,7 @@ def compare(name: str, before: Stored, after: Stored) -> TensorCertificate:
                 if np.isnan(error).any():
                     worst = math.nan
                 signal, noise = signal + float(a @ a), noise + float(error @ error)
-    count, total, first = _blocks(same, after)
+    count, total, first = _blocks(different, lossless, after)
     sqnr = (
         math.inf if lossless else 10 * math.log10(signal / noise) if signal and noise else -math.inf
     )
@@ -129,24 +188,34 @@ def compare(name: str, before: Stored, after: Stored) -> TensorCertificate:
 
 def _values(value: Stored) -> Array:
     if isinstance(value, QuantArray):
-        return dequantize(value)
+        values: Array = get_backend("cpu").dequantize(value)  # the reference's bytes
+        return values
     if value.dtype.kind in "fiub":
         return value
     return value.astype(np.float32)  # bfloat16 and the like, exactly
 
 
-def _blocks(same: Array, after: Stored) -> tuple[int, int, tuple[tuple[int, ...], ...]]:
+def _blocks(
+    different: Array, lossless: bool, after: Stored
+) -> tuple[int, int, tuple[tuple[int, ...], ...]]:
     """How many blocks hold a difference, of how many, and where the first are."""
-    bad = np.argwhere(~same)
-    if not isinstance(after, QuantArray):
-        return len(bad), same.size, tuple(map(tuple, bad[:_LISTED].tolist()))
-    grid = after.scales.shape
-    extent = [-(-n // g) if g else 1 for n, g in zip(after.shape, grid, strict=True)]
-    if isinstance(after.spec.tile, tuple):
-        extent[after.spec.axis] = after.spec.tile[1]
-        if after.spec.tile[0] > 1:
-            extent[after.spec.axis - 1] = after.spec.tile[0]
-    if not len(bad):
-        return 0, math.prod(grid), ()
-    places = np.unique(bad // np.array(extent), axis=0)
-    return len(places), math.prod(grid), tuple(map(tuple, places[:_LISTED].tolist()))
+    bad = different
+    if isinstance(after, QuantArray):
+        grid = after.scales.shape
+        if lossless:
+            return 0, math.prod(grid), ()
+        extent = [-(-n // g) if g else 1 for n, g in zip(after.shape, grid, strict=True)]
+        if isinstance(after.spec.tile, tuple):
+            extent[after.spec.axis] = after.spec.tile[1]
+            if after.spec.tile[0] > 1:
+                extent[after.spec.axis - 1] = after.spec.tile[0]
+        for axis, length in enumerate(extent):
+            if length > 1:
+                starts = np.arange(0, bad.shape[axis], length)
+                bad = np.logical_or.reduceat(bad, starts, axis=axis)
+        total = math.prod(grid)
+    else:
+        total = bad.size
+    first = np.flatnonzero(bad)[:_LISTED]
+    places = np.stack(np.unravel_index(first, bad.shape), axis=-1) if bad.ndim else first[:, None]
+    return int(np.count_nonzero(bad)), total, tuple(map(tuple, places.tolist()))

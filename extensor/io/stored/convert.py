@@ -24,9 +24,9 @@ from extensor.io.atomic import replacing
 from extensor.io.checkpoint import METADATA_KEY, blocked_content
 from extensor.io.gguf.container import Typed
 from extensor.io.gguf.types import GGUF_TYPES, GgufType, gguf_type_of
-from extensor.io.safetensors_format import DTYPES
 from extensor.io.stored.archive import Archive, open_archive
-from extensor.io.stored.certificate import TensorCertificate, compare
+from extensor.io.stored.certificate import Conversion, LossyConversionError, compare
+from extensor.io.stored.forms import new_form, stored_form
 from extensor.io.stored.gguf_models import (
     GgufArchitecture,
     as_hugging_face,
@@ -36,18 +36,11 @@ from extensor.io.stored.gguf_models import (
     reordered,
 )
 from extensor.io.stored.quantization_config import hf_quant_config, quantization_config
-from extensor.io.stored.requantize import requantize, smallest_float
-from extensor.io.stored.rows import WeightLayout, read_weight, reciprocal_of, write_weight
-from extensor.io.stored.targets import TARGETS, Target, takes_blocks
+from extensor.io.stored.targets import TARGETS, Target
 from extensor.io.stored.writer import SHARD_BYTES, GgufWriter, SafetensorsWriter, copy_files
 from extensor.quant.array import QuantArray
-from extensor.quant.reference import dequantize
-from extensor.quant.views import transpose
 
-__all__ = [
-    "Conversion", "LossyConversionError", "WriteOptions", "convert", "metadata_of",
-    "write_checkpoint",
-]  # fmt: skip
+__all__ = ["WriteOptions", "convert", "metadata_of", "write_checkpoint"]
 
 Array = npt.NDArray[Any]
 Stored = Array | QuantArray
@@ -62,63 +55,6 @@ COPIED = (
 CERTIFICATE = "certificate.json"
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 15, "Q5_K": 17}
 _FILE_TYPES |= {"Q6_K": 18, "BF16": 32, "MXFP4": 38}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class LossyConversionError(ValueError):
-    """A conversion that would change values, refused; nothing was written.
-
-    Attributes:
-        certificates: of all weights.
-
-    >>> issubclass(et.io.stored.LossyConversionError, ValueError)
-    True
-    """
-
-    def __init__(self, certificates: list[TensorCertificate]) -> None:
-        lossy = [c for c in certificates if not c.lossless]
-        listed = "; ".join(
-            f"{c.name}: {c.before} to {c.after}, SQNR {c.sqnr_db:.2f} dB" for c in lossy[:8]
-        )
-        rest = f"; and {len(lossy) - 8} more" if len(lossy) > 8 else ""
-        super().__init__(
-            f"only lossless: {len(lossy)} of {len(certificates)} weights would change: "
-            f"{listed}{rest}. Nothing was written"
-        )
-        self.certificates = certificates
-
-
-@dataclass
-class Conversion:
-    """What was written.
-
-    Attributes:
-        certificates: what became of each weight.
-        files: the files.
-        notes: what else a user should know.
-        dropped: stored tensors that the new layout does not have, such as scales of activations.
-
-    >>> et.io.stored.Conversion().certificates
-    []
-    """
-
-    certificates: list[TensorCertificate] = field(default_factory=list)
-    files: list[Path] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    dropped: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """The certificate file's contents.
-
-        >>> et.io.stored.Conversion().as_json()["lossless"]
-        True
-        """
-        return {
-            "lossless": all(c.lossless for c in self.certificates),
-            "weights": [c.as_json() for c in self.certificates],
-            "dropped": list(self.dropped),
-            "notes": self.notes,
-        }
 
 
 def convert(
@@ -346,7 +282,7 @@ def _write_safetensors(
     with contextlib.closing(SafetensorsWriter(folder, single, options.shard_bytes)) as writer:
         for name, value in weights:
             made = new_form(target, name, value)
-            written, back = _stored(target, name, made)
+            written, back = stored_form(target, name, made)
             if isinstance(made, QuantArray):
                 blocked[name.removesuffix(".weight")] = made.spec
                 if target.as_stored:
@@ -366,72 +302,6 @@ def _write_safetensors(
 def _refuse_lossy(done: Conversion, options: WriteOptions) -> None:
     if options.only_lossless and not all(c.lossless for c in done.certificates):
         raise LossyConversionError(done.certificates)
-
-
-def new_form(target: Target, name: str, value: Stored) -> Stored:
-    """A weight in the form that a layout stores it in."""
-    if target.as_stored:
-        return value
-    if target.dtype is not None:
-        return _cast(value, target.dtype)
-    blocks = takes_blocks(target, name, tuple(value.shape))
-    if target.container == "gguf":
-        return _gguf_form(target, value, blocks)
-    layout = target.layout
-    assert layout is not None
-    if not blocks or (not isinstance(value, QuantArray) and value.dtype.kind in "iub"):
-        return smallest_float(value)
-    if isinstance(value, QuantArray) and _fits(layout, value):
-        made = value
-    else:
-        spec = layout.spec.replace(axis=-2) if layout.packing == "blocks" else layout.spec
-        made = requantize(value, spec)
-    if layout.reciprocal and made.tensor_scale is not None:
-        divisor, exact = reciprocal_of(np.float32(made.tensor_scale))
-        if not exact:
-            nearest = np.asarray(np.float32(1) / divisor, np.float32)
-            made = dataclasses.replace(made, tensor_scale=nearest)
-    return made
-
-
-def _fits(layout: WeightLayout, q: QuantArray) -> bool:
-    return layout.stores(_along_rows(layout, q).spec, len(q.shape))
-
-
-def _along_rows(layout: WeightLayout, q: QuantArray) -> QuantArray:
-    """The weight as the layout stores it: gpt-oss's is transposed."""
-    ndim = len(q.shape)
-    if layout.packing == "blocks" and ndim > 1 and q.spec.axis == ndim - 2:
-        return transpose(q, (*range(ndim - 2), ndim - 1, ndim - 2))
-    return q
-
-
-def _cast(value: Stored, dtype: np.dtype[Any]) -> Array:
-    values = dequantize(value) if isinstance(value, QuantArray) else value
-    if values.dtype.kind in "iub":
-        return values
-    with np.errstate(over="ignore"):
-        return values.astype(dtype)
-
-
-def _stored(
-    target: Target, name: str, value: Stored
-) -> tuple[dict[str, tuple[str, tuple[int, ...], Array]], Stored]:
-    """What goes into the file, by full names, and the weight read back from it."""
-    if not isinstance(value, QuantArray):
-        array = np.ascontiguousarray(value) if value.ndim else value
-        return {name: (_NAMES[array.dtype], array.shape, array)}, value
-    if target.as_stored:
-        parts = {f"{name}.{part}": np.asarray(array) for part, array in value.parts.items()}
-        return {n: (_NAMES[a.dtype], a.shape, a) for n, a in parts.items()}, value
-    assert target.layout is not None
-    layout = target.layout
-    written = write_weight(layout, value)
-    arrays = {suffix: array for suffix, (_, _, array) in written.items()}
-    shape = tuple(_along_rows(layout, value).shape)
-    back = read_weight(layout, arrays, shape)
-    stem = name.removesuffix(layout.target) if layout.target else name
-    return {stem + suffix: entry for suffix, entry in written.items()}, back
 
 
 def _write_beside(
@@ -520,26 +390,3 @@ def _add_gguf(
     back = back if heads is None else reordered(back, heads, to_gguf=False)
     done.certificates.append(compare(name, value, back))
     writer.add(theirs, kind, tuple(moved.shape), content)
-
-
-def _gguf_form(target: Target, value: Stored, blocks: bool) -> Stored:
-    if isinstance(value, QuantArray):
-        if target.gguf is None:
-            return value if gguf_type_of(value) is not None else smallest_float(value)
-        if target.gguf.spec is None and len(value.shape) > 1:
-            assert target.gguf.dtype is not None
-            return _cast(value, target.gguf.dtype)
-        if not blocks:
-            return smallest_float(value)
-        if target.gguf.stores(value.spec, len(value.shape)):
-            return value
-    elif value.ndim < 2:
-        return _cast(value, np.dtype(np.float32))  # ggml adds and multiplies vectors in float32
-    if target.gguf is None:
-        return value
-    if blocks:
-        assert target.gguf.spec is not None
-        return requantize(value, target.gguf.spec)
-    if target.gguf.dtype is not None:
-        return _cast(value, target.gguf.dtype)
-    return value

@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from extensor.backends.registry import get as get_backend
 from extensor.quant.array import QuantArray
-from extensor.quant.reference import dequantize, quantize
 from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import QuantSpec
 
@@ -55,8 +55,10 @@ def requantize(value: Stored, spec: QuantSpec) -> QuantArray:
             exact = mxfp4_to_nvfp4(value, spec)
             if exact is not None:
                 return exact
-        value = dequantize(value)
-    return quantize(np.asarray(value), spec)[0]
+        value = get_backend("cpu").dequantize(value)
+    values = np.asarray(value).astype(np.float32, copy=False)
+    made: QuantArray = get_backend("cpu").quantize(values, spec.resolve(values.ndim))[0]
+    return made
 
 
 def mxfp4_to_nvfp4(q: QuantArray, spec: QuantSpec) -> QuantArray | None:
@@ -109,7 +111,7 @@ def smallest_float(value: Stored) -> Array:
     """
     if not isinstance(value, QuantArray):
         return value
-    values = dequantize(value)
+    values: Array = get_backend("cpu").dequantize(value)
     with np.errstate(over="ignore"):
         for dtype in (ml_dtypes.bfloat16, np.float16):
             short = values.astype(dtype)

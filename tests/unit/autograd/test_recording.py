@@ -205,3 +205,43 @@ def test_a_decoder_whose_embedding_is_packed() -> None:
         for wrong in (-1, 65):
             with pytest.raises(ValueError, match=r"expected numbers in 0\.\.64"):
                 captured(ExTensor(np.array([[wrong]], np.int64)))
+
+
+def test_a_decoded_token_is_mostly_kernels_without_python() -> None:
+    config = models.config("llama", "nano")
+    model = models.build("llama", config, np.random.default_rng(0))
+    model = et.quantize_model(model, "mxfp4_weights")
+    if model.lm_head.weight.backend.core is None:
+        pytest.skip("no C++ core")
+    cache = nn.KVCache(config.layers, capacity=64)
+    captured = et.capture(lambda tokens: model(tokens, cache=cache))
+    with et.no_grad():
+        for token in range(5):
+            captured(ExTensor(np.array([[token]], np.int64)))
+    (recorded,) = captured._recorded.values()
+    assert recorded.program is not None
+    scope = recorded.program._run.__globals__
+    steps = [value for name, value in scope.items() if name[0] == "f" and name[1:].isdigit()]
+    python = [step for step in steps if type(step).__name__ != "Replay"]
+    assert len(python) <= 2 * config.layers + 5  # each layer's cache and attention
+    assert len(steps) < 100
+
+
+def test_kernels_whose_result_python_changes_are_not_repeated_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = tensor(2, 8)
+    kind = type(x.backend)
+    add = kind.add
+
+    def changed(self: Any, a: Any, b: Any) -> Any:
+        out = add(self, a, b)
+        out += 1
+        return out
+
+    monkeypatch.setattr(kind, "add", changed)
+    captured = et.capture(lambda x: (x + x) * 2.0)
+    with et.no_grad():
+        for _ in range(6):
+            x = tensor(2, 8)
+            assert captured(x).tolist() == ((x + x) * 2.0).tolist()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import extensor as et
-from extensor import models, nn
+from extensor import ExTensor, models, nn
 from extensor.models.architectures import ARCHITECTURES, architecture_of
 
 SMALL: dict[str, Any] = {
@@ -388,3 +388,33 @@ def test_the_page_lists_every_architecture() -> None:
     text = page.read_text(encoding="utf-8")
     found = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert found == ["model_type", *ARCHITECTURES]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_scores_of_the_last_tokens_alone(name: str) -> None:
+    model = models.build(name, models.config(name, "nano"), np.random.default_rng(0))
+    tokens = ExTensor(np.arange(24).reshape(2, 12) % 65)
+    everything = model(tokens)
+    assert model(tokens, logits_to_keep=0).shape == everything.shape
+    last = model(tokens, logits_to_keep=3)
+    assert last.shape == (2, 3, 65)
+    assert np.allclose(last.numpy(), everything.numpy()[:, -3:], atol=1e-5)
+    with pytest.raises(ValueError, match=r"0 \(all\) to the 12 tokens"):
+        model(tokens, logits_to_keep=13)
+    with pytest.raises(TypeError, match="expected an int"):
+        model(tokens, logits_to_keep=True)
+
+
+def test_a_prompt_is_scored_at_its_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("llama", models.config("llama", "nano"), np.random.default_rng(0))
+    rows = []
+    head = type(model.lm_head).forward
+
+    def noted(self: Any, x: ExTensor) -> ExTensor:
+        if self is model.lm_head:
+            rows.append(x.shape[1])
+        return head(self, x)
+
+    monkeypatch.setattr(type(model.lm_head), "forward", noted)
+    et.generate(model, [[1, 2, 3, 4, 5]], max_new_tokens=2)
+    assert rows == [1, 1]

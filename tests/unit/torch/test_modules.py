@@ -366,8 +366,15 @@ def test_inputs_that_cannot_be_quantized_say_so() -> None:
 
 
 def test_a_deleted_layer_says_so() -> None:
-    layer = ext.Linear(32, 32)
-    loss = layer(torch.randn(8, 32)).sum()
+    """An operator knows a layer by its number; an eager pass keeps the layer."""
+    layer, x = ext.Linear(32, 32), torch.randn(8, 32)
+    loss = layer(x).sum()
+    operands = x, layer.weight, None, layer.quant_clock, layer.quant_layer.number
+    operator = torch.ops.extensor.linear(*operands, torch.float32, True).sum()
+    weight = layer.weight
     del layer
+    loss.backward()
+    del loss
+    assert weight.grad is not None
     with pytest.raises(RuntimeError, match="has been deleted; keep the model"):
-        loss.backward()
+        operator.backward()

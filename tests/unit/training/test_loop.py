@@ -19,7 +19,7 @@ from extensor.io import load_checkpoint
 from extensor.quant import QuantArray
 from extensor.quant.recipe import Recipe, Rule
 from extensor.quant.recipes import get_recipe
-from extensor.training import loop
+from extensor.training import checkpoints, loop
 from extensor.training.callbacks import Callback, EarlyStopping, SaveCheckpoint
 from extensor.training.config import RunConfig
 from extensor.training.data import DataError, Dataset, epoch_order, load_dataset
@@ -303,14 +303,14 @@ def test_a_checkpoint_from_before_a_setting_existed_goes_on(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, _ = small(epochs=1), fitted(small(epochs=1), tmp_path, SaveCheckpoint())
-    read = loop.load_checkpoint
+    read = checkpoints.load_checkpoint
 
     def older(path: Path) -> Any:
         checkpoint = read(path)
         del checkpoint.metadata["config"]["activations"]
         return checkpoint
 
-    monkeypatch.setattr(loop, "load_checkpoint", older)
+    monkeypatch.setattr(checkpoints, "load_checkpoint", older)
     Trainer(trainer, tmp_path).load(tmp_path / LAST)
 
 

@@ -1,0 +1,72 @@
+// Calls of kernels that are noted while a step is captured, and made again without Python.
+//
+// A binding that can be repeated calls its kernel with `launch`. The kernel captures by value what
+// it reads and writes: pointers into arrays, which the replay keeps alive.
+#pragma once
+
+#include <functional>
+
+#include "common/bind.hpp"
+
+class Replay {
+public:
+    using Span = std::pair<uintptr_t, uintptr_t>;  // first byte, and the one after the last
+    using Arrays = std::initializer_list<const py::array*>;
+
+    // The result of call(), whose launches are noted.
+    py::object record(const py::function& call) {
+        struct Noting {
+            Replay* before;
+            explicit Noting(Replay* now) : before(current) { current = now; }
+            ~Noting() { current = before; }
+        } noting(this);
+        return call();
+    }
+
+    void add(Arrays reads, Arrays writes, std::function<void()> kernel) {
+        kernels_.push_back(std::move(kernel));
+        reads_.emplace_back(), writes_.emplace_back();
+        for (const py::array* x : reads) reads_.back().push_back(keep(*x));
+        for (const py::array* x : writes) writes_.back().push_back(keep(*x));
+    }
+
+    // Also makes the calls of a later replay, after its own.
+    void extend(const Replay& later) {
+        const auto append = [](auto& to, const auto& from) {
+            to.insert(to.end(), from.begin(), from.end());
+        };
+        append(kernels_, later.kernels_), append(kept_, later.kept_);
+        append(reads_, later.reads_), append(writes_, later.writes_);
+    }
+
+    void run() const {
+        without_gil([&] {
+            for (const auto& kernel : kernels_) kernel();
+        });
+    }
+
+    // Of each call, the memory that it reads and writes.
+    std::vector<std::vector<Span>> reads_, writes_;
+
+    static inline thread_local Replay* current = nullptr;
+
+private:
+    Span keep(const py::array& x) {
+        kept_.push_back(x);
+        const auto begin = reinterpret_cast<uintptr_t>(x.data());
+        uintptr_t last = begin;
+        for (py::ssize_t axis = 0; axis < x.ndim(); ++axis)
+            last += static_cast<uintptr_t>(x.strides(axis) * (x.shape(axis) - 1));
+        return {begin, last + static_cast<uintptr_t>(x.itemsize())};
+    }
+
+    std::vector<std::function<void()>> kernels_;
+    std::vector<py::object> kept_;
+};
+
+// kernel() without Python's lock; noted where a step is captured.
+template <class Kernel>
+void launch(Replay::Arrays reads, Replay::Arrays writes, Kernel kernel) {
+    if (Replay::current) Replay::current->add(reads, writes, kernel);
+    without_gil(kernel);
+}

@@ -1,0 +1,90 @@
+"""Which ranks a program was started with."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from extensor.backends.registry import get as get_backend
+from extensor.distributed.local import LocalCommunicator
+
+__all__ = ["connect", "launched_rank"]
+
+LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+"""What Open MPI's mpirun, MPICH's or ``srun --mpi=pmi2``, and ``srun --mpi=pmix`` set."""
+LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+
+
+def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The rank that the launcher gave this process, without starting MPI.
+
+    Args:
+        environment: of the process.
+
+    Returns:
+        The number; None if no launcher of ranks started it.
+
+    >>> from extensor.distributed import launched_rank
+    >>> launched_rank({"PMI_RANK": "3"}), launched_rank({})
+    (3, None)
+    """
+    return next((int(environment[name]) for name in LAUNCHERS if name in environment), None)
+
+
+def connect() -> Any:
+    """The communicator of all ranks that the program was started with.
+
+    Where the launcher put several ranks on one machine and EXTENSOR_NUM_THREADS is not set, they
+    share its CPUs.
+
+    Returns:
+        A `Communicator`: over MPI under ``mpirun`` or ``srun --mpi=pmix``, else of one rank.
+
+    Raises:
+        ImportError: if ranks were launched and mpi4py or its MPI library is missing.
+
+    >>> from extensor.distributed import connect
+    >>> connect().size
+    1
+    """
+    rank = launched_rank()
+    if rank is None:
+        return LocalCommunicator()
+    if importlib.util.find_spec("mpi4py") is None:
+        raise ImportError(
+            f"rank {rank} of several needs mpi4py, which is not installed; the way out: pip "
+            "install 'extensor[mpi]'"
+        )
+    _share_cpus()
+    from extensor.distributed.mpi import MPICommunicator
+
+    ranks = MPICommunicator()
+    if ranks.size > 1:
+        _abort_on_errors(ranks)
+    return ranks
+
+
+def _abort_on_errors(ranks: Any) -> None:
+    """Let an error that nobody catches end all ranks, which would wait for this one for ever."""
+
+    def hook(kind: Any, error: Any, trace: Any) -> None:
+        traceback.print_exception(kind, error, trace)
+        print(f"{ranks.where()} failed: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+        ranks.abort(1)
+
+    sys.excepthook = hook
+
+
+def _share_cpus() -> None:
+    """Give each rank of a machine its share of the CPUs, unless the user or the launcher did."""
+    if "EXTENSOR_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
+        return
+    local = next((int(os.environ[n]) for n in LOCAL_SIZES if os.environ.get(n, "").isdigit()), 1)
+    mine = len(os.sched_getaffinity(0))
+    core = getattr(get_backend("cpu"), "core", None)
+    if mine == os.cpu_count() and core is not None:  # no launcher bound this rank to some of them
+        core.set_threads(max(1, mine // local))

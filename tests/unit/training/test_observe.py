@@ -1,0 +1,113 @@
+"""An experiment's queue, its rate, its table with standard errors, and its page."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from extensor.training.observe import queue as queues
+from extensor.training.observe.command import ObserveArgs, observe
+from extensor.training.observe.cost import Cost, Meter
+from extensor.training.observe.experiments import EXPERIMENTS, Experiment
+from extensor.training.observe.gather import gather
+from extensor.training.observe.queue import Entry, Queue
+from extensor.training.train import train
+from tests.unit.training.conftest import QUIET, SMALL
+
+TINY = Experiment(
+    "two arms of a perceptron on 96 digits",
+    "mlp",
+    {**{k: v for k, v in SMALL.items() if k != "lr"}, "epochs": 2, "warmup_epochs": 0.5},
+    ("fp32", "mxfp4_all,fp32@50%"),
+    (0.02, 1e-6),
+    1,
+    seeds=2,
+    telemetry=5,
+)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process, one a minute."""
+    now = [0.0]
+    monkeypatch.setattr(queues, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def run(self: Queue, entry: Entry, deadline: float) -> str:
+        train(
+            entry.job.config, entry.job.folder, resume=False, console=QUIET,
+            telemetry=self.experiment.telemetry if entry.kind == "arm" else 0,
+        )  # fmt: skip
+        now[0] += 60
+        return "finished"
+
+    monkeypatch.setattr(Queue, "_run", run)
+
+
+def test_every_experiment_is_a_list_of_valid_runs() -> None:
+    for experiment in EXPERIMENTS.values():
+        runs = experiment.runs(1e-3)
+        assert len(runs) == len(experiment.arms) * experiment.seeds
+        assert runs[0].recipe == experiment.baseline in ("bf16", "fp32")
+        assert all(trial.recipe == experiment.baseline for trial in experiment.trials())
+    tokens = {name: EXPERIMENTS[name].runs(1e-3)[0] for name in ("3m", "10m", "30m", "98m")}
+    for name, run in tokens.items():  # at least 25 tokens a weight, to a rounded step
+        weights = float(name.removesuffix("m")) * 1e6
+        assert run.epochs * run.epoch_steps * run.batch_size * run.context > 24 * weights
+
+
+def test_a_queue_goes_on_where_the_time_ran_out(here: None, tmp_path: Path) -> None:
+    queue = Queue(TINY, tmp_path)
+    assert queue.next().name == "rate-0.02-fp32-s0" and queue.rate() is None
+    assert not queue.run(2, QUIET)
+    state = json.loads((tmp_path / "queue.json").read_text())
+    assert [row["state"] for row in state["runs"]] == ["finished", "finished"] + ["waiting"] * 4
+    assert state["learning_rate"] == 0.02 and state["next"] == "arm-fp32-s0"
+    again = Queue(TINY, tmp_path)
+    assert again.run(60, QUIET) and again.next() is None
+    arms = [entry for entry in again.entries() if entry.kind == "arm"]
+    assert [entry.job.config.lr for entry in arms] == [0.02] * 4
+    found = gather(again)
+    values = {arm["arm"]: arm["values"] for arm in found["arms"]}
+    gaps = [b - a for a, b in zip(*values.values(), strict=True)]
+    row = found["arms"][1]
+    assert row["gap"] == pytest.approx(statistics.fmean(gaps))
+    assert row["gap_standard_error"] == pytest.approx(statistics.stdev(gaps) / math.sqrt(2))
+    assert found["arms"][0]["gap"] == 0 and len(row["curve"]) == 2
+    assert row["health"][0]["gradient_over_noise"] is None  # its last steps are in float32
+
+
+def test_the_command_writes_a_page_that_loads_nothing(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(EXPERIMENTS, "small", TINY)
+    assert observe(ObserveArgs("small", tmp_path, minutes=60), QUIET) == 0
+    text = (tmp_path / "index.html").read_text()
+    assert "mxfp4_all,fp32@50%" in text and text.count("<svg") == 1 and "data-sort" in text
+    assert "http" not in text.replace("http://www.w3.org", "")
+    assert json.loads((tmp_path / "results.json").read_text())["arms"][1]["runs"] == 2
+    with pytest.raises(ValueError, match="no experiment named 'smal'"):
+        ObserveArgs("smal")
+
+
+def test_an_interrupted_process_is_no_failure(tmp_path: Path) -> None:
+    """A real process, stopped at once: it waits or is interrupted, and its cost is kept."""
+    queue = Queue(TINY, tmp_path)
+    entry = queue.next()
+    assert queue._run(entry, deadline=-1.0) == "interrupted"
+    assert not queue.failed and entry.state in ("waiting", "interrupted")
+    assert Cost.read(entry.cost_file).seconds > 0
+
+
+def test_costs_add_up() -> None:
+    assert Cost(1.0, None, 5) + Cost(2.0, 3.0, 4) == Cost(3.0, 3.0, 5)
+    assert Cost() + Cost() == Cost()
+    import os
+
+    meter = Meter(os.getpid(), "cpu")
+    meter.look()
+    assert meter.cost().peak_bytes > 1 << 20 and meter.cost().joules is None

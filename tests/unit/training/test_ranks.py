@@ -1,0 +1,175 @@
+"""Several ranks: the same bits on any number of them, and what all of them agree on.
+
+Ranks are threads here; tests/unit/distributed/test_mpi.py has processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from extensor.distributed import LocalCommunicator, run_ranks
+from extensor.training.callbacks import Callback, EarlyStopping, SaveCheckpoint
+from extensor.training.config import RunConfig
+from extensor.training.loop import Interrupted, Trainer
+from extensor.training.micro_batches import shares
+from extensor.training.rundir import LAST
+from extensor.training.runs import defaults
+from tests.unit.training.conftest import Make, fitted, weights
+
+Run = tuple[dict[str, bytes], dict[str, Any], Any]
+
+
+def on(
+    size: int, config: RunConfig, out: Path, *, resume: bool = False, callbacks: Any = ()
+) -> Run:
+    """Train on ranks that are threads; all of them must end alike."""
+    out.mkdir(exist_ok=True)
+
+    def program(ranks: LocalCommunicator) -> Run:
+        mine = [make() for make in callbacks] if ranks.rank == 0 else []
+        trainer = Trainer(config, out, callbacks=mine, ranks=ranks)
+        if resume:
+            trainer.load(out / LAST)
+        trainer.fit()
+        history = [timeless(report) for report in trainer.history]
+        return weights(trainer), {"history": history, "health": trainer.health}, trainer
+
+    runs = run_ranks(size, program)
+    for each in runs[1:]:
+        assert each[:2] == runs[0][:2]
+    return runs[0]
+
+
+def timeless(report: Any) -> dict[str, Any]:
+    clocks = ("seconds", "per_second", "waited")
+    return {k: v for k, v in report.as_dict().items() if k not in clocks}
+
+
+def image_run(model: str, **changes: Any) -> RunConfig:
+    small = {"epochs": 1, "batch_size": 16, "train_limit": 40, "test_limit": 60}
+    return RunConfig(**{**defaults(model, "digits"), **small, **changes})
+
+
+CASES: dict[str, Callable[[], RunConfig]] = {
+    # 40 images in batches of 16: the last one has 8 for 8 micro-batches of one image each.
+    "lenet": lambda: image_run("lenet", recipe="mxfp4", micro_batches=8, clip_norm=1.0),
+    # Dropout, and a recipe that switches scale rules by its counts.
+    "mlp": lambda: image_run("mlp", recipe="mxfp4_adaptive", micro_batches=8, val_share=0.2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits_on_any_number_of_ranks(case: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(CASES[case](), grad_comm="exact")
+    alone = on(1, config, tmp_path / "1")
+    for size in (2, 3, 8):
+        shared = on(size, config, tmp_path / str(size))
+        assert shared[0] == alone[0]
+        assert shared[1] == alone[1]  # losses, accuracies, counts of quantizing
+    other = on(1, dataclasses.replace(config, seed=1), tmp_path / "other")
+    assert other[0] != alone[0]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(small: Make, tmp_path: Path) -> None:
+    config = small(recipe="mxfp4", micro_batches=4, grad_comm="exact")
+    whole = on(1, config, tmp_path / "whole")
+
+    class Stop(Callback):
+        def on_step(self, run: Any, report: Any) -> None:
+            if report.step in (3, 8):
+                run.interrupt()
+                run.ranks.timeout = 60.0
+
+    out = tmp_path / "parts"
+    with pytest.raises(Interrupted):
+        on(4, config, out, callbacks=[Stop, SaveCheckpoint])
+    with pytest.raises(Interrupted):
+        on(2, config, out, resume=True, callbacks=[Stop, SaveCheckpoint])
+    rest = on(1, config, out, resume=True)
+    assert rest[0] == whole[0] and rest[1] == whole[1]
+
+
+@pytest.mark.parametrize("comm", ["float32", "bfloat16", "mxint8", "mxint16"])
+def test_other_sums_are_near_and_alike_on_all_ranks(small: Make, tmp_path: Path, comm: str) -> None:
+    config = small(epochs=1, recipe="fp32", micro_batches=2)
+    exact = on(1, dataclasses.replace(config, grad_comm="exact"), tmp_path / "exact")
+    other = on(2, dataclasses.replace(config, grad_comm=comm), tmp_path / comm)
+    for name, theirs in exact[0].items():
+        mine = np.frombuffer(other[0][name], np.float32)
+        np.testing.assert_allclose(mine, np.frombuffer(theirs, np.float32), atol=5e-3)
+
+
+def test_one_micro_batch_is_the_batch_itself(small: Make, tmp_path: Path) -> None:
+    plain = fitted(small(recipe="mxfp4"), tmp_path / "plain")
+    one = fitted(small(recipe="mxfp4", micro_batches=1), tmp_path / "one")
+    assert weights(plain) == weights(one)
+
+
+def test_batch_norms_move_by_the_mean_of_micro_batches(tmp_path: Path) -> None:
+    config = RunConfig(
+        **{
+            **defaults("resnet", "digits"),
+            "epochs": 1, "batch_size": 8, "train_limit": 8, "test_limit": 8,
+            "micro_batches": 2, "recipe": "fp32", "grad_comm": "exact", "lr": 1e-30,
+        }
+    )  # fmt: skip
+    alone, shared = on(1, config, tmp_path / "1"), on(2, config, tmp_path / "2")
+    assert alone[0] == shared[0]
+    trainer = alone[2]
+    (batch,) = trainer.task.training(1, 0)
+    parts = []
+    for half in (slice(0, 4), slice(4, 8)):
+        fresh = Trainer(config, tmp_path)
+        fresh.model(fresh._tensor(batch.inputs[half]))
+        parts.append(dict(fresh.model.named_buffers()))
+    name = next(name for name in parts[0] if name.endswith("running_mean"))
+    mean = (parts[0][name].numpy() + parts[1][name].numpy()) / 2
+    got = np.frombuffer(alone[0][name], np.float32)
+    np.testing.assert_allclose(got, mean, rtol=1e-6, atol=1e-7)
+
+
+def test_one_ranks_infinity_skips_the_step_on_all(small: Make, tmp_path: Path) -> None:
+    config = small(epochs=1, train_limit=16, micro_batches=2)
+
+    def program(ranks: LocalCommunicator) -> tuple[bool, dict[str, bytes], float]:
+        trainer = Trainer(config, tmp_path, ranks=ranks)
+        before = weights(trainer)
+        if ranks.rank == 1:
+            good = trainer.forward
+            trainer.forward = lambda *args: (*good(*args)[:2], good(*args)[2] * float("inf"))
+        (batch,) = trainer.task.training(1, 0)
+        with np.errstate(all="ignore"):
+            _, _, finite = trainer._step(batch)
+        return finite, weights(trainer) == before, trainer.scaler.current_scale
+
+    assert run_ranks(2, program) == [(False, True, 32768.0)] * 2
+
+
+def test_early_stopping_stops_all(small: Make, tmp_path: Path) -> None:
+    config = small(epochs=5, val_share=0.25, patience=1, lr=1e-30, micro_batches=2)
+
+    def program(ranks: LocalCommunicator) -> tuple[int, str | None]:
+        trainer = Trainer(config, tmp_path, callbacks=[EarlyStopping(1)], ranks=ranks)
+        trainer.fit()
+        return len(trainer.history), trainer.stop_reason
+
+    first, second = run_ranks(2, program)
+    assert first == second and first[0] == 2
+
+
+def test_more_ranks_than_micro_batches_are_refused(small: Make, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one for each of the 3 ranks, got 2"):
+        run_ranks(3, lambda ranks: Trainer(small(micro_batches=2), tmp_path, ranks=ranks))
+
+
+@pytest.mark.parametrize(("count", "parts"), [(32, 4), (29, 4), (3, 8), (0, 2), (10, 3)])
+def test_shares_are_even_and_complete(count: int, parts: int) -> None:
+    sizes = [len(range(count)[rows]) for rows in shares(count, parts)]
+    assert sum(sizes) == count and len(sizes) == parts
+    assert max(sizes) - min(sizes) <= 1

@@ -1,0 +1,217 @@
+"""Micro-batches: the parts of a batch, which are the unit of work whatever the number of ranks.
+
+A batch has a fixed number of micro-batches. Each is computed by one rank, as on every other number
+of ranks: with random bits of its number in the batch (stochastic rounding, dropout), and with batch
+norms that see this part alone. What a step leaves besides gradients is put together here: losses,
+counts of quantizing, and the batch norms' running means, which move once a step, by the mean of the
+micro-batches' own. Sums are taken in the order of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from extensor.distributed import Communicator
+from extensor.nn import BatchNorm2d, Dropout
+from extensor.quant import QuantStats
+from extensor.quant.recipe import SLOTS
+from extensor.quant.recipe_state import RecipeState
+
+from .batch import Batch
+
+__all__ = ["MicroBatch", "MicroBatches", "Outcome", "shares"]
+
+CALLS_APART = 1 << 32
+"""Dropout counts its calls; a micro-batch begins this much above the one before it."""
+COUNTS = 4
+"""Numbers of a `QuantStats`."""
+
+
+def shares(count: int, parts: int) -> list[slice]:
+    """Divide rows among parts as evenly as can be, the first ones larger; some may be empty."""
+    ends = [-(-count * (i + 1) // parts) for i in range(parts)]
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A part of a batch.
+
+    Attributes:
+        index: its number in the batch.
+        batch: its inputs and labels.
+        weight: its share of the batch's labels, which its mean loss counts with.
+    """
+
+    index: int
+    batch: Batch
+    weight: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did, over all ranks.
+
+    Attributes:
+        loss: mean over the batch's labels.
+        hits: labels that got the largest score.
+        count: labels.
+        stop: whether a rank was asked to stop.
+    """
+
+    loss: float
+    hits: int
+    count: int
+    stop: bool
+
+
+class MicroBatches:
+    """Divides batches, runs this rank's parts, and puts together what all ranks found.
+
+    Args:
+        model: in training.
+        quant: its recipe's state.
+        parts: micro-batches in a batch.
+        ranks: who shares them: rank r takes neighbouring ones.
+    """
+
+    def __init__(self, model: Any, quant: RecipeState, parts: int, ranks: Communicator) -> None:
+        self.quant, self.parts, self.ranks = quant, parts, ranks
+        self.mine = range(parts)[shares(parts, ranks.size)[ranks.rank]]
+        modules = list(model.modules())
+        norms = [m for m in modules if isinstance(m, BatchNorm2d)]
+        self.running = [b for m in norms for b in (m.running_mean, m.running_var)]
+        self.draws = [m.draws for m in modules if isinstance(m, Dropout)]
+        self.alone = parts == 1 and ranks.size == 1
+        self._start: list[Any] | None = None
+        self._counts: dict[tuple[str, str], QuantStats] = {}
+
+    def divide(self, batch: Batch) -> list[MicroBatch]:
+        """All micro-batches of a batch that have labels."""
+        found = []
+        for index, rows in enumerate(shares(len(batch.inputs), self.parts)):
+            part = Batch(batch.index, batch.inputs[rows], batch.labels[rows])
+            if part.count:
+                found.append(MicroBatch(index, part, part.count / batch.count))
+        return found
+
+    def run(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+        """Give each micro-batch with the model's buffers and random bits as they are for it."""
+        before = self._buffers() if self._start is None else self._start
+        for part in micro_batches:
+            if not self.alone:
+                self.quant.micro_batch = part.index
+                self._set_buffers(part.index, before)
+            yield part
+        if not self.alone:
+            self.quant.micro_batch = 0
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Remember what micro-batches change, before a step."""
+        self._rows = np.zeros((self.parts, 3 + len(self.draws) + self._width), np.float64)
+        if self.alone:
+            return
+        self._start = self._buffers()
+        self._counts = dict(self.quant.telemetry)
+        self.quant.reset_telemetry()
+        self._weights: dict[tuple[str, str], QuantStats] = {}
+
+    def record(self, part: MicroBatch, loss: float, hits: int) -> None:
+        """Note what a micro-batch found, after its backward pass."""
+        count, first = part.batch.count, 3 + len(self.draws)
+        row = self._rows[part.index]
+        row[:3] = loss * count, hits, count
+        if self.alone:
+            return
+        assert self._start is not None
+        offset = part.index * CALLS_APART
+        start = self._start[len(self.running) :]
+        for i, (buffer, before) in enumerate(zip(self.draws, start, strict=True)):
+            row[3 + i] = int(buffer.data[1]) - int(before[1]) - offset
+        if self.running:
+            row[first:] = np.concatenate([buffer.numpy().ravel() for buffer in self.running])
+        if part.index == 0:  # a weight is quantized once a step: the later parts' are repetitions
+            counts = self.quant.telemetry.items()
+            self._weights = {key: stats for key, stats in counts if key[1].endswith(".w")}
+
+    def end(self, stop: bool) -> Outcome:
+        """Put together what all ranks found; every rank has the same then."""
+        if self.alone:
+            total, hits, labels = self._rows[0, :3].tolist()
+            return Outcome(total / labels, int(hits), int(labels), stop)
+        keys = [(path, slot) for path in self.quant.layers for slot in SLOTS]
+        none = QuantStats()
+        found = {k: v for k, v in self.quant.telemetry.items() if not k[1].endswith(".w")}
+        found |= self._weights
+        unknown = sorted(found.keys() - set(keys))
+        assert not unknown, unknown
+        numbers = [_numbers(found.get(key, none)) for key in keys]
+        counts = np.array(numbers, np.float64).reshape(-1)
+        table = np.concatenate([self._rows.reshape(-1), counts, [float(stop)]])
+        self.ranks.all_reduce(table).wait()
+        rows = table[: self._rows.size].reshape(self._rows.shape)
+        gained = table[self._rows.size : -1].reshape(-1, COUNTS).astype(np.int64)
+        self._move_buffers(rows[rows[:, 2] > 0])
+        totals = dict(self._counts)
+        for key, (count, *rest) in zip(keys, gained.tolist(), strict=True):
+            if count:
+                totals[key] = totals.get(key, none) + QuantStats(count, *rest)
+        self.quant.load_telemetry(totals)
+        total, hits, labels = (sum(column.tolist()) for column in rows[:, :3].T)
+        return Outcome(total / labels, int(hits), int(labels), bool(table[-1]))
+
+    def rewind(self) -> None:
+        """Undo what the micro-batches of a step that cannot be finished have changed."""
+        if self._start is None:
+            return
+        self.quant.micro_batch = 0
+        self.quant.load_telemetry(self._counts)
+        for buffer, before in zip((*self.running, *self.draws), self._start, strict=True):
+            buffer.data = before
+        self._start = None
+
+    # --- buffers --------------------------------------------------------------------------------
+
+    @property
+    def _width(self) -> int:
+        return sum(buffer.size for buffer in self.running)
+
+    def _buffers(self) -> list[Any]:
+        return [buffer.data.copy() for buffer in (*self.running, *self.draws)]
+
+    def _set_buffers(self, index: int, start: list[Any]) -> None:
+        for i, (buffer, before) in enumerate(zip((*self.running, *self.draws), start, strict=True)):
+            data = before.copy()
+            if i >= len(self.running):
+                data[1] += index * CALLS_APART
+            buffer.data = data
+
+    def _move_buffers(self, rows: np.ndarray) -> None:
+        """Set the buffers after a step: the mean of running means, the calls of any micro-batch."""
+        first = 3 + len(self.draws)
+        mean = rows[0, first:].copy()
+        for row in rows[1:]:
+            mean += row[first:]
+        mean = (mean / len(rows)).astype(np.float32)
+        at = 0
+        for buffer in self.running:
+            values = mean[at : at + buffer.size].reshape(buffer.shape)
+            buffer.data = buffer.backend.xp.asarray(values)
+            at += buffer.size
+        assert self._start is not None
+        start = self._start[len(self.running) :]
+        for i, (buffer, before) in enumerate(zip(self.draws, start, strict=True)):
+            data = before.copy()
+            data[1] += int(rows[0, 3 + i])
+            buffer.data = data
+        self._start = None
+
+
+def _numbers(stats: QuantStats) -> tuple[int, int, int, int]:
+    return stats.count, stats.saturated, stats.flushed, stats.rebase_changed

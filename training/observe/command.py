@@ -1,0 +1,62 @@
+"""The command `observe`: run an experiment as far as the time goes, and write its page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from extensor.errors import unknown_name
+
+from ..rundir import write_json
+from .experiments import EXPERIMENTS
+from .gather import gather
+from .page import write_page
+from .queue import QUEUE, Queue
+
+__all__ = ["ObserveArgs", "observe"]
+
+
+@dataclass(frozen=True)
+class ObserveArgs:
+    """An experiment, and how long to work on it now."""
+
+    experiment: tyro.conf.Positional[str]
+    """Which one (listed above)."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Folder for the runs, queue.json, results.json and index.html; by default
+    runs/observe-<experiment>."""
+    minutes: float = 25.0
+    """Stop after so many minutes: the run under way is interrupted and saved; the same command goes
+    on. 0 runs nothing and gathers what is finished."""
+
+    def __post_init__(self) -> None:
+        if self.experiment not in EXPERIMENTS:
+            raise ValueError(unknown_name("experiment", self.experiment, EXPERIMENTS))
+        if not 0 <= self.minutes < float("inf"):
+            raise ValueError(f"--minutes: expected a number, 0 or more, got {self.minutes}")
+
+
+def observe(args: ObserveArgs, console: Console) -> int:
+    """Run, gather, write. Returns 0 if everything is finished, else 1.
+
+    Raises:
+        UsageError: if a folder holds another run.
+    """
+    folder = args.out or Path("runs") / f"observe-{args.experiment}"
+    queue = Queue(EXPERIMENTS[args.experiment], folder)
+    done = queue.run(args.minutes, console)
+    results = gather(queue)
+    write_json(folder / "results.json", results)
+    write_page(results, folder / "index.html")
+    entries = queue.entries()
+    finished = sum(entry.state == "finished" for entry in entries)
+    following = queue.next()
+    console.print(f"{finished} of {len(entries)} runs known so far are finished; {folder / QUEUE}")
+    if following is not None:
+        console.print(f"next: {following.name}; the same command goes on")
+    console.print(str(folder / "index.html"))
+    return 0 if done else 1

@@ -1,0 +1,108 @@
+"""What a run costs: seconds, joules and the most bytes it held, watched from outside.
+
+Joules are the GPU's own counter (NVML, nvmlDeviceGetTotalEnergyConsumption), of the whole card;
+without NVML there are none. Bytes are the GPU memory in use on the card, or a process's largest
+resident set on a CPU (VmHWM).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Cost", "Meter"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Totals of a run, over all its parts.
+
+    Attributes:
+        seconds: of wall-clock time, starting and evaluating included.
+        joules: None where no counter is.
+        peak_bytes: None where nothing could be read.
+    """
+
+    seconds: float = 0.0
+    joules: float | None = None
+    peak_bytes: int | None = None
+
+    def __add__(self, other: Cost) -> Cost:
+        both = [j for j in (self.joules, other.joules) if j is not None]
+        peaks = [p for p in (self.peak_bytes, other.peak_bytes) if p is not None]
+        return Cost(
+            self.seconds + other.seconds, sum(both) if both else None, max(peaks, default=None)
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def read(cls, path: Path) -> Cost:
+        """What a file says; nothing where there is none."""
+        return cls(**json.loads(path.read_text())) if path.is_file() else cls()
+
+
+class Meter:
+    """Watches a process.
+
+    Args:
+        pid: of the process.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, pid: int, device: str) -> None:
+        self._pid, self._start = pid, time.monotonic()
+        self._peak: int | None = None
+        self._card = _card() if device != "cpu" else None
+        self._energy = self._millijoules()
+
+    def look(self) -> None:
+        """Note what the process holds now."""
+        found = _resident(self._pid)
+        if self._card is not None:
+            import pynvml
+
+            found = int(pynvml.nvmlDeviceGetMemoryInfo(self._card).used)
+        if found is not None:
+            self._peak = max(self._peak or 0, found)
+
+    def cost(self) -> Cost:
+        """Since the meter was made."""
+        used = None if self._energy is None else ((self._millijoules() or 0) - self._energy) / 1000
+        return Cost(time.monotonic() - self._start, used, self._peak)
+
+    def _millijoules(self) -> int | None:
+        if self._card is None:
+            return None
+        import pynvml
+
+        return int(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._card))
+
+
+def _card() -> Any:
+    """The first GPU of NVML; None without the library or a GPU."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByIndex(0)
+    except pynvml.NVMLError:
+        return None
+
+
+def _resident(pid: int) -> int | None:
+    """The largest resident set of a process so far, in bytes; None where /proc does not say."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    row = next((line for line in text.splitlines() if line.startswith("VmHWM")), None)
+    return None if row is None else 1024 * int(row.split()[1])

@@ -1,0 +1,135 @@
+"""EXPERIMENTS: what is trained, how long, and with which recipes.
+
+The learning rate is found for the baseline alone; all arms then take it. Tokens a weight count the
+weights of the blocks. Sizes, rates and arms for a GPU are planned, not yet run there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import RunConfig
+from ..runs import defaults
+
+__all__ = ["EXPERIMENTS", "Experiment"]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A comparison of recipes on one model and data set.
+
+    Attributes:
+        doc: one line for the command line.
+        model: a row of `RUNS`.
+        settings: what differs from that row.
+        arms: recipes or schedules of recipes.
+        rates: learning rates that the baseline tries first, shorter; one rate needs no trial.
+        tuning_epochs: how long a trial is.
+        seeds: of every arm.
+        telemetry: steps between records of each layer's health; 0 for none.
+    """
+
+    doc: str
+    model: str
+    settings: Mapping[str, Any]
+    arms: tuple[str, ...]
+    rates: tuple[float, ...]
+    tuning_epochs: int
+    seeds: int = 3
+    telemetry: int = 0
+
+    @property
+    def baseline(self) -> str:
+        """The first arm, to which gaps are measured."""
+        return self.arms[0]
+
+    def trials(self) -> list[RunConfig]:
+        """The baseline's runs that find the learning rate; none where one rate is given."""
+        if len(self.rates) == 1:
+            return []
+        short = {"epochs": self.tuning_epochs, "warmup_epochs": self._warmup(self.tuning_epochs)}
+        return [self._run(self.baseline, 0, rate, **short) for rate in self.rates]
+
+    def runs(self, rate: float) -> list[RunConfig]:
+        """Every arm with every seed; all arms of a seed come before the next seed."""
+        return [self._run(arm, seed, rate) for seed in range(self.seeds) for arm in self.arms]
+
+    def _warmup(self, epochs: int) -> float:
+        return float(min(self.settings.get("warmup_epochs", 0.5), epochs / 4))
+
+    def _run(self, recipe: str, seed: int, rate: float, **changes: Any) -> RunConfig:
+        base = defaults(self.model, self.settings.get("dataset"))
+        values = {**base, **self.settings, "lr": rate, **changes}
+        return RunConfig(**values, recipe=recipe, seed=seed)
+
+
+_ARMS = (
+    "bf16", "mxfp8_nvidia", "mxfp8_ocp", "mxfp8_e5m2g", "mxfp8_rebased", "fp8_tensor", "fp8_block",
+    "mxfp6", "mxint8", "mxfp4", "mxfp4_nearest", "mxfp4_tseng", "mxfp4_hadamard",
+    "mxfp4_hadamard_random", "quartet", "nvfp4_nvidia", "nvfp4_4over6", "nvfp4_fp8exact",
+    "quartet2", "quartet2_4over6", "nvfp4_forward", "nvfp4_backward", "mxfp4,bf16@90%",
+    "mxfp4,bf16@95%",
+)  # fmt: skip
+
+
+def _llama(
+    variant: str, weights: float, batch: int, arms: tuple[str, ...], seeds: int
+) -> Experiment:
+    """A size of the series: 25 tokens a weight of the blocks, in 20 rounds."""
+    steps = round(25 * weights / (batch * 512) / 20)
+    return Experiment(
+        f"Llama of {variant} weights on Linux's C, 25 tokens a weight, on a GPU",
+        "llama",
+        {
+            "variant": variant, "batch_size": batch, "epochs": 20, "epoch_steps": steps,
+            "warmup_epochs": 1.0, "test_limit": 1024, "device": "cuda", "activations": "bfloat16",
+        },
+        arms,
+        (1e-3, 2e-3, 4e-3, 8e-3),
+        4,
+        seeds,
+    )  # fmt: skip
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "small": Experiment(
+        "Llama of 0.4 million weights on the C of Linux's kernel, mm and lib; a CPU in minutes",
+        "llama",
+        {
+            "dataset": "linux_kernel", "variant": "0.4m", "vocab_size": 1024, "context": 64,
+            "batch_size": 16, "epochs": 8, "epoch_steps": 50, "warmup_epochs": 1.0,
+            "test_limit": 256, "train_limit": 6_000_000,
+        },
+        (
+            "bf16", "mxfp8_nvidia", "mxfp4", "mxfp4_hadamard", "quartet", "nvfp4_nvidia",
+            "quartet2", "mxfp4,bf16@75%",
+        ),
+        (2e-3, 4e-3, 8e-3),
+        3,
+        seeds=3,
+        telemetry=100,
+    ),
+    "3m": _llama("3m", 3.1e6, 64, _ARMS, 3),
+    "10m": _llama("10m", 10.6e6, 128, _ARMS, 3),
+    "30m": _llama("30m", 29.5e6, 256, _ARMS, 3),
+    "98m": _llama("98m", 100.6e6, 512, ("bf16", "mxfp8_nvidia", "mxfp4", "quartet", "quartet2"), 1),
+    "lenet": Experiment(
+        "LeNet-5 on digits, a CPU in minutes",
+        "lenet",
+        {},
+        ("fp32", "bf16", "mxfp8_nvidia", "mxfp4", "mxfp4_all", "quartet", "quartet2"),
+        (0.03,),
+        1,
+    ),
+    "resnet18": Experiment(
+        "ResNet-18 on CIFAR-10, on a GPU",
+        "resnet",
+        {"device": "cuda"},
+        ("fp32", "bf16", "mxfp8_nvidia", "mxfp4", "quartet", "nvfp4_nvidia", "quartet2"),
+        (0.1,),
+        1,
+    ),
+}  # fmt: skip
+"""By the name that the command takes."""

@@ -1,0 +1,127 @@
+"""Gathers the finished runs of an experiment: one row for each arm, with standard errors.
+
+Runs of one seed share first weights and batches, so gaps are taken seed by seed and then averaged;
+their standard error is that of the mean over seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from ..comparison import Finished
+from ..rundir import TELEMETRY
+from .cost import Cost
+from .queue import Entry, Queue
+
+__all__ = ["gather"]
+
+Pair = tuple[Entry, Finished]
+
+
+def gather(queue: Queue) -> dict[str, Any]:
+    """What results.json holds: the trials, a row for each arm that has a finished run, curves."""
+    experiment, metric = queue.experiment, queue.metric
+    done = [(e, f) for e in queue.entries() if (f := e.job.finished()) is not None]
+    arms: dict[str, list[Pair]] = {arm: [] for arm in experiment.arms}
+    for entry, finished in done:
+        if entry.kind == "arm":
+            arms[finished.recipe].append((entry, finished))
+    base = {f.seed: _value(queue, f) for _, f in arms[experiment.baseline]}
+    return {
+        "experiment": experiment.doc,
+        "baseline": experiment.baseline,
+        "metric": metric.title,
+        "higher_is_better": metric.higher_is_better,
+        "learning_rate": queue.rate(),
+        "seeds": experiment.seeds,
+        "unit": "tokens" if experiment.runs(1e-3)[0].epoch_steps else "images",
+        "trials": [
+            {"learning_rate": e.job.config.lr, "value": _value(queue, f)}
+            for e, f in done
+            if e.kind == "rate"
+        ],
+        "arms": [_row(queue, arm, pairs, base) for arm, pairs in arms.items() if pairs],
+    }
+
+
+def _value(queue: Queue, finished: Finished) -> float | None:
+    value = finished.result[queue.metric.key]
+    return None if value is None else queue.metric.scale * float(value)
+
+
+def _row(
+    queue: Queue, arm: str, pairs: list[Pair], base: dict[int, float | None]
+) -> dict[str, Any]:
+    values = [_value(queue, f) for _, f in pairs]
+    gaps = [
+        queue.metric.difference(value, other)
+        for value, (_, f) in zip(values, pairs, strict=True)
+        if value is not None and (other := base.get(f.seed)) is not None
+    ]
+    costs = [Cost.read(entry.cost_file) for entry, _ in pairs]
+    curves = [f.curve for _, f in pairs]
+    mean, error = _mean(values)
+    gap, gap_error = _mean(gaps)
+    joules = [c.joules for c in costs]
+    return {
+        "arm": arm,
+        "runs": len(pairs),
+        "values": values,
+        "mean": mean,
+        "standard_error": error,
+        "gap": gap,
+        "gap_standard_error": gap_error,
+        "seconds": statistics.median(f.result["seconds"] for _, f in pairs),
+        "per_second": _median([_per_second(e) for e, _ in pairs]),
+        "joules": _median(joules),
+        "peak_bytes": max((c.peak_bytes for c in costs if c.peak_bytes), default=None),
+        "diverged": sum(f.result["diverged"] is not None for _, f in pairs),
+        "curve": [_mean([c[i] for c in curves])[0] for i in range(min(map(len, curves)))],
+        "health": _health(pairs[0][0]),
+    }
+
+
+def _mean(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """Mean and standard error; None where a value is missing, and for the error of one."""
+    known = [v for v in values if v is not None]
+    if not known or len(known) < len(values):
+        return None, None
+    error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
+    return statistics.fmean(known), error
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return statistics.median(known) if known else None
+
+
+def _per_second(entry: Entry) -> float | None:
+    """Labels a second in training alone, the median over epochs."""
+    path = entry.job.folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return _median([json.loads(line)["per_second"] for line in lines])
+
+
+def _health(entry: Entry) -> list[dict[str, Any]]:
+    """Each layer at the last record of the first seed's telemetry; empty without one."""
+    path = entry.job.folder / TELEMETRY
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    if not lines:
+        return []
+    rows = []
+    for layer, values in json.loads(lines[-1])["layers"].items():
+        slots = values.get("slots", {}).values()
+        rows.append(
+            {
+                "layer": layer,
+                "gradient_over_noise": values.get("gradient_over_noise"),
+                "turned": values.get("turned"),
+                "flushed": max((s["flushed"] or 0.0 for s in slots), default=None),
+                "saturated": max((s["saturated"] or 0.0 for s in slots), default=None),
+            }
+        )
+    return rows

@@ -1,0 +1,177 @@
+"""A queue of runs in a folder: what is finished, what comes next, within a limit of time.
+
+A run is a process of its own. At the limit it is interrupted, which saves its step, and the next
+call goes on with it, so that an experiment of hours may be run in half hours. ``queue.json`` says
+of every run whether it waits, is interrupted, finished or failed, and what it has cost.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..comparison import Finished, Job
+from ..rundir import LAST, write_json
+from ..runs import RUNS
+from ..tasks import TASKS, Metric
+from .cost import Cost, Meter
+from .experiments import Experiment
+
+__all__ = ["Entry", "Queue"]
+
+QUEUE = "queue.json"
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of an experiment: a trial of a learning rate, or an arm with a seed."""
+
+    job: Job
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """Unique in the experiment."""
+        rate = f"-{self.job.config.lr:g}" if self.kind == "rate" else ""
+        return f"{self.kind}{rate}-{self.job.name}"
+
+    @property
+    def cost_file(self) -> Path:
+        """Seconds, joules and bytes so far."""
+        return self.job.root / "costs" / f"{self.job.name}.json"
+
+    @property
+    def state(self) -> str:
+        """One of finished, interrupted and waiting."""
+        if self.job.finished() is not None:
+            return "finished"
+        return "interrupted" if (self.job.folder / LAST).is_file() else "waiting"
+
+
+class Queue:
+    """The runs of an experiment in a folder.
+
+    Args:
+        experiment: what is compared.
+        folder: for everything that it leaves.
+    """
+
+    def __init__(self, experiment: Experiment, folder: Path) -> None:
+        self.experiment, self.folder = experiment, folder
+        self.failed: dict[str, str] = {}
+
+    @property
+    def metric(self) -> Metric:
+        """What the runs are compared by."""
+        metric: Metric = TASKS[RUNS[self.experiment.model].task].metric
+        return metric
+
+    def trials(self) -> list[Entry]:
+        """The baseline at each learning rate, in folders of their own."""
+        return [
+            Entry(Job(config, self.folder / "rates" / f"{config.lr:g}", self.metric), "rate")
+            for config in self.experiment.trials()
+        ]
+
+    def rate(self) -> float | None:
+        """The learning rate of the best trial; None until all are finished."""
+        trials = self.trials()
+        if not trials:
+            return self.experiment.rates[0]
+        done = [(entry, entry.job.finished()) for entry in trials]
+        if any(finished is None for _, finished in done):
+            return None
+        sign = -1.0 if self.metric.higher_is_better else 1.0
+
+        def worth(finished: Finished | None) -> float:
+            value = None if finished is None else finished.result[self.metric.key]
+            return math.inf if value is None else sign * float(value)
+
+        return min(done, key=lambda pair: worth(pair[1]))[0].job.config.lr
+
+    def entries(self) -> list[Entry]:
+        """Trials, then arms as far as their learning rate is known."""
+        rate = self.rate()
+        flags: tuple[str, ...] = ()
+        if self.experiment.telemetry:
+            flags = ("--telemetry", str(self.experiment.telemetry))
+        runs = [] if rate is None else self.experiment.runs(rate)
+        return self.trials() + [
+            Entry(Job(config, self.folder, self.metric, flags), "arm") for config in runs
+        ]
+
+    def next(self) -> Entry | None:
+        """The first run that is neither finished nor failed: an interrupted one before others."""
+        open_ = [e for e in self.entries() if e.state != "finished" and e.name not in self.failed]
+        begun = [entry for entry in open_ if entry.state == "interrupted"]
+        return next(iter(begun or open_), None)
+
+    def run(self, minutes: float, console: Console) -> bool:
+        """Run what is open until the time is up; returns whether everything is finished.
+
+        A failed run is named, and does not stop the others.
+        """
+        deadline = time.monotonic() + 60 * minutes
+        while (entry := self.next()) is not None and time.monotonic() < deadline:
+            state = self._run(entry, deadline)
+            console.print(f"{entry.name}: {state}")
+            self.write()
+            if state == "interrupted":
+                break
+        self.write()
+        return self.next() is None and not self.failed
+
+    def _run(self, entry: Entry, deadline: float) -> str:
+        process = entry.job.start()
+        meter = Meter(process.pid, entry.job.config.device)
+        asked = False
+        try:
+            while process.poll() is None:
+                meter.look()
+                if not asked and time.monotonic() >= deadline:
+                    process.send_signal(signal.SIGINT)
+                    asked = True
+                time.sleep(POLL_S)
+        except BaseException:
+            _end(process)
+            raise
+        finally:
+            entry.cost_file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(entry.cost_file, (Cost.read(entry.cost_file) + meter.cost()).as_dict())
+        if entry.state == "finished":
+            return "finished"
+        if asked:  # perhaps before its first checkpoint: then it begins anew
+            return "interrupted"
+        self.failed[entry.name] = f"exit code {process.returncode}: {entry.job.last_line()}"
+        return f"failed, {self.failed[entry.name]}; all of it: {entry.job.log}"
+
+    def write(self) -> None:
+        """Write queue.json."""
+        rows: list[dict[str, Any]] = []
+        for entry in self.entries():
+            row: dict[str, Any] = {"name": entry.name, "state": entry.state}
+            if entry.name in self.failed:
+                row |= {"state": "failed", "problem": self.failed[entry.name]}
+            rows.append({**row, **Cost.read(entry.cost_file).as_dict()})
+        follow = self.next()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(
+            self.folder / QUEUE,
+            {"learning_rate": self.rate(), "next": follow and follow.name, "runs": rows},
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a run, so that it saves its step, and wait."""
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGINT)
+        process.wait()

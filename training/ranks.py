@@ -1,0 +1,152 @@
+"""What a run on several ranks checks, and what a rank says that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from extensor.backends.registry import get as get_backend
+from extensor.distributed import (
+    CollectiveTimeout,
+    Communicator,
+    RanksDiffer,
+    check_same,
+    launched_rank,
+)
+from extensor.io import CheckpointError
+
+from .data import DataError
+from .rundir import UsageError
+
+__all__ = [
+    "agree_on_errors", "check_start", "check_weights", "end_all", "rank_console", "say",
+]  # fmt: skip
+
+SECOND_THOUGHT = 1.0
+"""Seconds after which a rank other than 0 says what rank 0 has said by then if it failed alike."""
+
+
+def digest(arrays: Any) -> str:
+    """A checksum of arrays: their types, shapes and bytes."""
+    found = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        host = np.ascontiguousarray(array)
+        found.update(f"{host.dtype} {host.shape}".encode())
+        found.update(host.data)
+    return found.hexdigest()
+
+
+def check_start(run: Any) -> None:
+    """Refuse ranks whose settings, versions, data or weights differ.
+
+    Raises:
+        RanksDiffer: naming each difference, on all ranks.
+    """
+    if run.ranks.size == 1:
+        return
+    core = getattr(get_backend("cpu"), "core", None)
+    facts = {f"--{name.replace('_', '-')}": v for name, v in run.config.as_dict().items()}
+    facts |= {f"version of {name}": _version(name) for name in ("extensor", "numpy", "ml_dtypes")}
+    facts["version of Python"] = platform.python_version()
+    facts["instruction set of the C++ core"] = "no core" if core is None else core.level()
+    facts["checksum of the data"] = digest(run.task.arrays())
+    facts["step to go on from"] = run.position.step
+    facts["weights"] = _weights(run)
+    check_same(run.ranks, "start", facts)
+
+
+def check_weights(run: Any) -> None:
+    """Refuse to go on where ranks came to have different weights.
+
+    Raises:
+        RanksDiffer: naming the ranks, on all ranks.
+    """
+    if run.ranks.size > 1:
+        check_same(run.ranks, f"step {run.position.step}", {"weights": _weights(run)})
+
+
+def _weights(run: Any) -> str:
+    return digest(param.to("cpu").numpy() for param in run.model.parameters())
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "used from its source"
+
+
+def agree_on_errors(ranks: Communicator, error: Exception | None) -> None:
+    """Raise on all ranks if one of them has an error.
+
+    Raises:
+        UsageError: with each rank's error, the same ones once.
+    """
+    messages = ranks.all_gather_object(None if error is None else str(error))
+    found: dict[str, list[int]] = {}
+    for rank, message in enumerate(messages):
+        if message is not None:
+            found.setdefault(message, []).append(rank)
+    if not found:
+        return
+    if len(found) == 1 and len(*found.values()) == ranks.size:
+        raise UsageError(*found) from error
+    parts = (f"rank {', '.join(map(str, who))}: {message}" for message, who in found.items())
+    raise UsageError("; ".join(parts)) from error
+
+
+def say(message: str) -> None:
+    """Print to standard error; of a rank other than 0 a second later, with its number.
+
+    Ranks mostly fail alike. Then rank 0 has spoken, and the launcher has ended the others.
+    """
+    rank = launched_rank()
+    if rank:
+        time.sleep(SECOND_THOUGHT)
+        message = f"rank {rank} ({platform.node()}, process {os.getpid()}): {message}"
+    print(message, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def end_all(ranks: Any, lost: str) -> Iterator[None]:
+    """End all ranks of the program if this one fails: they would wait for it.
+
+    Args:
+        ranks: the communicator.
+        lost: what is left, and how to go on; said where another rank is lost.
+    """
+    if ranks.size == 1:
+        yield
+        return
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, CollectiveTimeout):
+            print(f"rank {ranks.rank}: {error}. {lost}", file=sys.stderr, flush=True)
+        elif isinstance(error, UsageError | DataError | CheckpointError | RanksDiffer):
+            say(f"error: {error}")
+        else:
+            traceback.print_exc()
+            print(
+                f"{ranks.where()} failed: {type(error).__name__}: {error}. {lost}",
+                file=sys.stderr,
+                flush=True,
+            )
+        ranks.abort(2 if isinstance(error, UsageError | RanksDiffer) else 1)
+        raise
+
+
+def rank_console(console: Console, ranks: Communicator) -> Console:
+    """The console of rank 0; one that prints nothing for the others."""
+    return console if ranks.rank == 0 else Console(quiet=True)
