@@ -251,9 +251,13 @@ def _draw_curves(
         if columns:
             mean = [statistics.fmean(c) for c in columns]
             low, high = [min(c) for c in columns], [max(c) for c in columns]
-            axes.plot(x, mean, style, color=color, label=row.recipe)
+            marker = "o" if len(columns) == 1 else ""  # one epoch makes no line
+            axes.plot(x, mean, style, marker=marker, color=color, label=row.recipe)
             axes.fill_between(x, low, high, color=color, alpha=0.12, lw=0)
     axes.set_xlabel("epoch (line: mean; band: all seeds)")
     axes.set_ylabel(metric.title)
-    axes.locator_params(axis="x", integer=True)
+    if any(len(run.curve) > 1 for run in finished):
+        axes.locator_params(axis="x", integer=True)
+    else:
+        axes.set_xticks([1])
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))

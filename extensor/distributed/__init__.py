@@ -8,6 +8,7 @@ one rank.
 from __future__ import annotations
 
 from extensor.distributed.agree import RanksDiffer, check_same
+from extensor.distributed.checkpoint import load_sharded, save_sharded, share_of
 from extensor.distributed.clip import clip_grad_norm, square_sum
 from extensor.distributed.communicator import (
     CollectiveMismatch,
@@ -51,8 +52,11 @@ __all__ = [
     "clip_grad_norm",
     "connect",
     "launched_rank",
+    "load_sharded",
     "make_reduction",
     "padded_size",
     "run_ranks",
+    "save_sharded",
+    "share_of",
     "square_sum",
 ]

@@ -135,10 +135,16 @@ def gradients(
     w: Array,
     needs: tuple[bool, ...],
     context: LayerContext,
-    kept: Kept,
+    kept: Kept | None,
 ) -> tuple[Array | None, Array | None]:
-    """The float32 gradients of x (M, K) and w (N, K), of g (M, N)."""
+    """The float32 gradients of x (M, K) and w (N, K), of g (M, N).
+
+    Without what the forward product kept, its operands are made once more.
+    """
     layer, k = context.layer, w.shape[1]
+    if kept is None:
+        x = x.reshape(-1, k)
+        kept = _kept(*_operands(backend, x, w, context, counts=False), context)
     sizes = (len(g), *w.shape)
     slots = [slot for slot, need in zip(_G, needs, strict=False) if need]
     made = operands.make_operands(backend, g, context, slots, sizes)

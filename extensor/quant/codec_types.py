@@ -50,7 +50,9 @@ def block_amax(x: Array, xp: Any = np) -> Array:
     Compared as integers, which order magnitudes as floats do, Inf and NaN above: twice as fast.
     """
     bits = xp.abs(x).view(xp.uint32)
-    return bits.max(axis=1, initial=0).view(xp.float32)
+    # CuPy's `max` takes no `initial`, and neither library has a maximum of nothing.
+    largest = bits.max(axis=1) if bits.size else xp.zeros(bits.shape[:1], bits.dtype)
+    return largest.view(xp.float32)
 
 
 def kept_blocks(x: Array, keep: Array, xp: Any = np) -> Array:

@@ -59,10 +59,11 @@ def encode_nvfp4(
     """
     dialect = spec.dialect_row
     finite = xp.isfinite(largest)
-    tensor_amax = largest.max(initial=0)
+    tensor_amax = largest.max() if largest.size else xp.float32(0)
     if not bool(finite.all()):  # finite values count, whatever is in their blocks
         magnitude = xp.abs(x)
-        tensor_amax = xp.where(xp.isfinite(magnitude), magnitude, xp.float32(0)).max(initial=0)
+        kept = xp.where(xp.isfinite(magnitude), magnitude, xp.float32(0))
+        tensor_amax = kept.max() if kept.size else xp.float32(0)
     x = kept_blocks(x, finite, xp)
     amax = xp.where(finite, amax, xp.float32(0))
     tensor_scale = _tensor_scale(tensor_amax, spec, xp)

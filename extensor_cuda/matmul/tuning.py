@@ -241,8 +241,11 @@ def without_hadamard(layer: LayerRecipe) -> LayerRecipe:
     def plain(operand: Any) -> Any:
         return operand.replace(transform=None) if isinstance(operand, QuantSpec) else operand
 
-    gemms = (layer.fprop, layer.dgrad, layer.wgrad)
-    return LayerRecipe(*(Gemm(plain(g.a), plain(g.b), g.output_scale) for g in gemms))
+    fprop, dgrad, wgrad = (
+        Gemm(plain(g.a), plain(g.b), g.output_scale)
+        for g in (layer.fprop, layer.dgrad, layer.wgrad)
+    )
+    return replace(layer, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
 
 
 def overheads(
