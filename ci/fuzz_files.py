@@ -11,7 +11,7 @@ ones. Corpora in tests/corpus hold inputs that ended in a way of their own, one 
 
 A reader may read the file, or raise its own error, which names the file and holds nothing that a
 terminal obeys. Anything else is a failure: another exception, more than 1 GB of memory, more than
-5 seconds, a crash. The exit code is 1 if there was one.
+5 seconds of the CPU, a crash. The exit code is 1 if there was one.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Fuzzer:
         """How the reader ends."""
         path = self.folder / self.form.file
         path.write_bytes(content)
-        signal.alarm(SECONDS_EACH)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS_EACH)
         try:
             self.form.read(path)
         except self.form.errors as error:
@@ -103,7 +103,7 @@ class Fuzzer:
             where = f"{Path(place.filename).name}:{place.lineno}"
             return "FAILED", f"{where}: {type(error).__name__}: {str(error)[:120]!r}"
         finally:
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
         return "read", ""
 
 
@@ -126,7 +126,7 @@ def work(
     def too_slow(number: int, frame: Any) -> None:
         raise TooSlowError(f"more than {SECONDS_EACH} s")
 
-    signal.signal(signal.SIGALRM, too_slow)
+    signal.signal(signal.SIGPROF, too_slow)
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=shared_memory()) as temporary:
         fuzzer = Fuzzer(FORMATS[name], Path(temporary) / "fuzzed")
         if "ASAN_OPTIONS" not in os.environ:  # its shadow memory counts, too

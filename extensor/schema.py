@@ -91,11 +91,16 @@ def parse_json(content: bytes | str) -> Any:
     """
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        if "\\u" in text:  # half a pair of surrogates is no text, and no library takes it
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except SchemaError:
         raise
     except RecursionError:
         raise SchemaError("expected JSON, got lists or objects nested too deep") from None
+    except UnicodeEncodeError:
+        raise SchemaError(r"expected text in strings, got half a pair of \u escapes") from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are
         raise SchemaError(f"expected JSON in UTF-8, got: {error}") from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
@@ -85,6 +85,16 @@ class Tokenizer(Protocol):
         ...
 
 
+def parsed(read: Callable[[str], Any], text: str) -> Any:
+    """What a reader of the package `tokenizers` makes of a text; its faults as ValueError."""
+    try:
+        return read(text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of Rust code is no Exception
+        raise ValueError(str(error)) from error
+
+
 class PretrainedTokenizer:
     """A tokenizer as a model was trained with it.
 
@@ -145,8 +155,8 @@ class PretrainedTokenizer:
         if not file.is_file():
             raise TokenizerError(f"{folder}: expected a folder with tokenizer.json")
         try:
-            library = Library.from_file(str(file))
-        except Exception as error:  # the package raises nothing narrower
+            library = parsed(Library.from_file, str(file))
+        except ValueError as error:
             raise TokenizerError(f"{file}: cannot be read: {error}") from error
         settings = _read_json(folder / "tokenizer_config.json")
         special = {

@@ -174,9 +174,10 @@ class ArchiveSource(ImageSource):
         path = find_archive(self.folder, self.archive, self.system, urls, self.remedy)
         try:
             train, test = self.splits(path)
-        # What tarfile and zipfile raise for damage, encryption and unknown compression.
+        # What tarfile and zipfile raise for damage, encryption and unknown compression; they read
+        # a header of any size that the archive states.
         except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError,
-                ValueError, RuntimeError) as error:  # fmt: skip
+                ValueError, RuntimeError, MemoryError) as error:  # fmt: skip
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{path}: expected a complete {self.kind}, got: {error}") from error

@@ -13,6 +13,7 @@ import numpy as np
 
 from extensor.errors import unknown_name
 from extensor.extras import missing
+from extensor.generation.tokenizer import parsed
 from extensor.schema import FileError
 
 __all__ = ["TOKENIZERS", "BytePairs", "Characters", "Tokenizer", "TokenizerError", "from_state"]
@@ -169,8 +170,8 @@ class BytePairs(Tokenizer):
     def restore(cls, text: str) -> BytePairs:
         library = _package().Tokenizer
         try:
-            return cls(library.from_str(text))
-        except Exception as error:  # the package raises nothing narrower
+            return cls(parsed(library.from_str, text))
+        except ValueError as error:
             raise TokenizerError(
                 f"tokenizer 'bpe': expected the JSON of the package tokenizers, got {text!r:.80} "
                 f"({error}); the state is cut off, or written by a newer version of the package"
