@@ -9,8 +9,10 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <chrono>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "common/buffers.hpp"
@@ -42,10 +44,32 @@ inline int64_t product(const Shape& shape) {
 
 inline Floats like(const Floats& x) { return buffers::array<float>(shape_of(x)); }
 
+// While it lives, other Python threads may run.
+//
+// Where the interpreter has ended meanwhile, Python before 3.14 ends a daemon thread that asks for
+// the lock by unwinding its stack, and a destructor turns that into an abort. The thread waits
+// instead until the process is gone, as Python 3.14's do.
+class WithoutGil {
+public:
+    WithoutGil() : state_(PyEval_SaveThread()) {}
+    WithoutGil(const WithoutGil&) = delete;
+    WithoutGil& operator=(const WithoutGil&) = delete;
+    ~WithoutGil() {
+        try {
+            PyEval_RestoreThread(state_);
+        } catch (...) {
+            for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+        }
+    }
+
+private:
+    PyThreadState* state_;
+};
+
 // kernel(), while other Python threads may run.
 template <class Kernel>
 auto without_gil(Kernel&& kernel) {
-    py::gil_scoped_release release;
+    WithoutGil released;
     return kernel();
 }
 

@@ -373,14 +373,13 @@ py::array matmul(const py::array& a, const py::array& b, const py::object& bias)
               right->ld,  right->columns, left->transposed, right->transposed};
     if (!bias.is_none()) {
         row = py::cast<Floats>(bias);
-        require(row.ndim() == 1 && row.size() == s.n,
-                "matmul: expected a bias for chunks_per_scale column");
+        require(row.ndim() == 1 && row.size() == s.n, "matmul: expected a bias for each column");
         s.bias = row.data();
     }
     if (!c.size()) return c;
     const std::vector<int64_t> at_a = offsets(a, lead), at_b = offsets(b, lead);
     const ProductKernels& products = levels::in_use(product_kernels);
-    py::gil_scoped_release release;
+    WithoutGil released;
     if (at_a.size() > 1 && s.m * s.n * s.k <= kBatched) {
         products.batch(s, static_cast<int64_t>(at_a.size()), at_a.data(), at_b.data());
     } else {
