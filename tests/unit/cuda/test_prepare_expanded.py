@@ -265,8 +265,10 @@ def backend(xp: Any, maker: Any, request: Any, monkeypatch: pytest.MonkeyPatch) 
 
 EXPANDED_RECIPES = (
     *("mxfp6", "mxfp4_tseng", "nvfp4_nvidia", "nvfp4_4over6", "nvfp4_fp8exact"),
-    *("mxfp4_block16", "mxfp4_block64", "mxfp4_block128"),
+    *("mxfp4_block16", "mxfp4_block64", "mxfp4_block128", "nvfp4_forward", "nvfp4_backward"),
 )
+HADAMARD_WGRAD = ("mxfp4_hadamard", "mxfp4_hadamard_random")
+WITHOUT_KERNELS = ("quartet", "quartet2", "quartet2_4over6")
 SCALED = ("int8", "fp8_tensor", "fp8_block")
 
 
@@ -322,7 +324,11 @@ def test_a_packed_input_gives_the_same_bits_without_the_input(
 
 
 def test_the_way_of_every_recipe_is_known(xp: Any, backend: Any) -> None:
-    """No recipe's operands come from the CPU; which path they take instead."""
+    """Which path a recipe's operands take.
+
+    Scales that `quest` searches, and MS-EDEN, have no kernels: the CPU makes those operands of
+    Quartet, and `path` says so.
+    """
     paths: dict[str, set[str]] = {}
     for name, recipe in RECIPES.items():
         context = layer_context(recipe.layers, seed=1)
@@ -338,6 +344,8 @@ def test_the_way_of_every_recipe_is_known(xp: Any, backend: Any) -> None:
                 paths.setdefault(name, set()).add(path.split(":")[0])
     others = {name: path for name, path in paths.items() if path != {"fused kernel"}}
     known = {name: {"expanded"} for name in EXPANDED_RECIPES}
+    known |= {name: {"fused kernel", "expanded"} for name in HADAMARD_WGRAD}
+    known |= {name: {"host", "expanded"} for name in WITHOUT_KERNELS}
     assert others == known | {name: {"scaled kernel"} for name in SCALED}
 
 
