@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from extensor.schema import printable
 
 __all__ = ["AxisError", "Rows", "layout_error", "unknown_name"]
 
-Row = TypeVar("Row")
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Row = TypeVar("Row", bound=_Named)
 
 
 class AxisError(ValueError, IndexError):
@@ -67,7 +73,7 @@ class Rows(dict[str, Row]):
     """
 
     def __init__(self, kind: str, rows: Iterable[Row]) -> None:
-        super().__init__({row.name: row for row in rows})  # type: ignore[attr-defined]
+        super().__init__({row.name: row for row in rows})
         self._kind = kind
 
     def __missing__(self, name: object) -> Row:

@@ -1,4 +1,4 @@
-"""Several ranks: processes that train one model together, over MPI or NCCL.
+"""Several ranks: processes that train one model together, over MPI.
 
 A rank is one process with its number. A communicator carries arrays between ranks. `connect` gives
 the one that the program was started with: of ``mpirun -n 4``, of Slurm's ``srun --mpi=pmix``, or of

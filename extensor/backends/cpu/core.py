@@ -107,10 +107,10 @@ class CpuCore(GenericBackend):
         """See the protocol."""
         if self.core is None:
             return super().noted(call)
-        replay: Replay = self.core.Replay()
+        replay = self.core.Replay()
         self.noting = True
         try:
-            return replay.record(call), replay  # type: ignore[attr-defined]
+            return replay.record(call), replay
         finally:
             self.noting = False
 

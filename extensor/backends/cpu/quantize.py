@@ -95,7 +95,18 @@ class CpuQuantize(CpuCore):
         previous_amax: Array | None = None,
     ) -> tuple[QuantArray, QuantStats]:
         """The codes of an array that is quantized in blocks."""
-        found = self.core.quantize(
+        return self._encode(plan, x, stream, previous_amax, ())[:2]
+
+    def _encode(
+        self,
+        plan: LoweredSpec,
+        x: Array,
+        stream: Stream | None,
+        previous_amax: Array | None,
+        mask_shape: tuple[int, ...],
+    ) -> tuple[QuantArray, QuantStats, Array]:
+        """Codes, counts and the clip mask, which is empty where its shape is."""
+        *found, mask = self.core.quantize(
             plan.plan,
             _as_input(x),
             plan.layout,
@@ -103,9 +114,9 @@ class CpuQuantize(CpuCore):
             plan.scales_shape,
             stream_words(stream),
             None if previous_amax is None else ready(previous_amax),
-            (),
+            mask_shape,
         )
-        return plan.stored(x.shape, *found[:-1])
+        return *plan.stored(x.shape, *found), mask
 
     def _choose_clipped(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
@@ -122,17 +133,7 @@ class CpuQuantize(CpuCore):
         self, plan: LoweredSpec, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[QuantArray, QuantStats, Array]:
         """See the protocol."""
-        *found, mask = self.core.quantize(
-            plan.plan,
-            _as_input(x),
-            plan.layout,
-            plan.codes_shape,
-            plan.scales_shape,
-            stream_words(stream),
-            None,
-            plan.mask_shape,
-        )
-        return *plan.stored(x.shape, *found), mask
+        return self._encode(plan, x, stream, None, plan.mask_shape)
 
     def _choose_dequantize(
         self, q: QuantArray, dtype: str = "float32"
