@@ -19,8 +19,8 @@ from extensor.distributed.reduction import BLOCK, ReductionWork, make_reduction,
 __all__ = ["BUCKET_BYTES", "Bucket", "GradientBuckets"]
 
 BUCKET_BYTES = 4 << 20
-"""A bucket is full with so many bytes of float32: a small part of most models, so that its sum begins
-while the backward pass goes on."""
+"""A bucket is full with so many bytes of float32: a small part of most models, so that its sum
+begins while the backward pass goes on."""
 
 
 class Bucket:

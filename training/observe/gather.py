@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..comparison import Finished
-from ..rundir import TELEMETRY
+from ..rundir import METRICS, TELEMETRY
 from .cost import Cost
 from .queue import Entry, Queue
 
@@ -101,7 +101,7 @@ def _median(values: list[float | None]) -> float | None:
 
 def _per_second(entry: Entry) -> float | None:
     """Labels a second in training alone, the median over epochs."""
-    path = entry.job.folder / "metrics.jsonl"
+    path = entry.job.folder / METRICS
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return _median([json.loads(line)["per_second"] for line in lines])
 
