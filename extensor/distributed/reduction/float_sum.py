@@ -1,0 +1,86 @@
+"""Sums of gradients in float32, sent as float32 or as bfloat16."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from extensor.distributed.reduction.base import Array, GradientReduction, Steps
+
+__all__ = ["Bfloat16", "Float32", "FloatSum"]
+
+
+class FloatSum(GradientReduction):
+    """Micro-batches of one rank are added in float32, in order."""
+
+    _sum: Array = None
+    _owned = False
+
+    def _add(self, grad: Array) -> None:
+        if not self.count:
+            self._sum, self._owned = grad, False
+        elif self._owned:
+            self._sum += grad
+        else:
+            self._sum, self._owned = self._sum + grad, True
+
+    def _take(self) -> Array:
+        """The sum of this rank, zeros of no micro-batch; the next one begins anew."""
+        total, self._sum = self._sum, None
+        return self.xp.zeros(self.size, np.float32) if total is None else total
+
+
+class Float32(FloatSum):
+    """Float32 sums, as the communicator makes them: the order is its own.
+
+    >>> from extensor.distributed import LocalCommunicator
+    >>> from extensor.distributed.reduction import Float32
+    >>> Float32(64, LocalCommunicator()).shard_size
+    64
+    """
+
+    def _value_bytes(self) -> tuple[float, float]:
+        return 4.0, 4.0
+
+    def _reduce_scatter(self, out: Array, divisor: float, step: int) -> Steps:
+        yield self.ranks.reduce_scatter(self._take(), out)
+        out /= np.float32(divisor)
+
+    def _all_reduce(self, out: Array, divisor: float, step: int) -> Steps:
+        out[...] = self._take()
+        yield self.ranks.all_reduce(out)
+        out /= np.float32(divisor)
+
+
+class Bfloat16(FloatSum):
+    """Bfloat16 on the wire; the owner of a part adds in float32, in the order of ranks.
+
+    >>> from extensor.distributed import LocalCommunicator
+    >>> from extensor.distributed.reduction import Bfloat16
+    >>> Bfloat16(64, LocalCommunicator()).size
+    64
+    """
+
+    def _value_bytes(self) -> tuple[float, float]:
+        return 2.0, 2.0
+
+    def _encode(self, x: Array) -> Array:
+        return (self.backend.bfloat16_values(x).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+    def _decode(self, codes: Array) -> Array:
+        return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+    def _reduce_scatter(self, out: Array, divisor: float, step: int) -> Steps:
+        send = self._encode(self._take())
+        recv = self.xp.empty_like(send)
+        yield self.ranks.all_to_all(send, recv)
+        out[...] = 0
+        for part in recv.reshape(self.ranks.size, -1):
+            out += self._decode(part)
+        out /= np.float32(divisor)
+
+    def _all_reduce(self, out: Array, divisor: float, step: int) -> Steps:
+        mine = self.xp.empty(self.shard_size, np.float32)
+        yield from self._reduce_scatter(mine, divisor, step)
+        recv = self.xp.empty(self.size, np.uint16)
+        yield self.ranks.all_gather(self._encode(mine), recv)
+        out[...] = self._decode(recv)
