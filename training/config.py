@@ -22,10 +22,10 @@ from typing import Any
 from extensor.backends.registry import BACKENDS
 from extensor.distributed import GRAD_COMM, SHARDS
 from extensor.errors import unknown_name
-from extensor.formats import FORMATS
 from extensor.optim.states import STATES
-from extensor.quant.recipe import FLOAT_NAMES, FloatName, Recipe, SavedRule
+from extensor.quant.recipe import FLOAT_NAMES, FloatName, Recipe
 from extensor.quant.recipe_schedule import RecipeSchedule
+from extensor.quant.saved import parse_saved
 from extensor.schema import SchemaError, check
 
 from .choices import OPTIMIZERS, SCHEDULES, parse_options
@@ -49,9 +49,6 @@ ACTIVATIONS: Mapping[str, FloatName | None] = {
     **{name: name for name in FLOAT_NAMES},
 }
 """What ``--activations`` takes, as `apply_recipe` takes it."""
-
-SAVED = ("float32", *(name for name, row in FORMATS.items() if not row.outliers))
-"""What ``--saved`` takes, as `SavedRule` takes it."""
 
 AUGMENTATIONS_OF: Mapping[str, Collection[str]] = {
     "images": AUGMENTATIONS,
@@ -155,10 +152,11 @@ class Settings:
         among=STATES,
     )
     saved: str = setting(
-        "Format of what norms, activations, attention and convolutions keep for backward: float32 "
-        "(as it is), or blocks such as mxfp8_e4m3.",
+        "How what norms, activations, attention and convolutions keep for backward is stored: "
+        "float32 (as it is), bfloat16 or blocks such as mxfp8_e4m3, with ~ rounded stochastically; "
+        "or rules [PATH:]SLOT=FORMAT of slots such as norm, activation, gate, up, qkv and o: "
+        "norm=bfloat16,blocks.*:gate=mxfp4~.",
         "float32",
-        among=SAVED,
     )
     weight_decay: float = setting(
         "Weight decay. adamw, lion, lars and muon leave out biases, norms and other vectors.",
@@ -255,6 +253,10 @@ class Settings:
             if rules.get("check"):
                 good, expected = rules["check"]
                 self._require(field.name, good(value), expected)
+        try:
+            parse_saved(self.saved)
+        except ValueError as error:
+            raise ValueError(f"--saved: {error}") from error
         for kind in ("optimizer", "schedule"):
             parse_options(kind, getattr(self, kind), getattr(self, f"{kind}_options"))
         if self.patience and not self.val_share:
@@ -343,7 +345,7 @@ class RunConfig(Settings):
         recipe = self.recipe_schedule.at(step, steps)
         changes: dict[str, Any] = {}
         if self.saved != "float32":
-            changes["saved"] = (SavedRule("*", self.saved),)
+            changes["saved"] = parse_saved(self.saved)
         if (activations := ACTIVATIONS[self.activations]) is not None:
             changes["activations"] = activations
         return dataclasses.replace(recipe, **changes) if changes else recipe

@@ -114,6 +114,9 @@ class Primitive:
             read, because of what forward saved; None: of no input.
         saved_again: ``saved_again(backend, *inputs)`` makes what forward saved, as large as an
             input; where inputs are stored in blocks it is not kept. None: always kept.
+        slots: what the inputs are called by rules of how they are stored (`SAVED_SLOTS`); the last
+            name is that of all further inputs.
+        out_slot: likewise the output.
         to_float: integers are converted to float32 first.
         mixed: inputs may have several float dtypes; forward decides the result's dtype.
         totals: 16-bit floats give float32, which is not rounded.
@@ -137,6 +140,8 @@ class Primitive:
     saves: bool = False
     released: Callable[[Any], Collection[int]] | None = None
     saved_again: Callable[..., Any] | None = None
+    slots: tuple[str, ...] = ("input",)
+    out_slot: str = "output"
     to_float: bool = False
     mixed: bool = False
     totals: bool = False
@@ -174,6 +179,10 @@ class Primitive:
             ("as_given", self.mixed and self.takes_blocked),
         ):
             object.__setattr__(self, name, value)
+
+    def slot(self, index: int) -> str:
+        """The name of input ``index`` in rules of how it is stored."""
+        return self.slots[min(index, len(self.slots) - 1)]
 
     def has_vjp(self, index: int) -> bool:
         """Whether input ``index`` gets a gradient, and so takes part in promotion."""

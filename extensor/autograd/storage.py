@@ -1,9 +1,9 @@
 """What operations keep for backward, stored in a format of few bits.
 
-The arrays that an operation's gradient reads, its inputs and output, are quantized along their
-values in memory order when they are recorded, and decoded when the gradient is computed. The
+The arrays that an operation's gradient reads, its inputs and output, are rounded to a format along
+their values in memory order when they are recorded, and decoded when the gradient is computed. The
 gradient is that of the operation at the decoded values. Leaves are not stored: parameters and data
-live anyway. An array that several operations keep is stored once.
+live anyway. An array that several operations keep in one format is stored once.
 
 Sources: ActNN (Chen et al., arXiv 2104.14129), COAT (Xi et al., arXiv 2410.19313).
 """
@@ -11,16 +11,19 @@ Sources: ActNN (Chen et al., arXiv 2104.14129), COAT (Xi et al., arXiv 2410.1931
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from extensor.autograd.node import Node
-from extensor.dtypes import dtype_of
+from extensor.dtypes import bfloat16, dtype_of
 from extensor.quant.array import QuantArray
 from extensor.quant.recipe_state import RecipeState
+from extensor.quant.saved import SavedRule
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["QuantizedStorage", "Stored", "restore"]
+__all__ = ["ArrayStore", "SavedStorage", "Stored", "restore"]
 
 LEAST = 1024
 """Values of the smallest array that is stored: fewer are not worth two kernels."""
@@ -28,16 +31,16 @@ LEAST = 1024
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """An array in blocks, for its shape and dtype.
+    """An array in fewer bits.
 
     Attributes:
-        q: the flat values.
+        q: the flat values in blocks, or an array of bfloat16.
         shape: of the array.
         dtype: of the array.
         source: the array, not kept alive.
     """
 
-    q: QuantArray
+    q: Any
     shape: tuple[int, ...]
     dtype: Any
     source: weakref.ref[Any]
@@ -45,43 +48,31 @@ class Stored:
     @property
     def arrays(self) -> tuple[Any, ...]:
         """What is kept."""
-        return tuple(self.q.parts.values())
+        return tuple(self.q.parts.values()) if isinstance(self.q, QuantArray) else (self.q,)
 
     def values(self, backend: Any) -> Any:
         """The decoded array."""
-        return backend.cast(backend.dequantize(self.q), self.dtype).reshape(self.shape)
+        flat = backend.dequantize(self.q) if isinstance(self.q, QuantArray) else self.q
+        return backend.cast(flat, self.dtype).reshape(self.shape)
 
 
-class QuantizedStorage:
-    """Stores by one spec; see `extensor.autograd.mode.Storage`.
+class ArrayStore:
+    """Stores arrays in one format.
 
     Args:
-        spec: the format; stochastic rounding draws from the recipe's seed and step.
+        spec: of blocks, where stochastic rounding draws from the recipe's seed and step; or
+            "bfloat16".
         state: the recipe's.
     """
 
-    def __init__(self, spec: QuantSpec, state: RecipeState) -> None:
-        self.spec, self.state = spec.replace(axis=-1).resolve(1), state
+    def __init__(self, spec: QuantSpec | str, state: RecipeState) -> None:
+        if isinstance(spec, QuantSpec):
+            spec = spec.replace(axis=-1).resolve(1)
+        self.spec, self.state = spec, state
         self._stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
 
-    def pack(self, node: Node) -> None:
-        """Store the float arrays that a node keeps, but for the packed operand of a layer.
-
-        A layer that keeps its input, such as one in float32, has it stored.
-        """
-        released = node.primitive.released
-        whole = (self.state.recipe.saved_input or node.backend.saved_input) == "input"
-        if released is not None and (whole or released(node.saved)):
-            return
-        edges = node.edges or ()
-        for i, edge in enumerate(edges):
-            if isinstance(edge, Node):
-                node.arrays[i] = self._of(node.arrays[i], node.backend)
-        node.out = self._of(node.out, node.backend)
-        if node.primitive.saved_again is not None and _is_stored(node):
-            node.saved = None
-
-    def _of(self, array: Any, backend: Any) -> Any:
+    def store(self, array: Any, backend: Any) -> Any:
+        """The array in the format; itself where it is small, or not of 16 or 32 bits a value."""
         if not isinstance(array, backend.xp.ndarray) or array.size < LEAST:
             return array
         if not dtype_of(array).is_float or array.dtype.itemsize > 4:
@@ -89,6 +80,16 @@ class QuantizedStorage:
         found = self._stored.get(id(array))
         if found is not None and found.source() is array:
             return found
+        q = self._rounded(array, backend)
+        if q is array:
+            return array
+        made = Stored(q, tuple(array.shape), array.dtype, weakref.ref(array))
+        self._stored[id(array)] = made
+        return made
+
+    def _rounded(self, array: Any, backend: Any) -> Any:
+        if not isinstance(self.spec, QuantSpec):
+            return array if array.dtype.itemsize == 2 else backend.cast(array, bfloat16.numpy)
         if backend.capturing is not None:
             raise RuntimeError(
                 "capture: a step that stores what it keeps for backward in blocks counts on the "
@@ -96,10 +97,56 @@ class QuantizedStorage:
             )
         flat = backend.xp.ascontiguousarray(array).reshape(-1)
         stream = self.state.saved_stream() if self.spec.rounding == "stochastic" else None
-        q, _ = backend.quantize(flat, self.spec, stream)
-        made = Stored(q, tuple(array.shape), array.dtype, weakref.ref(array))
-        self._stored[id(array)] = made
-        return made
+        return backend.quantize(flat, self.spec, stream)[0]
+
+
+class SavedStorage:
+    """Stores what the operations of a module keep, by the rules that match it.
+
+    Args:
+        rules: in order, each with its store; None keeps arrays as they are.
+        state: the recipe's, which is told of rules that matched.
+    """
+
+    def __init__(
+        self, rules: Sequence[tuple[SavedRule, ArrayStore | None]], state: RecipeState
+    ) -> None:
+        self.rules, self.state = tuple(rules), state
+
+    def pack(self, node: Node) -> None:
+        """Store the float arrays that a node keeps, but for the packed operand of a layer.
+
+        A layer that keeps its input, such as one in float32, has it stored.
+        """
+        primitive, backend = node.primitive, node.backend
+        whole = (self.state.recipe.saved_input or backend.saved_input) == "input"
+        if primitive.released is not None and (whole or primitive.released(node.saved)):
+            self._met("a quantized layer's own operand")
+            return
+        for i, edge in enumerate(node.edges or ()):
+            if isinstance(edge, Node) and isinstance(node.arrays[i], backend.xp.ndarray):
+                node.arrays[i] = self._store(node.arrays[i], primitive.slot(i), backend)
+        if node.out is not None:
+            node.out = self._store(node.out, primitive.out_slot, backend)
+        if primitive.saved_again is not None and _is_stored(node):
+            node.saved = None
+
+    def _store(self, array: Any, slot: str, backend: Any) -> Any:
+        for rule, store in self.rules:
+            if fnmatchcase(slot, rule.slot):
+                self._met(slot, rule)
+                return array if store is None else store.store(array, backend)
+        self._met(slot)
+        return array
+
+    def _met(self, slot: str, decides: SavedRule | None = None) -> None:
+        """Note that a rule decides about a slot, and the others do not."""
+        unmet = self.state.unmet_saved
+        if unmet:
+            unmet.pop(decides, None)  # type: ignore[arg-type]
+            for rule, _ in self.rules:
+                if rule in unmet:
+                    unmet[rule].add(slot)
 
 
 def _is_stored(node: Node) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
-from extensor.autograd.storage import QuantizedStorage
+from extensor.autograd.storage import ArrayStore, SavedStorage
 from extensor.nn.linear import GemmLayer
 from extensor.nn.module import Module
 from extensor.nn.norm import LayerNorm, RMSNorm
@@ -143,18 +142,19 @@ def store_saved(model: Module, state: RecipeState) -> None:
     True
     """
     rules = state.recipe.saved
-    stores = [None if r.spec is None else QuantizedStorage(r.spec, state) for r in rules]
     modules = list(model.named_modules())
     for rule in rules:
-        if not any(fnmatchcase(path, rule.match) for path, _ in modules):
+        if not any(rule.matches(path) for path, _ in modules):
             known = ", ".join(path for path, _ in modules if path) or "none"
             raise ValueError(
                 f"recipe {state.recipe.name!r}: saved rule {rule.match!r} matches no module; the "
                 f"model's modules: {known}"
             )
+    stores = [(r, None if r.spec is None else ArrayStore(r.spec, state)) for r in rules]
     for path, module in modules:
-        hits = [s for r, s in zip(rules, stores, strict=True) if fnmatchcase(path, r.match)]
-        module.storage = hits[0] if hits else None
+        hits = [(rule, store) for rule, store in stores if rule.matches(path)]
+        module.storage = SavedStorage(hits, state) if hits else None
+    state.unmet_saved = {rule: set() for rule in rules}
 
 
 def round_norms(model: Module, narrow: bool) -> None:

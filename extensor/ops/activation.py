@@ -28,6 +28,7 @@ __all__ = [
     vjps=(lambda g, out, x: where(out > 0, g, 0.0),),
     fused_vjp=lambda backend, g, out, inputs, needs: (backend.relu_grad(g, out),),
     reads="output",
+    out_slot="activation",
     samples=unary_samples(lambda x: np.maximum(x, 0), apart_from=(0.0,)),
     errors=NO_TENSOR,
 )
@@ -204,6 +205,7 @@ def log_softmax(x: ExTensor, axis: int = -1) -> ExTensor:
     forward=lambda backend, x: backend.xp.logaddexp(x, x.dtype.type(0)),
     vjps=(lambda g, out, x: g * x.sigmoid(),),
     reads="inputs",
+    slots=("activation",),
     to_float=True,
     samples=unary_samples(lambda x: np.log1p(np.exp(x))),
     errors=NO_TENSOR,
@@ -239,6 +241,7 @@ def _gelu_vjp(g: ExTensor, out: None, x: ExTensor, saved: Any) -> ExTensor:
         backend.gelu_grad(g, inputs[0], saved),
     ),
     reads="inputs",
+    slots=("activation",),
     saves=True,
     saved_again=lambda backend, x: backend.gelu(x)[1],
     to_float=True,
@@ -337,7 +340,7 @@ def swiglu(x: ExTensor, axis: int = -1) -> ExTensor:
     if x.shape[at] % 2:
         raise ValueError(f"swiglu: expected an axis of even length, got axis {at} of {x.shape}")
     gate, value = split(x, 2, at)
-    return silu(gate) * value
+    return gated_silu(gate, value)
 
 
 def _gated_reference(gate: Any, up: Any, alpha: float = 1.0, limit: float | None = None) -> Any:
@@ -386,6 +389,7 @@ def _gated_vjp(
         g, *inputs, alpha, limit
     ),
     reads="inputs",
+    slots=("gate", "up"),
     samples=_gated_samples,
     errors=(
         BadInput((np.zeros((2, 3)), np.zeros(3)), ValueError, "of one shape"),

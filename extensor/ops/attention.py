@@ -224,6 +224,8 @@ _Q = np.zeros((2, 4, 3, 8))
     forward=_forward,
     vjp_at=_vjp,
     fused_vjp=_fused_vjp,
+    slots=("q", "k", "v", "input"),
+    out_slot="o",
     saves=True,
     samples=_samples,
     errors=(
@@ -427,6 +429,8 @@ def _packed_samples(rng: np.random.Generator) -> Iterator[Sample]:
     forward=_packed_forward,
     vjps=(_packed_vjp,),
     fused_vjp=_packed_fused,
+    slots=("qkv",),
+    out_slot="o",
     saves=True,
     samples=_packed_samples,
     errors=(

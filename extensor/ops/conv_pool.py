@@ -130,6 +130,7 @@ def _conv2d_vjp_at(
     vjp_at=_conv2d_vjp_at,
     fused_vjp=_conv2d_fused_vjp,
     reads="inputs",
+    slots=("layer",),
     to_float=True,
     samples=_conv_samples,
     errors=(

@@ -290,6 +290,7 @@ def tan(x: ExTensor) -> ExTensor:
     lambda g, out, x: g * (1.0 - out * out),
     unary_samples(np.tanh),
     reads="output",
+    out_slot="activation",
     fused=True,
 )
 def tanh(x: ExTensor) -> ExTensor:
@@ -346,6 +347,7 @@ def _sigmoid(backend: Any, x: Any) -> Any:
     lambda g, out, x: g * (out * (1.0 - out)),
     unary_samples(lambda x: 1 / (1 + np.exp(-x))),
     reads="output",
+    out_slot="activation",
     fused=True,
 )
 def sigmoid(x: ExTensor) -> ExTensor:

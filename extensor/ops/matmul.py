@@ -144,6 +144,7 @@ def _linear_samples(rng: np.random.Generator) -> list[Sample]:
     ),
     fused_vjp=_linear_fused,
     reads="inputs",
+    slots=("layer",),
     samples=_linear_samples,
     errors=(
         BadInput((np.zeros((2, 3)), np.zeros((3, 2))), ValueError, "inputs of 2"),

@@ -92,6 +92,7 @@ def _layer_norm(backend: Any, x: Any, weight: Any, bias: Any, eps: float, narrow
         backend.layer_norm_grad(g, *inputs[:2], *saved, **adds)
     ),
     reads="inputs",
+    slots=("norm",),
     saves=True,
     to_float=True,
     samples=_layer_samples,
@@ -143,6 +144,7 @@ def layer_norm(
         backend.rms_norm_grad(g, *inputs, saved, **adds)
     ),
     reads="inputs",
+    slots=("norm",),
     saves=True,
     to_float=True,
     samples=_rms_samples,
@@ -235,6 +237,7 @@ def _batch_samples(rng: np.random.Generator) -> Iterator[Sample]:
         g, *inputs[:2], *saved, eps
     ),
     reads="inputs",
+    slots=("norm",),
     saves=True,
     to_float=True,
     samples=_batch_samples,

@@ -237,6 +237,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     fused_vjp=_matmul_vjp,
     once=_ONCE,
     reads="inputs",
+    slots=("layer",),
     mixed=True,
     saves=True,
     released=lambda saved: saved.released,
@@ -435,6 +436,7 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
     fused_vjp=_conv_vjp,
     once=_ONCE,
     reads="inputs",
+    slots=("layer",),
     samples=_conv_samples,
     errors=(
         BadInput((_ones(2, 3, 8, 8), _ones(4, 5, 3, 3), _MXFP4), ValueError, "channels"),

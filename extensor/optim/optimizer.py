@@ -346,6 +346,8 @@ class Optimizer(ABC):
                 "step: expected gradients, got none; call loss.backward() first, with a loss "
                 "computed from these parameters"
             )
+        for state in self._recipe_states():
+            state.check_saved()
         for group in self.groups:
             self._check_options(group.options)
             missing = set(self.slots(group.options)) - group.members[0].arrays.keys()
@@ -372,12 +374,16 @@ class Optimizer(ABC):
 
     def _end_step(self, capture: StepCapture | None) -> None:
         """Begin the next step of every recipe that the parameters were used under."""
-        found = [getattr(param, "recipe_state", None) for param in self.params]
-        for state in {id(state): state for state in found if state is not None}.values():
+        for state in self._recipe_states():
             if capture is None:
                 state.next_step()
             else:
                 state.next_captured_step(capture)
+
+    def _recipe_states(self) -> list[Any]:
+        """The states of the recipes that the parameters were used under."""
+        found = [getattr(param, "recipe_state", None) for param in self.params]
+        return list({id(state): state for state in found if state is not None}.values())
 
     def _step_one(self, member: ParamState, grad: ExTensor, options: Mapping[str, Any]) -> None:
         param, xp = member.param, member.param.backend.xp

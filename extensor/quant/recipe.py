@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from extensor.errors import unknown_name
-from extensor.formats import FORMATS
 from extensor.notebook import card, table
+from extensor.quant.saved import SavedRule
 from extensor.quant.spec import QuantSpec
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "OperandSpec",
     "Recipe",
     "Rule",
+    "SavedRule",
     "operand_text",
 ]
 
@@ -269,44 +270,6 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class SavedRule:
-    """How what operations keep for backward is stored in modules that match.
-
-    That is the inputs and results of norms, activations, attention and layers without a quantized
-    recipe; a quantized layer keeps its own operand (`Recipe.saved_input`).
-
-    Attributes:
-        match: a glob on the module's path, as in "blocks.*.norm1"; "*" is the whole model.
-        use: a spec, or a format's name, "mxfp8" and "mxfp6" for the first of their element types;
-            "float32": as it is.
-
-    Raises:
-        ValueError: for an unknown format.
-
-    >>> et.quant.recipe.SavedRule("*.feed_forward", "mxfp8").spec.format
-    'mxfp8_e4m3'
-    """
-
-    match: str
-    use: QuantSpec | str
-
-    def __post_init__(self) -> None:
-        self.spec  # noqa: B018  # an unknown format is an error here
-
-    @property
-    def spec(self) -> QuantSpec | None:
-        """The spec; None stores nothing in blocks."""
-        if isinstance(self.use, QuantSpec):
-            return self.use
-        if self.use == "float32":
-            return None
-        if self.use in FORMATS:
-            return QuantSpec(self.use)
-        longer = [name for name in FORMATS if name.startswith(f"{self.use}_e")]
-        return QuantSpec(longer[0] if longer else self.use)
-
-
-@dataclass(frozen=True)
 class Recipe:
     """A named training recipe.
 
@@ -325,8 +288,8 @@ class Recipe:
         saved_input: what a layer keeps of its input for backward: "packed", the operand of its
             weight's gradient in its format, or "input", the input as it is. None: packed on the
             CPU, the input on a GPU. Gradients are the same.
-        saved: rules for what other operations keep, in order; the first that matches a module
-            decides for it and the modules in it. Gradients are those at what is stored.
+        saved: rules for what other operations keep, in order; the first that matches the module and
+            the slot decides. Gradients are those at what is stored.
 
     >>> from dataclasses import replace
     >>> from extensor.quant.recipe import LayerRecipe, Rule

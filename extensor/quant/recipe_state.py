@@ -11,6 +11,7 @@ from extensor.quant.array import QuantStats
 from extensor.quant.input_cache import InputCache
 from extensor.quant.recipe import SLOTS, FloatName, LayerRecipe, OperandSpec, Recipe
 from extensor.quant.replay import REPLAY
+from extensor.quant.saved import SavedRule
 from extensor.quant.static_scale import StaticScale
 from extensor.quant.weight_cache import WeightCache
 from extensor.random import Stream
@@ -84,6 +85,8 @@ class RecipeState:
             are a function of this number, so that it does not matter which process computes it
             after which other parts. Setting it begins at use 0. Weights have those of number 0.
         layers: every layer with GEMMs, by path.
+        unmet_saved: rules of `Recipe.saved` that no kept array has matched yet, each with the slots
+            that were met in its modules.
         weight_cache: the GEMM operands of their weights.
         input_cache: the operands of the input that was quantized last.
 
@@ -101,6 +104,7 @@ class RecipeState:
     _amax_states: dict[tuple[str, int, str], dict[str, Any]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    unmet_saved: dict[SavedRule, set[str]] = field(default_factory=dict, repr=False, compare=False)
     weight_cache: WeightCache = field(default_factory=WeightCache, repr=False, compare=False)
     input_cache: InputCache = field(default_factory=InputCache, repr=False, compare=False)
     _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
@@ -115,6 +119,22 @@ class RecipeState:
         if name == "step":
             object.__setattr__(self, "_ahead", 0)
         object.__setattr__(self, name, value)
+
+    def check_saved(self) -> None:
+        """Refuse rules of `Recipe.saved` that decided nothing while their modules ran.
+
+        Raises:
+            ValueError: naming the first, and the slots that its modules have.
+
+        >>> et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all").check_saved()
+        """
+        for rule, slots in self.unmet_saved.items():
+            if slots:
+                raise ValueError(
+                    f"recipe {self.recipe.name!r}: saved rule {rule.match!r} of slot {rule.slot!r} "
+                    "decides about nothing that its modules keep for backward, in these slots: "
+                    f"{', '.join(sorted(slots))}; the first rule that matches decides"
+                )
 
     def next_step(self) -> None:
         """Begin the next step; optimizers call it when they have updated the model.

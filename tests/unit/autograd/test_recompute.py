@@ -11,16 +11,16 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
-import numpy as np
 import pytest
 
 import extensor as et
 from extensor import nn
 from extensor.autograd.mode import MODE
-from extensor.autograd.storage import QuantizedStorage
-from extensor.quant.recipe import SavedRule
+from extensor.autograd.storage import ArrayStore, SavedStorage
+from extensor.quant.recipe import Rule, SavedRule
 from extensor.quant.recipes import RECIPES
 from extensor.quant.replay import RunLog
+from extensor.quant.saved import parse_saved
 from extensor.quant.spec import QuantSpec
 
 needs_core = pytest.mark.skipif(
@@ -134,52 +134,88 @@ def test_a_float_layer_and_the_relu_before_it_store_one_array() -> None:
     assert kept(model, x) == 64 * 256 * 8.25 / 8
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["gelu", "relu", "layer_norm", "softmax"])
-def test_gradients_are_those_at_what_is_stored(name: str, dtype: str) -> None:
-    spec = QuantSpec("mxfp8_e4m3")
-    x = (et.randn((40, 64), seed=1) * 2.0).to(dtype)
-    g = et.randn((40, 64), seed=2).to(dtype)
-    ones, zeros = et.ones(64), et.zeros(64)
-    call = {
-        "gelu": et.gelu,
-        "relu": et.relu,
-        "softmax": et.softmax,
-        "layer_norm": lambda x: et.layer_norm(x, ones, zeros),
-    }[name]
-    state = nn.apply_recipe(nn.Linear(8, 8), "fp32")
+class DecodedAtOnce(ArrayStore):
+    """A float array of what storage would give back, and no storage."""
 
-    def stored(values: et.ExTensor) -> et.ExTensor:
-        flat = values.reshape(-1).quantize(spec).dequantize().to(values.dtype)
-        return flat.reshape(values.shape)
+    def store(self, array: Any, backend: Any) -> Any:
+        stored = super().store(array, backend)
+        return array if stored is array else stored.values(backend)
 
-    leaf = x.detach()
-    leaf.requires_grad = True
-    MODE.storage = QuantizedStorage(spec, state)
-    try:
-        y = call(leaf * 1.0)
-    finally:
-        MODE.storage = None
-    y.backward(g.to(y.dtype))
-    if name in ("relu", "softmax"):  # their gradients read the output
-        out = stored(call(x)).to("float32")
-        wide = g.to("float32")
-        want = wide * (out > 0.0) if name == "relu" else out * (wide - (wide * out).sum(-1, True))
-        close = {"rtol": 1e-2 if dtype == "bfloat16" else 1e-5, "atol": 1e-5}
-    else:
-        at = stored(x)
-        at.requires_grad = True
-        call(at).backward(g.to(y.dtype))
-        want, close = at.grad, {"rtol": 1e-2, "atol": 1e-5}
-        if name == "layer_norm":  # mean and deviation are the input's own
-            close = {"rtol": 0.1, "atol": 0.1}
-    np.testing.assert_allclose(leaf.grad.to("float32").numpy(), want.to("float32").numpy(), **close)
+
+class Reference(SavedStorage):
+    """The exact reference: what is kept is replaced by its decoded values in the forward pass."""
+
+    def pack(self, node: Any) -> None:
+        before = list(node.arrays)
+        super().pack(node)
+        if node.primitive.name == "gelu_exact" and node.arrays[0] is not before[0]:
+            x = node.backend.cast(node.arrays[0], node.compute or node.arrays[0].dtype)
+            node.saved = node.backend.gelu(x)[1]
+
+
+def llama_block(saved: tuple[SavedRule, ...]) -> nn.Module:
+    """RMS norms, rotary grouped queries and a gated unit, layers in float32 but two in MXFP4."""
+    model = nn.TransformerBlock(
+        nn.MultiheadAttention(64, 4, kv_heads=2, causal=True, rotary=1e4, rng=0),
+        nn.FeedForward(64, 128, "swiglu", rng=1),
+        norm="rms",
+    )
+    dense = Rule("feed_forward.*", RECIPES["fp32"].layers)
+    recipe = replace(RECIPES["mxfp4_all"], rules=(dense,), saved=saved)
+    nn.apply_recipe(model, recipe, seed=3)
+    return model
+
+
+def gpt_blocks(saved: tuple[SavedRule, ...]) -> nn.Module:
+    return build("mxfp4_all", saved)[0]
+
+
+STOCHASTIC = QuantSpec("mxfp4", rounding="stochastic")
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        (SavedRule("*", "mxfp8"),),
+        (SavedRule("*", "bfloat16"),),
+        (SavedRule("*", STOCHASTIC),),
+        (SavedRule("*", "bfloat16", "norm"), SavedRule("*", "mxfp6", "[qkvo]*"),
+         SavedRule("*.feed_forward", "float32"), SavedRule("*", STOCHASTIC)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [llama_block, gpt_blocks])
+@pytest.mark.parametrize("activations", ["float32", "bfloat16"])
+def test_gradients_are_those_at_what_is_stored(
+    rules: tuple[SavedRule, ...], make: Any, activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte: norms with their input's own mean and deviation, all else at decoded values.
+
+    In a Llama-like block "*.feed_forward" matches nothing, so the glob is of the block itself.
+    """
+    if make is llama_block:
+        rules = tuple(replace(r, match=r.match.replace("*.", "")) for r in rules)
+
+    def gradients() -> list[str]:
+        x = et.randn((2, 24, 64), seed=5).to(activations)
+        x.requires_grad = True
+        model = make(rules)
+        (model(x * 1.0) * et.randn((2, 24, 64), seed=6)).sum().backward()
+        return [digest(x.grad.to("float32")), *(digest(p.grad) for p in model.parameters())]
+
+    found = gradients()
+    monkeypatch.setattr("extensor.nn.recipe.ArrayStore", DecodedAtOnce)
+    monkeypatch.setattr("extensor.nn.recipe.SavedStorage", Reference)
+    assert gradients() == found
+    monkeypatch.setattr(DecodedAtOnce, "store", lambda self, array, backend: array)
+    assert gradients() != found
 
 
 def test_an_array_of_several_operations_is_stored_once() -> None:
     x = et.randn((4, 64, 64), seed=0, requires_grad=True) * 1.0
     state = nn.apply_recipe(nn.Linear(8, 8), "fp32")
-    MODE.storage = QuantizedStorage(QuantSpec("mxfp8_e4m3"), state)
+    store = ArrayStore(QuantSpec("mxfp8_e4m3"), state)
+    rules = [SavedRule("*", "mxfp8", slot) for slot in ("activation", "input")]
+    MODE.storage = SavedStorage([(rule, store) for rule in rules], state)
     try:
         y = x.relu()
         z = y * y
@@ -199,6 +235,39 @@ def test_rules_that_match_nothing_and_unknown_formats_are_errors() -> None:
         build("mxfp4_all", (SavedRule("head.*", "mxfp8"),))
     with pytest.raises(ValueError, match="mxfp7"):
         SavedRule("*", "mxfp7")
+    with pytest.raises(ValueError, match="no saved slot named 'gates'"):
+        SavedRule("*", "mxfp8", "gates")
+
+
+@pytest.mark.parametrize(
+    ("rule", "seen"),
+    [
+        (SavedRule("*", "mxfp8", "gate"), "activation"),
+        (SavedRule("*.feed_forward.up", "mxfp8"), "a quantized layer's own operand"),
+        (SavedRule("1.norm1", "mxfp8"), "norm"),  # the rule before it decides
+    ],
+)
+def test_a_rule_that_decides_nothing_is_an_error_of_the_first_step(
+    rule: SavedRule, seen: str
+) -> None:
+    model, _ = build("mxfp4_all", (SavedRule("*", "bfloat16", "norm"), rule))
+    before = model[0].norm1.weight.numpy().copy()
+    model(et.randn((2, 24, 64), seed=0)).sum().backward()
+    with pytest.raises(ValueError, match=f"decides about nothing .* in these slots: .*{seen}"):
+        et.optim.SGD(model.parameters(), lr=0.1).step()
+    assert (model[0].norm1.weight.numpy() == before).all()
+
+
+def test_rules_as_text() -> None:
+    found = parse_saved("norm=bfloat16, blocks.*:[qkvo]=mxfp8~,mxfp4")
+    assert found == (
+        SavedRule("*", "bfloat16", "norm"),
+        SavedRule("blocks.*", QuantSpec("mxfp8_e4m3", rounding="stochastic"), "[qkvo]"),
+        SavedRule("*", "mxfp4"),
+    )
+    for text in ("norm=bfloat16~", "nrm=mxfp8", "norm=mxfp7", ""):
+        with pytest.raises(ValueError):
+            parse_saved(text)
 
 
 def test_a_checkpoint_takes_tensors_and_gives_one() -> None:

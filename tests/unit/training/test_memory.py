@@ -51,4 +51,7 @@ def test_out_of_memory_names_the_holders_and_the_settings(tmp_path: Path, small:
 
 def test_the_setting_says_how_what_is_kept_is_stored(tmp_path: Path, small: Make) -> None:
     run = fitted(small(recipe="fp32", saved="mxfp8_e4m3"), tmp_path)
-    assert run.model.storage.spec.format == run.config.saved
+    ((rule, store),) = run.model.storage.rules
+    assert store.spec.format == rule.spec.format == run.config.saved
+    with pytest.raises(ValueError, match=r"--saved: no saved format named 'mxfp7'"):
+        small(saved="norm=mxfp7")
