@@ -173,18 +173,24 @@ def _weights(
     archive: Archive, sources: Mapping[str, Source], names: Mapping[str, str]
 ) -> Iterator[tuple[str, Stored]]:
     """Each weight's path and value; a tensor that several share is read once."""
-    last: tuple[str, Stored] | None = None
+    for name, members in _by_name(sources).items():
+        value = archive.read(names[name])
+        for at, source in members:
+            if tuple(value.shape) != source.shape:
+                raise CheckpointError(
+                    f"{archive.path}: {name}: shape {tuple(value.shape)}, but config.json says "
+                    f"{source.shape}"
+                )
+            yield at, _part(value, source)
+        del value  # let go before the next is read
+
+
+def _by_name(sources: Mapping[str, Source]) -> dict[str, list[tuple[str, Source]]]:
+    """The model's tensors by the file's tensor that holds them."""
+    shared: dict[str, list[tuple[str, Source]]] = {}
     for at, source in sources.items():
-        if last is None or last[0] != source.name:
-            last = None  # let go before the next is read
-            last = source.name, archive.read(names[source.name])
-        value = last[1]
-        if tuple(value.shape) != source.shape:
-            raise CheckpointError(
-                f"{archive.path}: {source.name}: shape {tuple(value.shape)}, but config.json says "
-                f"{source.shape}"
-            )
-        yield at, _part(value, source)
+        shared.setdefault(source.name, []).append((at, source))
+    return shared
 
 
 def _part(value: Stored, source: Source) -> Stored:
@@ -334,11 +340,8 @@ def _tensors(model: Module) -> dict[str, Any]:
 
 def _stored_weights(model: Any, row: Architecture) -> Iterator[tuple[str, Stored]]:
     """The model's tensors as files hold them; parts of one are put together."""
-    tensors, sources = _tensors(model), row.sources(model.config)
-    shared: dict[str, list[tuple[str, Source]]] = {}
-    for at, source in sources.items():
-        shared.setdefault(source.name, []).append((at, source))
-    for name, members in shared.items():
+    tensors = _tensors(model)
+    for name, members in _by_name(row.sources(model.config)).items():
         values = [tensors[at].to("cpu").data for at, _ in members]
         whole = members[0][1]
         if len(members) == 1 and not whole.part and not whole.transposed:

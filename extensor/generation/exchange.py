@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+import numpy as np
+
 from extensor.extras import lacking
-from extensor.generation.gguf_vocab import CONTROL, PRE_TOKENIZERS, USER_DEFINED, gguf_tokenizer
+from extensor.generation.gguf_vocab import (
+    BYTE,
+    CONTROL,
+    PRE_TOKENIZERS,
+    UNKNOWN,
+    USER_DEFINED,
+    gguf_tokenizer,
+)
 from extensor.generation.tokenizer import PretrainedTokenizer, TokenizerError
 from extensor.io.gguf import Typed
 from extensor.io.stored import open_archive
@@ -29,11 +39,14 @@ class _Added(TypedDict):
 class _BytePairs(TypedDict):
     vocab: dict[str, int]
     merges: list[str | list[str]]
+    byte_fallback: NotRequired[bool]
+    unk_token: NotRequired[str | None]
 
 
 class _TokenizerJson(TypedDict):
     model: dict[str, Any]
     pre_tokenizer: NotRequired[dict[str, Any] | None]
+    post_processor: NotRequired[dict[str, Any] | None]
     added_tokens: NotRequired[list[_Added]]
 
 
@@ -97,7 +110,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> Converted:
 
 
 def gguf_vocabulary(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """GGUF's metadata of a folder's tokenizer.json: byte-level BPE, which llama.cpp calls gpt2.
+    """GGUF's metadata of a folder's tokenizer.json: byte-level BPE, and SentencePiece's.
 
     Args:
         folder: holds tokenizer.json.
@@ -111,18 +124,13 @@ def gguf_vocabulary(folder: Path) -> tuple[dict[str, Any], list[str]]:
     content = read_json(place, _TokenizerJson, TokenizerError)
     model = content["model"]
     steps = json.dumps(content.get("pre_tokenizer") or {})
-    if model.get("type") != "BPE" or "ByteLevel" not in steps:
+    bytes_of_words = "ByteLevel" in steps
+    if model.get("type") != "BPE" or not (bytes_of_words or model.get("byte_fallback")):
         return {}, [f"no vocabulary: {model.get('type')} tokenizers are not written to GGUF"]
     try:
         check(model, _BytePairs, "model")
     except SchemaError as error:
         raise TokenizerError(f"{place}: {error}") from None
-    pre = _pre_tokenizer_name(steps)
-    if pre is None:
-        return {}, [
-            "no vocabulary: its pre-tokenizer is none that GGUF names here: "
-            + ", ".join(PRE_TOKENIZERS)
-        ]
     tokens: dict[int, str] = {number: token for token, number in model["vocab"].items()}
     numbers = [*tokens, *(added["id"] for added in content.get("added_tokens", ()))]
     if not numbers or min(numbers) < 0 or max(numbers) > 2 * len(numbers) + _SPARE:
@@ -132,13 +140,19 @@ def gguf_vocabulary(folder: Path) -> tuple[dict[str, Any], list[str]]:
         tokens[added["id"]] = added["content"]
         types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     count = max(tokens) + 1
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    out: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
+    pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    if bytes_of_words:
+        rule, problem = _byte_pairs(steps, pairs)
+    else:
+        rule, problem = _sentence_pieces(content, pairs, [tokens.get(n, "") for n in range(count)])
+        types |= {n: BYTE for n, token in tokens.items() if re.fullmatch("<0x[0-9A-F]{2}>", token)}
+        unknown = model["vocab"].get(model.get("unk_token"))
+        types |= {} if unknown is None else {unknown: UNKNOWN}
+    if problem:
+        return {}, [f"no vocabulary: {problem}"]
+    out: dict[str, Any] = rule | {
         "tokenizer.ggml.tokens": Typed(_STRING, [tokens.get(n, f"[PAD{n}]") for n in range(count)]),
         "tokenizer.ggml.token_type": Typed(_INT32, [types.get(n, 5) for n in range(count)]),
-        "tokenizer.ggml.merges": Typed(_STRING, merges),
     }
     settings: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
@@ -153,9 +167,71 @@ def gguf_vocabulary(folder: Path) -> tuple[dict[str, Any], list[str]]:
         settings["chat_template"] = text.decode("utf-8", "replace")
     if isinstance(settings.get("chat_template"), str):
         out["tokenizer.chat_template"] = settings["chat_template"]
-    for end in ("bos", "eos"):
-        out[f"tokenizer.ggml.add_{end}_token"] = bool(settings.get(f"add_{end}_token", False))
+    for end, adds in zip(("bos", "eos"), _adds_ends(content.get("post_processor")), strict=True):
+        out[f"tokenizer.ggml.add_{end}_token"] = bool(settings.get(f"add_{end}_token", adds))
     return out, []
+
+
+def _adds_ends(step: Any) -> tuple[bool, bool]:
+    """Whether a post-processor puts a token before every text, and one after it."""
+    step = step if isinstance(step, dict) else {}
+    single = step.get("single", ())
+    if step.get("type") == "TemplateProcessing" and isinstance(single, list) and single:
+        before, after = ("SpecialToken" in part for part in (single[0], single[-1]))
+        return before, after
+    inner = step.get("processors", ())
+    found = [_adds_ends(one) for one in inner] if isinstance(inner, list) else []
+    return any(before for before, _ in found), any(after for _, after in found)
+
+
+def _byte_pairs(steps: str, pairs: list[list[str]]) -> tuple[dict[str, Any], str]:
+    """What GGUF says of byte-level BPE, or what it cannot say."""
+    pre = _pre_tokenizer_name(steps)
+    if pre is None:
+        known = ", ".join(PRE_TOKENIZERS)
+        return {}, f"its pre-tokenizer is none that GGUF names here: {known}"
+    merges = [" ".join(pair) for pair in pairs]
+    kind = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
+    return {**kind, "tokenizer.ggml.merges": Typed(_STRING, merges)}, ""
+
+
+def _sentence_pieces(
+    content: Mapping[str, Any], pairs: list[list[str]], tokens: list[str]
+) -> tuple[dict[str, Any], str]:
+    """What GGUF says of SentencePiece's BPE, or what it cannot say.
+
+    SentencePiece merges any two neighbours that make a token, the token of the highest score
+    first. So the merges must be all such pairs, in the order of their tokens.
+    """
+    steps = content.get("pre_tokenizer") or {}
+    if steps and (steps.get("type") != "Metaspace" or steps.get("split", True)):
+        return {}, f"its pre-tokenizer {steps.get('type')} cuts words, which SentencePiece does not"
+    ranks: dict[str, int] = {}
+    for left, right in pairs:
+        ranks.setdefault(left + right, len(ranks))
+    order = [ranks[left + right] for left, right in pairs]
+    known = set(tokens)
+    possible = {
+        (token[:cut], token[cut:])
+        for token in tokens
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    }
+    made = {(left, right) for left, right in pairs}
+    if order != sorted(order) or {p for p in possible if p[0] + p[1] in ranks} != made:
+        return {}, "its merges are not those of SentencePiece's rule, which GGUF stores as scores"
+    scores = [-float(ranks.get(token, len(ranks))) for token in tokens]
+    prefix = '"Prepend"' in json.dumps(content.get("normalizer") or {}) or (
+        steps.get("prepend_scheme", "never") != "never"
+    )
+    unknown = content["model"].get("unk_token")
+    number = {"tokenizer.ggml.unknown_token_id": Typed(4, tokens.index(unknown))} if unknown else {}
+    return {
+        **number,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.scores": np.asarray(scores, np.float32),
+        "tokenizer.ggml.add_space_prefix": prefix,
+    }, ""
 
 
 def _pre_tokenizer_name(steps: str) -> str | None:

@@ -23,6 +23,8 @@ __all__ = ["PRE_TOKENIZERS", "PreTokenizer", "gguf_tokenizer"]
 PREFIX = "tokenizer.ggml."
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that are matched in the text before it is cut into words."""
+UNKNOWN, BYTE = 2, 6
+"""Types of the token for what has none, and of those for single bytes (SentencePiece)."""
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"

@@ -270,3 +270,48 @@ def test_llama_cpp_gives_our_logits(tmp_path: Path, model: Any, layout: str) -> 
     share = 8e-2 if TARGETS[layout].spec is not None else 2e-2
     assert_near(engine.scores[: TOKENS.shape[1]], ours, share)
     engine.close()
+
+
+def relatives() -> dict[str, Any]:
+    """Tiny models of the architectures that GGUF files hold in stacks or with rotary factors."""
+    from dataclasses import replace
+
+    from extensor.models.llama.configs import ExpertsConfig, LlamaConfig
+    from extensor.nn import Rope, RopeScaling
+
+    plain = LlamaConfig(
+        vocab=64, context=64, layers=2, width=256, heads=4, kv_heads=2, head_size=64, hidden=512,
+        eps=1e-5, rope=Rope(64, 1e6),
+    )  # fmt: skip
+    yarn = Rope(64, 150000.0, scaling=RopeScaling("yarn", 32.0, 4096, whole=False))
+    mixtral = ExpertsConfig(4, 2, 512, block="block_sparse_moe", parts=("w1", "w3", "w2"))
+    gpt_oss = ExpertsConfig(4, 2, 256, bias=True, alpha=1.702, limit=7.0, router="router")
+    return {
+        "llama": replace(plain, rope=Rope(64, 5e5, scaling=RopeScaling("llama3", 8.0, 8192))),
+        "mixtral": replace(plain, experts=mixtral),
+        "qwen3_moe": replace(plain, qk_norm=True, experts=ExpertsConfig(4, 2, 256)),
+        "gpt_oss": replace(
+            plain, hidden=256, rope=yarn, qkv_bias=True, out_bias=True, sinks=True,
+            windows=(16, None), experts=gpt_oss,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3_moe", "gpt_oss"])
+def test_llama_cpp_gives_our_logits_of_relatives(tmp_path: Path, kind: str) -> None:
+    """Stacked experts, their router, sinks, windows and rotary scaling mean the same to both."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    model = et.models.build("llama", relatives()[kind], np.random.default_rng(0)).eval()
+    rng = np.random.default_rng(1)
+    for parameter in model.parameters():
+        size = 1.0 if parameter.ndim == 1 else 0.08
+        parameter.data[...] = (rng.standard_normal(parameter.shape) * size).astype(F)
+    path, tokens = tmp_path / "m.gguf", rng.integers(0, 64, (1, 40))
+    model.save_pretrained(path, layout="gguf-f32", model_type=kind)
+    ours = np.asarray(et.models.from_pretrained(path)(et.ExTensor(tokens)).numpy())[0]
+    engine = llama_cpp.Llama(
+        str(path), logits_all=True, n_ctx=64, n_threads=1, verbose=False, flash_attn=False
+    )
+    engine.eval(tokens[0].tolist())
+    assert_near(engine.scores[:40], ours, 2e-2)
+    engine.close()

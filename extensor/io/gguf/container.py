@@ -115,11 +115,12 @@ class GgufFile:
             self._read_value()
         self.tensors = self._read_tensors(tensors)
 
-    def read(self, name: str) -> Array | QuantArray:
+    def read(self, name: str, index: int | None = None) -> Array | QuantArray:
         """One tensor, copied from the file.
 
         Args:
             name: the tensor's.
+            index: of a slice along the first axis, which alone is copied; None for the tensor.
 
         Raises:
             CheckpointError: for a type without a row, and for content that cannot be stored.
@@ -130,9 +131,15 @@ class GgufFile:
                 f"{name!r} is of type {tensor.type_name}, which is not supported; requantize it "
                 f"to one of {', '.join(GGUF_TYPES)}"
             )
-        content = self._content[tensor.start : tensor.start + tensor.nbytes]
+        start, shape = tensor.start, tensor.shape
+        if index is not None:
+            if len(shape) < 2 or not 0 <= index < shape[0]:
+                raise IndexError(f"{name}: expected an index of a stack of shape {shape}: {index}")
+            shape = shape[1:]
+            start += index * tensor.type.nbytes(shape)
+        content = self._content[start : start + tensor.type.nbytes(shape)]
         try:
-            return tensor.type.read(content, tensor.shape)
+            return tensor.type.read(content, shape)
         except ValueError as error:
             raise self._error(f"{name!r}: {error}") from None
 

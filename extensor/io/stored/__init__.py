@@ -9,13 +9,9 @@ from extensor.io.stored.certificate import (
     kind_of,
 )
 from extensor.io.stored.convert import WriteOptions, convert, metadata_of, write_checkpoint
-from extensor.io.stored.gguf_models import (
-    GGUF_ARCHITECTURES,
-    GgufArchitecture,
-    as_hugging_face,
-    gguf_metadata,
-    gguf_name,
-)
+from extensor.io.stored.gguf_config import gguf_metadata
+from extensor.io.stored.gguf_models import as_hugging_face
+from extensor.io.stored.gguf_names import GGUF_ARCHITECTURES, GgufArchitecture, gguf_name
 from extensor.io.stored.requantize import mxfp4_to_nvfp4, requantize, smallest_float
 from extensor.io.stored.rows import WEIGHT_LAYOUTS, Part, WeightLayout, read_weight, write_weight
 from extensor.io.stored.targets import TARGETS, Target, takes_blocks

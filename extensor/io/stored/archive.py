@@ -32,7 +32,7 @@ from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor.schema import SchemaError, printable, read_json
 
-__all__ = ["Archive", "Source", "TensorInfo", "open_archive"]
+__all__ = ["Archive", "GgufSource", "Source", "TensorInfo", "open_archive"]
 
 Array = npt.NDArray[Any]
 Stored = Array | QuantArray
@@ -200,20 +200,40 @@ def _open_gguf(path: Path) -> Archive:
         name: TensorInfo(name, tensor.shape, f"GGUF {tensor.type_name}", tensor.nbytes, (name,))
         for name, tensor in file.tensors.items()
     }
-    return Archive(path, "gguf", infos, None, file.metadata, (), _GgufSource(file), file.kinds)
+    return Archive(path, "gguf", infos, None, file.metadata, (), GgufSource(file), file.kinds)
 
 
-class _GgufSource:
+class GgufSource:
+    """Weights of a GGUF file, by GGUF's names.
+
+    Args:
+        file: the file.
+    """
+
     def __init__(self, file: GgufFile) -> None:
         self.file = file
 
-    def read(self, name: str) -> Stored:
-        value = self.file.read(name)
+    def read(self, name: str, index: int | None = None) -> Stored:
+        """One weight, or one expert of a stack of them, with the tensor scale that lies beside it.
+
+        Args:
+            name: GGUF's.
+            index: along the first axis; None for all.
+
+        Returns:
+            A fresh numpy array or QuantArray.
+
+        Raises:
+            CheckpointError: if its parts are inconsistent.
+        """
+        value = self.file.read(name, index)
         scale = name.removesuffix(".weight") + ".scale"
         if not isinstance(value, QuantArray) or value.tensor_scale is None:
             return value
         if scale in self.file.tensors:
             factor = np.asarray(self.file.read(scale), np.float32).reshape(-1)
+            if index is not None and factor.size == self.file.tensors[name].shape[0]:
+                factor = factor[index : index + 1]
             if factor.size != 1:
                 raise CheckpointError(
                     f"{self.file.path}: {scale!r}: expected one tensor scale, got {factor.size}"

@@ -7,7 +7,6 @@ value by value with what it was. So the certificate speaks of the files, not of 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import tempfile
@@ -16,28 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from extensor.errors import unknown_name
 from extensor.io.atomic import replacing
 from extensor.io.checkpoint import METADATA_KEY, blocked_content
 from extensor.io.gguf.container import Typed
-from extensor.io.gguf.types import GGUF_TYPES, GgufType, gguf_type_of
 from extensor.io.stored.archive import Archive, open_archive
 from extensor.io.stored.certificate import Conversion, LossyConversionError, compare
 from extensor.io.stored.forms import new_form, stored_form
-from extensor.io.stored.gguf_models import (
-    GgufArchitecture,
-    as_hugging_face,
-    gguf_metadata,
-    gguf_name,
-    heads_of,
-    reordered,
-)
+from extensor.io.stored.gguf_models import as_hugging_face
+from extensor.io.stored.gguf_write import GgufModelWriter
 from extensor.io.stored.quantization_config import hf_quant_config, quantization_config
 from extensor.io.stored.targets import TARGETS, Target
-from extensor.io.stored.writer import SHARD_BYTES, GgufWriter, SafetensorsWriter, copy_files
+from extensor.io.stored.writer import SHARD_BYTES, SafetensorsWriter, copy_files
 from extensor.quant.array import QuantArray
 
 __all__ = ["WriteOptions", "convert", "metadata_of", "write_checkpoint"]
@@ -53,8 +44,6 @@ COPIED = (
 """Files beside the weights that go with them unchanged."""
 
 CERTIFICATE = "certificate.json"
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 15, "Q5_K": 17}
-_FILE_TYPES |= {"Q6_K": 18, "BF16": 32, "MXFP4": 38}
 
 
 def convert(
@@ -346,47 +335,11 @@ def _write_gguf(
     config, given = said
     if config is None:
         raise ValueError("GGUF: expected a config.json beside the weights, whose model it stores")
-    row, metadata = gguf_metadata(config)
-    metadata |= given
-    metadata.setdefault("tokenizer.ggml.model", "none")
-    if target.gguf is not None and target.gguf.name in _FILE_TYPES:
-        metadata["general.file_type"] = _FILE_TYPES[target.gguf.name]
-    metadata["general.quantization_version"] = 2
-    with contextlib.closing(GgufWriter(path, metadata)) as writer:
+    with contextlib.closing(GgufModelWriter(path, target, config, given)) as writer:
         for name, value in weights:
             if name == "lm_head.weight" and config.get("tie_word_embeddings"):
                 done.notes.append("lm_head.weight is the embedding's and not stored again")
                 continue
-            _add_gguf(writer, target, row, config, name, value, done)
+            done.certificates += writer.add(name, value)
         _refuse_lossy(done, options)
         done.files = writer.finish()
-
-
-def _add_gguf(
-    writer: GgufWriter,
-    target: Target,
-    row: GgufArchitecture,
-    config: Mapping[str, Any],
-    name: str,
-    value: Stored,
-    done: Conversion,
-) -> None:
-    theirs = gguf_name(name)
-    if theirs is None:
-        raise ValueError(f"GGUF: {name!r} has no name in a {row.name} file")
-    made = new_form(target, name, value)
-    heads = heads_of(name, config) if row.permuted else None
-    moved = made if heads is None else reordered(made, heads, to_gguf=True)
-    kind: GgufType | None = gguf_type_of(moved)
-    if kind is None:
-        raise ValueError(f"GGUF: no type stores {name!r}, {getattr(moved, 'dtype', 'blocked')}")
-    content = kind.write(moved)
-    back = kind.read(content, tuple(moved.shape))
-    tensor_scale = moved.tensor_scale if isinstance(moved, QuantArray) else None
-    if isinstance(back, QuantArray) and tensor_scale is not None:
-        scale = np.asarray(tensor_scale, np.float32).reshape(1)
-        back = dataclasses.replace(back, tensor_scale=scale.reshape(()))
-        writer.add(theirs.removesuffix(".weight") + ".scale", GGUF_TYPES["F32"], (1,), scale)
-    back = back if heads is None else reordered(back, heads, to_gguf=False)
-    done.certificates.append(compare(name, value, back))
-    writer.add(theirs, kind, tuple(moved.shape), content)

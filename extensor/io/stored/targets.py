@@ -94,7 +94,8 @@ def takes_blocks(target: Target, name: str, shape: tuple[int, ...]) -> bool:
         size = (spec.tile or spec.row.tile)[1]  # type: ignore[assignment]
         size = 1 if target.layout is not None and target.layout.tiles[0] == (128, 128) else size
     if target.gguf is not None:
-        return len(shape) == 2 and shape[-1] % size == 0
+        router = name.endswith((".router.weight", ".gate.weight"))  # llama.cpp's are float32
+        return len(shape) == 2 and shape[-1] % size == 0 and not router
     assert target.layout is not None
     if target.layout.packing == "blocks":
         return len(shape) == 3 and "experts" in name and shape[-2] % 32 == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from extensor.generation import (
     render_chat,
     stream_text,
 )
+from extensor.generation.exchange import gguf_vocabulary, tokenizer_files
 from extensor.generation.gguf_vocab import PRE_TOKENIZERS
 
 pytest.importorskip("tokenizers")
@@ -245,3 +247,79 @@ def test_every_rule_loses_no_text(name: str) -> None:
     made = PretrainedTokenizer.from_gguf({**metadata, "tokenizer.ggml.merges": []})
     for text in [t for t in STRINGS if name != "qwen2" or "\u0301" not in t]:
         assert made.decode(made.encode(text)) == text
+
+
+PIECES = {
+    "<unk>": 2, "<s>": 3, "</s>": 3, **{f"<0x{n:02X}>": 6 for n in range(256)},
+    "\u2581a": 1, "ab": 1, "\u2581ab": 1, "aba": 1, "\u2581": 1, "a": 1, "b": 1,
+}  # fmt: skip
+SENTENCE_PIECES: dict[str, Any] = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": list(PIECES),
+    "tokenizer.ggml.token_type": list(PIECES.values()),
+    "tokenizer.ggml.scores": [0.0] * 259 + [-float(n) for n in range(7)],
+    "tokenizer.ggml.unknown_token_id": 0,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.add_bos_token": True,
+}
+
+
+def through_a_folder(metadata: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """GGUF's vocabulary as tokenizer.json, and that as GGUF's vocabulary again."""
+    files, _, notes = tokenizer_files(metadata)
+    assert not notes
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    back, notes = gguf_vocabulary(folder)
+    return {key: getattr(value, "value", value) for key, value in back.items()}, notes
+
+
+def test_sentence_pieces_go_through_a_folder_and_back(tmp_path: Path) -> None:
+    back, notes = through_a_folder(SENTENCE_PIECES, tmp_path)
+    assert not notes
+    for key in ("model", "tokens", "token_type", "unknown_token_id", "add_bos_token"):
+        assert back[f"tokenizer.ggml.{key}"] == SENTENCE_PIECES[f"tokenizer.ggml.{key}"], key
+    one, two = (PretrainedTokenizer.from_gguf(m) for m in (SENTENCE_PIECES, back))
+    for text in ("ab aba", "abab", "  b\u00e9", "aabb a"):
+        assert one.encode(text).tolist() == two.encode(text).tolist()
+
+
+def test_merges_that_scores_cannot_say_are_not_written(tmp_path: Path) -> None:
+    """Of the two pairs that make "aba", a trained BPE knows one; SentencePiece would take both."""
+    through_a_folder(SENTENCE_PIECES, tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["ba"] = 266
+    path.write_text(json.dumps(content))
+    _, notes = gguf_vocabulary(tmp_path)
+    assert "merges are not those of SentencePiece's rule" in notes[0]
+
+
+def test_sentencepiece_gives_the_tokens_of_its_own_library(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentencepiece")
+    text = Path("docs/guide.md").read_text() + Path("docs/readers.md").read_text()
+    model = io.BytesIO()
+    library.SentencePieceTrainer.train(
+        sentence_iterator=iter(text.split("\n")), model_writer=model, vocab_size=1000,
+        model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, split_digits=True, minloglevel=2,
+    )  # fmt: skip
+    theirs = library.SentencePieceProcessor(model_proto=model.getvalue())
+    numbers = range(theirs.vocab_size())
+    types = [
+        2 if theirs.is_unknown(n) else 3 if theirs.is_control(n) else 6 if theirs.is_byte(n) else 1
+        for n in numbers
+    ]
+    metadata = SENTENCE_PIECES | {
+        "tokenizer.ggml.tokens": [theirs.id_to_piece(n) for n in numbers],
+        "tokenizer.ggml.scores": [theirs.get_score(n) for n in numbers],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    back, notes = through_a_folder(metadata, tmp_path)
+    assert not notes
+    ours = [PretrainedTokenizer.from_gguf(m) for m in (metadata, back)]
+    for sample in [*STRINGS[1:8], text[:4000]]:
+        for tokenizer in ours:
+            assert tokenizer.encode(sample).tolist() == theirs.encode(sample), repr(sample[:60])
