@@ -21,7 +21,8 @@ from extensor.backends.protocol import (
 )
 from extensor.backends.protocol.quantize import QuantizeMethods
 from extensor.quant import views
-from extensor.quant.array import QuantArray, coded_length, stored_nbytes
+from extensor.quant.array import QuantArray, coded_length
+from extensor.quant.kept import packs
 from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -107,15 +108,13 @@ class FloatPreparation:
     def pack(self) -> tuple[PackedOperand, Counts | None] | None:
         """Codes and scales, or bfloat16 of float32 values."""
         x, (spec,), (stream,) = self.x, self.specs, self.streams
+        if not packs(spec.dtype if isinstance(spec, CastSpec) else spec, tuple(x.shape), x.dtype):
+            return None
         if isinstance(spec, CastSpec):
-            if spec.dtype != "bfloat16" or x.dtype != FLOAT32:
-                return None
             with np.errstate(all="ignore"):
                 return _Narrow(x.astype(BFLOAT16), spec.axis), None
         if not self.backend.packs_floats:
             return None
-        if not spec.row.outliers and stored_nbytes(spec, tuple(x.shape)) >= x.nbytes:
-            return None  # blocks of a few values are padded
         q, counts = self.backend.quantize(x, spec, stream)
         return _Packed(self.backend, coded_values(q)), counts
 

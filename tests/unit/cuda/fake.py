@@ -36,6 +36,7 @@ class Tape:
         self.owners: dict[int, weakref.ref[np.ndarray]] = {}
         self.copies: Callable[[int], Any] | None = None
         self.allocator: Any = None
+        self.hooks: list[MemoryHook] = []
 
     def add(self, call: Callable[[], None]) -> None:
         """What numpy has done just now, for its result's shape."""
@@ -75,6 +76,30 @@ class Tape:
 TAPE = Tape()
 
 
+class MemoryHook:
+    """cupy's: told of each block that the pool hands out and takes back."""
+
+    def __enter__(self) -> None:
+        TAPE.hooks.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        TAPE.hooks.remove(self)
+
+    def malloc_postprocess(self, **block: Any) -> None:
+        """A block was handed out."""
+
+    def free_postprocess(self, **block: Any) -> None:
+        """A block was taken back."""
+
+
+def _tell_of(owner: np.ndarray) -> None:
+    """Tell the hooks of a new array, in the pool's multiples of 512 bytes, and of its end."""
+    address, size = owner.ctypes.data, -(-owner.nbytes // 512) * 512
+    for hook in TAPE.hooks:
+        hook.malloc_postprocess(mem_ptr=address, mem_size=size)
+        weakref.finalize(owner, hook.free_postprocess, mem_ptr=address).atexit = False
+
+
 def plain(a: Any) -> Any:
     """The same memory as a numpy array; inside of tuples and lists too."""
     if isinstance(a, Device):
@@ -95,6 +120,8 @@ def made(result: Any) -> Device:
     owner = np.array(plain(result))
     key = id(owner)
     TAPE.owners[key] = weakref.ref(owner, lambda _: TAPE.owners.pop(key, None))
+    if TAPE.hooks:
+        _tell_of(owner)
     if TAPE.list is not None:
         TAPE.made.append(owner)
     device = owner.view(Device)
@@ -276,6 +303,7 @@ class FakeCupy:
         Device=lambda: types.SimpleNamespace(synchronize=TAPE.waits, compute_capability="80"),
         Event=_Event,
         Stream=_Stream,
+        MemoryHook=MemoryHook,
         MemoryPool=_Pool,
         using_allocator=_allocating,
         set_pinned_memory_allocator=lambda allocate: setattr(TAPE, "copies", allocate),

@@ -17,6 +17,7 @@ import pytest
 import extensor as et
 from extensor import nn
 from extensor.backends.generic.matmul import FloatPreparation
+from extensor.quant.kept import kept_nbytes
 from extensor.quant.recipes import RECIPES
 from extensor.quant.spec import QuantSpec
 
@@ -85,6 +86,17 @@ def saved_by(model: nn.Module, x: et.ExTensor) -> Counter[str]:
         if one.kind == "saved":
             found[one.layer] += one.nbytes
     return found
+
+
+@needs_core
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recipes_keep_what_their_formula_says(name: str, dtype: str) -> None:
+    layers = RECIPES[name].layers
+    layer = nn.Linear(96, 64, bias=False, rng=0)
+    nn.apply_recipe(layer, replace(RECIPES[name], rules=()))
+    x = et.randn((70, 96), seed=0).to(dtype) + et.ones(1).to(dtype)
+    assert saved_by(layer, x) == {"": kept_nbytes(layers, (70, 96), (64, 96), dtype)}
 
 
 BITS = {"mxfp4": 4.25, "mxfp8_e4m3": 8.25, "mxfp6_e2m3": 6.25, "nvfp4": 4.5, "int8": 8}
