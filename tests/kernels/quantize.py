@@ -88,6 +88,17 @@ def quant_cases() -> Iterator[Case]:
                 yield narrow(make(shape, number), ("float32", "bfloat16")[number % 2]), spec, None
                 random = spec.replace(rounding="stochastic")
                 yield make(shape, number + 1), random, Stream(number, column=axis == -2)
+    eden = QuantSpec("nvfp4", rounding="stochastic", transform=Hadamard(128, "random"), eden=True)
+    for number, (shape, axis, size) in enumerate(
+        itertools.product(((37, 300), (2, 33, 6), (200, 70), (1, 1)), (-1, -2), (16, 32, 128))
+    ):
+        spec = eden.replace(
+            axis=axis, transform=Hadamard(size, "random", number), rbits=(32, 8)[number % 5 == 0]
+        )
+        dtype = ("float32", "bfloat16")[number % 2]
+        for make in makers:
+            x = narrow(make(shape, number), dtype)
+            yield x, spec, Stream(number, 3, column=axis == -2)
     shapes = ((0, 32), (4, 0), (1, 5000), (4100, 3), (300, 300), (5, 1))
     for name in ("mxfp4", "mxfp8_e4m3", "nvfp4"):
         for shape in shapes:

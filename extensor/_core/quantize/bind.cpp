@@ -48,13 +48,16 @@ QuantPlan make_plan(const py::kwargs& f) {
     p.window = f["window"].cast<int>();
     p.element_scale = f["element_scale"].cast<float>();
     const auto signs = f["signs"].cast<std::vector<float>>();
-    require(f.size() == 21, "Plan: expected 21 fields");
+    require(f.size() == 22, "Plan: expected 22 fields");
     require(!p.rebased || (kElements[p.element].bits == 8 && p.scale == Scale::e8m0 &&
                            f["signs"].cast<std::vector<float>>().empty()),
             "Plan: expected MXFP8 without a transform to be rebased");
     require(p.symmetric || !is_byte(p.scale), "Plan: a zero point needs a float scale");
     require(signs.size() <= 128, "signs: expected at most 128");
     p.hadamard = static_cast<int>(signs.size());
+    p.eden = f["eden"].cast<bool>() ? p.hadamard / 16 : 0;
+    require(!p.eden || (p.scale == Scale::ue4m3 && !p.stochastic),
+            "Plan: expected NVFP4 codes rounded to nearest under eden");
     std::copy(signs.begin(), signs.end(), p.signs);
     return p;
 }

@@ -137,6 +137,7 @@ void quantize_columns(Call& call) {
         finish_statistics(call, totals, stored ? runs * width : 0);
     }
     const uint32_t* maxima = job.known ? job.known : totals.maxima;
+    const bool chosen = chooses_in_chunks(call.plan, job) && !job.known;
     const EncodeColumns encode = column_encoder(call);
     const int64_t rows = job.codes ? call.tiles * job.tile_length : job.padded;
     for_chunks(
@@ -151,6 +152,11 @@ void quantize_columns(Call& call) {
                 column_maxima(p.column_tile, p.real, p.vectors(), m);
                 spread_over_groups(m, job.tile_rows);
             }
+            if (chosen)
+                for (int64_t k = 0; k < p.vectors(); ++k)
+                    m[k] = chosen_statistic(call, p.column_tile.widened(p.real) + k * VL, p.real,
+                                            kTileColumns, m[k],
+                                            splat(static_cast<float>(most(p.real, 1))));
             encode(call, p, m, prefetch, counted);
         });
     totals.finish(call);

@@ -34,6 +34,7 @@ struct QuantPlan {
     Statistic statistic;
     bool stochastic, symmetric, nv_tiny_saturates;
     bool rebased;  // to one scale for each 128 x 128; see rebase.cpp
+    int eden;      // blocks of a transform whose scales are corrected, or 0; see eden.cpp
     int rbits;
     uint32_t mx_inf_byte, mx_least_byte, nv_zero_byte, nv_least_byte;
     double percentile;

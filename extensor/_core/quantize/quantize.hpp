@@ -215,6 +215,14 @@ auto specialize(const Call& call, Body body) {
 // searched_scales.cpp.
 void finish_statistics(Call& call, const Totals& totals, int64_t whole);
 
+// The statistics of VL blocks, one a lane, of `count` values and largest magnitudes `amax`, by a
+// rule that chooses; their positions are `stride` floats apart, zero beyond a block's end.
+vu chosen_statistic(const Call& call, const float* x, int64_t positions, int64_t stride, vu amax,
+                    vf count);
+
+// The same for `whole` maxima under QuantPlan::eden; see eden.cpp.
+void eden_scales(const Call& call, uint32_t* maxima, int64_t whole);
+
 // The whole array in float32 and under its Hadamard transform, for scales that need more of a block
 // than its maximum. Valid until the next such call of this thread.
 const float* float32_values(const QuantPlan& plan, const QuantJob& job);

@@ -108,6 +108,45 @@ void chunk_maxima(const QuantJob& job, Values v, const RowChunk& p, uint32_t* ma
     }
 }
 
+vu choose_whole(const Call& call, const float* x, vu amax) {
+    const int64_t tile = call.job.tile_length;
+    alignas(64) float panel[kSearchedLength * VL];
+    for (int64_t k = 0; k < tile; k += VL) {
+        vf v[VL];
+        for (int l = 0; l < VL; ++l) v[l] = load(x + l * tile + k);
+        transpose(v);
+        for (int l = 0; l < VL; ++l) store(panel + (k + l) * VL, v[l]);
+    }
+    return chosen_statistic(call, panel, tile, VL, amax, splat(static_cast<float>(tile)));
+}
+
+void choose_in_chunk(const Call& call, Values v, const RowChunk& p, uint32_t* maxima) {
+    const int64_t tile = call.job.tile_length;
+    alignas(64) float panel[kSearchedLength * VL];
+    if (p.rows > 1 && v.stride == p.tiles * tile && v.padded == v.stride)  // one long row
+        return choose_in_chunk(call, {v.x, p.rows * v.stride, p.rows * v.padded},
+                               {p.first, 1, p.start, p.rows * p.tiles}, maxima);
+    for (int64_t r = 0; r < p.rows; ++r, v.x += v.stride, maxima += p.tiles) {
+        for (int64_t t = 0; t < p.tiles; t += VL) {
+            const int64_t lanes = least(VL, p.tiles - t);
+            float* to = reinterpret_cast<float*>(maxima + t);
+            const vu amax = bits_of(load_upto(to, lanes));
+            if (tile % VL == 0 && (t + VL) * tile <= v.padded) {
+                store(to, float_of(choose_whole(call, v.x + t * tile, amax)));
+                continue;
+            }
+            std::memset(panel, 0, static_cast<size_t>(tile) * VL * 4);
+            vf count = splat(1.0f);
+            for (int64_t l = 0; l < lanes; ++l) {
+                const int64_t real = least(tile, v.padded - (t + l) * tile);
+                count[l] = static_cast<float>(real);
+                for (int64_t k = 0; k < real; ++k) panel[k * VL + l] = v.x[(t + l) * tile + k];
+            }
+            store_upto(to, float_of(chosen_statistic(call, panel, tile, VL, amax, count)), lanes);
+        }
+    }
+}
+
 void row_maxima(const QuantPlan& plan, const RowMaxima& rows, uint32_t* maxima) {
     const int64_t size = most(1, plan.hadamard), whole = rows.length / size * size;
     const TransformAll transform =

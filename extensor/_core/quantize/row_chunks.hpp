@@ -43,6 +43,12 @@ uint32_t run_maximum(const float* x, int64_t count);
 // The largest magnitude of each tile of a chunk.
 void chunk_maxima(const QuantJob& job, Values v, const RowChunk& p, uint32_t* maxima);
 
+// Turns maxima of a chunk's tiles into statistics, for a rule that chooses in chunks.
+void choose_in_chunk(const Call& call, Values v, const RowChunk& p, uint32_t* maxima);
+
+// The same of VL whole tiles that follow one another.
+vu choose_whole(const Call& call, const float* x, vu amax);
+
 // The largest magnitude below infinity.
 template <class T>
 inline uint32_t finite_run_maximum(const T* x, int64_t count) {

@@ -121,6 +121,7 @@ void encode_any(const Call& call, const RowChunk& p, const uint32_t* known, Lane
             if (!maxima) {
                 uint32_t* mine = scratch_of<uint32_t>(Slot::maxima, part.rows * part.tiles + VL);
                 chunk_maxima(call.job, v, part, mine);
+                if (chooses_in_chunks(call.plan, call.job)) choose_in_chunk(call, v, part, mine);
                 maxima = mine;
             }
             encode(call, v, part, maxima, counted);
@@ -151,13 +152,14 @@ int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
     uint8_t* to = job.codes + p.first * call.packed + p.start * Tile * call.scaler.grid.bits / 8;
     const float tensor_scale = call.scaler.tensor_scale;
     const Grid& grid = call.scaler.grid;
+    [[maybe_unused]] const bool chosen = chooses(call.plan);
     alignas(64) float apply[VL];
     alignas(64) uint32_t maxima[VL];
     EncodeCounts counts;
 
     struct Group {
         const T* values;
-        vu amax;
+        vu amax, statistic;
         Scales scales;
     };
     const auto next_group = [&](int64_t g) __attribute__((always_inline)) {
@@ -175,7 +177,10 @@ int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
             }
         }
         const vu amax = tile_maxima<Tile>(values);
-        return Group{values, amax, call.scaler.of(amax)};
+        vu statistic = amax;
+        if constexpr (sizeof(T) == 4)
+            if (chosen) statistic = choose_whole(call, values, amax);
+        return Group{values, amax, statistic, call.scaler.of(statistic)};
     };
     // The next group's scales first: their latency passes while this group's values are encoded.
     Group now = {}, next = {};
@@ -186,7 +191,7 @@ int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
         const Scales& s = now.scales;
         const RowChunk group = {p.first, 1, p.start + g * VL, VL};
         if (!all_lanes(is_plain(s, now.amax, tensor_scale, grid))) {
-            store(maxima, now.amax);
+            store(maxima, now.statistic);
             encode_any(call, group, maxima, counted);
             continue;
         }
@@ -231,14 +236,15 @@ int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
     const int64_t tile = job.tile_length;
     if (job.tile_rows > 1 || (tile != 16 && tile != 32)) return 0;
     if (!kElements[call.plan.element].is_float || call.plan.element_scale != 1) return 0;
-    if (!call.scaler.bounded()) return 0;
+    const bool chosen = chooses_in_chunks(call.plan, job);
+    if (!call.scaler.bounded() && !(chosen && call.scaler.grid.zeros == Zeros::kept)) return 0;
     if (Words && !call.plan.stochastic) return 0;
     if (VL * tile % most(1, call.plan.hadamard) || p.start * tile % most(1, call.plan.hadamard))
         return 0;
 #if EXTENSOR_LANES == 16
-    if (!call.plan.hadamard && job.type == FloatType::bfloat16)
+    if (!call.plan.hadamard && !chosen && job.type == FloatType::bfloat16)
         return stream<Words, bfloat16>(call, p, counted);
-    if (!Words && !call.plan.hadamard && job.type == FloatType::float16)
+    if (!Words && !call.plan.hadamard && !chosen && job.type == FloatType::float16)
         return stream<false, float16>(call, p, counted);
 #endif
     return stream<Words, float>(call, p, counted);

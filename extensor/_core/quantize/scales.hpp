@@ -5,6 +5,8 @@
 // where a rule needs more of the block than that, what searched_scales.cpp found:
 //     rules that choose a scale     0 for a block of zeros, else the chosen scale byte plus one
 //     integers with a zero point    the bits of the scale
+//     eden                          as a chosen scale for the codes, and eight bits above it the
+//                                   byte that is stored
 // In all of them kExponentMask and above stand for a block that holds an infinity or a NaN.
 #pragma once
 
@@ -26,12 +28,29 @@ INLINE vf grid_value(vu code, const Grid& g) {
     return code < (1u << g.mantissa_bits) ? subnormal : float_of(normal);
 }
 
-// Rules that choose the block scale by the block's values.
-constexpr bool chooses(const QuantPlan& plan) { return plan.rule >= Rule::four_over_six; }
+// Under eden the largest value becomes a little more than the largest code
+// (extensor/quant/nvfp4.py).
+constexpr double kEdenTop = 6 / (17.0 / 16 * 0.93);
 
-// Rules and statistics that need more of a block than its largest magnitude.
+// Rules that choose the block scale by the block's values.
+constexpr bool chooses(const QuantPlan& plan) {
+    return plan.rule >= Rule::four_over_six || plan.eden;
+}
+
+// Longer blocks are searched after a pass over the whole array.
+constexpr int64_t kSearchedLength = 128;
+
+// Rules that choose a scale by the values of a block that a chunk of the array holds.
+constexpr bool chooses_in_chunks(const QuantPlan& plan, const QuantJob& job) {
+    return chooses(plan) && !plan.eden && plan.statistic == Statistic::amax && job.tile_rows == 1 &&
+           job.tile_length <= kSearchedLength;
+}
+
+// Rules and statistics that need more of a block than its largest magnitude, of the whole array
+// before the first of its chunks is encoded.
 constexpr bool needs_more_than_amax(const QuantPlan& plan, const QuantJob& job) {
-    return chooses(plan) || !plan.symmetric || plan.statistic == Statistic::percentile ||
+    return (chooses(plan) && !chooses_in_chunks(plan, job)) || !plan.symmetric ||
+           plan.statistic == Statistic::percentile ||
            (plan.statistic == Statistic::running && job.previous);
 }
 
@@ -48,7 +67,7 @@ struct Scaler {
     const QuantPlan& plan;
     const Element& element;
     Grid grid, scale_grid;
-    float reciprocal_max, encode = 1, tensor_amax = 0, tensor_scale = 1;
+    float reciprocal_max, top_inverse, encode = 1, tensor_amax = 0, tensor_scale = 1;
     int lowest_byte = 0;  // scale window: no block's exponent (plus 127) may be smaller
 
     explicit Scaler(const QuantPlan& p)
@@ -56,7 +75,8 @@ struct Scaler {
           element(kElements[p.element]),
           grid(element),
           scale_grid(p.scale == Scale::float16 ? Grid::half() : Grid(kElements[kScaleElement])),
-          reciprocal_max(1.0f / grid.top) {
+          reciprocal_max(1.0f / grid.top),
+          top_inverse(p.eden ? static_cast<float>(1 / kEdenTop) : 1.0f / 6.0f) {
         if (element.is_float) grid.zeros = p.zeros;
         grid.offset = !p.symmetric;
     }
@@ -79,7 +99,8 @@ struct Scaler {
                 if (tensor_scale == 0) tensor_scale = 1;
                 return;
             }
-            encode = (plan.rule == Rule::four_over_six ? 1536.0f : 2688.0f) / amax;
+            const float target = plan.eden ? static_cast<float>(256 * kEdenTop) : 2688.0f;
+            encode = (plan.rule == Rule::four_over_six ? 1536.0f : target) / amax;
             if (!(encode < kFloatMax)) encode = kFloatMax;
             if (amax == 0 || encode == 0) encode = 1;
             tensor_scale = 1.0f / encode;
@@ -159,7 +180,7 @@ struct Scaler {
                 base = amax / (6.0f * tensor_scale);
                 base = base == 0.0f ? splat(1.0f) : base;
                 break;
-            default: base = amax * (encode * (1.0f / 6.0f));
+            default: base = amax * (encode * top_inverse);
         }
         return smaller(base, splat(scale_grid.top));
     }
@@ -177,10 +198,11 @@ struct Scaler {
     INLINE Scales ue4m3(vu statistic) const {
         const vu finite = reinterpret_cast<vu>(statistic < kExponentMask);
         const vu zero = reinterpret_cast<vu>(statistic == 0u);
-        vu code;
+        vu code, kept = {};  // of codes; and as it is stored, where that differs
         vf value;
         if (chooses(plan)) {
-            code = (statistic - 1u) & finite & ~zero;
+            code = ((statistic & 0xFFu) - 1u) & finite & ~zero;
+            kept = (statistic >> 8) & finite & ~zero;
             value = grid_value(code, scale_grid);
         } else {
             code = grid_code(ideal(float_of(statistic & finite)), scale_grid, value);
@@ -193,6 +215,7 @@ struct Scaler {
         }
         Scales s;
         s.apply = applied(code, value);
+        if (plan.eden) code = kept, value = grid_value(kept, scale_grid);
         s.stored = finite ? (zero ? splat(plan.nv_zero_byte) : code) : splat(0x7Fu);
         s.live = finite;
         s.decode = float_of(finite ? bits_of(value) : splat(kNaN));

@@ -5,154 +5,13 @@
 // Lanes run over blocks, position by position in the order of extensor/quant/block_codec.py, since
 // the order in which an error is summed is part of the result.
 
-#include "quantize/quantize.hpp"
-
+#include "quantize/block_groups.hpp"
 #include "quantize/hadamard.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
 
-constexpr int64_t kWindow = 1024;  // positions of VL blocks that are kept, transposed, in the cache
 constexpr int kOptions = 4;
-
-// Up to VL blocks that follow one another in the array of scales.
-class BlockGroup {
-public:
-    // `fill`: what stands where a block has no value.
-    BlockGroup(const Call& call, int64_t first, uint32_t fill)
-        : job_(call.job),
-          columns_(job_.inner != 1),
-          tiles_(call.tiles),
-          fill_(as_float(fill)),
-          span_(least(job_.tile_length, job_.length)),
-          high_(least(job_.tile_rows, columns_ ? job_.inner : job_.rows)),
-          groups_(ceil_div(columns_ ? job_.inner : job_.rows, job_.tile_rows)),
-          first_(first),
-          positions_(span_ * high_),
-          window_(scratch_of<float>(Slot::values, least(kWindow, positions_ + VL) * VL)) {
-        lanes = static_cast<int>(least(VL, blocks(call) - first));
-        const int64_t minors = columns_ ? groups_ : tiles_, majors = columns_ ? tiles_ : groups_;
-        const int64_t step = columns_ ? 1 : job_.tile_length;
-        int64_t minor = first % minors, major = first / minors % majors;
-        int64_t image = first / minors / majors;
-        even_ = lanes == VL && (!columns_ || high_ == 1);
-        for (int i = 0; i < lanes; ++i) {
-            at_[i] = columns_ ? place(image, major, minor) : place(image, minor, major);
-            even_ = even_ && at_[i].along == span_ && at_[i].across == high_ &&
-                    at_[i].values == at_[0].values + i * step;
-            if (++minor < minors) continue;
-            minor = 0;
-            if (++major == majors) major = 0, ++image;
-        }
-    }
-
-    static int64_t blocks(const Call& call) {
-        const QuantJob& job = call.job;
-        const int64_t across = job.inner != 1 ? job.inner : job.rows;
-        return job.outer * call.tiles * ceil_div(across, job.tile_rows);
-    }
-
-    int lanes;
-
-    // How many values the block of a lane has, and its number in the array of scales.
-    int64_t count(int lane) const { return at_[lane].along * at_[lane].across; }
-    int64_t number(int lane) const { return first_ + lane; }
-
-    // The blocks' words in `maxima`, which every row of a tile repeats.
-    vu words(const uint32_t* maxima) const {
-        vu w = {};
-        for (int i = 0; i < lanes; ++i) w[i] = maxima[at_[i].word];
-        return w;
-    }
-
-    template <class T, class V>
-    void set_words(T* words, V w) const {
-        for (int i = 0; i < lanes; ++i)
-            for (int64_t r = 0; r < at_[i].across; ++r)
-                words[at_[i].word + r * (columns_ ? 1 : tiles_)] = w[i];
-    }
-
-    // body(values) for every position.
-    template <class Body>
-    INLINE void for_positions(Body body) {
-        for (int64_t start = 0; start < positions_; start += kWindow) {
-            const int64_t n = least(kWindow, positions_ - start);
-            if (held_ != start) fetch(start, n);
-            held_ = start;
-            for (int64_t i = 0; i < n; ++i) body(load(window_ + i * VL));
-        }
-    }
-
-private:
-    struct Place {
-        const float* values;
-        int64_t word, along, across;
-    };
-
-    Place place(int64_t image, int64_t tile, int64_t group) const {
-        const int64_t width = columns_ ? job_.inner : job_.rows;
-        const int64_t along = tile * job_.tile_length, across = group * job_.tile_rows;
-        Place p;
-        p.along = least(job_.tile_length, job_.length - along);
-        p.across = least(job_.tile_rows, width - across);
-        const float* x = static_cast<const float*>(job_.x) + image * job_.length * width;
-        p.values = columns_ ? x + along * width + across : x + across * job_.length + along;
-        p.word = columns_ ? (image * tiles_ + tile) * width + across
-                          : (image * width + across) * tiles_ + tile;
-        return p;
-    }
-
-    void fetch(int64_t start, int64_t n) {
-        const int64_t step = columns_ ? job_.inner : 1, turn = columns_ ? 1 : job_.length;
-        int64_t row = start / span_, k = start % span_;
-        for (int64_t done = 0; done < n; ++row, k = 0) {
-            const int64_t count = least(span_ - k, n - done);
-            int64_t i = 0;
-            float* to = window_ + done * VL;
-            if (even_ && columns_) {
-                for (; i < count; ++i) store(to + i * VL, load(at_[0].values + (k + i) * step));
-            } else if (even_) {
-                const float* from = at_[0].values + row * turn + k;
-                for (; i + VL <= count; i += VL) {
-                    vf v[VL];
-                    for (int l = 0; l < VL; ++l) v[l] = load(from + l * job_.tile_length + i);
-                    transpose(v);
-                    for (int l = 0; l < VL; ++l) store(to + (i + l) * VL, v[l]);
-                }
-            }
-            for (int l = 0; l < VL; ++l) {
-                const bool there = l < lanes && row < at_[l].across;
-                const int64_t real = there ? at_[l].along - k : 0;
-                for (int64_t j = i; j < count; ++j)
-                    to[j * VL + l] = j < real ? at_[l].values[row * turn + (k + j) * step] : fill_;
-            }
-            done += count;
-        }
-    }
-
-    const QuantJob& job_;
-    bool columns_, even_;  // even: the blocks are whole, and lie evenly in memory
-    int64_t tiles_;
-    float fill_;
-    int64_t span_, high_, groups_, first_, positions_;
-    float* window_;
-    int64_t held_ = -1;
-    Place at_[VL];
-};
-
-// body(group) for all blocks of an array, in parallel.
-template <class Body>
-void for_block_groups(const Call& call, uint32_t fill, Body body) {
-    const int64_t groups = ceil_div(BlockGroup::blocks(call), VL);
-    const int64_t size = call.job.tile_length * call.job.tile_rows;
-    const int64_t per_task = most(1, kChunkValues / most(1, size * VL));
-    threads::run(ceil_div(groups, per_task), 32 * groups * VL * size, [&](int64_t task) {
-        for (int64_t g = task * per_task; g < least(groups, (task + 1) * per_task); ++g) {
-            BlockGroup group(call, g * VL, fill);
-            body(group);
-        }
-    });
-}
 
 // The rank-th smallest magnitude of each block, as bits: found bit by bit from the
 // highest, since magnitudes are ordered as their bits are.
@@ -257,9 +116,9 @@ int options_of(const Scaler& scaler, vf amax, vu (&codes)[kOptions]) {
     return 2;
 }
 
-// Squared errors of encoding a group under each of N scales, in float32, position after position.
-template <bool Words, int N>
-void measure(BlockGroup& group, const Call& call, const vu* codes, vf* errors) {
+// Squared errors of encoding blocks under each of N scales, in float32, position after position.
+template <bool Words, int N, class Blocks>
+void measure(Blocks& group, const Call& call, const vu* codes, vf* errors) {
     const Grid grid = call.scaler.grid;
     const bool four = call.plan.rule == Rule::four_over_six;
     const vf factor = splat(four ? call.scaler.tensor_amax : call.scaler.tensor_scale);
@@ -291,8 +150,8 @@ void measure(BlockGroup& group, const Call& call, const vu* codes, vf* errors) {
 
 // See `_searched_bytes` in extensor/quant/scale_encoders.py: the scale that nothing exceeds, or
 // half of it. Errors are in units of their own scale.
-template <bool Words>
-vu least_squares_byte(BlockGroup& group, const Call& call, vu amax) {
+template <bool Words, class Blocks>
+vu least_squares_byte(Blocks& group, const Call& call, vu amax) {
     const Grid grid = call.scaler.grid;
     const vu whole = call.scaler.e8m0_byte(amax), half = whole - 1u;
     const auto inverse = [](vu byte) {
@@ -317,8 +176,9 @@ vu least_squares_byte(BlockGroup& group, const Call& call, vu amax) {
     return better & allowed ? half : whole;
 }
 
-// See `quest_bytes` in extensor/quant/scale_rules.py.
-vu quest_byte(BlockGroup& group, vu amax) {
+// See `quest_bytes` in extensor/quant/scale_rules.py. `count`: values of each block.
+template <class Blocks>
+vu quest_byte(Blocks& group, vu amax, vf count) {
     vi power = reinterpret_cast<vi>(amax >> 23) - 127;
     power = power < -126 ? vi{} - 126 : power;
     power = power > 126 ? vi{} + 126 : power;
@@ -328,59 +188,74 @@ vu quest_byte(BlockGroup& group, vu amax) {
         const vf y = x * inverse;
         total += y * y;
     });
-    vi byte;
-    for (int i = 0; i < VL; ++i) {
-        const float count = i < group.lanes ? static_cast<float>(group.count(i)) : 1.0f;
-        const float scale = __builtin_sqrtf(total[i] / count) * static_cast<float>(2.92247856 / 6);
-        byte[i] = static_cast<int32_t>(bits_of(splat(scale))[0] >> 23);
-    }
-    byte += power;
+    vf scale = total / count;
+    for (int i = 0; i < VL; ++i) scale[i] = __builtin_sqrtf(scale[i]);
+    scale = scale * static_cast<float>(2.92247856 / 6);
+    vi byte = reinterpret_cast<vi>(bits_of(scale) >> 23) + power;
     byte = byte < 0 ? vi{} : byte;
     byte = byte > 254 ? vi{} + 254 : byte;
     return reinterpret_cast<vu>(byte);
 }
 
-void choose_e8m0_scales(const Call& call, uint32_t* maxima) {
-    const bool quest = call.plan.rule == Rule::quest, words = call.plan.ties != Ties::even;
-    for_block_groups(call, 0, [&](BlockGroup& group) {
-        const vu amax = group.words(maxima);
-        const vu finite = reinterpret_cast<vu>(amax < kExponentMask), safe = amax & finite;
-        const vu byte = quest   ? quest_byte(group, safe)
-                        : words ? least_squares_byte<true>(group, call, safe)
-                                : least_squares_byte<false>(group, call, safe);
-        const vu found = amax ? byte + 1u : vu{};
-        group.set_words(maxima, finite ? found : amax);
-    });
+template <bool Words, class Blocks>
+vu nvfp4_byte(Blocks& group, const Call& call, vu amax) {
+    vu codes[kOptions];
+    vf errors[kOptions];
+    const int count = options_of(call.scaler, float_of(amax), codes);
+    call.plan.rule == Rule::four_over_six ? measure<Words, 2>(group, call, codes, errors)
+                                          : measure<Words, kOptions>(group, call, codes, errors);
+    vu best = codes[0];
+    vf least_error = errors[0];
+    for (int o = 1; o < count; ++o) {
+        const vi better = errors[o] < least_error;
+        best = better ? codes[o] : best;
+        least_error = better ? errors[o] : least_error;
+    }
+    return best;
+}
+
+// The statistics of blocks whose largest magnitudes are `amax`, by a rule that chooses.
+template <class Blocks>
+vu choose(Blocks& group, const Call& call, vu amax, vf count) {
+    const vu finite = reinterpret_cast<vu>(amax < kExponentMask), safe = amax & finite;
+    const bool words = call.plan.ties != Ties::even;
+    vu byte;
+    if (call.plan.scale != Scale::e8m0)
+        byte = words ? nvfp4_byte<true>(group, call, safe) : nvfp4_byte<false>(group, call, safe);
+    else if (call.plan.rule == Rule::quest)
+        byte = quest_byte(group, safe, count);
+    else
+        byte = words ? least_squares_byte<true>(group, call, safe)
+                     : least_squares_byte<false>(group, call, safe);
+    return finite ? (amax ? byte + 1u : vu{}) : amax;
 }
 
 void choose_scales(const Call& call, uint32_t* maxima) {
-    if (call.plan.scale == Scale::e8m0) return choose_e8m0_scales(call, maxima);
-    const bool four = call.plan.rule == Rule::four_over_six, words = call.plan.ties != Ties::even;
     for_block_groups(call, 0, [&](BlockGroup& group) {
-        const vu amax = group.words(maxima);
-        const vu finite = reinterpret_cast<vu>(amax < kExponentMask);
-        vu codes[kOptions];
-        vf errors[kOptions];
-        const int count = options_of(call.scaler, float_of(amax & finite), codes);
-        if (four)
-            words ? measure<true, 2>(group, call, codes, errors)
-                  : measure<false, 2>(group, call, codes, errors);
-        else
-            words ? measure<true, kOptions>(group, call, codes, errors)
-                  : measure<false, kOptions>(group, call, codes, errors);
-        vu best = codes[0];
-        vf least_error = errors[0];
-        for (int o = 1; o < count; ++o) {
-            const vi better = errors[o] < least_error;
-            best = better ? codes[o] : best;
-            least_error = better ? errors[o] : least_error;
-        }
-        const vu found = amax ? best + 1u : vu{};
-        group.set_words(maxima, finite ? found : amax);
+        vf count = splat(1.0f);
+        for (int i = 0; i < group.lanes; ++i) count[i] = static_cast<float>(group.count(i));
+        group.set_words(maxima, choose(group, call, group.words(maxima), count));
     });
 }
 
+// VL blocks, one a lane, their positions `stride` floats apart.
+struct Panel {
+    const float* x;
+    int64_t positions, stride;
+
+    template <class Body>
+    INLINE void for_positions(Body body) const {
+        for (int64_t i = 0; i < positions; ++i) body(load(x + i * stride));
+    }
+};
+
 }  // namespace
+
+vu chosen_statistic(const Call& call, const float* x, int64_t positions, int64_t stride, vu amax,
+                    vf count) {
+    const Panel panel = {x, positions, stride};
+    return choose(panel, call, amax, count);
+}
 
 void finish_statistics(Call& call, const Totals& totals, int64_t whole) {
     const QuantPlan& plan = call.plan;
@@ -388,7 +263,10 @@ void finish_statistics(Call& call, const Totals& totals, int64_t whole) {
     if (plan.statistic == Statistic::running && call.job.previous)
         running_maxima(call, totals.maxima);
     if (call.needs_global()) totals.set_global(call.scaler, whole);
-    if (chooses(plan)) choose_scales(call, totals.maxima);
+    if (plan.eden)
+        eden_scales(call, totals.maxima, whole);
+    else if (chooses(plan) && whole)
+        choose_scales(call, totals.maxima);
     if (!plan.symmetric) {
         call.points = scratch_of<float>(Slot::points, whole + VL);
         zero_points(call, totals.maxima, call.points);

@@ -101,8 +101,6 @@ def lower(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec | U
         return Unsupported("rows of 2**31 values or more")
     if spec.kernel_gap and not spec.row.outliers:
         return Unsupported(spec.kernel_gap)
-    if spec.eden:
-        return Unsupported("block scales rounded stochastically (eden)")
     if spec.rebased and (gap := _rebased_gap(spec, shape)) is not None:
         return gap
     layout = _layout(spec, shape)
@@ -122,7 +120,7 @@ def lower(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec | U
 def follows_maxima(spec: QuantSpec) -> bool:
     """Whether a block's scale follows from its largest magnitude, and that of the whole array."""
     searched = spec.rule in (*E8M0_SEARCHES, "four_over_six", "least_error")
-    return spec.statistic == "amax" and spec.symmetric and not searched
+    return spec.statistic == "amax" and spec.symmetric and not searched and not spec.eden
 
 
 def _rebased_gap(spec: QuantSpec, shape: tuple[int, ...]) -> Unsupported | None:
@@ -176,7 +174,7 @@ def _plan(core: Any, spec: QuantSpec) -> Any:
         zeros=spec.zero_sign,
         order=dialect.nvfp4_order,
         statistic=spec.statistic,
-        stochastic=spec.rounding == "stochastic",
+        stochastic=spec.rounding == "stochastic" and not spec.eden,
         symmetric=spec.symmetric,
         rbits=spec.rbits,
         mx_inf_byte=dialect.inf_byte_in(spec.row.element),
@@ -189,5 +187,6 @@ def _plan(core: Any, spec: QuantSpec) -> Any:
         window=-1 if spec.scale_window is None else spec.scale_window,
         element_scale=spec.element_scale,
         rebased=spec.rebased,
+        eden=spec.eden,
         signs=hadamard_signs(spec.transform).tolist() if spec.transform else [],
     )
