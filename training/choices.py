@@ -41,7 +41,7 @@ SCHEDULES: dict[str, Callable[..., optim.Schedule]] = {
 """By the name that ``--schedule`` takes."""
 
 FROM_SETTINGS = {
-    "optimizer": ("params", "lr", "betas", "momentum", "weight_decay", "states"),
+    "optimizer": ("params", "lr", "betas", "momentum", "weight_decay", "states", "masters"),
     "schedule": ("total", "final", "warmup", "warm", "steps", "then", "mode"),
 }
 """Parameters whose values come from other settings, or from the run."""

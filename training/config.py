@@ -57,6 +57,9 @@ AUGMENTATIONS_OF: Mapping[str, Collection[str]] = {
 TEXT_ONLY = ("context", "epoch_steps", "tokenizer", "vocab_size")
 """Settings that images have no use for: 0 or "" for them."""
 
+UPDATES = ("after_backward", "in_backward")
+"""What ``--update`` takes."""
+
 Check = tuple[Callable[[Any], bool], str]
 """Whether a value will do, and what is expected."""
 
@@ -118,7 +121,7 @@ class Settings:
         among=SHARDS,
     )
     optimizer: str = setting(
-        "Optimizer (listed above). Master weights are float32 in every recipe.",
+        "Optimizer (listed above). Its master weights are float32 in every recipe (see --weights).",
         "sgd",
         among=OPTIMIZERS,
     )
@@ -150,6 +153,19 @@ class Settings:
         "(blocks of 32).",
         "float32",
         among=STATES,
+    )
+    weights: str = setting(
+        "Format of matrices between steps: float32; or bfloat16, where each update is rounded into "
+        "them stochastically, no other copy is kept, and their gradients are bfloat16, too.",
+        "float32",
+        among=FLOAT_NAMES,
+    )
+    update: str = setting(
+        "When weights are updated: after_backward; or in_backward, each as soon as its gradient is "
+        "complete, so that no full set of gradients is held. That goes with --clip-norm 0, "
+        "--loss-scale off, one micro-batch on one rank, and any optimizer but muon.",
+        "after_backward",
+        among=UPDATES,
     )
     saved: str = setting(
         "How what norms, activations, attention and convolutions keep for backward is stored: "
@@ -264,12 +280,41 @@ class Settings:
                 f"--patience: {self.patience} epochs without a better validation loss, but nothing "
                 "is held out; the way out: add --val-share 0.1, or leave --patience out"
             )
+        self._check_update()
         most = f"at most the {self.epochs} epochs"
         self._require("warmup_epochs", self.warmup_epochs <= self.epochs, most)
 
     def _require(self, name: str, good: bool, expected: str) -> None:
         if not good:
             raise ValueError(f"{flag_of(name)}: expected {expected}, got {getattr(self, name)!r}")
+
+    def _check_update(self) -> None:
+        """Refuse what needs all gradients at once beside updates in the backward pass."""
+        if self.weights != "float32" and self.shard != "none":
+            raise ValueError(
+                f"--weights {self.weights}: --shard {self.shard} divides float32 weights; the way "
+                "out: leave one of the two out"
+            )
+        if self.update == "after_backward":
+            return
+        for good, what, way_out in (
+            (not self.clip_norm, "clipping reads all gradients first", "--clip-norm 0"),
+            (
+                self.loss_scale == "off",
+                "a step whose gradients are not finite is skipped as a whole, and here weights "
+                "have moved before it is known",
+                "--loss-scale off",
+            ),
+            (self.micro_batches < 2, "micro-batches add up gradients", "--micro-batches 1"),
+            (
+                self.grad_comm == "float32" and self.shard == "none",
+                "gradients are summed between ranks first",
+                "leave --grad-comm and --shard out",
+            ),
+            (self.optimizer != "muon", "muon is two optimizers in one", "--optimizer adamw"),
+        ):
+            if not good:
+                raise ValueError(f"--update in_backward: {what}; the way out: {way_out}")
 
     def check_model(self, model: str) -> None:
         """Refuse settings that a model's kind of data does not know or cannot use.

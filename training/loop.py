@@ -27,7 +27,7 @@ from extensor.distributed import (
 )
 from extensor.distributed import clip_grad_norm as clip_in_any_order
 from extensor.inspect import SlotHealth
-from extensor.nn import apply_recipe, switch_recipe
+from extensor.nn import apply_recipe, cast_weights, switch_recipe
 from extensor.nn.recipe import assign_recipe
 from extensor.optim import MXGradScaler, ReduceLROnPlateau, Warmup, clip_grad_norm
 from extensor.quant import QuantStats
@@ -100,6 +100,16 @@ class Trainer:
         for phase in config.recipe_schedule.phases:  # a rule that matches nothing fails now
             assign_recipe(self.model, phase.recipe)
         parts = config.micro_batches or self.ranks.size
+        if parts > 1 and config.update == "in_backward":
+            raise ValueError(
+                f"--update in_backward: expected one micro-batch on one rank, got {parts}; leave "
+                "--update out"
+            )
+        if config.update == "in_backward" and config.resolved_recipe.adaptive_scale_rule:
+            raise ValueError(
+                f"--update in_backward: {config.recipe} changes its layers' scale rules where "
+                "steps are counted; take another recipe, or leave --update out"
+            )
         if parts < self.ranks.size:
             raise ValueError(
                 f"--micro-batches: expected at least one for each of the {self.ranks.size} ranks, "
@@ -137,7 +147,9 @@ class Trainer:
     def fresh_model(self) -> Any:
         """The model as it is before the first step."""
         rng = np.random.default_rng(self.config.seed)
-        return models.build(self.config.model, self.model_config, rng).to(self.config.device)
+        model = models.build(self.config.model, self.model_config, rng)
+        cast_weights(model, self.config.weights)
+        return model.to(self.config.device)
 
     def stop(self, reason: str) -> None:
         """End the run after this epoch; the reason goes into the result."""
@@ -245,7 +257,8 @@ class Trainer:
         if self.buckets is not None:
             self.buckets.finish(step)
         outcome = micro.end(self._told_to_stop)
-        self._update(batch)
+        if self.config.update == "after_backward":
+            self._update(batch)
         return outcome
 
     def _make_buckets(self) -> GradientBuckets | None:
@@ -267,7 +280,9 @@ class Trainer:
         """Add a micro-batch's share to the gradients."""
         rows, labels, loss = self.forward(part.batch, self.config.label_smoothing)
         weighted = loss if part.weight == 1.0 else loss * part.weight
-        self.scaler.scale(weighted).backward()
+        in_backward = self.config.update == "in_backward"
+        with self.optimizer.step_in_backward() if in_backward else nullcontext():
+            self.scaler.scale(weighted).backward()
         hits = top_k_hits(rows.numpy(), labels, 1)
         self.micro_batches.record(part, float(loss.item()), hits)
 

@@ -27,6 +27,7 @@ def make_optimizer(model: Any, settings: Settings) -> Any:
         "betas": (settings.beta1, settings.beta2),
         "weight_decay": settings.weight_decay,
         "states": settings.optimizer_states,
+        "masters": False,  # --weights says what the weights themselves are
     }
     known = inspect.signature(cls).parameters
     options = {name: value for name, value in provided.items() if name in known}
@@ -67,7 +68,7 @@ class MuonWithAdamW:
                 "--optimizer muon: expected a hidden layer, got a model of one layer; the way out: "
                 "another optimizer"
             )
-        adamw = {name: provided[name] for name in ("betas", "states")}
+        adamw = {name: provided[name] for name in ("betas", "states", "masters")}
         default = {c: inspect.signature(c).parameters["lr"].default for c in (AdamW, Muon)}
         rate = provided["lr"] * default[AdamW] / default[Muon]
         groups = decayed(rest, provided["weight_decay"])

@@ -68,6 +68,11 @@ def train(
     try:
         if graph:
             _check_graph(config, telemetry, memory)
+        if telemetry and config.update == "in_backward":
+            raise UsageError(
+                "--telemetry: looks at all gradients, and --update in_backward lets each go; the "
+                "way out: leave one of the two out"
+            )
         watchers = _callbacks(config, console, telemetry, memory, ranks)
         trainer = _prepare(config, out, resume, watchers, graph, ranks)
     except (UsageError, DataError, OSError) as found:
@@ -151,6 +156,11 @@ def _check_graph(config: RunConfig, telemetry: int, memory: bool) -> None:
             not config.resolved_recipe.adaptive_scale_rule,
             f"{config.recipe} changes its layers' scale rules between steps",
             "a recipe that does not",
+        ),
+        (
+            config.update == "after_backward" and config.weights == "float32",
+            "a captured step updates float32 weights after backward",
+            "leave --update and --weights out",
         ),
         (
             not telemetry,

@@ -99,7 +99,8 @@ def post_accumulate_grad_hook(hook: Callable[[Any], None]) -> Iterator[None]:
     """Call ``hook(leaf)`` in `backward`, in this thread, as soon as a leaf's ``.grad`` is final.
 
     The rest of the backward pass runs on afterwards, so what the hook starts overlaps with it. The
-    gradient's memory may be shared until backward ends: the hook copies it, and writes nothing.
+    gradient's memory may be shared until backward ends: the hook writes nothing to it, and copies
+    what it keeps. It may set ``.grad`` to None.
 
     Args:
         hook: takes the leaf, once in each backward pass that reaches it.

@@ -49,7 +49,10 @@ def backward(
         def final(leaf: ExTensor, g: Gradient) -> None:
             with _ACCUMULATE:
                 _accumulate(leaf, g, create_graph, owned)
+            held = id(None if leaf.grad is None else leaf.grad.data)
             hook(leaf)
+            if leaf.grad is None:  # the hook let it go: another array may get its address
+                owned.discard(held)
 
     grads = _run([(root, seed)], None, retain, create_graph, final)
     capture = root.backend.capturing

@@ -50,7 +50,7 @@ from extensor.nn.ptq import (
     quantize_model,
     save_quantized,
 )
-from extensor.nn.recipe import apply_recipe, gemm_layers, switch_recipe
+from extensor.nn.recipe import apply_recipe, cast_weights, gemm_layers, switch_recipe
 from extensor.nn.recurrent import GRU, LSTM
 from extensor.nn.rope import Rope, RopeScaling, RotaryTable
 from extensor.nn.transformer import FeedForward, TransformerBlock
@@ -112,6 +112,7 @@ __all__ = [
     "TransformerBlock",
     "add_adapters",
     "apply_recipe",
+    "cast_weights",
     "choose_formats",
     "depthwise_conv2d",
     "dequantize_model",

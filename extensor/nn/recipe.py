@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from extensor.autograd.storage import ArrayStore, SavedStorage
+from extensor.dtypes import DTypeLike, as_dtype
 from extensor.nn.linear import GemmLayer
 from extensor.nn.module import Module
 from extensor.nn.norm import LayerNorm, RMSNorm
@@ -16,7 +17,8 @@ from extensor.quant.weight_cache import WeightCache
 from extensor.random import Stream
 
 __all__ = [
-    "apply_recipe", "assign_recipe", "gemm_layers", "round_norms", "store_saved", "switch_recipe",
+    "apply_recipe", "assign_recipe", "cast_weights", "gemm_layers", "round_norms", "store_saved",
+    "switch_recipe",
 ]  # fmt: skip
 
 
@@ -155,6 +157,34 @@ def store_saved(model: Module, state: RecipeState) -> None:
         hits = [(rule, store) for rule, store in stores if rule.matches(path)]
         module.storage = SavedStorage(hits, state) if hits else None
     state.unmet_saved = {rule: set() for rule in rules}
+
+
+def cast_weights(model: Module, dtype: DTypeLike) -> None:
+    """Store parameters of two axes or more in a float dtype, in place; their gradients follow.
+
+    Vectors (biases, norms) stay as they are: they are small, and kernels read them in float32. Make
+    optimizers after it: see ``masters`` of `Optimizer`.
+
+    Args:
+        model: the model.
+        dtype: "bfloat16", "float32" or another dense float dtype.
+
+    Raises:
+        TypeError: for a dtype that is no dense float.
+
+    >>> model = et.nn.Linear(8, 4)
+    >>> et.nn.cast_weights(model, "bfloat16")
+    >>> model.weight.dtype.name, model.bias.dtype.name
+    ('bfloat16', 'float32')
+    """
+    to = as_dtype(dtype)
+    if not to.is_float:
+        raise TypeError(f"cast_weights: expected a dense float dtype, got {to.name}")
+    for param in model.parameters():
+        if param.ndim > 1:
+            fresh = param.detach().astype(to)
+            param.data, param.dtype, param.grad = fresh.data, fresh.dtype, None
+            param._version[0] += 1
 
 
 def round_norms(model: Module, narrow: bool) -> None:

@@ -27,6 +27,7 @@ class Adam(Optimizer):
         eps: added to the denominator, above 0.
         weight_decay: 0 or more.
         states: how the state is stored; see `Optimizer`.
+        masters: whether bfloat16 parameters have float32 copies; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range.
@@ -54,11 +55,13 @@ class Adam(Optimizer):
         weight_decay: float = 0.0,
         *,
         states: str = "float32",
+        masters: bool = True,
     ) -> None:
         beta1, beta2 = check_betas(betas)
         super().__init__(
             params,
             states=states,
+            masters=masters,
             lr=lr,
             beta1=beta1,
             beta2=beta2,
@@ -128,6 +131,7 @@ class AdamW(Adam):
         eps: added to the denominator, above 0.
         weight_decay: 0 or more.
         states: how the state is stored; see `Optimizer`.
+        masters: whether bfloat16 parameters have float32 copies; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range.
@@ -153,5 +157,6 @@ class AdamW(Adam):
         weight_decay: float = 0.01,
         *,
         states: str = "float32",
+        masters: bool = True,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, states=states)
+        super().__init__(params, lr, betas, eps, weight_decay, states=states, masters=masters)

@@ -23,6 +23,7 @@ class Lion(Optimizer):
         betas: each in [0, 1); in a group, ``beta1`` and ``beta2``.
         weight_decay: 0 or more.
         states: how the state is stored; see `Optimizer`.
+        masters: whether bfloat16 parameters have float32 copies; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range.
@@ -45,10 +46,17 @@ class Lion(Optimizer):
         weight_decay: float = 0.0,
         *,
         states: str = "float32",
+        masters: bool = True,
     ) -> None:
         beta1, beta2 = check_betas(betas)
         super().__init__(
-            params, states=states, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay
+            params,
+            states=states,
+            masters=masters,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
         )
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:

@@ -59,6 +59,7 @@ class Muon(Optimizer):
         momentum: in [0, 1).
         weight_decay: 0 or more.
         states: how the state is stored; see `Optimizer`.
+        masters: whether bfloat16 parameters have float32 copies; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range, or a tensor of fewer than two axes.
@@ -81,8 +82,16 @@ class Muon(Optimizer):
         weight_decay: float = 0.0,
         *,
         states: str = "float32",
+        masters: bool = True,
     ) -> None:
-        super().__init__(params, states=states, lr=lr, momentum=momentum, weight_decay=weight_decay)
+        super().__init__(
+            params,
+            states=states,
+            masters=masters,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+        )
         for group in self.groups:
             for member in group.members:
                 if member.param.ndim < 2:

@@ -8,27 +8,28 @@ once. Where a backend updates many parameters in one call, `extensor.optim.multi
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 
 from extensor.autograd.apply import wrap
-from extensor.autograd.mode import no_grad
+from extensor.autograd.mode import no_grad, post_accumulate_grad_hook
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.capture import HostMirrors, StepCapture
 from extensor.backends.protocol import FiniteQuery
 from extensor.backends.registry import get as get_backend
-from extensor.dtypes import float32
+from extensor.dtypes import bfloat16, float32
 from extensor.errors import layout_error, unknown_name
 from extensor.notebook import card, table
 from extensor.optim.multi_tensor import step_captured, step_multi_tensor
 from extensor.optim.params import Option, ParamGroup, ParamState, Segment, check_param, check_range
-from extensor.optim.states import STATES, Stored, state_stream
+from extensor.optim.states import STATES, WEIGHT_SLOT, Stored, state_stream
 from extensor.quant.array import QuantArray
 
 __all__ = ["Optimizer"]
@@ -58,11 +59,12 @@ class Optimizer(ABC):
             groups, mappings with ``"params"`` and the options that differ from the others'.
         states: how the state is stored between steps, a name in `extensor.optim.states.STATES`:
             ``"float32"``, ``"bfloat16"`` or ``"mxfp8_e4m3"``. Updates compute in float32 in any
-            case, and master weights are float32.
+            case.
+        masters: whether a bfloat16 or float16 parameter gets a float32 master copy, which takes the
+            updates and is rounded into the parameter after each. False: a bfloat16 parameter is its
+            own master: an update computes in float32 and is rounded into it stochastically, since
+            most updates are smaller than half a step of bfloat16.
         defaults: the options of groups that do not set them.
-
-    A bfloat16 or float16 parameter gets a float32 master copy, which takes the updates and is
-    rounded into the parameter after each.
 
     Raises:
         TypeError, ValueError: for no parameters, one given twice, one that requires no gradient or
@@ -87,11 +89,16 @@ class Optimizer(ABC):
     """True if a backend's kernel makes the whole `update`, and `update_multi_tensor` of many."""
 
     def __init__(
-        self, params: Iterable[Any], *, states: str = "float32", **defaults: Option
+        self,
+        params: Iterable[Any],
+        *,
+        states: str = "float32",
+        masters: bool = True,
+        **defaults: Option,
     ) -> None:
         if not isinstance(states, str) or states not in STATES:
             raise ValueError(unknown_name("kind of optimizer state", states, STATES))
-        self.states = states
+        self.states, self.masters = states, masters
         self._mirrors = HostMirrors()
         self._cache: dict[str, Any] = {}  # what the backend derives from multi-tensor updates
         if isinstance(params, ExTensor):
@@ -172,7 +179,12 @@ class Optimizer(ABC):
             )
             for place, slot in enumerate(self.slots(options))
         }
-        if data.dtype != wide:
+        if data.dtype != wide and not self.masters and param.dtype is not bfloat16:
+            raise ValueError(
+                f"params: masters=False: expected float32 or bfloat16 parameters, got "
+                f"{param.dtype.name}; leave masters out"
+            )
+        if data.dtype != wide and self.masters:
             arrays[MASTER] = data.reshape(-1).astype(wide)
         return arrays
 
@@ -346,6 +358,75 @@ class Optimizer(ABC):
                 "step: expected gradients, got none; call loss.backward() first, with a loss "
                 "computed from these parameters"
             )
+        self._check_step()
+        for member, grad in parts:
+            _check_gradient(member, grad)
+        if (capture := parts[0][0].param.backend.capturing) is not None:
+            step_captured(self, ready, bad, capture)
+            self._end_step(capture)
+            return
+        self._mirrors.settle()
+        for group, member, grad in step_multi_tensor(self, ready, bad is None):
+            self._step_one(member, grad, group.options)
+        self._end_step(None)
+
+    @contextlib.contextmanager
+    def step_in_backward(self) -> Iterator[None]:
+        """Make the step inside ``backward``: each parameter moves once its gradient is complete.
+
+        The gradient is let go then, so that no full set of gradients is ever held. The update has
+        the bits of `step` after ``backward``. What needs all gradients at once, such as clipping
+        their norm or skipping a step where one is not finite, cannot go with it.
+
+        Returns:
+            A context manager for one backward pass; options as `step` finds them.
+
+        Raises:
+            RuntimeError: at the end, if no parameter got a gradient; while a step is captured.
+            FloatingPointError: in ``backward``, if a gradient holds NaN or Inf. Parameters whose
+                gradients came before have moved then, and the message says how many.
+            ValueError: as `step`.
+
+        >>> w = et.nn.Parameter([1.0])
+        >>> optimizer = et.optim.SGD([w], lr=0.5)
+        >>> with optimizer.step_in_backward():
+        ...     (3 * w).sum().backward()
+        >>> w.tolist(), w.grad
+        ([-0.5], None)
+        """
+        if any(param.backend.capturing is not None for param in self.params):
+            raise RuntimeError(
+                "step_in_backward: a captured step updates after backward; call optimizer.step()"
+            )
+        self._check_step()
+        self._mirrors.settle()
+        members = {id(m.param): (group, m) for group in self.groups for m in group.members}
+        moved = 0
+
+        def final(leaf: ExTensor) -> None:
+            nonlocal moved
+            if id(leaf) not in members or leaf.grad is None:
+                return
+            (group, member), grad = members[id(leaf)], leaf.grad
+            _check_gradient(member, grad)
+            try:
+                if step_multi_tensor(self, [(group, [(member, grad)])], True):
+                    self._step_one(member, grad, group.options)
+            except FloatingPointError as error:
+                raise FloatingPointError(
+                    f"{error}. {moved} of {len(members)} parameters have moved in this step already"
+                    "; go on from a checkpoint, with a lower learning rate, or step after backward"
+                ) from error
+            leaf.grad, moved = None, moved + 1
+
+        with post_accumulate_grad_hook(final):
+            yield
+        if not moved:
+            raise RuntimeError("step_in_backward: expected a backward pass to these parameters")
+        self._end_step(None)
+
+    def _check_step(self) -> None:
+        """Refuse rules and options that this step cannot go with."""
         for state in self._recipe_states():
             state.check_saved()
         for group in self.groups:
@@ -356,21 +437,6 @@ class Optimizer(ABC):
                     f"step: the options now need {sorted(missing)}, which was not kept from the "
                     "start; make a new optimizer with these options"
                 )
-        for member, grad in parts:
-            known = grad.dtype is float32 or grad.dtype.is_float
-            if not known or grad.data.shape != member.shape:
-                raise ValueError(
-                    f"step: expected a float gradient of shape {member.shape} for "
-                    f"{member.name}, got {grad.dtype.name} of shape {grad.shape}"
-                )
-        if (capture := parts[0][0].param.backend.capturing) is not None:
-            step_captured(self, ready, bad, capture)
-            self._end_step(capture)
-            return
-        self._mirrors.settle()
-        for group, member, grad in step_multi_tensor(self, ready, bad is None):
-            self._step_one(member, grad, group.options)
-        self._end_step(None)
 
     def _end_step(self, capture: StepCapture | None) -> None:
         """Begin the next step of every recipe that the parameters were used under."""
@@ -386,7 +452,7 @@ class Optimizer(ABC):
         return list({id(state): state for state in found if state is not None}.values())
 
     def _step_one(self, member: ParamState, grad: ExTensor, options: Mapping[str, Any]) -> None:
-        param, xp = member.param, member.param.backend.xp
+        param, xp, cast = member.param, member.param.backend.xp, member.param.backend.cast
         member.step += 1
         kind, wide = STATES[self.states], _wide(param.data)
         state = {
@@ -395,10 +461,11 @@ class Optimizer(ABC):
             if slot != MASTER
         }
         master = member.arrays.get(MASTER)
-        flat = _flat_view(param.data) if master is None else master
+        own = master is None and param.data.dtype != wide  # the parameter is its own master
+        flat = cast(_flat_view(param.data), wide) if master is None else master
         whole = Segment(
             flat.reshape(param.shape),
-            grad.data.astype(flat.dtype, copy=False),
+            cast(grad.data, flat.dtype),
             {slot: a.reshape(param.shape) for slot, a in state.items()},
         )
         g, options = self.prepare(xp, whole, options)
@@ -419,8 +486,11 @@ class Optimizer(ABC):
         for place, (slot, values) in enumerate(state.items()):
             stream = state_stream(member.step, member.index, place)
             member.arrays[slot] = kind.pack(param.backend, values, stream, slot in self.squares)
+        if own:
+            stream = state_stream(member.step, member.index, WEIGHT_SLOT)
+            flat = STATES[bfloat16.name].pack(param.backend, flat, stream, square=False)
         with no_grad():
-            param.assign_(flat.reshape(param.shape).astype(param.data.dtype, copy=False))
+            param.assign_(cast(flat.reshape(param.shape), param.data.dtype))
 
     def zero_grad(self) -> None:
         """Set the gradients of all parameters to None.
@@ -549,6 +619,16 @@ class Optimizer(ABC):
         for name, (low, below) in self.ranges.items():
             if name in options:
                 check_range(name, options[name], low, below)
+
+
+def _check_gradient(member: ParamState, grad: ExTensor) -> None:
+    """Refuse a gradient of another shape, or of no floats."""
+    known = grad.dtype is float32 or grad.dtype.is_float
+    if not known or grad.data.shape != member.shape:
+        raise ValueError(
+            f"step: expected a float gradient of shape {member.shape} for {member.name}, got "
+            f"{grad.dtype.name} of shape {grad.shape}"
+        )
 
 
 def l2_gradient(xp: Any, part: Segment, decay: float) -> Array:

@@ -23,6 +23,7 @@ class Adagrad(Optimizer):
         eps: added to the denominator, above 0.
         weight_decay: 0 or more.
         states: how the state is stored; see `Optimizer`.
+        masters: whether bfloat16 parameters have float32 copies; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range.
@@ -45,8 +46,11 @@ class Adagrad(Optimizer):
         weight_decay: float = 0.0,
         *,
         states: str = "float32",
+        masters: bool = True,
     ) -> None:
-        super().__init__(params, states=states, lr=lr, eps=eps, weight_decay=weight_decay)
+        super().__init__(
+            params, states=states, masters=masters, lr=lr, eps=eps, weight_decay=weight_decay
+        )
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
         """See :meth:`extensor.optim.Optimizer.slots`: the sum of the squared gradients."""
@@ -81,6 +85,7 @@ class RMSprop(Optimizer):
         momentum: in [0, 1).
         weight_decay: 0 or more.
         states: how the state is stored; see `Optimizer`.
+        masters: whether bfloat16 parameters have float32 copies; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range.
@@ -107,10 +112,12 @@ class RMSprop(Optimizer):
         weight_decay: float = 0.0,
         *,
         states: str = "float32",
+        masters: bool = True,
     ) -> None:
         super().__init__(
             params,
             states=states,
+            masters=masters,
             lr=lr,
             decay=decay,
             eps=eps,

@@ -27,6 +27,7 @@ class SGD(Optimizer):
         nesterov: whether to look ahead; needs momentum.
         weight_decay: 0 or more.
         states: how the state is stored; see `Optimizer`.
+        masters: whether bfloat16 parameters have float32 copies; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range, or Nesterov without momentum.
@@ -51,10 +52,12 @@ class SGD(Optimizer):
         weight_decay: float = 0.0,
         *,
         states: str = "float32",
+        masters: bool = True,
     ) -> None:
         super().__init__(
             params,
             states=states,
+            masters=masters,
             lr=lr,
             momentum=momentum,
             nesterov=nesterov,
@@ -117,6 +120,7 @@ class LARS(SGD):
         weight_decay: 0 or more.
         trust: the share of a tensor's norm that a step may be, above 0.
         states: how the state is stored; see `Optimizer`.
+        masters: whether bfloat16 parameters have float32 copies; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range.
@@ -141,10 +145,12 @@ class LARS(SGD):
         trust: float = 0.001,
         *,
         states: str = "float32",
+        masters: bool = True,
     ) -> None:
         super(SGD, self).__init__(
             params,
             states=states,
+            masters=masters,
             lr=lr,
             momentum=momentum,
             nesterov=False,

@@ -28,7 +28,15 @@ from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream, random_words
 
-__all__ = ["STATES", "Blocks", "StateKind", "Stored", "state_stream", "tensor_number"]
+__all__ = [
+    "STATES",
+    "WEIGHT_SLOT",
+    "Blocks",
+    "StateKind",
+    "Stored",
+    "state_stream",
+    "tensor_number",
+]
 
 Array = Any
 Stored = Any
@@ -36,6 +44,8 @@ Stored = Any
 
 FIRST_TENSOR = 1 << 23
 """Parameters' streams are numbered from here; those of layers count up from 0."""
+WEIGHT_SLOT = 127
+"""The slot of a parameter that is itself rounded stochastically; states count up from 0."""
 PER_CALL = 1 << 12
 """Random words that are drawn as one block."""
 

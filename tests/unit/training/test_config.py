@@ -155,3 +155,26 @@ def test_photographs_that_are_nowhere_are_one_error_with_a_way_out(
     text = capsys.readouterr().err
     assert "cifar-10-binary.tar.gz" in text and "curl -LO" in text and "--dataset digits" in text
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip_norm": 1.0}, "clipping reads all gradients first; the way out: --clip-norm 0"),
+        ({"loss_scale": "dynamic"}, "--loss-scale off"),
+        ({"micro_batches": 2}, "--micro-batches 1"),
+        ({"grad_comm": "exact"}, "--grad-comm"),
+        ({"optimizer": "muon"}, "two optimizers"),
+    ],
+)
+def test_updates_in_backward_refuse_what_needs_all_gradients(
+    changes: dict[str, Any], message: str
+) -> None:
+    given = {**defaults("mlp"), "update": "in_backward", "loss_scale": "off", **changes}
+    with pytest.raises(ValueError, match=f"--update in_backward: .*{message}"):
+        RunConfig(**given)
+
+
+def test_bfloat16_weights_are_not_sharded() -> None:
+    with pytest.raises(ValueError, match="--weights bfloat16: --shard states"):
+        RunConfig(**defaults("mlp"), weights="bfloat16", shard="states")

@@ -130,6 +130,18 @@ def test_training_learns(small: Make, tmp_path: Path) -> None:
         ),
         (8, {"recipe": "mxfp4_adaptive", "optimizer": "adamw", "schedule": "constant"}),
         (
+            5,
+            {
+                "recipe": "mxfp4",
+                "optimizer": "adamw",
+                "optimizer_states": "mxfp8_e4m3",
+                "weights": "bfloat16",
+                "update": "in_backward",
+                "loss_scale": "off",
+                "saved": "activation=mxfp4~",
+            },
+        ),
+        (
             8,
             {
                 "epochs": 4,

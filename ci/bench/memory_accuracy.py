@@ -1,0 +1,102 @@
+"""What settings that save memory cost in loss: small runs, each setting with several seeds.
+
+    python ci/bench/memory_accuracy.py gpt llama resnet --seeds 3
+
+Runs that the file names already are not made again, so an interrupted command goes on. It writes
+docs/results/<day>-memory-accuracy.json and prints mean gaps to the first setting, seed by seed,
+with standard deviations. "gpt" and "llama" learn Shakespeare letter by letter: the run's own
+model of width 128, and Llama's parts (RMS norms, gated units, rotary positions) of width 64.
+"resnet" is a residual network of 4 blocks on 8 x 8 digits. Recipe: mxfp4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from extensor.models.resnet.configs import CONFIGS, ResNetConfig
+from extensor.training.config import RunConfig
+from extensor.training.flags import resolve
+from extensor.training.loop import Trainer
+
+OUT = Path("docs/results/2026-11-26-memory-accuracy.json")
+TEXT: dict[str, Any] = {"epochs": 1, "warmup_epochs": 0.1, "dataset": "shakespeare"}
+STUDIES: Mapping[str, Mapping[str, Any]] = {
+    "gpt": {**TEXT, "epoch_steps": 240, "test_limit": 128},
+    "llama": {
+        **TEXT, "variant": "nano", "epoch_steps": 400, "test_limit": 128, "batch_size": 12,
+        "context": 64, "tokenizer": "char", "vocab_size": 0,
+    },
+    "resnet": {
+        "variant": "tiny", "dataset": "digits", "epochs": 3, "batch_size": 32, "lr": 0.05,
+        "augment": "none",
+    },
+}  # fmt: skip
+SLOTS = {
+    "gpt": ("norm", "activation", "qkv", "o"),
+    "llama": ("norm", "gate,up", "[qkv]", "o"),
+    "resnet": ("norm", "activation"),
+}
+
+
+def settings(study: str) -> dict[str, dict[str, Any]]:
+    """By name: what differs from the first."""
+    formats = ("bfloat16", "mxfp8", "mxfp6", "mxfp4", "mxfp4~")
+    return {
+        "as it is": {},
+        **{f"saved {name}": {"saved": name} for name in formats},
+        **{f"saved {slots}=mxfp4": {"saved": _rules(slots)} for slots in SLOTS[study]},
+    }
+
+
+def _rules(slots: str) -> str:
+    return ",".join(f"{slot}=mxfp4" for slot in slots.split(","))
+
+
+def loss(study: str, changes: Mapping[str, Any], seed: int) -> float:
+    """Test loss at the end of one run."""
+    given = {**STUDIES[study], "recipe": "mxfp4", "seed": seed, **changes}
+    config = RunConfig(**resolve(study, given, None)[0])
+    with tempfile.TemporaryDirectory() as folder:
+        return float(Trainer(config, Path(folder)).fit()["loss"])
+
+
+def shown(study: str, losses: Mapping[str, Mapping[str, float]], first: str) -> None:
+    """Print each setting's mean gap to the first, over the seeds that both have."""
+    for name, mine in losses.items():
+        gaps = [mine[seed] - losses[first][seed] for seed in mine if seed in losses[first]]
+        spread = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
+        mean = statistics.mean(mine.values())
+        print(
+            f"{study:7} {name:24} {mean:.4f}  {statistics.mean(gaps):+.4f} +- {spread:.4f}"
+            f"  ({len(gaps)} seeds)"
+        )
+
+
+def main() -> None:
+    """Run what is missing, seed by seed, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("studies", nargs="+", choices=STUDIES)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    CONFIGS["tiny"] = ResNetConfig(blocks=(1, 1, 1, 1), channels=(16, 32, 64, 64))
+    found = json.loads(args.out.read_text()) if args.out.exists() else {}
+    for seed in range(args.seeds):
+        for study in args.studies:
+            for name, changes in settings(study).items():
+                row = found.setdefault(study, {}).setdefault(name, {})
+                if str(seed) not in row:
+                    row[str(seed)] = loss(study, changes, seed)
+                    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    for study in args.studies:
+        shown(study, {name: found[study][name] for name in settings(study)}, "as it is")
+
+
+if __name__ == "__main__":
+    main()
