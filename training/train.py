@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from extensor.backends.registry import get as get_backend
-from extensor.distributed import Communicator, LocalCommunicator
+from extensor.distributed import Communicator, LocalCommunicator, on_device
 
 from .callbacks import (
     Callback,
@@ -61,7 +61,10 @@ def train(
         DataError: if the data set is missing or damaged.
         Interrupted: see `Trainer.fit`.
     """
-    ranks = LocalCommunicator() if ranks is None else ranks
+    try:
+        ranks = LocalCommunicator() if ranks is None else on_device(ranks, config.device)
+    except RuntimeError as missing:
+        raise UsageError(f"--device {config.device}: {missing}") from missing
     if ranks.size > 1 and not config.micro_batches and not resume:
         config = dataclasses.replace(config, micro_batches=ranks.size)
     error: Exception | None = None

@@ -1,4 +1,4 @@
-"""Several ranks: processes that train one model together, over MPI.
+"""Several ranks: processes that train one model together, over MPI, with GPUs over NCCL.
 
 A rank is one process with its number. A communicator carries arrays between ranks. `connect` gives
 the one that the program was started with: of ``mpirun -n 4``, of Slurm's ``srun --mpi=pmix``, or of
@@ -17,8 +17,9 @@ from extensor.distributed.communicator import (
     Work,
 )
 from extensor.distributed.gradients import GradientBuckets
-from extensor.distributed.launch import connect, launched_rank
+from extensor.distributed.launch import connect, launched_rank, on_device
 from extensor.distributed.local import LocalCommunicator, run_ranks
+from extensor.distributed.nccl import NCCLCommunicator
 from extensor.distributed.reduction import (
     GRAD_COMM,
     Bfloat16,
@@ -44,6 +45,7 @@ __all__ = [
     "GradientReduction",
     "LocalCommunicator",
     "Mxint",
+    "NCCLCommunicator",
     "RanksDiffer",
     "ShardedBuckets",
     "ShardedOptimizer",
@@ -54,6 +56,7 @@ __all__ = [
     "launched_rank",
     "load_sharded",
     "make_reduction",
+    "on_device",
     "padded_size",
     "run_ranks",
     "save_sharded",

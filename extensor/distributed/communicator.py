@@ -2,13 +2,13 @@
 
 A collective is an operation that every rank of a communicator calls, in the same order. One that
 takes arrays starts at once and is finished by ``wait`` of the `Work` that it returns; until then
-its arrays must not be touched. Arrays are C-contiguous: numpy's on the CPU, and on a GPU those with
-the CUDA array interface.
+its arrays must not be touched. Arrays are C-contiguous: numpy's on the CPU, cupy's on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 __all__ = ["CollectiveMismatch", "CollectiveTimeout", "Communicator", "Op", "Work", "check_buffers"]
@@ -122,7 +122,8 @@ class Communicator(Protocol):
         """Replace the array, on all ranks, by the sum, maximum or minimum over ranks.
 
         Args:
-            buffer: the same shape and dtype on all ranks. Sums of integers wrap around.
+            buffer: the same shape and dtype on all ranks. Sums of integers must fit: some MPIs
+                saturate. NCCL adds integers of 8, 32 and 64 bits alone.
             op: ``"sum"``, ``"max"`` or ``"min"``.
 
         Returns:
@@ -260,6 +261,31 @@ class Communicator(Protocol):
         >>> from extensor.distributed import run_ranks
         >>> run_ranks(2, lambda ranks: ranks.broadcast_object(ranks.rank, root=1))
         [1, 1]
+        """
+
+    def beside(self) -> AbstractContextManager[bool]:
+        """Let a GPU do what is called inside beside what it computes outside.
+
+        Arrays that are made inside are given back inside, too, or after `join`.
+
+        Returns:
+            A context manager. It gives True where `Work.wait` inside returns at once, because
+            what follows inside comes after the collective in any case.
+
+        >>> from extensor.distributed import LocalCommunicator
+        >>> with LocalCommunicator().beside() as queued:
+        ...     print(queued)
+        False
+        """
+
+    def join(self) -> None:
+        """Wait for all that was called inside `beside`.
+
+        Raises:
+            CollectiveTimeout: if it takes longer than ``timeout``.
+
+        >>> from extensor.distributed import LocalCommunicator
+        >>> LocalCommunicator().join()
         """
 
 

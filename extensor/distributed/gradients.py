@@ -36,6 +36,7 @@ class Bucket:
             size += -(-param.size // BLOCK) * BLOCK
         self.backend = self.params[0].backend
         self.size = padded_size(size, ranks.size)
+        self.ranks = ranks
         self.reduction = make_reduction(name, self.size, ranks, device=self.backend.name, **how)
         # A reduction reads the first micro-batch's gradients until the second one's are there.
         self._flats: list[Array] = []
@@ -51,7 +52,8 @@ class Bucket:
         view[...] = 0.0 if param.grad is None else param.grad.data
         self.waiting.discard(id(param))
         if not self.waiting:
-            self.reduction.add(self._flats[0])
+            with self.ranks.beside():
+                self.reduction.add(self._flats[0])
             self._flats.reverse()
 
     def release(self) -> None:
@@ -105,7 +107,7 @@ class GradientBuckets:
         others = sorted({p.dtype.name for p in params} - {"float32"})
         if others:
             raise ValueError(f"params: expected float32 weights, got {', '.join(others)}")
-        self.params = list(params)
+        self.params, self.ranks = list(params), ranks
         groups: list[list[ExTensor]] = [[]]
         for param in reversed(self.params):
             if groups[-1] and sum(p.nbytes for p in groups[-1]) + param.nbytes > bucket_bytes:
@@ -172,12 +174,14 @@ class GradientBuckets:
             for work in works:
                 work.advance()
             works = [work for work in works if not work.done()]
+        self.ranks.join()
         for bucket in self.buckets:
             self._publish(bucket)
             bucket.work, bucket.waiting = None, set(bucket.starts)
         self._started = 0
 
     def _clear(self) -> None:
+        self.ranks.join()  # what reads the last micro-batch's gradients
         for bucket in self.buckets:
             bucket.waiting = set(bucket.starts)
             for param in bucket.params:
@@ -199,7 +203,10 @@ class GradientBuckets:
             bucket = self.buckets[self._started]
             if bucket.waiting:
                 return
-            bucket.work = self._reduce(bucket)
+            with self.ranks.beside() as queued:
+                bucket.work = self._reduce(bucket)
+                if queued:  # the whole reduction, of which nothing waits for this process
+                    bucket.work.wait()
             self._started += 1
 
     def _reduce(self, bucket: Bucket) -> ReductionWork:

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from extensor.backends.registry import get as get_backend
+from extensor.distributed.agree import check_same
+from extensor.distributed.communicator import Communicator
 from extensor.distributed.local import LocalCommunicator
 
-__all__ = ["connect", "launched_rank"]
+__all__ = ["connect", "launched_rank", "on_device"]
 
 LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 """What Open MPI's mpirun, MPICH's or ``srun --mpi=pmi2``, and ``srun --mpi=pmix`` set."""
@@ -66,6 +68,37 @@ def connect() -> Any:
     if ranks.size > 1:
         _abort_on_errors(ranks)
     return ranks
+
+
+def on_device(ranks: Communicator, device: str) -> Communicator:
+    """The communicator for a model on a device: NCCL's where each of several ranks has a GPU.
+
+    Call it before anything is made on the GPU, with the same device on all ranks: each rank takes
+    the GPU that it then uses.
+
+    Args:
+        ranks: of `connect`.
+        device: ``"cpu"`` or ``"cuda"``.
+
+    Returns:
+        The ranks themselves for the CPU and for one rank.
+
+    Raises:
+        RuntimeError: without cupy, a GPU or NCCL, and if two ranks have one GPU.
+        RanksDiffer: if ranks ask for different devices.
+
+    >>> from extensor.distributed import connect, on_device
+    >>> on_device(connect(), "cpu").size
+    1
+    """
+    if ranks.size == 1:
+        return ranks
+    check_same(ranks, "start", {"--device": device})
+    if device == "cpu":
+        return ranks
+    from extensor.distributed.nccl import NCCLCommunicator
+
+    return NCCLCommunicator(ranks)
 
 
 def _abort_on_errors(ranks: Any) -> None:

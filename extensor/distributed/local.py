@@ -6,6 +6,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -158,6 +159,13 @@ class LocalCommunicator:
     def _part(self, array: Array, rank: int) -> Array:
         """The flat part of an array that belongs to a rank."""
         return array.reshape(self.size, -1)[rank]
+
+    def beside(self) -> AbstractContextManager[bool]:
+        """See :meth:`extensor.distributed.Communicator.beside`."""
+        return nullcontext(False)
+
+    def join(self) -> None:
+        """See :meth:`extensor.distributed.Communicator.join`."""
 
     def _start(
         self, name: str, option: Any, send: Array, finish: Callable[[list[Any]], None]

@@ -1,7 +1,8 @@
 """Ranks that are processes, over MPI: mpi4py on Open MPI or MPICH.
 
 Collectives are MPI's non-blocking ones. MPI moves most of their bytes while somebody asks about
-them, so `Work.done` is asked from time to time by whoever computes meanwhile.
+them, so `Work.done` is asked from time to time by whoever computes meanwhile. Arrays of a GPU go
+through the CPU's memory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import os
 import pickle
 import socket
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,9 +39,17 @@ LISTEN_SECONDS = 0.5
 
 
 class _MPIWork:
-    def __init__(self, ranks: MPICommunicator, what: str, request: Any, keep: Any) -> None:
+    def __init__(
+        self,
+        ranks: MPICommunicator,
+        what: str,
+        request: Any,
+        keep: Any,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
         self._ranks, self._what, self._request = ranks, what, request
         self._keep = keep  # arrays must live as long as MPI writes to them
+        self._finish = finish
         self._number = ranks._next_number()
 
     def done(self) -> bool:
@@ -48,6 +60,9 @@ class _MPIWork:
         """See :meth:`extensor.distributed.Work.wait`."""
         if not self._request.Test():
             self._ranks._wait(self._request, self._what, self._number)
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
 
 
 class MPICommunicator:
@@ -80,28 +95,28 @@ class MPICommunicator:
     def all_reduce(self, buffer: Array, op: Op = "sum") -> Work:
         """See :meth:`extensor.distributed.Communicator.all_reduce`."""
         check_buffers("all_reduce", self.size, buffer, buffer, 1)
-        request = self._comm.Iallreduce(self._mpi.IN_PLACE, buffer, self._ops[op])
-        return _MPIWork(self, "all_reduce", request, buffer)
+        call = partial(self._comm.Iallreduce, self._mpi.IN_PLACE, op=self._ops[op])
+        return self._in_place("all_reduce", call, buffer)
 
     def reduce_scatter(self, send: Array, recv: Array, op: Op = "sum") -> Work:
         """See :meth:`extensor.distributed.Communicator.reduce_scatter`."""
         check_buffers("reduce_scatter", self.size, send, recv, self.size)
-        request = self._comm.Ireduce_scatter_block(send, recv, self._ops[op])
-        return _MPIWork(self, "reduce_scatter", request, (send, recv))
+        call = partial(self._comm.Ireduce_scatter_block, op=self._ops[op])
+        return self._start("reduce_scatter", call, send, recv)
 
     def all_gather(self, send: Array, recv: Array) -> Work:
         """See :meth:`extensor.distributed.Communicator.all_gather`."""
         check_buffers("all_gather", self.size, send, recv, -self.size)
-        return _MPIWork(self, "all_gather", self._comm.Iallgather(send, recv), (send, recv))
+        return self._start("all_gather", self._comm.Iallgather, send, recv)
 
     def all_to_all(self, send: Array, recv: Array) -> Work:
         """See :meth:`extensor.distributed.Communicator.all_to_all`."""
         check_buffers("all_to_all", self.size, send, recv, 1)
-        return _MPIWork(self, "all_to_all", self._comm.Ialltoall(send, recv), (send, recv))
+        return self._start("all_to_all", self._comm.Ialltoall, send, recv)
 
     def broadcast(self, buffer: Array, root: int = 0) -> Work:
         """See :meth:`extensor.distributed.Communicator.broadcast`."""
-        return _MPIWork(self, "broadcast", self._comm.Ibcast(buffer, root), buffer)
+        return self._in_place("broadcast", partial(self._comm.Ibcast, root=root), buffer)
 
     def barrier(self, timeout: float | None = None) -> None:
         """See :meth:`extensor.distributed.Communicator.barrier`."""
@@ -135,6 +150,13 @@ class MPICommunicator:
         self.broadcast(content, root).wait()
         return pickle.loads(content.tobytes())
 
+    def beside(self) -> AbstractContextManager[bool]:
+        """See :meth:`extensor.distributed.Communicator.beside`."""
+        return nullcontext(False)
+
+    def join(self) -> None:
+        """See :meth:`extensor.distributed.Communicator.join`."""
+
     def where(self) -> str:
         """This rank in words, for messages.
 
@@ -157,6 +179,20 @@ class MPICommunicator:
         >>> MPICommunicator().abort(1)    # doctest: +SKIP
         """
         self._mpi.COMM_WORLD.Abort(code)
+
+    # --- starting -------------------------------------------------------------------------------
+
+    def _start(self, what: str, call: Callable[..., Any], send: Array, recv: Array) -> Work:
+        if isinstance(recv, np.ndarray):
+            return _MPIWork(self, what, call(send, recv), (send, recv))
+        here, there = send.get(), np.empty(recv.shape, recv.dtype)
+        return _MPIWork(self, what, call(here, there), (here, there), lambda: recv.set(there))
+
+    def _in_place(self, what: str, call: Callable[..., Any], buffer: Array) -> Work:
+        if isinstance(buffer, np.ndarray):
+            return _MPIWork(self, what, call(buffer), buffer)
+        here = buffer.get()
+        return _MPIWork(self, what, call(here), here, lambda: buffer.set(here))
 
     # --- waiting --------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class ShardedBuckets(GradientBuckets):
         **how: Any,
     ) -> None:
         super().__init__(params, ranks, name, bucket_bytes, **how)
-        self.ranks, self.keep_gradients = ranks, keep_gradients
+        self.keep_gradients = keep_gradients
         self._owned: dict[int, slice] = {}
         self.pieces: dict[int, Parameter] = {}
         for bucket in self.buckets:

@@ -1,0 +1,289 @@
+"""Ranks with a GPU each, over NCCL: GPU arrays go from GPU to GPU, all else through other ranks.
+
+NCCL has no objects, no barrier and no arrays of the CPU: those are the host communicator's (MPI's),
+which also carries NCCL's unique id. Collectives run on a stream of their own, so that the GPU
+computes meanwhile. cupy's binding calls NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from extensor.backends.registry import get as get_backend
+from extensor.distributed.communicator import (
+    Array,
+    CollectiveTimeout,
+    Communicator,
+    Op,
+    Work,
+    check_buffers,
+)
+
+__all__ = ["NCCLCommunicator"]
+
+SPIN_SECONDS = 0.05
+PAUSE_SECONDS = 0.0005
+SUMS = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
+"""What NCCL adds; anything moves, as bytes."""
+ROLL_CALL_SECONDS = 5.0
+"""After a timeout, at most, for the other ranks to say that they waited, too."""
+
+
+class _NCCLWork:
+    def __init__(self, ranks: NCCLCommunicator, what: str, keep: Any) -> None:
+        self._ranks, self._what = ranks, what
+        self._keep = keep  # memory must not be used again while NCCL reads or writes it
+        self._event = ranks._xp.cuda.Event(disable_timing=True)
+        self._event.record(ranks._stream)
+
+    def done(self) -> bool:
+        """See :meth:`extensor.distributed.Work.done`."""
+        return bool(self._event.done)
+
+    def wait(self) -> None:
+        """See :meth:`extensor.distributed.Work.wait`.
+
+        On the communicator's own stream what follows is in order without waiting.
+        """
+        if self._ranks._beside():
+            return
+        self._ranks._poll(self._event, self._what)
+        self._ranks._xp.cuda.get_current_stream().wait_event(self._event)
+
+
+class NCCLCommunicator:
+    """A rank with a GPU: see `Communicator` for its methods.
+
+    Ranks of one machine take its GPUs in turn, unless their launcher shows each of them one.
+
+    Args:
+        host: the same ranks, over MPI.
+        xp: the array module; None is cupy.
+        binding: NCCL's functions; None are those of ``cupy.cuda.nccl``.
+
+    Raises:
+        RuntimeError: without cupy, a GPU or NCCL, and on all ranks if two of them have one GPU.
+
+    >>> from extensor.distributed import NCCLCommunicator, connect
+    >>> ranks = NCCLCommunicator(connect())    # doctest: +SKIP
+    """
+
+    def __init__(self, host: Communicator, *, xp: Any = None, binding: Any = None) -> None:
+        self.host, self.rank, self.size = host, host.rank, host.size
+        self._xp = get_backend("cuda").xp if xp is None else xp
+        self._nccl = _binding() if binding is None else binding
+        self._take_gpu()
+        mine = self._nccl.get_unique_id() if self.rank == 0 else None
+        identity = host.broadcast_object(mine)
+        self._comm = self._nccl.NcclCommunicator(self.size, identity, self.rank)
+        self._stream = self._xp.cuda.Stream(non_blocking=True)
+        self._ops = {op: getattr(self._nccl, f"NCCL_{op.upper()}") for op in ("sum", "max", "min")}
+        self._types = {n: getattr(self._nccl, f"NCCL_{n.upper()}") for n in SUMS}
+
+    @property
+    def timeout(self) -> float:
+        """See :attr:`extensor.distributed.Communicator.timeout`."""
+        return self.host.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self.host.timeout = seconds
+
+    # --- collectives ----------------------------------------------------------------------------
+
+    def all_reduce(self, buffer: Array, op: Op = "sum") -> Work:
+        """See :meth:`extensor.distributed.Communicator.all_reduce`."""
+        if not self._on_gpu(buffer):
+            return self.host.all_reduce(buffer, op)
+        check_buffers("all_reduce", self.size, buffer, buffer, 1)
+        kind = self._summed("all_reduce", buffer)
+
+        def call(stream: int) -> None:
+            at = buffer.data.ptr
+            self._comm.allReduce(at, at, buffer.size, kind, self._ops[op], stream)
+
+        return self._start("all_reduce", call, buffer)
+
+    def reduce_scatter(self, send: Array, recv: Array, op: Op = "sum") -> Work:
+        """See :meth:`extensor.distributed.Communicator.reduce_scatter`."""
+        if not self._on_gpu(send, recv):
+            return self.host.reduce_scatter(send, recv, op)
+        check_buffers("reduce_scatter", self.size, send, recv, self.size)
+        kind = self._summed("reduce_scatter", send)
+
+        def call(stream: int) -> None:
+            there, here = send.data.ptr, recv.data.ptr
+            self._comm.reduceScatter(there, here, recv.size, kind, self._ops[op], stream)
+
+        return self._start("reduce_scatter", call, (send, recv))
+
+    def all_gather(self, send: Array, recv: Array) -> Work:
+        """See :meth:`extensor.distributed.Communicator.all_gather`."""
+        if not self._on_gpu(send, recv):
+            return self.host.all_gather(send, recv)
+        check_buffers("all_gather", self.size, send, recv, -self.size)
+        bytes_ = self._types["uint8"]
+
+        def call(stream: int) -> None:
+            self._comm.allGather(send.data.ptr, recv.data.ptr, send.nbytes, bytes_, stream)
+
+        return self._start("all_gather", call, (send, recv))
+
+    def all_to_all(self, send: Array, recv: Array) -> Work:
+        """See :meth:`extensor.distributed.Communicator.all_to_all`."""
+        if not self._on_gpu(send, recv):
+            return self.host.all_to_all(send, recv)
+        check_buffers("all_to_all", self.size, send, recv, 1)
+        bytes_, part = self._types["uint8"], send.nbytes // self.size
+
+        def call(stream: int) -> None:
+            self._nccl.groupStart()
+            for rank in range(self.size):
+                self._comm.send(send.data.ptr + rank * part, part, bytes_, rank, stream)
+                self._comm.recv(recv.data.ptr + rank * part, part, bytes_, rank, stream)
+            self._nccl.groupEnd()
+
+        return self._start("all_to_all", call, (send, recv))
+
+    def broadcast(self, buffer: Array, root: int = 0) -> Work:
+        """See :meth:`extensor.distributed.Communicator.broadcast`."""
+        if not self._on_gpu(buffer):
+            return self.host.broadcast(buffer, root)
+        check_buffers("broadcast", self.size, buffer, buffer, 1)
+
+        def call(stream: int) -> None:
+            at, kind = buffer.data.ptr, self._types["uint8"]
+            self._comm.broadcast(at, at, buffer.nbytes, kind, root, stream)
+
+        return self._start("broadcast", call, buffer)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """See :meth:`extensor.distributed.Communicator.barrier`."""
+        self.host.barrier(timeout)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """See :meth:`extensor.distributed.Communicator.all_gather_object`."""
+        return self.host.all_gather_object(obj)
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """See :meth:`extensor.distributed.Communicator.broadcast_object`."""
+        return self.host.broadcast_object(obj, root)
+
+    def where(self) -> str:
+        """This rank in words, for messages.
+
+        Returns:
+            Its number, machine and process.
+
+        >>> from extensor.distributed import NCCLCommunicator, connect
+        >>> NCCLCommunicator(connect()).where()    # doctest: +SKIP
+        'rank 0 of 2 (node1, process 4711)'
+        """
+        return str(self.host.where())  # type: ignore[attr-defined]
+
+    def abort(self, code: int) -> None:
+        """End the whole program, all ranks, now.
+
+        Args:
+            code: the exit code.
+
+        >>> from extensor.distributed import NCCLCommunicator, connect
+        >>> NCCLCommunicator(connect()).abort(1)    # doctest: +SKIP
+        """
+        self.host.abort(code)  # type: ignore[attr-defined]
+
+    # --- beside the computation -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[bool]:
+        """See :meth:`extensor.distributed.Communicator.beside`."""
+        self._follow()
+        with self._stream:
+            yield True
+
+    def join(self) -> None:
+        """See :meth:`extensor.distributed.Communicator.join`."""
+        _NCCLWork(self, "collectives beside the computation", None).wait()
+
+    # --- within ---------------------------------------------------------------------------------
+
+    def _beside(self) -> bool:
+        return bool(self._xp.cuda.get_current_stream().ptr == self._stream.ptr)
+
+    def _follow(self) -> None:
+        """Let the communicator's stream wait for what the current one has queued."""
+        if not self._beside():
+            event = self._xp.cuda.Event(disable_timing=True)
+            event.record(self._xp.cuda.get_current_stream())
+            self._stream.wait_event(event)
+
+    def _start(self, what: str, call: Callable[[int], None], keep: Any) -> Work:
+        self._follow()
+        call(self._stream.ptr)
+        return _NCCLWork(self, what, keep)
+
+    def _on_gpu(self, *arrays: Array) -> bool:
+        there = {isinstance(array, self._xp.ndarray) for array in arrays}
+        if len(there) > 1:
+            raise ValueError("expected send and recv on one device, got the CPU and a GPU")
+        return there.pop()
+
+    def _summed(self, what: str, array: Array) -> int:
+        name = array.dtype.name
+        if name not in self._types:
+            raise TypeError(f"{what}: NCCL adds {', '.join(SUMS)}, got {name}; cast it first")
+        return int(self._types[name])
+
+    def _poll(self, event: Any, what: str) -> None:
+        """Wait for an event, no longer than `timeout`."""
+        began = time.monotonic()
+        while not event.done:
+            waited = time.monotonic() - began
+            if waited > self.timeout:
+                missing = self._missing()
+                self._comm.abort()  # else the process could not end
+                raise CollectiveTimeout(
+                    what, rank=self.rank, size=self.size, seconds=waited, missing=missing
+                )
+            self._comm.check_async_error()
+            time.sleep(0 if waited < SPIN_SECONDS else PAUSE_SECONDS)
+
+    def _missing(self) -> list[int]:
+        """The ranks that did not wait so long, too."""
+        try:
+            self.host.barrier(min(ROLL_CALL_SECONDS, self.timeout))
+        except CollectiveTimeout as error:
+            return error.missing
+        return []
+
+    def _take_gpu(self) -> None:
+        runtime, machine = self._xp.cuda.runtime, socket.gethostname()
+        machines = self.host.all_gather_object(machine)
+        before = machines[: self.rank].count(machine)
+        device = before % runtime.getDeviceCount()
+        self._xp.cuda.Device(device).use()
+        gpu = (machine, runtime.deviceGetPCIBusId(device))
+        everyone = self.host.all_gather_object(gpu)
+        shared = [rank for rank, other in enumerate(everyone) if everyone.count(other) > 1]
+        if shared:
+            named = ", ".join(map(str, shared))
+            raise RuntimeError(
+                f"NCCL: expected a GPU for each rank, got ranks {named} that share some; the way "
+                f"out: start as many ranks on a machine as it has GPUs ({runtime.getDeviceCount()} "
+                f"on {machine})"
+            )
+
+
+def _binding() -> Any:
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        raise RuntimeError(
+            "several ranks with GPUs need NCCL, which cupy does not find; the way out: pip "
+            "install 'extensor[nccl]'"
+        )
+    return nccl

@@ -1,0 +1,57 @@
+"""What every communicator must do: each collective against numpy's own answer.
+
+The same checks run on ranks that are threads, on processes under mpirun, and on NCCL's calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from extensor.distributed import Communicator
+
+DTYPES = ("int8", "int16", "int32", "int64", "float32", "uint8")
+
+
+def check_collectives(
+    ranks: Communicator, dtype: str, on_device: Callable[[Any], Any] = np.asarray
+) -> None:
+    """Start all collectives at once, then look at their results."""
+    size, rank = ranks.size, ranks.rank
+    rng = np.random.default_rng(size)
+    given = rng.integers(0, 30, (size, size, 5)).astype(dtype)
+    mine = on_device(given[rank])
+    total, largest, least, from_last = (mine.copy() for _ in range(4))
+    parts = [on_device(np.zeros(5, dtype)) for _ in range(2)]
+    gathered, exchanged = on_device(np.zeros(given.shape, dtype)), on_device(np.zeros_like(mine))
+    works = [
+        ranks.all_reduce(total),
+        ranks.all_reduce(largest, "max"),
+        ranks.all_reduce(least, "min"),
+        ranks.reduce_scatter(mine, parts[0]),
+        ranks.reduce_scatter(mine, parts[1], "max"),
+        ranks.all_gather(mine, gathered),
+        ranks.all_to_all(mine, exchanged),
+        ranks.broadcast(from_last, size - 1),
+    ]
+    for work in works:
+        work.wait()
+    assert all(work.done() for work in works)
+    results = (total, largest, least, *parts, gathered, exchanged, from_last)
+    expected: Sequence[np.ndarray] = [
+        given.sum(0, dtype=dtype), given.max(0), given.min(0),
+        given.sum(0, dtype=dtype)[rank], given.max(0)[rank], given, given[:, rank], given[-1],
+    ]  # fmt: skip
+    for got, want in zip(results, expected, strict=True):
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got.get() if hasattr(got, "get") else got, want)
+
+
+def check_objects(ranks: Communicator) -> None:
+    """Objects, and a barrier that all pass."""
+    ranks.barrier(timeout=30.0)
+    mine = {"rank": ranks.rank}
+    assert ranks.all_gather_object(mine) == [{"rank": rank} for rank in range(ranks.size)]
+    assert ranks.broadcast_object(mine, root=ranks.size - 1) == {"rank": ranks.size - 1}

@@ -1,0 +1,171 @@
+"""Ranks with GPUs: NCCL's calls on a binding made of numpy, and what all communicators promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor.backends import registry
+from extensor.backends.generic import GenericBackend
+from extensor.distributed import (
+    GRAD_COMM,
+    CollectiveTimeout,
+    Communicator,
+    GradientBuckets,
+    LocalCommunicator,
+    NCCLCommunicator,
+    make_reduction,
+    run_ranks,
+)
+from tests.unit.distributed import contract, fake_nccl
+
+DTYPES = [dtype for dtype in contract.DTYPES if dtype != "int16"]
+
+
+def with_gpus(size: int, program: Callable[[NCCLCommunicator, Any], Any]) -> list[Any]:
+    """Run a program on ranks with a GPU each."""
+
+    def run(host: LocalCommunicator) -> Any:
+        xp = fake_nccl.Gpu()
+        return program(NCCLCommunicator(host, xp=xp, binding=fake_nccl.BINDING), xp)
+
+    return run_ranks(size, run)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_collectives(size: int, dtype: str) -> None:
+    with_gpus(size, lambda ranks, xp: contract.check_collectives(ranks, dtype, xp.asarray))
+
+
+@pytest.mark.parametrize("dtype", contract.DTYPES)
+def test_what_is_not_on_a_gpu_goes_the_other_way(dtype: str) -> None:
+    def program(ranks: NCCLCommunicator, xp: Any) -> None:
+        contract.check_collectives(ranks, dtype)
+        contract.check_objects(ranks)
+
+    with_gpus(3, program)
+
+
+def test_a_result_is_there_only_after_waiting() -> None:
+    def program(ranks: NCCLCommunicator, xp: Any) -> None:
+        x = xp.asarray(np.ones(3, np.float32))
+        work = ranks.all_reduce(x)
+        ranks.barrier()
+        assert x.tolist() == [1.0] * 3
+        work.wait()
+        assert x.tolist() == [2.0] * 3
+        with ranks.beside() as queued:
+            work = ranks.all_reduce(x)
+            work.wait()
+        assert queued
+        ranks.join()
+        assert x.tolist() == [4.0] * 3
+
+    with_gpus(2, program)
+
+
+def test_each_rank_takes_a_gpu_of_its_own() -> None:
+    assert with_gpus(3, lambda ranks, xp: fake_nccl.LOCAL.device) == [0, 1, 2]
+
+    def too_few(host: LocalCommunicator) -> None:
+        NCCLCommunicator(host, xp=fake_nccl.Gpu(2), binding=fake_nccl.BINDING)
+
+    with pytest.raises(RuntimeError, match="got ranks 0, 2 that share some"):
+        run_ranks(3, too_few)
+
+
+def test_a_missing_rank_is_named() -> None:
+    aborted = []
+
+    def program(ranks: NCCLCommunicator, xp: Any) -> None:
+        ranks.timeout = 0.3
+        if ranks.rank != 1:
+            try:
+                ranks.all_reduce(xp.asarray(np.ones(3, np.float32))).wait()
+            finally:
+                aborted.append(ranks._comm.aborted)
+
+    with pytest.raises(CollectiveTimeout, match="all_reduce: .* for rank 1, which did not call"):
+        run_ranks(
+            3,
+            lambda host: program(
+                NCCLCommunicator(host, xp=(xp := fake_nccl.Gpu()), binding=fake_nccl.BINDING), xp
+            ),
+        )
+    assert True in aborted
+
+
+def test_what_nccl_does_not_add_is_refused() -> None:
+    def program(ranks: NCCLCommunicator, xp: Any) -> None:
+        with pytest.raises(TypeError, match="int16; cast it first"):
+            ranks.all_reduce(xp.asarray(np.ones(3, np.int16)))
+        with pytest.raises(ValueError, match="one device"):
+            ranks.all_gather(xp.asarray(np.ones(3)), np.ones(6))
+
+    with_gpus(2, program)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> GenericBackend:
+    """The generic methods on the array module of a GPU, as the device "cuda"."""
+    backend = GenericBackend("cuda", fake_nccl.Gpu())
+    made = registry._made
+    monkeypatch.setattr(registry, "_made", lambda name: backend if name == "cuda" else made(name))
+    return backend
+
+
+@pytest.mark.parametrize("name", GRAD_COMM)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_have_the_bits_of_the_cpus_ranks(
+    on_gpu: GenericBackend, name: str, ranks: int
+) -> None:
+    """Packed and added on the device, moved by NCCL, without the host; float sums in one order."""
+    rng = np.random.default_rng(ranks)
+    grads = rng.standard_normal((2 * ranks, 128)).astype(np.float32)
+    grads *= np.exp2(rng.integers(-60, 20, grads.shape)).astype(np.float32)
+
+    def program(comm: Communicator, device: str) -> bytes:
+        xp = on_gpu.xp if device == "cuda" else np
+        reduction = make_reduction(name, 128, comm, device=device)
+        out = xp.zeros(128, np.float32)
+        for step in range(2):
+            for grad in grads[2 * comm.rank : 2 * comm.rank + 2]:
+                reduction.add(xp.asarray(grad))
+            reduction.all_reduce(out, len(grads), step).wait()
+        return bytes(np.asarray(out).tobytes())
+
+    def gpu(comm: NCCLCommunicator, xp: Any) -> bytes:
+        comm.host.all_reduce = comm.host.all_to_all = None  # type: ignore[method-assign, assignment]
+        return program(comm, "cuda")
+
+    assert with_gpus(ranks, gpu) == run_ranks(ranks, lambda comm: program(comm, "cpu"))
+
+
+@pytest.mark.parametrize("name", ["exact", "mxint8", "float32"])
+def test_buckets_are_reduced_beside_the_backward_pass(on_gpu: GenericBackend, name: str) -> None:
+    """The weights of ranks without GPUs, and all reductions queued before `finish` waits."""
+
+    def program(comm: Communicator, device: str) -> list[bytes]:
+        layers = et.nn.Sequential(*(et.nn.Linear(8, 8, rng=i) for i in range(3))).to(device)
+        params = list(layers.parameters())
+        buckets = GradientBuckets(params, comm, name, bucket_bytes=300)
+        for step in range(2):
+            for part in range(3):
+                x = np.random.default_rng((step, part, comm.rank)).standard_normal((4, 8))
+                with buckets.micro_batch(last=part == 2, step=step):
+                    layers(et.ExTensor(x.astype(np.float32)).to(device)).square().sum().backward()
+            if device == "cuda":
+                assert buckets._started == len(buckets.buckets) == 3
+                assert all(b.work is not None and b.work._current is None for b in buckets.buckets)
+            buckets.finish(step)
+            if isinstance(comm, NCCLCommunicator):
+                assert comm._stream.joined == comm._stream.total > 0
+        return [np.asarray(p.grad.data).tobytes() for p in params if p.grad is not None]
+
+    expected = run_ranks(2, lambda comm: program(comm, "cpu"))
+    assert with_gpus(2, lambda comm, xp: program(comm, "cuda")) == expected
