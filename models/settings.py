@@ -37,6 +37,9 @@ SIZES = frozenset([
 ])  # fmt: skip
 """Keys of whole numbers of 1 or more."""
 
+MOST_LAYERS = 10_000
+"""Configurations list things for each layer; no model is near this."""
+
 KINDS: Mapping[str, Any] = {
     **dict.fromkeys(SIZES, int),
     **dict.fromkeys(
@@ -95,6 +98,8 @@ class Settings:
                 check(value, KINDS[name], name)
             if name in SIZES and value is not None and value < 1:
                 raise SchemaError(f"{name}: expected 1 or more, got {value}")
+            if name in ("n_layer", "num_hidden_layers") and (value or 0) > MOST_LAYERS:
+                raise SchemaError(f"{name}: expected {MOST_LAYERS} or fewer, got {value}")
         self.values = values
         self.family = str(values.get("model_type", "config"))
         self._read: set[str] = set()

@@ -343,6 +343,8 @@ class _SafetensorsSource:
             for name, entry in blocked_entries(file.path, file.metadata).items():
                 parts = tuple(f"{name}.{part}" for part in entry["parts"])
                 missing = [part for part in parts if part not in file.entries]
+                if not parts:
+                    raise CheckpointError(f"{file.path}: {name!r} is blocked and has no parts")
                 if missing:
                     raise CheckpointError(f"{file.path}: {name!r} lacks its parts {missing}")
                 for part in parts:

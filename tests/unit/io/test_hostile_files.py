@@ -85,6 +85,7 @@ ENTRY_CHANGES: dict[str, Any] = {
     "spec is a list": {"spec": []},
     "parts are text": {"parts": "codes"},
     "parts of numbers": {"parts": [1, 2]},
+    "no parts": {"parts": []},
 }
 
 

@@ -355,6 +355,7 @@ def test_unknown_settings_are_errors() -> None:
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
         ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "rope_type: expected default, lin"),
         ({"vocab_size": None}, "expected the setting 'vocab_size'"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers: expected 10000 or fewer"),
         ({"model_type": "lama"}, "did you mean 'llama'.*known: llama, mistral"),
         ({"model_type": None}, "expected a model_type, got none"),
     ):
