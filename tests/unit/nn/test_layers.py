@@ -103,6 +103,18 @@ def test_dropout_keeps_a_value_where_its_word_is_large_enough():
         np.testing.assert_array_equal(got.reshape(-1), expected[:15])
 
 
+def test_dropout_layers_have_streams_of_their_own():
+    """Two layers of one generator, and two calls of a layer; the seed stays."""
+    rng, x = np.random.default_rng(0), ExTensor(np.ones((16, 16), np.float32))
+    first, second = nn.Dropout(0.5, rng), nn.Dropout(0.5, rng)
+    masks = [layer(x).numpy() for layer in (first, second, first, second)]
+    assert len({mask.tobytes() for mask in masks}) == 4
+    seeds = [layer.draws.tolist()[0] for layer in (first, second)]
+    assert seeds[0] != seeds[1]
+    first(x)
+    assert first.draws.tolist() == [seeds[0], 3]
+
+
 def test_dropout_passes_gradients_where_it_kept():
     layer = nn.Dropout(0.5, rng=0)
     x = ExTensor(np.ones((10, 10), np.float32), requires_grad=True)

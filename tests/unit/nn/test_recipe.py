@@ -8,7 +8,7 @@ import pytest
 
 from extensor import RECIPES, nn
 from extensor.nn.recipe import gemm_layers
-from extensor.quant.recipe import Recipe, Rule
+from extensor.quant.recipe import SLOTS, LayerRecipe, Recipe, Rule
 
 LAYERS = RECIPES["mxfp4"].layers
 
@@ -56,3 +56,31 @@ def test_a_recipe_goes_on_a_model():
         nn.apply_recipe(3, "mxfp4")
     with pytest.raises(ValueError, match="no role named '@frist'; did you mean '@first'"):
         nn.apply_recipe(model(), Recipe("r", "a test", LAYERS, (Rule("@frist", LAYERS),)))
+
+
+def test_the_first_rule_that_matches_decides():
+    dense, other = LayerRecipe.uniform("bfloat16"), LayerRecipe.uniform("float32")
+    for rules, expected in (
+        ((Rule("1", dense), Rule("*", other)), [other, dense, other]),
+        ((Rule("@last", dense), Rule("*", other)), [other, other, dense]),
+        ((Rule("*", other), Rule("1", dense)), [other, other, other]),
+    ):
+        net = model()
+        nn.apply_recipe(net, Recipe("r", "a test", LAYERS, rules))
+        assert [layer.quant.layer for _, layer in gemm_layers(net)] == expected
+
+
+def test_no_two_operands_draw_the_same_bits():
+    """Of a slot, a direction, a layer, a use, a step, a micro-batch; but a weight of each use."""
+    state = nn.apply_recipe(model(), "mxfp4_all", seed=1)
+    drawn = set()
+    for step, micro_batch in ((0, 0), (1, 0), (0, 1)):
+        state.step, state.micro_batch = step, micro_batch
+        for context in state.layers.values():
+            for use in (context.next_use(), context.next_use()):
+                for slot in SLOTS:
+                    for column in (False, True):
+                        s = use.stream(slot, column)
+                        drawn.add((s.seed, s.step, s.tensor, s.slot, s.column))
+    inputs, weights = 3 * 3 * 2 * 4 * 2, 2 * 3 * 2 * 2
+    assert len(drawn) == inputs + weights

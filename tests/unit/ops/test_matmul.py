@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import extensor as et
@@ -40,3 +41,15 @@ def test_a_gradient_has_its_tensors_dtype_whatever_the_other_operand() -> None:
         (x @ w.T * w.to_mxfp4().sum()).sum().backward()
         assert x.grad.dtype is x.dtype
         assert w.grad.dtype is et.float32
+
+
+@pytest.mark.parametrize("equation", ["ba", "ca,ab", "zx,xa", "b,a", "cab,a", "ab,bc,cd", "ji,kj"])
+def test_an_implicit_einsum_sorts_its_letters(equation: str) -> None:
+    """Letters that occur once, in alphabetical order, whatever the order of the terms."""
+    sizes = {letter: size for size, letter in enumerate("abcdijkxz", start=2)}
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=[sizes[c] for c in term]) for term in equation.split(",")]
+    found = et.einsum(equation, *map(et.ExTensor, arrays)).numpy()
+    expected = np.einsum(equation, *arrays)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=1e-12)

@@ -6,6 +6,7 @@ contraction axis with the public `quantize`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,47 @@ def test_conv2d_bias_is_added(name: str) -> None:
     assert np.allclose(y.numpy(), apart, rtol=0, atol=40 * 2.0**-24 * np.abs(apart).max() * 8)
     y.sum().backward()
     assert b.grad.numpy().tolist() == [3 * 4 * 4] * 5
+
+
+@pytest.mark.parametrize("name", ["mxfp4_all", "mxfp8_nvidia", "quartet", "bf16"])
+@pytest.mark.parametrize("groups", [0, 1, 2])
+def test_each_product_has_the_output_scale_of_its_own_gemm(name: str, groups: int) -> None:
+    """Powers of two, one for each GEMM, against the same recipe without; 0 groups: a matmul."""
+    layers = RECIPES[name].layers
+    if groups == 2 and layers.uses_forward_operands:
+        return  # refused
+    scales = {"fprop": 2.0, "dgrad": 8.0, "wgrad": 0.25}
+    scaled = layers
+    for gemm, scale in scales.items():
+        plain = getattr(layers, gemm)
+        other = replace(plain, output_scale=scale * plain.output_scale)
+        scaled = replace(scaled, **{gemm: other})
+    found = []
+    for recipe in (layers, scaled):
+        rng = np.random.default_rng(3)
+        shapes = ((4, 64), (8, 64)) if not groups else ((2, 4, 6, 6), (4, 4 // groups, 3, 3))
+        x, w = (et.ExTensor(rng.normal(size=s).astype(np.float32)) for s in shapes)
+        x.requires_grad = w.requires_grad = True
+        context = layer_context(recipe, 1)
+        y = (
+            quantized_conv2d(x, w, context, groups=groups)
+            if groups
+            else quantized_matmul(x, w, context)
+        )
+        y.backward(et.ExTensor(rng.normal(size=y.shape).astype(np.float32)))
+        found.append([y.numpy(), x.grad.numpy(), w.grad.numpy()])
+    for plain, other, scale in zip(*found, scales.values(), strict=True):
+        np.testing.assert_array_equal(other, plain * np.float32(scale))
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_two_operands_of_the_same_values_are_rounded_apart(gemm: str) -> None:
+    """Bits that both operands of a GEMM shared would not average out in their product."""
+    context = layer_context(LayerRecipe.uniform(QuantSpec("mxfp4", rounding="stochastic")))
+    x = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
+    slots = [slot for slot in SLOTS if slot.startswith(gemm)]
+    a, b = (recipe_operands.slot_values(GENERIC, x, context, slot, -1) for slot in slots)
+    assert (a != b).mean() > 0.1
 
 
 def test_stochastic_bits_follow_step_and_repeat() -> None:

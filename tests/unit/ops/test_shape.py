@@ -54,3 +54,22 @@ def test_an_empty_axis_has_any_number_of_parts_that_can_be_made() -> None:
     assert [part.shape for part in et.split(et.zeros((0, 2)), 3)] == [(0, 2)] * 3
     with pytest.raises(ValueError, match="65536 at most of an empty axis"):
         et.split(et.zeros((0,)), 2**63 - 1)
+
+
+@pytest.mark.parametrize("dtype", [et.float16, et.bfloat16], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    ("shape", "result"),
+    [((), (3000,)), ((1,), (3000,)), ((4,), (3000, 4)), ((4, 1), (4, 3000)), ((1, 4), (3000, 4)),
+     ((1, 4), (50, 60, 4)), ((1, 2, 1), (30, 2, 100))],
+)  # fmt: skip
+def test_broadcast_gradients_of_16_bit_floats_are_summed_in_float32(
+    dtype: et.dtype, shape: tuple[int, ...], result: tuple[int, ...]
+) -> None:
+    """3,000 ones are 3,000, up to one rounding; sums in bfloat16 end at 256."""
+    for spread in (lambda x: et.broadcast_to(x, result), lambda x: x + et.zeros(result, dtype)):
+        x = et.ones(shape, dtype).detach()
+        x.requires_grad = True
+        spread(x).backward(et.ones(result, dtype))
+        expected = np.full(shape, 3000, np.float32).astype(dtype.numpy)
+        assert x.grad.dtype is dtype
+        np.testing.assert_array_equal(x.grad.numpy(), expected)

@@ -100,6 +100,24 @@ def test_muon_takes_the_hidden_matrices(small: Make, tmp_path: Path) -> None:
         Trainer(small(optimizer="muon", variant="linear"), tmp_path)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_which_parameters_decay(name: str, small: Make, tmp_path: Path) -> None:
+    """All of them, or matrices alone; Muon's hidden matrices decay by themselves."""
+    trainer = Trainer(small(optimizer=name, weight_decay=0.25), tmp_path)
+    names = {id(p): path for path, p in trainer.model.named_parameters()}
+    decays = {
+        names[id(p)]: group.options.get("weight_decay", 0.0)
+        for group in trainer.optimizer.groups
+        for p in group.params
+    }
+    assert set(decays) == set(names.values())
+    matrices_only = name in ("adamw", "lion", "lars", "muon")
+    takes = "weight_decay" in inspect.signature(OPTIMIZERS[name]).parameters
+    for path, p in trainer.model.named_parameters():
+        expected = 0.25 if takes and (p.ndim > 1 or not matrices_only) else 0.0
+        assert decays[path] == expected, (path, name)
+
+
 def test_flags_reach_the_run() -> None:
     words = ["--optimizer", "rmsprop", "--optimizer-options", "decay=0.9", "--schedule", "wsd"]
     _, config, _ = parse_train("lenet", [*words, "--schedule-options", "decay=2ep,shape=sqrt"])
@@ -121,3 +139,15 @@ def test_the_plateau_reads_the_validation_loss(small: Make, tmp_path: Path) -> N
         factors.append(factor)
     assert [report.lr / 1e-12 for report in trainer.history] == pytest.approx(factors)
     assert factors[-1] < 1.0
+
+
+@pytest.mark.parametrize(("share", "part"), [(0.2, "val_loss"), (0.0, "train_loss")])
+def test_the_plateau_never_reads_the_test_data(
+    share: float, part: str, small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed: list[float] = []
+    monkeypatch.setattr(optim.ReduceLROnPlateau, "observe", lambda self, x: observed.append(x))
+    trainer = Trainer(small(schedule="reduce_lr_on_plateau", val_share=share), tmp_path)
+    trainer.fit()
+    assert observed == [getattr(report, part) for report in trainer.history]
+    assert len(set(observed)) == 2

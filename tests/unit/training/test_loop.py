@@ -7,6 +7,7 @@ import io
 import json
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from extensor.training.data import DataError, Dataset, epoch_order, load_dataset
 from extensor.training.loop import Interrupted, Trainer
 from extensor.training.records import StepReport
 from extensor.training.rundir import LAST, UsageError, claim
+from extensor.training.tasks import TASKS
 from extensor.training.train import train
 from tests.unit.training.conftest import Make, fitted, weights
 
@@ -282,6 +284,52 @@ def test_best_checkpoint_is_the_best_epochs(small: Make, tmp_path: Path) -> None
     assert len(best.metadata["history"]) == accuracies.index(max(accuracies)) + 1
     last = load_checkpoint(tmp_path / LAST)
     assert len(last.metadata["history"]) == 4
+
+
+def test_random_bits_follow_the_runs_step_and_training_goes_on_after_evaluation(
+    small: Make, tmp_path: Path
+) -> None:
+    """Over epochs, not within one; layers are in training in each step, not when evaluated."""
+    seen: list[tuple[int, int]] = []
+    modes: list[bool] = []
+
+    class Watch(Callback):
+        def on_step(self, trainer: Trainer, report: StepReport) -> None:
+            seen.append((trainer.quant.step, report.step))
+            modes.append(trainer.model.training)
+
+        def on_epoch(self, trainer: Trainer, report: Any) -> None:
+            seen.append((trainer.quant.step, report.step))
+            modes.append(trainer.model.training)
+
+    trainer = Trainer(small(recipe="mxfp4"), tmp_path, callbacks=[Watch()])
+    forward, evaluated = trainer.forward, []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        evaluated.append((trainer.model.training, trainer.quant.step))
+        return forward(*args, **options)
+
+    trainer.forward = noted  # type: ignore[method-assign]
+    trainer.fit()
+    assert [mine for mine, _ in seen] == [run for _, run in seen]
+    assert [run for _, run in seen] == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11, 12, 12]
+    assert all(modes)
+    steps = [(True, step) for step in range(12)]
+    assert evaluated == [*steps[:6], (False, 6), *steps[6:], (False, 12)]
+
+
+def test_the_best_epoch_is_chosen_by_the_validation_data() -> None:
+    """The earliest of equals; never by the training or test data, which say otherwise here."""
+    for task, key, sign in (("classification", "accuracy", 1.0), ("causal", "loss", -1.0)):
+        values = (0.3, 0.5, 0.5, 0.2)
+        history = [
+            SimpleNamespace(
+                **{f"val_{key}": sign * v, f"test_{key}": -sign * v, f"train_{key}": -sign * v},
+                epoch=epoch,
+            )
+            for epoch, v in enumerate(values, start=1)
+        ]
+        assert TASKS[task].metric.best(history).epoch == 2  # type: ignore[arg-type]
 
 
 def test_a_batch_larger_than_the_data_is_refused(small: Make, tmp_path: Path) -> None:

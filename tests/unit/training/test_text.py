@@ -275,6 +275,21 @@ def test_gpt_learns_a_sentence_and_writes(
     assert "got 'Z' at position 0" in capsys.readouterr().err
 
 
+def test_validation_text_is_of_no_other_part(one_text: Callable[[str], None]) -> None:
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 2000)))  # each letter once
+    one_text(text)
+    changes = {"train_limit": 0, "val_share": 0.25}
+    task = language.Causal(RunConfig(**{**defaults("gpt"), **SMALL, **changes}))
+    train, test, held = map(set, map(np.ndarray.tolist, task.arrays()))
+    assert not train & held and not train & test and not held & test
+    assert len(train | held | test) == len(text)
+    assert len(held) == round(0.25 * len(train | held))
+    drawn = [batch.inputs for batch in task.training(1, 0)]
+    assert set(np.unique(drawn).tolist()) <= train
+    evaluated = [batch.inputs for batch in task.validation(8)]
+    assert evaluated and set(np.concatenate(evaluated).ravel().tolist()) <= held
+
+
 def test_a_resumed_run_repeats_an_uninterrupted_one(tiny: None) -> None:
     config = RunConfig(**{**defaults("gpt"), **SMALL, "augment": "noise"})
     task = language.Causal(config)
