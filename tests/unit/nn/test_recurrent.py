@@ -124,6 +124,28 @@ def test_dropout_acts_between_layers_in_training_only() -> None:
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_dropout_drops_no_input(name: str) -> None:
+    """Two layers in training are two of one layer, with the layer's dropout between them alone."""
+    both = getattr(nn, name)(4, 4, num_layers=2, dropout=0.5, rng=0)
+    drop = nn.Dropout(0.5)
+    drop.draws.assign_(both.dropout.draws.numpy())
+    x = tensor((5, 2, 4), 0)
+    expected = x
+    for cell in both.cells:
+        one = getattr(nn, name)(4, 4, rng=0)
+        one.load_state_dict({f"cells.0.{k}": v for k, v in cell.state_dict().items()})
+        expected = one(expected if cell is both.cells[0] else drop(expected))[0]
+    np.testing.assert_array_equal(both(x)[0].numpy(), expected.numpy())
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_cells_draw_weights_of_their_own(name: str) -> None:
+    layer = getattr(nn, name)(4, 4, num_layers=2, bidirectional=True, dropout=0.5, rng=0)
+    drawn = [p.numpy().ravel()[:16].tobytes() for p in layer.parameters()]
+    assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
 def test_a_recipe_quantizes_every_product(name: str) -> None:
     layer = getattr(nn, name)(32, 32, num_layers=2, rng=0)
     x = tensor((4, 3, 32), 0, requires_grad=True)
