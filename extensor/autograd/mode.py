@@ -19,6 +19,9 @@ class Observer(Protocol):
     def recorded(self, node: Any) -> None:
         """A node was recorded."""
 
+    def replaced(self, array: Any, kept: Any) -> None:
+        """Something smaller is kept in place of an array."""
+
     def accumulated(self, leaves: Sequence[Any]) -> None:
         """Leaves have got their gradients."""
 
@@ -28,6 +31,9 @@ class Storage(Protocol):
 
     def pack(self, node: Any) -> None:
         """Store what a recorded node keeps."""
+
+    def stores(self, slot: str) -> bool:
+        """Whether what operations keep in a slot is stored in fewer bits."""
 
 
 class _Mode(threading.local):

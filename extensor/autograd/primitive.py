@@ -112,11 +112,15 @@ class Primitive:
         saves: forward gives (out, saved); ``saved`` reaches the gradient as a keyword.
         released: ``released(saved)`` gives the numbers of inputs whose values the gradient does not
             read, because of what forward saved; None: of no input.
+        own_input: how the first input is kept is for `Recipe.saved_input` alone to say.
         saved_again: ``saved_again(backend, *inputs)`` makes what forward saved, as large as an
             input; where inputs are stored in blocks it is not kept. None: always kept.
         slots: what the inputs are called by rules of how they are stored (`SAVED_SLOTS`); the last
             name is that of all further inputs.
         out_slot: likewise the output.
+        smaller_output: ``smaller_output(backend, out)`` makes of the output what the gradient
+            reads, in fewer bytes, an `extensor.autograd.storage.Kept`. It is kept instead where a
+            layer that reads the output lets it go. None: the output is kept.
         to_float: integers are converted to float32 first.
         mixed: inputs may have several float dtypes; forward decides the result's dtype.
         totals: 16-bit floats give float32, which is not rounded.
@@ -139,9 +143,11 @@ class Primitive:
     reads: Reads = "both"
     saves: bool = False
     released: Callable[[Any], Collection[int]] | None = None
+    own_input: bool = False
     saved_again: Callable[..., Any] | None = None
     slots: tuple[str, ...] = ("input",)
     out_slot: str = "output"
+    smaller_output: Callable[[Any, Any], Any] | None = None
     to_float: bool = False
     mixed: bool = False
     totals: bool = False

@@ -11,6 +11,7 @@ Sources: ActNN (Chen et al., arXiv 2104.14129), COAT (Xi et al., arXiv 2410.1931
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,14 +24,22 @@ from extensor.quant.recipe_state import RecipeState
 from extensor.quant.saved import SavedRule
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["ArrayStore", "SavedStorage", "Stored", "restore"]
+__all__ = ["ArrayStore", "Kept", "SavedStorage", "Stored", "restore"]
 
 LEAST = 1024
 """Values of the smallest array that is stored: fewer are not worth two kernels."""
 
 
+class Kept(ABC):
+    """What is kept in place of an array."""
+
+    @abstractmethod
+    def values(self, backend: Any) -> Any:
+        """The array, as far as a gradient reads it."""
+
+
 @dataclass(frozen=True, eq=False)
-class Stored:
+class Stored(Kept):
     """An array in fewer bits.
 
     Attributes:
@@ -120,7 +129,8 @@ class SavedStorage:
         """
         primitive, backend = node.primitive, node.backend
         whole = (self.state.recipe.saved_input or backend.saved_input) == "input"
-        if primitive.released is not None and (whole or primitive.released(node.saved)):
+        own = primitive.own_input and whole
+        if own or (primitive.released is not None and primitive.released(node.saved)):
             self._met("a quantized layer's own operand")
             return
         for i, edge in enumerate(node.edges or ()):
@@ -130,6 +140,11 @@ class SavedStorage:
             node.out = self._store(node.out, primitive.out_slot, backend)
         if primitive.saved_again is not None and _is_stored(node):
             node.saved = None
+
+    def stores(self, slot: str) -> bool:
+        """Whether arrays of a slot are stored in fewer bits."""
+        store = next((s for rule, s in self.rules if fnmatchcase(slot, rule.slot)), None)
+        return store is not None
 
     def _store(self, array: Any, slot: str, backend: Any) -> Any:
         for rule, store in self.rules:
@@ -165,5 +180,5 @@ def restore(node: Node) -> None:
         if node.compute is not None:
             inputs = [backend.cast(array, node.compute) for array in inputs]
         node.saved = again(backend, *inputs)
-    if isinstance(node.out, Stored):
+    if isinstance(node.out, Kept):
         node.out = node.out.values(backend)

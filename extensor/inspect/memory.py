@@ -168,6 +168,7 @@ class MemoryLedger:
     def __init__(self, log: Any) -> None:
         self._log = log
         self._labels: dict[tuple[str, str, str], int] = {}
+        self._label_of: dict[int, tuple[str, str, str]] = {}
         self._before: dict[int, int] = {}  # sizes of blocks that were there at the start
         self._owners: list[weakref.ref[Any]] = []
         self._layers: list[str] = []
@@ -196,6 +197,7 @@ class MemoryLedger:
                 if isinstance(owner, np.ndarray):  # one from before the log ends without a word
                     gone = partial(self._gone, block)
                     self._owners.append(weakref.ref(owner, gone))
+            self._label_of[block] = kind, layer, what
             self._log.mark(block, label)
 
     def _gone(self, block: int, owner: object) -> None:
@@ -241,6 +243,22 @@ class MemoryLedger:
                 self.hold(array, "saved", layer, f"{name} input {i}")
         self.hold(node.out, "saved", layer, f"{name} output")
         self.hold(node.saved, "saved", layer, f"{name} saved")
+
+    def replaced(self, array: Any, kept: Any) -> None:
+        """See `extensor.autograd.mode.Observer`: what is kept in place of an array is for the same.
+
+        Args:
+            array: the array.
+            kept: what has ``arrays``.
+
+        >>> x = et.ones((8, 8), requires_grad=True)
+        >>> with et.inspect.memory_ledger() as ledger:
+        ...     y = x.relu()
+        ...     ledger.replaced(y.data, et.zeros(4).data)    # as a layer that lets y go does
+        """
+        for one in _arrays(array):
+            if (label := self._label_of.get(_block(one)[0])) is not None:
+                self.hold(kept, *label)
 
     def accumulated(self, leaves: Sequence[Any]) -> None:
         """See `extensor.autograd.mode.Observer`: the leaves' gradients.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
+from extensor.autograd.storage import Kept
 from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import axis_index, tensors_only
 from extensor.ops.arithmetic import clip, where
@@ -23,12 +25,36 @@ __all__ = [
 ]  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
+class _Positive(Kept):
+    """Where a rectified array is positive: a bit a value."""
+
+    bits: Any
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What is kept."""
+        return (self.bits,)
+
+    def values(self, backend: Any) -> Any:
+        """Ones where it is, as the gradient reads them."""
+        ones = backend.xp.unpackbits(self.bits)[: math.prod(self.shape)]
+        return ones.astype(self.dtype).reshape(self.shape)
+
+
+def _positive(backend: Any, out: Any) -> _Positive:
+    return _Positive(backend.xp.packbits(out > 0), tuple(out.shape), out.dtype)
+
+
 @primitive(
     forward=lambda backend, x: backend.relu(x),
     vjps=(lambda g, out, x: where(out > 0, g, 0.0),),
     fused_vjp=lambda backend, g, out, inputs, needs: (backend.relu_grad(g, out),),
     reads="output",
     out_slot="activation",
+    smaller_output=_positive,
     samples=unary_samples(lambda x: np.maximum(x, 0), apart_from=(0.0,)),
     errors=NO_TENSOR,
 )

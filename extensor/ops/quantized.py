@@ -38,6 +38,7 @@ from extensor.ops import recipe_operands as operands
 from extensor.ops import requantized
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv_pool import conv_window
+from extensor.quant.odd import OddFloats
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
 from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.recipes import get_recipe
@@ -241,6 +242,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     mixed=True,
     saves=True,
     released=lambda saved: saved.released,
+    own_input=True,
     samples=_matmul_samples,
     errors=(
         BadInput(
@@ -319,12 +321,14 @@ def _conv_forward(
     context: LayerContext,
     window: Window,
     groups: int,
-) -> Array:
+    given: operands.Input = operands.WHOLE,
+) -> tuple[Array, operands.SavedOperands]:
     gemm, start = context.layer.fprop, bias[0] if bias else None
+    saved = operands.kept_image(backend, x, context, given)
     if context.layer.uses_forward_operands:
         out = requantized.conv_forward(backend, x, w, context, window, groups)
         out = out if start is None else out + start[:, None, None]
-        return backend.cast(out, _result(context, x, w, *bias))
+        return backend.cast(out, _result(context, x, w, *bias)), saved
     early = start if gemm.output_scale == 1.0 else None  # added where the sums begin
     kernels = operands.slot_values(backend, _stacked(w, groups), context, "fprop.w", -1)
     requested = context.operand("fprop.x")
@@ -340,7 +344,7 @@ def _conv_forward(
     out = _scaled(out, gemm, backend.xp)
     if start is not None and early is None:
         out = out + start[:, None, None]
-    return backend.cast(out, _result(context, x, w, *bias))
+    return backend.cast(out, _result(context, x, w, *bias)), saved
 
 
 def _conv_vjp(
@@ -352,6 +356,8 @@ def _conv_vjp(
     context: LayerContext,
     window: Window,
     groups: int,
+    saved: operands.SavedOperands,
+    given: operands.Input = operands.WHOLE,
 ) -> list[Array | None]:
     x, w = inputs[:2]
     g = backend.cast(g, np.dtype(np.float32))
@@ -360,7 +366,11 @@ def _conv_vjp(
         both = requantized.conv_gradients(backend, g, (x, w), needs, context, window, groups)
         return [*both, *last]
     dx = _conv_dgrad(backend, g, w, x.shape, context, window, groups) if needs[0] else None
-    dw = _conv_wgrad(backend, g, x, w.shape, context, window, groups) if needs[1] else None
+    dw = None
+    if needs[1]:
+        image = saved.x.values(backend.xp) if isinstance(saved.x, OddFloats) else saved.x
+        image = x if image is None else image
+        dw = _conv_wgrad(backend, g, image, w.shape, context, window, groups)
     return [dx, dw, *last]
 
 
@@ -437,6 +447,8 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
     once=_ONCE,
     reads="inputs",
     slots=("layer",),
+    saves=True,
+    released=lambda saved: saved.released,
     samples=_conv_samples,
     errors=(
         BadInput((_ones(2, 3, 8, 8), _ones(4, 5, 3, 3), _MXFP4), ValueError, "channels"),
@@ -483,7 +495,9 @@ def quantized_conv2d(
     """
     _check("quantized_conv2d", x, w, context)
     window = conv_window("quantized_conv2d", x, w, stride, padding, dilation, groups)
-    if bias is None:
-        return apply("quantized_conv2d", x, w, context=context, window=window, groups=groups)
-    _check_bias("quantized_conv2d", bias, w)
-    return apply("quantized_conv2d", x, w, bias, context=context, window=window, groups=groups)
+    inputs = (x, w) if bias is None else (x, w, bias)
+    if bias is not None:
+        _check_bias("quantized_conv2d", bias, w)
+    given = operands.image_of(x, w, context)
+    options = {"context": context, "window": window, "groups": groups, "given": given}
+    return apply("quantized_conv2d", *inputs, **options)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from extensor.autograd.mode import MODE
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.generic.quantize import dense_values
@@ -30,6 +32,9 @@ from extensor.backends.protocol import (
     Preparation,
     Prepared,
 )
+from extensor.dtypes import bfloat16
+from extensor.quant.kept import image_bits
+from extensor.quant.odd import OddFloats, round_to_odd
 from extensor.quant.recipe import Gemm
 from extensor.quant.recipe_state import Counts, LayerContext
 from extensor.quant.spec import QuantSpec
@@ -38,12 +43,15 @@ from extensor.random import Stream
 
 __all__ = [
     "PACKED",
+    "WHOLE",
     "Input",
     "SavedOperands",
     "Slots",
     "forward_operands",
+    "image_of",
     "input_of",
     "input_operands",
+    "kept_image",
     "kept_operand",
     "make_operands",
     "slot_spec",
@@ -157,6 +165,7 @@ class Input(NamedTuple):
 
 
 PACKED = Input()
+WHOLE = Input("input")
 
 
 class SavedOperands(NamedTuple):
@@ -175,13 +184,34 @@ class SavedOperands(NamedTuple):
 
 def input_of(x: ExTensor, w: ExTensor, context: LayerContext) -> Input:
     """How a layer keeps its input: packed, unless the operation that made it keeps it anyway."""
+    if context.layer.uses_forward_operands:
+        return _input_of(x, w, context, context.layer.requantize)
+    requested = context.operand("wgrad.x")
+    packs = not isinstance(requested, str) or image_bits(requested, x.data.dtype) is not None
+    return _input_of(x, w, context, packs)
+
+
+def image_of(x: ExTensor, w: ExTensor, context: LayerContext) -> Input:
+    """The same of a convolution, whose packed patches would take more than its input."""
+    bits = image_bits(context.operand("wgrad.x"), x.data.dtype)
+    stored = MODE.storage is not None and MODE.storage.stores("layer")
+    packs = bits is not None and not stored and not context.layer.uses_forward_operands
+    return _input_of(x, w, context, packs and x.backend.packs_floats)
+
+
+def _input_of(x: ExTensor, w: ExTensor, context: LayerContext, packs: bool) -> Input:
     cell, node = x._version, x.node
     version = None if len(cell) > 1 else WeightVersion(cell, cell[0])
     if not (w._requires_grad and MODE.enabled):
         return Input("nothing", version)
-    whole = (context.state.recipe.saved_input or x.backend.saved_input) == "input"
-    held = node is not None and node.primitive.reads_output and node.out is x.data
-    return Input("input" if whole or held else "packed", version)
+    whole = (context.state.recipe.saved_input or x.backend.saved_input) == "input" or not packs
+    if node is not None and not whole and node.out is x.data:  # the operation before keeps x
+        if node.primitive.smaller_output is None:
+            return Input("input", version)
+        node.out = node.primitive.smaller_output(x.backend, x.data)
+        if MODE.observer is not None:
+            MODE.observer.replaced(x.data, node.out)
+    return Input("input" if whole else "packed", version)
 
 
 def input_operands(
@@ -209,6 +239,34 @@ def input_operands(
     (first,) = _shared(backend, x, context, slots[:1], sizes, given)
     (second,) = _shared(backend, x, context, slots[1:], sizes, given, pack=True)
     return first, second, second is not None
+
+
+def kept_image(backend: Backend, x: Array, context: LayerContext, given: Input) -> SavedOperands:
+    """What a convolution keeps of its input: its patches would take more.
+
+    Args:
+        backend: the device's.
+        x: the input, (N, C, H, W).
+        context: the layer's.
+        given: what is known of the input.
+    """
+    requested = context.operand("wgrad.x")
+    if not MODE.enabled or given.keep == "input" or context.layer.uses_forward_operands:
+        return SavedOperands(None, None)
+    if given.keep == "nothing":
+        return SavedOperands(None, None, (0,))
+    bits = image_bits(requested, x.dtype)
+    assert bits is not None  # `image_of` says so
+
+    def make() -> OddFloats | Array | None:
+        if not isinstance(requested, str):
+            return round_to_odd(x, bits, backend.xp)
+        with np.errstate(all="ignore"):
+            return x.astype(bfloat16.numpy)
+
+    cache, key = context.state.input_cache, (isinstance(requested, str), bits)
+    kept = make() if given.version is None else cache.share(x, given.version, key, make)
+    return SavedOperands(kept, None, () if kept is None else (0,))
 
 
 def kept_operand(kept: Any) -> Any:

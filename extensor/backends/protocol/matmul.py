@@ -96,6 +96,9 @@ class PackedOperand(Protocol):
 class MatmulMethods(Protocol):
     """Products with float32 sums."""
 
+    packs_floats: bool
+    """Whether what float operands are made of is packed for backward; not where that waits."""
+
     def prepare(
         self,
         x: Array,

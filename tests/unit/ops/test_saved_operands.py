@@ -17,9 +17,15 @@ import pytest
 import extensor as et
 from extensor import nn
 from extensor.backends.generic.matmul import FloatPreparation
+from extensor.formats import DIALECTS, FORMATS
+from extensor.quant import odd, reference
 from extensor.quant.kept import kept_nbytes
+from extensor.quant.odd import odd_bits, round_to_odd
 from extensor.quant.recipes import RECIPES
+from extensor.quant.scale_rules import E8M0_RULES
 from extensor.quant.spec import QuantSpec
+
+F32 = np.dtype(np.float32)
 
 needs_core = pytest.mark.skipif(
     et.ones(1).backend.core is None, reason="the C++ core keeps the ledger's log"
@@ -169,5 +175,117 @@ def test_a_frozen_weight_needs_no_input() -> None:
 def test_an_input_that_another_operation_keeps_is_not_kept_twice() -> None:
     layer = nn.Linear(64, 32, rng=0)
     nn.apply_recipe(layer, "mxfp4_all")
-    y = layer(et.randn((32, 64), seed=0, requires_grad=True).relu())  # relu's gradient reads it
+    y = layer(et.randn((32, 64), seed=0, requires_grad=True).softmax())  # its gradient reads it
     assert y.node.saved.x is None and not y.node.saved.released
+
+
+@needs_core
+def test_a_relu_keeps_a_bit_a_value_for_a_layer_that_lets_its_result_go() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Linear(64, 32, bias=False, rng=0))
+    nn.apply_recipe(model, "mxfp4_all")
+    kept = saved_by(model, et.randn((32, 64), seed=0, requires_grad=True) * 1.0)
+    assert kept == {"0": 32 * 64 / 8, "1": 32 * 64 * 4.25 / 8}
+
+
+# --- images ------------------------------------------------------------------------------------
+
+
+class Images(nn.Module):
+    """Convolutions of all kinds; two of one input."""
+
+    def __init__(self) -> None:
+        self.first = nn.Conv2d(3, 8, 3, padding=1, rng=0)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=2, bias=False, rng=1)
+        self.shortcut = nn.Conv2d(8, 16, 1, stride=2, bias=False, rng=2)
+
+    def forward(self, x: et.ExTensor) -> et.ExTensor:
+        x = self.norm(self.first(x * 1.5)).relu()
+        return self.second(x) + self.shortcut(x).relu()
+
+
+def image_step(recipe: Any, saved: str, dtype: str) -> list[Any]:
+    model = Images()
+    state = nn.apply_recipe(model, replace(recipe, saved_input=saved), seed=5)
+    for number in range(2):
+        x = et.randn((2, 3, 7, 6), seed=number).to(dtype)
+        x.requires_grad = True
+        model(x).square().mean().backward()
+    return [x.grad.numpy(), *(p.grad.numpy() for p in model.parameters()), dict(state.telemetry)]
+
+
+def images_are_the_same(name: str, dtype: str) -> None:
+    recipe = RECIPES[name]
+    if recipe.layers.uses_forward_operands:
+        pytest.skip("takes no groups")
+    kept, packed = (image_step(recipe, how, dtype) for how in ("input", "packed"))
+    assert kept[-1] == packed[-1]
+    for a, b in zip(kept[:-1], packed[:-1], strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_images_are_those_of_images_that_are_kept(name: str, dtype: str) -> None:
+    images_are_the_same(name, dtype)
+
+
+def test_floats_that_are_cut_and_not_rounded_to_odd_are_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = odd.OddFloats.values
+
+    def planted(self: Any, xp: Any) -> Any:
+        words = honest(self, xp).view(np.uint32)
+        return (words & ~np.uint32(1 << 20)).view(np.float32)
+
+    monkeypatch.setattr(odd.OddFloats, "values", planted)
+    with pytest.raises(AssertionError):
+        images_are_the_same("mxfp4_all", "float32")
+
+
+@needs_core
+@pytest.mark.parametrize("name", ["mxfp4_all", "mxfp8_nvidia", "nvfp4_nvidia", "bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_image_takes_the_bits_that_its_formula_says(name: str, dtype: str) -> None:
+    layers = RECIPES[name].layers
+    layer = nn.Conv2d(4, 6, 3, bias=False, rng=0)
+    nn.apply_recipe(layer, replace(RECIPES[name], rules=()))
+    x = et.randn((2, 4, 9, 7), seed=0).to(dtype) + et.ones(1).to(dtype)
+    assert saved_by(layer, x) == {"": kept_nbytes(layers, x.shape, layer.weight.shape, dtype)}
+
+
+def test_an_image_of_two_layers_is_kept_once_and_a_subnormal_value_keeps_it_whole() -> None:
+    layers = [nn.Conv2d(4, 6, k, rng=k) for k in (1, 3)]
+    nn.apply_recipe(nn.Sequential(*layers), "mxfp4_all")
+    x = et.randn((2, 4, 5, 5), seed=0, requires_grad=True) * 1.0
+    first, second = (layer(x).node.saved for layer in layers)
+    assert first.x is second.x and first.x.nbytes == x.size * 1.5
+    with et.no_grad():
+        x[0, 0, 0, 0] = 1e-40
+    saved = layers[0](x).node.saved
+    assert saved.x is None and not saved.released
+
+
+@pytest.mark.parametrize("name", [n for n, row in FORMATS.items() if odd_bits(QuantSpec(n), F32)])
+@pytest.mark.parametrize(
+    ("dialect", "rule"), [*(("ocp", rule) for rule in E8M0_RULES), *((d, None) for d in DIALECTS)]
+)
+def test_what_is_rounded_to_odd_is_quantized_to_the_same_bytes(
+    name: str, dialect: str, rule: str | None
+) -> None:
+    spec = QuantSpec(name, scale_rule=rule, dialect=dialect, tile=(1, 4)).resolve(2)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 64)).astype(np.float32)
+    x *= np.exp2(rng.integers(-126, 120, (64, 1))).astype(np.float32)
+    x[np.abs(x) < 2.0**-126] = 0
+    ties = rng.integers(0, 64, (64, 64)).astype(np.float32)  # at, above and below each tie
+    edges = np.concatenate([np.nextafter(ties, np.float32(s)) for s in (0, 99)] + [ties])
+    special = np.float32([[np.nan, np.inf, -np.inf, 0.0, -0.0, 3e38, 2.0**-126, 1.0] * 8])
+    values = np.concatenate([x, -edges, special])
+    values[np.abs(values) < 2.0**-126] = 0
+    kept = round_to_odd(values, odd_bits(spec, values.dtype) or 0, np)
+    assert kept is not None
+    (a, counts), (b, again) = (reference.quantize(v, spec) for v in (values, kept.values(np)))
+    assert counts == again
+    assert a.codes.tobytes() == b.codes.tobytes() and a.scales.tobytes() == b.scales.tobytes()

@@ -1,0 +1,174 @@
+"""Floats rounded to odd, in 12 or 16 bits: enough for every coarser rounding to give the same.
+
+Rounding to odd cuts a float's low bits and sets the last bit that stays if any of them was set. A
+later rounding to p bits, to nearest with any rule for ties, then gives what the float itself gives,
+if p + 2 bits stayed, and so does every comparison with a number of p + 1 bits. MX quantization to
+nearest is made of those: the scale is a power of two that follows from the block's maximum, and
+codes have p bits at most. So it gives the same codes, scales and counts from 12 bits of a float32
+in MXFP4, or 16 in MXFP6 and MXFP8, in blocks of any shape: also in the patches of a convolution,
+where each value lies in several blocks.
+
+Float scales, stochastic rounding, transforms and searched scales read all bits of a value.
+
+Source: Boldo, Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
+rounding to odd", IEEE Transactions on Computers 57(4), 2008, theorem 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from extensor.dtypes import bfloat16, dtype_of
+from extensor.quant.scale_rules import E8M0_SEARCHES
+from extensor.quant.spec import QuantSpec
+
+__all__ = ["OddFloats", "odd_bits", "odd_nbytes", "round_to_odd"]
+
+Array = Any
+
+_SMALLEST_NORMAL = 1 << 23  # its bits in float32
+
+
+@dataclass(frozen=True, eq=False)
+class OddFloats:
+    """An array rounded to odd.
+
+    Attributes:
+        high: the upper 8 or 16 bits of each value, flat.
+        low: 4 bits more, two values a byte; None: no more.
+        shape: of the array.
+        dtype: of the array.
+
+    >>> import numpy as np
+    >>> from extensor.quant.odd import round_to_odd
+    >>> kept = round_to_odd(np.array([1.0, 1.0001], np.float32), 12, np)
+    >>> kept.values(np).tolist(), kept.nbytes
+    ([1.0, 1.125], 3)
+    """
+
+    high: Array
+    low: Array | None
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def arrays(self) -> Sequence[Array]:
+        """What is kept."""
+        return (self.high,) if self.low is None else (self.high, self.low)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(int(array.nbytes) for array in self.arrays)
+
+    def values(self, xp: Any) -> Array:
+        """The rounded values.
+
+        Args:
+            xp: the array module.
+
+        Returns:
+            An array of the shape and dtype.
+
+        >>> import numpy as np
+        >>> from extensor.quant.odd import round_to_odd
+        >>> round_to_odd(np.float32([[3.0]]), 16, np).values(np).tolist()
+        [[3.0]]
+        """
+        if self.low is None:
+            words = self.high.astype(np.uint32) << 16
+        else:
+            words = self.high.astype(np.uint32) << 24
+            words[0::2] |= (self.low & 0xF).astype(np.uint32) << 20
+            words[1::2] |= (self.low[: len(words) // 2] >> 4).astype(np.uint32) << 20
+        if self.dtype != np.float32:
+            return (words >> 16).astype(np.uint16).view(self.dtype).reshape(self.shape)
+        return words.view(np.float32).reshape(self.shape)
+
+
+def odd_bits(spec: QuantSpec, dtype: np.dtype[Any]) -> int | None:
+    """How many bits of a value quantizing reads.
+
+    Args:
+        spec: how it will be quantized.
+        dtype: of the values.
+
+    Returns:
+        12 or 16; None where that is not enough, or no fewer than the values have.
+
+    >>> import numpy as np
+    >>> from extensor.quant.odd import odd_bits
+    >>> [odd_bits(et.QuantSpec(f), np.dtype("float32")) for f in ("mxfp4", "mxfp8_e4m3", "nvfp4")]
+    [12, 16, None]
+    """
+    if dtype == np.float32:
+        width = 32
+    elif dtype_of(np.empty(0, dtype)) is bfloat16:
+        width = 16
+    else:
+        return None
+    plain = spec.is_mx and spec.rounding == "nearest_even" and spec.statistic == "amax"
+    if spec.transform or spec.rule in E8M0_SEARCHES or spec.rebased or spec.eden:
+        return None
+    element = spec.row.element
+    if not plain or not element.is_float or spec.kernel_gap or spec.element_scale != 1.0:
+        return None
+    needed = 1 + 8 + element.mantissa_bits + 2  # the leading bit is not stored
+    return next((bits for bits in (12, 16) if needed <= bits < width), None)
+
+
+def odd_nbytes(bits: int, shape: tuple[int, ...]) -> int:
+    """Bytes of an array that is rounded to odd.
+
+    Args:
+        bits: 12 or 16.
+        shape: of the array.
+
+    >>> from extensor.quant.odd import odd_nbytes
+    >>> odd_nbytes(12, (3, 5))
+    23
+    """
+    count = math.prod(shape)
+    return 2 * count if bits == 16 else count + -(-count // 2)
+
+
+def round_to_odd(x: Array, bits: int, xp: Any) -> OddFloats | None:
+    """Cut an array's floats; waits for the device.
+
+    Args:
+        x: float32 or bfloat16.
+        bits: 12 or 16.
+        xp: the array module.
+
+    Returns:
+        The rounded floats; None where a value is subnormal, whose leading bit is not the first.
+
+    >>> import numpy as np
+    >>> from extensor.quant.odd import round_to_odd
+    >>> round_to_odd(np.float32([1e-40]), 12, np) is None
+    True
+    """
+    flat = xp.ascontiguousarray(x).reshape(-1)
+    words = flat.view(np.uint32) if x.dtype == np.float32 else flat.view(np.uint16)
+    width = 8 * words.dtype.itemsize
+    magnitude = words & words.dtype.type((1 << (width - 1)) - 1)
+    smallest = words.dtype.type(_SMALLEST_NORMAL >> (32 - width))
+    magnitude -= words.dtype.type(1)  # zero becomes the largest
+    if bool((magnitude < smallest - words.dtype.type(1)).any()):
+        return None
+    cut = width - bits
+    kept = words >> cut
+    kept |= (words & words.dtype.type((1 << cut) - 1)) != 0
+    kept = kept.astype(np.uint16, copy=False)
+    if bits == 16:
+        return OddFloats(kept, None, tuple(x.shape), x.dtype)
+    low = xp.zeros(-(-len(kept) // 2), np.uint8)
+    nibbles = (kept & 0xF).astype(np.uint8)
+    low |= nibbles[0::2]
+    low[: len(kept) // 2] |= nibbles[1::2] << 4
+    return OddFloats((kept >> 4).astype(np.uint8), low, tuple(x.shape), x.dtype)
