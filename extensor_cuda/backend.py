@@ -25,7 +25,7 @@ from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import conv_pool, multi_tensor, nn, quantize
+from extensor_cuda import conv_pool, multi_tensor, nn, quantize, reduction
 from extensor_cuda.dispatch import Route, routed
 from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.matmul.grouped import block_scaled_matmul
@@ -111,7 +111,7 @@ ROUTES: dict[str, Route] = {
     # Methods whose fallback is the generic method: functions of these modules, by their names.
     **{
         name: Route(getattr(room, name))
-        for room in (nn, conv_pool, multi_tensor)
+        for room in (nn, conv_pool, multi_tensor, reduction)
         for name in room.__all__
     },
     # matmul; the table of operands is extensor_cuda.matmul.prepare's

@@ -108,3 +108,25 @@ def check_mxint_mean(backend: cpu.CpuBackend) -> None:
         with np.errstate(all="ignore"):
             got, expected = (one.mxint_mean(codes, exponents, 5.0) for one in (backend, GENERIC))
         assert_bytes(got, expected, dtype)
+
+
+def check_mxint_packed(backend: cpu.CpuBackend, bits: int) -> None:
+    """Rows of any number of blocks; residuals before and after; parts added and side by side."""
+    for x in inputs():
+        for parts in (1, 3 if len(x) % 96 == 0 else 1):
+            for stream in (None, Stream(7, 3, 2)):
+                with np.errstate(all="ignore"):
+                    left = [0.25 * x[::-1] for _ in range(2)] if stream is None else []
+                    got, expected = (
+                        one.mxint_pack(x, bits, parts, stream, 5, left[i] if left else None)
+                        for i, one in enumerate((backend, GENERIC))
+                    )
+                assert_bytes(got, expected, (len(x), bits, parts, stream))
+                if left:
+                    assert_bytes(*left, (len(x), bits, parts))
+                for add in (True, False):
+                    out = np.zeros((2, len(x) // parts if add else len(x)), np.float32)
+                    with np.errstate(all="ignore"):
+                        for i, one in enumerate((backend, GENERIC)):
+                            one.mxint_unpack(expected, bits, 3.0, add, out[i])
+                    assert_bytes(out[0], out[1], (len(x), bits, parts, add))

@@ -102,6 +102,40 @@ class GenericReduction(GenericCore):
             residual[...] = xp.where(exponent == NONFINITE, 0.0, left).astype(np.float32)
         return codes.astype(np.int8 if bits == 8 else np.int16)
 
+    def mxint_pack(
+        self,
+        x: Array,
+        bits: int,
+        parts: int,
+        stream: Stream | None,
+        first_block: int,
+        residual: Array | None,
+    ) -> Array:
+        """Exponents by integers on the bits of the blocks' maxima, and `mxint` under them."""
+        xp = self.xp
+        if residual is not None:
+            x = x + residual
+        most = self.block_max(x).astype(np.int64)
+        exponents = xp.minimum((most + ((1 << (25 - bits)) - 1)) >> 23, NONFINITE)
+        exponents = exponents.astype(np.uint8)
+        left = None if residual is None else xp.empty_like(x)
+        codes = self.mxint(x, exponents, bits, stream, first_block, left)
+        if residual is not None:
+            residual[...] = xp.where((exponents == NONFINITE).repeat(BLOCK), residual, left)
+        both = (codes.view(np.uint8).reshape(parts, -1), exponents.reshape(parts, -1))
+        return xp.concatenate(both, axis=1)
+
+    def mxint_unpack(self, packed: Array, bits: int, divisor: float, add: bool, out: Array) -> None:
+        """Codes and exponents apart, and their `mxint_mean`."""
+        xp, code = self.xp, np.dtype(f"int{bits}")
+        values = packed.shape[1] * BLOCK // (BLOCK * code.itemsize + 1)
+        end = values * code.itemsize
+        codes = xp.ascontiguousarray(packed[:, :end]).view(code)
+        exponents = xp.ascontiguousarray(packed[:, end:])
+        if not add:
+            codes, exponents = codes.reshape(1, -1), exponents.reshape(1, -1)
+        out[...] = self.mxint_mean(codes, exponents, divisor)
+
     def mxint_mean(self, codes: Array, exponents: Array, divisor: float) -> Array:
         """Each rank's integers in the unit of the largest exponent, times 2^-32, and their sum."""
         xp, bits = self.xp, 8 * codes.dtype.itemsize

@@ -70,6 +70,42 @@ class ReductionMethods(Protocol):
         """
         ...
 
+    def mxint_pack(
+        self,
+        x: Array,
+        bits: int,
+        parts: int,
+        stream: Stream | None,
+        first_block: int,
+        residual: Array | None,
+    ) -> Array:
+        """float32 -> uint8 of shape (parts, bytes): each part's codes, then its exponents.
+
+        Codes are those of `mxint`; a block's exponent is the least that holds its values.
+
+        Args:
+            x: the values.
+            bits: 8 or 16.
+            parts: how many equal parts.
+            stream: as for `mxint`.
+            first_block: as for `mxint`.
+            residual: added to ``x`` first, and then written as by `mxint`; that of a block that is
+                not finite stays.
+        """
+        ...
+
+    def mxint_unpack(self, packed: Array, bits: int, divisor: float, add: bool, out: Array) -> None:
+        """The mean of what `mxint_pack` gave, as `mxint_mean` has it, into float32.
+
+        Args:
+            packed: uint8 of shape (parts, bytes).
+            bits: 8 or 16.
+            divisor: of the sum.
+            add: whether parts are added up; else they are one after the other in the result.
+            out: the result.
+        """
+        ...
+
     def mxint_mean(self, codes: Array, exponents: Array, divisor: float) -> Array:
         """The sum over ranks of what `mxint` gave, divided: float32; NaN for exponent 255.
 

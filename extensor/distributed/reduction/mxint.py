@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from extensor.distributed.communicator import Communicator
-from extensor.distributed.reduction.base import BLOCK, NONFINITE, Array, Steps
+from extensor.distributed.reduction.base import BLOCK, Array, Steps
 from extensor.distributed.reduction.float_sum import FloatSum
 from extensor.random import Stream
 
@@ -63,36 +63,17 @@ class Mxint(FloatSum):
 
     def _pack(self, x: Array, parts: int, left: str, step: int) -> Array:
         """Codes and exponents of each part, one after the other: uint8 of shape (parts, bytes)."""
-        xp, residual = self.xp, self._left.get(left)
-        stream = None
-        if residual is not None:
-            x = x + residual
-        else:
+        residual, stream = self._left.get(left), None
+        if residual is None:
             stream = Stream(self.seed, step, FIRST_TENSOR + self.number, left == "mean")
-        most = self.backend.block_max(x).astype(np.int64)
-        exponents = xp.minimum((most + ((1 << (25 - self.bits)) - 1)) >> 23, NONFINITE)
-        exponents = exponents.astype(np.uint8)
-        bad = exponents == NONFINITE
-        before = None if residual is None else residual.reshape(-1, BLOCK)[bad]
-        first = self.ranks.rank * len(exponents)
-        codes = self.backend.mxint(x, exponents, self.bits, stream, first, residual)
-        if residual is not None:  # where this step is skipped, what the last one left is not
-            residual.reshape(-1, BLOCK)[bad] = before
-        both = (codes.view(np.uint8).reshape(parts, -1), exponents.reshape(parts, -1))
-        return xp.concatenate(both, axis=1)
-
-    def _unpack(self, packed: Array) -> tuple[Array, Array]:
-        """Codes and exponents from what `_pack` gave, a row for each part."""
-        values = packed.size * BLOCK // (BLOCK * self._code.itemsize + 1) // len(packed)
-        end = values * self._code.itemsize
-        codes = self.xp.ascontiguousarray(packed[:, :end]).view(self._code)
-        return codes, self.xp.ascontiguousarray(packed[:, end:])
+        first = self.ranks.rank * (x.size // BLOCK)
+        return self.backend.mxint_pack(x, self.bits, parts, stream, first, residual)
 
     def _reduce_scatter(self, out: Array, divisor: float, step: int) -> Steps:
         send = self._pack(self._take(), self.ranks.size, "sent", step)
         recv = self.xp.empty_like(send)
         yield self.ranks.all_to_all(send, recv)
-        out[...] = self.backend.mxint_mean(*self._unpack(recv), divisor)
+        self.backend.mxint_unpack(recv, self.bits, divisor, True, out)
 
     def _all_reduce(self, out: Array, divisor: float, step: int) -> Steps:
         mine = self.xp.empty(self.shard_size, np.float32)
@@ -100,6 +81,4 @@ class Mxint(FloatSum):
         send = self._pack(mine, 1, "mean", step)
         recv = self.xp.empty((self.ranks.size, send.size), np.uint8)
         yield self.ranks.all_gather(send, recv)
-        codes, exponents = self._unpack(recv)
-        one = (codes.reshape(1, -1), exponents.reshape(1, -1))
-        out[...] = self.backend.mxint_mean(*one, 1.0)
+        self.backend.mxint_unpack(recv, self.bits, 1.0, False, out)

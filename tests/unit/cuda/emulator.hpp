@@ -126,6 +126,11 @@ inline unsigned __float_as_uint(float v) {
     std::memcpy(&u, &v, 4);
     return u;
 }
+inline double __longlong_as_double(long long v) {
+    double out;
+    std::memcpy(&out, &v, 8);
+    return out;
+}
 inline float __uint_as_float(unsigned v) {
     float f;
     std::memcpy(&f, &v, 4);

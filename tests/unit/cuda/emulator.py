@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.generic import GenericBackend
-from extensor_cuda import conv_pool, multi_tensor, nn
+from extensor_cuda import conv_pool, multi_tensor, nn, reduction
 from extensor_cuda.backend import ROUTES, CudaBackend
 from extensor_cuda.dispatch import routed
 from extensor_cuda.runtime.compile import Source
@@ -176,7 +176,7 @@ class Cupy:
 
 
 class Emulated(GenericBackend):
-    """The CUDA backend's methods of nn, conv_pool and optim on the emulator."""
+    """The CUDA backend's methods of nn, conv_pool, optim and reduction on the emulator."""
 
     multi_tensor_states = CudaBackend.multi_tensor_states
     accumulating_vjps = CudaBackend.accumulating_vjps
@@ -184,7 +184,7 @@ class Emulated(GenericBackend):
     path = CudaBackend.path
 
 
-FAMILIES = (nn, conv_pool, multi_tensor)
+FAMILIES = (nn, conv_pool, multi_tensor, reduction)
 EMULATED = {
     name: route
     for name, route in ROUTES.items()

@@ -25,6 +25,7 @@ from extensor_cuda.kernels.nn import (
 from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.kernels.quantize import dequantize, rowwise_columnwise
 from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.reduction import reduction
 from extensor_cuda.runtime import blas, capture
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from tests.unit.cuda import fake
@@ -41,6 +42,7 @@ TRAINING = (
     softmax,
     sums,
     conv_pool,
+    reduction,
 )
 """Modules whose ``launch`` an emulator replaces."""
 SLOTS = 2 * kernels.SLOTS

@@ -1,0 +1,425 @@
+"""Several GPUs of one machine: weak scaling, overlap, sums and gathers beside bfloat16's, bits.
+
+    mpirun -n 2 python ci/bench/distributed_gpu.py [--only bits scaling sums gather]
+
+bits     a small GPT trained with ``exact`` sums over NCCL, over MPI through the host, and by one
+         rank with all micro-batches: one checksum of the weights
+scaling  steps of a GPT of 30 million parameters, and of a block of width 4096 with its update: all
+         ranks alone at once, then together, with as much work for each. `of_alone` is the weak
+         scaling. `hidden` is the share of the reductions' time in which the step goes on; the
+         timeline of the last step's buckets is written, too
+sums     the gradient sum of 100 MB of float32 with each ``--grad-comm``, beside NCCL's all-reduce
+         of the same gradients in bfloat16, casts included; `bare_ms` is without them
+gather   the weights of a block of width 4096, of which each rank has a part, whole on all ranks: in
+         MXFP4 and MXFP8, packed before they travel, and in bfloat16, cast before
+
+A figure is the median over rounds of the slowest rank's time, in turns. `NCCL_P2P_DISABLE=1` in the
+environment measures GPUs without NVLink or PCIe between them. ``--tiny --device cpu`` tries the
+program without a GPU. Needs a GPU for each rank and the extra ``nccl``.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import extensor as et
+from ci.bench.contest import GPU_PACKAGES, arguments, gpu_of, options, write
+from extensor.backends import registry
+from extensor.distributed import (
+    GRAD_COMM,
+    GradientBuckets,
+    LocalCommunicator,
+    connect,
+    make_reduction,
+    on_device,
+)
+from extensor.models.gpt.configs import GPTConfig
+from extensor.models.gpt.model import build as build_gpt
+from extensor.nn.recipe import apply_recipe
+from extensor.optim import AdamW
+
+PARTS = ("bits", "scaling", "sums", "gather")
+BUCKETS = {"4 MiB": 1 << 20, "32 MiB": 8 << 20, "100 MB": 25 << 20}
+"""Values of a bucket of float32."""
+HALF = np.dtype(ml_dtypes.bfloat16)
+Step = Callable[[int], Any]
+
+
+class Bench:
+    """The ranks, the device, and how time is taken."""
+
+    def __init__(self, args: Any) -> None:
+        self.args, self.device, self.tiny = args, args.device, args.tiny
+        self.host = connect()
+        self.ranks: Any = on_device(self.host, args.device)
+        self.backend = registry.get(args.device)
+        self.xp = self.backend.xp
+        self.rows: list[dict[str, Any]] = []
+
+    def settle(self) -> None:
+        if self.device == "cuda":
+            self.xp.cuda.Device().synchronize()
+
+    def milliseconds(self, calls: dict[str, Step], burst: int, rounds: int = 0) -> dict[str, float]:
+        """Medians of the slowest rank, the calls taking turns."""
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range((rounds or self.args.rounds) + 1):
+            for name, call in calls.items():
+                self.settle()
+                self.host.barrier()
+                began = time.perf_counter()
+                for number in range(burst):
+                    call(number)
+                self.settle()
+                took = np.array([time.perf_counter() - began])
+                self.host.all_reduce(took, "max").wait()
+                if turn:
+                    times[name].append(float(took[0]) * 1e3 / burst)
+        return {name: statistics.median(values) for name, values in times.items()}
+
+    def row(self, **row: Any) -> None:
+        self.rows.append({"ranks": self.ranks.size, **row})
+        if self.ranks.rank == 0:
+            print(self.rows[-1], flush=True)
+
+    def free(self) -> None:
+        gc.collect()
+        if self.device == "cuda":
+            self.xp.get_default_memory_pool().free_all_blocks()
+
+
+# --- bits ---
+
+
+def trained(bench: Bench, ranks: Any, steps: int = 4, parts: int = 4) -> str:
+    """The checksum of a small GPT's weights after some steps of micro-batches."""
+    width = 64 if bench.tiny else 256
+    config = GPTConfig(vocab=256, context=64, layers=2, heads=4, width=width)
+    model = build_gpt(config, np.random.default_rng(0)).to(bench.device)
+    quant = apply_recipe(model, "mxfp4", 0)
+    optimizer = AdamW(list(model.named_parameters()), lr=1e-3)
+    buckets = GradientBuckets(list(model.parameters()), ranks, "exact", 1 << 18)
+    mine = range(parts)[ranks.rank :: ranks.size]
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in mine:
+            quant.micro_batch = part
+            tokens = np.random.default_rng((step, part)).integers(0, 256, (4, 65))
+            inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].reshape(-1).copy()
+            with buckets.micro_batch(last=part == mine[-1], step=step):
+                scores = model(et.from_numpy(inputs, device=bench.device)).reshape(-1, 256)
+                loss = et.cross_entropy(scores, et.from_numpy(labels, device=bench.device))
+                (loss * (1 / parts)).backward()
+        quant.micro_batch = 0
+        buckets.finish(step)
+        optimizer.step()
+    found = hashlib.blake2b(digest_size=8)
+    for param in model.parameters():
+        found.update(np.ascontiguousarray(param.to("cpu").numpy()).data)
+    return found.hexdigest()
+
+
+def bits(bench: Bench) -> None:
+    """The same weights however gradients travel."""
+    sums = {
+        "NCCL": trained(bench, bench.ranks),
+        "MPI, through the host": trained(bench, bench.host),
+        "one rank": trained(bench, LocalCommunicator()),
+    }
+    everyone = bench.host.all_gather_object(sums)
+    found = {value for each in everyone for value in each.values()}
+    bench.row(part="bits", name="exact", same=len(found) == 1, checksums=sums)
+    if len(found) > 1:
+        raise SystemExit(f"expected the same weights, got {everyone}")
+
+
+# --- scaling ---
+
+
+class TimedBuckets(GradientBuckets):
+    """Buckets that note when each one's reduction begins and ends, on the GPU's clock."""
+
+    events: list[tuple[Any, Any]]
+    xp: Any
+
+    def _reduce(self, bucket: Any) -> Any:
+        if self.xp is np:
+            return super()._reduce(bucket)
+        begin, end = (self.xp.cuda.Event() for _ in range(2))
+        stream = self.xp.cuda.get_current_stream()
+        begin.record(stream)
+        work = super()._reduce(bucket)
+        work.wait()  # queued: this stream is the collectives' own
+        end.record(stream)
+        self.events.append((begin, end))
+        return work
+
+
+def gpt(bench: Bench) -> tuple[Any, Any]:
+    """A GPT of 30 million parameters and its loss."""
+    config = GPTConfig(vocab=8192, context=1024, layers=8, heads=8, width=512)
+    if bench.tiny:
+        config = GPTConfig(vocab=64, context=32, layers=2, heads=2, width=64)
+    rng = np.random.default_rng(bench.ranks.rank)
+    tokens = rng.integers(0, config.vocab, (16 if not bench.tiny else 2, config.context + 1))
+    inputs = et.from_numpy(tokens[:, :-1].copy(), device=bench.device)
+    labels = et.from_numpy(tokens[:, 1:].reshape(-1).copy(), device=bench.device)
+    model = build_gpt(config, np.random.default_rng(1)).to(bench.device)
+    return model, lambda: et.cross_entropy(model(inputs).reshape(-1, config.vocab), labels)
+
+
+def block(bench: Bench) -> tuple[Any, Any]:
+    """A transformer block of width 4096 and the mean square of its output."""
+    width, tokens = (4096, 16384) if not bench.tiny else (64, 64)
+    heads = max(1, width // 128)
+    attention = et.nn.MultiheadAttention(width, heads, causal=True, bias=False, rng=1)
+    feed_forward = et.nn.FeedForward(width, 4 * width, bias=False, rng=1)
+    model = et.nn.TransformerBlock(attention, feed_forward, bias=False).to(bench.device)
+    shape = (max(1, tokens // 1024), min(tokens, 1024), width)
+    x = et.randn(shape, seed=bench.ranks.rank).to(bench.device)
+    return model, lambda: model(x).square().mean()
+
+
+def stepper(
+    bench: Bench, make: Any, recipe: str, name: str, bucket_bytes: int
+) -> tuple[Step, TimedBuckets | None]:
+    """A training step on this rank alone (no name), or with all ranks' gradients."""
+    model, loss_of = make(bench)
+    quant = apply_recipe(model, recipe, 0, activations="bfloat16")
+    optimizer = AdamW(list(model.named_parameters()), lr=1e-4)
+    buckets = None
+    if name:
+        how = {"error_feedback": False} if "mxint" in name else {}
+        params = list(model.parameters())
+        buckets = TimedBuckets(params, bench.ranks, name, bucket_bytes, **how)
+        buckets.events, buckets.xp = [], bench.xp
+    share = 1.0 / bench.ranks.size
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        if buckets is None:
+            loss_of().backward()
+        else:
+            buckets.events.clear()
+            with buckets.micro_batch(last=True, step=quant.step):
+                (loss_of() * share).backward()
+            buckets.finish(quant.step)
+        optimizer.step()
+
+    return step, buckets
+
+
+def timeline(bench: Bench, step: Step, buckets: TimedBuckets) -> dict[str, Any]:
+    """When the buckets of one step are reduced; their time that the step does not wait for."""
+    if bench.device == "cpu":
+        return {}
+    cuda = bench.xp.cuda
+    step(0)
+    bench.settle()
+    bench.host.barrier()
+    start, backward, end = (cuda.Event() for _ in range(3))
+    join = bench.ranks.join
+    joins: list[int] = []
+
+    def joined() -> None:
+        joins.append(1)
+        if len(joins) == 2:  # the first is before the forward pass
+            backward.record()
+        join()
+
+    start.record()
+    bench.ranks.join = joined
+    step(0)
+    del bench.ranks.join
+    end.record()
+    bench.settle()
+
+    def at(event: Any) -> float:
+        return round(float(cuda.get_elapsed_time(start, event)), 3)
+
+    spans = [(at(a), at(b)) for a, b in buckets.events]
+    busy = sum(b - a for a, b in spans)
+    exposed = max(0.0, max(b for _, b in spans) - at(backward))
+    return {
+        "backward_ends_ms": at(backward),
+        "step_ends_ms": at(end),
+        "reductions_ms": round(busy, 3),
+        "exposed_ms": round(exposed, 3),
+        "hidden": round(1 - exposed / busy, 3),
+        "timeline_ms": spans,
+    }
+
+
+def scaling(bench: Bench) -> None:
+    """Steps of a rank alone and of all ranks, each with the same work."""
+    for title, make, recipes, bucket in (
+        ("GPT of 30M", gpt, ("bf16", "mxfp4"), 16 << 20),
+        ("block of width 4096", block, ("bf16", "mxfp4_all"), 64 << 20),
+    ):
+        for recipe in recipes:
+            alone, _ = stepper(bench, make, recipe, "", bucket)
+            for name in ("float32", "bfloat16", "mxint8", "exact"):
+                step, buckets = stepper(bench, make, recipe, name, bucket)
+                assert buckets is not None
+                calls = {"alone": alone, "together": step}
+                times = bench.milliseconds(calls, 2 if "block" in title else 4, 5)
+                bench.row(
+                    part="scaling", model=title, recipe=recipe, name=name,
+                    alone_ms=round(times["alone"], 2), step_ms=round(times["together"], 2),
+                    of_alone=round(times["alone"] / times["together"], 3),
+                    **timeline(bench, step, buckets),
+                )  # fmt: skip
+                del step, buckets, calls
+                bench.free()
+            del alone
+            bench.free()
+
+
+# --- sums ---
+
+
+def run(reductions: list[Any], grad: Any, out: Any, ranks: Any, bucket: int, number: int) -> None:
+    """Sum all buckets beside the computation, as training does."""
+    works = []
+    for i, reduction in enumerate(reductions):
+        part = slice(i * bucket, (i + 1) * bucket)
+        with ranks.beside() as queued:
+            reduction.add(grad[part])
+            works.append(reduction.all_reduce(out[part], ranks.size))
+            if queued:
+                works[-1].wait()
+    while works:
+        works = [work for work in works if not work.advance()]
+    ranks.join()
+
+
+def bfloat16_all_reduce(
+    bench: Bench, grad: Any, out: Any, casts: bool, held: Any, number: int
+) -> None:
+    """NCCL's own sum in bfloat16 of the whole gradient."""
+    ranks = bench.ranks
+    if casts:
+        held = bench.backend.cast(grad, HALF)
+    kind, stream = ranks._nccl.NCCL_BFLOAT16, bench.xp.cuda.get_current_stream().ptr
+    at = held.data.ptr
+    ranks._comm.allReduce(at, at, held.size, kind, ranks._ops["sum"], stream)
+    if casts:
+        out[...] = bench.backend.cast(held, np.dtype(np.float32))
+        out *= np.float32(1 / ranks.size)
+
+
+def sums(bench: Bench) -> None:
+    """Each way to sum, in buckets of several sizes, beside NCCL's bfloat16."""
+    values = 25 << 20 if not bench.tiny else 1 << 14
+    rng = np.random.default_rng(bench.ranks.rank)
+    grad = bench.xp.asarray(rng.standard_normal(values, dtype=np.float32))
+    out = bench.xp.empty_like(grad)
+    for bucket_name, size in BUCKETS.items():
+        bucket = min(size, values)
+        calls: dict[str, Step] = {}
+        if bench.device == "cuda":
+            held = bench.backend.cast(grad, HALF)
+            for name, casts in (("NCCL bfloat16", True), ("bare", False)):
+                calls[name] = partial(bfloat16_all_reduce, bench, grad, out, casts, held)
+        sent = {}
+        for name in GRAD_COMM:
+            how = {"error_feedback": False} if "mxint" in name else {}
+            made = [
+                make_reduction(name, bucket, bench.ranks, device=bench.device, number=i, **how)
+                for i in range(-(-values // bucket))
+            ]
+            sent[name] = sum(reduction.wire_bytes() for reduction in made)
+            calls[name] = partial(run, made, grad, out, bench.ranks, bucket)
+        times = bench.milliseconds(calls, 3)
+        base = times.get("NCCL bfloat16")
+        for name, sent_bytes in sent.items():
+            bench.row(
+                part="sums", buckets=bucket_name, name=name, ms=round(times[name], 3),
+                megabytes_sent=round(sent_bytes / 1e6, 1),
+                of_nccl_bfloat16=base and round(base / times[name], 3),
+                nccl_bfloat16_ms=base and round(base, 3),
+                bare_ms=base and round(times["bare"], 3),
+            )  # fmt: skip
+        del calls
+        bench.free()
+
+
+# --- gather ---
+
+
+def gather(bench: Bench) -> None:
+    """A block's weights from their shards: quantized or cast, then gathered."""
+    width = 4096 if not bench.tiny else 64
+    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    size, xp, backend = bench.ranks.size, bench.xp, bench.backend
+    rng = np.random.default_rng(bench.ranks.rank)
+    shards = [
+        xp.asarray(np.resize(rng.standard_normal(1 << 20, dtype=np.float32), (n // size, k)))
+        for n, k in shapes
+    ]
+
+    def gathered(parts_of: Callable[[Any], list[Any]], number: int) -> None:
+        with bench.ranks.beside():
+            works = []
+            for shard in shards:
+                for part in parts_of(shard):
+                    whole = xp.empty((size * part.nbytes,), np.uint8)
+                    works.append(bench.ranks.all_gather(part.view(np.uint8).reshape(-1), whole))
+            for work in works:
+                work.wait()
+        bench.ranks.join()
+
+    def packed(name: str) -> Callable[[Any], list[Any]]:
+        def parts_of(shard: Any) -> list[Any]:
+            q, _ = backend.quantize(shard, et.QuantSpec(name), None)
+            return [xp.ascontiguousarray(part) for part in q.parts.values()]
+
+        return parts_of
+
+    calls: dict[str, Step] = {
+        "bfloat16": partial(gathered, lambda shard: [backend.cast(shard, HALF)]),
+        "float32": partial(gathered, lambda shard: [shard]),
+        "mxfp8": partial(gathered, packed("mxfp8_e4m3")),
+        "mxfp4": partial(gathered, packed("mxfp4")),
+    }
+    times = bench.milliseconds(calls, 3)
+    for name, took in times.items():
+        bench.row(
+            part="gather", name=name, ms=round(took, 3),
+            of_bfloat16=round(times["bfloat16"] / took, 3),
+        )  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = options(__doc__, rounds=9)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the program")
+    bench = Bench(arguments(parser))
+    link = "no P2P" if os.environ.get("NCCL_P2P_DISABLE") == "1" else ""
+    for part in bench.args.only:
+        began = time.perf_counter()
+        globals()[part](bench)
+        if bench.ranks.rank == 0:
+            print(f"--- {part}: {time.perf_counter() - began:.0f} s", flush=True)
+        bench.free()
+    if bench.ranks.rank == 0 and not bench.tiny:
+        name = f"distributed-{bench.ranks.size}-gpus" + link.replace(" ", "-")
+        about = {**gpu_of(bench.xp), "link": link or "as it is"}
+        write(name, bench.rows, args=bench.args, about=about, packages=(*GPU_PACKAGES, "mpi4py"))
+    bench.host.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Gradients as integers, whose sums have no order."""

@@ -1,0 +1,101 @@
+"""Gradients as integers under a block's exponent on the GPU, to the generic methods' bytes.
+
+A float32 array is flat, C-contiguous and in whole blocks of 32 values. `pack` reads a value once
+and writes what travels; `unpack` reads what came and writes the mean.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.random import Stream
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
+
+__all__ = [
+    "add_limbs", "block_max", "fixed_point", "fixed_point_mean", "limb_total", "pack", "source",
+    "unpack",
+]  # fmt: skip
+
+Array = Any
+_THREADS, _EACH, _BLOCK = 256, 4, 32  # as in reduction.cu
+
+
+@cache
+def source(bits: int) -> Source:
+    """The program, for mxint codes of so many bits."""
+    return Source.read(Path(__file__).parent / "reduction.cu", {"REDUCTION_BITS": bits})
+
+
+def _run(kernel: str, size: int, *arguments: Any, bits: int = 8) -> None:
+    if size:
+        blocks = -(-size // (_THREADS * _EACH))
+        launch(source(bits), kernel, blocks, _THREADS, *arguments)
+
+
+def block_max(x: Array, xp: Any) -> Array:
+    """The bits of each block's greatest magnitude: uint32."""
+    out = xp.empty(x.size // _BLOCK, np.uint32)
+    _run("block_max", x.size, x, out, np.int64(x.size))
+    return out
+
+
+def fixed_point(x: Array, anchors: Array, xp: Any) -> Array:
+    """int64, truncated toward zero in the unit of each block's anchor."""
+    out = xp.empty(x.size, np.int64)
+    _run("fixed_point", x.size, x, anchors, out, np.int64(x.size))
+    return out
+
+
+def add_limbs(limbs: Array, x: Array, before: Array, after: Array) -> None:
+    """Add to sums of digits, int32 (3, x.size), in place."""
+    _run("add_limbs", x.size, limbs, x, before, after, np.int64(x.size))
+
+
+def limb_total(limbs: Array, before: Array, after: Array, xp: Any) -> Array:
+    """The sums as int64 under the anchors ``after``."""
+    size = limbs.shape[1]
+    out = xp.empty(size, np.int64)
+    _run("limb_total", size, limbs, before, after, out, np.int64(size))
+    return out
+
+
+def fixed_point_mean(total: Array, anchors: Array, divisor: float, xp: Any) -> Array:
+    """float32, rounded once from float64."""
+    out = xp.empty(total.size, np.float32)
+    size = np.int64(total.size)
+    _run("fixed_point_mean", total.size, total, anchors, out, size, np.float64(divisor))
+    return out
+
+
+def pack(
+    x: Array,
+    bits: int,
+    parts: int,
+    stream: Stream | None,
+    first_block: int,
+    residual: Array | None,
+    xp: Any,
+) -> Array:
+    """Codes and exponents of each part: uint8 (parts, bytes). One launch."""
+    values = x.size // parts
+    pitch = values * bits // 8 + values // _BLOCK
+    packed = xp.empty((parts, pitch), np.uint8)
+    words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
+    sizes = (np.int64(n) for n in (x.size, values, pitch))
+    numbers = (np.uint32(n) for n in (stream is not None, *words, first_block))
+    _run("mxint_pack", x.size, x, residual, packed, *sizes, *numbers, bits=bits)
+    return packed
+
+
+def unpack(packed: Array, bits: int, divisor: float, add: bool, out: Array) -> None:
+    """The mean of what `pack` gave, into float32: of rows added up, or one after the other."""
+    parts, pitch = packed.shape
+    values = pitch * _BLOCK // (_BLOCK * bits // 8 + 1)
+    sizes = (np.int64(n) for n in (out.size, values, pitch))
+    added = np.int32(parts if add else 1)
+    _run("mxint_unpack", out.size, packed, out, *sizes, added, np.float64(divisor), bits=bits)

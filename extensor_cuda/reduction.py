@@ -1,0 +1,76 @@
+"""Gradient sums on the GPU: the kernel that runs each step, or why there is none.
+
+Functions as in `extensor_cuda.nn`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from extensor.backends.unsupported import Unsupported
+from extensor.random import Stream
+from extensor_cuda.dispatch import Call, dtype_gap, unless
+from extensor_cuda.kernels.reduction import reduction as kernels
+
+__all__ = [
+    "add_limbs", "block_max", "fixed_point", "fixed_point_mean", "limb_total", "mxint_pack",
+    "mxint_unpack",
+]  # fmt: skip
+
+Array = Any
+_ALIGNMENT = 16
+"""Bytes that a thread reads at once."""
+
+
+def _gap(*arrays: Array | None) -> Unsupported | None:
+    """Why no kernel reads or writes these arrays, the first of them of gradients."""
+    given = [a for a in arrays if a is not None]
+    if not all(a.flags.c_contiguous and a.data.ptr % _ALIGNMENT == 0 for a in given):
+        return Unsupported("arrays that are strided or not aligned to 16 bytes")
+    return dtype_gap(given[:1])
+
+
+def block_max(xp: Any, x: Array) -> Call:
+    """See the protocol."""
+    return unless(_gap(x), lambda: kernels.block_max(x, xp))
+
+
+def fixed_point(xp: Any, x: Array, anchors: Array) -> Call:
+    """See the protocol."""
+    return unless(_gap(x), lambda: kernels.fixed_point(x, anchors, xp))
+
+
+def add_limbs(xp: Any, limbs: Array, x: Array, before: Array, after: Array) -> Call:
+    """See the protocol."""
+    return unless(_gap(x, limbs), lambda: kernels.add_limbs(limbs, x, before, after))
+
+
+def limb_total(xp: Any, limbs: Array, before: Array, after: Array) -> Call:
+    """See the protocol."""
+    gap = None if limbs.flags.c_contiguous else Unsupported("strided limbs")
+    return unless(gap, lambda: kernels.limb_total(limbs, before, after, xp))
+
+
+def fixed_point_mean(xp: Any, total: Array, anchors: Array, divisor: float) -> Call:
+    """See the protocol."""
+    gap = None if total.flags.c_contiguous else Unsupported("strided sums")
+    return unless(gap, lambda: kernels.fixed_point_mean(total, anchors, divisor, xp))
+
+
+def mxint_pack(
+    xp: Any,
+    x: Array,
+    bits: int,
+    parts: int,
+    stream: Stream | None,
+    first_block: int,
+    residual: Array | None,
+) -> Call:
+    """See the protocol. One launch."""
+    args = (x, bits, parts, stream, first_block, residual, xp)
+    return unless(_gap(x, residual), lambda: kernels.pack(*args))
+
+
+def mxint_unpack(xp: Any, packed: Array, bits: int, divisor: float, add: bool, out: Array) -> Call:
+    """See the protocol. One launch."""
+    return unless(_gap(out, packed), lambda: kernels.unpack(packed, bits, divisor, add, out))
