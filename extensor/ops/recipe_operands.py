@@ -54,6 +54,7 @@ __all__ = [
     "kept_image",
     "kept_operand",
     "make_operands",
+    "prepared_at_once",
     "slot_spec",
     "slot_values",
     "version_of",
@@ -140,12 +141,22 @@ def forward_operands(
     Both are made now where that takes one reading of x and what is kept is compact.
     ``version``: as for `make_operands`.
     """
-    if MODE.enabled:
-        both = _prepare(backend, x, context, slots, sizes)
-        if both is not None and both.compact:
-            first, second = make_operands(backend, x, context, slots, sizes, version, both)
-            return first, second
+    both = prepared_at_once(backend, x, context, slots, sizes) if MODE.enabled else None
+    if both is not None:
+        first, second = make_operands(backend, x, context, slots, sizes, version, both)
+        return first, second
     return make_operands(backend, x, context, slots[:1], sizes, version)[0], None
+
+
+def prepared_at_once(
+    backend: Backend, x: Array, context: LayerContext, slots: Slots, sizes: Sizes
+) -> Preparation | None:
+    """How all operands are made by one reading of x that leaves something compact; else None.
+
+    It depends on the recipe, and on x's sizes, dtype, strides and alignment, not on its values.
+    """
+    both = _prepare(backend, x, context, slots, sizes)
+    return both if both is not None and both.compact else None
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -232,8 +243,8 @@ def input_operands(
         return _shared(backend, x, context, slots[:1], sizes, given)[0], None, True
     if given.keep == "input":
         return *forward_operands(backend, rows, context, slots, sizes), False
-    both = _prepare(backend, rows, context, slots, sizes)
-    if both is not None and both.compact and not both.reads_later:
+    both = prepared_at_once(backend, rows, context, slots, sizes)
+    if both is not None and not both.reads_later:
         first, second = _shared(backend, x, context, slots, sizes, given, both)
         return first, second, True
     (first,) = _shared(backend, x, context, slots[:1], sizes, given)

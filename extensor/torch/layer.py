@@ -75,6 +75,7 @@ class LayerHandle:
         context: path, number and recipe of the layer.
         number: the handle.
         stochastic: whether any operand is rounded stochastically, so that a clock is needed.
+        savable: see `extensor.torch.saved.savable`; None until it is asked for.
     """
 
     def __init__(self, context: LayerContext) -> None:
@@ -85,6 +86,7 @@ class LayerHandle:
             isinstance(operand, QuantSpec) and operand.rounding == "stochastic"
             for operand in operands
         )
+        self.savable: int | None = None
         self._held: _Held | None = None
         _LAYERS[self.number] = self
 

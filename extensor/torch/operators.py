@@ -1,9 +1,10 @@
 """The operators that torch knows: quantized linear and conv2d, forward and backward.
 
 Each is a custom operator with a fake kernel, so torch.compile traces it, and the forward ones have
-an autograd formula. A kernel computes by the primitives of `extensor.ops.quantized`, whose bits it
-therefore has. Arguments beside tensors are numbers: a layer is named by its handle. Where nobody
-traces, the same kernels are called by an autograd function instead, which costs less.
+an autograd formula. A forward one returns its result, and behind it what backward wants saved. A
+kernel computes by the primitives of `extensor.ops.quantized`, whose bits it therefore has.
+Arguments beside tensors are numbers: a layer is named by its handle. Where nobody traces, the same
+kernels are called by an autograd function instead, which costs less.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from extensor.autograd.mode import MODE
 from extensor.autograd.primitive import PRIMITIVES
 from extensor.backends.protocol import Window
 from extensor.ops.quantized import quantized_conv2d, quantized_matmul
-from extensor.ops.recipe_operands import SavedOperands
+from extensor.ops.recipe_operands import Input, SavedOperands
 from extensor.quant.recipe import FloatName
 from extensor.quant.recipe_state import LayerContext
-from extensor.torch import arrays
+from extensor.torch import arrays, saved
 from extensor.torch.arrays import DTYPES, to_array, to_tensor
 from extensor.torch.clock import read_clock
 from extensor.torch.layer import LayerHandle, layer_of
@@ -33,9 +34,16 @@ __all__ = ["CONV2D", "LINEAR", "Product", "call"]
 _FLOAT32 = np.dtype(np.float32)
 _LINEAR, _CONV2D = (PRIMITIVES[f.__name__] for f in (quantized_matmul, quantized_conv2d))
 _NOTHING = SavedOperands(None, None)
+_SAVED, _NOT_SAVED = Input("input"), Input("nothing")
 _linear_vjp: Any = _LINEAR.fused_vjp
 _conv2d_vjp: Any = _CONV2D.fused_vjp
 _AGAIN = "extensor::{}: its gradient cannot be differentiated again: " + _LINEAR.once
+
+
+Saved = Sequence[Tensor | None]
+"""What is saved of an input and of a weight."""
+
+_NONE_SAVED: Saved = (None, None)
 
 
 @dataclass(slots=True)
@@ -48,6 +56,8 @@ class Pass:
         dtype: of the result.
         keep: whether operands of the weight may be kept.
         window: of a convolution: stride, padding, dilation and groups.
+        saves: which operands of the backward pass are results, too: see `extensor.torch.saved`.
+        traced: whether an operator of torch's makes the pass, which returns what was promised.
         on_cpu: the context, once made; on a GPU forward and backward have one each.
     """
 
@@ -56,6 +66,8 @@ class Pass:
     dtype: torch.dtype
     keep: bool
     window: tuple[Any, ...]
+    saves: int = 0
+    traced: bool = False
     on_cpu: LayerContext | None = None
 
     def context(self, stream: Any) -> LayerContext:
@@ -80,14 +92,17 @@ class Product(NamedTuple):
 
     Attributes:
         name: of its operators.
-        forward: the result of a pass of x, weight and bias.
-        backward: the gradients of x, weight and bias that are needed, from g, x and weight.
+        forward: the result of a pass of x, weight and bias, and what is saved of x and weight.
+        backward: the gradients of x, weight and bias that are needed, from g, x and weight, and
+            what was saved of them.
         shape: of the result.
     """
 
     name: str
-    forward: Callable[[Pass, Tensor, Tensor, Tensor | None], Tensor]
-    backward: Callable[[Pass, Tensor, Tensor, Tensor, Sequence[bool], torch.dtype], list[Tensor]]
+    forward: Callable[[Pass, Tensor, Tensor, Tensor | None], tuple[Tensor, Saved]]
+    backward: Callable[
+        [Pass, Tensor, Tensor, Tensor, Saved, Sequence[bool], torch.dtype], list[Tensor]
+    ]
     shape: Callable[..., tuple[int, ...]]
 
 
@@ -110,20 +125,27 @@ def _gradients(
 # --- linear ---------------------------------------------------------------------------------------
 
 
-def _linear(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
     with arrays.on_stream(x) as stream:
         backend = arrays.backend_of(x)
         w, version = call.weight(weight, stream)
         context = call.context(stream)
         start = () if bias is None else (to_array(bias),)
-        before, MODE.enabled = MODE.enabled, False  # operands of the backward pass are made there
+        saves = call.saves & saved.savable(call.layer) if call.saves else 0
+        given = _SAVED if saves & saved.INPUT else _NOT_SAVED
+        before, MODE.enabled = MODE.enabled, saves > 0
         try:
-            out, _ = _LINEAR.forward(
-                backend, to_array(x), w, *start, context=context, version=version
+            out, made = _LINEAR.forward(
+                backend, to_array(x), w, *start, context=context, version=version, given=given
             )
         finally:
             MODE.enabled = before
-        return to_tensor(backend.cast(out, DTYPES[call.dtype]))
+        result = to_tensor(backend.cast(out, DTYPES[call.dtype]))
+        if not saves:
+            return result, _NONE_SAVED
+        if version is not None:  # the cache keeps the weight's
+            made = made._replace(w=None)
+        return result, saved.to_tensors(made)
 
 
 def _linear_grad(
@@ -131,6 +153,7 @@ def _linear_grad(
     g: Tensor,
     x: Tensor,
     weight: Tensor,
+    kept: Saved,
     needs: Sequence[bool],
     of_bias: torch.dtype,
 ) -> list[Tensor]:
@@ -139,7 +162,10 @@ def _linear_grad(
         w, version = call.weight(weight, stream)
         context = call.context(stream)
         given = to_array(g), to_array(x), w
-        found = _linear_vjp(backend, given[0], None, given[1:], needs, context, _NOTHING, version)
+        made = _NOTHING
+        if kept[0] is not None or kept[1] is not None:
+            made = saved.restored(kept, context, given[1:], backend, not call.traced)
+        found = _linear_vjp(backend, given[0], None, given[1:], needs, context, made, version)
         return _gradients(found, given, x, weight, of_bias)
 
 
@@ -155,7 +181,7 @@ def _window(weight: Tensor, *pairs: Sequence[int]) -> Window:
     return Window((weight.shape[2], weight.shape[3]), (a, b), (c, d), (e, f))
 
 
-def _conv2d(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _conv2d(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
     with arrays.on_stream(x) as stream:
         backend = arrays.backend_of(x)
         *pairs, groups = call.window
@@ -167,7 +193,7 @@ def _conv2d(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
             window=_window(weight, *pairs),
             groups=groups,
         )
-        return to_tensor(backend.cast(out, DTYPES[call.dtype]))
+        return to_tensor(backend.cast(out, DTYPES[call.dtype])), _NONE_SAVED
 
 
 def _conv2d_grad(
@@ -175,6 +201,7 @@ def _conv2d_grad(
     g: Tensor,
     x: Tensor,
     weight: Tensor,
+    kept: Saved,
     needs: Sequence[bool],
     of_bias: torch.dtype,
 ) -> list[Tensor]:
@@ -201,17 +228,17 @@ CONV2D = Product("conv2d", _conv2d, _conv2d_grad, _conv2d_shape)
 """Convolutions of two dimensions."""
 
 _OPS = torch.ops.extensor
-_NUMBERS = "int layer, ScalarType dtype, bool keep"
+_NUMBERS = "Tensor? clock, int layer, ScalarType dtype, bool keep, int saves"
 _WINDOW = ", int[] stride, int[] padding, int[] dilation, int groups"
-_OPERANDS = f"Tensor x, Tensor weight, Tensor? bias, Tensor? clock, {_NUMBERS}"
-_GRADIENT = f"Tensor g, Tensor x, Tensor weight, Tensor? clock, {_NUMBERS}, bool[] needs"
+_OPERANDS = f"Tensor x, Tensor weight, Tensor? bias, {_NUMBERS}"
+_GRADIENT = f"Tensor g, Tensor x, Tensor weight, Tensor[] kept, {_NUMBERS}, bool[] needs"
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, clock, layer, dtype, keep, *window = inputs
-    ctx.save_for_backward(x, weight, clock)
-    ctx.layer, ctx.keep, ctx.window = layer, keep, window
-    ctx.of_bias = dtype if bias is None else bias.dtype
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weight, bias, clock, layer, dtype, keep, saves, *window = inputs
+    ctx.save_for_backward(x, weight, clock, *output[1:])
+    ctx.set_materialize_grads(False)  # there are none of what is saved
+    ctx.numbers, ctx.window = (layer, dtype if bias is None else bias.dtype, keep, saves), window
 
 
 def _spread(found: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
@@ -223,33 +250,43 @@ def _spread(found: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | Non
 def _register(product: Product, of_window: str) -> None:
     """Register a product's two operators: kernels, fake kernels and autograd formulas."""
 
-    def forward(x: Tensor, weight: Tensor, bias: Any, clock: Any, *rest: Any) -> Tensor:
-        layer, dtype, keep, *window = rest
-        call = Pass(layer_of(layer), clock, dtype, keep, tuple(window))
-        return product.forward(call, x, weight, bias)
+    def forward(x: Tensor, weight: Tensor, bias: Any, clock: Any, *rest: Any) -> list[Tensor]:
+        number, dtype, keep, saves, *window = rest
+        layer = layer_of(number)
+        call = Pass(layer, clock, dtype, keep, tuple(window), saves, True)
+        out, made = product.forward(call, x, weight, bias)
+        return [out, *saved.promised(made, layer, x, weight, saves)] if saves else [out]
 
-    def fake(x: Tensor, weight: Tensor, bias: Any, clock: Any, *rest: Any) -> Tensor:
-        _, dtype, _, *window = rest
-        return x.new_empty(product.shape(x, weight, *window), dtype=dtype)
+    def fake(x: Tensor, weight: Tensor, bias: Any, clock: Any, *rest: Any) -> list[Tensor]:
+        number, dtype, _, saves, *window = rest
+        out = x.new_empty(product.shape(x, weight, *window), dtype=dtype)
+        sizes = saved.sizes(layer_of(number), x.shape, weight.shape, saves) if saves else {}
+        return [out, *(x.new_empty((size,), dtype=torch.uint8) for size in sizes.values())]
 
     # ``dtype`` is the bias's, or that of the result.
-    def backward(g: Tensor, x: Tensor, weight: Tensor, clock: Any, *rest: Any) -> list[Tensor]:
-        layer, dtype, keep, needs, *window = rest
-        call = Pass(layer_of(layer), clock, torch.float32, keep, tuple(window))
-        return product.backward(call, g, x, weight, needs, dtype)
+    def backward(
+        g: Tensor, x: Tensor, weight: Tensor, held: list[Tensor], clock: Any, *rest: Any
+    ) -> list[Tensor]:
+        number, dtype, keep, saves, needs, *window = rest
+        layer = layer_of(number)
+        call = Pass(layer, clock, torch.float32, keep, tuple(window), saves, True)
+        kept = saved.of_operator(held, layer, saves) if held else _NONE_SAVED
+        return product.backward(call, g, x, weight, kept, needs, dtype)
 
-    def fake_backward(g: Tensor, x: Tensor, weight: Tensor, clock: Any, *rest: Any) -> list[Tensor]:
-        _, dtype, _, needs, *_ = rest
+    def fake_backward(
+        g: Tensor, x: Tensor, weight: Tensor, held: list[Tensor], clock: Any, *rest: Any
+    ) -> list[Tensor]:
+        _, dtype, _, _, needs, *_ = rest
         like = (x.shape, x.dtype), (weight.shape, weight.dtype), (weight.shape[:1], dtype)
         made = zip(like, needs, strict=True)
         return [g.new_empty(shape, dtype=of) for (shape, of), need in made if need]
 
-    def formula(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        x, weight, clock = ctx.saved_tensors
+    def formula(ctx: Any, g: list[Tensor | None]) -> tuple[Any, ...]:
+        x, weight, clock, *kept = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
         operator = getattr(_OPS, f"{product.name}_backward")
-        found = operator(g, x, weight, clock, ctx.layer, ctx.of_bias, ctx.keep, needs, *ctx.window)
-        return (*_spread(found, needs), *[None] * 4, *(None for _ in ctx.window))
+        found = operator(g[0], x, weight, kept, clock, *ctx.numbers, needs, *ctx.window)
+        return (*_spread(found, needs), *[None] * 5, *(None for _ in ctx.window))
 
     def refuse(ctx: Any, *g: Any) -> Any:
         raise RuntimeError(_AGAIN.format(name))
@@ -257,7 +294,7 @@ def _register(product: Product, of_window: str) -> None:
     tags = (torch.Tag.pt2_compliant_tag,)
     name = f"{product.name}_backward"
     for qualified, schema, kernel, its_fake in (
-        (f"extensor::{product.name}", f"({_OPERANDS}{of_window}) -> Tensor", forward, fake),
+        (f"extensor::{product.name}", f"({_OPERANDS}{of_window}) -> Tensor[]", forward, fake),
         (f"extensor::{name}", f"({_GRADIENT}{of_window}) -> Tensor[]", backward, fake_backward),
     ):
         torch.library.define(qualified, schema, tags=tags)
@@ -293,24 +330,32 @@ class _Eager(torch.autograd.Function):
     def forward(
         ctx: Any, what: tuple[Product, Pass], x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
         product, call = what
         ctx.all = product, call, call.dtype if bias is None else bias.dtype
-        return product.forward(call, x, weight, bias)
+        out, kept = product.forward(call, x, weight, bias)
+        ctx.save_for_backward(x, weight, *kept)
+        return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
+        x, weight, *kept = ctx.saved_tensors
         product, call, of_bias = ctx.all
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():  # the operator has a formula that refuses a second derivative
             operator = getattr(_OPS, f"{product.name}_backward")
             clock = torch.tensor(call.clock) if isinstance(call.clock, int) else call.clock
-            numbers = call.layer.number, of_bias, call.keep
-            found = operator(g, x, weight, clock, *numbers, needs, *call.window)
+            numbers = call.layer.number, of_bias, call.keep, 0
+            found = operator(g, x, weight, [], clock, *numbers, needs, *call.window)
         else:
-            found = product.backward(call, g, x, weight, needs, of_bias)
+            found = product.backward(call, g, x, weight, kept, needs, of_bias)
         return None, *_spread(found, needs)
+
+
+def _saves(x: Tensor, weight: Tensor) -> int:
+    """What a pass may save on a GPU: the operands of the gradients that there will be."""
+    if not (x.is_cuda and torch.is_grad_enabled()):
+        return 0
+    return saved.INPUT * weight.requires_grad | saved.WEIGHT * x.requires_grad
 
 
 def call(
@@ -332,15 +377,19 @@ def call(
         window: of a convolution: stride, padding, dilation and groups.
     """
     x, weight, bias = tensors
+    saves = _saves(x, weight) if product is LINEAR else 0
     if _is_traced(x, weight):
         # CUDA graphs of compiled code own all that it makes, so it keeps no operands.
         keep = not (x.is_cuda and torch.compiler.is_compiling())
+        saves = saves & saved.INPUT if keep else saves
         reading = read_clock(clock, layer)
         operator = getattr(_OPS, product.name)
-        traced: Tensor = operator(x, weight, bias, reading, layer.number, dtype, keep, *window)
+        numbers = layer.number, dtype, keep, saves
+        traced: Tensor = operator(x, weight, bias, reading, *numbers, *window)[0]
         return traced
-    pass_ = Pass(layer, read_clock(clock, layer, as_number=not x.is_cuda), dtype, True, window)
+    reading = read_clock(clock, layer, as_number=not x.is_cuda)
+    pass_ = Pass(layer, reading, dtype, True, window, saves)
     if not torch.is_grad_enabled():
-        return product.forward(pass_, x, weight, bias)
+        return product.forward(pass_, x, weight, bias)[0]
     apply: Callable[..., Tensor] = _Eager.apply
     return apply((product, pass_), x, weight, bias)

@@ -11,6 +11,7 @@ multiplied. Nothing waits for the GPU.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +30,7 @@ from extensor_cuda.matmul.rebase import is_mxfp4
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.memory import lasting
 
-__all__ = ["batch_key", "plan_of_pack", "run", "run_batch", "supports"]
+__all__ = ["batch_key", "nbytes", "plan_of_pack", "restored", "run", "run_batch", "supports"]
 
 Array = Any
 Streams = Sequence[Stream | None]
@@ -37,6 +38,7 @@ State = dict[str, Any] | None
 
 _SLOTS = 2 * quantizer.SLOTS
 _BEHIND = 64  # floats that may be read behind the last row's: a tile's width
+_NUMBERS = 16  # bytes behind E5M2 codes: the exponent, and the flag in the second four
 
 
 def supports(x: Array, spec: QuantSpec) -> QuantSpec | Unsupported:
@@ -108,11 +110,93 @@ def run(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any, state: 
     return _run_one_launch(x, specs, streams, xp, state)
 
 
+def _sizes(x: Array, axis: int) -> tuple[int, int]:
+    """Rows and K of an operand of x."""
+    rows, k = x.shape if axis == 1 else x.shape[::-1]
+    return rows, k
+
+
+def _padded(k: int) -> int:
+    """What an operand's rows hold: whole chunks of 16 are written."""
+    return -(-k // 16) * 16
+
+
 def _empty(x: Array, axis: int, dtype: Any, xp: Any) -> Array:
     """What an operand's codes, or its values as bfloat16, are written to."""
-    rows, k = x.shape if axis == 1 else x.shape[::-1]
-    padded = -(-k // 16) * 16  # whole chunks are written
-    return xp.empty((rows, padded), dtype=dtype)[:, :k]
+    rows, k = _sizes(x, axis)
+    return xp.empty((rows, _padded(k)), dtype=dtype)[:, :k]
+
+
+# --- FP8 operands in one allocation ---
+
+
+def nbytes(spec: QuantSpec, rows: int, k: int) -> int:
+    """Bytes of an FP8 operand (rows, K): codes, then a number and a flag, or scales of tiles.
+
+    The sizes may be symbols. 0: the kernel makes no FP8 operand under the spec.
+
+    >>> from extensor_cuda.matmul.fused import nbytes
+    >>> specs = [QuantSpec(name, axis=1).resolve(2) for name in ("mxfp4", "mxfp8_e4m3")]
+    >>> [nbytes(spec, 64, 100) for spec in specs]
+    [7184, 0]
+    """
+    if isinstance(_fused_spec(spec, "bfloat16", (32, 32)), Unsupported):
+        return 0
+    if spec.rebased:
+        return rows * _padded(k) + 4 * -(-k // REBASE_TILE) * _pitch(rows)
+    return rows * _padded(k) + _NUMBERS if is_mxfp4(spec) else 0
+
+
+def _pitch(rows: int) -> int:
+    """Floats from the scales of one 128 along K to those of the next.
+
+    One for every `ROWS_PER_SCALE` rows, as the GEMM reads them, and what it may read behind the
+    last.
+    """
+    return -(-rows // REBASE_TILE) * (REBASE_TILE // ROWS_PER_SCALE) + _BEHIND
+
+
+@dataclass(frozen=True, eq=False)
+class _Carved:
+    """An FP8 operand's arrays in their one allocation; None where the spec has none."""
+
+    buffer: Array
+    codes: Array
+    exponent: Array | None = None
+    flag: Array | None = None
+    blocks: Array | None = None
+
+    @classmethod
+    def of(cls, buffer: Array, spec: QuantSpec, rows: int, k: int) -> _Carved:
+        width = _padded(k)
+        codes = buffer[: rows * width].reshape(rows, width)[:, :k]
+        behind = buffer[rows * width :]
+        if spec.rebased:
+            blocks = behind.view(np.float32).reshape(-1, _pitch(rows))
+            return cls(buffer, codes, blocks=blocks)
+        numbers = behind[:8].view(np.uint32)
+        return cls(buffer, codes, numbers[:1].view(np.int32), numbers[1:].reshape(()))
+
+    def operand(
+        self, x: Array, spec: QuantSpec, stream: Stream | None, exponent: Array | None, xp: Any
+    ) -> GemmOperand:
+        """The operand, which remembers x: the same values as bfloat16 on request."""
+        if self.blocks is not None:
+            scale = Scale(blocks=self.blocks, group_k=REBASE_TILE)
+            return GemmOperand(self.codes, spec.row.element.name, scale, buffer=self.buffer)
+        operand = _e5m2_operand(x, Side(spec, stream, self.codes, self.flag), exponent, xp)
+        return replace(operand, buffer=self.buffer)
+
+
+def restored(
+    buffer: Array, x: Array, spec: QuantSpec, stream: Stream | None, xp: Any
+) -> GemmOperand:
+    """An FP8 operand again, from its ``buffer`` and what it was made of."""
+    carved = _Carved.of(buffer, spec, *_sizes(x, spec.axis))
+    return carved.operand(x, spec, stream, carved.exponent, xp)
+
+
+# --- launches ---
 
 
 def _run_one_launch(
@@ -125,37 +209,38 @@ def _run_one_launch(
     for values that it cuts.
     """
     number, rebased = len(specs), specs[0].rebased
-    mxfp4 = is_mxfp4(specs[0]) and not rebased
-    wide = not (mxfp4 or rebased)
+    wide = not (rebased or is_mxfp4(specs[0]))
     each = 2 * _SLOTS if rebased else _SLOTS  # saturated and flushed; changed and flushed
     # Counters more are the flags of bfloat16, so that one array is all that has to be zero.
     counters = Counters(number * (each + wide), xp)
-    flags = counters.array[number * each :] if wide else xp.empty(number, dtype=np.uint64)
-    exponent = xp.empty(1, dtype=xp.int32) if mxfp4 else None
+    carved = [] if wide else [_carve(x, spec, xp) for spec in specs]
+    exponent = carved[-1].exponent if carved else None  # a launch writes one
     sides: list[Side] = []
     made: Prepared = []
     for i, (spec, stream) in enumerate(zip(specs, streams, strict=True)):
         start, middle, stop = i * each, i * each + _SLOTS, (i + 1) * each
-        out = _empty(x, spec.axis, xp.uint16 if wide else xp.uint8, xp)
-        flag = None if rebased else flags[i : i + 1].view(np.uint32)[0]
-        blocks = _tile_scales(x, spec, xp) if rebased else None
-        sides.append(Side(spec, stream, out, flag, counters.array[start:stop], blocks))
-        if exponent is not None:
-            operand = _e5m2_operand(x, sides[i], exponent, xp)
-        elif rebased:
-            scale = Scale(blocks=blocks, group_k=REBASE_TILE)
-            operand = GemmOperand(out, spec.row.element.name, scale)
+        count, cut = counters.array[start:stop], None
+        if carved:
+            one = carved[i]
+            sides.append(Side(spec, stream, one.codes, one.flag, count, one.blocks))
+            operand = one.operand(x, spec, stream, exponent, xp)
         else:
-            operand = GemmOperand(out, "bf16")
+            cut = counters.array[number * each + i :][:1].view(np.uint32)[0]
+            sides.append(Side(spec, stream, _empty(x, spec.axis, xp.uint16, xp), cut, count))
+            operand = GemmOperand(sides[i].out, "bf16")
         changed = (counters, (middle, stop)) if rebased else None
-        cut = flag if wide else None
         made.append((operand, OperandCounts(counters, (start, middle), x.size, cut, changed)))
-    amax = _amax_state(x, specs[0], xp, state) if mxfp4 else None
+    amax = None if exponent is None else _amax_state(x, specs[0], xp, state)
     quantize_operand.launch_fused(x, sides, exponent, amax)
     return made
 
 
-def _e5m2_operand(x: Array, side: Side, exponent: Array, xp: Any) -> GemmOperand:
+def _carve(x: Array, spec: QuantSpec, xp: Any) -> _Carved:
+    rows, k = _sizes(x, spec.axis)
+    return _Carved.of(xp.empty(nbytes(spec, rows, k), dtype=np.uint8), spec, rows, k)
+
+
+def _e5m2_operand(x: Array, side: Side, exponent: Array | None, xp: Any) -> GemmOperand:
     """An operand that remembers what it was made from: the same values as bfloat16 on request."""
     spec, stream = side.spec, side.stream
 
@@ -176,17 +261,6 @@ def _amax_state(x: Array, spec: QuantSpec, xp: Any, state: State) -> Array:
             state["amax"] = xp.zeros(5, dtype=xp.uint32)
         quantize_operand.find_amax(x, spec, state["amax"])
     return state["amax"]
-
-
-def _tile_scales(x: Array, spec: QuantSpec, xp: Any) -> Array:
-    """Where the scales of 128 x 128 go: float32 (tiles along K, pitch).
-
-    One for every `ROWS_PER_SCALE` rows, as the GEMM reads them, and what it may read behind the
-    last.
-    """
-    rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
-    pitch = -(-rows // REBASE_TILE) * (REBASE_TILE // ROWS_PER_SCALE) + _BEHIND
-    return xp.empty((-(-k // REBASE_TILE), pitch), dtype=np.float32)
 
 
 def run_batch(

@@ -80,6 +80,7 @@ class GemmOperand:
             a product reads the operand's bfloat16 form instead; None where they always do.
         make_bf16: writes that form anew from what the operand was made from, unless two flags are
             given and neither is set.
+        buffer: uint8, the one allocation of codes, scale and flag; None if they have several.
     """
 
     codes: Array
@@ -89,6 +90,7 @@ class GemmOperand:
     transposed: bool = False
     flag: Array | None = None
     make_bf16: Callable[[Sequence[Array]], GemmOperand] | None = None
+    buffer: Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

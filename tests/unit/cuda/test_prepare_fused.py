@@ -19,10 +19,11 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.prepare import quantize_operand
 from extensor_cuda.kernels.quantize import quantize as kernels
-from extensor_cuda.matmul import tuned
+from extensor_cuda.matmul import fused, tuned
 from extensor_cuda.matmul.operand import GemmOperand
 from extensor_cuda.matmul.product import FallbackCounter, product
 from extensor_cuda.runtime.compile import compile_cubin
+from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.preparing import FUSED, batch, gap
 from tests.unit.cuda.preparing import made as made_by
 from tests.unit.cuda.test_compile import properties
@@ -381,3 +382,47 @@ def test_the_table_of_several_matrices_lies_as_the_kernel_reads_it() -> None:
     names = re.findall(r"(\w+)[,;]", struct)
     assert tuple(names) == quantize_operand.MATRIX.names
     assert quantize_operand.MATRIX.itemsize == 8 * len(names)
+
+
+@pytest.fixture(params=PLACES)
+def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return place(request, monkeypatch, [], quantizing=[quantize_operand])
+
+
+@pytest.mark.parametrize(
+    ("name", "rounding"), [("mxfp4", "stochastic"), ("rebased", "nearest_even")]
+)
+def test_an_operand_comes_back_from_its_one_allocation(xp: Any, name: str, rounding: str) -> None:
+    specs = [spec_of(axis, rounding) for axis in (1, 0)]
+    if name == "rebased":
+        specs = [spec.replace(format="mxfp8_e4m3", rebased=True) for spec in specs]
+    streams = [Stream(1, 2, 3, i, bool(i)) if rounding == "stochastic" else None for i in (0, 1)]
+    there = xp.asarray(data((130, 136), "bfloat16", "wide"))
+    pair = made_by(FUSED, there, specs, streams, xp)
+    for (operand, _), spec, stream in zip(pair, specs, streams, strict=True):
+        rows, k = operand.shape
+        assert operand.buffer.nbytes == fused.nbytes(spec, rows, k)
+        if spec.axis == 1 and name == "mxfp4":
+            continue  # the exponent lies with the columns
+        fields = [operand.codes, operand.flag, operand.scale.exponent, operand.scale.blocks]
+        before = [None if field is None else field.copy() for field in fields]
+        copied = operand.buffer.copy()
+        operand.buffer.fill(255)
+        again = fused.restored(copied, there, spec, stream, xp)
+        fields = [again.codes, again.flag, again.scale.exponent, again.scale.blocks]
+        for field, old in zip(fields, before, strict=True):
+            assert (field is None) == (old is None)
+            assert field is None or field.get().tobytes() == old.get().tobytes()
+        assert (again.kind, again.scale.group_k) == (operand.kind, operand.scale.group_k)
+        if again.flag is not None:
+            expected, _ = registry.get("cpu").fake_quantize(there.get(), spec, stream)
+            wide = again.bf16().codes.get().view(ml_dtypes.bfloat16)
+            np.testing.assert_array_equal(wide.astype(np.float32), expected.T)
+
+
+def test_recipes_without_fp8_operands_have_no_allocation_to_save() -> None:
+    mxfp4 = spec_of(0)
+    others = [mxfp4.replace(format=name) for name in WIDE_FORMATS]
+    others += [QuantSpec(name, axis=0).resolve(2) for name in ("nvfp4", "mxfp6_e2m3", "int8")]
+    others.append(get_recipe("mxfp4_tseng").layers.slot("wgrad.x").replace(axis=0).resolve(2))
+    assert [fused.nbytes(spec, 64, 64) for spec in others] == [0] * len(others)

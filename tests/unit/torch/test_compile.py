@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of i
 def arguments(layer: Any, x: Any, *window: Any) -> tuple[Any, ...]:
     clock = layer.quant_clock
     number = layer.quant_layer.number
-    return x, layer.weight, layer.bias, clock, number, torch.float32, True, *window
+    return x, layer.weight, layer.bias, clock, number, torch.float32, True, 0, *window
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4_nvidia", "mxfp8_rebased"])
@@ -37,7 +37,7 @@ def test_operators_pass_opcheck(recipe: str) -> None:
     needs = [True, False, True]
     g = torch.randn(4, 48)
     number = layer.quant_layer.number
-    tail = (layer.quant_clock, number, torch.float32, True, needs)
+    tail = ([], layer.quant_clock, number, torch.float32, True, 0, needs)
     torch.library.opcheck(OPERATORS.linear_backward, (g, x.detach(), layer.weight.detach(), *tail))
 
 

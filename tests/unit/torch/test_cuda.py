@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,11 @@ ext = pytest.importorskip("extensor.torch")
 
 from torch import nn  # noqa: E402
 
+import extensor as et  # noqa: E402
+from extensor.torch import saved  # noqa: E402
+from extensor_cuda.matmul import tuned  # noqa: E402
+from tests.unit.torch import test_bits as bits  # noqa: E402
+
 pytestmark = [
     pytest.mark.skipif(
         not (torch.cuda.is_available() and registry.available("cuda")),
@@ -22,6 +28,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torch's compiler warns of its own code
 ]
 RECIPES = ["mxfp4_all", "mxfp8_rebased", "nvfp4_nvidia", "mxfp4_tseng", "fp8_block"]
+
+
+@pytest.fixture(autouse=True)
+def always() -> Iterator[None]:
+    """Kernels at every size, as large layers have them; `test_bits` has small ones."""
+    with tuned.always():
+        yield
 
 
 def network(recipe: str, width: int = 256) -> nn.Module:
@@ -51,6 +64,39 @@ def steps(model: nn.Module, call: Any, batches: list[Any]) -> list[Any]:
 
 def equal(a: list[Any], b: list[Any]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kernels_give_the_bits_of_extensors_layer(recipe: str, dtype: Any) -> None:
+    """Two passes, so that the second finds the first one's weight."""
+    options = {"recipe": recipe, "seed": bits.SEED, "index": bits.INDEX, "dtype": dtype}
+    with torch.device("cuda"):
+        layer = ext.Linear(264, 136, **options)
+        own = bits.own_layer(layer, recipe, et.nn.Linear(264, 136))
+        for _ in range(2):
+            x, g = torch.randn(200, 264, dtype=dtype), torch.randn(200, 136, dtype=dtype)
+            bits.check_pass(layer, own, x, g)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4_all", "mxfp8_rebased"])
+def test_a_pass_saves_the_operands_of_columns(recipe: str) -> None:
+    """And an operator what it promised; values that E5M2 does not hold fall back to bfloat16."""
+    layer = ext.Linear(264, 136, recipe=recipe, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(200, 264, device="cuda", dtype=torch.bfloat16)
+    x *= torch.logspace(-12, 6, 264, device="cuda").bfloat16()
+    weight, both = layer.weight.detach(), saved.INPUT | saved.WEIGHT
+    numbers = layer.quant_clock, layer.quant_layer.number, torch.bfloat16, False
+    g = torch.randn(200, 136, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for saves in (0, both):
+        out, *held = torch.ops.extensor.linear(x, weight, None, *numbers, saves)
+        sizes = saved.sizes(layer.quant_layer, x.shape, weight.shape, saves)
+        assert [t.numel() for t in held] == list(sizes.values()) and len(held) == saves.bit_count()
+        needs = [True, True, False]
+        grads = torch.ops.extensor.linear_backward(g, x, weight, held, *numbers, saves, needs)
+        found.append([out, *grads])
+    assert equal(*found)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -370,7 +370,7 @@ def test_a_deleted_layer_says_so() -> None:
     layer, x = ext.Linear(32, 32), torch.randn(8, 32)
     loss = layer(x).sum()
     operands = x, layer.weight, None, layer.quant_clock, layer.quant_layer.number
-    operator = torch.ops.extensor.linear(*operands, torch.float32, True).sum()
+    operator = torch.ops.extensor.linear(*operands, torch.float32, True, 0)[0].sum()
     weight = layer.weight
     del layer
     loss.backward()
