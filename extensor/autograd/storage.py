@@ -128,8 +128,7 @@ class SavedStorage:
         A layer that keeps its input, such as one in float32, has it stored.
         """
         primitive, backend = node.primitive, node.backend
-        whole = (self.state.recipe.saved_input or backend.saved_input) == "input"
-        own = primitive.own_input and whole
+        own = primitive.own_input and node.params["context"].keeps_input(backend.saved_input)
         if own or (primitive.released is not None and primitive.released(node.saved)):
             self._met("a quantized layer's own operand")
             return

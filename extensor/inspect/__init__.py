@@ -5,6 +5,7 @@ from extensor.inspect.grid_plot import plot
 from extensor.inspect.health import SlotHealth, health_table, slot_health
 from extensor.inspect.memory import Holder, MemoryLedger, MemoryReport, memory_ledger
 from extensor.inspect.noise import decibels, normal_sqnr, sqnr
+from extensor.inspect.plan import MemoryPlan, plan_memory
 from extensor.inspect.table import Table
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "LayerComparison",
     "LayerRow",
     "MemoryLedger",
+    "MemoryPlan",
     "MemoryReport",
     "SlotHealth",
     "Table",
@@ -20,6 +22,7 @@ __all__ = [
     "health_table",
     "memory_ledger",
     "normal_sqnr",
+    "plan_memory",
     "plot",
     "slot_health",
     "sqnr",

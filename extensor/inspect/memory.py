@@ -117,6 +117,29 @@ class MemoryReport:
         ]
         return tuple(sorted(found, key=lambda one: -one.nbytes))
 
+    def most(self, kind: str) -> int:
+        """Where in the timeline one kind holds most.
+
+        Args:
+            kind: one of `KINDS`.
+
+        Returns:
+            The first such index.
+
+        >>> x = et.ones((64, 64), requires_grad=True)
+        >>> with et.inspect.memory_ledger() as ledger:
+        ...     x.exp().sum().backward()
+        >>> report = ledger.report()
+        >>> sum(one.nbytes for one in report.at(report.most("saved")) if one.kind == "saved")
+        16384
+        """
+        change = np.zeros(len(self.timeline) + 1, np.int64)
+        for one in self._spans:
+            if one.holder.kind == kind:
+                change[one.begin] += one.holder.nbytes
+                change[len(self.timeline) if one.end is None else one.end] -= one.holder.nbytes
+        return int(np.argmax(np.cumsum(change[:-1])))
+
     def by_kind(self) -> dict[str, int]:
         """Bytes at the peak by kind, in the order of `KINDS`.
 

@@ -215,7 +215,7 @@ def _input_of(x: ExTensor, w: ExTensor, context: LayerContext, packs: bool) -> I
     version = None if len(cell) > 1 else WeightVersion(cell, cell[0])
     if not (w._requires_grad and MODE.enabled):
         return Input("nothing", version)
-    whole = (context.state.recipe.saved_input or x.backend.saved_input) == "input" or not packs
+    whole = context.keeps_input(x.backend.saved_input) or not packs
     if node is not None and not whole and node.out is x.data:  # the operation before keeps x
         if node.primitive.smaller_output is None:
             return Input("input", version)

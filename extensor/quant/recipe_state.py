@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from extensor.quant.array import QuantStats
 from extensor.quant.input_cache import InputCache
@@ -265,6 +265,7 @@ class LayerContext:
         state: the state of the whole model.
         use: which use of the layer in this step, from 0.
         static_scale: the scale of the forward input, where calibration chose one beforehand.
+        saved_input: in place of `Recipe.saved_input`, where a plan says it for this layer.
 
     >>> model = et.nn.Sequential(et.nn.Linear(32, 32))
     >>> state = et.nn.apply_recipe(model, "mxfp4_all")
@@ -278,6 +279,7 @@ class LayerContext:
     state: RecipeState
     use: int = 0
     static_scale: StaticScale | None = None
+    saved_input: Literal["packed", "input"] | None = None
 
     @property
     def step(self) -> int:
@@ -293,6 +295,18 @@ class LayerContext:
     def activations(self) -> FloatName:
         """See `Recipe.activations`."""
         return self.state.recipe.activations
+
+    def keeps_input(self, default: str) -> bool:
+        """Whether the layer keeps its input for backward as it is.
+
+        Args:
+            default: what the device does, where neither a plan nor the recipe says.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.layers[""].keeps_input("packed")
+        False
+        """
+        return (self.saved_input or self.state.recipe.saved_input or default) == "input"
 
     def next_use(self) -> LayerContext:
         """The layer in its next use of this step, which rounds with random bits of its own.

@@ -121,8 +121,8 @@ class LayerHandle:
         step, use = 0, 0
         if clock is not None and on_device is None:
             use, step = divmod(int(clock), 1 << 32)
-        own = base.path, base.index, base.layer, base.state
-        return ClockedContext(*own, use, None, step, on_device, activations, capturing)
+        own = base.path, base.index, base.layer, base.state, use, None, base.saved_input
+        return ClockedContext(*own, step, on_device, activations, capturing)
 
     def weight(self, weight: torch.Tensor, keep: bool) -> tuple[Any, WeightVersion | None]:
         """The weight's array, and the version by which the cache knows its operands.

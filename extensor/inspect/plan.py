@@ -1,0 +1,369 @@
+"""What each part of a model keeps for backward, chosen so that a step fits and takes least time.
+
+A part keeps its layers' inputs as they are ("kept"), or their packed operands ("packed"), or its
+own input alone and runs again ("recomputed"): see `Recipe.saved_input` and `extensor.checkpoint`.
+All give gradients of the same bits. Parts of one kind, those whose classes and parameters have the
+same shapes, are measured together: bytes by the ledger, seconds by whole steps in turn.
+
+With b and t the bytes and seconds of part i under choice c, and w what a part holds while it runs
+again, the plan minimizes sum t(i, c) so that rest + sum b(i, c) + max w <= limit: a knapsack with
+several choices for each item, solved by the Pareto front of (bytes, seconds).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from statistics import median
+from time import perf_counter
+from typing import Any, Literal
+
+from extensor.backends import registry
+from extensor.inspect.memory import MemoryReport, memory_ledger
+from extensor.inspect.table import Table
+from extensor.nn.module import Module
+from extensor.nn.recipe import gemm_layers
+from extensor.quant.recipe_state import RecipeState
+from extensor.quant.weight_cache import WeightCache
+
+__all__ = ["Choice", "MemoryPlan", "plan_memory"]
+
+Choice = Literal["kept", "packed", "recomputed"]
+
+_CHOICES: tuple[Choice, ...] = ("kept", "packed", "recomputed")
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What each part keeps for backward.
+
+    Attributes:
+        choices: by the part's path.
+        peak: bytes at the peak of a step under the plan, by the ledger.
+        limit: bytes that were asked for.
+        seconds: what a step takes longer than with all inputs kept, as measured beforehand.
+
+    >>> plan = et.inspect.MemoryPlan({"0": "recomputed"}, peak=10, limit=12, seconds=0.0)
+    >>> model = et.nn.Sequential(et.nn.Linear(8, 8))
+    >>> plan.apply(model)
+    >>> model[0].recomputed
+    True
+    """
+
+    choices: Mapping[str, Choice]
+    peak: int
+    limit: int
+    seconds: float
+
+    def apply(self, model: Module) -> None:
+        """Set what the model's parts keep, as in a resumed run.
+
+        Args:
+            model: has a part of each path in ``choices``, and its recipe.
+
+        Raises:
+            ValueError: for a path that the model has not.
+
+        >>> plan = et.inspect.MemoryPlan({"1": "kept"}, peak=10, limit=12, seconds=0.0)
+        >>> plan.apply(et.nn.Sequential(et.nn.Linear(8, 8)))
+        Traceback (most recent call last):
+        ValueError: plan: no module '1' in the model
+        """
+        modules = dict(model.named_modules())
+        for path in self.choices:
+            if path not in modules:
+                raise ValueError(f"plan: no module {path!r} in the model")
+        for path, choice in self.choices.items():
+            _set(modules[path], choice)
+
+    def table(self) -> Table:
+        """The choice of each part.
+
+        Returns:
+            A table.
+
+        >>> plan = et.inspect.MemoryPlan({"0": "packed"}, peak=10, limit=12, seconds=0.0)
+        >>> print(plan.table())
+        part   keeps
+        0     packed
+        """
+        return Table(("part", "keeps"), tuple(self.choices.items()))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Parts that cost the same: their paths, and by choice the bytes and seconds of one."""
+
+    paths: tuple[str, ...]
+    nbytes: Mapping[Choice, int]
+    seconds: Mapping[Choice, float]
+
+    @property
+    def running(self) -> int:
+        """Bytes that a part holds while it runs again, beside its input."""
+        return max(0, self.nbytes["packed"] - self.nbytes["recomputed"])
+
+
+def plan_memory(
+    model: Module,
+    step: Callable[[], object],
+    limit: int,
+    parts: str,
+    device: str = "cpu",
+    rounds: int = 3,
+) -> MemoryPlan:
+    """Choose what parts of a model keep for backward, so that a step fits and takes least time.
+
+    It runs ``step`` about ``rounds`` times for each kind of part and choice, and leaves the model
+    under the plan: gradients, buffers, random bits and counts are as before.
+
+    Args:
+        model: its recipe is applied, its parts are run by ``step``.
+        step: a forward and a backward pass, without an update of the weights.
+        limit: bytes that arrays may take at the peak, weights and gradients included.
+        parts: a glob on modules' paths, as "blocks.*"; of modules in each other, the outermost.
+            Each is called with tensors and gives one.
+        device: where the model is.
+        rounds: how often each step is timed.
+
+    Returns:
+        The plan, with the peak that was measured under it.
+
+    Raises:
+        ValueError: if no part matches.
+        MemoryError: if nothing fits; says the least that was found.
+
+    Source: Chen, Xu, Zhang, Guestrin, arXiv 1604.06174, for recomputing; Kirisame et al.,
+    arXiv 2006.09616, and Beaumont et al., arXiv 1911.13214, for choosing by measured time.
+
+    >>> model = et.nn.Sequential(*(et.nn.Linear(64, 64, rng=i) for i in range(2)))
+    >>> x = et.randn((32, 64), seed=0)
+    >>> plan = et.inspect.plan_memory(
+    ...     model, lambda: model(x).sum().backward(), limit=10**6, parts="*", rounds=1
+    ... )
+    >>> plan.peak < 10**6
+    True
+    """
+    modules = _parts(model, parts)
+    with _as_before(model, modules) as fresh:
+        run = _Runner(model, step, device, fresh)
+        kinds, reports, rest = _measured(modules, run, rounds)
+        for _ in range(_TRIES):
+            choices = _solve(kinds, limit - rest)
+            if choices is None:
+                break
+            reports.append((choices, run.report(modules, choices)))
+            if (over := reports[-1][1].peak - limit) <= 0:
+                break
+            rest += over  # what the sum left out
+    fitting = [(_seconds(kinds, c), c, report) for c, report in reports if report.peak <= limit]
+    if not fitting:
+        least = min((report for _, report in reports), key=lambda report: report.peak)
+        raise MemoryError(
+            f"plan_memory: expected a peak of at most {limit / 1e6:.2f} MB, the least found is "
+            f"{least.peak / 1e6:.2f} MB; take smaller batches or more parts, or store what is "
+            f"saved in blocks (Recipe.saved). The largest holders:\n{least.table(5)}"
+        )
+    seconds, choices, report = min(fitting, key=lambda one: one[0])
+    plan = MemoryPlan({path: choices[path] for path in modules}, report.peak, limit, seconds)
+    plan.apply(model)
+    return plan
+
+
+def _parts(model: Module, match: str) -> dict[str, Module]:
+    """The outermost modules whose paths match."""
+    found: dict[str, Module] = {}
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer in found)
+        if path and not inside and fnmatchcase(path, match):
+            found[path] = module
+    if not found:
+        known = ", ".join(path for path, _ in model.named_modules() if path) or "none"
+        raise ValueError(f"plan_memory: {match!r} matches no module; the model's modules: {known}")
+    return found
+
+
+def _set(module: Module, choice: Choice) -> None:
+    module.recomputed = choice == "recomputed"
+    for _, layer in gemm_layers(module):
+        if layer.quant is not None:
+            layer.quant.saved_input = "input" if choice == "kept" else "packed"
+
+
+@contextmanager
+def _as_before(model: Module, modules: Mapping[str, Module]) -> Iterator[Callable[[], None]]:
+    """Put back what steps and plans change, at the end; steps also by the function given."""
+    layers = [layer.quant for _, layer in gemm_layers(model) if layer.quant is not None]
+    states = {id(layer.state): layer.state for layer in layers}
+    settings = [(layer, layer.saved_input) for layer in layers]
+    recomputed = [(module, module.recomputed) for module in modules.values()]
+    counts = [(state, dict(state.telemetry)) for state in states.values()]
+    buffers = [(buffer, buffer.data.copy()) for buffer in model.buffers()]
+    gradients = [(param, param.grad) for param in model.parameters()]
+
+    def fresh() -> None:
+        for param, _ in gradients:
+            param.grad = None
+        for buffer, data in buffers:
+            buffer.assign_(data.copy())
+        for state in states.values():
+            _begin_again(state)
+        gc.collect()
+
+    try:
+        yield fresh
+    finally:
+        fresh()
+        for param, gradient in gradients:
+            param.grad = gradient
+        for state, before in counts:
+            state.load_telemetry(before)
+        for layer, setting in settings:
+            layer.saved_input = setting
+        for module, again in recomputed:
+            module.recomputed = again
+
+
+def _begin_again(state: RecipeState) -> None:
+    state.step = state.step  # begins at use 0
+    state.weight_cache = WeightCache()  # a step of training meets other weights
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """Runs the step as a step of training would."""
+
+    model: Module
+    step: Callable[[], object]
+    device: str
+    fresh: Callable[[], None]
+
+    def report(self, modules: Mapping[str, Module], choices: Mapping[str, Choice]) -> MemoryReport:
+        """The memory of a step under the choices."""
+        for path, module in modules.items():
+            _set(module, choices[path])
+        self.fresh()
+        with memory_ledger(self.model, device=self.device) as ledger:
+            self.step()
+        return ledger.report()
+
+    def seconds(self) -> float:
+        """The time of a step."""
+        self.fresh()
+        one = registry.get(self.device).xp.zeros(1)
+        float(one[0])  # waits for the device
+        begin = perf_counter()
+        self.step()
+        float(one[0])
+        return perf_counter() - begin
+
+
+Reports = list[tuple[dict[str, Choice], MemoryReport]]
+
+
+def _measured(
+    modules: Mapping[str, Module], run: _Runner, rounds: int
+) -> tuple[list[_Kind], Reports, int]:
+    """The kinds of parts, steps in which all choose the same, the least bytes beside parts'."""
+    groups: dict[Any, list[str]] = {}
+    for path, module in modules.items():
+        shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+        groups.setdefault((type(module), shapes), []).append(path)
+    reports: Reports = []
+    for choice in _CHOICES:
+        same = dict.fromkeys(modules, choice)
+        reports.append((same, run.report(modules, same)))
+    saved = {c: _saved(r, modules) for c, (_, r) in zip(_CHOICES, reports, strict=True)}
+    times = _times(list(groups.values()), modules, run, rounds)
+    kinds = []
+    for paths, seconds in zip(groups.values(), times, strict=True):
+        nbytes = {choice: max(saved[choice][path] for path in paths) for choice in _CHOICES}
+        kinds.append(_Kind(tuple(paths), nbytes, seconds))
+    rest = min(report.peak - _nbytes(kinds, same) for same, report in reports)
+    return kinds, reports, rest
+
+
+def _saved(report: MemoryReport, paths: Mapping[str, Module]) -> Counter[str]:
+    """Bytes that each part keeps when most is kept."""
+    found = Counter[str]()
+    for one in report.at(report.most("saved")):
+        for path in paths:
+            if one.kind == "saved" and f"{one.layer}.".startswith(f"{path}."):
+                found[path] += one.nbytes
+    return found
+
+
+def _times(
+    groups: Sequence[Sequence[str]], modules: Mapping[str, Module], run: _Runner, rounds: int
+) -> list[dict[Choice, float]]:
+    """For each kind, what one part takes longer under each choice than with its inputs kept.
+
+    All other parts keep theirs. Steps run in turn, so that a slow minute is everybody's.
+    """
+    changes: list[tuple[int, Choice]] = [(-1, "kept")]
+    changes += [(i, choice) for i in range(len(groups)) for choice in _CHOICES[1:]]
+    taken: dict[tuple[int, Choice], list[float]] = {change: [] for change in changes}
+    for _ in range(rounds):
+        for number, choice in changes:
+            for i, paths in enumerate(groups):
+                for path in paths:
+                    _set(modules[path], choice if i == number else "kept")
+            taken[number, choice].append(run.seconds())
+    pairs = {
+        change: median(a - b for a, b in zip(seconds, taken[-1, "kept"], strict=True))
+        for change, seconds in taken.items()
+    }
+    return [
+        {choice: pairs.get((i, choice), 0.0) / len(paths) for choice in _CHOICES}
+        for i, paths in enumerate(groups)
+    ]
+
+
+def _nbytes(kinds: Sequence[_Kind], choices: Mapping[str, Choice]) -> int:
+    """Bytes of all parts under the choices, and of the largest that runs again."""
+    chosen = [(kind, choices[path]) for kind in kinds for path in kind.paths]
+    again = max((kind.running for kind, choice in chosen if choice == "recomputed"), default=0)
+    return sum(kind.nbytes[choice] for kind, choice in chosen) + again
+
+
+def _seconds(kinds: Sequence[_Kind], choices: Mapping[str, Choice]) -> float:
+    """What a step takes longer under the choices."""
+    return sum(kind.seconds[choices[path]] for kind in kinds for path in kind.paths)
+
+
+Point = tuple[int, float, tuple[tuple[str, Choice], ...]]
+"""Bytes, seconds, and the choices that take them."""
+
+
+def _solve(kinds: Sequence[_Kind], budget: int) -> dict[str, Choice] | None:
+    """The choices of least time within a budget of bytes; None where nothing fits."""
+    best: tuple[float, dict[str, Choice]] | None = None
+    for running in sorted({0, *(kind.running for kind in kinds)}):
+        front: list[Point] = [(0, 0.0, ())]
+        for kind in kinds:
+            allowed = _CHOICES if kind.running <= running else _CHOICES[:2]
+            for path in kind.paths:
+                front = _pareto(
+                    (n + kind.nbytes[c], t + kind.seconds[c], (*done, (path, c)))
+                    for n, t, done in front
+                    for c in allowed
+                    if n + kind.nbytes[c] + running <= budget
+                )
+        for _, seconds, chosen in front:
+            if best is None or seconds < best[0]:
+                best = seconds, dict(chosen)
+    return None if best is None else best[1]
+
+
+def _pareto(points: Iterator[Point]) -> list[Point]:
+    """The points that no other beats in both bytes and seconds."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda one: one[:2]):
+        if not kept or point[1] < kept[-1][1]:
+            kept.append(point)
+    return kept

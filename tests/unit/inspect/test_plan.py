@@ -1,0 +1,115 @@
+"""A plan of memory: the least time that fits, the peak that it says, the same run.
+
+Oracle of the choice: every combination.
+"""
+
+from __future__ import annotations
+
+import itertools
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor import nn
+from extensor.inspect import memory_ledger, plan, plan_memory
+from extensor.optim import SGD
+
+needs_core = pytest.mark.skipif(
+    et.ones(1).backend.core is None, reason="the C++ core keeps the ledger's log"
+)
+
+
+def test_no_choice_that_fits_takes_less_time() -> None:
+    rng = np.random.default_rng(0)
+    solved = 0
+    for _ in range(60):
+        kinds = []
+        for number in range(2):
+            sizes = sorted(rng.integers(1, 50, 3).tolist(), reverse=True)
+            nbytes = dict(zip(plan._CHOICES, sizes, strict=True))
+            times = [0.0, *rng.uniform(-0.1, 1.0, 2)]
+            seconds = dict(zip(plan._CHOICES, times, strict=True))
+            paths = tuple(f"{number}.{i}" for i in range(int(rng.integers(1, 4))))
+            kinds.append(plan._Kind(paths, nbytes, seconds))
+        budget = int(rng.integers(20, 160))
+        parts = [(path, kind) for kind in kinds for path in kind.paths]
+        fitting = []
+        for chosen in itertools.product(plan._CHOICES, repeat=len(parts)):
+            pairs = list(zip(parts, chosen, strict=True))
+            held = sum(kind.nbytes[c] for (_, kind), c in pairs)
+            held += max((kind.running for (_, kind), c in pairs if c == "recomputed"), default=0)
+            if held <= budget:
+                fitting.append(sum(kind.seconds[c] for (_, kind), c in pairs))
+        found = plan._solve(kinds, budget)
+        assert (found is None) == (not fitting)
+        if found is not None:
+            solved += 1
+            assert plan._nbytes(kinds, found) <= budget
+            assert plan._seconds(kinds, found) == pytest.approx(min(fitting))
+    assert 10 < solved < 60
+
+
+def build(recomputed: bool = False) -> tuple[nn.Module, Any, et.ExTensor]:
+    blocks = [
+        nn.TransformerBlock(
+            nn.MultiheadAttention(64, 4, causal=True, rng=i), nn.FeedForward(64, 256, rng=9 + i)
+        )
+        for i in range(3)
+    ]
+    for block in blocks:
+        block.recomputed = recomputed
+    model = nn.Sequential(nn.Sequential(*blocks), nn.BatchNorm2d(64), nn.Dropout(0.2, rng=0))
+    return model, nn.apply_recipe(model, "mxfp4_all", seed=3), et.randn((2 * 128, 64), seed=0)
+
+
+def run(model: nn.Module, x: et.ExTensor) -> None:
+    out = model[0](x.reshape(2, 128, 64)).reshape(256, 64, 1, 1)
+    model[2](model[1](out)).square().mean().backward()
+
+
+def peak(model: nn.Module, x: et.ExTensor) -> int:
+    with memory_ledger(model) as ledger:
+        run(model, x)
+    for param in model.parameters():
+        param.grad = None
+    return ledger.report().peak
+
+
+def trained(model: nn.Module, state: Any, x: et.ExTensor) -> list[str]:
+    """All bytes after two steps, and the counts."""
+    by = SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        run(model, x)
+        by.step()
+        by.zero_grad()
+    arrays = [t.numpy() for t in (*model.parameters(), *model.buffers())]
+    return [sha256(a.tobytes()).hexdigest()[:16] for a in arrays] + [str(dict(state.telemetry))]
+
+
+@needs_core
+def test_a_plan_fits_its_limit_and_changes_no_bit() -> None:
+    want = trained(*build())
+    model, state, x = build()
+    least = peak(*build(recomputed=True)[::2])
+    limit = (peak(*build()[::2]) + least) // 2
+    found = plan_memory(model, lambda: run(model, x), limit, "0.*", rounds=1)
+    assert list(found.choices) == ["0.0", "0.1", "0.2"]
+    assert "recomputed" in found.choices.values() and found.peak <= found.limit
+    assert trained(model, state, x) == want
+    again, _, x = build()
+    found.apply(again)
+    assert peak(again, x) <= found.limit
+
+
+@needs_core
+def test_what_does_not_fit_is_said_and_nothing_is_changed() -> None:
+    model, _, x = build()
+    with pytest.raises(MemoryError, match=r"at most 0.01 MB, the least found is .* MB(.|\n)*saved"):
+        plan_memory(model, lambda: run(model, x), 10_000, "0.*", rounds=1)
+    assert not any(module.recomputed for module in model.modules())
+    assert all(layer.quant.saved_input is None for _, layer in nn.gemm_layers(model))
+    with pytest.raises(ValueError, match=r"'head\.\*' matches no module; the model's modules: 0"):
+        plan_memory(model, lambda: run(model, x), 10_000, "head.*")
