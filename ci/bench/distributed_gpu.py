@@ -335,9 +335,12 @@ def sums(bench: Bench) -> None:
         for name in GRAD_COMM:
             how = {"error_feedback": False} if "mxint" in name else {}
             made = [
-                make_reduction(name, bucket, bench.ranks, device=bench.device, number=i, **how)
+                make_reduction(
+                    name, min(bucket, values - i * bucket), bench.ranks,
+                    device=bench.device, number=i, **how,
+                )
                 for i in range(-(-values // bucket))
-            ]
+            ]  # fmt: skip
             sent[name] = sum(reduction.wire_bytes() for reduction in made)
             calls[name] = partial(run, made, grad, out, bench.ranks, bucket)
         times = bench.milliseconds(calls, 3)
