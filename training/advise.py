@@ -15,6 +15,7 @@ from extensor.cli.sheet import CommandError, Sheet
 from extensor.inspect import LayerRow, SlotHealth, compare_layers
 from extensor.io import CheckpointError
 from extensor.nn import apply_recipe
+from extensor.nn.recipe import assign_recipe
 from extensor.quant.recipe import SLOTS, LayerRecipe, OperandSpec, Recipe, Rule
 from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.quant.spec import QuantSpec
@@ -22,8 +23,9 @@ from extensor.quant.spec import QuantSpec
 from .data import DataError
 from .loop import Trainer
 from .ptq import load_run
+from .reallocate import Reallocation, bits_of, reallocate
 from .result import HEALTH_BATCH
-from .rundir import CONFIG, UsageError, read_config, read_result
+from .rundir import CONFIG, UsageError, read_config, read_result, read_telemetry
 
 __all__ = ["RunAdvice", "Trial", "advise_run", "is_run"]
 
@@ -73,6 +75,8 @@ class RunAdvice:
         kept: the same with one layer in bfloat16, for the worst layers.
         trials: other recipes.
         changes: what to change, with the reason.
+        moves: operands in other formats at equal bits; None where the run kept no telemetry.
+        first_overflow: the first step whose values were not finite, and where; None for none.
         missing: why something could not be measured; empty where all was.
     """
 
@@ -84,6 +88,8 @@ class RunAdvice:
     kept: tuple[Trial, ...]
     trials: tuple[Trial, ...]
     changes: tuple[str, ...]
+    moves: Reallocation | None
+    first_overflow: str | None
     missing: str
 
     def as_json(self) -> dict[str, Any]:
@@ -120,6 +126,22 @@ class RunAdvice:
                     ),
                 )
             )  # fmt: skip
+        if self.moves is not None and self.moves.moves:
+            m = self.moves
+            sheets.append(
+                Sheet(
+                    f"Operands to move: {m.bits:.2f} bits a value before, {m.advised_bits:.2f} "
+                    f"after; predicted gradient noise {m.advised_noise / m.noise:.0%} of what it "
+                    "is",
+                    ("layer", "operand", "now", "to", "bits", "noise", "reach"),
+                    tuple(
+                        (row.layer, row.slot, row.operand, row.recipe,
+                         f"{row.bits:.4g} to {row.advised_bits:.4g}",
+                         f"{row.noise:.2g} to {row.advised_noise:.2g}", f"{row.reach:.0%}")
+                        for row in m.moves
+                    ),
+                )
+            )  # fmt: skip
         tried = [trial for trial in (self.own, *self.kept, *self.trials) if trial is not None]
         if tried:
             sheets.append(
@@ -139,6 +161,7 @@ class RunAdvice:
     def lines(self) -> list[str]:
         """What to do, a line each."""
         notes = [f"not measured: {self.missing}"] if self.missing else []
+        notes += [self.first_overflow] if self.first_overflow else []
         return [*notes, *(f"- {change}" for change in self.changes)]
 
 
@@ -159,6 +182,7 @@ def advise_run(folder: Path, least: float) -> RunAdvice:
         raise CommandError(str(error)) from error
     recipe = config.resolved_recipe
     missing = "" if result else "the run is not finished, so its operands' last epoch is unknown"
+    records = read_telemetry(folder)
     operands = tuple(
         SlotHealth(**{key: value for key, value in row.items() if key != "verdict"})
         for row in (result or {}).get("health", [])
@@ -166,20 +190,31 @@ def advise_run(folder: Path, least: float) -> RunAdvice:
     own: Trial | None = None
     kept: tuple[Trial, ...] = ()
     trials: tuple[Trial, ...] = ()
+    moves: Reallocation | None = None
     if result and result["diverged"]:
         missing = f"the run diverged ({result['diverged']}), so its weights say nothing"
     else:
         try:
-            own, kept, trials = _trials(load_run(folder), recipe)
+            trainer = load_run(folder)
+            own, kept, trials = _trials(trainer, recipe)
+            moves = reallocate(records, assign_recipe(trainer.model, recipe))
         except (UsageError, DataError, CheckpointError) as error:
             missing = str(error)
     changes = _operand_changes(recipe, operands, (result or {}).get("diverged"))
     changes += _recipe_changes(recipe, own, kept, trials, least)
+    if moves is not None and moves.moves:
+        out = folder.with_name(f"{folder.name}-advised")
+        changes.append(
+            f"at no more bits, other formats for {len(moves.moves)} operands; try: extensor train "
+            f"{config.model} --config {folder / CONFIG} --operands '{moves.operands}' --out {out}"
+        )
+    overflow = next((r for r in records if "overflow" in r), None)
     if not changes:
         changes = ["nothing to change: no operand is beyond the limits"]
     return RunAdvice(
-        folder, recipe.name, least, operands, own, kept, trials, tuple(changes), missing
-    )
+        folder, recipe.name, least, operands, own, kept, trials, tuple(changes),
+        moves, _overflow_text(overflow) if overflow else None, missing,
+    )  # fmt: skip
 
 
 def _trials(trainer: Trainer, recipe: Recipe) -> tuple[Trial, tuple[Trial, ...], tuple[Trial, ...]]:
@@ -195,7 +230,7 @@ def _trials(trainer: Trainer, recipe: Recipe) -> tuple[Trial, tuple[Trial, ...],
             apply_recipe(one, precision, seed=trainer.config.seed)
         *layers, output = compare_layers(model, reference, inputs, isolated=True).rows
         weight = tried.layers.slot("fprop.w")
-        return Trial(name, _bits(weight), output.sqnr_db, tuple(layers))
+        return Trial(name, bits_of(weight), output.sqnr_db, tuple(layers))
 
     own = under(recipe.name, recipe)
     worst = sorted(own.layers, key=lambda row: row.sqnr_db)[:WORST]
@@ -212,15 +247,14 @@ def _trials(trainer: Trainer, recipe: Recipe) -> tuple[Trial, tuple[Trial, ...],
     return own, tuple(kept), tuple(trials)
 
 
+def _overflow_text(record: dict[str, Any]) -> str:
+    layer = record["overflow"]["layer"]
+    place = record["overflow"]["where"] + (f" of {layer}" if layer else "")
+    return f"the first values that were not finite: {place}, in step {record['step']}"
+
+
 def _forward(recipe: Recipe) -> tuple[Any, ...]:
     return recipe.layers.fprop, [(rule.match, rule.use.fprop) for rule in recipe.rules]
-
-
-def _bits(operand: OperandSpec) -> float:
-    if isinstance(operand, QuantSpec):
-        tile = operand.tile if isinstance(operand.tile, tuple) else None
-        return operand.row.bits_per_element(tile)
-    return 32.0 if operand == "float32" else 16.0
 
 
 def _recipe_changes(

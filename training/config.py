@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import tomllib
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -23,8 +24,9 @@ from extensor.backends.registry import BACKENDS
 from extensor.distributed import GRAD_COMM, SHARDS
 from extensor.errors import unknown_name
 from extensor.optim.states import STATES
-from extensor.quant.recipe import FLOAT_NAMES, FloatName, Recipe
+from extensor.quant.recipe import FLOAT_NAMES, FloatName, OperandRule, Recipe
 from extensor.quant.recipe_schedule import RecipeSchedule
+from extensor.quant.recipes import get_recipe
 from extensor.quant.saved import parse_saved
 from extensor.schema import SchemaError, check
 
@@ -59,6 +61,9 @@ TEXT_ONLY = ("context", "epoch_steps", "tokenizer", "vocab_size")
 
 UPDATES = ("after_backward", "in_backward")
 """What ``--update`` takes."""
+
+_OPERAND = re.compile(r"([^/=\s]+)/([^/=\s]+)=([^/=\s]+)")
+"""A part of ``--operands``: layers, slots, the recipe that has them."""
 
 Check = tuple[Callable[[Any], bool], str]
 """Whether a value will do, and what is expected."""
@@ -366,6 +371,12 @@ class RunConfig(Settings):
         "step or per cent of all steps, make a schedule: mxfp4,bf16@90%.",
         "fp32",
     )
+    operands: str = setting(
+        "Single operands of layers, each as another recipe has it, separated by commas: "
+        "LAYER/SLOT=RECIPE with globs, as in blocks.*/fprop.x=mxfp8,@head/*=mxfp6. "
+        "`extensor advise RUN` writes such a list.",
+        "",
+    )
     seed: int = setting(
         "Seed of the weights, the order of the images and the stochastic rounding.", 0, check=SEED
     )
@@ -391,6 +402,8 @@ class RunConfig(Settings):
         changes: dict[str, Any] = {}
         if self.saved != "float32":
             changes["saved"] = parse_saved(self.saved)
+        if self.operands:
+            changes["operands"] = _operand_rules(self.operands)
         if (activations := ACTIVATIONS[self.activations]) is not None:
             changes["activations"] = activations
         return dataclasses.replace(recipe, **changes) if changes else recipe
@@ -408,6 +421,24 @@ class RunConfig(Settings):
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""
         return dataclasses.asdict(self)
+
+
+def _operand_rules(text: str) -> tuple[OperandRule, ...]:
+    """What ``--operands`` says.
+
+    Raises:
+        ValueError: for anything else than LAYER/SLOT=RECIPE, or an unknown recipe.
+    """
+    rules = []
+    for part in text.split(","):
+        found = _OPERAND.fullmatch(part.strip())
+        if found is None:
+            raise ValueError(
+                "--operands: expected LAYER/SLOT=RECIPE, several separated by commas, as in "
+                f"blocks.*/fprop.x=mxfp8, got {part.strip()!r}"
+            )
+        rules.append(OperandRule(found[1], found[2], get_recipe(found[3]).layers))
+    return tuple(rules)
 
 
 def _check_types(config: Settings) -> None:

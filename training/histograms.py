@@ -8,22 +8,19 @@ blocks share one picture of the grid; what the grid made of them is counted code
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from extensor import ExTensor
-from extensor.backends.generic import conv_pool
-from extensor.backends.protocol import Window
 from extensor.inspect.grid import grid_values
-from extensor.nn import Conv2d, Module, gemm_layers
+from extensor.nn import gemm_layers
 from extensor.quant.recipe import OperandSpec
 from extensor.quant.spec import QuantSpec
 
 from .loop import Trainer
+from .probes import gradient_rows, input_rows, probed
 
 __all__ = ["Histograms", "OperandHistogram", "histogram_on_grid", "operand_histograms"]
 
@@ -69,20 +66,19 @@ def operand_histograms(trainer: Trainer) -> Histograms:
     batch = next(trainer.task.training(1, 0))
     batch = dataclasses.replace(batch, inputs=batch.inputs[:BATCH], labels=batch.labels[:BATCH])
     layers = dict(gemm_layers(trainer.model))
-    inputs: dict[str, Any] = {}
-    probes: dict[str, ExTensor] = {}
-    with _probed(layers, inputs, probes):
+    with probed(layers) as probes:
         trainer.forward(batch)[2].backward()
     found: Histograms = {}
     for path, layer in layers.items():
-        if path not in probes or probes[path].grad is None:
+        gradient = probes.gradient(path)
+        if gradient is None:
             continue
         context = trainer.quant.layers[path]
         weight = layer.weight
         arrays = {
             "fprop.w": _host(weight).reshape(weight.shape[0], -1),
-            "fprop.x": _rows(layer, inputs[path]),
-            "dgrad.g": _gradient_rows(_host(probes[path].grad)),
+            "fprop.x": input_rows(layer, _host(probes.inputs[path]), np),
+            "dgrad.g": gradient_rows(_host(gradient)),
         }
         found[path] = {
             slot: histogram_on_grid(arrays[slot], context.operand(slot)) for slot in SLOTS
@@ -90,51 +86,9 @@ def operand_histograms(trainer: Trainer) -> Histograms:
     return found
 
 
-@contextmanager
-def _probed(
-    layers: Mapping[str, Module], inputs: dict[str, Any], probes: dict[str, ExTensor]
-) -> Iterator[None]:
-    """Keep each layer's last input, and add zeros to its output whose gradient is the output's."""
-
-    def wrapped(path: str, forward: Any) -> Any:
-        def run(x: ExTensor, *rest: Any, **named: Any) -> ExTensor:
-            inputs[path] = _host(x)
-            y = forward(x, *rest, **named)
-            probe = ExTensor(np.zeros(y.shape, np.float32)).to(y.device)
-            probe.requires_grad = True
-            probes[path] = probe
-            out: ExTensor = y + probe
-            return out
-
-        return run
-
-    try:
-        for path, layer in layers.items():
-            object.__setattr__(layer, "forward", wrapped(path, layer.forward))
-        yield
-    finally:
-        for layer in layers.values():
-            vars(layer).pop("forward", None)
-
-
-def _host(tensor: Any) -> np.ndarray[Any, Any]:
+def _host(tensor: ExTensor) -> np.ndarray[Any, Any]:
     host: np.ndarray[Any, Any] = tensor.detach().to("cpu").numpy()
     return host.astype(np.float32)
-
-
-def _rows(layer: Module, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The input as the product sees it: (M, K), patches for a convolution (of its first group)."""
-    if not isinstance(layer, Conv2d):
-        return x.reshape(-1, x.shape[-1])
-    window = Window(layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    patches = conv_pool.patch_matrix(x[:, : x.shape[1] // layer.groups], window, 1, np)
-    rows: np.ndarray[Any, Any] = patches[0].T
-    return rows
-
-
-def _gradient_rows(g: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    last = g.transpose(0, 2, 3, 1) if g.ndim == 4 else g
-    return last.reshape(-1, last.shape[-1])
 
 
 def histogram_on_grid(x: np.ndarray[Any, Any], operand: OperandSpec) -> OperandHistogram:

@@ -94,6 +94,25 @@ class _Telemetry(TypedDict):
     step: int
     loss: float | None
     layers: dict[str, _LayerRecord]
+    overflow: NotRequired[_Overflow]
+    recording_share: NotRequired[float | None]
+
+
+class _Overflow(TypedDict):
+    layer: str | None
+    where: str
+
+
+class _Scales(TypedDict):
+    low: int
+    counts: list[int]
+
+
+class _Operand(TypedDict):
+    operand: str
+    values: int
+    noise: dict[str, float | None]
+    scales: NotRequired[_Scales]
 
 
 class _Shares(TypedDict):
@@ -103,6 +122,7 @@ class _Shares(TypedDict):
 
 class _LayerRecord(TypedDict):
     slots: dict[str, _Shares]
+    operands: NotRequired[dict[Slot, _Operand]]
     gradient_norm: NotRequired[float | None]
     gradient_over_noise: NotRequired[float | None]
     changed: NotRequired[float | None]

@@ -24,6 +24,7 @@ __all__ = [
     "FloatName",
     "Gemm",
     "LayerRecipe",
+    "OperandRule",
     "OperandSpec",
     "Recipe",
     "Rule",
@@ -220,6 +221,38 @@ class LayerRecipe:
         gemm, side = self._gemm_and_side(name)
         return replace(self, **{gemm: replace(getattr(self, gemm), **{side: operand})})
 
+    def with_slots(self, match: str, other: LayerRecipe) -> LayerRecipe:
+        """A copy whose slots of a pattern are another recipe's.
+
+        A GEMM whose two slots match is the other recipe's as a whole, its output scale included.
+
+        Args:
+            match: a glob on `SLOTS`, such as ``"fprop.*"``.
+            other: where the operands come from.
+
+        Returns:
+            The new recipe.
+
+        Raises:
+            ValueError: if no slot matches, or an operand does not go with the other one of its
+                GEMM.
+
+        >>> layers = et.RECIPES["mxfp4_all"].layers.with_slots("*.w", et.RECIPES["mxfp6"].layers)
+        >>> layers.slot("fprop.x").format, layers.slot("fprop.w").format
+        ('mxfp4', 'mxfp6_e2m3')
+        """
+        hits = [slot for slot in SLOTS if fnmatchcase(slot, match)]
+        if not hits:
+            raise ValueError(f"operands: {match!r} matches no slot; slots: {', '.join(SLOTS)}")
+        changed = self
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            mine = [slot for slot in hits if slot.startswith(gemm)]
+            if len(mine) == 2:
+                changed = replace(changed, **{gemm: getattr(other, gemm)})
+            elif mine:
+                changed = changed.with_slot(mine[0], other.slot(mine[0]))
+        return changed
+
     def rebased(self) -> LayerRecipe:
         """A copy whose quantized operands, all of them MXFP8, are `QuantSpec.rebased`.
 
@@ -265,8 +298,37 @@ class Rule:
     use: LayerRecipe
 
     def __post_init__(self) -> None:
-        if self.match.startswith("@") and self.match not in ROLES:
-            raise ValueError(unknown_name("role", self.match, ROLES))
+        _check_role(self.match)
+
+
+@dataclass(frozen=True)
+class OperandRule:
+    """Gives single operands of the layers that match to another recipe.
+
+    Attributes:
+        match: a glob on the layer's path, or a role of `ROLES`.
+        slots: a glob on `SLOTS`.
+        use: the recipe that these slots are taken from.
+
+    Raises:
+        ValueError: for an unknown role.
+
+    >>> from extensor.quant.recipe import OperandRule
+    >>> OperandRule("blocks.*", "fprop.w", et.RECIPES["mxfp6"].layers).slots
+    'fprop.w'
+    """
+
+    match: str
+    slots: str
+    use: LayerRecipe
+
+    def __post_init__(self) -> None:
+        _check_role(self.match)
+
+
+def _check_role(match: str) -> None:
+    if match.startswith("@") and match not in ROLES:
+        raise ValueError(unknown_name("role", match, ROLES))
 
 
 @dataclass(frozen=True)
@@ -290,6 +352,7 @@ class Recipe:
             CPU, the input on a GPU. Gradients are the same.
         saved: rules for what other operations keep, in order; the first that matches the module and
             the slot decides. Gradients are those at what is stored.
+        operands: changes of single operands, made one after the other once ``rules`` have chosen.
 
     >>> from dataclasses import replace
     >>> from extensor.quant.recipe import LayerRecipe, Rule
@@ -305,6 +368,7 @@ class Recipe:
     activations: FloatName = "float32"
     saved_input: Literal["packed", "input"] | None = None
     saved: tuple[SavedRule, ...] = ()
+    operands: tuple[OperandRule, ...] = ()
 
     def __post_init__(self) -> None:
         if self.saved_input not in (None, "packed", "input"):
@@ -338,25 +402,27 @@ class Recipe:
             A `LayerRecipe` by path.
 
         Raises:
-            ValueError: if a path rule matches no layer.
+            ValueError: if a path rule matches no layer, or a change of an operand does not fit.
 
         >>> layers = [("0", frozenset({"@first"})), ("1", frozenset())]
         >>> chosen = et.RECIPES["mxfp4"].assign(layers)
         >>> chosen["0"].slot("fprop.w"), chosen["1"].slot("fprop.w").format
         ('bfloat16', 'mxfp4')
         """
-        unused = [rule for rule in self.rules if not rule.match.startswith("@")]
+        named = [rule.match for rule in self.rules] + [change.match for change in self.operands]
+        unused = [match for match in named if not match.startswith("@")]
         chosen: dict[str, LayerRecipe] = {}
         for path, roles in layers:
-            chosen[path] = self.layers
-            hits = [r for r in self.rules if r.match in roles or fnmatchcase(path, r.match)]
-            unused = [rule for rule in unused if rule not in hits]
-            if hits:
-                chosen[path] = hits[0].use
+            names = {m for m in named if m in roles or fnmatchcase(path, m)}
+            unused = [match for match in unused if match not in names]
+            chosen[path] = next((r.use for r in self.rules if r.match in names), self.layers)
+            for change in self.operands:
+                if change.match in names:
+                    chosen[path] = chosen[path].with_slots(change.slots, change.use)
         if unused:
             known = ", ".join(path for path, _ in layers) or "none"
             raise ValueError(
-                f"recipe {self.name!r}: rule {unused[0].match!r} matches no layer; "
+                f"recipe {self.name!r}: rule {unused[0]!r} matches no layer; "
                 f"the model's layers: {known}"
             )
         return chosen

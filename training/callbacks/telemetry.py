@@ -6,8 +6,13 @@
   same batch, weights and dropout masks; the noise is the difference of the two gradients. Training
   gains little once the norm of the gradient is below about sqrt(3) times that of the noise
   (arXiv 2505.19115, section 5: sigma sqrt(d) there is the norm of the noise here).
+- Each operand on a sample of its values: a histogram of its blocks' scales, its quantization noise,
+  and what it would be in other formats (`training.operand_noise`). `extensor advise RUN` reads it.
 - Weight oscillation: the share of weights whose code changed since the last record, and of those
   that changed back the way they had come (arXiv 2203.08954, section 2.2; for FP4, 2502.20853).
+
+A step whose gradients are not finite is run once more as it was, and the first layer whose values
+overflow is recorded. ``recording_share`` is what the records cost, as a share of the training.
 
 The run is not changed by being watched: the second pass leaves gradients, buffers and random bits
 as they were. Without the callback nothing of this costs anything.
@@ -17,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -28,6 +34,8 @@ from extensor.quant.rounding import decode, unpack
 from extensor.quant.spec import QuantSpec
 
 from ..batch import Batch
+from ..operand_noise import layer_operands
+from ..probes import Probes, probed
 from ..records import StepReport, finite, share
 from ..rundir import TELEMETRY, read_telemetry, write_text
 from .base import Callback, RunView
@@ -37,6 +45,8 @@ __all__ = ["NOISE_RATIO", "Telemetry"]
 
 NOISE_RATIO = math.sqrt(3.0)
 """Below this, the gradient's norm over its noise's, quantized training gains little."""
+OVERFLOWS = 100
+"""Skipped steps that are run once more, at most."""
 
 
 class Telemetry(Callback):
@@ -58,22 +68,40 @@ class Telemetry(Callback):
         self._gradients: dict[str, dict[str, float | None]] = {}
         self._codes: dict[str, Any] = {}
         self._directions: dict[str, Any] = {}
+        self._operands: dict[str, dict[str, Any]] = {}
+        self._batch: Batch | None = None
+        self._scale = 1.0
+        self._overflows = 0
+        self._spent = _Spent()
 
     def on_start(self, run: RunView) -> None:
         path, done = run.out / TELEMETRY, run.position.step
         records = read_telemetry(run.out) if done else []
         kept = [_line(record) for record in records if record["step"] <= done]
         write_text(path, "".join(kept))
+        self._scale = run.scaler.current_scale
+        self._spent = _Spent(run.position.seconds)
         self._remember_buffers(run, done + 1)
 
     def on_gradients(self, run: RunView, batch: Batch) -> None:
+        self._batch = batch
         if self._due(run.position.step + 1):
-            self._gradients = self._compare_gradients(run, batch)
+            with self._spent:
+                self._gradients = self._compare_gradients(run, batch)
 
     def on_step(self, run: RunView, report: StepReport) -> None:
         self._remember_buffers(run, report.step + 1)
-        if not self._due(report.step):
-            return
+        if report.skipped and self._overflows < OVERFLOWS:
+            self._overflows += 1
+            self._write(run, {"step": report.step, "loss": report.loss, "lr": report.lr,
+                              "overflow": self._find_overflow(run), "layers": {}})  # fmt: skip
+        self._scale = report.loss_scale
+        if self._due(report.step):
+            before = self._spent.seconds  # what the step's own seconds hold
+            with self._spent:
+                self._write_record(run, report, self._spent.share(run.position.seconds, before))
+
+    def _write_record(self, run: RunView, report: StepReport, cost: float | None) -> None:
         slots = self._slots(run, report.epoch)
         total = self._gradients.pop("", {})
         layers: dict[str, dict[str, Any]] = {}
@@ -82,6 +110,7 @@ class Telemetry(Callback):
                 **self._gradients.get(path, {}),
                 **self._oscillation(run, path),
                 "slots": slots.get(path, {}),
+                **({"operands": found} if (found := self._operands.get(path)) else {}),
             }
         record = {
             "step": report.step,
@@ -90,14 +119,18 @@ class Telemetry(Callback):
             "lr": report.lr,
             "per_second": report.per_second,
             **total,
+            "recording_share": cost,
             "layers": layers,
         }
-        with (run.out / TELEMETRY).open("a", encoding="utf-8") as file:
-            file.write(_line(record))
+        self._write(run, record)
         if self.board is not None:
             self.board.add("telemetry", report.step, total)
             for path, values in layers.items():
                 self.board.add(f"telemetry/{path}", report.step, _flat(values))
+
+    def _write(self, run: RunView, record: dict[str, Any]) -> None:
+        with (run.out / TELEMETRY).open("a", encoding="utf-8") as file:
+            file.write(_line(record))
 
     def _due(self, step: int) -> bool:
         return step % self.every == 0
@@ -156,16 +189,57 @@ class Telemetry(Callback):
             _restore(self._buffers)
             for layer, _ in contexts:
                 layer.quant = None
-            for parameter, _ in grads:
-                parameter.grad = None
-            for part in run.micro_batches.run(run.micro_batches.divide(batch)):
-                loss = run.forward(part.batch, run.config.label_smoothing)[2]
-                (loss * part.weight).backward()
+            probes = self._pass(run, batch)
+            self._operands = {
+                path: layer_operands(layer, probes.inputs[path], g, run.quant.layers[path])
+                for path, layer in gemm_layers(model)
+                if (g := probes.gradient(path)) is not None
+            }
             return {path: p.grad for path, p in model.named_parameters()}
         finally:
             _restore(after)
             for layer, context in contexts:
                 layer.quant = context
+            for parameter, grad in grads:
+                parameter.grad = grad
+
+    def _pass(self, run: RunView, batch: Batch, scale: float = 1.0) -> Probes:
+        """Forward and backward of a batch, as they are now, into new gradients."""
+        for parameter in run.model.parameters():
+            parameter.grad = None
+        with probed(dict(gemm_layers(run.model))) as probes:
+            for part in run.micro_batches.run(run.micro_batches.divide(batch)):
+                loss = run.forward(part.batch, run.config.label_smoothing)[2]
+                (loss * (part.weight * scale)).backward()
+        return probes
+
+    def _find_overflow(self, run: RunView) -> dict[str, str | None]:
+        """The first layer of a skipped step whose values are not finite; the weights are as then.
+
+        The step's random bits are drawn again; dropout masks are those of the next step.
+        """
+        assert self._batch is not None
+        counts, buffers = dict(run.quant.telemetry), _buffers(run)
+        grads = [(p, p.grad) for p in run.model.parameters()]
+        step = run.quant.step
+        try:
+            run.quant.step = run.position.step - 1
+            probes = self._pass(run, self._batch, self._scale)
+            named = list(run.model.named_parameters())
+            passes = (
+                ("output", list(probes.outputs.items())),
+                ("gradient of the output", [(p, probes.gradient(p)) for p in probes.zeros][::-1]),
+                ("gradient of a weight", [(p.rpartition(".")[0], w.grad) for p, w in named][::-1]),
+            )
+            for place, tensors in passes:
+                for path, tensor in tensors:
+                    if tensor is not None and not tensor.backend.all_finite(tensor.data):
+                        return {"layer": path, "where": place}
+            return {"layer": None, "where": "between the layers"}
+        finally:
+            run.quant.step = step
+            run.quant.load_telemetry(counts)
+            _restore(buffers)
             for parameter, grad in grads:
                 parameter.grad = grad
 
@@ -195,6 +269,25 @@ class Telemetry(Callback):
         }
 
 
+class _Spent:
+    """Seconds spent inside, beside the training's own clock, which counts them too."""
+
+    def __init__(self, training: float = 0.0) -> None:
+        self.seconds, self._training, self._counted = 0.0, training, 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+    def share(self, training: float, spent: float) -> float | None:
+        """Of the training since the last call; None without any."""
+        mine, whole = spent - self._counted, training - self._training
+        self._training, self._counted = training, spent
+        return mine / (whole - mine) if whole > mine else None
+
+
 def _rounds(run: RunView) -> bool:
     """Whether any operand of the recipe is not float32."""
     layers = run.quant.layers.values()
@@ -222,7 +315,9 @@ def _norms(square: float, noise: float) -> dict[str, float | None]:
 
 def _flat(values: dict[str, Any]) -> dict[str, float | None]:
     """Flatten one layer's record: a name for each figure, those of its slots included."""
-    flat = {name: value for name, value in values.items() if name != "slots"}
+    flat = {name: value for name, value in values.items() if not isinstance(value, dict)}
+    for slot, operand in values.get("operands", {}).items():
+        flat[f"{slot}/noise"] = operand["noise"]["now"]
     for slot, shares in values["slots"].items():
         flat |= {f"{slot}/{name}": value for name, value in shares.items()}
     return flat

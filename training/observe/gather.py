@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..comparison import Finished
-from ..rundir import METRICS, TELEMETRY
+from ..rundir import METRICS, read_telemetry
 from .cost import Cost
 from .queue import Entry, Queue
 
@@ -108,12 +108,9 @@ def _per_second(entry: Entry) -> float | None:
 
 def _health(entry: Entry) -> list[dict[str, Any]]:
     """Each layer at the last record of the first seed's telemetry; empty without one."""
-    path = entry.job.folder / TELEMETRY
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    if not lines:
-        return []
+    records = [record for record in read_telemetry(entry.job.folder) if record["layers"]]
     rows = []
-    for layer, values in json.loads(lines[-1])["layers"].items():
+    for layer, values in records[-1]["layers"].items() if records else ():
         slots = values.get("slots", {}).values()
         rows.append(
             {

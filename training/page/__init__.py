@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,6 +62,8 @@ def write_page(args: ReportArgs) -> Path:
         curves=charts.curves(facts),
         operands=charts.operands(facts.histograms),
         telemetry=charts.telemetry(facts.telemetry),
+        scales=charts.scales(facts.telemetry),
+        recorder=_recorder(facts.telemetry),
         recipe=recipe,
         activations=ACTIVATIONS[facts.config.activations] or recipe.activations,
         recipe_slots=[(title, *_slots(layer)) for title, layer in groups],
@@ -137,6 +140,23 @@ def _alarm(row: dict[str, Any]) -> str:
     )
     over = [f"{percent(row[key])} {word}" for key, limit, word in limits if row[key] > limit]
     return f"{row['slot']}: {', '.join(over)}"
+
+
+def _recorder(records: list[dict[str, Any]]) -> list[str]:
+    """What telemetry says once: its cost, and where values first overflowed."""
+    said = []
+    shares = [r["recording_share"] for r in records if r.get("recording_share") is not None]
+    if shares:
+        said.append(f"Recording took {statistics.median(shares):.1%} of the training's time.")
+    overflows = [r for r in records if "overflow" in r]
+    if overflows:
+        first = overflows[0]["overflow"]
+        layer = f" of {first['layer']}" if first["layer"] else ""
+        said.append(
+            f"{len(overflows)} steps had values that were not finite, first in step "
+            f"{overflows[0]['step']:,}: {first['where']}{layer}."
+        )
+    return said
 
 
 def _slots(layer: LayerRecipe) -> tuple[str | None, list[tuple[str, ...]]]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from markupsafe import Markup
 
 from ..callbacks import NOISE_RATIO
 from ..histograms import Histograms, OperandHistogram
+from ..operand_noise import quantile_exponent
 from ..svg import Line, bars, lines
 from .facts import Facts
 
-__all__ = ["curves", "operands", "telemetry"]
+__all__ = ["curves", "operands", "scales", "telemetry"]
 
 MAX_LINES = 8
 SLOT_TITLES = {"fprop.w": "weights", "fprop.x": "activations", "dgrad.g": "gradients"}
@@ -58,6 +60,7 @@ def curves(facts: Facts) -> list[Markup]:
 
 def telemetry(records: list[dict[str, Any]]) -> list[Markup]:
     """What telemetry.jsonl holds, by step."""
+    records = [r for r in records if r["layers"]]
     if not records:
         return []
     steps = [r["step"] for r in records]
@@ -73,6 +76,15 @@ def telemetry(records: list[dict[str, Any]]) -> list[Markup]:
             return 100 * max(known) if known else None
 
         return few({p: [worst(r["layers"].get(p, {})) for r in records] for p in paths}, True)
+
+    def operand(value: Callable[[dict[str, Any]], float | None]) -> list[Line]:
+        """The largest over a layer's operands."""
+
+        def largest(layer: dict[str, Any]) -> float | None:
+            seen = [value(row) for row in layer.get("operands", {}).values()]
+            return max((v for v in seen if v is not None), default=None)
+
+        return few({p: [largest(r["layers"].get(p, {})) for r in records] for p in paths}, True)
 
     def few(rows: dict[str, list[float | None]], highest: bool) -> list[Line]:
         """At most `MAX_LINES`: those with the highest (lowest) means, in the model's order."""
@@ -92,12 +104,48 @@ def telemetry(records: list[dict[str, Any]]) -> list[Markup]:
                 log=True,
                 threshold=(NOISE_RATIO, "√3: below, training gains little"),
             ),
+            lines(
+                "quantization noise, noisiest operand: squared error over squared values",
+                operand(lambda row: row["noise"]["now"]),
+                "step",
+                log=True,
+            ),
+            lines("block scales, widest operand: binades of 98% of them", operand(_width), "step"),
             lines("flushed to zero, worst operand, %", worst_slot("flushed"), "step"),
             lines("saturated, worst operand, %", worst_slot("saturated"), "step"),
             lines("weight codes that changed, %", collect("changed", 100), "step"),
             lines("weight codes that turned back, %", collect("turned", 100), "step"),
         ]
     )
+
+
+def _width(operand: dict[str, Any]) -> float | None:
+    scales = operand.get("scales")
+    if scales is None:
+        return None
+    return quantile_exponent(scales, 0.99) - quantile_exponent(scales, 0.01)
+
+
+def scales(records: list[dict[str, Any]]) -> list[tuple[str, list[Markup]]]:
+    """Histograms of each layer's block scales in the last record."""
+    records = [r for r in records if r["layers"]]
+    found = []
+    for path in records[-1]["layers"] if records else ():
+        last = records[-1]["layers"][path].get("operands", {})
+        drawn = [
+            _scales(SLOT_TITLES[slot], f"step {records[-1]['step']:,}", last[slot]["scales"])
+            for slot in SLOT_TITLES
+            if "scales" in last.get(slot, {})
+        ]
+        if drawn:
+            found.append((path, _drawn(drawn)))
+    return found
+
+
+def _scales(title: str, note: str, scales: dict[str, Any]) -> str:
+    low, counts = scales["low"], scales["counts"]
+    edges = [float(low + i) for i in range(len(counts) + 1)]
+    return bars(title, note, edges, counts, "log2 of block scales")
 
 
 def operands(seen: Histograms) -> list[tuple[str, list[Markup]]]:
