@@ -22,6 +22,7 @@ from rich.console import Console
 
 from extensor.cli import main as extensor_main
 from extensor.distributed import CollectiveTimeout, RanksDiffer, connect
+from extensor.distributed.launch import refuse_ranks
 from extensor.errors import unknown_name
 from extensor.extras import missing
 from extensor.io import CheckpointError
@@ -93,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(name: str, argv: Sequence[str]) -> int:
     """Run a command; returns the exit code: 0, 1 (a run failed), 2 (usage), 130 (Ctrl-C)."""
     try:
+        if name not in ON_RANKS and (message := refuse_ranks(name)) is not None:
+            raise UsageError(message)
         return COMMANDS[name](argv)
     except (UsageError, DataError, CheckpointError, RanksDiffer) as error:
         say(f"error: {error}")
@@ -318,6 +321,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "report": report_command,
 }
 """By the name that `extensor` and `python -m training` take."""
+ON_RANKS = ("train",)
+"""Commands that several ranks run together; the others are refused there."""
 
 
 def _rows(title: str, rows: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from extensor.cli.language import chat, generate, perplexity
 from extensor.cli.quantize import quantize
 from extensor.cli.sheet import CommandError, Sheet
 from extensor.cli.tune import tune
+from extensor.distributed.launch import launched_rank, refuse_ranks
 from extensor.errors import unknown_name
 
 __all__ = [
@@ -49,6 +51,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "doctor": doctor,
     "tune": tune,
 }
+
+ON_RANKS = ("doctor", "formats")
+"""Own commands that may run on several ranks: they write no file."""
 
 TRAINING = {
     "train": "Train a model under a recipe, such as MXFP4 weights, activations and gradients.",
@@ -88,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return done
         if name not in COMMANDS:
             raise CommandError(_unknown(name))
+        if name not in ON_RANKS and (message := refuse_ranks(name)) is not None:
+            if launched_rank():  # rank 0 speaks for all: an exit makes the launcher end the others
+                time.sleep(1.0)
+                return 2
+            raise CommandError(message)
         options = (tyro.conf.FlagCreatePairsOff,)
         tyro.cli(COMMANDS[name], prog=f"extensor {name}", args=rest, config=options)
     except CommandError as error:

@@ -17,7 +17,7 @@ from extensor.distributed.communicator import (
     Work,
 )
 from extensor.distributed.gradients import GradientBuckets
-from extensor.distributed.launch import connect, launched_rank, on_device
+from extensor.distributed.launch import connect, launched_rank, launched_size, on_device
 from extensor.distributed.local import LocalCommunicator, run_ranks
 from extensor.distributed.nccl import NCCLCommunicator
 from extensor.distributed.reduction import (
@@ -54,6 +54,7 @@ __all__ = [
     "clip_grad_norm",
     "connect",
     "launched_rank",
+    "launched_size",
     "load_sharded",
     "make_reduction",
     "on_device",

@@ -128,6 +128,13 @@ def test_training_has_the_same_bits_on_1_2_and_4_ranks(tmp_path: Path) -> None:
     assert trained(tmp_path / "1") == trained(tmp_path / "2") == trained(tmp_path / "4")
 
 
+@pytest.mark.parametrize("words", [(*TRAIN, "compare", "lenet"), ("-m", "extensor", "tune")])
+def test_commands_of_one_process_are_refused(words: tuple[str, ...]) -> None:
+    code, told = run(2, *words)
+    assert code == 2, told
+    assert told.count(f"error: {words[2]}: expected one process, got 2 ranks") == 1, told
+
+
 def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     words = (*LENET, "--epochs", "1", "--out", tmp_path / "run")
     code, told = run(2, *TRAIN, *words, each=("--seed", "3", "--lr", "0.5"))
