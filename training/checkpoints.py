@@ -1,4 +1,9 @@
-"""A run's checkpoint: everything that the next step depends on, in one file."""
+"""A run's checkpoint: everything that the next step depends on.
+
+It is one file, which rank 0 writes, where all ranks have the same. Where ranks keep something of
+their own (a part of the optimizer's states, what error feedback left over) it is a folder with a
+file for each rank. Either is read on any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,16 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from extensor.io import CheckpointError, load_checkpoint, save_checkpoint
+from extensor.distributed import ShardedOptimizer, load_residuals, residuals, save_sharded, share_of
+from extensor.distributed.checkpoint import load_sharded
+from extensor.io import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from extensor.quant import QuantArray
 from extensor.quant.recipe_state import counts_from_rows
 from extensor.schema import SchemaError, check, record
 
 from .records import EpochReport, Position
 
-__all__ = ["load_run", "save_run"]
+__all__ = ["load_run", "read_checkpoint", "save_run"]
 
 
 OWN_CHECKPOINT = "the checkpoint that this run wrote"
@@ -37,11 +44,25 @@ class _Metadata(TypedDict):
 
 
 def save_run(run: Any, path: Path) -> None:
-    """Write a checkpoint of a `training.loop.Trainer` atomically."""
-    optimizer = run.optimizer.state_dict()
+    """Write a checkpoint of a `training.loop.Trainer` atomically. All ranks call this."""
+    sharded, ranks = run.config.sharded_checkpoint, run.ranks
+    if ranks.rank and not sharded:
+        return
+    whole = run.optimizer
+    shared = isinstance(whole, ShardedOptimizer)
+    optimizer = whole.state_share() if shared else whole.state_dict()
     arrays = {k: v for k, v in optimizer.items() if isinstance(v, (np.ndarray, QuantArray))}
+    states = {f"optimizer.{name}": value for name, value in arrays.items()}
     tensors = {f"model.{name}": value for name, value in run.model.state_dict().items()}
-    tensors |= {f"optimizer.{name}": value for name, value in arrays.items()}
+    if not shared:
+        tensors |= states
+    if sharded:
+        tensors = share_of(tensors, ranks)
+    if shared:
+        tensors |= states
+    if run.config.error_feedback:
+        left = residuals(run.buckets, dict(run.model.named_parameters()))
+        tensors |= {f"residual.{name}": value for name, value in left.items()}
     metadata = {
         "config": run.config.as_dict(),
         "position": run.position.as_dict(),
@@ -56,7 +77,19 @@ def save_run(run: Any, path: Path) -> None:
         "model": json.loads(json.dumps(dataclasses.asdict(run.model_config))),
         "task": run.task.state(),
     }
-    save_checkpoint(path, tensors, metadata)
+    if sharded:
+        save_sharded(path, tensors, metadata, ranks)
+    else:
+        save_checkpoint(path, tensors, metadata)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint, a file or a folder.
+
+    Raises:
+        CheckpointError: if it is damaged.
+    """
+    return load_sharded(path) if path.is_dir() else load_checkpoint(path)
 
 
 def load_run(run: Any, path: Path) -> None:
@@ -66,7 +99,7 @@ def load_run(run: Any, path: Path) -> None:
         CheckpointError: if the file is damaged.
         ValueError: if it belongs to another run.
     """
-    checkpoint = load_checkpoint(path)
+    checkpoint = read_checkpoint(path)
     try:
         metadata: _Metadata = check(checkpoint.metadata, _Metadata)
         _check_run(run, path, metadata)
@@ -114,14 +147,16 @@ def _take_over(run: Any, metadata: _Metadata, tensors: dict[str, Any]) -> None:
     if [report.epoch for report in history] != list(range(1, position.epoch)):
         raise SchemaError(f"history: expected epochs 1 to {position.epoch - 1}, each once")
     counts = counts_from_rows(metadata["telemetry"], run.quant.layers, "telemetry")
-    parts: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    parts: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "residual": {}}
     for name, value in tensors.items():
         part, _, rest = name.partition(".")
         if part not in parts:
-            raise SchemaError(f"{name!r}: expected tensors of model and optimizer")
+            raise SchemaError(f"{name!r}: expected tensors of {', '.join(parts)}")
         parts[part][rest] = value
     run.model.load_state_dict(parts["model"])
     run.optimizer.load_state_dict({**metadata["optimizer"], **parts["optimizer"]})
+    if run.config.error_feedback:
+        load_residuals(run.buckets, dict(run.model.named_parameters()), parts["residual"])
     run.quant.load_telemetry(counts)
     run.scaler.load_state_dict(metadata["scaler"])
     run.stop_reason, run.diverged = metadata["stop_reason"], metadata["diverged"]

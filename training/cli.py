@@ -39,7 +39,7 @@ from .flags import parse, parse_settings, resolve
 from .loop import Interrupted
 from .ptq import PtqArgs, ptq
 from .ranks import end_all, rank_console, say
-from .rundir import CONFIG, LAST, UsageError, read_config, read_result
+from .rundir import CONFIG, UsageError, checkpoint_in, read_config, read_result
 from .runs import RUNS
 from .tasks import TASKS
 from .train import train
@@ -138,7 +138,11 @@ def train_command(argv: Sequence[str]) -> int:
         console.print(f"{folder} is finished: {TASKS[RUNS[model].task].metric.outcome(finished)}")
         return 0
     again = f"{PROGRAM} train {model} --out {shlex.quote(str(folder))} --resume"
-    with end_all(ranks, lost=f"the finished steps are in {folder / LAST}. Go on with:\n  {again}"):
+    last = checkpoint_in(folder, config)
+    lost = f"the finished steps are in {last}. Go on with:\n  {again}"
+    if config.sharded_checkpoint:
+        lost = f"the last epoch's end is in {last}. Go on with:\n  {again}"
+    with end_all(ranks, lost=lost):
         try:
             train(
                 config,
@@ -151,9 +155,7 @@ def train_command(argv: Sequence[str]) -> int:
                 ranks=ranks,
             )
         except Interrupted:
-            console.print(
-                f"interrupted; the finished steps are in {folder / LAST}. Go on with:\n  {again}"
-            )
+            console.print(f"interrupted; the finished steps are in {last}. Go on with:\n  {again}")
             return EXIT_INTERRUPTED
     return 0
 

@@ -15,7 +15,7 @@ import tyro
 from extensor.quant.recipes import get_recipe
 
 from .config import RunConfig, Settings, write_toml
-from .rundir import LAST, UsageError, read_config, read_epochs, read_result
+from .rundir import UsageError, find_checkpoint, read_config, read_epochs, read_result
 from .runs import RUNS
 from .tasks import TASKS, Metric
 
@@ -167,7 +167,7 @@ class Job:
         command = [sys.executable, "-P", "-m", "extensor.training", self.config.model]
         command += ["--config", str(config.resolve()), "--out", str(self.folder.resolve())]
         command += self.flags
-        if (self.folder / LAST).is_file():
+        if find_checkpoint(self.folder) is not None:
             command.append("--resume")
         with self.log.open("ab") as log:
             # a session of its own: Ctrl-C reaches the run once, through this process

@@ -119,6 +119,11 @@ class Settings:
         "float32",
         among=GRAD_COMM,
     )
+    error_feedback: bool = setting(
+        "With mxint8 or mxint16: add what rounding left over to the next step's gradients, instead "
+        "of rounding stochastically. Each rank keeps 4 bytes a value more; checkpoints, too.",
+        False,
+    )
     shard: str = setting(
         "What each rank keeps its part of alone: none; states (of the optimizer: ZeRO-1); "
         "gradients (and states: ZeRO-2). The weights are the same in all three.",
@@ -286,6 +291,11 @@ class Settings:
                 "is held out; the way out: add --val-share 0.1, or leave --patience out"
             )
         self._check_update()
+        if self.error_feedback and "mxint" not in self.grad_comm:
+            raise ValueError(
+                f"--error-feedback: expected --grad-comm mxint8 or mxint16, got {self.grad_comm}, "
+                "which leaves nothing over; the way out: leave --error-feedback out"
+            )
         most = f"at most the {self.epochs} epochs"
         self._require("warmup_epochs", self.warmup_epochs <= self.epochs, most)
 
@@ -407,6 +417,11 @@ class RunConfig(Settings):
         if (activations := ACTIVATIONS[self.activations]) is not None:
             changes["activations"] = activations
         return dataclasses.replace(recipe, **changes) if changes else recipe
+
+    @property
+    def sharded_checkpoint(self) -> bool:
+        """Whether ranks keep something of their own, which each writes: a folder, not a file."""
+        return self.shard != "none" or self.error_feedback
 
     @property
     def label(self) -> str:

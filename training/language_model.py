@@ -9,15 +9,16 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from extensor import models
+from extensor.distributed.checkpoint import INDEX
 from extensor.errors import layout_error, unknown_name
-from extensor.io import load_checkpoint
 from extensor.models.sizes import check_sizes
 from extensor.nn import Module, apply_recipe
 from extensor.nn.init import Skeleton
 from extensor.schema import SchemaError, check, record
 
+from .checkpoints import read_checkpoint
 from .config import ACTIVATIONS
-from .rundir import LAST, UsageError
+from .rundir import LAST, UsageError, find_checkpoint
 from .runs import RUNS
 from .text.tokenizers import Tokenizer, TokenizerError, from_state
 
@@ -45,13 +46,15 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
         UsageError: if the file is missing, or a checkpoint of something else.
         CheckpointError: if it is damaged.
     """
-    source, path = path, path / LAST if path.is_dir() else path
-    if not path.is_file() or path.suffix != ".safetensors":
+    source = path
+    if path.is_dir() and not (path / INDEX).is_file():
+        path = find_checkpoint(path) or path / LAST
+    if not path.is_dir() and (not path.is_file() or path.suffix != ".safetensors"):
         raise UsageError(
             f"{source}: no language model; expected a folder with config.json, a .gguf file, or a "
             f"run of `extensor train gpt`, its folder or {LAST}"
         )
-    checkpoint = load_checkpoint(path)
+    checkpoint = read_checkpoint(path)
     run, task = checkpoint.metadata.get("config"), checkpoint.metadata.get("task")
     kind = run.get("model") if isinstance(run, dict) else None
     causal = isinstance(kind, str) and kind in RUNS and RUNS[kind].task == "causal"

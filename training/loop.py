@@ -24,6 +24,7 @@ from extensor.distributed import (
     LocalCommunicator,
     ShardedBuckets,
     ShardedOptimizer,
+    rescale_residuals,
 )
 from extensor.distributed import clip_grad_norm as clip_in_any_order
 from extensor.inspect import SlotHealth
@@ -43,7 +44,7 @@ from .optimizers import make_optimizer, make_schedule
 from .ranks import check_weights
 from .records import EpochReport, Position, StepReport, finite, share
 from .result import build_result, slot_healths
-from .rundir import LAST, RESULT, UsageError, write_json
+from .rundir import RESULT, UsageError, checkpoint_in, write_json
 from .runs import RUNS
 from .signals import on_signals
 from .tasks import TASKS
@@ -138,6 +139,12 @@ class Trainer:
         self.stop_reason: str | None = None
         self.diverged: str | None = None
         self._told_to_stop = self._interrupted = False
+        self._patience: float | None = None  # what `interrupt` shortened
+
+    @property
+    def last(self) -> Path:
+        """The last checkpoint: a file, or a folder where each rank writes its part."""
+        return checkpoint_in(self.out, self.config)
 
     @property
     def health(self) -> tuple[SlotHealth, ...]:
@@ -158,7 +165,8 @@ class Trainer:
     def interrupt(self) -> None:
         """End the run after the step under way, on all ranks: save it and raise `Interrupted`."""
         self._told_to_stop = True
-        if self.ranks.size > 1:
+        if self.ranks.size > 1 and self._patience is None:
+            self._patience = self.ranks.timeout
             self.ranks.timeout = GRACE_SECONDS  # the launcher may have said so since a rank is dead
 
     def fit(self) -> dict[str, Any]:
@@ -182,8 +190,8 @@ class Trainer:
                 write_json(self.out / RESULT, result)
         except CollectiveTimeout:
             self.micro_batches.rewind()
-            if self.config.shard == "none":  # else a lost rank has lost its part
-                save_run(self, self.out / LAST)
+            if not self.config.sharded_checkpoint:  # else a lost rank has lost its part
+                self.save(self.last)
             raise
         finally:
             for callback in self.callbacks:
@@ -266,8 +274,9 @@ class Trainer:
         config = self.config
         if self.ranks.size == 1 and config.grad_comm == "float32" and config.shard == "none":
             return None
-        # rounded stochastically: a resumed run has no residuals
-        how: dict[str, Any] = {"error_feedback": False} if "mxint" in config.grad_comm else {}
+        how: dict[str, Any] = {}
+        if "mxint" in config.grad_comm:
+            how["error_feedback"] = config.error_feedback
         args = (list(self.model.parameters()), self.ranks, config.grad_comm)
         if config.shard == "none":
             return GradientBuckets(*args, seed=config.seed, **how)
@@ -298,7 +307,14 @@ class Trainer:
             holders = None if self.config.shard == "none" else self.ranks
             clip_in_any_order(self.optimizer.params, self.config.clip_norm, holders)
         self.scaler.step(self.optimizer)
+        if not self.config.error_feedback:
+            self.scaler.update()
+            return
+        before = self.scaler.current_scale
         self.scaler.update()
+        assert self.buckets is not None
+        if (factor := self.scaler.current_scale / before) != 1.0:
+            rescale_residuals(self.buckets, factor)
 
     def _replay(self, batch: Batch) -> Outcome:
         """The step as a CUDA graph; nothing is read back before its end."""
@@ -373,7 +389,6 @@ class Trainer:
         self._observe(report)
         check_weights(self)
         position.next_epoch()
-        self.gather_state()
         for callback in self.callbacks:
             callback.on_epoch(self, report)
         if position.epoch <= self.config.epochs and not self.stop_reason:
@@ -446,17 +461,8 @@ class Trainer:
     # --- checkpoints ----------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint atomically: all ranks have the same, rank 0 writes it.
-
-        With shards, all ranks call `gather_state` first.
-        """
-        if self.ranks.rank == 0:
-            save_run(self, path)
-
-    def gather_state(self) -> None:
-        """Give rank 0 the whole optimizer state, where each rank has a part."""
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.gather_state()
+        """Write a checkpoint atomically. All ranks call this; see `save_run`."""
+        save_run(self, path)
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint that `save` wrote, on any number of ranks.
@@ -472,8 +478,9 @@ class Trainer:
 
     def _stop_if_interrupted(self) -> None:
         if self._interrupted or (self._told_to_stop and self.ranks.size == 1):
-            self.gather_state()
-            self.save(self.out / LAST)
+            if self._patience is not None:  # a step later all ranks have heard: none is dead
+                self.ranks.timeout = self._patience
+            self.save(self.last)
             self.ranks.barrier()
             raise Interrupted
 

@@ -25,7 +25,7 @@ from extensor.quant.schemes import get_scheme
 from .loop import Trainer
 from .ptq_report import LayerResult, SchemeResult, write_results
 from .records import finite
-from .rundir import CONFIG, LAST, UsageError, read_config
+from .rundir import CONFIG, UsageError, find_checkpoint, read_config
 from .tasks import Metric
 
 __all__ = ["PtqArgs", "ptq"]
@@ -132,14 +132,15 @@ def load_run(folder: Path) -> Trainer:
             "--out of a run of `extensor train MODEL`"
         )
     config = read_config(folder)
-    if not (folder / LAST).is_file():
+    last = find_checkpoint(folder)
+    if last is None:
         raise UsageError(
-            f"{folder}: expected a run with {LAST}, but it is not there: its first epoch is not "
-            f"done; the way out: extensor train {config.model} --out {folder} --resume"
+            f"{folder}: expected a run with a checkpoint, but none is there: its first epoch is "
+            f"not done; the way out: extensor train {config.model} --out {folder} --resume"
         )
     try:
         trainer = Trainer(config, folder)
-        trainer.load(folder / LAST)
+        trainer.load(last)
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"{folder}: {error}") from error
     return trainer

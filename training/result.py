@@ -19,7 +19,7 @@ from extensor.nn import apply_recipe
 
 from .callbacks import RunView
 from .callbacks.progress import percent
-from .rundir import BEST, LAST, METRICS, RESULT
+from .rundir import BEST, METRICS, RESULT, checkpoint_in
 from .tables import known_mean
 
 __all__ = ["build_result", "compare_with_float32", "peak_rss_mb", "print_summary", "slot_healths"]
@@ -142,14 +142,15 @@ def print_summary(run: RunView, result: dict[str, Any], console: Console) -> Non
             style="bold red",
         )
     _show_health(run, console)
+    best = checkpoint_in(run.out, run.config, BEST).name
     for name, what in (
-        (LAST, "checkpoint"),
-        (BEST, "best checkpoint"),
+        (run.last.name, "checkpoint"),
+        (best, "best checkpoint"),
         (RESULT, "result"),
         (METRICS, "per epoch"),
         ("tensorboard", "events"),
     ):
-        if name != BEST or run.task.validates:
+        if name != best or run.task.validates:
             console.print(f"{what:<16}{run.out / name}")
 
 

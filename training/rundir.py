@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NotRequired, TypedDict, TypeVar
 
+from extensor.distributed.checkpoint import INDEX
 from extensor.io.atomic import remove_leftovers, replacing
 from extensor.schema import FileError, SchemaError, check, parse_json, read_json, record
 
@@ -17,8 +19,23 @@ from .config import RunConfig, parse_toml, write_toml
 from .records import EpochReport
 
 __all__ = [
-    "BEST", "CONFIG", "LAST", "METRICS", "NEXT_BEST", "RESULT", "TELEMETRY", "UsageError", "claim",
-    "read_config", "read_epochs", "read_result", "read_telemetry", "write_json", "write_text",
+    "BEST",
+    "CONFIG",
+    "LAST",
+    "METRICS",
+    "NEXT_BEST",
+    "RESULT",
+    "TELEMETRY",
+    "UsageError",
+    "checkpoint_in",
+    "claim",
+    "find_checkpoint",
+    "read_config",
+    "read_epochs",
+    "read_result",
+    "read_telemetry",
+    "write_json",
+    "write_text",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -30,12 +47,35 @@ LAST = "checkpoint.safetensors"
 BEST = "checkpoint-best.safetensors"
 NEXT_BEST = ".checkpoint-best.safetensors.next"
 """A better one than BEST, until LAST knows of it."""
+SHARDED: Mapping[str, str] = MappingProxyType(
+    {LAST: "checkpoint", BEST: "checkpoint-best", NEXT_BEST: ".checkpoint-best.next"}
+)
+"""The folders that take the files' places where all ranks write a checkpoint."""
 RESULT = "result.json"
 OTHER_OUT = "the way out: another --out, or delete that folder"
 
 
 class UsageError(FileError):
     """An error that the user can correct."""
+
+
+def checkpoint_in(folder: Path, config: RunConfig, name: str = LAST) -> Path:
+    """Where a run writes a checkpoint: a file, or a folder of one file for each rank.
+
+    Args:
+        folder: the run's.
+        config: the run.
+        name: `LAST`, `BEST` or `NEXT_BEST`.
+    """
+    return folder / (SHARDED[name] if config.sharded_checkpoint else name)
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """The last checkpoint in a run's folder, a file or a folder; None if none is complete."""
+    file, sharded = folder / LAST, folder / SHARDED[LAST]
+    if (sharded / INDEX).is_file():
+        return sharded
+    return file if file.is_file() else None
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -181,9 +221,9 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
             checkpoint.
     """
     if resume:
-        if not (folder / LAST).is_file():
+        if find_checkpoint(folder) is None:
             raise UsageError(
-                f"--resume: {folder} has no {LAST}: its run did not get that far; the way out: "
+                f"--resume: {folder} has no checkpoint: its run did not get that far; the way out: "
                 "train anew, without --resume"
             )
         remove_leftovers(folder)
@@ -200,7 +240,7 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
             raise UsageError(f"--out {folder}: holds a run with another configuration; {OTHER_OUT}")
         if read_result(folder) is not None:
             raise UsageError(f"--out {folder}: holds this very run, finished; {OTHER_OUT}")
-        if (folder / LAST).exists():
+        if find_checkpoint(folder) is not None:
             raise UsageError(
                 f"--out {folder}: holds this very run, interrupted; the way out: add --resume"
             )

@@ -27,7 +27,7 @@ from .data import DataError
 from .loop import Trainer
 from .ranks import agree_on_errors, check_start
 from .result import print_summary
-from .rundir import LAST, UsageError, claim
+from .rundir import UsageError, claim
 
 __all__ = ["train"]
 
@@ -102,7 +102,7 @@ def _callbacks(
     """Who watches the run; the files and the terminal are rank 0's."""
     stopping = [EarlyStopping(config.patience)] if config.patience else []
     if ranks.rank:
-        return [*stopping]
+        return [*stopping, SaveCheckpoint()]
     board = TensorBoard()
     callbacks: list[Callback] = [JsonLines(), board, ShowProgress(console)]
     if telemetry:
@@ -130,7 +130,7 @@ def _prepare(
         if ranks.rank == 0:
             claim(out, config, resume=resume)
         if resume:
-            trainer.load(out / LAST)
+            trainer.load(trainer.last)
     except ValueError as error:
         raise UsageError(str(error)) from error
     return trainer

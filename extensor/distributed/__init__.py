@@ -30,6 +30,7 @@ from extensor.distributed.reduction import (
     make_reduction,
     padded_size,
 )
+from extensor.distributed.residuals import load_residuals, rescale_residuals, residuals
 from extensor.distributed.zero import SHARDS, ShardedBuckets, ShardedOptimizer
 
 __all__ = [
@@ -55,10 +56,13 @@ __all__ = [
     "connect",
     "launched_rank",
     "launched_size",
+    "load_residuals",
     "load_sharded",
     "make_reduction",
     "on_device",
     "padded_size",
+    "rescale_residuals",
+    "residuals",
     "run_ranks",
     "save_sharded",
     "share_of",

@@ -247,7 +247,6 @@ class ShardedOptimizer:
                 "rounding counts the values of whole tensors; the way out: float32, or no shards"
             )
         self._optimizer, self._buckets = optimizer, buckets
-        self._gathered: dict[str, Any] | None = None
         self._whole = {
             member.name: member.param for group in optimizer.groups for member in group.members
         }
@@ -275,36 +274,39 @@ class ShardedOptimizer:
         for param in self._whole.values():
             if hasattr(param, "recipe_state"):  # the optimizer ends its step
                 self._buckets.pieces[id(param)].recipe_state = param.recipe_state
-        self._gathered = None
         self._optimizer.step_unless(bad)
         if bad is not True:
             self._buckets.gather()
 
-    def gather_state(self) -> None:
-        """Collect the whole state on rank 0, whose `state_dict` then needs no other rank.
+    def state_share(self) -> dict[str, Any]:
+        """The part of the whole state that this rank writes into a checkpoint.
 
-        It is kept until the next step. All ranks call this together.
+        All ranks call this together.
+
+        Returns:
+            As `state_dict`, but with the arrays of every size-th bucket alone: the ranks' parts
+            make up the whole.
 
         >>> from extensor.distributed import LocalCommunicator, ShardedBuckets, ShardedOptimizer
         >>> weight = et.nn.Parameter([1.0])
         >>> buckets = ShardedBuckets([weight], LocalCommunicator())
         >>> optimizer = ShardedOptimizer(et.optim.SGD([("w", weight)], lr=0.5), buckets)
-        >>> optimizer.gather_state()
-        >>> optimizer.state_dict()["step.w"]
+        >>> optimizer.state_share()["step.w"]
         0
         """
-        state = self._gather()
-        self._gathered = state if self._buckets.ranks.rank == 0 else None
+        ranks = self._buckets.ranks
+        return self._gather(lambda bucket: bucket % ranks.size == ranks.rank)
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`extensor.optim.Optimizer.state_dict`; of the whole parameters."""
-        return self._gather() if self._gathered is None else self._gathered
+        return self._gather(lambda bucket: True)
 
-    def _gather(self) -> dict[str, Any]:
+    def _gather(self, keep: Callable[[int], bool]) -> dict[str, Any]:
+        """The state with whole arrays, of the buckets to keep alone."""
         state = self._optimizer.state_dict()
         names = {id(param): name for name, param in self._whole.items()}
         slots = {m.name: sorted(m.arrays) for g in self.groups for m in g.members}
-        for bucket in self._buckets.buckets:
+        for number, bucket in enumerate(self._buckets.buckets):
             for slot in sorted({s for param in bucket.params for s in slots[names[id(param)]]}):
 
                 def piece(param: ExTensor, slot: str = slot) -> Array:
@@ -313,9 +315,12 @@ class ShardedOptimizer:
 
                 flat = self._buckets.whole(bucket, piece)
                 for param in bucket.params:
-                    if slot in slots[names[id(param)]]:
+                    key = f"state.{names[id(param)]}.{slot}"
+                    if not keep(number):
+                        state.pop(key, None)
+                    elif slot in slots[names[id(param)]]:
                         host = wrap(bucket.view(flat, param), param.backend).to("cpu").data
-                        state[f"state.{names[id(param)]}.{slot}"] = host.copy()
+                        state[key] = host.copy()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -329,7 +334,6 @@ class ShardedOptimizer:
                 whole = isinstance(value, np.ndarray) and value.shape == param.shape
                 if whole and key.rpartition(".")[0] == f"state.{name}":
                     mine[key] = self._buckets.owned(param, value)
-        self._gathered = None
         self._optimizer.load_state_dict(mine)
         self._buckets.scatter()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from extensor.distributed import Communicator
 from extensor.inspect import SlotHealth
 from extensor.optim import MXGradScaler
 from extensor.quant.recipe_state import RecipeState
@@ -27,6 +28,7 @@ class RunView(Protocol):
 
     config: RunConfig
     out: Path
+    ranks: Communicator
     task: Any
     model: Any
     quant: RecipeState
@@ -41,6 +43,10 @@ class RunView(Protocol):
     diverged: str | None
 
     @property
+    def last(self) -> Path:
+        """Where its last checkpoint lies."""
+
+    @property
     def health(self) -> tuple[SlotHealth, ...]:
         """What quantizing did to each operand of each layer in the epoch so far."""
 
@@ -48,7 +54,7 @@ class RunView(Protocol):
         """End the run after this epoch."""
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint; all ranks call this."""
 
     def fresh_model(self) -> Any:
         """The model as it is before the first step."""

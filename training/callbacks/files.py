@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 from extensor.extras import missing
-from extensor.io import load_checkpoint
 
+from ..checkpoints import read_checkpoint
 from ..records import EpochReport, StepReport
-from ..rundir import BEST, LAST, METRICS, NEXT_BEST, write_text
+from ..rundir import BEST, METRICS, NEXT_BEST, checkpoint_in, write_text
 from .base import Callback, RunView
 
 __all__ = ["JsonLines", "SaveCheckpoint", "TensorBoard"]
@@ -36,6 +38,8 @@ class JsonLines(Callback):
 class SaveCheckpoint(Callback):
     """Writes the last checkpoint, to resume from, and the best one, after every epoch.
 
+    All ranks have one: where a checkpoint is a folder, each writes its file.
+
     "Best" is by the task's metric on the validation data, the earliest epoch of equals. Without
     validation data there is no best one, since the test data may not choose.
 
@@ -44,22 +48,46 @@ class SaveCheckpoint(Callback):
     """
 
     def on_start(self, run: RunView) -> None:
-        best, waiting = run.out / BEST, run.out / NEXT_BEST
-        if not waiting.exists():
+        waiting = checkpoint_in(run.out, run.config, NEXT_BEST)
+        if run.ranks.rank or not waiting.exists():
             return
         known = run.task.metric.best(run.history).step if run.history else None
-        if load_checkpoint(waiting).metadata["position"]["step"] == known:
-            waiting.replace(best)
+        try:
+            found = read_checkpoint(waiting).metadata["position"]["step"]
+        except FileNotFoundError:  # a folder whose first save was never complete
+            found = None
+        if known is not None and found == known:
+            _replace(waiting, checkpoint_in(run.out, run.config, BEST))
         else:
-            waiting.unlink()
+            _remove(waiting)
 
     def on_epoch(self, run: RunView, report: EpochReport) -> None:
         better = run.task.validates and run.task.metric.best(run.history) is run.history[-1]
+        waiting = checkpoint_in(run.out, run.config, NEXT_BEST)
         if better:
-            run.save(run.out / NEXT_BEST)
-        run.save(run.out / LAST)
-        if better:
-            (run.out / NEXT_BEST).replace(run.out / BEST)
+            run.save(waiting)
+        run.save(run.last)
+        if better and run.ranks.rank == 0:
+            _replace(waiting, checkpoint_in(run.out, run.config, BEST))
+
+
+def _remove(path: Path) -> None:
+    """Delete a file or a folder that may be there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _replace(path: Path, by: Path) -> None:
+    """Rename a file or a folder to one that may be there.
+
+    A folder cannot be replaced at once: a death in between leaves the new one under its first name,
+    where the next start finds it.
+    """
+    if path.is_dir():
+        _remove(by)
+    path.replace(by)
 
 
 class TensorBoard(Callback):

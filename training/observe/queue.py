@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from ..comparison import Finished, Job
-from ..rundir import LAST, write_json
+from ..rundir import find_checkpoint, write_json
 from ..runs import RUNS
 from ..tasks import TASKS, Metric
 from .cost import Cost, Meter
@@ -54,7 +54,7 @@ class Entry:
         """One of finished, interrupted and waiting."""
         if self.job.finished() is not None:
             return "finished"
-        return "interrupted" if (self.job.folder / LAST).is_file() else "waiting"
+        return "interrupted" if find_checkpoint(self.job.folder) is not None else "waiting"
 
 
 class Queue:

@@ -17,8 +17,8 @@ from ..ptq import load_run
 from ..result import compare_with_float32
 from ..rundir import (
     CONFIG,
-    LAST,
     UsageError,
+    find_checkpoint,
     read_config,
     read_epochs,
     read_result,
@@ -78,7 +78,7 @@ def _from_checkpoint(
     folder: Path, result: dict[str, Any] | None
 ) -> tuple[Sequence[LayerRow], Histograms, dict[str, Any], str | None]:
     """Each layer beside float32, its operands and answers, from the checkpoint and the data."""
-    if not (folder / LAST).is_file():
+    if find_checkpoint(folder) is None:
         return (), {}, {}, "the run has no checkpoint yet: its first epoch is not done"
     try:
         trainer = load_run(folder)

@@ -51,6 +51,12 @@ def run(size: int, *words: object, each: tuple[str, ...] = ()) -> tuple[int, str
     return process.returncode, told
 
 
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.05)
+
+
 PROGRAM = """
 import numpy as np
 from extensor.distributed import connect
@@ -128,7 +134,27 @@ def test_training_has_the_same_bits_on_1_2_and_4_ranks(tmp_path: Path) -> None:
     assert trained(tmp_path / "1") == trained(tmp_path / "2") == trained(tmp_path / "4")
 
 
-@pytest.mark.parametrize("words", [(*TRAIN, "compare", "lenet"), ("-m", "extensor", "tune")])
+def test_a_sharded_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """Interrupted on 2 ranks, gone on with on 4; the checkpoint is a folder of all ranks' files."""
+    words = (*LENET, "--epochs", "6", "--micro-batches", "4", "--grad-comm", "exact")
+    words = (*words, "--shard", "states", "--optimizer", "adamw", "--lr", "1e-3")
+    code, told = run(1, *TRAIN, *words, "--out", tmp_path / "straight")
+    assert code == 0, told
+    process = start(2, *TRAIN, *words, "--out", tmp_path / "parts")
+    index = tmp_path / "parts" / "checkpoint" / "model.safetensors.index.json"
+    wait_for(index, process)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert not (tmp_path / "parts" / "result.json").exists()
+    code, told = run(4, *TRAIN, "lenet", "--out", tmp_path / "parts", "--resume")
+    assert code == 0, told
+    one, four = (et.load(tmp_path / name / "checkpoint") for name in ("straight", "parts"))
+    assert one.keys() == four.keys() and any(name.startswith("optimizer.") for name in one)
+    assert all(np.array_equal(one[name].numpy(), four[name].numpy()) for name in one)
+    assert sorted({p.name[-14:-12] for p in index.parent.glob("*.safetensors")}) == ["04"]
+
+
+@pytest.mark.parametrize("words", [(*TRAIN, "compare", "lenet"), ("-m", "extensor.cli", "tune")])
 def test_commands_of_one_process_are_refused(words: tuple[str, ...]) -> None:
     code, told = run(2, *words)
     assert code == 2, told
@@ -149,9 +175,7 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on(tmp_path: Path, victim: int)
     words = (*LENET, "--epochs", "4000", "--out", tmp_path, "--micro-batches", "2")
     process = start(2, *TRAIN, *words)
     saved = tmp_path / "checkpoint.safetensors"
-    until = time.monotonic() + 60
-    while not saved.exists() and time.monotonic() < until and process.poll() is None:
-        time.sleep(0.05)
+    wait_for(saved, process)
     began = time.monotonic()
     os.kill(rank_of(process.pid, victim), signal.SIGKILL)
     told = process.communicate(timeout=30)[0]
@@ -180,9 +204,7 @@ def test_an_interrupt_saves_and_ends_all(tmp_path: Path) -> None:
     words = (*LENET, "--epochs", "4000", "--out", tmp_path)
     process = start(2, *TRAIN, *words)
     saved = tmp_path / "checkpoint.safetensors"
-    until = time.monotonic() + 60
-    while not saved.exists() and time.monotonic() < until and process.poll() is None:
-        time.sleep(0.05)
+    wait_for(saved, process)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=10)
     assert process.returncode != 0

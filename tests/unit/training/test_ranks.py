@@ -18,7 +18,6 @@ from extensor.training.callbacks import Callback, EarlyStopping, SaveCheckpoint
 from extensor.training.config import RunConfig
 from extensor.training.loop import Interrupted, Trainer
 from extensor.training.micro_batches import shares
-from extensor.training.rundir import LAST
 from extensor.training.runs import defaults
 from tests.unit.training.conftest import Make, fitted, weights
 
@@ -32,10 +31,10 @@ def on(
     out.mkdir(exist_ok=True)
 
     def program(ranks: LocalCommunicator) -> Run:
-        mine = [make() for make in callbacks] if ranks.rank == 0 else []
+        mine = [make() for make in callbacks if ranks.rank == 0 or make is SaveCheckpoint]
         trainer = Trainer(config, out, callbacks=mine, ranks=ranks)
         if resume:
-            trainer.load(out / LAST)
+            trainer.load(trainer.last)
         trainer.fit()
         history = [timeless(report) for report in trainer.history]
         return weights(trainer), {"history": history, "health": trainer.health}, trainer

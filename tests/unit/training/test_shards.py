@@ -6,12 +6,24 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import extensor as et
+from extensor.distributed import (
+    GradientBuckets,
+    LocalCommunicator,
+    load_residuals,
+    load_sharded,
+    residuals,
+    run_ranks,
+)
 from extensor.io import load_checkpoint
+from extensor.optim import MXGradScaler
 from extensor.training.callbacks import Callback, SaveCheckpoint
-from extensor.training.loop import Interrupted
-from extensor.training.rundir import LAST
+from extensor.training.loop import Interrupted, Trainer
+from extensor.training.rundir import BEST, LAST, SHARDED
+from tests.unit.training.conftest import Make, weights
 from tests.unit.training.test_ranks import image_run, on
 
 
@@ -38,7 +50,9 @@ def test_shards_change_no_bit(tmp_path: Path) -> None:
         assert shared[0] == alone[0]
         assert shared[1] == alone[1]
         assert shared[2].optimizer.nbytes < 0.6 * alone[2].optimizer.nbytes
-        gathered = load_checkpoint(out / LAST).tensors
+        files = sorted(path.name for path in (out / SHARDED[LAST]).glob("*.safetensors"))
+        assert [name.rpartition("-of-")[2] for name in files] == [f"{size:05d}.safetensors"] * size
+        gathered = load_sharded(out / SHARDED[LAST]).tensors
         assert gathered.keys() == whole.keys()
         assert all(gathered[name].tobytes() == whole[name].tobytes() for name in whole)
 
@@ -50,3 +64,91 @@ def test_a_sharded_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> N
         on(2, config, tmp_path / "2", callbacks=[Stop, SaveCheckpoint])
     resumed = on(4, config, tmp_path / "2", resume=True)
     assert resumed[0] == straight[0] and resumed[1] == straight[1]
+
+
+def test_error_feedback_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """What rounding left over is in the checkpoint, under a loss scale that changes, too."""
+    config = image_run(
+        "mlp", micro_batches=4, grad_comm="mxint8", error_feedback=True, epochs=2, val_share=0.2
+    )
+    straight = on(2, config, tmp_path / "straight")
+    out = tmp_path / "parts"
+    with pytest.raises(Interrupted):
+        on(2, config, out, callbacks=[Stop, SaveCheckpoint])
+    kept = load_sharded(out / SHARDED[LAST]).tensors
+    assert any(values.any() for name, values in kept.items() if name.startswith("residual.sent.1"))
+    resumed = on(2, config, out, resume=True, callbacks=[SaveCheckpoint])
+    assert resumed[0] == straight[0] and resumed[1] == straight[1]
+    assert (out / SHARDED[BEST]).is_dir()
+    assert et.load(out / SHARDED[LAST])["model.layers.0.weight"].shape
+    other = on(2, config, out, resume=True)  # at the end: nothing is trained
+    assert other[0] == straight[0]
+
+
+def test_what_was_left_over_survives_another_number_of_ranks() -> None:
+    rng = np.random.default_rng(0)
+    grads = rng.standard_normal((4, 3, 40)).astype(np.float32)
+    params = {
+        "a": et.nn.Parameter(np.zeros((3, 40), np.float32)),
+        "b": et.nn.Parameter(np.zeros(3, np.float32)),
+    }
+
+    def made(ranks: LocalCommunicator) -> GradientBuckets:
+        return GradientBuckets(list(params.values()), ranks, "mxint8", bucket_bytes=400)
+
+    def first(ranks: LocalCommunicator) -> dict[str, np.ndarray]:
+        buckets = made(ranks)
+        for bucket in buckets.buckets:
+            flat = np.zeros(bucket.size, np.float32)
+            for param in bucket.params:
+                values = grads[ranks.rank].reshape(-1)[: param.size]
+                bucket.view(flat, param)[...] = values.reshape(param.shape)
+            bucket.reduction.add(flat)
+            bucket.reduction.all_reduce(np.empty(bucket.size, np.float32), 4.0).wait()
+        return residuals(buckets, params)
+
+    saved = {name: value for part in run_ranks(4, first) for name, value in part.items()}
+    assert len(saved) == 10
+    sent = sum(saved[f"sent.{rank}.a"].astype(np.float64) for rank in range(4))
+    for size in (1, 2, 4, 8):
+
+        def again(ranks: LocalCommunicator) -> dict[str, np.ndarray]:
+            buckets = made(ranks)
+            load_residuals(buckets, params, saved)
+            return residuals(buckets, params)
+
+        loaded = {name: v for part in run_ranks(size, again) for name, v in part.items()}
+        total = sum(loaded[f"sent.{rank}.a"].astype(np.float64) for rank in range(size))
+        np.testing.assert_allclose(total, sent, atol=1e-6 * np.abs(sent).max())
+        for name in ("mean.a", "mean.b"):
+            np.testing.assert_array_equal(loaded[name], saved[name])
+        if size == 4:
+            assert all(np.array_equal(loaded[name], saved[name]) for name in saved)
+    with pytest.raises(ValueError, match="fits no parameter"):
+        load_residuals(made(LocalCommunicator()), params, saved | {"mean.c": saved["mean.b"]})
+    del saved["mean.a"]
+    with pytest.raises(ValueError, match="expected mean.a"):
+        load_residuals(made(LocalCommunicator()), params, saved)
+
+
+def test_what_was_left_over_follows_the_loss_scale(small: Make, tmp_path: Path) -> None:
+    """A scale that doubles after each step changes no bit: codes stay, and what is kept doubles."""
+    config = small(
+        epochs=1, micro_batches=2, grad_comm="mxint8", error_feedback=True, loss_scale="off"
+    )
+
+    def program(ranks: LocalCommunicator, growth: float) -> dict[str, bytes]:
+        trainer = Trainer(config, tmp_path, ranks=ranks)
+        trainer.scaler = MXGradScaler(
+            trainer.quant, init_scale=1.0, growth_factor=growth, growth_interval=1
+        )
+        trainer.fit()
+        return weights(trainer)
+
+    plain = run_ranks(2, lambda ranks: program(ranks, 1.0))
+    assert run_ranks(2, lambda ranks: program(ranks, 2.0)) == plain
+
+
+def test_error_feedback_is_of_mxint_alone(small: Make) -> None:
+    with pytest.raises(ValueError, match="--error-feedback: expected --grad-comm mxint8"):
+        small(error_feedback=True)
