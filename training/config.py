@@ -61,6 +61,8 @@ TEXT_ONLY = ("context", "epoch_steps", "tokenizer", "vocab_size")
 
 UPDATES = ("after_backward", "in_backward")
 """What ``--update`` takes."""
+GRAD_ROUNDING = ("stochastic", "error_feedback")
+"""What ``--grad-rounding`` takes."""
 
 _OPERAND = re.compile(r"([^/=\s]+)/([^/=\s]+)=([^/=\s]+)")
 """A part of ``--operands``: layers, slots, the recipe that has them."""
@@ -119,10 +121,12 @@ class Settings:
         "float32",
         among=GRAD_COMM,
     )
-    error_feedback: bool = setting(
-        "With mxint8 or mxint16: add what rounding left over to the next step's gradients, instead "
-        "of rounding stochastically. Each rank keeps 4 bytes a value more; checkpoints, too.",
-        False,
+    grad_rounding: str = setting(
+        "How mxint8 and mxint16 round: stochastic; or error_feedback, to nearest, and what is left "
+        "over is added to the next step's gradients. Then each rank keeps 4 bytes a value more, "
+        "and checkpoints do.",
+        "stochastic",
+        among=GRAD_ROUNDING,
     )
     shard: str = setting(
         "What each rank keeps its part of alone: none; states (of the optimizer: ZeRO-1); "
@@ -293,11 +297,17 @@ class Settings:
         self._check_update()
         if self.error_feedback and "mxint" not in self.grad_comm:
             raise ValueError(
-                f"--error-feedback: expected --grad-comm mxint8 or mxint16, got {self.grad_comm}, "
-                "which leaves nothing over; the way out: leave --error-feedback out"
+                "--grad-rounding: error_feedback: expected --grad-comm mxint8 or mxint16, got "
+                f"{self.grad_comm}, which leaves nothing over; the way out: leave --grad-rounding "
+                "out"
             )
         most = f"at most the {self.epochs} epochs"
         self._require("warmup_epochs", self.warmup_epochs <= self.epochs, most)
+
+    @property
+    def error_feedback(self) -> bool:
+        """Whether what rounding gradients leaves over is added to the next step's."""
+        return self.grad_rounding == "error_feedback"
 
     def _require(self, name: str, good: bool, expected: str) -> None:
         if not good:

@@ -204,7 +204,9 @@ class Trainer:
         position = self.position
         if not position.batch:  # else the epoch is resumed
             self.quant.reset_telemetry()
-        ahead = prefetch(self.task.training(position.epoch, position.batch), PREFETCH)
+        whole = self.ranks.size == 1 or any(c.whole_batches for c in self.callbacks)
+        mine = None if whole else self.micro_batches.rows
+        ahead = prefetch(self.task.training(position.epoch, position.batch, mine), PREFETCH)
         clock = time.perf_counter()
         with closing(ahead) as batches:  # however the epoch ends, the thread ends with it
             for batch in batches:

@@ -21,7 +21,7 @@ from extensor.quant import QuantStats
 from extensor.quant.recipe import SLOTS
 from extensor.quant.recipe_state import RecipeState
 
-from .batch import Batch
+from .batch import Batch, Whole
 
 __all__ = ["MicroBatch", "MicroBatches", "Outcome", "shares"]
 
@@ -91,13 +91,21 @@ class MicroBatches:
         self._counts: dict[tuple[str, str], QuantStats] = {}
 
     def divide(self, batch: Batch) -> list[MicroBatch]:
-        """All micro-batches of a batch that have labels."""
+        """All micro-batches of a batch that have labels, and of which it has the rows."""
         found = []
-        for index, rows in enumerate(shares(len(batch.inputs), self.parts)):
-            part = Batch(batch.index, batch.inputs[rows], batch.labels[rows])
-            if part.count:
-                found.append(MicroBatch(index, part, part.count / batch.count))
+        whole = batch.whole or Whole(0, len(batch.inputs), batch.count)
+        for index, rows in enumerate(shares(whole.rows, self.parts)):
+            if whole.first <= rows.start and rows.stop <= whole.first + len(batch.inputs):
+                rows = slice(rows.start - whole.first, rows.stop - whole.first)
+                part = Batch(batch.index, batch.inputs[rows], batch.labels[rows])
+                if part.count:
+                    found.append(MicroBatch(index, part, part.count / whole.count))
         return found
+
+    def rows(self, count: int) -> slice:
+        """Of so many rows of a batch, those of this rank's micro-batches: neighbours."""
+        parts = shares(count, self.parts)
+        return slice(parts[self.mine[0]].start, parts[self.mine[-1]].stop)
 
     def run(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
         """Give each micro-batch with the model's buffers and random bits as they are for it."""

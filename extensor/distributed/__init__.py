@@ -31,6 +31,7 @@ from extensor.distributed.reduction import (
     padded_size,
 )
 from extensor.distributed.residuals import load_residuals, rescale_residuals, residuals
+from extensor.distributed.tensor_parallel import TensorParallel
 from extensor.distributed.zero import SHARDS, ShardedBuckets, ShardedOptimizer
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "RanksDiffer",
     "ShardedBuckets",
     "ShardedOptimizer",
+    "TensorParallel",
     "Work",
     "check_same",
     "clip_grad_norm",

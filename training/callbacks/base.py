@@ -67,7 +67,13 @@ class RunView(Protocol):
 
 
 class Callback:
-    """Watches a run. Override what is needed; `RunView.stop` ends the run after the epoch."""
+    """Watches a run. Override what is needed; `RunView.stop` ends the run after the epoch.
+
+    Attributes:
+        whole_batches: whether it needs all rows of batches, not those alone that its rank computes.
+    """
+
+    whole_batches = False
 
     def on_start(self, run: RunView) -> None:
         """Before the first step; `RunView.history` is not empty if the run is resumed."""

@@ -59,6 +59,8 @@ class Telemetry(Callback):
         board: also gets the figures, if given.
     """
 
+    whole_batches = True
+
     def __init__(self, every: int, board: TensorBoard | None = None) -> None:
         if every < 1:
             raise ValueError(f"telemetry: expected 1 or more steps between records, got {every}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..batch import Batch
+from ..batch import Batch, Rows, Whole
 from .draws import Draws
 from .transforms import Normalize, Transform
 
@@ -112,6 +112,7 @@ def batches(
     order: np.ndarray | None = None,
     start: int = 0,
     augment: tuple[Transform, int, int] | None = None,
+    mine: Rows | None = None,
 ) -> Iterator[Batch]:
     """Normalised batches; the last one may be smaller.
 
@@ -123,6 +124,7 @@ def batches(
         start: the first batch to give (to resume inside an epoch).
         augment: a transform of the images, and the seed and the epoch that its random numbers are
             a function of; None transforms nothing.
+        mine: the rows of each batch to draw; None draws all.
 
     Raises:
         ValueError: for a batch size below 1, or indices of no images.
@@ -136,13 +138,16 @@ def batches(
         )
     normalize = Normalize(dataset.mean, dataset.std)
     for index in range(start, -(-len(order) // batch_size)):
-        chosen = order[index * batch_size : (index + 1) * batch_size]
+        chosen, whole = order[index * batch_size : (index + 1) * batch_size], None
+        if mine is not None:
+            rows = mine(len(chosen))
+            chosen, whole = chosen[rows], Whole(rows.start, len(chosen), len(chosen))
         images, draws = split.images[chosen], Draws(0, 0, chosen)
-        if augment is not None:
+        if augment is not None and len(chosen):
             transform, seed, epoch = augment
             draws = Draws(seed, epoch, chosen)
             images = transform(images, draws)
-        yield Batch(index, normalize(images, draws), split.labels[chosen])
+        yield Batch(index, normalize(images, draws), split.labels[chosen], whole)
 
 
 def evenly_spaced(members: np.ndarray, count: int) -> np.ndarray:

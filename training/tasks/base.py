@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..batch import Batch
+from ..batch import Batch, Rows
 from ..metrics import Scores
 from ..records import EpochReport
 
@@ -103,8 +103,14 @@ class Task(ABC):
         """Settings of the model's configuration that follow from the data."""
 
     @abstractmethod
-    def training(self, epoch: int, start: int) -> Iterator[Batch]:
-        """The batches of an epoch (from 1), from one on: a function of the seed and these alone."""
+    def training(self, epoch: int, start: int, mine: Rows | None = None) -> Iterator[Batch]:
+        """The batches of an epoch (from 1), from one on: a function of the seed and these alone.
+
+        Args:
+            epoch: which.
+            start: the first batch to give.
+            mine: the rows to draw; None draws all.
+        """
 
     @abstractmethod
     def test(self, batch_size: int) -> Iterator[Batch]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..batch import Batch
+from ..batch import Batch, Rows
 from ..config import RunConfig
 from ..data import (
     AUGMENTATIONS,
@@ -85,17 +85,17 @@ class Classification(Task):
         classes = len(self.dataset.classes)
         return {"in_channels": channels, "image_size": side, "classes": classes}
 
-    def training(self, epoch: int, start: int) -> Iterator[Batch]:
+    def training(self, epoch: int, start: int, mine: Rows | None = None) -> Iterator[Batch]:
         """The sampler's images, as the seed and the epoch decide."""
         config, dataset = self.config, self.dataset
         order = SAMPLERS[config.sampler](dataset.train.labels, config.seed, epoch)
         augmented = AUGMENTATIONS[config.augment], config.seed, epoch
-        for batch in batches(
-            dataset, dataset.train, config.batch_size, order=order, start=start, augment=augmented
-        ):
+        how: dict[str, Any] = {"order": order, "start": start, "augment": augmented, "mine": mine}
+        for batch in batches(dataset, dataset.train, config.batch_size, **how):
             finite = np.isfinite(batch.inputs)
             if not finite.all():
                 bad = np.flatnonzero(~finite.all(axis=(1, 2, 3)))
+                bad += 0 if batch.whole is None else batch.whole.first
                 raise DataError(
                     f"data set {dataset.name!r}: NaN or infinite pixels in epoch {epoch}, batch "
                     f"{batch.index} (of {self.batches}, counted from 0), its images "

@@ -14,7 +14,7 @@ import numpy as np
 
 from extensor.random import Stream
 
-from ..batch import Batch
+from ..batch import Batch, Rows, Whole
 from ..config import RunConfig
 from ..data import load_dataset
 from ..data.corpora import Corpus
@@ -89,16 +89,16 @@ class Causal(Task):
         """Vocabulary and context."""
         return {"vocab": self.tokenizer.size, "context": self.config.context}
 
-    def training(self, epoch: int, start: int) -> Iterator[Batch]:
+    def training(self, epoch: int, start: int, mine: Rows | None = None) -> Iterator[Batch]:
         """Random windows, where the seed and the epoch decide."""
         config, context, size = self.config, self.config.context, self.config.batch_size
         count = config.epoch_steps * size
         starts = random_starts(len(self.train_tokens), context, config.seed, epoch, count)
-        for batch in self._cut(self.train_tokens, starts, size, start):
+        for batch in self._cut(self.train_tokens, starts, size, start, mine):
             if config.augment == "noise":
                 stream = Stream(config.seed, epoch, DATA_TENSOR, NOISE_SLOT)
-                words = stream_words(stream, batch.inputs.size, batch.index)
-                words = words.reshape(batch.inputs.shape)
+                words = stream_words(stream, size * context, batch.index).reshape(size, context)
+                words = words if mine is None else words[mine(size)]
                 noisy = replace_tokens(batch.inputs, words, NOISE, self.tokenizer.size)
                 batch = replace(batch, inputs=noisy)
             yield batch
@@ -116,12 +116,21 @@ class Causal(Task):
         return self._cut(tokens, starts, batch_size, 0)
 
     def _cut(
-        self, tokens: np.ndarray, starts: np.ndarray, size: int, first: int
+        self,
+        tokens: np.ndarray,
+        starts: np.ndarray,
+        size: int,
+        first: int,
+        mine: Rows | None = None,
     ) -> Iterator[Batch]:
-        """Batches of ``size`` windows, from batch number ``first`` on."""
+        """Batches of ``size`` windows, or some rows of them, from batch number ``first`` on."""
         for index in range(first, -(-len(starts) // size)):
             chosen = starts[index * size : (index + 1) * size]
-            yield Batch(index, *window(tokens, chosen, self.config.context))
+            whole = None
+            if mine is not None:
+                rows, count = mine(len(chosen)), len(chosen)
+                chosen, whole = chosen[rows], Whole(rows.start, count, count * self.config.context)
+            yield Batch(index, *window(tokens, chosen, self.config.context), whole)
 
     def scores(self) -> Scores:
         """Loss, perplexity and how often the right token was among the best."""
@@ -153,10 +162,11 @@ class Masked(Causal):
 
     metric = replace(Causal.metric, title="test loss, nats per masked token")
 
-    def training(self, epoch: int, start: int) -> Iterator[Batch]:
+    def training(self, epoch: int, start: int, mine: Rows | None = None) -> Iterator[Batch]:
         """Random windows with masked tokens, where the seed and the epoch decide."""
         for batch in super().training(epoch, start):
-            yield self._masked(batch, self.config.seed, epoch)
+            masked = self._masked(batch, self.config.seed, epoch)  # the batch counts its labels
+            yield masked if mine is None else masked.only(mine(len(masked.inputs)))
 
     def _fixed(self, tokens: np.ndarray, batch_size: int) -> Iterator[Batch]:
         for batch in super()._fixed(tokens, batch_size):

@@ -92,6 +92,44 @@ def test_collectives(size: int) -> None:
     assert code == 0 and f"all good on {size}" in told, told
 
 
+SPLIT = """
+import hashlib, sys
+import numpy as np
+import extensor as et
+from extensor import models
+from extensor.distributed import TensorParallel, connect, run_ranks
+
+def program(ranks):
+    config = models.config("gpt", layers=2)
+    model = models.build("gpt", config, np.random.default_rng(0))
+    et.nn.apply_recipe(model, "mxfp8")
+    parallel, optimizer = TensorParallel(model, ranks), et.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        tokens = np.random.default_rng(step).integers(0, 65, (2, 65))
+        optimizer.zero_grad()
+        scores = model(et.ExTensor(tokens[:, :-1])).reshape(-1, 65)
+        et.cross_entropy(scores, et.ExTensor(tokens[:, 1:].reshape(-1))).backward()
+        parallel.finish()
+        optimizer.step()
+    found = hashlib.sha256()
+    for name, values in sorted(parallel.state_dict().items()):
+        found.update(name.encode() + values.tobytes())
+    return found.hexdigest()
+
+ranks = connect()
+mine = program(ranks)
+assert ranks.all_gather_object(mine) == [mine] * 2
+if ranks.rank == 0:
+    assert run_ranks(2, program) == [mine] * 2
+    print("the same over MPI and over threads")
+"""
+
+
+def test_tensor_parallel_blocks_over_mpi() -> None:
+    code, told = run(2, "-c", SPLIT)
+    assert code == 0 and "the same over MPI and over threads" in told, told
+
+
 STUCK = """
 import time
 from extensor.distributed import connect

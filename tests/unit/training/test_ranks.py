@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+import extensor as et
 from extensor.distributed import LocalCommunicator, run_ranks
+from extensor.quant.recipe_state import RecipeState
+from extensor.quant.recipes import RECIPES
 from extensor.training.callbacks import Callback, EarlyStopping, SaveCheckpoint
 from extensor.training.config import RunConfig
 from extensor.training.loop import Interrupted, Trainer
-from extensor.training.micro_batches import shares
-from extensor.training.runs import defaults
+from extensor.training.micro_batches import MicroBatches, shares
+from extensor.training.runs import RUNS, defaults
+from extensor.training.tasks import TASKS
 from tests.unit.training.conftest import Make, fitted, weights
 
 Run = tuple[dict[str, bytes], dict[str, Any], Any]
@@ -165,6 +169,38 @@ def test_early_stopping_stops_all(small: Make, tmp_path: Path) -> None:
 def test_more_ranks_than_micro_batches_are_refused(small: Make, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one for each of the 3 ranks, got 2"):
         run_ranks(3, lambda ranks: Trainer(small(micro_batches=2), tmp_path, ranks=ranks))
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("lenet", {"augment": "strong"}),
+        ("gpt", {"augment": "noise", "epoch_steps": 3, "context": 16}),
+        ("encoder", {"epoch_steps": 3, "context": 16}),
+    ],
+)
+def test_a_rank_draws_its_rows_alone(model: str, changes: dict[str, Any]) -> None:
+    """Together they are the whole batch; weights of micro-batches count the whole one's labels."""
+    small = {"batch_size": 10, "train_limit": 20 if model == "lenet" else 4000}
+    config = RunConfig(**{**defaults(model), **small, **changes, "micro_batches": 4})
+    if model == "lenet":
+        config = dataclasses.replace(config, dataset="digits")
+    task = TASKS[RUNS[model].task](config)
+    whole = list(task.training(1, 0))
+    net, state = et.nn.Linear(2, 2, rng=0), RecipeState(RECIPES["fp32"])
+    ranks = [LocalCommunicator(rank, 3, None) for rank in range(3)]
+    shared = [MicroBatches(net, state, 4, each) for each in ranks]
+    drawn = [list(task.training(1, 0, each.rows)) for each in shared]
+    alone = MicroBatches(net, state, 4, LocalCommunicator())
+    for index, batch in enumerate(whole):
+        parts = [each[index] for each in drawn]
+        assert [len(part.inputs) for part in parts] == [5, 3, 2]
+        np.testing.assert_array_equal(np.concatenate([p.inputs for p in parts]), batch.inputs)
+        np.testing.assert_array_equal(np.concatenate([p.labels for p in parts]), batch.labels)
+        each = [one for s, part in zip(shared, parts, strict=True) for one in s.divide(part)]
+        assert [(one.index, one.weight) for one in each] == [
+            (one.index, one.weight) for one in alone.divide(batch)
+        ]
 
 
 @pytest.mark.parametrize(("count", "parts"), [(32, 4), (29, 4), (3, 8), (0, 2), (10, 3)])

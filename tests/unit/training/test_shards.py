@@ -21,10 +21,14 @@ from extensor.distributed import (
 from extensor.io import load_checkpoint
 from extensor.optim import MXGradScaler
 from extensor.training.callbacks import Callback, SaveCheckpoint
+from extensor.training.cli import main
 from extensor.training.loop import Interrupted, Trainer
-from extensor.training.rundir import BEST, LAST, SHARDED
+from extensor.training.ptq import load_run
+from extensor.training.rundir import BEST, LAST, RESULT, SHARDED
 from tests.unit.training.conftest import Make, weights
 from tests.unit.training.test_ranks import image_run, on
+
+FEEDBACK = {"grad_comm": "mxint8", "grad_rounding": "error_feedback"}
 
 
 class Stop(Callback):
@@ -69,7 +73,12 @@ def test_a_sharded_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> N
 def test_error_feedback_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """What rounding left over is in the checkpoint, under a loss scale that changes, too."""
     config = image_run(
-        "mlp", micro_batches=4, grad_comm="mxint8", error_feedback=True, epochs=2, val_share=0.2
+        "mlp",
+        micro_batches=4,
+        grad_comm="mxint8",
+        grad_rounding="error_feedback",
+        epochs=2,
+        val_share=0.2,
     )
     straight = on(2, config, tmp_path / "straight")
     out = tmp_path / "parts"
@@ -134,7 +143,11 @@ def test_what_was_left_over_survives_another_number_of_ranks() -> None:
 def test_what_was_left_over_follows_the_loss_scale(small: Make, tmp_path: Path) -> None:
     """A scale that doubles after each step changes no bit: codes stay, and what is kept doubles."""
     config = small(
-        epochs=1, micro_batches=2, grad_comm="mxint8", error_feedback=True, loss_scale="off"
+        epochs=1,
+        micro_batches=2,
+        grad_comm="mxint8",
+        grad_rounding="error_feedback",
+        loss_scale="off",
     )
 
     def program(ranks: LocalCommunicator, growth: float) -> dict[str, bytes]:
@@ -150,5 +163,18 @@ def test_what_was_left_over_follows_the_loss_scale(small: Make, tmp_path: Path) 
 
 
 def test_error_feedback_is_of_mxint_alone(small: Make) -> None:
-    with pytest.raises(ValueError, match="--error-feedback: expected --grad-comm mxint8"):
-        small(error_feedback=True)
+    with pytest.raises(ValueError, match="error_feedback: expected --grad-comm mxint8"):
+        small(grad_rounding="error_feedback")
+
+
+def test_the_command_line_goes_on_from_a_folder(tmp_path: Path) -> None:
+    """Flags of the command line, a folder as checkpoint, and what reads a run's checkpoint."""
+    words = "mlp --train-limit 64 --test-limit 32 --epochs 1 --micro-batches 2 --shard gradients"
+    flags = "--grad-comm mxint8 --grad-rounding error_feedback --val-share 0.5"
+    command = [*words.split(), *flags.split(), "--out", str(tmp_path / "run")]
+    assert main(command) == 0
+    assert (tmp_path / "run" / SHARDED[BEST]).is_dir()
+    assert not (tmp_path / "run" / LAST).exists()
+    assert load_run(tmp_path / "run").position.epoch == 2
+    (tmp_path / "run" / RESULT).unlink()
+    assert main([*command, "--resume"]) == 0
