@@ -186,7 +186,7 @@ def _conv2d(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple
         backend = arrays.backend_of(x)
         *pairs, groups = call.window
         operands = (to_array(t) for t in (x, weight, bias) if t is not None)
-        out = _CONV2D.forward(
+        out, _ = _CONV2D.forward(
             backend,
             *(backend.cast(operand, _FLOAT32) for operand in operands),
             context=call.context(stream),
@@ -210,7 +210,8 @@ def _conv2d_grad(
         *pairs, groups = call.window
         window, context = _window(weight, *pairs), call.context(stream)
         given = [backend.cast(to_array(t), _FLOAT32) for t in (g, x, weight)]
-        found = _conv2d_vjp(backend, given[0], None, given[1:], needs, context, window, groups)
+        options = context, window, groups, _NOTHING
+        found = _conv2d_vjp(backend, given[0], None, given[1:], needs, *options)
         return _gradients(found, given, x, weight, of_bias)
 
 
