@@ -119,6 +119,8 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
         )
         sample = (sys.executable, "ci/mutants.py", "--sample", "4")
         listed.append(Step("mutants, a sample", "mutants", sample, ONE_THREAD))
+        sample = (sys.executable, "ci/python_mutants.py", "--sample", "30")
+        listed.append(Step("mutants of Python, a sample", "mutants", sample, ONE_THREAD))
         listed.append(kernels_step())
     environment = {"EXTENSOR_REQUIRE_CORE": "1"}
     if not pytest_arguments:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import itertools
 import os
 import random
 import resource
@@ -71,7 +72,9 @@ class Fuzzer:
         form.prepare(folder)
 
     def input(self, case: int) -> bytes:
-        """The bytes of a case."""
+        """The bytes of a case; those below 0 are the whole files and the corpus as they are."""
+        if case < 0:
+            return self.seeds[-1 - case]
         draw = random.Random(f"{self.form.name} {case}")
         content = draw.choice(self.seeds)
         for _ in range(draw.choice((1, 1, 1, 2, 3, 8))):
@@ -136,20 +139,22 @@ def work(
         counts: Counter[str] = Counter()
         failures: dict[str, tuple[int, bytes]] = {}
         times: Counter[str] = Counter()
-        known = {"".join(fuzzer.end(content)) for content in fuzzer.seeds}
+        known: set[str] = set()
         fresh: dict[str, bytes] = {}
-        end, case = time.monotonic() + seconds, first
-        while counts.total() < inputs and time.monotonic() < end:
+        end = time.monotonic() + seconds
+        for case in itertools.chain(range(-len(fuzzer.seeds), 0), itertools.count(first, step)):
+            if case >= 0 and (counts.total() >= inputs or time.monotonic() > end):
+                break
             content = fuzzer.input(case)
             how, where = fuzzer.end(content)
             counts[how] += 1
             if how == "FAILED":
                 failures.setdefault(where, (case, content))
                 times[where] += 1
-            elif grow and how + where not in known and len(content) < LARGEST_KEPT:
-                fresh[how + where] = content
+            elif how + where not in known:
                 known.add(how + where)
-            case += step
+                if grow and case >= 0 and len(content) < LARGEST_KEPT:
+                    fresh[how + where] = content
         kept = {base64.b64encode(content).decode() for content in fresh.values()}
         return name, counts, failures, times, kept
 

@@ -46,7 +46,9 @@ def as_shape(shape: ShapeLike, what: str = "shape") -> tuple[int, ...]:
         axes = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
         sizes = tuple(operator.index(n) for n in axes)
     except TypeError:
-        raise TypeError(f"{what}: expected an int or a tuple of ints, got {shape!r}") from None
+        raise TypeError(
+            f"{what}: expected an int or a tuple of ints, got {reprlib.repr(shape)}"
+        ) from None
     if any(n < 0 for n in sizes):
         raise ValueError(f"{what}: expected sizes of 0 or more, got {shape!r}")
     return sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -52,7 +53,7 @@ class Sequential(_Container):
     def __init__(self, *layers: Module, **named: Module) -> None:
         for name, layer in [*((str(i), layer) for i, layer in enumerate(layers)), *named.items()]:
             if not isinstance(layer, Module):
-                raise TypeError(f"Sequential: {name}: expected a Module, got {layer!r:.80}")
+                raise TypeError(f"Sequential: {name}: expected a Module, got {reprlib.repr(layer)}")
             if name in vars(self):
                 raise ValueError(
                     f"Sequential: expected a name of its own for each layer, got two named "
@@ -100,7 +101,7 @@ class ModuleList(_Container):
         1
         """
         if not isinstance(module, Module):
-            raise TypeError(f"ModuleList: expected a Module, got {module!r:.80}")
+            raise TypeError(f"ModuleList: expected a Module, got {reprlib.repr(module)}")
         setattr(self, str(len(self)), module)
 
 

@@ -8,6 +8,7 @@ list of layers, whose parameters would not be found, is refused when it is set.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -98,10 +99,13 @@ class Module:
         """Run the hooks before, `forward`, and the hooks after it."""
         for before in self._pre_hooks:
             before(self, args)
-        if self.storage is None and not self.recomputed:
-            output = self.forward(*args, **kwargs)
-        else:
-            output = self._forward_saving(args, kwargs)
+        try:
+            if self.storage is None and not self.recomputed:
+                output = self.forward(*args, **kwargs)
+            else:
+                output = self._forward_saving(args, kwargs)
+        except RecursionError as error:
+            raise _too_deep(error) from None
         for hook in self._hooks:
             hook(self, output)
         return output
@@ -175,16 +179,16 @@ class Module:
         ['', 'body', 'body.0']
         """
         seen: set[int] = set()
-
-        def walk(path: str, module: Module) -> Iterator[tuple[str, Module]]:
+        left: list[tuple[str, Module]] = [("", self)]  # no recursion: modules may be nested deeply
+        while left:
+            path, module = left.pop()
             if id(module) in seen:
-                return
+                continue
             seen.add(id(module))
             yield path, module
-            for name, child in module.named_children():
-                yield from walk(f"{path}.{name}" if path else name, child)
-
-        yield from walk("", self)
+            start = f"{path}." if path else ""
+            children = [(start + name, child) for name, child in module.named_children()]
+            left += reversed(children)
 
     def modules(self) -> Iterator[Module]:
         """This module and all below it; shared ones once.
@@ -525,12 +529,38 @@ class Module:
         return card(type(self).__name__, facts, table(columns, rows, note))
 
     def __repr__(self) -> str:
-        title = f"{type(self).__name__}({self.extra_repr()}"
-        lines = [
-            f"  ({name}): " + repr(child).replace("\n", "\n  ")
-            for name, child in self.named_children()
-        ]
-        return "\n".join([title, *lines, ")"]) if lines else f"{title})"
+        lines: list[str] = []
+        left: list[tuple[str, str, Module | None]] = [("", "", self)]  # no recursion, as above
+        around: list[Module] = []
+        while left:
+            indent, label, module = left.pop()
+            if module is None:
+                lines.append(f"{indent})")
+                around.pop()
+            elif any(module is outer for outer in around):
+                lines.append(f"{indent}{label}...")  # it holds itself
+            elif module is not self and type(module).__repr__ is not Module.__repr__:
+                lines.append(indent + label + repr(module).replace("\n", f"\n{indent}"))
+            else:
+                children = list(module.named_children())
+                end = "" if children else ")"
+                lines.append(f"{indent}{label}{type(module).__name__}({module.extra_repr()}{end}")
+                if children:
+                    around.append(module)
+                    left.append((indent, "", None))
+                left += [(f"{indent}  ", f"({name}): ", m) for name, m in reversed(children)]
+        return "\n".join(lines)
+
+
+def _too_deep(error: RecursionError) -> RecursionError:
+    """The error of a forward that calls more deeply than Python allows; the innermost is kept."""
+    if "setrecursionlimit" in str(error):
+        return error
+    return RecursionError(
+        "a module's forward: calls are nested more deeply than Python's limit of "
+        f"{sys.getrecursionlimit()}, as by modules in modules, each two or more; nest them "
+        "less, or allow more with sys.setrecursionlimit"
+    )
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,7 +126,7 @@ def axis_index(name: str, axis: Any, ndim: int) -> int:
     try:
         index = operator.index(axis)
     except TypeError:
-        raise TypeError(f"{name}: axis: expected an int, got {axis!r}") from None
+        raise TypeError(f"{name}: axis: expected an int, got {reprlib.repr(axis)}") from None
     if not -ndim <= index < ndim:
         raise AxisError(
             f"{name}: axis: expected {-ndim}..{ndim - 1} for a tensor of {ndim} axes, got {index}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -150,7 +151,7 @@ class QuantSpec:
             value = getattr(self, name)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 expected = " or ".join(_KIND_NAMES[kind] for kind in kinds)
-                raise TypeError(f"{name}: expected {expected}, got {value!r:.80}")
+                raise TypeError(f"{name}: expected {expected}, got {reprlib.repr(value)}")
         if self.format not in FORMATS:
             raise ValueError(unknown_name("format", self.format, FORMATS))
         if self.dialect not in DIALECTS:

@@ -177,7 +177,7 @@ class ArchiveSource(ImageSource):
         # What tarfile and zipfile raise for damage, encryption and unknown compression; they read
         # a header of any size that the archive states.
         except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError,
-                ValueError, RuntimeError, MemoryError) as error:  # fmt: skip
+                ValueError, RuntimeError, MemoryError, OverflowError) as error:  # fmt: skip
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{path}: expected a complete {self.kind}, got: {error}") from error

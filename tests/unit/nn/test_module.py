@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+import sys
 
 import numpy as np
 import pytest
 
+import extensor as et
 import extensor.nn as nn
 from extensor.autograd.tensor import ExTensor
 from extensor.io import load_checkpoint, save_checkpoint
@@ -276,3 +278,50 @@ def test_parameters_are_dense_floats():
         nn.Parameter([1, 2])
     with pytest.raises(TypeError, match="clone"):
         nn.Parameter(ExTensor([1.0]))
+
+
+def test_modules_nested_deeply():
+    """What walks over modules has no limit; a forward that Python cannot call says so."""
+    inner = nn.Linear(3, 2, rng=0)
+    model = inner
+    for _ in range(500):
+        model = nn.Sequential(model)
+    x = ExTensor(np.ones((4, 3), np.float32))
+    assert len(list(model.modules())) == 501 and list(model.parameters()) == [*inner.parameters()]
+    assert list(model.state_dict()) == ["0." * 500 + "weight", "0." * 500 + "bias"]
+    model.load_state_dict(model.eval().train().to("cpu").state_dict())
+    lines = repr(model).splitlines()
+    assert lines[:2] == ["Sequential(", "  (0): Sequential("]
+    assert lines[500] == 1000 * " " + "(0): Linear(3, 2)" and len(lines) == 1001
+    with pytest.raises(RecursionError, match="forward: calls are nested more deeply .* limit"):
+        model(x)
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(before + 2000)
+    try:
+        model(x).sum().backward()
+    finally:
+        sys.setrecursionlimit(before)
+    np.testing.assert_array_equal(inner.bias.grad.numpy(), [4, 4])
+
+
+def test_a_module_that_holds_itself_has_a_repr():
+    model = nn.Sequential(nn.ReLU())
+    model.again = model
+    assert repr(model) == "Sequential(\n  (0): ReLU()\n  (again): ...\n)"
+    assert len(list(model.modules())) == 2
+
+
+def test_lists_nested_deeply_are_refused_in_short():
+    deep = 1.0
+    for _ in range(2000):
+        deep = [deep]
+    for call in (
+        lambda: ExTensor(deep), lambda: et.ones(deep), lambda: et.ones(2).reshape(deep),
+        lambda: et.ones(2).sum(deep), lambda: et.cat(deep), lambda: et.ones(2)[deep],
+        lambda: nn.ModuleList(deep), lambda: nn.Sequential(deep),
+        lambda: et.QuantSpec.from_dict({"format": deep}),
+        lambda: nn.ReLU().load_state_dict({"w": deep}),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call()
+        assert len(str(caught.value)) < 300

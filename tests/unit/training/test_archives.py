@@ -95,6 +95,11 @@ def test_what_is_no_archive_is_refused(cache: Path) -> None:
         keep(cache, CIFAR10, "cifar10", b"not a tar file", records=4).load()
     with pytest.raises(DataError, match="expected a complete zip file"):
         keep(cache, EMNIST[0], "emnist", b"not a zip file").load()
+    long_name = tarfile.TarInfo("name")
+    long_name.type, long_name.size = tarfile.GNUTYPE_LONGNAME, 2**70
+    content = gzip.compress(long_name.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    with pytest.raises(DataError, match=r"expected a complete \.tar\.gz"):
+        keep(cache, CIFAR10, "cifar10", content, records=4).load()
 
 
 def test_a_damaged_archive_is_refused_before_it_is_opened(cache: Path) -> None:

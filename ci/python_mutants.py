@@ -1,0 +1,335 @@
+"""Small mistakes in the Python code, which the tests must notice.
+
+    python ci/python_mutants.py --map                     which tests call which functions; once
+    python ci/python_mutants.py --draw 40 --package nn    forty new mutants of extensor/nn
+    python ci/python_mutants.py --sample 30               known ones again: what CI runs
+    python ci/python_mutants.py --survivors               those that no test noticed, again
+    python ci/python_mutants.py --show                    killed of all, by package
+
+Cosmic Ray (extra `mutants`) makes the mutants: an operator, a comparison, a number or a condition
+is another, a loop has no rounds, a decorator is gone. Not mutated are annotations, `__all__`,
+samples of the tests, and text. A mutant is imported in place of its file by `ci.mutant_plugin`,
+which changes nothing on the disk. The tests that call the mutated function judge it, the fastest
+first, for `LIMIT` seconds. ci/python_mutants.json keeps each mutant with the test that noticed it;
+a mutant whose text has gone is left out. `reason` there says why a mutant changes nothing that a
+user can see: an equivalent one, which does not count. Exit code 1 unless all are killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "ci" / "python_mutants.json"
+MAPS = ROOT / "build" / "mutants"
+LIMIT = 40.0
+HANGS = 600.0
+FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+_EVERY = "tests/test_every_"
+PACKAGES = {
+    "autograd": ("extensor/autograd", f"{_EVERY}primitive.py"),
+    "ops": ("extensor/ops", f"{_EVERY}primitive.py", "tests/test_bad_input.py"),
+    "nn": ("extensor/nn", f"{_EVERY}layer.py"),
+    "optim": ("extensor/optim", f"{_EVERY}optimizer.py"),
+    "quant": ("extensor/quant",),
+    "io": ("extensor/io",),
+    "training": ("training",),
+    "models": ("models",),
+}
+"""Where a package lies, and what tests it beside tests/unit/<package>."""
+
+SWAPS = (
+    "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_Mul Pow_Mul RShift_LShift LShift_RShift "
+    "BitOr_BitAnd BitAnd_BitOr BitXor_BitOr"
+)
+COMPARISONS = "Eq_NotEq NotEq_Eq Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_GtE Gt_LtE Is_IsNot IsNot_Is"
+OPERATORS = (
+    *(f"ReplaceBinaryOperator_{swap}" for swap in SWAPS.split()),
+    *(f"ReplaceComparisonOperator_{swap}" for swap in COMPARISONS.split()),
+    "ReplaceUnaryOperator_Delete_USub", "ReplaceUnaryOperator_Delete_Not", "AddNot",
+    "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd",
+    "ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "NumberReplacer", "RemoveDecorator",
+    "ZeroIterationForLoop",
+)  # fmt: skip
+
+
+@dataclass
+class Mutant:
+    """Lines of a file that become others; ``by`` is the test that notices, empty if none does."""
+
+    package: str
+    file: str
+    line: int
+    old: str
+    new: str
+    by: str = ""
+    reason: str = ""
+
+    def source(self) -> str | None:
+        """The file with the mistake, at the old text that is nearest to the line; None if gone."""
+        text = (ROOT / self.file).read_text(encoding="utf-8")
+        begins = [0, *(found.end() for found in re.finditer("\n", text))]
+        places = [n for n, at in enumerate(begins) if text.startswith(self.old, at)]
+        if not places:
+            return None
+        at = begins[min(places, key=lambda n: abs(n + 1 - self.line))]
+        return text[:at] + self.new + text[at + len(self.old) :]
+
+
+def known() -> list[Mutant]:
+    """The table."""
+    return [Mutant(**row) for row in json.loads(TABLE.read_text())] if TABLE.exists() else []
+
+
+def keep(mutants: Sequence[Mutant]) -> None:
+    """Write the table, a mutant a line."""
+    ordered = sorted(mutants, key=lambda m: (m.package, m.file, m.line, m.new))
+    rows = ",\n".join(json.dumps(asdict(mutant)) for mutant in ordered)
+    TABLE.write_text(f"[\n{rows}\n]\n")
+
+
+# ---- mutants
+
+
+class _Bare(ast.NodeTransformer):
+    """A tree without annotations, and without what only tests read."""
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
+        if node.name.endswith("samples"):
+            return None
+        node.returns = None
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.annotation = ast.Constant(0)
+        return self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        return None if ast.unparse(node.targets[0]) == "__all__" else self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        only_tests = ("samples", "errors", "checked", "no_vjp")
+        node.keywords = [k for k in node.keywords if k.arg not in only_tests]
+        return self.generic_visit(node)
+
+
+def bare(text: str) -> str:
+    """What of a file counts."""
+    return ast.dump(_Bare().visit(ast.parse(text)))
+
+
+def draw(
+    package: str, count: int, chance: random.Random, seen: set[tuple[str, ...]]
+) -> list[Mutant]:
+    """New mutants of a package: each place and operator is as likely as another."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    operators = [get_operator(f"core/{name}")() for name in OPERATORS]
+    places = []
+    for path in sorted((ROOT / PACKAGES[package][0]).rglob("*.py")):
+        nodes = list(ast_nodes(get_ast(path.read_text(encoding="utf-8"))))
+        for operator in operators:
+            total = sum(len(list(operator.mutation_positions(node))) for node in nodes)
+            places += [(path, operator, number) for number in range(total)]
+    chance.shuffle(places)
+    drawn: list[Mutant] = []
+    for path, operator, number in places:
+        if len(drawn) == count:
+            break
+        text = path.read_text(encoding="utf-8")
+        changed = mutate_code(text, operator, number)
+        try:
+            if changed is None or bare(changed) == bare(text):
+                continue
+        except SyntaxError:
+            continue
+        mutant = difference(package, str(path.relative_to(ROOT)), text, changed)
+        if (mutant.file, mutant.old, mutant.new) not in seen:
+            drawn.append(mutant)
+    return drawn
+
+
+def difference(package: str, file: str, text: str, changed: str) -> Mutant:
+    """The lines that differ."""
+    old, new = text.splitlines(keepends=True), changed.splitlines(keepends=True)
+    first = next(i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b)
+    last = 0
+    while old[-1 - last] == new[-1 - last]:
+        last += 1
+    last = min(last, len(old) - first - 1)
+    lines = "".join(old[first : len(old) - last]), "".join(new[first : len(new) - last])
+    return Mutant(package, file, first + 1, *lines)
+
+
+# ---- tests
+
+
+def map_calls(package: str) -> None:
+    """Run the package's tests and note which functions each calls."""
+    MAPS.mkdir(parents=True, exist_ok=True)
+    command = [*PYTEST, f"tests/unit/{package}", *PACKAGES[package][1:]]
+    environment = ENVIRONMENT | {"MUTANT_CALLS": str(MAPS / f"{package}.json")}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """A code object and all within, outer ones first."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes(constant)
+
+
+def judges(mutant: Mutant) -> list[str]:
+    """The tests that call the mutated function, the fastest first, for `LIMIT` seconds.
+
+    Of code that runs at import, those that call any function of the file.
+    """
+    path = MAPS / f"{mutant.package}.json"
+    if not path.exists():
+        raise SystemExit(f"{path}: not there; run ci/python_mutants.py --map first")
+    found = json.loads(path.read_text())
+    code = compile((ROOT / mutant.file).read_text(encoding="utf-8"), mutant.file, "exec")
+    inner = [c for c in codes(code) if mutant.line in {line for *_, line in c.co_lines()}]
+    calls: dict[str, list[int]] = found["calls"]
+    if len(inner) > 1:
+        numbers = set(calls.get(f"{mutant.file}:{inner[-1].co_firstlineno}", ()))
+    else:
+        numbers = {n for name, c in calls.items() if name.startswith(f"{mutant.file}:") for n in c}
+    times = list(found["tests"].items())
+    chosen, left = [], LIMIT
+    for test, seconds in sorted((times[number] for number in numbers), key=lambda t: t[1]):
+        left -= seconds
+        if left < 0:
+            break
+        chosen.append(test)
+    return chosen
+
+
+PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider",
+          "-p", "no:randomly", "-p", "ci.mutant_plugin")  # fmt: skip
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+def killed(mutant: Mutant, tests: Sequence[str]) -> str:
+    """The first of the tests that fails on the mutant; empty if all pass."""
+    source = mutant.source()
+    if source is None or not tests:
+        return ""
+    with tempfile.NamedTemporaryFile("w", suffix=".py", encoding="utf-8") as file:
+        file.write(source)
+        file.flush()
+        environment = ENVIRONMENT | {"MUTANT": f"{ROOT / mutant.file}:{file.name}"}
+        try:
+            done = subprocess.run([*PYTEST, *tests], cwd=ROOT, env=environment, text=True,
+                                  capture_output=True, check=False, timeout=HANGS)  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return tests[0]
+    if done.returncode == 0:
+        return ""
+    first = FIRST_FAILURE.search(done.stdout)
+    return first.group(1) if first else tests[0]
+
+
+def judge(mutant: Mutant) -> Mutant:
+    """Find out which test notices: the one that did, else all that may."""
+    mutant.by = killed(mutant, [mutant.by] if mutant.by else judges(mutant))
+    return mutant
+
+
+def judge_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Mutant]:
+    """As they are judged."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for mutant in pool.map(judge, mutants):
+            what = "killed  " if mutant.by else "SURVIVED"
+            print(
+                f"{what} {mutant.file}:{mutant.line} {mutant.new.strip()!r} {mutant.by}", flush=True
+            )
+            yield mutant
+
+
+def show(mutants: Sequence[Mutant]) -> None:
+    """Killed of all, by package; equivalent ones apart."""
+    counts: dict[str, Counter[str]] = {package: Counter() for package in PACKAGES}
+    for mutant in mutants:
+        how = "killed" if mutant.by else "equivalent" if mutant.reason else "survived"
+        counts[mutant.package][how] += 1
+    for package, count in counts.items():
+        total = count["killed"] + count["survived"]
+        share = f"{count['killed'] / total:.0%}" if total else "-"
+        print(f"{package:<9} killed {count['killed']} of {total} ({share}), "
+              f"equivalent {count['equivalent']}")  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw or judge; 1 if a mutant survived."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--package", action="append", choices=PACKAGES, help="may be repeated")
+    parser.add_argument("--map", action="store_true", help="note which tests call what")
+    parser.add_argument("--draw", type=int, default=0, help="this many new ones of each package")
+    parser.add_argument("--sample", type=int, default=0, help="this many known ones, by the day")
+    parser.add_argument("--survivors", action="store_true", help="those of the table")
+    parser.add_argument("--show", action="store_true", help="the table in numbers")
+    parser.add_argument("--seed", default=str(date.today()))
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    chosen = parser.parse_args(argv)
+    packages = chosen.package or list(PACKAGES)
+    table = known()
+    of_them = [mutant for mutant in table if mutant.package in packages]
+    chance = random.Random(chosen.seed)
+    requested: list[Mutant] = []
+    if chosen.map:
+        for package in packages:
+            map_calls(package)
+    if chosen.sample:
+        there = [mutant for mutant in of_them if mutant.by and mutant.source()]
+        requested += chance.sample(there, min(chosen.sample, len(there)))
+    if chosen.survivors:
+        requested += [mutant for mutant in of_them if not mutant.by and not mutant.reason]
+    seen: set[tuple[Any, ...]] = {(m.file, m.old, m.new) for m in table}
+    for package in packages if chosen.draw else ():
+        requested += draw(package, chosen.draw, chance, seen)
+    outcomes = []
+    for mutant in judge_all(requested, chosen.jobs):
+        outcomes.append(mutant)
+        if not chosen.sample:
+            seen.add((mutant.file, mutant.old, mutant.new))
+            fresh = mutant not in table
+            table += [mutant] if fresh else []
+            keep([m for m in table if m.source() is not None])
+    if chosen.show:
+        show(of_them)
+    survived = sum(not mutant.by for mutant in outcomes)
+    print(f"{len(outcomes)} mutants, {survived} survived")
+    return int(survived > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The table of Python's mutants fits the code, and the judge tells killed ones from survivors."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+from ci.python_mutants import PACKAGES, Mutant, bare, difference, killed, known
+
+
+def test_the_table_fits_the_code() -> None:
+    """Most can be planted still; the others leave the table when new ones are drawn."""
+    table = known()
+    there = [mutant for mutant in table if mutant.source() is not None]
+    assert len(there) >= max(30, 0.8 * len(table)), "ci/python_mutants.py --draw makes new ones"
+    for mutant in there:
+        source = mutant.source()
+        assert source is not None
+        ast.parse(source)
+        assert bool(mutant.by) != bool(mutant.reason), mutant
+    assert {mutant.package for mutant in table} <= PACKAGES.keys()
+    rows = Counter((mutant.file, mutant.old, mutant.new) for mutant in table)
+    assert max(rows.values()) == 1
+
+
+def test_annotations_samples_and_text_do_not_count() -> None:
+    text = 'def f(x: int = 1) -> int:\n    """One."""\n    return x\ny = g(1, samples=2)\n'
+    same = 'def f(x: str = 1) -> str:\n    """One."""\n    return x\ny = g(1, samples=3)\n'
+    assert bare(text) == bare(same) != bare(text.replace("g(1", "g(2"))
+
+
+def test_a_mutant_is_the_lines_that_differ() -> None:
+    mutant = difference("nn", "f.py", "a = 1\nb = 2\nc = 3\n", "a = 1\nb = 4\nc = 3\n")
+    assert (mutant.line, mutant.old, mutant.new) == (2, "b = 2\n", "b = 4\n")
+
+
+def test_the_judge() -> None:
+    """On a mutant that a test of dropout notices, and one of norms does not."""
+    file, old = "extensor/nn/dropout.py", "            return x\n"
+    mutant = Mutant("nn", file, 70, old, "            return x * 2\n")
+    tests = "tests/unit/nn/test_layers.py::test_"
+    noticed = f"{tests}dropout_does_nothing_in_evaluation_or_for_zero"
+    other = f"{tests}batch_norm_in_evaluation_uses_the_running_statistics"
+    assert killed(mutant, [other, noticed]).split(" ")[0] == noticed
+    assert killed(mutant, [other]) == ""
+    assert Mutant("nn", file, 70, "no such line\n", "").source() is None
