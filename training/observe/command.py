@@ -41,13 +41,16 @@ class ObserveArgs:
 
 
 def observe(args: ObserveArgs, console: Console) -> int:
-    """Run, gather, write. Returns 0 if everything is finished, else 1.
+    """Say what is planned, run, gather, write. Returns 0 if everything is finished, else 1.
 
     Raises:
         UsageError: if a folder holds another run.
     """
     folder = args.out or Path("runs") / f"observe-{args.experiment}"
     queue = Queue(EXPERIMENTS[args.experiment], folder)
+    if args.minutes:
+        for line in queue.plan(args.minutes):
+            console.print(f"plan: {line}", highlight=False)
     done = queue.run(args.minutes, console)
     results = gather(queue)
     write_json(folder / "results.json", results)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import statistics
 import subprocess
 import time
 from dataclasses import dataclass
@@ -114,6 +115,42 @@ class Queue:
         open_ = [e for e in self.entries() if e.state != "finished" and e.name not in self.failed]
         begun = [entry for entry in open_ if entry.state == "interrupted"]
         return next(iter(begun or open_), None)
+
+    def plan(self, minutes: float) -> list[str]:
+        """What so many minutes are for, a line each: by the median time of finished runs."""
+        entries = self.entries()
+        left = [e for e in entries if e.state != "finished"]
+        lines = [f"{len(entries) - len(left)} of {len(entries)} runs known so far are finished"]
+        if self.rate() is None:
+            arms = len(self.experiment.runs(self.experiment.rates[0]))
+            lines.append(f"then {arms} runs at the rate that these trials find")
+        seconds = self._usual_seconds(entries)
+        if not left:
+            return lines
+        if not seconds:
+            return [*lines, f"first: {left[0].name}; how long it takes is not known yet"]
+        begun = [e for e in left if e.state == "interrupted"]
+        following = begun + [e for e in left if e not in begun]
+        budget, start = 60 * minutes, 0.0
+        for entry in following:
+            if start >= budget:
+                break
+            whole = seconds.get(entry.kind, max(seconds.values()))
+            need = max(whole - Cost.read(entry.cost_file).seconds, 0.0)
+            end = "" if start + need <= budget else ", which the time ends"
+            lines.append(
+                f"from minute {start / 60:.1f}: {entry.name}, {need / 60:.1f} minutes{end}"
+            )
+            start += need
+        return lines
+
+    def _usual_seconds(self, entries: list[Entry]) -> dict[str, float]:
+        """Median wall-clock seconds of finished runs, by kind."""
+        found: dict[str, list[float]] = {}
+        for entry in entries:
+            if entry.state == "finished" and (cost := Cost.read(entry.cost_file)).seconds:
+                found.setdefault(entry.kind, []).append(cost.seconds)
+        return {kind: statistics.median(values) for kind, values in found.items()}
 
     def run(self, minutes: float, console: Console) -> bool:
         """Run what is open until the time is up; returns whether everything is finished.

@@ -16,6 +16,7 @@ from extensor.training.observe.cost import Cost, Meter
 from extensor.training.observe.experiments import EXPERIMENTS, Experiment
 from extensor.training.observe.gather import gather
 from extensor.training.observe.queue import Entry, Queue
+from extensor.training.rundir import LAST, claim
 from extensor.training.train import train
 from tests.unit.training.conftest import QUIET, SMALL
 
@@ -58,6 +59,33 @@ def test_every_experiment_is_a_list_of_valid_runs() -> None:
     for name, run in tokens.items():  # at least 25 tokens a weight, to a rounded step
         weights = float(name.removesuffix("m")) * 1e6
         assert run.epochs * run.epoch_steps * run.batch_size * run.context > 24 * weights
+
+
+def test_a_plan_is_made_of_what_runs_took(here: None, tmp_path: Path) -> None:
+    queue = Queue(TINY, tmp_path)
+    first = queue.plan(5)
+    assert first[:2] == [
+        "0 of 2 runs known so far are finished",
+        "then 4 runs at the rate that these trials find",
+    ]
+    assert first[2].startswith("first: rate-0.02-fp32-s0; how long it takes is not known")
+    queue.run(3, QUIET)
+    for entry, seconds in zip(queue.entries()[:3], (60.0, 120.0, 90.0), strict=True):
+        write_json_cost(entry, seconds)
+    begun = queue.entries()[4]
+    claim(begun.job.folder, begun.job.config, resume=False)
+    (begun.job.folder / LAST).write_bytes(b"")
+    write_json_cost(begun, 45.0)
+    assert queue.plan(2) == [
+        "3 of 6 runs known so far are finished",
+        f"from minute 0.0: {begun.name}, 0.8 minutes",
+        f"from minute 0.8: {queue.entries()[3].name}, 1.5 minutes, which the time ends",
+    ]
+
+
+def write_json_cost(entry: Entry, seconds: float) -> None:
+    entry.cost_file.parent.mkdir(parents=True, exist_ok=True)
+    entry.cost_file.write_text(json.dumps(Cost(seconds).as_dict()))
 
 
 def test_a_queue_goes_on_where_the_time_ran_out(here: None, tmp_path: Path) -> None:
