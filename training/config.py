@@ -130,7 +130,8 @@ class Settings:
     )
     shard: str = setting(
         "What each rank keeps its part of alone: none; states (of the optimizer: ZeRO-1); "
-        "gradients (and states: ZeRO-2). The weights are the same in all three.",
+        "gradients (and states: ZeRO-2); parameters (and both: ZeRO-3, gathered layer by layer). "
+        "The weights are the same in all four.",
         "none",
         among=SHARDS,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from extensor import ExTensor, capture, cross_entropy, models, no_grad, take
 from extensor.distributed import (
     CollectiveTimeout,
     Communicator,
+    GatheredBuckets,
     GradientBuckets,
     LocalCommunicator,
     ShardedBuckets,
@@ -158,6 +159,12 @@ class Trainer:
         cast_weights(model, self.config.weights)
         return model.to(self.config.device)
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Keep the weights whole inside, where each rank has a part; all ranks call it."""
+        if isinstance(self.buckets, GatheredBuckets):
+            return self.buckets.hold()
+        return nullcontext()
+
     def stop(self, reason: str) -> None:
         """End the run after this epoch; the reason goes into the result."""
         self.stop_reason = reason
@@ -258,12 +265,13 @@ class Trainer:
         mine = [part for part in micro.divide(batch) if part.index in micro.mine]
         micro.begin()
         self.optimizer.zero_grad()
-        step = self.position.step
-        for part in micro.run(mine):
-            last = part is mine[-1]
-            buckets = self.buckets
-            with buckets.micro_batch(last=last, step=step) if buckets else nullcontext():
-                self._backward(part)
+        step, buckets = self.position.step, self.buckets
+        gathers = isinstance(buckets, GatheredBuckets)
+        with self.whole() if gathers and not micro.even(mine) else nullcontext():
+            for part in micro.run(mine):
+                last = part is mine[-1]
+                with buckets.micro_batch(last=last, step=step) if buckets else nullcontext():
+                    self._backward(part)
         if self.buckets is not None:
             self.buckets.finish(step)
         outcome = micro.end(self._told_to_stop)
@@ -282,8 +290,11 @@ class Trainer:
         args = (list(self.model.parameters()), self.ranks, config.grad_comm)
         if config.shard == "none":
             return GradientBuckets(*args, seed=config.seed, **how)
-        keep = config.shard == "states"
-        sharded = ShardedBuckets(*args, keep_gradients=keep, seed=config.seed, **how)
+        how["seed"] = config.seed
+        if config.shard == "parameters":
+            sharded: ShardedBuckets = GatheredBuckets(self.model, *args[1:], **how)
+        else:
+            sharded = ShardedBuckets(*args, keep_gradients=config.shard == "states", **how)
         self.optimizer = ShardedOptimizer(self.optimizer, sharded)
         return sharded
 
@@ -408,7 +419,7 @@ class Trainer:
         self.quant.step = self.position.step  # the same random bits at any time, resumed or not
         self.model.eval()
         try:
-            with no_grad():
+            with no_grad(), self.whole():
                 for index, batch in enumerate(drawn):
                     if index % self.ranks.size == self.ranks.rank:
                         self.quant.micro_batch = index
@@ -464,7 +475,8 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Write a checkpoint atomically. All ranks call this; see `save_run`."""
-        save_run(self, path)
+        with self.whole():
+            save_run(self, path)
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint that `save` wrote, on any number of ranks.
@@ -473,7 +485,8 @@ class Trainer:
             CheckpointError: if the file is damaged.
             ValueError: if it belongs to another run.
         """
-        load_run(self, path)
+        with self.whole():
+            load_run(self, path)
         self._follow_recipes(max(self.position.step - 1, 0))  # as evaluation finds it
         for report in self.history:
             self._observe(report)

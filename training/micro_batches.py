@@ -107,6 +107,10 @@ class MicroBatches:
         parts = shares(count, self.parts)
         return slice(parts[self.mine[0]].start, parts[self.mine[-1]].stop)
 
+    def even(self, mine: list[MicroBatch]) -> bool:
+        """Whether all ranks have as many micro-batches of a batch as this one; all of them ask."""
+        return len(set(self.ranks.all_gather_object(len(mine)))) == 1
+
     def run(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
         """Give each micro-batch with the model's buffers and random bits as they are for it."""
         before = self._buffers() if self._start is None else self._start

@@ -77,7 +77,8 @@ def check_weights(run: Any) -> None:
 
 
 def _weights(run: Any) -> str:
-    return digest(param.to("cpu").numpy() for param in run.model.parameters())
+    with run.whole():
+        return digest(param.to("cpu").numpy() for param in run.model.parameters())
 
 
 def _version(name: str) -> str:

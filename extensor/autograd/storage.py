@@ -172,7 +172,7 @@ def restore(node: Node) -> None:
     backend = node.backend
     again = node.primitive.saved_again if _is_stored(node) else None
     for i, array in enumerate(node.arrays):
-        if isinstance(array, Stored):
+        if isinstance(array, Kept):
             node.arrays[i] = array.values(backend)
     if again is not None:
         inputs = node.arrays

@@ -20,6 +20,7 @@ from extensor.distributed.gradients import GradientBuckets
 from extensor.distributed.launch import connect, launched_rank, launched_size, on_device
 from extensor.distributed.local import LocalCommunicator, run_ranks
 from extensor.distributed.nccl import NCCLCommunicator
+from extensor.distributed.parameters import GatheredBuckets
 from extensor.distributed.reduction import (
     GRAD_COMM,
     Bfloat16,
@@ -43,6 +44,7 @@ __all__ = [
     "Communicator",
     "Exact",
     "Float32",
+    "GatheredBuckets",
     "GradientBuckets",
     "GradientReduction",
     "LocalCommunicator",

@@ -26,8 +26,8 @@ from extensor.optim import Optimizer
 
 __all__ = ["SHARDS", "ShardedBuckets", "ShardedOptimizer"]
 
-SHARDS = ("none", "states", "gradients")
-"""What ``--shard`` takes: nothing, ZeRO-1, ZeRO-2."""
+SHARDS = ("none", "states", "gradients", "parameters")
+"""What ``--shard`` takes: nothing, ZeRO-1, ZeRO-2, ZeRO-3."""
 
 
 class ShardedBuckets(GradientBuckets):

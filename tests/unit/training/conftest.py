@@ -60,7 +60,8 @@ def fitted(config: RunConfig, out: Path, *callbacks: Callback) -> Trainer:
 
 def weights(trainer: Trainer) -> dict[str, bytes]:
     """Every parameter and buffer, bit for bit."""
-    return {name: value.tobytes() for name, value in trainer.model.state_dict().items()}
+    with trainer.whole():
+        return {name: value.tobytes() for name, value in trainer.model.state_dict().items()}
 
 
 @pytest.fixture

@@ -48,8 +48,8 @@ def test_shards_change_no_bit(tmp_path: Path) -> None:
     )  # fmt: skip
     alone = on(1, config, tmp_path / "1", callbacks=[SaveCheckpoint])
     whole = load_checkpoint(tmp_path / "1" / LAST).tensors
-    for size, shard in ((2, "states"), (4, "gradients")):
-        sharded, out = dataclasses.replace(config, shard=shard), tmp_path / shard
+    for size, shard in ((2, "states"), (4, "gradients"), (2, "parameters"), (3, "parameters")):
+        sharded, out = dataclasses.replace(config, shard=shard), tmp_path / f"{shard}{size}"
         shared = on(size, sharded, out, callbacks=[SaveCheckpoint])
         assert shared[0] == alone[0]
         assert shared[1] == alone[1]
@@ -61,8 +61,9 @@ def test_shards_change_no_bit(tmp_path: Path) -> None:
         assert all(gathered[name].tobytes() == whole[name].tobytes() for name in whole)
 
 
-def test_a_sharded_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    config = image_run("mlp", micro_batches=4, grad_comm="exact", shard="gradients")
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_a_sharded_run_goes_on_with_another_number_of_ranks(tmp_path: Path, shard: str) -> None:
+    config = image_run("mlp", micro_batches=4, grad_comm="exact", shard=shard)
     straight = on(1, config, tmp_path / "1")
     with pytest.raises(Interrupted):
         on(2, config, tmp_path / "2", callbacks=[Stop, SaveCheckpoint])

@@ -1,0 +1,256 @@
+"""ZeRO stage 3: each rank keeps its parts of the parameters; a layer gathers its own before use.
+
+A bucket of parameters is gathered when a layer needs one of them, in the forward pass and again in
+the backward pass, and let go when another bucket is gathered. Between, a parameter's data is NaN of
+its shape, in no memory. What a recorded operation keeps of a parameter is a handle.
+
+Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO", arXiv 1910.02054, section 5.3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from extensor.autograd.mode import MODE, Observer
+from extensor.autograd.storage import Kept
+from extensor.autograd.tensor import ExTensor
+from extensor.distributed.communicator import Array, Communicator
+from extensor.distributed.gradients import BUCKET_BYTES, Bucket
+from extensor.distributed.zero import ShardedBuckets
+from extensor.nn.linear import GemmLayer
+from extensor.nn.module import Module
+from extensor.ops.recipe_operands import SavedOperands
+from extensor.quant.recipe import SLOTS
+
+__all__ = ["GatheredBuckets"]
+
+
+class GatheredBuckets(ShardedBuckets):
+    """`ShardedBuckets` of a model whose parameters are whole only while a layer uses them.
+
+    All ranks must run the model as often, and in the same order. Where they do not, as in an
+    evaluation that ranks divide, `hold` the parameters.
+
+    Args:
+        model: whose parameters, of one device, are shared by ``ranks``.
+        ranks: the communicator.
+        name: how gradients are summed: a name in `GRAD_COMM`.
+        bucket_bytes: how many bytes of float32 are gathered, and reduced, at once.
+        how: more for `make_reduction`.
+
+    Attributes:
+        gathered_bytes: that this rank has received of other ranks' parameters.
+        peak_bytes: of whole parameters that were there at once.
+
+    Raises:
+        ValueError: as `ShardedBuckets`.
+
+    >>> from extensor.distributed import GatheredBuckets, LocalCommunicator
+    >>> layer = et.nn.Linear(2, 1, rng=0)
+    >>> buckets = GatheredBuckets(layer, LocalCommunicator())
+    >>> layer.weight.tolist()
+    [[nan, nan]]
+    >>> layer(et.ones((1, 2))).shape
+    (1, 1)
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        ranks: Communicator,
+        name: str = "float32",
+        bucket_bytes: int = BUCKET_BYTES,
+        **how: Any,
+    ) -> None:
+        params = list(model.parameters())
+        super().__init__(params, ranks, name, bucket_bytes, keep_gradients=False, **how)
+        self.gathered_bytes = self.peak_bytes = 0
+        self._whole: dict[int, Bucket]
+        self._pins: Counter[int] = Counter()
+        self._layers: dict[int, list[GemmLayer]] = {}
+        self._handles = {key: _Handle(self, param) for key, param in _by_id(params).items()}
+        for module in model.modules():
+            own = [v for v in vars(module).values() if id(v) in self._of]
+            if own:
+                module.register_forward_pre_hook(partial(self._before, own))
+                module.register_forward_hook(partial(self._after, own))
+            if isinstance(module, GemmLayer):
+                self._layers.setdefault(id(module.weight), []).append(module)
+        self._whole = {id(bucket): bucket for bucket in self.buckets}
+        self._let_go()
+
+    # --- what is whole --------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep all parameters whole inside, on all ranks.
+
+        Returns:
+            A context manager. What was written to the parameters inside is lost, unless `scatter`
+            was called.
+
+        >>> from extensor.distributed import GatheredBuckets, LocalCommunicator
+        >>> layer = et.nn.Linear(1, 1, bias=False, rng=0)
+        >>> buckets = GatheredBuckets(layer, LocalCommunicator())
+        >>> with buckets.hold():
+        ...     layer.weight.isnan().any().item()
+        False
+        """
+        self._pin(self.buckets)
+        try:
+            yield
+        finally:
+            self._unpin(self.buckets)
+            self._let_go()
+
+    def gather(self) -> None:
+        """Let all parameters go: pieces have new values, which the next use gathers.
+
+        >>> from extensor.distributed import GatheredBuckets, LocalCommunicator
+        >>> buckets = GatheredBuckets(et.nn.Linear(1, 1), LocalCommunicator())
+        >>> buckets.gather()
+        """
+        self._let_go()
+
+    def values(self, param: ExTensor) -> Array:
+        """A parameter's whole array, for the backward pass; other buckets are let go.
+
+        Args:
+            param: which.
+
+        Returns:
+            float32 of its shape.
+
+        >>> from extensor.distributed import GatheredBuckets, LocalCommunicator
+        >>> layer = et.nn.Linear(1, 1, rng=0)
+        >>> GatheredBuckets(layer, LocalCommunicator()).values(layer.weight).shape
+        (1, 1)
+        """
+        bucket = self._of[id(param)]
+        if id(bucket) not in self._whole:
+            self._let_go()
+            self._need(bucket)
+        return param.data
+
+    def _before(self, own: Sequence[ExTensor], module: Module, args: Any) -> None:
+        self._pin(self._buckets_of(own))
+
+    def _after(self, own: Sequence[ExTensor], module: Module, out: Any) -> None:
+        self._unpin(self._buckets_of(own))
+
+    def _buckets_of(self, own: Sequence[ExTensor]) -> list[Bucket]:
+        return list({id(bucket): bucket for bucket in (self._of[id(p)] for p in own)}.values())
+
+    def _pin(self, buckets: Sequence[Bucket]) -> None:
+        self._pins.update(map(id, buckets))
+        if any(id(bucket) not in self._whole for bucket in buckets):
+            self._let_go()
+        for bucket in buckets:
+            self._need(bucket)
+
+    def _unpin(self, buckets: Sequence[Bucket]) -> None:
+        self._pins.subtract(map(id, buckets))
+
+    def _need(self, bucket: Bucket) -> None:
+        if id(bucket) in self._whole:
+            return
+        flat = self.whole(bucket, lambda param: self.pieces[id(param)].data)
+        for param in bucket.params:
+            param.data = bucket.view(flat, param)
+        self._whole[id(bucket)] = bucket
+        self.gathered_bytes += flat.nbytes - flat.nbytes // self.ranks.size
+        self.peak_bytes = max(self.peak_bytes, sum(4 * b.size for b in self._whole.values()))
+
+    def _let_go(self) -> None:
+        """Let go of what no layer uses now, and of operands made from it."""
+        for bucket in list(self._whole.values()):
+            if self._pins[id(bucket)] > 0:
+                continue
+            del self._whole[id(bucket)]
+            for param in bucket.params:
+                xp = param.backend.xp
+                param.data = xp.broadcast_to(xp.full((), np.nan, np.float32), param.shape)
+                for layer in self._layers.get(id(param), ()):
+                    if layer.quant is not None:
+                        layer.quant.state.weight_cache.drop(layer.quant.path, SLOTS)
+
+    # --- a micro-batch --------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, last: bool, step: int = 0) -> Iterator[None]:
+        """See :meth:`GradientBuckets.micro_batch`; the forward pass runs inside, too.
+
+        Args:
+            last: whether it is the step's last on this rank.
+            step: of the run, for random bits.
+
+        Returns:
+            A context manager.
+
+        >>> from extensor.distributed import GatheredBuckets, LocalCommunicator
+        >>> layer = et.nn.Linear(1, 1, rng=0)
+        >>> buckets = GatheredBuckets(layer, LocalCommunicator())
+        >>> with buckets.micro_batch(last=True):
+        ...     layer(et.ones((1, 1))).sum().backward()
+        """
+        before = MODE.observer
+        MODE.observer = _Recorder(self._handles, before)
+        try:
+            with super().micro_batch(last=last, step=step):
+                yield
+        finally:
+            MODE.observer = before
+            self._let_go()
+
+
+class _Handle(Kept):
+    """Stands for a parameter's array until the backward pass reads it."""
+
+    arrays = ()
+
+    def __init__(self, buckets: GatheredBuckets, param: ExTensor) -> None:
+        self._buckets, self._param = buckets, param
+
+    def values(self, backend: Any) -> Array:
+        """The whole array."""
+        return self._buckets.values(self._param)
+
+
+class _Recorder:
+    """Puts handles in place of parameters' arrays in what is recorded."""
+
+    def __init__(self, handles: dict[int, _Handle], then: Observer | None) -> None:
+        self._handles, self._then = handles, then
+
+    def recorded(self, node: Any) -> None:
+        """See `Observer`."""
+        for i, edge in enumerate(node.edges):
+            handle = self._handles.get(id(edge))
+            if handle is None:
+                continue
+            if isinstance(node.arrays[i], node.backend.xp.ndarray):
+                node.arrays[i] = handle
+            if isinstance(node.saved, SavedOperands) and node.saved.w is not None:
+                node.saved = node.saved._replace(w=None)
+        if self._then is not None:
+            self._then.recorded(node)
+
+    def replaced(self, array: Any, kept: Any) -> None:
+        """See `Observer`."""
+        if self._then is not None:
+            self._then.replaced(array, kept)
+
+    def accumulated(self, leaves: Sequence[Any]) -> None:
+        """See `Observer`."""
+        if self._then is not None:
+            self._then.accumulated(leaves)
+
+
+def _by_id(params: Sequence[ExTensor]) -> dict[int, ExTensor]:
+    return {id(param): param for param in params}
