@@ -49,7 +49,7 @@ from extensor.nn.recipe import apply_recipe
 from extensor.optim import AdamW
 
 PARTS = ("bits", "scaling", "sums", "gather")
-BUCKETS = {"4 MiB": 1 << 20, "32 MiB": 8 << 20, "100 MB": 25 << 20}
+BUCKETS = {"4 MiB": 1 << 20, "32 MiB": 8 << 20, "100 MB": 24 << 20}
 """Values of a bucket of float32."""
 HALF = np.dtype(ml_dtypes.bfloat16)
 Step = Callable[[int], Any]
@@ -320,7 +320,7 @@ def bfloat16_all_reduce(
 
 def sums(bench: Bench) -> None:
     """Each way to sum, in buckets of several sizes, beside NCCL's bfloat16."""
-    values = 25 << 20 if not bench.tiny else 1 << 14
+    values = 24 << 20 if not bench.tiny else 1 << 14
     rng = np.random.default_rng(bench.ranks.rank)
     grad = bench.xp.asarray(rng.standard_normal(values, dtype=np.float32))
     out = bench.xp.empty_like(grad)
@@ -418,7 +418,9 @@ def main() -> None:
             print(f"--- {part}: {time.perf_counter() - began:.0f} s", flush=True)
         bench.free()
     if bench.ranks.rank == 0 and not bench.tiny:
-        name = f"distributed-{bench.ranks.size}-gpus" + link.replace(" ", "-")
+        name = f"distributed-{bench.ranks.size}-gpus" + "-no-p2p" * bool(link)
+        if len(bench.args.only) < len(PARTS):
+            name += "".join(f"-{part}" for part in bench.args.only)
         about = {**gpu_of(bench.xp), "link": link or "as it is"}
         write(name, bench.rows, args=bench.args, about=about, packages=(*GPU_PACKAGES, "mpi4py"))
     bench.host.barrier()

@@ -35,14 +35,16 @@ def square_sum(arrays: Iterable[Array], ranks: Communicator | None = None) -> fl
     >>> square_sum([np.array([3.0, 4.0], np.float32)])
     25.0
     """
+    xp: Any = np
     parts: list[Any] = [np.zeros(1)]
     for array in arrays:
+        xp = array.__array_namespace__()  # all are of one device
         wide = array.reshape(-1).astype(np.float64)
-        padded = np.zeros(-(-wide.size // BLOCK) * BLOCK)
-        padded[: wide.size] = wide.get() if hasattr(wide, "get") else wide
-        parts.append(np.square(padded).reshape(-1, BLOCK).sum(axis=1))
-    blocks = np.concatenate(parts)
-    largest = np.array([blocks.max()])  # NaN, if there is one
+        padded = xp.zeros(-(-wide.size // BLOCK) * BLOCK)
+        padded[: wide.size] = wide
+        parts.append(_block_sums(padded * padded))
+    blocks = xp.concatenate([xp.asarray(part) for part in parts])
+    largest = np.array([float(blocks.max())])  # NaN, if there is one
     bad = np.array([int(not np.isfinite(largest[0]))])
     if ranks is not None:
         ranks.all_reduce(bad, "max").wait()
@@ -51,14 +53,25 @@ def square_sum(arrays: Iterable[Array], ranks: Communicator | None = None) -> fl
     if bad[0]:
         return math.nan
     exponent = math.frexp(largest[0])[1]
-    scaled = np.ldexp(blocks, LIMB_BITS - exponent)
-    high = np.trunc(scaled)
-    low = np.trunc(np.ldexp(scaled - high, LIMB_BITS))
-    limbs = np.array([high.astype(np.int64).sum(), low.astype(np.int64).sum()])
+    scaled = xp.ldexp(blocks, LIMB_BITS - exponent)
+    high = xp.trunc(scaled)
+    low = xp.trunc(xp.ldexp(scaled - high, LIMB_BITS))
+    limbs = np.array([int(high.astype(np.int64).sum()), int(low.astype(np.int64).sum())])
     if ranks is not None:
         ranks.all_reduce(limbs).wait()
     total = (int(limbs[0]) << LIMB_BITS) + int(limbs[1])
     return math.ldexp(total, exponent - 2 * LIMB_BITS)
+
+
+def _block_sums(values: Array) -> Array:
+    """The sum of each block, in one order on every device: numpy's own."""
+    if isinstance(values, np.ndarray):
+        return values.reshape(-1, BLOCK).sum(axis=1)
+    rows = values.reshape(-1, BLOCK // 8, 8)
+    eight = ((rows[:, 0] + rows[:, 1]) + rows[:, 2]) + rows[:, 3]
+    four = eight[:, 0::2] + eight[:, 1::2]
+    two = four[:, 0::2] + four[:, 1::2]
+    return two[:, 0] + two[:, 1]
 
 
 def clip_grad_norm(

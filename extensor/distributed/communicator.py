@@ -279,10 +279,12 @@ class Communicator(Protocol):
         """
 
     def join(self) -> None:
-        """Wait for all that was called inside `beside`.
+        """Let what follows come after all that was called inside `beside`.
+
+        This process goes on, so that the GPU need not wait for it.
 
         Raises:
-            CollectiveTimeout: if it takes longer than ``timeout``.
+            CollectiveTimeout: if what was called some time ago takes longer than ``timeout``.
 
         >>> from extensor.distributed import LocalCommunicator
         >>> LocalCommunicator().join()

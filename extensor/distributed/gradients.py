@@ -40,6 +40,7 @@ class Bucket:
         self.reduction = make_reduction(name, self.size, ranks, device=self.backend.name, **how)
         # A reduction reads the first micro-batch's gradients until the second one's are there.
         self._flats: list[Array] = []
+        self._views: dict[tuple[int, int], Array] = {}
         self.sums: Array = self._zeros()
         self.waiting = set(self.starts)
         self.work: ReductionWork | None = None
@@ -48,7 +49,7 @@ class Bucket:
         """Copy a gradient; add the bucket to the sum when it has them all."""
         if not self._flats:
             self._flats = [self._zeros(), self._zeros()]
-        view = self.view(self._flats[0], param)
+        view = self.lasting_view(self._flats[0], param)
         view[...] = 0.0 if param.grad is None else param.grad.data
         self.waiting.discard(id(param))
         if not self.waiting:
@@ -59,6 +60,7 @@ class Bucket:
     def release(self) -> None:
         """Give back the memory of whole gradients, until the next ones come."""
         self._flats.clear()
+        self._views.clear()
 
     def _zeros(self) -> Array:
         return self.backend.xp.zeros(self.size, self.backend.xp.float32)
@@ -67,6 +69,13 @@ class Bucket:
         """A parameter's part of an array of the bucket."""
         start = self.starts[id(param)]
         return flat[start : start + param.size].reshape(param.shape)
+
+    def lasting_view(self, flat: Array, param: ExTensor) -> Array:
+        """The `view` of an array that the bucket keeps; cupy takes long to make one."""
+        key = id(flat), id(param)
+        if key not in self._views:
+            self._views[key] = self.view(flat, param)
+        return self._views[key]
 
 
 class GradientBuckets:
@@ -215,4 +224,4 @@ class GradientBuckets:
     def _publish(self, bucket: Bucket) -> None:
         """Make a bucket's sums the gradients of its parameters."""
         for param in bucket.params:
-            param.grad = wrap(bucket.view(bucket.sums, param), param.backend)
+            param.grad = wrap(bucket.lasting_view(bucket.sums, param), param.backend)

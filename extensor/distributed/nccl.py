@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,8 @@ SPIN_SECONDS = 0.05
 PAUSE_SECONDS = 0.0005
 SUMS = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 """What NCCL adds; anything moves, as bytes."""
+AHEAD = 3
+"""Joins that this process may be ahead of the GPU, less than two steps of training."""
 ROLL_CALL_SECONDS = 5.0
 """After a timeout, at most, for the other ranks to say that they waited, too."""
 
@@ -80,7 +83,9 @@ class NCCLCommunicator:
         mine = self._nccl.get_unique_id() if self.rank == 0 else None
         identity = host.broadcast_object(mine)
         self._comm = self._nccl.NcclCommunicator(self.size, identity, self.rank)
-        self._stream = self._xp.cuda.Stream(non_blocking=True)
+        # Of high priority: its small kernels need not wait until a large product is done.
+        self._stream = self._xp.cuda.Stream(non_blocking=True, priority=-1)
+        self._joined: deque[Any] = deque()
         self._ops = {op: getattr(self._nccl, f"NCCL_{op.upper()}") for op in ("sum", "max", "min")}
         self._types = {n: getattr(self._nccl, f"NCCL_{n.upper()}") for n in SUMS}
 
@@ -207,7 +212,12 @@ class NCCLCommunicator:
 
     def join(self) -> None:
         """See :meth:`extensor.distributed.Communicator.join`."""
-        _NCCLWork(self, "collectives beside the computation", None).wait()
+        event = self._xp.cuda.Event(disable_timing=True)
+        event.record(self._stream)
+        self._xp.cuda.get_current_stream().wait_event(event)
+        self._joined.append(event)
+        if len(self._joined) > AHEAD:
+            self._poll(self._joined.popleft(), "a collective beside the computation")
 
     # --- within ---------------------------------------------------------------------------------
 

@@ -43,12 +43,12 @@ class Float32(FloatSum):
 
     def _reduce_scatter(self, out: Array, divisor: float, step: int) -> Steps:
         yield self.ranks.reduce_scatter(self._take(), out)
-        out /= np.float32(divisor)
+        _divide(out, divisor)
 
     def _all_reduce(self, out: Array, divisor: float, step: int) -> Steps:
         out[...] = self._take()
         yield self.ranks.all_reduce(out)
-        out /= np.float32(divisor)
+        _divide(out, divisor)
 
 
 class Bfloat16(FloatSum):
@@ -76,7 +76,7 @@ class Bfloat16(FloatSum):
         out[...] = 0
         for part in recv.reshape(self.ranks.size, -1):
             out += self._decode(part)
-        out /= np.float32(divisor)
+        _divide(out, divisor)
 
     def _all_reduce(self, out: Array, divisor: float, step: int) -> Steps:
         mine = self.xp.empty(self.shard_size, np.float32)
@@ -84,3 +84,9 @@ class Bfloat16(FloatSum):
         recv = self.xp.empty(self.size, np.uint16)
         yield self.ranks.all_gather(self._encode(mine), recv)
         out[...] = self._decode(recv)
+
+
+def _divide(sums: Array, divisor: float) -> None:
+    """Divide in place; where micro-batches carry their share, as in training, nothing is left."""
+    if divisor != 1.0:
+        sums /= np.float32(divisor)

@@ -68,7 +68,7 @@ class Stream:
 
     numbers = itertools.count(1)
 
-    def __init__(self, non_blocking: bool = False) -> None:
+    def __init__(self, non_blocking: bool = False, priority: int = 0) -> None:
         self.ptr = next(self.numbers)
         self.pending: list[Callable[[], bool]] = []
         self.follows = False
