@@ -7,8 +7,9 @@ CPU: four transformer blocks of width 1024 (2 x 512 tokens), and ResNet-18 for C
 "saved" is what operations keep when the forward pass ends, "peak" the most of forward and backward,
 weights and gradients included (`et.inspect.memory_ledger`). Torch's saved bytes are those of the
 storages that its graph packs, parameters left out. "mxfp8 saved" stores what other operations keep
-in MXFP8, "recomputed" runs blocks again. CUDA: the contestants of ``cuda_step.py --only layers``,
-captured, 16,384 tokens, beside torch.compile in bfloat16; under 5 minutes on an H100. Needs torch.
+in MXFP8, "recomputed" runs blocks again, "cheap recomputed" what takes no product. CUDA: the
+contestants of ``cuda_step.py --only layers``, captured, 16,384 tokens, beside torch.compile in
+bfloat16; under 5 minutes on an H100. Needs torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import gc
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,14 +33,18 @@ WIDTH, BLOCKS, TOKENS, IMAGES = 1024, 4, (2, 512), 16
 BLOCKWISE = (SavedRule("*", "mxfp8"),)
 
 
-def contestants(recipe: str) -> dict[str, tuple[Recipe, bool]]:
-    """By name: a recipe, and whether blocks are run again."""
+Again = bool | Literal["cheap"]
+
+
+def contestants(recipe: str) -> dict[str, tuple[Recipe, Again]]:
+    """By name: a recipe, and whether blocks are run again (`Module.recomputed`)."""
     plain = get_recipe(recipe)
     return {
         "fp32": (get_recipe("fp32"), False),
         f"{recipe}, inputs kept": (replace(plain, saved_input="input"), False),
         recipe: (plain, False),
         f"{recipe}, mxfp8 saved": (replace(plain, saved=BLOCKWISE), False),
+        f"{recipe}, cheap recomputed": (plain, "cheap"),
         f"{recipe}, recomputed": (plain, True),
     }
 
@@ -64,13 +69,13 @@ def resnet() -> tuple[nn.Module, np.ndarray[Any, Any]]:
     return model, rng.standard_normal((IMAGES, 3, 32, 32)).astype(np.float32)
 
 
-def ours(name: str, recipe: Recipe, recomputed: bool) -> dict[str, float]:
+def ours(name: str, recipe: Recipe, recomputed: Again) -> dict[str, float]:
     """Megabytes saved, and at the peak, of the second step."""
     model, inputs = blocks() if name == "blocks" else resnet()
     nn.apply_recipe(model, recipe)
     if recomputed:
         for part in model if isinstance(model, nn.Sequential) else _children(model):
-            part.recomputed = True
+            part.recomputed = recomputed
     x, update = et.from_numpy(inputs), SGD(model.parameters(), lr=1e-4)
     for _ in range(2):
         update.zero_grad()

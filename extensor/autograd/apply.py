@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.mode import MODE
-from extensor.autograd.node import Node
+from extensor.autograd.node import AGAIN, Node
 from extensor.autograd.primitive import BLOCKED_RULES, PRIMITIVES, Primitive
 from extensor.autograd.tensor import ExTensor, wrap
 from extensor.dtypes import bfloat16, compute_dtype, dtype_of, float32, promote
@@ -98,6 +98,8 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
     if record and MODE.enabled and primitive.differentiable:
         result.node = Node(primitive, params, inputs, out, saved, result._version, compute)
         result._requires_grad = True
+        if MODE.saves_again and primitive.saved_again is not None and saved is not None:
+            result.node.saved = AGAIN
         if MODE.storage is not None:
             MODE.storage.pack(result.node)
         if MODE.observer is not None:

@@ -19,7 +19,8 @@ class _Run:
     """A function that has run, its leaves, and what its random bits depend on."""
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[ExTensor]) -> None:
-        self.function, self.log, self.storage = function, RunLog(), MODE.storage
+        self.function, self.log = function, RunLog()
+        self.mode = MODE.storage, MODE.saves_again
         self.differentiable = [tensor._requires_grad for tensor in inputs]
         self.leaves: list[ExTensor] = []
 
@@ -41,12 +42,13 @@ class _Run:
     ) -> list[Any]:
         """The gradients, of the function run again."""
         own = self._detached(inputs[: len(self.differentiable)], backend)
-        before, MODE.storage = MODE.storage, self.storage
+        before = MODE.storage, MODE.saves_again
+        MODE.storage, MODE.saves_again = self.mode
         try:
             with enable_grad(), self.log.repeating():
                 result = self.function(*own)
         finally:
-            MODE.storage = before
+            MODE.storage, MODE.saves_again = before
         tensors = [*own, *self.leaves]
         wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
         found = iter(gradients([(result, wrap(g, backend))], wanted))

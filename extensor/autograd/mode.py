@@ -41,6 +41,7 @@ class _Mode(threading.local):
     recording: Any = None  # the `extensor.autograd.recording.Recording` under way
     observer: Observer | None = None
     storage: Storage | None = None
+    saves_again: bool = False  # what `Primitive.saved_again` makes is made again, not kept
     grad_hook: Callable[[Any], None] | None = None
 
 

@@ -18,7 +18,10 @@ from extensor.autograd.primitive import Primitive
 from extensor.backends.protocol import Backend
 from extensor.dtypes import DType
 
-__all__ = ["ArraySpec", "Node", "Tensor", "TensorState"]
+__all__ = ["AGAIN", "ArraySpec", "Node", "Tensor", "TensorState"]
+
+AGAIN = object()
+"""In place of what forward saved: `Primitive.saved_again` makes it from the inputs."""
 
 _count = itertools.count()
 

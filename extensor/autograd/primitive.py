@@ -114,7 +114,8 @@ class Primitive:
             read, because of what forward saved; None: of no input.
         own_input: how the first input is kept is for `Recipe.saved_input` alone to say.
         saved_again: ``saved_again(backend, *inputs)`` makes what forward saved, as large as an
-            input; where inputs are stored in blocks it is not kept. None: always kept.
+            input; it is not kept where inputs are stored in blocks, or a module recomputes what is
+            cheap. None: always kept.
         slots: what the inputs are called by rules of how they are stored (`SAVED_SLOTS`); the last
             name is that of all further inputs.
         out_slot: likewise the output.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from extensor.autograd.node import Node
+from extensor.autograd.node import AGAIN, Node
 from extensor.dtypes import bfloat16, dtype_of
 from extensor.quant.array import QuantArray
 from extensor.quant.recipe_state import RecipeState
@@ -137,8 +137,8 @@ class SavedStorage:
                 node.arrays[i] = self._store(node.arrays[i], primitive.slot(i), backend)
         if node.out is not None:
             node.out = self._store(node.out, primitive.out_slot, backend)
-        if primitive.saved_again is not None and _is_stored(node):
-            node.saved = None
+        if primitive.saved_again is not None and _is_stored(node) and node.saved is not None:
+            node.saved = AGAIN
 
     def stores(self, slot: str) -> bool:
         """Whether arrays of a slot are stored in fewer bits."""
@@ -170,14 +170,14 @@ def _is_stored(node: Node) -> bool:
 def restore(node: Node) -> None:
     """Decode what a node stored, for its gradient."""
     backend = node.backend
-    again = node.primitive.saved_again if _is_stored(node) else None
     for i, array in enumerate(node.arrays):
         if isinstance(array, Kept):
             node.arrays[i] = array.values(backend)
-    if again is not None:
+    if node.saved is AGAIN:
         inputs = node.arrays
         if node.compute is not None:
             inputs = [backend.cast(array, node.compute) for array in inputs]
-        node.saved = again(backend, *inputs)
+        assert node.primitive.saved_again is not None
+        node.saved = node.primitive.saved_again(backend, *inputs)
     if isinstance(node.out, Kept):
         node.out = node.out.values(backend)

@@ -1,8 +1,9 @@
 """What each part of a model keeps for backward, chosen so that a step fits and takes least time.
 
-A part keeps its layers' inputs as they are ("kept"), or their packed operands ("packed"), or its
-own input alone and runs again ("recomputed"): see `Recipe.saved_input` and `extensor.checkpoint`.
-All give gradients of the same bits. Parts of one kind, those whose classes and parameters have the
+A part keeps its layers' inputs as they are ("kept"), or their packed operands ("packed"), or these
+and not what operations can make again without a product ("cheap"), or its own input alone and runs
+again ("recomputed"): see `Recipe.saved_input`, `Module.recomputed` and `extensor.checkpoint`. All
+give gradients of the same bits. Parts of one kind, those whose classes and parameters have the
 same shapes, are measured together: bytes by the ledger, seconds by whole steps in turn.
 
 With b and t the bytes and seconds of part i under choice c, and w what a part holds while it runs
@@ -32,9 +33,9 @@ from extensor.quant.weight_cache import WeightCache
 
 __all__ = ["Choice", "MemoryPlan", "plan_memory"]
 
-Choice = Literal["kept", "packed", "recomputed"]
+Choice = Literal["kept", "packed", "cheap", "recomputed"]
 
-_CHOICES: tuple[Choice, ...] = ("kept", "packed", "recomputed")
+_CHOICES: tuple[Choice, ...] = ("kept", "packed", "cheap", "recomputed")
 _TRIES = 5
 
 
@@ -189,7 +190,7 @@ def _parts(model: Module, match: str) -> dict[str, Module]:
 
 
 def _set(module: Module, choice: Choice) -> None:
-    module.recomputed = choice == "recomputed"
+    module.recomputed = "cheap" if choice == "cheap" else choice == "recomputed"
     for _, layer in gemm_layers(module):
         if layer.quant is not None:
             layer.quant.saved_input = "input" if choice == "kept" else "packed"
@@ -346,7 +347,7 @@ def _solve(kinds: Sequence[_Kind], budget: int) -> dict[str, Choice] | None:
     for running in sorted({0, *(kind.running for kind in kinds)}):
         front: list[Point] = [(0, 0.0, ())]
         for kind in kinds:
-            allowed = _CHOICES if kind.running <= running else _CHOICES[:2]
+            allowed = _CHOICES if kind.running <= running else _CHOICES[:-1]
             for path in kind.paths:
                 front = _pareto(
                     (n + kind.nbytes[c], t + kind.seconds[c], (*done, (path, c)))

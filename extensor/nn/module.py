@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -60,7 +60,8 @@ class Module:
         feeds_layers: names of the module's norms whose results only layers with GEMMs read. A
             recipe with bfloat16 activations rounds these results.
         storage: how what its operations keep for backward is stored, by `Recipe.saved`; else None.
-        recomputed: whether its forward is a `checkpoint`: run again in backward.
+        recomputed: whether its forward is a `checkpoint`: run again in backward. "cheap": what its
+            operations can make from what they keep, without a product, is made again alone.
 
     >>> class Double(et.nn.Module):
     ...     def forward(self, x):
@@ -73,7 +74,7 @@ class Module:
     role: str | None = None
     feeds_layers: tuple[str, ...] = ()
     storage: Storage | None = None
-    recomputed: bool = False
+    recomputed: bool | Literal["cheap"] = False
     _hooks: tuple[Hook, ...] = ()
     _pre_hooks: tuple[PreHook, ...] = ()
 
@@ -112,15 +113,16 @@ class Module:
 
     def _forward_saving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`forward`, where what it keeps for backward is stored in blocks, or computed again."""
-        before = MODE.storage
+        before = MODE.storage, MODE.saves_again
         if self.storage is not None:
             MODE.storage = self.storage
+        MODE.saves_again |= self.recomputed == "cheap"
         try:
-            if self.recomputed:
+            if self.recomputed is True:
                 return checkpoint(partial(self.forward, **kwargs), *args)
             return self.forward(*args, **kwargs)
         finally:
-            MODE.storage = before
+            MODE.storage, MODE.saves_again = before
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, (Module, Parameter, Buffer)):

@@ -32,6 +32,7 @@ __all__ = ["OddFloats", "odd_bits", "odd_nbytes", "round_to_odd"]
 Array = Any
 
 _SMALLEST_NORMAL = 1 << 23  # its bits in float32
+_SEGMENT = 1 << 15  # values that stay in a core's cache from pass to pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +81,18 @@ class OddFloats:
         >>> round_to_odd(np.float32([[3.0]]), 16, np).values(np).tolist()
         [[3.0]]
         """
-        if self.low is None:
-            words = self.high.astype(np.uint32) << 16
-        else:
-            words = self.high.astype(np.uint32) << 24
-            words[0::2] |= (self.low & 0xF).astype(np.uint32) << 20
-            words[1::2] |= (self.low[: len(words) // 2] >> 4).astype(np.uint32) << 20
+        count = len(self.high)
+        words = xp.empty(count, np.uint32)
+        for start in range(0, count, _SEGMENT):
+            part = words[start : start + _SEGMENT]
+            part[...] = self.high[start : start + _SEGMENT]
+            if self.low is None:
+                part <<= np.uint32(16)
+                continue
+            part <<= np.uint32(24)
+            nibbles = self.low[start // 2 : (start + len(part) + 1) // 2].astype(np.uint32)
+            part[0::2] |= (nibbles & np.uint32(0xF)) << np.uint32(20)
+            part[1::2] |= (nibbles[: len(part) // 2] >> np.uint32(4)) << np.uint32(20)
         if self.dtype != np.float32:
             return (words >> 16).astype(np.uint16).view(self.dtype).reshape(self.shape)
         return words.view(np.float32).reshape(self.shape)
@@ -155,20 +162,31 @@ def round_to_odd(x: Array, bits: int, xp: Any) -> OddFloats | None:
     """
     flat = xp.ascontiguousarray(x).reshape(-1)
     words = flat.view(np.uint32) if x.dtype == np.float32 else flat.view(np.uint16)
-    width = 8 * words.dtype.itemsize
-    magnitude = words & words.dtype.type((1 << (width - 1)) - 1)
-    smallest = words.dtype.type(_SMALLEST_NORMAL >> (32 - width))
-    magnitude -= words.dtype.type(1)  # zero becomes the largest
-    if bool((magnitude < smallest - words.dtype.type(1)).any()):
+    high = xp.empty(len(words), np.uint16 if bits == 16 else np.uint8)
+    low = None if bits == 16 else xp.zeros(-(-len(words) // 2), np.uint8)
+    for start in range(0, len(words), _SEGMENT):
+        kept = _cut(words[start : start + _SEGMENT], bits)
+        if kept is None:
+            return None
+        stop = start + len(kept)
+        if low is None:
+            high[start:stop] = kept
+            continue
+        high[start:stop] = kept >> 4
+        nibbles = kept.astype(np.uint8)
+        low[start // 2 : (stop + 1) // 2] = nibbles[0::2] & 0xF
+        low[start // 2 : stop // 2] |= nibbles[1::2] << 4
+    return OddFloats(high, low, tuple(x.shape), x.dtype)
+
+
+def _cut(words: Array, bits: int) -> Array | None:
+    """The upper bits of floats rounded to odd, uint16; None if a value is subnormal."""
+    one, width = words.dtype.type, 8 * words.dtype.itemsize
+    magnitude = words & one((1 << (width - 1)) - 1)
+    magnitude -= one(1)  # zero becomes the largest
+    if bool((magnitude < one((_SMALLEST_NORMAL >> (32 - width)) - 1)).any()):
         return None
     cut = width - bits
-    kept = words >> cut
-    kept |= (words & words.dtype.type((1 << cut) - 1)) != 0
-    kept = kept.astype(np.uint16, copy=False)
-    if bits == 16:
-        return OddFloats(kept, None, tuple(x.shape), x.dtype)
-    low = xp.zeros(-(-len(kept) // 2), np.uint8)
-    nibbles = (kept & 0xF).astype(np.uint8)
-    low |= nibbles[0::2]
-    low[: len(kept) // 2] |= nibbles[1::2] << 4
-    return OddFloats((kept >> 4).astype(np.uint8), low, tuple(x.shape), x.dtype)
+    kept = (words >> one(cut)).astype(np.uint16, copy=False)
+    kept |= (words & one((1 << cut) - 1)) != 0
+    return kept

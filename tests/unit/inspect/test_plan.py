@@ -25,16 +25,16 @@ needs_core = pytest.mark.skipif(
 def test_no_choice_that_fits_takes_less_time() -> None:
     rng = np.random.default_rng(0)
     solved = 0
-    for _ in range(60):
+    for _ in range(40):
         kinds = []
         for number in range(2):
-            sizes = sorted(rng.integers(1, 50, 3).tolist(), reverse=True)
+            sizes = sorted(rng.integers(1, 50, 4).tolist(), reverse=True)
             nbytes = dict(zip(plan._CHOICES, sizes, strict=True))
-            times = [0.0, *rng.uniform(-0.1, 1.0, 2)]
+            times = [0.0, *rng.uniform(-0.1, 1.0, 3)]
             seconds = dict(zip(plan._CHOICES, times, strict=True))
-            paths = tuple(f"{number}.{i}" for i in range(int(rng.integers(1, 4))))
+            paths = tuple(f"{number}.{i}" for i in range(int(rng.integers(1, 3))))
             kinds.append(plan._Kind(paths, nbytes, seconds))
-        budget = int(rng.integers(20, 160))
+        budget = int(rng.integers(10, 120))
         parts = [(path, kind) for kind in kinds for path in kind.paths]
         fitting = []
         for chosen in itertools.product(plan._CHOICES, repeat=len(parts)):
@@ -49,7 +49,7 @@ def test_no_choice_that_fits_takes_less_time() -> None:
             solved += 1
             assert plan._nbytes(kinds, found) <= budget
             assert plan._seconds(kinds, found) == pytest.approx(min(fitting))
-    assert 10 < solved < 60
+    assert 10 < solved < 40
 
 
 def build(recomputed: bool = False) -> tuple[nn.Module, Any, et.ExTensor]:
@@ -97,7 +97,7 @@ def test_a_plan_fits_its_limit_and_changes_no_bit() -> None:
     limit = (peak(*build()[::2]) + least) // 2
     found = plan_memory(model, lambda: run(model, x), limit, "0.*", rounds=1)
     assert list(found.choices) == ["0.0", "0.1", "0.2"]
-    assert "recomputed" in found.choices.values() and found.peak <= found.limit
+    assert set(found.choices.values()) & {"cheap", "recomputed"} and found.peak <= found.limit
     assert trained(model, state, x) == want
     again, _, x = build()
     found.apply(again)
