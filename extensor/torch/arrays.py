@@ -75,7 +75,7 @@ _TYPES = {dtype: array.str for dtype, array in _NUMPY.items()} | {torch.bfloat16
 
 
 class _Memory:
-    """A tensor's memory for numpy.
+    """A tensor's memory for numpy, and what keeps it alive: the tensor, and its graph.
 
     ``tensor.numpy()`` and DLPack would forbid torch to resize the memory, as FSDP does.
     """
@@ -83,7 +83,7 @@ class _Memory:
     __slots__ = ("__array_interface__", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor = tensor.detach()
+        self.tensor = tensor
         strides = None
         if not tensor.is_contiguous():
             strides = tuple([step * tensor.itemsize for step in tensor.stride()])

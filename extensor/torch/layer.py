@@ -135,7 +135,7 @@ class LayerHandle:
             return to_array(weight), None
         held, key = self._held, (weight._version, weight.data_ptr(), _Writes.count)
         if held is None or held.key != key or held.tensor() is not weight:
-            array = to_array(weight)
+            array = to_array(weight.detach())  # is kept, and no graph with it
             version = WeightVersion([0], 0)
             held = self._held = _Held(weakref.ref(weight), key, array, version)
         return held.array, held.version

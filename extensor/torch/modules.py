@@ -59,21 +59,22 @@ class QuantizedModule(nn.Module, Ticking):
 
     def _prepared(self, x: Tensor, weight: Tensor) -> tuple[Tensor, torch.dtype]:
         """The input, cast as autocast casts it, and the dtype of the result."""
-        device = x.device.type
+        device, dtype = x.device, x.dtype
         if (
-            x.dtype not in _FLOATS
-            or weight.dtype not in _FLOATS
-            or device not in DEVICES
-            or x.device != weight.device
+            dtype not in _FLOATS
+            or device.type not in DEVICES
+            or weight.device != device
             or x.layout is not torch.strided
+            or weight.dtype not in _FLOATS
         ):
             self._refuse(x, weight)
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
             return x.to(dtype), dtype
         if self.quant_layer.context.activations == "bfloat16":
             return x, torch.bfloat16
-        return x, torch.promote_types(x.dtype, weight.dtype)
+        same = weight.dtype is dtype
+        return x, dtype if same else torch.promote_types(dtype, weight.dtype)
 
     def _refuse(self, x: Tensor, weight: Tensor) -> None:
         name = type(self).__name__

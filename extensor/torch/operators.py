@@ -101,24 +101,26 @@ class Product(NamedTuple):
     name: str
     forward: Callable[[Pass, Tensor, Tensor, Tensor | None], tuple[Tensor, Saved]]
     backward: Callable[
-        [Pass, Tensor, Tensor, Tensor, Saved, Sequence[bool], torch.dtype], list[Tensor]
+        [Pass, Tensor, Tensor, Tensor, Saved, Sequence[bool], torch.dtype], list[Tensor | None]
     ]
     shape: Callable[..., tuple[int, ...]]
 
 
 def _gradients(
     found: Sequence[Any], given: Sequence[Any], x: Tensor, weight: Tensor, of_bias: torch.dtype
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     """The gradients that there are, in their inputs' dtypes and in memory of their own."""
     cast = arrays.backend_of(x).cast
-    made = []
+    made: list[Tensor | None] = []
     for gradient, dtype in zip(found, (x.dtype, weight.dtype, of_bias), strict=True):
-        if gradient is not None:
-            gradient = cast(gradient, DTYPES[dtype])
-            for array in given:
-                if gradient is array:
-                    gradient = gradient.copy()
-            made.append(to_tensor(gradient))
+        if gradient is None:
+            made.append(None)
+            continue
+        gradient = cast(gradient, DTYPES[dtype])
+        for array in given:
+            if gradient is array:
+                gradient = gradient.copy()
+        made.append(to_tensor(gradient))
     return made
 
 
@@ -156,7 +158,7 @@ def _linear_grad(
     kept: Saved,
     needs: Sequence[bool],
     of_bias: torch.dtype,
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     with arrays.on_stream(x) as stream:
         backend = arrays.backend_of(x)
         w, version = call.weight(weight, stream)
@@ -204,7 +206,7 @@ def _conv2d_grad(
     kept: Saved,
     needs: Sequence[bool],
     of_bias: torch.dtype,
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     with arrays.on_stream(x) as stream:
         backend = arrays.backend_of(x)
         *pairs, groups = call.window
@@ -272,7 +274,8 @@ def _register(product: Product, of_window: str) -> None:
         layer = layer_of(number)
         call = Pass(layer, clock, torch.float32, keep, tuple(window), saves, True)
         kept = saved.of_operator(held, layer, saves) if held else _NONE_SAVED
-        return product.backward(call, g, x, weight, kept, needs, dtype)
+        found = product.backward(call, g, x, weight, kept, needs, dtype)
+        return [gradient for gradient in found if gradient is not None]
 
     def fake_backward(
         g: Tensor, x: Tensor, weight: Tensor, held: list[Tensor], clock: Any, *rest: Any
@@ -314,13 +317,20 @@ _register(CONV2D, _WINDOW)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def _is_traced(x: Tensor, weight: Tensor) -> bool:
     return (
-        torch.compiler.is_compiling()
+        _is_compiling()
         or type(x) not in _PLAIN
         or type(weight) not in _PLAIN
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _dispatch_modes() > 0
+        or _transform() is not None
+        or _of_transform(x)
     )
 
 
@@ -347,16 +357,19 @@ class _Eager(torch.autograd.Function):
             clock = torch.tensor(call.clock) if isinstance(call.clock, int) else call.clock
             numbers = call.layer.number, of_bias, call.keep, 0
             found = operator(g, x, weight, [], clock, *numbers, needs, *call.window)
-        else:
-            found = product.backward(call, g, x, weight, kept, needs, of_bias)
-        return None, *_spread(found, needs)
+            return None, *_spread(found, needs)
+        return None, *product.backward(call, g, x, weight, kept, needs, of_bias)
 
 
 def _saves(x: Tensor, weight: Tensor) -> int:
-    """What a pass may save on a GPU: the operands of the gradients that there will be."""
+    """What a pass on a GPU may save: the operands of the gradients that there will be."""
     if not (x.is_cuda and torch.is_grad_enabled()):
         return 0
     return saved.INPUT * weight.requires_grad | saved.WEIGHT * x.requires_grad
+
+
+# `torch.autograd.Function.apply` without what it does for functorch, which `_is_traced` rules out.
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, _Eager).apply
 
 
 def call(
@@ -392,5 +405,4 @@ def call(
     pass_ = Pass(layer, reading, dtype, True, window, saves)
     if not torch.is_grad_enabled():
         return product.forward(pass_, x, weight, bias)[0]
-    apply: Callable[..., Tensor] = _Eager.apply
-    return apply((product, pass_), x, weight, bias)
+    return _apply((product, pass_), x, weight, bias)
