@@ -64,6 +64,13 @@ def _quantize_on_host(
     return _on_device(backend, q), stats
 
 
+def _quantize_clipped_on_host(
+    backend: CudaBackend, gap: Unsupported, x: Array, spec: QuantSpec, stream: Stream | None = None
+) -> tuple[QuantArray, QuantStats, Array]:
+    q, stats, mask = registry.get("cpu").quantize_clipped(x.get(), spec, stream)
+    return _on_device(backend, q), stats, backend.xp.asarray(mask)
+
+
 def _fake_quantize_on_host(
     backend: CudaBackend, gap: Unsupported, x: Array, spec: QuantSpec, stream: Stream | None = None
 ) -> tuple[Array, Counts]:
@@ -131,6 +138,9 @@ ROUTES: dict[str, Route] = {
     ),
     # quantize
     "quantize": Route(quantize.quantize, fallback=_quantize_on_host, fallback_path="host"),
+    "quantize_clipped": Route(
+        quantize.quantize_clipped, fallback=_quantize_clipped_on_host, fallback_path="host"
+    ),
     "fake_quantize": Route(
         quantize.fake_quantize, fallback=_fake_quantize_on_host, fallback_path="host"
     ),

@@ -35,6 +35,7 @@ __all__ = [
     "input_gap",
     "plan_of",
     "quantize",
+    "quantize_clipped",
     "quantize_rowwise_columnwise",
     "readable",
 ]
@@ -135,6 +136,20 @@ def quantize(
     if previous_amax is not None:
         return Unsupported("a running maximum")
     return lambda: plan.quantize(readable(xp, x), stream, xp)
+
+
+def quantize_clipped(xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = None) -> Call:
+    """See the protocol. One reading of x. Waits for the GPU, whose counts it returns."""
+    if (gap := input_gap(x, spec, stream)) is not None:
+        return gap
+    if not spec.clips:
+        return Unsupported("a spec without clip masks")
+    plan = fused.plan_of(spec, tuple(x.shape))
+    if not plan:
+        return plan
+    if (gap := fused.clip_gap(plan)) is not None:
+        return gap
+    return lambda: fused.quantize_clipped(readable(xp, x), plan, stream, xp)
 
 
 def fake_quantize(xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = None) -> Call:

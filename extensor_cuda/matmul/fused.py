@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.unsupported import Unsupported
-from extensor.quant.scale_rules import E8M0_NAN
+from extensor.quant.scale_rules import E8M0_NAN, E8M0_SEARCHES
 from extensor.quant.spec import REBASE_TILE, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE
@@ -61,6 +61,8 @@ def _fused_spec(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> QuantSpe
         )
     if spec.transform or spec.scale_window is not None or spec.kernel_gap:
         return Unsupported("a transform, a scale window or outliers")
+    if spec.rule in E8M0_SEARCHES:
+        return Unsupported(f"the {spec.rule} scale rule, which reads values twice")
     if dtype not in quantizer.INPUTS or len(shape) != 2 or max(shape) > 1 << 30:
         return Unsupported(f"{dtype} array of shape {shape}")
     if spec.rebased and spec.dialect_row.inf_byte_in(element) != E8M0_NAN:

@@ -53,6 +53,22 @@ DEVICE Scale block_scale(u32 amax, const Tensor& tensor) {
     return scale_of(code, value, amax, tensor);
 }
 #else
+// What multiplies values under a scale byte below 255.
+DEVICE float inverse_of_byte(u32 byte) {
+    return float_of(byte == 254u ? 0x400000u : (254u - byte) << 23);
+}
+
+// The scale of a byte, which a finite block has.
+DEVICE Scale e8m0_scale(u32 amax, u32 byte) {
+    if (amax >= kExponent) byte = amax == kExponent ? CODEC_INF_BYTE : 255u;
+    Scale s;
+    s.stored = byte;
+    s.live = byte == 255u ? 0 : ~0u;
+    s.apply = inverse_of_byte(byte);
+    s.decode = float_of(byte == 0 ? 0x400000u : byte << 23);
+    return s;
+}
+
 DEVICE Scale block_scale(u32 amax, const Tensor& tensor) {
     const bool finite = amax < kExponent;
     int exponent = exponent_byte(finite ? amax : 0);
@@ -63,12 +79,6 @@ DEVICE Scale block_scale(u32 amax, const Tensor& tensor) {
 #if CODEC_RULE != 4
     if (amax == 0) byte = 0;
 #endif
-    if (!finite) byte = amax == kExponent ? CODEC_INF_BYTE : 255u;
-    Scale s;
-    s.stored = byte;
-    s.live = byte == 255u ? 0 : ~0u;
-    s.apply = float_of(byte == 254u ? 0x400000u : (254u - byte) << 23);
-    s.decode = float_of(byte == 0 ? 0x400000u : byte << 23);
-    return s;
+    return e8m0_scale(amax, byte);
 }
 #endif

@@ -47,7 +47,7 @@ extern "C" __global__ void tensor_scales(const u32* maximum, Tensor* tensor) {
     float encode = fminf(__fdiv_rn(CODEC_TENSOR_TARGET, amax), kFloatMax);
     if (amax == 0 || encode == 0) encode = 1;
     tensor->scale = __fdiv_rn(1.0f, encode);
-    tensor->encode = CODEC_RULE == 6 ? encode : __fmul_rn(encode, __fdiv_rn(1.0f, 6.0f));
+    tensor->encode = CODEC_RULE == 6 ? encode : __fmul_rn(encode, CODEC_RECIPROCAL_SIX);
     tensor->lowest = 0;
     tensor->amax = amax;
 #else

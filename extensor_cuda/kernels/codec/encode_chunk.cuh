@@ -31,6 +31,11 @@ DEVICE Scale encode_chunk(Chunk& v, const Tensor& tensor, u32 block, u32 part, c
     const u32 amax = across_lanes(chunk_maximum(v[0]));
 #if CODEC_SEARCH
     const Scale s = best_scale<1, 1, 1>(v, 0, amax, tensor);
+#elif CODEC_SEARCH_E8M0
+    const Scale s = searched_scale(v[0], amax, AcrossLanes{});
+#elif CODEC_EDEN
+    Scale s = block_scale(amax, tensor);
+    correct_scale(s, v[0], amax, block, stream, TransformLanes{});
 #else
     const Scale s = block_scale(amax, tensor);
 #endif

@@ -11,6 +11,7 @@ from typing import Any
 
 from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray
+from extensor.quant.scale_rules import E8M0_SEARCHES
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.gemm.config import EPILOGUE_COLUMNS
 from extensor_cuda.kernels.quantize.quantize import Plan, plan_of, tensor_scales
@@ -59,6 +60,8 @@ def row_plan(spec: QuantSpec, m: int, n: int) -> Plan | Unsupported:
     if plan.block > EPILOGUE_COLUMNS:
         held = f"a warp holds {EPILOGUE_COLUMNS} columns of a row at once"
         return Unsupported(f"blocks of {plan.block}; {held}")
+    if plan.spec.rule in E8M0_SEARCHES:
+        return Unsupported(f"the {plan.spec.rule} scale rule; the kernel has those of maxima")
     if plan.spec.rounding == "stochastic":
         return Unsupported("stochastic rounding; the kernel draws no random bits")
     return Unsupported("a Hadamard transform") if plan.spec.transform else plan

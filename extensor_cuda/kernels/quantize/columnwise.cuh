@@ -5,8 +5,9 @@ constexpr int kTileRows = kThreads / 32 * kChunk;  // positions of a thread bloc
 // Resident thread blocks per multiprocessor that the registers allow without spilling.
 constexpr int kBlocks =
     CODEC_SEARCH ? (QUANT_TILE_ROWS == 1 && !CODEC_STOCHASTIC && CODEC_OUT != 1 ? 3 : 1)
-    : (CODEC_IN == 0 && CODEC_STOCHASTIC) || CODEC_HADAMARD || CODEC_OUT == 1 ? 1
-                                                                              : 2;
+    : (CODEC_IN == 0 && CODEC_STOCHASTIC) || CODEC_HADAMARD || CODEC_SEARCH_E8M0 || CODEC_OUT == 1
+        ? 1
+        : 2;
 
 #if QUANT_TILE_ROWS > 1
 constexpr int kLanes =
@@ -152,6 +153,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     encode_columns(raw, s, amax, codes_of, tally);
 #else
     u32 codes_of[QUANT_THREAD_COLUMNS][kWords];
+#if CODEC_SEARCH_E8M0 || CODEC_EDEN
+    __shared__ float sums[kThreads / 32][32];
+#endif
 #pragma unroll
     for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c) {
 #if CODEC_SEARCH && QUANT_TILE_ROWS == 1
@@ -165,14 +169,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
         float v[kChunk];
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) v[k] = QUANT_VALUE(k, c);
+        const u32 block = static_cast<u32>(QUANT_TILE_ROWS > 1 ? blocks : blocks + c);
 #if CODEC_SEARCH && QUANT_TILE_ROWS == 1
         const Scale s = best_scale<1, 1, 1>(
             reinterpret_cast<const float (&)[1][kChunk]>(v), 0, amax[c], tensor);
+#elif CODEC_SEARCH_E8M0
+        const Scale s = searched_scale(v, amax[c], AcrossWarps{sums});
+#elif CODEC_EDEN
+        Scale s = block_scale(amax[c], tensor);
+        correct_scale(s, v, amax[c], block, stream, TransformWarps{sums});
 #elif !CODEC_SEARCH
         const Scale s = block_scale(amax[c], tensor);
 #endif
         stored[c] = s.stored;
-        const u32 block = static_cast<u32>(QUANT_TILE_ROWS > 1 ? blocks : blocks + c);
         const u32 place = QUANT_TILE_ROWS > 1
                               ? static_cast<u32>((column + c) % QUANT_TILE_ROWS) * kParts + part
                               : part;

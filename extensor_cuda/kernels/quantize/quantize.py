@@ -1,8 +1,8 @@
 """Launches the fused quantizers: a spec and a shape -> macros, grid and output arrays.
 
 Covers blocks of 16, 32, 64 or 128 along any axis and square tiles of 16 or 32 in matrices, E8M0
-scales under every rule, NVFP4's three, and the Hadamard transform; `plan_of` says why something
-else is not covered, and the generic method runs instead.
+scales under every rule, NVFP4's three and MS-EDEN, and the Hadamard transform; `plan_of` says why
+something else is not covered, and the generic method runs instead.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from extensor.backends.unsupported import Unsupported
 from extensor.formats import ELEMENTS, ElementFormat
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
+from extensor.quant.nvfp4 import EDEN_TOP
+from extensor.quant.scale_rules import E8M0_SEARCHES, QUEST_CLIP
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.runtime.capture import random_arguments
@@ -28,8 +30,10 @@ from extensor_cuda.runtime.launch import launch
 
 __all__ = [
     "ACTIVATIONS",
+    "MASKED",
     "Outputs",
     "Plan",
+    "clip_gap",
     "element_macros",
     "empty_array",
     "encoding_macros",
@@ -38,6 +42,7 @@ __all__ = [
     "is_whole",
     "plan_of",
     "quantize",
+    "quantize_clipped",
     "quantize_raw",
     "quantize_source",
     "tensor_scales",
@@ -49,7 +54,10 @@ INPUTS = ("float32", "bfloat16", "float16")
 BLOCKS = (16, 32, 64, 128)
 THREADS, CHUNK, PANEL, SLOTS = 256, 16, 128, 256  # as in quantize.cu
 TILE_SIDES = (16, 32)
-_RULES = ("floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error")
+_RULES = (
+    *("floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error"),
+    *E8M0_SEARCHES,
+)
 SEARCHES = ("four_over_six", "least_error")  # they try several scales on a block's values
 ACTIVATIONS = ("", "relu", "gelu")
 """What bfloat16 values may go through as they are read: kernels of `elementwise`, to the bit."""
@@ -57,6 +65,8 @@ _OUT = {"codes": 0, "values": 1, "maximum": 2}
 _SCALE = ELEMENTS["e4m3"]
 _TIE_WORDS = {"away": "0x7FFFFFFFu", "zero": "0x80000000u"}  # round as a constant random word
 _FOLDER = Path(__file__).parent
+MASKED = (("CODEC_MASK", 1), ("CODEC_BF16X8", 0), ("CODEC_BF16X2", 0))
+"""Macros of a quantizer that writes the clip mask, too."""
 _FOUR_OVER_SIX_TOP = 256.0  # of block scales: a block may be scaled half again as far
 
 
@@ -148,8 +158,8 @@ def plan_of(
         return Unsupported(f"{spec.scale_name} scales")
     if spec.rule not in _RULES and not decoding:
         return Unsupported(f"the {spec.rule} scale rule")
-    if spec.eden and not decoding:
-        return Unsupported("block scales rounded stochastically (eden)")
+    if spec.eden and spec.rbits != 32 and not decoding:
+        return Unsupported("block scales rounded by 8 random bits (eden)")
     if spec.rebased and not decoding:
         return Unsupported("a rebased spec")
     if spec.statistic != "amax" and not decoding:
@@ -167,6 +177,12 @@ def plan_of(
         return Unsupported("a Hadamard transform in square tiles")
     if spec.rule in SEARCHES and not decoding and (spec.tile[1] != 16 or spec.ties != "even"):
         return Unsupported(f"the {spec.rule} rule with tile {spec.tile} and ties to {spec.ties}")
+    if spec.rule in E8M0_SEARCHES and not decoding:
+        if spec.tile[0] > 1 or spec.ties != "even" or spec.scale_window is not None:
+            return Unsupported(f"the {spec.rule} rule in square tiles, without ties to even, or "
+                               "with a scale window")  # fmt: skip
+        if spec.rule == "quest" and coded_length(spec, shape) % spec.tile[1]:
+            return Unsupported("the quest rule with a block that is not whole")
     grid = block_grid(spec, shape)
     if math.prod(grid) >= 1 << 32:
         return Unsupported("2**32 blocks or more")
@@ -205,7 +221,7 @@ def element_macros(element: ElementFormat) -> dict[str, object]:
 
 def _takes_words(spec: QuantSpec) -> bool:
     """Whether values are rounded by words: random ones, or one that decides ties."""
-    return spec.rounding == "stochastic" or spec.ties != "even"
+    return (spec.rounding == "stochastic" and not spec.eden) or spec.ties != "even"
 
 
 def encoding_macros(spec: QuantSpec) -> dict[str, object]:
@@ -213,7 +229,7 @@ def encoding_macros(spec: QuantSpec) -> dict[str, object]:
     element, words = spec.row.element, _takes_words(spec)
     return element_macros(element) | {
         "CODEC_STOCHASTIC": int(words),
-        "CODEC_RBITS": spec.rbits if spec.rounding == "stochastic" else 0,
+        "CODEC_RBITS": spec.rbits if spec.rounding == "stochastic" and not spec.eden else 0,
         "CODEC_TIE_WORD": _TIE_WORDS.get(spec.ties, "0u"),
         "CODEC_ELEMENT_SCALE": exact_float(spec.element_scale),
         "CODEC_TOP": exact_float(element.max),
@@ -268,22 +284,25 @@ def quantize_source(
         "QUANT_NORM": 0,
         "QUANT_ONLY_ROWWISE": 0,
         "CODEC_ACTIVATE": ACTIVATIONS.index(plan.activation),
-        "QUANT_THREAD_CHUNKS": 1 if dtype == "float32" or words or spec.transform else 2,
+        "QUANT_THREAD_CHUNKS": 1 if dtype == "float32" or words or _reads_values(spec) else 2,
         "QUANT_TILE_ROWS": plan.rows,
         "CODEC_HADAMARD": spec.transform.size if spec.transform else 0,
         "CODEC_HADAMARD_FACTOR": exact_float(
             1.0 / math.sqrt(spec.transform.size if spec.transform else 1)
         ),
         "CODEC_SEARCH": int(spec.rule in SEARCHES),
+        "CODEC_SEARCH_E8M0": int(spec.rule in E8M0_SEARCHES),
+        "CODEC_QUEST_FACTOR": exact_float(QUEST_CLIP / 6),
+        "CODEC_EDEN": int(spec.eden),
+        "CODEC_MASK": 0,
         "QUANT_THREAD_COLUMNS": columns_of(plan, dtype),
         "CODEC_RULE": _RULES.index(spec.rule),
         "CODEC_UE4M3": int(not spec.is_mx),
         "CODEC_NEEDS_TENSOR": int(plan.needs_tensor),
         "CODEC_WINDOW": -1 if spec.scale_window is None else spec.scale_window,
         "CODEC_RECIPROCAL_TOP": exact_float(float(np.float32(1) / top)),
-        "CODEC_TENSOR_TARGET": exact_float(
-            (_FOUR_OVER_SIX_TOP if spec.rule == "four_over_six" else _SCALE.max) * element.max
-        ),
+        "CODEC_TENSOR_TARGET": exact_float(_tensor_target(spec)),
+        "CODEC_RECIPROCAL_SIX": exact_float(1 / (EDEN_TOP if spec.eden else 6)),
         "CODEC_SCALE_TOP": exact_float(_SCALE.max),
         "CODEC_INF_BYTE": f"{dialect.inf_byte_in(element)}u",
         "CODEC_ZERO_BYTE": f"{dialect.nvfp4_zero_scale}u",
@@ -294,19 +313,33 @@ def quantize_source(
     return Source.read(_FOLDER / "quantize.cu", macros | dict(extra))
 
 
+def _tensor_target(spec: QuantSpec) -> float:
+    """NVFP4: the largest block scale times what a block's largest value becomes."""
+    if spec.eden:
+        return 256 * EDEN_TOP
+    return (
+        _FOUR_OVER_SIX_TOP if spec.rule == "four_over_six" else _SCALE.max
+    ) * spec.row.element.max
+
+
 def _in_bf16(plan: Plan, dtype: str, out: str) -> bool:
     """Whether a kernel may work on two values at a time: bfloat16 to e2m1 by powers of two."""
     spec, element = plan.spec, plan.spec.row.element
     small = element.bits == 4 and element.is_float and spec.is_mx and spec.element_scale == 1.0
-    small = small and spec.transform is None and (plan.columns or plan.rows == 1)
+    small = small and spec.transform is None and spec.rule not in E8M0_SEARCHES
+    small = small and (plan.columns or plan.rows == 1)
     return small and dtype == "bfloat16" and out == "codes"
 
 
 def columns_of(plan: Plan, dtype: str) -> int:
     """Neighbouring columns of a thread: as many as its registers hold without spilling."""
     words = _takes_words(plan.spec)
-    kept = plan.spec.transform is not None or plan.spec.rule in SEARCHES
-    return 2 if dtype == "float32" or words or kept else 4
+    return 2 if dtype == "float32" or words or _reads_values(plan.spec) else 4
+
+
+def _reads_values(spec: QuantSpec) -> bool:
+    """Whether values are needed as float32 before their scale is known."""
+    return spec.transform is not None or spec.rule in (*SEARCHES, *E8M0_SEARCHES)
 
 
 def is_whole(plan: Plan, pointer: int, dtype: str) -> bool:
@@ -332,10 +365,18 @@ def _grid(plan: Plan, items: int) -> int:
     return plan.outer * -(-plan.inner // columns) * -(-tiles * plan.block // PANEL)
 
 
-def _run(plan: Plan, x: Array, out: str, stats: bool, stream: Stream | None, arrays: Any) -> None:
+def _run(
+    plan: Plan,
+    x: Array,
+    out: str,
+    stats: bool,
+    stream: Stream | None,
+    arrays: Any,
+    extra: tuple[tuple[str, object], ...] = (),
+) -> None:
     dtype = x.dtype.name
     whole = is_whole(plan, x.data.ptr, dtype)
-    source = quantize_source(plan, dtype, out, whole, stats)
+    source = quantize_source(plan, dtype, out, whole, stats, extra)
     each = "QUANT_THREAD_COLUMNS" if plan.columns else "QUANT_THREAD_CHUNKS"
     items = int(dict(source.macros)[each])
     signs = _sign_words(plan.spec.transform) if plan.spec.transform else ()
@@ -419,6 +460,27 @@ def quantize_raw(
     q = empty_array(plan, xp, tensor)
     _run(plan, x, "codes", stats, stream, (q.codes, q.scales, None, tensor, None, adds))
     return Outputs(q, None, counters, maximum)
+
+
+def clip_gap(plan: Plan) -> Unsupported | None:
+    """Why no kernel writes the clip mask of a plan; None where one does."""
+    if plan.columns or plan.rows > 1:
+        where = f"tile {plan.spec.tile} along axis {plan.spec.axis}"
+        return Unsupported(f"clip masks for {where}; the kernel has blocks of rows")
+    return None
+
+
+def quantize_clipped(
+    x: Array, plan: Plan, stream: Stream | None, xp: Any
+) -> tuple[QuantArray, QuantStats, Array]:
+    """Codes, scales, counts and the clip mask in one reading of x; waits for the counts."""
+    tensor, _ = tensor_of(plan, x, None, xp)
+    counters = Counters(2 * SLOTS, xp)
+    q = empty_array(plan, xp, tensor)
+    mask = xp.empty((*plan.shape[:-1], -(-plan.coded // 8)), dtype=xp.uint8)
+    arrays = (q.codes, q.scales, None, tensor, None, counters.array, mask)
+    _run(plan, x, "codes", True, stream, arrays, MASKED)
+    return q, OperandCounts(counters, (0, 2 * SLOTS), plan.count)(), mask
 
 
 def quantize(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[QuantArray, QuantStats]:

@@ -6,7 +6,7 @@
 extern "C" __global__ void __launch_bounds__(kThreads)
     quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
         float* __restrict__ values, const Tensor* __restrict__ tensor_of, u32* __restrict__ maximum,
-        u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0,
+        u64* __restrict__ counters, CODEC_MASK_PARAMETER const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0,
         u32 high1, CODEC_SIGN_PARAMETERS i64 rows, i64 length) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
 #if CODEC_HADAMARD
@@ -70,6 +70,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #if CODEC_OUT == 0
             store_words(reinterpret_cast<u32*>(codes) + chunk * kWords, packed);
             if (part == 0) scales[block] = static_cast<u8>(s.stored);
+#if CODEC_MASK
+            const i64 start = chunk % per_row * kChunk, mine = (coded + 7) / 8;
+            u32 inside = clip_bits(v[0], s, tensor);
+            if (coded - start < kChunk) inside &= coded > start ? (1u << (coded - start)) - 1 : 0;
+            u8* to = mask + chunk / per_row * mine + start / 8;
+            if (start < coded) to[0] = static_cast<u8>(inside);
+            if (start + 8 < coded) to[1] = static_cast<u8>(inside >> 8);
+#endif
 #elif QUANT_WHOLE
             float4* to = reinterpret_cast<float4*>(values + chunk * kChunk);
 #pragma unroll

@@ -14,6 +14,7 @@ import numpy as np
 
 from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.scale_rules import E8M0_SEARCHES
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.quantize import quantize as kernels
@@ -72,7 +73,8 @@ def row_column_plan(
     spec = rowwise.spec
     if spec.replace(axis=0) != columnwise.spec:
         return Unsupported("specs that differ in more than their axis")
-    if spec.transform or rowwise.rows > 1 or spec.rule in kernels.SEARCHES:
+    searches = (*kernels.SEARCHES, *E8M0_SEARCHES)
+    if spec.transform or rowwise.rows > 1 or spec.rule in searches:
         return Unsupported("a transform, square tiles or a search for scales")
     if rowwise.block > _MAX_BLOCK or spec.scale_window is not None:
         return Unsupported(f"blocks above {_MAX_BLOCK}, or a scale window")
