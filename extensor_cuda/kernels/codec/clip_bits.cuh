@@ -2,7 +2,7 @@
 // extensor/quant/block_codec.py): a bit each, the first in the lowest. Macro: CODEC_MASK.
 
 #if CODEC_MASK
-#define CODEC_MASK_PARAMETER u8 *__restrict__ mask,
+#define CODEC_MASK_PARAMETER u8* __restrict__ mask,
 
 DEVICE u32 clip_bits(const float (&x)[kChunk], const Scale& s, const Tensor& tensor) {
     float limit = __fmul_rn(CODEC_TOP, s.decode);

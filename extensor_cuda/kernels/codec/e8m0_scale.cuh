@@ -7,7 +7,7 @@ DEVICE int exponent_byte(u32 amax) {
     u32 bits = amax;
 #if CODEC_RULE == 0  // floor
     return static_cast<int>(bits >> 23) - CODEC_EMAX;
-#elif CODEC_RULE == 3                     // even
+#elif CODEC_RULE == 3                                        // even
     return static_cast<int>((bits + (1u << (22 - CODEC_MANTISSA))) >> 23) - CODEC_EMAX;
 #elif CODEC_RULE == 1 || CODEC_RULE == 2 || CODEC_RULE == 8  // rceil, ceil, mse: rceil first
 #if CODEC_RULE != 2

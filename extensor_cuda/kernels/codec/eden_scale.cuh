@@ -1,5 +1,5 @@
-// MS-EDEN's block scales (extensor/quant/nvfp4.py, arXiv 2601.22813): codes rounded to nearest under
-// a first scale, whose scale is then corrected over each Hadamard transform and rounded
+// MS-EDEN's block scales (extensor/quant/nvfp4.py, arXiv 2601.22813): codes rounded to nearest
+// under a first scale, whose scale is then corrected over each Hadamard transform and rounded
 // stochastically. Blocks of 16, a chunk each. Macro: CODEC_EDEN.
 
 #if CODEC_EDEN
@@ -50,7 +50,7 @@ DEVICE u32 stochastic_scale_code(float scale, u32 word, float& value) {
     const u32 anchor = exponent + (static_cast<u32>(23 - CODEC_SCALE_MANTISSA) << 23);
     const u32 spacing = exponent - (static_cast<u32>(CODEC_SCALE_MANTISSA) << 23);
     const float sum = __fadd_rz(base, float_of(anchor));
-    const float rest = __fsub_rn(base, __fsub_rn(sum, float_of(anchor)));  // exact
+    const float rest = __fsub_rn(base, __fsub_rn(sum, float_of(anchor)));   // exact
     const float parts = __fmul_rn(rest, float_of((286u << 23) - spacing));  // times 2**32 / spacing
     const u32 steps = bits_of(sum) - anchor + (__float2uint_ru(parts) > word ? 1 : 0);
     const u32 code = ((exponent - kScaleLowest) >> (23 - CODEC_SCALE_MANTISSA)) + steps;
@@ -60,8 +60,8 @@ DEVICE u32 stochastic_scale_code(float scale, u32 word, float& value) {
 
 // Gives a block the corrected scale; `apply` stays the first scale's, which the codes are made by.
 template <class Across>
-DEVICE void correct_scale(
-    Scale& s, const float (&x)[kChunk], u32 amax, u32 block, const Stream& stream, const Across& across) {
+DEVICE void correct_scale(Scale& s, const float (&x)[kChunk], u32 amax, u32 block,
+    const Stream& stream, const Across& across) {
     const float inverse = s.live && s.decode != 0 ? s.apply : 0.0f;
     float squares = 0, products = 0;
 #pragma unroll

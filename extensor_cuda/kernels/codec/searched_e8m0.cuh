@@ -1,5 +1,5 @@
-// E8M0 scale rules that read a block's values, as in extensor/quant/scale_encoders.py: mse (rceil or
-// half of it, by squared error) and quest (by the root mean square). Macros: CODEC_RULE,
+// E8M0 scale rules that read a block's values, as in extensor/quant/scale_encoders.py: mse (rceil
+// or half of it, by squared error) and quest (by the root mean square). Macros: CODEC_RULE,
 // CODEC_SEARCH_E8M0, CODEC_QUEST_FACTOR. Sums are float32 over a block's ascending positions.
 
 #if CODEC_SEARCH_E8M0
@@ -11,7 +11,8 @@ struct AcrossLanes {
         float sum = 0;
 #pragma unroll
         for (int p = 0; p < kParts; ++p)
-            sum = __shfl_sync(~0u, add(sum), static_cast<int>(threadIdx.x) % 32 / kParts * kParts + p);
+            sum = __shfl_sync(
+                ~0u, add(sum), static_cast<int>(threadIdx.x) % 32 / kParts * kParts + p);
         return sum;
     }
 };

@@ -6,8 +6,8 @@
 extern "C" __global__ void __launch_bounds__(kThreads)
     quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
         float* __restrict__ values, const Tensor* __restrict__ tensor_of, u32* __restrict__ maximum,
-        u64* __restrict__ counters, CODEC_MASK_PARAMETER const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0,
-        u32 high1, CODEC_SIGN_PARAMETERS i64 rows, i64 length) {
+        u64* __restrict__ counters, CODEC_MASK_PARAMETER const u32* __restrict__ clock, u32 key0,
+        u32 key1, u32 high0, u32 high1, CODEC_SIGN_PARAMETERS i64 rows, i64 length) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
 #if CODEC_HADAMARD
     const Signs signs = {sign0, sign1, sign2, sign3};
