@@ -133,7 +133,7 @@ def _linear(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple
         w, version = call.weight(weight, stream)
         context = call.context(stream)
         start = () if bias is None else (to_array(bias),)
-        saves = call.saves & saved.savable(call.layer) if call.saves else 0
+        saves = call.saves & saved.savable(call.layer.number) if call.saves else 0
         given = _SAVED if saves & saved.INPUT else _NOT_SAVED
         before, MODE.enabled = MODE.enabled, saves > 0
         try:
@@ -258,12 +258,12 @@ def _register(product: Product, of_window: str) -> None:
         layer = layer_of(number)
         call = Pass(layer, clock, dtype, keep, tuple(window), saves, True)
         out, made = product.forward(call, x, weight, bias)
-        return [out, *saved.promised(made, layer, x, weight, saves)] if saves else [out]
+        return [out, *saved.promised(made, x, weight, saves)] if saves else [out]
 
     def fake(x: Tensor, weight: Tensor, bias: Any, clock: Any, *rest: Any) -> list[Tensor]:
-        number, dtype, _, saves, *window = rest
+        _, dtype, _, saves, *window = rest
         out = x.new_empty(product.shape(x, weight, *window), dtype=dtype)
-        sizes = saved.sizes(layer_of(number), x.shape, weight.shape, saves) if saves else {}
+        sizes = saved.sizes(x.shape, weight.shape, saves) if saves else {}
         return [out, *(x.new_empty((size,), dtype=torch.uint8) for size in sizes.values())]
 
     # ``dtype`` is the bias's, or that of the result.
@@ -273,7 +273,7 @@ def _register(product: Product, of_window: str) -> None:
         number, dtype, keep, saves, needs, *window = rest
         layer = layer_of(number)
         call = Pass(layer, clock, torch.float32, keep, tuple(window), saves, True)
-        kept = saved.of_operator(held, layer, saves) if held else _NONE_SAVED
+        kept = saved.of_operator(held, saves) if held else _NONE_SAVED
         found = product.backward(call, g, x, weight, kept, needs, dtype)
         return [gradient for gradient in found if gradient is not None]
 
@@ -396,6 +396,7 @@ def call(
         # CUDA graphs of compiled code own all that it makes, so it keeps no operands.
         keep = not (x.is_cuda and torch.compiler.is_compiling())
         saves = saves & saved.INPUT if keep else saves
+        saves = saves & saved.savable(layer.number) if saves else 0
         reading = read_clock(clock, layer)
         operator = getattr(_OPS, product.name)
         numbers = layer.number, dtype, keep, saves

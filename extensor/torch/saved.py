@@ -20,7 +20,7 @@ from extensor.quant.recipe import Gemm, LayerRecipe
 from extensor.quant.recipe_state import LayerContext
 from extensor.quant.spec import QuantSpec
 from extensor.torch import arrays
-from extensor.torch.layer import LayerHandle
+from extensor.torch.layer import layer_of
 
 __all__ = [
     "INPUT",
@@ -33,13 +33,18 @@ __all__ = [
     "to_tensors",
 ]
 
-INPUT, WEIGHT = 1, 2
-"""Whose columns a pass saves: bits of one number."""
+INPUT, WEIGHT = 0b0011, 0b1100
+"""Whose columns a pass saves: two bits each of one number, which hold the kind of the operand.
+
+The number is an argument of the operators, so that it fixes the sizes of what they return: torch's
+compiler keeps code on disk for programs to come, in which a layer's handle names another recipe.
+"""
 
 _SLOTS = {
     INPUT: [("fprop.x", -1), ("wgrad.x", -2)],
     WEIGHT: [("fprop.w", -1), ("dgrad.w", -2)],
 }
+_SHIFT = {INPUT: 0, WEIGHT: 2}
 
 
 def _fused() -> Any:
@@ -50,42 +55,46 @@ def _fused() -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _columns(layer: LayerRecipe, bit: int) -> QuantSpec | None:
-    """The spec of what is saved, if a kernel makes it beside the operand of rows; else None."""
+def _kind(layer: LayerRecipe, bits: int) -> int:
+    """The kind of what is saved, if a kernel makes it beside the operand of rows; else 0."""
     found: list[QuantSpec] = []
-    for slot, axis in _SLOTS[bit]:
+    for slot, axis in _SLOTS[bits]:
         gemm: Gemm = getattr(layer, slot.partition(".")[0])
         spec = layer.slot(slot)
         if isinstance(spec, str) or isinstance(gemm.a, str) or isinstance(gemm.b, str):
-            return None
+            return 0
         found.append(spec.replace(axis=axis + 2).resolve(2))
-    all_fp8 = all(_fused().nbytes(spec, 32, 32) for spec in found)
-    return found[1] if all_fp8 and not layer.uses_forward_operands else None
+    kinds = [_fused().kind_of(spec) for spec in found]
+    return kinds[1] if all(kinds) and not layer.uses_forward_operands else 0
 
 
-def savable(layer: LayerHandle) -> int:
-    """The bits of what a layer's recipe has as FP8 operands of columns."""
+@torch.compiler.assume_constant_result
+def savable(number: int) -> int:
+    """The kinds of what a layer's recipe has as FP8 operands of columns.
+
+    Args:
+        number: the layer's handle.
+    """
+    layer = layer_of(number)
     if layer.savable is None:
         recipe = layer.context.layer
-        layer.savable = sum(bit for bit in _SLOTS if _columns(recipe, bit) is not None)
+        layer.savable = sum(_kind(recipe, bits) << _SHIFT[bits] for bits in _SLOTS)
     return layer.savable
 
 
-def sizes(layer: LayerHandle, x: Sequence[int], w: Sequence[int], saves: int) -> dict[int, int]:
-    """Bytes of what a pass saves, by its bit; shapes may hold symbols.
+def sizes(x: Sequence[int], w: Sequence[int], saves: int) -> dict[int, int]:
+    """Bytes of what a pass saves, by `INPUT` and `WEIGHT`; shapes may hold symbols.
 
     Args:
-        layer: the layer.
         x: shape of the input, (..., K).
         w: shape of the weight, (N, K).
-        saves: bits that are requested.
+        saves: the kinds of the operands.
     """
     m, (n, k) = math.prod(x[:-1]), w
     found = {}
-    for bit, contracted in ((INPUT, m), (WEIGHT, n)):
-        spec = _columns(layer.context.layer, bit) if saves & bit else None
-        if spec is not None:
-            found[bit] = _fused().nbytes(spec, k, contracted)
+    for bits, contracted in ((INPUT, m), (WEIGHT, n)):
+        if saves & bits:
+            found[bits] = _fused().nbytes((saves & bits) >> _SHIFT[bits], k, contracted)
     return found
 
 
@@ -95,9 +104,7 @@ def to_tensors(saved: SavedOperands) -> list[Tensor | None]:
     return [None if buffer is None else arrays.to_tensor(buffer) for buffer in buffers]
 
 
-def promised(
-    made: Sequence[Tensor | None], layer: LayerHandle, x: Tensor, w: Tensor, saves: int
-) -> list[Tensor]:
+def promised(made: Sequence[Tensor | None], x: Tensor, w: Tensor, saves: int) -> list[Tensor]:
     """One tensor for each of `sizes`, as an operator returns it.
 
     What a kernel did not make, as of a small matrix, is never read: `restored` decides likewise. It
@@ -105,16 +112,16 @@ def promised(
     """
     there = dict(zip(_SLOTS, made, strict=True))
     result = []
-    for bit, size in sizes(layer, x.shape, w.shape, saves).items():
-        tensor = there[bit]
+    for bits, size in sizes(x.shape, w.shape, saves).items():
+        tensor = there[bits]
         result.append(x.new_full((size,), 255, dtype=torch.uint8) if tensor is None else tensor)
     return result
 
 
-def of_operator(tensors: Sequence[Tensor], layer: LayerHandle, saves: int) -> list[Tensor | None]:
+def of_operator(tensors: Sequence[Tensor], saves: int) -> list[Tensor | None]:
     """What an operator returned by `promised`: of the input and the weight."""
-    held, bits = iter(tensors), saves & savable(layer)
-    return [next(held) if bits & bit else None for bit in _SLOTS]
+    held = iter(tensors)
+    return [next(held) if saves & bits else None for bits in _SLOTS]
 
 
 def restored(

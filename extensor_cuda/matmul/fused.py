@@ -132,21 +132,34 @@ def _empty(x: Array, axis: int, dtype: Any, xp: Any) -> Array:
 # --- FP8 operands in one allocation ---
 
 
-def nbytes(spec: QuantSpec, rows: int, k: int) -> int:
-    """Bytes of an FP8 operand (rows, K): codes, then a number and a flag, or scales of tiles.
+MXFP4, REBASED = 1, 2
+"""Kinds of FP8 operands in one allocation."""
 
-    The sizes may be symbols. 0: the kernel makes no FP8 operand under the spec.
 
-    >>> from extensor_cuda.matmul.fused import nbytes
-    >>> specs = [QuantSpec(name, axis=1).resolve(2) for name in ("mxfp4", "mxfp8_e4m3")]
-    >>> [nbytes(spec, 64, 100) for spec in specs]
-    [7184, 0]
+def kind_of(spec: QuantSpec) -> int:
+    """`MXFP4` or `REBASED`; 0: the kernel makes no FP8 operand under the spec.
+
+    >>> from extensor_cuda.matmul.fused import kind_of
+    >>> [kind_of(QuantSpec(name, axis=1).resolve(2)) for name in ("mxfp4", "mxfp8_e4m3")]
+    [1, 0]
     """
     if isinstance(_fused_spec(spec, "bfloat16", (32, 32)), Unsupported):
         return 0
-    if spec.rebased:
+    return REBASED if spec.rebased else MXFP4 if is_mxfp4(spec) else 0
+
+
+def nbytes(kind: int, rows: int, k: int) -> int:
+    """Bytes of an FP8 operand (rows, K): codes, then a number and a flag, or scales of tiles.
+
+    The sizes may be symbols.
+
+    >>> from extensor_cuda.matmul.fused import MXFP4, nbytes
+    >>> nbytes(MXFP4, 64, 100)
+    7184
+    """
+    if kind == REBASED:
         return rows * _padded(k) + 4 * -(-k // REBASE_TILE) * _pitch(rows)
-    return rows * _padded(k) + _NUMBERS if is_mxfp4(spec) else 0
+    return rows * _padded(k) + _NUMBERS
 
 
 def _pitch(rows: int) -> int:
@@ -239,7 +252,7 @@ def _run_one_launch(
 
 def _carve(x: Array, spec: QuantSpec, xp: Any) -> _Carved:
     rows, k = _sizes(x, spec.axis)
-    return _Carved.of(xp.empty(nbytes(spec, rows, k), dtype=np.uint8), spec, rows, k)
+    return _Carved.of(xp.empty(nbytes(kind_of(spec), rows, k), dtype=np.uint8), spec, rows, k)
 
 
 def _e5m2_operand(x: Array, side: Side, exponent: Array | None, xp: Any) -> GemmOperand:

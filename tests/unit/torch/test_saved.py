@@ -66,10 +66,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     def restored(buffer: Any, x: Any, spec: Any, stream: Any, xp: Any) -> Any:
         return buffer.view(np.float32).reshape(x.shape[1], -1)
 
-    fake = types.SimpleNamespace(nbytes=lambda spec, rows, k: 4 * rows * k, restored=restored)
+    fake = types.SimpleNamespace(
+        kind_of=lambda spec: 1, nbytes=lambda kind, rows, k: 4 * rows * k, restored=restored
+    )
     monkeypatch.setattr(type(backend), "prepare", prepare)
     monkeypatch.setattr(saved, "_fused", lambda: fake)
-    saved._columns.cache_clear()
+    saved._kind.cache_clear()
     usual = operators._saves
 
     def saves(x: Any, weight: Any) -> int:
@@ -79,7 +81,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(operators, "_saves", saves)
     yield found
-    saved._columns.cache_clear()
+    saved._kind.cache_clear()
 
 
 def network() -> Any:
@@ -159,7 +161,7 @@ def test_nothing_is_saved_without_gradients(made: list[tuple[int, ...]]) -> None
 def test_operators_that_save_pass_opcheck(made: list[tuple[int, ...]]) -> None:
     layer = ext.Linear(32, 48, recipe="mxfp4")
     x = torch.randn(16, 32, requires_grad=True)
-    saves = saved.INPUT | saved.WEIGHT
+    saves = saved.savable(layer.quant_layer.number)
     numbers = layer.quant_clock, layer.quant_layer.number, torch.float32, False, saves
     torch.library.opcheck(OPERATORS.linear, (x, layer.weight, layer.bias, *numbers))
     out, *held = OPERATORS.linear(x.detach(), layer.weight.detach(), None, *numbers)
@@ -171,10 +173,22 @@ def test_operators_that_save_pass_opcheck(made: list[tuple[int, ...]]) -> None:
 def test_a_small_matrix_is_never_read_from_what_was_promised(made: list[tuple[int, ...]]) -> None:
     layer = ext.Linear(32, 48, recipe="mxfp4", bias=False)
     (x,) = batches(ROWS - 1)
-    numbers = layer.quant_clock, layer.quant_layer.number, torch.float32, False, saved.INPUT
+    saves = saved.INPUT & saved.savable(layer.quant_layer.number)
+    numbers = layer.quant_clock, layer.quant_layer.number, torch.float32, False, saves
     out, held = OPERATORS.linear(x, layer.weight.detach(), None, *numbers)
     assert held.eq(255).all()
     _, dw = OPERATORS.linear_backward(
         torch.ones_like(out), x, layer.weight.detach(), [held], *numbers, [True, True, False]
     )
     assert dw.isfinite().all()
+
+
+def test_what_an_operator_returns_is_fixed_by_its_arguments(made: list[tuple[int, ...]]) -> None:
+    """Compiled code is kept on disk; another program's layer of that number has another recipe."""
+    layers = [ext.Linear(32, 48, recipe=recipe) for recipe in ("mxfp4_all", "mxfp4_tseng")]
+    one, two = (layer.quant_layer.number for layer in layers)
+    assert saved.savable(one) != saved.savable(two)
+    x = torch.randn(16, 32)
+    rest = layers[0].quant_clock, two, torch.float32, False, saved.savable(one)
+    out = OPERATORS.linear(x, layers[0].weight.detach(), None, *rest)
+    assert [t.numel() for t in out[1:]] == [4 * 16 * 32, 4 * 48 * 32]
