@@ -17,7 +17,7 @@ __all__ = ["clip_grad_norm", "square_sum"]
 LIMB_BITS = 30
 
 
-def square_sum(arrays: Iterable[Array], ranks: Communicator | None = None) -> float:
+def square_sum(arrays: Iterable[Array], ranks: Communicator | None = None, xp: Any = np) -> float:
     """The sum of all squares, the same bits for any order and any division of the arrays.
 
     Squares are added in float64 within blocks of 32 values; the blocks' sums are truncated to 2^-60
@@ -26,6 +26,7 @@ def square_sum(arrays: Iterable[Array], ranks: Communicator | None = None) -> fl
     Args:
         arrays: float arrays; blocks begin where they begin.
         ranks: who holds other arrays; None if nobody does.
+        xp: the arrays' module, numpy or cupy.
 
     Returns:
         The sum; NaN or infinity if a value is.
@@ -35,10 +36,8 @@ def square_sum(arrays: Iterable[Array], ranks: Communicator | None = None) -> fl
     >>> square_sum([np.array([3.0, 4.0], np.float32)])
     25.0
     """
-    xp: Any = np
     parts: list[Any] = [np.zeros(1)]
     for array in arrays:
-        xp = array.__array_namespace__()  # all are of one device
         wide = array.reshape(-1).astype(np.float64)
         padded = xp.zeros(-(-wide.size // BLOCK) * BLOCK)
         padded[: wide.size] = wide
@@ -102,7 +101,8 @@ def clip_grad_norm(
     if not max_norm > 0:
         raise ValueError(f"max_norm: expected a number above 0, got {max_norm!r}")
     grads = [(p.grad.data, p.backend) for p in params if p.grad is not None]
-    norm = math.sqrt(square_sum([grad for grad, _ in grads], ranks))
+    xp = grads[0][1].xp if grads else np  # all are of one device
+    norm = math.sqrt(square_sum([grad for grad, _ in grads], ranks, xp))
     if norm > max_norm and math.isfinite(norm):
         for grad, backend in grads:
             backend.scale_multi_tensor([grad], max_norm / norm)

@@ -141,6 +141,17 @@ def test_a_gradient_that_is_not_finite_is_so_on_all_ranks() -> None:
     assert run_ranks(3, program) == [False, False, False]
 
 
+class WithoutNamespace(np.ndarray):
+    """As cupy's arrays, which do not name their module."""
+
+    __array_namespace__ = None
+
+
+def test_square_sums_take_arrays_that_name_no_module() -> None:
+    array = np.array([3.0, 4.0], np.float32).view(WithoutNamespace)
+    assert square_sum([array], None, np) == 25.0
+
+
 def test_square_sums_have_no_order() -> None:
     rng = np.random.default_rng(0)
     arrays = [
