@@ -20,7 +20,6 @@ import cProfile
 import pstats
 import time
 from collections.abc import Callable
-from itertools import product
 from statistics import median
 from typing import Any
 
@@ -36,8 +35,8 @@ PARTS = ("linear", "block", "overhead")
 SIZES = ((8192, 8192, 8192), (16384, 4096, 4096), (4096, 4096, 4096))
 RECIPES = ("mxfp4", "mxfp8_rebased")
 WIDTH, HEADS, HIDDEN, CONTEXT = 4096, 32, 14336, 2048
-BATCHES = (4, 8)
-"""Windows of a block's step; extensor's own block is measured with 16,384 tokens, too."""
+BLOCKS = ((None, 4), ("reduce-overhead", 4), ("reduce-overhead", 8))
+"""Modes of torch.compile and windows of a step: extensor's own block has 16,384 tokens, too."""
 
 
 def quantized(module: nn.Module, recipe: str) -> nn.Module:
@@ -160,7 +159,7 @@ def block(rounds: int) -> list[dict[str, Any]]:
     models |= {recipe: quantized(plain, recipe) for recipe in RECIPES}
     models["torchao float8 rowwise"] = float8(plain)
     rows: list[dict[str, Any]] = []
-    for mode, batch in product((None, "reduce-overhead"), BATCHES):
+    for mode, batch in BLOCKS:
         torch._dynamo.reset()
         x = gpu.normal(batch, CONTEXT, WIDTH).requires_grad_()
         g = gpu.normal(batch, CONTEXT, WIDTH, seed=1)
@@ -243,8 +242,8 @@ def profile() -> None:
     """Print the kernels of a captured block, torch's and a recipe's, and the host's functions."""
     torch.manual_seed(0)
     plain = Block().to("cuda", torch.bfloat16)
-    x = gpu.normal(BATCHES[0], CONTEXT, WIDTH).requires_grad_()
-    g = gpu.normal(BATCHES[0], CONTEXT, WIDTH, seed=1)
+    x = gpu.normal(BLOCKS[0][1], CONTEXT, WIDTH).requires_grad_()
+    g = gpu.normal(BLOCKS[0][1], CONTEXT, WIDTH, seed=1)
     for name, model in (("torch bf16", plain), ("mxfp4", quantized(plain, "mxfp4"))):
         torch._dynamo.reset()
         run = step(torch.compile(model, fullgraph=True, mode="reduce-overhead"), model, x, g)
