@@ -81,6 +81,7 @@ CORE_TESTS = {
         "-k",
         "quantize or operand or samples or shapes or spec",
     ),
+    "convolutions": ("tests/test_every_kernel.py", "-k", "conv2d"),
     "products": ("tests/unit/backends", "-k", "test_matmul"),
     "training": (
         "tests/test_every_kernel.py",

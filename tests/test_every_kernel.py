@@ -64,6 +64,7 @@ CHECKS: dict[str, Check] = {
     "product": matmul.check_product_of_operands,
     "quantized_conv2d": conv_pool.check_quantized_convolution("quantized_conv2d"),
     "quantized_conv2d_grad_w": conv_pool.check_quantized_convolution("quantized_conv2d_grad_w"),
+    "clipped_conv2d_grad_x": conv_pool.check_clipped_gradient,
     "conv2d": conv_pool.check_convolution("conv2d"),
     "conv2d_grad_x": conv_pool.check_convolution("conv2d_grad_x"),
     "conv2d_grad_w": conv_pool.check_convolution("conv2d_grad_w"),

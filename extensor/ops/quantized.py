@@ -326,9 +326,7 @@ def _conv_forward(
     gemm, start = context.layer.fprop, bias[0] if bias else None
     saved = operands.kept_image(backend, x, context, given)
     if context.layer.uses_forward_operands:
-        out = requantized.conv_forward(backend, x, w, context, window, groups)
-        out = out if start is None else out + start[:, None, None]
-        return backend.cast(out, _result(context, x, w, *bias)), saved
+        requantized.check_groups(groups)
     early = start if gemm.output_scale == 1.0 else None  # added where the sums begin
     kernels = operands.slot_values(backend, _stacked(w, groups), context, "fprop.w", -1)
     requested = context.operand("fprop.x")
@@ -363,7 +361,7 @@ def _conv_vjp(
     g = backend.cast(g, np.dtype(np.float32))
     last = [backend.channel_sum(g) if need else None for need in needs[2:]]
     if context.layer.uses_forward_operands:
-        both = requantized.conv_gradients(backend, g, (x, w), needs, context, window, groups)
+        both = requantized.conv_gradients(backend, g, (x, w), needs, context, window)
         return [*both, *last]
     dx = _conv_dgrad(backend, g, w, x.shape, context, window, groups) if needs[0] else None
     dw = None

@@ -8,6 +8,7 @@ clipped ones. Under a Hadamard transform T, which both operands carry and the pr
     wgrad   dw = ((g^T x') * m_w) T^T   x' = Q(x T), else x T
 
 with m the clip masks. w' and x' are quantized once more, along the contraction of their GEMM.
+A convolution's forward product is that of every recipe; its backward ones are here.
 
 Source: arXiv 2505.14669, algorithm 1; 2601.22813, section 5.
 """
@@ -18,17 +19,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from extensor.backends.generic.conv_pool import fold, patch_matrix
+from extensor.backends.generic.conv_pool import first_values, patch_matrix
 from extensor.backends.generic.matmul import coded_values
-from extensor.backends.protocol import Array, Backend, Window
+from extensor.backends.generic.quantize import dense_values
+from extensor.backends.protocol import Array, Backend, FirstSpec, Window
 from extensor.ops import recipe_operands as operands
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.hadamard import hadamard, inverse_hadamard
+from extensor.quant.recipe import Gemm
 from extensor.quant.recipe_state import LayerContext
 from extensor.quant.spec import Hadamard, QuantSpec
 
-__all__ = ["Kept", "conv_forward", "conv_gradients", "forward", "gradients"]
+__all__ = ["Kept", "check_groups", "conv_gradients", "forward", "gradients"]
 
 
 class Kept(NamedTuple):
@@ -46,18 +49,6 @@ def forward(backend: Backend, x: Array, w: Array, context: LayerContext) -> tupl
     return _product(backend, stored, context), _kept(stored, masks, context)
 
 
-def conv_forward(
-    backend: Backend, x: Array, w: Array, context: LayerContext, window: Window, groups: int
-) -> Array:
-    """The float32 convolution as a product of patches: (N, O, Ho, Wo)."""
-    rows, kernels = _patch_rows(backend, x, w, window, groups)
-    stored, _ = _operands(backend, rows, kernels, context, counts=True)
-    out = _product(backend, stored, context)
-    n, (ho, wo) = x.shape[0], window.output_size(x.shape[2:])
-    xp = backend.xp
-    return xp.ascontiguousarray(xp.moveaxis(out.reshape(n, ho, wo, w.shape[0]), 3, 1))
-
-
 def conv_gradients(
     backend: Backend,
     g: Array,
@@ -65,40 +56,78 @@ def conv_gradients(
     needs: tuple[bool, ...],
     context: LayerContext,
     window: Window,
-    groups: int,
 ) -> tuple[Array | None, Array | None]:
-    """The float32 gradients of a convolution; its forward operands are made once more."""
-    (x, w), xp = inputs, backend.xp
-    rows, kernels = _patch_rows(backend, x, w, window, groups)
-    kept = _kept(*_operands(backend, rows, kernels, context, counts=False), context)
-    matrix = xp.ascontiguousarray(xp.moveaxis(g, 1, 3).reshape(-1, w.shape[0]))
-    dx, dw = gradients(backend, matrix, rows, kernels, needs, context, kept)
-    if dx is not None:
-        (n, c), (kh, kw), (ho, wo) = x.shape[:2], window.kernel, g.shape[2:]
-        patches = xp.transpose(dx.reshape(n, ho, wo, c, kh, kw), (0, 3, 4, 5, 1, 2))
-        dx = fold(patches, x.shape, window, xp)
-    return dx, None if dw is None else dw.reshape(w.shape)
+    """The float32 gradients of a convolution without groups; its operands are made once more.
+
+    g is (N, O, Ho, Wo). Matrices are those of every convolution: (K, M) of patches, (O, K) of
+    weights and (O, M) of g, with M = N * Ho * Wo.
+    """
+    (x, w), xp, layer = inputs, backend.xp, context.layer
+    x = backend.cast(x, np.dtype(np.float32))
+    matrix = xp.ascontiguousarray(xp.swapaxes(g, 0, 1)).reshape(w.shape[0], -1)
+    kernels = w.reshape(w.shape[0], -1)
+    stored, mask = _operand(backend, kernels, context, "fprop.w", counts=False)
+    requested = context.operand("fprop.x")
+    assert isinstance(requested, QuantSpec)
+    patches, _ = operands.slot_spec(context, "fprop.x", requested, -2, 2)
+    dx = dw = None
+    if needs[0]:
+        values = _values(backend, kernels, stored if layer.requantize else None, layer.fprop.a)
+        b = operands.slot_values(backend, values, context, "dgrad.w", -2)
+        a = operands.slot_values(backend, matrix, context, "dgrad.g", -2)
+        if layer.clip_gradient or patches.transform:
+            dx = backend.clipped_conv2d_grad_x(a, b, x, patches, window, layer.clip_gradient)
+        else:
+            images = xp.swapaxes(a.reshape(len(a), g.shape[0], *g.shape[2:]), 0, 1)
+            dx = backend.conv2d_grad_x(images, b.reshape(-1, *w.shape[1:]), x.shape, window, 1)
+        dx = _scaled(dx, layer.dgrad, xp)
+    if needs[1]:
+        a = operands.slot_values(backend, matrix, context, "wgrad.g", -1)
+        first = patches if layer.requantize else patches.transform
+        dw = _scaled(
+            _weight_gradient(backend, a, x, context, w.shape, window, first), layer.wgrad, xp
+        )
+        dw = _straight_through(dw.reshape(len(w), -1), mask, layer.fprop.a, kernels.shape[1], xp)
+        dw = dw.reshape(w.shape)
+    return dx, dw
 
 
-def _patch_rows(
-    backend: Backend, x: Array, w: Array, window: Window, groups: int
-) -> tuple[Array, Array]:
-    """(M, K) of patches and (O, K) of weights."""
+def check_groups(groups: int) -> None:
+    """Refuse grouped convolutions, whose gradients are not written."""
     if groups > 1:
         raise ValueError(
             "quantized_conv2d: expected groups=1 under a recipe that masks clipped values or "
             f"requantizes (Quartet), got {groups} groups; give grouped convolutions another recipe "
             "by a rule on their paths"
         )
-    xp = backend.xp
-    patches = patch_matrix(backend.cast(x, np.dtype(np.float32)), window, 1, xp)[0]
-    return xp.ascontiguousarray(patches.T), w.reshape(w.shape[0], -1)
+
+
+def _weight_gradient(
+    backend: Backend,
+    g: Array,
+    x: Array,
+    context: LayerContext,
+    shape: tuple[int, ...],
+    window: Window,
+    first: FirstSpec | None,
+) -> Array:
+    requested = context.operand("wgrad.x")
+    if isinstance(requested, str):
+        patches = first_values(backend, patch_matrix(x, window, 1, backend.xp)[0], first)
+        return backend.matmul(g, dense_values(backend, patches, requested).T)
+    spec, stream = operands.slot_spec(context, "wgrad.x", requested, -1, 2)
+    out, stats = backend.quantized_conv2d_grad_w(g, x, spec, stream, shape, window, first)
+    context.record("wgrad.x", stats)
+    return out
+
+
+def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
+    return out if gemm.output_scale == 1.0 else out * xp.float32(gemm.output_scale)
 
 
 def _product(backend: Backend, stored: list[QuantArray], context: LayerContext) -> Array:
     out = backend.block_scaled_matmul(stored[0], stored[1])
-    scale = context.layer.fprop.output_scale
-    return out if scale == 1.0 else out * backend.xp.float32(scale)
+    return _scaled(out, context.layer.fprop, backend.xp)
 
 
 def _kept(stored: list[QuantArray], masks: list[Array | None], context: LayerContext) -> Kept:
@@ -109,23 +138,27 @@ def _operands(
     backend: Backend, x: Array, w: Array, context: LayerContext, counts: bool
 ) -> tuple[list[QuantArray], list[Array | None]]:
     """The stored operands of the forward product, still transformed, and their clip masks."""
-    layer = context.layer
-    stored: list[QuantArray] = []
-    masks: list[Array | None] = []
-    for slot, matrix in (("fprop.x", x), ("fprop.w", w)):
-        requested = context.operand(slot)
-        assert isinstance(requested, QuantSpec)
-        spec, stream = operands.slot_spec(context, slot, requested, -1, 2)
-        mask = None
-        if layer.clip_gradient:
-            q, stats, mask = backend.quantize_clipped(matrix, spec, stream)
-        else:
-            q, stats = backend.quantize(matrix, spec, stream)
-        if counts:
-            context.record(slot, stats)
-        stored.append(coded_values(q))
-        masks.append(mask)
-    return stored, masks
+    made = [
+        _operand(backend, matrix, context, slot, counts)
+        for slot, matrix in (("fprop.x", x), ("fprop.w", w))
+    ]
+    return [q for q, _ in made], [mask for _, mask in made]
+
+
+def _operand(
+    backend: Backend, matrix: Array, context: LayerContext, slot: str, counts: bool
+) -> tuple[QuantArray, Array | None]:
+    requested = context.operand(slot)
+    assert isinstance(requested, QuantSpec)
+    spec, stream = operands.slot_spec(context, slot, requested, -1, 2)
+    mask = None
+    if context.layer.clip_gradient:
+        q, stats, mask = backend.quantize_clipped(matrix, spec, stream)
+    else:
+        q, stats = backend.quantize(matrix, spec, stream)
+    if counts:
+        context.record(slot, stats)
+    return coded_values(q), mask
 
 
 def gradients(
@@ -164,8 +197,7 @@ def gradients(
             product = backend.matmul(mine, other.T)
         else:
             product = backend.product(mine, other)
-        if gemm.output_scale != 1.0:
-            product = product * backend.xp.float32(gemm.output_scale)
+        product = _scaled(product, gemm, backend.xp)
         found[i] = _straight_through(product, mask, layer.fprop.a, k, backend.xp)
     return found[0], found[1]
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends import cpu
+from extensor.backends.generic.conv_pool import fold
 from extensor.backends.protocol import Window
 from extensor.quant.array import QuantStats
 from extensor.quant.spec import Hadamard, QuantSpec
@@ -97,11 +98,24 @@ def patch_specs(rowwise: bool) -> Iterator[QuantSpec]:
     yield QuantSpec("mxfp8_e4m3", rebased=True)
     yield QuantSpec("mxfp4", scale_rule="mse", tile="channel")  # not in the core, rowwise
     if not rowwise:
+        yield QuantSpec("mxfp4", scale_rule="quest", transform=Hadamard(32, "none"))
+        yield QuantSpec("mxfp8_e4m3", transform=Hadamard(64, "random", 5), tile=(1, 16))
         return
+    yield EDEN
     yield QuantSpec("nvfp4", transform=Hadamard(16, "fixed"))
     yield QuantSpec("nvfp4_fp8exact", scale_rule="least_error", transform=Hadamard(16, "fixed"))
     yield QuantSpec("mxfp4", rounding="stochastic", transform=Hadamard(64, "random"))
     yield QuantSpec("int8", rounding="stochastic", rbits=8, tile=(1, 48))
+
+
+EDEN = QuantSpec("nvfp4", rounding="stochastic", transform=Hadamard(128, "random"), eden=True)
+_QUEST = QuantSpec("mxfp4", scale_rule="quest", transform=Hadamard(32, "none"))
+FIRST = (
+    (_QUEST, QuantSpec("mxfp4", rounding="stochastic", transform=Hadamard(32, "random"))),
+    (QuantSpec("nvfp4", scale_rule="four_over_six"), EDEN),
+    (QuantSpec("mxfp4", scale_rule="floor"), QuantSpec("int8")),
+)
+"""Quartet's, Quartet II's, and one with a scale for each row."""
 
 
 @cache
@@ -119,6 +133,9 @@ def quantized_convolutions(name: str) -> list[tuple[Case, np.ndarray, QuantStats
             case: Case
             if name == "quantized_conv2d":
                 left, terms = w.reshape(*stack, w[0].size), w[0].size + 1
+                size = spec.transform.size if spec.transform else 1
+                pad = plain((*left.shape[:-1], -left.shape[-1] % size), number)
+                left, terms = np.concatenate([left, pad], axis=-1), terms + pad.shape[-1]
                 bias = (plain((len(w),), number),) if number % 2 else ()
                 case = (x, left, spec, None, w.shape, window, *bias)
             else:
@@ -129,14 +146,83 @@ def quantized_convolutions(name: str) -> list[tuple[Case, np.ndarray, QuantStats
                 stream = Stream(3, 1) if spec.rounding == "stochastic" else None
                 case = (left, x, spec, stream, w.shape, window)
             expected, counted = getattr(GENERIC, name)(*case)
-            if spec.transform or spec.rounding == "stochastic":  # signs change what is rounded
+            if rowwise and (spec.transform or spec.rounding == "stochastic"):  # signs decide
                 values, _ = GENERIC._patches_operand(x, *case[2:])
                 total = (np.abs(left) @ np.abs(values.swapaxes(-1, -2))).reshape(w.shape)
+            elif spec.transform:
+                values, _ = GENERIC._patches_operand(x, *case[2:6])
+                total = np.abs(left) @ np.abs(values)
+                total = total.reshape(len(w), len(x), *expected.shape[2:]).swapaxes(0, 1)
+                total = total + np.abs(case[6])[:, None, None] if len(case) > 6 else total
             else:
                 sizes = [np.abs(a) if isinstance(a, np.ndarray) else a for a in case]
                 total, _ = getattr(GENERIC, name)(*sizes)
             made.append((case, expected, counted, 2 * (terms + 4) * UNIT * total + 1e-30))
+        if rowwise and groups == 1 and x.size:
+            made.extend(_requantized(x, w, g, window))
     return made
+
+
+def _requantized(x: np.ndarray, w: np.ndarray, g: np.ndarray, window: Window) -> Iterator[Any]:
+    """Weight gradients from patches that were quantized along their taps first."""
+    terms = g[:, 0].size
+    rows = np.ascontiguousarray(g.swapaxes(0, 1)).reshape(len(w), terms)
+    for before, spec in FIRST:
+        before, spec = before.replace(axis=0).resolve(2), spec.replace(axis=1).resolve(2)
+        size = spec.transform.size if spec.transform else 1
+        left = np.pad(rows, [(0, 0), (0, -terms % size)])
+        stream = Stream(3, 1) if spec.rounding == "stochastic" else None
+        case = (left, x, spec, stream, w.shape, window, before)
+        expected, counted = GENERIC.quantized_conv2d_grad_w(*case)
+        values, _ = GENERIC._patches_operand(x, *case[2:])
+        yield case, expected, counted, 2 * (terms + 4) * UNIT * (np.abs(left) @ np.abs(values.T))
+
+
+CLIPPED = (
+    _QUEST,
+    QuantSpec("mxfp4", scale_rule="mse", tile=(1, 16)),
+    QuantSpec("mxfp4", scale_rule="floor", tile="channel"),
+    QuantSpec("mxfp8_e5m2", scale_rule="floor", transform=Hadamard(64, "random", 5)),
+    QuantSpec("nvfp4"),
+)
+
+
+@cache
+def clipped_gradients() -> list[tuple[Case, np.ndarray, np.ndarray]]:
+    """Arguments, the generic method's sums, and the bound on another order's."""
+    made = []
+    for x, w, g, window in (
+        (*window_arrays(number), window)
+        for number, (shape, _, groups, window) in enumerate(WINDOWS)
+        if groups == 1 and shape[0]
+    ):
+        x, rows = x[:7], np.ascontiguousarray(g[:7].swapaxes(0, 1)).reshape(len(w), -1)
+        for spec in CLIPPED:
+            spec = spec.replace(axis=0).resolve(2)
+            size = spec.transform.size if spec.transform else 1
+            taps, patches = w[0].size, rows.shape[1]
+            padded = taps + -taps % size
+            kernels = plain((len(w), padded), taps)
+            case: Case = (rows, kernels, x, spec, window)
+            expected = GENERIC.clipped_conv2d_grad_x(*case)
+            # A sum enters all of its transform's values, times 1 / sqrt(size).
+            total = (np.abs(kernels).T @ np.abs(rows)).reshape(-1, size, patches)
+            spread = total.sum(axis=1, keepdims=True) / np.sqrt(size)
+            total = np.broadcast_to(spread, total.shape).reshape(padded, patches)[:taps]
+            ho, wo = window.output_size(x.shape[2:])
+            shape = (x.shape[1], *window.kernel, len(x), ho, wo)
+            folded = fold(np.moveaxis(total.reshape(shape), 3, 0), x.shape, window, np)
+            made.append((case, expected, 2 * (len(w) + taps + 20) * UNIT * folded + 1e-30))
+    return made
+
+
+def check_clipped_gradient(backend: cpu.CpuBackend) -> None:
+    for case, expected, bound in clipped_gradients():
+        got = backend.clipped_conv2d_grad_x(*case)
+        what = (*case[3:], case[2].shape, backend.path("clipped_conv2d_grad_x", *case))
+        assert got.shape == expected.shape, what
+        assert (np.abs(got - expected) <= bound).all(), what
+        assert not CORE or what[-1].startswith("core ("), what
 
 
 def check_quantized_convolution(name: str) -> Check:

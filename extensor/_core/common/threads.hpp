@@ -35,7 +35,7 @@ enum class Slot {
     prepared,
     // of the quantized convolutions, which call a quantizer that uses the ones above
     conv_padded, conv_lowered, conv_weights, conv_offsets, conv_patches, conv_values, conv_counts,
-    conv_maxima,
+    conv_maxima, conv_gradients, conv_rows, conv_first,
     count,
     // of kernels that call no quantizer
     padded = values, lowered = scales, weights = random, offsets = codes,

@@ -128,13 +128,19 @@ PatchQuant patch_quant(const QuantPlan& plan, const Blocks& blocks,
     return {plan, {w[0], w[1], w[2], w[3]}, tile_length, padded, per_tensor};
 }
 
+// Whether blocks of columns fit a group's patches, with a transform's padding.
+bool padded_taps(const Conv& s, const PatchQuant& quant) {
+    const int64_t taps = s.c / s.groups * s.kh * s.kw, size = std::max(quant.plan.hadamard, 1);
+    return quant.padded == (taps + size - 1) / size * size;
+}
+
 // The quantizer's blocks run columnwise over the matrix of patches.
 py::tuple quantized_conv2d(const QuantPlan& plan, const Blocks& blocks, const Floats& x,
                            const Floats& w, const Shape4& shape, const Placement& placement,
                            int64_t groups, const std::optional<Floats>& bias) {
     const Conv s = convolution(shape4(x, kImages), shape, placement, groups);
     const PatchQuant quant = patch_quant(plan, blocks, {});
-    require(w.size() == s.o * shape[1] * s.kh * s.kw && !plan.stochastic && !plan.hadamard,
+    require(padded_taps(s, quant) && w.size() == s.o * quant.padded && !plan.stochastic,
             "quantized_conv2d: expected weights, and blocks rounded to nearest");
     Floats y = buffers::array<float>({s.n, s.o, s.ho, s.wo});
     const float* starts = bias_of(s, bias);
@@ -149,19 +155,46 @@ py::tuple quantized_conv2d(const QuantPlan& plan, const Blocks& blocks, const Fl
 // As above, but the blocks run rowwise; `stream` numbers the random bits of the whole matrix.
 py::tuple quantized_conv2d_grad_w(const QuantPlan& plan, const Blocks& blocks, const Floats& g,
                                   const Floats& x, const Shape4& shape, const Placement& placement,
-                                  int64_t groups, const std::array<uint32_t, 4>& stream) {
+                                  int64_t groups, const std::array<uint32_t, 4>& stream,
+                                  const std::optional<std::pair<QuantPlan, Blocks>>& before) {
     const Conv s = convolution(shape4(x, kImages), shape, placement, groups);
     const PatchQuant quant = patch_quant(plan, blocks, stream);
     const int64_t pixels = s.n * s.ho * s.wo;
     require(quant.padded >= pixels && quant.padded - pixels < 128 && g.size() == s.o * quant.padded,
             "quantized_conv2d_grad_w: expected a gradient of the patches' padded length");
-    Floats gw = buffers::array<float>({shape[0], shape[1], shape[2], shape[3]});
+    std::optional<PatchQuant> first;
+    if (before) first = patch_quant(before->first, before->second, {});
+    require(!first || (padded_taps(s, *first) && !first->per_tensor && !first->plan.stochastic),
+            "quantized_conv2d_grad_w: expected first blocks of the taps, rounded to nearest");
+    Floats gw = first ? buffers::array<float>({s.o, first->padded})
+                      : buffers::array<float>({shape[0], shape[1], shape[2], shape[3]});
     int64_t counts[3];
     without_gil([&] {
         levels::in_use(quant_conv_kernels)
-            .grad_w(s, quant, g.data(), x.data(), gw.mutable_data(), counts);
+            .grad_w(s, quant, first ? &*first : nullptr, g.data(), x.data(), gw.mutable_data(),
+                    counts);
     });
     return py::make_tuple(gw, counts[0], counts[1], counts[2]);
+}
+
+// g is (O, N * Ho * Wo) and w (O, padded taps); the quantizer's blocks run columnwise.
+Floats clipped_conv2d_grad_x(const QuantPlan& plan, const Blocks& blocks, const Floats& g,
+                             const Floats& w, const Floats& x, const Pair& kernel,
+                             const Placement& placement) {
+    Conv s = geometry(kernel, placement);
+    set_input(s, shape4(x, kImages));
+    const PatchQuant quant = patch_quant(plan, blocks, {});
+    require(g.ndim() == 2 && w.ndim() == 2 && g.shape(0) == w.shape(0) &&
+                g.shape(1) == s.n * s.ho * s.wo && padded_taps(s, quant) &&
+                w.shape(1) == quant.padded && !plan.stochastic,
+            "clipped_conv2d_grad_x: expected a gradient and weights of the patches");
+    s.o = g.shape(0);
+    Floats gx = buffers::array<float>({s.n, s.c, s.h, s.w});
+    without_gil([&] {
+        levels::in_use(clipped_conv_kernels)
+            .grad_x(s, quant, g.data(), w.data(), x.data(), gx.mutable_data());
+    });
+    return gx;
 }
 
 }  // namespace
@@ -174,4 +207,5 @@ void bind_conv_pool(py::module_& m) {
     m.def("max_pool2d_grad", max_pool2d_grad);
     m.def("quantized_conv2d", quantized_conv2d);
     m.def("quantized_conv2d_grad_w", quantized_conv2d_grad_w);
+    m.def("clipped_conv2d_grad_x", clipped_conv2d_grad_x);
 }

@@ -31,7 +31,8 @@ struct PoolKernels {
 };
 
 // How patches are quantized: in blocks of `tile_length`, columnwise for the forward product and
-// rowwise, `padded` values a row, for the weight gradient. `per_tensor`: one scale for all.
+// rowwise for the weight gradient, `padded` values a column or row. `per_tensor`: one scale for
+// all.
 struct PatchQuant {
     QuantPlan plan;
     QuantStream stream;
@@ -44,10 +45,19 @@ struct PatchQuant {
 struct QuantConvKernels {
     void (*conv)(const Conv&, const PatchQuant&, const float* x, const float* w, const float* bias,
                  float* y, int64_t* counts);
-    void (*grad_w)(const Conv&, const PatchQuant&, const float* g, const float* x, float* gw,
-                   int64_t* counts);
+    // `first`, which may be null, quantizes the patches before, along their taps; gw is then of the
+    // taps' padded length.
+    void (*grad_w)(const Conv&, const PatchQuant&, const PatchQuant* first, const float* g,
+                   const float* x, float* gw, int64_t* counts);
+};
+
+// The gradient of the images where the patches' quantizer clips; see clipped_conv.cpp.
+struct ClippedConvKernels {
+    void (*grad_x)(const Conv&, const PatchQuant&, const float* g, const float* w, const float* x,
+                   float* gx);
 };
 
 EXTENSOR_KERNELS(ConvKernels, conv_kernels)
 EXTENSOR_KERNELS(PoolKernels, pool_kernels)
 EXTENSOR_KERNELS(QuantConvKernels, quant_conv_kernels)
+EXTENSOR_KERNELS(ClippedConvKernels, clipped_conv_kernels)

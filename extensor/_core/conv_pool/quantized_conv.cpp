@@ -8,25 +8,10 @@
 
 #include <array>
 
-#include "conv_pool/lowered_images.hpp"
+#include "conv_pool/quantized_patches.hpp"
 
 namespace EXTENSOR_ISA {
-
-extern const QuantKernels quant_kernels;
-
 namespace {
-
-using threads::scratch_of;
-using threads::Slot;
-
-QuantJob patch_job(const float* x, float* values, int64_t rows, int64_t length, int64_t inner,
-                   int64_t tile_length) {
-    QuantJob job{};
-    job.x = x, job.type = FloatType::float32, job.values = values;
-    job.outer = 1, job.rows = rows, job.length = job.padded = length, job.inner = inner;
-    job.tile_rows = 1, job.tile_length = tile_length;
-    return job;
-}
 
 // What was saturated, flushed and changed by rebasing.
 using Lost = std::array<int64_t, 3>;
@@ -36,15 +21,6 @@ void add_counts(const Lost* each, int64_t tasks, int64_t* counts) {
     for (int64_t task = 0; task < tasks; ++task)
         for (int i = 0; i < 3; ++i) counts[i] += each[task][i];
 }
-
-uint32_t largest(const uint32_t* words, int64_t count) {
-    uint32_t top = 0;
-    for (int64_t i = 0; i < count; ++i) top = words[i] > top ? words[i] : top;
-    return top;
-}
-
-// Scales that need the largest finite magnitude of all patches.
-bool needs_whole(const PatchQuant& q) { return q.plan.scale == Scale::ue4m3; }
 
 QuantPlan not_rebased(const QuantPlan& plan) {
     QuantPlan plain = plan;
@@ -96,28 +72,6 @@ void rebase(const QuantPlan& plan, const RebasedTiles& tiles, const uint32_t* ma
 
 // ---- forward ----
 
-constexpr int64_t kColumns = TV * VL;
-
-// body(patches, first, count) for the patches of one image and group, some columns at a time.
-template <class Body>
-void visit_image(const Conv& s, const LoweredImages& p, int64_t task, const float* x, Body body) {
-    float* lowered = scratch_of<float>(Slot::conv_lowered, p.lowered_floats());
-    float* padded = scratch_of<float>(Slot::conv_padded, p.padded_floats());
-    int64_t* offset = scratch_of<int64_t>(Slot::conv_offsets, 2 * p.taps);
-    float* patches = scratch_of<float>(Slot::conv_patches, p.taps * kColumns + kColumns);
-    p.offsets(offset);
-    p.fill(x + task * p.c * s.h * s.w, 0, padded, lowered);
-    for (int64_t first = 0; first < p.pixels; first += kColumns) {
-        const int64_t count = least(kColumns, p.pixels - first);
-        for (int64_t t = 0; t < p.taps; ++t) {
-            const float* from = lowered + offset[t] + first;
-            float* to = patches + t * count;  // a whole tile; the next overwrites the excess
-            for (int v = 0; v < TV; ++v) store(to + v * VL, load(from + v * VL));
-        }
-        body(patches, first, count);
-    }
-}
-
 // The maxima of the rebased tiles of each group.
 const uint32_t* rebased_maxima(const Conv& s, const LoweredImages& p, const PatchQuant& q,
                                const RebasedTiles& tiles, const float* x) {
@@ -151,35 +105,17 @@ const uint32_t* rebased_maxima(const Conv& s, const LoweredImages& p, const Patc
     return maxima;
 }
 
-// The largest magnitude of all patches.
-uint32_t patch_maximum(const Conv& s, const LoweredImages& p, const PatchQuant& q, const float* x) {
-    uint32_t* each = scratch_of<uint32_t>(Slot::conv_maxima, s.n * s.groups);
-    threads::run(s.n * s.groups, s.n * s.groups * p.taps * p.pixels / VL, [&](int64_t task) {
-        float* lowered = scratch_of<float>(Slot::conv_lowered, p.lowered_floats());
-        float* padded = scratch_of<float>(Slot::conv_padded, p.padded_floats());
-        int64_t* offset = scratch_of<int64_t>(Slot::conv_offsets, 2 * p.taps);
-        p.offsets(offset);
-        p.fill(x + task * p.c * s.h * s.w, 0, padded, lowered);
-        each[task] = 0;
-        for (int64_t t = 0; t < p.taps; ++t) {
-            uint32_t top;
-            quant_kernels.row_maxima(q.plan, {lowered + offset[t], 1, 0, p.pixels, needs_whole(q)},
-                                     &top);
-            each[task] = top > each[task] ? top : each[task];
-        }
-    });
-    return largest(each, s.n * s.groups);
-}
-
-// w is (groups, o, taps) of values; counts: see `Lost`.
+// w is (groups, o, padded taps) of values; counts: see `Lost`.
 void conv(const Conv& s, const PatchQuant& q, const float* x, const float* w, const float* bias,
           float* y, int64_t* counts) {
     const int64_t ins = s.c / s.groups, outs = s.o / s.groups;
     const LoweredImages p(1, s.with_channels(ins));
-    float* packed = scratch_of<float>(Slot::conv_weights, s.o * (p.taps + 1));
-    float* starts = packed + s.o * p.taps;
+    LoweredImages coded = p;  // of the product: a transform may have padded the taps
+    coded.c = coded.taps = q.padded, coded.kh = coded.kw = 1;
+    float* packed = scratch_of<float>(Slot::conv_weights, s.o * (q.padded + 1));
+    float* starts = packed + s.o * q.padded;
     for (int64_t i = 0; i < s.o; ++i) starts[i] = bias ? bias[i] : 0.0f;
-    pack_weights(p, s.groups, outs, {w, outs * p.taps, p.taps, s.kh * s.kw, s.kw, 1}, packed);
+    pack_weights(coded, s.groups, outs, {w, outs * q.padded, q.padded, 1, 0, 0}, packed);
     Lost* each = scratch_of<Lost>(Slot::conv_counts, s.n * s.groups);
     const QuantPlan plan = not_rebased(q.plan);
     const RebasedTiles tiles(p.taps, s.n * p.pixels);
@@ -190,21 +126,22 @@ void conv(const Conv& s, const PatchQuant& q, const float* x, const float* w, co
 
     threads::run(s.n * s.groups, s.n * s.o * p.taps * p.pixels, [&](int64_t task) {
         const int64_t n = task / s.groups, g = task % s.groups;
-        int64_t* dense = scratch_of<int64_t>(Slot::conv_offsets, 2 * p.taps) + p.taps;
-        float* values = scratch_of<float>(Slot::conv_values, p.taps * kColumns + kColumns);
+        int64_t* dense = scratch_of<int64_t>(Slot::conv_rows, q.padded);
+        float* values = scratch_of<float>(Slot::conv_values, q.padded * kColumns + kColumns);
         Lost& lost = each[task] = {};
         float* out = y + (n * s.o + g * outs) * p.pixels;
         visit_image(s, p, task, x, [&](float* patches, int64_t first, int64_t count) {
             QuantJob job = patch_job(patches, values, 1, p.taps, count, q.tile_length);
-            if (q.per_tensor) job.known = known, job.tile_length = p.taps;
+            job.padded = q.padded;
+            if (q.per_tensor) job.known = known, job.tile_length = q.padded;
             if (needs_whole(q)) job.whole = known;
             quant_kernels.quantize(plan, {}, job);
             lost[0] += job.saturated, lost[1] += job.flushed;
             if (maxima)
                 rebase(plan, tiles, maxima + g * tiles.count(), 0, p.taps, n * p.pixels + first,
                        count, values, lost);
-            for (int64_t t = 0; t < p.taps; ++t) dense[t] = t * count;
-            multiply(outs, {values, dense, p.taps, count}, packed + g * outs * p.taps,
+            for (int64_t t = 0; t < q.padded; ++t) dense[t] = t * count;
+            multiply(outs, {values, dense, q.padded, count}, packed + g * outs * q.padded,
                      starts + g * outs, out + first, p.pixels);
         });
     });
@@ -224,22 +161,31 @@ struct PatchChunk {
 };
 
 // How the matrices of patches are cut. A task takes some channels of one group and a run of pixels,
-// `columns` at a time, which hold whole blocks and whole transforms.
+// `columns` at a time, which hold whole blocks and whole transforms. With a `first` quantizer,
+// along the taps, it takes all channels, and the rows are those that it gives.
 struct PatchCut {
     const Conv& s;
-    int64_t kernel, taps, pixels, all, columns;  // taps of a group; pixels of an image, of all
+    const PatchQuant* first;
+    uint32_t whole = 0;                          // the statistic of the first's whole array
+    int64_t kernel, taps, pixels, all, columns;  // rows of a group; pixels of an image, of all
     Split chunks;
     int64_t parts, steps;
     Split runs;
 
-    PatchCut(const Conv& s, int64_t block, int64_t padded)
+    PatchCut(const Conv& s, int64_t block, int64_t padded, const PatchQuant* first)
         : s(s),
+          first(first),
           kernel(s.kh * s.kw),
-          taps(s.c / s.groups * kernel),
+          taps(first ? first->padded : s.c / s.groups * kernel),
           pixels(s.ho * s.wo),
           all(s.n * pixels),
-          columns(least(ceil_div(kLeastColumns, block), ceil_div(padded, block)) * block),
-          chunks(s.c / s.groups, most(1, kChunkFloats / (columns * kernel))),
+          columns(least(ceil_div(first ? least(kLeastColumns, most(1, kChunkFloats / taps))
+                                       : kLeastColumns,
+                                 block),
+                        ceil_div(padded, block)) *
+                  block),
+          chunks(s.c / s.groups,
+                 first ? s.c / s.groups : most(1, kChunkFloats / (columns * kernel))),
           parts(chunks.parts * s.groups),
           steps(ceil_div(all, columns)),
           runs(steps, ceil_div(steps, most(1, ceil_div(kTasks, parts)))) {}
@@ -277,8 +223,23 @@ struct PatchCut {
                                 static_cast<size_t>(length) * 4);
                 at += length;
             }
-            body(PatchChunk{patches, group(task) * taps + c0 * kernel, p.taps, first, count});
+            if (this->first)
+                body(PatchChunk{requantized(patches, p.taps, count), group(task) * taps, taps,
+                                first, count});
+            else
+                body(PatchChunk{patches, group(task) * taps + c0 * kernel, p.taps, first, count});
         }
+    }
+
+private:
+    // What the first quantizer makes of (rows, count) patches.
+    const float* requantized(const float* patches, int64_t rows, int64_t count) const {
+        float* values = scratch_of<float>(Slot::conv_first, taps * columns + VL);
+        QuantJob job = patch_job(patches, values, 1, rows, count, first->tile_length);
+        job.padded = taps;
+        if (needs_whole(*first)) job.whole = &whole;
+        quant_kernels.quantize(first->plan, {}, job);
+        return values;
     }
 };
 
@@ -330,14 +291,17 @@ const uint32_t* rebased_maxima(const PatchCut& cut, const PatchQuant& q, const R
 }
 
 // g is (groups, o, padded) of values. The sums of several runs are added in their order.
-void grad_w(const Conv& s, const PatchQuant& q, const float* g, const float* x, float* gw,
-            int64_t* counts) {
-    const int64_t ins = s.c / s.groups, outs = s.o / s.groups, kernel = s.kh * s.kw;
-    const int64_t weights = s.o * ins * kernel, size = most(1, q.plan.hadamard);
+void grad_w(const Conv& s, const PatchQuant& q, const PatchQuant* first, const float* g,
+            const float* x, float* gw, int64_t* counts) {
+    const int64_t outs = s.o / s.groups, kernel = s.kh * s.kw;
+    const int64_t taps = first ? first->padded : s.c / s.groups * kernel;
+    const int64_t weights = s.o * taps, size = most(1, q.plan.hadamard);
     const bool long_rows = q.per_tensor || q.tile_length > kLeastColumns;
     int64_t block = long_rows ? size : q.plan.rebased ? kSide : q.tile_length;
     while (block % size) block += q.tile_length;
-    const PatchCut cut(s, block, q.padded);
+    PatchCut cut(s, block, q.padded, first);
+    if (first && needs_whole(*first))
+        cut.whole = patch_maximum(s, LoweredImages(1, s.with_channels(s.c / s.groups)), *first, x);
     const QuantPlan plan = not_rebased(q.plan);
     const RebasedTiles tiles(cut.taps, cut.all);
     const uint32_t* rebased = q.plan.rebased ? rebased_maxima(cut, q, tiles, x) : nullptr;
@@ -347,20 +311,21 @@ void grad_w(const Conv& s, const PatchQuant& q, const float* g, const float* x, 
     Lost* each = scratch_of<Lost>(Slot::conv_counts, cut.tasks());
 
     threads::run(cut.tasks(), weights * cut.all, [&](int64_t task) {
-        const int64_t channels = cut.channels(task) * kernel, group = cut.group(task);
+        const int64_t channels = first ? taps : cut.channels(task) * kernel,
+                      group = cut.group(task);
         float* values = scratch_of<float>(Slot::conv_values, channels * cut.columns + VL);
-        int64_t* dense = scratch_of<int64_t>(Slot::conv_offsets, 2 * channels) + channels;
-        float* out = partial + cut.run_of(task) * weights +
-                     (group * outs * ins + cut.channel(task)) * kernel;
+        int64_t* dense = scratch_of<int64_t>(Slot::conv_rows, channels);
+        float* out =
+            partial + cut.run_of(task) * weights + group * outs * taps + cut.channel(task) * kernel;
         for (int64_t o = 0; o < outs; ++o)
-            std::memset(out + o * ins * kernel, 0, static_cast<size_t>(channels) * 4);
+            std::memset(out + o * taps, 0, static_cast<size_t>(channels) * 4);
         Lost& lost = each[task] = {};
         cut.visit(task, x, [&](const PatchChunk& p) {
             QuantJob job = patch_job(p.patches, values, p.taps, p.count, 1, q.tile_length);
             const int64_t length = job.padded = round_up(p.count, size);
             if (long_rows) job.known = known + p.row, job.tile_length = length;
             if (needs_whole(q)) job.whole = known;
-            if (q.plan.stochastic) {
+            if (q.plan.stochastic || q.plan.eden) {
                 job.pitch = ceil_div(q.padded, q.tile_length);
                 job.first_block = p.row * job.pitch + p.first / q.tile_length;
             }
@@ -371,7 +336,7 @@ void grad_w(const Conv& s, const PatchQuant& q, const float* g, const float* x, 
                        p.taps, p.first, p.count, values, lost);
             for (int64_t t = 0; t < p.taps; ++t) dense[t] = t * length;
             correlate_runs(outs, {values, dense, p.taps, length},
-                           g + group * outs * q.padded + p.first, q.padded, out, ins * kernel);
+                           g + group * outs * q.padded + p.first, q.padded, out, taps);
         });
     });
     add_counts(each, cut.tasks(), counts);

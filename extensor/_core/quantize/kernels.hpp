@@ -127,6 +127,10 @@ struct QuantKernels {
     uint32_t (*rebase_maximum)(const RebasePart&, int64_t block, bool rowwise);
     // Rounds the values to the scale that this magnitude, of their whole tile, gives.
     RebaseCounts (*rebase_values)(const QuantPlan&, uint32_t maximum, const RebasePart&);
+    // Blocks of float32 columns that were clipped: zeroes `values`, a gradient of the padded
+    // length, where |x| under the plan's transform is beyond its block's largest value, and undoes
+    // the transform of the rest. `known` holds one maximum for all.
+    void (*clip_gradient)(const QuantPlan&, QuantJob&);
     void (*dequantize)(const QuantPlan&, const DequantJob&);
     void (*split_outliers)(const OutlierJob&);
     // Puts the outliers back into `rest`. With x, returns how many of its nonzero values became

@@ -248,6 +248,8 @@ void quantize_columns(Call& call);
 // does nothing, where column tiles do not support the call.
 bool quantize_column_tiles(Call* rowwise, Call* columnwise);
 
+void clip_gradient(const QuantPlan& plan, QuantJob& job);
+
 void dequantize(const QuantPlan& plan, const DequantJob& job);
 void split_outliers(const OutlierJob& job);
 int64_t join_outliers(const OutlierJob& job, const float* scales);

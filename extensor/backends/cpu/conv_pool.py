@@ -16,11 +16,12 @@ from extensor.backends.cpu.core import (
 )
 from extensor.backends.cpu.lowering import LoweredSpec, follows_maxima, lower
 from extensor.backends.generic.conv_pool import check_max_windows
-from extensor.backends.protocol import Array, Window
+from extensor.backends.protocol import Array, FirstSpec, Window
 from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantStats
 from extensor.quant.recipe_state import Counts
-from extensor.quant.spec import QuantSpec
+from extensor.quant.scale_rules import E8M0_SEARCHES
+from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 
 __all__ = ["CpuConvPool"]
@@ -44,9 +45,7 @@ class CpuConvPool(CpuCore):
         arrays = (x, w) if bias is None else (x, w, bias)
         if spec.rounding == "stochastic":
             return Unsupported("stochastic rounding of patches that are blocked along their taps")
-        if spec.transform:
-            return Unsupported("a Hadamard transform of the taps")
-        return self._lower_patches(arrays, x, spec, shape, window)
+        return self._lower_taps(arrays, x, spec, shape, window)
 
     def _choose_quantized_conv2d_grad_w(
         self,
@@ -56,12 +55,36 @@ class CpuConvPool(CpuCore):
         stream: Stream | None,
         shape: tuple[int, ...],
         window: Window,
+        first: FirstSpec | None = None,
     ) -> LoweredSpec | Unsupported:
+        if isinstance(first, Hadamard):
+            return Unsupported("patches that are transformed along their taps and not rounded")
+        if first is not None:
+            before = self._lower_taps((g, x), x, first, shape, window)
+            if not before:
+                return before
+            if before.spec.tile == "tensor" or before.spec.rounding == "stochastic":
+                return Unsupported("patches first rounded at random, or under one scale for all")
+            if spec.rebased or before.spec.rebased:
+                return Unsupported("rebased patches that were rounded along their taps first")
         if isinstance(spec.tile, tuple) and spec.tile[1] > _LONGEST_BLOCK:
             return Unsupported(f"blocks of {spec.tile} along the pixels")
         if spec.tile == "channel" and not follows_maxima(spec):
             return Unsupported("one scale for a row of patches that needs more than its maximum")
         return self._lower_patches((g, x), x, spec, shape, window)
+
+    def _lower_taps(
+        self,
+        arrays: tuple[Array, ...],
+        x: Array,
+        spec: QuantSpec,
+        shape: tuple[int, ...],
+        window: Window,
+    ) -> LoweredSpec | Unsupported:
+        """`_lower_patches` along their taps."""
+        if spec.transform and (spec.tile == "tensor" or not spec.is_mx):
+            return Unsupported("a scale of all patches under a Hadamard transform of their taps")
+        return self._lower_patches(arrays, x, spec, shape, window)
 
     def _lower_patches(
         self,
@@ -113,13 +136,55 @@ class CpuConvPool(CpuCore):
         stream: Stream | None,
         shape: tuple[int, ...],
         window: Window,
+        first: FirstSpec | None = None,
     ) -> tuple[Array, Counts]:
         """See the protocol."""
         where = (shape, _placement(window), x.shape[1] // shape[1])
+        before, count = None, plan.count
+        if isinstance(first, QuantSpec):
+            taps = self._lower_taps((g, x), x, first, shape, window)
+            assert taps
+            before, count = (taps.plan, _blocks(taps)), taps.layout[4] * plan.layout[4]
         gw, *lost = self.core.quantized_conv2d_grad_w(
-            plan.plan, _blocks(plan), ready(g), ready(x), *where, stream_words(stream)
+            plan.plan, _blocks(plan), ready(g), ready(x), *where, stream_words(stream), before
         )
-        return gw, QuantStats(plan.count, *lost)
+        return gw, QuantStats(count, *lost)
+
+    def _choose_clipped_conv2d_grad_x(
+        self,
+        g: Array,
+        w: Array,
+        x: Array,
+        spec: QuantSpec,
+        window: Window,
+        clips: bool = True,
+    ) -> LoweredSpec | Unsupported:
+        if not clips:
+            return Unsupported("a transform alone, without clipping")
+        searched = spec.is_mx and spec.rule in E8M0_SEARCHES
+        if not spec.clips or not (searched or follows_maxima(spec)):
+            return Unsupported("clipped values by a rule that needs more of a block")
+        if spec.rounding == "stochastic":
+            return Unsupported("patches that are rounded stochastically along their taps")
+        shape = (len(w), x.shape[1], *window.kernel)
+        return self._lower_taps((g, w, x), x, spec, shape, window)
+
+    @runs_in_core(_choose_clipped_conv2d_grad_x)
+    def clipped_conv2d_grad_x(
+        self,
+        plan: LoweredSpec,
+        g: Array,
+        w: Array,
+        x: Array,
+        spec: QuantSpec,
+        window: Window,
+        clips: bool = True,
+    ) -> Array:
+        """See the protocol."""
+        where = (window.kernel, _placement(window))
+        return self.core.clipped_conv2d_grad_x(
+            plan.plan, _blocks(plan), ready(g), ready(w), ready(x), *where
+        )
 
     def _choose_conv2d(
         self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from extensor.backends.generic.quantize import GenericQuantize
-from extensor.backends.protocol import Array, Window
+from extensor.backends.protocol import Array, FirstSpec, Window
+from extensor.quant.hadamard import hadamard, inverse_hadamard
 from extensor.quant.recipe_state import Counts
-from extensor.quant.spec import QuantSpec
+from extensor.quant.reference import masked
+from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 
 __all__ = ["GenericConvPool", "check_max_windows", "fold", "patch_matrix", "patches_grad"]
@@ -80,11 +82,34 @@ class GenericConvPool(GenericQuantize):
         stream: Stream | None,
         shape: tuple[int, ...],
         window: Window,
+        first: FirstSpec | None = None,
     ) -> tuple[Array, Counts]:
         """See the protocol."""
         xp = self.xp
-        values, stats = self._patches_operand(x, spec, stream, shape, window)
-        return xp.matmul(g, xp.swapaxes(values, -1, -2)).reshape(shape), stats
+        values, stats = self._patches_operand(x, spec, stream, shape, window, first)
+        gradient = xp.matmul(g, xp.swapaxes(values, -1, -2))
+        return gradient if first is not None else gradient.reshape(shape), stats
+
+    def clipped_conv2d_grad_x(
+        self,
+        g: Array,
+        w: Array,
+        x: Array,
+        spec: QuantSpec,
+        window: Window,
+        clips: bool = True,
+    ) -> Array:
+        """See the protocol."""
+        xp, gradient = self.xp, self.xp.matmul(w.T, g)
+        patches = patch_matrix(x, window, 1, xp)[0]
+        if clips:
+            mask = self.quantize_clipped(xp.ascontiguousarray(patches), spec)[2]
+            gradient = masked(gradient, mask, spec.axis, xp)
+        if spec.transform:
+            gradient = inverse_hadamard(gradient.T, spec.transform, len(patches), xp).T
+        (n, c), (ho, wo) = x.shape[:2], window.output_size(x.shape[2:])
+        shape = (c, *window.kernel, n, ho, wo)
+        return fold(xp.moveaxis(gradient.reshape(shape), 3, 0), x.shape, window, xp)
 
     def _patches_operand(
         self,
@@ -93,10 +118,12 @@ class GenericConvPool(GenericQuantize):
         stream: Stream | None,
         shape: tuple[int, ...],
         window: Window,
+        first: FirstSpec | None = None,
     ) -> tuple[Array, Counts]:
         groups = x.shape[1] // shape[1]
         patches = patch_matrix(x, window, groups, self.xp)
-        return self.fake_quantize(patches if groups > 1 else patches[0], spec, stream)
+        patches = patches if groups > 1 else patches[0]
+        return self.fake_quantize(first_values(self, patches, first), spec, stream)
 
     def max_pool2d(self, x: Array, window: Window) -> tuple[Array, Array]:
         """See the protocol."""
@@ -140,6 +167,14 @@ def patch_matrix(x: Array, window: Window, groups: int, xp: Any) -> Array:
     patches = _patches(x, window, xp)
     n, c, kh, kw, ho, wo = patches.shape
     return patches.transpose(1, 2, 3, 0, 4, 5).reshape(groups, c // groups * kh * kw, n * ho * wo)
+
+
+def first_values(backend: Any, patches: Array, first: FirstSpec | None) -> Array:
+    """Patches (K, M) after what is done to them before they are quantized along M."""
+    if isinstance(first, Hadamard):
+        xp = backend.xp
+        return xp.ascontiguousarray(hadamard(patches.T, first, xp).T)
+    return patches if first is None else backend.fake_quantize(patches, first)[0]
 
 
 def patches_grad(

@@ -8,7 +8,7 @@ a kernel, one module for each family: matmul, quantize, conv_pool, nn, optim, re
 
 from typing import Protocol
 
-from extensor.backends.protocol.conv_pool import ConvPoolMethods
+from extensor.backends.protocol.conv_pool import ConvPoolMethods, FirstSpec
 from extensor.backends.protocol.core import Array, CoreMethods, MemoryLog, Window
 from extensor.backends.protocol.matmul import (
     CastSpec,
@@ -30,6 +30,7 @@ __all__ = [
     "Backend",
     "CastSpec",
     "FiniteQuery",
+    "FirstSpec",
     "MemoryLog",
     "OperandSpec",
     "PackedOperand",

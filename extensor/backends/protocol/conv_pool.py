@@ -6,10 +6,13 @@ from typing import Protocol
 
 from extensor.backends.protocol.core import Array, Window
 from extensor.quant.recipe_state import Counts
-from extensor.quant.spec import QuantSpec
+from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 
-__all__ = ["ConvPoolMethods"]
+__all__ = ["ConvPoolMethods", "FirstSpec"]
+
+FirstSpec = QuantSpec | Hadamard
+"""What is done to patches before they are quantized: quantized and decoded, or transformed."""
 
 
 class ConvPoolMethods(Protocol):
@@ -59,11 +62,31 @@ class ConvPoolMethods(Protocol):
         stream: Stream | None,
         shape: tuple[int, ...],
         window: Window,
+        first: FirstSpec | None = None,
     ) -> tuple[Array, Counts]:
         """The gradient in the weights, of ``shape``, from quantized patches, and what it counted.
 
         Patches as for `quantized_conv2d`; g is (O, M) or (groups, O / groups, M), as
-        `fake_quantize` gives it, M being N * Ho * Wo after it.
+        `fake_quantize` gives it, M being N * Ho * Wo after it. ``first``, of one group, is applied
+        to the patches before, along their own axis; the gradient is then (O, K), K being their
+        length after it.
+        """
+        ...
+
+    def clipped_conv2d_grad_x(
+        self,
+        g: Array,
+        w: Array,
+        x: Array,
+        spec: QuantSpec,
+        window: Window,
+        clips: bool = True,
+    ) -> Array:
+        """The gradient of x, (N, C, H, W), where the patches' quantizer clipped nothing.
+
+        g is (O, N * Ho * Wo) and w (O, K), values; ``spec`` quantizes x's patches along their own
+        axis to a length of K. The gradient of a patch's values, transformed as the spec says, is
+        zero where they were clipped (not without ``clips``); then it leaves the transform's domain.
         """
         ...
 

@@ -118,27 +118,78 @@ def test_planted_mistakes_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
             _check(actual, expected)
 
 
+def _values(matrix: np.ndarray, context: LayerContext, slot: str, axis: int) -> np.ndarray:
+    spec = context.layer.slot(slot).replace(axis=axis).resolve(2)
+    stream = context.stream(slot, axis == 0) if spec.rounding == "stochastic" else None
+    return reference.fake_quantize(np.ascontiguousarray(matrix, np.float32), spec, stream)[0]
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_conv2d_is_the_product_of_its_patches(name: str) -> None:
-    x = et.from_numpy(RNG.standard_normal((2, 8, 7, 6)).astype(np.float32))
-    w = et.from_numpy(RNG.standard_normal((16, 8, 3, 3)).astype(np.float32))
-    x.requires_grad = w.requires_grad = True
+def test_conv2d_is_the_products_of_its_patches(name: str) -> None:
+    """Matrices (K, M) of patches, (O, K) of weights and (O, M) of g, against float64."""
+    x, w = (RNG.standard_normal(s).astype(np.float32) for s in ((2, 8, 7, 6), (16, 8, 3, 3)))
     window = Window((3, 3), (2, 1), (1, 1))
-    y = quantized_conv2d(x, w, layer_context(RECIPES[name].layers), (2, 1), 1)
+    tensors = [et.from_numpy(a.copy()) for a in (x, w)]
+    tensors[0].requires_grad = tensors[1].requires_grad = True
+    y = quantized_conv2d(*tensors, layer_context(RECIPES[name].layers), (2, 1), 1)
     g = RNG.standard_normal(y.shape).astype(np.float32)
     y.backward(et.from_numpy(g))
-    patches = et.from_numpy(conv_pool.patch_matrix(x.numpy(), window, 1, np)[0].T.copy())
-    kernels = et.from_numpy(w.numpy().reshape(16, -1))
-    patches.requires_grad = kernels.requires_grad = True
-    rows = quantized_matmul(patches, kernels, layer_context(RECIPES[name].layers))
-    rows.backward(et.from_numpy(np.moveaxis(g, 1, 3).reshape(-1, 16).copy()))
+    context = layer_context(RECIPES[name].layers)
+    layer, transform = context.layer, context.layer.fprop.a.transform
+    patches = conv_pool.patch_matrix(x, window, 1, np)[0]
+    rows, kernels = g.swapaxes(0, 1).reshape(16, -1), w.reshape(16, -1)
+    a, b = _values(patches, context, "fprop.x", 0), _values(kernels, context, "fprop.w", 1)
+    left = _values(b, context, "dgrad.w", 0).astype(np.float64)
+    dx = left.T @ _values(rows, context, "dgrad.g", 0) * layer.dgrad.output_scale
+    right = _values(a, context, "wgrad.x", 1).astype(np.float64)
+    dw = _values(rows, context, "wgrad.g", 1) @ right.T * layer.wgrad.output_scale
+    found = []
+    for gradient, source, slot in ((dx.T, patches.T, "fprop.x"), (dw, kernels, "fprop.w")):
+        if layer.clip_gradient:
+            stored = _oracle(source, context, slot, 1)
+            gradient = gradient * _inside(_rotated(source, transform), stored, 32)
+        if transform is not None:
+            gradient = slow_hadamard.hadamard(
+                gradient.astype(np.float32), 1, transform, inverse=True
+            )[:, :72]
+        found.append(gradient)
     n, _, ho, wo = y.shape
-    assert np.array_equal(np.moveaxis(y.numpy(), 1, 3).reshape(-1, 16), rows.numpy())
-    assert np.array_equal(w.grad.numpy().reshape(16, -1), kernels.grad.numpy())
-    taken = patches.grad.numpy().reshape(n, ho, wo, 8, 3, 3).transpose(0, 3, 4, 5, 1, 2)
-    assert np.array_equal(x.grad.numpy(), conv_pool.fold(taken, x.shape, window, np))
+    images = found[0].T.reshape(8, 3, 3, n, ho, wo).transpose(3, 0, 1, 2, 4, 5)
+    expected = [
+        (b.astype(np.float64) @ a).reshape(16, n, ho, wo).swapaxes(0, 1),
+        conv_pool.fold(images, x.shape, window, np),
+        found[1].reshape(w.shape),
+    ]
+    _check([y.numpy(), tensors[0].grad.numpy(), tensors[1].grad.numpy()], expected)
     with pytest.raises(ValueError, match="groups=1"):
-        quantized_conv2d(x, et.ones((16, 4, 3, 3)), layer_context(RECIPES[name].layers), groups=2)
+        quantized_conv2d(tensors[0], et.ones((16, 4, 3, 3)), context, groups=2)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("dense", [True, False])
+def test_conv2d_without_requantizing(clips: bool, dense: bool) -> None:
+    """A dense and a quantized backward pass: within rounding of the straight-through gradient."""
+    rng = np.random.default_rng(4)
+    x = QuantSpec("mxfp8_e4m3", scale_rule="rceil", transform=Hadamard(32, "none"))
+    gemm = Gemm("bfloat16", "bfloat16") if dense else Gemm(x, x)
+    layer = LayerRecipe(Gemm(x, x), gemm, gemm, clip_gradient=clips, requantize=not clips)
+    tensors = [
+        et.from_numpy(rng.standard_normal(s).astype(np.float32))
+        for s in ((2, 4, 6, 5), (6, 4, 3, 3))
+    ]
+    gradients = []
+    for quantized in (True, False):
+        for tensor in tensors:
+            tensor.grad, tensor.requires_grad = None, True
+        y = (
+            quantized_conv2d(*tensors, layer_context(layer), padding=1)
+            if quantized
+            else (et.conv2d(*tensors, padding=1))
+        )
+        y.backward(et.from_numpy(np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape)))
+        gradients.append([tensor.grad.numpy() for tensor in tensors])
+    for mine, theirs in zip(*gradients, strict=True):
+        assert np.linalg.norm(mine - theirs) < 0.1 * np.linalg.norm(theirs)
 
 
 def test_what_goes_with_forward_operands() -> None:
