@@ -313,12 +313,27 @@ def observe_command(argv: Sequence[str]) -> int:
     return observe(parse(ObserveArgs, f"{PROGRAM} observe", argv, text), make_console())
 
 
+def plan_command(argv: Sequence[str]) -> int:
+    """Compute what a step on many GPUs would take."""
+    from .plan.command import PlanArgs, plan
+
+    text = (
+        "Compute what a step of a large decoder would take on many GPUs: memory, bytes and time of "
+        "every way to divide it that fits, the fastest first, and what FP4 gathering and MX "
+        "gradients gain. Rates are measured ones; docs/scaling.md has the model and its error.\n\n"
+        f"example: {PROGRAM} plan --model llama-70b --gpus 1024 --link ib400"
+    )
+    plan(parse(PlanArgs, f"{PROGRAM} plan", argv, text), make_console())
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train_command,
     "compare": compare_command,
     "finetune": finetune_command,
     "generate": generate_command,
     "observe": observe_command,
+    "plan": plan_command,
     "ptq": ptq_command,
     "report": report_command,
 }

@@ -61,6 +61,7 @@ TRAINING = {
     "report": "Write a page about a run: curves, each layer's error, its values on their grids.",
     "finetune": "Tune a pretrained language model on a text: LoRA or DoRA on packed weights.",
     "observe": "Train with many recipes and seeds from a queue, and gather one page.",
+    "plan": "Compute what a step would take on many GPUs, and which way to divide the model.",
     "ptq": "Quantize the model of a finished run under many schemes, without training.",
 }
 """Commands of `extensor.training.cli`."""
