@@ -73,6 +73,9 @@ class TrainFlags:
     graph: bool = False
     """With --device cuda: capture a step in a CUDA graph and replay it, without Python. Same
     results."""
+    save_steps: int = 0
+    """Every N steps, write the last checkpoint, too; 0 at the end of epochs alone. Where ranks keep
+    parts of their own (--shard, error feedback), a rank that dies loses what came after it."""
     rank_timeout: float = 600.0
     """Seconds that a rank waits for the others before it gives up and says which are missing."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -81,6 +84,8 @@ class TrainFlags:
     def __post_init__(self) -> None:
         if not self.rank_timeout > 0:
             raise UsageError(f"--rank-timeout: expected seconds above 0, got {self.rank_timeout}")
+        if self.save_steps < 0:
+            raise UsageError(f"--save-steps: expected 0 or more steps, got {self.save_steps}")
         if self.telemetry < 0:
             raise UsageError(f"--telemetry: expected 0 or more steps, got {self.telemetry}")
 
@@ -153,6 +158,7 @@ def train_command(argv: Sequence[str]) -> int:
                 memory=flags.memory,
                 graph=flags.graph,
                 ranks=ranks,
+                save_steps=flags.save_steps,
             )
         except Interrupted:
             console.print(f"interrupted; the finished steps are in {last}. Go on with:\n  {again}")

@@ -42,6 +42,7 @@ def train(
     memory: bool = False,
     graph: bool = False,
     ranks: Communicator | None = None,
+    save_steps: int = 0,
 ) -> dict[str, Any]:
     """Run a configuration into a folder, and say how it went.
 
@@ -54,6 +55,7 @@ def train(
         memory: whether the first step's memory is shown; see `ShowMemory`.
         graph: whether steps are captured in a CUDA graph and replayed.
         ranks: who trains together; None is this process alone.
+        save_steps: steps between checkpoints beside those of epochs; 0 writes none.
 
     Raises:
         RanksDiffer: if the ranks were started with different settings, versions or data.
@@ -76,7 +78,7 @@ def train(
                 "--telemetry: looks at all gradients, and --update in_backward lets each go; the "
                 "way out: leave one of the two out"
             )
-        watchers = _callbacks(config, console, telemetry, memory, ranks)
+        watchers = _callbacks(config, console, telemetry, memory, ranks, save_steps)
         trainer = _prepare(config, out, resume, watchers, graph, ranks)
     except (UsageError, DataError, OSError) as found:
         error = found
@@ -97,19 +99,24 @@ def train(
 
 
 def _callbacks(
-    config: RunConfig, console: Console, telemetry: int, memory: bool, ranks: Communicator
+    config: RunConfig,
+    console: Console,
+    telemetry: int,
+    memory: bool,
+    ranks: Communicator,
+    save_steps: int,
 ) -> list[Callback]:
     """Who watches the run; the files and the terminal are rank 0's."""
     stopping = [EarlyStopping(config.patience)] if config.patience else []
     if ranks.rank:
-        return [*stopping, SaveCheckpoint()]
+        return [*stopping, SaveCheckpoint(save_steps)]
     board = TensorBoard()
     callbacks: list[Callback] = [JsonLines(), board, ShowProgress(console)]
     if telemetry:
         callbacks.append(Telemetry(telemetry, board))
     if memory:
         callbacks.append(ShowMemory(console))
-    return [*callbacks, *stopping, SaveCheckpoint()]
+    return [*callbacks, *stopping, SaveCheckpoint(save_steps)]
 
 
 def _prepare(

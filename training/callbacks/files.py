@@ -45,7 +45,17 @@ class SaveCheckpoint(Callback):
 
     The best one gets its name only when the last one is written, which says which epoch is best: at
     a death in between, the next start puts it in place, or deletes what the last one does not know.
+
+    Args:
+        every: steps between last checkpoints that are written within epochs, too; 0 for none.
     """
+
+    def __init__(self, every: int = 0) -> None:
+        self.every = every
+
+    def on_step(self, run: RunView, report: StepReport) -> None:
+        if self.every and report.step % self.every == 0 and report.batch < report.batches:
+            run.save(run.last)
 
     def on_start(self, run: RunView) -> None:
         waiting = checkpoint_in(run.out, run.config, NEXT_BEST)

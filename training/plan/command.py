@@ -140,6 +140,8 @@ def plan(args: PlanArgs, console: Console) -> None:
             f"{setup.context} tokens for each, got none; the way out: more GPUs, or a shorter "
             "--context"
         )
+    if not console.is_terminal:  # wide enough to read where nothing folds it
+        console.width = max(console.width, 170)
     console.print(
         f"{args.model}: {setup.shape.weights / 1e9:.1f} billion weights, {args.gpus} {args.gpu} in "
         f"machines of {args.node}, {args.link} between them, {args.tokens:,} tokens a step"

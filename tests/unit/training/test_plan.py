@@ -118,6 +118,7 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--recipe", "bf16"]) == 0
     told = capsys.readouterr().out
     assert "llama-8b: 8.0 billion weights, 16 h100 in machines of 8" in told
+    assert "tokens/s/GPU" in told  # no column is folded
     for words, expected in (
         (["--model", "llama-70"], "did you mean"),
         (["--gpus", "12"], "expected a multiple of the 8 of a machine, got 12"),

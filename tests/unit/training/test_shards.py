@@ -179,3 +179,25 @@ def test_the_command_line_goes_on_from_a_folder(tmp_path: Path) -> None:
     assert load_run(tmp_path / "run").position.epoch == 2
     (tmp_path / "run" / RESULT).unlink()
     assert main([*command, "--resume"]) == 0
+
+
+def test_a_checkpoint_within_an_epoch(tmp_path: Path) -> None:
+    """Written every two steps; a run that failed in the fifth goes on with the fifth."""
+    config = image_run("mlp", micro_batches=2, grad_comm="exact", shard="states", epochs=2)
+    straight = on(2, config, tmp_path / "straight")
+    out = tmp_path / "parts"
+    out.mkdir()
+
+    class Fail(Callback):
+        def on_step(self, run: Any, report: Any) -> None:
+            if report.step == 5:
+                raise RuntimeError("a planted error")
+
+    def program(ranks: LocalCommunicator) -> None:
+        Trainer(config, out, callbacks=[SaveCheckpoint(2), Fail()], ranks=ranks).fit()
+
+    with pytest.raises(RuntimeError, match="a planted error"):
+        run_ranks(2, program)
+    assert load_sharded(out / SHARDED[LAST]).metadata["position"]["step"] == 4
+    resumed = on(1, config, out, resume=True)
+    assert resumed[0] == straight[0] and resumed[1] == straight[1]
