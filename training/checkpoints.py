@@ -44,10 +44,11 @@ class _Metadata(TypedDict):
 
 
 def save_run(run: Any, path: Path) -> None:
-    """Write a checkpoint of a `training.loop.Trainer` atomically. All ranks call this."""
+    """Write a checkpoint of a `training.loop.Trainer` atomically.
+
+    Where it is a folder, all ranks call this together; else one, which needs no other.
+    """
     sharded, ranks = run.config.sharded_checkpoint, run.ranks
-    if ranks.rank and not sharded:
-        return
     whole = run.optimizer
     shared = isinstance(whole, ShardedOptimizer)
     optimizer = whole.state_share() if shared else whole.state_dict()

@@ -144,9 +144,7 @@ def train_command(argv: Sequence[str]) -> int:
         return 0
     again = f"{PROGRAM} train {model} --out {shlex.quote(str(folder))} --resume"
     last = checkpoint_in(folder, config)
-    lost = f"the finished steps are in {last}. Go on with:\n  {again}"
-    if config.sharded_checkpoint:
-        lost = f"the last epoch's end is in {last}. Go on with:\n  {again}"
+    lost = f"the last checkpoint is in {last}. Go on with:\n  {again}"
     with end_all(ranks, lost=lost):
         try:
             train(

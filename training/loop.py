@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +18,11 @@ import numpy as np
 
 from extensor import ExTensor, capture, cross_entropy, models, no_grad, take
 from extensor.distributed import (
-    CollectiveTimeout,
     Communicator,
     GatheredBuckets,
     GradientBuckets,
     LocalCommunicator,
+    RanksDiffer,
     ShardedBuckets,
     ShardedOptimizer,
     rescale_residuals,
@@ -140,6 +140,7 @@ class Trainer:
         self.stop_reason: str | None = None
         self.diverged: str | None = None
         self._told_to_stop = self._interrupted = False
+        self._consistent = True  # all of the state is of one step
         self._patience: float | None = None  # what `interrupt` shortened
 
     @property
@@ -195,10 +196,9 @@ class Trainer:
             result = build_result(self)
             if self.ranks.rank == 0:
                 write_json(self.out / RESULT, result)
-        except CollectiveTimeout:
-            self.micro_batches.rewind()
-            if not self.config.sharded_checkpoint:  # else a lost rank has lost its part
-                self.save(self.last)
+        except Exception as error:
+            if self.ranks.size > 1 and not isinstance(error, RanksDiffer):
+                self._save_alone()
             raise
         finally:
             for callback in self.callbacks:
@@ -250,6 +250,7 @@ class Trainer:
         position.skipped += not good
         position.skipped_in_a_row = 0 if good else position.skipped_in_a_row + 1
         self._interrupted |= outcome.stop
+        self._consistent = True
         return outcome.loss, lr, good
 
     def _follow_recipes(self, step: int) -> None:
@@ -310,6 +311,7 @@ class Trainer:
 
     def _update(self, batch: Batch | None = None) -> None:
         """Unscale and clip the gradients, and make the optimizer's step if they are finite."""
+        self._consistent = False
         self.scaler.unscale_(self.optimizer)
         if batch is not None:
             for callback in self.callbacks:
@@ -398,9 +400,9 @@ class Trainer:
             skipped_steps=position.skipped,
             **self._shares(),
         )
+        check_weights(self)
         self.history.append(report)
         self._observe(report)
-        check_weights(self)
         position.next_epoch()
         for callback in self.callbacks:
             callback.on_epoch(self, report)
@@ -474,9 +476,17 @@ class Trainer:
     # --- checkpoints ----------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint atomically. All ranks call this; see `save_run`."""
-        with self.whole():
-            save_run(self, path)
+        """Write a checkpoint atomically: all ranks their parts, or rank 0 what all ranks have."""
+        if self.ranks.rank == 0 or self.config.sharded_checkpoint:
+            with self.whole():
+                save_run(self, path)
+
+    def _save_alone(self) -> None:
+        """Save the last finished step, whichever ranks are left; not where a part is lost."""
+        self.micro_batches.rewind()
+        if self._consistent and not self.config.sharded_checkpoint:
+            with suppress(OSError):  # what ended the run is said, and may be a full disk
+                save_run(self, self.last)
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint that `save` wrote, on any number of ranks.

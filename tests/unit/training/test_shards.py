@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -199,5 +200,39 @@ def test_a_checkpoint_within_an_epoch(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a planted error"):
         run_ranks(2, program)
     assert load_sharded(out / SHARDED[LAST]).metadata["position"]["step"] == 4
+    resumed = on(1, config, out, resume=True)
+    assert resumed[0] == straight[0] and resumed[1] == straight[1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("how", ["fails", "is lost"])
+def test_whoever_is_left_saves_the_finished_steps(tmp_path: Path, victim: int, how: str) -> None:
+    """A rank that fails saves by itself; where it is lost, those that waited for it do."""
+    config = image_run("mlp", micro_batches=2, grad_comm="exact", epochs=2)
+    straight = on(2, config, tmp_path / "straight")
+    out = tmp_path / "parts"
+    out.mkdir()
+
+    def program(ranks: LocalCommunicator) -> None:
+        ranks.timeout = 2.0
+        trainer = Trainer(config, out, ranks=ranks)
+        backward = trainer._backward
+
+        def planted(part: Any) -> None:
+            backward(part)
+            if ranks.rank == victim and trainer.position.step == 2:
+                raise RuntimeError("a planted error")
+
+        trainer._backward = planted
+        if (ranks.rank == victim) != (how == "fails"):
+            trainer._save_alone = lambda: None
+        trainer.fit()
+
+    with pytest.raises(RuntimeError):
+        run_ranks(2, program)
+    until = time.monotonic() + 30
+    while not (out / LAST).exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert load_checkpoint(out / LAST).metadata["position"]["step"] == 2
     resumed = on(1, config, out, resume=True)
     assert resumed[0] == straight[0] and resumed[1] == straight[1]
