@@ -141,7 +141,8 @@ def test_commands_are_understood(
     names = [words[3 if words[0] == "python" else 1] for words in commands(page)]
     trains = [words[0] == "python" or words[1] in extensor_cli.TRAINING for words in commands(page)]
     assert len(done) == sum(
-        each and name != "generate" for each, name in zip(trains, names, strict=True)
+        each and name not in ("generate", "plan")  # these two run here
+        for each, name in zip(trains, names, strict=True)
     )
 
 
