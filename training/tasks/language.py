@@ -21,9 +21,8 @@ from ..data.corpora import Corpus
 from ..data.draws import DATA_TENSOR, MASK_SLOT, NOISE_SLOT, stream_words
 from ..metrics import Scores, TokenScores
 from ..text.augment import replace_tokens
-from ..text.encoded import LARGE, encoded
+from ..text.encoded import LARGE, encoded, learnt
 from ..text.masking import mask_tokens
-from ..text.tokenizers import TOKENIZERS
 from ..text.windows import even_starts, flat_tokens, random_starts, window
 from .base import Metric, Task
 
@@ -68,7 +67,7 @@ class Causal(Task):
         known = corpus.train + corpus.test if config.tokenizer == "char" else train
         if config.tokenizer == "bpe":
             known = known[:LARGE]
-        self.tokenizer = TOKENIZERS[config.tokenizer].train(known, config.vocab_size)
+        self.tokenizer = learnt(config.tokenizer, known, config.vocab_size)
         tokens, self.test_tokens = map(self._tokens, (train, corpus.test))
         self.validates = config.val_share > 0
         held = round(config.val_share * len(tokens))

@@ -1,4 +1,4 @@
-"""Tokens of a large text: cut after lines, kept, and found again."""
+"""Tokens of a large text, and the tokenizer it teaches: kept, and found again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from extensor.training.text import encoded as module
-from extensor.training.text.encoded import encoded
+from extensor.training.text.encoded import encoded, learnt
 from extensor.training.text.tokenizers import BytePairs, Characters
 
 
@@ -31,3 +31,19 @@ def test_a_large_text_is_encoded_once(cache: Path, monkeypatch: pytest.MonkeyPat
         encoded(Characters.train(text, 0), text), Characters.train(text, 0).encode(text)
     )
     assert len(list((cache / "tokens").iterdir())) == 2  # another tokenizer, another file
+
+
+def test_a_large_text_teaches_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tokenizers")
+    text = "".join(f"int value_{n} = {n};\n" for n in range(500))
+    state = learnt("bpe", text, 300).state()
+    assert state == BytePairs.train(text, 300).state() and not cache.exists()
+    monkeypatch.setattr(module, "LARGE", 1000)
+    assert learnt("bpe", text, 300).state() == state
+    assert learnt("bpe", text, 280).size == 280  # another vocabulary, another file
+    with monkeypatch.context() as patch:
+        patch.setattr(BytePairs, "train", lambda *args: pytest.fail("learnt again"))
+        assert learnt("bpe", text, 300).state() == state
+    for kept in (cache / "tokens").iterdir():
+        kept.write_bytes(kept.read_bytes()[:-9])
+    assert learnt("bpe", text, 300).state() == state
