@@ -1,7 +1,7 @@
 """Train for a very long time in a short one: the memory must stay flat, and every result the same.
 
-    python ci/soak.py --steps 1000000      hours of work
-    python ci/soak.py --steps 3000         a sample: what the tests run
+    python ci/soak.py --steps 1000000            an hour of one idle core
+    python ci/soak.py --steps 1500 --every 7     a sample: what the tests run
 
 A small model (a convolution, a norm, two linear layers) is trained under every recipe by every
 optimizer, `EACH` steps a time, over and over. Parts, each with a share of the steps:
@@ -80,12 +80,12 @@ def memory_mb() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def rounds(steps: float) -> Iterator[list[Pair]]:
+def rounds(steps: float, pairs: list[Pair]) -> Iterator[list[Pair]]:
     """The pairs of each round; the last is cut where the steps are spent."""
     left = math.ceil(steps / EACH)
     while left > 0:
-        yield PAIRS[:left]
-        left -= len(PAIRS)
+        yield pairs[:left]
+        left -= len(pairs)
 
 
 class Soak:
@@ -93,10 +93,11 @@ class Soak:
 
     Args:
         steps: of all parts together.
+        pairs: what is trained in each round.
     """
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.done = steps, 0
+    def __init__(self, steps: int, pairs: list[Pair]) -> None:
+        self.steps, self.pairs, self.done = steps, pairs, 0
         self.failures: list[str] = []
         self.first: dict[Pair, str] = {}
         self.memory: list[float] = []
@@ -110,7 +111,7 @@ class Soak:
 
     def alone(self) -> None:
         """One thread; the memory is measured."""
-        for number, pairs in enumerate(rounds(self.steps * PARTS["alone"])):
+        for number, pairs in enumerate(rounds(self.steps * PARTS["alone"], self.pairs)):
             if number > 1:
                 self.memory.append(memory_mb())
             self.compare("alone", pairs, [trained(pair) for pair in pairs])
@@ -121,7 +122,7 @@ class Soak:
     def threads(self) -> None:
         """Eight threads."""
         with ThreadPoolExecutor(THREADS) as pool:
-            for pairs in rounds(self.steps * PARTS["threads"]):
+            for pairs in rounds(self.steps * PARTS["threads"], self.pairs):
                 self.compare("threads", pairs, list(pool.map(trained, pairs)))
 
     def signals(self) -> None:
@@ -134,7 +135,7 @@ class Soak:
         before = signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
         try:
-            for pairs in rounds(self.steps * PARTS["signals"]):
+            for pairs in rounds(self.steps * PARTS["signals"], self.pairs):
                 self.compare("signals", pairs, [trained(pair) for pair in pairs])
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -146,7 +147,7 @@ class Soak:
         """Worker processes, started anew several times."""
         for _ in range(STARTS):
             with ProcessPoolExecutor(WORKERS, mp_context=get_context(method)) as pool:
-                for pairs in rounds(self.steps * PARTS[method] / STARTS):
+                for pairs in rounds(self.steps * PARTS[method] / STARTS, self.pairs):
                     self.compare(method, pairs, list(pool.map(trained, pairs)))
 
 
@@ -154,7 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Soak; 1 if a result changed or the memory grew."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--steps", type=int, default=1_000_000)
-    soak = Soak(parser.parse_args(argv).steps)
+    parser.add_argument("--every", type=int, default=1, help="take each N-th pair")
+    chosen = parser.parse_args(argv)
+    soak = Soak(chosen.steps, PAIRS[:: chosen.every])
     parts: dict[str, Callable[[], None]] = {
         "alone": soak.alone,
         "threads": soak.threads,
@@ -171,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for text in dict.fromkeys(soak.failures):
         print(text)
     print(
-        f"{soak.done:,} steps, {len(PAIRS)} pairs of recipe and optimizer, memory "
+        f"{soak.done:,} steps, {len(soak.pairs)} pairs of recipe and optimizer, memory "
         f"{soak.memory[0]:.1f} to {soak.memory[-1]:.1f} MB (largest {max(soak.memory):.1f}), "
         f"{len(soak.failures)} failures"
     )
