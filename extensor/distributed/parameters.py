@@ -2,7 +2,8 @@
 
 A bucket of parameters is gathered when a layer needs one of them, in the forward pass and again in
 the backward pass, and let go when another bucket is gathered. Between, a parameter's data is NaN of
-its shape, in no memory. What a recorded operation keeps of a parameter is a handle.
+its shape, in no memory. What a recorded operation keeps of a parameter is a handle. A weight that
+its layer quantizes travels packed: see `extensor.distributed.packed`.
 
 Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO", arXiv 1910.02054, section 5.3.
 """
@@ -22,6 +23,7 @@ from extensor.autograd.storage import Kept
 from extensor.autograd.tensor import ExTensor
 from extensor.distributed.communicator import Array, Communicator
 from extensor.distributed.gradients import BUCKET_BYTES, Bucket
+from extensor.distributed.packed import packed_weight
 from extensor.distributed.zero import ShardedBuckets
 from extensor.nn.linear import GemmLayer
 from extensor.nn.module import Module
@@ -29,6 +31,9 @@ from extensor.ops.recipe_operands import SavedOperands
 from extensor.quant.recipe import SLOTS
 
 __all__ = ["GatheredBuckets"]
+
+FORWARD, BACKWARD, FLOAT = "fprop.w", "dgrad.w", "float32"
+"""What a bucket is whole for: a layer's product, or any use."""
 
 
 class GatheredBuckets(ShardedBuckets):
@@ -46,6 +51,8 @@ class GatheredBuckets(ShardedBuckets):
 
     Attributes:
         gathered_bytes: that this rank has received of other ranks' parameters.
+        unpackable: how often a weight travelled twice, because its blocks change when they are
+            quantized again.
         peak_bytes: of whole parameters that were there at once.
 
     Raises:
@@ -70,18 +77,27 @@ class GatheredBuckets(ShardedBuckets):
     ) -> None:
         params = list(model.parameters())
         super().__init__(params, ranks, name, bucket_bytes, keep_gradients=False, **how)
-        self.gathered_bytes = self.peak_bytes = 0
+        self.gathered_bytes = self.peak_bytes = self.unpackable = 0
         self._whole: dict[int, Bucket]
+        self._kinds: dict[int, str] = {}
+        owners: Counter[int] = Counter()
         self._pins: Counter[int] = Counter()
         self._layers: dict[int, list[GemmLayer]] = {}
         self._handles = {key: _Handle(self, param) for key, param in _by_id(params).items()}
         for module in model.modules():
             own = [v for v in vars(module).values() if id(v) in self._of]
+            owners.update(map(id, own))
             if own:
                 module.register_forward_pre_hook(partial(self._before, own))
                 module.register_forward_hook(partial(self._after, own))
             if isinstance(module, GemmLayer):
                 self._layers.setdefault(id(module.weight), []).append(module)
+        self._packed = {}
+        for bucket in self.buckets:
+            first = id(bucket.params[0])
+            layers = self._layers.get(first, ())
+            if packed := packed_weight(bucket, layers, owners[first], ranks.size):
+                self._packed[id(bucket)] = packed
         self._whole = {id(bucket): bucket for bucket in self.buckets}
         self._let_go()
 
@@ -102,7 +118,7 @@ class GatheredBuckets(ShardedBuckets):
         ...     layer.weight.isnan().any().item()
         False
         """
-        self._pin(self.buckets)
+        self._pin(self.buckets, FLOAT)
         try:
             yield
         finally:
@@ -116,7 +132,23 @@ class GatheredBuckets(ShardedBuckets):
         >>> buckets = GatheredBuckets(et.nn.Linear(1, 1), LocalCommunicator())
         >>> buckets.gather()
         """
+        self._forget()
         self._let_go()
+
+    def scatter(self) -> None:
+        """See :meth:`ShardedBuckets.scatter`; the parameters are whole, as inside `hold`.
+
+        >>> from extensor.distributed import GatheredBuckets, LocalCommunicator
+        >>> buckets = GatheredBuckets(et.nn.Linear(1, 1), LocalCommunicator())
+        >>> with buckets.hold():
+        ...     buckets.scatter()
+        """
+        self._forget()
+        super().scatter()
+
+    def _forget(self) -> None:
+        for packed in self._packed.values():
+            packed.forget()
 
     def values(self, param: ExTensor) -> Array:
         """A parameter's whole array, for the backward pass; other buckets are let go.
@@ -133,13 +165,13 @@ class GatheredBuckets(ShardedBuckets):
         (1, 1)
         """
         bucket = self._of[id(param)]
-        if id(bucket) not in self._whole:
+        if not self._serves(bucket, BACKWARD):
             self._let_go()
-            self._need(bucket)
+            self._need(bucket, BACKWARD)
         return param.data
 
     def _before(self, own: Sequence[ExTensor], module: Module, args: Any) -> None:
-        self._pin(self._buckets_of(own))
+        self._pin(self._buckets_of(own), FORWARD)
 
     def _after(self, own: Sequence[ExTensor], module: Module, out: Any) -> None:
         self._unpin(self._buckets_of(own))
@@ -147,24 +179,34 @@ class GatheredBuckets(ShardedBuckets):
     def _buckets_of(self, own: Sequence[ExTensor]) -> list[Bucket]:
         return list({id(bucket): bucket for bucket in (self._of[id(p)] for p in own)}.values())
 
-    def _pin(self, buckets: Sequence[Bucket]) -> None:
+    def _pin(self, buckets: Sequence[Bucket], kind: str) -> None:
         self._pins.update(map(id, buckets))
-        if any(id(bucket) not in self._whole for bucket in buckets):
+        if not all(self._serves(bucket, kind) for bucket in buckets):
             self._let_go()
         for bucket in buckets:
-            self._need(bucket)
+            self._need(bucket, kind)
 
     def _unpin(self, buckets: Sequence[Bucket]) -> None:
         self._pins.subtract(map(id, buckets))
 
-    def _need(self, bucket: Bucket) -> None:
-        if id(bucket) in self._whole:
+    def _serves(self, bucket: Bucket, kind: str) -> bool:
+        """Whether a bucket is whole, in float32 or as the use needs it."""
+        if id(bucket) not in self._whole:
+            return False
+        return self._kinds[id(bucket)] in (FLOAT, kind)
+
+    def _need(self, bucket: Bucket, kind: str) -> None:
+        if self._serves(bucket, kind):
             return
-        flat = self.whole(bucket, lambda param: self.pieces[id(param)].data)
+        flat = None if kind == FLOAT else self._unpacked(bucket, kind)
+        if flat is None:
+            kind = FLOAT
+            flat = self.whole(bucket, lambda param: self.pieces[id(param)].data)
+            self.gathered_bytes += flat.nbytes - flat.nbytes // self.ranks.size
         for param in bucket.params:
             param.data = bucket.view(flat, param)
-        self._whole[id(bucket)] = bucket
-        self.gathered_bytes += flat.nbytes - flat.nbytes // self.ranks.size
+            self._drop_operands(param)
+        self._whole[id(bucket)], self._kinds[id(bucket)] = bucket, kind
         self.peak_bytes = max(self.peak_bytes, sum(4 * b.size for b in self._whole.values()))
 
     def _let_go(self) -> None:
@@ -176,9 +218,30 @@ class GatheredBuckets(ShardedBuckets):
             for param in bucket.params:
                 xp = param.backend.xp
                 param.data = xp.broadcast_to(xp.full((), np.nan, np.float32), param.shape)
-                for layer in self._layers.get(id(param), ()):
-                    if layer.quant is not None:
-                        layer.quant.state.weight_cache.drop(layer.quant.path, SLOTS)
+                self._drop_operands(param)
+
+    def _unpacked(self, bucket: Bucket, kind: str) -> Array | None:
+        """A weight decoded from what its layer would make of it; None where it is not packed."""
+        packed = self._packed.get(id(bucket))
+        if packed is None or self.ranks.size == 1:
+            return None
+        mine = packed.pack(kind, self.pieces[id(bucket.params[0])].data)
+        if mine is None:
+            return None
+        xp = bucket.backend.xp
+        rows = xp.empty((self.ranks.size, mine.size), np.uint8)
+        self.ranks.all_gather(mine, rows).wait()
+        self.gathered_bytes += rows.nbytes - mine.nbytes
+        flat = xp.empty(bucket.size, np.float32)
+        if packed.unpack(kind, rows, flat):
+            return flat
+        self.unpackable += 1
+        return None
+
+    def _drop_operands(self, param: ExTensor) -> None:
+        for layer in self._layers.get(id(param), ()):
+            if layer.quant is not None:
+                layer.quant.state.weight_cache.drop(layer.quant.path, SLOTS)
 
     # --- a micro-batch --------------------------------------------------------------------------
 

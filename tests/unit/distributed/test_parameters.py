@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -99,3 +101,79 @@ def test_what_was_written_counts_after_scatter() -> None:
             if scattered:
                 buckets.scatter()
         assert layer(et.ones((1, 2))).tolist() == [[6.0, 6.0]] or not scattered
+
+
+def of_linears(
+    ranks: Communicator, recipe: str, shards: bool, odd: bool = False
+) -> tuple[list[bytes], Any]:
+    """The weights after two steps of a model whose weights each fill a bucket."""
+    widths = (64, 256, 128, 224 if odd else 256, 8)
+    pairs = itertools.pairwise(widths)
+    model = nn.Sequential(*(nn.Linear(k, n, bias=False, rng=i) for i, (k, n) in enumerate(pairs)))
+    state = nn.apply_recipe(model, recipe, 0)
+    optimizer: Any = optim.AdamW(list(model.named_parameters()), lr=0.01)
+    buckets: Any = (
+        GatheredBuckets(model, ranks, "exact", 1)
+        if shards
+        else GradientBuckets(list(model.parameters()), ranks, "exact", 1)
+    )
+    if shards:
+        optimizer = ShardedOptimizer(optimizer, buckets)
+    mine = range(ranks.rank, PARTS, ranks.size)
+    for step in range(2):
+        optimizer.zero_grad()
+        for part in mine:
+            state.micro_batch = part
+            x = np.random.default_rng((step, part)).standard_normal((8, 64)).astype(np.float32)
+            with buckets.micro_batch(last=part == mine[-1], step=step):
+                (model(et.ExTensor(x)).square().mean() * 0.25).backward()
+        state.micro_batch = 0
+        buckets.finish(step)
+        optimizer.step_unless(None)
+    with buckets.hold() if shards else contextlib.nullcontext():
+        return [p.data.tobytes() for p in model.parameters()], buckets
+
+
+@pytest.mark.parametrize(
+    ("recipe", "most"),  # bytes a value; "mxfp4" leaves the first layer in float32
+    [("mxfp4", 1.3), ("mxfp4_all", 0.7), ("mxfp8_nvidia", 2.0), ("nvfp4_nvidia", 4.0)],
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_packed_weights_make_the_bits_of_float32(recipe: str, most: float, ranks: int) -> None:
+    whole, _ = of_linears(LocalCommunicator(), recipe, shards=False)
+    for mine, buckets in run_ranks(ranks, lambda comm: of_linears(comm, recipe, True)):
+        assert mine == whole
+        assert len(buckets._packed) == 3  # not the last layer, of 8 rows
+        size = sum(bucket.size for bucket in buckets.buckets) * (ranks - 1) / ranks
+        passes, held = 2 * PARTS // ranks, 4  # and once in float32, at the end
+        assert buckets.unpackable == 0
+        a_value = (buckets.gathered_bytes / size - held) / (2 * passes)
+        assert a_value <= most, a_value
+
+
+def test_rows_that_do_not_divide_travel_in_float32() -> None:
+    whole, _ = of_linears(LocalCommunicator(), "mxfp4", shards=False, odd=True)
+    for mine, buckets in run_ranks(2, lambda comm: of_linears(comm, "mxfp4", True, odd=True)):
+        assert mine == whole and len(buckets._packed) == 2
+
+
+def test_blocks_that_change_when_quantized_again_travel_in_float32() -> None:
+    """What one rank cannot pack no rank takes packed."""
+
+    def program(comm: LocalCommunicator) -> tuple[bytes, int]:
+        layer = nn.Linear(64, 64, bias=False, rng=0)
+        nn.apply_recipe(layer, "mxfp4_all", 0)
+        with et.no_grad():
+            layer.weight[40, 3] = np.nan
+        buckets = GatheredBuckets(layer, comm, "float32", 1)
+        packed = buckets._packed[id(buckets.buckets[0])]
+        row = packed.pack("fprop.w", buckets.pieces[id(layer.weight)].data)
+        assert row is not None
+        row[-1] = comm.rank == 0
+        with np.errstate(all="ignore"):
+            layer(et.ones((1, 64)))
+        return layer.weight.data.tobytes(), buckets.unpackable
+
+    expected = nn.Linear(64, 64, bias=False, rng=0).weight.data.copy()
+    expected[40, 3] = np.nan
+    assert run_ranks(2, program) == [(expected.tobytes(), 1)] * 2
