@@ -108,6 +108,9 @@ def run(name: str, argv: Sequence[str]) -> int:
     except CollectiveTimeout as error:
         say(f"error: {error}")
         return EXIT_FAILED
+    except MemoryError as error:
+        say(f"error: out of memory: {error}")
+        return EXIT_FAILED
     except OSError as error:  # the folder cannot be made, the disk is full
         say(f"error: {error}; {DISK_WAY_OUT}")
         return EXIT_FAILED

@@ -22,6 +22,7 @@ __all__ = [
     "BEST",
     "CONFIG",
     "LAST",
+    "MEMORY",
     "METRICS",
     "NEXT_BEST",
     "RESULT",
@@ -32,6 +33,7 @@ __all__ = [
     "find_checkpoint",
     "read_config",
     "read_epochs",
+    "read_memory",
     "read_result",
     "read_telemetry",
     "write_json",
@@ -52,6 +54,7 @@ SHARDED: Mapping[str, str] = MappingProxyType(
 )
 """The folders that take the files' places where all ranks write a checkpoint."""
 RESULT = "result.json"
+MEMORY = "memory.json"
 OTHER_OUT = "the way out: another --out, or delete that folder"
 
 
@@ -155,6 +158,15 @@ class _Operand(TypedDict):
     scales: NotRequired[_Scales]
 
 
+class _Memory(TypedDict):
+    """What the page reads of memory.json, which `ShowMemory` writes."""
+
+    peak: int
+    timeline: list[int]
+    timelines: dict[str, list[int]]
+    holders: list[list[str]]
+
+
 class _Shares(TypedDict):
     saturated: float | None
     flushed: float | None
@@ -201,6 +213,22 @@ def read_telemetry(folder: Path) -> list[dict[str, Any]]:
         UsageError: for a line that is no record.
     """
     return list(_records(folder / TELEMETRY, lambda value: check(value, _Telemetry)))
+
+
+def read_memory(folder: Path) -> dict[str, Any] | None:
+    """The memory of the first step, or None where the run did not record it.
+
+    Raises:
+        UsageError: if the file is there and is something else.
+    """
+    path = folder / MEMORY
+    if not path.is_file():
+        return None
+    try:
+        found: dict[str, Any] = read_json(path, _Memory, SchemaError)
+    except SchemaError as error:
+        raise UsageError(f"{error}; not a run's memory; the way out: delete the file") from error
+    return found
 
 
 def _records(path: Path, made: Callable[[Any], T]) -> Iterator[T]:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from extensor.backends.registry import get as get_backend
 from extensor.distributed import Communicator, LocalCommunicator, on_device
+from extensor.inspect.memory import KINDS, memory_ledger
 
 from .callbacks import (
     Callback,
@@ -25,11 +26,12 @@ from .choices import OPTIMIZERS
 from .config import RunConfig
 from .data import DataError
 from .loop import Trainer
+from .memory import MemoryPlan, gradient_bytes
 from .ranks import agree_on_errors, check_start
 from .result import print_summary
 from .rundir import UsageError, claim
 
-__all__ = ["train"]
+__all__ = ["plan_memory", "train"]
 
 
 def train(
@@ -52,7 +54,7 @@ def train(
         resume: whether to go on from its last checkpoint.
         console: where it reports.
         telemetry: steps between records of `Telemetry`; 0 records nothing.
-        memory: whether the first step's memory is shown; see `ShowMemory`.
+        memory: whether a plan and the first step's memory are shown; see `ShowMemory`.
         graph: whether steps are captured in a CUDA graph and replayed.
         ranks: who trains together; None is this process alone.
         save_steps: steps between checkpoints beside those of epochs; 0 writes none.
@@ -78,7 +80,8 @@ def train(
                 "--telemetry: looks at all gradients, and --update in_backward lets each go; the "
                 "way out: leave one of the two out"
             )
-        watchers = _callbacks(config, console, telemetry, memory, ranks, save_steps)
+        plan = plan_memory(config, out) if memory and not ranks.rank else None
+        watchers = _callbacks(config, console, telemetry, plan, ranks, save_steps)
         trainer = _prepare(config, out, resume, watchers, graph, ranks)
     except (UsageError, DataError, OSError) as found:
         error = found
@@ -98,11 +101,35 @@ def train(
     return result
 
 
+def plan_memory(config: RunConfig, out: Path, data: Any = None) -> MemoryPlan:
+    """Measure the forward pass of a run's first micro-batch, on a model that is thrown away.
+
+    It needs less memory than a step, and is gone before the run begins.
+
+    Args:
+        config: of the run.
+        out: its folder; nothing is written there.
+        data: as `Trainer` takes it.
+    """
+    trainer = Trainer(config, out, data)
+    batch = next(iter(trainer.task.training(1, 0)))
+    part = trainer.micro_batches.divide(batch)[0]
+    with memory_ledger(trainer.model, trainer.optimizer, config.device) as ledger:
+        kept = trainer.forward(part.batch, config.label_smoothing)
+        held = ledger.report().at(-1)
+    del kept
+    kinds = dict.fromkeys(KINDS, 0)
+    for one in held:
+        kinds[one.kind] += one.nbytes
+    kinds["gradients"] = gradient_bytes(config, trainer.model)
+    return MemoryPlan(kinds, tuple(one for one in held if one.kind == "saved"))
+
+
 def _callbacks(
     config: RunConfig,
     console: Console,
     telemetry: int,
-    memory: bool,
+    plan: MemoryPlan | None,
     ranks: Communicator,
     save_steps: int,
 ) -> list[Callback]:
@@ -114,9 +141,7 @@ def _callbacks(
     callbacks: list[Callback] = [JsonLines(), board, ShowProgress(console)]
     if telemetry:
         callbacks.append(Telemetry(telemetry, board))
-    if memory:
-        callbacks.append(ShowMemory(console))
-    return [*callbacks, *stopping, SaveCheckpoint(save_steps)]
+    return [*callbacks, ShowMemory(console, plan), *stopping, SaveCheckpoint(save_steps)]
 
 
 def _prepare(

@@ -37,25 +37,28 @@ STUDIES: Mapping[str, Mapping[str, Any]] = {
         "augment": "none",
     },
 }  # fmt: skip
-SLOTS = {
-    "gpt": ("norm", "activation", "qkv", "o"),
-    "llama": ("norm", "gate,up", "[qkv]", "o"),
-    "resnet": ("norm", "activation"),
+SAVED = {
+    "gpt": ("mxfp8", "mxfp4", "norm=mxfp4", "activation=mxfp4", "qkv=mxfp4,o=mxfp4"),
+    "llama": (
+        "bfloat16", "mxfp8", "mxfp6", "mxfp4", "mxfp4~", "norm=mxfp4", "gate=mxfp4,up=mxfp4",
+        "[qkv]=mxfp4", "o=mxfp4",
+    ),
+    "resnet": (
+        "bfloat16", "mxfp8", "mxfp6", "mxfp4", "mxfp4~", "norm=mxfp4", "activation=mxfp4",
+    ),
+}  # fmt: skip
+NARROW: dict[str, Any] = {"weights": "bfloat16", "optimizer_states": "mxfp8_e4m3"}
+OPTIMIZER: Mapping[str, dict[str, Any]] = {
+    "weights bfloat16": {"weights": "bfloat16"},
+    "states mxfp8_e4m3": {"optimizer_states": "mxfp8_e4m3"},
+    "both, saved mxfp8": {**NARROW, "saved": "mxfp8"},
 }
 
 
 def settings(study: str) -> dict[str, dict[str, Any]]:
     """By name: what differs from the first."""
-    formats = ("bfloat16", "mxfp8", "mxfp6", "mxfp4", "mxfp4~")
-    return {
-        "as it is": {},
-        **{f"saved {name}": {"saved": name} for name in formats},
-        **{f"saved {slots}=mxfp4": {"saved": _rules(slots)} for slots in SLOTS[study]},
-    }
-
-
-def _rules(slots: str) -> str:
-    return ",".join(f"{slot}=mxfp4" for slot in slots.split(","))
+    saved = {f"saved {text}": {"saved": text} for text in SAVED[study]}
+    return {"as it is": {}, **({} if study == "resnet" else OPTIMIZER), **saved}
 
 
 def loss(study: str, changes: Mapping[str, Any], seed: int) -> float:

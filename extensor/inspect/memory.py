@@ -41,10 +41,11 @@ class Holder:
     Attributes:
         kind: one of `KINDS`.
         layer: the path of the layer or parameter; "" where there is none.
-        what: the operation and which of its arrays: "gelu_exact input 0"; or the tensor's role.
+        what: the operation and the slot of its array (`SAVED_SLOTS`), as in "gelu_exact
+            activation"; or the tensor's role.
         nbytes: bytes.
 
-    >>> et.inspect.Holder("saved", "blocks.0.feed_forward", "gelu_exact input 0", 4096).nbytes
+    >>> et.inspect.Holder("saved", "blocks.0.feed_forward", "gelu_exact activation", 4096).nbytes
     4096
     """
 
@@ -170,11 +171,34 @@ class MemoryReport:
         >>> ledger.report().table().columns
         ('kind', 'layer', 'what', 'MB')
         """
-        found = Counter[tuple[str, str, str]]()
-        for one in self.holders:
-            found[one.kind, one.layer, one.what] += one.nbytes
-        lines = [(*key, f"{n / 1e6:.2f}") for key, n in found.most_common(rows)]
-        return Table(("kind", "layer", "what", "MB"), tuple(lines))
+        return holders_table(self.holders, rows)
+
+    def timelines(self) -> dict[str, np.ndarray[Any, np.dtype[np.int64]]]:
+        """The timeline of each kind; together they are `timeline`.
+
+        Returns:
+            int64 arrays as long as `timeline`, in the order of `KINDS`.
+
+        >>> with et.inspect.memory_ledger() as ledger:
+        ...     x = et.ones((16, 16))
+        >>> ledger.report().timelines()["workspaces"].tolist()
+        [0, 1024]
+        """
+        changes = {kind: np.zeros(len(self.timeline), np.int64) for kind in KINDS}
+        for one in self._spans:
+            changes[one.holder.kind][one.begin] += one.holder.nbytes
+            if one.end is not None:
+                changes[one.holder.kind][one.end] -= one.holder.nbytes
+        return {kind: np.cumsum(change) for kind, change in changes.items()}
+
+
+def holders_table(holders: Sequence[Holder], rows: int = 20) -> Table:
+    """The largest holders, those of one kind, layer and role together."""
+    found = Counter[tuple[str, str, str]]()
+    for one in holders:
+        found[one.kind, one.layer, one.what] += one.nbytes
+    lines = [(*key, f"{n / 1e6:.2f}") for key, n in found.most_common(rows)]
+    return Table(("kind", "layer", "what", "MB"), tuple(lines))
 
 
 class MemoryLedger:
@@ -263,8 +287,8 @@ class MemoryLedger:
         layer, name = self._layers[-1] if self._layers else "", node.primitive.name
         for i, (array, edge) in enumerate(zip(node.arrays, node.edges, strict=True)):
             if id(edge) not in self._names:  # a parameter is a weight
-                self.hold(array, "saved", layer, f"{name} input {i}")
-        self.hold(node.out, "saved", layer, f"{name} output")
+                self.hold(array, "saved", layer, f"{name} {node.primitive.slot(i)}")
+        self.hold(node.out, "saved", layer, f"{name} {node.primitive.out_slot}")
         self.hold(node.saved, "saved", layer, f"{name} saved")
 
     def replaced(self, array: Any, kept: Any) -> None:

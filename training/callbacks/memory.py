@@ -8,41 +8,38 @@ from typing import Any
 
 from rich.console import Console
 
-from extensor.inspect import MemoryLedger, MemoryReport, memory_ledger
+from extensor.inspect import Holder, MemoryLedger, MemoryReport, memory_ledger
+from extensor.inspect.memory import holders_table
 
+from ..memory import MemoryPlan, gradient_bytes, savings
 from ..records import StepReport
-from ..rundir import write_json
+from ..rundir import MEMORY, write_json
 from .base import Callback, RunView
 
-__all__ = ["MEMORY", "ShowMemory"]
+__all__ = ["ShowMemory"]
 
-MEMORY = "memory.json"
 POINTS = 400
 """Of the timeline in the file."""
-SETTINGS = (
-    "smaller batches (--batch-size)",
-    "optimizer states in 8 bits (--optimizer-states mxfp8_e4m3)",
-    "activations in bfloat16 (--activations bfloat16)",
-    "what is kept for backward in blocks (--saved mxfp8_e4m3)",
-    "blocks that are run again (block.recomputed = True)",
-)
-"""What makes a run smaller."""
 
 
 class ShowMemory(Callback):
-    """Prints the plan before the first step and the peak after it, and writes `MEMORY`."""
+    """Says what does not fit; with a plan, the plan, and the first step's peak in `MEMORY`, too.
 
-    def __init__(self, console: Console) -> None:
-        self.console, self._stack = console, ExitStack()
+    Args:
+        console: where it reports.
+        plan: of the run; None prints nothing unless memory runs out.
+    """
+
+    def __init__(self, console: Console, plan: MemoryPlan | None = None) -> None:
+        self.console, self.plan, self._stack = console, plan, ExitStack()
         self._ledger: MemoryLedger | None = None
+        self._found: MemoryReport | None = None
 
     def on_start(self, run: RunView) -> None:
-        weights = sum(param.nbytes for param in run.model.parameters())
-        states = int(run.optimizer.nbytes)
-        self.console.print(
-            f"memory: weights {_mb(weights)}, gradients {_mb(weights)}, states {_mb(states)}; what "
-            "layers keep for backward and workspaces are measured in the first step"
-        )
+        if self.plan is None:
+            return
+        self.console.print(f"memory: plan {_mb(self.plan.total)}: {_list(self.plan.kinds)}")
+        self.console.print(str(holders_table(self.plan.saved, 12)))
         ledger = memory_ledger(run.model, run.optimizer, run.config.device)
         self._ledger = self._stack.enter_context(ledger)
 
@@ -50,36 +47,62 @@ class ShowMemory(Callback):
         if self._ledger is None:
             return
         self._stack.close()
-        found, self._ledger = self._ledger.report(), None
-        kinds = ", ".join(f"{kind} {_mb(n)}" for kind, n in found.by_kind().items())
-        self.console.print(f"memory: peak of the first step {_mb(found.peak)}: {kinds}")
-        self.console.print(str(found.table(12)))
-        write_json(run.out / MEMORY, _as_dict(found))
+        self._found, self._ledger = self._ledger.report(), None
+        kinds = self._found.by_kind()
+        self.console.print(
+            f"memory: peak of the first step {_mb(self._found.peak)}: {_list(kinds)}"
+        )
+        self.console.print(str(self._found.table(12)))
+        assert self.plan is not None
+        write_json(run.out / MEMORY, _as_dict(self._found, self.plan))
 
     def on_end(self, run: RunView, result: dict[str, Any] | None) -> None:
-        if self._ledger is None:
-            return
         self._stack.close()
-        error = sys.exc_info()[1]
-        if isinstance(error, MemoryError):
-            found = self._ledger.report()
-            self.console.print(f"out of memory at {_mb(found.peak)}; the largest holders:")
-            self.console.print(str(found.table(8)))
-            self.console.print("what makes the run smaller: " + "; ".join(SETTINGS))
+        found = self._found if self._ledger is None else self._ledger.report()
         self._ledger = None
+        if isinstance(sys.exc_info()[1], MemoryError):
+            self._explain(run, found)
+
+    def _explain(self, run: RunView, found: MemoryReport | None) -> None:
+        """Name the largest holders, and what each setting would save."""
+        if found is None:
+            kinds = dict.fromkeys(("saved", "workspaces"), 0)
+            kinds["weights"] = sum(param.nbytes for param in run.model.parameters())
+            kinds["gradients"] = gradient_bytes(run.config, run.model)
+            kinds["states"] = int(run.optimizer.nbytes)
+            held = tuple(Holder(kind, "", "all", n) for kind, n in kinds.items() if n)
+            what = "out of memory; known without a ledger (--memory has layers and slots):"
+        else:
+            kinds, held = found.by_kind(), found.holders
+            what = f"out of memory at {_mb(found.peak)}; the largest holders:"
+        self.console.print(what)
+        self.console.print(str(holders_table(held, 8)))
+        self.console.print("settings that make the run smaller:")
+        for setting, nbytes in savings(run.config, kinds, run.model):
+            self.console.print(f"  {setting}: {_mb(nbytes)} less")
+        self.console.print(
+            "  block.recomputed = True, for blocks that may be run again in backward"
+        )
+
+
+def _list(kinds: Any) -> str:
+    return ", ".join(f"{kind} {_mb(n)}" for kind, n in kinds.items())
 
 
 def _mb(nbytes: int) -> str:
     return f"{nbytes / 1e6:.1f} MB"
 
 
-def _as_dict(report: MemoryReport) -> dict[str, Any]:
-    """The peak by kind and holder, and a timeline of the most bytes in each of its parts."""
-    line = report.timeline
+def _as_dict(report: MemoryReport, plan: MemoryPlan) -> dict[str, Any]:
+    """The peak by kind and holder, and timelines of the most bytes in each part of the step."""
+    line, kinds = report.timeline, report.timelines()
     part = -(-len(line) // POINTS)
+    starts = range(0, len(line), part)
     return {
+        "plan": dict(plan.kinds),
         "peak": report.peak,
         "kinds": report.by_kind(),
         "holders": [list(row) for row in report.table(50).rows],
-        "timeline": [int(line[i : i + part].max()) for i in range(0, len(line), part)],
+        "timeline": [int(line[i : i + part].max()) for i in starts],
+        "timelines": {k: [int(v[i : i + part].max()) for i in starts] for k, v in kinds.items()},
     }

@@ -28,6 +28,9 @@ from .template import render
 
 __all__ = ["ReportArgs", "write_page"]
 
+HOLDERS = 12
+"""Of the memory's largest holders on the page."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportArgs:
@@ -64,6 +67,8 @@ def write_page(args: ReportArgs) -> Path:
         telemetry=charts.telemetry(facts.telemetry),
         scales=charts.scales(facts.telemetry),
         recorder=_recorder(facts.telemetry),
+        memory=charts.memory(facts.memory),
+        holders=(facts.memory or {}).get("holders", [])[:HOLDERS],
         recipe=recipe,
         activations=ACTIVATIONS[facts.config.activations] or recipe.activations,
         recipe_slots=[(title, *_slots(layer)) for title, layer in groups],

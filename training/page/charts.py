@@ -13,7 +13,7 @@ from ..operand_noise import quantile_exponent
 from ..svg import Line, bars, lines
 from .facts import Facts
 
-__all__ = ["curves", "operands", "scales", "telemetry"]
+__all__ = ["curves", "memory", "operands", "scales", "telemetry"]
 
 MAX_LINES = 8
 SLOT_TITLES = {"fprop.w": "weights", "fprop.x": "activations", "dgrad.g": "gradients"}
@@ -146,6 +146,20 @@ def _scales(title: str, note: str, scales: dict[str, Any]) -> str:
     low, counts = scales["low"], scales["counts"]
     edges = [float(low + i) for i in range(len(counts) + 1)]
     return bars(title, note, edges, counts, "log2 of block scales")
+
+
+def memory(found: dict[str, Any] | None) -> list[Markup]:
+    """The first step's memory over time, all of it and by kind."""
+    if found is None:
+        return []
+    rows = {"all": found["timeline"], **found["timelines"]}
+    series = [
+        Line(name, [100 * i / len(values) for i in range(len(values))], [v / 1e6 for v in values])
+        for name, values in rows.items()
+        if any(values)
+    ]
+    title = f"memory of the first step, MB; at most {found['peak'] / 1e6:.1f}"
+    return _drawn([lines(title, series, "arrays taken and given back so far, %")])
 
 
 def operands(seen: Histograms) -> list[tuple[str, list[Markup]]]:

@@ -21,6 +21,7 @@ from ..rundir import (
     find_checkpoint,
     read_config,
     read_epochs,
+    read_memory,
     read_result,
     read_telemetry,
 )
@@ -45,6 +46,7 @@ class Facts:
     rows: Sequence[LayerRow]
     histograms: Histograms
     answers: dict[str, Any]
+    memory: dict[str, Any] | None
     missing: str | None
 
 
@@ -70,6 +72,7 @@ def read_facts(folder: Path) -> Facts:
         rows,
         seen,
         said,
+        read_memory(folder),
         missing,
     )
 

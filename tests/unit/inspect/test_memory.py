@@ -38,7 +38,7 @@ def chain(device: str) -> Any:
 def counted(device: str) -> None:
     forward, whole = chain(device)
     saved = {(one.layer, one.what): one.nbytes for one in forward.at(-1) if one.kind == "saved"}
-    assert saved == {(layer, "linear input 0"): SIZE for layer in ("0", "1", "2")}
+    assert saved == {(layer, "linear layer"): SIZE for layer in ("0", "1", "2")}
     kinds = dict.fromkeys(("weights", "gradients", "states", "saved"), 0)
     for one in whole.at(-1):
         if one.kind in kinds:

@@ -11,10 +11,15 @@ import pytest
 from rich.console import Console
 
 import extensor as et
+from extensor.training import page
 from extensor.training.callbacks import Callback, ShowMemory
+from extensor.training.cli import main
+from extensor.training.memory import savings
+from extensor.training.rundir import MEMORY, UsageError
+from extensor.training.train import plan_memory, train
 from tests.unit.training.conftest import Make, fitted, weights
 
-pytestmark = pytest.mark.skipif(
+needs_core = pytest.mark.skipif(
     et.ones(1).backend.core is None, reason="the C++ core keeps the ledger's log"
 )
 
@@ -24,29 +29,113 @@ def console() -> tuple[Console, io.StringIO]:
     return Console(file=said, width=200), said
 
 
+@needs_core
 def test_the_plan_then_the_peak_and_the_same_run(tmp_path: Path, small: Make) -> None:
     show, said = console()
-    shown = fitted(small(), tmp_path / "a", ShowMemory(show))
+    plan = plan_memory(small(), tmp_path)
+    shown = fitted(small(), tmp_path / "a", ShowMemory(show, plan))
     plain = fitted(small(), tmp_path / "b")
     assert weights(shown) == weights(plain)
-    found = json.loads((tmp_path / "a" / "memory.json").read_text())
+    found = json.loads((tmp_path / "a" / MEMORY).read_text())
     held = sum(param.nbytes for param in shown.model.parameters())
     assert found["kinds"]["gradients"] <= held <= found["kinds"]["weights"]
     assert sum(found["kinds"].values()) == found["peak"] == max(found["timeline"])
+    assert found["plan"]["gradients"] == held and found["plan"]["states"] == plain.optimizer.nbytes
     lines = said.getvalue().splitlines()
-    assert lines[0].startswith("memory: weights") and lines[1].startswith("memory: peak")
+    assert lines[0].startswith("memory: plan") and "quantized_matmul layer" in said.getvalue()
+    assert any(line.startswith("memory: peak of the first step") for line in lines)
 
 
+@needs_core
+def test_the_plan_is_what_the_first_step_keeps(tmp_path: Path, small: Make) -> None:
+    """Saved bytes, by layer and slot, when the forward pass of the first step is done."""
+    config = small(recipe="mxfp4_all", saved="activation=mxfp8")
+    plan = plan_memory(config, tmp_path)
+    seen: list[Any] = []
+
+    class AtTheLoss(Callback):
+        def on_start(self, run: Any) -> None:
+            forward = run.forward
+
+            def measured(*args: Any, **more: Any) -> Any:
+                made = forward(*args, **more)
+                if not seen:
+                    holders = run.callbacks[0]._ledger.report().at(-1)
+                    seen.extend(one for one in holders if one.kind == "saved")
+                return made
+
+            run.forward = measured
+
+    fitted(config, tmp_path / "run", ShowMemory(console()[0], plan), AtTheLoss())
+    assert sorted(map(repr, seen)) == sorted(map(repr, plan.saved)) and seen
+    assert sum(one.nbytes for one in plan.saved) == plan.kinds["saved"]
+
+
+@needs_core
 def test_out_of_memory_names_the_holders_and_the_settings(tmp_path: Path, small: Make) -> None:
     class Full(Callback):
         def on_gradients(self, run: Any, batch: Any) -> None:
             raise MemoryError("requested 1 byte, 0 are free")
 
     show, said = console()
+    plan = plan_memory(small(), tmp_path)
     with pytest.raises(MemoryError, match="0 are free"):
-        fitted(small(), tmp_path, ShowMemory(show), Full())
+        fitted(small(), tmp_path / "a", ShowMemory(show, plan), Full())
     text = said.getvalue()
-    assert "out of memory" in text and ".weight" in text and "--batch-size" in text
+    assert "out of memory at" in text and ".weight" in text and "half of --batch-size" in text
+    show, said = console()
+    with pytest.raises(MemoryError, match="0 are free"):
+        fitted(small(), tmp_path / "b", ShowMemory(show), Full())
+    text = said.getvalue()
+    assert "known without a ledger" in text and "--weights bfloat16" in text
+
+
+def test_the_command_ends_with_an_error_where_memory_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: Any, **more: Any) -> Any:
+        raise MemoryError("requested 8 bytes")
+
+    monkeypatch.setattr("extensor.training.loop.Trainer.forward", full)
+    assert main(["train", "mlp", "--epochs", "1", "--out", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr()
+    assert "settings that make the run smaller" in said.out
+    assert "error: out of memory: requested 8 bytes" in said.out + said.err
+
+
+@needs_core
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"optimizer_states": "mxfp8_e4m3"}, "states"),
+        ({"weights": "bfloat16"}, "weights"),
+        ({"update": "in_backward"}, "gradients"),
+    ],
+)
+def test_settings_save_what_is_said(
+    change: dict[str, str], kind: str, tmp_path: Path, small: Make
+) -> None:
+    base: dict[str, Any] = {"optimizer": "adamw", "loss_scale": "off", "weight_decay": 0.0}
+    plan = plan_memory(small(**base), tmp_path)
+    model = fitted(small(**base, epochs=1, train_limit=16, warmup_epochs=0.0), tmp_path).model
+    ((setting, value),) = change.items()
+    said = dict(savings(small(**base), plan.kinds, model))
+    (claimed,) = (n for name, n in said.items() if f"--{setting.replace('_', '-')} {value}" in name)
+    after = plan_memory(small(**base, **change), tmp_path).kinds
+    kinds = (kind, "gradients") if kind == "weights" else (kind,)
+    saved = sum(plan.kinds[k] - after[k] for k in kinds)
+    assert abs(saved - claimed) <= 0.01 * claimed  # blocks at the ends are not whole
+
+
+@needs_core
+def test_the_report_draws_the_timeline(tmp_path: Path, small: Make) -> None:
+    train(small(), tmp_path / "run", resume=False, console=console()[0], memory=True)
+    text = page.write_page(page.ReportArgs(run=tmp_path / "run")).read_text()
+    assert "memory of the first step, MB" in text
+    assert text.count("<td>weights</td>") and "arrays taken and given back so far" in text
+    (tmp_path / "run" / MEMORY).write_text('{"peak": "much"}')
+    with pytest.raises(UsageError, match="not a run's memory"):
+        page.write_page(page.ReportArgs(run=tmp_path / "run"))
 
 
 def test_the_setting_says_how_what_is_kept_is_stored(tmp_path: Path, small: Make) -> None:

@@ -1,0 +1,65 @@
+"""What a run will hold, and which settings would make it smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from extensor.inspect import Holder
+
+from .config import RunConfig
+
+__all__ = ["MemoryPlan", "gradient_bytes", "savings"]
+
+NARROW = 1 + 1 / 32
+"""Bytes of a value in MXFP8, with its share of the block's scale."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a step holds when its forward pass is done, and the gradients of the backward pass.
+
+    Attributes:
+        kinds: bytes by kind.
+        saved: what layers keep for backward, by slot, largest first.
+    """
+
+    kinds: Mapping[str, int]
+    saved: tuple[Holder, ...]
+
+    @property
+    def total(self) -> int:
+        """All of it. Gradients come as what is kept goes, so that a step holds less at once."""
+        return sum(self.kinds.values())
+
+
+def gradient_bytes(config: RunConfig, model: Any) -> int:
+    """Of the gradients that a step holds at once: all, or the largest alone."""
+    sizes = [param.nbytes for param in model.parameters()]
+    return max(sizes) if config.update == "in_backward" else sum(sizes)
+
+
+def savings(config: RunConfig, kinds: Mapping[str, int], model: Any) -> list[tuple[str, int]]:
+    """Settings that a run does not have, with the bytes that each alone would save, most first.
+
+    Args:
+        config: of the run.
+        kinds: bytes by kind.
+        model: of the run.
+    """
+    sizes = [param.nbytes for param in model.parameters()]
+    matrices = sum(param.nbytes for param in model.parameters() if param.ndim > 1)
+    found = [("half of --batch-size", (kinds["saved"] + kinds["workspaces"]) // 2)]
+    if config.optimizer_states in (wide := {"float32": 4, "bfloat16": 2}):
+        share = 1 - NARROW / wide[config.optimizer_states]
+        found.append(("--optimizer-states mxfp8_e4m3", int(kinds["states"] * share)))
+    if config.weights == "float32":
+        both = 2 if config.update == "after_backward" else 1
+        found.append(("--weights bfloat16 (and gradients)", matrices * both // 2))
+    if config.update == "after_backward":
+        setting = "--update in_backward --clip-norm 0 --loss-scale off"
+        found.append((setting, sum(sizes) - max(sizes)))
+    if config.saved == "float32":
+        found.append(("--saved mxfp8, at most", int(kinds["saved"] * (1 - NARROW / 4))))
+    return sorted((row for row in found if row[1] > 0), key=lambda row: -row[1])
