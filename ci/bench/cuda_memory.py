@@ -1,0 +1,223 @@
+"""Memory of whole training steps on a GPU, ours beside torch's: by kind, and the device's peak.
+
+    python ci/bench/cuda_memory.py gpt              # 1.3 billion weights, AdamW, 8 x 1024 tokens
+    python ci/bench/cuda_memory.py llama            # Llama-3.1-8B's shape, all weights, 1 x 2048
+    python ci/bench/cuda_memory.py batch            # the largest batch of the first that fits
+    python ci/bench/cuda_memory.py gpt llama batch --small --device cpu     # does it all run?
+
+Each is one call of less than 8 minutes on an H100 (``--seconds`` ends a search for batches).
+Every contestant runs in a process of its own, so that no pool of memory counts another's. "ours" is
+mxfp4_all with bfloat16 activations and weights, states in MXFP8, what is kept for backward in
+MXFP8, blocks run again where the name says so, and updates inside the backward pass; "ours,
+float32" has float32 weights and states, inputs kept, and a step after backward. "torch" is AMP in
+bfloat16 with fused AdamW; "torch bf16, checkpointing" has everything in bfloat16 and runs its
+blocks again. "device" is the most that the process took of the GPU; kinds are of the ledger
+(`et.inspect.memory_ledger`) in the second step. Weights repeat a few values: loss means nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import extensor as et
+from ci.bench.contest import shown
+from ci.bench.cuda_step import Repeating
+from extensor import models, nn
+from extensor.models.gpt.configs import GPTConfig
+from extensor.optim import AdamW
+from extensor.quant.recipes import get_recipe
+from extensor.quant.saved import parse_saved
+
+GPT = GPTConfig(vocab=50304, context=1024, layers=24, heads=16, width=2048)
+SMALL = GPTConfig(vocab=64, context=16, layers=2, heads=2, width=64)
+ROUNDS = 3
+
+
+def build(part: str, small: bool) -> Any:
+    """The model, on the host."""
+    rng = Repeating(np.random.PCG64(0))
+    if part == "llama":
+        config = models.config("llama", "nano" if small else "llama-3.1-8b")
+        return models.build("llama", config, rng)
+    return models.build("gpt", SMALL if small else GPT, rng)
+
+
+def ours(part: str, how: str, batch: int, small: bool, device: str) -> dict[str, float]:
+    """Three steps of extensor."""
+    lean = how != "ours, float32"
+    model = build(part, small)
+    recipe = get_recipe("mxfp4_all")
+    if lean:
+        nn.cast_weights(model, "bfloat16")
+        recipe = replace(recipe, saved_input="packed", saved=parse_saved("mxfp8"))
+    model.to(device)
+    nn.apply_recipe(model, recipe, activations="bfloat16")
+    if "run again" in how:
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2].isdigit():
+                module.recomputed = True
+    by = AdamW(model.parameters(), lr=1e-5, states="mxfp8_e4m3" if lean else "float32",
+               masters=False)  # fmt: skip
+    length = 16 if small else 2048 if part == "llama" else 1024
+    tokens = et.zeros((batch, length), dtype="int64").to(device)
+
+    def step() -> float:
+        scores = model(tokens)
+        loss = et.cross_entropy(scores.reshape(-1, scores.shape[-1]), tokens.reshape(-1))
+        del scores
+        if lean:
+            with by.step_in_backward():
+                loss.backward()
+        else:
+            loss.backward()
+            by.step()
+            by.zero_grad()
+        return float(loss.item())
+
+    step()
+    if device == "cuda":
+        import cupy
+
+        pool = cupy.get_default_memory_pool()
+        pool.free_all_blocks()
+    gc.collect()
+    begin = time.perf_counter()
+    for _ in range(ROUNDS):
+        step()
+    seconds = (time.perf_counter() - begin) / ROUNDS
+    taken = pool.total_bytes() if device == "cuda" else 0
+    with et.inspect.memory_ledger(model, by, device) as ledger:
+        step()
+    found = ledger.report()
+    kinds = {f"{kind}_gb": n / 1e9 for kind, n in found.by_kind().items()}
+    return {"device_gb": taken / 1e9, "ledger_gb": found.peak / 1e9, **kinds,
+            "tokens_per_second": batch * length / seconds}  # fmt: skip
+
+
+def theirs(part: str, how: str, batch: int, small: bool, device: str) -> dict[str, float]:
+    """Three steps of torch."""
+    import torch
+
+    from ci.bench.torch_models import torch_gpt
+
+    pure = "checkpointing" in how
+    length = 16 if small else 2048 if part == "llama" else 1024
+    model: Any
+    if part == "llama":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        size = (64, 128, 2, 4, 2, 65) if small else (4096, 14336, 32, 32, 8, 128256)
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                 "num_key_value_heads", "vocab_size")  # fmt: skip
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device(device):
+            shape: Any = dict(zip(names, size, strict=True))
+            model = LlamaForCausalLM(LlamaConfig(**shape))
+        torch.set_default_dtype(torch.float32)
+        model.gradient_checkpointing_enable()
+        model.train()
+    else:
+        config = SMALL if small else GPT
+        model = torch_gpt(config, build(part, small).state_dict()).to(device)
+        if "float8" in how:
+            from torchao.float8 import convert_to_float8_training
+
+            convert_to_float8_training(model)
+    by = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    tokens = torch.zeros((batch, length), dtype=torch.long, device=device)
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=not pure):
+            scores = model(tokens)
+            scores = getattr(scores, "logits", scores)
+            loss = torch.nn.functional.cross_entropy(scores.flatten(0, -2), tokens.flatten())
+        loss.backward()
+        by.step()
+        by.zero_grad()
+        loss.item()
+
+    step()
+    begin = time.perf_counter()
+    for _ in range(ROUNDS):
+        step()
+    seconds = (time.perf_counter() - begin) / ROUNDS
+    taken = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return {"device_gb": taken / 1e9, "tokens_per_second": batch * length / seconds}
+
+
+def measured(part: str, how: str, batch: int, args: argparse.Namespace) -> dict[str, Any] | None:
+    """A contestant in a process of its own; None where its memory ran out."""
+    command = [sys.executable, __file__, part, "--contestant", how, "--batch", str(batch)]
+    command += ["--device", args.device, *(["--small"] if args.small else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if lines:
+        return dict(json.loads(lines[-1]))
+    if "MemoryError" in done.stderr or "OutOfMemory" in done.stderr:
+        return None
+    raise RuntimeError(f"{part}, {how}, batch {batch}:\n{done.stderr[-2000:]}")
+
+
+def largest(how: str, args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
+    """Rows of growing batches until memory runs out, then of the largest that fits."""
+    rows: list[dict[str, Any]] = []
+    batch, failed = 4, None
+    while time.monotonic() < deadline and not (args.small and batch > 8):
+        found = measured("gpt", how, batch, args)
+        if found is None:
+            failed = batch
+        else:
+            rows.append({"step": how, "batch": batch, **found})
+        good = rows[-1]["batch"] if rows else 0
+        batch = 2 * good if failed is None else (good + failed) // 2
+        if failed is not None and failed - good <= max(1, good // 8):
+            break
+    return rows
+
+
+CONTESTANTS = {
+    "gpt": ("ours", "ours, run again", "ours, float32", "torch"),
+    "llama": ("ours", "torch bf16, checkpointing"),
+    "batch": ("ours", "ours, float32", "torch", "torch float8"),
+}
+
+
+def main() -> None:
+    """Measure and print; the last line is JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=CONTESTANTS)
+    parser.add_argument("--contestant", help="one, in this process")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--seconds", type=float, default=420.0, help="of a search for batches")
+    args = parser.parse_args()
+    if args.contestant:
+        run = ours if args.contestant.startswith("ours") else theirs
+        print(json.dumps(run(args.parts[0], args.contestant, args.batch, args.small, args.device)))
+        return
+    rows: list[dict[str, Any]] = []
+    for part in args.parts:
+        names = CONTESTANTS[part]
+        for how in names:
+            if part == "batch":
+                deadline = time.monotonic() + args.seconds / len(names)
+                rows += shown(largest(how, args, deadline))
+                continue
+            batch = 1 if part == "llama" else args.batch
+            found = measured(part, how, batch, args)
+            rows += shown([{"step": how, "batch": batch, **(found or {"device_gb": None})}])
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
