@@ -45,6 +45,7 @@ from extensor_cuda.matmul.rebase import held_by
 from extensor_cuda.quantize import input_gap
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.counters import OperandCounts
+from extensor_cuda.runtime.memory import lasting
 
 __all__ = [
     "BF16",
@@ -164,7 +165,8 @@ def _packed(
     """The packed codes of x, and what the quantizer counted."""
     done = quantizer.quantize_raw(x, plan, stream, xp)
     assert done.q is not None and done.counters is not None
-    flags = xp.zeros(2, dtype=np.uint32)
+    with lasting():  # the counts, which are read later, hold one of them
+        flags = xp.zeros(2, dtype=np.uint32)
     cut = flags[1:].reshape(())
     counts = OperandCounts(done.counters, (0, _SLOTS), plan.count, cut)
     return PackedMatrix(done.q, flags, xp), counts

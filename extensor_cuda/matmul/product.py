@@ -42,6 +42,7 @@ from extensor_cuda.kernels.gemm.requantize import Requantized, finished, type_of
 from extensor_cuda.kernels.prepare.cast_bf16 import add_partial_sums, empty_partial_sums
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand
 from extensor_cuda.matmul.partition import configure, configure_split_k
+from extensor_cuda.runtime.memory import lasting
 
 __all__ = [
     "FallbackCounter",
@@ -86,7 +87,8 @@ class FallbackCounter:
     def array(self) -> Array:
         """Uint32 of shape (), to which kernels add."""
         if self._array is None:
-            self._array = self.xp.zeros((), dtype=self.xp.uint32)
+            with lasting():
+                self._array = self.xp.zeros((), dtype=self.xp.uint32)
         return self._array
 
     @property

@@ -71,9 +71,10 @@ def _expected(
 
 
 def _check(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    """Sums of float32; FP8 tensor cores cut each of four groups of 32 products at 2**-13."""
+    share = 2.0**-11 if et.ones(1).device == "cuda" else 2.0**-17
     for mine, theirs in zip(actual, expected, strict=True):
-        scale = np.abs(theirs).max()
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=scale * 2.0**-17)
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=np.abs(theirs).max() * share)
 
 
 def _run(name: str) -> tuple[list[np.ndarray], list[np.ndarray], LayerContext]:
