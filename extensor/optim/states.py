@@ -48,6 +48,8 @@ WEIGHT_SLOT = 127
 """The slot of a parameter that is itself rounded stochastically; states count up from 0."""
 PER_CALL = 1 << 12
 """Random words that are drawn as one block."""
+BLOCKS = 1 << 10
+"""Blocks of words that are in memory at once: Philox takes 64 bits for each of a word's 32."""
 
 
 def state_stream(step: int, parameter: int, slot: int) -> Stream:
@@ -98,16 +100,20 @@ class Bfloat16(StateKind):
     doc = "bfloat16, rounded stochastically, 2 bytes a value"
 
     def pack(self, backend: Any, values: Array, stream: Stream, square: bool) -> Stored:
-        """Float -> bfloat16."""
-        xp = backend.xp
-        bits = values.astype(np.float32).view(np.uint32)
-        blocks = -(-values.size // (2 * PER_CALL))
-        words = random_words(stream, xp.arange(blocks), PER_CALL, 32, xp)
-        low, high = words & xp.uint32(0xFFFF), words >> xp.uint32(16)
-        noise = xp.stack([low, high], axis=-1).reshape(-1)[: values.size]
-        finite = (bits & xp.uint32(0x7F800000)) != xp.uint32(0x7F800000)
-        rounded = bits + noise * finite.astype(np.uint32)
-        return (rounded >> xp.uint32(16)).astype(np.uint16).view(bfloat16.numpy)
+        """Float -> bfloat16, in segments, whose random words are several times as large."""
+        xp, packed = backend.xp, backend.xp.empty(values.size, np.uint16)
+        for begin in range(0, values.size, BLOCKS * 2 * PER_CALL):
+            part = values[begin : begin + BLOCKS * 2 * PER_CALL]
+            first = begin // (2 * PER_CALL)
+            blocks = xp.arange(first, first - (-part.size // (2 * PER_CALL)))
+            words = random_words(stream, blocks, PER_CALL, 32, xp)
+            low, high = words & xp.uint32(0xFFFF), words >> xp.uint32(16)
+            noise = xp.stack([low, high], axis=-1).reshape(-1)[: part.size]
+            bits = part.astype(np.float32).view(np.uint32)
+            finite = (bits & xp.uint32(0x7F800000)) != xp.uint32(0x7F800000)
+            rounded = bits + noise * finite.astype(np.uint32)
+            packed[begin : begin + part.size] = rounded >> xp.uint32(16)
+        return packed.view(bfloat16.numpy)
 
     def unpack(self, backend: Any, stored: Stored, square: bool) -> Array:
         """Bfloat16 -> float32, exact."""
