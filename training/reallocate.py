@@ -153,16 +153,16 @@ def _spend(slots: Sequence[_Slot], chosen: dict[int, str], budget: float) -> Non
     while True:
         left = budget - sum(s.values * s.options[chosen[id(s)]][1] for s in slots)
         found = []
-        for s in slots:
+        for place, s in enumerate(slots):
             noise, bits = s.options[chosen[id(s)]]
             for name, (less, more) in s.options.items():
                 gain, cost = s.reach * (noise - less), s.values * (more - bits)
                 if gain > 0 and cost <= left:
-                    found.append((gain / max(cost, 1e-9), id(s), name))
+                    found.append((gain / max(cost, 1e-9), -place, name))  # the first of equals
         if not found:
             return
-        _, slot, name = max(found)
-        chosen[slot] = name
+        _, place, name = max(found)
+        chosen[id(slots[-place])] = name
 
 
 def _pair(slot: _Slot, name: str, place: int) -> tuple[float, float]:

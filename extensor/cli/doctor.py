@@ -22,6 +22,7 @@ from extensor.cli.sheet import Sheet, show
 from extensor.extras import EXTRAS, lacking
 from extensor.formats import FORMATS
 from extensor.quant import QuantArray, QuantSpec
+from extensor.quant.recipes import get_recipe
 
 __all__ = ["doctor", "version"]
 
@@ -166,9 +167,12 @@ def _conv_pool_sheet(backend: CpuBackend) -> Sheet:
     for stride in (1, 2):
         window = Window((3, 3), (stride, stride), (1, 1))
         g, index = backend.max_pool2d(x, window)
+        taps = np.ones((4, 64), np.float32)  # 36, filled up to the transform's 32
+        clipped = (g.reshape(4, -1), taps, x, get_recipe("quartet").layers.fprop.a, window)
         calls: tuple[Call, ...] = (
             ("quantized_conv2d", x, w, spec, None, w.shape, window),
             ("quantized_conv2d_grad_w", g.reshape(4, -1), x, spec, None, w.shape, window),
+            ("clipped_conv2d_grad_x", *clipped),
             ("conv2d", x, w, window, 1),
             ("conv2d_grad_x", g, w, x.shape, window, 1),
             ("conv2d_grad_w", g, x, w.shape, window, 1),

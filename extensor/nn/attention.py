@@ -131,7 +131,8 @@ class MultiheadAttention(Module):
         k = rotate(split[..., self.heads : self.heads + self.kv_heads, :, :], self.rotary)
         v = split[..., self.heads + self.kv_heads :, :, :]
         mixed = scaled_dot_product_attention(q, k, v, causal=self.causal)
-        return self.out(mixed.swapaxes(-2, -3).reshape((*x.shape[:-1], -1)))
+        width = mixed.shape[-3] * mixed.shape[-1]
+        return self.out(mixed.swapaxes(-2, -3).reshape((*x.shape[:-1], width)))
 
     def extra_repr(self) -> str:
         """See :meth:`extensor.nn.Module.extra_repr`."""

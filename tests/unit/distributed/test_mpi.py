@@ -174,7 +174,7 @@ def test_training_has_the_same_bits_on_1_2_and_4_ranks(tmp_path: Path) -> None:
 
 def test_a_sharded_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     """Interrupted on 2 ranks, gone on with on 4; the checkpoint is a folder of all ranks' files."""
-    words = (*LENET, "--epochs", "6", "--micro-batches", "4", "--grad-comm", "exact")
+    words = (*LENET, "--epochs", "40", "--micro-batches", "4", "--grad-comm", "exact")
     words = (*words, "--shard", "states", "--optimizer", "adamw", "--lr", "1e-3")
     code, told = run(1, *TRAIN, *words, "--out", tmp_path / "straight")
     assert code == 0, told
