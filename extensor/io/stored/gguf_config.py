@@ -20,7 +20,14 @@ from extensor.io.stored.gguf_names import GGUF_ARCHITECTURES, ROPE_FACTORS, Gguf
 from extensor.nn.rope import Rope, RopeScaling
 from extensor.schema import SchemaError, check
 
-__all__ = ["config_of", "gguf_metadata", "llama3_scaling", "rope_factors"]
+__all__ = [
+    "config_of",
+    "gguf_metadata",
+    "llama3_scaling",
+    "rope_factors",
+    "rope_tensor",
+    "row_of",
+]
 
 Array = npt.NDArray[Any]
 
@@ -233,7 +240,7 @@ def gguf_metadata(config: Mapping[str, Any]) -> tuple[GgufArchitecture, dict[str
         raise ValueError(f"GGUF: unknown model type {kind!r}; known: {known}")
     row = GGUF_ARCHITECTURES[kind]
     out: dict[str, Any] = {"general.architecture": row.name}
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope(config)
     given = {
         "num_key_value_heads": config.get("num_attention_heads"),
         "rope_theta": rope.get("rope_theta", 10000.0),
@@ -244,16 +251,42 @@ def gguf_metadata(config: Mapping[str, Any]) -> tuple[GgufArchitecture, dict[str
             raise ValueError(f"GGUF: expected {name} in config.json")
         out[f"{row.name}.{key}"] = Typed(6, float(value)) if is_float else Typed(4, int(value))
     _check_fixed(row, config)
-    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    size = _head_size(config)
     for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
         out[f"{row.name}.{key}"] = Typed(4, int(size))
     out[f"{row.name}.vocab_size"] = Typed(4, int(config["vocab_size"]))
     return row, out | _scaling_metadata(row, rope)
 
 
+def rope_tensor(config: Mapping[str, Any]) -> Array | None:
+    """What `ROPE_FACTORS` holds for a config.json; None where its scaling is no such tensor.
+
+    Args:
+        config: its contents.
+    """
+    rope = _rope(config)
+    if _rope_kind(rope) != "llama3":
+        return None
+    base = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    return rope_factors(_head_size(config), float(base), rope)
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary embedding's keys, as transformers 5 or 4 name their table."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _rope_kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _head_size(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
 def _scaling_metadata(row: GgufArchitecture, rope: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of rope scaling; Llama 3.1's is said by a tensor, `ROPE_FACTORS`."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _rope_kind(rope)
     if kind in ("default", "llama3"):
         return {}
     if kind not in _SCALINGS:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from extensor.io.gguf.types import GGUF_TYPES, GgufType, gguf_type_of
 from extensor.io.stored.certificate import TensorCertificate, compare
 from extensor.io.stored.forms import new_form
-from extensor.io.stored.gguf_config import gguf_metadata, rope_factors
+from extensor.io.stored.gguf_config import gguf_metadata, rope_tensor
 from extensor.io.stored.gguf_models import heads_of, reordered, transposed
 from extensor.io.stored.gguf_names import ROPE_FACTORS, GgufArchitecture, gguf_name
 from extensor.io.stored.targets import Target
@@ -67,11 +67,7 @@ class GgufModelWriter:
         self._writer = GgufWriter(path, values)
         self._stacks: dict[str, _Stack] = {}
         self._experts = int(config[self.row.keys[0][1]]) if self.row.has_experts else 0
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if rope.get("rope_type", rope.get("type")) == "llama3":
-            size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-            base = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-            factors = rope_factors(int(size), float(base), rope)
+        if (factors := rope_tensor(config)) is not None:
             self._writer.add(ROPE_FACTORS, GGUF_TYPES["F32"], factors.shape, factors)
 
     def add(self, name: str, value: Stored) -> list[TensorCertificate]:
