@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -169,7 +173,7 @@ class Job:
         command += self.flags
         if find_checkpoint(self.folder) is not None:
             command.append("--resume")
-        with self.log.open("ab") as log:
+        with self.log.open("ab") as log, interruptible():
             # a session of its own: Ctrl-C reaches the run once, through this process
             return subprocess.Popen(
                 command,
@@ -184,3 +188,17 @@ class Job:
         """The last thing that the run printed."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Processes started inside take SIGINT, also where a shell told this one to ignore it."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if not ignored or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

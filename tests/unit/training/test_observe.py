@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,8 +123,16 @@ def test_the_command_writes_a_page_that_loads_nothing(
         ObserveArgs("smal")
 
 
-def test_an_interrupted_process_is_no_failure(tmp_path: Path) -> None:
-    """A real process, stopped at once: it waits or is interrupted, and its cost is kept."""
+@pytest.mark.parametrize("ignored", [False, True])
+def test_an_interrupted_process_is_no_failure(
+    tmp_path: Path, request: pytest.FixtureRequest, ignored: bool
+) -> None:
+    """A real process, stopped at once: it waits or is interrupted, and its cost is kept.
+
+    Also where this process ignores SIGINT, as what a script starts with ``&`` does.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     queue = Queue(TINY, tmp_path)
     entry = queue.next()
     assert queue._run(entry, deadline=-1.0) == "interrupted"
