@@ -1,11 +1,14 @@
 """Memory of whole training steps on a GPU, ours beside torch's: by kind, and the device's peak.
 
+    python ci/bench/cuda_memory.py block            # a block of width 4096, 16 x 1024 tokens
     python ci/bench/cuda_memory.py gpt              # 1.3 billion weights, AdamW, 8 x 1024 tokens
     python ci/bench/cuda_memory.py llama            # Llama-3.1-8B's shape, all weights, 1 x 2048
     python ci/bench/cuda_memory.py batch            # the largest batch of the first that fits
-    python ci/bench/cuda_memory.py gpt llama batch --small --device cpu     # does it all run?
+    python ci/bench/cuda_memory.py block gpt llama batch --small --device cpu   # does it all run?
 
-Each is one call of less than 8 minutes on an H100 (``--seconds`` ends a search for batches).
+Each is one call of less than 8 minutes on an H100 (``--seconds`` ends a search for batches). The
+block is that of ``cuda_step.py``: forward and backward without an update, one float32 batch
+included, beside torch.compile in bfloat16; "captured" is the same step in a CUDA graph.
 Every contestant runs in a process of its own, so that no pool of memory counts another's. "ours" is
 mxfp4_all with bfloat16 activations and weights, states in MXFP8, what is kept for backward in
 MXFP8, blocks run again where the name says so, and updates inside the backward pass; "ours,
@@ -154,6 +157,103 @@ def theirs(part: str, how: str, batch: int, small: bool, device: str) -> dict[st
     return {"device_gb": taken / 1e9, "tokens_per_second": batch * length / seconds}
 
 
+def block_sizes(small: bool) -> tuple[int, int, int]:
+    """Width, windows and tokens of a window of the block."""
+    return (64, 2, 32) if small else (4096, 16, 1024)
+
+
+def block_ours(how: str, small: bool, device: str) -> dict[str, float]:
+    """Forward and backward of one block; "lean": bfloat16 weights, MXFP8 for what is kept."""
+    width, windows, length = block_sizes(small)
+    rng, heads = Repeating(np.random.PCG64(1)), max(width // 128, 1)
+    attention = nn.MultiheadAttention(width, heads, causal=True, bias=False, rng=rng)
+    feed_forward = nn.FeedForward(width, 4 * width, bias=False, rng=rng)
+    model = nn.TransformerBlock(attention, feed_forward, bias=False)
+    recipe = get_recipe("mxfp4_all")
+    if "packed" in how or "lean" in how:
+        recipe = replace(recipe, saved_input="packed")
+    if "lean" in how:
+        nn.cast_weights(model, "bfloat16")
+        recipe = replace(recipe, saved=parse_saved("mxfp8"))
+    model.to(device)
+    state = nn.apply_recipe(model, recipe, activations="bfloat16")
+    x = et.zeros((windows, length, width)).to(device)
+
+    def step(x: et.ExTensor) -> et.ExTensor:
+        for param in model.parameters():
+            param.grad = None
+        loss: et.ExTensor = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    run: Any = et.capture(step) if "captured" in how else step
+
+    def call() -> None:
+        state.step += 1
+        for param in () if run is not step else model.parameters():
+            param._version[0] += 1  # as an update: operands are made anew
+        run(x)
+
+    for _ in range(4):
+        call()
+    seconds, taken = timed(call, device), 0
+    if device == "cuda":
+        xp = x.backend.xp
+        taken = xp.get_default_memory_pool().total_bytes()
+        taken += 0 if run is step else run.nbytes
+    found = {"device_gb": taken / 1e9, "milliseconds": 1e3 * seconds}
+    if run is step:
+        with et.inspect.memory_ledger(model, device=device) as ledger:
+            ledger.hold(x.data, "workspaces", "", "batch")
+            call()
+        report = ledger.report()
+        print(report.table(40), file=sys.stderr)
+        found["ledger_gb"] = report.peak / 1e9
+        found |= {f"{kind}_gb": n / 1e9 for kind, n in report.by_kind().items()}
+    return found
+
+
+def block_theirs(small: bool, device: str) -> dict[str, float]:
+    """The same of torch: compiled, AMP in bfloat16."""
+    import torch
+
+    from ci.bench.torch_models import torch_gpt
+
+    width, windows, length = block_sizes(small)
+    config = GPTConfig(vocab=64, context=length, layers=1, heads=max(width // 128, 1), width=width)
+    state = models.build("gpt", config, Repeating(np.random.PCG64(0))).state_dict()
+    block = torch_gpt(config, state).blocks[0].to(device)
+    ready: Any = torch.compile(block) if device == "cuda" else block
+    x = torch.zeros((windows, length, width), device=device)
+
+    def call() -> None:
+        block.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.bfloat16):
+            loss = ready(x).float().square().mean()
+        loss.backward()
+
+    for _ in range(4):
+        call()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = timed(call, device)
+    taken = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return {"device_gb": taken / 1e9, "milliseconds": 1e3 * seconds}
+
+
+def timed(call: Any, device: str, rounds: int = 20) -> float:
+    """Seconds of a call, of several that follow each other."""
+    import torch
+
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    wait()
+    begin = time.perf_counter()
+    for _ in range(rounds if device == "cuda" else 1):
+        call()
+    wait()
+    return (time.perf_counter() - begin) / (rounds if device == "cuda" else 1)
+
+
 def measured(part: str, how: str, batch: int, args: argparse.Namespace) -> dict[str, Any] | None:
     """A contestant in a process of its own; None where its memory ran out."""
     command = [sys.executable, __file__, part, "--contestant", how, "--batch", str(batch)]
@@ -185,10 +285,25 @@ def largest(how: str, args: argparse.Namespace, deadline: float) -> list[dict[st
 
 
 CONTESTANTS = {
+    "block": (
+        "torch", "ours", "ours, captured", "ours, packed", "ours, packed, captured", "ours, lean",
+        "ours, lean, captured",
+    ),
     "gpt": ("ours", "ours, run again", "ours, float32", "torch"),
     "llama": ("ours", "torch bf16, checkpointing"),
     "batch": ("ours", "ours, float32", "torch", "torch float8"),
-}
+}  # fmt: skip
+
+
+def contestant(part: str, how: str, args: argparse.Namespace) -> dict[str, float]:
+    """One of them, in this process."""
+    mine = how.startswith("ours")
+    if part == "block":
+        if mine:
+            return block_ours(how, args.small, args.device)
+        return block_theirs(args.small, args.device)
+    run = ours if mine else theirs
+    return run(part, how, args.batch, args.small, args.device)
 
 
 def main() -> None:
@@ -202,8 +317,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=420.0, help="of a search for batches")
     args = parser.parse_args()
     if args.contestant:
-        run = ours if args.contestant.startswith("ours") else theirs
-        print(json.dumps(run(args.parts[0], args.contestant, args.batch, args.small, args.device)))
+        print(json.dumps(contestant(args.parts[0], args.contestant, args)))
         return
     rows: list[dict[str, Any]] = []
     for part in args.parts:
