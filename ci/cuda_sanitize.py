@@ -21,12 +21,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from extensor import ExTensor
+from extensor.autograd.apply import wrap
 from extensor.backends.protocol import AttentionForward, CastSpec, Window
 from extensor.backends.registry import get
 from extensor.optim import SGD, AdamW
@@ -286,18 +288,18 @@ def training(gpu: Gpu) -> Cases:
 
 
 def narrow_states(backend: Any) -> None:
-    """Optimizers' steps whose states are decoded and rounded by the same launch."""
-    xp = backend.xp
-    arrays = [xp.ones(n, dtype="float32") for n in (3, 768, 40_001)]
-    arrays.append(xp.ones(70, dtype="float32")[1:])  # vectors do not fit
-    for states in backend.multi_tensor_states:
-        rules: Any = ((AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {}))
+    """Optimizers' steps whose weights and states are decoded and rounded by the same launch."""
+    rules: Any = ((AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {}))
+    for states, dtype in product(backend.multi_tensor_states, ("float32", "bfloat16")):
         for kind, options in rules:
-            params = [ExTensor(a.copy() if a.base is None else a, device="cuda") for a in arrays]
+            ones = [backend.xp.ones(n, dtype="float32") for n in (3, 768, 40_001, 70)]
+            held = [ExTensor(a, device="cuda").astype(dtype).data for a in ones]
+            held[-1] = held[-1][1:]  # vectors do not fit
+            params = [wrap(a, backend) for a in held]
             for p in params:
                 p.requires_grad = True
-                p.grad = ExTensor(p.data * 0.5, device="cuda")
-            step = kind(params, lr=0.1, states=states, **options)
+                p.grad = p.detach() * 0.5
+            step = kind(params, lr=0.1, states=states, masters=False, **options)
             step.step()
             step.step()
 

@@ -160,10 +160,10 @@ def step_captured(
     for member, grad in parts:
         if member.param.backend is not backend or not member.takes_multi_tensor(grad):
             raise ValueError(
-                f"step: {member.name}: a captured step updates contiguous float32 parameters with "
-                f"Adam, AdamW or SGD, got {type(optimizer).__name__}, a parameter of "
-                f"{member.param.dtype.name} and a gradient of {grad.dtype.name}; use these, or "
-                "leave optimizer.step() out of it"
+                f"step: {member.name}: a captured step updates contiguous float32 parameters, and "
+                "bfloat16 ones with masters=False, with Adam, AdamW or SGD, got "
+                f"{type(optimizer).__name__}, a parameter of {member.param.dtype.name} and a "
+                f"gradient of {grad.dtype.name}; use these, or leave optimizer.step() out of it"
             )
     members = [member for member, _ in parts]
     if bad is None:

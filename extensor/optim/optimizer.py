@@ -28,7 +28,15 @@ from extensor.dtypes import bfloat16, float32
 from extensor.errors import layout_error, unknown_name
 from extensor.notebook import card, table
 from extensor.optim.multi_tensor import step_captured, step_multi_tensor
-from extensor.optim.params import Option, ParamGroup, ParamState, Segment, check_param, check_range
+from extensor.optim.params import (
+    MASTER,
+    Option,
+    ParamGroup,
+    ParamState,
+    Segment,
+    check_param,
+    check_range,
+)
 from extensor.optim.states import STATES, WEIGHT_SLOT, Stored, state_stream
 from extensor.quant.array import QuantArray
 
@@ -41,8 +49,6 @@ SEGMENT = 1 << 15
 
 KERNEL_SEGMENT = 1 << 20
 """Elements where a kernel makes the whole update in one pass: enough for its threads."""
-
-MASTER = "master"
 
 Range = tuple[float, float]
 FRACTION: Range = (0.0, 1.0)
@@ -257,8 +263,9 @@ class Optimizer(ABC):
 
         Args:
             backend: the backend of the arrays.
-            parts: weight, gradient and state by slot of each: C-contiguous float32 arrays of one
-                size, whatever their shapes; the state as it is stored.
+            parts: weight, gradient and state by slot of each: C-contiguous arrays of one size,
+                whatever their shapes, weight and gradient float32, or both bfloat16; the state as
+                it is stored.
             factors: of each, from `factors`.
             how: more for the backend: what `Backend.adam_multi_tensor` takes besides.
 

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from extensor.autograd.tensor import ExTensor
-from extensor.dtypes import float32
+from extensor.dtypes import bfloat16, float32
 from extensor.optim.states import Stored
 
-__all__ = ["Option", "ParamGroup", "ParamState", "Segment", "check_betas", "check_range"]
+__all__ = ["MASTER", "Option", "ParamGroup", "ParamState", "Segment", "check_betas", "check_range"]
 
 Array = Any
 Option = float | bool
+
+MASTER = "master"
+"""Where `ParamState.arrays` has a float32 copy that takes the updates."""
 
 
 class Segment(NamedTuple):
@@ -44,7 +47,7 @@ class ParamState:
     arrays: dict[str, Stored]
     step: int = 0
     whole: Array = None
-    """The parameter's array, once it is known to be contiguous float32 of its shape."""
+    """The parameter's array, once it is known to be contiguous, of its shape and fit to be one."""
     strides: tuple[int, ...] = ()
     """The strides of `whole`, and of most gradients."""
 
@@ -52,15 +55,19 @@ class ParamState:
         return self.__dict__ | {"whole": None}
 
     def takes_multi_tensor(self, grad: ExTensor) -> bool:
-        """Whether a multi-tensor update can use the parameter's and the gradient's own arrays."""
+        """Whether a multi-tensor update can use the parameter's and the gradient's own arrays.
+
+        Both float32, or both bfloat16 where the parameter is its own master.
+        """
         data = self.param.data
         if data is not self.whole:  # checked once: each look at an array costs what a launch does
-            if self.param.dtype is not float32 or data.shape != self.shape:
+            narrow = self.param.dtype is bfloat16 and MASTER not in self.arrays
+            if not (narrow or self.param.dtype is float32) or data.shape != self.shape:
                 return False
             if not data.flags.c_contiguous:
                 return False
             self.whole, self.strides = data, data.strides
-        if grad.dtype is not float32:
+        if grad.dtype is not self.param.dtype:
             return False
         return bool(grad.data.strides == self.strides or grad.data.flags.c_contiguous)
 

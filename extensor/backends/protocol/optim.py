@@ -71,6 +71,8 @@ class OptimMethods(Protocol):
         """`adam` on each (weight, grad, mean, square), with the factors of each.
 
         Arrays are float32 and C-contiguous; those of one part have one size, whatever their shapes.
+        With `multi_tensor_states` weight and gradient may both be bfloat16 instead: the update is
+        in float32, and the weight is rounded stochastically.
         A factor ``decay`` times the weight is added to the gradient first; the gradient is not
         written. Mean and square may be stored in another way that `multi_tensor_states` names, the
         same in all parts: bfloat16 arrays, or blocks of flat arrays as `extensor.optim.states` has

@@ -1,7 +1,8 @@
-// One multi-tensor step of Adam or SGD with float32 states, and whether gradients are finite.
-// Narrower states: optimizer_low_precision.cu. No macros; compiled with --fmad=false.
+// One multi-tensor step of Adam or SGD with float32 weights and states, and whether gradients are
+// finite. Others: optimizer_low_precision.cu. No macros; compiled with --fmad=false.
 
 #include "optim/optimizer.cuh"
+#include "optim/vectors.cuh"
 
 template <class Rule>
 DEVICE void step(const Tensor* tensors, int number, const Pace& pace) {
@@ -11,9 +12,10 @@ DEVICE void step(const Tensor* tensors, int number, const Pace& pace) {
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
     const i64 left = t.count - begin;
     const int count = left < kPart ? static_cast<int>(left) : kPart;
-    float *weight = t.weight + begin, *first = static_cast<float*>(t.first) + (t.first ? begin : 0);
+    float *weight = static_cast<float*>(t.weight) + begin,
+          *first = static_cast<float*>(t.first) + (t.first ? begin : 0);
     float* second = static_cast<float*>(t.second) + (t.second ? begin : 0);
-    const float* grad = t.grad + begin;
+    const float* grad = static_cast<const float*>(t.grad) + begin;
     int done = 0;
     if (aligned(weight) && aligned(grad) && aligned(first) && aligned(second)) {
         done = count / 4 * 4;
@@ -48,6 +50,23 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     step<Descent>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
+// A thread's largest magnitude of `count` values, as a float32's bits; NaN is the largest.
+template <class Element>
+DEVICE u32 most_of(const Element* values, int count) {
+    u32 most = 0;
+    const int whole = aligned(values, 4 * sizeof(Element)) ? count / 4 * 4 : 0;
+    const auto take = [&](int i, bool four) {
+        float v[4];
+        decode(load(values + i, four, count - i), v);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) most = max(most, bits_of(v[k]) & kMagnitude);
+    };
+#pragma unroll 4
+    for (int i = threadIdx.x * 4; i < whole; i += kThreads * 4) take(i, true);
+    for (int i = whole + threadIdx.x * 4; i < count; i += kThreads * 4) take(i, false);
+    return most;
+}
+
 // Raises flags[i] if the gradient of tensor i holds NaN or infinity, and then flags[number] and
 // *stop, which may be null.
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -56,21 +75,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
     const i64 left = t.count - begin;
     const int count = left < kPart ? static_cast<int>(left) : kPart;
-    const float* grad = t.grad + begin;
-    u32 most = 0;  // largest magnitude, as bits
-    int done = 0;
-    if (aligned(grad)) {
-        done = count / 4 * 4;
-#pragma unroll 4
-        for (int i = threadIdx.x * 4; i < done; i += kThreads * 4) {
-            const uint4 g = *reinterpret_cast<const uint4*>(grad + i);
-            most = max(most, max(max(g.x & 0x7FFFFFFFu, g.y & 0x7FFFFFFFu),
-                                 max(g.z & 0x7FFFFFFFu, g.w & 0x7FFFFFFFu)));
-        }
-    }
-    for (int i = done + threadIdx.x; i < count; i += kThreads)
-        most = max(most, __float_as_uint(grad[i]) & 0x7FFFFFFFu);
-    if (__any_sync(~0u, most >= 0x7F800000u) && threadIdx.x % 32 == 0) {
+    const u32 most = t.narrow ? most_of(static_cast<const u16*>(t.grad) + begin, count)
+                              : most_of(static_cast<const float*>(t.grad) + begin, count);
+    if (__any_sync(~0u, most >= kExponent) && threadIdx.x % 32 == 0) {
         atomicOr(flags + (&t - tensors), 1u);
         atomicOr(flags + number, 1u);
         if (stop) atomicOr(stop, 1u);
@@ -83,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const Tensor& t = tensor_of(tensors, number);
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart, left = t.count - begin;
     const int count = left < kPart ? static_cast<int>(left) : kPart;
-    float* grad = const_cast<float*>(t.grad) + begin;
+    float* grad = const_cast<float*>(static_cast<const float*>(t.grad)) + begin;
     const float by = factor ? *factor : value;
     for (int i = threadIdx.x; i < count; i += kThreads) grad[i] = __fmul_rn(grad[i], by);
 }
@@ -106,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const Tensor& t = tensor_of(tensors, number);
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart, left = t.count - begin;
     const int count = left < kPart ? static_cast<int>(left) : kPart;
-    const float* grad = t.grad + begin;
+    const float* grad = static_cast<const float*>(t.grad) + begin;
     double mine = 0;
     for (int i = threadIdx.x; i < count; i += kThreads) {
         const double g = static_cast<double>(grad[i]);

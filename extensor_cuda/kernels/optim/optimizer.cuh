@@ -7,14 +7,14 @@ constexpr int kThreads = 256, kPart = 16384;  // elements of a block
 
 // A parameter: its arrays, length, first block and factors.
 struct Tensor {
-    float* weight;
-    const float* grad;
+    void* weight;  // float32; bfloat16 if narrow, and so is the gradient
+    const void* grad;
     void *first, *second;              // moments; SGD: the momentum buffer, or null
     u8 *first_scales, *second_scales;  // of blocks
     i64 count, start;
     double shrink;  // the learning rate's multiple that decoupled weight decay subtracts
     float take1, keep2, take2, eps, decay, momentum;
-    u32 nesterov, pace, number;  // number: selects the random bits of its states
+    u32 nesterov, pace, number, narrow;  // number: selects the random bits of what is rounded
 };
 
 struct Row {

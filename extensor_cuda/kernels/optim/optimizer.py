@@ -1,7 +1,7 @@
 """Steps of Adam and of gradient descent on many parameters in one launch, to the CPU's bits.
 
-States are of any kind in `extensor.optim.states`; narrow ones are decoded, rounded stochastically
-and written by the same launch, where they lie.
+Weights are float32 or bfloat16, states of any kind in `extensor.optim.states`; narrow ones are
+decoded, rounded stochastically and written by the same launch, where they lie.
 
 And what a step does to all gradients: looking for NaN and infinity, scaling, the sum of squares.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from extensor.backends.capture import UpdateGuard
 from extensor.backends.protocol import FiniteQuery
 from extensor.dtypes import bfloat16
-from extensor.optim.states import Blocks, Stored
+from extensor.optim.states import WEIGHT_SLOT, Blocks, Stored
 from extensor.quant.array import QuantArray
 from extensor_cuda.kernels.quantize.quantize import plan_of, quantize_source
 from extensor_cuda.runtime.capture import current_capture
@@ -45,7 +45,7 @@ __all__ = [
 Array = Any
 THREADS, PART = 256, 16384  # as in optimizer.cu
 
-_FLOAT32 = np.dtype(np.float32)
+_FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(bfloat16.numpy)
 _STATIC = ("shrink", "take1", "keep2", "take2", "eps", "decay", "momentum", "nesterov")
 _TENSOR = np.dtype(
     [(name, np.uint64) for name in ("weight", "grad", "first", "second")]
@@ -53,7 +53,7 @@ _TENSOR = np.dtype(
     + [(name, np.int64) for name in ("count", "start")]
     + [("shrink", np.float64)]
     + [(name, np.float32) for name in ("take1", "keep2", "take2", "eps", "decay", "momentum")]
-    + [(name, np.uint32) for name in ("nesterov", "pace", "number")],
+    + [(name, np.uint32) for name in ("nesterov", "pace", "number", "narrow")],
     align=True,
 )
 """`Tensor` of optimizer.cuh."""
@@ -83,16 +83,23 @@ class Update:
     numbers: Sequence[int] | int = 0
 
 
+_BITS = {"float32": 32, "bfloat16": 16, Blocks.row.name: 8}
+
+
 @cache
-def source(states: str = "float32") -> Source:
-    """The program for a kind of state; that for float32 has what needs none, too."""
+def source(states: str = "float32", weights: str = "float32") -> Source:
+    """The program for a kind of state; that for float32 has what needs none, too.
+
+    ``weights``: "bfloat16" if any are.
+    """
     folder = Path(__file__).parent
-    if states == "float32":
+    if states == weights == "float32":
         return Source.read(folder / "optimizer.cu", {})
     plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
     assert plan
-    blocks = {"OPTIMIZER_BLOCKS": str(int(states != bfloat16.name))}
-    macros = dict(quantize_source(plan, "float32", "codes", True, False).macros) | blocks
+    numbers = {"STATES": _BITS[states], "WEIGHTS": _BITS[weights], "WEIGHT_SLOT": WEIGHT_SLOT}
+    macros = dict(quantize_source(plan, "float32", "codes", True, False).macros)
+    macros |= {f"OPTIMIZER_{name}": str(number) for name, number in numbers.items()}
     return Source.read(folder / "optimizer_low_precision.cu", macros)
 
 
@@ -108,9 +115,10 @@ def _addresses(arrays: Sequence[Array | None]) -> list[int]:
     return [0 if a is None else a.data.ptr for a in arrays]
 
 
-def supports(array: Array) -> bool:
-    """Whether the kernels read an array: float32 and contiguous."""
-    return bool(array.dtype == _FLOAT32 and array.flags.c_contiguous)
+def supports(array: Array, narrow: bool = False) -> bool:
+    """Whether the kernels read an array: contiguous float32, or bfloat16 too."""
+    fits = array.dtype == _FLOAT32 or (narrow and array.dtype == _BFLOAT16)
+    return bool(fits and array.flags.c_contiguous)
 
 
 def _table(
@@ -134,6 +142,8 @@ def _table(
                 table[f"{name}_scales"] = _addresses([a and a.scales for a in arrays])
                 arrays = [a and a.codes for a in arrays]
             table[name] = _addresses(arrays)
+        stored = columns.get("weight", columns["grad"])
+        table["narrow"] = [a.dtype == _BFLOAT16 for a in stored]
         table["count"] = [a.size for a in columns["grad"] if a is not None]
         blocks = -(-table["count"] // PART)
         table["start"] = np.cumsum(blocks) - blocks
@@ -174,7 +184,7 @@ def step(
     Args:
         kernel: `ADAM` or `SGD`.
         parts: arrays of each parameter that `supports` accepts, of one size, in the kernel's
-            columns; states of any kind, the same in all parts.
+            columns; weight and gradient of one dtype; states of any kind, the same in all parts.
         factors: of each, as the optimizers make them. The rate lr / correct and what decoupled
             decay keeps, 1 - lr shrink, are computed in double from their parts on the device.
         update: how.
@@ -191,7 +201,8 @@ def step(
             table[name] = factors[0][name] if same else [mine[name] for mine in factors]
     which, first = _paces(factors[:1] if same else factors)
     table["pace"] = which[0] if same else which
-    launched = source(_kind(columns["first"])), entry, blocks, THREADS
+    weights = bfloat16.name if table["narrow"].any() else "float32"
+    launched = source(_kind(columns["first"]), weights), entry, blocks, THREADS
     if update.guard is None:
         return _launch_eager(launched, table, [factors[i] for i in first], update, xp)
     _launch_captured(launched, table, first, update.guard)

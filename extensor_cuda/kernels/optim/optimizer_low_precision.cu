@@ -1,22 +1,21 @@
-// One multi-tensor step of Adam or SGD with bfloat16 or (OPTIMIZER_BLOCKS) MXFP8 states. States are
-// decoded, updated in float32 and rounded stochastically in registers, bit by bit as in
-// extensor/optim/states.py.
+// One multi-tensor step of Adam or SGD where weights are bfloat16 or states narrow: bfloat16, or
+// MXFP8. All is decoded, updated in float32 and rounded stochastically in registers, bit by bit as
+// in extensor/optim/states.py.
 //
 // A thread owns four values. One Philox call serves a block of 32, whose maximum 8 lanes find.
-// Macros: OPTIMIZER_BLOCKS, and the quantizer's. Compiled with --fmad=false.
+// Macros: OPTIMIZER_STATES, the bits of a state's value; OPTIMIZER_WEIGHTS, the least bits of a
+// weight; OPTIMIZER_WEIGHT_SLOT, of random streams; the quantizer's. Compiled with --fmad=false.
 
 #define COMMON_MUL_WIDE 1
 #include "optim/optimizer.cuh"
+#include "optim/vectors.cuh"
 #include "common/philox.cuh"
 
-constexpr u32 kMagnitude = 0x7FFFFFFFu, kExponent = 0x7F800000u, kMantissa = 0x007FFFFFu;
 constexpr u32 kSigns = 0x80808080u;
 constexpr int kStride = 4 * kThreads, kResident = 4;  // resident blocks per multiprocessor
-constexpr int kDrawn =
-    OPTIMIZER_BLOCKS ? CODEC_BLOCK : 8192;  // values whose random words are one Philox block
+constexpr int kDrawn =  // values of a state whose random words are one Philox block
+    OPTIMIZER_STATES == 8 ? CODEC_BLOCK : kHalves;
 
-DEVICE u32 bits_of(float v) { return __float_as_uint(v); }
-DEVICE float float_of(u32 v) { return __uint_as_float(v); }
 DEVICE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 DEVICE u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
@@ -24,23 +23,24 @@ DEVICE u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
 // ---- four states as they are stored ----
 
-#if OPTIMIZER_BLOCKS
+#if OPTIMIZER_STATES == 8
 #include "codec/e8m0_scale.cuh"
 #include "codec/rounding.cuh"
 
 static_assert(CODEC_BITS == 8 && CODEC_IS_FLOAT && CODEC_RULE == 1 && CODEC_INF_BYTE == 255,
     "scales are 0 to 253, or 255");
+typedef u8 State;
 typedef u32 Four;                              // codes
 constexpr u32 kNormal = 1u << CODEC_MANTISSA;  // the first normal code of the grid
 constexpr int kBelow = 23 - CODEC_MANTISSA;
 constexpr u32 kBias = 127 + CODEC_MIN_EXPONENT - 1;  // a float's exponent less that of its code
 
-DEVICE Four load(const void* from, bool, int left) {
-    return left > 0 ? *static_cast<const u32*>(from) : 0;  // blocks are stored whole
+DEVICE Four load(const u8* from, bool, int left) {
+    return left > 0 ? *reinterpret_cast<const u32*>(from) : 0;  // blocks are stored whole
 }
 
-DEVICE void store(void* to, Four codes, bool, int left) {
-    if (left > 0) *static_cast<u32*>(to) = codes;
+DEVICE void store(u8* to, Four codes, bool, int left) {
+    if (left > 0) *reinterpret_cast<u32*>(to) = codes;
 }
 
 // Decodes codes: a code's bits are a float's with another exponent, subnormals included.
@@ -122,94 +122,56 @@ DEVICE Four encode(const float (&v)[4], const u32 (&word)[4], u32& scale) {
     }
     return codes;
 }
+#elif OPTIMIZER_STATES == 16
+typedef u16 State;
+typedef Bf16x4 Four;
 #else
-typedef uint2 Four;
-
-DEVICE Four load(const void* from, bool four, int left) {
-    const u16* halves = static_cast<const u16*>(from);
-    if (four) return *reinterpret_cast<const uint2*>(halves);
-    u32 half[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) half[k] = k < left ? halves[k] : 0;
-    return uint2{half[0] | half[1] << 16, half[2] | half[3] << 16};
-}
-
-DEVICE void store(void* to, Four pairs, bool four, int left) {
-    u16* halves = static_cast<u16*>(to);
-    if (four) {
-        *reinterpret_cast<uint2*>(halves) = pairs;
-        return;
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-        if (k < left) halves[k] = static_cast<u16>((k < 2 ? pairs.x : pairs.y) >> (k % 2 * 16));
-}
-
-DEVICE void decode(Four pairs, float (&out)[4]) {
-    out[0] = float_of(pairs.x << 16), out[1] = float_of(pairs.x & 0xFFFF0000u);
-    out[2] = float_of(pairs.y << 16), out[3] = float_of(pairs.y & 0xFFFF0000u);
-}
-
-// The 16 cut bits carry when they exceed the random ones; two values share a word's halves.
-DEVICE u32 encode(float low, float high, u32 word) {
-    u32 a = bits_of(low), b = bits_of(high);
-    if ((a & kExponent) != kExponent) a += word & 0xFFFFu;
-    if ((b & kExponent) != kExponent) b += word >> 16;
-    return __byte_perm(a, b, 0x7632);
-}
+typedef float State;
+typedef Floatx4 Four;
 #endif
 
 // ---- the step ----
 
-DEVICE void load(const float* from, bool four, int left, float (&to)[4]) {
-    if (four) {
-        const float4 v = *reinterpret_cast<const float4*>(from);
-        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-        return;
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) to[k] = k < left ? from[k] : 0;
-}
+// How a tensor's weights and gradients are stored.
+template <bool kNarrow>
+struct Weights {
+    typedef float Element;
+    typedef Floatx4 Four;
+};
+template <>
+struct Weights<true> {
+    typedef u16 Element;
+    typedef Bf16x4 Four;
+};
 
-DEVICE void store(float* to, bool four, int left, const float (&from)[4]) {
-    if (four) {
-        float4 v;
-        v.x = from[0], v.y = from[1], v.z = from[2], v.w = from[3];
-        __stcg(reinterpret_cast<float4*>(to), v);  // an assignment would be split into four
-        return;
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-        if (k < left) to[k] = from[k];
-}
-
+template <bool kNarrow>
 struct Fetched {
-    float weight[4], grad[4];
+    typename Weights<kNarrow>::Four weight, grad;
     Four first, second;
     u32 first_scale, second_scale;
 };
 
 // A block's part of a parameter: `count` values from `begin` on. kWhole: whole warps of aligned
-// vectors.
-template <class Rule, bool kWhole>
+// vectors. kNarrow: weights and gradients are bfloat16.
+template <class Rule, bool kWhole, bool kNarrow>
 DEVICE void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int count, u8* first_scales,
     u8* second_scales) {
-    constexpr int kBytes = sizeof(Four) / 4;
+    typedef typename Weights<kNarrow>::Element Element;
     const u32 high = t.number << 8, base = static_cast<u32>(begin / kDrawn);
-    float* const weight = t.weight + begin;
-    const float* const grad = t.grad + begin;
-    char* const first = static_cast<char*>(t.first) + begin * kBytes;
-    char* const second = static_cast<char*>(t.second) + begin * kBytes;
+    Element* const weight = static_cast<Element*>(t.weight) + begin;
+    const Element* const grad = static_cast<const Element*>(t.grad) + begin;
+    State* const first = static_cast<State*>(t.first) + begin;
+    State* const second = static_cast<State*>(t.second) + begin;
     const bool keeps = Rule::kSquare || t.first;
 
     const auto fetch = [&](u32 i) {
         const int left = kWhole ? 4 : count - static_cast<int>(i);
-        Fetched f = {};
-        load(weight + i, kWhole, left, f.weight);
-        load(grad + i, kWhole, left, f.grad);
-        if (keeps) f.first = load(first + i * kBytes, kWhole, left);
-        if (Rule::kSquare) f.second = load(second + i * kBytes, kWhole, left);
-#if OPTIMIZER_BLOCKS
+        Fetched<kNarrow> f = {};
+        f.weight = load(weight + i, kWhole, left);
+        f.grad = load(grad + i, kWhole, left);
+        if (keeps) f.first = load(first + i, kWhole, left);
+        if (Rule::kSquare) f.second = load(second + i, kWhole, left);
+#if OPTIMIZER_STATES == 8
         if (left > 0) {
             if (keeps) f.first_scale = first_scales[i / CODEC_BLOCK];
             if (Rule::kSquare) f.second_scale = second_scales[i / CODEC_BLOCK];
@@ -218,27 +180,40 @@ DEVICE void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int coun
         return f;
     };
 
+    // One Philox call's words are the noise of two lanes' eight weights; both lanes draw it.
+    const auto write = [&](u32 i, int left, const float (&w)[4]) {
+        typename Weights<kNarrow>::Four out;
+        u32 word[4] = {};
+        if (kNarrow)
+            philox(i % kHalves / 8, static_cast<u32>(begin / kHalves) + i / kHalves,
+                Stream{0, 0, now, high | OPTIMIZER_WEIGHT_SLOT << 1}, word);
+        const bool odd = threadIdx.x % 2;
+        encode(w, odd ? word[2] : word[0], odd ? word[3] : word[1], out);
+        store(weight + i, out, kWhole, left);
+    };
+
     // Whole warps iterate, because lanes of a block exchange values. Values beyond the end stay
     // zero.
     const u32 end = (count + 127) / 128 * 128;
-    Fetched next = {};
+    Fetched<kNarrow> next = {};
     if (threadIdx.x * 4 < end) next = fetch(threadIdx.x * 4);
 #pragma unroll 1
     for (u32 i = threadIdx.x * 4; i < end; i += kStride) {
-        Fetched f = next;
+        Fetched<kNarrow> f = next;
         if (i + kStride < end) next = fetch(i + kStride);
         const int left = kWhole ? 4 : count - static_cast<int>(i);
         const u32 drawn = base + i / kDrawn;
-        float mean[4] = {}, square[4] = {};
-#if OPTIMIZER_BLOCKS
+        float w[4], g[4], mean[4] = {}, square[4] = {};
+        u32 word[4];
+        decode(f.weight, w), decode(f.grad, g);
+#if OPTIMIZER_STATES == 8
         float root[4];
         if (keeps) decode<false>(f.first, f.first_scale, mean);
         if (Rule::kSquare) decode<true>(f.second, f.second_scale, square);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) root[k] = rule(f.weight[k], f.grad[k], mean[k], square[k]);
-        store(weight + i, kWhole, left, f.weight);
+        for (int k = 0; k < 4; ++k) root[k] = rule(w[k], g[k], mean[k], square[k]);
+        write(i, left, w);
         const u32 call = threadIdx.x % (CODEC_BLOCK / 4);
-        u32 word[4];
         if (keeps) {
             philox(call, drawn, Stream{0, 0, now, high}, word);
             f.first = encode<false>(mean, word, f.first_scale);
@@ -256,24 +231,24 @@ DEVICE void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int coun
         if (keeps) decode(f.first, mean);
         if (Rule::kSquare) decode(f.second, square);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) rule(f.weight[k], f.grad[k], mean[k], square[k]);
-        store(weight + i, kWhole, left, f.weight);
+        for (int k = 0; k < 4; ++k) rule(w[k], g[k], mean[k], square[k]);
+        write(i, left, w);
+#if OPTIMIZER_STATES == 16
         // One call's words are the noise of two lanes' eight values. The even lane draws for the
         // first state, the odd lane for the second.
         const u32 odd = threadIdx.x % 2;
-        u32 word[4];
         philox(i % kDrawn / 8, drawn, Stream{0, 0, now, high | odd << 1}, word);
         const u32 low = __shfl_xor_sync(~0u, odd ? word[0] : word[2], 1);
         const u32 top = __shfl_xor_sync(~0u, odd ? word[1] : word[3], 1);
-        if (keeps)
-            f.first = uint2{encode(mean[0], mean[1], odd ? low : word[0]),
-                encode(mean[2], mean[3], odd ? top : word[1])};
-        if (Rule::kSquare)
-            f.second = uint2{encode(square[0], square[1], odd ? word[2] : low),
-                encode(square[2], square[3], odd ? word[3] : top)};
+#else
+        const u32 odd = 0, low = 0, top = 0;
+        word[0] = word[1] = word[2] = word[3] = 0;
 #endif
-        if (keeps) store(first + i * kBytes, f.first, kWhole, left);
-        if (Rule::kSquare) store(second + i * kBytes, f.second, kWhole, left);
+        if (keeps) encode(mean, odd ? low : word[0], odd ? top : word[1], f.first);
+        if (Rule::kSquare) encode(square, odd ? word[2] : low, odd ? word[3] : top, f.second);
+#endif
+        if (keeps) store(first + i, f.first, kWhole, left);
+        if (Rule::kSquare) store(second + i, f.second, kWhole, left);
     }
 }
 
@@ -286,9 +261,10 @@ DEVICE void step(const Tensor* tensors, int number, const Pace& pace) {
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
     const i64 rest = t.count - begin;
     const int count = rest < kPart ? static_cast<int>(rest) : kPart;
-    const bool vectors =
-        aligned(t.weight) && aligned(t.grad) && aligned(t.first, 8) && aligned(t.second, 8);
-#if OPTIMIZER_BLOCKS
+    const int weights = t.narrow ? 8 : 16, states = OPTIMIZER_STATES == 32 ? 16 : 8;
+    const bool vectors = aligned(t.weight, weights) && aligned(t.grad, weights) &&
+                         aligned(t.first, states) && aligned(t.second, states);
+#if OPTIMIZER_STATES == 8
     // Scales go through shared memory, because single-byte global accesses are slow.
     __shared__ u8 scales[2][kPart / CODEC_BLOCK];
     u8 *const first = t.first_scales + begin / CODEC_BLOCK, *const second = t.second_scales +
@@ -302,10 +278,17 @@ DEVICE void step(const Tensor* tensors, int number, const Pace& pace) {
 #else
     u8* scales[2] = {};
 #endif
-    if (vectors && count % 128 == 0)
-        move<Rule, true>(t, rule, now, begin, count, scales[0], scales[1]);
-    else move<Rule, false>(t, rule, now, begin, count, scales[0], scales[1]);
-#if OPTIMIZER_BLOCKS
+    const bool whole = vectors && count % 128 == 0;
+#if OPTIMIZER_WEIGHTS == 16
+    if (t.narrow) {
+        if (whole) move<Rule, true, true>(t, rule, now, begin, count, scales[0], scales[1]);
+        else move<Rule, false, true>(t, rule, now, begin, count, scales[0], scales[1]);
+    } else
+#endif
+        if (whole)
+        move<Rule, true, false>(t, rule, now, begin, count, scales[0], scales[1]);
+    else move<Rule, false, false>(t, rule, now, begin, count, scales[0], scales[1]);
+#if OPTIMIZER_STATES == 8
     __syncthreads();
     for (int i = threadIdx.x; i < blocks; i += kThreads) {
         if (Rule::kSquare || t.first) first[i] = scales[0][i];

@@ -110,11 +110,12 @@ def test_an_optimizers_step_reads_vectors(disassembler: str, tmp_path: Path) -> 
     assert not starting(found, "LDL")
 
 
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 @pytest.mark.parametrize("states", ["bfloat16", "mxfp8_e4m3"])
 def test_narrow_states_are_moved_with_vectors(
-    states: str, disassembler: str, tmp_path: Path
+    states: str, weights: str, disassembler: str, tmp_path: Path
 ) -> None:
-    found = instructions(optimizer.source(states), disassembler, tmp_path)
+    found = instructions(optimizer.source(states, weights), disassembler, tmp_path)
     assert starting(found, "LD.E.128") and starting(found, "STG.E.128")
     assert not starting(found, "LDL") and not starting(found, "STL")
 

@@ -13,6 +13,7 @@ import extensor as et
 from extensor.autograd.apply import wrap
 from extensor.backends.generic import GenericBackend
 from extensor.backends.generic.optim import rescale
+from extensor.dtypes import bfloat16
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.optim import SGD, Adam, AdamW
 from extensor.quant.array import QuantArray
@@ -106,17 +107,22 @@ def gradients(rng: np.random.Generator, size: int, number: int) -> np.ndarray:
 
 
 def on_both(
-    trainer: Any, rule: str, states: str, sizes: Any, offset: int = 0
+    trainer: Any, rule: str, states: str, sizes: Any, offset: int = 0, narrow: int = 0
 ) -> tuple[Any, Any, Any]:
-    """The backend's optimizer and the CPU's, of parameters alike; and their random numbers."""
+    """The backend's optimizer and the CPU's, of parameters alike; and their random numbers.
+
+    The first ``narrow`` parameters are bfloat16.
+    """
     kind, options = RULES[rule]
     rng = np.random.default_rng(0)
     values = [rng.standard_normal(n).astype(np.float32) for n in sizes]
+    values[:narrow] = [a.astype(bfloat16.numpy) for a in values[:narrow]]
     mine = [wrap(shifted(trainer.xp, a, offset), trainer) for a in values]
     theirs = [et.ExTensor(a.copy()) for a in values]
     for p in mine + theirs:
         p.requires_grad = True
-    ours, cpu = (kind(params, states=states, **options) for params in (mine, theirs))
+    how = {"states": states, "masters": not narrow, **options}
+    ours, cpu = (kind(params, **how) for params in (mine, theirs))
     return ours, cpu, rng
 
 
@@ -158,6 +164,25 @@ def test_narrow_states_have_the_cpus_bits(
         step_alike(ours, cpu)
     for m, before in zip(members, places, strict=True):
         assert all(m.arrays[slot] is stored for slot, stored in before.items())  # written there
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("states", ["float32", *NARROW])
+@pytest.mark.parametrize("rule", ["adam", "momentum", "plain"])
+def test_bfloat16_weights_have_the_cpus_bits(
+    trainer: Any, rule: str, states: str, offset: int
+) -> None:
+    """Rounded in the launch, beside float32 ones, where they lie."""
+    ours, cpu, rng = on_both(trainer, rule, states, (1, 8200, 96, 20_001, 40, 96), offset, narrow=4)
+    places = [m.param.data for m in ours.groups[0].members]
+    for number in range(6):
+        for i, (p, q) in enumerate(zip(ours.params, cpu.params, strict=True)):
+            p.grad = q.grad = None
+            if number != i:
+                g = gradients(rng, q.size, number + i).astype(q.dtype.numpy)
+                give(p, q, g, trainer, offset)
+        step_alike(ours, cpu)
+    assert all(m.param.data is a for m, a in zip(ours.groups[0].members, places, strict=True))
 
 
 @pytest.mark.parametrize("states", NARROW)
@@ -242,8 +267,12 @@ def test_gradients_that_are_not_finite_are_found(trainer: Any) -> None:
     rng = np.random.default_rng(0)
     arrays = [trainer.xp.asarray(rng.standard_normal(n).astype(np.float32)) for n in LENGTHS]
     assert trainer.all_finite_multi_tensor(arrays) == [True] * len(arrays)
-    arrays[1][0], arrays[4][40_000] = np.inf, np.nan
-    assert trainer.all_finite_multi_tensor(arrays) == [True, False, True, True, False]
+    narrow = [a.astype(bfloat16.numpy) for a in arrays]
+    assert trainer.all_finite_multi_tensor(arrays + narrow) == [True] * 2 * len(arrays)
+    for each in (arrays, narrow):
+        each[1][0], each[4][40_000] = np.inf, np.nan
+    found = [True, False, True, True, False]
+    assert trainer.all_finite_multi_tensor(arrays + narrow) == found * 2
 
 
 @pytest.mark.parametrize("offset", [0, 1])

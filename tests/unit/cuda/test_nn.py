@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -52,7 +53,8 @@ def test_dropout_draws_the_cpus_masks(trainer: Any, shape: Any) -> None:
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
-    sources = [optimizer.source(states) for states in STATES]
+    weights = ("float32", "bfloat16")
+    sources = [optimizer.source(*each) for each in itertools.product(STATES, weights)]
     sources += [capture.source(), scatter_add.source(), conv_pool.source()]
     sources += [
         elementwise.source(*kinds) for kinds in ((0, 0, 0), (0, 1, 0), (1, 1, 1), (1, 0, 0))
