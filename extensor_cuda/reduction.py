@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from extensor.backends.unsupported import Unsupported
 from extensor.random import Stream
 from extensor_cuda.dispatch import Call, dtype_gap, unless
@@ -14,7 +16,7 @@ from extensor_cuda.kernels.reduction import reduction as kernels
 
 __all__ = [
     "add_limbs", "block_max", "fixed_point", "fixed_point_mean", "limb_total", "mxint_pack",
-    "mxint_unpack",
+    "mxint_repack", "mxint_unpack",
 ]  # fmt: skip
 
 Array = Any
@@ -27,7 +29,14 @@ def _gap(*arrays: Array | None) -> Unsupported | None:
     given = [a for a in arrays if a is not None]
     if not all(a.flags.c_contiguous and a.data.ptr % _ALIGNMENT == 0 for a in given):
         return Unsupported("arrays that are strided or not aligned to 16 bytes")
-    return dtype_gap(given[:1])
+    return dtype_gap(given[:1]) if given else None
+
+
+def _packed_gap(packed: Array) -> Unsupported | None:
+    """Why no kernel reads or writes these rows of bytes."""
+    if not packed.size:
+        return Unsupported("an empty array")
+    return None if packed.flags.c_contiguous else Unsupported("strided rows of bytes")
 
 
 def block_max(xp: Any, x: Array) -> Call:
@@ -61,16 +70,35 @@ def mxint_pack(
     xp: Any,
     x: Array,
     bits: int,
-    parts: int,
     stream: Stream | None,
     first_block: int,
     residual: Array | None,
+    out: Array,
 ) -> Call:
     """See the protocol. One launch."""
-    args = (x, bits, parts, stream, first_block, residual, xp)
-    return unless(_gap(x, residual), lambda: kernels.pack(*args))
+    args = (x, bits, stream, first_block, residual, out)
+    return unless(_gap(x, residual) or _packed_gap(out), lambda: kernels.pack(*args))
 
 
 def mxint_unpack(xp: Any, packed: Array, bits: int, divisor: float, add: bool, out: Array) -> Call:
     """See the protocol. One launch."""
-    return unless(_gap(out, packed), lambda: kernels.unpack(packed, bits, divisor, add, out))
+    gap = _gap(out) or _packed_gap(packed)
+    return unless(gap, lambda: kernels.unpack(packed, bits, divisor, add, out))
+
+
+def mxint_repack(
+    xp: Any,
+    packed: Array,
+    bits: int,
+    divisor: float,
+    stream: Stream | None,
+    first_block: int,
+    residual: Array | None,
+    out: Array,
+) -> Call:
+    """See the protocol. One launch."""
+    bytes_out = out.dtype == np.uint8
+    gap = _packed_gap(out) if bytes_out else _gap(out)
+    args = (packed, bits, divisor, stream, first_block, residual, out)
+    gap = gap or _packed_gap(packed) or (None if residual is None else _gap(residual))
+    return unless(gap, lambda: kernels.repack(*args))

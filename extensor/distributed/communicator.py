@@ -164,7 +164,7 @@ class Communicator(Protocol):
         """Put the arrays of all ranks, in the order of ranks, into ``recv`` on all ranks.
 
         Args:
-            send: this rank's values, as many on every rank.
+            send: this rank's values, as many on every rank; perhaps its own part of ``recv``.
             recv: ``size`` times as many values.
 
         Returns:

@@ -107,6 +107,9 @@ class MPICommunicator:
     def all_gather(self, send: Array, recv: Array) -> Work:
         """See :meth:`extensor.distributed.Communicator.all_gather`."""
         check_buffers("all_gather", self.size, send, recv, -self.size)
+        if isinstance(recv, np.ndarray) and np.may_share_memory(send, recv):
+            call = partial(self._comm.Iallgather, self._mpi.IN_PLACE)
+            return self._in_place("all_gather", call, recv)
         return self._start("all_gather", self._comm.Iallgather, send, recv)
 
     def all_to_all(self, send: Array, recv: Array) -> Work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -115,18 +116,41 @@ def check_mxint_packed(backend: cpu.CpuBackend, bits: int) -> None:
     for x in inputs():
         for parts in (1, 3 if len(x) % 96 == 0 else 1):
             for stream in (None, Stream(7, 3, 2)):
+                pitch = len(x) // parts * bits // 8 + len(x) // parts // 32
+                rows = np.zeros((2, parts, pitch), np.uint8)
                 with np.errstate(all="ignore"):
                     left = [0.25 * x[::-1] for _ in range(2)] if stream is None else []
-                    got, expected = (
-                        one.mxint_pack(x, bits, parts, stream, 5, left[i] if left else None)
-                        for i, one in enumerate((backend, GENERIC))
-                    )
-                assert_bytes(got, expected, (len(x), bits, parts, stream))
+                    for i, one in enumerate((backend, GENERIC)):
+                        one.mxint_pack(x, bits, stream, 5, left[i] if left else None, rows[i])
+                assert_bytes(rows[0], rows[1], (len(x), bits, parts, stream))
                 if left:
                     assert_bytes(*left, (len(x), bits, parts))
-                for add in (True, False):
-                    out = np.zeros((2, len(x) // parts if add else len(x)), np.float32)
-                    with np.errstate(all="ignore"):
-                        for i, one in enumerate((backend, GENERIC)):
-                            one.mxint_unpack(expected, bits, 3.0, add, out[i])
-                    assert_bytes(out[0], out[1], (len(x), bits, parts, add))
+                check_unpacked(backend, bits, rows[0], stream)
+
+
+def check_unpacked(
+    backend: cpu.CpuBackend, bits: int, packed: np.ndarray, stream: Stream | None
+) -> None:
+    """Parts added and side by side, and added and rounded again, for each kind of divisor."""
+    parts, pitch = packed.shape
+    values = pitch * 32 // (4 * bits + 1)
+    for divisor in (1.0, 3.0, 4.0) if values < 1000 else (3.0,):
+        add, rounding = (packed, bits, divisor), (stream, 9, None)
+        calls: list[tuple[str, Any, tuple[Any, ...]]] = [
+            ("mxint_unpack", np.zeros((2, values), np.float32), (*add, True)),
+            ("mxint_repack", np.zeros((2, values), np.float32), (*add, *rounding)),
+            ("mxint_unpack", np.zeros((2, parts * values), np.float32), (*add, False)),
+            ("mxint_repack", np.zeros((2, 1, pitch), np.uint8), (*add, *rounding)),
+        ]
+        for name, out, args in calls if values < 1000 else calls[:2]:
+            with np.errstate(all="ignore"):
+                for i, one in enumerate((backend, GENERIC)):
+                    getattr(one, name)(*args, out[i])
+            assert_bytes(out[0], out[1], (name, values, bits, parts, divisor, stream))
+    if stream is None and values < 1000:
+        left = np.zeros((2, values), np.float32)
+        out = np.zeros((2, 1, pitch), np.uint8)
+        with np.errstate(all="ignore"):
+            for i, one in enumerate((backend, GENERIC)):
+                one.mxint_repack(packed, bits, 1.0, stream, 9, left[i], out[i])
+        assert_bytes(left[0], left[1], "what the second rounding left")

@@ -106,11 +106,11 @@ class GenericReduction(GenericCore):
         self,
         x: Array,
         bits: int,
-        parts: int,
         stream: Stream | None,
         first_block: int,
         residual: Array | None,
-    ) -> Array:
+        out: Array,
+    ) -> None:
         """Exponents by integers on the bits of the blocks' maxima, and `mxint` under them."""
         xp = self.xp
         if residual is not None:
@@ -122,8 +122,9 @@ class GenericReduction(GenericCore):
         codes = self.mxint(x, exponents, bits, stream, first_block, left)
         if residual is not None:
             residual[...] = xp.where((exponents == NONFINITE).repeat(BLOCK), residual, left)
-        both = (codes.view(np.uint8).reshape(parts, -1), exponents.reshape(parts, -1))
-        return xp.concatenate(both, axis=1)
+        codes = codes.view(np.uint8).reshape(len(out), -1)
+        out[:, : codes.shape[1]] = codes
+        out[:, codes.shape[1] :] = exponents.reshape(len(out), -1)
 
     def mxint_unpack(self, packed: Array, bits: int, divisor: float, add: bool, out: Array) -> None:
         """Codes and exponents apart, and their `mxint_mean`."""
@@ -135,6 +136,25 @@ class GenericReduction(GenericCore):
         if not add:
             codes, exponents = codes.reshape(1, -1), exponents.reshape(1, -1)
         out[...] = self.mxint_mean(codes, exponents, divisor)
+
+    def mxint_repack(
+        self,
+        packed: Array,
+        bits: int,
+        divisor: float,
+        stream: Stream | None,
+        first_block: int,
+        residual: Array | None,
+        out: Array,
+    ) -> None:
+        """`mxint_unpack` and `mxint_pack`."""
+        xp, pitch = self.xp, packed.shape[1]
+        mean = xp.empty(pitch * BLOCK // (BLOCK * bits // 8 + 1), np.float32)
+        self.mxint_unpack(packed, bits, divisor, True, mean)
+        again = out if out.dtype == np.uint8 else xp.empty((1, pitch), np.uint8)
+        self.mxint_pack(mean, bits, stream, first_block, residual, again)
+        if again is not out:
+            self.mxint_unpack(again, bits, 1.0, False, out)
 
     def mxint_mean(self, codes: Array, exponents: Array, divisor: float) -> Array:
         """Each rank's integers in the unit of the largest exponent, times 2^-32, and their sum."""

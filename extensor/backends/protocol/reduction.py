@@ -74,11 +74,11 @@ class ReductionMethods(Protocol):
         self,
         x: Array,
         bits: int,
-        parts: int,
         stream: Stream | None,
         first_block: int,
         residual: Array | None,
-    ) -> Array:
+        out: Array,
+    ) -> None:
         """float32 -> uint8 of shape (parts, bytes): each part's codes, then its exponents.
 
         Codes are those of `mxint`; a block's exponent is the least that holds its values.
@@ -86,11 +86,11 @@ class ReductionMethods(Protocol):
         Args:
             x: the values.
             bits: 8 or 16.
-            parts: how many equal parts.
             stream: as for `mxint`.
             first_block: as for `mxint`.
             residual: added to ``x`` first, and then written as by `mxint`; that of a block that is
                 not finite stays.
+            out: the result; its first length is the number of equal parts.
         """
         ...
 
@@ -103,6 +103,30 @@ class ReductionMethods(Protocol):
             divisor: of the sum.
             add: whether parts are added up; else they are one after the other in the result.
             out: the result.
+        """
+        ...
+
+    def mxint_repack(
+        self,
+        packed: Array,
+        bits: int,
+        divisor: float,
+        stream: Stream | None,
+        first_block: int,
+        residual: Array | None,
+        out: Array,
+    ) -> None:
+        """The mean of the parts that `mxint_pack` gave, added up, and packed again as one part.
+
+        Args:
+            packed: uint8 of shape (parts, bytes).
+            bits: 8 or 16.
+            divisor: of the sum.
+            stream: of the second rounding, as for `mxint_pack`.
+            first_block: as for `mxint_pack`.
+            residual: as for `mxint_pack`.
+            out: uint8 of shape (1, bytes) for the codes and exponents, or float32 for the values
+                that they stand for.
         """
         ...
 

@@ -21,6 +21,7 @@ __all__ = [
 
 Array = Any
 Steps = Generator[Work, None, None]
+"""The collectives of a reduction, as they are started."""
 
 BLOCK = 32
 """Values that share an anchor or an exponent."""

@@ -145,7 +145,11 @@ typedef u64 Word;
 #endif
 constexpr int kBits = REDUCTION_BITS, kBytes = kBits / 8, kWord = sizeof(Word);
 
-// Rows of an odd number of blocks do not begin at multiples of a word.
+// Whether all rows begin at multiples of a word; those of an odd number of blocks do not.
+DEVICE bool words_in(const u8* rows, i64 pitch) {
+    return (reinterpret_cast<u64>(rows) | static_cast<u64>(pitch)) % kWord == 0;
+}
+
 DEVICE void store_codes(u8* to, bool aligned, const Code (&codes)[kEach]) {
     constexpr Word kMask = (Word{1} << kBits) - 1;
     Word word = 0;
@@ -171,35 +175,40 @@ DEVICE void load_codes(const u8* from, bool aligned, Code (&codes)[kEach]) {
     for (int k = 0; k < kEach; ++k) codes[k] = static_cast<Code>(word >> kBits * k);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) mxint_pack(const float* __restrict__ x,
-    float* __restrict__ residual, u8* __restrict__ packed, i64 size, i64 values, i64 pitch,
-    u32 random, u32 key0, u32 key1, u32 high0, u32 high1, u32 first_block) {
-    const i64 at = first_value();
-    u32 bits[kEach];
-    load(x, at, size, bits);
-    if (residual && at < size) {
+// How values are rounded: by random bits, or to nearest; and what rounding left over, or null.
+struct Rounding {
+    u32 random;
+    Stream stream;
+    u32 first_block;
+    float* residual;
+};
+
+// Codes of the thread's values and the exponent of their block. All eight threads of a block call
+// it, those behind the end with zeros.
+DEVICE int encode(
+    u32 (&bits)[kEach], i64 at, bool inside, const Rounding& how, Code (&codes)[kEach]) {
+    float* residual = inside ? how.residual : nullptr;
+    if (residual) {
 #pragma unroll
         for (int k = 0; k < kEach; ++k)
             bits[k] = __float_as_uint(__fadd_rn(__uint_as_float(bits[k]), residual[at + k]));
     }
     const u32 most = greatest(bits);
-    if (at >= size) return;
     const int exponent =
         static_cast<int>(min((most + ((1u << (25 - kBits)) - 1)) >> 23, kNonfinite));
     u32 words[kEach] = {0, 0, 0, 0};
-    if (random)
-        philox(threadIdx.x % kLanes, first_block + static_cast<u32>(at / 32),
-            Stream{key0, key1, high0, high1}, words);
+    if (how.random)
+        philox(
+            threadIdx.x % kLanes, how.first_block + static_cast<u32>(at / 32), how.stream, words);
     const double unit = power(exponent - 125 - kBits);
-    Code codes[kEach];
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
         const int shift = min(max(exponent + 25 - kBits - static_cast<int>(field(bits[k])), 1), 63);
         const u64 value = (static_cast<u64>(significand(bits[k])) << 32) >> shift;
         const u64 whole = value >> 32;
         const u32 fraction = static_cast<u32>(value);
-        const bool up = random ? fraction > words[k]
-                               : fraction > 1u << 31 || (fraction == 1u << 31 && (whole & 1));
+        const bool up = how.random ? fraction > words[k]
+                                   : fraction > 1u << 31 || (fraction == 1u << 31 && (whole & 1));
         const i64 code = exponent == kNonfinite ? 0 : with_sign(whole + up, bits[k]);
         codes[k] = static_cast<Code>(code);
         if (residual && exponent != kNonfinite)
@@ -207,38 +216,104 @@ extern "C" __global__ void __launch_bounds__(kThreads) mxint_pack(const float* _
                 static_cast<float>(__dsub_rn(static_cast<double>(__uint_as_float(bits[k])),
                     __dmul_rn(static_cast<double>(code), unit)));
     }
+    return exponent;
+}
+
+DEVICE void store_packed(
+    u8* packed, i64 at, i64 values, i64 pitch, const Code (&codes)[kEach], int exponent) {
     const i64 row = at / values, within = at % values;
     u8* to = packed + row * pitch;
-    store_codes(to + within * kBytes, pitch % kWord == 0, codes);
+    store_codes(to + within * kBytes, words_in(packed, pitch), codes);
     if (threadIdx.x % kLanes == 0) to[values * kBytes + within / 32] = static_cast<u8>(exponent);
 }
 
-// Adds up `added` rows after each other; the next ones hold the next values.
-extern "C" __global__ void __launch_bounds__(kThreads) mxint_unpack(const u8* __restrict__ packed,
-    float* __restrict__ out, i64 size, i64 values, i64 pitch, int added, double divisor) {
-    const i64 at = first_value();
-    if (at >= size) return;
+// Of `added` rows after each other from the row of the value on; `factor` is 1 / divisor where that
+// is exact, and the divisor then 1.
+DEVICE void mean_of(const u8* packed, i64 at, i64 values, i64 pitch, int added, double factor,
+    double divisor, float (&means)[kEach]) {
     const i64 row = at / values * added, within = at % values;
     const u8* from = packed + row * pitch;
     const u8* exponents = from + values * kBytes + within / 32;
+    const bool aligned = words_in(packed, pitch);
+    Code codes[kEach];
     int most = 0;
-    for (int rank = 0; rank < added; ++rank)
-        most = max(most, static_cast<int>(exponents[rank * pitch]));
-    i64 totals[kEach] = {0, 0, 0, 0};
-    for (int rank = 0; rank < added; ++rank) {
-        const int behind = min(most - static_cast<int>(exponents[rank * pitch]), 63);
-        Code codes[kEach];
-        load_codes(from + rank * pitch + within * kBytes, pitch % kWord == 0, codes);
+    if (added == 1 && factor == 1.0 && divisor == 1.0) {  // exact, also for subnormal numbers
+        most = exponents[0];
+        const float unit = static_cast<float>(power(most - 125 - kBits));
+        load_codes(from + within * kBytes, aligned, codes);
 #pragma unroll
-        for (int k = 0; k < kEach; ++k)
-            totals[k] += (static_cast<i64>(codes[k]) * (i64{1} << 32)) >> behind;
+        for (int k = 0; k < kEach; ++k) means[k] = __fmul_rn(static_cast<float>(codes[k]), unit);
+    } else {
+        for (int rank = 0; rank < added; ++rank)
+            most = max(most, static_cast<int>(exponents[rank * pitch]));
+        i64 totals[kEach] = {0, 0, 0, 0};
+        for (int rank = 0; rank < added; ++rank) {
+            const int behind = min(most - static_cast<int>(exponents[rank * pitch]), 63);
+            load_codes(from + rank * pitch + within * kBytes, aligned, codes);
+#pragma unroll
+            for (int k = 0; k < kEach; ++k)
+                totals[k] += (static_cast<i64>(codes[k]) * (i64{1} << 32)) >> behind;
+        }
+        const double unit = __dmul_rn(power(most - 125 - kBits - 32), factor);
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            double mean = __dmul_rn(static_cast<double>(totals[k]), unit);
+            if (divisor != 1.0) mean = __ddiv_rn(mean, divisor);
+            means[k] = static_cast<float>(mean);
+        }
     }
-    const double unit = power(most - 125 - kBits - 32);
+#pragma unroll
+    for (int k = 0; k < kEach; ++k)
+        if (most == kNonfinite) means[k] = __uint_as_float(kNaN);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) mxint_pack(const float* __restrict__ x,
+    float* __restrict__ residual, u8* __restrict__ packed, i64 size, i64 values, i64 pitch,
+    u32 random, u32 key0, u32 key1, u32 high0, u32 high1, u32 first_block) {
+    const i64 at = first_value();
+    u32 bits[kEach];
+    load(x, at, size, bits);
+    const Rounding how{random, Stream{key0, key1, high0, high1}, first_block, residual};
+    Code codes[kEach];
+    const int exponent = encode(bits, at, at < size, how, codes);
+    if (at < size) store_packed(packed, at, values, pitch, codes, exponent);
+}
+
+// Adds up `added` rows after each other; the next ones hold the next values.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    mxint_unpack(const u8* __restrict__ packed, float* __restrict__ out, i64 size, i64 values,
+        i64 pitch, int added, double factor, double divisor) {
+    const i64 at = first_value();
+    if (at >= size) return;
     float means[kEach];
+    mean_of(packed, at, values, pitch, added, factor, divisor, means);
+    *reinterpret_cast<float4*>(out + at) = float4{means[0], means[1], means[2], means[3]};
+}
+
+// The mean of all rows, rounded once more: its codes and exponents, or the values that they have.
+extern "C" __global__ void __launch_bounds__(kThreads) mxint_repack(const u8* __restrict__ packed,
+    float* __restrict__ residual, u8* __restrict__ codes_out, float* __restrict__ values_out,
+    i64 size, i64 pitch, int added, double factor, double divisor, u32 random, u32 key0, u32 key1,
+    u32 high0, u32 high1, u32 first_block) {
+    const i64 at = first_value();
+    float means[kEach] = {0, 0, 0, 0};
+    if (at < size) mean_of(packed, at, size, pitch, added, factor, divisor, means);
+    u32 bits[kEach];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) bits[k] = __float_as_uint(means[k]);
+    const Rounding how{random, Stream{key0, key1, high0, high1}, first_block, residual};
+    Code codes[kEach];
+    const int exponent = encode(bits, at, at < size, how, codes);
+    if (at >= size) return;
+    if (codes_out) {
+        store_packed(codes_out, at, size, pitch, codes, exponent);
+        return;
+    }
+    const float unit = static_cast<float>(power(exponent - 125 - kBits));
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
-        const double mean = __ddiv_rn(__dmul_rn(static_cast<double>(totals[k]), unit), divisor);
-        means[k] = most == kNonfinite ? __uint_as_float(kNaN) : static_cast<float>(mean);
+        means[k] = __fmul_rn(static_cast<float>(codes[k]), unit);
+        if (exponent == kNonfinite) means[k] = __uint_as_float(kNaN);
     }
-    *reinterpret_cast<float4*>(out + at) = float4{means[0], means[1], means[2], means[3]};
+    *reinterpret_cast<float4*>(values_out + at) = float4{means[0], means[1], means[2], means[3]};
 }

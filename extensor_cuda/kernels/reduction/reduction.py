@@ -6,6 +6,8 @@ and writes what travels; `unpack` reads what came and writes the mean.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,8 @@ from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
 __all__ = [
-    "add_limbs", "block_max", "fixed_point", "fixed_point_mean", "limb_total", "pack", "source",
-    "unpack",
+    "add_limbs", "block_max", "fixed_point", "fixed_point_mean", "limb_total", "pack", "repack",
+    "source", "unpack",
 ]  # fmt: skip
 
 Array = Any
@@ -75,27 +77,54 @@ def fixed_point_mean(total: Array, anchors: Array, divisor: float, xp: Any) -> A
 def pack(
     x: Array,
     bits: int,
-    parts: int,
     stream: Stream | None,
     first_block: int,
     residual: Array | None,
-    xp: Any,
-) -> Array:
-    """Codes and exponents of each part: uint8 (parts, bytes). One launch."""
-    values = x.size // parts
-    pitch = values * bits // 8 + values // _BLOCK
-    packed = xp.empty((parts, pitch), np.uint8)
-    words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
-    sizes = (np.int64(n) for n in (x.size, values, pitch))
-    numbers = (np.uint32(n) for n in (stream is not None, *words, first_block))
-    _run("mxint_pack", x.size, x, residual, packed, *sizes, *numbers, bits=bits)
-    return packed
+    out: Array,
+) -> None:
+    """Codes and exponents of each part into uint8 (parts, bytes). One launch."""
+    parts, pitch = out.shape
+    sizes = (np.int64(n) for n in (x.size, x.size // parts, pitch))
+    _run("mxint_pack", x.size, x, residual, out, *sizes, *_rounding(stream, first_block), bits=bits)
 
 
 def unpack(packed: Array, bits: int, divisor: float, add: bool, out: Array) -> None:
     """The mean of what `pack` gave, into float32: of rows added up, or one after the other."""
     parts, pitch = packed.shape
-    values = pitch * _BLOCK // (_BLOCK * bits // 8 + 1)
-    sizes = (np.int64(n) for n in (out.size, values, pitch))
+    sizes = (np.int64(n) for n in (out.size, _values(pitch, bits), pitch))
     added = np.int32(parts if add else 1)
-    _run("mxint_unpack", out.size, packed, out, *sizes, added, np.float64(divisor), bits=bits)
+    _run("mxint_unpack", out.size, packed, out, *sizes, added, *_quotient(divisor), bits=bits)
+
+
+def repack(
+    packed: Array,
+    bits: int,
+    divisor: float,
+    stream: Stream | None,
+    first_block: int,
+    residual: Array | None,
+    out: Array,
+) -> None:
+    """The mean of all rows of `pack`, packed into uint8 (1, bytes), or so rounded, into float32."""
+    parts, pitch = packed.shape
+    size = _values(pitch, bits)
+    outs = (out, None) if out.dtype == np.uint8 else (None, out)
+    sizes = np.int64(size), np.int64(pitch), np.int32(parts)
+    numbers = (*_quotient(divisor), *_rounding(stream, first_block))
+    _run("mxint_repack", size, packed, residual, *outs, *sizes, *numbers, bits=bits)
+
+
+def _values(pitch: int, bits: int) -> int:
+    return pitch * _BLOCK // (_BLOCK * bits // 8 + 1)
+
+
+def _rounding(stream: Stream | None, first_block: int) -> Iterator[np.uint32]:
+    words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
+    return (np.uint32(n) for n in (stream is not None, *words, first_block))
+
+
+def _quotient(divisor: float) -> tuple[np.float64, np.float64]:
+    """A factor and a divisor; of powers of two the factor is exact, and saves the division."""
+    if math.frexp(divisor)[0] == 0.5:
+        return np.float64(1.0 / divisor), np.float64(1.0)
+    return np.float64(1.0), np.float64(divisor)

@@ -51,8 +51,27 @@ def test_what_no_kernel_reads_runs_generically(trainer: Any) -> None:
     x = trainer.xp.asarray(np.ones(65, np.float32))[1:]
     assert trainer.path("block_max", x).startswith("generic: arrays that are strided or not")
     assert_bytes(trainer.block_max(x).get(), GENERIC.block_max(np.ones(64, np.float32)), "gap")
-    packed = trainer.mxint_pack(x, 8, 2, Stream(0, 0, 0), 0, None)
-    assert packed.shape == (2, 33)
+    packed = trainer.xp.zeros((2, 33), np.uint8)
+    trainer.mxint_pack(x, 8, Stream(0, 0, 0), 0, None, packed)
+    assert packed.get().any(axis=1).all()
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_row_may_begin_anywhere(trainer: Any, bits: int) -> None:
+    """A rank packs into its own row of what is gathered, which words may cross."""
+    x = np.random.default_rng(0).standard_normal(96).astype(np.float32)
+    rows, expected = (np.zeros((2, 12 * bits + 3), np.uint8) for _ in range(2))
+    there = trainer.xp.asarray(rows)
+    assert trainer.path("mxint_pack", trainer.xp.asarray(x), bits, None, 0, None, there[1:]) == (
+        "fused kernel"
+    )
+    trainer.mxint_pack(trainer.xp.asarray(x), bits, None, 0, None, there[1:])
+    GENERIC.mxint_pack(x, bits, None, 0, None, expected[1:])
+    assert_bytes(there.get(), expected, bits)
+    out = [trainer.xp.zeros(96, np.float32), np.zeros(96, np.float32)]
+    trainer.mxint_unpack(there[1:], bits, 1.0, False, out[0])
+    GENERIC.mxint_unpack(expected[1:], bits, 1.0, False, out[1])
+    assert_bytes(out[0].get(), out[1], bits)
 
 
 @pytest.mark.usefixtures("nvrtc")
