@@ -20,6 +20,7 @@ from ci.cuda_cases import (
     weights,
 )
 from extensor.quant.array import QuantStats
+from extensor.quant.recipe_state import stats_of
 from extensor.quant.spec import Hadamard, QuantSpec
 
 TRAINED: tuple[dict[str, Any], ...] = (
@@ -104,8 +105,9 @@ def parts_of_large(rng: Rng, backend: Any) -> str | None:
     decoded, of_parts = backend.dequantize(whole), QuantStats()
     for at in parts:
         part, of_part = backend.quantize(x[at], spec, None)
-        of_parts += of_part
+        of_parts += stats_of(of_part)
         a, b = (y.view(np.uint32) for y in (decoded[at], backend.dequantize(part)))
         if not bool((a == b).all()):
             return f"{spec} of {x.dtype} {x.shape}: rows from {at.start} on"
+    counts = stats_of(counts)
     return "" if counts == of_parts else f"{spec} of {x.dtype} {x.shape}: {counts}, not {of_parts}"

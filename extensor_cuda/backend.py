@@ -21,7 +21,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import OperandSpec, Prepared
 from extensor.backends.unsupported import Unsupported
 from extensor.optim.states import STATES
-from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.array import QuantArray
 from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -58,7 +58,7 @@ def _quantize_on_host(
     spec: QuantSpec,
     stream: Stream | None = None,
     previous_amax: Array | None = None,
-) -> tuple[QuantArray, QuantStats]:
+) -> tuple[QuantArray, Counts]:
     before = None if previous_amax is None else previous_amax.get()
     q, stats = registry.get("cpu").quantize(x.get(), spec, stream, before)
     return _on_device(backend, q), stats
@@ -66,7 +66,7 @@ def _quantize_on_host(
 
 def _quantize_clipped_on_host(
     backend: CudaBackend, gap: Unsupported, x: Array, spec: QuantSpec, stream: Stream | None = None
-) -> tuple[QuantArray, QuantStats, Array]:
+) -> tuple[QuantArray, Counts, Array]:
     q, stats, mask = registry.get("cpu").quantize_clipped(x.get(), spec, stream)
     return _on_device(backend, q), stats, backend.xp.asarray(mask)
 

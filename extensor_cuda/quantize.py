@@ -15,7 +15,7 @@ import numpy as np
 
 from extensor.backends.unsupported import Unsupported
 from extensor.quant import reference
-from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.array import QuantArray
 from extensor.quant.rebase import rebase_tiles
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -60,8 +60,10 @@ class QuantizePlan:
     encoder: Any
     decoder: Any
 
-    def quantize(self, x: Array, stream: Stream | None, xp: Any) -> tuple[QuantArray, QuantStats]:
-        """Codes, scales and counts; waits for the counts."""
+    def quantize(
+        self, x: Array, stream: Stream | None, xp: Any
+    ) -> tuple[QuantArray, OperandCounts]:
+        """Codes, scales and counts, without waiting."""
         return self.encoder.quantize(x, self.plan, stream, xp)
 
     def fake_quantize(
@@ -127,7 +129,7 @@ def quantize(
     stream: Stream | None = None,
     previous_amax: Array | None = None,
 ) -> Call:
-    """See the protocol. Waits for the GPU, whose counts it returns."""
+    """See the protocol. Does not wait for the GPU."""
     if (gap := input_gap(x, spec, stream)) is not None:
         return gap
     plan = plan_of(spec, tuple(x.shape))
@@ -139,7 +141,7 @@ def quantize(
 
 
 def quantize_clipped(xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = None) -> Call:
-    """See the protocol. One reading of x. Waits for the GPU, whose counts it returns."""
+    """See the protocol. One reading of x. Does not wait for the GPU."""
     if (gap := input_gap(x, spec, stream)) is not None:
         return gap
     if not spec.clips:
@@ -198,7 +200,7 @@ def _rowwise_columnwise_plan(
 def quantize_rowwise_columnwise(
     xp: Any, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
 ) -> Call:
-    """See the protocol. One reading of x. Waits for the GPU, whose counts it returns."""
+    """See the protocol. One reading of x. Does not wait for the GPU."""
     plan = _rowwise_columnwise_plan(x, specs, streams)
     return (lambda: paired.quantize(readable(xp, x), plan, streams, xp)) if plan else plan
 

@@ -151,7 +151,7 @@ def float_scales(contest: Contest) -> None:
         stream = STREAM if spec.rounding == "stochastic" else None
         q, _ = float_scaled.quantize(contest.inputs[0], plan, stream, xp)
         moved = 2 * COUNT + q.nbytes
-        contest.add(name, moved, partial(float_scaled.start, plan=plan, stream=stream, xp=xp))
+        contest.add(name, moved, partial(float_scaled.quantize, plan=plan, stream=stream, xp=xp))
         if spec.row.element.bits == 8 and spec.symmetric:
             contest.add(f"{name}, operand", moved, _operands(FLOAT_SCALES, [spec], [stream], xp))
         decode = partial(float_scaled.dequantize, q, plan, xp)

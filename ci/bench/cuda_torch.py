@@ -6,7 +6,8 @@
 torch.cuda.graph. "block" is a Llama-style block (RMSNorm, rotary attention, SwiGLU), forward and
 backward, under torch.compile, and once more with mode="reduce-overhead". All parameters are
 bfloat16. torchao's float8 rowwise training stands beside them where it is installed. CUDA events
-around single calls, the contestants taking turns in one process, medians over the rounds.
+around single calls of a layer and around four steps of a block, the contestants taking turns in one
+process, medians over the rounds.
 "overhead" is the host's time of a small layer's forward and backward call, queued without waiting,
 beside a custom operator that only makes its result. "profile", which runs only by name, prints
 where a captured block's time goes, kernel by kernel, and the host's in a small layer's call. Needs
@@ -17,9 +18,12 @@ from __future__ import annotations
 
 import copy
 import cProfile
+import json
 import pstats
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -35,8 +39,10 @@ PARTS = ("linear", "block", "overhead")
 SIZES = ((8192, 8192, 8192), (16384, 4096, 4096), (4096, 4096, 4096))
 RECIPES = ("mxfp4", "mxfp8_rebased")
 WIDTH, HEADS, HIDDEN, CONTEXT = 4096, 32, 14336, 2048
-BLOCKS = ((None, 4), ("reduce-overhead", 4), ("reduce-overhead", 8))
+BLOCKS = ((None, 4), (None, 8), ("reduce-overhead", 4), ("reduce-overhead", 8))
 """Modes of torch.compile and windows of a step: extensor's own block has 16,384 tokens, too."""
+STEPS = 4
+"""Steps of a block between two events, as in training: the host launches one while another runs."""
 
 
 def quantized(module: nn.Module, recipe: str) -> nn.Module:
@@ -167,7 +173,7 @@ def block(rounds: int) -> list[dict[str, Any]]:
         for name, model in models.items():
             if model is not None:
                 calls[name] = step(torch.compile(model, fullgraph=True, mode=mode), model, x, g)
-        times = gpu.milliseconds(calls, rounds, burst=1)
+        times = gpu.milliseconds(calls, rounds, burst=STEPS)
         size = f"{batch}x{CONTEXT} tokens, width {WIDTH}, mode {mode or 'default'}"
         rows += shown(gpu.rates(times, part="block", size=size))
     return rows
@@ -238,24 +244,56 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
     )
 
 
+def timeline(run: gpu.Call) -> str:
+    """Kernels of one step by name and grid, and for how long nothing ran between two of them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        torch.cuda._sleep(gpu.AHEAD)
+        run(0)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        seen.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    ran = sorted((e for e in events if e.get("cat") in kinds), key=lambda e: e["ts"])
+    ran = [e for e in ran if "spin_kernel" not in e["name"]]
+    if not ran:
+        return "the profiler saw no kernel"
+    sums: dict[str, list[float]] = {}
+    idle, longest, free = 0.0, 0.0, ran[0]["ts"]
+    for event in ran:
+        gap = max(0.0, event["ts"] - free)
+        idle, longest = idle + gap, max(longest, gap)
+        free = max(free, event["ts"] + event["dur"])
+        args = event.get("args", {})
+        sums.setdefault(f"{event['name'][:60]:60} {args.get('grid', '')!s:15}", []).append(
+            event["dur"]
+        )
+    lines = [
+        f"{sum(durations):9.1f} us in {len(durations):3}: {name}"
+        for name, durations in sorted(sums.items(), key=lambda item: -sum(item[1]))
+    ]
+    busy = sum(map(sum, sums.values()))
+    whole = free - ran[0]["ts"]
+    lines.append(
+        f"{len(ran)} kernels take {busy:.0f} us of {whole:.0f}; idle {idle:.0f}, at most "
+        f"{longest:.0f} at once"
+    )
+    return "\n".join(lines)
+
+
 def profile() -> None:
     """Print the kernels of a captured block, torch's and a recipe's, and the host's functions."""
     torch.manual_seed(0)
     plain = Block().to("cuda", torch.bfloat16)
-    x = gpu.normal(BLOCKS[0][1], CONTEXT, WIDTH).requires_grad_()
-    g = gpu.normal(BLOCKS[0][1], CONTEXT, WIDTH, seed=1)
+    _, batch = BLOCKS[-1]
+    x = gpu.normal(batch, CONTEXT, WIDTH).requires_grad_()
+    g = gpu.normal(batch, CONTEXT, WIDTH, seed=1)
+    torch._dynamo.reset()
     for name, model in (("torch bf16", plain), ("mxfp4", quantized(plain, "mxfp4"))):
-        torch._dynamo.reset()
         run = step(torch.compile(model, fullgraph=True, mode="reduce-overhead"), model, x, g)
         for turn in range(5):
             run(turn)
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            for turn in range(3):
-                run(turn)
-            torch.cuda.synchronize()
-        print(f"three steps of a block, {name}")
-        print(seen.key_averages().table("self_cuda_time_total", 30, 70))
+        print(f"a step of a block, {name}\n{timeline(run)}", flush=True)
     small, layer = gpu.normal(256, 256), quantized(nn.Linear(256, 256, False).cuda(), "mxfp4")
     counted = cProfile.Profile()
     for turn in range(120):

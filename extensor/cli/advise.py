@@ -24,6 +24,7 @@ from extensor.cli.sheet import CommandError, Sheet, shape_text, show
 from extensor.inspect import decibels, normal_sqnr
 from extensor.inspect.health import MANY_FLUSHED, MANY_SATURATED
 from extensor.quant import QuantArray, QuantSpec
+from extensor.quant.recipe_state import stats_of
 from extensor.quant.recipes import RECIPES
 from extensor.quant.schemes import SCHEMES
 
@@ -282,7 +283,8 @@ def _kind(name: str, value: Any) -> str:
 
 def _measure(x: np.ndarray[Any, Any], candidate: Candidate) -> Measured:
     backend = registry.get("cpu")
-    q, stats = backend.quantize(x, candidate.spec.resolve(x.ndim))
+    q, counts = backend.quantize(x, candidate.spec.resolve(x.ndim))
+    stats = stats_of(counts)
     exact, coded = x.astype(np.float64), backend.dequantize(q).astype(np.float64)
     ratio = decibels(float(np.sum(exact**2)), float(np.sum((exact - coded) ** 2)))
     shares = stats.saturated / stats.count, stats.flushed / stats.count

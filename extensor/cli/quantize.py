@@ -23,6 +23,7 @@ from extensor.inspect import decibels
 from extensor.io import save_checkpoint
 from extensor.io.atomic import replacing
 from extensor.quant import QuantArray, QuantSpec, QuantStats
+from extensor.quant.recipe_state import stats_of
 from extensor.random import Stream
 
 __all__ = ["quantize"]
@@ -187,12 +188,13 @@ def _quantize_one(
         return value, (*before, "copied", str(value.nbytes), "", "", "")
     backend = registry.get("cpu")
     try:
-        q, stats = backend.quantize(value, spec.resolve(value.ndim), stream)
+        q, counts = backend.quantize(value, spec.resolve(value.ndim), stream)
     except (TypeError, ValueError) as error:
         raise CommandError(f"{name}: {error}") from None
     noise = _sqnr(value.astype(np.float64), backend.dequantize(q).astype(np.float64))
-    counts = _percent(stats.saturated, stats), _percent(stats.flushed, stats)
-    return q, (*before, spec.format, str(q.nbytes), noise, *counts)
+    stats = stats_of(counts)
+    shares = _percent(stats.saturated, stats), _percent(stats.flushed, stats)
+    return q, (*before, spec.format, str(q.nbytes), noise, *shares)
 
 
 def _is_float(value: Array) -> bool:

@@ -12,6 +12,7 @@ from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
 from extensor.inspect.grid import GridValues, grid_values
 from extensor.inspect.noise import as_spec, check_source, normal_sqnr, sqnr
+from extensor.quant.recipe_state import stats_of
 from extensor.quant.spec import QuantSpec
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ def _row(x: ExTensor, spec: QuantSpec) -> _Row:
             f"plot: expected rounding to nearest, got {spec.rounding!r}, which differs from seed "
             "to seed; sqnr(x, spec, seed=0) measures one"
         )
-    q, stats = x.backend.quantize(x.data, spec.resolve(x.ndim))
+    q, counts = x.backend.quantize(x.data, spec.resolve(x.ndim))
+    stats = stats_of(counts)
     ratio = sqnr(x, wrap(q, x.backend))  # refuses NaN and zeros
     values = grid_values(np.asarray(x.data, np.float32), spec)
     normal = normal_sqnr(spec.replace(axis=-1))

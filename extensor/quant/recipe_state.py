@@ -17,7 +17,7 @@ from extensor.quant.weight_cache import WeightCache
 from extensor.random import Stream
 from extensor.schema import SchemaError, check, record
 
-__all__ = ["Counts", "LayerContext", "RecipeState"]
+__all__ = ["Counts", "LayerContext", "RecipeState", "stats_of"]
 
 Counts = QuantStats | Callable[[], QuantStats]
 """Counts of quantizing, or a function that waits for a GPU and returns them.
@@ -27,6 +27,17 @@ returns what was counted since the last call.
 """
 
 _MAX_PENDING = 4096
+
+
+def stats_of(counts: Counts) -> QuantStats:
+    """The counts themselves; waits for a GPU.
+
+    >>> from extensor.quant.recipe_state import stats_of
+    >>> stats_of(lambda: et.quant.QuantStats(count=64)).count
+    64
+    """
+    return counts if isinstance(counts, QuantStats) else counts()
+
 
 _SAVED = "what operations keep for backward"  # no layer's path
 USE_SHIFT = 12

@@ -133,6 +133,8 @@ def to_blocked(
 ) -> BlockedTensor:
     """A torch tensor as packed codes and scales, without a copy on the way; no gradient.
 
+    On a GPU nothing waits, and `torch.cuda.graph` captures the call, with the seed as a constant.
+
     Args:
         tensor: float32, bfloat16 or float16, on the CPU or a CUDA device.
         spec: a format's name, or all of `extensor.QuantSpec`.
@@ -146,6 +148,7 @@ def to_blocked(
     Raises:
         TypeError: for a tensor that cannot be quantized, or an unknown field.
         ValueError: for an unknown format, a field that does not fit it, or a missing seed.
+        RuntimeError: in a captured graph, for a format that no kernel makes.
 
     >>> import extensor.torch as ext
     >>> q = ext.to_blocked(torch.randn(8, 64), "nvfp4")
@@ -163,7 +166,19 @@ def to_blocked(
         needs = "needs" if seed is None else "takes no"
         raise ValueError(f"to_blocked: rounding={spec.rounding!r} {needs} seed")
     resolved, stream = spec.resolve(tensor.ndim), None if seed is None else Stream(seed)
-    with arrays.on_stream(tensor):
-        stored, _ = arrays.backend_of(tensor).quantize(to_array(tensor), resolved, stream)
+    with arrays.on_stream(tensor) as on_gpu:
+        backend, array = arrays.backend_of(tensor), to_array(tensor)
+        if on_gpu is not None and on_gpu.capturing:
+            _check_replayed(backend, array, resolved, stream)
+        stored, _ = backend.quantize(array, resolved, stream)
         parts = {name: to_tensor(part) for name, part in stored.parts.items()}
     return BlockedTensor(parts, stored.spec, tuple(stored.shape))
+
+
+def _check_replayed(backend: Any, array: Any, spec: QuantSpec, stream: Stream | None) -> None:
+    """Refuse what a captured graph would not replay."""
+    if (path := backend.path("quantize", array, spec, stream)) != "fused kernel":
+        raise RuntimeError(
+            f"to_blocked: {spec.format} is made on the CPU ({path.removeprefix('host: ')}), which "
+            "a captured graph does not replay; call it outside of the graph"
+        )

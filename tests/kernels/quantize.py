@@ -12,7 +12,7 @@ import numpy as np
 
 from extensor.backends import cpu
 from extensor.formats import DIALECTS, FORMATS
-from extensor.quant.array import QuantStats
+from extensor.quant.recipe_state import stats_of
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from tests.kernels.inputs import (
@@ -144,7 +144,7 @@ def check_fake_quantize(backend: cpu.CpuBackend) -> None:
     for case, (_, stats), expected, _ in quant_table():
         what = (case[0].shape, case[1], backend.path("fake_quantize", *case))
         values, counts = backend.fake_quantize(*case)
-        got = counts if isinstance(counts, QuantStats) else counts()
+        got = stats_of(counts)
         assert got == stats, what
         assert_bytes(values, expected, what)
 
@@ -241,6 +241,6 @@ def check_fake_quantize_rowwise_columnwise(backend: cpu.CpuBackend) -> None:
         for (got, counts), (values, stats2) in zip(
             backend.fake_quantize_rowwise_columnwise(*case), expected, strict=True
         ):
-            stats = counts if isinstance(counts, QuantStats) else counts()
+            stats = stats_of(counts)
             assert stats == stats2, what
             assert_bytes(got, values, what)

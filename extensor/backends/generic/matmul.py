@@ -123,8 +123,8 @@ class GenericMatmul(GenericQuantize):
     """Products of float arrays, of block-scaled arrays, and of a recipe's operands.
 
     Attributes:
-        packs_floats: whether float operands are packed for backward; False where `quantize` waits
-            for the device.
+        packs_floats: whether float operands are packed for backward; False where that costs time
+            and saves none of the peak.
     """
 
     packs_floats = True

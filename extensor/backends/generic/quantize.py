@@ -9,8 +9,8 @@ from extensor.backends.protocol import Array, SpecPair, StreamPair
 from extensor.backends.protocol.core import CoreMethods
 from extensor.backends.protocol.quantize import QuantizeMethods
 from extensor.quant import reference
-from extensor.quant.array import QuantArray, QuantStats
-from extensor.quant.recipe_state import Counts
+from extensor.quant.array import QuantArray
+from extensor.quant.recipe_state import Counts, stats_of
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -55,16 +55,17 @@ class GenericQuantize(GenericCore):
         spec: QuantSpec,
         stream: Stream | None = None,
         previous_amax: Array | None = None,
-    ) -> tuple[QuantArray, QuantStats]:
+    ) -> tuple[QuantArray, Counts]:
         """See the protocol. A backend's own quantizer makes what is then rebased."""
         if spec.rebased:
             plain = spec.replace(rebased=False)
-            return reference.rebase(*self.quantize(x, plain, stream, previous_amax))
+            q, counts = self.quantize(x, plain, stream, previous_amax)
+            return reference.rebase(q, stats_of(counts))
         return reference.quantize(x, spec, stream, previous_amax, self.xp)
 
     def quantize_clipped(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
-    ) -> tuple[QuantArray, QuantStats, Array]:
+    ) -> tuple[QuantArray, Counts, Array]:
         """See the protocol."""
         return reference.quantize_clipped(x, spec, stream, self.xp)
 
@@ -83,13 +84,13 @@ class GenericQuantize(GenericCore):
 
     def quantize_rowwise_columnwise(
         self, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
-    ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
+    ) -> tuple[tuple[QuantArray, Counts], tuple[QuantArray, Counts]]:
         """See the protocol."""
         return self.quantize(x, specs[0], streams[0]), self.quantize(x, specs[1], streams[1])
 
     def quantize_rowwise_columnwise_clipped(
         self, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
-    ) -> tuple[tuple[QuantArray, QuantStats, Array], tuple[QuantArray, QuantStats]]:
+    ) -> tuple[tuple[QuantArray, Counts, Array], tuple[QuantArray, Counts]]:
         """See the protocol."""
         rowwise = self.quantize_clipped(x, specs[0], streams[0])
         return rowwise, self.quantize(x, specs[1], streams[1])

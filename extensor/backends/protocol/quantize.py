@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from extensor.backends.protocol.core import Array
-from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.array import QuantArray
 from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -25,13 +25,16 @@ class QuantizeMethods(Protocol):
         spec: QuantSpec,
         stream: Stream | None = None,
         previous_amax: Array | None = None,
-    ) -> tuple[QuantArray, QuantStats]:
-        """Float array -> codes and scales. ``spec`` is resolved; ``stream`` iff stochastic."""
+    ) -> tuple[QuantArray, Counts]:
+        """Float array -> codes, scales and counts. ``spec`` is resolved; ``stream`` iff stochastic.
+
+        Nothing waits for the device where a kernel quantizes; `stats_of` the counts does.
+        """
         ...
 
     def quantize_clipped(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
-    ) -> tuple[QuantArray, QuantStats, Array]:
+    ) -> tuple[QuantArray, Counts, Array]:
         """`quantize`, and a bit a value along the axis: 1 where it is within its block's largest.
 
         Under a Hadamard transform the bits are of the transformed values.
@@ -60,7 +63,7 @@ class QuantizeMethods(Protocol):
         x: Array,
         specs: SpecPair,
         streams: StreamPair = (None, None),
-    ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
+    ) -> tuple[tuple[QuantArray, Counts], tuple[QuantArray, Counts]]:
         """Quantize one array by two specs, as for two GEMMs: bit for bit two calls of `quantize`.
 
         A backend may read a matrix once for a spec rowwise and one columnwise.
@@ -72,7 +75,7 @@ class QuantizeMethods(Protocol):
         x: Array,
         specs: SpecPair,
         streams: StreamPair = (None, None),
-    ) -> tuple[tuple[QuantArray, QuantStats, Array], tuple[QuantArray, QuantStats]]:
+    ) -> tuple[tuple[QuantArray, Counts, Array], tuple[QuantArray, Counts]]:
         """The same, with the clip mask of the first: `quantize_clipped`, then `quantize`."""
         ...
 

@@ -17,7 +17,7 @@ from typing import Any, final
 import numpy as np
 
 from extensor.backends.unsupported import Unsupported
-from extensor.quant.array import QuantArray, QuantStats, block_grid, packed_length, tile_extent
+from extensor.quant.array import QuantArray, block_grid, packed_length, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.quantize import float_scaled_blocks
@@ -34,7 +34,6 @@ __all__ = [
     "float_source",
     "plan_of",
     "quantize",
-    "start",
 ]
 
 Array = Any
@@ -177,7 +176,7 @@ def _launch(
     launch(source, kernel, -(-threads // THREADS), THREADS, *arguments, *plan.numbers())
 
 
-def start(
+def quantize(
     x: Array, plan: FloatPlan, stream: Stream | None, xp: Any
 ) -> tuple[QuantArray, OperandCounts]:
     """Codes, scales and counts, without waiting.
@@ -207,19 +206,11 @@ def start(
     return q, counts
 
 
-def quantize(
-    x: Array, plan: FloatPlan, stream: Stream | None, xp: Any
-) -> tuple[QuantArray, QuantStats]:
-    """Codes, scales and counts; waits for the counts. Takes what `start` takes."""
-    q, counts = start(x, plan, stream, xp)
-    return q, counts()
-
-
 def fake_quantize(
     x: Array, plan: FloatPlan, stream: Stream | None, xp: Any
 ) -> tuple[Array, OperandCounts]:
     """The decoded values and counts, without waiting."""
-    q, counts = start(x, plan, stream, xp)
+    q, counts = quantize(x, plan, stream, xp)
     return dequantize(q, plan, xp), counts
 
 

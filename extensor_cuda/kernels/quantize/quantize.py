@@ -17,7 +17,7 @@ import numpy as np
 
 from extensor.backends.unsupported import Unsupported
 from extensor.formats import ELEMENTS, ElementFormat
-from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
+from extensor.quant.array import QuantArray, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
 from extensor.quant.nvfp4 import EDEN_TOP
 from extensor.quant.scale_rules import E8M0_SEARCHES, QUEST_CLIP
@@ -472,22 +472,24 @@ def clip_gap(plan: Plan) -> Unsupported | None:
 
 def quantize_clipped(
     x: Array, plan: Plan, stream: Stream | None, xp: Any
-) -> tuple[QuantArray, QuantStats, Array]:
-    """Codes, scales, counts and the clip mask in one reading of x; waits for the counts."""
+) -> tuple[QuantArray, OperandCounts, Array]:
+    """Codes, scales, counts and the clip mask in one reading of x, without waiting."""
     tensor, _ = tensor_of(plan, x, None, xp)
     counters = Counters(2 * SLOTS, xp)
     q = empty_array(plan, xp, tensor)
     mask = xp.empty((*plan.shape[:-1], -(-plan.coded // 8)), dtype=xp.uint8)
     arrays = (q.codes, q.scales, None, tensor, None, counters.array, mask)
     _run(plan, x, "codes", True, stream, arrays, MASKED)
-    return q, OperandCounts(counters, (0, 2 * SLOTS), plan.count)(), mask
+    return q, OperandCounts(counters, (0, 2 * SLOTS), plan.count), mask
 
 
-def quantize(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[QuantArray, QuantStats]:
-    """Codes, scales and counts; waits for the counts."""
+def quantize(
+    x: Array, plan: Plan, stream: Stream | None, xp: Any
+) -> tuple[QuantArray, OperandCounts]:
+    """Codes, scales and counts, without waiting."""
     done = quantize_raw(x, plan, stream, xp)
     assert done.q is not None
-    return done.q, done.stats(plan.count)()
+    return done.q, done.stats(plan.count)
 
 
 def fake_quantize(

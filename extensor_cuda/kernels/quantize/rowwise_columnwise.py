@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from extensor.backends.unsupported import Unsupported
-from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.array import QuantArray
 from extensor.quant.scale_rules import E8M0_SEARCHES
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -159,11 +159,11 @@ def quantize_raw(
 
 def quantize(
     x: Array, plan: RowColumnPlan, streams: Streams, xp: Any
-) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
-    """Codes, scales and counts in the order of the specs; waits for the counts."""
+) -> tuple[tuple[QuantArray, OperandCounts], tuple[QuantArray, OperandCounts]]:
+    """Codes, scales and counts in the order of the specs, without waiting."""
     pair, counters = quantize_raw(x, plan, plan.ordered(streams), xp)
     counts = _stats(counters, plan)
-    return plan.ordered(((pair[0], counts[0]()), (pair[1], counts[1]())))
+    return plan.ordered(((pair[0], counts[0]), (pair[1], counts[1])))
 
 
 def fake_quantize(

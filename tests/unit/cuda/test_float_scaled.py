@@ -69,7 +69,7 @@ def check(xp: Any, x: np.ndarray, spec: QuantSpec) -> None:
     for part in PARTS:
         if getattr(expected, part) is not None:
             same_bytes(part, host(getattr(got, part)), getattr(expected, part), context)
-    assert counts == want_counts, context
+    assert counts() == want_counts, context
     values = host(float_scaled.dequantize(got, plan, xp))
     same_bytes("values", values, reference.dequantize(expected), context)
     decoded, again = float_scaled.fake_quantize(xp.asarray(x), plan, stream, xp)

@@ -100,7 +100,7 @@ def check(cuda: Any, x: np.ndarray, specs: Any, streams: Any) -> None:
         q, counted = stored[i]
         for part in expected.parts:
             same_bytes(part, host(q.parts[part]), expected.parts[part], context)
-        assert counted == stats, context
+        assert counted() == stats, context
         same_bytes(
             "operand", host(decoded[i][0]), reference.fake_quantize(x, spec, stream)[0], context
         )

@@ -203,3 +203,25 @@ def test_telemetry_is_counted_by_layer() -> None:
     counts = ext.telemetry(model)
     assert counts["0", "fprop.x"].count == x.numel()
     assert {path for path, _ in counts} == {"0", "2"}
+
+
+@pytest.mark.parametrize("spec", ["mxfp4", "nvfp4", "mxfp8_e4m3", "fp8_e4m3", "int8"])
+def test_packing_is_captured(spec: str) -> None:
+    """And waits for nothing: a graph refuses that."""
+    first, second = inputs(2)
+    ext.to_blocked(first, spec)
+    static, graph = first.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q = ext.to_blocked(static, spec)
+    static.copy_(second)
+    graph.replay()
+    expected = ext.to_blocked(second.cpu(), spec)
+    assert q.parts.keys() == expected.parts.keys()
+    assert all(torch.equal(part.cpu(), expected.parts[name]) for name, part in q.parts.items())
+
+
+def test_packing_on_the_host_is_not_captured() -> None:
+    (x,), spec = inputs(1), et.QuantSpec("mxfp8_e4m3", statistic="percentile", percentile=90.0)
+    ext.to_blocked(x, spec)
+    with pytest.raises(RuntimeError, match="percentile"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        ext.to_blocked(x, spec)
