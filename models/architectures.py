@@ -1,7 +1,7 @@
 """Architectures by Hugging Face's model type: how a folder's config and tensors become a model.
 
-A row says how a config.json is read and written, which module is built, and where each of the
-module's tensors stands in a file. Modules are named as the files' tensors are, so most rows map
+A row says how a config.json is read and written, which model is built, and where each of the
+model's tensors stands in a file. Modules are named as the files' tensors are, so most rows map
 nothing; what a file stores fused or transposed has a `Source` of its own.
 """
 
@@ -12,20 +12,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from extensor.errors import unknown_name
-from extensor.nn import Module
 
 from .bert import hugging_face as bert
-from .bert.model import build as build_bert
 from .gpt2 import hugging_face as gpt2
-from .gpt2.model import build as build_gpt2
 from .llama.hugging_face import RELATIVES, fused_experts
-from .llama.model import build as build_llama
 from .sources import Source
 
-__all__ = ["ARCHITECTURES", "Architecture", "Source", "architecture_of"]
+__all__ = ["ARCHITECTURES", "Architecture", "architecture_of"]
 
 
 def _nothing(config: Any) -> Iterator[tuple[str, Source]]:
@@ -38,35 +32,33 @@ class Architecture:
 
     Attributes:
         model_type: in config.json.
+        model: the one of `extensor.models.names` that is built.
         config_from_hf: the configuration that a config.json's contents say. Keys that may change
             what the model computes and are not known are errors.
         config_to_hf: and back: what says how the model computes, nothing about tokens.
-        build: a model from a configuration and a random generator; with None instead of one,
-            without memory for weights, which a loader fills.
         mapping: of a configuration, the sources of tensors that files name or store otherwise.
         prefix: of tensor names; some files have it and some do not.
         ignored: patterns, as `fnmatch` has them, of tensors that files may hold and nothing reads.
     """
 
     model_type: str
+    model: str
     config_from_hf: Callable[[Mapping[str, Any]], Any]
     config_to_hf: Callable[[Any], dict[str, Any]]
-    build: Callable[[Any, np.random.Generator | None], Module]
     mapping: Callable[[Any], Iterator[tuple[str, Source]]] = _nothing
     prefix: str = ""
     ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
 
-    def sources(self, config: Any) -> dict[str, Source]:
-        """Where each of the model's tensors stands in a file.
+    def sources(self, model: Any) -> dict[str, Source]:
+        """Where each of a model's tensors stands in a file.
 
         Args:
-            config: the configuration.
+            model: with its ``config``; one without memory for weights is enough.
 
         Returns:
             By the path of each parameter and buffer, in model order; tied ones once.
         """
-        special = dict(self.mapping(config))
-        model = self.build(config, None)
+        special = dict(self.mapping(model.config))
         found = {}
         for path, tensor in (*model.named_parameters(), *model.named_buffers()):
             found[path] = special.pop(path, Source(path, tensor.shape))
@@ -78,9 +70,9 @@ _ROWS = (
     *(
         Architecture(
             row.model_type,
+            "llama",
             row.config_from_hf,
             row.config_to_hf,
-            build_llama,
             fused_experts if row.model_type == "gpt_oss" else _nothing,
             prefix="model.",
         )
@@ -88,18 +80,18 @@ _ROWS = (
     ),
     Architecture(
         "gpt2",
+        "gpt2",
         gpt2.config_from_hf,
         gpt2.config_to_hf,
-        build_gpt2,
         gpt2.transposed,
         prefix="transformer.",
         ignored=("*.attn.bias", "*.attn.masked_bias"),  # of causality
     ),
     Architecture(
         "bert",
+        "bert",
         bert.config_from_hf,
         bert.config_to_hf,
-        build_bert,
         prefix="bert.",
         ignored=("*position_ids", "cls.*", "classifier.*"),  # heads of other tasks
     ),

@@ -12,57 +12,32 @@ import difflib
 import fnmatch
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from extensor.dtypes import DTypeLike, as_dtype
-from extensor.errors import unknown_name
-from extensor.generation.exchange import convert_tokenizer
 from extensor.io import Archive, CheckpointError, open_archive
 from extensor.io.stored import (
-    TARGETS,
-    Conversion,
-    WriteOptions,
     as_hugging_face,
-    metadata_of,
-    write_checkpoint,
 )
 from extensor.nn import Buffer, Module, Parameter
 from extensor.quant import QuantArray
 from extensor.quant.reference import dequantize
 from extensor.quant.views import slice_blocks, transpose
 
-from .architectures import ARCHITECTURES, Architecture, Source, architecture_of
+from .architectures import Architecture, architecture_of
+from .registry import build
 from .sizes import check_sizes
+from .sources import LoadedFrom, Source, Stored, by_name, floats
 
-__all__ = ["LoadedFrom", "from_pretrained", "save_pretrained"]
+__all__ = ["from_pretrained"]
 
 Array = npt.NDArray[Any]
-Stored = Array | QuantArray
 
 _LISTED = 8
 _HEAD = "lm_head.weight"
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedFrom:
-    """Where a model's weights came from: ``model.loaded_from``.
-
-    Attributes:
-        path: the file or folder.
-        config: config.json's contents, or what a GGUF file's metadata say in its terms.
-        metadata: a GGUF file's metadata, its vocabulary too; a safetensors file's strings.
-        kinds: how each weight is stored, by Hugging Face's name.
-    """
-
-    path: Path
-    config: Mapping[str, Any]
-    metadata: Mapping[str, Any]
-    kinds: Mapping[str, str]
 
 
 def from_pretrained(
@@ -102,11 +77,11 @@ def from_pretrained(
         row = architecture_of(archive.config)
         config = row.config_from_hf(archive.config)
         check_sizes(dataclasses.asdict(config), archive.infos.values())
-        sources = row.sources(config)
+        model = build(row.model, config, None)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{archive.path}: {error}") from None
+    sources = row.sources(model)
     names = _names_in_file(archive, row, sources)
-    model = row.build(config, None)
     wanted = None if dtype is None else as_dtype(dtype)
     places = _places(model)
     for at, value in _weights(archive, sources, names):
@@ -173,7 +148,7 @@ def _weights(
     archive: Archive, sources: Mapping[str, Source], names: Mapping[str, str]
 ) -> Iterator[tuple[str, Stored]]:
     """Each weight's path and value; a tensor that several share is read once."""
-    for name, members in _by_name(sources).items():
+    for name, members in by_name(sources).items():
         value = archive.read(names[name])
         for at, source in members:
             if tuple(value.shape) != source.shape:
@@ -183,14 +158,6 @@ def _weights(
                 )
             yield at, _part(value, source)
         del value  # let go before the next is read
-
-
-def _by_name(sources: Mapping[str, Source]) -> dict[str, list[tuple[str, Source]]]:
-    """The model's tensors by the file's tensor that holds them."""
-    shared: dict[str, list[tuple[str, Source]]] = {}
-    for at, source in sources.items():
-        shared.setdefault(source.name, []).append((at, source))
-    return shared
 
 
 def _part(value: Stored, source: Source) -> Stored:
@@ -249,105 +216,9 @@ def _check_tied(archive: Archive, model: Module, names: Mapping[str, str]) -> No
     embedding = names.get("model.embed_tokens.weight")
     if _HEAD not in archive.infos or _HEAD in names.values() or embedding is None:
         return
-    head, table = (_floats(archive.read(name)) for name in (_HEAD, embedding))
+    head, table = (floats(archive.read(name)) for name in (_HEAD, embedding))
     if head.shape != table.shape or not np.array_equal(head, table):
         raise CheckpointError(
             f"{archive.path}: config.json ties the head to the embedding, but {_HEAD} differs from "
             f"{embedding}; set tie_word_embeddings: false in config.json to use it"
         )
-
-
-def _floats(value: Stored) -> Array:
-    return dequantize(value) if isinstance(value, QuantArray) else value.astype(np.float32)
-
-
-# --- writing ---
-
-
-def save_pretrained(
-    model: Module,
-    path: str | os.PathLike[str],
-    layout: str | None = None,
-    *,
-    only_lossless: bool = False,
-    model_type: str | None = None,
-) -> Conversion:
-    """Write a model: see `Pretrained.save_pretrained`.
-
-    Args:
-        model: of an architecture in `ARCHITECTURES`.
-        path: where to.
-        layout: a name of `extensor.io.stored.TARGETS`; None, as the weights are.
-        only_lossless: refuse unless every value stays equal.
-        model_type: of config.json, for a model that was built.
-
-    Returns:
-        What was written.
-
-    Raises:
-        ValueError: for an unknown layout, or a configuration that no architecture can say.
-    """
-    loaded: LoadedFrom | None = getattr(model, "loaded_from", None)
-    row, config = _described(model, loaded, model_type)
-    if layout is None:
-        blocked = any(tensor.is_blocked for tensor in _tensors(model).values())
-        layout = "extensor" if blocked else "float32"
-    if layout not in TARGETS:
-        raise ValueError(unknown_name("layout", layout, TARGETS))
-    beside, options, gguf = None, WriteOptions(only_lossless), {}
-    if loaded is not None and loaded.path.exists():
-        opened = open_archive(loaded.path)
-        beside = None if opened.kind == "gguf" else _folder(loaded.path)
-        files, vocabulary, notes = convert_tokenizer(
-            loaded.path, TARGETS[layout].container == "gguf"
-        )
-        options = WriteOptions(only_lossless, files=files, notes=tuple(notes))
-        gguf = metadata_of(opened) | vocabulary
-    weights = _stored_weights(model, row)
-    return write_checkpoint(
-        Path(path), layout, weights, config=config, gguf=gguf, beside=beside, options=options
-    )
-
-
-def _folder(path: Path) -> Path:
-    return path if path.is_dir() else path.parent
-
-
-def _described(
-    model: Any, loaded: LoadedFrom | None, model_type: str | None
-) -> tuple[Architecture, dict[str, Any]]:
-    """The architecture's row, and config.json's contents."""
-    if loaded is not None and model_type in (None, loaded.config.get("model_type")):
-        return architecture_of(loaded.config), dict(loaded.config)
-    if model_type is not None:
-        row = architecture_of({"model_type": model_type})
-        return row, row.config_to_hf(model.config)
-    for row in ARCHITECTURES.values():
-        try:
-            values = row.config_to_hf(model.config)
-            if row.config_from_hf(values) == model.config:
-                return row, values
-        except (AttributeError, TypeError, ValueError):
-            continue  # of another family
-    raise ValueError(
-        f"save_pretrained: no architecture says {model.config}; known: {', '.join(ARCHITECTURES)}"
-    )
-
-
-def _tensors(model: Module) -> dict[str, Any]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _stored_weights(model: Any, row: Architecture) -> Iterator[tuple[str, Stored]]:
-    """The model's tensors as files hold them; parts of one are put together."""
-    tensors = _tensors(model)
-    for name, members in _by_name(row.sources(model.config)).items():
-        values = [tensors[at].to("cpu").data for at, _ in members]
-        whole = members[0][1]
-        if len(members) == 1 and not whole.part and not whole.transposed:
-            yield name, values[0]
-            continue
-        out = np.empty(whole.shape, np.float32)
-        for (_, source), value in zip(members, values, strict=True):
-            source.write(out, _floats(value))
-        yield name, out

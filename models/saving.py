@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from extensor import nn
+from extensor.errors import unknown_name
+from extensor.generation.exchange import convert_tokenizer
+from extensor.io import open_archive
+from extensor.io.stored import TARGETS, Conversion, WriteOptions, metadata_of, write_checkpoint
+
+from .architectures import ARCHITECTURES, Architecture, architecture_of
+from .sources import LoadedFrom, Stored, by_name, floats
 
 __all__ = ["Pretrained"]
 
@@ -18,7 +28,7 @@ class Pretrained(nn.Module):
         loaded_from: where the weights came from; None for a model that was built.
     """
 
-    loaded_from: Any = None
+    loaded_from: LoadedFrom | None = None
 
     def save_pretrained(
         self,
@@ -27,7 +37,7 @@ class Pretrained(nn.Module):
         *,
         only_lossless: bool = False,
         model_type: str | None = None,
-    ) -> Any:
+    ) -> Conversion:
         """Write the model as a checkpoint that other programs read, with a certificate.
 
         Args:
@@ -42,7 +52,7 @@ class Pretrained(nn.Module):
 
         Raises:
             LossyConversionError: with ``only_lossless``, if a value would change.
-            ValueError: for an unknown layout, or what it cannot say.
+            ValueError: for an unknown layout, or a configuration that no architecture can say.
 
         >>> import models, tempfile
         >>> import numpy as np
@@ -53,5 +63,67 @@ class Pretrained(nn.Module):
         >>> bool((same.lm_head.weight == model.lm_head.weight).all())
         True
         """
-        save = import_module(".pretrained", __package__).save_pretrained
-        return save(self, path, layout, only_lossless=only_lossless, model_type=model_type)
+        loaded = self.loaded_from
+        row, config = _described(self, loaded, model_type)
+        if layout is None:
+            blocked = any(tensor.is_blocked for tensor in _tensors(self).values())
+            layout = "extensor" if blocked else "float32"
+        if layout not in TARGETS:
+            raise ValueError(unknown_name("layout", layout, TARGETS))
+        beside, options, gguf = None, WriteOptions(only_lossless), {}
+        if loaded is not None and loaded.path.exists():
+            opened = open_archive(loaded.path)
+            beside = None if opened.kind == "gguf" else _folder(loaded.path)
+            files, vocabulary, notes = convert_tokenizer(
+                loaded.path, TARGETS[layout].container == "gguf"
+            )
+            options = WriteOptions(only_lossless, files=files, notes=tuple(notes))
+            gguf = metadata_of(opened) | vocabulary
+        weights = _stored_weights(self, row)
+        return write_checkpoint(
+            Path(path), layout, weights, config=config, gguf=gguf, beside=beside, options=options
+        )
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _described(
+    model: Any, loaded: LoadedFrom | None, model_type: str | None
+) -> tuple[Architecture, dict[str, Any]]:
+    """The architecture's row, and config.json's contents."""
+    if loaded is not None and model_type in (None, loaded.config.get("model_type")):
+        return architecture_of(loaded.config), dict(loaded.config)
+    if model_type is not None:
+        row = architecture_of({"model_type": model_type})
+        return row, row.config_to_hf(model.config)
+    for row in ARCHITECTURES.values():
+        try:
+            values = row.config_to_hf(model.config)
+            if row.config_from_hf(values) == model.config:
+                return row, values
+        except (AttributeError, TypeError, ValueError):
+            continue  # of another family
+    raise ValueError(
+        f"save_pretrained: no architecture says {model.config}; known: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _tensors(model: nn.Module) -> dict[str, Any]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _stored_weights(model: Any, row: Architecture) -> Iterator[tuple[str, Stored]]:
+    """The model's tensors as files hold them; parts of one are put together."""
+    tensors = _tensors(model)
+    for name, members in by_name(row.sources(model)).items():
+        values = [tensors[at].to("cpu").data for at, _ in members]
+        whole = members[0][1]
+        if len(members) == 1 and not whole.part and not whole.transposed:
+            yield name, values[0]
+            continue
+        out = np.empty(whole.shape, np.float32)
+        for (_, source), value in zip(members, values, strict=True):
+            source.write(out, floats(value))
+        yield name, out

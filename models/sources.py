@@ -1,15 +1,22 @@
-"""Where a file of weights stores a model's tensors."""
+"""Where a file of weights stores a model's tensors, and which file a model came from."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Source"]
+from extensor.quant import QuantArray
+from extensor.quant.reference import dequantize
+
+__all__ = ["LoadedFrom", "Source", "Stored", "by_name", "floats"]
 
 Array = npt.NDArray[Any]
+Stored = Array | QuantArray
 Part = tuple[int | slice, ...]
 
 
@@ -55,3 +62,47 @@ class Source:
             values: ours.
         """
         self.read(whole)[...] = values
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedFrom:
+    """Where a model's weights came from: ``model.loaded_from``.
+
+    Attributes:
+        path: the file or folder.
+        config: config.json's contents, or what a GGUF file's metadata say in its terms.
+        metadata: a GGUF file's metadata, its vocabulary too; a safetensors file's strings.
+        kinds: how each weight is stored, by Hugging Face's name.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    kinds: Mapping[str, str]
+
+
+def by_name(sources: Mapping[str, Source]) -> dict[str, list[tuple[str, Source]]]:
+    """The model's tensors by the file's tensor that holds them.
+
+    Args:
+        sources: of the model's tensors, by their paths.
+
+    Returns:
+        By the name in the file, the paths and sources of all that it holds.
+    """
+    shared: dict[str, list[tuple[str, Source]]] = {}
+    for at, source in sources.items():
+        shared.setdefault(source.name, []).append((at, source))
+    return shared
+
+
+def floats(value: Stored) -> Array:
+    """The float32 values of what a file stores.
+
+    Args:
+        value: dense or blocked.
+
+    Returns:
+        An array of the same shape.
+    """
+    return dequantize(value) if isinstance(value, QuantArray) else value.astype(np.float32)

@@ -138,6 +138,8 @@ def module_name(path: Path) -> str:
 def imports_of(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
     """Which modules of ``trees`` each of them imports: on top, in functions, and for types only.
 
+    ``import_module(".name", ...)`` counts, too.
+
     ``from package import name`` counts as an import of the module ``package.name`` if there is one.
     """
     graph: dict[str, set[str]] = {}
@@ -150,6 +152,15 @@ def imports_of(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
                 module = imported_module(name, node, trees)
                 inner = (f"{module}.{alias.name}" for alias in node.names)
                 found.update(i if i in trees else module for i in inner)
+            elif (
+                isinstance(node, ast.Call)
+                and node.args
+                and "import_module" in ast.unparse(node.func)
+            ):
+                named = node.args[0]
+                if isinstance(named, ast.Constant) and str(named.value).startswith("."):
+                    beside = ast.ImportFrom(str(named.value)[1:], [], 1)
+                    found.add(imported_module(name, beside, trees))
         graph[name] = (found & trees.keys()) - {name}
     return graph
 
@@ -228,11 +239,15 @@ def test_an_import_circle_is_noticed() -> None:
         "p.q": "",
         "p.q.x": "from .y import g",
         "p.q.y": "from ..q import x",
+        "p.r": "",
+        "p.r.x": "import p.r.y",
+        "p.r.y": "def f():\n    return import_module('.x', __package__)",
     }
     trees = {name: ast.parse(source) for name, source in sources.items()}
     assert circles(imports_of(trees)) == {
         frozenset({"p.a", "p.b", "p.c"}),
         frozenset({"p.q.x", "p.q.y"}),
+        frozenset({"p.r.x", "p.r.y"}),
     }
 
 

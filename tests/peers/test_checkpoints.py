@@ -50,10 +50,11 @@ def transformers() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
+    import extensor.models as models
     from extensor.models.architectures import architecture_of
 
     row = architecture_of(SIZES)
-    made = row.build(row.config_from_hf(SIZES), np.random.default_rng(0)).eval()
+    made = models.build(row.model, row.config_from_hf(SIZES), np.random.default_rng(0)).eval()
     rng = np.random.default_rng(1)
     for _, parameter in made.named_parameters():
         size = 1.0 if parameter.ndim == 1 else 0.08

@@ -152,10 +152,10 @@ def written(model: Any, folder: Path) -> dict[str, Any]:
 
 def ours(row: Any, config: Any, tensors: dict[str, Any]) -> nn.Module:
     """Our model with the tensors of a file."""
-    model: nn.Module = row.build(config, np.random.default_rng(0))
+    model: nn.Module = models.build(row.model, config, np.random.default_rng(0))
     state = {
         path: np.ascontiguousarray(s.read(tensors[s.name]))
-        for path, s in row.sources(config).items()
+        for path, s in row.sources(model).items()
     }
     model.load_state_dict(state)
     return model
@@ -177,7 +177,7 @@ def assert_same_gradients(row: Any, mine: nn.Module, model: Any, folder: Path) -
         gradients = written(model, folder / "gradients")
         for p, value in zip(model.parameters(), before, strict=True):
             p.copy_(value)
-    sources, parameters = row.sources(mine.config), dict(mine.named_parameters())
+    sources, parameters = row.sources(mine), dict(mine.named_parameters())
     assert sources.keys() == parameters.keys()
     for path, source in sources.items():
         grad = parameters[path].grad  # None: of an expert without tokens
@@ -261,7 +261,7 @@ def test_a_cache_changes_nothing(case: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     row = ARCHITECTURES[case.partition(" ")[0]]
     values = transformers.AutoConfig.for_model(row.model_type, **settings(case)).to_dict()
-    model = row.build(row.config_from_hf(values), np.random.default_rng(0))
+    model = models.build(row.model, row.config_from_hf(values), np.random.default_rng(0))
     tokens, mask = batch_of("left")
     with et.no_grad():
         whole = model(et.ExTensor(tokens), attention_mask=mask).numpy()
@@ -310,9 +310,9 @@ def test_stored_scores(case: str) -> None:
     """The same without transformers at hand."""
     row = architecture_of(STORED[case]["config"])
     config = row.config_from_hf(STORED[case]["config"])
-    model = row.build(config, np.random.default_rng(0))
-    tensors = {s.name: drawn(s.name, s.shape) for s in row.sources(config).values()}
-    found = {path: s.read(tensors[s.name]) for path, s in row.sources(config).items()}
+    model = models.build(row.model, config, np.random.default_rng(0))
+    tensors = {s.name: drawn(s.name, s.shape) for s in row.sources(model).values()}
+    found = {path: s.read(tensors[s.name]) for path, s in row.sources(model).items()}
     model.load_state_dict({path: np.ascontiguousarray(value) for path, value in found.items()})
     tokens, _ = batch_of("right")
     out = model(et.ExTensor(tokens[:1]))
@@ -329,9 +329,9 @@ def test_the_stored_scores_are_those_of_transformers(case: str, tmp_path: Path) 
     """To store others: write what `found` holds to scores.json."""
     torch = pytest.importorskip("torch")
     model, tensors = theirs(case, tmp_path)
-    names = {
-        s.name for s in architecture_of(STORED[case]["config"]).sources(ours_config(case)).values()
-    }
+    row = architecture_of(STORED[case]["config"])
+    mine = models.build(row.model, ours_config(case), None)
+    names = {source.name for source in row.sources(mine).values()}
     assert names <= tensors.keys()
     folder = tmp_path / "weights"
     save = pytest.importorskip("safetensors.numpy").save_file
@@ -366,7 +366,7 @@ def test_unknown_settings_are_errors() -> None:
 
 def test_a_skeleton_takes_no_memory() -> None:
     """Llama 3.1 8B has 32 GB of weights."""
-    model = ARCHITECTURES["llama"].build(models.config("llama", "llama-3.1-8b"), None)
+    model = models.build("llama", models.config("llama", "llama-3.1-8b"), None)
     assert sum(p.size for p in model.parameters()) == 8_030_261_248
     assert all(p.data.strides == (0, 0) for p in model.parameters() if p.ndim == 2)
 

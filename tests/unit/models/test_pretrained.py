@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import extensor as et
+from extensor import models
 from extensor.extras import lacking
 from extensor.io import CheckpointError, open_archive
 from extensor.io.gguf import GGUF_TYPES, GgufFile, write_gguf
@@ -38,7 +39,8 @@ CONFIG: dict[str, Any] = {
 def tensors(seed: int = 0, **changes: Any) -> dict[str, np.ndarray]:
     """Random weights of a model by the names of Hugging Face."""
     row = ARCHITECTURES["llama"]
-    sources = row.sources(row.config_from_hf({**CONFIG, **changes}))
+    model = models.build(row.model, row.config_from_hf({**CONFIG, **changes}), None)
+    sources = row.sources(model)
     rng = np.random.default_rng(seed)
     return {s.name: (rng.standard_normal(s.shape) * 0.2).astype(F) for s in sources.values()}
 
