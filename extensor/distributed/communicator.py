@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
-__all__ = ["CollectiveMismatch", "CollectiveTimeout", "Communicator", "Op", "Work", "check_buffers"]
+__all__ = [
+    "CollectiveMismatch", "CollectiveTimeout", "Communicator", "Op", "Work", "Works",
+    "check_buffers",
+]  # fmt: skip
 
 Array = Any
 Op = Literal["sum", "max", "min"]
@@ -100,6 +103,30 @@ class Work(Protocol):
         """
 
 
+class Works:
+    """Several collectives under way, as one `Work`.
+
+    Args:
+        works: in the order in which they were started.
+
+    >>> from extensor.distributed.communicator import Works
+    >>> Works([]).done()
+    True
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def done(self) -> bool:
+        """See :meth:`extensor.distributed.Work.done`."""
+        return all(work.done() for work in self._works)
+
+    def wait(self) -> None:
+        """See :meth:`extensor.distributed.Work.wait`."""
+        for work in self._works:
+            work.wait()
+
+
 class Communicator(Protocol):
     """Ranks that call collectives together.
 
@@ -178,6 +205,27 @@ class Communicator(Protocol):
         ...     return all_of_them.tolist()
         >>> run_ranks(2, program)
         [[0, 1], [0, 1]]
+        """
+
+    def all_gather_coalesced(self, sends: Sequence[Array], recvs: Sequence[Array]) -> Work:
+        """`all_gather` of several arrays, of any dtypes, in one go.
+
+        Args:
+            sends: as for `all_gather`, one after the other.
+            recvs: for each of them.
+
+        Returns:
+            The work of all.
+
+        >>> import numpy as np
+        >>> from extensor.distributed import run_ranks
+        >>> def program(ranks):
+        ...     wholes = np.empty(2, np.int64), np.empty(2, np.uint8)
+        ...     mine = np.array([ranks.rank]), np.array([7], np.uint8)
+        ...     ranks.all_gather_coalesced(mine, wholes).wait()
+        ...     return [whole.tolist() for whole in wholes]
+        >>> run_ranks(2, program)[0]
+        [[0, 1], [7, 7]]
         """
 
     def all_to_all(self, send: Array, recv: Array) -> Work:
@@ -263,10 +311,13 @@ class Communicator(Protocol):
         [1, 1]
         """
 
-    def beside(self) -> AbstractContextManager[bool]:
+    def beside(self, lane: int = 0) -> AbstractContextManager[bool]:
         """Let a GPU do what is called inside beside what it computes outside.
 
         Arrays that are made inside are given back inside, too, or after `join`.
+
+        Args:
+            lane: what is called with one number comes in order; with another one it may overlap.
 
         Returns:
             A context manager. It gives True where `Work.wait` inside returns at once, because

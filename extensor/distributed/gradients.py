@@ -53,7 +53,7 @@ class Bucket:
         view[...] = 0.0 if param.grad is None else param.grad.data
         self.waiting.discard(id(param))
         if not self.waiting:
-            with self.ranks.beside():
+            with self.ranks.beside(self.reduction.number):
                 self.reduction.add(self._flats[0])
             self._flats.reverse()
 
@@ -212,7 +212,7 @@ class GradientBuckets:
             bucket = self.buckets[self._started]
             if bucket.waiting:
                 return
-            with self.ranks.beside() as queued:
+            with self.ranks.beside(bucket.reduction.number) as queued:
                 bucket.work = self._reduce(bucket)
                 if queued:  # the whole reduction, of which nothing waits for this process
                     bucket.work.wait()

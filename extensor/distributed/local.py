@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from extensor.distributed.communicator import (
     CollectiveTimeout,
     Op,
     Work,
+    Works,
     check_buffers,
 )
 
@@ -117,6 +118,10 @@ class LocalCommunicator:
 
         return self._start("all_gather", "", send, finish)
 
+    def all_gather_coalesced(self, sends: Sequence[Array], recvs: Sequence[Array]) -> Work:
+        """See :meth:`extensor.distributed.Communicator.all_gather_coalesced`."""
+        return Works(list(map(self.all_gather, sends, recvs)))
+
     def all_to_all(self, send: Array, recv: Array) -> Work:
         """See :meth:`extensor.distributed.Communicator.all_to_all`."""
         check_buffers("all_to_all", self.size, send, recv, 1)
@@ -160,7 +165,7 @@ class LocalCommunicator:
         """The flat part of an array that belongs to a rank."""
         return array.reshape(self.size, -1)[rank]
 
-    def beside(self) -> AbstractContextManager[bool]:
+    def beside(self, lane: int = 0) -> AbstractContextManager[bool]:
         """See :meth:`extensor.distributed.Communicator.beside`."""
         return nullcontext(False)
 

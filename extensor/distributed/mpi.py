@@ -11,7 +11,7 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from extensor.distributed.communicator import (
     CollectiveTimeout,
     Op,
     Work,
+    Works,
     check_buffers,
 )
 
@@ -112,6 +113,10 @@ class MPICommunicator:
             return self._in_place("all_gather", call, recv)
         return self._start("all_gather", self._comm.Iallgather, send, recv)
 
+    def all_gather_coalesced(self, sends: Sequence[Array], recvs: Sequence[Array]) -> Work:
+        """See :meth:`extensor.distributed.Communicator.all_gather_coalesced`."""
+        return Works(list(map(self.all_gather, sends, recvs)))
+
     def all_to_all(self, send: Array, recv: Array) -> Work:
         """See :meth:`extensor.distributed.Communicator.all_to_all`."""
         check_buffers("all_to_all", self.size, send, recv, 1)
@@ -153,7 +158,7 @@ class MPICommunicator:
         self.broadcast(content, root).wait()
         return pickle.loads(content.tobytes())
 
-    def beside(self) -> AbstractContextManager[bool]:
+    def beside(self, lane: int = 0) -> AbstractContextManager[bool]:
         """See :meth:`extensor.distributed.Communicator.beside`."""
         return nullcontext(False)
 

@@ -2,7 +2,8 @@
 
 NCCL has no objects, no barrier and no arrays of the CPU: those are the host communicator's (MPI's),
 which also carries NCCL's unique id. Collectives run on a stream of their own, so that the GPU
-computes meanwhile. cupy's binding calls NCCL.
+computes meanwhile; what packs and unpacks for them runs on two more, the lanes, so that one bucket
+is packed while another one travels. cupy's binding calls NCCL.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from extensor.backends.registry import get as get_backend
@@ -32,6 +33,8 @@ SUMS = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float
 """What NCCL adds; anything moves, as bytes."""
 AHEAD = 3
 """Joins that this process may be ahead of the GPU, less than two steps of training."""
+LANES = 2
+"""While the collective of one is under way, the other packs and unpacks."""
 ROLL_CALL_SECONDS = 5.0
 """After a timeout, at most, for the other ranks to say that they waited, too."""
 
@@ -40,8 +43,7 @@ class _NCCLWork:
     def __init__(self, ranks: NCCLCommunicator, what: str, keep: Any) -> None:
         self._ranks, self._what = ranks, what
         self._keep = keep  # memory must not be used again while NCCL reads or writes it
-        self._event = ranks._xp.cuda.Event(disable_timing=True)
-        self._event.record(ranks._stream)
+        self._event = ranks._record(ranks._stream)
 
     def done(self) -> bool:
         """See :meth:`extensor.distributed.Work.done`."""
@@ -50,12 +52,12 @@ class _NCCLWork:
     def wait(self) -> None:
         """See :meth:`extensor.distributed.Work.wait`.
 
-        On the communicator's own stream what follows is in order without waiting.
+        In a lane this process does not wait: what follows there does.
         """
-        if self._ranks._beside():
-            return
-        self._ranks._poll(self._event, self._what)
-        self._ranks._xp.cuda.get_current_stream().wait_event(self._event)
+        current = self._ranks._xp.cuda.get_current_stream()
+        if current.ptr not in self._ranks._lane_of:
+            self._ranks._poll(self._event, self._what)
+        current.wait_event(self._event)
 
 
 class NCCLCommunicator:
@@ -83,8 +85,12 @@ class NCCLCommunicator:
         mine = self._nccl.get_unique_id() if self.rank == 0 else None
         identity = host.broadcast_object(mine)
         self._comm = self._nccl.NcclCommunicator(self.size, identity, self.rank)
-        # Of high priority: its small kernels need not wait until a large product is done.
-        self._stream = self._xp.cuda.Stream(non_blocking=True, priority=-1)
+        # Of high priority: their small kernels need not wait until a large product is done.
+        self._stream, *self._lanes = (
+            self._xp.cuda.Stream(non_blocking=True, priority=-1) for _ in range(1 + LANES)
+        )
+        self._lane_of = {lane.ptr: number for number, lane in enumerate(self._lanes)}
+        self._pending: set[int] = set()  # lanes with work that nothing has joined
         self._joined: deque[Any] = deque()
         self._ops = {op: getattr(self._nccl, f"NCCL_{op.upper()}") for op in ("sum", "max", "min")}
         self._types = {n: getattr(self._nccl, f"NCCL_{n.upper()}") for n in SUMS}
@@ -137,6 +143,22 @@ class NCCLCommunicator:
             self._comm.allGather(send.data.ptr, recv.data.ptr, send.nbytes, bytes_, stream)
 
         return self._start("all_gather", call, (send, recv))
+
+    def all_gather_coalesced(self, sends: Sequence[Array], recvs: Sequence[Array]) -> Work:
+        """See :meth:`extensor.distributed.Communicator.all_gather_coalesced`."""
+        if not sends or not self._on_gpu(*sends, *recvs):
+            return self.host.all_gather_coalesced(sends, recvs)
+        for send, recv in zip(sends, recvs, strict=True):
+            check_buffers("all_gather_coalesced", self.size, send, recv, -self.size)
+        bytes_ = self._types["uint8"]
+
+        def call(stream: int) -> None:
+            self._nccl.groupStart()
+            for send, recv in zip(sends, recvs, strict=True):
+                self._comm.allGather(send.data.ptr, recv.data.ptr, send.nbytes, bytes_, stream)
+            self._nccl.groupEnd()
+
+        return self._start("all_gather_coalesced", call, (sends, recvs))
 
     def all_to_all(self, send: Array, recv: Array) -> Work:
         """See :meth:`extensor.distributed.Communicator.all_to_all`."""
@@ -204,35 +226,40 @@ class NCCLCommunicator:
     # --- beside the computation -----------------------------------------------------------------
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[bool]:
+    def beside(self, lane: int = 0) -> Iterator[bool]:
         """See :meth:`extensor.distributed.Communicator.beside`."""
-        self._follow()
-        with self._stream:
+        number = lane % LANES
+        self._follow(self._lanes[number])
+        self._pending.add(number)
+        with self._lanes[number]:
             yield True
 
     def join(self) -> None:
         """See :meth:`extensor.distributed.Communicator.join`."""
-        event = self._xp.cuda.Event(disable_timing=True)
-        event.record(self._stream)
-        self._xp.cuda.get_current_stream().wait_event(event)
-        self._joined.append(event)
+        current = self._xp.cuda.get_current_stream()
+        pending = (self._lanes[number] for number in sorted(self._pending))
+        events = [self._record(stream) for stream in (self._stream, *pending)]
+        for event in events:
+            current.wait_event(event)
+        self._pending.clear()
+        self._joined.append(events)
         if len(self._joined) > AHEAD:
-            self._poll(self._joined.popleft(), "a collective beside the computation")
+            for event in self._joined.popleft():
+                self._poll(event, "a collective beside the computation")
 
     # --- within ---------------------------------------------------------------------------------
 
-    def _beside(self) -> bool:
-        return bool(self._xp.cuda.get_current_stream().ptr == self._stream.ptr)
+    def _follow(self, stream: Any) -> None:
+        """Let a stream wait for what the current one has queued."""
+        stream.wait_event(self._record(self._xp.cuda.get_current_stream()))
 
-    def _follow(self) -> None:
-        """Let the communicator's stream wait for what the current one has queued."""
-        if not self._beside():
-            event = self._xp.cuda.Event(disable_timing=True)
-            event.record(self._xp.cuda.get_current_stream())
-            self._stream.wait_event(event)
+    def _record(self, stream: Any) -> Any:
+        event = self._xp.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
 
     def _start(self, what: str, call: Callable[[int], None], keep: Any) -> Work:
-        self._follow()
+        self._follow(self._stream)
         call(self._stream.ptr)
         return _NCCLWork(self, what, keep)
 

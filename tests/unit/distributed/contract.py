@@ -26,8 +26,11 @@ def check_collectives(
     total, largest, least, from_last = (mine.copy() for _ in range(4))
     parts = [on_device(np.zeros(5, dtype)) for _ in range(2)]
     gathered, exchanged = on_device(np.zeros(given.shape, dtype)), on_device(np.zeros_like(mine))
-    in_place = on_device(np.zeros(given.shape, dtype))
-    in_place[rank] = mine
+    own = np.zeros(given.shape, dtype)
+    own[rank] = given[rank]
+    in_place = on_device(own)
+    both = [on_device(np.zeros(given.shape, dtype)), on_device(np.zeros((size, 3), np.uint8))]
+    numbers = on_device(np.full(3, rank, np.uint8))
     works = [
         ranks.all_reduce(total),
         ranks.all_reduce(largest, "max"),
@@ -36,21 +39,27 @@ def check_collectives(
         ranks.reduce_scatter(mine, parts[1], "max"),
         ranks.all_gather(mine, gathered),
         ranks.all_gather(in_place[rank], in_place),
+        ranks.all_gather_coalesced([mine, numbers], both),
         ranks.all_to_all(mine, exchanged),
         ranks.broadcast(from_last, size - 1),
     ]
     for work in works:
         work.wait()
     assert all(work.done() for work in works)
-    results = (total, largest, least, *parts, gathered, in_place, exchanged, from_last)
+    results = (total, largest, least, *parts, gathered, in_place, both[0], exchanged, from_last)
     expected: Sequence[np.ndarray] = [
         given.sum(0, dtype=dtype), given.max(0), given.min(0),
         given.sum(0, dtype=dtype)[rank], given.max(0)[rank], given, given,
-        given[:, rank], given[-1],
+        given, given[:, rank], given[-1],
     ]  # fmt: skip
+    assert host(both[1]).tolist() == [[each] * 3 for each in range(size)]
     for got, want in zip(results, expected, strict=True):
         assert got.dtype == dtype
-        np.testing.assert_array_equal(got.get() if hasattr(got, "get") else got, want)
+        np.testing.assert_array_equal(host(got), want)
+
+
+def host(array: Any) -> Any:
+    return array.get() if hasattr(array, "get") else array
 
 
 def check_objects(ranks: Communicator) -> None:

@@ -2,7 +2,7 @@
 
 A collective runs when all ranks have called it and somebody asks for an event behind it, never
 before. So a result that is read without waiting is not there, as on a GPU. Numpy computes at once,
-so inside of its stream a collective is waited for. Each call is checked as NCCL would: a stream
+so inside of a lane a collective is waited for. Each call is checked as NCCL would: a stream
 that waits for what is computed on the calling thread's stream, arguments that agree on all ranks,
 a group around point-to-point messages.
 """
@@ -58,13 +58,14 @@ class Local(threading.local):
     stream: Any = None
     device = 0
     messages: list[Any] | None = None
+    gathers: list[Any]
 
 
 LOCAL = Local()
 
 
 class Stream:
-    """What is called on it, in order."""
+    """What is called on it, in order: collectives, or what numpy computes at once (a lane)."""
 
     numbers = itertools.count(1)
 
@@ -76,18 +77,19 @@ class Stream:
         STREAMS[self.ptr] = self
 
     def __enter__(self) -> Any:
+        assert self.follows, "the lane does not wait for what is computed before"
         self.before.append(LOCAL.stream)
-        LOCAL.stream = self
+        LOCAL.stream, self.joined = self, -1
 
     def __exit__(self, *error: Any) -> None:
+        self.follows = False
         LOCAL.stream = self.before.pop()
 
     def wait_event(self, event: Any) -> None:
-        """On a stream of collectives: it follows the computation. On another: it must be done."""
-        if event.stream is DEFAULT:
-            self.follows = True
-        else:
-            assert event.done, "the current stream would wait for a collective for ever"
+        """Collectives before the event must be done by now: numpy does not wait."""
+        assert event.done, "the current stream would wait for a collective for ever"
+        self.follows = True
+        if self is DEFAULT:
             event.stream.joined = event.count
 
     def drive(self, count: int) -> bool:
@@ -99,11 +101,11 @@ class Stream:
         return True
 
     total = joined = 0
-    """Calls, and those that the computation has waited for."""
+    """Calls, and those that the computation has waited for; -1 in a lane that it has not joined."""
 
     def add(self, call: Callable[[], bool]) -> None:
         assert self.follows, "the stream does not wait for what is computed before"
-        self.follows = LOCAL.stream is self  # the next call has to follow anew
+        self.follows = False  # the next call has to follow anew
         self.pending.append(call)
         self.total += 1
 
@@ -152,7 +154,7 @@ class NcclCommunicator:
         with group.lock:
             group.calls.setdefault(number, {})[self.rank] = what, mine
         STREAMS[stream].add(ready)
-        while LOCAL.stream is STREAMS[stream] and not LOCAL.stream.drive(LOCAL.stream.total):
+        while LOCAL.stream is not None and not STREAMS[stream].drive(STREAMS[stream].total):
             time.sleep(0.0001)
 
     def allReduce(self, send: int, recv: int, count: int, kind: int, op: int, at: int) -> None:  # noqa: N802
@@ -171,6 +173,10 @@ class NcclCommunicator:
         self._call(("reduceScatter", count, kind, op), (send, recv), at, run)
 
     def allGather(self, send: int, recv: int, count: int, kind: int, at: int) -> None:  # noqa: N802
+        if LOCAL.messages is not None:  # of a group: the others' kernel is the same
+            LOCAL.gathers.append((self, (send, recv, count, kind, at)))
+            return
+
         def run(all_: list[Any]) -> Writes:
             whole = np.concatenate([memory(s, count, kind) for s, _ in all_])
             return [partial(write, r, kind, whole) for _, r in all_]
@@ -224,13 +230,18 @@ class NcclCommunicator:
 
 
 def group_start() -> None:
-    LOCAL.messages = []
+    LOCAL.messages, LOCAL.gathers = [], []
 
 
 def group_end() -> None:
     messages, LOCAL.messages = LOCAL.messages, None
-    assert messages
-    messages[0][0].flush([message for _, message in messages])
+    assert bool(messages) != bool(LOCAL.gathers)
+    if messages:
+        messages[0][0].flush([message for _, message in messages])
+    for number, (comm, gather) in enumerate(LOCAL.gathers):
+        if number:
+            STREAMS[gather[-1]].follows = True  # as the first of the group
+        comm.allGather(*gather)
 
 
 def unique_id() -> tuple[int, ...]:

@@ -165,6 +165,7 @@ def test_buckets_are_reduced_beside_the_backward_pass(on_gpu: GenericBackend, na
             buckets.finish(step)
             if isinstance(comm, NCCLCommunicator):
                 assert comm._stream.joined == comm._stream.total > 0
+                assert all(lane.joined == 0 for lane in comm._lanes)
         return [np.asarray(p.grad.data).tobytes() for p in params if p.grad is not None]
 
     expected = run_ranks(2, lambda comm: program(comm, "cpu"))
