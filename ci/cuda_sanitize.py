@@ -249,6 +249,7 @@ def training(gpu: Gpu) -> Cases:
         labels = xp.arange(rows)
         _, kept = backend.cross_entropy(x, labels, 0.1)
         backend.cross_entropy_grad(x[:, :1], x, labels, kept, 0.1)
+        backend.label_ranks(x, labels)
         y, mean, rstd = backend.layer_norm(x, x[0], x[1], 1e-5)
         backend.layer_norm_grad(g, x, x[0], mean, rstd)
         y, rstd = backend.rms_norm(y, x[0], 1e-5)
@@ -313,6 +314,7 @@ def bfloat16_layers(gpu: Gpu) -> Cases:
         labels = xp.arange(shape[0]) % shape[1]
         _, kept = backend.cross_entropy(xh, labels, 0.1)
         backend.cross_entropy_grad(x[:, :1], xh, labels, kept, 0.1)
+        backend.label_ranks(xh, labels)
         mean, rstd = backend.layer_norm(x, x[0], g[0], 1e-5, narrow=True)[1:]
         backend.layer_norm_grad(gh, x, x[0], mean, rstd)
         rstd = backend.rms_norm(x, x[0], 1e-5, narrow=True)[1]

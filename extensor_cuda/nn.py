@@ -34,6 +34,7 @@ __all__ = [
     "dropout_mask",
     "gelu",
     "gelu_grad",
+    "label_ranks",
     "layer_norm",
     "layer_norm_grad",
     "leading_sum",
@@ -161,6 +162,19 @@ def cross_entropy_grad(
         w, xx, at, k = (contiguous(xp, a) for a in (factors, x, classes, kept))
         return losses.grad(w, xx, at, k, smoothing, xp)
 
+    return unless(dtype_gap((x,), FLOATS), call)
+
+
+def label_ranks(xp: Any, x: Array, labels: Array) -> Call:
+    """See the protocol."""
+
+    def call() -> Any:
+        return losses.ranks(
+            contiguous(xp, x), contiguous(xp, labels.astype(np.int64, copy=False)), xp
+        )
+
+    if x.shape[1] > losses.MAX_CLASSES:
+        return Unsupported(f"{x.shape[1]} classes; the kernel counts {losses.MAX_CLASSES}")
     return unless(dtype_gap((x,), FLOATS), call)
 
 

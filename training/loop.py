@@ -9,14 +9,16 @@ position, history. So on the CPU a resumed run repeats an uninterrupted one bit 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from extensor import ExTensor, capture, cross_entropy, models, no_grad, take
+from extensor.autograd.apply import wrap
 from extensor.distributed import (
     Communicator,
     GatheredBuckets,
@@ -39,7 +41,7 @@ from .callbacks import Callback
 from .checkpoints import load_run, save_run
 from .config import ACTIVATIONS, RunConfig
 from .data import prefetch
-from .metrics import Scores, top_k_hits
+from .metrics import Scores, label_ranks
 from .micro_batches import MicroBatch, MicroBatches, Outcome
 from .optimizers import make_optimizer, make_schedule
 from .ranks import check_weights
@@ -54,6 +56,8 @@ __all__ = ["Interrupted", "Trainer"]
 
 PREFETCH = 2
 """Batches that a thread makes ahead, while the step before computes."""
+READ_EVERY = 64
+"""Captured steps whose results are read at once: reading waits for the GPU."""
 MAX_SKIPPED_IN_A_ROW = 50
 """More than the scaler needs to halve 65536 down to 1: what fails then fails for good."""
 GRACE_SECONDS = 0.2
@@ -62,6 +66,22 @@ GRACE_SECONDS = 0.2
 
 class Interrupted(KeyboardInterrupt):
     """The run was asked to stop; its checkpoint is written. No handler of errors catches it."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A step that was made, or was given to the GPU.
+
+    Attributes:
+        step, batch: as of `StepReport`.
+        lr: the learning rate it used.
+        read: waits for it, and gives what it did and whether its gradients were finite.
+    """
+
+    step: int
+    batch: int
+    lr: float
+    read: Callable[[], tuple[Outcome, bool]]
 
 
 class Trainer:
@@ -134,6 +154,7 @@ class Trainer:
         )
         self.graph = graph
         self._captured = capture(self._whole_step) if graph else None
+        self._unread: list[_Made] = []
         self.position = Position()
         self.history: list[EpochReport] = []
         self.scores: Scores | None = None
@@ -218,40 +239,83 @@ class Trainer:
         with closing(ahead) as batches:  # however the epoch ends, the thread ends with it
             for batch in batches:
                 position.epoch_waited += time.perf_counter() - clock
-                loss, lr, good = self._step(batch)
+                self._step(batch)
+                reports = self._read() if self._reads_now() else []
                 now = time.perf_counter()
                 position.epoch_seconds += now - clock
                 position.seconds += now - clock
                 clock = now
-                report = self._step_report(loss, lr, not good)
-                for callback in self.callbacks:
-                    callback.on_step(self, report)
-                if position.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-                    self.diverged = f"no finite gradients in {MAX_SKIPPED_IN_A_ROW} steps in a row"
+                for report in reports:
+                    for callback in self.callbacks:
+                        callback.on_step(self, report)
+                if self.diverged:
                     self.stop(self.diverged)
                     break
                 self._stop_if_interrupted()
 
-    def _step(self, batch: Batch) -> tuple[float, float, bool]:
-        """One optimizer step: (loss, learning rate, whether the gradients were finite)."""
+    def _reads_now(self) -> bool:
+        """Whether the results of the last steps are read before the next step; else later."""
+        position = self.position
+        return (
+            not self.graph
+            or len(self._unread) == READ_EVERY
+            or position.batch == self.batches
+            or self._told_to_stop
+            or any(callback.sees_step(position.step) for callback in self.callbacks)
+        )
+
+    def _step(self, batch: Batch) -> None:
+        """One optimizer step; what it did is read later."""
         position = self.position
         self.quant.step = position.step
         self.schedule.apply(self.optimizer, position.step)
         self._follow_recipes(position.step)
         lr = float(self.optimizer.groups[0].options["lr"])
-        skipped = self.scaler.skipped
-        outcome = self._replay(batch) if self.graph else self._accumulate(batch)
-        good = self.scaler.skipped == skipped
+        read = self._replay(batch) if self.graph else self._eager(batch)
         position.step += 1
         position.batch += 1
-        position.count += outcome.count
-        position.loss_sum += outcome.loss * outcome.count
-        position.hits += outcome.hits
-        position.skipped += not good
-        position.skipped_in_a_row = 0 if good else position.skipped_in_a_row + 1
-        self._interrupted |= outcome.stop
+        self._unread.append(_Made(position.step, position.batch, lr, read))
         self._consistent = True
-        return outcome.loss, lr, good
+
+    def _eager(self, batch: Batch) -> Callable[[], tuple[Outcome, bool]]:
+        skipped = self.scaler.skipped
+        outcome = self._accumulate(batch)
+        return lambda: (outcome, self.scaler.skipped == skipped)
+
+    def _read(self) -> list[StepReport]:
+        """Count what the last steps did; waits for them."""
+        position, found = self.position, []
+        for made in self._unread:
+            outcome, good = made.read()
+            position.count += outcome.count
+            position.loss_sum += outcome.loss * outcome.count
+            position.hits += outcome.hits
+            position.skipped += not good
+            position.skipped_in_a_row = 0 if good else position.skipped_in_a_row + 1
+            if position.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                self.diverged = f"no finite gradients in {MAX_SKIPPED_IN_A_ROW} steps in a row"
+            self._interrupted |= outcome.stop
+            found.append((made, outcome.loss, good, replace(position)))
+        self._unread.clear()
+        scale, shares = self.scaler.current_scale, self._shares()
+        return [
+            StepReport(
+                step=made.step,
+                epoch=then.epoch,
+                batch=made.batch,
+                batches=self.batches,
+                loss=finite(loss),
+                epoch_loss=finite(then.loss_sum / then.count),
+                epoch_accuracy=then.hits / then.count,
+                per_second=then.per_second,
+                lr=made.lr,
+                loss_scale=scale,
+                skipped=not good,
+                skipped_steps=then.skipped,
+                **shares,
+            )
+            for made, loss, good, then in found
+        ]
 
     def _follow_recipes(self, step: int) -> None:
         """Train with the recipe of a step; a captured step is captured anew where it changes."""
@@ -306,11 +370,15 @@ class Trainer:
         in_backward = self.config.update == "in_backward"
         with self.optimizer.step_in_backward() if in_backward else nullcontext():
             self.scaler.scale(weighted).backward()
-        hits = top_k_hits(rows.numpy(), labels, 1)
+        hits = int((label_ranks(rows, labels) == 0).sum())
         self.micro_batches.record(part, float(loss.item()), hits)
 
-    def _update(self, batch: Batch | None = None) -> None:
-        """Unscale and clip the gradients, and make the optimizer's step if they are finite."""
+    def _update(self, batch: Batch | None = None) -> bool | ExTensor:
+        """Unscale and clip the gradients, and make the optimizer's step if they are finite.
+
+        Returns:
+            Whether they were not.
+        """
         self._consistent = False
         self.scaler.unscale_(self.optimizer)
         if batch is not None:
@@ -322,30 +390,47 @@ class Trainer:
             holders = None if self.config.shard == "none" else self.ranks
             clip_in_any_order(self.optimizer.params, self.config.clip_norm, holders)
         self.scaler.step(self.optimizer)
+        bad = self.scaler.found_nonfinite(self.optimizer)
         if not self.config.error_feedback:
             self.scaler.update()
-            return
+            return bad
         before = self.scaler.current_scale
         self.scaler.update()
         assert self.buckets is not None
         if (factor := self.scaler.current_scale / before) != 1.0:
             rescale_residuals(self.buckets, factor)
+        return bad
 
-    def _replay(self, batch: Batch) -> Outcome:
-        """The step as a CUDA graph; nothing is read back before its end."""
+    def _replay(self, batch: Batch) -> Callable[[], tuple[Outcome, bool]]:
+        """The step as a CUDA graph, without waiting for it."""
         inputs, labels, places = self._arguments(batch)
         assert self._captured is not None
-        rows, loss = self._captured(*map(self._tensor, (inputs, labels, *places)))
-        hits = top_k_hits(rows.numpy(), labels, 1)
-        return Outcome(float(loss.item()), hits, batch.count, self._told_to_stop)
+        loss, hits, bad = self._captured(*map(self._tensor, (inputs, labels, *places)))
+        count = batch.count
 
-    def _whole_step(self, inputs: ExTensor, labels: ExTensor) -> tuple[ExTensor, ExTensor]:
-        """Forward, backward and update in one captured piece: (scores, loss)."""
+        def read() -> tuple[Outcome, bool]:
+            values = float(loss.item()), int(hits.item())
+            return Outcome(*values, count, self._told_to_stop), not bad.item()
+
+        return read
+
+    def _whole_step(
+        self, inputs: ExTensor, labels: ExTensor
+    ) -> tuple[ExTensor, ExTensor, ExTensor]:
+        """Forward, backward and update in one captured piece.
+
+        Returns:
+            The loss, labels that got the largest score, whether the gradients were not finite.
+        """
         self.optimizer.zero_grad()
         rows, loss = self._forward(inputs, labels, smoothing=self.config.label_smoothing)
+        backend = rows.backend
+        hits = (backend.label_ranks(rows.data, labels.data) == 0).sum()
         self.scaler.scale(loss).backward()
-        self._update()
-        return rows, loss
+        bad = self._update()
+        if isinstance(bad, bool):
+            bad = self._tensor(np.array(bad))
+        return loss, wrap(hits, backend), bad
 
     def forward(self, batch: Batch, smoothing: float = 0.0) -> tuple[ExTensor, Any, ExTensor]:
         """A row of scores for each label, the labels in a row, and the mean loss of the batch."""
@@ -427,7 +512,7 @@ class Trainer:
                         self.quant.micro_batch = index
                         mine.append(self.task.scores())
                         rows, labels, loss = self.forward(batch)
-                        mine[-1].add(rows.numpy(), labels, float(loss.item()))
+                        mine[-1].add(rows, labels, float(loss.item()))
             everyone = self.ranks.all_gather_object(mine)
         finally:
             self.quant.micro_batch = 0
@@ -451,24 +536,6 @@ class Trainer:
             "saturated": share(stats.saturated, stats.count),
             "flushed": share(stats.flushed, stats.count),
         }
-
-    def _step_report(self, loss: float, lr: float, skipped: bool) -> StepReport:
-        position = self.position
-        return StepReport(
-            step=position.step,
-            epoch=position.epoch,
-            batch=position.batch,
-            batches=self.batches,
-            loss=finite(loss),
-            epoch_loss=finite(position.loss_sum / position.count),
-            epoch_accuracy=position.hits / position.count,
-            per_second=position.per_second,
-            lr=lr,
-            loss_scale=self.scaler.current_scale,
-            skipped=skipped,
-            skipped_steps=position.skipped,
-            **self._shares(),
-        )
 
     def _tensor(self, array: np.ndarray) -> ExTensor:
         return ExTensor.from_numpy(array).to(self.config.device)

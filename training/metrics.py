@@ -1,4 +1,4 @@
-"""Metrics on numpy arrays: top-1, top-k, per class, confusion matrix; perplexity."""
+"""Metrics of scores and labels: top-1, top-k, per class, confusion matrix; perplexity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ClassScores", "Scores", "TokenScores", "confusion_matrix", "perplexity", "top_k_hits"]
+from extensor import ExTensor
+from extensor.autograd.apply import wrap
+
+__all__ = ["ClassScores", "Scores", "TokenScores", "confusion_matrix", "label_ranks", "perplexity"]
 
 
 def _check_classes(what: str, numbers: np.ndarray, classes: int) -> None:
@@ -20,30 +23,24 @@ def _check_classes(what: str, numbers: np.ndarray, classes: int) -> None:
         )
 
 
-def top_k_hits(scores: np.ndarray, labels: np.ndarray, k: int) -> int:
-    """The number of rows whose label is among the k largest scores.
+def label_ranks(rows: ExTensor, labels: np.ndarray) -> np.ndarray:
+    """How many classes come before each row's label: below k where it is among the k largest.
 
-    Scores are (N, C), labels (N,) whole numbers in 0..C-1, k in 1..C. Ties go to the lower class,
-    as in argmax, so k = 1 is the confusion matrix's diagonal.
+    Scores are (N, C), labels (N,) whole numbers in 0..C-1. Ties go to the lower class, as in
+    argmax. NaN comes before every number, and a label whose score is NaN has rank C. The scores
+    stay where they are.
 
     Raises:
-        ValueError: if k or a label is out of range, or the shapes do not match.
+        ValueError: if a label is out of range, or the shapes do not match.
     """
-    if scores.ndim != 2 or labels.shape != scores.shape[:1]:
+    if rows.ndim != 2 or labels.shape != rows.shape[:1]:
         raise ValueError(
-            f"top_k_hits: expected scores (N, C) and labels (N,), got shapes {scores.shape} and "
+            f"label_ranks: expected scores (N, C) and labels (N,), got shapes {rows.shape} and "
             f"{labels.shape}"
         )
-    classes = scores.shape[1]
-    if not 1 <= k <= classes:
-        raise ValueError(f"k: expected 1..{classes}, got {k}")
-    _check_classes("top_k_hits: labels", labels, classes)
-    if k == 1:
-        return int((scores.argmax(axis=1) == labels).sum())
-    own = scores[np.arange(len(labels)), labels][:, None]
-    earlier = np.arange(classes) < labels[:, None]
-    ahead = ((scores > own) | ((scores == own) & earlier)).sum(axis=1)
-    return int((ahead < k).sum())
+    _check_classes("label_ranks: labels", labels, rows.shape[1])
+    there = ExTensor.from_numpy(labels).to(rows.device)
+    return wrap(rows.backend.label_ranks(rows.data, there.data), rows.backend).numpy()
 
 
 def perplexity(loss: float) -> float:
@@ -77,12 +74,13 @@ class Scores:
         self.classes = classes
         self.loss_sum, self.count, self.hits, self.hits_k = 0.0, 0, 0, 0
 
-    def add(self, scores: np.ndarray, labels: np.ndarray, mean_loss: float) -> None:
+    def add(self, rows: ExTensor, labels: np.ndarray, mean_loss: float) -> None:
         """Count rows of scores (R, C) with labels (R,) and their mean loss."""
+        ranks = label_ranks(rows, labels)
         self.loss_sum += mean_loss * len(labels)
         self.count += len(labels)
-        self.hits += top_k_hits(scores, labels, 1)
-        self.hits_k += top_k_hits(scores, labels, min(self.k, self.classes))
+        self.hits += int((ranks == 0).sum())
+        self.hits_k += int((ranks < min(self.k, self.classes)).sum())
 
     def merge(self, other: Scores) -> None:
         """Count what another of the same kind has counted."""
@@ -124,9 +122,9 @@ class ClassScores(Scores):
         self.names = classes
         self.confusion = np.zeros((self.classes, self.classes), np.int64)
 
-    def add(self, scores: np.ndarray, labels: np.ndarray, mean_loss: float) -> None:
-        super().add(scores, labels, mean_loss)
-        self.confusion += confusion_matrix(scores.argmax(axis=1), labels, self.classes)
+    def add(self, rows: ExTensor, labels: np.ndarray, mean_loss: float) -> None:
+        super().add(rows, labels, mean_loss)
+        self.confusion += confusion_matrix(rows.numpy().argmax(axis=1), labels, self.classes)
 
     def merge(self, other: Scores) -> None:
         super().merge(other)

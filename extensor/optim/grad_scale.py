@@ -271,6 +271,30 @@ class MXGradScaler:
         optimizer.step_unless(bad)
         return not bad if isinstance(bad, bool) else None
 
+    def found_nonfinite(self, optimizer: Optimizer) -> bool | ExTensor:
+        """Whether a gradient of this step is NaN or infinite, between `unscale_` and `update`.
+
+        Args:
+            optimizer: the owner of the gradients.
+
+        Returns:
+            The answer; while a step is captured (`extensor.capture`) a tensor of shape ().
+
+        Raises:
+            RuntimeError: before `unscale_` or `step`.
+
+        >>> w = et.nn.Parameter([1.0])
+        >>> optimizer, scaler = et.optim.SGD([w], lr=0.5), et.optim.MXGradScaler()
+        >>> scaler.scale((w * float("inf")).sum()).backward()
+        >>> scaler.unscale_(optimizer)
+        >>> scaler.found_nonfinite(optimizer)
+        True
+        """
+        if id(optimizer) not in self._bad:
+            raise RuntimeError("found_nonfinite: expected unscale_() or step() first")
+        bad = self._bad[id(optimizer)]
+        return bad if isinstance(bad, bool) else wrap(bad != 0, optimizer.params[0].backend)
+
     def update(self) -> None:
         """See :meth:`extensor.optim.Optimizer.update`.
 

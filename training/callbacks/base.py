@@ -78,11 +78,15 @@ class Callback:
     def on_start(self, run: RunView) -> None:
         """Before the first step; `RunView.history` is not empty if the run is resumed."""
 
+    def sees_step(self, step: int) -> bool:
+        """Whether `on_step` must come before the next step begins; captured steps may be ahead."""
+        return False
+
     def on_gradients(self, run: RunView, batch: Batch) -> None:
         """In every step, when its gradients are there, before clipping and the update."""
 
     def on_step(self, run: RunView, report: StepReport) -> None:
-        """After every step."""
+        """After every step; with captured steps some steps later, see `sees_step`."""
 
     def on_epoch(self, run: RunView, report: EpochReport) -> None:
         """After every epoch and its evaluation; ``report`` is the last of `RunView.history`."""

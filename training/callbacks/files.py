@@ -53,8 +53,11 @@ class SaveCheckpoint(Callback):
     def __init__(self, every: int = 0) -> None:
         self.every = every
 
+    def sees_step(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
+
     def on_step(self, run: RunView, report: StepReport) -> None:
-        if self.every and report.step % self.every == 0 and report.batch < report.batches:
+        if self.sees_step(report.step) and report.batch < report.batches:
             run.save(run.last)
 
     def on_start(self, run: RunView) -> None:

@@ -178,6 +178,15 @@ class GenericNn(GenericCore):
         return d
 
     @widened
+    def label_ranks(self, x: Array, labels: Array) -> Array:
+        """See the protocol."""
+        xp = self.xp
+        own = x[xp.arange(len(labels)), labels][:, None]
+        lower = xp.arange(x.shape[1]) < labels[:, None]
+        before = ~(x <= own) | ((x == own) & lower)
+        return xp.count_nonzero(before, axis=1).astype(np.int32)
+
+    @widened
     def attention(
         self,
         q: Array,

@@ -127,6 +127,14 @@ class NnMethods(Protocol):
         """Gradient of cross_entropy in x times ``weight``, () or (N, 1); it gave ``kept``."""
         ...
 
+    def label_ranks(self, x: Array, labels: Array) -> Array:
+        """Classes before the label in each row of scores (N, C), int32 (N,); labels as above.
+
+        Before it come greater scores, equal ones of lower classes, and NaN. Where the label's own
+        score is NaN all C come before it.
+        """
+        ...
+
     def attention(
         self,
         q: Array,

@@ -68,6 +68,34 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     kept[row] = float2{top, sum};
 }
 
+// Classes before the label in each row (rows,); all of them for a label that is NaN or no class.
+extern "C" __global__ void __launch_bounds__(kThreads) ranks(const Raw* __restrict__ x,
+    const i64* __restrict__ labels, int* __restrict__ out, i64 rows, i64 classes) {
+    const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
+    const int lane = threadIdx.x % kLanes;
+    const bool real = row < rows;
+    const Raw* mine = x + row * classes;
+    float count = 0;  // exact: fewer than 2^24 classes
+    if (real) {
+        const i64 label = labels[row];
+        const float own = label >= 0 && label < classes ? ElementType<NN_IN>::wide(mine[label])
+                                                        : __uint_as_float(0x7FC00000u);
+        const auto before = [&](i64 i, float v) { return !(v <= own) || (v == own && i < label); };
+        if (in_groups(x, x, classes)) {
+            for (i64 i = lane * kVector; i < classes; i += kLanes * kVector) {
+                const FloatVector g = ElementType<NN_IN>::load(mine + i);
+#pragma unroll
+                for (int k = 0; k < kVector; ++k) count += before(i + k, g.v[k]);
+            }
+        } else {
+            for (i64 i = lane; i < classes; i += kLanes)
+                count += before(i, ElementType<NN_IN>::wide(mine[i]));
+        }
+    }
+    count = over_row(count, Sum{});
+    if (real && !lane) out[row] = static_cast<int>(count);
+}
+
 // (softmax - target) times each row's weight, `step` apart (0: one weight for all).
 extern "C" __global__ void __launch_bounds__(kThreads) losses_grad(const float* __restrict__ weight,
     const Raw* __restrict__ x, const i64* __restrict__ labels, const float2* __restrict__ kept,

@@ -21,9 +21,12 @@ from extensor_cuda.kernels.nn.elementwise import ROW_THREADS, kind, row_warps
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["grad", "loss_source", "losses"]
+__all__ = ["MAX_CLASSES", "grad", "loss_source", "losses", "ranks"]
 
 Array = Any
+
+MAX_CLASSES = 1 << 24
+"""Of `ranks`, which counts in float32."""
 
 
 @lru_cache(maxsize=4)
@@ -57,4 +60,11 @@ def grad(weight: Array, x: Array, labels: Array, kept: Array, smoothing: float, 
     out = xp.empty_like(x)
     numbers = np.float32(smoothing), *map(np.int64, (weight.size > 1, *x.shape))
     _launch("losses_grad", x, weight, x, labels, kept, out, *numbers)
+    return out
+
+
+def ranks(x: Array, labels: Array, xp: Any) -> Array:
+    """Classes before each row's label, int32 (N,); arguments as of `losses`."""
+    out = xp.empty(len(x), dtype=np.int32)
+    _launch("ranks", x, x, labels, out, *map(np.int64, x.shape))
     return out

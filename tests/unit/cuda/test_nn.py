@@ -286,6 +286,30 @@ def test_cross_entropy_is_within_its_bounds(trainer: Any, shape: Any, smoothing:
         assert (np.abs(got.get() - exact) <= off * np.abs(weight)).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(33, 10), (12, 64), (3, 1032), (2, 1027)])
+def test_label_ranks_are_those_of_a_stable_sort(trainer: Any, shape: Any, dtype: Any) -> None:
+    """Ties, infinities and NaN among them."""
+    rng = np.random.default_rng(shape[1])
+    x = np.round(rng.standard_normal(shape) * 3).astype(dtype)
+    labels = rng.integers(0, shape[1], shape[0])
+    x[0, 3], x[0, labels[0]] = -np.inf, np.inf
+    x[1, (labels[1] + 1) % shape[1]] = np.nan
+    wide = x.astype(np.float32)
+    order = np.argsort(np.where(np.isnan(wide), -np.inf, -wide), axis=1, kind="stable")
+    expected = np.argmax(order == labels[:, None], axis=1)
+    expected[1] = 1 + (wide[1] > wide[1, labels[1]]).sum()
+    expected[1] += (wide[1, : labels[1]] == wide[1, labels[1]]).sum()
+    there = trainer.xp.asarray(x), trainer.xp.asarray(labels)
+    assert trainer.path("label_ranks", *there) == "fused kernel"
+    for got in (CPU.label_ranks(x, labels), trainer.label_ranks(*there).get()):
+        assert got.dtype == np.int32
+        np.testing.assert_array_equal(got, expected)
+    x[:, labels] = np.nan
+    lost = trainer.label_ranks(trainer.xp.asarray(x), there[1]).get()
+    assert (lost == shape[1]).all() and (CPU.label_ranks(x, labels) == shape[1]).all()
+
+
 def test_cross_entropy_of_special_scores(trainer: Any) -> None:
     """NaN and infinity come out where the generic method gives them."""
     x = np.zeros((5, 40), np.float32)

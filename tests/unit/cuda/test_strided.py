@@ -35,6 +35,7 @@ Q, K = some(1, 4, 5, 8), some(1, 2, 5, 8)
 CASES: dict[str, tuple[Any, ...]] = {
     "cross_entropy": (X, LABELS, 0.1),
     "cross_entropy_grad": (some(6, 1), X, LABELS, some(6, 2), 0.1),
+    "label_ranks": (X, LABELS),
     "layer_norm": (X, some(40), some(40), EPS),
     "layer_norm_grad": norms(True),
     "rms_norm": (X, some(40), EPS),

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from sklearn import metrics as sklearn_metrics
 
+from extensor import from_numpy
 from extensor.training.callbacks.files import EVERY_STEPS
 from extensor.training.config import RunConfig
-from extensor.training.metrics import ClassScores, TokenScores, confusion_matrix, top_k_hits
+from extensor.training.metrics import ClassScores, TokenScores, confusion_matrix, label_ranks
 from extensor.training.ptq import load_run
 from extensor.training.rundir import METRICS
 from extensor.training.train import train
@@ -62,16 +63,17 @@ def test_a_run_leaves_the_same_figures_in_both(
 def test_class_metrics_as_scikit_learn() -> None:
     rng = np.random.default_rng(0)
     scores, labels = rng.standard_normal((500, 7)), rng.integers(0, 7, 500)
+    ranks = label_ranks(from_numpy(scores), labels)
     for k in range(1, 7):
         expected = sklearn_metrics.top_k_accuracy_score(labels, scores, k=k)
-        assert top_k_hits(scores, labels, k) / 500 == pytest.approx(expected, rel=1e-12)
+        assert (ranks < k).mean() == pytest.approx(expected, rel=1e-12)
     predicted = scores.argmax(1)
     np.testing.assert_array_equal(
         confusion_matrix(predicted, labels, 7), sklearn_metrics.confusion_matrix(labels, predicted)
     )
     total = ClassScores(tuple("abcdefg"))
     for part in np.array_split(np.arange(500), 3):
-        total.add(scores[part], labels[part], 0.5)
+        total.add(from_numpy(scores[part]), labels[part], 0.5)
     assert total.accuracy == pytest.approx(sklearn_metrics.accuracy_score(labels, predicted))
     recall = sklearn_metrics.recall_score(labels, predicted, average=None)
     np.testing.assert_allclose(list(total.details()["per_class"].values()), recall, rtol=1e-12)
@@ -84,25 +86,25 @@ def test_perplexity_as_scikit_learn() -> None:
     total = TokenScores(5)
     for part in np.array_split(np.arange(300), 4):
         loss = sklearn_metrics.log_loss(labels[part], chances[part], labels=range(5))
-        total.add(scores[part], labels[part], loss)
+        total.add(from_numpy(scores[part]), labels[part], loss)
     expected = sklearn_metrics.log_loss(labels, chances)
     assert total.loss == pytest.approx(expected, rel=1e-12)
     assert total.perplexity == pytest.approx(np.exp(expected), rel=1e-12)
 
 
 def test_ties_go_to_the_lower_class_as_in_argmax() -> None:
-    equal = np.zeros((3, 3), np.float32)
-    assert top_k_hits(equal, np.array([0, 1, 2]), 1) == 1
-    assert top_k_hits(equal, np.array([0, 1, 2]), 2) == 2
+    equal = from_numpy(np.zeros((3, 3), np.float32))
+    assert label_ranks(equal, np.array([0, 1, 2])).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("k", [0, 4])
-def test_top_k_refuses(k: int) -> None:
-    with pytest.raises(ValueError, match=r"k: expected 1\.\.3"):
-        top_k_hits(LOGITS, LABELS, k)
+def test_ranks_refuse_other_labels() -> None:
+    with pytest.raises(ValueError, match=r"expected 0\.\.2 for 3 classes"):
+        label_ranks(from_numpy(LOGITS), LABELS + 1)
+    with pytest.raises(ValueError, match=r"expected scores \(N, C\) and labels \(N,\)"):
+        label_ranks(from_numpy(LOGITS), LABELS[1:])
 
 
 def test_a_class_without_images_has_no_accuracy() -> None:
     scores = ClassScores(("a", "b", "c", "d"))
-    scores.add(np.pad(LOGITS, ((0, 0), (0, 1))), LABELS, 1.0)
+    scores.add(from_numpy(np.pad(LOGITS, ((0, 0), (0, 1)))), LABELS, 1.0)
     assert np.isnan(scores.per_class[3])
