@@ -9,7 +9,7 @@ position, history. So on the CPU a resumed run repeats an uninterrupted one bit 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +50,7 @@ from .result import build_result, slot_healths
 from .rundir import RESULT, UsageError, checkpoint_in, write_json
 from .runs import RUNS
 from .signals import on_signals
-from .tasks import TASKS
+from .tasks import TASKS, Task
 
 __all__ = ["Interrupted", "Trainer"]
 
@@ -94,6 +94,7 @@ class Trainer:
         callbacks: who watches.
         graph: whether steps are captured in a CUDA graph and replayed; see `extensor.capture`.
         ranks: who trains together; None is this process alone.
+        task: made of the data already, by a run of the same data; None makes it.
 
     Raises:
         ValueError: if there are more ranks than micro-batches, the settings do not fit the data, or
@@ -109,10 +110,11 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         graph: bool = False,
         ranks: Communicator | None = None,
+        task: Task | None = None,
     ) -> None:
         self.config, self.out, self.callbacks = config, out, list(callbacks)
         self.ranks = LocalCommunicator() if ranks is None else ranks
-        self.task = TASKS[RUNS[config.model].task](config, data)
+        self.task = TASKS[RUNS[config.model].task](config, data) if task is None else task
         self.batches = self.task.batches
         self.model_config = models.config(config.model, config.variant, **self.task.shapes())
         self.model = self.fresh_model()
@@ -226,6 +228,12 @@ class Trainer:
                 callback.on_end(self, result)
         return result
 
+    def advance(self, batches: Iterable[Batch]) -> list[StepReport]:
+        """Make a step of each batch outside of `fit`, and wait for them; callbacks hear nothing."""
+        for batch in batches:
+            self._step(batch)
+        return self._read()
+
     # --- one epoch ------------------------------------------------------------------------------
 
     def _train_epoch(self) -> None:
@@ -279,8 +287,8 @@ class Trainer:
 
     def _eager(self, batch: Batch) -> Callable[[], tuple[Outcome, bool]]:
         skipped = self.scaler.skipped
-        outcome = self._accumulate(batch)
-        return lambda: (outcome, self.scaler.skipped == skipped)
+        done = self._accumulate(batch), self.scaler.skipped == skipped
+        return lambda: done
 
     def _read(self) -> list[StepReport]:
         """Count what the last steps did; waits for them."""

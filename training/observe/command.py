@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from .experiments import EXPERIMENTS
 from .gather import gather
 from .page import write_page
 from .queue import QUEUE, Queue
+from .rates import measure_rates
 
 __all__ = ["ObserveArgs", "observe"]
 
@@ -32,12 +34,25 @@ class ObserveArgs:
     minutes: float = 25.0
     """Stop after so many minutes: the run under way is interrupted and saved; the same command goes
     on. 0 runs nothing and gathers what is finished."""
+    arms: tuple[str, ...] = ()
+    """Only these arms now, as `--arms bf16 mxfp4 mxfp4,bf16@90%`; none are all."""
+    jobs: int = 1
+    """Runs side by side on one device. Their times are not those of a run alone: see --rates."""
+    rates: float = 0.0
+    """Before the runs, train each arm alone for so many seconds and note labels a second, joules
+    and bytes; what is in rates.json already is not measured again."""
 
     def __post_init__(self) -> None:
         if self.experiment not in EXPERIMENTS:
             raise ValueError(unknown_name("experiment", self.experiment, EXPERIMENTS))
-        if not 0 <= self.minutes < float("inf"):
-            raise ValueError(f"--minutes: expected a number, 0 or more, got {self.minutes}")
+        for flag, value in (("--minutes", self.minutes), ("--rates", self.rates)):
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{flag}: expected a number, 0 or more, got {value}")
+        if self.jobs < 1:
+            raise ValueError(f"--jobs: expected a whole number, 1 or more, got {self.jobs}")
+        for arm in self.arms:
+            if arm not in EXPERIMENTS[self.experiment].arms:
+                raise ValueError(unknown_name("arm", arm, EXPERIMENTS[self.experiment].arms))
 
 
 def observe(args: ObserveArgs, console: Console) -> int:
@@ -47,11 +62,16 @@ def observe(args: ObserveArgs, console: Console) -> int:
         UsageError: if a folder holds another run.
     """
     folder = args.out or Path("runs") / f"observe-{args.experiment}"
-    queue = Queue(EXPERIMENTS[args.experiment], folder)
+    queue = Queue(EXPERIMENTS[args.experiment], folder, args.arms or None)
+    start = time.monotonic()
+    if args.rates:
+        end = start + 60 * args.minutes if args.minutes else float("inf")
+        measure_rates(queue, args.rates, end, console)
     if args.minutes:
         for line in queue.plan(args.minutes):
             console.print(f"plan: {line}", highlight=False)
-    done = queue.run(args.minutes, console)
+    left = args.minutes - (time.monotonic() - start) / 60
+    done = queue.run(max(left, 0.0), console, args.jobs)
     results = gather(queue)
     write_json(folder / "results.json", results)
     write_page(results, folder / "index.html")

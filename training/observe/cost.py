@@ -57,25 +57,37 @@ class Meter:
     """
 
     def __init__(self, pid: int, device: str) -> None:
-        self._pid, self._start = pid, time.monotonic()
-        self._peak: int | None = None
+        self._pid = pid
         self._card = _card() if device != "cpu" else None
-        self._energy = self._millijoules()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was until now."""
+        self._peak: int | None = None
+        self._start, self._energy = time.monotonic(), self._millijoules()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._start
+
+    def in_use(self) -> int | None:
+        """Bytes that the card holds now, or that the process held at most on a CPU."""
+        if self._card is None:
+            return _resident(self._pid)
+        import pynvml
+
+        return int(pynvml.nvmlDeviceGetMemoryInfo(self._card).used)
 
     def look(self) -> None:
         """Note what the process holds now."""
-        found = _resident(self._pid)
-        if self._card is not None:
-            import pynvml
-
-            found = int(pynvml.nvmlDeviceGetMemoryInfo(self._card).used)
-        if found is not None:
+        if (found := self.in_use()) is not None:
             self._peak = max(self._peak or 0, found)
 
     def cost(self) -> Cost:
-        """Since the meter was made."""
+        """Since the start."""
         used = None if self._energy is None else ((self._millijoules() or 0) - self._energy) / 1000
-        return Cost(time.monotonic() - self._start, used, self._peak)
+        return Cost(self.seconds, used, self._peak)
 
     def _millijoules(self) -> int | None:
         if self._card is None:

@@ -8,11 +8,10 @@ of every run whether it waits, is interrupted, finished or failed, and what it h
 from __future__ import annotations
 
 import math
-import os
 import signal
 import statistics
-import subprocess
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from ..tasks import TASKS, Metric
 from .cost import Cost, Meter
 from .experiments import Experiment
 
-__all__ = ["Entry", "Queue"]
+__all__ = ["Entry", "Queue", "Running"]
 
 QUEUE = "queue.json"
 POLL_S = 0.2
@@ -64,10 +63,13 @@ class Queue:
     Args:
         experiment: what is compared.
         folder: for everything that it leaves.
+        only: arms to run now; None is all of them. Trials are always run.
     """
 
-    def __init__(self, experiment: Experiment, folder: Path) -> None:
-        self.experiment, self.folder = experiment, folder
+    def __init__(
+        self, experiment: Experiment, folder: Path, only: Collection[str] | None = None
+    ) -> None:
+        self.experiment, self.folder, self.only = experiment, folder, only
         self.failed: dict[str, str] = {}
 
     @property
@@ -79,7 +81,15 @@ class Queue:
     def trials(self) -> list[Entry]:
         """The baseline at each learning rate, in folders of their own."""
         return [
-            Entry(Job(config, self.folder / "rates" / f"{config.lr:g}", self.metric), "rate")
+            Entry(
+                Job(
+                    config,
+                    self.folder / "rates" / f"{config.lr:g}",
+                    self.metric,
+                    self.experiment.flags,
+                ),
+                "rate",
+            )
             for config in self.experiment.trials()
         ]
 
@@ -102,7 +112,7 @@ class Queue:
     def entries(self) -> list[Entry]:
         """Trials, then arms as far as their learning rate is known."""
         rate = self.rate()
-        flags: tuple[str, ...] = ()
+        flags = self.experiment.flags
         if self.experiment.telemetry:
             flags = ("--telemetry", str(self.experiment.telemetry))
         runs = [] if rate is None else self.experiment.runs(rate)
@@ -110,9 +120,15 @@ class Queue:
             Entry(Job(config, self.folder, self.metric, flags), "arm") for config in runs
         ]
 
-    def next(self) -> Entry | None:
-        """The first run that is neither finished nor failed: an interrupted one before others."""
-        open_ = [e for e in self.entries() if e.state != "finished" and e.name not in self.failed]
+    def next(self, running: Collection[str] = ()) -> Entry | None:
+        """The first run that is open and not running: an interrupted one before others."""
+        open_ = [
+            e
+            for e in self.entries()
+            if e.state != "finished" and e.name not in self.failed and e.name not in running
+        ]
+        if self.only is not None:
+            open_ = [e for e in open_ if e.kind == "rate" or e.job.config.recipe in self.only]
         begun = [entry for entry in open_ if entry.state == "interrupted"]
         return next(iter(begun or open_), None)
 
@@ -152,43 +168,49 @@ class Queue:
                 found.setdefault(entry.kind, []).append(cost.seconds)
         return {kind: statistics.median(values) for kind, values in found.items()}
 
-    def run(self, minutes: float, console: Console) -> bool:
+    def run(self, minutes: float, console: Console, jobs: int = 1) -> bool:
         """Run what is open until the time is up; returns whether everything is finished.
 
         A failed run is named, and does not stop the others.
+
+        Args:
+            minutes: from now.
+            console: where it reports.
+            jobs: runs side by side.
         """
         deadline = time.monotonic() + 60 * minutes
-        while (entry := self.next()) is not None and time.monotonic() < deadline:
-            state = self._run(entry, deadline)
-            console.print(f"{entry.name}: {state}")
-            self.write()
-            if state == "interrupted":
-                break
+        running: list[Running] = []
+        try:
+            while True:
+                while len(running) < jobs and time.monotonic() < deadline:
+                    entry = self.next({one.entry.name for one in running})
+                    if entry is None:
+                        break
+                    running.append(self._start(entry, deadline))
+                if not running:
+                    break
+                for one in [one for one in running if one.ended()]:
+                    running.remove(one)
+                    console.print(f"{one.entry.name}: {self._state(one)}")
+                    self.write()
+                time.sleep(POLL_S)
+        finally:
+            for one in running:
+                one.end()
         self.write()
         return self.next() is None and not self.failed
 
-    def _run(self, entry: Entry, deadline: float) -> str:
-        process = entry.job.start()
-        meter = Meter(process.pid, entry.job.config.device)
-        asked = False
-        try:
-            while process.poll() is None:
-                meter.look()
-                if not asked and time.monotonic() >= deadline:
-                    process.send_signal(signal.SIGINT)
-                    asked = True
-                time.sleep(POLL_S)
-        except BaseException:
-            _end(process)
-            raise
-        finally:
-            entry.cost_file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(entry.cost_file, (Cost.read(entry.cost_file) + meter.cost()).as_dict())
+    def _start(self, entry: Entry, deadline: float) -> Running:
+        return Running(entry, deadline)
+
+    def _state(self, one: Running) -> str:
+        """What became of a run."""
+        entry = one.entry
         if entry.state == "finished":
             return "finished"
-        if asked:  # perhaps before its first checkpoint: then it begins anew
+        if one.asked:  # perhaps before its first checkpoint: then it begins anew
             return "interrupted"
-        self.failed[entry.name] = f"exit code {process.returncode}: {entry.job.last_line()}"
+        self.failed[entry.name] = f"exit code {one.code}: {entry.job.last_line()}"
         return f"failed, {self.failed[entry.name]}; all of it: {entry.job.log}"
 
     def write(self) -> None:
@@ -207,8 +229,43 @@ class Queue:
         )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a run, so that it saves its step, and wait."""
-    if process.poll() is None:
-        os.kill(process.pid, signal.SIGINT)
-        process.wait()
+class Running:
+    """The process of a run, watched.
+
+    Args:
+        entry: the run.
+        deadline: when it is interrupted, which saves its step.
+    """
+
+    def __init__(self, entry: Entry, deadline: float) -> None:
+        self.entry, self._deadline, self.asked = entry, deadline, False
+        self._process = entry.job.start()
+        self._meter = Meter(self._process.pid, entry.job.config.device)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code."""
+        return self._process.returncode
+
+    def ended(self) -> bool:
+        """Whether the process is gone; its cost is written then. Interrupts it at the deadline."""
+        if self._process.poll() is None:
+            self._meter.look()
+            if not self.asked and time.monotonic() >= self._deadline:
+                self._process.send_signal(signal.SIGINT)
+                self.asked = True
+            return False
+        self._write()
+        return True
+
+    def end(self) -> None:
+        """Interrupt the run, and wait."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait()
+        self._write()
+
+    def _write(self) -> None:
+        file = self.entry.cost_file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, (Cost.read(file) + self._meter.cost()).as_dict())

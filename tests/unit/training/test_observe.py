@@ -6,6 +6,7 @@ import json
 import math
 import signal
 import statistics
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,8 @@ from extensor.training.observe.command import ObserveArgs, observe
 from extensor.training.observe.cost import Cost, Meter
 from extensor.training.observe.experiments import EXPERIMENTS, Experiment
 from extensor.training.observe.gather import gather
-from extensor.training.observe.queue import Entry, Queue
+from extensor.training.observe.queue import Entry, Queue, Running
+from extensor.training.observe.rates import RATES, measure_rates, read_rates
 from extensor.training.rundir import LAST, claim
 from extensor.training.train import train
 from tests.unit.training.conftest import QUIET, SMALL
@@ -37,17 +39,19 @@ TINY = Experiment(
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process, one a minute."""
     now = [0.0]
-    monkeypatch.setattr(queues, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        queues, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: None)
+    )
 
-    def run(self: Queue, entry: Entry, deadline: float) -> str:
+    def start(self: Queue, entry: Entry, deadline: float) -> SimpleNamespace:
         train(
             entry.job.config, entry.job.folder, resume=False, console=QUIET,
             telemetry=self.experiment.telemetry if entry.kind == "arm" else 0,
         )  # fmt: skip
         now[0] += 60
-        return "finished"
+        return SimpleNamespace(entry=entry, ended=lambda: True, end=lambda: None)
 
-    monkeypatch.setattr(Queue, "_run", run)
+    monkeypatch.setattr(Queue, "_start", start)
 
 
 def test_every_experiment_is_a_list_of_valid_runs() -> None:
@@ -121,6 +125,38 @@ def test_the_command_writes_a_page_that_loads_nothing(
     assert json.loads((tmp_path / "results.json").read_text())["arms"][1]["runs"] == 2
     with pytest.raises(ValueError, match="no experiment named 'smal'"):
         ObserveArgs("smal")
+    with pytest.raises(ValueError, match="no arm named 'mxfp'"):
+        ObserveArgs("small", arms=("mxfp",))
+    with pytest.raises(ValueError, match="--jobs: expected a whole number, 1 or more, got 0"):
+        ObserveArgs("small", jobs=0)
+
+
+def test_arms_are_run_side_by_side_as_far_as_they_are_chosen(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at a time; an arm waits for the learning rate, and one that runs is not begun again."""
+    begun: list[str] = []
+    start, polls = Queue._start, [0]
+
+    def slow(self: Queue, entry: Entry, deadline: float) -> SimpleNamespace:
+        begun.append(entry.name)
+        one = start(self, entry, deadline)
+        one.ended = lambda: polls.__setitem__(0, polls[0] + 1) or polls[0] % 3 == 0
+        return one
+
+    monkeypatch.setattr(Queue, "_start", slow)
+    assert Queue(TINY, tmp_path, only=["fp32"]).run(60, QUIET, jobs=2)
+    assert begun == ["rate-0.02-fp32-s0", "rate-1e-06-fp32-s0", "arm-fp32-s0", "arm-fp32-s1"]
+
+
+def test_a_rate_is_measured_once(tmp_path: Path) -> None:
+    queue = Queue(TINY, tmp_path)
+    measure_rates(queue, 0.01, math.inf, QUIET)
+    rates = read_rates(tmp_path)
+    assert set(rates) == {"fp32"} and rates["fp32"]["per_second"] > 0
+    (tmp_path / RATES).write_text(json.dumps({"fp32": {"per_second": 1.0}}))
+    measure_rates(queue, 0.01, math.inf, QUIET)
+    assert read_rates(tmp_path) == {"fp32": {"per_second": 1.0}}
 
 
 @pytest.mark.parametrize("ignored", [False, True])
@@ -135,7 +171,10 @@ def test_an_interrupted_process_is_no_failure(
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     queue = Queue(TINY, tmp_path)
     entry = queue.next()
-    assert queue._run(entry, deadline=-1.0) == "interrupted"
+    one = Running(entry, deadline=-1.0)
+    while not one.ended():
+        time.sleep(0.05)
+    assert queue._state(one) == "interrupted"
     assert not queue.failed and entry.state in ("waiting", "interrupted")
     assert Cost.read(entry.cost_file).seconds > 0
 

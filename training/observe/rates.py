@@ -1,0 +1,116 @@
+"""What a step of each arm costs while nothing else runs: labels a second, joules, bytes.
+
+Runs of a queue may share a GPU, so their own times and joules say little. Here each arm trains
+alone for some seconds after its first steps, which compile and capture. Nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from extensor.backends.registry import get as get_backend
+
+from ..batch import Batch
+from ..config import RunConfig
+from ..loop import Trainer
+from ..rundir import write_json
+from ..runs import RUNS
+from ..tasks import TASKS
+from .cost import Meter
+from .queue import Queue
+
+__all__ = ["RATES", "measure", "measure_rates", "read_rates"]
+
+RATES = "rates.json"
+FIRST, PART = 4, 16
+"""Steps before the clock starts, and steps between two looks at it."""
+
+
+def measure_rates(queue: Queue, seconds: float, deadline: float, console: Console) -> None:
+    """Measure the arms that a queue is to run, a line each, and keep them in its folder.
+
+    What is measured already is not measured again. One arm's problem is said and kept, and does not
+    stop the others.
+
+    Args:
+        queue: of an experiment.
+        seconds: of each arm.
+        deadline: no arm begins when `time.monotonic` is past it.
+        console: where it reports.
+    """
+    experiment, found = queue.experiment, read_rates(queue.folder)
+    queue.folder.mkdir(parents=True, exist_ok=True)
+    task: Any = None
+    for config in experiment.runs(experiment.rates[0]):
+        arm = config.recipe
+        open_ = not config.seed and (queue.only is None or arm in queue.only)
+        if not open_ or "," in arm or "per_second" in found.get(arm, {}):
+            continue  # a schedule's steps are those of its recipes
+        begun = time.monotonic()
+        if begun >= deadline:
+            console.print("the time for rates is up; the same command goes on")
+            return
+        task = task or TASKS[RUNS[config.model].task](config)
+        try:
+            found[arm] = measure(config, task, queue.folder, seconds)
+        except Exception as error:
+            found[arm] = {"problem": f"{type(error).__name__}: {error}"}
+        write_json(queue.folder / RATES, found)
+        shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
+                          for k, v in found[arm].items())  # fmt: skip
+        console.print(f"rate of {arm}: {shown} ({time.monotonic() - begun:.1f} s)", highlight=False)
+
+
+def read_rates(folder: Path) -> dict[str, dict[str, Any]]:
+    """By arm: ``per_second``, ``joules`` (a label's) and ``bytes``; or its ``problem``."""
+    path = folder / RATES
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def measure(config: RunConfig, task: Any, folder: Path, seconds: float) -> dict[str, Any]:
+    """Train for some seconds; on a GPU in captured steps.
+
+    Args:
+        config: of the run.
+        task: made from it, or from one of the same data.
+        folder: where nothing is written.
+        seconds: at least.
+    """
+    backend = get_backend(config.device)
+    gc.collect()
+    if hasattr(backend.xp, "get_default_memory_pool"):
+        backend.xp.get_default_memory_pool().free_all_blocks()
+    meter = Meter(os.getpid(), config.device)
+    empty = meter.in_use()
+    trainer = Trainer(config, folder, task=task, graph=config.device != "cpu")
+    batches = _endless(task)
+    trainer.advance(itertools.islice(batches, FIRST))
+    meter.restart()
+    done, loss = 0, None
+    while meter.seconds < seconds:
+        reports = trainer.advance(itertools.islice(batches, PART))
+        done, loss = done + PART, reports[-1].loss
+    labels = done * config.batch_size * max(config.context, 1)
+    cost, used = meter.cost(), meter.in_use()
+    return {
+        "per_second": labels / cost.seconds,
+        "joules": None if cost.joules is None else cost.joules / labels,
+        "bytes": None if used is None or empty is None else used - empty,
+        "milliseconds": 1000 * cost.seconds / done,
+        "loss": loss,
+    }
+
+
+def _endless(task: Any) -> Iterator[Batch]:
+    for epoch in itertools.count(1):
+        yield from task.training(epoch, 0)
