@@ -114,7 +114,7 @@ class Trainer:
     ) -> None:
         self.config, self.out, self.callbacks = config, out, list(callbacks)
         self.ranks = LocalCommunicator() if ranks is None else ranks
-        self.task = TASKS[RUNS[config.model].task](config, data) if task is None else task
+        self.task: Any = TASKS[RUNS[config.model].task](config, data) if task is None else task
         self.batches = self.task.batches
         self.model_config = models.config(config.model, config.variant, **self.task.shapes())
         self.model = self.fresh_model()

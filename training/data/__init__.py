@@ -9,7 +9,7 @@ from typing import Any
 
 from extensor.errors import unknown_name
 
-from .corpora import linux_source, python_source, shakespeare
+from .corpora import linux_archive_name, linux_source, python_source, shakespeare
 from .dataset import Dataset, Split, batches, held_out
 from .digits import load_digits
 from .fetch import DataError
@@ -42,11 +42,14 @@ class DatasetRow:
         doc: one line for the command line.
         load: gives a `Dataset` of images, or a `Corpus` of text.
         kind: "images" or "text".
+        source: names what it is read from, or gives None where that is not there; None where its
+            tokens are not worth keeping.
     """
 
     doc: str
     load: Callable[[bool], Any]
     kind: str = "images"
+    source: Callable[[], str | None] | None = None
 
 
 DATASETS: dict[str, DatasetRow] = {
@@ -73,12 +76,16 @@ DATASETS: dict[str, DatasetRow] = {
         "the source of Python's standard library; no download", python_source, "text"
     ),
     "linux_source": DatasetRow(
-        "all C of a Linux kernel, over 1 GB (Debian: linux-source; 138 MB)", linux_source, "text"
+        "all C of a Linux kernel, over 1 GB (Debian: linux-source; 138 MB)",
+        linux_source,
+        "text",
+        linux_archive_name,
     ),
     "linux_kernel": DatasetRow(
         "the C of its folders kernel, mm and lib, about 20 MB",
         partial(linux_source, folders=("kernel", "mm", "lib")),
         "text",
+        linux_archive_name,
     ),
 }
 

@@ -20,7 +20,7 @@ from extensor.io.atomic import replacing
 
 from .fetch import DataError, RemoteFile, cache_directory, find
 
-__all__ = ["Corpus", "linux_source", "python_source", "shakespeare"]
+__all__ = ["Corpus", "linux_archive_name", "linux_source", "python_source", "shakespeare"]
 
 TEST_SHARE = 0.1
 """nanoGPT's rule: the last tenth is for testing."""
@@ -143,16 +143,15 @@ def linux_source(download: bool = True, folders: tuple[str, ...] = ()) -> Corpus
     Raises:
         DataError: if there is no archive.
     """
-    cache = cache_directory() / "linux_source"
-    places = [cache, Path("/usr/src")]
-    archives = [path for place in places for path in sorted(place.glob(LINUX_ARCHIVES))]
-    if not archives:
+    archive = _linux_archive()
+    if archive is None:
+        places = " nor ".join(map(str, _linux_places()))
         raise DataError(
-            f"corpus 'linux_source': no {LINUX_ARCHIVES} in {places[0]} nor {places[1]}; the way "
-            "out: apt-get install linux-source, or --dataset python_source"
+            f"corpus 'linux_source': no {LINUX_ARCHIVES} in {places}; the way out: apt-get install "
+            "linux-source, or --dataset python_source"
         )
-    archive = archives[-1]
-    name = "-".join((archive.name.removesuffix(".tar.xz"), str(archive.stat().st_size), *folders))
+    cache = _linux_places()[0]
+    name = "-".join((_named(archive), *folders))
     paths = [cache / f"{name}.{part}.txt" for part in ("train", "test")]
     if not all(path.is_file() for path in paths):
         cache.mkdir(parents=True, exist_ok=True)
@@ -161,6 +160,25 @@ def linux_source(download: bool = True, folders: tuple[str, ...] = ()) -> Corpus
                 held_out = hashlib.sha256(content).digest()[0] < LINUX_TEST
                 (test if held_out else train).write(content + BETWEEN.encode())
     return Corpus("linux_source", *(path.read_text("utf-8") for path in paths))
+
+
+def linux_archive_name() -> str | None:
+    """What names the archive that `linux_source` reads: its version and bytes; None without one."""
+    archive = _linux_archive()
+    return None if archive is None else _named(archive)
+
+
+def _linux_places() -> tuple[Path, Path]:
+    return cache_directory() / "linux_source", Path("/usr/src")
+
+
+def _linux_archive() -> Path | None:
+    found = [path for place in _linux_places() for path in sorted(place.glob(LINUX_ARCHIVES))]
+    return found[-1] if found else None
+
+
+def _named(archive: Path) -> str:
+    return f"{archive.name.removesuffix('.tar.xz')}-{archive.stat().st_size}"
 
 
 def _c_files(archive: Path, folders: tuple[str, ...]) -> Iterator[bytes]:

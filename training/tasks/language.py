@@ -16,12 +16,11 @@ from extensor.random import Stream
 
 from ..batch import Batch, Rows, Whole
 from ..config import RunConfig
-from ..data import load_dataset
 from ..data.corpora import Corpus
 from ..data.draws import DATA_TENSOR, MASK_SLOT, NOISE_SLOT, stream_words
 from ..metrics import Scores, TokenScores
 from ..text.augment import replace_tokens
-from ..text.encoded import LARGE, encoded, learnt
+from ..text.encoded import TokenFile, encode_corpus, encode_dataset
 from ..text.masking import mask_tokens
 from ..text.windows import even_starts, flat_tokens, random_starts, window
 from .base import Metric, Task
@@ -61,14 +60,15 @@ class Causal(Task):
 
     def __init__(self, config: RunConfig, corpus: Corpus | None = None) -> None:
         self.config, self.batches = config, config.epoch_steps
-        corpus = load_dataset(config.dataset) if corpus is None else corpus
-        train = corpus.limited(config.train_limit or None).train
-        # letters of the test part count too, or it could not be read
-        known = corpus.train + corpus.test if config.tokenizer == "char" else train
-        if config.tokenizer == "bpe":
-            known = known[:LARGE]
-        self.tokenizer = learnt(config.tokenizer, known, config.vocab_size)
-        tokens, self.test_tokens = map(self._tokens, (train, corpus.test))
+        how = config.tokenizer, config.vocab_size
+        if corpus is None:
+            found = encode_dataset(TokenFile(config.dataset, *how, config.train_limit))
+        else:
+            found = encode_corpus(corpus.limited(config.train_limit or None), *how)
+        self.tokenizer = found.tokenizer
+        tokens, self.test_tokens = (
+            flat_tokens(t, config.context) for t in (found.train, found.test)
+        )
         self.validates = config.val_share > 0
         held = round(config.val_share * len(tokens))
         self.train_tokens, self.held_tokens = tokens, tokens[:0]
@@ -76,9 +76,6 @@ class Causal(Task):
             cut = len(tokens) - held
             self.train_tokens = flat_tokens(tokens[:cut], config.context)
             self.held_tokens = flat_tokens(tokens[cut:], config.context)
-
-    def _tokens(self, text: str) -> np.ndarray:
-        return flat_tokens(encoded(self.tokenizer, text), self.config.context)
 
     def arrays(self) -> Iterator[np.ndarray]:
         """Tokens: for training, for tests, held out."""
