@@ -77,7 +77,7 @@ NAMES = {
     "extensor.training.data.prepared": "prepared",
     "extensor.training.callbacks": """EarlyStopping SaveCheckpoint ShowProgress JsonLines
         TensorBoard""",
-    "extensor.training.metrics": "top_k_hits confusion_matrix perplexity ClassScores TokenScores",
+    "extensor.training.metrics": "label_ranks confusion_matrix perplexity ClassScores TokenScores",
     "extensor.training.runs.RUNS": "lenet mlp alexnet vgg resnet mobilenet googlenet gpt encoder",
 }
 
