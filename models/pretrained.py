@@ -81,12 +81,15 @@ def from_pretrained(
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{archive.path}: {error}") from None
     sources = row.sources(model)
-    names = _names_in_file(archive, row, sources)
+    tied = getattr(config, "tied", False)
+    names = _names_in_file(archive, row, sources, tied)
     wanted = None if dtype is None else as_dtype(dtype)
     places = _places(model)
     for at, value in _weights(archive, sources, names):
         _place(places[at], value, wanted, device)
-    _check_tied(archive, model, names)
+    if tied and _HEAD in archive.infos:
+        path = next(path for path, held in places.items() if held is places[_HEAD])
+        _check_tied(archive, names[sources[path].name])
     model.loaded_from = LoadedFrom(
         archive.path,
         dict(archive.config),
@@ -97,7 +100,7 @@ def from_pretrained(
 
 
 def _names_in_file(
-    archive: Archive, row: Architecture, sources: Mapping[str, Source]
+    archive: Archive, row: Architecture, sources: Mapping[str, Source], tied: bool
 ) -> dict[str, str]:
     """The file's name of each source's tensor; every difference is in one error."""
     names: dict[str, str] = {}
@@ -116,13 +119,11 @@ def _names_in_file(
             problems.append(f"{found}: shape {shape}, but config.json says {source.shape}")
     taken = set(names.values())
     for name in archive.infos:
-        if name in taken or name == _HEAD:
+        if name in taken or (name == _HEAD and tied):  # its values are compared later
             continue
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in row.ignored):
             continue
         problems.append(f"unexpected: {name}{_near(name, [s.name for s in sources.values()])}")
-    if _HEAD in archive.infos and _HEAD not in taken and not _is_tied(archive):
-        problems.append(f"unexpected: {_HEAD}")
     if problems:
         rest = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
         hint = ""
@@ -138,10 +139,6 @@ def _names_in_file(
 def _near(name: str, others: Any) -> str:
     close = difflib.get_close_matches(name, list(others), 1, 0.8)
     return f" (near: {close[0]})" if close else ""
-
-
-def _is_tied(archive: Archive) -> bool:
-    return bool((archive.config or {}).get("tie_word_embeddings", False))
 
 
 def _weights(
@@ -211,11 +208,8 @@ def _place(places: list[Place], value: Stored, dtype: Any, device: str | None) -
         setattr(module, key, fresh)
 
 
-def _check_tied(archive: Archive, model: Module, names: Mapping[str, str]) -> None:
+def _check_tied(archive: Archive, embedding: str) -> None:
     """Refuse a head in the file that differs from the embedding that the model ties it to."""
-    embedding = names.get("model.embed_tokens.weight")
-    if _HEAD not in archive.infos or _HEAD in names.values() or embedding is None:
-        return
     head, table = (floats(archive.read(name)) for name in (_HEAD, embedding))
     if head.shape != table.shape or not np.array_equal(head, table):
         raise CheckpointError(

@@ -13,7 +13,7 @@ _LAYERS, _AXES = ("layers",), ("vocab", "width", "heads", "kv_heads", "head_size
 
 
 def check_sizes(config: Mapping[str, Any], tensors: Iterable[Any]) -> None:
-    """Refuse a configuration of more layers than tensors, or of axes longer than their values.
+    """Refuse more layers than tensors, axes longer than their values, more experts than fit.
 
     Args:
         config: a model's configuration, by field name.
@@ -38,6 +38,11 @@ def check_sizes(config: Mapping[str, Any], tensors: Iterable[Any]) -> None:
         for name in names:
             if (size := config.get(name)) is not None and size > most:
                 raise SchemaError(f"{name}: expected at most {most}, {what}, got {size}")
-    experts = config.get("experts")
-    if experts is not None and config["layers"] * experts["count"] > values * len(held):
-        raise SchemaError(f"experts: expected fewer than the file's values, got {experts}")
+    if (experts := config.get("experts")) is not None:
+        claimed = 3 * config["layers"] * experts["count"] * config["width"] * experts["hidden"]
+        most = 8 * sum(int(tensor.nbytes) for tensor in held)  # a value takes a bit or more
+        if claimed > most:
+            raise SchemaError(
+                f"experts: expected weights of at most {most} values, the whole file, got "
+                f"{experts['count']} experts a layer with {claimed} in all"
+            )

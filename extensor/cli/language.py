@@ -137,6 +137,12 @@ def load_language_model(path: Path) -> LanguageModel:
             tokenizer = PretrainedTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise CommandError(str(error)) from error
+        if tokenizer.size > model.config.vocab:
+            raise CommandError(
+                f"{path}: its tokenizer has {tokenizer.size:,} tokens, the model's embedding "
+                f"{model.config.vocab:,} rows; the way out: the tokenizer that the model was "
+                "trained with"
+            )
         return LanguageModel(model, tokenizer, getattr(model.config, "context", None))
     runs: Any = importlib.import_module("extensor.training.language_model")
     try:

@@ -189,11 +189,14 @@ class RotaryTable:
         return cos[positions], sin[positions]
 
     def _needed(self, length: int) -> int:
-        """Rows to keep. With "dynamic" scaling angles belong to one length."""
-        scaling = self.rope.scaling
+        """Rows to keep. With "dynamic" scaling longer texts than trained on have own angles."""
+        scaling, kept, most = self.rope.scaling, self._length, None
         if scaling is not None and scaling.kind == "dynamic":
-            return max(length, scaling.context)
-        return self._length if length <= self._length else max(2 * self._length, length, 64)
+            if length > scaling.context:
+                return length
+            most, kept = scaling.context, kept if kept <= scaling.context else 0
+        grown = kept if length <= kept else max(2 * kept, length, 64)
+        return grown if most is None else min(grown, most)
 
     def _made(self, length: int, device: str) -> tuple[ExTensor, ExTensor]:
         step, factor = self.rope.angles(length)

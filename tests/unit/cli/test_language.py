@@ -184,6 +184,23 @@ def test_a_model_without_a_template_does_not_chat(
     assert decoder.passes == [4, 5, 6, 7, 8, 8]
 
 
+def test_a_tokenizer_of_another_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = et.models.build("llama", et.models.config("llama", "nano"), np.random.default_rng(0))
+    model.save_pretrained(tmp_path)
+    for count in (model.config.vocab, model.config.vocab + 1):  # fewer would do, too
+        words = {f"w{number}": number for number in range(count)}
+        tokenizers.Tokenizer(tokenizers.models.WordLevel(words)).save(
+            str(tmp_path / "tokenizer.json")
+        )
+        said = main(["generate", str(tmp_path), "w1", "--tokens", "1"])
+        error = capsys.readouterr().err
+        assert said == (0 if count == model.config.vocab else 2), error
+    assert "its tokenizer has 66 tokens, the model's embedding 65 rows" in error
+
+
 def test_advise_mixes_formats_by_what_they_do_to_the_loss(
     decoder: Decoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from extensor import models
 from extensor.extras import lacking
 from extensor.io import CheckpointError, open_archive
 from extensor.io.gguf import GGUF_TYPES, GgufFile, write_gguf
-from extensor.models.architectures import ARCHITECTURES
+from extensor.models.architectures import ARCHITECTURES, architecture_of
 from extensor.quant.array import QuantArray
 from extensor.quant.reference import dequantize, quantize
 
@@ -37,10 +37,14 @@ CONFIG: dict[str, Any] = {
 
 
 def tensors(seed: int = 0, **changes: Any) -> dict[str, np.ndarray]:
-    """Random weights of a model by the names of Hugging Face."""
-    row = ARCHITECTURES["llama"]
-    model = models.build(row.model, row.config_from_hf({**CONFIG, **changes}), None)
-    sources = row.sources(model)
+    """Random weights of a Llama by the names of Hugging Face."""
+    return weights_of({**CONFIG, **changes}, seed)
+
+
+def weights_of(values: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights of the model of a config.json."""
+    row = architecture_of(values)
+    sources = row.sources(models.build(row.model, row.config_from_hf(values), None))
     rng = np.random.default_rng(seed)
     return {s.name: (rng.standard_normal(s.shape) * 0.2).astype(F) for s in sources.values()}
 
@@ -250,6 +254,22 @@ def test_tied_and_untied_heads(tmp_path: Path) -> None:
     refused(
         folder_of(tmp_path / "un", given), "missing: lm_head.weight", "tie_word_embeddings: true"
     )
+
+
+@pytest.mark.parametrize("said", [{}, {"tie_word_embeddings": True}])
+def test_a_head_that_is_tied_by_default_is_compared(tmp_path: Path, said: dict[str, Any]) -> None:
+    values = {
+        "model_type": "gpt2", "vocab_size": 40, "n_embd": 32, "n_layer": 1, "n_head": 4,
+        "n_positions": 16, **said,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    given, file = weights_of(values), tmp_path / "model.safetensors"
+    table = given["transformer.wte.weight"]
+    et.save(given | {"lm_head.weight": table}, file)
+    model = et.models.from_pretrained(tmp_path)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    et.save(given | {"lm_head.weight": table + 1}, file)
+    refused(tmp_path, "lm_head.weight differs from transformer.wte.weight")
 
 
 def test_truncated_and_missing_shards(tmp_path: Path) -> None:
