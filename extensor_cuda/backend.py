@@ -31,6 +31,7 @@ from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.matmul.grouped import block_scaled_matmul
 from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
 from extensor_cuda.matmul.product import FallbackCounter, product, values_of
+from extensor_cuda.matmul.stored import stored_product
 from extensor_cuda.matmul.weight_only import weight_only_matmul
 from extensor_cuda.runtime import blas
 from extensor_cuda.runtime.capture import StepCapture, current_capture
@@ -131,6 +132,11 @@ ROUTES: dict[str, Route] = {
         path=attrgetter("path"),
         fallback_path=lambda a, b: "one after the other" if len(a.shape) == 3 else "generic",
     ),
+    "stored_product": Route(
+        lambda xp, a, b: stored_product(a, b, xp),
+        run=attrgetter("out"),
+        path=attrgetter("path"),
+    ),
     "weight_only_matmul": Route(
         lambda xp, x, w: weight_only_matmul(x, w, "float32", xp),
         run=attrgetter("out"),
@@ -145,6 +151,7 @@ ROUTES: dict[str, Route] = {
         quantize.fake_quantize, fallback=_fake_quantize_on_host, fallback_path="host"
     ),
     "dequantize": Route(quantize.dequantize, fallback=_dequantize_on_host, fallback_path="host"),
+    "straight_through": Route(quantize.straight_through),
     "quantize_rowwise_columnwise": Route(
         quantize.quantize_rowwise_columnwise, fallback_path="two calls"
     ),

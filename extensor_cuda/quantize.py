@@ -17,13 +17,14 @@ from extensor.backends.unsupported import Unsupported
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.rebase import rebase_tiles
-from extensor.quant.spec import QuantSpec
+from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.dispatch import Call
 from extensor_cuda.kernels.quantize import dequantize as decoder
 from extensor_cuda.kernels.quantize import float_scaled
 from extensor_cuda.kernels.quantize import quantize as fused
 from extensor_cuda.kernels.quantize import rowwise_columnwise as paired
+from extensor_cuda.kernels.quantize import straight_through as through
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "quantize_clipped",
     "quantize_rowwise_columnwise",
     "readable",
+    "straight_through",
 ]
 
 Array = Any
@@ -211,3 +213,20 @@ def fake_quantize_rowwise_columnwise(
     """See the protocol. One reading of x. Does not wait for the GPU."""
     plan = _rowwise_columnwise_plan(x, specs, streams)
     return (lambda: paired.fake_quantize(readable(xp, x), plan, streams, xp)) if plan else plan
+
+
+def straight_through(
+    xp: Any, g: Array, mask: Array | None, transform: Hadamard | None, length: int
+) -> Call:
+    """See the protocol. One launch."""
+    if transform is None or not g.size or not length:
+        return Unsupported("a gradient without a transform, or empty")
+    if g.dtype != np.float32 or g.data.ptr % 16:
+        return Unsupported("a gradient that is not float32, or not aligned to 16 bytes")
+
+    def call() -> Array:
+        rows = xp.ascontiguousarray(g)
+        bits = None if mask is None else xp.ascontiguousarray(mask)
+        return through.straight_through(rows, bits, transform, length, xp)
+
+    return call

@@ -107,11 +107,11 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "predictions: expected 0..2 for 3 classes, got 0..5",
     ),
     "labels of no class": (
-        lambda: metrics.top_k_hits(np.zeros((2, 3)), np.array([0, 7]), 2),
+        lambda: metrics.label_ranks(zeros(2, 3), np.array([0, 7])),
         "labels: expected 0..2 for 3 classes, got 0..7",
     ),
     "another count of labels": (
-        lambda: metrics.top_k_hits(np.zeros((2, 3)), np.array([0, 1, 1]), 1),
+        lambda: metrics.label_ranks(zeros(2, 3), np.array([0, 1, 1])),
         "got shapes (2, 3) and (3,)",
     ),
     "a name given twice": (

@@ -64,7 +64,7 @@ JUDGES: dict[str, tuple[str, str]] = {
     "JsonLines": (RECORDS, "test_a_run_leaves_the_same_figures_in_both"),
     "TensorBoard": (RECORDS, "test_a_run_leaves_the_same_figures_in_both"),
     **dict.fromkeys(
-        ("top_k_hits", "confusion_matrix", "ClassScores"),
+        ("label_ranks", "confusion_matrix", "ClassScores"),
         (RECORDS, "test_class_metrics_as_scikit_learn"),
     ),
     **dict.fromkeys(("perplexity", "TokenScores"), (RECORDS, "test_perplexity_as_scikit_learn")),

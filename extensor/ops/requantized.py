@@ -24,9 +24,8 @@ from extensor.backends.generic.matmul import coded_values
 from extensor.backends.generic.quantize import dense_values
 from extensor.backends.protocol import Array, Backend, FirstSpec, Window
 from extensor.ops import recipe_operands as operands
-from extensor.quant import reference
 from extensor.quant.array import QuantArray
-from extensor.quant.hadamard import hadamard, inverse_hadamard
+from extensor.quant.hadamard import hadamard
 from extensor.quant.recipe import Gemm
 from extensor.quant.recipe_state import LayerContext
 from extensor.quant.spec import Hadamard, QuantSpec
@@ -87,7 +86,8 @@ def conv_gradients(
         dw = _scaled(
             _weight_gradient(backend, a, x, context, w.shape, window, first), layer.wgrad, xp
         )
-        dw = _straight_through(dw.reshape(len(w), -1), mask, layer.fprop.a, kernels.shape[1], xp)
+        dw = dw.reshape(len(w), -1)
+        dw = backend.straight_through(dw, mask, _transform(layer.fprop.a), kernels.shape[1])
         dw = dw.reshape(w.shape)
     return dx, dw
 
@@ -126,7 +126,7 @@ def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
 
 
 def _product(backend: Backend, stored: list[QuantArray], context: LayerContext) -> Array:
-    out = backend.block_scaled_matmul(stored[0], stored[1])
+    out = backend.stored_product(stored[0], stored[1])
     return _scaled(out, context.layer.fprop, backend.xp)
 
 
@@ -198,7 +198,7 @@ def gradients(
         else:
             product = backend.product(mine, other)
         product = _scaled(product, gemm, backend.xp)
-        found[i] = _straight_through(product, mask, layer.fprop.a, k, backend.xp)
+        found[i] = backend.straight_through(product, mask, _transform(layer.fprop.a), k)
     return found[0], found[1]
 
 
@@ -217,15 +217,3 @@ def _values(backend: Backend, source: Array, stored: QuantArray | None, operand:
     source = backend.cast(source.reshape(-1, source.shape[-1]), np.dtype(np.float32))
     transform = _transform(operand)
     return source if transform is None else hadamard(source, transform, backend.xp)
-
-
-def _straight_through(
-    gradient: Array, mask: Array | None, operand: Any, length: int, xp: Any
-) -> Array:
-    """The gradient that clipping lets through, out of the transform's domain."""
-    if mask is not None:
-        gradient = reference.masked(gradient, mask, 1, xp)
-    transform = _transform(operand)
-    if transform is None:
-        return gradient
-    return inverse_hadamard(gradient, transform, length, xp)

@@ -19,7 +19,10 @@ sums stay below 2**24 units. Where they span more: bfloat16.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.unsupported import Unsupported
@@ -31,6 +34,7 @@ from extensor_cuda.kernels.quantize import quantize as quantizer
 from extensor_cuda.matmul import tuned
 from extensor_cuda.matmul.expand import (
     Inexact,
+    as_bf16,
     exact_bf16,
     expand,
     float_scaled,
@@ -47,6 +51,7 @@ from extensor_cuda.matmul.product import (
     product,
 )
 from extensor_cuda.matmul.rebase import E5M2_SPAN, INT8_SPAN, held_by, is_mxfp4
+from extensor_cuda.runtime.capture import current_capture
 
 __all__ = [
     "BEYOND_BF16",
@@ -56,6 +61,7 @@ __all__ = [
     "multiply_stored",
     "refuse_tensors",
     "stored_gap",
+    "stored_product",
 ]
 
 Array = Any
@@ -203,11 +209,44 @@ def multiply_stored(
     wide = exact_bf16((a, b), xp)
     if wide is None:
         return BEYOND_BF16
-    path = f"bf16 tensor cores: {why.reason}"
-    if not isinstance(to, Requantized) and all(side.scale.is_absent for side in wide):
-        return Product(product(wide[0], wide[1], to, xp), path)
+    return _bf16_product(wide, f"bf16 tensor cores: {why.reason}", to, xp)
+
+
+def stored_product(a: QuantArray, b: QuantArray, xp: Any) -> Product | Unsupported:
+    """The float32 product in bfloat16, whatever the values, so that a captured step can make it.
+
+    Raises:
+        ValueError: for MX values that bfloat16 does not hold; of a captured step, later.
+    """
+    gap = stored_gap(a, b, capability_of(xp))
+    if gap is None and a.spec.has_float_scales:
+        gap = Unsupported("float scales, whose product does not wait in any case")
+    if gap is not None:
+        return gap
+    flags = xp.zeros(2, dtype=np.uint32)
+    wide = [as_bf16(q, xp, flags[i : i + 1]) for i, q in enumerate((a, b))]
+    if (capture := current_capture()) is not None:
+        capture.watch(flags != 0, _beyond_bf16)
+    elif flags.get().any():
+        raise _beyond_bf16()
+    return _bf16_product(wide, "bf16 tensor cores: whatever the values", "float32", xp)
+
+
+def _beyond_bf16() -> ValueError:
+    return ValueError(
+        "a layer's stored operand holds values below 2**-133 or above 2**127, which bfloat16 does "
+        "not; look for a layer whose weights or inputs vanish or overflow"
+    )
+
+
+def _bf16_product(
+    wide: Sequence[GemmOperand], path: str, to: str | Requantized, xp: Any
+) -> Product:
+    a, b = wide
+    if not isinstance(to, Requantized) and a.scale.is_absent and b.scale.is_absent:
+        return Product(product(a, b, to, xp), path)
     out = empty_result(xp, a.shape[0], b.shape[0], to)
-    multiply(wide[0], wide[1], out)
+    multiply(a, b, out)
     return Product(finished(out, xp), path)
 
 

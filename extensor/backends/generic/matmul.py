@@ -148,6 +148,10 @@ class GenericMatmul(GenericQuantize):
             out[i] = self.block_scaled_matmul(*sides)
         return out
 
+    def stored_product(self, a: QuantArray, b: QuantArray) -> Array:
+        """See the protocol."""
+        return self.block_scaled_matmul(a, b)
+
     def weight_only_matmul(self, x: Array, w: QuantArray) -> Array:
         """See the protocol."""
         return self.xp.matmul(self._wide(x), self.dequantize(w).T)

@@ -10,8 +10,9 @@ from extensor.backends.protocol.core import CoreMethods
 from extensor.backends.protocol.quantize import QuantizeMethods
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
+from extensor.quant.hadamard import inverse_hadamard
 from extensor.quant.recipe_state import Counts, stats_of
-from extensor.quant.spec import QuantSpec
+from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 
 __all__ = ["GenericQuantize", "dense_values", "weight_activations"]
@@ -68,6 +69,14 @@ class GenericQuantize(GenericCore):
     ) -> tuple[QuantArray, Counts, Array]:
         """See the protocol."""
         return reference.quantize_clipped(x, spec, stream, self.xp)
+
+    def straight_through(
+        self, g: Array, mask: Array | None, transform: Hadamard | None, length: int
+    ) -> Array:
+        """See the protocol."""
+        if mask is not None:
+            g = reference.masked(g, mask, 1, self.xp)
+        return g if transform is None else inverse_hadamard(g, transform, length, self.xp)
 
     def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""

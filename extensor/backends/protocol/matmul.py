@@ -144,6 +144,14 @@ class MatmulMethods(Protocol):
         """
         ...
 
+    def stored_product(self, a: QuantArray, b: QuantArray) -> Array:
+        """`block_scaled_matmul` of (M, K) and (N, K) in a training step, which may be captured.
+
+        Raises:
+            ValueError: for values that the GPU's product does not hold.
+        """
+        ...
+
     def weight_only_matmul(self, x: Array, w: QuantArray) -> Array:
         """Float32 x w^T of a dense (M, K) and (N, K) blocked along the last axis: (M, N).
 

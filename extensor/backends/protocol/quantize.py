@@ -7,7 +7,7 @@ from typing import Protocol
 from extensor.backends.protocol.core import Array
 from extensor.quant.array import QuantArray
 from extensor.quant.recipe_state import Counts
-from extensor.quant.spec import QuantSpec
+from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 
 __all__ = ["QuantizeMethods", "SpecPair", "StreamPair"]
@@ -86,6 +86,15 @@ class QuantizeMethods(Protocol):
         streams: StreamPair = (None, None),
     ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
         """The same for `fake_quantize`."""
+        ...
+
+    def straight_through(
+        self, g: Array, mask: Array | None, transform: Hadamard | None, length: int
+    ) -> Array:
+        """What a clip mask lets through of a gradient in a transform's domain, taken out of it.
+
+        g is float32 (M, K'), the mask of `quantize_clipped` or None, the result (M, length).
+        """
         ...
 
     def bfloat16_values(self, x: Array) -> Array:

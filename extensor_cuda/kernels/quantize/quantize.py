@@ -379,7 +379,7 @@ def _run(
     source = quantize_source(plan, dtype, out, whole, stats, extra)
     each = "QUANT_THREAD_COLUMNS" if plan.columns else "QUANT_THREAD_CHUNKS"
     items = int(dict(source.macros)[each])
-    signs = _sign_words(plan.spec.transform) if plan.spec.transform else ()
+    signs = sign_words(plan.spec.transform) if plan.spec.transform else ()
     numbers = *random_arguments(stream), *signs, *map(np.int64, _sizes(plan))
     launch(source, kernel_of(plan), _grid(plan, items), THREADS, x, *arrays, *numbers)
 
@@ -400,7 +400,7 @@ def _sizes(plan: Plan) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _sign_words(transform: Hadamard) -> tuple[np.uint32, ...]:
+def sign_words(transform: Hadamard) -> tuple[np.uint32, ...]:
     """128 bits, the transform's signs repeated where it is shorter: set where negative."""
     negative = np.resize(hadamard_signs(transform) < 0, 128)
     return tuple(np.packbits(negative, bitorder="little").view(np.uint32))

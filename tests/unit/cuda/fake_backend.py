@@ -23,7 +23,7 @@ from extensor_cuda.kernels.nn import (
     sums,
 )
 from extensor_cuda.kernels.optim import optimizer
-from extensor_cuda.kernels.quantize import dequantize, rowwise_columnwise
+from extensor_cuda.kernels.quantize import dequantize, rowwise_columnwise, straight_through
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.kernels.reduction import reduction
 from extensor_cuda.runtime import blas, capture
@@ -43,6 +43,7 @@ TRAINING = (
     sums,
     conv_pool,
     reduction,
+    straight_through,
 )
 """Modules whose ``launch`` an emulator replaces."""
 SLOTS = 2 * kernels.SLOTS

@@ -11,10 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from extensor.backends.generic import GenericBackend
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.quantize import straight_through as through
 from tests.oracle.compare import same_bytes
 from tests.oracle.samples import KINDS, sample
 from tests.unit.cuda.emulator import Cupy
@@ -39,7 +41,7 @@ SHAPES = (((6, 256), 1), ((5, 70), 1), ((128, 66), 0), ((71, 19), 0))
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, (), hopper=False, quantizing=(kernels,))
+    return place(request, monkeypatch, (through,), hopper=False, quantizing=(kernels,))
 
 
 def arrays(shape: tuple[int, int], axis: int) -> list[np.ndarray]:
@@ -107,6 +109,25 @@ def test_clip_masks(xp: Any, name: str) -> None:
             continue
         for x in arrays(shape, axis):
             check(xp, x, MASKED[name].replace(axis=axis), masked=True)
+
+
+@pytest.mark.parametrize("signs", ["none", "random"])
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_what_a_mask_lets_through(xp: Any, size: int, signs: Any) -> None:
+    """Masked in the transform's domain and taken back: the generic bits, NaN's sign aside."""
+    transform, cpu = Hadamard(size, signs, seed=3), GenericBackend("generic", np)
+    rng = np.random.default_rng(size)
+    for rows, length in ((5, size), (7, 3 * size - 5), (300, 2 * size)):
+        g = rng.standard_normal((rows, -(-length // size) * size)).astype(np.float32)
+        g[0, 1], g[1, 3], g[2] = np.inf, np.nan, 0
+        bits = rng.integers(0, 256, (rows, g.shape[1] // 8)).astype(np.uint8)
+        for mask in (None, bits):
+            there = None if mask is None else xp.asarray(mask)
+            got = through.straight_through(xp.asarray(g), there, transform, length, xp).get()
+            expected = cpu.straight_through(g, mask, transform, length)
+            lost = np.isnan(expected)
+            assert (np.isnan(got) == lost).all()
+            same_bytes("through", np.where(lost, 0, got), np.where(lost, 0, expected), str(size))
 
 
 def test_ties_between_a_scale_and_half_of_it(xp: Any) -> None:
