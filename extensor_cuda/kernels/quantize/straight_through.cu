@@ -12,9 +12,9 @@ constexpr int kThreads = 256, kChunk = 16, kChunks = ST_SIZE / kChunk;
 
 // g (rows, coded), coded a multiple of ST_SIZE; mask (rows, coded / 8), a bit a value, the first in
 // the lowest; signs of ST_SIZE values, set where negative. Writes (rows, length), length <= coded.
-extern "C" __global__ void __launch_bounds__(kThreads) straight_through(
-    const float* __restrict__ g, const u8* __restrict__ mask, float* __restrict__ out, i64 rows,
-    i64 coded, i64 length, u32 sign0, u32 sign1, u32 sign2, u32 sign3) {
+extern "C" __global__ void __launch_bounds__(kThreads) straight_through(const float* __restrict__ g,
+    const u8* __restrict__ mask, float* __restrict__ out, i64 rows, i64 coded, i64 length,
+    u32 sign0, u32 sign1, u32 sign2, u32 sign3) {
     const i64 item = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     const i64 chunks = coded / kChunk, row = item / chunks, at = item % chunks * kChunk;
     const bool real = row < rows;  // a transform's lanes are real together
