@@ -1,26 +1,34 @@
-"""pytest plugin of ci/python_mutants.py: one file is imported as a mutant, or calls are recorded.
+"""pytest plugin of ci/python_mutants.py: it maps lines to tests, or judges mutants.
 
+`MUTANT_MAP=FILE` writes which tests run each line, and how long each test takes.
 `MUTANT=FILE:SOURCE` makes the import of FILE compile the text in SOURCE instead.
-`MUTANT_CALLS=FILE` writes which functions each test calls, and how long each test takes.
+`MUTANTS=FILE` collects the tests once and judges each mutant of FILE in a fork of that process.
+There the functions of the mutated file get new code; what only runs at import stays as it is.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-import sys
-import threading
+import resource
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("extensor", "models", "training")
+SLOW = 5.0
+"""Seconds of CPU after which a test is no judge: the map stops it."""
+
+MEMORY = 6 << 30
+"""Bytes that a fork may take."""
 
 
 def import_mutant(path: str, source: str) -> None:
@@ -36,46 +44,170 @@ def import_mutant(path: str, source: str) -> None:
     SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]
 
 
-class Calls:
-    """Records the functions that each test calls, by file and first line."""
+# ---- which tests run a line
+
+
+class Map:
+    """Records the lines that each test runs; those of imports and of collection have no test."""
 
     def __init__(self, out: str) -> None:
+        import coverage
+
         self.out = out
-        self.names: dict[CodeType, str | None] = {}
-        self.now: set[CodeType] = set()
         self.tests: dict[str, float] = {}
-        self.calls: dict[str, list[int]] = {}
+        self.failed: set[str] = set()
+        rooms = [f"{ROOT / room}/*" for room in ROOMS]
+        self.coverage = coverage.Coverage(data_file=f"{out}.coverage", include=rooms)
+        self.coverage.erase()
+        self.coverage.start()
+        signal.signal(signal.SIGPROF, self.stop)
 
-    def trace(self, frame: FrameType, event: str, argument: Any) -> None:
-        self.now.add(frame.f_code)
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        pytest.fail(f"over {SLOW} s")
 
-    @pytest.hookimpl(hookwrapper=True)
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self.now, began = set(), time.process_time()
-        threading.settrace(self.trace)
-        sys.settrace(self.trace)
-        yield
-        sys.settrace(None)
-        number = len(self.tests)
+        self.coverage.switch_context(item.nodeid)
+        began = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, SLOW)
+        result = yield
+        signal.setitimer(signal.ITIMER_PROF, 0)
         self.tests[item.nodeid] = round(time.process_time() - began, 4)
-        for code in self.now:
-            if code not in self.names:
-                path = Path(code.co_filename)
-                ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in ROOMS
-                name = f"{path.relative_to(ROOT)}:{code.co_firstlineno}" if ours else None
-                self.names[code] = name
-            if (known := self.names[code]) is not None:
-                tests = self.calls.setdefault(known, [])
-                if not tests or tests[-1] != number:
-                    tests.append(number)
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        Path(self.out).write_text(json.dumps({"tests": self.tests, "calls": self.calls}))
+        self.coverage.stop()
+        data = self.coverage.get_data()
+        numbers = {test: n for n, test in enumerate(self.tests) if test not in self.failed}
+        lines = {}
+        for file in sorted(data.measured_files()):
+            rows = data.contexts_by_lineno(file)
+            lines[str(Path(file).relative_to(ROOT))] = {
+                line: [-1] * ("" in tests) + sorted(numbers[t] for t in tests if t in numbers)
+                for line, tests in rows.items()
+            }
+        Path(self.out).write_text(json.dumps({"tests": self.tests, "lines": lines}))
+        self.coverage.erase()
+
+
+# ---- mutants in forks
+
+
+def parts(code: CodeType) -> list[CodeType]:
+    """The code objects directly within one."""
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def own(code: CodeType) -> tuple[Any, ...]:
+    """What a code object does, apart from those within and from its place in the file."""
+    constants = [repr(c) for c in code.co_consts if not isinstance(c, CodeType)]
+    return (code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars,
+            code.co_cellvars, code.co_flags, code.co_exceptiontable, len(parts(code)))  # fmt: skip
+
+
+def differing(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]] | None:
+    """The functions that differ, with those around them; None if code that runs at import does."""
+    function = bool(old.co_flags & 2)  # CO_OPTIMIZED: no module and no class
+    found: list[tuple[CodeType, CodeType]] = []
+    same = own(old) == own(new)
+    if not same and not function:
+        return None
+    for before, after in zip(parts(old), parts(new), strict=False):
+        inner = differing(before, after)
+        if inner is None:
+            return None
+        found += inner
+    if function and (found or not same):
+        found.append((old, new))
+    return found
+
+
+def place(code: CodeType) -> tuple[str, str, int]:
+    """What tells a code object from others."""
+    return code.co_filename, code.co_qualname, code.co_firstlineno
+
+
+class Forks:
+    """Judges mutants, each in a fork of the process that collected the tests.
+
+    Args:
+        work: a file of the mutants: ``file``, ``old`` and ``new`` text, ``tests`` and their
+            seconds. Beside it, with the suffix ``.out``, a line for each: the test that failed,
+            "" for none, null where the mutant must be imported.
+    """
+
+    def __init__(self, work: str) -> None:
+        self.mutants = json.loads(Path(work).read_text())
+        self.out = Path(work).with_suffix(".out")
+        self.now = Path(work).with_suffix(".now")
+        self.sound: dict[str, bool] = {}
+        self.forked = False
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        items = {item.nodeid: item for item in session.items}
+        self.functions: dict[tuple[str, str, int], list[FunctionType]] = {}
+        for thing in gc.get_objects():
+            if isinstance(thing, FunctionType):
+                self.functions.setdefault(place(thing.__code__), []).append(thing)
+        gc.freeze()
+        with self.out.open("w", encoding="utf-8") as out:
+            for mutant in self.mutants:
+                print(json.dumps(self.judge(mutant, items)), file=out, flush=True)
+        return True
+
+    def judge(self, mutant: dict[str, Any], items: dict[str, pytest.Item]) -> str | None:
+        """The first test that fails on the mutant, and passes without it."""
+        path = str(ROOT / mutant["file"])
+        old = compile(mutant["old"], path, "exec", dont_inherit=True)
+        pairs = differing(old, compile(mutant["new"], path, "exec", dont_inherit=True))
+        if pairs is None or any(a.co_freevars != b.co_freevars for a, b in pairs):
+            return None
+        tests = [(items[test], s) for test, s in mutant["tests"] if self.sound.get(test, True)]
+        while by := self.fork(tests, pairs):
+            if by not in self.sound:
+                self.sound[by] = not self.fork([t for t in tests if t[0].nodeid == by], [])
+            if self.sound[by]:
+                return by
+            tests = [t for t in tests if t[0].nodeid != by]
+        return ""
+
+    def fork(
+        self,
+        tests: Sequence[tuple[pytest.Item, float]],
+        pairs: Sequence[tuple[CodeType, CodeType]],
+    ) -> str:
+        """Run tests in a fork where functions have other code; the first that fails, or hangs."""
+        self.now.write_text("")
+        child = os.fork()
+        if not child:
+            self.forked = True
+            resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+            for old, new in pairs:
+                for function in self.functions.get(place(old), ()):
+                    function.__code__ = new
+            following = [item for item, _ in tests[1:]] + [None]
+            for (item, seconds), then in zip(tests, following, strict=True):
+                self.now.write_text(item.nodeid)
+                signal.setitimer(signal.ITIMER_PROF, 3 + 5 * seconds)
+                item.ihook.pytest_runtest_protocol(item=item, nextitem=then)
+            os._exit(0)
+        return self.now.read_text() if os.waitpid(child, 0)[1] else ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self.forked and report.failed:
+            os._exit(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if out := os.environ.get("MUTANT_CALLS"):
-        config.pluginmanager.register(Calls(out))
+    if out := os.environ.get("MUTANT_MAP"):
+        config.pluginmanager.register(Map(out))
+    if work := os.environ.get("MUTANTS"):
+        config.pluginmanager.register(Forks(work))
 
 
 if "MUTANT" in os.environ:

@@ -1,18 +1,22 @@
 """Small mistakes in the Python code, which the tests must notice.
 
-    python ci/python_mutants.py --map                     which tests call which functions; once
+    python ci/python_mutants.py --map                     which tests run which lines; once
     python ci/python_mutants.py --draw 40 --package nn    forty new mutants of extensor/nn
     python ci/python_mutants.py --sample 30               known ones again: what CI runs
-    python ci/python_mutants.py --survivors               those that no test noticed, again
+    python ci/python_mutants.py --survivors --limit 60    those that no test noticed, again
     python ci/python_mutants.py --show                    killed of all, by package
 
 Cosmic Ray (extra `mutants`) makes the mutants: an operator, a comparison, a number or a condition
 is another, a loop has no rounds, a decorator is gone. Not mutated are annotations, `__all__`,
-samples of the tests, and text. A mutant is imported in place of its file by `ci.mutant_plugin`,
-which changes nothing on the disk. The tests that call the mutated function judge it, the fastest
-first, for `LIMIT` seconds. ci/python_mutants.json keeps each mutant with the test that noticed it;
-a mutant whose text has gone is left out. `reason` there says why a mutant changes nothing that a
-user can see: an equivalent one, which does not count. Exit code 1 unless all are killed.
+samples of the tests, and text. Nothing changes on the disk: `ci.mutant_plugin` collects a
+package's tests once and judges each mutant in a fork, where its function has other code. A mutant
+of what runs at import is imported in place of its file, by a process of its own. The tests that
+run the mutated line judge it, the fastest first and of each function one before a second, for
+`--limit` seconds. Tests of more than `SLOW` seconds are no judges.
+
+ci/python_mutants.json keeps each mutant with the test that noticed it; a mutant whose text has
+gone is left out. `reason` there says why a mutant changes nothing that a user can see: an
+equivalent one, which does not count. Exit code 1 unless all are killed.
 """
 
 from __future__ import annotations
@@ -22,38 +26,18 @@ import ast
 import json
 import os
 import random
-import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "ci" / "python_mutants.json"
-MAPS = ROOT / "build" / "mutants"
-LIMIT = 40.0
-HANGS = 600.0
-FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from ci.mutant_judges import PACKAGES, ROOT, Mutant, judge_known, judge_new, map_lines
 
-_EVERY = "tests/test_every_"
-PACKAGES = {
-    "autograd": ("extensor/autograd", f"{_EVERY}primitive.py"),
-    "ops": ("extensor/ops", f"{_EVERY}primitive.py", "tests/test_bad_input.py"),
-    "nn": ("extensor/nn", f"{_EVERY}layer.py"),
-    "optim": ("extensor/optim", f"{_EVERY}optimizer.py"),
-    "quant": ("extensor/quant",),
-    "io": ("extensor/io",),
-    "training": ("training",),
-    "models": ("models",),
-}
-"""Where a package lies, and what tests it beside tests/unit/<package>."""
+TABLE = ROOT / "ci" / "python_mutants.json"
 
 SWAPS = (
     "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_Mul Pow_Mul RShift_LShift LShift_RShift "
@@ -68,29 +52,6 @@ OPERATORS = (
     "ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "NumberReplacer", "RemoveDecorator",
     "ZeroIterationForLoop",
 )  # fmt: skip
-
-
-@dataclass
-class Mutant:
-    """Lines of a file that become others; ``by`` is the test that notices, empty if none does."""
-
-    package: str
-    file: str
-    line: int
-    old: str
-    new: str
-    by: str = ""
-    reason: str = ""
-
-    def source(self) -> str | None:
-        """The file with the mistake, at the old text that is nearest to the line; None if gone."""
-        text = (ROOT / self.file).read_text(encoding="utf-8")
-        begins = [0, *(found.end() for found in re.finditer("\n", text))]
-        places = [n for n, at in enumerate(begins) if text.startswith(self.old, at)]
-        if not places:
-            return None
-        at = begins[min(places, key=lambda n: abs(n + 1 - self.line))]
-        return text[:at] + self.new + text[at + len(self.old) :]
 
 
 def known() -> list[Mutant]:
@@ -184,97 +145,6 @@ def difference(package: str, file: str, text: str, changed: str) -> Mutant:
     return Mutant(package, file, first + 1, *lines)
 
 
-# ---- tests
-
-
-def map_calls(package: str) -> None:
-    """Run the package's tests and note which functions each calls."""
-    MAPS.mkdir(parents=True, exist_ok=True)
-    command = [*PYTEST, f"tests/unit/{package}", *PACKAGES[package][1:]]
-    environment = ENVIRONMENT | {"MUTANT_CALLS": str(MAPS / f"{package}.json")}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
-
-
-def codes(code: CodeType) -> Iterator[CodeType]:
-    """A code object and all within, outer ones first."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from codes(constant)
-
-
-def judges(mutant: Mutant) -> list[str]:
-    """The tests that call the mutated function, the fastest first, for `LIMIT` seconds.
-
-    Of code that runs at import, those that call any function of the file.
-    """
-    path = MAPS / f"{mutant.package}.json"
-    if not path.exists():
-        raise SystemExit(f"{path}: not there; run ci/python_mutants.py --map first")
-    found = json.loads(path.read_text())
-    code = compile((ROOT / mutant.file).read_text(encoding="utf-8"), mutant.file, "exec")
-    inner = [c for c in codes(code) if mutant.line in {line for *_, line in c.co_lines()}]
-    calls: dict[str, list[int]] = found["calls"]
-    if len(inner) > 1:
-        numbers = set(calls.get(f"{mutant.file}:{inner[-1].co_firstlineno}", ()))
-    else:
-        numbers = {n for name, c in calls.items() if name.startswith(f"{mutant.file}:") for n in c}
-    times = list(found["tests"].items())
-    chosen, left = [], LIMIT
-    for test, seconds in sorted((times[number] for number in numbers), key=lambda t: t[1]):
-        left -= seconds
-        if left < 0:
-            break
-        chosen.append(test)
-    return chosen
-
-
-PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider",
-          "-p", "no:randomly", "-p", "ci.mutant_plugin")  # fmt: skip
-ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
-}
-
-
-def killed(mutant: Mutant, tests: Sequence[str]) -> str:
-    """The first of the tests that fails on the mutant; empty if all pass."""
-    source = mutant.source()
-    if source is None or not tests:
-        return ""
-    with tempfile.NamedTemporaryFile("w", suffix=".py", encoding="utf-8") as file:
-        file.write(source)
-        file.flush()
-        environment = ENVIRONMENT | {"MUTANT": f"{ROOT / mutant.file}:{file.name}"}
-        try:
-            done = subprocess.run([*PYTEST, *tests], cwd=ROOT, env=environment, text=True,
-                                  capture_output=True, check=False, timeout=HANGS)  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return tests[0]
-    if done.returncode == 0:
-        return ""
-    first = FIRST_FAILURE.search(done.stdout)
-    return first.group(1) if first else tests[0]
-
-
-def judge(mutant: Mutant) -> Mutant:
-    """Find out which test notices: the one that did, else all that may."""
-    mutant.by = killed(mutant, [mutant.by] if mutant.by else judges(mutant))
-    return mutant
-
-
-def judge_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Mutant]:
-    """As they are judged."""
-    with ThreadPoolExecutor(jobs) as pool:
-        for mutant in pool.map(judge, mutants):
-            what = "killed  " if mutant.by else "SURVIVED"
-            print(
-                f"{what} {mutant.file}:{mutant.line} {mutant.new.strip()!r} {mutant.by}", flush=True
-            )
-            yield mutant
-
-
 def show(mutants: Sequence[Mutant]) -> None:
     """Killed of all, by package; equivalent ones apart."""
     counts: dict[str, Counter[str]] = {package: Counter() for package in PACKAGES}
@@ -292,11 +162,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Draw or judge; 1 if a mutant survived."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--package", action="append", choices=PACKAGES, help="may be repeated")
-    parser.add_argument("--map", action="store_true", help="note which tests call what")
+    parser.add_argument("--map", action="store_true", help="note which tests run which lines")
     parser.add_argument("--draw", type=int, default=0, help="this many new ones of each package")
     parser.add_argument("--sample", type=int, default=0, help="this many known ones, by the day")
     parser.add_argument("--survivors", action="store_true", help="those of the table")
     parser.add_argument("--show", action="store_true", help="the table in numbers")
+    parser.add_argument("--limit", type=float, default=10.0, help="seconds of tests for a mutant")
     parser.add_argument("--seed", default=str(date.today()))
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     chosen = parser.parse_args(argv)
@@ -307,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     requested: list[Mutant] = []
     if chosen.map:
         for package in packages:
-            map_calls(package)
+            map_lines(package)
     if chosen.sample:
         there = [mutant for mutant in of_them if mutant.by and mutant.source()]
         requested += chance.sample(there, min(chosen.sample, len(there)))
@@ -316,16 +187,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     seen: set[tuple[Any, ...]] = {(m.file, m.old, m.new) for m in table}
     for package in packages if chosen.draw else ():
         requested += draw(package, chosen.draw, chance, seen)
+    if chosen.sample:
+        judged = judge_known(requested, chosen.jobs)
+    else:
+        judged = judge_new(requested, chosen.limit, chosen.jobs)
     outcomes = []
-    for mutant in judge_all(requested, chosen.jobs):
+    for mutant in judged:
         outcomes.append(mutant)
-        if not chosen.sample:
-            seen.add((mutant.file, mutant.old, mutant.new))
-            fresh = mutant not in table
-            table += [mutant] if fresh else []
-            keep([m for m in table if m.source() is not None])
+        what = "killed  " if mutant.by else "SURVIVED"
+        print(f"{what} {mutant.file}:{mutant.line} {mutant.new.strip()!r} {mutant.by}", flush=True)
+    if not chosen.sample:
+        table += [mutant for mutant in outcomes if mutant not in of_them]
+        keep([mutant for mutant in table if mutant.source() is not None])
     if chosen.show:
-        show(of_them)
+        show([mutant for mutant in table if mutant.package in packages])
     survived = sum(not mutant.by for mutant in outcomes)
     print(f"{len(outcomes)} mutants, {survived} survived")
     return int(survived > 0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections import Counter
 
-from ci.python_mutants import PACKAGES, Mutant, bare, difference, killed, known
+from ci.mutant_judges import PACKAGES, Mutant, bound, in_forks, killed, statement
+from ci.python_mutants import bare, difference, known
 
 
 def test_the_table_fits_the_code() -> None:
@@ -17,7 +18,7 @@ def test_the_table_fits_the_code() -> None:
         source = mutant.source()
         assert source is not None
         ast.parse(source)
-        assert bool(mutant.by) != bool(mutant.reason), mutant
+        assert not (mutant.by and mutant.reason), mutant
     assert {mutant.package for mutant in table} <= PACKAGES.keys()
     rows = Counter((mutant.file, mutant.old, mutant.new) for mutant in table)
     assert max(rows.values()) == 1
@@ -34,13 +35,24 @@ def test_a_mutant_is_the_lines_that_differ() -> None:
     assert (mutant.line, mutant.old, mutant.new) == (2, "b = 2\n", "b = 4\n")
 
 
+def test_a_statement_and_its_names() -> None:
+    text = "@d(\n 1)\ndef f(\n a=2\n):\n  if a:\n    return (\n     3\n    )\nA = 4"
+    spans = [statement(text, line)[1] for line in (2, 4, 6, 8, 10)]
+    assert spans == [range(1, 6), range(1, 6), range(6, 7), range(7, 10), range(10, 11)]
+    assert bound(statement(text, 2)[0]) == {"f"} and bound(statement(text, 10)[0]) == {"A"}
+
+
 def test_the_judge() -> None:
     """On a mutant that a test of dropout notices, and one of norms does not."""
     file, old = "extensor/nn/dropout.py", "            return x\n"
     mutant = Mutant("nn", file, 70, old, "            return x * 2\n")
+    at_import = Mutant(
+        "nn", file, 1, "class Dropout(Module):\n", "class Dropout(Module, object):\n"
+    )
     tests = "tests/unit/nn/test_layers.py::test_"
     noticed = f"{tests}dropout_does_nothing_in_evaluation_or_for_zero"
     other = f"{tests}batch_norm_in_evaluation_uses_the_running_statistics"
     assert killed(mutant, [other, noticed]).split(" ")[0] == noticed
-    assert killed(mutant, [other]) == ""
+    timed = [(other, 0.1), (noticed, 0.1)]
+    assert in_forks([mutant, mutant, at_import], [timed, timed[:1], timed]) == [noticed, "", None]
     assert Mutant("nn", file, 70, "no such line\n", "").source() is None

@@ -318,3 +318,12 @@ def test_a_state_that_does_not_fit_changes_nothing(change, message):
     with pytest.raises(ValueError, match=message):
         scaler.load_state_dict({**before, "scale": 4.0, "good": 7, **change})
     assert scaler.state_dict() == before and state.layers["a"].layer == layer
+
+
+def test_a_state_at_its_bounds_fits():
+    """The least scale, and counts up to what float64 holds."""
+    _, _, scaler = make(min_scale=2.0)
+    counts = {"good": 0, "stepped": (1 << 53) - 1, "skipped": 0, "updates": 0}
+    state = {**scaler.state_dict(), "scale": 2.0, **counts}
+    scaler.load_state_dict(state)
+    assert scaler.state_dict() == state

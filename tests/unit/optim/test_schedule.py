@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
@@ -109,6 +110,8 @@ def test_plateau_against_torch():
 
 @pytest.mark.parametrize("schedule", PURE, ids=repr)
 def test_pure_and_bounded(schedule):
+    with pytest.raises(FrozenInstanceError):
+        schedule.total = 9
     forwards = factors(schedule, 40)
     assert forwards == [schedule.factor(step) for step in reversed(range(40))][::-1]
     assert all(0.0 <= factor <= 1.0 + 1e-12 for factor in forwards)
@@ -169,6 +172,30 @@ def test_bad_steps(step):
 def test_bad_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        *((make, (1, bound)) for make in (Step, Cosine) for bound in (0.0, 1.0)),
+        *((Exponential, (bound,)) for bound in (0.0, 1.0)),
+        *((MultiStep, ((0, 1), bound)) for bound in (0.0, 1.0)),
+        (Linear, (1, 0.0, 0.0)),
+        (Warmup, (0,)),
+        *((WarmupCosine, (0, 1, bound)) for bound in (0.0, 1.0)),
+        *((OneCycle, (1, warm, 1.0, 1.0)) for warm in (0.0, 1.0)),
+        *((WSD, (0, 1, 1, bound)) for bound in (0.0, 1.0)),
+        *((ReduceLROnPlateau, ("min", bound, 0, 0.0, 0, bound)) for bound in (0.0, 1.0)),
+    ],
+)
+def test_arguments_at_their_bounds(make, arguments):
+    make(*arguments)
+
+
+def test_the_state_of_a_plateau_is_no_argument():
+    for name in ("best", "bad", "cooling", "current"):
+        with pytest.raises(TypeError, match=name):
+            ReduceLROnPlateau(**{name: 1})
 
 
 def test_plateau_resumes():

@@ -1,0 +1,236 @@
+"""Which tests judge a mutant of ci/python_mutants.py, and what they say.
+
+The map of a package says which tests run a line. They judge a mutant of it in a fork of a process
+that has collected them, or in one that imports it; see `ci.mutant_plugin`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAPS = ROOT / "build" / "mutants"
+HANGS = 600.0
+FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+_EVERY = "tests/test_every_"
+PACKAGES = {
+    "autograd": ("extensor/autograd", f"{_EVERY}primitive.py"),
+    "ops": ("extensor/ops", f"{_EVERY}primitive.py", "tests/test_bad_input.py"),
+    "nn": ("extensor/nn", f"{_EVERY}layer.py"),
+    "optim": ("extensor/optim", f"{_EVERY}optimizer.py", "tests/unit/cuda/test_graph.py"),
+    "quant": ("extensor/quant",),
+    "io": ("extensor/io",),
+    "training": ("training",),
+    "models": ("models",),
+}
+"""Where a package lies, and what tests it beside tests/unit/<package>."""
+
+
+@dataclass
+class Mutant:
+    """Lines of a file that become others; ``by`` is the test that notices, empty if none does."""
+
+    package: str
+    file: str
+    line: int
+    old: str
+    new: str
+    by: str = ""
+    reason: str = ""
+
+    def original(self) -> str:
+        """The file."""
+        return (ROOT / self.file).read_text(encoding="utf-8")
+
+    def source(self) -> str | None:
+        """The file with the mistake, at the old text that is nearest to the line; None if gone."""
+        text = self.original()
+        begins = [0, *(found.end() for found in re.finditer("\n", text))]
+        places = [n for n, at in enumerate(begins) if text.startswith(self.old, at)]
+        if not places:
+            return None
+        at = begins[min(places, key=lambda n: abs(n + 1 - self.line))]
+        return text[:at] + self.new + text[at + len(self.old) :]
+
+
+def map_lines(package: str) -> None:
+    """Run the package's tests and note which lines each runs."""
+    MAPS.mkdir(parents=True, exist_ok=True)
+    paths = [f"tests/unit/{package}", *PACKAGES[package][1:]]
+    run([*PYTEST, *paths], MUTANT_MAP=str(MAPS / f"{package}.json"))
+
+
+def statement(text: str, line: int) -> tuple[ast.stmt, range]:
+    """The innermost statement at a line, and its lines; of one with a body, those before it."""
+    best = None
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.stmt):
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if body else node.end_lineno or first
+            if first <= line <= max(first, last):
+                best = node, range(first, max(first, last) + 1)
+    if best is None:
+        raise ValueError(f"expected a statement at line {line}, got none")
+    return best
+
+
+def bound(node: ast.stmt) -> set[str]:
+    """The names that a statement binds."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = getattr(node, "targets", None) or [getattr(node, "target", ast.Pass())]
+    return {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+
+
+Timed = list[tuple[str, float]]
+"""Tests, each with its seconds."""
+
+Chosen = tuple[Timed, bool]
+"""The tests that judge a mutant, and whether imports run its line."""
+
+
+class Judges:
+    """A package's map: which tests run which lines, and for how long."""
+
+    def __init__(self, package: str, limit: float) -> None:
+        path = MAPS / f"{package}.json"
+        if not path.exists():
+            raise SystemExit(f"{path}: not there; run ci/python_mutants.py --map first")
+        found = json.loads(path.read_text())
+        self.times: list[tuple[str, float]] = list(found["tests"].items())
+        self.lines: dict[str, dict[str, list[int]]] = found["lines"]
+        self.limit = limit
+
+    def of(self, mutant: Mutant) -> Chosen:
+        """The tests that judge a mutant, each with its seconds, and whether imports run its line.
+
+        Of a line that imports alone run, the tests of the lines that name what it binds.
+        """
+        node, span = statement(mutant.original(), mutant.line)
+        rows = self.lines.get(mutant.file, {})
+        numbers = {number for line in span for number in rows.get(str(line), ())}
+        imported = -1 in numbers or not numbers
+        numbers.discard(-1)
+        if not numbers and (names := bound(node)):
+            named = re.compile(rf"\b(?:{'|'.join(map(re.escape, names))})\b")
+            for file, others in self.lines.items():
+                texts = (ROOT / file).read_text(encoding="utf-8").splitlines()
+                for line, of_line in others.items():
+                    if named.search(texts[int(line) - 1]):
+                        numbers.update(of_line)
+            numbers.discard(-1)
+        of_function: Counter[str] = Counter()
+        ranked = []
+        for number in sorted(numbers, key=lambda n: self.times[n][1]):
+            test, seconds = self.times[number]
+            ranked.append((of_function[test.partition("[")[0]], seconds, test))
+            of_function[test.partition("[")[0]] += 1
+        chosen, left = [], self.limit
+        for _, seconds, test in sorted(ranked):
+            left -= seconds
+            if left < 0:
+                break
+            chosen.append((test, seconds))
+        return chosen, imported
+
+
+PYTEST = (sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider",
+          "-p", "no:randomly", "-p", "no:xdist", "-p", "ci.mutant_plugin")  # fmt: skip
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+}
+
+
+def run(
+    command: Sequence[str], timeout: float | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """pytest, in the repository."""
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | variables, text=True,
+                          capture_output=True, check=False, timeout=timeout)  # fmt: skip
+
+
+def killed(mutant: Mutant, tests: Sequence[str]) -> str:
+    """The first of the tests that fails where the mutant is imported; empty if all pass."""
+    source = mutant.source()
+    if source is None or not tests:
+        return ""
+    with tempfile.NamedTemporaryFile("w", suffix=".py", encoding="utf-8") as file:
+        file.write(source)
+        file.flush()
+        planted = f"{ROOT / mutant.file}:{file.name}"
+        try:
+            done = run([*PYTEST, "-x", *tests], HANGS, MUTANT=planted)
+        except subprocess.TimeoutExpired:
+            return tests[0]
+    if done.returncode == 0:
+        return ""
+    first = FIRST_FAILURE.search(done.stdout)
+    return first.group(1) if first else tests[0]
+
+
+def in_forks(mutants: Sequence[Mutant], tests: Sequence[Timed]) -> list[str | None]:
+    """The test that fails on each mutant, "" for none; None if it must be imported to be judged."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder) / "mutants.json"
+        rows = [
+            {"file": m.file, "old": m.original(), "new": m.source(), "tests": t}
+            for m, t in zip(mutants, tests, strict=True)
+        ]
+        work.write_text(json.dumps(rows))
+        files = sorted({test.partition("::")[0] for timed in tests for test, _ in timed})
+        done = run([*PYTEST, "-s", "--basetemp", f"{folder}/tests", *files], MUTANTS=str(work))
+        found = work.with_suffix(".out")
+        lines = found.read_text().splitlines() if found.exists() else []
+        if len(lines) < len(rows):
+            raise SystemExit(f"{len(lines)} of {len(rows)} mutants judged: {done.stdout[-2000:]}")
+        return [json.loads(line) for line in lines]
+
+
+def judge_new(mutants: Sequence[Mutant], limit: float, jobs: int) -> Iterator[Mutant]:
+    """Find out which tests notice: first in forks, then, where imports run the line, by an import.
+
+    A package's mutants come when all of them are judged.
+    """
+    for package, group in groupby(sorted(mutants, key=lambda m: m.package), lambda m: m.package):
+        of_package, judges = list(group), Judges(package, limit)
+        chosen = [judges.of(mutant) for mutant in of_package]
+        shares = [slice(n, None, jobs) for n in range(min(jobs, len(of_package)))]
+        with ThreadPoolExecutor(jobs) as pool:
+            tests = [timed for timed, _ in chosen]
+            found = pool.map(in_forks, [of_package[s] for s in shares], [tests[s] for s in shares])
+            again = []
+            for share, outcomes in zip(shares, found, strict=True):
+                for mutant, (timed, imported), by in zip(
+                    of_package[share], chosen[share], outcomes, strict=True
+                ):
+                    mutant.by = by or ""
+                    if by is None or (not by and imported):
+                        again.append((mutant, [test for test, _ in timed]))
+            by_import = pool.map(lambda pair: killed(*pair), again)
+            for (mutant, _), name in zip(again, by_import, strict=True):
+                mutant.by = name
+        yield from of_package
+
+
+def judge_known(mutants: Sequence[Mutant], jobs: int) -> Iterator[Mutant]:
+    """Each by the test that noticed it."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for mutant, by in zip(mutants, pool.map(lambda m: killed(m, [m.by]), mutants), strict=True):
+            mutant.by = by
+            yield mutant
