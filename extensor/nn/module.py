@@ -8,6 +8,7 @@ list of layers, whose parameters would not be found, is refused when it is set.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -155,6 +156,18 @@ class Module:
 
         def __getattr__(self, name):  # only for what the module does not have
             raise attribute_error("Module", self, name)
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        # All exist before any is filled: no recursion, since modules may be nested deeply.
+        fresh = [
+            m for m in self.modules()
+            if m is self or (id(m) not in memo and type(m).__deepcopy__ is Module.__deepcopy__)
+        ]  # fmt: skip
+        memo |= {id(m): object.__new__(type(m)) for m in fresh}
+        for module in fresh:
+            vars(memo[id(module)]).update(copy.deepcopy(vars(module), memo))
+        made: Self = memo[id(self)]
+        return made
 
     def named_children(self) -> Iterator[tuple[str, Module]]:
         """The modules that are attributes, in the order they were set.

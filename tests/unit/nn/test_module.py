@@ -290,6 +290,10 @@ def test_modules_nested_deeply():
     assert len(list(model.modules())) == 501 and list(model.parameters()) == [*inner.parameters()]
     assert list(model.state_dict()) == ["0." * 500 + "weight", "0." * 500 + "bias"]
     model.load_state_dict(model.eval().train().to("cpu").state_dict())
+    copied = copy.deepcopy(model)
+    assert not {id(m) for m in copied.modules()} & {id(m) for m in model.modules()}
+    assert all(a is not b for a, b in zip(copied.parameters(), model.parameters(), strict=True))
+    assert repr(copied) == repr(model)
     lines = repr(model).splitlines()
     assert lines[:2] == ["Sequential(", "  (0): Sequential("]
     assert lines[500] == 1000 * " " + "(0): Linear(3, 2)" and len(lines) == 1001
@@ -302,6 +306,22 @@ def test_modules_nested_deeply():
     finally:
         sys.setrecursionlimit(before)
     np.testing.assert_array_equal(inner.bias.grad.numpy(), [4, 4])
+
+
+def test_copies_of_modules_with_a_copy_of_their_own():
+    class Counted(nn.Linear):
+        copies = 0
+
+        def __deepcopy__(self, memo):
+            Counted.copies += 1
+            return super().__deepcopy__(memo)
+
+    model = nn.Sequential(Counted(2, 2), nn.ReLU())
+    model.again = model
+    copied = copy.deepcopy(model)
+    assert Counted.copies == 1 and copied.again is copied and type(copied[0]) is Counted
+    assert copied[0] is not model[0] and copied[0].weight is not model[0].weight
+    assert isinstance(copy.deepcopy(model[0]), Counted) and Counted.copies == 2
 
 
 def test_a_module_that_holds_itself_has_a_repr():
