@@ -4,7 +4,7 @@ A weight that fills a bucket by itself is divided into whole rows, a multiple of
 So no block of its layer's operands lies on two ranks. Each rank packs its rows for one of the
 layer's two products. What is decoded must be what the layer would make of the weight, and the layer
 quantizes it once more. So each rank checks that its decoded rows do not change when they are
-quantized again, and says so in a last byte; where one's do, the weight travels in float32.
+quantized again, and sends along whether; where one's do, the weight travels in float32.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PackedWeight:
     def __init__(self, layer: Linear, bucket: Bucket, ranks: int) -> None:
         self.layer, self.bucket = layer, bucket
         self.shape = bucket.size // ranks // layer.in_features, layer.in_features
-        self._packed: dict[str, tuple[QuantSpec, Array, QuantArray]] = {}
+        self._packed: dict[str, tuple[QuantSpec, list[Array], QuantArray]] = {}
 
     def spec(self, slot: str) -> QuantSpec | None:
         """How the layer quantizes the weight for a product; None if not in blocks of its own."""
@@ -65,8 +65,11 @@ class PackedWeight:
         fits = isinstance(tile, tuple) and all(ROWS % side == 0 for side in tile)
         return spec if alone and fits else None
 
-    def pack(self, slot: str, piece: Array) -> Array | None:
-        """This rank's rows for a product, as bytes; None where the layer packs no such blocks."""
+    def pack(self, slot: str, piece: Array) -> list[Array] | None:
+        """This rank's rows for a product, flat; None where the layer packs no such blocks.
+
+        Codes, scales, and a last array with one number that says whether they are the layer's.
+        """
         spec, backend = self.spec(slot), self.bucket.backend
         if spec is None:
             return None
@@ -75,27 +78,32 @@ class PackedWeight:
             if set(q.parts) != _PARTS:  # a scale of the whole weight
                 return None
             values = backend.dequantize(q)
-            again = backend.dequantize(backend.quantize(values, spec)[0])
+            again = backend.fake_quantize(values, spec)[0]
             same = (values.view(np.uint32) == again.view(np.uint32)).all()
-            flags = backend.xp.asarray(same).astype(np.uint8).reshape(1)
-            row = backend.xp.concatenate(
-                [*(_bytes(backend.xp, p) for p in q.parts.values()), flags]
-            )
-            self._packed[slot] = spec, row, q
+            flag = backend.xp.asarray(same).astype(np.uint8).reshape(1)
+            arrays = [backend.xp.ascontiguousarray(part).reshape(-1) for part in q.parts.values()]
+            self._packed[slot] = spec, [*arrays, flag], q
         return self._packed[slot][1]
 
-    def unpack(self, slot: str, rows: Array, out: Array) -> bool:
-        """Decode all ranks' rows into ``out``; False if one says that they are not the layer's."""
-        xp, mine = self.bucket.backend.xp, self._packed[slot][2]
-        if not bool(rows[:, -1].all()):
+    def unpack(self, slot: str, wholes: Sequence[Array], out: Array) -> bool:
+        """Decode all ranks' rows into ``out``; False if one says that they are not the layer's.
+
+        Args:
+            slot: the product.
+            wholes: what `pack` gave on all ranks, each array gathered.
+            out: float32 of the bucket.
+        """
+        if not bool(wholes[-1].all()):
             return False
-        for row, part in zip(rows, out.reshape(len(rows), *self.shape), strict=True):
-            found, at = {}, 0
-            for name, like in mine.parts.items():
-                end = at + like.nbytes
-                found[name] = xp.ascontiguousarray(row[at:end]).view(like.dtype).reshape(like.shape)
-                at = end
-            part[...] = self.bucket.backend.dequantize(replace(mine, **found))
+        mine = self._packed[slot][2]
+        ranks = wholes[-1].size
+        found = {
+            name: whole.reshape(ranks * like.shape[0], *like.shape[1:])
+            for (name, like), whole in zip(mine.parts.items(), wholes, strict=False)
+        }
+        shape = ranks * self.shape[0], self.shape[1]
+        whole = replace(mine, **found, shape=shape)
+        out.reshape(shape)[...] = self.bucket.backend.dequantize(whole)
         return True
 
     def forget(self) -> None:
@@ -121,7 +129,3 @@ def packed_weight(
     rows, rest = divmod(param.shape[0], ranks)
     good = isinstance(layer, Linear) and not rest and rows % ROWS == 0
     return PackedWeight(layer, bucket, ranks) if good else None
-
-
-def _bytes(xp: Any, part: Array) -> Array:
-    return xp.ascontiguousarray(part).reshape(-1).view(np.uint8)

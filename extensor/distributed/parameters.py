@@ -229,11 +229,11 @@ class GatheredBuckets(ShardedBuckets):
         if mine is None:
             return None
         xp = bucket.backend.xp
-        rows = xp.empty((self.ranks.size, mine.size), np.uint8)
-        self.ranks.all_gather(mine, rows).wait()
-        self.gathered_bytes += rows.nbytes - mine.nbytes
+        wholes = [xp.empty(self.ranks.size * part.size, part.dtype) for part in mine]
+        self.ranks.all_gather_coalesced(mine, wholes).wait()
+        self.gathered_bytes += (self.ranks.size - 1) * sum(part.nbytes for part in mine)
         flat = xp.empty(bucket.size, np.float32)
-        if packed.unpack(kind, rows, flat):
+        if packed.unpack(kind, wholes, flat):
             return flat
         self.unpackable += 1
         return None

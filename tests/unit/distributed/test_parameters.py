@@ -167,9 +167,9 @@ def test_blocks_that_change_when_quantized_again_travel_in_float32() -> None:
             layer.weight[40, 3] = np.nan
         buckets = GatheredBuckets(layer, comm, "float32", 1)
         packed = buckets._packed[id(buckets.buckets[0])]
-        row = packed.pack("fprop.w", buckets.pieces[id(layer.weight)].data)
-        assert row is not None
-        row[-1] = comm.rank == 0
+        parts = packed.pack("fprop.w", buckets.pieces[id(layer.weight)].data)
+        assert parts is not None
+        parts[-1][0] = comm.rank == 0
         with np.errstate(all="ignore"):
             layer(et.ones((1, 64)))
         return layer.weight.data.tobytes(), buckets.unpackable
