@@ -72,7 +72,7 @@ class TrainFlags:
     gradients, states, what each layer keeps for backward. memory.json has the timeline."""
     graph: bool = False
     """With --device cuda: capture a step in a CUDA graph and replay it, without Python. Same
-    results."""
+    results. On several ranks the sums of gradients are in the graph, too."""
     save_steps: int = 0
     """Every N steps, write the last checkpoint, too; 0 at the end of epochs alone. Where ranks keep
     parts of their own (--shard, error feedback), a rank that dies loses what came after it."""

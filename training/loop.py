@@ -44,7 +44,7 @@ from .data import prefetch
 from .metrics import Scores, label_ranks
 from .micro_batches import MicroBatch, MicroBatches, Outcome
 from .optimizers import make_optimizer, make_schedule
-from .ranks import check_weights
+from .ranks import check_captured, check_weights
 from .records import EpochReport, Position, StepReport, finite, share
 from .result import build_result, slot_healths
 from .rundir import RESULT, UsageError, checkpoint_in, write_json
@@ -139,11 +139,6 @@ class Trainer:
                 f"--micro-batches: expected at least one for each of the {self.ranks.size} ranks, "
                 f"got {parts}; the way out: fewer ranks, or a new run of more micro-batches"
             )
-        if graph and parts > 1:
-            raise ValueError(
-                f"--graph: a captured step is one micro-batch on one rank, got {parts}; the way "
-                "out: leave --graph out"
-            )
         self.micro_batches = MicroBatches(self.model, self.quant, parts, self.ranks)
         self.optimizer = make_optimizer(self.model, config)
         self.buckets = self._make_buckets()
@@ -155,6 +150,8 @@ class Trainer:
             growth_factor=2.0 if dynamic else 1.0,
         )
         self.graph = graph
+        if graph:
+            check_captured(self)
         self._captured = capture(self._whole_step) if graph else None
         self._unread: list[_Made] = []
         self.position = Position()
@@ -266,6 +263,7 @@ class Trainer:
         position = self.position
         return (
             not self.graph
+            or self.ranks.size > 1  # all of them hear of an interrupt after the same step
             or len(self._unread) == READ_EVERY
             or position.batch == self.batches
             or self._told_to_stop
@@ -392,7 +390,7 @@ class Trainer:
         if batch is not None:
             for callback in self.callbacks:
                 callback.on_gradients(self, batch)
-        if self.config.clip_norm and self.buckets is None:
+        if self.config.clip_norm and (self.buckets is None or self.graph):
             clip_grad_norm(self.optimizer.params, self.config.clip_norm, nonfinite="return")
         elif self.config.clip_norm:
             holders = None if self.config.shard == "none" else self.ranks
@@ -410,22 +408,37 @@ class Trainer:
         return bad
 
     def _replay(self, batch: Batch) -> Callable[[], tuple[Outcome, bool]]:
-        """The step as a CUDA graph, without waiting for it."""
-        inputs, labels, places = self._arguments(batch)
+        """The step as a CUDA graph; on one rank without waiting for it."""
+        micro = self.micro_batches
+        mine = [part for part in micro.divide(batch) if part.index in micro.mine]
+        if not mine:
+            raise UsageError(
+                f"--graph: expected rows for each of {self.ranks.size} ranks in each batch, got "
+                f"none in step {self.position.step + 1}; the way out: another --batch-size"
+            )
         assert self._captured is not None
-        loss, hits, bad = self._captured(*map(self._tensor, (inputs, labels, *places)))
-        count = batch.count
+        micro.begin()
+        for part in micro.run(mine):
+            inputs, labels, _ = self._arguments(part.batch)
+            weight = np.full((), part.weight, np.float32)
+            loss, hits, bad = self._captured(*map(self._tensor, (inputs, labels, weight)))
+        if self.ranks.size == 1:
+            count = part.batch.count
 
-        def read() -> tuple[Outcome, bool]:
-            values = float(loss.item()), int(hits.item())
-            return Outcome(*values, count, self._told_to_stop), not bad.item()
+            def read() -> tuple[Outcome, bool]:
+                values = float(loss.item()), int(hits.item())
+                return Outcome(*values, count, self._told_to_stop), not bad.item()
 
-        return read
+            return read
+        self.ranks.synchronize()
+        micro.record(part, float(loss.item()), int(hits.item()))
+        done = micro.end(self._told_to_stop), not bad.item()
+        return lambda: done
 
     def _whole_step(
-        self, inputs: ExTensor, labels: ExTensor
+        self, inputs: ExTensor, labels: ExTensor, weight: ExTensor
     ) -> tuple[ExTensor, ExTensor, ExTensor]:
-        """Forward, backward and update in one captured piece.
+        """Forward, backward, the ranks' sums and update in one captured piece.
 
         Returns:
             The loss, labels that got the largest score, whether the gradients were not finite.
@@ -434,7 +447,14 @@ class Trainer:
         rows, loss = self._forward(inputs, labels, smoothing=self.config.label_smoothing)
         backend = rows.backend
         hits = (backend.label_ranks(rows.data, labels.data) == 0).sum()
-        self.scaler.scale(loss).backward()
+        if self.buckets is None:
+            self.scaler.scale(loss).backward()
+        else:
+            with self.buckets.micro_batch(last=True):
+                self.scaler.scale(loss * weight).backward()
+            self.quant.micro_batch = 0  # the update's random bits are the whole batch's
+            self.buckets.finish(0)
+            self.ranks.synchronize()
         bad = self._update()
         if isinstance(bad, bool):
             bad = self._tensor(np.array(bad))

@@ -30,7 +30,8 @@ from .data import DataError
 from .rundir import UsageError
 
 __all__ = [
-    "agree_on_errors", "check_start", "check_weights", "end_all", "rank_console", "say",
+    "agree_on_errors", "check_captured", "check_start", "check_weights", "end_all",
+    "rank_console", "say",
 ]  # fmt: skip
 
 SECOND_THOUGHT = 1.0
@@ -74,6 +75,35 @@ def check_weights(run: Any) -> None:
     """
     if run.ranks.size > 1:
         check_same(run.ranks, f"step {run.position.step}", {"weights": _weights(run)})
+
+
+def check_captured(run: Any) -> None:
+    """Refuse what the ranks' captured steps (``--graph``) cannot do.
+
+    Raises:
+        ValueError: naming it, and the way out.
+    """
+    config, micro, size = run.config, run.micro_batches, run.ranks.size
+    for good, what, way_out in (
+        (
+            micro.parts == size,
+            f"a captured step is one micro-batch on each rank, got {micro.parts} on {size}",
+            "as many --micro-batches as ranks",
+        ),
+        (
+            "mxint" not in config.grad_comm,
+            f"{config.grad_comm} rounds by the number of the step",
+            "--grad-comm float32, bfloat16 or exact",
+        ),
+        (config.shard == "none", "each rank updates whole weights", "leave --shard out"),
+        (
+            size == 1 or not (micro.running or micro.draws),
+            "batch norms and dropout take the buffers of a micro-batch",
+            "a model without them, or one rank",
+        ),
+    ):
+        if not good:
+            raise ValueError(f"--graph: {what}; the way out: {way_out}, or leave --graph out")
 
 
 def _weights(run: Any) -> str:

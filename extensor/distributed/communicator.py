@@ -19,6 +19,8 @@ __all__ = [
 Array = Any
 Op = Literal["sum", "max", "min"]
 
+BUCKET_BYTES = 4 << 20
+"""`Communicator.bucket_bytes` through the memory of a machine or between machines."""
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a collective may take: a rank may be compiling its kernels."""
 
@@ -135,6 +137,8 @@ class Communicator(Protocol):
         size: how many ranks there are.
         timeout: seconds that `Work.wait` and the blocking collectives wait; may be set at any
             time, also while another call waits.
+        bucket_bytes: of float32 gradients that are best reduced at once: small enough that sums
+            begin while the backward pass goes on, large enough for the link.
 
     >>> from extensor.distributed import run_ranks
     >>> run_ranks(2, lambda ranks: (ranks.rank, ranks.size))
@@ -144,6 +148,7 @@ class Communicator(Protocol):
     rank: int
     size: int
     timeout: float
+    bucket_bytes: int
 
     def all_reduce(self, buffer: Array, op: Op = "sum") -> Work:
         """Replace the array, on all ranks, by the sum, maximum or minimum over ranks.
@@ -339,6 +344,18 @@ class Communicator(Protocol):
 
         >>> from extensor.distributed import LocalCommunicator
         >>> LocalCommunicator().join()
+        """
+
+    def synchronize(self) -> None:
+        """Return when the device has done all that this process has queued, a graph's replay, too.
+
+        Does nothing while a CUDA graph is captured, and where collectives are waited for anyway.
+
+        Raises:
+            CollectiveTimeout: if it takes longer than ``timeout``.
+
+        >>> from extensor.distributed import LocalCommunicator
+        >>> LocalCommunicator().synchronize()
         """
 
 

@@ -16,11 +16,7 @@ from extensor.autograd.tensor import ExTensor
 from extensor.distributed.communicator import Array, Communicator
 from extensor.distributed.reduction import BLOCK, ReductionWork, make_reduction, padded_size
 
-__all__ = ["BUCKET_BYTES", "Bucket", "GradientBuckets"]
-
-BUCKET_BYTES = 4 << 20
-"""A bucket is full with so many bytes of float32: a small part of most models, so that its sum
-begins while the backward pass goes on."""
+__all__ = ["Bucket", "GradientBuckets"]
 
 
 class Bucket:
@@ -88,7 +84,7 @@ class GradientBuckets:
         params: parameters of one device, in the order of the model's layers, the same on all ranks.
         ranks: the communicator.
         name: how sums are taken: a name in `GRAD_COMM`.
-        bucket_bytes: how many bytes of gradients are reduced at once.
+        bucket_bytes: how many bytes of gradients are reduced at once; None is the communicator's.
         how: more for `make_reduction`, such as ``seed``.
 
     Raises:
@@ -110,16 +106,17 @@ class GradientBuckets:
         params: Sequence[ExTensor],
         ranks: Communicator,
         name: str = "float32",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         **how: Any,
     ) -> None:
         others = sorted({p.dtype.name for p in params} - {"float32"})
         if others:
             raise ValueError(f"params: expected float32 weights, got {', '.join(others)}")
         self.params, self.ranks = list(params), ranks
+        most = ranks.bucket_bytes if bucket_bytes is None else bucket_bytes
         groups: list[list[ExTensor]] = [[]]
         for param in reversed(self.params):
-            if groups[-1] and sum(p.nbytes for p in groups[-1]) + param.nbytes > bucket_bytes:
+            if groups[-1] and sum(p.nbytes for p in groups[-1]) + param.nbytes > most:
                 groups.append([])
             groups[-1].append(param)
         self.buckets = [

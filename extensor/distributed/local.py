@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from extensor.distributed.communicator import (
+    BUCKET_BYTES,
     DEFAULT_TIMEOUT,
     Array,
     CollectiveMismatch,
@@ -83,6 +84,8 @@ class LocalCommunicator:
     >>> alone.rank, alone.size, alone.all_gather_object("x")
     (0, 1, ['x'])
     """
+
+    bucket_bytes = BUCKET_BYTES
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
         self.rank, self.size, self.timeout = rank, size, DEFAULT_TIMEOUT
@@ -171,6 +174,9 @@ class LocalCommunicator:
 
     def join(self) -> None:
         """See :meth:`extensor.distributed.Communicator.join`."""
+
+    def synchronize(self) -> None:
+        """See :meth:`extensor.distributed.Communicator.synchronize`."""
 
     def _start(
         self, name: str, option: Any, send: Array, finish: Callable[[list[Any]], None]

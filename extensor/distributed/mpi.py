@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from extensor.distributed.communicator import (
+    BUCKET_BYTES,
     DEFAULT_TIMEOUT,
     Array,
     CollectiveTimeout,
@@ -79,6 +80,8 @@ class MPICommunicator:
     >>> from extensor.distributed.mpi import MPICommunicator
     >>> ranks = MPICommunicator()    # doctest: +SKIP
     """
+
+    bucket_bytes = BUCKET_BYTES
 
     def __init__(self, comm: Any = None) -> None:
         from mpi4py import MPI
@@ -164,6 +167,9 @@ class MPICommunicator:
 
     def join(self) -> None:
         """See :meth:`extensor.distributed.Communicator.join`."""
+
+    def synchronize(self) -> None:
+        """See :meth:`extensor.distributed.Communicator.synchronize`."""
 
     def where(self) -> str:
         """This rank in words, for messages.

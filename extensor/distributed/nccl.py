@@ -31,8 +31,8 @@ SPIN_SECONDS = 0.05
 PAUSE_SECONDS = 0.0005
 SUMS = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 """What NCCL adds; anything moves, as bytes."""
-AHEAD = 3
-"""Joins that this process may be ahead of the GPU, less than two steps of training."""
+AHEAD = 2
+"""Joins that this process may be ahead of the GPU: as many steps of training."""
 LANES = 2
 """While the collective of one is under way, the other packs and unpacks."""
 ROLL_CALL_SECONDS = 5.0
@@ -55,7 +55,7 @@ class _NCCLWork:
         In a lane this process does not wait: what follows there does.
         """
         current = self._ranks._xp.cuda.get_current_stream()
-        if current.ptr not in self._ranks._lane_of:
+        if current.ptr not in self._ranks._lane_pointers:
             self._ranks._poll(self._event, self._what)
         current.wait_event(self._event)
 
@@ -89,11 +89,13 @@ class NCCLCommunicator:
         self._stream, *self._lanes = (
             self._xp.cuda.Stream(non_blocking=True, priority=-1) for _ in range(1 + LANES)
         )
-        self._lane_of = {lane.ptr: number for number, lane in enumerate(self._lanes)}
-        self._pending: set[int] = set()  # lanes with work that nothing has joined
+        self._lane_pointers = {lane.ptr for lane in self._lanes}
+        self._pending: dict[int, Any] = {}  # streams with work that nothing has joined
         self._joined: deque[Any] = deque()
         self._ops = {op: getattr(self._nccl, f"NCCL_{op.upper()}") for op in ("sum", "max", "min")}
         self._types = {n: getattr(self._nccl, f"NCCL_{n.upper()}") for n in SUMS}
+
+    bucket_bytes = 32 << 20
 
     @property
     def timeout(self) -> float:
@@ -228,35 +230,49 @@ class NCCLCommunicator:
     @contextlib.contextmanager
     def beside(self, lane: int = 0) -> Iterator[bool]:
         """See :meth:`extensor.distributed.Communicator.beside`."""
-        number = lane % LANES
-        self._follow(self._lanes[number])
-        self._pending.add(number)
-        with self._lanes[number]:
+        stream = self._lanes[lane % LANES]
+        self._follow(stream)
+        with stream:
             yield True
 
     def join(self) -> None:
         """See :meth:`extensor.distributed.Communicator.join`."""
+        if not self._pending:
+            return
         current = self._xp.cuda.get_current_stream()
-        pending = (self._lanes[number] for number in sorted(self._pending))
-        events = [self._record(stream) for stream in (self._stream, *pending)]
+        events = [self._record(stream) for stream in self._pending.values()]
+        self._pending.clear()
         for event in events:
             current.wait_event(event)
-        self._pending.clear()
+        if self._capturing():
+            return
         self._joined.append(events)
         if len(self._joined) > AHEAD:
             for event in self._joined.popleft():
                 self._poll(event, "a collective beside the computation")
 
+    def synchronize(self) -> None:
+        """See :meth:`extensor.distributed.Communicator.synchronize`."""
+        if not self._capturing():
+            stream = self._xp.cuda.get_current_stream()
+            self._poll(self._record(stream), "a step's collectives")
+
     # --- within ---------------------------------------------------------------------------------
 
     def _follow(self, stream: Any) -> None:
-        """Let a stream wait for what the current one has queued."""
+        """Let a stream of ours wait for what the current one has queued."""
+        self._pending[stream.ptr] = stream
         stream.wait_event(self._record(self._xp.cuda.get_current_stream()))
 
     def _record(self, stream: Any) -> Any:
         event = self._xp.cuda.Event(disable_timing=True)
         event.record(stream)
         return event
+
+    def _capturing(self) -> bool:
+        """Whether what is called now goes into a CUDA graph: nobody can ask for its events."""
+        cuda = self._xp.cuda
+        return bool(cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr))
 
     def _start(self, what: str, call: Callable[[int], None], keep: Any) -> Work:
         self._follow(self._stream)

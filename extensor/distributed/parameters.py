@@ -21,8 +21,8 @@ import numpy as np
 from extensor.autograd.mode import MODE, Observer
 from extensor.autograd.storage import Kept
 from extensor.autograd.tensor import ExTensor
-from extensor.distributed.communicator import Array, Communicator
-from extensor.distributed.gradients import BUCKET_BYTES, Bucket
+from extensor.distributed.communicator import BUCKET_BYTES, Array, Communicator
+from extensor.distributed.gradients import Bucket
 from extensor.distributed.packed import packed_weight
 from extensor.distributed.zero import ShardedBuckets
 from extensor.nn.linear import GemmLayer
@@ -46,7 +46,8 @@ class GatheredBuckets(ShardedBuckets):
         model: whose parameters, of one device, are shared by ``ranks``.
         ranks: the communicator.
         name: how gradients are summed: a name in `GRAD_COMM`.
-        bucket_bytes: how many bytes of float32 are gathered, and reduced, at once.
+        bucket_bytes: how many bytes of float32 are gathered, and reduced, at once: small,
+            because a weight alone in its bucket may travel packed.
         how: more for `make_reduction`.
 
     Attributes:

@@ -19,7 +19,7 @@ from extensor.autograd.apply import wrap
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.distributed.communicator import Array, Communicator
-from extensor.distributed.gradients import BUCKET_BYTES, Bucket, GradientBuckets
+from extensor.distributed.gradients import Bucket, GradientBuckets
 from extensor.distributed.reduction import ReductionWork
 from extensor.nn.parameter import Parameter
 from extensor.optim import Optimizer
@@ -37,7 +37,7 @@ class ShardedBuckets(GradientBuckets):
         params: as for `GradientBuckets`.
         ranks: the communicator.
         name: how sums are taken.
-        bucket_bytes: how many bytes of gradients are reduced at once.
+        bucket_bytes: how many bytes of gradients are reduced at once; None is the communicator's.
         keep_gradients: whether a bucket's whole gradients keep their memory between steps (ZeRO-1);
             without, it is given back as soon as a bucket is reduced (ZeRO-2).
         how: more for `make_reduction`.
@@ -61,7 +61,7 @@ class ShardedBuckets(GradientBuckets):
         params: Sequence[ExTensor],
         ranks: Communicator,
         name: str = "float32",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         *,
         keep_gradients: bool = True,
         **how: Any,

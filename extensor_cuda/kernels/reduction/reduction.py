@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from extensor.random import Stream
+from extensor_cuda.runtime.capture import clock_of
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
@@ -119,6 +120,7 @@ def _values(pitch: int, bits: int) -> int:
 
 
 def _rounding(stream: Stream | None, first_block: int) -> Iterator[np.uint32]:
+    clock_of((stream,))  # refuses a capture, whose replays would all draw the same bits
     words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     return (np.uint32(n) for n in (stream is not None, *words, first_block))
 

@@ -275,6 +275,7 @@ class Gpu(FakeCupy):
             get_current_stream=lambda: LOCAL.stream or DEFAULT,
             runtime=types.SimpleNamespace(
                 getDeviceCount=lambda: count,
+                streamIsCapturing=lambda stream: False,
                 deviceGetPCIBusId=lambda number: f"0000:{number:02x}:00.0",
             ),
         )

@@ -21,6 +21,7 @@ from extensor.training.callbacks import Callback, EarlyStopping, SaveCheckpoint
 from extensor.training.config import RunConfig
 from extensor.training.loop import Interrupted, Trainer
 from extensor.training.micro_batches import MicroBatches, shares
+from extensor.training.rundir import UsageError
 from extensor.training.runs import RUNS, defaults
 from extensor.training.tasks import TASKS
 from tests.unit.training.conftest import Make, fitted, weights
@@ -29,14 +30,20 @@ Run = tuple[dict[str, bytes], dict[str, Any], Any]
 
 
 def on(
-    size: int, config: RunConfig, out: Path, *, resume: bool = False, callbacks: Any = ()
+    size: int,
+    config: RunConfig,
+    out: Path,
+    *,
+    resume: bool = False,
+    callbacks: Any = (),
+    graph: bool = False,
 ) -> Run:
     """Train on ranks that are threads; all of them must end alike."""
     out.mkdir(exist_ok=True)
 
     def program(ranks: LocalCommunicator) -> Run:
         mine = [make() for make in callbacks if ranks.rank == 0 or make is SaveCheckpoint]
-        trainer = Trainer(config, out, callbacks=mine, ranks=ranks)
+        trainer = Trainer(config, out, callbacks=mine, graph=graph, ranks=ranks)
         if resume:
             trainer.load(trainer.last)
         trainer.fit()
@@ -148,10 +155,37 @@ def test_one_ranks_infinity_skips_the_step_on_all(small: Make, tmp_path: Path) -
             trainer.forward = lambda *args: (*good(*args)[:2], good(*args)[2] * float("inf"))
         (batch,) = trainer.task.training(1, 0)
         with np.errstate(all="ignore"):
-            _, _, finite = trainer._step(batch)
-        return finite, weights(trainer) == before, trainer.scaler.current_scale
+            (report,) = trainer.advance([batch])
+        return not report.skipped, weights(trainer) == before, trainer.scaler.current_scale
 
     assert run_ranks(2, program) == [(False, True, 32768.0)] * 2
+
+
+def test_captured_ranks_train_as_others(tmp_path: Path) -> None:
+    """The same weights, losses and counts; a batch of 12 has 6 rows a rank, a last one of 5 has 3
+    and 2. On the CPU the captured step is called."""
+    config = image_run("lenet", recipe="mxfp4", batch_size=12, train_limit=29, micro_batches=2)
+    config = dataclasses.replace(config, grad_comm="exact")
+    eager = on(2, config, tmp_path / "eager")
+    assert on(2, config, tmp_path / "graph", graph=True)[:2] == eager[:2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "expected"),
+    [
+        ({"micro_batches": 4}, 2, "one micro-batch on each rank, got 4 on 2; the way out: as many"),
+        ({"grad_comm": "mxint8"}, 2, "mxint8 rounds by the number of the step"),
+        ({"shard": "states", "optimizer": "adamw"}, 2, "whole weights; the way out: leave --shard"),
+        ({"model": "resnet"}, 2, "batch norms and dropout"),
+        ({"batch_size": 8, "train_limit": 17, "model": "lenet"}, 2, "none in step 3; the way out"),
+    ],
+)
+def test_what_captured_ranks_do_not_do(
+    tmp_path: Path, changes: dict[str, Any], size: int, expected: str
+) -> None:
+    config = image_run(changes.pop("model", "mlp"), **{"lr": 1e-3, **changes})
+    with pytest.raises((UsageError, ValueError), match=expected):
+        on(size, config, tmp_path / "run", graph=True)
 
 
 def test_early_stopping_stops_all(small: Make, tmp_path: Path) -> None:
