@@ -30,11 +30,12 @@ from extensor_cuda.dispatch import Route, routed
 from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.matmul.grouped import block_scaled_matmul
 from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
-from extensor_cuda.matmul.product import FallbackCounter, product, values_of
+from extensor_cuda.matmul.product import FallbackCounter, SharedCounter, product, values_of
 from extensor_cuda.matmul.stored import stored_product
 from extensor_cuda.matmul.weight_only import weight_only_matmul
 from extensor_cuda.runtime import blas
 from extensor_cuda.runtime.capture import StepCapture, current_capture
+from extensor_cuda.runtime.counters import Reserve
 from extensor_cuda.runtime.graph import CudaGraph
 from extensor_cuda.runtime.memory import PoolLog, allocate
 
@@ -226,7 +227,8 @@ class CudaBackend(GenericBackend):
 
     def __init__(self, xp: Any) -> None:
         super().__init__("cuda", xp)
-        self._fallbacks = FallbackCounter(xp)
+        self.reserve = Reserve(xp)
+        self._fallbacks = FallbackCounter(self.reserve)
 
     @property
     def capturing(self) -> StepCapture | None:
@@ -279,9 +281,19 @@ class CudaBackend(GenericBackend):
         made: list[Any] = run_batch(preparations, self.xp)
         return made
 
-    def product(self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None) -> Array:
+    def product(
+        self,
+        a: Any,
+        b: Any,
+        dtype: str = "float32",
+        bias: Array | None = None,
+        fallbacks: dict[str, Any] | None = None,
+    ) -> Array:
         """See the protocol, and `extensor_cuda.matmul.product`."""
-        out = product(a, b, dtype, self.xp, bias, self._fallbacks)
+        counter = (
+            self._fallbacks if fallbacks is None else SharedCounter(self._fallbacks, fallbacks)
+        )
+        out = product(a, b, dtype, self.xp, bias, counter)
         if not isinstance(out, Unsupported):
             return out
         return super().product(values_of(a, self.xp), values_of(b, self.xp), dtype, bias)

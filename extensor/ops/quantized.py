@@ -111,17 +111,25 @@ def _bias_vjp(
 
 
 def _product(
-    backend: Backend, a: Any, b: Any, gemm: Gemm, dtype: np.dtype[Any], bias: Array | None = None
+    backend: Backend,
+    a: Any,
+    b: Any,
+    context: LayerContext,
+    which: str,
+    dtype: np.dtype[Any],
+    bias: Array | None = None,
 ) -> Array:
     """A b^T of what `make_operands` gave, scaled, plus a bias, rounded to ``dtype`` once."""
+    gemm: Gemm = getattr(context.layer, which)
     # The backend checks whether rounded operands fit bfloat16 tiles; float32 ones do not.
     if "float32" in (gemm.a, gemm.b):
         out = backend.matmul(a, b.T)
     elif gemm.output_scale == 1.0:
         start = None if bias is None else backend.cast(bias, np.dtype(np.float32))
-        return backend.cast(backend.product(a, b, dtype.name, start), dtype)
+        counted = context.fallbacks(which)
+        return backend.cast(backend.product(a, b, dtype.name, start, counted), dtype)
     else:
-        out = backend.product(a, b)
+        out = backend.product(a, b, fallbacks=context.fallbacks(which))
     out = _scaled(out, gemm, backend.xp)
     return backend.cast(out if bias is None else backend.add(out, bias), dtype)
 
@@ -176,7 +184,7 @@ def _matmul_forward(
         return out.reshape(*x.shape[:-1], w.shape[0]), saved
     a, kept, released = operands.input_operands(backend, x, context, _X, sizes, given)
     b, w_columnwise = operands.forward_operands(backend, w, context, _W, sizes, version)
-    out = _product(backend, a, b, context.layer.fprop, _result(context, x, w, *bias), *bias)
+    out = _product(backend, a, b, context, "fprop", _result(context, x, w, *bias), *bias)
     saved = operands.SavedOperands(kept, w_columnwise, (0,) if released else ())
     return out.reshape(*x.shape[:-1], w.shape[0]), saved
 
@@ -206,21 +214,21 @@ def _matmul_vjp(
         ]
     w_columnwise = saved.w
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
-    sizes, layer = (len(rows), *w.shape), context.layer
+    sizes = (len(rows), *w.shape)
     needed = [slot for slot, need in zip(_G, needs, strict=False) if need]
     gradients = operands.make_operands(backend, rows, context, needed, sizes)  # read once for both
     dx = dw = None
     if needs[0]:
         if w_columnwise is None:
             (w_columnwise,) = operands.make_operands(backend, w, context, _W[1:], sizes, version)
-        dx = _product(backend, gradients[0], w_columnwise, layer.dgrad, x.dtype)
+        dx = _product(backend, gradients[0], w_columnwise, context, "dgrad", x.dtype)
         dx = dx if dx.shape == x.shape else dx.reshape(x.shape)  # a leaf's gradient is no view
     if needs[1]:
         x_columnwise = operands.kept_operand(saved.x)
         if x_columnwise is None:
             x = x.reshape(-1, x.shape[-1])
             (x_columnwise,) = operands.make_operands(backend, x, context, _X[1:], sizes)
-        dw = _product(backend, gradients[-1], x_columnwise, layer.wgrad, w.dtype)
+        dw = _product(backend, gradients[-1], x_columnwise, context, "wgrad", w.dtype)
     return [dx, dw, *(backend.leading_sum(g, g.ndim - 1) if need else None for need in needs[2:])]
 
 

@@ -182,21 +182,21 @@ def gradients(
     slots = [slot for slot, need in zip(_G, needs, strict=False) if need]
     made = operands.make_operands(backend, g, context, slots, sizes)
     found: list[Array | None] = [None, None]
-    for i, (source, stored, mask, slot, gemm) in enumerate(
+    for i, (source, stored, mask, slot, name) in enumerate(
         (
-            (w, kept.w, kept.x_mask, ("dgrad.w", -2), layer.dgrad),
-            (x, kept.x, kept.w_mask, ("wgrad.x", -2), layer.wgrad),
+            (w, kept.w, kept.x_mask, ("dgrad.w", -2), "dgrad"),
+            (x, kept.x, kept.w_mask, ("wgrad.x", -2), "wgrad"),
         )
     ):
         if not needs[i]:
             continue
         values = _values(backend, source, stored, layer.fprop.a)
         (other,) = operands.make_operands(backend, values, context, [slot], sizes)
-        mine = made[0 if i == 0 else -1]
+        mine, gemm = made[0 if i == 0 else -1], getattr(layer, name)
         if "float32" in (gemm.a, gemm.b):
             product = backend.matmul(mine, other.T)
         else:
-            product = backend.product(mine, other)
+            product = backend.product(mine, other, fallbacks=context.fallbacks(name))
         product = _scaled(product, gemm, backend.xp)
         found[i] = backend.straight_through(product, mask, _transform(layer.fprop.a), k)
     return found[0], found[1]

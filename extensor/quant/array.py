@@ -37,15 +37,18 @@ class QuantStats:
         saturated: values that would round beyond the largest code.
         flushed: values other than zero that dequantize to zero.
         rebase_changed: values changed by rebasing to a tile's common scale (`QuantSpec.rebased`).
+        fallbacks: products that a GPU computed in bfloat16, since FP8 did not hold an operand;
+            counted with the first operand: x of fprop, g of dgrad and of wgrad.
 
     >>> et.quant.QuantStats(count=64, saturated=1) + et.quant.QuantStats(count=64)
-    QuantStats(count=128, saturated=1, flushed=0, rebase_changed=0)
+    QuantStats(count=128, saturated=1, flushed=0, rebase_changed=0, fallbacks=0)
     """
 
     count: int = 0
     saturated: int = 0
     flushed: int = 0
     rebase_changed: int = 0
+    fallbacks: int = 0
 
     def __add__(self, other: QuantStats) -> QuantStats:
         return QuantStats(
@@ -53,6 +56,7 @@ class QuantStats:
             self.saturated + other.saturated,
             self.flushed + other.flushed,
             self.rebase_changed + other.rebase_changed,
+            self.fallbacks + other.fallbacks,
         )
 
 

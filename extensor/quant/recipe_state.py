@@ -120,6 +120,9 @@ class RecipeState:
     input_cache: InputCache = field(default_factory=InputCache, repr=False, compare=False)
     _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
     _standing: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
+    _fallbacks: dict[tuple[str, str], dict[str, Any]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _uses: dict[str, int] = field(init=False, repr=False, compare=False)
     _ahead: int = field(init=False, repr=False, compare=False)
     """Steps that ended in the capture under way; replays add them to ``step``."""
@@ -178,8 +181,14 @@ class RecipeState:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has other weights, so it does not take the caches over."""
-        return {**self.__dict__, "weight_cache": WeightCache(), "input_cache": InputCache()}
+        """A copy has other weights and steps: it takes the counts over, but no cache and no GPU's.
+
+        An amax state decides no value, so it begins anew.
+        """
+        self._settle()
+        fresh: dict[str, Any] = {"weight_cache": WeightCache(), "input_cache": InputCache()}
+        fresh |= {"_standing": [], "_fallbacks": {}, "_amax_states": {}}
+        return {**self.__dict__, **fresh, "_counts": dict(self._counts), "_pending": []}
 
     @property
     def telemetry(self) -> Mapping[tuple[str, str], QuantStats]:
@@ -196,8 +205,7 @@ class RecipeState:
         {}
         """
         self._pending.clear()
-        for _, counts in self._standing:
-            counts()
+        self._settle()
         self._counts.clear()
 
     def load_telemetry(self, counts: Mapping[tuple[str, str], QuantStats]) -> None:
@@ -260,6 +268,9 @@ class RecipeState:
         for key, counts in self._standing:
             if (gained := counts()).count:
                 self._add(key, gained)
+        for key, held in self._fallbacks.items():
+            if held and (fallbacks := held["gained"]()):
+                self._add(key, QuantStats(fallbacks=fallbacks))
 
     def _add(self, key: tuple[str, str], stats: QuantStats) -> None:
         self._counts[key] = self._counts.get(key, QuantStats()) + stats
@@ -396,6 +407,24 @@ class LayerContext:
         """
         use = self.use % (1 << USE_SHIFT)  # a model that no optimizer steps has no last use
         return self.state._amax_states.setdefault((self.path, use, slot), {})
+
+    def fallbacks(self, gemm: str) -> dict[str, Any] | None:
+        """Where a backend keeps how many of a GEMM's products fell back from FP8 to bfloat16.
+
+        Args:
+            gemm: "fprop", "dgrad" or "wgrad".
+
+        Returns:
+            A dict for `Backend.product`; None in a second run, which counts nothing.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.layers[""].fallbacks("fprop")
+        {}
+        """
+        if REPLAY.uses is not None:
+            return None
+        slot = f"{gemm}.x" if gemm == "fprop" else f"{gemm}.g"
+        return self.state._fallbacks.setdefault((self.path, slot), {})
 
     def record(self, slot: str, counts: Counts) -> None:
         """Add to the counts of a slot.

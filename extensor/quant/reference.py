@@ -70,8 +70,8 @@ def quantize(
     >>> import numpy as np
     >>> from extensor.quant.reference import quantize
     >>> q, stats = quantize(np.float32([[1.0, -2.0, 5.1, 0.1]]), et.QuantSpec("mxfp4"))
-    >>> q.scales, stats
-    (array([[127]], dtype=uint8), QuantStats(count=4, saturated=0, flushed=1, rebase_changed=0))
+    >>> q.scales, stats.count, stats.flushed
+    (array([[127]], dtype=uint8), 4, 1)
     """
     x, spec = _checked(x, spec, stream, previous_amax, xp)
     if spec.row.outliers:

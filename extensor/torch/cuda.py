@@ -3,10 +3,14 @@
 An operator's arrays then belong to torch: a result is a tensor of its own, what is freed goes back
 to the stream that used it, and a captured graph finds everything in its own pool. Nothing waits for
 the GPU.
+
+What quantizers count in a captured graph outlives it, so it lies in a reserve of cupy's memory that
+passes before the capture have made.
 """
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
@@ -18,6 +22,8 @@ import torch
 
 from extensor.backends import registry
 from extensor.random import DeviceClock
+from extensor.torch.handles import layer_count
+from extensor_cuda.runtime.counters import CAPTURED, Reserve
 from extensor_cuda.runtime.memory import ALLOCATORS, allocate
 
 __all__ = ["OnStream", "on_stream", "to_array", "to_tensor"]
@@ -36,6 +42,8 @@ _DTYPES = {
 _TENSOR_DTYPES = {array: tensor for tensor, array in _DTYPES.items()}
 _SMALL, _CHUNK, _ALIGNED = 4096, 1 << 16, 512
 """Allocations up to so many bytes share chunks of so many, at such multiples."""
+_LAYER = 12 << 9
+"""Counters of a layer in a captured step: of six operands, 512 each or 1,024 if rebased."""
 
 
 class _Memory(cupy.cuda.UnownedMemory):  # type: ignore[misc]
@@ -68,12 +76,17 @@ class OnStream:
         self._memory = cupy.cuda.using_allocator(self._allocate)
         self._memory.__enter__()
         self._stream.__enter__()
-        if not self.capturing:  # cudaMalloc is not allowed in a capture
+        counts = counts_of(self._index)
+        if self.capturing:  # cudaMalloc is not allowed in a capture
+            CAPTURED.capture = CapturedPass(counts)
+            ALLOCATORS.lasting = partial(cupy.cuda.using_allocator, self._reserved)
+        else:
             ALLOCATORS.lasting = _of_cupy
+            counts.refill()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        ALLOCATORS.lasting = nullcontext
+        ALLOCATORS.lasting, CAPTURED.capture = nullcontext, None
         self._stream.__exit__(*error)
         self._memory.__exit__(*error)
         if self._before != self._index:
@@ -91,8 +104,85 @@ class OnStream:
         start, self._used = self._used, self._used + -(-size // _ALIGNED) * _ALIGNED
         return cupy.cuda.MemoryPointer(self._chunk, start)
 
+    def _reserved(self, size: int) -> Any:
+        """What outlives a captured pass."""
+        taken = counts_of(self._index).reserve.take(-(-size // _ALIGNED) * _ALIGNED // 8)
+        return self._allocate(size) if taken is None else taken.data
+
     def _of_torch(self, size: int) -> _Memory:
         return _Memory(torch.empty(size, dtype=torch.uint8, device=self.device), size)
+
+
+class CapturedCounts:
+    """What captured passes on a device count with: see `extensor_cuda.runtime.counters.Reserve`.
+
+    Attributes:
+        reserve: the counters.
+        replays: int64 of how often passes were replayed, a cell each, as torch's kernels add to it;
+            None before a first pass.
+    """
+
+    def __init__(self, reserve: Reserve) -> None:
+        self.reserve = reserve
+        self.replays: torch.Tensor | None = None
+
+    def refill(self) -> None:
+        """Have enough for a step of every layer; outside of captures."""
+        self.reserve.refill(layer_count() * _LAYER)
+        if self.replays is None or len(self.replays) < 2 * layer_count():
+            with ALLOCATORS.lasting():
+                cells = cupy.zeros(4 * layer_count() + 256, np.int64)
+            self.replays = torch.utils.dlpack.from_dlpack(cells)
+
+    def cell(self) -> torch.Tensor | None:
+        """Of one pass; None if all are taken."""
+        if self.replays is None or not len(self.replays):
+            return None
+        cell, self.replays = self.replays[0], self.replays[1:]
+        return cell
+
+
+class CapturedPass:
+    """A pass that torch captures: `extensor_cuda.runtime.counters.CountingCapture`."""
+
+    def __init__(self, counts: CapturedCounts) -> None:
+        self._counts = counts
+        self._cell: torch.Tensor | None = None
+        self._made: list[Array] = []
+
+    @property
+    def replays(self) -> int:
+        """How many there were; waits for the GPU."""
+        return 0 if self._cell is None else int(self._cell)
+
+    def counters(self, number: int) -> tuple[Array, int, int] | None:
+        """See `StepCapture.counters`."""
+        if self._cell is None:
+            self._cell = self._counts.cell()
+            if self._cell is not None:
+                self._cell.add_(1)  # in each replay
+        made = None if self._cell is None else self._counts.reserve.take(number)
+        if made is None:
+            warnings.warn(
+                "extensor.torch: a graph is captured before a step ran, or for more layers than "
+                "counters are ready for; what its replays quantize is not part of the telemetry",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        self._made.append(made)
+        return made, len(self._made) - 1, 0
+
+    def read_counters(self, chunk: int) -> np.ndarray:
+        """See `StepCapture.read_counters`."""
+        return np.asarray(self._made[chunk].get())
+
+
+@lru_cache(maxsize=64)
+def counts_of(device: int) -> CapturedCounts:
+    """What captured passes on a device count with."""
+    backend: Any = registry.get("cuda")
+    return CapturedCounts(backend.reserve)
 
 
 def _of_cupy() -> AbstractContextManager[Any]:

@@ -7,7 +7,6 @@ or unpickled layer has one of its own.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,12 +20,9 @@ from extensor.quant.spec import QuantSpec
 from extensor.quant.weight_cache import WeightVersion
 from extensor.random import DeviceClock, Stream
 from extensor.torch.arrays import to_array
+from extensor.torch.handles import new_number, numbered
 
 __all__ = ["ClockedContext", "LayerHandle", "layer_of", "written_by_an_optimizer"]
-
-_LAYERS: weakref.WeakValueDictionary[int, LayerHandle] = weakref.WeakValueDictionary()
-_handles = itertools.count(2)
-"""From 2 on: torch.compile takes 0 and 1 for constants, and would compile anew for others."""
 
 
 @dataclass
@@ -53,8 +49,8 @@ class ClockedContext(LayerContext):
         return stream
 
     def record(self, slot: str, counts: Counts) -> None:
-        """See `LayerContext.record`; what a captured graph counts in a replay reaches nobody."""
-        if not self.capturing:
+        """See `LayerContext.record`; in a capture only what its replays add to is counted."""
+        if not self.capturing or getattr(counts, "replayed", False):
             super().record(slot, counts)
 
 
@@ -80,7 +76,7 @@ class LayerHandle:
 
     def __init__(self, context: LayerContext) -> None:
         self.context = context
-        self.number = next(_handles)
+        self.number = new_number(self)
         operands = map(context.layer.slot, SLOTS)
         self.stochastic = any(
             isinstance(operand, QuantSpec) and operand.rounding == "stochastic"
@@ -88,7 +84,6 @@ class LayerHandle:
         )
         self.savable: int | None = None
         self._held: _Held | None = None
-        _LAYERS[self.number] = self
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, layer: LayerRecipe, seed: int, index: int) -> LayerHandle:
@@ -161,10 +156,5 @@ def layer_of(number: int) -> LayerHandle:
     Raises:
         RuntimeError: if the layer is gone.
     """
-    try:
-        return _LAYERS[number]
-    except KeyError:
-        raise RuntimeError(
-            "extensor: the layer that this operation belongs to has been deleted; keep the model "
-            "until its backward pass is done"
-        ) from None
+    layer: LayerHandle = numbered(number)
+    return layer

@@ -344,7 +344,10 @@ class _Eager(torch.autograd.Function):
         product, call = what
         ctx.all = product, call, call.dtype if bias is None else bias.dtype
         out, kept = product.forward(call, x, weight, bias)
-        ctx.save_for_backward(x, weight, *kept)
+        released = kept[0] is not None and saved.replaces_input(call.layer.number)
+        if released:
+            ctx.like = x.shape, x.dtype
+        ctx.save_for_backward(None if released else x, weight, *kept)
         return out
 
     @staticmethod
@@ -352,13 +355,32 @@ class _Eager(torch.autograd.Function):
         x, weight, *kept = ctx.saved_tensors
         product, call, of_bias = ctx.all
         needs = ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled():  # the operator has a formula that refuses a second derivative
-            operator = getattr(_OPS, f"{product.name}_backward")
-            clock = torch.tensor(call.clock) if isinstance(call.clock, int) else call.clock
-            numbers = call.layer.number, of_bias, call.keep, 0
-            found = operator(g, x, weight, [], clock, *numbers, needs, *call.window)
-            return None, *_spread(found, needs)
-        return None, *product.backward(call, g, x, weight, kept, needs, of_bias)
+        given = g, weight, x
+        if x is None:  # its shape and dtype alone
+            shape, dtype = ctx.like
+            x = weight.new_empty(1, dtype=dtype).expand(shape)
+        if not torch.is_grad_enabled():
+            return None, *product.backward(call, g, x, weight, kept, needs, of_bias)
+        with torch.no_grad():
+            found = product.backward(call, g, x, weight, kept, needs, of_bias)
+        made = _once(product.name, *given, *(t for t in found if t is not None))
+        return None, *_spread(made, [t is not None for t in found])
+
+
+class _Once(torch.autograd.Function):
+    """Gradients whose own derivative is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *tensors: Any) -> Any:
+        ctx.name = name
+        return tensors[3:]
+
+    @staticmethod
+    def backward(ctx: Any, *g: Any) -> Any:
+        raise RuntimeError(_AGAIN.format(f"{ctx.name}_backward"))
+
+
+_once: Callable[..., tuple[Tensor, ...]] = _Once.apply
 
 
 def _saves(x: Tensor, weight: Tensor) -> int:

@@ -27,6 +27,7 @@ __all__ = [
     "WEIGHT",
     "of_operator",
     "promised",
+    "replaces_input",
     "restored",
     "savable",
     "sizes",
@@ -80,6 +81,17 @@ def savable(number: int) -> int:
         recipe = layer.context.layer
         layer.savable = sum(_kind(recipe, bits) << _SHIFT[bits] for bits in _SLOTS)
     return layer.savable
+
+
+def replaces_input(number: int) -> bool:
+    """Whether the operand saved of an input is all that the backward pass reads of it.
+
+    MXFP4's is not: where E5M2 does not hold a value, bfloat16 is made of the input.
+
+    Args:
+        number: the layer's handle.
+    """
+    return savable(number) & INPUT == _fused().REBASED
 
 
 def sizes(x: Sequence[int], w: Sequence[int], saves: int) -> dict[int, int]:
@@ -155,7 +167,7 @@ def restored(
         spec = context.operand(slot)
         assert isinstance(spec, QuantSpec)
         along, stream = slot_spec(context, slot, spec, axis, 2)
-        held = backend.xp.ascontiguousarray(matrix)
+        held = matrix if along.rebased else backend.xp.ascontiguousarray(matrix)
         buffer = arrays.to_array(tensor)
         found.append(_fused().restored(buffer, held, along, stream, backend.xp))
     return SavedOperands(*found)

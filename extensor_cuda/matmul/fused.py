@@ -27,6 +27,7 @@ from extensor_cuda.kernels.prepare.quantize_operand import Side
 from extensor_cuda.kernels.quantize import quantize as quantizer
 from extensor_cuda.matmul.operand import GemmOperand, Prepared, Scale
 from extensor_cuda.matmul.rebase import is_mxfp4
+from extensor_cuda.runtime.capture import current_capture
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.memory import lasting
 
@@ -309,6 +310,7 @@ def run_batch(
         specs[0], first.dtype.name, 1 in axes, 0 in axes, False, many=True
     )
     held = table.view(np.uint8)
-    there = counters.capture.persistent(held) if counters.capture else xp.asarray(held)
+    capture = current_capture()
+    there = xp.asarray(held) if capture is None else capture.persistent(held)
     quantize_operand.launch_batch(source, there, count, tiles, first.itemsize)
     return made

@@ -1,13 +1,15 @@
 """What quantizers count on the device, read when somebody asks.
 
 Outside a capture each call has counters of its own. In a captured step the counters are memory that
-all replays add to, and reading them gives what came since the last reading.
+all replays add to, and reading them gives what came since the last reading. The step may be
+captured by extensor or by another program, which then says so in `CAPTURED`.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,9 +17,78 @@ from extensor.quant.array import QuantStats
 from extensor_cuda.runtime.capture import current_capture
 from extensor_cuda.runtime.memory import lasting
 
-__all__ = ["Counters", "OperandCounts"]
+__all__ = ["CAPTURED", "Counters", "CountingCapture", "OperandCounts", "Reserve"]
 
 Array = Any
+_RESERVED = 1 << 12
+
+
+class CountingCapture(Protocol):
+    """A capture whose replays are counted."""
+
+    @property
+    def replays(self) -> int:
+        """How many there were."""
+        ...
+
+    def counters(self, number: int) -> tuple[Array, int, int] | None:
+        """See `StepCapture.counters`; None where the capture cannot count them."""
+        ...
+
+    def read_counters(self, chunk: int) -> np.ndarray:
+        """See `StepCapture.read_counters`."""
+        ...
+
+
+class _Captured(threading.local):
+    capture: CountingCapture | None = None
+
+
+CAPTURED = _Captured()
+"""Of this thread: another program that captures what is launched sets ``capture``."""
+
+
+class Reserve:
+    """Counters that last, for captures, in which no such memory can be made or cleared once.
+
+    What is handed out is zero and is not handed out again: a graph may add to it at any time.
+    """
+
+    def __init__(self, xp: Any) -> None:
+        self.xp = xp
+        self._left: dict[int, Array] = {}
+
+    @property
+    def device(self) -> int:
+        """The number of the current device."""
+        return int(self.xp.cuda.runtime.getDevice())
+
+    def refill(self, number: int = 0) -> None:
+        """Have so many uint64 counters at least; outside of captures."""
+        left = self._left.get(self.device)
+        if left is None or left.size < max(number, _RESERVED // 2):
+            with lasting():
+                self._left[self.device] = self.xp.zeros(max(2 * number, _RESERVED), np.uint64)
+
+    def take(self, number: int) -> Array | None:
+        """So many uint64 counters; None if fewer are left."""
+        left = self._left.get(self.device)
+        if left is None or left.size < number:
+            return None
+        self._left[self.device] = left[number:]
+        return left[:number]
+
+    def word(self) -> Array:
+        """A uint32 of shape () to count with."""
+        capture = current_capture()
+        if capture is None and CAPTURED.capture is None:
+            self.refill()
+        word = self.take(1)
+        if word is None and capture is not None:
+            word = capture.persistent(np.zeros(1, np.uint64))
+        if word is None:  # of a capture that cannot count
+            word = self.xp.zeros(1, np.uint64)
+        return word.view(np.uint32)[:1].reshape(())
 
 
 class Counters:
@@ -29,13 +100,15 @@ class Counters:
     """
 
     def __init__(self, number: int, xp: Any) -> None:
-        self.capture = current_capture()
+        self.capture: CountingCapture | None = current_capture() or CAPTURED.capture
         self._chunk = self._start = 0
-        if self.capture is None:
-            with lasting():
-                self.array = xp.zeros(number, dtype=np.uint64)
-        else:
-            self.array, self._chunk, self._start = self.capture.counters(number)
+        found = None if self.capture is None else self.capture.counters(number)
+        if found is not None:
+            self.array, self._chunk, self._start = found
+            return
+        self.capture = None
+        with lasting():
+            self.array = xp.zeros(number, dtype=np.uint64)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Counters ``start`` to ``stop`` on the host; waits for the kernels."""

@@ -93,7 +93,12 @@ class CpuMatmul(CpuCore):
         return lambda x: multiply(ready(x), weights)
 
     def _choose_product(
-        self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None
+        self,
+        a: Any,
+        b: Any,
+        dtype: str = "float32",
+        bias: Array | None = None,
+        fallbacks: dict[str, Any] | None = None,
     ) -> tuple[float, float] | Unsupported:
         if self.core is None:
             return Unsupported(self.core_missing)
@@ -107,6 +112,7 @@ class CpuMatmul(CpuCore):
         b: Any,
         dtype: str = "float32",
         bias: Array | None = None,
+        fallbacks: dict[str, Any] | None = None,
     ) -> Array:
         """See the protocol."""
         out = self.core.bf16_value_matmul(a, b.T, *factors)

@@ -175,7 +175,14 @@ class GenericMatmul(GenericQuantize):
         """See the protocol: one after the other."""
         return [preparation.run() for preparation in preparations]
 
-    def product(self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None) -> Array:
+    def product(
+        self,
+        a: Any,
+        b: Any,
+        dtype: str = "float32",
+        bias: Array | None = None,
+        fallbacks: dict[str, Any] | None = None,
+    ) -> Array:
         """See the protocol."""
         out = self.matmul(a, b.T)
         if bias is not None:

@@ -125,11 +125,19 @@ class MatmulMethods(Protocol):
         """Run several preparations with one ``batch_key`` at once."""
         ...
 
-    def product(self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None) -> Array:
+    def product(
+        self,
+        a: Any,
+        b: Any,
+        dtype: str = "float32",
+        bias: Array | None = None,
+        fallbacks: dict[str, Any] | None = None,
+    ) -> Array:
         """A b^T + bias of operands (M, K) and (N, K) from `prepare`: (M, N), summed in float32.
 
         The bias, float32 (N,), is added to that sum. In float32, or rounded to ``dtype``, where a
-        kernel writes that.
+        kernel writes that. A backend whose products may fall back from FP8 to bfloat16 counts them
+        in ``fallbacks``, kept from call to call: "gained" is how many since its last call.
         """
         ...
 

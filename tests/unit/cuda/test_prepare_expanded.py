@@ -34,7 +34,7 @@ from extensor_cuda.matmul.expand import as_bf16, expand
 from extensor_cuda.matmul.operand import GemmOperand
 from extensor_cuda.matmul.product import FallbackCounter, product
 from extensor_cuda.matmul.rebase import held_by
-from extensor_cuda.runtime.counters import Counters, OperandCounts
+from extensor_cuda.runtime.counters import Counters, OperandCounts, Reserve
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
 from tests.unit.cuda.bounds import sent
@@ -382,7 +382,7 @@ def test_products_in_and_out_of_the_window(
         sides.append(side)
         values.append(operand_values(q))
     assert tuple(side.kind for side in sides) == kinds
-    fallback = FallbackCounter(xp)
+    fallback = FallbackCounter(Reserve(xp))
     got = product(*sides, "float32", xp, fallback=fallback).get().astype(np.float64)
     fp8 = "bf16" not in kinds
     fell = fp8 and any(int(side.flag) for side in sides)

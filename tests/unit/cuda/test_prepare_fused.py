@@ -14,6 +14,7 @@ import pytest
 import extensor as et
 from extensor.backends import registry
 from extensor.ops.quantized import layer_context
+from extensor.quant.recipe import SLOTS
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -23,6 +24,7 @@ from extensor_cuda.matmul import fused, tuned
 from extensor_cuda.matmul.operand import GemmOperand
 from extensor_cuda.matmul.product import FallbackCounter, product
 from extensor_cuda.runtime.compile import compile_cubin
+from extensor_cuda.runtime.counters import Reserve
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.preparing import FUSED, batch, gap
 from tests.unit.cuda.preparing import made as made_by
@@ -302,7 +304,7 @@ def test_products_are_within_the_bound_in_and_out_of_the_window(
         x = x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
         sides.append(made_by(FUSED, hopper.xp.asarray(x), [spec_of(1)], [None], hopper.xp)[0][0])
         values.append(registry.get("cpu").fake_quantize(x, spec_of(1))[0].astype(np.float64))
-    fallback = FallbackCounter(hopper.xp)
+    fallback = FallbackCounter(Reserve(hopper.xp))
     got = product(*sides, dtype, hopper.xp, fallback=fallback).get().astype(np.float64)
     assert fallback.count == (spread > 28)
     expected, size = values[0] @ values[1].T, np.abs(values[0]) @ np.abs(values[1]).T
@@ -426,3 +428,15 @@ def test_recipes_without_fp8_operands_have_no_allocation_to_save() -> None:
     others += [QuantSpec(name, axis=0).resolve(2) for name in ("nvfp4", "mxfp6_e2m3", "int8")]
     others.append(get_recipe("mxfp4_tseng").layers.slot("wgrad.x").replace(axis=0).resolve(2))
     assert [fused.kind_of(spec) for spec in others] == [0] * len(others)
+
+
+def test_fallbacks_are_counted_by_layer_and_product(hopper: Any, recipe_grads: Any) -> None:
+    """Rows of x too far apart for E5M2: of its columns, too, since a block holds one of each."""
+    m, n, k = 200, 136, 264
+    x, w, g = (data(shape, "bfloat16", "normal") for shape in ((m, k), (n, k), (m, n)))
+    x = (x.astype(np.float32) * np.exp2(-40.0 * (np.arange(m) > 99))[:, None]).astype(x.dtype)
+    before = hopper.fallback_count
+    recipe_grads("cuda", x, w, g)
+    counts = {slot: stats.fallbacks for (_, slot), stats in recipe_grads.counted[0].items()}
+    assert counts == {slot: int(slot in ("fprop.x", "wgrad.g")) for slot in SLOTS}
+    assert hopper.fallback_count - before == 2

@@ -17,6 +17,7 @@ from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand, Scale
 from extensor_cuda.matmul.partition import configure, configure_split_k
 from extensor_cuda.matmul.product import FallbackCounter, product
 from extensor_cuda.runtime.compile import compile_cubin
+from extensor_cuda.runtime.counters import Reserve
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.preparing import CASTS
@@ -189,7 +190,7 @@ def test_parts_of_fp8_products_and_of_their_other_way(
         held.append(v.astype(np.float64) * 8)
 
     assert configure_split_k("e5m2", m, n, k, "float32")[1] is not None
-    fallback = FallbackCounter(hopper)
+    fallback = FallbackCounter(Reserve(hopper))
     bias = hopper.asarray(rng.integers(-9, 9, n).astype(np.float32)) if with_bias else None
     got = product(sides[0], sides[1], "float32", hopper, bias, fallback).get()
     expected = held[0] @ held[1].T + (0 if bias is None else bias.get())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -225,3 +227,84 @@ def test_packing_on_the_host_is_not_captured() -> None:
     ext.to_blocked(x, spec)
     with pytest.raises(RuntimeError, match="percentile"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         ext.to_blocked(x, spec)
+
+
+def far_apart(rows: int = 256) -> Any:
+    """An input whose rows no power of two brings within E5M2."""
+    (x,) = inputs(1, rows)
+    x[rows // 2 :] *= 2.0**-40
+    return x
+
+
+def test_fallbacks_are_counted_by_layer() -> None:
+    model, backend = network("mxfp4_all"), registry.get("cuda")
+    before = backend.fallback_count
+    model[0](far_apart()).float().sum().backward()
+    model[2](torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)).float().sum().backward()
+    counts = {key: stats.fallbacks for key, stats in ext.telemetry(model).items()}
+    fell = {key for key, count in counts.items() if count}
+    assert ("0", "fprop.x") in fell and {path for path, _ in fell} == {"0"}
+    assert sum(counts.values()) == backend.fallback_count - before
+    ext.reset_telemetry(model)
+    assert ext.telemetry(model) == {}
+
+
+def test_a_capture_may_be_the_first_to_fall_back() -> None:
+    """Counts of replays are by layer, too; the steps before the capture stay within E5M2."""
+    model, x = network("mxfp4_all"), far_apart()
+    static = inputs(1)[0]
+    for _ in range(3):
+        model(static).float().sum().backward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(static).float().sum().backward()
+    ext.reset_telemetry(model)
+    static.copy_(x)
+    for _ in range(3):
+        graph.replay()
+    assert ext.telemetry(model)["0", "fprop.x"].fallbacks == 3
+
+
+@pytest.mark.parametrize("how", ["graph", "reduce-overhead"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_replays_count_what_eager_steps_count(recipe: str, how: str) -> None:
+    torch._dynamo.reset()
+    batches, warm = inputs(4), 3
+    model, other = network(recipe), network(recipe)
+    steps(model, model, [batches[0]] * warm)
+    ext.reset_telemetry(model)
+    steps(model, model, batches)
+    expected = ext.telemetry(model)
+    if how == "reduce-overhead":
+        compiled = torch.compile(other, fullgraph=True, mode=how)
+        steps(other, compiled, [batches[0]] * warm)
+        ext.reset_telemetry(other)
+        steps(other, compiled, batches)
+    else:
+        static, optimizer = batches[0].clone(), torch.optim.SGD(other.parameters(), 0.1)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            other(static).float().square().mean().backward()
+            optimizer.step()
+
+        for _ in range(warm):
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        ext.reset_telemetry(other)
+        for x in batches:
+            static.copy_(x)
+            graph.replay()
+    found = ext.telemetry(other)
+    assert {k: v for k, v in found.items() if v.count} == expected
+
+
+def test_copies_carry_counts_and_no_memory_of_cupys() -> None:
+    model, (x,) = network("mxfp4_all"), inputs(1)
+    model(x).sum().backward()
+    held = pickle.dumps(model.cpu())
+    assert b"cupy" not in held
+    found = [ext.telemetry(each) for each in (model, pickle.loads(held), copy.deepcopy(model))]
+    assert found[0] and found == [found[0]] * 3

@@ -67,7 +67,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return buffer.view(np.float32).reshape(x.shape[1], -1)
 
     fake = types.SimpleNamespace(
-        kind_of=lambda spec: 1, nbytes=lambda kind, rows, k: 4 * rows * k, restored=restored
+        kind_of=lambda spec: 2 if spec.rebased else 1,
+        REBASED=2,
+        nbytes=lambda kind, rows, k: 4 * rows * k,
+        restored=restored,
     )
     monkeypatch.setattr(type(backend), "prepare", prepare)
     monkeypatch.setattr(saved, "_fused", lambda: fake)
@@ -84,10 +87,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     saved._kind.cache_clear()
 
 
-def network() -> Any:
+def network(recipe: str = "mxfp4_all") -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    return ext.quantize_(model, "mxfp4_all", seed=1)
+    return ext.quantize_(model, recipe, seed=1, rules={"*": recipe})
 
 
 def batches(*rows: int) -> list[Any]:
@@ -95,11 +98,11 @@ def batches(*rows: int) -> list[Any]:
     return [torch.randn(n, 32) for n in rows]
 
 
-def expected(monkeypatch: pytest.MonkeyPatch, xs: list[Any]) -> list[Any]:
+def expected(monkeypatch: pytest.MonkeyPatch, xs: list[Any], recipe: str) -> list[Any]:
     """The same steps with nothing saved."""
     with monkeypatch.context() as patch:
         patch.setattr(operators, "_saves", lambda x, weight: 0)
-        model = network()
+        model = network(recipe)
         return run(model, model, xs)
 
 
@@ -107,14 +110,15 @@ def equal(a: list[Any], b: list[Any]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.parametrize("recipe", ["mxfp4_all", "mxfp8_rebased"])
 @pytest.mark.parametrize("how", ["eager", "checkpoint", "compile", "copy"])
 def test_saving_changes_no_bit(
-    made: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, how: str
+    made: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, how: str, recipe: str
 ) -> None:
     """Batches of several sizes, one of them too small to save anything."""
     xs = batches(16, 16, 24, 40, ROWS - 1)
-    without = expected(monkeypatch, xs)
-    model = network()
+    without = expected(monkeypatch, xs, recipe)
+    model = network(recipe)
     function: Any = model
     if how == "compile":
         torch._dynamo.reset()
@@ -146,6 +150,30 @@ def test_the_backward_pass_quantizes_neither_input_nor_weight(
     y.square().mean().backward()
     gradients = made[len(forward) :]
     assert sorted(gradients) == [(16, 32), (16, 64)]  # of the two results
+
+
+@pytest.mark.parametrize(("recipe", "kept"), [("mxfp4_all", True), ("mxfp8_rebased", False)])
+def test_an_input_is_let_go_where_its_operand_serves(
+    made: list[tuple[int, ...]], recipe: str, kept: bool
+) -> None:
+    """Backward then reads the operand alone; of a small matrix, which has none, the input."""
+    layer = ext.Linear(32, 48, recipe=recipe)
+    for rows, stays in ((16, kept), (ROWS - 1, True)):
+        addresses: set[int] = set()
+
+        def pack(t: Any, addresses: set[int] = addresses) -> Any:
+            addresses.add(t.data_ptr())
+            return t
+
+        (x,) = batches(rows)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = layer(x.requires_grad_())
+        assert (x.data_ptr() in addresses) == stays
+        (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        (again,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        assert torch.equal(dx, again.detach())
+        with pytest.raises(RuntimeError, match="once|again"):
+            again.sum().backward()
 
 
 def test_nothing_is_saved_without_gradients(made: list[tuple[int, ...]]) -> None:
