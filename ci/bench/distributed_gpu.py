@@ -1,18 +1,21 @@
 """Several GPUs of one machine: weak scaling, overlap, sums and gathers beside bfloat16's, bits.
 
-    mpirun -n 2 python ci/bench/distributed_gpu.py [--only bits scaling sums gather]
+    mpirun -n 2 python ci/bench/distributed_gpu.py [--only bits scaling sums gather profile]
 
 bits     a small GPT trained with ``exact`` sums over NCCL, over MPI through the host, and by one
          rank with all micro-batches: one checksum of the weights
 scaling  steps of a GPT of 30 million parameters, and of a block of width 4096 with its update: all
          ranks alone at once, then together, with as much work for each. `of_alone` is the weak
          scaling. `hidden` is the share of the reductions' time in which the step goes on; the
-         timeline of the last step's buckets is written, too
+         timeline of the last step's buckets is written, too. `captured` rows replay both steps from
+         CUDA graphs, NCCL's sums in them
 sums     the gradient sum of 100 MB of float32 with each ``--grad-comm``, beside NCCL's all-reduce
-         of the same gradients in bfloat16, casts included; `bare_ms` is without them
+         of the same gradients cast to bfloat16 and back, in one bucket; `bare_ms` is without casts
 gather   the weights of a block of width 4096, of which each rank has a part, whole on all ranks: in
          MXFP4 and MXFP8, packed before they travel, and in bfloat16, cast before
+profile  what the parts of sums and gathers take on the GPU's clock (distributed_profile.py)
 
+Sums and gathers are called from Python, and replayed from CUDA graphs (`captured`).
 A figure is the median over rounds of the slowest rank's time, in turns. `NCCL_P2P_DISABLE=1` in the
 environment measures GPUs without NVLink or PCIe between them. ``--tiny --device cpu`` tries the
 program without a GPU. Needs a GPU for each rank and the extra ``nccl``.
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import statistics
 import time
@@ -34,6 +38,7 @@ import numpy as np
 
 import extensor as et
 from ci.bench.contest import GPU_PACKAGES, arguments, gpu_of, options, write
+from ci.bench.distributed_profile import parts_of_gathers, parts_of_sums
 from extensor.backends import registry
 from extensor.distributed import (
     GRAD_COMM,
@@ -48,7 +53,7 @@ from extensor.models.gpt.model import build as build_gpt
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import AdamW
 
-PARTS = ("bits", "scaling", "sums", "gather")
+PARTS = ("bits", "scaling", "sums", "gather", "profile")
 BUCKETS = {"4 MiB": 1 << 20, "32 MiB": 8 << 20, "100 MB": 24 << 20}
 """Values of a bucket of float32."""
 HALF = np.dtype(ml_dtypes.bfloat16)
@@ -65,6 +70,7 @@ class Bench:
         self.backend = registry.get(args.device)
         self.xp = self.backend.xp
         self.rows: list[dict[str, Any]] = []
+        self.modes = (False, True) if self.device == "cuda" else (False,)
 
     def settle(self) -> None:
         if self.device == "cuda":
@@ -86,6 +92,18 @@ class Bench:
                 if turn:
                     times[name].append(float(took[0]) * 1e3 / burst)
         return {name: statistics.median(values) for name, values in times.items()}
+
+    def captured(self, call: Step) -> Step:
+        """What a call queues on the GPU, as a CUDA graph, without Python."""
+        stream = self.xp.cuda.Stream(non_blocking=True)
+        with stream:
+            call(0)  # what is made once is made now
+            stream.synchronize()
+            self.host.barrier()
+            stream.begin_capture()
+            call(0)
+            graph = stream.end_capture()
+        return lambda number: graph.launch()
 
     def row(self, **row: Any) -> None:
         self.rows.append({"ranks": self.ranks.size, **row})
@@ -165,6 +183,13 @@ class TimedBuckets(GradientBuckets):
         return work
 
 
+class UntimedBuckets(TimedBuckets):
+    """Buckets of a captured step, whose events nobody can ask."""
+
+    def _reduce(self, bucket: Any) -> Any:
+        return GradientBuckets._reduce(self, bucket)
+
+
 def gpt(bench: Bench) -> tuple[Any, Any]:
     """A GPT of 30 million parameters and its loss."""
     config = GPTConfig(vocab=8192, context=1024, layers=8, heads=8, width=512)
@@ -191,7 +216,7 @@ def block(bench: Bench) -> tuple[Any, Any]:
 
 
 def stepper(
-    bench: Bench, make: Any, recipe: str, name: str, bucket_bytes: int
+    bench: Bench, make: Any, recipe: str, name: str, bucket_bytes: int, timed: bool = True
 ) -> tuple[Step, TimedBuckets | None]:
     """A training step on this rank alone (no name), or with all ranks' gradients."""
     model, loss_of = make(bench)
@@ -201,7 +226,8 @@ def stepper(
     if name:
         how = {"error_feedback": False} if "mxint" in name else {}
         params = list(model.parameters())
-        buckets = TimedBuckets(params, bench.ranks, name, bucket_bytes, **how)
+        kind = TimedBuckets if timed else UntimedBuckets
+        buckets = kind(params, bench.ranks, name, bucket_bytes, **how)
         buckets.events, buckets.xp = [], bench.xp
     share = 1.0 / bench.ranks.size
 
@@ -260,26 +286,44 @@ def timeline(bench: Bench, step: Step, buckets: TimedBuckets) -> dict[str, Any]:
     }
 
 
+def captured_step(bench: Bench, step: Step) -> Step:
+    """A training step that is replayed from the third call on."""
+
+    def whole(given: Any) -> None:
+        step(0)
+
+    train, given = et.capture(whole), et.zeros((1,)).to(bench.device)
+    return lambda number: train(given)
+
+
 def scaling(bench: Bench) -> None:
-    """Steps of a rank alone and of all ranks, each with the same work."""
+    """Steps of a rank alone and of all ranks, each with the same work, eager and captured."""
     for title, make, recipes, bucket in (
-        ("GPT of 30M", gpt, ("bf16", "mxfp4"), 16 << 20),
+        ("GPT of 30M", gpt, ("bf16", "mxfp4"), 32 << 20),
         ("block of width 4096", block, ("bf16", "mxfp4_all"), 64 << 20),
     ):
-        for recipe in recipes:
+        for recipe, captured in itertools.product(recipes, bench.modes):
             alone, _ = stepper(bench, make, recipe, "", bucket)
-            for name in ("float32", "bfloat16", "mxint8", "exact"):
-                step, buckets = stepper(bench, make, recipe, name, bucket)
+            if captured:
+                alone = captured_step(bench, alone)
+            for name in bench.args.names:
+                if captured and "mxint" in name:
+                    continue  # rounds by the step's number
+                step, buckets = stepper(bench, make, recipe, name, bucket, not captured)
                 assert buckets is not None
-                calls = {"alone": alone, "together": step}
+                together = captured_step(bench, step) if captured else step
+                for number in range(3 if captured else 0):
+                    alone(number)
+                    together(number)
+                calls = {"alone": alone, "together": together}
                 times = bench.milliseconds(calls, 2 if "block" in title else 4, 5)
                 bench.row(
-                    part="scaling", model=title, recipe=recipe, name=name,
+                    part="scaling", model=title, recipe=recipe, name=name, captured=captured,
                     alone_ms=round(times["alone"], 2), step_ms=round(times["together"], 2),
                     of_alone=round(times["alone"] / times["together"], 3),
-                    **timeline(bench, step, buckets),
+                    **({} if captured else timeline(bench, step, buckets)),
                 )  # fmt: skip
-                del step, buckets, calls
+                del step, buckets, calls, together
                 bench.free()
             del alone
             bench.free()
@@ -293,9 +337,9 @@ def run(reductions: list[Any], grad: Any, out: Any, ranks: Any, bucket: int, num
     works = []
     for i, reduction in enumerate(reductions):
         part = slice(i * bucket, (i + 1) * bucket)
-        with ranks.beside() as queued:
+        with ranks.beside(i) as queued:
             reduction.add(grad[part])
-            works.append(reduction.all_reduce(out[part], ranks.size))
+            works.append(reduction.all_reduce(out[part], 1.0))
             if queued:
                 works[-1].wait()
     while works:
@@ -303,19 +347,15 @@ def run(reductions: list[Any], grad: Any, out: Any, ranks: Any, bucket: int, num
     ranks.join()
 
 
-def bfloat16_all_reduce(
-    bench: Bench, grad: Any, out: Any, casts: bool, held: Any, number: int
-) -> None:
-    """NCCL's own sum in bfloat16 of the whole gradient."""
+def bfloat16_all_reduce(bench: Bench, grad: Any, casts: bool, held: Any, number: int) -> Any:
+    """NCCL's own sum in bfloat16 of the whole gradient, and the sum as float32."""
     ranks = bench.ranks
     if casts:
         held = bench.backend.cast(grad, HALF)
     kind, stream = ranks._nccl.NCCL_BFLOAT16, bench.xp.cuda.get_current_stream().ptr
     at = held.data.ptr
     ranks._comm.allReduce(at, at, held.size, kind, ranks._ops["sum"], stream)
-    if casts:
-        out[...] = bench.backend.cast(held, np.dtype(np.float32))
-        out *= np.float32(1 / ranks.size)
+    return bench.backend.cast(held, np.dtype(np.float32)) if casts else held
 
 
 def sums(bench: Bench) -> None:
@@ -330,7 +370,7 @@ def sums(bench: Bench) -> None:
         if bench.device == "cuda":
             held = bench.backend.cast(grad, HALF)
             for name, casts in (("NCCL bfloat16", True), ("bare", False)):
-                calls[name] = partial(bfloat16_all_reduce, bench, grad, out, casts, held)
+                calls[name] = partial(bfloat16_all_reduce, bench, grad, casts, held)
         sent = {}
         for name in GRAD_COMM:
             how = {"error_feedback": False} if "mxint" in name else {}
@@ -343,16 +383,20 @@ def sums(bench: Bench) -> None:
             ]  # fmt: skip
             sent[name] = sum(reduction.wire_bytes() for reduction in made)
             calls[name] = partial(run, made, grad, out, bench.ranks, bucket)
-        times = bench.milliseconds(calls, 3)
-        base = times.get("NCCL bfloat16")
-        for name, sent_bytes in sent.items():
-            bench.row(
-                part="sums", buckets=bucket_name, name=name, ms=round(times[name], 3),
-                megabytes_sent=round(sent_bytes / 1e6, 1),
-                of_nccl_bfloat16=base and round(base / times[name], 3),
-                nccl_bfloat16_ms=base and round(base, 3),
-                bare_ms=base and round(times["bare"], 3),
-            )  # fmt: skip
+        for captured in bench.modes:
+            ready = {n: bench.captured(c) for n, c in calls.items()} if captured else calls
+            times = bench.milliseconds(ready, 3)
+            base = times.get("NCCL bfloat16")
+            for name, sent_bytes in sent.items():
+                bench.row(
+                    part="sums", buckets=bucket_name, name=name, captured=captured,
+                    ms=round(times[name], 3),
+                    megabytes_sent=round(sent_bytes / 1e6, 1),
+                    of_nccl_bfloat16=base and round(base / times[name], 3),
+                    nccl_bfloat16_ms=base and round(base, 3),
+                    bare_ms=base and round(times["bare"], 3),
+                )  # fmt: skip
+            del ready
         del calls
         bench.free()
 
@@ -372,41 +416,52 @@ def gather(bench: Bench) -> None:
     ]
 
     def gathered(parts_of: Callable[[Any], list[Any]], number: int) -> None:
-        with bench.ranks.beside():
-            works = []
-            for shard in shards:
-                for part in parts_of(shard):
-                    whole = xp.empty((size * part.nbytes,), np.uint8)
-                    works.append(bench.ranks.all_gather(part.view(np.uint8).reshape(-1), whole))
-            for work in works:
-                work.wait()
+        for lane, shard in enumerate(shards):
+            with bench.ranks.beside(lane):
+                parts = parts_of(shard)
+                wholes = [xp.empty((size * part.size,), part.dtype) for part in parts]
+                bench.ranks.all_gather_coalesced(parts, wholes).wait()
         bench.ranks.join()
 
     def packed(name: str) -> Callable[[Any], list[Any]]:
         def parts_of(shard: Any) -> list[Any]:
-            q, _ = backend.quantize(shard, et.QuantSpec(name), None)
-            return [xp.ascontiguousarray(part) for part in q.parts.values()]
+            q = backend.quantize(shard, et.QuantSpec(name), None)[0]
+            return [xp.ascontiguousarray(part).reshape(-1) for part in q.parts.values()]
 
         return parts_of
 
+    def cast(shard: Any) -> list[Any]:
+        return [backend.cast(shard, HALF).view(np.uint16).reshape(-1)]
+
     calls: dict[str, Step] = {
-        "bfloat16": partial(gathered, lambda shard: [backend.cast(shard, HALF)]),
-        "float32": partial(gathered, lambda shard: [shard]),
+        "bfloat16": partial(gathered, cast),
+        "float32": partial(gathered, lambda shard: [shard.reshape(-1)]),
         "mxfp8": partial(gathered, packed("mxfp8_e4m3")),
         "mxfp4": partial(gathered, packed("mxfp4")),
     }
-    times = bench.milliseconds(calls, 3)
-    for name, took in times.items():
-        bench.row(
-            part="gather", name=name, ms=round(took, 3),
-            of_bfloat16=round(times["bfloat16"] / took, 3),
-        )  # fmt: skip
+    for captured in bench.modes:
+        ready = {n: bench.captured(c) for n, c in calls.items()} if captured else calls
+        times = bench.milliseconds(ready, 3)
+        for name, took in times.items():
+            bench.row(
+                part="gather", name=name, captured=captured, ms=round(took, 3),
+                of_bfloat16=round(times["bfloat16"] / took, 3),
+            )  # fmt: skip
+        del ready
+
+
+def profile(bench: Bench) -> None:
+    """What the parts of sums and gathers take."""
+    if bench.device == "cuda":
+        for row in parts_of_sums(bench) + parts_of_gathers(bench):
+            bench.row(part="profile", **row)
 
 
 def main() -> None:
     """Measure, print and write."""
     parser = options(__doc__, rounds=9)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--names", nargs="+", choices=list(GRAD_COMM), default=list(GRAD_COMM))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the program")
     bench = Bench(arguments(parser))
