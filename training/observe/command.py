@@ -42,6 +42,10 @@ class ObserveArgs:
     """Before the runs, train each arm alone for so many seconds and note labels a second, joules
     and bytes; what is in rates.json already is not measured again."""
 
+    peers: bool = False
+    """With --rates: also torch.compile in bfloat16 and torchao's float8 on the same model and
+    batches, for texts."""
+
     def __post_init__(self) -> None:
         if self.experiment not in EXPERIMENTS:
             raise ValueError(unknown_name("experiment", self.experiment, EXPERIMENTS))
@@ -66,7 +70,7 @@ def observe(args: ObserveArgs, console: Console) -> int:
     start = time.monotonic()
     if args.rates:
         end = start + 60 * args.minutes if args.minutes else float("inf")
-        measure_rates(queue, args.rates, end, console)
+        measure_rates(queue, args.rates, end, console, args.peers)
     if args.minutes:
         for line in queue.plan(args.minutes):
             console.print(f"plan: {line}", highlight=False)

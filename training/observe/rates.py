@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from extensor import models
 from extensor.backends.registry import get as get_backend
 
 from ..batch import Batch
@@ -26,6 +27,7 @@ from ..rundir import write_json
 from ..runs import RUNS
 from ..tasks import TASKS
 from .cost import Meter
+from .peers import PEERS, measure_peer
 from .queue import Queue
 
 __all__ = ["RATES", "measure", "measure_rates", "read_rates"]
@@ -35,7 +37,9 @@ FIRST, PART = 4, 16
 """Steps before the clock starts, and steps between two looks at it."""
 
 
-def measure_rates(queue: Queue, seconds: float, deadline: float, console: Console) -> None:
+def measure_rates(
+    queue: Queue, seconds: float, deadline: float, console: Console, peers: bool = False
+) -> None:
     """Measure the arms that a queue is to run, a line each, and keep them in its folder.
 
     What is measured already is not measured again. One arm's problem is said and kept, and does not
@@ -46,28 +50,39 @@ def measure_rates(queue: Queue, seconds: float, deadline: float, console: Consol
         seconds: of each arm.
         deadline: no arm begins when `time.monotonic` is past it.
         console: where it reports.
+        peers: whether torch's are measured, too: see `PEERS`.
     """
     experiment, found = queue.experiment, read_rates(queue.folder)
     queue.folder.mkdir(parents=True, exist_ok=True)
+    first = experiment.runs(experiment.rates[0])[: len(experiment.arms)]
+    configs = {  # a schedule's steps are those of its recipes
+        config.recipe: config
+        for config in first
+        if "," not in config.recipe and (queue.only is None or config.recipe in queue.only)
+    }
     task: Any = None
-    for config in experiment.runs(experiment.rates[0]):
-        arm = config.recipe
-        open_ = not config.seed and (queue.only is None or arm in queue.only)
-        if not open_ or "," in arm or "per_second" in found.get(arm, {}):
-            continue  # a schedule's steps are those of its recipes
+    for name in (*configs, *(PEERS if peers else ())):
+        if "per_second" in found.get(name, {}):
+            continue
         begun = time.monotonic()
         if begun >= deadline:
             console.print("the time for rates is up; the same command goes on")
             return
-        task = task or TASKS[RUNS[config.model].task](config)
+        task = task or TASKS[RUNS[first[0].model].task](first[0])
         try:
-            found[arm] = measure(config, task, queue.folder, seconds)
+            if name in configs:
+                found[name] = measure(configs[name], task, queue.folder, seconds)
+            else:
+                shape = models.config(first[0].model, first[0].variant, **task.shapes())
+                found[name] = measure_peer(name, first[0], shape, _endless(task), seconds)
         except Exception as error:
-            found[arm] = {"problem": f"{type(error).__name__}: {error}"}
+            found[name] = {"problem": f"{type(error).__name__}: {error}"[:300]}
         write_json(queue.folder / RATES, found)
         shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
-                          for k, v in found[arm].items())  # fmt: skip
-        console.print(f"rate of {arm}: {shown} ({time.monotonic() - begun:.1f} s)", highlight=False)
+                          for k, v in found[name].items())  # fmt: skip
+        console.print(
+            f"rate of {name}: {shown} ({time.monotonic() - begun:.1f} s)", highlight=False
+        )
 
 
 def read_rates(folder: Path) -> dict[str, dict[str, Any]]:

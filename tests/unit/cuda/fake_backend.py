@@ -113,11 +113,49 @@ def fake_near(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
     return counted(x, plan.spec.replace(rebased=True), stream, Counters(SLOTS, xp), (0, SLOTS), xp)
 
 
+def stored(x: Any, plan: Any, stream: Any, xp: Any, quantizes: Any) -> Any:
+    """What ``quantizes`` stores; each replay writes it anew, with the step that the device has."""
+    clock, values = capture.clock_of([stream]), fake.plain(x)
+    q, stats, *masks = quantizes(values, plan.spec, stream)
+    parts = {name: fake.made(part) for name, part in q.parts.items()}
+    bits = [fake.made(mask) for mask in masks]
+    counters = Counters(SLOTS, xp)
+    adds, memory = fake.plain(counters.array), {n: fake.plain(p) for n, p in parts.items()}
+    mask_memory = [fake.plain(mask) for mask in bits]
+
+    def again() -> None:
+        now = stream
+        if isinstance(clock, np.ndarray):
+            now = replace(stream, step=int(fake.plain(clock)))
+        made, found, *more = quantizes(values, plan.spec, now)
+        for name, part in made.parts.items():
+            memory[name][...] = part
+        for held, mask in zip(mask_memory, more, strict=True):
+            held[...] = mask
+        adds[:2] += np.array([found.saturated, found.flushed], np.uint64)
+
+    fake.TAPE.launch(again)
+    return replace(q, **parts), OperandCounts(counters, (0, SLOTS), stats.count), *bits
+
+
 def fake_quantize(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
-    """What is stored; of what is captured, nothing yet."""
-    capture.clock_of([stream])
-    q, stats = reference.quantize(fake.plain(x), plan.spec, stream)
-    return replace(q, **{name: fake.made(part) for name, part in q.parts.items()}), stats
+    return stored(x, plan, stream, xp, reference.quantize)
+
+
+def fake_clipped(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
+    return stored(x, plan, stream, xp, reference.quantize_clipped)
+
+
+def fake_dequantize(q: Any, plan: Any, xp: Any) -> Any:
+    held = replace(q, **{name: fake.plain(part) for name, part in q.parts.items()})
+    out = fake.made(reference.dequantize(held))
+    memory = fake.plain(out)
+
+    def again() -> None:
+        memory[...] = reference.dequantize(held)
+
+    fake.TAPE.launch(again)
+    return out
 
 
 def fake_pair(x: Any, plan: Any, streams: Any, xp: Any) -> Any:
@@ -136,6 +174,8 @@ def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBac
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(kernels, "fake_quantize", fake_operand)
     monkeypatch.setattr(kernels, "quantize", fake_quantize)
+    monkeypatch.setattr(kernels, "quantize_clipped", fake_clipped)
+    monkeypatch.setattr(dequantize, "dequantize", fake_dequantize)
     for module in (kernels, dequantize):
         monkeypatch.setattr(module, "launch", lambda *arguments: None)  # of what is stored
     monkeypatch.setattr(quantize, "_fake_quantize_rebased", fake_near)

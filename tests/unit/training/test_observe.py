@@ -7,19 +7,27 @@ import math
 import signal
 import statistics
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from extensor import models
+from extensor.training.batch import Batch
+from extensor.training.config import RunConfig
 from extensor.training.observe import queue as queues
 from extensor.training.observe.command import ObserveArgs, observe
 from extensor.training.observe.cost import Cost, Meter
 from extensor.training.observe.experiments import EXPERIMENTS, Experiment
 from extensor.training.observe.gather import gather
+from extensor.training.observe.peers import PEERS, measure_peer
 from extensor.training.observe.queue import Entry, Queue, Running
 from extensor.training.observe.rates import RATES, measure_rates, read_rates
 from extensor.training.rundir import LAST, claim
+from extensor.training.runs import defaults
 from extensor.training.train import train
 from tests.unit.training.conftest import QUIET, SMALL
 
@@ -187,3 +195,23 @@ def test_costs_add_up() -> None:
     meter = Meter(os.getpid(), "cpu")
     meter.look()
     assert meter.cost().peak_bytes > 1 << 20 and meter.cost().joules is None
+
+
+@pytest.mark.parametrize("name", list(PEERS)[:1])  # the other needs a GPU
+def test_torch_trains_the_same_model(name: str) -> None:
+    """Its first loss is that of guessing, and falls."""
+    pytest.importorskip("torch")
+    shape = models.config("llama", "nano", vocab=65, context=32)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 4, (2, 33))
+
+    def batches() -> Iterator[Batch]:
+        while True:
+            yield Batch(0, tokens[:, :-1], tokens[:, 1:])
+
+    config = RunConfig(
+        **{**defaults("llama"), "batch_size": 2, "context": 32, "lr": 1e-2}, recipe="bf16"
+    )
+    shape = replace(shape, kv_heads=shape.heads)
+    found = measure_peer(name, config, shape, batches(), 1.0, compiled=False)
+    assert found["per_second"] > 0 and found["loss"] < math.log(65) - 0.1

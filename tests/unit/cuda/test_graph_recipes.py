@@ -1,0 +1,37 @@
+"""Recipes whose backward pass reads what the forward pass stored, and others, in captured steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from extensor.models.llama.configs import LlamaConfig
+from extensor.models.llama.model import build
+from extensor.nn import Rope
+from extensor.optim import AdamW
+from tests.unit.cuda.fake import FakeCupy
+from tests.unit.cuda.test_graph import both, train
+
+RECIPES = ("quartet", "quartet2")
+ON_A_GPU = ("mxfp4", "mxfp4_hadamard_random", "nvfp4_nvidia", "fp8_block", "fp8_tensor", "mxint8")
+"""Recipes whose emulated steps would say no more, or that the GPU of numpy has no kernels of."""
+
+
+def llama(recipe: str, states: str = "float32") -> tuple[Any, Any, Any]:
+    config = LlamaConfig(
+        vocab=64, context=32, layers=2, width=64, heads=1, kv_heads=1, head_size=64, hidden=96,
+        eps=1e-5, rope=Rope(64), tied=True,
+    )  # fmt: skip
+    model = build(config, np.random.default_rng(1)).to("cuda")
+    tokens = [np.random.default_rng(2 + i).integers(0, 64, (2, 33)) for i in range(5)]
+    batches = [(np.ascontiguousarray(t[:, :-1]), t[:, 1:].reshape(-1)) for t in tokens]
+    return model, AdamW(list(model.named_parameters()), lr=0.01), batches
+
+
+@pytest.mark.parametrize("recipe", RECIPES + ON_A_GPU)
+def test_recipes_of_a_llama_are_captured_bit_for_bit(gpu: Any, recipe: str) -> None:
+    if recipe in ON_A_GPU and isinstance(gpu.xp, FakeCupy):
+        pytest.skip("for a GPU")
+    both(lambda wrap: train(wrap, llama, recipe, True, activations="bfloat16"))
