@@ -25,7 +25,7 @@ def _model(shape: Any, torch: Any) -> Any:
     """A decoder of the shape of a `LlamaConfig` whose heads are as many for keys as for queries."""
     nn, functional = torch.nn, torch.nn.functional
 
-    class Block(nn.Module):  # type: ignore[misc, name-defined]
+    class Block(nn.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             wide, hidden = shape.width, shape.hidden
@@ -50,7 +50,7 @@ def _model(shape: Any, torch: Any) -> Any:
         out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
         return out.to(x.dtype)
 
-    class Decoder(nn.Module):  # type: ignore[misc, name-defined]
+    class Decoder(nn.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.embed = nn.Embedding(shape.vocab, shape.width)
