@@ -9,9 +9,10 @@ bfloat16. torchao's float8 rowwise training stands beside them where it is insta
 around single calls of a layer and around four steps of a block, the contestants taking turns in one
 process, medians over the rounds.
 "overhead" is the host's time of a small layer's forward and backward call, queued without waiting,
-beside a custom operator that only makes its result. "profile", which runs only by name, prints
-where a captured block's time goes, kernel by kernel, and the host's in a small layer's call. Needs
-a Hopper GPU and the extra ``cuda13``.
+beside a custom operator that only makes its result; without its primitives a layer computes
+nothing, so that the bridge between torch and extensor is left. "profile", which runs only by name,
+prints where a captured block's time goes, kernel by kernel, and the host's in a small layer's call.
+Needs a Hopper GPU and the extra ``cuda13``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import pstats
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -199,6 +201,28 @@ def _plain_operator() -> Any:
     return ops.linear
 
 
+def without_primitives(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call while the primitives of `extensor.torch` compute nothing."""
+    from extensor.torch import operators
+
+    def forward(backend: Any, x: Any, *rest: Any, **more: Any) -> Any:
+        return backend.xp.empty_like(x), operators._NOTHING
+
+    def gradients(backend: Any, g: Any, out: None, given: Any, *rest: Any) -> Any:
+        return [*(backend.xp.empty_like(a) for a in given), None]
+
+    def run() -> None:
+        before = operators._LINEAR, operators._linear_vjp
+        operators._LINEAR = types.SimpleNamespace(forward=forward)  # type: ignore[assignment]
+        operators._linear_vjp = gradients
+        try:
+            call()
+        finally:
+            operators._LINEAR, operators._linear_vjp = before
+
+    return run
+
+
 def overhead(rounds: int) -> list[dict[str, Any]]:
     """Microseconds of the host for a call."""
     from extensor.autograd.apply import wrap
@@ -222,6 +246,9 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
         "extensor.torch, mxfp4": lambda: layer(x).backward(g),
         "extensor's own, mxfp4": own,
     }
+    calls["extensor.torch without its primitives"] = without_primitives(
+        calls["extensor.torch, mxfp4"]
+    )
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 3):
         for name, call in calls.items():

@@ -106,7 +106,7 @@ class OnStream:
 
     def _reserved(self, size: int) -> Any:
         """What outlives a captured pass."""
-        taken = counts_of(self._index).reserve.take(-(-size // _ALIGNED) * _ALIGNED // 8)
+        taken = counts_of(self._index).take(-(-size // _ALIGNED) * _ALIGNED // 8)
         return self._allocate(size) if taken is None else taken.data
 
     def _of_torch(self, size: int) -> _Memory:
@@ -125,14 +125,24 @@ class CapturedCounts:
     def __init__(self, reserve: Reserve) -> None:
         self.reserve = reserve
         self.replays: torch.Tensor | None = None
+        self._ready_for = -1  # so many layers; -1: some of it has been taken
 
     def refill(self) -> None:
         """Have enough for a step of every layer; outside of captures."""
-        self.reserve.refill(layer_count() * _LAYER)
-        if self.replays is None or len(self.replays) < 2 * layer_count():
+        count = layer_count()
+        if count == self._ready_for:
+            return
+        self.reserve.refill(count * _LAYER)
+        if self.replays is None or len(self.replays) < 2 * count:
             with ALLOCATORS.lasting():
-                cells = cupy.zeros(4 * layer_count() + 256, np.int64)
+                cells = cupy.zeros(4 * count + 256, np.int64)
             self.replays = torch.utils.dlpack.from_dlpack(cells)
+        self._ready_for = count
+
+    def take(self, number: int) -> Array | None:
+        """See `Reserve.take`."""
+        self._ready_for = -1
+        return self.reserve.take(number)
 
     def cell(self) -> torch.Tensor | None:
         """Of one pass; None if all are taken."""
@@ -161,7 +171,7 @@ class CapturedPass:
             self._cell = self._counts.cell()
             if self._cell is not None:
                 self._cell.add_(1)  # in each replay
-        made = None if self._cell is None else self._counts.reserve.take(number)
+        made = None if self._cell is None else self._counts.take(number)
         if made is None:
             warnings.warn(
                 "extensor.torch: a graph is captured before a step ran, or for more layers than "
@@ -216,6 +226,9 @@ def to_array(tensor: torch.Tensor) -> Array:
     """See `extensor.torch.arrays.to_array`."""
     dtype = _DTYPES[tensor.dtype]
     item = dtype.itemsize
+    if tensor.is_contiguous():  # most are; cupy then needs no strides
+        memory = _Memory(tensor.detach(), item * (tensor.numel() or 1))
+        return cupy.ndarray(tuple(tensor.shape), dtype, cupy.cuda.MemoryPointer(memory, 0))
     strides = tuple([step * item for step in tensor.stride()])
     size = item + sum([(n - 1) * s for n, s in zip(tensor.shape, strides, strict=True) if n])
     memory = cupy.cuda.MemoryPointer(_Memory(tensor.detach(), size), 0)
@@ -224,13 +237,15 @@ def to_array(tensor: torch.Tensor) -> Array:
 
 def to_tensor(array: Array) -> torch.Tensor:
     """See `extensor.torch.arrays.to_tensor`."""
-    array = cupy.ascontiguousarray(array)
+    if not array.flags.c_contiguous:
+        array = cupy.ascontiguousarray(array)
     dtype, memory = _TENSOR_DTYPES[array.dtype], array.data.mem
     if isinstance(memory, _Memory) and memory.tensor.dtype is torch.uint8:
+        if memory.tensor.numel() == array.nbytes:
+            return memory.tensor.view(dtype).view(array.shape)
         start = array.data.ptr - memory.ptr
         held = memory.tensor[start : start + array.nbytes].view(dtype).view(array.shape)
-        alone = memory.tensor.numel() == array.nbytes
-        return held if alone else held.clone()  # a small result would keep a whole chunk
+        return held.clone()  # a small result would keep a whole chunk
     made = torch.utils.dlpack.from_dlpack(
         array.view(np.int16) if dtype is torch.bfloat16 else array
     )

@@ -24,6 +24,7 @@ from extensor.ops.quantized import quantized_conv2d, quantized_matmul
 from extensor.ops.recipe_operands import Input, SavedOperands
 from extensor.quant.recipe import FloatName
 from extensor.quant.recipe_state import LayerContext
+from extensor.random import DeviceClock
 from extensor.torch import arrays, saved
 from extensor.torch.arrays import DTYPES, to_array, to_tensor
 from extensor.torch.clock import read_clock
@@ -59,6 +60,7 @@ class Pass:
         saves: which operands of the backward pass are results, too: see `extensor.torch.saved`.
         traced: whether an operator of torch's makes the pass, which returns what was promised.
         on_cpu: the context, once made; on a GPU forward and backward have one each.
+        on_gpu: the reading as kernels read it, once made.
     """
 
     layer: LayerHandle
@@ -69,6 +71,7 @@ class Pass:
     saves: int = 0
     traced: bool = False
     on_cpu: LayerContext | None = None
+    on_gpu: DeviceClock | None = None
 
     def context(self, stream: Any) -> LayerContext:
         """The layer's context; ``stream`` is what `on_stream` gave."""
@@ -78,8 +81,9 @@ class Pass:
         if stream is None:
             self.on_cpu = self.layer.at(self.clock, None, activations, False)
             return self.on_cpu
-        clock = None if self.clock is None else stream.clock(self.clock)
-        return self.layer.at(self.clock, clock, activations, stream.capturing)
+        if self.on_gpu is None and self.clock is not None:
+            self.on_gpu = stream.clock(self.clock)
+        return self.layer.at(self.clock, self.on_gpu, activations, stream.capturing)
 
     def weight(self, weight: Tensor, stream: Any) -> Any:
         """See `LayerHandle.weight`."""
