@@ -218,17 +218,18 @@ def _matmul_vjp(
     needed = [slot for slot, need in zip(_G, needs, strict=False) if need]
     gradients = operands.make_operands(backend, rows, context, needed, sizes)  # read once for both
     dx = dw = None
+    if needs[1]:  # first, because its operand of x is let go before dx is made
+        x_columnwise = operands.kept_operand(saved.x)
+        if x_columnwise is None:
+            matrix = x.reshape(-1, x.shape[-1])
+            (x_columnwise,) = operands.make_operands(backend, matrix, context, _X[1:], sizes)
+        dw = _product(backend, gradients.pop(), x_columnwise, context, "wgrad", w.dtype)
+        del x_columnwise
     if needs[0]:
         if w_columnwise is None:
             (w_columnwise,) = operands.make_operands(backend, w, context, _W[1:], sizes, version)
         dx = _product(backend, gradients[0], w_columnwise, context, "dgrad", x.dtype)
         dx = dx if dx.shape == x.shape else dx.reshape(x.shape)  # a leaf's gradient is no view
-    if needs[1]:
-        x_columnwise = operands.kept_operand(saved.x)
-        if x_columnwise is None:
-            x = x.reshape(-1, x.shape[-1])
-            (x_columnwise,) = operands.make_operands(backend, x, context, _X[1:], sizes)
-        dw = _product(backend, gradients[-1], x_columnwise, context, "wgrad", w.dtype)
     return [dx, dw, *(backend.leading_sum(g, g.ndim - 1) if need else None for need in needs[2:])]
 
 

@@ -435,9 +435,9 @@ def _remade(weight: _Weight, slots: Slots, preparation: Preparation | None) -> l
         made = weight.backend.run_batch([its for its in preparations if its is not None])
     else:
         made = [_made(weight.backend, weight.x, weight.context, slots, weight.sizes, preparation)]
-    compact = preparation is not None and preparation.compact
+    batched = preparation is not None and preparation.batch_key is not None
     kept = [
-        cache.store(one.context.path, one.source, one.recipes(slots), operands, compact)
+        cache.store(one.context.path, one.source, one.recipes(slots), operands, batched)
         for one, operands in zip(weights, made, strict=True)
     ]
     return kept[0]

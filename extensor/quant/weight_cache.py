@@ -4,9 +4,9 @@ Micro-batches and evaluation use a weight's operands many times; quantizing the 
 enough. The cache stores operands and tells which of them are still right. Its callers make the
 operands: `extensor.ops.recipe_operands`.
 
-Operands as large as the weight (float32 on the CPU) are stored only where the weight's values are
-used again: from their second use on, and for new values if the last ones were used again. A step
-with one micro-batch stores none.
+Operands are stored only where the weight's values are used again: from their second use on, and for
+new values if the last ones were used again. A step with one micro-batch stores none. Operands of
+small weights that one launch makes for all layers are stored at once.
 """
 
 from __future__ import annotations
@@ -132,18 +132,18 @@ class WeightCache:
         source: WeightSource,
         recipes: Mapping[str, Any],
         made: Sequence[tuple[Any, Any]],
-        compact: bool = True,
+        batched: bool = True,
     ) -> list[CachedOperand]:
         """Keep the operands and counts of a layer's slots; gives what `find` would.
 
-        Operands that are not ``compact`` are kept where they will be used again.
+        Operands that are not ``batched`` with other layers' are kept where they will be used again.
         """
         x, capture = weakref.ref(source.x), _reference(source.capture)
         stored = []
         for (slot, recipe), (operand, counts) in zip(recipes.items(), made, strict=True):
             one = CachedOperand(operand, counts, recipe, x, source.version, source.sizes, capture)
             stored.append(one)
-            if not (compact or (path, slot) in self._reused):
+            if not (batched or (path, slot) in self._reused):
                 one = replace(one, operand=None, counts=None, stored=False)
             self._operands[path, slot] = one
             if (path, slot) not in self._missed:  # new values

@@ -93,6 +93,11 @@ class GemmOperand:
     buffer: Array | None = None
 
     @property
+    def arrays(self) -> tuple[Array, ...]:
+        """What it holds, for the ledger."""
+        return (self.codes,)
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(rows, K)."""
         rows, k = self.codes.shape[:: -1 if self.transposed else 1]

@@ -66,6 +66,9 @@ Streams = Sequence[Stream | None]
 State = dict[str, Any] | None
 
 _SLOTS = 2 * quantizer.SLOTS
+_BATCHED = 1 << 22
+"""Values of the largest matrix whose operands are made in one launch with others': a launch takes as
+long as a few thousand of them, and all operands of a batch live at once."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,8 @@ def prepare(
             why.append(plans.reason)
             continue
         path = f"{preparer.path}: {why[0]}" if preparer.path == "expanded" else preparer.path
-        key = fused.batch_key(specs, x.dtype.name) if preparer is FUSED else None
+        batches = preparer is FUSED and x.size <= _BATCHED
+        key = fused.batch_key(specs, x.dtype.name) if batches else None
         return GemmPreparation(x, plans, streams, preparer, path, key, amax_state, xp)
     return Unsupported(why[-1] if why else "operands of another kind")
 
