@@ -145,6 +145,11 @@ ROUTES: dict[str, Route] = {
     ),
     # quantize
     "quantize": Route(quantize.quantize, fallback=_quantize_on_host, fallback_path="host"),
+    "pack": Route(
+        quantize.pack,
+        fallback=lambda backend, gap, *args: _quantize_on_host(backend, gap, *args)[0],
+        fallback_path="host",
+    ),
     "quantize_clipped": Route(
         quantize.quantize_clipped, fallback=_quantize_clipped_on_host, fallback_path="host"
     ),

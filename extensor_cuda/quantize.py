@@ -34,6 +34,7 @@ __all__ = [
     "fake_quantize",
     "fake_quantize_rowwise_columnwise",
     "input_gap",
+    "pack",
     "plan_of",
     "quantize",
     "quantize_clipped",
@@ -74,9 +75,11 @@ class QuantizePlan:
         """The decoded values and counts, without waiting."""
         return self.encoder.fake_quantize(x, self.plan, stream, xp)
 
-    def dequantize(self, q: QuantArray, xp: Any) -> Array:
-        """Codes and scales -> float32, without waiting."""
-        return self.decoder.dequantize(q, self.plan, xp)
+    def dequantize(self, q: QuantArray, xp: Any, dtype: str) -> Array:
+        """Codes and scales -> values, without waiting."""
+        if self.decoder is decoder:
+            return decoder.dequantize(q, self.plan, xp, dtype)
+        return reference.round_to(self.decoder.dequantize(q, self.plan, xp), dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -142,6 +145,15 @@ def quantize(
     return lambda: plan.quantize(readable(xp, x), stream, xp)
 
 
+def pack(xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = None) -> Call:
+    """See the protocol. Does not wait for the GPU."""
+    if (gap := input_gap(x, spec, stream)) is not None:
+        return gap
+    if not isinstance(plan := fused.plan_of(spec, tuple(x.shape)), fused.Plan):
+        return plan
+    return lambda: fused.quantize_raw(readable(xp, x), plan, stream, xp, stats=False).q
+
+
 def quantize_clipped(xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = None) -> Call:
     """See the protocol. One reading of x. Does not wait for the GPU."""
     if (gap := input_gap(x, spec, stream)) is not None:
@@ -187,7 +199,7 @@ def _fake_quantize_rebased(
 def dequantize(xp: Any, q: QuantArray, dtype: str = "float32") -> Call:
     """See the protocol."""
     plan = plan_of(q.spec, q.shape, decoding=True)
-    return (lambda: reference.round_to(plan.dequantize(q, xp), dtype)) if plan else plan
+    return (lambda: plan.dequantize(q, xp, dtype)) if plan else plan
 
 
 def _rowwise_columnwise_plan(

@@ -61,8 +61,9 @@ class Stored(Kept):
 
     def values(self, backend: Any) -> Any:
         """The decoded array."""
-        flat = backend.dequantize(self.q) if isinstance(self.q, QuantArray) else self.q
-        return backend.cast(flat, self.dtype).reshape(self.shape)
+        if isinstance(self.q, QuantArray):
+            return backend.dequantize(self.q, self.dtype.name).reshape(self.shape)
+        return backend.cast(self.q, self.dtype).reshape(self.shape)
 
 
 class ArrayStore:
@@ -99,14 +100,9 @@ class ArrayStore:
     def _rounded(self, array: Any, backend: Any) -> Any:
         if not isinstance(self.spec, QuantSpec):
             return array if array.dtype.itemsize == 2 else backend.cast(array, bfloat16.numpy)
-        if backend.capturing is not None:
-            raise RuntimeError(
-                "capture: a step that stores what it keeps for backward in blocks counts on the "
-                "host; capture it without Recipe.saved, or do not capture"
-            )
         flat = backend.xp.ascontiguousarray(array).reshape(-1)
         stream = self.state.saved_stream() if self.spec.rounding == "stochastic" else None
-        return backend.quantize(flat, self.spec, stream)[0]
+        return backend.pack(flat, self.spec, stream)
 
 
 class SavedStorage:

@@ -138,11 +138,11 @@ def forward_operands(
 ) -> tuple[Any, Any]:
     """The operand of a forward GEMM and that of a backward GEMM, or None to make that later.
 
-    Both are made now where that takes one reading of x and what is kept is compact.
-    ``version``: as for `make_operands`.
+    Both are made now where that takes one reading of x and what is kept is compact; but not where
+    the recipe asks for little memory, unless x is small. ``version``: as for `make_operands`.
     """
     both = prepared_at_once(backend, x, context, slots, sizes) if MODE.enabled else None
-    if both is not None:
+    if both is not None and (both.batch_key or context.keeps_input(backend.saved_input)):
         first, second = make_operands(backend, x, context, slots, sizes, version, both)
         return first, second
     return make_operands(backend, x, context, slots[:1], sizes, version)[0], None

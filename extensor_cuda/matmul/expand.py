@@ -25,7 +25,7 @@ from extensor_cuda.kernels.gemm.config import K_OF_BF16_STAGE
 from extensor_cuda.kernels.gemm.gemm_sm90 import Packed
 from extensor_cuda.kernels.prepare import expand as kernel
 from extensor_cuda.kernels.prepare import rebase as rebasing
-from extensor_cuda.matmul.operand import GemmOperand, Scale, aligned, pitched
+from extensor_cuda.matmul.operand import GemmOperand, Part, Scale, aligned, pitched
 from extensor_cuda.matmul.rebase import held_by
 from extensor_cuda.runtime.compile import Source
 
@@ -38,6 +38,7 @@ __all__ = [
     "expand",
     "float_scaled",
     "float_scales",
+    "largest_scale",
     "packed_bf16",
     "rebase_mxfp4",
     "rebase_mxfp8",
@@ -51,7 +52,13 @@ FITS_BF16: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
 
 
 def expand(
-    q: QuantArray, kind: str, flag: Array | None, xp: Any, guards: Sequence[Array] = ()
+    q: QuantArray,
+    kind: str,
+    flag: Array | None,
+    xp: Any,
+    guards: Sequence[Array] = (),
+    part: Part = None,
+    largest: Array | None = None,
 ) -> GemmOperand:
     """The values of a packed matrix, contraction contiguous; does not wait.
 
@@ -61,19 +68,27 @@ def expand(
         flag: uint32 (1,), raised where the kind does not hold a value.
         xp: cupy.
         guards: two flags; nothing is written unless one is set. None: always.
+        part: which rows of the operand.
+        largest: `largest_scale` of an MX matrix, where the caller has it.
     """
     axis, mx = q.spec.axis, q.spec.is_mx
     lift = 0 if kind == "bf16" else held_by(q.spec)[1]
     source = kernel.expand_source(q.spec, kind, lift)
     k = coded_length(q.spec, q.shape)
-    n, pitch = q.shape[1 - axis], -(-k // 16) * 16
-    codes, scales = (aligned(part, xp) for part in (q.codes, q.scales))
+    start, stop = part or (0, q.shape[1 - axis])
+    n, pitch = stop - start, -(-k // 16) * 16
+    codes, scales = (aligned(of, xp) for of in (q.codes, q.scales))
+    if part is not None:
+        assert isinstance(q.spec.tile, tuple)
+        first, last = start // q.spec.tile[0], -(-stop // q.spec.tile[0])
+        codes = codes[start:stop] if axis == 1 else codes[:, start:stop]
+        scales = scales[first:last] if axis == 1 else scales[:, first:last]
     out = xp.empty((n, pitch), dtype=np.uint16 if kind == "bf16" else np.uint8)
     factor = xp.empty(1, dtype=np.float32)
-    largest = exponent = None
+    exponent = None
     if mx:
-        largest, exponent = xp.zeros(1, dtype=np.uint32), xp.empty(1, dtype=np.int32)
-        kernel.anchor(source, scales, largest)
+        largest = largest_scale(q, xp) if largest is None else largest
+        exponent = xp.empty(1, dtype=np.int32)
     chunks = pitch // 16
     threads = n * chunks
     if axis == 0:
@@ -82,6 +97,13 @@ def expand(
     made = exponent, factor, flag, *(guards or (None, None))
     kernel.expand(source, threads, Packed(codes, scales), out, n, heads, made)
     return GemmOperand(out[:, :k], kind, Scale(exponent, factor))
+
+
+def largest_scale(q: QuantArray, xp: Any) -> Array:
+    """The largest scale byte of an MX matrix that is not NaN, uint32 (1,); does not wait."""
+    largest = xp.zeros(1, dtype=np.uint32)
+    kernel.anchor(kernel.expand_source(q.spec, "bf16", 0), aligned(q.scales, xp), largest)
+    return largest
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,9 +15,11 @@ from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE
 from extensor_cuda.kernels.gemm.gemm_sm90 import empty_rows
 from extensor_cuda.runtime.counters import OperandCounts
 
-__all__ = ["RESULT_DTYPES", "GemmOperand", "Prepared", "Scale", "aligned", "bf16_values", "pitched"]
+__all__ = ["RESULT_DTYPES", "GemmOperand", "Part", "Prepared", "Scale", "aligned", "bf16_values", "pitched"]
 
 Array = Any
+Part = tuple[int, int] | None
+"""Rows of an operand, from a multiple of 128 to another, or to the end; None: all."""
 
 RESULT_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 """What a product is written in, by name."""
@@ -78,8 +80,8 @@ class GemmOperand:
         transposed: whether codes are (K, rows); with "bf16".
         flag: uint32 of shape (), set on the device where the codes do not hold every value, so that
             a product reads the operand's bfloat16 form instead; None where they always do.
-        make_bf16: writes that form anew from what the operand was made from, unless two flags are
-            given and neither is set.
+        make_bf16: writes that form of a `Part` anew from what the operand was made from, unless two
+            flags are given and neither is set.
         buffer: uint8, the one allocation of codes, scale and flag; None if they have several.
     """
 
@@ -89,7 +91,7 @@ class GemmOperand:
     zeros: Array | None = None
     transposed: bool = False
     flag: Array | None = None
-    make_bf16: Callable[[Sequence[Array]], GemmOperand] | None = None
+    make_bf16: Callable[[Sequence[Array], Part], GemmOperand] | None = None
     buffer: Array | None = None
 
     @property
@@ -108,12 +110,15 @@ class GemmOperand:
         """Whether sums over parts of K add up: one power of two for all, or none."""
         return self.scale.form == "number" and self.scale.factor is None
 
-    def bf16(self, guards: Sequence[Array] = ()) -> GemmOperand:
-        """The operand in bfloat16; not written unless one of two flags is set, if given."""
+    def bf16(self, guards: Sequence[Array] = (), part: Part = None) -> GemmOperand:
+        """The operand in bfloat16; not written unless one of two flags is set, if given.
+
+        ``part`` is of an operand in FP8.
+        """
         if self.kind == "bf16":
             return self
         assert self.make_bf16 is not None
-        return self.make_bf16(guards)
+        return self.make_bf16(guards, part)
 
     def values(self, xp: Any) -> Array:
         """What the operand means, float32 (rows, K)."""

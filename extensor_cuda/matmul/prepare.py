@@ -39,8 +39,8 @@ from extensor_cuda.kernels.prepare import float_scaled_operand
 from extensor_cuda.kernels.prepare.cast_bf16 import round_to_bf16
 from extensor_cuda.kernels.quantize import quantize as quantizer
 from extensor_cuda.matmul import fused, tuned
-from extensor_cuda.matmul.expand import expand
-from extensor_cuda.matmul.operand import GemmOperand, Prepared, Scale
+from extensor_cuda.matmul.expand import expand, largest_scale
+from extensor_cuda.matmul.operand import GemmOperand, Part, Prepared, Scale
 from extensor_cuda.matmul.rebase import held_by
 from extensor_cuda.quantize import input_gap
 from extensor_cuda.runtime import driver
@@ -152,12 +152,14 @@ class PackedMatrix:
         """The operand in FP8 where that holds the format, else in bfloat16."""
         q, flags, xp = self.q, self.flags, self.xp
         kind, _ = held_by(q.spec)
-        operand = expand(q, kind, flags[1:] if kind == "bf16" else flags[:1], xp)
+        largest = largest_scale(q, xp) if q.spec.is_mx else None
+        flag = flags[1:] if kind == "bf16" else flags[:1]
+        operand = expand(q, kind, flag, xp, largest=largest)
         if kind == "bf16":
             return operand
 
-        def make_bf16(guards: Sequence[Array]) -> GemmOperand:
-            return expand(q, "bf16", flags[1:], xp, guards)
+        def make_bf16(guards: Sequence[Array], part: Part = None) -> GemmOperand:
+            return expand(q, "bf16", flags[1:], xp, guards, part, largest)
 
         return replace(operand, flag=flags[:1].reshape(()), make_bf16=make_bf16)
 

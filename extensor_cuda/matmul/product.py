@@ -59,6 +59,9 @@ __all__ = [
 Array = Any
 
 _ALWAYS = Flags()
+_FALLBACK_BYTES, _PART_ROWS = 1 << 27, 128
+"""Memory of an operand of the fallback, which is seldom needed and always there; rows of its parts
+are a multiple of the second."""
 
 
 @dataclass(frozen=True)
@@ -258,15 +261,37 @@ def _fall_back(
     split: Split | None,
     fallback: FallbackCounter | SharedCounter | None,
 ) -> None:
-    """The same product in bfloat16, which ends at once unless an operand's flag is set."""
+    """The same product in bfloat16, which ends at once unless an operand's flag is set.
+
+    Part by part of the operands: in a graph their memory is taken whether the product runs or not.
+    """
     assert a.flag is not None and b.flag is not None
-    guards = a.flag, b.flag
-    wide = a.bf16(guards), b.bf16(guards)
-    config = configure("bf16", a.shape[0], b.shape[0], to.dtype.name)
+    guards, runs = (a.flag, b.flag), None if fallback is None else fallback.array
+    flags = Flags(*guards, 1, runs)
+    (m, _), (n, _) = a.shape, b.shape
     if split is not None:  # the same splits: a stage holds half as many terms
-        config, split = config.replace(split_k=True), Split(split.count, 2 * split.stages)
-    runs = None if fallback is None else fallback.array
-    multiply(*wide, to, config, bias, Flags(*guards, 1, runs), split)
+        config = configure("bf16", m, n, to.dtype.name).replace(split_k=True)
+        more = Split(split.count, 2 * split.stages)
+        multiply(a.bf16(guards), b.bf16(guards), to, config, bias, flags, more)
+        return
+    left = None
+    for start, stop in _parts(b):
+        right = b.bf16(guards, (start, stop))
+        for first, last in _parts(a):
+            if left is None or last - first < m:
+                left = None  # its memory is the next one's
+                left = a.bf16(guards, (first, last))
+            added = None if bias is None else bias[start:stop]
+            multiply(left, right, to[first:last, start:stop], None, added, flags)
+            flags = Flags(*guards, 1)  # one run is counted
+        del right
+
+
+def _parts(operand: GemmOperand) -> Iterator[tuple[int, int]]:
+    """Parts of an operand's rows that take no more than so many bytes each in bfloat16."""
+    rows, k = operand.shape
+    step = max(_FALLBACK_BYTES // (2 * k * _PART_ROWS), 1) * _PART_ROWS
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 # --- float scales as they are stored ---

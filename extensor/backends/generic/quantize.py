@@ -64,6 +64,10 @@ class GenericQuantize(GenericCore):
             return reference.rebase(q, stats_of(counts))
         return reference.quantize(x, spec, stream, previous_amax, self.xp)
 
+    def pack(self, x: Array, spec: QuantSpec, stream: Stream | None = None) -> QuantArray:
+        """See the protocol."""
+        return self.quantize(x, spec, stream)[0]
+
     def quantize_clipped(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[QuantArray, Counts, Array]:

@@ -32,6 +32,10 @@ class QuantizeMethods(Protocol):
         """
         ...
 
+    def pack(self, x: Array, spec: QuantSpec, stream: Stream | None = None) -> QuantArray:
+        """The codes and scales that `quantize` gives, not counted: it does not wait."""
+        ...
+
     def quantize_clipped(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[QuantArray, Counts, Array]:

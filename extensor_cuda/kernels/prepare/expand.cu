@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) expand(const u8* __restri
     // A warp has 4 neighbouring chunks of 8 groups of four columns, to access whole sectors.
     const u32 quads = static_cast<u32>((out_rows + 3) / 4), across = (quads + 7) / 8;
     const u32 lane = threadIdx.x % 32, warps = across * ((chunks + 3) / 4);
-    const bool whole = out_rows % 4 == 0;
+    const bool whole = out_rows % 4 == 0 && code_pitch % 4 == 0;
     for (u32 warp = blockIdx.x * (kThreads / 32) + threadIdx.x / 32; warp < warps;
         warp += gridDim.x * (kThreads / 32)) {
         const u32 quad = warp % across * 8 + lane / 4, chunk = warp / across * 4 + lane % 4;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) expand(const u8* __restri
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
                 const u8* from = codes +
-                                 (static_cast<i64>(chunk) * (4 * kWords) + 4 * w + b) * out_rows +
+                                 (static_cast<i64>(chunk) * (4 * kWords) + 4 * w + b) * code_pitch +
                                  column;
                 if (whole) {
                     row[b] = *reinterpret_cast<const u32*>(from);

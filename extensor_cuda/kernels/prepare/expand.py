@@ -94,7 +94,7 @@ def expand(
     counts, codes = packed.counts, packed.codes
     assert codes is not None
     scales = packed.zeros if packed.scales is None else packed.scales
-    pitches = out.shape[1], codes.shape[1], 0 if scales is None else scales.shape[1]
+    pitches = out.shape[1], codes.strides[0], 0 if scales is None else scales.strides[0]
     parts = codes, packed.scales, *heads, out, *made, packed.zeros
     most = _GUARDED_BLOCKS if made[-1] is not None else 1 << 16
     blocks = max(min(-(-threads // _THREADS), most), 1)

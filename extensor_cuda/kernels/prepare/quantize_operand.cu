@@ -12,8 +12,10 @@
 // their scales (rebase_fp8.cuh). These go to `rowwise_scales` and `columnwise_scales`, (tiles along
 // K, pitch), as the GEMM reads them.
 //
+// PREPARE_WINDOW: of a part of the operand alone, with the bits of the whole.
+//
 // Macros: quantize.cu's, PREPARE_ROWWISE, PREPARE_COLUMNWISE, PREPARE_BF16, PREPARE_REBASED,
-// PREPARE_MULTI_TENSOR, CODEC_LIFT, PREPARE_SPAN, PREPARE_MARGIN, PREPARE_MIN_CTAS.
+// PREPARE_MULTI_TENSOR, PREPARE_WINDOW, CODEC_LIFT, PREPARE_SPAN, PREPARE_MARGIN, PREPARE_MIN_CTAS.
 
 #include "codec/input.cuh"
 #include "codec/block_scale.cuh"
@@ -175,14 +177,21 @@ DEVICE void store_transposed(const uint4 (*transposed)[kTransposedUnits], u8* ou
     }
 }
 
-DEVICE i64 tiles_of(const Matrix& m) {
-    return (m.rows + kTilesPerSquare * kRows - 1) / (kTilesPerSquare * kRows) *
-           ((m.columns + kColumns - 1) / kColumns);
+// The part of a matrix that outputs are made of, of whole tiles.
+struct Window {
+    i64 row0, column0, row_end, column_end;
+};
+
+DEVICE Window all_of(const Matrix& m) { return {0, 0, m.rows, m.columns}; }
+
+DEVICE i64 tiles_of(const Window& part) {
+    return (part.row_end - part.row0 + kTilesPerSquare * kRows - 1) / (kTilesPerSquare * kRows) *
+           ((part.column_end - part.column0 + kColumns - 1) / kColumns);
 }
 
 // Processes a thread block's tiles: from `first` on, `blocks` apart.
-DEVICE void work(const Matrix& m, i64 first, u32 blocks, const Stream& rowwise_stream,
-    const Stream& columnwise_stream) {
+DEVICE void work(const Matrix& m, const Window& window, i64 first, u32 blocks,
+    const Stream& rowwise_stream, const Stream& columnwise_stream) {
 #if PREPARE_BF16 || PREPARE_REBASED
     const int anchor = 0;
 #else
@@ -199,10 +208,13 @@ DEVICE void work(const Matrix& m, i64 first, u32 blocks, const Stream& rowwise_s
 #elif PREPARE_REBASED
     __shared__ u32 transposed[kTileThreads / 32];
 #endif
-    const i64 across = (m.columns + kColumns - 1) / kColumns, tiles = tiles_of(m);
+    const i64 across = (window.column_end - window.column0 + kColumns - 1) / kColumns,
+              tiles = tiles_of(window);
     for (i64 index = first; index < tiles; index += blocks) {
-        const int square = static_cast<int>(index / across) * kTilesPerSquare * kRows;
-        const int column0 = static_cast<int>(index % across) * kColumns;
+        const int square = static_cast<int>(window.row0) +
+                           static_cast<int>(index / across) * kTilesPerSquare * kRows;
+        const int column0 =
+            static_cast<int>(window.column0) + static_cast<int>(index % across) * kColumns;
         const auto bring = [&](int row0) {
             fetch(tile, m.x, row0, column0, m.rows, m.columns);
             asm volatile("cp.async.wait_all;" ::: "memory");
@@ -262,7 +274,9 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)
         (all[middle].start <= blockIdx.x ? mine : above) = middle;
     }
     const Matrix m = all[mine];
-    work(m, blockIdx.x - m.start, static_cast<u32>(tiles_of(m)), Stream{}, Stream{});
+    const Window whole = all_of(m);
+    work(m, whole, blockIdx.x - m.start, static_cast<u32>(tiles_of(whole)), Stream{},
+        Stream{});
 }
 #else
 extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)
@@ -272,11 +286,25 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)
         float* __restrict__ columnwise_scales, u64* __restrict__ rowwise_counts,
         u64* __restrict__ columnwise_counts, const u32* __restrict__ guard,
         const u32* __restrict__ other_guard, const u32* __restrict__ clock, u32 a0, u32 a1, u32 a2,
-        u32 a3, u32 d0, u32 d1, u32 d2, u32 d3, i64 rows, i64 columns) {
+        u32 a3, u32 d0, u32 d1, u32 d2, u32 d3, i64 rows, i64 columns
+#if PREPARE_WINDOW
+        ,
+        i64 row0, i64 column0, i64 row_end, i64 column_end
+#endif
+    ) {
     if (guard && !(*guard | *other_guard)) return;
+#if PREPARE_WINDOW
+    rowwise -= row0 * ((columns + 15) / 16 * 16) * kOut;
+    columnwise -= column0 * ((rows + 15) / 16 * 16) * kOut;
+#endif
     const Matrix m = {x, amax_state, rowwise, columnwise, exponent, rowwise_flag, columnwise_flag,
         rowwise_counts, columnwise_counts, rows, columns, 0, rowwise_scales, columnwise_scales};
-    work(m, blockIdx.x, gridDim.x, stream_of(clock, a0, a1, a2, a3),
+#if PREPARE_WINDOW
+    const Window window = {row0, column0, row_end, column_end};
+#else
+    const Window window = all_of(m);
+#endif
+    work(m, window, blockIdx.x, gridDim.x, stream_of(clock, a0, a1, a2, a3),
         stream_of(clock, d0, d1, d2, d3));
 }
 #endif

@@ -78,7 +78,7 @@ def fused_source(
 
     The spec is resolved for a matrix; its axis does not matter. ``wide`` makes bfloat16 values
     instead of FP8 codes, ``stats`` counts saturated and flushed values, ``many`` takes several
-    matrices in one launch.
+    matrices in one launch. Bfloat16 without stats is that of parts of a matrix.
     """
     plan = kernels.plan_of(spec.replace(axis=1, rebased=False), (256, 256))
     assert isinstance(plan, kernels.Plan), plan
@@ -89,6 +89,7 @@ def fused_source(
         "PREPARE_BF16": int(wide),
         "PREPARE_REBASED": int(spec.rebased),
         "PREPARE_MULTI_TENSOR": int(many),
+        "PREPARE_WINDOW": int(wide and not stats),
         "CODEC_LIFT": E5M2_LIFT,  # TOP is the element's largest value here
         "PREPARE_SPAN": E5M2_SPAN,
         "PREPARE_MARGIN": AMAX_MARGIN,
@@ -121,12 +122,14 @@ def launch_fused(
     exponent: Array | None = None,
     amax_state: Array | None = None,
     guards: Sequence[Array] = (),
+    part: tuple[int, int] | None = None,
 ) -> None:
     """Make one operand or two, of rows and of columns, of x; does not wait.
 
     x is a contiguous matrix, rows a multiple of 16 bytes. The power of two of codes is written to
     ``exponent``, int32 (1,); the amax state is then read and written. With two flags as guards,
-    nothing is written unless one is set.
+    nothing is written unless one is set, and of one operand ``part`` says which rows are made: from
+    a multiple of 128 to another, or to the end.
     """
     of = {side.spec.axis: side for side in sides}
     both = [of.get(axis) for axis in (1, 0)]
@@ -138,11 +141,17 @@ def launch_fused(
         return [None if side is None else getattr(side, name) for side in both]
 
     rows, columns = x.shape
+    ends = [[0, 0], [rows, columns]]
+    if part is not None:
+        for end, bound in zip(ends, part, strict=True):
+            end[1 - sides[0].spec.axis] = bound
+    window = [*ends[0], *ends[1]] if wide and guards else []
     tiles = -(-rows // REBASE_TILE) * -(-columns // _COLUMNS) if rebased else tiles_of(x, wide)
     blocks, threads = min(tiles, _GUARDED_BLOCKS) if guards else tiles, 2 * _tile_rows(x, wide)
     arrays = x, amax_state, *pointers("out"), exponent, *pointers("flag"), *pointers("scales")
     counts = *pointers("counts"), *(guards or (None, None)), *random_arguments(*pointers("stream"))
-    launch(source, "operands", blocks, threads, *arrays, *counts, np.int64(rows), np.int64(columns))
+    numbers = map(np.int64, (rows, columns, *window))
+    launch(source, "operands", blocks, threads, *arrays, *counts, *numbers)
 
 
 def launch_batch(source: Source, table: Array, count: int, tiles: int, item: int) -> None:

@@ -1,12 +1,28 @@
-// Dequantizes packed codes and scales to float32, with the bits of extensor/quant. A thread decodes
-// four codes along the axis (columnwise: of four columns), so that it stores 16 bytes. Macros: as
-// for quantize.cu.
+// Dequantizes packed codes and scales to float32, with the bits of extensor/quant; QUANT_HALF: these
+// rounded to bfloat16. A thread decodes four codes along the axis (columnwise: of four columns), so
+// that it stores 16 or 8 bytes. Macros: as for quantize.cu, and QUANT_HALF.
 
 #include "common/types.cuh"
 
 constexpr int kThreads = 256, kCodeBytes = CODEC_BITS / 2;  // bytes of four codes
 
 #include "codec/decode.cuh"
+
+#if QUANT_HALF
+#include "common/vector_types.cuh"
+
+typedef u16 Value;
+DEVICE Value narrow(float v) { return static_cast<Value>(round_bf16(v)); }
+DEVICE void store_four(Value* to, const float (&v)[4]) {
+    *reinterpret_cast<uint2*>(to) = uint2{round_bf16x2(v[0], v[1]), round_bf16x2(v[2], v[3])};
+}
+#else
+typedef float Value;
+DEVICE Value narrow(float v) { return v; }
+DEVICE void store_four(Value* to, const float (&v)[4]) {
+    *reinterpret_cast<float4*>(to) = float4{v[0], v[1], v[2], v[3]};
+}
+#endif
 
 DEVICE float scale_value(u32 byte) {
 #if CODEC_UE4M3
@@ -26,7 +42,7 @@ constexpr u32 kCode = (1u << CODEC_BITS) - 1;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     dequantize_rows(const u8* __restrict__ codes, const u8* __restrict__ scales,
-        const float* __restrict__ tensor_scale, float* __restrict__ values, i64 rows, i64 length) {
+        const float* __restrict__ tensor_scale, Value* __restrict__ values, i64 rows, i64 length) {
     const i64 tiles = (length + CODEC_BLOCK - 1) / CODEC_BLOCK, per_row = tiles * (CODEC_BLOCK / 4);
     const i64 four = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (four >= rows * per_row) return;
@@ -45,19 +61,19 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     float v[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) v[k] = decode(word >> (CODEC_BITS * k) & kCode, scale, tensor);
-    float* to = values + row * length + start;
+    Value* to = values + row * length + start;
 #if QUANT_WHOLE
-    *reinterpret_cast<float4*>(to) = float4{v[0], v[1], v[2], v[3]};
+    store_four(to, v);
 #else
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        if (start + k < length) to[k] = v[k];
+        if (start + k < length) to[k] = narrow(v[k]);
 #endif
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     dequantize_columns(const u8* __restrict__ codes, const u8* __restrict__ scales,
-        const float* __restrict__ tensor_scale, float* __restrict__ values, i64 outer, i64 length,
+        const float* __restrict__ tensor_scale, Value* __restrict__ values, i64 outer, i64 length,
         i64 inner) {
     const i64 tiles = (length + CODEC_BLOCK - 1) / CODEC_BLOCK, fours = tiles * (CODEC_BLOCK / 4);
     const i64 groups = (inner + 3) / 4;
@@ -67,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const i64 image = index / groups / fours, start = four * 4;
     const u8* from = codes + (image * fours + four) * kCodeBytes * inner + column;
     const u8* scale = scales + (image * tiles + start / CODEC_BLOCK) * inner + column;
-    float* to = values + (image * length + start) * inner + column;
+    Value* to = values + (image * length + start) * inner + column;
     const float tensor = CODEC_UE4M3 ? *tensor_scale : 1.0f;
     u32 code_bytes[kCodeBytes], bytes = 0;
 #if QUANT_WHOLE
@@ -100,11 +116,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #if QUANT_WHOLE
-        *reinterpret_cast<float4*>(to + k * inner) = float4{v[k][0], v[k][1], v[k][2], v[k][3]};
+        store_four(to + k * inner, v[k]);
 #else
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-            if (start + k < length && column + c < inner) to[k * inner + c] = v[k][c];
+            if (start + k < length && column + c < inner) to[k * inner + c] = narrow(v[k][c]);
 #endif
     }
 }

@@ -215,6 +215,17 @@ def test_nvfp4_exact_window(xp: Any) -> None:
                 np.testing.assert_allclose(values_of(got), operand_values(q), rtol=2.0**-23)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_parts_of_an_operand_are_those_of_the_whole(xp: Any, format: str, axis: int) -> None:
+    q = made((330, 300), QuantSpec(format, axis=axis))
+    whole, flag = operand_values(q), xp.zeros(1, dtype=np.uint32)
+    for part in ((0, 128), (128, len(whole))):
+        got = values_of(expand(sent(q, xp), "bf16", flag, xp, part=part))
+        expected = whole[slice(*part)]
+        np.testing.assert_allclose(got, expected, rtol=0 if q.spec.is_mx else 2.0**-23, atol=0)
+
+
 def test_a_scale_window_of_28_always_fits(xp: Any) -> None:
     spec = QuantSpec("mxfp4", axis=1, scale_window=28).resolve(2)
     x = np.random.default_rng(1).standard_normal((16, 64)).astype(np.float32)

@@ -422,6 +422,19 @@ def test_an_operand_comes_back_from_its_one_allocation(xp: Any, name: str, round
             np.testing.assert_array_equal(wide.astype(np.float32), expected.T)
 
 
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parts_in_bfloat16_are_those_of_the_whole(xp: Any, axis: int, rounding: str) -> None:
+    x, spec = data((200, 328), "bfloat16", "wide"), spec_of(axis, rounding)
+    stream = Stream(1, 2, 3, 4, False) if rounding == "stochastic" else None
+    ((operand, _),) = made_by(FUSED, xp.asarray(x), [spec], [stream], xp)
+    expected, _ = registry.get("cpu").fake_quantize(x, spec, stream)
+    expected = expected if axis else expected.T
+    for part in ((0, 128), (128, len(expected))):
+        wide = operand.bf16((), part).codes.get().view(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(wide.astype(np.float32), expected[slice(*part)])
+
+
 def test_recipes_without_fp8_operands_have_no_allocation_to_save() -> None:
     mxfp4 = spec_of(0)
     others = [mxfp4.replace(format=name) for name in WIDE_FORMATS]

@@ -13,6 +13,7 @@ from extensor_cuda.kernels.gemm.config import Config, Split, gemm_source
 from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, empty_rows, gemm, partial_sum_rows
 from extensor_cuda.kernels.prepare import cast_bf16
 from extensor_cuda.kernels.prepare.cast_bf16 import bf16_source
+from extensor_cuda.matmul import product as module
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand, Scale
 from extensor_cuda.matmul.partition import configure, configure_split_k
 from extensor_cuda.matmul.product import FallbackCounter, product
@@ -167,29 +168,35 @@ def test_splits_of_k_are_added_in_order(
 
 @pytest.mark.parametrize("out_of_window", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("sizes", [(136, 72, 4000), (264, 392, 128)], ids=["split", "in parts"])
 def test_parts_of_fp8_products_and_of_their_other_way(
-    hopper: Any, with_bias: bool, out_of_window: bool
+    hopper: Any,
+    sizes: tuple[int, int, int],
+    with_bias: bool,
+    out_of_window: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Small integers: every sum is exact, whatever the layouts and the splits."""
-    m, n, k = 136, 72, 4000
+    """Small integers: every sum is exact, whatever the layouts, the splits and the parts."""
+    monkeypatch.setattr(module, "_FALLBACK_BYTES", 2 * 128 * 128)  # two or three parts of a side
+    m, n, k = sizes
     rng = np.random.default_rng(7)
     sides, held = [], []
     for rows in (m, n):
         v = rng.integers(-3, 4, (rows, k)).astype(np.float32)
-        codes = np.full((rows, 4000 + 16), 0x7F, np.uint8)
+        codes = np.full((rows, k + 16), 0x7F, np.uint8)
         codes[:, :k] = v.astype(ml_dtypes.float8_e5m2).view(np.uint8)
         exponent = hopper.asarray([3], dtype=np.int32)
         flag = hopper.asarray(int(out_of_window), dtype=np.uint32)
 
-        def make_bf16(guards: Any, v: np.ndarray = v) -> GemmOperand:
-            values = (v * 8).astype(ml_dtypes.bfloat16)
+        def make_bf16(guards: Any, part: Any, v: np.ndarray = v) -> GemmOperand:
+            values = (v * 8).astype(ml_dtypes.bfloat16)[slice(*part or (None,))]
             return GemmOperand(hopper.asarray(values.view(np.uint16)), "bf16")
 
         there = hopper.asarray(codes)[:, :k]
         sides.append(GemmOperand(there, "e5m2", Scale(exponent), flag=flag, make_bf16=make_bf16))
         held.append(v.astype(np.float64) * 8)
 
-    assert configure_split_k("e5m2", m, n, k, "float32")[1] is not None
+    assert (configure_split_k("e5m2", m, n, k, "float32")[1] is not None) == (k == 4000)
     fallback = FallbackCounter(Reserve(hopper))
     bias = hopper.asarray(rng.integers(-9, 9, n).astype(np.float32)) if with_bias else None
     got = product(sides[0], sides[1], "float32", hopper, bias, fallback).get()

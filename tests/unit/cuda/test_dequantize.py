@@ -1,0 +1,41 @@
+"""Decoded values in both dtypes: those of the reference, by their bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from extensor.quant import reference
+from extensor.quant.spec import QuantSpec
+from extensor_cuda import quantize
+from extensor_cuda.kernels.quantize import dequantize
+from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.test_prepare_expanded import sent
+
+FORMATS = ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "nvfp4")
+
+
+@pytest.fixture(params=PLACES)
+def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The array module of a GPU, or of the kernels' sources on the CPU."""
+    return place(request, monkeypatch, [dequantize])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("shape", "axis"), [((4096,), 0), ((3, 70), 1), ((70, 8), 0)], ids=str)
+def test_values_in_float32_and_bfloat16(
+    xp: Any, shape: tuple[int, ...], axis: int, format: str
+) -> None:
+    rng = np.random.default_rng(len(shape))
+    x = (rng.standard_normal(shape) * np.exp2(rng.integers(-140, 9, shape))).astype(np.float32)
+    x.reshape(-1)[5] = np.nan
+    q = reference.quantize(x, QuantSpec(format, axis=axis).resolve(len(shape)))[0]
+    for dtype in ("float32", "bfloat16", "float16"):
+        run = quantize.dequantize(xp, sent(q, xp), dtype)
+        assert callable(run), run
+        expected = reference.round_to(reference.dequantize(q), dtype)
+        got = np.asarray(run().get())
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
