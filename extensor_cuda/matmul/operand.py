@@ -15,7 +15,16 @@ from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE
 from extensor_cuda.kernels.gemm.gemm_sm90 import empty_rows
 from extensor_cuda.runtime.counters import OperandCounts
 
-__all__ = ["RESULT_DTYPES", "GemmOperand", "Part", "Prepared", "Scale", "aligned", "bf16_values", "pitched"]
+__all__ = [
+    "RESULT_DTYPES",
+    "GemmOperand",
+    "Part",
+    "Prepared",
+    "Scale",
+    "aligned",
+    "bf16_values",
+    "pitched",
+]
 
 Array = Any
 Part = tuple[int, int] | None

@@ -67,8 +67,8 @@ State = dict[str, Any] | None
 
 _SLOTS = 2 * quantizer.SLOTS
 _BATCHED = 1 << 22
-"""Values of the largest matrix whose operands are made in one launch with others': a launch takes as
-long as a few thousand of them, and all operands of a batch live at once."""
+"""Values of the largest matrix whose operands are made in one launch with others': a launch gap is
+short beside more of them, and all operands of a batch live at once."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ that nothing waits for the GPU. `FallbackCounter` counts those that ran in bfloa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 

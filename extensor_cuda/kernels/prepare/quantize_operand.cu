@@ -275,8 +275,7 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)
     }
     const Matrix m = all[mine];
     const Window whole = all_of(m);
-    work(m, whole, blockIdx.x - m.start, static_cast<u32>(tiles_of(whole)), Stream{},
-        Stream{});
+    work(m, whole, blockIdx.x - m.start, static_cast<u32>(tiles_of(whole)), Stream{}, Stream{});
 }
 #else
 extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)

@@ -1,6 +1,6 @@
-// Dequantizes packed codes and scales to float32, with the bits of extensor/quant; QUANT_HALF: these
-// rounded to bfloat16. A thread decodes four codes along the axis (columnwise: of four columns), so
-// that it stores 16 or 8 bytes. Macros: as for quantize.cu, and QUANT_HALF.
+// Dequantizes packed codes and scales to float32, with the bits of extensor/quant; QUANT_HALF:
+// these rounded to bfloat16. A thread decodes four codes along the axis (columnwise: of four
+// columns), so that it stores 16 or 8 bytes. Macros: as for quantize.cu, and QUANT_HALF.
 
 #include "common/types.cuh"
 
