@@ -6,6 +6,7 @@ their standard error is that of the mean over seeds.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -13,9 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..comparison import Finished
-from ..rundir import METRICS, read_telemetry
+from ..rundir import METRICS, read_epochs, read_telemetry
+from .alone import alone, at_equal_time
 from .cost import Cost
 from .queue import Entry, Queue
+from .rates import read_rates
 
 __all__ = ["gather"]
 
@@ -30,7 +33,10 @@ def gather(queue: Queue) -> dict[str, Any]:
     for entry, finished in done:
         if entry.kind == "arm":
             arms[finished.recipe].append((entry, finished))
+    rates = read_rates(queue.folder)
     base = {f.seed: _value(queue, f) for _, f in arms[experiment.baseline]}
+    rows = [_row(queue, arm, pairs, base, rates) for arm, pairs in arms.items() if pairs]
+    at_equal_time(rows)
     return {
         "experiment": experiment.doc,
         "baseline": experiment.baseline,
@@ -44,7 +50,8 @@ def gather(queue: Queue) -> dict[str, Any]:
             for e, f in done
             if e.kind == "rate"
         ],
-        "arms": [_row(queue, arm, pairs, base) for arm, pairs in arms.items() if pairs],
+        "arms": rows,
+        "rates": rates,
     }
 
 
@@ -54,7 +61,11 @@ def _value(queue: Queue, finished: Finished) -> float | None:
 
 
 def _row(
-    queue: Queue, arm: str, pairs: list[Pair], base: dict[int, float | None]
+    queue: Queue,
+    arm: str,
+    pairs: list[Pair],
+    base: dict[int, float | None],
+    rates: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     values = [_value(queue, f) for _, f in pairs]
     gaps = [
@@ -67,6 +78,11 @@ def _row(
     mean, error = _mean(values)
     gap, gap_error = _mean(gaps)
     joules = [c.joules for c in costs]
+    curve = [_mean([c[i] for c in curves])[0] for i in range(min(map(len, curves)))]
+    by_itself = alone(arm, rates)
+    labels = [report.per_second * report.seconds for report in read_epochs(pairs[0][0].job.folder)]
+    ends = list(itertools.accumulate(labels[: len(curve)]))
+    times = [] if by_itself is None else [end / by_itself["per_second"] for end in ends]
     return {
         "arm": arm,
         "runs": len(pairs),
@@ -80,8 +96,10 @@ def _row(
         "joules": _median(joules),
         "peak_bytes": max((c.peak_bytes for c in costs if c.peak_bytes), default=None),
         "diverged": sum(f.result["diverged"] is not None for _, f in pairs),
-        "curve": [_mean([c[i] for c in curves])[0] for i in range(min(map(len, curves)))],
-        "health": _health(pairs[0][0]),
+        "curve": curve,
+        "alone": by_itself,
+        "times": times,
+        "health": _health(*pairs[0]),
     }
 
 
@@ -106,19 +124,23 @@ def _per_second(entry: Entry) -> float | None:
     return _median([json.loads(line)["per_second"] for line in lines])
 
 
-def _health(entry: Entry) -> list[dict[str, Any]]:
-    """Each layer at the last record of the first seed's telemetry; empty without one."""
+def _health(entry: Entry, finished: Finished) -> list[dict[str, Any]]:
+    """Each layer of the first seed: the last record of telemetry, else shares of the last epoch."""
     records = [record for record in read_telemetry(entry.job.folder) if record["layers"]]
-    rows = []
-    for layer, values in records[-1]["layers"].items() if records else ():
-        slots = values.get("slots", {}).values()
-        rows.append(
-            {
-                "layer": layer,
-                "gradient_over_noise": values.get("gradient_over_noise"),
-                "turned": values.get("turned"),
-                "flushed": max((s["flushed"] or 0.0 for s in slots), default=None),
-                "saturated": max((s["saturated"] or 0.0 for s in slots), default=None),
-            }
-        )
-    return rows
+    if not records:
+        slots: dict[str, dict[str, Any]] = {}
+        for row in finished.result["health"]:
+            slots.setdefault(row["layer"], {})[row["slot"]] = row
+        return [_layer(name, {"slots": found}) for name, found in slots.items()]
+    return [_layer(name, values) for name, values in records[-1]["layers"].items()]
+
+
+def _layer(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    slots = values.get("slots", {}).values()
+    return {
+        "layer": name,
+        "gradient_over_noise": values.get("gradient_over_noise"),
+        "turned": values.get("turned"),
+        "flushed": max((s["flushed"] or 0.0 for s in slots), default=None),
+        "saturated": max((s["saturated"] or 0.0 for s in slots), default=None),
+    }

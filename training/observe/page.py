@@ -33,11 +33,16 @@ def write_page(results: dict[str, Any], path: Path) -> None:
         Markup(lines(results["metric"], drawn[start : start + MAX_LINES], "epoch"))
         for start in range(0, len(drawn), MAX_LINES)
     ]
+    timed = [Line(arm["arm"], arm["times"], arm["curve"]) for arm in arms if any(arm["times"])]
+    by_time = [
+        Markup(lines(results["metric"], timed[start : start + MAX_LINES], "seconds, alone"))
+        for start in range(0, len(timed), MAX_LINES)
+    ]
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
     style = (Path(page.__file__).parent / "page.css").read_text(encoding="utf-8")
     text = environment.get_template("page.html").render(
-        style=Markup(style), charts=charts, noise_ratio=NOISE_RATIO, **results
+        style=Markup(style), charts=charts, by_time=by_time, noise_ratio=NOISE_RATIO, **results
     )
     path.write_text(text, encoding="utf-8")

@@ -126,9 +126,19 @@ def test_the_command_writes_a_page_that_loads_nothing(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(EXPERIMENTS, "small", TINY)
+    rate = {"per_second": 100.0, "joules": 0.5, "bytes": 1 << 20, "milliseconds": 1.0}
+    rates = {"fp32": rate, "mxfp4_all": {**rate, "per_second": 300.0}, "other": {"problem": "no"}}
+    (tmp_path / RATES).write_text(json.dumps(rates))
     assert observe(ObserveArgs("small", tmp_path, minutes=60), QUIET) == 0
     text = (tmp_path / "index.html").read_text()
-    assert "mxfp4_all,fp32@50%" in text and text.count("<svg") == 1 and "data-sort" in text
+    assert "mxfp4_all,fp32@50%" in text and text.count("<svg") == 2 and "data-sort" in text
+    arms = json.loads((tmp_path / "results.json").read_text())["arms"]
+    assert arms[1]["alone"]["per_second"] == pytest.approx(150)  # half of the steps each
+    labels = arms[0]["times"][-1] * 100
+    assert arms[1]["times"] == pytest.approx([labels / 300, labels / 150])
+    late, early = arms[0]["curve"]
+    assert arms[1]["at_equal_time"] == arms[1]["curve"][-1]
+    assert arms[0]["at_equal_time"] == pytest.approx(late + (early - late) / 3)
     assert "http" not in text.replace("http://www.w3.org", "")
     assert json.loads((tmp_path / "results.json").read_text())["arms"][1]["runs"] == 2
     with pytest.raises(ValueError, match="no experiment named 'smal'"):
