@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+import extensor as et
+from extensor.io.stored import TARGETS
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -150,3 +154,21 @@ def test_accelerate_runs_it() -> None:
     assert losses[-1] < losses[0]
     layer = accelerator.unwrap_model(model).model.layers[0].mlp.up_proj
     assert int(layer.quant_clock) == 6
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_gguf_files_are_those_of_extensors_own_model(name: str, tmp_path: Path) -> None:
+    """Names, codes and scales in every GGUF layout."""
+    model = ext.quantize_(build(name), "mxfp4", seed=1)
+    model.save_pretrained(tmp_path / "hub")
+    own, files = et.models.from_pretrained(tmp_path / "hub"), []
+    for layout in (each for each, row in TARGETS.items() if row.container == "gguf"):
+        files = [tmp_path / f"{who}-{layout}.gguf" for who in ("torch", "own")]
+        ext.export(model, files[0], layout)
+        own.save_pretrained(files[1], layout=layout)
+        found, expected = (et.load(file) for file in files)
+        assert found.keys() == expected.keys(), layout
+        for key, tensor in expected.items():
+            assert repr(found[key].dtype) == repr(tensor.dtype), (layout, key)
+            same = [t.to("float32").numpy() for t in (found[key], tensor)]
+            np.testing.assert_array_equal(*same, f"{layout}: {key}")

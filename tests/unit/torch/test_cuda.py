@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 ext = pytest.importorskip("extensor.torch")
 
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import extensor as et  # noqa: E402
 from extensor.torch import saved  # noqa: E402
@@ -308,3 +309,59 @@ def test_copies_carry_counts_and_no_memory_of_cupys() -> None:
     assert b"cupy" not in held
     found = [ext.telemetry(each) for each in (model, pickle.loads(held), copy.deepcopy(model))]
     assert found[0] and found == [found[0]] * 3
+
+
+def test_a_model_moves_with_its_clock_and_bits() -> None:
+    """To the GPU and back: the same bits as a model that was made there."""
+    model, other = network("mxfp4_all"), network("mxfp4_all").cpu()
+    batches = inputs(2)
+    expected = steps(model, model, batches)
+    other.cuda()
+    assert other[0].quant_clock.is_cuda
+    assert equal(expected, steps(other, other, batches))
+    other.cpu()
+    assert int(other[0].quant_clock) == 2
+    other(batches[0].cpu()).float().sum().backward()
+    with pytest.raises(ValueError, match="expected input and weight on one device"):
+        other(batches[0])
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4_all", "mxfp8_rebased", "nvfp4_nvidia"])
+def test_operators_pass_opcheck(recipe: str) -> None:
+    torch.manual_seed(0)
+    layer = ext.Linear(256, 128, recipe=recipe, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    saves = saved.savable(layer.quant_layer.number)
+    numbers = layer.quant_clock, layer.quant_layer.number, torch.bfloat16, False, saves
+    torch.library.opcheck(torch.ops.extensor.linear, (x, layer.weight, layer.bias, *numbers))
+    out, *held = torch.ops.extensor.linear(x.detach(), layer.weight.detach(), None, *numbers)
+    given = torch.randn_like(out), x.detach(), layer.weight.detach(), held, *numbers
+    torch.library.opcheck(torch.ops.extensor.linear_backward, (*given, [True, True, True]))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpointing_and_autocast_change_no_bit(recipe: str) -> None:
+    """A recomputed pass draws its bits again; autocast's bfloat16 is that of a cast input."""
+    plain, saving, cast = network(recipe), network(recipe), network(recipe)
+    x = inputs(1)[0].requires_grad_()
+
+    def checkpointed(x: Any) -> Any:
+        return checkpoint(saving, x, use_reentrant=False)
+
+    def autocast(x: Any) -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            return cast(x.float())
+
+    expected = steps(plain, plain, [x, x])
+    assert equal(expected, steps(saving, checkpointed, [x, x]))
+    assert equal(expected, steps(cast, autocast, [x, x]))
+
+
+def test_a_run_resumes_with_the_same_bits() -> None:
+    whole, first, second = (network("mxfp4_all") for _ in range(3))
+    batches = inputs(4)
+    expected = steps(whole, whole, batches)
+    steps(first, first, batches[:2])
+    second.load_state_dict(first.state_dict())
+    found = steps(second, second, batches[2:])
+    assert equal(expected[-len(found) :], found)

@@ -173,6 +173,23 @@ def test_writing_between_forward_and_backward_is_an_error() -> None:
         y.sum().backward()
 
 
+def test_writing_an_input_between_forward_and_backward_is_an_error() -> None:
+    layer, x = ext.Linear(32, 32), torch.randn(8, 32)
+    y = layer(x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_inference_mode_has_the_bits_of_no_grad() -> None:
+    model, x = network(FORWARD_TOO), torch.randn(16, 32)
+    with torch.no_grad():
+        expected = model(x)
+    with torch.inference_mode():
+        found = model(x)
+    assert torch.equal(expected, found) and int(model[0].quant_clock) == 0
+
+
 def test_the_gradient_has_no_second_derivative() -> None:
     layer, x = ext.Linear(32, 32), torch.randn(8, 32, requires_grad=True)
     (dx,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
@@ -363,6 +380,24 @@ def test_inputs_that_cannot_be_quantized_say_so() -> None:
         conv(torch.zeros(2, 4, 8, 8))
     with pytest.raises(ValueError, match=r"a kernel that spans \[3, 3\] does not fit"):
         conv(torch.zeros(2, 3, 2, 2))
+
+
+def test_a_device_without_a_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extensor.torch.arrays.DEVICES", ("cuda",))
+    monkeypatch.setattr("extensor.torch.modules.DEVICES", ("cuda",))
+    match = r"expected a tensor on cuda, got cpu; move it with x\.to"
+    layer = ext.Linear(32, 32)
+    for call in (lambda: layer(torch.ones(8, 32)), lambda: ext.to_blocked(torch.ones(8), "mxfp4")):
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
+def test_a_module_without_a_linears_forward_is_no_layer() -> None:
+    """A rule that names one says what layers there are; the module stays as it is."""
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 4), "out": nn.Linear(32, 32)})
+    with pytest.raises(ValueError, match=r"rule 'attention.*matches no layer; .*layers: out"):
+        ext.quantize_(model, rules={"attention*": "mxfp4"})
+    assert list(ext.quantized_modules(ext.quantize_(model, "mxfp4_all"))) == ["out"]
 
 
 def test_a_deleted_layer_says_so() -> None:
