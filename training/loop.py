@@ -369,12 +369,16 @@ class Trainer:
         self.optimizer = ShardedOptimizer(self.optimizer, sharded)
         return sharded
 
+    def _updates_in_backward(self) -> AbstractContextManager[None]:
+        """What a backward pass runs in: there parameters move, if the run says so."""
+        inside = self.config.update == "in_backward"
+        return self.optimizer.step_in_backward() if inside else nullcontext()
+
     def _backward(self, part: MicroBatch) -> None:
         """Add a micro-batch's share to the gradients."""
         rows, labels, loss = self.forward(part.batch, self.config.label_smoothing)
         weighted = loss if part.weight == 1.0 else loss * part.weight
-        in_backward = self.config.update == "in_backward"
-        with self.optimizer.step_in_backward() if in_backward else nullcontext():
+        with self._updates_in_backward():
             self.scaler.scale(weighted).backward()
         hits = int((label_ranks(rows, labels) == 0).sum())
         self.micro_batches.record(part, float(loss.item()), hits)
@@ -448,13 +452,16 @@ class Trainer:
         backend = rows.backend
         hits = (backend.label_ranks(rows.data, labels.data) == 0).sum()
         if self.buckets is None:
-            self.scaler.scale(loss).backward()
+            with self._updates_in_backward():
+                self.scaler.scale(loss).backward()
         else:
             with self.buckets.micro_batch(last=True):
                 self.scaler.scale(loss * weight).backward()
             self.quant.micro_batch = 0  # the update's random bits are the whole batch's
             self.buckets.finish(0)
             self.ranks.synchronize()
+        if self.config.update == "in_backward":
+            return loss, wrap(hits, backend), wrap(backend.xp.zeros((), np.bool_), backend)
         bad = self._update()
         if isinstance(bad, bool):
             bad = self._tensor(np.array(bad))

@@ -193,11 +193,6 @@ def _check_graph(config: RunConfig, telemetry: int, memory: bool) -> None:
             "a recipe that does not",
         ),
         (
-            config.update == "after_backward" and config.weights == "float32",
-            "a captured step updates float32 weights after backward",
-            "leave --update and --weights out",
-        ),
-        (
             not telemetry,
             "telemetry looks at gradients in the middle of a step",
             "leave --telemetry out",

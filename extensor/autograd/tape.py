@@ -44,9 +44,12 @@ def backward(
     seed = _seed(root, gradient, create_graph)
     owned = set() if gradient is None else {id(gradient.data)}
     hook, final = MODE.grad_hook, None
+    capture = root.backend.capturing
     if hook is not None:
 
         def final(leaf: ExTensor, g: Gradient) -> None:
+            if capture is not None:
+                capture.require_own_gradients([leaf.grad])
             with _ACCUMULATE:
                 _accumulate(leaf, g, create_graph, owned)
             held = id(None if leaf.grad is None else leaf.grad.data)
@@ -55,7 +58,6 @@ def backward(
                 owned.discard(held)
 
     grads = _run([(root, seed)], None, retain, create_graph, final)
-    capture = root.backend.capturing
     with _ACCUMULATE:
         if capture is not None:
             capture.require_own_gradients([leaf.grad for leaf, _ in grads.values()])

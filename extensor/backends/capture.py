@@ -134,6 +134,7 @@ class UpdateGuard:
         ahead: gives the factors of each part after so many more updates.
         most: updates allowed between two pushes.
         pushes: called with each push, to write what depends on the host's numbers.
+        numbers: what the backend made of `ahead` on the device, for the next call with these.
     """
 
     bad: Array
@@ -142,6 +143,7 @@ class UpdateGuard:
     ahead: Callable[[int], Sequence[Mapping[str, float]]]
     most: int
     pushes: list[Callable[[], None]] = field(default_factory=list)
+    numbers: list[Array] = field(default_factory=list)
 
 
 class StepCapture(Protocol):

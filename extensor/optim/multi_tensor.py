@@ -5,25 +5,30 @@ A GPU spends less time on a small parameter than Python does on launching its ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.capture import HostMirror, HostMirrors, StepCapture, UpdateGuard
+from extensor.backends.capture import HostMirrors
 from extensor.backends.protocol import FiniteQuery
 from extensor.optim.params import Array, ParamGroup, ParamState
 from extensor.optim.states import tensor_number
 
-__all__ = ["MultiTensorOptimizer", "step_captured", "step_multi_tensor"]
+__all__ = [
+    "MultiTensorOptimizer",
+    "Parts",
+    "Ready",
+    "arrays_of",
+    "backend_of",
+    "factors_of",
+    "nonfinite_error",
+    "step_multi_tensor",
+    "stream_numbers",
+]
 
 Parts = list[tuple[ParamState, ExTensor]]
 """Parameters with their gradients."""
 Ready = Sequence[tuple[ParamGroup, Parts]]
-
-MAX_UPDATES = 1024
-"""Updates of a captured step for which the device gets the factors beforehand."""
 
 
 class MultiTensorOptimizer(Protocol):
@@ -50,7 +55,8 @@ class MultiTensorOptimizer(Protocol):
         ...
 
 
-def _nonfinite(member: ParamState) -> FloatingPointError:
+def nonfinite_error(member: ParamState) -> FloatingPointError:
+    """What a gradient that holds NaN or infinity raises."""
     return FloatingPointError(
         f"step: expected finite gradients, got NaN or infinity in that of {member.name}; "
         "skip the step, or leave that to MXGradScaler().step(optimizer)"
@@ -61,7 +67,7 @@ def _refuse_nonfinite(parts: Parts, finite: Sequence[bool]) -> None:
     """Raise for the first gradient that is not finite."""
     for (member, _), is_finite in zip(parts, finite, strict=True):
         if not is_finite:
-            raise _nonfinite(member)
+            raise nonfinite_error(member)
 
 
 def _check_finite(parts: Parts) -> None:
@@ -72,16 +78,17 @@ def _check_finite(parts: Parts) -> None:
         _refuse_nonfinite(mine, backend.all_finite_multi_tensor([grad.data for _, grad in mine]))
 
 
-def _stream_numbers(parts: Parts) -> list[int]:
+def stream_numbers(parts: Parts) -> list[int]:
     """The numbers of the random streams that the parameters' states are rounded with."""
     return [tensor_number(member.index) for member, _ in parts]
 
 
-def _arrays(parts: Parts) -> list[tuple[Array, Array, Mapping[str, Array]]]:
+def arrays_of(parts: Parts) -> list[tuple[Array, Array, Mapping[str, Array]]]:
+    """Weight, gradient and state of each, as `Optimizer.update_multi_tensor` takes them."""
     return [(member.param.data, grad.data, member.arrays) for member, grad in parts]
 
 
-def _factors(
+def factors_of(
     optimizer: MultiTensorOptimizer, options: Mapping[str, Any], steps: Iterable[int]
 ) -> list[Mapping[str, float]]:
     """The factors of each parameter; those in the same step share one mapping."""
@@ -90,7 +97,7 @@ def _factors(
     return [by_step[step] for step in steps]
 
 
-def _multi_tensor_backend(optimizer: MultiTensorOptimizer, parts: Parts) -> Any:
+def backend_of(optimizer: MultiTensorOptimizer, parts: Parts) -> Any:
     """The backend that updates many parameters in one call; None if there is none."""
     if not optimizer.multi_tensor:
         return None
@@ -113,7 +120,7 @@ def step_multi_tensor(
         FloatingPointError: if a gradient holds NaN or infinity; nothing is updated then.
     """
     parts = [part for _, mine in ready for part in mine]
-    backend = _multi_tensor_backend(optimizer, parts)
+    backend = backend_of(optimizer, parts)
     chosen: Parts = []
     factors: list[Mapping[str, float]] = []
     others = []
@@ -124,18 +131,18 @@ def step_multi_tensor(
                 chosen.append((member, grad))
             else:
                 others.append((group, member, grad))
-        factors += _factors(optimizer, group.options, (m.step + 1 for m, _ in chosen[before:]))
+        factors += factors_of(optimizer, group.options, (m.step + 1 for m, _ in chosen[before:]))
     if check_finite and others:
         _check_finite(parts)
         check_finite = False
     if chosen:
         found = optimizer.update_multi_tensor(
             backend,
-            _arrays(chosen),
+            arrays_of(chosen),
             factors,
             check_finite=check_finite,
             cache=optimizer._cache,
-            numbers=_stream_numbers(chosen),
+            numbers=stream_numbers(chosen),
         )
         if check_finite:
             _refuse_nonfinite(chosen, found())
@@ -143,90 +150,3 @@ def step_multi_tensor(
         member.step += 1
         member.param._version[0] += 1  # written in place, and nothing else has changed
     return others
-
-
-def step_captured(
-    optimizer: MultiTensorOptimizer, ready: Ready, bad: Any, capture: StepCapture
-) -> None:
-    """Capture an update; the device counts the updates made, and with them each parameter's step.
-
-    Raises:
-        ValueError: for parameters that no multi-tensor update takes: their state would be new
-            arrays, which a captured step cannot carry from step to step.
-    """
-    capture.in_warm_up(optimizer._mirrors.settle)  # other captures may have made steps
-    parts = [part for _, mine in ready for part in mine]
-    backend = _multi_tensor_backend(optimizer, parts)
-    for member, grad in parts:
-        if member.param.backend is not backend or not member.takes_multi_tensor(grad):
-            raise ValueError(
-                f"step: {member.name}: a captured step updates contiguous float32 parameters, and "
-                "bfloat16 ones with masters=False, with Adam, AdamW or SGD, got "
-                f"{type(optimizer).__name__}, a parameter of {member.param.dtype.name} and a "
-                f"gradient of {grad.dtype.name}; use these, or leave optimizer.step() out of it"
-            )
-    members = [member for member, _ in parts]
-    if bad is None:
-        grads = [grad.data for _, grad in parts]
-        bad = capture.nonfinite(grads, lambda number: _nonfinite(members[number]))
-    made = capture.persistent(np.zeros((), np.uint32))
-    pushes: list[Callable[[], None]] = []
-    for number, (group, mine) in enumerate(ready):
-        if mine:
-            guard = _guard(optimizer, number, mine, bad, made, capture)
-            factors = _factors(optimizer, group.options, (m.step + 1 for m, _ in mine))
-            optimizer.update_multi_tensor(
-                backend, _arrays(mine), factors, guard=guard, numbers=_stream_numbers(mine)
-            )
-            pushes += guard.pushes
-    capture.count_update(made, bad)
-    captured = [(m, m.param.data, dict(m.arrays)) for m in members]
-
-    def replaced() -> list[str]:
-        """Parameters whose arrays are no longer those that the device writes to."""
-        return [
-            m.name
-            for m, data, arrays in captured
-            if m.param.data is not data or any(m.arrays[s] is not a for s, a in arrays.items())
-        ]
-
-    def push() -> None:
-        capture.write(made, np.zeros((), np.uint32))
-        for call in pushes:
-            call()
-
-    def pull() -> None:
-        count = int(capture.read(made))
-        for member in members:
-            member.step += count
-
-    capture.frozen("the list of parameters whose memory was exchanged, as by loading", replaced)
-    capture.mirror(optimizer._mirrors, HostMirror(push, pull, MAX_UPDATES))
-    for member in members:
-        member.param._count_write()
-
-
-def _guard(
-    optimizer: MultiTensorOptimizer,
-    number: int,
-    mine: Parts,
-    bad: Any,
-    made: Any,
-    capture: StepCapture,
-) -> UpdateGuard:
-    """The conditions of a group's captured update; only its learning rate may change later."""
-    group = optimizer.groups[number]
-
-    def fixed() -> dict[str, Any]:
-        return {name: value for name, value in group.options.items() if name != "lr"}
-
-    def rate(ahead: int = 0) -> float:
-        known = group.lookahead if ahead else None
-        return float(group.options["lr"]) if known is None else known(ahead)
-
-    def factors(updates: int) -> Sequence[Mapping[str, float]]:
-        return _factors(optimizer, group.options, (m.step + 1 + updates for m, _ in mine))
-
-    capture.frozen(f"the options of parameter group {number}", fixed)
-    lr = capture.cell(("lr", id(optimizer), number), np.float64, rate, rate)
-    return UpdateGuard(bad, made, lr, factors, MAX_UPDATES)

@@ -27,7 +27,9 @@ from extensor.backends.registry import get as get_backend
 from extensor.dtypes import bfloat16, float32
 from extensor.errors import layout_error, unknown_name
 from extensor.notebook import card, table
-from extensor.optim.multi_tensor import step_captured, step_multi_tensor
+from extensor.optim.captured import step_captured
+from extensor.optim.in_backward import single_updates
+from extensor.optim.multi_tensor import step_multi_tensor
 from extensor.optim.params import (
     MASTER,
     Option,
@@ -389,10 +391,12 @@ class Optimizer(ABC):
             A context manager for one backward pass; options as `step` finds them.
 
         Raises:
-            RuntimeError: at the end, if no parameter got a gradient; while a step is captured.
-            FloatingPointError: in ``backward``, if a gradient holds NaN or Inf. Parameters whose
+            RuntimeError: at the end, if no parameter got a gradient.
+            FloatingPointError: at the end, if a gradient holds NaN or Inf. Parameters whose
                 gradients came before have moved then, and the message says how many.
             ValueError: as `step`.
+
+        It may be captured (`extensor.capture`) with what `step` may.
 
         >>> w = et.nn.Parameter([1.0])
         >>> optimizer = et.optim.SGD([w], lr=0.5)
@@ -401,36 +405,25 @@ class Optimizer(ABC):
         >>> w.tolist(), w.grad
         ([-0.5], None)
         """
-        if any(param.backend.capturing is not None for param in self.params):
-            raise RuntimeError(
-                "step_in_backward: a captured step updates after backward; call optimizer.step()"
-            )
         self._check_step()
-        self._mirrors.settle()
-        members = {id(m.param): (group, m) for group in self.groups for m in group.members}
-        moved = 0
+        capture = self.params[0].backend.capturing
+        updates = single_updates(self, capture)
+        members = {
+            id(m.param): (n, m) for n, group in enumerate(self.groups) for m in group.members
+        }
 
         def final(leaf: ExTensor) -> None:
-            nonlocal moved
-            if id(leaf) not in members or leaf.grad is None:
-                return
-            (group, member), grad = members[id(leaf)], leaf.grad
-            _check_gradient(member, grad)
-            try:
-                if step_multi_tensor(self, [(group, [(member, grad)])], True):
-                    self._step_one(member, grad, group.options)
-            except FloatingPointError as error:
-                raise FloatingPointError(
-                    f"{error}. {moved} of {len(members)} parameters have moved in this step already"
-                    "; go on from a checkpoint, with a lower learning rate, or step after backward"
-                ) from error
-            leaf.grad, moved = None, moved + 1
+            if id(leaf) in members and leaf.grad is not None:
+                number, member = members[id(leaf)]
+                _check_gradient(member, leaf.grad)
+                updates.add(number, member, leaf.grad)
+                leaf.grad = None
 
         with post_accumulate_grad_hook(final):
             yield
-        if not moved:
+        if not updates.end():
             raise RuntimeError("step_in_backward: expected a backward pass to these parameters")
-        self._end_step(None)
+        self._end_step(capture)
 
     def _check_step(self) -> None:
         """Refuse rules and options that this step cannot go with."""

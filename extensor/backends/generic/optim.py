@@ -86,6 +86,7 @@ class GenericOptim(GenericCore):
         check_finite: bool = False,
         cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
+        stop: Array | None = None,
     ) -> FiniteQuery:
         """See the protocol."""
 
@@ -103,6 +104,7 @@ class GenericOptim(GenericCore):
         check_finite: bool = False,
         cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
+        stop: Array | None = None,
     ) -> FiniteQuery:
         """See the protocol."""
 

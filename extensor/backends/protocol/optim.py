@@ -52,6 +52,7 @@ class OptimMethods(Protocol):
         check_finite: bool = False,
         cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
+        stop: Array | None = None,
     ) -> FiniteQuery:
         """`sgd` on each (weight, grad, buffer); all else as for `adam_multi_tensor`.
 
@@ -67,6 +68,7 @@ class OptimMethods(Protocol):
         check_finite: bool = False,
         cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
+        stop: Array | None = None,
     ) -> FiniteQuery:
         """`adam` on each (weight, grad, mean, square), with the factors of each.
 
@@ -86,6 +88,8 @@ class OptimMethods(Protocol):
             cache: kept from call to call; a backend may store there what it derives from arrays
                 that stay, together with these arrays.
             numbers: each part's tensor number, for its random bits.
+            stop: with ``check_finite``, uint32 of shape () that calls share, raised by a gradient
+                that is not finite: later calls do nothing either.
 
         Returns:
             With ``check_finite``, what says of each gradient whether it is finite. The device may

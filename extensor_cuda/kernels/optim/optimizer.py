@@ -75,12 +75,14 @@ class Update:
         check_finite: do nothing if a gradient holds NaN or infinity.
         cache: kept from call to call.
         numbers: each tensor's number in random bits.
+        stop: uint32 of shape (), raised by the check; once it is, nothing is done.
     """
 
     guard: UpdateGuard | None = None
     check_finite: bool = False
     cache: dict[str, Any] | None = None
     numbers: Sequence[int] | int = 0
+    stop: Array = None
 
 
 _BITS = {"float32": 32, "bfloat16": 16, Blocks.row.name: 8}
@@ -227,9 +229,10 @@ def _launch_eager(
     found: FiniteQuery = list
     if update.check_finite:
         flags = xp.zeros(len(table) + 1, dtype=np.uint32)
-        launch(source(), "finite", *launched[2:], on_device, number, flags, None)
+        launch(source(), "finite", *launched[2:], on_device, number, flags, update.stop)
         bad, found = flags[len(table) :], _found(flags, xp)
-    alone = None, bad, bad, np.int32(1), np.int32(1)
+    stop = bad if update.stop is None else update.stop
+    alone = None, bad, stop, np.int32(1), np.int32(1)
     launch(*launched, on_device, number, rates, there, *alone)
     return found
 
@@ -241,16 +244,18 @@ def _launch_captured(
     capture = current_capture()
     assert capture is not None
     on_device = capture.persistent(table.view(np.uint8))
-    rows = capture.persistent(np.zeros((len(first), guard.most, len(_PACE))))
+    if not guard.numbers:
+        rows = capture.persistent(np.zeros((len(first), guard.most, len(_PACE))))
 
-    def push() -> None:
-        ahead = [guard.ahead(step) for step in range(guard.most)]
-        made = [_pairs([factors[i] for i in first]) for factors in ahead]
-        capture.write(rows, np.stack(made, axis=1))
+        def push() -> None:
+            ahead = [guard.ahead(step) for step in range(guard.most)]
+            made = [_pairs([factors[i] for i in first]) for factors in ahead]
+            capture.write(rows, np.stack(made, axis=1))
 
-    guard.pushes.append(push)
-    capture.in_warm_up(push)
-    moving = (guard.lr, rows, guard.made, guard.bad, capture.stop)
+        guard.numbers.append(rows)
+        guard.pushes.append(push)
+        capture.in_warm_up(push)
+    moving = (guard.lr, guard.numbers[0], guard.made, guard.bad, capture.stop)
     lengths = np.int32(len(table)), np.int32(guard.most), np.int32(0)
     launch(*launched, on_device, lengths[0], *moving, *lengths[1:])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -154,6 +155,58 @@ def test_captured_steps_run_checkpoints_again(gpu: Any) -> None:
     eager = both(lambda wrap: train(wrap, recomputed_gpt, "mxfp4", False))
     kept = train(lambda step: step, gpt, "mxfp4", False)
     same(eager, kept)
+
+
+def lean_gpt(wrap: Wrap, in_backward: bool) -> dict[str, Any]:
+    """Steps of a GPT in bfloat16 weights and 8-bit states; what they leave behind."""
+    model, _, batches = gpt("fp32")
+    et.nn.cast_weights(model, "bfloat16")
+    apply_recipe(model, "fp32", 5)
+    model.blocks[0].recomputed = True
+    by = AdamW(model.named_parameters(), lr=0.01, states="mxfp8_e4m3", masters=False)
+    schedule, losses = WarmupCosine(2, 9), []
+
+    def step(inputs: et.ExTensor, labels: et.ExTensor) -> et.ExTensor:
+        by.zero_grad()
+        scores = model(inputs)
+        loss = et.cross_entropy(scores.reshape(-1, scores.shape[-1]), labels)
+        with by.step_in_backward() if in_backward else nullcontext():
+            loss.backward()
+        if not in_backward:
+            by.step()
+        return loss
+
+    call = wrap(step)
+    for number, batch in enumerate(batches):
+        schedule.apply(by, number)
+        losses.append(float(call(*(et.from_numpy(a, device="cuda") for a in batch))))
+    return {"losses": losses, "model": model.state_dict(), "optimizer": by.state_dict()}
+
+
+def test_captured_updates_inside_backward_have_the_bits_of_eager_ones(gpu: Any) -> None:
+    eager = both(lambda wrap: lean_gpt(wrap, True))
+    same(eager, lean_gpt(et.capture, False))
+    assert eager["losses"][0] != eager["losses"][6]
+
+
+def test_a_bad_gradient_stops_captured_updates_inside_backward(gpu: Any) -> None:
+    layer = et.nn.Linear(8, 4, rng=0).to("cuda")
+    by = SGD(layer.named_parameters(), lr=0.1)
+
+    def step(x: et.ExTensor) -> et.ExTensor:
+        with by.step_in_backward():
+            (loss := layer(x).sum()).backward()
+        return loss
+
+    call, x = et.capture(step), et.randn((5, 8), seed=1).to("cuda")
+    for _ in range(3):
+        call(x)
+    call(x * np.inf)
+    before = weights(layer)
+    call(x)
+    with pytest.raises(FloatingPointError, match="in that of weight"):
+        call.check()
+    assert weights(layer) == before
 
 
 def wide_gpt(recipe: str) -> tuple[Any, Any, list[Any]]:

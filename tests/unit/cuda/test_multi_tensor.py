@@ -373,3 +373,18 @@ def test_a_bad_gradient_stops_the_update_that_was_launched_behind_it(
     assert ours._cache["arrays"][0] is mine[0].data and states[0].whole is mine[1].data
     twin = copy.copy(ours)
     assert not twin._cache and copy.copy(states[0]).whole is None  # a copy's memory is its own
+
+
+def test_a_bad_gradient_stops_the_updates_of_a_backward_pass_behind_it(trainer: Any) -> None:
+    """The host hears of it at the end; steps are counted as they were made."""
+    params = [wrap(trainer.xp.asarray(np.ones(40, np.float32)), trainer) for _ in range(4)]
+    for p in params:
+        p.requires_grad = True
+    by = SGD([(f"p{i}", p) for i, p in enumerate(params)], lr=0.5)
+    factors = [trainer.xp.asarray(np.float32(f)) for f in (1.0, np.inf, 2.0, 3.0)]
+    loss = sum((p * wrap(f, trainer)).sum() for p, f in zip(params, factors, strict=True))
+    message = "in that of p1;.*. 2 of 4 parameters have moved"  # those of later operations first
+    with pytest.raises(FloatingPointError, match=message), by.step_in_backward():
+        loss.backward()
+    assert [float(p.data.get()[0]) for p in params] == [1.0, 1.0, 0.0, -0.5]
+    assert [m.step for m in by.groups[0].members] == [0, 0, 1, 1]
