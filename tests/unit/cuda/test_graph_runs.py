@@ -23,10 +23,17 @@ def small_run(**changes: Any) -> RunConfig:
     return RunConfig(**{**defaults("mlp"), **SMALL, **changes})
 
 
-@pytest.mark.parametrize("states", ["float32", "mxfp8_e4m3"])
-def test_training_with_a_graph_is_training(gpu: Any, tmp_path: Path, states: str) -> None:
+LEAN = {"weights": "bfloat16", "update": "in_backward", "loss_scale": "off", "clip_norm": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("states", "changes"), [("float32", {}), ("mxfp8_e4m3", {}), ("bfloat16", LEAN)]
+)
+def test_training_with_a_graph_is_training(
+    gpu: Any, tmp_path: Path, states: str, changes: dict[str, Any]
+) -> None:
     results = []
-    given = {"recipe": "mxfp4", "epochs": 2, "batch_size": 40, "clip_norm": 1.0}
+    given = {"recipe": "mxfp4", "epochs": 2, "batch_size": 40, "clip_norm": 1.0} | changes
     for graph in (False, True):
         config = small_run(device="cuda", optimizer_states=states, **given)
         (tmp_path / str(graph)).mkdir()
