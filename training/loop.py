@@ -421,6 +421,7 @@ class Trainer:
                 f"none in step {self.position.step + 1}; the way out: another --batch-size"
             )
         assert self._captured is not None
+        self._consistent = self.ranks.size == 1  # a broken replay updates in part
         micro.begin()
         for part in micro.run(mine):
             inputs, labels, _ = self._arguments(part.batch)

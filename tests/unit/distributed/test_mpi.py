@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -223,6 +224,25 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on(tmp_path: Path, victim: int)
     assert f"rank {victim}" in told and "signal 9 (Killed)" in told, told
     checkpoint = et.io.load_checkpoint(saved)  # complete
     assert checkpoint.metadata["position"]["step"] > 0
+
+
+def test_a_rank_stuck_in_training_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    words = (*LENET, "--epochs", "4000", "--micro-batches", "2", "--rank-timeout", "5")
+    process = start(2, *TRAIN, *words, "--out", tmp_path)
+    saved = tmp_path / "checkpoint.safetensors"
+    wait_for(saved, process)
+    if process.poll() is not None:
+        raise AssertionError(process.communicate()[0])
+    stuck = rank_of(process.pid, 1)
+    began = time.monotonic()
+    os.kill(stuck, signal.SIGSTOP)
+    told = process.communicate(timeout=30)[0]
+    assert process.returncode != 0 and time.monotonic() - began < 15
+    assert re.search(r"rank 0 of 2 waited 5\S* s for rank 1, which did not call it", told), told
+    assert f"the last checkpoint is in {saved}. Go on with" in told.replace("\n", " "), told
+    assert et.io.load_checkpoint(saved).metadata["position"]["step"] > 0
+    while Path(f"/proc/{stuck}").exists():  # at most as long as a test may take
+        time.sleep(0.05)
 
 
 def rank_of(launcher: int, rank: int) -> int:
