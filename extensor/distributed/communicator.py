@@ -150,16 +150,17 @@ class Communicator(Protocol):
     timeout: float
     bucket_bytes: int
 
-    def all_reduce(self, buffer: Array, op: Op = "sum") -> Work:
+    def all_reduce(self, buffer: Array, op: Op = "sum", out: Array | None = None) -> Work:
         """Replace the array, on all ranks, by the sum, maximum or minimum over ranks.
 
         Args:
             buffer: the same shape and dtype on all ranks. Sums of integers must fit: some MPIs
                 saturate. NCCL adds integers of 8, 32 and 64 bits alone.
             op: ``"sum"``, ``"max"`` or ``"min"``.
+            out: as many values of that dtype, for the result; None is ``buffer`` itself.
 
         Returns:
-            The work; the result stands in ``buffer`` after its ``wait``.
+            The work; the result is there after its ``wait``.
 
         >>> import numpy as np
         >>> from extensor.distributed import run_ranks

@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from extensor.autograd.apply import wrap
 from extensor.autograd.mode import post_accumulate_grad_hook
 from extensor.autograd.tensor import ExTensor
@@ -42,16 +44,26 @@ class Bucket:
         self.work: ReductionWork | None = None
 
     def put(self, param: ExTensor) -> None:
-        """Copy a gradient; add the bucket to the sum when it has them all."""
-        if not self._flats:
-            self._flats = [self._zeros(), self._zeros()]
-        view = self.lasting_view(self._flats[0], param)
-        view[...] = 0.0 if param.grad is None else param.grad.data
+        """Take a gradient; add the bucket to the sum when it has them all."""
         self.waiting.discard(id(param))
+        flat = self._alone(param)
+        if flat is None:
+            if not self._flats:
+                self._flats = [self._zeros(), self._zeros()]
+            flat = self._flats[0]
+            view = self.lasting_view(flat, param)
+            view[...] = 0.0 if param.grad is None else param.grad.data
         if not self.waiting:
             with self.ranks.beside(self.reduction.number):
-                self.reduction.add(self._flats[0])
+                self.reduction.add(flat)
             self._flats.reverse()
+
+    def _alone(self, param: ExTensor) -> Array | None:
+        """The gradient of a parameter that fills the bucket, as it lies; None to copy it."""
+        if param.size != self.size or param.grad is None:
+            return None
+        grad = param.grad.data
+        return grad.reshape(-1) if grad.flags.c_contiguous and grad.dtype == np.float32 else None
 
     def release(self) -> None:
         """Give back the memory of whole gradients, until the next ones come."""

@@ -92,13 +92,14 @@ class LocalCommunicator:
         self._group = group or _Group()
         self._number = 0
 
-    def all_reduce(self, buffer: Array, op: Op = "sum") -> Work:
+    def all_reduce(self, buffer: Array, op: Op = "sum", out: Array | None = None) -> Work:
         """See :meth:`extensor.distributed.Communicator.all_reduce`."""
-        check_buffers("all_reduce", self.size, buffer, buffer, 1)
+        recv = buffer if out is None else out
+        check_buffers("all_reduce", self.size, buffer, recv, 1)
 
         def finish(arrays: list[Any]) -> None:
-            if self.size > 1:
-                buffer[...] = _reduced(arrays, op)
+            if self.size > 1 or out is not None:
+                recv[...] = _reduced(arrays, op).reshape(recv.shape)
 
         return self._start("all_reduce", op, buffer, finish)
 

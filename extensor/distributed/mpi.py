@@ -96,9 +96,12 @@ class MPICommunicator:
         self._announced: list[Any] = []
         self._heard = dict.fromkeys(range(self.size), -1)
 
-    def all_reduce(self, buffer: Array, op: Op = "sum") -> Work:
+    def all_reduce(self, buffer: Array, op: Op = "sum", out: Array | None = None) -> Work:
         """See :meth:`extensor.distributed.Communicator.all_reduce`."""
-        check_buffers("all_reduce", self.size, buffer, buffer, 1)
+        check_buffers("all_reduce", self.size, buffer, buffer if out is None else out, 1)
+        if out is not None:
+            apart = partial(self._comm.Iallreduce, op=self._ops[op])
+            return self._start("all_reduce", apart, buffer, out)
         call = partial(self._comm.Iallreduce, self._mpi.IN_PLACE, op=self._ops[op])
         return self._in_place("all_reduce", call, buffer)
 

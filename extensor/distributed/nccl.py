@@ -108,18 +108,19 @@ class NCCLCommunicator:
 
     # --- collectives ----------------------------------------------------------------------------
 
-    def all_reduce(self, buffer: Array, op: Op = "sum") -> Work:
+    def all_reduce(self, buffer: Array, op: Op = "sum", out: Array | None = None) -> Work:
         """See :meth:`extensor.distributed.Communicator.all_reduce`."""
-        if not self._on_gpu(buffer):
-            return self.host.all_reduce(buffer, op)
-        check_buffers("all_reduce", self.size, buffer, buffer, 1)
+        recv = buffer if out is None else out
+        if not self._on_gpu(buffer, recv):
+            return self.host.all_reduce(buffer, op, out)
+        check_buffers("all_reduce", self.size, buffer, recv, 1)
         kind = self._summed("all_reduce", buffer)
 
         def call(stream: int) -> None:
-            at = buffer.data.ptr
-            self._comm.allReduce(at, at, buffer.size, kind, self._ops[op], stream)
+            there, here = buffer.data.ptr, recv.data.ptr
+            self._comm.allReduce(there, here, buffer.size, kind, self._ops[op], stream)
 
-        return self._start("all_reduce", call, buffer)
+        return self._start("all_reduce", call, (buffer, recv))
 
     def reduce_scatter(self, send: Array, recv: Array, op: Op = "sum") -> Work:
         """See :meth:`extensor.distributed.Communicator.reduce_scatter`."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
 from extensor.distributed.reduction.base import Array, GradientReduction, Steps
 
 __all__ = ["Bfloat16", "Float32", "FloatSum"]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class FloatSum(GradientReduction):
@@ -46,8 +49,7 @@ class Float32(FloatSum):
         _divide(out, divisor)
 
     def _all_reduce(self, out: Array, divisor: float, step: int) -> Steps:
-        out[...] = self._take()
-        yield self.ranks.all_reduce(out)
+        yield self.ranks.all_reduce(self._take(), out=out)
         _divide(out, divisor)
 
 
@@ -64,17 +66,19 @@ class Bfloat16(FloatSum):
         return 2.0, 2.0
 
     def _encode(self, x: Array) -> Array:
-        return (self.backend.bfloat16_values(x).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        codes: Array = self.backend.cast(x, BFLOAT16).view(np.uint16)
+        return codes
 
     def _decode(self, codes: Array) -> Array:
-        return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return self.backend.cast(codes.view(BFLOAT16), np.dtype(np.float32))
 
     def _reduce_scatter(self, out: Array, divisor: float, step: int) -> Steps:
         send = self._encode(self._take())
         recv = self.xp.empty_like(send)
         yield self.ranks.all_to_all(send, recv)
-        out[...] = 0
-        for part in recv.reshape(self.ranks.size, -1):
+        first, *others = recv.reshape(self.ranks.size, -1)
+        out[...] = self._decode(first)
+        for part in others:
             out += self._decode(part)
         _divide(out, divisor)
 

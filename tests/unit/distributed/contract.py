@@ -24,6 +24,7 @@ def check_collectives(
     given = rng.integers(0, 30, (size, size, 5)).astype(dtype)
     mine = on_device(given[rank])
     total, largest, least, from_last = (mine.copy() for _ in range(4))
+    apart = on_device(np.zeros_like(mine))
     parts = [on_device(np.zeros(5, dtype)) for _ in range(2)]
     gathered, exchanged = on_device(np.zeros(given.shape, dtype)), on_device(np.zeros_like(mine))
     own = np.zeros(given.shape, dtype)
@@ -34,6 +35,7 @@ def check_collectives(
     works = [
         ranks.all_reduce(total),
         ranks.all_reduce(largest, "max"),
+        ranks.all_reduce(mine, out=apart),
         ranks.all_reduce(least, "min"),
         ranks.reduce_scatter(mine, parts[0]),
         ranks.reduce_scatter(mine, parts[1], "max"),
@@ -46,9 +48,11 @@ def check_collectives(
     for work in works:
         work.wait()
     assert all(work.done() for work in works)
-    results = (total, largest, least, *parts, gathered, in_place, both[0], exchanged, from_last)
+    results = (
+        total, apart, largest, least, *parts, gathered, in_place, both[0], exchanged, from_last
+    )  # fmt: skip
     expected: Sequence[np.ndarray] = [
-        given.sum(0, dtype=dtype), given.max(0), given.min(0),
+        given.sum(0, dtype=dtype), given.sum(0, dtype=dtype), given.max(0), given.min(0),
         given.sum(0, dtype=dtype)[rank], given.max(0)[rank], given, given,
         given, given[:, rank], given[-1],
     ]  # fmt: skip

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extensor.distributed import LocalCommunicator, run_ranks
+import extensor as et
+from extensor.distributed import GradientBuckets, LocalCommunicator, run_ranks
 from extensor.distributed.reduction import (
     BLOCK,
     GRAD_COMM,
@@ -279,10 +280,10 @@ class Counted:
     def __getattr__(self, name: str) -> object:
         share = (self.size - 1) / self.size
 
-        def call(send: np.ndarray, *rest: object) -> object:
+        def call(send: np.ndarray, *rest: object, **options: object) -> object:
             times = {"all_reduce": 2, "all_gather": self.size}.get(name, 1)
             self.bytes += send.nbytes * times * share
-            return getattr(self.comm, name)(send, *rest)
+            return getattr(self.comm, name)(send, *rest, **options)
 
         return call
 
@@ -322,3 +323,25 @@ def test_the_most_micro_batches_fit() -> None:
     anchors = np.full(1, 15, np.uint8)
     assert 32768 * int(backend.fixed_point(value, anchors)[0]) < 1 << 63
     assert 32768 * 0xFFFF < 1 << 31
+
+
+@pytest.mark.parametrize("name", ["float32", "exact"])
+def test_a_gradient_that_fills_its_bucket_is_not_copied(name: str) -> None:
+    """And has the sum that it has beside others."""
+
+    def program(comm: LocalCommunicator, bucket_bytes: int) -> tuple[list[bytes], list[int]]:
+        layers = et.nn.Sequential(*(et.nn.Linear(8, 8, bias=False, rng=i) for i in range(3)))
+        params = list(layers.parameters())
+        buckets = GradientBuckets(params, comm, name, bucket_bytes)
+        for part in range(2):
+            x = np.random.default_rng((part, comm.rank)).standard_normal((4, 8))
+            with buckets.micro_batch(last=part == 1):
+                layers(et.ExTensor(x.astype(np.float32))).square().sum().backward()
+        buckets.finish(0)
+        grads = [np.asarray(p.grad.data).tobytes() for p in params if p.grad is not None]
+        return grads, [len(bucket._flats) for bucket in buckets.buckets]
+
+    alone = run_ranks(2, lambda comm: program(comm, 256))
+    together = run_ranks(2, lambda comm: program(comm, 4096))
+    assert [grads for grads, _ in alone] == [grads for grads, _ in together]
+    assert alone[0][1] == [0, 0, 0] and together[0][1] == [2]
