@@ -31,8 +31,14 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST_CLOSING = re.compile(r"^=+ .*\bin \d[\d.]*s\b.* =+$")
-NUMBER_TESTS = ("tests/test_every_format.py", "tests/unit/quant", "tests/unit/nn", "tests/unit/ops")
-"""What is run a second time on the pure numpy path: formats, layers, quantized products."""
+NUMBER_TESTS = (
+    *(f"tests/unit/quant/test_{name}.py" for name in ("affine", "stochastic", "weight_cache")),
+    *("tests/unit/nn", "tests/unit/ops"),
+)
+"""What is run a second time on the pure numpy path: layers and quantized products.
+
+The tests of formats and of quant's reference ask no backend: they would only repeat themselves.
+"""
 
 SITE = ("--keep-going", "-b", "html", "docs", "docs/_build")
 """The documentation site: its gallery is run, its reference written; a warning fails it."""
@@ -88,7 +94,8 @@ def pytest_step(name: str, arguments: Sequence[str], environment: dict[str, str]
     """A pytest run on several worker processes, unless the arguments say how many."""
     given = any(a.startswith(("-n", "--numprocesses")) for a in arguments)
     workers = () if given else ("-n", jobs())
-    command = (sys.executable, "-m", "pytest", *workers, *arguments)
+    slowest = ("--durations=30", "--durations-min=3")
+    command = (sys.executable, "-m", "pytest", *workers, *slowest, *arguments)
     return Step(name, "tests", command, ONE_THREAD | environment)
 
 

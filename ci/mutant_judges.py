@@ -73,22 +73,20 @@ def map_lines(package: str) -> None:
     run([*PYTEST, *paths], MUTANT_MAP=str(MAPS / f"{package}.json"))
 
 
-def statement(text: str, line: int) -> tuple[ast.stmt, range]:
+def statement(text: str, line: int) -> tuple[ast.AST, range]:
     """The innermost statement at a line, and its lines; of one with a body, those before it."""
-    best = None
+    best: tuple[ast.AST, range] = ast.Pass(), range(line, line + 2)  # an else, or a case
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.stmt):
+        if isinstance(node, ast.stmt | ast.excepthandler):
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
             body = getattr(node, "body", None)
             last = body[0].lineno - 1 if body else node.end_lineno or first
             if first <= line <= max(first, last):
                 best = node, range(first, max(first, last) + 1)
-    if best is None:
-        raise ValueError(f"expected a statement at line {line}, got none")
     return best
 
 
-def bound(node: ast.stmt) -> set[str]:
+def bound(node: ast.AST) -> set[str]:
     """The names that a statement binds."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
@@ -125,14 +123,19 @@ class Judges:
         numbers = {number for line in span for number in rows.get(str(line), ())}
         imported = -1 in numbers or not numbers
         numbers.discard(-1)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):  # a default or a decorator
+            body = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            numbers = {number for line in body for number in rows.get(str(line), ())} - {-1}
         if not numbers and (names := bound(node)):
             named = re.compile(rf"\b(?:{'|'.join(map(re.escape, names))})\b")
             for file, others in self.lines.items():
                 texts = (ROOT / file).read_text(encoding="utf-8").splitlines()
-                for line, of_line in others.items():
-                    if named.search(texts[int(line) - 1]):
-                        numbers.update(of_line)
-            numbers.discard(-1)
+                for line, text in enumerate(texts, 1):
+                    if named.search(text):
+                        numbers.update(others.get(str(line), ()))
+        if not numbers:
+            numbers = {number for tests in rows.values() for number in tests}
+        numbers.discard(-1)
         of_function: Counter[str] = Counter()
         ranked = []
         for number in sorted(numbers, key=lambda n: self.times[n][1]):

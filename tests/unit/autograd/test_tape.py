@@ -320,8 +320,13 @@ def test_functional_forms() -> None:
 
 @pytest.mark.parametrize("form", [et.value_and_grad, et.grad])
 def test_functional_forms_take_functions(form: Any) -> None:
-    with pytest.raises(TypeError, match=r"function.*got int"):
+    with pytest.raises(TypeError, match=r"function.*got int$"):
         form(3)
+
+
+def test_a_gradient_by_inputs_is_of_a_tensor() -> None:
+    with pytest.raises(TypeError, match="grad.*got function with inputs$"):
+        et.grad(lambda x: x, et.ExTensor([1.0]))  # type: ignore[call-overload]
 
 
 def test_hvp_is_the_hessian_times_a_vector() -> None:

@@ -135,6 +135,12 @@ def test_devices() -> None:
         et.ones(2, device="tpu")
 
 
+def test_dir_has_what_is_public_and_what_is_pythons() -> None:
+    names = dir(et.ExTensor([1.0]))
+    assert {"shape", "__add__", "__dlpack__"} <= set(names)
+    assert not [name for name in names if name[0] == "_" and not name.startswith("__")]
+
+
 def test_conversion() -> None:
     x = et.ExTensor([1.0, 2.5])
     assert x.astype("float32") is x
