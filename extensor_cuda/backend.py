@@ -161,6 +161,9 @@ ROUTES: dict[str, Route] = {
     "quantize_rowwise_columnwise": Route(
         quantize.quantize_rowwise_columnwise, fallback_path="two calls"
     ),
+    "quantize_rowwise_columnwise_clipped": Route(
+        quantize.quantize_rowwise_columnwise_clipped, fallback_path="two calls"
+    ),
     "fake_quantize_rowwise_columnwise": Route(
         quantize.fake_quantize_rowwise_columnwise, fallback_path="two calls"
     ),

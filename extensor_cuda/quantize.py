@@ -39,6 +39,7 @@ __all__ = [
     "quantize",
     "quantize_clipped",
     "quantize_rowwise_columnwise",
+    "quantize_rowwise_columnwise_clipped",
     "readable",
     "straight_through",
 ]
@@ -217,6 +218,18 @@ def quantize_rowwise_columnwise(
     """See the protocol. One reading of x. Does not wait for the GPU."""
     plan = _rowwise_columnwise_plan(x, specs, streams)
     return (lambda: paired.quantize(readable(xp, x), plan, streams, xp)) if plan else plan
+
+
+def quantize_rowwise_columnwise_clipped(
+    xp: Any, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
+) -> Call:
+    """See the protocol. Does not wait for the GPU."""
+    plan = _rowwise_columnwise_plan(x, specs, streams)
+    if not plan:
+        return plan
+    if plan.swapped or not specs[0].clips:
+        return Unsupported("a clip mask of columns, or a spec without clip masks")
+    return lambda: paired.quantize_clipped(readable(xp, x), plan, streams, xp)
 
 
 def fake_quantize_rowwise_columnwise(

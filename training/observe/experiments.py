@@ -90,7 +90,7 @@ def _llama(
         "llama",
         {
             "variant": variant, "batch_size": batch, "epochs": 10, "epoch_steps": steps,
-            "warmup_epochs": 0.5, "test_limit": 1024, "device": "cuda", "activations": "bfloat16",
+            "warmup_epochs": 0.5, "test_limit": 512, "device": "cuda", "activations": "bfloat16",
         },
         arms,
         (2e-3, 4e-3, 8e-3),

@@ -65,7 +65,7 @@ _OUT = {"codes": 0, "values": 1, "maximum": 2}
 _SCALE = ELEMENTS["e4m3"]
 _TIE_WORDS = {"away": "0x7FFFFFFFu", "zero": "0x80000000u"}  # round as a constant random word
 _FOLDER = Path(__file__).parent
-MASKED = (("CODEC_MASK", 1), ("CODEC_BF16X8", 0), ("CODEC_BF16X2", 0))
+MASKED = (("CODEC_MASK", 1),)
 """Macros of a quantizer that writes the clip mask, too."""
 _FOUR_OVER_SIX_TOP = 256.0  # of block scales: a block may be scaled half again as far
 

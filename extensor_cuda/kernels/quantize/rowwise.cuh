@@ -71,12 +71,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             store_words(reinterpret_cast<u32*>(codes) + chunk * kWords, packed);
             if (part == 0) scales[block] = static_cast<u8>(s.stored);
 #if CODEC_MASK
-            const i64 start = chunk % per_row * kChunk, mine = (coded + 7) / 8;
-            u32 inside = clip_bits(v[0], s, tensor);
-            if (coded - start < kChunk) inside &= coded > start ? (1u << (coded - start)) - 1 : 0;
-            u8* to = mask + chunk / per_row * mine + start / 8;
-            if (start < coded) to[0] = static_cast<u8>(inside);
-            if (start + 8 < coded) to[1] = static_cast<u8>(inside >> 8);
+            store_clip_bits(
+                mask, chunk / per_row, chunk % per_row * kChunk, coded, clip_bits(v, s, tensor));
 #endif
 #elif QUANT_WHOLE
             float4* to = reinterpret_cast<float4*>(values + chunk * kChunk);

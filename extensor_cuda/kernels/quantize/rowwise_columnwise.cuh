@@ -9,7 +9,7 @@ DEVICE i64 tiles_along(i64 columns) { return (columns + CODEC_BLOCK - 1) / CODEC
 // Encodes a chunk of a row, of block `block`, shared with neighbouring lanes.
 DEVICE void encode_rowwise(u32 (&raw)[sizeof(Raw) * kChunk / 4], i64 row, i64 start, i64 block,
     i64 rows, i64 columns, const Tensor& tensor, const Stream& stream, u8* codes, u8* scales,
-    float* values, Tally& tally) {
+    float* values, CODEC_MASK_PARAMETER Tally& tally) {
     const u32 part = static_cast<u32>(start / kChunk) % kParts;
     u32 codes_of[kWords];
     Chunk unpacked;
@@ -32,6 +32,9 @@ DEVICE void encode_rowwise(u32 (&raw)[sizeof(Raw) * kChunk / 4], i64 row, i64 st
         (row < rows && start < tiles_along(columns) * CODEC_BLOCK)) {
         store_words(reinterpret_cast<u32*>(codes) + (block * kParts + part) * kWords, codes_of);
         if (part == 0) scales[block] = static_cast<u8>(s.stored);
+#if CODEC_MASK
+        store_clip_bits(mask, row, start, columns, clip_bits(v, s, tensor));
+#endif
     }
 #endif
 }
@@ -152,12 +155,12 @@ constexpr int kPerRow = kWide / kChunk;         // chunks of a row
 
 // x (rows, columns) -> results rowwise, then columnwise: codes and scales, or decoded values
 // (CODEC_OUT 1). QUANT_WHOLE: rows and columns are multiples of a tile's, x is 16-byte aligned.
-extern "C" __global__ void __launch_bounds__(kThreads, QUANT_MIN_CTAS)
-    quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict__ codes1,
-        u8* __restrict__ scales0, u8* __restrict__ scales1, float* __restrict__ values0,
-        float* __restrict__ values1, const Tensor* __restrict__ tensor_of,
-        u64* __restrict__ counters, const u32* __restrict__ clock, u32 key00, u32 key01, u32 high00,
-        u32 high01, u32 key10, u32 key11, u32 high10, u32 high11, i64 rows, i64 columns) {
+extern "C" __global__ void __launch_bounds__(kThreads, QUANT_MIN_CTAS) quantize_both(
+    const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict__ codes1,
+    u8* __restrict__ scales0, u8* __restrict__ scales1, float* __restrict__ values0,
+    float* __restrict__ values1, const Tensor* __restrict__ tensor_of, u64* __restrict__ counters,
+    CODEC_MASK_PARAMETER const u32* __restrict__ clock, u32 key00, u32 key01, u32 high00,
+    u32 high01, u32 key10, u32 key11, u32 high10, u32 high11, i64 rows, i64 columns) {
     __shared__ __align__(16) Raw tile[QUANT_CTA_ROWS * kWide];
     const i64 across = (columns + kWide - 1) / kWide;
     const i64 top = blockIdx.x / across * QUANT_CTA_ROWS, left = blockIdx.x % across * kWide;
@@ -209,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, QUANT_MIN_CTAS)
         const int chunk = item * kThreads + threadIdx.x;
         const i64 row = top + chunk / kPerRow, start = left + chunk % kPerRow * kChunk;
         encode_rowwise(raw[item], row, start, row * tiles_along(columns) + start / CODEC_BLOCK,
-            rows, columns, tensor, stream, codes0, scales0, values0, tally);
+            rows, columns, tensor, stream, codes0, scales0, values0, CODEC_MASK_ARGUMENT tally);
     }
     add_counts(tally, counters);
 

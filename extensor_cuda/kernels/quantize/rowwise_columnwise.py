@@ -28,6 +28,7 @@ __all__ = [
     "RowColumnPlan",
     "fake_quantize",
     "quantize",
+    "quantize_clipped",
     "quantize_raw",
     "row_column_plan",
     "row_column_source",
@@ -90,9 +91,9 @@ def _tile(plan: RowColumnPlan, dtype: str, out: str) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4096)
 def row_column_source(
-    plan: RowColumnPlan, dtype: str, out: str, whole: bool, stats: bool
+    plan: RowColumnPlan, dtype: str, out: str, whole: bool, stats: bool, masked: bool = False
 ) -> Source:
-    """The program; ``out`` is "codes" or "values"."""
+    """The program; ``out`` is "codes" or "values", beside the former a clip mask if ``masked``."""
     tile_rows, _, each = _tile(plan, dtype, out)
     extra = {
         "QUANT_ROWWISE_COLUMNWISE": 1,
@@ -106,7 +107,8 @@ def row_column_source(
     few = not plan.rowwise.activation and (not stats or pairs)
     three = whole and not words and out != "values" and few
     extra["QUANT_MIN_CTAS"] = 3 if three else 2
-    return kernels.quantize_source(plan.rowwise, dtype, out, whole, stats, tuple(extra.items()))
+    given = (*extra.items(), *(kernels.MASKED if masked else ()))
+    return kernels.quantize_source(plan.rowwise, dtype, out, whole, stats, given)
 
 
 def _run(
@@ -123,7 +125,10 @@ def _run(
     names = ("codes0", "codes1", "scales0", "scales1", "values0", "values1", "tensor")
     given = [*(arrays.get(name) for name in names), None if counters is None else counters.array]
     numbers = *random_arguments(*streams), np.int64(rows), np.int64(columns)
-    source = row_column_source(plan, dtype, out, whole, counters is not None)
+    masked = "mask" in arrays
+    if masked:
+        given.append(arrays["mask"])
+    source = row_column_source(plan, dtype, out, whole, counters is not None, masked)
     blocks = -(-rows // tile_rows) * -(-columns // tile_columns)
     launch(source, "quantize_both", blocks, THREADS, x, *given, *numbers)
 
@@ -142,16 +147,20 @@ def quantize_raw(
     xp: Any,
     amax: Array | None = None,
     stats: bool = True,
+    mask: Array | None = None,
 ) -> tuple[tuple[QuantArray, QuantArray], Counters | None]:
     """Launch and return without waiting: rowwise and columnwise arrays, and the counters.
 
-    As of `extensor_cuda.kernels.quantize.quantize.quantize_raw`, with a stream for each
+    A ``mask`` is written where it is given. The rest is
+    as of `extensor_cuda.kernels.quantize.quantize.quantize_raw`, with a stream for each
     direction.
     """
     tensor, _ = kernels.tensor_of(plan.rowwise, x, amax, xp)
     row, column = (kernels.empty_array(p, xp, tensor) for p in (plan.rowwise, plan.columnwise))
     arrays = {"codes0": row.codes, "codes1": column.codes, "tensor": tensor}
     arrays |= {"scales0": row.scales, "scales1": column.scales}
+    if mask is not None:
+        arrays["mask"] = mask
     counters = Counters(4 * SLOTS, xp) if stats else None
     _run(x, plan, "codes", streams, counters, arrays)
     return (row, column), counters
@@ -164,6 +173,17 @@ def quantize(
     pair, counters = quantize_raw(x, plan, plan.ordered(streams), xp)
     counts = _stats(counters, plan)
     return plan.ordered(((pair[0], counts[0]), (pair[1], counts[1])))
+
+
+def quantize_clipped(
+    x: Array, plan: RowColumnPlan, streams: Streams, xp: Any
+) -> tuple[tuple[QuantArray, OperandCounts, Array], tuple[QuantArray, OperandCounts]]:
+    """The same of a plan that is not swapped, with the rowwise clip mask."""
+    rows, columns = plan.rowwise.shape
+    mask = xp.empty((rows, -(-columns // 8)), dtype=np.uint8)
+    pair, counters = quantize_raw(x, plan, streams, xp, mask=mask)
+    counts = _stats(counters, plan)
+    return (pair[0], counts[0], mask), (pair[1], counts[1])
 
 
 def fake_quantize(

@@ -16,6 +16,7 @@ from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.quantize import rowwise_columnwise as paired
 from extensor_cuda.kernels.quantize import straight_through as through
 from tests.oracle.compare import same_bytes
 from tests.oracle.samples import KINDS, sample
@@ -41,7 +42,7 @@ SHAPES = (((6, 256), 1), ((5, 70), 1), ((128, 66), 0), ((71, 19), 0))
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, (through,), hopper=False, quantizing=(kernels,))
+    return place(request, monkeypatch, (through,), hopper=False, quantizing=(kernels, paired))
 
 
 def arrays(shape: tuple[int, int], axis: int) -> list[np.ndarray]:
@@ -111,6 +112,30 @@ def test_clip_masks(xp: Any, name: str) -> None:
             check(xp, x, MASKED[name].replace(axis=axis), masked=True)
 
 
+@pytest.mark.parametrize("name", ["plain", "nvfp4 amax"])
+def test_clip_masks_beside_both_ways(xp: Any, name: str) -> None:
+    """Of two values at a time, and of one; rows that a tile fills, and others."""
+    spec = {**MASKED, "nvfp4 amax": QuantSpec("nvfp4")}[name]
+    specs = spec.replace(axis=1).resolve(2), spec.replace(axis=0).resolve(2)
+    for shape in ((64, 512), (37, 70)):
+        plan = paired.row_column_plan(specs, shape)
+        assert isinstance(plan, paired.RowColumnPlan), plan
+        for x in arrays(shape, 1)[: 2 if isinstance(xp, Cupy) else None]:
+            for values in (x.astype(np.float32), x.astype(ml_dtypes.bfloat16)):
+                row, column = paired.quantize_clipped(xp.asarray(values), plan, (None, None), xp)
+                context = f"{name} of {values.dtype} {shape}"
+                expected, counts, bits = reference.quantize_clipped(values, specs[0])
+                same_bytes("mask", row[2].get(), bits, context)
+                other = reference.quantize(values, specs[1])
+                for (got, counted), (q, stats) in (
+                    (row[:2], (expected, counts)),
+                    (column, other),
+                ):
+                    for part, bytes_of in q.parts.items():
+                        same_bytes(part, host(got.parts[part]), bytes_of, context)
+                    assert counted() == stats, context
+
+
 @pytest.mark.parametrize("signs", ["none", "random"])
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 def test_what_a_mask_lets_through(xp: Any, size: int, signs: Any) -> None:
@@ -149,6 +174,16 @@ def test_no_kernel_spills(name: str) -> None:
         check_compiles(kernels.quantize_source(plan, "bfloat16", "codes", True, True), "sm_90a")
     masked = kernels.quantize_source(plan, "bfloat16", "codes", True, True, kernels.MASKED)
     check_compiles(masked, "sm_90a")
+    check_compiles(through.source(32, True), "sm_90a")
+    for spec in (QuantSpec("mxfp4"), QuantSpec("nvfp4")):
+        both = paired.row_column_plan(
+            (spec.replace(axis=1).resolve(2), spec.replace(axis=0).resolve(2)), (256, 1024)
+        )
+        assert isinstance(both, paired.RowColumnPlan)
+        for dtype in ("bfloat16", "float32"):
+            check_compiles(
+                paired.row_column_source(both, dtype, "codes", True, True, True), "sm_90a"
+            )
 
 
 def test_what_the_kernels_leave_to_the_cpu() -> None:
