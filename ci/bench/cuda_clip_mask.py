@@ -8,7 +8,9 @@ the gradient that a mask lets through, beside a copy of as many bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -35,7 +37,7 @@ def main() -> None:
             for name, spec in SPECS.items():
                 rows, columns = spec.replace(axis=1).resolve(2), spec.replace(axis=0).resolve(2)
                 both = (rows, columns)
-                calls = {
+                calls: dict[str, Callable[..., Any]] = {
                     "rows": partial(backend.quantize, x, rows),
                     "rows, mask": partial(backend.quantize_clipped, x, rows),
                     "both": partial(backend.quantize_rowwise_columnwise, x, both),
