@@ -164,6 +164,32 @@ def test_a_weight_is_quantized_once_for_many_passes(monkeypatch: pytest.MonkeyPa
     assert made.count((48, 32)) == once + 1
 
 
+def test_a_layer_reads_and_gives_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy on either side: operands are made of torch's arrays, results are the products."""
+    from extensor.backends import registry
+
+    backend, read, made = type(registry.get("cpu")), set(), set()
+    prepare, product = backend.prepare, backend.product
+
+    def reading(self: Any, x: Any, *rest: Any) -> Any:
+        read.add(x.ctypes.data)
+        return prepare(self, x, *rest)
+
+    def making(self: Any, *operands: Any) -> Any:
+        out = product(self, *operands)
+        made.add(out.ctypes.data)
+        return out
+
+    monkeypatch.setattr(backend, "prepare", reading)
+    monkeypatch.setattr(backend, "product", making)
+    layer, g = ext.Linear(32, 48, recipe="mxfp4_all", bias=False), torch.randn(8, 48)
+    x = torch.randn(8, 32, requires_grad=True)
+    y = layer(x)
+    y.backward(g)
+    assert {t.data_ptr() for t in (x, layer.weight, g)} <= read
+    assert {t.data_ptr() for t in (y, x.grad, layer.weight.grad)} <= made
+
+
 def test_writing_between_forward_and_backward_is_an_error() -> None:
     layer, x = ext.Linear(32, 32), torch.randn(8, 32)
     y = layer(x)
