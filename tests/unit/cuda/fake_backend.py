@@ -146,13 +146,17 @@ def fake_clipped(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
     return stored(x, plan, stream, xp, reference.quantize_clipped)
 
 
-def fake_dequantize(q: Any, plan: Any, xp: Any) -> Any:
+def fake_dequantize(q: Any, plan: Any, xp: Any, dtype: str = "float32") -> Any:
     held = replace(q, **{name: fake.plain(part) for name, part in q.parts.items()})
-    out = fake.made(reference.dequantize(held))
+
+    def values() -> Any:
+        return reference.round_to(reference.dequantize(held), dtype)
+
+    out = fake.made(values())
     memory = fake.plain(out)
 
     def again() -> None:
-        memory[...] = reference.dequantize(held)
+        memory[...] = values()
 
     fake.TAPE.launch(again)
     return out
