@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -128,6 +129,11 @@ class BlockedTensor:
         return QuantArray(spec=self.spec, shape=self.shape, **there)
 
 
+# Checking a spec takes longer than packing a small tensor.
+_own_spec = lru_cache(maxsize=64)(QuantSpec)
+_resolved = lru_cache(maxsize=256)(QuantSpec.resolve)
+
+
 def to_blocked(
     tensor: torch.Tensor, spec: QuantSpec | str, seed: int | None = None, **fields: Any
 ) -> BlockedTensor:
@@ -159,13 +165,13 @@ def to_blocked(
         raise TypeError(f"to_blocked: expected a torch.Tensor, got {type(tensor).__name__}")
     check_tensor("to_blocked", tensor)
     if isinstance(spec, str):
-        spec = QuantSpec(spec, **fields)
+        spec = QuantSpec(spec, **fields) if fields else _own_spec(spec)
     elif fields:
         raise TypeError(f"to_blocked: {', '.join(fields)}: say it in the QuantSpec")
     if (seed is None) == (spec.rounding == "stochastic"):
         needs = "needs" if seed is None else "takes no"
         raise ValueError(f"to_blocked: rounding={spec.rounding!r} {needs} seed")
-    resolved, stream = spec.resolve(tensor.ndim), None if seed is None else Stream(seed)
+    resolved, stream = _resolved(spec, tensor.ndim), None if seed is None else Stream(seed)
     with arrays.on_stream(tensor) as on_gpu:
         backend, array = arrays.backend_of(tensor), to_array(tensor)
         if on_gpu is not None and on_gpu.capturing:

@@ -1,5 +1,7 @@
 // The encoders of whole blocks that blocks.hpp declares, of every element: compiled once per level.
 
+#include <type_traits>
+
 #include "quantize/blocks.hpp"
 
 namespace EXTENSOR_ISA {
@@ -22,7 +24,8 @@ template struct BlockEncoder<true, float>;
 template <bool Words, class T>
 Bf16BlockEncoder<Words, T>::Bf16BlockEncoder(int element) {
     with_element(element, [&]<size_t Index>() {
-        using Of = Bf16Encoder<Index, Words, T>;
+        using Fp8 = Fp8Encoder<Index, T>;
+        using Of = std::conditional_t<!Words && Fp8::kCovered, Fp8, Bf16Encoder<Index, Words, T>>;
         if constexpr (Of::kCovered) code = &Of::code, from = Of::kFrom;
     });
 }

@@ -103,4 +103,5 @@ struct BlockEncoder {
 
 #if EXTENSOR_LANES == 16
 #include "quantize/blocks_bf16_avx512.hpp"
+#include "quantize/blocks_fp8_avx512.hpp"
 #endif

@@ -101,12 +101,16 @@ struct Call {
     }
 };
 
-// Blocks that the encoders of blocks.hpp support: no code but zero decodes to zero, and no value is
-// scaled beyond the grid's clamp (nor is Inf or NaN). All ones or zero in each lane.
+// Blocks in which no value is scaled beyond the grid's clamp, nor is Inf or NaN. All ones or zero
+// in each lane.
+INLINE vu in_range(const Scales& s, vu amax, const Grid& grid) {
+    return reinterpret_cast<vu>(float_of(amax) * s.apply <= grid.clamp);
+}
+
+// Blocks that the encoders of blocks.hpp support: in range, and no code but zero decodes to zero.
 INLINE vu is_plain(const Scales& s, vu amax, float tensor_scale, const Grid& grid) {
     const vu seen = reinterpret_cast<vu>((grid.smallest * s.decode) * tensor_scale != 0.0f);
-    const vu small = reinterpret_cast<vu>(float_of(amax) * s.apply <= grid.clamp);
-    return small & (seen | reinterpret_cast<vu>(amax == 0u));
+    return in_range(s, amax, grid) & (seen | reinterpret_cast<vu>(amax == 0u));
 }
 
 // The scales of `total` tiles as arrays, in the thread's scratch, from their statistics.

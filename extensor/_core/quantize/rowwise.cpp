@@ -162,7 +162,7 @@ int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
         vu amax, statistic;
         Scales scales;
     };
-    const auto next_group = [&](int64_t g) __attribute__((always_inline)) {
+    const auto group_at = [&](int64_t g) __attribute__((always_inline)) {
         const T* values = x + g * VL * Tile;
         if constexpr (sizeof(T) == 4) {
             if (!direct) {
@@ -182,32 +182,39 @@ int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
             if (chosen) statistic = choose_whole(call, values, amax);
         return Group{values, amax, statistic, call.scaler.of(statistic)};
     };
-    // The next group's scales first: their latency passes while this group's values are encoded.
-    Group now = {}, next = {};
-    for (int64_t g = -1; g < groups; ++g) {
-        now = next;
-        next = next_group(least(g + 1, groups - 1));
-        if (g < 0) continue;
+    // The scales of tiles of 16 take divisions: the next group's pass while this one is encoded.
+    constexpr bool ahead = Tile == 16;
+    Group next = group_at(0);
+    for (int64_t g = 0; g < groups; ++g) {
+        const Group now = ahead || !g ? next : group_at(g);
+        if (ahead) next = group_at(least(g + 1, groups - 1));
+        const T* values = now.values;
+        const vu amax = now.amax;
         const Scales& s = now.scales;
+        bool bf16 = false;  // these tiles are plain, too
+#if EXTENSOR_LANES == 16
+        if constexpr (Tile == 32)
+            bf16 = bf16_encoder.code &&
+                   all_lanes(bf16_encoder.covers(s, amax) & in_range(s, amax, grid));
+#endif
         const RowChunk group = {p.first, 1, p.start + g * VL, VL};
-        if (!all_lanes(is_plain(s, now.amax, tensor_scale, grid))) {
+        if (!bf16 && !all_lanes(is_plain(s, amax, tensor_scale, grid))) {
             store(maxima, now.statistic);
             encode_any(call, group, maxima, counted);
             continue;
         }
         if (job.mask) {
             store(apply, s.decode);
-            store_mask(call, now.values, VL * Tile, apply,
-                       mask_of(job, p.first, group.start * Tile));
+            store_mask(call, values, VL * Tile, apply, mask_of(job, p.first, group.start * Tile));
         }
         uint8_t* codes = to + g * VL * Tile * grid.bits / 8;
         store_codes(static_cast<uint8_t*>(job.scales) + p.first * call.tiles + group.start,
                     s.stored);
 #if EXTENSOR_LANES == 16
         if constexpr (Tile == 32) {
-            if (bf16_encoder.code && all_lanes(bf16_encoder.covers(s, now.amax))) {
+            if (bf16) {
                 words.block = static_cast<uint32_t>(call.block(p.first, group.start));
-                bf16_encoder.code(now.values, s, &words, codes, counts);
+                bf16_encoder.code(values, s, &words, codes, counts);
                 continue;
             }
         }
@@ -215,8 +222,8 @@ int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
         int64_t stride;
         const uint32_t* drawn = Words ? random_words(call, philox, group, stride) : nullptr;
         store(apply, s.apply);
-        const vu bounded = reinterpret_cast<vu>(float_of(now.amax) * s.apply < grid.limit);
-        encoder.code(now.values, apply, drawn, all_lanes(bounded), VL, codes, counts);
+        const vu bounded = reinterpret_cast<vu>(float_of(amax) * s.apply < grid.limit);
+        encoder.code(values, apply, drawn, all_lanes(bounded), VL, codes, counts);
     }
     counted.saturated[0] += static_cast<int32_t>(counts.saturated);
     counted.flushed[0] += static_cast<int32_t>(counts.flushed);
