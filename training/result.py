@@ -24,7 +24,8 @@ from .tables import known_mean
 
 __all__ = ["build_result", "compare_with_float32", "peak_rss_mb", "print_summary", "slot_healths"]
 
-HEALTH_BATCH = 200
+HEALTH_BATCH, HEALTH_LABELS = 200, 4096
+"""Inputs of a comparison with float32, and labels of texts; every layer's outputs are read."""
 
 
 def peak_rss_mb() -> float:
@@ -102,7 +103,8 @@ def compare_with_float32(run: RunView, isolated: bool = False) -> tuple[LayerCom
     reference = run.fresh_model()
     reference.load_state_dict(run.model.state_dict())
     apply_recipe(reference, "fp32")
-    drawn = next(run.task.test(min(HEALTH_BATCH, run.task.eval_batch)))
+    windows = max(HEALTH_LABELS // max(run.config.context, 1), 1)
+    drawn = next(run.task.test(min(HEALTH_BATCH, windows, run.task.eval_batch)))
     inputs = ExTensor.from_numpy(drawn.inputs).to(run.config.device)
     return compare_layers(run.model, reference, inputs, isolated=isolated), drawn.count
 
