@@ -243,6 +243,10 @@ class CudaBackend(GenericBackend):
         """The capture under way in this thread."""
         return current_capture()
 
+    def reads_stored(self, vjp: str, q: QuantArray, others: Sequence[Array]) -> bool:
+        """See the protocol."""
+        return nn.reads_stored(vjp, q, others)
+
     def memory_log(self) -> PoolLog:
         """See the protocol."""
         return PoolLog(self.xp)

@@ -9,6 +9,7 @@ op to op may be bfloat16 as well as float32. Error bounds are stated beside the 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from extensor.backends.protocol import AttentionForward, AttentionOptions
 from extensor.backends.unsupported import Unsupported
+from extensor.quant.array import QuantArray
 from extensor_cuda.dispatch import FLOATS, Call, contiguous, dtype_gap, unless
 from extensor_cuda.kernels.attention import attention as bf16_attention
 from extensor_cuda.kernels.nn import cross_entropy as losses
@@ -50,6 +52,13 @@ Array = Any
 _MIN_COLUMNS = 32  # neighbours that a warp sums, each lane one or more
 
 
+def reads_stored(vjp: str, q: QuantArray, others: Sequence[Array]) -> bool:
+    """See the protocol."""
+    if vjp not in ("gelu_exact", "layer_norm", "rms_norm") or not elementwise.reads_stored(q):
+        return False
+    return all(a.dtype == np.float32 and a.size <= norm.MAX_LENGTH for a in others)
+
+
 # --- values ---
 
 
@@ -75,8 +84,11 @@ def gelu(xp: Any, x: Array) -> Call:
     return (lambda: (call(), None)) if call else call
 
 
-def gelu_grad(xp: Any, g: Array, x: Array, phi: Array | None) -> Call:
+def gelu_grad(xp: Any, g: Array, x: Array | QuantArray, phi: Array | None) -> Call:
     """See the protocol."""
+    if isinstance(x, QuantArray):
+        stored = x
+        return lambda: elementwise.gelu_grad_of_stored(contiguous(xp, g), stored, xp)
     if phi is not None:
         return Unsupported("phi was kept")
     return unless(dtype_gap((g, x), FLOATS), lambda: _binary("gelu_grad", xp, g, x))
@@ -203,7 +215,7 @@ def layer_norm(
 def layer_norm_grad(
     xp: Any,
     g: Array,
-    x: Array,
+    x: Array | QuantArray,
     weight: Array,
     mean: Array | None,
     rstd: Array,
@@ -213,11 +225,13 @@ def layer_norm_grad(
 
     def call() -> Any:
         m = None if mean is None else contiguous(xp, mean)
-        gg, xx, w, r = (contiguous(xp, a) for a in (g, x, weight, rstd))
+        gg, w, r = (contiguous(xp, a) for a in (g, weight, rstd))
+        xx = x if isinstance(x, QuantArray) else contiguous(xp, x)
         return norm.grad(gg, xx, w, m, r, xp, addend)
 
     gap = dtype_gap((g,), FLOATS)
-    return unless(_norm_gap(x, weight) if gap is None else gap, call)
+    given = weight if isinstance(x, QuantArray) else x
+    return unless(_norm_gap(given, weight) if gap is None else gap, call)
 
 
 def rms_norm(xp: Any, x: Array, weight: Array, eps: float, narrow: bool = False) -> Call:
@@ -232,7 +246,12 @@ def rms_norm(xp: Any, x: Array, weight: Array, eps: float, narrow: bool = False)
 
 
 def rms_norm_grad(
-    xp: Any, g: Array, x: Array, weight: Array, rstd: Array, addend: Array | None = None
+    xp: Any,
+    g: Array,
+    x: Array | QuantArray,
+    weight: Array,
+    rstd: Array,
+    addend: Array | None = None,
 ) -> Call:
     """See the protocol."""
     call = layer_norm_grad(xp, g, x, weight, None, rstd, addend)

@@ -11,7 +11,7 @@ from extensor.autograd.apply import apply, wrap
 from extensor.autograd.mode import MODE
 from extensor.autograd.node import ArraySpec, Node, TensorState
 from extensor.autograd.primitive import Primitive
-from extensor.autograd.storage import restore
+from extensor.autograd.storage import Stored, restore
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import LEVEL_HALF, as_dtype, dtype_of
 
@@ -42,11 +42,12 @@ def node_gradients(
         addend: added to the first gradient, where the backend's kernel does that (``adding``).
     """
     primitive = node.primitive
-    restore(node)
+    fused = primitive.fused_vjp is not None and (fused or bool(primitive.once)) and not create_graph
+    restore(node, fused)
     parts: list[Gradient | None]
     if create_graph:
         parts = list((_differentiable_once if primitive.once else _recorded)(node, g, needs))
-    elif primitive.fused_vjp is not None and (fused or primitive.once):
+    elif fused:
         parts = _fused(node, g, needs, addend)
     else:
         wrapped = _composite(node, wrap(g, node.backend), needs, graph=False)
@@ -116,6 +117,8 @@ def _fused(node: Node, g: Any, needs: Sequence[bool], addend: Any) -> list[Any]:
         ]
         if hasattr(out, "astype"):
             out = cast(out, node.compute)
+    if inputs and isinstance(inputs[0], Stored):
+        inputs = [inputs[0].q, *inputs[1:]]
     params = node.params
     if primitive.saves:
         params = {**params, "saved": node.saved}

@@ -163,11 +163,15 @@ def _is_stored(node: Node) -> bool:
     return any(isinstance(array, Stored) for array in node.arrays)
 
 
-def restore(node: Node) -> None:
-    """Decode what a node stored, for its gradient."""
-    backend = node.backend
+def restore(node: Node, fused: bool) -> None:
+    """Decode what a node stored, for its gradient; not what the backend's method decodes."""
+    backend, read = node.backend, False
+    if fused and node.arrays and node.compute is None and node.saved is not AGAIN:
+        first, *others = node.arrays
+        if isinstance(first, Stored) and isinstance(first.q, QuantArray):
+            read = backend.reads_stored(node.primitive.name, first.q, others)
     for i, array in enumerate(node.arrays):
-        if isinstance(array, Kept):
+        if isinstance(array, Kept) and not (read and i == 0):
             node.arrays[i] = array.values(backend)
     if node.saved is AGAIN:
         inputs = node.arrays

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -48,6 +48,10 @@ class GenericCore:
     def __init__(self, name: str, xp: Any) -> None:
         self.name = name
         self.xp = xp
+
+    def reads_stored(self, vjp: str, q: Any, others: Sequence[Any]) -> bool:
+        """See the protocol."""
+        return False
 
     @property
     def capturing(self) -> StepCapture | None:

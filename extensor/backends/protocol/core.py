@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from extensor.backends.capture import Graph, Replay, StepCapture
+from extensor.quant.array import QuantArray
 
 __all__ = ["Array", "CoreMethods", "MemoryLog", "Window"]
 
@@ -71,6 +72,13 @@ class CoreMethods(Protocol):
 
     It is float32, of the input's shape: a gradient that was there before.
     """
+
+    def reads_stored(self, vjp: str, q: QuantArray, others: Sequence[Array]) -> bool:
+        """Whether the gradient's method of a primitive takes its first input in flat blocks.
+
+        ``others`` are the other inputs. Such an input is decoded as it is read.
+        """
+        ...
 
     @property
     def capturing(self) -> StepCapture | None:

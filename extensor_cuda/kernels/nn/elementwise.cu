@@ -1,7 +1,9 @@
 // Elementwise sums, casts, ReLU, GELU x Phi(x) and their gradients, and rounding to bfloat16.
 // Computed in float32 and rounded once. A thread has two vectors of 8 values.
 //
-// Macros: NN_A, NN_B and NN_OUT, the dtypes of the arrays and the result (0: float32, 1: bfloat16).
+// Macros: NN_A, NN_B and NN_OUT, the dtypes of the arrays and the result (0: float32, 1: bfloat16);
+// NN_STORED: the second array is 8-bit codes in flat blocks, rounded to NN_B as they are decoded,
+// with decode.cuh's macros and CODEC_BLOCK.
 // Compiled with --fmad=false. Limits: elementwise.py.
 
 #include "common/types.cuh"
@@ -108,3 +110,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, 6)
         ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<true>(a, b, out, count, Add{});
 }
+
+#if NN_STORED
+#include "codec/decode_e8m0.cuh"
+
+// `count` is a multiple of kVector, and a block of it.
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
+    gelu_grad_of_stored(const ElementType<NN_A>::Raw* __restrict__ g, const u8* __restrict__ codes,
+        const u8* __restrict__ scales, ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    const i64 first = blockIdx.x * kPart + threadIdx.x * kVector;
+    FloatVector y[kGroups];
+    uint2 words[kGroups];
+    u32 scale[kGroups];
+#pragma unroll
+    for (int k = 0; k < kGroups; ++k) {
+        const i64 at = first + k * kStep;
+        if (at >= count) continue;
+        y[k] = ElementType<NN_A>::load(g + at);
+        words[k] = *reinterpret_cast<const uint2*>(codes + at);
+        scale[k] = scales[at / CODEC_BLOCK];
+    }
+#pragma unroll
+    for (int k = 0; k < kGroups; ++k) {
+        const i64 at = first + k * kStep;
+        if (at >= count) continue;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            const u32 code = (i < 4 ? words[k].x : words[k].y) >> (8 * (i % 4)) & 255u;
+            const float x = scaled_value(code, scale[k]);
+            y[k].v[i] =
+                GeluGrad{}(y[k].v[i], ElementType<NN_B>::wide(ElementType<NN_B>::narrow(x)));
+        }
+        ElementType<NN_OUT>::store(out + at, y[k]);
+    }
+}
+#endif

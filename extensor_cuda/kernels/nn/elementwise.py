@@ -19,15 +19,29 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from extensor.quant.array import QuantArray
+from extensor.quant.spec import QuantSpec
+from extensor_cuda.kernels.quantize.quantize import element_macros
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["KINDS", "ROW_THREADS", "binary", "kind", "row_warps", "source", "unary"]
+__all__ = [
+    "KINDS",
+    "ROW_THREADS",
+    "binary",
+    "gelu_grad_of_stored",
+    "kind",
+    "reads_stored",
+    "row_warps",
+    "source",
+    "stored_macros",
+    "unary",
+]
 
 Array = Any
 KINDS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 """The dtypes of arrays, by the number that the kernels know them by."""
-_THREADS, _PART = 256, 4096  # as in elementwise.cu
+_THREADS, _PART, _VECTOR = 256, 4096, 8  # as in elementwise.cu
 
 
 ROW_THREADS = 256
@@ -44,11 +58,30 @@ def kind(a: Array) -> int:
     return KINDS.index(a.dtype)
 
 
-@lru_cache(maxsize=len(KINDS) ** 3)
-def source(a: int, b: int, out: int) -> Source:
-    """The program for arrays of these kinds."""
-    macros = {"NN_A": a, "NN_B": b, "NN_OUT": out}
+@lru_cache(maxsize=256)
+def source(a: int, b: int, out: int, stored: QuantSpec | None = None) -> Source:
+    """The program for arrays of these kinds; ``stored``: how the second is."""
+    macros = {"NN_A": a, "NN_B": b, "NN_OUT": out} | stored_macros(stored)
     return Source.read(Path(__file__).parent / "elementwise.cu", macros)
+
+
+def stored_macros(spec: QuantSpec | None) -> dict[str, object]:
+    """What kernels know of an array in flat blocks; None: it is none."""
+    if spec is None:
+        return {"NN_STORED": 0}
+    assert isinstance(spec.tile, tuple)
+    return element_macros(spec.row.element) | {"NN_STORED": 1, "CODEC_BLOCK": spec.tile[1]}
+
+
+def reads_stored(q: QuantArray) -> bool:
+    """Whether kernels read an array: whole flat blocks of 8-bit codes under powers of two."""
+    spec = q.spec
+    plain = spec.is_mx and spec.transform is None and spec.element_scale == 1.0
+    if not plain or spec.row.element.bits != 8 or len(q.shape) != 1 or spec.tile == "tensor":
+        return False
+    assert isinstance(spec.tile, tuple)
+    rows, block = spec.tile
+    return rows == 1 and block % _VECTOR == 0 and q.shape[0] % block == 0
 
 
 def unary(name: str, x: Array, xp: Any, dtype: Any = None) -> Array:
@@ -64,4 +97,17 @@ def binary(name: str, a: Array, b: Array, xp: Any, dtype: Any) -> Array:
     out = xp.empty(a.shape, dtype=dtype)
     program = source(kind(a), kind(b), kind(out))
     launch(program, name, -(-a.size // _PART), _THREADS, a, b, out, np.int64(a.size))
+    return out
+
+
+def gelu_grad_of_stored(g: Array, q: QuantArray, xp: Any) -> Array:
+    """The gradient of GELU at what is stored, decoded and rounded to g's dtype.
+
+    g is C-contiguous and not empty; ``q`` is what `reads_stored` says, of as many values.
+    """
+    out = xp.empty(g.shape, dtype=g.dtype)
+    program = source(kind(g), kind(g), kind(out), q.spec)
+    arrays = g, q.codes, q.scales, out
+    blocks = -(-g.size // _PART)
+    launch(program, "gelu_grad_of_stored", blocks, _THREADS, *arrays, np.int64(g.size))
     return out

@@ -3,11 +3,31 @@
 // warps.
 //
 // Macros: those, NN_IN (dtype of x; 0: float32, 1: bfloat16), NN_OUT (dtype of y and its gradient).
-// Compiled with --fmad=false. Limits: norm.py.
+// NN_STORED: the gradient reads x as 8-bit codes in flat blocks, with decode.cuh's macros and
+// CODEC_BLOCK. Compiled with --fmad=false. Limits: norm.py.
 
 #include "common/types.cuh"
 
 #include "common/vector_types.cuh"
+
+#if NN_STORED
+#include "codec/decode_e8m0.cuh"
+
+struct Given {
+    typedef u8 Part;
+    const u8 *codes, *scales;
+    DEVICE float operator[](i64 at) const {
+        return scaled_value(codes[at], scales[at / CODEC_BLOCK]);
+    }
+};
+#else
+struct Given {
+    typedef float Part;
+    const float* x;
+    const u8* none;
+    DEVICE float operator[](i64 at) const { return x[at]; }
+};
+#endif
 
 typedef ElementType<NN_OUT>::Raw Raw;
 
@@ -81,11 +101,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 // The gradient of x (NN_ADDS: added to another), and each block's partial sums for weight and bias,
 // (blocks, NN_LENGTH).
-extern "C" __global__ void __launch_bounds__(kThreads)
-    normalize_grad(const Raw* __restrict__ g, const float* __restrict__ x,
-        const float* __restrict__ weight, const float* __restrict__ mean_of,
-        const float* __restrict__ rstd_of, const float* __restrict__ addend, float* __restrict__ gx,
-        float* __restrict__ gw, float* __restrict__ gb, i64 rows) {
+extern "C" __global__ void __launch_bounds__(kThreads) normalize_grad(const Raw* __restrict__ g,
+    const Given::Part* __restrict__ given, const u8* __restrict__ scales,
+    const float* __restrict__ weight, const float* __restrict__ mean_of,
+    const float* __restrict__ rstd_of, const float* __restrict__ addend, float* __restrict__ gx,
+    float* __restrict__ gw, float* __restrict__ gb, i64 rows) {
+    const Given x = {given, scales};
     const int lane = threadIdx.x % kLanes, mine = threadIdx.x / kLanes;
     float of_weight[kEach], of_bias[kEach];
 #pragma unroll

@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.kernels.nn.elementwise import KINDS, ROW_THREADS, kind, row_warps
+from extensor.quant.array import QuantArray
+from extensor.quant.spec import QuantSpec
+from extensor_cuda.kernels.nn.elementwise import (
+    KINDS,
+    ROW_THREADS,
+    kind,
+    row_warps,
+    stored_macros,
+)
 from extensor_cuda.kernels.nn.sums import column_sums
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.compile import Source
@@ -29,14 +37,25 @@ _BLOCKS_EACH = 4  # of the gradient, per multiprocessor: each leaves partial sum
 
 @lru_cache(maxsize=256)
 def norm_source(
-    length: int, centred: bool, narrow: int = 0, given: int = 0, adds: bool = False
+    length: int,
+    centred: bool,
+    narrow: int = 0,
+    given: int = 0,
+    adds: bool = False,
+    stored: QuantSpec | None = None,
 ) -> Source:
     """The program for rows of one length: kinds of results and their gradients, and of x.
 
-    ``adds``: the gradient in x is added to another.
+    ``adds``: the gradient in x is added to another; ``stored``: how it reads x.
     """
-    macros = {"NN_LENGTH": length, "NN_WARPS": row_warps(length), "NN_CENTRED": int(centred)}
-    macros |= {"NN_OUT": narrow, "NN_IN": given, "NN_ADDS": int(adds)}
+    macros = stored_macros(stored) | {
+        "NN_LENGTH": length,
+        "NN_WARPS": row_warps(length),
+        "NN_CENTRED": int(centred),
+        "NN_OUT": narrow,
+        "NN_IN": given,
+        "NN_ADDS": int(adds),
+    }
     return Source.read(Path(__file__).parent / "norm.cu", macros)
 
 
@@ -72,7 +91,7 @@ def _blocks(rows: int, length: int) -> int:
 
 def grad(
     g: Array,
-    x: Array,
+    x: Array | QuantArray,
     weight: Array,
     mean: Array | None,
     rstd: Array,
@@ -81,18 +100,21 @@ def grad(
 ) -> tuple[Array, Array, Array | None]:
     """Gradients in x, weight and bias (None of RMSNorm); g may be bfloat16, else as of `norm`.
 
-    An ``addend``, float32 of x's shape, is added to the first.
+    An ``addend``, float32 of x's shape, is added to the first. x may be in flat blocks, as
+    `extensor_cuda.kernels.nn.elementwise.reads_stored` says.
     """
     length, centred = weight.size, mean is not None
-    rows = x.size // length
+    rows = g.size // length
     count = driver.multiprocessors(xp.cuda.runtime.getDevice()) * _BLOCKS_EACH
     blocks = min(_blocks(rows, length), count)
-    gx = xp.empty_like(x)
+    gx = xp.empty(g.shape, dtype=np.float32)
     partial = xp.empty((2 if centred else 1, blocks, length), dtype=np.float32)
-    source = norm_source(length, centred, kind(g), adds=addend is not None)
+    spec = x.spec if isinstance(x, QuantArray) else None
+    given = (x.codes, x.scales) if isinstance(x, QuantArray) else (x, None)
+    source = norm_source(length, centred, kind(g), adds=addend is not None, stored=spec)
     addend = None if addend is None else xp.ascontiguousarray(addend)
     sums = partial[0], partial[1] if centred else None
-    arrays = g, x, weight, mean, rstd, addend, gx, *sums
+    arrays = g, *given, weight, mean, rstd, addend, gx, *sums
     launch(source, "normalize_grad", blocks, ROW_THREADS, *arrays, np.int64(rows))
     gw, *gb = (column_sums(partial[i], xp).reshape(weight.shape) for i in range(len(partial)))
     return gx, gw, gb[0] if gb else None
