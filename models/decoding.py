@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from extensor import ExTensor
-from extensor.nn.kv_cache import Cache
+from extensor import ExTensor, scaled_dot_product_attention
+from extensor.autograd.recording import refuse_in_capture
+from extensor.nn.kv_cache import Cache, KVCache
 
-__all__ = ["Batch", "batch_of"]
+__all__ = ["Batch", "attend", "batch_of"]
 
 Array = npt.NDArray[Any]
 
@@ -111,6 +112,48 @@ def batch_of(
     on_device = None if padding is None else backend.xp.asarray(padding)
     where = ExTensor(given.astype(np.int64), device=tokens.device)
     return Batch(tokens, past, on_device, where, int(given.max()))
+
+
+def attend(
+    q: ExTensor,
+    k: ExTensor,
+    v: ExTensor,
+    batch: Batch,
+    cache: Cache | None,
+    layer: int,
+    window: int | None = None,
+    sinks: ExTensor | None = None,
+) -> ExTensor:
+    """Attention of new tokens to those of a cache and to each other.
+
+    Args:
+        q: queries (B, H, T, d).
+        k: keys (B, Hkv, T, d), which the cache takes.
+        v: values (B, Hkv, T, dv), likewise.
+        batch: which tokens they are.
+        cache: holds the tokens before these.
+        layer: the cache's.
+        window: how many tokens a query sees; None, all.
+        sinks: see `extensor.scaled_dot_product_attention`.
+
+    Returns:
+        (B, H, T, dv).
+    """
+    slots, plain = None, window is None and batch.padding is None and sinks is None
+    if cache is not None:
+        if plain and isinstance(cache, KVCache):
+            one = cache.attend(layer, q, k, v)
+            if one is not None:
+                return one
+        k, v, slots = cache.update(layer, k, v)
+        if window is not None:
+            refuse_in_capture("what a layer with a sliding window sees changes from call to call")
+    window = window if window is not None and window < k.shape[2] else None
+    mask, ordered = batch.mask(slots, window)
+    causal = ordered and (q.shape[2] > 1 or window is not None)
+    return scaled_dot_product_attention(
+        q, k, v, sinks, causal=causal, window=window if ordered else None, mask=mask
+    )
 
 
 def _host(values: Any) -> Array:

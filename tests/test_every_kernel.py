@@ -73,6 +73,7 @@ CHECKS: dict[str, Check] = {
     "matmul": check_bounded("matmul", matmul.matmul_cases),
     "attention": check_bounded("attention", attention.attention_cases),
     "attention_grad": attention.check_attention_grad,
+    "cached_attention": attention.check_cached_attention,
     "gelu": check_bounded("gelu", nn.gelu_cases),
     "gelu_grad": check_bounded("gelu_grad", nn.gelu_grad_cases),
     "gated_silu": check_bounded("gated_silu", nn.gated_silu_cases),

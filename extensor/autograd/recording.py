@@ -103,7 +103,9 @@ def recording(inputs: Sequence[Array]) -> Iterator[Recording]:
         MODE.recording = None
 
 
-def replayed(name: str, run: Callable[..., Any], *arrays: Array, grows: bool = False) -> Any:
+def replayed(
+    name: str, run: Callable[..., Any], *arrays: Array, grows: bool = False, python: bool = True
+) -> Any:
     """Python that a captured step runs again each time, such as appending to a cache.
 
     Args:
@@ -112,6 +114,7 @@ def replayed(name: str, run: Callable[..., Any], *arrays: Array, grows: bool = F
             recorded.
         arrays: what it reads of the step's own results.
         grows: whether its results may have another shape each time.
+        python: False if kernels do all of its work, which may then be called alone.
 
     Returns:
         What ``run`` gives.
@@ -127,7 +130,7 @@ def replayed(name: str, run: Callable[..., Any], *arrays: Array, grows: bool = F
         MODE.recording = recorded
     if recorded is not None:
         results = () if found is None else found if isinstance(found, tuple) else (found,)
-        recorded.add(name, run, arrays, results, {}, python=True, grows=grows)
+        recorded.add(name, run, arrays, results, {}, python=python, grows=grows)
     return found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from shutil import which
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -191,11 +192,13 @@ def _nn_sheet(backend: CpuBackend) -> Sheet:
     heads, stats = np.ones((2, 4, 16, 32), np.float32), np.ones((2, 4, 16, 2), np.float32)
     attention = AttentionForward(*(heads,) * 4, stats, causal=True, scale=0.1)
     labels, angles = np.zeros(64, np.int64), np.ones((16, 16), np.float32)
+    memory = SimpleNamespace(keys=heads, values=heads)
     calls: tuple[Call, ...] = (
         ("product", x, x),
         ("matmul", x, x),
         ("attention", *(heads,) * 3, True, 0.1),
         ("attention_grad", heads, attention, (heads,) * 3),
+        ("cached_attention", *(heads[:, :, :1],) * 3, memory, 0.1),
         ("gelu", x),
         ("gelu_grad", x, x, x),
         ("gated_silu", x, x, 1.0, None),

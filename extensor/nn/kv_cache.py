@@ -7,6 +7,7 @@ values of all tokens before it from the cache.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -97,13 +98,15 @@ class KVCache:
             raise ValueError(
                 f"windows: expected one for each of {layers} layers, got {len(windows)}"
             )
+        self._count = np.zeros(1, np.int64)
         self._kept = [
             _Layer(
-                check_size("capacity", capacity), None if w is None else check_size("windows", w)
+                check_size("capacity", capacity),
+                None if w is None else check_size("windows", w),
+                self._count,
             )
             for w in windows or [None] * self.layers
         ]
-        self._length = 0
 
     @property
     def length(self) -> int:
@@ -112,7 +115,7 @@ class KVCache:
         >>> et.nn.KVCache(layers=1).length
         0
         """
-        return self._length
+        return int(self._count[0])
 
     @property
     def nbytes(self) -> int:
@@ -144,6 +147,54 @@ class KVCache:
         >>> cache.update(1, et.ones((1, 2, 3, 8)), et.ones((1, 2, 3, 4)))[1].shape
         (1, 2, 3, 4)
         """
+        kept = self._checked(layer, k, v)
+        backend = k.backend
+        append = functools.partial(self._update, kept, backend)
+        keys, values = replayed("KVCache.update", append, k.data, v.data, grows=True)
+        end = self.length + k.shape[2]
+        return wrap(keys, backend), wrap(values, backend), np.arange(kept.start, end)
+
+    def attend(self, layer: int, q: ExTensor, k: ExTensor, v: ExTensor) -> ExTensor | None:
+        """Append one new token's key and value, and attend from it to all tokens.
+
+        Gives the bits of `update` and `extensor.scaled_dot_product_attention`, and on a CPU a
+        captured step repeats it without Python.
+
+        Args:
+            layer: see `update`.
+            q: queries (B, H, 1, d).
+            k: see `update`.
+            v: see `update`.
+
+        Returns:
+            (B, H, 1, dv); or None, and nothing is appended, for several tokens, a layer with a
+            window, queries with a gradient, and keys that are stored otherwise than they are read.
+
+        Raises:
+            RuntimeError, ValueError: as `update`.
+
+        >>> cache = et.nn.KVCache(layers=1)
+        >>> k = v = et.ones((1, 2, 1, 8))
+        >>> cache.attend(0, et.ones((1, 4, 1, 8)), k, v).shape
+        (1, 4, 1, 8)
+        """
+        kept, backend = self._kept[layer], k.backend
+        if k.shape[2] != 1 or kept.window is not None or q.requires_grad:
+            return None
+        if not self._storage.keeps(k.data):
+            return None
+        self._checked(layer, k, v)
+        kept.make_room([(k.data,), (v.data,)])
+        scale = 1.0 / math.sqrt(q.shape[3])
+
+        def run(q: Any, k: Any, v: Any, *_: Any) -> Any:
+            return backend.cached_attention(q, k, v, kept, scale)
+
+        given = q.data, k.data, v.data, kept.length, kept.place
+        return wrap(replayed("KVCache.attend", run, *given, python=False), backend)
+
+    def _checked(self, layer: int, k: ExTensor, v: ExTensor) -> _Layer:
+        """The layer that keys and values are for; see `update`."""
         if k.requires_grad or v.requires_grad:
             raise RuntimeError(
                 "KVCache: gradients do not flow through a cache; run the model in et.no_grad(), or "
@@ -155,18 +206,14 @@ class KVCache:
                 f"KVCache: expected keys and values of batch, heads and size {kept.shapes} as "
                 f"before, got {shapes}; make a cache for each batch"
             )
-        backend = k.backend
-        append = functools.partial(self._update, kept, backend)
-        keys, values = replayed("KVCache.update", append, k.data, v.data, grows=True)
         kept.shapes = shapes
-        end = self._length + k.shape[2]
-        return wrap(keys, backend), wrap(values, backend), np.arange(kept.start, end)
+        return kept
 
     def _update(self, kept: _Layer, backend: Backend, k: Any, v: Any) -> tuple[Any, Any]:
         """Append arrays of keys and values; gives all that are kept."""
         new = [self._storage.encode(x, backend) for x in (k, v)]
-        kept.append(new, self._length)
-        end = self._length + k.shape[2]
+        kept.append(new)
+        end = self.length + k.shape[2]
         views = [tuple(part[:, :, : end - kept.start] for part in parts) for parts in kept.parts]
         keys, values = (
             self._storage.decode(view, x.shape[3], backend)
@@ -188,7 +235,9 @@ class KVCache:
         replayed("KVCache.advance", lambda: self._advance(tokens))
 
     def _advance(self, tokens: int) -> None:
-        self._length += tokens
+        self._count += tokens
+        for kept in self._kept:
+            kept.keep_room()
 
     def crop(self, length: int) -> None:
         """Forget all tokens but the first ones, so that another text can go on from them.
@@ -206,46 +255,83 @@ class KVCache:
         >>> cache.length
         3
         """
-        if not 0 <= length <= self._length:
-            raise ValueError(f"crop: expected 0 to {self._length} tokens, got {length}")
+        if not 0 <= length <= self.length:
+            raise ValueError(f"crop: expected 0 to {self.length} tokens, got {length}")
         for kept in self._kept:
             if kept.window is not None and kept.start > max(0, length + 1 - kept.window):
                 raise ValueError(
                     f"crop: a window of {kept.window} tokens has forgotten what token {length} "
                     "sees; make a new cache"
                 )
-        self._length = length
+        self._count[0] = length
 
 
-@dataclass
+@dataclass(eq=False)
 class _Layer:
     """What is kept of one layer.
 
     Attributes:
         capacity: tokens that fit into the memory.
         window: how many tokens a query sees; None, all.
+        length: see `extensor.backends.protocol.TokenMemory`; of all layers.
         start: the index of the first token that is kept.
         parts: the stored arrays of keys, then those of values, with tokens on the third axis.
         shapes: the other axes of the keys and of the values.
+        place: see `extensor.backends.protocol.TokenMemory`; zeros before the first `attend`.
     """
 
     capacity: int
     window: int | None
+    length: Slots
     start: int = 0
     parts: list[list[Any]] = field(default_factory=list)
     shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    place: Slots = field(default_factory=lambda: np.zeros(3, np.int64))
 
-    def append(self, new: Sequence[tuple[Any, ...]], length: int) -> None:
-        """Write the encoded keys and values of the tokens from index ``length`` on."""
-        count = new[0][0].shape[2]
-        if not self.parts:
-            self.parts = [[_room(part, self.capacity) for part in parts] for parts in new]
-        if length - self.start + count > self.capacity:
-            self._make_room(length, count)
+    @property
+    def keys(self) -> Any:
+        """Keys that are stored as they are read."""
+        return self.parts[0][0]
+
+    @property
+    def values(self) -> Any:
+        """Values likewise."""
+        return self.parts[1][0]
+
+    def append(self, new: Sequence[tuple[Any, ...]]) -> None:
+        """Write the encoded keys and values of the tokens after those in use."""
+        count, length = self._fit(new), int(self.length[0])
         place = slice(length - self.start, length - self.start + count)
         for held, fresh in zip(self.parts, new, strict=True):
             for memory, part in zip(held, fresh, strict=True):
                 memory[:, :, place] = part
+
+    def make_room(self, new: Sequence[tuple[Any, ...]]) -> None:
+        """Memory for new tokens, which a kernel will write."""
+        self._fit(new)
+        self._find_place()
+
+    def keep_room(self) -> None:
+        """Memory for one more token, where kernels write them."""
+        if self.place[2] and self.length[0] >= self.capacity:
+            self._make_room(int(self.length[0]), 1)
+            self._find_place()
+
+    def _find_place(self) -> None:
+        self.place[2] = self.capacity
+        if isinstance(self.keys, np.ndarray):
+            self.place[:2] = [a.__array_interface__["data"][0] for a in (self.keys, self.values)]
+
+    def _fit(self, new: Sequence[tuple[Any, ...]]) -> int:
+        """Memory for new tokens; how many there are."""
+        count, length = new[0][0].shape[2], int(self.length[0])
+        if not self.parts:
+            self.parts = [[_room(part, self.capacity) for part in parts] for parts in new]
+        if length - self.start + count > self.capacity:
+            self._make_room(length, count)
+            if self.place[2]:
+                self._find_place()
+        return count
 
     def _make_room(self, length: int, count: int) -> None:
         """Drop what no window sees any more, or double the memory; both copy what stays."""

@@ -30,6 +30,10 @@ LARGEST = 672.0
 class Storage(Protocol):
     """Turns vectors (B, H, T, d) into arrays whose third axis is tokens, and back."""
 
+    def keeps(self, x: Array) -> bool:
+        """Whether such vectors are stored as they are, and read so."""
+        ...
+
     def encode(self, x: Array, backend: Backend) -> tuple[Array, ...]:
         """The arrays that are stored."""
         ...
@@ -48,6 +52,10 @@ class DenseStorage:
     """
 
     dtype: str | None = None
+
+    def keeps(self, x: Array) -> bool:
+        """See `Storage.keeps`."""
+        return self.dtype is None or (self.dtype == "float32" and x.dtype == np.float32)
 
     def encode(self, x: Array, backend: Backend) -> tuple[Array, ...]:
         """See `Storage.encode`."""
@@ -70,6 +78,10 @@ class BlockStorage:
     """
 
     spec: QuantSpec
+
+    def keeps(self, x: Array) -> bool:
+        """See `Storage.keeps`."""
+        return False
 
     def encode(self, x: Array, backend: Backend) -> tuple[Array, ...]:
         """See `Storage.encode`.

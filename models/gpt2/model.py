@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from extensor import ExTensor, gelu, merge_heads, nn, scaled_dot_product_attention, split_heads
+from extensor import ExTensor, gelu, merge_heads, nn, split_heads
 from extensor.nn.kv_cache import Cache
 
 from ..decoder import Decoder
-from ..decoding import Batch
+from ..decoding import Batch, attend
 from ..language import STD
 from .configs import GPT2Config
 
@@ -28,13 +28,10 @@ class Attention(nn.Module):
 
     def forward(self, x: ExTensor, batch: Batch, cache: Cache | None) -> ExTensor:
         """(B, T, width) -> the same."""
-        heads, slots = self.config.heads, None
+        heads = self.config.heads
         packed = split_heads(self.c_attn(x), 3 * heads)
         q, k, v = packed[:, :heads], packed[:, heads : 2 * heads], packed[:, 2 * heads :]
-        if cache is not None:
-            k, v, slots = cache.update(self.layer, k, v)
-        mask, causal = batch.mask(slots, None)
-        mixed = scaled_dot_product_attention(q, k, v, causal=causal, mask=mask)
+        mixed = attend(q, k, v, batch, cache, self.layer)
         return self.c_proj(merge_heads(mixed))
 
 

@@ -19,16 +19,15 @@ from extensor import (
     merge_heads,
     nn,
     rotary_embedding,
-    scaled_dot_product_attention,
     split_heads,
 )
-from extensor.autograd.recording import refuse_in_capture, replayed
+from extensor.autograd.recording import replayed
 from extensor.autograd.tensor import wrap
 from extensor.nn.kv_cache import Cache
 from extensor.nn.mixture import TopKRouter
 
 from ..decoder import Decoder
-from ..decoding import Batch
+from ..decoding import Batch, attend
 from ..language import STD
 from .configs import ExpertsConfig, LlamaConfig
 
@@ -68,19 +67,10 @@ class Attention(nn.Module):
         v = split_heads(self.v_proj(x), config.kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        interleaved, slots = config.rope.interleaved, None
+        interleaved = config.rope.interleaved
         q = rotary_embedding(q, step.cos, step.sin, interleaved=interleaved)
         k = rotary_embedding(k, step.cos, step.sin, interleaved=interleaved)
-        if step.cache is not None:
-            k, v, slots = step.cache.update(self.layer, k, v)
-        if self.window is not None and step.cache is not None:
-            refuse_in_capture("what a layer with a sliding window sees changes from call to call")
-        window = self.window if self.window is not None and self.window < k.shape[2] else None
-        mask, ordered = step.batch.mask(slots, window)
-        causal = ordered and (q.shape[2] > 1 or window is not None)
-        mixed = scaled_dot_product_attention(
-            q, k, v, self.sinks, causal=causal, window=window if ordered else None, mask=mask
-        )
+        mixed = attend(q, k, v, step.batch, step.cache, self.layer, self.window, self.sinks)
         return self.o_proj(merge_heads(mixed))
 
 

@@ -6,6 +6,7 @@ By Higham, Accuracy and Stability of Numerical Algorithms, 3.1; 1.02 covers prod
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -180,3 +181,47 @@ def check_attention_grad(backend: cpu.CpuBackend) -> None:
             backend.attention_grad(view(g), other, parts)
             for one, two in zip(parts, into, strict=True):
                 assert_bytes(one.copy(), two, (forward.q.shape, path))
+
+
+@dataclass(eq=False)
+class Memory:
+    """Keys and values with room, as a cache keeps them."""
+
+    keys: Any
+    values: Any
+    length: Any
+    place: Any
+
+    @classmethod
+    def of(cls, used: int, *parts: Any) -> Memory:
+        addresses = [part.__array_interface__["data"][0] for part in parts]
+        place = np.array([*addresses, parts[0].shape[2]], np.int64)
+        return cls(*parts, np.array([used], np.int64), place)
+
+
+def check_cached_attention(backend: cpu.CpuBackend) -> None:
+    """The bits of `attention` with the token appended; tokens after it and the length stay."""
+    cases = ((1, 1, 1, 0, 3, 4, 4), (2, 6, 2, 5, 9, 16, 8), (1, 9, 3, 40, 41, 64, 64))
+    for number, (batch, heads, groups, used, capacity, d, dv) in enumerate(cases):
+        q, k, v, keys, values = normals(
+            number,
+            (batch, heads, 1, d),
+            (batch, groups, 1, d),
+            (batch, groups, 1, dv),
+            (batch, groups, capacity, d),
+            (batch, groups, capacity, dv),
+        )
+        whole = [np.concatenate([a[:, :, :used], b], 2) for a, b in ((keys, k), (values, v))]
+        expected, _ = backend.attention(q, *whole, False, 0.3)
+        for name in ("strided", "transposed", "misaligned", "read-only"):
+            memory = Memory.of(used, keys.copy(), values.copy())
+            given = [VIEWS[name](x) for x in (q, k, v)]
+            path = backend.path("cached_attention", *given, memory, 0.3)
+            assert CORE is None or path.startswith("core ("), path
+            got = backend.cached_attention(*given, memory, 0.3)
+            assert_bytes(got.copy(), expected.copy(), (name, path))
+            assert memory.length.tolist() == [used]
+            for part, old, new in ((memory.keys, keys, k), (memory.values, values, v)):
+                changed = old.copy()
+                changed[:, :, used : used + 1] = new
+                assert_bytes(part, changed, (name, path))

@@ -22,7 +22,7 @@ import pytest
 import extensor as et
 from extensor import nn
 from extensor.io.stored import TARGETS
-from extensor.models.llama import model as llama
+from extensor.models import decoding
 from tests.peers.test_checkpoints import GGUF, TOKENS, F, tiny
 
 HALF, BRAIN = 10, 7
@@ -53,7 +53,7 @@ def noise(
 ) -> np.ndarray:
     """What rounding makes of the logits, in several samples."""
     rng, exact = np.random.default_rng(0), logits(model, tokens)
-    linear, attention = nn.Linear.forward, llama.scaled_dot_product_attention
+    linear, attention = nn.Linear.forward, decoding.scaled_dot_product_attention
 
     def attend(q: Any, k: Any, v: Any, *more: Any, **options: Any) -> Any:
         q, k, v = (noisy(one.numpy(), HALF, rng) for one in (q, k, v))
@@ -61,7 +61,7 @@ def noise(
         return attention(q, k, v, *more, **options)
 
     with patch.context() as patched:
-        patched.setattr(llama, "scaled_dot_product_attention", attend)
+        patched.setattr(decoding, "scaled_dot_product_attention", attend)
         patched.setattr(
             nn.Linear, "forward", lambda self, x: linear(self, noisy(x.numpy(), kind, rng))
         )

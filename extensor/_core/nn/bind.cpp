@@ -288,6 +288,43 @@ py::tuple attention(const Strided& q, const Strided& k, const Strided& v, bool c
     return py::make_tuple(out, stats);
 }
 
+// Attention of one new token to those of a cache, whose key and value are appended first. `place`:
+// the addresses of keys and values (outer, groups, capacity, width) and the capacity; `length`:
+// tokens in use. Both are read when the kernel runs, so that a replay follows a cache that grows.
+Strided cached_attention(const Strided& q, const Strided& k, const Strided& v,
+                         const py::array_t<int64_t>& place, const py::array_t<int64_t>& length,
+                         float scale) {
+    Attention s = attention_of(q, k, v, false, scale);
+    require(s.queries == 1 && s.keys == 1 && place.size() == 3 && length.size() == 1,
+            "cached_attention: expected one token, and where the others are");
+    const Strided memory = buffers::array<float>({s.outer, 1, s.heads, s.value_width});
+    const Strided out = memory.attr("transpose")(0, 2, 1, 3);
+    Floats stats = buffers::array<float>({s.outer, s.heads, 1, 2});
+    s.out = heads_of(out, true), s.stats = stats.mutable_data();
+    const auto append = [](const Attention& s, Heads& kept, const Heads& fresh, int64_t address,
+                           int64_t capacity, int64_t width) {
+        kept = {reinterpret_cast<float*>(address), s.groups * capacity * width, capacity * width,
+                width};
+        for (int64_t outer = 0; outer < s.outer; ++outer)
+            for (int64_t group = 0; group < s.groups; ++group)
+                std::copy_n(
+                    fresh.at + outer * fresh.outer + group * fresh.head, width,
+                    kept.at + outer * kept.outer + group * kept.head + (s.keys - 1) * kept.row);
+    };
+    launch({&q, &k, &v, &place, &length}, {&out, &stats},
+           [forward = levels::in_use(attention_kernels).forward, s, append, at = place.data(),
+            used = length.data()] {
+               Attention now = s;
+               const int64_t capacity = at[2];
+               now.keys = *used + 1;
+               require(now.keys <= capacity, "cached_attention: the cache is full");
+               append(now, now.k, s.k, at[0], capacity, s.width);
+               append(now, now.v, s.v, at[1], capacity, s.value_width);
+               forward(now);
+           });
+    return out;
+}
+
 // `arrays`: the output's gradient, q, k, v and the output; `grads` of q, k and v are written.
 void attention_grad(const std::array<Strided, 5>& arrays, Floats stats, bool causal, float scale,
                     const std::array<Strided, 3>& grads, int64_t window,
@@ -367,6 +404,7 @@ void bind_nn(py::module_& m) {
     m.def("batch_norm_grad", batch_norm_grad);
     m.def("channel_sum", channel_sum);
     m.def("attention", attention);
+    m.def("cached_attention", cached_attention);
     // noconvert: written in place
     m.def("attention_grad", attention_grad, py::arg("arrays"), py::arg("stats").noconvert(),
           py::arg("causal"), py::arg("scale"), py::arg("grads").noconvert(), py::arg("window"),

@@ -40,7 +40,7 @@ import ml_dtypes
 import numpy as np
 
 from extensor.backends.cpu.core import CpuCore, first_arrays, ready, runs_in_core
-from extensor.backends.protocol import Array, AttentionForward, AttentionOptions
+from extensor.backends.protocol import Array, AttentionForward, AttentionOptions, TokenMemory
 from extensor.backends.unsupported import Unsupported
 
 __all__ = ["CpuNn"]
@@ -187,6 +187,19 @@ class CpuNn(CpuCore):
         limits = _limits(options, q, k)
         out, stats = core.attention(_rows(q), _rows(k), _rows(v), causal, scale, *limits)
         return out, stats
+
+    def _choose_cached_attention(
+        self, q: Array, k: Array, v: Array, memory: TokenMemory, scale: float
+    ) -> Any:
+        return self.float32_core(q, k, v, memory.keys, memory.values)
+
+    @runs_in_core(_choose_cached_attention)
+    def cached_attention(
+        self, core: Any, q: Array, k: Array, v: Array, memory: TokenMemory, scale: float
+    ) -> Array:
+        """See the protocol."""
+        rows = _rows(q), _rows(k), _rows(v)
+        return core.cached_attention(*rows, memory.place, memory.length, scale)
 
     def _choose_attention_grad(
         self, g: Array, forward: AttentionForward, into: tuple[Array, Array, Array]

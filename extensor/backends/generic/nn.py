@@ -11,7 +11,7 @@ import numpy as np
 
 from extensor.backends.generic.core import BFLOAT16, FLOAT32, GenericCore, widened
 from extensor.backends.generic.erf import erf_array
-from extensor.backends.protocol import Array, AttentionForward, AttentionOptions
+from extensor.backends.protocol import Array, AttentionForward, AttentionOptions, TokenMemory
 
 __all__ = ["GenericNn", "dropout_factor", "dropout_threshold"]
 
@@ -219,6 +219,15 @@ class GenericNn(GenericCore):
             stats = xp.empty((*largest.shape[:-1], 2), dtype=largest.dtype)
             stats[..., :1], stats[..., 1:] = largest, inverse
         return out.reshape(*q.shape[:-1], v.shape[-1]), stats.reshape(*q.shape[:-1], 2)
+
+    def cached_attention(
+        self, q: Array, k: Array, v: Array, memory: TokenMemory, scale: float
+    ) -> Array:
+        """See the protocol."""
+        end = int(memory.length[0]) + 1
+        keys, values = (part[:, :, :end] for part in (memory.keys, memory.values))
+        keys[:, :, -1:], values[:, :, -1:] = k, v
+        return self.attention(q, keys, values, False, scale)[0]
 
     def attention_grad(
         self, g: Array, forward: AttentionForward, into: tuple[Array, Array, Array]

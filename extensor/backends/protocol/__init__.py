@@ -18,7 +18,7 @@ from extensor.backends.protocol.matmul import (
     Preparation,
     Prepared,
 )
-from extensor.backends.protocol.nn import AttentionForward, AttentionOptions, NnMethods
+from extensor.backends.protocol.nn import AttentionForward, AttentionOptions, NnMethods, TokenMemory
 from extensor.backends.protocol.optim import FiniteQuery, OptimMethods
 from extensor.backends.protocol.quantize import QuantizeMethods, SpecPair, StreamPair
 from extensor.backends.protocol.reduction import ReductionMethods
@@ -38,6 +38,7 @@ __all__ = [
     "Prepared",
     "SpecPair",
     "StreamPair",
+    "TokenMemory",
     "Window",
 ]
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from extensor.backends.protocol.core import Array
 
-__all__ = ["AttentionForward", "AttentionOptions", "NnMethods"]
+__all__ = ["AttentionForward", "AttentionOptions", "NnMethods", "TokenMemory"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,29 @@ class AttentionForward:
     causal: bool
     scale: float
     options: AttentionOptions | None = None
+
+
+class TokenMemory(Protocol):
+    """Keys and values of the tokens that a layer of a decoder has seen; see `extensor.nn.KVCache`.
+
+    Attributes:
+        length: int64 (1,) on the host, how many tokens are in use.
+        place: int64 (3,) on the host: the addresses of keys and values, and their capacity, for
+            kernels on the CPU that are replayed while the memory grows.
+    """
+
+    length: Array
+    place: Array
+
+    @property
+    def keys(self) -> Array:
+        """(B, Hkv, capacity, d), contiguous."""
+        ...
+
+    @property
+    def values(self) -> Array:
+        """(B, Hkv, capacity, dv), contiguous."""
+        ...
 
 
 class NnMethods(Protocol):
@@ -150,6 +173,16 @@ class NnMethods(Protocol):
         multiple of Hkv. If ``causal`` query t sees the keys up to t + S - T, and S >= T. A query
         that sees no key gets zeros. Kept are each row's largest score and the inverse of its sum,
         both 0 for a query that sees nothing at all.
+        """
+        ...
+
+    def cached_attention(
+        self, q: Array, k: Array, v: Array, memory: TokenMemory, scale: float
+    ) -> Array:
+        """Append k and v of one token to a memory with room; attention of q to all of its tokens.
+
+        q is (B, H, 1, d), k (B, Hkv, 1, d), v (B, Hkv, 1, dv); gives (B, H, 1, dv) with the bits of
+        `attention`. The memory's ``length`` stays.
         """
         ...
 

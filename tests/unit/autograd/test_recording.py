@@ -223,7 +223,7 @@ def test_a_decoded_token_is_mostly_kernels_without_python() -> None:
     scope = recorded.program._run.__globals__
     steps = [value for name, value in scope.items() if name[0] == "f" and name[1:].isdigit()]
     python = [step for step in steps if type(step).__name__ != "Replay"]
-    assert len(python) <= 2 * config.layers + 5  # each layer's cache and attention
+    assert len(python) <= 5  # none of a layer: its cache and attention are one kernel
     assert len(steps) < 100
 
 

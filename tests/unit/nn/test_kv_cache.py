@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -144,3 +145,45 @@ def test_updates_that_cannot_be() -> None:
     high = KVCache(1, storage="nvfp4")
     with pytest.raises(ValueError, match="holds finite magnitudes up to 672, got 700"):
         high.update(0, et.full((1, 1, 1, 64), 700.0), et.ones((1, 1, 1, 64)))
+
+
+@pytest.mark.parametrize("storage", [None, "float32"])
+def test_attending_from_one_token_is_an_update_and_attention(storage: str | None) -> None:
+    """Through growth, cropping and copies; the two may take turns."""
+    one, two = (KVCache(1, capacity=2, storage=storage) for _ in range(2))
+    q = et.randn(2, 6, 12, 64, seed=2)
+    k, v = heads(12), heads(12, seed=1)
+    for place in range(12):
+        if place == 7:
+            one = copy.deepcopy(one)  # whose memory is elsewhere
+        if place == 9:
+            one.crop(6), two.crop(6)
+        now = slice(place, place + 1)
+        parts = q[:, :, now], k[:, :, now], v[:, :, now]
+        keys, values, _ = two.update(0, *parts[1:])
+        expected = et.scaled_dot_product_attention(parts[0], keys, values)
+        if place % 5 == 4:
+            got = et.scaled_dot_product_attention(parts[0], *one.update(0, *parts[1:])[:2])
+        else:
+            got = one.attend(0, *parts)
+            assert one.length == two.length
+        one.advance(1), two.advance(1)
+        assert np.array_equal(got.numpy(), expected.numpy()), place
+
+
+def test_what_is_not_attended_to_in_place_is_left_alone() -> None:
+    x = et.ones((1, 2, 1, 8))
+    gradient = et.ones((1, 2, 1, 8))
+    gradient.requires_grad = True
+    refused = [
+        (KVCache(1), (et.ones((1, 2, 3, 8)),) * 3),
+        (KVCache(1, windows=[4]), (x, x, x)),
+        (KVCache(1, storage="mxfp8_e4m3"), (x, x, x)),
+        (KVCache(1, storage="bfloat16"), (x, x, x)),
+        (KVCache(1), (gradient, x, x)),
+    ]
+    for cache, given in refused:
+        assert cache.attend(0, *given) is None
+        assert cache.nbytes == 0
+    with pytest.raises(RuntimeError, match="gradients do not flow"):
+        KVCache(1).attend(0, x, gradient, x)
