@@ -219,9 +219,14 @@ DEVICE int encode(
     return exponent;
 }
 
+// The part of a value, in whole blocks: a division of 64 bits takes as long as the rest.
+DEVICE i64 part_of(i64 at, i64 values) {
+    return static_cast<u32>(at / 32) / static_cast<u32>(values / 32);
+}
+
 DEVICE void store_packed(
     u8* packed, i64 at, i64 values, i64 pitch, const Code (&codes)[kEach], int exponent) {
-    const i64 row = at / values, within = at % values;
+    const i64 row = part_of(at, values), within = at - row * values;
     u8* to = packed + row * pitch;
     store_codes(to + within * kBytes, words_in(packed, pitch), codes);
     if (threadIdx.x % kLanes == 0) to[values * kBytes + within / 32] = static_cast<u8>(exponent);
@@ -231,8 +236,8 @@ DEVICE void store_packed(
 // is exact, and the divisor then 1.
 DEVICE void mean_of(const u8* packed, i64 at, i64 values, i64 pitch, int added, double factor,
     double divisor, float (&means)[kEach]) {
-    const i64 row = at / values * added, within = at % values;
-    const u8* from = packed + row * pitch;
+    const i64 part = part_of(at, values), within = at - part * values;
+    const u8* from = packed + part * added * pitch;
     const u8* exponents = from + values * kBytes + within / 32;
     const bool aligned = words_in(packed, pitch);
     Code codes[kEach];
@@ -255,8 +260,16 @@ DEVICE void mean_of(const u8* packed, i64 at, i64 values, i64 pitch, int added, 
                 totals[k] += (static_cast<i64>(codes[k]) * (i64{1} << 32)) >> behind;
         }
         const double unit = __dmul_rn(power(most - 125 - kBits - 32), factor);
+        // Where no result is subnormal, rounding and then scaling by a power of two is rounding
+        // once.
+        const bool scaled = divisor == 1.0 && unit >= 0x1p-126;
+        const float scale = scaled ? static_cast<float>(unit) : 0.0f;
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
+            if (scaled) {
+                means[k] = __fmul_rn(static_cast<float>(totals[k]), scale);
+                continue;
+            }
             double mean = __dmul_rn(static_cast<double>(totals[k]), unit);
             if (divisor != 1.0) mean = __ddiv_rn(mean, divisor);
             means[k] = static_cast<float>(mean);
