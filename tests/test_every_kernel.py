@@ -95,6 +95,7 @@ CHECKS: dict[str, Check] = {
     "add": nn.elementwise("add", 2),
     "bfloat16_values": nn.elementwise("bfloat16_values", 1),
     "all_finite": optim.check_all_finite,
+    "stochastic_bfloat16": optim.check_stochastic_bfloat16,
     "channel_sum": check_bounded("channel_sum", nn.channel_sum_cases),
     "batch_norm": check_bounded("batch_norm", nn.batch_norm_cases),
     "batch_norm_grad": check_bounded("batch_norm_grad", nn.batch_norm_grad_cases),

@@ -26,7 +26,7 @@ from extensor.dtypes import bfloat16
 from extensor.formats import FORMATS
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
-from extensor.random import Stream, random_words
+from extensor.random import Stream
 
 __all__ = [
     "STATES",
@@ -46,10 +46,6 @@ FIRST_TENSOR = 1 << 23
 """Parameters' streams are numbered from here; those of layers count up from 0."""
 WEIGHT_SLOT = 127
 """The slot of a parameter that is itself rounded stochastically; states count up from 0."""
-PER_CALL = 1 << 12
-"""Random words that are drawn as one block."""
-BLOCKS = 1 << 10
-"""Blocks of words that are in memory at once: Philox takes 64 bits for each of a word's 32."""
 
 
 def state_stream(step: int, parameter: int, slot: int) -> Stream:
@@ -100,20 +96,8 @@ class Bfloat16(StateKind):
     doc = "bfloat16, rounded stochastically, 2 bytes a value"
 
     def pack(self, backend: Any, values: Array, stream: Stream, square: bool) -> Stored:
-        """Float -> bfloat16, in segments, whose random words are several times as large."""
-        xp, packed = backend.xp, backend.xp.empty(values.size, np.uint16)
-        for begin in range(0, values.size, BLOCKS * 2 * PER_CALL):
-            part = values[begin : begin + BLOCKS * 2 * PER_CALL]
-            first = begin // (2 * PER_CALL)
-            blocks = xp.arange(first, first - (-part.size // (2 * PER_CALL)))
-            words = random_words(stream, blocks, PER_CALL, 32, xp)
-            low, high = words & xp.uint32(0xFFFF), words >> xp.uint32(16)
-            noise = xp.stack([low, high], axis=-1).reshape(-1)[: part.size]
-            bits = part.astype(np.float32).view(np.uint32)
-            finite = (bits & xp.uint32(0x7F800000)) != xp.uint32(0x7F800000)
-            rounded = bits + noise * finite.astype(np.uint32)
-            packed[begin : begin + part.size] = rounded >> xp.uint32(16)
-        return packed.view(bfloat16.numpy)
+        """Float -> bfloat16."""
+        return backend.stochastic_bfloat16(values, stream)
 
     def unpack(self, backend: Any, stored: Stored, square: bool) -> Array:
         """Bfloat16 -> float32, exact."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from extensor.backends import cpu
+from extensor.random import Stream
 from tests.kernels.inputs import CORE, GENERIC, assert_bytes, plain
 
 FACTORS = {
@@ -44,6 +45,18 @@ def check_adam(backend: cpu.CpuBackend) -> None:
             assert_bytes(one, two, (n, backend.path("adam", *mine, FACTORS)))
     state = [plain((34,), seed)[::2] for seed in range(4)]
     assert "strided" in backend.path("adam", *state, FACTORS) or CORE is None
+
+
+def check_stochastic_bfloat16(backend: cpu.CpuBackend) -> None:
+    rng = np.random.default_rng(0)
+    for n in (0, 1, 17, 8192, 40_001):
+        x = (rng.standard_normal(n) * np.exp2(rng.integers(-149, 127, n))).astype(np.float32)
+        x[n // 2 : n // 2 + 3] = np.array([np.inf, np.nan, -np.inf])[: n - n // 2]
+        stream = Stream(n << 31, 3, 5, 127)
+        got, expected = (b.stochastic_bfloat16(x, stream) for b in (backend, GENERIC))
+        assert got.dtype == expected.dtype
+        same = got.view(np.uint16) == expected.view(np.uint16)
+        assert same.all(), (n, backend.path("stochastic_bfloat16", x, stream))
 
 
 def check_all_finite(backend: cpu.CpuBackend) -> None:

@@ -29,6 +29,14 @@ bool all_finite(const Floats& x) {
     return without_gil([&] { return optimizers().all_finite(x.size(), x.data()); });
 }
 
+CArray<uint16_t> stochastic_bfloat16(const Floats& x, const std::array<uint32_t, 4>& stream) {
+    auto out = buffers::array<uint16_t>({x.size()});
+    uint16_t* to = out.mutable_data();
+    const QuantStream words{stream[0], stream[1], stream[2], stream[3]};
+    without_gil([&] { optimizers().stochastic_bfloat16(words, x.size(), x.data(), to); });
+    return out;
+}
+
 }  // namespace
 
 void bind_optim(py::module_& m) {
@@ -38,4 +46,5 @@ void bind_optim(py::module_& m) {
     m.def("adam", adam, py::arg("weight").noconvert(), py::arg("grad"), py::arg("mean").noconvert(),
           py::arg("square").noconvert(), py::arg("factors"));
     m.def("all_finite", all_finite);
+    m.def("stochastic_bfloat16", stochastic_bfloat16);
 }

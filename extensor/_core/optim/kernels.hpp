@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/levels.hpp"
+#include "quantize/kernels.hpp"
 
 struct Sgd {
     float lr, momentum, decay;
@@ -17,6 +18,8 @@ struct OptimKernels {
     void (*adam)(int64_t n, float* weight, const float* grad, float* mean, float* square,
                  const float* factors);
     bool (*all_finite)(int64_t n, const float* x);
+    // float32 -> the bits of bfloat16.
+    void (*stochastic_bfloat16)(const QuantStream&, int64_t n, const float* x, uint16_t* out);
 };
 
 constexpr int kAdamFactors = 7;

@@ -1,10 +1,11 @@
-// The steps of SGD and Adam, and whether all gradients are finite.
+// The steps of SGD and Adam, stochastic rounding to bfloat16, and whether all gradients are finite.
 //
 // One rounding an operation, in the generic method's order: the same bytes. Hence the compiler may
 // not fuse multiply and add here (CMakeLists.txt).
 
 #include "common/elementwise.hpp"
 #include "optim/kernels.hpp"
+#include "quantize/philox.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
@@ -64,8 +65,39 @@ bool all_finite(int64_t n, const float* x) {
     return true;
 }
 
+// The 16 cut bits carry when they exceed the random ones. A block of Philox serves 8192 values, a
+// call 8 of them, two values a word. NaN and infinity stay.
+void stochastic_bfloat16(const QuantStream& stream, int64_t n, const float* x, uint16_t* out) {
+    constexpr int kBlock = 8192, kGroup = 8 * VL;
+    const Philox philox(stream);
+    threads::run(ceil_div(n, kBlock), n * 8, [=, &philox](int64_t block) {
+        const int64_t begin = block * kBlock, end = least(n, begin + kBlock);
+        const PhiloxColumns draw(philox, vu{} + static_cast<uint32_t>(block));
+        vu call;
+        for (int k = 0; k < VL; ++k) call[k] = k;
+        for (int64_t i = begin; i < end; i += kGroup, call += VL) {
+            vu word[4];
+            draw(call, word);
+            uint32_t noise[kGroup];
+            for (int k = 0; k < VL; ++k) {
+                for (int r = 0; r < 4; ++r) {
+                    noise[8 * k + 2 * r] = word[r][k] & 0xFFFFu;
+                    noise[8 * k + 2 * r + 1] = word[r][k] >> 16;
+                }
+            }
+            const int count = static_cast<int>(least(kGroup, end - i));
+            for (int k = 0; k < count; ++k) {
+                uint32_t bits;
+                std::memcpy(&bits, x + i + k, 4);
+                const bool finite = (bits & 0x7F800000u) != 0x7F800000u;
+                out[i + k] = static_cast<uint16_t>((bits + (finite ? noise[k] : 0u)) >> 16);
+            }
+        }
+    });
+}
+
 }  // namespace
 
-extern const OptimKernels optim_kernels = {sgd, adam, all_finite};
+extern const OptimKernels optim_kernels = {sgd, adam, all_finite, stochastic_bfloat16};
 
 }  // namespace EXTENSOR_ISA

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from extensor.backends.cpu.core import CpuCore, ready, runs_in_core
+from extensor.backends.cpu.core import CpuCore, first_arrays, ready, runs_in_core, stream_words
 from extensor.backends.protocol import Array
 from extensor.backends.unsupported import Unsupported
+from extensor.dtypes import bfloat16
+from extensor.random import Stream
 
 __all__ = ["CpuOptim"]
 
@@ -58,6 +60,11 @@ class CpuOptim(CpuCore):
         """See the protocol."""
         numbers = np.array([factors[name] for name in _ADAM_FACTORS], dtype=np.float32)
         core.adam(weight, ready(grad), mean, square, numbers)
+
+    @runs_in_core(first_arrays(1))
+    def stochastic_bfloat16(self, core: Any, values: Array, stream: Stream) -> Array:
+        """See the protocol."""
+        return core.stochastic_bfloat16(ready(values), stream_words(stream)).view(bfloat16.numpy)
 
     @runs_in_core(CpuCore.float32_core)
     def all_finite(self, core: Any, x: Array) -> bool:

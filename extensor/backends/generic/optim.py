@@ -10,8 +10,15 @@ import numpy as np
 from extensor.backends.capture import UpdateGuard
 from extensor.backends.generic.core import GenericCore
 from extensor.backends.protocol import Array, FiniteQuery
+from extensor.dtypes import bfloat16
+from extensor.random import Stream, random_words
 
 __all__ = ["GenericOptim", "rescale"]
+
+PER_CALL = 1 << 12
+"""Random words that are drawn as one block."""
+BLOCKS = 1 << 10
+"""Blocks of words that are in memory at once: Philox takes 64 bits for each of a word's 32."""
 
 
 class GenericOptim(GenericCore):
@@ -129,6 +136,22 @@ class GenericOptim(GenericCore):
             for part, mine in zip(parts, factors, strict=True):
                 update(mine, *(None if a is None else a.reshape(-1) for a in part))
         return lambda: found
+
+    def stochastic_bfloat16(self, values: Array, stream: Stream) -> Array:
+        """See the protocol; in segments, whose random words are several times as large."""
+        xp, packed = self.xp, self.xp.empty(values.size, np.uint16)
+        for begin in range(0, values.size, BLOCKS * 2 * PER_CALL):
+            part = values[begin : begin + BLOCKS * 2 * PER_CALL]
+            first = begin // (2 * PER_CALL)
+            blocks = xp.arange(first, first - (-part.size // (2 * PER_CALL)))
+            words = random_words(stream, blocks, PER_CALL, 32, xp)
+            low, high = words & xp.uint32(0xFFFF), words >> xp.uint32(16)
+            noise = xp.stack([low, high], axis=-1).reshape(-1)[: part.size]
+            bits = part.astype(np.float32).view(np.uint32)
+            finite = (bits & xp.uint32(0x7F800000)) != xp.uint32(0x7F800000)
+            rounded = bits + noise * finite.astype(np.uint32)
+            packed[begin : begin + part.size] = rounded >> xp.uint32(16)
+        return packed.view(bfloat16.numpy)
 
     def scale_multi_tensor(self, arrays: Sequence[Array], factor: float | Array) -> None:
         """See the protocol."""

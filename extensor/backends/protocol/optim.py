@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from extensor.backends.capture import UpdateGuard
 from extensor.backends.protocol.core import Array
+from extensor.random import Stream
 
 __all__ = ["FiniteQuery", "OptimMethods"]
 
@@ -94,6 +95,14 @@ class OptimMethods(Protocol):
         Returns:
             With ``check_finite``, what says of each gradient whether it is finite. The device may
             be busy until it is called.
+        """
+        ...
+
+    def stochastic_bfloat16(self, values: Array, stream: Stream) -> Array:
+        """Flat floats -> bfloat16, rounded by adding 16 random bits before truncation.
+
+        NaN and infinity stay. Word ``i // 2 % 4096`` of block ``i // 8192`` of the stream has value
+        i's bits, those of even values in its lower half.
         """
         ...
 

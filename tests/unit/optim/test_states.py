@@ -11,10 +11,11 @@ import pytest
 
 import extensor as et
 from extensor import optim
+from extensor.backends.generic import GenericBackend
+from extensor.backends.generic import optim as generic
 from extensor.backends.registry import get as get_backend
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.optim import Adam
-from extensor.optim import states as state_module
 from extensor.optim.states import STATES, state_stream
 from extensor.quant.array import QuantArray
 from tests.test_every_optimizer import CASES
@@ -65,13 +66,13 @@ def test_bytes_are_those_of_what_is_stored(case: str) -> None:
 
 
 def test_bfloat16_states_have_the_same_bits_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = np.random.default_rng(0).standard_normal(5 * 2 * state_module.PER_CALL - 77)
-    values = values.astype(np.float32)
-    kind, stream = STATES["bfloat16"], state_stream(3, 1, 0)
-    whole = kind.pack(CPU, values, stream, False)
-    monkeypatch.setattr(state_module, "BLOCKS", 2)
-    assert kind.pack(CPU, values, stream, False).tobytes() == whole.tobytes()
-    assert kind.pack(CPU, values[:0], stream, False).size == 0
+    values = np.random.default_rng(0).standard_normal(5 * 2 * generic.PER_CALL - 77)
+    values, backend = values.astype(np.float32), GenericBackend("cpu", np)
+    stream = state_stream(3, 1, 0)
+    whole = backend.stochastic_bfloat16(values, stream)
+    monkeypatch.setattr(generic, "BLOCKS", 2)
+    assert backend.stochastic_bfloat16(values, stream).tobytes() == whole.tobytes()
+    assert backend.stochastic_bfloat16(values[:0], stream).size == 0
 
 
 def test_bfloat16_rounds_to_a_neighbour_and_right_in_the_mean() -> None:
