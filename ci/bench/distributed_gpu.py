@@ -54,7 +54,7 @@ from extensor.nn.recipe import apply_recipe
 from extensor.optim import AdamW
 
 PARTS = ("bits", "scaling", "sums", "gather", "profile")
-BUCKETS = {"4 MiB": 1 << 20, "32 MiB": 8 << 20, "100 MB": 24 << 20}
+BUCKETS = {"4 MiB": 1 << 20, "32 MiB": 8 << 20, "50 MB": 12 << 20, "100 MB": 24 << 20}
 """Values of a bucket of float32."""
 HALF = np.dtype(ml_dtypes.bfloat16)
 Step = Callable[[int], Any]
@@ -372,7 +372,7 @@ def sums(bench: Bench) -> None:
             for name, casts in (("NCCL bfloat16", True), ("bare", False)):
                 calls[name] = partial(bfloat16_all_reduce, bench, grad, casts, held)
         sent = {}
-        for name in GRAD_COMM:
+        for name in bench.args.names:
             how = {"error_feedback": False} if "mxint" in name else {}
             made = [
                 make_reduction(

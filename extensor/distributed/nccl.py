@@ -85,9 +85,11 @@ class NCCLCommunicator:
         mine = self._nccl.get_unique_id() if self.rank == 0 else None
         identity = host.broadcast_object(mine)
         self._comm = self._nccl.NcclCommunicator(self.size, identity, self.rank)
-        # Of high priority: their small kernels need not wait until a large product is done.
+        # Of high priority: their small kernels need not wait until a large product is done, and
+        # what travels need not wait until the next bucket is packed.
         self._stream, *self._lanes = (
-            self._xp.cuda.Stream(non_blocking=True, priority=-1) for _ in range(1 + LANES)
+            self._xp.cuda.Stream(non_blocking=True, priority=priority)
+            for priority in (-2, *(-1,) * LANES)
         )
         self._lane_pointers = {lane.ptr for lane in self._lanes}
         self._pending: dict[int, Any] = {}  # streams with work that nothing has joined

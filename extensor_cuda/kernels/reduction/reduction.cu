@@ -144,6 +144,7 @@ typedef short Code;
 typedef u64 Word;
 #endif
 constexpr int kBits = REDUCTION_BITS, kBytes = kBits / 8, kWord = sizeof(Word);
+constexpr int kPlaces = 24 - kBits;  // of fraction, in sums of 32 bits over at most 256 ranks
 
 // Whether all rows begin at multiples of a word; those of an odd number of blocks do not.
 DEVICE bool words_in(const u8* rows, i64 pitch) {
@@ -205,11 +206,12 @@ DEVICE int encode(
     for (int k = 0; k < kEach; ++k) {
         const int shift = min(max(exponent + 25 - kBits - static_cast<int>(field(bits[k])), 1), 63);
         const u64 value = (static_cast<u64>(significand(bits[k])) << 32) >> shift;
-        const u64 whole = value >> 32;
+        const int whole = static_cast<int>(value >> 32);
         const u32 fraction = static_cast<u32>(value);
         const bool up = how.random ? fraction > words[k]
                                    : fraction > 1u << 31 || (fraction == 1u << 31 && (whole & 1));
-        const i64 code = exponent == kNonfinite ? 0 : with_sign(whole + up, bits[k]);
+        const int rounded = exponent == kNonfinite ? 0 : whole + up;
+        const int code = bits[k] >> 31 ? -rounded : rounded;
         codes[k] = static_cast<Code>(code);
         if (residual && exponent != kNonfinite)
             residual[at + k] =
@@ -251,28 +253,41 @@ DEVICE void mean_of(const u8* packed, i64 at, i64 values, i64 pitch, int added, 
     } else {
         for (int rank = 0; rank < added; ++rank)
             most = max(most, static_cast<int>(exponents[rank * pitch]));
-        i64 totals[kEach] = {0, 0, 0, 0};
-        for (int rank = 0; rank < added; ++rank) {
-            const int behind = min(most - static_cast<int>(exponents[rank * pitch]), 63);
-            load_codes(from + rank * pitch + within * kBytes, aligned, codes);
-#pragma unroll
-            for (int k = 0; k < kEach; ++k)
-                totals[k] += (static_cast<i64>(codes[k]) * (i64{1} << 32)) >> behind;
-        }
+        int least = most;
+        for (int rank = 0; rank < added; ++rank)
+            least = min(least, static_cast<int>(exponents[rank * pitch]));
         const double unit = __dmul_rn(power(most - 125 - kBits - 32), factor);
         // Where no result is subnormal, rounding and then scaling by a power of two is rounding
         // once.
         const bool scaled = divisor == 1.0 && unit >= 0x1p-126;
-        const float scale = scaled ? static_cast<float>(unit) : 0.0f;
+        if (scaled && most - least <= kPlaces && added <= 256) {  // nothing is lost in 32 bits
+            int totals[kEach] = {0, 0, 0, 0};
+            for (int rank = 0; rank < added; ++rank) {
+                const int weight = 1
+                                   << (kPlaces - most + static_cast<int>(exponents[rank * pitch]));
+                load_codes(from + rank * pitch + within * kBytes, aligned, codes);
 #pragma unroll
-        for (int k = 0; k < kEach; ++k) {
-            if (scaled) {
-                means[k] = __fmul_rn(static_cast<float>(totals[k]), scale);
-                continue;
+                for (int k = 0; k < kEach; ++k) totals[k] += codes[k] * weight;
             }
-            double mean = __dmul_rn(static_cast<double>(totals[k]), unit);
-            if (divisor != 1.0) mean = __ddiv_rn(mean, divisor);
-            means[k] = static_cast<float>(mean);
+            const float scale = static_cast<float>(__dmul_rn(unit, 1ll << (32 - kPlaces)));
+#pragma unroll
+            for (int k = 0; k < kEach; ++k)
+                means[k] = __fmul_rn(static_cast<float>(totals[k]), scale);
+        } else {
+            i64 totals[kEach] = {0, 0, 0, 0};
+            for (int rank = 0; rank < added; ++rank) {
+                const int behind = min(most - static_cast<int>(exponents[rank * pitch]), 63);
+                load_codes(from + rank * pitch + within * kBytes, aligned, codes);
+#pragma unroll
+                for (int k = 0; k < kEach; ++k)
+                    totals[k] += (static_cast<i64>(codes[k]) * (i64{1} << 32)) >> behind;
+            }
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) {
+                double mean = __dmul_rn(static_cast<double>(totals[k]), unit);
+                if (divisor != 1.0) mean = __ddiv_rn(mean, divisor);
+                means[k] = static_cast<float>(mean);
+            }
         }
     }
 #pragma unroll

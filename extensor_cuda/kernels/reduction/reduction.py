@@ -31,7 +31,9 @@ _THREADS, _EACH, _BLOCK = 256, 4, 32  # as in reduction.cu
 @cache
 def source(bits: int) -> Source:
     """The program, for mxint codes of so many bits."""
-    return Source.read(Path(__file__).parent / "reduction.cu", {"REDUCTION_BITS": bits})
+    return Source.read(
+        Path(__file__).parent / "reduction.cu", {"REDUCTION_BITS": bits, "COMMON_MUL_WIDE": 1}
+    )
 
 
 def _run(kernel: str, size: int, *arguments: Any, bits: int = 8) -> None:
