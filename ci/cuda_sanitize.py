@@ -250,6 +250,7 @@ def training(gpu: Gpu) -> Cases:
         _, kept = backend.cross_entropy(x, labels, 0.1)
         backend.cross_entropy_grad(x[:, :1], x, labels, kept, 0.1)
         backend.label_ranks(x, labels)
+        backend.gated_silu_grad(g, x, backend.gated_silu(x, g, 1.7, 0.5), 1.0, None)
         y, mean, rstd = backend.layer_norm(x, x[0], x[1], 1e-5)
         backend.layer_norm_grad(g, x, x[0], mean, rstd)
         y, rstd = backend.rms_norm(y, x[0], 1e-5)
@@ -315,6 +316,7 @@ def bfloat16_layers(gpu: Gpu) -> Cases:
         _, kept = backend.cross_entropy(xh, labels, 0.1)
         backend.cross_entropy_grad(x[:, :1], xh, labels, kept, 0.1)
         backend.label_ranks(xh, labels)
+        backend.gated_silu_grad(gh, xh, backend.gated_silu(xh, gh, 1.7, 0.5), 1.0, None)
         mean, rstd = backend.layer_norm(x, x[0], g[0], 1e-5, narrow=True)[1:]
         backend.layer_norm_grad(gh, x, x[0], mean, rstd)
         rstd = backend.rms_norm(x, x[0], 1e-5, narrow=True)[1]

@@ -225,9 +225,11 @@ class CudaBackend(GenericBackend):
         {
             "add",
             "cross_entropy",
+            "gated_silu",
             "gelu_exact",
             "packed_attention",
             "relu",
+            "rotary_embedding",
             "scaled_dot_product_attention",
             "softmax",
         }

@@ -11,7 +11,17 @@ from extensor.backends.generic import GenericBackend
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.kernels.nn.elementwise import KINDS
 
-__all__ = ["FLOAT32", "FLOATS", "Call", "Route", "contiguous", "dtype_gap", "routed", "unless"]
+__all__ = [
+    "FLOAT32",
+    "FLOATS",
+    "Call",
+    "Route",
+    "aligned",
+    "contiguous",
+    "dtype_gap",
+    "routed",
+    "unless",
+]
 
 Array = Any
 Call = Callable[[], Any] | Unsupported
@@ -75,3 +85,9 @@ def dtype_gap(arrays: Sequence[Array], dtypes: Sequence[Any] = FLOAT32) -> Unsup
 def contiguous(xp: Any, a: Array) -> Array:
     """The array, or a C-contiguous copy."""
     return a if a.flags.c_contiguous else xp.ascontiguousarray(a)
+
+
+def aligned(xp: Any, a: Array) -> Array:
+    """The array, or a C-contiguous copy aligned to 16 bytes."""
+    a = contiguous(xp, a)
+    return a if a.data.ptr % 16 == 0 else a.copy()

@@ -18,10 +18,12 @@ import numpy as np
 from extensor.backends.protocol import AttentionForward, AttentionOptions
 from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray
-from extensor_cuda.dispatch import FLOATS, Call, contiguous, dtype_gap, unless
+from extensor_cuda.dispatch import FLOATS, Call, aligned, contiguous, dtype_gap, unless
 from extensor_cuda.kernels.attention import attention as bf16_attention
 from extensor_cuda.kernels.nn import cross_entropy as losses
 from extensor_cuda.kernels.nn import dropout, elementwise, norm, scatter_add, sums
+from extensor_cuda.kernels.nn import gated_silu as gates
+from extensor_cuda.kernels.nn import rotary as turns
 from extensor_cuda.kernels.nn import softmax as rows_of
 
 __all__ = [
@@ -34,6 +36,8 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_grad",
     "dropout_mask",
+    "gated_silu",
+    "gated_silu_grad",
     "gelu",
     "gelu_grad",
     "label_ranks",
@@ -44,6 +48,7 @@ __all__ = [
     "relu_grad",
     "rms_norm",
     "rms_norm_grad",
+    "rotary",
     "softmax",
     "softmax_grad",
 ]
@@ -92,6 +97,42 @@ def gelu_grad(xp: Any, g: Array, x: Array | QuantArray, phi: Array | None) -> Ca
     if phi is not None:
         return Unsupported("phi was kept")
     return unless(dtype_gap((g, x), FLOATS), lambda: _binary("gelu_grad", xp, g, x))
+
+
+def _gated_gap(*arrays: Array) -> Unsupported | None:
+    """Why no kernel reads arrays of which the last two are a gate and what it multiplies."""
+    *_, gate, up = arrays
+    if any(a.shape != gate.shape for a in arrays) or gate.dtype != up.dtype:
+        return Unsupported("a gate of another shape or dtype than what it multiplies")
+    return dtype_gap(arrays, FLOATS)
+
+
+def gated_silu(xp: Any, gate: Array, up: Array, alpha: float, limit: float | None) -> Call:
+    """See the protocol."""
+
+    def call() -> Array:
+        return gates.gated_silu(*(aligned(xp, a) for a in (gate, up)), alpha, limit, xp)
+
+    return unless(_gated_gap(gate, up), call)
+
+
+def gated_silu_grad(
+    xp: Any, g: Array, gate: Array, up: Array, alpha: float, limit: float | None
+) -> Call:
+    """See the protocol."""
+
+    def call() -> tuple[Array, Array]:
+        return gates.gated_silu_grad(*(aligned(xp, a) for a in (g, gate, up)), alpha, limit, xp)
+
+    return unless(_gated_gap(g, gate, up), call)
+
+
+def rotary(xp: Any, x: Array, cos: Array, sin: Array, interleaved: bool) -> Call:
+    """See the protocol."""
+    gap = dtype_gap((x,), FLOATS)
+    if gap is None:
+        gap = turns.gap(x, cos, sin, interleaved)
+    return unless(gap, lambda: turns.rotary(x, cos, sin, xp))
 
 
 def add(xp: Any, a: Array, b: Array) -> Call:

@@ -93,11 +93,13 @@ class GenericNn(GenericCore):
         return slope
 
     @widened
+    @widened
     def gated_silu(self, gate: Array, up: Array, alpha: float, limit: float | None) -> Array:
         """See the protocol."""
         gate, up = _limited(gate, up, limit, self.xp)
         return gate * _sigmoid(gate, alpha, self.xp) * up
 
+    @widened
     def gated_silu_grad(
         self, g: Array, gate: Array, up: Array, alpha: float, limit: float | None
     ) -> tuple[Array, Array]:
@@ -111,6 +113,7 @@ class GenericNn(GenericCore):
             gup = self.xp.where(abs(up) > limit, gup.dtype.type(0), gup)
         return ggate, gup
 
+    @widened
     def rotary(self, x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
         """See the protocol."""
         half, out = cos.shape[-1], self.xp.empty(x.shape, x.dtype)

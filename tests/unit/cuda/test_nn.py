@@ -286,6 +286,60 @@ def test_cross_entropy_is_within_its_bounds(trainer: Any, shape: Any, smoothing:
         assert (np.abs(got.get() - exact) <= off * np.abs(weight)).all()
 
 
+GATED = {"gated_silu": cases.gated_silu_cases, "gated_silu_grad": cases.gated_silu_grad_cases}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", GATED)
+def test_gates_are_within_their_bounds(trainer: Any, name: str, dtype: Any) -> None:
+    """Of bfloat16 the values are exact, and each result is rounded once more."""
+    half = dtype != np.float32
+    for case, _, _ in GATED[name]():
+        count = 2 + name.endswith("grad")
+        narrow = [np.asarray(a, dtype) for a in case[:count]]
+        if not narrow[0].size or not all(np.isfinite(a.astype(np.float32)).all() for a in narrow):
+            continue
+        there = [trainer.xp.asarray(a) for a in narrow]
+        assert trainer.path(name, *there, *case[count:]) == "fused kernel"
+        got = getattr(trainer, name)(*there, *case[count:])
+        wide = [a.astype(np.float64) for a in narrow]
+        expected = getattr(CPU, name)(*wide, *case[count:])
+        *_, gate, up = wide
+        size = np.abs(wide[0] if count == 3 else 1.0) * (np.abs(up) + (case[-1] or 0) + 1)
+        z = np.abs(gate * case[-2])
+        off = (z + 24) * UNIT * size * (1 + np.abs(gate)) * (1 + z) + 2.0**-126 * (1 + size)
+        for mine, true in zip(
+            *((got, expected) if count == 3 else ((got,), (expected,))), strict=True
+        ):
+            assert mine.dtype == dtype
+            bound = off + half * np.abs(true) * 2.0**-8
+            assert (np.abs(mine.get().astype(np.float64) - true) <= bound).all(), name
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_heads_are_turned_with_the_generic_bits(trainer: Any, dtype: Any) -> None:
+    """Contiguous, and cut out of rows; what the kernel leaves to the generic method, too."""
+    rng = np.random.default_rng(3)
+    for shape, half, path in (
+        ((2, 3, 5, 64), 32, "fused kernel"),
+        ((1, 2, 37, 16), 8, "fused kernel"),
+        ((2, 3, 5, 22), 11, "generic: heads that are not"),
+    ):
+        x = rng.standard_normal((shape[0], shape[2], shape[1], shape[3])).astype(dtype)
+        angle = rng.standard_normal((shape[2], half)).astype(np.float32)
+        tables = np.cos(angle), np.sin(angle)
+        expected = CPU.rotary(x.swapaxes(1, 2).astype(np.float32), *tables, False).astype(dtype)
+        for view in (np.asarray, np.ascontiguousarray):
+            there = trainer.xp.asarray(x)
+            there = there.swapaxes(1, 2)
+            if view is np.ascontiguousarray:
+                there = trainer.xp.ascontiguousarray(there)
+            given = there, *map(trainer.xp.asarray, tables), False
+            assert trainer.path("rotary", *given).startswith(path)
+            got = trainer.rotary(*given).get().astype(dtype)
+            same_bytes("rotary", np.ascontiguousarray(got), np.ascontiguousarray(expected))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shape", [(33, 10), (12, 64), (3, 1032), (2, 1027)])
 def test_label_ranks_are_those_of_a_stable_sort(trainer: Any, shape: Any, dtype: Any) -> None:

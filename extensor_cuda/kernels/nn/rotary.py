@@ -1,0 +1,53 @@
+"""Turns heads by their positions' angles in one launch, from whatever rows they lie in."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.backends.unsupported import Unsupported
+from extensor_cuda.kernels.nn.elementwise import kind
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
+
+__all__ = ["gap", "rotary", "source"]
+
+Array = Any
+_THREADS, _VECTOR = 256, 8  # as in rotary.cu
+
+
+@lru_cache(maxsize=2)
+def source(dtype: int) -> Source:
+    """The program for heads of a kind."""
+    return Source.read(Path(__file__).parent / "rotary.cu", {"NN_A": dtype})
+
+
+def gap(x: Array, cos: Array, sin: Array, interleaved: bool) -> Unsupported | None:
+    """Why the kernel does not turn these float32 or bfloat16 heads; None where it does."""
+    half = cos.shape[-1]
+    if x.ndim != 4 or interleaved or 2 * half != x.shape[3] or half % _VECTOR:
+        return Unsupported("heads that are not (B, H, T, 2 n) with pairs n apart, n in eights")
+    tables = (cos, sin)
+    if any(t.size != x.shape[2] * half or t.dtype != np.float32 for t in tables):
+        return Unsupported("angles that are not one for each position in float32")
+    if not all(t.flags.c_contiguous and t.data.ptr % 16 == 0 for t in tables):
+        return Unsupported("tables that are strided, or not aligned to 16 bytes")
+    strides = [stride // x.itemsize for stride in x.strides]
+    if strides[3] != 1 or any(s % _VECTOR for s in strides[:3]) or x.data.ptr % 16:
+        return Unsupported("heads that are strided, or not aligned to 16 bytes")
+    return None
+
+
+def rotary(x: Array, cos: Array, sin: Array, xp: Any) -> Array:
+    """C-contiguous, of x's shape and dtype; arguments without a `gap`, not empty."""
+    batch, heads, tokens, size = x.shape
+    out = xp.empty(x.shape, dtype=x.dtype)
+    rows = batch * heads * tokens
+    blocks = -(-rows * (size // 2 // _VECTOR) // _THREADS)
+    strides = (stride // x.itemsize for stride in x.strides[:3])
+    numbers = map(np.int64, (rows, heads, tokens, size // 2, *strides))
+    launch(source(kind(x)), "rotary", blocks, _THREADS, x, cos, sin, out, *numbers)
+    return out
