@@ -202,4 +202,4 @@ class RotaryTable:
         step, factor = self.rope.angles(length)
         angle = np.arange(length)[:, None] * step
         cos, sin = ((f(angle) * factor).astype(np.float32) for f in (np.cos, np.sin))
-        return ExTensor(cos, device=device), ExTensor(sin, device=device)
+        return ExTensor.from_numpy(cos).to(device), ExTensor.from_numpy(sin).to(device)
