@@ -111,7 +111,7 @@ def gated_silu(xp: Any, gate: Array, up: Array, alpha: float, limit: float | Non
     """See the protocol."""
 
     def call() -> Array:
-        return gates.gated_silu(*(aligned(xp, a) for a in (gate, up)), alpha, limit, xp)
+        return gates.gated_silu(aligned(xp, gate), aligned(xp, up), alpha, limit, xp)
 
     return unless(_gated_gap(gate, up), call)
 
@@ -122,7 +122,8 @@ def gated_silu_grad(
     """See the protocol."""
 
     def call() -> tuple[Array, Array]:
-        return gates.gated_silu_grad(*(aligned(xp, a) for a in (g, gate, up)), alpha, limit, xp)
+        gg, x, y = (aligned(xp, a) for a in (g, gate, up))
+        return gates.gated_silu_grad(gg, x, y, alpha, limit, xp)
 
     return unless(_gated_gap(g, gate, up), call)
 
