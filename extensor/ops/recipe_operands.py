@@ -55,6 +55,7 @@ __all__ = [
     "kept_operand",
     "make_operands",
     "prepared_at_once",
+    "prepared_for_backward",
     "slot_spec",
     "slot_values",
     "version_of",
@@ -138,14 +139,26 @@ def forward_operands(
 ) -> tuple[Any, Any]:
     """The operand of a forward GEMM and that of a backward GEMM, or None to make that later.
 
-    Both are made now where that takes one reading of x and what is kept is compact; but not where
-    the recipe asks for little memory, unless x is small. ``version``: as for `make_operands`.
+    Both are made now where `prepared_for_backward` says how. ``version``: as for `make_operands`.
     """
-    both = prepared_at_once(backend, x, context, slots, sizes) if MODE.enabled else None
-    if both is not None and (both.batch_key or context.keeps_input(backend.saved_input)):
+    both = prepared_for_backward(backend, x, context, slots, sizes) if MODE.enabled else None
+    if both is not None:
         first, second = make_operands(backend, x, context, slots, sizes, version, both)
         return first, second
     return make_operands(backend, x, context, slots[:1], sizes, version)[0], None
+
+
+def prepared_for_backward(
+    backend: Backend, x: Array, context: LayerContext, slots: Slots, sizes: Sizes
+) -> Preparation | None:
+    """How a forward pass makes the operand of a backward GEMM, too; None: that is made later.
+
+    It is `prepared_at_once`, but not where the recipe asks for little memory, unless x is small.
+    """
+    both = prepared_at_once(backend, x, context, slots, sizes)
+    if both is None or both.batch_key or context.keeps_input(backend.saved_input):
+        return both
+    return None
 
 
 def prepared_at_once(

@@ -46,6 +46,9 @@ _LAYER = 12 << 9
 """Counters of a layer in a captured step: of six operands, 512 each or 1,024 if rebased."""
 
 
+_is_capturing = torch._C._cuda_isCurrentStreamCapturing
+
+
 class _Memory(cupy.cuda.UnownedMemory):  # type: ignore[misc]
     """A tensor's memory, as cupy names it."""
 
@@ -68,7 +71,7 @@ class OnStream:
         self._used = 0
 
     def __enter__(self) -> OnStream:
-        self.capturing = torch.cuda.is_current_stream_capturing()
+        self.capturing = _is_capturing()
         self._before = cupy.cuda.runtime.getDevice()
         if self._before != self._index:
             cupy.cuda.runtime.setDevice(self._index)

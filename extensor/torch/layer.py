@@ -101,7 +101,6 @@ class LayerHandle:
         clock: torch.Tensor | int | None,
         on_device: DeviceClock | None,
         activations: FloatName,
-        capturing: bool,
     ) -> ClockedContext:
         """The context of a pass whose clock showed this.
 
@@ -110,14 +109,13 @@ class LayerHandle:
                 bits.
             on_device: the same as kernels read it; None on the CPU.
             activations: see `ClockedContext`.
-            capturing: likewise.
         """
         base = self.context
         step, use = 0, 0
         if clock is not None and on_device is None:
             use, step = divmod(int(clock), 1 << 32)
         own = base.path, base.index, base.layer, base.state, use, None, base.saved_input
-        return ClockedContext(*own, step, on_device, activations, capturing)
+        return ClockedContext(*own, step, on_device, activations)
 
     def weight(self, weight: torch.Tensor, keep: bool) -> tuple[Any, WeightVersion | None]:
         """The weight's array, and the version by which the cache knows its operands.

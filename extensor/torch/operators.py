@@ -24,11 +24,10 @@ from extensor.ops.quantized import quantized_conv2d, quantized_matmul
 from extensor.ops.recipe_operands import Input, SavedOperands
 from extensor.quant.recipe import FloatName
 from extensor.quant.recipe_state import LayerContext
-from extensor.random import DeviceClock
 from extensor.torch import arrays, saved
 from extensor.torch.arrays import DTYPES, to_array, to_tensor
 from extensor.torch.clock import read_clock
-from extensor.torch.layer import LayerHandle, layer_of
+from extensor.torch.layer import ClockedContext, LayerHandle, layer_of
 
 __all__ = ["CONV2D", "LINEAR", "Product", "call"]
 
@@ -59,8 +58,7 @@ class Pass:
         window: of a convolution: stride, padding, dilation and groups.
         saves: which operands of the backward pass are results, too: see `extensor.torch.saved`.
         traced: whether an operator of torch's makes the pass, which returns what was promised.
-        on_cpu: the context, once made; on a GPU forward and backward have one each.
-        on_gpu: the reading as kernels read it, once made.
+        made: the context, once made, for forward and backward.
     """
 
     layer: LayerHandle
@@ -70,20 +68,16 @@ class Pass:
     window: tuple[Any, ...]
     saves: int = 0
     traced: bool = False
-    on_cpu: LayerContext | None = None
-    on_gpu: DeviceClock | None = None
+    made: ClockedContext | None = None
 
     def context(self, stream: Any) -> LayerContext:
         """The layer's context; ``stream`` is what `on_stream` gave."""
-        if self.on_cpu is not None:
-            return self.on_cpu
-        activations: FloatName = "bfloat16" if self.dtype is torch.bfloat16 else "float32"
-        if stream is None:
-            self.on_cpu = self.layer.at(self.clock, None, activations, False)
-            return self.on_cpu
-        if self.on_gpu is None and self.clock is not None:
-            self.on_gpu = stream.clock(self.clock)
-        return self.layer.at(self.clock, self.on_gpu, activations, stream.capturing)
+        if self.made is None:
+            activations: FloatName = "bfloat16" if self.dtype is torch.bfloat16 else "float32"
+            clock = None if stream is None or self.clock is None else stream.clock(self.clock)
+            self.made = self.layer.at(self.clock, clock, activations)
+        self.made.capturing = stream is not None and stream.capturing
+        return self.made
 
     def weight(self, weight: Tensor, stream: Any) -> Any:
         """See `LayerHandle.weight`."""
@@ -120,7 +114,8 @@ def _gradients(
         if gradient is None:
             made.append(None)
             continue
-        gradient = cast(gradient, DTYPES[dtype])
+        if gradient.dtype != DTYPES[dtype]:
+            gradient = cast(gradient, DTYPES[dtype])
         for array in given:
             if gradient is array:
                 gradient = gradient.copy()
@@ -149,8 +144,6 @@ def _linear(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple
         result = to_tensor(backend.cast(out, DTYPES[call.dtype]))
         if not saves:
             return result, _NONE_SAVED
-        if version is not None:  # the cache keeps the weight's
-            made = made._replace(w=None)
         return result, saved.to_tensors(made)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extensor.ops.recipe_operands import SavedOperands, prepared_at_once, slot_spec
+from extensor.ops.recipe_operands import SavedOperands, prepared_for_backward, slot_spec
 from extensor.quant.recipe import Gemm, LayerRecipe
 from extensor.quant.recipe_state import LayerContext
 from extensor.quant.spec import QuantSpec
@@ -158,7 +158,7 @@ def restored(
     found: list[Any] = []
     for matrix, tensor, slots in zip((x, w), tensors, _SLOTS.values(), strict=True):
         made = tensor is not None and (
-            sure or prepared_at_once(backend, matrix, context, slots, products) is not None
+            sure or prepared_for_backward(backend, matrix, context, slots, products) is not None
         )
         if not made or tensor is None:
             found.append(None)
