@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from extensor.backends.protocol import FiniteQuery
-from extensor.optim.optimizer import FRACTION, POSITIVE, Array, Optimizer, l2_gradient
-from extensor.optim.params import Option, Segment, check_betas
+from extensor.optim.optimizer import Optimizer
+from extensor.optim.params import Array, Option, Segment, check_betas
+from extensor.optim.rule import FRACTION, POSITIVE, l2_gradient
 
 __all__ = ["Adam", "AdamW"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,15 +20,14 @@ from extensor.optim.multi_tensor import (
     step_multi_tensor,
     stream_numbers,
 )
+from extensor.optim.one_tensor import OneTensorOptimizer, step_one
 from extensor.optim.params import Array, ParamState
 
-__all__ = ["SingleUpdates", "StepsOneTensor", "single_updates"]
+__all__ = ["SingleOptimizer", "SingleUpdates", "single_updates"]
 
 
-class StepsOneTensor(MultiTensorOptimizer, Protocol):
-    """An optimizer that also updates a parameter by its own operations."""
-
-    def _step_one(self, member: ParamState, grad: ExTensor, options: Any) -> None: ...
+class SingleOptimizer(MultiTensorOptimizer, OneTensorOptimizer, Protocol):
+    """What both kinds of update need of an optimizer."""
 
 
 class SingleUpdates(Protocol):
@@ -47,7 +46,7 @@ class SingleUpdates(Protocol):
         ...
 
 
-def single_updates(optimizer: StepsOneTensor, capture: StepCapture | None) -> SingleUpdates:
+def single_updates(optimizer: SingleOptimizer, capture: StepCapture | None) -> SingleUpdates:
     """How the parameters of a backward pass are updated, in a capture or outside one."""
     if capture is not None:
         return _CapturedSingles(optimizer, capture)
@@ -58,7 +57,7 @@ def single_updates(optimizer: StepsOneTensor, capture: StepCapture | None) -> Si
 class _CapturedSingles:
     """Updates whose gradients the device checks, one after the other."""
 
-    def __init__(self, optimizer: StepsOneTensor, capture: StepCapture) -> None:
+    def __init__(self, optimizer: SingleOptimizer, capture: StepCapture) -> None:
         self._updates = CapturedUpdates(optimizer, capture)
 
     def add(self, number: int, member: ParamState, grad: ExTensor) -> None:
@@ -80,7 +79,7 @@ class _EagerSingles:
     device, that of its own parameter and all later ones, and the host learns of it at the end.
     """
 
-    def __init__(self, optimizer: StepsOneTensor) -> None:
+    def __init__(self, optimizer: SingleOptimizer) -> None:
         self._optimizer = optimizer
         self._stop: Array = None
         self._launched: list[tuple[ParamState, FiniteQuery]] = []
@@ -93,7 +92,7 @@ class _EagerSingles:
             self._settle()
             try:
                 if step_multi_tensor(optimizer, [(group, parts)], True):
-                    optimizer._step_one(member, grad, group.options)
+                    step_one(optimizer, member, grad, group.options)
             except FloatingPointError as error:
                 raise self._stopped(error) from error
             self._moved += 1

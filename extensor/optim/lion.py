@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from extensor.optim.optimizer import FRACTION, Optimizer
+from extensor.optim.optimizer import Optimizer
 from extensor.optim.params import Option, Segment, check_betas
+from extensor.optim.rule import FRACTION
 
 __all__ = ["Lion"]
 

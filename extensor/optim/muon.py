@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from extensor.optim.optimizer import FRACTION, Array, Optimizer
-from extensor.optim.params import Option, Segment
+from extensor.optim.optimizer import Optimizer
+from extensor.optim.params import Array, Option, Segment
+from extensor.optim.rule import FRACTION
 
 __all__ = ["Muon", "orthogonalize"]
 

@@ -1,64 +1,37 @@
-"""What every optimizer shares: parameter groups, master weights, state, the walk over memory.
+"""What every optimizer shares: parameter groups, options, state, and steps.
 
-An optimizer says which arrays it keeps for each parameter (`Optimizer.slots`) and how a slice of a
-flat parameter moves (`Optimizer.update`). The base class walks each parameter in segments that fit
-the cache together with their state, so that an update of a dozen numpy calls reads main memory
-once. Where a backend updates many parameters in one call, `extensor.optim.multi_tensor` uses that.
+What an optimizer defines of its own is in `extensor.optim.rule`. Parameters are updated in one call
+of a backend (`multi_tensor`), in a captured step (`captured`), inside backward (`in_backward`), or
+one by one (`one_tensor`), each in a file of `extensor.optim`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
-import numpy as np
-
-from extensor.autograd.apply import wrap
-from extensor.autograd.mode import no_grad, post_accumulate_grad_hook
+from extensor.autograd.mode import post_accumulate_grad_hook
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.capture import HostMirrors, StepCapture
-from extensor.backends.protocol import FiniteQuery
-from extensor.backends.registry import get as get_backend
 from extensor.dtypes import bfloat16, float32
-from extensor.errors import layout_error, unknown_name
+from extensor.errors import unknown_name
 from extensor.notebook import card, table
 from extensor.optim.captured import step_captured
 from extensor.optim.in_backward import single_updates
 from extensor.optim.multi_tensor import step_multi_tensor
-from extensor.optim.params import (
-    MASTER,
-    Option,
-    ParamGroup,
-    ParamState,
-    Segment,
-    check_param,
-    check_range,
-)
-from extensor.optim.states import STATES, WEIGHT_SLOT, Stored, state_stream
-from extensor.quant.array import QuantArray
+from extensor.optim.one_tensor import step_one
+from extensor.optim.params import MASTER, Option, ParamGroup, ParamState, check_param, wide_dtype
+from extensor.optim.rule import UpdateRule
+from extensor.optim.state_dict import load_state, state_of
+from extensor.optim.states import STATES, Stored, state_stream
 
 __all__ = ["Optimizer"]
 
 Array = Any
 
-SEGMENT = 1 << 15
-"""Elements in a segment on the CPU: six float32 arrays of it, 768 KiB, fit a level-2 cache."""
 
-KERNEL_SEGMENT = 1 << 20
-"""Elements where a kernel makes the whole update in one pass: enough for its threads."""
-
-Range = tuple[float, float]
-FRACTION: Range = (0.0, 1.0)
-POSITIVE: Range = (math.ulp(0.0), math.inf)
-NOT_NEGATIVE: Range = (0.0, math.inf)
-
-
-class Optimizer(ABC):
+class Optimizer(UpdateRule):
     """Base of the optimizers.
 
     Args:
@@ -84,17 +57,6 @@ class Optimizer(ABC):
     >>> [group.options["weight_decay"] for group in optimizer.groups]
     [0.1, 0.0]
     """
-
-    squares: ClassVar[tuple[str, ...]] = ("square",)
-    """Slots whose values are 0 or more and whose roots divide."""
-
-    ranges: ClassVar[Mapping[str, Range]] = MappingProxyType(
-        {"lr": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE}
-    )
-    """Options that are numbers: the least value allowed, and the bound below which they stay."""
-
-    multi_tensor: bool = False
-    """True if a backend's kernel makes the whole `update`, and `update_multi_tensor` of many."""
 
     def __init__(
         self,
@@ -177,7 +139,7 @@ class Optimizer(ABC):
     ) -> dict[str, Stored]:
         """The state a parameter starts with."""
         xp, data = param.backend.xp, param.data
-        wide = _wide(data)
+        wide = wide_dtype(data)
         arrays = {
             slot: STATES[self.states].pack(
                 param.backend,
@@ -195,121 +157,6 @@ class Optimizer(ABC):
         if data.dtype != wide and self.masters:
             arrays[MASTER] = data.reshape(-1).astype(wide)
         return arrays
-
-    @abstractmethod
-    def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
-        """Names of the arrays kept for each parameter under these options.
-
-        Args:
-            options: a group's options.
-
-        Returns:
-            The names, in the order of the arrays' random streams.
-
-        >>> optimizer = et.optim.SGD([et.nn.Parameter([1.0])], lr=0.1, momentum=0.9)
-        >>> optimizer.slots(optimizer.groups[0].options)
-        ('momentum',)
-        """
-
-    @abstractmethod
-    def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
-        """Move one flat segment, in place.
-
-        Args:
-            backend: the backend of the arrays.
-            part: the arrays, with two of scratch.
-            options: the group's options.
-            step: how many updates this parameter has had, this one included.
-
-        >>> class SignSGD(et.optim.Optimizer):
-        ...     def slots(self, options):
-        ...         return ()
-        ...     def update(self, backend, part, options, step):
-        ...         part.weight[...] -= options["lr"] * backend.xp.sign(part.grad)
-        >>> w = et.nn.Parameter([1.0, 2.0])
-        >>> w.square().sum().backward()
-        >>> SignSGD([w], lr=0.5).step()
-        >>> w.tolist()
-        [0.5, 1.5]
-        """
-
-    def factors(self, options: Mapping[str, Any], step: int) -> Mapping[str, float]:
-        """The numbers that a backend's kernel multiplies by in a parameter's numbered update.
-
-        Only optimizers with `multi_tensor` have them; their `update` uses the same ones.
-
-        Args:
-            options: a group's options.
-            step: how many updates this parameter has had, this one included.
-
-        Returns:
-            The numbers by name, as the backend's kernel expects them.
-
-        Raises:
-            TypeError: in an optimizer with `multi_tensor` that does not define them.
-
-        >>> optimizer = et.optim.SGD([et.nn.Parameter([1.0])], lr=0.1)
-        >>> optimizer.factors(optimizer.groups[0].options, step=1)["lr"]
-        0.1
-        """
-        raise TypeError(f"{type(self).__name__} says multi_tensor: expected factors of its own")
-
-    def update_multi_tensor(
-        self,
-        backend: Any,
-        parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
-        factors: Sequence[Mapping[str, float]],
-        **how: Any,
-    ) -> FiniteQuery:
-        """Update whole parameters, in place, in one call of the backend.
-
-        Args:
-            backend: the backend of the arrays.
-            parts: weight, gradient and state by slot of each: C-contiguous arrays of one size,
-                whatever their shapes, weight and gradient float32, or both bfloat16; the state as
-                it is stored.
-            factors: of each, from `factors`.
-            how: more for the backend: what `Backend.adam_multi_tensor` takes besides.
-
-        Returns:
-            Whether the gradients were finite, known once the backend has checked them.
-
-        Raises:
-            TypeError: in an optimizer with `multi_tensor` that does not define it.
-
-        >>> import numpy as np
-        >>> from extensor.backends.registry import get
-        >>> optimizer = et.optim.SGD([et.nn.Parameter([1.0])], lr=0.5)
-        >>> w, g = np.ones(2, np.float32), np.ones(2, np.float32)
-        >>> factors = optimizer.factors(optimizer.groups[0].options, step=1)
-        >>> query = optimizer.update_multi_tensor(get("cpu"), [(w, g, {})], [factors])
-        >>> w.tolist()
-        [0.5, 0.5]
-        """
-        raise TypeError(
-            f"{type(self).__name__} says multi_tensor: expected its update_multi_tensor"
-        )
-
-    def prepare(
-        self, xp: Any, whole: Segment, options: Mapping[str, Any]
-    ) -> tuple[Array, Mapping[str, Any]]:
-        """Compute what needs a whole tensor: the gradient and the options that `update` gets.
-
-        Args:
-            xp: the array module.
-            whole: the arrays, of the parameter's shape. Of them only the state may be written to.
-            options: the group's options.
-
-        Returns:
-            The gradient and the options, here as they were given.
-
-        >>> import numpy as np
-        >>> from extensor.optim.params import Segment
-        >>> optimizer = et.optim.SGD([et.nn.Parameter([1.0])], lr=0.1)
-        >>> optimizer.prepare(np, Segment(np.ones(1), np.ones(1), {}), {"lr": 0.1})
-        (array([1.]), {'lr': 0.1})
-        """
-        return whole.grad, options
 
     def step(self) -> None:
         """Update every parameter that has a gradient, in place.
@@ -376,7 +223,7 @@ class Optimizer(ABC):
             return
         self._mirrors.settle()
         for group, member, grad in step_multi_tensor(self, ready, bad is None):
-            self._step_one(member, grad, group.options)
+            step_one(self, member, grad, group.options)
         self._end_step(None)
 
     @contextlib.contextmanager
@@ -451,47 +298,6 @@ class Optimizer(ABC):
         found = [getattr(param, "recipe_state", None) for param in self.params]
         return list({id(state): state for state in found if state is not None}.values())
 
-    def _step_one(self, member: ParamState, grad: ExTensor, options: Mapping[str, Any]) -> None:
-        param, xp, cast = member.param, member.param.backend.xp, member.param.backend.cast
-        member.step += 1
-        kind, wide = STATES[self.states], _wide(param.data)
-        state = {
-            slot: kind.unpack(param.backend, stored, slot in self.squares).astype(wide, copy=False)
-            for slot, stored in member.arrays.items()
-            if slot != MASTER
-        }
-        master = member.arrays.get(MASTER)
-        own = master is None and param.data.dtype != wide  # the parameter is its own master
-        flat = cast(_flat_view(param.data), wide) if master is None else master
-        whole = Segment(
-            flat.reshape(param.shape),
-            cast(grad.data, flat.dtype),
-            {slot: a.reshape(param.shape) for slot, a in state.items()},
-        )
-        g, options = self.prepare(xp, whole, options)
-        g = g.reshape(-1)
-        most = KERNEL_SEGMENT if self.multi_tensor else SEGMENT
-        length = min(most, flat.size) if xp is np else flat.size
-        one, two = xp.empty(length, flat.dtype), xp.empty(length, flat.dtype)
-        for begin in range(0, flat.size, max(length, 1)):
-            part = slice(begin, begin + length)
-            weight = flat[part]
-            segment = Segment(
-                weight,
-                g[part],
-                {slot: a[part] for slot, a in state.items()},
-                (one[: weight.size], two[: weight.size]),
-            )
-            self.update(param.backend, segment, options, member.step)
-        for place, (slot, values) in enumerate(state.items()):
-            stream = state_stream(member.step, member.index, place)
-            member.arrays[slot] = kind.pack(param.backend, values, stream, slot in self.squares)
-        if own:
-            stream = state_stream(member.step, member.index, WEIGHT_SLOT)
-            flat = STATES[bfloat16.name].pack(param.backend, flat, stream, square=False)
-        with no_grad():
-            param.assign_(cast(flat.reshape(param.shape), param.data.dtype))
-
     def zero_grad(self) -> None:
         """Set the gradients of all parameters to None.
 
@@ -550,19 +356,7 @@ class Optimizer(ABC):
         ['state.w.momentum', 'step.w']
         """
         self._mirrors.settle()
-        state: dict[str, Any] = {"optimizer": type(self).__name__}
-        for i, group in enumerate(self.groups):
-            state[f"group.{i}.base_lr"] = group.base_lr
-            state |= {f"group.{i}.{name}": value for name, value in group.options.items()}
-            for member in group.members:
-                state[f"step.{member.name}"] = member.step
-                for slot, stored in member.arrays.items():
-                    host = _moved(stored, member.param.backend, "cpu")
-                    whole = isinstance(host, QuantArray)
-                    state[f"state.{member.name}.{slot}"] = (
-                        host if whole else host.reshape(member.param.shape)
-                    )
-        return state
+        return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, for the same parameters and options.
@@ -578,47 +372,7 @@ class Optimizer(ABC):
         >>> other.groups[0].options["lr"]
         0.1
         """
-        mine = self.state_dict()
-        stored = (np.ndarray, QuantArray)
-        arrays = [{k: v for k, v in s.items() if isinstance(v, stored)} for s in (mine, state)]
-        message = layout_error("this optimizer state", *arrays)
-        if message:
-            raise ValueError(message)
-        scalars = {k: v for k, v in state.items() if not isinstance(v, stored)}
-        for name in sorted(scalars.keys() | (mine.keys() - arrays[0].keys())):
-            got, expected = scalars.get(name), mine.get(name)
-            if type(got) is not type(expected) or (name == "optimizer" and got != expected):
-                raise ValueError(
-                    f"this optimizer state does not fit: {name}: expected "
-                    f"{expected if name == 'optimizer' else type(expected).__name__}, got {got!r}; "
-                    "use the one this optimizer wrote"
-                )
-        options = [
-            {name: scalars[f"group.{i}.{name}"] for name in group.options}
-            for i, group in enumerate(self.groups)
-        ]
-        for group_options in options:
-            self._check_options(group_options)
-        for i, group in enumerate(self.groups):
-            group.base_lr, group.options = scalars[f"group.{i}.base_lr"], options[i]
-            for member in group.members:
-                member.step = scalars[f"step.{member.name}"]
-                for slot in member.arrays:
-                    host = state[f"state.{member.name}.{slot}"]
-                    flat = host if isinstance(host, QuantArray) else host.reshape(-1)
-                    fresh = _moved(flat, get_backend("cpu"), member.param.device)
-                    if member.param.backend.xp is np:
-                        member.arrays[slot] = fresh
-                        continue
-                    old = member.arrays[slot]
-                    for array, values in zip(_parts(old), _parts(fresh), strict=True):
-                        array[...] = values  # a captured step writes to these arrays
-
-    def _check_options(self, options: Mapping[str, Option]) -> None:
-        """Refuse options out of range; subclasses add what `ranges` cannot say."""
-        for name, (low, below) in self.ranges.items():
-            if name in options:
-                check_range(name, options[name], low, below)
+        load_state(self, state)
 
 
 def _check_gradient(member: ParamState, grad: ExTensor) -> None:
@@ -629,33 +383,3 @@ def _check_gradient(member: ParamState, grad: ExTensor) -> None:
             f"step: expected a float gradient of shape {member.shape} for {member.name}, got "
             f"{grad.dtype.name} of shape {grad.shape}"
         )
-
-
-def l2_gradient(xp: Any, part: Segment, decay: float) -> Array:
-    """The segment's gradient plus ``decay`` times the weight, in its last scratch array."""
-    if not decay:
-        return part.grad
-    out = part.scratch[-1]
-    xp.multiply(part.weight, decay, out=out)
-    out += part.grad
-    return out
-
-
-def _wide(data: Array) -> Any:
-    """The precision in which a parameter is updated."""
-    return np.float64 if data.dtype == np.float64 else np.float32
-
-
-def _moved(stored: Stored, backend: Any, device: str) -> Stored:
-    """A copy of what is stored on a backend, on a device."""
-    return copy.deepcopy(wrap(stored, backend).to(device).data)
-
-
-def _parts(stored: Stored) -> list[Array]:
-    return list(stored.parts.values()) if isinstance(stored, QuantArray) else [stored]
-
-
-def _flat_view(data: Array) -> Array:
-    """The parameter's own memory as a vector where that may be written to, else a copy."""
-    ours = data.flags.c_contiguous and getattr(data.flags, "writeable", True)
-    return data.reshape(-1) if ours else data.reshape(-1).copy()

@@ -7,11 +7,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import bfloat16, float32
 from extensor.optim.states import Stored
 
-__all__ = ["MASTER", "Option", "ParamGroup", "ParamState", "Segment", "check_betas", "check_range"]
+__all__ = [
+    "MASTER",
+    "Option",
+    "ParamGroup",
+    "ParamState",
+    "Segment",
+    "check_betas",
+    "check_range",
+    "wide_dtype",
+]
 
 Array = Any
 Option = float | bool
@@ -99,6 +110,11 @@ class ParamGroup:
     def params(self) -> list[ExTensor]:
         """The group's parameters."""
         return [member.param for member in self.members]
+
+
+def wide_dtype(data: Array) -> Any:
+    """The precision in which a parameter is updated."""
+    return np.float64 if data.dtype == np.float64 else np.float32
 
 
 def check_range(name: str, value: Any, low: float, below: float = math.inf) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from extensor.optim.optimizer import FRACTION, POSITIVE, Optimizer, l2_gradient
+from extensor.optim.optimizer import Optimizer
 from extensor.optim.params import Option, Segment
+from extensor.optim.rule import FRACTION, POSITIVE, l2_gradient
 
 __all__ = ["Adagrad", "RMSprop"]
 

@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from extensor.backends.protocol import FiniteQuery
-from extensor.optim.optimizer import FRACTION, POSITIVE, Array, Optimizer
-from extensor.optim.params import Option, Segment
+from extensor.optim.optimizer import Optimizer
+from extensor.optim.params import Array, Option, Segment
+from extensor.optim.rule import FRACTION, POSITIVE
 
 __all__ = ["LARS", "SGD"]
 

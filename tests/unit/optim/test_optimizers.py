@@ -11,7 +11,7 @@ from extensor.autograd.tensor import ExTensor
 from extensor.nn import Linear
 from extensor.optim import LARS, SGD, Adagrad, Adam, AdamW, Lion, Muon, Optimizer, RMSprop
 from extensor.optim.muon import orthogonalize
-from extensor.optim.optimizer import SEGMENT
+from extensor.optim.one_tensor import SEGMENT
 from tests.test_every_optimizer import CASES
 
 
@@ -103,7 +103,7 @@ def test_segments_do_not_show(case, size, monkeypatch):
     grads = [rng.standard_normal(size).astype(np.float32) for _ in range(2)]
     results = []
     for segment in (SEGMENT, size + 1):
-        monkeypatch.setattr("extensor.optim.optimizer.SEGMENT", segment)
+        monkeypatch.setattr("extensor.optim.one_tensor.SEGMENT", segment)
         p = param(start)
         optimizer = getattr(optim, name)([p], **options)
         for g in grads:

@@ -1,0 +1,102 @@
+"""An update of one parameter by the array module, or by a backend's kernel for one tensor.
+
+On the CPU a parameter is walked in segments that fit the cache together with their state, so that
+an update of a dozen numpy calls reads main memory once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from extensor.autograd.mode import no_grad
+from extensor.autograd.tensor import ExTensor
+from extensor.dtypes import bfloat16
+from extensor.optim.params import MASTER, Array, ParamState, Segment, wide_dtype
+from extensor.optim.states import STATES, WEIGHT_SLOT, state_stream
+
+__all__ = ["OneTensorOptimizer", "step_one"]
+
+SEGMENT = 1 << 15
+"""Elements in a segment on the CPU: six float32 arrays of it, 768 KiB, fit a level-2 cache."""
+
+KERNEL_SEGMENT = 1 << 20
+"""Elements where a kernel makes the whole update in one pass: enough for its threads."""
+
+
+class OneTensorOptimizer(Protocol):
+    """What the update of one parameter needs of its optimizer; see `extensor.optim.Optimizer`."""
+
+    states: str
+    squares: ClassVar[tuple[str, ...]]
+    multi_tensor: bool
+
+    def prepare(
+        self, xp: Any, whole: Segment, options: Mapping[str, Any]
+    ) -> tuple[Array, Mapping[str, Any]]:
+        """Compute what needs a whole tensor."""
+        ...
+
+    def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
+        """Move one flat segment, in place."""
+        ...
+
+
+def step_one(
+    optimizer: OneTensorOptimizer, member: ParamState, grad: ExTensor, options: Mapping[str, Any]
+) -> None:
+    """Update one parameter in place.
+
+    Args:
+        optimizer: the one it belongs to.
+        member: the parameter and its state.
+        grad: its gradient, finite and of its shape.
+        options: those of its group.
+    """
+    param, xp, cast = member.param, member.param.backend.xp, member.param.backend.cast
+    member.step += 1
+    kind, wide = STATES[optimizer.states], wide_dtype(param.data)
+    state = {
+        slot: kind.unpack(param.backend, stored, slot in optimizer.squares).astype(wide, copy=False)
+        for slot, stored in member.arrays.items()
+        if slot != MASTER
+    }
+    master = member.arrays.get(MASTER)
+    own = master is None and param.data.dtype != wide  # the parameter is its own master
+    flat = cast(_flat_view(param.data), wide) if master is None else master
+    whole = Segment(
+        flat.reshape(param.shape),
+        cast(grad.data, flat.dtype),
+        {slot: a.reshape(param.shape) for slot, a in state.items()},
+    )
+    g, options = optimizer.prepare(xp, whole, options)
+    g = g.reshape(-1)
+    most = KERNEL_SEGMENT if optimizer.multi_tensor else SEGMENT
+    length = min(most, flat.size) if xp is np else flat.size
+    one, two = xp.empty(length, flat.dtype), xp.empty(length, flat.dtype)
+    for begin in range(0, flat.size, max(length, 1)):
+        part = slice(begin, begin + length)
+        weight = flat[part]
+        segment = Segment(
+            weight,
+            g[part],
+            {slot: a[part] for slot, a in state.items()},
+            (one[: weight.size], two[: weight.size]),
+        )
+        optimizer.update(param.backend, segment, options, member.step)
+    for place, (slot, values) in enumerate(state.items()):
+        stream = state_stream(member.step, member.index, place)
+        member.arrays[slot] = kind.pack(param.backend, values, stream, slot in optimizer.squares)
+    if own:
+        stream = state_stream(member.step, member.index, WEIGHT_SLOT)
+        flat = STATES[bfloat16.name].pack(param.backend, flat, stream, square=False)
+    with no_grad():
+        param.assign_(cast(flat.reshape(param.shape), param.data.dtype))
+
+
+def _flat_view(data: Array) -> Array:
+    """The parameter's own memory as a vector where that may be written to, else a copy."""
+    ours = data.flags.c_contiguous and getattr(data.flags, "writeable", True)
+    return data.reshape(-1) if ours else data.reshape(-1).copy()
