@@ -8,7 +8,7 @@
 #include "common/types.cuh"
 
 constexpr int kThreads = 256, kEach = 4, kColumns = kThreads * kEach;
-constexpr u32 kMost = 32;
+constexpr u32 kMost = 32, kAhead = 4;
 
 struct Row {
     u32 positions, first;  // their number; and the count of all positions less the first one
@@ -41,34 +41,51 @@ extern "C" __global__ void __launch_bounds__(kThreads) add_rows(const i64* __res
     float sums[kEach];
 #pragma unroll
     for (int k = 0; k < kEach; ++k) sums[k] = 0;
-    const auto add = [&](i64 i) {
-        const float* row = rows + i * width;
+    // Adds rows base + list[0], base + list[1], ... in order; the next kAhead are read at once.
+    const auto add = [&](i64 base, const u32* list, u32 many) {
+        for (u32 first = 0; first < many; first += kAhead) {
+            float v[kAhead][kEach];
 #pragma unroll
-        for (int k = 0; k < kEach; ++k)
-            if (column + k * kThreads < width)
-                sums[k] = __fadd_rn(sums[k], row[column + k * kThreads]);
+            for (u32 a = 0; a < kAhead; ++a)
+#pragma unroll
+                for (int k = 0; k < kEach; ++k)
+                    if (first + a < many && column + k * kThreads < width)
+                        v[a][k] = rows[(base + list[first + a]) * width + column + k * kThreads];
+#pragma unroll
+            for (u32 a = 0; a < kAhead; ++a)
+#pragma unroll
+                for (int k = 0; k < kEach; ++k)
+                    if (first + a < many && column + k * kThreads < width)
+                        sums[k] = __fadd_rn(sums[k], v[a][k]);
+        }
     };
-    __shared__ u32 met[kMost], sorted[kMost], hits[kThreads / 32];
+    __shared__ u32 met[kMost], list[kThreads], hits[kThreads / 32];
     if (positions <= kMost) {
         if (threadIdx.x < positions) met[threadIdx.x] = kept[at * kMost + threadIdx.x];
         __syncthreads();
         if (threadIdx.x < positions) {
             u32 before = 0;
             for (u32 i = 0; i < positions; ++i) before += met[i] < met[threadIdx.x];
-            sorted[before] = met[threadIdx.x];
+            list[before] = met[threadIdx.x];
         }
         __syncthreads();
-        for (u32 i = 0; i < positions; ++i) add(sorted[i]);
+        add(0, list, positions);
     } else {
+        const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         for (i64 base = mine; base < count; base += kThreads) {
             const i64 i = base + threadIdx.x;
-            const u32 same = __ballot_sync(~0u, i < count && place(index, i, length) == at);
-            if (threadIdx.x % 32 == 0) hits[threadIdx.x / 32] = same;
+            const bool hit = i < count && place(index, i, length) == at;
+            const u32 same = __ballot_sync(~0u, hit);
+            if (lane == 0) hits[warp] = __popc(same);
             __syncthreads();
-            for (int warp = 0; warp < kThreads / 32; ++warp)
-                for (u32 left = hits[warp]; left; left &= left - 1)
-                    add(base + warp * 32 + __ffs(left) - 1);
+            u32 before = __popc(same & ((1u << lane) - 1)), many = 0;
+            for (u32 w = 0; w < kThreads / 32; ++w) {
+                before += w < warp ? hits[w] : 0;
+                many += hits[w];
+            }
+            if (hit) list[before] = threadIdx.x;
             __syncthreads();
+            add(base, list, many);
         }
     }
 #pragma unroll
