@@ -57,6 +57,8 @@ RENAMED = {
     "dense,": "bfloat16,",
     " --force": "",
     ", 1 threads": ", 1 thread",
+    ", True": ", captured",
+    ", False": ", eager",
 }
 """Words of the day of a run, and what the page says instead."""
 
