@@ -28,7 +28,7 @@ from extensor.random import Stream
 from extensor_cuda import conv_pool, multi_tensor, nn, quantize, reduction
 from extensor_cuda.dispatch import Route, routed
 from extensor_cuda.kernels.optim import optimizer
-from extensor_cuda.matmul.grouped import block_scaled_matmul
+from extensor_cuda.matmul.grouped import block_scaled_matmul, grouped_weight_only_matmul
 from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
 from extensor_cuda.matmul.product import FallbackCounter, SharedCounter, product, values_of
 from extensor_cuda.matmul.stored import stored_product
@@ -143,6 +143,12 @@ ROUTES: dict[str, Route] = {
         run=attrgetter("out"),
         path=attrgetter("path"),
     ),
+    "grouped_weight_only_matmul": Route(
+        lambda xp, x, weights, ends: grouped_weight_only_matmul(x, weights, ends, xp),
+        run=attrgetter("out"),
+        path=attrgetter("path"),
+        fallback_path="one after the other",
+    ),
     # quantize
     "quantize": Route(quantize.quantize, fallback=_quantize_on_host, fallback_path="host"),
     "pack": Route(
@@ -217,6 +223,7 @@ class CudaBackend(GenericBackend):
     """Cupy, with the kernels of `ROUTES`."""
 
     packs_floats = False
+    groups_products = True
     multi_tensor_states = frozenset(STATES)
     accumulating_vjps = frozenset({"layer_norm", "rms_norm"})
     # Packing takes 2% to 3.5% of a block's step here, and its peak stays (docs/log, packed-inputs).

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 from extensor.autograd.creation import Seed
 from extensor.autograd.mode import is_grad_enabled
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.nn import init
 from extensor.nn.checks import check_last_axes, check_size, check_width
 from extensor.nn.module import Module
@@ -15,9 +18,10 @@ from extensor.ops.block_scaled import weight_only_linear
 from extensor.ops.matmul import linear
 from extensor.ops.prequantized import prequantized_matmul
 from extensor.ops.quantized import quantized_matmul
+from extensor.ops.shape import stack
 from extensor.quant.recipe_state import LayerContext
 
-__all__ = ["GemmLayer", "Linear"]
+__all__ = ["GemmLayer", "Linear", "can_group", "grouped_linear"]
 
 
 class GemmLayer(Module):
@@ -101,7 +105,61 @@ class Linear(GemmLayer):
             return y if self.bias is None else y + self.bias
         return quantized_matmul(x, self.weight, self._next_use(self.quant), self.bias)
 
+    @property
+    def is_weight_only(self) -> bool:
+        """Whether a call is a product with packed weights, and no more."""
+        if not self.weight.is_blocked or self.weight.axis != 1 or self._hooks or self._pre_hooks:
+            return False
+        return self.quant is None or self.quant.operand("fprop.x") == "float32"
+
     def extra_repr(self) -> str:
         """See :meth:`extensor.nn.Module.extra_repr`."""
         bias = "" if self.bias is not None else ", bias=False"
         return f"{self.in_features}, {self.out_features}{bias}"
+
+
+def can_group(layers: Sequence[Module], x: ExTensor) -> bool:
+    """Whether `grouped_linear` takes layers: packed weights alone, where that is quicker.
+
+    Args:
+        layers: of one kind, with biases or without.
+        x: what they would read.
+
+    Returns:
+        False on a CPU, with gradients, dense weights, quantized activations, hooks or adapters.
+
+    >>> from extensor.nn.linear import can_group
+    >>> can_group([et.nn.Linear(4, 2), et.nn.Linear(4, 2)], et.ones((3, 4)))
+    False
+    """
+    if not x.backend.groups_products or is_grad_enabled():
+        return False
+    alike = len({getattr(layer, "quant", None) is None for layer in layers}) == 1
+    return alike and all(type(layer) is Linear and layer.is_weight_only for layer in layers)
+
+
+def grouped_linear(layers: Sequence[Linear], x: ExTensor, ends: Sequence[int]) -> ExTensor:
+    """What layers make of a group of rows each, in one product.
+
+    Args:
+        layers: one for each group, for which `can_group` holds.
+        x: (M, K), the rows of each group together.
+        ends: where each group's rows end, one or more to a group.
+
+    Returns:
+        (M, N), as `Linear` gives it.
+
+    >>> from extensor.nn.linear import grouped_linear
+    >>> layers = [et.quantize_model(et.nn.Linear(32, 2), "mxfp4_weights") for _ in range(2)]
+    >>> grouped_linear(layers, et.ones((3, 32)), [1, 3]).shape
+    (3, 2)
+    """
+    out = x.backend.grouped_weight_only_matmul(x.data, [one.weight.data for one in layers], ends)
+    y = wrap(out, x.backend)
+    if layers[0].quant is not None:
+        y = y.to(x.dtype)
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    if not biases:
+        return y
+    numbers = np.repeat(np.arange(len(ends)), np.diff([0, *ends]))
+    return y + stack(biases)[ExTensor(numbers, device=x.device)]

@@ -22,6 +22,9 @@ from extensor.ops.sort import topk
 
 __all__ = ["MixtureOfExperts", "TopKRouter"]
 
+_FEW_ROWS = 64
+"""Up to so many, packed weights of a group are decoded on the way of its own product."""
+
 
 class TopKRouter(Module):
     """Scores experts for each token and chooses the best.
@@ -87,6 +90,8 @@ class MixtureOfExperts(Module):
 
     Tokens are sorted by expert, each expert runs once on all of its tokens, and the results go back
     to their places. An expert without tokens does not run, and its weights get no gradient.
+    Experts with a method ``run_groups(experts, rows, ends)`` are asked to run all at once, for many
+    rows; None from it means one after the other.
 
     Args:
         router: chooses experts.
@@ -128,17 +133,28 @@ class MixtureOfExperts(Module):
         order = np.argsort(numbers, kind="stable")  # tokens of one expert side by side
         ends = np.cumsum(np.bincount(numbers, minlength=router.count))
         arranged = take(rows, self._index(order // router.active, rows))
-        parts, start = [], 0
-        for expert, end in zip(self.experts, ends.tolist(), strict=True):
-            if end > start or not len(order):  # an empty batch goes through all
-                parts.append(expert(arranged[start:end]))
-            start = end
-        joined = concatenate(parts, axis=0) if len(parts) > 1 else parts[0]
+        joined = self._run(arranged, ends.tolist())
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
         found = take(joined, self._index(places.reshape(chosen.shape), rows))  # (N, active, width)
         mixed: ExTensor = (found * weights.expand_dims(-1)).sum(axis=1)
         return mixed.reshape(x.shape)
+
+    def _run(self, rows: ExTensor, ends: list[int]) -> ExTensor:
+        """What each expert makes of its rows, which follow those of the one before."""
+        starts = [0, *ends[:-1]]
+        busy = [
+            (expert, start, end)
+            for expert, start, end in zip(self.experts, starts, ends, strict=True)
+            if end > start or not len(rows)  # an empty batch goes through all
+        ]
+        experts, _, last = zip(*busy, strict=True)
+        if len(rows) > _FEW_ROWS and hasattr(experts[0], "run_groups"):
+            together: ExTensor | None = experts[0].run_groups(experts, rows, last)
+            if together is not None:
+                return together
+        parts = [expert(rows[start:end]) for expert, start, end in busy]
+        return concatenate(parts, axis=0) if len(parts) > 1 else parts[0]
 
     @staticmethod
     def _index(values: Any, like: ExTensor) -> ExTensor:

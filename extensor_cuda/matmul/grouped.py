@@ -1,11 +1,13 @@
 """Products of packed matrices in one launch: of each of a batch, or of each group of rows.
 
 Groups of rows have a matrix each, as the experts of a mixture have. Operands and bounds are those
-of `extensor_cuda.matmul.stored`.
+of `extensor_cuda.matmul.stored`; of float activations, of `extensor_cuda.matmul.weight_only` for
+many tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +17,10 @@ import numpy as np
 from extensor.backends.unsupported import Unsupported
 from extensor.quant import views
 from extensor.quant.array import QuantArray
-from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, empty_rows, gemm
-from extensor_cuda.matmul.expand import exact_bf16, expand, float_scaled
+from extensor_cuda.kernels.gemm.config import Split
+from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, Scales, empty_rows, gemm
+from extensor_cuda.kernels.prepare.cast_bf16 import add_partial_sums, bf16_triple
+from extensor_cuda.matmul.expand import FITS_BF16, as_bf16, exact_bf16, expand, float_scaled
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand, Scale, pitched
 from extensor_cuda.matmul.partition import configure
 from extensor_cuda.matmul.product import Product, shared_scales
@@ -30,7 +34,13 @@ from extensor_cuda.matmul.stored import (
     stored_gap,
 )
 
-__all__ = ["block_scaled_matmul", "grouped_gap", "grouped_matmul", "offsets_of"]
+__all__ = [
+    "block_scaled_matmul",
+    "grouped_gap",
+    "grouped_matmul",
+    "grouped_weight_only_matmul",
+    "offsets_of",
+]
 
 Array = Any
 
@@ -152,6 +162,66 @@ def _grouped(a: Any, b: Any, offsets: Array, xp: Any, out_dtype: str) -> Product
     gemm(left.codes, right.codes, out, config, Epilogue(scales, offsets=offsets))
     name = {"s8": "int8", "bf16": "bf16"}.get(left.kind, "FP8")
     return Product(xp.ascontiguousarray(out), f"{name} tensor cores{why}")
+
+
+def grouped_weight_only_matmul(
+    x: Array, weights: Sequence[QuantArray], ends: Sequence[int], xp: Any
+) -> Product | Unsupported:
+    """Rows of x times the packed matrix of their group, float32 (M, N), in one launch.
+
+    Waits for the GPU the first time that a matrix is seen. X is (M, K), bfloat16 or float32, which
+    takes three launches; matrices are (N, K), MX along their rows. They are copied side by side and
+    expanded to bfloat16, so that for a while they take 2.5 bytes a value more.
+
+    Args:
+        x: rows, those of each group together.
+        weights: a matrix for each group.
+        ends: where each group's rows end.
+        xp: cupy.
+    """
+    first = weights[0]
+    if any((w.spec, w.shape) != (first.spec, first.shape) for w in weights):
+        return Unsupported("matrices of several formats or shapes")
+    if (gap := stored_gap(first, first, capability_of(xp))) is not None:
+        return gap
+    if not first.spec.is_mx:
+        return Unsupported(f"{first.spec.format}, whose scales are not all of its blocks'")
+    if x.ndim != 2 or x.dtype.name not in RESULT_DTYPES or not x.size:
+        return Unsupported(f"{x.dtype} activations of shape {x.shape}")
+    w = _side_by_side(weights, xp)
+    if w is None:
+        return BEYOND_BF16
+    (rows, _), n, single = x.shape, first.shape[0], x.dtype == ml_dtypes.bfloat16
+    offsets = xp.asarray(np.array([0, *ends], np.int32))
+    config = configure("bf16", rows, n, "float32")
+    bits = pitched(x.view(np.uint16), xp) if single else bf16_triple(x, xp)
+    parts = empty_rows(xp, len(bits), n, np.float32)
+    for start in range(0, len(bits), rows):
+        part = slice(start, start + rows)
+        gemm(bits[part], w.codes, parts[part], config, Epilogue(Scales(), offsets=offsets))
+    out = parts
+    if not single:
+        out = empty_rows(xp, rows, n, np.float32)
+        add_partial_sums(parts, Split(3, 0), out, None, xp)
+    return Product(xp.ascontiguousarray(out), "bf16 tensor cores, weights expanded, in groups")
+
+
+def _side_by_side(weights: Sequence[QuantArray], xp: Any) -> GemmOperand | None:
+    """MX matrices one below the other, as bfloat16; None if that does not hold a value."""
+    first = weights[0]
+    stacked = replace(
+        first,
+        codes=xp.concatenate([w.codes for w in weights]),
+        scales=xp.concatenate([w.scales for w in weights]),
+        shape=(sum(w.shape[0] for w in weights), first.shape[1]),
+    )
+    if all(FITS_BF16.get(w) for w in weights):
+        return as_bf16(stacked, xp)
+    made = exact_bf16([stacked], xp)
+    if made is None or not FITS_BF16.get(stacked):  # or only beside a common exponent
+        return None
+    FITS_BF16.update(dict.fromkeys(weights, True))
+    return made[0]
 
 
 def _check_kinds(a: Any, b: Any, xp: Any) -> None:

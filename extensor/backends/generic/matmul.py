@@ -123,11 +123,13 @@ class GenericMatmul(GenericQuantize):
     """Products of float arrays, of block-scaled arrays, and of a recipe's operands.
 
     Attributes:
+        groups_products: whether products of groups of rows are quicker in one call.
         packs_floats: whether float operands are packed for backward; False where that costs time
             and saves none of the peak.
     """
 
     packs_floats = True
+    groups_products = False
 
     def matmul(self, a: Array, b: Array, bias: Array | None = None) -> Array:
         """See the protocol."""
@@ -155,6 +157,17 @@ class GenericMatmul(GenericQuantize):
     def weight_only_matmul(self, x: Array, w: QuantArray) -> Array:
         """See the protocol."""
         return self.xp.matmul(self._wide(x), self.dequantize(w).T)
+
+    def grouped_weight_only_matmul(
+        self, x: Array, weights: Sequence[QuantArray], ends: Sequence[int]
+    ) -> Array:
+        """See the protocol."""
+        starts = (0, *ends[:-1])
+        parts = [
+            self.weight_only_matmul(x[start:end], w)
+            for w, start, end in zip(weights, starts, ends, strict=True)
+        ]
+        return self.xp.concatenate(parts)
 
     def bound_weight_only(self, x: Array, w: QuantArray) -> Callable[[Array], Array]:
         """See the protocol."""

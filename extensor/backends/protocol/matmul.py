@@ -96,6 +96,8 @@ class PackedOperand(Protocol):
 class MatmulMethods(Protocol):
     """Products with float32 sums."""
 
+    groups_products: bool
+    """Whether `grouped_weight_only_matmul` is quicker than a product for each group."""
     packs_floats: bool
     """Whether what float operands are made of is packed for backward; not where that waits."""
 
@@ -164,6 +166,16 @@ class MatmulMethods(Protocol):
         """Float32 x w^T of a dense (M, K) and (N, K) blocked along the last axis: (M, N).
 
         x is float32 or bfloat16, which is multiplied as it is or widened, exactly.
+        """
+        ...
+
+    def grouped_weight_only_matmul(
+        self, x: Array, weights: Sequence[QuantArray], ends: Sequence[int]
+    ) -> Array:
+        """`weight_only_matmul` of each group of rows with its own weights: float32 (M, N).
+
+        Group g has the rows of x from ``ends[g - 1]``, or 0, to ``ends[g]``, one or more, and
+        weights (N, K); the last group ends with x.
         """
         ...
 

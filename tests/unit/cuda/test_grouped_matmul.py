@@ -10,8 +10,10 @@ import pytest
 
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
+from extensor_cuda.kernels.prepare import cast_bf16
 from extensor_cuda.kernels.prepare import expand as expand_kernel
-from extensor_cuda.matmul.grouped import grouped_matmul, offsets_of
+from extensor_cuda.matmul.expand import FITS_BF16
+from extensor_cuda.matmul.grouped import grouped_matmul, grouped_weight_only_matmul, offsets_of
 from tests.kernels.matmul_cases import exact
 from tests.unit.cuda.bounds import sent
 from tests.unit.cuda.places import PLACES, place
@@ -29,7 +31,7 @@ FORMATS = {
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [expand_kernel])
+    return place(request, monkeypatch, [expand_kernel, cast_bf16])
 
 
 def want_of(a: np.ndarray, b: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
@@ -101,3 +103,44 @@ def test_what_does_not_fit_is_refused(xp: Any) -> None:
     for left, right, offsets, options, words in cases:
         with pytest.raises(ValueError, match=words):
             grouped_matmul(left, right, offsets, xp, **options)
+
+
+def packed(name: str, shape: tuple[int, int], seed: int) -> Any:
+    w = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return reference.quantize(w, QuantSpec(name, axis=1).resolve(2))[0]
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_of_floats_times_the_weights_of_their_group(xp: Any, name: str, dtype: str) -> None:
+    """Bound: that of `extensor_cuda.matmul.weight_only` for many tokens; rounded x is exact."""
+    k, n, ends = 320, 77, [3, 4, 133]
+    x = np.random.default_rng(3).standard_normal((ends[-1], k)).astype(dtype)
+    weights = [packed(name, (n, k), seed) for seed in range(len(ends))]
+    there = [sent(w, xp) for w in weights]
+    for _ in range(2):  # the second time nothing is asked of the weights
+        done = grouped_weight_only_matmul(xp.asarray(x), there, ends, xp)
+        got = done.out.get().astype(np.float64)
+        assert done.path == "bf16 tensor cores, weights expanded, in groups"
+        assert got.shape == (ends[-1], n) and all(FITS_BF16[w] for w in there)
+        for w, start, end in zip(weights, [0, *ends], ends, strict=False):
+            rows = x[start:end].astype(np.float64)
+            size = np.abs(rows) @ np.abs(exact(w)).T
+            error = np.abs(got[start:end] - rows @ exact(w).T)
+            assert (error <= (k * 2.0**-22 + 2.0**-20) * size).all()
+
+
+def test_weights_that_are_not_grouped_say_why(xp: Any) -> None:
+    x = xp.asarray(np.ones((4, 64), np.float32))
+    one, two = (sent(packed("mxfp4", (6, 64), seed), xp) for seed in range(2))
+    wide = sent(packed("mxfp4", (7, 64), 0), xp)
+    vast = packed("mxfp4", (6, 64), 0)
+    vast.scales[0, 0], vast.scales[1, 1] = 254, 0
+    for rows, weights, reason in (
+        (x, [one, wide], "several formats or shapes"),
+        (x, [sent(packed("nvfp4", (6, 64), 0), xp)] * 2, "nvfp4, whose scales"),
+        (x.astype(np.float16), [one, two], "float16 activations"),
+        (x, [one, sent(vast, xp)], "values that bfloat16 does not hold"),
+    ):
+        refused = grouped_weight_only_matmul(rows, weights, [1, 4], xp)
+        assert reason in refused.reason

@@ -1,0 +1,79 @@
+"""Experts that run together, on backends where a product of groups is quicker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor.backends.cpu import CpuBackend
+from extensor.models.llama.configs import ExpertsConfig
+from extensor.models.llama.model import Expert, mixture
+from extensor.nn.lora import add_adapters
+
+
+@pytest.fixture
+def grouping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The CPU as such a backend; notes how many groups each product has."""
+    seen: list[int] = []
+    together = CpuBackend.grouped_weight_only_matmul
+
+    def noted(self: Any, x: Any, weights: Any, ends: Any) -> Any:
+        seen.append(len(weights))
+        return together(self, x, weights, ends)
+
+    monkeypatch.setattr(CpuBackend, "groups_products", True)
+    monkeypatch.setattr(CpuBackend, "grouped_weight_only_matmul", noted)
+    return seen
+
+
+def made(scheme: str, bias: bool = True) -> Any:
+    config = ExpertsConfig(6, 2, 64, bias=bias, alpha=1.702, limit=7.0)
+    rng = np.random.default_rng(0)
+    experts = mixture(32, config, rng)
+    for parameter in experts.parameters():
+        parameter.data[...] = rng.standard_normal(parameter.shape).astype(np.float32)
+    return et.quantize_model(experts, scheme)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_together_they_have_the_bits_of_each_alone(
+    grouping: list[int], monkeypatch: pytest.MonkeyPatch, bias: bool, dtype: str
+) -> None:
+    experts, x = made("mxfp4_weights", bias), et.randn(3, 40, 32, seed=1).to(dtype)
+    x[:, :, 0] = 3.0  # most tokens to few experts: some are left out
+    with et.no_grad():
+        got = experts(x)
+        assert len(grouping) == 3 and len(set(grouping)) == 1
+        monkeypatch.setattr(Expert, "run_groups", lambda *_: None)
+        expected = experts(x)
+    assert got.dtype == expected.dtype
+    assert np.array_equal(got.to("float32").numpy(), expected.to("float32").numpy())
+
+
+def test_weights_as_a_file_has_them_give_float32(grouping: list[int]) -> None:
+    experts = made("mxfp4_weights")
+    for _, layer in et.nn.gemm_layers(experts):
+        layer.quant = None
+    with et.no_grad():
+        assert experts(et.randn(100, 32, seed=1)).dtype == et.float32
+    assert len(grouping) == 3
+
+
+@pytest.mark.parametrize("case", ["few rows", "gradients", "activations", "dense", "hook", "lora"])
+def test_some_experts_run_one_after_the_other(grouping: list[int], case: str) -> None:
+    experts = made("mxfp4_a8" if case == "activations" else "mxfp4_weights")
+    layer = experts.experts[3].up_proj
+    if case == "dense":
+        experts.experts[3].up_proj = et.nn.Linear(32, 64, rng=0)
+    if case == "hook":
+        layer.register_forward_hook(lambda module, output: None)
+    if case == "lora":
+        add_adapters(experts, rank=2)
+    x = et.randn(20 if case == "few rows" else 100, 32, seed=1)
+    with et.enable_grad() if case == "gradients" else et.no_grad():
+        experts(x)
+    assert not grouping
