@@ -25,7 +25,7 @@ from extensor_cuda.kernels.gemm.config import K_OF_BF16_STAGE
 from extensor_cuda.kernels.gemm.gemm_sm90 import Packed
 from extensor_cuda.kernels.prepare import expand as kernel
 from extensor_cuda.kernels.prepare import rebase as rebasing
-from extensor_cuda.matmul.operand import GemmOperand, Part, Scale, aligned, pitched
+from extensor_cuda.matmul.operand import GemmOperand, Part, Scale, aligned, bf16_rows, pitched
 from extensor_cuda.matmul.rebase import held_by
 from extensor_cuda.runtime.compile import Source
 
@@ -59,6 +59,7 @@ def expand(
     guards: Sequence[Array] = (),
     part: Part = None,
     largest: Array | None = None,
+    memory: Array | None = None,
 ) -> GemmOperand:
     """The values of a packed matrix, contraction contiguous; does not wait.
 
@@ -70,6 +71,7 @@ def expand(
         guards: two flags; nothing is written unless one is set. None: always.
         part: which rows of the operand.
         largest: `largest_scale` of an MX matrix, where the caller has it.
+        memory: where bfloat16 goes, see `GemmOperand.bf16`.
     """
     axis, mx = q.spec.axis, q.spec.is_mx
     lift = 0 if kind == "bf16" else held_by(q.spec)[1]
@@ -83,7 +85,7 @@ def expand(
         first, last = start // q.spec.tile[0], -(-stop // q.spec.tile[0])
         codes = codes[start:stop] if axis == 1 else codes[:, start:stop]
         scales = scales[first:last] if axis == 1 else scales[:, first:last]
-    out = xp.empty((n, pitch), dtype=np.uint16 if kind == "bf16" else np.uint8)
+    out = bf16_rows(xp, n, k, memory) if kind == "bf16" else xp.empty((n, pitch), np.uint8)
     factor = xp.empty(1, dtype=np.float32)
     exponent = None
     if mx:

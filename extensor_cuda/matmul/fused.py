@@ -25,7 +25,7 @@ from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE
 from extensor_cuda.kernels.prepare import quantize_operand
 from extensor_cuda.kernels.prepare.quantize_operand import Side
 from extensor_cuda.kernels.quantize import quantize as quantizer
-from extensor_cuda.matmul.operand import GemmOperand, Part, Prepared, Scale
+from extensor_cuda.matmul.operand import GemmOperand, Part, Prepared, Scale, bf16_rows
 from extensor_cuda.matmul.rebase import is_mxfp4
 from extensor_cuda.runtime.capture import current_capture
 from extensor_cuda.runtime.counters import Counters, OperandCounts
@@ -124,10 +124,9 @@ def _padded(k: int) -> int:
     return -(-k // 16) * 16
 
 
-def _empty(x: Array, axis: int, dtype: Any, xp: Any, part: Part = None) -> Array:
-    """What an operand's codes, or values of part of it as bfloat16, are written to."""
+def _empty(x: Array, axis: int, dtype: Any, xp: Any) -> Array:
+    """What an operand's codes, or its values as bfloat16, are written to."""
     rows, k = _sizes(x, axis)
-    rows = rows if part is None else part[1] - part[0]
     return xp.empty((rows, _padded(k)), dtype=dtype)[:, :k]
 
 
@@ -261,9 +260,13 @@ def _e5m2_operand(x: Array, side: Side, exponent: Array | None, xp: Any) -> Gemm
     """An operand that remembers what it was made from: the same values as bfloat16 on request."""
     spec, stream = side.spec, side.stream
 
-    def make_bf16(guards: Sequence[Array], part: Part = None) -> GemmOperand:
+    def make_bf16(
+        guards: Sequence[Array], part: Part = None, memory: Array | None = None
+    ) -> GemmOperand:
         guards = guards or [xp.ones((), dtype=np.uint32)] * 2
-        out = _empty(x, spec.axis, xp.uint16, xp, part)
+        rows, k = _sizes(x, spec.axis)
+        first, last = part or (0, rows)
+        out = bf16_rows(xp, last - first, k, memory)[:, :k]
         quantize_operand.launch_fused(x, [Side(spec, stream, out)], guards=guards, part=part)
         return GemmOperand(out, "bf16")
 

@@ -22,6 +22,7 @@ __all__ = [
     "Prepared",
     "Scale",
     "aligned",
+    "bf16_rows",
     "bf16_values",
     "pitched",
 ]
@@ -89,8 +90,8 @@ class GemmOperand:
         transposed: whether codes are (K, rows); with "bf16".
         flag: uint32 of shape (), set on the device where the codes do not hold every value, so that
             a product reads the operand's bfloat16 form instead; None where they always do.
-        make_bf16: writes that form of a `Part` anew from what the operand was made from, unless two
-            flags are given and neither is set.
+        make_bf16: writes that form of a `Part` anew from what the operand was made from, to given
+            memory or to new, unless two flags are given and neither is set.
         buffer: uint8, the one allocation of codes, scale and flag; None if they have several.
     """
 
@@ -100,7 +101,7 @@ class GemmOperand:
     zeros: Array | None = None
     transposed: bool = False
     flag: Array | None = None
-    make_bf16: Callable[[Sequence[Array], Part], GemmOperand] | None = None
+    make_bf16: Callable[[Sequence[Array], Part, Array | None], GemmOperand] | None = None
     buffer: Array | None = None
 
     @property
@@ -119,15 +120,17 @@ class GemmOperand:
         """Whether sums over parts of K add up: one power of two for all, or none."""
         return self.scale.form == "number" and self.scale.factor is None
 
-    def bf16(self, guards: Sequence[Array] = (), part: Part = None) -> GemmOperand:
+    def bf16(
+        self, guards: Sequence[Array] = (), part: Part = None, memory: Array | None = None
+    ) -> GemmOperand:
         """The operand in bfloat16; not written unless one of two flags is set, if given.
 
-        ``part`` is of an operand in FP8.
+        ``part`` and ``memory``, uint8 and contiguous, are of an operand in FP8.
         """
         if self.kind == "bf16":
             return self
         assert self.make_bf16 is not None
-        return self.make_bf16(guards, part)
+        return self.make_bf16(guards, part, memory)
 
     def values(self, xp: Any) -> Array:
         """What the operand means, float32 (rows, K)."""
@@ -150,6 +153,14 @@ class GemmOperand:
 
 Prepared = list[tuple[GemmOperand, OperandCounts | None]]
 """Operands, each with what its quantizer counted; None if it is not quantized."""
+
+
+def bf16_rows(xp: Any, rows: int, k: int, memory: Array | None = None) -> Array:
+    """What an operand in bfloat16 is written to: uint16 (rows, K up to a multiple of 16)."""
+    pitch = -(-k // 16) * 16
+    if memory is None:
+        return xp.empty((rows, pitch), dtype=np.uint16)
+    return memory[: 2 * rows * pitch].view(np.uint16).reshape(rows, pitch)
 
 
 def bf16_values(bits: Array, xp: Any) -> Array:

@@ -158,8 +158,10 @@ class PackedMatrix:
         if kind == "bf16":
             return operand
 
-        def make_bf16(guards: Sequence[Array], part: Part = None) -> GemmOperand:
-            return expand(q, "bf16", flags[1:], xp, guards, part, largest)
+        def make_bf16(
+            guards: Sequence[Array], part: Part = None, memory: Array | None = None
+        ) -> GemmOperand:
+            return expand(q, "bf16", flags[1:], xp, guards, part, largest, memory)
 
         return replace(operand, flag=flags[:1].reshape(()), make_bf16=make_bf16)
 

@@ -60,9 +60,8 @@ __all__ = [
 Array = Any
 
 _ALWAYS = Flags()
-_FALLBACK_BYTES, _PART_ROWS = 1 << 27, 128
-"""Memory of an operand of the fallback, which is seldom needed and always there; rows of its parts
-are a multiple of the second."""
+_FALLBACK_BYTES, _PART_ROWS = 1 << 25, 128
+"""Memory that an operand of the fallback may take; rows of parts are a multiple of the second."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +247,7 @@ def _guarded(
     flags = _ALWAYS if a.kind == "bf16" else Flags(a.flag, b.flag, 0)
     multiply(a, b, to, config, start, flags, split)
     if a.kind != "bf16":
-        _fall_back(a, b, to, start, split, fallback)
+        _fall_back(a, b, to, start, split, fallback, xp)
     if split is not None:
         add_partial_sums(to, split, out, bias, xp)
     return xp.ascontiguousarray(out)
@@ -261,37 +260,48 @@ def _fall_back(
     bias: Array | None,
     split: Split | None,
     fallback: FallbackCounter | SharedCounter | None,
+    xp: Any,
 ) -> None:
     """The same product in bfloat16, which ends at once unless an operand's flag is set.
 
-    Part by part of the operands: in a graph their memory is taken whether the product runs or not.
+    Large operands are written over their codes, half by half: else their memory, twice the codes',
+    would be taken whether the product runs or not. What uses such an operand again falls back, too.
     """
     assert a.flag is not None and b.flag is not None
     guards, runs = (a.flag, b.flag), None if fallback is None else fallback.array
     flags = Flags(*guards, 1, runs)
-    (m, _), (n, _) = a.shape, b.shape
     if split is not None:  # the same splits: a stage holds half as many terms
-        config = configure("bf16", m, n, to.dtype.name).replace(split_k=True)
+        config = configure("bf16", a.shape[0], b.shape[0], to.dtype.name).replace(split_k=True)
         more = Split(split.count, 2 * split.stages)
         multiply(a.bf16(guards), b.bf16(guards), to, config, bias, flags, more)
         return
+    of_a, of_b = (None if a.codes is b.codes else _memory_of(side, xp) for side in (a, b))
     left = None
-    for start, stop in _parts(b):
-        right = b.bf16(guards, (start, stop))
-        for first, last in _parts(a):
-            if left is None or last - first < m:
-                left = None  # its memory is the next one's
-                left = a.bf16(guards, (first, last))
+    for start, stop in _parts(b, of_b):
+        right = b.bf16(guards, (start, stop), of_b)
+        for first, last in _parts(a, of_a):
+            if left is None or of_a is not None:
+                left = a.bf16(guards, (first, last), of_a)
             added = None if bias is None else bias[start:stop]
             multiply(left, right, to[first:last, start:stop], None, added, flags)
             flags = Flags(*guards, 1)  # one run is counted
-        del right
+    for own, other in ((a.flag, b.flag), (b.flag, a.flag)):
+        if (of_a if own is a.flag else of_b) is not None:
+            xp.bitwise_or(own, other, out=own)  # the codes are gone where the fallback ran
 
 
-def _parts(operand: GemmOperand) -> Iterator[tuple[int, int]]:
-    """Parts of an operand's rows that take no more than so many bytes each in bfloat16."""
-    rows, k = operand.shape
-    step = max(_FALLBACK_BYTES // (2 * k * _PART_ROWS), 1) * _PART_ROWS
+def _memory_of(operand: GemmOperand, xp: Any) -> Array | None:
+    """The memory of a large operand's codes, bytes: the fallback writes its parts there."""
+    (rows, k), apart = operand.shape, operand.codes.strides[0]
+    if 2 * rows * k <= _FALLBACK_BYTES or rows < 2 * _PART_ROWS:
+        return None
+    return xp.lib.stride_tricks.as_strided(operand.codes, (rows * apart,), (1,))
+
+
+def _parts(operand: GemmOperand, memory: Array | None) -> Iterator[tuple[int, int]]:
+    """Parts of an operand's rows that fit in so much memory in bfloat16; None: one of all."""
+    rows = operand.shape[0]
+    step = rows if memory is None else rows // (2 * _PART_ROWS) * _PART_ROWS
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 

@@ -10,6 +10,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+import types
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -173,6 +174,14 @@ class Cupy:
     def zeros(self, shape: Any, dtype: Any = np.float64) -> Any:
         """Of zeros."""
         return np.zeros(shape, dtype).view(Device)
+
+    lib = types.SimpleNamespace(
+        stride_tricks=types.SimpleNamespace(
+            as_strided=lambda x, shape, strides: np.lib.stride_tricks.as_strided(
+                x, shape, strides, subok=True
+            )
+        )
+    )
 
 
 class Emulated(GenericBackend):

@@ -38,4 +38,6 @@ def test_values_in_float32_and_bfloat16(
         expected = reference.round_to(reference.dequantize(q), dtype)
         got = np.asarray(run().get())
         assert got.dtype == expected.dtype
-        np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
+        live = ~np.isnan(expected)  # a GPU's NaN has other bits
+        np.testing.assert_array_equal(np.isnan(got), ~live)
+        np.testing.assert_array_equal(got[live].view(np.uint8), expected[live].view(np.uint8))
