@@ -38,6 +38,9 @@ class ObserveArgs:
     """Only these arms now, as `--arms bf16 mxfp4 mxfp4,bf16@90%`; none are all."""
     jobs: int = 1
     """Runs side by side on one device. Their times are not those of a run alone: see --rates."""
+    whole_runs: bool = False
+    """Begin no run that the usual time of one does not let finish: for machines whose checkpoints are
+    lost with them."""
     rates: float = 0.0
     """Before the runs, train each arm alone for so many seconds and note labels a second, joules
     and bytes; what is in rates.json already is not measured again."""
@@ -75,7 +78,7 @@ def observe(args: ObserveArgs, console: Console) -> int:
         for line in queue.plan(args.minutes):
             console.print(f"plan: {line}", highlight=False)
     left = args.minutes - (time.monotonic() - start) / 60
-    done = queue.run(max(left, 0.0), console, args.jobs)
+    done = queue.run(max(left, 0.0), console, args.jobs, args.whole_runs)
     results = gather(queue)
     write_json(folder / "results.json", results)
     write_page(results, folder / "index.html")

@@ -168,7 +168,9 @@ class Queue:
                 found.setdefault(entry.kind, []).append(cost.seconds)
         return {kind: statistics.median(values) for kind, values in found.items()}
 
-    def run(self, minutes: float, console: Console, jobs: int = 1) -> bool:
+    def run(
+        self, minutes: float, console: Console, jobs: int = 1, whole_runs: bool = False
+    ) -> bool:
         """Run what is open until the time is up; returns whether everything is finished.
 
         A failed run is named, and does not stop the others.
@@ -177,6 +179,7 @@ class Queue:
             minutes: from now.
             console: where it reports.
             jobs: runs side by side.
+            whole_runs: whether no run begins that the usual time of its kind does not let finish.
         """
         deadline = time.monotonic() + 60 * minutes
         running: list[Running] = []
@@ -184,7 +187,7 @@ class Queue:
             while True:
                 while len(running) < jobs and time.monotonic() < deadline:
                     entry = self.next({one.entry.name for one in running})
-                    if entry is None:
+                    if entry is None or (whole_runs and not self._fits(entry, deadline)):
                         break
                     running.append(self._start(entry, deadline))
                 if not running:
@@ -199,6 +202,12 @@ class Queue:
                 one.end()
         self.write()
         return self.next() is None and not self.failed
+
+    def _fits(self, entry: Entry, deadline: float) -> bool:
+        """Whether a run is finished in time, if it takes as long as those of its kind did."""
+        seconds = self._usual_seconds(self.entries()).get(entry.kind, 0.0)
+        left = max(seconds - Cost.read(entry.cost_file).seconds, 0.0)
+        return time.monotonic() + left <= deadline
 
     def _start(self, entry: Entry, deadline: float) -> Running:
         return Running(entry, deadline)

@@ -167,6 +167,16 @@ def test_arms_are_run_side_by_side_as_far_as_they_are_chosen(
     assert begun == ["rate-0.02-fp32-s0", "rate-1e-06-fp32-s0", "arm-fp32-s0", "arm-fp32-s1"]
 
 
+def test_no_run_begins_that_the_time_would_interrupt(here: None, tmp_path: Path) -> None:
+    queue = Queue(TINY, tmp_path)
+    queue.run(3, QUIET)
+    for entry in queue.entries()[:3]:
+        write_json_cost(entry, 90.0)
+    assert not queue.run(1.4, QUIET, whole_runs=True) and queue.entries()[3].state == "waiting"
+    assert not queue.run(1.6, QUIET, whole_runs=True) and queue.entries()[3].state == "finished"
+    assert queue.entries()[4].state == "waiting"
+
+
 def test_a_rate_is_measured_once(tmp_path: Path) -> None:
     queue = Queue(TINY, tmp_path)
     measure_rates(queue, 0.01, math.inf, QUIET)
