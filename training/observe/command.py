@@ -39,8 +39,8 @@ class ObserveArgs:
     jobs: int = 1
     """Runs side by side on one device. Their times are not those of a run alone: see --rates."""
     whole_runs: bool = False
-    """Begin no run that the usual time of one does not let finish: for machines whose checkpoints are
-    lost with them."""
+    """Begin no run that the usual time of one does not let finish, for machines whose checkpoints
+    are lost with them."""
     rates: float = 0.0
     """Before the runs, train each arm alone for so many seconds and note labels a second, joules
     and bytes; what is in rates.json already is not measured again."""
