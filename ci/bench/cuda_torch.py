@@ -41,7 +41,7 @@ PARTS = ("linear", "block", "overhead")
 SIZES = ((8192, 8192, 8192), (16384, 4096, 4096), (4096, 4096, 4096))
 RECIPES = ("mxfp4", "mxfp8_rebased")
 WIDTH, HEADS, HIDDEN, CONTEXT = 4096, 32, 14336, 2048
-BLOCKS = ((None, 8), ("reduce-overhead", 4), ("reduce-overhead", 8))
+BLOCKS = ((None, 8), ("reduce-overhead", 8))
 """Modes of torch.compile and windows of a step: extensor's own block has 16,384 tokens, too."""
 STEPS = 4
 """Steps of a block between two events, as in training: the host launches one while another runs."""

@@ -39,7 +39,7 @@ State = dict[str, Any] | None
 
 _SLOTS = 2 * quantizer.SLOTS
 _BEHIND = 64  # floats that may be read behind the last row's: a tile's width
-_NUMBERS = 16  # bytes behind E5M2 codes: the exponent, and the flag in the second four
+_NUMBERS = 8  # bytes behind E5M2 codes: the exponent and the flag
 
 
 def supports(x: Array, spec: QuantSpec) -> QuantSpec | Unsupported:
@@ -156,7 +156,7 @@ def nbytes(kind: int, rows: int, k: int) -> int:
 
     >>> from extensor_cuda.matmul.fused import MXFP4, nbytes
     >>> nbytes(MXFP4, 64, 100)
-    7184
+    7176
     """
     if kind == REBASED:
         return rows * _padded(k) + 4 * -(-k // REBASE_TILE) * _pitch(rows)
