@@ -158,6 +158,8 @@ class PretrainedTokenizer:
             library = parsed(Library.from_file, str(file))
         except ValueError as error:
             raise TokenizerError(f"{file}: cannot be read: {error}") from error
+        library.no_padding()  # a sentence encoder's file may pad and cut every text
+        library.no_truncation()
         settings = _read_json(folder / "tokenizer_config.json")
         special = {
             name: text

@@ -205,6 +205,19 @@ def test_a_folder_gives_ends_and_template(tmp_path: Path) -> None:
         PretrainedTokenizer(made.library).encode_chat(CHAT)
 
 
+def test_no_text_is_padded_or_cut_as_a_file_may_ask(tmp_path: Path) -> None:
+    """Sentence encoders' files do so; padding would count as words, and the end would be lost."""
+    from tokenizers import Tokenizer
+
+    file = folder_of(tmp_path) / "tokenizer.json"
+    library = Tokenizer.from_file(str(file))
+    library.enable_padding(length=8, pad_id=1)
+    library.enable_truncation(1)
+    library.save(str(file))
+    assert library.encode("yes").ids == [0, *[1] * 7]
+    assert PretrainedTokenizer.from_pretrained(tmp_path).encode("yes").tolist() == [0, 2]
+
+
 BASE = {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "gpt-2",
