@@ -81,20 +81,26 @@ _ARMS = (
 
 
 def _llama(
-    variant: str, weights: float, batch: int, arms: tuple[str, ...], seeds: int
+    variant: str,
+    weights: float,
+    batch: int,
+    arms: tuple[str, ...],
+    seeds: int,
+    tokens: int = 25,
+    rounds: int = 10,
 ) -> Experiment:
-    """A size of the series: 25 tokens a weight of the blocks, in 10 rounds."""
-    steps = round(25 * weights / (batch * 512) / 10)
+    """A size of the series: so many tokens a weight of the blocks; a fifth of them for a trial."""
+    steps = round(tokens * weights / (batch * 512) / rounds)
     return Experiment(
-        f"Llama of {variant} weights on Linux's C, 25 tokens a weight, on a GPU",
+        f"Llama of {variant} weights on Linux's C, {tokens} tokens a weight, on a GPU",
         "llama",
         {
-            "variant": variant, "batch_size": batch, "epochs": 10, "epoch_steps": steps,
+            "variant": variant, "batch_size": batch, "epochs": rounds, "epoch_steps": steps,
             "warmup_epochs": 0.5, "test_limit": 512, "device": "cuda", "activations": "bfloat16",
         },
         arms,
         (2e-3, 4e-3, 8e-3),
-        2,
+        rounds // 5,
         seeds,
     )  # fmt: skip
 
@@ -117,6 +123,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         seeds=3,
         telemetry=100,
     ),
+    "3m_short": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=10, rounds=5),
     "3m": _llama("3m", 3.1e6, 64, _ARMS, 3),
     "10m": _llama("10m", 10.6e6, 128, _ARMS, 3),
     "30m": _llama("30m", 29.5e6, 256, _ARMS, 3),
