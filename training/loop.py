@@ -223,6 +223,8 @@ class Trainer:
         finally:
             for callback in self.callbacks:
                 callback.on_end(self, result)
+            if self._captured is not None:  # NCCL ends after the graphs that hold its calls
+                self._captured.close()
         return result
 
     def advance(self, batches: Iterable[Batch]) -> list[StepReport]:

@@ -172,6 +172,20 @@ class CapturedStep:
         for mine in self._graphs.values():
             mine.graph.check()
 
+    def close(self) -> None:
+        """Let the graphs go, and their memory; the next call runs Python again, as the first did.
+
+        A step with NCCL's collectives must be closed before its communicator goes, which would wait
+        for the graph for ever.
+
+        >>> train = et.capture(lambda x: x + 1)
+        >>> train.close()
+        """
+        for mine in self._graphs.values():
+            mine.graph.close()
+        self._graphs.clear()
+        self._recorded.clear()
+
 
 def _copied(tensor: ExTensor) -> ExTensor:
     return wrap(tensor.data.copy(), tensor.backend)

@@ -49,6 +49,10 @@ class Graph(Protocol):
         """Raise the error that a replay found; waits for the device."""
         ...
 
+    def close(self) -> None:
+        """Let what was captured go; it is not replayed again."""
+        ...
+
 
 class Replay(Protocol):
     """Calls of the CPU's kernels, made again without Python on the same memory.

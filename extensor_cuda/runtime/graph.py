@@ -149,3 +149,7 @@ class CudaGraph:
         """See the protocol."""
         if self._capture is not None:
             self._capture.check()
+
+    def close(self) -> None:
+        """See the protocol."""
+        self._graph = None

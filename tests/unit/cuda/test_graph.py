@@ -209,6 +209,30 @@ def test_a_bad_gradient_stops_captured_updates_inside_backward(gpu: Any) -> None
     assert weights(layer) == before
 
 
+def test_a_closed_step_is_captured_anew(gpu: Any) -> None:
+    def made(close: bool) -> list[float]:
+        layer = et.nn.Linear(8, 4, rng=0).to("cuda")
+        by = SGD(layer.named_parameters(), lr=0.1)
+
+        def step(x: et.ExTensor) -> et.ExTensor:
+            by.zero_grad()
+            (loss := layer(x).square().sum()).backward()
+            by.step()
+            return loss
+
+        call, x, losses = et.capture(step), et.randn((5, 8), seed=1).to("cuda"), []
+        for number in range(9):
+            losses.append(call(x).item())
+            if close and number == 4:
+                graphs = [mine.graph for mine in call._graphs.values()]
+                call.close()
+                assert call.nbytes == 0 and [graph._graph for graph in graphs] == [None]
+        return losses
+
+    losses = made(close=True)
+    assert losses == made(close=False) and len(set(losses)) == 9
+
+
 def wide_gpt(recipe: str) -> tuple[Any, Any, list[Any]]:
     """Products large enough for the tensor cores of a GPU."""
     config = GPTConfig(vocab=256, context=64, layers=2, width=128, heads=2)
