@@ -250,8 +250,9 @@ def block_theirs(small: bool, device: str) -> dict[str, float]:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = timed(call, device)
-    taken = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    return {"device_gb": taken / 1e9, "milliseconds": 1e3 * seconds}
+    asked = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    taken = torch.cuda.max_memory_reserved() if device == "cuda" else 0
+    return {"device_gb": taken / 1e9, "ledger_gb": asked / 1e9, "milliseconds": 1e3 * seconds}
 
 
 def timed(call: Any, device: str, rounds: int = 20) -> float:
