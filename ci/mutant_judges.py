@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from zlib import crc32
 
 ROOT = Path(__file__).resolve().parent.parent
 MAPS = ROOT / "build" / "mutants"
@@ -31,7 +32,12 @@ PACKAGES = {
     "ops": ("extensor/ops", f"{_EVERY}primitive.py", "tests/test_bad_input.py"),
     "nn": ("extensor/nn", f"{_EVERY}layer.py"),
     "optim": ("extensor/optim", f"{_EVERY}optimizer.py", "tests/unit/cuda/test_graph.py"),
-    "quant": ("extensor/quant",),
+    "quant": (
+        "extensor/quant",
+        *(f"{_EVERY}{what}.py" for what in ("format", "spec")),
+        *(f"tests/unit/nn/test_{what}.py" for what in ("recipe", "ptq")),
+        "tests/unit/ops/test_saved_operands.py",
+    ),
     "io": ("extensor/io",),
     "training": ("training",),
     "models": ("models",),
@@ -111,6 +117,7 @@ class Judges:
         found = json.loads(path.read_text())
         self.times: list[tuple[str, float]] = list(found["tests"].items())
         self.lines: dict[str, dict[str, list[int]]] = found["lines"]
+        self.texts: dict[str, int] = found["texts"]
         self.limit = limit
 
     def of(self, mutant: Mutant) -> Chosen:
@@ -118,6 +125,8 @@ class Judges:
 
         Of a line that imports alone run, the tests of the lines that name what it binds.
         """
+        if crc32(mutant.original().encode()) != self.texts.get(mutant.file):
+            raise SystemExit(f"{mutant.file} is not the file of the map; run --map again")
         node, span = statement(mutant.original(), mutant.line)
         rows = self.lines.get(mutant.file, {})
         numbers = {number for line in span for number in rows.get(str(line), ())}

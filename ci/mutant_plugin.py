@@ -20,6 +20,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -66,6 +67,10 @@ class Map:
         self.coverage.start()
         signal.signal(signal.SIGPROF, self.stop)
 
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Tests of Hypothesis are no judges: they take long, and differ from run to run."""
+        items[:] = [i for i in items if not hasattr(getattr(i, "obj", None), "hypothesis")]
+
     def stop(self, number: int, frame: FrameType | None) -> None:
         pytest.fail(f"over {SLOW} s")
 
@@ -87,14 +92,16 @@ class Map:
         self.coverage.stop()
         data = self.coverage.get_data()
         numbers = {test: n for n, test in enumerate(self.tests) if test not in self.failed}
-        lines = {}
+        lines, texts = {}, {}
         for file in sorted(data.measured_files()):
-            rows = data.contexts_by_lineno(file)
-            lines[str(Path(file).relative_to(ROOT))] = {
+            rows, name = data.contexts_by_lineno(file), str(Path(file).relative_to(ROOT))
+            texts[name] = crc32(Path(file).read_bytes())
+            lines[name] = {
                 line: [-1] * ("" in tests) + sorted(numbers[t] for t in tests if t in numbers)
                 for line, tests in rows.items()
             }
-        Path(self.out).write_text(json.dumps({"tests": self.tests, "lines": lines}))
+        found = {"tests": self.tests, "lines": lines, "texts": texts}
+        Path(self.out).write_text(json.dumps(found))
         self.coverage.erase()
 
 

@@ -320,6 +320,12 @@ def test_a_state_that_does_not_fit_changes_nothing(change, message):
     assert scaler.state_dict() == before and state.layers["a"].layer == layer
 
 
+def test_options_at_their_bounds():
+    options = {"init_scale": 2.0, "min_scale": 2.0, "growth_factor": 1.0, "backoff_factor": 1.0}
+    _, _, scaler = make(**options, growth_interval=1, saturation_interval=1)
+    assert scaler.current_scale == 2.0
+
+
 def test_a_state_at_its_bounds_fits():
     """The least scale, and counts up to what float64 holds."""
     _, _, scaler = make(min_scale=2.0)

@@ -62,6 +62,22 @@ def test_orthogonalize_brings_singular_values_near_one(shape):
     np.testing.assert_array_equal(orthogonalize(np.zeros(shape), np), 0.0)
 
 
+def test_orthogonalize_is_five_steps_of_the_polynomial_on_each_singular_value():
+    matrix = np.random.default_rng(0).standard_normal((3, 5))
+    values = np.linalg.svd(matrix, compute_uv=False)
+    values /= np.linalg.norm(values)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    got = np.linalg.svd(orthogonalize(matrix, np), compute_uv=False)
+    np.testing.assert_allclose(got, np.sort(values)[::-1], rtol=1e-5)
+
+
+def test_parameters_are_numbered_from_zero_over_all_groups():
+    groups = [{"params": [param([1.0]), param([1.0])]}, {"params": [param([1.0])]}]
+    members = [m for group in SGD(groups, lr=0.1).groups for m in group.members]
+    assert [m.index for m in members] == [0, 1, 2]
+
+
 def test_muon_by_hand():
     w, g = np.ones((8, 2, 2)), np.random.default_rng(0).standard_normal((8, 2, 2))
     p = param(w, np.float64)

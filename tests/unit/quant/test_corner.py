@@ -101,6 +101,13 @@ def test_shares_of_codes(name, axis):
     assert code_shares(q, 100)[1] <= 100
 
 
+def test_values_that_no_code_has_have_a_share_of_zero():
+    rows, _ = code_shares(quantized((32, 32), QuantSpec("mxfp4")), 10_000)
+    zeros, count = code_shares(quantize(np.zeros((4, 32), np.float32), QuantSpec("mxfp4"))[0], 200)
+    assert [name for name, _ in zeros] == [name for name, _ in rows] and len(rows) == 15
+    assert [share for _, share in zeros] == [float(n == 7) for n in range(15)] and count == 128
+
+
 class Device:
     """An array that is not on the host; counts the bytes that are copied from it."""
 

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from extensor.formats import DIALECTS, FORMATS
-from extensor.quant.array import block_grid, coded_length, packed_length, tile_extent
+from extensor.quant.array import (
+    block_grid,
+    coded_length,
+    packed_length,
+    stored_nbytes,
+    tile_extent,
+)
 from extensor.quant.reference import dequantize, fake_quantize, quantize
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
@@ -219,6 +225,14 @@ def test_real_sizes_in_bytes() -> None:
         assert q.nbytes == sum(part.nbytes for part in q.parts.values())
     half, _ = quantize(x, QuantSpec("int4", scale_dtype="float16", symmetric=False))
     assert half.nbytes == 4 * 32 + 4 * 2 * (2 + 1)
+
+
+@pytest.mark.parametrize("shape", [(4, 64), (3, 70), (2, 5, 33), (0, 64), (64, 0)])
+@pytest.mark.parametrize("name", [n for n, row in FORMATS.items() if not row.outliers])
+def test_sizes_that_are_foretold_are_the_real_ones(name: str, shape: tuple[int, ...]) -> None:
+    for spec in (QuantSpec(name), QuantSpec(name, axis=0)):
+        x = np.ones(shape, np.float32)
+        assert stored_nbytes(spec.resolve(len(shape)), shape) == quantize(x, spec)[0].nbytes
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.float32])
