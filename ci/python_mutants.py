@@ -59,9 +59,11 @@ def known() -> list[Mutant]:
     return [Mutant(**row) for row in json.loads(TABLE.read_text())] if TABLE.exists() else []
 
 
-def keep(mutants: Sequence[Mutant]) -> None:
-    """Write the table, a mutant a line."""
-    ordered = sorted(mutants, key=lambda m: (m.package, m.file, m.line, m.new))
+def keep(mutant: Mutant) -> None:
+    """Write a mutant into the table, a line for each; those whose text has gone leave it."""
+    same = mutant.file, mutant.old, mutant.new
+    mutants = [m for m in known() if (m.file, m.old, m.new) != same and m.source() is not None]
+    ordered = sorted([*mutants, mutant], key=lambda m: (m.package, m.file, m.line, m.new))
     rows = ",\n".join(json.dumps(asdict(mutant)) for mutant in ordered)
     TABLE.write_text(f"[\n{rows}\n]\n")
 
@@ -196,11 +198,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes.append(mutant)
         what = "killed  " if mutant.by else "SURVIVED"
         print(f"{what} {mutant.file}:{mutant.line} {mutant.new.strip()!r} {mutant.by}", flush=True)
-    if not chosen.sample:
-        table += [mutant for mutant in outcomes if mutant not in of_them]
-        keep([mutant for mutant in table if mutant.source() is not None])
+        if not chosen.sample:
+            keep(mutant)
     if chosen.show:
-        show([mutant for mutant in table if mutant.package in packages])
+        show([mutant for mutant in known() if mutant.package in packages])
     survived = sum(not mutant.by for mutant in outcomes)
     print(f"{len(outcomes)} mutants, {survived} survived")
     return int(survived > 0)

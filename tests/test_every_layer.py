@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ Made = tuple[Callable[..., Any], list[Any]]
 """A function of torch's tensors, and its parameters in the order of ours."""
 Peer = tuple[Callable[[], nn.Module], Callable[[Any], Made], tuple[int, ...]]
 
+STORED = Path(__file__).with_name("every_layer.json")
 TOKENS, IMAGE, FLAT = (2, 5, 12), (2, 4, 6, 7), (3, 4)
 
 
@@ -300,31 +303,43 @@ def as_dtype(p: Any, values: np.ndarray) -> None:
     p.data, p.dtype = p.backend.xp.asarray(values), et.ExTensor(values).dtype
 
 
-class Pair:
-    """Our layer and torch's with the same weights, off their round initial values."""
+class Ours:
+    """Our layer, its weights off their round initial values."""
+
+    def __init__(self, case: str, dtype: Any, training: bool = True) -> None:
+        make, _, self.shape = PEERS[case]
+        self.integers = case == "embedding"
+        self.mine = make().train(training)
+        rng = np.random.default_rng(0)
+        for p in self.mine.parameters():
+            as_dtype(p, (p.numpy() + 0.5 * rng.random(p.shape)).astype(dtype))
+
+    def drawn(self, rng: np.random.Generator, dtype: Any) -> np.ndarray:
+        """An input."""
+        if self.integers:
+            return rng.integers(0, 7, self.shape)
+        return rng.standard_normal(self.shape).astype(dtype)
+
+
+class Pair(Ours):
+    """Our layer and torch's with the same weights."""
 
     def __init__(self, torch: Any, case: str, dtype: Any, training: bool = True) -> None:
-        make, peer, self.shape = PEERS[case]
-        self.torch, self.integers = torch, case == "embedding"
-        self.mine = make().train(training)
-        self.theirs, parameters = peer(torch)
+        super().__init__(case, dtype, training)
+        self.torch = torch
+        self.theirs, parameters = PEERS[case][1](torch)
         if isinstance(self.theirs, torch.nn.Module):
             self.theirs.train(training)
             self.theirs.to(torch.float64 if dtype == np.float64 else torch.float32)
         self.pairs = list(zip(self.mine.parameters(), parameters, strict=True))
-        rng = np.random.default_rng(0)
         for p, q in self.pairs:
-            as_dtype(p, (p.numpy() + 0.5 * rng.random(p.shape)).astype(dtype))
             q.data = torch.tensor(p.numpy().reshape(tuple(q.shape)))
 
     def inputs(self, rng: np.random.Generator, dtype: Any) -> tuple[Any, Any]:
-        if self.integers:
-            tokens = rng.integers(0, 7, self.shape)
-            return et.ExTensor(tokens), self.torch.tensor(tokens)
-        values = rng.standard_normal(self.shape).astype(dtype)
+        values, trained = self.drawn(rng, dtype), not self.integers
         return (
-            et.ExTensor(values, requires_grad=True),
-            self.torch.tensor(values, requires_grad=True),
+            et.ExTensor(values, requires_grad=trained),
+            self.torch.tensor(values, requires_grad=trained),
         )
 
     def backward(self, rng: np.random.Generator, x: Any, z: Any) -> tuple[Any, Any]:
@@ -360,6 +375,71 @@ def test_outputs_and_gradients_as_torch(case: str, training: bool) -> None:
         for name in ("running_mean", "running_var"):
             got, expected = (getattr(side, name) for side in (pair.mine, pair.theirs))
             np.testing.assert_allclose(got.numpy(), expected.numpy(), rtol=1e-5, atol=1e-7)
+
+
+# ---- torch's values, stored
+
+
+def sums(arrays: Iterable[Any]) -> list[list[float]]:
+    """Two weighted sums of each array, and the sum of its magnitudes."""
+    found = []
+    for array in arrays:
+        flat = np.asarray(array, np.float64).reshape(-1)
+        place = np.arange(flat.size)
+        found.append([float(np.cos(k * place + k) @ flat) for k in (1, 2)] + [abs(flat).sum()])
+    return found
+
+
+def buffers(layer: Any) -> list[Any]:
+    """What a layer has learned of its inputs."""
+    found = [getattr(layer, name, None) for name in ("running_mean", "running_var")]
+    return [buffer for buffer in found if buffer is not None]
+
+
+def ours(case: str, training: bool) -> list[list[float]]:
+    """Of the output, the gradients and the buffers of a step in float64."""
+    made, rng = Ours(case, np.float64, training), np.random.default_rng(1)
+    x = et.ExTensor(made.drawn(rng, np.float64), requires_grad=not made.integers)
+    y = made.mine(x)
+    y = y[0] if isinstance(y, tuple) else y
+    y.backward(et.ExTensor(rng.standard_normal(y.shape)))
+    grads = [t.grad for t in ([] if made.integers else [x]) + list(made.mine.parameters())]
+    assert all(g is not None for g in grads)
+    return sums(t.numpy() for t in [y, *grads, *buffers(made.mine)] if t is not None)
+
+
+def torchs(torch: Any, case: str, training: bool) -> list[list[float]]:
+    pair, rng = Pair(torch, case, np.float64, training), np.random.default_rng(1)
+    x, z = pair.inputs(rng, np.float64)
+    _, y = pair.backward(rng, x, z)
+    grads = [t.grad for t in ([] if pair.integers else [z]) + [q for _, q in pair.pairs]]
+    return sums(t.detach().numpy() for t in [y, *grads, *buffers(pair.theirs)])
+
+
+def near(got: list[list[float]], stored: list[list[float]], share: float) -> None:
+    """Each sum within a share of the sum of magnitudes."""
+    assert len(got) == len(stored)
+    for row, expected in zip(got, stored, strict=True):
+        np.testing.assert_allclose(row, expected, rtol=0, atol=share * expected[2] + 1e-12)
+
+
+SHARES = {"hard sigmoid": 1e-6, "batch norm": 1e-6}
+"""Torch's sixth and our averages are float32. Others: a few hundred operations, exact to 2^-53."""
+
+
+@pytest.mark.parametrize("case", PEERS)
+def test_outputs_and_gradients_as_stored_of_torch(case: str) -> None:
+    """Without torch: `python -m tests.test_every_layer` writes its sums."""
+    stored = json.loads(STORED.read_text(encoding="utf-8"))[case]
+    for training, of_torch in zip((True, False), stored, strict=True):
+        near(ours(case, training), of_torch, SHARES.get(case, 1e-10))
+
+
+@pytest.mark.parametrize("case", PEERS)
+def test_what_is_stored_is_torchs(case: str) -> None:
+    stored = json.loads(STORED.read_text(encoding="utf-8"))[case]
+    for training, expected in zip((True, False), stored, strict=True):
+        near(torchs(torch_or_skip(), case, training), expected, SHARES.get(case, 1e-10))
 
 
 @pytest.mark.parametrize("case", PEERS)
@@ -410,3 +490,18 @@ def test_dropout_as_torch_with_the_same_draws(case: str) -> None:
         expected.square().sum().backward()
         assert x.grad is not None
         np.testing.assert_allclose(x.grad.numpy(), z.grad.numpy(), rtol=2.0**-21)
+
+
+def write() -> None:
+    """Store torch's values."""
+    import torch
+
+    rows = {c: [torchs(torch, c, training) for training in (True, False)] for c in PEERS}
+    short = {c: [[[float(f"{v:.13g}") for v in t] for t in row] for row in both]
+             for c, both in rows.items()}  # fmt: skip
+    lines = (f"{json.dumps(case)}: {json.dumps(both)}" for case, both in short.items())
+    STORED.write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

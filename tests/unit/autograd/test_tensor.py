@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -276,3 +277,15 @@ def test_one_number_is_formatted_as_python_does() -> None:
     assert f"{et.ones(2)}" == repr(et.ones(2))
     with pytest.raises(TypeError, match=r"format '\.2f': expected one element, got shape \(2,\)"):
         f"{et.ones(2):.2f}"
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(
+    "like",
+    [et.zeros_like, et.ones_like, et.empty_like, lambda x: et.full_like(x, 3)],
+    ids=["zeros", "ones", "empty", "full"],
+)
+def test_a_tensor_like_another_is_on_its_device(like: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = et.ExTensor([1, 2], device="cpu")
+    monkeypatch.setenv("EXTENSOR_DEVICE", "cuda")
+    assert like(x).device == "cpu" and like(x).dtype is x.dtype
