@@ -42,6 +42,9 @@ _DTYPES = {
 _TENSOR_DTYPES = {array: tensor for tensor, array in _DTYPES.items()}
 _SMALL, _CHUNK, _ALIGNED = 4096, 1 << 16, 512
 """Allocations up to so many bytes share chunks of so many, at such multiples."""
+_FALLBACK = 1 << 28
+"""Bytes that an operand of a product's fallback may take of torch's cache: few launches, for its
+steps are launched one by one or hold much more."""
 _LAYER = 12 << 9
 """Counters of a layer in a captured step: of six operands, 512 each or 1,024 if rebased."""
 
@@ -69,6 +72,7 @@ class OnStream:
         self._index = device.index or 0
         self._chunk: _Memory | None = None
         self._used = 0
+        self._fallback = ALLOCATORS.fallback
 
     def __enter__(self) -> OnStream:
         self.capturing = _is_capturing()
@@ -79,6 +83,7 @@ class OnStream:
         self._memory = cupy.cuda.using_allocator(self._allocate)
         self._memory.__enter__()
         self._stream.__enter__()
+        ALLOCATORS.fallback = _FALLBACK
         counts = counts_of(self._index)
         if self.capturing:  # cudaMalloc is not allowed in a capture
             CAPTURED.capture = CapturedPass(counts)
@@ -90,6 +95,7 @@ class OnStream:
 
     def __exit__(self, *error: Any) -> None:
         ALLOCATORS.lasting, CAPTURED.capture = nullcontext, None
+        ALLOCATORS.fallback = self._fallback
         self._stream.__exit__(*error)
         self._memory.__exit__(*error)
         if self._before != self._index:

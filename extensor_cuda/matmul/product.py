@@ -44,6 +44,7 @@ from extensor_cuda.kernels.prepare.cast_bf16 import add_partial_sums, empty_part
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand
 from extensor_cuda.matmul.partition import configure, configure_split_k
 from extensor_cuda.runtime.counters import Reserve
+from extensor_cuda.runtime.memory import ALLOCATORS
 
 __all__ = [
     "FallbackCounter",
@@ -60,8 +61,8 @@ __all__ = [
 Array = Any
 
 _ALWAYS = Flags()
-_FALLBACK_BYTES, _PART_ROWS = 1 << 25, 128
-"""Memory that an operand of the fallback may take; rows of parts are a multiple of the second."""
+_PART_ROWS = 128
+"""Rows of an operand's parts are a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ def _fall_back(
 def _memory_of(operand: GemmOperand, xp: Any) -> Array | None:
     """The memory of a large operand's codes, bytes: the fallback writes its parts there."""
     (rows, k), apart = operand.shape, operand.codes.strides[0]
-    if 2 * rows * k <= _FALLBACK_BYTES or rows < 2 * _PART_ROWS:
+    if 2 * rows * k <= ALLOCATORS.fallback or rows < 2 * _PART_ROWS:
         return None
     return xp.lib.stride_tricks.as_strided(operand.codes, (rows * apart,), (1,))
 

@@ -65,10 +65,13 @@ class PoolLog:
 
 class _Allocators(threading.local):
     lasting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    fallback: int = 1 << 25
 
 
 ALLOCATORS = _Allocators()
-"""Of this thread: another program whose allocator serves for a while sets ``lasting``."""
+"""Of this thread: another program whose allocator serves for a while sets ``lasting``, and how many
+bytes an operand of a product's fallback may take, which is seldom needed: fewer take more launches.
+"""
 
 
 def lasting() -> AbstractContextManager[Any]:

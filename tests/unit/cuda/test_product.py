@@ -13,12 +13,12 @@ from extensor_cuda.kernels.gemm.config import Config, Split, gemm_source
 from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, empty_rows, gemm, partial_sum_rows
 from extensor_cuda.kernels.prepare import cast_bf16
 from extensor_cuda.kernels.prepare.cast_bf16 import bf16_source
-from extensor_cuda.matmul import product as module
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand, Scale, bf16_rows
 from extensor_cuda.matmul.partition import configure, configure_split_k
 from extensor_cuda.matmul.product import FallbackCounter, product
 from extensor_cuda.runtime.compile import compile_cubin
 from extensor_cuda.runtime.counters import Reserve
+from extensor_cuda.runtime.memory import ALLOCATORS
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.preparing import CASTS
@@ -177,7 +177,7 @@ def test_parts_of_fp8_products_and_of_their_other_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Small integers: every sum is exact, whatever the layouts, the splits and the parts."""
-    monkeypatch.setattr(module, "_FALLBACK_BYTES", 2 * 128 * 128)  # three and four parts of a side
+    monkeypatch.setattr(ALLOCATORS, "fallback", 2 * 128 * 128)  # three and four parts of a side
     m, n, k = sizes
     rng = np.random.default_rng(7)
     sides, held = [], []
