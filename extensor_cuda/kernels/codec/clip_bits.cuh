@@ -14,20 +14,22 @@ DEVICE u32 clip_bits(const float (&x)[1][kChunk], const Scale& s, const Tensor& 
     const float limit = clip_limit(s, tensor);
     u32 bits = 0;
 #pragma unroll
-    for (int k = 0; k < kChunk; ++k) bits |= (fabsf(x[0][k]) <= limit ? 1u : 0u) << k;
+    for (int k = 0; k < kChunk; ++k)
+        if (fabsf(x[0][k]) <= limit) bits |= 1u << k;
     return bits & s.live;
 }
 
-// Of pairs of bfloat16.
+// Of pairs of bfloat16, under a power of two: bfloat16 holds the limit. A half of limit + 2^15 less
+// the magnitude keeps its top bit unless the magnitude is larger.
 DEVICE u32 clip_bits(const u32 (&x)[kChunk / 2], const Scale& s, const Tensor& tensor) {
     const float limit = clip_limit(s, tensor);
-    u32 bits = 0;
+    const u32 top = bits_of(limit) >> 16, most = (top << 16 | top) + 0x80008000u;
+    u32 found = 0;
 #pragma unroll
-    for (int k = 0; k < kChunk / 2; ++k) {
-        bits |= (fabsf(float_of(x[k] << 16)) <= limit ? 1u : 0u) << 2 * k;
-        bits |= (fabsf(float_of(x[k] & 0xFFFF0000u)) <= limit ? 2u : 0u) << 2 * k;
-    }
-    return bits & s.live;
+    for (int k = 0; k < kChunk / 2; ++k)
+        found |= ((most - (x[k] & 0x7FFF7FFFu)) >> 15 & 0x00010001u) << 2 * k;
+    const u32 bits = (found & 0x5555u) | (found >> 15 & 0xAAAAu);
+    return limit == limit ? bits & s.live : 0;
 }
 
 // Writes a chunk's bits: of a row of `coded` values, from `start` on.
