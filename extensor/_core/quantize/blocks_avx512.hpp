@@ -124,4 +124,69 @@ struct RunEncoder<Index, Tile, false, T> {
     }
 };
 
+// The same for stochastic rounding. Rounding up the difference of a value, in steps of the grid,
+// and its random word gives the step above the binade's first.
+template <int Index, int Tile, class T>
+struct RunEncoder<Index, Tile, true, T> {
+    using Nearest = RunEncoder<Index, Tile, false, T>;
+    static constexpr Element e = kElements[Index];
+    static constexpr int kBatch = Nearest::kBatch;
+    static constexpr int kShift = 23 - e.mantissa_bits;
+    static constexpr int kZero = (e.min_exponent + 127) << e.mantissa_bits;
+
+    // Codes above kZero, without signs; `y`: the scaled values.
+    static INLINE __m512i steps(vf v, vf apply, const uint32_t* word, __m512i& y) {
+        y = _mm512_castps_si512(reinterpret_cast<__m512>(v * apply));
+        const __m512 magnitude =
+            _mm512_castsi512_ps(_mm512_and_si512(y, _mm512_set1_epi32(kMagnitude)));
+        const __m512i exponent =
+            _mm512_max_epu32(_mm512_and_si512(y, _mm512_set1_epi32(kExponentMask)),
+                             _mm512_set1_epi32((e.min_exponent + 127) << 23));
+        const __m512i inverse =
+            _mm512_sub_epi32(_mm512_set1_epi32((254 + e.mantissa_bits) << 23), exponent);
+        // As in round_magnitude.
+        constexpr int up = _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC;
+        const __m512 scaled = _mm512_mul_ps(magnitude, _mm512_castsi512_ps(inverse));
+        const __m512 w = _mm512_cvt_roundepu32_ps(_mm512_loadu_si512(word),
+                                                  _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        const __m512 rest = _mm512_fnmadd_round_ps(w, _mm512_set1_ps(0x1p-32f), scaled, up);
+        return _mm512_add_epi32(_mm512_srli_epi32(exponent, kShift),
+                                _mm512_cvt_roundps_epi32(rest, up));
+    }
+
+    static void code(const T* x, const float* apply, const uint32_t* words, bool, int64_t tiles,
+                     uint8_t* to, EncodeCounts& counts) {
+        int64_t saturated = 0, flushed = 0;
+        const int64_t count = tiles * Tile;
+        for (int64_t i = 0; i < count; i += kBatch, x += kBatch, words += kBatch,
+                     apply += kBatch / Tile, to += kBatch * e.bits / 8) {
+            prefetch_stream(x, kBatch);
+            __m512i c[4];
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; ++k) {
+                const T* at = x + 2 * VL * k;
+                const uint32_t* word = words + 2 * VL * k;
+                __m512i y, z;
+                const __m512i a = steps(load(at), splat(apply[2 * VL * k / Tile]), word, y);
+                const __m512i b =
+                    steps(load(at + VL), splat(apply[(2 * k + 1) * VL / Tile]), word + VL, z);
+                const __m512i top = _mm512_set1_epi16(e.max_code);
+                const __m512i n =
+                    _mm512_sub_epi16(_mm512_packs_epi32(a, b), _mm512_set1_epi16(kZero));
+                const __m512i signs =
+                    _mm512_packs_epi32(_mm512_srai_epi32(y, 16), _mm512_srai_epi32(z, 16));
+                saturated += __builtin_popcount(_mm512_cmpgt_epu16_mask(n, top));
+                const __mmask32 none = _mm512_testn_epi16_mask(n, n);
+                if (e.bits < 8 || none) flushed += __builtin_popcount(none) - Nearest::zeros(at);
+                c[k] = _mm512_ternarylogic_epi32(_mm512_min_epu16(n, top),
+                                                 _mm512_srli_epi16(signs, 16 - e.bits),
+                                                 _mm512_set1_epi16(1 << (e.bits - 1)), 0xF8);
+            }
+            Nearest::store(to, c);
+        }
+        counts.saturated += saturated;
+        counts.flushed += flushed;
+    }
+};
+
 }  // namespace EXTENSOR_ISA

@@ -155,6 +155,19 @@ struct Bf16Encoder {
     static INLINE __m512i codes(const T* x, __m512i from, vf first, vf second,
                                 const BlockRandomWords* words, int64_t tile, int64_t& saturated,
                                 int64_t& flushed) {
+        __mmask32 other = 0;
+        int64_t above = 0, none = 0;
+        const __m512i c = common_codes(x, from, words, tile, other, above, none);
+        if (__builtin_expect(other != 0, 0))
+            return float_codes(x, first, second, words, tile, saturated, flushed);
+        saturated += above, flushed += none;
+        return c;
+    }
+
+    // The same where `other` stays zero: there is no rare case.
+    static INLINE __m512i common_codes(const T* x, __m512i from, const BlockRandomWords* words,
+                                       int64_t tile, __mmask32& other, int64_t& saturated,
+                                       int64_t& flushed) {
         const __m512i v = load_16bit(x), ones = _mm512_set1_epi16(0x7FFF);
         const __m512i magnitude = _mm512_and_si512(v, ones);
         const __m512i d = _mm512_subs_epu16(magnitude, from);
@@ -163,15 +176,12 @@ struct Bf16Encoder {
         if constexpr (Words) word = words->upper16(static_cast<uint32_t>(tile));
         // Rare cases for the float encoder: numbers below the normal ones, which round at another
         // place, and fractions of more than 16 bits next to their random word.
-        __mmask32 other = 0;
         if constexpr (e.bits == 8) {
-            other = _mm512_mask_cmplt_epu16_mask(some, d, _mm512_set1_epi16(128));
+            other |= _mm512_mask_cmplt_epu16_mask(some, d, _mm512_set1_epi16(128));
         } else if constexpr (Words) {
-            other = _mm512_mask_cmplt_epu16_mask(some, magnitude, from);
-            other = _mm512_mask_cmple_epu16_mask(other, word, _mm512_set1_epi16(255));
+            other |= _mm512_mask_cmple_epu16_mask(
+                _mm512_mask_cmplt_epu16_mask(some, magnitude, from), word, _mm512_set1_epi16(255));
         }
-        if (__builtin_expect(other != 0, 0))
-            return float_codes(x, first, second, words, tile, saturated, flushed);
         const __m512i top = _mm512_set1_epi16(e.max_code);
         if constexpr (!Words)
             n = nearest(d);
@@ -247,15 +257,31 @@ struct Bf16Encoder {
         EXTENSOR_ISA::store(starts, ((s.stored + static_cast<uint32_t>(kFrom)) << 7) * 0x10001u);
         EXTENSOR_ISA::store(apply, s.apply);
         int64_t saturated = 0, flushed = 0;
-        for (int64_t t = 0; t < VL; t += 4, x += 128, to += 16 * e.bits) {
-            prefetch_stream(x, 128);
+        const auto start = [&](int64_t tile) {
+            return _mm512_set1_epi32(static_cast<int>(starts[tile]));
+        };
+        uint32_t again = 0;  // a bit for each four tiles with a rare case
+        for (int64_t t = 0; t < VL; t += 4) {
+            prefetch_stream(x + 32 * t, 128);
             __m512i c[4];
+            __mmask32 other = 0;
+            int64_t above = 0, none = 0;
 #pragma GCC unroll 4
             for (int k = 0; k < 4; ++k)
-                c[k] = codes(x + 32 * k, _mm512_set1_epi32(static_cast<int>(starts[t + k])),
-                             splat(apply[t + k]), splat(apply[t + k]), words, t + k, saturated,
-                             flushed);
-            store(to, c);
+                c[k] =
+                    common_codes(x + 32 * (t + k), start(t + k), words, t + k, other, above, none);
+            store(to + 4 * e.bits * t, c);
+            again |= static_cast<uint32_t>(other != 0) << t;
+            saturated += other ? 0 : above, flushed += other ? 0 : none;
+        }
+        // A call within the loop would cost it the registers that hold its constants.
+        for (; __builtin_expect(again != 0, 0); again &= again - 1) {
+            const int t = __builtin_ctz(again);
+            __m512i c[4];
+            for (int k = 0; k < 4; ++k)
+                c[k] = float_codes(x + 32 * (t + k), splat(apply[t + k]), splat(apply[t + k]),
+                                   words, t + k, saturated, flushed);
+            store(to + 4 * e.bits * t, c);
         }
         counts.saturated += saturated;
         counts.flushed += flushed;

@@ -40,7 +40,14 @@ INLINE vq upper(vq v) {
 }
 
 // The low halves of a and b as one 64-bit word, a's below.
-INLINE vq join_words(vq a, vq b) { return (a & 0xFFFFFFFFu) | b << 32; }
+INLINE vq join_words(vq a, vq b) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<vq>(_mm512_mask_shuffle_epi32(
+        reinterpret_cast<__m512i>(a), 0xAAAA, reinterpret_cast<__m512i>(b), _MM_PERM_CCAA));
+#else
+    return (a & 0xFFFFFFFFu) | b << 32;
+#endif
+}
 
 class Philox {
 public:
@@ -148,10 +155,12 @@ inline void philox_run(const Philox& philox, uint32_t* out, uint32_t first_call,
                        uint32_t first_block, int64_t blocks) {
     // The lanes of one step in the order in which the pairs below come out.
     vq call, block;
-    for (int i = 0; i < VQ; ++i) {
-        const uint32_t n = static_cast<uint32_t>(i % 2 * (VQ / 2) + i / 2);
-        call[i] = n % calls;
-        block[i] = n / calls;
+    uint32_t step = 0, jump = 0;  // of the next step's first call: counted, as divisions are slow
+    for (int n = 0; n < VQ; ++n) {
+        const int lane = n % (VQ / 2) * 2 + n / (VQ / 2);
+        call[lane] = step;
+        block[lane] = jump;
+        if (++step == calls) step = 0, ++jump;
     }
     block += first_block;
     const auto put = [&](const Philox::Calls& c) __attribute__((always_inline)) {
@@ -162,16 +171,15 @@ inline void philox_run(const Philox& philox, uint32_t* out, uint32_t first_call,
         store(out + VL, reinterpret_cast<vu>(__builtin_shufflevector(a, b, INTERLEAVE_HIGH)));
         out += 2 * VL;
     };
-    const uint64_t step = VQ % calls, jump = VQ / calls;
     if (!step) {  // a step holds whole blocks: its calls are always the same
         const Philox::Calls c = philox.calls(call + first_call);
-        for (int64_t done = 0; done < calls * blocks; done += VQ, block += jump) put(c);
+        for (int64_t done = 0; done < calls * blocks; done += VQ, block += uint64_t{jump}) put(c);
         return;
     }
     for (int64_t done = 0; done < calls * blocks; done += VQ) {
         put(philox.calls(call + first_call));
-        call += step;
-        block += jump;
+        call += uint64_t{step};
+        block += uint64_t{jump};
         const vq over = reinterpret_cast<vq>(call >= calls);
         call -= over & calls;
         block -= over;  // minus all ones is plus one
