@@ -59,6 +59,8 @@ RENAMED = {
     ", 1 threads": ", 1 thread",
     ", True": ", captured",
     ", False": ", eager",
+    "True, ": "captured, ",
+    "False, ": "eager, ",
 }
 """Words of the day of a run, and what the page says instead."""
 
