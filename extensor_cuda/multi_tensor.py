@@ -37,15 +37,15 @@ def sgd_multi_tensor(xp: Any, parts: Parts, factors: Factors, *how: Any, **more:
     return lambda: kernels.step(kernels.SGD, parts, factors, update, xp)
 
 
-def _gap(arrays: Sequence[Array], narrow: bool = False) -> Unsupported | None:
-    if all(kernels.supports(a, narrow) for a in arrays):
+def _gap(arrays: Sequence[Array]) -> Unsupported | None:
+    if all(kernels.supports(a) for a in arrays):
         return None
-    return Unsupported(f"no contiguous float32 {'or bfloat16 ' * narrow}arrays")
+    return Unsupported("no contiguous float32 or bfloat16 arrays")
 
 
 def all_finite_multi_tensor(xp: Any, arrays: Sequence[Array]) -> Call:
     """See the protocol. One launch, and one wait for the GPU."""
-    return unless(_gap(arrays, narrow=True), lambda: kernels.finite(arrays, xp))
+    return unless(_gap(arrays), lambda: kernels.finite(arrays, xp))
 
 
 def scale_multi_tensor(xp: Any, arrays: Sequence[Array], factor: float | Array) -> Call:

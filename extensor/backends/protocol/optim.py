@@ -107,7 +107,10 @@ class OptimMethods(Protocol):
         ...
 
     def scale_multi_tensor(self, arrays: Sequence[Array], factor: float | Array) -> None:
-        """Multiply each array in place by a number, or by an array of shape () on the device."""
+        """Multiply each array in place by a number, or by an array of shape () on the device.
+
+        The factor of a bfloat16 array is float32, and the product is rounded to nearest.
+        """
         ...
 
     def square_sum_multi_tensor(self, arrays: Sequence[Array]) -> float | Array:

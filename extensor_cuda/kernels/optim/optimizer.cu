@@ -3,6 +3,7 @@
 
 #include "optim/optimizer.cuh"
 #include "optim/vectors.cuh"
+#include "common/vector_types.cuh"
 
 template <class Rule>
 DEVICE void step(const Tensor* tensors, int number, const Pace& pace) {
@@ -84,15 +85,23 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
 }
 
+template <int kind>
+DEVICE void scale_part(void* grad, i64 begin, int count, float by) {
+    typedef ElementType<kind> Type;
+    typename Type::Raw* g = static_cast<typename Type::Raw*>(grad) + begin;
+    for (int i = threadIdx.x; i < count; i += kThreads)
+        g[i] = Type::narrow(__fmul_rn(Type::wide(g[i]), by));
+}
+
 // Multiplies gradients by *factor, or by `value` where that is null.
 extern "C" __global__ void __launch_bounds__(kThreads)
     scale(const Tensor* tensors, int number, const float* factor, float value) {
     const Tensor& t = tensor_of(tensors, number);
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart, left = t.count - begin;
     const int count = left < kPart ? static_cast<int>(left) : kPart;
-    float* grad = const_cast<float*>(static_cast<const float*>(t.grad)) + begin;
     const float by = factor ? *factor : value;
-    for (int i = threadIdx.x; i < count; i += kThreads) grad[i] = __fmul_rn(grad[i], by);
+    if (t.narrow) scale_part<1>(const_cast<void*>(t.grad), begin, count, by);
+    else scale_part<0>(const_cast<void*>(t.grad), begin, count, by);
 }
 
 // Sums over a block's threads in a fixed order, for the first thread.
@@ -107,19 +116,27 @@ DEVICE double block_sum(double mine) {
     return sums[0];
 }
 
+// A thread's sum of the squares of its values.
+template <int kind>
+DEVICE double squares_of(const void* grad, i64 begin, int count) {
+    typedef ElementType<kind> Type;
+    const typename Type::Raw* g = static_cast<const typename Type::Raw*>(grad) + begin;
+    double mine = 0;
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+        const double v = static_cast<double>(Type::wide(g[i]));
+        mine = __dadd_rn(mine, __dmul_rn(v, v));
+    }
+    return mine;
+}
+
 // Each block's sum of the squares of its part of a gradient.
 extern "C" __global__ void __launch_bounds__(kThreads)
     squares(const Tensor* tensors, int number, double* partial) {
     const Tensor& t = tensor_of(tensors, number);
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart, left = t.count - begin;
     const int count = left < kPart ? static_cast<int>(left) : kPart;
-    const float* grad = static_cast<const float*>(t.grad) + begin;
-    double mine = 0;
-    for (int i = threadIdx.x; i < count; i += kThreads) {
-        const double g = static_cast<double>(grad[i]);
-        mine = __dadd_rn(mine, __dmul_rn(g, g));
-    }
-    const double sum = block_sum(mine);
+    const double sum = block_sum(
+        t.narrow ? squares_of<1>(t.grad, begin, count) : squares_of<0>(t.grad, begin, count));
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 

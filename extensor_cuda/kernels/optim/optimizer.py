@@ -117,10 +117,9 @@ def _addresses(arrays: Sequence[Array | None]) -> list[int]:
     return [0 if a is None else a.data.ptr for a in arrays]
 
 
-def supports(array: Array, narrow: bool = False) -> bool:
-    """Whether the kernels read an array: contiguous float32, or bfloat16 too."""
-    fits = array.dtype == _FLOAT32 or (narrow and array.dtype == _BFLOAT16)
-    return bool(fits and array.flags.c_contiguous)
+def supports(array: Array) -> bool:
+    """Whether the kernels read an array: contiguous float32 or bfloat16."""
+    return bool(array.dtype in (_FLOAT32, _BFLOAT16) and array.flags.c_contiguous)
 
 
 def _table(

@@ -279,15 +279,13 @@ DEVICE void step(const Tensor* tensors, int number, const Pace& pace) {
     u8* scales[2] = {};
 #endif
     const bool whole = vectors && count % 128 == 0;
-#if OPTIMIZER_WEIGHTS == 16
-    if (t.narrow) {
+    if (OPTIMIZER_WEIGHTS == 16 && t.narrow) {
         if (whole) move<Rule, true, true>(t, rule, now, begin, count, scales[0], scales[1]);
         else move<Rule, false, true>(t, rule, now, begin, count, scales[0], scales[1]);
-    } else
-#endif
-        if (whole)
-        move<Rule, true, false>(t, rule, now, begin, count, scales[0], scales[1]);
-    else move<Rule, false, false>(t, rule, now, begin, count, scales[0], scales[1]);
+    } else {
+        if (whole) move<Rule, true, false>(t, rule, now, begin, count, scales[0], scales[1]);
+        else move<Rule, false, false>(t, rule, now, begin, count, scales[0], scales[1]);
+    }
 #if OPTIMIZER_STATES == 8
     __syncthreads();
     for (int i = threadIdx.x; i < blocks; i += kThreads) {

@@ -290,6 +290,23 @@ def test_gradients_are_scaled_and_summed_up(trainer: Any, offset: int) -> None:
         same_bytes("scale", ours.get(), theirs * np.float32(0.3) * np.float32(-1.7))
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+def test_bfloat16_gradients_are_scaled_and_summed_up_beside_float32_ones(
+    trainer: Any, offset: int
+) -> None:
+    parts = [part[0] for part in vectors(1, True)]
+    parts += [a.astype(bfloat16.numpy) for a in parts]
+    mine = [shifted(trainer.xp, a, offset) for a in parts]
+    exact = sum(float((a.astype(np.float64) ** 2).sum()) for a in parts)
+    total = float(np.asarray(trainer.square_sum_multi_tensor(mine).get()))
+    assert total == pytest.approx(exact, rel=2 * sum(LENGTHS) * 2.0**-52)
+    for factor in (0.3, -1.7):
+        trainer.scale_multi_tensor(mine, factor)
+        CPU.scale_multi_tensor(parts, factor)
+    for ours, theirs in zip(mine, parts, strict=True):
+        same_numbers("scale", ours.get(), theirs)
+
+
 def test_the_loss_scale_moves_as_on_the_host(emulator: emulation.Emulator) -> None:
     rng = np.random.default_rng(0)
     rule = (2.0, 0.5, 3.0, 1.0)
