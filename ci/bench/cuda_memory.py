@@ -59,8 +59,12 @@ def build(part: str, small: bool, layers: int | None = None) -> Any:
 def on_device(part: str, small: bool, weights: str, device: str) -> Any:
     """The model on the device, where its layers are copies of one."""
     model = build(part, small, layers=1)
-    nn.cast_weights(model, weights)
     model.to(device)
+    nn.cast_weights(model, weights)
+    if device == "cuda":
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
     layers = model.model.layers if part == "llama" else model.blocks
     for _ in range(1 if small else LLAMA_LAYERS - 1 if part == "llama" else GPT.layers - 1):
         layers.append(copy.deepcopy(layers[0]))

@@ -50,12 +50,19 @@ def backward(
         def final(leaf: ExTensor, g: Gradient) -> None:
             if capture is not None:
                 capture.require_own_gradients([leaf.grad])
+            # The hook only reads, so that memory which may be shared is copied after it.
+            lent = leaf.grad is None and not create_graph and g.flags.c_contiguous
             with _ACCUMULATE:
-                _accumulate(leaf, g, create_graph, owned)
-            held = id(None if leaf.grad is None else leaf.grad.data)
+                if lent:
+                    leaf.grad = wrap(g, leaf.backend)
+                else:
+                    _accumulate(leaf, g, create_graph, owned)
+            held = id(None if lent or leaf.grad is None else leaf.grad.data)
             hook(leaf)
             if leaf.grad is None:  # the hook let it go: another array may get its address
                 owned.discard(held)
+            elif lent:
+                leaf.grad.data = _own(leaf.grad.data, owned)
 
     grads = _run([(root, seed)], None, retain, create_graph, final)
     with _ACCUMULATE:

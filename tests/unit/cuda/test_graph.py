@@ -177,7 +177,7 @@ def lean_gpt(wrap: Wrap, in_backward: bool) -> dict[str, Any]:
         return loss
 
     call = wrap(step)
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(batches[:5]):
         schedule.apply(by, number)
         losses.append(float(call(*(et.from_numpy(a, device="cuda") for a in batch))))
     return {"losses": losses, "model": model.state_dict(), "optimizer": by.state_dict()}
@@ -186,7 +186,7 @@ def lean_gpt(wrap: Wrap, in_backward: bool) -> dict[str, Any]:
 def test_captured_updates_inside_backward_have_the_bits_of_eager_ones(gpu: Any) -> None:
     eager = both(lambda wrap: lean_gpt(wrap, True))
     same(eager, lean_gpt(et.capture, False))
-    assert eager["losses"][0] != eager["losses"][6]
+    assert eager["losses"][0] != eager["losses"][4]
 
 
 def test_a_bad_gradient_stops_captured_updates_inside_backward(gpu: Any) -> None:
