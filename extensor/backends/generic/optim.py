@@ -158,7 +158,7 @@ class GenericOptim(GenericCore):
         for x in arrays:
             if x.dtype == bfloat16.numpy:  # the factor stays float32
                 number = self.xp.asarray(factor, dtype=np.float32)
-                x[...] = self.cast(self.cast(x, np.float32) * number, bfloat16.numpy)
+                x[...] = self.cast(self.cast(x, np.dtype(np.float32)) * number, bfloat16.numpy)
                 continue
             number = factor if isinstance(factor, float) else factor.astype(x.dtype)
             self.xp.multiply(x, number, out=x)
