@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from extensor.io.gguf.types import GGUF_TYPES, UNREADABLE_GGUF_TYPES, GgufType
+from extensor.io.pages import FilePages
 from extensor.io.safetensors_format import CheckpointError, check_array_shape
 from extensor.quant.array import QuantArray
 from extensor.schema import SchemaError
@@ -96,7 +97,8 @@ class GgufFile:
         self._size = self.path.stat().st_size
         if self._size < 24:
             raise self._error(f"truncated: expected 24 bytes or more, got {self._size}")
-        self._content: Array = np.memmap(self.path, np.uint8, "r")
+        self._pages = FilePages(self.path)
+        self._content: Array = self._pages.bytes
         if self._content[:4].tobytes() != _MAGIC:
             start = self._content[:4].tobytes()
             raise self._error(f"expected the bytes GGUF at its start, got {start!r}")
@@ -142,6 +144,8 @@ class GgufFile:
             return tensor.type.read(content, shape)
         except ValueError as error:
             raise self._error(f"{name!r}: {error}") from None
+        finally:
+            self._pages.let_go()  # a model's tensors and their file would take twice its size
 
     def _error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {text}")

@@ -395,6 +395,13 @@ class _SafetensorsSource:
         return entry.shape
 
     def read(self, name: str) -> Stored:
+        try:
+            return self._read(name)
+        finally:
+            for part in self.infos[name].parts:
+                self.where[part].let_go()
+
+    def _read(self, name: str) -> Stored:
         info = self.infos[name]
         if name in self.own:
             file = self.where[info.parts[0]]

@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
+from extensor.io.pages import FilePages
 from extensor.io.safetensors_format import (
     DTYPES,
     PACKED_DTYPES,
@@ -45,14 +45,18 @@ class SafetensorsFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        size = self.path.stat().st_size
-        self._content: Array = np.memmap(self.path, np.uint8, "r") if size else np.empty(0, "u1")
+        self._pages = FilePages(self.path)
+        self._content: Array = self._pages.bytes
         try:
             self.entries, self.metadata = parse_header(self._content, _READABLE)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{self.path}: {error}. Nothing was loaded; use an intact safetensors file"
             ) from None
+
+    def let_go(self) -> None:
+        """See `extensor.io.pages.FilePages.let_go`."""
+        self._pages.let_go()
 
     def raw(self, name: str) -> Array:
         """A tensor's bytes: uint8, a view of the file's pages.

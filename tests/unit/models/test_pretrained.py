@@ -128,6 +128,35 @@ def test_peak_memory_is_the_model_and_one_tensor(tmp_path: Path) -> None:
     assert stored <= peak <= stored + largest + 3_000_000
 
 
+RESIDENT = """
+import sys, extensor as et
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+archive = et.io.open_archive(sys.argv[1])
+before, most = resident(), 0
+for name in archive.infos:
+    archive.read(name)
+    most = max(most, resident() - before)
+print(most)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize("layout", ["float32", "gguf-f32"])
+def test_pages_of_a_file_are_let_go(tmp_path: Path, layout: str) -> None:
+    """Of eight matrices of 8 MB one at a time stays, not the file."""
+    sizes = {"vocab_size": 40, "hidden_size": 256, "intermediate_size": 8192}
+    folder = folder_of(tmp_path / "m", tensors(**sizes), **sizes)
+    path = folder if layout == "float32" else tmp_path / "m.gguf"
+    if path != folder:
+        et.models.from_pretrained(folder).save_pretrained(path, layout=layout)
+    run = [sys.executable, "-c", RESIDENT, str(path)]
+    most = int(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    assert most < 30_000_000  # 50 million where all is kept
+
+
 # --- GGUF ---
 
 
