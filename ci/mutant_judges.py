@@ -24,7 +24,7 @@ from zlib import crc32
 ROOT = Path(__file__).resolve().parent.parent
 MAPS = ROOT / "build" / "mutants"
 HANGS = 600.0
-FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 _EVERY = "tests/test_every_"
 PACKAGES = {

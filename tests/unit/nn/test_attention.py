@@ -11,6 +11,7 @@ import pytest
 import extensor as et
 from extensor import nn
 from extensor.nn.attention import rotate
+from extensor.nn.rope import RopeScaling
 from extensor.testing import gradcheck
 from tests.oracle.compare import same_bytes
 
@@ -110,3 +111,11 @@ def test_a_causal_block_does_not_see_what_follows() -> None:
 def test_what_does_not_fit(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "llama3", "yarn"])
+def test_a_scaling_of_angles_needs_the_context_trained_on(kind: Any) -> None:
+    assert RopeScaling(kind, 2.0, 1).context == 1 and RopeScaling("linear", 2.0).context == 0
+    for factor, context in ((2.0, 0), (0.0, 8)):
+        with pytest.raises(ValueError, match="a factor above 0 and the context"):
+            RopeScaling(kind, factor, context)

@@ -182,3 +182,8 @@ def test_what_cannot_be(call: Any, error: type[Exception], message: str) -> None
     with pytest.raises(error, match=re.escape(message)):
         call(model)
     assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [nn.LoRA, nn.DoRA])
+def test_the_default_rank_is_eight(kind: Any) -> None:
+    assert kind(nn.Linear(32, 16, rng=0)).rank == 8

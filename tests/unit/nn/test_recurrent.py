@@ -198,3 +198,9 @@ def test_bad_input() -> None:
         nn.GRU(4, 0)
     empty = lstm(tensor((5, 0, 4), 0))[0]
     assert empty.shape == (5, 0, 3)
+
+
+def test_repr_says_what_is_not_the_default():
+    assert nn.LSTM(2, 3).extra_repr() == "2, 3"
+    full = nn.GRU(2, 3, num_layers=2, batch_first=True, bidirectional=True)
+    assert full.extra_repr() == "2, 3, num_layers=2, batch_first=True, bidirectional=True"
