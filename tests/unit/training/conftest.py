@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import extensor.training.tasks.language as language
+import extensor.training.text.encoded as encoded
 from extensor.training.callbacks import Callback
 from extensor.training.config import RunConfig
 from extensor.training.data import fetch
@@ -46,7 +46,7 @@ def small() -> Make:
 def one_text(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes one text the corpus that every run of a language model loads."""
     return lambda text: monkeypatch.setattr(
-        language, "load_dataset", lambda name: Corpus.of(name, [text])
+        encoded, "load_dataset", lambda name: Corpus.of(name, [text])
     )
 
 

@@ -46,7 +46,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a language model."""
     patch = pytest.MonkeyPatch()
     text = "to be, or not to be: that is the question. " * 40
-    patch.setattr(conftest.language, "load_dataset", lambda name: Corpus.of(name, [text]))
+    patch.setattr(conftest.encoded, "load_dataset", lambda name: Corpus.of(name, [text]))
     folder = tmp_path_factory.mktemp("text") / "run"
     assert main([*TEXT_RUN, "--out", str(folder)]) == 0
     patch.undo()
