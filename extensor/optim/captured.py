@@ -110,7 +110,9 @@ class CapturedUpdates:
             numbers=stream_numbers(parts),
         )
         self._bad = bad
-        self.members += [member for member, _ in parts]
+        for member, _ in parts:
+            member.param._count_write()  # each replay outdates what was made from it
+            self.members.append(member)
 
     def _guard(self, number: int, parts: Parts) -> UpdateGuard:
         """The conditions of a group's update; only its learning rate may change later.

@@ -64,7 +64,6 @@ class _CapturedSingles:
         parts: Parts = [(member, grad)]
         self._updates.require(parts)
         self._updates.add(number, parts, self._updates.nonfinite(parts))
-        member.param._count_write()
 
     def end(self) -> int:
         if self._updates.members:

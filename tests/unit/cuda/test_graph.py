@@ -398,6 +398,16 @@ def test_rows_are_written_ahead_where_they_are_known(gpu: Any) -> None:
     assert capture.replays == 10 and len(capture._predicted) == 8  # 1, 2, 4 and 8
 
 
+def test_each_replay_outdates_what_was_made_of_weights(gpu: Any) -> None:
+    """Else an evaluation would multiply the operands of an earlier one."""
+    layer, (_, train), batch = small(plain_step)
+    for number in range(6):
+        before = [p._version[0] for p in layer.parameters()]
+        train(*batch)
+        after = [p._version[0] for p in layer.parameters()]
+        assert all(b > a for a, b in zip(before, after, strict=True)), number
+
+
 def test_what_lasts_lies_apart_from_what_a_step_drops(gpu: Any) -> None:
     _, (_, train), batch = small(plain_step)
     for _ in range(3):
