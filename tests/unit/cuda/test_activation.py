@@ -90,7 +90,7 @@ def test_bytes_are_those_of_two_kernels(
         made.append(kernels.quantize(given, plan, None, xp))
     (q, stats), (want, expected) = made
     same_parts(q, want, f"{activation}, {spec} of {shape}")
-    assert stats == expected
+    assert stats() == expected()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,8 @@ from extensor.inspect import memory_ledger
 from extensor.quant.kept import kept_nbytes
 from extensor.quant.recipes import get_recipe
 from extensor.quant.saved import parse_saved
-from extensor_cuda.matmul import prepare, product
+from extensor_cuda.matmul import prepare
+from extensor_cuda.runtime.memory import ALLOCATORS
 from tests.unit.cuda import dry
 
 D, M = 512, 2048
@@ -28,7 +29,7 @@ MD, MX4, MX8 = M * D, 4.25 / 8, 8.25 / 8
 def counting(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Device "cuda", whose launches do nothing; matrices of this test count as large."""
     monkeypatch.setattr(prepare, "_BATCHED", 0)
-    monkeypatch.setattr(product, "_FALLBACK_BYTES", 1 << 16)
+    monkeypatch.setattr(ALLOCATORS, "fallback", 1 << 16)
     return dry.install(monkeypatch)
 
 

@@ -11,7 +11,7 @@ import pytest
 import extensor as et
 from extensor.backends.generic import conv_pool
 from extensor.backends.protocol import Window
-from extensor.ops import requantized
+from extensor.backends.registry import get as get_backend
 from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
 from extensor.quant import reference
 from extensor.quant.recipe import Gemm, LayerRecipe
@@ -103,17 +103,18 @@ def test_matmul_is_the_recipe_by_the_oracle(name: str) -> None:
 
 def test_planted_mistakes_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that lets everything through, and one applied outside the transform's domain."""
-    honest = requantized._straight_through
+    backend = get_backend(et.ones(1).device)
+    honest = backend.straight_through
 
     def no_mask(gradient: Any, mask: Any, *rest: Any) -> Any:
         return honest(gradient, None, *rest)
 
-    def outside(gradient: Any, mask: Any, operand: Any, length: int, xp: Any) -> Any:
-        back = honest(gradient, None, operand, gradient.shape[1], xp)
-        return reference.masked(back, mask, 1, xp)[:, :length]
+    def outside(gradient: Any, mask: Any, transform: Any, length: int) -> Any:
+        back = honest(gradient, None, transform, gradient.shape[1])
+        return reference.masked(back, mask, 1, backend.xp)[:, :length]
 
     for planted in (no_mask, outside):
-        monkeypatch.setattr(requantized, "_straight_through", planted)
+        monkeypatch.setattr(backend, "straight_through", planted)
         actual, expected, _ = _run("quartet")
         with pytest.raises(AssertionError):
             _check(actual, expected)
