@@ -75,7 +75,8 @@ ON_README = {
     (
         "All weights of an 8B Llama on one GPU",
         "Llama of 8B, captured",
-    ): "all weights of an 8B Llama in MXFP4, H100, at 0.7 times the memory; torch in bfloat16",
+    ): "all weights of an 8B Llama in MXFP4, H100, at 0.7 times the memory; torch eager in "
+    "bfloat16, activation checkpointing",
 }
 """The rows of README's speed table: table and label of the page, words there."""
 

@@ -89,6 +89,22 @@ class Meter:
         used = None if self._energy is None else ((self._millijoules() or 0) - self._energy) / 1000
         return Cost(self.seconds, used, self._peak)
 
+    def rate(self, steps: int, labels: int, empty: int | None) -> dict[str, float | None]:
+        """What the steps since the start cost: labels a second, joules a label, bytes.
+
+        Args:
+            steps: that were made.
+            labels: in all of them.
+            empty: what `in_use` said before anything was built; its bytes do not count.
+        """
+        cost, used = self.cost(), self.in_use()
+        return {
+            "per_second": labels / cost.seconds,
+            "joules": None if cost.joules is None else cost.joules / labels,
+            "bytes": None if used is None or empty is None else used - empty,
+            "milliseconds": 1000 * cost.seconds / steps,
+        }
+
     def _millijoules(self) -> int | None:
         if self._card is None:
             return None

@@ -147,12 +147,5 @@ def measure_peer(
         for _ in range(PART if gpu else 1):
             found, done = step(next(batches)), done + 1
         loss = float(found)
-    cost, used = meter.cost(), meter.in_use()
     labels = done * config.batch_size * config.context
-    return {
-        "per_second": labels / cost.seconds,
-        "joules": None if cost.joules is None else cost.joules / labels,
-        "bytes": None if used is None or empty is None else used - empty,
-        "milliseconds": 1000 * cost.seconds / done,
-        "loss": loss,
-    }
+    return meter.rate(done, labels, empty) | {"loss": loss}

@@ -116,14 +116,7 @@ def measure(config: RunConfig, task: Any, folder: Path, seconds: float) -> dict[
         reports = trainer.advance(itertools.islice(batches, PART))
         done, loss = done + PART, reports[-1].loss
     labels = done * config.batch_size * max(config.context, 1)
-    cost, used = meter.cost(), meter.in_use()
-    return {
-        "per_second": labels / cost.seconds,
-        "joules": None if cost.joules is None else cost.joules / labels,
-        "bytes": None if used is None or empty is None else used - empty,
-        "milliseconds": 1000 * cost.seconds / done,
-        "loss": loss,
-    }
+    return meter.rate(done, labels, empty) | {"loss": loss}
 
 
 def _endless(task: Any) -> Iterator[Batch]:

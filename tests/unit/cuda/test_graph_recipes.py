@@ -33,5 +33,5 @@ def llama(recipe: str, states: str = "float32") -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("recipe", RECIPES + ON_A_GPU)
 def test_recipes_of_a_llama_are_captured_bit_for_bit(gpu: Any, recipe: str) -> None:
     if recipe in ON_A_GPU and isinstance(gpu.xp, FakeCupy):
-        pytest.skip("for a GPU")
+        pytest.skip("replays this recipe on a GPU only")
     both(lambda wrap: train(wrap, llama, recipe, True, activations="bfloat16"))
