@@ -28,9 +28,10 @@ from extensor.random import Stream
 from extensor_cuda import conv_pool, multi_tensor, nn, quantize, reduction
 from extensor_cuda.dispatch import Route, routed
 from extensor_cuda.kernels.optim import optimizer
+from extensor_cuda.matmul.fallback_count import FallbackCounter, SharedCounter
 from extensor_cuda.matmul.grouped import block_scaled_matmul, grouped_weight_only_matmul
 from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
-from extensor_cuda.matmul.product import FallbackCounter, SharedCounter, product, values_of
+from extensor_cuda.matmul.product import product, values_of
 from extensor_cuda.matmul.stored import stored_product
 from extensor_cuda.matmul.weight_only import weight_only_matmul
 from extensor_cuda.runtime import blas

@@ -11,7 +11,7 @@ import pytest
 from extensor.ops.quantized import layer_context
 from extensor.quant.array import QuantStats
 from extensor.quant.recipes import get_recipe
-from extensor_cuda.matmul.product import FallbackCounter, SharedCounter
+from extensor_cuda.matmul.fallback_count import FallbackCounter, SharedCounter
 from extensor_cuda.runtime.counters import CAPTURED, Counters, OperandCounts, Reserve
 from tests.unit.cuda import fake
 

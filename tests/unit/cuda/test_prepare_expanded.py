@@ -31,8 +31,9 @@ from extensor_cuda.kernels.quantize import dequantize, float_scaled_blocks
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.matmul import tuned
 from extensor_cuda.matmul.expand import as_bf16, expand
+from extensor_cuda.matmul.fallback_count import FallbackCounter
 from extensor_cuda.matmul.operand import GemmOperand
-from extensor_cuda.matmul.product import FallbackCounter, product
+from extensor_cuda.matmul.product import product
 from extensor_cuda.matmul.rebase import held_by
 from extensor_cuda.runtime.counters import Counters, OperandCounts, Reserve
 from tests.unit.cuda import emulator as emulation

@@ -21,8 +21,9 @@ from extensor.random import Stream
 from extensor_cuda.kernels.prepare import quantize_operand
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.matmul import fused, tuned
+from extensor_cuda.matmul.fallback_count import FallbackCounter
 from extensor_cuda.matmul.operand import GemmOperand
-from extensor_cuda.matmul.product import FallbackCounter, product
+from extensor_cuda.matmul.product import product
 from extensor_cuda.runtime.compile import compile_cubin
 from extensor_cuda.runtime.counters import Reserve
 from tests.unit.cuda.places import PLACES, place

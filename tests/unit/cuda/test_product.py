@@ -13,9 +13,10 @@ from extensor_cuda.kernels.gemm.config import Config, Split, gemm_source
 from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, empty_rows, gemm, partial_sum_rows
 from extensor_cuda.kernels.prepare import cast_bf16
 from extensor_cuda.kernels.prepare.cast_bf16 import bf16_source
+from extensor_cuda.matmul.fallback_count import FallbackCounter
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand, Scale, bf16_rows
 from extensor_cuda.matmul.partition import configure, configure_split_k
-from extensor_cuda.matmul.product import FallbackCounter, product
+from extensor_cuda.matmul.product import product
 from extensor_cuda.runtime.compile import compile_cubin
 from extensor_cuda.runtime.counters import Reserve
 from extensor_cuda.runtime.memory import ALLOCATORS
