@@ -3,6 +3,7 @@
     python ci/bench/cuda_language.py decode      # one more token of 1, 4 and 16 texts
     python ci/bench/cuda_language.py prefill     # a prompt of 8192 tokens
     python ci/bench/cuda_language.py experts     # one layer of experts, 4096 tokens
+    python ci/bench/cuda_language.py decode --profile   # and which kernels take how long
     python ci/bench/cuda_language.py decode prefill experts --small --device cpu   # does it run?
 
 decode   Llama 3.1 8B's shape (32 layers, head and embedding), random weights in MXFP4, activations
@@ -51,8 +52,9 @@ SCHEMES = {"prefill": ("mxfp4_weights", "mxfp4_a8", "mxfp4"), "decode": ("mxfp4_
 class Bench:
     """A device, sizes and rounds."""
 
-    def __init__(self, device: str, small: bool, rounds: int) -> None:
+    def __init__(self, device: str, small: bool, rounds: int, profiles: bool = False) -> None:
         self.device, self.small, self.rounds = device, small, rounds
+        self.profiles = profiles
         self.backend = et.ones(1, device=device).backend
         self.xp = self.backend.xp
         self.config = models.config("llama", "nano" if small else "llama-3.1-8b")
@@ -106,7 +108,22 @@ class Bench:
                     continue
                 if turn >= 4:
                     times[name].append(1e3 * (time.perf_counter() - begin))
+        for name, call in calls.items() if self.profiles else ():
+            if name not in failed:
+                self.profile(name, call)
         return {name: failed.get(name) or median(t) for name, t in times.items()}
+
+    def profile(self, name: str, call: Call) -> None:
+        """Print the kernels of one call, the longest first: how often, and how long in all."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            call()
+            self.wait()
+        kernels = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
+        print(f"kernels of {name}: {sum(k.self_device_time_total for k in kernels):.0f} us")
+        for one in kernels[:24]:
+            took = one.self_device_time_total
+            if took:
+                print(f"{took:10.1f} us {one.count:6} x {took / one.count:8.2f}  {one.key[:90]}")
 
     def rows(self, times: dict[str, Any], **about: Any) -> Iterator[dict[str, Any]]:
         """A row for each contestant."""
@@ -380,8 +397,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--profile", action="store_true", help="the kernels of each contestant")
     chosen = parser.parse_args()
-    bench = Bench(chosen.device, chosen.small, chosen.rounds)
+    bench = Bench(chosen.device, chosen.small, chosen.rounds, chosen.profile)
     for part in chosen.parts:
         shown(PARTS[part](bench))
 
