@@ -54,7 +54,7 @@ class Bench:
 
     def __init__(self, device: str, small: bool, rounds: int, profiles: bool = False) -> None:
         self.device, self.small, self.rounds = device, small, rounds
-        self.profiles = profiles
+        self.profiles = profiles and device == "cuda"
         self.backend = et.ones(1, device=device).backend
         self.xp = self.backend.xp
         self.config = models.config("llama", "nano" if small else "llama-3.1-8b")
