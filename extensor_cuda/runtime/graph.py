@@ -1,9 +1,10 @@
 """A training step as a CUDA graph, with memory and a stream of its own.
 
-Everything that the step makes lies in a pool that nothing else takes memory from, so that a replay
-finds it where it was. What a graph cannot hold is refused during the capture: reading a value back
-(CUDA raises an error), and copies from the host, which each replay would repeat from a host buffer
-that has changed since (refused here, by the allocator of such buffers).
+Everything that the step makes lies in memory that nothing else takes from, so that a replay finds
+it where it was; large arrays are placed beforehand (`extensor_cuda.runtime.placement`). What a
+graph cannot hold is refused during the capture: reading a value back (CUDA raises an error), and
+copies from the host, which each replay would repeat from a host buffer that has changed since
+(refused here, by the allocator of such buffers).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from extensor_cuda.runtime.capture import FindNonfinite, StepCapture, current_capture
 from extensor_cuda.runtime.memory import allocate
+from extensor_cuda.runtime.placement import LifeLog, PlacedMemory
 
 __all__ = ["CudaGraph"]
 
@@ -62,7 +64,9 @@ class CudaGraph:
     def __init__(self, xp: Any, find_nonfinite: FindNonfinite) -> None:
         self.xp, self._find_nonfinite = xp, find_nonfinite
         xp.get_default_memory_pool().free_all_blocks()  # what eager steps left over
-        self._pool = xp.cuda.MemoryPool()
+        self._pool, self._captured = xp.cuda.MemoryPool(), xp.cuda.MemoryPool()
+        self._log: LifeLog | None = None
+        self._placed: PlacedMemory | None = None
         self._stream = xp.cuda.Stream(non_blocking=True)
         self._graph: Any = None
         self._capture: StepCapture | None = None
@@ -70,13 +74,13 @@ class CudaGraph:
     @property
     def nbytes(self) -> int:
         """See the protocol."""
-        return int(self._pool.total_bytes())
+        return int(self._pool.total_bytes() + self._captured.total_bytes())
 
     @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
+    def _own_stream(self, memory: Callable[[int], Any] | None = None) -> Iterator[None]:
         """Run in the graph's own memory and stream, after all that was launched before."""
         self.xp.cuda.Device().synchronize()
-        memory = partial(allocate, self.xp, self._pool)
+        memory = memory or partial(allocate, self.xp, self._pool)
         with self.xp.cuda.using_allocator(memory), self._stream:
             yield
             self._stream.synchronize()
@@ -88,7 +92,8 @@ class CudaGraph:
 
     def warm_up(self, step: Callable[[], Any]) -> Any:
         """See the protocol."""
-        with self._own_stream():
+        self._log = LifeLog(self.xp, self._pool, self._stream)
+        with self._own_stream(self._log):
             capture = StepCapture(self.xp, self._find_nonfinite, warm_up=True)
             capture.load()
             capture.begin()
@@ -108,8 +113,13 @@ class CudaGraph:
         Raises:
             RuntimeError: if the step does what a graph cannot hold, naming the line.
         """
+        assert self._log is not None
         xp = self.xp
-        with self._own_stream():
+        xp.cuda.Device().synchronize()
+        self._pool.free_all_blocks()  # all but the inputs and what outlived the warm-up
+        self._captured = xp.cuda.MemoryPool()
+        self._placed = PlacedMemory(self._log, self._captured)
+        with self._own_stream(self._placed):
             capture = StepCapture(xp, self._find_nonfinite)
             try:
                 xp.cuda.set_pinned_memory_allocator(_no_copies(xp))
@@ -129,7 +139,8 @@ class CudaGraph:
             finally:
                 xp.cuda.set_pinned_memory_allocator(xp.get_default_pinned_memory_pool().malloc)
             capture.end(failed=False)
-        self._graph, self._capture = graph, capture
+        self._graph, self._capture, self._log = graph, capture, None
+        self._pool.free_all_blocks()
         return out
 
     def _abandon(self) -> None:

@@ -23,10 +23,17 @@ from extensor.models.lenet.model import build as build_lenet
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW, Lion, MXGradScaler, WarmupCosine, clip_grad_norm
 from extensor.quant.array import QuantArray
+from extensor_cuda.runtime import placement
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda import fake
 
 QUIET = Console(quiet=True)
+
+
+@pytest.fixture(autouse=True)
+def small_arrays_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large ones are: `extensor_cuda.runtime.placement`."""
+    monkeypatch.setattr(placement, "LEAST", 1)
 
 
 def lenet(recipe: str, states: str = "float32") -> tuple[Any, Any, Any]:
@@ -413,13 +420,63 @@ def test_what_lasts_lies_apart_from_what_a_step_drops(gpu: Any) -> None:
     for _ in range(3):
         train(*batch)
     (repeated,) = train._graphs.values()
-    capture, pool = repeated.graph._capture, repeated.graph._pool
+    capture, pools = repeated.graph._capture, [repeated.graph._pool, repeated.graph._captured]
     if isinstance(capture._kept[0], fake.Device):
         assert {array.home for array in capture._kept} == {capture._apart}
     else:
-        lasting, dropped = capture._apart.args[1], pool
+        lasting = capture._apart.args[1]
         assert lasting.used_bytes() >= sum(array.nbytes for array in capture._kept)
-        assert dropped is not lasting
+        assert lasting not in pools
+
+
+def test_a_captured_step_lies_in_one_allocation(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "LEAST", 1 << 14)
+    layer = et.nn.Linear(256, 128, rng=0).to("cuda")
+    _, train = plain_step(layer)
+    batch = et.randn((32, 256), seed=1).to("cuda"), et.asarray([5] * 32).to("cuda")
+    for _ in range(3):
+        train(*batch)
+    (repeated,) = train._graphs.values()
+    places, gradient = repeated.graph._placed, layer.weight.grad.data
+    if isinstance(gradient, fake.Device):  # numpy has no allocators
+        assert places.nbytes == 0
+        return
+    first = places._arena.ptr
+    assert first <= gradient.data.ptr <= first + places.nbytes - gradient.nbytes
+    assert places.nbytes <= repeated.graph._captured.total_bytes() < places.nbytes + (1 << 16)
+
+
+def test_what_outlives_a_closed_step_keeps_its_values(gpu: Any) -> None:
+    layer, (_, train), batch = small(plain_step)
+    for _ in range(4):
+        loss = train(*batch)
+    kept = [layer.weight.grad, layer.bias.grad, loss]
+    before = [array.numpy().copy() for array in kept]
+    train.close()
+    others = [et.full(array.shape, 7.0, device="cuda") for array in kept for _ in range(8)]
+    same([array.numpy() for array in kept], before)
+    assert len(others) == 24 and train.nbytes == 0
+
+
+def test_a_step_that_could_not_be_captured_may_be_mended(gpu: Any) -> None:
+    def run(wrap: Wrap) -> Any:
+        reads = [True]
+
+        def change(loss: et.ExTensor) -> et.ExTensor:
+            if reads:
+                float(loss)
+            return loss
+
+        layer, (_, train), batch = small(lambda layer: plain_step(layer, change, wrap))
+        losses = [float(train(*batch)) for _ in range(2)]
+        if wrap is et.capture:
+            with pytest.raises(RuntimeError, match="cannot be captured"):
+                train(*batch)
+        reads.clear()
+        losses += [float(train(*batch)) for _ in range(5)]
+        return losses, layer.state_dict()
+
+    both(run)
 
 
 @pytest.mark.parametrize("states", ["float32", "bfloat16", "mxfp8_e4m3"])
