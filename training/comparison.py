@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -160,8 +160,12 @@ class Job:
         key = f"test_{self.metric.key}"
         return [getattr(report, key) for report in read_epochs(self.folder)]
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """Start the run, or go on with it, in a process of its own."""
+    def start(self, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """Start the run, or go on with it, in a process of its own.
+
+        Args:
+            environment: variables beside this process's.
+        """
         config = self.root / "configs" / f"{self.name}.toml"
         for path in (config, self.log):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +184,12 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **imports, **dict.fromkeys(THREAD_FLAGS, "1")},
+                env={
+                    **os.environ,
+                    **imports,
+                    **dict.fromkeys(THREAD_FLAGS, "1"),
+                    **(environment or {}),
+                },
                 start_new_session=True,
             )
 

@@ -109,6 +109,7 @@ class _Health(TypedDict):
     saturated: float
     flushed: float
     rebase_changed: float
+    fallbacks: NotRequired[int]
 
 
 class _Result(TypedDict):

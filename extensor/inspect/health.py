@@ -35,6 +35,8 @@ class SlotHealth:
         switched: whether the gradient scaler changed the scale rule.
         rebase_changed: the share that rebasing to a tile's scale changed, 0 to 1
             (`QuantSpec.rebased`).
+        fallbacks: how many products of the slot's GEMM a GPU computed in bfloat16, since FP8 did
+            not hold an operand; noted where the GEMM's first operand is.
 
     >>> et.inspect.SlotHealth("fc1", "fprop.x", "mxfp4", "floor", 1024, 0.05, 0.1).verdict
     'saturates'
@@ -49,6 +51,7 @@ class SlotHealth:
     flushed: float
     switched: bool = False
     rebase_changed: float = 0.0
+    fallbacks: int = 0
 
     @property
     def verdict(self) -> str:
@@ -96,6 +99,7 @@ def slot_health(
                     stats.flushed / max(stats.count, 1),
                     (path, slot) in switched,
                     stats.rebase_changed / max(stats.count, 1),
+                    stats.fallbacks,
                 )
             )
     return tuple(rows)

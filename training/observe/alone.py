@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from extensor.quant.recipe_schedule import RecipeSchedule
 
-__all__ = ["alone", "at_equal_time"]
+__all__ = ["RATES", "alone", "at_equal_time", "read_rates"]
 
 Row = dict[str, Any]
-FIGURES = ("per_second", "joules", "bytes")
+RATES = "rates.json"
 
 
-def alone(arm: str, rates: Mapping[str, Row]) -> Row | None:
+def read_rates(folder: Path) -> dict[str, Row]:
+    """By arm: ``per_second``, ``joules`` (a label's) and ``bytes``; or its ``problem``."""
+    path = folder / RATES
+    found: dict[str, Row] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def alone(arm: str, rates: Mapping[str, Mapping[str, Any]]) -> Row | None:
     """Labels a second, joules a label and bytes of an arm; None where one of its parts has none.
 
     A schedule's time and joules are those of its recipes, each for its share of the labels, where

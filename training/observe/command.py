@@ -13,6 +13,7 @@ from rich.console import Console
 from extensor.errors import unknown_name
 
 from ..rundir import write_json
+from .devices import places
 from .experiments import EXPERIMENTS
 from .gather import gather
 from .page import write_page
@@ -36,11 +37,14 @@ class ObserveArgs:
     on. 0 runs nothing and gathers what is finished."""
     arms: tuple[str, ...] = ()
     """Only these arms now, as `--arms bf16 mxfp4 mxfp4,bf16@90%`; none are all."""
+    gpus: int = 1
+    """GPUs to use, of those that this process sees (CUDA_VISIBLE_DEVICES); a run has one."""
     jobs: int = 1
-    """Runs side by side on one device. Their times are not those of a run alone: see --rates."""
+    """Runs side by side on each GPU, or on a CPU. Their times are not those of a run alone: see
+    --rates."""
     whole_runs: bool = False
-    """Begin no run that the usual time of one does not let finish, for machines whose checkpoints
-    are lost with them."""
+    """Begin only runs whose expected time is left, for machines whose checkpoints are lost with
+    them."""
     rates: float = 0.0
     """Before the runs, train each arm alone for so many seconds and note labels a second, joules
     and bytes; what is in rates.json already is not measured again."""
@@ -55,8 +59,9 @@ class ObserveArgs:
         for flag, value in (("--minutes", self.minutes), ("--rates", self.rates)):
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{flag}: expected a number, 0 or more, got {value}")
-        if self.jobs < 1:
-            raise ValueError(f"--jobs: expected a whole number, 1 or more, got {self.jobs}")
+        for flag, number in (("--gpus", self.gpus), ("--jobs", self.jobs)):
+            if number < 1:
+                raise ValueError(f"{flag}: expected a whole number, 1 or more, got {number}")
         for arm in self.arms:
             if arm not in EXPERIMENTS[self.experiment].arms:
                 raise ValueError(unknown_name("arm", arm, EXPERIMENTS[self.experiment].arms))
@@ -66,19 +71,21 @@ def observe(args: ObserveArgs, console: Console) -> int:
     """Say what is planned, run, gather, write. Returns 0 if everything is finished, else 1.
 
     Raises:
-        UsageError: if a folder holds another run.
+        UsageError: if a folder holds another run, or there are fewer GPUs.
     """
     folder = args.out or Path("runs") / f"observe-{args.experiment}"
-    queue = Queue(EXPERIMENTS[args.experiment], folder, args.arms or None)
+    experiment = EXPERIMENTS[args.experiment]
+    queue = Queue(experiment, folder, args.arms or None)
+    where = places(args.gpus, args.jobs, experiment.settings.get("device", "cpu"))
     start = time.monotonic()
     if args.rates:
         end = start + 60 * args.minutes if args.minutes else float("inf")
         measure_rates(queue, args.rates, end, console, args.peers)
     if args.minutes:
-        for line in queue.plan(args.minutes):
+        for line in queue.plan(args.minutes, len(where)):
             console.print(f"plan: {line}", highlight=False)
     left = args.minutes - (time.monotonic() - start) / 60
-    done = queue.run(max(left, 0.0), console, args.jobs, args.whole_runs)
+    done = queue.run(max(left, 0.0), console, where, args.whole_runs)
     results = gather(queue)
     write_json(folder / "results.json", results)
     write_page(results, folder / "index.html")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .devices import Place, card, nvml
+
 __all__ = ["Cost", "Meter"]
 
 
@@ -54,11 +56,12 @@ class Meter:
     Args:
         pid: of the process.
         device: "cpu" or "cuda".
+        place: which GPU; None is the first that this process sees.
     """
 
-    def __init__(self, pid: int, device: str) -> None:
+    def __init__(self, pid: int, device: str, place: Place = None) -> None:
         self._pid = pid
-        self._card = _card() if device != "cpu" else None
+        self._card = card(place) if device != "cpu" else None
         self.restart()
 
     def restart(self) -> None:
@@ -75,9 +78,7 @@ class Meter:
         """Bytes that the card holds now, or that the process held at most on a CPU."""
         if self._card is None:
             return _resident(self._pid)
-        import pynvml
-
-        return int(pynvml.nvmlDeviceGetMemoryInfo(self._card).used)
+        return int(nvml().nvmlDeviceGetMemoryInfo(self._card).used)
 
     def look(self) -> None:
         """Note what the process holds now."""
@@ -108,22 +109,7 @@ class Meter:
     def _millijoules(self) -> int | None:
         if self._card is None:
             return None
-        import pynvml
-
-        return int(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._card))
-
-
-def _card() -> Any:
-    """The first GPU of NVML; None without the library or a GPU."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByIndex(0)
-    except pynvml.NVMLError:
-        return None
+        return int(nvml().nvmlDeviceGetTotalEnergyConsumption(self._card))
 
 
 def _resident(pid: int) -> int | None:

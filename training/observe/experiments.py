@@ -1,7 +1,7 @@
 """EXPERIMENTS: what is trained, how long, and with which recipes.
 
 The learning rate is found for the baseline alone; all arms then take it. Tokens a weight count the
-weights of the blocks. Sizes, rates and arms for a GPU are planned, not yet run there.
+weights of the blocks.
 """
 
 from __future__ import annotations
@@ -125,8 +125,10 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "3m_short": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=10, rounds=5),
     "3m": _llama("3m", 3.1e6, 64, _ARMS, 3),
+    "3m_long": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=100),
     "10m": _llama("10m", 10.6e6, 128, _ARMS, 3),
-    "30m": _llama("30m", 29.5e6, 256, _ARMS, 3),
+    "30m_short": _llama("30m", 29.5e6, 128, _ARMS, 3, tokens=10, rounds=5),
+    "30m": _llama("30m", 29.5e6, 128, _ARMS, 3),
     "98m": _llama("98m", 100.6e6, 512, ("bf16", "mxfp8_nvidia", "mxfp4", "quartet", "quartet2"), 1),
     "lenet": Experiment(
         "LeNet-5 on digits, a CPU in minutes",

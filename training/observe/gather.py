@@ -15,10 +15,10 @@ from typing import Any
 
 from ..comparison import Finished
 from ..rundir import METRICS, read_epochs, read_telemetry
-from .alone import alone, at_equal_time
+from .alone import alone, at_equal_time, read_rates
 from .cost import Cost
-from .queue import Entry, Queue
-from .rates import read_rates
+from .entry import Entry
+from .queue import Queue
 
 __all__ = ["gather"]
 
@@ -96,6 +96,7 @@ def _row(
         "joules": _median(joules),
         "peak_bytes": max((c.peak_bytes for c in costs if c.peak_bytes), default=None),
         "diverged": sum(f.result["diverged"] is not None for _, f in pairs),
+        "fallbacks": _mean([_fallbacks(*pair) for pair in pairs])[0],
         "curve": curve,
         "alone": by_itself,
         "times": times,
@@ -122,6 +123,15 @@ def _per_second(entry: Entry) -> float | None:
     path = entry.job.folder / METRICS
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return _median([json.loads(line)["per_second"] for line in lines])
+
+
+def _fallbacks(entry: Entry, finished: Finished) -> float | None:
+    """The share of a run's products, in its last epoch, that fell back from FP8 to bfloat16."""
+    steps = entry.job.config.epoch_steps
+    rows = [r for r in finished.result["health"] if r["slot"] in ("fprop.x", "dgrad.g", "wgrad.g")]
+    if not rows or not steps:
+        return None
+    return float(sum(row.get("fallbacks", 0) for row in rows) / (steps * len(rows)))
 
 
 def _health(entry: Entry, finished: Finished) -> list[dict[str, Any]]:

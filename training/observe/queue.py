@@ -9,52 +9,28 @@ from __future__ import annotations
 
 import math
 import signal
-import statistics
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ..comparison import Finished, Job
-from ..rundir import find_checkpoint, write_json
+from ..rundir import write_json
 from ..runs import RUNS
 from ..tasks import TASKS, Metric
+from .alone import read_rates
 from .cost import Cost, Meter
+from .devices import Place, environment
+from .entry import Entry
 from .experiments import Experiment
+from .forecast import expected_seconds, schedule
 
-__all__ = ["Entry", "Queue", "Running"]
+__all__ = ["Queue", "Running"]
 
 QUEUE = "queue.json"
 POLL_S = 0.2
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One run of an experiment: a trial of a learning rate, or an arm with a seed."""
-
-    job: Job
-    kind: str
-
-    @property
-    def name(self) -> str:
-        """Unique in the experiment."""
-        rate = f"-{self.job.config.lr:g}" if self.kind == "rate" else ""
-        return f"{self.kind}{rate}-{self.job.name}"
-
-    @property
-    def cost_file(self) -> Path:
-        """Seconds, joules and bytes so far."""
-        return self.job.root / "costs" / f"{self.job.name}.json"
-
-    @property
-    def state(self) -> str:
-        """One of finished, interrupted and waiting."""
-        if self.job.finished() is not None:
-            return "finished"
-        return "interrupted" if find_checkpoint(self.job.folder) is not None else "waiting"
 
 
 class Queue:
@@ -120,56 +96,49 @@ class Queue:
             Entry(Job(config, self.folder, self.metric, flags), "arm") for config in runs
         ]
 
-    def next(self, running: Collection[str] = ()) -> Entry | None:
-        """The first run that is open and not running: an interrupted one before others."""
-        open_ = [
-            e
-            for e in self.entries()
-            if e.state != "finished" and e.name not in self.failed and e.name not in running
-        ]
-        if self.only is not None:
-            open_ = [e for e in open_ if e.kind == "rate" or e.job.config.recipe in self.only]
-        begun = [entry for entry in open_ if entry.state == "interrupted"]
-        return next(iter(begun or open_), None)
+    def next(self, running: Collection[str] = (), within: float = math.inf) -> Entry | None:
+        """The first run that is open and not running: an interrupted one before others.
 
-    def plan(self, minutes: float) -> list[str]:
-        """What so many minutes are for, a line each: by the median time of finished runs."""
+        Args:
+            running: names of runs.
+            within: seconds in which it must be finished, as far as is known.
+        """
+        open_ = [entry for entry in self._open() if entry.name not in running]
+        if within < math.inf:
+            needed = self._needed()
+            open_ = [entry for entry in open_ if needed.get(entry.name, 0.0) <= within]
+        return next(iter(open_), None)
+
+    def _open(self) -> list[Entry]:
+        """What is to run now, in its order."""
+        found = [e for e in self.entries() if e.state != "finished" and e.name not in self.failed]
+        if self.only is not None:
+            found = [e for e in found if e.kind == "rate" or e.job.config.recipe in self.only]
+        return sorted(found, key=lambda entry: entry.state != "interrupted")
+
+    def _needed(self) -> dict[str, float]:
+        return expected_seconds(self.entries(), read_rates(self.folder))
+
+    def plan(self, minutes: float, places: int = 1) -> list[str]:
+        """What so many minutes on so many places are for, a line each."""
         entries = self.entries()
-        left = [e for e in entries if e.state != "finished"]
-        lines = [f"{len(entries) - len(left)} of {len(entries)} runs known so far are finished"]
+        done = sum(entry.state == "finished" for entry in entries)
+        lines = [f"{done} of {len(entries)} runs known so far are finished"]
         if self.rate() is None:
             arms = len(self.experiment.runs(self.experiment.rates[0]))
             lines.append(f"then {arms} runs at the rate that these trials find")
-        seconds = self._usual_seconds(entries)
-        if not left:
-            return lines
-        if not seconds:
-            return [*lines, f"first: {left[0].name}; how long it takes is not known yet"]
-        begun = [e for e in left if e.state == "interrupted"]
-        following = begun + [e for e in left if e not in begun]
-        budget, start = 60 * minutes, 0.0
-        for entry in following:
-            if start >= budget:
-                break
-            whole = seconds.get(entry.kind, max(seconds.values()))
-            need = max(whole - Cost.read(entry.cost_file).seconds, 0.0)
-            end = "" if start + need <= budget else ", which the time ends"
-            lines.append(
-                f"from minute {start / 60:.1f}: {entry.name}, {need / 60:.1f} minutes{end}"
-            )
-            start += need
-        return lines
-
-    def _usual_seconds(self, entries: list[Entry]) -> dict[str, float]:
-        """Median wall-clock seconds of finished runs, by kind."""
-        found: dict[str, list[float]] = {}
-        for entry in entries:
-            if entry.state == "finished" and (cost := Cost.read(entry.cost_file)).seconds:
-                found.setdefault(entry.kind, []).append(cost.seconds)
-        return {kind: statistics.median(values) for kind, values in found.items()}
+        needed, open_ = self._needed(), self._open()
+        unknown = next((entry for entry in open_ if entry.name not in needed), None)
+        if unknown is not None:
+            return [*lines, f"first: {open_[0].name}; how long it takes is not known yet"]
+        return lines + schedule(open_, needed, 60 * minutes, places)
 
     def run(
-        self, minutes: float, console: Console, jobs: int = 1, whole_runs: bool = False
+        self,
+        minutes: float,
+        console: Console,
+        places: Sequence[Place] = (None,),
+        whole_runs: bool = False,
     ) -> bool:
         """Run what is open until the time is up; returns whether everything is finished.
 
@@ -178,22 +147,26 @@ class Queue:
         Args:
             minutes: from now.
             console: where it reports.
-            jobs: runs side by side.
-            whole_runs: whether no run begins that the usual time of its kind does not let finish.
+            places: where runs may be at once, one at each.
+            whole_runs: whether a run begins only where the time that it is expected to take is
+                left; a shorter one may then go first.
         """
         deadline = time.monotonic() + 60 * minutes
         running: list[Running] = []
+        free = list(places)
         try:
             while True:
-                while len(running) < jobs and time.monotonic() < deadline:
-                    entry = self.next({one.entry.name for one in running})
-                    if entry is None or (whole_runs and not self._fits(entry, deadline)):
+                while free and (left := deadline - time.monotonic()) > 0:
+                    names = {one.entry.name for one in running}
+                    entry = self.next(names, left if whole_runs else math.inf)
+                    if entry is None:
                         break
-                    running.append(self._start(entry, deadline))
+                    running.append(self._start(entry, deadline, free.pop(0)))
                 if not running:
                     break
                 for one in [one for one in running if one.ended()]:
                     running.remove(one)
+                    free.append(one.place)
                     console.print(f"{one.entry.name}: {self._state(one)}")
                     self.write()
                 time.sleep(POLL_S)
@@ -203,14 +176,8 @@ class Queue:
         self.write()
         return self.next() is None and not self.failed
 
-    def _fits(self, entry: Entry, deadline: float) -> bool:
-        """Whether a run is finished in time, if it takes as long as those of its kind did."""
-        seconds = self._usual_seconds(self.entries()).get(entry.kind, 0.0)
-        left = max(seconds - Cost.read(entry.cost_file).seconds, 0.0)
-        return time.monotonic() + left <= deadline
-
-    def _start(self, entry: Entry, deadline: float) -> Running:
-        return Running(entry, deadline)
+    def _start(self, entry: Entry, deadline: float, place: Place) -> Running:
+        return Running(entry, deadline, place)
 
     def _state(self, one: Running) -> str:
         """What became of a run."""
@@ -244,12 +211,13 @@ class Running:
     Args:
         entry: the run.
         deadline: when it is interrupted, which saves its step.
+        place: the one GPU that it sees.
     """
 
-    def __init__(self, entry: Entry, deadline: float) -> None:
-        self.entry, self._deadline, self.asked = entry, deadline, False
-        self._process = entry.job.start()
-        self._meter = Meter(self._process.pid, entry.job.config.device)
+    def __init__(self, entry: Entry, deadline: float, place: Place = None) -> None:
+        self.entry, self.place, self._deadline, self.asked = entry, place, deadline, False
+        self._process = entry.job.start(environment(place))
+        self._meter = Meter(self._process.pid, entry.job.config.device, place)
 
     @property
     def code(self) -> int | None:

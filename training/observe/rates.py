@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -26,13 +25,13 @@ from ..loop import Trainer
 from ..rundir import write_json
 from ..runs import RUNS
 from ..tasks import TASKS
+from .alone import RATES, read_rates
 from .cost import Meter
 from .peers import PEERS, measure_peer
 from .queue import Queue
 
-__all__ = ["RATES", "measure", "measure_rates", "read_rates"]
+__all__ = ["measure", "measure_rates"]
 
-RATES = "rates.json"
 FIRST, PART = 4, 16
 """Steps before the clock starts, and steps between two looks at it."""
 
@@ -83,13 +82,6 @@ def measure_rates(
         console.print(
             f"rate of {name}: {shown} ({time.monotonic() - begun:.1f} s)", highlight=False
         )
-
-
-def read_rates(folder: Path) -> dict[str, dict[str, Any]]:
-    """By arm: ``per_second``, ``joules`` (a label's) and ``bytes``; or its ``problem``."""
-    path = folder / RATES
-    found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
 
 
 def measure(config: RunConfig, task: Any, folder: Path, seconds: float) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import signal
 import statistics
 import time
@@ -17,16 +19,22 @@ import pytest
 
 from extensor import models
 from extensor.training.batch import Batch
+from extensor.training.comparison import Finished, Job
 from extensor.training.config import RunConfig
+from extensor.training.observe import gather as gathering
 from extensor.training.observe import queue as queues
+from extensor.training.observe.alone import RATES, read_rates
 from extensor.training.observe.command import ObserveArgs, observe
 from extensor.training.observe.cost import Cost, Meter
+from extensor.training.observe.devices import Place, environment, places, visible
+from extensor.training.observe.entry import Entry
 from extensor.training.observe.experiments import EXPERIMENTS, Experiment
+from extensor.training.observe.forecast import expected_seconds
 from extensor.training.observe.gather import gather
 from extensor.training.observe.peers import PEERS, measure_peer
-from extensor.training.observe.queue import Entry, Queue, Running
-from extensor.training.observe.rates import RATES, measure_rates, read_rates
-from extensor.training.rundir import LAST, claim
+from extensor.training.observe.queue import Queue, Running
+from extensor.training.observe.rates import measure_rates
+from extensor.training.rundir import LAST, UsageError, claim
 from extensor.training.runs import defaults
 from extensor.training.train import train
 from tests.unit.training.conftest import QUIET, SMALL
@@ -51,13 +59,13 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         queues, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: None)
     )
 
-    def start(self: Queue, entry: Entry, deadline: float) -> SimpleNamespace:
+    def start(self: Queue, entry: Entry, deadline: float, place: Place) -> SimpleNamespace:
         train(
             entry.job.config, entry.job.folder, resume=False, console=QUIET,
             telemetry=self.experiment.telemetry if entry.kind == "arm" else 0,
         )  # fmt: skip
         now[0] += 60
-        return SimpleNamespace(entry=entry, ended=lambda: True, end=lambda: None)
+        return SimpleNamespace(entry=entry, place=place, ended=lambda: True, end=lambda: None)
 
     monkeypatch.setattr(Queue, "_start", start)
 
@@ -156,14 +164,14 @@ def test_arms_are_run_side_by_side_as_far_as_they_are_chosen(
     begun: list[str] = []
     start, polls = Queue._start, [0]
 
-    def slow(self: Queue, entry: Entry, deadline: float) -> SimpleNamespace:
+    def slow(self: Queue, entry: Entry, deadline: float, place: Place) -> SimpleNamespace:
         begun.append(entry.name)
-        one = start(self, entry, deadline)
+        one = start(self, entry, deadline, place)
         one.ended = lambda: polls.__setitem__(0, polls[0] + 1) or polls[0] % 3 == 0
         return one
 
     monkeypatch.setattr(Queue, "_start", slow)
-    assert Queue(TINY, tmp_path, only=["fp32"]).run(60, QUIET, jobs=2)
+    assert Queue(TINY, tmp_path, only=["fp32"]).run(60, QUIET, [None, None])
     assert begun == ["rate-0.02-fp32-s0", "rate-1e-06-fp32-s0", "arm-fp32-s0", "arm-fp32-s1"]
 
 
@@ -175,6 +183,88 @@ def test_no_run_begins_that_the_time_would_interrupt(here: None, tmp_path: Path)
     assert not queue.run(1.4, QUIET, whole_runs=True) and queue.entries()[3].state == "waiting"
     assert not queue.run(1.6, QUIET, whole_runs=True) and queue.entries()[3].state == "finished"
     assert queue.entries()[4].state == "waiting"
+
+
+def test_a_shorter_run_goes_first_where_a_longer_one_does_not_fit(
+    here: None, tmp_path: Path
+) -> None:
+    """By what the same arm took with another seed."""
+    queue = Queue(TINY, tmp_path)
+    queue.run(4, QUIET)
+    for entry, seconds in zip(queue.entries()[2:4], (600.0, 60.0), strict=True):
+        write_json_cost(entry, seconds)
+    assert not queue.run(5, QUIET, whole_runs=True)
+    assert [entry.state for entry in queue.entries()[4:]] == ["waiting", "finished"]
+    assert queue.plan(20, 2)[1:] == [f"from minute 0.0: {queue.entries()[4].name}, 10.0 minutes"]
+
+
+def test_an_arm_takes_its_labels_at_its_rate_and_as_much_longer_as_others_did(
+    here: None, tmp_path: Path
+) -> None:
+    text = replace(EXPERIMENTS["small"], rates=(2e-3,), arms=("bf16", "mxfp4", "quartet"), seeds=1)
+    entries = Queue(text, tmp_path).entries()
+    rates = {"bf16": {"per_second": 1e3}, "mxfp4": {"per_second": 500.0}, "quartet": {}}
+    rates = {k: v | {"joules": None, "bytes": None} if v else v for k, v in rates.items()}
+    labels = 8 * 50 * 16 * 64
+    assert expected_seconds(entries, rates) == {
+        entries[0].name: labels / 1e3,
+        entries[1].name: labels / 500,
+    }
+    done = SimpleNamespace(
+        state="finished", kind="arm", job=entries[0].job, cost_file=entries[0].cost_file
+    )
+    write_json_cost(entries[0], 1.5 * labels / 1e3)
+    assert expected_seconds([done, *entries[1:]], rates) == {
+        entries[1].name: 1.5 * labels / 500,
+        entries[2].name: 1.5 * labels / 1e3,
+    }
+
+
+def test_fallbacks_are_a_share_of_the_last_epochs_products(tmp_path: Path) -> None:
+    entry = Queue(EXPERIMENTS["small"], tmp_path).entries()[0]  # 50 steps an epoch
+    health = [
+        {"slot": "fprop.x", "fallbacks": 5},
+        {"slot": "fprop.w", "fallbacks": 0},
+        {"slot": "wgrad.g", "fallbacks": 20},
+        {"slot": "wgrad.g"},  # of a result before they were counted
+    ]
+    run = Finished("mxfp4", 0, {"health": health}, [])
+    assert gathering._fallbacks(entry, run) == 25 / (50 * 3)
+    assert gathering._fallbacks(entry, replace(run, result={"health": []})) is None
+
+
+def test_gpus_are_those_that_the_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-x,-1,7")
+    assert visible() == ("4", "GPU-x")
+    assert places(2, 2, "cuda") == ["4", "GPU-x", "4", "GPU-x"] and places(1, 1, "cuda") == ["4"]
+    with pytest.raises(UsageError, match="--gpus: .* got 3; it sees 2"):
+        places(3, 1, "cuda")
+    with pytest.raises(UsageError, match="trains on the CPU"):
+        places(2, 1, "cpu")
+    assert places(1, 2, "cpu") == [None, None] and environment(None) == {}
+
+
+def test_each_run_sees_one_gpu_that_no_other_run_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three runs the last gets the place that is free first."""
+    left = {"4": 9, "6": 2}  # polls until a run on this GPU ends
+    given: list[str] = []
+
+    def start(job: Job, variables: dict[str, str]) -> SimpleNamespace:
+        place = variables["CUDA_VISIBLE_DEVICES"]
+        given.append(place)
+        polls = itertools.count()
+        poll = lambda: None if next(polls) < left[place] else 1  # noqa: E731
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        job.log.write_text("no such GPU")
+        return SimpleNamespace(pid=os.getpid(), poll=poll, returncode=1)
+
+    monkeypatch.setattr(Job, "start", start)
+    monkeypatch.setattr(queues, "POLL_S", 0.0)
+    queue = Queue(replace(TINY, rates=(0.02, 0.01, 1e-6)), tmp_path)
+    assert not queue.run(1, QUIET, ["4", "6"])
+    assert given == ["4", "6", "6"] and len(queue.failed) == 3
 
 
 def test_a_rate_is_measured_once(tmp_path: Path) -> None:
@@ -210,8 +300,6 @@ def test_an_interrupted_process_is_no_failure(
 def test_costs_add_up() -> None:
     assert Cost(1.0, None, 5) + Cost(2.0, 3.0, 4) == Cost(3.0, 3.0, 5)
     assert Cost() + Cost() == Cost()
-    import os
-
     meter = Meter(os.getpid(), "cpu")
     meter.look()
     assert meter.cost().peak_bytes > 1 << 20 and meter.cost().joules is None
