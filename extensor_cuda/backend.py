@@ -129,10 +129,10 @@ ROUTES: dict[str, Route] = {
         _prepare, run=lambda plan: plan, path=attrgetter("path"), fallback_path="host"
     ),
     "block_scaled_matmul": Route(
-        lambda xp, a, b: block_scaled_matmul(a, b, xp),
+        lambda xp, a, b, dtype="float32": block_scaled_matmul(a, b, dtype, xp),
         run=attrgetter("out"),
         path=attrgetter("path"),
-        fallback_path=lambda a, b: "one after the other" if len(a.shape) == 3 else "generic",
+        fallback_path=lambda a, b, *dtype: "one after the other" if len(a.shape) == 3 else "generic",
     ),
     "stored_product": Route(
         lambda xp, a, b: stored_product(a, b, xp),
@@ -140,7 +140,7 @@ ROUTES: dict[str, Route] = {
         path=attrgetter("path"),
     ),
     "weight_only_matmul": Route(
-        lambda xp, x, w: weight_only_matmul(x, w, "float32", xp),
+        lambda xp, x, w, dtype="float32": weight_only_matmul(x, w, dtype, xp),
         run=attrgetter("out"),
         path=attrgetter("path"),
     ),

@@ -131,13 +131,12 @@ def _as_matrix(a: Any) -> Any:
     return a.reshape((math.prod(a.shape[:-1]), a.shape[-1]))
 
 
-def matrix_product(backend: Backend, a: Any, b: QuantArray) -> Array:
-    """The product of (M, K), blocked or values, and a blocked (N, K): (M, N), float32."""
-    return (
-        backend.block_scaled_matmul(a, b)
-        if isinstance(a, QuantArray)
-        else backend.weight_only_matmul(a, b)
+def matrix_product(backend: Backend, a: Any, b: QuantArray, dtype: str = "float32") -> Array:
+    """The product of (M, K), blocked or values, and a blocked (N, K): (M, N)."""
+    product = (
+        backend.block_scaled_matmul if isinstance(a, QuantArray) else backend.weight_only_matmul
     )
+    return product(a, b) if dtype == "float32" else product(a, b, dtype)
 
 
 def _batch_product(backend: Backend, a: Any, b: QuantArray) -> Array:

@@ -24,6 +24,7 @@ from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.generic import conv_pool
+from extensor.backends.generic.core import BFLOAT16
 from extensor.backends.generic.quantize import dense_values, weight_activations
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.ops.arguments import tensors_only
@@ -50,7 +51,8 @@ def _quantized(backend: Backend, x: Array, context: LayerContext, axis: int) -> 
     """The activations in blocks, counted."""
     operand = context.operand("fprop.x")
     assert isinstance(operand, QuantSpec)
-    x = backend.cast(x, _FLOAT32)
+    if context.static_scale is not None:
+        x = backend.cast(x, _FLOAT32)
     spec = operand.replace(axis=axis).resolve(x.ndim)
     if context.static_scale is None:
         q, stats = backend.quantize(x, spec)
@@ -70,7 +72,8 @@ def _matmul_forward(backend: Backend, x: Array, w: QuantArray, context: LayerCon
         activations = weight_activations(backend, rows, operand)
     else:
         activations = _quantized(backend, rows, context, 1)
-    out = matrix_product(backend, activations, w)
+    dtype = "bfloat16" if x.dtype == BFLOAT16 else "float32"
+    out = matrix_product(backend, activations, w, dtype)
     return backend.cast(out.reshape(*x.shape[:-1], w.shape[0]), x.dtype)
 
 

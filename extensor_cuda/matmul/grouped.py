@@ -47,15 +47,15 @@ Array = Any
 _MAX_ROWS = 2**31 - 1  # offsets are int32
 
 
-def block_scaled_matmul(a: QuantArray, b: QuantArray, xp: Any) -> Product | Unsupported:
-    """Float32 a b^T of packed (M, K) and (N, K), or of each of a batch in one launch.
+def block_scaled_matmul(a: QuantArray, b: QuantArray, dtype: str, xp: Any) -> Product | Unsupported:
+    """a b^T, float32 or bfloat16, of packed (M, K) and (N, K), or of each of a batch in one launch.
 
     Waits as `matmul` does.
     """
     if len(a.shape) == 3:
-        return _batch(a, b, xp)
+        return _batch(a, b, dtype, xp)
     gap = stored_gap(a, b, capability_of(xp))
-    return multiply_stored(a, b, xp, "promote", "float32") if gap is None else gap
+    return multiply_stored(a, b, xp, "promote", dtype) if gap is None else gap
 
 
 def offsets_of(sizes: Array, xp: Any) -> Array:
@@ -81,8 +81,8 @@ def grouped_gap(a: QuantArray, b: QuantArray, capability: str) -> Unsupported | 
     return None
 
 
-def _batch(a: QuantArray, b: QuantArray, xp: Any) -> Product | Unsupported:
-    """Of each i, a_i b_i^T: float32 (B, M, N) in one launch. Waits as `matmul`."""
+def _batch(a: QuantArray, b: QuantArray, dtype: str, xp: Any) -> Product | Unsupported:
+    """Of each i, a_i b_i^T: (B, M, N) in one launch. Waits as `matmul`."""
     (count, m, _), n = a.shape, b.shape[1]
     if count < 2 or 0 in (*a.shape, *b.shape):
         return Unsupported(f"a batch of {a.shape} and {b.shape}, one matrix or empty")
@@ -95,7 +95,7 @@ def _batch(a: QuantArray, b: QuantArray, xp: Any) -> Product | Unsupported:
     if (gap := grouped_gap(left, right, capability_of(xp))) is not None:
         return gap
     offsets = xp.asarray(np.arange(count + 1, dtype=np.int32) * np.int32(m))
-    done = _grouped(left, right, offsets, xp, "float32")
+    done = _grouped(left, right, offsets, xp, dtype)
     if isinstance(done, Unsupported):
         return done
     return Product(done.out.reshape(count, m, n), done.path)

@@ -57,32 +57,38 @@ class CpuMatmul(CpuCore):
         return core.matmul(*sides, None if bias is None else ready(bias))
 
     def _choose_block_scaled(
-        self, a: QuantArray, b: QuantArray
+        self, a: QuantArray, b: QuantArray, dtype: str = "float32"
     ) -> paths.BlockProduct | Unsupported:
         if self.core is None:
             return Unsupported(self.core_missing)
         return paths.choose_block_product(self.core, a, b)
 
     @runs_in_core(_choose_block_scaled)
-    def block_scaled_matmul(self, plan: paths.BlockProduct, a: QuantArray, b: QuantArray) -> Array:
+    def block_scaled_matmul(
+        self, plan: paths.BlockProduct, a: QuantArray, b: QuantArray, dtype: str = "float32"
+    ) -> Array:
         """See the protocol."""
         core = self.core
         sides = paths.matrix(core, a), paths.matrix(core, b)
         if plan.kind == "bf16":
-            return core.bf16_matmul(*sides)
-        if plan.kind == "int8":
-            return core.int8_matmul(*sides)
-        return core.block_scaled_matmul(*sides, plan.step)
+            out = core.bf16_matmul(*sides)
+        elif plan.kind == "int8":
+            out = core.int8_matmul(*sides)
+        else:
+            out = core.block_scaled_matmul(*sides, plan.step)
+        return self._narrow(out, dtype)
 
-    def _choose_weight_only(self, x: Array, w: QuantArray) -> Any:
+    def _choose_weight_only(self, x: Array, w: QuantArray, dtype: str = "float32") -> Any:
         if self.core is None:
             return Unsupported(self.core_missing)
         return paths.choose_weight_only(self.core, x, w)
 
     @runs_in_core(_choose_weight_only)
-    def weight_only_matmul(self, weights: Any, x: Array, w: QuantArray) -> Array:
+    def weight_only_matmul(
+        self, weights: Any, x: Array, w: QuantArray, dtype: str = "float32"
+    ) -> Array:
         """See the protocol. Widens bfloat16."""
-        return self.core.weight_only_matmul(ready(self._wide(x)), weights)
+        return self._narrow(self.core.weight_only_matmul(ready(self._wide(x)), weights), dtype)
 
     def bound_weight_only(self, x: Array, w: QuantArray) -> Callable[[Array], Array]:
         """`weight_only_matmul` with w, for float32 arrays of the shape of x, chosen once."""

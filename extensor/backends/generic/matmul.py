@@ -141,22 +141,30 @@ class GenericMatmul(GenericQuantize):
             out += bias
         return out
 
-    def block_scaled_matmul(self, a: QuantArray, b: QuantArray) -> Array:
+    def block_scaled_matmul(self, a: QuantArray, b: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol: the matrices of stacks one after the other."""
         if len(a.shape) == 2:
-            return self.xp.matmul(self.dequantize(a), self.dequantize(b).T)
+            out = self.xp.matmul(self.dequantize(a), self.dequantize(b).T)
+            return self._narrow(out, dtype)
         out = self.xp.empty((*a.shape[:2], b.shape[1]), dtype=FLOAT32)
         for i, sides in enumerate(zip(views.unstack(a), views.unstack(b), strict=True)):
             out[i] = self.block_scaled_matmul(*sides)
-        return out
+        return self._narrow(out, dtype)
+
+    def _narrow(self, sums: Array, dtype: str) -> Array:
+        """Float32 sums as what a product is asked for in, rounded once."""
+        if dtype == "float32":
+            return sums
+        with np.errstate(all="ignore"):
+            return self.cast(sums, BFLOAT16)
 
     def stored_product(self, a: QuantArray, b: QuantArray) -> Array:
         """See the protocol."""
         return self.block_scaled_matmul(a, b)
 
-    def weight_only_matmul(self, x: Array, w: QuantArray) -> Array:
+    def weight_only_matmul(self, x: Array, w: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
-        return self.xp.matmul(self._wide(x), self.dequantize(w).T)
+        return self._narrow(self.xp.matmul(self._wide(x), self.dequantize(w).T), dtype)
 
     def grouped_weight_only_matmul(
         self, x: Array, weights: Sequence[QuantArray], ends: Sequence[int]

@@ -147,10 +147,11 @@ class MatmulMethods(Protocol):
         """A b of (..., M, K) and (..., K, N), leading axes broadcasting, plus a bias (N,)."""
         ...
 
-    def block_scaled_matmul(self, a: QuantArray, b: QuantArray) -> Array:
-        """Float32 a b^T of (M, K) and (N, K), both blocked along the last axis: (M, N).
+    def block_scaled_matmul(self, a: QuantArray, b: QuantArray, dtype: str = "float32") -> Array:
+        """a b^T of (M, K) and (N, K), both blocked along the last axis: (M, N).
 
-        Of stacks (B, M, K) and (B, N, K) the product of each two matrices: (B, M, N).
+        Of stacks (B, M, K) and (B, N, K) the product of each two matrices: (B, M, N). Sums are
+        float32; as "bfloat16" they are rounded once.
         """
         ...
 
@@ -162,10 +163,11 @@ class MatmulMethods(Protocol):
         """
         ...
 
-    def weight_only_matmul(self, x: Array, w: QuantArray) -> Array:
-        """Float32 x w^T of a dense (M, K) and (N, K) blocked along the last axis: (M, N).
+    def weight_only_matmul(self, x: Array, w: QuantArray, dtype: str = "float32") -> Array:
+        """x w^T of a dense (M, K) and (N, K) blocked along the last axis: (M, N).
 
-        x is float32 or bfloat16, which is multiplied as it is or widened, exactly.
+        x is float32 or bfloat16, which is multiplied as it is or widened, exactly. Sums are
+        float32; as "bfloat16" they are rounded once.
         """
         ...
 

@@ -109,9 +109,9 @@ def test_bfloat16_activations_reach_the_product_as_that(
     backend, seen = given.backend, []
     multiply = type(backend).weight_only_matmul
 
-    def spy(self, a, b):
+    def spy(self, a, b, *dtype):
         seen.append(a.dtype.name)
-        return multiply(self, a, b)
+        return multiply(self, a, b, *dtype)
 
     monkeypatch.setattr(type(backend), "weight_only_matmul", spy)
     y = prequantized_matmul(given, stored, context)
