@@ -132,7 +132,9 @@ ROUTES: dict[str, Route] = {
         lambda xp, a, b, dtype="float32": block_scaled_matmul(a, b, dtype, xp),
         run=attrgetter("out"),
         path=attrgetter("path"),
-        fallback_path=lambda a, b, *dtype: "one after the other" if len(a.shape) == 3 else "generic",
+        fallback_path=lambda a, b, *dtype: (
+            "one after the other" if len(a.shape) == 3 else "generic"
+        ),
     ),
     "stored_product": Route(
         lambda xp, a, b: stored_product(a, b, xp),
@@ -237,6 +239,7 @@ class CudaBackend(GenericBackend):
             "gelu_exact",
             "packed_attention",
             "relu",
+            "rms_norm",
             "rotary_embedding",
             "scaled_dot_product_attention",
             "softmax",

@@ -18,7 +18,7 @@ import numpy as np
 from extensor.backends.protocol import AttentionForward, AttentionOptions
 from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray
-from extensor_cuda.dispatch import FLOATS, Call, aligned, contiguous, dtype_gap, unless
+from extensor_cuda.dispatch import FLOAT32, FLOATS, Call, aligned, contiguous, dtype_gap, unless
 from extensor_cuda.kernels.attention import attention as bf16_attention
 from extensor_cuda.kernels.nn import cross_entropy as losses
 from extensor_cuda.kernels.nn import dropout, elementwise, norm, scatter_add, sums
@@ -232,8 +232,10 @@ def label_ranks(xp: Any, x: Array, labels: Array) -> Call:
     return unless(dtype_gap((x,), FLOATS), call)
 
 
-def _norm_gap(x: Array, weight: Array, *others: Array) -> Unsupported | None:
-    if (gap := dtype_gap((x, weight, *others))) is not None:
+def _norm_gap(
+    x: Array, weight: Array, *others: Array, dtypes: Sequence[Any] = FLOAT32
+) -> Unsupported | None:
+    if (gap := dtype_gap((x, weight, *others), dtypes)) is not None:
         return gap
     if weight.size > norm.MAX_LENGTH:
         return Unsupported(
@@ -277,14 +279,15 @@ def layer_norm_grad(
 
 
 def rms_norm(xp: Any, x: Array, weight: Array, eps: float, narrow: bool = False) -> Call:
-    """See the protocol."""
+    """See the protocol. Where both are bfloat16 the result is, rounded once."""
+    narrow = narrow or (x.dtype == weight.dtype == FLOATS[1])
 
     def call() -> Any:
         whole, factors = (contiguous(xp, a) for a in (x, weight))
         out, _, rstd = norm.norm(whole, factors, None, eps, False, xp, narrow)
         return out, rstd
 
-    return unless(_norm_gap(x, weight), call)
+    return unless(_norm_gap(x, weight, dtypes=FLOATS), call)
 
 
 def rms_norm_grad(
@@ -296,8 +299,16 @@ def rms_norm_grad(
     addend: Array | None = None,
 ) -> Call:
     """See the protocol."""
+    x, weight = (a if isinstance(a, QuantArray) else _wide(xp, a) for a in (x, weight))
     call = layer_norm_grad(xp, g, x, weight, None, rstd, addend)
     return (lambda: call()[:2]) if call else call
+
+
+def _wide(xp: Any, x: Array) -> Array:
+    """Bfloat16 as float32; everything else as it is."""
+    if x.dtype != FLOATS[1]:
+        return x
+    return elementwise.unary("cast", contiguous(xp, x), xp, FLOATS[0])
 
 
 # --- softmax and attention ---

@@ -48,7 +48,7 @@ _MAX_ROWS = 2**31 - 1  # offsets are int32
 
 
 def block_scaled_matmul(a: QuantArray, b: QuantArray, dtype: str, xp: Any) -> Product | Unsupported:
-    """a b^T, float32 or bfloat16, of packed (M, K) and (N, K), or of each of a batch in one launch.
+    """A b^T, float32 or bfloat16, of packed (M, K) and (N, K), or of each of a batch in one launch.
 
     Waits as `matmul` does.
     """

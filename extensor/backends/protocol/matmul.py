@@ -148,7 +148,7 @@ class MatmulMethods(Protocol):
         ...
 
     def block_scaled_matmul(self, a: QuantArray, b: QuantArray, dtype: str = "float32") -> Array:
-        """a b^T of (M, K) and (N, K), both blocked along the last axis: (M, N).
+        """A b^T of (M, K) and (N, K), both blocked along the last axis: (M, N).
 
         Of stacks (B, M, K) and (B, N, K) the product of each two matrices: (B, M, N). Sums are
         float32; as "bfloat16" they are rounded once.
@@ -164,7 +164,7 @@ class MatmulMethods(Protocol):
         ...
 
     def weight_only_matmul(self, x: Array, w: QuantArray, dtype: str = "float32") -> Array:
-        """x w^T of a dense (M, K) and (N, K) blocked along the last axis: (M, N).
+        """X w^T of a dense (M, K) and (N, K) blocked along the last axis: (M, N).
 
         x is float32 or bfloat16, which is multiplied as it is or widened, exactly. Sums are
         float32; as "bfloat16" they are rounded once.

@@ -2,7 +2,8 @@
 // float32. NN_WARPS warps hold a row in registers; sums run over a thread, then its warp, then
 // warps.
 //
-// Macros: those, NN_IN (dtype of x; 0: float32, 1: bfloat16), NN_OUT (dtype of y and its gradient).
+// Macros: those, NN_IN (dtype of x; 0: float32, 1: bfloat16), NN_OUT (dtype of y and its gradient),
+// NN_WEIGHT (of the weight, going forward).
 // NN_STORED: the gradient reads x as 8-bit codes in flat blocks, with decode.cuh's macros and
 // CODEC_BLOCK. Compiled with --fmad=false. Limits: norm.py.
 
@@ -57,9 +58,10 @@ DEVICE void row_sums(float& a, float& b) {
 
 // y = (x - mean) rstd weight + bias, where bias may be null. RMSNorm has neither mean nor bias.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    normalize(const ElementType<NN_IN>::Raw* __restrict__ x, const float* __restrict__ weight,
-        const float* __restrict__ bias, Raw* __restrict__ y, float* __restrict__ mean_of,
-        float* __restrict__ rstd_of, float eps, i64 rows) {
+    normalize(const ElementType<NN_IN>::Raw* __restrict__ x,
+        const ElementType<NN_WEIGHT>::Raw* __restrict__ weight, const float* __restrict__ bias,
+        Raw* __restrict__ y, float* __restrict__ mean_of, float* __restrict__ rstd_of, float eps,
+        i64 rows) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const int lane = threadIdx.x % kLanes;
     const bool real = row < rows;
@@ -89,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < kEach; ++k) {
         const int i = k * kLanes + lane;
         if (i >= NN_LENGTH) continue;
-        float out = __fmul_rn(__fmul_rn(v[k], rstd), weight[i]);
+        float out = __fmul_rn(__fmul_rn(v[k], rstd), ElementType<NN_WEIGHT>::wide(weight[i]));
         if (bias) out = __fadd_rn(out, bias[i]);
         y[row * NN_LENGTH + i] = ElementType<NN_OUT>::narrow(out);
     }

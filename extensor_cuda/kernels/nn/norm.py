@@ -43,8 +43,9 @@ def norm_source(
     given: int = 0,
     adds: bool = False,
     stored: QuantSpec | None = None,
+    weight: int = 0,
 ) -> Source:
-    """The program for rows of one length: kinds of results and their gradients, and of x.
+    """The program for rows of one length: kinds of results and their gradients, x and weight.
 
     ``adds``: the gradient in x is added to another; ``stored``: how it reads x.
     """
@@ -54,6 +55,7 @@ def norm_source(
         "NN_CENTRED": int(centred),
         "NN_OUT": narrow,
         "NN_IN": given,
+        "NN_WEIGHT": weight,
         "NN_ADDS": int(adds),
     }
     return Source.read(Path(__file__).parent / "norm.cu", macros)
@@ -70,16 +72,17 @@ def norm(
 ) -> tuple[Array, Array | None, Array]:
     """(x - mean) rstd weight + bias, the mean (None of RMSNorm) and rstd.
 
-    x is float32 or bfloat16 (..., *weight.shape), C-contiguous, not empty. Weight and bias (None of
-    RMSNorm) are float32, of up to `MAX_LENGTH` values; twice as many where no gradient is asked
-    for. ``narrow`` rounds the result to bfloat16, once.
+    x is float32 or bfloat16 (..., *weight.shape), C-contiguous, not empty, as is RMSNorm's weight.
+    LayerNorm's weight and bias are float32. Rows have up to `MAX_LENGTH` values; twice that where
+    no gradient is asked for. ``narrow`` rounds the result to bfloat16, once.
     """
     length = weight.size
     rows = x.size // length
     shape = (*x.shape[: x.ndim - weight.ndim], *(1,) * weight.ndim)
     out, rstd = xp.empty(x.shape, dtype=KINDS[narrow]), xp.empty(shape, dtype=np.float32)
     mean = xp.empty(shape, dtype=np.float32) if centred else None
-    source, blocks = norm_source(length, centred, int(narrow), kind(x)), _blocks(rows, length)
+    kinds = {"given": kind(x), "weight": kind(weight)}
+    source, blocks = norm_source(length, centred, int(narrow), **kinds), _blocks(rows, length)
     arrays = x, weight, bias, out, mean, rstd
     launch(source, "normalize", blocks, ROW_THREADS, *arrays, np.float32(eps), np.int64(rows))
     return out, mean, rstd

@@ -137,6 +137,27 @@ def test_norms_round_to_bfloat16_and_read_its_gradient(trainer: Any, shape: Any)
             same_bytes("gradient", one.get(), two.get())
 
 
+def test_rms_norm_of_bfloat16_is_that_of_its_float32_values(trainer: Any) -> None:
+    """Rounded once where x and the weight are bfloat16, float32 where only one is."""
+    rng = np.random.default_rng(1)
+    x, w, g = (rng.standard_normal(s).astype(HALF) for s in ((9, 1500), (1500,), (9, 1500)))
+    half = [trainer.xp.asarray(a) for a in (x, w, g)]
+    full = [trainer.xp.asarray(a.astype(np.float32)) for a in (x, w, g)]
+    exact, rstd = trainer.rms_norm(*full[:2], 1e-5)
+    for given, dtype in (
+        (half[:2], HALF),
+        ((half[0], full[1]), np.float32),
+        ((full[0], half[1]), np.float32),
+    ):
+        assert trainer.path("rms_norm", *given, 1e-5) == "fused kernel"
+        got, kept = trainer.rms_norm(*given, 1e-5)
+        same_bytes("norm", got.get(), exact.get().astype(dtype))
+        same_bytes("rstd", kept.get(), rstd.get())
+        made = trainer.rms_norm_grad(half[2], *given, rstd)
+        for one, two in zip(made, trainer.rms_norm_grad(half[2], *full[:2], rstd), strict=True):
+            same_bytes("gradient", one.get(), two.get())
+
+
 @pytest.mark.parametrize("shape", [(33, 10), (12, 64), (3, 1032), (2, 1027)])
 def test_cross_entropy_of_bfloat16_scores(trainer: Any, shape: Any) -> None:
     rng = np.random.default_rng(shape[1])

@@ -69,6 +69,7 @@ def test_no_kernel_spills(arch: str) -> None:
         norm.norm_source(n, c) for n, c in ((37, True), (1024, True), (norm.MAX_LENGTH, False))
     ]
     sources += [norm.norm_source(512, True, 1), norm.norm_source(norm.MAX_LENGTH, True, 1)]
+    sources.append(norm.norm_source(4096, False, 1, 1, weight=1))
     for source in sources:
         check_compiles(source, arch)
 
