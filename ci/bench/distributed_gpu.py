@@ -119,7 +119,7 @@ class Bench:
 # --- bits ---
 
 
-def trained(bench: Bench, ranks: Any, steps: int = 4, parts: int = 4) -> str:
+def trained(bench: Bench, ranks: Any, steps: int = 4, parts: int = 8) -> str:
     """The checksum of a small GPT's weights after some steps of micro-batches."""
     width = 64 if bench.tiny else 256
     config = GPTConfig(vocab=256, context=64, layers=2, heads=4, width=width)

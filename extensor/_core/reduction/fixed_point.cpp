@@ -152,46 +152,26 @@ void fixed_point_mean(int64_t n, const int64_t* total, const uint8_t* anchors, d
     });
 }
 
-template <class Code>
-INLINE Code with_sign(uint32_t magnitude, uint32_t bits) {
-    const int32_t sign = -static_cast<int32_t>(bits >> 31);
-    return static_cast<Code>((static_cast<int32_t>(magnitude) ^ sign) - sign);
-}
-
-// A block's significands shifted right by base - field; ties to even.
-template <class Code>
-INLINE void round_nearest(const float* __restrict p, uint32_t base, Code* __restrict q) {
-    for (int i = 0; i < kBlock; ++i) {
-        const uint32_t bits = bits_of(p, i), m = significand_of(bits);
-        const uint32_t shift = base - field_of(bits), drop = shift < 30 ? shift : 30;
-        const uint32_t below_half = (1u << (drop - 1)) - 1;
-        q[i] = with_sign<Code>((m + below_half + (m >> drop & 1u)) >> drop, bits);
-    }
-}
-
-// Up exactly where the fraction, times 2^32, exceeds the word.
-template <class Code>
-INLINE void round_stochastic(const float* __restrict p, uint32_t base,
-                             const uint32_t* __restrict words, Code* __restrict q) {
-    for (int i = 0; i < kBlock; ++i) {
-        const uint32_t bits = bits_of(p, i), m = significand_of(bits);
-        const uint32_t shift = base - field_of(bits), drop = shift < 31 ? shift : 31;
-        const uint32_t over = shift - 32 < 31 ? shift - 32 : 31;
-        const uint32_t fraction = shift <= 32 ? m << ((32 - shift) & 31) : m >> over;
-        q[i] = with_sign<Code>((m >> drop) + (fraction > words[i] ? 1u : 0u), bits);
-    }
+// The nearest integer, ties to even, of a magnitude below 2^31.
+INLINE int32_t nearest(double x) {
+    const double shifted = x + 0x1.8p52;  // whose last place is 1
+    uint64_t bits;
+    std::memcpy(&bits, &shifted, 8);
+    return static_cast<int32_t>(static_cast<uint32_t>(bits));
 }
 
 template <int Bits, class Code>
 void mxint(const MxintJob& job, Code* codes) {
     constexpr int64_t kRun = 64;  // blocks whose random words are drawn together
+    constexpr int kPlaces = 23 - Bits;
     const int64_t blocks = job.n / kBlock;
     threads::run(ceil_div(blocks, kRun), job.n * (job.stream ? 12 : 4), [&](int64_t task) {
         const int64_t first = task * kRun, end = least(blocks, first + kRun);
         uint32_t* words = nullptr;
         if (job.stream) {
-            words = threads::scratch_of<uint32_t>(threads::Slot::random, kRun * kBlock + 2 * VL);
-            philox_run(Philox(*job.stream), words, 0, kBlock / 4,
+            words =
+                threads::scratch_of<uint32_t>(threads::Slot::random, kRun * kBlock / 2 + 2 * VL);
+            philox_run(Philox(*job.stream), words, 0, kBlock / 8,
                        job.first_block + static_cast<uint32_t>(first), end - first);
         }
         for (int64_t b = first; b < end; ++b) {
@@ -204,11 +184,20 @@ void mxint(const MxintJob& job, Code* codes) {
                 if (left) std::memset(left, 0, kBlock * 4);
                 continue;
             }
-            const uint32_t base = static_cast<uint32_t>(exponent) + 25 - Bits;
-            if (words)
-                round_stochastic(p, base, words + (b - first) * kBlock, q);
-            else
-                round_nearest(p, base, q);
+            const double scale = power(125 + Bits - exponent);
+            if (words) {
+                uint16_t halves[kBlock];  // a word serves two values
+                std::memcpy(halves, words + (b - first) * (kBlock / 2), sizeof(halves));
+                int32_t fine[kBlock];
+                for (int i = 0; i < kBlock; ++i) {
+                    const int32_t dither = halves[i] & ((1 << kPlaces) - 1);
+                    fine[i] = nearest(p[i] * (scale * (1 << kPlaces)) + dither);
+                }
+                for (int i = 0; i < kBlock; ++i) q[i] = static_cast<Code>(fine[i] >> kPlaces);
+            } else {
+                for (int i = 0; i < kBlock; ++i)
+                    q[i] = static_cast<Code>(nearest(static_cast<double>(p[i]) * scale));
+            }
             if (left) {
                 const double unit = power(exponent - 125 - Bits);
                 for (int i = 0; i < kBlock; ++i)

@@ -80,27 +80,35 @@ class GenericReduction(GenericCore):
         first_block: int,
         residual: Array | None,
     ) -> Array:
-        """The significand shifted right; what is shifted out decides the rounding."""
-        xp, words = self.xp, x.view(np.uint32)
+        """Rounded to a multiple of the unit, or to 23 - bits places behind it and then at random.
+
+        In float32 both are one fused multiply-add to a number whose last place is that one.
+        """
+        xp = self.xp
         exponent = exponents.astype(np.int64).repeat(BLOCK)
-        shift = xp.clip(exponent + 25 - bits - self._field(words), 1, 63).astype(np.uint64)
-        wide = self._significand(words).astype(np.uint64) << np.uint64(32)
-        value = wide >> shift  # 32 places of fraction, all of it where it can matter
-        whole, fraction = value >> np.uint64(32), value & np.uint64(0xFFFFFFFF)
+        # Of integers: cupy's kernels read subnormal numbers as zeros.
+        value = self._significand(x.view(np.uint32)).astype(np.float64)
+        value *= xp.exp2((self._field(x.view(np.uint32)) - 150).astype(np.float64))
+        value = xp.where(x.view(np.uint32) >> np.uint32(31) != 0, -value, value)
+        units = value * xp.exp2((125 + bits - exponent).astype(np.float64))
         if stream is None:
-            half = np.uint64(1 << 31)
-            up = (fraction > half) | ((fraction == half) & (whole & np.uint64(1) != 0))
+            codes = xp.rint(units)
         else:
-            blocks = first_block + xp.arange(len(exponents))
-            up = fraction > random_words(stream, blocks, BLOCK, 32, xp).reshape(-1)
-        magnitude = (whole + up.astype(np.uint64)).astype(np.int64)
-        codes = xp.where(words >> np.uint32(31) != 0, -magnitude, magnitude)
-        codes = xp.where(exponent == NONFINITE, np.int64(0), codes)
+            places = np.float64(1 << (23 - bits))
+            dither = self._dither(stream, first_block, len(exponents), 23 - bits)
+            codes = xp.floor(xp.rint(units * places + dither) / places)
+        codes = xp.where(exponent == NONFINITE, 0.0, codes).astype(np.int64)
         if residual is not None:
-            unit = xp.exp2((exponent - 125 - bits).astype(np.float64))
-            left = x.astype(np.float64) - codes * unit
+            left = value - codes * xp.exp2((exponent - 125 - bits).astype(np.float64))
             residual[...] = xp.where(exponent == NONFINITE, 0.0, left).astype(np.float32)
         return codes.astype(np.int8 if bits == 8 else np.int16)
+
+    def _dither(self, stream: Stream, first_block: int, blocks: int, places: int) -> Array:
+        """Random integers of so many bits: a word serves two values, the low half first."""
+        numbers = first_block + self.xp.arange(blocks)
+        words = random_words(stream, numbers, BLOCK // 2, 32, self.xp)
+        halves = self.xp.stack([words, words >> np.uint32(16)], axis=-1).reshape(-1)
+        return halves & np.uint32((1 << places) - 1)
 
     def mxint_pack(
         self,

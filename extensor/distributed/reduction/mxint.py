@@ -26,7 +26,8 @@ class Mxint(FloatSum):
     of one rank are added in float32 first.
 
     With error feedback (arXiv 1901.09847, algorithm 2) what rounding leaves over is added to the
-    next step's gradient; without it rounding is stochastic. A gradient above 127/128 of 2^128
+    next step's gradient; without it rounding is stochastic, by 15 random bits a value (7 of 16-bit
+    integers). A gradient above 127/128 of 2^128
     counts as infinite. Below the least exponent, 2^-127, values round to multiples of 2^-133 (8
     bits) or 2^-141. Zeros lose their sign.
 

@@ -1,11 +1,12 @@
 // Gradients as integers under a block's exponent, whose sums have no order; the definitions are in
-// extensor/backends/generic/reduction.py. A thread has four neighbouring values, eight threads a
-// block of 32. REDUCTION_BITS is 8 or 16, of mxint's codes. Compiled with --fmad=false.
+// extensor/backends/generic/reduction.py. REDUCTION_BITS is 8 or 16, of mxint's codes. Compiled
+// with --fmad=false.
 
 #include "common/types.cuh"
 #include "common/philox.cuh"
 
-constexpr int kThreads = 256, kEach = 4, kLanes = 8;
+constexpr int kThreads = 256;
+constexpr int kEach = 4;  // neighbouring values of a thread
 constexpr u32 kNonfinite = 255, kNaN = 0x7FC00000;
 
 DEVICE u32 magnitude(u32 bits) { return bits & 0x7FFFFFFF; }
@@ -22,19 +23,25 @@ DEVICE i64 with_sign(u64 value, u32 bits) {
 }
 
 // The thread's values; zeros behind the end, where no block is in part.
-DEVICE i64 first_value() { return (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) * kEach; }
+template <int Each = kEach>
+DEVICE i64 first_value() {
+    return (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) * Each;
+}
 DEVICE void load(const float* x, i64 at, i64 size, u32 (&bits)[kEach]) {
     uint4 four{0, 0, 0, 0};
     if (at < size) four = *reinterpret_cast<const uint4*>(x + at);
     bits[0] = four.x, bits[1] = four.y, bits[2] = four.z, bits[3] = four.w;
 }
 
-// Of the block that eight neighbouring threads have.
-DEVICE u32 greatest(const u32 (&bits)[kEach]) {
-    u32 most = max(
-        max(magnitude(bits[0]), magnitude(bits[1])), max(magnitude(bits[2]), magnitude(bits[3])));
+// Of the block of 32 that neighbouring threads have.
+template <int Each>
+DEVICE u32 greatest(const u32 (&bits)[Each]) {
+    u32 most = 0;
 #pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
+    for (int k = 0; k < Each; ++k) most = max(most, magnitude(bits[k]));
+#pragma unroll
+    for (int step = 1; step < 32 / Each; step *= 2)
+        most = max(most, __shfl_xor_sync(~0u, most, step));
     return most;
 }
 
@@ -44,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     u32 bits[kEach];
     load(x, at, size, bits);
     const u32 most = greatest(bits);
-    if (at < size && threadIdx.x % kLanes == 0) out[at / 32] = most;
+    if (at < size && at % 32 == 0) out[at / 32] = most;
 }
 
 // --- exact ---
@@ -136,44 +143,76 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 // --- mxint: rows of codes, and behind them an exponent for each block ---
 
+constexpr int kBits = REDUCTION_BITS, kPlaces = 23 - kBits;
+constexpr int kRun = 8;                    // neighbouring values of a thread: a call of Philox
+constexpr int kWords = kRun * kBits / 32;  // of their codes
+constexpr int kAligned = 4 * kWords;
+constexpr u32 kMask = (1u << kBits) - 1, kPlus = 1u << (kBits - 1);
+constexpr float kWhole = 12582912.0f;         // 1.5 * 2^23: its last place is 1
+constexpr float kFine = 1.5f * (1 << kBits);  // its last place is 2^-kPlaces
+constexpr float kUnsigned = 8388608.0f + static_cast<float>(kPlus);  // 2^23, with a code + kPlus
+
+// 2^exponent for -149 <= exponent <= 127.
+DEVICE float power32(int exponent) {
+    return __uint_as_float(
+        exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
+}
+DEVICE float unit_of(int exponent) { return power32(exponent - 125 - kBits); }
+
+// The float of one code among a thread's.
+DEVICE float code_at(const u32 (&words)[kWords], int k) {
+    const u32 code = words[k * kBits / 32] >> k * kBits % 32 & kMask;
+    return __fsub_rn(__uint_as_float(0x4B000000 | (code ^ kPlus)), kUnsigned);
+}
+DEVICE i64 integer_at(const u32 (&words)[kWords], int k) {
+    const u32 code = words[k * kBits / 32] >> k * kBits % 32 & kMask;
+    return static_cast<int>((code ^ kPlus)) - static_cast<int>(kPlus);
+}
+
+// Rows of an odd number of blocks are not aligned.
+DEVICE bool aligned(const u8* rows, i64 pitch) {
+    return (reinterpret_cast<u64>(rows) | static_cast<u64>(pitch)) % kAligned == 0;
+}
+DEVICE void store_words(u8* to, bool whole, const u32 (&words)[kWords]) {
+    if (!whole) {
+#pragma unroll
+        for (int k = 0; k < kAligned; ++k) to[k] = static_cast<u8>(words[k / 4] >> k % 4 * 8);
+    } else {
 #if REDUCTION_BITS == 8
-typedef signed char Code;
-typedef u32 Word;  // of four codes
+        *reinterpret_cast<uint2*>(to) = uint2{words[0], words[1]};
 #else
-typedef short Code;
-typedef u64 Word;
+        *reinterpret_cast<uint4*>(to) = uint4{words[0], words[1], words[2], words[3]};
 #endif
-constexpr int kBits = REDUCTION_BITS, kBytes = kBits / 8, kWord = sizeof(Word);
-constexpr int kPlaces = 24 - kBits;  // of fraction, in sums of 32 bits over at most 256 ranks
-
-// Whether all rows begin at multiples of a word; those of an odd number of blocks do not.
-DEVICE bool words_in(const u8* rows, i64 pitch) {
-    return (reinterpret_cast<u64>(rows) | static_cast<u64>(pitch)) % kWord == 0;
-}
-
-DEVICE void store_codes(u8* to, bool aligned, const Code (&codes)[kEach]) {
-    constexpr Word kMask = (Word{1} << kBits) - 1;
-    Word word = 0;
-#pragma unroll
-    for (int k = 0; k < kEach; ++k) word |= (static_cast<Word>(codes[k]) & kMask) << kBits * k;
-    if (aligned) {
-        *reinterpret_cast<Word*>(to) = word;
-    } else {
-#pragma unroll
-        for (int k = 0; k < kWord; ++k) to[k] = static_cast<u8>(word >> 8 * k);
     }
 }
-
-DEVICE void load_codes(const u8* from, bool aligned, Code (&codes)[kEach]) {
-    Word word = 0;
-    if (aligned) {
-        word = *reinterpret_cast<const Word*>(from);
+DEVICE void load_words(const u8* from, bool whole, u32 (&words)[kWords]) {
+    if (!whole) {
+#pragma unroll
+        for (int k = 0; k < kWords; ++k) words[k] = 0;
+#pragma unroll
+        for (int k = 0; k < kAligned; ++k) words[k / 4] |= static_cast<u32>(from[k]) << k % 4 * 8;
     } else {
-#pragma unroll
-        for (int k = 0; k < kWord; ++k) word |= static_cast<Word>(from[k]) << 8 * k;
+#if REDUCTION_BITS == 8
+        const uint2 read = *reinterpret_cast<const uint2*>(from);
+        words[0] = read.x, words[1] = read.y;
+#else
+        const uint4 read = *reinterpret_cast<const uint4*>(from);
+        words[0] = read.x, words[1] = read.y, words[2] = read.z, words[3] = read.w;
+#endif
     }
+}
+DEVICE void load_values(const float* from, float (&values)[kRun]) {
 #pragma unroll
-    for (int k = 0; k < kEach; ++k) codes[k] = static_cast<Code>(word >> kBits * k);
+    for (int k = 0; k < kRun; k += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from + k);
+        values[k] = four.x, values[k + 1] = four.y, values[k + 2] = four.z, values[k + 3] = four.w;
+    }
+}
+DEVICE void store_values(float* to, const float (&values)[kRun]) {
+#pragma unroll
+    for (int k = 0; k < kRun; k += 4)
+        *reinterpret_cast<float4*>(to + k) =
+            float4{values[k], values[k + 1], values[k + 2], values[k + 3]};
 }
 
 // How values are rounded: by random bits, or to nearest; and what rounding left over, or null.
@@ -184,39 +223,49 @@ struct Rounding {
     float* residual;
 };
 
-// Codes of the thread's values and the exponent of their block. All eight threads of a block call
-// it, those behind the end with zeros.
+// The thread's codes as floats above kWhole, and the exponent of their block. All threads of a
+// block call it, those behind the end with zeros.
 DEVICE int encode(
-    u32 (&bits)[kEach], i64 at, bool inside, const Rounding& how, Code (&codes)[kEach]) {
-    float* residual = inside ? how.residual : nullptr;
-    if (residual) {
+    float (&x)[kRun], i64 at, bool inside, const Rounding& how, float (&codes)[kRun]) {
+    float left[kRun];
+    if (inside && how.residual) {
+        load_values(how.residual + at, left);
 #pragma unroll
-        for (int k = 0; k < kEach; ++k)
-            bits[k] = __float_as_uint(__fadd_rn(__uint_as_float(bits[k]), residual[at + k]));
+        for (int k = 0; k < kRun; ++k) x[k] = __fadd_rn(x[k], left[k]);
     }
+    u32 bits[kRun];
+#pragma unroll
+    for (int k = 0; k < kRun; ++k) bits[k] = __float_as_uint(x[k]);
     const u32 most = greatest(bits);
     const int exponent =
         static_cast<int>(min((most + ((1u << (25 - kBits)) - 1)) >> 23, kNonfinite));
-    u32 words[kEach] = {0, 0, 0, 0};
-    if (how.random)
-        philox(
-            threadIdx.x % kLanes, how.first_block + static_cast<u32>(at / 32), how.stream, words);
-    const double unit = power(exponent - 125 - kBits);
+    // The reciprocal of the unit, in two factors, which are exact: of small units it overflows.
+    const int small = exponent < 32 ? 64 : 0;
+    const float first = power32(small), second = power32(125 + kBits - exponent - small);
+    if (how.random) {
+        u32 words[4];
+        philox(static_cast<u32>(at % 32) / kRun, how.first_block + static_cast<u32>(at / 32),
+            how.stream, words);
 #pragma unroll
-    for (int k = 0; k < kEach; ++k) {
-        const int shift = min(max(exponent + 25 - kBits - static_cast<int>(field(bits[k])), 1), 63);
-        const u64 value = (static_cast<u64>(significand(bits[k])) << 32) >> shift;
-        const int whole = static_cast<int>(value >> 32);
-        const u32 fraction = static_cast<u32>(value);
-        const bool up = how.random ? fraction > words[k]
-                                   : fraction > 1u << 31 || (fraction == 1u << 31 && (whole & 1));
-        const int rounded = exponent == kNonfinite ? 0 : whole + up;
-        const int code = bits[k] >> 31 ? -rounded : rounded;
-        codes[k] = static_cast<Code>(code);
-        if (residual && exponent != kNonfinite)
-            residual[at + k] =
-                static_cast<float>(__dsub_rn(static_cast<double>(__uint_as_float(bits[k])),
-                    __dmul_rn(static_cast<double>(code), unit)));
+        for (int k = 0; k < kRun; ++k) {
+            const u32 dither = words[k / 2] >> k % 2 * 16 & ((1u << kPlaces) - 1);
+            const float fine = __fmaf_rn(
+                __fmul_rn(x[k], first), second, __uint_as_float(__float_as_uint(kFine) | dither));
+            const u32 floor = __float_as_uint(fine) & ~((1u << kPlaces) - 1);
+            codes[k] = __fadd_rn(__uint_as_float(floor), kWhole - kFine);
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < kRun; ++k) codes[k] = __fmaf_rn(__fmul_rn(x[k], first), second, kWhole);
+    }
+    if (exponent == kNonfinite) {
+#pragma unroll
+        for (int k = 0; k < kRun; ++k) codes[k] = kWhole;
+    } else if (inside && how.residual) {
+        const float unit = unit_of(exponent);
+#pragma unroll
+        for (int k = 0; k < kRun; ++k) left[k] = __fmaf_rn(__fsub_rn(kWhole, codes[k]), unit, x[k]);
+        store_values(how.residual + at, left);
     }
     return exponent;
 }
@@ -227,83 +276,84 @@ DEVICE i64 part_of(i64 at, i64 values) {
 }
 
 DEVICE void store_packed(
-    u8* packed, i64 at, i64 values, i64 pitch, const Code (&codes)[kEach], int exponent) {
+    u8* packed, i64 at, i64 values, i64 pitch, const float (&codes)[kRun], int exponent) {
     const i64 row = part_of(at, values), within = at - row * values;
     u8* to = packed + row * pitch;
-    store_codes(to + within * kBytes, words_in(packed, pitch), codes);
-    if (threadIdx.x % kLanes == 0) to[values * kBytes + within / 32] = static_cast<u8>(exponent);
+    u32 words[kWords];
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) words[k] = 0;
+#pragma unroll
+    for (int k = 0; k < kRun; ++k)
+        words[k * kBits / 32] |= (__float_as_uint(codes[k]) & kMask) << k * kBits % 32;
+    store_words(to + within * kBits / 8, aligned(packed, pitch), words);
+    if (at % 32 == 0) to[values * kBits / 8 + within / 32] = static_cast<u8>(exponent);
+}
+
+// Sums of integers, where float32 does not hold them or the divisor is no power of two.
+DEVICE void mean_of_integers(const u8* from, const u8* exponents, bool whole, i64 pitch, int added,
+    int most, double factor, double divisor, float (&means)[kRun]) {
+    const double unit = __dmul_rn(power(most - 125 - kBits - 32), factor);
+    i64 totals[kRun] = {0, 0, 0, 0, 0, 0, 0, 0};
+    for (int rank = 0; rank < added; ++rank) {
+        const int behind = min(most - static_cast<int>(exponents[rank * pitch]), 63);
+        u32 words[kWords];
+        load_words(from + rank * pitch, whole, words);
+#pragma unroll
+        for (int k = 0; k < kRun; ++k)
+            totals[k] += (integer_at(words, k) * (i64{1} << 32)) >> behind;
+    }
+#pragma unroll
+    for (int k = 0; k < kRun; ++k) {
+        double mean = __dmul_rn(static_cast<double>(totals[k]), unit);
+        if (divisor != 1.0) mean = __ddiv_rn(mean, divisor);
+        means[k] = static_cast<float>(mean);
+    }
 }
 
 // Of `added` rows after each other from the row of the value on; `factor` is 1 / divisor where that
 // is exact, and the divisor then 1.
 DEVICE void mean_of(const u8* packed, i64 at, i64 values, i64 pitch, int added, double factor,
-    double divisor, float (&means)[kEach]) {
+    double divisor, float (&means)[kRun]) {
     const i64 part = part_of(at, values), within = at - part * values;
     const u8* from = packed + part * added * pitch;
-    const u8* exponents = from + values * kBytes + within / 32;
-    const bool aligned = words_in(packed, pitch);
-    Code codes[kEach];
-    int most = 0;
-    if (added == 1 && factor == 1.0 && divisor == 1.0) {  // exact, also for subnormal numbers
-        most = exponents[0];
-        const float unit = static_cast<float>(power(most - 125 - kBits));
-        load_codes(from + within * kBytes, aligned, codes);
+    const u8* exponents = from + values * kBits / 8 + within / 32;
+    from += within * kBits / 8;
+    const bool whole = aligned(packed, pitch);
+    int most = 0, least = kNonfinite;
 #pragma unroll
-        for (int k = 0; k < kEach; ++k) means[k] = __fmul_rn(static_cast<float>(codes[k]), unit);
-    } else {
-        for (int rank = 0; rank < added; ++rank)
-            most = max(most, static_cast<int>(exponents[rank * pitch]));
-        int least = most;
-        for (int rank = 0; rank < added; ++rank)
-            least = min(least, static_cast<int>(exponents[rank * pitch]));
-        const double unit = __dmul_rn(power(most - 125 - kBits - 32), factor);
-        // Where no result is subnormal, rounding and then scaling by a power of two is rounding
-        // once.
-        const bool scaled = divisor == 1.0 && unit >= 0x1p-126;
-        if (scaled && most - least <= kPlaces && added <= 256) {  // nothing is lost in 32 bits
-            int totals[kEach] = {0, 0, 0, 0};
-            for (int rank = 0; rank < added; ++rank) {
-                const int weight = 1
-                                   << (kPlaces - most + static_cast<int>(exponents[rank * pitch]));
-                load_codes(from + rank * pitch + within * kBytes, aligned, codes);
+    for (int k = 0; k < kRun; ++k) means[k] = 0.0f;
+#pragma unroll 2
+    for (int rank = 0; rank < added; ++rank) {
+        const int exponent = exponents[rank * pitch];
+        most = max(most, exponent), least = min(least, exponent);
+        const float unit = unit_of(exponent);
+        u32 words[kWords];
+        load_words(from + rank * pitch, whole, words);
 #pragma unroll
-                for (int k = 0; k < kEach; ++k) totals[k] += codes[k] * weight;
-            }
-            const float scale = static_cast<float>(__dmul_rn(unit, 1ll << (32 - kPlaces)));
-#pragma unroll
-            for (int k = 0; k < kEach; ++k)
-                means[k] = __fmul_rn(static_cast<float>(totals[k]), scale);
-        } else {
-            i64 totals[kEach] = {0, 0, 0, 0};
-            for (int rank = 0; rank < added; ++rank) {
-                const int behind = min(most - static_cast<int>(exponents[rank * pitch]), 63);
-                load_codes(from + rank * pitch + within * kBytes, aligned, codes);
-#pragma unroll
-                for (int k = 0; k < kEach; ++k)
-                    totals[k] += (static_cast<i64>(codes[k]) * (i64{1} << 32)) >> behind;
-            }
-#pragma unroll
-            for (int k = 0; k < kEach; ++k) {
-                double mean = __dmul_rn(static_cast<double>(totals[k]), unit);
-                if (divisor != 1.0) mean = __ddiv_rn(mean, divisor);
-                means[k] = static_cast<float>(mean);
-            }
-        }
+        for (int k = 0; k < kRun; ++k) means[k] = __fmaf_rn(code_at(words, k), unit, means[k]);
     }
+    // These sums are whole numbers of the least unit: exact below 2^24 of them and 2^128.
+    const int doublings = added > 1 ? 32 - __clz(added - 1) : 0;
+    const bool exact = most - least + doublings <= 25 - kBits && most + doublings < 254;
+    if (most == kNonfinite) {
 #pragma unroll
-    for (int k = 0; k < kEach; ++k)
-        if (most == kNonfinite) means[k] = __uint_as_float(kNaN);
+        for (int k = 0; k < kRun; ++k) means[k] = __uint_as_float(kNaN);
+    } else if (!exact || divisor != 1.0) {
+        mean_of_integers(from, exponents, whole, pitch, added, most, factor, divisor, means);
+    } else {
+#pragma unroll
+        for (int k = 0; k < kRun; ++k) means[k] = __fmul_rn(means[k], static_cast<float>(factor));
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) mxint_pack(const float* __restrict__ x,
     float* __restrict__ residual, u8* __restrict__ packed, i64 size, i64 values, i64 pitch,
     u32 random, u32 key0, u32 key1, u32 high0, u32 high1, u32 first_block) {
-    const i64 at = first_value();
-    u32 bits[kEach];
-    load(x, at, size, bits);
+    const i64 at = first_value<kRun>();
+    float mine[kRun] = {0, 0, 0, 0, 0, 0, 0, 0}, codes[kRun];
+    if (at < size) load_values(x + at, mine);
     const Rounding how{random, Stream{key0, key1, high0, high1}, first_block, residual};
-    Code codes[kEach];
-    const int exponent = encode(bits, at, at < size, how, codes);
+    const int exponent = encode(mine, at, at < size, how, codes);
     if (at < size) store_packed(packed, at, values, pitch, codes, exponent);
 }
 
@@ -311,11 +361,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) mxint_pack(const float* _
 extern "C" __global__ void __launch_bounds__(kThreads)
     mxint_unpack(const u8* __restrict__ packed, float* __restrict__ out, i64 size, i64 values,
         i64 pitch, int added, double factor, double divisor) {
-    const i64 at = first_value();
+    const i64 at = first_value<kRun>();
     if (at >= size) return;
-    float means[kEach];
+    float means[kRun];
     mean_of(packed, at, values, pitch, added, factor, divisor, means);
-    *reinterpret_cast<float4*>(out + at) = float4{means[0], means[1], means[2], means[3]};
+    store_values(out + at, means);
 }
 
 // The mean of all rows, rounded once more: its codes and exponents, or the values that they have.
@@ -323,25 +373,18 @@ extern "C" __global__ void __launch_bounds__(kThreads) mxint_repack(const u8* __
     float* __restrict__ residual, u8* __restrict__ codes_out, float* __restrict__ values_out,
     i64 size, i64 pitch, int added, double factor, double divisor, u32 random, u32 key0, u32 key1,
     u32 high0, u32 high1, u32 first_block) {
-    const i64 at = first_value();
-    float means[kEach] = {0, 0, 0, 0};
+    const i64 at = first_value<kRun>();
+    float means[kRun] = {0, 0, 0, 0, 0, 0, 0, 0}, codes[kRun];
     if (at < size) mean_of(packed, at, size, pitch, added, factor, divisor, means);
-    u32 bits[kEach];
-#pragma unroll
-    for (int k = 0; k < kEach; ++k) bits[k] = __float_as_uint(means[k]);
     const Rounding how{random, Stream{key0, key1, high0, high1}, first_block, residual};
-    Code codes[kEach];
-    const int exponent = encode(bits, at, at < size, how, codes);
+    const int exponent = encode(means, at, at < size, how, codes);
     if (at >= size) return;
     if (codes_out) {
         store_packed(codes_out, at, size, pitch, codes, exponent);
         return;
     }
-    const float unit = static_cast<float>(power(exponent - 125 - kBits));
+    const float unit = exponent == kNonfinite ? __uint_as_float(kNaN) : unit_of(exponent);
 #pragma unroll
-    for (int k = 0; k < kEach; ++k) {
-        means[k] = __fmul_rn(static_cast<float>(codes[k]), unit);
-        if (exponent == kNonfinite) means[k] = __uint_as_float(kNaN);
-    }
-    *reinterpret_cast<float4*>(values_out + at) = float4{means[0], means[1], means[2], means[3]};
+    for (int k = 0; k < kRun; ++k) means[k] = __fmul_rn(__fsub_rn(codes[k], kWhole), unit);
+    store_values(values_out + at, means);
 }

@@ -25,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 Array = Any
-_THREADS, _EACH, _BLOCK = 256, 4, 32  # as in reduction.cu
+_THREADS, _EACH, _RUN, _BLOCK = 256, 4, 8, 32  # as in reduction.cu
 
 
 @cache
@@ -36,10 +36,10 @@ def source(bits: int) -> Source:
     )
 
 
-def _run(kernel: str, size: int, *arguments: Any, bits: int = 8) -> None:
+def _run(kernel: str, size: int, *arguments: Any, bits: int = 0) -> None:
     if size:
-        blocks = -(-size // (_THREADS * _EACH))
-        launch(source(bits), kernel, blocks, _THREADS, *arguments)
+        blocks = -(-size // (_THREADS * (_RUN if bits else _EACH)))
+        launch(source(bits or 8), kernel, blocks, _THREADS, *arguments)
 
 
 def block_max(x: Array, xp: Any) -> Array:

@@ -86,6 +86,7 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
     return bits;
 }
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
+inline int __clz(int v) { return v ? __builtin_clz(static_cast<unsigned>(v)) : 32; }
 inline void __syncthreads() { block.wait(); }
 static int votes;
 inline int __syncthreads_or(int vote) {
