@@ -79,6 +79,9 @@ _ARMS = (
     "mxfp4,bf16@95%",
 )  # fmt: skip
 
+_LARGE = (1e-3, 2e-3, 4e-3)
+"""Rates that models of 30 million weights and more try."""
+
 
 def _llama(
     variant: str,
@@ -88,6 +91,7 @@ def _llama(
     seeds: int,
     tokens: int = 25,
     rounds: int = 10,
+    rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3),
 ) -> Experiment:
     """A size of the series: so many tokens a weight of the blocks; a fifth of them for a trial."""
     steps = round(tokens * weights / (batch * 512) / rounds)
@@ -99,7 +103,7 @@ def _llama(
             "warmup_epochs": 0.5, "test_limit": 512, "device": "cuda", "activations": "bfloat16",
         },
         arms,
-        (2e-3, 4e-3, 8e-3),
+        rates,
         rounds // 5,
         seeds,
     )  # fmt: skip
@@ -127,9 +131,12 @@ EXPERIMENTS: dict[str, Experiment] = {
     "3m": _llama("3m", 3.1e6, 64, _ARMS, 3),
     "3m_long": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=100),
     "10m": _llama("10m", 10.6e6, 128, _ARMS, 3),
-    "30m_short": _llama("30m", 29.5e6, 128, _ARMS, 3, tokens=10, rounds=5),
-    "30m": _llama("30m", 29.5e6, 128, _ARMS, 3),
-    "98m": _llama("98m", 100.6e6, 512, ("bf16", "mxfp8_nvidia", "mxfp4", "quartet", "quartet2"), 1),
+    "30m_short": _llama("30m", 29.5e6, 128, _ARMS, 3, tokens=10, rounds=5, rates=_LARGE),
+    "30m": _llama("30m", 29.5e6, 128, _ARMS, 3, rates=_LARGE),
+    "98m": _llama(
+        "98m", 100.6e6, 512, ("bf16", "mxfp8_nvidia", "mxfp4", "quartet", "quartet2"), 1,
+        rates=_LARGE,
+    ),
     "lenet": Experiment(
         "LeNet-5 on digits, a CPU in minutes",
         "lenet",

@@ -34,7 +34,7 @@ def gather(queue: Queue) -> dict[str, Any]:
         if entry.kind == "arm":
             arms[finished.recipe].append((entry, finished))
     rates = read_rates(queue.folder)
-    base = {f.seed: _value(queue, f) for _, f in arms[experiment.baseline]}
+    base = {f.seed: f for _, f in arms[experiment.baseline]}
     rows = [_row(queue, arm, pairs, base, rates) for arm, pairs in arms.items() if pairs]
     at_equal_time(rows)
     return {
@@ -64,19 +64,23 @@ def _row(
     queue: Queue,
     arm: str,
     pairs: list[Pair],
-    base: dict[int, float | None],
+    base: dict[int, Finished],
     rates: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     values = [_value(queue, f) for _, f in pairs]
-    gaps = [
-        queue.metric.difference(value, other)
-        for value, (_, f) in zip(values, pairs, strict=True)
-        if value is not None and (other := base.get(f.seed)) is not None
-    ]
+    gaps, train_gaps = [], []
+    for value, (_, finished) in zip(values, pairs, strict=True):
+        other = base.get(finished.seed)
+        if value is None or other is None or (start := _value(queue, other)) is None:
+            continue
+        gaps.append(queue.metric.difference(value, start))
+        train, trained = finished.result["train_loss"], other.result["train_loss"]
+        train_gaps.append(100 * (train - trained) / trained if train and trained else None)
     costs = [Cost.read(entry.cost_file) for entry, _ in pairs]
     curves = [f.curve for _, f in pairs]
     mean, error = _mean(values)
     gap, gap_error = _mean(gaps)
+    train_gap, train_gap_error = _mean(train_gaps)
     joules = [c.joules for c in costs]
     curve = [_mean([c[i] for c in curves])[0] for i in range(min(map(len, curves)))]
     by_itself = alone(arm, rates)
@@ -91,6 +95,9 @@ def _row(
         "standard_error": error,
         "gap": gap,
         "gap_standard_error": gap_error,
+        "train_loss": _mean([f.result["train_loss"] for _, f in pairs])[0],
+        "train_gap": train_gap,
+        "train_gap_standard_error": train_gap_error,
         "seconds": statistics.median(f.result["seconds"] for _, f in pairs),
         "per_second": _median([_per_second(e) for e, _ in pairs]),
         "joules": _median(joules),

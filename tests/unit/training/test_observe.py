@@ -126,7 +126,11 @@ def test_a_queue_goes_on_where_the_time_ran_out(here: None, tmp_path: Path) -> N
     row = found["arms"][1]
     assert row["gap"] == pytest.approx(statistics.fmean(gaps))
     assert row["gap_standard_error"] == pytest.approx(statistics.stdev(gaps) / math.sqrt(2))
-    assert found["arms"][0]["gap"] == 0 and len(row["curve"]) == 2
+    assert found["arms"][0]["gap"] == found["arms"][0]["train_gap"] == 0 and len(row["curve"]) == 2
+    trained = [[json.loads((e.job.folder / "result.json").read_text())["train_loss"]
+                for e in arms if e.job.config.recipe == arm] for arm in TINY.arms]  # fmt: skip
+    expected = [100 * (b - a) / a for a, b in zip(*trained, strict=True)]
+    assert row["train_gap"] == pytest.approx(statistics.fmean(expected))
     assert row["health"][0]["gradient_over_noise"] is None  # its last steps are in float32
 
 
