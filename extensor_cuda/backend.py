@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from extensor.backends import registry
 from extensor.backends.generic import GenericBackend
+from extensor.backends.generic.core import BFLOAT16
 from extensor.backends.protocol import OperandSpec, Prepared
 from extensor.backends.unsupported import Unsupported
 from extensor.optim.states import STATES
@@ -28,6 +29,7 @@ from extensor.random import Stream
 from extensor_cuda import conv_pool, multi_tensor, nn, quantize, reduction
 from extensor_cuda.dispatch import Route, routed
 from extensor_cuda.kernels.optim import optimizer
+from extensor_cuda.matmul.dense import dense_product
 from extensor_cuda.matmul.fallback_count import FallbackCounter, SharedCounter
 from extensor_cuda.matmul.grouped import block_scaled_matmul, grouped_weight_only_matmul
 from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
@@ -237,6 +239,7 @@ class CudaBackend(GenericBackend):
             "cross_entropy",
             "gated_silu",
             "gelu_exact",
+            "linear",
             "packed_attention",
             "relu",
             "rms_norm",
@@ -300,6 +303,16 @@ class CudaBackend(GenericBackend):
             return route.path(chosen)
         named = route.fallback_path
         return f"{named if isinstance(named, str) else named(*args)}: {chosen.reason}"
+
+    def matmul(self, a: Array, b: Array, bias: Array | None = None) -> Array:
+        """See the protocol; of bfloat16, `extensor_cuda.matmul.dense`, or float32 sums of it."""
+        if BFLOAT16 not in (a.dtype, b.dtype):
+            return super().matmul(a, b, bias)
+        out = dense_product(a, b, bias, self.xp)
+        if not isinstance(out, Unsupported):
+            return out
+        wide = [x if x is None else self._wide(x) for x in (a, b, bias)]
+        return super().matmul(*wide)
 
     def run_batch(self, preparations: Sequence[Any]) -> list[Prepared]:
         """See the protocol: one launch."""

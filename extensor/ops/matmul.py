@@ -10,6 +10,7 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
+from extensor.dtypes import bfloat16
 from extensor.ops.arguments import as_tensors, axis_index, tensors_only
 
 __all__ = ["dot", "inner", "linear", "matmul", "outer", "tensordot"]
@@ -124,7 +125,8 @@ def _linear_fused(backend: Any, g: Any, out: None, inputs: Any, needs: Any) -> A
     if needs[1]:
         grads[1] = backend.matmul(rows.T, as_rows(x))
     if len(needs) > 2 and needs[2]:
-        grads[2] = backend.leading_sum(rows, 1)
+        wide = np.dtype(np.float32) if rows.dtype == bfloat16.numpy else rows.dtype
+        grads[2] = backend.leading_sum(backend.cast(rows, wide), 1)
     return grads[: len(needs)]
 
 
