@@ -19,7 +19,7 @@ def expected_seconds(
     """Wall-clock seconds that each open run still needs, by its name, as far as that is known.
 
     The median of the same arm's finished runs; else its labels at its rate alone, as much longer as
-    finished arms were than that; else the median of finished runs of its kind.
+    finished arms were than that; else its steps at the median pace of finished runs of its kind.
     """
     by_arm: dict[tuple[str, str], list[float]] = {}
     by_kind: dict[str, list[float]] = {}
@@ -27,11 +27,11 @@ def expected_seconds(
     for entry in entries:
         if entry.state == "finished" and (seconds := Cost.read(entry.cost_file).seconds):
             by_arm.setdefault((entry.kind, entry.job.config.recipe), []).append(seconds)
-            by_kind.setdefault(entry.kind, []).append(seconds)
+            by_kind.setdefault(entry.kind, []).append(seconds / _steps(entry))
             if entry.kind == "arm" and (training := _training_seconds(entry, rates)):
                 longer.append(seconds / training)
     factor = statistics.median(longer) if longer else 1.0
-    anything = {kind: statistics.median(found) for kind, found in by_kind.items()}
+    pace = {kind: statistics.median(found) for kind, found in by_kind.items()}
     needed: dict[str, float] = {}
     for entry in entries:
         if entry.state == "finished":
@@ -42,12 +42,17 @@ def expected_seconds(
             whole = statistics.median(same)
         elif training is not None:
             whole = factor * training
-        elif anything:
-            whole = anything.get(entry.kind, max(anything.values()))
+        elif pace:
+            whole = _steps(entry) * pace.get(entry.kind, max(pace.values()))
         else:
             continue
         needed[entry.name] = max(whole - Cost.read(entry.cost_file).seconds, 0.0)
     return needed
+
+
+def _steps(entry: Entry) -> int:
+    """Of a run; epochs where their steps are the data's."""
+    return entry.job.config.epochs * max(entry.job.config.epoch_steps, 1)
 
 
 def _training_seconds(entry: Entry, rates: Mapping[str, Mapping[str, Any]]) -> float | None:
@@ -56,7 +61,7 @@ def _training_seconds(entry: Entry, rates: Mapping[str, Mapping[str, Any]]) -> f
     rate = alone(config.recipe, rates)
     if rate is None or not config.epoch_steps:
         return None
-    labels = config.epochs * config.epoch_steps * config.batch_size * config.context
+    labels = _steps(entry) * config.batch_size * config.context
     return float(labels / rate["per_second"])
 
 

@@ -90,7 +90,13 @@ def test_a_plan_is_made_of_what_runs_took(here: None, tmp_path: Path) -> None:
         "then 4 runs at the rate that these trials find",
     ]
     assert first[2].startswith("first: rate-0.02-fp32-s0; how long it takes is not known")
-    queue.run(3, QUIET)
+    queue.run(2, QUIET)
+    for entry in queue.entries()[:2]:  # trials of one epoch; arms have two
+        write_json_cost(entry, 60.0)
+    assert queue.plan(1)[1] == f"from minute 0.0: {queue.entries()[2].name}, 2.0 minutes" + (
+        ", which the time ends"
+    )
+    queue.run(1, QUIET)
     for entry, seconds in zip(queue.entries()[:3], (60.0, 120.0, 90.0), strict=True):
         write_json_cost(entry, seconds)
     begun = queue.entries()[4]
