@@ -130,6 +130,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "3m_short": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=10, rounds=5),
     "3m": _llama("3m", 3.1e6, 64, _ARMS, 3),
     "3m_long": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=100),
+    "10m_short": _llama("10m", 10.6e6, 64, _ARMS, 3, tokens=10, rounds=5),
     "10m": _llama("10m", 10.6e6, 128, _ARMS, 3),
     "30m_short": _llama("30m", 29.5e6, 128, _ARMS, 3, tokens=10, rounds=5, rates=_LARGE),
     "30m": _llama("30m", 29.5e6, 128, _ARMS, 3, rates=_LARGE),
