@@ -108,6 +108,12 @@ def _grad_plus_addend(generic: Callable[..., tuple[Array, ...]]) -> Callable[...
     return fallback
 
 
+def _gelu_grad(
+    backend: CudaBackend, gap: Unsupported, *args: Any, overwrites: bool = False
+) -> Array:
+    return GenericBackend.gelu_grad(backend, *args)
+
+
 def _prepare(
     xp: Any,
     x: Array,
@@ -179,6 +185,7 @@ ROUTES: dict[str, Route] = {
         quantize.fake_quantize_rowwise_columnwise, fallback_path="two calls"
     ),
     # nn
+    "gelu_grad": Route(nn.gelu_grad, fallback=_gelu_grad),
     "layer_norm_grad": Route(
         nn.layer_norm_grad, fallback=_grad_plus_addend(GenericBackend.layer_norm_grad)
     ),
@@ -231,6 +238,7 @@ class CudaBackend(GenericBackend):
     groups_products = True
     multi_tensor_states = frozenset(STATES)
     accumulating_vjps = frozenset({"layer_norm", "rms_norm"})
+    overwriting_vjps = frozenset({"gelu_exact"})
     # Packing takes 2% to 3.5% of a block's step here, and its peak stays (docs/log, packed-inputs).
     saved_input: Literal["packed", "input"] = "input"
     bfloat16 = frozenset(

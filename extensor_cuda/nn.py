@@ -89,11 +89,13 @@ def gelu(xp: Any, x: Array) -> Call:
     return (lambda: (call(), None)) if call else call
 
 
-def gelu_grad(xp: Any, g: Array, x: Array | QuantArray, phi: Array | None) -> Call:
-    """See the protocol."""
+def gelu_grad(
+    xp: Any, g: Array, x: Array | QuantArray, phi: Array | None, overwrites: bool = False
+) -> Call:
+    """See the protocol; the gradient at what is stored may be written over g."""
     if isinstance(x, QuantArray):
         stored = x
-        return lambda: elementwise.gelu_grad_of_stored(contiguous(xp, g), stored, xp)
+        return lambda: elementwise.gelu_grad_of_stored(contiguous(xp, g), stored, xp, overwrites)
     if phi is not None:
         return Unsupported("phi was kept")
     return unless(dtype_gap((g, x), FLOATS), lambda: _binary("gelu_grad", xp, g, x))

@@ -106,12 +106,19 @@ class _ShapeGraph:
             self.calls = 0 if self.outputs is None else self.calls
             raise
 
-    def _call(self, tensors: tuple[ExTensor, ...]) -> Any:
-        if self.calls == 1:
+    def own(self, tensors: tuple[ExTensor, ...]) -> list[ExTensor]:
+        """The memory of the inputs, which holds what is given."""
+        if not self.inputs:
             self.inputs = self.graph.run(lambda: [_copied(tensor) for tensor in tensors])
-            return self.graph.run(self._run)
         for mine, theirs in zip(self.inputs, tensors, strict=True):
-            mine.data[...] = theirs.data
+            if mine is not theirs:
+                mine.data[...] = theirs.data
+        return self.inputs
+
+    def _call(self, tensors: tuple[ExTensor, ...]) -> Any:
+        self.own(tensors)
+        if self.calls == 1:
+            return self.graph.run(self._run)
         if self.calls == 2:
             return self.graph.warm_up(self._run)
         if self.outputs is None:
@@ -133,6 +140,29 @@ class CapturedStep:
         self._graphs: dict[Any, _ShapeGraph] = {}
         self._recorded: dict[Any, _RecordedStep] = {}
 
+    def own(self, *inputs: ExTensor) -> tuple[ExTensor, ...]:
+        """The memory that the step reads, filled with a batch: write the next ones there.
+
+        A call with it copies nothing, and no second batch takes memory on the GPU.
+
+        Args:
+            inputs: a batch, as a call takes it.
+
+        Returns:
+            Tensors of the same values, those of the step's graph; on the CPU the batch itself.
+
+        Raises:
+            TypeError: as a call does.
+
+        >>> train = et.capture(lambda x: x + 1)
+        >>> (x,) = train.own(et.zeros(2, device="cpu"))
+        >>> x[...] = 3.0
+        >>> train(x).tolist()
+        [4.0, 4.0]
+        """
+        graph = self._graph(inputs)
+        return inputs if graph is None else tuple(graph.own(inputs))
+
     def __call__(self, *inputs: ExTensor) -> Any:
         """One step.
 
@@ -143,21 +173,29 @@ class CapturedStep:
             Exception: what an earlier replay found wrong, such as a label that is no class; no
                 update was made since.
         """
+        graph = self._graph(inputs)
+        if graph is not None:
+            return graph(inputs)
+        if not MODE.enabled:
+            key = _key(inputs)
+            return self._recorded.setdefault(key, _RecordedStep(self._step))(inputs)
+        return _each(self._step(*inputs), lambda tensor: tensor.detach())
+
+    def _graph(self, inputs: tuple[ExTensor, ...]) -> _ShapeGraph | None:
+        """The graph for inputs of these shapes; None on the CPU, which has none."""
         for tensor in inputs:
             if not isinstance(tensor, ExTensor) or tensor.is_blocked or tensor.requires_grad:
                 got = f"{tensor!r:.80}" if isinstance(tensor, ExTensor) else type(tensor).__name__
                 raise TypeError(f"capture: expected dense tensors without gradients, got {got}")
         if not inputs:
             raise TypeError("capture: expected the step's batch as arguments, got none")
-        key = tuple((tensor.shape, tensor.dtype.name, tensor.device) for tensor in inputs)
+        key = _key(inputs)
         if key not in self._graphs:
             graph = inputs[0].backend.new_graph()
-            if graph is None and not MODE.enabled:
-                return self._recorded.setdefault(key, _RecordedStep(self._step))(inputs)
             if graph is None:
-                return _each(self._step(*inputs), lambda tensor: tensor.detach())
+                return None
             self._graphs[key] = _ShapeGraph(self._step, graph)
-        return self._graphs[key](inputs)
+        return self._graphs[key]
 
     @property
     def nbytes(self) -> int:
@@ -185,6 +223,11 @@ class CapturedStep:
             mine.graph.close()
         self._graphs.clear()
         self._recorded.clear()
+
+
+def _key(inputs: tuple[ExTensor, ...]) -> Any:
+    """What inputs of one graph have in common."""
+    return tuple((tensor.shape, tensor.dtype.name, tensor.device) for tensor in inputs)
 
 
 def _copied(tensor: ExTensor) -> ExTensor:

@@ -101,7 +101,9 @@ class Primitive:
         vjp_at: ``vjp_at(index, g, out, *inputs, **params)``, instead of ``vjps``.
         fused_vjp: ``fused_vjp(backend, g, out, inputs, needs, **params)`` on raw arrays, giving a
             sequence with the gradient of each input that ``needs`` names, None elsewhere. Must not
-            write to what it is given, but may return ``g`` itself.
+            write to what it is given, but may return ``g`` itself. With ``overwrites``, which the
+            backend's `overwriting_vjps` alone are given, it may write over ``g``.
+        new_gradients: the first gradient of ``fused_vjp`` is a new array that nothing else holds.
         no_vjp: why there is no gradient.
         once: why the gradient cannot be differentiated again; then ``fused_vjp`` alone suffices.
             ``vjp_at`` may give the gradient of single inputs that can, and None for the others.
@@ -145,6 +147,7 @@ class Primitive:
     saves: bool = False
     released: Callable[[Any], Collection[int]] | None = None
     own_input: bool = False
+    new_gradients: bool = False
     saved_again: Callable[..., Any] | None = None
     slots: tuple[str, ...] = ("input",)
     out_slot: str = "output"

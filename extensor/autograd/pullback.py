@@ -30,6 +30,7 @@ def node_gradients(
     create_graph: bool,
     fused: bool = True,
     addend: Any = None,
+    own: bool = False,
 ) -> list[Gradient | None]:
     """The gradients of a node's inputs, each of its input's shape and dtype.
 
@@ -40,6 +41,7 @@ def node_gradients(
         create_graph: whether ``g`` and the result are ExTensors, to be differentiated again.
         fused: whether ``fused_vjp`` may be used (tests compare it with the VJPs).
         addend: added to the first gradient, where the backend's kernel does that (``adding``).
+        own: whether nobody else holds ``g``, so that the backend's kernel may write over it.
     """
     primitive = node.primitive
     fused = primitive.fused_vjp is not None and (fused or bool(primitive.once)) and not create_graph
@@ -48,7 +50,7 @@ def node_gradients(
     if create_graph:
         parts = list((_differentiable_once if primitive.once else _recorded)(node, g, needs))
     elif fused:
-        parts = _fused(node, g, needs, addend)
+        parts = _fused(node, g, needs, addend, own)
     else:
         wrapped = _composite(node, wrap(g, node.backend), needs, graph=False)
         parts = [None if part is None else part.data for part in wrapped]
@@ -102,7 +104,7 @@ def _reduce(backend: Any, part: Gradient, shape: tuple[int, ...], primitive: Pri
     return sum_to(backend, part, shape)
 
 
-def _fused(node: Node, g: Any, needs: Sequence[bool], addend: Any) -> list[Any]:
+def _fused(node: Node, g: Any, needs: Sequence[bool], addend: Any, own: bool) -> list[Any]:
     primitive = node.primitive
     inputs = node.arrays
     if not primitive.reads_inputs:
@@ -124,6 +126,8 @@ def _fused(node: Node, g: Any, needs: Sequence[bool], addend: Any) -> list[Any]:
         params = {**params, "saved": node.saved}
     if addend is not None:
         params = {**params, "addend": addend}
+    if own and primitive.name in node.backend.overwriting_vjps:
+        params = {**params, "overwrites": True}
     assert primitive.fused_vjp is not None
     return list(primitive.fused_vjp(node.backend, g, out, inputs, needs, **params))
 

@@ -153,6 +153,7 @@ def _run(
     needed: set[Edge] | None = None
     inner: dict[Node, list[ExTensor]] = {}
     roots = list(seeds)
+    fresh: set[Node] = set()  # whose pending gradient nobody else holds
     waiting = {} if final is None else _uses_of_leaves(root.node for root, _ in roots)
     if targets is not None:
         needed = _leading_to([root.node or root for root, _ in roots], targets)
@@ -186,6 +187,8 @@ def _run(
             while heap:
                 node = heapq.heappop(heap)[1]
                 g = pending.pop(node)
+                own = node in fresh and node not in inner
+                fresh.discard(node)
                 for tensor in inner.get(node, ()):
                     grads[id(tensor)] = (tensor, g)
                 node.check()
@@ -198,12 +201,15 @@ def _run(
                 if True in needs:
                     first = edges[0]
                     addend = _addend(node, pending) if needs[0] and not create_graph else None
-                    parts = node_gradients(node, g, needs, create_graph, addend=addend)
+                    parts = node_gradients(node, g, needs, create_graph, True, addend, own)
                     if addend is not None and isinstance(first, Node):
                         pending[first], parts[0] = parts[0], None  # already the sum
                     for i, part in enumerate(parts):
                         if part is not None:
-                            deliver(edges[i], part)
+                            source = edges[i]
+                            if node.primitive.new_gradients and isinstance(source, Node):
+                                (fresh.discard if source in pending else fresh.add)(source)
+                            deliver(source, part)
                 if final is not None:
                     for source in edges:
                         if isinstance(source, ExTensor):

@@ -263,8 +263,8 @@ def _gelu_vjp(g: ExTensor, out: None, x: ExTensor, saved: Any) -> ExTensor:
     name="gelu_exact",
     forward=lambda backend, x: backend.gelu(x),
     vjps=(_gelu_vjp,),
-    fused_vjp=lambda backend, g, out, inputs, needs, saved: (
-        backend.gelu_grad(g, inputs[0], saved),
+    fused_vjp=lambda backend, g, out, inputs, needs, saved, **owns: (
+        backend.gelu_grad(g, inputs[0], saved, **owns),
     ),
     reads="inputs",
     slots=("activation",),

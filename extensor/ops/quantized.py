@@ -163,7 +163,8 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
 
 _X: operands.Slots = [("fprop.x", -1), ("wgrad.x", -2)]
 _W: operands.Slots = [("fprop.w", -1), ("dgrad.w", -2)]
-_G: operands.Slots = [("dgrad.g", -1), ("wgrad.g", -2)]
+_G: operands.Slots = [("wgrad.g", -2), ("dgrad.g", -1)]
+"""In the order of their use: what two operands share lies with the last."""
 
 
 def _matmul_forward(
@@ -215,7 +216,7 @@ def _matmul_vjp(
     w_columnwise = saved.w
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
     sizes = (len(rows), *w.shape)
-    needed = [slot for slot, need in zip(_G, needs, strict=False) if need]
+    needed = [slot for slot, need in zip(_G, (needs[1], needs[0]), strict=True) if need]
     gradients = operands.make_operands(backend, rows, context, needed, sizes)  # read once for both
     dx = dw = None
     if needs[1]:  # first, because its operand of x is let go before dx is made
@@ -223,7 +224,7 @@ def _matmul_vjp(
         if x_columnwise is None:
             matrix = x.reshape(-1, x.shape[-1])
             (x_columnwise,) = operands.make_operands(backend, matrix, context, _X[1:], sizes)
-        dw = _product(backend, gradients.pop(), x_columnwise, context, "wgrad", w.dtype)
+        dw = _product(backend, gradients.pop(0), x_columnwise, context, "wgrad", w.dtype)
         del x_columnwise
     if needs[0]:
         if w_columnwise is None:
@@ -252,6 +253,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     saves=True,
     released=lambda saved: saved.released,
     own_input=True,
+    new_gradients=True,
     samples=_matmul_samples,
     errors=(
         BadInput(

@@ -361,7 +361,8 @@ def _prepare(
     if len(kinds) > 1 or (len(pure) > 1 and "quantized" not in kinds):
         return None
     work = math.prod(sizes) if all(pure) else 0
-    amax_state = context.amax_state(slots[0][0]) if "quantized" in kinds else None
+    named = next((slot for slot, axis in slots if axis == -1), slots[0][0])
+    amax_state = context.amax_state(named) if "quantized" in kinds else None
     return backend.prepare(x, specs, streams, work, amax_state)
 
 

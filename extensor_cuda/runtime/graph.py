@@ -12,14 +12,12 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
 from extensor_cuda.runtime.capture import FindNonfinite, StepCapture, current_capture
-from extensor_cuda.runtime.memory import allocate
-from extensor_cuda.runtime.placement import LifeLog, PlacedMemory
+from extensor_cuda.runtime.placement import LifeLog, PlacedMemory, StepAllocator
 
 __all__ = ["CudaGraph"]
 
@@ -64,7 +62,8 @@ class CudaGraph:
     def __init__(self, xp: Any, find_nonfinite: FindNonfinite) -> None:
         self.xp, self._find_nonfinite = xp, find_nonfinite
         xp.get_default_memory_pool().free_all_blocks()  # what eager steps left over
-        self._pool, self._captured = xp.cuda.MemoryPool(), xp.cuda.MemoryPool()
+        # Small arrays; large ones of Python's steps; those of the captured one.
+        self._small, self._pool, self._captured = (xp.cuda.MemoryPool() for _ in range(3))
         self._log: LifeLog | None = None
         self._placed: PlacedMemory | None = None
         self._stream = xp.cuda.Stream(non_blocking=True)
@@ -74,25 +73,30 @@ class CudaGraph:
     @property
     def nbytes(self) -> int:
         """See the protocol."""
-        return int(self._pool.total_bytes() + self._captured.total_bytes())
+        pools = self._small, self._pool, self._captured
+        return sum(int(pool.total_bytes()) for pool in pools)
+
+    @property
+    def _memory(self) -> tuple[Any, Any, Any, Any]:
+        """A `StepAllocator`'s arguments."""
+        return self.xp, self._small, self._pool, self._stream
 
     @contextlib.contextmanager
-    def _own_stream(self, memory: Callable[[int], Any] | None = None) -> Iterator[None]:
+    def _own_stream(self, memory: StepAllocator) -> Iterator[None]:
         """Run in the graph's own memory and stream, after all that was launched before."""
         self.xp.cuda.Device().synchronize()
-        memory = memory or partial(allocate, self.xp, self._pool)
         with self.xp.cuda.using_allocator(memory), self._stream:
             yield
             self._stream.synchronize()
 
     def run(self, step: Callable[[], Any]) -> Any:
         """See the protocol."""
-        with self._own_stream():
+        with self._own_stream(StepAllocator(*self._memory)):
             return step()
 
     def warm_up(self, step: Callable[[], Any]) -> Any:
         """See the protocol."""
-        self._log = LifeLog(self.xp, self._pool, self._stream)
+        self._log = LifeLog(*self._memory)
         with self._own_stream(self._log):
             capture = StepCapture(self.xp, self._find_nonfinite, warm_up=True)
             capture.load()

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from extensor_cuda.runtime.memory import allocate
 
-__all__ = ["LEAST", "Life", "LifeLog", "PlacedMemory", "place"]
+__all__ = ["LEAST", "Life", "LifeLog", "PlacedMemory", "StepAllocator", "place"]
 
 LEAST = 1 << 20
 """Bytes of the smallest array that is placed: there are many smaller ones, in little memory."""
@@ -91,16 +91,18 @@ def _pointer(cupy: Any, held: _Held, size: int) -> Any:
 
 
 @dataclass(eq=False)
-class _StepAllocator:
-    """What an allocator of a captured step is made of.
+class StepAllocator:
+    """Memory of a captured step, large arrays apart: a small one that lasts would split a block.
 
     Attributes:
         cupy: the module.
-        pool: cupy's.
+        small: cupy's pool of arrays below `LEAST`, and of other streams'.
+        pool: cupy's pool of the others.
         stream: of the step.
     """
 
     cupy: Any
+    small: Any
     pool: Any
     stream: Any
 
@@ -109,15 +111,15 @@ class _StepAllocator:
         size = -(-size // _UNIT) * _UNIT
         # What another stream still reads when it is dropped must not be written by this one.
         if size < LEAST or self.cupy.cuda.get_current_stream().ptr != self.stream.ptr:
-            return allocate(self.cupy, self.pool, size)
+            return allocate(self.cupy, self.small, size)
         return self._large(size)
 
     def _large(self, size: int) -> Any:
-        raise NotImplementedError
+        return allocate(self.cupy, self.pool, size)
 
 
 @dataclass(eq=False)
-class LifeLog(_StepAllocator):
+class LifeLog(StepAllocator):
     """An allocator that notes the lives of large arrays: `lives`, in the order of their making."""
 
     lives: list[Life] = field(default_factory=list)
@@ -125,7 +127,7 @@ class LifeLog(_StepAllocator):
 
     def _large(self, size: int) -> Any:
         index = len(self.lives)
-        memory = allocate(self.cupy, self.pool, size)
+        memory = super()._large(size)
         self.lives.append(Life(size, self._now))
         self._now += 1
 
@@ -136,7 +138,7 @@ class LifeLog(_StepAllocator):
         return _pointer(self.cupy, _Held(memory, dropped), size)
 
 
-class PlacedMemory(_StepAllocator):
+class PlacedMemory(StepAllocator):
     """An allocator that places the arrays of a `LifeLog` when they are made again.
 
     Args:
@@ -145,7 +147,7 @@ class PlacedMemory(_StepAllocator):
     """
 
     def __init__(self, log: LifeLog, pool: Any) -> None:
-        super().__init__(log.cupy, pool, log.stream)
+        super().__init__(log.cupy, log.small, pool, log.stream)
         self._offsets, self.nbytes = place(log.lives)
         self._arena: Any = allocate(self.cupy, pool, self.nbytes) if self.nbytes else None
         self._left: dict[int, deque[int]] = {}  # by size: those that were not made again yet
@@ -155,11 +157,11 @@ class PlacedMemory(_StepAllocator):
 
     def _large(self, size: int) -> Any:
         if not self._left.get(size):
-            return allocate(self.cupy, self.pool, size)
+            return super()._large(size)
         index = self._left[size].popleft()
         first = self._offsets[index]
         if any(begin < first + size and first < end for begin, end in self._taken.values()):
-            return allocate(self.cupy, self.pool, size)
+            return super()._large(size)
         self._taken[index] = first, first + size
         held = _Held(self._arena + first, lambda: self._taken.pop(index, None))
         return _pointer(self.cupy, held, size)

@@ -44,6 +44,7 @@ class GenericCore:
     bfloat16: Collection[str] = ()
     saved_input: Literal["packed", "input"] = "packed"
     accumulating_vjps: Collection[str] = ()
+    overwriting_vjps: Collection[str] = ()
 
     def __init__(self, name: str, xp: Any) -> None:
         self.name = name

@@ -72,6 +72,8 @@ class CoreMethods(Protocol):
 
     It is float32, of the input's shape: a gradient that was there before.
     """
+    overwriting_vjps: Collection[str]
+    """Primitives whose gradients' methods here take ``overwrites``: they may write over ``g``."""
 
     def reads_stored(self, vjp: str, q: QuantArray, others: Sequence[Array]) -> bool:
         """Whether the gradient's method of a primitive takes its first input in flat blocks.

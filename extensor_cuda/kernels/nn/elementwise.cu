@@ -114,10 +114,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 6)
 #if NN_STORED
 #include "codec/decode_e8m0.cuh"
 
-// `count` is a multiple of kVector, and a block of it.
+// `count` is a multiple of kVector, and a block of it. `out` may be `g`.
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
-    gelu_grad_of_stored(const ElementType<NN_A>::Raw* __restrict__ g, const u8* __restrict__ codes,
-        const u8* __restrict__ scales, ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    gelu_grad_of_stored(const ElementType<NN_A>::Raw* g, const u8* __restrict__ codes,
+        const u8* __restrict__ scales, ElementType<NN_OUT>::Raw* out, i64 count) {
     const i64 first = blockIdx.x * kPart + threadIdx.x * kVector;
     FloatVector y[kGroups];
     uint2 words[kGroups];

@@ -100,12 +100,13 @@ def binary(name: str, a: Array, b: Array, xp: Any, dtype: Any) -> Array:
     return out
 
 
-def gelu_grad_of_stored(g: Array, q: QuantArray, xp: Any) -> Array:
+def gelu_grad_of_stored(g: Array, q: QuantArray, xp: Any, overwrites: bool = False) -> Array:
     """The gradient of GELU at what is stored, decoded and rounded to g's dtype.
 
     g is C-contiguous and not empty; ``q`` is what `reads_stored` says, of as many values.
+    ``overwrites``: the gradient is written over g.
     """
-    out = xp.empty(g.shape, dtype=g.dtype)
+    out = g if overwrites else xp.empty(g.shape, dtype=g.dtype)
     program = source(kind(g), kind(g), kind(out), q.spec)
     arrays = g, q.codes, q.scales, out
     blocks = -(-g.size // _PART)

@@ -427,3 +427,28 @@ def test_threads_that_share_a_leaf_lose_no_gradient() -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: (x * 1.0).sum().backward(), range(40)))
     assert x.grad is not None and x.grad.tolist() == [40.0] * 4
+
+
+@pytest.mark.parametrize("use", ["once", "twice", "asked for", "of a sum"])
+def test_a_gradient_may_be_written_over_if_nobody_else_holds_it(
+    monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
+    context = et.layer_context(et.RECIPES["mxfp4"].layers)
+    x, w = et.randn((4, 32), seed=0), et.randn((32, 32), seed=1)
+    x.requires_grad = True
+    backend, honest, seen = x.backend, x.backend.gelu_grad, []
+
+    def gelu_grad(g: Any, x: Any, phi: Any, overwrites: bool = False) -> Any:
+        seen.append(overwrites)
+        return honest(g, x, phi)
+
+    monkeypatch.setattr(backend, "gelu_grad", gelu_grad)
+    monkeypatch.setattr(backend, "overwriting_vjps", {"gelu_exact"}, raising=False)
+    hidden = et.gelu(x)
+    y = hidden + 1.0 if use == "of a sum" else et.quantized_matmul(hidden, w, context)
+    y = y + et.quantized_matmul(hidden, w, context) if use == "twice" else y
+    if use == "asked for":
+        et.grad(y.sum(), [hidden, x])
+    else:
+        y.sum().backward()
+    assert seen == [use == "once"]

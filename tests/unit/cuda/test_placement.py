@@ -102,7 +102,7 @@ STEP = st.lists(
 @example([(2048, 0), (1024, 0), (0, 0), (2048, 0), (0, 0), (0, 0)])
 def test_the_same_step_lies_in_one_allocation_and_never_overlaps(events: Events) -> None:
     cupy, pool = fake_cupy(), Pool()
-    log = LifeLog(cupy, pool, cupy.current)
+    log = LifeLog(cupy, pool, pool, cupy.current)
     _, left = run(log, events)
     sizes = [-(-size // UNIT) * UNIT for size, _ in events if size >= LEAST]
     assert [life.size for life in log.lives] == sizes
@@ -122,7 +122,7 @@ def test_the_same_step_lies_in_one_allocation_and_never_overlaps(events: Events)
 @given(STEP, STEP)
 def test_another_step_never_overlaps_either(events: Events, others: Events) -> None:
     cupy = fake_cupy()
-    log = LifeLog(cupy, Pool(), cupy.current)
+    log = LifeLog(cupy, Pool(), Pool(), cupy.current)
     run(log, events)
     run(PlacedMemory(log, Pool()), others)
 
@@ -158,7 +158,7 @@ def test_holes_of_a_pool_close() -> None:
 
 def test_an_array_keeps_its_memory_after_the_step() -> None:
     cupy, pool = fake_cupy(), Pool()
-    log = LifeLog(cupy, Pool(), cupy.current)
+    log = LifeLog(cupy, Pool(), Pool(), cupy.current)
     _, kept = run(log, [(2048, 0), (0, 0), (4096, 0)])
     again = PlacedMemory(log, pool)
     _, kept = run(again, [(2048, 0), (0, 0), (4096, 0)])
@@ -170,7 +170,7 @@ def test_an_array_keeps_its_memory_after_the_step() -> None:
 
 def test_what_another_stream_makes_is_not_placed() -> None:
     cupy = fake_cupy()
-    log = LifeLog(cupy, Pool(), types.SimpleNamespace(ptr=2))
+    log = LifeLog(cupy, Pool(), Pool(), types.SimpleNamespace(ptr=2))
     run(log, [(2048, 0)])
     assert log.lives == []
 
@@ -184,7 +184,7 @@ class Forgetful(dict[int, tuple[int, int]]):
 
 def test_a_place_that_is_given_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = fake_cupy()
-    log = LifeLog(cupy, Pool(), cupy.current)
+    log = LifeLog(cupy, Pool(), Pool(), cupy.current)
     run(log, [(2048, 0), (0, 0), (2048, 0), (0, 0)])
     longer = [(2048, 0), (2048, 0)]
     run(PlacedMemory(log, Pool()), longer)

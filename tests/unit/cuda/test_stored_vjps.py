@@ -40,7 +40,11 @@ def test_gelu(trainer: Any, format: str, dtype: Any) -> None:
     q, x = stored(rows, columns, format, dtype, xp)
     g = xp.asarray(np.random.default_rng(1).standard_normal((rows, columns)).astype(dtype))
     assert nn.reads_stored("gelu_exact", q, ())
-    same(nn.gelu_grad(xp, g, q, None)(), nn.gelu_grad(xp, g, x, None)())
+    expected = nn.gelu_grad(xp, g, x, None)()
+    same(nn.gelu_grad(xp, g, q, None)(), expected)
+    over = nn.gelu_grad(xp, g, q, None, overwrites=True)()
+    assert over is g
+    same(over, expected)
 
 
 @pytest.mark.parametrize(
