@@ -37,6 +37,8 @@ class ObserveArgs:
     on. 0 runs nothing and gathers what is finished."""
     arms: tuple[str, ...] = ()
     """Only these arms now, as `--arms bf16 mxfp4 mxfp4,bf16@90%`; none are all."""
+    seeds: int = 0
+    """Only so many seeds of each arm now; 0 is all."""
     gpus: int = 1
     """GPUs to use, of those that this process sees (CUDA_VISIBLE_DEVICES); a run has one."""
     jobs: int = 1
@@ -59,6 +61,8 @@ class ObserveArgs:
         for flag, value in (("--minutes", self.minutes), ("--rates", self.rates)):
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{flag}: expected a number, 0 or more, got {value}")
+        if self.seeds < 0:
+            raise ValueError(f"--seeds: expected a whole number, 0 or more, got {self.seeds}")
         for flag, number in (("--gpus", self.gpus), ("--jobs", self.jobs)):
             if number < 1:
                 raise ValueError(f"{flag}: expected a whole number, 1 or more, got {number}")
@@ -75,7 +79,7 @@ def observe(args: ObserveArgs, console: Console) -> int:
     """
     folder = args.out or Path("runs") / f"observe-{args.experiment}"
     experiment = EXPERIMENTS[args.experiment]
-    queue = Queue(experiment, folder, args.arms or None)
+    queue = Queue(experiment, folder, args.arms or None, args.seeds)
     where = places(args.gpus, args.jobs, experiment.settings.get("device", "cpu"))
     start = time.monotonic()
     if args.rates:
