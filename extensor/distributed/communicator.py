@@ -317,6 +317,25 @@ class Communicator(Protocol):
         [1, 1]
         """
 
+    def split(self, color: int) -> Communicator:
+        """The communicator of the ranks that give one number, in their order here.
+
+        All ranks call this together. Its ``timeout`` is this one's as it is now.
+
+        Args:
+            color: not negative.
+
+        Returns:
+            A communicator beside this one; its collectives and this one's may be under way at once.
+
+        >>> from extensor.distributed import run_ranks
+        >>> def program(ranks):
+        ...     half = ranks.split(ranks.rank % 2)
+        ...     return half.all_gather_object(ranks.rank)
+        >>> run_ranks(4, program)
+        [[0, 2], [1, 3], [0, 2], [1, 3]]
+        """
+
     def beside(self, lane: int = 0) -> AbstractContextManager[bool]:
         """Let a GPU do what is called inside beside what it computes outside.
 

@@ -43,6 +43,7 @@ class _Group:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.calls: dict[int, _Call] = {}
+        self.parts: dict[tuple[int, int], _Group] = {}
 
 
 class _LocalWork:
@@ -162,6 +163,16 @@ class LocalCommunicator:
         """See :meth:`extensor.distributed.Communicator.broadcast_object`."""
         mine = pickle.dumps(obj) if self.rank == root else None
         return pickle.loads(self._collect(self._bring("broadcast_object", mine))[root])
+
+    def split(self, color: int) -> LocalCommunicator:
+        """See :meth:`extensor.distributed.Communicator.split`."""
+        colors = self.all_gather_object(color)
+        members = [rank for rank, other in enumerate(colors) if other == color]
+        with self._group.changed:
+            group = self._group.parts.setdefault((self._number, color), _Group())
+        part = LocalCommunicator(members.index(self.rank), len(members), group)
+        part.timeout = self.timeout
+        return part
 
     # --- what all of them are made of -----------------------------------------------------------
 

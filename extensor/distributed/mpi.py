@@ -73,6 +73,7 @@ class MPICommunicator:
     Args:
         comm: an ``mpi4py.MPI.Intracomm``; None is all ranks of the program. It is duplicated, so
             that other messages do not meet these.
+        names: the ranks' numbers in the program, for messages; None are 0, 1, and so on.
 
     Raises:
         ImportError: if mpi4py is not installed, or finds no MPI library.
@@ -83,7 +84,7 @@ class MPICommunicator:
 
     bucket_bytes = BUCKET_BYTES
 
-    def __init__(self, comm: Any = None) -> None:
+    def __init__(self, comm: Any = None, names: Sequence[int] | None = None) -> None:
         from mpi4py import MPI
 
         self._mpi = MPI
@@ -92,6 +93,7 @@ class MPICommunicator:
         self._ops = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
         self.rank, self.size = int(world.rank), int(world.size)
         self.timeout = DEFAULT_TIMEOUT
+        self._names = list(range(self.size) if names is None else names)
         self._number = 0
         self._announced: list[Any] = []
         self._heard = dict.fromkeys(range(self.size), -1)
@@ -184,7 +186,8 @@ class MPICommunicator:
         >>> MPICommunicator().where()    # doctest: +SKIP
         'rank 0 of 4 (node1, process 4711)'
         """
-        return f"rank {self.rank} of {self.size} ({socket.gethostname()}, process {os.getpid()})"
+        world = self._mpi.COMM_WORLD
+        return f"rank {world.rank} of {world.size} ({socket.gethostname()}, process {os.getpid()})"
 
     def abort(self, code: int) -> None:
         """End the whole program, all ranks, now.
@@ -196,6 +199,14 @@ class MPICommunicator:
         >>> MPICommunicator().abort(1)    # doctest: +SKIP
         """
         self._mpi.COMM_WORLD.Abort(code)
+
+    def split(self, color: int) -> MPICommunicator:
+        """See :meth:`extensor.distributed.Communicator.split`."""
+        colors = self.all_gather_object(color)
+        names = [self._names[rank] for rank, other in enumerate(colors) if other == color]
+        part = MPICommunicator(self._comm.Split(color, self.rank), names)
+        part.timeout = self.timeout
+        return part
 
     # --- starting -------------------------------------------------------------------------------
 
@@ -226,10 +237,10 @@ class MPICommunicator:
                     self._announce(number)
                 raise CollectiveTimeout(
                     what,
-                    rank=self.rank,
-                    size=self.size,
+                    rank=self._names[self.rank],
+                    size=int(self._mpi.COMM_WORLD.size),
                     seconds=waited,
-                    missing=self._missing(number),
+                    missing=[self._names[rank] for rank in self._missing(number)],
                 )
             if not announced and waited > min(ANNOUNCE_SECONDS, self.timeout / 2):
                 announced = True

@@ -24,6 +24,7 @@ from extensor.distributed.communicator import (
     Work,
     check_buffers,
 )
+from extensor.distributed.local import LocalCommunicator
 
 __all__ = ["NCCLCommunicator"]
 
@@ -69,6 +70,7 @@ class NCCLCommunicator:
         host: the same ranks, over MPI.
         xp: the array module; None is cupy.
         binding: NCCL's functions; None are those of ``cupy.cuda.nccl``.
+        gpu: whether this process has taken its GPU already.
 
     Raises:
         RuntimeError: without cupy, a GPU or NCCL, and on all ranks if two of them have one GPU.
@@ -77,11 +79,14 @@ class NCCLCommunicator:
     >>> ranks = NCCLCommunicator(connect())    # doctest: +SKIP
     """
 
-    def __init__(self, host: Communicator, *, xp: Any = None, binding: Any = None) -> None:
+    def __init__(
+        self, host: Communicator, *, xp: Any = None, binding: Any = None, gpu: bool = False
+    ) -> None:
         self.host, self.rank, self.size = host, host.rank, host.size
         self._xp = get_backend("cuda").xp if xp is None else xp
         self._nccl = _binding() if binding is None else binding
-        self._take_gpu()
+        if not gpu:
+            self._take_gpu()
         mine = self._nccl.get_unique_id() if self.rank == 0 else None
         identity = host.broadcast_object(mine)
         self._comm = self._nccl.NcclCommunicator(self.size, identity, self.rank)
@@ -227,6 +232,13 @@ class NCCLCommunicator:
         >>> NCCLCommunicator(connect()).abort(1)    # doctest: +SKIP
         """
         self.host.abort(code)  # type: ignore[attr-defined]
+
+    def split(self, color: int) -> Communicator:
+        """See :meth:`extensor.distributed.Communicator.split`; one rank alone needs no NCCL."""
+        host = self.host.split(color)
+        if host.size == 1:
+            return LocalCommunicator()
+        return NCCLCommunicator(host, xp=self._xp, binding=self._nccl, gpu=True)
 
     # --- beside the computation -----------------------------------------------------------------
 

@@ -72,3 +72,27 @@ def check_objects(ranks: Communicator) -> None:
     mine = {"rank": ranks.rank}
     assert ranks.all_gather_object(mine) == [{"rank": rank} for rank in range(ranks.size)]
     assert ranks.broadcast_object(mine, root=ranks.size - 1) == {"rank": ranks.size - 1}
+
+
+def check_split(ranks: Communicator, on_device: Callable[[Any], Any] = np.asarray) -> None:
+    """Rows and columns of ranks, whose collectives and all ranks' own do not meet."""
+    rows, columns = ranks.split(ranks.rank // 2), ranks.split(ranks.rank % 2)
+    everyone = range(ranks.size)
+    for part, members in (
+        (rows, [r for r in everyone if r // 2 == ranks.rank // 2]),
+        (columns, [r for r in everyone if r % 2 == ranks.rank % 2]),
+    ):
+        assert (part.rank, part.size) == (members.index(ranks.rank), len(members))
+        assert part.timeout == ranks.timeout
+        assert part.all_gather_object(ranks.rank) == members
+    given = [on_device(np.full(3, ranks.rank + 1, np.int32)) for _ in range(3)]
+    works = [part.all_reduce(x) for part, x in zip((columns, ranks, rows), given, strict=True)]
+    for work in reversed(works):
+        work.wait()
+    both = ranks.rank // 2 * 2
+    expected = (
+        sum(r + 1 for r in everyone if r % 2 == ranks.rank % 2),
+        sum(r + 1 for r in everyone),
+        sum(r + 1 for r in everyone if r // 2 * 2 == both),
+    )
+    assert [host(x).tolist() for x in given] == [[each] * 3 for each in expected]

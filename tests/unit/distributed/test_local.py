@@ -19,6 +19,11 @@ def test_objects() -> None:
     run_ranks(3, contract.check_objects)
 
 
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_rows_and_columns_of_ranks(size: int) -> None:
+    run_ranks(size, contract.check_split)
+
+
 def test_a_missing_rank_is_named() -> None:
     def program(ranks: LocalCommunicator) -> None:
         ranks.timeout = 0.1

@@ -84,6 +84,7 @@ for dtype in contract.DTYPES:
     contract.check_collectives(ranks, dtype)
     contract.check_collectives(ranks, dtype, OfGPU)
 contract.check_objects(ranks)
+contract.check_split(ranks)
 if ranks.rank == 0:
     print("all good on", ranks.size)
 """

@@ -42,6 +42,16 @@ def test_collectives(size: int, dtype: str) -> None:
     with_gpus(size, lambda ranks, xp: contract.check_collectives(ranks, dtype, xp.asarray))
 
 
+def test_rows_and_columns_of_ranks() -> None:
+    """Parts keep the GPU that the rank has."""
+
+    def program(ranks: NCCLCommunicator, xp: Any) -> int:
+        contract.check_split(ranks, xp.asarray)
+        return fake_nccl.LOCAL.device
+
+    assert with_gpus(4, program) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("dtype", contract.DTYPES)
 def test_what_is_not_on_a_gpu_goes_the_other_way(dtype: str) -> None:
     def program(ranks: NCCLCommunicator, xp: Any) -> None:
