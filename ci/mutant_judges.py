@@ -23,26 +23,32 @@ from zlib import crc32
 
 ROOT = Path(__file__).resolve().parent.parent
 MAPS = ROOT / "build" / "mutants"
-HANGS = 600.0
+HANGS = 200.0
+"""Seconds after which pytest is ended, if its own limits on CPU time have not done it."""
+
 FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
-_EVERY = "tests/test_every_"
 PACKAGES = {
-    "autograd": ("extensor/autograd", f"{_EVERY}primitive.py"),
-    "ops": ("extensor/ops", f"{_EVERY}primitive.py", "tests/test_bad_input.py"),
-    "nn": ("extensor/nn", f"{_EVERY}layer.py"),
-    "optim": ("extensor/optim", f"{_EVERY}optimizer.py", "tests/unit/cuda/test_graph.py"),
-    "quant": (
-        "extensor/quant",
-        *(f"{_EVERY}{what}.py" for what in ("format", "spec")),
-        *(f"tests/unit/nn/test_{what}.py" for what in ("recipe", "ptq")),
-        "tests/unit/ops/test_saved_operands.py",
-    ),
+    "autograd": ("extensor/autograd", "every_primitive", "every_reference", "array_api"),
+    "ops": ("extensor/ops", "every_primitive", "every_reference", "array_api"),
+    "nn": ("extensor/nn", "every_layer", "every_copy"),
+    "optim": ("extensor/optim", "every_optimizer", "every_copy", "unit/cuda/test_graph"),
+    "quant": ("extensor/quant", "every_format", "every_spec", "unit/nn/test_recipe",
+              "unit/nn/test_ptq", "unit/ops/test_saved_operands"),
     "io": ("extensor/io",),
     "training": ("training",),
     "models": ("models",),
-}
-"""Where a package lies, and what tests it beside tests/unit/<package>."""
+}  # fmt: skip
+"""Where a package lies, and what judges it beside tests/unit/<package> and what judges all."""
+
+ALL = ("docstrings", "bad_input")
+
+
+def tests_of(package: str) -> list[str]:
+    """The files and folders of tests that judge a package."""
+    names = (*PACKAGES[package][1:], *ALL)
+    files = (name if "/" in name else f"test_{name}" for name in names)
+    return [f"tests/unit/{package}", *(f"tests/{name}.py" for name in files)]
 
 
 @dataclass
@@ -75,8 +81,7 @@ class Mutant:
 def map_lines(package: str) -> None:
     """Run the package's tests and note which lines each runs."""
     MAPS.mkdir(parents=True, exist_ok=True)
-    paths = [f"tests/unit/{package}", *PACKAGES[package][1:]]
-    run([*PYTEST, *paths], MUTANT_MAP=str(MAPS / f"{package}.json"))
+    run([*PYTEST, *tests_of(package)], MUTANT_MAP=str(MAPS / f"{package}.json"))
 
 
 def statement(text: str, line: int) -> tuple[ast.AST, range]:

@@ -29,8 +29,14 @@ ROOMS = ("extensor", "models", "training")
 SLOW = 2.0
 """Seconds of CPU after which a test is no judge: the map stops it."""
 
+HANGS = 3 * SLOW
+"""Seconds of CPU after which an imported mutant has hung in a test: its judges take under SLOW."""
+
+WAITS = 120
+"""Seconds after which a fork has hung in a test, however little it computes."""
+
 MEMORY = 6 << 30
-"""Bytes that a fork may take."""
+"""Bytes that a mutant may take."""
 
 PEERS = ("torch", "torchao", "transformers", "gguf", "mpi4py")
 """Packages that CI's sample does without: tests that ask for them are skipped."""
@@ -49,6 +55,25 @@ def import_mutant(path: str, source: str) -> None:
     SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]
 
 
+def stop(number: int, frame: FrameType | None) -> None:
+    """End the test that runs."""
+    pytest.fail("out of time")
+
+
+class Hangs:
+    """Ends each test that takes many times what a judge takes; so a loop without end is noticed."""
+
+    def __init__(self) -> None:
+        signal.signal(signal.SIGPROF, stop)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Iterator[None]:
+        signal.setitimer(signal.ITIMER_PROF, HANGS)
+        result = yield
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return result
+
+
 # ---- which tests run a line
 
 
@@ -65,14 +90,11 @@ class Map:
         self.coverage = coverage.Coverage(data_file=f"{out}.coverage", include=rooms)
         self.coverage.erase()
         self.coverage.start()
-        signal.signal(signal.SIGPROF, self.stop)
+        signal.signal(signal.SIGPROF, stop)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Tests of Hypothesis are no judges: they take long, and differ from run to run."""
         items[:] = [i for i in items if not hasattr(getattr(i, "obj", None), "hypothesis")]
-
-    def stop(self, number: int, frame: FrameType | None) -> None:
-        pytest.fail(f"over {SLOW} s")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -205,6 +227,7 @@ class Forks:
             for (item, seconds), then in zip(tests, following, strict=True):
                 self.now.write_text(item.nodeid)
                 signal.setitimer(signal.ITIMER_PROF, 3 + 5 * seconds)
+                signal.setitimer(signal.ITIMER_REAL, WAITS)
                 item.ihook.pytest_runtest_protocol(item=item, nextitem=then)
             os._exit(0)
         return self.now.read_text() if os.waitpid(child, 0)[1] else ""
@@ -219,10 +242,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Map(out))
     if work := os.environ.get("MUTANTS"):
         config.pluginmanager.register(Forks(work))
+    if "MUTANT" in os.environ:
+        config.pluginmanager.register(Hangs())
 
 
 if {"MUTANT", "MUTANTS", "MUTANT_MAP"} & os.environ.keys():
     sys.modules |= dict.fromkeys(PEERS)  # type: ignore[arg-type]
 if "MUTANT" in os.environ:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    signal.setitimer(signal.ITIMER_PROF, 10 * HANGS)  # for imports and collection; it ends pytest
     _path, _, _source = os.environ["MUTANT"].partition(":")
     import_mutant(os.path.realpath(_path), Path(_source).read_text(encoding="utf-8"))

@@ -145,11 +145,10 @@ def examples() -> list[doctest.DocTest]:
     return found
 
 
-def test_examples_run() -> None:
+@pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
+def test_examples_run(example: doctest.DocTest) -> None:
     told: list[str] = []
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    for example in examples():
-        runner.run(example, out=told.append)
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=told.append)
     assert not told, "".join(told)
 
 
