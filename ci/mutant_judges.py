@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from zlib import crc32
@@ -34,14 +35,18 @@ PACKAGES = {
     "nn": ("extensor/nn", "every_layer", "every_copy"),
     "optim": ("extensor/optim", "every_optimizer", "every_copy", "unit/cuda/test_graph"),
     "quant": ("extensor/quant", "every_format", "every_spec", "unit/nn/test_recipe",
-              "unit/nn/test_ptq", "unit/ops/test_saved_operands"),
+              "unit/nn/test_ptq", "unit/ops/test_saved_operands",
+              "unit/training/test_recipe_schedule"),
     "io": ("extensor/io",),
     "training": ("training",),
     "models": ("models",),
 }  # fmt: skip
 """Where a package lies, and what judges it beside tests/unit/<package> and what judges all."""
 
-ALL = ("docstrings", "bad_input")
+ALL = ("docstrings", "bad_input", "signatures")
+
+SIGNATURES = "tests/test_signatures.py::test_signatures"
+"""It judges what imports run, too: defaults, and the decorators of records."""
 
 
 def tests_of(package: str) -> list[str]:
@@ -130,7 +135,8 @@ class Judges:
 
         Of a line that imports alone run, the tests of the lines that name what it binds.
         """
-        if crc32(mutant.original().encode()) != self.texts.get(mutant.file):
+        now = crc32(mutant.original().encode())
+        if now != self.texts.get(mutant.file, now):  # a file that no test reads is not in the map
             raise SystemExit(f"{mutant.file} is not the file of the map; run --map again")
         node, span = statement(mutant.original(), mutant.line)
         rows = self.lines.get(mutant.file, {})
@@ -162,6 +168,8 @@ class Judges:
             if left < 0:
                 break
             chosen.append((test, seconds))
+        if imported:
+            chosen.insert(0, (SIGNATURES, 2.0))
         return chosen, imported
 
 
@@ -198,7 +206,24 @@ def killed(mutant: Mutant, tests: Sequence[str]) -> str:
     if done.returncode == 0:
         return ""
     first = FIRST_FAILURE.search(done.stdout)
-    return first.group(1) if first else tests[0]
+    name = first.group(1) if first else tests[0]
+    return next((test for test in tests if test.startswith(name)), tests[0])  # a file, if it alone
+
+
+@cache
+def sound(file: str, test: str) -> bool:
+    """Whether a test passes where a file is imported as it is."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return not killed(Mutant("", file, 1, text, text), [test])
+
+
+def by_import(mutant: Mutant, tests: Sequence[str]) -> str:
+    """The first of the tests that fails on the mutant where it is imported, and passes without."""
+    while by := killed(mutant, tests):
+        if sound(mutant.file, by):
+            return by
+        tests = [test for test in tests if test != by]
+    return ""
 
 
 def in_forks(mutants: Sequence[Mutant], tests: Sequence[Timed]) -> list[str | None]:
@@ -239,8 +264,8 @@ def judge_new(mutants: Sequence[Mutant], limit: float, jobs: int) -> Iterator[Mu
                     mutant.by = by or ""
                     if by is None or (not by and imported):
                         again.append((mutant, [test for test, _ in timed]))
-            by_import = pool.map(lambda pair: killed(*pair), again)
-            for (mutant, _), name in zip(again, by_import, strict=True):
+            names = pool.map(lambda pair: by_import(*pair), again)
+            for (mutant, _), name in zip(again, names, strict=True):
                 mutant.by = name
         yield from of_package
 

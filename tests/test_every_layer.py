@@ -10,6 +10,7 @@ import inspect
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,25 @@ def test_every_layer_has_a_peer() -> None:
     assert len(offered) > 35
     missing = {layer.__name__ for layer in offered - BASES - FROZEN - made}
     assert not missing, f"layers that nothing compares with torch: {sorted(missing)}"
+
+
+def test_a_repr_makes_its_layer_again() -> None:
+    leaves = {
+        repr(part): part
+        for make, _, _ in PEERS.values()
+        for part in make().modules()
+        if "\n" not in repr(part)
+    }
+    assert len(leaves) > 50
+    for text, layer in leaves.items():
+        again = eval(text, vars(sys.modules[type(layer).__module__]))
+        assert repr(again) == text and type(again) is type(layer)
+        for name, value in vars(layer).items():
+            if isinstance(value, bool | int | float | str | tuple) and name != "seed":
+                assert getattr(again, name) == value, (text, name)
+        assert {n: p.shape for n, p in again.named_parameters()} == {
+            n: p.shape for n, p in layer.named_parameters()
+        }, text
 
 
 def as_dtype(p: Any, values: np.ndarray) -> None:

@@ -47,7 +47,7 @@ class _Activation(Module):
 
     def extra_repr(self) -> str:
         """See :meth:`extensor.nn.Module.extra_repr`."""
-        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
 class ReLU(_Activation):

@@ -169,6 +169,18 @@ class Module:
         made: Self = memo[id(self)]
         return made
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Pickle recurses. It is given those of every hundredth level first, the lowest before all,
+        # and knows them when it comes to what holds them.
+        made = super().__reduce_ex__(protocol)
+        levels, seen = [{id(self): self}], {id(self)}
+        while levels[-1]:
+            children = (m for above in levels[-1].values() for _, m in above.named_children())
+            levels.append({id(m): m for m in children if id(m) not in seen})
+            seen |= levels[-1].keys()
+        below = [module for level in reversed(levels[100::100]) for module in level.values()]
+        return (_made_after, (below, *made[:2]), *made[2:]) if below else made
+
     def named_children(self) -> Iterator[tuple[str, Module]]:
         """The modules that are attributes, in the order they were set.
 
@@ -565,6 +577,11 @@ class Module:
                     left.append((indent, "", None))
                 left += [(f"{indent}  ", f"({name}): ", m) for name, m in reversed(children)]
         return "\n".join(lines)
+
+
+def _made_after(below: Any, make: Any, arguments: Any) -> Any:
+    """What pickle makes of a module that holds those ``below``."""
+    return make(*arguments)
 
 
 def _too_deep(error: RecursionError) -> RecursionError:

@@ -143,7 +143,7 @@ class LayerNorm(Module):
 
     def extra_repr(self) -> str:
         """See :meth:`extensor.nn.Module.extra_repr`."""
-        return f"{self.shape}, eps={self.eps}"
+        return f"{self.shape}, eps={self.eps}" + (", bias=False" if self.bias is None else "")
 
 
 class RMSNorm(Module):
@@ -248,3 +248,7 @@ class InstanceNorm(GroupNorm):
 
     def __init__(self, channels: int, eps: float = 1e-5) -> None:
         super().__init__(channels, channels, eps)
+
+    def extra_repr(self) -> str:
+        """See :meth:`extensor.nn.Module.extra_repr`."""
+        return f"{self.channels}, eps={self.eps}"

@@ -116,6 +116,24 @@ def test_a_cache_that_is_cropped_goes_on_from_there() -> None:
         cache.crop(5)
 
 
+@pytest.mark.parametrize("end", [3, 7, 8, 9, 20])
+def test_a_window_is_cropped_to_where_it_still_knows_all_that_is_seen(end: int) -> None:
+    k = heads(24)
+    for length in range(end + 1):
+        cache = KVCache(1, capacity=1, windows=[4])
+        filled(cache, k, k, list(range(1, end + 1)))
+        seen = max(0, length + 1 - 4)
+        if cache._kept[0].start > seen:
+            with pytest.raises(ValueError, match="has forgotten"):
+                cache.crop(length)
+        else:
+            cache.crop(length)
+            keys, _, slots = cache.update(0, k[:, :, 23:], k[:, :, 23:])
+            assert slots[0] <= seen and slots[-1] == length
+            expected = np.concatenate([k.numpy()[:, :, :length], k.numpy()[:, :, 23:]], axis=2)
+            assert np.array_equal(keys.numpy(), expected[:, :, slots])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

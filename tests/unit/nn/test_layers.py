@@ -266,6 +266,7 @@ def test_reprs_show_what_is_not_the_default():
         "Conv2d(4, 4, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), dilation=(2, 2), "
         "groups=4, bias=False)"
     )
+    assert repr(nn.Conv2d(2, 3, 1)) == "Conv2d(2, 3, kernel_size=(1, 1))"
     assert repr(nn.LeakyReLU(0.2)) == "LeakyReLU(slope=0.2)"
     assert repr(nn.Dropout(0.1)) == "Dropout(p=0.1)"
     assert repr(nn.Flatten(2)) == "Flatten(start=2)" and repr(nn.Flatten()) == "Flatten()"

@@ -10,6 +10,7 @@ import pytest
 
 import extensor as et
 from extensor import nn
+from extensor.nn.mixed import _error
 
 SPECS = [et.QuantSpec(name) for name in ("mxfp4", "mxfp6_e2m3", "mxfp8_e4m3")]
 
@@ -55,6 +56,30 @@ def test_predicted_changes_are_the_measured_ones() -> None:
     predicted = [row.change for row in rows]
     assert np.argmax(predicted[::2]) == np.argmax(measured[::2])
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_the_rounding_errors_are_those_of_the_packed_layers() -> None:
+    layer = nn.Sequential(nn.Conv2d(32, 64, 3, rng=0))
+    for spec in SPECS:
+        error, nbytes = _error(layer[0], spec)
+        packed = nn.quantize_layers(layer, {"0": spec})[0].weight
+        exact = layer[0].weight.numpy().reshape(64, -1)
+        assert nbytes == packed.nbytes
+        np.testing.assert_array_equal(error.numpy(), packed.dequantize().numpy() - exact)
+
+
+def test_only_weights_of_layers_get_gradients_meanwhile() -> None:
+    model, batches = trained()
+    flags: set[tuple[bool, ...]] = set()
+
+    def seen(model: nn.Module, batch: et.ExTensor) -> et.ExTensor:
+        flags.add(tuple(p.requires_grad for p in model.parameters()))
+        return loss(model, batch)
+
+    model[0].bias.requires_grad = False
+    nn.loss_changes(model, batches[:2], seen, SPECS[:1])
+    assert flags == {(True, False) * 3}
+    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True, True, True]
 
 
 def test_the_choice_is_the_best_of_all_mixes() -> None:

@@ -280,6 +280,15 @@ def test_parameters_are_dense_floats():
         nn.Parameter(ExTensor([1.0]))
 
 
+@pytest.mark.parametrize("write", ["load_state_dict", "to"])
+def test_backward_notices_that_weights_were_written(write):
+    layer = nn.Linear(2, 2, rng=0)
+    y = layer(ExTensor(np.ones((1, 2), np.float32), requires_grad=True)).sum()
+    getattr(layer, write)(layer.state_dict() if write == "load_state_dict" else "cpu")
+    with pytest.raises(RuntimeError, match="written in place"):
+        y.backward()
+
+
 def test_modules_nested_deeply():
     """What walks over modules has no limit; a forward that Python cannot call says so."""
     inner = nn.Linear(3, 2, rng=0)
@@ -290,10 +299,12 @@ def test_modules_nested_deeply():
     assert len(list(model.modules())) == 501 and list(model.parameters()) == [*inner.parameters()]
     assert list(model.state_dict()) == ["0." * 500 + "weight", "0." * 500 + "bias"]
     model.load_state_dict(model.eval().train().to("cpu").state_dict())
-    copied = copy.deepcopy(model)
-    assert not {id(m) for m in copied.modules()} & {id(m) for m in model.modules()}
-    assert all(a is not b for a, b in zip(copied.parameters(), model.parameters(), strict=True))
-    assert repr(copied) == repr(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not {id(m) for m in copied.modules()} & {id(m) for m in model.modules()}
+        assert all(a is not b for a, b in zip(copied.parameters(), model.parameters(), strict=True))
+        assert repr(copied) == repr(model)
+    whole, part, weight = pickle.loads(pickle.dumps((model, model[0][0], inner.weight), 2))
+    assert whole[0][0] is part and next(whole.parameters()) is weight
     lines = repr(model).splitlines()
     assert lines[:2] == ["Sequential(", "  (0): Sequential("]
     assert lines[500] == 1000 * " " + "(0): Linear(3, 2)" and len(lines) == 1001
