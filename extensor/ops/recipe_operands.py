@@ -257,8 +257,9 @@ def input_operands(
     if given.keep == "input":
         return *forward_operands(backend, rows, context, slots, sizes), False
     both = prepared_at_once(backend, rows, context, slots, sizes)
-    if both is not None and not both.reads_later:
-        first, second = _shared(backend, x, context, slots, sizes, given, both)
+    if both is not None and (both.packs_second or not both.reads_later):
+        pack = both.packs_second
+        first, second = _shared(backend, x, context, slots, sizes, given, both, pack)
         return first, second, True
     (first,) = _shared(backend, x, context, slots[:1], sizes, given)
     (second,) = _shared(backend, x, context, slots[1:], sizes, given, pack=True)
@@ -311,7 +312,7 @@ def _shared(
     """An input's operands, one for each slot, made anew unless another layer has made the same.
 
     The input is (..., K).
-    ``pack``: as few bytes instead; None where that saves none.
+    ``pack``: the last as few bytes instead; None where that saves none.
     """
     rows = x.reshape(-1, x.shape[-1])
     preparation = preparation or _prepare(backend, rows, context, slots, sizes)
@@ -322,7 +323,7 @@ def _shared(
         if not pack:
             return _made(backend, rows, context, slots, sizes, preparation)
         assert preparation is not None
-        return [preparation.pack() or (None, None)]
+        return preparation.run_packing() if len(slots) > 1 else [preparation.pack() or (None, None)]
 
     if random or given.version is None or preparation is None:
         made = make()

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.unsupported import Unsupported
+from extensor.quant.array import QuantArray
 from extensor.quant.scale_rules import E8M0_NAN, E8M0_SEARCHES
 from extensor.quant.spec import REBASE_TILE, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE
 from extensor_cuda.kernels.prepare import quantize_operand
-from extensor_cuda.kernels.prepare.quantize_operand import Side
+from extensor_cuda.kernels.prepare.quantize_operand import Side, fused_source
 from extensor_cuda.kernels.quantize import quantize as quantizer
 from extensor_cuda.matmul.operand import GemmOperand, Part, Prepared, Scale, bf16_rows
 from extensor_cuda.matmul.rebase import is_mxfp4
@@ -31,7 +32,17 @@ from extensor_cuda.runtime.capture import current_capture
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.memory import lasting
 
-__all__ = ["batch_key", "nbytes", "plan_of_pack", "restored", "run", "run_batch", "supports"]
+__all__ = [
+    "batch_key",
+    "nbytes",
+    "packs_columns",
+    "plan_of_pack",
+    "restored",
+    "run",
+    "run_batch",
+    "run_packing",
+    "supports",
+]
 
 Array = Any
 Streams = Sequence[Stream | None]
@@ -98,6 +109,35 @@ def plan_of_pack(spec: QuantSpec, shape: tuple[int, ...]) -> quantizer.Plan | No
     plan = quantizer.plan_of(spec, shape)
     assert not isinstance(plan, Unsupported), plan  # as `supports` has found
     return plan
+
+
+@lru_cache(maxsize=1024)
+def packs_columns(specs: tuple[QuantSpec, ...], dtype: str) -> bool:
+    """Whether `run_packing` makes a matrix's rows and columns: MXFP4 of bfloat16."""
+    if len(specs) != 2 or specs[0].axis != 1 or not _transposes(*specs) or not is_mxfp4(specs[0]):
+        return False
+    return bool(dict(fused_source(specs[0], dtype, True, True, False).macros)["CODEC_BF16X8"])
+
+
+def run_packing(
+    x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any, state: State
+) -> tuple[tuple[GemmOperand, OperandCounts], tuple[QuantArray, Counters]]:
+    """The operand of rows with its counts, and packed columns with the counters of both.
+
+    The columns' counters are the second half. X is read once; else as `run`.
+    """
+    counters = Counters(2 * _SLOTS, xp)
+    rows, columns = counters.array[:_SLOTS], counters.array[_SLOTS:]
+    plan = plan_of_pack(specs[1], tuple(x.shape))
+    assert plan is not None
+    carved, q = _carve(x, specs[0], xp), quantizer.empty_array(plan, xp)
+    sides = (
+        Side(specs[0], streams[0], carved.codes, carved.flag, rows),
+        Side(specs[1], streams[1], q.codes, None, columns, q.scales, packed=True),
+    )
+    quantize_operand.launch_fused(x, sides, carved.exponent, _amax_state(x, specs[0], xp, state))
+    operand = carved.operand(x, specs[0], streams[0], carved.exponent, xp)
+    return (operand, OperandCounts(counters, (0, _SLOTS), x.size)), (q, counters)
 
 
 def run(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any, state: State) -> Prepared:

@@ -44,7 +44,7 @@ from extensor_cuda.matmul.operand import GemmOperand, Part, Prepared, Scale
 from extensor_cuda.matmul.rebase import held_by
 from extensor_cuda.quantize import input_gap
 from extensor_cuda.runtime import driver
-from extensor_cuda.runtime.counters import OperandCounts
+from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.memory import lasting
 
 __all__ = [
@@ -119,6 +119,21 @@ class GemmPreparation:
         """Whether `GemmOperand.make_bf16` reads x again."""
         return self.preparer is FUSED and self._plan_of_pack() is not None
 
+    @property
+    def packs_second(self) -> bool:
+        """Whether `run_packing` makes both of two operands."""
+        key = tuple(self.plans)
+        return self.preparer is FUSED and fused.packs_columns(key, self.x.dtype.name)
+
+    def run_packing(self) -> list[tuple[GemmOperand | PackedMatrix, OperandCounts | None]]:
+        """The first operand, and what is kept of the second, of one reading."""
+        first, (q, counters) = fused.run_packing(
+            self.x, self.plans, self.streams, self.xp, self.amax_state
+        )
+        plan = self.preparer.plan_of_pack(self.plans[1], tuple(self.x.shape))
+        assert plan is not None
+        return [first, _flagged(q, counters, (_SLOTS, 2 * _SLOTS), plan.count, self.xp)]
+
     def run(self) -> Prepared:
         """Make the operands."""
         return self.preparer.run(self.x, self.plans, self.streams, self.xp, self.amax_state)
@@ -172,11 +187,17 @@ def _packed(
     """The packed codes of x, and what the quantizer counted."""
     done = quantizer.quantize_raw(x, plan, stream, xp)
     assert done.q is not None and done.counters is not None
+    return _flagged(done.q, done.counters, (0, _SLOTS), plan.count, xp)
+
+
+def _flagged(
+    q: QuantArray, counters: Counters, part: tuple[int, int], count: int, xp: Any
+) -> tuple[PackedMatrix, OperandCounts]:
+    """Packed codes with flags, and what a part of the counters counted of so many values."""
     with lasting():  # the counts, which are read later, hold one of them
         flags = xp.zeros(2, dtype=np.uint32)
     cut = flags[1:].reshape(())
-    counts = OperandCounts(done.counters, (0, _SLOTS), plan.count, cut)
-    return PackedMatrix(done.q, flags, xp), counts
+    return PackedMatrix(q, flags, xp), OperandCounts(counters, part, count, cut)
 
 
 def prepare(

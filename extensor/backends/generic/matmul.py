@@ -83,6 +83,7 @@ class FloatPreparation:
     compact = False
     batch_key = None
     reads_later = False
+    packs_second = False
     path = "values"
 
     def run(self) -> Prepared:
@@ -104,6 +105,14 @@ class FloatPreparation:
             (values if spec.axis == 1 else values.T, counts)
             for spec, (values, counts) in zip(quant, made, strict=True)
         ]
+
+    def run_packing(self) -> list[tuple[Any, Counts | None]]:
+        """See the protocol; each is made alone."""
+        first, second = (
+            replace(self, specs=[spec], streams=[stream])
+            for spec, stream in zip(self.specs, self.streams, strict=True)
+        )
+        return [first.run()[0], second.pack() or (None, None)]
 
     def pack(self) -> tuple[PackedOperand, Counts | None] | None:
         """Codes and scales, or bfloat16 of float32 values."""

@@ -68,8 +68,17 @@ class Preparation(Protocol):
         """Whether an operand that `run` gives may read the matrix again in a product."""
         ...
 
+    @property
+    def packs_second(self) -> bool:
+        """Whether `run_packing` makes both of two operands."""
+        ...
+
     def run(self) -> Prepared:
         """Make the operands, in the order of the specs."""
+        ...
+
+    def run_packing(self) -> list[tuple[Any, Counts | None]]:
+        """The first operand, and of the second what `pack` would give, of one reading."""
         ...
 
     def pack(self) -> tuple[PackedOperand, Counts | None] | None:

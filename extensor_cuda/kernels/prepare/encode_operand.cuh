@@ -97,8 +97,11 @@ DEVICE void encode_rowwise(const u32 (*tile)[kRowWords], u8* out, int row0, int 
 #endif
 
 // Encodes columns of the tile to rows of `transposed`. A thread has two neighbouring blocks.
+// PREPARE_PACKED: to packed codes and scales of a matrix of so many rows, as quantize.cu stores
+// them.
 DEVICE void encode_columnwise(const u32 (*tile)[kRowWords], uint4 (*transposed)[kTransposedUnits],
-    int row0, int column0, i64 columns, const Stream& stream, TileState& state, Tally& tally) {
+    int row0, int column0, i64 columns, const Stream& stream, TileState& state, Tally& tally,
+    [[maybe_unused]] u8* packed, [[maybe_unused]] u8* scales, [[maybe_unused]] i64 rows) {
     static_assert(CODEC_BLOCK == 32, "a thread holds blocks of 32");
     const int pair = threadIdx.x % 64, block = threadIdx.x / 64, top = 32 * block;
     const u32 number = (row0 + top) / CODEC_BLOCK * static_cast<u32>(columns) + column0 + 2 * pair;
@@ -121,20 +124,44 @@ DEVICE void encode_columnwise(const u32 (*tile)[kRowWords], uint4 (*transposed)[
     const bool careful = needs_care(is_far(amax[0], a) || is_far(amax[1], b), survey.least, a, b);
     Blocks both = {{a.apply, b.apply}, number, careful, stream};
     const u32 live = (a.live & 0xFFFFu) | (b.live & 0xFFFF0000u);
+#if PREPARE_PACKED
+    const i64 column = column0 + 2 * pair;
+    const bool inside = row0 + top < rows && column < columns;
+    packed += (row0 + top) / 2 * columns + column;  // a byte has two rows
+    if (inside)
+        *reinterpret_cast<u16*>(scales + (row0 + top) / CODEC_BLOCK * columns + column) =
+            static_cast<u16>(a.stored | b.stored << 8);
+#else
     const uint2 first = table_of(a, state), second = table_of(b, state);
     const bool beyond[2] = {is_beyond(a, amax[0], state), is_beyond(b, amax[1], state)};
     u32 any = 0;
+#endif
 #pragma unroll 1
     for (int k = 0; k < CODEC_BLOCK / 4; ++k) {
         pairs(k, x);
         const u32 n = saturate(codes_of_columns(x, k, both), live, tally);
         if (survey.zeros()) forget_zeros<4, 1>(x, live, tally);
+#if PREPARE_PACKED
+        const u32 c = signs_of(x[0], x[1]), d = signs_of(x[2], x[3]);
+        const u32 signs =
+            (__byte_perm(c, d, 0x6240) & 0x08080808u) | (__byte_perm(c, d, 0x7351) & 0x80808080u);
+        const u32 codes = (n | signs) & live;
+        if (inside) {
+            *reinterpret_cast<u16*>(packed) = static_cast<u16>(__byte_perm(codes, 0, 0x20));
+            *reinterpret_cast<u16*>(packed + columns) =
+                static_cast<u16>(__byte_perm(codes, 0, 0x31));
+        }
+        packed += 2 * columns;
+#else
         any |= n;
         const u32 upper = __byte_perm(x[0], x[1], 0x7351), lower = __byte_perm(x[2], x[3], 0x7351);
         put_word(0, k, signed_bytes(first, n, __byte_perm(upper, lower, 0x5410), a.live));
         put_word(1, k, signed_bytes(second, n >> 16, __byte_perm(upper, lower, 0x7632), b.live));
+#endif
     }
+#if !PREPARE_PACKED
     if ((beyond[0] && any & 0xFFFFu) || (beyond[1] && any >> 16)) state.beyond = 1;
+#endif
 #else
     const auto put = [&](int c, int h, const uint4(&units)[kUnits]) {
 #pragma unroll

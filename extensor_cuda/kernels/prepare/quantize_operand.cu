@@ -14,8 +14,12 @@
 //
 // PREPARE_WINDOW: of a part of the operand alone, with the bits of the whole.
 //
+// PREPARE_PACKED, of bfloat16 to MXFP4: columns are not an operand but packed storage, for
+// `columnwise` and, as bytes, `columnwise_scales`.
+//
 // Macros: quantize.cu's, PREPARE_ROWWISE, PREPARE_COLUMNWISE, PREPARE_BF16, PREPARE_REBASED,
-// PREPARE_MULTI_TENSOR, PREPARE_WINDOW, CODEC_LIFT, PREPARE_SPAN, PREPARE_MARGIN, PREPARE_MIN_CTAS.
+// PREPARE_MULTI_TENSOR, PREPARE_WINDOW, PREPARE_PACKED, CODEC_LIFT, PREPARE_SPAN, PREPARE_MARGIN,
+// PREPARE_MIN_CTAS.
 
 #include "codec/input.cuh"
 #include "codec/block_scale.cuh"
@@ -203,7 +207,9 @@ DEVICE void work(const Matrix& m, const Window& window, i64 first, u32 blocks,
     TileState along_place = {anchor, 0, 0}, down_place = {anchor, 0, 0};
     Tally along_tally = {0, 0}, down_tally = {0, 0};
     __shared__ __align__(16) u32 tile[kRows][kRowWords];
-#if PREPARE_COLUMNWISE
+#if PREPARE_PACKED
+    uint4(*transposed)[kTransposedUnits] = nullptr;
+#elif PREPARE_COLUMNWISE
     __shared__ uint4 transposed[kColumns][kTransposedUnits];
 #elif PREPARE_REBASED
     __shared__ u32 transposed[kTileThreads / 32];
@@ -242,9 +248,12 @@ DEVICE void work(const Matrix& m, const Window& window, i64 first, u32 blocks,
 #endif
 #if PREPARE_COLUMNWISE
             encode_columnwise(tile, transposed, row0, column0, m.columns, columnwise_stream,
-                down_place, down_tally);
+                down_place, down_tally, m.columnwise, reinterpret_cast<u8*>(m.columnwise_scales),
+                m.rows);
+#if !PREPARE_PACKED
             __syncthreads();
             store_transposed(transposed, m.columnwise, row0, column0, m.rows, m.columns);
+#endif
 #endif
             __syncthreads();
         }

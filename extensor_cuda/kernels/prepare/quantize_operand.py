@@ -54,6 +54,7 @@ class Side:
         stream: given exactly under stochastic rounding.
         out: what codes, uint8, or bfloat16 bits, uint16, are written to.
         flag, counts, scales: see quantize_operand.cu; or None.
+        packed: whether ``out`` and ``scales`` are packed storage, of columns beside rows.
     """
 
     spec: QuantSpec
@@ -62,6 +63,7 @@ class Side:
     flag: Array | None = None
     counts: Array | None = None
     scales: Array | None = None
+    packed: bool = False
 
 
 @lru_cache(maxsize=256)
@@ -73,12 +75,14 @@ def fused_source(
     wide: bool,
     stats: bool = True,
     many: bool = False,
+    packed: bool = False,
 ) -> Source:
     """The program that makes operands of rows, of columns or both, of an input dtype.
 
     The spec is resolved for a matrix; its axis does not matter. ``wide`` makes bfloat16 values
     instead of FP8 codes, ``stats`` counts saturated and flushed values, ``many`` takes several
-    matrices in one launch. Bfloat16 without stats is that of parts of a matrix.
+    matrices in one launch, ``packed`` packs columns. Bfloat16 without stats is that of parts of a
+    matrix.
     """
     plan = kernels.plan_of(spec.replace(axis=1, rebased=False), (256, 256))
     assert isinstance(plan, kernels.Plan), plan
@@ -90,6 +94,7 @@ def fused_source(
         "PREPARE_REBASED": int(spec.rebased),
         "PREPARE_MULTI_TENSOR": int(many),
         "PREPARE_WINDOW": int(wide and not stats),
+        "PREPARE_PACKED": int(packed),
         "CODEC_LIFT": E5M2_LIFT,  # TOP is the element's largest value here
         "PREPARE_SPAN": E5M2_SPAN,
         "PREPARE_MARGIN": AMAX_MARGIN,
@@ -133,9 +138,10 @@ def launch_fused(
     """
     of = {side.spec.axis: side for side in sides}
     both = [of.get(axis) for axis in (1, 0)]
-    wide, rebased = sides[0].out.itemsize == 2, sides[0].scales is not None
+    packed = any(side.packed for side in sides)
+    wide, rebased = sides[0].out.itemsize == 2, not packed and sides[0].scales is not None
     stats = not (wide and guards)
-    source = fused_source(sides[0].spec, x.dtype.name, 1 in of, 0 in of, wide, stats)
+    source = fused_source(sides[0].spec, x.dtype.name, 1 in of, 0 in of, wide, stats, packed=packed)
 
     def pointers(name: str) -> list[Any]:
         return [None if side is None else getattr(side, name) for side in both]

@@ -14,13 +14,14 @@ import pytest
 import extensor as et
 from extensor.backends import registry
 from extensor.ops.quantized import layer_context
+from extensor.quant import reference
 from extensor.quant.recipe import SLOTS
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.prepare import quantize_operand
 from extensor_cuda.kernels.quantize import quantize as kernels
-from extensor_cuda.matmul import fused, tuned
+from extensor_cuda.matmul import fused, prepare, tuned
 from extensor_cuda.matmul.fallback_count import FallbackCounter
 from extensor_cuda.matmul.operand import GemmOperand
 from extensor_cuda.matmul.product import product
@@ -63,6 +64,8 @@ def test_the_kernels_compile_without_spills(rounding: str, dtype: str) -> None:
             for d in (False, True)
         ]
         sources += many
+    if (rounding, dtype) == ("nearest_even", "bfloat16"):
+        sources.append(quantize_operand.fused_source(fp4, dtype, True, True, False, packed=True))
     for source in sources:
         code, log = compile_cubin(source, "sm_90a")
         assert "warning" not in log, log
@@ -220,6 +223,29 @@ def test_rows_and_columns_are_the_references_bit_for_bit(
             assert counts() == stats
             wide = operand.bf16((set_flag, set_flag)).codes.get().view(ml_dtypes.bfloat16)
             np.testing.assert_array_equal(wide[:, : expected.shape[1]].astype(np.float32), expected)
+
+
+@pytest.mark.parametrize("shape", [(200, 328), (32, 8), (129, 136)], ids=str)
+@pytest.mark.parametrize("kind", ["wide", "special"])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_columns_are_packed_beside_the_operand_of_rows(
+    xp: Any, rounding: str, kind: str, shape: tuple[int, int]
+) -> None:
+    x = data(shape, "bfloat16", kind)
+    specs = [spec_of(1, rounding), spec_of(0, rounding)]
+    streams = [Stream(1, 2, 3, i, bool(i)) if rounding == "stochastic" else None for i in (0, 1)]
+    there = xp.asarray(x)
+    both = prepare.GemmPreparation(there, specs, streams, FUSED, "", None, {}, xp)
+    assert both.packs_second
+    (rows, counts), (columns, others) = both.run_packing()
+    alone, expected_counts = made_by(FUSED, there, specs[:1], streams[:1], xp, {})[0]
+    assert rows.codes.get().tobytes() == alone.codes.get().tobytes()
+    assert (int(rows.scale.exponent[0]), int(rows.flag)) == (int(alone.scale.exponent[0]), 0)
+    assert counts() == expected_counts()
+    q, stats = reference.quantize(x, specs[1], streams[1])
+    for name, part in q.parts.items():
+        assert columns.q.parts[name].get().tobytes() == part.tobytes(), name
+    assert others() == stats
 
 
 @pytest.mark.parametrize("axes", [(1, 0), (1,), (0,)], ids=str)
