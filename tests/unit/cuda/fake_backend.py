@@ -142,8 +142,9 @@ def stored(x: Any, plan: Any, stream: Any, xp: Any, quantizes: Any) -> Any:
     return replace(q, **parts), OperandCounts(counters, (0, SLOTS), stats.count), *bits
 
 
-def fake_quantize(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
-    return stored(x, plan, stream, xp, reference.quantize)
+def fake_raw(x: Any, plan: Any, stream: Any, xp: Any, stats: bool = True) -> kernels.Outputs:
+    q, counts = stored(x, plan, stream, xp, reference.quantize)
+    return kernels.Outputs(q, None, counts.counters if stats else None, None)
 
 
 def fake_clipped(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
@@ -176,16 +177,20 @@ def fake_pair(x: Any, plan: Any, streams: Any, xp: Any) -> Any:
     return plan.ordered((made[0], made[1]))
 
 
+def refuse(source: Any, kernel: str, *arguments: Any) -> None:
+    raise NotImplementedError(f"the GPU made of numpy has no kernel {kernel!r} of {source!r:.80}")
+
+
 def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBackend:
     """Device "cuda" on numpy."""
     for module in (*TRAINING, capture):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(kernels, "fake_quantize", fake_operand)
-    monkeypatch.setattr(kernels, "quantize", fake_quantize)
+    monkeypatch.setattr(kernels, "quantize_raw", fake_raw)
     monkeypatch.setattr(kernels, "quantize_clipped", fake_clipped)
     monkeypatch.setattr(dequantize, "dequantize", fake_dequantize)
     for module in (kernels, dequantize):
-        monkeypatch.setattr(module, "launch", lambda *arguments: None)  # of what is stored
+        monkeypatch.setattr(module, "launch", refuse)
     monkeypatch.setattr(quantize, "_fake_quantize_rebased", fake_near)
     monkeypatch.setattr(rowwise_columnwise, "fake_quantize", fake_pair)
     monkeypatch.setattr("extensor_cuda.runtime.driver.multiprocessors", lambda device: 2)
