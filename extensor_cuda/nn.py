@@ -51,6 +51,7 @@ __all__ = [
     "rotary",
     "softmax",
     "softmax_grad",
+    "sum_rows",
 ]
 
 Array = Any
@@ -192,6 +193,15 @@ def add_rows(xp: Any, out: Array, index: Array, rows: Array) -> Call:
     if not index.size:
         return Unsupported("an empty array")
     return lambda: scatter_add.add_rows(out, index, rows, xp)
+
+
+def sum_rows(xp: Any, index: Array, rows: Array, length: int) -> Call:
+    """See the protocol. Two launches, in order."""
+    if rows.dtype != np.float32:
+        return Unsupported(f"{rows.dtype} rows")
+    if not index.size:
+        return Unsupported("an empty array")
+    return lambda: scatter_add.sum_rows(index, rows, length, xp)
 
 
 # --- losses and norms ---

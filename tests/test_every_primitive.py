@@ -173,7 +173,7 @@ def test_fused_gradients_are_the_composite_ones(
     """At every node that backward visits, both ways of differentiating it agree."""
     tolerance = 1e-12 if dtype is et.float64 else 2e-6
 
-    def both(node: Any, g: Any, needs: Any, create_graph: bool, addend: Any = None) -> Any:
+    def both(node: Any, g: Any, needs: Any, create_graph: bool, **more: Any) -> Any:
         fused = node_gradients(node, g, needs, create_graph)
         composite = node_gradients(node, g, needs, create_graph, fused=False)
         for a, b in zip(fused, composite, strict=True):
@@ -183,7 +183,7 @@ def test_fused_gradients_are_the_composite_ones(
                 a, b = (part if isinstance(part, np.ndarray) else part.get() for part in (a, b))
                 scale = max(1, np.abs(b).max(initial=0))
                 np.testing.assert_allclose(a, b, rtol=tolerance * 10, atol=tolerance * scale)
-        return node_gradients(node, g, needs, create_graph, addend=addend)
+        return node_gradients(node, g, needs, create_graph, **more)
 
     monkeypatch.setattr(tape, "node_gradients", both)
     call = Call(op, sample)

@@ -36,6 +36,9 @@ class Storage(Protocol):
         """Whether what operations keep in a slot is stored in fewer bits."""
 
 
+RowHook = Callable[[Any, Any], bool]
+
+
 class _Mode(threading.local):
     enabled: bool = True  # the class attribute is where each new thread starts
     recording: Any = None  # the `extensor.autograd.recording.Recording` under way
@@ -43,6 +46,7 @@ class _Mode(threading.local):
     storage: Storage | None = None
     saves_again: bool = False  # what `Primitive.saved_again` makes is made again, not kept
     grad_hook: Callable[[Any], None] | None = None
+    row_hook: RowHook | None = None  # what a leaf's gradient is offered to, where it is only rows
 
 
 MODE = _Mode()
@@ -102,7 +106,9 @@ def enable_grad() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def post_accumulate_grad_hook(hook: Callable[[Any], None]) -> Iterator[None]:
+def post_accumulate_grad_hook(
+    hook: Callable[[Any], None], rows: RowHook | None = None
+) -> Iterator[None]:
     """Call ``hook(leaf)`` in `backward`, in this thread, as soon as a leaf's ``.grad`` is final.
 
     The rest of the backward pass runs on afterwards, so what the hook starts overlaps with it. The
@@ -111,6 +117,8 @@ def post_accumulate_grad_hook(hook: Callable[[Any], None]) -> Iterator[None]:
 
     Args:
         hook: takes the leaf, once in each backward pass that reaches it.
+        rows: offered the leaf and the `RowGradient`, where that is all of the gradient; True: it
+            has used it, and there is no ``.grad``. False, or without it: ``hook`` is called.
 
     Returns:
         A context manager.
@@ -124,8 +132,9 @@ def post_accumulate_grad_hook(hook: Callable[[Any], None]) -> Iterator[None]:
         >>> [leaf is last for leaf in order]
         [True, False]
     """
-    before, MODE.grad_hook = MODE.grad_hook, hook
+    before = MODE.grad_hook, MODE.row_hook
+    MODE.grad_hook, MODE.row_hook = hook, rows
     try:
         yield
     finally:
-        MODE.grad_hook = before
+        MODE.grad_hook, MODE.row_hook = before

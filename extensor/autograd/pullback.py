@@ -11,6 +11,7 @@ from extensor.autograd.apply import apply, wrap
 from extensor.autograd.mode import MODE
 from extensor.autograd.node import ArraySpec, Node, TensorState
 from extensor.autograd.primitive import Primitive
+from extensor.autograd.row_gradient import RowGradient
 from extensor.autograd.storage import Stored, restore
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import LEVEL_HALF, as_dtype, dtype_of
@@ -31,6 +32,7 @@ def node_gradients(
     fused: bool = True,
     addend: Any = None,
     own: bool = False,
+    rows: bool = False,
 ) -> list[Gradient | None]:
     """The gradients of a node's inputs, each of its input's shape and dtype.
 
@@ -42,6 +44,7 @@ def node_gradients(
         fused: whether ``fused_vjp`` may be used (tests compare it with the VJPs).
         addend: added to the first gradient, where the backend's kernel does that (``adding``).
         own: whether nobody else holds ``g``, so that the backend's kernel may write over it.
+        rows: whether the first gradient may be a `RowGradient`.
     """
     primitive = node.primitive
     fused = primitive.fused_vjp is not None and (fused or bool(primitive.once)) and not create_graph
@@ -51,6 +54,8 @@ def node_gradients(
         parts = list((_differentiable_once if primitive.once else _recorded)(node, g, needs))
     elif fused:
         parts = _fused(node, g, needs, addend, own)
+        if not rows and isinstance(first := parts[0], RowGradient):
+            parts[0] = first.dense(node.backend)
     else:
         wrapped = _composite(node, wrap(g, node.backend), needs, graph=False)
         parts = [None if part is None else part.data for part in wrapped]

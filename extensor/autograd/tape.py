@@ -20,6 +20,7 @@ from extensor.autograd.mode import MODE
 from extensor.autograd.node import Node, TensorState
 from extensor.autograd.primitive import FUNCTIONS
 from extensor.autograd.pullback import gradient_dtype, node_gradients
+from extensor.autograd.row_gradient import RowGradient
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import as_dtype
 
@@ -30,7 +31,7 @@ _ACCUMULATE = threading.Lock()
 
 Edge = Node | TensorState
 Gradient = Any
-"""A raw array, or an ExTensor under create_graph."""
+"""A raw array; of a leaf a `RowGradient`, too; or an ExTensor under create_graph."""
 
 
 def backward(
@@ -43,11 +44,15 @@ def backward(
     retain = create_graph if retain_graph is None else retain_graph
     seed = _seed(root, gradient, create_graph)
     owned = set() if gradient is None else {id(gradient.data)}
-    hook, final = MODE.grad_hook, None
+    hook, row_hook, final = MODE.grad_hook, MODE.row_hook, None
     capture = root.backend.capturing
     if hook is not None:
 
         def final(leaf: ExTensor, g: Gradient) -> None:
+            if isinstance(g, RowGradient):
+                if leaf.grad is None and row_hook is not None and row_hook(leaf, g):
+                    return
+                g = g.dense(leaf.backend)
             if capture is not None:
                 capture.require_own_gradients([leaf.grad])
             # The hook only reads, so that memory which may be shared is copied after it.
@@ -173,7 +178,7 @@ def _run(
         elif isinstance(edge, ExTensor):
             if id(edge) in grads:
                 old = grads[id(edge)][1]
-                g = old + g if create_graph else edge.backend.add(old, g)
+                g = old + g if create_graph else _sum(edge.backend, old, g)
             grads[id(edge)] = (edge, g)
 
     before = MODE.enabled
@@ -201,7 +206,10 @@ def _run(
                 if True in needs:
                     first = edges[0]
                     addend = _addend(node, pending) if needs[0] and not create_graph else None
-                    parts = node_gradients(node, g, needs, create_graph, True, addend, own)
+                    rows = needed is None and isinstance(first, ExTensor)
+                    parts = node_gradients(
+                        node, g, needs, create_graph, addend=addend, own=own, rows=rows
+                    )
                     if addend is not None and isinstance(first, Node):
                         pending[first], parts[0] = parts[0], None  # already the sum
                     for i, part in enumerate(parts):
@@ -268,7 +276,18 @@ def _leading_to(roots: Sequence[Edge], targets: Sequence[ExTensor]) -> set[Edge]
     return reaching
 
 
+def _sum(backend: Any, a: Gradient, b: Gradient) -> Gradient:
+    """The sum of a leaf's two gradients."""
+    if isinstance(a, RowGradient):
+        a, b = b, a
+    if not isinstance(b, RowGradient):
+        return backend.add(a, b)
+    return b.added_to(a.dense(backend) if isinstance(a, RowGradient) else a, backend)
+
+
 def _accumulate(leaf: ExTensor, g: Gradient, create_graph: bool, owned: set[int]) -> None:
+    if isinstance(g, RowGradient):
+        g = g.dense(leaf.backend)
     if create_graph:
         leaf.grad = g if leaf.grad is None else leaf.grad + g
     elif leaf.grad is None:

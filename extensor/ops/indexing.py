@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import apply
+from extensor.autograd.apply import apply, wrap
 from extensor.autograd.positions import check_bounds, check_positions, raw_key
 from extensor.autograd.primitive import BadInput, Sample, primitive
+from extensor.autograd.row_gradient import RowGradient
 from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import as_tensor, axis_index, tensors_only
 
@@ -115,9 +117,20 @@ def _take_vjp(g: ExTensor, out: None, x: ExTensor, index: ExTensor, axis: int) -
     return apply("put", front, key=index.data, shape=shape).permute(back)
 
 
+def _take_fused(
+    backend: Any, g: Any, out: None, inputs: Sequence[Any], needs: Sequence[bool], axis: int
+) -> list[Any]:
+    x, index = inputs
+    if axis != 0:
+        graph = (wrap(g, backend), None, wrap(x, backend), wrap(index, backend))
+        return [_take_vjp(*graph, axis).data, None]
+    return [RowGradient(index, g, x.shape), None]
+
+
 @primitive(
     forward=_take,
     vjps=(_take_vjp, None),
+    fused_vjp=_take_fused,
     reads="inputs",
     moves=True,
     samples=lambda rng: [

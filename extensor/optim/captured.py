@@ -19,7 +19,7 @@ from extensor.optim.multi_tensor import (
     nonfinite_error,
     stream_numbers,
 )
-from extensor.optim.params import ParamState
+from extensor.optim.params import ParamState, values_of
 
 __all__ = ["CapturedUpdates", "step_captured"]
 
@@ -88,7 +88,7 @@ class CapturedUpdates:
 
     def nonfinite(self, parts: Parts) -> Any:
         """Uint32 of shape (): whether a gradient is not finite, which stops all later updates."""
-        grads, members = [grad.data for _, grad in parts], [member for member, _ in parts]
+        grads, members = [values_of(grad) for _, grad in parts], [member for member, _ in parts]
         return self._capture.nonfinite(grads, lambda number: nonfinite_error(members[number]))
 
     def add(self, number: int, parts: Parts, bad: Any) -> None:

@@ -6,9 +6,10 @@ from typing import Protocol
 
 import numpy as np
 
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.row_gradient import RowGradient
 from extensor.backends.capture import StepCapture
 from extensor.backends.protocol import FiniteQuery
+from extensor.backends.row_sums import RowSums
 from extensor.optim.captured import CapturedUpdates
 from extensor.optim.multi_tensor import (
     MultiTensorOptimizer,
@@ -21,19 +22,24 @@ from extensor.optim.multi_tensor import (
     stream_numbers,
 )
 from extensor.optim.one_tensor import OneTensorOptimizer, step_one
-from extensor.optim.params import Array, ParamState
+from extensor.optim.params import Array, Gradient, ParamState
 
-__all__ = ["SingleOptimizer", "SingleUpdates", "single_updates"]
+__all__ = ["SingleOptimizer", "SingleUpdates", "row_sums", "single_updates"]
 
 
 class SingleOptimizer(MultiTensorOptimizer, OneTensorOptimizer, Protocol):
     """What both kinds of update need of an optimizer."""
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether updates need no more of a gradient than one value after the other."""
+        ...
+
 
 class SingleUpdates(Protocol):
     """Updates of one backward pass, parameter by parameter."""
 
-    def add(self, number: int, member: ParamState, grad: ExTensor) -> None:
+    def add(self, number: int, member: ParamState, grad: Gradient) -> None:
         """Update a parameter of the group with this number."""
         ...
 
@@ -44,6 +50,18 @@ class SingleUpdates(Protocol):
             FloatingPointError: if a gradient was not finite.
         """
         ...
+
+
+def row_sums(optimizer: SingleOptimizer, member: ParamState, grad: RowGradient) -> RowSums | None:
+    """What an update reads of a gradient that is only rows; None: the whole array."""
+    backend, param = member.param.backend, member.param
+    if param.ndim != 2 or not optimizer.takes_rows:
+        return None
+    sums = grad.summed(backend)
+    if backend.xp is np:
+        return sums
+    several = backend_of(optimizer, [(member, sums)]) is backend
+    return sums if several and member.takes_multi_tensor(sums) else None
 
 
 def single_updates(optimizer: SingleOptimizer, capture: StepCapture | None) -> SingleUpdates:
@@ -60,7 +78,7 @@ class _CapturedSingles:
     def __init__(self, optimizer: SingleOptimizer, capture: StepCapture) -> None:
         self._updates = CapturedUpdates(optimizer, capture)
 
-    def add(self, number: int, member: ParamState, grad: ExTensor) -> None:
+    def add(self, number: int, member: ParamState, grad: Gradient) -> None:
         parts: Parts = [(member, grad)]
         self._updates.require(parts)
         self._updates.add(number, parts, self._updates.nonfinite(parts))
@@ -84,7 +102,7 @@ class _EagerSingles:
         self._launched: list[tuple[ParamState, FiniteQuery]] = []
         self._moved = 0
 
-    def add(self, number: int, member: ParamState, grad: ExTensor) -> None:
+    def add(self, number: int, member: ParamState, grad: Gradient) -> None:
         optimizer, parts = self._optimizer, [(member, grad)]
         group, backend = optimizer.groups[number], backend_of(optimizer, parts)
         if backend is None or not member.takes_multi_tensor(grad):

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from extensor.autograd.tensor import ExTensor
 from extensor.backends.capture import HostMirrors
 from extensor.backends.protocol import FiniteQuery
-from extensor.optim.params import Array, ParamGroup, ParamState
+from extensor.backends.row_sums import RowSums
+from extensor.optim.params import Array, Gradient, ParamGroup, ParamState, values_of
 from extensor.optim.states import tensor_number
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "stream_numbers",
 ]
 
-Parts = list[tuple[ParamState, ExTensor]]
+Parts = list[tuple[ParamState, Gradient]]
 """Parameters with their gradients."""
 Ready = Sequence[tuple[ParamGroup, Parts]]
 
@@ -75,7 +75,8 @@ def _check_finite(parts: Parts) -> None:
     backends = {id(member.param.backend): member.param.backend for member, _ in parts}
     for backend in backends.values():
         mine = [part for part in parts if part[0].param.backend is backend]
-        _refuse_nonfinite(mine, backend.all_finite_multi_tensor([grad.data for _, grad in mine]))
+        arrays = [values_of(grad) for _, grad in mine]
+        _refuse_nonfinite(mine, backend.all_finite_multi_tensor(arrays))
 
 
 def stream_numbers(parts: Parts) -> list[int]:
@@ -83,9 +84,12 @@ def stream_numbers(parts: Parts) -> list[int]:
     return [tensor_number(member.index) for member, _ in parts]
 
 
-def arrays_of(parts: Parts) -> list[tuple[Array, Array, Mapping[str, Array]]]:
+def arrays_of(parts: Parts) -> list[tuple[Array, Any, Mapping[str, Array]]]:
     """Weight, gradient and state of each, as `Optimizer.update_multi_tensor` takes them."""
-    return [(member.param.data, grad.data, member.arrays) for member, grad in parts]
+    return [
+        (member.param.data, grad if isinstance(grad, RowSums) else grad.data, member.arrays)
+        for member, grad in parts
+    ]
 
 
 def factors_of(
@@ -107,7 +111,7 @@ def backend_of(optimizer: MultiTensorOptimizer, parts: Parts) -> Any:
 
 def step_multi_tensor(
     optimizer: MultiTensorOptimizer, ready: Ready, check_finite: bool
-) -> list[tuple[ParamGroup, ParamState, ExTensor]]:
+) -> list[tuple[ParamGroup, ParamState, Gradient]]:
     """Update the parameters that a backend takes in one call, and return the others.
 
     Args:

@@ -6,15 +6,16 @@ an update of a dozen numpy calls reads main memory once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from extensor.autograd.mode import no_grad
-from extensor.autograd.tensor import ExTensor
+from extensor.backends.row_sums import RowSums
 from extensor.dtypes import bfloat16
-from extensor.optim.params import MASTER, Array, ParamState, Segment, wide_dtype
+from extensor.optim.params import MASTER, Array, Gradient, ParamState, Segment, wide_dtype
 from extensor.optim.states import STATES, WEIGHT_SLOT, state_stream
 
 __all__ = ["OneTensorOptimizer", "step_one"]
@@ -45,14 +46,15 @@ class OneTensorOptimizer(Protocol):
 
 
 def step_one(
-    optimizer: OneTensorOptimizer, member: ParamState, grad: ExTensor, options: Mapping[str, Any]
+    optimizer: OneTensorOptimizer, member: ParamState, grad: Gradient, options: Mapping[str, Any]
 ) -> None:
     """Update one parameter in place.
 
     Args:
         optimizer: the one it belongs to.
         member: the parameter and its state.
-        grad: its gradient, finite and of its shape.
+        grad: its gradient, finite and of its shape; rows only on the CPU, of an optimizer whose
+            `prepare` does nothing.
         options: those of its group.
     """
     param, xp, cast = member.param, member.param.backend.xp, member.param.backend.cast
@@ -66,13 +68,21 @@ def step_one(
     master = member.arrays.get(MASTER)
     own = master is None and param.data.dtype != wide  # the parameter is its own master
     flat = cast(_flat_view(param.data), wide) if master is None else master
-    whole = Segment(
-        flat.reshape(param.shape),
-        cast(grad.data, flat.dtype),
-        {slot: a.reshape(param.shape) for slot, a in state.items()},
-    )
-    g, options = optimizer.prepare(xp, whole, options)
-    g = g.reshape(-1)
+    read: Callable[[int, int], Array]
+    if isinstance(grad, RowSums):
+        read = partial(grad.segment, dtype=flat.dtype)
+    else:
+        whole = Segment(
+            flat.reshape(param.shape),
+            cast(grad.data, flat.dtype),
+            {slot: a.reshape(param.shape) for slot, a in state.items()},
+        )
+        g, options = optimizer.prepare(xp, whole, options)
+        g = g.reshape(-1)
+
+        def read(begin: int, end: int) -> Array:
+            return g[begin:end]
+
     most = KERNEL_SEGMENT if optimizer.multi_tensor else SEGMENT
     length = min(most, flat.size) if xp is np else flat.size
     one, two = xp.empty(length, flat.dtype), xp.empty(length, flat.dtype)
@@ -81,7 +91,7 @@ def step_one(
         weight = flat[part]
         segment = Segment(
             weight,
-            g[part],
+            read(begin, begin + weight.size),
             {slot: a[part] for slot, a in state.items()},
             (one[: weight.size], two[: weight.size]),
         )

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from extensor.autograd.mode import post_accumulate_grad_hook
+from extensor.autograd.row_gradient import RowGradient
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.capture import HostMirrors, StepCapture
 from extensor.dtypes import bfloat16, float32
 from extensor.errors import unknown_name
 from extensor.notebook import card, table
 from extensor.optim.captured import step_captured
-from extensor.optim.in_backward import single_updates
-from extensor.optim.multi_tensor import step_multi_tensor
+from extensor.optim.in_backward import row_sums, single_updates
+from extensor.optim.multi_tensor import Parts, step_multi_tensor
 from extensor.optim.one_tensor import step_one
 from extensor.optim.params import MASTER, Option, ParamGroup, ParamState, check_param, wide_dtype
 from extensor.optim.rule import UpdateRule
@@ -204,7 +205,7 @@ class Optimizer(UpdateRule):
         if bad is True:
             self._end_step(None)  # the next batch rounds with bits of its own, too
             return
-        ready = [
+        ready: list[tuple[ParamGroup, Parts]] = [
             (group, [(m, m.param.grad) for m in group.members if m.param.grad is not None])
             for group in self.groups
         ]
@@ -215,8 +216,8 @@ class Optimizer(UpdateRule):
                 "computed from these parameters"
             )
         self._check_step()
-        for member, grad in parts:
-            _check_gradient(member, grad)
+        for member, _ in parts:
+            _check_gradient(member)
         if (capture := parts[0][0].param.backend.capturing) is not None:
             step_captured(self, ready, bad, capture)
             self._end_step(capture)
@@ -233,6 +234,9 @@ class Optimizer(UpdateRule):
         The gradient is let go then, so that no full set of gradients is ever held. The update has
         the bits of `step` after ``backward``. What needs all gradients at once, such as clipping
         their norm or skipping a step where one is not finite, cannot go with it.
+
+        Of an embedding the rows that were looked up are summed, and the update reads zeros
+        elsewhere: no array as large as the table is made. All rows move, by decay and momentum.
 
         Returns:
             A context manager for one backward pass; options as `step` finds them.
@@ -262,11 +266,19 @@ class Optimizer(UpdateRule):
         def final(leaf: ExTensor) -> None:
             if id(leaf) in members and leaf.grad is not None:
                 number, member = members[id(leaf)]
-                _check_gradient(member, leaf.grad)
+                _check_gradient(member)
                 updates.add(number, member, leaf.grad)
                 leaf.grad = None
 
-        with post_accumulate_grad_hook(final):
+        def rows(leaf: ExTensor, grad: RowGradient) -> bool:
+            found = members.get(id(leaf))
+            sums = None if found is None else row_sums(self, found[1], grad)
+            if found is None or sums is None:
+                return False
+            updates.add(*found, sums)
+            return True
+
+        with post_accumulate_grad_hook(final, rows):
             yield
         if not updates.end():
             raise RuntimeError("step_in_backward: expected a backward pass to these parameters")
@@ -375,8 +387,10 @@ class Optimizer(UpdateRule):
         load_state(self, state)
 
 
-def _check_gradient(member: ParamState, grad: ExTensor) -> None:
+def _check_gradient(member: ParamState) -> None:
     """Refuse a gradient of another shape, or of no floats."""
+    grad = member.param.grad
+    assert grad is not None
     known = grad.dtype is float32 or grad.dtype.is_float
     if not known or grad.data.shape != member.shape:
         raise ValueError(

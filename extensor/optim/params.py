@@ -10,22 +10,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from extensor.autograd.tensor import ExTensor
+from extensor.backends.row_sums import RowSums
 from extensor.dtypes import bfloat16, float32
 from extensor.optim.states import Stored
 
 __all__ = [
     "MASTER",
+    "Gradient",
     "Option",
     "ParamGroup",
     "ParamState",
     "Segment",
     "check_betas",
     "check_range",
+    "values_of",
     "wide_dtype",
 ]
 
 Array = Any
 Option = float | bool
+Gradient = ExTensor | RowSums
+"""Of a parameter: all of it; or the rows of an embedding that are not zero."""
 
 MASTER = "master"
 """Where `ParamState.arrays` has a float32 copy that takes the updates."""
@@ -65,10 +70,11 @@ class ParamState:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"whole": None}
 
-    def takes_multi_tensor(self, grad: ExTensor) -> bool:
+    def takes_multi_tensor(self, grad: Gradient) -> bool:
         """Whether a multi-tensor update can use the parameter's and the gradient's own arrays.
 
-        Both float32, or both bfloat16 where the parameter is its own master.
+        Both float32, or both bfloat16 where the parameter is its own master. Rows are of whole
+        vectors, and their kernel counts in 32 bits.
         """
         data = self.param.data
         if data is not self.whole:  # checked once: each look at an array costs what a launch does
@@ -78,6 +84,9 @@ class ParamState:
             if not data.flags.c_contiguous:
                 return False
             self.whole, self.strides = data, data.strides
+        if isinstance(grad, RowSums):
+            whole = grad.shape[1] % 4 == 0 and data.size < 1 << 32
+            return bool(grad.dtype == data.dtype and whole)
         if grad.dtype is not self.param.dtype:
             return False
         return bool(grad.data.strides == self.strides or grad.data.flags.c_contiguous)
@@ -110,6 +119,11 @@ class ParamGroup:
     def params(self) -> list[ExTensor]:
         """The group's parameters."""
         return [member.param for member in self.members]
+
+
+def values_of(grad: Gradient) -> Array:
+    """All values of a gradient that may differ from zero, as an array."""
+    return grad.values if isinstance(grad, RowSums) else grad.data
 
 
 def wide_dtype(data: Array) -> Any:

@@ -127,6 +127,11 @@ class UpdateRule(ABC):
             f"{type(self).__name__} says multi_tensor: expected its update_multi_tensor"
         )
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether updates need no more of a gradient than one value after the other."""
+        return type(self).prepare is UpdateRule.prepare
+
     def prepare(
         self, xp: Any, whole: Segment, options: Mapping[str, Any]
     ) -> tuple[Array, Mapping[str, Any]]:

@@ -28,24 +28,38 @@ class GenericNn(GenericCore):
         return self.cast(out, BFLOAT16) if a.dtype == b.dtype else out
 
     def add_rows(self, out: Array, index: Array, rows: Array) -> None:
-        """See the protocol.
+        """See the protocol."""
+        if index.size:
+            position, sums = self._position_sums(index, rows, len(out))
+            out[position] += sums.reshape(len(position), *out.shape[1:])
+
+    def sum_rows(self, index: Array, rows: Array, length: int) -> tuple[Array, Array]:
+        """See the protocol."""
+        xp = self.xp
+        slots = xp.full(length, -1, dtype=np.int32)
+        if not index.size:
+            return slots, rows
+        position, sums = self._position_sums(index, rows, length)
+        slots[position] = xp.arange(len(position), dtype=np.int32)
+        sums += 0.0  # -0 is 0, as in a sum that begins with 0
+        return slots, sums
+
+    def _position_sums(self, index: Array, rows: Array, length: int) -> tuple[Array, Array]:
+        """Each position of an index once, in order, and the sum of its rows, flat.
 
         Positions are sorted, so that rows of one position are summed in one sweep: many times
         faster than ``add.at``.
         """
         xp = self.xp
         count = index.size
-        if count == 0:
-            return
-        position = index.reshape(-1) % out.shape[0]
+        position = index.reshape(-1) % length
         order = xp.argsort(position, kind="stable")
         position = position[order]
         starts = xp.concatenate(
             [xp.zeros(1, dtype=position.dtype), xp.nonzero(position[1:] != position[:-1])[0] + 1]
         )
-        flat = rows.reshape(count, math.prod(out.shape[1:]))[order]
-        sums = xp.add.reduceat(flat, starts, axis=0)
-        out[position[starts]] += sums.reshape(len(starts), *out.shape[1:])
+        flat = rows.reshape(count, rows.size // count)[order]
+        return position[starts], xp.add.reduceat(flat, starts, axis=0)
 
     def leading_sum(self, x: Array, axes: int) -> Array:
         """See the protocol."""

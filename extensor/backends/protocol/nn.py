@@ -76,6 +76,14 @@ class NnMethods(Protocol):
         """
         ...
 
+    def sum_rows(self, index: Array, rows: Array, length: int) -> tuple[Array, Array]:
+        """What `add_rows` adds to ``length`` rows of zeros, without those that stay zero.
+
+        ``index`` is as there, and rows (index.size, width). Gives int32 (length,), where each sum
+        lies or -1, and the sums, (M, width) with M <= index.size.
+        """
+        ...
+
     def leading_sum(self, x: Array, axes: int) -> Array:
         """Sums over the first ``axes`` axes, in float32 for 16-bit floats: of a bias's gradient."""
         ...

@@ -1,5 +1,6 @@
-// out[index[i]] += rows[i] for all i in order: the gradient of an embedding lookup. No macros;
-// compiled with --fmad=false.
+// out[index[i]] += rows[i] for all i in order: the gradient of an embedding lookup. With `slots` out
+// has a row for each position, and the first position of a row gets its sum. No macros; compiled
+// with --fmad=false.
 //
 // `collect` counts the positions of each row of `out` and keeps the first kMost it meets. In
 // `add_rows` the block of a row's first position sorts the row's positions, or searches them if
@@ -31,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) collect(const i64* __rest
 
 extern "C" __global__ void __launch_bounds__(kThreads) add_rows(const i64* __restrict__ index,
     const Row* __restrict__ found, const u32* __restrict__ kept, const float* __restrict__ rows,
-    float* __restrict__ out, i64 count, i64 length, i64 width) {
+    float* __restrict__ out, int* __restrict__ slots, i64 count, i64 length, i64 width) {
     const i64 column_tiles = (width + kColumns - 1) / kColumns;
     const i64 mine = blockIdx.x / column_tiles,
               column = blockIdx.x % column_tiles * kColumns + threadIdx.x;
@@ -88,9 +89,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) add_rows(const i64* __res
             add(base, list, many);
         }
     }
+    if (slots && column == 0) slots[at] = static_cast<int>(mine);
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
-        float* to = out + at * width + column + k * kThreads;
+        float* to = out + (slots ? mine : at) * width + column + k * kThreads;
         if (column + k * kThreads < width) *to = __fadd_rn(*to, sums[k]);
     }
 }

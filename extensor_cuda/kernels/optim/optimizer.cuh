@@ -11,10 +11,12 @@ struct Tensor {
     const void* grad;
     void *first, *second;              // moments; SGD: the momentum buffer, or null
     u8 *first_scales, *second_scales;  // of blocks
+    const int* slots;  // not null: the gradient is rows; which of them is a row's, or -1
     i64 count, start;
     double shrink;  // the learning rate's multiple that decoupled weight decay subtracts
     float take1, keep2, take2, eps, decay, momentum;
     u32 nesterov, pace, number, narrow;  // number: selects the random bits of what is rounded
+    u32 width;                           // of rows, a multiple of 4
 };
 
 struct Row {

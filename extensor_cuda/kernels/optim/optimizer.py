@@ -20,6 +20,7 @@ import numpy as np
 
 from extensor.backends.capture import UpdateGuard
 from extensor.backends.protocol import FiniteQuery
+from extensor.backends.row_sums import RowSums
 from extensor.dtypes import bfloat16
 from extensor.optim.states import WEIGHT_SLOT, Blocks, Stored
 from extensor.quant.array import QuantArray
@@ -49,11 +50,11 @@ _FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(bfloat16.numpy)
 _STATIC = ("shrink", "take1", "keep2", "take2", "eps", "decay", "momentum", "nesterov")
 _TENSOR = np.dtype(
     [(name, np.uint64) for name in ("weight", "grad", "first", "second")]
-    + [(name, np.uint64) for name in ("first_scales", "second_scales")]
+    + [(name, np.uint64) for name in ("first_scales", "second_scales", "slots")]
     + [(name, np.int64) for name in ("count", "start")]
     + [("shrink", np.float64)]
     + [(name, np.float32) for name in ("take1", "keep2", "take2", "eps", "decay", "momentum")]
-    + [(name, np.uint32) for name in ("nesterov", "pace", "number", "narrow")],
+    + [(name, np.uint32) for name in ("nesterov", "pace", "number", "narrow", "width")],
     align=True,
 )
 """`Tensor` of optimizer.cuh."""
@@ -89,17 +90,18 @@ _BITS = {"float32": 32, "bfloat16": 16, Blocks.row.name: 8}
 
 
 @cache
-def source(states: str = "float32", weights: str = "float32") -> Source:
+def source(states: str = "float32", weights: str = "float32", rows: bool = False) -> Source:
     """The program for a kind of state; that for float32 has what needs none, too.
 
-    ``weights``: "bfloat16" if any are.
+    ``weights``: "bfloat16" if any are. ``rows``: whether a gradient is given by rows.
     """
     folder = Path(__file__).parent
-    if states == weights == "float32":
+    if states == weights == "float32" and not rows:
         return Source.read(folder / "optimizer.cu", {})
     plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
     assert plan
     numbers = {"STATES": _BITS[states], "WEIGHTS": _BITS[weights], "WEIGHT_SLOT": WEIGHT_SLOT}
+    numbers["ROWS"] = int(rows)
     macros = dict(quantize_source(plan, "float32", "codes", True, False).macros)
     macros |= {f"OPTIMIZER_{name}": str(number) for name, number in numbers.items()}
     return Source.read(folder / "optimizer_low_precision.cu", macros)
@@ -145,7 +147,7 @@ def _table(
             table[name] = _addresses(arrays)
         stored = columns.get("weight", columns["grad"])
         table["narrow"] = [a.dtype == _BFLOAT16 for a in stored]
-        table["count"] = [a.size for a in columns["grad"] if a is not None]
+        table["count"] = [a.size for a in stored]
         blocks = -(-table["count"] // PART)
         table["start"] = np.cumsum(blocks) - blocks
         cache = {} if cache is None else cache
@@ -185,7 +187,8 @@ def step(
     Args:
         kernel: `ADAM` or `SGD`.
         parts: arrays of each parameter that `supports` accepts, of one size, in the kernel's
-            columns; weight and gradient of one dtype; states of any kind, the same in all parts.
+            columns; weight and gradient of one dtype; states of any kind, the same in all parts. A
+            gradient may be `RowSums`, of rows of a multiple of 4 values.
         factors: of each, as the optimizers make them. The rate lr / correct and what decoupled
             decay keeps, 1 - lr shrink, are computed in double from their parts on the device.
         update: how.
@@ -193,7 +196,13 @@ def step(
     """
     entry, names = kernel
     columns = dict(zip(names, zip(*parts, strict=True), strict=False))
+    rows = {i: g for i, g in enumerate(columns["grad"]) if isinstance(g, RowSums)}
+    if rows:
+        columns["grad"] = tuple(g.values if i in rows else g for i, g in enumerate(columns["grad"]))
     table, blocks = _table(columns, update.cache, update.numbers)
+    table["slots"] = 0
+    for i, g in rows.items():
+        table["slots"][i], table["width"][i] = g.slots.data.ptr, g.shape[1]
     if not blocks:
         return lambda: [True] * len(parts)
     same = factors.count(factors[0]) == len(factors)
@@ -203,9 +212,11 @@ def step(
     which, first = _paces(factors[:1] if same else factors)
     table["pace"] = which[0] if same else which
     weights = bfloat16.name if table["narrow"].any() else "float32"
-    launched = source(_kind(columns["first"]), weights), entry, blocks, THREADS
+    program = source(_kind(columns["first"]), weights, bool(rows))
+    launched = program, entry, blocks, THREADS
     if update.guard is None:
-        return _launch_eager(launched, table, [factors[i] for i in first], update, xp)
+        read = columns["grad"] if rows else None
+        return _launch_eager(launched, table, [factors[i] for i in first], update, xp, read)
     _launch_captured(launched, table, first, update.guard)
     return list
 
@@ -215,9 +226,17 @@ Launched = tuple[Source, str, int, int]
 
 
 def _launch_eager(
-    launched: Launched, table: np.ndarray, paces: list[Mapping[str, float]], update: Update, xp: Any
+    launched: Launched,
+    table: np.ndarray,
+    paces: list[Mapping[str, float]],
+    update: Update,
+    xp: Any,
+    grads: Sequence[Array] | None,
 ) -> FiniteQuery:
-    """Upload the table of tensors with the numbers of this step, and launch."""
+    """Upload the table of tensors with the numbers of this step, and launch.
+
+    ``grads``: the arrays to be checked, where they are not those that the table's counts are of.
+    """
     rows = _pairs(paces)
     rates = np.array([float(mine["lr"]) for mine in paces])
     sizes = np.cumsum([rows.nbytes, rates.nbytes])
@@ -228,7 +247,10 @@ def _launch_eager(
     found: FiniteQuery = list
     if update.check_finite:
         flags = xp.zeros(len(table) + 1, dtype=np.uint32)
-        launch(source(), "finite", *launched[2:], on_device, number, flags, update.stop)
+        if grads is None:
+            launch(source(), "finite", *launched[2:], on_device, number, flags, update.stop)
+        else:
+            find_nonfinite(grads, flags, update.stop, xp)
         bad, found = flags[len(table) :], _found(flags, xp)
     stop = bad if update.stop is None else update.stop
     alone = None, bad, stop, np.int32(1), np.int32(1)

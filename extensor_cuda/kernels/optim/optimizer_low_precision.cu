@@ -1,10 +1,10 @@
-// One multi-tensor step of Adam or SGD where weights are bfloat16 or states narrow: bfloat16, or
-// MXFP8. All is decoded, updated in float32 and rounded stochastically in registers, bit by bit as
+// One multi-tensor step of Adam or SGD where weights are bfloat16, states narrow (bfloat16, or
+// MXFP8) or gradients given by rows. All is decoded, updated in float32 and rounded stochastically in registers, bit by bit as
 // in extensor/optim/states.py.
 //
 // A thread owns four values. One Philox call serves a block of 32, whose maximum 8 lanes find.
 // Macros: OPTIMIZER_STATES, the bits of a state's value; OPTIMIZER_WEIGHTS, the least bits of a
-// weight; OPTIMIZER_WEIGHT_SLOT, of random streams; the quantizer's. Compiled with --fmad=false.
+// weight; OPTIMIZER_ROWS; OPTIMIZER_WEIGHT_SLOT, of random streams; the quantizer's. Compiled with --fmad=false.
 
 #define COMMON_MUL_WIDE 1
 #include "optim/optimizer.cuh"
@@ -12,7 +12,8 @@
 #include "common/philox.cuh"
 
 constexpr u32 kSigns = 0x80808080u;
-constexpr int kStride = 4 * kThreads, kResident = 4;  // resident blocks per multiprocessor
+constexpr int kStride = 4 * kThreads;
+constexpr int kResident = OPTIMIZER_ROWS ? 3 : 4;  // blocks per multiprocessor
 constexpr int kDrawn =  // values of a state whose random words are one Philox block
     OPTIMIZER_STATES == 8 ? CODEC_BLOCK : kHalves;
 
@@ -151,6 +152,18 @@ struct Fetched {
     u32 first_scale, second_scale;
 };
 
+#if OPTIMIZER_ROWS
+// Where the gradient of four values from i on lies; null: they are zero.
+template <class Element>
+DEVICE const Element* in_rows(const Tensor& t, i64 i) {
+    const Element* grad = static_cast<const Element*>(t.grad);
+    if (!t.slots) return grad + i;
+    const u32 at = static_cast<u32>(i), row = at / t.width;
+    const int slot = t.slots[row];
+    return slot < 0 ? nullptr : grad + static_cast<i64>(slot) * t.width + (at - row * t.width);
+}
+#endif
+
 // A block's part of a parameter: `count` values from `begin` on. kWhole: whole warps of aligned
 // vectors. kNarrow: weights and gradients are bfloat16.
 template <class Rule, bool kWhole, bool kNarrow>
@@ -159,7 +172,9 @@ DEVICE void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int coun
     typedef typename Weights<kNarrow>::Element Element;
     const u32 high = t.number << 8, base = static_cast<u32>(begin / kDrawn);
     Element* const weight = static_cast<Element*>(t.weight) + begin;
+#if !OPTIMIZER_ROWS
     const Element* const grad = static_cast<const Element*>(t.grad) + begin;
+#endif
     State* const first = static_cast<State*>(t.first) + begin;
     State* const second = static_cast<State*>(t.second) + begin;
     const bool keeps = Rule::kSquare || t.first;
@@ -168,7 +183,13 @@ DEVICE void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int coun
         const int left = kWhole ? 4 : count - static_cast<int>(i);
         Fetched<kNarrow> f = {};
         f.weight = load(weight + i, kWhole, left);
+#if OPTIMIZER_ROWS
+        if (left > 0)
+            if (const Element* from = in_rows<Element>(t, begin + i))
+                f.grad = load(from, kWhole, left);
+#else
         f.grad = load(grad + i, kWhole, left);
+#endif
         if (keeps) f.first = load(first + i, kWhole, left);
         if (Rule::kSquare) f.second = load(second + i, kWhole, left);
 #if OPTIMIZER_STATES == 8

@@ -175,6 +175,10 @@ class Cupy:
         """Of zeros."""
         return np.zeros(shape, dtype).view(Device)
 
+    def full(self, shape: Any, value: Any, dtype: Any = None) -> Any:
+        """Of one value."""
+        return np.full(shape, value, dtype).view(Device)
+
     lib = types.SimpleNamespace(
         stride_tricks=types.SimpleNamespace(
             as_strided=lambda x, shape, strides: np.lib.stride_tricks.as_strided(

@@ -11,11 +11,13 @@ import pytest
 
 import extensor as et
 from extensor.autograd.apply import wrap
+from extensor.autograd.row_gradient import RowGradient
 from extensor.backends.generic import GenericBackend
 from extensor.backends.generic.optim import rescale
 from extensor.dtypes import bfloat16
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.optim import SGD, Adam, AdamW
+from extensor.optim.in_backward import single_updates
 from extensor.quant.array import QuantArray
 from extensor_cuda.runtime import capture
 from tests.oracle.compare import same_bytes
@@ -135,6 +137,11 @@ def step_alike(ours: Any, cpu: Any) -> None:
     ours.step()
     with np.errstate(all="ignore"):
         cpu.step()
+    alike(ours, cpu)
+
+
+def alike(ours: Any, cpu: Any) -> None:
+    """Weights and states."""
     for m, n in zip(ours.groups[0].members, cpu.groups[0].members, strict=True):
         where = f"{n.param.size} values, step {n.step}"
         assert m.step == n.step and m.arrays.keys() == n.arrays.keys()
@@ -183,6 +190,39 @@ def test_bfloat16_weights_have_the_cpus_bits(
                 give(p, q, g, trainer, offset)
         step_alike(ours, cpu)
     assert all(m.param.data is a for m, a in zip(ours.groups[0].members, places, strict=True))
+
+
+@pytest.mark.parametrize("narrow", [0, 1])
+@pytest.mark.parametrize("states", ["float32", *NARROW])
+@pytest.mark.parametrize("rule", ["adamw", "plain"])
+def test_rows_move_a_table_as_the_whole_gradient_does(
+    trainer: Any, rule: str, states: str, narrow: int
+) -> None:
+    """Rows that end within a vector block, that repeat, that no step names."""
+    shape = (700, 36)
+    ours, cpu, rng = on_both(trainer, rule, states, (shape,), narrow=narrow)
+    (member,), (q,) = ours.groups[0].members, cpu.params
+    for _ in range(3):
+        index = rng.integers(-70, 70, (5, 20)) * rng.integers(0, 2, (5, 20))
+        terms = rng.standard_normal((5, 20, 36)).astype(q.dtype.numpy)
+        terms[2] = -0.0
+        rows = RowGradient(*(trainer.xp.asarray(a) for a in (index, terms)), shape)
+        updates = single_updates(ours, None)
+        updates.add(0, member, rows.summed(trainer))
+        assert updates.end() == 1
+        whole = np.zeros(shape, np.float32)
+        for at, term in zip(index.reshape(-1), terms.reshape(-1, 36), strict=True):
+            whole[at] += term
+        q.grad = wrap(whole.astype(q.dtype.numpy), q.backend)
+        cpu.step()
+        alike(ours, cpu)
+    terms[4, 19, 35] = np.inf
+    rows = RowGradient(*(trainer.xp.asarray(a) for a in (index, terms)), shape)
+    updates = single_updates(ours, None)
+    updates.add(0, member, rows.summed(trainer))
+    with pytest.raises(FloatingPointError, match="0 of 1 parameters have moved"):
+        updates.end()
+    alike(ours, cpu)
 
 
 @pytest.mark.parametrize("states", NARROW)
@@ -259,8 +299,8 @@ def same_numbers(name: str, got: np.ndarray, expected: np.ndarray) -> None:
 def shifted(xp: Any, a: np.ndarray, offset: int) -> Any:
     """On the GPU, ``offset`` elements past what vectors need."""
     held = xp.empty(a.size + offset, dtype=a.dtype)
-    held[offset:] = xp.asarray(a)
-    return held[offset:]
+    held[offset:] = xp.asarray(a).reshape(-1)
+    return held[offset:].reshape(a.shape)
 
 
 def test_gradients_that_are_not_finite_are_found(trainer: Any) -> None:

@@ -54,7 +54,9 @@ def test_dropout_draws_the_cpus_masks(trainer: Any, shape: Any) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
     weights = ("float32", "bfloat16")
-    sources = [optimizer.source(*each) for each in itertools.product(STATES, weights)]
+    sources = [
+        optimizer.source(*each) for each in itertools.product(STATES, weights, (False, True))
+    ]
     sources += [capture.source(), scatter_add.source(), conv_pool.source()]
     sources += [
         elementwise.source(*kinds) for kinds in ((0, 0, 0), (0, 1, 0), (1, 1, 1), (1, 0, 0))
@@ -92,6 +94,11 @@ def test_rows_are_added_in_order(trainer: Any, width: int) -> None:
         for at, row in zip(index % 7, rows, strict=True):
             in_order[at] += row
         same_bytes("rows", there[0].get(), out + in_order)
+        slots, sums = (a.get() for a in trainer.sum_rows(*there[1:], 7))
+        assert trainer.path("sum_rows", *there[1:], 7) == "fused kernel"
+        assert (slots[sorted(set(index % 7))] >= 0).all() and set(slots) - {-1} <= set(range(count))
+        found = np.where(slots[:, None] < 0, np.float32(0), sums[slots])
+        same_bytes("sums of rows", found, in_order)
 
 
 def test_positions_may_be_met_in_any_order(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "rms_norm": (X, some(40), EPS),
     "rms_norm_grad": norms(False),
     "add_rows": (some(9, 40), RNG.integers(0, 9, 6), X),
+    "sum_rows": (RNG.integers(0, 9, 6), X, 9),
     "leading_sum": (X, 1),
     "attention": (Q, K, some(1, 2, 5, 8), True, 0.3),
     "attention_grad": (

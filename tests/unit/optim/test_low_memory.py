@@ -6,6 +6,8 @@ the step after backward, byte for byte.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +20,14 @@ from extensor.optim.states import state_stream
 from extensor.random import random_words
 from tests.test_every_optimizer import CASES
 from tests.unit.optim.test_states import KINDS, param, set_grad
+
+
+@contextlib.contextmanager
+def memory_of(*what: Any) -> Iterator[Callable[[], list[int]]]:
+    """Bytes taken since the start, after each array."""
+    with et.inspect.memory_ledger(*what) as ledger:
+        yield lambda: [int(n) for n in ledger.report().timeline - ledger.report().timeline[0]]
+
 
 needs_core = pytest.mark.skipif(
     et.ones(1).backend.core is None, reason="the C++ core keeps the ledger's log"
@@ -148,6 +158,80 @@ def test_no_full_set_of_gradients_is_held() -> None:
     assert peaks[False] >= 8 * size
     # one gradient, the one before it, and the update's two scratch arrays
     assert peaks[True] <= 5 * size
+
+
+class Untied(nn.Module):
+    """An embedding whose gradient is rows alone, some looked up twice, beside a head of its own."""
+
+    def __init__(self, count: int = 70, width: int = 12) -> None:
+        self.tokens = nn.Embedding(count, width, rng=0)
+        self.head = nn.Linear(width, 8, bias=False, rng=4)
+
+    def forward(self, tokens: Any) -> Any:
+        return self.head(self.tokens(tokens))
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", KINDS)
+def test_rows_of_an_embedding_move_all_rows_by_the_bits_of_the_whole_gradient(
+    case: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extensor.optim.one_tensor.SEGMENT", 100)  # ends within rows
+    monkeypatch.setattr("extensor.optim.one_tensor.KERNEL_SEGMENT", 100)
+    name, options = CASES[case]
+    made = []
+    for in_backward in (True, False):
+        model = Untied()
+        nn.cast_weights(model, weights)
+        named = list(model.named_parameters())
+        by = getattr(optim, name)(named, states="bfloat16", masters=False, **options)
+        for step in range(3):
+            tokens = et.ExTensor([[1, 3, 3, 69], [3, -70 + step, 7, 1]])
+            loss = et.take(model.tokens.weight, tokens).square().mean() + model(tokens % 70).mean()
+            if step < 2:  # one lookup: rows; two: rows added to rows
+                loss = model(tokens % 70).square().mean()
+            if in_backward:
+                with by.step_in_backward():
+                    loss.backward()
+            else:
+                loss.backward()
+                by.step()
+                by.zero_grad()
+        made.append([p.data.tobytes() for _, p in named] + [repr(by.state_dict())])
+    assert made[0] == made[1]
+
+
+@needs_core
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_no_array_of_an_embeddings_size_is_made_for_its_gradient(
+    weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extensor.optim.one_tensor.KERNEL_SEGMENT", 1 << 14)
+    model = Untied(4096, 64)
+    nn.cast_weights(model, weights)
+    by = optim.SGD(model.parameters(), lr=0.1, masters=False)
+    loss = model(et.ExTensor([[1, 2, 2, 4095]])).square().mean()
+    with memory_of(model, by) as line, by.step_in_backward():
+        loss.backward()
+    table = 4096 * 64 * 4
+    kept = 0 if weights == "float32" else table * 3 // 2  # the whole update in float32, rounded
+    assert max(line()) < kept + table // 3
+    loss = model(et.ExTensor([[1, 2, 2, 4095]])).square().mean()
+    with memory_of(model, by) as line:
+        loss.backward()
+    assert max(line()) > model.tokens.weight.nbytes
+
+
+@needs_core
+def test_rows_are_added_to_a_tied_heads_gradient_without_their_zeros() -> None:
+    model = Untied(4096, 64)
+    model.head = nn.Linear(64, 4096, bias=False, rng=4)
+    model.head.weight = model.tokens.weight
+    loss = model(et.ExTensor([[1, 2, 2, 4095]])).square().mean()
+    with memory_of(model) as line:
+        loss.backward()
+    table = 4096 * 64 * 4
+    assert max(line()) < 2.3 * table  # the head's and the sum; the zeros would be a third
 
 
 def test_a_gradient_that_is_not_finite_says_how_far_the_step_is() -> None:
