@@ -102,8 +102,8 @@ class Primitive:
         fused_vjp: ``fused_vjp(backend, g, out, inputs, needs, **params)`` on raw arrays, giving a
             sequence with the gradient of each input that ``needs`` names, None elsewhere. Must not
             write to what it is given, but may return ``g`` itself. With ``overwrites``, which the
-            backend's `overwriting_vjps` alone are given, it may write over ``g``. The first gradient
-            may be a `RowGradient`.
+            backend's `overwriting_vjps` alone are given, it may write over ``g``. The first
+            gradient may be a `RowGradient`.
         new_gradients: the first gradient of ``fused_vjp`` is a new array that nothing else holds.
         no_vjp: why there is no gradient.
         once: why the gradient cannot be differentiated again; then ``fused_vjp`` alone suffices.

@@ -1,6 +1,6 @@
-// out[index[i]] += rows[i] for all i in order: the gradient of an embedding lookup. With `slots` out
-// has a row for each position, and the first position of a row gets its sum. No macros; compiled
-// with --fmad=false.
+// out[index[i]] += rows[i] for all i in order: the gradient of an embedding lookup. With `slots`
+// out has a row for each position, and the first position of a row gets its sum. No macros;
+// compiled with --fmad=false.
 //
 // `collect` counts the positions of each row of `out` and keeps the first kMost it meets. In
 // `add_rows` the block of a row's first position sorts the row's positions, or searches them if

@@ -1,10 +1,11 @@
 // One multi-tensor step of Adam or SGD where weights are bfloat16, states narrow (bfloat16, or
-// MXFP8) or gradients given by rows. All is decoded, updated in float32 and rounded stochastically in registers, bit by bit as
-// in extensor/optim/states.py.
+// MXFP8) or gradients given by rows. All is decoded, updated in float32 and rounded stochastically
+// in registers, bit by bit as in extensor/optim/states.py.
 //
 // A thread owns four values. One Philox call serves a block of 32, whose maximum 8 lanes find.
 // Macros: OPTIMIZER_STATES, the bits of a state's value; OPTIMIZER_WEIGHTS, the least bits of a
-// weight; OPTIMIZER_ROWS; OPTIMIZER_WEIGHT_SLOT, of random streams; the quantizer's. Compiled with --fmad=false.
+// weight; OPTIMIZER_ROWS; OPTIMIZER_WEIGHT_SLOT, of random streams; the quantizer's. Compiled with
+// --fmad=false.
 
 #define COMMON_MUL_WIDE 1
 #include "optim/optimizer.cuh"
