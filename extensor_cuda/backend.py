@@ -185,6 +185,7 @@ ROUTES: dict[str, Route] = {
         quantize.fake_quantize_rowwise_columnwise, fallback_path="two calls"
     ),
     # nn
+    "gelu_and_pack": Route(quantize.gelu_and_pack),
     "gelu_grad": Route(nn.gelu_grad, fallback=_gelu_grad),
     "layer_norm_grad": Route(
         nn.layer_norm_grad, fallback=_grad_plus_addend(GenericBackend.layer_norm_grad)

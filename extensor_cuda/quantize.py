@@ -33,6 +33,7 @@ __all__ = [
     "dialect_gap",
     "fake_quantize",
     "fake_quantize_rowwise_columnwise",
+    "gelu_and_pack",
     "input_gap",
     "pack",
     "plan_of",
@@ -153,6 +154,20 @@ def pack(xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = None) -> Ca
     if not isinstance(plan := fused.plan_of(spec, tuple(x.shape)), fused.Plan):
         return plan
     return lambda: fused.quantize_raw(readable(xp, x), plan, stream, xp, stats=False).q
+
+
+def gelu_and_pack(xp: Any, x: Array, spec: QuantSpec) -> Call:
+    """See the protocol. Does not wait for the GPU."""
+    if x.dtype.name != "bfloat16" or not x.flags.c_contiguous or not spec.is_mx:
+        return Unsupported(f"{spec.format} of {x.dtype}; the kernel packs bfloat16 in MX formats")
+    if (gap := input_gap(x, spec, None)) is not None:
+        return gap
+    plan = fused.plan_of(spec, (x.size,), False, "gelu")
+    if not isinstance(plan, fused.Plan):
+        return plan
+    if plan.needs_tensor or not fused.is_whole(plan, x.data.ptr, "bfloat16"):
+        return Unsupported("a scale window, or values that are no whole blocks")
+    return lambda: fused.quantize_beside(x, plan, None, xp)
 
 
 def quantize_clipped(xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = None) -> Call:

@@ -32,8 +32,8 @@ class Storage(Protocol):
     def pack(self, node: Any) -> None:
         """Store what a recorded node keeps."""
 
-    def stores(self, slot: str) -> bool:
-        """Whether what operations keep in a slot is stored in fewer bits."""
+    def of(self, slot: str) -> Any:
+        """What stores arrays of a slot in fewer bits; None: they are kept as they are."""
 
 
 RowHook = Callable[[Any, Any], bool]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -79,6 +79,7 @@ class ArrayStore:
         if isinstance(spec, QuantSpec):
             spec = spec.replace(axis=-1).resolve(1)
         self.spec, self.state = spec, state
+        self._next: Stored | None = None  # of `beside`
         self._stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
 
     def store(self, array: Any, backend: Any) -> Any:
@@ -90,12 +91,29 @@ class ArrayStore:
         found = self._stored.get(id(array))
         if found is not None and found.source() is array:
             return found
-        q = self._rounded(array, backend)
-        if q is array:
-            return array
-        made = Stored(q, tuple(array.shape), array.dtype, weakref.ref(array))
+        made, self._next = self._next, None
+        if made is None or made.source() is not array:
+            q = self._rounded(array, backend)
+            if q is array:
+                return array
+            made = Stored(q, tuple(array.shape), array.dtype, weakref.ref(array))
         self._stored[id(array)] = made
         return made
+
+    def beside(self, array: Any, run: Callable[[Any, QuantSpec], Any]) -> Any:
+        """The result of an operation on an array that is stored in the same reading, or None.
+
+        ``run(array, spec)`` gives the array's flat blocks and the result, or None. The next `store`
+        finds the former.
+        """
+        if not isinstance(self.spec, QuantSpec) or self.spec.rounding == "stochastic":
+            return None
+        made = run(array, self.spec) if array.size >= LEAST else None
+        if made is None:
+            return None
+        q, out = made
+        self._next = Stored(q, tuple(array.shape), array.dtype, weakref.ref(array))
+        return out
 
     def _rounded(self, array: Any, backend: Any) -> Any:
         if not isinstance(self.spec, QuantSpec):
@@ -136,10 +154,9 @@ class SavedStorage:
         if primitive.saved_again is not None and _is_stored(node) and node.saved is not None:
             node.saved = AGAIN
 
-    def stores(self, slot: str) -> bool:
-        """Whether arrays of a slot are stored in fewer bits."""
-        store = next((s for rule, s in self.rules if fnmatchcase(slot, rule.slot)), None)
-        return store is not None
+    def of(self, slot: str) -> ArrayStore | None:
+        """What stores arrays of a slot; None: they are kept as they are."""
+        return next((s for rule, s in self.rules if fnmatchcase(slot, rule.slot)), None)
 
     def _store(self, array: Any, slot: str, backend: Any) -> Any:
         for rule, store in self.rules:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.apply import apply
+from extensor.autograd.mode import MODE
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.storage import Kept
 from extensor.autograd.tensor import ExTensor
@@ -259,9 +260,15 @@ def _gelu_vjp(g: ExTensor, out: None, x: ExTensor, saved: Any) -> ExTensor:
     return g * (phi + x * (x * x * -0.5).exp() * (1 / math.sqrt(2 * math.pi)))
 
 
+def _gelu(backend: Any, x: Any) -> tuple[Any, Any]:
+    store = None if MODE.storage is None or not MODE.enabled else MODE.storage.of("activation")
+    out = None if store is None else store.beside(x, backend.gelu_and_pack)
+    return backend.gelu(x) if out is None else (out, None)
+
+
 @primitive(
     name="gelu_exact",
-    forward=lambda backend, x: backend.gelu(x),
+    forward=_gelu,
     vjps=(_gelu_vjp,),
     fused_vjp=lambda backend, g, out, inputs, needs, saved, **owns: (
         backend.gelu_grad(g, inputs[0], saved, **owns),

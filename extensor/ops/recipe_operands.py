@@ -218,7 +218,7 @@ def input_of(x: ExTensor, w: ExTensor, context: LayerContext) -> Input:
 def image_of(x: ExTensor, w: ExTensor, context: LayerContext) -> Input:
     """The same of a convolution, whose packed patches would take more than its input."""
     bits = image_bits(context.operand("wgrad.x"), x.data.dtype)
-    stored = MODE.storage is not None and MODE.storage.stores("layer")
+    stored = MODE.storage is not None and MODE.storage.of("layer") is not None
     packs = bits is not None and not stored and not context.layer.uses_forward_operands
     return _input_of(x, w, context, packs and x.backend.packs_floats)
 

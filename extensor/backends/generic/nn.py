@@ -12,6 +12,8 @@ import numpy as np
 from extensor.backends.generic.core import BFLOAT16, FLOAT32, GenericCore, widened
 from extensor.backends.generic.erf import erf_array
 from extensor.backends.protocol import Array, AttentionForward, AttentionOptions, TokenMemory
+from extensor.quant.array import QuantArray
+from extensor.quant.spec import QuantSpec
 
 __all__ = ["GenericNn", "dropout_factor", "dropout_threshold"]
 
@@ -93,6 +95,10 @@ class GenericNn(GenericCore):
             phi += 1
             phi *= 0.5
             return x * phi, phi
+
+    def gelu_and_pack(self, x: Array, spec: QuantSpec) -> tuple[QuantArray, Array] | None:
+        """See the protocol."""
+        return None
 
     @widened
     def gelu_grad(self, g: Array, x: Array, phi: Array | None) -> Array:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from extensor.backends.protocol.core import Array
+from extensor.quant.array import QuantArray
+from extensor.quant.spec import QuantSpec
 
 __all__ = ["AttentionForward", "AttentionOptions", "NnMethods", "TokenMemory"]
 
@@ -102,6 +104,13 @@ class NnMethods(Protocol):
 
     def gelu(self, x: Array) -> tuple[Array, Array | None]:
         """X Phi(x), with the normal distribution function Phi, and Phi(x) where that is kept."""
+        ...
+
+    def gelu_and_pack(self, x: Array, spec: QuantSpec) -> tuple[QuantArray, Array] | None:
+        """X in flat blocks, as `pack` of x.reshape(-1), and gelu of x, which is read once.
+
+        None where no kernel does both.
+        """
         ...
 
     def gelu_grad(self, g: Array, x: Array, phi: Array | None) -> Array:

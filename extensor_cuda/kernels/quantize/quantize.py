@@ -42,6 +42,7 @@ __all__ = [
     "is_whole",
     "plan_of",
     "quantize",
+    "quantize_beside",
     "quantize_clipped",
     "quantize_raw",
     "quantize_source",
@@ -295,6 +296,7 @@ def quantize_source(
         "CODEC_QUEST_FACTOR": exact_float(QUEST_CLIP / 6),
         "CODEC_EDEN": int(spec.eden),
         "CODEC_MASK": 0,
+        "QUANT_BESIDE": 0,
         "QUANT_THREAD_COLUMNS": columns_of(plan, dtype),
         "CODEC_RULE": _RULES.index(spec.rule),
         "CODEC_UE4M3": int(not spec.is_mx),
@@ -460,6 +462,19 @@ def quantize_raw(
     q = empty_array(plan, xp, tensor)
     _run(plan, x, "codes", stats, stream, (q.codes, q.scales, None, tensor, None, adds))
     return Outputs(q, None, counters, maximum)
+
+
+def quantize_beside(
+    x: Array, plan: Plan, stream: Stream | None, xp: Any
+) -> tuple[QuantArray, Array]:
+    """Packed x, and the plan's activation of it, of one reading; does not wait.
+
+    X is bfloat16, C-contiguous, in whole blocks of rows (`is_whole`); nothing is counted.
+    """
+    q, out = empty_array(plan, xp), xp.empty(x.shape, dtype=x.dtype)
+    arrays = q.codes, q.scales, None, None, None, None, out
+    _run(plan, x, "codes", False, stream, arrays, (("QUANT_BESIDE", 1),))
+    return q, out
 
 
 def clip_gap(plan: Plan) -> Unsupported | None:

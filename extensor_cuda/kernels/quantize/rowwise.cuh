@@ -1,13 +1,19 @@
 // Quantizes a matrix rowwise: blocks run along rows, and a thread has QUANT_THREAD_CHUNKS chunks.
 // Configured by the quantizer's macros (quantize.py).
 
+#if QUANT_BESIDE
+#define QUANT_BESIDE_PARAMETER Raw* __restrict__ beside,
+#else
+#define QUANT_BESIDE_PARAMETER
+#endif
+
 // x (rows, length) -> codes, scales or values. QUANT_WHOLE: length is a multiple of the block, x is
-// 16-byte aligned.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
-        float* __restrict__ values, const Tensor* __restrict__ tensor_of, u32* __restrict__ maximum,
-        u64* __restrict__ counters, CODEC_MASK_PARAMETER const u32* __restrict__ clock, u32 key0,
-        u32 key1, u32 high0, u32 high1, CODEC_SIGN_PARAMETERS i64 rows, i64 length) {
+// 16-byte aligned. QUANT_BESIDE: x is quantized, and its activation written beside, bfloat16 too.
+extern "C" __global__ void __launch_bounds__(kThreads) quantize_rows(const Raw* __restrict__ x,
+    u8* __restrict__ codes, u8* __restrict__ scales, float* __restrict__ values,
+    const Tensor* __restrict__ tensor_of, u32* __restrict__ maximum, u64* __restrict__ counters,
+    CODEC_MASK_PARAMETER QUANT_BESIDE_PARAMETER const u32* __restrict__ clock, u32 key0, u32 key1,
+    u32 high0, u32 high1, CODEC_SIGN_PARAMETERS i64 rows, i64 length) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
 #if CODEC_HADAMARD
     const Signs signs = {sign0, sign1, sign2, sign3};
@@ -44,7 +50,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             raw[item][k * sizeof(Raw) / 4] = word;
         }
 #endif
+#if QUANT_BESIDE
+        u32 active[sizeof(Raw) * kChunk / 4];
+#pragma unroll
+        for (int k = 0; k < kChunk / 2; ++k) active[k] = raw[item][k];
+        activate(active);
+        uint4* to = reinterpret_cast<uint4*>(beside + chunk * kChunk);
+#pragma unroll
+        for (int v = 0; v < kChunk / kPerVector; ++v)
+            if (chunk < total)
+                to[v] =
+                    uint4{active[4 * v], active[4 * v + 1], active[4 * v + 2], active[4 * v + 3]};
+#else
         activate(raw[item]);
+#endif
     }
     u32 most = 0;
 #pragma unroll

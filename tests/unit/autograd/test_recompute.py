@@ -11,12 +11,14 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import pytest
 
 import extensor as et
 from extensor import nn
 from extensor.autograd.mode import MODE
 from extensor.autograd.storage import ArrayStore, SavedStorage
+from extensor.backends import registry
 from extensor.quant.recipe import Rule, SavedRule
 from extensor.quant.recipes import RECIPES
 from extensor.quant.replay import RunLog
@@ -303,3 +305,34 @@ def test_second_derivatives_of_a_checkpoint_are_refused() -> None:
     (g,) = (et.grad(et.checkpoint(et.exp, x).sum(), x, create_graph=True),)
     with pytest.raises(RuntimeError, match="without et.checkpoint"):
         et.grad(g.sum(), x)
+
+
+def test_gelu_may_pack_its_input_as_it_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with the gradients of packing it afterwards; nothing is left over without gradients."""
+    rule = replace(RECIPES["mxfp4"], saved=parse_saved("activation=mxfp8"))
+    made: list[tuple[int, ...]] = []
+    honest = registry.get("cpu").pack
+
+    def pack(x: Any, spec: Any, stream: Any = None) -> Any:
+        made.append(x.shape)
+        return honest(x, spec, stream)
+
+    def gelu_and_pack(x: Any, spec: Any) -> Any:
+        return pack(x.reshape(-1), spec), registry.get("cpu").gelu(x)[0]
+
+    found = []
+    monkeypatch.setattr(registry.get("cpu"), "pack", pack)
+    for both in (None, gelu_and_pack):
+        model = nn.FeedForward(32, 128, rng=0)
+        nn.apply_recipe(model, rule)
+        if both is not None:
+            monkeypatch.setattr(registry.get("cpu"), "gelu_and_pack", both)
+        made.clear()
+        model(et.randn((64, 32), seed=1)).square().sum().backward()
+        assert made.count((64 * 128,)) == 1
+        found.append([p.grad.numpy() for p in model.parameters()])
+        with et.no_grad():
+            model(et.randn((64, 32), seed=1))
+        assert made.count((64 * 128,)) == 1
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6 * np.abs(theirs).max())

@@ -10,6 +10,7 @@ import pytest
 
 from extensor.backends.unsupported import Unsupported
 from extensor.quant.spec import Hadamard, QuantSpec
+from extensor_cuda import quantize
 from extensor_cuda.kernels.nn import elementwise
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.kernels.quantize import rowwise_columnwise
@@ -70,6 +71,12 @@ def test_no_kernel_spills(name: str) -> None:
             both_of(name, (256, 512), "gelu"), "bfloat16", "codes", whole, True
         )
         check_compiles(source, "sm_80", "sm_89", "sm_90a")
+    plan = kernels.plan_of(QuantSpec(name).resolve(1), (1 << 20,), False, "gelu")
+    assert isinstance(plan, kernels.Plan)
+    beside = (("QUANT_BESIDE", 1),)
+    check_compiles(
+        kernels.quantize_source(plan, "bfloat16", "codes", True, False, beside), "sm_90a"
+    )
 
 
 def both_of(name: str, shape: tuple[int, int], activation: str) -> rowwise_columnwise.RowColumnPlan:
@@ -91,6 +98,25 @@ def test_bytes_are_those_of_two_kernels(
     (q, stats), (want, expected) = made
     same_parts(q, want, f"{activation}, {spec} of {shape}")
     assert stats() == expected()
+
+
+@pytest.mark.parametrize(("name", "size"), [("mxfp8_e4m3", 8480), ("mxfp4", 4096)])
+def test_gelu_beside_what_is_packed(xp: Any, name: str, size: int) -> None:
+    x = xp.asarray(np.resize(values(WHOLE), size).reshape(2, size // 2))
+    spec = QuantSpec(name).resolve(1)
+    q, y = quantize.gelu_and_pack(xp, x, spec)()
+    same_parts(q, quantize.pack(xp, x.reshape(-1), spec)(), name)
+    got, expected = (np.asarray(a.get()) for a in (y, elementwise.unary("gelu", x, xp)))
+    live = ~np.isnan(expected)
+    assert got.shape == x.shape and np.isnan(got[~live]).all()
+    np.testing.assert_array_equal(got[live].view(np.uint16), expected[live].view(np.uint16))
+
+
+def test_what_is_not_packed_beside_gelu(xp: Any) -> None:
+    spec = QuantSpec("mxfp8_e4m3").resolve(1)
+    for x in (np.ones(64, np.float32), np.ones(40, HALF), np.ones((64, 64), HALF).T):
+        assert not quantize.gelu_and_pack(xp, xp.asarray(x) if x.ndim == 1 else x, spec)
+    assert not quantize.gelu_and_pack(xp, xp.asarray(np.ones(64, HALF)), QuantSpec("nvfp4"))
 
 
 @pytest.mark.parametrize("name", NAMES)
