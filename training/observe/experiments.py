@@ -127,12 +127,13 @@ EXPERIMENTS: dict[str, Experiment] = {
         seeds=3,
         telemetry=100,
     ),
-    "3m_short": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=10, rounds=5),
+    # The rates of a size whose trials are done: one for all lengths.
+    "3m_short": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=5, rounds=5, rates=(4e-3,)),
     "3m": _llama("3m", 3.1e6, 64, _ARMS, 3),
-    "3m_long": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=100),
-    "10m_short": _llama("10m", 10.6e6, 64, _ARMS, 3, tokens=10, rounds=5),
+    "3m_long": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=100, rates=(4e-3,)),
+    "10m_short": _llama("10m", 10.6e6, 64, _ARMS, 3, tokens=5, rounds=5, rates=(2e-3,)),
     "10m": _llama("10m", 10.6e6, 128, _ARMS, 3),
-    "30m_short": _llama("30m", 29.5e6, 128, _ARMS, 3, tokens=10, rounds=5, rates=_LARGE),
+    "30m_short": _llama("30m", 29.5e6, 128, _ARMS, 3, tokens=5, rounds=5, rates=_LARGE),
     "30m": _llama("30m", 29.5e6, 128, _ARMS, 3, rates=_LARGE),
     "98m": _llama(
         "98m", 100.6e6, 512, ("bf16", "mxfp8_nvidia", "mxfp4", "quartet", "quartet2"), 1,
