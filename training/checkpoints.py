@@ -21,6 +21,7 @@ from extensor.quant import QuantArray
 from extensor.quant.recipe_state import counts_from_rows
 from extensor.schema import SchemaError, check, record
 
+from .parallel import parameter_of
 from .records import EpochReport, Position
 
 __all__ = ["load_run", "read_checkpoint", "save_run"]
@@ -46,15 +47,23 @@ class _Metadata(TypedDict):
 def save_run(run: Any, path: Path) -> None:
     """Write a checkpoint of a `training.loop.Trainer` atomically.
 
-    Where it is a folder, all ranks call this together; else one, which needs no other.
+    Where it is a folder, and where ranks share blocks, all ranks call this together; else one,
+    which needs no other.
     """
-    sharded, ranks = run.config.sharded_checkpoint, run.ranks
+    sharded, ranks, parallel = run.config.sharded_checkpoint, run.ranks, run.parallel
     whole = run.optimizer
     shared = isinstance(whole, ShardedOptimizer)
     optimizer = whole.state_share() if shared else whole.state_dict()
+    model = run.model.state_dict()
+    if parallel is not None:
+        if run.grid.data.rank:
+            return
+        model, optimizer = parallel.gather(model), parallel.gather(optimizer, parameter_of)
+        if ranks.rank:
+            return
     arrays = {k: v for k, v in optimizer.items() if isinstance(v, (np.ndarray, QuantArray))}
     states = {f"optimizer.{name}": value for name, value in arrays.items()}
-    tensors = {f"model.{name}": value for name, value in run.model.state_dict().items()}
+    tensors = {f"model.{name}": value for name, value in model.items()}
     if not shared:
         tensors |= states
     if sharded:
@@ -154,8 +163,11 @@ def _take_over(run: Any, metadata: _Metadata, tensors: dict[str, Any]) -> None:
         if part not in parts:
             raise SchemaError(f"{name!r}: expected tensors of {', '.join(parts)}")
         parts[part][rest] = value
-    run.model.load_state_dict(parts["model"])
-    run.optimizer.load_state_dict({**metadata["optimizer"], **parts["optimizer"]})
+    model, optimizer = parts["model"], {**metadata["optimizer"], **parts["optimizer"]}
+    if run.parallel is not None:
+        model, optimizer = run.parallel.cut(model), run.parallel.cut(optimizer, parameter_of)
+    run.model.load_state_dict(model)
+    run.optimizer.load_state_dict(optimizer)
     if run.config.error_feedback:
         load_residuals(run.buckets, dict(run.model.named_parameters()), parts["residual"])
     run.quant.load_telemetry(counts)

@@ -135,6 +135,12 @@ class Settings:
         "none",
         among=SHARDS,
     )
+    tensor_parallel: int = setting(
+        "Ranks that share each transformer block: some of its heads and hidden values each. The "
+        "others share the micro-batches, so that N ranks are N / this.",
+        1,
+        check=AT_LEAST_1,
+    )
     optimizer: str = setting(
         "Optimizer (listed above). Its master weights are float32 in every recipe (see --weights).",
         "sgd",
@@ -296,6 +302,7 @@ class Settings:
                 "is held out; the way out: add --val-share 0.1, or leave --patience out"
             )
         self._check_update()
+        self._check_parallel()
         if self.error_feedback and "mxint" not in self.grad_comm:
             raise ValueError(
                 "--grad-rounding: error_feedback: expected --grad-comm mxint8 or mxint16, got "
@@ -313,6 +320,33 @@ class Settings:
     def _require(self, name: str, good: bool, expected: str) -> None:
         if not good:
             raise ValueError(f"{flag_of(name)}: expected {expected}, got {getattr(self, name)!r}")
+
+    def _check_parallel(self) -> None:
+        """Refuse what looks at whole weights beside blocks that ranks share."""
+        for good, what, way_out in (
+            (self.shard == "none", f"--shard {self.shard} divides whole weights", "--shard none"),
+            (
+                not self.error_feedback,
+                "what rounding left over is kept of whole weights",
+                "--grad-rounding stochastic",
+            ),
+            (
+                self.update == "after_backward",
+                "ranks add up gradients of norms after the backward pass",
+                "--update after_backward",
+            ),
+            (self.weights == "float32", "weights are split in float32", "--weights float32"),
+            (
+                self.optimizer_states == "float32",
+                f"blocks of {self.optimizer_states} run along whole weights",
+                "--optimizer-states float32",
+            ),
+        ):
+            if self.tensor_parallel > 1 and not good:
+                raise ValueError(
+                    f"--tensor-parallel {self.tensor_parallel}: {what}; the way out: {way_out}, or "
+                    "leave --tensor-parallel out"
+                )
 
     def _check_update(self) -> None:
         """Refuse what needs all gradients at once beside updates in the backward pass."""

@@ -44,6 +44,7 @@ from .data import prefetch
 from .metrics import Scores, label_ranks
 from .micro_batches import MicroBatch, MicroBatches, Outcome
 from .optimizers import make_optimizer, make_schedule
+from .parallel import check_optimizer, grid_of, split_blocks
 from .ranks import check_captured, check_weights
 from .records import EpochReport, Position, StepReport, finite, share
 from .result import build_result, slot_healths
@@ -117,13 +118,17 @@ class Trainer:
         self.task: Any = TASKS[RUNS[config.model].task](config, data) if task is None else task
         self.batches = self.task.batches
         self.model_config = models.config(config.model, config.variant, **self.task.shapes())
+        self.grid = grid_of(self.ranks, config.tensor_parallel)
         self.model = self.fresh_model()
+        self.parameter_count = sum(param.size for param in self.model.parameters())
         self.quant = apply_recipe(
             self.model, config.resolved_recipe, config.seed, ACTIVATIONS[config.activations]
         )
         for phase in config.recipe_schedule.phases:  # a rule that matches nothing fails now
             assign_recipe(self.model, phase.recipe)
-        parts = config.micro_batches or self.ranks.size
+        self.parallel = split_blocks(self.model, self.grid, config)
+        workers = self.grid.data.size
+        parts = config.micro_batches or workers
         if parts > 1 and config.update == "in_backward":
             raise ValueError(
                 f"--update in_backward: expected one micro-batch on one rank, got {parts}; leave "
@@ -134,13 +139,16 @@ class Trainer:
                 f"--update in_backward: {config.recipe} changes its layers' scale rules where "
                 "steps are counted; take another recipe, or leave --update out"
             )
-        if parts < self.ranks.size:
+        if parts < workers:
             raise ValueError(
-                f"--micro-batches: expected at least one for each of the {self.ranks.size} ranks, "
+                f"--micro-batches: expected at least one for each of the {workers} ranks, "
                 f"got {parts}; the way out: fewer ranks, or a new run of more micro-batches"
             )
-        self.micro_batches = MicroBatches(self.model, self.quant, parts, self.ranks)
+        grid, parallel = self.grid, self.parallel
+        self.micro_batches = MicroBatches(self.model, self.quant, parts, grid, parallel)
         self.optimizer = make_optimizer(self.model, config)
+        if parallel is not None:
+            check_optimizer(self.optimizer)
         self.buckets = self._make_buckets()
         self.schedule = make_schedule(config, self.batches)
         dynamic = config.loss_scale == "dynamic"
@@ -195,7 +203,8 @@ class Trainer:
         self._told_to_stop = True
         if self.ranks.size > 1 and self._patience is None:
             self._patience = self.ranks.timeout
-            self.ranks.timeout = GRACE_SECONDS  # the launcher may have said so since a rank is dead
+            # The launcher may have said so since a rank is dead.
+            self.grid.set_timeout(GRACE_SECONDS)
 
     def fit(self) -> dict[str, Any]:
         """Train to the end from where the run is; returns the result, also in result.json.
@@ -347,6 +356,8 @@ class Trainer:
                     self._backward(part)
         if self.buckets is not None:
             self.buckets.finish(step)
+        if self.parallel is not None:
+            self.parallel.finish()
         outcome = micro.end(self._told_to_stop)
         if self.config.update == "after_backward":
             self._update(batch)
@@ -354,13 +365,13 @@ class Trainer:
 
     def _make_buckets(self) -> GradientBuckets | None:
         """What sums gradients over micro-batches and ranks; None where one rank adds floats."""
-        config = self.config
-        if self.ranks.size == 1 and config.grad_comm == "float32" and config.shard == "none":
+        config, ranks = self.config, self.grid.data
+        if ranks.size == 1 and config.grad_comm == "float32" and config.shard == "none":
             return None
         how: dict[str, Any] = {}
         if "mxint" in config.grad_comm:
             how["error_feedback"] = config.error_feedback
-        args = (list(self.model.parameters()), self.ranks, config.grad_comm)
+        args = (list(self.model.parameters()), ranks, config.grad_comm)
         if config.shard == "none":
             return GradientBuckets(*args, seed=config.seed, **how)
         how["seed"] = config.seed
@@ -396,7 +407,13 @@ class Trainer:
         if batch is not None:
             for callback in self.callbacks:
                 callback.on_gradients(self, batch)
-        if self.config.clip_norm and (self.buckets is None or self.graph):
+        if self.config.clip_norm and self.parallel is not None:
+            split = self.parallel.split
+            params = dict(self.model.named_parameters())
+            whole = [param for name, param in params.items() if name not in split]
+            parts = [params[name] for name in sorted(split)]
+            clip_in_any_order(parts, self.config.clip_norm, self.grid.tensor, whole)
+        elif self.config.clip_norm and (self.buckets is None or self.graph):
             clip_grad_norm(self.optimizer.params, self.config.clip_norm, nonfinite="return")
         elif self.config.clip_norm:
             holders = None if self.config.shard == "none" else self.ranks
@@ -540,24 +557,25 @@ class Trainer:
         """
         scores, drawn = self.task.scores(), getattr(self.task, part)(self.task.eval_batch)
         mine: list[Scores] = []
+        workers = self.grid.data
         counts = dict(self.quant.telemetry)
         self.quant.step = self.position.step  # the same random bits at any time, resumed or not
         self.model.eval()
         try:
             with no_grad(), self.whole():
                 for index, batch in enumerate(drawn):
-                    if index % self.ranks.size == self.ranks.rank:
+                    if index % workers.size == workers.rank:
                         self.quant.micro_batch = index
                         mine.append(self.task.scores())
                         rows, labels, loss = self.forward(batch)
                         mine[-1].add(rows, labels, float(loss.item()))
-            everyone = self.ranks.all_gather_object(mine)
+            everyone = workers.all_gather_object(mine)
         finally:
             self.quant.micro_batch = 0
             self.model.train()
             self.quant.load_telemetry(counts)
         for number in range(sum(map(len, everyone))):  # in the order of batches
-            scores.merge(everyone[number % self.ranks.size][number // self.ranks.size])
+            scores.merge(everyone[number % workers.size][number // workers.size])
         return scores
 
     def _observe(self, report: EpochReport) -> None:
@@ -582,14 +600,16 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Write a checkpoint atomically: all ranks their parts, or rank 0 what all ranks have."""
-        if self.ranks.rank == 0 or self.config.sharded_checkpoint:
+        parts = self.config.sharded_checkpoint or self.parallel is not None
+        if self.ranks.rank == 0 or parts:
             with self.whole():
                 save_run(self, path)
 
     def _save_alone(self) -> None:
         """Save the last finished step, whichever ranks are left; not where a part is lost."""
         self.micro_batches.rewind()
-        if self._consistent and not self.config.sharded_checkpoint:
+        parts = self.config.sharded_checkpoint or self.parallel is not None
+        if self._consistent and not parts:
             with suppress(OSError):  # what ended the run is said, and may be a full disk
                 save_run(self, self.last)
 
@@ -609,7 +629,7 @@ class Trainer:
     def _stop_if_interrupted(self) -> None:
         if self._interrupted or (self._told_to_stop and self.ranks.size == 1):
             if self._patience is not None:  # a step later all ranks have heard: none is dead
-                self.ranks.timeout = self._patience
+                self.grid.set_timeout(self._patience)
             self.save(self.last)
             self.ranks.barrier()
             raise Interrupted

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from extensor.distributed import Communicator
+from extensor.distributed import TensorParallel
 from extensor.nn import BatchNorm2d, Dropout
 from extensor.quant import QuantStats
 from extensor.quant.recipe import SLOTS
 from extensor.quant.recipe_state import RecipeState
 
 from .batch import Batch, Whole
+from .parallel import RankGrid
 
 __all__ = ["MicroBatch", "MicroBatches", "Outcome", "shares"]
 
@@ -76,12 +77,22 @@ class MicroBatches:
         model: in training.
         quant: its recipe's state.
         parts: micro-batches in a batch.
-        ranks: who shares them: rank r takes neighbouring ones.
+        grid: its data parallel ranks share them: rank r takes neighbouring ones.
+        parallel: the blocks that tensor parallel ranks share, or None.
     """
 
-    def __init__(self, model: Any, quant: RecipeState, parts: int, ranks: Communicator) -> None:
-        self.quant, self.parts, self.ranks = quant, parts, ranks
-        self.mine = range(parts)[shares(parts, ranks.size)[ranks.rank]]
+    def __init__(
+        self,
+        model: Any,
+        quant: RecipeState,
+        parts: int,
+        grid: RankGrid,
+        parallel: TensorParallel | None = None,
+    ) -> None:
+        self.quant, self.parts, self.ranks = quant, parts, grid.all
+        self._parallel = parallel if grid.tensor.rank else None
+        self.mine = range(parts)[shares(parts, grid.data.size)[grid.data.rank]]
+        ranks = grid.all
         modules = list(model.modules())
         norms = [m for m in modules if isinstance(m, BatchNorm2d)]
         self.running = [b for m in norms for b in (m.running_mean, m.running_var)]
@@ -161,6 +172,9 @@ class MicroBatches:
         none = QuantStats()
         found = {k: v for k, v in self.quant.telemetry.items() if not k[1].endswith(".w")}
         found |= self._weights
+        if self._parallel is not None:  # what its tensor parallel ranks have alike counts once
+            self._rows[...] = 0
+            found = {k: v for k, v in found.items() if self._parallel.divides(*k)}
         unknown = sorted(found.keys() - set(keys))
         assert not unknown, unknown
         numbers = [_numbers(found.get(key, none)) for key in keys]

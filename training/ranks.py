@@ -86,6 +86,11 @@ def check_captured(run: Any) -> None:
     config, micro, size = run.config, run.micro_batches, run.ranks.size
     for good, what, way_out in (
         (
+            config.tensor_parallel == 1,
+            "ranks that share blocks wait for each other inside",
+            "leave --tensor-parallel out",
+        ),
+        (
             micro.parts == size,
             f"a captured step is one micro-batch on each rank, got {micro.parts} on {size}",
             "as many --micro-batches as ranks",
@@ -107,6 +112,8 @@ def check_captured(run: Any) -> None:
 
 
 def _weights(run: Any) -> str:
+    if run.parallel is not None:
+        return digest(array for _, array in sorted(run.parallel.state_dict().items()))
     with run.whole():
         return digest(param.to("cpu").numpy() for param in run.model.parameters())
 

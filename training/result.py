@@ -10,7 +10,6 @@ import sys
 from importlib import metadata
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from extensor import ExTensor
@@ -82,7 +81,7 @@ def build_result(run: RunView) -> dict[str, Any]:
         "optimizer_bytes": run.optimizer.nbytes,
         "peak_rss_mb": peak_rss_mb(),
         "health": [{**dataclasses.asdict(row), "verdict": row.verdict} for row in run.health],
-        "parameters": sum(int(np.prod(p.shape)) for p in run.model.parameters()),
+        "parameters": run.parameter_count,
         **scores.details(),
         "versions": {
             "python": platform.python_version(),

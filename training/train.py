@@ -70,7 +70,8 @@ def train(
     except RuntimeError as missing:
         raise UsageError(f"--device {config.device}: {missing}") from missing
     if ranks.size > 1 and not config.micro_batches and not resume:
-        config = dataclasses.replace(config, micro_batches=ranks.size)
+        parts = -(-ranks.size // config.tensor_parallel)
+        config = dataclasses.replace(config, micro_batches=parts)
     error: Exception | None = None
     try:
         if graph:
@@ -91,7 +92,10 @@ def train(
         raise error
     check_start(trainer)
     if ranks.size > 1:
-        console.print(f"{ranks.size} ranks share {trainer.micro_batches.parts} micro-batches")
+        shared = trainer.micro_batches.parts
+        blocks = config.tensor_parallel
+        tensor = f", {blocks} of them each block" if blocks > 1 else ""
+        console.print(f"{ranks.size} ranks share {shared} micro-batches{tensor}")
     if resume:
         done = trainer.position
         console.print(f"resuming in epoch {done.epoch}, after step {done.step}")

@@ -74,7 +74,10 @@ def _block_sums(values: Array) -> Array:
 
 
 def clip_grad_norm(
-    params: Iterable[ExTensor], max_norm: float, ranks: Communicator | None = None
+    params: Iterable[ExTensor],
+    max_norm: float,
+    ranks: Communicator | None = None,
+    shared: Iterable[ExTensor] = (),
 ) -> float:
     """Scale gradients in place so that their joint 2-norm is at most ``max_norm``.
 
@@ -85,6 +88,7 @@ def clip_grad_norm(
         params: tensors; those without a gradient are skipped.
         max_norm: above 0.
         ranks: who holds the other parts; None if each rank holds all.
+        shared: tensors that all ``ranks`` hold alike: they count once.
 
     Returns:
         The norm before clipping; where it is not finite, nothing is scaled.
@@ -100,10 +104,13 @@ def clip_grad_norm(
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm: expected a number above 0, got {max_norm!r}")
-    grads = [(p.grad.data, p.backend) for p in params if p.grad is not None]
-    xp = grads[0][1].xp if grads else np  # all are of one device
-    norm = math.sqrt(square_sum([grad for grad, _ in grads], ranks, xp))
+    own, alike = (
+        [(p.grad.data, p.backend) for p in each if p.grad is not None] for each in (params, shared)
+    )
+    xp = (own + alike)[0][1].xp if own or alike else np  # all are of one device
+    counted = own + (alike if ranks is None or ranks.rank == 0 else [])
+    norm = math.sqrt(square_sum([grad for grad, _ in counted], ranks, xp))
     if norm > max_norm and math.isfinite(norm):
-        for grad, backend in grads:
+        for grad, backend in own + alike:
             backend.scale_multi_tensor([grad], max_norm / norm)
     return norm

@@ -14,7 +14,7 @@ Sources: Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., arXiv 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,7 @@ class TensorParallel:
 
     Attributes:
         split: names of parameters of which this rank has a part.
+        elsewhere: names of parameters that rank 0 alone has: biases of second layers.
 
     Raises:
         ValueError: if there are no blocks, if ranks do not divide heads or hidden values, or a
@@ -104,6 +105,7 @@ class TensorParallel:
         self.model, self.ranks = model, ranks
         self._parts: dict[int, tuple[int, list[list[Part]]]] = {}
         self._norms: list[Parameter] = []
+        self._operands: dict[str, str] = {}
         places = list(_blocks(model))
         if not places:
             raise ValueError(
@@ -113,6 +115,8 @@ class TensorParallel:
         for path, _, block in places:  # all of them are checked before one is changed
             for name, layer, axis, every in _layers(block, ranks.size):
                 _check_blocks(f"{path}.{name}", layer, axis, every)
+                self._operands[f"{path}.{name}"] = "xw" if axis else "wg"
+        before = {name for name, _ in model.named_parameters()}
         for _, (blocks, index), block in places:
             self._split(block)
             last = index == len(blocks) - 1
@@ -120,6 +124,7 @@ class TensorParallel:
         self.split = frozenset(
             name for name, param in model.named_parameters() if id(param) in self._parts
         )
+        self.elsewhere = frozenset(before - {name for name, _ in model.named_parameters()})
 
     def _split(self, block: TransformerBlock) -> None:
         size, rank = self.ranks.size, self.ranks.rank
@@ -145,10 +150,32 @@ class TensorParallel:
         self._parts[id(made)] = axis, every
         return made
 
+    def divides(self, path: str, slot: str) -> bool:
+        """Whether each rank has a part of a layer's operand; else all have the same.
+
+        Args:
+            path: of the layer.
+            slot: of a recipe, such as ``"fprop.x"``.
+
+        Returns:
+            True for weights of split layers, outputs' gradients of first layers and inputs of
+            second ones.
+
+        >>> from extensor.distributed import LocalCommunicator
+        >>> from extensor.distributed.tensor_parallel import TensorParallel
+        >>> attention = et.nn.MultiheadAttention(64, heads=4, rng=0)
+        >>> block = et.nn.TransformerBlock(attention, et.nn.FeedForward(64, 256, rng=1))
+        >>> model = et.nn.Sequential(et.nn.ModuleList([block]))
+        >>> parallel = TensorParallel(model, LocalCommunicator())
+        >>> parallel.divides("0.0.attention.qkv", "fprop.x")
+        False
+        """
+        return slot[-1] in self._operands.get(path, "")
+
     def finish(self) -> None:
         """Sum the norms' gradients, of which each rank has its tokens' alone, after backward.
 
-        All ranks call this together.
+        If a gradient of one rank is not finite, no rank's are then. All ranks call this together.
 
         >>> from extensor.distributed import LocalCommunicator
         >>> from extensor.distributed.tensor_parallel import TensorParallel
@@ -169,6 +196,13 @@ class TensorParallel:
                 end = start + param.size
                 param.grad = wrap(flat[start:end].reshape(param.shape), param.backend)
                 start = end
+        grads = [p.grad.data for p in self.model.parameters() if p.grad is not None]
+        finite = self._norms[0].backend.all_finite_multi_tensor(grads)
+        bad = np.array([int(not all(finite))])
+        self.ranks.all_reduce(bad, "max").wait()
+        if bad[0]:
+            for grad in grads:
+                grad[...] = np.nan
 
     def state_dict(self) -> dict[str, Array]:
         """The whole model's weights, on all ranks, which call this together.
@@ -211,12 +245,76 @@ class TensorParallel:
             name: wrap(array, params[name].backend).to("cpu").numpy()
             for name, array in tensors.items()
         }
-        everyone = self.ranks.all_gather_object(host)
-        found = dict(everyone[0])  # all parameters: the second layers' biases are rank 0's
-        for name in host.keys() & self.split:
-            axis, every = self._parts[id(params[name])]
-            found[name] = _join([each[name] for each in everyone], axis, every)
+        return self.gather(host)
+
+    def gather(
+        self, host: Mapping[str, Any], of: Callable[[str], str] = lambda key: key
+    ) -> dict[str, Any]:
+        """Put host arrays together; what is not of a split parameter is as rank 0 has it.
+
+        Args:
+            host: this rank's values.
+            of: gives the name of the parameter that a key is of.
+
+        Returns:
+            The whole, on all ranks, which call this together.
+
+        >>> from extensor.distributed import LocalCommunicator
+        >>> from extensor.distributed.tensor_parallel import TensorParallel
+        >>> attention = et.nn.MultiheadAttention(64, heads=4, rng=0)
+        >>> block = et.nn.TransformerBlock(attention, et.nn.FeedForward(64, 256, rng=1))
+        >>> model = et.nn.Sequential(et.nn.ModuleList([block]))
+        >>> TensorParallel(model, LocalCommunicator()).gather({"step": 3})
+        {'step': 3}
+        """
+        params = dict(self.model.named_parameters())
+        split = {key for key in host if of(key) in self.split}
+        rank = self.ranks.rank
+        everyone = self.ranks.all_gather_object(
+            {key: value for key, value in host.items() if rank == 0 or key in split}
+        )
+        found = dict(everyone[0])  # the second layers' biases, too, which are rank 0's
+        for key in split:
+            axis, every = self._parts[id(params[of(key)])]
+            found[key] = _join([each[key] for each in everyone], axis, every)
         return found
+
+    def cut(
+        self, whole: Mapping[str, Any], of: Callable[[str], str] = lambda key: key
+    ) -> dict[str, Any]:
+        """This rank's part of what `gather` gave: of loaded weights or an optimizer's state.
+
+        Args:
+            whole: values by key.
+            of: as for `gather`.
+
+        Returns:
+            Split arrays cut; without what is of parameters that another rank alone has.
+
+        >>> from extensor.distributed import LocalCommunicator
+        >>> from extensor.distributed.tensor_parallel import TensorParallel
+        >>> attention = et.nn.MultiheadAttention(64, heads=4, rng=0)
+        >>> block = et.nn.TransformerBlock(attention, et.nn.FeedForward(64, 256, rng=1))
+        >>> model = et.nn.Sequential(et.nn.ModuleList([block]))
+        >>> TensorParallel(model, LocalCommunicator()).cut({"step": 3})
+        {'step': 3}
+        """
+        params = dict(self.model.named_parameters())
+        found = {}
+        for key, value in whole.items():
+            name = of(key)
+            if name in self.elsewhere:
+                continue
+            if name in self.split and value.shape == self._whole_shape(params[name]):
+                axis, every = self._parts[id(params[name])]
+                value = _take(value, axis, every[self.ranks.rank], np)
+            found[key] = value
+        return found
+
+    def _whole_shape(self, param: Parameter) -> tuple[int, ...]:
+        axis, every = self._parts[id(param)]
+        length = sum(n for parts in every for _, n in parts)
+        return (*param.shape[:axis], length, *param.shape[axis + 1 :])
 
 
 def _blocks(model: Module) -> Iterator[tuple[str, tuple[ModuleList, int], TransformerBlock]]:

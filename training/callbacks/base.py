@@ -29,6 +29,7 @@ class RunView(Protocol):
     config: RunConfig
     out: Path
     ranks: Communicator
+    parameter_count: int
     task: Any
     model: Any
     quant: RecipeState

@@ -21,6 +21,7 @@ from extensor.training.callbacks import Callback, EarlyStopping, SaveCheckpoint
 from extensor.training.config import RunConfig
 from extensor.training.loop import Interrupted, Trainer
 from extensor.training.micro_batches import MicroBatches, shares
+from extensor.training.parallel import grid_of
 from extensor.training.rundir import UsageError
 from extensor.training.runs import RUNS, defaults
 from extensor.training.tasks import TASKS
@@ -223,9 +224,9 @@ def test_a_rank_draws_its_rows_alone(model: str, changes: dict[str, Any]) -> Non
     whole = list(task.training(1, 0))
     net, state = et.nn.Linear(2, 2, rng=0), RecipeState(RECIPES["fp32"])
     ranks = [LocalCommunicator(rank, 3, None) for rank in range(3)]
-    shared = [MicroBatches(net, state, 4, each) for each in ranks]
+    shared = [MicroBatches(net, state, 4, grid_of(each, 1)) for each in ranks]
     drawn = [list(task.training(1, 0, each.rows)) for each in shared]
-    alone = MicroBatches(net, state, 4, LocalCommunicator())
+    alone = MicroBatches(net, state, 4, grid_of(LocalCommunicator(), 1))
     for index, batch in enumerate(whole):
         parts = [each[index] for each in drawn]
         assert [len(part.inputs) for part in parts] == [5, 3, 2]
