@@ -26,8 +26,9 @@ from extensor.quant.array import QuantArray
 from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import conv_pool, multi_tensor, nn, quantize, reduction
+from extensor_cuda import conv_pool, decoding, multi_tensor, nn, quantize, reduction
 from extensor_cuda.dispatch import Route, routed
+from extensor_cuda.kernels.attention import cached
 from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.matmul.dense import dense_product
 from extensor_cuda.matmul.fallback_count import FallbackCounter, SharedCounter
@@ -96,6 +97,15 @@ def _dequantize_on_host(
     return backend.xp.asarray(registry.get("cpu").dequantize(replace(q, **there), dtype))
 
 
+def _cached_attention(backend: CudaBackend, gap: Unsupported, *args: Any) -> Array:
+    if current_capture() is not None:
+        raise RuntimeError(
+            f"capture: attention to a cache has no kernel for {gap.reason}, and a replay would see "
+            "no new tokens; call the model without capture"
+        )
+    return GenericBackend.cached_attention(backend, *args)
+
+
 def _grad_plus_addend(generic: Callable[..., tuple[Array, ...]]) -> Callable[..., Any]:
     """A generic gradient method, whose first result is added to an ``addend``."""
 
@@ -133,6 +143,7 @@ ROUTES: dict[str, Route] = {
         for name in room.__all__
     },
     # matmul; the table of operands is extensor_cuda.matmul.prepare's
+    "cached_attention": Route(decoding.cached_attention, fallback=_cached_attention),
     "prepare": Route(
         _prepare, run=lambda plan: plan, path=attrgetter("path"), fallback_path="host"
     ),
@@ -238,6 +249,7 @@ class CudaBackend(GenericBackend):
     packs_floats = False
     groups_products = True
     multi_tensor_states = frozenset(STATES)
+    captured_heads = frozenset(cached.HEADS)
     accumulating_vjps = frozenset({"layer_norm", "rms_norm"})
     overwriting_vjps = frozenset({"gelu_exact"})
     # Packing takes 2% to 3.5% of a block's step here, and its peak stays (docs/log, packed-inputs).

@@ -17,8 +17,9 @@ import numpy as np
 from extensor.autograd.capture import capture
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
+from extensor.backends import registry
 from extensor.generation.sampling import Sampling, is_whole, sample
-from extensor.nn.kv_cache import Cache
+from extensor.nn.kv_cache import Cache, KVCache
 from extensor.nn.module import Module, evaluating
 
 __all__ = ["generate", "next_tokens", "pad_left"]
@@ -149,9 +150,9 @@ def _steps(
     limits: tuple[int, int | None, str],
 ) -> Generator[Array, None, None]:
     chunk, context, device = limits
-    decode = None  # one token a row, repeated without the model's Python
-    if device == "cpu" and mask is None and getattr(model, "recordable", False):
-        decode = capture(lambda tokens: model(tokens, cache=cache)[:, -1])
+    decode = None
+    if mask is None and cache is not None and getattr(model, "recordable", False):
+        decode = _NextToken(model, cache, device)
     real = np.ones(rows.shape, bool) if mask is None else mask
     seen = [row[kept] for row, kept in zip(rows, real, strict=True)]
     with evaluating(model):
@@ -160,9 +161,8 @@ def _steps(
                 start = max(0, rows.shape[1] - context) if context else 0
                 part = None if mask is None else mask[:, start:]
                 scores = _scores(model, rows[:, start:], part, None, device)
-            elif decode is not None and rows.shape[1] - cache.length == 1:
-                with no_grad():
-                    scores = decode(ExTensor.from_numpy(rows[:, -1:])).to("float32").numpy()
+            elif decode is not None and rows.shape[1] - cache.length == 1 and decode.is_repeatable:
+                scores = decode(rows[:, -1:])
             else:
                 scores = _extend(model, rows, mask, cache, (chunk, device))
             token = sample(scores, seen, how, step)
@@ -171,6 +171,34 @@ def _steps(
             seen = [np.append(old, one) for old, one in zip(seen, token, strict=True)]
             if mask is not None:
                 mask = np.concatenate([mask, np.ones((len(rows), 1), bool)], axis=1)
+
+
+class _NextToken:
+    """The logits after one more token of each row, repeated without the model's Python."""
+
+    def __init__(self, model: Module, cache: Cache, device: str) -> None:
+        self.cache, self.device = cache, device
+        self.step = capture(lambda tokens: model(tokens, cache=cache)[:, -1])
+        self.capacity = 0
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the device can repeat the step; a CPU can, a GPU where its kernels append."""
+        cache, device = self.cache, self.device
+        return device == "cpu" or (
+            isinstance(cache, KVCache) and cache.can_replay(registry.get(device))
+        )
+
+    def __call__(self, tokens: Array) -> Array:
+        """Tokens (B, 1) -> logits (B, V)."""
+        if self.device != "cpu" and isinstance(self.cache, KVCache):
+            if self.cache.capacity != self.capacity:  # its memory has moved
+                self.step.close()
+            self.capacity = self.cache.capacity
+        with no_grad():
+            logits = self.step(ExTensor.from_numpy(tokens).to(self.device))
+        found: Array = logits.to("cpu").to("float32").numpy()
+        return found
 
 
 def _extend(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from extensor.autograd.recording import replayed
 from extensor.autograd.tensor import ExTensor, wrap
+from extensor.backends.capture import StepCapture
 from extensor.backends.protocol import Backend
 from extensor.nn.checks import check_size
 from extensor.nn.kv_storage import make_storage
@@ -99,6 +101,8 @@ class KVCache:
                 f"windows: expected one for each of {layers} layers, got {len(windows)}"
             )
         self._count = np.zeros(1, np.int64)
+        self._captures: Callable[[], Backend | None] = lambda: None
+        self._frozen: Callable[[], StepCapture | None] = lambda: None
         self._kept = [
             _Layer(
                 check_size("capacity", capacity),
@@ -118,6 +122,15 @@ class KVCache:
         return int(self._count[0])
 
     @property
+    def capacity(self) -> int:
+        """Tokens that fit before a layer's memory moves, which ends a GPU's captured step.
+
+        >>> et.nn.KVCache(layers=1, capacity=16).capacity
+        16
+        """
+        return min(kept.capacity for kept in self._kept)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the memory that is allocated.
 
@@ -125,6 +138,39 @@ class KVCache:
         0
         """
         return sum(a.nbytes for layer in self._kept for parts in layer.parts for a in parts)
+
+    def can_replay(self, backend: Backend) -> bool:
+        """Whether `attend` takes a next token on a backend, so that a captured step repeats it.
+
+        Args:
+            backend: of the keys and values that each layer has been given.
+
+        >>> et.nn.KVCache(layers=1).can_replay(et.ones(1).backend)
+        False
+        """
+        sizes = backend.captured_heads
+        return all(
+            kept.window is None
+            and bool(kept.parts)
+            and self._storage.keeps(kept.keys)
+            and (sizes is None or kept.keys.shape[3] in sizes)
+            for kept in self._kept
+        )
+
+    def tokens_on_device(self, backend: Backend) -> Any:
+        """While a GPU's step is captured: `length`, int64 of shape (), as each replay finds it.
+
+        Args:
+            backend: the GPU's.
+
+        Returns:
+            The device's number; None outside a capture.
+
+        >>> et.nn.KVCache(layers=1).tokens_on_device(et.ones(1).backend) is None
+        True
+        """
+        capture = backend.capturing
+        return None if capture is None else self._kept[0].length_in(capture)
 
     def update(self, layer: int, k: ExTensor, v: ExTensor) -> tuple[ExTensor, ExTensor, Slots]:
         """Append a layer's new keys and values.
@@ -149,6 +195,12 @@ class KVCache:
         """
         kept = self._checked(layer, k, v)
         backend = k.backend
+        if backend.capturing is not None:
+            raise RuntimeError(
+                "capture: a GPU's replay would write to the same place of the cache each time; "
+                "capture one token, of a cache without windows that keeps keys as they come, or "
+                "call the model without capture"
+            )
         append = functools.partial(self._update, kept, backend)
         keys, values = replayed("KVCache.update", append, k.data, v.data, grows=True)
         end = self.length + k.shape[2]
@@ -157,7 +209,7 @@ class KVCache:
     def attend(self, layer: int, q: ExTensor, k: ExTensor, v: ExTensor) -> ExTensor | None:
         """Append one new token's key and value, and attend from it to all tokens.
 
-        Gives the bits of `update` and `extensor.scaled_dot_product_attention`, and on a CPU a
+        On a CPU it gives the bits of `update` and `extensor.scaled_dot_product_attention`; a
         captured step repeats it without Python.
 
         Args:
@@ -165,6 +217,8 @@ class KVCache:
             q: queries (B, H, 1, d).
             k: see `update`.
             v: see `update`.
+
+        On a GPU a replay counts the cache's tokens by itself, until its memory is full: `capacity`.
 
         Returns:
             (B, H, 1, dv); or None, and nothing is appended, for several tokens, a layer with a
@@ -185,6 +239,9 @@ class KVCache:
             return None
         self._checked(layer, k, v)
         kept.make_room([(k.data,), (v.data,)])
+        self._captures = weakref.ref(backend)
+        if backend.capturing is not None:
+            self._freeze(backend.capturing)
         scale = 1.0 / math.sqrt(q.shape[3])
 
         def run(q: Any, k: Any, v: Any, *_: Any) -> Any:
@@ -192,6 +249,16 @@ class KVCache:
 
         given = q.data, k.data, v.data, kept.length, kept.place
         return wrap(replayed("KVCache.attend", run, *given, python=False), backend)
+
+    def _freeze(self, capture: StepCapture) -> None:
+        """Have replays refused that would write to memory that is full or has gone."""
+        if self._frozen() is capture:
+            return
+        first, self._frozen = self._kept[0], weakref.ref(capture)
+        capture.frozen(
+            "whether a cache's memory was full, and how often it moved",
+            lambda: (self.length >= first.capacity, first.moves),
+        )
 
     def _checked(self, layer: int, k: ExTensor, v: ExTensor) -> _Layer:
         """The layer that keys and values are for; see `update`."""
@@ -232,6 +299,10 @@ class KVCache:
         >>> cache.length
         4
         """
+        backend = self._captures()
+        if backend is not None and backend.capturing is not None:
+            backend.capturing.on_replay(lambda: self._advance(tokens))
+            return
         replayed("KVCache.advance", lambda: self._advance(tokens))
 
     def _advance(self, tokens: int) -> None:
@@ -275,6 +346,7 @@ class _Layer:
         window: how many tokens a query sees; None, all.
         length: see `extensor.backends.protocol.TokenMemory`; of all layers.
         start: the index of the first token that is kept.
+        moves: how often the memory has moved.
         parts: the stored arrays of keys, then those of values, with tokens on the third axis.
         shapes: the other axes of the keys and of the values.
         place: see `extensor.backends.protocol.TokenMemory`; zeros before the first `attend`.
@@ -284,6 +356,7 @@ class _Layer:
     window: int | None
     length: Slots
     start: int = 0
+    moves: int = 0
     parts: list[list[Any]] = field(default_factory=list)
     shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     place: Slots = field(default_factory=lambda: np.zeros(3, np.int64))
@@ -297,6 +370,16 @@ class _Layer:
     def values(self) -> Any:
         """Values likewise."""
         return self.parts[1][0]
+
+    def length_in(self, capture: StepCapture) -> Any:
+        """See `extensor.backends.protocol.TokenMemory`."""
+        count = self.length
+        return capture.cell(
+            ("tokens", id(count)),
+            np.int64,
+            lambda: int(count[0]),
+            lambda ahead: int(count[0]) + ahead,
+        )
 
     def append(self, new: Sequence[tuple[Any, ...]]) -> None:
         """Write the encoded keys and values of the tokens after those in use."""
@@ -352,6 +435,7 @@ class _Layer:
                 held[number] = _room(memory, capacity)
                 held[number][:, :, : length - first] = stays
         self.start, self.capacity = first, capacity
+        self.moves += 1
 
 
 def _room(part: Any, capacity: int) -> Any:

@@ -66,6 +66,7 @@ from extensor_cuda.matmul.expand import (
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand, Scale, aligned, pitched
 from extensor_cuda.matmul.product import Product, multiply, product
 from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.counters import zeros
 
 __all__ = [
     "DECODED",
@@ -159,25 +160,11 @@ def _codec_gap(w: QuantArray) -> Unsupported | None:
     return Unsupported("a Hadamard transform to undo") if w.spec.transform else None
 
 
-@lru_cache(maxsize=256)
-def _counters(xp: Any, device: int, stream: int, count: int) -> Array:
-    """Zeros that each launch leaves as it found them; one stream's launches follow each other."""
-    return xp.zeros(count, dtype=np.uint32)
-
-
-def _zeros(xp: Any, count: int) -> Array:
-    """Counters for one launch; those of a graph are its own, and set to zero by it."""
-    runtime, stream = xp.cuda.runtime, xp.cuda.get_current_stream().ptr
-    if runtime.streamIsCapturing(stream):
-        return xp.zeros(count, dtype=np.uint32)
-    return _counters(xp, runtime.getDevice(), stream, count)
-
-
 def _few_tokens(x: Array, w: QuantArray, dtype: str, capability: str, xp: Any) -> Array:
     """X w^T of what `few_tokens_gap` has no objection to; does not wait."""
     x, codes, scales = (aligned(part, xp) for part in (x, w.codes, w.scales))
     out = xp.empty((len(x), w.shape[0]), dtype=RESULT_DTYPES[dtype])
-    given = Arguments(x, codes, scales, w, out, partial(_zeros, xp), xp)
+    given = Arguments(x, codes, scales, w, out, partial(zeros, xp), xp)
     kernel, schedule = _kernel(w, given.tokens, x.dtype.name, capability == "90")
     kernel.product(given, schedule)
     return out

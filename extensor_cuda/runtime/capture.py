@@ -112,6 +112,7 @@ class StepCapture:
         self._find_nonfinite = find_nonfinite
         self.replays = 0
         self._apart = partial(allocate, xp, xp.cuda.MemoryPool())
+        self._zeros: dict[int, Array] = {}
         self._initial: list[tuple[Array, np.ndarray]] = []
         self._kept: list[Array] = []  # what the graph alone may refer to
         self._mirrors: list[tuple[HostMirrors, HostMirror]] = []
@@ -174,6 +175,12 @@ class StepCapture:
             array = self.xp.empty(shape, dtype=dtype)
         self._kept.append(array)
         return array
+
+    def zeros(self, count: int) -> Array:
+        """So many uint32 zeros that every launch of the step leaves as it found them."""
+        if count not in self._zeros:
+            self._zeros[count] = self.persistent(np.zeros(count, np.uint32))
+        return self._zeros[count]
 
     def write(self, array: Array, values: np.ndarray) -> None:
         """See the protocol."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from extensor.quant.array import QuantStats
 from extensor_cuda.runtime.capture import current_capture
 from extensor_cuda.runtime.memory import lasting
 
-__all__ = ["CAPTURED", "Counters", "CountingCapture", "OperandCounts", "Reserve"]
+__all__ = ["CAPTURED", "Counters", "CountingCapture", "OperandCounts", "Reserve", "zeros"]
 
 Array = Any
 _RESERVED = 1 << 12
@@ -46,6 +47,24 @@ class _Captured(threading.local):
 
 CAPTURED = _Captured()
 """Of this thread: another program that captures what is launched sets ``capture``."""
+
+
+@lru_cache(maxsize=256)
+def _zeros(xp: Any, device: int, stream: int, count: int) -> Array:
+    return xp.zeros(count, dtype=np.uint32)
+
+
+def zeros(xp: Any, count: int) -> Array:
+    """So many uint32 zeros for a launch that leaves them as it found them.
+
+    One stream's launches share them, since they follow each other, and so do a captured step's.
+    """
+    if (capture := current_capture()) is not None:
+        return capture.zeros(count)
+    runtime, stream = xp.cuda.runtime, xp.cuda.get_current_stream().ptr
+    if runtime.streamIsCapturing(stream):  # another program's graph sets its own to zero
+        return xp.zeros(count, dtype=np.uint32)
+    return _zeros(xp, runtime.getDevice(), stream, count)
 
 
 class Reserve:

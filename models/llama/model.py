@@ -24,7 +24,7 @@ from extensor import (
 )
 from extensor.autograd.recording import replayed
 from extensor.autograd.tensor import wrap
-from extensor.nn.kv_cache import Cache
+from extensor.nn.kv_cache import Cache, KVCache
 from extensor.nn.linear import can_group, grouped_linear
 from extensor.nn.mixture import TopKRouter
 
@@ -173,11 +173,25 @@ class Body(nn.Module):
         cos, sin = self.rotary.rows(positions, last + 1, like)
         return cos.data, sin.data
 
+    def _replayed_angles(self, cache: KVCache, like: ExTensor) -> tuple[Any, Any]:
+        """Those of the next token, which each replay of a GPU's captured step looks up."""
+        scaling, capture = self.config.rope.scaling, like.backend.capturing
+        dynamic = scaling is not None and scaling.kind == "dynamic"
+        most = scaling.context if scaling is not None and dynamic else self.config.context
+        rows = min(cache.capacity, most)
+        cos, sin = self.rotary.rows(slice(0, rows), rows, like)
+        assert capture is not None
+        capture.frozen("whether a position is beyond the table", lambda: cache.length >= rows)
+        place = cache.tokens_on_device(like.backend).reshape(1) % rows
+        return cos.data[place], sin.data[place]
+
     def forward(self, batch: Batch, cache: Cache | None = None) -> ExTensor:
         """Tokens (B, T) -> vectors (B, T, width)."""
         x = self.embed_tokens(batch.tokens)
 
         def angles() -> tuple[Any, Any]:
+            if isinstance(cache, KVCache) and x.backend.capturing is not None:
+                return self._replayed_angles(cache, x)
             last, positions = batch.last, batch.positions
             if cache is not None and isinstance(positions, slice):  # after replays, further on
                 positions = slice(cache.length, cache.length + batch.tokens.shape[1])

@@ -42,6 +42,7 @@ class GenericCore:
     """A backend's name and array module ``xp``, without kernels, graphs or bfloat16 methods."""
 
     bfloat16: Collection[str] = ()
+    captured_heads: Collection[int] | None = None
     saved_input: Literal["packed", "input"] = "packed"
     accumulating_vjps: Collection[str] = ()
     overwriting_vjps: Collection[str] = ()

@@ -67,6 +67,9 @@ class CoreMethods(Protocol):
     """
     saved_input: Literal["packed", "input"]
     """What a quantized layer keeps of its input, unless the recipe says (`Recipe.saved_input`)."""
+    captured_heads: Collection[int] | None
+    """Sizes of heads whose `cached_attention` a captured step repeats; None: any."""
+
     accumulating_vjps: Collection[str]
     """Primitives whose gradients' methods here take ``addend``, to be added to the first of them.
 

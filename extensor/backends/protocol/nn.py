@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from extensor.backends.capture import StepCapture
 from extensor.backends.protocol.core import Array
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
@@ -52,6 +53,10 @@ class TokenMemory(Protocol):
 
     length: Array
     place: Array
+
+    def length_in(self, capture: StepCapture) -> Array:
+        """The length as each replay of a GPU's captured step finds it, int64 of shape () there."""
+        ...
 
     @property
     def keys(self) -> Array:
@@ -198,8 +203,8 @@ class NnMethods(Protocol):
     ) -> Array:
         """Append k and v of one token to a memory with room; attention of q to all of its tokens.
 
-        q is (B, H, 1, d), k (B, Hkv, 1, d), v (B, Hkv, 1, dv); gives (B, H, 1, dv) with the bits of
-        `attention`. The memory's ``length`` stays.
+        q is (B, H, 1, d), k (B, Hkv, 1, d), v (B, Hkv, 1, dv); gives (B, H, 1, dv), on a CPU with
+        the bits of `attention`. The memory's ``length`` stays.
         """
         ...
 

@@ -311,7 +311,8 @@ class FakeCupy:
         using_allocator=_allocating,
         set_pinned_memory_allocator=lambda allocate: setattr(TAPE, "copies", allocate),
         memory=types.SimpleNamespace(OutOfMemoryError=MemoryError),
-        runtime=types.SimpleNamespace(getDevice=lambda: 0),
+        runtime=types.SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda stream: False),
+        get_current_stream=lambda: types.SimpleNamespace(ptr=0),
     )
     lib = types.SimpleNamespace(
         stride_tricks=types.SimpleNamespace(

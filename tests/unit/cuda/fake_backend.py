@@ -12,6 +12,7 @@ from extensor.backends import registry
 from extensor.quant import reference
 from extensor_cuda import quantize
 from extensor_cuda.backend import CudaBackend
+from extensor_cuda.kernels.attention import cached
 from extensor_cuda.kernels.nn import (
     conv_pool,
     cross_entropy,
@@ -35,6 +36,7 @@ from tests.unit.cuda import fake
 __all__ = ["TRAINING", "FakeBlas", "install"]
 
 TRAINING = (
+    cached,
     cross_entropy,
     dropout,
     elementwise,

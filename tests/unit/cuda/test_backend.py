@@ -159,7 +159,9 @@ def test_the_dispatch_table_has_every_method_with_a_kernel() -> None:
         and not name.startswith("__")
     }
     # Services need the backend itself.
-    services = {"memory_log", "new_graph", "product", "raising", "reads_stored", "run_batch"}
+    services = {
+        "matmul", "memory_log", "new_graph", "product", "raising", "reads_stored", "run_batch"
+    }  # fmt: skip
     assert overridden == backend.ROUTES.keys() | services
 
 

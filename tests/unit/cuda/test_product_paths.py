@@ -28,6 +28,7 @@ from extensor_cuda.matmul.grouped import grouped_gap, grouped_matmul
 from extensor_cuda.matmul.product import Product
 from extensor_cuda.matmul.stored import stored_gap
 from extensor_cuda.matmul.weight_only import DECODED, EXPANDED
+from extensor_cuda.runtime import counters
 from tests.kernels.matmul_cases import exact
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.weight_only_cases import sent
@@ -38,7 +39,7 @@ K = 192
 @pytest.fixture(params=PLACES)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CUDA backend, as device "cuda"; nothing but a product of its own may decode."""
-    weight_only._counters.cache_clear()
+    counters._zeros.cache_clear()
     xp = place(
         request,
         monkeypatch,

@@ -16,8 +16,9 @@ from extensor_cuda.kernels.weight_only import (
     w4w8a16_sm80,
     w4w8a16_sm90_wgmma,
 )
-from extensor_cuda.matmul import partition, weight_only
+from extensor_cuda.matmul import partition
 from extensor_cuda.matmul.weight_only import few_tokens_gap
+from extensor_cuda.runtime import counters
 from tests.unit.cuda import weight_only_cases
 from tests.unit.cuda.places import PLACES
 from tests.unit.cuda.test_compile import check_compiles
@@ -115,9 +116,7 @@ def test_splits_of_k_are_added_in_order_and_leave_the_counters_at_zero(xp: Any) 
     first = check(x, w, "float32", xp)
     for _ in range(2):
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
-    held = weight_only._counters(
-        xp, xp.cuda.runtime.getDevice(), xp.cuda.get_current_stream().ptr, 2
-    )
+    held = counters._zeros(xp, xp.cuda.runtime.getDevice(), xp.cuda.get_current_stream().ptr, 2)
     assert not held.get().any()
 
 

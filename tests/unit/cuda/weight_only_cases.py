@@ -17,8 +17,8 @@ from extensor_cuda.kernels.weight_only import (
     w4w8a16_sm80,
     w4w8a16_sm90_wgmma,
 )
-from extensor_cuda.matmul import weight_only
 from extensor_cuda.matmul.weight_only import few_tokens_gap, weight_only_matmul
+from extensor_cuda.runtime import counters
 from tests.kernels.matmul_cases import exact
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.bounds import check_product, sent
@@ -73,7 +73,7 @@ def weights(spec: QuantSpec, shape: tuple[int, int], seed: int = 0) -> QuantArra
 
 def placed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The array module of a fixture with `PLACES` as params; counters are new."""
-    weight_only._counters.cache_clear()
+    counters._zeros.cache_clear()
     products = [w4a16_sm90_ring, w4w8a16_sm90_wgmma]
     return place(
         request, monkeypatch, [w4w8a16_sm80, w4a16_sm90_resident], hopper=False, products=products

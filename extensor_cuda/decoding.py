@@ -1,0 +1,29 @@
+"""What a decoder's cache asks of the GPU: functions as in `extensor_cuda.nn`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from extensor.backends.protocol import TokenMemory
+from extensor_cuda.dispatch import Call
+from extensor_cuda.kernels.attention import cached
+from extensor_cuda.runtime.capture import current_capture
+from extensor_cuda.runtime.counters import zeros
+
+__all__ = ["cached_attention"]
+
+Array = Any
+
+
+def cached_attention(
+    xp: Any, q: Array, k: Array, v: Array, memory: TokenMemory, scale: float
+) -> Call:
+    """See the protocol. A replay reads how many tokens there are then."""
+    if (gap := cached.gap(q, k, v)) is not None:
+        return gap
+    held = memory.keys, memory.values
+    length: Any = int(memory.length[0])
+    if (capture := current_capture()) is not None:
+        length = memory.length_in(capture)
+    return lambda: cached.attend(q, (k, v), held, length, scale, partial(zeros, xp), xp)

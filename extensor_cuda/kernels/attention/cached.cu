@@ -1,0 +1,164 @@
+// Attention of one token of each text to the keys and values of a cache, to which its own are
+// added. A block has a text's key head, the queries that share it, and CACHED_CHUNK of its keys at
+// most; the last of a head's blocks to finish adds what all left, in the order of the keys. So a
+// text's bits depend neither on other texts nor on which block was last.
+//
+// A row of d values is kLanes lanes' of 8; a block's kGroups groups of lanes take a key each.
+//
+// Macros: NN_A, the dtype (0: float32, 1: bfloat16); CACHED_HEAD, d; CACHED_QUERIES, those that
+// share a key; CACHED_CHUNK, a multiple of 64. Limits: cached.py.
+
+#include "common/types.cuh"
+
+#include "common/vector_types.cuh"
+
+typedef ElementType<NN_A> T;
+constexpr int kThreads = 128, kTile = 64, kHead = CACHED_HEAD, kLanes = kHead / kVector;
+constexpr int kGroups = kThreads / kLanes, kKeys = kTile / kGroups;  // keys of a group in a tile
+constexpr int kQueries = CACHED_QUERIES, kPart = kHead + 2;  // a sum, its largest score, its weight
+constexpr float kLog2E = 1.44269504088896340736f, kNone = -3.0e38f;
+
+struct Shared {
+    float q[kQueries][kHead], scores[kQueries][kTile], sums[kGroups][kHead];
+};
+
+// The largest score and the sum of a query's weights, and each lane's part of its weighted values.
+struct Running {
+    float top, weight, values[kVector];
+};
+
+DEVICE i64 length_of(const i64* where, i64 given) { return where ? *where : given; }
+
+// Adds the parts of a head's queries, the first keys' first, and writes results.
+DEVICE void combine(const float* parts, T::Raw* out, int chunks) {
+    for (int i = threadIdx.x; i < kQueries * kHead; i += kThreads) {
+        const int query = i / kHead, d = i % kHead;
+        float top = kNone, weight = 0, value = 0;
+        for (int c = 0; c < chunks; ++c)
+            top = fmaxf(top, __ldcg(parts + (c * kQueries + query) * kPart + kHead));
+        for (int c = 0; c < chunks; ++c) {
+            const float* const part = parts + (c * kQueries + query) * kPart;
+            const float factor = exp2f(__ldcg(part + kHead) - top);
+            weight += factor * __ldcg(part + kHead + 1);
+            value += factor * __ldcg(part + d);
+        }
+        out[i] = T::narrow(value / weight);
+    }
+}
+
+// q (B, H, d), k and v (B, Hkv, d) by these strides; keys and values (B, Hkv, capacity, d); out (B,
+// H, d); all but `done` aligned to 16 bytes. `done` holds a zero for each head, and does again.
+extern "C" __global__ void __launch_bounds__(kThreads) attend_cached(const T::Raw* __restrict__ q,
+    const T::Raw* __restrict__ k, const T::Raw* __restrict__ v, T::Raw* __restrict__ keys,
+    T::Raw* __restrict__ values, const i64* __restrict__ where, float* __restrict__ partial,
+    u32* __restrict__ done, T::Raw* __restrict__ out, i64 given, i64 capacity, i64 heads, i64 most,
+    i64 q_batch, i64 q_head, i64 k_batch, i64 k_head, i64 v_batch, i64 v_head, float scale) {
+    __shared__ Shared shared;
+    __shared__ u32 last;
+    const i64 head = blockIdx.x / most, chunk = blockIdx.x % most;  // a key head of a text
+    const i64 length = length_of(where, given) + 1, first = chunk * CACHED_CHUNK;
+    const i64 end = length < first + CACHED_CHUNK ? length : first + CACHED_CHUNK;
+    if (first >= length || length > capacity) return;
+    const int chunks = static_cast<int>((length + CACHED_CHUNK - 1) / CACHED_CHUNK);
+    const i64 batch = head / heads, of_text = head % heads;
+    const int group = threadIdx.x / kLanes, at = threadIdx.x % kLanes * kVector;
+    const T::Raw* const new_key = k + batch * k_batch + of_text * k_head + at;
+    const T::Raw* const new_value = v + batch * v_batch + of_text * v_head + at;
+    for (int i = threadIdx.x; i < kQueries * kLanes; i += kThreads) {
+        const int query = i / kLanes, d = i % kLanes * kVector;
+        const FloatVector part =
+            T::load(q + batch * q_batch + (of_text * kQueries + query) * q_head + d);
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) shared.q[query][d + e] = part.v[e] * (scale * kLog2E);
+    }
+    Running run[kQueries];
+#pragma unroll
+    for (int query = 0; query < kQueries; ++query) {
+        run[query].top = kNone, run[query].weight = 0;
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) run[query].values[e] = 0;
+    }
+#pragma unroll 1
+    for (i64 start = first; start < end; start += kTile) {
+        FloatVector key[kKeys], value[kKeys];
+#pragma unroll
+        for (int n = 0; n < kKeys; ++n) {
+            const i64 token = start + group + n * kGroups;
+            const i64 place = (head * capacity + token) * kHead + at;
+            const bool own = token == length - 1;
+#pragma unroll
+            for (int e = 0; e < kVector; ++e) key[n].v[e] = value[n].v[e] = 0;
+            if (token >= end) continue;
+            key[n] = T::load(own ? new_key : keys + place);
+            value[n] = T::load(own ? new_value : values + place);
+            if (own) T::store(keys + place, key[n]), T::store(values + place, value[n]);
+        }
+        __syncthreads();  // q is there, and the scores of the tile before are read
+#pragma unroll
+        for (int n = 0; n < kKeys; ++n)
+#pragma unroll
+            for (int query = 0; query < kQueries; ++query) {
+                float score = 0;
+#pragma unroll
+                for (int e = 0; e < kVector; ++e)
+                    score = fmaf(shared.q[query][at + e], key[n].v[e], score);
+#pragma unroll
+                for (int step = kLanes / 2; step; step /= 2)
+                    score += __shfl_xor_sync(~0u, score, step);
+                if (at == 0)
+                    shared.scores[query][group + n * kGroups] =
+                        start + group + n * kGroups < end ? score : kNone;
+            }
+        __syncthreads();
+#pragma unroll
+        for (int query = 0; query < kQueries; ++query) {
+            Running& now = run[query];
+            float top = now.top;
+#pragma unroll 8
+            for (int n = 0; n < kTile; ++n) top = fmaxf(top, shared.scores[query][n]);
+            const float factor = exp2f(now.top - top);
+            now.top = top, now.weight *= factor;
+#pragma unroll
+            for (int e = 0; e < kVector; ++e) now.values[e] *= factor;
+#pragma unroll
+            for (int n = 0; n < kKeys; ++n) {
+                const float weight = exp2f(shared.scores[query][group + n * kGroups] - top);
+                now.weight += weight;
+#pragma unroll
+                for (int e = 0; e < kVector; ++e)
+                    now.values[e] = fmaf(weight, value[n].v[e], now.values[e]);
+            }
+        }
+    }
+    float* const mine = partial + (head * most + chunk) * kQueries * kPart;
+    // All threads have the same largest score; a group has the weights of its own keys.
+#pragma unroll
+    for (int query = 0; query < kQueries; ++query) {
+        __syncthreads();
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) shared.sums[group][at + e] = run[query].values[e];
+        if (at == 0) shared.scores[0][group] = run[query].weight;
+        __syncthreads();
+        for (int d = threadIdx.x; d < kHead; d += kThreads) {
+            float total = 0;
+            for (int g = 0; g < kGroups; ++g) total += shared.sums[g][d];
+            mine[query * kPart + d] = total;
+        }
+        if (threadIdx.x == 0) {
+            float weight = 0;
+            for (int g = 0; g < kGroups; ++g) weight += shared.scores[0][g];
+            mine[query * kPart + kHead] = run[query].top;
+            mine[query * kPart + kHead + 1] = weight;
+        }
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(done + head, 1u) + 1 == static_cast<u32>(chunks);
+        if (last) done[head] = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    if (!last) return;
+    combine(partial + head * most * kQueries * kPart, out + head * kQueries * kHead, chunks);
+}
