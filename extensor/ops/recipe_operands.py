@@ -330,12 +330,20 @@ def _shared(
     else:
         key = (*specs, preparation.path, pack, id(backend.capturing))
         cache = context.state.input_cache
-        found = cache.share(x, given.version, key, make)
-        made = [(operand, _counted_again(counts)) for operand, counts in found]
+        found = cache.share(x, given.version, key, lambda: _reading(None, make()))
+        made = _reading(rows, [(operand, _counted_again(counts)) for operand, counts in found])
     for (slot, _), (_, counts) in zip(slots, made, strict=True):
         if counts is not None:
             context.record(slot, counts)
     return [operand for operand, _ in made]
+
+
+def _reading(x: Array | None, made: Prepared) -> Prepared:
+    """The operands, where those that read their matrix again read this; None: they hold none.
+
+    A cache that held an input's operands would else keep the input alive, and so the operands.
+    """
+    return [(one.of(x) if hasattr(one, "of") else one, counts) for one, counts in made]
 
 
 def _prepare(

@@ -301,7 +301,7 @@ def _e5m2_operand(x: Array, side: Side, exponent: Array | None, xp: Any) -> Gemm
     spec, stream = side.spec, side.stream
 
     def make_bf16(
-        guards: Sequence[Array], part: Part = None, memory: Array | None = None
+        x: Array, guards: Sequence[Array], part: Part = None, memory: Array | None = None
     ) -> GemmOperand:
         guards = guards or [xp.ones((), dtype=np.uint32)] * 2
         rows, k = _sizes(x, spec.axis)
@@ -310,7 +310,15 @@ def _e5m2_operand(x: Array, side: Side, exponent: Array | None, xp: Any) -> Gemm
         quantize_operand.launch_fused(x, [Side(spec, stream, out)], guards=guards, part=part)
         return GemmOperand(out, "bf16")
 
-    return GemmOperand(side.out, "e5m2", Scale(exponent), flag=side.flag, make_bf16=make_bf16)
+    return GemmOperand(
+        side.out,
+        "e5m2",
+        Scale(exponent),
+        flag=side.flag,
+        reads_source=True,
+        source=x,
+        make_bf16=make_bf16,
+    )
 
 
 def _amax_state(x: Array, spec: QuantSpec, xp: Any, state: State) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import ml_dtypes
@@ -90,8 +90,10 @@ class GemmOperand:
         transposed: whether codes are (K, rows); with "bf16".
         flag: uint32 of shape (), set on the device where the codes do not hold every value, so that
             a product reads the operand's bfloat16 form instead; None where they always do.
-        make_bf16: writes that form of a `Part` anew from what the operand was made from, to given
-            memory or to new, unless two flags are given and neither is set.
+        reads_source: whether make_bf16 reads the matrix that the operand was made of.
+        source: this matrix.
+        make_bf16: writes that form of a `Part` of the source anew, to given memory or to new,
+            unless two flags are given and neither is set.
         buffer: uint8, the one allocation of codes, scale and flag; None if they have several.
     """
 
@@ -101,7 +103,9 @@ class GemmOperand:
     zeros: Array | None = None
     transposed: bool = False
     flag: Array | None = None
-    make_bf16: Callable[[Sequence[Array], Part, Array | None], GemmOperand] | None = None
+    reads_source: bool = False
+    source: Array | None = None
+    make_bf16: Callable[[Array, Sequence[Array], Part, Array | None], GemmOperand] | None = None
     buffer: Array | None = None
 
     @property
@@ -130,7 +134,11 @@ class GemmOperand:
         if self.kind == "bf16":
             return self
         assert self.make_bf16 is not None
-        return self.make_bf16(guards, part, memory)
+        return self.make_bf16(self.source, guards, part, memory)
+
+    def of(self, source: Array | None) -> GemmOperand:
+        """The same operand, whose matrix is this array; None: the operand does not hold it."""
+        return replace(self, source=source) if self.reads_source else self
 
     def values(self, xp: Any) -> Array:
         """What the operand means, float32 (rows, K)."""

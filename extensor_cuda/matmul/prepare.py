@@ -174,7 +174,7 @@ class PackedMatrix:
             return operand
 
         def make_bf16(
-            guards: Sequence[Array], part: Part = None, memory: Array | None = None
+            source: None, guards: Sequence[Array], part: Part = None, memory: Array | None = None
         ) -> GemmOperand:
             return expand(q, "bf16", flags[1:], xp, guards, part, largest, memory)
 

@@ -131,6 +131,7 @@ def made(result: Any) -> Device:
 
 def run(call: Callable[..., Any], args: Any, kwargs: Any, out: Any = None) -> Any:
     """Call numpy on a device's arrays, and put that on the tape."""
+    given = [*_leaves(args), *_leaves(list(kwargs.values()))]
     args, kwargs = plain(args), plain(kwargs)
     with np.errstate(all="ignore"):
         result = call(*args, **kwargs)
@@ -146,7 +147,9 @@ def run(call: Callable[..., Any], args: Any, kwargs: Any, out: Any = None) -> An
     if isinstance(result, np.ndarray):
         sources = [*_leaves(args), *_leaves(list(kwargs.values()))]
         if any(np.may_share_memory(result, source) for source in sources):
-            return result.view(Device)  # of memory that is there
+            view = result.view(Device)  # of memory that is there
+            view.keeps = given  # as cupy's views do
+            return view
     elif not isinstance(result, np.generic):
         return result  # a number of Python, such as an array's ndim
     array = made(result)
@@ -164,6 +167,7 @@ class Device(np.ndarray):
     """An array on the fake device; ``home`` is the allocator that it was made with."""
 
     home: Any
+    keeps: Any
 
     @property
     def base(self) -> Any:

@@ -189,7 +189,9 @@ def test_parts_of_fp8_products_and_of_their_other_way(
         exponent = hopper.asarray([3], dtype=np.int32)
         flag = hopper.asarray(int(out_of_window), dtype=np.uint32)
 
-        def make_bf16(guards: Any, part: Any, memory: Any, v: np.ndarray = v) -> GemmOperand:
+        def make_bf16(
+            source: Any, guards: Any, part: Any, memory: Any, v: np.ndarray = v
+        ) -> GemmOperand:
             values = (v * 8).astype(ml_dtypes.bfloat16)[slice(*part or (None,))]
             if memory is None or not out_of_window:  # a kernel would write nothing
                 return GemmOperand(hopper.asarray(values.view(np.uint16)), "bf16")
