@@ -23,6 +23,7 @@ from typing import Any
 from extensor.backends.registry import BACKENDS
 from extensor.distributed import GRAD_COMM, SHARDS
 from extensor.errors import unknown_name
+from extensor.nn.recompute import parse_recompute
 from extensor.optim.states import STATES
 from extensor.quant.recipe import FLOAT_NAMES, FloatName, OperandRule, Recipe
 from extensor.quant.recipe_schedule import RecipeSchedule
@@ -195,6 +196,12 @@ class Settings:
         "norm=bfloat16,blocks.*:gate=mxfp4~.",
         "float32",
     )
+    recompute: str = setting(
+        "Parts of the model that keep their input alone and run again in the backward pass, by "
+        "globs on their paths: blocks.*; with =cheap what takes no product is made again alone: "
+        "blocks.*=cheap. The gradients are the same.",
+        "",
+    )
     weight_decay: float = setting(
         "Weight decay. adamw, lion, lars and muon leave out biases, norms and other vectors.",
         0.0,
@@ -290,10 +297,11 @@ class Settings:
             if rules.get("check"):
                 good, expected = rules["check"]
                 self._require(field.name, good(value), expected)
-        try:
-            parse_saved(self.saved)
-        except ValueError as error:
-            raise ValueError(f"--saved: {error}") from error
+        for name, parse in (("saved", parse_saved), ("recompute", parse_recompute)):
+            try:
+                parse(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"--{name}: {error}") from error
         for kind in ("optimizer", "schedule"):
             parse_options(kind, getattr(self, kind), getattr(self, f"{kind}_options"))
         if self.patience and not self.val_share:

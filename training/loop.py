@@ -31,8 +31,9 @@ from extensor.distributed import (
 )
 from extensor.distributed import clip_grad_norm as clip_in_any_order
 from extensor.inspect import SlotHealth
-from extensor.nn import apply_recipe, cast_weights, switch_recipe
+from extensor.nn import apply_recipe, cast_weights, recompute, switch_recipe
 from extensor.nn.recipe import assign_recipe
+from extensor.nn.recompute import parse_recompute
 from extensor.optim import MXGradScaler, ReduceLROnPlateau, Warmup, clip_grad_norm
 from extensor.quant import QuantStats
 
@@ -186,6 +187,11 @@ class Trainer:
         rng = np.random.default_rng(self.config.seed)
         model = models.build(self.config.model, self.model_config, rng)
         cast_weights(model, self.config.weights)
+        for match, how in parse_recompute(self.config.recompute):
+            try:
+                recompute(model, match, how)
+            except ValueError as error:
+                raise ValueError(f"--recompute: {error}") from error
         return model.to(self.config.device)
 
     def whole(self) -> AbstractContextManager[None]:

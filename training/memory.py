@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from extensor.inspect import Holder
+from extensor.nn import Module
+from extensor.nn.recompute import outermost
 
 from .config import RunConfig
 
-__all__ = ["MemoryPlan", "gradient_bytes", "savings"]
+__all__ = ["MemoryPlan", "again", "gradient_bytes", "repeated", "savings"]
 
 NARROW = 1 + 1 / 32
 """Bytes of a value in MXFP8, with its share of the block's scale."""
@@ -40,13 +43,43 @@ def gradient_bytes(config: RunConfig, model: Any) -> int:
     return max(sizes) if config.update == "in_backward" else sum(sizes)
 
 
-def savings(config: RunConfig, kinds: Mapping[str, int], model: Any) -> list[tuple[str, int]]:
+def repeated(model: Module) -> str | None:
+    """The glob of the model's largest row of numbered parts, as "blocks.*"; None: it has none."""
+    sizes = Counter[str]()
+    for path, module in model.named_modules():
+        above, _, last = path.rpartition(".")
+        if above and last.isdecimal():
+            sizes[above] += sum(param.size for param in module.parameters())
+    return f"{max(sizes, key=sizes.__getitem__)}.*" if sizes else None
+
+
+def again(model: Module, match: str, held: Sequence[Holder]) -> int:
+    """Bytes that parts keep less for backward if they run again one by one; inputs not counted.
+
+    Args:
+        model: of the run.
+        match: a glob on the parts' paths.
+        held: what held memory at the peak.
+    """
+    parts = outermost(model, match)
+    kept = Counter[str]()
+    for one in held:
+        part = next((p for p in parts if one.layer == p or one.layer.startswith(f"{p}.")), None)
+        if one.kind == "saved" and part is not None:
+            kept[part] += one.nbytes
+    return sum(kept.values()) - max(kept.values(), default=0)
+
+
+def savings(
+    config: RunConfig, kinds: Mapping[str, int], model: Any, held: Sequence[Holder] = ()
+) -> list[tuple[str, int]]:
     """Settings that a run does not have, with the bytes that each alone would save, most first.
 
     Args:
         config: of the run.
         kinds: bytes by kind.
         model: of the run.
+        held: what held memory, where that is known.
     """
     sizes = [param.nbytes for param in model.parameters()]
     matrices = sum(param.nbytes for param in model.parameters() if param.ndim > 1)
@@ -62,4 +95,6 @@ def savings(config: RunConfig, kinds: Mapping[str, int], model: Any) -> list[tup
         found.append((setting, sum(sizes) - max(sizes)))
     if config.saved == "float32":
         found.append(("--saved mxfp8, at most", int(kinds["saved"] * (1 - NARROW / 4))))
+    if not config.recompute and (match := repeated(model)) is not None:
+        found.append((f"--recompute '{match}', at most", again(model, match, held)))
     return sorted((row for row in found if row[1] > 0), key=lambda row: -row[1])

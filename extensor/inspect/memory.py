@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -199,6 +199,21 @@ def holders_table(holders: Sequence[Holder], rows: int = 20) -> Table:
         found[one.kind, one.layer, one.what] += one.nbytes
     lines = [(*key, f"{n / 1e6:.2f}") for key, n in found.most_common(rows)]
     return Table(("kind", "layer", "what", "MB"), tuple(lines))
+
+
+def alike_table(holders: Sequence[Holder], rows: int = 20) -> Table:
+    """The largest holders, those of one kind and role in numbered layers together."""
+    found, layers = Counter[tuple[str, str, str]](), defaultdict[Any, set[str]](set)
+    for one in holders:
+        parts = ("*" if part.isdecimal() else part for part in one.layer.split("."))
+        key = one.kind, ".".join(parts), one.what
+        found[key] += one.nbytes
+        layers[key].add(one.layer)
+    lines = [
+        (kind, layer, str(len(layers[kind, layer, what])), what, f"{n / 1e6:.2f}")
+        for (kind, layer, what), n in found.most_common(rows)
+    ]
+    return Table(("kind", "layer", "layers", "what", "MB"), tuple(lines))
 
 
 class MemoryLedger:

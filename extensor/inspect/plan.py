@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from statistics import median
 from time import perf_counter
 from typing import Any, Literal
@@ -28,6 +27,7 @@ from extensor.inspect.memory import MemoryReport, memory_ledger
 from extensor.inspect.table import Table
 from extensor.nn.module import Module
 from extensor.nn.recipe import gemm_layers
+from extensor.nn.recompute import outermost
 from extensor.quant.recipe_state import RecipeState
 from extensor.quant.weight_cache import WeightCache
 
@@ -150,7 +150,7 @@ def plan_memory(
     >>> plan.peak < 10**6
     True
     """
-    modules = _parts(model, parts)
+    modules = outermost(model, parts)
     with _as_before(model, modules) as fresh:
         run = _Runner(model, step, device, fresh)
         kinds, reports, rest = _measured(modules, run, rounds)
@@ -174,19 +174,6 @@ def plan_memory(
     plan = MemoryPlan({path: choices[path] for path in modules}, report.peak, limit, seconds)
     plan.apply(model)
     return plan
-
-
-def _parts(model: Module, match: str) -> dict[str, Module]:
-    """The outermost modules whose paths match."""
-    found: dict[str, Module] = {}
-    for path, module in model.named_modules():
-        inside = any(path.startswith(f"{outer}.") for outer in found)
-        if path and not inside and fnmatchcase(path, match):
-            found[path] = module
-    if not found:
-        known = ", ".join(path for path, _ in model.named_modules() if path) or "none"
-        raise ValueError(f"plan_memory: {match!r} matches no module; the model's modules: {known}")
-    return found
 
 
 def _set(module: Module, choice: Choice) -> None:

@@ -51,6 +51,7 @@ from extensor.nn.ptq import (
     save_quantized,
 )
 from extensor.nn.recipe import apply_recipe, cast_weights, gemm_layers, switch_recipe
+from extensor.nn.recompute import recompute
 from extensor.nn.recurrent import GRU, LSTM
 from extensor.nn.rope import Rope, RopeScaling, RotaryTable
 from extensor.nn.transformer import FeedForward, TransformerBlock
@@ -125,6 +126,7 @@ __all__ = [
     "packed_layers",
     "quantize_layers",
     "quantize_model",
+    "recompute",
     "save_quantized",
     "switch_recipe",
 ]

@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from extensor.inspect import Holder, MemoryLedger, MemoryReport, memory_ledger
-from extensor.inspect.memory import holders_table
+from extensor.inspect.memory import alike_table
 
-from ..memory import MemoryPlan, gradient_bytes, savings
+from ..memory import MemoryPlan, gradient_bytes, repeated, savings
 from ..records import StepReport
 from ..rundir import MEMORY, write_json
 from .base import Callback, RunView
@@ -39,7 +39,7 @@ class ShowMemory(Callback):
         if self.plan is None:
             return
         self.console.print(f"memory: plan {_mb(self.plan.total)}: {_list(self.plan.kinds)}")
-        self.console.print(str(holders_table(self.plan.saved, 12)))
+        self.console.print(str(alike_table(self.plan.saved, 12)))
         ledger = memory_ledger(run.model, run.optimizer, run.config.device)
         self._ledger = self._stack.enter_context(ledger)
 
@@ -52,7 +52,7 @@ class ShowMemory(Callback):
         self.console.print(
             f"memory: peak of the first step {_mb(self._found.peak)}: {_list(kinds)}"
         )
-        self.console.print(str(self._found.table(12)))
+        self.console.print(str(alike_table(self._found.holders, 12)))
         assert self.plan is not None
         write_json(run.out / MEMORY, _as_dict(self._found, self.plan))
 
@@ -76,13 +76,12 @@ class ShowMemory(Callback):
             kinds, held = found.by_kind(), found.holders
             what = f"out of memory at {_mb(found.peak)}; the largest holders:"
         self.console.print(what)
-        self.console.print(str(holders_table(held, 8)))
+        self.console.print(str(alike_table(held, 12)))
         self.console.print("settings that make the run smaller:")
-        for setting, nbytes in savings(run.config, kinds, run.model):
+        for setting, nbytes in savings(run.config, kinds, run.model, held):
             self.console.print(f"  {setting}: {_mb(nbytes)} less")
-        self.console.print(
-            "  block.recomputed = True, for blocks that may be run again in backward"
-        )
+        if found is None and not run.config.recompute and (match := repeated(run.model)):
+            self.console.print(f"  --recompute '{match}': blocks run again in backward")
 
 
 def _list(kinds: Any) -> str:

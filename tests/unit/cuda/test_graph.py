@@ -5,6 +5,7 @@ Without a GPU on one made of numpy: `tests.unit.cuda.fake_backend`.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -63,7 +64,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def train(
-    wrap: Wrap, make: Any, recipe: str, scaled: bool, bad: int = -1, activations: Any = None
+    wrap: Wrap, make: Any, recipe: Any, scaled: bool, bad: int = -1, activations: Any = None
 ) -> dict[str, Any]:
     """Seven steps; what they leave behind."""
     model, step_of, batches = make(recipe)
@@ -162,6 +163,35 @@ def test_captured_steps_run_checkpoints_again(gpu: Any) -> None:
     eager = both(lambda wrap: train(wrap, recomputed_gpt, "mxfp4", False))
     kept = train(lambda step: step, gpt, "mxfp4", False)
     same(eager, kept)
+
+
+def test_captured_steps_keep_what_a_plan_of_memory_says(gpu: Any) -> None:
+    x = et.randn((64, 32), seed=3).to("cuda")
+
+    def losses(wrap: Wrap, limit: int) -> tuple[list[float], Any]:
+        parts = [et.nn.Linear(32, 128, rng=0), et.nn.ReLU(), et.nn.Linear(128, 32, rng=1)]
+        model = et.nn.Sequential(*(et.nn.Sequential(*copy.deepcopy(parts)) for _ in range(3)))
+        apply_recipe(model.to("cuda"), "mxfp4_all", 5)
+        by = SGD(model.named_parameters(), lr=0.1)
+
+        def backward(x: et.ExTensor) -> et.ExTensor:
+            (loss := model(x).square().mean()).backward()
+            return loss
+
+        def step(x: et.ExTensor) -> et.ExTensor:
+            by.zero_grad()
+            loss = backward(x)
+            by.step()
+            return loss
+
+        plan = et.inspect.plan_memory(model, lambda: backward(x), limit, "*", "cuda", rounds=1)
+        call = wrap(step)
+        return [float(call(x)) for _ in range(5)], plan
+
+    eager, most = losses(lambda step: step, 1 << 40)
+    captured, plan = losses(et.capture, most.peak - 1)
+    assert plan.peak < most.peak and set(plan.choices.values()) != {"kept"}
+    assert captured == eager and len(set(eager)) == 5
 
 
 def lean_gpt(wrap: Wrap, in_backward: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import extensor as et
 from extensor.training import page
 from extensor.training.callbacks import Callback, ShowMemory
 from extensor.training.cli import main
-from extensor.training.memory import savings
+from extensor.training.memory import again, repeated, savings
 from extensor.training.rundir import MEMORY, UsageError
 from extensor.training.train import plan_memory, train
 from tests.unit.training.conftest import Make, fitted, weights
@@ -101,6 +101,42 @@ def test_the_command_ends_with_an_error_where_memory_runs_out(
     said = capsys.readouterr()
     assert "settings that make the run smaller" in said.out
     assert "error: out of memory: requested 8 bytes" in said.out + said.err
+
+
+def blocks() -> Any:
+    wide = ((et.nn.Linear(64, 256, rng=i), et.nn.ReLU()) for i in range(4))
+    parts = (et.nn.Sequential(*first, et.nn.Linear(256, 64, rng=9)) for first in wide)
+    return et.nn.Sequential(et.nn.Sequential(*parts), et.nn.Linear(64, 2, rng=5))
+
+
+@needs_core
+def test_what_running_blocks_again_saves_is_foretold() -> None:
+    """All but the part that runs again at the peak, and their inputs."""
+    x, kept = et.randn((128, 64), seed=1), {}
+    for runs_again in (False, True):
+        model = blocks()
+        if runs_again:
+            et.nn.recompute(model, repeated(model) or "")
+        with et.inspect.memory_ledger(model) as ledger:
+            loss = model(x).square().mean()
+        kept[runs_again] = [one for one in ledger.report().at(-1) if one.kind == "saved"]
+    assert repeated(model) == "0.*" and repeated(et.nn.Linear(2, 2)) is None
+    sizes = [sum(one.nbytes for one in held) for held in kept.values()]
+    assert loss.shape == () and 0 < sizes[0] - sizes[1] <= again(blocks(), "0.*", kept[False])
+
+
+def test_a_run_that_computes_parts_again_has_the_same_weights(tmp_path: Path, small: Make) -> None:
+    base = {"recipe": "mxfp4_all"}
+    plain = fitted(small(**base), tmp_path / "a")
+    again = fitted(small(**base, recompute="layers.1=cheap,layers.2"), tmp_path / "b")
+    assert [layer.recomputed for layer in again.model.layers] == [False, "cheap", True]
+    assert weights(again) == weights(plain)
+    for text, message in (
+        ("conv1", "matches no module; the model's"),
+        ("layers.1=x", "GLOB=cheap"),
+    ):
+        with pytest.raises(ValueError, match=f"--recompute: .*{message}"):
+            fitted(small(recompute=text), tmp_path / "c")
 
 
 @needs_core
