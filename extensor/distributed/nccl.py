@@ -3,7 +3,8 @@
 NCCL has no objects, no barrier and no arrays of the CPU: those are the host communicator's (MPI's),
 which also carries NCCL's unique id. Collectives run on a stream of their own, so that the GPU
 computes meanwhile; what packs and unpacks for them runs on two more, the lanes, so that one bucket
-is packed while another one travels. cupy's binding calls NCCL.
+is packed while another one travels. Each lane has a connection of its own, so that the fixed time
+of one collective passes beside another one. cupy's binding calls NCCL.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ SUMS = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float
 AHEAD = 2
 """Joins that this process may be ahead of the GPU: as many steps of training."""
 LANES = 2
-"""While the collective of one is under way, the other packs and unpacks."""
+"""While the collective of one is under way, the other packs and unpacks, or sends, too."""
 ROLL_CALL_SECONDS = 5.0
 """After a timeout, at most, for the other ranks to say that they waited, too."""
 
 
 class _NCCLWork:
-    def __init__(self, ranks: NCCLCommunicator, what: str, keep: Any) -> None:
+    def __init__(self, ranks: NCCLCommunicator, what: str, keep: Any, stream: Any) -> None:
         self._ranks, self._what = ranks, what
         self._keep = keep  # memory must not be used again while NCCL reads or writes it
-        self._event = ranks._record(ranks._stream)
+        self._event = ranks._record(stream)
 
     def done(self) -> bool:
         """See :meth:`extensor.distributed.Work.done`."""
@@ -56,7 +57,7 @@ class _NCCLWork:
         In a lane this process does not wait: what follows there does.
         """
         current = self._ranks._xp.cuda.get_current_stream()
-        if current.ptr not in self._ranks._lane_pointers:
+        if current.ptr not in self._ranks._wires:
             self._ranks._poll(self._event, self._what)
         current.wait_event(self._event)
 
@@ -87,16 +88,17 @@ class NCCLCommunicator:
         self._nccl = _binding() if binding is None else binding
         if not gpu:
             self._take_gpu()
-        mine = self._nccl.get_unique_id() if self.rank == 0 else None
-        identity = host.broadcast_object(mine)
-        self._comm = self._nccl.NcclCommunicator(self.size, identity, self.rank)
+        self._comms = comms = [self._connected() for _ in range(LANES)]
         # Of high priority: their small kernels need not wait until a large product is done, and
         # what travels need not wait until the next bucket is packed.
-        self._stream, *self._lanes = (
-            self._xp.cuda.Stream(non_blocking=True, priority=priority)
-            for priority in (-2, *(-1,) * LANES)
+        wires, self._lanes = (
+            [self._xp.cuda.Stream(non_blocking=True, priority=priority) for _ in range(LANES)]
+            for priority in (-2, -1)
         )
-        self._lane_pointers = {lane.ptr for lane in self._lanes}
+        self._comm, self._stream = comms[0], wires[0]
+        self._wires = {
+            lane.ptr: wire for lane, *wire in zip(self._lanes, comms, wires, strict=True)
+        }
         self._pending: dict[int, Any] = {}  # streams with work that nothing has joined
         self._joined: deque[Any] = deque()
         self._ops = {op: getattr(self._nccl, f"NCCL_{op.upper()}") for op in ("sum", "max", "min")}
@@ -123,9 +125,9 @@ class NCCLCommunicator:
         check_buffers("all_reduce", self.size, buffer, recv, 1)
         kind = self._summed("all_reduce", buffer)
 
-        def call(stream: int) -> None:
+        def call(comm: Any, stream: int) -> None:
             there, here = buffer.data.ptr, recv.data.ptr
-            self._comm.allReduce(there, here, buffer.size, kind, self._ops[op], stream)
+            comm.allReduce(there, here, buffer.size, kind, self._ops[op], stream)
 
         return self._start("all_reduce", call, (buffer, recv))
 
@@ -136,9 +138,9 @@ class NCCLCommunicator:
         check_buffers("reduce_scatter", self.size, send, recv, self.size)
         kind = self._summed("reduce_scatter", send)
 
-        def call(stream: int) -> None:
+        def call(comm: Any, stream: int) -> None:
             there, here = send.data.ptr, recv.data.ptr
-            self._comm.reduceScatter(there, here, recv.size, kind, self._ops[op], stream)
+            comm.reduceScatter(there, here, recv.size, kind, self._ops[op], stream)
 
         return self._start("reduce_scatter", call, (send, recv))
 
@@ -149,8 +151,16 @@ class NCCLCommunicator:
         check_buffers("all_gather", self.size, send, recv, -self.size)
         bytes_ = self._types["uint8"]
 
-        def call(stream: int) -> None:
-            self._comm.allGather(send.data.ptr, recv.data.ptr, send.nbytes, bytes_, stream)
+        def call(comm: Any, stream: int) -> None:
+            here, there = send.data.ptr, recv.data.ptr
+            if self.size != 2 or here != there + self.rank * send.nbytes:
+                comm.allGather(here, there, send.nbytes, bytes_, stream)
+                return
+            other = 1 - self.rank  # two messages take NCCL less time
+            self._nccl.groupStart()
+            comm.send(here, send.nbytes, bytes_, other, stream)
+            comm.recv(there + other * send.nbytes, send.nbytes, bytes_, other, stream)
+            self._nccl.groupEnd()
 
         return self._start("all_gather", call, (send, recv))
 
@@ -162,10 +172,10 @@ class NCCLCommunicator:
             check_buffers("all_gather_coalesced", self.size, send, recv, -self.size)
         bytes_ = self._types["uint8"]
 
-        def call(stream: int) -> None:
+        def call(comm: Any, stream: int) -> None:
             self._nccl.groupStart()
             for send, recv in zip(sends, recvs, strict=True):
-                self._comm.allGather(send.data.ptr, recv.data.ptr, send.nbytes, bytes_, stream)
+                comm.allGather(send.data.ptr, recv.data.ptr, send.nbytes, bytes_, stream)
             self._nccl.groupEnd()
 
         return self._start("all_gather_coalesced", call, (sends, recvs))
@@ -177,11 +187,11 @@ class NCCLCommunicator:
         check_buffers("all_to_all", self.size, send, recv, 1)
         bytes_, part = self._types["uint8"], send.nbytes // self.size
 
-        def call(stream: int) -> None:
+        def call(comm: Any, stream: int) -> None:
             self._nccl.groupStart()
             for rank in range(self.size):
-                self._comm.send(send.data.ptr + rank * part, part, bytes_, rank, stream)
-                self._comm.recv(recv.data.ptr + rank * part, part, bytes_, rank, stream)
+                comm.send(send.data.ptr + rank * part, part, bytes_, rank, stream)
+                comm.recv(recv.data.ptr + rank * part, part, bytes_, rank, stream)
             self._nccl.groupEnd()
 
         return self._start("all_to_all", call, (send, recv))
@@ -192,9 +202,9 @@ class NCCLCommunicator:
             return self.host.broadcast(buffer, root)
         check_buffers("broadcast", self.size, buffer, buffer, 1)
 
-        def call(stream: int) -> None:
+        def call(comm: Any, stream: int) -> None:
             at, kind = buffer.data.ptr, self._types["uint8"]
-            self._comm.broadcast(at, at, buffer.nbytes, kind, root, stream)
+            comm.broadcast(at, at, buffer.nbytes, kind, root, stream)
 
         return self._start("broadcast", call, buffer)
 
@@ -289,10 +299,18 @@ class NCCLCommunicator:
         cuda = self._xp.cuda
         return bool(cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr))
 
-    def _start(self, what: str, call: Callable[[int], None], keep: Any) -> Work:
-        self._follow(self._stream)
-        call(self._stream.ptr)
-        return _NCCLWork(self, what, keep)
+    def _start(self, what: str, call: Callable[[Any, int], None], keep: Any) -> Work:
+        """Start a collective: of a lane on the lane's own connection, beside the others'."""
+        current = self._xp.cuda.get_current_stream().ptr
+        comm, stream = self._wires.get(current, (self._comm, self._stream))
+        self._follow(stream)
+        call(comm, stream.ptr)
+        return _NCCLWork(self, what, keep, stream)
+
+    def _connected(self) -> Any:
+        mine = self._nccl.get_unique_id() if self.rank == 0 else None
+        identity = self.host.broadcast_object(mine)
+        return self._nccl.NcclCommunicator(self.size, identity, self.rank)
 
     def _on_gpu(self, *arrays: Array) -> bool:
         there = {isinstance(array, self._xp.ndarray) for array in arrays}
@@ -313,11 +331,13 @@ class NCCLCommunicator:
             waited = time.monotonic() - began
             if waited > self.timeout:
                 missing = self._missing()
-                self._comm.abort()  # else the process could not end
+                for comm in self._comms:
+                    comm.abort()  # else the process could not end
                 raise CollectiveTimeout(
                     what, rank=self.rank, size=self.size, seconds=waited, missing=missing
                 )
-            self._comm.check_async_error()
+            for comm in self._comms:
+                comm.check_async_error()
             time.sleep(0 if waited < SPIN_SECONDS else PAUSE_SECONDS)
 
     def _missing(self) -> list[int]:

@@ -159,14 +159,11 @@ DEVICE float power32(int exponent) {
 }
 DEVICE float unit_of(int exponent) { return power32(exponent - 125 - kBits); }
 
-// The float of one code among a thread's.
-DEVICE float code_at(const u32 (&words)[kWords], int k) {
-    const u32 code = words[k * kBits / 32] >> k * kBits % 32 & kMask;
-    return __fsub_rn(__uint_as_float(0x4B000000 | (code ^ kPlus)), kUnsigned);
-}
-DEVICE i64 integer_at(const u32 (&words)[kWords], int k) {
-    const u32 code = words[k * kBits / 32] >> k * kBits % 32 & kMask;
-    return static_cast<int>((code ^ kPlus)) - static_cast<int>(kPlus);
+// The float of one code among a thread's, whose signs are flipped.
+DEVICE float code_at(const u32 (&flipped)[kWords], int k) {
+    const u32 selector = kBits == 8 ? 0x7440 + k % 4 : 0x7410 + k % 2 * 0x22;
+    const u32 bits = __byte_perm(flipped[k * kBits / 32], 0x4B000000, selector);
+    return __fsub_rn(__uint_as_float(bits), kUnsigned);
 }
 
 // Rows of an odd number of blocks are not aligned.
@@ -271,13 +268,13 @@ DEVICE int encode(
 }
 
 // The part of a value, in whole blocks: a division of 64 bits takes as long as the rest.
-DEVICE i64 part_of(i64 at, i64 values) {
-    return static_cast<u32>(at / 32) / static_cast<u32>(values / 32);
+DEVICE i64 part_of(i64 at, i64 values, i64 size) {
+    return values == size ? 0 : static_cast<u32>(at / 32) / static_cast<u32>(values / 32);
 }
 
 DEVICE void store_packed(
-    u8* packed, i64 at, i64 values, i64 pitch, const float (&codes)[kRun], int exponent) {
-    const i64 row = part_of(at, values), within = at - row * values;
+    u8* packed, i64 at, i64 size, i64 values, i64 pitch, const float (&codes)[kRun], int exponent) {
+    const i64 row = part_of(at, values, size), within = at - row * values;
     u8* to = packed + row * pitch;
     u32 words[kWords];
 #pragma unroll
@@ -289,32 +286,27 @@ DEVICE void store_packed(
     if (at % 32 == 0) to[values * kBits / 8 + within / 32] = static_cast<u8>(exponent);
 }
 
-// Sums of integers, where float32 does not hold them or the divisor is no power of two.
-DEVICE void mean_of_integers(const u8* from, const u8* exponents, bool whole, i64 pitch, int added,
-    int most, double factor, double divisor, float (&means)[kRun]) {
-    const double unit = __dmul_rn(power(most - 125 - kBits - 32), factor);
-    i64 totals[kRun] = {0, 0, 0, 0, 0, 0, 0, 0};
+// A sum of integers, where float32 does not hold it or the divisor is no power of two.
+DEVICE float mean_of_integers(const u8* codes, const u8* exponents, i64 pitch, int added, int most,
+    double factor, double divisor) {
+    i64 total = 0;
     for (int rank = 0; rank < added; ++rank) {
         const int behind = min(most - static_cast<int>(exponents[rank * pitch]), 63);
-        u32 words[kWords];
-        load_words(from + rank * pitch, whole, words);
-#pragma unroll
-        for (int k = 0; k < kRun; ++k)
-            totals[k] += (integer_at(words, k) * (i64{1} << 32)) >> behind;
+        u32 code = codes[rank * pitch] ^ (kBits == 8 ? kPlus : 0);
+        if (kBits == 16) code |= (codes[rank * pitch + 1] ^ 0x80u) << 8;
+        const i64 value = static_cast<int>(code) - static_cast<int>(kPlus);
+        total += (value * (i64{1} << 32)) >> behind;
     }
-#pragma unroll
-    for (int k = 0; k < kRun; ++k) {
-        double mean = __dmul_rn(static_cast<double>(totals[k]), unit);
-        if (divisor != 1.0) mean = __ddiv_rn(mean, divisor);
-        means[k] = static_cast<float>(mean);
-    }
+    const double unit = __dmul_rn(power(most - 125 - kBits - 32), factor);
+    const double mean = __dmul_rn(static_cast<double>(total), unit);
+    return static_cast<float>(divisor == 1.0 ? mean : __ddiv_rn(mean, divisor));
 }
 
 // Of `added` rows after each other from the row of the value on; `factor` is 1 / divisor where that
 // is exact, and the divisor then 1.
-DEVICE void mean_of(const u8* packed, i64 at, i64 values, i64 pitch, int added, double factor,
-    double divisor, float (&means)[kRun]) {
-    const i64 part = part_of(at, values), within = at - part * values;
+DEVICE void mean_of(const u8* packed, i64 at, i64 size, i64 values, i64 pitch, int added,
+    double factor, double divisor, float (&means)[kRun]) {
+    const i64 part = part_of(at, values, size), within = at - part * values;
     const u8* from = packed + part * added * pitch;
     const u8* exponents = from + values * kBits / 8 + within / 32;
     from += within * kBits / 8;
@@ -330,6 +322,8 @@ DEVICE void mean_of(const u8* packed, i64 at, i64 values, i64 pitch, int added, 
         u32 words[kWords];
         load_words(from + rank * pitch, whole, words);
 #pragma unroll
+        for (int k = 0; k < kWords; ++k) words[k] ^= kBits == 8 ? 0x80808080 : 0x80008000;
+#pragma unroll
         for (int k = 0; k < kRun; ++k) means[k] = __fmaf_rn(code_at(words, k), unit, means[k]);
     }
     // These sums are whole numbers of the least unit: exact below 2^24 of them and 2^128.
@@ -339,7 +333,14 @@ DEVICE void mean_of(const u8* packed, i64 at, i64 values, i64 pitch, int added, 
 #pragma unroll
         for (int k = 0; k < kRun; ++k) means[k] = __uint_as_float(kNaN);
     } else if (!exact || divisor != 1.0) {
-        mean_of_integers(from, exponents, whole, pitch, added, most, factor, divisor, means);
+#pragma unroll 1
+        for (int k = 0; k < kRun; ++k) {
+            const float mean = mean_of_integers(
+                from + k * kBits / 8, exponents, pitch, added, most, factor, divisor);
+#pragma unroll
+            for (int other = 0; other < kRun; ++other)
+                if (other == k) means[other] = mean;
+        }
     } else {
 #pragma unroll
         for (int k = 0; k < kRun; ++k) means[k] = __fmul_rn(means[k], static_cast<float>(factor));
@@ -354,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) mxint_pack(const float* _
     if (at < size) load_values(x + at, mine);
     const Rounding how{random, Stream{key0, key1, high0, high1}, first_block, residual};
     const int exponent = encode(mine, at, at < size, how, codes);
-    if (at < size) store_packed(packed, at, values, pitch, codes, exponent);
+    if (at < size) store_packed(packed, at, size, values, pitch, codes, exponent);
 }
 
 // Adds up `added` rows after each other; the next ones hold the next values.
@@ -364,27 +365,30 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const i64 at = first_value<kRun>();
     if (at >= size) return;
     float means[kRun];
-    mean_of(packed, at, values, pitch, added, factor, divisor, means);
+    mean_of(packed, at, size, values, pitch, added, factor, divisor, means);
     store_values(out + at, means);
 }
 
 // The mean of all rows, rounded once more: its codes and exponents, or the values that they have.
-extern "C" __global__ void __launch_bounds__(kThreads) mxint_repack(const u8* __restrict__ packed,
-    float* __restrict__ residual, u8* __restrict__ codes_out, float* __restrict__ values_out,
-    i64 size, i64 pitch, int added, double factor, double divisor, u32 random, u32 key0, u32 key1,
-    u32 high0, u32 high1, u32 first_block) {
+extern "C" __global__ void __launch_bounds__(kThreads, 5) mxint_repack(
+    const u8* __restrict__ packed, float* __restrict__ residual, u8* __restrict__ codes_out,
+    float* __restrict__ values_out, i64 size, i64 pitch, int added, double factor, double divisor,
+    u32 random, u32 key0, u32 key1, u32 high0, u32 high1, u32 first_block) {
     const i64 at = first_value<kRun>();
     float means[kRun] = {0, 0, 0, 0, 0, 0, 0, 0}, codes[kRun];
-    if (at < size) mean_of(packed, at, size, pitch, added, factor, divisor, means);
+    if (at < size) mean_of(packed, at, size, size, pitch, added, factor, divisor, means);
     const Rounding how{random, Stream{key0, key1, high0, high1}, first_block, residual};
     const int exponent = encode(means, at, at < size, how, codes);
     if (at >= size) return;
     if (codes_out) {
-        store_packed(codes_out, at, size, pitch, codes, exponent);
+        store_packed(codes_out, at, size, size, pitch, codes, exponent);
         return;
     }
-    const float unit = exponent == kNonfinite ? __uint_as_float(kNaN) : unit_of(exponent);
+    const float unit = unit_of(exponent);
 #pragma unroll
-    for (int k = 0; k < kRun; ++k) means[k] = __fmul_rn(__fsub_rn(codes[k], kWhole), unit);
+    for (int k = 0; k < kRun; ++k) {
+        const float mean = __fmul_rn(__fsub_rn(codes[k], kWhole), unit);
+        means[k] = exponent == kNonfinite ? __uint_as_float(kNaN) : mean;
+    }
     store_values(values_out + at, means);
 }
