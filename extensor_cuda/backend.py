@@ -35,6 +35,7 @@ from extensor_cuda.matmul.fallback_count import FallbackCounter, SharedCounter
 from extensor_cuda.matmul.grouped import block_scaled_matmul, grouped_weight_only_matmul
 from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
 from extensor_cuda.matmul.product import product, values_of
+from extensor_cuda.matmul.rebased import rebased_matmul
 from extensor_cuda.matmul.stored import stored_product
 from extensor_cuda.matmul.weight_only import weight_only_matmul
 from extensor_cuda.runtime import blas
@@ -170,6 +171,9 @@ ROUTES: dict[str, Route] = {
         run=attrgetter("out"),
         path=attrgetter("path"),
         fallback_path="one after the other",
+    ),
+    "rebased_matmul": Route(
+        rebased_matmul, path=lambda call: "FP8 tensor cores, activations rebased"
     ),
     # quantize
     "quantize": Route(quantize.quantize, fallback=_quantize_on_host, fallback_path="host"),

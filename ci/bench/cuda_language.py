@@ -10,8 +10,9 @@ decode   Llama 3.1 8B's shape (32 layers, head and embedding), random weights in
          in bfloat16, 512 tokens in the cache and one more each time; the whole step from a CUDA
          graph, and its products alone. torch: the same model in bfloat16, from a CUDA graph,
          `scaled_dot_product_attention`
-prefill  the same model and one prompt; MXFP4 weights with activations as stored, in MXFP8 and in
-         MXFP4, and products alone. torch: eager, whose kernels are long enough to hide its host
+prefill  the same model and one prompt; MXFP4 weights with activations in MXFP8 that is rebased,
+         as stored, and in MXFP4, and products alone. torch: eager, whose kernels are long enough to
+         hide its host
 experts  gpt-oss 20B's layer of experts: 32 of width 2880, 4 for each token, MXFP4 weights; forward,
          router and both permutations included. torch: bfloat16, `torch._grouped_mm`
 
@@ -47,7 +48,7 @@ from extensor.quant.schemes import get_scheme
 Call = Callable[[], Any]
 BEFORE = 512
 """Tokens in the cache before one is decoded."""
-SCHEMES = {"prefill": ("mxfp4_weights", "mxfp4_a8", "mxfp4"), "decode": ("mxfp4_weights",)}
+SCHEMES = {"prefill": ("mxfp4_a8_rebased", "mxfp4_weights", "mxfp4"), "decode": ("mxfp4_weights",)}
 
 
 class Bench:

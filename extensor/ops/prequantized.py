@@ -68,12 +68,15 @@ def _quantized(backend: Backend, x: Array, context: LayerContext, axis: int) -> 
 def _matmul_forward(backend: Backend, x: Array, w: QuantArray, context: LayerContext) -> Array:
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     operand = context.operand("fprop.x")
-    if isinstance(operand, str):
-        activations = weight_activations(backend, rows, operand)
-    else:
-        activations = _quantized(backend, rows, context, 1)
     dtype = "bfloat16" if x.dtype == BFLOAT16 else "float32"
-    out = matrix_product(backend, activations, w, dtype)
+    if isinstance(operand, str):
+        out = matrix_product(backend, weight_activations(backend, rows, operand), w, dtype)
+    elif operand.rebased and context.static_scale is None:
+        spec = operand.replace(axis=1).resolve(2)
+        out, counts = backend.rebased_matmul(rows, spec, w, dtype)
+        context.record("fprop.x", counts)
+    else:
+        out = matrix_product(backend, _quantized(backend, rows, context, 1), w, dtype)
     return backend.cast(out.reshape(*x.shape[:-1], w.shape[0]), x.dtype)
 
 

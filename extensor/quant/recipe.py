@@ -76,7 +76,8 @@ class Gemm:
         output_scale: factor on the product, which undoes the operands' ``element_scale``.
 
     Raises:
-        ValueError: for an unknown float dtype, or a transform or rebasing in one operand only.
+        ValueError: for an unknown float dtype, a transform in one operand only, or rebasing beside
+            another format than MXFP4.
 
     >>> from extensor.quant.recipe import Gemm
     >>> Gemm(et.QuantSpec("mxfp8_e4m3"), "bfloat16").unquantized
@@ -98,10 +99,13 @@ class Gemm:
             raise ValueError(
                 f"a transform cancels only if both operands of a GEMM carry it, got {a} and {b}"
             )
-        if len({isinstance(o, QuantSpec) and o.rebased for o in (self.a, self.b)}) > 1:
+        others = [o for o in (self.a, self.b) if not (isinstance(o, QuantSpec) and o.rebased)]
+        if len(others) == 1 and not (
+            isinstance(o := others[0], QuantSpec) and o.is_mx and o.row.element.bits == 4
+        ):
             raise ValueError(
                 f"both operands of a GEMM are rebased or none, got {self.a} and {self.b}; set "
-                "rebased in both"
+                "rebased in both, or multiply MXFP4, which needs none"
             )
 
     @property

@@ -193,6 +193,12 @@ _ROWS = (
         QuantSpec("mxfp8_e4m3", scale_rule="rceil"),
     ),
     Scheme(
+        "mxfp4_a8_rebased",
+        "MXFP4 weights, MXFP8 activations that share a scale in 128 x 128: FP8 products on a GPU",
+        QuantSpec("mxfp4", scale_rule="rceil"),
+        QuantSpec("mxfp8_e4m3", scale_rule="rceil", rebased=True),
+    ),
+    Scheme(
         "mxfp4_mxint8",
         "MXFP4 weights, MXINT8 activations: integer products on a CPU",
         QuantSpec("mxfp4", scale_rule="rceil"),

@@ -36,6 +36,7 @@ __all__ = [
     "batch_key",
     "nbytes",
     "packs_columns",
+    "pitch",
     "plan_of_pack",
     "restored",
     "run",
@@ -199,11 +200,11 @@ def nbytes(kind: int, rows: int, k: int) -> int:
     7176
     """
     if kind == REBASED:
-        return rows * _padded(k) + 4 * -(-k // REBASE_TILE) * _pitch(rows)
+        return rows * _padded(k) + 4 * -(-k // REBASE_TILE) * pitch(rows)
     return rows * _padded(k) + _NUMBERS
 
 
-def _pitch(rows: int) -> int:
+def pitch(rows: int) -> int:
     """Floats from the scales of one 128 along K to those of the next.
 
     One for every `ROWS_PER_SCALE` rows, as the GEMM reads them, and what it may read behind the
@@ -228,7 +229,7 @@ class _Carved:
         codes = buffer[: rows * width].reshape(rows, width)[:, :k]
         behind = buffer[rows * width :]
         if spec.rebased:
-            blocks = behind.view(np.float32).reshape(-1, _pitch(rows))
+            blocks = behind.view(np.float32).reshape(-1, pitch(rows))
             return cls(buffer, codes, blocks=blocks)
         numbers = behind[:8].view(np.uint32)
         return cls(buffer, codes, numbers[:1].view(np.int32), numbers[1:].reshape(()))

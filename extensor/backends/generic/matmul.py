@@ -175,6 +175,13 @@ class GenericMatmul(GenericQuantize):
         """See the protocol."""
         return self._narrow(self.xp.matmul(self._wide(x), self.dequantize(w).T), dtype)
 
+    def rebased_matmul(
+        self, x: Array, spec: QuantSpec, w: QuantArray, dtype: str = "float32"
+    ) -> tuple[Array, Counts]:
+        """See the protocol."""
+        q, counts = self.quantize(x, spec)
+        return self.block_scaled_matmul(q, w, dtype), counts
+
     def grouped_weight_only_matmul(
         self, x: Array, weights: Sequence[QuantArray], ends: Sequence[int]
     ) -> Array:

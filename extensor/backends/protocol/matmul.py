@@ -180,6 +180,15 @@ class MatmulMethods(Protocol):
         """
         ...
 
+    def rebased_matmul(
+        self, x: Array, spec: QuantSpec, w: QuantArray, dtype: str = "float32"
+    ) -> tuple[Array, Counts]:
+        """`block_scaled_matmul` of floats (M, K), quantized by a spec, and w; what was counted.
+
+        The spec is MXFP8 that is rebased, along K.
+        """
+        ...
+
     def grouped_weight_only_matmul(
         self, x: Array, weights: Sequence[QuantArray], ends: Sequence[int]
     ) -> Array:

@@ -9,11 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import extensor as et
 from extensor.backends import registry
 from extensor.backends.generic import GenericBackend
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.rebase import rebased_values
+from extensor.quant.recipe_state import stats_of
+from extensor.quant.schemes import get_scheme
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE, gemm_source
@@ -369,3 +372,46 @@ def test_nothing_waits(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(done, Product)
     with pytest.raises(AssertionError, match="read on the host"):
         assert done.inexact[0] is not None and done.inexact[0].shares()
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_no_gemm_of_rebased_activations_and_mxfp4_spills() -> None:
+    config = configure("e4m3", 8192, 4096, "bfloat16", b="e5m2", blocks=(ROWS_PER_SCALE,) * 2)
+    check_compiles(gemm_source(config), "sm_90a")
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 40, 256), (200, 264, 640)])
+def test_rebased_activations_times_mxfp4(hopper_gpu: Any, m: int, n: int, k: int) -> None:
+    """The product of the values that the quantizer stores, as the CPU's too."""
+    spec = E4M3.replace(scale_rule="rceil", rebased=True, axis=1).resolve(2)
+    rng = np.random.default_rng(m)
+    wide = rng.standard_normal((m, k)) * np.exp2(rng.integers(-6, 7, (m, k)))
+    x = wide.astype(ml_dtypes.bfloat16)
+    mxfp4 = QuantSpec("mxfp4", axis=1)
+    w = reference.quantize(rng.standard_normal((n, k)).astype(np.float32), mxfp4)[0]
+    there = hopper_gpu.xp.asarray(x), spec, sent(w, hopper_gpu.xp)
+    path = hopper_gpu.path("rebased_matmul", *there)
+    assert path == "FP8 tensor cores, activations rebased"
+    for dtype in ("float32", "bfloat16"):
+        out, counts = hopper_gpu.rebased_matmul(*there, dtype)
+        values, stats = reference.fake_quantize(x.astype(np.float32), spec)
+        a, b = values.astype(np.float64), reference.dequantize(w).astype(np.float64)
+        size = np.abs(a) @ np.abs(b).T
+        bound = (128 * 34 / 32 * 2.0**-13 + (k / 128 + 16) * 2.0**-24) * size
+        got = out.get().astype(np.float64)
+        bound = bound + (np.abs(a @ b.T) * 2.0**-8 if dtype == "bfloat16" else 0)
+        assert (np.abs(got - a @ b.T) <= bound).all()
+        assert stats_of(counts).rebase_changed == stats.rebase_changed
+
+
+def test_a_layer_of_rebased_activations_on_a_cpu() -> None:
+    """The generic method's product: that of what is stored."""
+    scheme = get_scheme("mxfp4_a8_rebased")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((5, 64)).astype(np.float32)
+    layer = et.quantize_model(et.nn.Linear(64, 7, bias=False, rng=0), scheme.name)
+    got = layer(et.from_numpy(x)).numpy()
+    spec = scheme.activations.replace(axis=1).resolve(2)
+    a = reference.quantize(x, spec)[0]
+    expected = registry.get("cpu").block_scaled_matmul(a, layer.weight.data)
+    np.testing.assert_array_equal(got, expected)
