@@ -45,8 +45,9 @@ PACKAGES = {
 
 ALL = ("docstrings", "bad_input", "signatures")
 
-SIGNATURES = "tests/test_signatures.py::test_signatures"
-"""It judges what imports run, too: defaults, and the decorators of records."""
+ALWAYS = [(f"tests/test_signatures.py::test_nothing_changed[{table}]", 2.0)
+          for table in ("signatures", "constants")]  # fmt: skip
+"""They judge what imports alone run."""
 
 
 def tests_of(package: str) -> list[str]:
@@ -141,7 +142,7 @@ class Judges:
         node, span = statement(mutant.original(), mutant.line)
         rows = self.lines.get(mutant.file, {})
         numbers = {number for line in span for number in rows.get(str(line), ())}
-        imported = -1 in numbers or not numbers
+        imported = numbers == {-1}  # imports alone run it
         numbers.discard(-1)
         if isinstance(node, ast.FunctionDef | ast.ClassDef):  # a default or a decorator
             body = range(node.lineno, (node.end_lineno or node.lineno) + 1)
@@ -168,9 +169,7 @@ class Judges:
             if left < 0:
                 break
             chosen.append((test, seconds))
-        if imported:
-            chosen.insert(0, (SIGNATURES, 2.0))
-        return chosen, imported
+        return (ALWAYS if imported else []) + chosen, imported
 
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider",

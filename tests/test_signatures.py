@@ -1,25 +1,35 @@
-"""Every public callable takes what it took: parameters, their order and kind, and defaults.
+"""Every public callable takes what it took, and every table holds what it held.
 
-tests/signatures.txt holds them; `python tests/test_signatures.py` writes it anew. A line of it that
-changes is a change that users see: the changelog says so.
+tests/signatures.txt has parameters, their order and kind, and defaults; tests/constants.txt has
+formats, recipes, schemes, models, runs and other constants, of long ones the checksum. `python tests/test_signatures.py`
+writes them anew. A line that changes is a change that users see: the changelog says so.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+from zlib import crc32
+
+import pytest
+
+from extensor.quant.recipe import Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.test_docstrings import documented
 
-STORED = Path(__file__).with_name("signatures.txt")
+HERE = Path(__file__).parent
+ROOMS = "formats quant nn optim io models training generation inspect".split()
+"""Packages whose constants count."""
 APPLICATIONS = ("extensor.models", "extensor.training")
 """Packages without a page in the API reference."""
 
@@ -77,11 +87,52 @@ def lines() -> list[str]:
     return [f"{name}{text}" for name, text in sorted(found.items()) if "=" in text]
 
 
-def test_signatures() -> None:
-    stored, now = STORED.read_text(encoding="utf-8").splitlines(), lines()
+def files() -> Iterator[tuple[str, Path]]:
+    """The modules of `ROOMS`."""
+    for room in ROOMS:
+        folder = Path(str(importlib.import_module(f"extensor.{room}").__file__)).parent
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            if parts[-1] != "__main__":
+                yield ".".join(["extensor", room, *(p for p in parts if p != "__init__")]), path
+
+
+def constants() -> list[str]:
+    """A line for each public constant, of a table for each row, where modules assign them."""
+    found = []
+    for name, path in files():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            target = getattr(node, "target", None) or (getattr(node, "targets", None) or [None])[0]
+            if isinstance(target, ast.Name) and re.fullmatch("[A-Z][A-Z0-9_]+", target.id):
+                value = getattr(importlib.import_module(name), target.id)
+                if isinstance(value, Mapping):
+                    found += [f"{name}.{target.id}[{key!r}] = {text(value[key])}"
+                              for key in value]  # fmt: skip
+                else:
+                    found.append(f"{name}.{target.id} = {text(value)}")
+    return [line for line in found if str(HERE.parent) not in line and str(Path.home()) not in line]
+
+
+def text(value: Any) -> str:
+    """A constant as it is printed, without descriptions; a long one's checksum."""
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    whole = f"{value!r} {value.layers!r}" if isinstance(value, Recipe) else repr(value)
+    whole = re.sub(r" at 0x\w+|doc=('[^']*'|\"[^\"]*\")(, )?", "", whole)
+    return whole if len(whole) < 100 and "\n" not in whole else f"{crc32(whole.encode()):08x}"
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {"signatures": lines, "constants": constants}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_nothing_changed(table: str) -> None:
+    stored = (HERE / f"{table}.txt").read_text(encoding="utf-8").splitlines()
+    now = TABLES[table]()
     gone, new = sorted(set(stored) - set(now)), sorted(set(now) - set(stored))
     assert (gone, new) == ([], []), "meant? python tests/test_signatures.py writes them anew"
 
 
 if __name__ == "__main__":
-    STORED.write_text("".join(f"{line}\n" for line in lines()), encoding="utf-8")
+    for table, made in TABLES.items():
+        (HERE / f"{table}.txt").write_text("".join(f"{line}\n" for line in made()), "utf-8")

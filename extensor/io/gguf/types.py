@@ -137,17 +137,13 @@ class GgufType:
         if isinstance(value, QuantArray):
             self.nbytes(value.shape)
             if self.pack is None or not self.stores(value.spec, len(value.shape)):
-                raise ValueError(
-                    f"GGUF {self.name}: expected {self.spec or self.dtype}, got {value.spec}"
-                )
+                raise ValueError(self._refusal(value.spec))
             rows = -1, value.shape[-1] // self.values
             parts = {n: np.asarray(p) for n, p in value.parts.items() if n != "tensor_scale"}
             flat = {n: p.reshape(-1, p.shape[-1]) for n, p in parts.items()}
             return self.pack(flat).reshape(*rows, self.size).reshape(-1)
         if self.dtype is None or value.dtype != self.dtype:
-            raise ValueError(
-                f"GGUF {self.name}: expected {self.spec or self.dtype}, got {value.dtype}"
-            )
+            raise ValueError(self._refusal(value.dtype))
         return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
     def _refusal(self, got: object) -> str:
