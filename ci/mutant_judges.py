@@ -36,7 +36,7 @@ PACKAGES = {
     "optim": ("extensor/optim", "every_optimizer", "every_copy", "unit/cuda/test_graph"),
     "quant": ("extensor/quant", "every_format", "every_spec", "unit/nn/test_recipe",
               "unit/nn/test_ptq", "unit/ops/test_saved_operands",
-              "unit/training/test_recipe_schedule"),
+              "unit/training/test_recipe_schedule", "unit/autograd/test_blocked"),
     "io": ("extensor/io",),
     "training": ("training",),
     "models": ("models",),

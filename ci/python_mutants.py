@@ -107,9 +107,9 @@ def bare(text: str) -> str:
     tree = _Bare().visit(ast.parse(text))
     names = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
     for node in tree.body:  # a private constant that nothing but samples reads
-        if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name):
-            if target.id.startswith("_") and names[target.id] == 1:
-                node.value = ast.Constant(0)
+        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
+        if isinstance(node, ast.Assign) and name.startswith("_") and names[name] == 1:
+            node.value = ast.Constant(0)
     return ast.dump(tree)
 
 

@@ -1,8 +1,9 @@
 """Every public callable takes what it took, and every table holds what it held.
 
 tests/signatures.txt has parameters, their order and kind, and defaults; tests/constants.txt has
-formats, recipes, schemes, models, runs and other constants, of long ones the checksum. `python tests/test_signatures.py`
-writes them anew. A line that changes is a change that users see: the changelog says so.
+formats, recipes, schemes, models, runs and other constants, of long ones the checksum, and what
+operations declare. `python tests/test_signatures.py` writes them anew. A line that changes is a
+change that users see: the changelog says so.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from zlib import crc32
 
 import pytest
 
+from extensor.autograd.primitive import OPS, Primitive
 from extensor.quant.recipe import Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.test_docstrings import documented
 
 HERE = Path(__file__).parent
-ROOMS = "formats quant nn optim io models training generation inspect".split()
+ROOMS = ["formats", "quant", "nn", "optim", "io", "models", "training", "generation", "inspect"]
 """Packages whose constants count."""
 APPLICATIONS = ("extensor.models", "extensor.training")
 """Packages without a page in the API reference."""
@@ -110,6 +112,14 @@ def constants() -> list[str]:
                               for key in value]  # fmt: skip
                 else:
                     found.append(f"{name}.{target.id} = {text(value)}")
+    importlib.import_module("extensor.ops.prequantized")  # which completes the registry
+    for name, op in sorted(OPS.items()):
+        if op.primitive is not None:
+            declared = {
+                f.name: getattr(op.primitive, f.name) for f in dataclasses.fields(Primitive)
+            }
+            plain = {k: v for k, v in declared.items() if isinstance(v, bool | str | tuple)}
+            found.append(f"{name} = {text({k: v for k, v in plain.items() if v and k != 'vjps'})}")
     return [line for line in found if str(HERE.parent) not in line and str(Path.home()) not in line]
 
 
@@ -119,7 +129,7 @@ def text(value: Any) -> str:
         value = sorted(value, key=repr)
     whole = f"{value!r} {value.layers!r}" if isinstance(value, Recipe) else repr(value)
     whole = re.sub(r" at 0x\w+|doc=('[^']*'|\"[^\"]*\")(, )?", "", whole)
-    return whole if len(whole) < 100 and "\n" not in whole else f"{crc32(whole.encode()):08x}"
+    return whole if len(whole) < 120 and "\n" not in whole else f"{crc32(whole.encode()):08x}"
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {"signatures": lines, "constants": constants}

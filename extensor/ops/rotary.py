@@ -107,9 +107,8 @@ def rotary_embedding(
             f"angles for each, got {shape} and {table}"
         )
     lead = shape[:-1]
-    if table[:-1] != lead[1 - len(table) :] and (
-        len(table) > len(shape)
-        or any(a not in (1, b) for a, b in zip(table[-2::-1], lead[::-1], strict=False))
+    if len(table) > len(shape) or any(
+        a not in (1, b) for a, b in zip(table[-2::-1], lead[::-1], strict=False)
     ):
         raise ValueError(
             f"{name}: expected tables whose leading axes broadcast to {lead}, got {table}"

@@ -12,3 +12,8 @@ def test_conv_bias_is_the_sum_of_both() -> None:
     both, apart = et.conv2d(x, w, b).numpy(), (et.conv2d(x, w) + b.reshape(4, 1, 1)).numpy()
     size = et.conv2d(x.abs(), w.abs(), b.abs()).numpy()  # 28 terms, added in any order
     assert (np.abs(both - apart) <= 2 * 29 * 2.0**-24 * size).all()
+
+
+def test_a_convolution_of_no_channels_is_its_bias() -> None:
+    y = et.conv2d(et.zeros((1, 0, 3, 3)), et.zeros((2, 0, 2, 2)), et.ExTensor([1.0, 2.0]))
+    np.testing.assert_array_equal(y.numpy(), np.array([1, 2]).reshape(1, 2, 1, 1) * np.ones((2, 2)))
