@@ -16,9 +16,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 from zlib import crc32
 
@@ -40,6 +40,16 @@ MEMORY = 6 << 30
 
 PEERS = ("torch", "torchao", "transformers", "gguf", "mpi4py")
 """Packages that CI's sample does without: tests that ask for them are skipped."""
+
+
+class Hidden(PathFinder):
+    """Finds no package of `PEERS`."""
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return None if name in PEERS else super().find_spec(name, path, target)
 
 
 def import_mutant(path: str, source: str) -> None:
@@ -247,7 +257,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 if {"MUTANT", "MUTANTS", "MUTANT_MAP"} & os.environ.keys():
-    sys.modules |= dict.fromkeys(PEERS)  # type: ignore[arg-type]
+    sys.meta_path[:] = [Hidden if finder is PathFinder else finder for finder in sys.meta_path]
 if "MUTANT" in os.environ:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     signal.setitimer(signal.ITIMER_PROF, 10 * HANGS)  # for imports and collection; it ends pytest

@@ -270,3 +270,12 @@ def test_reprs_show_what_is_not_the_default():
     assert repr(nn.LeakyReLU(0.2)) == "LeakyReLU(slope=0.2)"
     assert repr(nn.Dropout(0.1)) == "Dropout(p=0.1)"
     assert repr(nn.Flatten(2)) == "Flatten(start=2)" and repr(nn.Flatten()) == "Flatten()"
+
+
+def test_an_embedding_in_blocks_decodes_the_rows_it_gives():
+    layer = nn.Embedding(7, 64, rng=0)
+    packed = layer.weight.detach().to_mxfp4()
+    layer.weight = nn.Buffer(packed.data)
+    index = np.array([[1, 6], [0, 3]])
+    expected = packed.dequantize().numpy()[index]
+    np.testing.assert_array_equal(layer(ExTensor(index)).numpy(), expected)
