@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,8 +75,12 @@ def on_device(part: str, small: bool, weights: str, device: str) -> Any:
     return model
 
 
-def ours(part: str, how: str, batch: int, small: bool, device: str) -> dict[str, float]:
-    """Three steps of extensor."""
+Run = Callable[[int], dict[str, float]]
+"""Some steps of a batch of so many windows: bytes and rates."""
+
+
+def ours(part: str, how: str, small: bool, device: str, follows: bool = True) -> Run:
+    """Steps of extensor on one model; a ledger ``follows`` a step of Python."""
     lean = how != "ours, float32"
     model = on_device(part, small, "bfloat16" if lean else "float32", device)
     recipe = get_recipe("mxfp4_all")
@@ -88,7 +94,6 @@ def ours(part: str, how: str, batch: int, small: bool, device: str) -> dict[str,
     by = AdamW(model.parameters(), lr=1e-5, states="mxfp8_e4m3" if lean else "float32",
                masters=False)  # fmt: skip
     length = 16 if small else 2048 if part == "llama" else 1024
-    tokens = et.zeros((batch, length), dtype="int64").to(device)
 
     def step(tokens: Any) -> Any:
         scores = model(tokens)
@@ -103,30 +108,47 @@ def ours(part: str, how: str, batch: int, small: bool, device: str) -> dict[str,
             by.zero_grad()
         return loss
 
-    call = et.capture(step) if "captured" in how else step
-    for _ in range(3 if call is not step else 2):  # compile; then warm up and capture
-        float(call(tokens))
-    begin = time.perf_counter()
-    for _ in range(ROUNDS):
-        float(call(tokens))
-    seconds = (time.perf_counter() - begin) / ROUNDS
-    taken = 0
+    def run(batch: int) -> dict[str, float]:
+        free_cached(device)
+        tokens = et.zeros((batch, length), dtype="int64").to(device)
+        call = et.capture(step) if "captured" in how else step
+        for _ in range(3 if call is not step else 2):  # compile; then warm up and capture
+            float(call(tokens))
+        begin = time.perf_counter()
+        for _ in range(ROUNDS):
+            float(call(tokens))
+        seconds = (time.perf_counter() - begin) / ROUNDS
+        taken = 0
+        if device == "cuda":
+            import cupy
+
+            taken = cupy.get_default_memory_pool().total_bytes() + getattr(call, "nbytes", 0)
+        rate = {"device_gb": taken / 1e9, "tokens_per_second": batch * length / seconds}
+        if call is not step or not follows:
+            return rate
+        with et.inspect.memory_ledger(model, by, device) as ledger:
+            float(step(tokens))
+        found = ledger.report()
+        kinds = {f"{kind}_gb": n / 1e9 for kind, n in found.by_kind().items()}
+        return {**rate, "ledger_gb": found.peak / 1e9, **kinds}
+
+    return run
+
+
+def free_cached(device: str) -> None:
+    """Give back what the last batch left in the pools of this process."""
+    gc.collect()
     if device == "cuda":
         import cupy
 
-        taken = cupy.get_default_memory_pool().total_bytes() + getattr(call, "nbytes", 0)
-    rate = {"device_gb": taken / 1e9, "tokens_per_second": batch * length / seconds}
-    if call is not step:  # a ledger follows a step of Python
-        return rate
-    with et.inspect.memory_ledger(model, by, device) as ledger:
-        float(step(tokens))
-    found = ledger.report()
-    kinds = {f"{kind}_gb": n / 1e9 for kind, n in found.by_kind().items()}
-    return {**rate, "ledger_gb": found.peak / 1e9, **kinds}
+        cupy.get_default_memory_pool().free_all_blocks()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+            sys.modules["torch"].cuda.reset_peak_memory_stats()
 
 
-def theirs(part: str, how: str, batch: int, small: bool, device: str) -> dict[str, float]:
-    """Three steps of torch."""
+def theirs(part: str, how: str, small: bool, device: str) -> Run:
+    """Steps of torch on one model."""
     import torch
 
     from ci.bench.torch_models import torch_gpt
@@ -155,9 +177,8 @@ def theirs(part: str, how: str, batch: int, small: bool, device: str) -> dict[st
 
             convert_to_float8_training(model)
     by = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    tokens = torch.zeros((batch, length), dtype=torch.long, device=device)
 
-    def step() -> None:
+    def step(tokens: Any) -> None:
         with torch.autocast(device, torch.bfloat16, enabled=not pure):
             scores = model(tokens)
             scores = getattr(scores, "logits", scores)
@@ -167,13 +188,18 @@ def theirs(part: str, how: str, batch: int, small: bool, device: str) -> dict[st
         by.zero_grad()
         loss.item()
 
-    step()
-    begin = time.perf_counter()
-    for _ in range(ROUNDS):
-        step()
-    seconds = (time.perf_counter() - begin) / ROUNDS
-    taken = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    return {"device_gb": taken / 1e9, "tokens_per_second": batch * length / seconds}
+    def run(batch: int) -> dict[str, float]:
+        free_cached(device)
+        tokens = torch.zeros((batch, length), dtype=torch.long, device=device)
+        step(tokens)
+        begin = time.perf_counter()
+        for _ in range(ROUNDS):
+            step(tokens)
+        seconds = (time.perf_counter() - begin) / ROUNDS
+        taken = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+        return {"device_gb": taken / 1e9, "tokens_per_second": batch * length / seconds}
+
+    return run
 
 
 def block_sizes(small: bool) -> tuple[int, int, int]:
@@ -302,20 +328,50 @@ def measured(part: str, how: str, batch: int, args: argparse.Namespace) -> dict[
     raise RuntimeError(f"{part}, {how}, batch {batch}:\n{done.stderr[-2000:]}")
 
 
-def largest(how: str, args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
-    """Rows of growing batches until memory runs out, then of the largest that fits."""
-    rows: list[dict[str, Any]] = []
-    batch, failed = 4, None
+def curve(how: str, args: argparse.Namespace) -> None:
+    """Print rows of growing batches until memory runs out, then of the largest that fits."""
+    part, mine = "gpt", how.startswith("ours")
+    if mine:
+        run = ours(part, how, args.small, args.device, follows=False)
+    else:
+        run = theirs(part, how, args.small, args.device)
+    good, failed, batch = 0, None, 4
+    deadline = time.monotonic() + args.seconds
     while time.monotonic() < deadline and not (args.small and batch > 8):
-        found = measured("gpt", how, batch, args)
+        found = fitting(run, batch)
         if found is None:
             failed = batch
         else:
-            rows.append({"step": how, "batch": batch, **found})
-        good = rows[-1]["batch"] if rows else 0
+            good = batch
+            print(json.dumps({"step": how, "batch": batch, **found}), flush=True)
         batch = 2 * good if failed is None else (good + failed) // 2
         if failed is not None and failed - good <= max(1, good // 8):
             break
+
+
+def fitting(run: Run, batch: int) -> dict[str, float] | None:
+    """What a batch takes; None where it does not fit."""
+    try:
+        return run(batch)
+    except MemoryError:
+        return None
+    except RuntimeError as error:  # torch's error of memory is one
+        if "out of memory" in str(error) or "MemoryError" in str(error):
+            return None
+        raise
+
+
+def curves(part: str, names: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of each contestant, from a process of its own."""
+    rows: list[dict[str, Any]] = []
+    for how in names:
+        command = [sys.executable, __file__, part, "--contestant", how, "--device", args.device]
+        command += ["--seconds", str(args.seconds / len(names)), *(["--small"] * args.small)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if not found:
+            raise RuntimeError(f"{part}, {how}:\n{done.stderr[-2000:]}")
+        rows += shown(found)
     return rows
 
 
@@ -331,14 +387,14 @@ CONTESTANTS = {
 
 
 def contestant(part: str, how: str, args: argparse.Namespace) -> dict[str, float]:
-    """One of them, in this process."""
+    """One of them, in this process; "batch" is `curve`'s."""
     mine = how.startswith("ours")
     if part == "block":
         if mine:
             return block_ours(how, args.small, args.device)
         return block_theirs(args.small, args.device)
     run = ours if mine else theirs
-    return run(part, how, args.batch, args.small, args.device)
+    return run(part, how, args.small, args.device)(args.batch)
 
 
 def main() -> None:
@@ -349,19 +405,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--seconds", type=float, default=420.0, help="of a search for batches")
+    parser.add_argument("--seconds", type=float, default=160.0, help="of a search for batches")
     args = parser.parse_args()
+    if args.contestant and args.parts == ["batch"]:
+        curve(args.contestant, args)
+        return
     if args.contestant:
         print(json.dumps(contestant(args.parts[0], args.contestant, args)))
         return
     rows: list[dict[str, Any]] = []
     for part in args.parts:
         names = CONTESTANTS[part]
+        if part == "batch":
+            rows += curves(part, names, args)
+            continue
         for how in names:
-            if part == "batch":
-                deadline = time.monotonic() + args.seconds / len(names)
-                rows += shown(largest(how, args, deadline))
-                continue
             batch = 1 if part == "llama" else args.batch
             found = measured(part, how, batch, args)
             rows += shown([{"step": how, "batch": batch, **(found or {"device_gb": None})}])
