@@ -374,7 +374,7 @@ class Trainer:
         config, ranks = self.config, self.grid.data
         if ranks.size == 1 and config.grad_comm == "float32" and config.shard == "none":
             return None
-        how: dict[str, Any] = {}
+        how: dict[str, Any] = {"clock": self.quant}
         if "mxint" in config.grad_comm:
             how["error_feedback"] = config.error_feedback
         args = (list(self.model.parameters()), ranks, config.grad_comm)
@@ -481,10 +481,10 @@ class Trainer:
             with self._updates_in_backward():
                 self.scaler.scale(loss).backward()
         else:
-            with self.buckets.micro_batch(last=True):
+            with self.buckets.micro_batch(last=True, step=self.quant.step):
                 self.scaler.scale(loss * weight).backward()
             self.quant.micro_batch = 0  # the update's random bits are the whole batch's
-            self.buckets.finish(0)
+            self.buckets.finish(self.quant.step)
             self.ranks.synchronize()
         if self.config.update == "in_backward":
             return loss, wrap(hits, backend), wrap(backend.xp.zeros((), np.bool_), backend)

@@ -96,9 +96,9 @@ def check_captured(run: Any) -> None:
             "as many --micro-batches as ranks",
         ),
         (
-            "mxint" not in config.grad_comm,
-            f"{config.grad_comm} rounds by the number of the step",
-            "--grad-comm float32, bfloat16 or exact",
+            not config.error_feedback or config.loss_scale == "off",
+            "what rounding left over is rescaled between steps by a loss scale that changes",
+            "--loss-scale off, or --grad-rounding stochastic",
         ),
         (config.shard == "none", "each rank updates whole weights", "leave --shard out"),
         (

@@ -227,7 +227,7 @@ def stepper(
         how = {"error_feedback": False} if "mxint" in name else {}
         params = list(model.parameters())
         kind = TimedBuckets if timed else UntimedBuckets
-        buckets = kind(params, bench.ranks, name, bucket_bytes, **how)
+        buckets = kind(params, bench.ranks, name, bucket_bytes, clock=quant, **how)
         buckets.events, buckets.xp = [], bench.xp
     share = 1.0 / bench.ranks.size
 
@@ -307,8 +307,6 @@ def scaling(bench: Bench) -> None:
             if captured:
                 alone = captured_step(bench, alone)
             for name in bench.args.names:
-                if captured and "mxint" in name:
-                    continue  # rounds by the step's number
                 step, buckets = stepper(bench, make, recipe, name, bucket, not captured)
                 assert buckets is not None
                 together = captured_step(bench, step) if captured else step

@@ -118,6 +118,7 @@ class GradientReduction(ABC):
         device: the device of the gradients.
         seed: of the run.
         number: of the bucket: random bits and the order of collectives are the same on all ranks.
+        clock: a `RecipeState` whose ``step`` the random bits are of, where steps are captured.
 
     Attributes:
         size: the same.
@@ -141,7 +142,14 @@ class GradientReduction(ABC):
     most_micro_batches: ClassVar[int] = 1 << 24
 
     def __init__(
-        self, size: int, ranks: Communicator, *, device: str = "cpu", seed: int = 0, number: int = 0
+        self,
+        size: int,
+        ranks: Communicator,
+        *,
+        device: str = "cpu",
+        seed: int = 0,
+        number: int = 0,
+        clock: Any = None,
     ) -> None:
         if size <= 0 or size % (BLOCK * ranks.size):
             raise ValueError(
@@ -151,7 +159,7 @@ class GradientReduction(ABC):
         self.size, self.shard_size, self.count = size, size // ranks.size, 0
         self.ranks, self.backend = ranks, get_backend(device)
         self.xp = self.backend.xp
-        self.seed, self.number = seed, number
+        self.seed, self.number, self.clock = seed, number, clock
         self._left: dict[str, Array] = {}
 
     def add(self, grad: Array) -> None:

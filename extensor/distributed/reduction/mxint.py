@@ -69,7 +69,8 @@ class Mxint(FloatSum):
         """How a part is rounded: random bits, the number of its first block, what was left over."""
         residual, stream = self._left.get(left), None
         if residual is None:
-            stream = Stream(self.seed, step, FIRST_TENSOR + self.number, left == "mean")
+            tensor, mean = FIRST_TENSOR + self.number, left == "mean"
+            stream = Stream(self.seed, step, tensor, mean, clock=self.clock)
         return stream, self.ranks.rank * blocks, residual
 
     def _packed(self, parts: int, size: int) -> Array:

@@ -349,11 +349,11 @@ DEVICE void mean_of(const u8* packed, i64 at, i64 size, i64 values, i64 pitch, i
 
 extern "C" __global__ void __launch_bounds__(kThreads) mxint_pack(const float* __restrict__ x,
     float* __restrict__ residual, u8* __restrict__ packed, i64 size, i64 values, i64 pitch,
-    u32 random, u32 key0, u32 key1, u32 high0, u32 high1, u32 first_block) {
+    u32 random, const u32* clock, u32 key0, u32 key1, u32 high0, u32 high1, u32 first_block) {
     const i64 at = first_value<kRun>();
     float mine[kRun] = {0, 0, 0, 0, 0, 0, 0, 0}, codes[kRun];
     if (at < size) load_values(x + at, mine);
-    const Rounding how{random, Stream{key0, key1, high0, high1}, first_block, residual};
+    const Rounding how{random, stream_of(clock, key0, key1, high0, high1), first_block, residual};
     const int exponent = encode(mine, at, at < size, how, codes);
     if (at < size) store_packed(packed, at, size, values, pitch, codes, exponent);
 }
@@ -373,11 +373,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(kThreads, 5) mxint_repack(
     const u8* __restrict__ packed, float* __restrict__ residual, u8* __restrict__ codes_out,
     float* __restrict__ values_out, i64 size, i64 pitch, int added, double factor, double divisor,
-    u32 random, u32 key0, u32 key1, u32 high0, u32 high1, u32 first_block) {
+    u32 random, const u32* clock, u32 key0, u32 key1, u32 high0, u32 high1, u32 first_block) {
     const i64 at = first_value<kRun>();
     float means[kRun] = {0, 0, 0, 0, 0, 0, 0, 0}, codes[kRun];
     if (at < size) mean_of(packed, at, size, size, pitch, added, factor, divisor, means);
-    const Rounding how{random, Stream{key0, key1, high0, high1}, first_block, residual};
+    const Rounding how{random, stream_of(clock, key0, key1, high0, high1), first_block, residual};
     const int exponent = encode(means, at, at < size, how, codes);
     if (at >= size) return;
     if (codes_out) {

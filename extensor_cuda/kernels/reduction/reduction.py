@@ -7,7 +7,6 @@ and writes what travels; `unpack` reads what came and writes the mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from extensor.random import Stream
-from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.capture import random_arguments
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
@@ -121,10 +120,8 @@ def _values(pitch: int, bits: int) -> int:
     return pitch * _BLOCK // (_BLOCK * bits // 8 + 1)
 
 
-def _rounding(stream: Stream | None, first_block: int) -> Iterator[np.uint32]:
-    clock_of((stream,))  # refuses a capture, whose replays would all draw the same bits
-    words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
-    return (np.uint32(n) for n in (stream is not None, *words, first_block))
+def _rounding(stream: Stream | None, first_block: int) -> list[Any]:
+    return [np.uint32(stream is not None), *random_arguments(stream), np.uint32(first_block)]
 
 
 def _quotient(divisor: float) -> tuple[np.float64, np.float64]:

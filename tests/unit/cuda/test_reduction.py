@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from extensor.random import Stream
+from extensor.random import DeviceClock, Stream
 from extensor_cuda.kernels.reduction import reduction as kernels
 from tests.kernels import reduction as cases
 from tests.kernels.inputs import GENERIC, assert_bytes
@@ -72,6 +72,21 @@ def test_a_row_may_begin_anywhere(trainer: Any, bits: int) -> None:
     trainer.mxint_unpack(there[1:], bits, 1.0, False, out[0])
     GENERIC.mxint_unpack(expected[1:], bits, 1.0, False, out[1])
     assert_bytes(out[0].get(), out[1], bits)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_captured_step_reads_its_number_from_the_device(trainer: Any, bits: int) -> None:
+    x = np.random.default_rng(0).standard_normal(96).astype(np.float32)
+    clock = DeviceClock(trainer.xp.asarray(np.array(3, np.uint64)))
+    rows, expected = (
+        trainer.xp.zeros((1, 12 * bits + 3), np.uint8),
+        np.zeros((2, 12 * bits + 3), "u1"),
+    )
+    trainer.mxint_pack(trainer.xp.asarray(x), bits, Stream(7, 0, 2, clock=clock), 0, None, rows)
+    for step in (0, 3):
+        GENERIC.mxint_pack(x, bits, Stream(7, step, 2), 0, None, expected[step // 3 :][:1])
+    assert_bytes(rows.get()[0], expected[1], bits)
+    assert (expected[0] != expected[1]).any()
 
 
 @pytest.mark.usefixtures("nvrtc")

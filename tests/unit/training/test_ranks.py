@@ -162,11 +162,16 @@ def test_one_ranks_infinity_skips_the_step_on_all(small: Make, tmp_path: Path) -
     assert run_ranks(2, program) == [(False, True, 32768.0)] * 2
 
 
-def test_captured_ranks_train_as_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("comm", "rounding"),
+    [("exact", "stochastic"), ("mxint8", "stochastic"), ("mxint16", "error_feedback")],
+)
+def test_captured_ranks_train_as_others(comm: str, rounding: str, tmp_path: Path) -> None:
     """The same weights, losses and counts; a batch of 12 has 6 rows a rank, a last one of 5 has 3
     and 2. On the CPU the captured step is called."""
     config = image_run("lenet", recipe="mxfp4", batch_size=12, train_limit=29, micro_batches=2)
-    config = dataclasses.replace(config, grad_comm="exact")
+    changes = {"grad_comm": comm, "grad_rounding": rounding, "loss_scale": "off"}
+    config = dataclasses.replace(config, **changes)
     eager = on(2, config, tmp_path / "eager")
     assert on(2, config, tmp_path / "graph", graph=True)[:2] == eager[:2]
 
@@ -175,7 +180,11 @@ def test_captured_ranks_train_as_others(tmp_path: Path) -> None:
     ("changes", "size", "expected"),
     [
         ({"micro_batches": 4}, 2, "one micro-batch on each rank, got 4 on 2; the way out: as many"),
-        ({"grad_comm": "mxint8"}, 2, "mxint8 rounds by the number of the step"),
+        (
+            {"grad_comm": "mxint8", "grad_rounding": "error_feedback", "loss_scale": "dynamic"},
+            2,
+            "left over is rescaled between steps",
+        ),
         ({"shard": "states", "optimizer": "adamw"}, 2, "whole weights; the way out: leave --shard"),
         ({"model": "resnet"}, 2, "batch norms and dropout"),
         ({"batch_size": 8, "train_limit": 17, "model": "lenet"}, 2, "none in step 3; the way out"),
