@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,18 +73,21 @@ def again(model: Module, match: str, held: Sequence[Holder]) -> int:
 
 def savings(
     config: RunConfig, kinds: Mapping[str, int], model: Any, held: Sequence[Holder] = ()
-) -> list[tuple[str, int]]:
+) -> list[tuple[str, int | None]]:
     """Settings that a run does not have, with the bytes that each alone would save, most first.
 
     Args:
         config: of the run.
-        kinds: bytes by kind.
+        kinds: bytes by kind; without "saved" what depends on it is None, and first.
         model: of the run.
         held: what held memory, where that is known.
     """
+    found: list[tuple[str, int | None]]
+    saved = kinds.get("saved")
     sizes = [param.nbytes for param in model.parameters()]
     matrices = sum(param.nbytes for param in model.parameters() if param.ndim > 1)
-    found = [("half of --batch-size", (kinds["saved"] + kinds["workspaces"]) // 2)]
+    half = None if saved is None else (saved + kinds["workspaces"]) // 2
+    found = [("half of --batch-size", half)]
     if config.optimizer_states in (wide := {"float32": 4, "bfloat16": 2}):
         share = 1 - NARROW / wide[config.optimizer_states]
         found.append(("--optimizer-states mxfp8_e4m3", int(kinds["states"] * share)))
@@ -94,7 +98,10 @@ def savings(
         setting = "--update in_backward --clip-norm 0 --loss-scale off"
         found.append((setting, sum(sizes) - max(sizes)))
     if config.saved == "float32":
-        found.append(("--saved mxfp8, at most", int(kinds["saved"] * (1 - NARROW / 4))))
+        most = None if saved is None else int(saved * (1 - NARROW / 4))
+        found.append(("--saved mxfp8, at most", most))
     if not config.recompute and (match := repeated(model)) is not None:
-        found.append((f"--recompute '{match}', at most", again(model, match, held)))
-    return sorted((row for row in found if row[1] > 0), key=lambda row: -row[1])
+        most = None if saved is None else again(model, match, held)
+        found.append((f"--recompute '{match}', at most", most))
+    known = [row for row in found if row[1] is None or row[1] > 0]
+    return sorted(known, key=lambda row: -math.inf if row[1] is None else -row[1])

@@ -22,6 +22,7 @@ from .callbacks import (
     Telemetry,
     TensorBoard,
 )
+from .callbacks.memory import explain
 from .choices import OPTIMIZERS
 from .config import RunConfig
 from .data import DataError
@@ -81,7 +82,7 @@ def train(
                 "--telemetry: looks at all gradients, and --update in_backward lets each go; the "
                 "way out: leave one of the two out"
             )
-        plan = plan_memory(config, out) if memory and not ranks.rank else None
+        plan = plan_memory(config, out, None, console) if memory and not ranks.rank else None
         watchers = _callbacks(config, console, telemetry, plan, ranks, save_steps)
         trainer = _prepare(config, out, resume, watchers, graph, ranks)
     except (UsageError, DataError, OSError) as found:
@@ -105,7 +106,9 @@ def train(
     return result
 
 
-def plan_memory(config: RunConfig, out: Path, data: Any = None) -> MemoryPlan:
+def plan_memory(
+    config: RunConfig, out: Path, data: Any = None, console: Console | None = None
+) -> MemoryPlan:
     """Measure the forward pass of a run's first micro-batch, on a model that is thrown away.
 
     It needs less memory than a step, and is gone before the run begins.
@@ -114,12 +117,21 @@ def plan_memory(config: RunConfig, out: Path, data: Any = None) -> MemoryPlan:
         config: of the run.
         out: its folder; nothing is written there.
         data: as `Trainer` takes it.
+        console: where it is said what does not fit.
+
+    Raises:
+        MemoryError: if the forward pass alone does not fit.
     """
     trainer = Trainer(config, out, data)
     batch = next(iter(trainer.task.training(1, 0)))
     part = trainer.micro_batches.divide(batch)[0]
     with memory_ledger(trainer.model, trainer.optimizer, config.device) as ledger:
-        kept = trainer.forward(part.batch, config.label_smoothing)
+        try:
+            kept = trainer.forward(part.batch, config.label_smoothing)
+        except MemoryError:
+            if console is not None:
+                explain(console, config, trainer.model, trainer.optimizer, ledger.report())
+            raise
         held = ledger.report().at(-1)
     del kept
     kinds = dict.fromkeys(KINDS, 0)

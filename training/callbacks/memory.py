@@ -11,12 +11,13 @@ from rich.console import Console
 from extensor.inspect import Holder, MemoryLedger, MemoryReport, memory_ledger
 from extensor.inspect.memory import alike_table
 
-from ..memory import MemoryPlan, gradient_bytes, repeated, savings
+from ..config import RunConfig
+from ..memory import MemoryPlan, gradient_bytes, savings
 from ..records import StepReport
 from ..rundir import MEMORY, write_json
 from .base import Callback, RunView
 
-__all__ = ["ShowMemory"]
+__all__ = ["ShowMemory", "explain"]
 
 POINTS = 400
 """Of the timeline in the file."""
@@ -61,27 +62,41 @@ class ShowMemory(Callback):
         found = self._found if self._ledger is None else self._ledger.report()
         self._ledger = None
         if isinstance(sys.exc_info()[1], MemoryError):
-            self._explain(run, found)
+            explain(self.console, run.config, run.model, run.optimizer, found)
 
-    def _explain(self, run: RunView, found: MemoryReport | None) -> None:
-        """Name the largest holders, and what each setting would save."""
-        if found is None:
-            kinds = dict.fromkeys(("saved", "workspaces"), 0)
-            kinds["weights"] = sum(param.nbytes for param in run.model.parameters())
-            kinds["gradients"] = gradient_bytes(run.config, run.model)
-            kinds["states"] = int(run.optimizer.nbytes)
-            held = tuple(Holder(kind, "", "all", n) for kind, n in kinds.items() if n)
-            what = "out of memory; known without a ledger (--memory has layers and slots):"
+
+def explain(
+    console: Console, config: RunConfig, model: Any, optimizer: Any, found: MemoryReport | None
+) -> None:
+    """Say what holds memory where it ran out, and what each setting would save.
+
+    Args:
+        console: where.
+        config: of the run.
+        model: of the run.
+        optimizer: of the run.
+        found: the ledger's report; None: there was no ledger.
+    """
+    if found is None:
+        kinds = {
+            "weights": sum(param.nbytes for param in model.parameters()),
+            "gradients": gradient_bytes(config, model),
+            "states": int(optimizer.nbytes),
+        }
+        held = tuple(Holder(kind, "", "all", n) for kind, n in kinds.items() if n)
+        what = "out of memory; known without a ledger, what layers keep for backward comes on top:"
+    else:
+        kinds, held = found.by_kind(), found.holders
+        what = f"out of memory at {_mb(found.peak)}; the largest holders:"
+    console.print(what)
+    console.print(str(alike_table(held, 12)))
+    console.print("settings that make the run smaller:")
+    for setting, nbytes in savings(config, kinds, model, held):
+        if nbytes is None:
+            setting = setting.removesuffix(", at most")
+            console.print(f"  {setting}: layers keep less (--memory says how much)")
         else:
-            kinds, held = found.by_kind(), found.holders
-            what = f"out of memory at {_mb(found.peak)}; the largest holders:"
-        self.console.print(what)
-        self.console.print(str(alike_table(held, 12)))
-        self.console.print("settings that make the run smaller:")
-        for setting, nbytes in savings(run.config, kinds, run.model, held):
-            self.console.print(f"  {setting}: {_mb(nbytes)} less")
-        if found is None and not run.config.recompute and (match := repeated(run.model)):
-            self.console.print(f"  --recompute '{match}': blocks run again in backward")
+            console.print(f"  {setting}: {_mb(nbytes)} less")
 
 
 def _list(kinds: Any) -> str:

@@ -88,6 +88,22 @@ def test_out_of_memory_names_the_holders_and_the_settings(tmp_path: Path, small:
         fitted(small(), tmp_path / "b", ShowMemory(show), Full())
     text = said.getvalue()
     assert "known without a ledger" in text and "--weights bfloat16" in text
+    assert "half of --batch-size: layers keep less" in text and "--saved mxfp8: layers" in text
+
+
+@needs_core
+def test_a_plan_that_does_not_fit_says_so(
+    tmp_path: Path, small: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(trainer: Any, batch: Any, smoothing: float) -> Any:
+        kept = trainer.model(et.ExTensor(batch.inputs))
+        raise MemoryError(f"requested 8 bytes after {kept.shape}")
+
+    monkeypatch.setattr("extensor.training.loop.Trainer.forward", full)
+    show, said = console()
+    with pytest.raises(MemoryError, match="requested 8 bytes"):
+        train(small(), tmp_path / "a", resume=False, console=show, memory=True)
+    assert "out of memory at" in said.getvalue() and "--batch-size" in said.getvalue()
 
 
 def test_the_command_ends_with_an_error_where_memory_runs_out(
