@@ -74,8 +74,8 @@ class TensorParallel:
 
     The model is changed: each `TransformerBlock` in a `ModuleList` keeps this rank's part of the
     weights. Embeddings, head and the last norm stay whole and are computed alike on all ranks.
-    Apply a recipe before: blocks of formats must not cross ranks. A second layer's bias is rank
-    0's.
+    Apply a recipe before: blocks of formats must not cross ranks. A part in NVFP4 has a tensor
+    scale of its own. A second layer's bias is rank 0's.
 
     Args:
         model: has its blocks in a `ModuleList`, such as `extensor.models` "gpt".
@@ -87,7 +87,7 @@ class TensorParallel:
 
     Raises:
         ValueError: if there are no blocks, if ranks do not divide heads or hidden values, or a
-            block of a format would cross ranks; also for scales of whole tensors (NVFP4).
+            block of a format would cross ranks; also for scales of whole tensors or channels.
 
     >>> from extensor.distributed import run_ranks
     >>> from extensor.distributed.tensor_parallel import TensorParallel
@@ -400,10 +400,10 @@ def _check_blocks(name: str, layer: Linear, axis: int, every: list[list[Part]]) 
 def _unit(name: str, slot: str, spec: QuantSpec) -> int:
     """How many neighbouring values depend on each other when they are quantized."""
     tile = spec.row.tile if spec.tile is None else spec.tile
-    if spec.row.tensor_scale or not isinstance(tile, tuple) or spec.statistic == "running":
+    if not isinstance(tile, tuple) or spec.statistic == "running":
         raise ValueError(
             f"TensorParallel: {name}: {slot}: expected scales of blocks, got {spec}, whose scale "
-            "spans ranks; the way out: MX or FP8 blocks"
+            "spans ranks; the way out: MX, NVFP4 or FP8 blocks"
         )
     transform = 1 if spec.transform is None else spec.transform.size
     return math.lcm(*tile, transform, REBASE_TILE if spec.rebased else 1)

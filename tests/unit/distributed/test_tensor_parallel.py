@@ -138,7 +138,8 @@ def test_gpt_learns_the_same(tmp_path: Any) -> None:
             losses.append(float(loss.item()))
         return losses, parallel.state_dict()
 
-    for recipe, tolerance in (("fp32", 1e-5), ("mxfp8", 2e-3)):
+    # NVFP4's parts have scales of their own, and other random bits.
+    for recipe, tolerance in (("fp32", 1e-5), ("mxfp8", 2e-3), ("nvfp4", 0.05)):
         alone, _ = trained(LocalCommunicator(), recipe)
         both = run_ranks(2, lambda ranks, recipe=recipe: trained(ranks, recipe))
         assert both[0][0] == both[1][0]
@@ -185,7 +186,7 @@ def test_a_cut_sequence_is_gathered_again() -> None:
     ("size", "recipe", "message"),
     [
         (3, "fp32", "expected heads that 3 ranks divide, got 4 heads"),
-        (2, "nvfp4", "fprop.x: expected scales of blocks, got QuantSpec.*whose scale spans"),
+        (2, "fp8_tensor", "fprop.x: expected scales of blocks, got QuantSpec.*whose scale spans"),
         (2, "fp8_block", "attention.qkv: expected each rank's part of axis 0 in whole blocks of"),
     ],
 )
