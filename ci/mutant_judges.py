@@ -45,9 +45,10 @@ PACKAGES = {
 
 ALL = ("docstrings", "bad_input", "signatures")
 
-ALWAYS = [(f"tests/test_signatures.py::test_nothing_changed[{table}]", 2.0)
-          for table in ("signatures", "constants")]  # fmt: skip
-"""They judge what imports alone run."""
+ALWAYS = [
+    f"tests/test_signatures.py::test_nothing_changed[{n}]" for n in ("signatures", "constants")
+]
+"""They judge what imports run."""
 
 
 def tests_of(package: str) -> list[str]:
@@ -169,7 +170,7 @@ class Judges:
             if left < 0:
                 break
             chosen.append((test, seconds))
-        return (ALWAYS if imported else []) + chosen, imported
+        return chosen, imported
 
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider",
@@ -262,7 +263,7 @@ def judge_new(mutants: Sequence[Mutant], limit: float, jobs: int) -> Iterator[Mu
                 ):
                     mutant.by = by or ""
                     if by is None or (not by and imported):
-                        again.append((mutant, [test for test, _ in timed]))
+                        again.append((mutant, [*ALWAYS, *(test for test, _ in timed)]))
             names = pool.map(lambda pair: by_import(*pair), again)
             for (mutant, _), name in zip(again, names, strict=True):
                 mutant.by = name

@@ -218,3 +218,38 @@ def test_plateau_refuses_what_is_no_reading():
     with pytest.raises(ValueError, match="state: expected"):
         schedule.load_state_dict({"best": 1.0})
     assert schedule.state_dict() == {"best": None, "bad": 0, "cooling": 0, "current": 1.0}
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("cooldown", [0, 1, 3])
+@pytest.mark.parametrize("patience", [0, 2])
+def test_plateau_by_its_definition(mode, cooldown, patience):
+    """A reading that is not better counts, unless one of the `cooldown` after a change."""
+    options = {"gamma": 0.5, "patience": patience, "threshold": 0.01, "minimum": 0.01}
+    schedule = ReduceLROnPlateau(mode, cooldown=cooldown, **options)
+    rate, best, bad, resting = 1.0, None, 0, 0
+    for metric in np.random.default_rng(0).random(80) + 1.0:
+        change = -1 if mode == "min" else 1
+        if best is None or change * (metric - best) > 0.01 * best:
+            best, bad = metric, 0
+        else:
+            bad += 1
+        if resting:
+            resting, bad = resting - 1, 0
+        if bad > patience:
+            rate, bad, resting = max(0.5 * rate, 0.01), 0, cooldown
+        assert schedule.observe(float(metric)) == schedule.factor(0) == rate
+    assert rate < 0.1
+
+
+@pytest.mark.parametrize(("total", "warm"), [(10, 0.3), (10, 0.0), (10, 1.0), (7, 0.5), (1, 0.5)])
+def test_one_cycle_by_its_definition(total, warm):
+    """Cosines: from 1/25 up to 1 at step warm * total - 1, then down to 1/2500 at the last step."""
+    schedule, top = OneCycle(total, warm, 25.0, 100.0), max(warm * total - 1, 0.0)
+    for step in range(total):
+        if step <= warm * total - 1:
+            low, share = 1 / 25, step / top if top else 1.0
+        else:
+            low, share = 1 / 2500, 1 - (step - top) / (total - 1 - top) if total - 1 > top else 0.0
+        expected = low + (1 - low) * (1 - math.cos(math.pi * share)) / 2
+        assert schedule.factor(step) == pytest.approx(expected, rel=1e-12), step

@@ -1,0 +1,127 @@
+"""Which weights a layout stores in blocks, what its config.json says, and a change of blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.lib import format as npy
+
+import extensor as et
+from extensor.io.gguf.container import _kind
+from extensor.io.npy import read_npy
+from extensor.io.safetensors_format import CheckpointError
+from extensor.io.stored import TARGETS, requantize, takes_blocks
+from extensor.io.stored.quantization_config import quantization_config
+from extensor.quant.reference import dequantize, quantize
+from extensor.quant.spec import Hadamard, QuantSpec
+
+ROWS = [
+    name
+    for name, target in TARGETS.items()
+    if target.spec is not None and (target.layout is None or target.layout.packing != "blocks")
+]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_matrices_of_whole_blocks_are_stored_in_blocks(name: str) -> None:
+    """Of tiles of 128 x 128, channels and tensors any matrix; elsewhere rows of whole blocks."""
+    target, linear = TARGETS[name], "model.layers.0.mlp.up_proj.weight"
+    tile = (target.layout.spec if target.layout is not None else target.spec).tile  # type: ignore[union-attr]
+    any_matrix = target.gguf is None and (tile in ("tensor", "channel") or tile == (128, 128))
+    assert takes_blocks(target, linear, (100, 768))
+    assert takes_blocks(target, linear, (100, 1000 + 1)) is any_matrix
+    assert not takes_blocks(target, linear, (768,))
+    assert not takes_blocks(target, linear, (2, 100, 768))
+    for other in ("model.norm.weight", "model.layers.0.mlp.gate.weight", "score.weight"):
+        assert not takes_blocks(target, other, (100, 768)) or target.gguf is not None
+    assert takes_blocks(target, "model.embed_tokens.weight", (100, 768)) is (
+        target.gguf is not None
+    )
+
+
+@pytest.mark.parametrize("name", [n for n, t in TARGETS.items() if t.layout is not None])
+def test_the_config_names_the_program(name: str) -> None:
+    layout = TARGETS[name].layout
+    assert layout is not None
+    said = quantization_config(layout, {"w": layout.spec.resolve(2)}, ["lm_head"])
+    program = {"fp8": "fp8", "extensor": "extensor", "mxfp4": "mxfp4", "modelopt": "modelopt",
+               "compressed-tensors": "compressed-tensors"}[layout.program]  # fmt: skip
+    assert said["quant_method"] == program
+    if program in ("fp8", "mxfp4"):
+        assert said["modules_to_not_convert"] == ["lm_head"]
+    if program == "fp8":
+        assert said["weight_block_size"] == [128, 128] and said["fmt"] == "e4m3"
+    if program == "extensor":
+        assert said == {"quant_method": "extensor", "layout": layout.name}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("spread", [1, 5, 30])
+@pytest.mark.parametrize("levels", [1, 8])
+def test_mxfp4_as_nvfp4_keeps_values_where_exponents_allow(
+    axis: int, spread: int, levels: int
+) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.integers(-levels, levels + 1, (64, 64)) / 2 * 2.0 ** rng.integers(0, spread, (64, 64))
+    x[:17, :17] = 0
+    x[0], x[:, 1] = 0.5, 0.5
+    q = quantize(x.astype(np.float32), QuantSpec("mxfp4", axis=axis))[0]
+    spec = QuantSpec("nvfp4", axis=axis).resolve(2)
+    made = requantize(q, spec)
+    assert made.spec == spec
+    exact = np.array_equal(dequantize(made), dequantize(q))
+    assert exact == (spread < 30)
+    if not exact:
+        again = quantize(dequantize(q), spec)[0]
+        np.testing.assert_array_equal(made.codes, again.codes)
+        np.testing.assert_array_equal(made.scales, again.scales)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [QuantSpec("mxfp4", transform=Hadamard(32)), QuantSpec("mxfp4", tile=(1, 64)),
+     QuantSpec("mxfp8_e4m3"), QuantSpec("int4")],
+)  # fmt: skip
+def test_other_blocks_are_quantized_from_their_values(source: QuantSpec) -> None:
+    q = et.randn(4, 128, seed=0).quantize(source).data
+    spec = QuantSpec("nvfp4").resolve(2)
+    made, again = requantize(q, spec), quantize(dequantize(q), spec)[0]
+    np.testing.assert_array_equal(made.codes, again.codes)
+    np.testing.assert_array_equal(made.scales, again.scales)
+    assert requantize(made, spec) is made
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_every_version_of_npy(version: tuple[int, int], order: Any, tmp_path: Path) -> None:
+    array, path = np.asarray(np.arange(12.0).reshape(3, 4), order=order), tmp_path / "a.npy"
+    with path.open("wb") as file:
+        npy.write_array(file, array, version)
+    np.testing.assert_array_equal(read_npy(path), array)
+    content = bytearray(path.read_bytes())
+    for other in (0, 4):
+        content[6] = other
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="version 1 to 3"):
+            read_npy(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (0, 4), (2**32 - 1, 4), (2**32, 10), (2**64 - 1, 10), (-1, 5), (-(2**31), 5),
+        (-(2**31) - 1, 11), (-(2**63), 11), (1.0, 6), (True, 7), ("a", 8), (np.float32(1), 6),
+        (np.int64(3), 4),
+    ],
+)  # fmt: skip
+def test_the_smallest_kind_of_gguf_that_holds_a_value(value: Any, kind: int) -> None:
+    assert _kind("k", value) == kind
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, None, {}])
+def test_what_no_kind_of_gguf_holds(value: Any) -> None:
+    with pytest.raises(TypeError, match="k: expected a number, a string or a list of them, got"):
+        _kind("k", value)
