@@ -18,6 +18,7 @@ from extensor.io import load_checkpoint, save_checkpoint
 from extensor.optim import Adam
 from extensor.optim.states import STATES, state_stream
 from extensor.quant.array import QuantArray
+from extensor.random import Stream
 from tests.test_every_optimizer import CASES
 
 CPU = get_backend("cpu")
@@ -231,3 +232,8 @@ def test_bad_input() -> None:
     after = narrow.state_dict()
     assert after["step.w"] == 1
     assert (after["state.w.mean"].codes == before["state.w.mean"].codes).all()
+
+
+def test_streams_are_numbered_so_that_none_meets_another() -> None:
+    """Bits are those of other versions, too: a resumed run goes on."""
+    assert state_stream(5, 3, 2) == Stream(0, 5, (1 << 23) + 3, 2)
