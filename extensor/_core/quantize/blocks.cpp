@@ -26,7 +26,10 @@ Bf16BlockEncoder<Words, T>::Bf16BlockEncoder(int element) {
     with_element(element, [&]<size_t Index>() {
         using Fp8 = Fp8Encoder<Index, T>;
         using Of = std::conditional_t<!Words && Fp8::kCovered, Fp8, Bf16Encoder<Index, Words, T>>;
-        if constexpr (Of::kCovered) code = &Of::code, from = Of::kFrom;
+        if constexpr (Of::kCovered) {
+            code = &Of::code, from = Of::kFrom;
+            above = static_cast<uint32_t>(Of::e.emax + 1);
+        }
     });
 }
 

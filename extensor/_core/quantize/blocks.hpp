@@ -14,7 +14,7 @@ namespace EXTENSOR_ISA {
 
 // How far ahead of the values being encoded memory is prefetched. The processor's own prefetching
 // stops at pages and leaves a fifth of the bandwidth unused.
-constexpr int64_t kPrefetchBytes = 3072;
+constexpr int64_t kPrefetchBytes = 4096;
 
 // Prefetches the bytes of `count` values that follow kPrefetchBytes after x; they may lie beyond
 // the array's end.
@@ -29,6 +29,29 @@ INLINE void prefetch_stream([[maybe_unused]] const T* x, [[maybe_unused]] int64_
 
 // ---- maxima ----
 
+// Lane i: the largest lane of v[i]. A tree that needs VL - 1 maxima for VL vectors.
+#if EXTENSOR_LANES == 16
+INLINE vu largest_of_each(vu (&v)[VL]) {
+    // Each level takes both halves of what two vectors hold of a tile: 32, 64, then 128 bits.
+    const auto larger_of = [](vu& to, auto low, auto high) __attribute__((always_inline)) {
+        to = reinterpret_cast<vu>(_mm512_max_epu32(low, high));
+    };
+    const auto at = [&](int i)
+                        __attribute__((always_inline)) { return reinterpret_cast<__m512i>(v[i]); };
+    for (int i = 0; i < 8; ++i)
+        larger_of(v[i], _mm512_unpacklo_epi32(at(i), at(i + 8)),
+                  _mm512_unpackhi_epi32(at(i), at(i + 8)));
+    for (int i = 0; i < 4; ++i)
+        larger_of(v[i], _mm512_unpacklo_epi64(at(i), at(i + 4)),
+                  _mm512_unpackhi_epi64(at(i), at(i + 4)));
+    for (int half = 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i)
+            larger_of(v[i], _mm512_shuffle_i64x2(at(i), at(i + half), 0x88),
+                      _mm512_shuffle_i64x2(at(i), at(i + half), 0xDD));
+    const __m512i order = _mm512_setr_epi32(0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15);
+    return reinterpret_cast<vu>(_mm512_permutexvar_epi32(order, at(0)));
+}
+#else
 // Lane i of the result: if bit S of i is clear, the larger of a's lanes i and i ^ S, else of b's.
 template <int S>
 INLINE vu fold(vu a, vu b) {
@@ -38,15 +61,13 @@ INLINE vu fold(vu a, vu b) {
     return larger(kept, bits_of(partner<S>(float_of(moved))));
 }
 
-// Lane i: the largest lane of v[i]. A tree that needs VL - 1 maxima for VL vectors.
 INLINE vu largest_of_each(vu (&v)[VL]) {
     for (int i = 0; i < VL / 2; ++i) v[i] = fold<1>(v[2 * i], v[2 * i + 1]);
     for (int i = 0; i < VL / 4; ++i) v[i] = fold<2>(v[2 * i], v[2 * i + 1]);
-    if constexpr (VL >= 8)
-        for (int i = 0; i < VL / 8; ++i) v[i] = fold<4>(v[2 * i], v[2 * i + 1]);
-    if constexpr (VL >= 16) v[0] = fold<8>(v[0], v[1]);
+    if constexpr (VL >= 8) v[0] = fold<4>(v[0], v[1]);
     return v[0];
 }
+#endif
 
 // Magnitude bits of the maxima of VL tiles that follow one another.
 template <int Tile, class T>

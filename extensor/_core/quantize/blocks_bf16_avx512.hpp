@@ -250,12 +250,10 @@ struct Bf16Encoder {
             _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(b)), 1);
     }
 
-    static void code(const T* x, const Scales& s, const BlockRandomWords* words, uint8_t* to,
+    static void code(const T* x, vu stored, const BlockRandomWords* words, uint8_t* to,
                      EncodeCounts& counts) {
         alignas(64) uint32_t starts[VL];
-        alignas(64) float apply[VL];
-        EXTENSOR_ISA::store(starts, ((s.stored + static_cast<uint32_t>(kFrom)) << 7) * 0x10001u);
-        EXTENSOR_ISA::store(apply, s.apply);
+        EXTENSOR_ISA::store(starts, ((stored + static_cast<uint32_t>(kFrom)) << 7) * 0x10001u);
         int64_t saturated = 0, flushed = 0;
         const auto start = [&](int64_t tile) {
             return _mm512_set1_epi32(static_cast<int>(starts[tile]));
@@ -275,6 +273,8 @@ struct Bf16Encoder {
             saturated += other ? 0 : above, flushed += other ? 0 : none;
         }
         // A call within the loop would cost it the registers that hold its constants.
+        alignas(64) float apply[VL];
+        if (__builtin_expect(again != 0, 0)) EXTENSOR_ISA::store(apply, inverse_power(stored));
         for (; __builtin_expect(again != 0, 0); again &= again - 1) {
             const int t = __builtin_ctz(again);
             __m512i c[4];
@@ -310,19 +310,24 @@ struct Bf16Encoder {
 // The encoder of VL tiles of 32 for an element of the table, or null where there is none.
 template <bool Words, class T = bfloat16>
 struct Bf16BlockEncoder {
-    void (*code)(const T* x, const Scales& s, const BlockRandomWords* words, uint8_t* to,
+    void (*code)(const T* x, vu stored, const BlockRandomWords* words, uint8_t* to,
                  EncodeCounts& counts) = nullptr;
     int from = 0;
+    uint32_t above = 0;  // so many binades above its scale a block's largest value may be
 
     explicit Bf16BlockEncoder(int element);  // blocks.cpp
 
-    // Whether a tile's bits count from a normal bfloat16 on. All ones or zero in each lane.
-    INLINE vu covers(const Scales& s, vu amax) const {
-        return covered(s, from) | reinterpret_cast<vu>(amax == 0u);
+    // Whether a tile's bits count from a normal bfloat16 on, and no value is far above the largest
+    // code or no number. All ones or zero in each lane.
+    INLINE vu covers(vu stored, vu amax) const {
+        const vu top = stored + above;
+        const vu in_range =
+            reinterpret_cast<vu>(top < 254u) & reinterpret_cast<vu>((amax >> 23) <= top);
+        return (covered(stored, from) & in_range) | reinterpret_cast<vu>(amax == 0u);
     }
 
-    static INLINE vu covered(const Scales& s, int from) {
-        return reinterpret_cast<vu>(s.stored > static_cast<uint32_t>(-from));
+    static INLINE vu covered(vu stored, int from) {
+        return reinterpret_cast<vu>(stored > static_cast<uint32_t>(-from));
     }
 };
 

@@ -106,7 +106,8 @@ private:
         if constexpr (Powers && Bf16Encoder<Index, false>::kCovered) {
             vu normal = splat(~0u);
             for (const Scales& each : s)
-                normal &= Bf16BlockEncoder<false>::covered(each, Bf16Encoder<Index, false>::kFrom);
+                normal &=
+                    Bf16BlockEncoder<false>::covered(each.stored, Bf16Encoder<Index, false>::kFrom);
             if (all_lanes(normal))
                 return Join::encode_bf16(column_tile, rows, s, out, prefetch, counts);
         }

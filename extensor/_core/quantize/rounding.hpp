@@ -103,6 +103,11 @@ struct Scales {
     vf point = {};  // the code of zero, where the grid is offset
 };
 
+// What values are multiplied by under an E8M0 byte, but 255.
+INLINE vf inverse_power(vu byte) {
+    return float_of(byte == 254u ? splat(0x400000u) : (254u - byte) << 23);  // 2**-127: subnormal
+}
+
 struct LaneCounts {
     vi saturated = {}, flushed = {};  // fewer than 2**31 per lane within one task
 };

@@ -4,7 +4,7 @@
 // level-1 cache and the next ones are being fetched. Everything else takes the loops of
 // encode_chunk.
 
-#include "quantize/row_chunks.hpp"
+#include "quantize/row_groups.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
@@ -131,30 +131,27 @@ void encode_any(const Call& call, const RowChunk& p, const uint32_t* known, Lane
 
 // ---- tiles of 16 or 32 values, VL at a time ----
 
-// Encodes the first tiles of a chunk of one row, whole groups of VL; returns how many. `T` is the
-// array's type, or float where values have to be prepared.
+void encode_group(const Call& call, const RowChunk& group, vu statistic, LaneCounts& counted) {
+    alignas(64) uint32_t maxima[VL];
+    store(maxima, statistic);
+    encode_any(call, group, maxima, counted);
+}
+
+void add(const EncodeCounts& counts, LaneCounts& counted) {
+    counted.saturated[0] += static_cast<int32_t>(counts.saturated);
+    counted.flushed[0] += static_cast<int32_t>(counts.flushed);
+}
+
+// Both loops below find a group's scales while the group before is encoded, as they wait for its
+// maxima. They return how many tiles are encoded.
+
 template <int Tile, bool Words, class T>
 int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
-    const QuantJob& job = call.job;
-    const bool direct = job.type == kFloatType<T> && !call.plan.hadamard;
-    const TransformAll transform =
-        call.plan.hadamard ? transform_for(job.type, call.plan.hadamard) : nullptr;
+    const Groups<Tile, T> groups(call, p);
     const BlockEncoder<Words, T> encoder(call.plan.element, Tile);
     const Philox philox(call.stream);
-#if EXTENSOR_LANES == 16
-    const bool powers_of_two = call.plan.scale == Scale::e8m0 && (!Words || call.plan.rbits == 32);
-    const Bf16BlockEncoder<Words, T> bf16_encoder(powers_of_two ? call.plan.element : -1);
-    BlockRandomWords words(philox, 0);
-#endif
-    const int64_t groups = values_in(job, p) / Tile / VL;
-    if (!groups) return 0;
-    const T* x = static_cast<const T*>(job.x) + p.first * job.length + p.start * Tile;
-    uint8_t* to = job.codes + p.first * call.packed + p.start * Tile * call.scaler.grid.bits / 8;
-    const float tensor_scale = call.scaler.tensor_scale;
     const Grid& grid = call.scaler.grid;
-    [[maybe_unused]] const bool chosen = chooses(call.plan);
     alignas(64) float apply[VL];
-    alignas(64) uint32_t maxima[VL];
     EncodeCounts counts;
 
     struct Group {
@@ -163,75 +160,80 @@ int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
         Scales scales;
     };
     const auto group_at = [&](int64_t g) __attribute__((always_inline)) {
-        const T* values = x + g * VL * Tile;
-        if constexpr (sizeof(T) == 4) {
-            if (!direct) {
-                float* mine = scratch_of<float>(Slot::prepared, 2 * VL * Tile) + g % 2 * VL * Tile;
-                const int64_t start = (p.start + g * VL) * Tile;
-                if (transform && start + VL * Tile <= job.length)
-                    transform(call.source().from(p.first * job.length + start).at, VL * Tile,
-                              call.plan.signs, mine);
-                else
-                    prepare(call, p.first, start, VL * Tile, mine);
-                values = mine;
-            }
-        }
-        const vu amax = tile_maxima<Tile>(values);
-        vu statistic = amax;
-        if constexpr (sizeof(T) == 4)
-            if (chosen) statistic = choose_whole(call, values, amax);
+        const T* values = groups.values(g);
+        const vu amax = tile_maxima<Tile>(values), statistic = groups.statistic(values, amax);
         return Group{values, amax, statistic, call.scaler.of(statistic)};
     };
-    // The scales of tiles of 16 take divisions: the next group's pass while this one is encoded.
-    constexpr bool ahead = Tile == 16;
+    if (!groups.count) return 0;
     Group next = group_at(0);
-    for (int64_t g = 0; g < groups; ++g) {
-        const Group now = ahead || !g ? next : group_at(g);
-        if (ahead) next = group_at(least(g + 1, groups - 1));
-        const T* values = now.values;
-        const vu amax = now.amax;
+    for (int64_t g = 0; g < groups.count; ++g) {
+        const Group now = next;
+        if (g + 1 < groups.count) next = group_at(g + 1);
         const Scales& s = now.scales;
-        bool bf16 = false;  // these tiles are plain, too
-#if EXTENSOR_LANES == 16
-        if constexpr (Tile == 32)
-            bf16 = bf16_encoder.code &&
-                   all_lanes(bf16_encoder.covers(s, amax) & in_range(s, amax, grid));
-#endif
-        const RowChunk group = {p.first, 1, p.start + g * VL, VL};
-        if (!bf16 && !all_lanes(is_plain(s, amax, tensor_scale, grid))) {
-            store(maxima, now.statistic);
-            encode_any(call, group, maxima, counted);
+        if (!all_lanes(is_plain(s, now.amax, call.scaler.tensor_scale, grid))) {
+            encode_group(call, groups.chunk(g), now.statistic, counted);
             continue;
         }
-        if (job.mask) {
-            store(apply, s.decode);
-            store_mask(call, values, VL * Tile, apply, mask_of(job, p.first, group.start * Tile));
-        }
-        uint8_t* codes = to + g * VL * Tile * grid.bits / 8;
-        store_codes(static_cast<uint8_t*>(job.scales) + p.first * call.tiles + group.start,
-                    s.stored);
-#if EXTENSOR_LANES == 16
-        if constexpr (Tile == 32) {
-            if (bf16) {
-                words.block = static_cast<uint32_t>(call.block(p.first, group.start));
-                bf16_encoder.code(values, s, &words, codes, counts);
-                continue;
-            }
-        }
-#endif
+        if (call.job.mask) groups.mask(g, now.values, s);
+        store_codes(groups.scales(g), s.stored);
         int64_t stride;
-        const uint32_t* drawn = Words ? random_words(call, philox, group, stride) : nullptr;
+        const uint32_t* drawn =
+            Words ? random_words(call, philox, groups.chunk(g), stride) : nullptr;
         store(apply, s.apply);
-        const vu bounded = reinterpret_cast<vu>(float_of(amax) * s.apply < grid.limit);
-        encoder.code(values, apply, drawn, all_lanes(bounded), VL, codes, counts);
+        const vu bounded = reinterpret_cast<vu>(float_of(now.amax) * s.apply < grid.limit);
+        encoder.code(now.values, apply, drawn, all_lanes(bounded), VL, groups.codes(g), counts);
     }
-    counted.saturated[0] += static_cast<int32_t>(counts.saturated);
-    counted.flushed[0] += static_cast<int32_t>(counts.flushed);
-    return groups * VL;
+    add(counts, counted);
+    return groups.count * VL;
 }
+
+#if EXTENSOR_LANES == 16
+// The same of tiles of 32 by an encoder that reads the scales' bytes alone.
+template <bool Words, class T>
+int64_t stream(const Call& call, const RowChunk& p, const Bf16BlockEncoder<Words, T>& encoder,
+               LaneCounts& counted) {
+    const Groups<32, T> groups(call, p);
+    const Philox philox(call.stream);
+    BlockRandomWords words(philox, 0);
+    EncodeCounts counts;
+
+    struct Group {
+        const T* values;
+        vu amax, statistic, stored;
+    };
+    const auto group_at = [&](int64_t g) __attribute__((always_inline)) {
+        const T* values = groups.values(g);
+        const vu amax = tile_maxima<32>(values), statistic = groups.statistic(values, amax);
+        return Group{values, amax, statistic, call.scaler.e8m0_stored(statistic)};
+    };
+    if (!groups.count) return 0;
+    Group next = group_at(0);
+    for (int64_t g = 0; g < groups.count; ++g) {
+        const Group now = next;
+        if (g + 1 < groups.count) next = group_at(g + 1);
+        if (!all_lanes(encoder.covers(now.stored, now.amax))) {
+            encode_group(call, groups.chunk(g), now.statistic, counted);
+            continue;
+        }
+        if (call.job.mask) groups.mask(g, now.values, call.scaler.of(now.statistic));
+        store_codes(groups.scales(g), now.stored);
+        words.block = static_cast<uint32_t>(call.block(p.first, groups.start(g)));
+        encoder.code(now.values, now.stored, &words, groups.codes(g), counts);
+    }
+    add(counts, counted);
+    return groups.count * VL;
+}
+#endif
 
 template <bool Words, class T>
 int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
+#if EXTENSOR_LANES == 16
+    const bool powers_of_two = call.plan.scale == Scale::e8m0 && (!Words || call.plan.rbits == 32);
+    if (call.job.tile_length == 32 && powers_of_two) {
+        const Bf16BlockEncoder<Words, T> encoder(call.plan.element);
+        if (encoder.code) return stream(call, p, encoder, counted);
+    }
+#endif
     return call.job.tile_length == 16 ? stream<16, Words, T>(call, p, counted)
                                       : stream<32, Words, T>(call, p, counted);
 }
@@ -271,7 +273,9 @@ struct RowTasks {
             most(kChunkValues / 2, least(8 * kChunkValues, rows * job.padded / 16));
         step = most(1, values / job.padded);
         const int64_t unit = call.unit();
-        tiles = step > 1 ? call.tiles : most(1, values / (unit * job.tile_length)) * unit;
+        // Whole groups of the streaming loop, where they are short.
+        const int64_t group = job.tile_length <= 32 ? unit * VL : unit;
+        tiles = step > 1 ? call.tiles : most(1, values / (group * job.tile_length)) * group;
         parts = ceil_div(call.tiles, tiles);
         count = ceil_div(rows, step) * parts;
     }

@@ -63,8 +63,8 @@ void encode_bf16_rows(const Call& call, const TileRows& p, const ScaleArrays& sc
         const bfloat16* x = p.column_tile.bf16 + t * tile;
         uint8_t* to = packed + t * tile * call.scaler.grid.bits / 8;
         const Scales s = {load(scales.apply + t), vf{}, vu{}, load(scales.stored + t)};
-        if (bf16_encoder.code && all_lanes(bf16_encoder.covered(s, bf16_encoder.from)))
-            bf16_encoder.code(x, s, nullptr, to, counts);
+        if (bf16_encoder.code && all_lanes(bf16_encoder.covered(s.stored, bf16_encoder.from)))
+            bf16_encoder.code(x, s.stored, nullptr, to, counts);
         else
             encoder.code(x, scales.apply + t, nullptr, bounded, VL, to, counts);
     }

@@ -151,19 +151,22 @@ struct Scaler {
         return reinterpret_cast<vu>(exponent);
     }
 
-    INLINE Scales e8m0(vu amax) const {
-        const vu finite = reinterpret_cast<vu>(amax < kExponentMask);
-        const vu infinite = reinterpret_cast<vu>(amax == kExponentMask);
-        const vu zero = reinterpret_cast<vu>(amax == 0u);
-        vu byte = chooses(plan) ? amax - 1u : e8m0_byte(amax & finite);
-        if (plan.rule != Rule::one) byte &= ~zero;
-        byte = (byte & finite) | (~finite & (infinite ? splat(plan.mx_inf_byte) : splat(255u)));
+    // The byte that is stored.
+    INLINE vu e8m0_stored(vu statistic) const {
+        const vu finite = reinterpret_cast<vu>(statistic < kExponentMask);
+        const vu infinite = reinterpret_cast<vu>(statistic == kExponentMask);
+        vu byte = chooses(plan) ? statistic - 1u : e8m0_byte(statistic & finite);
+        if (plan.rule != Rule::one) byte &= reinterpret_cast<vu>(statistic != 0u);
+        return (byte & finite) | (~finite & (infinite ? splat(plan.mx_inf_byte) : splat(255u)));
+    }
+
+    INLINE Scales e8m0(vu statistic) const {
+        const vu byte = e8m0_stored(statistic), zero = reinterpret_cast<vu>(statistic == 0u);
         Scales s;
         s.stored = byte;
         s.live = reinterpret_cast<vu>(byte != 255u);
         const vu divisor = larger(byte, splat(plan.mx_least_byte));
-        const vu inverse = 254u - divisor;  // byte 254: 2**-127, subnormal
-        s.apply = float_of(byte == 254u ? splat(0x400000u) : (inverse << 23) & s.live);
+        s.apply = float_of(bits_of(inverse_power(divisor)) & s.live);
         // Zeros stay zeros under any scale: 1 spares a multiplication by the subnormal 2**-127.
         vu decode = byte == 0u ? splat(0x400000u) : byte << 23;
         decode = zero ? splat(0x3F800000u) : decode;

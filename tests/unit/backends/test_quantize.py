@@ -326,6 +326,22 @@ def test_long_rows_of_every_float(name: str, kind: str, dtype: str) -> None:
                 assert_stored(got, expected, (level, shape, "both"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2"])
+@pytest.mark.parametrize("fill", [0.0, 1.0])
+def test_one_small_number_at_every_place(name: str, fill: float, dtype: str) -> None:
+    """Below the normal codes or flushed, among zeros or large values: found wherever it stands."""
+    x = np.full((256, 512), fill, F)
+    x[:, ::32] = 1.0
+    place = np.arange(256)
+    for odd, small in enumerate((2.0**-18, 1.5 * 2.0**-16, 1e-41)):
+        x[place, 2 * place + odd % 2] = small
+        expected = GENERIC.quantize(x.astype(dtype), QuantSpec(name))
+        for level in LEVELS:
+            with forced(level):
+                assert_stored(BACKEND.quantize(x.astype(dtype), QuantSpec(name)), expected, small)
+
+
 def assert_stored(
     got: tuple[QuantArray, QuantStats], expected: tuple[QuantArray, QuantStats], what: object
 ) -> None:
