@@ -17,13 +17,19 @@ Array = Any
 
 
 def cached_attention(
-    xp: Any, q: Array, k: Array, v: Array, memory: TokenMemory, scale: float
+    xp: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    memory: TokenMemory,
+    scale: float,
+    turn: tuple[Array, Array] | None = None,
 ) -> Call:
     """See the protocol. A replay reads how many tokens there are then."""
-    if (gap := cached.gap(q, k, v)) is not None:
+    if (gap := cached.gap(q, k, v, turn)) is not None:
         return gap
     held = memory.keys, memory.values
     length: Any = int(memory.length[0])
     if (capture := current_capture()) is not None:
         length = memory.length_in(capture)
-    return lambda: cached.attend(q, (k, v), held, length, scale, partial(zeros, xp), xp)
+    return lambda: cached.attend(q, (k, v), held, length, scale, partial(zeros, xp), xp, turn)

@@ -206,7 +206,14 @@ class KVCache:
         end = self.length + k.shape[2]
         return wrap(keys, backend), wrap(values, backend), np.arange(kept.start, end)
 
-    def attend(self, layer: int, q: ExTensor, k: ExTensor, v: ExTensor) -> ExTensor | None:
+    def attend(
+        self,
+        layer: int,
+        q: ExTensor,
+        k: ExTensor,
+        v: ExTensor,
+        turn: tuple[ExTensor, ExTensor] | None = None,
+    ) -> ExTensor | None:
         """Append one new token's key and value, and attend from it to all tokens.
 
         On a CPU it gives the bits of `update` and `extensor.scaled_dot_product_attention`; a
@@ -217,6 +224,8 @@ class KVCache:
             q: queries (B, H, 1, d).
             k: see `update`.
             v: see `update`.
+            turn: cosines and sines (1, d / 2) of the token's place, by which a GPU turns q and k
+                first, as `rotary_embedding` does; None, they are turned.
 
         On a GPU a replay counts the cache's tokens by itself, until its memory is full: `capacity`.
 
@@ -245,7 +254,8 @@ class KVCache:
         scale = 1.0 / math.sqrt(q.shape[3])
 
         def run(q: Any, k: Any, v: Any, *_: Any) -> Any:
-            return backend.cached_attention(q, k, v, kept, scale)
+            more = () if turn is None else (tuple(table.data for table in turn),)
+            return backend.cached_attention(q, k, v, kept, scale, *more)
 
         given = q.data, k.data, v.data, kept.length, kept.place
         return wrap(replayed("KVCache.attend", run, *given, python=False), backend)

@@ -69,11 +69,26 @@ class Attention(nn.Module):
         v = split_heads(self.v_proj(x), config.kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if (one := self._turned_in_place(q, k, v, step)) is not None:
+            return self.o_proj(merge_heads(one))
         interleaved = config.rope.interleaved
         q = rotary_embedding(q, step.cos, step.sin, interleaved=interleaved)
         k = rotary_embedding(k, step.cos, step.sin, interleaved=interleaved)
         mixed = attend(q, k, v, step.batch, step.cache, self.layer, self.window, self.sinks)
         return self.o_proj(merge_heads(mixed))
+
+    def _turned_in_place(
+        self, q: ExTensor, k: ExTensor, v: ExTensor, step: Step
+    ) -> ExTensor | None:
+        """Attention of a GPU's next token, whose kernel turns q and k; None of others."""
+        cache, rope, batch = step.cache, self.config.rope, step.batch
+        plain = self.window is None and self.sinks is None and batch.padding is None
+        whole = step.cos.ndim == 2 and 2 * step.cos.shape[-1] == q.shape[-1]
+        if not (plain and whole and isinstance(cache, KVCache)) or rope.interleaved:
+            return None
+        if q.backend.captured_heads is None or q.shape[2] != 1:  # a CPU
+            return None
+        return cache.attend(self.layer, q, k, v, (step.cos, step.sin))
 
 
 class GatedMLP(nn.Module):

@@ -189,13 +189,28 @@ class CpuNn(CpuCore):
         return out, stats
 
     def _choose_cached_attention(
-        self, q: Array, k: Array, v: Array, memory: TokenMemory, scale: float
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        memory: TokenMemory,
+        scale: float,
+        turn: tuple[Array, Array] | None = None,
     ) -> Any:
+        if turn is not None:
+            return Unsupported("angles to turn by")
         return self.float32_core(q, k, v, memory.keys, memory.values)
 
     @runs_in_core(_choose_cached_attention)
     def cached_attention(
-        self, core: Any, q: Array, k: Array, v: Array, memory: TokenMemory, scale: float
+        self,
+        core: Any,
+        q: Array,
+        k: Array,
+        v: Array,
+        memory: TokenMemory,
+        scale: float,
+        turn: tuple[Array, Array] | None = None,
     ) -> Array:
         """See the protocol."""
         rows = _rows(q), _rows(k), _rows(v)

@@ -244,9 +244,17 @@ class GenericNn(GenericCore):
         return out.reshape(*q.shape[:-1], v.shape[-1]), stats.reshape(*q.shape[:-1], 2)
 
     def cached_attention(
-        self, q: Array, k: Array, v: Array, memory: TokenMemory, scale: float
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        memory: TokenMemory,
+        scale: float,
+        turn: tuple[Array, Array] | None = None,
     ) -> Array:
         """See the protocol."""
+        if turn is not None:
+            q, k = (self.rotary(x, *turn, False) for x in (q, k))
         end = int(memory.length[0]) + 1
         keys, values = (part[:, :, :end] for part in (memory.keys, memory.values))
         keys[:, :, -1:], values[:, :, -1:] = k, v

@@ -199,12 +199,19 @@ class NnMethods(Protocol):
         ...
 
     def cached_attention(
-        self, q: Array, k: Array, v: Array, memory: TokenMemory, scale: float
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        memory: TokenMemory,
+        scale: float,
+        turn: tuple[Array, Array] | None = None,
     ) -> Array:
         """Append k and v of one token to a memory with room; attention of q to all of its tokens.
 
         q is (B, H, 1, d), k (B, Hkv, 1, d), v (B, Hkv, 1, dv); gives (B, H, 1, dv), on a CPU with
-        the bits of `attention`. The memory's ``length`` stays.
+        the bits of `attention`. With tables (1, n), q and k are turned first, as by `rotary`. The
+        memory's ``length`` stays.
         """
         ...
 

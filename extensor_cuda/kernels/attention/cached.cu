@@ -5,6 +5,8 @@
 //
 // A row of d values is kLanes lanes' of 8; a block's kGroups groups of lanes take a key each.
 //
+// With tables of a position's angles, q and k are turned as rotary.cu turns them.
+//
 // Macros: NN_A, the dtype (0: float32, 1: bfloat16); CACHED_HEAD, d; CACHED_QUERIES, those that
 // share a key; CACHED_CHUNK, a multiple of 64. Limits: cached.py.
 
@@ -26,6 +28,26 @@ struct Shared {
 struct Running {
     float top, weight, values[kVector];
 };
+
+// Eight values of a row, turned by the angles of their pairs, (kHead / 2), and rounded; as they are
+// without tables.
+DEVICE FloatVector turned(
+    const T::Raw* row, int at, const float* __restrict__ cosine, const float* __restrict__ sine) {
+    if (!cosine) return T::load(row + at);
+    constexpr int kHalf = kHead / 2;
+    const bool high = at >= kHalf;
+    const int i = high ? at - kHalf : at;
+    const FloatVector a = T::load(row + i), b = T::load(row + i + kHalf),
+                      c = ElementType<0>::load(cosine + i), s = ElementType<0>::load(sine + i);
+    FloatVector out;
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) {
+        const float value = high ? __fadd_rn(__fmul_rn(b.v[e], c.v[e]), __fmul_rn(a.v[e], s.v[e]))
+                                 : __fsub_rn(__fmul_rn(a.v[e], c.v[e]), __fmul_rn(b.v[e], s.v[e]));
+        out.v[e] = T::wide(T::narrow(value));
+    }
+    return out;
+}
 
 DEVICE i64 length_of(const i64* where, i64 given) { return where ? *where : given; }
 
@@ -52,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) attend_cached(const T::Ra
     const T::Raw* __restrict__ k, const T::Raw* __restrict__ v, T::Raw* __restrict__ keys,
     T::Raw* __restrict__ values, const i64* __restrict__ where, float* __restrict__ partial,
     u32* __restrict__ done, T::Raw* __restrict__ out, i64 given, i64 capacity, i64 heads, i64 most,
-    i64 q_batch, i64 q_head, i64 k_batch, i64 k_head, i64 v_batch, i64 v_head, float scale) {
+    i64 q_batch, i64 q_head, i64 k_batch, i64 k_head, i64 v_batch, i64 v_head,
+    const float* __restrict__ cosine, const float* __restrict__ sine, float scale) {
     __shared__ Shared shared;
     __shared__ u32 last;
     const i64 head = blockIdx.x / most, chunk = blockIdx.x % most;  // a key head of a text
@@ -62,12 +85,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) attend_cached(const T::Ra
     const int chunks = static_cast<int>((length + CACHED_CHUNK - 1) / CACHED_CHUNK);
     const i64 batch = head / heads, of_text = head % heads;
     const int group = threadIdx.x / kLanes, at = threadIdx.x % kLanes * kVector;
-    const T::Raw* const new_key = k + batch * k_batch + of_text * k_head + at;
+    const T::Raw* const new_key = k + batch * k_batch + of_text * k_head;
     const T::Raw* const new_value = v + batch * v_batch + of_text * v_head + at;
     for (int i = threadIdx.x; i < kQueries * kLanes; i += kThreads) {
         const int query = i / kLanes, d = i % kLanes * kVector;
-        const FloatVector part =
-            T::load(q + batch * q_batch + (of_text * kQueries + query) * q_head + d);
+        const T::Raw* const row = q + batch * q_batch + (of_text * kQueries + query) * q_head;
+        const FloatVector part = turned(row, d, cosine, sine);
 #pragma unroll
         for (int e = 0; e < kVector; ++e) shared.q[query][d + e] = part.v[e] * (scale * kLog2E);
     }
@@ -89,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) attend_cached(const T::Ra
 #pragma unroll
             for (int e = 0; e < kVector; ++e) key[n].v[e] = value[n].v[e] = 0;
             if (token >= end) continue;
-            key[n] = T::load(own ? new_key : keys + place);
+            key[n] = own ? turned(new_key, at, cosine, sine) : T::load(keys + place);
             value[n] = T::load(own ? new_value : values + place);
             if (own) T::store(keys + place, key[n]), T::store(values + place, value[n]);
         }

@@ -42,8 +42,15 @@ def source(dtype: int, head: int, queries: int, chunk: int) -> Source:
     return Source.read(Path(__file__).parent / "cached.cu", macros)
 
 
-def gap(q: Array, k: Array, v: Array) -> Unsupported | None:
+def gap(
+    q: Array, k: Array, v: Array, turn: tuple[Array, Array] | None = None
+) -> Unsupported | None:
     """Why the kernel does not attend from q (B, H, 1, d) to keys (B, Hkv, n, d) and values."""
+    for table in turn or ():
+        if table.size * 2 != q.shape[3] or table.dtype != np.float32:
+            return Unsupported("angles that are not those of one position in float32")
+        if not table.flags.c_contiguous or table.data.ptr % 16:
+            return Unsupported("tables that are strided, or not aligned to 16 bytes")
     size, shared = q.shape[3], q.shape[1] // k.shape[1]
     if any(a.dtype != q.dtype for a in (k, v)) or q.dtype not in KINDS:
         return Unsupported(f"arrays of {q.dtype}, {k.dtype} and {v.dtype}")
@@ -66,6 +73,7 @@ def attend(
     scale: float,
     zeros: Any,
     xp: Any,
+    turn: tuple[Array, Array] | None = None,
 ) -> Array:
     """(B, H, 1, d), of arguments without a `gap`; does not wait.
 
@@ -77,6 +85,7 @@ def attend(
         scale: of scores.
         zeros: makes so many counters that are zero, and that the kernel leaves so.
         xp: cupy.
+        turn: cosines and sines (1, d / 2) by which q and k are turned first; None, not at all.
     """
     (batch, heads, _, size), (_, groups, capacity, _) = q.shape, memory[0].shape
     chunk = chunk_of(capacity)
@@ -88,7 +97,8 @@ def attend(
     strides = (a.strides[axis] // a.itemsize for a in (q, *new) for axis in (0, 1))
     numbers = map(np.int64, (given, capacity, groups, most, *strides))
     arrays = q, *new, *memory, where, partial, zeros(batch * groups), out
+    angles = turn or (None, None)
     made = source(kind(q), size, queries, chunk)
     blocks = batch * groups * most
-    launch(made, "attend_cached", blocks, _THREADS, *arrays, *numbers, np.float32(scale))
+    launch(made, "attend_cached", blocks, _THREADS, *arrays, *numbers, *angles, np.float32(scale))
     return out

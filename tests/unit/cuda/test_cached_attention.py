@@ -52,13 +52,20 @@ def test_a_token_is_appended_and_attends(
     q, k, v = there[:, :heads], there[:, heads : heads + groups], there[:, heads + groups :]
     held, counts = [xp.asarray(each) for each in memory], xp.zeros(batch * groups, dtype=np.uint32)
     assert cached.gap(q, k, v) is None
+    angles = rng.uniform(0, 7, (1, size // 2))
+    cos, sin = (f(angles).astype(np.float32) for f in (np.cos, np.sin))
+    turn = (xp.asarray(cos), xp.asarray(sin)) if length != 130 else None
     got = None
     for where in (length, xp.asarray(np.full(1, length, np.int64)).reshape(())):
-        out = cached.attend(q, (k, v), tuple(held), where, 0.3, lambda count: counts, xp)
+        out = cached.attend(q, (k, v), tuple(held), where, 0.3, lambda count: counts, xp, turn)
         assert got is None or np.asarray(out.get()).tobytes() == got.tobytes()
         got = np.asarray(out.get())
     assert not np.asarray(counts.get()).any()
-    values = packed.swapaxes(1, 2)
+    values = packed.swapaxes(1, 2).copy()
+    if turn is not None:
+        low, high = np.split(values[:, : heads + groups].astype(np.float32), 2, -1)
+        turned = (low * cos - high * sin, high * cos + low * sin)
+        values[:, : heads + groups] = np.concatenate(turned, -1).astype(dtype)
     for number, each in enumerate(memory):
         each[:, :, length] = values[:, heads + number * groups :][:, :groups, 0]
         found = np.asarray(held[number].get())
@@ -85,6 +92,8 @@ def test_what_the_kernel_has_not_says_why(xp: Any) -> None:
     assert "float16" in cached.gap(x.astype(np.float16), x, x).reason
     apart = xp.zeros((1, 2, 1, 128), dtype=np.float32)[..., ::2]
     assert "strided" in cached.gap(apart, x, x).reason
+    table = xp.zeros((2, 32), dtype=np.float32)
+    assert "one position" in cached.gap(x, x, x, (table, table)).reason
 
 
 def decoder(dtype: str) -> Any:
