@@ -79,6 +79,21 @@ _ARMS = (
     "mxfp4,bf16@95%",
 )  # fmt: skip
 
+_BRANCHES = (
+    "bf16",
+    *(
+        f"bf16,{name}@50%"
+        for name in (
+            "nvfp4_nvidia", "nvfp4_4over6", "quartet2", "nvfp4_forward", "nvfp4_backward", "mxfp4",
+            "mxfp4_nearest", "mxfp4_hadamard", "mxfp4_hadamard_random", "mxfp8_nvidia",
+            "mxfp8_e5m2g", "fp8_block", "mxfp8_rebased", "quartet", "mxfp4_tseng", "mxfp6",
+            "mxint8", "mxfp8_ocp", "fp8_tensor",
+        )
+    ),
+)  # fmt: skip
+"""Each recipe from the middle of one bf16 run on. When a small model learns to copy is chance, and
+decides its loss for long; after it the recipes' gaps show."""
+
 _LARGE = (1e-3, 2e-3, 4e-3)
 """Rates that models of 30 million weights and more try."""
 
@@ -130,6 +145,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     # The rates of a size whose trials are done: one for all lengths.
     "3m_short": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=5, rounds=5, rates=(4e-3,)),
     "3m": _llama("3m", 3.1e6, 64, _ARMS, 3),
+    "3m_branch": _llama(
+        "3m", 3.1e6, 64, _BRANCHES, 3, tokens=10, rounds=4, rates=(4e-3,),
+    ),
     "3m_long": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=100, rates=(4e-3,)),
     "10m_short": _llama("10m", 10.6e6, 64, _ARMS, 3, tokens=5, rounds=5, rates=(2e-3,)),
     "10m": _llama("10m", 10.6e6, 128, _ARMS, 3),
