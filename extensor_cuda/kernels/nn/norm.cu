@@ -14,19 +14,24 @@
 #if NN_STORED
 #include "codec/decode_e8m0.cuh"
 
+// What is read of a value, and the value: decoding branches, which loads must not wait for.
 struct Given {
     typedef u8 Part;
+    typedef u32 Word;
     const u8 *codes, *scales;
-    DEVICE float operator[](i64 at) const {
-        return scaled_value(codes[at], scales[at / CODEC_BLOCK]);
+    DEVICE u32 operator[](i64 at) const {
+        return codes[at] | static_cast<u32>(scales[at / CODEC_BLOCK]) << 8;
     }
+    DEVICE static float value(u32 word) { return scaled_value(word & 255u, word >> 8); }
 };
 #else
 struct Given {
     typedef float Part;
+    typedef float Word;
     const float* x;
     const u8* none;
     DEVICE float operator[](i64 at) const { return x[at]; }
+    DEVICE static float value(float word) { return word; }
 };
 #endif
 
@@ -120,12 +125,29 @@ extern "C" __global__ void __launch_bounds__(kThreads) normalize_grad(const Raw*
         const float mean = NN_CENTRED && real ? mean_of[row] : 0.0f,
                     rstd = real ? rstd_of[row] : 0.0f;
         float h[kEach], e[kEach], along = 0, total = 0;
+#if NN_STORED
+        Given::Word words[kEach];
+        Raw gradients[kEach];
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
             const int i = k * kLanes + lane;
             const bool there = real && i < NN_LENGTH;
-            const float gradient = there ? ElementType<NN_OUT>::wide(g[row * NN_LENGTH + i]) : 0.0f;
-            h[k] = there ? __fmul_rn(__fsub_rn(x[row * NN_LENGTH + i], mean), rstd) : 0.0f;
+            words[k] = there ? x[row * NN_LENGTH + i] : 0;
+            gradients[k] = there ? g[row * NN_LENGTH + i] : Raw();
+        }
+#define NN_READ(array, words, k, at) words[k]
+#else
+#define NN_READ(array, words, k, at) array[at]
+#endif
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const int i = k * kLanes + lane;
+            const bool there = real && i < NN_LENGTH;
+            const i64 at = row * NN_LENGTH + i;
+            const float gradient =
+                there ? ElementType<NN_OUT>::wide(NN_READ(g, gradients, k, at)) : 0.0f;
+            h[k] = there ? __fmul_rn(__fsub_rn(Given::value(NN_READ(x, words, k, at)), mean), rstd)
+                         : 0.0f;
             e[k] = there ? __fmul_rn(gradient, weight[i]) : 0.0f;
             along = __fadd_rn(along, __fmul_rn(e[k], h[k]));
             total = __fadd_rn(total, e[k]);
