@@ -17,11 +17,13 @@
 typedef ElementType<NN_A> T;
 constexpr int kThreads = 128, kTile = 64, kHead = CACHED_HEAD, kLanes = kHead / kVector;
 constexpr int kGroups = kThreads / kLanes, kKeys = kTile / kGroups;  // keys of a group in a tile
-constexpr int kQueries = CACHED_QUERIES, kPart = kHead + 2;  // a sum, its largest score, its weight
+constexpr int kQueries = CACHED_QUERIES,
+              kPart = kHead + 4;  // a sum, its largest score, its weight, none
 constexpr float kLog2E = 1.44269504088896340736f, kNone = -3.0e38f;
 
 struct Shared {
-    float q[kQueries][kHead], scores[kQueries][kTile], sums[kGroups][kHead];
+    alignas(16) float q[kQueries][kHead];
+    alignas(16) float scores[kQueries][kTile], sums[kGroups][kHead];
 };
 
 // The largest score and the sum of a query's weights, and each lane's part of its weighted values.
@@ -51,20 +53,45 @@ DEVICE FloatVector turned(
 
 DEVICE i64 length_of(const i64* where, i64 given) { return where ? *where : given; }
 
-// Adds the parts of a head's queries, the first keys' first, and writes results.
-DEVICE void combine(const float* parts, T::Raw* out, int chunks) {
-    for (int i = threadIdx.x; i < kQueries * kHead; i += kThreads) {
-        const int query = i / kHead, d = i % kHead;
-        float top = kNone, weight = 0, value = 0;
-        for (int c = 0; c < chunks; ++c)
-            top = fmaxf(top, __ldcg(parts + (c * kQueries + query) * kPart + kHead));
-        for (int c = 0; c < chunks; ++c) {
-            const float* const part = parts + (c * kQueries + query) * kPart;
-            const float factor = exp2f(__ldcg(part + kHead) - top);
-            weight += factor * __ldcg(part + kHead + 1);
-            value += factor * __ldcg(part + d);
+// Adds the parts of a head's queries, the first keys' first, and writes results. There are as many
+// parts as a tile has keys, at most.
+DEVICE void combine(const float* parts, T::Raw* out, int chunks, Shared& shared) {
+    float* const weights = &shared.sums[0][0];
+    for (int i = threadIdx.x; i < kQueries * chunks; i += kThreads) {
+        const int query = i % kQueries, c = i / kQueries;
+        const float* const part = parts + i * kPart + kHead;
+        shared.scores[query][c] = __ldcg(part), weights[query * kTile + c] = __ldcg(part + 1);
+    }
+    __syncthreads();
+    for (int query = threadIdx.x / 32; query < kQueries; query += kThreads / 32) {
+        const int lane = threadIdx.x % 32;
+        float top = kNone, factors[2] = {0, 0}, sum = 0;
+        for (int n = 0; n < 2; ++n)
+            if (lane + 32 * n < chunks) top = fmaxf(top, shared.scores[query][lane + 32 * n]);
+        for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+        for (int n = 0; n < 2; ++n) {
+            const int c = lane + 32 * n;
+            if (c < chunks) factors[n] = exp2f(shared.scores[query][c] - top);
+            if (c < chunks) sum += factors[n] * weights[query * kTile + c];
         }
-        out[i] = T::narrow(value / weight);
+        for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        for (int n = 0; n < 2; ++n)
+            if (lane + 32 * n < chunks) shared.scores[query][lane + 32 * n] = factors[n] / sum;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x * 4; i < kQueries * kHead; i += 4 * kThreads) {
+        const int query = i / kHead, d = i % kHead;
+        float4 total = {0, 0, 0, 0};
+#pragma unroll 8
+        for (int c = 0; c < chunks; ++c) {
+            const float factor = shared.scores[query][c];
+            const float4 value =
+                __ldcg(reinterpret_cast<const float4*>(parts + (c * kQueries + query) * kPart + d));
+            total.x = fmaf(factor, value.x, total.x), total.y = fmaf(factor, value.y, total.y);
+            total.z = fmaf(factor, value.z, total.z), total.w = fmaf(factor, value.w, total.w);
+        }
+        out[i] = T::narrow(total.x), out[i + 1] = T::narrow(total.y);
+        out[i + 2] = T::narrow(total.z), out[i + 3] = T::narrow(total.w);
     }
 }
 
@@ -138,7 +165,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) attend_cached(const T::Ra
             Running& now = run[query];
             float top = now.top;
 #pragma unroll 8
-            for (int n = 0; n < kTile; ++n) top = fmaxf(top, shared.scores[query][n]);
+            for (int n = 0; n < kTile; n += 4) {
+                const float4 four = *reinterpret_cast<const float4*>(&shared.scores[query][n]);
+                top = fmaxf(fmaxf(top, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
+            }
             const float factor = exp2f(now.top - top);
             now.top = top, now.weight *= factor;
 #pragma unroll
@@ -183,5 +213,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) attend_cached(const T::Ra
     }
     __syncthreads();
     if (!last) return;
-    combine(partial + head * most * kQueries * kPart, out + head * kQueries * kHead, chunks);
+    combine(
+        partial + head * most * kQueries * kPart, out + head * kQueries * kHead, chunks, shared);
 }

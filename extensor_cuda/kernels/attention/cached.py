@@ -1,7 +1,7 @@
 """Attention of one token of each text to a cache's keys and values: one launch, captured too.
 
 Scores, weights and sums are float32. With S keys of d values, u = 2**-24 and A = scale |q| |k|, a
-result is within ((d + 8) (1 + A) + S + 32) 2 u of the sum over keys of p |v|, plus its rounding.
+result is within ((d + 8) (1 + A) + S + 96) 2 u of the sum over keys of p |v|, plus its rounding.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def attend(
     most = -(-(given + 1 if where is None else capacity) // chunk)  # blocks of a head
     queries = heads // groups
     out = xp.empty(q.shape, dtype=q.dtype)
-    partial = xp.empty((batch * groups, most, queries, size + 2), dtype=np.float32)
+    partial = xp.empty((batch * groups, most, queries, size + 4), dtype=np.float32)
     strides = (a.strides[axis] // a.itemsize for a in (q, *new) for axis in (0, 1))
     numbers = map(np.int64, (given, capacity, groups, most, *strides))
     arrays = q, *new, *memory, where, partial, zeros(batch * groups), out
