@@ -4,7 +4,7 @@
 
 Runs that the file names already are not made again, so an interrupted command goes on. It writes
 docs/results/<day>-memory-accuracy.json and prints mean gaps to the first setting, seed by seed,
-with standard deviations. "gpt" and "llama" learn Shakespeare letter by letter: the run's own
+with standard errors. "gpt" and "llama" learn Shakespeare letter by letter: the run's own
 model of width 128, and Llama's parts (RMS norms, gated units, rotary positions) of width 64.
 "resnet" is a residual network of 4 blocks on 8 x 8 digits. Recipe: mxfp4.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Mapping
@@ -70,13 +71,13 @@ def loss(study: str, changes: Mapping[str, Any], seed: int) -> float:
 
 
 def shown(study: str, losses: Mapping[str, Mapping[str, float]], first: str) -> None:
-    """Print each setting's mean gap to the first, over the seeds that both have."""
+    """Print each setting's mean gap to the first, and its standard error, over seeds of both."""
     for name, mine in losses.items():
         gaps = [mine[seed] - losses[first][seed] for seed in mine if seed in losses[first]]
-        spread = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
+        error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
         mean = statistics.mean(mine.values())
         print(
-            f"{study:7} {name:24} {mean:.4f}  {statistics.mean(gaps):+.4f} +- {spread:.4f}"
+            f"{study:7} {name:24} {mean:.4f}  {statistics.mean(gaps):+.4f} +- {error:.4f}"
             f"  ({len(gaps)} seeds)"
         )
 

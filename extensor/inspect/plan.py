@@ -153,6 +153,8 @@ def plan_memory(
     modules = outermost(model, parts)
     with _as_before(model, modules) as fresh:
         run = _Runner(model, step, device, fresh)
+        fresh()
+        step()  # what is made once, such as cuBLAS' workspace, is no part of a step
         kinds, reports, rest = _measured(modules, run, rounds)
         for _ in range(_TRIES):
             choices = _solve(kinds, limit - rest)
