@@ -113,6 +113,7 @@ class Table:
     higher: bool = False
     scale: float = 1.0
     command: str = ""
+    ratio: str = "times as fast"
 
     def read(self) -> dict[str, Any]:
         """The result file."""
@@ -211,7 +212,7 @@ def lines_of(table: Table) -> list[str]:
         "",
         filled(f"{machine}, {about['date']}, `{command}`:"),
         "",
-        f"| what | extensor, {table.unit} | peer, {table.unit} | times as fast |",
+        f"| what | extensor, {table.unit} | peer, {table.unit} | {table.ratio} |",
         "| --- | --: | --: | --: |",
         *rows,
         "",
