@@ -22,6 +22,7 @@ from extensor.inspect import compare_layers
 from extensor.nn import Module, packed_layers, quantize_model, save_quantized
 from extensor.quant.schemes import get_scheme
 
+from .evaluation import evaluate
 from .loop import Trainer
 from .ptq_report import LayerResult, SchemeResult, write_results
 from .records import finite
@@ -181,7 +182,7 @@ def nbytes(model: Module) -> int:
 def _result(trainer: Trainer, name: str, doc: str, model: Module) -> SchemeResult:
     """A model's metric, loss and perplexity on the test data, and its bytes."""
     trainer.model = model
-    scores, metric = trainer.evaluate(), trainer.task.metric
+    scores, metric = evaluate(trainer), trainer.task.metric
     value = finite(float(getattr(scores, metric.key)))
     return SchemeResult(
         scheme=name,

@@ -26,11 +26,12 @@ from extensor.distributed import (
 )
 from extensor.io import CheckpointError
 
+from .config import RunConfig
 from .data import DataError
 from .rundir import UsageError
 
 __all__ = [
-    "agree_on_errors", "check_captured", "check_start", "check_weights", "end_all",
+    "agree_on_errors", "check_captured", "check_parts", "check_start", "check_weights", "end_all",
     "rank_console", "say",
 ]  # fmt: skip
 
@@ -75,6 +76,34 @@ def check_weights(run: Any) -> None:
     """
     if run.ranks.size > 1:
         check_same(run.ranks, f"step {run.position.step}", {"weights": _weights(run)})
+
+
+def check_parts(config: RunConfig, parts: int, size: int) -> None:
+    """Refuse a number of micro-batches that the settings or the ranks do not fit.
+
+    Args:
+        config: of the run.
+        parts: micro-batches in a batch.
+        size: number of ranks.
+
+    Raises:
+        ValueError: naming the setting, and the way out.
+    """
+    if parts > 1 and config.update == "in_backward":
+        raise ValueError(
+            f"--update in_backward: expected one micro-batch on one rank, got {parts}; leave "
+            "--update out"
+        )
+    if config.update == "in_backward" and config.resolved_recipe.adaptive_scale_rule:
+        raise ValueError(
+            f"--update in_backward: {config.recipe} changes its layers' scale rules where "
+            "steps are counted; take another recipe, or leave --update out"
+        )
+    if parts < size:
+        raise ValueError(
+            f"--micro-batches: expected at least one for each of the {size} ranks, "
+            f"got {parts}; the way out: fewer ranks, or a new run of more micro-batches"
+        )
 
 
 def check_captured(run: Any) -> None:

@@ -18,6 +18,7 @@ from extensor.nn import apply_recipe
 
 from .callbacks import RunView
 from .callbacks.progress import percent
+from .evaluation import evaluate
 from .rundir import BEST, METRICS, RESULT, checkpoint_in
 from .tables import known_mean
 
@@ -41,7 +42,7 @@ def build_result(run: RunView) -> dict[str, Any]:
     None, or says why: the loss is not finite, gradients stayed so, or nothing was learnt.
     """
     config, history, task = run.config, run.history, run.task
-    scores = run.scores if run.scores is not None else run.evaluate()
+    scores = run.scores if run.scores is not None else evaluate(run)
     last, best = history[-1], task.metric.best(history) if task.validates else None
     diverged = run.diverged
     if diverged is None and last.test_loss is None:

@@ -6,6 +6,7 @@ Callbacks hold no state that a resumed run would miss: what they need of the pas
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from ..batch import Batch
 from ..config import RunConfig
 from ..metrics import Scores
 from ..micro_batches import MicroBatches
+from ..parallel import RankGrid
 from ..records import EpochReport, Position, StepReport
 
 __all__ = ["Callback", "RunView"]
@@ -29,6 +31,7 @@ class RunView(Protocol):
     config: RunConfig
     out: Path
     ranks: Communicator
+    grid: RankGrid
     parameter_count: int
     task: Any
     model: Any
@@ -63,8 +66,8 @@ class RunView(Protocol):
     def forward(self, batch: Batch, smoothing: float = 0.0) -> tuple[Any, Any, Any]:
         """Scores, labels in a row, and the mean loss of a batch."""
 
-    def evaluate(self) -> Scores:
-        """Metrics of the test data."""
+    def whole(self) -> AbstractContextManager[None]:
+        """Keep the weights whole inside, where each rank has a part; all ranks call it."""
 
 
 class Callback:

@@ -20,7 +20,7 @@ from extensor.io import load_checkpoint
 from extensor.quant import QuantArray
 from extensor.quant.recipe import Recipe, Rule
 from extensor.quant.recipes import get_recipe
-from extensor.training import checkpoints, loop
+from extensor.training import checkpoints, loop, step
 from extensor.training.callbacks import Callback, EarlyStopping, SaveCheckpoint
 from extensor.training.config import RunConfig
 from extensor.training.data import DataError, Dataset, epoch_order, load_dataset
@@ -343,7 +343,7 @@ def test_a_rule_that_matches_no_layer_is_refused_before_anything_is_written(
     layers = get_recipe("fp32").layers
     bad = Recipe("bad", "a rule too many", layers, (Rule("features.*", layers),))
     monkeypatch.setattr(
-        loop, "apply_recipe", lambda model, name, *rest: extensor.nn.apply_recipe(model, bad, *rest)
+        step, "apply_recipe", lambda model, name, *rest: extensor.nn.apply_recipe(model, bad, *rest)
     )
     with pytest.raises(UsageError, match=r"'features\.\*' matches no layer.*layers\.0"):
         train(small(), tmp_path / "run", resume=False, console=Console(file=io.StringIO()))
