@@ -6,6 +6,7 @@ the ones stated in extensor/backends/cpu/product_paths.py.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,8 @@ from extensor.quant.spec import QuantSpec
 BACKEND = cpu.make_backend()
 CORE = BACKEND.core
 VARIANTS = CORE.gemm_levels() if CORE else ["numpy only"]
+TILED = [name for name in VARIANTS if name in ("avx512_bf16", "amx")]
+"""Those with tiles of bfloat16."""
 UNIT = 2.0**-24
 
 
@@ -64,6 +67,11 @@ def exact(q: QuantArray) -> np.ndarray:
 
 def gamma(n: int) -> float:
     return n * UNIT / (1 - n * UNIT)
+
+
+def bf16_terms(level: str, k: int) -> int:
+    """What `check` takes for a product on tiles of bfloat16."""
+    return math.ceil(k / 32) + 14 if level == "amx" else k
 
 
 def check(got: np.ndarray, a: np.ndarray, b: np.ndarray, terms: int, what: object) -> None:

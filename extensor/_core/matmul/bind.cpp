@@ -26,7 +26,7 @@ struct Variant {
     const char *name, *base;
     const GemmKernels* kernels;
     const char* instructions;  // of the kernels
-    const AmxKernels* amx = nullptr;
+    const TileKernels* tiles = nullptr;
     bool (*one_row)(const WeightGemm&) = nullptr;  // tried first with one row of x
 };
 
@@ -48,6 +48,16 @@ bool has_amx() {
 }
 #endif
 
+#if defined(EXTENSOR_AVX512_BF16)
+// VDPBF16PS takes as long as a float32 multiply-add on AMD's CPUs (Zen 4), and four times as long
+// on Intel's, where a product on it would be slower than in float32.
+bool has_fast_bf16() {
+    unsigned a, b, c, d;
+    if (!__builtin_cpu_is("amd")) return false;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
+#endif
+
 std::vector<Variant> supported() {
     std::vector<Variant> found = {{"scalar", "scalar", &scalar::gemm_kernels, "scalar"}};
 #if defined(EXTENSOR_X86)
@@ -66,9 +76,14 @@ std::vector<Variant> supported() {
             const auto row =
                 __builtin_cpu_supports("avx512vbmi") ? avx512_vnni::one_row_on_bytes : nullptr;
             found.push_back({"avx512_vnni", "avx512", vnni, "avx512_vnni", nullptr, row});
+#if defined(EXTENSOR_AVX512_BF16)
+            if (has_fast_bf16())
+                found.push_back({"avx512_bf16", "avx512", vnni, "avx512_vnni",
+                                 &avx512_bf16::tile_kernels, row});
+#endif
 #if defined(EXTENSOR_AMX)
             if (has_amx())
-                found.push_back({"amx", "avx512", vnni, "avx512_vnni", &amx::amx_kernels, row});
+                found.push_back({"amx", "avx512", vnni, "avx512_vnni", &amx::tile_kernels, row});
 #endif
         }
     }
@@ -226,7 +241,8 @@ Floats block_scaled_matmul(const Matrix& a, const Matrix& b, int64_t step) {
 // a b^T of small integers on AMX tiles of int8, each row under one float32 scale. The result has
 // the same bits as that of block_scaled_matmul.
 Floats int8_matmul(const Matrix& a, const Matrix& b) {
-    require(current.amx != nullptr, "int8_matmul: this level has no tiles of int8");
+    require(current.tiles && current.tiles->integer,
+            "int8_matmul: this level has no tiles of int8");
     require(a.k == b.k, "int8_matmul: the matrices differ in k");
     require_blocks(a, b);
     for (const Matrix* side : {&a, &b})
@@ -235,14 +251,14 @@ Floats int8_matmul(const Matrix& a, const Matrix& b) {
                 "int8_matmul: expected small integers, and one float32 scale a row");
     Floats out = buffers::array<float>({a.m.rows, b.m.rows});
     const BlockGemm g{a.m, b.m, a.k, 0, out.mutable_data()};
-    without_gil([&] { current.amx->integer(g); });
+    without_gil([&] { current.tiles->integer(g); });
     return out;
 }
 
-// a b^T on AMX tiles of bfloat16. The caller knows that every value is exactly a bfloat16 and that
+// a b^T on tiles of bfloat16. The caller knows that every value is exactly a bfloat16 and that
 // no sum leaves float32's normal range (extensor/backends/cpu/product_paths.py).
 Floats bf16_matmul(const Matrix& a, const Matrix& b) {
-    require(current.amx != nullptr, "bf16_matmul: this level has no tiles of bfloat16");
+    require(current.tiles != nullptr, "bf16_matmul: this level has no tiles of bfloat16");
     require(a.k == b.k, "bf16_matmul: the matrices differ in k");
     require_blocks(a, b);
     for (const Matrix* side : {&a, &b})
@@ -250,7 +266,7 @@ Floats bf16_matmul(const Matrix& a, const Matrix& b) {
                 "bf16_matmul: expected scales as bytes, and no zero points");
     Floats out = buffers::array<float>({a.m.rows, b.m.rows});
     const BlockGemm g{a.m, b.m, a.k, 0, out.mutable_data()};
-    without_gil([&] { current.amx->codes(g); });
+    without_gil([&] { current.tiles->codes(g); });
     return out;
 }
 
@@ -258,7 +274,7 @@ Floats bf16_matmul(const Matrix& a, const Matrix& b) {
 // C-contiguous or the transpose of such an array.
 Floats bf16_value_matmul(const py::array_t<float>& a, const py::array_t<float>& b, float a_factor,
                          float b_factor) {
-    require(current.amx != nullptr, "bf16_value_matmul: this level has no tiles of bfloat16");
+    require(current.tiles != nullptr, "bf16_value_matmul: this level has no tiles of bfloat16");
     require(a.ndim() == 2 && b.ndim() == 2 && a.shape(1) == b.shape(0) && a.size() && b.size(),
             "bf16_value_matmul: expected (m, k) and (k, n)");
     for (const auto* x : {&a, &b})
@@ -275,15 +291,15 @@ Floats bf16_value_matmul(const py::array_t<float>& a, const py::array_t<float>& 
                       b.shape(1),
                       a.shape(1),
                       out.mutable_data()};
-    without_gil([&] { current.amx->values(g); });
+    without_gil([&] { current.tiles->values(g); });
     return out;
 }
 
 py::tuple bf16_range(const py::array_t<float>& x) {
-    require(current.amx != nullptr, "bf16_range: this level has no tiles of bfloat16");
+    require(current.tiles != nullptr, "bf16_range: this level has no tiles of bfloat16");
     require((x.flags() & (py::array::c_style | py::array::f_style)) != 0,
             "bf16_range: expected a contiguous array");
-    const ValueRange found = without_gil([&] { return current.amx->range(x.data(), x.size()); });
+    const ValueRange found = without_gil([&] { return current.tiles->range(x.data(), x.size()); });
     return py::make_tuple(found.factor, found.low, found.high);
 }
 
@@ -411,11 +427,14 @@ void bind_matmul(py::module_& m) {
     m.def("gemm_level", [] { return current.name; }, "The level in use.");
     m.def(
         "gemm_instructions", [] { return current.instructions; },
-        "What the kernels of the level in use are compiled for; AMX comes on top.");
+        "What the kernels of the level in use are compiled for; tiles come on top.");
     m.def("set_gemm_level", set_gemm_level, "Use another of `gemm_levels`.");
     m.def(
-        "gemm_has_amx", [] { return current.amx != nullptr; },
-        "Whether the level in use has `bf16_matmul` and `int8_matmul`.");
+        "gemm_has_bf16", [] { return current.tiles != nullptr; },
+        "Whether the level in use has `bf16_matmul`.");
+    m.def(
+        "gemm_has_amx", [] { return current.tiles && current.tiles->integer; },
+        "Whether it has `int8_matmul` as well.");
     py::class_<Matrix>(m, "Matrix", "A block-scaled matrix as the products read it.")
         .def(py::init<const py::kwargs&>());
     m.def("block_scaled_matmul", block_scaled_matmul);

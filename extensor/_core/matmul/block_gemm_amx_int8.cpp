@@ -3,7 +3,7 @@
 //
 // TDPBSSD adds to each of 16 x 16 int32 sums the dot product of 64 int8: exact over a step of k.
 
-#include "matmul/block_gemm_amx.hpp"
+#include "matmul/block_gemm_tiles.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {

@@ -63,12 +63,14 @@ struct ValueRange {
 // Longest run of exact integer sums: with zero points they and their terms stay in int32.
 constexpr int64_t kMaxStep = 8192;
 
-// On AMX tiles of bfloat16 and int8, where the CPU has them.
-struct AmxKernels {
+// On tiles of bfloat16, where the CPU multiplies them fast: by AMX or VDPBF16PS. AMX multiplies
+// int8 as well.
+struct TileKernels {
     void (*codes)(const BlockGemm&);  // values exact in bf16, `step` unused, no zero points
     void (*values)(const ValueGemm&);
     ValueRange (*range)(const float* x, int64_t count);
-    void (*integer)(const BlockGemm&);  // small integers, one float32 scale a row, `step` unused
+    // Small integers, one float32 scale a row, `step` unused; null without AMX.
+    void (*integer)(const BlockGemm&);
 };
 
 struct GemmKernels {
@@ -94,9 +96,14 @@ namespace avx512_vnni {
 // One row of x, where there is VBMI too; false for what it does not take (one_row_vnni.cpp).
 bool one_row_on_bytes(const WeightGemm&);
 }  // namespace avx512_vnni
+#ifdef EXTENSOR_AVX512_BF16
+namespace avx512_bf16 {
+extern const TileKernels tile_kernels;
+}
+#endif
 #ifdef EXTENSOR_AMX
 namespace amx {
-extern const AmxKernels amx_kernels;
+extern const TileKernels tile_kernels;
 }
 #endif
 #endif

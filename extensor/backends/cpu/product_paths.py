@@ -1,22 +1,23 @@
 """Which of the C++ core's products multiplies two operands, and in which steps.
 
-A product of blocked matrices is *bf16* where this CPU has tiles of bfloat16 (AMX), every value is
-exactly one, and no sum can leave float32's normal range (`_bf16_gap`): runs of 32 terms are summed
-in float32, the even and the odd ones apart, and added in the order of K. Else it is *integer*
-where both elements are small integers times a power of two (e2m1, e2m3, int8, int4): exact int32
-sums over ``step`` elements that share both scales, each rounded to float32, times its two scales,
-added in the order of K. With one float32 scale a row on both sides it is *int8*: the same sums,
-on AMX tiles. Otherwise it is *float*: values as `dequantize` gives them, multiplied and added in
-float32.
+A product of blocked matrices is *bf16* where this CPU multiplies bfloat16 fast, every value is
+exactly one, and no sum can leave float32's normal range (`_bf16_gap`). AMX tiles sum runs of 32
+terms in float32, the even and the odd ones apart, and add them in the order of K. AVX-512's dot
+products (`avx512_bf16`, on AMD's CPUs) add pairs in the order of K; where integers serve, they are
+faster there and go first. Else it is *integer* where both elements are small integers times a power
+of two (e2m1, e2m3, int8, int4): exact int32 sums over ``step`` elements that share both scales,
+each rounded to float32, times its two scales, added in the order of K. With one float32 scale a row
+on both sides it is *int8*: the same sums, on AMX tiles. Otherwise it is *float*: values as
+`dequantize` gives them, multiplied and added in float32.
 
 Products of operands (float32 arrays of decoded values, inside quantized ops) are bf16 too where
 they fit (`operand_factors`), and BLAS's otherwise.
 
 With a (M, K), b (N, K), u = 2**-24, gamma_n = n u / (1 - n u), no overflow, and S = sum |a| |b|:
 
-    bf16      |error| <= gamma_(ceil(K / 32) + 18) S
+    bf16      |error| <= gamma_(ceil(K / 32) + 18) S on AMX tiles, gamma_(K + 4) S by dot products
     integer   |error| <= gamma_(ceil(K / step) + 4) S
-    operands  |error| <= gamma_(ceil(K / 32) + 18) S, with factors gamma_(ceil(K / 32) + 36) S
+    operands  as bf16; with factors gamma_(ceil(K / 32) + 36) S and gamma_(K + 22) S
     float     |error| <= gamma_(K + 4) S
     weights   |error| <= gamma_(K + 4) S; with minimums gamma_(K + 6) S'
 
@@ -29,9 +30,10 @@ on AVX-512 VNNI and VBMI meets weights of 4 and 6 bits and integers of 8 as inte
 2 u T more, where T has in the place of |a| the largest |a| of its group, eight elements from a
 multiple of eight on with 4 bits, else four.
 
-A term of a bf16 product passes at most 16 multiply-adds, one addition of even to odd, ceil(K / 32)
-to the result and the tensor scale: 18 + ceil(K / 32) roundings (Higham, Accuracy and Stability of
-Numerical Algorithms, 3.1). Factors of operands are known to a relative 2**-21, 8 u, each.
+On AMX tiles a term of a bf16 product passes at most 16 multiply-adds, one addition of even to odd,
+ceil(K / 32) to the result and the tensor scale: 18 + ceil(K / 32) roundings (Higham, Accuracy and
+Stability of Numerical Algorithms, 3.1). Factors of operands are known to a relative 2**-21, 8 u,
+each.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class BlockProduct:
 
     @property
     def on_tiles(self) -> bool:
-        """Whether it runs on AMX tiles."""
+        """Whether it runs on tiles of bfloat16 or int8."""
         return self.kind in ("bf16", "int8")
 
 
@@ -92,7 +94,7 @@ def choose_block_product(core: Any, a: QuantArray, b: QuantArray) -> BlockProduc
     if isinstance(step, Unsupported):
         return step
     other = "integer" if step else "float"
-    if not core.gemm_has_amx():
+    if not core.gemm_has_bf16() or (step and not core.gemm_has_amx()):
         return BlockProduct(other, step)
     if step and _on_int8_tiles(a, b):
         return BlockProduct("int8", step)
@@ -205,7 +207,7 @@ def operand_factors(core: Any, a: Any, b: Any) -> tuple[float, float] | Unsuppor
     bfloat16 times a factor, which comes of their largest value. Those with many float32 scales are
     not.
     """
-    if not core.gemm_has_amx():
+    if not core.gemm_has_bf16():
         return Unsupported(f"no tiles of bfloat16 at {core.gemm_level()}; BLAS")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         return Unsupported("not (M, K) and (N, K)")

@@ -23,10 +23,12 @@ from tests.kernels.matmul_cases import (
     CORE,
     MXFP4,
     NVFP4,
+    TILED,
     TILES,
     UNIT,
     VARIANTS,
     ZEROS,
+    bf16_terms,
     case,
     check,
     exact,
@@ -77,21 +79,21 @@ def test_within_the_bound(variant: str, a: QuantSpec, b: QuantSpec) -> None:
             step = product_paths._block_step(qa, qb)
             assert isinstance(step, int)
             kind = "integer" if step else "float"
-            if variant == "amx" and {a.row.name, b.row.name} <= set(TILES):
-                kind = "bf16"
+            if variant in TILED and {a.row.name, b.row.name} <= set(TILES):
+                kind = kind if step and variant != "amx" else "bf16"
             elif variant == "amx" and step and product_paths._on_int8_tiles(qa, qb):
                 kind = "int8"
-            elif variant == "amx":
+            elif variant == "amx" or (variant in TILED and not step):
                 kind += ": "  # and the reason
             tiles = kind in ("bf16", "int8")
-            level = variant if tiles or variant != "amx" else "avx512_vnni"
+            level = variant if tiles or variant not in TILED else "avx512_vnni"
             assert path.startswith(f"core ({level}, {kind}")
             assert path.endswith(f"{kind})") == (not kind.endswith(" "))
             if shape[2] > 10:  # a short row is one block, however blocks of 7 and 10 would meet
                 assert bool(step) == ((a, b) in INTEGER)
             terms = math.ceil(shape[2] / step) if step else shape[2]
             if kind == "bf16":
-                terms = math.ceil(shape[2] / 32) + 14
+                terms = bf16_terms(variant, shape[2])
         check(BACKEND.block_scaled_matmul(qa, qb), xa, xb, terms, (shape, path))
 
 

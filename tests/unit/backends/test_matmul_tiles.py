@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -16,9 +14,11 @@ from tests.kernels.matmul_cases import (
     CORE,
     MXFP4,
     NVFP4,
+    TILED,
     TILES,
     VARIANTS,
     ZEROS,
+    bf16_terms,
     case,
     check,
     exact,
@@ -30,17 +30,19 @@ from tests.kernels.matmul_cases import (
 # --- tiles of bfloat16 --------------------------------------------------------------------------
 
 
-def on_tiles(a: QuantArray, b: QuantArray) -> np.ndarray | None:
-    """Their product on tiles of bfloat16, where there are any."""
-    if "amx" not in VARIANTS:
-        assert CORE is None or not CORE.gemm_has_amx()
-        return None
-    CORE.set_gemm_level("amx")
-    try:
-        assert BACKEND.path("block_scaled_matmul", a, b) == "core (amx, bf16)"
-        return BACKEND.block_scaled_matmul(a, b)
-    finally:
-        CORE.set_gemm_level(VARIANTS[-1])
+def on_tiles(a: QuantArray, b: QuantArray) -> list[tuple[str, np.ndarray]]:
+    """Their product at every level that has tiles of bfloat16."""
+    found = []
+    for level in TILED:
+        CORE.set_gemm_level(level)
+        try:
+            if level == "amx":
+                assert BACKEND.path("block_scaled_matmul", a, b) == "core (amx, bf16)"
+            sides = (product_paths.matrix(CORE, q) for q in (a, b))
+            found.append((level, CORE.bf16_matmul(*sides)))
+        finally:
+            CORE.set_gemm_level(VARIANTS[-1])
+    return found
 
 
 @pytest.mark.parametrize("first", TILES)
@@ -50,10 +52,9 @@ def test_every_pair_on_tiles(first: str) -> None:
     for second in TILES:
         for shape in shapes:
             qa, qb, xa, xb = case(QuantSpec(first), QuantSpec(second), shape)
-            got = on_tiles(qa, qb)
-            if got is not None:
-                terms = math.ceil(shape[2] / 32) + 14
-                check(got, xa, xb, terms, (first, second, shape))
+            for level, got in on_tiles(qa, qb):
+                terms = bf16_terms(level, shape[2])
+                check(got, xa, xb, terms, (level, first, second, shape))
 
 
 def test_tiles_are_exact_where_the_sum_is() -> None:
@@ -70,14 +71,12 @@ def test_tiles_are_exact_where_the_sum_is() -> None:
         low, high = (107, 147) if spec.is_mx else (1, 127)
         scales = [rng.integers(low, high, q.scales.shape).astype(np.uint8) for _ in range(2)]
         a, b = (QuantArray(codes, s, q.spec, q.shape, tensor_scale=q.tensor_scale) for s in scales)
-        got = on_tiles(a, b)
-        if got is None:
-            return
         with np.errstate(invalid="ignore"):
             expected = (exact(a)[:, :1] * exact(b)[:, :1].T).astype(np.float32)
         finite = np.isfinite(expected)
-        assert np.array_equal(got[finite], expected[finite]), name
-        assert not np.isfinite(got[~finite]).any(), name
+        for level, got in on_tiles(a, b):
+            assert np.array_equal(got[finite], expected[finite]), (level, name)
+            assert not np.isfinite(got[~finite]).any(), (level, name)
 
 
 def test_where_tiles_would_flush_or_overflow_another_kernel_runs() -> None:
@@ -91,10 +90,9 @@ def test_where_tiles_would_flush_or_overflow_another_kernel_runs() -> None:
         reason = product_paths._bf16_gap(a, b)
         assert (reason is None) == fits, (low, other, reason)
         if fits:
-            got = on_tiles(a, b)
-            if got is not None:
-                bound = gamma(20) * (np.abs(exact(a)) @ np.abs(exact(b)).T)
-                assert (np.abs(got - exact(a) @ exact(b).T) <= bound).all()
+            for level, got in on_tiles(a, b):
+                bound = gamma(bf16_terms(level, k) + 4) * (np.abs(exact(a)) @ np.abs(exact(b)).T)
+                assert (np.abs(got - exact(a) @ exact(b).T) <= bound).all(), level
         else:
             assert "down to" in str(reason)
             check(BACKEND.block_scaled_matmul(a, b), exact(a), exact(b), k, (low, other))
@@ -111,9 +109,8 @@ def test_zero_blocks_of_any_scale_stay_on_tiles(name: str) -> None:
     q.scales[2:5, 1], q.scales[:, 3] = 0, 3
     b = quantized((4, 100), QuantSpec(name), 1)
     assert product_paths._bf16_gap(q, b) is None
-    got = on_tiles(q, b)
-    if got is not None:
-        check(got, exact(q), exact(b), 18, name)
+    for level, got in on_tiles(q, b):
+        check(got, exact(q), exact(b), bf16_terms(level, 100), (level, name))
     q.codes[3, q.codes.shape[1] // 4] = 1  # no longer zero, in the second block
     assert "down to 2**-1" in str(product_paths._bf16_gap(q, b))
     check(BACKEND.block_scaled_matmul(q, b), exact(q), exact(b), 100, name)
@@ -128,7 +125,7 @@ def test_what_tiles_cannot_hold() -> None:
     ):
         q = quantized((4, 64), spec, 0)
         assert reason in str(product_paths._bf16_gap(good, q))
-        if CORE is not None and CORE.gemm_has_amx():
+        if CORE is not None and CORE.gemm_has_bf16():
             with pytest.raises(ValueError, match="scales as bytes, and no zero points"):
                 CORE.bf16_matmul(product_paths.matrix(CORE, good), product_paths.matrix(CORE, q))
     if CORE is None:
@@ -163,11 +160,11 @@ def test_products_of_scaled_operands(spec: QuantSpec) -> None:
     for m, n, k in ((64, 96, 128), (33, 150, 160), (257, 35, 1056)):
         a, b = operand((m, k), spec, 1), operand((n, k), spec, 2) * np.float32(2.0**40)
         a[3], b[:, 7], b[0, 0] = 0.0, -0.0, 0.0
-        for left, right, spoken in ((a, b, 32), (operand((m, k), MXFP4, 3), b, 23)):
+        for left, right, factors in ((a, b, 18), (operand((m, k), MXFP4, 3), b, 9)):
             terms = k
-            if "amx" in VARIANTS:
-                assert BACKEND.path("product", left, right) == "core (amx, bf16)"
-                terms = math.ceil(k / 32) + spoken
+            if TILED:
+                assert BACKEND.path("product", left, right) == f"core ({VARIANTS[-1]}, bf16)"
+                terms = bf16_terms(VARIANTS[-1], k) + factors
             got = BACKEND.product(left, right)
             check(got, left.astype(np.float64), right.astype(np.float64), terms, (spec, m))
 
@@ -183,11 +180,10 @@ def test_products_of_operands(columnwise_a: bool, columnwise_b: bool) -> None:
             a, b = operand((m, k), spec, 1), operand((n, k), spec, 2)
             left = np.ascontiguousarray(a.T).T if columnwise_a else a
             right = np.ascontiguousarray(b.T).T if columnwise_b else b
-            if "amx" in VARIANTS:
-                assert BACKEND.path("product", left, right) == "core (amx, bf16)"
-                terms = math.ceil(k / 32) + 14
-            else:
-                terms = k
+            terms = k
+            if TILED:
+                assert BACKEND.path("product", left, right) == f"core ({VARIANTS[-1]}, bf16)"
+                terms = bf16_terms(VARIANTS[-1], k)
             got = BACKEND.product(left, right)
             check(got, a.astype(np.float64), b.astype(np.float64), terms, (spec, m))
 
@@ -215,7 +211,7 @@ def test_operands_that_stay_dense() -> None:
     ):
         path = BACKEND.path("product", a, b.T)
         assert path.startswith("generic: ")
-        if "amx" in VARIANTS and reason != "small":
+        if TILED and reason != "small":
             assert reason in path
         if reason != "not (M, K)":
             with np.errstate(over="ignore", invalid="ignore"):

@@ -16,6 +16,7 @@ from tests.kernels.matmul_cases import (
     CORE,
     MXFP4,
     NVFP4,
+    TILED,
     ZEROS,
     check,
     exact,
@@ -53,7 +54,7 @@ def test_weight_only(variant: str, spec: QuantSpec) -> None:
         w = quantized((n, k), spec, k)
         x = (rng.standard_normal((m, k)) * np.exp2(rng.integers(-6, 7, (m, k)))).astype(np.float32)
         path = BACKEND.path("weight_only_matmul", x, w)
-        kernels = variant if variant != "amx" else "avx512_vnni"  # tiles take no float32 rows
+        kernels = variant if variant not in TILED else "avx512_vnni"  # tiles take no float32 rows
         assert path.startswith(f"core ({kernels})" if CORE else "generic: ")
         check(BACKEND.weight_only_matmul(x, w), x.astype(np.float64), exact(w), k, (m, n, k))
         wide = np.repeat(x, 2, axis=1)[:, ::2]

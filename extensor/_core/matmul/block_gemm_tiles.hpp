@@ -1,5 +1,6 @@
-// Packed panels and the inner loop of the products on AMX tiles (block_gemm_amx_*.cpp). A tile is
-// 16 rows of 64 bytes: 32 bfloat16 or 64 int8 along k.
+// Packed panels and the inner loops of the products on tiles (block_gemm_bf16.cpp and
+// block_gemm_amx_int8.cpp). A tile is 16 rows of 64 bytes: 32 bfloat16 or 64 int8 along k. They are
+// those of AMX; VDPBF16PS reads the same panels.
 #pragma once
 
 #include "matmul/block_gemm.hpp"
@@ -87,17 +88,6 @@ struct Side {
     }
 };
 
-// Configures the calling thread's eight tile registers while it lives.
-struct TileRegisters {
-    TileRegisters() {
-        alignas(64) uint8_t config[64] = {};
-        config[0] = 1;  // palette
-        for (int i = 0; i < 8; ++i) config[16 + 2 * i] = kRowBytes, config[48 + i] = 16;
-        _tile_loadconfig(config);
-    }
-    ~TileRegisters() { _tile_release(); }
-};
-
 // One update of 32 x 32 sums: its operands, and what to prefetch meanwhile.
 struct TileUpdate {
     const void *a, *b, *prefetch;
@@ -118,6 +108,19 @@ TileUpdate tile_update(const Side<Source>& a, const Side<Source>& b, int64_t pa,
                  pa % kPrefetchers * v.steps * kPrefetchLines * kRowBytes;
     return v;
 }
+
+#if defined(__AMX_TILE__)
+
+// Configures the calling thread's eight tile registers while it lives.
+struct TileRegisters {
+    TileRegisters() {
+        alignas(64) uint8_t config[64] = {};
+        config[0] = 1;  // palette
+        for (int i = 0; i < 8; ++i) config[16 + 2 * i] = kRowBytes, config[48 + i] = 16;
+        _tile_loadconfig(config);
+    }
+    ~TileRegisters() { _tile_release(); }
+};
 
 // Adds products to the sums in tile registers 0 to 3; a's tiles are 4 and 5, b's 6 and 7.
 template <class Value>
@@ -159,6 +162,42 @@ INLINE void store_sums(void* to, int64_t stride) {
     _tile_stored(2, c1, stride);
     _tile_stored(3, c1 + kRowBytes, stride);
 }
+
+#else
+
+// Adds products of pairs to `Rows` rows of 32 sums, in registers. `a` is the first such row of its
+// panel, `b` the first tile of its own.
+template <int Rows>
+INLINE void add_pairs(const uint8_t* a, const uint8_t* b, int64_t steps, float* c, int64_t stride,
+                      bool first) {
+    __m512 sums[Rows][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h)
+            sums[r][h] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * stride + h * VL);
+    for (int64_t step = 0; step < steps; ++step, a += kStepBytes, b += kStepBytes) {
+        for (int64_t word = 0; word < kRowBytes / 4; ++word) {
+            const auto b0 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + word * kRowBytes));
+            const auto b1 =
+                reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + kTileBytes + word * kRowBytes));
+#pragma GCC unroll 16
+            for (int r = 0; r < Rows; ++r) {
+                int32_t pair;
+                std::memcpy(&pair, a + r * kRowBytes + word * 4, 4);
+                const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+                sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, b0);
+                sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, b1);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h) _mm512_storeu_ps(c + r * stride + h * VL, sums[r][h]);
+}
+
+#endif
 
 }  // namespace
 }  // namespace EXTENSOR_ISA

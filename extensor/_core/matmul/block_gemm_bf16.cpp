@@ -1,18 +1,23 @@
-// a b^T of two block-scaled matrices on AMX tiles of bfloat16, where every value is exactly a
-// bfloat16; and of float32 matrices whose values are bfloat16 times one factor.
+// a b^T of two block-scaled matrices on tiles of bfloat16, where every value is exactly a bfloat16;
+// and of float32 matrices whose values are bfloat16 times one factor. Compiled for AMX and for
+// VDPBF16PS.
 //
 // TDPBF16PS adds to each of 16 x 16 float32 sums the dot product of 32 values: the 16 even and the
 // 16 odd terms each by fused multiply-add from zero in the order of k, then both to the result
 // (Intel SDM vol. 2B). It reads and writes subnormals as zero; the caller makes sure that none
 // occur. Neither threads nor the blocking change the order, hence no bit.
 
-#include "matmul/block_gemm_amx.hpp"
+#include "matmul/block_gemm_tiles.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
 
-constexpr int64_t kTile = 32;   // along k, of one instruction
+constexpr int64_t kTile = 32;  // along k, of one instruction
+#if defined(__AMX_TILE__)
 constexpr int64_t kRun = 1024;  // along k, of one update of the sums
+#else
+constexpr int64_t kRun = 256;  // a panel of b stays in the first-level cache
+#endif
 
 // A source that decodes codes and scales.
 struct Codes {
@@ -139,6 +144,9 @@ private:
     }
 };
 
+#if defined(__AMX_TILE__)
+using Scope = TileRegisters;
+
 void add(const TileUpdate& v) {
     const int64_t stride = v.stride * 4;
     if (v.first) {
@@ -153,11 +161,22 @@ void add(const TileUpdate& v) {
     add_products<uint16_t>(v);
     store_sums(v.c, stride);
 }
+#else
+using Scope = NoScope;
+
+void add(const TileUpdate& v) {
+    constexpr int kRows = 8;
+    const auto *a = static_cast<const uint8_t*>(v.a), *b = static_cast<const uint8_t*>(v.b);
+    for (int64_t row = 0; row < kHeight; row += kRows)
+        add_pairs<kRows>(a + row / 16 * kTileBytes + row % 16 * kRowBytes, b, v.steps,
+                         v.c + row * v.stride, v.stride, v.first);
+}
+#endif
 
 template <class Source>
 void multiply(const BlockGemm& g, const Source& left, const Source& right) {
     Side<Source> a(left, g.k, false), b(right, g.k, true);
-    product<TileRegisters>(
+    product<Scope>(
         g, {kHeight, a.row_bytes(), kRun, task_rows(2 * kRun), kTaskPanels}, a, b,
         [&](int64_t pa, int64_t pb, int64_t start, int64_t rows, int64_t columns, float* out) {
             TileUpdate v = tile_update(a, b, pa, pb, start, kRun);
@@ -260,9 +279,13 @@ ValueRange bf16_range(const float* x, int64_t count) {
 
 }  // namespace
 
+#if defined(__AMX_TILE__)
 void amx_int8_product(const BlockGemm&);  // block_gemm_amx_int8.cpp
+#else
+constexpr auto amx_int8_product = nullptr;
+#endif
 
-extern const AmxKernels amx_kernels;
-const AmxKernels amx_kernels = {bf16, bf16_values, bf16_range, amx_int8_product};
+extern const TileKernels tile_kernels;
+const TileKernels tile_kernels = {bf16, bf16_values, bf16_range, amx_int8_product};
 
 }  // namespace EXTENSOR_ISA
