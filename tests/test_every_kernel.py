@@ -57,6 +57,7 @@ CHECKS: dict[str, Check] = {
     "quantize_rowwise_columnwise": quantize.check_quantize_rowwise_columnwise,
     "fake_quantize_rowwise_columnwise": quantize.check_fake_quantize_rowwise_columnwise,
     "quantize_clipped": clip_mask.check_quantize_clipped,
+    "straight_through": clip_mask.check_straight_through,
     "quantize_rowwise_columnwise_clipped": clip_mask.check_quantize_rowwise_columnwise_clipped,
     "block_scaled_matmul": matmul.check_product("block_scaled_matmul"),
     "weight_only_matmul": matmul.check_product("weight_only_matmul"),

@@ -67,3 +67,18 @@ def check_quantize_rowwise_columnwise_clipped(backend: cpu.CpuBackend) -> None:
         expected = GENERIC.quantize_rowwise_columnwise_clipped(x, pair, streams)
         for mine, theirs in zip(found, expected, strict=True):
             same(mine, theirs, (spec, x.shape))
+
+
+def check_straight_through(backend: cpu.CpuBackend) -> None:
+    """Bit for bit, for ragged rows, with and without a mask and a transform."""
+    rng = np.random.default_rng(0)
+    for transform in (None, *(Hadamard(size, "random", size) for size in (16, 32, 64, 128))):
+        for rows, length in ((1, 1), (3, 37), (5, 128), (2, 300)):
+            padded = length if transform is None else length + -length % transform.size
+            g = (rng.standard_normal((rows, padded)) * 8).astype(np.float32)
+            g.flat[rows * padded // 2] = -0.0
+            mask = np.packbits(rng.random((rows, padded)) < 0.7, axis=-1, bitorder="little")
+            for bits in (None, mask):
+                expected = GENERIC.straight_through(g, bits, transform, length)
+                found = backend.straight_through(g, bits, transform, length)
+                assert found.tobytes() == np.ascontiguousarray(expected).tobytes(), transform

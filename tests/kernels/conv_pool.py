@@ -34,6 +34,9 @@ WINDOWS = (
     ((2, 2, 9, 9), 3, 1, Window((2, 2), stride=(4, 4), dilation=(2, 6), padding=(0, 3))),
     ((2, 30, 33, 31), 9, 1, Window((3, 3), padding=(1, 1))),
     ((0, 2, 6, 6), 3, 1, Window((3, 3))),
+    # Long sums, few windows: the gradient of the images is that of the patches.
+    ((5, 6, 11, 13), 64, 2, Window((4, 5))),
+    ((2, 4, 30, 20), 40, 1, Window((5, 3), stride=(1, 2), dilation=(3, 2))),
 )
 
 

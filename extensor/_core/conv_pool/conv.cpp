@@ -3,7 +3,7 @@
 // The order of additions depends on shapes only, never on threads. The compiler may fuse multiply
 // and add in this file: its sums are compared within a bound, not by bytes.
 
-#include "conv_pool/lowered_images.hpp"
+#include "conv_pool/col2im.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
@@ -102,9 +102,52 @@ struct Phase {
     }
 };
 
+constexpr int64_t kColumns = TV * VL;
+constexpr int64_t kAddition = 24;  // multiply-adds that cost as much as adding a value to a pixel
+
+// Whether the gradient of the patches, summed back to the pixels, takes fewer operations than a
+// correlation, which multiplies zeros where a window leaves the image: long sums, few windows.
+bool is_shorter_by_patches(const Conv& s) {
+    const int64_t outs = s.o / s.groups;
+    return s.ho * s.wo * s.sh * s.sw * (outs + kAddition) < s.h * s.w * outs;
+}
+
+void grad_x_by_patches(const Conv& s, const float* g, const float* w, float* gx) {
+    const int64_t outs = s.o / s.groups, ins = s.c / s.groups;
+    const LoweredImages p(1, s.with_channels(ins));
+    LoweredImages outputs = p;  // of the product: its sums run over the output channels
+    outputs.c = outputs.taps = outs, outputs.kh = outputs.kw = 1;
+    float* packed = scratch_of<float>(Slot::weights, s.o * p.taps + p.taps);
+    float* zeros = packed + s.o * p.taps;
+    std::memset(zeros, 0, static_cast<size_t>(p.taps) * 4);
+    pack_weights(outputs, s.groups, p.taps, {w, outs * p.taps, 1, p.taps, 0, 0}, packed);
+
+    threads::run(s.n * s.groups, s.n * s.o * p.taps * p.pixels / VL, [&](int64_t task) {
+        const int64_t group = task % s.groups;
+        float* values = scratch_of<float>(Slot::partial, p.taps * kColumns + kColumns);
+        float* gradients = scratch_of<float>(Slot::lowered, outs * kColumns + kColumns);
+        int64_t* rows = scratch_of<int64_t>(Slot::offsets, outs);
+        const float* from = g + task * outs * p.pixels;
+        float* image = gx + task * ins * s.h * s.w;
+        std::memset(image, 0, static_cast<size_t>(ins * s.h * s.w) * 4);
+        for (int64_t first = 0; first < p.pixels; first += kColumns) {
+            const int64_t count = least(kColumns, p.pixels - first);
+            for (int64_t o = 0; o < outs; ++o) {
+                rows[o] = o * count;
+                std::memcpy(gradients + o * count, from + o * p.pixels + first,
+                            static_cast<size_t>(count) * 4);
+            }
+            multiply(p.taps, {gradients, rows, outs, count}, packed + group * outs * p.taps, zeros,
+                     values, count);
+            add_patches(p, first, count, values, image);
+        }
+    });
+}
+
 // Pixels of one phase of the stride are a correlation of g with some of the kernel's elements,
 // flipped.
 void conv_grad_x(const Conv& s, const float* g, const float* w, float* gx) {
+    if (is_shorter_by_patches(s)) return grad_x_by_patches(s, g, w, gx);
     const int64_t outs = s.o / s.groups, ins = s.c / s.groups, kernel = s.kh * s.kw;
     if (s.sh > 1 || s.sw > 1) std::memset(gx, 0, static_cast<size_t>(s.n * s.c * s.h * s.w) * 4);
     for (int64_t y = 0; y < least(s.sh, s.h); ++y) {

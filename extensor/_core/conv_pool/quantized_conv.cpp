@@ -121,7 +121,7 @@ void conv(const Conv& s, const PatchQuant& q, const float* x, const float* w, co
     const RebasedTiles tiles(p.taps, s.n * p.pixels);
     const uint32_t* maxima = q.plan.rebased ? rebased_maxima(s, p, q, tiles, x) : nullptr;
     uint32_t known[kColumns];
-    known[0] = needs_whole(q) || q.per_tensor ? patch_maximum(s, p, q, x) : 0;
+    known[0] = needs_whole(q) || q.per_tensor ? patch_maximum(s, q, x) : 0;
     for (int64_t i = 1; i < kColumns; ++i) known[i] = known[0];
 
     threads::run(s.n * s.groups, s.n * s.o * p.taps * p.pixels, [&](int64_t task) {
@@ -300,8 +300,7 @@ void grad_w(const Conv& s, const PatchQuant& q, const PatchQuant* first, const f
     int64_t block = long_rows ? size : q.plan.rebased ? kSide : q.tile_length;
     while (block % size) block += q.tile_length;
     PatchCut cut(s, block, q.padded, first);
-    if (first && needs_whole(*first))
-        cut.whole = patch_maximum(s, LoweredImages(1, s.with_channels(s.c / s.groups)), *first, x);
+    if (first && needs_whole(*first)) cut.whole = patch_maximum(s, *first, x);
     const QuantPlan plan = not_rebased(q.plan);
     const RebasedTiles tiles(cut.taps, cut.all);
     const uint32_t* rebased = q.plan.rebased ? rebased_maxima(cut, q, tiles, x) : nullptr;

@@ -51,25 +51,47 @@ void visit_image(const Conv& s, const LoweredImages& p, int64_t task, const floa
     }
 }
 
-// The largest magnitude of all patches.
-inline uint32_t patch_maximum(const Conv& s, const LoweredImages& p, const PatchQuant& q,
-                              const float* x) {
-    uint32_t* each = scratch_of<uint32_t>(Slot::conv_maxima, s.n * s.groups);
-    threads::run(s.n * s.groups, s.n * s.groups * p.taps * p.pixels / VL, [&](int64_t task) {
-        float* lowered = scratch_of<float>(Slot::conv_lowered, p.lowered_floats());
-        float* padded = scratch_of<float>(Slot::conv_padded, p.padded_floats());
-        int64_t* offset = scratch_of<int64_t>(Slot::conv_offsets, 2 * p.taps);
-        p.offsets(offset);
-        p.fill(x + task * p.c * s.h * s.w, 0, padded, lowered);
-        each[task] = 0;
-        for (int64_t t = 0; t < p.taps; ++t) {
+// Marks which of `size` rows or columns of an image any window reads; whether all.
+inline bool mark_covered(uint8_t* covered, int64_t size, int64_t windows, int64_t stride,
+                         int64_t pad, int64_t kernel, int64_t dilation) {
+    std::memset(covered, 0, static_cast<size_t>(size));
+    for (int64_t y = 0; y < windows; ++y) {
+        for (int64_t i = 0; i < kernel; ++i) {
+            const int64_t at = y * stride - pad + i * dilation;
+            if (at >= 0 && at < size) covered[at] = 1;
+        }
+    }
+    for (int64_t i = 0; i < size; ++i)
+        if (!covered[i]) return false;
+    return true;
+}
+
+// The largest magnitude of all patches: of the pixels that they hold, which a patch does not
+// transform.
+inline uint32_t patch_maximum(const Conv& s, const PatchQuant& q, const float* x) {
+    uint8_t* rows = scratch_of<uint8_t>(Slot::conv_offsets, s.h + s.w);
+    uint8_t* columns = rows + s.h;
+    const bool all_rows = mark_covered(rows, s.h, s.ho, s.sh, s.ph, s.kh, s.dh);
+    const bool all_columns = mark_covered(columns, s.w, s.wo, s.sw, s.pw, s.kw, s.dw);
+    uint32_t* each = scratch_of<uint32_t>(Slot::conv_maxima, s.n);
+    const int64_t size = s.c * s.h * s.w;
+    threads::run(s.n, s.n * size / VL, [&](int64_t n) {
+        const float* image = x + n * size;
+        each[n] = 0;
+        const auto raise = [&](const float* run, int64_t length) {
             uint32_t top;
-            quant_kernels.row_maxima(q.plan, {lowered + offset[t], 1, 0, p.pixels, needs_whole(q)},
-                                     &top);
-            each[task] = top > each[task] ? top : each[task];
+            quant_kernels.row_maxima(q.plan, {run, 1, 0, length, needs_whole(q)}, &top);
+            each[n] = top > each[n] ? top : each[n];
+        };
+        if (all_rows && all_columns) return raise(image, size);
+        float* row = scratch_of<float>(Slot::conv_padded, s.w);
+        for (int64_t r = 0; r < s.c * s.h; ++r) {
+            if (!rows[r % s.h]) continue;
+            for (int64_t j = 0; j < s.w; ++j) row[j] = columns[j] ? image[r * s.w + j] : 0.0f;
+            raise(row, s.w);
         }
     });
-    return largest(each, s.n * s.groups);
+    return largest(each, s.n);
 }
 
 }  // namespace EXTENSOR_ISA

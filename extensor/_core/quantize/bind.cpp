@@ -272,6 +272,31 @@ py::array dequantize(const QuantPlan& plan, const Bytes& codes, const py::array&
     return values;
 }
 
+// What `mask` lets through of `g`, out of the domain of the transform with these signs.
+Floats straight_through(const Floats& g, const std::optional<Bytes>& mask,
+                        const std::optional<Floats>& signs, int64_t length) {
+    require(g.ndim() == 2 && length > 0 && length <= g.shape(1),
+            "straight_through: expected a matrix, and no more columns of the result");
+    require(!mask || (mask->ndim() == 2 && mask->shape(0) == g.shape(0) &&
+                      mask->shape(1) == (g.shape(1) + 7) / 8),
+            "straight_through: expected a bit for each value");
+    const int64_t size = signs ? signs->size() : 0;
+    require(
+        !signs || (size >= 16 && size <= 128 && (size & (size - 1)) == 0 && g.shape(1) % size == 0),
+        "straight_through: expected whole transforms of 16, 32, 64 or 128 values");
+    Floats out = buffers::array<float>({g.shape(0), length});
+    const ClippedRows job = {g.data(),
+                             mask ? mask->data() : nullptr,
+                             g.shape(0),
+                             g.shape(1),
+                             length,
+                             static_cast<int>(size),
+                             signs ? signs->data() : nullptr,
+                             out.mutable_data()};
+    without_gil([&] { kernels().straight_through(job); });
+    return out;
+}
+
 // ---- the outlier codec ----
 
 py::tuple split_outliers(const Floats& x, int64_t kept) {
@@ -329,6 +354,7 @@ void bind_quantize(py::module_& m) {
     m.def("fake_quantize_rowwise_columnwise", fake_quantize_rowwise_columnwise);
     m.def("quantize_rowwise_columnwise", quantize_rowwise_columnwise);
     m.def("dequantize", dequantize);
+    m.def("straight_through", straight_through);
     m.def("split_outliers", split_outliers);
     m.def("join_outliers", join_outliers);
     m.def("bfloat16_values",

@@ -1,6 +1,7 @@
 // What column_chunks.hpp declares: the encoders of columns, compiled once per level.
 
 #include "quantize/column_chunks.hpp"
+#include "quantize/plain_values.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
@@ -111,6 +112,33 @@ void encode_any(const Call& call, const ColumnChunk& p, const Scales (&s)[4], Ra
     counted_out.flushed += counted.flushed;
 }
 
+// Values of a chunk whose blocks hold only numbers.
+template <bool Words, bool Divide, bool Bounded>
+void round_chunk(const Call& call, const ColumnChunk& p, const Scales (&s)[4], RandomWords words,
+                 LaneCounts& counted_out) {
+    const QuantJob& job = call.job;
+    const PlainValues<Words, Divide, Bounded> round(call);
+    LaneCounts counted = counted_out;
+    const float* column_tile = p.column_tile.widened(p.rows);
+    float* to =
+        job.values + (p.image * job.padded + p.tile * job.tile_length + p.offset) * job.inner + p.j;
+    for (int64_t k = 0; k < p.vectors(); ++k) {
+        const float* x = column_tile + k * VL;
+        float* out = to + k * VL;
+        const vf apply = s[k].apply, decode = s[k].decode;
+        const int64_t lanes = p.lanes - k * VL;
+        for (int64_t i = 0; i < p.real; ++i, x += kTileColumns, out += job.inner) {
+            const vu word = Words ? words(i, static_cast<int>(k)) : vu{};
+            const vf value = round(load(x), word, apply, decode, counted);
+            if (lanes >= VL)
+                store(out, value);
+            else
+                store_part(out, value, static_cast<int>(lanes));
+        }
+    }
+    counted_out = counted;
+}
+
 void find_scales(const Call& call, const ColumnChunk& p, const vu (&amax)[4], Scales (&s)[4]) {
     for (int64_t k = 0; k < p.vectors(); ++k) {
         s[k] = call.scaler.of(amax[k]);
@@ -162,6 +190,19 @@ void encode_chunk(const Call& call, const ColumnChunk& p, const vu (&amax)[4],
         }
     }
     for (int64_t i = 0; i < p.rows; ++i) prefetch.row(i);
+    if constexpr (!Codes) {
+        vu numbers = splat(~0u), bounded = numbers;
+        for (int64_t k = 0; k < p.vectors(); ++k) {
+            numbers &= s[k].live;
+            const vf top = float_of(amax[k]);
+            const vf largest = Divide ? top / s[k].apply : top * s[k].apply;
+            bounded &= reinterpret_cast<vu>(Words ? largest <= grid.top : largest < grid.limit);
+        }
+        if (has_plain_values<Divide>(call) && all_lanes(numbers))
+            return is_bounded_by_maxima(call) && all_lanes(bounded)
+                       ? round_chunk<Words, Divide, true>(call, p, s, words, counted)
+                       : round_chunk<Words, Divide, false>(call, p, s, words, counted);
+    }
     encode_any<Words, Divide, Codes>(call, p, s, words, out, counted);
 }
 

@@ -7,32 +7,77 @@
 namespace EXTENSOR_ISA {
 namespace {
 
-// Replaces the maxima by scale bytes plus one, and sums y y and y q of each block: y the scaled
-// values, q what they are rounded to.
-void nearest_scales(const Call& call, uint32_t* maxima, float* squares, float* products) {
+// Sums of each of VL blocks: y y and y q, y the scaled values, q what they are rounded to.
+struct Sums {
+    vf squares, products;
+};
+
+// The scale bytes plus one of VL blocks whose largest magnitudes are `amax`, and the blocks' sums;
+// for_positions(body) gives body the blocks' values.
+template <class Positions>
+INLINE vu nearest_scale(const Call& call, vu amax, Sums& sums, Positions for_positions) {
     const Grid grid = call.scaler.grid;
+    const vu finite = reinterpret_cast<vu>(amax < kExponentMask);
+    const vu some = finite & reinterpret_cast<vu>(amax > 0u);
+    vf value;
+    vu code = grid_code(call.scaler.ideal(float_of(amax & finite)), call.scaler.scale_grid, value);
+    code &= some;
+    const vf apply = call.scaler.applied(code, float_of(bits_of(value) & some));
+    vf square = {}, product = {};
+    for_positions([&](vf x) {
+        // Both signs have the same products.
+        const vf y = float_of(bits_of(x) & kMagnitude & finite) * apply;
+        vu exponent, steps;
+        const vf q =
+            round_magnitude<false>(smaller(y, splat(grid.top)), vu{}, grid, exponent, steps);
+        square += y * y;
+        product += y * q;
+    });
+    sums = {square, product};
+    return finite ? (amax ? code + 1u : vu{}) : amax;
+}
+
+// Blocks of 16 in rows that hold whole groups of VL of them: no block needs to be looked for.
+void nearest_scales_of_rows(const Call& call, uint32_t* maxima, float* squares, float* products) {
+    constexpr int64_t kTile = 16;
+    const QuantJob& job = call.job;
+    const auto* x = static_cast<const float*>(job.x);
+    const int64_t groups = job.outer * job.rows * call.tiles / VL;
+    const int64_t per_task = kChunkValues / (kTile * VL);
+    threads::run(ceil_div(groups, per_task), 32 * groups * VL * kTile, [&](int64_t task) {
+        for (int64_t g = task * per_task; g < least(groups, (task + 1) * per_task); ++g) {
+            const int64_t at = g * VL;
+            Sums sums;
+            const vu word = nearest_scale(call, load(maxima + at), sums, [&](auto body) {
+                for (int64_t k = 0; k < kTile; k += VL) {
+                    vf v[VL];
+#pragma GCC unroll 16
+                    for (int l = 0; l < VL; ++l) v[l] = load(x + (at + l) * kTile + k);
+                    transpose(v);
+#pragma GCC unroll 16
+                    for (int l = 0; l < VL; ++l) body(v[l]);
+                }
+            });
+            store(maxima + at, word);
+            store(squares + at, sums.squares);
+            store(products + at, sums.products);
+        }
+    });
+}
+
+// Replaces the maxima by scale bytes plus one, and sums each block.
+void nearest_scales(const Call& call, uint32_t* maxima, float* squares, float* products) {
+    const QuantJob& job = call.job;
+    if (job.inner == 1 && job.tile_rows == 1 && job.tile_length == 16 &&
+        job.length % (16 * VL) == 0)
+        return nearest_scales_of_rows(call, maxima, squares, products);
     for_block_groups(call, 0, [&](BlockGroup& group) {
-        const vu amax = group.words(maxima);
-        const vu finite = reinterpret_cast<vu>(amax < kExponentMask);
-        const vu some = finite & reinterpret_cast<vu>(amax > 0u);
-        vf value;
-        vu code =
-            grid_code(call.scaler.ideal(float_of(amax & finite)), call.scaler.scale_grid, value);
-        code &= some;
-        const vf apply = call.scaler.applied(code, float_of(bits_of(value) & some));
-        vf square = {}, product = {};
-        group.for_positions([&](vf x) {
-            const vf y = float_of(bits_of(x) & finite) * apply;
-            const vf magnitude = smaller(float_of(bits_of(y) & kMagnitude), splat(grid.clamp));
-            vu exponent, steps;
-            const vf r = round_magnitude<false>(magnitude, vu{}, grid, exponent, steps);
-            const vf q = float_of(bits_of(smaller(r, splat(grid.top))) | (bits_of(y) & kSign));
-            square += y * y;
-            product += y * q;
-        });
-        group.set_words(squares, square);
-        group.set_words(products, product);
-        group.set_words(maxima, finite ? (amax ? code + 1u : vu{}) : amax);
+        Sums sums;
+        const vu word = nearest_scale(call, group.words(maxima), sums,
+                                      [&](auto body) { group.for_positions(body); });
+        group.set_words(squares, sums.squares);
+        group.set_words(products, sums.products);
+        group.set_words(maxima, word);
     });
 }
 
@@ -70,20 +115,22 @@ void correct_scales(const Call& call, uint32_t* maxima, const float* squares,
             square += more_squares;
             product += more_products;
         }
+        uint32_t block[VL] = {};  // the first of each lane's transform
+        for (int l = 0; l < lanes; ++l) {
+            const int64_t at = begin + l * next;
+            block[l] = static_cast<uint32_t>(
+                job.inner == 1 ? call.block(at / call.tiles, at % call.tiles) : at);
+        }
         const vf correction = product == 0.0f ? splat(1.0f) : square / product;
         for (int64_t i = 0; i < blocks; ++i) {
-            vu word = {}, block = {};
-            for (int l = 0; l < lanes; ++l) {
-                const int64_t at = begin + i * step + l * next;
-                word[l] = maxima[at];
-                block[l] = static_cast<uint32_t>(
-                    job.inner == 1 ? call.block(at / call.tiles, at % call.tiles) : at);
-            }
+            vu word = {};
+            for (int l = 0; l < lanes; ++l) word[l] = maxima[begin + i * step + l * next];
             const vf value = grid_value(word - 1u, scale_grid) * correction;
+            const vu drawn =
+                first_words(call.plan, philox, load(block) + static_cast<uint32_t>(i * step));
             vu exponent, above;
-            round_magnitude<true>(smaller(value, splat(scale_grid.clamp)),
-                                  first_words(call.plan, philox, block), scale_grid, exponent,
-                                  above);
+            round_magnitude<true>(smaller(value, splat(scale_grid.clamp)), drawn, scale_grid,
+                                  exponent, above);
             vu code = ((exponent - scale_grid.lowest) >> (23 - scale_grid.mantissa_bits)) + above;
             code = code < scale_grid.max_code ? code : splat(scale_grid.max_code);
             const vu chosen = reinterpret_cast<vu>((word > 0u) & (word < kExponentMask));

@@ -94,6 +94,17 @@ struct OutlierJob {
     int32_t* index;
 };
 
+// Rows of `padded` gradients in the domain of a Hadamard transform of `hadamard` values (0: none),
+// to be masked and taken out of it; rows of `length` are written.
+struct ClippedRows {
+    const float* g;
+    const uint8_t* mask;  // one bit a value, each row from a byte on; or null
+    int64_t rows, padded, length;
+    int hadamard;
+    const float* signs;
+    float* out;
+};
+
 // Rows of `length` values whose largest magnitudes are asked for, `stride` apart; of the finite
 // values alone, or of all.
 struct RowMaxima {
@@ -131,6 +142,7 @@ struct QuantKernels {
     // length, where |x| under the plan's transform is beyond its block's largest value, and undoes
     // the transform of the rest. `known` holds one maximum for all.
     void (*clip_gradient)(const QuantPlan&, QuantJob&);
+    void (*straight_through)(const ClippedRows&);
     void (*dequantize)(const QuantPlan&, const DequantJob&);
     void (*split_outliers)(const OutlierJob&);
     // Puts the outliers back into `rest`. With x, returns how many of its nonzero values became

@@ -73,10 +73,10 @@ void quantize_rowwise_columnwise(const QuantPlan (&plans)[2], const QuantStream 
 }  // namespace
 
 extern const QuantKernels quant_kernels;
-const QuantKernels quant_kernels = {quantize,      quantize_rowwise_columnwise,
-                                    row_maxima,    rebase_maximum,
-                                    rebase_values, clip_gradient,
-                                    dequantize,    split_outliers,
-                                    join_outliers};
+const QuantKernels quant_kernels = {quantize,         quantize_rowwise_columnwise,
+                                    row_maxima,       rebase_maximum,
+                                    rebase_values,    clip_gradient,
+                                    straight_through, dequantize,
+                                    split_outliers,   join_outliers};
 
 }  // namespace EXTENSOR_ISA

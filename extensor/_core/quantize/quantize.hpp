@@ -117,7 +117,8 @@ INLINE vu is_plain(const Scales& s, vu amax, float tensor_scale, const Grid& gri
 struct ScaleArrays {
     float *apply, *decode;
     uint32_t *live, *stored;
-    vu plain, bounded;  // of all tiles; see is_plain, Grid::limit
+    // Of all tiles: is_plain, all numbers, below Grid::limit, not above the grid's top.
+    vu plain, numbers, bounded, within;
 
     ScaleArrays(const Call& call, const uint32_t* maxima, int64_t total);
 
@@ -253,6 +254,7 @@ void quantize_columns(Call& call);
 bool quantize_column_tiles(Call* rowwise, Call* columnwise);
 
 void clip_gradient(const QuantPlan& plan, QuantJob& job);
+void straight_through(const ClippedRows& job);
 
 void dequantize(const QuantPlan& plan, const DequantJob& job);
 void split_outliers(const OutlierJob& job);

@@ -4,12 +4,44 @@
 // level-1 cache and the next ones are being fetched. Everything else takes the loops of
 // encode_chunk.
 
+#include "quantize/plain_values.hpp"
 #include "quantize/row_groups.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
 
 // ---- codes or values of a chunk, whatever its tiles ----
+
+// Values of a chunk whose blocks hold only numbers. Words of a tile are `word_stride` apart.
+template <bool Words, bool Divide, bool Bounded>
+void round_chunk(const Call& call, Values v, const RowChunk& p, const ScaleArrays& scales,
+                 const uint32_t* words, int64_t word_stride, LaneCounts& counted_out) {
+    const QuantJob& job = call.job;
+    const int64_t tile = job.tile_length;
+    const PlainValues<Words, Divide, Bounded> round(call);
+    LaneCounts counted = counted_out;
+    int64_t at = 0;
+    for (int64_t r = 0; r < p.rows; ++r) {
+        const float* x = v.x + r * v.stride;
+        float* out = job.values + (p.first + r) * job.padded + p.start * tile;
+        for (int64_t left = v.padded; left > 0; left -= tile, ++at, x += tile, out += tile) {
+            const vf apply = splat(scales.apply[at]), decode = splat(scales.decode[at]);
+            const uint32_t* w = words + at * word_stride;
+            const int64_t n = least(tile, left);
+            int64_t i = 0;
+            for (; i + VL <= n; i += VL)
+                store(out + i,
+                      round(load(x + i), Words ? load(w + i) : vu{}, apply, decode, counted));
+            if (i == n) continue;
+            const int rest = static_cast<int>(n - i);
+            store_part(
+                out + i,
+                round(load_part(x + i, rest), Words ? load(w + i) : vu{}, apply, decode, counted),
+                rest);
+        }
+    }
+    counted_out = counted;
+}
 
 template <bool Words, bool Divide, bool Codes>
 void encode_chunk(const Call& call, Values v, const RowChunk& p, const uint32_t* maxima,
@@ -25,6 +57,13 @@ void encode_chunk(const Call& call, Values v, const RowChunk& p, const uint32_t*
     int64_t word_stride = 0;
     const uint32_t* words =
         Words ? random_words(call, Philox(call.stream), p, word_stride) : nullptr;
+    if constexpr (!Codes)
+        if (has_plain_values<Divide>(call) && all_lanes(scales.numbers))
+            return is_bounded_by_maxima(call) && all_lanes(Words ? scales.within : scales.bounded)
+                       ? round_chunk<Words, Divide, true>(call, v, p, scales, words, word_stride,
+                                                          counted_out)
+                       : round_chunk<Words, Divide, false>(call, v, p, scales, words, word_stride,
+                                                           counted_out);
     uint8_t* unpacked = Codes ? scratch_of<uint8_t>(Slot::codes, padded + 4 * VL) : nullptr;
     // Whole tiles that the block encoder does at once; the loop below does the rest of each row.
     int64_t batched = 0;

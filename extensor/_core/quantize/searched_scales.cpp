@@ -91,29 +91,38 @@ void zero_points(const Call& call, uint32_t* maxima, float* points) {
 
 // Four consecutive scales whose products with e2m1 are exact in FP8 (normal, significand 1, 1.25 or
 // 1.5), the largest first: one above the first that reaches the base, then down.
-int fp8_exact_options(const Scaler& scaler, vf base, vu (&codes)[kOptions]) {
-    constexpr int kCodes = 45;
+int fp8_exact_options(vf base, vu (&codes)[kOptions]) {
+    constexpr int kCodes = 45;  // n: significand 1, 1.25 or 1.5 by n % 3, 2**-6 times 2**(n / 3)
     const auto code_of = [](vi n) {
         n = n < 0 ? vi{} : n;
         n = n > kCodes - 1 ? vi{} + (kCodes - 1) : n;
         const vi third = (n * 43) >> 7;  // n / 3 below 128
         return reinterpret_cast<vu>(8 + 8 * third + 2 * (n - 3 * third));
     };
-    vi at = {};
-    for (int n = 0; n < kCodes; ++n) at -= grid_value(code_of(vi{} + n), scaler.scale_grid) < base;
+    // How many of them are less than the base.
+    const vi significand = reinterpret_cast<vi>(bits_of(base) & 0x7FFFFFu);
+    vi at = 3 * (reinterpret_cast<vi>(bits_of(base) >> 23) - (127 - 6));
+    at -= (significand > 0) + (significand > 0x200000) + (significand > 0x400000);
+    at = at < 0 ? vi{} : at;
     at = at > kCodes - 1 ? vi{} + (kCodes - 1) : at;
     for (int i = 0; i < kOptions; ++i) codes[i] = code_of(at + 1 - i);
     return kOptions;
 }
 
 int options_of(const Scaler& scaler, vf amax, vu (&codes)[kOptions]) {
-    if (scaler.plan.rule == Rule::least_error)
-        return fp8_exact_options(scaler, scaler.ideal(amax), codes);
+    if (scaler.plan.rule == Rule::least_error) return fp8_exact_options(scaler.ideal(amax), codes);
     const vf base = amax / 6.0f * scaler.encode, top = splat(scaler.scale_grid.top);
     vf value;
     codes[0] = grid_code(smaller(base, top), scaler.scale_grid, value);
     codes[1] = grid_code(smaller(base * 1.5f, top), scaler.scale_grid, value);
     return 2;
+}
+
+// y >= 0 on the grid, at most its top, which is on the grid.
+template <bool Words>
+INLINE vf saturated(vf y, vu word, const Grid& grid) {
+    vu exponent, steps;
+    return round_magnitude<Words>(smaller(y, splat(grid.top)), word, grid, exponent, steps);
 }
 
 // Squared errors of encoding blocks under each of N scales, in float32, position after position.
@@ -130,14 +139,10 @@ void measure(Blocks& group, const Call& call, const vu* codes, vf* errors) {
         error[o] = vf{};
     }
     group.for_positions([&](vf x) {
+        x = float_of(bits_of(x) & kMagnitude);  // errors of both signs have the same square
 #pragma GCC unroll 4
         for (int o = 0; o < N; ++o) {
-            const vf y = x * apply[o];
-            const vf magnitude = smaller(float_of(bits_of(y) & kMagnitude), splat(grid.clamp));
-            vu exponent, steps;
-            const vf r = round_magnitude<Words>(magnitude, word, grid, exponent, steps);
-            const vu bits = bits_of(smaller(r, splat(grid.top))) | (bits_of(y) & kSign);
-            vf decoded = float_of(bits) * value[o] * factor;
+            vf decoded = saturated<Words>(x * apply[o], word, grid) * value[o] * factor;
             if (four) decoded = decoded / 1536.0f;
             const vf off = decoded - x;
             error[o] += off * off;
@@ -161,13 +166,9 @@ vu least_squares_byte(Blocks& group, const Call& call, vu amax) {
     const vu word = splat(call.constant);
     vf error[2] = {};
     group.for_positions([&](vf x) {
+        x = float_of(bits_of(x) & kMagnitude);
         for (int o = 0; o < 2; ++o) {
-            const vf y = x * apply[o];
-            const vf magnitude = smaller(float_of(bits_of(y) & kMagnitude), splat(grid.clamp));
-            vu exponent, steps;
-            const vf r = round_magnitude<Words>(magnitude, word, grid, exponent, steps);
-            const vf off =
-                float_of(bits_of(smaller(r, splat(grid.top))) | (bits_of(y) & kSign)) - y;
+            const vf y = x * apply[o], off = saturated<Words>(y, word, grid) - y;
             error[o] += off * off;
         }
     });

@@ -14,9 +14,10 @@ from extensor.backends.cpu.lowering import LoweredSpec, lower
 from extensor.backends.protocol import Array, SpecPair, StreamPair
 from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.hadamard import hadamard_signs
 from extensor.quant.recipe_state import Counts
 from extensor.quant.reference import FLOATS, check_previous, round_to
-from extensor.quant.spec import QuantSpec
+from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 
 __all__ = ["CpuQuantize"]
@@ -134,6 +135,25 @@ class CpuQuantize(CpuCore):
     ) -> tuple[QuantArray, QuantStats, Array]:
         """See the protocol."""
         return self._encode(plan, x, stream, None, plan.mask_shape)
+
+    def _choose_straight_through(
+        self, g: Array, mask: Array | None, transform: Hadamard | None, length: int
+    ) -> Any:
+        if mask is None and transform is None:
+            return Unsupported("neither a mask nor a transform")
+        core = self.float32_core(g)
+        if core and (g.ndim != 2 or (transform is None and length != g.shape[1])):
+            return Unsupported("not a matrix of that length")
+        return core
+
+    @runs_in_core(_choose_straight_through)
+    def straight_through(
+        self, core: Any, g: Array, mask: Array | None, transform: Hadamard | None, length: int
+    ) -> Array:
+        """See the protocol."""
+        bits = None if mask is None else ready(mask)
+        signs = None if transform is None else hadamard_signs(transform)
+        return core.straight_through(ready(g), bits, signs, length)
 
     def _choose_dequantize(
         self, q: QuantArray, dtype: str = "float32"
