@@ -210,7 +210,9 @@ class Forks:
         pairs = differing(old, compile(mutant["new"], path, "exec", dont_inherit=True))
         if pairs is None or any(a.co_freevars != b.co_freevars for a, b in pairs):
             return None
-        tests = [(items[test], s) for test, s in mutant["tests"] if self.sound.get(test, True)]
+        tests = [
+            (items[t], s) for t, s in mutant["tests"] if t in items and self.sound.get(t, True)
+        ]
         while by := self.fork(tests, pairs):
             if by not in self.sound:
                 self.sound[by] = not self.fork([t for t in tests if t[0].nodeid == by], [])

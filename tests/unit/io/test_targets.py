@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from extensor.io.gguf.container import _kind
 from extensor.io.npy import read_npy
 from extensor.io.safetensors_format import CheckpointError
 from extensor.io.stored import TARGETS, requantize, takes_blocks
+from extensor.io.stored.archive import indexed_shards
 from extensor.io.stored.quantization_config import quantization_config
 from extensor.quant.reference import dequantize, quantize
 from extensor.quant.spec import Hadamard, QuantSpec
@@ -68,6 +70,8 @@ def test_mxfp4_as_nvfp4_keeps_values_where_exponents_allow(
     x = rng.integers(-levels, levels + 1, (64, 64)) / 2 * 2.0 ** rng.integers(0, spread, (64, 64))
     x[:17, :17] = 0
     x[0], x[:, 1] = 0.5, 0.5
+    x[20], x[:, 21] = 0, 0
+    x[20, 40], x[40, 21] = 0.5, 0.5  # alone in its block, in the low half of a byte
     q = quantize(x.astype(np.float32), QuantSpec("mxfp4", axis=axis))[0]
     spec = QuantSpec("nvfp4", axis=axis).resolve(2)
     made = requantize(q, spec)
@@ -125,3 +129,12 @@ def test_the_smallest_kind_of_gguf_that_holds_a_value(value: Any, kind: int) -> 
 def test_what_no_kind_of_gguf_holds(value: Any) -> None:
     with pytest.raises(TypeError, match="k: expected a number, a string or a list of them, got"):
         _kind("k", value)
+
+
+def test_a_missing_shard_is_named_with_its_first_tensor(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    shards = {"c": "2.safetensors", "a": "1.safetensors", "b": "2.safetensors"}
+    index.write_text(json.dumps({"weight_map": shards}))
+    (tmp_path / "1.safetensors").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"2\.safetensors: no such file, .* for 'b'"):
+        indexed_shards(index)
