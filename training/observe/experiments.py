@@ -92,7 +92,7 @@ _BRANCHES = (
     ),
 )  # fmt: skip
 """Each recipe from the middle of one bf16 run on. When a small model learns to copy is chance, and
-decides its loss for long; after it the recipes' gaps show."""
+decides its loss for long; here all arms of a seed share it."""
 
 _LARGE = (1e-3, 2e-3, 4e-3)
 """Rates that models of 30 million weights and more try."""
