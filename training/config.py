@@ -137,8 +137,8 @@ class Settings:
         among=SHARDS,
     )
     tensor_parallel: int = setting(
-        "Ranks that share each transformer block: some of its heads and hidden values each. The "
-        "others share the micro-batches, so that N ranks are N / this.",
+        "How many neighbouring ranks share each transformer block; each has some of its heads and "
+        "hidden values. Such groups of ranks share the micro-batches, one or more for each group.",
         1,
         check=AT_LEAST_1,
     )
@@ -198,8 +198,8 @@ class Settings:
     )
     recompute: str = setting(
         "Parts of the model that keep their input alone and run again in the backward pass, by "
-        "globs on their paths: blocks.*; with =cheap what takes no product is made again alone: "
-        "blocks.*=cheap. The gradients are the same.",
+        "globs on their paths: blocks.*. With =cheap, as in blocks.*=cheap, only operations that "
+        "are no products run again. The gradients are the same.",
         "",
     )
     weight_decay: float = setting(

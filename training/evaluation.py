@@ -15,7 +15,7 @@ __all__ = ["evaluate"]
 def evaluate(run: RunView, part: Literal["test", "validation"] = "test") -> Scores:
     """Metrics of a part of the data, as the recipe's forward pass sees them.
 
-    What it quantizes is not counted: counts are of training.
+    Saturated and flushed values are not counted here: counts are of training.
     """
     scores, drawn = run.task.scores(), getattr(run.task, part)(run.task.eval_batch)
     mine: list[Scores] = []

@@ -32,7 +32,7 @@ class RankGrid:
     tensor: Communicator
 
     def set_timeout(self, seconds: float) -> None:
-        """Let all collectives wait so long."""
+        """Set the time limit of all collectives."""
         for ranks in (self.all, self.data, self.tensor):
             ranks.timeout = seconds
 

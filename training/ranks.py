@@ -116,7 +116,7 @@ def check_captured(run: Any) -> None:
     for good, what, way_out in (
         (
             config.tensor_parallel == 1,
-            "ranks that share blocks wait for each other inside",
+            "ranks that share a block exchange tokens inside it",
             "leave --tensor-parallel out",
         ),
         (

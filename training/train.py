@@ -95,7 +95,7 @@ def train(
     if ranks.size > 1:
         shared = trainer.micro_batches.parts
         blocks = config.tensor_parallel
-        tensor = f", {blocks} of them each block" if blocks > 1 else ""
+        tensor = f"; {blocks} ranks share each block" if blocks > 1 else ""
         console.print(f"{ranks.size} ranks share {shared} micro-batches{tensor}")
     if resume:
         done = trainer.position

@@ -6,7 +6,7 @@
     python ci/bench/cuda_memory.py batch            # the largest batch of the first that fits
     python ci/bench/cuda_memory.py block gpt llama batch --small --device cpu   # does it all run?
 
-Each is one call of less than 8 minutes on an H100 (``--seconds`` ends a search for batches). The
+Each command takes less than 8 minutes on an H100 (``--seconds`` ends a search for batches). The
 block is that of ``cuda_step.py``: forward and backward without an update, one float32 batch
 included, beside torch.compile in bfloat16; "captured" is the same step in a CUDA graph, which reads
 batches where they are written (`CapturedStep.own`).
@@ -15,10 +15,10 @@ mxfp4_all with bfloat16 activations and weights, states in MXFP8, what is kept f
 MXFP8, blocks run again where the name says so, and updates inside the backward pass; "captured" is
 in a CUDA graph; "ours, float32" has float32 weights and states, inputs kept, and a step after
 backward. "torch" is AMP in bfloat16 with fused AdamW; "torch bf16, checkpointing" has everything in
-bfloat16 and runs its blocks again. "device" is what the process has of the GPU, in a graph once it
-is captured; "most" what it took at most, before that. Kinds are of the ledger
-(`et.inspect.memory_ledger`) in the last step. Weights repeat a few values, and layers are alike:
-loss means nothing.
+bfloat16 and runs its blocks again. "device" is the memory of the GPU that the process holds; with a
+captured step, once it is captured. "most" is the most that it held, the capture included. Kinds are
+of the ledger (`et.inspect.memory_ledger`) in the last step. Weights repeat a few values, and layers
+are alike: loss means nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def on_device(part: str, small: bool, weights: str, device: str) -> Any:
 
 
 Run = Callable[[int], dict[str, float]]
-"""Some steps of a batch of so many windows: bytes and rates."""
+"""Runs some steps with a batch of so many windows; gives bytes and rates."""
 
 
 def ours(part: str, how: str, small: bool, device: str, follows: bool = True) -> Run:

@@ -80,7 +80,7 @@ class Attention(nn.Module):
     def _turned_in_place(
         self, q: ExTensor, k: ExTensor, v: ExTensor, step: Step
     ) -> ExTensor | None:
-        """Attention of a GPU's next token, whose kernel turns q and k; None of others."""
+        """Attention of a GPU's next token, by a kernel that applies rotary angles; else None."""
         cache, rope, batch = step.cache, self.config.rope, step.batch
         plain = self.window is None and self.sinks is None and batch.padding is None
         whole = step.cos.ndim == 2 and 2 * step.cos.shape[-1] == q.shape[-1]
@@ -189,7 +189,7 @@ class Body(nn.Module):
         return cos.data, sin.data
 
     def _replayed_angles(self, cache: KVCache, like: ExTensor) -> tuple[Any, Any]:
-        """Those of the next token, which each replay of a GPU's captured step looks up."""
+        """The next token's angles, which each replay of a GPU's captured step looks up."""
         scaling, capture = self.config.rope.scaling, like.backend.capturing
         dynamic = scaling is not None and scaling.kind == "dynamic"
         most = scaling.context if scaling is not None and dynamic else self.config.context

@@ -40,13 +40,13 @@ class ObserveArgs:
     seeds: int = 0
     """Only so many seeds of each arm now; 0 is all."""
     gpus: int = 1
-    """GPUs to use, of those that this process sees (CUDA_VISIBLE_DEVICES); a run has one."""
+    """GPUs to use, of those that this process sees (CUDA_VISIBLE_DEVICES); each run has one."""
     jobs: int = 1
     """Runs side by side on each GPU, or on a CPU. Their times are not those of a run alone: see
     --rates."""
     whole_runs: bool = False
-    """Begin only runs whose expected time is left, for machines whose checkpoints are lost with
-    them."""
+    """Begin only runs that are expected to end within --minutes: for machines that do not keep the
+    checkpoint of an interrupted run."""
     rates: float = 0.0
     """Before the runs, train each arm alone for so many seconds and note labels a second, joules
     and bytes; what is in rates.json already is not measured again."""

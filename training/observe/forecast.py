@@ -18,8 +18,9 @@ def expected_seconds(
 ) -> dict[str, float]:
     """Wall-clock seconds that each open run still needs, by its name, as far as that is known.
 
-    The median of the same arm's finished runs; else its labels at its rate alone, as much longer as
-    finished arms were than that; else its steps at the median pace of finished runs of its kind.
+    It is the median of the same arm's finished runs. Without those, its labels at the rate that
+    `--rates` measured, times what finished arms took beyond theirs. Without a rate, its steps at the
+    median pace of finished runs of its kind.
     """
     by_arm: dict[tuple[str, str], list[float]] = {}
     by_kind: dict[str, list[float]] = {}
@@ -68,7 +69,7 @@ def _training_seconds(entry: Entry, rates: Mapping[str, Mapping[str, Any]]) -> f
 def schedule(
     entries: Sequence[Entry], needed: Mapping[str, float], seconds: float, places: int
 ) -> list[str]:
-    """What so many seconds on so many places are for, a line for each run that begins in them."""
+    """The plan for so many seconds on so many places: a line for each run that begins in them."""
     free, lines = [0.0] * places, []
     for entry in entries:
         start = min(free)
