@@ -1,4 +1,4 @@
-"""What a decoder's cache asks of the GPU: functions as in `extensor_cuda.nn`."""
+"""Attention of a new token to a decoder's cache, as functions like those of `extensor_cuda.nn`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cached_attention(
     scale: float,
     turn: tuple[Array, Array] | None = None,
 ) -> Call:
-    """See the protocol. A replay reads how many tokens there are then."""
+    """See the protocol. A replay reads how many tokens the cache holds at that time."""
     if (gap := cached.gap(q, k, v, turn)) is not None:
         return gap
     held = memory.keys, memory.values

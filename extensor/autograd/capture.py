@@ -107,7 +107,7 @@ class _ShapeGraph:
             raise
 
     def own(self, tensors: tuple[ExTensor, ...]) -> list[ExTensor]:
-        """The memory of the inputs, which holds what is given."""
+        """The memory that the graph reads, filled with these inputs."""
         if not self.inputs:
             self.inputs = self.graph.run(lambda: [_copied(tensor) for tensor in tensors])
         for mine, theirs in zip(self.inputs, tensors, strict=True):
@@ -141,9 +141,9 @@ class CapturedStep:
         self._recorded: dict[Any, _RecordedStep] = {}
 
     def own(self, *inputs: ExTensor) -> tuple[ExTensor, ...]:
-        """The memory that the step reads, filled with a batch: write the next ones there.
+        """The memory that the step reads, filled with a batch: write the next batches there.
 
-        A call with it copies nothing, and no second batch takes memory on the GPU.
+        A call with these tensors copies nothing, and no second batch takes memory on the GPU.
 
         Args:
             inputs: a batch, as a call takes it.
@@ -226,7 +226,7 @@ class CapturedStep:
 
 
 def _key(inputs: tuple[ExTensor, ...]) -> Any:
-    """What inputs of one graph have in common."""
+    """Shapes, dtypes and devices of inputs: a graph for each."""
     return tuple((tensor.shape, tensor.dtype.name, tensor.device) for tensor in inputs)
 
 

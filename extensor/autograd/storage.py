@@ -79,7 +79,7 @@ class ArrayStore:
         if isinstance(spec, QuantSpec):
             spec = spec.replace(axis=-1).resolve(1)
         self.spec, self.state = spec, state
-        self._next: Stored | None = None  # of `beside`
+        self._next: Stored | None = None  # made by `beside`, for the next `store`
         self._stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
 
     def store(self, array: Any, backend: Any) -> Any:
@@ -101,10 +101,10 @@ class ArrayStore:
         return made
 
     def beside(self, array: Any, run: Callable[[Any, QuantSpec], Any]) -> Any:
-        """The result of an operation on an array that is stored in the same reading, or None.
+        """Run an operation that stores its array in the same reading; its result, or None.
 
         ``run(array, spec)`` gives the array's flat blocks and the result, or None. The next `store`
-        finds the former.
+        of the array takes these blocks.
         """
         if not isinstance(self.spec, QuantSpec) or self.spec.rounding == "stochastic":
             return None

@@ -36,7 +36,7 @@ SUMS = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float
 AHEAD = 2
 """Joins that this process may be ahead of the GPU: as many steps of training."""
 LANES = 2
-"""While the collective of one is under way, the other packs and unpacks, or sends, too."""
+"""While a collective of one lane is under way, the other lane packs, unpacks or sends."""
 ROLL_CALL_SECONDS = 5.0
 """After a timeout, at most, for the other ranks to say that they waited, too."""
 
@@ -300,7 +300,7 @@ class NCCLCommunicator:
         return bool(cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr))
 
     def _start(self, what: str, call: Callable[[Any, int], None], keep: Any) -> Work:
-        """Start a collective: of a lane on the lane's own connection, beside the others'."""
+        """Start a collective; one that a lane starts takes the lane's own connection."""
         current = self._xp.cuda.get_current_stream().ptr
         comm, stream = self._wires.get(current, (self._comm, self._stream))
         self._follow(stream)

@@ -83,7 +83,8 @@ class TensorParallel:
 
     Attributes:
         split: names of parameters of which this rank has a part.
-        elsewhere: names of parameters that rank 0 alone has: biases of second layers.
+        elsewhere: names of parameters that this rank lacks: biases of second layers, which are
+            rank 0's.
 
     Raises:
         ValueError: if there are no blocks, if ranks do not divide heads or hidden values, or a
@@ -175,7 +176,8 @@ class TensorParallel:
     def finish(self) -> None:
         """Sum the norms' gradients, of which each rank has its tokens' alone, after backward.
 
-        If a gradient of one rank is not finite, no rank's are then. All ranks call this together.
+        If a gradient of any rank is not finite, all gradients of all ranks become NaN. All ranks
+        call this together.
 
         >>> from extensor.distributed import LocalCommunicator
         >>> from extensor.distributed.tensor_parallel import TensorParallel
@@ -250,14 +252,16 @@ class TensorParallel:
     def gather(
         self, host: Mapping[str, Any], of: Callable[[str], str] = lambda key: key
     ) -> dict[str, Any]:
-        """Put host arrays together; what is not of a split parameter is as rank 0 has it.
+        """Join the ranks' parts of split parameters; all else is as rank 0 has it.
+
+        All ranks call this together.
 
         Args:
-            host: this rank's values.
-            of: gives the name of the parameter that a key is of.
+            host: this rank's arrays and other values, on the host.
+            of: gives the name of the parameter that a key belongs to.
 
         Returns:
-            The whole, on all ranks, which call this together.
+            Whole arrays by key, the same on all ranks.
 
         >>> from extensor.distributed import LocalCommunicator
         >>> from extensor.distributed.tensor_parallel import TensorParallel
@@ -289,7 +293,7 @@ class TensorParallel:
             of: as for `gather`.
 
         Returns:
-            Split arrays cut; without what is of parameters that another rank alone has.
+            Values by key, arrays of split parameters cut; without keys of `elsewhere`.
 
         >>> from extensor.distributed import LocalCommunicator
         >>> from extensor.distributed.tensor_parallel import TensorParallel

@@ -183,7 +183,7 @@ class _NextToken:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the device can repeat the step; a CPU can, a GPU where its kernels append."""
+        """Whether the device repeats the step: a CPU; a GPU whose kernel appends to the cache."""
         cache, device = self.cache, self.device
         return device == "cpu" or (
             isinstance(cache, KVCache) and cache.can_replay(registry.get(device))

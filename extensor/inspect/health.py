@@ -36,7 +36,7 @@ class SlotHealth:
         rebase_changed: the share that rebasing to a tile's scale changed, 0 to 1
             (`QuantSpec.rebased`).
         fallbacks: how many products of the slot's GEMM a GPU computed in bfloat16, since FP8 did
-            not hold an operand; noted where the GEMM's first operand is.
+            not hold an operand; counted at the slot of the GEMM's first operand.
 
     >>> et.inspect.SlotHealth("fc1", "fprop.x", "mxfp4", "floor", 1024, 0.05, 0.1).verdict
     'saturates'

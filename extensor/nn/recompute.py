@@ -40,12 +40,12 @@ def outermost(model: Module, match: str) -> dict[str, Module]:
 
 
 def recompute(model: Module, match: str, how: Recomputed = True) -> tuple[str, ...]:
-    """Let parts of a model keep less for backward, and compute it again there: the same gradients.
+    """Let parts of a model keep less, and compute the rest again in backward: the same gradients.
 
     Args:
         model: the model.
         match: a glob on modules' paths, as "blocks.*"; of modules in each other, the outermost.
-            Each is called with tensors and gives one.
+            Each such part is called with tensors and returns one tensor.
         how: True: a part keeps its input alone, and runs again; see `checkpoint`. "cheap": what
             operations can make again without a product is not kept.
 
@@ -74,7 +74,7 @@ def parse_recompute(text: str) -> tuple[tuple[str, Recomputed], ...]:
         text: such as "blocks.*", or "blocks.[01]=cheap,blocks.2".
 
     Returns:
-        Globs, and how.
+        Pairs of a glob and ``how``, in order.
 
     Raises:
         ValueError: for an empty glob, or anything but "cheap" after "=".

@@ -164,7 +164,7 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
 _X: operands.Slots = [("fprop.x", -1), ("wgrad.x", -2)]
 _W: operands.Slots = [("fprop.w", -1), ("dgrad.w", -2)]
 _G: operands.Slots = [("wgrad.g", -2), ("dgrad.g", -1)]
-"""In the order of their use: what two operands share lies with the last."""
+"""In the order of their use: the last operand holds what both share."""
 
 
 def _matmul_forward(

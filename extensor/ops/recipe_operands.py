@@ -312,7 +312,7 @@ def _shared(
     """An input's operands, one for each slot, made anew unless another layer has made the same.
 
     The input is (..., K).
-    ``pack``: the last as few bytes instead; None where that saves none.
+    ``pack``: the last one packed instead; None where that saves no bytes.
     """
     rows = x.reshape(-1, x.shape[-1])
     preparation = preparation or _prepare(backend, rows, context, slots, sizes)
@@ -339,9 +339,9 @@ def _shared(
 
 
 def _reading(x: Array | None, made: Prepared) -> Prepared:
-    """The operands, where those that read their matrix again read this; None: they hold none.
+    """The operands, with ``x`` for those that read their matrix again; None: without a matrix.
 
-    A cache that held an input's operands would else keep the input alive, and so the operands.
+    Else a cache of an input's operands would hold the input, whose end is what clears the cache.
     """
     return [(one.of(x) if hasattr(one, "of") else one, counts) for one, counts in made]
 

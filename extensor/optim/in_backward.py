@@ -32,7 +32,7 @@ class SingleOptimizer(MultiTensorOptimizer, OneTensorOptimizer, Protocol):
 
     @property
     def takes_rows(self) -> bool:
-        """Whether updates need no more of a gradient than one value after the other."""
+        """Whether a value's update reads that value of the gradient alone, so that rows do."""
         ...
 
 
@@ -53,7 +53,7 @@ class SingleUpdates(Protocol):
 
 
 def row_sums(optimizer: SingleOptimizer, member: ParamState, grad: RowGradient) -> RowSums | None:
-    """What an update reads of a gradient that is only rows; None: the whole array."""
+    """The sums of rows that an update reads in place of the gradient; None: it needs the array."""
     backend, param = member.param.backend, member.param
     if param.ndim != 2 or not optimizer.takes_rows:
         return None

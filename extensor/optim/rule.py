@@ -129,7 +129,7 @@ class UpdateRule(ABC):
 
     @property
     def takes_rows(self) -> bool:
-        """Whether updates need no more of a gradient than one value after the other."""
+        """Whether a value's update reads that value of the gradient alone, so that rows do."""
         return type(self).prepare is UpdateRule.prepare
 
     def prepare(

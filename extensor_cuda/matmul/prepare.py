@@ -121,12 +121,12 @@ class GemmPreparation:
 
     @property
     def packs_second(self) -> bool:
-        """Whether `run_packing` makes both of two operands."""
+        """Whether `run_packing` can make both operands of two specs."""
         key = tuple(self.plans)
         return self.preparer is FUSED and fused.packs_columns(key, self.x.dtype.name)
 
     def run_packing(self) -> list[tuple[GemmOperand | PackedMatrix, OperandCounts | None]]:
-        """The first operand, and what is kept of the second, of one reading."""
+        """The first operand, and the second as it is kept; the matrix is read once."""
         first, (q, counters) = fused.run_packing(
             self.x, self.plans, self.streams, self.xp, self.amax_state
         )

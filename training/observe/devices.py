@@ -1,4 +1,4 @@
-"""The GPUs that runs are given: each run has one, and its seconds and joules are of that one."""
+"""GPUs for runs: each run has a GPU of its own, whose seconds and joules are counted."""
 
 from __future__ import annotations
 

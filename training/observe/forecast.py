@@ -19,8 +19,8 @@ def expected_seconds(
     """Wall-clock seconds that each open run still needs, by its name, as far as that is known.
 
     It is the median of the same arm's finished runs. Without those, its labels at the rate that
-    `--rates` measured, times what finished arms took beyond theirs. Without a rate, its steps at the
-    median pace of finished runs of its kind.
+    `--rates` measured, times how much longer finished arms took than at theirs. Without a rate, its
+    steps at the median pace of finished runs of its kind.
     """
     by_arm: dict[tuple[str, str], list[float]] = {}
     by_kind: dict[str, list[float]] = {}

@@ -70,7 +70,7 @@ class Preparation(Protocol):
 
     @property
     def packs_second(self) -> bool:
-        """Whether `run_packing` makes both of two operands."""
+        """Whether `run_packing` can make both operands of two specs."""
         ...
 
     def run(self) -> Prepared:
@@ -78,7 +78,7 @@ class Preparation(Protocol):
         ...
 
     def run_packing(self) -> list[tuple[Any, Counts | None]]:
-        """The first operand, and of the second what `pack` would give, of one reading."""
+        """The first operand, and the second as `pack` would give it; the matrix is read once."""
         ...
 
     def pack(self) -> tuple[PackedOperand, Counts | None] | None:

@@ -112,7 +112,7 @@ class NnMethods(Protocol):
         ...
 
     def gelu_and_pack(self, x: Array, spec: QuantSpec) -> tuple[QuantArray, Array] | None:
-        """X in flat blocks, as `pack` of x.reshape(-1), and gelu of x, which is read once.
+        """X in flat blocks, as `pack` gives x.reshape(-1), and gelu of x; x is read once.
 
         None where no kernel does both.
         """
@@ -210,8 +210,8 @@ class NnMethods(Protocol):
         """Append k and v of one token to a memory with room; attention of q to all of its tokens.
 
         q is (B, H, 1, d), k (B, Hkv, 1, d), v (B, Hkv, 1, dv); gives (B, H, 1, dv), on a CPU with
-        the bits of `attention`. With tables (1, n), q and k are turned first, as by `rotary`. The
-        memory's ``length`` stays.
+        the bits of `attention`. With tables (1, n), q and k are rotated first, as by `rotary`.
+        ``memory.length`` does not change.
         """
         ...
 
