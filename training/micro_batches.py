@@ -10,7 +10,7 @@ micro-batches' own. Sums are taken in the order of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ __all__ = ["MicroBatch", "MicroBatches", "Outcome", "shares"]
 
 CALLS_APART = 1 << 32
 """Dropout counts its calls; a micro-batch begins this much above the one before it."""
-COUNTS = 4
+COUNTS = len(fields(QuantStats))
 """Numbers of a `QuantStats`."""
 
 
@@ -177,17 +177,17 @@ class MicroBatches:
             found = {k: v for k, v in found.items() if self._parallel.divides(*k)}
         unknown = sorted(found.keys() - set(keys))
         assert not unknown, unknown
-        numbers = [_numbers(found.get(key, none)) for key in keys]
-        counts = np.array(numbers, np.float64).reshape(-1)
+        found_rows = [astuple(found.get(key, none)) for key in keys]
+        counts = np.array(found_rows, np.float64).reshape(-1)
         table = np.concatenate([self._rows.reshape(-1), counts, [float(stop)]])
         self.ranks.all_reduce(table).wait()
         rows = table[: self._rows.size].reshape(self._rows.shape)
         gained = table[self._rows.size : -1].reshape(-1, COUNTS).astype(np.int64)
         self._move_buffers(rows[rows[:, 2] > 0])
         totals = dict(self._counts)
-        for key, (count, *rest) in zip(keys, gained.tolist(), strict=True):
-            if count:
-                totals[key] = totals.get(key, none) + QuantStats(count, *rest)
+        for key, numbers in zip(keys, gained.tolist(), strict=True):
+            if any(numbers):
+                totals[key] = totals.get(key, none) + QuantStats(*numbers)
         self.quant.load_telemetry(totals)
         total, hits, labels = (sum(column.tolist()) for column in rows[:, :3].T)
         return Outcome(total / labels, int(hits), int(labels), bool(table[-1]))
@@ -237,7 +237,3 @@ class MicroBatches:
             data[1] += int(rows[0, 3 + i])
             buffer.data = data
         self._start = None
-
-
-def _numbers(stats: QuantStats) -> tuple[int, int, int, int]:
-    return stats.count, stats.saturated, stats.flushed, stats.rebase_changed

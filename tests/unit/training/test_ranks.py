@@ -15,8 +15,10 @@ import pytest
 
 import extensor as et
 from extensor.distributed import LocalCommunicator, run_ranks
+from extensor.quant import QuantStats
 from extensor.quant.recipe_state import RecipeState
 from extensor.quant.recipes import RECIPES
+from extensor.training.batch import Batch
 from extensor.training.callbacks import Callback, EarlyStopping, SaveCheckpoint
 from extensor.training.config import RunConfig
 from extensor.training.loop import Interrupted, Trainer
@@ -245,6 +247,26 @@ def test_a_rank_draws_its_rows_alone(model: str, changes: dict[str, Any]) -> Non
         assert [(one.index, one.weight) for one in each] == [
             (one.index, one.weight) for one in alone.divide(batch)
         ]
+
+
+def test_every_count_of_quantizing_survives_micro_batches() -> None:
+    """A layer whose input another layer quantized counts its fallbacks alone."""
+    net = et.nn.Linear(2, 2, rng=0)
+    state = et.nn.apply_recipe(net, "mxfp4_all")
+    micro = MicroBatches(net, state, 2, grid_of(LocalCommunicator(), 1))
+    gained = {
+        ("", "fprop.x"): QuantStats(64, 1, 2, 3, 4), ("", "dgrad.g"): QuantStats(fallbacks=5)
+    }  # fmt: skip
+    labels = np.zeros(2, np.int64)
+    for steps in (1, 2):
+        micro.begin()
+        for part in micro.run(micro.divide(Batch(0, np.zeros((2, 2), np.float32), labels))):
+            micro.record(part, 1.0, 0)
+        state.load_telemetry(gained)
+        micro.end(stop=False)
+        assert dict(state.telemetry) == {
+            key: sum([stats] * steps, QuantStats()) for key, stats in gained.items()
+        }
 
 
 @pytest.mark.parametrize(("count", "parts"), [(32, 4), (29, 4), (3, 8), (0, 2), (10, 3)])
