@@ -78,7 +78,7 @@ class Rope:
         scaling: for long contexts; None for none.
 
     Raises:
-        ValueError: for an odd size, or a base not above 0.
+        ValueError: for an odd size, a base not above 0, or dynamic scaling of a size of 2.
 
     Source: Su et al., arXiv 2104.09864, section 3.2.2.
 
@@ -95,6 +95,11 @@ class Rope:
         if self.size < 2 or self.size % 2 or not 0.0 < self.base < math.inf:
             raise ValueError(
                 f"Rope: expected an even size and a base above 0, got {self.size} and {self.base}"
+            )
+        if self.size == 2 and self.scaling is not None and self.scaling.kind == "dynamic":
+            raise ValueError(
+                "Rope: dynamic scaling divides by size - 2, so it expects a size of 4 or more, got "
+                "2; the way out: linear scaling"
             )
 
     def angles(self, length: int) -> tuple[Array, float]:

@@ -106,3 +106,9 @@ def test_a_rope_that_cannot_be(size: int, base: float) -> None:
         ValueError, match=f"expected an even size and a base above 0, got {size} and"
     ):
         Rope(size, base)
+
+
+def test_dynamic_scaling_of_one_pair_divides_by_zero() -> None:
+    with pytest.raises(ValueError, match="expects a size of 4 or more, got 2"):
+        Rope(2, scaling=SCALINGS["dynamic"])
+    assert Rope(4, scaling=SCALINGS["dynamic"]).angles(20)[0].shape == (2,)
