@@ -91,13 +91,13 @@ def check_parts(config: RunConfig, parts: int, size: int) -> None:
     """
     if parts > 1 and config.update == "in_backward":
         raise ValueError(
-            f"--update in_backward: expected one micro-batch on one rank, got {parts}; leave "
-            "--update out"
+            f"--update in_backward: expected one micro-batch on one rank, got {parts}; the "
+            "way out: leave --update out"
         )
     if config.update == "in_backward" and config.resolved_recipe.adaptive_scale_rule:
         raise ValueError(
             f"--update in_backward: {config.recipe} changes its layers' scale rules where "
-            "steps are counted; take another recipe, or leave --update out"
+            "steps are counted; the way out: another recipe, or leave --update out"
         )
     if parts < size:
         raise ValueError(

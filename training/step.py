@@ -124,7 +124,7 @@ class TrainStep:
         rng = np.random.default_rng(self.config.seed)
         model = models.build(self.config.model, self.model_config, rng)
         cast_weights(model, self.config.weights)
-        for match, how in parse_recompute(self.config.recompute):
+        for match, how in reversed(parse_recompute(self.config.recompute)):  # the first wins
             try:
                 recompute(model, match, how)
             except ValueError as error:

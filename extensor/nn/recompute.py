@@ -70,11 +70,13 @@ def recompute(model: Module, match: str, how: Recomputed = True) -> tuple[str, .
 def parse_recompute(text: str) -> tuple[tuple[str, Recomputed], ...]:
     """What `recompute` takes, as text: ``GLOB[=cheap]``, several with commas; "" is nothing.
 
+    Where two globs match one part, the first is the one that counts: apply them from last to first.
+
     Args:
         text: such as "blocks.*", or "blocks.[01]=cheap,blocks.2".
 
     Returns:
-        Pairs of a glob and ``how``, in order.
+        Pairs of a glob and ``how``, in the order of the text.
 
     Raises:
         ValueError: for an empty glob, or anything but "cheap" after "=".

@@ -148,6 +148,8 @@ def test_a_run_that_computes_parts_again_has_the_same_weights(tmp_path: Path, sm
     plain = fitted(small(**base), tmp_path / "a")
     again = fitted(small(**base, recompute="layers.1=cheap,layers.2"), tmp_path / "b")
     assert [layer.recomputed for layer in again.model.layers] == [False, "cheap", True]
+    first = fitted(small(**base, recompute="layers.1,layers.*=cheap"), tmp_path / "first")
+    assert [layer.recomputed for layer in first.model.layers] == ["cheap", True, "cheap"]
     assert weights(again) == weights(plain)
     for text, message in (
         ("conv1", "matches no module; the model's"),
