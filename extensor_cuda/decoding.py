@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from extensor.backends.protocol import TokenMemory
+from extensor.backends.unsupported import Unsupported
 from extensor_cuda.dispatch import Call
 from extensor_cuda.kernels.attention import cached
 from extensor_cuda.runtime.capture import current_capture
@@ -29,6 +30,8 @@ def cached_attention(
     if (gap := cached.gap(q, k, v, turn)) is not None:
         return gap
     held = memory.keys, memory.values
+    if any(a.dtype != q.dtype for a in held):
+        return Unsupported(f"arrays of {q.dtype} beside a cache of {held[0].dtype}")
     length: Any = int(memory.length[0])
     if (capture := current_capture()) is not None:
         length = memory.length_in(capture)

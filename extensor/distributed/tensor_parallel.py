@@ -307,7 +307,7 @@ class TensorParallel:
         found = {}
         for key, value in whole.items():
             name = of(key)
-            if name in self.elsewhere:
+            if (name or key.removeprefix("step.")) in self.elsewhere:  # a parameter's own step
                 continue
             if name in self.split and value.shape == self._whole_shape(params[name]):
                 axis, every = self._parts[id(params[name])]

@@ -178,16 +178,25 @@ class _NextToken:
 
     def __init__(self, model: Module, cache: Cache, device: str) -> None:
         self.cache, self.device = cache, device
-        self.step = capture(lambda tokens: model(tokens, cache=cache)[:, -1])
+        self.model = model
+        self.step = capture(self.run)
         self.capacity = 0
+        self.is_captured = True
 
     @property
     def is_repeatable(self) -> bool:
         """Whether the device repeats the step: a CPU; a GPU whose kernel appends to the cache."""
         cache, device = self.cache, self.device
         return device == "cpu" or (
-            isinstance(cache, KVCache) and cache.can_replay(registry.get(device))
+            self.is_captured
+            and isinstance(cache, KVCache)
+            and cache.can_replay(registry.get(device))
         )
+
+    def run(self, tokens: ExTensor) -> ExTensor:
+        """Tokens (B, 1) -> logits (B, V), by the model's Python."""
+        logits: ExTensor = self.model(tokens, cache=self.cache)[:, -1]
+        return logits
 
     def __call__(self, tokens: Array) -> Array:
         """Tokens (B, 1) -> logits (B, V)."""
@@ -195,8 +204,16 @@ class _NextToken:
             if self.cache.capacity != self.capacity:  # its memory has moved
                 self.step.close()
             self.capacity = self.cache.capacity
+        given = ExTensor.from_numpy(tokens).to(self.device)
         with no_grad():
-            logits = self.step(ExTensor.from_numpy(tokens).to(self.device))
+            try:
+                logits = self.step(given)
+            except RuntimeError as error:  # the cache has not counted the token yet
+                if self.device == "cpu" or not str(error).startswith("capture:"):
+                    raise
+                self.step.close()
+                self.is_captured = False  # from here on token by token in Python, the same bits
+                logits = self.run(given)
         found: Array = logits.to("cpu").to("float32").numpy()
         return found
 

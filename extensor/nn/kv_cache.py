@@ -103,6 +103,7 @@ class KVCache:
         self._count = np.zeros(1, np.int64)
         self._captures: Callable[[], Backend | None] = lambda: None
         self._frozen: Callable[[], StepCapture | None] = lambda: None
+        self._advanced: Callable[[], StepCapture | None] = lambda: None
         self._kept = [
             _Layer(
                 check_size("capacity", capacity),
@@ -311,6 +312,12 @@ class KVCache:
         """
         backend = self._captures()
         if backend is not None and backend.capturing is not None:
+            if self._advanced() is backend.capturing:
+                raise RuntimeError(
+                    "capture: a GPU's replay counts a cache's tokens once it has ended, so a step "
+                    "can append one token to it, got two; capture one call of the model"
+                )
+            self._advanced = weakref.ref(backend.capturing)
             backend.capturing.on_replay(lambda: self._advance(tokens))
             return
         replayed("KVCache.advance", lambda: self._advance(tokens))

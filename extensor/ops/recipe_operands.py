@@ -331,7 +331,8 @@ def _shared(
         key = (*specs, preparation.path, pack, id(backend.capturing))
         cache = context.state.input_cache
         found = cache.share(x, given.version, key, lambda: _reading(None, make()))
-        made = _reading(rows, [(operand, _counted_again(counts)) for operand, counts in found])
+        again = [(operand, _counted_again(counts)) for operand, counts in found]
+        made = _reading(preparation.x, again)
     for (slot, _), (_, counts) in zip(slots, made, strict=True):
         if counts is not None:
             context.record(slot, counts)

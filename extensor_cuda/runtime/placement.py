@@ -160,7 +160,7 @@ class PlacedMemory(StepAllocator):
             return super()._large(size)
         index = self._left[size].popleft()
         first = self._offsets[index]
-        if any(begin < first + size and first < end for begin, end in self._taken.values()):
+        if any(begin < first + size and first < end for begin, end in tuple(self._taken.values())):
             return super()._large(size)
         self._taken[index] = first, first + size
         held = _Held(self._arena + first, lambda: self._taken.pop(index, None))

@@ -196,7 +196,17 @@ class Body(nn.Module):
         rows = min(cache.capacity, most)
         cos, sin = self.rotary.rows(slice(0, rows), rows, like)
         assert capture is not None
-        capture.frozen("whether a position is beyond the table", lambda: cache.length >= rows)
+        if cache.length >= rows:
+            raise RuntimeError(
+                f"capture: position {cache.length} is beyond the {rows} positions whose angles a "
+                "replay can look up; call the model without capture"
+            )
+
+        def beyond(table: tuple[Any, Any] = (cos.data, sin.data)) -> bool:
+            """Whether replays have to end; it holds the table, which they read."""
+            return cache.length >= rows
+
+        capture.frozen("whether a position is beyond the table", beyond)
         place = cache.tokens_on_device(like.backend).reshape(1) % rows
         return cos.data[place], sin.data[place]
 
@@ -205,7 +215,8 @@ class Body(nn.Module):
         x = self.embed_tokens(batch.tokens)
 
         def angles() -> tuple[Any, Any]:
-            if isinstance(cache, KVCache) and x.backend.capturing is not None:
+            replays = x.backend.capturing is not None and isinstance(batch.positions, slice)
+            if replays and isinstance(cache, KVCache):
                 return self._replayed_angles(cache, x)
             last, positions = batch.last, batch.positions
             if cache is not None and isinstance(positions, slice):  # after replays, further on

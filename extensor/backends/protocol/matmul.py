@@ -46,6 +46,11 @@ class Preparation(Protocol):
     """How a backend has decided to make GEMM operands from one matrix; nothing has run yet."""
 
     @property
+    def x(self) -> Array:
+        """The matrix as the operands read it: for some backends a contiguous copy."""
+        ...
+
+    @property
     def compact(self) -> bool:
         """Whether one launch makes all operands from one reading, in 16 bits a value or fewer.
 

@@ -18,6 +18,7 @@ from extensor.quant.kept import kept_nbytes
 from extensor.quant.recipes import get_recipe
 from extensor.quant.saved import parse_saved
 from extensor_cuda.matmul import prepare
+from extensor_cuda.matmul.operand import GemmOperand
 from extensor_cuda.runtime.memory import ALLOCATORS
 from tests.unit.cuda import dry
 
@@ -99,6 +100,27 @@ def test_the_peak_of_a_block(counting: Any) -> None:
     total = MD * (sum(weights) + sum(products) + MX8 * (1 + 3 + 1 + 4) + MX4 * (1 + 1 + 4))
     assert 0 <= forward.peak - total < 0.005 * total
     assert whole.peak < 1.005 * total
+
+
+def test_an_operand_reads_again_what_it_was_made_of(
+    counting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The contiguous copy of a slice: a kernel that falls back takes rows one after the other."""
+    sources: list[Any] = []
+    honest = GemmOperand.of
+
+    def noted(self: GemmOperand, source: Any) -> GemmOperand:
+        sources.append(source)
+        return honest(self, source)
+
+    monkeypatch.setattr(GemmOperand, "of", noted)
+    layer = nn.Linear(D, 2 * D, bias=False, rng=0).to("cuda")
+    nn.apply_recipe(layer, "mxfp4_nearest", activations="bfloat16")
+    wide = et.zeros((M, 2 * D)).to("cuda").astype("bfloat16")
+    with et.no_grad():
+        layer(wide[:, :D])
+    held = [source for source in sources if source is not None]
+    assert held and all(source.flags.c_contiguous for source in held)
 
 
 def test_a_second_holder_is_caught(counting: Any, monkeypatch: pytest.MonkeyPatch) -> None:

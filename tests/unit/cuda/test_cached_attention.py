@@ -153,3 +153,49 @@ def test_a_replay_is_refused_where_it_would_see_old_tokens(gpu: Any) -> None:
         other(tokens)
         with pytest.raises(RuntimeError, match="same place of the cache"):
             other(tokens)
+
+
+def test_what_cannot_be_replayed_is_generated_token_by_token(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A float32 cache of a bfloat16 model: the capture is refused, and the text is the same."""
+    model, prompt = decoder("bfloat16"), [[3, 1, 4]]
+    made = []
+    for captured in (True, False):
+        monkeypatch.setattr(type(model), "recordable", captured)
+        cache = et.nn.KVCache(model.config.layers, storage="float32")
+        made.append(et.generate(model, prompt, 6, cache=cache).numpy().tolist())
+    assert made[0] == made[1]
+
+
+def test_a_step_appends_one_token_below_the_table_s_end(gpu: Any) -> None:
+    model = decoder("float32")
+    tokens = et.ones((1, 1), dtype="int64").to("cuda")
+    cache = et.nn.KVCache(model.config.layers, capacity=512)
+
+    def twice(tokens: Any) -> Any:
+        return model(tokens, cache=cache) + model(tokens, cache=cache)
+
+    with et.no_grad():
+        step = et.capture(twice)
+        step(tokens)  # eager
+        with pytest.raises(RuntimeError, match="one token to it, got two"):
+            step(tokens)
+        context = model.config.context
+        cache = et.nn.KVCache(model.config.layers, capacity=2 * context)
+        model(et.ones((1, context - 1), dtype="int64").to("cuda"), cache=cache)
+        beyond = et.capture(lambda tokens: model(tokens, cache=cache))
+        beyond(tokens)
+        with pytest.raises(RuntimeError, match=f"position {context} is beyond the {context}"):
+            beyond(tokens)
+
+
+def test_a_cache_of_another_dtype_has_no_kernel(gpu: Any) -> None:
+    cache, rng = et.nn.KVCache(1), np.random.default_rng(0)
+    q, k, v = (et.from_numpy(rng.normal(size=(1, 2, 1, 64)).astype(np.float32)) for _ in "qkv")
+    with et.no_grad():
+        for dtype in ("float32", "bfloat16"):
+            got = cache.attend(0, *(x.to(dtype).to("cuda") for x in (q, k, v)))
+            cache.advance(1)
+    assert got is not None
+    np.testing.assert_allclose(got.to("float32").numpy(), v.numpy(), rtol=0.02, atol=0.02)

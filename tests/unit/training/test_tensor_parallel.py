@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import extensor as et
-from extensor.distributed import LocalCommunicator, clip_grad_norm, run_ranks
+from extensor.distributed import LocalCommunicator, TensorParallel, clip_grad_norm, run_ranks
 from extensor.training.callbacks import Callback, SaveCheckpoint
 from extensor.training.config import RunConfig
 from extensor.training.loop import Interrupted, Trainer
+from extensor.training.parallel import parameter_of
 from extensor.training.runs import defaults
 
 CONFIG = RunConfig(
@@ -94,6 +95,27 @@ def test_the_same_bits_whoever_has_the_micro_batches(tmp_path: Path) -> None:
     assert [moment.shape for moment in moments] == [(128, 128)] * 2
     for each in fitted(2, config, tmp_path / "parts"):
         assert_same(each, pair[0])
+
+
+def test_an_optimizer_s_state_comes_back_where_second_layers_have_biases() -> None:
+    """Rank 0 alone has these; the count of their steps goes with them."""
+
+    def program(ranks: LocalCommunicator) -> dict[str, Any]:
+        attention = et.nn.MultiheadAttention(64, heads=4, rng=0)
+        block = et.nn.TransformerBlock(attention, et.nn.FeedForward(64, 256, rng=1))
+        model = et.nn.Sequential(et.nn.ModuleList([block]))
+        parallel = TensorParallel(model, ranks)
+        optimizer = et.optim.AdamW(model.named_parameters(), lr=0.1)
+        block(et.ones((1, 4, 64))).sum().backward()
+        optimizer.step()
+        before = optimizer.state_dict()
+        optimizer.load_state_dict(parallel.cut(parallel.gather(before, parameter_of), parameter_of))
+        after = optimizer.state_dict()
+        assert before.keys() == after.keys()
+        return after
+
+    first, second = run_ranks(2, program)
+    assert len(first) > len(second) > 0
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
