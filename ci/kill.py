@@ -83,13 +83,13 @@ class Points:
         self.folder, self.at, self.act, self.count = str(folder), at, act, 0
         sys.addaudithook(self.audit)
         if steps:
-            step = Trainer._step
+            step = Trainer.step
 
             def counted(trainer: Trainer, *args: Any) -> Any:
                 self.reach()
                 return step(trainer, *args)
 
-            Trainer._step = counted
+            Trainer.step = counted
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
         """Python's own report of what it is about to do."""

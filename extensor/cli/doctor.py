@@ -24,6 +24,7 @@ from extensor.extras import EXTRAS, lacking
 from extensor.formats import FORMATS
 from extensor.quant import QuantArray, QuantSpec
 from extensor.quant.recipes import get_recipe
+from extensor.quant.spec import Hadamard
 from extensor.random import Stream
 
 __all__ = ["doctor", "version"]
@@ -226,6 +227,7 @@ def _nn_sheet(backend: CpuBackend) -> Sheet:
         ("adam", flat, w, w, w, {}),
         ("sgd", flat, w, None, 0.1, 0.0, 0.0, False),
         ("stochastic_bfloat16", x, Stream(0, 0, 1, 0)),
+        ("straight_through", x, None, Hadamard(32), 64),
     )
     rows = tuple((call[0], backend.path(*call)) for call in calls)
     return Sheet("Layers and optimizers on the CPU, float32", ("method", "path"), rows)

@@ -146,6 +146,9 @@ class KVCache:
         Args:
             backend: of the keys and values that each layer has been given.
 
+        Returns:
+            False for a cache that has been given nothing yet.
+
         >>> et.nn.KVCache(layers=1).can_replay(et.ones(1).backend)
         False
         """
@@ -304,6 +307,9 @@ class KVCache:
 
         Args:
             tokens: how many each layer was given.
+
+        Raises:
+            RuntimeError: for a second forward pass in one captured step of a GPU.
 
         >>> cache = et.nn.KVCache(layers=1)
         >>> cache.advance(4)

@@ -456,6 +456,6 @@ def gguf_type_of(value: Array | QuantArray) -> GgufType | None:
         if isinstance(value, QuantArray):
             if row.stores(value.spec, len(value.shape)) and value.shape[-1] % row.values == 0:
                 return row
-        elif row.dtype == value.dtype:
+        elif row.dtype is not None and row.dtype == value.dtype:  # None equals float64
             return row
     return None

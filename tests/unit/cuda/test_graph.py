@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 import extensor as et
+from extensor.inspect import plan as plan_module
 from extensor.models.gpt.configs import GPTConfig
 from extensor.models.gpt.model import build as build_gpt
 from extensor.models.lenet.configs import LeNetConfig
@@ -165,10 +166,15 @@ def test_captured_steps_run_checkpoints_again(gpu: Any) -> None:
     same(eager, kept)
 
 
-def test_captured_steps_keep_what_a_plan_of_memory_says(gpu: Any) -> None:
+def test_captured_steps_keep_what_a_plan_of_memory_says(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times are given, by which one plan keeps all and the other none."""
     x = et.randn((64, 32), seed=3).to("cuda")
 
-    def losses(wrap: Wrap, limit: int) -> tuple[list[float], Any]:
+    def losses(wrap: Wrap, *seconds: float) -> tuple[list[float], Any]:
+        times = dict(zip(plan_module._CHOICES, seconds, strict=True))
+        monkeypatch.setattr(plan_module, "_times", lambda groups, *rest: [times] * len(groups))
         parts = [et.nn.Linear(32, 128, rng=0), et.nn.ReLU(), et.nn.Linear(128, 32, rng=1)]
         model = et.nn.Sequential(*(et.nn.Sequential(*copy.deepcopy(parts)) for _ in range(3)))
         apply_recipe(model.to("cuda"), "mxfp4_all", 5)
@@ -184,13 +190,14 @@ def test_captured_steps_keep_what_a_plan_of_memory_says(gpu: Any) -> None:
             by.step()
             return loss
 
-        plan = et.inspect.plan_memory(model, lambda: backward(x), limit, "*", "cuda", rounds=1)
+        plan = et.inspect.plan_memory(model, lambda: backward(x), 1 << 40, "*", "cuda", rounds=1)
         call = wrap(step)
         return [float(call(x)) for _ in range(5)], plan
 
-    eager, most = losses(lambda step: step, 1 << 40)
-    captured, plan = losses(et.capture, most.peak - 1)
-    assert plan.peak < most.peak and set(plan.choices.values()) != {"kept"}
+    eager, kept = losses(lambda step: step, 0.0, 1.0, 2.0, 3.0)
+    captured, again = losses(et.capture, 3.0, 2.0, 1.0, 0.0)
+    assert set(kept.choices.values()) == {"kept"}
+    assert set(again.choices.values()) == {"recomputed"}
     assert captured == eager and len(set(eager)) == 5
 
 
