@@ -183,5 +183,7 @@ def test_what_does_not_go_with_shared_blocks_is_refused(
 
 
 def test_captured_steps_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--graph: ranks that share a block exchange tokens inside it"):
+    with pytest.raises(
+        ValueError, match="--graph: ranks that share a block exchange tokens inside it"
+    ):
         run_ranks(4, lambda ranks: Trainer(CONFIG, tmp_path, ranks=ranks, graph=True))
