@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from extensor.schema import printable
 
-__all__ = ["AxisError", "Rows", "layout_error", "unknown_name"]
+__all__ = ["AxisError", "CaptureError", "Rows", "layout_error", "unknown_name"]
 
 
 class _Named(Protocol):
@@ -29,6 +29,16 @@ class AxisError(ValueError, IndexError):
         ... except AxisError as error:
         ...     print(error)
         sum: axis: expected -2..1 for a tensor of 2 axes, got 2
+    """
+
+
+class CaptureError(RuntimeError):
+    """What a captured step (`extensor.capture`) cannot repeat; the step runs without capture.
+
+    Example:
+        >>> from extensor.errors import CaptureError
+        >>> issubclass(CaptureError, RuntimeError)
+        True
     """
 
 

@@ -21,6 +21,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.backends.generic.core import BFLOAT16
 from extensor.backends.protocol import OperandSpec, Prepared
 from extensor.backends.unsupported import Unsupported
+from extensor.errors import CaptureError
 from extensor.optim.states import STATES
 from extensor.quant.array import QuantArray
 from extensor.quant.recipe_state import Counts
@@ -82,7 +83,7 @@ def _fake_quantize_on_host(
     backend: CudaBackend, gap: Unsupported, x: Array, spec: QuantSpec, stream: Stream | None = None
 ) -> tuple[Array, Counts]:
     if current_capture() is not None:
-        raise RuntimeError(
+        raise CaptureError(
             f"capture: the step makes {spec.format} operands on the CPU ({gap.reason}), which a "
             "GPU cannot replay by itself; use a recipe whose operands have kernels (backend.path "
             "says which), or no capture"
@@ -100,7 +101,7 @@ def _dequantize_on_host(
 
 def _cached_attention(backend: CudaBackend, gap: Unsupported, *args: Any) -> Array:
     if current_capture() is not None:
-        raise RuntimeError(
+        raise CaptureError(
             f"capture: attention to a cache has no kernel for {gap.reason}, and a replay would see "
             "no new tokens; call the model without capture"
         )

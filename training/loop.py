@@ -281,18 +281,21 @@ class Trainer(TrainStep):
 
     # --- checkpoints ----------------------------------------------------------------------------
 
+    @property
+    def _parts_are_saved(self) -> bool:
+        """Whether a checkpoint needs what other ranks hold."""
+        return self.config.sharded_checkpoint or self.parallel is not None
+
     def save(self, path: Path) -> None:
         """Write a checkpoint atomically: all ranks their parts, or rank 0 what all ranks have."""
-        parts = self.config.sharded_checkpoint or self.parallel is not None
-        if self.ranks.rank == 0 or parts:
+        if self.ranks.rank == 0 or self._parts_are_saved:
             with self.whole():
                 save_run(self, path)
 
     def _save_alone(self) -> None:
         """Save the last finished step, whichever ranks are left; not where a part is lost."""
         self.micro_batches.rewind()
-        parts = self.config.sharded_checkpoint or self.parallel is not None
-        if self.consistent and not parts:
+        if self.consistent and not self._parts_are_saved:
             with suppress(OSError):  # what ended the run is said, and may be a full disk
                 save_run(self, self.last)
 

@@ -91,7 +91,7 @@ def check_optimizer(optimizer: Any) -> None:
     Raises:
         ValueError: naming it.
     """
-    if getattr(type(optimizer), "prepare", None) is not Optimizer.prepare:
+    if not isinstance(optimizer, Optimizer) or not optimizer.is_elementwise:
         raise ValueError(
             f"--tensor-parallel: expected an optimizer that updates each value by itself, got "
             f"{type(optimizer).__name__}; the way out: sgd, adam, adamw, lion or rmsprop"

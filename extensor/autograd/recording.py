@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from extensor.autograd.mode import MODE
+from extensor.errors import CaptureError
 
 __all__ = ["Call", "Recording", "recording", "refuse_in_capture", "replayed"]
 
@@ -85,7 +86,7 @@ class Recording:
 
     def refuse(self, what: str) -> None:
         """Raise the error of something that cannot be repeated."""
-        raise RuntimeError(
+        raise CaptureError(
             f"capture: {what}, which a recorded step cannot repeat; move it out of the step, or "
             "call the step without capture"
         )

@@ -189,6 +189,10 @@ class StepCapture(Protocol):
         """
         ...
 
+    def keep(self, *arrays: Array) -> None:
+        """Hold arrays that were there before the step, as long as replays may read them."""
+        ...
+
     def frozen(self, name: str, read: Callable[[], object]) -> None:
         """Raise an error before a replay if ``read()`` has changed."""
         ...

@@ -236,7 +236,7 @@ class ShardedOptimizer:
 
     def __init__(self, optimizer: Any, buckets: ShardedBuckets) -> None:
         name = type(optimizer).__name__
-        if not isinstance(optimizer, Optimizer) or type(optimizer).prepare is not Optimizer.prepare:
+        if not isinstance(optimizer, Optimizer) or not optimizer.is_elementwise:
             raise ValueError(
                 f"shards: expected an optimizer that updates each value by itself, got {name}; the "
                 "way out: SGD, Adam, AdamW, Lion or RMSprop, or no shards"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import warnings
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from extensor.autograd.capture import capture
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.backends import registry
+from extensor.errors import CaptureError
 from extensor.generation.sampling import Sampling, is_whole, sample
 from extensor.nn.kv_cache import Cache, KVCache
 from extensor.nn.module import Module, evaluating
@@ -208,11 +210,12 @@ class _NextToken:
         with no_grad():
             try:
                 logits = self.step(given)
-            except RuntimeError as error:  # the cache has not counted the token yet
-                if self.device == "cpu" or not str(error).startswith("capture:"):
+            except CaptureError as error:  # the cache has not counted the token yet
+                if self.device == "cpu":
                     raise
+                warnings.warn(f"generate: Python computes each token, since {error}", stacklevel=2)
                 self.step.close()
-                self.is_captured = False  # from here on token by token in Python, the same bits
+                self.is_captured = False
                 logits = self.run(given)
         found: Array = logits.to("cpu").to("float32").numpy()
         return found

@@ -20,6 +20,7 @@ from extensor.autograd.recording import replayed
 from extensor.autograd.tensor import ExTensor, wrap
 from extensor.backends.capture import StepCapture
 from extensor.backends.protocol import Backend
+from extensor.errors import CaptureError
 from extensor.nn.checks import check_size
 from extensor.nn.kv_storage import make_storage
 from extensor.nn.module import Module
@@ -200,7 +201,7 @@ class KVCache:
         kept = self._checked(layer, k, v)
         backend = k.backend
         if backend.capturing is not None:
-            raise RuntimeError(
+            raise CaptureError(
                 "capture: a GPU's replay would write to the same place of the cache each time; "
                 "capture one token, of a cache without windows that keeps keys as they come, or "
                 "call the model without capture"
@@ -319,7 +320,7 @@ class KVCache:
         backend = self._captures()
         if backend is not None and backend.capturing is not None:
             if self._advanced() is backend.capturing:
-                raise RuntimeError(
+                raise CaptureError(
                     "capture: a GPU's replay counts a cache's tokens once it has ended, so a step "
                     "can append one token to it, got two; capture one call of the model"
                 )

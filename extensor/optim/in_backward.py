@@ -31,8 +31,8 @@ class SingleOptimizer(MultiTensorOptimizer, OneTensorOptimizer, Protocol):
     """What both kinds of update need of an optimizer."""
 
     @property
-    def takes_rows(self) -> bool:
-        """Whether a value's update reads that value of the gradient alone, so that rows do."""
+    def is_elementwise(self) -> bool:
+        """See `UpdateRule.is_elementwise`."""
         ...
 
 
@@ -55,7 +55,7 @@ class SingleUpdates(Protocol):
 def row_sums(optimizer: SingleOptimizer, member: ParamState, grad: RowGradient) -> RowSums | None:
     """The sums of rows that an update reads in place of the gradient; None: it needs the array."""
     backend, param = member.param.backend, member.param
-    if param.ndim != 2 or not optimizer.takes_rows:
+    if param.ndim != 2 or not optimizer.is_elementwise:
         return None
     sums = grad.summed(backend)
     if backend.xp is np:

@@ -128,8 +128,8 @@ class UpdateRule(ABC):
         )
 
     @property
-    def takes_rows(self) -> bool:
-        """Whether a value's update reads that value of the gradient alone, so that rows do."""
+    def is_elementwise(self) -> bool:
+        """Whether the update of a value reads that value of the gradient alone, of no other."""
         return type(self).prepare is UpdateRule.prepare
 
     def prepare(

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.capture import HostMirror, HostMirrors
+from extensor.errors import CaptureError
 from extensor.random import DeviceClock, Stream
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
@@ -202,7 +203,7 @@ class StepCapture:
         if key not in self._cells:
             at = len(self._cells)
             if at == WIDTH:
-                raise RuntimeError(
+                raise CaptureError(
                     f"capture: the step reads more than {WIDTH} numbers of the host; use fewer "
                     "parameter groups"
                 )
@@ -212,6 +213,10 @@ class StepCapture:
             if self.warm_up:
                 self.write(place, np.array(read(), dtype))
         return self._cells[key][0]
+
+    def keep(self, *arrays: Array) -> None:
+        """See the protocol."""
+        self._kept.extend(arrays)
 
     def frozen(self, name: str, read: Callable[[], object]) -> None:
         """See the protocol."""
@@ -283,7 +288,7 @@ class StepCapture:
         for gradient in gradients:
             known = self._gradients.get(id(gradient), lambda: None)
             if gradient is not None and known() is not gradient:
-                raise RuntimeError(
+                raise CaptureError(
                     "capture: the step adds to gradients that were there before it, and each "
                     "replay would add to those of the capture; reset them in the step, by "
                     "optimizer.zero_grad()"
@@ -311,7 +316,7 @@ class StepCapture:
         """
         for name, read, captured in self._frozen:
             if (now := read()) != captured:
-                raise RuntimeError(
+                raise CaptureError(
                     f"capture: {name} was {captured!r} when the step was captured and is {now!r} "
                     "now; capture it again with a new extensor.capture(step)"
                 )

@@ -16,6 +16,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
+from extensor.errors import CaptureError
 from extensor_cuda.runtime.capture import FindNonfinite, StepCapture, current_capture
 from extensor_cuda.runtime.placement import LifeLog, PlacedMemory, StepAllocator
 
@@ -136,7 +137,7 @@ class CudaGraph:
                 capture.end(failed=True)
                 if not isinstance(error, Exception):
                     raise
-                raise RuntimeError(
+                raise CaptureError(
                     f"capture: the step cannot be captured: at {_where(error)}: "
                     f"{type(error).__name__}: {error}; {_RULES}"
                 ) from error

@@ -24,6 +24,7 @@ from extensor import (
 )
 from extensor.autograd.recording import replayed
 from extensor.autograd.tensor import wrap
+from extensor.errors import CaptureError
 from extensor.nn.kv_cache import Cache, KVCache
 from extensor.nn.linear import can_group, grouped_linear
 from extensor.nn.mixture import TopKRouter
@@ -197,16 +198,12 @@ class Body(nn.Module):
         cos, sin = self.rotary.rows(slice(0, rows), rows, like)
         assert capture is not None
         if cache.length >= rows:
-            raise RuntimeError(
+            raise CaptureError(
                 f"capture: position {cache.length} is beyond the {rows} positions whose angles a "
                 "replay can look up; call the model without capture"
             )
-
-        def beyond(table: tuple[Any, Any] = (cos.data, sin.data)) -> bool:
-            """Whether replays have to end; it holds the table, which they read."""
-            return cache.length >= rows
-
-        capture.frozen("whether a position is beyond the table", beyond)
+        capture.keep(cos.data, sin.data)  # a longer text would let the table go
+        capture.frozen("whether a position is beyond the table", lambda: cache.length >= rows)
         place = cache.tokens_on_device(like.backend).reshape(1) % rows
         return cos.data[place], sin.data[place]
 
