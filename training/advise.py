@@ -21,8 +21,7 @@ from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.quant.spec import QuantSpec
 
 from .data import DataError
-from .loop import Trainer
-from .ptq import load_run
+from .loop import Trainer, open_run
 from .reallocate import Reallocation, bits_of, reallocate
 from .result import HEALTH_BATCH
 from .rundir import CONFIG, UsageError, read_config, read_result, read_telemetry
@@ -195,7 +194,7 @@ def advise_run(folder: Path, least: float) -> RunAdvice:
         missing = f"the run diverged ({result['diverged']}), so its weights say nothing"
     else:
         try:
-            trainer = load_run(folder)
+            trainer = open_run(folder)
             own, kept, trials = _trials(trainer, recipe)
             moves = reallocate(records, assign_recipe(trainer.model, recipe))
         except (UsageError, DataError, CheckpointError) as error:

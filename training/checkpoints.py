@@ -124,7 +124,8 @@ def _check_run(run: Any, path: Path, metadata: _Metadata) -> None:
     # What a checkpoint does not name came later, and was as it is by default.
     fields = dataclasses.fields(run.config)
     given = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    theirs = given | metadata["config"]
+    # The model is saved whole, however many ranks share its blocks.
+    theirs = given | metadata["config"] | {"tensor_parallel": mine["tensor_parallel"]}
     if theirs != mine:
         differ = sorted(k for k in mine | theirs if k not in mine or theirs.get(k) != mine[k])
         raise ValueError(

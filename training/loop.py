@@ -9,10 +9,10 @@ uninterrupted one bit for bit.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,21 @@ from .metrics import Scores
 from .ranks import check_weights
 from .records import EpochReport, StepReport, finite, share
 from .result import build_result, slot_healths
-from .rundir import RESULT, checkpoint_in, write_json
+from .rundir import (
+    CONFIG,
+    RESULT,
+    UsageError,
+    checkpoint_in,
+    find_checkpoint,
+    read_config,
+    write_json,
+)
 from .runs import RUNS
 from .signals import on_signals
 from .step import MadeStep, TrainStep
 from .tasks import TASKS, Task
 
-__all__ = ["Interrupted", "Trainer"]
+__all__ = ["Interrupted", "Trainer", "open_run"]
 
 PREFETCH = 2
 """Batches that a thread makes ahead, while the step before computes."""
@@ -208,7 +216,7 @@ class Trainer(TrainStep):
             if position.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                 self.diverged = f"no finite gradients in {MAX_SKIPPED_IN_A_ROW} steps in a row"
             self._interrupted |= outcome.stop
-            found.append((made, outcome.loss, good, replace(position)))
+            found.append((made, outcome.loss, good, dataclasses.replace(position)))
         self._unread.clear()
         scale, shares = self.scaler.current_scale, self._shares()
         return [
@@ -325,3 +333,32 @@ class Trainer(TrainStep):
         told = np.array([self.told_to_stop], np.int8)
         self.ranks.all_reduce(told, "max").wait()
         self._interrupted |= bool(told[0])
+
+
+def open_run(folder: Path) -> Trainer:
+    """The run in a folder as its last checkpoint left it, in this process alone.
+
+    Raises:
+        UsageError: if there is no run, or no checkpoint yet.
+        CheckpointError: if the checkpoint is damaged.
+        DataError: if the data set is missing or damaged.
+    """
+    if not (folder / CONFIG).is_file():
+        raise UsageError(
+            f"{folder}: expected the folder of a run, but {CONFIG} is not there; the way out: the "
+            "--out of a run of `extensor train MODEL`"
+        )
+    # A checkpoint is the whole model's, also of ranks that shared its blocks.
+    config = dataclasses.replace(read_config(folder), tensor_parallel=1)
+    last = find_checkpoint(folder)
+    if last is None:
+        raise UsageError(
+            f"{folder}: expected a run with a checkpoint, but none is there: its first epoch is "
+            f"not done; the way out: extensor train {config.model} --out {folder} --resume"
+        )
+    try:
+        trainer = Trainer(config, folder)
+        trainer.load(last)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"{folder}: {error}") from error
+    return trainer

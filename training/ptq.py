@@ -23,10 +23,10 @@ from extensor.nn import Module, packed_layers, quantize_model, save_quantized
 from extensor.quant.schemes import get_scheme
 
 from .evaluation import evaluate
-from .loop import Trainer
+from .loop import Trainer, open_run
 from .ptq_report import LayerResult, SchemeResult, write_results
 from .records import finite
-from .rundir import CONFIG, UsageError, find_checkpoint, read_config
+from .rundir import UsageError
 from .tasks import Metric
 
 __all__ = ["PtqArgs", "ptq"]
@@ -94,7 +94,7 @@ def ptq(args: PtqArgs, console: Console) -> None:
         CheckpointError: if the checkpoint is damaged.
         DataError: if the data set is missing or damaged.
     """
-    trainer = load_run(args.run)
+    trainer = open_run(args.run)
     float_model = trainer.fresh_model()
     float_model.load_state_dict(trainer.model.state_dict())
     metric, config = trainer.task.metric, trainer.config
@@ -117,34 +117,6 @@ def ptq(args: PtqArgs, console: Console) -> None:
     seen = f"{sum(len(x) for (x,) in calibration)} training {trainer.task.inputs}"
     settings = {"seen": seen, "calibration": args.calibration, "keep": args.kept}
     write_results(args.folder, config, metric, [dense, *rows], settings, console)
-
-
-def load_run(folder: Path) -> Trainer:
-    """The run in a folder as its last checkpoint left it.
-
-    Raises:
-        UsageError: if there is no run, or no checkpoint yet.
-        CheckpointError: if the checkpoint is damaged.
-        DataError: if the data set is missing or damaged.
-    """
-    if not (folder / CONFIG).is_file():
-        raise UsageError(
-            f"{folder}: expected the folder of a run, but {CONFIG} is not there; the way out: the "
-            "--out of a run of `extensor train MODEL`"
-        )
-    config = read_config(folder)
-    last = find_checkpoint(folder)
-    if last is None:
-        raise UsageError(
-            f"{folder}: expected a run with a checkpoint, but none is there: its first epoch is "
-            f"not done; the way out: extensor train {config.model} --out {folder} --resume"
-        )
-    try:
-        trainer = Trainer(config, folder)
-        trainer.load(last)
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"{folder}: {error}") from error
-    return trainer
 
 
 def calibration_set(trainer: Trainer, count: int) -> list[tuple[ExTensor, ...]]:

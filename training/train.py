@@ -26,7 +26,7 @@ from .callbacks.memory import explain
 from .choices import OPTIMIZERS
 from .config import RunConfig
 from .data import DataError
-from .loop import Trainer
+from .loop import Trainer, open_run
 from .memory import MemoryPlan, gradient_bytes
 from .ranks import agree_on_errors, check_start
 from .result import print_summary
@@ -82,6 +82,12 @@ def train(
                 "--telemetry: looks at all gradients, and --update in_backward lets each go; the "
                 "way out: leave one of the two out"
             )
+        if config.tensor_parallel > 1 and (telemetry or memory):
+            flag = "--telemetry" if telemetry else "--memory"
+            raise UsageError(
+                f"{flag}: one rank looks at the whole model, and with --tensor-parallel it has a "
+                "part of each block; the way out: leave one of the two out"
+            )
         plan = plan_memory(config, out, None, console) if memory and not ranks.rank else None
         watchers = _callbacks(config, console, telemetry, plan, ranks, save_steps)
         trainer = _prepare(config, out, resume, watchers, graph, ranks)
@@ -102,7 +108,8 @@ def train(
         console.print(f"resuming in epoch {done.epoch}, after step {done.step}")
     result = trainer.fit()
     if ranks.rank == 0:
-        print_summary(trainer, result, console)
+        whole = trainer if trainer.parallel is None else open_run(out)  # not a part of each block
+        print_summary(whole, result, console)
     return result
 
 

@@ -13,7 +13,7 @@ from extensor.io import CheckpointError
 from ..config import RunConfig
 from ..data import DataError
 from ..histograms import Histograms, operand_histograms
-from ..ptq import load_run
+from ..loop import open_run
 from ..result import compare_with_float32
 from ..rundir import (
     CONFIG,
@@ -84,7 +84,7 @@ def _from_checkpoint(
     if find_checkpoint(folder) is None:
         return (), {}, {}, "the run has no checkpoint yet: its first epoch is not done"
     try:
-        trainer = load_run(folder)
+        trainer = open_run(folder)
     except (UsageError, DataError, CheckpointError) as error:
         return (), {}, {}, str(error)
     rows = compare_with_float32(trainer, isolated=True)[0].rows

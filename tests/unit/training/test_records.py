@@ -14,8 +14,8 @@ from sklearn import metrics as sklearn_metrics
 from extensor import from_numpy
 from extensor.training.callbacks.files import EVERY_STEPS
 from extensor.training.config import RunConfig
+from extensor.training.loop import open_run
 from extensor.training.metrics import ClassScores, TokenScores, confusion_matrix, label_ranks
-from extensor.training.ptq import load_run
 from extensor.training.rundir import METRICS
 from extensor.training.train import train
 from tests.unit.training.conftest import QUIET
@@ -43,7 +43,7 @@ def test_a_run_leaves_the_same_figures_in_both(
 ) -> None:
     config = small(recipe="mxfp4_all", epochs=5, val_share=0.2)
     train(config, tmp_path / "run", resume=False, console=QUIET)
-    history = load_run(tmp_path / "run").history
+    history = open_run(tmp_path / "run").history
     kept = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
     assert kept == [report.as_dict() for report in history]
     assert [row["epoch"] for row in kept] == [1, 2, 3, 4, 5]

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import extensor as et
 from extensor.distributed import LocalCommunicator, TensorParallel, clip_grad_norm, run_ranks
 from extensor.training.callbacks import Callback, SaveCheckpoint
 from extensor.training.config import RunConfig
-from extensor.training.loop import Interrupted, Trainer
+from extensor.training.loop import Interrupted, Trainer, open_run
 from extensor.training.parallel import parameter_of
+from extensor.training.rundir import UsageError
 from extensor.training.runs import defaults
+from extensor.training.train import train
 
 CONFIG = RunConfig(
     **{
@@ -116,6 +120,24 @@ def test_an_optimizer_s_state_comes_back_where_second_layers_have_biases() -> No
 
     first, second = run_ranks(2, program)
     assert len(first) > len(second) > 0
+
+
+def test_a_run_ends_with_the_whole_models_table(tmp_path: Path) -> None:
+    """Rank 0 has a part of each block; what is shown, and a report, are of all of it."""
+    config, said = dataclasses.replace(CONFIG, micro_batches=1), io.StringIO()
+
+    def program(ranks: LocalCommunicator) -> None:
+        text = said if ranks.rank == 0 else io.StringIO()
+        train(config, tmp_path / "run", resume=False, console=Console(file=text), ranks=ranks)
+
+    run_ranks(2, program)
+    assert "test loss" in said.getvalue() and "layers beside float32" in said.getvalue()
+    assert open_run(tmp_path / "run").position.step == 3
+    with pytest.raises(UsageError, match="--telemetry: one rank looks at the whole model"):
+        run_ranks(2, lambda ranks: train(
+            config, tmp_path / "b", resume=False, console=Console(file=io.StringIO()), telemetry=1,
+            ranks=ranks,
+        ))  # fmt: skip
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
