@@ -18,10 +18,9 @@ import extensor.training.tasks.language as language
 from extensor import no_grad
 from extensor.training.config import RunConfig
 from extensor.training.data.corpora import Corpus
-from extensor.training.loop import Trainer
+from extensor.training.loop import Trainer, open_run
 from extensor.training.page import ReportArgs, write_page
 from extensor.training.page.answers import _png, answers
-from extensor.training.ptq import load_run
 from extensor.training.rundir import UsageError
 from extensor.training.runs import defaults
 from extensor.training.train import train
@@ -36,7 +35,7 @@ def trained(config: RunConfig, out: Path) -> tuple[Trainer, str]:
     page = write_page(ReportArgs(run=out)).read_text(encoding="utf-8")
     found = re.search(r"<h2>Answers</h2>(.*?)</section>", page, re.DOTALL)
     assert found
-    return load_run(out), found.group(1)
+    return open_run(out), found.group(1)
 
 
 def test_images(small: Callable[..., RunConfig], tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_without_its_data(small: Make, tmp_path: Path, monkeypatch: pytest.Monke
     def gone(folder: Path) -> None:
         raise DataError("the data set is not there <any more>")
 
-    monkeypatch.setattr(page.facts, "load_run", gone)
+    monkeypatch.setattr(page.facts, "open_run", gone)
     _, text = read(page.write_page(page.ReportArgs(run=out)))
     assert text.count("the data set is not there <any more>") == 3 and "finished" in text
 

@@ -13,8 +13,8 @@ from extensor.training import ptq as quantizing
 from extensor.training.cli import main
 from extensor.training.config import RunConfig
 from extensor.training.evaluation import evaluate
-from extensor.training.loop import Trainer
-from extensor.training.ptq import calibration_set, load_run, nbytes
+from extensor.training.loop import Trainer, open_run
+from extensor.training.ptq import calibration_set, nbytes
 from extensor.training.rundir import LAST
 from extensor.training.runs import defaults
 from extensor.training.train import train
@@ -51,7 +51,7 @@ def test_a_run_under_several_schemes(run: Path, capsys: pytest.CaptureFixture[st
     assert rows["int8"]["sqnr_db"] > rows["fp8_block8"]["sqnr_db"] > rows["mxfp4"]["sqnr_db"] + 5
     assert "40 training images" in (out / "ptq.md").read_text()
     assert (out / "ptq.png").read_bytes().startswith(b"\x89PNG")
-    trainer = load_run(run)
+    trainer = open_run(run)
     reference = trainer.fresh_model()
     again = et.load_quantized(out / "mxfp4.safetensors", reference)
     trainer.model = again
@@ -61,7 +61,7 @@ def test_a_run_under_several_schemes(run: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_calibration_takes_plain_training_images(run: Path) -> None:
-    trainer = load_run(run)
+    trainer = open_run(run)
     batches = calibration_set(trainer, 40)
     assert [x.shape[0] for (x,) in batches] == [32, 8]
     dataset = trainer.task.dataset
@@ -129,10 +129,10 @@ def test_a_model_that_diverged(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def diverged(folder: Path) -> Trainer:
-        trainer = load_run(folder)
+        trainer = open_run(folder)
         next(trainer.model.parameters()).data[0, 0] = np.nan
         return trainer
 
-    monkeypatch.setattr(quantizing, "load_run", diverged)
+    monkeypatch.setattr(quantizing, "open_run", diverged)
     assert main(["ptq", str(run), "--schemes", "mxfp4", "--calibration", "9"]) == 2
     assert "its weight has NaN or infinity" in capsys.readouterr().err

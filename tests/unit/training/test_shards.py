@@ -23,8 +23,7 @@ from extensor.io import load_checkpoint
 from extensor.optim import MXGradScaler
 from extensor.training.callbacks import Callback, SaveCheckpoint
 from extensor.training.cli import main
-from extensor.training.loop import Interrupted, Trainer
-from extensor.training.ptq import load_run
+from extensor.training.loop import Interrupted, Trainer, open_run
 from extensor.training.rundir import BEST, LAST, RESULT, SHARDED
 from tests.unit.training.conftest import Make, weights
 from tests.unit.training.test_ranks import image_run, on
@@ -177,7 +176,7 @@ def test_the_command_line_goes_on_from_a_folder(tmp_path: Path) -> None:
     assert main(command) == 0
     assert (tmp_path / "run" / SHARDED[BEST]).is_dir()
     assert not (tmp_path / "run" / LAST).exists()
-    assert load_run(tmp_path / "run").position.epoch == 2
+    assert open_run(tmp_path / "run").position.epoch == 2
     (tmp_path / "run" / RESULT).unlink()
     assert main([*command, "--resume"]) == 0
 
