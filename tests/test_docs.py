@@ -195,6 +195,13 @@ def test_links_lead_to_files(page: str) -> None:
     assert [link for link in local if not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
+@pytest.mark.parametrize("page", ["changelog", "contributing"])
+def test_links_of_an_included_page_are_read_from_the_site_s_folder(page: str) -> None:
+    """The site is built in a minute and a half: this fails first."""
+    text = (ROOT / "docs" / f"{page}.md").read_text("utf-8")
+    assert re.fullmatch(r"```{include} \.\./[A-Z]+\.md\n:relative-docs: docs/\n```\n", text)
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("docs/log/")])
 def test_scripts_that_a_command_names_are_there(page: str) -> None:
     named = re.findall(r"python\s+([\w/]+\.py)", (ROOT / page).read_text("utf-8"))
