@@ -213,9 +213,10 @@ class Forks:
         tests = [
             (items[t], s) for t, s in mutant["tests"] if t in items and self.sound.get(t, True)
         ]
-        while by := self.fork(tests, pairs):
+        while by := self.fork(tests, pairs, path, mutant["new"]):
             if by not in self.sound:
-                self.sound[by] = not self.fork([t for t in tests if t[0].nodeid == by], [])
+                alone = [t for t in tests if t[0].nodeid == by]
+                self.sound[by] = not self.fork(alone, [], path, mutant["old"])
             if self.sound[by]:
                 return by
             tests = [t for t in tests if t[0].nodeid != by]
@@ -225,13 +226,19 @@ class Forks:
         self,
         tests: Sequence[tuple[pytest.Item, float]],
         pairs: Sequence[tuple[CodeType, CodeType]],
+        path: str,
+        text: str,
     ) -> str:
-        """Run tests in a fork where functions have other code; the first that fails, or hangs."""
+        """Run tests in a fork where functions have other code; the first that fails, or hangs.
+
+        A file that a test is the first to import is compiled from the text.
+        """
         self.now.write_text("")
         child = os.fork()
         if not child:
             self.forked = True
             resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+            import_mutant(os.path.realpath(path), text)
             for old, new in pairs:
                 for function in self.functions.get(place(old), ()):
                     function.__code__ = new

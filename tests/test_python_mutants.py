@@ -49,10 +49,14 @@ def test_the_judge() -> None:
     at_import = Mutant(
         "nn", file, 1, "class Dropout(Module):\n", "class Dropout(Module, object):\n"
     )
+    kernel = "        self.conv2 = nn.Conv2d(one, two, 5, rng=rng)\n"
+    late = Mutant("models", "models/lenet/model.py", 37, kernel, kernel.replace("5", "3"))
     tests = "tests/unit/nn/test_layers.py::test_"
     noticed = f"{tests}dropout_does_nothing_in_evaluation_or_for_zero"
     other = f"{tests}batch_norm_in_evaluation_uses_the_running_statistics"
     assert killed(mutant, [other, noticed]).split(" ")[0] == noticed
+    sizes = "tests/unit/models/test_vision.py::test_lenet5_has_its_61706_weights"
     timed = [(other, 0.1), (noticed, 0.1)]
-    assert in_forks([mutant, mutant, at_import], [timed, timed[:1], timed]) == [noticed, "", None]
+    cases = [(mutant, timed), (mutant, timed[:1]), (at_import, timed), (late, [(sizes, 1)])]
+    assert in_forks(*zip(*cases, strict=True)) == [noticed, "", None, sizes]
     assert Mutant("nn", file, 70, "no such line\n", "").source() is None

@@ -348,6 +348,13 @@ def ours_config(case: str) -> Any:
     return architecture_of(values).config_from_hf(values)
 
 
+@pytest.mark.parametrize("case", STORED)
+def test_a_configuration_comes_back_from_its_own_config_json(case: str) -> None:
+    row, config = architecture_of(STORED[case]["config"]), ours_config(case)
+    back = row.config_to_hf(config)
+    assert architecture_of(back) is row and row.config_from_hf(back) == config
+
+
 def test_unknown_settings_are_errors() -> None:
     values = {**ARCHITECTURES["llama"].config_to_hf(ours_config("llama"))}
     for changes, message in (
@@ -364,10 +371,27 @@ def test_unknown_settings_are_errors() -> None:
             architecture_of(given).config_from_hf(given)
 
 
+PUBLISHED = {
+    ("llama", "smollm2-135m"): 134_515_008, ("llama", "llama-2-7b"): 6_738_415_616,
+    ("llama", "llama-3.1-8b"): 8_030_261_248, ("llama", "mistral-7b"): 7_241_732_096,
+    ("llama", "qwen2-7b"): 7_615_616_512, ("llama", "qwen3-8b"): 8_190_735_360,
+    ("llama", "qwen3-30b-a3b"): 30_532_122_624, ("llama", "mixtral-8x7b"): 46_702_792_704,
+    ("llama", "gpt-oss-20b"): 20_914_757_184, ("gpt2", "gpt2"): 124_439_808,
+    ("gpt2", "gpt2-medium"): 354_823_168, ("gpt2", "gpt2-large"): 774_030_080,
+    ("gpt2", "gpt2-xl"): 1_557_611_200, ("bert", "minilm-l6"): 22_713_216,
+}  # fmt: skip
+"""Weights of the files that Hugging Face has of each."""
+
+
+@pytest.mark.parametrize(("name", "variant"), PUBLISHED)
+def test_sizes_are_the_published_ones(name: str, variant: str) -> None:
+    model = models.build(name, models.config(name, variant), None)
+    assert sum(p.size for p in model.parameters()) == PUBLISHED[name, variant]
+
+
 def test_a_skeleton_takes_no_memory() -> None:
     """Llama 3.1 8B has 32 GB of weights."""
     model = models.build("llama", models.config("llama", "llama-3.1-8b"), None)
-    assert sum(p.size for p in model.parameters()) == 8_030_261_248
     assert all(p.data.strides == (0, 0) for p in model.parameters() if p.ndim == 2)
 
 

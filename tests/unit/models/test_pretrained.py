@@ -102,6 +102,27 @@ def test_blocked_weights_stay_blocked(tmp_path: Path) -> None:
     np.testing.assert_allclose(scores(model), scores(exact), atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["", "model.safetensors"])
+def test_a_saved_model_is_the_one_that_was_loaded(tmp_path: Path, name: str) -> None:
+    """Blocks stay as they are, other weights keep their dtype, files beside them come along."""
+    given: dict[str, Any] = {
+        key: et.ExTensor(value).to_mxfp4()
+        if key.endswith("proj.weight")
+        else et.ExTensor(value).to("bfloat16")
+        for key, value in tensors().items()
+    }
+    path = folder_of(tmp_path / "m", given)
+    (path / "generation_config.json").write_text("{}")
+    model = et.models.from_pretrained(path / name, dtype=None)
+    model.save_pretrained(tmp_path / "again")
+    back = et.load(tmp_path / "again")
+    assert back.keys() == given.keys()
+    for key, value in given.items():
+        assert back[key].dtype == value.dtype
+        assert back[key].dequantize().tolist() == value.dequantize().tolist()
+    assert (tmp_path / "again" / "generation_config.json").read_text() == "{}"
+
+
 def name_is_packed(value: Any) -> bool:
     return isinstance(value, et.ExTensor)
 
@@ -266,6 +287,16 @@ def test_missing_and_unexpected_tensors_are_named_with_near_ones(tmp_path: Path)
         "unexpected: model.layers.1.mlp.up_porj.weight",
         "Nothing was loaded",
     )
+
+
+def test_eight_problems_are_listed_and_the_others_counted(tmp_path: Path) -> None:
+    given = tensors()
+    for name in list(given)[: 8 + 3]:
+        del given[name]
+    refused(folder_of(tmp_path / "m", given), "; and 3 more")
+    with pytest.raises(CheckpointError) as error:
+        et.models.from_pretrained(tmp_path / "m")
+    assert str(error.value).count("missing: ") == 8
 
 
 def test_shapes_that_do_not_fit_the_configuration(tmp_path: Path) -> None:

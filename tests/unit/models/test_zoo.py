@@ -15,7 +15,6 @@ from extensor.models.googlenet.configs import STAGES
 from extensor.models.googlenet.model import InceptionModule
 from extensor.models.vision import ConvUnits
 from extensor.nn import apply_recipe, gemm_layers, init
-from extensor.optim import Adam
 
 ZOO = ("alexnet", "vgg", "resnet", "mobilenet", "googlenet")
 VARIANTS = [
@@ -55,6 +54,10 @@ COUNTS = {
     - (25088 * 4096 + 4096 * 4096 + 4096 * 1000 + 2 * 4096 + 1000)
     + (2 * 512 * 512 + 512 * 10 + 2 * 512 + 10)
     + (2 - 1) * (2 * 64 + 2 * 128 + 3 * 256 + 6 * 512),
+    ("vgg", "vgg11_bn"): 132_863_336
+    - (25088 * 4096 + 4096 * 4096 + 4096 * 1000 + 2 * 4096 + 1000)
+    + (2 * 512 * 512 + 512 * 10 + 2 * 512 + 10)
+    + (2 - 1) * (64 + 128 + 2 * 256 + 4 * 512),
     # 7x7 kernels become 3x3
     ("resnet", "resnet18"): 11_689_512 - 64 * 3 * (49 - 9) - 990 * (512 + 1),
     ("resnet", "resnet34"): 21_797_672 - 64 * 3 * (49 - 9) - 990 * (512 + 1),
@@ -114,28 +117,6 @@ def test_other_sizes_of_images(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ZOO)
-@pytest.mark.parametrize("recipe", ["fp32", "mxfp8_nvidia", "mxfp4", "nvfp4_nvidia"])
-def test_a_few_steps_lower_the_loss(name: str, recipe: str) -> None:
-    """Wider than the other tests: what is to be learnt must fit in."""
-    model = make(name, None if name != "googlenet" else "googlenet_bn", width=1 / 8)
-    state = apply_recipe(model, recipe)
-    optimizer = Adam(model.parameters(), lr=2e-3)
-    rng = np.random.default_rng(2)
-    x = et.from_numpy(rng.standard_normal((8, 3, 32, 32)).astype(np.float32))
-    y = et.from_numpy(np.arange(8) % 2)
-    losses = []
-    for step in range(6):
-        state.step = step
-        optimizer.zero_grad()
-        loss = et.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert np.isfinite(losses).all()
-    assert min(losses[1:]) < losses[0]
-
-
-@pytest.mark.parametrize("name", ZOO)
 def test_a_checkpoint_brings_the_model_back(name: str, tmp_path: Path) -> None:
     x = et.from_numpy(np.random.default_rng(3).standard_normal((2, 3, 32, 32)).astype(np.float32))
     one, two = narrow(name), narrow(name, seed=1)
@@ -151,6 +132,12 @@ def test_recipes_reach_every_product(name: str) -> None:
     model = narrow(name)
     weights = [p for p in model.parameters() if p.ndim >= 2]
     assert len(list(gemm_layers(model))) == len(weights)
+    state = apply_recipe(model, "mxfp4_all")
+    x = np.random.default_rng(1).standard_normal((2, 3, 32, 32)).astype(np.float32)
+    model(et.from_numpy(x)).square().sum().backward()
+    met = {path for path, slot in state.telemetry if slot == "wgrad.g"}
+    assert met == state.layers.keys()
+    assert all(np.isfinite(p.grad.numpy()).all() for p in model.parameters())
 
 
 def test_initial_weights_are_those_of_the_papers() -> None:

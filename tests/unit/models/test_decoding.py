@@ -1,0 +1,54 @@
+"""What each query of a batch sees, by the definition: one position, one key at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor.models.decoding import Batch
+from extensor.models.llama.configs import ExpertsConfig
+
+KEYS: list[Any] = [None, (0, 1, 2, 3, 4), (2, 3, 4), (0, 3, 4), (1, 2, 3, 4), (0, 2, 4)]
+"""Which of the five tokens have a key left: a cache may drop the others."""
+
+
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("window", [None, 1, 2, 9])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_query_sees_real_keys_that_are_not_later_within_its_window(
+    keys: Any, window: int | None, padded: bool
+) -> None:
+    past, new, total = 3, 2, 5
+    real = np.array([[False, True, True, True, True], [True, True, True, True, False]])
+    batch = Batch(
+        et.zeros((2, new), "int64"), past, real if padded else None, slice(past, total), total - 1
+    )
+    slots = None if keys is None else np.array(keys)
+    mask, ordered = batch.mask(slots, window)
+    places = range(total) if keys is None else keys
+    expected = [
+        [
+            [k <= q and (window is None or k > q - window) and bool(real[b, k] or not padded)
+             for k in places]
+            for q in range(past, total)
+        ]
+        for b in range(2)
+    ]  # fmt: skip
+    found = np.ones((2, new, len(places)), bool)
+    if mask is not None:
+        found = found & np.asarray(mask if mask.ndim == 2 else mask[:, 0])
+    if ordered:  # what attention does for keys in a row: see `Batch.mask`
+        lag = np.arange(len(places))[None] - np.arange(new)[:, None] - (len(places) - new)
+        found = found & (lag <= 0) & (lag > -(window or total))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_experts_at_their_bounds() -> None:
+    for count, active, hidden in ((1, 1, 1), (4, 4, 1), (4, 1, 8)):
+        assert ExpertsConfig(count, active, hidden).hidden == hidden
+    for count, active, hidden in ((1, 0, 1), (1, 2, 1), (4, 2, 0)):
+        with pytest.raises(ValueError, match=f"1 to {count} active experts and a hidden width"):
+            ExpertsConfig(count, active, hidden)
