@@ -68,6 +68,20 @@ INLINE vf load_part(const float* p, int n) {
 #endif
 }
 
+// Lanes begin to end - 1 (0 <= begin < end <= VL); zero in the others, which are not read.
+INLINE vf load_between(const float* p, int begin, int end) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << end) - (1u << begin)), p);
+#elif defined(__AVX2__)
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7};
+    return _mm256_maskload_ps(p, reinterpret_cast<__m256i>((lane >= begin) & (lane < end)));
+#else
+    vf v = {};
+    for (int i = begin; i < end; ++i) v[i] = p[i];
+    return v;
+#endif
+}
+
 INLINE void store_part(float* p, vf v, int n) {
 #if defined(__AVX512F__)
     _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), v);

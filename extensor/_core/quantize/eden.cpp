@@ -65,12 +65,37 @@ void nearest_scales_of_rows(const Call& call, uint32_t* maxima, float* squares, 
     });
 }
 
+// Blocks of 16 down columns, VL of which lie side by side.
+void nearest_scales_of_columns(const Call& call, uint32_t* maxima, float* squares,
+                               float* products) {
+    constexpr int64_t kTile = 16;
+    const QuantJob& job = call.job;
+    const int64_t rows = job.outer * call.tiles, width = job.inner;
+    threads::run(rows, 32 * rows * width * kTile, [&](int64_t row) {
+        const float* x = static_cast<const float*>(job.x) + row * kTile * width;
+        for (int64_t j = 0; j < width; j += VL) {
+            const int64_t at = row * width + j;
+            Sums sums;
+            const vu word = nearest_scale(call, load(maxima + at), sums, [&](auto body) {
+#pragma GCC unroll 16
+                for (int64_t k = 0; k < kTile; ++k) body(load(x + k * width + j));
+            });
+            store(maxima + at, word);
+            store(squares + at, sums.squares);
+            store(products + at, sums.products);
+        }
+    });
+}
+
 // Replaces the maxima by scale bytes plus one, and sums each block.
 void nearest_scales(const Call& call, uint32_t* maxima, float* squares, float* products) {
     const QuantJob& job = call.job;
-    if (job.inner == 1 && job.tile_rows == 1 && job.tile_length == 16 &&
-        job.length % (16 * VL) == 0)
-        return nearest_scales_of_rows(call, maxima, squares, products);
+    if (job.tile_rows == 1 && job.tile_length == 16) {
+        if (job.inner == 1 && job.length % (16 * VL) == 0)
+            return nearest_scales_of_rows(call, maxima, squares, products);
+        if (job.inner > 1 && job.inner % VL == 0 && job.length % 16 == 0)
+            return nearest_scales_of_columns(call, maxima, squares, products);
+    }
     for_block_groups(call, 0, [&](BlockGroup& group) {
         Sums sums;
         const vu word = nearest_scale(call, group.words(maxima), sums,
@@ -79,6 +104,21 @@ void nearest_scales(const Call& call, uint32_t* maxima, float* squares, float* p
         group.set_words(products, sums.products);
         group.set_words(maxima, word);
     });
+}
+
+// `lanes` floats that are `step` apart; zero in the other lanes.
+INLINE vf load_strided(const float* p, int64_t step, int lanes) {
+    if (step == 1) return load_upto(p, lanes);
+#if EXTENSOR_LANES == 16
+    const __m512i index = _mm512_mullo_epi32(reinterpret_cast<__m512i>(lane_numbers()),
+                                             _mm512_set1_epi32(static_cast<int>(step)));
+    const auto mask = static_cast<__mmask16>((1u << lanes) - 1);
+    return _mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, index, p, 4);
+#else
+    vf v = {};
+    for (int i = 0; i < lanes; ++i) v[i] = p[i * step];
+    return v;
+#endif
 }
 
 // The first random word of each of VL blocks.
@@ -105,26 +145,24 @@ void correct_scales(const Call& call, uint32_t* maxima, const float* squares,
         const int64_t first = task % groups * VL,
                       begin = task / groups * blocks * step + first * next;
         const int lanes = static_cast<int>(least(VL, run - first));
+        const auto strided = [&](const void* of, int64_t i) __attribute__((always_inline)) {
+            return load_strided(static_cast<const float*>(of) + begin + i * step, next, lanes);
+        };
         vf square = {}, product = {};
         for (int64_t i = 0; i < blocks; ++i) {
-            vf more_squares = {}, more_products = {};
-            for (int l = 0; l < lanes; ++l) {
-                more_squares[l] = squares[begin + i * step + l * next];
-                more_products[l] = products[begin + i * step + l * next];
-            }
-            square += more_squares;
-            product += more_products;
+            square += strided(squares, i);
+            product += strided(products, i);
         }
         uint32_t block[VL] = {};  // the first of each lane's transform
         for (int l = 0; l < lanes; ++l) {
             const int64_t at = begin + l * next;
-            block[l] = static_cast<uint32_t>(
-                job.inner == 1 ? call.block(at / call.tiles, at % call.tiles) : at);
+            block[l] = static_cast<uint32_t>(job.inner == 1 && job.pitch
+                                                 ? call.block(at / call.tiles, at % call.tiles)
+                                                 : job.first_block + at);
         }
         const vf correction = product == 0.0f ? splat(1.0f) : square / product;
         for (int64_t i = 0; i < blocks; ++i) {
-            vu word = {};
-            for (int l = 0; l < lanes; ++l) word[l] = maxima[begin + i * step + l * next];
+            vu word = bits_of(strided(maxima, i));
             const vf value = grid_value(word - 1u, scale_grid) * correction;
             const vu drawn =
                 first_words(call.plan, philox, load(block) + static_cast<uint32_t>(i * step));
@@ -135,7 +173,9 @@ void correct_scales(const Call& call, uint32_t* maxima, const float* squares,
             code = code < scale_grid.max_code ? code : splat(scale_grid.max_code);
             const vu chosen = reinterpret_cast<vu>((word > 0u) & (word < kExponentMask));
             word |= code << 8 & chosen;
-            for (int l = 0; l < lanes; ++l) maxima[begin + i * step + l * next] = word[l];
+            alignas(64) uint32_t words[VL];
+            store(words, word);
+            for (int l = 0; l < lanes; ++l) maxima[begin + i * step + l * next] = words[l];
         }
     });
 }

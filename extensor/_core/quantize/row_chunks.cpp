@@ -58,15 +58,20 @@ ScaleArrays::ScaleArrays(const Call& call, const uint32_t* maxima, int64_t total
 void prepare(const Call& call, int64_t row, int64_t start, int64_t count, float* out) {
     const QuantJob& job = call.job;
     const Source source = call.source().from(row * job.length + start);
-    const int64_t real = most(0, least(count, job.length - start)), whole = real / VL * VL;
-    for (int64_t i = 0; i < whole; i += VL) store(out + i, source.load_upto(i, VL));
-    if (whole < real)
-        store_part(out + whole, source.load_upto(whole, real - whole),
-                   static_cast<int>(real - whole));
+    const int64_t real = most(0, least(count, job.length - start));
     const int size = call.plan.hadamard;
+    int64_t done = 0;  // whole transforms read the array itself
+    if (size && real >= size) {
+        done = real / size * size;
+        transform_for(job.type, size)(source.at, done, call.plan.signs, out);
+    }
+    for (; done < real; done += VL)
+        store_upto(out + done, source.load_upto(done, real - done), real - done);
     if (!size) return;
+    const int64_t last = real / size * size;
+    if (last == count) return;
     std::memset(out + real, 0, static_cast<size_t>(count - real) * 4);
-    for (int64_t at = 0; at < count; at += size)
+    for (int64_t at = last; at < count; at += size)
         transform_run(size, [&](int i) { return load(out + at + i); }, call.plan.signs, out + at);
 }
 

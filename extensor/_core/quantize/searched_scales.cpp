@@ -297,16 +297,20 @@ const float* float32_values(const QuantPlan& plan, const QuantJob& job) {
             const auto values = [&](int64_t i) { return from.load_upto(i, most(0, real - i)); };
             return transform_run(size, values, plan.signs, to);
         }
-        float* panel = scratch_of<float>(Slot::values, size * VL);
-        for (int64_t j = 0; j < job.inner; j += VL) {
-            const int64_t lanes = least(VL, job.inner - j);
-            for (int64_t k = 0; k < size; ++k) {
-                const vf v = k < real ? from.load_upto(k * job.inner + j, lanes) : vf{};
-                store(panel + k * VL, v);
-            }
-            transform_rows(panel, size, VL, plan.signs);
+        // Four vectors of columns at a time: a row's part is then whole cache lines of one page.
+        constexpr int64_t kWide = 4 * VL;
+        float* panel = scratch_of<float>(Slot::values, size * kWide);
+        for (int64_t j = 0; j < job.inner; j += kWide) {
+            const int64_t left = least(kWide, job.inner - j), wide = round_up(left, VL);
             for (int64_t k = 0; k < size; ++k)
-                store_upto(to + k * job.inner + j, load(panel + k * VL), lanes);
+                for (int64_t i = 0; i < wide; i += VL)
+                    store(panel + k * kWide + i,
+                          k < real ? from.load_upto(k * job.inner + j + i, left - i) : vf{});
+            for (int64_t i = 0; i < wide; i += VL)
+                transform_rows(panel + i, size, kWide, plan.signs);
+            for (int64_t k = 0; k < size; ++k)
+                for (int64_t i = 0; i < wide; i += VL)
+                    store_upto(to + k * job.inner + j + i, load(panel + k * kWide + i), left - i);
         }
     });
     return out;

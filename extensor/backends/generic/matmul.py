@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,12 @@ def coded_values(q: QuantArray) -> QuantArray:
         return q
     shape = list(q.shape)
     shape[q.spec.axis] = coded_length(q.spec, q.shape)
-    return replace(q, spec=q.spec.replace(transform=None, eden=False), shape=tuple(shape))
+    return replace(q, spec=_without_transform(q.spec), shape=tuple(shape))
+
+
+@lru_cache(maxsize=1024)
+def _without_transform(spec: QuantSpec) -> QuantSpec:
+    return spec.replace(transform=None, eden=False)
 
 
 @dataclass(frozen=True, eq=False)
