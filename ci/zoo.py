@@ -44,6 +44,7 @@ from extensor.config import use_core
 from extensor.nn import Module, apply_recipe
 from extensor.optim import Adam
 from extensor.training.data import DATASETS, DataError, load_dataset
+from extensor.training.data.sources import framed
 from extensor.training.result import peak_rss_mb
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,10 +73,7 @@ def load_images(name: str) -> tuple[np.ndarray, np.ndarray, int]:
     """The first 64 training images, (64, 3, 32, 32) normalised float32; labels; classes."""
     dataset = load_dataset(name, download=False)
     split = dataset.train.first(COUNT)
-    x = split.images.astype(np.float32) / (255 if split.images.dtype == np.uint8 else 1)
-    frame = (SIDE - x.shape[-1]) // 2
-    x = np.pad(x, ((0, 0), (0, 0), (frame, frame), (frame, frame)))
-    x = np.repeat(x, 3 // x.shape[1], axis=1)
+    x = framed(split.images) / np.float32(255 if split.images.dtype == np.uint8 else 1)
     x = (x - x.mean()) / x.std()
     return x.astype(np.float32), split.labels, len(dataset.classes)
 

@@ -180,7 +180,8 @@ def operand_text(operand: OperandSpec) -> str:
     if isinstance(operand.tile, tuple) and operand.tile != operand.row.tile:
         words.append(f"{operand.tile[0]}x{operand.tile[1]}")
     if operand.transform is not None:
-        words.append(f"Hadamard-{operand.transform.size} {operand.transform.signs}")
+        signs = operand.transform.signs.replace("_", " ")
+        words.append(f"Hadamard-{operand.transform.size} {signs}")
     if operand.element_scale != 1.0:
         words.append(f"times {operand.element_scale:g}")
     if operand.rebased:

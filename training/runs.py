@@ -60,7 +60,7 @@ PHOTOS = {
     "augment": "flip",
 }
 SMALL = {"epochs": 5, "batch_size": 32, "augment": "shift"}
-GREY = ("digits", "mnist", "fashion_mnist")
+GREY = ("digits", "mnist", "fashion_mnist", "fashion_mnist_rgb")
 
 # nanoGPT's setting for a CPU (README, "I only have a macbook"): 2,000 steps of 12 windows of 64
 # letters, evaluated every 250 steps, here on 512 fixed windows.
@@ -98,7 +98,7 @@ RUNS: dict[str, Run] = {
         task="classification",
         dataset="digits",
         settings={"variant": "lenet5", "epochs": 10, "batch_size": 32, "lr": 0.03},
-        datasets={"digits": DIGITS, "mnist": LARGE, "fashion_mnist": LARGE},
+        datasets={"digits": DIGITS, **dict.fromkeys(GREY[1:], LARGE)},
     ),
     "mlp": Run(
         model="mlp",
@@ -106,7 +106,7 @@ RUNS: dict[str, Run] = {
         task="classification",
         dataset="digits",
         settings={"variant": "mlp", "epochs": 10, "batch_size": 32, "lr": 0.03},
-        datasets={"digits": DIGITS, "mnist": LARGE, "fashion_mnist": LARGE},
+        datasets={"digits": DIGITS, **dict.fromkeys(GREY[1:], LARGE)},
     ),
     **{
         model: Run(

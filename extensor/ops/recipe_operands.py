@@ -77,10 +77,12 @@ def _along(spec: QuantSpec, axis: int, ndim: int) -> QuantSpec:
 def slot_spec(
     context: LayerContext, slot: str, spec: QuantSpec, axis: int, ndim: int
 ) -> tuple[QuantSpec, Stream | None]:
-    """The slot's spec along ``axis`` (-1: rows, -2: columns); its stream if it is stochastic."""
+    """The slot's spec along ``axis`` (-1: rows, -2: columns); its stream if it draws bits."""
     along = _along(spec, axis, ndim)
-    stream = context.stream(slot, axis == -2) if along.rounding == "stochastic" else None
-    return along, stream
+    if along.draws_signs:
+        assert along.transform is not None
+        along = along.replace(transform=context.signs(along.transform, slot))
+    return along, context.stream(slot, axis == -2) if along.draws else None
 
 
 def slot_values(backend: Backend, x: Array, context: LayerContext, slot: str, axis: int) -> Array:
@@ -317,7 +319,7 @@ def _shared(
     rows = x.reshape(-1, x.shape[-1])
     preparation = preparation or _prepare(backend, rows, context, slots, sizes)
     specs = [(context.operand(slot), axis) for slot, axis in slots]
-    random = any(not isinstance(s, str) and s.rounding == "stochastic" for s, _ in specs)
+    random = any(not isinstance(s, str) and s.draws for s, _ in specs)
 
     def make() -> Prepared:
         if not pack:

@@ -113,7 +113,8 @@ def _encode(
         x = xp.moveaxis(rotated, -1, spec.axis)
     blocks = layout.split(x)
     words = None
-    if stream is not None:
+    if spec.rounding == "stochastic":
+        assert stream is not None
         words = random_words(stream, layout.index, layout.block_size, spec.rbits, xp)
     before = None if previous_amax is None else layout.split_scales(previous_amax)
     if spec.is_affine:

@@ -27,6 +27,12 @@ def hadamard_signs(transform: Hadamard) -> np.ndarray[Any, np.dtype[np.float32]]
         return np.ones(size, dtype=np.float32)
     if transform.signs == "fixed":
         return np.resize(np.array(TRANSFORMER_ENGINE_SIGNS, dtype=np.float32), size)
+    if transform.signs == "per_step":  # 128 bits of one call, the first in the lowest
+        key = transform.seed & 0xFFFFFFFF, transform.seed >> 32
+        counter = np.uint64(0), 0, transform.step, transform.stream
+        words = np.array([int(word) for word in philox4x32(counter, key)], dtype="<u4")
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:size]
+        return np.where(bits, np.float32(-1), np.float32(1))
     calls = np.arange(size // 4, dtype=np.uint64)
     key = transform.seed & 0xFFFFFFFF, transform.seed >> 32
     words = np.stack(philox4x32((calls, 0, 0, _SIGN_STREAM), key), axis=-1).reshape(-1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Literal, get_args
 
 from extensor.errors import unknown_name
@@ -154,11 +155,22 @@ class LayerRecipe:
                     "clip_gradient and requantize: expected MX or NVFP4 operands in fprop, not "
                     f"rebased, got {operand}; leave both off otherwise"
                 )
+            if operand.draws_signs:
+                raise ValueError(
+                    "clip_gradient and requantize: expected signs of fprop's transform that last, "
+                    "which backward undoes, got signs='per_step'; 'random' draws them once"
+                )
 
     @property
     def uses_forward_operands(self) -> bool:
         """Whether backward reads what fprop multiplied: to mask gradients, or to requantize it."""
         return self.clip_gradient or self.requantize
+
+    @cached_property
+    def draws_signs(self) -> bool:
+        """Whether signs of a transform are drawn anew in each step."""
+        operands = (self.fprop.a, self.dgrad.a, self.wgrad.a)  # a transform is in both of a GEMM
+        return any(isinstance(o, QuantSpec) and o.draws_signs for o in operands)
 
     @classmethod
     def uniform(cls, operand: OperandSpec) -> LayerRecipe:

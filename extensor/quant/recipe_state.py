@@ -12,6 +12,7 @@ from extensor.quant.input_cache import InputCache
 from extensor.quant.recipe import SLOTS, FloatName, LayerRecipe, OperandSpec, Recipe
 from extensor.quant.replay import REPLAY
 from extensor.quant.saved import SavedRule
+from extensor.quant.spec import Hadamard
 from extensor.quant.static_scale import StaticScale
 from extensor.quant.weight_cache import WeightCache
 from extensor.random import Stream
@@ -288,6 +289,8 @@ class LayerContext:
         use: which use of the layer in this step, from 0.
         static_scale: the scale of the forward input, where calibration chose one beforehand.
         saved_input: in place of `Recipe.saved_input`, where a plan says it for this layer.
+        use_step: the step that this use began in, where signs are drawn in each step: a product's
+            operands have the same, also if one is made after the step has ended.
 
     >>> model = et.nn.Sequential(et.nn.Linear(32, 32))
     >>> state = et.nn.apply_recipe(model, "mxfp4_all")
@@ -302,11 +305,12 @@ class LayerContext:
     use: int = 0
     static_scale: StaticScale | None = None
     saved_input: Literal["packed", "input"] | None = None
+    use_step: int | None = None
 
     @property
     def step(self) -> int:
         """The step that random bits are a function of."""
-        return self.state.step + self.state._ahead
+        return self.state.step + self.state._ahead if self.use_step is None else self.use_step
 
     @property
     def clock(self) -> Any:
@@ -348,6 +352,8 @@ class LayerContext:
             uses[self.path] = use + 1
         for log in REPLAY.logs:
             log.uses.append(use)
+        if self.layer.draws_signs:
+            return replace(self, use=use, use_step=self.step)
         return self if use == self.use else replace(self, use=use)
 
     def operand(self, slot: str) -> OperandSpec:
@@ -389,6 +395,31 @@ class LayerContext:
         seed = self.state._seed_of(0 if weight else self.state.micro_batch, rounds)
         tensor = self.index + (use << USE_SHIFT)
         return Stream(seed, self.step, tensor, SLOTS.index(slot), column, self.clock)
+
+    def signs(self, transform: Hadamard, slot: str) -> Hadamard:
+        """A transform whose signs are drawn in each step, with those of this step.
+
+        Both operands of a GEMM have the same, whatever the use of the layer and the micro-batch.
+
+        Args:
+            transform: of the slot's operand.
+            slot: one of `SLOTS`.
+
+        Returns:
+            The transform, its signs a function of seed, step, layer and GEMM.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all", seed=5)
+        >>> state.step = 3
+        >>> layer, signs = state.layers[""], et.Hadamard(32, "per_step")
+        >>> [layer.signs(signs, slot).step for slot in ("dgrad.g", "dgrad.w")]
+        [3, 3]
+        >>> layer.signs(signs, "dgrad.g") == layer.signs(signs, "wgrad.g")
+        False
+        """
+        seed = (self.state.seed + transform.seed) % (1 << 64)
+        gemm = SLOTS.index(slot) // 2
+        stream = Stream(seed, self.step, self.index, len(SLOTS) + 1 + gemm).counter_high[1]
+        return replace(transform, seed=seed, step=self.step, stream=stream)
 
     def amax_state(self, slot: str) -> dict[str, Any]:
         """Past largest magnitudes of the slot's tensor, for a backend's delayed scaling.

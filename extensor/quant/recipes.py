@@ -57,7 +57,7 @@ def _tseng() -> LayerRecipe:
         "mxfp4",
         scale_rule="floor",
         rounding="stochastic",
-        transform=Hadamard(64, "random"),
+        transform=Hadamard(64, "per_step"),
         element_scale=0.75,
     )
     backward = Gemm(operand, operand, output_scale=16 / 9)
@@ -79,7 +79,7 @@ def _quartet() -> LayerRecipe:
         "mxfp4",
         scale_rule="floor",
         rounding="stochastic",
-        transform=Hadamard(32, "random"),
+        transform=Hadamard(32, "per_step"),
         element_scale=0.75,
     )
     backward = Gemm(g, g, output_scale=16 / 9)
@@ -88,11 +88,11 @@ def _quartet() -> LayerRecipe:
 
 def _quartet2(rule: str) -> LayerRecipe:
     x = QuantSpec("nvfp4", scale_rule=rule)
-    g = QuantSpec("nvfp4", rounding="stochastic", transform=Hadamard(128, "random"), eden=True)
+    g = QuantSpec("nvfp4", rounding="stochastic", transform=Hadamard(128, "per_step"), eden=True)
     return LayerRecipe(Gemm(x, x), Gemm(g, g), Gemm(g, g), requantize=True)
 
 
-def _wgrad_hadamard(signs: Literal["none", "random"], stochastic: bool) -> LayerRecipe:
+def _wgrad_hadamard(signs: Literal["none", "random", "per_step"], stochastic: bool) -> LayerRecipe:
     """MXFP4 in all slots, a Hadamard-32 transform in wgrad alone."""
     x = _mx("mxfp4", "rceil")
     g = x.replace(rounding="stochastic") if stochastic else x
@@ -214,6 +214,12 @@ _ROWS = (
         "mxfp4_hadamard_random",
         "mxfp4_hadamard with random signs and stochastic gradients",
         _wgrad_hadamard("random", stochastic=True),
+        _ENDS,
+    ),
+    Recipe(
+        "mxfp4_hadamard_per_step",
+        "mxfp4_hadamard_random with signs drawn in each step",
+        _wgrad_hadamard("per_step", stochastic=True),
         _ENDS,
     ),
     Recipe(

@@ -37,8 +37,11 @@ class Hadamard:
     Attributes:
         size: d, one of 16, 32, 64, 128; the axis is zero-padded to a multiple of it.
         signs: ``"none"`` (all +1, deterministic), ``"fixed"`` (Transformer Engine's vector,
-            repeated) or ``"random"`` (drawn from ``seed``).
+            repeated), ``"random"`` (drawn from ``seed``, once for all steps) or ``"per_step"``
+            (drawn from ``seed``, ``step`` and ``stream``).
         seed: seed of the random signs. Both operands of a GEMM must use the same.
+        step: the optimizer step of ``"per_step"``; a recipe fills it in.
+        stream: a number of 32 bits, of the layer and its GEMM, likewise.
 
     >>> spec = et.QuantSpec("mxfp4", transform=et.Hadamard(size=32, signs="random", seed=7))
     >>> q = et.randn(4, 64, seed=0).quantize(spec)
@@ -47,16 +50,28 @@ class Hadamard:
     """
 
     size: int = 16
-    signs: Literal["none", "fixed", "random"] = "fixed"
+    signs: Literal["none", "fixed", "random", "per_step"] = "fixed"
     seed: int = 0
+    step: int = 0
+    stream: int = 0
 
     def __post_init__(self) -> None:
         if not _is_int(self.size) or self.size not in HADAMARD_SIZES:
             raise ValueError(f"Hadamard size: expected one of {HADAMARD_SIZES}, got {self.size!r}")
-        if self.signs not in ("none", "fixed", "random"):
-            raise ValueError(f"Hadamard signs: expected none, fixed or random, got {self.signs!r}")
-        if not _is_int(self.seed) or not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"Hadamard seed: expected an int in 0..2**64 - 1, got {self.seed!r}")
+        if self.signs not in ("none", "fixed", "random", "per_step"):
+            raise ValueError(
+                f"Hadamard signs: expected none, fixed, random or per_step, got {self.signs!r}"
+            )
+        for name, bits in (("seed", 64), ("step", 32), ("stream", 32)):
+            value = getattr(self, name)
+            if not _is_int(value) or not 0 <= value < 1 << bits:
+                raise ValueError(
+                    f"Hadamard {name}: expected an int in 0..2**{bits} - 1, got {value!r}"
+                )
+        if (self.step or self.stream) and self.signs != "per_step":
+            raise ValueError(
+                f"Hadamard step and stream: only for signs='per_step', got signs={self.signs!r}"
+            )
 
 
 def _checked_fields(cls: type[QuantSpec]) -> type[QuantSpec]:
@@ -294,7 +309,8 @@ class QuantSpec:
         plain = self.statistic == "amax" and self.element_scale == 1.0
         plain = plain and self.tile in (None, self.row.tile) and self.rounding == "stochastic"
         plain = plain and self.row.tensor_scale and self.rule == "amax" and self.dialect == "ocp"
-        return plain and self.transform is not None and self.transform.signs == "random"
+        random = ("random", "per_step")
+        return plain and self.transform is not None and self.transform.signs in random
 
     def _can_rebase(self) -> bool:
         tile = self.row.tile if self.tile is None else self.tile
@@ -410,6 +426,32 @@ class QuantSpec:
         if isinstance(values.get("tile"), list):
             values["tile"] = tuple(values["tile"])
         return cls(**values)
+
+    @property
+    def draws_signs(self) -> bool:
+        """Whether the signs of the transform are drawn anew in each step."""
+        return self.transform is not None and self.transform.signs == "per_step"
+
+    @property
+    def draws(self) -> bool:
+        """Whether quantizing draws random bits in each step: to round, or for signs."""
+        return self.rounding == "stochastic" or self.draws_signs
+
+    def goes_with(self, stream: object) -> bool:
+        """Whether a stream of random bits, or None for none, is what quantizing takes.
+
+        Stochastic rounding needs one. Signs drawn in each step may have one: a captured step reads
+        its number from the stream's clock.
+
+        Args:
+            stream: a `Stream` or None.
+
+        >>> et.QuantSpec("mxfp4", rounding="stochastic").goes_with(None)
+        False
+        """
+        if self.rounding == "stochastic":
+            return stream is not None
+        return stream is None or self.draws_signs
 
     def resolve(self, ndim: int) -> QuantSpec:
         """The spec for an array of ``ndim`` axes, with axis, tile and scale rule filled in.

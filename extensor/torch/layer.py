@@ -70,7 +70,7 @@ class LayerHandle:
     Attributes:
         context: path, number and recipe of the layer.
         number: the handle.
-        stochastic: whether any operand is rounded stochastically, so that a clock is needed.
+        stochastic: whether any operand draws random bits in each step, so that a clock is needed.
         savable: see `extensor.torch.saved.savable`; None until it is asked for.
     """
 
@@ -79,8 +79,7 @@ class LayerHandle:
         self.number = new_number(self)
         operands = map(context.layer.slot, SLOTS)
         self.stochastic = any(
-            isinstance(operand, QuantSpec) and operand.rounding == "stochastic"
-            for operand in operands
+            isinstance(operand, QuantSpec) and operand.draws for operand in operands
         )
         self.savable: int | None = None
         self._held: _Held | None = None
@@ -114,7 +113,7 @@ class LayerHandle:
         step, use = 0, 0
         if clock is not None and on_device is None:
             use, step = divmod(int(clock), 1 << 32)
-        own = base.path, base.index, base.layer, base.state, use, None, base.saved_input
+        own = base.path, base.index, base.layer, base.state, use, None, base.saved_input, None
         return ClockedContext(*own, step, on_device, activations)
 
     def weight(self, weight: torch.Tensor, keep: bool) -> tuple[Any, WeightVersion | None]:

@@ -40,6 +40,8 @@ def specs() -> Iterator[QuantSpec]:
         yield QuantSpec(name, element_scale=0.75)
         yield QuantSpec(name, transform=Hadamard(16))
         yield QuantSpec(name, transform=Hadamard(128, "random", seed=9), tile=(1, 24))
+    signs = Hadamard(64, "per_step", seed=9, step=5, stream=257)
+    yield QuantSpec("nvfp4", transform=signs)
     for size in (32, 64):
         yield QuantSpec("mxfp4", transform=Hadamard(size, "none"), element_scale=0.75)
     for dialect in DIALECTS:

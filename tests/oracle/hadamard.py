@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from tests.oracle.philox import hadamard_sign
+from tests.oracle.philox import WORD, hadamard_sign, philox
 from tests.oracle.work import F
 
 TRANSFORMER_ENGINE = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -18,6 +18,10 @@ def signs(transform: object) -> list[np.float32]:
         return [F(1)] * size
     if kind == "fixed":
         return [F(TRANSFORMER_ENGINE[k % 16]) for k in range(size)]
+    if kind == "per_step":
+        key = (transform.seed % WORD, transform.seed // WORD)
+        words = philox((0, 0, transform.step, transform.stream), key)
+        return [F(-1 if words[k // 32] >> k % 32 & 1 else 1) for k in range(size)]
     return [F(hadamard_sign(k, transform.seed)) for k in range(size)]
 
 

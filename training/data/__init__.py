@@ -15,7 +15,7 @@ from .digits import load_digits
 from .fetch import DataError
 from .prefetch import prefetch
 from .samplers import SAMPLERS, epoch_order
-from .sources import CIFAR10, EMNIST, FASHION_MNIST, MNIST
+from .sources import CIFAR10, EMNIST, FASHION_MNIST, FASHION_MNIST_RGB, MNIST
 from .transforms import AUGMENTATIONS
 
 __all__ = [
@@ -58,6 +58,10 @@ DATASETS: dict[str, DatasetRow] = {
     "fashion_mnist": DatasetRow(
         "60,000 + 10,000 pictures of clothes (31 MB; Debian: dataset-fashion-mnist)",
         FASHION_MNIST.load,
+    ),
+    "fashion_mnist_rgb": DatasetRow(
+        "fashion_mnist in CIFAR-10's shape: framed to 32x32, in three channels",
+        FASHION_MNIST_RGB.load,
     ),
     "cifar10": DatasetRow(
         "50,000 + 10,000 colour photographs of ten kinds, 32x32 (162 MB download)", CIFAR10.load

@@ -27,7 +27,17 @@ from .dataset import Dataset, Split, pixel_statistics
 from .fetch import DataError, RemoteFile, find, find_archive, unpack_gzip
 from .prepared import prepared
 
-__all__ = ["CIFAR10", "EMNIST", "FASHION_MNIST", "MNIST", "ImageSource", "parse_cifar", "parse_idx"]
+__all__ = [
+    "CIFAR10",
+    "EMNIST",
+    "FASHION_MNIST",
+    "FASHION_MNIST_RGB",
+    "MNIST",
+    "ImageSource",
+    "framed",
+    "parse_cifar",
+    "parse_idx",
+]
 
 UNSIGNED_BYTE = 8
 MAX_IDX_AXES = 32
@@ -102,6 +112,32 @@ class IdxSource(ImageSource):
             for images, labels in (arrays[:2], arrays[2:])
         )
         return Dataset(self.name, train, test, self.classes, self.mean, self.std)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramedSource(ImageSource):
+    """Grey 28x28 images in CIFAR-10's shape: a frame of zeros, the same in three channels.
+
+    Attributes:
+        grey: the images.
+    """
+
+    grey: IdxSource
+
+    def read(self, urls: tuple[str, ...]) -> Dataset:
+        grey = self.grey.read(urls)
+        train, test = (
+            Split(framed(split.images), split.labels) for split in (grey.train, grey.test)
+        )
+        (mean,), (std,) = pixel_statistics(train.images[:, :1])
+        return Dataset(self.name, train, test, self.classes, mean, std)
+
+
+def framed(images: np.ndarray) -> np.ndarray:
+    """Square (N, 1 or 3, S, S) as a read-only (N, 3, 32, 32), zeros around."""
+    frame = (CIFAR_SHAPE[-1] - images.shape[-1]) // 2
+    whole = np.pad(images, ((0, 0), (0, 0), (frame, frame), (frame, frame)))
+    return np.broadcast_to(whole, (len(images), *CIFAR_SHAPE))
 
 
 def parse_idx(content: bytes, shape: tuple[int, ...] | None, label: str) -> np.ndarray:
@@ -352,6 +388,15 @@ FASHION_MNIST = IdxSource(
     ),
     remedy="sudo apt-get install dataset-fashion-mnist (Debian, Ubuntu; 31 MB)",
 )  # fmt: skip
+
+FASHION_MNIST_RGB = FramedSource(
+    name="fashion_mnist_rgb",
+    classes=FASHION_MNIST.classes,
+    system=FASHION_MNIST.system,
+    urls=FASHION_MNIST.urls,
+    remedy=FASHION_MNIST.remedy,
+    grey=FASHION_MNIST,
+)
 
 CIFAR10 = CifarSource(
     name="cifar10",

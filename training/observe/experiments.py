@@ -74,7 +74,8 @@ class Experiment:
 _ARMS = (
     "bf16", "mxfp4", "mxfp8_rebased", "quartet", "quartet2", "nvfp4_nvidia", "mxfp4_tseng",
     "mxfp4_nearest", "mxfp4_hadamard_random", "mxfp4_hadamard", "mxfp8_nvidia", "fp8_block",
-    "mxfp4,bf16@90%", "nvfp4_forward", "nvfp4_backward", "nvfp4_4over6", "quartet2_4over6",
+    "mxfp4_hadamard_per_step", "mxfp4,bf16@90%", "nvfp4_forward", "nvfp4_backward",
+    "nvfp4_4over6", "quartet2_4over6",
     "mxfp8_e5m2g", "mxfp8_ocp", "fp8_tensor", "mxfp6", "mxint8", "nvfp4_fp8exact",
     "mxfp4,bf16@95%",
 )  # fmt: skip
@@ -85,9 +86,9 @@ _BRANCHES = (
         f"bf16,{name}@50%"
         for name in (
             "nvfp4_nvidia", "nvfp4_4over6", "quartet2", "nvfp4_forward", "nvfp4_backward", "mxfp4",
-            "mxfp4_nearest", "mxfp4_hadamard", "mxfp4_hadamard_random", "mxfp8_nvidia",
-            "mxfp8_e5m2g", "fp8_block", "mxfp8_rebased", "quartet", "mxfp4_tseng", "mxfp6",
-            "mxint8", "mxfp8_ocp", "fp8_tensor",
+            "mxfp4_nearest", "mxfp4_hadamard", "mxfp4_hadamard_random", "mxfp4_hadamard_per_step",
+            "mxfp8_nvidia", "mxfp8_e5m2g", "fp8_block", "mxfp8_rebased", "quartet", "mxfp4_tseng",
+            "mxfp6", "mxint8", "mxfp8_ocp", "fp8_tensor",
         )
     ),
 )  # fmt: skip
@@ -163,6 +164,26 @@ EXPERIMENTS: dict[str, Experiment] = {
         {},
         ("fp32", "bf16", "mxfp8_nvidia", "mxfp4", "mxfp4_all", "quartet", "quartet2"),
         (0.03,),
+        1,
+    ),
+    "lenet_fashion": Experiment(
+        "LeNet-5 on 15,000 images of Fashion-MNIST in CIFAR-10's shape, a CPU in minutes",
+        "lenet",
+        {
+            "dataset": "fashion_mnist_rgb", "train_limit": 15_000, "epochs": 3,
+            "warmup_epochs": 0.25,
+        },
+        (*_ARMS, "fp32", "mxfp4_all"),
+        (0.02, 0.03, 0.05),
+        3,
+        telemetry=235,
+    ),
+    "resnet18_fashion": Experiment(
+        "ResNet-18 on Fashion-MNIST in CIFAR-10's shape, on a GPU",
+        "resnet",
+        {"dataset": "fashion_mnist_rgb", "batch_size": 128, "warmup_epochs": 0.5, "device": "cuda"},
+        (*_ARMS, "fp32"),
+        (0.02, 0.05, 0.1),
         1,
     ),
     "resnet18": Experiment(

@@ -40,7 +40,7 @@ class CpuQuantize(CpuCore):
             return Unsupported("empty array or scalar")
         if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
             return Unsupported(f"{x.dtype} array")
-        if (stream is None) == (spec.rounding == "stochastic"):
+        if not spec.goes_with(stream):
             return Unsupported("the stream does not go with the rounding")
         return lower(self.core, spec, x.shape)
 

@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
     const i64 across = (inner + 32 * QUANT_THREAD_COLUMNS - 1) / (32 * QUANT_THREAD_COLUMNS);
 #if CODEC_HADAMARD
-    const Signs signs = {sign0, sign1, sign2, sign3};
+    const Signs signs = transform_signs(clock, sign0, sign1, sign2, sign3);
 #endif
     const i64 coded = coded_length(length);
     const i64 tiles = (coded + CODEC_BLOCK - 1) / CODEC_BLOCK,

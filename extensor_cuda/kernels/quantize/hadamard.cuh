@@ -1,6 +1,6 @@
 // The Hadamard transform of extensor/quant/hadamard.py: signs, butterflies of strides 1, 2, 4 ...
 // in that order, then one multiplication, without fused operations, because the order decides bits.
-// Macros: CODEC_HADAMARD, CODEC_HADAMARD_FACTOR, CODEC_SIGN_PARAMETERS.
+// Macros: CODEC_HADAMARD, CODEC_HADAMARD_FACTOR, CODEC_SIGNS_PER_STEP.
 
 #if CODEC_HADAMARD
 constexpr int kHadamardChunks = CODEC_HADAMARD / kChunk;  // chunks of one transform
@@ -9,6 +9,18 @@ constexpr int kHadamardChunks = CODEC_HADAMARD / kChunk;  // chunks of one trans
 struct Signs {
     u32 words[4];
 };
+
+// CODEC_SIGNS_PER_STEP: drawn from a key, the step (a captured step reads it from `clock`) and the
+// stream's number; else the numbers are the signs.
+DEVICE Signs transform_signs([[maybe_unused]] const u32* clock, u32 a, u32 b, u32 c, u32 d) {
+#if CODEC_SIGNS_PER_STEP
+    Signs drawn;
+    philox(0, 0, Stream{a, b, clock ? clock[0] : c, d}, drawn.words);
+    return drawn;
+#else
+    return Signs{a, b, c, d};
+#endif
+}
 
 // The strides within a chunk. `place`: the chunk's index within its transform.
 DEVICE void hadamard_chunk(float (&v)[kChunk], const Signs& signs, u32 place) {

@@ -16,6 +16,7 @@ from typing import Any, final
 import numpy as np
 
 from extensor.backends.unsupported import Unsupported
+from extensor.errors import CaptureError
 from extensor.formats import ELEMENTS, ElementFormat
 from extensor.quant.array import QuantArray, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
@@ -23,7 +24,7 @@ from extensor.quant.nvfp4 import EDEN_TOP
 from extensor.quant.scale_rules import E8M0_SEARCHES, QUEST_CLIP
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.runtime.capture import random_arguments
+from extensor_cuda.runtime.capture import current_capture, random_arguments
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.launch import launch
@@ -291,6 +292,7 @@ def quantize_source(
         "CODEC_HADAMARD_FACTOR": exact_float(
             1.0 / math.sqrt(spec.transform.size if spec.transform else 1)
         ),
+        "CODEC_SIGNS_PER_STEP": int(spec.draws_signs),
         "CODEC_SEARCH": int(spec.rule in SEARCHES),
         "CODEC_SEARCH_E8M0": int(spec.rule in E8M0_SEARCHES),
         "CODEC_QUEST_FACTOR": exact_float(QUEST_CLIP / 6),
@@ -381,7 +383,7 @@ def _run(
     source = quantize_source(plan, dtype, out, whole, stats, extra)
     each = "QUANT_THREAD_COLUMNS" if plan.columns else "QUANT_THREAD_CHUNKS"
     items = int(dict(source.macros)[each])
-    signs = sign_words(plan.spec.transform) if plan.spec.transform else ()
+    signs = _sign_arguments(plan.spec.transform, stream)
     numbers = *random_arguments(stream), *signs, *map(np.int64, _sizes(plan))
     launch(source, kernel_of(plan), _grid(plan, items), THREADS, x, *arrays, *numbers)
 
@@ -399,6 +401,27 @@ def _sizes(plan: Plan) -> tuple[int, ...]:
     if plan.rows == 1:
         return plan.outer, plan.length
     return plan.outer // plan.shape[-2], plan.shape[-2], plan.length
+
+
+def _sign_arguments(transform: Hadamard | None, stream: Stream | None) -> tuple[np.uint32, ...]:
+    """What the kernel is told of a transform's signs: themselves, or what it draws them from.
+
+    Raises:
+        CaptureError: in a capture, for signs of each step without a stream, whose clock tells the
+            step.
+    """
+    if transform is None:
+        return ()
+    if transform.signs != "per_step":
+        return sign_words(transform)
+    if stream is None and current_capture() is not None:
+        raise CaptureError(
+            "signs='per_step' would be the same in each replay of the step; transform there with "
+            "signs='random', or in a layer with a recipe"
+        )
+    seed = transform.seed
+    numbers = seed & 0xFFFFFFFF, seed >> 32, transform.step, transform.stream
+    return tuple(map(np.uint32, numbers))
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) quantize_rows(const Raw* 
     u32 high0, u32 high1, CODEC_SIGN_PARAMETERS i64 rows, i64 length) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
 #if CODEC_HADAMARD
-    const Signs signs = {sign0, sign1, sign2, sign3};
+    const Signs signs = transform_signs(clock, sign0, sign1, sign2, sign3);
 #endif
     const i64 coded = coded_length(length);
     const i64 per_row = (coded + CODEC_BLOCK - 1) / CODEC_BLOCK * kParts, total = rows * per_row;

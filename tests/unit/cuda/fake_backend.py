@@ -84,6 +84,16 @@ class FakeBlas:
         fake.TAPE.launch(again)
 
 
+def replayed(spec: Any, stream: Any, clock: Any) -> tuple[Any, Any]:
+    """Spec and stream with the step that the device has."""
+    if isinstance(clock, np.ndarray):
+        step = int(fake.plain(clock))
+        stream = replace(stream, step=step)
+        if spec.draws_signs:
+            spec = spec.replace(transform=replace(spec.transform, step=step))
+    return spec, stream
+
+
 def counted(
     x: Any, spec: Any, stream: Any, counters: Counters, part: tuple[int, int], xp: Any
 ) -> Any:
@@ -97,10 +107,7 @@ def counted(
     changed = None if lost is None else fake.plain(lost.array)
 
     def again() -> None:
-        now = stream
-        if isinstance(clock, np.ndarray):
-            now = replace(stream, step=int(fake.plain(clock)))
-        made, found = reference.fake_quantize(values, spec, now)
+        made, found = reference.fake_quantize(values, *replayed(spec, stream, clock))
         memory[...] = made
         adds[part[0] : part[0] + 2] += np.array([found.saturated, found.flushed], np.uint64)
         if changed is not None:
@@ -130,10 +137,7 @@ def stored(x: Any, plan: Any, stream: Any, xp: Any, quantizes: Any) -> Any:
     mask_memory = [fake.plain(mask) for mask in bits]
 
     def again() -> None:
-        now = stream
-        if isinstance(clock, np.ndarray):
-            now = replace(stream, step=int(fake.plain(clock)))
-        made, found, *more = quantizes(values, plan.spec, now)
+        made, found, *more = quantizes(values, *replayed(plan.spec, stream, clock))
         for name, part in made.parts.items():
             memory[name][...] = part
         for held, mask in zip(mask_memory, more, strict=True):

@@ -18,7 +18,10 @@ from tests.unit.cuda.fake import FakeCupy
 from tests.unit.cuda.test_graph import both, gpt, train
 
 RECIPES = ("quartet", "quartet2")
-ON_A_GPU = ("mxfp4", "mxfp4_hadamard_random", "nvfp4_nvidia", "fp8_block", "fp8_tensor", "mxint8")
+ON_A_GPU = (
+    "mxfp4", "mxfp4_hadamard_random", "mxfp4_hadamard_per_step", "nvfp4_nvidia", "fp8_block",
+    "fp8_tensor", "mxint8",
+)  # fmt: skip
 """Recipes whose emulated steps would say no more, or that the GPU of numpy has no kernels of."""
 
 

@@ -5,6 +5,7 @@ Scale rules mse and quest, MS-EDEN's block scales, and clip masks, under Hadamar
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 from extensor.backends.generic import GenericBackend
+from extensor.errors import CaptureError
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor.random import Stream
+from extensor.random import DeviceClock, Stream
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.kernels.quantize import rowwise_columnwise as paired
 from extensor_cuda.kernels.quantize import straight_through as through
@@ -35,6 +37,9 @@ SPECS = {
     "eden": QuantSpec("nvfp4", rounding="stochastic", transform=RANDOM, eden=True),
     "eden 32": QuantSpec(
         "nvfp4", rounding="stochastic", transform=Hadamard(32, "random", seed=1), eden=True
+    ),
+    "signs of a step": QuantSpec(
+        "mxfp4", transform=Hadamard(64, "per_step", seed=1 << 40, step=9, stream=257)
     ),
 }
 SHAPES = (((6, 256), 1), ((5, 70), 1), ((128, 66), 0), ((71, 19), 0))
@@ -93,6 +98,27 @@ def test_scales_that_read_a_blocks_values(xp: Any, name: str) -> None:
     for shape, axis in shapes(xp):
         for x in arrays(shape, axis):
             check(xp, x, SPECS[name].replace(axis=axis))
+
+
+def test_signs_of_the_step_that_a_clock_shows(xp: Any) -> None:
+    """Of values rounded to nearest, whose stream tells the step alone."""
+    x = np.random.default_rng(2).standard_normal((5, 70)).astype(np.float32)
+    spec = SPECS["signs of a step"].resolve(2)
+    clock = DeviceClock(xp.asarray(np.array(3 + (2 << 32), np.uint64)))
+    plan = kernels.plan_of(spec, x.shape)
+    got, _ = kernels.quantize(xp.asarray(x), plan, replace(STREAM, clock=clock), xp)
+    shown = spec.replace(transform=replace(spec.transform, step=3))
+    for name, part in reference.quantize(x, shown)[0].parts.items():
+        same_bytes(name, host(got.parts[name]), part)
+
+
+def test_signs_of_each_step_need_a_clock_in_a_capture(
+    xp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "current_capture", object)
+    spec = SPECS["signs of a step"].resolve(2)
+    with pytest.raises(CaptureError, match="signs='per_step' would be the same in each replay"):
+        kernels.quantize(xp.zeros((5, 70), np.float32), kernels.plan_of(spec, (5, 70)), None, xp)
 
 
 MASKED = {
@@ -166,7 +192,7 @@ def test_ties_between_a_scale_and_half_of_it(xp: Any) -> None:
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("name", ["mse", "quest", "eden"])
+@pytest.mark.parametrize("name", ["mse", "quest", "eden", "signs of a step"])
 def test_no_kernel_spills(name: str) -> None:
     for axis in (0, 1):
         plan = kernels.plan_of(SPECS[name].replace(axis=axis).resolve(2), (256, 1024))

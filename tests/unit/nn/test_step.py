@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 import extensor as et
 from extensor import nn, optim
+from extensor.quant.recipe import LayerRecipe, Recipe
 from extensor.quant.recipe_state import RecipeState
 
 X = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
@@ -91,6 +93,51 @@ def test_a_backward_pass_draws_the_bits_of_its_own_forward_pass() -> None:
     layer.zero_grad()
     y.backward()
     assert b"".join(p.grad.numpy().tobytes() for p in layer.parameters()) == expected
+
+
+def rotated(signs: Any, layer: nn.Module | None = None) -> tuple[nn.Module, RecipeState]:
+    """MXFP8 rounded to nearest in each product, under a transform."""
+    spec = et.QuantSpec("mxfp8_e4m3", scale_rule="rceil", transform=et.Hadamard(32, signs))
+    layer = layer or nn.Linear(64, 32, rng=0)
+    return layer, nn.apply_recipe(layer, Recipe("rotated", "", LayerRecipe.uniform(spec)), seed=1)
+
+
+def test_signs_are_drawn_in_each_step_and_not_in_each_use() -> None:
+    layer, state = rotated("per_step")
+    optimizer, seen = still(layer), []
+    for _ in range(3):
+        seen.append(gradient(layer))
+        assert gradient(layer) == seen[-1]
+        optimizer.step()
+    assert len(set(seen)) == 3
+    state.step = 1
+    assert gradient(layer) == seen[1]
+    layer, state = rotated("random")
+    first, state.step = gradient(layer), 1
+    assert gradient(layer) == first
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(64, 32, rng=0), nn.Conv2d(4, 32, 4, rng=0)])
+@pytest.mark.parametrize("moved", ["no", "use", "micro_batch", "step"])
+def test_operands_of_a_product_have_the_same_signs(layer: nn.Module, moved: str) -> None:
+    """Others would leave nothing of it: the gradients are those of float32, to MXFP8's error."""
+    layer, state = rotated("per_step", copy.deepcopy(layer))
+    x = et.from_numpy(X if isinstance(layer, nn.Linear) else X.reshape(32, 4, 4, 4))
+    x.requires_grad_()
+    if moved == "use":
+        layer(x)
+    state.micro_batch = 3 if moved == "micro_batch" else 0
+    y = layer(x)
+    if moved == "step":
+        state.step += 1
+    y.square().mean().backward()
+    exact, _ = copy.deepcopy(layer), nn.apply_recipe(layer, "fp32")
+    z = et.from_numpy(x.numpy()).requires_grad_()
+    layer.zero_grad()
+    layer(z).square().mean().backward()
+    for ours, theirs in ((x, z), (exact.weight, layer.weight)):
+        difference = ours.grad.numpy() - theirs.grad.numpy()
+        assert np.linalg.norm(difference) < 0.1 * np.linalg.norm(theirs.grad.numpy())
 
 
 def test_an_evaluation_is_no_use() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -28,8 +29,19 @@ NAMES = ("quartet", "quartet2", "quartet2_4over6")
 M, N, K = 40, 24, 70
 
 
-def _oracle(x: np.ndarray, context: LayerContext, slot: str, axis: int) -> Any:
+def _spec(context: LayerContext, slot: str, axis: int) -> QuantSpec:
+    """The slot's, its signs those of seed, step, layer and GEMM."""
     spec = context.layer.slot(slot).replace(axis=axis)
+    if spec.transform is None or spec.transform.signs != "per_step":
+        return spec
+    number = {"fprop": 7, "dgrad": 8, "wgrad": 9}[slot.partition(".")[0]]
+    stream = context.index << 8 | number << 1
+    seed, step = context.state.seed, context.state.step
+    return spec.replace(transform=replace(spec.transform, seed=seed, step=step, stream=stream))
+
+
+def _oracle(x: np.ndarray, context: LayerContext, slot: str, axis: int) -> Any:
+    spec = _spec(context, slot, axis)
     stream = context.stream(slot, axis == 0) if spec.rounding == "stochastic" else None
     return oracle.quantize(np.ascontiguousarray(x), spec, stream)
 
@@ -80,6 +92,7 @@ def _check(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
 def _run(name: str) -> tuple[list[np.ndarray], list[np.ndarray], LayerContext]:
     rng = np.random.default_rng(3)
     context = layer_context(RECIPES[name].layers, seed=5)
+    context.state.step = 3
     x, w = (rng.standard_normal(s).astype(np.float32) for s in ((M, K), (N, K)))
     x *= np.exp2(rng.integers(-2, 3, x.shape)).astype(np.float32)
     g = rng.standard_normal((M, N)).astype(np.float32)
@@ -121,7 +134,7 @@ def test_planted_mistakes_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _values(matrix: np.ndarray, context: LayerContext, slot: str, axis: int) -> np.ndarray:
-    spec = context.layer.slot(slot).replace(axis=axis).resolve(2)
+    spec = _spec(context, slot, axis).resolve(2)
     stream = context.stream(slot, axis == 0) if spec.rounding == "stochastic" else None
     return reference.fake_quantize(np.ascontiguousarray(matrix, np.float32), spec, stream)[0]
 

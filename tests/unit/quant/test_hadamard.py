@@ -14,6 +14,7 @@ from tests.oracle.philox import hadamard_sign
 
 TE = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 ALL = [Hadamard(d, s, seed=77) for d in (16, 32, 64, 128) for s in ("none", "fixed", "random")]
+ALL += [Hadamard(d, "per_step", 77, step=2**32 - 1, stream=d) for d in (16, 32, 64, 128)]
 
 
 def sylvester(size: int) -> np.ndarray:
@@ -57,6 +58,17 @@ def test_signs() -> None:
         assert 40 < (got > 0).sum() < 88
         seen.add(got.tobytes())
     assert len(seen) == 4
+
+
+def test_signs_of_each_step() -> None:
+    """A draw for each seed, step and stream, the shorter ones a beginning of the longest."""
+    names = [(s, step, stream) for s in (0, 1 << 32) for step in (0, 1) for stream in (0, 256)]
+    seen = [hadamard_signs(Hadamard(128, "per_step", *name)) for name in names]
+    assert len({one.tobytes() for one in seen}) == len(names)
+    assert all(40 < (one > 0).sum() < 88 for one in seen)
+    for size in (16, 32, 64):
+        got = hadamard_signs(Hadamard(size, "per_step", *names[5]))
+        np.testing.assert_array_equal(got, seen[5][:size])
 
 
 def test_the_default_is_transformer_engines() -> None:

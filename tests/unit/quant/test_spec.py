@@ -112,7 +112,9 @@ def test_bad_fields(fields: dict[str, Any], kind: type[Exception], message: str)
     [
         ({"size": 8}, r"Hadamard size: expected one of .*128.*got 8"),
         ({"size": 256}, r"Hadamard size"),
-        ({"signs": "some"}, r"Hadamard signs: expected none, fixed or random, got 'some'"),
+        ({"signs": "some"}, r"Hadamard signs: expected none, .* or per_step, got 'some'"),
+        ({"signs": "per_step", "step": -1}, r"Hadamard step: expected an int in 0\.\.2\*\*32"),
+        ({"signs": "random", "stream": 1}, r"only for signs='per_step', got signs='random'"),
         ({"seed": -1}, r"Hadamard seed: expected an int in 0\.\.2\*\*64"),
         ({"seed": 1 << 64}, r"Hadamard seed"),
         ({"seed": 1.5}, r"Hadamard seed"),

@@ -15,7 +15,7 @@ from extensor.training.data import DataError, Dataset, Split, batches, epoch_ord
 from extensor.training.data.digits import enlarge, read_digits, stratified_split
 from extensor.training.data.draws import Draws
 from extensor.training.data.fetch import RemoteFile, cache_directory, find
-from extensor.training.data.sources import FASHION_MNIST, MNIST, IdxSource, parse_idx
+from extensor.training.data.sources import FASHION_MNIST, MNIST, IdxSource, framed, parse_idx
 from extensor.training.data.transforms import RandomCrop
 from tests.unit.training.conftest import idx_bytes
 
@@ -199,6 +199,16 @@ def test_an_idx_set_loads_from_four_files(
         batch.inputs[:, 0], (arrays[0] / 255 - row.mean) / row.std, rtol=1e-6, atol=1e-6
     )
     assert batch.labels.tolist() == arrays[1].tolist()
+
+
+def test_framed_images_have_cifars_shape() -> None:
+    images = np.random.default_rng(0).integers(1, 256, (3, 1, 28, 28)).astype(np.uint8)
+    whole = framed(images)
+    assert whole.shape == (3, 3, 32, 32)
+    np.testing.assert_array_equal(whole[:, :, 2:30, 2:30], np.repeat(images, 3, axis=1))
+    assert np.count_nonzero(whole) == 3 * images.size
+    colour = whole.copy()
+    np.testing.assert_array_equal(framed(colour), colour)
 
 
 def test_unknown_data_set_lists_near_names() -> None:
