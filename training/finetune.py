@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from extensor import ExTensor, cross_entropy
 from extensor.cli.language import load_language_model
-from extensor.cli.sheet import CommandError
+from extensor.cli.sheet import CommandError, read_text
 from extensor.generation import Perplexity, token_losses
 from extensor.io import save_checkpoint
 from extensor.nn import (
@@ -149,7 +149,7 @@ def _corpus(name: str) -> Corpus:
         if not isinstance(found, Corpus):
             raise UsageError(f"{name}: expected a text or a data set of text, got images")
         return found
-    return Corpus.of(name, [Path(name).read_text(encoding="utf-8")])
+    return Corpus.of(name, [read_text(Path(name))])
 
 
 def finetune(args: FinetuneArgs, console: Console) -> Tuned:

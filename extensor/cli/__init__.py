@@ -7,6 +7,7 @@ that train are `extensor.training.cli`, imported when one of them is called.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from extensor.cli.formats import (
 )
 from extensor.cli.language import chat, generate, perplexity
 from extensor.cli.quantize import quantize
-from extensor.cli.sheet import CommandError, Sheet
+from extensor.cli.sheet import CommandError, Sheet, system_problem
 from extensor.cli.tune import tune
 from extensor.distributed.launch import launched_rank, refuse_ranks
 from extensor.errors import unknown_name
@@ -79,7 +80,7 @@ extensor generate SmolLM2-135M-Instruct.gguf "The capital of France is"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 on success, 2 for a wrong argument or a file that cannot be used."""
+    """Run one command; 0 on success, 2 for a wrong argument or file, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
@@ -104,6 +105,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"error: {CommandError(system_problem(error))}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; files appear when they are whole", file=sys.stderr)
+        return 130
     return 0
 
 

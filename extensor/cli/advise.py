@@ -129,10 +129,10 @@ def advise(
 
     FILE is a .safetensors, .npz or .npy file, a folder of .safetensors files, or a model's index.
     Every float matrix is quantized in each format along its last axis. The advice is the smallest
-    format that (1) keeps --min-sqnr dB of signal over quantization noise, (2) saturates at most 2%
-    of the values and (3) turns at most 25% of them into zero; else bfloat16. The limits of (2) and
-    (3) are those of a run's health table: 3% saturate if the largest value of each block of 32
-    does, and MXFP4 turns a tenth of normally distributed values into zero. Norms and biases stay in
+    format that keeps --min-sqnr dB of signal over quantization noise, saturates at most 2% of the
+    values and turns at most 25% of them into zero; else bfloat16. Both limits are those of a run's
+    health table. For comparison, 3% saturate if the largest value of each block of 32 does, and
+    MXFP4 turns a tenth of normally distributed values into zero. Norms and biases stay in
     bfloat16, since they are small. So do embeddings and output heads, told by their names, as in
     most recipes; their figures are shown.
 
@@ -164,6 +164,10 @@ def advise(
     if not source.exists():
         raise CommandError(
             f"{source}: no such file or folder; `extensor train lenet --out {source}` makes a run"
+        )
+    if flags.text is None and source.suffix == ".gguf":
+        raise CommandError(
+            f"{source}: a language model is measured on a text; add --text FILE, a text in UTF-8"
         )
     if flags.text is not None:
         names = {c.spec: c.name for c in candidates(flags.formats)}

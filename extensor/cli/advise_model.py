@@ -11,7 +11,7 @@ import numpy as np
 
 from extensor.autograd.tensor import ExTensor
 from extensor.cli import language
-from extensor.cli.sheet import CommandError, Sheet, shape_text
+from extensor.cli.sheet import CommandError, Sheet, read_text, shape_text
 from extensor.nn.linear import GemmLayer
 from extensor.nn.mixed import LossChange, choose_formats, loss_changes
 from extensor.nn.module import Module
@@ -106,10 +106,11 @@ def advise_model(path: Path, text: Path, specs: dict[QuantSpec, str], bits: floa
     Raises:
         CommandError: for a model or text that cannot be used, or a size below the smallest format.
     """
+    content = read_text(text)
     loaded = language.load_language_model(path)
     try:
-        tokens = loaded.tokenizer.encode(text.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        tokens = loaded.tokenizer.encode(content)
+    except ValueError as error:
         raise CommandError(f"{text}: {error}") from error
     length = min(LENGTH, (loaded.context or LENGTH + 1) - 1)
     if len(tokens) < WINDOWS * (length + 1):

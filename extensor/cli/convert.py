@@ -64,7 +64,7 @@ def convert_command(
                 metadata=metadata,
                 progress=lambda name: bar.update(task, description=printable(name)),
             )
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise CommandError(str(error)) from None
     show([_sheet(f"{source} -> {target}", done)])
     for note in [*notes, *done.notes]:

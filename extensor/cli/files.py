@@ -109,8 +109,7 @@ def inspect(file: Annotated[Positional[Path], arg(metavar="FILE")]) -> None:
     """
     rows: list[tuple[str, ...]] = []
     total, facts = 0, Sheet(str(file), ("metadata", "value"), ())
-    named = file.suffix in (".safetensors", ".gguf") or file.name.endswith(INDEX)
-    if not file.is_dir() and not named:
+    if file.suffix in (".npy", ".npz") and not file.is_dir():
         tensors = iter(read_tensors(file).items())
     else:
         try:

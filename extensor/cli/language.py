@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tyro.conf import Positional, arg
 
-from extensor.cli.sheet import CommandError
+from extensor.cli.sheet import CommandError, read_text
 from extensor.generation import (
     Perplexity,
     PretrainedTokenizer,
@@ -30,6 +30,7 @@ from extensor.generation import (
 from extensor.nn.kv_cache import KVCache, new_cache
 from extensor.nn.module import Module
 from extensor.nn.ptq import dequantize_model, packed_layers, quantize_model
+from extensor.quant.schemes import get_scheme
 
 __all__ = ["LanguageModel", "chat", "generate", "load_language_model", "perplexity"]
 
@@ -132,8 +133,14 @@ def load_language_model(path: Path) -> LanguageModel:
     """
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         models: Any = importlib.import_module("extensor.models")
+        decoder: Any = importlib.import_module("extensor.models.decoder")
         try:
             model = models.from_pretrained(path)
+            if not isinstance(model, decoder.Decoder):
+                raise CommandError(
+                    f"{path}: a {type(model).__name__} model gives a vector for each token, not "
+                    "the next token; extensor.models.from_pretrained runs it in Python"
+                )
             tokenizer = PretrainedTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise CommandError(str(error)) from error
@@ -161,8 +168,9 @@ def generate(
 
     The same command gives the same text.
 
-    examples: extensor generate SmolLM2-135M-Instruct "The capital of France is" --temperature 0
-    extensor generate runs/gpt --prompt 'ROMEO: ' --tokens 300
+    example: extensor generate SmolLM2-135M-Instruct.gguf "The capital of France is" --temperature 0
+
+    example: extensor generate runs/gpt --prompt 'ROMEO: ' --tokens 300
 
     Args:
         model: A folder with config.json, a .gguf file, or a run of `extensor train gpt`: its
@@ -198,7 +206,7 @@ def write(
         CommandError: if the model's scores are not finite, or its context is full.
     """
     count, context = flags.tokens, loaded.context
-    if loaded.caches and context is not None:
+    if count and loaded.caches and context is not None:
         count = min(count, context - len(tokens))
         if count < 1:
             raise CommandError(
@@ -309,10 +317,12 @@ def perplexity(
         scheme: Quantize the model first, by a scheme that `extensor ptq --help` lists.
         cache: Round keys and values to this format before attention reads them.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{file}: cannot be read as a text: {error}") from error
+    text = read_text(file)
+    if scheme is not None:
+        try:
+            get_scheme(scheme)
+        except ValueError as error:
+            raise CommandError(f"--scheme: {error}") from None
     loaded = load_language_model(model)
     most = loaded.context
     context = min(512, most or 512) if context is None else context
@@ -320,6 +330,8 @@ def perplexity(
         raise CommandError(f"--context: expected at most the {most} of the model, got {context}")
     try:
         tokens = loaded.tokenizer.encode(text)[: limit or None]
+        if len(tokens) < 2:
+            raise CommandError(f"{file}: expected a text of 2 tokens or more, got {len(tokens)}")
         scored = loaded.model
         if scheme is not None:
             if packed_layers(scored):
@@ -341,7 +353,9 @@ def perplexity(
 def _watched(batches: Iterator[Any], count: int) -> Iterator[Any]:
     """Batches of losses, with a bar on standard error that shows the perplexity so far."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("perplexity", total=count)
         total, counted = 0.0, 0
         for losses in batches:

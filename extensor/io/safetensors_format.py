@@ -178,7 +178,8 @@ def parse_header(
         for start, kind in _OTHER_KINDS.items():
             if head.startswith(start):
                 raise CheckpointError(f"expected a safetensors file, got {kind}")
-        raise CheckpointError(f"truncated or damaged: a header of {length} bytes in {size}")
+        other = "not a safetensors file" if length > _MAX_HEADER else "truncated or damaged"
+        raise CheckpointError(f"{other}: a header of {length} bytes in {size}")
     base = 8 + length
     try:
         header = check(parse_json(content[8:base].tobytes()), dict[str, Any])

@@ -95,13 +95,14 @@ class GgufFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._size = self.path.stat().st_size
+        with open(self.path, "rb") as file:
+            start = file.read(4)
+        if start != _MAGIC:
+            raise self._error(f"not a GGUF file: expected it to start with GGUF, got {start!r}")
         if self._size < 24:
-            raise self._error(f"truncated: expected 24 bytes or more, got {self._size}")
+            raise self._cut(f"expected 24 bytes or more, got {self._size}")
         self._pages = FilePages(self.path)
         self._content: Array = self._pages.bytes
-        if self._content[:4].tobytes() != _MAGIC:
-            start = self._content[:4].tobytes()
-            raise self._error(f"expected the bytes GGUF at its start, got {start!r}")
         self._at = 4
         version, tensors, values = self._number(4), self._number(10), self._number(10)
         if version not in (2, 3):
@@ -110,7 +111,7 @@ class GgufFile:
             )
         # A tensor takes 24 bytes of header or more, a value 13.
         if 24 * tensors + 13 * values > self._size:
-            raise self._error(f"{tensors} tensors and {values} values in {self._size} bytes")
+            raise self._cut(f"{tensors} tensors and {values} values in {self._size} bytes")
         self.metadata: dict[str, Any] = {}
         self.kinds: dict[str, int] = {}
         for _ in range(values):
@@ -150,9 +151,12 @@ class GgufFile:
     def _error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {text}")
 
+    def _cut(self, text: str) -> CheckpointError:
+        return self._error(f"truncated or damaged: {text}. Nothing was loaded; use an intact file")
+
     def _take(self, size: int) -> bytes:
         if size > self._size - self._at:
-            raise self._error(f"truncated or damaged: {size} bytes expected at byte {self._at}")
+            raise self._cut(f"{size} bytes expected at byte {self._at} of {self._size}")
         self._at += size
         return self._content[self._at - size : self._at].tobytes()
 
@@ -220,10 +224,10 @@ class GgufFile:
             except ValueError as error:
                 raise self._error(f"damaged: {name!r}: {error}") from None
             if name in tensors or end > self._size or tensor.start % alignment:
-                raise self._error(
-                    f"truncated or damaged: {name!r}, {text} of shape {shape}, takes bytes "
-                    f"{tensor.start} to {end} of {self._size}, once, at a multiple of {alignment}"
-                )
+                why = "is there twice" if name in tensors else f"ends at byte {end} of {self._size}"
+                if tensor.start % alignment:
+                    why = f"begins at byte {tensor.start}, expected a multiple of {alignment}"
+                raise self._cut(f"{name!r}, {text} of shape {shape}, {why}")
             tensors[name] = tensor
         return tensors
 

@@ -138,6 +138,13 @@ class Archive:
         return ((name, self.read(name)) for name in self.infos)
 
 
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_PICKLE = (
+    "a pickle, which runs code when it is read; the way out, in Python: "
+    "safetensors.torch.save_file(torch.load(PATH, weights_only=True), 'model.safetensors')"
+)
+
+
 def open_archive(path: str | os.PathLike[str]) -> Archive:
     """Open a checkpoint of any kind; headers are read and checked, weights are not read.
 
@@ -188,6 +195,9 @@ def _open_folder(folder: Path) -> Archive:
     gguf = sorted(folder.glob("*.gguf"))
     if len(gguf) == 1:
         return _open_gguf(gguf[0])
+    pickles = [file.name for file in sorted(folder.iterdir()) if file.suffix in _PICKLES]
+    if pickles and not gguf:
+        raise CheckpointError(f"{folder / pickles[0]}: {_PICKLE}")
     held = ", ".join(file.name for file in gguf) or "none"
     raise FileNotFoundError(
         f"{folder}: expected .safetensors files or one .gguf file, found {held}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +14,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import safetensors.numpy
+from rich.console import Console
 
 import extensor
 from extensor import cli, config
 from extensor.backends import registry
+from extensor.cli import sheet
 from extensor.cli.files import _bars
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS
 from extensor.io import load_checkpoint
@@ -299,7 +303,7 @@ def test_inspect_shows_every_format(
     (line,) = [line for line in text.splitlines() if "│ w " in line]
     assert name in line and "2^" in line
     total = sum(tensor.nbytes for tensor in load_checkpoint(out).tensors.values())
-    assert f"│ {total} " in text
+    assert f" {total} │" in text
 
 
 def test_inspect_counts_scales(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -490,7 +494,7 @@ def test_other_first_words_are_explained(capsys: pytest.CaptureFixture[str]) -> 
 def test_other_kinds_of_files_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     archive, text = tmp_path / "w.npz", tmp_path / "t.txt"
     np.savez(archive, w=np.ones(3))
-    text.write_text("hello")
+    text.write_text("hello, newcomer")
     target = tmp_path / "out"
     said = fails(capsys, "convert", archive, target, "--layout", "modelopt-nvfp4")
     assert "expected a safetensors file, got a zip archive" in said
@@ -499,6 +503,54 @@ def test_other_kinds_of_files_are_named(capsys: pytest.CaptureFixture[str], tmp_
     pointer.write_text("version https://git-lfs.github.com/spec/v1")
     assert "git lfs pull" in fails(capsys, "inspect", pointer)
     assert "no such file" in fails(capsys, "inspect", tmp_path / "nothing")
+    assert "not a safetensors file" in fails(capsys, "convert", text, target, "--layout", "gguf")
+    gguf = tmp_path / "w.gguf"
+    gguf.write_text("hello")
+    assert "not a GGUF file" in fails(capsys, "inspect", gguf)
+    assert "add --text FILE" in fails(capsys, "advise", gguf)
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    (folder / "pytorch_model.bin").touch()
+    assert "save_file(torch.load(" in fails(capsys, "inspect", folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(errno.ENOSPC, "No space left", "d/w"), 2, "d/w: the disk is full; the way out"),
+        (OSError(errno.EROFS, "Read-only", "d"), 2, "d: the disk is read-only; the way out"),
+        (BrokenPipeError(), 1, ""),
+    ],
+)
+def test_what_stops_a_command_is_one_line(
+    error: BaseException,
+    code: int,
+    said: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop() -> None:
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "doctor", stop)
+    monkeypatch.setattr(os, "dup2", lambda *descriptors: None)
+    assert cli.main(["doctor"]) == code
+    assert said in capfd.readouterr().err
+
+
+def test_tables_fit_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = Console(width=60, force_terminal=True, color_system=None)
+    monkeypatch.setattr(sheet, "Console", lambda: narrow)
+    names = ("tensor", "from", "bytes", "to", "bytes", "blocks")
+    row = ("model.layers.0.mlp.down_proj.weight", "int4", "552960", "nvfp4", "497668", "all")
+    sheet.show([sheet.Sheet("t", names, (row,))])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    (first,) = (line for line in lines if "552960" in line)
+    assert first.split()[1:] == ["int4", "552960", "nvfp4", "497668", "all"]
 
 
 def test_unknown_flags_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:

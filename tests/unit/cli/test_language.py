@@ -17,6 +17,7 @@ import extensor as et
 from extensor.cli import language, main
 from extensor.cli.language import LanguageModel
 from extensor.generation import PretrainedTokenizer
+from extensor.models.bert.configs import BertConfig
 from extensor.nn import Module
 from tests.unit.generation.decoder import VOCAB, Decoder
 
@@ -136,7 +137,9 @@ def test_perplexity_counts_each_token_once(
         (["generate", "m", "a", "--cache", "mxfp5"], "--cache: no cache format named 'mxfp5'"),
         (["perplexity", "m", "words", "--scheme", "mxfp5"], "no scheme named 'mxfp5'"),
         (["perplexity", "m", "words", "--cache", "mxfp5"], "no cache format named 'mxfp5'"),
-        (["perplexity", "m", "nowhere"], "nowhere: cannot be read as a text"),
+        (["perplexity", "m", "nowhere"], "nowhere: no such file or folder"),
+        (["perplexity", "m", "latin"], "latin: expected a text in UTF-8, got byte 0xe9 at 3;"),
+        (["perplexity", "m", "empty"], "empty: expected a text of 2 tokens or more, got 0"),
         (["perplexity", "m", __file__, "--context", "101"], "at most the 100 of the model"),
         (["perplexity", "m", __file__], "encode: "),
         (["perplexity", "m", "words", "--stride", "64", "--context", "64"], "a stride of 1 to"),
@@ -152,6 +155,8 @@ def test_commands_that_cannot_be(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("words").write_text("to be or not to be")
+    Path("latin").write_bytes(b"caf\xe9")
+    Path("empty").touch()
     assert main(words) == 2
     assert message in capsys.readouterr().err
 
@@ -182,6 +187,19 @@ def test_a_model_without_a_template_does_not_chat(
     decoder.passes.clear()
     assert said(capsys, "generate", "model", "abcd", "--tokens", "6") == "abcd" + "a" * 6 + "\n"
     assert decoder.passes == [4, 5, 6, 7, 8, 8]
+
+
+def test_no_tokens_are_written_where_none_are_asked_for(
+    decoder: Decoder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, "generate", "model", "ab", "--tokens", "0") == "ab\n"
+
+
+def test_encoders_write_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = BertConfig(layers=1, width=16, hidden=16, heads=1, vocab=8, context=8)
+    et.models.build("bert", config, np.random.default_rng(0)).save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), "a"]) == 2
+    assert "a Bert model gives a vector for each token" in capsys.readouterr().err
 
 
 def test_a_tokenizer_of_another_model_is_refused(
