@@ -39,6 +39,7 @@ from .text.tokenizers import TOKENIZERS
 
 __all__ = [
     "ACTIVATIONS",
+    "WEIGHTS",
     "RunConfig",
     "Settings",
     "flag_of",
@@ -60,6 +61,8 @@ AUGMENTATIONS_OF: Mapping[str, Collection[str]] = {
 TEXT_ONLY = ("context", "epoch_steps", "tokenizer", "vocab_size")
 """Settings that images have no use for: 0 or "" for them."""
 
+WEIGHTS = (*FLOAT_NAMES, "mxint8", "mxfp8_e4m3")
+"""What ``--weights`` takes."""
 UPDATES = ("after_backward", "in_backward")
 """What ``--update`` takes."""
 GRAD_ROUNDING = ("stochastic", "error_feedback")
@@ -177,10 +180,12 @@ class Settings:
         among=STATES,
     )
     weights: str = setting(
-        "Format of matrices between steps: float32; or bfloat16, where each update is rounded into "
-        "them stochastically, no other copy is kept, and their gradients are bfloat16, too.",
+        "Format of matrices between steps: float32; or bfloat16, mxint8 or mxfp8_e4m3 (blocks of "
+        "32), where each update is rounded into them stochastically, no other copy is kept, and "
+        "their gradients are bfloat16. Blocks go with models without convolutions, and not with "
+        "--graph.",
         "float32",
-        among=FLOAT_NAMES,
+        among=WEIGHTS,
     )
     update: str = setting(
         "When weights are updated: after_backward; or in_backward, each as soon as its gradient is "

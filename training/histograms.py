@@ -87,7 +87,7 @@ def operand_histograms(trainer: Trainer) -> Histograms:
 
 
 def _host(tensor: ExTensor) -> np.ndarray[Any, Any]:
-    host: np.ndarray[Any, Any] = tensor.detach().to("cpu").numpy()
+    host: np.ndarray[Any, Any] = tensor.detach().dequantize().to("cpu").numpy()
     return host.astype(np.float32)
 
 

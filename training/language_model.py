@@ -12,12 +12,12 @@ from extensor import models
 from extensor.distributed.checkpoint import INDEX
 from extensor.errors import layout_error, unknown_name
 from extensor.models.sizes import check_sizes
-from extensor.nn import Module, apply_recipe
+from extensor.nn import Module, apply_recipe, cast_weights
 from extensor.nn.init import Skeleton
 from extensor.schema import SchemaError, check, record
 
 from .checkpoints import read_checkpoint
-from .config import ACTIVATIONS
+from .config import ACTIVATIONS, WEIGHTS
 from .rundir import LAST, UsageError, find_checkpoint
 from .runs import RUNS
 from .text.tokenizers import Tokenizer, TokenizerError, from_state
@@ -32,6 +32,7 @@ class _Settings(TypedDict):
     seed: int
     context: int
     activations: NotRequired[str]
+    weights: NotRequired[str]
 
 
 class _Metadata(TypedDict):
@@ -83,7 +84,7 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
         parts = [(*name.partition("."), values) for name, values in checkpoint.tensors.items()]
         weights = {name: values for top, _, name, values in parts if top == "model"}
         check_sizes(dataclasses.asdict(config), weights.values())
-        model = _checked_model(settings["model"], config, weights)
+        model = _checked_model(settings["model"], config, weights, settings.get("weights"))
         apply_recipe(model, settings["recipe"], settings["seed"], ACTIVATIONS[activations])
         return model.eval(), tokenizer, settings["context"]
     except (TypeError, ValueError) as error:
@@ -93,13 +94,29 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
         ) from error
 
 
-def _checked_model(name: str, config: Any, weights: dict[str, Any]) -> Module:
-    """The model with these weights, built when their names and shapes are the expected ones."""
+def _checked_model(
+    name: str, config: Any, weights: dict[str, Any], stored: str | None = None
+) -> Module:
+    """The model with these weights, built when their names and shapes are the expected ones.
+
+    ``stored``: as `cast_weights` takes it; None: as the model is built.
+    """
+    if stored is not None and stored not in WEIGHTS:
+        raise SchemaError(unknown_name("weights", stored, WEIGHTS))
     skeleton = models.build(name, config, Skeleton())
     tensors = (*skeleton.named_parameters(), *skeleton.named_buffers())
-    message = layout_error("the model's state", {n: t.data for n, t in tensors}, weights)
+    expected = {path: _float32(tensor) for path, tensor in tensors}
+    given = {path: _float32(values) for path, values in weights.items()}
+    message = layout_error("the model's state", expected, given)
     if message is not None:
         raise SchemaError(message)
     model = models.build(name, config, np.random.default_rng(0))
-    model.load_state_dict(weights)
+    if stored is not None:
+        cast_weights(model, stored)
+    model.load_state_dict(weights)  # refuses other dtypes
     return model
+
+
+def _float32(values: Any) -> Any:
+    """Zeros of its shape, in no memory."""
+    return np.broadcast_to(np.float32(0), values.shape)

@@ -40,8 +40,13 @@ class MemoryPlan:
 
 def gradient_bytes(config: RunConfig, model: Any) -> int:
     """Of the gradients that a step holds at once: all, or the largest alone."""
-    sizes = [param.nbytes for param in model.parameters()]
+    sizes = [_gradient(param) for param in model.parameters()]
     return max(sizes) if config.update == "in_backward" else sum(sizes)
+
+
+def _gradient(param: Any) -> int:
+    """Bytes of a parameter's gradient: of its dtype, bfloat16 of blocks."""
+    return int(2 * param.size if param.is_blocked else param.nbytes)
 
 
 def repeated(model: Module) -> str | None:
@@ -84,8 +89,9 @@ def savings(
     """
     found: list[tuple[str, int | None]]
     saved = kinds.get("saved")
-    sizes = [param.nbytes for param in model.parameters()]
-    matrices = sum(param.nbytes for param in model.parameters() if param.ndim > 1)
+    sizes = [_gradient(param) for param in model.parameters()]
+    matrices = [param for param in model.parameters() if param.ndim > 1]
+    numbers = sum(param.size for param in matrices)
     half = None if saved is None else (saved + kinds["workspaces"]) // 2
     found = [("half of --batch-size", half)]
     if config.optimizer_states in (wide := {"float32": 4, "bfloat16": 2}):
@@ -93,7 +99,10 @@ def savings(
         found.append(("--optimizer-states mxfp8_e4m3", int(kinds["states"] * share)))
     if config.weights == "float32":
         both = 2 if config.update == "after_backward" else 1
-        found.append(("--weights bfloat16 (and gradients)", matrices * both // 2))
+        found.append(("--weights bfloat16 (and gradients)", 2 * numbers * both))
+    elif config.weights == "bfloat16" and all(param.ndim == 2 for param in matrices):
+        blocks = sum(33 * param.shape[0] * -(-param.shape[1] // 32) for param in matrices)
+        found.append(("--weights mxint8", 2 * numbers - blocks))
     if config.update == "after_backward":
         setting = "--update in_backward --clip-norm 0 --loss-scale off"
         found.append((setting, sum(sizes) - max(sizes)))

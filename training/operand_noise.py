@@ -66,7 +66,7 @@ def layer_operands(
     inputs, gradients = (t.data[:IMAGES] if convolution else t.data for t in (x, g))
     matrices = {
         "x": input_rows(layer, inputs, xp),
-        "w": weight.data.reshape(weight.shape[0], -1),
+        "w": weight.detach().dequantize().data.reshape(weight.shape[0], -1),
         "g": gradient_rows(gradients),
     }
     share = len(x) / len(inputs) if convolution else 1.0

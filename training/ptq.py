@@ -19,7 +19,7 @@ from rich.console import Console
 
 from extensor import ExTensor
 from extensor.inspect import compare_layers
-from extensor.nn import Module, packed_layers, quantize_model, save_quantized
+from extensor.nn import Module, cast_weights, packed_layers, quantize_model, save_quantized
 from extensor.quant.schemes import get_scheme
 
 from .evaluation import evaluate
@@ -97,6 +97,7 @@ def ptq(args: PtqArgs, console: Console) -> None:
     trainer = open_run(args.run)
     float_model = trainer.fresh_model()
     float_model.load_state_dict(trainer.model.state_dict())
+    cast_weights(float_model, "float32")
     metric, config = trainer.task.metric, trainer.config
     calibration = calibration_set(trainer, args.calibration)
     batch = next(trainer.task.test(min(LAYER_BATCH, trainer.task.eval_batch)))

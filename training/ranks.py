@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import platform
 import sys
@@ -25,6 +26,7 @@ from extensor.distributed import (
     launched_rank,
 )
 from extensor.io import CheckpointError
+from extensor.quant.array import QuantArray
 
 from .config import RunConfig
 from .data import DataError
@@ -144,7 +146,9 @@ def _weights(run: Any) -> str:
     if run.parallel is not None:
         return digest(array for _, array in sorted(run.parallel.state_dict().items()))
     with run.whole():
-        return digest(param.to("cpu").numpy() for param in run.model.parameters())
+        stored = (param.to("cpu").data for param in run.model.parameters())
+        parts = (one.parts.values() if isinstance(one, QuantArray) else [one] for one in stored)
+        return digest(itertools.chain.from_iterable(parts))
 
 
 def _version(name: str) -> str:

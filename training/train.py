@@ -11,6 +11,7 @@ from rich.console import Console
 from extensor.backends.registry import get as get_backend
 from extensor.distributed import Communicator, LocalCommunicator, on_device
 from extensor.inspect.memory import KINDS, memory_ledger
+from extensor.quant.recipe import FLOAT_NAMES
 
 from .callbacks import (
     Callback,
@@ -204,6 +205,11 @@ def _check_graph(config: RunConfig, telemetry: int, memory: bool) -> None:
             OPTIMIZERS[config.optimizer].multi_tensor,
             f"{config.optimizer} is not captured",
             f"{', '.join(others)} or {last}",
+        ),
+        (
+            config.weights in FLOAT_NAMES,
+            f"an update of {config.weights} blocks makes new arrays",
+            "--weights bfloat16",
         ),
         (
             config.schedule != "reduce_lr_on_plateau",

@@ -51,8 +51,11 @@ SAVED = {
 NARROW: dict[str, Any] = {"weights": "bfloat16", "optimizer_states": "mxfp8_e4m3"}
 OPTIMIZER: Mapping[str, dict[str, Any]] = {
     "weights bfloat16": {"weights": "bfloat16"},
+    "weights mxint8": {"weights": "mxint8"},
+    "weights mxfp8_e4m3": {"weights": "mxfp8_e4m3"},
     "states mxfp8_e4m3": {"optimizer_states": "mxfp8_e4m3"},
     "both, saved mxfp8": {**NARROW, "saved": "mxfp8"},
+    "both, weights mxint8": {**NARROW, "saved": "mxfp8", "weights": "mxint8"},
 }
 
 

@@ -5,12 +5,14 @@ straight to the primitive's forward. Other inputs are prepared first: dtypes are
 promoted, blocked operands dequantized, and 16-bit floats widened to float32, so
 that the result rounds once. A kernel that reads bfloat16 and rounds by itself
 (`Backend.bfloat16`) gets bfloat16.
+
+Of a weight that is trained in blocks an operation reads bfloat16, and the graph keeps the blocks.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -57,7 +59,12 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
             record = True
     compute: Any = None
     rounded: Any = None
+    trained: Sequence[tuple[int, ExTensor]] = ()
     if not direct:
+        trained = [(i, t) for i, t in enumerate(inputs) if t.is_trained_in_blocks]
+        if trained and not primitive.takes_blocked:
+            inputs, arrays = _read(inputs, trained)
+            first = inputs[0]
         if primitive.as_given:
             _check_devices(name, inputs)
         elif name in BLOCKED_RULES and any(t.dtype.is_blocked for t in inputs):
@@ -98,6 +105,8 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
     if record and MODE.enabled and primitive.differentiable:
         result.node = Node(primitive, params, inputs, out, saved, result._version, compute)
         result._requires_grad = True
+        if trained:
+            result.node.keep_blocks(trained)
         if MODE.saves_again and primitive.saved_again is not None and saved is not None:
             result.node.saved = AGAIN
         if MODE.storage is not None:
@@ -153,6 +162,19 @@ def _check_devices(name: str, inputs: tuple[ExTensor, ...]) -> None:
             f"{name}: expected tensors on one device, got {', '.join(sorted(devices))}; "
             "move them with x.to(device)"
         )
+
+
+def _read(
+    inputs: tuple[ExTensor, ...], trained: Sequence[tuple[int, ExTensor]]
+) -> tuple[tuple[ExTensor, ...], list[Any]]:
+    """Inputs and their arrays, those that are trained in blocks decoded, with their versions."""
+    if MODE.recording is not None:
+        MODE.recording.refuse("it reads a weight that is trained in blocks")
+    read = list(inputs)
+    for i, leaf in trained:
+        read[i] = wrap(leaf.backend.dequantize(leaf.data, bfloat16.name), leaf.backend)
+        read[i]._requires_grad, read[i]._version = True, leaf._version
+    return tuple(read), [tensor.data for tensor in read]
 
 
 def _prepare(

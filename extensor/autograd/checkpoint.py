@@ -72,6 +72,7 @@ _CHECKPOINT = Primitive(
     fused_vjp=_again,
     once="its operations are gone; call the function without et.checkpoint for second derivatives",
     reads="inputs",
+    takes_blocked=True,
 )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from extensor.autograd.primitive import Primitive
@@ -87,6 +88,11 @@ class TensorState:
         return self.dtype.is_blocked
 
     @property
+    def is_trained_in_blocks(self) -> bool:
+        """True for a leaf in blocks that requires a gradient: operations read it as bfloat16."""
+        return self._requires_grad and self.dtype.is_blocked and self.node is None
+
+    @property
     def requires_grad(self) -> bool:
         """Whether operations on it are recorded and ``backward`` reaches it."""
         return self._requires_grad
@@ -97,7 +103,7 @@ class TensorState:
             raise RuntimeError(
                 "requires_grad: expected a leaf, got the result of an operation; use y.detach()"
             )
-        if value and not self.dtype.is_float:
+        if value and not (self.dtype.is_float or self._requires_grad):
             raise TypeError(
                 f"requires_grad: expected a floating-point tensor, got {self.dtype.name}; "
                 + (
@@ -201,6 +207,18 @@ class Node:
         self.arrays = arrays
         self.cells = cells
         self.stamp = stamp
+
+    def keep_blocks(self, leaves: Iterable[tuple[int, TensorState]]) -> None:
+        """Hold the blocks of inputs in place of what was read of them, and lead to these leaves.
+
+        Args:
+            leaves: by the input's number.
+        """
+        for i, leaf in leaves:
+            if self.edges is not None and self.edges[i] is not None:
+                self.edges[i] = leaf
+            if isinstance(self.arrays[i], self.backend.xp.ndarray):
+                self.arrays[i] = leaf.data
 
     def check(self) -> None:
         """Refuse to differentiate what is gone or was overwritten.

@@ -14,7 +14,7 @@ from extensor.autograd.primitive import Primitive
 from extensor.autograd.row_gradient import RowGradient
 from extensor.autograd.storage import Stored, restore
 from extensor.autograd.tensor import ExTensor
-from extensor.dtypes import LEVEL_HALF, as_dtype, dtype_of
+from extensor.dtypes import LEVEL_HALF, as_dtype, bfloat16, dtype_of
 
 __all__ = ["gradient_dtype", "node_gradients", "sum_to"]
 
@@ -22,6 +22,7 @@ Gradient = Any
 """A raw array, or an ExTensor under create_graph."""
 
 _FLOAT32 = np.dtype(np.float32)
+_BFLOAT16 = bfloat16.numpy
 
 
 def node_gradients(
@@ -71,7 +72,9 @@ def node_gradients(
             like = g.data if create_graph else g
         if part.shape != like.shape:
             part = parts[i] = _reduce(node.backend, part, like.shape, primitive)
-        dtype = gradient_dtype(getattr(like, "dtype", None))
+        dtype = getattr(like, "dtype", None)
+        if dtype is None:  # in blocks
+            dtype = gradient_dtype(_BFLOAT16 if _is_leaf(node, i) else None)
         if isinstance(part, ExTensor):
             if part.dtype.numpy != dtype:
                 parts[i] = part.astype(as_dtype(dtype))
@@ -82,8 +85,12 @@ def node_gradients(
     return parts
 
 
+def _is_leaf(node: Node, i: int) -> bool:
+    return node.edges is not None and isinstance(node.edges[i], ExTensor)
+
+
 def gradient_dtype(dtype: Any) -> Any:
-    """Gradients have their tensor's numpy dtype; those of blocked tensors (None) are float32."""
+    """Gradients have their tensor's numpy dtype; those of blocked results (None) are float32."""
     return _FLOAT32 if dtype is None else dtype
 
 

@@ -190,6 +190,8 @@ def restore(node: Node, fused: bool) -> None:
     for i, array in enumerate(node.arrays):
         if isinstance(array, Kept) and not (read and i == 0):
             node.arrays[i] = array.values(backend)
+        elif isinstance(array, QuantArray) and not node.primitive.takes_blocked:
+            node.arrays[i] = backend.dequantize(array, bfloat16.name)
     if node.saved is AGAIN:
         inputs = node.arrays
         if node.compute is not None:

@@ -509,21 +509,25 @@ class ExTensor(
 
         Args:
             array: a raw array of the device, of this tensor's shape and dtype, that nothing else
-                will write to. On the CPU views keep the old values, as ``numpy()`` arrays do.
+                will write to; of a blocked tensor a QuantArray of its spec. On the CPU views keep
+                the old values, as ``numpy()`` arrays do.
 
         Returns:
             This tensor.
 
         Raises:
             RuntimeError: if the tensor requires a gradient and gradients are being recorded.
-            TypeError, ValueError: for a blocked tensor, or another device, dtype or shape.
+            TypeError, ValueError: for another device, dtype, spec or shape.
 
         Example:
             >>> x = et.zeros(2)
             >>> x.assign_(x.data + 1).tolist()
             [1.0, 1.0]
         """
-        self._check_write()
+        self._check_recorded()
+        if isinstance(self.data, QuantArray):
+            self._assign_blocks(self.data, array)
+            return self
         if not isinstance(array, self.backend.xp.ndarray):
             raise TypeError(
                 f"assign_: expected an array of device {self.device}, got {type(array).__name__}; "
@@ -540,6 +544,21 @@ class ExTensor(
         self._count_write()
         return self
 
+    def _assign_blocks(self, old: QuantArray, new: Any) -> None:
+        """`assign_` of a blocked tensor."""
+        if not isinstance(new, QuantArray) or (new.spec, new.shape) != (old.spec, old.shape):
+            got = f"{new.spec}, {new.shape}" if isinstance(new, QuantArray) else type(new).__name__
+            raise ValueError(
+                f"assign_: expected a QuantArray of {old.spec}, {old.shape}, got {got}; pack the "
+                "values with the tensor's spec"
+            )
+        if self.backend.xp is np:
+            self.data = new
+        else:
+            for name, part in old.parts.items():
+                part[...] = new.parts[name]
+        self._count_write()
+
     def _count_write(self) -> None:
         """Raise the version: now and, while a step is recorded, with each repetition."""
         cell = self._version
@@ -555,6 +574,9 @@ class ExTensor(
                 f"write in place: a {self.dtype.name} tensor shares scales between values; use "
                 "x.dequantize(), write, and quantize again"
             )
+        self._check_recorded()
+
+    def _check_recorded(self) -> None:
         if self._requires_grad and MODE.enabled:
             raise RuntimeError(
                 "write in place: this tensor requires a gradient, and the write would not be part "

@@ -28,7 +28,8 @@ class GemmLayer(Module):
     """Base of layers whose GEMMs a recipe can quantize; subclasses set both attributes.
 
     Attributes:
-        weight: float32, output channels first; or in blocks, by `quantize_model`.
+        weight: float32, output channels first; or in blocks: a Buffer by `quantize_model`, a
+            Parameter by `cast_weights`.
         quant: the layer under a recipe; None computes in the dtype of the operands.
     """
 
@@ -96,11 +97,12 @@ class Linear(GemmLayer):
         """
         check_last_axes("Linear", x, self.in_features)
         check_width("Linear", x, self.weight)
+        packed = self.weight.is_blocked and not isinstance(self.weight, Parameter)
         if self.quant is None:
-            if self.weight.dtype.is_blocked:
+            if packed:
                 return weight_only_linear(x, self.weight, self.bias)
             return linear(x, self.weight, self.bias)
-        if self.weight.is_blocked:
+        if packed:
             y = prequantized_matmul(x, self.weight, self.quant)
             return y if self.bias is None else y + self.bias
         return quantized_matmul(x, self.weight, self._next_use(self.quant), self.bias)
@@ -108,7 +110,10 @@ class Linear(GemmLayer):
     @property
     def is_weight_only(self) -> bool:
         """Whether a call is a product with packed weights, and no more."""
-        if not self.weight.is_blocked or self.weight.axis != 1 or self._hooks or self._pre_hooks:
+        weight = self.weight
+        if not weight.is_blocked or isinstance(weight, Parameter) or weight.axis != 1:
+            return False
+        if self._hooks or self._pre_hooks:
             return False
         return self.quant is None or self.quant.operand("fprop.x") == "float32"
 

@@ -508,12 +508,7 @@ class Module:
             raise ValueError(message)
         with no_grad():
             for path, tensor in tensors.items():
-                fresh = ExTensor(arrays[path], device="cpu").to(tensor.device).data
-                if tensor.is_blocked:
-                    tensor.data = fresh
-                    tensor._version[0] += 1
-                else:
-                    tensor.assign_(fresh)
+                tensor.assign_(ExTensor(arrays[path], device="cpu").to(tensor.device).data)
         return names
 
     def extra_repr(self) -> str:

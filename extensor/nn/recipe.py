@@ -13,6 +13,7 @@ from extensor.nn.norm import LayerNorm, RMSNorm
 from extensor.quant.recipe import FloatName, LayerRecipe, Recipe
 from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.recipes import RECIPES, get_recipe
+from extensor.quant.spec import QuantSpec
 from extensor.quant.weight_cache import WeightCache
 from extensor.random import Stream
 
@@ -160,17 +161,24 @@ def store_saved(model: Module, state: RecipeState) -> None:
 
 
 def cast_weights(model: Module, dtype: DTypeLike) -> None:
-    """Store parameters of two axes or more in a float dtype, in place; their gradients follow.
+    """Store parameters of two axes or more in a float dtype or in blocks, in place.
 
-    Vectors (biases, norms) stay as they are: they are small, and kernels read them in float32. Make
-    optimizers after it: see ``masters`` of `Optimizer`.
+    Their gradients have the float dtype; those of blocks are bfloat16. Vectors (biases, norms) stay
+    as they are: they are small, and kernels read them in float32. Make optimizers after it: see
+    ``masters`` of `Optimizer`.
+
+    Of a matrix in blocks operations read bfloat16, which holds every value of an MX format, and the
+    graph keeps the blocks. A block's scale is the least power of two that saturates no value.
 
     Args:
         model: the model.
-        dtype: "bfloat16", "float32" or another dense float dtype.
+        dtype: "bfloat16", "float32" or another dense float dtype; or an MX format such as "mxint8",
+            in blocks along the last axis.
 
     Raises:
-        TypeError: for a dtype that is no dense float.
+        TypeError: for a dtype that is neither.
+        ValueError: for blocks, of parameters of more than two axes, such as a convolution's; the
+            model is unchanged then.
 
     >>> model = et.nn.Linear(8, 4)
     >>> et.nn.cast_weights(model, "bfloat16")
@@ -178,13 +186,26 @@ def cast_weights(model: Module, dtype: DTypeLike) -> None:
     ('bfloat16', 'float32')
     """
     to = as_dtype(dtype)
-    if not to.is_float:
-        raise TypeError(f"cast_weights: expected a dense float dtype, got {to.name}")
-    for param in model.parameters():
-        if param.ndim > 1:
-            fresh = param.detach().astype(to)
-            param.data, param.dtype, param.grad = fresh.data, fresh.dtype, None
-            param._version[0] += 1
+    blocks = to.format is not None and to.format.scale.name == "e8m0"
+    if not (to.is_float or blocks):
+        raise TypeError(
+            f"cast_weights: expected a dense float dtype or an MX format, got {to.name}"
+        )
+    matrices = [(path, param) for path, param in model.named_parameters() if param.ndim > 1]
+    for path, param in matrices if blocks else ():
+        if param.ndim > 2:
+            raise ValueError(
+                f"cast_weights: {path}: blocks of {to.name} run along the rows of matrices, got "
+                f"shape {param.shape}; use bfloat16"
+            )
+    for _, param in matrices:
+        fresh = param.detach().to("float32") if param.is_blocked else param.detach()
+        if blocks:
+            fresh = fresh.quantize(QuantSpec(to.name, scale_rule="rceil"))
+        else:
+            fresh = fresh.astype(to)
+        param.data, param.dtype, param.grad = fresh.data, fresh.dtype, None
+        param._version[0] += 1
 
 
 def round_norms(model: Module, narrow: bool) -> None:

@@ -151,6 +151,8 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
             "nn.apply_recipe(model, recipe) makes them, or layer_context(layer_recipe)"
         )
     for tensor, title in ((x, "x"), (w, "w")):
+        if tensor.is_trained_in_blocks:
+            continue
         if tensor.dtype.name not in ("float32", "float16", "bfloat16"):
             raise TypeError(
                 f"{name}: {title} is {tensor.dtype.name}; quantized products take float32 or "

@@ -7,18 +7,21 @@ an update of a dozen numpy calls reads main memory once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from extensor.autograd.mode import no_grad
+from extensor.autograd.tensor import ExTensor
 from extensor.backends.row_sums import RowSums
 from extensor.dtypes import bfloat16
 from extensor.optim.params import MASTER, Array, Gradient, ParamState, Segment, wide_dtype
 from extensor.optim.states import STATES, WEIGHT_SLOT, state_stream
+from extensor.random import Stream
 
-__all__ = ["OneTensorOptimizer", "step_one"]
+__all__ = ["OneTensorOptimizer", "step_one", "values_of_weight"]
 
 SEGMENT = 1 << 15
 """Elements in a segment on the CPU: six float32 arrays of it, 768 KiB, fit a level-2 cache."""
@@ -59,15 +62,15 @@ def step_one(
     """
     param, xp, cast = member.param, member.param.backend.xp, member.param.backend.cast
     member.step += 1
-    kind, wide = STATES[optimizer.states], wide_dtype(param.data)
+    kind, wide = STATES[optimizer.states], wide_dtype(param)
     state = {
         slot: kind.unpack(param.backend, stored, slot in optimizer.squares).astype(wide, copy=False)
         for slot, stored in member.arrays.items()
         if slot != MASTER
     }
     master = member.arrays.get(MASTER)
-    own = master is None and param.data.dtype != wide  # the parameter is its own master
-    flat = cast(_flat_view(param.data), wide) if master is None else master
+    own = master is None and param.dtype.numpy != wide  # the parameter is its own master
+    flat = values_of_weight(param, wide) if master is None else master
     read: Callable[[int, int], Array]
     if isinstance(grad, RowSums):
         read = partial(grad.segment, dtype=flat.dtype)
@@ -99,11 +102,29 @@ def step_one(
     for place, (slot, values) in enumerate(state.items()):
         stream = state_stream(member.step, member.index, place)
         member.arrays[slot] = kind.pack(param.backend, values, stream, slot in optimizer.squares)
-    if own:
-        stream = state_stream(member.step, member.index, WEIGHT_SLOT)
-        flat = STATES[bfloat16.name].pack(param.backend, flat, stream, square=False)
+    _write(param, flat, state_stream(member.step, member.index, WEIGHT_SLOT) if own else None)
+
+
+def values_of_weight(param: ExTensor, dtype: Any) -> Array:
+    """A parameter's values as a flat array; its own memory where it has the dtype, if it can be."""
+    if param.is_blocked:
+        return param.backend.dequantize(param.data).reshape(-1)
+    return param.backend.cast(_flat_view(param.data), dtype)
+
+
+def _write(param: ExTensor, flat: Array, stream: Stream | None) -> None:
+    """Round flat values into a parameter: stochastically with a stream, else to nearest."""
+    data, backend = param.data, param.backend
     with no_grad():
-        param.assign_(cast(flat.reshape(param.shape), param.data.dtype))
+        if param.is_blocked:
+            rounding = "nearest_even" if stream is None else "stochastic"
+            spec = data.spec.replace(rounding=rounding)
+            packed = backend.pack(flat.reshape(param.shape), spec, stream)
+            param.assign_(replace(packed, spec=data.spec))
+            return
+        if stream is not None:
+            flat = STATES[bfloat16.name].pack(backend, flat, stream, square=False)
+        param.assign_(backend.cast(flat.reshape(param.shape), data.dtype))
 
 
 def _flat_view(data: Array) -> Array:

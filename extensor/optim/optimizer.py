@@ -21,7 +21,7 @@ from extensor.notebook import card, table
 from extensor.optim.captured import step_captured
 from extensor.optim.in_backward import row_sums, single_updates
 from extensor.optim.multi_tensor import Parts, step_multi_tensor
-from extensor.optim.one_tensor import step_one
+from extensor.optim.one_tensor import step_one, values_of_weight
 from extensor.optim.params import MASTER, Option, ParamGroup, ParamState, check_param, wide_dtype
 from extensor.optim.rule import UpdateRule
 from extensor.optim.state_dict import load_state, state_of
@@ -42,10 +42,10 @@ class Optimizer(UpdateRule):
         states: how the state is stored between steps, a name in `extensor.optim.states.STATES`:
             ``"float32"``, ``"bfloat16"`` or ``"mxfp8_e4m3"``. Updates compute in float32 in any
             case.
-        masters: whether a bfloat16 or float16 parameter gets a float32 master copy, which takes the
-            updates and is rounded into the parameter after each. False: a bfloat16 parameter is its
-            own master: an update computes in float32 and is rounded into it stochastically, since
-            most updates are smaller than half a step of bfloat16.
+        masters: whether a parameter in bfloat16, float16 or blocks gets a float32 master copy,
+            which takes the updates and is rounded into the parameter after each. False: a parameter
+            in bfloat16 or blocks is its own master: an update computes in float32 and is rounded
+            into it stochastically, since most updates are smaller than half a step of it.
         defaults: the options of groups that do not set them.
 
     Raises:
@@ -139,24 +139,25 @@ class Optimizer(UpdateRule):
         self, param: ExTensor, index: int, options: Mapping[str, Option]
     ) -> dict[str, Stored]:
         """The state a parameter starts with."""
-        xp, data = param.backend.xp, param.data
-        wide = wide_dtype(data)
+        xp, wide = param.backend.xp, wide_dtype(param)
         arrays = {
             slot: STATES[self.states].pack(
                 param.backend,
-                xp.zeros(data.size, dtype=wide),
+                xp.zeros(param.size, dtype=wide),
                 state_stream(0, index, place),
                 slot in self.squares,
             )
             for place, slot in enumerate(self.slots(options))
         }
-        if data.dtype != wide and not self.masters and param.dtype is not bfloat16:
+        if param.dtype.numpy == wide:
+            return arrays
+        if self.masters:
+            arrays[MASTER] = values_of_weight(param, wide).copy()
+        elif not (param.is_blocked or param.dtype is bfloat16):
             raise ValueError(
-                f"params: masters=False: expected float32 or bfloat16 parameters, got "
+                f"params: masters=False: expected parameters in float32, bfloat16 or blocks, got "
                 f"{param.dtype.name}; leave masters out"
             )
-        if data.dtype != wide and self.masters:
-            arrays[MASTER] = data.reshape(-1).astype(wide)
         return arrays
 
     def step(self) -> None:

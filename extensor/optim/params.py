@@ -11,7 +11,7 @@ import numpy as np
 
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.row_sums import RowSums
-from extensor.dtypes import bfloat16, float32
+from extensor.dtypes import bfloat16, float32, float64
 from extensor.optim.states import Stored
 
 __all__ = [
@@ -126,9 +126,9 @@ def values_of(grad: Gradient) -> Array:
     return grad.values if isinstance(grad, RowSums) else grad.data
 
 
-def wide_dtype(data: Array) -> Any:
+def wide_dtype(param: ExTensor) -> Any:
     """The precision in which a parameter is updated."""
-    return np.float64 if data.dtype == np.float64 else np.float32
+    return np.float64 if param.dtype is float64 else np.float32
 
 
 def check_range(name: str, value: Any, low: float, below: float = math.inf) -> None:
@@ -159,17 +159,19 @@ def check_param(name: object, param: object) -> None:
     """Refuse what an optimizer cannot update.
 
     Raises:
-        TypeError: for a name that is no string, and for what is no dense float tensor.
+        TypeError: for a name that is no string, and for what is no dense float tensor, nor blocks
+            that `extensor.nn.cast_weights` made.
         ValueError: for a tensor that requires no gradient.
     """
     if not isinstance(name, str):
         raise TypeError(f"params: expected a name and a tensor, got {name!r}")
     if not isinstance(param, ExTensor):
         raise TypeError(f"params: {name}: expected an ExTensor, got {type(param).__name__}")
-    if not param.dtype.is_float:
+    if not (param.dtype.is_float or param.is_trained_in_blocks):
         raise TypeError(
             f"params: {name}: expected a dense float tensor, got {param.dtype}; keep master "
-            "weights in float32 and quantize in the forward pass"
+            "weights in float32 and quantize in the forward pass, or store the weights of a model "
+            "in blocks with nn.cast_weights"
         )
     if not param.requires_grad:
         raise ValueError(f"params: {name} requires no gradient; set requires_grad, or leave it out")

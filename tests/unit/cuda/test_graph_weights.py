@@ -49,6 +49,29 @@ def batch(number: int) -> et.ExTensor:
     return et.randn((8, 64), seed=number).to("cuda")
 
 
+def test_an_update_of_weights_in_blocks_is_not_captured(gpu: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 32, rng=0))
+    nn.cast_weights(model, "mxint8")
+    model = model.to("cuda")
+    by = SGD(model.named_parameters(), lr=0.1, masters=False)
+
+    def step(x: et.ExTensor) -> et.ExTensor:
+        by.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        by.step()
+        return loss
+
+    codes = model[0].weight.data.codes
+    before = codes.tobytes()
+    step(batch(0))
+    assert model[0].weight.data.codes is codes  # the memory that a captured forward pass reads
+    assert codes.tobytes() != before
+    call = et.capture(step)
+    with pytest.raises(ValueError, match=r"0.weight: a captured step updates .* none in blocks"):
+        [call(batch(number)) for number in range(3)]
+
+
 @pytest.mark.parametrize("name", UPDATES)
 def test_weights_written_in_a_captured_step_are_quantized_anew(gpu: Any, name: str) -> None:
     """Two updates and an evaluation in each step, an evaluation after it."""

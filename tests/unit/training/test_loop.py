@@ -130,7 +130,15 @@ def test_training_learns(small: Make, tmp_path: Path) -> None:
                 "optimizer_states": "mxfp8_e4m3",
             },
         ),
-        (8, {"recipe": "mxfp4_adaptive", "optimizer": "adamw", "schedule": "constant"}),
+        (
+            8,
+            {
+                "recipe": "mxfp4_adaptive",
+                "optimizer": "adamw",
+                "schedule": "constant",
+                "weights": "mxint8",
+            },
+        ),
         (
             5,
             {

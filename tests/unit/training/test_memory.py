@@ -165,6 +165,7 @@ def test_a_run_that_computes_parts_again_has_the_same_weights(tmp_path: Path, sm
     [
         ({"optimizer_states": "mxfp8_e4m3"}, "states"),
         ({"weights": "bfloat16"}, "weights"),
+        ({"weights": "mxint8"}, "weights"),
         ({"update": "in_backward"}, "gradients"),
     ],
 )
@@ -172,12 +173,14 @@ def test_settings_save_what_is_said(
     change: dict[str, str], kind: str, tmp_path: Path, small: Make
 ) -> None:
     base: dict[str, Any] = {"optimizer": "adamw", "loss_scale": "off", "weight_decay": 0.0}
+    if change == {"weights": "mxint8"}:
+        base["weights"] = "bfloat16"
     plan = plan_memory(small(**base), tmp_path)
     model = fitted(small(**base, epochs=1, train_limit=16, warmup_epochs=0.0), tmp_path).model
     ((setting, value),) = change.items()
     said = dict(savings(small(**base), plan.kinds, model))
     (claimed,) = (n for name, n in said.items() if f"--{setting.replace('_', '-')} {value}" in name)
-    after = plan_memory(small(**base, **change), tmp_path).kinds
+    after = plan_memory(small(**{**base, **change}), tmp_path).kinds
     kinds = (kind, "gradients") if kind == "weights" else (kind,)
     saved = sum(plan.kinds[k] - after[k] for k in kinds)
     assert abs(saved - claimed) <= 0.01 * claimed  # blocks at the ends are not whole

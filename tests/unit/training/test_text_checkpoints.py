@@ -14,7 +14,10 @@ from extensor.training.cli import main
 from extensor.training.rundir import LAST
 
 TEXT = "to be, or not to be: that is the question. " * 40
-KINDS = {"char": [], "bpe": ["--tokenizer", "bpe", "--vocab-size", "270"]}
+KINDS = {
+    "char": ["--weights", "mxint8"],
+    "bpe": ["--tokenizer", "bpe", "--vocab-size", "270", "--weights", "bfloat16"],
+}
 RUN = [
     *("--epochs", "1", "--epoch-steps", "8", "--batch-size", "2", "--context", "8"),
     *("--test-limit", "4", "--warmup-epochs", "0.2"),
@@ -75,6 +78,8 @@ DAMAGE: dict[str, tuple[Callable[..., None], str, str]] = {
     "no variant": (lambda m, _: m["config"].pop("variant"), "expected variant", ""),
     "unknown recipe": (lambda m, _: m["config"].update(recipe="mxfp5"), "named 'mxfp5'; did", ""),
     "no weights": (lambda _, t: t.pop("model.norm.weight"), "norm.weight: ", ""),
+    "unknown weights": (lambda m, _: m["config"].update(weights="int9"), "named 'int9'", ""),
+    "other weights": (lambda m, _: m["config"].update(weights="float32"), "expected float32", ""),
     "no run": (lambda m, _: m.pop("config"), "got one that holds no run", ""),
 }  # fmt: skip
 
