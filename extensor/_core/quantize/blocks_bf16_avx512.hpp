@@ -326,6 +326,14 @@ struct Bf16BlockEncoder {
         return (covered(stored, from) & in_range) | reinterpret_cast<vu>(amax == 0u);
     }
 
+    // The same of bytes that the rule gave, where nothing clamps them and no tile is zero.
+    INLINE vu covers_unclamped(vu byte, vu amax, int lowest) const {
+        const int64_t least = most(lowest, 1 - from), end = 254 - static_cast<int64_t>(above);
+        const auto count = static_cast<uint32_t>(most(0, end - least));
+        return reinterpret_cast<vu>(byte - static_cast<uint32_t>(least) < count) &
+               reinterpret_cast<vu>((amax >> 23) <= byte + above);
+    }
+
     static INLINE vu covered(vu stored, int from) {
         return reinterpret_cast<vu>(stored > static_cast<uint32_t>(-from));
     }

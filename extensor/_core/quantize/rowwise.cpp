@@ -243,20 +243,24 @@ int64_t stream(const Call& call, const RowChunk& p, const Bf16BlockEncoder<Words
     const auto group_at = [&](int64_t g) __attribute__((always_inline)) {
         const T* values = groups.values(g);
         const vu amax = tile_maxima<32>(values), statistic = groups.statistic(values, amax);
-        return Group{values, amax, statistic, call.scaler.e8m0_stored(statistic)};
+        return Group{values, amax, statistic, call.scaler.e8m0_unclamped(statistic)};
     };
     if (!groups.count) return 0;
     Group next = group_at(0);
     for (int64_t g = 0; g < groups.count; ++g) {
-        const Group now = next;
+        Group now = next;
         if (g + 1 < groups.count) next = group_at(g + 1);
-        if (!all_lanes(encoder.covers(now.stored, now.amax))) {
-            encode_group(call, groups.chunk(g), now.statistic, counted);
-            continue;
+        if (!all_lanes(encoder.covers_unclamped(now.stored, now.amax, call.scaler.lowest_byte))) {
+            now.stored = call.scaler.e8m0_stored(now.statistic);
+            if (!all_lanes(encoder.covers(now.stored, now.amax))) {
+                encode_group(call, groups.chunk(g), now.statistic, counted);
+                continue;
+            }
         }
         if (call.job.mask) groups.mask(g, now.values, call.scaler.of(now.statistic));
         store_codes(groups.scales(g), now.stored);
-        words.block = static_cast<uint32_t>(call.block(p.first, groups.start(g)));
+        if constexpr (Words)
+            words.block = static_cast<uint32_t>(call.block(p.first, groups.start(g)));
         encoder.code(now.values, now.stored, &words, groups.codes(g), counts);
     }
     add(counts, counted);

@@ -151,6 +151,11 @@ struct Scaler {
         return reinterpret_cast<vu>(exponent);
     }
 
+    // The byte as the rule gives it: nothing is clamped, nor are zeros and infinities set apart.
+    INLINE vu e8m0_unclamped(vu statistic) const {
+        return chooses(plan) ? statistic - 1u : exponent_byte(statistic);
+    }
+
     // The byte that is stored.
     INLINE vu e8m0_stored(vu statistic) const {
         const vu finite = reinterpret_cast<vu>(statistic < kExponentMask);

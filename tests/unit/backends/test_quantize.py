@@ -342,6 +342,21 @@ def test_one_small_number_at_every_place(name: str, fill: float, dtype: str) -> 
                 assert_stored(BACKEND.quantize(x.astype(dtype), QuantSpec(name)), expected, small)
 
 
+@pytest.mark.parametrize("options", [{}, {"scale_rule": "rceil"}, {"scale_window": 0}])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "mxfp8_e5m2"])
+def test_rows_at_both_ends_of_the_scales(name: str, options: dict[str, Any]) -> None:
+    """Scales that are clamped, a window at the top, blocks of zeros, NaN: as the generic method."""
+    spec = QuantSpec(name, **options)
+    x = np.random.default_rng(0).uniform(-1, 1, (512, 512)).astype(F)
+    x *= np.exp2(np.arange(512) - 384.0).astype(F)[:, None]
+    x[7], x[509, 5], x[510, 40], x[511, ::8], x[511, 70] = 0, np.nan, np.inf, 3e38, np.nan
+    for part in (x[:384], x[380:], x[500:], x[4:10]):
+        expected = GENERIC.quantize(part, spec)
+        for level in LEVELS:
+            with forced(level):
+                assert_stored(BACKEND.quantize(part, spec), expected, (level, options))
+
+
 def assert_stored(
     got: tuple[QuantArray, QuantStats], expected: tuple[QuantArray, QuantStats], what: object
 ) -> None:
