@@ -24,6 +24,7 @@ from extensor.io.stored import (
 )
 from extensor.nn import Buffer, Module, Parameter
 from extensor.quant import QuantArray
+from extensor.quant.pages import in_large_pages
 from extensor.quant.reference import dequantize
 from extensor.quant.views import slice_blocks, transpose
 
@@ -199,7 +200,7 @@ def _place(places: list[Place], value: Stored, dtype: Any, device: str | None) -
     if isinstance(value, QuantArray) and (len(value.shape) != 2 or name != "weight"):
         value = dequantize(value)  # exact: norms and biases are multiplied as floats
     if isinstance(value, QuantArray):
-        fresh: Any = Buffer(value, device=device)
+        fresh: Any = Buffer(in_large_pages(value), device=device)
     else:
         kind = "float32" if value.dtype.kind not in "fV" else str(value.dtype)
         target = as_dtype(kind) if dtype is None else dtype

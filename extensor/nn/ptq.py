@@ -25,6 +25,7 @@ from extensor.nn.module import Module
 from extensor.nn.parameter import Buffer, Parameter
 from extensor.nn.recipe import assign_recipe, gemm_layers, round_norms
 from extensor.quant.array import QuantArray
+from extensor.quant.pages import in_large_pages
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
 from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.schemes import SCHEMES, Scheme, get_scheme
@@ -211,7 +212,7 @@ def pack_weight(layer: GemmLayer, context: LayerContext) -> None:
 
 
 def _set_packed(layer: GemmLayer, packed: QuantArray, context: LayerContext, device: str) -> None:
-    layer.weight = Buffer(packed, device=device)
+    layer.weight = Buffer(in_large_pages(packed), device=device)
     layer.quant = context
     context.state.layers[context.path] = context
 

@@ -24,6 +24,8 @@ inline void relax() {
 #endif
 }
 
+// A job is open while `left_` counts tasks that nobody has taken. Whoever takes one may read the
+// job: its owner waits until all of them are done. So a worker that comes late needs no lock.
 class Pool {
 public:
     explicit Pool(int workers) {
@@ -31,70 +33,64 @@ public:
     }
 
     ~Pool() {
-        {
-            std::lock_guard lock(mutex_);
-            stop_ = true;
-            generation_.fetch_add(1);
-        }
+        stop_.store(true);
+        { std::lock_guard lock(mutex_); }
         wake_.notify_all();
         for (auto& t : threads_) t.join();
     }
 
     void run(int64_t tasks, Body body, void* context) {
-        {
-            std::lock_guard lock(mutex_);
-            body_ = body, context_ = context, tasks_ = tasks;
-            next_.store(0);
-            open_ = true;
-            generation_.fetch_add(1);
+        body_ = body, context_ = context, tasks_ = tasks;
+        done_.store(0, std::memory_order_relaxed);
+        left_.store(tasks);
+        if (asleep_.load()) {  // counted before the sleeper looks at `left_` a last time
+            { std::lock_guard lock(mutex_); }
+            wake_.notify_all();
         }
-        wake_.notify_all();
-        run_tasks();
-        {
-            std::lock_guard lock(mutex_);  // a worker that wakes up only now stays out
-            open_ = false;
+        while (run_task()) {
         }
-        for (int spin = 0; active_.load(std::memory_order_acquire) > 0; ++spin)
+        for (int spin = 0; done_.load(std::memory_order_acquire) < tasks; ++spin)
             spin < kSpins ? relax() : std::this_thread::yield();
     }
 
 private:
-    void run_tasks() {
-        for (int64_t t; (t = next_.fetch_add(1)) < tasks_;) body_(context_, t);
+    // Runs a task that nobody has taken; false if there is none.
+    bool run_task() {
+        int64_t left = left_.load(std::memory_order_acquire);
+        do {
+            if (left == 0) return false;
+        } while (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel));
+        body_(context_, tasks_ - left);
+        done_.fetch_add(1, std::memory_order_release);
+        return true;
     }
 
     void work() {
-        for (uint64_t seen = 0;;) {
-            for (int spin = 0; generation_.load(std::memory_order_acquire) == seen; ++spin) {
-                if (spin < kSpins) {
-                    relax();
-                    continue;
-                }
+        for (int spin = 0; !stop_.load(std::memory_order_relaxed);) {
+            if (run_task()) {
+                spin = 0;
+            } else if (++spin < kSpins) {
+                relax();
+            } else {
                 std::unique_lock lock(mutex_);
-                wake_.wait(lock, [&] { return generation_.load() != seen; });
+                asleep_.fetch_add(1);
+                wake_.wait(lock, [&] { return left_.load() > 0 || stop_.load(); });
+                asleep_.fetch_sub(1);
+                spin = 0;
             }
-            {
-                std::lock_guard lock(mutex_);
-                seen = generation_.load();
-                if (stop_) return;
-                if (!open_) continue;
-                active_.fetch_add(1);
-            }
-            run_tasks();
-            active_.fetch_sub(1, std::memory_order_release);
         }
     }
 
     std::vector<std::thread> threads_;
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::atomic<uint64_t> generation_{0};
-    std::atomic<int64_t> next_{0};
-    std::atomic<int> active_{0};
-    Body body_ = nullptr;
+    std::atomic<int> asleep_{0};
+    std::atomic<bool> stop_{false};
+    alignas(64) Body body_ = nullptr;
     void* context_ = nullptr;
     int64_t tasks_ = 0;
-    bool open_ = false, stop_ = false;
+    alignas(64) std::atomic<int64_t> left_{0};
+    alignas(64) std::atomic<int64_t> done_{0};
 };
 
 std::mutex gate;  // held by whoever uses or replaces the pool

@@ -24,8 +24,10 @@ INLINE __m128 sums_of(const vf (&v)[4]) {
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-constexpr int kGroupRows = 4;        // of weights at a time
-constexpr int64_t kPrefetch = 4096;  // bytes ahead of the codes in use, in the order of memory
+constexpr int kGroupRows = 4;          // of weights at a time
+constexpr int64_t kPrefetch = 4096;    // bytes ahead of the codes in use, in the order of memory
+constexpr int64_t kTaskBytes = 32768;  // of codes, at least, in a task
+constexpr int64_t kScaledRows = 32;    // of weights, whose scales are decoded at a time
 
 // Four rows of weights: their codes, and the scales and offsets of their tiles.
 struct RowGroup {
@@ -38,33 +40,38 @@ template <class Body>
 void for_row_groups(const Weights& s, bool offsets, Body body) {
     const WeightGemm& g = s.g;
     const int64_t n = g.w.rows, tiles = ceil_div(g.k, g.w.tile_length);
-    const int64_t share = round_up(ceil_div(n, 8 * threads::get()), kGroupRows);
-    const int64_t task_rows = most(16, least(64, share));
+    // Few tasks, whose rows follow each other in memory: a task begins without what it reads.
+    const int64_t share = most(ceil_div(n, 4 * threads::get()), kTaskBytes / g.w.row_bytes);
+    const int64_t task_rows = round_up(least(share, ceil_div(n, threads::get())), kGroupRows);
     threads::run(ceil_div(n, task_rows), n * g.k, [&](int64_t task) {
-        const int64_t begin = task * task_rows, end = least(n, begin + task_rows);
-        const int64_t count = (end - begin) * tiles;
-        float* scale = threads::scratch_of<float>(threads::Slot::partial, 2 * (count + VL));
-        float* offset = scale + count + VL;
-        // Rows whose tiles follow each other: not across the end of a super-block.
-        const int64_t rows = g.w.super_scales && tiles % g.w.super_tiles ? 1 : end - begin;
-        for (int64_t row = begin; row < end; row += rows) {
-            const int64_t at = (row - begin) * tiles;
-            s.decode_scales(row, 0, rows * tiles, scale + at);
-            if (offsets) s.decode_offsets(row, 0, rows * tiles, offset + at);
-        }
-        for (int64_t row = begin; row < end; row += kGroupRows) {
-            RowGroup group;
-            for (int r = 0; r < kGroupRows; ++r) {
-                const int64_t mine = least(row + r, end - 1);  // beyond the end: not stored
-                group.codes[r] = g.w.codes + mine * g.w.row_bytes;
-                group.scale[r] = scale + (mine - begin) * tiles;
-                group.offset[r] = offset + (mine - begin) * tiles;
+        const int64_t last = least(n, (task + 1) * task_rows);
+        float* scale =
+            threads::scratch_of<float>(threads::Slot::partial, 2 * (kScaledRows * tiles + VL));
+        float* offset = scale + kScaledRows * tiles + VL;
+        for (int64_t begin = task * task_rows; begin < last; begin += kScaledRows) {
+            const int64_t end = least(last, begin + kScaledRows);
+            s.prefetch_scales(end, least(last, end + kScaledRows));
+            // Rows whose tiles follow each other: not across the end of a super-block.
+            const int64_t rows = g.w.super_scales && tiles % g.w.super_tiles ? 1 : end - begin;
+            for (int64_t row = begin; row < end; row += rows) {
+                const int64_t at = (row - begin) * tiles;
+                s.decode_scales(row, 0, rows * tiles, scale + at);
+                if (offsets) s.decode_offsets(row, 0, rows * tiles, offset + at);
             }
-            vf total[kGroupRows] = {};
-            body(group, total);
-            const __m128 results = _mm_mul_ps(sums_of(total), _mm_set1_ps(g.w.tensor_scale));
-            const auto stored = static_cast<__mmask8>((1u << least(kGroupRows, end - row)) - 1);
-            _mm_mask_storeu_ps(g.out + row, stored, results);
+            for (int64_t row = begin; row < end; row += kGroupRows) {
+                RowGroup group;
+                for (int r = 0; r < kGroupRows; ++r) {
+                    const int64_t mine = least(row + r, end - 1);  // beyond the end: not stored
+                    group.codes[r] = g.w.codes + mine * g.w.row_bytes;
+                    group.scale[r] = scale + (mine - begin) * tiles;
+                    group.offset[r] = offset + (mine - begin) * tiles;
+                }
+                vf total[kGroupRows] = {};
+                body(group, total);
+                const __m128 results = _mm_mul_ps(sums_of(total), _mm_set1_ps(g.w.tensor_scale));
+                const auto stored = static_cast<__mmask8>((1u << least(kGroupRows, end - row)) - 1);
+                _mm_mask_storeu_ps(g.out + row, stored, results);
+            }
         }
     });
 }

@@ -59,50 +59,89 @@ struct PackedRow {
         float unit[VL], sum[VL];
     };
     Chunk* chunks;
+    float* tile_sums;  // of x, zeros after the last
 
-    PackedRow(const float* x, int64_t k, const Lookup& table, float unit) {
-        const int64_t count = ceil_div(k, chunk);
-        chunks = static_cast<Chunk*>(
-            threads::scratch(threads::Slot::packed_a, count * static_cast<int64_t>(sizeof(Chunk))));
-        for (int64_t c = 0; c < count; ++c)
-            for (int l = 0; l < VL; ++l) pack(x, k, c, l, table, unit);
+    PackedRow(const float* x, int64_t k, int64_t tile, const Lookup& table, float unit) {
+        const int64_t count = ceil_div(k, chunk), sums = round_up(ceil_div(k, tile), VL);
+        chunks = static_cast<Chunk*>(threads::scratch(
+            threads::Slot::packed_a, count * static_cast<int64_t>(sizeof(Chunk)) + 4 * sums));
+        tile_sums = reinterpret_cast<float*>(chunks + count);
+        std::memset(tile_sums, 0, static_cast<size_t>(4 * sums));
+        for (int64_t c = 0; c < count; ++c) {
+            for (int v = 0; v < lane; ++v)
+                pack(load_at(x, c * chunk + v * VL, k), chunks[c], v, table, unit);
+            for (int l = 0; l < VL && c * chunk + l * lane < k; ++l)
+                tile_sums[(c * chunk + l * lane) / tile] += chunks[c].sum[l];
+        }
     }
 
 private:
-    void pack(const float* x, int64_t k, int64_t c, int l, const Lookup& table, float unit) {
-        Chunk& to = chunks[c];
-        const int64_t begin = c * chunk + l * lane, count = most(0, least(lane, k - begin));
-        float values[lane] = {};
-        if (count > 0) std::memcpy(values, x + begin, static_cast<size_t>(count) * 4);
-        float largest = 0;
-        for (float v : values)
-            largest = __builtin_fabsf(v) > largest ? __builtin_fabsf(v) : largest;
-        uint32_t bits;
-        std::memcpy(&bits, &largest, 4);
-        int shift = 22 + 127 - static_cast<int>(bits >> 23);
-        shift = shift > 126 ? 126 : shift;
-        if (largest * power_of_two(shift) > kMost) --shift;
-        const float up = power_of_two(shift);
-        int32_t sum = 0, sums[kDigits] = {};
-        for (int i = 0; i < lane; ++i) {
-            int32_t left = _mm_cvtss_si32(_mm_set_ss(values[i] * up));  // to nearest
-            sum += left;
-            const int part = parts == 1 ? 0 : i % 2, at = 4 * l + i / parts;
-            for (int d = kDigits - 1; d >= 0; --d) {
-                const auto digit = static_cast<int8_t>(left & 255);
-                to.digits[d][part][at] = digit, sums[d] += digit;
-                left = (left - digit) >> 8;
+    // In each element: f over the elements of its lane.
+    template <class F>
+    static INLINE __m512i over_lane(__m512i v, F f) {
+        v = f(v, _mm512_shuffle_epi32(v, _MM_PERM_BADC));
+        v = f(v, _mm512_shuffle_epi32(v, _MM_PERM_CDAB));
+        return lane == 4 ? v : f(v, _mm512_shuffle_i64x2(v, v, 0b10110001));
+    }
+    static INLINE __m512i lane_sum(__m512i v) {
+        return over_lane(v, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); });
+    }
+    // A vector with one value for each lane goes to values[vector * lanes of a vector].
+    static INLINE void store_lanes(void* values, int vector, __m512i v) {
+        constexpr int kLanes = VL / lane;
+        constexpr auto kFirst = static_cast<__mmask16>(lane == 8 ? 0x0101 : 0x1111);
+        const __m512i found = _mm512_maskz_compress_epi32(kFirst, v);  // slow on Zen 4 to memory
+        std::memcpy(static_cast<int32_t*>(values) + vector * kLanes, &found, 4 * kLanes);
+    }
+
+    // Elements vector * VL .. of the chunk.
+    static INLINE void pack(vf values, Chunk& to, int vector, const Lookup& table, float unit) {
+        const __m512i largest =
+            over_lane(_mm512_and_si512(reinterpret_cast<__m512i>(values),
+                                       _mm512_set1_epi32(static_cast<int>(kMagnitude))),
+                      [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); });
+        const auto power = [](__m512i n) __attribute__((always_inline)) {
+            return reinterpret_cast<vf>(
+                _mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
+        };
+        __m512i shift = _mm512_min_epi32(
+            _mm512_sub_epi32(_mm512_set1_epi32(22 + 127), _mm512_srli_epi32(largest, 23)),
+            _mm512_set1_epi32(126));
+        const __mmask16 beyond = _mm512_cmp_ps_mask(reinterpret_cast<vf>(largest) * power(shift),
+                                                    splat(kMost), _CMP_GT_OQ);
+        shift = _mm512_mask_sub_epi32(shift, beyond, shift, _mm512_set1_epi32(1));
+        const vf down = power(_mm512_sub_epi32(_mm512_setzero_si512(), shift));
+        __m512i left = _mm512_cvtps_epi32(values * power(shift)), sums[kDigits];  // to nearest
+        const __m512i sum = lane_sum(left);
+#pragma GCC unroll 3
+        for (int d = kDigits - 1; d >= 0; --d) {
+            const __m512i digit = _mm512_srai_epi32(_mm512_slli_epi32(left, 24), 24);
+            left = _mm512_srai_epi32(_mm512_sub_epi32(left, digit), 8);
+            __m128i bytes = _mm512_cvtepi32_epi8(digit);
+            int8_t* at = to.digits[d][0] + vector * 4 * (VL / lane);
+            if constexpr (parts == 1) {
+                sums[d] = lane_sum(digit);
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(at), bytes);
+            } else {
+                bytes = _mm_shuffle_epi8(
+                    bytes, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+                _mm_storel_epi64(reinterpret_cast<__m128i*>(at), bytes);
+                _mm_storeh_pd(reinterpret_cast<double*>(at + 4 * VL), _mm_castsi128_pd(bytes));
             }
         }
+        const auto times = [](int factor, __m512i v) __attribute__((always_inline)) {
+            return _mm512_mullo_epi32(_mm512_set1_epi32(-factor), v);
+        };
         if constexpr (Bits == 8) {
-            to.first[0][l] = -table.zero * (256 * sums[0] + sums[1]);
-            to.first[1][l] = -table.zero * sums[2];
+            const __m512i upper = _mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]);
+            store_lanes(to.first[0], vector, times(table.zero, upper));
+            store_lanes(to.first[1], vector, times(table.zero, sums[2]));
         } else {
-            to.first[0][l] = -table.zero * sum;
-            to.first[1][l] = table.two ? -table.upper_zero * sum : 0;
+            store_lanes(to.first[0], vector, times(table.zero, sum));
+            store_lanes(to.first[1], vector, times(table.two ? table.upper_zero : 0, sum));
         }
-        to.unit[l] = power_of_two(-shift) * unit;
-        to.sum[l] = static_cast<float>(sum) * power_of_two(-shift);
+        store_lanes(to.unit, vector, reinterpret_cast<__m512i>(down * unit));
+        store_lanes(to.sum, vector, reinterpret_cast<__m512i>(_mm512_cvtepi32_ps(sum) * down));
     }
 };
 
@@ -184,11 +223,13 @@ template <class Codes, Offset Kind>
 void multiply_row(const Weights& s, const Lookup& table) {
     constexpr int R = kGroupRows;
     using Row = PackedRow<Codes::bits>;
-    const Row row(s.g.x, s.g.k, table, table.unit);
+    const Row row(s.g.x, s.g.k, s.g.w.tile_length, table, table.unit);
     const Codes codes(table);
     const ScaleLanes scale_lanes(s.g.w.tile_length, Row::lane);
+    const auto lane_of = reinterpret_cast<__m512i>(scale_lanes.index);  // the first if one for all
     constexpr int64_t kBytes = Row::chunk * Codes::bits / 8;
     const int64_t k = s.g.k, whole = k / Row::chunk, rest = k % Row::chunk;
+    const int64_t tiles = ceil_div(k, s.g.w.tile_length);
     constexpr __mmask64 kAll = kBytes == 64 ? ~__mmask64{0} : (__mmask64{1} << kBytes % 64) - 1;
     const __mmask64 some = (__mmask64{1} << ceil_div(rest * Codes::bits, 8)) - 1;
     const auto lanes = static_cast<__mmask16>((1u << ceil_div(rest, Row::lane)) - 1);
@@ -201,15 +242,11 @@ void multiply_row(const Weights& s, const Lookup& table) {
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
                 vf part = codes(words[r], x) * unit;
-                if constexpr (Kind != Offset::none) {
-                    const vf offset = scale_lanes(group.offset[r] + at), sum = load(x.sum);
-                    if constexpr (Kind == Offset::zero)
-                        part -= offset * sum;
-                    else
-                        total[r] = _mm512_mask3_fmadd_ps(offset, sum, total[r], mine);
-                }
-                total[r] =
-                    _mm512_mask3_fmadd_ps(part, scale_lanes(group.scale[r] + at), total[r], mine);
+                if constexpr (Kind == Offset::zero)
+                    part -=
+                        _mm512_permutexvar_ps(lane_of, load(group.offset[r] + at)) * load(x.sum);
+                const vf scale = _mm512_permutexvar_ps(lane_of, load(group.scale[r] + at));
+                total[r] = _mm512_mask3_fmadd_ps(part, scale, total[r], mine);
             }
             if (!scale_lanes.broadcast || ++seen == scale_lanes.chunks_per_scale)
                 at += scale_lanes.step, seen = 0;
@@ -226,6 +263,11 @@ void multiply_row(const Weights& s, const Lookup& table) {
         };
         for (int64_t c = 0; c < whole; ++c) read(c, kAll), add(c, words, 0xFFFF);
         if (rest) read(whole, some), add(whole, words, lanes);
+        if constexpr (Kind == Offset::minimum)
+            for (int64_t t = 0; t < tiles; t += VL)
+                for (int r = 0; r < R; ++r)
+                    total[r] = multiply_add(load_at(group.offset[r], t, tiles),
+                                            load(row.tile_sums + t), total[r]);
     });
 }
 

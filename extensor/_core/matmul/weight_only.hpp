@@ -87,6 +87,18 @@ struct Weights {
         }
     }
 
+    // Asks for the scales and offsets of rows begin .. end.
+    void prefetch_scales(int64_t begin, int64_t end) const {
+        const int64_t from = scales.at(begin, 0), to = scales.at(end, 0);
+        const int64_t size = g.w.scale == Scale::float32 ? 4 : g.w.scale == Scale::float16 ? 2 : 1;
+        const auto prefetch = [=](const void* array, int64_t bytes) {
+            const char* at = static_cast<const char*>(array);
+            for (int64_t i = from * bytes; array && i < to * bytes; i += 64)
+                __builtin_prefetch(at + i);
+        };
+        prefetch(g.w.scales, size), prefetch(g.w.minimums, size), prefetch(g.w.zero_points, 1);
+    }
+
 private:
     void floats(const void* stored, int64_t at, int64_t count, float factor, float* to) const {
         int64_t t = 0;
