@@ -64,7 +64,7 @@ def in_large_pages(stored: QuantArray) -> QuantArray:
     >>> moved.codes.ctypes.data % 64, bool((moved.codes == weight.codes).all())
     (0, True)
     """
-    moved = {
+    moved: dict[str, Any] = {
         name: _shared.copy(part)
         for name, part in stored.parts.items()
         if isinstance(part, np.ndarray) and part.nbytes >= _LEAST

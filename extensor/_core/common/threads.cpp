@@ -34,7 +34,9 @@ public:
 
     ~Pool() {
         stop_.store(true);
-        { std::lock_guard lock(mutex_); }
+        {
+            std::lock_guard lock(mutex_);
+        }
         wake_.notify_all();
         for (auto& t : threads_) t.join();
     }
@@ -44,7 +46,9 @@ public:
         done_.store(0, std::memory_order_relaxed);
         left_.store(tasks);
         if (asleep_.load()) {  // counted before the sleeper looks at `left_` a last time
-            { std::lock_guard lock(mutex_); }
+            {
+                std::lock_guard lock(mutex_);
+            }
             wake_.notify_all();
         }
         while (run_task()) {

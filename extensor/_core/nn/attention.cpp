@@ -39,13 +39,12 @@ INLINE Left row_major(const float* at, int64_t ld) { return {at, ld, 0, true}; }
 INLINE Left column_major(const float* at, int64_t ld) { return {at, ld, 0, false}; }
 
 INLINE int64_t seen_by(const Attention& s, int64_t query) {
-    return s.causal && !s.folded ? query + 1 + s.keys - s.queries : s.keys;
+    return s.causal ? query + 1 + s.keys - s.queries : s.keys;
 }
 
 // The first key that a query sees.
 INLINE int64_t first_seen(const Attention& s, int64_t query) {
-    return s.window ? most(0, (s.folded ? s.queries : query + 1) + s.keys - s.queries - s.window)
-                    : 0;
+    return s.window ? most(0, query + 1 + s.keys - s.queries - s.window) : 0;
 }
 
 // Scores of keys that the window or the mask hides become -infinity.
@@ -99,19 +98,56 @@ Right scaled_keys(const Attention& s, const float* k, float* memory) {
     return keys;
 }
 
-// With one query a head, heads that share keys become queries of one head: keys are packed once.
-Attention folded(const Attention& s) {
-    const int64_t each = s.heads / s.groups;
-    if (s.queries != 1 || each == 1) return s;
-    Attention f = s;
-    f.folded = true, f.heads = s.groups, f.queries = each;
-    for (Heads* x : {&f.q, &f.out}) x->row = x->head, x->head *= each;
-    f.mask.row = s.mask.head, f.mask.head *= each;
-    return f;
+// The sum over keys of p times their values, elements first .. first + V * VL.
+template <int V>
+INLINE void add_values(const Attention& s, const float* p, const float* v, int64_t first,
+                       float inverse, float* out) {
+    const int64_t n = s.value_width;
+    vf total[V] = {};
+    for (int64_t j = 0; j < s.keys; ++j) {
+#pragma GCC unroll 4
+        for (int i = 0; i < V; ++i)
+            total[i] =
+                multiply_add(splat(p[j]), load_at(v + j * s.v.row, first + i * VL, n), total[i]);
+    }
+    for (int i = 0; i < V; ++i) store_at(out, total[i] * splat(inverse), first + i * VL, n);
 }
 
-void forward(const Attention& given) {
-    const Attention s = folded(given);
+// One query a head, as decoding text has: keys and values are read where they are.
+void one_query(const Attention& s) {
+    const int64_t width = round_up(s.width, VL);
+    const int64_t bytes = 4 * (width + round_up(s.keys, VL));
+    const bool limited = s.window || s.mask.at;
+    const int64_t work = 2 * s.outer * s.heads * s.keys * (s.width + s.value_width);
+    threads::run(s.outer * s.heads, work, [=](int64_t task) {
+        const int64_t outer = task / s.heads, head = task % s.heads;
+        const int64_t shared = head / (s.heads / s.groups);
+        Arena memory = {static_cast<float*>(threads::scratch(threads::Slot::packed_a, bytes))};
+        float *query = memory.allocate(width), *scores = memory.allocate(s.keys);
+        const float *q = matrix_of(s.q, outer, head), *k = matrix_of(s.k, outer, shared);
+        for (int64_t i = 0; i < width; i += VL)
+            store(query + i, load_at(q, i, s.width) * splat(s.scale));
+        for (int64_t j = 0; j < s.keys; ++j) {
+            vf total = {};
+            for (int64_t i = 0; i < s.width; i += VL)
+                total = multiply_add(load(query + i), load_at(k + j * s.k.row, i, s.width), total);
+            scores[j] = sum(total);
+        }
+        hide(s, outer, head, 0, scores);
+        float* stats = s.stats + task * 2;
+        exponentials(scores, s.keys, s.keys, s.sinks ? s.sinks + head : nullptr, limited, stats);
+        const float* v = matrix_of(s.v, outer, shared);
+        float* out = matrix_of(s.out, outer, head);
+        int64_t first = 0;
+        for (; first + 3 * VL < s.value_width; first += 4 * VL)
+            add_values<4>(s, scores, v, first, stats[1], out);
+        for (; first < s.value_width; first += VL)
+            add_values<1>(s, scores, v, first, stats[1], out);
+    });
+}
+
+void forward(const Attention& s) {
+    if (s.queries == 1) return one_query(s);
     const int64_t ld = round_up(s.keys, VL);
     const int64_t bytes = 4 * (packed_right(s.keys, s.width) + kRows * ld +
                                packed_right(s.value_width, s.keys) + 3 * VL);
@@ -135,7 +171,6 @@ void forward(const Attention& given) {
             for (int64_t i = 0; i < rows; ++i) {
                 hide(s, outer, head, first + i, scores + i * ld);
                 const float* sink = s.sinks ? s.sinks + head : nullptr;
-                if (sink && s.folded) sink += head * (s.queries - 1) + first + i;
                 exponentials(scores + i * ld, seen_by(s, first + i), visible, sink, limited,
                              stats + 2 * (first + i));
             }

@@ -98,7 +98,6 @@ struct Attention {
     int64_t window;       // a query sees so many keys at most, up to its own; 0: all
     AttentionMask mask;   // `at` null: none
     const float* sinks;   // a score a head whose exponential joins the sums; null: none
-    bool folded;          // the queries are heads of one token, which share the keys
 };
 
 struct AttentionKernels {
