@@ -139,9 +139,7 @@ def print_summary(run: RunView, result: dict[str, Any], console: Console) -> Non
         console.print(f"stopped early: {result['stopped_early']}")
     if result["diverged"]:
         console.print(
-            f"DIVERGED: {result['diverged']}; try a smaller --lr, or a recipe with rceil scales "
-            "and the first and last layer in high precision, such as mxfp4",
-            style="bold red",
+            diverged_text(result["diverged"], result["steps"], run.config.recipe), style="bold red"
         )
     _show_health(run, console)
     best = checkpoint_in(run.out, run.config, BEST).name
@@ -154,6 +152,21 @@ def print_summary(run: RunView, result: dict[str, Any], console: Console) -> Non
     ):
         if name != best or run.task.validates:
             console.print(f"{what:<16}{run.out / name}")
+    console.print(f"{'a page about it':<16}extensor report {run.out}")
+
+
+def diverged_text(why: str, steps: int, recipe: str) -> str:
+    """What went wrong in a run, and what to try."""
+    stuck = why.startswith("stuck at chance")
+    title = f"NOTHING LEARNED in {steps} steps" if stuck else "DIVERGED"
+    ways = ["more --epochs"] if stuck else []
+    ways.append("a smaller --lr")
+    if recipe not in ("mxfp4", "bf16", "fp32"):
+        ways.append(
+            "a recipe with rceil scales and the first and last layer in high precision, such as "
+            "mxfp4"
+        )
+    return f"{title}: {why}; try {', or '.join(ways)}"
 
 
 def _show_health(run: RunView, console: Console) -> None:

@@ -74,8 +74,9 @@ def apply_recipe(
         raise TypeError(f"apply_recipe: expected a Module, got {type(model).__name__}")
     if not isinstance(recipe, (Recipe, str)):
         raise TypeError(
-            f"apply_recipe: expected a Recipe or the name of one, got {recipe!r}; "
-            f"names: {', '.join(RECIPES)}"
+            f"apply_recipe: expected a Recipe or the name of one, got {recipe!r}; names: "
+            f"{', '.join(RECIPES)}; rules by path stand in a recipe: extensor.quant.recipe.Recipe("
+            "..., rules=(Rule('blocks.*', LayerRecipe.uniform('bfloat16')),))"
         )
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     if activations is not None:

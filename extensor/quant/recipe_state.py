@@ -176,9 +176,15 @@ class RecipeState:
         capture.on_failure(lambda: setattr(self, "step", self.step))
 
     def __repr__(self) -> str:
+        plain = [
+            path
+            for path, context in self.layers.items()
+            if all(isinstance(context.layer.slot(slot), str) for slot in SLOTS)
+        ]
+        named = f": {', '.join(map(repr, plain))}" if 0 < len(plain) <= 4 else ""
         return (
             f"RecipeState(recipe={self.recipe.name!r}, seed={self.seed}, step={self.step}, "
-            f"layers={len(self.layers)})"
+            f"layers={len(self.layers)}, {len(plain)} not quantized{named})"
         )
 
     def __getstate__(self) -> dict[str, Any]:

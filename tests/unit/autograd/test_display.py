@@ -128,7 +128,14 @@ def test_large_models_show_their_first_layers() -> None:
 
 def test_reprs_are_short() -> None:
     state = nn.apply_recipe(nn.Linear(32, 32), "mxfp4")
-    assert repr(state) == "RecipeState(recipe='mxfp4', seed=0, step=0, layers=1)"
+    assert repr(state) == (  # mxfp4 leaves the first and the last layer alone
+        "RecipeState(recipe='mxfp4', seed=0, step=0, layers=1, 1 not quantized: '')"
+    )
+    layers = [nn.Linear(32, 32, rng=0) for _ in range(9)]
+    assert "layers=9, 2 not quantized: '0', '8')" in repr(
+        nn.apply_recipe(nn.Sequential(*layers), "mxfp4")
+    )
+    assert repr(nn.apply_recipe(nn.Sequential(*layers), "bf16")).endswith(", 9 not quantized)")
     spec = et.QuantSpec("mxfp4", scale_rule="rceil", transform=et.Hadamard(32))
     assert eval(repr(spec), {"QuantSpec": et.QuantSpec, "Hadamard": et.Hadamard}) == spec
     assert repr(et.QuantSpec("mxfp4")) == "QuantSpec(format='mxfp4')"

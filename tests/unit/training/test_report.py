@@ -14,6 +14,7 @@ from rich.console import Console
 
 from extensor.training.compare_report import draw, markdown, summarize, write_report
 from extensor.training.comparison import CompareArgs, Finished
+from extensor.training.result import diverged_text
 from extensor.training.runs import RUNS as LISTED
 from extensor.training.runs import defaults
 from extensor.training.tasks import TASKS
@@ -44,6 +45,14 @@ RUNS = [
     run("mxfp4", 1, 0.98),
     run("mxfp4_one", 0, 0.1, "stuck at chance"),
 ]
+
+
+def test_a_short_run_is_not_said_to_diverge() -> None:
+    short = diverged_text("stuck at chance: accuracy 12.78%", 10, "mxfp4")
+    assert short.startswith("NOTHING LEARNED in 10 steps") and "try more --epochs" in short
+    assert "such as mxfp4" not in short
+    broken = diverged_text("no finite gradients", 3, "mxfp4_one")
+    assert broken.startswith("DIVERGED") and broken.endswith("such as mxfp4")
 
 
 def test_rows_are_mean_sd_and_gap_in_points() -> None:
