@@ -109,7 +109,8 @@ def run(name: str, argv: Sequence[str]) -> int:
         say(f"error: {error}")
         return EXIT_FAILED
     except MemoryError as error:
-        say(f"error: out of memory: {error}")
+        reason = "a kernel got none from the system" if "bad_alloc" in str(error) else error
+        say(f"error: out of memory: {reason}")
         return EXIT_FAILED
     except OSError as error:  # the folder cannot be made, the disk is full
         say(f"error: {error}; {DISK_WAY_OUT}")

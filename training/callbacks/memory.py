@@ -62,6 +62,8 @@ class ShowMemory(Callback):
         found = self._found if self._ledger is None else self._ledger.report()
         self._ledger = None
         if isinstance(sys.exc_info()[1], MemoryError):
+            if found is not None and self.plan is not None:  # for the report
+                write_json(run.out / MEMORY, _as_dict(found, self.plan))
             explain(self.console, run.config, run.model, run.optimizer, found)
 
 
@@ -84,12 +86,17 @@ def explain(
             "states": int(optimizer.nbytes),
         }
         held = tuple(Holder(kind, "", "all", n) for kind, n in kinds.items() if n)
-        what = "out of memory; known without a ledger, what layers keep for backward comes on top:"
+        what = "out of memory; the run held, besides what its layers keep for backward:"
     else:
         kinds, held = found.by_kind(), found.holders
         what = f"out of memory at {_mb(found.peak)}; the largest holders:"
     console.print(what)
     console.print(str(alike_table(held, 12)))
+    if found is None:
+        console.print(
+            "What layers keep is most of it in many runs; the same command with --memory and a "
+            "smaller --batch-size tells it by layer. It grows with the batch."
+        )
     console.print("settings that make the run smaller:")
     for setting, nbytes in savings(config, kinds, model, held):
         if nbytes is None:

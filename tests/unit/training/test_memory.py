@@ -83,11 +83,13 @@ def test_out_of_memory_names_the_holders_and_the_settings(tmp_path: Path, small:
         fitted(small(), tmp_path / "a", ShowMemory(show, plan), Full())
     text = said.getvalue()
     assert "out of memory at" in text and ".weight" in text and "half of --batch-size" in text
+    timeline = json.loads((tmp_path / "a" / MEMORY).read_text())["timeline"]
+    assert max(timeline) > 0  # which the report draws
     show, said = console()
     with pytest.raises(MemoryError, match="0 are free"):
         fitted(small(), tmp_path / "b", ShowMemory(show), Full())
     text = said.getvalue()
-    assert "known without a ledger" in text and "--weights bfloat16" in text
+    assert "the same command with --memory" in text and "--weights bfloat16" in text
     assert "half of --batch-size: layers keep less" in text and "--saved mxfp8: layers" in text
 
 
@@ -109,14 +111,19 @@ def test_a_plan_that_does_not_fit_says_so(
 def test_the_command_ends_with_an_error_where_memory_runs_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*args: Any, **more: Any) -> Any:
-        raise MemoryError("requested 8 bytes")
+    for raised, reason in (
+        ("requested 8 bytes", "requested 8 bytes"),
+        ("std::bad_alloc", "a kernel got none from the system"),  # as the C++ core raises it
+    ):
 
-    monkeypatch.setattr("extensor.training.loop.Trainer.forward", full)
-    assert main(["train", "mlp", "--epochs", "1", "--out", str(tmp_path / "run")]) == 1
-    said = capsys.readouterr()
-    assert "settings that make the run smaller" in said.out
-    assert "error: out of memory: requested 8 bytes" in said.out + said.err
+        def full(*args: Any, text: str = raised, **more: Any) -> Any:
+            raise MemoryError(text)
+
+        monkeypatch.setattr("extensor.training.loop.Trainer.forward", full)
+        assert main(["train", "mlp", "--epochs", "1", "--out", str(tmp_path / reason)]) == 1
+        said = capsys.readouterr()
+        assert "settings that make the run smaller" in said.out
+        assert f"error: out of memory: {reason}" in said.out + said.err
 
 
 def blocks() -> Any:
