@@ -9,8 +9,9 @@ bfloat16. torchao's float8 rowwise training stands beside them where it is insta
 around single calls of a layer and around four steps of a block, the contestants taking turns in one
 process, medians over the rounds.
 "overhead" is the host's time of a small layer's forward and backward call, queued without waiting,
-beside a custom operator that only makes its result; without its primitives a layer computes
-nothing, so that the bridge between torch and extensor is left. "profile", which runs only by name,
+beside a custom operator that only makes its result, and one that also reads and advances a clock,
+as a layer with random bits must. Without its primitives, which make their results and compute
+nothing, the bridge between torch and extensor is left. "profile", which runs only by name,
 prints where a captured block's time goes, kernel by kernel, and the host's in a small layer's call.
 Needs a Hopper GPU and the extra ``cuda13``.
 """
@@ -185,7 +186,7 @@ def block(rounds: int) -> list[dict[str, Any]]:
 
 
 def _plain_operator() -> Any:
-    """A custom operator that only makes its result."""
+    """A custom operator that only makes its result, of (x, weight) and of (x, weight, clock)."""
     library, ops = torch.library, torch.ops.extensor_bench
     library.define("extensor_bench::linear", "(Tensor x, Tensor w) -> Tensor")
     library.define("extensor_bench::backward", "(Tensor g, Tensor x, Tensor w) -> Tensor[]")
@@ -198,18 +199,24 @@ def _plain_operator() -> Any:
         lambda ctx, g: tuple(ops.backward(g, *ctx.saved_tensors)),
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     )
-    return ops.linear
+
+    def clocked(x: torch.Tensor, weight: torch.Tensor, clock: torch.Tensor) -> Any:
+        reading = clock.clone()
+        clock.add_(1)
+        return ops.linear(x, weight), reading
+
+    return ops.linear, clocked
 
 
 def without_primitives(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call while the primitives of `extensor.torch` compute nothing."""
+    """The call while the primitives of `extensor.torch` make their results and compute nothing."""
     from extensor.torch import operators
 
     def forward(backend: Any, x: Any, *rest: Any, **more: Any) -> Any:
-        return backend.xp.empty_like(x), operators._NOTHING
+        return backend.xp.empty(x.shape, x.dtype), operators._NOTHING
 
     def gradients(backend: Any, g: Any, out: None, given: Any, *rest: Any) -> Any:
-        return [*(backend.xp.empty_like(a) for a in given), None]
+        return [*(backend.xp.empty(a.shape, a.dtype) for a in given), None]
 
     def run() -> None:
         before = operators._LINEAR, operators._linear_vjp
@@ -229,11 +236,12 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
     from extensor.ops.quantized import layer_context, quantized_matmul
     from extensor.quant.recipes import get_recipe
 
-    backend, operator = gpu.cuda(), _plain_operator()
+    backend, (operator, clocked) = gpu.cuda(), _plain_operator()
     x, g = gpu.normal(256, 256).requires_grad_(), gpu.normal(256, 256, seed=1)
     plain = nn.Linear(256, 256, bias=False, device="cuda", dtype=torch.bfloat16)
     layer, context = quantized(plain, "mxfp4"), layer_context(get_recipe("mxfp4").layers)
     arrays = [gpu.as_cupy(t, backend.xp) for t in (x, plain.weight, g)]
+    nearest, clock = quantized(plain, "mxfp8_rebased"), torch.zeros((), dtype=torch.int64).cuda()
 
     def own() -> None:
         a, w, out = (wrap(array, backend) for array in arrays)
@@ -243,12 +251,13 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
     calls: dict[str, Callable[[], Any]] = {
         "torch.nn.Linear": lambda: plain(x).backward(g),
         "a custom operator": lambda: operator(x, plain.weight).backward(g),
+        "a custom operator and a clock": lambda: clocked(x, plain.weight, clock)[0].backward(g),
         "extensor.torch, mxfp4": lambda: layer(x).backward(g),
         "extensor's own, mxfp4": own,
     }
-    calls["extensor.torch without its primitives"] = without_primitives(
-        calls["extensor.torch, mxfp4"]
-    )
+    bridge = "extensor.torch without its primitives"
+    calls[f"{bridge}, mxfp4"] = without_primitives(lambda: layer(x).backward(g))
+    calls[f"{bridge}, nothing random"] = without_primitives(lambda: nearest(x).backward(g))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 3):
         for name, call in calls.items():

@@ -7,6 +7,7 @@ of ml_dtypes, so a bfloat16 tensor passes as 16-bit integers that are relabelled
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -96,6 +97,14 @@ class _Memory:
         }
 
 
+@cache
+def _cuda() -> Any:
+    """The module for GPUs. An import statement would look it up eight times in a layer's call."""
+    from extensor.torch import cuda
+
+    return cuda
+
+
 def backend_of(tensor: torch.Tensor) -> Backend:
     """The backend of a tensor's device."""
     return registry.get(tensor.device.type) if tensor.is_cuda else _CPU
@@ -108,9 +117,8 @@ def on_stream(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """
     if not tensor.is_cuda:
         return _NOWHERE
-    from extensor.torch import cuda
-
-    return cuda.on_stream(tensor.device)
+    used: AbstractContextManager[Any] = _cuda().on_stream(tensor.device)
+    return used
 
 
 def to_array(tensor: torch.Tensor) -> Array:
@@ -123,9 +131,7 @@ def to_array(tensor: torch.Tensor) -> Array:
     tensor([7., 0., 0.])
     """
     if tensor.is_cuda:
-        from extensor.torch import cuda
-
-        return cuda.to_array(tensor)
+        return _cuda().to_array(tensor)
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), _NUMPY[tensor.dtype])
     array = np.asarray(_Memory(tensor))
@@ -140,9 +146,8 @@ def to_tensor(array: Array) -> torch.Tensor:
     tensor([1., 1.])
     """
     if not isinstance(array, np.ndarray):
-        from extensor.torch import cuda
-
-        return cuda.to_tensor(array)
+        made: torch.Tensor = _cuda().to_tensor(array)
+        return made
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(array)
     if array.dtype == _BFLOAT16:
