@@ -12,12 +12,8 @@
 namespace EXTENSOR_ISA {
 namespace {
 
-constexpr int64_t kTile = 32;  // along k, of one instruction
-#if defined(__AMX_TILE__)
+constexpr int64_t kTile = 32;   // along k, of one instruction
 constexpr int64_t kRun = 1024;  // along k, of one update of the sums
-#else
-constexpr int64_t kRun = 256;  // a panel of b stays in the first-level cache
-#endif
 
 // A source that decodes codes and scales.
 struct Codes {
@@ -27,11 +23,23 @@ struct Codes {
     ScaleReader scales;
     int64_t rows, k;
     int bits;
+    bool fp8;  // a sign bit above seven bits
     float table[256];
+    alignas(64) uint16_t magnitudes[128];  // of FP8, as bfloat16
 
     Codes(const BlockedMatrix& m, int64_t k)
-        : m(m), scales(m, k), rows(m.rows), k(k), bits(kElements[m.element].bits) {
+        : m(m),
+          scales(m, k),
+          rows(m.rows),
+          k(k),
+          bits(kElements[m.element].bits),
+          fp8(bits == 8 && kElements[m.element].is_float) {
         decode_table(kElements[m.element], table);
+        for (int i = 0; fp8 && i < 128; ++i) {
+            uint32_t word;
+            std::memcpy(&word, table + i, 4);
+            magnitudes[i] = static_cast<uint16_t>(word >> 16);
+        }
     }
 
     void tile(int64_t row, int64_t start, uint16_t* to) const {
@@ -52,6 +60,10 @@ private:
             return;
         }
         const uint8_t* codes = m.codes + row * m.row_bytes;
+        const int64_t length = m.tile_length;
+        const bool one_scale = length % kTile == 0 || length >= k;
+        if (fp8 && one_scale && count == kTile)
+            return fp8_row(codes + start, splat(scale(row, start)), to);
         alignas(64) uint8_t bytes[kTile] = {};
         if (bits == 4 && count == kTile) {
             const __m128i packed =
@@ -66,8 +78,7 @@ private:
             unpack_run(codes, start, count, bits, bytes);
         }
         vf factor[2];
-        const int64_t length = m.tile_length;
-        if (length % kTile == 0 || length >= k) {
+        if (one_scale) {
             factor[0] = factor[1] = splat(scale(row, start));
         } else if (length == 16) {
             factor[0] = splat(scale(row, start));
@@ -89,6 +100,25 @@ private:
         // A code of zero beyond the row's end would still meet a NaN scale.
         if (count < kTile)
             std::memset(to + count, 0, static_cast<size_t>(kTile - count) * sizeof *to);
+    }
+
+    // A whole row of FP8 codes, looked up in registers: 64 of the table's entries at a time.
+    void fp8_row(const uint8_t* codes, vf factor, uint16_t* to) const {
+        const auto entries = [&](int i) { return _mm512_load_si512(magnitudes + 32 * i); };
+        const __m512i code =
+            _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+        const __m512i low = _mm512_permutex2var_epi16(entries(0), code, entries(1)),
+                      high = _mm512_permutex2var_epi16(entries(2), code, entries(3));
+        const __mmask32 upper = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40));
+        const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(code, 7), 15);
+        const __m512i value = _mm512_or_si512(_mm512_mask_blend_epi16(upper, low, high), sign);
+        const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+        const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(value, 16)),
+                     odd = _mm512_castsi512_ps(_mm512_and_si512(value, mask));
+        const __m512i first = _mm512_castps_si512(even * factor),
+                      second = _mm512_castps_si512(odd * factor);
+        _mm512_storeu_si512(
+            to, _mm512_or_si512(_mm512_srli_epi32(first, 16), _mm512_and_si512(second, mask)));
     }
 };
 

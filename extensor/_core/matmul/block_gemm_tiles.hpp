@@ -176,8 +176,13 @@ INLINE void add_pairs(const uint8_t* a, const uint8_t* b, int64_t steps, float* 
 #pragma GCC unroll 2
         for (int h = 0; h < 2; ++h)
             sums[r][h] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * stride + h * VL);
+    for (int r = 0; r < Rows; ++r)  // the sums of the rows below, which come next
+        for (int h = 0; h < 2; ++h) _mm_prefetch(c + (Rows + r) * stride + h * VL, _MM_HINT_T0);
     for (int64_t step = 0; step < steps; ++step, a += kStepBytes, b += kStepBytes) {
+        for (int r = 0; r < Rows; ++r) _mm_prefetch(a + kStepBytes + r * kRowBytes, _MM_HINT_T0);
         for (int64_t word = 0; word < kRowBytes / 4; ++word) {
+            _mm_prefetch(b + kStepBytes + word * kRowBytes, _MM_HINT_T0);
+            _mm_prefetch(b + kStepBytes + kTileBytes + word * kRowBytes, _MM_HINT_T0);
             const auto b0 = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + word * kRowBytes));
             const auto b1 =
                 reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + kTileBytes + word * kRowBytes));
