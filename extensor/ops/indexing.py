@@ -12,7 +12,10 @@ from extensor.autograd.positions import check_bounds, check_positions, raw_key
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.row_gradient import RowGradient
 from extensor.autograd.tensor import ExTensor
+from extensor.dtypes import bfloat16
 from extensor.ops.arguments import as_tensor, axis_index, tensors_only
+from extensor.quant import views
+from extensor.quant.array import QuantArray
 
 __all__ = ["gather", "scatter_add", "take"]
 
@@ -105,6 +108,31 @@ def _take(backend: Any, x: Any, index: Any, axis: int) -> Any:
     return backend.xp.take(x, index, axis=axis)
 
 
+def _take_rows(backend: Any, x: Any, index: Any) -> Any:
+    check_bounds(backend, [(index, x.shape[0], 0)], "take: ")
+    if isinstance(x, QuantArray):
+        return backend.dequantize(views.take(x, index, 0), bfloat16.name)
+    return backend.xp.take(x, index, axis=0)
+
+
+@primitive(
+    name="take_rows",
+    forward=_take_rows,
+    vjps=(lambda g, out, x, index: apply("put", g, key=index.data, shape=x.shape), None),
+    fused_vjp=lambda backend, g, out, inputs, needs: [
+        RowGradient(inputs[1], g, inputs[0].shape),
+        None,
+    ],
+    reads="inputs",
+    mixed=True,
+    takes_blocked=True,
+    samples=lambda rng: [Sample((rng.normal(size=(3, 4)), np.array([[0, 2], [0, 1]])))],
+)
+def _taken_rows(x: ExTensor, index: ExTensor) -> ExTensor:
+    """Rows of a matrix; of one that is trained in blocks these alone are decoded."""
+    return apply("take_rows", x, index)
+
+
 def _take_vjp(g: ExTensor, out: None, x: ExTensor, index: ExTensor, axis: int) -> ExTensor:
     if axis == 0:
         return apply("put", g, key=index.data, shape=x.shape)
@@ -166,7 +194,10 @@ def take(x: ExTensor, indices: Any, axis: int | None = 0) -> ExTensor:
     if axis is None and x.ndim == 1:
         axis = 0
     at = axis_index("take", axis, x.ndim)
-    return apply("take", x, _positions("take", indices, x), axis=at)
+    positions = _positions("take", indices, x)
+    if at == 0 and x.ndim == 2 and x.is_trained_in_blocks:
+        return _taken_rows(x, positions)
+    return apply("take", x, positions, axis=at)
 
 
 def _check_gather(name: str, x: ExTensor, index: ExTensor, at: int) -> None:

@@ -224,8 +224,8 @@ def test_no_array_of_an_embeddings_size_is_made_for_its_gradient(
     with memory_of(model, by) as line, by.step_in_backward():
         loss.backward()
     table = 4096 * 64 * 4
-    # the whole update in float32, rounded; the table in bfloat16, read of blocks
-    kept = {"float32": 0, "bfloat16": table * 3 // 2, "mxint8": table * 7 // 4}[weights]
+    # the whole update in float32, rounded
+    kept = {"float32": 0, "bfloat16": table * 3 // 2, "mxint8": table * 5 // 4 + 1}[weights]
     assert max(line()) < kept + table // 3
     loss = model(et.ExTensor([[1, 2, 2, 4095]])).square().mean()
     with memory_of(model, by) as line:

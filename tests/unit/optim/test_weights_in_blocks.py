@@ -19,7 +19,7 @@ from extensor.io import load_checkpoint, save_checkpoint
 from extensor.optim.states import state_stream
 from extensor.quant import reference
 from tests.test_every_optimizer import CASES
-from tests.unit.optim.test_low_memory import Tied, needs_core
+from tests.unit.optim.test_low_memory import Tied, memory_of, needs_core
 from tests.unit.optim.test_states import KINDS, param, set_grad
 
 FORMATS = ("mxint8", "mxfp8_e4m3")
@@ -112,6 +112,18 @@ def test_bytes_are_those_of_the_blocks_and_the_graph_keeps_no_other() -> None:
     kept = sum(one.nbytes for one in held if one.kind != "weights")
     assert kept < 2 * size  # less than one decoded weight of eight
     assert ledger.report().by_kind()["weights"] == 8 * size * 33 // 32
+
+
+@needs_core
+def test_a_lookup_decodes_its_rows_alone() -> None:
+    table = in_blocks(nn.Embedding(4096, 64, rng=0), "mxint8")
+    with memory_of(table) as line:
+        table(et.ExTensor([[1, 2, 2, 4095]])).sum().item()
+    assert max(line()) < 4096 * 64 // 8
+    rows = table(et.ExTensor([3, 3]))
+    rows.sum().backward()
+    assert rows.data.tobytes() == table.weight.to("bfloat16").data[[3, 3]].tobytes()
+    assert table.weight.grad.to("float32").sum().item() == 2 * 64
 
 
 def test_a_run_goes_on_from_a_file_with_the_same_bits(tmp_path: Path) -> None:
