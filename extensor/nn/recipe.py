@@ -12,7 +12,7 @@ from extensor.nn.module import Module
 from extensor.nn.norm import LayerNorm, RMSNorm
 from extensor.quant.recipe import FloatName, LayerRecipe, Recipe
 from extensor.quant.recipe_state import LayerContext, RecipeState
-from extensor.quant.recipes import RECIPES, get_recipe
+from extensor.quant.recipes import with_rules
 from extensor.quant.spec import QuantSpec
 from extensor.quant.weight_cache import WeightCache
 from extensor.random import Stream
@@ -42,7 +42,11 @@ def gemm_layers(model: Module) -> Iterator[tuple[str, GemmLayer]]:
 
 
 def apply_recipe(
-    model: Module, recipe: Recipe | str, seed: int = 0, activations: FloatName | None = None
+    model: Module,
+    recipe: Recipe | str,
+    seed: int = 0,
+    activations: FloatName | None = None,
+    rules: Mapping[str, str | LayerRecipe] | None = None,
 ) -> RecipeState:
     """Apply a recipe to every Linear and Conv2d of a model.
 
@@ -54,13 +58,16 @@ def apply_recipe(
         recipe: a recipe or the name of one.
         seed: seed of all stochastic rounding.
         activations: "float32" or "bfloat16" in place of the recipe's own.
+        rules: before the recipe's own: by glob on a layer's path or by role, the name of a recipe
+            or a `LayerRecipe`. The first that matches wins.
 
     Returns:
         The recipe's state: its ``telemetry``, and the ``step`` that random bits depend on, which
         the optimizer's steps advance.
 
     Raises:
-        TypeError: if the model is no Module, or the recipe neither a Recipe nor a name.
+        TypeError: if the model is no Module, the recipe neither a Recipe nor a name, or a rule
+            neither a LayerRecipe nor a name.
         ValueError: for an unknown name, a path rule that matches no layer, or a seed out of range.
             The model is unchanged then.
 
@@ -69,16 +76,12 @@ def apply_recipe(
     >>> model(et.randn(4, 32, seed=0)).sum().backward()
     >>> state.telemetry["0", "fprop.w"].count
     1024
+    >>> et.nn.apply_recipe(model, "mxfp4_all", rules={"2": "bf16"})
+    RecipeState(recipe='mxfp4_all', seed=0, step=0, layers=2, 1 not quantized: '2')
     """
     if not isinstance(model, Module):
         raise TypeError(f"apply_recipe: expected a Module, got {type(model).__name__}")
-    if not isinstance(recipe, (Recipe, str)):
-        raise TypeError(
-            f"apply_recipe: expected a Recipe or the name of one, got {recipe!r}; names: "
-            f"{', '.join(RECIPES)}; rules by path stand in a recipe: extensor.quant.recipe.Recipe("
-            "..., rules=(Rule('blocks.*', LayerRecipe.uniform('bfloat16')),))"
-        )
-    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    recipe = with_rules("apply_recipe", recipe, rules)
     if activations is not None:
         recipe = replace(recipe, activations=activations)
     Stream(seed)  # checks the seed

@@ -7,14 +7,16 @@ Sources: arXiv 2506.08027 (mxfp8_nvidia), 2502.20586 (mxfp4_tseng), 2509.25149
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from extensor.errors import Rows, unknown_name
 from extensor.quant.recipe import FloatName, Gemm, LayerRecipe, Recipe, Rule
 from extensor.quant.spec import Hadamard, QuantSpec
 
-__all__ = ["ALIASES", "FP4_RECIPE", "RECIPES", "get_recipe"]
+__all__ = ["ALIASES", "FP4_RECIPE", "RECIPES", "get_recipe", "with_rules"]
 
 FP4_RECIPE = "mxfp4"
 """What training in FP4 begins with."""
@@ -291,3 +293,44 @@ def get_recipe(name: str) -> Recipe:
     if full not in RECIPES:
         raise ValueError(unknown_name("recipe", name, [*RECIPES, *ALIASES]))
     return RECIPES[full]
+
+
+def with_rules(
+    caller: str, recipe: Recipe | str, rules: Mapping[str, str | LayerRecipe] | None
+) -> Recipe:
+    """A recipe with rules before its own.
+
+    Args:
+        caller: names the function in errors.
+        recipe: a recipe or the name of one.
+        rules: by glob on a layer's path or by role, a `LayerRecipe` or the name of a recipe, whose
+            own rules do not count.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        TypeError: for what is no recipe, or no rule.
+        ValueError: for an unknown name or role.
+
+    >>> from extensor.quant.recipes import with_rules
+    >>> [rule.match for rule in with_rules("f", "mxfp4", {"blocks.0.*": "mxfp8"}).rules][:2]
+    ['blocks.0.*', '@first']
+    """
+    if not isinstance(recipe, (Recipe, str)):
+        way = "; rules by path: rules={'blocks.*': 'mxfp4'}" if isinstance(recipe, Mapping) else ""
+        raise TypeError(
+            f"{caller}: expected a Recipe or the name of one, got {recipe!r}; names: "
+            f"{', '.join(RECIPES)}{way}"
+        )
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    added = []
+    given: Mapping[str, Any] = rules or {}
+    for match, use in given.items():
+        if not isinstance(use, (str, LayerRecipe)):
+            raise TypeError(
+                f"{caller}: rule {match!r}: expected the name of a recipe or a LayerRecipe, got "
+                f"{type(use).__name__}"
+            )
+        added.append(Rule(match, get_recipe(use).layers if isinstance(use, str) else use))
+    return replace(recipe, rules=(*added, *recipe.rules)) if added else recipe

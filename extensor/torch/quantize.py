@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
 
 from extensor.quant.array import QuantStats
-from extensor.quant.recipe import LayerRecipe, Recipe, Rule
+from extensor.quant.recipe import LayerRecipe, Recipe
 from extensor.quant.recipe_state import LayerContext, RecipeState
-from extensor.quant.recipes import FP4_RECIPE, RECIPES, get_recipe
+from extensor.quant.recipes import FP4_RECIPE, with_rules
 from extensor.random import Stream
 from extensor.torch.arrays import check_tensor
 from extensor.torch.layer import LayerHandle
@@ -63,7 +62,8 @@ def quantize_(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_: expected a torch.nn.Module, got {type(model).__name__}")
-    full = _with_rules(recipe, rules or {})
+    uses = {match: _LEAVE if use is None else use for match, use in (rules or {}).items()}
+    full = with_rules("quantize_", recipe, uses)
     Stream(seed, step)  # checks both
     layers = _layers(model)
     if not layers:
@@ -89,29 +89,6 @@ def quantize_(
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # its fused inference reads weights past the layers
     return model
-
-
-def _with_rules(recipe: Recipe | str, rules: Mapping[str, str | LayerRecipe | None]) -> Recipe:
-    if not isinstance(recipe, (Recipe, str)):
-        raise TypeError(
-            f"quantize_: expected a Recipe or the name of one, got {recipe!r}; "
-            f"names: {', '.join(RECIPES)}"
-        )
-    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
-    return replace(recipe, rules=(*(Rule(m, _use(m, u)) for m, u in rules.items()), *recipe.rules))
-
-
-def _use(match: str, use: Any) -> LayerRecipe:
-    if use is None:
-        return _LEAVE
-    if isinstance(use, str):
-        return get_recipe(use).layers
-    if isinstance(use, LayerRecipe):
-        return use
-    raise TypeError(
-        f"quantize_: rule {match!r}: expected the name of a recipe, a LayerRecipe, or None, got "
-        f"{type(use).__name__}"
-    )
 
 
 def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, type[nn.Module]]]:

@@ -35,7 +35,7 @@ def test_a_role_may_match_nothing():
         (("mxpf4",), ValueError, "no recipe named 'mxpf4'; did you mean 'mxfp4'"),
         ((3,), TypeError, "expected a Recipe or the name of one, got 3; names: fp32"),
         ((None,), TypeError, "expected a Recipe or the name of one, got None"),
-        (({"blocks.*": "mxfp4"},), TypeError, "rules by path stand in a recipe: extensor.quant"),
+        (({"blocks.*": "mxfp4"},), TypeError, "rules by path: rules={'blocks"),
         (("mxfp4", -1), ValueError, "seed: expected an int in 0..2**64 - 1, got -1"),
         (("mxfp4", 1.5), ValueError, "seed: expected an int in 0..2**64 - 1, got 1.5"),
         (
@@ -50,6 +50,20 @@ def test_what_does_not_fit_changes_nothing(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         nn.apply_recipe(net, *arguments)
     assert all(layer.quant is None for _, layer in gemm_layers(net))
+
+
+def test_rules_mix_recipes_by_path():
+    net = model()
+    state = nn.apply_recipe(net, "mxfp4", rules={"0": "mxfp8", "2": LAYERS})
+    formats = [state.layers[path].layer.fprop.a for path in "01"]
+    assert [spec.format for spec in formats] == ["mxfp8_e4m3", "mxfp4"]
+    assert state.layers["2"].layer is LAYERS
+    again = model()
+    with pytest.raises(ValueError, match="rule 'head' matches no layer"):
+        nn.apply_recipe(again, "mxfp4", rules={"head": "bf16"})
+    with pytest.raises(TypeError, match="rule '0': expected the name of a recipe or a LayerRec"):
+        nn.apply_recipe(again, "mxfp4", rules={"0": None})
+    assert all(layer.quant is None for _, layer in gemm_layers(again))
 
 
 def test_a_recipe_goes_on_a_model():
