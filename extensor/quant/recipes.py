@@ -318,10 +318,9 @@ def with_rules(
     ['blocks.0.*', '@first']
     """
     if not isinstance(recipe, (Recipe, str)):
-        way = "; rules by path: rules={'blocks.*': 'mxfp4'}" if isinstance(recipe, Mapping) else ""
         raise TypeError(
             f"{caller}: expected a Recipe or the name of one, got {recipe!r}; names: "
-            f"{', '.join(RECIPES)}{way}"
+            f"{', '.join(RECIPES)}; by path: rules={{'blocks.*': 'mxfp4'}}"
         )
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     added = []

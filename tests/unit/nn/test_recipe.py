@@ -35,7 +35,7 @@ def test_a_role_may_match_nothing():
         (("mxpf4",), ValueError, "no recipe named 'mxpf4'; did you mean 'mxfp4'"),
         ((3,), TypeError, "expected a Recipe or the name of one, got 3; names: fp32"),
         ((None,), TypeError, "expected a Recipe or the name of one, got None"),
-        (({"blocks.*": "mxfp4"},), TypeError, "rules by path: rules={'blocks"),
+        (({"blocks.*": "mxfp4"},), TypeError, "; by path: rules={'blocks.*': 'mxfp4'}"),
         (("mxfp4", -1), ValueError, "seed: expected an int in 0..2**64 - 1, got -1"),
         (("mxfp4", 1.5), ValueError, "seed: expected an int in 0..2**64 - 1, got 1.5"),
         (
