@@ -9,6 +9,7 @@
 // b's integers are stored with an offset, since the dot-product instructions want one unsigned
 // operand; the sums start from minus the offset times the sum of a's integers.
 
+#include "common/lanes.hpp"
 #include "matmul/block_gemm.hpp"
 
 namespace EXTENSOR_ISA {
@@ -121,33 +122,68 @@ struct IntegerSide {
                                kElements[m.element].bits, table.values, row);
                     std::memset(row + real, 0, static_cast<size_t>(length - real));
                 }
-                for (int64_t t = 0; t < length; t += step)
-                    describe(panel, (start + t) / step, r, r < n ? first + r : -1, row + t);
+                const int64_t scales_at = r < n ? scales.at(first + r, 0) : -1;
+                for (int64_t t = 0, block = start / step; t < length; t += step, ++block)
+                    describe(panel, block, r, scales_at, row + t);
             }
-            for (int64_t i = 0; i < length / 4; ++i)
-                for (int64_t r = 0; r < width; ++r) std::memcpy(to++, rows + r * run + 4 * i, 4);
+            int64_t done = 0;
+            for (; width % VL == 0 && done + VL <= length / 4; done += VL)
+                for (int64_t r = 0; r < width; r += VL)
+                    transpose_words(rows + r * run + 4 * done, run, to + done * width + r);
+            for (int64_t i = done; i < length / 4; ++i)
+                for (int64_t r = 0; r < width; ++r)
+                    std::memcpy(to + i * width + r, rows + r * run + 4 * i, 4);
+            to += length / 4 * width;
         }
     }
 
 private:
-    void describe(int64_t panel, int64_t block, int64_t r, int64_t row, const int8_t* bytes) const {
+    // VL words of VL rows, `run` bytes apart, to words of their rows side by side.
+    void transpose_words(const int8_t* rows, int64_t run, int32_t* to) const {
+        vf words[VL];
+#pragma GCC unroll 16
+        for (int r = 0; r < VL; ++r)
+            words[r] = load(reinterpret_cast<const float*>(rows + r * run));
+        transpose(words);
+#pragma GCC unroll 16
+        for (int i = 0; i < VL; ++i) store(reinterpret_cast<float*>(to + i * width), words[i]);
+    }
+
+    // `scales_at`: of the row's first scale, or -1 beyond the last row.
+    void describe(int64_t panel, int64_t block, int64_t r, int64_t scales_at,
+                  const int8_t* bytes) const {
         const int64_t at = panel * panel_blocks() + block * width + r;
         const int64_t count = least(step, k - block * step);
         int32_t total = 0, any = 0;
-        if (offset) {
-            for (int64_t i = 0; i < count; ++i) {
-                const int32_t value = static_cast<uint8_t>(bytes[i]) - offset;
-                total += value, any |= value;
-            }
-        } else {
-            for (int64_t i = 0; i < count; ++i) total += bytes[i], any |= bytes[i];
+        int64_t i = 0;
+#if defined(__AVX2__)
+        // Sums of 32 bytes are those of bytes without a sign, less 128 each or the offset.
+        const __m256i flip = _mm256_set1_epi8(offset ? 0 : -128);
+        const __m256i zeros = _mm256_set1_epi8(static_cast<char>(offset));
+        for (; i + 32 <= count; i += 32) {
+            const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + i));
+            const __m256i four = _mm256_sad_epu8(_mm256_xor_si256(v, flip), __m256i{});
+            const __m128i two =
+                _mm_add_epi64(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+            total +=
+                _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 2) - 32 * (offset ? offset : 128);
+            any |= !_mm256_testz_si256(_mm256_xor_si256(v, zeros), _mm256_xor_si256(v, zeros));
         }
-        scale[at] = 0, sum[at] = 0, zero[at] = 0;
-        if (row < 0) return;
-        const int64_t tile = block * step / m.tile_length;
-        float s = scales(row, tile);
+#endif
+        for (; i < count; ++i) {
+            const int32_t value = offset ? static_cast<uint8_t>(bytes[i]) - offset : bytes[i];
+            total += value, any |= value;
+        }
+        if (scales_at < 0) {
+            scale[at] = 0, sum[at] = 0, zero[at] = 0;
+            return;
+        }
+        const int64_t tile =
+            scales_at + (m.tile_length == step ? block : block * step / m.tile_length);
+        float s = scale_value(m.scale, m.scales, tile, scales.ue4m3);
+        zero[at] = 0;
         if (m.zero_points) {
-            zero[at] = m.zero_points[scales.at(row, tile)];
+            zero[at] = m.zero_points[tile];
         } else if (!any && s - s == 0) {
             s = 1;  // zeros: spares multiplying by the subnormal 2**-127
         }
