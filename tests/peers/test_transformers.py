@@ -43,12 +43,16 @@ def build(name: str) -> Any:
             **SIZES, num_hidden_layers=2, image_size=32, patch_size=8, num_labels=4, **quiet
         )
         return t.ViTForImageClassification(config)
+    if name == "resnet":  # ResNet-18, narrow
+        sizes = {"embedding_size": 8, "hidden_sizes": [8, 16, 32, 64], "depths": [2, 2, 2, 2]}
+        config = t.ResNetConfig(**sizes, layer_type="basic", num_labels=4)
+        return t.ResNetForImageClassification(config)
     return t.BertForMaskedLM(t.BertConfig(**TEXT, **SIZES, **quiet))
 
 
 def batch(name: str, step: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(step % 2)
-    if name == "vit":
+    if name in ("vit", "resnet"):
         images = torch.randn(4, 3, 32, 32, generator=generator)
         return {"pixel_values": images, "labels": torch.arange(4)}
     tokens = torch.randint(0, VOCAB, (4, 32), generator=generator)
@@ -70,7 +74,7 @@ def train(name: str, model: Any, optimizer: Any, steps: range) -> list[float]:
     return losses
 
 
-MODELS = ("llama", "qwen3", "gpt2", "vit", "bert")
+MODELS = ("llama", "qwen3", "gpt2", "vit", "bert", "resnet")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -90,7 +94,7 @@ def test_a_model_trains_saves_loads_and_goes_on(name: str, tmp_path: Path) -> No
     again = optimizer_of(other)
     again.load_state_dict(rest)
 
-    loaded = type(model).from_pretrained(tmp_path)  # plain, without clocks
+    loaded = type(model).from_pretrained(tmp_path).train()  # plain, without clocks
     ext.quantize_(loaded, "mxfp4", seed=1, step=20)
     third = optimizer_of(loaded)
     third.load_state_dict(torch.load(tmp_path / "state.pt")[1])
