@@ -41,6 +41,8 @@ def gather(queue: Queue) -> dict[str, Any]:
         "experiment": experiment.doc,
         "baseline": experiment.baseline,
         "metric": metric.title,
+        "gap_unit": metric.gap,
+        "digits": metric.digits,
         "higher_is_better": metric.higher_is_better,
         "learning_rate": queue.rate(),
         "seeds": experiment.seeds,
@@ -77,12 +79,24 @@ def _row(
         train, trained = finished.result["train_loss"], other.result["train_loss"]
         train_gaps.append(100 * (train - trained) / trained if train and trained else None)
     costs = [Cost.read(entry.cost_file) for entry, _ in pairs]
-    curves = [f.curve for _, f in pairs]
+    curves = [_curve(queue, f) for _, f in pairs]
+    gap_curves = [
+        [
+            None if None in (a, b) else queue.metric.difference(a, b)
+            for a, b in zip(c, other, strict=False)
+        ]
+        for c, (_, f) in zip(curves, pairs, strict=True)
+        if f.seed in base
+        for other in [_curve(queue, base[f.seed])]
+    ]
     mean, error = _mean(values)
     gap, gap_error = _mean(gaps)
     train_gap, train_gap_error = _mean(train_gaps)
     joules = [c.joules for c in costs]
-    curve = [_mean([c[i] for c in curves])[0] for i in range(min(map(len, curves)))]
+    curve, gap_curve = (
+        [_mean(values)[0] for values in zip(*columns, strict=False)]
+        for columns in (curves, gap_curves)
+    )
     by_itself = alone(arm, rates)
     labels = [report.per_second * report.seconds for report in read_epochs(pairs[0][0].job.folder)]
     ends = list(itertools.accumulate(labels[: len(curve)]))
@@ -105,10 +119,17 @@ def _row(
         "diverged": sum(f.result["diverged"] is not None for _, f in pairs),
         "fallbacks": _mean([_fallbacks(*pair) for pair in pairs])[0],
         "curve": curve,
+        "gap_curve": gap_curve,
         "alone": by_itself,
         "times": times,
         "health": _health(*pairs[0]),
     }
+
+
+def _curve(queue: Queue, finished: Finished) -> list[Any]:
+    """The metric after each epoch, as people read it; None where it is not finite."""
+    scale = queue.metric.scale
+    return [None if value is None else scale * value for value in finished.curve]
 
 
 def _mean(values: Sequence[float | None]) -> tuple[float | None, float | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,13 @@ from ..svg import Line, lines
 __all__ = ["write_page"]
 
 MAX_LINES = 8
+OPTIONAL: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "joules": lambda arm: arm["joules"],
+    "diverged": lambda arm: arm["diverged"],
+    "fallbacks": lambda arm: arm["fallbacks"],
+    "alone": lambda arm: arm["alone"],
+}
+"""Columns that are shown where an arm has something to say there."""
 
 
 def write_page(results: dict[str, Any], path: Path) -> None:
@@ -24,25 +33,39 @@ def write_page(results: dict[str, Any], path: Path) -> None:
         results: of `gather`.
         path: of the file.
     """
-    arms = results["arms"]
-    drawn = [
-        Line(arm["arm"], list(range(1, len(arm["curve"]) + 1)), arm["curve"])
-        for arm in sorted(arms, key=lambda arm: arm["gap"] or 0.0)
-    ]
-    charts = [
-        Markup(lines(results["metric"], drawn[start : start + MAX_LINES], "epoch"))
-        for start in range(0, len(drawn), MAX_LINES)
-    ]
+    best = -1 if results["higher_is_better"] else 1
+    arms = sorted(
+        results["arms"], key=lambda arm: math.inf if arm["gap"] is None else best * arm["gap"]
+    )
+    metric = results["metric"]
+    curves = [Line(arm["arm"], _epochs(arm["curve"]), arm["curve"]) for arm in arms]
+    gaps = [Line(arm["arm"], _epochs(arm["gap_curve"]), arm["gap_curve"]) for arm in arms]
     timed = [Line(arm["arm"], arm["times"], arm["curve"]) for arm in arms if any(arm["times"])]
-    by_time = [
-        Markup(lines(results["metric"], timed[start : start + MAX_LINES], "seconds, alone"))
-        for start in range(0, len(timed), MAX_LINES)
-    ]
+    to_baseline = f"gap to {results['baseline']}, {results['gap_unit']}"
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
     style = (Path(page.__file__).parent / "page.css").read_text(encoding="utf-8")
     text = environment.get_template("page.html").render(
-        style=Markup(style), charts=charts, by_time=by_time, noise_ratio=NOISE_RATIO, **results
+        style=Markup(style),
+        charts=_charts(metric, curves, "epoch", results["baseline"]),
+        gap_charts=_charts(to_baseline, gaps, "epoch", results["baseline"]),
+        by_time=_charts(metric, timed, "seconds, alone", results["baseline"]),
+        shown={name for name, of in OPTIONAL.items() if any(map(of, arms))},
+        noise_ratio=NOISE_RATIO,
+        **{**results, "arms": arms},
     )
     path.write_text(text, encoding="utf-8")
+
+
+def _epochs(curve: Sequence[Any]) -> list[int]:
+    return list(range(1, len(curve) + 1))
+
+
+def _charts(title: str, drawn: Sequence[Line], x_label: str, baseline: str) -> list[Markup]:
+    """Charts of a few lines each; the baseline is the first line of all of them."""
+    first = [line for line in drawn if line.name == baseline]
+    rest = [line for line in drawn if line.name != baseline]
+    size = MAX_LINES - len(first)
+    starts = range(0, max(len(rest), 1), size)
+    return [Markup(lines(title, [*first, *rest[i : i + size]], x_label)) for i in starts]

@@ -131,6 +131,8 @@ def test_a_queue_goes_on_where_the_time_ran_out(here: None, tmp_path: Path) -> N
     gaps = [b - a for a, b in zip(*values.values(), strict=True)]
     row = found["arms"][1]
     assert row["gap"] == pytest.approx(statistics.fmean(gaps))
+    assert row["gap_curve"][-1] == pytest.approx(row["gap"])
+    assert row["curve"][-1] == pytest.approx(row["mean"])  # as people read it, in %
     assert row["gap_standard_error"] == pytest.approx(statistics.stdev(gaps) / math.sqrt(2))
     assert found["arms"][0]["gap"] == found["arms"][0]["train_gap"] == 0 and len(row["curve"]) == 2
     trained = [[json.loads((e.job.folder / "result.json").read_text())["train_loss"]
@@ -149,7 +151,7 @@ def test_the_command_writes_a_page_that_loads_nothing(
     (tmp_path / RATES).write_text(json.dumps(rates))
     assert observe(ObserveArgs("small", tmp_path, minutes=60), QUIET) == 0
     text = (tmp_path / "index.html").read_text()
-    assert "mxfp4_all,fp32@50%" in text and text.count("<svg") == 2 and "data-sort" in text
+    assert "mxfp4_all,fp32@50%" in text and text.count("<svg") == 3 and "data-sort" in text
     arms = json.loads((tmp_path / "results.json").read_text())["arms"]
     assert arms[1]["alone"]["per_second"] == pytest.approx(150)  # half of the steps each
     labels = arms[0]["times"][-1] * 100
