@@ -2,6 +2,8 @@
 // words.
 #pragma once
 
+#include <bit>
+
 #include "quantize/blocks.hpp"
 #include "quantize/hadamard.hpp"
 #include "quantize/philox.hpp"
@@ -118,6 +120,31 @@ INLINE void store_mask(const Call& call, const T* x, int64_t count, const float*
         }
     }
 }
+
+#if EXTENSOR_LANES == 16
+// The bits of VL whole tiles: magnitudes are compared as integers, which have the order of floats.
+// A bfloat16 is at most a float where its bits are at most the float's upper half.
+template <int Tile, class T>
+INLINE void store_group_mask(const T* x, const float* limits, uint8_t* to) {
+    constexpr int kStep = sizeof(T) == 4 ? 16 : Tile;  // values of one comparison
+    for (int t = 0; t < VL; ++t) {
+        const uint32_t limit = std::bit_cast<uint32_t>(limits[t]);
+        for (int k = 0; k < Tile; k += kStep, x += kStep, to += kStep / 8) {
+            uint32_t bits;
+            if constexpr (sizeof(T) == 4) {
+                const __m512i v = _mm512_loadu_si512(x), most = _mm512_set1_epi32(0x7FFFFFFF);
+                bits = _mm512_cmple_epu32_mask(_mm512_and_si512(v, most),
+                                               _mm512_set1_epi32(static_cast<int>(limit)));
+            } else {
+                const __m512i v = _mm512_maskz_loadu_epi16((uint64_t{1} << kStep) - 1, x);
+                bits = _mm512_cmple_epu16_mask(_mm512_and_si512(v, _mm512_set1_epi16(0x7FFF)),
+                                               _mm512_set1_epi16(static_cast<short>(limit >> 16)));
+            }
+            std::memcpy(to, &bits, kStep / 8);
+        }
+    }
+}
+#endif
 
 // Where the bits of a row begin, from a value on that is a multiple of 16.
 inline uint8_t* mask_of(const QuantJob& job, int64_t row, int64_t value) {

@@ -57,10 +57,19 @@ struct Groups {
             if (chooses(call.plan)) return choose_whole(call, values, amax);
         return amax;
     }
-    void mask(int64_t g, const T* values, const Scales& s) const {
+    void mask(int64_t g, const T* values, vf scales) const {
+        uint8_t* to = mask_of(call.job, p.first, start(g) * Tile);
+#if EXTENSOR_LANES == 16
+        if constexpr (!std::is_same_v<T, float16>) {
+            const float top = call.scaler.grid.top, tensor_scale = call.scaler.tensor_scale;
+            alignas(64) float limits[VL];
+            store(limits, splat(top) * scales * splat(tensor_scale));
+            return store_group_mask<Tile>(values, limits, to);
+        }
+#endif
         alignas(64) float decode[VL];
-        store(decode, s.decode);
-        store_mask(call, values, VL * Tile, decode, mask_of(call.job, p.first, start(g) * Tile));
+        store(decode, scales);
+        store_mask(call, values, VL * Tile, decode, to);
     }
 };
 

@@ -213,7 +213,7 @@ int64_t stream(const Call& call, const RowChunk& p, LaneCounts& counted) {
             encode_group(call, groups.chunk(g), now.statistic, counted);
             continue;
         }
-        if (call.job.mask) groups.mask(g, now.values, s);
+        if (call.job.mask) groups.mask(g, now.values, s.decode);
         store_codes(groups.scales(g), s.stored);
         int64_t stride;
         const uint32_t* drawn =
@@ -257,7 +257,7 @@ int64_t stream(const Call& call, const RowChunk& p, const Bf16BlockEncoder<Words
                 continue;
             }
         }
-        if (call.job.mask) groups.mask(g, now.values, call.scaler.of(now.statistic));
+        if (call.job.mask) groups.mask(g, now.values, float_of(now.stored << 23));
         store_codes(groups.scales(g), now.stored);
         if constexpr (Words)
             words.block = static_cast<uint32_t>(call.block(p.first, groups.start(g)));
