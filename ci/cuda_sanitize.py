@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from extensor import ExTensor
-from extensor.autograd.apply import wrap
+from extensor.autograd.tensor import wrap
 from extensor.backends.protocol import AttentionForward, CastSpec, Window
 from extensor.backends.registry import get
 from extensor.optim import SGD, AdamW

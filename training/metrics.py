@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from extensor import ExTensor
-from extensor.autograd.apply import wrap
+from extensor.autograd.tensor import wrap
 
 __all__ = ["ClassScores", "Scores", "TokenScores", "confusion_matrix", "label_ranks", "perplexity"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from extensor import ExTensor, capture, cross_entropy, models, take
-from extensor.autograd.apply import wrap
+from extensor.autograd.tensor import wrap
 from extensor.distributed import (
     Communicator,
     GatheredBuckets,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ci.bench import gpu
-from extensor.autograd.apply import wrap
+from extensor.autograd.tensor import wrap
 from extensor.ops.quantized import layer_context, quantized_matmul
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec

@@ -232,7 +232,7 @@ def without_primitives(call: Callable[[], Any]) -> Callable[[], Any]:
 
 def overhead(rounds: int) -> list[dict[str, Any]]:
     """Microseconds of the host for a call."""
-    from extensor.autograd.apply import wrap
+    from extensor.autograd.tensor import wrap
     from extensor.ops.quantized import layer_context, quantized_matmul
     from extensor.quant.recipes import get_recipe
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import wrap
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.backends import registry
 from extensor.dtypes import DTypeLike, as_dtype, float32
 from extensor.ops.arguments import axis_index, axis_tuple, non_differentiable_input, tensors_only

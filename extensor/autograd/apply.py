@@ -24,7 +24,7 @@ from extensor.autograd.primitive import BLOCKED_RULES, PRIMITIVES, Primitive
 from extensor.autograd.tensor import ExTensor, wrap
 from extensor.dtypes import bfloat16, compute_dtype, dtype_of, float32, promote
 
-__all__ = ["apply", "wrap"]
+__all__ = ["apply"]
 
 _NARROW = (bfloat16, float32)
 _new = object.__new__

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from extensor.autograd.apply import wrap
 from extensor.autograd.mode import MODE
 from extensor.autograd.program import Program
 from extensor.autograd.recording import Recording, recording
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.backends.capture import Graph
 
 __all__ = ["CapturedStep", "capture"]

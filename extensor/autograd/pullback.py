@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import apply, wrap
+from extensor.autograd.apply import apply
 from extensor.autograd.mode import MODE
 from extensor.autograd.node import ArraySpec, Node, TensorState
 from extensor.autograd.primitive import Primitive
 from extensor.autograd.row_gradient import RowGradient
 from extensor.autograd.storage import Stored, restore
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.dtypes import LEVEL_HALF, as_dtype, bfloat16, dtype_of
 
 __all__ = ["gradient_dtype", "node_gradients", "sum_to"]

@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import wrap
 from extensor.autograd.mode import MODE
 from extensor.autograd.node import Node, TensorState
 from extensor.autograd.primitive import FUNCTIONS
 from extensor.autograd.pullback import gradient_dtype, node_gradients
 from extensor.autograd.row_gradient import RowGradient
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.dtypes import as_dtype
 
 __all__ = ["backward", "gradients"]

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import wrap
 from extensor.autograd.mode import post_accumulate_grad_hook
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.distributed.communicator import Array, Communicator
 from extensor.distributed.reduction import BLOCK, ReductionWork, make_reduction, padded_size
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import wrap
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.distributed.communicator import Array
 from extensor.distributed.gradients import Bucket, GradientBuckets
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import wrap
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.distributed.communicator import Array, Communicator
 from extensor.distributed.sequence import cut_sequence, gather_sequence, reduce_scatter_sequence
 from extensor.nn import Linear, Module, ModuleList, Parameter, TransformerBlock

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import wrap
 from extensor.autograd.mode import no_grad
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.distributed.communicator import Array, Communicator
 from extensor.distributed.gradients import Bucket, GradientBuckets
 from extensor.distributed.reduction import ReductionWork

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from extensor.autograd.apply import wrap
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.inspect.grid import GridValues, grid_values
 from extensor.inspect.noise import as_spec, check_source, normal_sqnr, sqnr
 from extensor.quant.recipe_state import stats_of

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from extensor.autograd.apply import wrap
 from extensor.autograd.creation import Seed
 from extensor.autograd.mode import no_grad
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.nn import init
 from extensor.nn.checks import check_images, check_probability
 from extensor.nn.module import Module

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import wrap
 from extensor.autograd.mode import MODE
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.backends.protocol import Array
 from extensor.dtypes import LEVEL_HALF, DType, compute_dtype, float32, scalar_dtype
 from extensor.errors import AxisError

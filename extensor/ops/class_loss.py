@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import apply, wrap
+from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.ops.activation import log_softmax
 from extensor.ops.arguments import tensors_only
 from extensor.ops.declare import quiet

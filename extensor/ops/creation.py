@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from extensor.autograd.apply import apply, wrap
+from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.ops.arguments import tensors_only
 
 __all__ = [

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import apply, wrap
+from extensor.autograd.apply import apply
 from extensor.autograd.positions import check_bounds, check_positions, raw_key
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.row_gradient import RowGradient
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.dtypes import bfloat16
 from extensor.ops.arguments import as_tensor, axis_index, tensors_only
 from extensor.quant import views

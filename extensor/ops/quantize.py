@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import apply, wrap
+from extensor.autograd.apply import apply
 from extensor.autograd.positions import check_bounds
 from extensor.autograd.primitive import BadInput, Sample, blocked_rule, primitive
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.backends.protocol import Array, Backend
 from extensor.quant import reference, views
 from extensor.quant.array import QuantArray

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import apply, wrap
+from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.pullback import sum_to as _sum_to
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.dtypes import DTypeLike, as_dtype
 from extensor.ops.arguments import Axis, axis_index, axis_tuple, broadcasts, tensors_only
 from extensor.ops.declare import quiet

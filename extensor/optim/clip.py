@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from extensor.autograd.apply import wrap
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.optim.params import check_range
 
 __all__ = ["clip_grad_norm", "clip_grad_value"]

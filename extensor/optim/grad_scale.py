@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import wrap
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.backends.capture import HostMirror, HostMirrors, StepCapture
 from extensor.backends.generic.optim import rescale
 from extensor.inspect.health import SlotHealth, slot_health

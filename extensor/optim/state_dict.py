@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from extensor.autograd.apply import wrap
+from extensor.autograd.tensor import wrap
 from extensor.backends.registry import get as get_backend
 from extensor.errors import layout_error
 from extensor.optim.params import Array, Option, ParamGroup

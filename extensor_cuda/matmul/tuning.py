@@ -31,7 +31,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from extensor.autograd.apply import wrap
+from extensor.autograd.tensor import wrap
 from extensor.ops import recipe_operands as slots
 from extensor.ops.quantized import layer_context, quantized_matmul
 from extensor.quant.recipe import Gemm, LayerRecipe

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from extensor.array_api.linalg.matrix import decompose, matrices
-from extensor.autograd.apply import wrap
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.dtypes import complex64, compute_dtype, promote
 
 __all__ = [

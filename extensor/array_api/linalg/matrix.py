@@ -13,9 +13,9 @@ import numpy as np
 
 from extensor.array_api.complex import conj
 from extensor.array_api.manipulation import moveaxis
-from extensor.autograd.apply import apply, wrap
+from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.backends.protocol import Backend
 from extensor.dtypes import DTypeLike, compute_dtype
 from extensor.ops.arguments import non_differentiable_input, tensors_only

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import extensor as et
-from extensor.autograd.apply import wrap
+from extensor.autograd.tensor import wrap
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import AttentionForward
 from extensor_cuda.kernels.attention import attention as kernels

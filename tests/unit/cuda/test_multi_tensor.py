@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import extensor as et
-from extensor.autograd.apply import wrap
 from extensor.autograd.row_gradient import RowGradient
+from extensor.autograd.tensor import wrap
 from extensor.backends.generic import GenericBackend
 from extensor.backends.generic.optim import rescale
 from extensor.dtypes import bfloat16

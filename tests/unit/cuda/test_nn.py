@@ -520,7 +520,7 @@ def test_gradients_of_norms_are_added_to_what_is_there(
 def test_the_tape_has_a_norms_gradient_added_where_it_meets_another(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from extensor.autograd.apply import wrap
+    from extensor.autograd.tensor import wrap
 
     rng = np.random.default_rng(0)
     given, factor = (rng.standard_normal((6, 48)).astype(np.float32) for _ in range(2))

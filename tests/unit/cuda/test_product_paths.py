@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import extensor as et
-from extensor.autograd.apply import wrap
+from extensor.autograd.tensor import wrap
 from extensor.backends import registry
 from extensor.quant import reference, views
 from extensor.quant.array import QuantArray
