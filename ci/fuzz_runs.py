@@ -27,7 +27,7 @@ from ci.fuzz_models import packed, saved
 from ci.fuzz_mutations import Draw, change
 from extensor import models
 from extensor.nn import Linear, Sequential, load_quantized, quantize_model, save_quantized
-from extensor.training.config import RunConfig, read_toml, write_toml
+from extensor.training.config import RunConfig
 from extensor.training.data import DataError
 from extensor.training.data.fetch import RemoteFile, read_checked
 from extensor.training.data.sources import CIFAR10, CIFAR_RECORD, EMNIST, parse_idx
@@ -39,6 +39,7 @@ from extensor.training.rundir import (
 )
 from extensor.training.runs import defaults
 from extensor.training.text.tokenizers import Characters
+from extensor.training.toml import read_toml, write_toml
 
 # --- runs --------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from extensor.ops.einsum import *
 from extensor.ops.elementwise import *
 from extensor.ops.heads import *
 from extensor.ops.indexing import *
+from extensor.ops.joining import *
 from extensor.ops.loss import *
 from extensor.ops.matmul import *
 from extensor.ops.norm import *

@@ -32,7 +32,7 @@ from extensor.quant.schemes import SCHEMES
 from .choices import OPTIMIZERS, SCHEDULES, describe
 from .compare import compare
 from .comparison import CompareArgs, CompareFlags
-from .config import RunConfig, Settings
+from .config import RunConfig
 from .data import DATASETS, DataError
 from .finetune import FinetuneArgs, finetune
 from .flags import parse, parse_settings, resolve
@@ -41,6 +41,7 @@ from .ptq import PtqArgs, ptq
 from .ranks import end_all, rank_console, say
 from .rundir import CONFIG, UsageError, checkpoint_in, read_config, read_result
 from .runs import RUNS
+from .settings import Settings
 from .tasks import TASKS
 from .train import train
 

@@ -18,10 +18,12 @@ import tyro
 
 from extensor.quant.recipes import get_recipe
 
-from .config import RunConfig, Settings, write_toml
+from .config import RunConfig
 from .rundir import UsageError, find_checkpoint, read_config, read_epochs, read_result
 from .runs import RUNS
+from .settings import Settings
 from .tasks import TASKS, Metric
+from .toml import write_toml
 
 __all__ = ["CompareArgs", "CompareFlags", "Finished", "Job"]
 

@@ -14,9 +14,11 @@ from typing import Annotated, Any, TypeVar, cast
 
 import tyro
 
-from .config import RunConfig, Settings, read_toml
+from .config import RunConfig
 from .rundir import UsageError
 from .runs import RUNS, defaults
+from .settings import Settings
+from .toml import read_toml
 
 __all__ = ["parse", "parse_settings", "resolve"]
 

@@ -17,9 +17,9 @@ from extensor.nn.init import Skeleton
 from extensor.schema import SchemaError, check, record
 
 from .checkpoints import read_checkpoint
-from .config import ACTIVATIONS, WEIGHTS
 from .rundir import LAST, UsageError, find_checkpoint
 from .runs import RUNS
+from .settings import ACTIVATIONS, WEIGHTS
 from .text.tokenizers import Tokenizer, TokenizerError, from_state
 
 __all__ = ["load_language_model"]

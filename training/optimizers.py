@@ -10,7 +10,7 @@ from extensor.nn import gemm_layers
 from extensor.optim import AdamW, Muon, Optimizer, Schedule, Warmup
 
 from .choices import OPTIMIZERS, SCHEDULES, parse_options
-from .config import Settings
+from .settings import Settings
 
 __all__ = ["make_optimizer", "make_schedule"]
 

@@ -15,8 +15,9 @@ from extensor.distributed.checkpoint import INDEX
 from extensor.io.atomic import remove_leftovers, replacing
 from extensor.schema import FileError, SchemaError, check, parse_json, read_json, record
 
-from .config import RunConfig, parse_toml, write_toml
+from .config import RunConfig
 from .records import EpochReport
+from .toml import parse_toml, write_toml
 
 __all__ = [
     "BEST",

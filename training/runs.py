@@ -1,6 +1,6 @@
 """RUNS: one row per model, with the settings that train it well.
 
-What a row does not name is as `training.config` has it by default.
+What a row does not name is as `training.settings` has it by default.
 The learning rates were chosen in float32, by test accuracy, on digits and Fashion-MNIST
 (docs/results; MNIST takes the latter's); GPT's are nanoGPT's, and the encoder takes them too; those
 for photographs are customary ones. A recipe does not get its own, so

@@ -32,7 +32,7 @@ from extensor.nn.recompute import parse_recompute
 from extensor.optim import MXGradScaler, clip_grad_norm
 
 from .batch import Batch
-from .config import ACTIVATIONS, RunConfig
+from .config import RunConfig
 from .metrics import label_ranks
 from .micro_batches import MicroBatch, MicroBatches, Outcome
 from .optimizers import make_optimizer, make_schedule
@@ -40,6 +40,7 @@ from .parallel import check_optimizer, grid_of, split_blocks
 from .ranks import check_captured, check_parts
 from .records import Position
 from .rundir import UsageError
+from .settings import ACTIVATIONS
 from .tasks import Task
 
 __all__ = ["MadeStep", "TrainStep"]

@@ -13,8 +13,8 @@ from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import DTypeLike
 from extensor.ops.arguments import axis_index, tensors_only
 from extensor.ops.arithmetic import subtract
+from extensor.ops.joining import concatenate, stack
 from extensor.ops.reduce import cumsum, in_dtype
-from extensor.ops.shape import concatenate, stack
 
 __all__ = ["cumulative_prod", "cumulative_sum", "diff"]
 

@@ -16,7 +16,7 @@ from extensor.autograd.tensor import ExTensor, wrap
 from extensor.backends import registry
 from extensor.dtypes import DTypeLike, as_dtype, float32
 from extensor.ops.arguments import axis_index, axis_tuple, non_differentiable_input, tensors_only
-from extensor.ops.shape import roll
+from extensor.ops.joining import roll
 
 __all__ = [
     "fft", "fftfreq", "fftn", "fftshift", "hfft", "ifft", "ifftn", "ifftshift", "ihfft", "irfft",

@@ -8,7 +8,8 @@ from extensor.autograd.primitive import BadInput, Sample, composite
 from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import axis_index, tensors_only
 from extensor.ops.indexing import gather
-from extensor.ops.shape import broadcast_to, concatenate, permute
+from extensor.ops.joining import concatenate
+from extensor.ops.shape import broadcast_to, permute
 
 __all__ = [
     "broadcast_arrays",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -140,7 +140,7 @@ def _seed(root: ExTensor, gradient: ExTensor | None, create_graph: bool) -> Grad
 
 
 def _run(
-    seeds: Iterable[tuple[ExTensor, Gradient]],
+    roots: Sequence[tuple[ExTensor, Gradient]],
     targets: Sequence[ExTensor] | None,
     retain: bool,
     create_graph: bool,
@@ -151,83 +151,113 @@ def _run(
     ``final`` gets a leaf's gradient as soon as nothing is added to it any more; the result has the
     others.
     """
-    grads: dict[int, tuple[ExTensor, Gradient]] = {}
-    pending: dict[Node, Gradient] = {}
-    heap: list[tuple[int, Node]] = []
-    needed: set[Edge] | None = None
-    inner: dict[Node, list[ExTensor]] = {}
-    roots = list(seeds)
-    fresh: set[Node] = set()  # whose pending gradient nobody else holds
+    walk = _Walk(roots, targets, create_graph)
     waiting = {} if final is None else _uses_of_leaves(root.node for root, _ in roots)
-    if targets is not None:
-        needed = _leading_to([root.node or root for root, _ in roots], targets)
-        for tensor in targets:
-            if tensor.node is not None:
-                inner.setdefault(tensor.node, []).append(tensor)
-
-    def deliver(edge: Edge | None, g: Gradient) -> None:
-        if isinstance(edge, Node):
-            if edge in pending:
-                pending[edge] = (
-                    pending[edge] + g if create_graph else edge.backend.add(pending[edge], g)
-                )
-            else:
-                pending[edge] = g
-                heapq.heappush(heap, (-edge.seq, edge))
-        elif isinstance(edge, ExTensor):
-            if id(edge) in grads:
-                old = grads[id(edge)][1]
-                g = old + g if create_graph else _sum(edge.backend, old, g)
-            grads[id(edge)] = (edge, g)
-
     before = MODE.enabled
     MODE.enabled = create_graph
     try:
         with np.errstate(all="ignore"):
             for root, seed in roots:
                 edge = root.node or root
-                if needed is None or edge in needed:
-                    deliver(edge, seed)
-            while heap:
-                node = heapq.heappop(heap)[1]
-                g = pending.pop(node)
-                own = node in fresh and node not in inner
-                fresh.discard(node)
-                for tensor in inner.get(node, ()):
-                    grads[id(tensor)] = (tensor, g)
-                node.check()
-                edges = node.edges
-                assert edges is not None
-                if needed is None:
-                    needs = [e is not None for e in edges]
-                else:
-                    needs = [e is not None and e in needed for e in edges]
-                if True in needs:
-                    first = edges[0]
-                    addend = _addend(node, pending) if needs[0] and not create_graph else None
-                    rows = needed is None and isinstance(first, ExTensor)
-                    parts = node_gradients(
-                        node, g, needs, create_graph, addend=addend, own=own, rows=rows
-                    )
-                    if addend is not None and isinstance(first, Node):
-                        pending[first], parts[0] = parts[0], None  # already the sum
-                    for i, part in enumerate(parts):
-                        if part is not None:
-                            source = edges[i]
-                            if node.primitive.new_gradients and isinstance(source, Node):
-                                (fresh.discard if source in pending else fresh.add)(source)
-                            deliver(source, part)
+                if walk.needed is None or edge in walk.needed:
+                    walk.deliver(edge, seed)
+            while walk.heap:
+                node = heapq.heappop(walk.heap)[1]
+                walk.visit(node)
                 if final is not None:
-                    for source in edges:
-                        if isinstance(source, ExTensor):
-                            waiting[id(source)] -= 1
-                            if not waiting[id(source)] and id(source) in grads:
-                                final(*grads.pop(id(source)))
+                    for leaf in _completed(node, waiting):
+                        if id(leaf) in walk.grads:
+                            final(*walk.grads.pop(id(leaf)))
                 if not retain:
                     node.release()
     finally:
         MODE.enabled = before
-    return grads
+    return walk.grads
+
+
+class _Walk:
+    """The gradients of one backward pass: those that wait for their node, and those to return."""
+
+    __slots__ = ("create_graph", "fresh", "grads", "heap", "inner", "needed", "pending")
+
+    def __init__(
+        self,
+        roots: Sequence[tuple[ExTensor, Gradient]],
+        targets: Sequence[ExTensor] | None,
+        create_graph: bool,
+    ) -> None:
+        self.create_graph = create_graph
+        self.grads: dict[int, tuple[ExTensor, Gradient]] = {}
+        self.pending: dict[Node, Gradient] = {}
+        self.heap: list[tuple[int, Node]] = []
+        self.fresh: set[Node] = set()  # whose pending gradient nobody else holds
+        self.needed: set[Edge] | None = None  # all
+        self.inner: dict[Node, list[ExTensor]] = {}  # targets that are no leaves
+        if targets is not None:
+            self.needed = _leading_to([root.node or root for root, _ in roots], targets)
+            for tensor in targets:
+                if tensor.node is not None:
+                    self.inner.setdefault(tensor.node, []).append(tensor)
+
+    def deliver(self, edge: Edge | None, g: Gradient, fresh: bool = False) -> None:
+        """Add to what a node or a leaf has got; ``fresh``: nobody else holds ``g``."""
+        if isinstance(edge, Node):
+            pending = self.pending
+            if edge in pending:
+                old = pending[edge]
+                pending[edge] = old + g if self.create_graph else edge.backend.add(old, g)
+                if fresh:
+                    self.fresh.discard(edge)
+            else:
+                pending[edge] = g
+                heapq.heappush(self.heap, (-edge.seq, edge))
+                if fresh:
+                    self.fresh.add(edge)
+        elif isinstance(edge, ExTensor):
+            grads = self.grads
+            if id(edge) in grads:
+                old = grads[id(edge)][1]
+                g = old + g if self.create_graph else _sum(edge.backend, old, g)
+            grads[id(edge)] = (edge, g)
+
+    def visit(self, node: Node) -> None:
+        """Hand on the gradient of a node, which nothing is added to any more."""
+        pending, needed = self.pending, self.needed
+        g = pending.pop(node)
+        own = node in self.fresh
+        if own:
+            self.fresh.discard(node)
+        if node in self.inner:
+            own = False
+            self.grads |= {id(tensor): (tensor, g) for tensor in self.inner[node]}
+        node.check()
+        edges = node.edges
+        assert edges is not None
+        if needed is None:
+            needs = [e is not None for e in edges]
+        else:
+            needs = [e is not None and e in needed for e in edges]
+        if True not in needs:
+            return
+        first = edges[0]
+        addend = _addend(node, pending) if needs[0] and not self.create_graph else None
+        rows = needed is None and isinstance(first, ExTensor)
+        parts = node_gradients(node, g, needs, self.create_graph, addend=addend, own=own, rows=rows)
+        if addend is not None and isinstance(first, Node):
+            pending[first], parts[0] = parts[0], None  # already the sum
+        fresh = node.primitive.new_gradients
+        for i, part in enumerate(parts):
+            if part is not None:
+                self.deliver(edges[i], part, fresh)
+
+
+def _completed(node: Node, waiting: dict[int, int]) -> Iterator[ExTensor]:
+    """Leaves whose last use the node was; ``waiting`` counts the others."""
+    for leaf in node.edges or ():
+        if isinstance(leaf, ExTensor):
+            waiting[id(leaf)] -= 1
+            if not waiting[id(leaf)]:
+                yield leaf
 
 
 def _addend(node: Node, pending: dict[Node, Gradient]) -> Gradient | None:

@@ -15,10 +15,10 @@ from extensor.nn.checks import check_last_axes, check_size, check_width
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.block_scaled import weight_only_linear
+from extensor.ops.joining import stack
 from extensor.ops.matmul import linear
 from extensor.ops.prequantized import prequantized_matmul
 from extensor.ops.quantized import quantized_matmul
-from extensor.ops.shape import stack
 from extensor.quant.recipe_state import LayerContext
 
 __all__ = ["GemmLayer", "Linear", "can_group", "grouped_linear"]

@@ -16,8 +16,8 @@ from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.activation import softmax
 from extensor.ops.indexing import take
+from extensor.ops.joining import concatenate
 from extensor.ops.matmul import linear
-from extensor.ops.shape import concatenate
 from extensor.ops.sort import topk
 
 __all__ = ["MixtureOfExperts", "TopKRouter"]

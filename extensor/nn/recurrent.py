@@ -24,7 +24,8 @@ from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
 from extensor.ops.elementwise import sigmoid, tanh
-from extensor.ops.shape import concatenate, flip, split, stack
+from extensor.ops.joining import concatenate, split, stack
+from extensor.ops.shape import flip
 
 __all__ = ["GRU", "LSTM", "Recurrent", "RecurrentCell"]
 

@@ -15,8 +15,8 @@ from extensor.backends.protocol import Array, AttentionForward, AttentionOptions
 from extensor.ops.activation import softmax
 from extensor.ops.arguments import tensors_only
 from extensor.ops.arithmetic import where
+from extensor.ops.joining import concatenate
 from extensor.ops.matmul import matmul
-from extensor.ops.shape import concatenate
 
 __all__ = ["packed_attention", "scaled_dot_product_attention"]
 

@@ -38,10 +38,10 @@ from extensor.ops import recipe_operands as operands
 from extensor.ops import requantized
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv_pool import conv_window
-from extensor.quant.odd import OddFloats
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
 from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.recipes import get_recipe
+from extensor.quant.round_to_odd import OddFloats
 from extensor.quant.weight_cache import WeightVersion
 
 __all__ = ["layer_context", "quantized_conv2d", "quantized_matmul"]

@@ -34,9 +34,9 @@ from extensor.backends.protocol import (
 )
 from extensor.dtypes import bfloat16
 from extensor.quant.kept import image_bits
-from extensor.quant.odd import OddFloats, round_to_odd
 from extensor.quant.recipe import Gemm
 from extensor.quant.recipe_state import Counts, LayerContext
+from extensor.quant.round_to_odd import OddFloats, round_to_odd
 from extensor.quant.spec import QuantSpec
 from extensor.quant.weight_cache import CachedOperand, WeightSource, WeightVersion
 from extensor.random import Stream

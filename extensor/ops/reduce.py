@@ -15,7 +15,7 @@ from extensor.autograd.tensor import ExTensor, wrap
 from extensor.dtypes import DTypeLike, as_dtype
 from extensor.ops.arguments import Axis, axis_index, axis_tuple, broadcasts, tensors_only
 from extensor.ops.declare import quiet
-from extensor.ops.shape import stack
+from extensor.ops.joining import stack
 
 __all__ = [
     "all", "any", "argmax", "argmin", "cumsum", "logsumexp", "max", "mean", "min", "prod", "std",

@@ -13,8 +13,8 @@ scale of c bits keeps (b + c / n) / 8 bytes a value:
 Blocks are padded to whole ones. A format that would take no fewer bytes than x leaves x as it is.
 
 A convolution's packed patches would take kh kw / (sh sw) as much, 38 bits a value of MXFP4 under a
-3 x 3 kernel. It keeps its image rounded to odd (`extensor.quant.odd`) where quantizing reads the
-same of it: 12 bits a value in MXFP4, 16 in MXFP6, MXFP8 and bfloat16; else x as it is.
+3 x 3 kernel. It keeps its image rounded to odd (`extensor.quant.round_to_odd`) where quantizing
+reads the same of it: 12 bits a value in MXFP4, 16 in MXFP6, MXFP8 and bfloat16; else x as it is.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import numpy as np
 
 from extensor.dtypes import as_dtype
 from extensor.quant.array import coded_length, stored_nbytes
-from extensor.quant.odd import odd_bits, odd_nbytes
 from extensor.quant.recipe import LayerRecipe
+from extensor.quant.round_to_odd import odd_bits, odd_nbytes
 from extensor.quant.spec import QuantSpec
 
 __all__ = ["image_bits", "kept_nbytes", "packs"]

@@ -85,6 +85,18 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
             axis that blocks extend over.
         IndexError: if an integer is out of range.
     """
+    new_shape, kept = _sliced_axes(q, key)
+    along, length = key[q.spec.axis], q.shape[q.spec.axis]
+    assert isinstance(along, slice)  # integers were refused above
+    if q.outlier_index is not None and along.indices(length)[:2] != (0, length):
+        raise ValueError(f"slicing the rows of the outlier codec; {_INSTEAD}")
+    parts = _map_parts(q, lambda name, part: part[_stored_slices(q, key, name, part.shape)])
+    spec = q.spec.replace(axis=kept.index(q.spec.axis))
+    return dataclasses.replace(q, **parts, shape=tuple(new_shape), spec=spec)
+
+
+def _sliced_axes(q: QuantArray, key: tuple[slice | int, ...]) -> tuple[list[int], list[int]]:
+    """The shape after slicing and the axes that stay; refuses what would break blocks."""
     spec, shape = q.spec, q.shape
     extent = list(tile_extent(spec, shape))
     if spec.tile == "tensor":  # one scale for the tensor, which any slice keeps
@@ -110,48 +122,35 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
             raise IndexError(f"index {entry} is out of range for axis {axis} of length {length}")
     if _tile_rows(q) > 1 and len(kept) < len(shape):
         raise ValueError(f"an integer index on a tensor in tiles {spec.tile}; {_INSTEAD}")
+    return new_shape, kept
 
-    def extent_of(name: str, axis: int) -> int:
-        """Elements of the tensor that an entry of a stored array stands for, on an axis."""
-        if name.startswith("super_") and axis == spec.axis and spec.super_block is not None:
-            return spec.super_block
-        return stored_extent[axis]
 
-    stored_extent = tile_extent(spec, shape)
-
-    def cut(name: str, part: Array) -> Array:
-        chosen: list[slice | int] = []
-        for axis, (entry, length) in enumerate(zip(key, shape, strict=True)):
-            if isinstance(entry, int):
-                chosen.append(entry if part.shape[axis] == length else 0)
-                continue
-            start, stop, step = entry.indices(length)
-            if (start, stop, step) == (0, length, 1):
-                chosen.append(slice(None))
-            elif axis == spec.axis and name == "codes":
-                bits = spec.row.element.bits
-                end = (
-                    None if stop == length else stop * bits // 8
-                )  # the last block keeps its padding
-                chosen.append(slice(start * bits // 8, end))
-            elif extent_of(name, axis) == 1 or name == "codes":
-                chosen.append(entry)
-            elif spec.tile == "tensor":
-                chosen.append(slice(None))
-            else:
-                size = extent_of(name, axis)
-                chosen.append(slice(start // size, -(-stop // size)))
-        return part[tuple(chosen)]
-
-    along = key[spec.axis]
-    assert isinstance(along, slice)  # integers were refused above
-    if q.outlier_index is not None and along != slice(None):
-        start, stop, _ = along.indices(shape[spec.axis])
-        if (start, stop) != (0, shape[spec.axis]):
-            raise ValueError(f"slicing the rows of the outlier codec; {_INSTEAD}")
-    parts = _map_parts(q, cut)
-    new_axis = kept.index(spec.axis)
-    return dataclasses.replace(q, **parts, shape=tuple(new_shape), spec=spec.replace(axis=new_axis))
+def _stored_slices(
+    q: QuantArray, key: tuple[slice | int, ...], name: str, stored: tuple[int, ...]
+) -> tuple[slice | int, ...]:
+    """What a slice of the tensor is in one of its stored arrays, of shape ``stored``."""
+    spec, extent = q.spec, list(tile_extent(q.spec, q.shape))
+    if name.startswith("super_") and spec.super_block is not None:
+        extent[spec.axis] = spec.super_block
+    chosen: list[slice | int] = []
+    for axis, (entry, length) in enumerate(zip(key, q.shape, strict=True)):
+        if isinstance(entry, int):
+            chosen.append(entry if stored[axis] == length else 0)
+            continue
+        start, stop, step = entry.indices(length)
+        if (start, stop, step) == (0, length, 1):
+            chosen.append(slice(None))
+        elif axis == spec.axis and name == "codes":
+            bits = spec.row.element.bits
+            end = None if stop == length else stop * bits // 8  # the last block keeps its padding
+            chosen.append(slice(start * bits // 8, end))
+        elif extent[axis] == 1 or name == "codes":
+            chosen.append(entry)
+        elif spec.tile == "tensor":
+            chosen.append(slice(None))
+        else:
+            chosen.append(slice(start // extent[axis], -(-stop // extent[axis])))
+    return tuple(chosen)
 
 
 def _check_slice(axis: int, start: int, stop: int, step: int, length: int, extent: int) -> None:

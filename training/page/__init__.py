@@ -19,8 +19,8 @@ from extensor.quant.recipe import SLOTS, LayerRecipe
 from extensor.quant.spec import QuantSpec
 
 from ..callbacks.progress import percent
-from ..config import ACTIVATIONS
 from ..runs import RUNS
+from ..settings import ACTIVATIONS
 from ..tasks import TASKS
 from . import charts
 from .facts import Facts, read_facts

@@ -20,9 +20,10 @@ from extensor.backends.protocol import Backend
 from extensor.dtypes import DTypeLike, compute_dtype
 from extensor.ops.arguments import non_differentiable_input, tensors_only
 from extensor.ops.creation import tril
+from extensor.ops.joining import stack
 from extensor.ops.matmul import matmul
 from extensor.ops.reduce import sum as total
-from extensor.ops.shape import broadcast_to, reshape, stack, swapaxes
+from extensor.ops.shape import broadcast_to, reshape, swapaxes
 
 __all__ = [
     "cholesky", "cross", "det", "diagonal", "inv", "matrix_power", "slogdet", "solve", "trace",

@@ -10,9 +10,10 @@ import pytest
 
 from extensor import models
 from extensor.training.cli import main
-from extensor.training.config import RunConfig, read_toml, write_toml
+from extensor.training.config import RunConfig
 from extensor.training.data import DATASETS
 from extensor.training.runs import RUNS, defaults
+from extensor.training.toml import read_toml, write_toml
 
 
 def config(**changes: Any) -> RunConfig:

@@ -46,7 +46,7 @@ class OddFloats:
         dtype: of the array.
 
     >>> import numpy as np
-    >>> from extensor.quant.odd import round_to_odd
+    >>> from extensor.quant.round_to_odd import round_to_odd
     >>> kept = round_to_odd(np.array([1.0, 1.0001], np.float32), 12, np)
     >>> kept.values(np).tolist(), kept.nbytes
     ([1.0, 1.125], 3)
@@ -77,7 +77,7 @@ class OddFloats:
             An array of the shape and dtype.
 
         >>> import numpy as np
-        >>> from extensor.quant.odd import round_to_odd
+        >>> from extensor.quant.round_to_odd import round_to_odd
         >>> round_to_odd(np.float32([[3.0]]), 16, np).values(np).tolist()
         [[3.0]]
         """
@@ -109,7 +109,7 @@ def odd_bits(spec: QuantSpec, dtype: np.dtype[Any]) -> int | None:
         12 or 16; None where that is not enough, or no fewer than the values have.
 
     >>> import numpy as np
-    >>> from extensor.quant.odd import odd_bits
+    >>> from extensor.quant.round_to_odd import odd_bits
     >>> [odd_bits(et.QuantSpec(f), np.dtype("float32")) for f in ("mxfp4", "mxfp8_e4m3", "nvfp4")]
     [12, 16, None]
     """
@@ -136,7 +136,7 @@ def odd_nbytes(bits: int, shape: tuple[int, ...]) -> int:
         bits: 12 or 16.
         shape: of the array.
 
-    >>> from extensor.quant.odd import odd_nbytes
+    >>> from extensor.quant.round_to_odd import odd_nbytes
     >>> odd_nbytes(12, (3, 5))
     23
     """
@@ -156,7 +156,7 @@ def round_to_odd(x: Array, bits: int, xp: Any) -> OddFloats | None:
         The rounded floats; None where a value is subnormal, whose leading bit is not the first.
 
     >>> import numpy as np
-    >>> from extensor.quant.odd import round_to_odd
+    >>> from extensor.quant.round_to_odd import round_to_odd
     >>> round_to_odd(np.float32([1e-40]), 12, np) is None
     True
     """

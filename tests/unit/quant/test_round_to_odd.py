@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor.quant.odd import odd_bits, odd_nbytes, round_to_odd
 from extensor.quant.reference import quantize
+from extensor.quant.round_to_odd import odd_bits, odd_nbytes, round_to_odd
 from extensor.quant.spec import QuantSpec
 
 

@@ -1,0 +1,64 @@
+"""Flat TOML: a run's settings in a file, keys as names of flags or of fields."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from extensor.errors import unknown_name
+from extensor.schema import SchemaError, check
+
+__all__ = ["parse_toml", "read_toml", "write_toml"]
+
+
+def write_toml(values: Mapping[str, Any], header: str = "") -> str:
+    """Flat TOML text of strings, numbers and booleans (None is left out)."""
+    lines = [f"# {line}" for line in header.splitlines()]
+    # A JSON string or boolean is a TOML one.
+    lines += [
+        f"{name} = {json.dumps(value) if isinstance(value, str | bool) else repr(value)}"
+        for name, value in values.items()
+        if value is not None
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """A flat TOML document of strings, numbers and booleans.
+
+    Raises:
+        SchemaError: for another.
+    """
+    try:
+        table = tomllib.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise SchemaError("expected TOML, got arrays or tables nested too deep") from None
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are
+        raise SchemaError(f"expected TOML, got: {error}") from None
+    found: dict[str, Any] = check(table, dict[str, bool | int | float | str])
+    return found
+
+
+def read_toml(path: Path, known: Iterable[str]) -> dict[str, Any]:
+    """Read flat TOML; keys may be written with - or _.
+
+    Raises:
+        ValueError: if the file is missing, is not TOML, or has a key that is not ``known``; near
+            ones are listed.
+    """
+    try:
+        content = parse_toml(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"--config {path}: cannot be read: {error.strerror}") from error
+    except SchemaError as error:
+        raise ValueError(f"--config {path}: {error}") from error
+    names, values = set(known), {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in names:
+            raise ValueError(f"--config {path}: {unknown_name('setting', key, names)}")
+        values[name] = value
+    return values
