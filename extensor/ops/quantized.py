@@ -94,11 +94,6 @@ def _ones(*shape: int) -> np.ndarray[Any, Any]:
     return np.ones(shape, np.float32)
 
 
-def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
-    """A GEMM's product times its output scale."""
-    return out if gemm.output_scale == 1.0 else out * xp.float32(gemm.output_scale)
-
-
 def _bias_vjp(
     index: int, g: ExTensor, out: None, x: ExTensor, w: ExTensor, *bias: ExTensor, **params: Any
 ) -> ExTensor | None:
@@ -130,7 +125,7 @@ def _product(
         return backend.cast(backend.product(a, b, dtype.name, start, counted), dtype)
     else:
         out = backend.product(a, b, fallbacks=context.fallbacks(which))
-    out = _scaled(out, gemm, backend.xp)
+    out = operands.scaled(out, gemm, backend.xp)
     return backend.cast(out if bias is None else backend.add(out, bias), dtype)
 
 
@@ -352,7 +347,7 @@ def _conv_forward(
         )
         out, stats = backend.quantized_conv2d(x, kernels, spec, stream, w.shape, window, early)
         context.record("fprop.x", stats)
-    out = _scaled(out, gemm, backend.xp)
+    out = operands.scaled(out, gemm, backend.xp)
     if start is not None and early is None:
         out = out + start[:, None, None]
     return backend.cast(out, _result(context, x, w, *bias)), saved
@@ -407,7 +402,7 @@ def _conv_dgrad(
         values = backend.xp.swapaxes(matrix.reshape(rows, n, ho, wo), 0, 1)
     kernels = kernels.reshape(rows, *w.shape[1:])
     out = backend.conv2d_grad_x(values, kernels, shape, window, groups)
-    return _scaled(out, gemm, backend.xp)
+    return operands.scaled(out, gemm, backend.xp)
 
 
 def _conv_wgrad(
@@ -431,12 +426,12 @@ def _conv_wgrad(
         a = dense_values(backend, x, x_spec)
         if matrix is not None:
             values = xp.swapaxes(matrix.reshape(shape[0], n, ho, wo), 0, 1)
-        return _scaled(backend.conv2d_grad_w(values, a, shape, window, groups), gemm, xp)
+        return operands.scaled(backend.conv2d_grad_w(values, a, shape, window, groups), gemm, xp)
     spec, stream = operands.slot_spec(context, "wgrad.x", x_spec, -1, 2 if groups == 1 else 3)
     assert matrix is not None
     out, stats = backend.quantized_conv2d_grad_w(matrix, x, spec, stream, shape, window)
     context.record("wgrad.x", stats)
-    return _scaled(out, gemm, xp)
+    return operands.scaled(out, gemm, xp)
 
 
 def _pixels_last(g: Array, groups: int, xp: Any) -> Array:

@@ -56,6 +56,7 @@ __all__ = [
     "make_operands",
     "prepared_at_once",
     "prepared_for_backward",
+    "scaled",
     "slot_spec",
     "slot_values",
     "version_of",
@@ -93,6 +94,11 @@ def slot_values(backend: Backend, x: Array, context: LayerContext, slot: str, ax
     values, counts = backend.fake_quantize(x, *slot_spec(context, slot, requested, axis, x.ndim))
     context.record(slot, counts)
     return values
+
+
+def scaled(product: Array, gemm: Gemm, xp: Any) -> Array:
+    """A GEMM's product times its output scale."""
+    return product if gemm.output_scale == 1.0 else product * xp.float32(gemm.output_scale)
 
 
 def version_of(tensor: ExTensor) -> WeightVersion | None:

@@ -26,7 +26,6 @@ from extensor.backends.protocol import Array, Backend, FirstSpec, Window
 from extensor.ops import recipe_operands as operands
 from extensor.quant.array import QuantArray
 from extensor.quant.hadamard import hadamard
-from extensor.quant.recipe import Gemm
 from extensor.quant.recipe_state import LayerContext
 from extensor.quant.spec import Hadamard, QuantSpec
 
@@ -79,11 +78,11 @@ def conv_gradients(
         else:
             images = xp.swapaxes(a.reshape(len(a), g.shape[0], *g.shape[2:]), 0, 1)
             dx = backend.conv2d_grad_x(images, b.reshape(-1, *w.shape[1:]), x.shape, window, 1)
-        dx = _scaled(dx, layer.dgrad, xp)
+        dx = operands.scaled(dx, layer.dgrad, xp)
     if needs[1]:
         a = operands.slot_values(backend, matrix, context, "wgrad.g", -1)
         first = patches if layer.requantize else patches.transform
-        dw = _scaled(
+        dw = operands.scaled(
             _weight_gradient(backend, a, x, context, w.shape, window, first), layer.wgrad, xp
         )
         dw = dw.reshape(len(w), -1)
@@ -121,13 +120,9 @@ def _weight_gradient(
     return out
 
 
-def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
-    return out if gemm.output_scale == 1.0 else out * xp.float32(gemm.output_scale)
-
-
 def _product(backend: Backend, stored: list[QuantArray], context: LayerContext) -> Array:
     out = backend.stored_product(stored[0], stored[1])
-    return _scaled(out, context.layer.fprop, backend.xp)
+    return operands.scaled(out, context.layer.fprop, backend.xp)
 
 
 def _kept(stored: list[QuantArray], masks: list[Array | None], context: LayerContext) -> Kept:
@@ -197,7 +192,7 @@ def gradients(
             product = backend.matmul(mine, other.T)
         else:
             product = backend.product(mine, other, fallbacks=context.fallbacks(name))
-        product = _scaled(product, gemm, backend.xp)
+        product = operands.scaled(product, gemm, backend.xp)
         found[i] = backend.straight_through(product, mask, _transform(layer.fprop.a), k)
     return found[0], found[1]
 

@@ -202,7 +202,7 @@ def grouped_weight_only_matmul(
     out = parts
     if not single:
         out = empty_rows(xp, rows, n, np.float32)
-        add_partial_sums(parts, Split(3, 0), out, None, xp)
+        add_partial_sums(parts, Split(3, 0), out, None)
     return Product(xp.ascontiguousarray(out), "bf16 tensor cores, weights expanded, in groups")
 
 

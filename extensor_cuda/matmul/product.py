@@ -180,7 +180,7 @@ def _guarded(
     if a.kind != "bf16":
         _fall_back(a, b, to, start, split, fallback, xp)
     if split is not None:
-        add_partial_sums(to, split, out, bias, xp)
+        add_partial_sums(to, split, out, bias)
     return xp.ascontiguousarray(out)
 
 

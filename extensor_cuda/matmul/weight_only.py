@@ -224,7 +224,7 @@ def _many_tokens(x: Array, w: QuantArray, dtype: str, xp: Any) -> Product | Unsu
         out = expanded
     if not single:
         parts, out = pitched(out, xp), empty_rows(xp, len(x), w.shape[0], RESULT_DTYPES[dtype])
-        add_partial_sums(parts, Split(3, 0), out, None, xp)
+        add_partial_sums(parts, Split(3, 0), out, None)
     return Product(xp.ascontiguousarray(out), path)
 
 
@@ -315,7 +315,7 @@ def _decoding(x: Array, w: QuantArray, dtype: str, xp: Any) -> Array:
     codes = aligned(w.codes, xp)
     gemm(codes, x, to, config, Epilogue(scales, split=split, packed=packed))
     if split is not None:
-        add_partial_sums(to, split, out, None, xp)
+        add_partial_sums(to, split, out, None)
     return xp.ascontiguousarray(out)
 
 

@@ -208,7 +208,10 @@ def write_checkpoint(
     else:
         with _filling(path, None) as folder:
             blocked, kept = _write_safetensors(folder, None, target, weights, options, done)
-            _write_beside(folder, target, config, beside, options)
+            if beside is not None:
+                copy_files(beside, folder, COPIED)
+            for name, content in options.files.items():
+                (folder / name).write_bytes(content)
             if config is not None:
                 _write_config(folder, target, dict(config), blocked, kept)
             done.files = [path / file.name for file in sorted(folder.iterdir())]
@@ -291,19 +294,6 @@ def _write_safetensors(
 def _refuse_lossy(done: Conversion, options: WriteOptions) -> None:
     if options.only_lossless and not all(c.lossless for c in done.certificates):
         raise LossyConversionError(done.certificates)
-
-
-def _write_beside(
-    folder: Path,
-    target: Target,
-    config: Mapping[str, Any] | None,
-    beside: Path | None,
-    options: WriteOptions,
-) -> None:
-    if beside is not None:
-        copy_files(beside, folder, COPIED)
-    for name, content in options.files.items():
-        (folder / name).write_bytes(content)
 
 
 def _write_config(

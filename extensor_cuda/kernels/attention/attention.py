@@ -156,7 +156,7 @@ def _problem(q: Array, k: Array, causal: bool, scale: float, lse2: Array) -> dic
     }
 
 
-def _readable(arrays: tuple[Array, ...], xp: Any) -> list[Array]:
+def _readable(arrays: tuple[Array, ...]) -> list[Array]:
     """Bfloat16 copies of those that no tensor map describes."""
     half = [a.astype(ml_dtypes.bfloat16, copy=False) for a in arrays]
     return [a if _fits(a) else a.view(np.uint16).copy(order="C").view(a.dtype) for a in half]
@@ -187,7 +187,7 @@ def attention(
     lse2 = xp.empty((batch, heads, -(-length // _ROWS) * _ROWS), dtype=np.float32)
     out = xp.empty((batch, length, heads, d), dtype=q.dtype).swapaxes(1, 2)
     problem = _problem(q, k, causal, scale, lse2)
-    _launch(KERNELS[0], _readable((q, k, v), xp), [out], (batch, heads, length), problem)
+    _launch(KERNELS[0], _readable((q, k, v)), [out], (batch, heads, length), problem)
     return out, lse2
 
 
@@ -206,7 +206,7 @@ def attention_grad(
         RuntimeError: on a GPU that is not Hopper, or if the driver refuses.
     """
     stats, given = forward.stats, (forward.q, forward.k, forward.v, forward.out)
-    g, q, k, v, out = _readable((g, *given), xp)
+    g, q, k, v, out = _readable((g, *given))
     written = [a if _fits(a) else xp.empty(a.shape, dtype=q.dtype) for a in into]
     delta = xp.empty(stats.shape, dtype=np.float32)
     problem = _problem(q, k, forward.causal, forward.scale, stats) | {"delta": delta.data.ptr}

@@ -70,7 +70,7 @@ def empty_partial_sums(m: int, n: int, split: Split, config: Config, xp: Any) ->
     return empty_rows(xp, split.count * partial_sum_rows(m, config), n, np.float32)
 
 
-def add_partial_sums(partial: Array, split: Split, out: Array, bias: Array | None, xp: Any) -> None:
+def add_partial_sums(partial: Array, split: Split, out: Array, bias: Array | None) -> None:
     """Out (M, N) = the partial sums of a product, added in order, then the bias; does not wait."""
     below, (m, n) = len(partial) // split.count, out.shape
     pitch, quads = out.strides[0] // out.itemsize, partial.strides[0] // 16

@@ -94,7 +94,7 @@ def multiplied(xp: Any, a: Any, b: Any, config: Config, split: Split | None = No
     else:
         parts = empty_partial_sums(*out.shape, split, config, xp)
         gemm(a, b, parts, config.replace(split_k=True), Epilogue(split=split))
-        add_partial_sums(parts, split, out, None, xp)
+        add_partial_sums(parts, split, out, None)
     return np.asarray(out.get())
 
 

@@ -86,7 +86,8 @@ def trained(model: nn.Module, state: Any, x: et.ExTensor) -> list[str]:
         by.step()
         by.zero_grad()
     arrays = [t.numpy() for t in (*model.parameters(), *model.buffers())]
-    return [sha256(a.tobytes()).hexdigest()[:16] for a in arrays] + [str(dict(state.telemetry))]
+    counts = str(sorted(state.telemetry.items()))
+    return [sha256(a.tobytes()).hexdigest()[:16] for a in arrays] + [counts]
 
 
 @needs_core
