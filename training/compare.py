@@ -87,19 +87,12 @@ def _run_all(todo: list[Job], args: CompareArgs, console: Console) -> dict[str, 
                 while waiting and len(running) < limit:
                     job = waiting.pop(0)
                     running[job] = job.start()
-                for job, process in list(running.items()):
-                    code = process.poll()
-                    if code is None:
-                        continue
-                    del running[job]
-                    if code != 0 or job.finished() is None:
+                for job in [job for job, process in running.items() if process.poll() is not None]:
+                    code = running.pop(job).returncode
+                    if code or job.finished() is None:
                         failed[job.name] = code
-                    curve = job.curve()
-                    text = (
-                        args.metric.show(curve[-1]) if not code and curve else f"exit code {code}"
-                    )
                     done = len(todo) - len(waiting) - len(running)
-                    console.print(f"[{done}/{len(todo)}] {job.name}: {text}")
+                    console.print(f"[{done}/{len(todo)}] {job.name}: {_outcome(job, code, args)}")
                     bar.advance(shown)
                 bar.update(shown, description="  ".join(map(_progress, running)))
                 time.sleep(POLL_S)
@@ -110,6 +103,11 @@ def _run_all(todo: list[Job], args: CompareArgs, console: Console) -> dict[str, 
                 process.wait()
             raise
     return failed
+
+
+def _outcome(job: Job, code: int, args: CompareArgs) -> str:
+    curve = job.curve()
+    return args.metric.show(curve[-1]) if curve and not code else f"exit code {code}"
 
 
 def _progress(job: Job) -> str:

@@ -23,9 +23,10 @@ from extensor.nn.linear import Linear
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
-from extensor.ops.elementwise import sigmoid, tanh
+from extensor.ops.elementwise import sigmoid
 from extensor.ops.joining import concatenate, split, stack
 from extensor.ops.shape import flip
+from extensor.ops.trigonometry import tanh
 
 __all__ = ["GRU", "LSTM", "Recurrent", "RecurrentCell"]
 

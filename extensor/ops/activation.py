@@ -16,8 +16,9 @@ from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import axis_index, tensors_only
 from extensor.ops.arithmetic import clip, where
 from extensor.ops.declare import NO_TENSOR, unary_samples
-from extensor.ops.elementwise import erf, sigmoid, tanh
+from extensor.ops.elementwise import erf, sigmoid
 from extensor.ops.joining import split
+from extensor.ops.trigonometry import tanh
 
 __all__ = [
     "elu", "gated_silu", "gelu", "hard_sigmoid", "hard_swish", "hard_tanh", "leaky_relu",

@@ -21,9 +21,8 @@ from extensor.ops.declare import (
 )
 
 __all__ = [
-    "abs", "ceil", "cos", "erf", "exp", "expm1", "floor", "isfinite", "isinf", "isnan", "log",
-    "log1p", "log2", "log10", "round", "rsqrt", "sigmoid", "sign", "sin", "sqrt", "square", "tan",
-    "tanh", "trunc",
+    "abs", "ceil", "erf", "exp", "expm1", "floor", "isfinite", "isinf", "isnan", "log", "log1p",
+    "log2", "log10", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sqrt", "square", "trunc",
 ]  # fmt: skip
 
 
@@ -217,98 +216,26 @@ def square(x: ExTensor) -> ExTensor:
 
 
 @unary_primitive(
-    lambda backend, x: backend.xp.sin(x),
-    lambda g, out, x: g * x.cos(),
-    unary_samples(np.sin),
-    reads="inputs",
-    fused=lambda xp, g, out, x: g * xp.cos(x),
+    quiet(lambda backend, x: 1 / x),
+    lambda g, out, x: -g * out * out,
+    unary_samples(lambda x: 1 / x, 0.5, 2),
+    reads="output",
 )
-def sin(x: ExTensor) -> ExTensor:
-    """The sine.
+def reciprocal(x: ExTensor, /) -> ExTensor:
+    """The reciprocal, ``1 / x``.
 
     Args:
-        x: angles in radians, any shape.
-
-    Returns:
-        The shape of x, values in -1..1; integers give float32.
-
-    Example:
-        >>> et.sin(et.ExTensor([0.0, et.pi / 6]))
-        ExTensor(shape=(2,), dtype=float32, device=cpu,
-          [0.  0.5])
-    """
-    tensors_only("sin", x)
-    return apply("sin", x)
-
-
-@unary_primitive(
-    lambda backend, x: backend.xp.cos(x),
-    lambda g, out, x: -g * x.sin(),
-    unary_samples(np.cos),
-    reads="inputs",
-    fused=lambda xp, g, out, x: -g * xp.sin(x),
-)
-def cos(x: ExTensor) -> ExTensor:
-    """The cosine.
-
-    Args:
-        x: angles in radians, any shape.
-
-    Returns:
-        The shape of x, values in -1..1; integers give float32.
-
-    Example:
-        >>> et.cos(et.ExTensor([0.0, et.pi / 3]))
-        ExTensor(shape=(2,), dtype=float32, device=cpu,
-          [1.  0.5])
-    """
-    tensors_only("cos", x)
-    return apply("cos", x)
-
-
-@unary_primitive("tan", lambda g, out, x: g * (out * out + 1.0), (-1, 1), reads="output")
-def tan(x: ExTensor) -> ExTensor:
-    """The tangent.
-
-    Args:
-        x: angles in radians, any shape.
+        x: any shape; 0 gives an infinity with the sign of the zero.
 
     Returns:
         The shape of x; integers give float32.
 
     Example:
-        >>> et.tan(et.ExTensor([0.0, et.pi / 4]))
-        ExTensor(shape=(2,), dtype=float32, device=cpu,
-          [0. 1.])
+        >>> et.reciprocal(et.ExTensor([2.0, -0.0])).tolist()
+        [0.5, -inf]
     """
-    tensors_only("tan", x)
-    return apply("tan", x)
-
-
-@unary_primitive(
-    lambda backend, x: backend.xp.tanh(x),
-    lambda g, out, x: g * (1.0 - out * out),
-    unary_samples(np.tanh),
-    reads="output",
-    out_slot="activation",
-    fused=True,
-)
-def tanh(x: ExTensor) -> ExTensor:
-    """The hyperbolic tangent, ``(exp(x) - exp(-x)) / (exp(x) + exp(-x))``, without overflow.
-
-    Args:
-        x: any shape.
-
-    Returns:
-        The shape of x, values in -1..1; integers give float32.
-
-    Example:
-        >>> et.tanh(et.ExTensor([0.0, 1.0, 1000.0]))
-        ExTensor(shape=(3,), dtype=float32, device=cpu,
-          [0.     0.7616 1.    ])
-    """
-    tensors_only("tanh", x)
-    return apply("tanh", x)
+    tensors_only("reciprocal", x)
+    return apply("reciprocal", x)
 
 
 @unary_primitive(

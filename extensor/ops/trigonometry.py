@@ -1,4 +1,4 @@
-"""Inverse and hyperbolic functions, and elementwise functions of two numbers near them.
+"""Trigonometric and hyperbolic functions and their inverses; hypotenuses and `logaddexp`.
 
 Names and domains are those of the Python Array API standard (2025.12).
 """
@@ -20,9 +20,78 @@ from extensor.ops.declare import (
 )
 
 __all__ = [
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "hypot", "logaddexp",
-    "reciprocal", "sinh",
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "hypot", "logaddexp",
+    "sin", "sinh", "tan", "tanh",
 ]  # fmt: skip
+
+
+@unary_primitive(
+    lambda backend, x: backend.xp.sin(x),
+    lambda g, out, x: g * x.cos(),
+    unary_samples(np.sin),
+    reads="inputs",
+    fused=lambda xp, g, out, x: g * xp.cos(x),
+)
+def sin(x: ExTensor) -> ExTensor:
+    """The sine.
+
+    Args:
+        x: angles in radians, any shape.
+
+    Returns:
+        The shape of x, values in -1..1; integers give float32.
+
+    Example:
+        >>> et.sin(et.ExTensor([0.0, et.pi / 6]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [0.  0.5])
+    """
+    tensors_only("sin", x)
+    return apply("sin", x)
+
+
+@unary_primitive(
+    lambda backend, x: backend.xp.cos(x),
+    lambda g, out, x: -g * x.sin(),
+    unary_samples(np.cos),
+    reads="inputs",
+    fused=lambda xp, g, out, x: -g * xp.sin(x),
+)
+def cos(x: ExTensor) -> ExTensor:
+    """The cosine.
+
+    Args:
+        x: angles in radians, any shape.
+
+    Returns:
+        The shape of x, values in -1..1; integers give float32.
+
+    Example:
+        >>> et.cos(et.ExTensor([0.0, et.pi / 3]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [1.  0.5])
+    """
+    tensors_only("cos", x)
+    return apply("cos", x)
+
+
+@unary_primitive("tan", lambda g, out, x: g * (out * out + 1.0), (-1, 1), reads="output")
+def tan(x: ExTensor) -> ExTensor:
+    """The tangent.
+
+    Args:
+        x: angles in radians, any shape.
+
+    Returns:
+        The shape of x; integers give float32.
+
+    Example:
+        >>> et.tan(et.ExTensor([0.0, et.pi / 4]))
+        ExTensor(shape=(2,), dtype=float32, device=cpu,
+          [0. 1.])
+    """
+    tensors_only("tan", x)
+    return apply("tan", x)
 
 
 @unary_primitive("arccos", lambda g, out, x: -g / (1.0 - x * x).sqrt(), (-0.8, 0.8), reads="inputs")
@@ -120,6 +189,32 @@ def cosh(x: ExTensor, /) -> ExTensor:
     return apply("cosh", x)
 
 
+@unary_primitive(
+    lambda backend, x: backend.xp.tanh(x),
+    lambda g, out, x: g * (1.0 - out * out),
+    unary_samples(np.tanh),
+    reads="output",
+    out_slot="activation",
+    fused=True,
+)
+def tanh(x: ExTensor) -> ExTensor:
+    """The hyperbolic tangent, ``(exp(x) - exp(-x)) / (exp(x) + exp(-x))``, without overflow.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        The shape of x, values in -1..1; integers give float32.
+
+    Example:
+        >>> et.tanh(et.ExTensor([0.0, 1.0, 1000.0]))
+        ExTensor(shape=(3,), dtype=float32, device=cpu,
+          [0.     0.7616 1.    ])
+    """
+    tensors_only("tanh", x)
+    return apply("tanh", x)
+
+
 @unary_primitive("arcsinh", lambda g, out, x: g / (x * x + 1.0).sqrt(), (-2, 2), reads="inputs")
 def asinh(x: ExTensor, /) -> ExTensor:
     """The inverse hyperbolic sine, ``log(x + sqrt(x ** 2 + 1))``.
@@ -177,29 +272,6 @@ def atanh(x: ExTensor, /) -> ExTensor:
     """
     tensors_only("atanh", x)
     return apply("atanh", x)
-
-
-@unary_primitive(
-    quiet(lambda backend, x: 1 / x),
-    lambda g, out, x: -g * out * out,
-    unary_samples(lambda x: 1 / x, 0.5, 2),
-    reads="output",
-)
-def reciprocal(x: ExTensor, /) -> ExTensor:
-    """The reciprocal, ``1 / x``.
-
-    Args:
-        x: any shape; 0 gives an infinity with the sign of the zero.
-
-    Returns:
-        The shape of x; integers give float32.
-
-    Example:
-        >>> et.reciprocal(et.ExTensor([2.0, -0.0])).tolist()
-        [0.5, -inf]
-    """
-    tensors_only("reciprocal", x)
-    return apply("reciprocal", x)
 
 
 @primitive(

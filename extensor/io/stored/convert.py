@@ -198,7 +198,7 @@ def write_checkpoint(
     _check_path(path, target)
     done = Conversion(notes=list(options.notes), dropped=options.dropped)
     if target.container == "gguf":
-        _write_gguf(path, target, weights, (config, dict(gguf or {})), options, done)
+        _write_gguf(path, target, weights, config, dict(gguf or {}), options, done)
         place = path.with_name(f"{path.name}.{CERTIFICATE}")
     elif path.suffix == ".safetensors":
         with _filling(path.parent, path.name) as folder:
@@ -318,14 +318,14 @@ def _write_gguf(
     path: Path,
     target: Target,
     weights: Iterable[tuple[str, Stored]],
-    said: tuple[Mapping[str, Any] | None, dict[str, Any]],
+    config: Mapping[str, Any] | None,
+    metadata: dict[str, Any],
     options: WriteOptions,
     done: Conversion,
 ) -> None:
-    config, given = said
     if config is None:
         raise ValueError("GGUF: expected a config.json beside the weights, whose model it stores")
-    with contextlib.closing(GgufModelWriter(path, target, config, given)) as writer:
+    with contextlib.closing(GgufModelWriter(path, target, config, metadata)) as writer:
         for name, value in weights:
             if name == "lm_head.weight" and config.get("tie_word_embeddings"):
                 done.notes.append("lm_head.weight is the embedding's and not stored again")

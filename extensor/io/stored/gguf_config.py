@@ -307,9 +307,9 @@ def _scaling_metadata(row: GgufArchitecture, rope: Mapping[str, Any]) -> dict[st
 def _check_fixed(row: GgufArchitecture, config: Mapping[str, Any]) -> None:
     """Refuse what a file of the architecture cannot say."""
     for key, value in row.fixed.items():
-        said = config.get(key, _UNSAID.get(key, value))
-        if said != value:
-            raise ValueError(f"GGUF: {row.model_type}: {key} of {said!r} cannot be said")
+        requested = config.get(key, _UNSAID.get(key, value))
+        if requested != value:
+            raise ValueError(f"GGUF: {row.model_type}: {key} of {requested!r} cannot be said")
     if row.model_type in ("mistral", "mixtral") and config.get("sliding_window"):
         raise ValueError(
             f"GGUF: {row.model_type}: a sliding window of every layer is not written for llama"
