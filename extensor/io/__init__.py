@@ -1,4 +1,4 @@
-"""Checkpoints on disk."""
+"""Checkpoints on disk: extensor's own here, those of other programs in `stored` and `gguf`."""
 
 from extensor.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from extensor.io.safetensors_format import CheckpointError
