@@ -200,6 +200,15 @@ def all_trees() -> dict[str, ast.Module]:
     return {module_name(path): tree_of(path) for path in python_files(*ROOMS)}
 
 
+@pytest.mark.parametrize("room", ["extensor/quant", "training"])
+def test_the_index_of_a_room_has_each_of_its_files(room: str) -> None:
+    lines = re.findall(r"^# (.*?):", (ROOT / room / "__init__.py").read_text(), re.MULTILINE)
+    named = sorted(name for line in lines for name in line.split(", "))
+    found = (ROOT / room).iterdir()
+    files = {f.stem for f in found if f.suffix == ".py" or (f / "__init__.py").exists()}
+    assert named == sorted(files - {"__init__", "__main__"})
+
+
 def test_models_and_training_have_one_name() -> None:
     """`import training` would make a second copy of what is `extensor.training` elsewhere."""
     found = []

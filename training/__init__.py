@@ -1,9 +1,11 @@
 """Training runs: what `extensor train` and the commands around it do."""
 
-# cli, flags, settings, config, toml, runs  from a command's words to a checked `RunConfig`
-# train, loop, step, evaluation             one run, from its epochs down to one step
-# ranks, parallel, micro_batches            the same on several ranks
-# rundir, checkpoints, records, result      what a run leaves in its folder
-# tasks, data, text, callbacks              what is learned from what, and what watches
-# compare, observe, plan                    many runs; runs that are not there yet
-# page, ptq, finetune, advise, reallocate   what is done with a finished run
+# cli, flags, settings, config, toml, runs, choices: from a command's words to a checked `RunConfig`
+# train, loop, step, batch, evaluation, metrics, optimizers, signals: one run, down to one step
+# ranks, parallel, micro_batches: the same on several ranks
+# rundir, checkpoints, records, result: what a run leaves in its folder
+# probes, histograms, operand_noise, memory: what is measured of a run's model
+# tasks, data, text, callbacks: what is learned from what, and what watches
+# compare, comparison, compare_report, observe, plan: many runs; runs on machines that are not there
+# page, tables, svg: how a finished run is shown
+# ptq, ptq_report, finetune, language_model, advise, reallocate: what is made of it
