@@ -13,6 +13,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,6 +208,18 @@ def test_the_index_of_a_room_has_each_of_its_files(room: str) -> None:
     found = (ROOT / room).iterdir()
     files = {f.stem for f in found if f.suffix == ".py" or (f / "__init__.py").exists()}
     assert named == sorted(files - {"__init__", "__main__"})
+
+
+def test_the_floors_in_the_docs_are_those_that_are_enforced() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = {row["id"]: row for row in settings["tool"]["importlinter"]["contracts"]}
+    rows, inside = [], {"extensor": "floors", "extensor_cuda": "cuda_floors"}
+    for package in contracts["packages"]["layers"]:
+        rows.append(package)
+        if package in inside:
+            rows += [f"    {row}" for row in contracts[inside[package]]["layers"]]
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert "\n".join(["```", *rows, "```"]) in page
 
 
 def test_models_and_training_have_one_name() -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as hypothesis_arrays
 
+from ci.exhaustive import ML_DTYPES
 from extensor.formats import ELEMENTS
 from extensor.quant.rounding import decode, encode, pack, unpack
 from tests.oracle import grid as oracle
@@ -24,13 +25,6 @@ from tests.oracle.blocks import pack as oracle_pack
 from tests.oracle.rounding import magnitude_codes
 
 FLOATS = ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2")
-ML_DTYPES = {
-    "e2m1": ml_dtypes.float4_e2m1fn,
-    "e2m3": ml_dtypes.float6_e2m3fn,
-    "e3m2": ml_dtypes.float6_e3m2fn,
-    "e4m3": ml_dtypes.float8_e4m3fn,
-    "e5m2": ml_dtypes.float8_e5m2,
-}
 # Where ml_dtypes 0.6 does not do what this project does: what it makes of NaN (a zero where the
 # grid has none), and of values that round beyond the largest one. Codes without the sign bit.
 ML_NAN = {"e2m1": 0, "e2m3": 0, "e3m2": 0, "e4m3": 0x7F, "e5m2": 0x7E}
