@@ -10,7 +10,7 @@ import numpy as np
 from extensor.autograd.tensor import ExTensor
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
-from extensor.ops import activation, elementwise
+from extensor.ops import activation, elementwise, trigonometry
 
 __all__ = [
     "ELU",
@@ -87,7 +87,7 @@ class Tanh(_Activation):
     [0.0, 1.0]
     """
 
-    function = staticmethod(elementwise.tanh)
+    function = staticmethod(trigonometry.tanh)
 
 
 class SiLU(_Activation):
