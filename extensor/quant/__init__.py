@@ -9,7 +9,7 @@
 # recipe, recipes, recipe_schedule: which operand of which layer is quantized how, as data
 # schemes: the same for models that are trained already
 # recipe_state, replay: random streams and counts of a model's layers
-# weight_cache, input_cache: operands that several GEMMs share
+# weight_cache, input_cache, pages: operands that several GEMMs share, and their memory
 # saved, kept, round_to_odd: what is stored for backward, and its bytes
 # views, corner: slices and single values without decoding the rest
 
