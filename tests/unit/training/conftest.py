@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 import extensor.training.text.encoded as encoded
+from extensor.quant.array import QuantArray
 from extensor.training.callbacks import Callback
 from extensor.training.config import RunConfig
 from extensor.training.data import fetch
@@ -61,7 +62,12 @@ def fitted(config: RunConfig, out: Path, *callbacks: Callback) -> Trainer:
 def weights(trainer: Trainer) -> dict[str, bytes]:
     """Every parameter and buffer, bit for bit."""
     with trainer.whole():
-        return {name: value.tobytes() for name, value in trainer.model.state_dict().items()}
+        return {name: _bits(value) for name, value in trainer.model.state_dict().items()}
+
+
+def _bits(stored: Any) -> bytes:
+    parts = stored.parts.values() if isinstance(stored, QuantArray) else [stored]
+    return b"".join(part.tobytes() for part in parts)
 
 
 @pytest.fixture
