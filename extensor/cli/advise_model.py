@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 from extensor.autograd.tensor import ExTensor
 from extensor.cli import language
@@ -120,7 +122,10 @@ def advise_model(path: Path, text: Path, specs: dict[QuantSpec, str], bits: floa
     starts = np.linspace(0, len(tokens) - length - 1, WINDOWS).astype(int)
     windows = [ExTensor.from_numpy(tokens[None, s : s + length + 1].copy()) for s in starts]
     model = dequantize_model(loaded.model)
-    changes = loss_changes(model, windows, text_loss, list(specs), length)
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    watched = track(windows, "gradients", console=console, transient=True, disable=hidden)
+    changes = loss_changes(model, watched, text_loss, list(specs), length)
     layers = dict(gemm_layers(model))
     size = sum(layers[path].weight.size for path in {row.path for row in changes})
     try:

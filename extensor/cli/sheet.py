@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-NAME_WIDTH, NARROW = 44, 12
+NAME_WIDTH, NARROW = 48, 12
 """A first column is not folded up to so many characters; in a table wider than the terminal."""
 
 

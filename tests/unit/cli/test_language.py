@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import extensor as et
-from extensor.cli import language, main
+from extensor.cli import advise_model, language, main
 from extensor.cli.language import LanguageModel
 from extensor.generation import PretrainedTokenizer
 from extensor.models.bert.configs import BertConfig
@@ -220,14 +221,21 @@ def test_a_tokenizer_of_another_model_is_refused(
 
 
 def test_advise_mixes_formats_by_what_they_do_to_the_loss(
-    decoder: Decoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    decoder: Decoder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    written = io.StringIO()
+    terminal = Console(file=written, force_terminal=True, width=60)
+    monkeypatch.setattr(advise_model, "Console", lambda stderr: terminal)
     (tmp_path / "text").write_text("to be or not to be, that is the question. " * 30)
     words = ["advise", str(tmp_path), "--text", str(tmp_path / "text"), "--formats", "mxfp4,int8"]
     found = json.loads(said(capsys, *words, "--bits", "6.5", "--json"))
     assert found["bits_per_weight"] <= 6.5
     formats = {row["format"] for row in found["layers"].values()}
     assert formats == {"mxfp4", "int8"} and found["predicted_loss_change"] > 0
+    assert "gradients" in written.getvalue()  # a bar while it is measured
     assert "the mix" in said(capsys, *words)
     assert main([*words, "--bits", "4"]) == 2
     assert "--bits 4.0: choose_formats: the smallest formats take" in capsys.readouterr().err
