@@ -185,9 +185,7 @@ def _padded(values: Array, per: int, along: int, xp: Any) -> Array:
     """(blocks,) -> (rows, super-blocks of a row, blocks of a super-block), padded with zeros."""
     rows = values.reshape(-1, along) if along else values.reshape(0, 0)
     rows = xp.pad(rows, [(0, 0), (0, -along % per)])
-    return (
-        rows.reshape(rows.shape[0], -1, per) if rows.size else rows.reshape(rows.shape[0], 0, per)
-    )
+    return rows.reshape(rows.shape[0], rows.shape[1] // per, per)
 
 
 def _spread(halves: Array, spec: QuantSpec, along: int, xp: Any) -> Array:

@@ -82,7 +82,7 @@ def counts_from_rows(
     return found
 
 
-@dataclass
+@dataclass(eq=False)
 class RecipeState:
     """A recipe applied to one model.
 
@@ -114,18 +114,16 @@ class RecipeState:
     layers: dict[str, LayerContext] = field(default_factory=dict)
     _counts: dict[tuple[str, str], QuantStats] = field(default_factory=dict)
     _amax_states: dict[tuple[str, int, str], dict[str, Any]] = field(
-        default_factory=dict, repr=False, compare=False
+        default_factory=dict, repr=False
     )
-    unmet_saved: dict[SavedRule, set[str]] = field(default_factory=dict, repr=False, compare=False)
-    weight_cache: WeightCache = field(default_factory=WeightCache, repr=False, compare=False)
-    input_cache: InputCache = field(default_factory=InputCache, repr=False, compare=False)
+    unmet_saved: dict[SavedRule, set[str]] = field(default_factory=dict, repr=False)
+    weight_cache: WeightCache = field(default_factory=WeightCache, repr=False)
+    input_cache: InputCache = field(default_factory=InputCache, repr=False)
     _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
     _standing: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
-    _fallbacks: dict[tuple[str, str], dict[str, Any]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    _uses: dict[str, int] = field(init=False, repr=False, compare=False)
-    _ahead: int = field(init=False, repr=False, compare=False)
+    _fallbacks: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict, repr=False)
+    _uses: dict[str, int] = field(init=False, repr=False)
+    _ahead: int = field(init=False, repr=False)
     """Steps that ended in the capture under way; replays add them to ``step``."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -283,7 +281,7 @@ class RecipeState:
         self._counts[key] = self._counts.get(key, QuantStats()) + stats
 
 
-@dataclass
+@dataclass(eq=False)
 class LayerContext:
     """One layer under a recipe: its specs, and its share of the recipe's state.
 

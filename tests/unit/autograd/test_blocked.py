@@ -113,6 +113,21 @@ def test_slices_that_cut_blocks(key: object) -> None:
         _tensor().to_mxfp4()[key]
 
 
+@pytest.mark.parametrize(
+    ("tile", "refused"), [(None, [2]), ((2, 32), [1, 2]), ("channel", [2]), ("tensor", [2])]
+)
+def test_taking_off_the_axes_of_blocks(tile: object, refused: list[int]) -> None:
+    q = _tensor().quantize(et.QuantSpec("fp8_e4m3", tile=tile))
+    for axis in range(3):
+        if axis in refused:
+            with pytest.raises(ValueError, match=f"along axis {axis} would cut blocks"):
+                et.take(q, et.ExTensor([1, 0]), axis)
+        else:
+            expected = q.dequantize().numpy().take([1, 0, 1], axis)
+            taken = et.take(q, et.ExTensor([1, 0, 1]), axis)
+            assert np.array_equal(taken.dequantize().numpy(), expected)
+
+
 def test_indices_that_are_not_slices() -> None:
     q = _tensor().to_mxfp4()
     with pytest.raises(TypeError, match="dequantize"):

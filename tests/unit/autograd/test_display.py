@@ -54,6 +54,8 @@ def test_blocked_tensors(name: str) -> None:
     text = shown(q)
     for part in ("(6, 70)", q.dtype.name, f"{q.nbytes:,}", "of all 420 values"):
         assert part in text
+    bits = re.search(r"bits per value\s+([\d.]+)", text)
+    assert bits is not None and float(bits[1]) == pytest.approx(q.nbytes / 420 * 8, rel=1e-3)
     if name != "outlier":
         for value in q.dequantize().numpy()[:4, :8].reshape(-1):
             assert f"{value:.4g}" in text.split()

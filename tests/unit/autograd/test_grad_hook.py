@@ -50,3 +50,26 @@ def test_accumulated_gradients_and_recomputed_blocks() -> None:
         et.checkpoint(lambda x: layer(x), x).sum().backward()
     assert len(seen) == 2
     np.testing.assert_array_equal(layer.weight.grad.numpy(), 2 * once)
+
+
+def test_gradients_of_rows_are_offered_where_the_leaf_has_none_yet() -> None:
+    """Where nobody takes them, they are the dense gradient."""
+    table, tokens = et.nn.Embedding(8, 4, rng=0), et.ExTensor([1, 3, 1])
+    expected = np.zeros((8, 4), np.float32)
+    np.add.at(expected, [1, 3, 1], 1)
+    offered: list[et.ExTensor] = []
+
+    def rows(leaf: et.ExTensor, gradient: object) -> bool:
+        offered.append(leaf)
+        return False
+
+    for times, offers in ((1, None), (2, None), (3, rows)):
+        with post_accumulate_grad_hook(lambda leaf: None, offers):
+            table(tokens).sum().backward()
+        np.testing.assert_array_equal(table.weight.grad.numpy(), times * expected)
+    assert not offered
+    table.zero_grad()
+    with post_accumulate_grad_hook(lambda leaf: None, rows):
+        table(tokens).sum().backward()
+    assert len(offered) == 1 and offered[0] is table.weight
+    np.testing.assert_array_equal(table.weight.grad.numpy(), expected)

@@ -46,6 +46,30 @@ def test_inference_is_repeated_with_its_own_bits(scheme: str | None) -> None:
         assert parameter.program is not None
 
 
+@pytest.mark.parametrize("shape", [(3, 32), (2, 3, 32)])
+def test_packed_weights_and_rows_of_any_axes(shape: tuple[int, ...]) -> None:
+    layer = et.quantize_model(nn.Sequential(nn.Linear(32, 8, rng=0)), "mxfp4_weights")
+    captured = et.capture(layer)
+    with et.no_grad():
+        for _ in range(5):
+            x = tensor(*shape)
+            expected = layer(x)
+            got = captured(x)
+            assert (
+                got.shape == expected.shape and got.numpy().tobytes() == expected.numpy().tobytes()
+            )
+
+
+def test_an_input_is_cast_in_each_repetition() -> None:
+    w = tensor(4, 6)
+    captured = et.capture(lambda x, y: (x * w + y) @ w.T)
+    with et.no_grad():
+        for _ in range(6):
+            x, y = tensor(4, 6).astype("bfloat16"), tensor(6).astype("float16")
+            expected = (x * w + y) @ w.T
+            assert captured(x, y).numpy().tobytes() == expected.numpy().tobytes()
+
+
 def test_a_program_sees_parameters_that_are_written_between_calls() -> None:
     layer = nn.Linear(8, 4, rng=0)
     captured = et.capture(lambda x: layer(x))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import extensor as et
-from extensor.io.gguf import GGUF_TYPES
+from extensor.io.gguf import GGUF_TYPES, GgufFile, write_gguf
 from extensor.io.gguf.types import UNREADABLE_GGUF_TYPES, gguf_type_of
 from extensor.quant.reference import dequantize
 
@@ -183,3 +184,17 @@ def test_numbers_are_ggmls() -> None:
         "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
         "I8": 24, "I16": 25, "I32": 26, "I64": 27, "F64": 28, "BF16": 30, "MXFP4": 39, "NVFP4": 40,
     }  # fmt: skip
+
+
+def test_a_slice_of_a_stack_is_one_of_its_first_axis(tmp_path: Path) -> None:
+    stack = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
+    row = GGUF_TYPES["F32"]
+    with (tmp_path / "m.gguf").open("wb") as file:
+        write_gguf(file, {"general.architecture": "llama"}, {"w": (row, stack.shape)},
+                   [("w", row.write(stack))])  # fmt: skip
+    read = GgufFile(tmp_path / "m.gguf")
+    for index in range(2):
+        assert np.array_equal(read.read("w", index), stack[index])
+    for index in (-1, 2):
+        with pytest.raises(IndexError, match=r"a stack of shape \(2, 3, 4\)"):
+            read.read("w", index)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import extensor as et
-from extensor.models.decoding import Batch
+from extensor.models.decoding import Batch, batch_of
 from extensor.models.llama.configs import ExpertsConfig
 
 KEYS: list[Any] = [None, (0, 1, 2, 3, 4), (2, 3, 4), (0, 3, 4), (1, 2, 3, 4), (0, 2, 4)]
@@ -44,6 +45,23 @@ def test_a_query_sees_real_keys_that_are_not_later_within_its_window(
         lag = np.arange(len(places))[None] - np.arange(new)[:, None] - (len(places) - new)
         found = found & (lag <= 0) & (lag > -(window or total))
     np.testing.assert_array_equal(found, expected)
+
+
+def test_a_token_stands_where_as_many_real_ones_are_before_it() -> None:
+    """Whatever the padding, and however much of the text the cache holds."""
+    rng = np.random.default_rng(0)
+    for past in range(6):
+        real = rng.random((4, 6)) < 0.6
+        real[:, -1] = True
+        cache: Any = SimpleNamespace(length=past)
+        tokens = et.zeros((4, 6 - past), "int64")
+        batch = batch_of("Toy", tokens, real, cache=cache)
+        for b, place in zip(*np.nonzero(real[:, past:]), strict=True):
+            before = int(real[b, : past + place].sum())
+            assert batch.positions.numpy()[b, place] == before
+        assert batch.last == real.sum(axis=1).max() - 1
+        whole = batch_of("Toy", tokens, np.ones((4, 6)), cache=cache)
+        assert whole.positions == slice(past, 6) and whole.last == 5 and whole.padding is None
 
 
 def test_experts_at_their_bounds() -> None:

@@ -38,6 +38,11 @@ def test_images_become_logits_and_every_weight_gets_a_gradient(name: str, varian
     assert all(p.grad is not None and np.any(p.grad.numpy()) for p in model.parameters())
 
 
+def test_the_smallest_images_of_lenet() -> None:
+    model = models.build("lenet", models.config("lenet", image_size=12), np.random.default_rng(0))
+    assert model(ExTensor(np.ones((2, 1, 12, 12), np.float32))).shape == (2, 10)
+
+
 def test_weights_depend_on_the_generator_alone() -> None:
     one, two, other = (
         models.build("lenet", models.config("lenet"), np.random.default_rng(seed)).state_dict()

@@ -38,6 +38,19 @@ def loss(model: nn.Module, batch: et.ExTensor) -> et.ExTensor:
     return et.cross_entropy(scores, et.ExTensor(labels.astype(np.int64)))
 
 
+def test_blocks_lie_in_rows_as_in_the_layer_that_is_stored() -> None:
+    """Each row has a power of two of its own: exact in blocks of rows, not of columns."""
+    layer = nn.Linear(64, 8, bias=False, rng=0)
+    values = np.ldexp(np.ones((8, 64), np.float32), np.arange(8)[:, None])
+    layer.load_state_dict({"weight": values})
+    batches = [et.randn(4, 64, seed=seed) for seed in range(3)]
+    for axis in (0, 1):
+        (row,) = nn.loss_changes(
+            layer, batches, lambda m, x: m(x).square().mean(), [et.QuantSpec("mxfp4", axis=axis)]
+        )
+        assert row.change == 0
+
+
 def test_predicted_changes_are_the_measured_ones() -> None:
     model, batches = trained()
     rows = nn.loss_changes(model, batches, loss, SPECS[:2], count=64)

@@ -356,3 +356,18 @@ def test_lists_nested_deeply_are_refused_in_short():
         with pytest.raises((TypeError, ValueError)) as caught:
             call()
         assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "."])
+def test_names_that_paths_cannot_hold_are_refused(name: str) -> None:
+    module = nn.Module()
+    with pytest.raises(AttributeError, match="expected a name without dots"):
+        setattr(module, name, nn.ReLU())
+
+
+def test_a_graph_from_before_a_load_is_refused() -> None:
+    layer = nn.Linear(4, 4, rng=0)
+    y = layer(et.ones((2, 4), requires_grad=True)).sum()
+    layer.load_state_dict(nn.Linear(4, 4, rng=1).state_dict())
+    with pytest.raises(RuntimeError, match="overwritten|written"):
+        y.backward()

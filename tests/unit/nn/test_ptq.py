@@ -221,6 +221,11 @@ class Half(Net):
             "calibration never reached layer 'depth' and 1 more; use inputs",
         ),
         (
+            lambda: et.quantize_model(Half(), "int8", [images()], keep=["depth"]),
+            ValueError,
+            "keep=('hidden',)",
+        ),
+        (
             lambda: et.quantize_model(Net(), "int8_weights", keep=["cnov"]),
             ValueError,
             "rule 'cnov' matches no layer; the model's layers: conv, depth, hidden, head",

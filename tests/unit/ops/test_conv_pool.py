@@ -17,3 +17,8 @@ def test_conv_bias_is_the_sum_of_both() -> None:
 def test_a_convolution_of_no_channels_is_its_bias() -> None:
     y = et.conv2d(et.zeros((1, 0, 3, 3)), et.zeros((2, 0, 2, 2)), et.ExTensor([1.0, 2.0]))
     np.testing.assert_array_equal(y.numpy(), np.array([1, 2]).reshape(1, 2, 1, 1) * np.ones((2, 2)))
+
+
+def test_a_convolution_of_integers_is_in_float32() -> None:
+    out = et.conv2d(et.ones((1, 1, 3, 3), "int32"), et.ones((1, 1, 2, 2), "int64"))
+    assert out.dtype == et.float32 and out.tolist() == [[[[4.0, 4.0], [4.0, 4.0]]]]

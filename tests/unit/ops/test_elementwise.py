@@ -83,3 +83,14 @@ def test_mixed_operands_promote(op: Callable[..., et.ExTensor]) -> None:
             for result in (op(q, other), op(other, q)):
                 assert result.dtype is et.float32, (name, other)
                 np.testing.assert_array_equal(result.numpy(), op(ones["float32"], 1.0).numpy())
+
+
+@pytest.mark.parametrize("pair", [("int8", "int32"), ("uint8", "int16"), ("bool", "int64")])
+def test_integers_stay_integers_and_functions_of_reals_make_them_float32(
+    pair: tuple[str, str],
+) -> None:
+    x, y = et.ones(3, pair[0]), et.full(3, 2, pair[1])
+    total = x + y
+    assert total.dtype.name == np.result_type(*pair).name and total.tolist() == [3, 3, 3]
+    assert et.exp(y).dtype == et.atan2(x, y).dtype == et.float32
+    assert et.exp(y).tolist() == pytest.approx([np.exp(2)] * 3, rel=1e-6)

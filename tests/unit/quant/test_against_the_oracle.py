@@ -100,3 +100,22 @@ def test_nvfp4_with_corrected_scales(spec: QuantSpec, size: float) -> None:
     same_as_the_oracle(x, spec, rng)
     x[1, 2, 5] = np.nan
     same_as_the_oracle(x, spec, rng)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e2m3", "mxfp8_e4m3"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_smallest_scales(name: str, dialect: str) -> None:
+    """Each rule, about the block whose scale would be 2^-127: half of each block is small."""
+    row, rng = FORMATS[name], np.random.default_rng(0)
+    for rule in [None] if DIALECTS[dialect].mx_scale_rule else row.scale_rules:
+        x = rng.integers(-8, 9, (9, 32)).astype(F) * F(2.0**-129)
+        x[:, 0] = row.element.max * 2.0 ** (-128 + np.arange(9) / 3)
+        x[:, 1] = x[:, 0] * 1.05
+        same_as_the_oracle(x, QuantSpec(name, scale_rule=rule, dialect=dialect), rng)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros(name: str, dialect: str) -> None:
+    rng = np.random.default_rng(0)
+    same_as_the_oracle(np.zeros((2, 40), F), QuantSpec(name, dialect=dialect), rng)

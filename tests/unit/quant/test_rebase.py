@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from extensor.quant.kept import packs
+from extensor.quant.rebase import rebased_values
 from extensor.quant.recipe import Gemm
 from extensor.quant.reference import dequantize, quantize
 from extensor.quant.spec import QuantSpec
@@ -51,6 +52,21 @@ def test_a_tile_has_the_exponent_of_its_largest_block() -> None:
     normal = small >= 2.0**-6
     expected = np.where(normal, small, np.rint(small / step) * step)
     np.testing.assert_array_equal(found[1, 32:][~normal], expected[~normal])
+
+
+@pytest.mark.parametrize("power", [-135, -127, -126, 0, 118])
+def test_a_tile_of_equal_scales_keeps_its_values(power: int) -> None:
+    """The scale of 2^-127 too, whose stored byte is 0, as that of a tile of zeros."""
+    x = np.ldexp(np.arange(-128, 128, dtype=np.float32).reshape(8, 32) % 9 - 4, power + 2)
+    x[:, 0] = np.ldexp(np.float32(256), power)
+    stored = quantize(x, QuantSpec("mxfp8_e4m3"))[0]
+    for values in (dequantize(stored), dequantize(quantize(x, REBASED)[0])):
+        np.testing.assert_array_equal(values, x)
+    for tiles in (False, True):
+        found = rebased_values(stored, tiles)
+        exponents = found.exponents.reshape(8, 1)
+        np.testing.assert_array_equal(np.ldexp(found.values, exponents), x)
+        assert not found.changed.any()
 
 
 def test_both_operands_of_a_gemm_are_rebased_or_none() -> None:

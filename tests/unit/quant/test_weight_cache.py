@@ -296,3 +296,11 @@ def test_weights_that_did_not_change_are_not_made_again(batching: list[list[Any]
         model[0].weight.copy_(model[0].weight + 1)
         model(batch(0))
     assert batching == []
+
+
+def test_a_state_is_equal_to_itself_alone() -> None:
+    """Its layers refer to it: a comparison of fields would never end."""
+    (model, state), (_, other) = build("mxfp4_all"), build("mxfp4_all")
+    assert state == state and state != other
+    assert model[0].quant == state.layers["0"] != other.layers["0"]
+    assert {state: 1}[state] == 1

@@ -215,6 +215,31 @@ def test_charts() -> None:
     Checked(bars("t", "n", [0.0, 1.0, 2.0], [0, 0], "x", stems=[(1.0, 0.5)], marks=[(1.0, "<")]))
 
 
+def test_a_logarithmic_axis_has_every_power_of_ten() -> None:
+    drawn = lines("x", [Line("a", [0, 1], [1.0, 1000.0])], "step", log=True)
+    labels = re.findall(r'text-anchor="end">([^<]+)<', drawn)
+    assert [float(label.replace(",", "")) for label in labels] == [1, 10, 100, 1000]
+    drawn = lines("x", [Line("a", [0, 1], [1e-12, 1e12])], "step", log=True)
+    assert 4 <= drawn.count('class="grid"') <= 12
+
+
+def test_as_many_lines_as_the_page_has_colours_differ() -> None:
+    css = (Path(page.__file__).parent / "page.css").read_text(encoding="utf-8")
+    colours = set(re.findall(r"\.(c\d+)\{", css))
+    drawn = lines("x", [Line(str(n), [0, 1], [n, n + 1]) for n in range(len(colours))], "step")
+    assert set(re.findall(r'<polyline class="(c\d+)"', drawn)) == colours
+
+
+@pytest.mark.parametrize("value", [3.0, -3.0])
+def test_a_line_that_never_changes_is_drawn_across_the_middle(value: float) -> None:
+    flat = lines("x", [Line("a", [0, 1], [value, value])], "step")
+    ends = lines("x", [Line("a", [0, 1], [0.0, 1.0])], "step")
+    path = re.compile(r'<polyline[^>]* points="([^"]+)"')
+    (_, low), (_, high) = (pair.split(",") for pair in path.findall(ends)[0].split())
+    heights = [float(pair.split(",")[1]) for pair in path.findall(flat)[0].split()]
+    assert heights == pytest.approx([(float(low) + float(high)) / 2] * 2, abs=0.2)
+
+
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [

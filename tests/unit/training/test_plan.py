@@ -101,6 +101,16 @@ def test_costs_grow_and_shrink_as_they_must() -> None:
     assert cost(slow, layout).seconds > base.seconds
 
 
+@pytest.mark.parametrize("shard", ["none", "states", "gradients", "parameters"])
+def test_gradients_hide_behind_backward_and_gathered_weights_behind_the_step(shard: str) -> None:
+    """On a slow network, where more is to be sent than can hide."""
+    args = PlanArgs(gpus=64, model="llama-8b", tokens=1 << 20)
+    slow = dataclasses.replace(args.setup, outer=LINKS["ethernet25"])
+    made = cost(slow, Layout(RECIPES["mxfp4"], 1, shard, 64, 2.0, "float32", 1))
+    hidden = (made.data_comm - made.exposed) / made.compute
+    assert hidden == pytest.approx(0.9 * (1 if shard == "parameters" else 2 / 3))
+
+
 def test_plans_fit_and_the_first_is_the_fastest() -> None:
     args = PlanArgs()
     found = plans(args)
@@ -119,6 +129,9 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "llama-8b: 8.0 billion weights, 16 h100 in machines of 8" in told
     assert "tokens/s/GPU" in told  # no column is folded
+    rows = [line.split("\u2502")[9:13] for line in told.splitlines() if "\u2502 bf16" in line]
+    for compute, comm, exposed, step in (map(float, row) for row in rows):
+        assert exposed <= comm and step == pytest.approx(compute + exposed, abs=2e-3)
     for words, expected in (
         (["--model", "llama-70"], "did you mean"),
         (["--gpus", "12"], "expected a multiple of the 8 of a machine, got 12"),

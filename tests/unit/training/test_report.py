@@ -12,8 +12,9 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from extensor.training import compare as comparing
 from extensor.training.compare_report import draw, markdown, summarize, write_report
-from extensor.training.comparison import CompareArgs, Finished
+from extensor.training.comparison import CompareArgs, Finished, Job
 from extensor.training.result import diverged_text
 from extensor.training.runs import RUNS as LISTED
 from extensor.training.runs import defaults
@@ -157,3 +158,22 @@ def test_runs_are_every_recipe_with_every_seed() -> None:
         (recipe, seed) for seed in (0, 1) for recipe in ("fp32", "mxfp4", "mxfp4_one")
     ]
     assert {r.epochs for r in runs} == {3}
+
+
+def test_only_what_is_not_finished_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = {("fp32", 0): run("fp32", 0, 0.9), ("mxfp4", 1): run("mxfp4", 1, 0.8)}
+    begun: list[str] = []
+
+    def noted(todo: list[Job], *_: object) -> dict[str, int]:
+        begun.extend(job.name for job in todo)
+        return {}
+
+    monkeypatch.setattr(
+        Job, "finished", lambda job: there.get((job.config.recipe, job.config.seed))
+    )
+    monkeypatch.setattr(comparing, "_run_all", noted)
+    monkeypatch.setattr(comparing, "write_report", lambda *_: None)
+    comparing.compare(args(out=tmp_path), Console())
+    assert "2 of 6 runs are finished already" in capsys.readouterr().out and len(begun) == 4
