@@ -401,7 +401,7 @@ def test_gguf_counts_that_the_file_does_not_back(tmp_path: Path) -> None:
     path.write_bytes(content[:60])
     refused(path, "bytes")
     path.write_bytes(b"GGML" + content[4:])
-    refused(path, "expected the bytes GGUF")
+    refused(path, "expected it to start with GGUF")
     at = content.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 8
     path.write_bytes(content[:at] + struct.pack("<Q", 1 << 60) + content[at + 8 :])
     refused(path, "an array of")
