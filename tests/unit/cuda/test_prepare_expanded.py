@@ -289,7 +289,7 @@ EXPANDED_RECIPES = (
     *("mxfp4_block16", "mxfp4_block64", "mxfp4_block128", "nvfp4_forward", "nvfp4_backward"),
     *("quartet", "quartet2", "quartet2_4over6"),
 )
-HADAMARD_WGRAD = ("mxfp4_hadamard", "mxfp4_hadamard_random")
+HADAMARD_WGRAD = ("mxfp4_hadamard", "mxfp4_hadamard_random", "mxfp4_hadamard_per_step")
 SCALED = ("int8", "fp8_tensor", "fp8_block")
 
 
