@@ -335,6 +335,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "swiglu": swiglu,
     "take": lambda x, indices, axis=0: np.take(x, indices, axis),
     "take_along_axis": take_along_axis,
+    "take_rows": lambda x, index: np.take(x, index, 0),
     "tensordot": np.tensordot,
     "tile": np.tile,
     "topk": topk,

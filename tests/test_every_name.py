@@ -70,6 +70,7 @@ JUDGES: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("perplexity", "TokenScores"), (RECORDS, "test_perplexity_as_scikit_learn")),
     "digits": (DATA, "test_digits_are_1437_and_360_stratified_in_their_own_units"),
     **dict.fromkeys(("mnist", "fashion_mnist"), (DATA, "test_an_idx_set_loads_from_four_files")),
+    "fashion_mnist_rgb": (DATA, "test_fashion_mnist_in_cifars_shape_has_the_framed_images"),
     "cifar10": (ARCHIVES, "test_cifar10_loads_from_its_archive"),
     **dict.fromkeys(
         ("emnist", "emnist_letters", "emnist_digits"),

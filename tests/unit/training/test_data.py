@@ -15,7 +15,14 @@ from extensor.training.data import DataError, Dataset, Split, batches, epoch_ord
 from extensor.training.data.digits import enlarge, read_digits, stratified_split
 from extensor.training.data.draws import Draws
 from extensor.training.data.fetch import RemoteFile, cache_directory, find
-from extensor.training.data.sources import FASHION_MNIST, MNIST, IdxSource, framed, parse_idx
+from extensor.training.data.sources import (
+    FASHION_MNIST,
+    FASHION_MNIST_RGB,
+    MNIST,
+    IdxSource,
+    framed,
+    parse_idx,
+)
 from extensor.training.data.transforms import RandomCrop
 from tests.unit.training.conftest import idx_bytes
 
@@ -199,6 +206,24 @@ def test_an_idx_set_loads_from_four_files(
         batch.inputs[:, 0], (arrays[0] / 255 - row.mean) / row.std, rtol=1e-6, atol=1e-6
     )
     assert batch.labels.tolist() == arrays[1].tolist()
+
+
+def test_fashion_mnist_in_cifars_shape_has_the_framed_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = np.random.default_rng(0)
+    train, test = (
+        Split(rng.integers(0, 256, (n, 1, 28, 28)).astype(np.uint8), np.arange(n)) for n in (6, 4)
+    )
+    grey = Dataset("fashion_mnist", train, test, FASHION_MNIST.classes, 0.25, 0.5)
+    monkeypatch.setattr(IdxSource, "read", lambda source, urls: grey)
+    data = FASHION_MNIST_RGB.read(())
+    assert (data.name, data.classes) == ("fashion_mnist_rgb", FASHION_MNIST.classes)
+    for made, given in ((data.train, train), (data.test, test)):
+        np.testing.assert_array_equal(made.images, framed(given.images))
+        assert made.labels.tolist() == given.labels.tolist()
+    pixels = framed(train.images) / 255  # of the training images, with their frames
+    np.testing.assert_allclose((data.mean, data.std), (pixels.mean(), pixels.std()), rtol=1e-12)
 
 
 def test_framed_images_have_cifars_shape() -> None:
