@@ -100,6 +100,7 @@ def test_only_what_has_no_slope_is_without_gradient() -> None:
         **dict.fromkeys(("block_scaled_matmul", "dequantize"), "of codes"),
         **dict.fromkeys(("quantize", "quantized_matmul", "quantized_conv2d"), "straight-through"),
         **dict.fromkeys(("prequantized_matmul", "prequantized_conv2d"), "straight-through"),
+        "take_rows": "of codes; tests/unit/optim/test_weights_in_blocks.py",
     }
     found = set()
     for name, op in OPS.items():

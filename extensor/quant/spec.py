@@ -446,6 +446,9 @@ class QuantSpec:
         Args:
             stream: a `Stream` or None.
 
+        Returns:
+            False where a stream is missing, and where nothing would read the one given.
+
         >>> et.QuantSpec("mxfp4", rounding="stochastic").goes_with(None)
         False
         """
