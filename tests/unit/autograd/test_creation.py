@@ -54,6 +54,12 @@ def test_options(name: str) -> None:
             assert make(*args, dtype="int16").dtype.name == "int16"
 
 
+@pytest.mark.parametrize("make", [et.rand, et.randn])
+def test_a_shape_and_more_sizes_are_refused(make: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected an int or a tuple of ints, got \(\(2, 3\), 4\)"):
+        make((2, 3), 4)
+
+
 @pytest.mark.parametrize(
     ("args", "options"),
     [

@@ -389,6 +389,24 @@ def test_sizes_are_the_published_ones(name: str, variant: str) -> None:
     assert sum(p.size for p in model.parameters()) == PUBLISHED[name, variant]
 
 
+def test_gpt_oss_is_what_its_config_json_says() -> None:
+    """The file of openai/gpt-oss-20b, without what is about tokens and training."""
+    values = {
+        "model_type": "gpt_oss", "num_hidden_layers": 24, "hidden_size": 2880, "head_dim": 64,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 2880,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
+        "vocab_size": 201088, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
+        "hidden_act": "silu", "attention_bias": True, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096, "truncate": False,
+        },
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    assert architecture_of(values).config_from_hf(values) == models.config("llama", "gpt-oss-20b")
+
+
 def test_a_skeleton_takes_no_memory() -> None:
     """Llama 3.1 8B has 32 GB of weights."""
     model = models.build("llama", models.config("llama", "llama-3.1-8b"), None)
