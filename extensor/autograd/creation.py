@@ -246,7 +246,7 @@ class CreationMethods(Generic[Tensor]):
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        """A tensor of uninitialized memory; zeros for a blocked dtype.
+        """A tensor of uninitialized memory; zeros for a blocked dtype and for 16-bit floats.
 
         Args:
             shape: a tuple, or the first of separate ints.
@@ -267,8 +267,9 @@ class CreationMethods(Generic[Tensor]):
         """
         sizes, kind = _sizes_and_dtype((shape, *more), dtype)
         xp = registry.get(device).xp
-        make = xp.zeros if kind.is_blocked else xp.empty
-        return cls._from_array(make(sizes, dtype=_made_in(kind)), kind, device, requires_grad)
+        made = _made_in(kind)
+        make = xp.empty if made == kind.numpy else xp.zeros  # a cast of any bits may overflow
+        return cls._from_array(make(sizes, dtype=made), kind, device, requires_grad)
 
     @classmethod
     def eye(

@@ -54,6 +54,15 @@ def test_options(name: str) -> None:
             assert make(*args, dtype="int16").dtype.name == "int16"
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_empty_tensor_of_16_bits_is_no_cast_of_old_memory(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any bits read as float32 overflow here, which is a warning."""
+    monkeypatch.setattr(np, "empty", lambda shape, dtype: np.full(shape, 3e38, dtype))
+    assert not et.empty((4,), dtype=dtype).numpy().any()
+
+
 @pytest.mark.parametrize("make", [et.rand, et.randn])
 def test_a_shape_and_more_sizes_are_refused(make: Any) -> None:
     with pytest.raises(TypeError, match=r"expected an int or a tuple of ints, got \(\(2, 3\), 4\)"):
