@@ -11,6 +11,8 @@ from typing import Any
 from extensor.inspect import Holder
 from extensor.nn import Module
 from extensor.nn.recompute import outermost
+from extensor.quant.array import stored_nbytes
+from extensor.quant.spec import QuantSpec
 
 from .config import RunConfig
 
@@ -101,7 +103,8 @@ def savings(
         both = 2 if config.update == "after_backward" else 1
         found.append(("--weights bfloat16 (and gradients)", 2 * numbers * both))
     elif config.weights == "bfloat16" and all(param.ndim == 2 for param in matrices):
-        blocks = sum(33 * param.shape[0] * -(-param.shape[1] // 32) for param in matrices)
+        spec = QuantSpec("mxint8").resolve(2)
+        blocks = sum(stored_nbytes(spec, param.shape) for param in matrices)
         found.append(("--weights mxint8", 2 * numbers - blocks))
     if config.update == "after_backward":
         setting = "--update in_backward --clip-norm 0 --loss-scale off"

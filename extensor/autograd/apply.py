@@ -6,7 +6,7 @@ promoted, blocked operands dequantized, and 16-bit floats widened to float32, so
 that the result rounds once. A kernel that reads bfloat16 and rounds by itself
 (`Backend.bfloat16`) gets bfloat16.
 
-Of a weight that is trained in blocks an operation reads bfloat16, and the graph keeps the blocks.
+An operation reads a parameter in blocks as bfloat16, and the graph keeps the blocks.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
             record = True
     compute: Any = None
     rounded: Any = None
-    trained: Sequence[tuple[int, ExTensor]] = ()
+    blocked: Sequence[tuple[int, ExTensor]] = ()
     if not direct:
-        trained = [(i, t) for i, t in enumerate(inputs) if t.is_trained_in_blocks]
-        if trained and not primitive.takes_blocked:
-            inputs, arrays = _read(inputs, trained)
+        blocked = [(i, t) for i, t in enumerate(inputs) if t.is_blocked_parameter]
+        if blocked and not primitive.takes_blocked:
+            inputs, arrays = _read(inputs, blocked)
             first = inputs[0]
         if primitive.as_given:
             _check_devices(name, inputs)
@@ -105,8 +105,8 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
     if record and MODE.enabled and primitive.differentiable:
         result.node = Node(primitive, params, inputs, out, saved, result._version, compute)
         result._requires_grad = True
-        if trained:
-            result.node.keep_blocks(trained)
+        if blocked:
+            result.node.keep_blocks(blocked)
         if MODE.saves_again and primitive.saved_again is not None and saved is not None:
             result.node.saved = AGAIN
         if MODE.storage is not None:
@@ -165,15 +165,15 @@ def _check_devices(name: str, inputs: tuple[ExTensor, ...]) -> None:
 
 
 def _read(
-    inputs: tuple[ExTensor, ...], trained: Sequence[tuple[int, ExTensor]]
+    inputs: tuple[ExTensor, ...], blocked: Sequence[tuple[int, ExTensor]]
 ) -> tuple[tuple[ExTensor, ...], list[Any]]:
-    """Inputs and their arrays, those that are trained in blocks decoded, with their versions."""
+    """Inputs and their arrays, parameters in blocks decoded, with their versions."""
     if MODE.recording is not None:
-        MODE.recording.refuse("it reads a weight that is trained in blocks")
+        MODE.recording.refuse("it reads a parameter in blocks")
     read = list(inputs)
-    for i, leaf in trained:
+    for i, leaf in blocked:
         read[i] = wrap(leaf.backend.dequantize(leaf.data, bfloat16.name), leaf.backend)
-        read[i]._requires_grad, read[i]._version = True, leaf._version
+        read[i]._requires_grad, read[i]._version = leaf._requires_grad, leaf._version
     return tuple(read), [tensor.data for tensor in read]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from extensor.autograd.primitive import Primitive
 from extensor.backends.protocol import Backend
@@ -55,6 +55,8 @@ class TensorState:
     node: Node | None
     _requires_grad: bool
     _version: list[int]
+    is_parameter: ClassVar[bool] = False
+    """Whether a module trains it: see `extensor.nn.Parameter`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,9 +90,9 @@ class TensorState:
         return self.dtype.is_blocked
 
     @property
-    def is_trained_in_blocks(self) -> bool:
-        """True for a leaf in blocks that requires a gradient: operations read it as bfloat16."""
-        return self._requires_grad and self.dtype.is_blocked and self.node is None
+    def is_blocked_parameter(self) -> bool:
+        """True for a parameter in blocks, frozen or not: operations read it as bfloat16."""
+        return self.is_parameter and self.dtype.is_blocked
 
     @property
     def requires_grad(self) -> bool:
@@ -103,7 +105,7 @@ class TensorState:
             raise RuntimeError(
                 "requires_grad: expected a leaf, got the result of an operation; use y.detach()"
             )
-        if value and not (self.dtype.is_float or self._requires_grad):
+        if value and not (self.dtype.is_float or self.is_blocked_parameter):
             raise TypeError(
                 f"requires_grad: expected a floating-point tensor, got {self.dtype.name}; "
                 + (

@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {CommandError(system_problem(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; files appear when they are whole", file=sys.stderr)
+        print("interrupted; no half-written file is left", file=sys.stderr)
         return 130
     return 0
 

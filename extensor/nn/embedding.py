@@ -71,7 +71,7 @@ class Embedding(Module):
             backend.refuse((numbers < 0) | (numbers >= self.count), error)
 
         replayed("Embedding", check, index.data)
-        if not self.weight.is_blocked or self.weight.requires_grad:
+        if not self.weight.is_blocked or self.weight.is_blocked_parameter:
             return take(self.weight, index, axis=0)
         # The rows of a blocked matrix are no operation's result: a captured step takes them anew.
         return wrap(replayed("Embedding", self._decoded_rows, index.data), backend)

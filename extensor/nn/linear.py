@@ -97,7 +97,7 @@ class Linear(GemmLayer):
         """
         check_last_axes("Linear", x, self.in_features)
         check_width("Linear", x, self.weight)
-        packed = self.weight.is_blocked and not isinstance(self.weight, Parameter)
+        packed = self.weight.is_blocked and not self.weight.is_blocked_parameter
         if self.quant is None:
             if packed:
                 return weight_only_linear(x, self.weight, self.bias)
@@ -111,7 +111,7 @@ class Linear(GemmLayer):
     def is_weight_only(self) -> bool:
         """Whether a call is a product with packed weights, and no more."""
         weight = self.weight
-        if not weight.is_blocked or isinstance(weight, Parameter) or weight.axis != 1:
+        if not weight.is_blocked or weight.is_blocked_parameter or weight.axis != 1:
             return False
         if self._hooks or self._pre_hooks:
             return False

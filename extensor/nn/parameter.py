@@ -27,6 +27,7 @@ class Parameter(ExTensor):
 
     __slots__ = ("recipe_state",)
 
+    is_parameter = True
     recipe_state: RecipeState
     """Of the recipe that a layer last used the parameter under; optimizers end its steps."""
 

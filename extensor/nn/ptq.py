@@ -149,7 +149,7 @@ def dequantize_model(model: Module) -> Module:
     fresh: dict[int, Parameter] = {}  # a weight that several modules share stays one
     for module in made.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, Buffer) and value.is_blocked:
+            if isinstance(value, (Buffer, Parameter)) and value.is_blocked:
                 if id(value) not in fresh:
                     with no_grad():
                         values = value.dequantize().data

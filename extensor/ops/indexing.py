@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,31 +109,6 @@ def _take(backend: Any, x: Any, index: Any, axis: int) -> Any:
     return backend.xp.take(x, index, axis=axis)
 
 
-def _take_rows(backend: Any, x: Any, index: Any) -> Any:
-    check_bounds(backend, [(index, x.shape[0], 0)], "take: ")
-    if isinstance(x, QuantArray):
-        return backend.dequantize(views.take(x, index, 0), bfloat16.name)
-    return backend.xp.take(x, index, axis=0)
-
-
-@primitive(
-    name="take_rows",
-    forward=_take_rows,
-    vjps=(lambda g, out, x, index: apply("put", g, key=index.data, shape=x.shape), None),
-    fused_vjp=lambda backend, g, out, inputs, needs: [
-        RowGradient(inputs[1], g, inputs[0].shape),
-        None,
-    ],
-    reads="inputs",
-    mixed=True,
-    takes_blocked=True,
-    samples=lambda rng: [Sample((rng.normal(size=(3, 4)), np.array([[0, 2], [0, 1]])))],
-)
-def _taken_rows(x: ExTensor, index: ExTensor) -> ExTensor:
-    """Rows of a matrix; of one that is trained in blocks these alone are decoded."""
-    return apply("take_rows", x, index)
-
-
 def _take_vjp(g: ExTensor, out: None, x: ExTensor, index: ExTensor, axis: int) -> ExTensor:
     if axis == 0:
         return apply("put", g, key=index.data, shape=x.shape)
@@ -153,6 +129,28 @@ def _take_fused(
         graph = (wrap(g, backend), None, wrap(x, backend), wrap(index, backend))
         return [_take_vjp(*graph, axis).data, None]
     return [RowGradient(index, g, x.shape), None]
+
+
+def _take_rows(backend: Any, x: Any, index: Any) -> Any:
+    if not isinstance(x, QuantArray):
+        return _take(backend, x, index, 0)
+    check_bounds(backend, [(index, x.shape[0], 0)], "take: ")
+    return backend.dequantize(views.take(x, index, 0), bfloat16.name)
+
+
+@primitive(
+    name="take_rows",
+    forward=_take_rows,
+    vjps=(partial(_take_vjp, axis=0), None),
+    fused_vjp=partial(_take_fused, axis=0),
+    reads="inputs",
+    mixed=True,
+    takes_blocked=True,
+    samples=lambda rng: [Sample((rng.normal(size=(3, 4)), np.array([[0, 2], [0, 1]])))],
+)
+def _taken_rows(x: ExTensor, index: ExTensor) -> ExTensor:
+    """Rows of a matrix; of a parameter in blocks these alone are decoded."""
+    return apply("take_rows", x, index)
 
 
 @primitive(
@@ -195,7 +193,7 @@ def take(x: ExTensor, indices: Any, axis: int | None = 0) -> ExTensor:
         axis = 0
     at = axis_index("take", axis, x.ndim)
     positions = _positions("take", indices, x)
-    if at == 0 and x.ndim == 2 and x.is_trained_in_blocks:
+    if at == 0 and x.ndim == 2 and x.is_blocked_parameter:
         return _taken_rows(x, positions)
     return apply("take", x, positions, axis=at)
 

@@ -146,7 +146,7 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
             "nn.apply_recipe(model, recipe) makes them, or layer_context(layer_recipe)"
         )
     for tensor, title in ((x, "x"), (w, "w")):
-        if tensor.is_trained_in_blocks:
+        if tensor.is_blocked_parameter:
             continue
         if tensor.dtype.name not in ("float32", "float16", "bfloat16"):
             raise TypeError(

@@ -167,7 +167,7 @@ def check_param(name: object, param: object) -> None:
         raise TypeError(f"params: expected a name and a tensor, got {name!r}")
     if not isinstance(param, ExTensor):
         raise TypeError(f"params: {name}: expected an ExTensor, got {type(param).__name__}")
-    if not (param.dtype.is_float or param.is_trained_in_blocks):
+    if not (param.dtype.is_float or param.is_blocked_parameter):
         raise TypeError(
             f"params: {name}: expected a dense float tensor, got {param.dtype}; keep master "
             "weights in float32 and quantize in the forward pass, or store the weights of a model "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,7 @@ from ..svg import Line, lines
 __all__ = ["write_page"]
 
 MAX_LINES = 8
-OPTIONAL: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "joules": lambda arm: arm["joules"],
-    "diverged": lambda arm: arm["diverged"],
-    "fallbacks": lambda arm: arm["fallbacks"],
-    "alone": lambda arm: arm["alone"],
-}
+OPTIONAL = ("joules", "diverged", "fallbacks", "alone")
 """Columns that are shown where an arm has something to say there."""
 
 
@@ -51,7 +46,7 @@ def write_page(results: dict[str, Any], path: Path) -> None:
         charts=_charts(metric, curves, "epoch", results["baseline"]),
         gap_charts=_charts(to_baseline, gaps, "epoch", results["baseline"]),
         by_time=_charts(metric, timed, "seconds, alone", results["baseline"]),
-        shown={name for name, of in OPTIONAL.items() if any(map(of, arms))},
+        shown={name for name in OPTIONAL if any(arm[name] for arm in arms)},
         noise_ratio=NOISE_RATIO,
         **{**results, "arms": arms},
     )

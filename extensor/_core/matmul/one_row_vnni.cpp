@@ -90,7 +90,8 @@ private:
     static INLINE void store_lanes(void* values, int vector, __m512i v) {
         constexpr int kLanes = VL / lane;
         constexpr auto kFirst = static_cast<__mmask16>(lane == 8 ? 0x0101 : 0x1111);
-        const __m512i found = _mm512_maskz_compress_epi32(kFirst, v);  // slow on Zen 4 to memory
+        // Compressed in a register: a compressing store takes 150 cycles on Zen 4.
+        const __m512i found = _mm512_maskz_compress_epi32(kFirst, v);
         std::memcpy(static_cast<int32_t*>(values) + vector * kLanes, &found, 4 * kLanes);
     }
 

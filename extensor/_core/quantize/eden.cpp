@@ -65,7 +65,7 @@ void nearest_scales_of_rows(const Call& call, uint32_t* maxima, float* squares, 
     });
 }
 
-// Blocks of 16 down columns, VL of which lie side by side.
+// Columnwise blocks of 16 values: those of VL adjacent columns at a time.
 void nearest_scales_of_columns(const Call& call, uint32_t* maxima, float* squares,
                                float* products) {
     constexpr int64_t kTile = 16;

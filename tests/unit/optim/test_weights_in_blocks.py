@@ -63,6 +63,29 @@ def test_blocks_are_the_float32_update_rounded(case: str, format: str) -> None:
     assert one.nbytes == other.nbytes  # no master copies
 
 
+@pytest.mark.parametrize("recipe", ["fp32", "mxfp4_all"])
+def test_a_frozen_weight_is_read_as_before_and_can_be_trained_again(recipe: str) -> None:
+    model = in_blocks(nn.Sequential(nn.Linear(64, 32, rng=0), nn.Linear(32, 8, rng=1)), "mxint8")
+    state = nn.apply_recipe(model, recipe)
+    x, first = et.randn((4, 64), seed=0), model[0].weight
+    found = []
+    for trained in (True, False, True):
+        first.requires_grad, state.step = trained, 0  # the same random bits
+        model.zero_grad()
+        y = model(x)
+        y.square().sum().backward()
+        assert (first.grad is not None) == trained
+        found.append((y.numpy().tobytes(), model[1].weight.grad.numpy().tobytes()))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_dequantized_copy_has_float32_weights() -> None:
+    model = in_blocks(nn.Sequential(nn.Linear(64, 32, rng=0)), "mxfp8_e4m3")
+    made = nn.dequantize_model(model)
+    assert made[0].weight.dtype is et.float32 and made[0].weight.requires_grad
+    assert made[0].weight.tolist() == model[0].weight.dequantize().tolist()
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxfp4_all", "mxfp4_adaptive"])
 def test_a_step_is_that_of_the_same_values_in_bfloat16(recipe: str, format: str) -> None:
