@@ -114,7 +114,7 @@ def input_gap(x: Array, spec: QuantSpec, stream: Stream | None) -> Unsupported |
     """Why no kernel quantizes x by a spec, whatever its shape; None where one may."""
     if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
         return Unsupported(f"{x.dtype} array")
-    if not spec.goes_with(stream):
+    if not spec.accepts_stream(stream):
         return Unsupported("the stream does not go with the rounding")
     return dialect_gap(spec)
 

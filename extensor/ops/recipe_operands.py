@@ -80,10 +80,10 @@ def slot_spec(
 ) -> tuple[QuantSpec, Stream | None]:
     """The slot's spec along ``axis`` (-1: rows, -2: columns); its stream if it draws bits."""
     along = _along(spec, axis, ndim)
-    if along.draws_signs:
+    if along.has_per_step_signs:
         assert along.transform is not None
         along = along.replace(transform=context.signs(along.transform, slot))
-    return along, context.stream(slot, axis == -2) if along.draws else None
+    return along, context.stream(slot, axis == -2) if along.is_random else None
 
 
 def slot_values(backend: Backend, x: Array, context: LayerContext, slot: str, axis: int) -> Array:
@@ -325,7 +325,7 @@ def _shared(
     rows = x.reshape(-1, x.shape[-1])
     preparation = preparation or _prepare(backend, rows, context, slots, sizes)
     specs = [(context.operand(slot), axis) for slot, axis in slots]
-    random = any(not isinstance(s, str) and s.draws for s, _ in specs)
+    random = any(not isinstance(s, str) and s.is_random for s, _ in specs)
 
     def make() -> Prepared:
         if not pack:

@@ -155,7 +155,7 @@ class LayerRecipe:
                     "clip_gradient and requantize: expected MX or NVFP4 operands in fprop, not "
                     f"rebased, got {operand}; leave both off otherwise"
                 )
-            if operand.draws_signs:
+            if operand.has_per_step_signs:
                 raise ValueError(
                     "clip_gradient and requantize: expected signs of fprop's transform that last, "
                     "which backward undoes, got signs='per_step'; 'random' draws them once"
@@ -167,10 +167,10 @@ class LayerRecipe:
         return self.clip_gradient or self.requantize
 
     @cached_property
-    def draws_signs(self) -> bool:
+    def has_per_step_signs(self) -> bool:
         """Whether signs of a transform are drawn anew in each step."""
         operands = (self.fprop.a, self.dgrad.a, self.wgrad.a)  # a transform is in both of a GEMM
-        return any(isinstance(o, QuantSpec) and o.draws_signs for o in operands)
+        return any(isinstance(o, QuantSpec) and o.has_per_step_signs for o in operands)
 
     @classmethod
     def uniform(cls, operand: OperandSpec) -> LayerRecipe:

@@ -356,7 +356,7 @@ class LayerContext:
             uses[self.path] = use + 1
         for log in REPLAY.logs:
             log.uses.append(use)
-        if self.layer.draws_signs:
+        if self.layer.has_per_step_signs:
             return replace(self, use=use, use_step=self.step)
         return self if use == self.use else replace(self, use=use)
 

@@ -185,7 +185,7 @@ def _checked(
     spec = spec.resolve(x.ndim)
     if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
         raise TypeError(f"quantize: expected a float array, got {x.dtype}; convert it first")
-    if not spec.goes_with(stream):
+    if not spec.accepts_stream(stream):
         problem = "needs a stream (a seed)" if stream is None else "takes no stream"
         raise ValueError(f"rounding={spec.rounding!r} {problem}")
     if previous_amax is not None:

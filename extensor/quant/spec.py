@@ -428,16 +428,16 @@ class QuantSpec:
         return cls(**values)
 
     @property
-    def draws_signs(self) -> bool:
+    def has_per_step_signs(self) -> bool:
         """Whether the signs of the transform are drawn anew in each step."""
         return self.transform is not None and self.transform.signs == "per_step"
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         """Whether quantizing draws random bits in each step: to round, or for signs."""
-        return self.rounding == "stochastic" or self.draws_signs
+        return self.rounding == "stochastic" or self.has_per_step_signs
 
-    def goes_with(self, stream: object) -> bool:
+    def accepts_stream(self, stream: object) -> bool:
         """Whether a stream of random bits, or None for none, is what quantizing takes.
 
         Stochastic rounding needs one. Signs drawn in each step may have one: a captured step reads
@@ -449,12 +449,12 @@ class QuantSpec:
         Returns:
             False where a stream is missing, and where nothing would read the one given.
 
-        >>> et.QuantSpec("mxfp4", rounding="stochastic").goes_with(None)
+        >>> et.QuantSpec("mxfp4", rounding="stochastic").accepts_stream(None)
         False
         """
         if self.rounding == "stochastic":
             return stream is not None
-        return stream is None or self.draws_signs
+        return stream is None or self.has_per_step_signs
 
     def resolve(self, ndim: int) -> QuantSpec:
         """The spec for an array of ``ndim`` axes, with axis, tile and scale rule filled in.

@@ -79,7 +79,7 @@ class LayerHandle:
         self.number = new_number(self)
         operands = map(context.layer.slot, SLOTS)
         self.stochastic = any(
-            isinstance(operand, QuantSpec) and operand.draws for operand in operands
+            isinstance(operand, QuantSpec) and operand.is_random for operand in operands
         )
         self.savable: int | None = None
         self._held: _Held | None = None

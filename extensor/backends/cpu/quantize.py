@@ -40,7 +40,7 @@ class CpuQuantize(CpuCore):
             return Unsupported("empty array or scalar")
         if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
             return Unsupported(f"{x.dtype} array")
-        if not spec.goes_with(stream):
+        if not spec.accepts_stream(stream):
             return Unsupported("the stream does not go with the rounding")
         return lower(self.core, spec, x.shape)
 

@@ -292,7 +292,7 @@ def quantize_source(
         "CODEC_HADAMARD_FACTOR": exact_float(
             1.0 / math.sqrt(spec.transform.size if spec.transform else 1)
         ),
-        "CODEC_SIGNS_PER_STEP": int(spec.draws_signs),
+        "CODEC_SIGNS_PER_STEP": int(spec.has_per_step_signs),
         "CODEC_SEARCH": int(spec.rule in SEARCHES),
         "CODEC_SEARCH_E8M0": int(spec.rule in E8M0_SEARCHES),
         "CODEC_QUEST_FACTOR": exact_float(QUEST_CLIP / 6),

@@ -89,7 +89,7 @@ def replayed(spec: Any, stream: Any, clock: Any) -> tuple[Any, Any]:
     if isinstance(clock, np.ndarray):
         step = int(fake.plain(clock))
         stream = replace(stream, step=step)
-        if spec.draws_signs:
+        if spec.has_per_step_signs:
             spec = spec.replace(transform=replace(spec.transform, step=step))
     return spec, stream
 

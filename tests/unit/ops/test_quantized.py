@@ -34,10 +34,10 @@ def _values(x: np.ndarray, context: LayerContext, slot: str, axis: int) -> np.nd
     if isinstance(expected, str):
         return np.asarray(et.from_numpy(x).to(expected).to("float32").numpy())
     spec = expected.replace(axis=axis)
-    if spec.draws_signs:  # test_requantized.py judges which
+    if spec.has_per_step_signs:  # test_requantized.py judges which
         assert spec.transform is not None
         spec = spec.replace(transform=context.signs(spec.transform, slot))
-    stream = context.stream(slot, axis in (0, -2)) if spec.draws else None
+    stream = context.stream(slot, axis in (0, -2)) if spec.is_random else None
     return fake_quantize(np.ascontiguousarray(x), spec, stream)[0]
 
 
