@@ -98,51 +98,83 @@ Right scaled_keys(const Attention& s, const float* k, float* memory) {
     return keys;
 }
 
-// The sum over keys of p times their values, elements first .. first + V * VL.
-template <int V>
-INLINE void add_values(const Attention& s, const float* p, const float* v, int64_t first,
-                       float inverse, float* out) {
+// Of R heads that share keys, by R rows of `p`, `ld` apart: the sum over keys of p times their
+// values, elements first .. first + V * VL.
+template <int R, int V>
+INLINE void add_values(const Attention& s, const float* p, int64_t ld, const float* v,
+                       int64_t first, const float* stats, float* out) {
     const int64_t n = s.value_width;
-    vf total[V] = {};
+    vf total[R][V] = {};
     for (int64_t j = 0; j < s.keys; ++j) {
 #pragma GCC unroll 4
-        for (int i = 0; i < V; ++i)
-            total[i] =
-                multiply_add(splat(p[j]), load_at(v + j * s.v.row, first + i * VL, n), total[i]);
+        for (int i = 0; i < V; ++i) {
+            const vf value = load_at(v + j * s.v.row, first + i * VL, n);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r)
+                total[r][i] = multiply_add(splat(p[r * ld + j]), value, total[r][i]);
+        }
     }
-    for (int i = 0; i < V; ++i) store_at(out, total[i] * splat(inverse), first + i * VL, n);
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < V; ++i)
+            store_at(out + r * s.out.head, total[r][i] * splat(stats[2 * r + 1]), first + i * VL,
+                     n);
 }
+
+// The R heads from `head` on, which share keys: each key and value is read once, where it is.
+template <int R>
+void heads_of_one_query(const Attention& s, int64_t outer, int64_t head, Arena memory) {
+    const int64_t width = round_up(s.width, VL), ld = round_up(s.keys, VL);
+    const int64_t shared = head / (s.heads / s.groups);
+    const bool limited = s.window || s.mask.at;
+    float *query = memory.allocate(R * width), *scores = memory.allocate(R * ld);
+    const float* k = matrix_of(s.k, outer, shared);
+    for (int r = 0; r < R; ++r)
+        for (int64_t i = 0; i < width; i += VL)
+            store(query + r * width + i,
+                  load_at(matrix_of(s.q, outer, head + r), i, s.width) * splat(s.scale));
+    for (int64_t j = 0; j < s.keys; ++j) {
+        vf total[R] = {};
+        for (int64_t i = 0; i < s.width; i += VL) {
+            const vf key = load_at(k + j * s.k.row, i, s.width);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r)
+                total[r] = multiply_add(load(query + r * width + i), key, total[r]);
+        }
+        for (int r = 0; r < R; ++r) scores[r * ld + j] = sum(total[r]);
+    }
+    float* stats = s.stats + (outer * s.heads + head) * 2;
+    for (int r = 0; r < R; ++r) {
+        hide(s, outer, head + r, 0, scores + r * ld);
+        exponentials(scores + r * ld, s.keys, s.keys, s.sinks ? s.sinks + head + r : nullptr,
+                     limited, stats + 2 * r);
+    }
+    const float* v = matrix_of(s.v, outer, shared);
+    float* out = matrix_of(s.out, outer, head);
+    int64_t first = 0;
+    for (; first + 3 * VL < s.value_width; first += 4 * VL)
+        add_values<R, 4>(s, scores, ld, v, first, stats, out);
+    for (; first < s.value_width; first += VL)
+        add_values<R, 1>(s, scores, ld, v, first, stats, out);
+}
+
+constexpr int64_t kSharing = 4;  // heads at a time
 
 // One query a head, as decoding text has: keys and values are read where they are.
 void one_query(const Attention& s) {
-    const int64_t width = round_up(s.width, VL);
-    const int64_t bytes = 4 * (width + round_up(s.keys, VL));
-    const bool limited = s.window || s.mask.at;
+    const int64_t each = s.heads / s.groups, parts = ceil_div(each, kSharing);
+    const int64_t bytes = 4 * kSharing * (round_up(s.width, VL) + round_up(s.keys, VL));
     const int64_t work = 2 * s.outer * s.heads * s.keys * (s.width + s.value_width);
-    threads::run(s.outer * s.heads, work, [=](int64_t task) {
-        const int64_t outer = task / s.heads, head = task % s.heads;
-        const int64_t shared = head / (s.heads / s.groups);
-        Arena memory = {static_cast<float*>(threads::scratch(threads::Slot::packed_a, bytes))};
-        float *query = memory.allocate(width), *scores = memory.allocate(s.keys);
-        const float *q = matrix_of(s.q, outer, head), *k = matrix_of(s.k, outer, shared);
-        for (int64_t i = 0; i < width; i += VL)
-            store(query + i, load_at(q, i, s.width) * splat(s.scale));
-        for (int64_t j = 0; j < s.keys; ++j) {
-            vf total = {};
-            for (int64_t i = 0; i < s.width; i += VL)
-                total = multiply_add(load(query + i), load_at(k + j * s.k.row, i, s.width), total);
-            scores[j] = sum(total);
+    threads::run(s.outer * s.groups * parts, work, [=](int64_t task) {
+        const int64_t group = task / parts % s.groups, first = task % parts * kSharing;
+        const int64_t outer = task / (s.groups * parts), head = group * each + first;
+        const Arena memory = {
+            static_cast<float*>(threads::scratch(threads::Slot::packed_a, bytes))};
+        switch (least(kSharing, each - first)) {
+            case 1: return heads_of_one_query<1>(s, outer, head, memory);
+            case 2: return heads_of_one_query<2>(s, outer, head, memory);
+            case 3: return heads_of_one_query<3>(s, outer, head, memory);
+            default: return heads_of_one_query<4>(s, outer, head, memory);
         }
-        hide(s, outer, head, 0, scores);
-        float* stats = s.stats + task * 2;
-        exponentials(scores, s.keys, s.keys, s.sinks ? s.sinks + head : nullptr, limited, stats);
-        const float* v = matrix_of(s.v, outer, shared);
-        float* out = matrix_of(s.out, outer, head);
-        int64_t first = 0;
-        for (; first + 3 * VL < s.value_width; first += 4 * VL)
-            add_values<4>(s, scores, v, first, stats[1], out);
-        for (; first < s.value_width; first += VL)
-            add_values<1>(s, scores, v, first, stats[1], out);
     });
 }
 
