@@ -187,7 +187,7 @@ def write(
         rows: one dict each.
         level: the core's instruction set.
         merge: a key of every row; rows of the day's earlier runs are kept where this run has none
-            of the same value.
+            of the same value, and the commands of those runs are recorded.
         args: from `arguments`: the load before the run, the highest one allowed, the folder.
         about: what else the run depends on, such as the GPU and its driver.
         packages: those whose versions are recorded, where they are installed.
@@ -211,11 +211,25 @@ def write(
     path = (args.output if args else RESULTS) / f"{date.today()}-{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     if merge and path.exists():
-        kept = {row[merge]: row for row in json.loads(path.read_text())["rows"]}
-        rows = list((kept | {row[merge]: row for row in rows}).values())
+        earlier = json.loads(path.read_text())
+        rows = _merged(merge, earlier["rows"], rows)
+        before = [*earlier["about"].get("earlier_commands", []), earlier["about"]["command"]]
+        if others := [text for text in dict.fromkeys(before) if text != facts["command"]]:
+            facts["earlier_commands"] = others
     record = {"about": facts | dict(about or {}), "rows": rows}
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"written to {path}")
+
+
+def _merged(key: str, earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[Any]:
+    """The rows of both runs, those of the later one where both have rows of one value of a key."""
+    groups: dict[Any, list[Any]] = {}
+    for run in (earlier, rows):
+        found: dict[Any, list[Any]] = {}
+        for row in run:
+            found.setdefault(row[key], []).append(row)
+        groups |= found
+    return [row for group in groups.values() for row in group]
 
 
 def write_gpu(

@@ -244,7 +244,7 @@ def main() -> None:
     _, core = contest.cpu_with_core()
     rows = [row for part in args.only for row in contest.shown(rows_of(part, args.rounds))]
     packages = ("numpy", "torch", "torchao")
-    contest.write("cpu-torch", rows, core.level(), args=args, packages=packages)
+    contest.write("cpu-torch", rows, core.level(), merge="part", args=args, packages=packages)
 
 
 if __name__ == "__main__":

@@ -283,7 +283,7 @@ def main() -> None:
         }
         rows.append(row)
         print("{name:48s} {milliseconds:7.4f} ms  {of_copy:6.3f} of copy".format(**row))
-    write_gpu("cuda-quantize", rows, xp, by_kind=False)
+    write_gpu("cuda-quantize", rows, xp, merge="name", by_kind=False)
 
 
 if __name__ == "__main__":

@@ -349,7 +349,7 @@ def main() -> None:
     measured = [name for name in chosen.only if name != "profile"]
     rows = [row for name in measured for row in parts[name](chosen.rounds)]
     if rows:
-        gpu.write_gpu("cuda-torch", rows, gpu.cuda().xp)
+        gpu.write_gpu("cuda-torch", rows, gpu.cuda().xp, merge="part")
     if "profile" in chosen.only:
         profile()
 

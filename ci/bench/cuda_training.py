@@ -196,7 +196,7 @@ def main() -> None:
             rows.append({"name": name, "milliseconds": round(taken, 4)})
     for row in rows:
         print(f"{row['name']:32s}", *list(row.values())[1:])
-    gpu.write_gpu("cuda-training", rows, xp)
+    gpu.write_gpu("cuda-training", rows, xp, merge="name")
 
 
 if __name__ == "__main__":
