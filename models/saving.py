@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Pretrained(nn.Module):
         layout: str | None = None,
         *,
         only_lossless: bool = False,
+        dense_dtype: str | None = None,
         model_type: str | None = None,
     ) -> Conversion:
         """Write the model as a checkpoint that other programs read, with a certificate.
@@ -45,6 +47,9 @@ class Pretrained(nn.Module):
             layout: a name from ``extensor formats --layouts``; None, as the weights are:
                 ``"extensor"`` with blocked ones, ``"float32"`` without.
             only_lossless: refuse unless every value stays equal.
+            dense_dtype: of what a layout with blocks keeps out of them, such as the embedding:
+                ``"bfloat16"``, ``"float16"`` or ``"float32"``; `extensor.io.stored.convert` says
+                what None does.
             model_type: of config.json, for a model that was built; None, the first that can say it.
 
         Returns:
@@ -70,14 +75,14 @@ class Pretrained(nn.Module):
             layout = "extensor" if blocked else "float32"
         if layout not in TARGETS:
             raise ValueError(unknown_name("layout", layout, TARGETS))
-        beside, options, gguf = None, WriteOptions(only_lossless), {}
+        beside, options, gguf = None, WriteOptions(only_lossless, dense_dtype=dense_dtype), {}
         if loaded is not None and loaded.path.exists():
             opened = open_archive(loaded.path)
             beside = None if opened.kind == "gguf" else _folder(loaded.path)
             files, vocabulary, notes = convert_tokenizer(
                 loaded.path, TARGETS[layout].container == "gguf"
             )
-            options = WriteOptions(only_lossless, files=files, notes=tuple(notes))
+            options = replace(options, files=files, notes=tuple(notes))
             gguf = metadata_of(opened) | vocabulary
         weights = _stored_weights(self, row)
         return write_checkpoint(

@@ -52,6 +52,7 @@ def convert(
     layout: str,
     *,
     only_lossless: bool = False,
+    dense_dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     files: Mapping[str, bytes] | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -65,6 +66,9 @@ def convert(
             one is replaced at the end.
         layout: a name of `TARGETS`.
         only_lossless: refuse unless every value stays equal.
+        dense_dtype: of floating-point weights that the layout keeps out of blocks, such as an
+            embedding: "bfloat16", "float16" or "float32". None keeps each in its own, and decodes
+            a blocked one to the smallest that holds every value.
         shard_bytes: size at which safetensors files are cut.
         files: further files of a folder, by name, such as a tokenizer.json.
         metadata: further values of a GGUF file, such as a vocabulary.
@@ -105,7 +109,9 @@ def convert(
         config=archive.config,
         gguf=metadata_of(opened) | dict(metadata or {}),
         beside=folder if opened.kind == "safetensors" else None,
-        options=WriteOptions(only_lossless, shard_bytes, dict(files or {}), archive.unused),
+        options=WriteOptions(
+            only_lossless, shard_bytes, dict(files or {}), archive.unused, dense_dtype=dense_dtype
+        ),
     )
 
 
@@ -119,6 +125,7 @@ class WriteOptions:
         files: further files of a folder.
         dropped: stored tensors that the new checkpoint does not have.
         notes: what a user should know.
+        dense_dtype: as of `convert`.
 
     >>> et.io.stored.WriteOptions().only_lossless
     False
@@ -129,6 +136,7 @@ class WriteOptions:
     files: dict[str, bytes] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    dense_dtype: str | None = None
 
 
 def metadata_of(archive: Archive) -> dict[str, Any]:
@@ -194,7 +202,8 @@ def write_checkpoint(
     """
     if layout not in TARGETS:
         raise ValueError(unknown_name("layout", layout, TARGETS))
-    target, options = TARGETS[layout], options or WriteOptions()
+    options = options or WriteOptions()
+    target = TARGETS[layout].with_dense(options.dense_dtype)
     _check_path(path, target)
     done = Conversion(notes=list(options.notes), dropped=options.dropped)
     if target.container == "gguf":
@@ -300,9 +309,9 @@ def _write_config(
     folder: Path, target: Target, config: dict[str, Any], blocked: dict[str, Any], kept: list[str]
 ) -> None:
     config.pop("quantization_config", None)
-    if target.dtype is not None:
+    if (dtype := target.dtype or target.dense) is not None:
         config.pop("torch_dtype", None)
-        config["dtype"] = str(target.dtype)
+        config["dtype"] = str(dtype)
     if target.layout is not None and blocked:
         config["quantization_config"] = quantization_config(target.layout, blocked, kept)
         if target.layout.program == "modelopt":

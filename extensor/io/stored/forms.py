@@ -37,7 +37,7 @@ def new_form(target: Target, name: str, value: Stored) -> Stored:
     layout = target.layout
     assert layout is not None
     if not blocks or (not isinstance(value, QuantArray) and value.dtype.kind in "iub"):
-        return smallest_float(value)
+        return smallest_float(value) if target.dense is None else _cast(value, target.dense)
     if isinstance(value, QuantArray) and _fits(layout, value):
         made = value
     else:

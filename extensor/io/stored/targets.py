@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 
+from extensor.errors import unknown_name
 from extensor.io.gguf.types import GGUF_TYPES, GgufType
 from extensor.io.stored.rows import WEIGHT_LAYOUTS, WeightLayout
 from extensor.quant.spec import QuantSpec
@@ -28,6 +29,8 @@ class Target:
         gguf: the type of matrices; None keeps each in its own.
         dtype: of all weights, for dense layouts; None keeps each in its own.
         as_stored: True for this project's own files, which hold any spec.
+        dense: dtype of floating-point weights outside the blocks; None keeps each in its own, and
+            decodes a blocked one to the smallest that holds every value.
 
     >>> from extensor.io.stored import TARGETS
     >>> TARGETS["gguf-q4_1"].gguf.size
@@ -41,6 +44,7 @@ class Target:
     gguf: GgufType | None = None
     dtype: np.dtype[Any] | None = None
     as_stored: bool = False
+    dense: np.dtype[Any] | None = None
 
     @property
     def spec(self) -> QuantSpec | None:
@@ -49,6 +53,38 @@ class Target:
             return self.layout.spec
         return None if self.gguf is None else self.gguf.spec
 
+    def with_dense(self, dtype: str | None) -> Target:
+        """This layout, with floating-point weights outside the blocks in one dtype.
+
+        Args:
+            dtype: "bfloat16", "float16" or "float32"; None keeps each in its own.
+
+        Returns:
+            A target.
+
+        Raises:
+            ValueError: for another dtype, or a layout that sets the dtype of dense weights itself.
+
+        >>> from extensor.io.stored import TARGETS
+        >>> TARGETS["modelopt-nvfp4"].with_dense("float16").dense
+        dtype('float16')
+        """
+        if dtype is None:
+            return self
+        if dtype not in DENSE_DTYPES:
+            raise ValueError(unknown_name("dense dtype", dtype, DENSE_DTYPES))
+        if self.layout is None:
+            raise ValueError(
+                f"dense dtype: expected a layout with blocks in safetensors files, such as "
+                f"compressed-tensors-nvfp4; {self.name} sets the dtype of every weight itself"
+            )
+        return replace(self, dense=DENSE_DTYPES[dtype])
+
+
+DENSE_DTYPES = MappingProxyType(
+    {str(d): d for d in map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32))}
+)
+"""What floating-point weights outside the blocks can be cast to, by name."""
 
 _ROWS = (
     Target("float32", "Hugging Face's, every weight float32", dtype=np.dtype(np.float32)),

@@ -131,6 +131,35 @@ def test_only_lossless_refuses_and_writes_nothing(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s.safetensors"]
 
 
+def test_dense_weights_are_cast_on_request(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """An embedding in INT8 becomes float32 in NVFP4's layout; the command says so, and the way."""
+    rng, embedding = np.random.default_rng(7), "model.embed_tokens.weight"
+    packed = et.ExTensor(rng.standard_normal((64, 64)).astype(F))
+    packed = packed.quantize(QuantSpec("int8", tile=(1, 32)))
+    given = {embedding: packed, Q: rng.standard_normal((32, 64)).astype(F)}
+    source = tmp_path / "in"
+    source.mkdir()
+    written(source / "model.safetensors", given)
+    (source / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
+    words = ["convert", str(source), str(tmp_path / "a"), "--layout", "modelopt-nvfp4"]
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "by kind of weight" in said
+    assert f"{embedding} grew from" in said and "--dense-dtype bfloat16" in said
+    words[2] = str(tmp_path / "b")
+    assert main([*words, "--dense-dtype", "bfloat16"]) == 0
+    assert "grew from" not in capsys.readouterr().out
+    for folder, dtype in (("a", "float32"), ("b", "bfloat16")):
+        assert str(open_archive(tmp_path / folder).read(embedding).dtype) == dtype
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert config.get("dtype", config.get("torch_dtype")) == dtype
+    assert "did you mean 'bfloat16'" in fails(capsys, *words, "--dense-dtype", "bfloat")
+    words[4] = "extensor"
+    assert "compressed-tensors-nvfp4" in fails(capsys, *words, "--dense-dtype", "bfloat16")
+
+
 def test_a_certificate_counts_blocks() -> None:
     x = np.zeros((4, 64), F)
     x[2, 40:42] = 1.0
