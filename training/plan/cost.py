@@ -24,8 +24,12 @@ GRAD_BYTES: Mapping[str, tuple[float, float]] = MappingProxyType(
     }
 )
 """Bytes a value in the scatter and the gather; of `extensor.distributed.GradientReduction`."""
-OVERLAP = 0.9
-"""The share of computing time under which collectives can hide (assumed)."""
+GRAD_MEMORY: Mapping[str, float] = MappingProxyType(
+    {"float32": 0.0, "bfloat16": 12.0, "mxint8": 12.0, "exact": 24.0}
+)
+"""Bytes of memory that move where a value is packed, summed and unpacked, half of them to pack."""
+START = 25e-6
+"""Seconds that a collective takes whatever its size: NCCL's, measured over NVLink."""
 BACKWARD = 2 / 3
 """The share of a step's computing after the first gradients are there."""
 HEAD_RATE = RECIPES["bf16"].rate
@@ -117,10 +121,22 @@ class Cost:
         return self.compute + self.tensor_comm + self.exposed
 
 
-def _collective(nbytes: float, ranks: int, link: Link, calls: float) -> float:
+def collective(nbytes: float, ranks: int, link: Link, calls: float) -> float:
     """Seconds of a gather or a scatter that leaves ``nbytes``: a ring, in so many calls."""
+    if ranks == 1:
+        return 0.0
     hops = ranks - 1
-    return nbytes * hops / ranks / link.bandwidth + calls * hops * link.latency
+    return nbytes * hops / ranks / link.bandwidth + calls * (START + hops * link.latency)
+
+
+def packing(name: str, values: float, kept: float, gpu: Gpu) -> float:
+    """Seconds to pack so many gradients, and to unpack those that are kept."""
+    return GRAD_MEMORY[name] / 2 * (values + kept) / gpu.bandwidth
+
+
+def making(nbytes: float, values: float, gpu: Gpu) -> float:
+    """Seconds to turn float32 into what travels, or back, at so many bytes a value."""
+    return (4.0 + nbytes) * values / gpu.bandwidth if nbytes < 4 else 0.0
 
 
 def cost(setup: Setup, layout: Layout) -> Cost:
@@ -146,24 +162,32 @@ def cost(setup: Setup, layout: Layout) -> Cost:
     compute += ADAM_BYTES * held / setup.gpu.bandwidth
 
     per_collective = 2.0 * tokens * shape.width  # bfloat16 of all tokens
-    tensor_comm = 8 * shape.layers * _collective(per_collective, tensor, setup.inner, micro)
+    tensor_comm = 8 * shape.layers * collective(per_collective, tensor, setup.inner, micro)
 
     scatter, gather = GRAD_BYTES[layout.grad_comm]
     calls = shape.layers
-    grads = _collective(scatter * own, group, group_link, calls)
+    near, far = collective(scatter * own, group, group_link, calls), 0.0
     sent = scatter * own * (group - 1) / group
     if data > group:  # parts are summed over the groups
         others = data // group
-        grads += _collective((scatter + gather) * own / group, others, data_link, 2 * calls)
+        far = collective((scatter + gather) * own / group, others, data_link, 2 * calls)
         sent += (scatter + gather) * own / group * (others - 1) / others
     # whole weights again: gradients gathered, new weights gathered, or blocks before each use
+    divided = layout.shard == "parameters"
     each = {"none": gather, "parameters": layout.gather}.get(layout.shard, 4.0)
-    times = 2 * micro if layout.shard == "parameters" else 1
-    whole = times * _collective(each * own, group, group_link, calls)
+    times = 2 * micro if divided else 1
+    near += times * collective(each * own, group, group_link, calls)
     sent += times * each * own * (group - 1) / group
-    data_comm = grads + whole
-    hidden = OVERLAP * compute * (1.0 if layout.shard == "parameters" else BACKWARD)
-    exposed = data_comm / calls + max(0.0, data_comm * (1 - 1 / calls) - hidden)
+    if data > 1:
+        kept = own / group if layout.shard in ("gradients", "parameters") else own
+        compute += packing(layout.grad_comm, own, kept, setup.gpu)
+    if divided and group > 1:  # each rank's rows for two products; then all rows, at each use
+        compute += making(each, 2 * own / group + times * own, setup.gpu)
+    room = compute * (1.0 if divided else BACKWARD)
+    exposed = 0.0
+    for link in {group_link, data_link}:
+        seconds = near * (link is group_link) + far * (link is data_link)
+        exposed += seconds / calls + max(0.0, seconds * (1 - 1 / calls) - link.hidden * room)
 
     return Cost(
         weights=_weights(layout, own, shape),
@@ -171,7 +195,7 @@ def cost(setup: Setup, layout: Layout) -> Cost:
         sent=sent,
         compute=compute,
         tensor_comm=tensor_comm,
-        data_comm=data_comm,
+        data_comm=near + far,
         exposed=exposed,
         micro_batches=micro,
     )

@@ -13,7 +13,17 @@ from rich.console import Console
 from extensor.distributed import LocalCommunicator, make_reduction
 from extensor.training.cli import main
 from extensor.training.plan.command import PlanArgs, gains, plan, plans
-from extensor.training.plan.cost import GRAD_BYTES, Cost, Layout, Setup, cost
+from extensor.training.plan.cost import (
+    GRAD_BYTES,
+    GRAD_MEMORY,
+    Cost,
+    Layout,
+    Setup,
+    collective,
+    cost,
+    making,
+    packing,
+)
 from extensor.training.plan.hardware import GPUS, LINKS, RECIPES
 from extensor.training.plan.shapes import SHAPES, Shape
 from extensor.training.rundir import UsageError
@@ -69,8 +79,71 @@ def test_two_ranks_over_mpi_are_near_the_measured_ones() -> None:
         assert predicted == pytest.approx(found[model, "2 ranks of a thread"], rel=0.04)
 
 
+GATHERED = {"float32": 4.0, "bfloat16": 2.0, "mxfp8": 33 / 32, "mxfp4": 17 / 32}
+"""Bytes of a gathered weight, by the benchmark's names."""
+
+
+def captured(name: str) -> list[dict[str, Any]]:
+    """The rows of a benchmark of several GPUs in which Python does not wait."""
+    rows = json.loads((RESULTS / f"2026-11-{name}.json").read_text())["rows"]
+    return [row for row in rows if row["captured"]]
+
+
+@pytest.mark.parametrize(
+    ("file", "gpu"),
+    [
+        ("26-distributed-2-gpus-scaling-h200", "h200"),
+        ("27-distributed-4-gpus-scaling-h100", "h100"),
+    ],
+)
+def test_steps_of_several_gpus_are_near_the_measured_ones(file: str, gpu: str) -> None:
+    """A rank's measured step by itself and what the model adds for the gradients' sum."""
+    shapes = {
+        "GPT of 30M": Shape(8, 512, 8, 8, 2048, 8192 + 1024, gated=False, tied=True),
+        "block of width 4096": Shape(1, 4096, 32, 32, 16384, 0, gated=False),
+    }
+    found = captured(file)
+    assert len(found) == 4
+    for row in found:
+        ranks, shape = row["ranks"], shapes[row["model"]]
+        links = LINKS["nvlink4"], LINKS["ib400"]
+        setup = Setup(shape, ranks, 8, GPUS[gpu], *links, ranks * 16384, 1024)
+        layout = Layout(RECIPES[row["recipe"]], 1, "none", 1, 0.0, row["name"], 16)
+        added = cost(setup, layout).exposed
+        assert row["alone_ms"] / 1e3 + added == pytest.approx(row["step_ms"] / 1e3, rel=0.035), row
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sums_over_nvlink_are_near_the_measured_ones(ranks: int) -> None:
+    """100 MB in one bucket: in the bytes that each way sends, and those that it moves."""
+    found = [
+        row
+        for row in captured(f"27-distributed-{ranks}-gpus-sums-h100")
+        if row["buckets"] == "100 MB"
+    ]
+    assert len(found) == 2
+    values, link, gpu = 24 << 20, LINKS["nvlink4"], GPUS["h100"]
+    for row in found:
+        calls = 1 if row["name"] == "float32" else 2
+        took = collective(sum(GRAD_BYTES[row["name"]]) * values, ranks, link, calls)
+        took += packing(row["name"], values, values, gpu)
+        assert took == pytest.approx(row["ms"] / 1e3, rel=0.17), row
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gathers_over_nvlink_are_near_the_measured_ones(ranks: int) -> None:
+    """Four weights of a block of width 4096, made before they travel."""
+    values = 12 * 4096**2
+    for row in captured(f"27-distributed-{ranks}-gpus-gather-h100"):
+        nbytes = GATHERED[row["name"]]
+        took = collective(nbytes * values, ranks, LINKS["nvlink4"], 4)
+        took += making(nbytes, values / ranks, GPUS["h100"])
+        assert took == pytest.approx(row["ms"] / 1e3, rel=0.08), row
+
+
 def test_bytes_of_gradients_are_those_of_the_reductions() -> None:
     ranks = LocalCommunicator(0, 2, None)
+    assert GRAD_MEMORY.keys() == GRAD_BYTES.keys()
     for name, (scatter, gather) in GRAD_BYTES.items():
         reduction = make_reduction(name, 6400, ranks)
         assert reduction.wire_bytes() == pytest.approx(6400 * (scatter + gather) / 2)
