@@ -18,6 +18,7 @@ from extensor.distributed import ShardedOptimizer, load_residuals, residuals, sa
 from extensor.distributed.checkpoint import load_sharded
 from extensor.io import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from extensor.quant import QuantArray
+from extensor.quant.recipe_schedule import RecipeSchedule
 from extensor.quant.recipe_state import counts_from_rows
 from extensor.schema import SchemaError, check, record
 
@@ -126,6 +127,8 @@ def _check_run(run: Any, path: Path, metadata: _Metadata) -> None:
     given = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     # The model is saved whole, however many ranks share its blocks.
     theirs = given | metadata["config"] | {"tensor_parallel": mine["tensor_parallel"]}
+    if _begins_alike(run, str(theirs["recipe"]), metadata["position"]["step"]):
+        theirs["recipe"] = mine["recipe"]
     if theirs != mine:
         differ = sorted(k for k in mine | theirs if k not in mine or theirs.get(k) != mine[k])
         raise ValueError(
@@ -138,6 +141,14 @@ def _check_run(run: Any, path: Path, metadata: _Metadata) -> None:
             f"the way out: {run.config.dataset} as it was when the run began (the same "
             "Python for python_source, the same package tokenizers for bpe)"
         )
+
+
+def _begins_alike(run: Any, recipe: str, done: int) -> bool:
+    """Whether a run under another recipe, or schedule of them, made so many steps as this one."""
+    steps = run.config.epochs * run.batches
+    ours, theirs = run.config.recipe_schedule, RecipeSchedule.parse(recipe)
+    starts = {phase.first_step(steps) for phase in (*ours.phases, *theirs.phases)}
+    return all(ours.at(s, steps) == theirs.at(s, steps) for s in starts if s < done)
 
 
 def _take_over(run: Any, metadata: _Metadata, tensors: dict[str, Any]) -> None:

@@ -77,6 +77,8 @@ class TrainFlags:
     save_steps: int = 0
     """Every N steps, write the last checkpoint, too; 0 at the end of epochs alone. Where ranks keep
     parts of their own (--shard, error feedback), a rank that dies loses what came after it."""
+    until_epoch: int = 0
+    """Stop after epoch N as an interrupted run does, to go on with --resume; 0 is to the end."""
     rank_timeout: float = 600.0
     """Seconds that a rank waits for the others before it gives up and says which are missing."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -87,6 +89,8 @@ class TrainFlags:
             raise UsageError(f"--rank-timeout: expected seconds above 0, got {self.rank_timeout}")
         if self.save_steps < 0:
             raise UsageError(f"--save-steps: expected 0 or more steps, got {self.save_steps}")
+        if self.until_epoch < 0:
+            raise UsageError(f"--until-epoch: expected 0 or more epochs, got {self.until_epoch}")
         if self.telemetry < 0:
             raise UsageError(f"--telemetry: expected 0 or more steps, got {self.telemetry}")
 
@@ -162,6 +166,7 @@ def train_command(argv: Sequence[str]) -> int:
                 graph=flags.graph,
                 ranks=ranks,
                 save_steps=flags.save_steps,
+                until_epoch=flags.until_epoch,
             )
         except Interrupted:
             console.print(f"interrupted; the finished steps are in {last}. Go on with:\n  {again}")

@@ -16,6 +16,7 @@ from extensor.quant.recipe import FLOAT_NAMES
 from .callbacks import (
     Callback,
     EarlyStopping,
+    InterruptAfter,
     JsonLines,
     SaveCheckpoint,
     ShowMemory,
@@ -47,6 +48,7 @@ def train(
     graph: bool = False,
     ranks: Communicator | None = None,
     save_steps: int = 0,
+    until_epoch: int = 0,
 ) -> dict[str, Any]:
     """Run a configuration into a folder, and say how it went.
 
@@ -60,6 +62,7 @@ def train(
         graph: whether steps are captured in a CUDA graph and replayed.
         ranks: who trains together; None is this process alone.
         save_steps: steps between checkpoints beside those of epochs; 0 writes none.
+        until_epoch: the epoch after which it is interrupted; 0 for none.
 
     Raises:
         RanksDiffer: if the ranks were started with different settings, versions or data.
@@ -91,6 +94,8 @@ def train(
             )
         plan = plan_memory(config, out, None, console) if memory and not ranks.rank else None
         watchers = _callbacks(config, console, telemetry, plan, ranks, save_steps)
+        if until_epoch:
+            watchers.append(InterruptAfter(until_epoch))
         trainer = _prepare(config, out, resume, watchers, graph, ranks)
     except (UsageError, DataError, OSError) as found:
         error = found

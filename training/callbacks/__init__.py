@@ -1,7 +1,7 @@
 """Callbacks: what watches a run, behind one small protocol."""
 
 from .base import Callback, RunView
-from .early_stopping import EarlyStopping
+from .early_stopping import EarlyStopping, InterruptAfter
 from .files import JsonLines, SaveCheckpoint, TensorBoard
 from .memory import ShowMemory
 from .progress import ShowProgress
@@ -11,6 +11,7 @@ __all__ = [
     "NOISE_RATIO",
     "Callback",
     "EarlyStopping",
+    "InterruptAfter",
     "JsonLines",
     "RunView",
     "SaveCheckpoint",

@@ -45,6 +45,7 @@ class RunView(Protocol):
     scores: Scores | None
     stop_reason: str | None
     diverged: str | None
+    told_to_stop: bool
 
     @property
     def last(self) -> Path:

@@ -1,4 +1,4 @@
-"""Early stopping on the validation loss."""
+"""What ends a run early: a validation loss that no longer falls, or an epoch that was asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from ..records import EpochReport
 from .base import Callback, RunView
 
-__all__ = ["EarlyStopping"]
+__all__ = ["EarlyStopping", "InterruptAfter"]
 
 
 class EarlyStopping(Callback):
@@ -37,3 +37,14 @@ class EarlyStopping(Callback):
                 f"validation loss has not improved for {waited} epochs (best: epoch "
                 f"{run.history[best].epoch})"
             )
+
+
+class InterruptAfter(Callback):
+    """Interrupt the run after an epoch (from 1), so that its checkpoint can be gone on from."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_epoch(self, run: RunView, report: EpochReport) -> None:
+        if report.epoch >= self.epoch:
+            run.told_to_stop = True

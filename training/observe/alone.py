@@ -11,7 +11,7 @@ from typing import Any
 
 from extensor.quant.recipe_schedule import RecipeSchedule
 
-__all__ = ["RATES", "alone", "at_equal_time", "read_rates"]
+__all__ = ["RATES", "alone", "at_equal_time", "read_rates", "recipe_names"]
 
 Row = dict[str, Any]
 RATES = "rates.json"
@@ -22,6 +22,11 @@ def read_rates(folder: Path) -> dict[str, Row]:
     path = folder / RATES
     found: dict[str, Row] = json.loads(path.read_text()) if path.is_file() else {}
     return found
+
+
+def recipe_names(arm: str) -> list[str]:
+    """The recipes of an arm, as `--rates` knows them."""
+    return [part.partition("@")[0] for part in arm.split(",")]
 
 
 def alone(arm: str, rates: Mapping[str, Mapping[str, Any]]) -> Row | None:
@@ -55,8 +60,7 @@ def _shares(arm: str) -> list[tuple[str, float]]:
     if any(phase.start and not phase.percent for phase in phases):
         return []
     starts = [*(float(phase.start) / 100 for phase in phases), 1.0]
-    names = [part.partition("@")[0] for part in arm.split(",")]
-    return [(n, b - a) for n, (a, b) in zip(names, pairwise(starts), strict=True)]
+    return [(n, b - a) for n, (a, b) in zip(recipe_names(arm), pairwise(starts), strict=True)]
 
 
 def at_equal_time(rows: Sequence[Row]) -> None:

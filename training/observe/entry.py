@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..comparison import Job
-from ..rundir import find_checkpoint
+from ..rundir import claim, find_checkpoint, read_epochs
 
 __all__ = ["Entry"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of an experiment: a trial of a learning rate, or an arm with a seed."""
+    """One run of an experiment.
+
+    Attributes:
+        job: its configuration and files.
+        kind: "rate", a trial of a learning rate; "arm", with a seed; or "trunk", the first epochs
+            of a seed's arms.
+        trunk: the first epochs of this arm, where it has them in common with others.
+        epochs: how many epochs a trunk has.
+    """
 
     job: Job
     kind: str
+    trunk: Entry | None = None
+    epochs: int = 0
 
     @property
     def name(self) -> str:
@@ -34,4 +45,17 @@ class Entry:
         """One of finished, interrupted and waiting."""
         if self.job.finished() is not None:
             return "finished"
-        return "interrupted" if find_checkpoint(self.job.folder) is not None else "waiting"
+        if find_checkpoint(self.job.folder) is None:
+            return "waiting"
+        done = len(read_epochs(self.job.folder))
+        return "finished" if self.kind == "trunk" and done >= self.epochs else "interrupted"
+
+    def begin(self) -> None:
+        """Go on from the trunk's checkpoint, where there is one and this run has not begun."""
+        trunk, folder = self.trunk, self.job.folder
+        if trunk is None or self.state != "waiting":
+            return
+        found = find_checkpoint(trunk.job.folder)
+        if found is not None:
+            claim(folder, self.job.config, resume=False)
+            shutil.copyfile(found, folder / found.name)

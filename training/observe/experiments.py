@@ -29,6 +29,8 @@ class Experiment:
         tuning_epochs: how long a trial is.
         seeds: of every arm.
         telemetry: steps between records of each layer's health; 0 for none.
+        branch: epochs that the baseline trains once for each seed; all arms go on from there.
+        pairs: arms that are compared with each other, beside each with the baseline.
     """
 
     doc: str
@@ -39,6 +41,8 @@ class Experiment:
     tuning_epochs: int
     seeds: int = 3
     telemetry: int = 0
+    branch: int = 0
+    pairs: tuple[tuple[str, str], ...] = ()
 
     @property
     def baseline(self) -> str:
@@ -61,6 +65,11 @@ class Experiment:
     def runs(self, rate: float) -> list[RunConfig]:
         """Every arm with every seed; all arms of a seed come before the next seed."""
         return [self._run(arm, seed, rate) for seed in range(self.seeds) for arm in self.arms]
+
+    def trunks(self, rate: float) -> list[RunConfig]:
+        """The baseline with every seed, of which the first epochs are trained."""
+        seeds = range(self.seeds if self.branch else 0)
+        return [self._run(self.baseline, seed, rate) for seed in seeds]
 
     def _warmup(self, epochs: int) -> float:
         return float(min(self.settings.get("warmup_epochs", 0.5), epochs / 4))
@@ -95,6 +104,22 @@ _BRANCHES = (
 """Each recipe from the middle of one bf16 run on. When a small model learns to copy is chance, and
 decides its loss for long; here all arms of a seed share it."""
 
+_PAIRS = tuple(
+    (f"bf16,{one}@50%", f"bf16,{other}@50%")
+    for one, other in (
+        ("nvfp4_4over6", "nvfp4_nvidia"), ("quartet2", "nvfp4_nvidia"),
+        ("nvfp4_forward", "quartet2"), ("nvfp4_backward", "nvfp4_forward"),
+        ("fp8_block", "mxfp8_nvidia"), ("mxfp8_e5m2g", "mxfp8_nvidia"),
+        ("mxfp8_rebased", "mxfp8_nvidia"), ("mxfp4_nearest", "mxfp4"),
+        ("mxfp4_hadamard", "mxfp4"), ("mxfp4_hadamard", "mxfp4_nearest"),
+        ("mxfp4_hadamard_random", "mxfp4"), ("mxfp4_hadamard_per_step", "mxfp4"),
+        ("mxfp4_hadamard_per_step", "mxfp4_hadamard"),
+        ("mxfp4_hadamard_per_step", "mxfp4_hadamard_random"),
+        ("quartet", "mxfp4"), ("nvfp4_nvidia", "mxfp4"),
+    )
+)  # fmt: skip
+"""The field's questions, each one arm against another."""
+
 _LARGE = (1e-3, 2e-3, 4e-3)
 """Rates that models of 30 million weights and more try."""
 
@@ -108,6 +133,7 @@ def _llama(
     tokens: int = 25,
     rounds: int = 10,
     rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3),
+    branch: int = 0,
 ) -> Experiment:
     """A size of the series: so many tokens a weight of the blocks; a fifth of them for a trial."""
     steps = round(tokens * weights / (batch * 512) / rounds)
@@ -122,6 +148,8 @@ def _llama(
         rates,
         rounds // 5,
         seeds,
+        branch=branch,
+        pairs=_PAIRS if branch else (),
     )  # fmt: skip
 
 
@@ -147,7 +175,10 @@ EXPERIMENTS: dict[str, Experiment] = {
     "3m_short": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=5, rounds=5, rates=(4e-3,)),
     "3m": _llama("3m", 3.1e6, 64, _ARMS, 3),
     "3m_branch": _llama(
-        "3m", 3.1e6, 64, _BRANCHES, 3, tokens=10, rounds=4, rates=(4e-3,),
+        "3m", 3.1e6, 64, _BRANCHES, 6, tokens=16, rounds=4, rates=(4e-3,), branch=2,
+    ),
+    "10m_branch": _llama(
+        "10m", 10.6e6, 64, _BRANCHES, 6, tokens=16, rounds=4, rates=(2e-3,), branch=2,
     ),
     "3m_long": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=100, rates=(4e-3,)),
     "10m_short": _llama("10m", 10.6e6, 64, _ARMS, 3, tokens=5, rounds=5, rates=(2e-3,)),

@@ -62,8 +62,13 @@ def _training_seconds(entry: Entry, rates: Mapping[str, Mapping[str, Any]]) -> f
     rate = alone(config.recipe, rates)
     if rate is None or not config.epoch_steps:
         return None
-    labels = _steps(entry) * config.batch_size * config.context
-    return float(labels / rate["per_second"])
+    epoch = config.epoch_steps * config.batch_size * config.context
+    if entry.kind == "trunk":
+        return float(entry.epochs * epoch / rate["per_second"])
+    before = 0.0 if entry.trunk is None else _training_seconds(entry.trunk, rates)
+    if before is None:
+        return None
+    return float(config.epochs * epoch / rate["per_second"]) - before
 
 
 def schedule(

@@ -53,6 +53,11 @@ def gather(queue: Queue) -> dict[str, Any]:
             if e.kind == "rate"
         ],
         "arms": rows,
+        "pairs": [
+            _pair(queue, one, other, arms[one], arms[other])
+            for one, other in experiment.pairs
+            if arms[one] and arms[other]
+        ],
         "rates": rates,
     }
 
@@ -104,6 +109,7 @@ def _row(
     return {
         "arm": arm,
         "runs": len(pairs),
+        "run_seeds": [f.seed for _, f in pairs],
         "values": values,
         "mean": mean,
         "standard_error": error,
@@ -124,6 +130,17 @@ def _row(
         "times": times,
         "health": _health(*pairs[0]),
     }
+
+
+def _pair(
+    queue: Queue, arm: str, other: str, ones: list[Pair], others: list[Pair]
+) -> dict[str, Any]:
+    """How much worse an arm is than another, by the seeds that both have."""
+    of_seed = {finished.seed: _value(queue, finished) for _, finished in others}
+    found = [(_value(queue, f), of_seed[f.seed]) for _, f in ones if f.seed in of_seed]
+    gaps = [None if a is None or b is None else queue.metric.difference(a, b) for a, b in found]
+    mean, error = _mean(gaps)
+    return {"arm": arm, "other": other, "gaps": gaps, "gap": mean, "gap_standard_error": error}
 
 
 def _curve(queue: Queue, finished: Finished) -> list[Any]:

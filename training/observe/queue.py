@@ -92,15 +92,25 @@ class Queue:
         return min(done, key=lambda pair: worth(pair[1]))[0].job.config.lr
 
     def entries(self) -> list[Entry]:
-        """Trials, then arms as far as their learning rate is known."""
+        """Trials, then trunks and arms as far as their learning rate is known."""
         rate = self.rate()
         flags = self.experiment.flags
         if self.experiment.telemetry:
             flags = ("--telemetry", str(self.experiment.telemetry))
-        runs = [] if rate is None else self.experiment.runs(rate)
-        return self.trials() + [
-            Entry(Job(config, self.folder, self.metric, flags), "arm") for config in runs
+        if rate is None:
+            return self.trials()
+        experiment, metric, first = self.experiment, self.metric, self.experiment.branch
+        until, root = (*flags, "--until-epoch", str(first)), self.folder / "trunks"
+        trunks = [
+            Entry(Job(config, root, metric, until), "trunk", epochs=first)
+            for config in experiment.trunks(rate)
         ]
+        of_seed = {trunk.job.config.seed: trunk for trunk in trunks}
+        arms = [
+            Entry(Job(config, self.folder, metric, flags), "arm", of_seed.get(config.seed))
+            for config in experiment.runs(rate)
+        ]
+        return [*self.trials(), *trunks, *arms]
 
     def next(self, running: Collection[str] = (), within: float = math.inf) -> Entry | None:
         """The first run that is open and not running: an interrupted one before others.
@@ -109,7 +119,11 @@ class Queue:
             running: names of runs.
             within: seconds in which it must be finished, as far as is known.
         """
-        open_ = [entry for entry in self._open() if entry.name not in running]
+        open_ = [e for e in self._open() if e.name not in running]
+        open_ = [
+            e for e in open_
+            if e.trunk is None or (e.trunk.state == "finished" and e.trunk.name not in running)
+        ]  # fmt: skip
         if within < math.inf:
             needed = self._needed()
             open_ = [entry for entry in open_ if needed.get(entry.name, 0.0) <= within]
@@ -120,7 +134,7 @@ class Queue:
         found = [e for e in self.entries() if e.state != "finished" and e.name not in self.failed]
         found = [e for e in found if e.kind == "rate" or e.job.config.seed < self.seeds]
         if self.only is not None:
-            found = [e for e in found if e.kind == "rate" or e.job.config.recipe in self.only]
+            found = [e for e in found if e.kind != "arm" or e.job.config.recipe in self.only]
         return sorted(found, key=lambda entry: entry.state != "interrupted")
 
     def _needed(self) -> dict[str, float]:
@@ -223,6 +237,7 @@ class Running:
 
     def __init__(self, entry: Entry, deadline: float, place: Place = None) -> None:
         self.entry, self.place, self._deadline, self.asked = entry, place, deadline, False
+        entry.begin()
         self._process = entry.job.start(environment(place))
         self._meter = Meter(self._process.pid, entry.job.config.device, place)
 

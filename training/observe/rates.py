@@ -11,6 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..loop import Trainer
 from ..rundir import write_json
 from ..runs import RUNS
 from ..tasks import TASKS
-from .alone import RATES, read_rates
+from .alone import RATES, read_rates, recipe_names
 from .cost import Meter
 from .peers import PEERS, measure_peer
 from .queue import Queue
@@ -55,9 +56,10 @@ def measure_rates(
     queue.folder.mkdir(parents=True, exist_ok=True)
     first = experiment.runs(experiment.rates[0])[: len(experiment.arms)]
     configs = {  # a schedule's steps are those of its recipes
-        config.recipe: config
+        name: replace(config, recipe=name)
         for config in first
-        if "," not in config.recipe and (queue.only is None or config.recipe in queue.only)
+        if queue.only is None or config.recipe in queue.only
+        for name in recipe_names(config.recipe)
     }
     task: Any = None
     for name in (*configs, *(PEERS if peers else ())):

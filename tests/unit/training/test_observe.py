@@ -21,6 +21,7 @@ from extensor import models
 from extensor.training.batch import Batch
 from extensor.training.comparison import Finished, Job
 from extensor.training.config import RunConfig
+from extensor.training.loop import Interrupted
 from extensor.training.observe import gather as gathering
 from extensor.training.observe import queue as queues
 from extensor.training.observe.alone import RATES, read_rates
@@ -31,6 +32,7 @@ from extensor.training.observe.entry import Entry
 from extensor.training.observe.experiments import EXPERIMENTS, Experiment
 from extensor.training.observe.forecast import expected_seconds
 from extensor.training.observe.gather import gather
+from extensor.training.observe.page import write_page
 from extensor.training.observe.peers import PEERS, measure_peer
 from extensor.training.observe.queue import Queue, Running
 from extensor.training.observe.rates import measure_rates
@@ -60,10 +62,14 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
     def start(self: Queue, entry: Entry, deadline: float, place: Place) -> SimpleNamespace:
-        train(
-            entry.job.config, entry.job.folder, resume=False, console=QUIET,
-            telemetry=self.experiment.telemetry if entry.kind == "arm" else 0,
-        )  # fmt: skip
+        entry.begin()
+        if entry.kind == "trunk":
+            train_trunk(entry)
+        else:
+            train(
+                entry.job.config, entry.job.folder, resume=entry.state != "waiting", console=QUIET,
+                telemetry=self.experiment.telemetry if entry.kind == "arm" else 0,
+            )  # fmt: skip
         now[0] += 60
         return SimpleNamespace(entry=entry, place=place, ended=lambda: True, end=lambda: None)
 
@@ -76,10 +82,61 @@ def test_every_experiment_is_a_list_of_valid_runs() -> None:
         assert len(runs) == len(experiment.arms) * experiment.seeds
         assert runs[0].recipe == experiment.baseline in ("bf16", "fp32")
         assert all(trial.recipe == experiment.baseline for trial in experiment.trials())
+        switches = [run.recipe_schedule.phases for run in runs]
+        share = 100 * experiment.branch / runs[0].epochs  # all arms are the baseline until then
+        assert not experiment.branch or all(
+            phases[0].recipe.name == experiment.baseline
+            and all(phase.percent and phase.start >= share for phase in phases[1:])
+            for phases in switches
+        )
+        assert {arm for pair in experiment.pairs for arm in pair} <= set(experiment.arms)
     tokens = {name: EXPERIMENTS[name].runs(1e-3)[0] for name in ("3m", "10m", "30m", "98m")}
     for name, run in tokens.items():  # at least 25 tokens a weight, to a rounded step
         weights = float(name.removesuffix("m")) * 1e6
         assert run.epochs * run.epoch_steps * run.batch_size * run.context > 24 * weights
+
+
+def test_arms_go_on_from_the_baselines_first_epochs(here: None, tmp_path: Path) -> None:
+    """To the bits of runs from the start, and with the trunk trained once."""
+    arms = ("fp32", "fp32,mxfp4_all@50%")
+    whole = replace(TINY, arms=arms, rates=(0.02,), seeds=1)
+    apart = Queue(whole, tmp_path / "whole")
+    assert apart.run(60, QUIET)
+    branched = Queue(replace(whole, branch=1, pairs=(arms[::-1],)), tmp_path / "branched")
+    assert branched.plan(60)[-1].startswith("first: trunk-fp32-s0")
+    assert branched.run(60, QUIET) and branched.failed == {}
+    for a, b in zip(apart.entries(), branched.entries()[1:], strict=True):
+        assert b.state == "finished" and b.trunk is not None
+        ours, theirs = b.job.finished(), a.job.finished()
+        assert ours.curve == theirs.curve and len(ours.curve) == 2
+        for key in ("loss", "train_loss", "steps"):
+            assert ours.result[key] == theirs.result[key]
+    results = gather(branched)
+    assert results["pairs"] == [
+        {"arm": arms[1], "other": "fp32", "gaps": [results["arms"][1]["gap"]],
+         "gap": results["arms"][1]["gap"], "gap_standard_error": None}
+    ]  # fmt: skip
+    write_page(results, tmp_path / "index.html")
+    assert "against" in (tmp_path / "index.html").read_text()
+
+
+def test_a_trunk_is_no_beginning_of_an_arm_that_parted_before(tmp_path: Path) -> None:
+    base = replace(TINY, arms=("fp32", "mxfp4_all,fp32@50%"), rates=(0.02,), seeds=1, branch=1)
+    queue = Queue(base, tmp_path)
+    trunk, _, arm = queue.entries()
+    train_trunk(trunk)
+    arm.begin()
+    with pytest.raises(UsageError, match="differs in recipe"):
+        train(arm.job.config, arm.job.folder, resume=True, console=QUIET)
+
+
+def train_trunk(entry: Entry) -> None:
+    """Its process, in this one."""
+    with pytest.raises(Interrupted):
+        train(
+            entry.job.config, entry.job.folder, resume=False, console=QUIET,
+            until_epoch=entry.epochs,
+        )  # fmt: skip
 
 
 def test_a_plan_is_made_of_what_runs_took(here: None, tmp_path: Path) -> None:
@@ -225,13 +282,24 @@ def test_an_arm_takes_its_labels_at_its_rate_and_as_much_longer_as_others_did(
         entries[1].name: labels / 500,
     }
     done = SimpleNamespace(
-        state="finished", kind="arm", job=entries[0].job, cost_file=entries[0].cost_file
-    )
+        state="finished", kind="arm", trunk=None, job=entries[0].job,
+        cost_file=entries[0].cost_file,
+    )  # fmt: skip
     write_json_cost(entries[0], 1.5 * labels / 1e3)
     assert expected_seconds([done, *entries[1:]], rates) == {
         entries[1].name: 1.5 * labels / 500,
         entries[2].name: 1.5 * labels / 1e3,
     }
+
+
+def test_an_arm_needs_no_time_for_its_trunk(tmp_path: Path) -> None:
+    arms = ("bf16", "bf16,mxfp4@50%")
+    text = replace(EXPERIMENTS["small"], rates=(2e-3,), arms=arms, seeds=1, branch=4)
+    rate = {"joules": None, "bytes": None}
+    rates = {"bf16": {"per_second": 1e3, **rate}, "mxfp4": {"per_second": 500.0, **rate}}
+    half = 4 * 50 * 16 * 64
+    needed = expected_seconds(Queue(text, tmp_path).entries(), rates)
+    assert list(needed.values()) == pytest.approx([half / 1e3, half / 1e3, half / 500])
 
 
 def test_fallbacks_are_a_share_of_the_last_epochs_products(tmp_path: Path) -> None:
@@ -285,10 +353,10 @@ def test_a_rate_is_measured_once(tmp_path: Path) -> None:
     queue = Queue(TINY, tmp_path)
     measure_rates(queue, 0.01, math.inf, QUIET)
     rates = read_rates(tmp_path)
-    assert set(rates) == {"fp32"} and rates["fp32"]["per_second"] > 0
+    assert set(rates) == {"fp32", "mxfp4_all"} and rates["fp32"]["per_second"] > 0
     (tmp_path / RATES).write_text(json.dumps({"fp32": {"per_second": 1.0}}))
     measure_rates(queue, 0.01, math.inf, QUIET)
-    assert read_rates(tmp_path) == {"fp32": {"per_second": 1.0}}
+    assert read_rates(tmp_path)["fp32"] == {"per_second": 1.0}
 
 
 @pytest.mark.parametrize("ignored", [False, True])
