@@ -4,7 +4,7 @@
 # train, loop, step, batch, evaluation, metrics, optimizers, signals: one run, down to one step
 # ranks, parallel, micro_batches: the same on several ranks
 # rundir, checkpoints, records, result: what a run leaves in its folder
-# probes, histograms, operand_noise, memory: what is measured of a run's model
+# probes, histograms, operand_noise, memory, memory_limit: what is measured of a run's model
 # tasks, data, text, callbacks: what is learned from what, and what watches
 # compare, comparison, compare_report, observe, plan: many runs; runs on machines that are not there
 # page, tables, svg: how a finished run is shown

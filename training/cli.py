@@ -37,6 +37,7 @@ from .data import DATASETS, DataError
 from .finetune import FinetuneArgs, finetune
 from .flags import parse, parse_settings, resolve
 from .loop import Interrupted
+from .memory_limit import parse_bytes
 from .ptq import PtqArgs, ptq
 from .ranks import end_all, rank_console, say
 from .rundir import CONFIG, UsageError, checkpoint_in, read_config, read_result
@@ -71,6 +72,10 @@ class TrainFlags:
     memory: bool = False
     """Print what the run will hold before the first step, and that step's peak after it: weights,
     gradients, states, what each layer keeps for backward. memory.json has the timeline."""
+    memory_limit: Annotated[str, tyro.conf.arg(metavar="SIZE")] = ""
+    """Such as 8GB: arrays of a step take no more. Before the first step it is measured what each
+    numbered part of the model, such as blocks.0, keeps, packs or runs again at least time. Same
+    results. The pool of a GPU holds some more; leave room for it."""
     graph: bool = False
     """With --device cuda: capture a step in a CUDA graph and replay it, without Python. Same
     results. On several ranks the sums of gradients are in the graph, too."""
@@ -93,6 +98,11 @@ class TrainFlags:
             raise UsageError(f"--until-epoch: expected 0 or more epochs, got {self.until_epoch}")
         if self.telemetry < 0:
             raise UsageError(f"--telemetry: expected 0 or more steps, got {self.telemetry}")
+        if self.memory_limit:
+            try:
+                parse_bytes(self.memory_limit)
+            except ValueError as error:
+                raise UsageError(f"--memory-limit: {error}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,6 +173,7 @@ def train_command(argv: Sequence[str]) -> int:
                 console=console,
                 telemetry=flags.telemetry,
                 memory=flags.memory,
+                memory_limit=parse_bytes(flags.memory_limit) if flags.memory_limit else 0,
                 graph=flags.graph,
                 ranks=ranks,
                 save_steps=flags.save_steps,

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from extensor.backends.registry import get as get_backend
 from extensor.distributed import Communicator, LocalCommunicator, on_device
+from extensor.inspect import MemoryPlan as PartsKept
 from extensor.inspect.memory import KINDS, memory_ledger
 from extensor.quant.recipe import FLOAT_NAMES
 
@@ -30,6 +31,7 @@ from .config import RunConfig
 from .data import DataError
 from .loop import Trainer, open_run
 from .memory import MemoryPlan, gradient_bytes
+from .memory_limit import fit_memory
 from .ranks import agree_on_errors, check_start
 from .result import print_summary
 from .rundir import UsageError, claim
@@ -45,6 +47,7 @@ def train(
     console: Console,
     telemetry: int = 0,
     memory: bool = False,
+    memory_limit: int = 0,
     graph: bool = False,
     ranks: Communicator | None = None,
     save_steps: int = 0,
@@ -59,6 +62,7 @@ def train(
         console: where it reports.
         telemetry: steps between records of `Telemetry`; 0 records nothing.
         memory: whether a plan and the first step's memory are shown; see `ShowMemory`.
+        memory_limit: bytes that a step may take; 0 sets none. See `fit_memory`.
         graph: whether steps are captured in a CUDA graph and replayed.
         ranks: who trains together; None is this process alone.
         save_steps: steps between checkpoints beside those of epochs; 0 writes none.
@@ -92,11 +96,14 @@ def train(
                 f"{flag}: one rank looks at the whole model, and with --tensor-parallel it has a "
                 "part of each block; the way out: leave one of the two out"
             )
-        plan = plan_memory(config, out, None, console) if memory and not ranks.rank else None
+        kept = _parts_kept(config, out, memory_limit, console, ranks) if memory_limit else None
+        plan = plan_memory(config, out, None, console, kept) if memory and not ranks.rank else None
         watchers = _callbacks(config, console, telemetry, plan, ranks, save_steps)
         if until_epoch:
             watchers.append(InterruptAfter(until_epoch))
         trainer = _prepare(config, out, resume, watchers, graph, ranks)
+        if kept is not None:
+            kept.apply(trainer.model)
     except (UsageError, DataError, OSError) as found:
         error = found
     if ranks.size > 1:
@@ -119,8 +126,28 @@ def train(
     return result
 
 
+def _parts_kept(
+    config: RunConfig, out: Path, limit: int, console: Console, ranks: Communicator
+) -> PartsKept:
+    """What each part keeps, by steps of this process alone.
+
+    Raises:
+        UsageError: see `fit_memory`.
+    """
+    if ranks.size > 1:
+        raise UsageError(
+            "--memory-limit: measures steps of one process, and each of these ranks would choose "
+            "for itself; the way out: --recompute, or leave --memory-limit out"
+        )
+    return fit_memory(config, out, limit, console)
+
+
 def plan_memory(
-    config: RunConfig, out: Path, data: Any = None, console: Console | None = None
+    config: RunConfig,
+    out: Path,
+    data: Any = None,
+    console: Console | None = None,
+    kept: PartsKept | None = None,
 ) -> MemoryPlan:
     """Measure the forward pass of a run's first micro-batch, on a model that is thrown away.
 
@@ -131,22 +158,25 @@ def plan_memory(
         out: its folder; nothing is written there.
         data: as `Trainer` takes it.
         console: where it is said what does not fit.
+        kept: what each part keeps, in place of what the settings say.
 
     Raises:
         MemoryError: if the forward pass alone does not fit.
     """
     trainer = Trainer(config, out, data)
+    if kept is not None:
+        kept.apply(trainer.model)
     batch = next(iter(trainer.task.training(1, 0)))
     part = trainer.micro_batches.divide(batch)[0]
     with memory_ledger(trainer.model, trainer.optimizer, config.device) as ledger:
         try:
-            kept = trainer.forward(part.batch, config.label_smoothing)
+            made = trainer.forward(part.batch, config.label_smoothing)
         except MemoryError:
             if console is not None:
                 explain(console, config, trainer.model, trainer.optimizer, ledger.report())
             raise
         held = ledger.report().at(-1)
-    del kept
+    del made
     kinds = dict.fromkeys(KINDS, 0)
     for one in held:
         kinds[one.kind] += one.nbytes

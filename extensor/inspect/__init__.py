@@ -5,7 +5,7 @@ from extensor.inspect.grid_plot import plot
 from extensor.inspect.health import SlotHealth, health_table, slot_health
 from extensor.inspect.memory import Holder, MemoryLedger, MemoryReport, memory_ledger
 from extensor.inspect.noise import decibels, normal_sqnr, sqnr
-from extensor.inspect.plan import MemoryPlan, plan_memory
+from extensor.inspect.plan import MemoryLimitError, MemoryPlan, plan_memory
 from extensor.inspect.table import Table
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "LayerComparison",
     "LayerRow",
     "MemoryLedger",
+    "MemoryLimitError",
     "MemoryPlan",
     "MemoryReport",
     "SlotHealth",

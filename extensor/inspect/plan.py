@@ -28,10 +28,11 @@ from extensor.inspect.table import Table
 from extensor.nn.module import Module
 from extensor.nn.recipe import gemm_layers
 from extensor.nn.recompute import outermost
+from extensor.optim.optimizer import Optimizer
 from extensor.quant.recipe_state import RecipeState
 from extensor.quant.weight_cache import WeightCache
 
-__all__ = ["Choice", "MemoryPlan", "plan_memory"]
+__all__ = ["Choice", "MemoryLimitError", "MemoryPlan", "plan_memory"]
 
 Choice = Literal["kept", "packed", "cheap", "recomputed"]
 
@@ -96,6 +97,21 @@ class MemoryPlan:
         return Table(("part", "keeps"), tuple(self.choices.items()))
 
 
+class MemoryLimitError(MemoryError):
+    """No plan fits the limit that `plan_memory` got.
+
+    Attributes:
+        report: the memory of the step that needs least.
+
+    >>> issubclass(et.inspect.MemoryLimitError, MemoryError)
+    True
+    """
+
+    def __init__(self, message: str, report: MemoryReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 @dataclass(frozen=True)
 class _Kind:
     """Parts that cost the same: their paths, and by choice the bytes and seconds of one."""
@@ -117,6 +133,7 @@ def plan_memory(
     parts: str,
     device: str = "cpu",
     rounds: int = 3,
+    optimizer: Optimizer | None = None,
 ) -> MemoryPlan:
     """Choose what parts of a model keep for backward, so that a step fits and takes least time.
 
@@ -125,19 +142,21 @@ def plan_memory(
 
     Args:
         model: its recipe is applied, its parts are run by ``step``.
-        step: a forward and a backward pass, without an update of the weights.
+        step: a forward and a backward pass. An update of the weights counts where ``step`` makes
+            one; nothing takes it back, so that the model is then a copy to be thrown away.
         limit: bytes that arrays may take at the peak, weights and gradients included.
         parts: a glob on modules' paths, as "blocks.*"; of modules in each other, the outermost.
             Each is called with tensors and gives one.
         device: where the model is.
         rounds: how often each step is timed.
+        optimizer: its states count, too.
 
     Returns:
         The plan, with the peak that was measured under it.
 
     Raises:
         ValueError: if no part matches.
-        MemoryError: if nothing fits; says the least that was found.
+        MemoryLimitError: if nothing fits; says the least that was found.
 
     Source: Chen, Xu, Zhang, Guestrin, arXiv 1604.06174, for recomputing; Kirisame et al.,
     arXiv 2006.09616, and Beaumont et al., arXiv 1911.13214, for choosing by measured time.
@@ -152,7 +171,7 @@ def plan_memory(
     """
     modules = outermost(model, parts)
     with _as_before(model, modules) as fresh:
-        run = _Runner(model, step, device, fresh)
+        run = _Runner(model, step, device, fresh, optimizer)
         fresh()
         step()  # what is made once, such as cuBLAS' workspace, is no part of a step
         kinds, reports, rest = _measured(modules, run, rounds)
@@ -167,10 +186,11 @@ def plan_memory(
     fitting = [(_seconds(kinds, c), c, report) for c, report in reports if report.peak <= limit]
     if not fitting:
         least = min((report for _, report in reports), key=lambda report: report.peak)
-        raise MemoryError(
+        raise MemoryLimitError(
             f"plan_memory: expected a peak of at most {limit / 1e6:.2f} MB, the least found is "
             f"{least.peak / 1e6:.2f} MB; take smaller batches or more parts, or store what is "
-            f"saved in blocks (Recipe.saved). The largest holders:\n{least.table(5)}"
+            f"saved in blocks (Recipe.saved). The largest holders:\n{least.table(5)}",
+            least,
         )
     seconds, choices, report = min(fitting, key=lambda one: one[0])
     plan = MemoryPlan({path: choices[path] for path in modules}, report.peak, limit, seconds)
@@ -232,13 +252,14 @@ class _Runner:
     step: Callable[[], object]
     device: str
     fresh: Callable[[], None]
+    optimizer: Optimizer | None
 
     def report(self, modules: Mapping[str, Module], choices: Mapping[str, Choice]) -> MemoryReport:
         """The memory of a step under the choices."""
         for path, module in modules.items():
             _set(module, choices[path])
         self.fresh()
-        with memory_ledger(self.model, device=self.device) as ledger:
+        with memory_ledger(self.model, self.optimizer, self.device) as ledger:
             self.step()
         return ledger.report()
 

@@ -68,7 +68,12 @@ class ShowMemory(Callback):
 
 
 def explain(
-    console: Console, config: RunConfig, model: Any, optimizer: Any, found: MemoryReport | None
+    console: Console,
+    config: RunConfig,
+    model: Any,
+    optimizer: Any,
+    found: MemoryReport | None,
+    what: str = "",
 ) -> None:
     """Say what holds memory where it ran out, and what each setting would save.
 
@@ -78,6 +83,7 @@ def explain(
         model: of the run.
         optimizer: of the run.
         found: the ledger's report; None: there was no ledger.
+        what: said first; "" is that memory ran out.
     """
     if found is None:
         kinds = {
@@ -86,10 +92,10 @@ def explain(
             "states": int(optimizer.nbytes),
         }
         held = tuple(Holder(kind, "", "all", n) for kind, n in kinds.items() if n)
-        what = "out of memory; the run held, besides what its layers keep for backward:"
+        what = what or "out of memory; the run held, besides what its layers keep for backward:"
     else:
         kinds, held = found.by_kind(), found.holders
-        what = f"out of memory at {_mb(found.peak)}; the largest holders:"
+        what = what or f"out of memory at {_mb(found.peak)}; the largest holders:"
     console.print(what)
     console.print(str(alike_table(held, 12)))
     if found is None:
