@@ -10,32 +10,48 @@ DEVICE float clip_limit(const Scale& s, const Tensor& tensor) {
     return CODEC_UE4M3 ? __fmul_rn(limit, tensor.scale) : limit;
 }
 
-DEVICE u32 clip_bits(const float (&x)[1][kChunk], const Scale& s, const Tensor& tensor) {
-    const float limit = clip_limit(s, tensor);
-    u32 bits = 0;
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k)
-        if (fabsf(x[0][k]) <= limit) bits |= 1u << k;
-    return bits & s.live;
+#if CODEC_IN == 1 && !CODEC_HADAMARD
+// All ones in halves whose magnitude is at most that of `most`.
+DEVICE u32 pair_within(u32 x, u32 most) {
+#if __CUDA_ARCH__ >= 900
+    u32 d;
+    asm("set.le.u32.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(x & 0x7FFF7FFFu), "r"(most));
+    return d;
+#else  // a half of most + 2^15 less the magnitude keeps its top bit unless the magnitude is larger
+    return ((most + 0x80008000u - (x & 0x7FFF7FFFu)) >> 15 & 0x00010001u) * 0xFFFFu;
+#endif
 }
 
-// Of pairs of bfloat16, under a power of two: bfloat16 holds the limit. A half of limit + 2^15 less
-// the magnitude keeps its top bit unless the magnitude is larger.
-DEVICE u32 clip_bits(const u32 (&x)[kChunk / 2], const Scale& s, const Tensor& tensor) {
-    const float limit = clip_limit(s, tensor);
-    const u32 top = bits_of(limit) >> 16, most = (top << 16 | top) + 0x80008000u;
+// Of bfloat16 values as read: they are at most the limit where they are at most its upper half.
+template <typename Unpacked>
+DEVICE u32 clip_bits(
+    const u32 (&raw)[kChunk / 2], const Unpacked&, const Scale& s, const Tensor& tensor) {
+    const u32 top = bits_of(clip_limit(s, tensor)) >> 16, most = top << 16 | top;
     u32 found = 0;
 #pragma unroll
     for (int k = 0; k < kChunk / 2; ++k)
-        found |= ((most - (x[k] & 0x7FFF7FFFu)) >> 15 & 0x00010001u) << 2 * k;
-    const u32 bits = (found & 0x5555u) | (found >> 15 & 0xAAAAu);
-    return limit == limit ? bits & s.live : 0;
+        found |= pair_within(raw[k], most) & (0x00020001u << 2 * k);
+    return (found | found >> 16) & s.live;
 }
+#else
+// A difference is negative where a magnitude is above the limit; a block with a NaN is not live.
+template <int N>
+DEVICE u32 clip_bits(
+    const u32 (&)[N], const float (&x)[1][kChunk], const Scale& s, const Tensor& tensor) {
+    const float limit = clip_limit(s, tensor);
+    u32 above = 0;
+#pragma unroll
+    for (int k = kChunk - 1; k >= 0; --k)
+        above = __funnelshift_l(bits_of(__fsub_rn(limit, fabsf(x[0][k]))), above, 1);
+    return ~above & s.live;
+}
+#endif
 
-// Writes a chunk's bits: of a row of `coded` values, from `start` on.
-DEVICE void store_clip_bits(u8* mask, i64 row, i64 start, i64 coded, u32 inside) {
+// Writes a chunk's bits: the chunk as they are counted in whole rows, or from `start` on of a row
+// of `coded` values.
+DEVICE void store_clip_bits(u8* mask, i64 chunk, i64 row, i64 start, i64 coded, u32 inside) {
 #if QUANT_WHOLE
-    *reinterpret_cast<u16*>(mask + (row * coded + start) / 8) = static_cast<u16>(inside);
+    reinterpret_cast<u16*>(mask)[chunk] = static_cast<u16>(inside);
 #else
     if (coded - start < kChunk) inside &= coded > start ? (1u << (coded - start)) - 1 : 0;
     u8* to = mask + row * ((coded + 7) / 8) + start / 8;

@@ -90,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) quantize_rows(const Raw* 
             store_words(reinterpret_cast<u32*>(codes) + chunk * kWords, packed);
             if (part == 0) scales[block] = static_cast<u8>(s.stored);
 #if CODEC_MASK
-            store_clip_bits(
-                mask, chunk / per_row, chunk % per_row * kChunk, coded, clip_bits(v, s, tensor));
+            store_clip_bits(mask, chunk, chunk / per_row, chunk % per_row * kChunk, coded,
+                clip_bits(raw[item], v, s, tensor));
 #endif
 #elif QUANT_WHOLE
             float4* to = reinterpret_cast<float4*>(values + chunk * kChunk);

@@ -33,7 +33,8 @@ DEVICE void encode_rowwise(u32 (&raw)[sizeof(Raw) * kChunk / 4], i64 row, i64 st
         store_words(reinterpret_cast<u32*>(codes) + (block * kParts + part) * kWords, codes_of);
         if (part == 0) scales[block] = static_cast<u8>(s.stored);
 #if CODEC_MASK
-        store_clip_bits(mask, row, start, columns, clip_bits(v, s, tensor));
+        store_clip_bits(
+            mask, block * kParts + part, row, start, columns, clip_bits(raw, v, s, tensor));
 #endif
     }
 #endif

@@ -225,6 +225,9 @@ inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) {
     return out;
 }
 inline unsigned __viaddmin_u32(unsigned a, unsigned b, unsigned c) { return a + b < c ? a + b : c; }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+    return shift & 31 ? high << (shift & 31) | low >> (32 - (shift & 31)) : high;
+}
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 inline float of_float16(unsigned half) {
@@ -260,6 +263,10 @@ unsigned choose_pair(unsigned a, unsigned b) {
         out |= (nan ? 0x7FFFu : halves[kLarger ? x < y : !(x < y || y != y)]) << h;
     }
     return out;
+}
+inline unsigned pair_at_most(unsigned a, unsigned b) {
+    return (of_bfloat16(a & 0xFFFF) <= of_bfloat16(b & 0xFFFF) ? 0xFFFFu : 0) |
+           (of_bfloat16(a >> 16) <= of_bfloat16(b >> 16) ? 0xFFFF0000u : 0);
 }
 // 0xFF for halves that are negative: a's low one and b's, then the high ones.
 inline unsigned sign_bytes(unsigned a, unsigned b) {

@@ -45,6 +45,7 @@ STATEMENTS = {
     "fma.rn.bf16x2": "d = fma_bf16x2(a, b, c);",
     "max.NaN.bf16x2": "d = choose_pair<true>(a, b);",
     "min.bf16x2": "d = choose_pair<false>(a, b);",
+    "set.le.u32.bf16x2": "d = pair_at_most(x & 0x7FFF7FFFu, most);",
     "abs.bf16x2": "d = a & 0x7FFF7FFFu;",
     "bulk_group [%0": "tma_store_2d(map, column, row, from);",
 }

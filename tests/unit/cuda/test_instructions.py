@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from extensor.quant import reference
-from extensor.quant.spec import QuantSpec
+from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda.kernels.attention import attention
 from extensor_cuda.kernels.gemm.config import gemm_source
 from extensor_cuda.kernels.optim import optimizer
@@ -221,3 +221,25 @@ def loop(text: str) -> str:
         if begin < first:
             return text[begin : last + branch.end()]
     raise AssertionError("no loop")
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        (QuantSpec("mxfp4", scale_rule="quest", transform=Hadamard(32)), "bfloat16"),
+        (QuantSpec("mxfp8_e4m3", scale_rule="floor"), "bfloat16"),
+        (QuantSpec("mxfp4"), "float32"),
+    ],
+)
+def test_a_clip_mask_is_two_instructions_a_value(
+    spec: QuantSpec, dtype: str, disassembler: str, tmp_path: Path
+) -> None:
+    """And a few for each chunk of 16: no division finds its place."""
+    plan = kernels.plan_of(spec.replace(axis=1).resolve(2), (64, 512))
+    assert isinstance(plan, kernels.Plan), plan
+    totals = []
+    for extra in ((), kernels.MASKED):
+        source = kernels.quantize_source(plan, dtype, "codes", True, True, extra)
+        totals.append(sum(instructions(source, disassembler, tmp_path).values()))
+        chunks = int(dict(source.macros)["QUANT_THREAD_CHUNKS"])
+    assert totals[1] - totals[0] <= 48 * chunks
