@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["DeviceClock", "Stream", "philox4x32", "random_words"]
+__all__ = ["DeviceClock", "Stream", "philox4x32", "philox_call", "random_words"]
 
 Array = Any
 
@@ -114,20 +114,39 @@ def philox4x32(
         >>> [hex(int(word)) for word in philox4x32((0, 0, 0, 0), (0, 0))]
         ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
-    c0, c1, c2, c3 = (xp.asarray(c, dtype=xp.uint64) for c in counter)
+    words = _ten_rounds(tuple(xp.asarray(c, dtype=xp.uint64) for c in counter), key)
+    return tuple(w.astype(xp.uint32) for w in xp.broadcast_arrays(*words))
+
+
+def philox_call(
+    counter: tuple[int, int, int, int], key: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """`philox4x32` of one counter, in Python's integers: numpy takes twenty times as long.
+
+    Args:
+        counter: four 32-bit words.
+        key: two 32-bit words.
+
+    Returns:
+        Four 32-bit words.
+
+    Example:
+        >>> from extensor.random import philox_call
+        >>> hex(philox_call((0, 0, 0, 0), (0, 0))[0])
+        '0x6627e8d5'
+    """
+    return _ten_rounds(counter, key)
+
+
+def _ten_rounds(counter: Any, key: tuple[int, int]) -> Any:
+    """Of integers, or of arrays of uint64."""
+    c0, c1, c2, c3 = counter
     k0, k1 = key
-    shift, mask = xp.uint64(32), xp.uint64(_MASK)
     for _ in range(10):
-        p0, p1 = c0 * xp.uint64(_M0), c2 * xp.uint64(_M1)
-        c0, c1, c2, c3 = (
-            (p1 >> shift) ^ c1 ^ xp.uint64(k0),
-            p1 & mask,
-            (p0 >> shift) ^ c3 ^ xp.uint64(k1),
-            p0 & mask,
-        )
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
-    words = xp.broadcast_arrays(c0, c1, c2, c3)
-    return tuple(w.astype(xp.uint32) for w in words)
+    return c0, c1, c2, c3
 
 
 def random_words(

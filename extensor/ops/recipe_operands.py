@@ -82,7 +82,7 @@ def slot_spec(
     along = _along(spec, axis, ndim)
     if along.has_per_step_signs:
         assert along.transform is not None
-        along = along.replace(transform=context.signs(along.transform, slot))
+        along = along.with_signs(context.signs(along.transform, slot))
     return along, context.stream(slot, axis == -2) if along.is_random else None
 
 

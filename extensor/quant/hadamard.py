@@ -7,12 +7,13 @@ one multiply by float32(1 / sqrt(d)), without fused multiply-add. The order deci
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from extensor.quant.spec import TRANSFORMER_ENGINE_SIGNS, Hadamard
-from extensor.random import philox4x32
+from extensor.random import philox4x32, philox_call
 
 __all__ = ["hadamard", "hadamard_signs", "inverse_hadamard"]
 
@@ -20,8 +21,15 @@ Array = Any
 _SIGN_STREAM = 0x48414441
 
 
+@lru_cache(maxsize=256)
 def hadamard_signs(transform: Hadamard) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The sign vector s, float32 of shape (size,)."""
+    """The sign vector s, float32 of shape (size,), which is not to be written."""
+    signs = _signs(transform)
+    signs.flags.writeable = False
+    return signs
+
+
+def _signs(transform: Hadamard) -> np.ndarray[Any, np.dtype[np.float32]]:
     size = transform.size
     if transform.signs == "none":
         return np.ones(size, dtype=np.float32)
@@ -29,8 +37,7 @@ def hadamard_signs(transform: Hadamard) -> np.ndarray[Any, np.dtype[np.float32]]
         return np.resize(np.array(TRANSFORMER_ENGINE_SIGNS, dtype=np.float32), size)
     if transform.signs == "per_step":  # 128 bits of one call, the first in the lowest
         key = transform.seed & 0xFFFFFFFF, transform.seed >> 32
-        counter = np.uint64(0), 0, transform.step, transform.stream
-        words = np.array([int(word) for word in philox4x32(counter, key)], dtype="<u4")
+        words = np.array(philox_call((0, 0, transform.step, transform.stream), key), dtype="<u4")
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:size]
         return np.where(bits, np.float32(-1), np.float32(1))
     calls = np.arange(size // 4, dtype=np.uint64)

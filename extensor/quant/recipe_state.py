@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from extensor.quant.array import QuantStats
@@ -38,6 +39,14 @@ def stats_of(counts: Counts) -> QuantStats:
     64
     """
     return counts if isinstance(counts, QuantStats) else counts()
+
+
+@lru_cache(maxsize=256)
+def _drawn(transform: Hadamard, seed: int, step: int, layer: int, gemm: int) -> Hadamard:
+    """See `LayerContext.signs`: both operands of a GEMM ask for the same."""
+    seed = (seed + transform.seed) % (1 << 64)
+    stream = Stream(seed, step, layer, len(SLOTS) + 1 + gemm).counter_high[1]
+    return replace(transform, seed=seed, step=step, stream=stream)
 
 
 _SAVED = "what operations keep for backward"  # no layer's path
@@ -420,10 +429,8 @@ class LayerContext:
         >>> layer.signs(signs, "dgrad.g") == layer.signs(signs, "wgrad.g")
         False
         """
-        seed = (self.state.seed + transform.seed) % (1 << 64)
         gemm = SLOTS.index(slot) // 2
-        stream = Stream(seed, self.step, self.index, len(SLOTS) + 1 + gemm).counter_high[1]
-        return replace(transform, seed=seed, step=self.step, stream=stream)
+        return _drawn(transform, self.state.seed, self.step, self.index, gemm)
 
     def amax_state(self, slot: str) -> dict[str, Any]:
         """Past largest magnitudes of the slot's tensor, for a backend's delayed scaling.

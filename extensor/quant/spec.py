@@ -404,6 +404,23 @@ class QuantSpec:
         """
         return dataclasses.replace(self, **changes)
 
+    def with_signs(self, transform: Hadamard) -> QuantSpec:
+        """A copy whose transform has other signs; as nothing else changes, nothing is checked.
+
+        Args:
+            transform: of the size of the spec's own.
+
+        Returns:
+            The new spec.
+
+        >>> spec = et.QuantSpec("mxfp4", transform=et.Hadamard(32, "per_step"))
+        >>> spec.with_signs(et.Hadamard(32, "per_step", step=3)).transform.step
+        3
+        """
+        copy = object.__new__(QuantSpec)
+        copy.__dict__.update(self.__dict__, transform=transform)
+        return copy
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> QuantSpec:
         """Make a spec from `dataclasses.asdict` of one, also after a way through JSON.
@@ -482,6 +499,8 @@ class QuantSpec:
         tile = self.row.tile if self.tile is None else self.tile
         if isinstance(tile, tuple) and tile[0] > 1 and ndim == 1:
             raise ValueError(f"tile {tile} needs two axes, got an array of one; use (1, n)")
+        if self.axis >= 0 and tile is self.tile and self.scale_rule is not None:
+            return self
         return self.replace(axis=self.axis % ndim, tile=tile, scale_rule=self.rule)
 
 

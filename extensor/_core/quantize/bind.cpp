@@ -62,6 +62,13 @@ QuantPlan make_plan(const py::kwargs& f) {
     return p;
 }
 
+QuantPlan with_signs(const QuantPlan& plan, const Floats& signs) {
+    require(signs.size() == plan.hadamard, "Plan: expected as many signs");
+    QuantPlan p = plan;
+    std::copy(signs.data(), signs.data() + signs.size(), p.signs);
+    return p;
+}
+
 // ---- layouts ----
 
 // (outer, rows, length, inner, padded, tile rows, tile length); see QuantJob.
@@ -348,7 +355,8 @@ CArray<To> cast(void (*CastKernels::*kernel)(int64_t, const From*, To*), const C
 
 void bind_quantize(py::module_& m) {
     py::class_<QuantPlan>(m, "Plan", "A resolved QuantSpec as the kernels read it.")
-        .def(py::init(&make_plan));
+        .def(py::init(&make_plan))
+        .def("with_signs", with_signs);
     m.def("fake_quantize", fake_quantize);
     m.def("quantize", quantize);
     m.def("fake_quantize_rowwise_columnwise", fake_quantize_rowwise_columnwise);

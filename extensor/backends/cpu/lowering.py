@@ -13,7 +13,7 @@ from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
 from extensor.quant.scale_rules import E8M0_NAN, E8M0_SEARCHES
-from extensor.quant.spec import QuantSpec
+from extensor.quant.spec import HADAMARD_SIZES, Hadamard, QuantSpec
 
 __all__ = ["LoweredSpec", "follows_maxima", "lower"]
 
@@ -67,6 +67,14 @@ class LoweredSpec:
                 f"columnwise blocks of {tile_length} do not fill whole bytes"
             )
 
+    def with_signs(self, transform: Hadamard) -> LoweredSpec:
+        """The same with other signs of the transform."""
+        copy = object.__new__(LoweredSpec)
+        copy.__dict__.update(self.__dict__)
+        copy.spec = self.spec.with_signs(transform)
+        copy.plan = self.plan.with_signs(hadamard_signs(transform))
+        return copy
+
     def stored(
         self,
         shape: tuple[int, ...],
@@ -90,9 +98,21 @@ class LoweredSpec:
         return q, QuantStats(self.count, *lost)
 
 
-@lru_cache(maxsize=4096)
+_SOME_SIGNS = {size: Hadamard(size, "per_step") for size in HADAMARD_SIZES}
+
+
 def lower(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec | Unsupported:
     """The spec on arrays of ``shape``, or why the core does not cover it."""
+    transform = spec.transform
+    if transform is None or transform.signs != "per_step":
+        return _lower(core, spec, shape)
+    # Signs of each step would be looked up in vain.
+    found = _lower(core, spec.with_signs(_SOME_SIGNS[transform.size]), shape)
+    return found.with_signs(transform) if found else found
+
+
+@lru_cache(maxsize=4096)
+def _lower(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec | Unsupported:
     try:
         spec = spec.resolve(len(shape))
     except ValueError as error:
