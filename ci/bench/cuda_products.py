@@ -8,6 +8,9 @@ scaled       square bfloat16 results of normal data from codes, against torch's 
 rebased      MXFP8 from storage on FP8 tensor cores, with the shares of values that this changes and
              sets to zero; its two kernels alone, under other tiles too; and the exact product
 operands     products as training makes them, of operands prepared before and with both prepared
+fallbacks    MXFP4 operands prepared before, and the same where one row of a spans more binades than
+             FP8 has, so that bfloat16 multiplies: tokens x inputs x outputs of Llamas of 3 and 30
+             million weights, and of width 4096
 requantized  MXFP4 operands prepared before, whose product leaves quantized, against one in bfloat16
              that the row quantizer then reads
 decode       x (M, K) in bfloat16 and packed weights (N, K), against torch's bf16 `linear`;
@@ -219,6 +222,23 @@ def _making(pair: Any, spec: QuantSpec, backend: CudaBackend) -> Any:
     return backend.product(a, b, "bfloat16")
 
 
+def fallbacks(backend: CudaBackend, rounds: int) -> Rows:
+    """What a product costs that falls back from FP8."""
+    spec = QuantSpec("mxfp4")
+    for m, k, n in ((32768, 256, 256), (32768, 704, 256), (65536, 640, 640), (8192, 4096, 4096)):
+        a, b = gpu.normal(m, k), gpu.normal(n, k, seed=1)
+        calls: dict[str, gpu.Call] = {"torch bf16": gpu.fixed(torch_product, a, b)}
+        for name, factor in (("MXFP4", 1.0), ("MXFP4, falls back", 2.0**-60)):
+            x = a.clone()
+            x[0, :32] *= factor
+            made = [_operand(gpu.as_cupy(v, backend.xp), spec, backend) for v in (x, b)]
+            if bool(made[0].flag.get().any()) != (factor < 1):
+                raise RuntimeError(f"{name}: expected the other path")
+            calls[name] = gpu.fixed(backend.product, *made, "bfloat16")
+        times = gpu.milliseconds(calls, rounds)
+        yield from gpu.rates(times, 2.0 * m * k * n, what="fallbacks", size=f"{m}x{k}x{n}")
+
+
 def requantized_results(backend: CudaBackend, rounds: int) -> Rows:
     """MXFP4 products whose results are quantized."""
     xp, rows = backend.xp, QuantSpec("mxfp4", axis=1).resolve(2)
@@ -342,6 +362,7 @@ PARTS = {
     "scaled": scaled,
     "rebased": rebased,
     "operands": operands,
+    "fallbacks": fallbacks,
     "requantized": requantized_results,
     "decode": few_rows,
     "weights": many_rows,

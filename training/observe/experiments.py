@@ -92,21 +92,21 @@ _ARMS = (
 _BRANCHES = (
     "bf16",
     *(
-        f"bf16,{name}@50%"
+        f"bf16,{name}" if "@" in name else f"bf16,{name}@50%"
         for name in (
             "nvfp4_nvidia", "nvfp4_4over6", "quartet2", "nvfp4_forward", "nvfp4_backward", "mxfp4",
             "mxfp4_nearest", "mxfp4_hadamard", "mxfp4_hadamard_random", "mxfp4_hadamard_per_step",
             "mxfp8_nvidia", "mxfp8_e5m2g", "fp8_block", "mxfp8_rebased", "quartet", "mxfp4_tseng",
-            "mxfp6", "mxint8", "mxfp8_ocp", "fp8_tensor",
+            "mxfp6", "mxint8", "mxfp8_ocp", "fp8_tensor", "mxfp4@50%,bf16@90%",
         )
     ),
 )  # fmt: skip
 """Each recipe from the middle of one bf16 run on. When a small model learns to copy is chance, and
 decides its loss for long; here all arms of a seed share it."""
 
-_PAIRS = tuple(
-    (f"bf16,{one}@50%", f"bf16,{other}@50%")
-    for one, other in (
+_PAIRS = (
+    ("bf16,mxfp4@50%,bf16@90%", "bf16,mxfp4@50%"),
+    *((f"bf16,{one}@50%", f"bf16,{other}@50%") for one, other in (
         ("nvfp4_4over6", "nvfp4_nvidia"), ("quartet2", "nvfp4_nvidia"),
         ("nvfp4_forward", "quartet2"), ("nvfp4_backward", "nvfp4_forward"),
         ("fp8_block", "mxfp8_nvidia"), ("mxfp8_e5m2g", "mxfp8_nvidia"),
@@ -116,7 +116,7 @@ _PAIRS = tuple(
         ("mxfp4_hadamard_per_step", "mxfp4_hadamard"),
         ("mxfp4_hadamard_per_step", "mxfp4_hadamard_random"),
         ("quartet", "mxfp4"), ("nvfp4_nvidia", "mxfp4"),
-    )
+    )),
 )  # fmt: skip
 """The field's questions, each one arm against another."""
 
@@ -179,6 +179,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "10m_branch": _llama(
         "10m", 10.6e6, 64, _BRANCHES, 6, tokens=16, rounds=4, rates=(2e-3,), branch=2,
+    ),
+    "3m_branch_long": _llama(
+        "3m", 3.1e6, 64, _BRANCHES, 6, tokens=32, rounds=4, rates=(4e-3,), branch=2,
     ),
     "3m_long": _llama("3m", 3.1e6, 64, _ARMS, 3, tokens=100, rates=(4e-3,)),
     "10m_short": _llama("10m", 10.6e6, 64, _ARMS, 3, tokens=5, rounds=5, rates=(2e-3,)),
