@@ -1,4 +1,4 @@
-"""Draws the number formats from their rows, and writes the generated tables of the docs.
+"""Draws the number formats from their rows, a measured timeline, and the tables made for the docs.
 
     python docs/make_figures.py            write
     python docs/make_figures.py --check    exit 1 if anything would change
@@ -9,6 +9,7 @@ Nothing here states a fact about a format: a new row appears in every figure and
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,8 @@ from extensor.quant.recipe import SLOTS, LayerRecipe, OperandSpec
 from extensor.quant.recipes import ALIASES, RECIPES
 
 DOCS = Path(__file__).resolve().parent
+BENCHMARKS = DOCS.parent / "ci" / "bench" / "results"
+OVERLAP = "2026-11-27-distributed-4-gpus-scaling-h100"
 
 INK, FAINT, PAPER = "#24292f", "#8c959f", "#ffffff"
 SIGN, EXPONENT, MANTISSA, SCALE = "#d4574e", "#e0a32e", "#3f7fbf", "#5a9e6f"
@@ -164,7 +167,36 @@ def block_bytes(row: BlockFormat, values: int = 32) -> tuple[int, int]:
     return codes, values // (row.tile[0] * row.tile[1]) * row.scale.bits // 8
 
 
+def overlap() -> str:
+    """Steps of four GPUs on the GPU's clock: computing above, each bucket's reduction below."""
+    rows = json.loads((BENCHMARKS / f"{OVERLAP}.json").read_text("utf-8"))["rows"]
+    rows = [row for row in rows if "block" in row["model"] and "timeline_ms" in row]
+    scale, parts = 620 / max(row["step_ends_ms"] for row in rows), []
+    for number, row in enumerate(rows):
+        y, (backward, end) = 24 + 88 * number, (row["backward_ends_ms"], row["step_ends_ms"])
+        title = f"{row['model']}, {row['recipe']}: {row['hidden']:.0%} of the sums' time hidden"
+        parts += [
+            text(NAME_WIDTH, y - 6, title),
+            text(8, y + 15, "computing"),
+            box(NAME_WIDTH, y, backward * scale, 20, MANTISSA),
+            box(NAME_WIDTH + backward * scale, y, (end - backward) * scale, 20, SCALE),
+        ]
+        for lane in range(2):
+            parts.append(text(8, y + 34 + 16 * lane, f"sums {lane + 1}"))
+            for begin, done in row["timeline_ms"][lane::2]:
+                x, width = NAME_WIDTH + begin * scale, (done - begin) * scale
+                parts.append(box(x, y + 24 + 16 * lane, width, 14, EXPONENT))
+        parts.append(text(NAME_WIDTH + end * scale + 6, y + 15, f"{end:.1f} ms", colour=FAINT))
+    y = 24 + 88 * len(rows)
+    legend = (("forward and backward", MANTISSA), ("waiting, update", SCALE), ("sum", EXPONENT))
+    for number, (name, colour) in enumerate(legend):
+        x = NAME_WIDTH + number * 190
+        parts += [box(x, y, 14, 14, colour), text(x + 20, y + 12, name)]
+    return drawing(NAME_WIDTH + 620 + 80, y + 26, parts, "A step of one of four GPUs")
+
+
 FIGURES = {
+    "overlap.svg": overlap,
     "bits.svg": bit_layouts,
     "grids.svg": grid_lines,
     "small_grids.svg": small_grids,
