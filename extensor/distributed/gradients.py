@@ -38,6 +38,7 @@ class Bucket:
         # A reduction reads the first micro-batch's gradients until the second one's are there.
         self._flats: list[Array] = []
         self._views: dict[tuple[int, int], Array] = {}
+        self._read: list[Array] = []
         self.sums: Array = self._zeros()
         self.waiting = set(self.starts)
         self.work: ReductionWork | None = None
@@ -55,7 +56,16 @@ class Bucket:
         if not self.waiting:
             with self.ranks.beside(self.reduction.number):
                 self.reduction.add(flat)
+            self._read.append(flat)
             self._flats.reverse()
+
+    def let_go(self) -> None:
+        """Let go of gradients that were read: what is queued beside the computation is joined.
+
+        Before, their memory would be given to the backward pass that goes on. The first is read
+        again when the second comes.
+        """
+        self._read = self._read[-1:] if self.reduction.count == 1 else []
 
     def _alone(self, param: ExTensor) -> Array | None:
         """The gradient of a parameter that fills the bucket, as it lies; None to copy it."""
@@ -193,6 +203,7 @@ class GradientBuckets:
             works = [work for work in works if not work.done()]
         self.ranks.join()
         for bucket in self.buckets:
+            bucket.let_go()
             self._publish(bucket)
             bucket.work, bucket.waiting = None, set(bucket.starts)
         self._started = 0
@@ -200,6 +211,7 @@ class GradientBuckets:
     def _clear(self) -> None:
         self.ranks.join()  # what reads the last micro-batch's gradients
         for bucket in self.buckets:
+            bucket.let_go()
             bucket.waiting = set(bucket.starts)
             for param in bucket.params:
                 param.grad = None

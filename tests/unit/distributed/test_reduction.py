@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -345,3 +346,37 @@ def test_a_gradient_that_fills_its_bucket_is_not_copied(name: str) -> None:
     together = run_ranks(2, lambda comm: program(comm, 4096))
     assert [grads for grads, _ in alone] == [grads for grads, _ in together]
     assert alone[0][1] == [0, 0, 0] and together[0][1] == [2]
+
+
+@pytest.mark.parametrize("name", ["float32", "mxint8", "exact"])
+def test_what_is_read_beside_the_computation_lives_until_it_is_joined(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU would give its memory to the backward pass while a lane still reads it."""
+    reading: set[int] = set()
+    lost: list[int] = []
+
+    class Lanes(LocalCommunicator):
+        def join(self) -> None:
+            reading.clear()
+
+    def noted(self: GradientReduction, grad: np.ndarray) -> None:
+        owner = grad if grad.base is None else grad.base
+        numbers.append(len(numbers))
+        weakref.finalize(owner, lambda n=numbers[-1]: lost.append(n) if n in reading else None)
+        reading.add(numbers[-1])
+        if self.count == 1:  # the first is read again
+            reading.add(numbers[-2])
+        add(self, grad)
+
+    add, numbers = GradientReduction.add, list[int]()
+    monkeypatch.setattr(GradientReduction, "add", noted)
+    layer = et.nn.Linear(8, 8, bias=False, rng=0)
+    buckets = GradientBuckets([layer.weight], Lanes(), name, 1)
+    for step in range(2):
+        for part in range(3):
+            with buckets.micro_batch(last=part == 2, step=step):
+                layer(et.ones((4, 8))).sum().backward()
+        buckets.finish(step)
+    assert len(numbers) == 6 and not lost
+    assert buckets.buckets[0]._read == []
