@@ -46,6 +46,7 @@ TORCH_NAMES: dict[str, dict[str, str]] = {
         "allclose": "numpy.allclose(x.numpy(), y.numpy())",
         "is_tensor": "isinstance(x, et.ExTensor)",
         "mse_loss": "et.mse(x, target)",
+        "gradcheck": "et.testing.gradcheck(f, inputs)",
     },
     "ExTensor": {
         "dim": "x.ndim",

@@ -7,5 +7,5 @@
 # probes, histograms, operand_noise, memory, memory_limit: what is measured of a run's model
 # tasks, data, text, callbacks: what is learned from what, and what watches
 # compare, comparison, compare_report, observe, plan: many runs; runs on machines that are not there
-# page, tables, svg: how a finished run is shown
+# page, side_by_side, tables, svg: how a finished run, or several, are shown
 # ptq, ptq_report, finetune, language_model, advise, reallocate: what is made of it

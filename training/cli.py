@@ -43,6 +43,7 @@ from .ranks import end_all, rank_console, say
 from .rundir import CONFIG, UsageError, checkpoint_in, read_config, read_result
 from .runs import RUNS
 from .settings import Settings
+from .side_by_side import side_by_side
 from .tasks import TASKS
 from .train import train
 
@@ -253,7 +254,9 @@ def _made(cls: type[Any], values: dict[str, Any]) -> Any:
 
 
 def compare_command(argv: Sequence[str]) -> int:
-    """Train a model with several recipes and seeds, and draw the table."""
+    """Train a model with several recipes and seeds, and draw the table; or show finished runs."""
+    if argv and argv[0] not in RUNS and Path(argv[0]).is_dir():
+        return _compare_folders(argv)
     named = bool(argv) and argv[0] not in ("-h", "--help")
     model, rest = (_model(argv[0]), argv[1:]) if named else (next(iter(RUNS)), ["--help"])
     if rest[-1:] == ["--dataset"]:
@@ -266,6 +269,18 @@ def compare_command(argv: Sequence[str]) -> int:
     args: CompareArgs = _made(CompareArgs, {**values, **own})
     _need("compare", "matplotlib", "tensorboardX")
     return compare(args, make_console())
+
+
+def _compare_folders(argv: Sequence[str]) -> int:
+    """A table of finished runs side by side."""
+    flags = [word for word in argv if word.startswith("-")]
+    if flags or len(argv) < 2:
+        raise UsageError(
+            f"compare: expected a model, or two or more folders of runs and no flags, got "
+            f"{shlex.join(argv)}"
+        )
+    make_console().print(str(side_by_side([Path(word) for word in argv])))
+    return 0
 
 
 def generate_command(argv: Sequence[str]) -> int:
@@ -308,7 +323,8 @@ def report_command(argv: Sequence[str]) -> int:
     """Write a page about a run."""
     text = (
         "Write one page, report.html, about a run, finished or not: curves, each layer's error, "
-        "its operands on their formats' grids, telemetry, the recipe. The page loads nothing.\n\n"
+        "its operands on their formats' grids, telemetry, the recipe. The page loads nothing. "
+        f"`{PROGRAM} compare RUN RUN` sets runs side by side.\n\n"
         f"example: {PROGRAM} report runs/lenet-digits-mxfp4-s0"
     )
     _need("report", "jinja2")
@@ -439,11 +455,14 @@ def _compare_help(model: str) -> str:
         (
             "Train one model with several recipes and seeds, each run a process of its own, and "
             "write compare.json, compare.md and compare.png. Finished runs are not run again, so "
-            "the same command goes on where it was interrupted.",
+            "the same command goes on where it was interrupted. With folders of finished runs in "
+            "place of a model it trains nothing, and prints the settings in which they differ and "
+            "their results.",
             f"Models: {', '.join(RUNS)}. The defaults below are those of {model}.",
             _dataset_rows(),
             _recipe_rows(),
             _option_rows(),
-            f"example: {PROGRAM} compare lenet --recipes fp32,mxfp8,mxfp4,nvfp4 --seeds 3",
+            f"examples:\n\n  {PROGRAM} compare lenet --recipes fp32,mxfp8,mxfp4,nvfp4 --seeds 3\n"
+            f"  {PROGRAM} compare runs/first runs/second",
         )
     )

@@ -19,7 +19,7 @@ import tyro
 from extensor.quant.recipes import get_recipe
 
 from .config import RunConfig
-from .rundir import UsageError, find_checkpoint, read_config, read_epochs, read_result
+from .rundir import UsageError, another_run, find_checkpoint, read_config, read_epochs, read_result
 from .runs import RUNS
 from .settings import Settings
 from .tasks import TASKS, Metric
@@ -147,10 +147,10 @@ class Job:
         """
         if not self.folder.exists() or not any(self.folder.iterdir()):
             return None
-        if read_config(self.folder) != self.config:
+        if (saved := read_config(self.folder)) != self.config:
             raise UsageError(
-                f"{self.folder}: holds a run with another configuration; the way out: another "
-                "--out, or the settings of before"
+                f"{another_run(self.folder, saved, self.config)}; the way out: another --out, or "
+                "the settings of before"
             )
         result = read_result(self.folder)
         if result is None:

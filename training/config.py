@@ -72,6 +72,12 @@ class RunConfig(Settings):
             changes["activations"] = activations
         return dataclasses.replace(recipe, **changes) if changes else recipe
 
+    def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """The settings whose values are not equal, with this run's and the other's."""
+        names = [field.name for field in dataclasses.fields(self)]
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
     @property
     def sharded_checkpoint(self) -> bool:
         """Whether ranks keep something of their own, which each writes: a folder, not a file."""

@@ -29,6 +29,7 @@ __all__ = [
     "RESULT",
     "TELEMETRY",
     "UsageError",
+    "another_run",
     "checkpoint_in",
     "claim",
     "find_checkpoint",
@@ -266,8 +267,8 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
     if folder.exists():
         remove_leftovers(folder)
     if (folder / CONFIG).exists():
-        if read_config(folder) != config:
-            raise UsageError(f"--out {folder}: holds a run with another configuration; {OTHER_OUT}")
+        if (saved := read_config(folder)) != config:
+            raise UsageError(f"--out {another_run(folder, saved, config)}; {OTHER_OUT}")
         if read_result(folder) is not None:
             raise UsageError(f"--out {folder}: holds this very run, finished; {OTHER_OUT}")
         if find_checkpoint(folder) is not None:
@@ -279,6 +280,15 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     header = f"extensor train {config.model} --config THIS_FILE repeats this run"
     write_text(folder / CONFIG, write_toml(config.as_dict(), header))
+
+
+def another_run(folder: Path, saved: RunConfig, wanted: RunConfig) -> str:
+    """The message for a folder whose run has other settings: which, and both values."""
+    differ = [
+        f"{name}: {there!r} there, {here!r} here"
+        for name, (there, here) in saved.differences(wanted).items()
+    ]
+    return f"{folder}: holds a run with another configuration ({'; '.join(differ)})"
 
 
 def write_json(path: Path, content: Any) -> None:

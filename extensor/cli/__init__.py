@@ -58,7 +58,7 @@ ON_RANKS = ("doctor", "formats")
 
 TRAINING = {
     "train": "Train a model under a recipe, such as MXFP4 weights, activations and gradients.",
-    "compare": "Train a model with several recipes and seeds, and draw the table.",
+    "compare": "Train a model with several recipes and seeds; or show finished runs side by side.",
     "report": "Write a page about a run: curves, each layer's error, its values on their grids.",
     "finetune": "Tune a pretrained language model on a text: LoRA or DoRA on packed weights.",
     "observe": "Train with many recipes and seeds from a queue, and gather one page.",

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ from tyro.conf import Positional, arg
 
 from extensor.backends import registry
 from extensor.cli.advise_model import advise_model
-from extensor.cli.files import INDEX, kind_text, read_tensors, tensor_files
+from extensor.cli.files import INDEX, kind_text, opened, read_tensors, readable
 from extensor.cli.sheet import CommandError, Sheet, shape_text, show
 from extensor.inspect import decibels, normal_sqnr
 from extensor.inspect.health import MANY_FLUSHED, MANY_SATURATED
@@ -207,23 +207,23 @@ def advise_file(path: Path, tried: Sequence[Candidate], least: float) -> list[Te
     Raises:
         CommandError: if a file is missing, broken or of another kind, or holds no tensors.
     """
-    found = [
-        _advice(name, value, tried, least)
-        for file in _files(path)
-        for name, value in read_tensors(file).items()
-    ]
+    found = [_advice(name, value, tried, least) for name, value in _tensors(path)]
     if not found:
         raise CommandError(f"{path}: expected tensors, found none")
     return found
 
 
-def _files(path: Path) -> list[Path]:
+def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    """The tensors of a file or a folder; those in blocks, of any layout, as blocked arrays."""
+    if path.suffix in (".npy", ".npz") and not path.is_dir():
+        yield from read_tensors(path).items()
+        return
     if path.is_dir() and not (any(path.glob("*.safetensors")) or any(path.glob(f"*{INDEX}"))):
         raise CommandError(
             f"{path}: expected the folder of a run, with a config.toml, or of .safetensors files, "
             "and found neither"
         )
-    return tensor_files(path)
+    yield from readable(opened(path), [])
 
 
 def _advice(name: str, value: Any, tried: Sequence[Candidate], least: float) -> TensorAdvice:
@@ -382,10 +382,17 @@ def _lines(
     best = max(shares, key=lambda c: shares[c], default=None)
     if repair := totals["advice"].get(REPAIR):
         lines.append(f"NaN or Inf in {repair} of {len(tensors)}: repair them before you quantize")
+    if packed := sum(row.kind == "quantized" for row in tensors):
+        lines.append(
+            f"in blocks already, and left so: {packed} of {len(tensors)}; measure the float "
+            "checkpoint that they were made of"
+        )
     if not any(row.measured for row in tensors):
         lines.append(f"{path}: no finite matrix of floats to measure")
         return lines
     if best is None or not shares[best]:
+        if packed:
+            return lines
         lines.append(
             f"no weight keeps {flags.min_sqnr:g} dB in these formats; try --min-sqnr lower, or "
             "--formats with more bits"

@@ -21,7 +21,16 @@ from extensor.quant import QuantArray
 from extensor.quant.rounding import decode
 from extensor.quant.scale_rules import E8M0_NAN
 
-__all__ = ["INDEX", "inspect", "kind_text", "read_tensors", "tensor_files", "tensor_names"]
+__all__ = [
+    "INDEX",
+    "inspect",
+    "kind_text",
+    "opened",
+    "read_tensors",
+    "readable",
+    "tensor_files",
+    "tensor_names",
+]
 
 Array = Any
 READABLE = (".npy", ".npz", ".safetensors")
@@ -112,11 +121,8 @@ def inspect(file: Annotated[Positional[Path], arg(metavar="FILE")]) -> None:
     if file.suffix in (".npy", ".npz") and not file.is_dir():
         tensors = iter(read_tensors(file).items())
     else:
-        try:
-            archive = open_archive(file)
-        except (OSError, ValueError) as error:
-            raise CommandError(str(error)) from None
-        tensors = _readable(archive, rows)
+        archive = opened(file)
+        tensors = readable(archive, rows)
         facts = Sheet(str(file), facts.columns, tuple(_facts(archive)))
     for name, value in tensors:
         total += value.nbytes
@@ -137,7 +143,19 @@ def inspect(file: Annotated[Positional[Path], arg(metavar="FILE")]) -> None:
     show([*([facts] if facts.rows else []), Sheet(str(file), columns, tuple(rows))])
 
 
-def _readable(
+def opened(path: Path) -> Archive:
+    """A checkpoint of any layout, its tensors not yet read.
+
+    Raises:
+        CommandError: if it is missing, broken or of another kind.
+    """
+    try:
+        return open_archive(path)
+    except (OSError, ValueError) as error:
+        raise CommandError(str(error)) from None
+
+
+def readable(
     archive: Archive, rows: list[tuple[str, ...]]
 ) -> Iterator[tuple[str, Array | QuantArray]]:
     """The tensors of an archive, one at a time; those of a type that is not read become rows."""

@@ -12,13 +12,23 @@ from extensor.quant.replay import REPLAY
 __all__ = ["Buffer", "Parameter"]
 
 
+def _values(data: Any, device: str | None) -> tuple[Any, str | None]:
+    """What `ExTensor` takes and copies, and the device: those of a tensor, out of its graph."""
+    if not isinstance(data, ExTensor):
+        return data, device
+    device = device or data.device
+    return data.detach().to(device).data, device
+
+
 class Parameter(ExTensor):
     """A tensor that a module trains: an ExTensor with ``requires_grad=True``.
 
     Args:
-        data: what `ExTensor` takes; a dense float dtype, float32 for master weights.
+        data: what `ExTensor` takes, or a tensor, whose values are copied; a dense float dtype,
+            float32 for master weights.
         dtype: converted to this dtype.
-        device: ``"cpu"`` or ``"cuda"``; None is EXTENSOR_DEVICE, and the CPU without it.
+        device: ``"cpu"`` or ``"cuda"``; None is a tensor's own, else EXTENSOR_DEVICE, and the CPU
+            without it.
 
     >>> import numpy as np
     >>> et.nn.Parameter(np.zeros((2, 3), np.float32)).requires_grad
@@ -34,7 +44,8 @@ class Parameter(ExTensor):
     def __init__(
         self, data: Any, dtype: DTypeLike | None = None, *, device: str | None = None
     ) -> None:
-        super().__init__(data, dtype, device=device, requires_grad=True)
+        values, device = _values(data, device)
+        super().__init__(values, dtype, device=device, requires_grad=True)
 
 
 class Buffer(ExTensor):
@@ -43,9 +54,10 @@ class Buffer(ExTensor):
     It moves with the module and is part of its ``state_dict``.
 
     Args:
-        data: what `ExTensor` takes, blocked dtypes included.
+        data: what `ExTensor` takes, blocked dtypes included, or a tensor, whose values are copied.
         dtype: converted to this dtype.
-        device: ``"cpu"`` or ``"cuda"``; None is EXTENSOR_DEVICE, and the CPU without it.
+        device: ``"cpu"`` or ``"cuda"``; None is a tensor's own, else EXTENSOR_DEVICE, and the CPU
+            without it.
 
     >>> norm = et.nn.BatchNorm2d(8)
     >>> isinstance(norm.running_mean, et.nn.Buffer), norm.running_mean.requires_grad
@@ -57,7 +69,8 @@ class Buffer(ExTensor):
     def __init__(
         self, data: Any, dtype: DTypeLike | None = None, *, device: str | None = None
     ) -> None:
-        super().__init__(data, dtype, device=device)
+        values, device = _values(data, device)
+        super().__init__(values, dtype, device=device)
 
     def assign_(self, array: Any) -> ExTensor:
         """Replace the data; a `checkpoint` that runs takes note of the values before.

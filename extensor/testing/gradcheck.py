@@ -28,6 +28,10 @@ __all__ = ["gradcheck", "gradgradcheck"]
 _UNIT = 2.0**-53
 _ROUNDINGS = 64  # units per term of s, for chains of some dozens of operations
 _STEP = 2.0**-17  # about the cube root of the unit, where both parts of the error are small
+_LEFT = (
+    "The result does not depend on the inputs: x.numpy(), x.detach(), et.no_grad() and functions "
+    "of other libraries leave the graph"
+)
 _LOOSE = 1e-5  # a bound above this share of the terms' magnitude checks nothing
 
 Function = Callable[..., Any]
@@ -128,7 +132,11 @@ def _check_direction(
     leaves = [_leaf(x) if i in moved else x for i, x in enumerate(points)]
     outputs = _outputs(f(*leaves))
     if not outputs:
-        raise TypeError("gradcheck: expected a function that gives float64 tensors")
+        raise TypeError(
+            "gradcheck: expected a function that gives float64 tensors, got none; a quantized or "
+            "float32 step in it rounds away the differences that the check measures. The gradient "
+            "of quantization is the identity by definition (straight-through)"
+        )
     weights = [ExTensor(rng.normal(size=y.shape)) for y in outputs]
     directions = {i: rng.normal(size=points[i].shape) for i in moved}
     total = _weighted(outputs, weights)
@@ -156,9 +164,10 @@ def _check_direction(
     ))  # fmt: skip
     bound = abs(wide_slope - slope) + _ROUNDINGS * _UNIT * (scale + size) / _STEP
     if not abs(analytic - slope) <= bound:
+        left = "" if total.requires_grad else f". {_LEFT}"
         raise AssertionError(
             f"gradcheck: the gradient says {analytic!r}, central differences {slope!r}; they "
-            f"differ by {abs(analytic - slope):.3g}, the error bound is {bound:.3g}"
+            f"differ by {abs(analytic - slope):.3g}, the error bound is {bound:.3g}{left}"
         )
     if bound > _LOOSE * max(scale, size, 1.0):
         raise AssertionError(

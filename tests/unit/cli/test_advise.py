@@ -18,6 +18,7 @@ from extensor import cli
 from extensor.cli.advise import DEFAULT_FORMATS, Measured, advise, candidates
 from extensor.inspect.health import MANY_FLUSHED, MANY_SATURATED
 from extensor.io import load_checkpoint, save_checkpoint
+from extensor.io.stored import convert
 
 pytestmark = pytest.mark.host
 
@@ -89,6 +90,19 @@ def test_each_kind_gets_its_advice(capsys: pytest.CaptureFixture[str], weights: 
     assert "NaN" in rows["blocks.2.weight"]["reason"]
     assert "no signal" in rows["blocks.3.weight"]["reason"]
     assert rows["lm_head.weight"]["measured"] and not rows["blocks.1.bias"]["measured"]
+
+
+def test_weights_in_another_programs_blocks_are_known(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    weight = et.randn(32, 64, seed=0).numpy()
+    save_checkpoint(tmp_path / "w.safetensors", {"model.layers.0.q_proj.weight": weight})
+    convert(tmp_path / "w.safetensors", tmp_path / "nv", "compressed-tensors-nvfp4")
+    rows = advised(capsys, tmp_path / "nv")["by name"]
+    assert {name: row["kind"] for name, row in rows.items()} == {
+        "model.layers.0.q_proj.weight": "quantized"
+    }
+    assert "in blocks already, and left so: 1 of 1" in run(capsys, tmp_path / "nv")
 
 
 def test_figures_are_those_of_the_library(
@@ -197,7 +211,7 @@ def test_what_it_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "no such file or folder" in fails(capsys, tmp_path / "none.safetensors")
     assert "found neither" in fails(capsys, tmp_path)
     (tmp_path / "x.bin").write_bytes(b"")
-    assert "expected a file that ends in" in fails(capsys, tmp_path / "x.bin")
+    assert "expected 8 bytes and a header" in fails(capsys, tmp_path / "x.bin")
     np.savez(tmp_path / "empty.npz")
     assert "expected tensors, found none" in fails(capsys, tmp_path / "empty.npz")
     np.save(tmp_path / "x.npy", np.ones((4, 32), np.float32))

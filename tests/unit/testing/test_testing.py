@@ -47,6 +47,15 @@ def test_gradcheck_catches_a_gradient_that_stops() -> None:
         gradcheck(lambda a: a * a.detach(), x)
 
 
+def test_gradcheck_says_why_a_gradient_is_missing() -> None:
+    """A function through numpy leaves the graph; one that quantizes gives no float64."""
+    x = et.randn(4, seed=0, dtype="float64")
+    with pytest.raises(AssertionError, match=r"0\.0, central.*leave the graph"):
+        gradcheck(lambda a: et.ExTensor(np.sin(a.numpy())), x)
+    with pytest.raises(TypeError, match="got none; a quantized or float32 step"):
+        gradcheck(lambda a: a.to_mxfp4().dequantize(), x)
+
+
 def test_gradgradcheck_catches_a_second_derivative_that_stops() -> None:
     x = et.randn(3, seed=0, dtype="float64")
 

@@ -152,7 +152,7 @@ def test_a_run_from_start_to_finish(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*SMALL, "--out", out]) == 2
     assert "holds this very run, finished" in capsys.readouterr().err
     assert main([*SMALL, "--out", out, "--lr", "0.5"]) == 2
-    assert "another configuration" in capsys.readouterr().err
+    assert "another configuration (lr: 0.02 there, 0.5 here)" in capsys.readouterr().err
     assert main(["mlp", "--out", out, "--resume"]) == 0
     assert "is finished: accuracy" in capsys.readouterr().out
     assert main(["mlp", "--out", out, "--resume", "--lr", "0.5"]) == 2
@@ -261,3 +261,24 @@ def test_compare_reports_runs_that_fail(tmp_path: Path, capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     assert "run fp32-s0 failed (exit code 2)" in text
     assert "expected at most the 96 training images, got 97" in text
+
+
+def test_finished_runs_are_set_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main([*SMALL, "--out", str(one)]) == 0
+    assert main([*SMALL, "--out", str(two), "--recipe", "mxfp4_all"]) == 0
+    capsys.readouterr()
+    assert main(["compare", str(one), str(two)]) == 0
+    rows = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert rows["run"][1:] == ["one", "two"]
+    assert rows["recipe"][1:] == ["fp32", "mxfp4_all"]
+    assert "lr" not in rows and "seed" not in rows
+    losses = [json.loads((run / "result.json").read_text())["loss"] for run in (one, two)]
+    assert rows["test loss"][2:] == [f"{loss:.4f}" for loss in losses]
+    assert main(["compare", str(one)]) == 2
+    assert "two or more folders of runs" in capsys.readouterr().err
+    (two / "result.json").unlink()
+    assert main(["compare", str(one), str(two)]) == 2
+    assert f"extensor train mlp --out {two} --resume" in capsys.readouterr().err
