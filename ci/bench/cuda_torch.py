@@ -208,15 +208,30 @@ def _plain_operator() -> Any:
     return ops.linear, clocked
 
 
+class _Function(torch.autograd.Function):
+    """The same as an autograd function: the least that a layer written in Python costs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
 def without_primitives(call: Callable[[], Any]) -> Callable[[], Any]:
     """The call while the primitives of `extensor.torch` make their results and compute nothing."""
     from extensor.torch import operators
+    from extensor_cuda.runtime.memory import empty
 
     def forward(backend: Any, x: Any, *rest: Any, **more: Any) -> Any:
-        return backend.xp.empty(x.shape, x.dtype), operators._NOTHING
+        return empty(backend.xp, x.shape, x.dtype), operators._NOTHING
 
     def gradients(backend: Any, g: Any, out: None, given: Any, *rest: Any) -> Any:
-        return [*(backend.xp.empty(a.shape, a.dtype) for a in given), None]
+        return [*(empty(backend.xp, a.shape, a.dtype) for a in given), None]
 
     def run() -> None:
         before = operators._LINEAR, operators._linear_vjp
@@ -251,6 +266,7 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
     calls: dict[str, Callable[[], Any]] = {
         "torch.nn.Linear": lambda: plain(x).backward(g),
         "a custom operator": lambda: operator(x, plain.weight).backward(g),
+        "an autograd function": lambda: _Function.apply(x, plain.weight).backward(g),
         "a custom operator and a clock": lambda: clocked(x, plain.weight, clock)[0].backward(g),
         "extensor.torch, mxfp4": lambda: layer(x).backward(g),
         "extensor's own, mxfp4": own,

@@ -6,7 +6,7 @@ of ml_dtypes, so a bfloat16 tensor passes as 16-bit integers that are relabelled
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from extensor.backends import registry
 from extensor.backends.protocol import Backend
 
-__all__ = ["DEVICES", "DTYPES", "backend_of", "check_tensor", "on_stream", "to_array", "to_tensor"]
+__all__ = ["DEVICES", "DTYPES", "OnCpu", "check_tensor", "on_device", "to_array", "to_tensor"]
 
 Array = Any
 
@@ -31,7 +31,6 @@ DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 DEVICES = ("cpu", "cuda")
 
 _BFLOAT16 = DTYPES[torch.bfloat16]
-_NOWHERE: AbstractContextManager[Any] = nullcontext()
 _CPU = registry.get("cpu")
 
 
@@ -105,22 +104,6 @@ def _cuda() -> Any:
     return cuda
 
 
-def backend_of(tensor: torch.Tensor) -> Backend:
-    """The backend of a tensor's device."""
-    return registry.get(tensor.device.type) if tensor.is_cuda else _CPU
-
-
-def on_stream(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """A context in which kernels run on torch's current stream, in memory of torch's allocator.
-
-    It gives None on the CPU, else `extensor.torch.cuda.OnStream`.
-    """
-    if not tensor.is_cuda:
-        return _NOWHERE
-    used: AbstractContextManager[Any] = _cuda().on_stream(tensor.device)
-    return used
-
-
 def to_array(tensor: torch.Tensor) -> Array:
     """The tensor's memory as an array of its device's backend.
 
@@ -130,8 +113,10 @@ def to_array(tensor: torch.Tensor) -> Array:
     >>> t
     tensor([7., 0., 0.])
     """
-    if tensor.is_cuda:
-        return _cuda().to_array(tensor)
+    return _cuda().to_array(tensor) if tensor.is_cuda else _to_numpy(tensor)
+
+
+def _to_numpy(tensor: torch.Tensor) -> Array:
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), _NUMPY[tensor.dtype])
     array = np.asarray(_Memory(tensor))
@@ -145,11 +130,55 @@ def to_tensor(array: Array) -> torch.Tensor:
     >>> to_tensor(np.ones(2, np.float32))
     tensor([1., 1.])
     """
-    if not isinstance(array, np.ndarray):
-        made: torch.Tensor = _cuda().to_tensor(array)
-        return made
+    if isinstance(array, np.ndarray):
+        return _of_numpy(array)
+    made: torch.Tensor = _cuda().to_tensor(array)
+    return made
+
+
+def _of_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(array)
     if array.dtype == _BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+class OnCpu:
+    """A context for kernels on the CPU.
+
+    Attributes:
+        backend: the device's.
+        capturing: whether torch captures a graph.
+        to_array: `to_array` of a tensor on the device.
+        to_tensor: `to_tensor` of an array of the device's.
+    """
+
+    backend: Backend = _CPU
+    capturing = False
+    to_array = staticmethod(_to_numpy)
+    to_tensor = staticmethod(_of_numpy)
+
+    def __enter__(self) -> OnCpu:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def clock(self, reading: torch.Tensor | int) -> None:
+        """A layer's clock as kernels read it: the CPU's are told the number."""
+
+
+_ON_CPU = OnCpu()
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """A context for kernels on a tensor's device.
+
+    It gives `OnCpu`, or `extensor.torch.cuda.OnStream`, within which they run on torch's current
+    stream, in memory of torch's allocator.
+    """
+    if not tensor.is_cuda:
+        return _ON_CPU
+    used: AbstractContextManager[Any] = _cuda().OnStream(tensor.device)
+    return used

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from extensor.autograd.tensor import ExTensor, wrap
+from extensor.backends import registry
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -89,9 +90,8 @@ class BlockedTensor:
         """
         if dtype not in arrays.DTYPES:
             raise TypeError(f"dequantize: expected float32, bfloat16 or float16, got {dtype}")
-        with arrays.on_stream(self.codes):
-            backend = arrays.backend_of(self.codes)
-            values = backend.dequantize(self._stored(), str(dtype).removeprefix("torch."))
+        with arrays.on_device(self.codes) as place:
+            values = place.backend.dequantize(self._stored(), str(dtype).removeprefix("torch."))
             return to_tensor(values)
 
     def to_extensor(self) -> ExTensor:
@@ -104,7 +104,7 @@ class BlockedTensor:
         >>> ext.to_blocked(torch.ones(2, 32), "mxfp4").to_extensor().dtype
         extensor.mxfp4
         """
-        return wrap(self._stored(), arrays.backend_of(self.codes))
+        return wrap(self._stored(), registry.get(self.device.type))
 
     def to(self, device: torch.device | str) -> BlockedTensor:
         """All parts on a device.
@@ -172,9 +172,9 @@ def to_blocked(
         needs = "needs" if seed is None else "takes no"
         raise ValueError(f"to_blocked: rounding={spec.rounding!r} {needs} seed")
     resolved, stream = _resolved(spec, tensor.ndim), None if seed is None else Stream(seed)
-    with arrays.on_stream(tensor) as on_gpu:
-        backend, array = arrays.backend_of(tensor), to_array(tensor)
-        if on_gpu is not None and on_gpu.capturing:
+    with arrays.on_device(tensor) as place:
+        backend, array = place.backend, to_array(tensor)
+        if place.capturing:
             _check_replayed(backend, array, resolved, stream)
         stored, _ = backend.quantize(array, resolved, stream)
         parts = {name: to_tensor(part) for name, part in stored.parts.items()}

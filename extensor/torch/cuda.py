@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import cupy
@@ -26,7 +26,7 @@ from extensor.torch.handles import layer_count
 from extensor_cuda.runtime.counters import CAPTURED, Reserve
 from extensor_cuda.runtime.memory import ALLOCATORS, allocate
 
-__all__ = ["OnStream", "on_stream", "to_array", "to_tensor"]
+__all__ = ["OnStream", "to_array", "to_tensor"]
 
 Array = Any
 
@@ -50,40 +50,98 @@ _LAYER = 12 << 9
 
 
 _is_capturing = torch._C._cuda_isCurrentStreamCapturing
+_get_device = cupy.cuda.runtime.getDevice
+_get_allocator = cupy.cuda.memory._get_thread_local_allocator
+_set_allocator = cupy.cuda.memory._set_thread_local_allocator
+_pointer, _array, _Unowned = cupy.cuda.MemoryPointer, cupy.ndarray, cupy.cuda.UnownedMemory
 
 
-class _Memory(cupy.cuda.UnownedMemory):  # type: ignore[misc]
-    """A tensor's memory, as cupy names it."""
+@cache
+def _backend() -> Any:
+    return registry.get("cuda")
 
-    def __init__(self, tensor: torch.Tensor, size: int) -> None:
-        super().__init__(tensor.data_ptr(), size, tensor, tensor.get_device())
-        self.tensor = tensor
+
+class _Made(cupy.cuda.UnownedMemory):  # type: ignore[misc]
+    """The memory of a contiguous tensor that was made for cupy: its ``_owner``."""
+
+    __slots__ = ()
+
+
+def _memory_of(tensor: torch.Tensor, kind: Any = _Made) -> Any:
+    """A pointer to a contiguous tensor's memory, which it keeps alive."""
+    return _pointer(kind(tensor.data_ptr(), tensor.nbytes, tensor, tensor.get_device()), 0)
+
+
+def to_array(tensor: torch.Tensor) -> Array:
+    """See `extensor.torch.arrays.to_array`."""
+    dtype = _DTYPES[tensor.dtype]
+    if tensor.is_contiguous():  # most are; cupy then needs no strides
+        return _array(tensor.shape, dtype, _memory_of(tensor, _Unowned))
+    item = dtype.itemsize
+    strides = tuple([step * item for step in tensor.stride()])
+    size = item + sum([(n - 1) * s for n, s in zip(tensor.shape, strides, strict=True) if n])
+    memory = _Unowned(tensor.data_ptr(), size, tensor, tensor.get_device())
+    return _array(tensor.shape, dtype, _pointer(memory, 0), strides)
+
+
+def to_tensor(array: Array) -> torch.Tensor:
+    """See `extensor.torch.arrays.to_tensor`."""
+    if not array.flags.c_contiguous:
+        array = cupy.ascontiguousarray(array)
+    dtype, memory = _TENSOR_DTYPES[array.dtype], array.data.mem
+    if isinstance(memory, _Made):
+        tensor: torch.Tensor = memory._owner
+        if array.nbytes != memory.size:  # a small result would keep a whole chunk
+            start = array.data.ptr - memory.ptr
+            tensor = tensor.view(-1).view(torch.uint8)[start : start + array.nbytes].clone()
+        if tensor.dtype is not dtype:
+            tensor = tensor.view(-1).view(dtype)
+        return tensor if tensor.shape == array.shape else tensor.view(array.shape)
+    made = torch.utils.dlpack.from_dlpack(
+        array.view(np.int16) if dtype is torch.bfloat16 else array
+    )
+    return made.view(dtype)
 
 
 class OnStream:
     """A context: cupy's current device, stream and allocator are torch's.
 
     Attributes:
+        backend: that of GPUs.
         capturing: whether torch captures a graph on the stream.
+        to_array: see `extensor.torch.arrays.OnCpu`.
+        to_tensor: likewise.
     """
 
+    __slots__ = (
+        "_before", "_chunk", "_device", "_index", "_others", "_stream", "_used",
+        "backend", "capturing",
+    )  # fmt: skip
+    to_array = staticmethod(to_array)
+    to_tensor = staticmethod(to_tensor)
+
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        # Made at its first use, which cupy refuses under another allocator.
+        self.backend = _backend()
+        self._device = device
         self._index = device.index or 0
-        self._chunk: _Memory | None = None
+        self._chunk: Any = None
         self._used = 0
-        self._fallback = ALLOCATORS.fallback
 
     def __enter__(self) -> OnStream:
         self.capturing = _is_capturing()
-        self._before = cupy.cuda.runtime.getDevice()
+        self._before = _get_device()
         if self._before != self._index:
             cupy.cuda.runtime.setDevice(self._index)
-        self._stream = _stream(torch._C._cuda_getCurrentRawStream(self._index), self._index)
-        self._memory = cupy.cuda.using_allocator(self._allocate)
-        self._memory.__enter__()
-        self._stream.__enter__()
-        ALLOCATORS.fallback = _FALLBACK
+        current = torch._C._cuda_getCurrentRawStream(self._index)
+        self._stream = None
+        if cupy.cuda.get_current_stream().ptr != current:
+            self._stream = _stream(current, self._index)
+            self._stream.__enter__()
+        # What cupy.cuda.using_allocator does, at a third of its time.
+        self._others = _get_allocator(), ALLOCATORS.fallback
+        _set_allocator(self._allocate)
+        ALLOCATORS.fallback, ALLOCATORS.empty = _FALLBACK, self._empty
         counts = counts_of(self._index)
         if self.capturing:  # cudaMalloc is not allowed in a capture
             CAPTURED.capture = CapturedPass(counts)
@@ -94,10 +152,11 @@ class OnStream:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        ALLOCATORS.lasting, CAPTURED.capture = nullcontext, None
-        ALLOCATORS.fallback = self._fallback
-        self._stream.__exit__(*error)
-        self._memory.__exit__(*error)
+        ALLOCATORS.lasting, ALLOCATORS.empty, CAPTURED.capture = nullcontext, None, None
+        allocator, ALLOCATORS.fallback = self._others
+        _set_allocator(allocator)
+        if self._stream is not None:
+            self._stream.__exit__(*error)
         if self._before != self._index:
             cupy.cuda.runtime.setDevice(self._before)
 
@@ -107,19 +166,27 @@ class OnStream:
 
     def _allocate(self, size: int) -> Any:
         if size > _SMALL:
-            return cupy.cuda.MemoryPointer(self._of_torch(size), 0)
+            return self._of_torch(size)
         if self._chunk is None or self._used + size > _CHUNK:
             self._chunk, self._used = self._of_torch(_CHUNK), 0
         start, self._used = self._used, self._used + -(-size // _ALIGNED) * _ALIGNED
-        return cupy.cuda.MemoryPointer(self._chunk, start)
+        return self._chunk + start
+
+    def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """See `extensor_cuda.runtime.memory.empty`: a tensor's memory, for `to_tensor`."""
+        kind = _TENSOR_DTYPES.get(dtype)
+        if kind is None:
+            return cupy.empty(shape, dtype)
+        made = torch.empty(shape, dtype=kind, device=self._device)
+        return _array(shape, dtype, _memory_of(made))
 
     def _reserved(self, size: int) -> Any:
         """What outlives a captured pass."""
         taken = counts_of(self._index).take(-(-size // _ALIGNED) * _ALIGNED // 8)
         return self._allocate(size) if taken is None else taken.data
 
-    def _of_torch(self, size: int) -> _Memory:
-        return _Memory(torch.empty(size, dtype=torch.uint8, device=self.device), size)
+    def _of_torch(self, size: int) -> Any:
+        return _memory_of(torch.empty(size, dtype=torch.uint8, device=self._device))
 
 
 class CapturedCounts:
@@ -200,8 +267,7 @@ class CapturedPass:
 @lru_cache(maxsize=64)
 def counts_of(device: int) -> CapturedCounts:
     """What captured passes on a device count with."""
-    backend: Any = registry.get("cuda")
-    return CapturedCounts(backend.reserve)
+    return CapturedCounts(_backend().reserve)
 
 
 def _of_cupy() -> AbstractContextManager[Any]:
@@ -223,39 +289,3 @@ class _TorchStream:
 @lru_cache(maxsize=256)
 def _stream(pointer: int, device: int) -> Any:
     return cupy.cuda.Stream.from_external(_TorchStream(pointer))
-
-
-def on_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """See `extensor.torch.arrays.on_stream`."""
-    registry.get("cuda")  # made at its first use, which cupy refuses under another allocator
-    return OnStream(device)
-
-
-def to_array(tensor: torch.Tensor) -> Array:
-    """See `extensor.torch.arrays.to_array`."""
-    dtype = _DTYPES[tensor.dtype]
-    item = dtype.itemsize
-    if tensor.is_contiguous():  # most are; cupy then needs no strides
-        memory = _Memory(tensor.detach(), item * (tensor.numel() or 1))
-        return cupy.ndarray(tuple(tensor.shape), dtype, cupy.cuda.MemoryPointer(memory, 0))
-    strides = tuple([step * item for step in tensor.stride()])
-    size = item + sum([(n - 1) * s for n, s in zip(tensor.shape, strides, strict=True) if n])
-    memory = cupy.cuda.MemoryPointer(_Memory(tensor.detach(), size), 0)
-    return cupy.ndarray(tuple(tensor.shape), dtype, memory, strides)
-
-
-def to_tensor(array: Array) -> torch.Tensor:
-    """See `extensor.torch.arrays.to_tensor`."""
-    if not array.flags.c_contiguous:
-        array = cupy.ascontiguousarray(array)
-    dtype, memory = _TENSOR_DTYPES[array.dtype], array.data.mem
-    if isinstance(memory, _Memory) and memory.tensor.dtype is torch.uint8:
-        if memory.tensor.numel() == array.nbytes:
-            return memory.tensor.view(dtype).view(array.shape)
-        start = array.data.ptr - memory.ptr
-        held = memory.tensor[start : start + array.nbytes].view(dtype).view(array.shape)
-        return held.clone()  # a small result would keep a whole chunk
-    made = torch.utils.dlpack.from_dlpack(
-        array.view(np.int16) if dtype is torch.bfloat16 else array
-    )
-    return made.view(dtype)

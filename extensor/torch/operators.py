@@ -25,7 +25,7 @@ from extensor.ops.recipe_operands import Input, SavedOperands
 from extensor.quant.recipe import FloatName
 from extensor.quant.recipe_state import LayerContext
 from extensor.torch import arrays, saved
-from extensor.torch.arrays import DTYPES, to_array, to_tensor
+from extensor.torch.arrays import DTYPES
 from extensor.torch.clock import read_clock
 from extensor.torch.layer import ClockedContext, LayerHandle, layer_of
 
@@ -70,19 +70,18 @@ class Pass:
     traced: bool = False
     made: ClockedContext | None = None
 
-    def context(self, stream: Any) -> LayerContext:
-        """The layer's context; ``stream`` is what `on_stream` gave."""
+    def context(self, place: Any) -> LayerContext:
+        """The layer's context; ``place`` is what `on_device` gave."""
         if self.made is None:
             activations: FloatName = "bfloat16" if self.dtype is torch.bfloat16 else "float32"
-            clock = None if stream is None or self.clock is None else stream.clock(self.clock)
+            clock = None if self.clock is None else place.clock(self.clock)
             self.made = self.layer.at(self.clock, clock, activations)
-        self.made.capturing = stream is not None and stream.capturing
+        self.made.capturing = place.capturing
         return self.made
 
-    def weight(self, weight: Tensor, stream: Any) -> Any:
+    def weight(self, weight: Tensor, place: Any) -> Any:
         """See `LayerHandle.weight`."""
-        keep = self.keep and (stream is None or not stream.capturing)
-        return self.layer.weight(weight, keep)
+        return self.layer.weight(weight, self.keep and not place.capturing)
 
 
 class Product(NamedTuple):
@@ -104,22 +103,28 @@ class Product(NamedTuple):
     shape: Callable[..., tuple[int, ...]]
 
 
+def _result(array: Any, dtype: torch.dtype, place: Any) -> Tensor:
+    """A result as a tensor of a dtype; ``place`` is what `on_device` gave."""
+    of = DTYPES[dtype]
+    if array.dtype != of:
+        array = place.backend.cast(array, of)
+    made: Tensor = place.to_tensor(array)
+    return made
+
+
 def _gradients(
-    found: Sequence[Any], given: Sequence[Any], x: Tensor, weight: Tensor, of_bias: torch.dtype
+    found: Sequence[Any],
+    given: Sequence[Any],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    place: Any,
 ) -> list[Tensor | None]:
     """The gradients that there are, in their inputs' dtypes and in memory of their own."""
-    cast = arrays.backend_of(x).cast
     made: list[Tensor | None] = []
-    for gradient, dtype in zip(found, (x.dtype, weight.dtype, of_bias), strict=True):
-        if gradient is None:
-            made.append(None)
-            continue
-        if gradient.dtype != DTYPES[dtype]:
-            gradient = cast(gradient, DTYPES[dtype])
+    for gradient, dtype in zip(found, dtypes, strict=True):
         for array in given:
             if gradient is array:
                 gradient = gradient.copy()
-        made.append(to_tensor(gradient))
+        made.append(None if gradient is None else _result(gradient, dtype, place))
     return made
 
 
@@ -127,21 +132,21 @@ def _gradients(
 
 
 def _linear(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
-    with arrays.on_stream(x) as stream:
-        backend = arrays.backend_of(x)
-        w, version = call.weight(weight, stream)
-        context = call.context(stream)
-        start = () if bias is None else (to_array(bias),)
+    with arrays.on_device(x) as place:
+        backend = place.backend
+        w, version = call.weight(weight, place)
+        context = call.context(place)
+        start = () if bias is None else (place.to_array(bias),)
         saves = call.saves & saved.savable(call.layer.number) if call.saves else 0
         given = _SAVED if saves & saved.INPUT else _NOT_SAVED
         before, MODE.enabled = MODE.enabled, saves > 0
         try:
             out, made = _LINEAR.forward(
-                backend, to_array(x), w, *start, context=context, version=version, given=given
+                backend, place.to_array(x), w, *start, context=context, version=version, given=given
             )
         finally:
             MODE.enabled = before
-        result = to_tensor(backend.cast(out, DTYPES[call.dtype]))
+        result = _result(out, call.dtype, place)
         if not saves:
             return result, _NONE_SAVED
         return result, saved.to_tensors(made)
@@ -156,16 +161,16 @@ def _linear_grad(
     needs: Sequence[bool],
     of_bias: torch.dtype,
 ) -> list[Tensor | None]:
-    with arrays.on_stream(x) as stream:
-        backend = arrays.backend_of(x)
-        w, version = call.weight(weight, stream)
-        context = call.context(stream)
-        given = to_array(g), to_array(x), w
+    with arrays.on_device(x) as place:
+        backend = place.backend
+        w, version = call.weight(weight, place)
+        context = call.context(place)
+        given = place.to_array(g), place.to_array(x), w
         made = _NOTHING
         if kept[0] is not None or kept[1] is not None:
             made = saved.restored(kept, context, given[1:], backend, not call.traced)
         found = _linear_vjp(backend, given[0], None, given[1:], needs, context, made, version)
-        return _gradients(found, given, x, weight, of_bias)
+        return _gradients(found, given, (x.dtype, weight.dtype, of_bias), place)
 
 
 def _linear_shape(x: Tensor, weight: Tensor) -> tuple[int, ...]:
@@ -181,18 +186,18 @@ def _window(weight: Tensor, *pairs: Sequence[int]) -> Window:
 
 
 def _conv2d(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
-    with arrays.on_stream(x) as stream:
-        backend = arrays.backend_of(x)
+    with arrays.on_device(x) as place:
+        backend = place.backend
         *pairs, groups = call.window
-        operands = (to_array(t) for t in (x, weight, bias) if t is not None)
+        operands = (place.to_array(t) for t in (x, weight, bias) if t is not None)
         out, _ = _CONV2D.forward(
             backend,
             *(backend.cast(operand, _FLOAT32) for operand in operands),
-            context=call.context(stream),
+            context=call.context(place),
             window=_window(weight, *pairs),
             groups=groups,
         )
-        return to_tensor(backend.cast(out, DTYPES[call.dtype])), _NONE_SAVED
+        return _result(out, call.dtype, place), _NONE_SAVED
 
 
 def _conv2d_grad(
@@ -204,14 +209,14 @@ def _conv2d_grad(
     needs: Sequence[bool],
     of_bias: torch.dtype,
 ) -> list[Tensor | None]:
-    with arrays.on_stream(x) as stream:
-        backend = arrays.backend_of(x)
+    with arrays.on_device(x) as place:
+        backend = place.backend
         *pairs, groups = call.window
-        window, context = _window(weight, *pairs), call.context(stream)
-        given = [backend.cast(to_array(t), _FLOAT32) for t in (g, x, weight)]
+        window, context = _window(weight, *pairs), call.context(place)
+        given = [backend.cast(place.to_array(t), _FLOAT32) for t in (g, x, weight)]
         options = context, window, groups, _NOTHING
         found = _conv2d_vjp(backend, given[0], None, given[1:], needs, *options)
-        return _gradients(found, given, x, weight, of_bias)
+        return _gradients(found, given, (x.dtype, weight.dtype, of_bias), place)
 
 
 def _conv2d_shape(x: Tensor, weight: Tensor, *window: Any) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ALLOCATORS", "PoolLog", "allocate", "lasting"]
+__all__ = ["ALLOCATORS", "PoolLog", "allocate", "empty", "lasting"]
 
 
 def allocate(cupy: Any, pool: Any, size: int) -> Any:
@@ -65,15 +65,23 @@ class PoolLog:
 
 class _Allocators(threading.local):
     lasting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    empty: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None
     fallback: int = 1 << 25
 
 
 ALLOCATORS = _Allocators()
-"""Of this thread: another program whose allocator serves for a while sets ``lasting``, and how many
-bytes an operand of a product's fallback may take, which is seldom needed: fewer take more launches.
+"""Of this thread: another program whose allocator serves for a while sets ``lasting``, ``empty``,
+and how many bytes an operand of a product's fallback may take, which is seldom needed: fewer take
+more launches.
 """
 
 
 def lasting() -> AbstractContextManager[Any]:
     """A context that allocates what outlives the call, and so cannot be another program's."""
     return ALLOCATORS.lasting()
+
+
+def empty(xp: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """An array for a result, which another program whose allocator serves can take over at once."""
+    made, dtype = ALLOCATORS.empty, np.dtype(dtype)
+    return xp.empty(shape, dtype) if made is None else made(shape, dtype)

@@ -23,6 +23,7 @@ from extensor_cuda.kernels.gemm.epilogue import Epilogue, Flags, Packed, Scales,
 from extensor_cuda.kernels.gemm.requantize import Requantized, type_of
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.c_struct import structure
+from extensor_cuda.runtime.memory import empty
 
 __all__ = [
     "MAX_TERMS",
@@ -54,7 +55,7 @@ def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Array:
     """A matrix whose rows lie a multiple of 16 bytes apart, as TMA wants them."""
     item = np.dtype(dtype).itemsize
     pitch = -(-columns * item // 16) * 16 // item
-    array = xp.empty((rows, pitch), dtype=dtype)
+    array = empty(xp, (rows, pitch), dtype)
     return array if pitch == columns else array[:, :columns]
 
 

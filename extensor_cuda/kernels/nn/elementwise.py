@@ -24,6 +24,7 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.quantize.quantize import element_macros
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
+from extensor_cuda.runtime.memory import empty
 
 __all__ = [
     "KINDS",
@@ -86,7 +87,7 @@ def reads_stored(q: QuantArray) -> bool:
 
 def unary(name: str, x: Array, xp: Any, dtype: Any = None) -> Array:
     """Op ``name`` of each value of x, C-contiguous and not empty; in x's dtype unless told."""
-    out = xp.empty(x.shape, dtype=x.dtype if dtype is None else dtype)
+    out = empty(xp, x.shape, x.dtype if dtype is None else dtype)
     program = source(kind(x), kind(x), kind(out))
     launch(program, name, -(-x.size // _PART), _THREADS, x, out, np.int64(x.size))
     return out
