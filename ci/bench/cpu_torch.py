@@ -1,10 +1,12 @@
 """Layers of `extensor.torch` on the CPU, against torch in float32 and torchao's MX tensors.
 
-    python ci/bench/cpu_torch.py [--only quantize linear models overhead] [--rounds N] [--force]
+    python ci/bench/cpu_torch.py [--only quantize linear inference models overhead] [--rounds N]
 
-"quantize" packs 2048 x 2048 float32 values: `to_blocked` beside torchao's tensors, eager. "linear"
-is a linear layer's forward and backward, 512 rows of 1024 to 1024: MXFP8 beside torchao's
-`MXFP8Linear` in its emulated mode, which is the one for CPUs. "models" are training steps of
+"quantize" packs 2048 x 2048 values of either dtype: `to_blocked` beside torchao's tensors, eager.
+"linear" is a linear layer's forward and backward, 512 rows of 1024 to 1024: MXFP8 beside torchao's
+`MXFP8Linear` in its emulated mode, which is the one for CPUs. "inference" is the forward pass alone
+of a bfloat16 layer of that size whose weight stays quantized, beside torchao's inference tensors,
+emulated, too; its NVFP4 on a CPU quantizes the weight alone. "models" are training steps of
 ResNet-18 (32 images of 32 x 32) and of a small GPT (4 x 128 tokens, width 384, 6 layers) with
 AdamW, their layers torch's in float32 or under a recipe. "overhead" is a call of a layer of 32 x 32
 on 32 rows, forward and backward, beside a custom operator that only makes its result; without its
@@ -18,14 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 from ci.bench import contest
 from extensor.config import num_threads
 
-PARTS = ("quantize", "linear", "models", "overhead")
+PARTS = ("quantize", "linear", "inference", "models", "overhead")
 FORMATS = ("mxfp8_e4m3", "mxfp4", "nvfp4")
+DTYPES = ("float32", "bfloat16")
 RECIPES = ("mxfp4", "mxfp8_nvidia")
+INFERENCE = {"mxfp8_e4m3": "mxfp8_nvidia", "mxfp4": "mxfp4_nearest", "nvfp4": "nvfp4_forward"}
+"""The recipe whose forward pass has a format."""
 Work = Callable[[], None]
 
 
@@ -40,11 +46,11 @@ def _torch() -> Any:
 # --- quantize -------------------------------------------------------------------------------------
 
 
-def pack(name: str) -> Work:
+def pack(name: str, dtype: str) -> Work:
     torch = _torch()
     import extensor.torch as ext
 
-    x = torch.randn(2048, 2048)
+    x = torch.randn(2048, 2048).to(getattr(torch, dtype))
 
     def work() -> None:
         ext.to_blocked(x, name)
@@ -52,23 +58,29 @@ def pack(name: str) -> Work:
     return work
 
 
-def pack_torchao(name: str) -> Work:
+def pack_torchao(name: str, dtype: str) -> Work:
     torch = _torch()
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
-    x = torch.randn(2048, 2048)
+    x = torch.randn(2048, 2048).to(getattr(torch, dtype))
     if name == "nvfp4":
 
         def work() -> None:
             NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().amax()))
     else:
-        element = torch.float8_e4m3fn if "8" in name else torch.float4_e2m1fn_x2
+        element = _element(name)
 
         def work() -> None:
             MXTensor.to_mx(x, element, 32)
 
     return work
+
+
+def _element(name: str) -> Any:
+    import torch
+
+    return torch.float8_e4m3fn if "8" in name else torch.float4_e2m1fn_x2
 
 
 # --- linear ---------------------------------------------------------------------------------------
@@ -96,6 +108,36 @@ def linear(kind: str) -> Work:
     def work() -> None:
         layer.weight.grad = x.grad = None
         layer(x).backward(g)
+
+    return work
+
+
+def forward(name: str, recipe: str) -> Work:
+    """A layer of bfloat16 whose forward pass has a format; no recipe: torchao's."""
+    torch = _torch()
+    layer = torch.nn.Sequential(torch.nn.Linear(1024, 1024, bias=False)).to(torch.bfloat16)
+    if recipe:
+        import extensor.torch as ext
+
+        ext.quantize_(layer, recipe, rules={"*": recipe})
+    else:
+        from torchao.prototype.mx_formats import inference_workflow as torchao
+        from torchao.quantization import quantize_
+        from torchao.quantization.quantize_.common import KernelPreference
+
+        formats = {"activation_dtype": _element(name), "weight_dtype": _element(name)}
+        config: Any = torchao.NVFP4WeightOnlyConfig()
+        if name != "nvfp4":
+            emulated = KernelPreference.EMULATED
+            config = torchao.MXDynamicActivationMXWeightConfig(
+                **formats, kernel_preference=emulated
+            )
+        quantize_(layer, config)
+    x = torch.randn(512, 1024).to(torch.bfloat16)
+
+    def work() -> None:
+        with torch.no_grad():
+            layer(x)
 
     return work
 
@@ -201,15 +243,20 @@ def rows_of(part: str, rounds: int) -> list[dict[str, Any]]:
     peers = find_spec("torchao") is not None
     found = []
     if part == "quantize":
-        for name in FORMATS:
-            ours: dict[str, Any] = {"extensor.torch": (pack, (name,))}
-            both = ours | ({"torchao eager": (pack_torchao, (name,))} if peers else {})
+        for name, dtype in product(FORMATS, DTYPES):
+            ours: dict[str, Any] = {"extensor.torch": (pack, (name, dtype))}
+            both = ours | ({"torchao eager": (pack_torchao, (name, dtype))} if peers else {})
             times = contest.measure(both, rounds, 3)
-            found += _rows(times, "torchao eager", part=part, what=name)
+            found += _rows(times, "torchao eager", part=part, what=f"{name} of {dtype}")
     elif part == "linear":
         kinds = ["float32", *RECIPES, *(["torchao"] if peers else [])]
         times = contest.measure({kind: (linear, (kind,)) for kind in kinds}, rounds, 5)
         found += _rows(times, "torchao", part=part, what="512 x 1024 x 1024")
+    elif part == "inference":
+        for name, recipe in INFERENCE.items():
+            ours = {"extensor.torch": (forward, (name, recipe))}
+            both = ours | ({"torchao": (forward, (name, ""))} if peers else {})
+            found += _rows(contest.measure(both, rounds, 5), "torchao", part=part, what=name)
     elif part == "models":
         for name in ("resnet18", "gpt"):
             works: dict[str, Any] = {
