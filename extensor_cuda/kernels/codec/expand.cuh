@@ -22,22 +22,23 @@ DEVICE float grid(u32 magnitude, int mantissa, int least) {
     return __uint_as_float((field + least + 126) << 23 | part << (23 - mantissa));
 }
 
-// A block's scale in the operand; `live`: it is not NaN.
+// A block's scale in the operand, 2^shift if it is E8M0; `live`: it is not NaN.
 struct Unit {
     float value;
     bool live, small;  // small: so small that bfloat16 may lose bits
+    int shift;
 };
 
 DEVICE Unit unit_of(u32 scale, int anchor) {
 #if CODEC_UE4M3
     const bool live = scale < 0x7Fu;
-    return {live ? grid(scale, 3, -6) * power_of_two(CODEC_LIFT) : 0.0f, live, false};
+    return {live ? grid(scale, 3, -6) * power_of_two(CODEC_LIFT) : 0.0f, live, false, 0};
 #else
     const int shift = static_cast<int>(scale) - anchor + CODEC_LIFT;
     if (CODEC_FIXED)
-        return {
-            shift < -126 ? 0.5f * power_of_two(-126) : power_of_two(shift), scale != 255u, false};
-    return {power_of_two(shift < -126 ? -126 : shift), scale != 255u, shift < -126};
+        return {shift < -126 ? 0.5f * power_of_two(-126) : power_of_two(shift), scale != 255u,
+            false, shift};
+    return {power_of_two(shift < -126 ? -126 : shift), scale != 255u, shift < -126, shift};
 #endif
 }
 
@@ -67,9 +68,19 @@ struct Table {
     u32 low[2], high[2];
 };
 
+constexpr bool kFp4InE5M2 = CODEC_EXPAND_TO == 1 && CODEC_IS_FLOAT && !CODEC_UE4M3;
+constexpr int kNormalShift = 13;  // up to which 0.5 and 6 are normal numbers of E5M2, both ways
+
 template <bool kPlain>
 DEVICE Table table_of(u32 scale, const Unit& unit, bool& lost) {
     Table t = {{0, 0}, {0, 0}};
+    if (kFp4InE5M2 && unit.live &&
+        static_cast<u32>(unit.shift + kNormalShift) <= 2 * kNormalShift) {
+        // 0, 0.5, 1, 1.5; 2, 3, 4, 6, with the scale added to their exponents
+        const u32 by = static_cast<u32>(unit.shift) << kOutMantissa;
+        t.low[0] = 0x3E3C3800u + by * 0x01010100u, t.low[1] = 0x46444240u + by * 0x01010101u;
+        return t;
+    }
 #if CODEC_FIXED && !CODEC_UE4M3
     if (kPlain ||
         is_plain(scale)) {  // 0, 0.5; 1, 1.5; 2, 3; 4, 6, with the scale added to their exponents

@@ -200,6 +200,19 @@ def test_the_window_is_as_stated_and_zero_blocks_do_not_count(
             np.testing.assert_array_equal(values_of(got), operand_values(q))
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_every_fp4_code_is_held_under_every_scale_of_the_window(xp: Any, axis: int) -> None:
+    spec = QuantSpec("mxfp4", axis=axis).resolve(2)
+    q = reference.quantize(np.ones((29, 32) if axis else (32, 29), dtype=np.float32), spec)[0]
+    pairs = np.arange(16, dtype=np.uint8) % 8 * 0x22 + 0x10  # codes 0, 1; 2, 3; to 14, 15
+    q.codes[...] = np.expand_dims(pairs, 1 - axis)
+    q.scales[...] = 200 - np.arange(29, dtype=np.uint8).reshape(q.scales.shape)
+    flag = xp.zeros(1, dtype=np.uint32)
+    got = expand(sent(q, xp), "e5m2", flag, xp)
+    assert not int(flag[0]) and len(np.unique(operand_values(q)[0])) == 15
+    np.testing.assert_array_equal(values_of(got), operand_values(q))
+
+
 def test_nvfp4_exact_window(xp: Any) -> None:
     """1.25 is held over 12 binades, 1 over 15 and 1.5 over 13, as far as the scales go."""
     spec = QuantSpec("nvfp4_fp8exact", axis=1).resolve(2)
