@@ -83,7 +83,8 @@ def as_data(data: Any, dtype: DType | None, xp: Any = np) -> Any:
         narrow = {np.dtype(np.float64): float32, np.dtype(np.complex128): complex64}
         dtype = None if _holds_arrays(data) else narrow.get(array.dtype)
         data = array
-    return xp.array(data, dtype=dtype.numpy if dtype else None)
+    with np.errstate(over="ignore", invalid="ignore"):  # an overflow is Inf, as of astype
+        return xp.array(data, dtype=dtype.numpy if dtype else None)
 
 
 def _holds_arrays(data: Any) -> bool:
@@ -118,7 +119,8 @@ class CreationMethods(Generic[Tensor]):
     ) -> Tensor:
         """A tensor of ``dtype`` around a fresh array that was made in ``compute_dtype(dtype)``."""
         if dtype.numpy is not None and data.dtype != dtype.numpy:
-            data = data.astype(dtype.numpy)
+            with np.errstate(over="ignore", invalid="ignore"):  # as of astype
+                data = data.astype(dtype.numpy)
         tensor: Any = cls._wrap(data, registry.get(device))
         if dtype.is_blocked:
             tensor = tensor.to(dtype)

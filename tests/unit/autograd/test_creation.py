@@ -63,6 +63,21 @@ def test_an_empty_tensor_of_16_bits_is_no_cast_of_old_memory(
     assert not et.empty((4,), dtype=dtype).numpy().any()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: et.ExTensor([1e6, -1e6], dtype="float16"),
+        lambda: et.asarray(np.float64([1e6, -1e6]), dtype="float16"),
+        lambda: et.full((2,), 1e6, dtype="float16") * et.ExTensor([1.0, -1.0], dtype="float16"),
+        lambda: et.linspace(1e6, -1e6, 2, dtype="float16"),
+        lambda: et.arange(1e6, -2e6, -2e6, dtype="float16"),
+    ],
+)
+def test_numbers_beyond_a_float_are_infinite_as_of_a_cast(make: Any) -> None:
+    """Without numpy's warning, which the operations do not give either."""
+    np.testing.assert_array_equal(make().numpy(), np.float16([np.inf, -np.inf]))
+
+
 @pytest.mark.parametrize("make", [et.rand, et.randn])
 def test_a_shape_and_more_sizes_are_refused(make: Any) -> None:
     with pytest.raises(TypeError, match=r"expected an int or a tuple of ints, got \(\(2, 3\), 4\)"):
