@@ -11,6 +11,11 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# On a busy machine an example takes any time; what a test does not end in, pytest-timeout ends.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 pytest.register_assert_rewrite("tests.array_api", "tests.kernels")
 

@@ -438,7 +438,7 @@ def test_invalid_axes_are_index_errors() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
+@settings(max_examples=EXAMPLES, derandomize=True)
 def test_strategies_of_hypothesis(data: Any) -> None:
     """What the consortium's suite draws its arrays and keys with."""
     strategies = make_strategies_namespace(xp)

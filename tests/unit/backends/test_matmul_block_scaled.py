@@ -172,7 +172,7 @@ def test_threads_do_not_change_a_bit(variant: str, a: QuantSpec, b: QuantSpec) -
     assert len(set(results)) == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shape=st.tuples(st.integers(1, 70), st.integers(1, 70), st.integers(1, 200)),
     lengths=st.tuples(*[st.sampled_from([4, 8, 16, 20, 32, 64, 128])] * 2),

@@ -415,7 +415,7 @@ def any_case(draw: st.DrawFn) -> tuple[Any, QuantSpec, Stream | None, str]:
     return x, spec, stream, draw(st.sampled_from(LEVELS))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(any_case())
 def test_any_case(case: tuple[Any, QuantSpec, Stream | None, str]) -> None:
     x, spec, stream, level = case
@@ -454,7 +454,7 @@ def any_pair(draw: st.DrawFn) -> tuple[Any, list[QuantSpec], list[Stream | None]
     return values(shape, draw(st.integers(0, 99))), specs, streams, draw(st.sampled_from(LEVELS))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(any_pair())
 def test_any_pair_is_two_calls(case: tuple[Any, list[QuantSpec], list[Stream | None], str]) -> None:
     """One reading for rows and columns gives the bytes of a generic call each."""

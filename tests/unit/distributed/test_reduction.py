@@ -91,7 +91,7 @@ def of_any_bits(seed: int, count: int, size: int, specials: bool) -> list[np.nda
     return grads
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 1 << 30), count=st.integers(1, 9), data=st.data())
 def test_exact_is_the_definition_for_any_split_and_order(
     seed: int, count: int, data: st.DataObject
@@ -106,7 +106,7 @@ def test_exact_is_the_definition_for_any_split_and_order(
         assert got.tobytes() == expected, (ranks, owners)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 1 << 30), count=st.integers(1, 20))
 def test_exact_loses_less_than_the_bound(seed: int, count: int) -> None:
     """Before the one rounding of the mean: 2^-9 ulp of the block's largest."""

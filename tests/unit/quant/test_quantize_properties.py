@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -19,9 +19,7 @@ from tests.oracle.compare import same_bytes, same_stored
 
 F = np.float32
 MX = [name for name, row in FORMATS.items() if row.scale.name == "e8m0"]
-CALM = settings(
-    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+CALM = settings(max_examples=120, derandomize=True)
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=40).filter(
     lambda shape: np.prod(shape) <= 600
 )

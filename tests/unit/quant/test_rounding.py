@@ -176,7 +176,7 @@ def test_every_16_bit_float_as_in_integers(name: str, rounding: str) -> None:
         check_magnitudes(x, name, rounding, words)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     bits=hypothesis_arrays(np.uint32, 8),
     words=hypothesis_arrays(np.uint32, 8),
