@@ -2,7 +2,9 @@
 
     python ci/kill.py                 every death, 200 random ones, every full disk
     python ci/kill.py --every 9       a sample: what the tests run
+    python ci/kill.py --every 4 --first 2         a fourth of them: for one of several processes
     python ci/kill.py --only full     of the campaigns killed, random, twice, full and limit, one
+    python ci/kill.py --every 9 -- --recipe mxfp4 --device cuda --graph         another run
 
 A small run with validation data stops early, its best epoch in the middle. It is killed (SIGKILL)
 
@@ -36,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorboardX  # noqa: F401 - once, before processes are forked
-from rich.progress import track
+from rich.progress import Progress
 
 from extensor.io import load_checkpoint
 from extensor.quant import QuantArray
@@ -49,6 +51,8 @@ RUN = (
     *("--val-share", "0.2", "--train-limit", "96", "--test-limit", "60"),
     *("--batch-size", "16", "--lr", "0.1"),
 )
+OTHER: list[str] = []
+"""What comes after ``--`` on the command line."""
 CLOCKS = {"seconds", "epoch_seconds", "epoch_waited", "per_second", "waited", "peak_rss_mb"}
 CLOCKS |= {"seconds_per_epoch"}
 WRITES = {"os.rename", "os.remove", "os.mkdir"}
@@ -139,7 +143,7 @@ class Process:
             if limit:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            code = train([*RUN, "--out", str(folder), *again])
+            code = train([*RUN, *OTHER, "--out", str(folder), *again])
             if not at and not limit:
                 self.points_file.write_text(str(points.count))
         finally:
@@ -189,49 +193,47 @@ def differences(folder: Path, whole: dict[str, Any]) -> list[str]:
 
 
 def killed(
-    folder: Path, points: int, every: int, seconds: float
+    folder: Path, points: int, which: slice, seconds: float
 ) -> Iterator[tuple[str, list[End]]]:
     """Deaths before each point."""
-    for at in range(1, points + 1, every):
+    for at in range(1, points + 1)[which]:
         yield f"killed before point {at}", [Process(folder, at=at).end()]
 
 
 def killed_at_random(
-    folder: Path, points: int, every: int, seconds: float
+    folder: Path, points: int, which: slice, seconds: float
 ) -> Iterator[tuple[str, list[End]]]:
     """Deaths at random times."""
-    times = random.Random(0)
-    for _ in range(0, 200, every):
-        process, wait = Process(folder), times.uniform(0, seconds)
+    chance = random.Random(0)
+    for wait in [chance.uniform(0, seconds) for _ in range(200)][which]:
+        process = Process(folder)
         time.sleep(wait)
         os.kill(process.id, signal.SIGKILL)
         yield f"killed after {wait:.3f} s", [process.end()]
 
 
 def killed_twice(
-    folder: Path, points: int, every: int, seconds: float
+    folder: Path, points: int, which: slice, seconds: float
 ) -> Iterator[tuple[str, list[End]]]:
     """Deaths of the run, and of what resumes it."""
-    for at, later in itertools.islice(
-        itertools.product(range(3, points, 7), range(1, 12, 2)), 0, None, every
-    ):
+    for at, later in [*itertools.product(range(3, points, 7), range(1, 12, 2))][which]:
         ends = [Process(folder, at=at).end(), Process(folder, at=later).end()]
         yield f"killed before point {at}, and before {later} of what resumes", ends
 
 
 def disk_full(
-    folder: Path, points: int, every: int, seconds: float
+    folder: Path, points: int, which: slice, seconds: float
 ) -> Iterator[tuple[str, list[End]]]:
     """A disk that is full from each point on; training steps need no disk."""
-    for at in range(1, points + 1, every):
+    for at in range(1, points + 1)[which]:
         yield f"disk full from point {at}", [Process(folder, at=at, act=full, steps=False).end()]
 
 
 def file_limit(
-    folder: Path, points: int, every: int, seconds: float
+    folder: Path, points: int, which: slice, seconds: float
 ) -> Iterator[tuple[str, list[End]]]:
     """Files that cannot grow beyond a size: what is written is cut."""
-    for limit in (1, 7, 64, 300, 1 << 10, 3 << 10, 1 << 16, 1 << 20, 1942016)[::every]:
+    for limit in [1, 7, 64, 300, 1 << 10, 3 << 10, 1 << 16, 1 << 20, 1942016][which]:
         yield f"files up to {limit} bytes", [Process(folder, limit=limit).end()]
 
 
@@ -255,8 +257,12 @@ def main() -> int:
     """Run the campaigns; the exit code is 1 if any run ended otherwise."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--every", type=int, default=1, help="take each N-th case")
+    parser.add_argument("--first", type=int, default=0, help="begin with this one")
     parser.add_argument("--only", nargs="+", choices=CAMPAIGNS, default=CAMPAIGNS)
+    parser.add_argument("run", nargs="*", help="after --: more arguments of the run")
     chosen = parser.parse_args()
+    OTHER.extend(chosen.run)
+    which = slice(chosen.first, None, chosen.every)
     failures, cases = [], 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"
@@ -270,12 +276,13 @@ def main() -> int:
         assert result["stopped_early"] and result["best_epoch"] < result["epochs"], result
         for name in chosen.only:
             shutil.rmtree(folder)
-            work = WORK[name](folder, points, chosen.every, seconds)
-            for what, ends in track(work, f"{name:<8}"):
-                wrong = wrong_end(name, ends) + differences(folder, whole)
-                cases += 1
-                failures += [f"{what}: {text}" for text in wrong]
-                shutil.rmtree(folder, ignore_errors=True)
+            work = WORK[name](folder, points, which, seconds)
+            with Progress(auto_refresh=False) as progress:  # a thread of its own would be forked
+                for what, ends in progress.track(work, description=f"{name:<8}"):
+                    wrong = wrong_end(name, ends) + differences(folder, whole)
+                    cases += 1
+                    failures += [f"{what}: {text}" for text in wrong]
+                    shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
     for text in failures:
         print(text)

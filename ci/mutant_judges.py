@@ -15,17 +15,24 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
+from itertools import product
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 ROOT = Path(__file__).resolve().parent.parent
 MAPS = ROOT / "build" / "mutants"
 HANGS = 200.0
 """Seconds after which pytest is ended, if its own limits on CPU time have not done it."""
+
+WHOLE = (0, 1)
+"""Exit codes of a pytest that ran its tests; a test that failed, or took too long, is no judge."""
+
+SHARE = 16
+"""Mutants that a process judges where there are many for each."""
 
 FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
@@ -83,10 +90,48 @@ class Mutant:
         return text[:at] + self.new + text[at + len(self.old) :]
 
 
-def map_lines(package: str) -> None:
-    """Run the package's tests and note which lines each runs."""
+def map_lines(packages: Sequence[str], jobs: int) -> None:
+    """Run the packages' tests and note which lines each runs; each package's in equal shares."""
     MAPS.mkdir(parents=True, exist_ok=True)
-    run([*PYTEST, *tests_of(package)], MUTANT_MAP=str(MAPS / f"{package}.json"))
+    number = max(1, jobs // len(packages))
+    shares = {
+        package: [MAPS / f"{package}.{share}.json" for share in range(number)]
+        for package in packages
+    }
+
+    def map_share(package: str, share: int) -> None:
+        out = shares[package][share]
+        out.unlink(missing_ok=True)
+        done = run([*PYTEST, *tests_of(package)], MUTANT_MAP=str(out),
+                   MUTANT_SHARE=f"{share}/{number}")  # fmt: skip
+        if done.returncode not in WHOLE or not out.exists():
+            said = (done.stdout + done.stderr)[-2000:]
+            raise SystemExit(f"no map of {package}: pytest ended with {done.returncode}: {said}")
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda pair: map_share(*pair), product(packages, range(number))))
+    for package, paths in shares.items():
+        whole = joined([json.loads(path.read_text()) for path in paths])
+        (MAPS / f"{package}.json").write_text(json.dumps(whole))
+        for path in paths:
+            path.unlink()
+
+
+def joined(maps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One map of several of the same package, whose tests differ."""
+    tests: dict[str, float] = {}
+    lines: dict[str, dict[str, list[int]]] = {}
+    texts: dict[str, int] = {}
+    for found in maps:
+        first = len(tests)
+        for file, rows in found["lines"].items():
+            mine = lines.setdefault(file, {})
+            for line, numbers in rows.items():
+                moved = {number + first if number >= 0 else number for number in numbers}
+                mine[line] = sorted(moved.union(mine.get(line, ())))
+        tests |= found["tests"]
+        texts |= found["texts"]
+    return {"tests": tests, "lines": lines, "texts": texts}
 
 
 def statement(text: str, line: int) -> tuple[ast.AST, range]:
@@ -242,30 +287,32 @@ def in_forks(mutants: Sequence[Mutant], tests: Sequence[Timed]) -> list[str | No
         return [json.loads(line) for line in lines]
 
 
-def judge_new(mutants: Sequence[Mutant], limit: float, jobs: int) -> Iterator[Mutant]:
+def judge_new(mutants: Sequence[Mutant], limit: float, jobs: int) -> Iterator[list[Mutant]]:
     """Find out which tests notice: first in forks, then, where imports run the line, by an import.
 
-    A package's mutants come when all of them are judged.
+    Mutants come in shares of a package, as they are judged, and packages in the order in which
+    they stand.
     """
-    for package, group in groupby(sorted(mutants, key=lambda m: m.package), lambda m: m.package):
-        of_package, judges = list(group), Judges(package, limit)
-        chosen = [judges.of(mutant) for mutant in of_package]
-        shares = [slice(n, None, jobs) for n in range(min(jobs, len(of_package)))]
-        with ThreadPoolExecutor(jobs) as pool:
-            tests = [timed for timed, _ in chosen]
-            found = pool.map(in_forks, [of_package[s] for s in shares], [tests[s] for s in shares])
-            again = []
-            for share, outcomes in zip(shares, found, strict=True):
-                for mutant, (timed, imported), by in zip(
-                    of_package[share], chosen[share], outcomes, strict=True
-                ):
-                    mutant.by = by or ""
-                    if by is None or (not by and imported):
-                        again.append((mutant, [*ALWAYS, *(test for test, _ in timed)]))
-            names = pool.map(lambda pair: by_import(*pair), again)
-            for (mutant, _), name in zip(again, names, strict=True):
-                mutant.by = name
-        yield from of_package
+    shares: list[tuple[Judges, list[Mutant]]] = []
+    for package in dict.fromkeys(mutant.package for mutant in mutants):
+        of_package = [mutant for mutant in mutants if mutant.package == package]
+        size = min(SHARE, -(-len(of_package) // jobs))
+        judges = Judges(package, limit)
+        shares += [(judges, of_package[at : at + size]) for at in range(0, len(of_package), size)]
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in as_completed([pool.submit(judge_share, *share) for share in shares]):
+            yield done.result()
+
+
+def judge_share(judges: Judges, mutants: list[Mutant]) -> list[Mutant]:
+    """Judge mutants of one package."""
+    chosen = [judges.of(mutant) for mutant in mutants]
+    found = in_forks(mutants, [timed for timed, _ in chosen])
+    for mutant, (timed, imported), by in zip(mutants, chosen, found, strict=True):
+        mutant.by = by or ""
+        if by is None or (not by and imported):
+            mutant.by = by_import(mutant, [*ALWAYS, *(test for test, _ in timed)])
+    return mutants
 
 
 def judge_known(mutants: Sequence[Mutant], jobs: int) -> Iterator[Mutant]:

@@ -1,6 +1,7 @@
 """pytest plugin of ci/python_mutants.py: it maps lines to tests, or judges mutants.
 
-`MUTANT_MAP=FILE` writes which tests run each line, and how long each test takes.
+`MUTANT_MAP=FILE` writes which tests run each line, and how long each test takes; with
+`MUTANT_SHARE=K/N` of the tests K, K + N, K + 2 N and so on alone.
 `MUTANT=FILE:SOURCE` makes the import of FILE compile the text in SOURCE instead.
 `MUTANTS=FILE` collects the tests once and judges each mutant of FILE in a fork of that process.
 There the functions of the mutated file get new code; what only runs at import stays as it is.
@@ -38,7 +39,7 @@ WAITS = 120
 MEMORY = 6 << 30
 """Bytes that a mutant may take."""
 
-PEERS = ("torch", "torchao", "transformers", "gguf", "mpi4py")
+PEERS = ("torch", "torchao", "transformers", "gguf", "mpi4py", "cupy", "cupyx", "sentencepiece")
 """Packages that CI's sample does without: tests that ask for them are skipped."""
 
 
@@ -105,6 +106,8 @@ class Map:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Tests of Hypothesis are no judges: they take long, and differ from run to run."""
         items[:] = [i for i in items if not hasattr(getattr(i, "obj", None), "hypothesis")]
+        first, _, step = os.environ.get("MUTANT_SHARE", "0/1").partition("/")
+        items[:] = items[int(first) :: int(step)]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

@@ -28,7 +28,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -59,13 +59,12 @@ def known() -> list[Mutant]:
     return [Mutant(**row) for row in json.loads(TABLE.read_text())] if TABLE.exists() else []
 
 
-def keep(mutant: Mutant) -> None:
-    """Write a mutant into the table, a line for each; those whose text has gone leave it."""
-    same = mutant.file, mutant.old, mutant.new
-    mutants = [m for m in known() if (m.file, m.old, m.new) != same and m.source() is not None]
-    ordered = sorted([*mutants, mutant], key=lambda m: (m.package, m.file, m.line, m.new))
-    rows = ",\n".join(json.dumps(asdict(mutant)) for mutant in ordered)
-    TABLE.write_text(f"[\n{rows}\n]\n")
+def keep(judged: Sequence[Mutant]) -> None:
+    """Write mutants into the table, a line for each; those whose text has gone leave it."""
+    rows = {(m.file, m.old, m.new): m for m in (*known(), *judged)}
+    there = [mutant for mutant in rows.values() if mutant.source() is not None]
+    ordered = sorted(there, key=lambda m: (m.package, m.file, m.line, m.new))
+    TABLE.write_text("[\n" + ",\n".join(json.dumps(asdict(m)) for m in ordered) + "\n]\n")
 
 
 # ---- mutants
@@ -190,8 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chance = random.Random(chosen.seed)
     requested: list[Mutant] = []
     if chosen.map:
-        for package in packages:
-            map_lines(package)
+        map_lines(packages, chosen.jobs)
     if chosen.sample:
         there = [mutant for mutant in of_them if mutant.by and mutant.source()]
         requested += chance.sample(there, min(chosen.sample, len(there)))
@@ -200,17 +198,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     seen: set[tuple[Any, ...]] = {(m.file, m.old, m.new) for m in table}
     for package in packages if chosen.draw else ():
         requested += draw(package, chosen.draw, chance, seen)
+    judged: Iterator[list[Mutant]]
     if chosen.sample:
-        judged = judge_known(requested, chosen.jobs)
+        judged = ([mutant] for mutant in judge_known(requested, chosen.jobs))
     else:
         judged = judge_new(requested, chosen.limit, chosen.jobs)
-    outcomes = []
-    for mutant in judged:
-        outcomes.append(mutant)
-        what = "killed  " if mutant.by else "SURVIVED"
-        print(f"{what} {mutant.file}:{mutant.line} {mutant.new.strip()!r} {mutant.by}", flush=True)
+    outcomes: list[Mutant] = []
+    for share in judged:
+        outcomes += share
+        for m in share:
+            what = "killed  " if m.by else "SURVIVED"
+            print(f"{what} {m.file}:{m.line} {m.new.strip()!r} {m.by}", flush=True)
         if not chosen.sample:
-            keep(mutant)
+            keep(share)
     if chosen.show:
         show([mutant for mutant in known() if mutant.package in packages])
     survived = sum(not mutant.by for mutant in outcomes)

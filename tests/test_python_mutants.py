@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from pathlib import Path
+from subprocess import CompletedProcess
 
-from ci.mutant_judges import PACKAGES, Mutant, bound, in_forks, killed, statement
+import pytest
+
+from ci import mutant_judges
+from ci.mutant_judges import PACKAGES, Mutant, bound, in_forks, joined, killed, statement
 from ci.python_mutants import bare, difference, known
 
 
@@ -40,6 +45,32 @@ def test_a_statement_and_its_names() -> None:
     spans = [statement(text, line)[1] for line in (2, 4, 6, 8, 10)]
     assert spans == [range(1, 6), range(1, 6), range(6, 7), range(7, 10), range(10, 11)]
     assert bound(statement(text, 2)[0]) == {"f"} and bound(statement(text, 10)[0]) == {"A"}
+
+
+def test_shares_of_a_map_are_joined() -> None:
+    first = {"tests": {"a": 1.0}, "lines": {"f.py": {"1": [-1, 0], "2": [0]}}, "texts": {"f.py": 7}}
+    second = {"tests": {"b": 2.0}, "lines": {"f.py": {"1": [-1], "2": [0]}, "g.py": {"1": [0]}},
+              "texts": {"f.py": 7, "g.py": 8}}  # fmt: skip
+    assert joined([first, second]) == {
+        "tests": {"a": 1.0, "b": 2.0},
+        "lines": {"f.py": {"1": [-1, 0], "2": [0, 1]}, "g.py": {"1": [1]}},
+        "texts": {"f.py": 7, "g.py": 8},
+    }
+
+
+def test_a_map_without_its_tests_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """pytest that cannot collect ends with 2, and what it wrote is no map."""
+    monkeypatch.setattr(mutant_judges, "MAPS", tmp_path)
+
+    def run(command: object, **variables: str) -> CompletedProcess[str]:
+        Path(variables["MUTANT_MAP"]).write_text('{"tests": {}, "lines": {}, "texts": {}}')
+        return CompletedProcess([], 2, "1 error in collection", "")
+
+    monkeypatch.setattr(mutant_judges, "run", run)
+    with pytest.raises(SystemExit, match="no map of nn: pytest ended with 2: 1 error"):
+        mutant_judges.map_lines(["nn"], jobs=2)
 
 
 def test_the_judge() -> None:
