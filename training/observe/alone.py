@@ -11,7 +11,7 @@ from typing import Any
 
 from extensor.quant.recipe_schedule import RecipeSchedule
 
-__all__ = ["RATES", "alone", "at_equal_time", "read_rates", "recipe_names"]
+__all__ = ["RATES", "alone", "at_equal_time", "read_rates", "recipe_names", "times_alone"]
 
 Row = dict[str, Any]
 RATES = "rates.json"
@@ -50,6 +50,23 @@ def alone(arm: str, rates: Mapping[str, Mapping[str, Any]]) -> Row | None:
         "joules": None if None in joules else sum(share * rate["joules"] for share, rate in found),
         "bytes": max(held, default=None),
     }
+
+
+def times_alone(
+    arm: str, rates: Mapping[str, Mapping[str, Any]], ends: Sequence[float]
+) -> list[float]:
+    """Seconds until so many labels are trained on, the last of them all, each recipe at its rate.
+
+    They are of an arm that `alone` knows.
+    """
+    found = []
+    for end in ends:
+        begun, seconds = 0.0, 0.0
+        for name, share in _shares(arm):
+            labels = min(max(end - begun * ends[-1], 0.0), share * ends[-1])
+            seconds, begun = seconds + labels / rates[name]["per_second"], begun + share
+        found.append(seconds)
+    return found
 
 
 def _shares(arm: str) -> list[tuple[str, float]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..comparison import Finished
 from ..rundir import METRICS, read_epochs, read_telemetry
-from .alone import alone, at_equal_time, read_rates
+from .alone import alone, at_equal_time, read_rates, times_alone
 from .cost import Cost
 from .entry import Entry
 from .queue import Queue
@@ -105,7 +105,7 @@ def _row(
     by_itself = alone(arm, rates)
     labels = [report.per_second * report.seconds for report in read_epochs(pairs[0][0].job.folder)]
     ends = list(itertools.accumulate(labels[: len(curve)]))
-    times = [] if by_itself is None else [end / by_itself["per_second"] for end in ends]
+    times = [] if by_itself is None else times_alone(arm, rates, ends)
     return {
         "arm": arm,
         "runs": len(pairs),

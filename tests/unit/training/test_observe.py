@@ -212,7 +212,7 @@ def test_the_command_writes_a_page_that_loads_nothing(
     arms = json.loads((tmp_path / "results.json").read_text())["arms"]
     assert arms[1]["alone"]["per_second"] == pytest.approx(150)  # half of the steps each
     labels = arms[0]["times"][-1] * 100
-    assert arms[1]["times"] == pytest.approx([labels / 300, labels / 150])
+    assert arms[1]["times"] == pytest.approx([labels / 600, labels / 150])
     late, early = arms[0]["curve"]
     assert arms[1]["at_equal_time"] == arms[1]["curve"][-1]
     assert arms[0]["at_equal_time"] == pytest.approx(late + (early - late) / 3)
