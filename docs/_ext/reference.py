@@ -49,7 +49,10 @@ OPTIONAL = {"extensor.torch": "torch"}
 
 FIRST = (
     "extensor.autograd.tensor",
-    "extensor.autograd.creation",
+    "extensor.autograd.creation.filled",
+    "extensor.autograd.creation.like",
+    "extensor.autograd.creation.random",
+    "extensor.autograd.creation.foreign",
     "extensor.io.tensors",
     "extensor.quant.spec",
     "extensor.nn.module",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import DTypeLike
@@ -72,7 +72,7 @@ class Buffer(ExTensor):
         values, device = _values(data, device)
         super().__init__(values, dtype, device=device)
 
-    def assign_(self, array: Any) -> ExTensor:
+    def assign_(self, array: Any) -> Self:
         """Replace the data; a `checkpoint` that runs takes note of the values before.
 
         Args:
