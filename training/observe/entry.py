@@ -12,6 +12,10 @@ from ..rundir import claim, find_checkpoint, read_epochs
 __all__ = ["Entry"]
 
 
+_FINISHED: set[Job] = set()
+"""Runs that were seen to be finished: a queue of many asks often, and a result stays."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One run of an experiment.
@@ -43,7 +47,10 @@ class Entry:
     @property
     def state(self) -> str:
         """One of finished, interrupted and waiting."""
+        if self.job in _FINISHED:
+            return "finished"
         if self.job.finished() is not None:
+            _FINISHED.add(self.job)
             return "finished"
         if find_checkpoint(self.job.folder) is None:
             return "waiting"
