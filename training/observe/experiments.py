@@ -189,7 +189,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "30m_short": _llama("30m", 29.5e6, 128, _ARMS, 3, tokens=5, rounds=5, rates=_LARGE),
     "30m": _llama("30m", 29.5e6, 128, _ARMS, 3, rates=_LARGE),
     "98m": _llama(
-        "98m", 100.6e6, 512, ("bf16", "mxfp8_nvidia", "mxfp4", "quartet", "quartet2"), 1,
+        "98m", 100.6e6, 128, ("bf16", "mxfp8_nvidia", "mxfp4", "quartet", "quartet2"), 1,
         rates=_LARGE,
     ),
     "lenet": Experiment(
