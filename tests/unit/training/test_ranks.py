@@ -6,6 +6,7 @@ Ranks are threads here; tests/unit/distributed/test_mpi.py has processes.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import numpy as np
 import pytest
 
 import extensor as et
-from extensor.distributed import LocalCommunicator, run_ranks
+from extensor.distributed import LocalCommunicator, RanksDiffer, run_ranks
 from extensor.quant import QuantStats
 from extensor.quant.recipe_state import RecipeState
 from extensor.quant.recipes import RECIPES
+from extensor.training import ranks as of_ranks
 from extensor.training.batch import Batch
 from extensor.training.callbacks import Callback, EarlyStopping, SaveCheckpoint
 from extensor.training.config import RunConfig
@@ -210,6 +212,37 @@ def test_early_stopping_stops_all(small: Make, tmp_path: Path) -> None:
 
     first, second = run_ranks(2, program)
     assert first == second and first[0] == 2
+
+
+def test_ranks_that_differ_are_refused_at_the_start_with_each_difference(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version of numpy, one pixel, one weight, the seed: each named, nothing else."""
+    mine = threading.local()
+    monkeypatch.setattr(of_ranks, "_version", lambda name: mine.versions.get(name, "1.0"))
+
+    def program(ranks: LocalCommunicator) -> str:
+        mine.versions = {"numpy": "2.0"} if ranks.rank == 1 else {}
+        config = small(micro_batches=4, seed=int(ranks.rank == 3))
+        trainer = Trainer(config, tmp_path, ranks=ranks)
+        if ranks.rank == 2:
+            next(iter(trainer.task.arrays())).reshape(-1)[7] += 1
+        if ranks.rank == 1:  # another seed makes other weights on rank 3 anyway
+            with et.no_grad():
+                next(iter(trainer.model.parameters())).data.reshape(-1)[0] += 1
+        with pytest.raises(RanksDiffer) as caught:
+            of_ranks.check_start(trainer)
+        return str(caught.value)
+
+    told = set(run_ranks(4, program))
+    assert len(told) == 1
+    parts = told.pop().split(" got ", 1)[1].split("; the way out")[0].split(" | ")
+    assert [part.split(":")[0] for part in parts] == [
+        "--seed", "checksum of the data", "version of numpy", "weights",
+    ]  # fmt: skip
+    assert parts[0] == "--seed: 0 on ranks 0, 1, 2; 1 on rank 3"
+    assert parts[2] == "version of numpy: '1.0' on ranks 0, 2, 3; '2.0' on rank 1"
+    assert parts[1].endswith("on rank 2") and "on rank 1;" in parts[3]
 
 
 def test_more_ranks_than_micro_batches_are_refused(small: Make, tmp_path: Path) -> None:
