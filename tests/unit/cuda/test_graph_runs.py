@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from ci import kill
 from extensor.training.config import RunConfig
 from extensor.training.loop import Trainer
 from extensor.training.rundir import UsageError
 from extensor.training.runs import defaults
 from extensor.training.train import train as run_training
+from tests.unit.cuda import fake_backend
 from tests.unit.cuda.test_graph import same
 from tests.unit.training.conftest import SMALL
 
@@ -42,6 +46,26 @@ def test_training_with_a_graph_is_training(
         results.append((trainer.model.state_dict(), trainer.optimizer.state_dict()))
         results[-1] += ([(e.train_loss, e.test_loss, e.flushed) for e in trainer.history],)
     same(results[1], results[0])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes that it forks")
+@pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
+def test_a_run_with_a_graph_that_died_ends_as_if_it_had_not(
+    fake_launch: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Killed in its second epoch, and again while it resumes."""
+    fake_backend.install(monkeypatch, fake_launch)
+    given = "--recipe mxfp4 --epochs 3 --train-limit 48 --patience 0 --device cuda --graph"
+    monkeypatch.setattr(kill, "OTHER", given.split())
+    Trainer(small_run(device="cuda", recipe="mxfp4"), tmp_path, graph=True).fit()  # compiles
+    folder = tmp_path / "run"
+    assert kill.Process(folder).end()[0] == 0
+    whole, points = kill.state(folder), int(folder.with_suffix(".points").read_text())
+    for at, later in ((points // 2, 4), (points - 3, 1)):
+        folder = tmp_path / f"killed-{at}"
+        ends = [kill.Process(folder, at=at).end()[0], kill.Process(folder, at=later).end()[0]]
+        assert ends == [-signal.SIGKILL] * 2
+        assert kill.differences(folder, whole) == []
 
 
 def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
