@@ -3,6 +3,12 @@
 #include "common/bind.hpp"
 #include "conv_pool/kernels.hpp"
 
+#if defined(EXTENSOR_AVX512_BF16)
+namespace avx512_bf16 {
+extern const PairKernels bf16_pair_kernels;
+}
+#endif
+
 namespace {
 
 using Pair = std::array<int64_t, 2>;
@@ -198,6 +204,14 @@ Floats clipped_conv2d_grad_x(const QuantPlan& plan, const Blocks& blocks, const 
 }
 
 }  // namespace
+
+const PairKernels* pair_kernels = nullptr;
+
+void use_pair_kernels([[maybe_unused]] bool use) {
+#if defined(EXTENSOR_AVX512_BF16)
+    pair_kernels = use ? &avx512_bf16::bf16_pair_kernels : nullptr;
+#endif
+}
 
 void bind_conv_pool(py::module_& m) {
     m.def("conv2d", conv2d);

@@ -3,6 +3,7 @@
 // transform's domain, and summed back to the pixels.
 
 #include "conv_pool/col2im.hpp"
+#include "conv_pool/packed_weights.hpp"
 #include "conv_pool/quantized_patches.hpp"
 
 namespace EXTENSOR_ISA {
@@ -18,6 +19,7 @@ void grad_x(const Conv& s, const PatchQuant& q, const float* g, const float* w, 
     float* zeros = packed + q.padded * s.o;
     std::memset(zeros, 0, static_cast<size_t>(q.padded) * 4);
     pack_weights(outputs, 1, q.padded, {w, 0, 1, q.padded, 0, 0}, packed);
+    const PackedWeights weights(1, q.padded, s.o, packed);
     const uint32_t whole = needs_whole(q) || q.per_tensor ? patch_maximum(s, q, x) : 0;
 
     threads::run(s.n, s.n * s.o * q.padded * p.pixels, [&](int64_t n) {
@@ -32,7 +34,7 @@ void grad_x(const Conv& s, const PatchQuant& q, const float* g, const float* w, 
                 std::memcpy(gradients + o * count, g + (o * s.n + n) * p.pixels + first,
                             static_cast<size_t>(count) * 4);
             }
-            multiply(q.padded, {gradients, rows, s.o, count}, packed, zeros, values, count);
+            weights.multiply(0, {gradients, rows, s.o, count}, zeros, values, count);
             QuantJob job = patch_job(patches, values, 1, p.taps, count, q.tile_length);
             job.padded = q.padded;
             if (q.per_tensor) job.known = &whole, job.tile_length = q.padded;

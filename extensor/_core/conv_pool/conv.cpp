@@ -1,9 +1,11 @@
 // Convolution and its gradients on float32 NCHW arrays, as implicit GEMMs (lowered_images.hpp).
 //
-// The order of additions depends on shapes only, never on threads. The compiler may fuse multiply
-// and add in this file: its sums are compared within a bound, not by bytes.
+// The order of additions depends on shapes, and on whether values are exactly bfloat16
+// (packed_weights.hpp), never on threads. The compiler may fuse multiply and add in this file: its
+// sums are compared within a bound, not by bytes.
 
 #include "conv_pool/col2im.hpp"
+#include "conv_pool/packed_weights.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
@@ -47,6 +49,7 @@ void correlate(const LoweredImages& p, int64_t n, int64_t groups, int64_t o, con
     float* starts = packed + groups * o * p.taps;
     for (int64_t i = 0; i < groups * o; ++i) starts[i] = bias ? bias[i] : 0.0f;
     pack_weights(p, groups, o, w, packed);
+    const PackedWeights weights(groups, o, p.taps, packed);
     // `batches` has parts of two sizes at most, and offsets depend on the size.
     auto sized = [&](int64_t count) {
         LoweredImages q = p;
@@ -57,23 +60,23 @@ void correlate(const LoweredImages& p, int64_t n, int64_t groups, int64_t o, con
     sized(small).offsets(offset);
     sized(small + 1).offsets(offset + p.taps);
 
-    threads::run(batches.parts * groups, n * groups * o * p.taps * p.ho * p.wo / VL,
-                 [&](int64_t task) {
-                     const int64_t batch = task / groups, g = task % groups;
-                     const LoweredImages q = sized(batches.size(batch));
-                     float* lowered = scratch_of<float>(Slot::lowered, q.lowered_floats());
-                     float* padded = scratch_of<float>(Slot::padded, q.padded_floats());
-                     const int64_t first = batches.start(batch);
-                     q.fill(x + (first * groups + g) * image, groups * image, padded, lowered);
-                     OutputLayout to = y;
-                     to.at += first * y.image + g * o * y.channel;
-                     const bool direct = q.images == 1 && y.column == 1 && y.row == q.wo;
-                     float* out = direct ? to.at : scratch_of<float>(Slot::partial, o * q.pixels);
-                     const int64_t stride = direct ? y.channel : q.pixels;
-                     multiply(o, {lowered, offset + (q.images - small) * p.taps, q.taps, q.pixels},
-                              packed + g * o * p.taps, starts + g * o, out, stride);
-                     if (!direct) scatter(q, o, out, to);
-                 });
+    threads::run(
+        batches.parts * groups, n * groups * o * p.taps * p.ho * p.wo / VL, [&](int64_t task) {
+            const int64_t batch = task / groups, g = task % groups;
+            const LoweredImages q = sized(batches.size(batch));
+            float* lowered = scratch_of<float>(Slot::lowered, q.lowered_floats());
+            float* padded = scratch_of<float>(Slot::padded, q.padded_floats());
+            const int64_t first = batches.start(batch);
+            q.fill(x + (first * groups + g) * image, groups * image, padded, lowered);
+            OutputLayout to = y;
+            to.at += first * y.image + g * o * y.channel;
+            const bool direct = q.images == 1 && y.column == 1 && y.row == q.wo;
+            float* out = direct ? to.at : scratch_of<float>(Slot::partial, o * q.pixels);
+            const int64_t stride = direct ? y.channel : q.pixels;
+            weights.multiply(g, {lowered, offset + (q.images - small) * p.taps, q.taps, q.pixels},
+                             starts + g * o, out, stride);
+            if (!direct) scatter(q, o, out, to);
+        });
 }
 
 void conv(const Conv& s, const float* x, const float* w, const float* bias, float* y) {
@@ -121,6 +124,7 @@ void grad_x_by_patches(const Conv& s, const float* g, const float* w, float* gx)
     float* zeros = packed + s.o * p.taps;
     std::memset(zeros, 0, static_cast<size_t>(p.taps) * 4);
     pack_weights(outputs, s.groups, p.taps, {w, outs * p.taps, 1, p.taps, 0, 0}, packed);
+    const PackedWeights weights(s.groups, p.taps, outs, packed);
 
     threads::run(s.n * s.groups, s.n * s.o * p.taps * p.pixels / VL, [&](int64_t task) {
         const int64_t group = task % s.groups;
@@ -137,8 +141,7 @@ void grad_x_by_patches(const Conv& s, const float* g, const float* w, float* gx)
                 std::memcpy(gradients + o * count, from + o * p.pixels + first,
                             static_cast<size_t>(count) * 4);
             }
-            multiply(p.taps, {gradients, rows, outs, count}, packed + group * outs * p.taps, zeros,
-                     values, count);
+            weights.multiply(group, {gradients, rows, outs, count}, zeros, values, count);
             add_patches(p, first, count, values, image);
         }
     });

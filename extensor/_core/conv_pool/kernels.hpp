@@ -57,6 +57,39 @@ struct ClippedConvKernels {
                    float* gx);
 };
 
+// A matrix of (taps, pixels) without a copy of it: row t begins at x + offset[t].
+struct TapRows {
+    const float* x;
+    const int64_t* offset;
+    int64_t taps, pixels;
+};
+
+// Magnitudes of bfloat16 values as bits, the least but zero and the largest; `exact`: the floats
+// they come from are no others.
+struct Bf16Extent {
+    uint32_t least = 0x10000, most = 0;
+    bool exact = true;
+};
+
+// Products of exact bfloat16 values, two terms of a sum at a time; see bf16_pairs.cpp.
+struct PairKernels {
+    // Words of two taps, from what `pack_weights` in lowered_images.hpp packs.
+    Bf16Extent (*pack_weights)(int64_t groups, int64_t o, int64_t taps, const float* packed,
+                               uint32_t* words);
+    // out (o, pixels) = bias + weights times m, of 64 pixels at most. False, and nothing is
+    // written, if m's values are not bfloat16 or a sum might leave float32's normal range.
+    bool (*multiply)(int64_t o, const TapRows& m, const uint32_t* words, const Bf16Extent&,
+                     const float* bias, float* out, int64_t out_stride);
+    Bf16Extent (*to_bf16)(int64_t count, const float* from, uint16_t* to);
+    // out (o, taps) += g (o, pixels) times m, transposed; else false, likewise. Up to 32 values
+    // after a row's part of g are read.
+    bool (*correlate)(int64_t o, const TapRows& m, const uint16_t* g, int64_t g_stride,
+                      const Bf16Extent&, float* out, int64_t out_stride);
+};
+
+extern const PairKernels* pair_kernels;  // null where they are not faster than float32
+void use_pair_kernels(bool use);         // called when the level of the products changes
+
 EXTENSOR_KERNELS(ConvKernels, conv_kernels)
 EXTENSOR_KERNELS(PoolKernels, pool_kernels)
 EXTENSOR_KERNELS(QuantConvKernels, quant_conv_kernels)

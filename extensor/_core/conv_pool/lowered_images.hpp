@@ -20,6 +20,9 @@ namespace EXTENSOR_ISA {
 constexpr int TO = 6, TV = VL == 16 ? 4 : 2;
 constexpr int WO = VL == 16 ? 6 : 3, WT = VL == 16 ? 4 : 3;
 
+// Of matrix products, which no convolution calls: weights in pairs, and rows in pairs.
+constexpr threads::Slot kPairWords = threads::Slot::packed_a, kPairRows = threads::Slot::packed_b;
+
 // Cuts `total` into the fewest parts of at most `limit`, as even as can be.
 struct Split {
     int64_t total, parts;
@@ -132,13 +135,6 @@ private:
             }
         }
     }
-};
-
-// The lowered matrix of (taps, pixels) without a copy of it: row t begins at x + offset[t].
-struct TapRows {
-    const float* x;
-    const int64_t* offset;
-    int64_t taps, pixels;
 };
 
 // out[i][v] = start + sum over t of w[t][i] * x[offset[t] + v]; start is bias[i], or with Add what

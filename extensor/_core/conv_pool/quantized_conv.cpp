@@ -8,6 +8,7 @@
 
 #include <array>
 
+#include "conv_pool/packed_weights.hpp"
 #include "conv_pool/quantized_patches.hpp"
 
 namespace EXTENSOR_ISA {
@@ -116,6 +117,7 @@ void conv(const Conv& s, const PatchQuant& q, const float* x, const float* w, co
     float* starts = packed + s.o * q.padded;
     for (int64_t i = 0; i < s.o; ++i) starts[i] = bias ? bias[i] : 0.0f;
     pack_weights(coded, s.groups, outs, {w, outs * q.padded, q.padded, 1, 0, 0}, packed);
+    const PackedWeights weights(s.groups, outs, q.padded, packed);
     Lost* each = scratch_of<Lost>(Slot::conv_counts, s.n * s.groups);
     const QuantPlan plan = not_rebased(q.plan);
     const RebasedTiles tiles(p.taps, s.n * p.pixels);
@@ -141,8 +143,8 @@ void conv(const Conv& s, const PatchQuant& q, const float* x, const float* w, co
                 rebase(plan, tiles, maxima + g * tiles.count(), 0, p.taps, n * p.pixels + first,
                        count, values, lost);
             for (int64_t t = 0; t < q.padded; ++t) dense[t] = t * count;
-            multiply(outs, {values, dense, q.padded, count}, packed + g * outs * q.padded,
-                     starts + g * outs, out + first, p.pixels);
+            weights.multiply(g, {values, dense, q.padded, count}, starts + g * outs, out + first,
+                             p.pixels);
         });
     });
     add_counts(each, s.n * s.groups, counts);
@@ -290,6 +292,25 @@ const uint32_t* rebased_maxima(const PatchCut& cut, const PatchQuant& q, const R
     return maxima;
 }
 
+// The gradients as bfloat16, where they are exactly that and the CPU multiplies those faster.
+struct PairedGradients {
+    uint16_t* values = nullptr;
+    Bf16Extent extent;
+
+    PairedGradients(int64_t outs, int64_t count, const float* g) {
+        if (!pair_kernels || VL != 16 || outs < kFewOutputs) return;
+        values = scratch_of<uint16_t>(kPairWords, count + 4 * VL);
+        std::memset(values + count, 0, 8 * VL);
+        extent = pair_kernels->to_bf16(count, g, values);
+    }
+
+    bool correlate(int64_t outs, const TapRows& m, int64_t at, int64_t stride, float* out,
+                   int64_t out_stride) const {
+        return values && extent.exact &&
+               pair_kernels->correlate(outs, m, values + at, stride, extent, out, out_stride);
+    }
+};
+
 // g is (groups, o, padded) of values. The sums of several runs are added in their order.
 void grad_w(const Conv& s, const PatchQuant& q, const PatchQuant* first, const float* g,
             const float* x, float* gw, int64_t* counts) {
@@ -308,6 +329,7 @@ void grad_w(const Conv& s, const PatchQuant& q, const PatchQuant* first, const f
     float* partial =
         cut.runs.parts == 1 ? gw : scratch_of<float>(Slot::conv_weights, cut.runs.parts * weights);
     Lost* each = scratch_of<Lost>(Slot::conv_counts, cut.tasks());
+    const PairedGradients pairs(outs, s.o * q.padded, g);
 
     threads::run(cut.tasks(), weights * cut.all, [&](int64_t task) {
         const int64_t channels = first ? taps : cut.channels(task) * kernel,
@@ -334,8 +356,10 @@ void grad_w(const Conv& s, const PatchQuant& q, const PatchQuant* first, const f
                 rebase(plan, tiles, rebased + group * tiles.count(), p.row - group * cut.taps,
                        p.taps, p.first, p.count, values, lost);
             for (int64_t t = 0; t < p.taps; ++t) dense[t] = t * length;
-            correlate_runs(outs, {values, dense, p.taps, length},
-                           g + group * outs * q.padded + p.first, q.padded, out, taps);
+            const TapRows rows = {values, dense, p.taps, length};
+            const int64_t at = group * outs * q.padded + p.first;
+            if (!pairs.correlate(outs, rows, at, q.padded, out, taps))
+                correlate_runs(outs, rows, g + at, q.padded, out, taps);
         });
     });
     add_counts(each, cut.tasks(), counts);

@@ -7,6 +7,7 @@
 
 #include "common/replay.hpp"
 #include "common/dtypes.hpp"
+#include "conv_pool/kernels.hpp"
 #include "matmul/kernels.hpp"
 #include "rows.hpp"
 
@@ -94,11 +95,16 @@ std::vector<Variant> supported() {
 const std::vector<Variant> variants = supported();
 Variant current = variants.back();
 
+void use(const Variant& v) {
+    current = v;
+    use_pair_kernels(v.name == std::string("avx512_bf16"));  // tiles are for larger products
+}
+
 void set_gemm_level(const std::string& name) {
     std::string known;
     for (const Variant& v : variants) {
         if (name == v.name) {
-            current = v;
+            use(v);
             return;
         }
         known += std::string(known.empty() ? "" : ", ") + v.name;
@@ -412,10 +418,11 @@ py::array matmul(const py::array& a, const py::array& b, const py::object& bias)
 
 void use_best_gemm_level() {
     for (const Variant& v : variants)
-        if (std::string(levels::kNames[levels::current]) == v.base) current = v;
+        if (std::string(levels::kNames[levels::current]) == v.base) use(v);
 }
 
 void bind_matmul(py::module_& m) {
+    use(current);
     m.def(
         "gemm_levels",
         [] {

@@ -1,0 +1,43 @@
+// Packed weights in float32 and, where they are exactly bfloat16 and the CPU multiplies those
+// faster, in pairs: for conv.cpp, quantized_conv.cpp and clipped_conv.cpp.
+#pragma once
+
+#include "conv_pool/lowered_images.hpp"
+
+namespace EXTENSOR_ISA {
+
+constexpr int64_t kFewOutputs = 8;  // fewer do not repay the packing of pairs
+
+// What `pack_weights` packed for `o` outputs of each group.
+struct PackedWeights {
+    int64_t o, taps;
+    const float* floats;
+    uint32_t* words = nullptr;  // of pairs, or null
+    Bf16Extent extent;
+
+    PackedWeights(int64_t groups, int64_t o, int64_t taps, const float* floats)
+        : o(o), taps(taps), floats(floats) {
+        if (!pair_kernels || VL != 16 || o < kFewOutputs) return;
+        words = threads::scratch_of<uint32_t>(kPairWords, groups * o * ceil_div(taps, 2));
+        extent = pair_kernels->pack_weights(groups, o, taps, floats, words);
+        if (!extent.exact) words = nullptr;
+    }
+
+    // out (o, pixels) = bias + a group's weights times m, as `multiply` in lowered_images.hpp.
+    void multiply(int64_t group, const TapRows& m, const float* bias, float* out,
+                  int64_t out_stride) const {
+        const float* own = floats + group * o * taps;
+        if (!words) return EXTENSOR_ISA::multiply(o, m, own, bias, out, out_stride);
+        constexpr int64_t kColumns = TV * VL;
+        for (int64_t first = 0; first < m.pixels; first += kColumns) {
+            TapRows part = {m.x + first, m.offset, m.taps, least(kColumns, m.pixels - first)};
+            if (pair_kernels->multiply(o, part, words + group * o * ceil_div(taps, 2), extent, bias,
+                                       out + first, out_stride))
+                continue;
+            part.pixels = m.pixels - first;  // other columns are probably no bfloat16 either
+            return EXTENSOR_ISA::multiply(o, part, own, bias, out + first, out_stride);
+        }
+    }
+};
+
+}  // namespace EXTENSOR_ISA

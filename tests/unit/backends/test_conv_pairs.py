@@ -1,0 +1,142 @@
+"""Convolutions of exact bfloat16 values: pairs of them where the CPU multiplies those faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor.backends.protocol import Window
+from extensor.quant.spec import Hadamard, QuantSpec
+from extensor.random import Stream
+from tests.kernels.conv_pool import WINDOWS, window_arrays
+from tests.kernels.inputs import BACKEND, CORE, GENERIC, UNIT
+
+PAIRS, FLOATS = "avx512_bf16", "avx512_vnni"
+TESTED = [n for n, (shape, outs, groups, _) in enumerate(WINDOWS) if shape[0] and outs >= 8]
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before = CORE.gemm_level() if CORE else None
+    yield
+    if CORE:
+        CORE.set_gemm_level(before)
+
+
+def levels() -> list[str]:
+    """With pairs, and without them; one level where the CPU has none."""
+    if CORE is None:
+        return ["numpy only"]
+    return [PAIRS, FLOATS] if PAIRS in CORE.gemm_levels() else [CORE.gemm_level()]
+
+
+def at(level: str, name: str, *case: Any) -> np.ndarray:
+    if CORE:
+        CORE.set_gemm_level(level)
+    got: Any = getattr(BACKEND, name)(*case)
+    return got[0] if isinstance(got, tuple) else got
+
+
+def rounded(number: int) -> tuple[np.ndarray, ...]:
+    arrays = window_arrays(number)
+    return tuple(a.astype(ml_dtypes.bfloat16).astype(np.float32) for a in arrays)
+
+
+def cases(number: int) -> dict[str, tuple[tuple[Any, ...], int]]:
+    """Calls, and how many terms their sums have."""
+    x, w, g = rounded(number)
+    _, _, groups, window = WINDOWS[number]
+    bias = np.linspace(-1, 1, len(w), dtype=np.float32)
+    return {
+        "conv2d": ((x, w, window, groups, bias), w[0].size + 1),
+        "conv2d_grad_x": ((g, w, x.shape, window, groups), w[:, 0].size // groups),
+    }
+
+
+@pytest.mark.parametrize("name", ["conv2d", "conv2d_grad_x"])
+def test_sums_of_pairs_are_within_the_bound(name: str) -> None:
+    others = 0
+    for number in TESTED:
+        case, terms = cases(number)[name]
+        wide = [a.astype(np.float64) if isinstance(a, np.ndarray) else a for a in case]
+        exact = getattr(GENERIC, name)(*wide)
+        sizes = getattr(GENERIC, name)(
+            *(np.abs(a) if isinstance(a, np.ndarray) else a for a in wide)
+        )
+        results = [at(level, name, *case) for level in levels()]
+        for got in results:
+            assert (np.abs(got - exact) <= (terms + 4) * UNIT * (1 + 1e-4) * sizes).all(), number
+        others += any((got != results[0]).any() for got in results)
+    # The order of sums differs, so pairs were summed.
+    assert others or len(levels()) == 1
+
+
+def quantized(number: int) -> dict[str, tuple[Any, ...]]:
+    """A forward product, two weight gradients and a clipped one, with patches in MXFP4."""
+    x, w, g = rounded(number)
+    x, g, window = x[:7], g[:7], WINDOWS[number][3]
+    signs = Hadamard(32, "random", 5)
+    nearest = QuantSpec("mxfp4", scale_rule="rceil", axis=0).resolve(2)
+    ragged = QuantSpec("mxfp4", tile=(1, 16), axis=1).resolve(2)
+    drawn = QuantSpec("mxfp4", rounding="stochastic", transform=signs, axis=1).resolve(2)
+    plain = np.ascontiguousarray(g.swapaxes(0, 1)).reshape(len(w), -1)
+    rows = np.pad(plain, [(0, 0), (0, -plain.shape[1] % 32)])
+    return {
+        "quantized_conv2d": (x, w.reshape(len(w), -1), nearest, None, w.shape, window),
+        "quantized_conv2d_grad_w": (rows, x, drawn, Stream(3, 1), w.shape, window),
+        "quantized_conv2d_grad_w, ragged": (plain, x, ragged, None, w.shape, window),
+        "clipped_conv2d_grad_x": (
+            plain,
+            np.pad(w.reshape(len(w), -1), [(0, 0), (0, -w[0].size % 32)]),
+            x,
+            QuantSpec("mxfp4", scale_rule="quest", transform=signs, axis=0).resolve(2),
+            window,
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", quantized(1))
+def test_products_of_patches_are_those_of_float32(kind: str) -> None:
+    others, name = 0, kind.split(",", maxsplit=1)[0]
+    for number in TESTED:
+        if WINDOWS[number][2] > 1:
+            continue
+        case = quantized(number)[kind]
+        expected: Any = getattr(GENERIC, name)(*case)
+        expected = expected[0] if isinstance(expected, tuple) else expected
+        results = [at(level, name, *case) for level in levels()]
+        for got in results:
+            # A thousand roundings of sums whose terms are of the size of the largest result.
+            bound = 1024 * UNIT * max(np.abs(expected).max(), 1.0)
+            assert (np.abs(got - expected) <= bound).all(), number
+        others += any((got != results[0]).any() for got in results)
+    assert others or len(levels()) == 1
+
+
+@pytest.mark.parametrize("factor", [2.0**-62, 2.0**-130, 2.0**60, np.nan, np.inf])
+def test_sums_out_of_range_stay_in_float32(factor: float) -> None:
+    """Dot products of pairs read and write subnormals as zero."""
+    x, w, _ = rounded(1)
+    if np.isfinite(factor):
+        x, w = x * np.float32(factor), w * np.float32(max(factor, 2.0**-62))
+    else:
+        x[:, 0, 0, 0] = factor
+    results = [at(level, "conv2d", x, w, WINDOWS[1][3], 1) for level in levels()]
+    assert len({got.tobytes() for got in results}) == 1
+    assert np.isfinite(results[0]).mean() > 0.5
+
+
+def test_one_value_that_is_no_bfloat16_is_not_cut() -> None:
+    x, w, _ = rounded(1)
+    window = Window((1, 1))
+    for t in (0, 77):
+        y, k = x[:1].copy(), w[:, :, :1, :1].copy()
+        y.reshape(-1)[t] = np.float32(1 + 2.0**-9)
+        results = [at(level, "conv2d", y, k, window, 1) for level in levels()]
+        expected = GENERIC.conv2d(y.astype(np.float64), k.astype(np.float64), window, 1)
+        for got in results:
+            assert (np.abs(got - expected) <= 8 * UNIT * (np.abs(expected) + 8)).all()
