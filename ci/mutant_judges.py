@@ -228,9 +228,16 @@ ENVIRONMENT = os.environ | {
 def run(
     command: Sequence[str], timeout: float | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """pytest, in the repository."""
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | variables, text=True,
-                          capture_output=True, check=False, timeout=timeout)  # fmt: skip
+    """pytest, in the repository.
+
+    It writes to files: a pipe is not at its end while a process lives that a test left behind.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | variables, stdout=out,
+                              stderr=errors, check=False, timeout=timeout)  # fmt: skip
+        for file in (out, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(command, done.returncode, out.read(), errors.read())
 
 
 def killed(mutant: Mutant, tests: Sequence[str]) -> str:
