@@ -16,6 +16,7 @@ load_torch()
 
 from extensor.torch import modules  # noqa: E402
 from extensor.torch.blocked import BlockedTensor, to_blocked  # noqa: E402
+from extensor.torch.clock import checkpoint_contexts  # noqa: E402
 from extensor.torch.export import export  # noqa: E402
 from extensor.torch.modules import Conv2d, Linear  # noqa: E402
 from extensor.torch.quantize import (  # noqa: E402
@@ -32,6 +33,7 @@ __all__ = [
     "BlockedTensor",
     "Conv2d",
     "Linear",
+    "checkpoint_contexts",
     "export",
     "quantize_",
     "quantized_modules",

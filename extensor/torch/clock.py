@@ -13,18 +13,24 @@ checkpointed region that they belong to.
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from ctypes import c_int64
+from functools import cache
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from extensor.torch.layer import LayerHandle, written_by_an_optimizer
 
-__all__ = ["STEPS", "Ticking", "advance_with_optimizer", "new_clock", "next_step", "read_clock"]
+__all__ = [
+    "STEPS", "Ticking", "advance_with_optimizer", "checkpoint_contexts", "new_clock", "next_step",
+    "read_clock",
+]  # fmt: skip
 
 _ONE_USE = 1 << 32
 STEPS = _ONE_USE - 1
@@ -62,9 +68,10 @@ def read_clock(
         as_number: whether a number is read, which waits for a GPU; else a tensor, of its own if the
             pass is recorded.
 
+    >>> import extensor.torch as ext
     >>> from extensor.torch.clock import new_clock, read_clock
-    >>> clock = new_clock(3, torch.device("cpu"))
-    >>> read_clock(clock, layer=None), clock // 2**32
+    >>> clock, layer = new_clock(3, torch.device("cpu")), ext.Linear(32, 32).quant_layer
+    >>> read_clock(clock, layer), clock // 2**32
     (tensor(3), tensor(1))
     """
     if clock is None:
@@ -72,8 +79,13 @@ def read_clock(
     if not torch.is_grad_enabled():
         return int(clock) if as_number else clock
     if torch.compiler.is_compiling():
-        compiled: torch.Tensor = torch.ops.extensor.read_clock(clock)
+        compiled: torch.Tensor = torch.ops.extensor.read_clock(clock, layer.number)
         return compiled
+    return _next_reading(clock, layer.number, as_number)
+
+
+def _next_reading(clock: torch.Tensor, layer: int, as_number: bool) -> torch.Tensor | int:
+    """A reading that advances the clock, or in a region's second run that of the first."""
     hook, region = _region()
     if torch._C._current_graph_task_id() != -1 and region in _noted:
         return _noted_reading(hook, region, layer)
@@ -86,39 +98,92 @@ def read_clock(
         reading = int(clock) if as_number else clock.clone()
         clock += _ONE_USE
     if region is not None:
-        _noted.setdefault(region, defaultdict(list))[layer.number].append(reading)
+        _noted.setdefault(region, defaultdict(list))[layer].append(reading)
     return reading
 
 
 @torch.library.custom_op("extensor::read_clock", mutates_args=("clock",))
-def _read_clock(clock: torch.Tensor) -> torch.Tensor:
+def _read_clock(clock: torch.Tensor, layer: int) -> torch.Tensor:
     """The reading of a compiled pass.
 
     Compilers recompute a clone in the backward pass, from a clock that has advanced by then. The
     result of an operator that they cannot see into is kept.
     """
-    reading = clock.clone()
-    clock += _ONE_USE
-    return reading
+    if clock.is_cuda and torch.cuda.is_current_stream_capturing() and _region()[1] is not None:
+        raise RuntimeError(
+            "extensor.torch: a compiled layer with stochastic rounding is captured in a graph "
+            "within a checkpointed region, whose second run would draw other random bits; compile "
+            "the model with its regions, which take context_fn=extensor.torch.checkpoint_contexts"
+        )
+    reading = _next_reading(clock, layer, as_number=clock.is_cpu)
+    # A compiler may write over what it is given.
+    return reading.clone() if isinstance(reading, torch.Tensor) else clock.new_full((), reading)
 
 
 @_read_clock.register_fake
-def _fake_reading(clock: torch.Tensor) -> torch.Tensor:
-    if "recompute" in torch.fx.traceback.get_current_meta():
+def _fake_reading(clock: torch.Tensor, layer: int) -> torch.Tensor:
+    if "recompute" in torch.fx.traceback.get_current_meta() and not _kept.regions:
         raise RuntimeError(
             "extensor.torch: a layer with stochastic rounding is in a checkpointed region of a "
-            "compiled model, whose second run would draw other random bits; expected one of the "
-            "two: leave out torch.compile or torch.utils.checkpoint, or take a recipe that rounds "
-            "to nearest"
+            "compiled model, whose second run would draw other random bits; expected "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False, "
+            "context_fn=extensor.torch.checkpoint_contexts), or a recipe that rounds to nearest"
         )
     return torch.empty_like(clock)
 
 
-def _noted_reading(hook: Any, region: Any, layer: LayerHandle) -> torch.Tensor | int:
+class _Kept(threading.local):
+    regions = 0
+
+
+_kept = _Kept()
+"""How many regions are being traced that keep their readings."""
+
+
+def checkpoint_contexts() -> tuple[Any, Any]:
+    """What `torch.utils.checkpoint` takes as ``context_fn`` in a compiled model.
+
+    A region then keeps each layer's reading of its clock, 8 bytes, so that its second run draws the
+    random bits of the first. Regions of a model that is not compiled need no contexts.
+
+    Returns:
+        Two contexts: for the first run, and for the second.
+
+    >>> import extensor.torch as ext
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> model = torch.compile(ext.Linear(32, 32, recipe="mxfp4_all"), backend="eager")
+    >>> kept = {"use_reentrant": False, "context_fn": ext.checkpoint_contexts}
+    >>> checkpoint(model, torch.ones(4, 32), **kept).shape
+    torch.Size([4, 32])
+    """
+    contexts: Any = create_selective_checkpoint_contexts
+    first, second = contexts([torch.ops.extensor.read_clock.default])
+    kind: Any = type(first)
+    first.__class__ = _keeping(kind)
+    return first, second
+
+
+@cache
+def _keeping(mode: Any) -> Any:
+    """A kind of context that notes that it keeps readings."""
+
+    class Keeping(mode):  # type: ignore[misc]
+        def __enter__(self) -> Any:
+            _kept.regions += 1
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> Any:
+            _kept.regions -= 1
+            return super().__exit__(*error)
+
+    return Keeping
+
+
+def _noted_reading(hook: Any, region: Any, layer: int) -> torch.Tensor | int:
     taken = _again.setdefault(hook, Counter())
-    at = taken[layer.number]
-    taken[layer.number] += 1
-    return _noted[region][layer.number][at]
+    at = taken[layer]
+    taken[layer] += 1
+    return _noted[region][layer][at]
 
 
 def _region() -> tuple[Any, Any]:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+
+import extensor as et
+from extensor.quant.recipe import Gemm, LayerRecipe
 
 torch = pytest.importorskip("torch")
 importlib.import_module("torch._dynamo.testing")
@@ -90,25 +95,66 @@ def test_exported_programs_hold_the_operator() -> None:
     assert torch.equal(exported.module()(x), model(x))
 
 
+RANDOM = et.QuantSpec("mxfp4", rounding="stochastic")
+RANDOM_TOO = replace(
+    et.RECIPES["mxfp4_all"], name="random", layers=LayerRecipe(*[Gemm(RANDOM, RANDOM)] * 3)
+)
+"""Forward passes draw bits, too."""
+
+
 class Checkpointed(nn.Module):
-    def __init__(self) -> None:
+    """One layer in two regions of torch.utils.checkpoint."""
+
+    def __init__(self, *contexts: dict[str, Any] | None) -> None:
         super().__init__()
         self.linear = nn.Linear(32, 32)
+        self.contexts = contexts
 
     def forward(self, x: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False)
+        region = torch.utils.checkpoint.checkpoint
+        for how in self.contexts:
+            called = self.linear if how is None else partial(region, self.layer, **how)
+            x = x + torch.relu(called(x))
+        return x
+
+    def layer(self, x: Any) -> Any:
+        return self.linear(x)
 
 
-def test_a_compiled_checkpoint_with_random_bits_is_refused() -> None:
-    """Its second run would read a clock that has advanced."""
-    x = torch.randn(8, 32)
-    for recipe, refused in (("mxfp4_nearest", False), ("mxfp4_all", True)):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = ext.quantize_(Checkpointed(), recipe, rules={"*": recipe})
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        if refused:
-            with pytest.raises(Exception, match="leave out torch.compile or"):
-                compiled(x)
-        else:
-            compiled(x).sum().backward()
+FREE: dict[str, Any] = {"use_reentrant": False}
+KEPT = {**FREE, "context_fn": ext.checkpoint_contexts}
+
+
+def checkpointed(recipe: Any, *contexts: dict[str, Any] | None) -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return ext.quantize_(Checkpointed(*contexts), recipe, rules={"*": RANDOM_TOO.layers})
+
+
+@pytest.mark.parametrize("compiled", ["the model", "the region"])
+def test_a_compiled_checkpoint_changes_no_bit(compiled: str) -> None:
+    """Its second run draws the bits of the first."""
+    batches = [torch.randn(8, 32, requires_grad=True) for _ in range(2)]
+    plain = checkpointed(RANDOM_TOO, None, None)
+    expected = run(plain, plain, batches)
+    how = KEPT if compiled == "the model" else FREE
+    model = checkpointed(RANDOM_TOO, how, how)
+    if compiled == "the model":
+        found = run(model, torch.compile(model, fullgraph=True, backend="aot_eager"), batches)
+    else:
+        model.layer = torch.compile(model.layer, backend="aot_eager")
+        found = run(model, model, batches)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("contexts", [(FREE,), (KEPT, FREE)])
+def test_a_compiled_checkpoint_that_keeps_no_readings_is_refused(contexts: Any) -> None:
+    compiled = torch.compile(checkpointed(RANDOM_TOO, *contexts), backend="aot_eager")
+    with pytest.raises(Exception, match="context_fn=extensor.torch.checkpoint_contexts"):
+        compiled(torch.randn(8, 32))
+
+
+def test_a_compiled_checkpoint_without_random_bits_needs_nothing() -> None:
+    torch._dynamo.reset()
+    model = ext.quantize_(Checkpointed(FREE), "mxfp4_nearest", rules={"*": "mxfp4_nearest"})
+    torch.compile(model, fullgraph=True, backend="aot_eager")(torch.randn(8, 32)).sum().backward()

@@ -149,6 +149,26 @@ def test_compiled_steps_have_the_bits_of_eager_ones(recipe: str, mode: str | Non
     assert equal(expected, steps(other, compiled, batches))
 
 
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_compiled_checkpoint_changes_no_bit(mode: str | None) -> None:
+    torch._dynamo.reset()
+    batches, kept = inputs(6), {"use_reentrant": False, "context_fn": ext.checkpoint_contexts}
+    model, other = network("mxfp4_tseng"), network("mxfp4_tseng")
+    expected = steps(model, model, batches)
+    region = torch.compile(lambda x: checkpoint(other, x, **kept), fullgraph=True, mode=mode)
+    assert equal(expected, steps(other, region, batches))
+
+
+def test_a_captured_layer_within_a_checkpoint_is_refused() -> None:
+    """Its readings would be those of the graph's second run."""
+    torch._dynamo.reset()
+    model = network("mxfp4_all")
+    compiled = torch.compile(model, mode="reduce-overhead")
+    with pytest.raises(RuntimeError, match="context_fn=extensor.torch.checkpoint_contexts"):
+        for x in inputs(4):
+            checkpoint(compiled, x, use_reentrant=False).float().sum().backward()
+
+
 def test_batches_of_other_sizes_compile_twice_at_most() -> None:
     torch._dynamo.reset()
     model = network("mxfp4_all")
