@@ -15,6 +15,7 @@ from extensor_cuda.kernels.optim import optimizer as kernels
 __all__ = [
     "adam_multi_tensor",
     "all_finite_multi_tensor",
+    "lion_multi_tensor",
     "scale_multi_tensor",
     "sgd_multi_tensor",
     "square_sum_multi_tensor",
@@ -35,6 +36,12 @@ def sgd_multi_tensor(xp: Any, parts: Parts, factors: Factors, *how: Any, **more:
     """See the protocol. One launch, one more with ``check_finite``."""
     update = kernels.Update(*how, **more)
     return lambda: kernels.step(kernels.SGD, parts, factors, update, xp)
+
+
+def lion_multi_tensor(xp: Any, parts: Parts, factors: Factors, *how: Any, **more: Any) -> Call:
+    """See the protocol. One launch, one more with ``check_finite``."""
+    update = kernels.Update(*how, **more)
+    return lambda: kernels.step(kernels.LION, parts, factors, update, xp)
 
 
 def _gap(arrays: Sequence[Array]) -> Unsupported | None:

@@ -100,6 +100,7 @@ CHECKS: dict[str, Check] = {
     "channel_sum": check_bounded("channel_sum", nn.channel_sum_cases),
     "batch_norm": check_bounded("batch_norm", nn.batch_norm_cases),
     "batch_norm_grad": check_bounded("batch_norm_grad", nn.batch_norm_grad_cases),
+    "lion": optim.check_lion,
     "sgd": optim.check_sgd,
     "block_max": reduction.check_block_max,
     "fixed_point": reduction.check_fixed_point,

@@ -225,6 +225,7 @@ def _nn_sheet(backend: CpuBackend) -> Sheet:
         ("channel_sum", x),
         ("all_finite", x),
         ("adam", flat, w, w, w, {}),
+        ("lion", flat, w, w, {}),
         ("sgd", flat, w, None, 0.1, 0.0, 0.0, False),
         ("stochastic_bfloat16", x, Stream(0, 0, 1, 0)),
         ("straight_through", x, None, Hadamard(32), 64),

@@ -81,8 +81,8 @@ class CapturedUpdates:
             if member.param.backend is not backend or not member.takes_multi_tensor(grad):
                 raise ValueError(
                     f"step: {member.name}: a captured step updates contiguous float32 parameters, "
-                    "and bfloat16 ones with masters=False, none in blocks, with Adam, AdamW or "
-                    f"SGD, got {type(optimizer).__name__}, a parameter of "
+                    "and bfloat16 ones with masters=False, none in blocks, with Adam, AdamW, "
+                    f"Lion or SGD, got {type(optimizer).__name__}, a parameter of "
                     f"{member.param.dtype.name} and a gradient of {grad.dtype.name}; use these, or "
                     "leave the optimizer out of it"
                 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from extensor.backends.protocol import FiniteQuery
 from extensor.optim.optimizer import Optimizer
-from extensor.optim.params import Option, Segment, check_betas
+from extensor.optim.params import Array, Option, Segment, check_betas
 from extensor.optim.rule import FRACTION
 
 __all__ = ["Lion"]
@@ -38,6 +39,7 @@ class Lion(Optimizer):
     """
 
     ranges = MappingProxyType({**Optimizer.ranges, "beta1": FRACTION, "beta2": FRACTION})
+    multi_tensor = True
 
     def __init__(
         self,
@@ -66,17 +68,33 @@ class Lion(Optimizer):
 
     def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
         """See :meth:`extensor.optim.Optimizer.update`."""
-        xp = backend.xp
-        one, two = part.scratch
-        mean, lr = part.state["mean"], options["lr"]
-        xp.multiply(mean, options["beta1"], out=one)
-        xp.multiply(part.grad, 1.0 - options["beta1"], out=two)
-        one += two
-        xp.sign(one, out=one)
-        one *= lr
-        weight = part.weight
-        weight *= 1.0 - lr * options["weight_decay"]
-        weight -= one
-        mean *= options["beta2"]
-        xp.multiply(part.grad, 1.0 - options["beta2"], out=two)
-        mean += two
+        backend.lion(part.weight, part.grad, part.state["mean"], self.factors(options, step))
+
+    def update_multi_tensor(
+        self,
+        backend: Any,
+        parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
+        factors: Sequence[Mapping[str, float]],
+        **how: Any,
+    ) -> FiniteQuery:
+        """See :meth:`extensor.optim.Optimizer.update_multi_tensor`."""
+        arrays = [(w, g, state["mean"]) for w, g, state in parts]
+        found: FiniteQuery = backend.lion_multi_tensor(arrays, factors, **how)
+        return found
+
+    def factors(self, options: Mapping[str, Any], step: int) -> dict[str, float]:
+        """See :meth:`extensor.optim.Optimizer.factors`.
+
+        ``keep`` is 1 - lr shrink; a device that reads the learning rate by itself computes it.
+        """
+        lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
+        return {
+            "step": step,
+            "lr": lr,
+            "shrink": options["weight_decay"],
+            "keep": 1.0 - lr * options["weight_decay"],
+            "momentum": beta1,
+            "take1": 1.0 - beta1,
+            "keep2": beta2,
+            "take2": 1.0 - beta2,
+        }

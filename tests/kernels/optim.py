@@ -47,6 +47,22 @@ def check_adam(backend: cpu.CpuBackend) -> None:
     assert "strided" in backend.path("adam", *state, FACTORS) or CORE is None
 
 
+def check_lion(backend: cpu.CpuBackend) -> None:
+    factors = {"keep": 0.99, "momentum": 0.9, "take1": 0.1, "keep2": 0.98, "take2": 0.02, "lr": 0.1}
+    for n in (0, 1, 17, 40_000):
+        state = [plain((n,), seed) for seed in range(3)]
+        for a in state[1:]:
+            a[::5] = 0  # no sign
+        mine, generic = ([a.copy() for a in state] for _ in range(2))
+        for _ in range(3):
+            backend.lion(*mine, factors)
+            GENERIC.lion(*generic, factors)
+        for one, two in zip(mine, generic, strict=True):
+            assert_bytes(one, two, (n, backend.path("lion", *mine, factors)))
+    state = [plain((34,), seed)[::2] for seed in range(3)]
+    assert "strided" in backend.path("lion", *state, factors) or CORE is None
+
+
 def check_stochastic_bfloat16(backend: cpu.CpuBackend) -> None:
     rng = np.random.default_rng(0)
     for n in (0, 1, 17, 8192, 40_001):

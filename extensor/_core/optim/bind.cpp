@@ -25,6 +25,14 @@ void adam(Floats weight, const Floats& grad, Floats mean, Floats square, const F
     without_gil([&] { optimizers().adam(n, w, grad.data(), m, v, factors.data()); });
 }
 
+void lion(Floats weight, const Floats& grad, Floats mean, const Floats& factors) {
+    const int64_t n = weight.size();
+    require(grad.size() == n && mean.size() == n && factors.size() == kLionFactors,
+            "lion: expected arrays of one length");
+    float *w = weight.mutable_data(), *m = mean.mutable_data();
+    without_gil([&] { optimizers().lion(n, w, grad.data(), m, factors.data()); });
+}
+
 bool all_finite(const Floats& x) {
     return without_gil([&] { return optimizers().all_finite(x.size(), x.data()); });
 }
@@ -45,6 +53,8 @@ void bind_optim(py::module_& m) {
           py::arg("lr"), py::arg("momentum"), py::arg("decay"), py::arg("nesterov"));
     m.def("adam", adam, py::arg("weight").noconvert(), py::arg("grad"), py::arg("mean").noconvert(),
           py::arg("square").noconvert(), py::arg("factors"));
+    m.def("lion", lion, py::arg("weight").noconvert(), py::arg("grad"), py::arg("mean").noconvert(),
+          py::arg("factors"));
     m.def("all_finite", all_finite);
     m.def("stochastic_bfloat16", stochastic_bfloat16);
 }

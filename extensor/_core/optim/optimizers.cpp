@@ -1,4 +1,5 @@
-// The steps of SGD and Adam, stochastic rounding to bfloat16, and whether all gradients are finite.
+// The steps of SGD, Adam and Lion, stochastic rounding to bfloat16, and whether all gradients are
+// finite.
 //
 // One rounding an operation, in the generic method's order: the same bytes. Hence the compiler may
 // not fuse multiply and add here (CMakeLists.txt).
@@ -44,6 +45,23 @@ void adam(int64_t n, float* weight, const float* grad, float* mean, float* squar
             m[i] = first;
             v[i] = second;
             w[i] = w[i] * keep - first / (__builtin_sqrtf(second) * widen + eps) * rate;
+        }
+    });
+}
+
+// factors: 1 - lr decay, beta1, 1 - beta1, beta2, 1 - beta2 and lr.
+void lion(int64_t n, float* weight, const float* grad, float* mean, const float* factors) {
+    const float keep = factors[0], keep1 = factors[1], take1 = factors[2];
+    const float keep2 = factors[3], take2 = factors[4], rate = factors[5];
+    threads::run(ceil_div(n, kSegment), n * 3, [=](int64_t task) {
+        const int64_t end = least(n, (task + 1) * kSegment);
+        float* __restrict w = weight, * __restrict m = mean;
+        const float* __restrict d = grad;
+        for (int64_t i = task * kSegment; i < end; ++i) {
+            const float ahead = m[i] * keep1 + d[i] * take1;
+            const float sign = ahead > 0 ? 1.0f : ahead < 0 ? -1.0f : ahead == 0 ? 0.0f : ahead;
+            w[i] = w[i] * keep - sign * rate;
+            m[i] = m[i] * keep2 + d[i] * take2;
         }
     });
 }
@@ -98,6 +116,6 @@ void stochastic_bfloat16(const QuantStream& stream, int64_t n, const float* x, u
 
 }  // namespace
 
-extern const OptimKernels optim_kernels = {sgd, adam, all_finite, stochastic_bfloat16};
+extern const OptimKernels optim_kernels = {sgd, adam, lion, all_finite, stochastic_bfloat16};
 
 }  // namespace EXTENSOR_ISA

@@ -16,6 +16,7 @@ from extensor.random import Stream
 __all__ = ["CpuOptim"]
 
 _ADAM_FACTORS = ("keep", "take1", "keep2", "take2", "widen", "eps", "rate")
+_LION_FACTORS = ("keep", "momentum", "take1", "keep2", "take2", "lr")
 _TINY = np.finfo(np.float32).tiny
 
 
@@ -60,6 +61,17 @@ class CpuOptim(CpuCore):
         """See the protocol."""
         numbers = np.array([factors[name] for name in _ADAM_FACTORS], dtype=np.float32)
         core.adam(weight, ready(grad), mean, square, numbers)
+
+    def _choose_lion(self, weight: Array, grad: Array, mean: Array, factors: Any) -> Any:
+        return self.update_core(grad, weight, mean)
+
+    @runs_in_core(_choose_lion)
+    def lion(
+        self, core: Any, weight: Array, grad: Array, mean: Array, factors: Mapping[str, float]
+    ) -> None:
+        """See the protocol."""
+        numbers = np.array([factors[name] for name in _LION_FACTORS], dtype=np.float32)
+        core.lion(weight, ready(grad), mean, numbers)
 
     @runs_in_core(first_arrays(1))
     def stochastic_bfloat16(self, core: Any, values: Array, stream: Stream) -> Array:

@@ -85,6 +85,23 @@ class GenericOptim(GenericCore):
         weight *= factors["keep"]
         weight -= one
 
+    def lion(self, weight: Array, grad: Array, mean: Array, factors: Mapping[str, float]) -> None:
+        """One step of Lion (arXiv 2302.06675) in place, on vectors; see `extensor.optim.Lion`.
+
+        weight = weight keep - sign(mean momentum + grad take1) lr;
+        mean = mean keep2 + grad take2.
+        """
+        xp = self.xp
+        one, two = mean * factors["momentum"], grad * factors["take1"]
+        one += two
+        xp.sign(one, out=one)
+        one *= factors["lr"]
+        weight *= factors["keep"]
+        weight -= one
+        mean *= factors["keep2"]
+        xp.multiply(grad, factors["take2"], out=two)
+        mean += two
+
     def sgd_multi_tensor(
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
@@ -120,6 +137,23 @@ class GenericOptim(GenericCore):
         ) -> None:
             grad = grad + weight * mine["decay"] if mine["decay"] else grad
             self.adam(weight, grad, mean, square, mine)
+
+        return self._update_each(parts, factors, check_finite, update)
+
+    def lion_multi_tensor(
+        self,
+        parts: Sequence[tuple[Array, Array, Array]],
+        factors: Sequence[Mapping[str, float]],
+        guard: UpdateGuard | None = None,
+        check_finite: bool = False,
+        cache: dict[str, Any] | None = None,
+        numbers: Sequence[int] | int = 0,
+        stop: Array | None = None,
+    ) -> FiniteQuery:
+        """See the protocol."""
+
+        def update(mine: Mapping[str, float], weight: Array, grad: Array, mean: Array) -> None:
+            self.lion(weight, grad, mean, mine)
 
         return self._update_each(parts, factors, check_finite, update)
 

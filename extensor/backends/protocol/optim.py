@@ -45,6 +45,10 @@ class OptimMethods(Protocol):
         """One step of Adam in place, on vectors; see `extensor.optim.Adam`."""
         ...
 
+    def lion(self, weight: Array, grad: Array, mean: Array, factors: Mapping[str, float]) -> None:
+        """One step of Lion in place, on vectors; see `extensor.optim.Lion`."""
+        ...
+
     def sgd_multi_tensor(
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
@@ -58,6 +62,22 @@ class OptimMethods(Protocol):
         """`sgd` on each (weight, grad, buffer); all else as for `adam_multi_tensor`.
 
         Factors are lr, momentum, decay, nesterov and step.
+        """
+        ...
+
+    def lion_multi_tensor(
+        self,
+        parts: Sequence[tuple[Array, Array, Array]],
+        factors: Sequence[Mapping[str, float]],
+        guard: UpdateGuard | None = None,
+        check_finite: bool = False,
+        cache: dict[str, Any] | None = None,
+        numbers: Sequence[int] | int = 0,
+        stop: Array | None = None,
+    ) -> FiniteQuery:
+        """`lion` on each (weight, grad, mean); all else as for `adam_multi_tensor`.
+
+        Factors are lr, shrink, keep, momentum, take1, keep2, take2 and step.
         """
         ...
 

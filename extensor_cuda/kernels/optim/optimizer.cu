@@ -1,5 +1,5 @@
-// One multi-tensor step of Adam or SGD with float32 weights and states, and whether gradients are
-// finite. Others: optimizer_low_precision.cu. No macros; compiled with --fmad=false.
+// One multi-tensor step of Adam, Lion or SGD with float32 weights and states, and whether gradients
+// are finite. Others: optimizer_low_precision.cu. No macros; compiled with --fmad=false.
 
 #include "optim/optimizer.cuh"
 #include "optim/vectors.cuh"
@@ -44,6 +44,11 @@ DEVICE void step(const Tensor* tensors, int number, const Pace& pace) {
 extern "C" __global__ void __launch_bounds__(kThreads)
     adam(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
     step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    lion(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
+    step<Lion>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

@@ -70,6 +70,24 @@ struct Adam {
     }
 };
 
+struct Lion {
+    static constexpr bool kSquare = false;
+    float rate, keep, keep1, take1, keep2, take2;
+    __device__ Lion(const Tensor& t, const Pace& pace)
+        : keep1(t.momentum), take1(t.take1), keep2(t.keep2), take2(t.take2) {
+        const double lr = pace.rate(t);
+        rate = static_cast<float>(lr);
+        keep = static_cast<float>(__dsub_rn(1.0, __dmul_rn(lr, t.shrink)));
+    }
+    __device__ float operator()(float& weight, float grad, float& mean, float&) const {
+        const float ahead = __fadd_rn(__fmul_rn(mean, keep1), __fmul_rn(grad, take1));
+        const float sign = ahead > 0 ? 1.0f : ahead < 0 ? -1.0f : ahead == 0 ? 0.0f : ahead;
+        weight = __fsub_rn(__fmul_rn(weight, keep), __fmul_rn(sign, rate));
+        mean = __fadd_rn(__fmul_rn(mean, keep2), __fmul_rn(grad, take2));
+        return 0;
+    }
+};
+
 struct Descent {
     static constexpr bool kSquare = false;
     float rate, decay, momentum;

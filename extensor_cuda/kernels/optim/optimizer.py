@@ -1,4 +1,4 @@
-"""Steps of Adam and of gradient descent on many parameters in one launch, to the CPU's bits.
+"""Steps of Adam, Lion and gradient descent on many parameters in one launch, to the CPU's bits.
 
 Weights are float32 or bfloat16, states of any kind in `extensor.optim.states`; narrow ones are
 decoded, rounded stochastically and written by the same launch, where they lie.
@@ -31,6 +31,7 @@ from extensor_cuda.runtime.launch import launch
 
 __all__ = [
     "ADAM",
+    "LION",
     "SGD",
     "Kernel",
     "Update",
@@ -64,6 +65,7 @@ _PACE = ("correct", "widen", "step")  # `Row`
 Kernel = tuple[str, tuple[str, ...]]
 """A kernel's name, and the columns of `_TENSOR` that each of its parts fills."""
 ADAM: Kernel = ("adam", ("weight", "grad", "first", "second"))
+LION: Kernel = ("lion", ("weight", "grad", "first"))
 SGD: Kernel = ("sgd", ("weight", "grad", "first"))
 
 
@@ -185,7 +187,7 @@ def step(
     """Update all parameters in place, in one launch.
 
     Args:
-        kernel: `ADAM` or `SGD`.
+        kernel: `ADAM`, `LION` or `SGD`.
         parts: arrays of each parameter that `supports` accepts, of one size, in the kernel's
             columns; weight and gradient of one dtype; states of any kind, the same in all parts. A
             gradient may be `RowSums`, of rows of a multiple of 4 values.

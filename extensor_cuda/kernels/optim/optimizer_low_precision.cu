@@ -1,6 +1,6 @@
-// One multi-tensor step of Adam or SGD where weights are bfloat16, states narrow (bfloat16, or
-// MXFP8) or gradients given by rows. All is decoded, updated in float32 and rounded stochastically
-// in registers, bit by bit as in extensor/optim/states.py.
+// One multi-tensor step of Adam, Lion or SGD where weights are bfloat16, states narrow (bfloat16,
+// or MXFP8) or gradients given by rows. All is decoded, updated in float32 and rounded
+// stochastically in registers, bit by bit as in extensor/optim/states.py.
 //
 // A thread owns four values. One Philox call serves a block of 32, whose maximum 8 lanes find.
 // Macros: OPTIMIZER_STATES, the bits of a state's value; OPTIMIZER_WEIGHTS, the least bits of a
@@ -320,6 +320,11 @@ DEVICE void step(const Tensor* tensors, int number, const Pace& pace) {
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     adam(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
     step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    lion(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
+    step<Lion>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

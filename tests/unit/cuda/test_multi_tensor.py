@@ -16,7 +16,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.backends.generic.optim import rescale
 from extensor.dtypes import bfloat16
 from extensor.io import load_checkpoint, save_checkpoint
-from extensor.optim import SGD, Adam, AdamW
+from extensor.optim import SGD, Adam, AdamW, Lion
 from extensor.optim.in_backward import single_updates
 from extensor.quant.array import QuantArray
 from extensor_cuda.runtime import capture
@@ -67,6 +67,22 @@ def test_adam_of_many_has_the_cpus_bits(trainer: Any, special: bool, offset: int
 
 
 @pytest.mark.parametrize("offset", [0, 1])
+def test_lion_of_many_has_the_cpus_bits(trainer: Any, offset: int) -> None:
+    parts = vectors(3, True)
+    for part in parts:
+        part[1][::5] = part[2][::5] = 0  # no sign
+    optimizer = Lion([et.ones(1, requires_grad=True)], lr=0.0137, weight_decay=0.3)
+    factors = [optimizer.factors(optimizer.groups[0].options, 1)] * len(parts)
+    mine = [tuple(shifted(trainer.xp, a, offset) for a in part) for part in parts]
+    for _ in range(3):
+        CPU.lion_multi_tensor([tuple(part) for part in parts], factors)
+        trainer.lion_multi_tensor(mine, factors)
+    for ours, theirs in zip(mine, parts, strict=True):
+        for got, expected in zip(ours, theirs, strict=True):
+            same_bytes("lion", got.get(), expected, str(expected.shape))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("changes", [{}, {"decay": 0.3}, {"nesterov": True, "decay": 0.1}])
 def test_sgd_of_many_has_the_cpus_bits(trainer: Any, changes: dict[str, Any], offset: int) -> None:
     for keeps in (True, False):
@@ -85,6 +101,7 @@ NARROW = ["bfloat16", "mxfp8_e4m3"]
 RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (Adam, {"lr": 0.01, "weight_decay": 0.1}),
     "adamw": (AdamW, {"lr": 0.01}),
+    "lion": (Lion, {"lr": 0.01, "weight_decay": 0.1}),
     "momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "plain": (SGD, {"lr": 0.1}),
@@ -175,7 +192,7 @@ def test_narrow_states_have_the_cpus_bits(
 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("states", ["float32", *NARROW])
-@pytest.mark.parametrize("rule", ["adam", "momentum", "plain"])
+@pytest.mark.parametrize("rule", ["adam", "lion", "momentum", "plain"])
 def test_bfloat16_weights_have_the_cpus_bits(
     trainer: Any, rule: str, states: str, offset: int
 ) -> None:
