@@ -19,7 +19,8 @@ void grad_x(const Conv& s, const PatchQuant& q, const float* g, const float* w, 
     float* zeros = packed + q.padded * s.o;
     std::memset(zeros, 0, static_cast<size_t>(q.padded) * 4);
     pack_weights(outputs, 1, q.padded, {w, 0, 1, q.padded, 0, 0}, packed);
-    const PackedWeights weights(1, q.padded, s.o, packed);
+    PackedWeights weights(1, q.padded, s.o, packed);
+    weights.find_factor(s.o * s.n * p.pixels, g);
     const uint32_t whole = needs_whole(q) || q.per_tensor ? patch_maximum(s, q, x) : 0;
 
     threads::run(s.n, s.n * s.o * q.padded * p.pixels, [&](int64_t n) {

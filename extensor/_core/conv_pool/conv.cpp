@@ -1,6 +1,6 @@
 // Convolution and its gradients on float32 NCHW arrays, as implicit GEMMs (lowered_images.hpp).
 //
-// The order of additions depends on shapes, and on whether values are exactly bfloat16
+// The order of additions depends on shapes, and on whether values are bfloat16 times one factor
 // (packed_weights.hpp), never on threads. The compiler may fuse multiply and add in this file: its
 // sums are compared within a bound, not by bytes.
 
@@ -49,7 +49,8 @@ void correlate(const LoweredImages& p, int64_t n, int64_t groups, int64_t o, con
     float* starts = packed + groups * o * p.taps;
     for (int64_t i = 0; i < groups * o; ++i) starts[i] = bias ? bias[i] : 0.0f;
     pack_weights(p, groups, o, w, packed);
-    const PackedWeights weights(groups, o, p.taps, packed);
+    PackedWeights weights(groups, o, p.taps, packed);
+    weights.find_factor(n * groups * image, x);
     // `batches` has parts of two sizes at most, and offsets depend on the size.
     auto sized = [&](int64_t count) {
         LoweredImages q = p;
@@ -124,7 +125,8 @@ void grad_x_by_patches(const Conv& s, const float* g, const float* w, float* gx)
     float* zeros = packed + s.o * p.taps;
     std::memset(zeros, 0, static_cast<size_t>(p.taps) * 4);
     pack_weights(outputs, s.groups, p.taps, {w, outs * p.taps, 1, p.taps, 0, 0}, packed);
-    const PackedWeights weights(s.groups, p.taps, outs, packed);
+    PackedWeights weights(s.groups, p.taps, outs, packed);
+    weights.find_factor(s.n * s.o * p.pixels, g);
 
     threads::run(s.n * s.groups, s.n * s.o * p.taps * p.pixels / VL, [&](int64_t task) {
         const int64_t group = task % s.groups;

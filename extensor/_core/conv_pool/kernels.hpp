@@ -65,26 +65,31 @@ struct TapRows {
 };
 
 // Magnitudes of bfloat16 values as bits, the least but zero and the largest; `exact`: the floats
-// they come from are no others.
+// they come from are those values times `factor`, NVFP4's within a relative 2^-21.
 struct Bf16Extent {
     uint32_t least = 0x10000, most = 0;
     bool exact = true;
+    float factor = 1;
 };
 
-// Products of exact bfloat16 values, two terms of a sum at a time; see bf16_pairs.cpp.
+// Products of bfloat16 values times a factor of each side, two terms of a sum at a time; see
+// bf16_pairs.cpp.
 struct PairKernels {
     // Words of two taps, from what `pack_weights` in lowered_images.hpp packs.
     Bf16Extent (*pack_weights)(int64_t groups, int64_t o, int64_t taps, const float* packed,
                                uint32_t* words);
     // out (o, pixels) = bias + weights times m, of 64 pixels at most. False, and nothing is
-    // written, if m's values are not bfloat16 or a sum might leave float32's normal range.
-    bool (*multiply)(int64_t o, const TapRows& m, const uint32_t* words, const Bf16Extent&,
-                     const float* bias, float* out, int64_t out_stride);
+    // written, if m's values are not bfloat16 times `factor` or a sum might leave float32's normal
+    // range.
+    bool (*multiply)(int64_t o, const TapRows& m, float factor, const uint32_t* words,
+                     const Bf16Extent&, const float* bias, float* out, int64_t out_stride);
     Bf16Extent (*to_bf16)(int64_t count, const float* from, uint16_t* to);
     // out (o, taps) += g (o, pixels) times m, transposed; else false, likewise. Up to 32 values
     // after a row's part of g are read.
-    bool (*correlate)(int64_t o, const TapRows& m, const uint16_t* g, int64_t g_stride,
-                      const Bf16Extent&, float* out, int64_t out_stride);
+    bool (*correlate)(int64_t o, const TapRows& m, float factor, const uint16_t* g,
+                      int64_t g_stride, const Bf16Extent&, float* out, int64_t out_stride);
+    // The factor of which the first values are bfloat16 multiples; zero if there is none.
+    float (*factor)(int64_t count, const float* x);
 };
 
 extern const PairKernels* pair_kernels;  // null where they are not faster than float32

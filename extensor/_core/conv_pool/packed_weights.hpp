@@ -1,5 +1,5 @@
-// Packed weights in float32 and, where they are exactly bfloat16 and the CPU multiplies those
-// faster, in pairs: for conv.cpp, quantized_conv.cpp and clipped_conv.cpp.
+// Packed weights in float32 and, where they are bfloat16 times one factor and the CPU
+// multiplies those faster, in pairs: for conv.cpp, quantized_conv.cpp and clipped_conv.cpp.
 #pragma once
 
 #include "conv_pool/lowered_images.hpp"
@@ -14,25 +14,39 @@ struct PackedWeights {
     const float* floats;
     uint32_t* words = nullptr;  // of pairs, or null
     Bf16Extent extent;
+    float factor = 1;  // of what they are multiplied by
 
-    PackedWeights(int64_t groups, int64_t o, int64_t taps, const float* floats)
+    // `pairs`: what they are multiplied by may be multiples of one factor.
+    PackedWeights(int64_t groups, int64_t o, int64_t taps, const float* floats, bool pairs = true)
         : o(o), taps(taps), floats(floats) {
-        if (!pair_kernels || VL != 16 || o < kFewOutputs) return;
+        if (!pairs || !pair_kernels || VL != 16 || o < kFewOutputs) return;
         words = threads::scratch_of<uint32_t>(kPairWords, groups * o * ceil_div(taps, 2));
         extent = pair_kernels->pack_weights(groups, o, taps, floats, words);
         if (!extent.exact) words = nullptr;
     }
 
+    // For products with parts of an array.
+    void find_factor(int64_t count, const float* x) {
+        if (words) factor = pair_kernels->factor(count, x);
+        if (factor == 0) words = nullptr;
+    }
+
     // out (o, pixels) = bias + a group's weights times m, as `multiply` in lowered_images.hpp.
     void multiply(int64_t group, const TapRows& m, const float* bias, float* out,
+                  int64_t out_stride) const {
+        multiply(group, m, factor, bias, out, out_stride);
+    }
+
+    // The same of values that are multiples of `of`.
+    void multiply(int64_t group, const TapRows& m, float of, const float* bias, float* out,
                   int64_t out_stride) const {
         const float* own = floats + group * o * taps;
         if (!words) return EXTENSOR_ISA::multiply(o, m, own, bias, out, out_stride);
         constexpr int64_t kColumns = TV * VL;
         for (int64_t first = 0; first < m.pixels; first += kColumns) {
             TapRows part = {m.x + first, m.offset, m.taps, least(kColumns, m.pixels - first)};
-            if (pair_kernels->multiply(o, part, words + group * o * ceil_div(taps, 2), extent, bias,
-                                       out + first, out_stride))
+            if (pair_kernels->multiply(o, part, of, words + group * o * ceil_div(taps, 2), extent,
+                                       bias, out + first, out_stride))
                 continue;
             part.pixels = m.pixels - first;  // other columns are probably no bfloat16 either
             return EXTENSOR_ISA::multiply(o, part, own, bias, out + first, out_stride);

@@ -117,7 +117,7 @@ void conv(const Conv& s, const PatchQuant& q, const float* x, const float* w, co
     float* starts = packed + s.o * q.padded;
     for (int64_t i = 0; i < s.o; ++i) starts[i] = bias ? bias[i] : 0.0f;
     pack_weights(coded, s.groups, outs, {w, outs * q.padded, q.padded, 1, 0, 0}, packed);
-    const PackedWeights weights(s.groups, outs, q.padded, packed);
+    const PackedWeights weights(s.groups, outs, q.padded, packed, has_factor(q.plan));
     Lost* each = scratch_of<Lost>(Slot::conv_counts, s.n * s.groups);
     const QuantPlan plan = not_rebased(q.plan);
     const RebasedTiles tiles(p.taps, s.n * p.pixels);
@@ -143,8 +143,8 @@ void conv(const Conv& s, const PatchQuant& q, const float* x, const float* w, co
                 rebase(plan, tiles, maxima + g * tiles.count(), 0, p.taps, n * p.pixels + first,
                        count, values, lost);
             for (int64_t t = 0; t < q.padded; ++t) dense[t] = t * count;
-            weights.multiply(g, {values, dense, q.padded, count}, starts + g * outs, out + first,
-                             p.pixels);
+            weights.multiply(g, {values, dense, q.padded, count}, job.tensor_scale,
+                             starts + g * outs, out + first, p.pixels);
         });
     });
     add_counts(each, s.n * s.groups, counts);
@@ -297,17 +297,19 @@ struct PairedGradients {
     uint16_t* values = nullptr;
     Bf16Extent extent;
 
-    PairedGradients(int64_t outs, int64_t count, const float* g) {
-        if (!pair_kernels || VL != 16 || outs < kFewOutputs) return;
+    PairedGradients(const QuantPlan& plan, int64_t outs, int64_t count, const float* g) {
+        if (!has_factor(plan) || !pair_kernels || VL != 16 || outs < kFewOutputs) return;
         values = scratch_of<uint16_t>(kPairWords, count + 4 * VL);
         std::memset(values + count, 0, 8 * VL);
         extent = pair_kernels->to_bf16(count, g, values);
     }
 
-    bool correlate(int64_t outs, const TapRows& m, int64_t at, int64_t stride, float* out,
-                   int64_t out_stride) const {
+    // Of patches that are multiples of `factor`.
+    bool correlate(int64_t outs, const TapRows& m, float factor, int64_t at, int64_t stride,
+                   float* out, int64_t out_stride) const {
         return values && extent.exact &&
-               pair_kernels->correlate(outs, m, values + at, stride, extent, out, out_stride);
+               pair_kernels->correlate(outs, m, factor, values + at, stride, extent, out,
+                                       out_stride);
     }
 };
 
@@ -329,7 +331,7 @@ void grad_w(const Conv& s, const PatchQuant& q, const PatchQuant* first, const f
     float* partial =
         cut.runs.parts == 1 ? gw : scratch_of<float>(Slot::conv_weights, cut.runs.parts * weights);
     Lost* each = scratch_of<Lost>(Slot::conv_counts, cut.tasks());
-    const PairedGradients pairs(outs, s.o * q.padded, g);
+    const PairedGradients pairs(plan, outs, s.o * q.padded, g);
 
     threads::run(cut.tasks(), weights * cut.all, [&](int64_t task) {
         const int64_t channels = first ? taps : cut.channels(task) * kernel,
@@ -358,7 +360,7 @@ void grad_w(const Conv& s, const PatchQuant& q, const PatchQuant* first, const f
             for (int64_t t = 0; t < p.taps; ++t) dense[t] = t * length;
             const TapRows rows = {values, dense, p.taps, length};
             const int64_t at = group * outs * q.padded + p.first;
-            if (!pairs.correlate(outs, rows, at, q.padded, out, taps))
+            if (!pairs.correlate(outs, rows, job.tensor_scale, at, q.padded, out, taps))
                 correlate_runs(outs, rows, g + at, q.padded, out, taps);
         });
     });

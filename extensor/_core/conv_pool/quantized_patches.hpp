@@ -26,6 +26,11 @@ inline uint32_t largest(const uint32_t* words, int64_t count) {
     return top;
 }
 
+// Whether rounded patches are bfloat16 times one factor.
+inline bool has_factor(const QuantPlan& plan) {
+    return plan.scale == Scale::e8m0 || plan.scale == Scale::ue4m3;
+}
+
 // Scales that need the largest finite magnitude of all patches.
 inline bool needs_whole(const PatchQuant& q) { return q.plan.scale == Scale::ue4m3; }
 

@@ -12,7 +12,7 @@ import pytest
 from extensor.backends.protocol import Window
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from tests.kernels.conv_pool import WINDOWS, window_arrays
+from tests.kernels.conv_pool import EDEN, WINDOWS, window_arrays
 from tests.kernels.inputs import BACKEND, CORE, GENERIC, UNIT
 
 PAIRS, FLOATS = "avx512_bf16", "avx512_vnni"
@@ -46,22 +46,34 @@ def rounded(number: int) -> tuple[np.ndarray, ...]:
     return tuple(a.astype(ml_dtypes.bfloat16).astype(np.float32) for a in arrays)
 
 
+def nvfp4_values(x: np.ndarray) -> np.ndarray:
+    """Of blocks along the last axis, with one tensor scale."""
+    values: np.ndarray = GENERIC.fake_quantize(x, QuantSpec("nvfp4"))[0]
+    return values
+
+
 def cases(number: int) -> dict[str, tuple[tuple[Any, ...], int]]:
     """Calls, and how many terms their sums have."""
     x, w, g = rounded(number)
     _, _, groups, window = WINDOWS[number]
     bias = np.linspace(-1, 1, len(w), dtype=np.float32)
-    return {
+    made = {
         "conv2d": ((x, w, window, groups, bias), w[0].size + 1),
         "conv2d_grad_x": ((g, w, x.shape, window, groups), w[:, 0].size // groups),
     }
+    x, w, g = (nvfp4_values(a) for a in (x, w, g))  # factors are known to 2**-21
+    return {
+        **made,
+        "conv2d, nvfp4": ((x, w, window, groups, bias), w[0].size + 23),
+        "conv2d_grad_x, nvfp4": ((g, w, x.shape, window, groups), w[:, 0].size // groups + 22),
+    }
 
 
-@pytest.mark.parametrize("name", ["conv2d", "conv2d_grad_x"])
-def test_sums_of_pairs_are_within_the_bound(name: str) -> None:
-    others = 0
+@pytest.mark.parametrize("kind", cases(1))
+def test_sums_of_pairs_are_within_the_bound(kind: str) -> None:
+    others, name = 0, kind.split(",", maxsplit=1)[0]
     for number in TESTED:
-        case, terms = cases(number)[name]
+        case, terms = cases(number)[kind]
         wide = [a.astype(np.float64) if isinstance(a, np.ndarray) else a for a in case]
         exact = getattr(GENERIC, name)(*wide)
         sizes = getattr(GENERIC, name)(
@@ -76,7 +88,7 @@ def test_sums_of_pairs_are_within_the_bound(name: str) -> None:
 
 
 def quantized(number: int) -> dict[str, tuple[Any, ...]]:
-    """A forward product, two weight gradients and a clipped one, with patches in MXFP4."""
+    """A forward product, two weight gradients and a clipped one, patches in MXFP4 or NVFP4."""
     x, w, g = rounded(number)
     x, g, window = x[:7], g[:7], WINDOWS[number][3]
     signs = Hadamard(32, "random", 5)
@@ -85,7 +97,29 @@ def quantized(number: int) -> dict[str, tuple[Any, ...]]:
     drawn = QuantSpec("mxfp4", rounding="stochastic", transform=signs, axis=1).resolve(2)
     plain = np.ascontiguousarray(g.swapaxes(0, 1)).reshape(len(w), -1)
     rows = np.pad(plain, [(0, 0), (0, -plain.shape[1] % 32)])
+    kernels = w.reshape(len(w), -1)
+    nvfp4, eden = QuantSpec("nvfp4", axis=0).resolve(2), EDEN.replace(axis=1).resolve(2)
+    random = EDEN.replace(axis=1, eden=False).resolve(2)
+    long = np.pad(plain, [(0, 0), (0, -plain.shape[1] % 128)])
     return {
+        "quantized_conv2d, nvfp4": (x, nvfp4_values(kernels), nvfp4, None, w.shape, window),
+        "quantized_conv2d_grad_w, nvfp4": (
+            nvfp4_values(long),
+            x,
+            random,
+            Stream(3, 1),
+            w.shape,
+            window,
+        ),
+        "quantized_conv2d_grad_w, eden": (
+            nvfp4_values(long),
+            x,
+            eden,
+            Stream(3, 1),
+            w.shape,
+            window,
+            nvfp4,
+        ),
         "quantized_conv2d": (x, w.reshape(len(w), -1), nearest, None, w.shape, window),
         "quantized_conv2d_grad_w": (rows, x, drawn, Stream(3, 1), w.shape, window),
         "quantized_conv2d_grad_w, ragged": (plain, x, ragged, None, w.shape, window),
