@@ -440,14 +440,17 @@ def tensor_scales(plan: Plan, amax: Array, xp: Any) -> Array:
 
 
 def tensor_of(
-    plan: Plan, x: Array, amax: Array | None, xp: Any
+    plan: Plan, x: Array, amax: Array | None, stream: Stream | None, xp: Any
 ) -> tuple[Array | None, Array | None]:
-    """The four words that blocks need of the whole tensor, and the tensor's maximum."""
+    """The four words that blocks need of the whole tensor, and the tensor's maximum.
+
+    The stream's clock tells the step whose signs a transform has.
+    """
     if not plan.needs_tensor:
         return None, None
     if amax is None:
         amax = xp.zeros((), dtype=xp.float32)
-        _run(plan, x, "maximum", False, None, (None, None, None, None, amax, None))
+        _run(plan, x, "maximum", False, stream, (None, None, None, None, amax, None))
     return tensor_scales(plan, amax, xp), amax
 
 
@@ -475,7 +478,7 @@ def quantize_raw(
     without it a pass over x finds it where it is needed. ``stats`` counts saturated and flushed
     values; ``values`` writes decoded float32 values instead of codes and scales.
     """
-    tensor, maximum = tensor_of(plan, x, amax, xp)
+    tensor, maximum = tensor_of(plan, x, amax, stream, xp)
     counters = Counters(2 * SLOTS, xp) if stats else None
     adds = None if counters is None else counters.array
     if values:
@@ -512,7 +515,7 @@ def quantize_clipped(
     x: Array, plan: Plan, stream: Stream | None, xp: Any
 ) -> tuple[QuantArray, OperandCounts, Array]:
     """Codes, scales, counts and the clip mask in one reading of x, without waiting."""
-    tensor, _ = tensor_of(plan, x, None, xp)
+    tensor, _ = tensor_of(plan, x, None, stream, xp)
     counters = Counters(2 * SLOTS, xp)
     q = empty_array(plan, xp, tensor)
     mask = xp.empty((*plan.shape[:-1], -(-plan.coded // 8)), dtype=xp.uint8)

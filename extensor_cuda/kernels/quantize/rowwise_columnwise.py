@@ -155,7 +155,7 @@ def quantize_raw(
     as of `extensor_cuda.kernels.quantize.quantize.quantize_raw`, with a stream for each
     direction.
     """
-    tensor, _ = kernels.tensor_of(plan.rowwise, x, amax, xp)
+    tensor, _ = kernels.tensor_of(plan.rowwise, x, amax, None, xp)
     row, column = (kernels.empty_array(p, xp, tensor) for p in (plan.rowwise, plan.columnwise))
     arrays = {"codes0": row.codes, "codes1": column.codes, "tensor": tensor}
     arrays |= {"scales0": row.scales, "scales1": column.scales}
@@ -190,7 +190,7 @@ def fake_quantize(
     x: Array, plan: RowColumnPlan, streams: Streams, xp: Any
 ) -> tuple[tuple[Array, OperandCounts], tuple[Array, OperandCounts]]:
     """Decoded values and counts in the order of the specs, without waiting."""
-    tensor, _ = kernels.tensor_of(plan.rowwise, x, None, xp)
+    tensor, _ = kernels.tensor_of(plan.rowwise, x, None, None, xp)
     values = [xp.empty(plan.rowwise.shape, dtype=xp.float32) for _ in range(2)]
     arrays = {"tensor": tensor, "values0": values[0], "values1": values[1]}
     counters = Counters(4 * SLOTS, xp)

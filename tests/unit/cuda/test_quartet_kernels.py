@@ -100,10 +100,13 @@ def test_scales_that_read_a_blocks_values(xp: Any, name: str) -> None:
             check(xp, x, SPECS[name].replace(axis=axis))
 
 
-def test_signs_of_the_step_that_a_clock_shows(xp: Any) -> None:
-    """Of values rounded to nearest, whose stream tells the step alone."""
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_signs_of_the_step_that_a_clock_shows(xp: Any, name: str) -> None:
+    """Of values rounded to nearest, whose stream tells the step alone; NVFP4's maximum, too."""
     x = np.random.default_rng(2).standard_normal((5, 70)).astype(np.float32)
-    spec = SPECS["signs of a step"].resolve(2)
+    transform = SPECS["signs of a step"].transform
+    spec = QuantSpec(name, scale_rule="rceil" if name == "mxfp4" else "amax", transform=transform)
+    spec = spec.resolve(2)
     clock = DeviceClock(xp.asarray(np.array(3 + (2 << 32), np.uint64)))
     plan = kernels.plan_of(spec, x.shape)
     got, _ = kernels.quantize(xp.asarray(x), plan, replace(STREAM, clock=clock), xp)
