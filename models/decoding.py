@@ -1,4 +1,4 @@
-"""What decoders share: which tokens of a batch are real, where they stand, and what each sees."""
+"""Padding masks, positions and attention masks of a batch of tokens, for all decoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of test and validation data, as the recipe's forward pass sees them."""
+"""Evaluation on test and validation data, with the recipe's forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run on several ranks checks, and what a rank says that fails."""
+"""Checks of a run on several ranks, and the message of a rank that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Complex numbers: their parts and conjugates. They have no gradients; of real tensors all do."""
+"""Real and imaginary parts, and conjugates. Only real tensors have gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`capture`: a step that is replayed without its Python: on a GPU, and inference on the CPU."""
+"""`capture`: record a step, and replay it without Python: on a GPU, or inference on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recompute instead of keeping: a part of the graph is run again when its gradient is asked for."""
+"""Activation checkpointing: keep a function's inputs alone, and run it again in backward."""
 
 from __future__ import annotations
 

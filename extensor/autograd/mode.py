@@ -1,4 +1,4 @@
-"""Whether operations are recorded, and what is told of them, per thread."""
+"""Switches of a thread: whether operations are recorded (`no_grad`), and who observes them."""
 
 from __future__ import annotations
 

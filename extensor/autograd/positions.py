@@ -1,4 +1,4 @@
-"""Indexing keys, the brackets of ``x[...]``: their raw arrays, and the check of their positions.
+"""Keys of ``x[...]``: tensors in them become raw arrays, and positions are checked.
 
 cupy wraps a position beyond one end around to the other; here it is an error, as in numpy.
 """

@@ -1,4 +1,4 @@
-"""Gradients of rows looked up in a table: the rows' terms, not an array as large as the table.
+"""Sparse gradients of an embedding: the rows looked up, not an array as large as the table.
 
 The gradient of an embedding is zero but for the rows that a batch names. It stays in this form
 until something needs the whole array; an update inside backward reads the sums of rows.

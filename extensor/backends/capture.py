@@ -1,4 +1,4 @@
-"""What a training step that a GPU replays asks of objects that keep numbers on the host.
+"""The interface between a captured step and objects that keep numbers on the host.
 
 A captured step (`extensor.capture`) runs its Python once. From then on the GPU replays what was
 launched, so a number that Python would have changed must live on the GPU. There are three kinds:

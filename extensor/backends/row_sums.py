@@ -1,4 +1,4 @@
-"""A gradient that is zero but for some rows: how an update reads an embedding's gradient."""
+"""Sparse gradients by rows: how an optimizer's update reads an embedding's gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each part of a model keeps for backward, chosen so that a step fits and takes least time.
+"""Choose what each part of a model keeps for backward: what fits, and takes the least time.
 
 A part keeps its layers' inputs as they are ("kept"), or their packed operands ("packed"), or these
 and not what operations can make again without a product ("cheap"), or its own input alone and runs

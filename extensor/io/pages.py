@@ -1,4 +1,4 @@
-"""Files that are read through memory: their bytes as an array, whose memory can be let go."""
+"""Memory-mapped files: their bytes as an array, whose pages can be freed after use."""
 
 from __future__ import annotations
 

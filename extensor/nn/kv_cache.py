@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that a decoder has seen: what attention layers ask of a cache.
+"""Key-value caches: the keys and values of the tokens that a decoder has seen.
 
 A decoder that generates runs each new token through its layers once. Attention reads the keys and
 values of all tokens before it from the cache.

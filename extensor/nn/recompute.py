@@ -1,4 +1,4 @@
-"""Parts of a model that run again in the backward pass, chosen by their paths."""
+"""Activation checkpointing by path: parts of a model that run again in the backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of a captured step: the device counts them, and with them each parameter's step."""
+"""Optimizers in a captured step: the device counts the updates of each parameter."""
 
 from __future__ import annotations
 

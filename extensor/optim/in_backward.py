@@ -1,4 +1,4 @@
-"""The step inside backward: each parameter moves once its gradient is complete, and lets it go."""
+"""Optimizer steps inside backward: each parameter moves once its gradient is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a quantized layer keeps for backward, by arithmetic.
+"""Bytes that a quantized layer keeps for backward, computed from shapes and formats alone.
 
 With x (M, K) of s bytes a value and w (N, K), a format of b bits whose blocks of n values have a
 scale of c bits keeps (b + c / n) / 8 bytes a value:

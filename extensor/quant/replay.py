@@ -1,4 +1,4 @@
-"""The state that a recomputed part of a model must find again: layers' uses and buffers.
+"""State that activation checkpointing restores before a part runs again: layers' uses, buffers.
 
 Random bits are a function of a layer's use in the step, and dropout counts its draws in a buffer.
 So a second run with the same uses and buffers draws the same bits.

@@ -1,4 +1,4 @@
-"""Floats rounded to odd, in 12 or 16 bits: enough for every coarser rounding to give the same.
+"""Rounding floats to odd, in 12 or 16 bits: rounding the result further gives the float's rounding.
 
 Rounding to odd cuts a float's low bits and sets the last bit that stays if any of them was set. A
 later rounding to p bits, to nearest with any rule for ties, then gives what the float itself gives,

@@ -1,4 +1,4 @@
-"""How what operations keep for backward is stored, as data: rules by module and slot."""
+"""Formats in which operations keep values for backward, as data: rules by module and slot."""
 
 from __future__ import annotations
 

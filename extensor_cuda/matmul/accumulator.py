@@ -1,4 +1,4 @@
-"""A model, bit for bit, of how Hopper's tensor core adds FP8 products, and the GEMM its sums.
+"""A bit-exact model of how Hopper's tensor cores add FP8 products, and a GEMM its sums.
 
 numpy only.
 

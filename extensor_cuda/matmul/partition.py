@@ -1,4 +1,4 @@
-"""Every choice of a tile, a split or a division of a product, by models of its time.
+"""Cost models that choose a product's tiles, splits of K and divisions.
 
 `MODEL_MULTIPROCESSORS` stands where a choice decides the order of a sum, so that a shape's bits are
 the same on every GPU. Launches themselves ask the device how many multiprocessors it has.

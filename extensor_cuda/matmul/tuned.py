@@ -1,4 +1,4 @@
-"""From which size on a path of multiplying pays on this GPU: measured once, read ever after.
+"""The sizes from which each product's path is the faster one on this GPU, as measured once.
 
 `extensor tune` (`extensor_cuda.matmul.tuning`) writes a table per GPU, driver and sources, and
 nothing else does; without one a fixed default stands. A table decides which path a product takes.

@@ -1,4 +1,4 @@
-"""Batches made ahead, by a thread, in the order they would have come."""
+"""Prefetching: a thread makes the next batches ahead, in their order."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run on many GPUs would take, before there are any: memory, bytes and time of a step."""
+"""Estimates of a step on many GPUs that are not there: memory, bytes and time."""

@@ -1,4 +1,4 @@
-"""Norms of matrices and vectors; those not written in singular values have gradients."""
+"""Norms of matrices and vectors. Those that need singular values have no gradients."""
 
 from __future__ import annotations
 

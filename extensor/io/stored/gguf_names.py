@@ -1,4 +1,4 @@
-"""The architectures of GGUF files: a row for each, with the names of its tensors in both worlds.
+"""The architectures of GGUF files, a row for each: its tensors' names there and at Hugging Face.
 
 A GGUF file holds the experts of a layer as one tensor, (experts, rows, columns). Hugging Face's
 files hold each expert by itself, or, as gpt-oss's, all experts of a layer with the rows of gate and

@@ -1,4 +1,4 @@
-"""From one stored form to another: as it is, exactly where the numbers allow, else rounded.
+"""A weight under another spec: unchanged or exact where possible, else rounded again.
 
 MXFP4 becomes NVFP4 without loss where a tensor's block exponents, zeros aside, span 18 binades or
 fewer: NVFP4's e4m3 block scales hold the powers of two from 2**-9 to 2**8, and the tensor scale
