@@ -18,6 +18,7 @@ from extensor.ops.conv_pool import *
 from extensor.ops.creation import *
 from extensor.ops.einsum import *
 from extensor.ops.elementwise import *
+from extensor.ops.gated import *
 from extensor.ops.heads import *
 from extensor.ops.indexing import *
 from extensor.ops.joining import *
@@ -27,5 +28,6 @@ from extensor.ops.norm import *
 from extensor.ops.reduce import *
 from extensor.ops.rotary import *
 from extensor.ops.shape import *
+from extensor.ops.softmax import *
 from extensor.ops.sort import *
 from extensor.ops.trigonometry import *

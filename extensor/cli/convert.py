@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from tyro.conf import Positional, arg
 
-from extensor.cli.sheet import CommandError, Sheet, show
+from extensor.cli.sheet import CommandError, Sheet, natural, show
 from extensor.errors import unknown_name
 from extensor.generation.exchange import convert_tokenizer
 from extensor.io.stored import TARGETS, Conversion, TensorCertificate, convert
@@ -80,7 +80,7 @@ def convert_command(
 
 
 def _sheet(title: str, done: Conversion) -> Sheet:
-    rows = [_row(c) for c in done.certificates]
+    rows = [_row(c) for c in sorted(done.certificates, key=lambda c: natural(c.name))]
     exact = sum(c.lossless for c in done.certificates)
     before = sum(c.nbytes_before for c in done.certificates)
     after = sum(c.nbytes_after for c in done.certificates)

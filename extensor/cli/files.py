@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 from tyro.conf import Positional, arg
 
-from extensor.cli.sheet import CommandError, Sheet, shape_text, show, tile_text
+from extensor.cli.sheet import CommandError, Sheet, natural, shape_text, show, tile_text
 from extensor.formats import ELEMENTS
 from extensor.io import Archive, CheckpointError, load_checkpoint, open_archive
 from extensor.io.gguf import UNREADABLE_GGUF_TYPES
@@ -131,6 +131,7 @@ def inspect(file: Annotated[Positional[Path], arg(metavar="FILE")]) -> None:
         rows.append(
             (name, shape_text(value.shape), kind_text(value), str(value.nbytes), bits, spread)
         )
+    rows.sort(key=lambda row: natural(row[0]))
     rows.append(("all", "", "", str(total), "", ""))
     columns = (
         "tensor",

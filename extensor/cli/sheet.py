@@ -20,6 +20,7 @@ from extensor.schema import FileError, printable
 __all__ = [
     "CommandError",
     "Sheet",
+    "natural",
     "read_text",
     "shape_text",
     "show",
@@ -113,6 +114,12 @@ def _table(sheet: Sheet, name_width: int) -> Table:
 def _is_number(cell: str) -> bool:
     """Whether a cell is empty, a dash, or a number with or without a percent sign."""
     return cell in ("", "-") or bool(re.fullmatch(r"[-+±]?[\d.,]+(e[-+]?\d+)?%?", cell))
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts names by their numbers' values: layers.2 before layers.10."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from extensor.autograd.tensor import ExTensor
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
-from extensor.ops import activation, elementwise, trigonometry
+from extensor.ops import activation, elementwise, softmax, trigonometry
 
 __all__ = [
     "ELU",
@@ -221,7 +221,7 @@ class Softmax(_Activation):
     [[0.25, 0.25, 0.25, 0.25]]
     """
 
-    function = staticmethod(activation.softmax)
+    function = staticmethod(softmax.softmax)
 
     def __init__(self, axis: int = -1) -> None:
         self.options = {"axis": axis}
@@ -237,7 +237,7 @@ class LogSoftmax(_Activation):
     [0.0, -1000.0]
     """
 
-    function = staticmethod(activation.log_softmax)
+    function = staticmethod(softmax.log_softmax)
 
     def __init__(self, axis: int = -1) -> None:
         self.options = {"axis": axis}

@@ -14,10 +14,10 @@ from extensor.nn.checks import check_last_axes, check_size
 from extensor.nn.container import ModuleList
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
-from extensor.ops.activation import softmax
 from extensor.ops.indexing import take
 from extensor.ops.joining import concatenate
 from extensor.ops.matmul import linear
+from extensor.ops.softmax import softmax
 from extensor.ops.sort import topk
 
 __all__ = ["MixtureOfExperts", "TopKRouter"]

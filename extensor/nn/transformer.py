@@ -13,7 +13,8 @@ from extensor.nn.checks import check_size
 from extensor.nn.linear import Linear
 from extensor.nn.module import Module
 from extensor.nn.norm import LayerNorm, RMSNorm
-from extensor.ops.activation import gelu, swiglu
+from extensor.ops.activation import gelu
+from extensor.ops.gated import swiglu
 
 __all__ = ["FeedForward", "TransformerBlock"]
 

@@ -1,4 +1,4 @@
-"""Activation functions."""
+"""Activation functions of one value; `ops.gated` and `ops.softmax` have those of several."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from extensor.autograd.mode import MODE
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.storage import Kept
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import axis_index, tensors_only
+from extensor.ops.arguments import tensors_only
 from extensor.ops.arithmetic import clip, where
 from extensor.ops.declare import NO_TENSOR, unary_samples
 from extensor.ops.elementwise import erf, sigmoid
-from extensor.ops.joining import split
 from extensor.ops.trigonometry import tanh
 
 __all__ = [
-    "elu", "gated_silu", "gelu", "hard_sigmoid", "hard_swish", "hard_tanh", "leaky_relu",
-    "log_softmax", "mish", "prelu", "relu", "relu6", "selu", "silu", "softmax",
-    "softplus", "swiglu",
+    "elu", "gelu", "hard_sigmoid", "hard_swish", "hard_tanh", "leaky_relu", "mish", "prelu", "relu",
+    "relu6", "selu", "silu", "softplus",
 ]  # fmt: skip
 
 
@@ -151,84 +149,6 @@ def prelu(x: ExTensor, slope: ExTensor) -> ExTensor:
     return where(x > 0, x, x * slope)
 
 
-def _axis(name: str, x: ExTensor, axis: int) -> int:
-    tensors_only(name, x)
-    at = axis_index(name, axis, x.ndim)
-    if x.shape[at] == 0:
-        raise ValueError(f"{name}: no values along axis {at} of shape {x.shape}")
-    return at
-
-
-_AXIS_ERRORS = (
-    BadInput((np.zeros((2, 3)), 2), ValueError, "expected -2..1"),
-    BadInput((np.zeros((2, 0)), 1), ValueError, "no values"),
-)
-
-
-def _axis_samples(rng: np.random.Generator) -> list[Sample]:
-    return [Sample((rng.normal(size=(2, 3)),)), Sample((rng.normal(size=(2, 3, 2)), 1))]
-
-
-@primitive(
-    forward=lambda backend, x, axis: backend.softmax(x, axis),
-    vjps=(lambda g, out, x, axis: out * (g - (g * out).sum(axis, keepdims=True)),),
-    fused_vjp=lambda backend, g, out, inputs, needs, axis: (backend.softmax_grad(g, out, axis),),
-    reads="output",
-    to_float=True,
-    samples=_axis_samples,
-    errors=_AXIS_ERRORS,
-)
-def softmax(x: ExTensor, axis: int = -1) -> ExTensor:
-    """The normalized exponentials, ``exp(x) / sum(exp(x))`` along an axis, without overflow.
-
-    Args:
-        x: one axis or more.
-        axis: the axis along which the result sums to 1.
-
-    Returns:
-        The shape of x, values in 0..1; integers give float32.
-
-    Raises:
-        TypeError, ValueError: for a bad axis, or no values along it.
-
-    Example:
-        >>> et.softmax(et.ExTensor([0.0, 0.0, 1000.0, 1000.0])).tolist()
-        [0.0, 0.0, 0.5, 0.5]
-    """
-    return apply("softmax", x, axis=_axis("softmax", x, axis))
-
-
-@primitive(
-    forward=lambda backend, x, axis: backend.log_softmax(x, axis),
-    vjps=(lambda g, out, x, axis: g - out.exp() * g.sum(axis, keepdims=True),),
-    fused_vjp=lambda backend, g, out, inputs, needs, axis: (
-        backend.log_softmax_grad(g, out, axis),
-    ),
-    reads="output",
-    to_float=True,
-    samples=_axis_samples,
-    errors=_AXIS_ERRORS,
-)
-def log_softmax(x: ExTensor, axis: int = -1) -> ExTensor:
-    """The logarithm of `softmax`, without overflow or underflow.
-
-    Args:
-        x: one axis or more.
-        axis: the axis along which the probabilities sum to 1.
-
-    Returns:
-        The shape of x, values of 0 or less; integers give float32.
-
-    Raises:
-        TypeError, ValueError: for a bad axis, or no values along it.
-
-    Example:
-        >>> et.log_softmax(et.ExTensor([0.0, 1000.0])).tolist()
-        [-1000.0, 0.0]
-    """
-    return apply("log_softmax", x, axis=_axis("log_softmax", x, axis))
-
-
 @primitive(
     forward=lambda backend, x: backend.xp.logaddexp(x, x.dtype.type(0)),
     vjps=(lambda g, out, x: g * x.sigmoid(),),
@@ -344,125 +264,6 @@ def silu(x: ExTensor) -> ExTensor:
           [-0.2689  0.      0.7311])
     """
     return x * sigmoid(x)
-
-
-@composite(
-    samples=lambda rng: [Sample((rng.normal(size=(2, 6)),)), Sample((rng.normal(size=(4, 3)), 0))],
-    errors=(BadInput((np.zeros((2, 5)),), ValueError, "even length"),),
-)
-def swiglu(x: ExTensor, axis: int = -1) -> ExTensor:
-    """The gated unit ``silu(a) * b``, where a and b are the halves of x along an axis.
-
-    Args:
-        x: an even length along ``axis``.
-        axis: the axis to halve.
-
-    Returns:
-        The shape of x, ``axis`` half as long.
-
-    Raises:
-        TypeError, ValueError: for a bad axis, or one of odd length or without values.
-
-    Source: Shazeer, arXiv 2002.05202, section 2.
-
-    Example:
-        >>> et.swiglu(et.ExTensor([1.0, 2.0, 3.0, 4.0]))
-        ExTensor(shape=(2,), dtype=float32, device=cpu,
-          [2.1932 7.0464])
-    """
-    at = _axis("swiglu", x, axis)
-    if x.shape[at] % 2:
-        raise ValueError(f"swiglu: expected an axis of even length, got axis {at} of {x.shape}")
-    gate, value = split(x, 2, at)
-    return gated_silu(gate, value)
-
-
-def _gated_reference(gate: Any, up: Any, alpha: float = 1.0, limit: float | None = None) -> Any:
-    if limit is not None:
-        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit) + 1
-    return gate / (1 + np.exp(-alpha * gate)) * up
-
-
-def _gated_samples(rng: np.random.Generator) -> list[Sample]:
-    options: list[dict[str, Any]] = [{}, {"alpha": 1.702, "limit": 0.7}]
-    pairs = [[rng.uniform(-2, 2, shape) for _ in range(2)] for shape in ((3, 4), (2, 0))]
-    for pair in pairs:
-        for x in pair:  # apart from the limits, where it is not smooth
-            x[np.abs(np.abs(x) - 0.7) < 0.05] = 0.5
-    return [
-        Sample(tuple(pair), chosen, expected=_gated_reference(pair[0], pair[1], **chosen))
-        for pair in pairs
-        for chosen in options
-    ]
-
-
-def _gated_vjp(
-    index: int,
-    g: ExTensor,
-    out: ExTensor,
-    gate: ExTensor,
-    up: ExTensor,
-    alpha: float,
-    limit: float | None,
-) -> ExTensor:
-    """As `gated_silu_grad` of the backends, in operations."""
-    a = gate if limit is None else clip(gate, None, limit)
-    s = sigmoid(a * alpha)
-    if index:
-        grad = g * (a * s)
-        return grad if limit is None else where(abs(up) > limit, 0.0, grad)
-    u = up if limit is None else clip(up, -limit, limit) + 1.0
-    grad = g * u * (s + alpha * a * s * (1.0 - s))
-    return grad if limit is None else where(gate > limit, 0.0, grad)
-
-
-@primitive(
-    forward=lambda backend, gate, up, alpha, limit: backend.gated_silu(gate, up, alpha, limit),
-    vjp_at=_gated_vjp,
-    fused_vjp=lambda backend, g, out, inputs, needs, alpha, limit: backend.gated_silu_grad(
-        g, *inputs, alpha, limit
-    ),
-    reads="inputs",
-    slots=("gate", "up"),
-    samples=_gated_samples,
-    errors=(
-        BadInput((np.zeros((2, 3)), np.zeros(3)), ValueError, "of one shape"),
-        BadInput((np.zeros(3), np.zeros(3)), ValueError, "limit: expected", {"limit": -1.0}),
-    ),
-)
-def gated_silu(
-    gate: ExTensor, up: ExTensor, *, alpha: float = 1.0, limit: float | None = None
-) -> ExTensor:
-    """The gated unit ``silu(gate) * up``, in one step; or gpt-oss's clipped form of it.
-
-    The same as `swiglu` of both side by side, for a gate and a value that two layers gave.
-
-    Args:
-        gate: any shape.
-        up: the value, of the same shape.
-        alpha: the factor within the sigmoid, ``gate * sigmoid(alpha * gate)``.
-        limit: None, or above 0: gate is cut above it, up is cut to +-limit, and 1 is added to up.
-            gpt-oss has alpha 1.702 and limit 7. Gradients are 0 beyond the limit.
-
-    Returns:
-        The shape of both.
-
-    Raises:
-        TypeError, ValueError: for two shapes, or a limit not above 0.
-
-    Source: Shazeer, arXiv 2002.05202, section 2; the clipped form: gpt-oss, arXiv 2508.10925.
-
-    Example:
-        >>> et.gated_silu(et.ExTensor([1.0, 2.0]), et.ExTensor([3.0, 4.0]))
-        ExTensor(shape=(2,), dtype=float32, device=cpu,
-          [2.1932 7.0464])
-    """
-    tensors_only("gated_silu", gate, up)
-    if gate.shape != up.shape:
-        raise ValueError(f"gated_silu: expected two of one shape, got {gate.shape} and {up.shape}")
-    if limit is not None and not limit > 0:
-        raise ValueError(f"gated_silu: limit: expected a number above 0, got {limit!r}")
-    return apply("gated_silu", gate, up, alpha=alpha, limit=limit)
 
 
 @composite(samples=unary_samples(lambda x: x * np.tanh(np.log1p(np.exp(x)))), errors=NO_TENSOR)

@@ -22,6 +22,7 @@ __all__ = [
     "as_tensors",
     "axis_index",
     "axis_tuple",
+    "axis_with_values",
     "broadcasts",
     "non_differentiable_input",
     "tensors_only",
@@ -153,3 +154,16 @@ def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Whether an array of ``shape`` broadcasts to ``target``."""
     lead = len(target) - len(shape)
     return lead >= 0 and all(n in (1, m) for n, m in zip(shape, target[lead:], strict=True))
+
+
+def axis_with_values(name: str, x: ExTensor, axis: int) -> int:
+    """An axis that a function of the values along it can take, 0 or more.
+
+    Raises:
+        TypeError, ValueError: for what is no tensor or no axis, or no values along it.
+    """
+    tensors_only(name, x)
+    at = axis_index(name, axis, x.ndim)
+    if x.shape[at] == 0:
+        raise ValueError(f"{name}: no values along axis {at} of shape {x.shape}")
+    return at

@@ -12,11 +12,11 @@ from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor, wrap
 from extensor.backends.protocol import Array, AttentionForward, AttentionOptions
-from extensor.ops.activation import softmax
 from extensor.ops.arguments import tensors_only
 from extensor.ops.arithmetic import where
 from extensor.ops.joining import concatenate
 from extensor.ops.matmul import matmul
+from extensor.ops.softmax import softmax
 
 __all__ = ["packed_attention", "scaled_dot_product_attention"]
 

@@ -11,11 +11,11 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor, wrap
-from extensor.ops.activation import log_softmax
 from extensor.ops.arguments import tensors_only
 from extensor.ops.declare import quiet
 from extensor.ops.elementwise import exp
 from extensor.ops.loss import Reduction, reduced, wide
+from extensor.ops.softmax import log_softmax
 
 __all__ = ["cross_entropy", "distillation", "nll"]
 

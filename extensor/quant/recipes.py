@@ -291,7 +291,13 @@ def get_recipe(name: str) -> Recipe:
     """
     full = ALIASES.get(name, name)
     if full not in RECIPES:
-        raise ValueError(unknown_name("recipe", name, [*RECIPES, *ALIASES]))
+        message = unknown_name("recipe", name, [*RECIPES, *ALIASES])
+        if "." in name or "/" in name:
+            message += (
+                "; recipes are not read from files: give a Recipe of your own to apply_recipe, or "
+                "make it a row of extensor/quant/recipes.py"
+            )
+        raise ValueError(message)
     return RECIPES[full]
 
 

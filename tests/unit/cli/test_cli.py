@@ -17,6 +17,7 @@ import extensor
 from extensor import cli
 from extensor.cli import sheet
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS
+from extensor.io import save_checkpoint
 from extensor.training import cli as training
 from tests.unit.cli.commands import fails, run
 
@@ -307,3 +308,20 @@ def test_tune_shows_what_was_measured(
     module.tune = fails
     assert cli.main(["tune"]) == 2
     assert "no GPU here" in capsys.readouterr().err
+
+
+def test_layers_stand_in_the_order_of_their_numbers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "w.safetensors"
+    save_checkpoint(path, {f"layers.{n}.w": np.ones((2, 2), np.float32) for n in (10, 2, 1)})
+    lines = run(capsys, "inspect", path).splitlines()
+    assert [line.split()[1] for line in lines if "layers." in line] == [
+        "layers.1.w",
+        "layers.2.w",
+        "layers.10.w",
+    ]
+
+
+def test_a_recipe_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "recipes are not read from files" in fails(capsys, "train", "mlp", "--recipe", "my.toml")
