@@ -279,3 +279,17 @@ def test_rounding_is_the_nearest_and_once_for_both_ways(
     assert rowwise.codes is columnwise.codes and rowwise.shape == columnwise.shape[::-1] == shape
     for made, values in ((rowwise, expected), (columnwise, expected.T)):
         np.testing.assert_array_equal(made.values(hopper).get(), values.astype(np.float32))
+
+
+def test_another_program_allocates_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch does, which takes them over without a view."""
+    made = []
+
+    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        made.append((shape, dtype))
+        return np.empty(shape, dtype)
+
+    monkeypatch.setattr(ALLOCATORS, "empty", empty)
+    assert empty_rows(np, 3, 8, np.float32).shape == (3, 8)
+    assert empty_rows(np, 3, 5, RESULT_DTYPES["bfloat16"]).shape == (3, 5)
+    assert made == [((3, 8), np.dtype(np.float32)), ((3, 8), RESULT_DTYPES["bfloat16"])]
