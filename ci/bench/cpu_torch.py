@@ -32,6 +32,7 @@ DTYPES = ("float32", "bfloat16")
 RECIPES = ("mxfp4", "mxfp8_nvidia")
 INFERENCE = {"mxfp8_e4m3": "mxfp8_nvidia", "mxfp4": "mxfp4_nearest", "nvfp4": "nvfp4_forward"}
 """The recipe whose forward pass has a format."""
+PEER = "torchao eager"
 Work = Callable[[], None]
 
 
@@ -89,7 +90,7 @@ def _element(name: str) -> Any:
 def linear(kind: str) -> Work:
     torch = _torch()
     layer = torch.nn.Linear(1024, 1024, bias=False)
-    if kind == "torchao":
+    if kind == PEER:
         from torchao.prototype.moe_training.mxfp8_linear import KernelPreference, MXFP8Linear
 
         plain, layer = (
@@ -101,7 +102,7 @@ def linear(kind: str) -> Work:
         import extensor.torch as ext
 
         ext.quantize_(layer, kind, rules={"*": kind})
-    dtype = torch.bfloat16 if kind == "torchao" else torch.float32
+    dtype = torch.bfloat16 if kind == PEER else torch.float32
     layer = layer.to(dtype)
     x, g = torch.randn(512, 1024).to(dtype).requires_grad_(), torch.randn(512, 1024).to(dtype)
 
@@ -245,18 +246,18 @@ def rows_of(part: str, rounds: int) -> list[dict[str, Any]]:
     if part == "quantize":
         for name, dtype in product(FORMATS, DTYPES):
             ours: dict[str, Any] = {"extensor.torch": (pack, (name, dtype))}
-            both = ours | ({"torchao eager": (pack_torchao, (name, dtype))} if peers else {})
+            both = ours | ({PEER: (pack_torchao, (name, dtype))} if peers else {})
             times = contest.measure(both, rounds, 3)
-            found += _rows(times, "torchao eager", part=part, what=f"{name} of {dtype}")
+            found += _rows(times, PEER, part=part, what=f"{name} of {dtype}")
     elif part == "linear":
-        kinds = ["float32", *RECIPES, *(["torchao"] if peers else [])]
+        kinds = ["float32", *RECIPES, *([PEER] if peers else [])]
         times = contest.measure({kind: (linear, (kind,)) for kind in kinds}, rounds, 5)
-        found += _rows(times, "torchao", part=part, what="512 x 1024 x 1024")
+        found += _rows(times, PEER, part=part, what="512 x 1024 x 1024")
     elif part == "inference":
         for name, recipe in INFERENCE.items():
             ours = {"extensor.torch": (forward, (name, recipe))}
-            both = ours | ({"torchao": (forward, (name, ""))} if peers else {})
-            found += _rows(contest.measure(both, rounds, 5), "torchao", part=part, what=name)
+            both = ours | ({PEER: (forward, (name, ""))} if peers else {})
+            found += _rows(contest.measure(both, rounds, 5), PEER, part=part, what=name)
     elif part == "models":
         for name in ("resnet18", "gpt"):
             works: dict[str, Any] = {
