@@ -128,6 +128,13 @@ TORCH_NAMES: dict[str, dict[str, str]] = {
         "InstanceNorm2d": "nn.InstanceNorm",
         "TransformerEncoderLayer": "nn.TransformerBlock",
     },
+    "extensor.autograd": {
+        "Function": "a primitive with its gradient: docs/how-to/add-an-op.md",
+        "grad": "et.grad(f), which takes a function",
+        "no_grad": "et.no_grad()",
+        "gradcheck": "et.testing.gradcheck(f, inputs)",
+        "gradgradcheck": "et.testing.gradgradcheck(f, inputs)",
+    },
     "extensor.optim": {
         "lr_scheduler": "et.optim.Cosine, et.optim.OneCycle and other functions of the step",
     },

@@ -22,6 +22,7 @@ OWNERS: dict[str, Any] = {
     "ExTensor": et.ones(2, 2),
     "Module": nn.Linear(2, 2),
     "extensor.nn": et.nn,
+    "extensor.autograd": et.autograd,
     "extensor.optim": et.optim,
 }
 ROWS = [(owner, name) for owner, names in TORCH_NAMES.items() for name in names]
@@ -53,6 +54,7 @@ def test_the_page_has_the_table() -> None:
             ("ExTensor", "x."),
             ("Module", "module."),
             ("extensor.nn", "nn."),
+            ("extensor.autograd", "autograd."),
             ("extensor.optim", "optim."),
         )
         for instead, names in by_answer(TORCH_NAMES[owner]).items()

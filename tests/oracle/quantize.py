@@ -21,6 +21,8 @@ def quantize(
     x: np.ndarray, spec: object, stream: object = None, previous: np.ndarray | None = None
 ) -> Result:
     """What must be stored for an array under a spec."""
+    if spec.format not in FORMATS:
+        raise KeyError(f"{spec.format}: write its row in FORMATS of tests/oracle/work.py, too")
     element, kind, tile = FORMATS[spec.format]
     tile = spec.tile or tile
     axis = spec.axis % x.ndim
