@@ -8,6 +8,8 @@
 
 #include "matmul/one_row_avx512.hpp"
 
+#define INLINED __attribute__((always_inline))
+
 namespace EXTENSOR_ISA {
 namespace {
 
@@ -150,49 +152,70 @@ INLINE __m512i dot(__m512i sum, __m512i unsigned_bytes, const int8_t* bytes) {
     return _mm512_dpbusd_epi32(sum, unsigned_bytes, _mm512_load_si512(bytes));
 }
 
-// `first` and the lanes' sums of weights times x, of all digits.
-template <int Parts, class Chunk>
-INLINE __m512i lane_sums(const __m512i (&w)[Parts], const Chunk& x, const int32_t* first) {
-    __m512i sum = {};
-#pragma GCC unroll 3
-    for (int d = 0; d < kDigits; ++d) {
-        if (d) sum = _mm512_slli_epi32(sum, 8);
-        if (d == kDigits - 1) sum = _mm512_add_epi32(sum, _mm512_load_si512(first));
-#pragma GCC unroll 2
-        for (int p = 0; p < Parts; ++p) sum = dot(sum, w[p], x.digits[d][p]);
-    }
-    return sum;
-}
-
 INLINE vf to_float(__m512i v) { return _mm512_cvtepi32_ps(v); }
 
-// What decodes 64 bytes of codes, or 48, and multiplies them.
+// The same step for all rows of weights before the next one: a dot product takes four cycles, and
+// one row's steps wait for each other.
+constexpr int R = kGroupRows;
+using Rows = __m512i[R];
+template <class F>
+INLINE void each_row(F f) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) f(r);
+}
+
+// `first` and the lanes' sums of weights times x, of all digits.
+template <int Parts, class Chunk>
+INLINE void lane_sums(const Rows (&w)[Parts], const Chunk& x, const int32_t* first, Rows& sum) {
+    each_row([&](int r) INLINED { sum[r] = __m512i{}; });
+#pragma GCC unroll 3
+    for (int d = 0; d < kDigits; ++d) {
+        if (d) each_row([&](int r) INLINED { sum[r] = _mm512_slli_epi32(sum[r], 8); });
+        if (d == kDigits - 1 && first) {
+            const __m512i more = _mm512_load_si512(first);
+            each_row([&](int r) INLINED { sum[r] = _mm512_add_epi32(sum[r], more); });
+        }
+#pragma GCC unroll 2
+        for (int p = 0; p < Parts; ++p)
+            each_row([&](int r) INLINED { sum[r] = dot(sum[r], w[p][r], x.digits[d][p]); });
+    }
+}
+
+// What decodes 64 bytes of codes of each row, or 48, and multiplies them. `HasFirst`: whether the
+// chunk's first integers are not all zero.
 struct Codes4 {
     static constexpr int bits = 4;
-    __m512i table;
-    explicit Codes4(const Lookup& t)
-        : table(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(t.lower)))) {
-    }
-    template <class Chunk>
-    INLINE vf operator()(__m512i words, const Chunk& x) const {
-        const __m512i low = _mm512_set1_epi8(15);
-        const __m512i w[2] = {
-            _mm512_shuffle_epi8(table, _mm512_and_si512(words, low)),
-            _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(words, 4), low))};
-        return to_float(lane_sums(w, x, x.first[0]));
+    __m512i table;  // the sixteen values four times: of an index the low four bits count
+    explicit Codes4(const Lookup& t) : table(_mm512_load_si512(t.lower)) {}
+    template <bool HasFirst, class Chunk>
+    INLINE void multiply(const Rows& words, const Chunk& x, vf (&part)[R]) const {
+        Rows w[2], sum;
+        each_row([&](int r) INLINED { w[0][r] = _mm512_permutexvar_epi8(words[r], table); });
+        each_row([&](int r) INLINED {
+            w[1][r] = _mm512_permutexvar_epi8(_mm512_srli_epi16(words[r], 4), table);
+        });
+        lane_sums(w, x, HasFirst ? x.first[0] : nullptr, sum);
+        each_row([&](int r) INLINED { part[r] = to_float(sum[r]); });
     }
 };
 
 struct Integers8 {
     static constexpr int bits = 8;
     explicit Integers8(const Lookup&) {}
-    template <class Chunk>
-    INLINE vf operator()(__m512i words, const Chunk& x) const {
-        const __m512i w = _mm512_xor_si512(words, _mm512_set1_epi8(-128));
-        __m512i upper = _mm512_slli_epi32(dot(__m512i{}, w, x.digits[0][0]), 8);
-        upper = dot(_mm512_add_epi32(upper, _mm512_load_si512(x.first[0])), w, x.digits[1][0]);
-        const __m512i lower = dot(_mm512_load_si512(x.first[1]), w, x.digits[2][0]);
-        return multiply_add(to_float(upper), splat(256.0f), to_float(lower));
+    template <bool, class Chunk>
+    INLINE void multiply(const Rows& words, const Chunk& x, vf (&part)[R]) const {
+        Rows w, upper, lower;
+        const __m512i first[2] = {_mm512_load_si512(x.first[0]), _mm512_load_si512(x.first[1])};
+        each_row([&](int r) INLINED { w[r] = _mm512_xor_si512(words[r], _mm512_set1_epi8(-128)); });
+        each_row([&](int r) INLINED { upper[r] = dot(__m512i{}, w[r], x.digits[0][0]); });
+        each_row([&](int r) INLINED { lower[r] = dot(first[1], w[r], x.digits[2][0]); });
+        each_row([&](int r) INLINED {
+            upper[r] = _mm512_add_epi32(_mm512_slli_epi32(upper[r], 8), first[0]);
+        });
+        each_row([&](int r) INLINED { upper[r] = dot(upper[r], w[r], x.digits[1][0]); });
+        each_row([&](int r) INLINED {
+            part[r] = multiply_add(to_float(upper[r]), splat(256.0f), to_float(lower[r]));
+        });
     }
 };
 
@@ -206,23 +229,29 @@ struct Floats6 {
         for (int i = 0; i < 64; ++i) index[i] = static_cast<uint8_t>(i / 4 * 3 + i % 4);
         words_of = _mm512_load_si512(index);
     }
-    template <class Chunk>
-    INLINE vf operator()(__m512i words, const Chunk& x) const {
+    template <bool, class Chunk>
+    INLINE void multiply(const Rows& words, const Chunk& x, vf (&part)[R]) const {
         // Three bytes a word; its fields 0, 6, 12 and 18 become bytes, with other bits above.
-        const __m512i word = _mm512_permutexvar_epi8(words_of, words);
-        constexpr int64_t kFields = 0x322C26'20'120C0600;
-        const __m512i codes = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(kFields), word);
-        const __m512i w[1] = {_mm512_permutexvar_epi8(codes, lower)};
-        if constexpr (!Two) return to_float(lane_sums(w, x, x.first[0]));
-        const __m512i v[1] = {_mm512_permutexvar_epi8(codes, upper)};
-        return multiply_add(to_float(lane_sums(v, x, x.first[1])), splat(8.0f),
-                            to_float(lane_sums(w, x, x.first[0])));
+        const __m512i fields = _mm512_set1_epi64(0x322C26'20'120C0600);
+        Rows codes, w[1], sum;
+        each_row([&](int r) INLINED {
+            const __m512i word = _mm512_permutexvar_epi8(words_of, words[r]);
+            codes[r] = _mm512_multishift_epi64_epi8(fields, word);
+        });
+        each_row([&](int r) INLINED { w[0][r] = _mm512_permutexvar_epi8(codes[r], lower); });
+        lane_sums(w, x, x.first[0], sum);
+        each_row([&](int r) INLINED { part[r] = to_float(sum[r]); });
+        if constexpr (!Two) return;
+        each_row([&](int r) INLINED { w[0][r] = _mm512_permutexvar_epi8(codes[r], upper); });
+        lane_sums(w, x, x.first[1], sum);
+        each_row([&](int r) INLINED {
+            part[r] = multiply_add(to_float(sum[r]), splat(8.0f), part[r]);
+        });
     }
 };
 
 template <class Codes, Offset Kind>
 void multiply_row(const Weights& s, const Lookup& table) {
-    constexpr int R = kGroupRows;
     using Row = PackedRow<Codes::bits>;
     const Row row(s.g.x, s.g.k, s.g.w.tile_length, table, table.unit);
     const Codes codes(table);
@@ -240,15 +269,18 @@ void multiply_row(const Weights& s, const Lookup& table) {
                              __mmask16 mine) __attribute__((always_inline)) {
             const auto& x = row.chunks[c];
             const vf unit = load(x.unit);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) {
-                vf part = codes(words[r], x) * unit;
-                if constexpr (Kind == Offset::zero)
-                    part -=
+            vf part[R];
+            codes.template multiply<Kind != Offset::minimum>(words, x, part);
+            each_row([&](int r) INLINED { part[r] *= unit; });
+            if constexpr (Kind == Offset::zero)
+                each_row([&](int r) INLINED {
+                    part[r] -=
                         _mm512_permutexvar_ps(lane_of, load(group.offset[r] + at)) * load(x.sum);
+                });
+            each_row([&](int r) INLINED {
                 const vf scale = _mm512_permutexvar_ps(lane_of, load(group.scale[r] + at));
-                total[r] = _mm512_mask3_fmadd_ps(part, scale, total[r], mine);
-            }
+                total[r] = _mm512_mask3_fmadd_ps(part[r], scale, total[r], mine);
+            });
             if (!scale_lanes.broadcast || ++seen == scale_lanes.chunks_per_scale)
                 at += scale_lanes.step, seen = 0;
         };
