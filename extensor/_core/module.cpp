@@ -38,6 +38,7 @@ PYBIND11_MODULE(_kernels, m) {
         .def("record", &Replay::record)
         .def("extend", &Replay::extend)
         .def("__call__", &Replay::run)
+        .def("__len__", &Replay::size)
         .def_readonly("reads", &Replay::reads_)
         .def_readonly("writes", &Replay::writes_);
     m.def(

@@ -1,10 +1,11 @@
 // Calls of kernels that are noted while a step is captured, and made again without Python.
 //
 // A binding that can be repeated calls its kernel with `launch`. The kernel captures by value what
-// it reads and writes: pointers into arrays, which the replay keeps alive.
+// it reads and writes: pointers into arrays, which the replay keeps alive. A kernel may say what it
+// makes with a later one is another: `std::optional<Kernel> joined(const Kernel& later) const`.
 #pragma once
 
-#include <functional>
+#include <memory>
 
 #include "common/bind.hpp"
 
@@ -23,8 +24,9 @@ public:
         return call();
     }
 
-    void add(Arrays reads, Arrays writes, std::function<void()> kernel) {
-        kernels_.push_back(std::move(kernel));
+    template <class Kernel>
+    void add(Arrays reads, Arrays writes, const Kernel& kernel) {
+        calls_.push_back(std::make_shared<CallOf<Kernel>>(kernel));
         reads_.emplace_back(), writes_.emplace_back();
         for (const py::array* x : reads) reads_.back().push_back(keep(*x));
         for (const py::array* x : writes) writes_.back().push_back(keep(*x));
@@ -35,22 +37,49 @@ public:
         const auto append = [](auto& to, const auto& from) {
             to.insert(to.end(), from.begin(), from.end());
         };
-        append(kernels_, later.kernels_), append(kept_, later.kept_);
+        for (const auto& call : later.calls_) {
+            auto both = calls_.empty() ? nullptr : calls_.back()->joined(*call);
+            both ? void(calls_.back() = std::move(both)) : calls_.push_back(call);
+        }
+        append(kept_, later.kept_);
         append(reads_, later.reads_), append(writes_, later.writes_);
     }
 
     void run() const {
         without_gil([&] {
-            for (const auto& kernel : kernels_) kernel();
+            for (const auto& call : calls_) call->run();
         });
     }
 
-    // Of each call, the memory that it reads and writes.
+    size_t size() const { return calls_.size(); }
+
+    // Of each call, the memory that it reads and writes; calls that were joined count apart.
     std::vector<std::vector<Span>> reads_, writes_;
 
     static inline thread_local Replay* current = nullptr;
 
 private:
+    struct Call {
+        virtual ~Call() = default;
+        virtual void run() const = 0;
+        // One call for this and the next; null if they stay apart.
+        virtual std::shared_ptr<Call> joined(const Call& next) const = 0;
+    };
+
+    template <class Kernel>
+    struct CallOf : Call {
+        Kernel kernel;
+        explicit CallOf(const Kernel& kernel) : kernel(kernel) {}
+        void run() const override { kernel(); }
+        std::shared_ptr<Call> joined([[maybe_unused]] const Call& next) const override {
+            if constexpr (requires { kernel.joined(kernel); })
+                if (const auto* same = dynamic_cast<const CallOf*>(&next))
+                    if (auto both = kernel.joined(same->kernel))
+                        return std::make_shared<CallOf>(*both);
+            return nullptr;
+        }
+    };
+
     Span keep(const py::array& x) {
         kept_.push_back(x);
         const auto begin = reinterpret_cast<uintptr_t>(x.data());
@@ -60,7 +89,7 @@ private:
         return {begin, last + static_cast<uintptr_t>(x.itemsize())};
     }
 
-    std::vector<std::function<void()>> kernels_;
+    std::vector<std::shared_ptr<Call>> calls_;
     std::vector<py::object> kept_;
 };
 

@@ -28,7 +28,7 @@ struct Variant {
     const GemmKernels* kernels;
     const char* instructions;  // of the kernels
     const TileKernels* tiles = nullptr;
-    bool (*one_row)(const WeightGemm&) = nullptr;  // tried first with one row of x
+    OneRow one_row = nullptr;  // tried first with one row of x
 };
 
 #if defined(EXTENSOR_AVX_VNNI)
@@ -309,14 +309,41 @@ py::tuple bf16_range(const py::array_t<float>& x) {
     return py::make_tuple(found.factor, found.low, found.high);
 }
 
+// Weight-only products of the same x: in a replay, those that follow each other.
+struct WeightProducts {
+    OneRow one_row;
+    void (*kernel)(const WeightGemm&);
+    std::vector<WeightGemm> products;
+
+    void operator()() const {
+        if (one_row && one_row(products.data(), static_cast<int>(products.size()))) return;
+        for (const WeightGemm& g : products) kernel(g);
+    }
+
+    std::optional<WeightProducts> joined(const WeightProducts& later) const {
+        const WeightGemm &mine = products.back(), &next = later.products.front();
+        if (!one_row || mine.m != 1 || mine.x != next.x || mine.k != next.k) return {};
+        if (one_row != later.one_row || kernel != later.kernel || !alike(mine.w, next.w)) return {};
+        WeightProducts both = *this;
+        both.products.insert(both.products.end(), later.products.begin(), later.products.end());
+        return both;
+    }
+
+private:
+    // Whether values of x are rounded to the same integers beside both.
+    static bool alike(const BlockedMatrix& a, const BlockedMatrix& b) {
+        return a.element == b.element && a.scale == b.scale && a.tile_rows == b.tile_rows &&
+               a.tile_length == b.tile_length && !a.minimums == !b.minimums &&
+               !a.zero_points == !b.zero_points && !a.super_scales == !b.super_scales;
+    }
+};
+
 Floats weight_only_matmul(const Floats& x, const Matrix& w) {
     require(x.ndim() == 2 && x.shape(1) == w.k && x.shape(0) > 0,
             "weight_only_matmul: expected x of (rows, k)");
     Floats out = buffers::array<float>({x.shape(0), static_cast<py::ssize_t>(w.m.rows)});
     const WeightGemm g{w.m, x.data(), x.shape(0), w.k, out.mutable_data()};
-    launch({&x}, {&out}, [g, one_row = current.one_row, kernel = current.kernels->weights] {
-        if (!one_row || !one_row(g)) kernel(g);
-    });
+    launch({&x}, {&out}, WeightProducts{current.one_row, current.kernels->weights, {g}});
     return out;
 }
 

@@ -35,16 +35,25 @@ struct RowGroup {
     const float *scale[kGroupRows], *offset[kGroupRows];
 };
 
-// body(group, total) adds up the lanes of a group's results; every row has its own scales.
+// body(group, total) adds up the lanes of a group's results; every row has its own scales. There
+// may be several weights in one format, all for the same x.
 template <class Body>
-void for_row_groups(const Weights& s, bool offsets, Body body) {
-    const WeightGemm& g = s.g;
-    const int64_t n = g.w.rows, tiles = ceil_div(g.k, g.w.tile_length);
+void for_row_groups(const Weights* all, int count, bool offsets, Body body) {
+    const WeightGemm& first = all->g;
+    int64_t n = 0, tasks = 0;
+    for (int i = 0; i < count; ++i) n += all[i].g.w.rows;
+    const int64_t tiles = ceil_div(first.k, first.w.tile_length);
     // Few tasks, whose rows follow each other in memory: a task begins without what it reads.
-    const int64_t share = most(ceil_div(n, 4 * threads::get()), kTaskBytes / g.w.row_bytes);
+    const int64_t share = most(ceil_div(n, 4 * threads::get()), kTaskBytes / first.w.row_bytes);
     const int64_t task_rows = round_up(least(share, ceil_div(n, threads::get())), kGroupRows);
-    threads::run(ceil_div(n, task_rows), n * g.k, [&](int64_t task) {
-        const int64_t last = least(n, (task + 1) * task_rows);
+    for (int i = 0; i < count; ++i) tasks += ceil_div(all[i].g.w.rows, task_rows);
+    threads::run(tasks, n * first.k, [&](int64_t task) {
+        const Weights* mine = all;
+        for (; task * task_rows >= mine->g.w.rows; ++mine)
+            task -= ceil_div(mine->g.w.rows, task_rows);
+        const Weights& s = *mine;
+        const WeightGemm& g = s.g;
+        const int64_t last = least(g.w.rows, (task + 1) * task_rows);
         float* scale =
             threads::scratch_of<float>(threads::Slot::partial, 2 * (kScaledRows * tiles + VL));
         float* offset = scale + kScaledRows * tiles + VL;
@@ -93,7 +102,7 @@ void one_row_codes4(const Weights& s) {
     const int64_t whole = k / kChunk, rest = k % kChunk;
     const __mmask64 bytes = (__mmask64{1} << ((rest + 1) / 2)) - 1;
     const auto lanes = static_cast<__mmask16>((1u << ceil_div(rest, 8)) - 1);
-    for_row_groups(s, Kind != Offset::none, [&](const RowGroup& group, vf(&total)[R]) {
+    for_row_groups(&s, 1, Kind != Offset::none, [&](const RowGroup& group, vf(&total)[R]) {
         const float *x = s.x, *sums = s.sums;
         int64_t at = 0, seen = 0;  // which scale, and the chunks under it so far
         const auto add = [&](const __m512i(&words)[R],
@@ -164,7 +173,7 @@ template <Code8 Kind>
 void one_row_codes8(const Weights& s) {
     constexpr int R = kGroupRows;
     const int64_t k = s.g.k, tile = least(k, s.g.w.tile_length);
-    for_row_groups(s, false, [=, &s](const RowGroup& group, vf(&total)[R]) {
+    for_row_groups(&s, 1, false, [=, &s](const RowGroup& group, vf(&total)[R]) {
         __m128i twice[R] = {};  // the largest magnitudes of e4m3: 0xFE is twice its NaN
         for (int64_t begin = 0, t = 0; begin < k; begin += tile, ++t) {
             const int64_t end = least(k, begin + tile);

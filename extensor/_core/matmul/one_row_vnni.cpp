@@ -1,10 +1,13 @@
 // One float32 row times weights of 4, 6 or 8 bits on dot products of bytes (AVX-512 VNNI and VBMI):
-// what decoding text repeats.
+// what decoding text repeats. Several weights beside one row are one job for the threads, and the
+// row is rounded once.
 //
 // A vector of words holds eight 4-bit codes a lane, or four others. The x of a lane become integers
 // of 24 bits times a power of two, stored as three signed bytes each, so an element of x is off by
 // at most 2^-23 of its lane's largest (or 2^-127). Weights are small integers, looked up. A lane's
 // sum is exact, and rounds once to float32; scales multiply it there.
+
+#include <vector>
 
 #include "matmul/one_row_avx512.hpp"
 
@@ -14,6 +17,9 @@ namespace EXTENSOR_ISA {
 namespace {
 
 constexpr int kDigits = 3;
+// Bytes ahead of the codes in use that are asked for, into the second cache: the first waits for
+// few lines at a time.
+constexpr int64_t kAhead = 16384;
 constexpr float kMost = 8355711;  // 127 (2^16 + 2^8 + 1), the largest integer of three such bytes
 
 // The weights of a format as bytes to look up: value = unit * (byte - zero), or where one byte does
@@ -244,14 +250,14 @@ struct Floats6 {
         if constexpr (!Two) return;
         each_row([&](int r) INLINED { w[0][r] = _mm512_permutexvar_epi8(codes[r], upper); });
         lane_sums(w, x, x.first[1], sum);
-        each_row([&](int r) INLINED {
-            part[r] = multiply_add(to_float(sum[r]), splat(8.0f), part[r]);
-        });
+        each_row([&](int r)
+                     INLINED { part[r] = multiply_add(to_float(sum[r]), splat(8.0f), part[r]); });
     }
 };
 
 template <class Codes, Offset Kind>
-void multiply_row(const Weights& s, const Lookup& table) {
+void multiply_row(const Weights* all, int count, const Lookup& table) {
+    const Weights& s = *all;
     using Row = PackedRow<Codes::bits>;
     const Row row(s.g.x, s.g.k, s.g.w.tile_length, table, table.unit);
     const Codes codes(table);
@@ -263,7 +269,7 @@ void multiply_row(const Weights& s, const Lookup& table) {
     constexpr __mmask64 kAll = kBytes == 64 ? ~__mmask64{0} : (__mmask64{1} << kBytes % 64) - 1;
     const __mmask64 some = (__mmask64{1} << ceil_div(rest * Codes::bits, 8)) - 1;
     const auto lanes = static_cast<__mmask16>((1u << ceil_div(rest, Row::lane)) - 1);
-    for_row_groups(s, Kind != Offset::none, [&](const RowGroup& group, vf(&total)[R]) {
+    for_row_groups(all, count, Kind != Offset::none, [&](const RowGroup& group, vf(&total)[R]) {
         int64_t at = 0, seen = 0;  // which scale, and the chunks under it so far
         const auto add = [&](int64_t c, const __m512i(&words)[R],
                              __mmask16 mine) __attribute__((always_inline)) {
@@ -289,7 +295,7 @@ void multiply_row(const Weights& s, const Lookup& table) {
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
                 const uint8_t* from = group.codes[r] + c * kBytes;
-                __builtin_prefetch(group.codes[0] + (c * R + r) * kBytes + kPrefetch);
+                __builtin_prefetch(group.codes[0] + (c * R + r) * kBytes + kAhead, 0, 2);
                 words[r] = bytes == ~__mmask64{0} ? _mm512_loadu_si512(from)
                                                   : _mm512_maskz_loadu_epi8(bytes, from);
             }
@@ -305,30 +311,31 @@ void multiply_row(const Weights& s, const Lookup& table) {
 }
 
 template <class Codes>
-void multiply_row_of(const Weights& s, const Lookup& table) {
-    switch (offset_of(s.g.w)) {
-        case Offset::none: return multiply_row<Codes, Offset::none>(s, table);
-        case Offset::zero: return multiply_row<Codes, Offset::zero>(s, table);
-        default: return multiply_row<Codes, Offset::minimum>(s, table);
+void multiply_row_of(const Weights* all, int count, const Lookup& table) {
+    switch (offset_of(all->g.w)) {
+        case Offset::none: return multiply_row<Codes, Offset::none>(all, count, table);
+        case Offset::zero: return multiply_row<Codes, Offset::zero>(all, count, table);
+        default: return multiply_row<Codes, Offset::minimum>(all, count, table);
     }
 }
 
 }  // namespace
 
-bool one_row_on_bytes(const WeightGemm& g) {
+bool one_row_on_bytes(const WeightGemm* products, int count) {
+    const WeightGemm& g = *products;
     const Element& e = kElements[g.w.element];
     if (g.m != 1 || g.w.tile_rows != 1 || (e.bits == 8 && e.is_float)) return false;
     if (!fits_lanes(g.w.tile_length, e.bits == 4 ? 8 : 4, g.k) || !moderate(g)) return false;
-    const Weights s(g);
+    const std::vector<Weights> all(products, products + count);
     const Lookup table = lookup_of(g.w);
     if (e.bits == 4)
-        multiply_row_of<Codes4>(s, table);
+        multiply_row_of<Codes4>(all.data(), count, table);
     else if (e.bits == 8)
-        multiply_row_of<Integers8>(s, table);
+        multiply_row_of<Integers8>(all.data(), count, table);
     else if (table.two)
-        multiply_row<Floats6<true>, Offset::none>(s, table);
+        multiply_row<Floats6<true>, Offset::none>(all.data(), count, table);
     else
-        multiply_row<Floats6<false>, Offset::none>(s, table);
+        multiply_row<Floats6<false>, Offset::none>(all.data(), count, table);
     return true;
 }
 

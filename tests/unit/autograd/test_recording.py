@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -249,6 +250,38 @@ def test_a_decoded_token_is_mostly_kernels_without_python() -> None:
     python = [step for step in steps if type(step).__name__ != "Replay"]
     assert len(python) <= 5  # none of a layer: its cache and attention are one kernel
     assert len(steps) < 100
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products_of_one_row_that_follow_each_other_are_one_call(threads: int) -> None:
+    formats = ("mxfp4", "mxfp4", "mxfp4", "nvfp4", "nvfp4", "int8", "int8", "mxfp4")
+    sizes = (36, 4, 130, 50, 7, 9, 1000, 5)
+    x = tensor(1, 288)
+    weights = [tensor(n, 288).quantize(name) for n, name in zip(sizes, formats, strict=True)]
+    core = x.backend.core
+    if core is None:
+        pytest.skip("no C++ core")
+    before = core.threads()
+    captured = et.capture(lambda x: tuple(et.linear(x, w) for w in weights))
+    core.set_threads(threads)
+    try:
+        with et.no_grad():
+            for number in range(6):
+                x = tensor(1, 288)
+                expected = [et.linear(x, w) for w in weights]
+                for mine, theirs in zip(captured(x), expected, strict=True):
+                    assert mine.numpy().tobytes() == theirs.numpy().tobytes(), number
+    finally:
+        core.set_threads(before)
+    (recorded,) = captured._recorded.values()
+    assert recorded.program is not None
+    replay = recorded.program._run.__globals__["f0"]
+    cpu = Path("/proc/cpuinfo")
+    vbmi = cpu.exists() and {"avx512_vnni", "avx512vbmi"} <= set(cpu.read_text().split())
+    if vbmi and core.gemm_instructions() == "avx512_vnni":
+        assert len(replay) == 4
+    else:
+        assert len(replay) == len(weights)
 
 
 def test_kernels_whose_result_python_changes_are_not_repeated_alone(
