@@ -12,44 +12,25 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from extensor.autograd.checkpoint import checkpoint
-from extensor.autograd.mode import MODE, Storage, no_grad
-from extensor.autograd.tensor import ExTensor
-from extensor.errors import layout_error
+from extensor.autograd.mode import MODE, Storage
+from extensor.nn.display import html_of, repr_of
 from extensor.nn.parameter import Buffer, Parameter
-from extensor.notebook import card, table
+from extensor.nn.state import StateNames, load_state, state_of
 from extensor.quant.array import QuantArray
-from extensor.quant.recipe import operand_text
 from extensor.torch_names import attribute_error
 
 __all__ = ["Hook", "Module", "PreHook", "StateNames", "evaluating"]
 
 Self = TypeVar("Self", bound="Module")
-MOST_ROWS = 100
-"""A notebook shows so many layers of a model."""
 Hook = Callable[["Module", Any], None]
 """Called with (module, output) after each forward."""
 PreHook = Callable[["Module", tuple[Any, ...]], None]
 """Called with (module, positional arguments) before each forward."""
-
-
-class StateNames(NamedTuple):
-    """What `Module.load_state_dict` did not load, under PyTorch's names.
-
-    Attributes:
-        missing_keys: paths of the module that the state does not have; they keep their values.
-        unexpected_keys: paths of the state that the module does not have.
-
-    >>> et.nn.Linear(4, 2).load_state_dict(et.nn.Linear(4, 2).state_dict()).missing_keys
-    []
-    """
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
 
 
 class Module:
@@ -453,11 +434,7 @@ class Module:
         >>> {path: a.shape for path, a in et.nn.Linear(4, 2).state_dict().items()}
         {'weight': (2, 4), 'bias': (2,)}
         """
-        state: dict[str, np.ndarray[Any, Any] | QuantArray] = {}
-        for path, tensor in self._named_tensors():
-            host = tensor.to("cpu").data
-            state[path] = host if isinstance(host, QuantArray) else host.copy()
-        return state
+        return state_of(self._named_tensors())
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateNames:
         """Load parameters and buffers that `state_dict` returned.
@@ -481,35 +458,7 @@ class Module:
         >>> bool((one.weight == other.weight).all())
         True
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"load_state_dict: expected arrays by path, got {type(state).__name__}; pass "
-                "et.load(path) or another model's state_dict()"
-            )
-        arrays = {}
-        for path, value in state.items():
-            arrays[path] = value.to("cpu").data if isinstance(value, ExTensor) else value
-            if not isinstance(arrays[path], (np.ndarray, QuantArray)):
-                raise TypeError(
-                    f"{path}: expected a numpy array or a tensor, got {type(value).__name__}; pass "
-                    "et.load(path) or another model's state_dict()"
-                )
-        tensors = dict(self._named_tensors())
-        names = StateNames(
-            [path for path in tensors if path not in arrays],
-            [path for path in arrays if path not in tensors],
-        )
-        if not strict and len(names.missing_keys) < len(tensors):
-            tensors = {path: tensors[path] for path in tensors if path in arrays}
-            arrays = {path: arrays[path] for path in tensors}
-        expected = {path: tensor.data for path, tensor in tensors.items()}
-        message = layout_error(f"this state for {type(self).__name__}", expected, arrays)
-        if message:
-            raise ValueError(message)
-        with no_grad():
-            for path, tensor in tensors.items():
-                tensor.assign_(ExTensor(arrays[path], device="cpu").to(tensor.device).data)
-        return names
+        return load_state(type(self).__name__, dict(self._named_tensors()), state, strict)
 
     def extra_repr(self) -> str:
         """The options shown in the module's line of the tree; subclasses override it.
@@ -523,55 +472,10 @@ class Module:
         return ""
 
     def _repr_html_(self) -> str:
-        owned: dict[str, list[tuple[str, ExTensor]]] = {}
-        for path, tensor in self._named_tensors():
-            owner, _, name = path.rpartition(".")
-            owned.setdefault(owner, []).append((name, tensor))
-        modules, rows = dict(self.named_modules()), []
-        for path, tensors in list(owned.items())[:MOST_ROWS]:
-            module, context = modules[path], getattr(modules[path], "quant", None)
-            rows.append(
-                (
-                    path or "(itself)",
-                    f"{type(module).__name__}({module.extra_repr()})",
-                    ", ".join(f"{n} {t.shape} {t.dtype.name}" for n, t in tensors),
-                    f"{sum(t.nbytes for _, t in tensors):,}",
-                    operand_text(context.operand("fprop.w")) if context is not None else "",
-                )
-            )
-        counts = {id(p): (p.size, p.nbytes) for p in self.parameters()}.values()
-        facts = [
-            ("parameters", f"{sum(size for size, _ in counts):,}"),
-            ("bytes", f"{sum(nbytes for _, nbytes in counts):,}"),
-            ("mode", "training" if self.training else "evaluation"),
-        ]
-        columns = ("layer", "kind", "tensors", "bytes", "weights multiplied as")
-        hidden = len(owned) - len(rows)
-        note = f"and {hidden} more layers" if hidden else ""
-        return card(type(self).__name__, facts, table(columns, rows, note))
+        return html_of(self)
 
     def __repr__(self) -> str:
-        lines: list[str] = []
-        left: list[tuple[str, str, Module | None]] = [("", "", self)]  # no recursion, as above
-        around: list[Module] = []
-        while left:
-            indent, label, module = left.pop()
-            if module is None:
-                lines.append(f"{indent})")
-                around.pop()
-            elif any(module is outer for outer in around):
-                lines.append(f"{indent}{label}...")  # it holds itself
-            elif module is not self and type(module).__repr__ is not Module.__repr__:
-                lines.append(indent + label + repr(module).replace("\n", f"\n{indent}"))
-            else:
-                children = list(module.named_children())
-                end = "" if children else ")"
-                lines.append(f"{indent}{label}{type(module).__name__}({module.extra_repr()}{end}")
-                if children:
-                    around.append(module)
-                    left.append((indent, "", None))
-                left += [(f"{indent}  ", f"({name}): ", m) for name, m in reversed(children)]
-        return "\n".join(lines)
+        return repr_of(self, Module.__repr__)
 
 
 def _made_after(below: Any, make: Any, arguments: Any) -> Any:
