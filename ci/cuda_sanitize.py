@@ -31,7 +31,7 @@ from extensor import ExTensor
 from extensor.autograd.tensor import wrap
 from extensor.backends.protocol import AttentionForward, CastSpec, Window
 from extensor.backends.registry import get
-from extensor.optim import SGD, AdamW
+from extensor.optim import SGD, AdamW, Lion
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.gemm import gemm_sm90
@@ -291,7 +291,7 @@ def training(gpu: Gpu) -> Cases:
 
 def narrow_states(backend: Any) -> None:
     """Optimizers' steps whose weights and states are decoded and rounded by the same launch."""
-    rules: Any = ((AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {}))
+    rules: Any = ((AdamW, {}), (Lion, {}), (SGD, {"momentum": 0.9}), (SGD, {}))
     for states, dtype in product(backend.multi_tensor_states, ("float32", "bfloat16")):
         for kind, options in rules:
             ones = [backend.xp.ones(n, dtype="float32") for n in (3, 768, 40_001, 70)]
