@@ -100,6 +100,9 @@ class MemoryPlan:
 class MemoryLimitError(MemoryError):
     """No plan fits the limit that `plan_memory` got.
 
+    Args:
+        message: what was asked for, what is needed, and the way out.
+
     Attributes:
         report: the memory of the step that needs least.
 
