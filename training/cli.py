@@ -52,8 +52,8 @@ __all__ = ["TrainFlags", "main", "parse_train"]
 PROGRAM = "extensor"
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 DISK_WAY_OUT = (
-    "the way out: another --out, or free some space and go on with --resume; what the last "
-    "checkpoint holds is safe"
+    "the way out: another --out, or free some space and go on with --resume from the last "
+    "checkpoint, which is whole if there is one"
 )
 
 

@@ -27,7 +27,7 @@ __all__ = ["ObserveArgs", "observe"]
 class ObserveArgs:
     """An experiment, and how long to work on it now."""
 
-    experiment: tyro.conf.Positional[str]
+    experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")]
     """Which one (listed above)."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder for the runs, queue.json, results.json and index.html; by default
