@@ -159,16 +159,6 @@ def test_a_compiled_checkpoint_changes_no_bit(mode: str | None) -> None:
     assert equal(expected, steps(other, region, batches))
 
 
-def test_a_captured_layer_within_a_checkpoint_is_refused() -> None:
-    """Its readings would be those of the graph's second run."""
-    torch._dynamo.reset()
-    model = network("mxfp4_all")
-    compiled = torch.compile(model, mode="reduce-overhead")
-    with pytest.raises(RuntimeError, match="context_fn=extensor.torch.checkpoint_contexts"):
-        for x in inputs(4):
-            checkpoint(compiled, x, use_reentrant=False).float().sum().backward()
-
-
 def test_batches_of_other_sizes_compile_twice_at_most() -> None:
     torch._dynamo.reset()
     model = network("mxfp4_all")
