@@ -10,7 +10,7 @@ rebased      MXFP8 from storage on FP8 tensor cores, with the shares of values t
 operands     products as training makes them, of operands prepared before and with both prepared
 fallbacks    MXFP4 operands prepared before, and the same where one row of a spans more binades than
              FP8 has, so that bfloat16 multiplies: tokens x inputs x outputs of Llamas of 3 and 30
-             million weights, and of width 4096
+             million weights, and of width 4096; time in kernels, by torch's profiler
 requantized  MXFP4 operands prepared before, whose product leaves quantized, against one in bfloat16
              that the row quantizer then reads
 decode       x (M, K) in bfloat16 and packed weights (N, K), against torch's bf16 `linear`;
@@ -224,19 +224,32 @@ def _making(pair: Any, spec: QuantSpec, backend: CudaBackend) -> Any:
 
 def fallbacks(backend: CudaBackend, rounds: int) -> Rows:
     """What a product costs that falls back from FP8."""
-    spec = QuantSpec("mxfp4")
+    spec = QuantSpec("mxfp4", axis=1, scale_rule="rceil").resolve(2)
     for m, k, n in ((32768, 256, 256), (32768, 704, 256), (65536, 640, 640), (8192, 4096, 4096)):
         a, b = gpu.normal(m, k), gpu.normal(n, k, seed=1)
         calls: dict[str, gpu.Call] = {"torch bf16": gpu.fixed(torch_product, a, b)}
         for name, factor in (("MXFP4", 1.0), ("MXFP4, falls back", 2.0**-60)):
             x = a.clone()
             x[0, :32] *= factor
-            made = [_operand(gpu.as_cupy(v, backend.xp), spec, backend) for v in (x, b)]
+            pair = (gpu.as_cupy(v, backend.xp) for v in (x, b))
+            made = [backend.prepare(v, [spec], [None], m * n * k).run()[0][0] for v in pair]
             if bool(made[0].flag.get().any()) != (factor < 1):
                 raise RuntimeError(f"{name}: expected the other path")
             calls[name] = gpu.fixed(backend.product, *made, "bfloat16")
-        times = gpu.milliseconds(calls, rounds)
+        times = {name: _in_kernels(call, rounds) for name, call in calls.items()}
         yield from gpu.rates(times, 2.0 * m * k * n, what="fallbacks", size=f"{m}x{k}x{n}")
+
+
+def _in_kernels(call: gpu.Call, rounds: int) -> float:
+    """Milliseconds that a call's kernels take; Python between them may take longer."""
+    call(0)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for turn in range(rounds):
+            call(turn)
+        torch.cuda.synchronize()
+    total = sum(event.device_time_total for event in profile.key_averages())
+    return float(total / rounds / 1e3)
 
 
 def requantized_results(backend: CudaBackend, rounds: int) -> Rows:
