@@ -322,7 +322,8 @@ struct WeightProducts {
 
     std::optional<WeightProducts> joined(const WeightProducts& later) const {
         const WeightGemm &mine = products.back(), &next = later.products.front();
-        if (!one_row || mine.m != 1 || mine.x != next.x || mine.k != next.k) return {};
+        if (!one_row || mine.m != 1 || next.m != 1) return {};
+        if (mine.x != next.x || mine.k != next.k) return {};
         if (one_row != later.one_row || kernel != later.kernel || !alike(mine.w, next.w)) return {};
         WeightProducts both = *this;
         both.products.insert(both.products.end(), later.products.begin(), later.products.end());

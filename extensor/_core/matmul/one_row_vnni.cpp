@@ -324,7 +324,9 @@ void multiply_row_of(const Weights* all, int count, const Lookup& table) {
 bool one_row_on_bytes(const WeightGemm* products, int count) {
     const WeightGemm& g = *products;
     const Element& e = kElements[g.w.element];
-    if (g.m != 1 || g.w.tile_rows != 1 || (e.bits == 8 && e.is_float)) return false;
+    for (int i = 0; i < count; ++i)
+        if (products[i].m != 1) return false;
+    if (g.w.tile_rows != 1 || (e.bits == 8 && e.is_float)) return false;
     if (!fits_lanes(g.w.tile_length, e.bits == 4 ? 8 : 4, g.k) || !moderate(g)) return false;
     const std::vector<Weights> all(products, products + count);
     const Lookup table = lookup_of(g.w);

@@ -284,6 +284,38 @@ def test_products_of_one_row_that_follow_each_other_are_one_call(threads: int) -
         assert len(replay) == len(weights)
 
 
+FORMATS = {
+    "4 bits": ("mxfp4", {}),
+    "zero points": ("int4", {"symmetric": False}),
+    "Q4_K": ("int4", {"tile": (1, 32), "minimum": True, "super_block": 256}),
+    "super-blocks": ("int4", {"tile": (1, 16), "super_block": 64}),
+    "6 bits": ("mxfp6_e2m3", {}),
+    "6 bits in two bytes": ("mxfp6_e3m2", {}),
+    "8 bits": ("int8", {}),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_first_row_and_all_rows_are_apart(kind: str) -> None:
+    """The first row begins where all of them do; a classifier of BERT's first token reads it."""
+    name, options = FORMATS[kind]
+    spec = et.QuantSpec(name, **options)
+    weights = [tensor(n, 256).quantize(spec) for n in (16, 9, 7, 12, 5)]
+
+    def step(x: ExTensor) -> list[ExTensor]:
+        rows = (x[:, 0], x, x[:, 0], x[:, :1], x[:, :2])
+        return [et.linear(part, w) for part, w in zip(rows, weights, strict=True)]
+
+    captured = et.capture(step)
+    with et.no_grad():
+        for number in range(6):
+            x = tensor(1, 4, 256)
+            for mine, theirs in zip(captured(x), step(x), strict=True):
+                assert mine.numpy().tobytes() == theirs.numpy().tobytes(), number
+    (recorded,) = captured._recorded.values()
+    assert recorded.program is not None
+
+
 def test_kernels_whose_result_python_changes_are_not_repeated_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
