@@ -10,6 +10,7 @@ An error that the user can correct is one line on standard error, and exit code 
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -255,7 +256,8 @@ def _made(cls: type[Any], values: dict[str, Any]) -> Any:
 
 def compare_command(argv: Sequence[str]) -> int:
     """Train a model with several recipes and seeds, and draw the table; or show finished runs."""
-    if argv and argv[0] not in RUNS and Path(argv[0]).is_dir():
+    folders = any(os.sep in word or Path(word).is_dir() for word in argv[:1])
+    if folders and argv[0] not in RUNS:
         return _compare_folders(argv)
     named = bool(argv) and argv[0] not in ("-h", "--help")
     model, rest = (_model(argv[0]), argv[1:]) if named else (next(iter(RUNS)), ["--help"])

@@ -11,7 +11,7 @@ from typing import Any
 from extensor.inspect import Table
 
 from .config import RunConfig
-from .rundir import UsageError, read_config, read_result
+from .rundir import CONFIG, UsageError, read_config, read_result
 from .runs import RUNS
 from .tasks import TASKS
 
@@ -22,6 +22,8 @@ RESULTS = {
     "train_loss": ("training loss", "{:.4f}"),
     "flushed": ("values flushed to zero", "{:.2%}"),
     "saturated": ("values saturated", "{:.2%}"),
+    "diverged": ("diverged", "{}"),
+    "stopped_early": ("stopped early", "{}"),
     "steps": ("steps", "{:,}"),
     "skipped_steps": ("steps skipped", "{:,}"),
     "seconds": ("seconds", "{:.1f}"),
@@ -39,6 +41,12 @@ def side_by_side(folders: Sequence[Path]) -> Table:
     Raises:
         UsageError: for a folder that holds no finished run.
     """
+    for folder in folders:
+        if not (folder / CONFIG).is_file():
+            raise UsageError(
+                f"compare: {os.fspath(folder)} holds no run ({CONFIG} is not there); the way out: "
+                "folders that extensor train wrote"
+            )
     configs = [read_config(folder) for folder in folders]
     results = [_result(folder, config) for folder, config in zip(folders, configs, strict=True)]
     names = {name for config in configs[1:] for name in configs[0].differences(config)}
@@ -47,7 +55,7 @@ def side_by_side(folders: Sequence[Path]) -> Table:
         for field in dataclasses.fields(RunConfig)
         if field.name in names
     ]
-    metrics = {TASKS[RUNS[config.model].task].metric for config in configs}
+    metrics = dict.fromkeys(TASKS[RUNS[config.model].task].metric for config in configs)
     for metric in metrics:
         if metric.key != "loss":
             form = f"{{:.{metric.digits}f}}"
@@ -56,9 +64,11 @@ def side_by_side(folders: Sequence[Path]) -> Table:
             rows.append((metric.title, *(_form(form, value) for value in scaled)))
     for key, (title, form) in RESULTS.items():
         values = [result.get(key) for result in results]
-        unit = f"{results[0]['unit']} " if key == "per_second" else ""
+        forms = [form] * len(results)
+        if key == "per_second":
+            forms = [f"{form} {result['unit']}" for result in results]
         if any(values):
-            rows.append((unit + title, *(_form(form, value) for value in values)))
+            rows.append((title, *map(_form, forms, values)))
     return Table(("run", *_short(folders)), tuple(rows))
 
 

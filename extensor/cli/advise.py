@@ -391,8 +391,6 @@ def _lines(
         lines.append(f"{path}: no finite matrix of floats to measure")
         return lines
     if best is None or not shares[best]:
-        if packed:
-            return lines
         lines.append(
             f"no weight keeps {flags.min_sqnr:g} dB in these formats; try --min-sqnr lower, or "
             "--formats with more bits"

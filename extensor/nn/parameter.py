@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Self
 
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import DTypeLike
+from extensor.quant.array import QuantArray
 from extensor.quant.recipe_state import RecipeState
 from extensor.quant.replay import REPLAY
 
@@ -17,7 +19,10 @@ def _values(data: Any, device: str | None) -> tuple[Any, str | None]:
     if not isinstance(data, ExTensor):
         return data, device
     device = device or data.device
-    return data.detach().to(device).data, device
+    values = data.detach().to(device).data
+    if isinstance(values, QuantArray):  # which ExTensor takes as it is
+        values = replace(values, **{name: part.copy() for name, part in values.parts.items()})
+    return values, device
 
 
 class Parameter(ExTensor):

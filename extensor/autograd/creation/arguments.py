@@ -69,7 +69,9 @@ def as_data(data: Any, dtype: DType | None, xp: Any = np) -> Any:
         narrow = {np.dtype(np.float64): float32, np.dtype(np.complex128): complex64}
         dtype = None if _holds_arrays(data) else narrow.get(array.dtype)
         data = array
-    with np.errstate(over="ignore", invalid="ignore"):  # an overflow is Inf, as of astype
+    floats = dtype is None or dtype.is_inexact or dtype.is_blocked
+    # An overflow of floats is Inf, as of astype; integers that cannot hold a float are warned of.
+    with np.errstate(over="ignore", invalid="ignore" if floats else None):
         return xp.array(data, dtype=dtype.numpy if dtype else None)
 
 

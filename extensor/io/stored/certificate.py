@@ -178,9 +178,11 @@ def compare(name: str, before: Stored, after: Stored) -> TensorCertificate:
                     worst = math.nan
                 signal, noise = signal + float(a @ a), noise + float(error @ error)
     count, total, first = _blocks(different, lossless, after)
-    sqnr = (
-        math.inf if lossless else 10 * math.log10(signal / noise) if signal and noise else -math.inf
-    )
+    if lossless:
+        sqnr = math.inf
+    else:
+        lost = not signal or not noise or math.isinf(noise)  # Inf where a value became Inf
+        sqnr = -math.inf if lost else 10 * math.log10(signal / noise)
     sizes = int(before.nbytes), int(after.nbytes)
     return TensorCertificate(
         name, kind_of(before), kind_of(after), lossless, worst, sqnr, count, total, first, *sizes

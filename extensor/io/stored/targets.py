@@ -76,7 +76,8 @@ class Target:
         if self.layout is None:
             raise ValueError(
                 f"dense dtype: expected a layout with blocks in safetensors files, such as "
-                f"compressed-tensors-nvfp4; {self.name} sets the dtype of every weight itself"
+                f"compressed-tensors-nvfp4; {self.name} keeps or sets the dtype of every weight "
+                "itself"
             )
         return replace(self, dense=DENSE_DTYPES[dtype])
 

@@ -78,6 +78,11 @@ def test_numbers_beyond_a_float_are_infinite_as_of_a_cast(make: Any) -> None:
     np.testing.assert_array_equal(make().numpy(), np.float16([np.inf, -np.inf]))
 
 
+def test_integers_that_cannot_hold_a_float_are_warned_of() -> None:
+    with pytest.warns(RuntimeWarning, match="invalid value"):
+        et.ExTensor(np.array([np.nan], np.float32), "int32")
+
+
 @pytest.mark.parametrize("make", [et.rand, et.randn])
 def test_a_shape_and_more_sizes_are_refused(make: Any) -> None:
     with pytest.raises(TypeError, match=r"expected an int or a tuple of ints, got \(\(2, 3\), 4\)"):

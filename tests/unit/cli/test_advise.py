@@ -105,6 +105,12 @@ def test_weights_in_another_programs_blocks_are_known(
     assert "in blocks already, and left so: 1 of 1" in run(capsys, tmp_path / "nv")
 
 
+def test_a_checkpoint_partly_in_blocks_is_told_which_figure_is_too_high(
+    capsys: pytest.CaptureFixture[str], weights: Path
+) -> None:
+    assert "try --min-sqnr lower" in run(capsys, weights, "--min-sqnr", "200")
+
+
 def test_figures_are_those_of_the_library(
     capsys: pytest.CaptureFixture[str], weights: Path
 ) -> None:

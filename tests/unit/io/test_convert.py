@@ -173,6 +173,13 @@ def test_a_certificate_counts_blocks() -> None:
     assert json.loads(json.dumps(found.as_json()))["lossless"] is False
 
 
+def test_a_certificate_tells_of_a_value_that_became_infinite() -> None:
+    x = np.float32([1e6, 1.0])
+    with np.errstate(over="ignore"):
+        found = compare("w", x, x.astype(np.float16))
+    assert not found.lossless and found.max_error == np.inf and found.sqnr_db == -np.inf
+
+
 def test_shards_and_files_beside(tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.mkdir()

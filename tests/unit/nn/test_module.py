@@ -90,8 +90,10 @@ def test_a_parameter_takes_the_values_of_a_tensor():
         x[0, 0] = 100.0
     assert np.array_equal(made.numpy(), before)
     assert nn.Parameter(x, "float64").dtype.name == "float64"
-    kept = nn.Buffer(et.randn((2, 32), seed=1).to_mxfp4())
+    blocks = et.randn((2, 32), seed=1).to_mxfp4()
+    kept = nn.Buffer(blocks)
     assert kept.dtype.name == "mxfp4" and not kept.requires_grad
+    assert not np.shares_memory(kept.data.codes, blocks.data.codes)
 
 
 @pytest.mark.parametrize("wrap", [list, tuple, lambda x: {"a": x[0]}])

@@ -279,6 +279,16 @@ def test_finished_runs_are_set_side_by_side(
     assert rows["test loss"][2:] == [f"{loss:.4f}" for loss in losses]
     assert main(["compare", str(one)]) == 2
     assert "two or more folders of runs" in capsys.readouterr().err
+    nowhere = tmp_path / "nowhere"
+    for order in ([nowhere, two], [one, nowhere]):
+        assert main(["compare", *map(str, order)]) == 2
+        assert f"compare: {nowhere} holds no run" in capsys.readouterr().err
+    result = json.loads((two / "result.json").read_text())
+    told = {**result, "unit": "tokens", "per_second": 1234.0, "diverged": "the loss is not finite"}
+    (two / "result.json").write_text(json.dumps(told))
+    assert main(["compare", str(one), str(two)]) == 0
+    text = capsys.readouterr().out
+    assert "1,234 tokens" in text and " images" in text and "the loss is not finite" in text
     (two / "result.json").unlink()
     assert main(["compare", str(one), str(two)]) == 2
     assert f"extensor train mlp --out {two} --resume" in capsys.readouterr().err
