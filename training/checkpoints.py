@@ -17,15 +17,17 @@ import numpy as np
 from extensor.distributed import ShardedOptimizer, load_residuals, residuals, save_sharded, share_of
 from extensor.distributed.checkpoint import load_sharded
 from extensor.io import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from extensor.io.checkpoint import METADATA_KEY
+from extensor.io.stored.mapped import SafetensorsFile
 from extensor.quant import QuantArray
 from extensor.quant.recipe_schedule import RecipeSchedule
 from extensor.quant.recipe_state import counts_from_rows
-from extensor.schema import SchemaError, check, record
+from extensor.schema import SchemaError, check, parse_json, record
 
 from .parallel import parameter_of
 from .records import EpochReport, Position
 
-__all__ = ["load_run", "read_checkpoint", "save_run"]
+__all__ = ["load_run", "read_checkpoint", "read_position", "save_run"]
 
 
 OWN_CHECKPOINT = "the checkpoint that this run wrote"
@@ -103,6 +105,23 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return load_sharded(path) if path.is_dir() else load_checkpoint(path)
 
 
+def read_position(path: Path) -> Position:
+    """Where the run of a checkpoint was; of a file, the tensors are not read.
+
+    Raises:
+        CheckpointError: if it is damaged, or no checkpoint of a run.
+    """
+    try:
+        if path.is_dir():
+            metadata = load_sharded(path).metadata
+        else:
+            content = parse_json(SafetensorsFile(path).metadata.get(METADATA_KEY, "{}"))
+            metadata = check(content, dict[str, Any]).get("metadata", {})
+        return Position.from_dict(check(metadata, dict[str, Any]).get("position", {}))
+    except SchemaError as error:
+        raise CheckpointError(f"{path}: {error}; the way out: delete it") from None
+
+
 def load_run(run: Any, path: Path) -> None:
     """Make a `training.loop.Trainer` go on from a checkpoint that `save_run` wrote.
 
@@ -127,7 +146,8 @@ def _check_run(run: Any, path: Path, metadata: _Metadata) -> None:
     given = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     # The model is saved whole, however many ranks share its blocks.
     theirs = given | metadata["config"] | {"tensor_parallel": mine["tensor_parallel"]}
-    if _begins_alike(run, str(theirs["recipe"]), metadata["position"]["step"]):
+    position = Position.from_dict(metadata["position"])
+    if _begins_alike(run, str(theirs["recipe"]), position.step):
         theirs["recipe"] = mine["recipe"]
     if theirs != mine:
         differ = sorted(k for k in mine | theirs if k not in mine or theirs.get(k) != mine[k])
@@ -146,7 +166,11 @@ def _check_run(run: Any, path: Path, metadata: _Metadata) -> None:
 def _begins_alike(run: Any, recipe: str, done: int) -> bool:
     """Whether a run under another recipe, or schedule of them, made so many steps as this one."""
     steps = run.config.epochs * run.batches
-    ours, theirs = run.config.recipe_schedule, RecipeSchedule.parse(recipe)
+    ours = run.config.recipe_schedule
+    try:
+        theirs = RecipeSchedule.parse(recipe)
+    except ValueError:  # of a damaged file, or of a release that had other recipes
+        return False
     starts = {phase.first_step(steps) for phase in (*ours.phases, *theirs.phases)}
     return all(ours.at(s, steps) == theirs.at(s, steps) for s in starts if s < done)
 

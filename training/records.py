@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from extensor.schema import check, record
+from extensor.schema import SchemaError, check, record
 
 __all__ = ["EpochReport", "Position", "StepReport", "finite", "share"]
 
@@ -64,6 +64,8 @@ class Position:
             SchemaError: for another table.
         """
         unknown = check(values, dict[str, Any]).get("loss_sum", 0.0) is None
+        if lost := [name for name in ("epoch", "batch", "step") if name not in values]:
+            raise SchemaError(f"position: expected {', '.join(lost)}, got no such entry")
         position = record(cls, values | {"loss_sum": 0.0} if unknown else values, "position")
         return dataclasses.replace(position, loss_sum=math.nan) if unknown else position
 

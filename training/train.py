@@ -102,6 +102,12 @@ def train(
         if until_epoch:
             watchers.append(InterruptAfter(until_epoch))
         trainer = _prepare(config, out, resume, watchers, graph, ranks)
+        if 0 < until_epoch < trainer.position.epoch:
+            raise UsageError(
+                f"--until-epoch {until_epoch}: nothing to do, the run in {out} has done "
+                f"{trainer.position.epoch - 1} epochs; the way out: a later epoch, or leave "
+                "--until-epoch out to train to the end"
+            )
         if kept is not None:
             kept.apply(trainer.model)
     except (UsageError, DataError, OSError) as found:

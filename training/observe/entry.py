@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from extensor.io.atomic import replacing
+
+from ..checkpoints import read_position
 from ..comparison import Job
-from ..rundir import claim, find_checkpoint, read_epochs
+from ..rundir import claim, find_checkpoint
+from .cost import Cost
 
 __all__ = ["Entry"]
 
@@ -45,6 +49,16 @@ class Entry:
         return self.job.root / "costs" / f"{self.job.name}.json"
 
     @property
+    def cost(self) -> Cost:
+        """Of all its epochs: an arm's has the trunk's in it. Joules are None if a part's are."""
+        own = Cost.read(self.cost_file)
+        if self.trunk is None:
+            return own
+        first = self.trunk.cost
+        known = own.joules is not None and first.joules is not None
+        return own + first if known else replace(own + first, joules=None)
+
+    @property
     def state(self) -> str:
         """One of finished, interrupted and waiting."""
         if self.job in _FINISHED:
@@ -52,10 +66,14 @@ class Entry:
         if self.job.finished() is not None:
             _FINISHED.add(self.job)
             return "finished"
-        if find_checkpoint(self.job.folder) is None:
+        found = find_checkpoint(self.job.folder)
+        if found is None:
             return "waiting"
-        done = len(read_epochs(self.job.folder))
-        return "finished" if self.kind == "trunk" and done >= self.epochs else "interrupted"
+        # Its arms go on from the checkpoint, which may be an epoch behind metrics.jsonl.
+        if self.kind == "trunk" and read_position(found).epoch > self.epochs:
+            _FINISHED.add(self.job)
+            return "finished"
+        return "interrupted"
 
     def begin(self) -> None:
         """Go on from the trunk's checkpoint, where there is one and this run has not begun."""
@@ -65,4 +83,5 @@ class Entry:
         found = find_checkpoint(trunk.job.folder)
         if found is not None:
             claim(folder, self.job.config, resume=False)
-            shutil.copyfile(found, folder / found.name)
+            with found.open("rb") as file, replacing(folder / found.name) as copy:
+                shutil.copyfileobj(file, copy)

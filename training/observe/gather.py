@@ -16,7 +16,6 @@ from typing import Any
 from ..comparison import Finished
 from ..rundir import METRICS, read_epochs, read_telemetry
 from .alone import alone, at_equal_time, read_rates, times_alone
-from .cost import Cost
 from .entry import Entry
 from .queue import Queue
 
@@ -83,7 +82,7 @@ def _row(
         gaps.append(queue.metric.difference(value, start))
         train, trained = finished.result["train_loss"], other.result["train_loss"]
         train_gaps.append(100 * (train - trained) / trained if train and trained else None)
-    costs = [Cost.read(entry.cost_file) for entry, _ in pairs]
+    costs = [entry.cost for entry, _ in pairs]
     curves = [_curve(queue, f) for _, f in pairs]
     gap_curves = [
         [

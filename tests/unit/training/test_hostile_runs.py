@@ -137,6 +137,26 @@ def changed(value: Any, draw: random.Random) -> Any:
     return draw.choice(some)
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("position", {"epoch": 1, "batch": 0}, "position: expected step"),
+        ("position", {"epoch": 1, "batch": 0, "step": "4"}, "position.step: expected a whole"),
+        ("config", {"recipe": "no_such"}, "differs in recipe"),
+    ],
+)
+def test_a_position_or_recipe_that_cannot_be_read(
+    part: str, value: Any, message: str, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copied / LAST
+    (copied / RESULT).unlink()
+    checkpoint = load_checkpoint(path)
+    broken = value if part == "position" else {**checkpoint.metadata[part], **value}
+    save_checkpoint(path, checkpoint.tensors, {**checkpoint.metadata, part: broken})
+    error = one_line(capsys, ["mlp", "--out", str(copied), "--resume"])
+    assert str(path) in error and message in error and "the way out" in error
+
+
 @pytest.mark.parametrize("command", ["resume", "generate"])
 def test_changed_metadata_of_checkpoints(
     command: str,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import time
@@ -13,15 +15,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 
 from extensor import models
+from extensor.training import loop
 from extensor.training.batch import Batch
+from extensor.training.checkpoints import read_position, save_run
 from extensor.training.comparison import Finished, Job
 from extensor.training.config import RunConfig
-from extensor.training.loop import Interrupted
+from extensor.training.loop import Interrupted, Trainer
 from extensor.training.observe import gather as gathering
 from extensor.training.observe import queue as queues
 from extensor.training.observe.alone import RATES, read_rates
@@ -36,7 +41,7 @@ from extensor.training.observe.page import write_page
 from extensor.training.observe.peers import PEERS, measure_peer
 from extensor.training.observe.queue import Queue, Running
 from extensor.training.observe.rates import measure_rates
-from extensor.training.rundir import LAST, UsageError, claim
+from extensor.training.rundir import LAST, UsageError, claim, read_epochs
 from extensor.training.runs import defaults
 from extensor.training.train import train
 from tests.unit.training.conftest import QUIET, SMALL
@@ -111,7 +116,13 @@ def test_arms_go_on_from_the_baselines_first_epochs(here: None, tmp_path: Path) 
         assert ours.curve == theirs.curve and len(ours.curve) == 2
         for key in ("loss", "train_loss", "steps"):
             assert ours.result[key] == theirs.result[key]
+    trunk, _, arm = branched.entries()
+    for entry, cost in ((trunk, Cost(2.0, 30.0, 7)), (arm, Cost(1.0, 10.0, 5))):
+        entry.cost_file.parent.mkdir(parents=True, exist_ok=True)
+        entry.cost_file.write_text(json.dumps(cost.as_dict()))
     results = gather(branched)
+    costs = [(row["joules"], row["peak_bytes"]) for row in results["arms"]]
+    assert costs == [(None, 7), (40.0, 7)]  # of the trunk, too, as seconds are
     assert results["pairs"] == [
         {"arm": arms[1], "other": "fp32", "gaps": [results["arms"][1]["gap"]],
          "gap": results["arms"][1]["gap"], "gap_standard_error": None}
@@ -130,11 +141,50 @@ def test_a_trunk_is_no_beginning_of_an_arm_that_parted_before(tmp_path: Path) ->
         train(arm.job.config, arm.job.folder, resume=True, console=QUIET)
 
 
-def train_trunk(entry: Entry) -> None:
+def test_a_trunk_is_finished_when_its_checkpoint_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line of metrics.jsonl comes first, and the disk is full then."""
+    experiment = replace(TINY, arms=("fp32",), rates=(0.02,), seeds=1, branch=2)
+    experiment = replace(experiment, settings={**experiment.settings, "epochs": 3})
+    queue = Queue(experiment, tmp_path)
+    trunk, arm = queue.entries()
+    saves = itertools.count(1)
+
+    def full_at_the_second(run: Trainer, path: Path) -> None:
+        if next(saves) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_run(run, path)
+
+    monkeypatch.setattr(loop, "save_run", full_at_the_second)
+    with pytest.raises(OSError, match="No space"):
+        train(trunk.job.config, trunk.job.folder, resume=False, console=QUIET, until_epoch=2)
+    assert len(read_epochs(trunk.job.folder)) == 2 and trunk.state == "interrupted"
+    assert queue.next() == trunk
+    monkeypatch.undo()
+    train_trunk(trunk, resume=True)
+    assert trunk.state == "finished" and queue.next() == arm
+    with pytest.raises(UsageError, match=r"--until-epoch 2: nothing to do.* has done 2 epochs"):
+        train(trunk.job.config, trunk.job.folder, resume=True, console=QUIET, until_epoch=2)
+
+    def killed(file: BinaryIO, copy: BinaryIO) -> None:
+        copy.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "copyfileobj", killed)
+    with pytest.raises(KeyboardInterrupt):
+        arm.begin()
+    assert arm.state == "waiting"
+    monkeypatch.undo()
+    arm.begin()
+    assert read_position(arm.job.folder / LAST).epoch == 3
+
+
+def train_trunk(entry: Entry, resume: bool = False) -> None:
     """Its process, in this one."""
     with pytest.raises(Interrupted):
         train(
-            entry.job.config, entry.job.folder, resume=False, console=QUIET,
+            entry.job.config, entry.job.folder, resume=resume, console=QUIET,
             until_epoch=entry.epochs,
         )  # fmt: skip
 
