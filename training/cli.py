@@ -175,7 +175,7 @@ def train_command(argv: Sequence[str]) -> int:
                 console=console,
                 telemetry=flags.telemetry,
                 memory=flags.memory,
-                memory_limit=parse_bytes(flags.memory_limit) if flags.memory_limit else 0,
+                memory_limit=parse_bytes(flags.memory_limit) if flags.memory_limit else None,
                 graph=flags.graph,
                 ranks=ranks,
                 save_steps=flags.save_steps,

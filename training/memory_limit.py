@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -13,7 +11,6 @@ from extensor.inspect import MemoryLimitError, MemoryPlan
 from extensor.inspect import plan_memory as plan_parts
 
 from .callbacks.memory import explain
-from .config import RunConfig
 from .loop import Trainer
 from .memory import repeated
 from .records import Position
@@ -34,34 +31,39 @@ def parse_bytes(text: str) -> int:
     1500000000
     """
     found = re.fullmatch(rf"(\d+\.?\d*) ?({'|'.join(UNITS)})", text.strip())
-    if found is None or not float(found[1]):
+    nbytes = int(float(found[1]) * UNITS[found[2]]) if found else 0
+    if nbytes < 1:
         raise ValueError(f"expected a size such as 8GB ({', '.join(UNITS)}), got {text!r}")
-    return int(float(found[1]) * UNITS[found[2]])
+    return nbytes
 
 
-def fit_memory(
-    config: RunConfig, out: Path, limit: int, console: Console, data: Any = None
-) -> MemoryPlan:
+def fit_memory(trainer: Trainer, limit: int, console: Console) -> MemoryPlan:
     """Choose what each numbered part of a run's model keeps, from steps of a model thrown away.
 
     Steps are whole: forward, backward and update of the run's first batch, without a CUDA graph.
+    While they are measured they may take more than the limit.
 
     Args:
-        config: of the run.
-        out: its folder; nothing is written there.
+        trainer: the run before its first step, of its own, since its weights change.
         limit: bytes that arrays may take at a step's peak.
         console: where the choice is said.
-        data: as `Trainer` takes it.
 
     Raises:
-        UsageError: if no choice fits, the model has no numbered parts, or --recompute chooses.
+        UsageError: if no choice fits, the model has no numbered parts, the recipe changes in the
+            run, or --recompute chooses.
     """
+    config = trainer.config
     if config.recompute:
         raise UsageError(
             "--memory-limit: it chooses what runs again, as --recompute does; the way out: leave "
             "one of the two out"
         )
-    trainer = Trainer(config, out, data)
+    if len(config.recipe_schedule.phases) > 1:
+        raise UsageError(
+            "--memory-limit: it measures the first step, expected one recipe, got "
+            f"{config.recipe}, whose later steps take other memory; the way out: one recipe, or "
+            "--recompute in place of --memory-limit"
+        )
     batch = next(iter(trainer.task.training(1, 0)))
     parts = repeated(trainer.model)
     if parts is None:
@@ -80,15 +82,24 @@ def fit_memory(
     except MemoryLimitError as error:
         peak = _mb(error.report.peak)
         chosen = dataclasses.replace(config, recompute=parts)  # which is no way out any more
-        what = f"the least that a step was found to take is {peak}; the largest holders:"
+        full = error.report.peak <= limit  # the device is: no step was done
+        least = "the least that a step was found to take is"
+        what = (
+            f"{'every step runs out of memory, at' if full else least} {peak}; the largest holders:"
+        )
         explain(console, chosen, model, optimizer, error.report, what)
+        if full:
+            raise UsageError(
+                f"--memory-limit: expected memory for {_mb(limit)}, it ran out at {peak} whatever "
+                "parts keep; the way out: the settings above"
+            ) from None
         raise UsageError(
             f"--memory-limit: expected {peak} or more, which a step takes at least, got "
             f"{_mb(limit)}; the way out: the settings above, or a larger limit"
         ) from None
     console.print(
         f"memory limit {_mb(limit)}: the first step's peak is {_mb(plan.peak)}, and it takes "
-        f"{1e3 * plan.seconds:+.1f} ms beside one that keeps all"
+        f"{1e3 * plan.seconds:+.1f} ms beside one that keeps most"
     )
     for choice in dict.fromkeys(plan.choices.values()):
         paths = [path for path, keeps in plan.choices.items() if keeps == choice]

@@ -47,7 +47,7 @@ def train(
     console: Console,
     telemetry: int = 0,
     memory: bool = False,
-    memory_limit: int = 0,
+    memory_limit: int | None = None,
     graph: bool = False,
     ranks: Communicator | None = None,
     save_steps: int = 0,
@@ -62,7 +62,7 @@ def train(
         console: where it reports.
         telemetry: steps between records of `Telemetry`; 0 records nothing.
         memory: whether a plan and the first step's memory are shown; see `ShowMemory`.
-        memory_limit: bytes that a step may take; 0 sets none. See `fit_memory`.
+        memory_limit: bytes that a step may take; None sets none. See `fit_memory`.
         graph: whether steps are captured in a CUDA graph and replayed.
         ranks: who trains together; None is this process alone.
         save_steps: steps between checkpoints beside those of epochs; 0 writes none.
@@ -96,7 +96,9 @@ def train(
                 f"{flag}: one rank looks at the whole model, and with --tensor-parallel it has a "
                 "part of each block; the way out: leave one of the two out"
             )
-        kept = _parts_kept(config, out, memory_limit, console, ranks) if memory_limit else None
+        kept = None
+        if memory_limit is not None:
+            kept = _parts_kept(config, out, memory_limit, console, ranks)
         plan = plan_memory(config, out, None, console, kept) if memory and not ranks.rank else None
         watchers = _callbacks(config, console, telemetry, plan, ranks, save_steps)
         if until_epoch:
@@ -145,7 +147,7 @@ def _parts_kept(
             "--memory-limit: measures steps of one process, and each of these ranks would choose "
             "for itself; the way out: --recompute, or leave --memory-limit out"
         )
-    return fit_memory(config, out, limit, console)
+    return fit_memory(_trainer(config, out), limit, console)
 
 
 def plan_memory(
@@ -167,9 +169,10 @@ def plan_memory(
         kept: what each part keeps, in place of what the settings say.
 
     Raises:
+        UsageError: if the settings do not fit the model, the data or the machine.
         MemoryError: if the forward pass alone does not fit.
     """
-    trainer = Trainer(config, out, data)
+    trainer = _trainer(config, out, data=data)
     if kept is not None:
         kept.apply(trainer.model)
     batch = next(iter(trainer.task.training(1, 0)))
@@ -218,12 +221,8 @@ def _prepare(
     ranks: Communicator,
 ) -> Trainer:
     """The run before its next step, its folder claimed."""
+    trainer = _trainer(config, out, callbacks=callbacks, graph=graph, ranks=ranks)
     try:
-        get_backend(config.device)
-    except RuntimeError as error:
-        raise UsageError(f"--device {config.device}: {error}") from error
-    try:
-        trainer = Trainer(config, out, callbacks=callbacks, graph=graph, ranks=ranks)
         if ranks.rank == 0:
             claim(out, config, resume=resume)
         if resume:
@@ -231,6 +230,22 @@ def _prepare(
     except ValueError as error:
         raise UsageError(str(error)) from error
     return trainer
+
+
+def _trainer(config: RunConfig, out: Path, **more: Any) -> Trainer:
+    """The run before its first step.
+
+    Raises:
+        UsageError: if the settings do not fit the model, the data or the machine.
+    """
+    try:
+        get_backend(config.device)
+    except RuntimeError as error:
+        raise UsageError(f"--device {config.device}: {error}") from error
+    try:
+        return Trainer(config, out, **more)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_graph(config: RunConfig, telemetry: int, memory: bool) -> None:

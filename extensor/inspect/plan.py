@@ -14,6 +14,7 @@ several choices for each item, solved by the Pareto front of (bytes, seconds).
 from __future__ import annotations
 
 import gc
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,7 +49,8 @@ class MemoryPlan:
         choices: by the part's path.
         peak: bytes at the peak of a step under the plan, by the ledger.
         limit: bytes that were asked for.
-        seconds: what a step takes longer than with all inputs kept, as measured beforehand.
+        seconds: what a step takes longer than with all inputs kept, or with the first of packed,
+            cheap and recomputed that did not run out of memory, as measured beforehand.
 
     >>> plan = et.inspect.MemoryPlan({"0": "recomputed"}, peak=10, limit=12, seconds=0.0)
     >>> model = et.nn.Sequential(et.nn.Linear(8, 8))
@@ -104,7 +106,7 @@ class MemoryLimitError(MemoryError):
         message: what was asked for, what is needed, and the way out.
 
     Attributes:
-        report: the memory of the step that needs least.
+        report: the memory of the step that needs least, or ran out of memory as all did.
 
     >>> issubclass(et.inspect.MemoryLimitError, MemoryError)
     True
@@ -117,7 +119,10 @@ class MemoryLimitError(MemoryError):
 
 @dataclass(frozen=True)
 class _Kind:
-    """Parts that cost the same: their paths, and by choice the bytes and seconds of one."""
+    """Parts that cost the same: their paths, and by choice the bytes and seconds of one.
+
+    A choice that ran out of memory has no seconds, and its bytes are those until then.
+    """
 
     paths: tuple[str, ...]
     nbytes: Mapping[Choice, int]
@@ -141,7 +146,9 @@ def plan_memory(
     """Choose what parts of a model keep for backward, so that a step fits and takes least time.
 
     It runs ``step`` about ``rounds`` times for each kind of part and choice, and leaves the model
-    under the plan: gradients, buffers, random bits and counts are as before.
+    under the plan: gradients, buffers, random bits and counts are as before. Measuring takes more
+    than the limit where a choice does. A choice under which a step raises `MemoryError`, as on a
+    full GPU, is left out.
 
     Args:
         model: its recipe is applied, its parts are run by ``step``.
@@ -159,7 +166,7 @@ def plan_memory(
 
     Raises:
         ValueError: if no part matches.
-        MemoryLimitError: if nothing fits; says the least that was found.
+        MemoryLimitError: if nothing fits; says the least that was found, or where memory ran out.
 
     Source: Chen, Xu, Zhang, Guestrin, arXiv 1604.06174, for recomputing; Kirisame et al.,
     arXiv 2006.09616, and Beaumont et al., arXiv 1911.13214, for choosing by measured time.
@@ -175,28 +182,32 @@ def plan_memory(
     modules = outermost(model, parts)
     with _as_before(model, modules) as fresh:
         run = _Runner(model, step, device, fresh, optimizer)
-        fresh()
-        step()  # what is made once, such as cuBLAS' workspace, is no part of a step
-        kinds, reports, rest = _measured(modules, run, rounds)
+        # What is made once, such as cuBLAS' workspace, is no part of a step.
+        run.trial(modules, dict.fromkeys(modules, "recomputed"))
+        kinds, trials, rest = _measured(modules, run, rounds)
         for _ in range(_TRIES):
             choices = _solve(kinds, limit - rest)
             if choices is None:
                 break
-            reports.append((choices, run.report(modules, choices)))
-            if (over := reports[-1][1].peak - limit) <= 0:
+            trials.append(run.trial(modules, choices))
+            if trials[-1].fits(limit):
                 break
-            rest += over  # what the sum left out
-    fitting = [(_seconds(kinds, c), c, report) for c, report in reports if report.peak <= limit]
+            rest += max(trials[-1].peak - limit, 0)  # what the sum left out
+            rest = max(rest, limit - _nbytes(kinds, choices) + 1)  # these choices no more
+    fitting = [trial for trial in trials if trial.fits(limit)]
     if not fitting:
-        least = min((report for _, report in reports), key=lambda report: report.peak)
+        done = [trial for trial in trials if trial.done]
+        least = min(done or trials, key=lambda trial: trial.peak)
+        found = "the least found is" if done else "every step ran out of memory, at"
         raise MemoryLimitError(
-            f"plan_memory: expected a peak of at most {limit / 1e6:.2f} MB, the least found is "
+            f"plan_memory: expected a peak of at most {limit / 1e6:.2f} MB, {found} "
             f"{least.peak / 1e6:.2f} MB; take smaller batches or more parts, or store what is "
-            f"saved in blocks (Recipe.saved). The largest holders:\n{least.table(5)}",
-            least,
+            f"saved in blocks (Recipe.saved). The largest holders:\n{least.report.table(5)}",
+            least.report,
         )
-    seconds, choices, report = min(fitting, key=lambda one: one[0])
-    plan = MemoryPlan({path: choices[path] for path in modules}, report.peak, limit, seconds)
+    best = min(fitting, key=lambda trial: _seconds(kinds, trial.choices))
+    seconds = _seconds(kinds, best.choices)
+    plan = MemoryPlan({path: best.choices[path] for path in modules}, best.peak, limit, seconds)
     plan.apply(model)
     return plan
 
@@ -248,6 +259,22 @@ def _begin_again(state: RecipeState) -> None:
 
 
 @dataclass(frozen=True)
+class _Trial:
+    """A step under choices: its memory, and whether it had enough to be done."""
+
+    choices: Mapping[str, Choice]
+    report: MemoryReport
+    done: bool
+
+    @property
+    def peak(self) -> int:
+        return self.report.peak
+
+    def fits(self, limit: int) -> bool:
+        return self.done and self.peak <= limit
+
+
+@dataclass(frozen=True)
 class _Runner:
     """Runs the step as a step of training would."""
 
@@ -257,49 +284,53 @@ class _Runner:
     fresh: Callable[[], None]
     optimizer: Optimizer | None
 
-    def report(self, modules: Mapping[str, Module], choices: Mapping[str, Choice]) -> MemoryReport:
-        """The memory of a step under the choices."""
+    def trial(self, modules: Mapping[str, Module], choices: Mapping[str, Choice]) -> _Trial:
+        """A step under the choices."""
+        done = True
         for path, module in modules.items():
             _set(module, choices[path])
         self.fresh()
         with memory_ledger(self.model, self.optimizer, self.device) as ledger:
-            self.step()
-        return ledger.report()
+            try:
+                self.step()
+            except MemoryError:  # cupy's is one, too
+                done = False
+        return _Trial(choices, ledger.report(), done)
 
     def seconds(self) -> float:
-        """The time of a step."""
+        """The time of a step; infinite if it runs out of memory."""
         self.fresh()
         one = registry.get(self.device).xp.zeros(1)
         float(one[0])  # waits for the device
         begin = perf_counter()
-        self.step()
+        try:
+            self.step()
+        except MemoryError:
+            return math.inf
         float(one[0])
         return perf_counter() - begin
 
 
-Reports = list[tuple[dict[str, Choice], MemoryReport]]
-
-
 def _measured(
     modules: Mapping[str, Module], run: _Runner, rounds: int
-) -> tuple[list[_Kind], Reports, int]:
+) -> tuple[list[_Kind], list[_Trial], int]:
     """The kinds of parts, steps in which all choose the same, the least bytes beside parts'."""
     groups: dict[Any, list[str]] = {}
     for path, module in modules.items():
         shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
         groups.setdefault((type(module), shapes), []).append(path)
-    reports: Reports = []
-    for choice in _CHOICES:
-        same = dict.fromkeys(modules, choice)
-        reports.append((same, run.report(modules, same)))
-    saved = {c: _saved(r, modules) for c, (_, r) in zip(_CHOICES, reports, strict=True)}
-    times = _times(list(groups.values()), modules, run, rounds)
+    trials = {choice: run.trial(modules, dict.fromkeys(modules, choice)) for choice in _CHOICES}
+    saved = {choice: _saved(trial.report, modules) for choice, trial in trials.items()}
+    done = [choice for choice, trial in trials.items() if trial.done]
+    times = (
+        _times(list(groups.values()), modules, run, rounds, done) if done else [{}] * len(groups)
+    )
     kinds = []
     for paths, seconds in zip(groups.values(), times, strict=True):
         nbytes = {choice: max(saved[choice][path] for path in paths) for choice in _CHOICES}
         kinds.append(_Kind(tuple(paths), nbytes, seconds))
-    rest = min(report.peak - _nbytes(kinds, same) for same, report in reports)
-    return kinds, reports, rest
+    rests = [trials[choice].peak - _nbytes(kinds, trials[choice].choices) for choice in done]
+    return kinds, list(trials.values()), min(rests, default=0)
 
 
 def _saved(report: MemoryReport, paths: Mapping[str, Module]) -> Counter[str]:
@@ -313,27 +344,33 @@ def _saved(report: MemoryReport, paths: Mapping[str, Module]) -> Counter[str]:
 
 
 def _times(
-    groups: Sequence[Sequence[str]], modules: Mapping[str, Module], run: _Runner, rounds: int
+    groups: Sequence[Sequence[str]],
+    modules: Mapping[str, Module],
+    run: _Runner,
+    rounds: int,
+    choices: Sequence[Choice],
 ) -> list[dict[Choice, float]]:
-    """For each kind, what one part takes longer under each choice than with its inputs kept.
+    """For each kind, what one part takes longer under each choice than under the first of them.
 
-    All other parts keep theirs. Steps run in turn, so that a slow minute is everybody's.
+    All other parts have the first. Steps run in turn, so that a slow minute is everybody's.
+    A choice that runs out of memory has no time.
     """
-    changes: list[tuple[int, Choice]] = [(-1, "kept")]
-    changes += [(i, choice) for i in range(len(groups)) for choice in _CHOICES[1:]]
+    first = choices[0]
+    changes = [(-1, first), *((i, choice) for i in range(len(groups)) for choice in choices[1:])]
     taken: dict[tuple[int, Choice], list[float]] = {change: [] for change in changes}
     for _ in range(rounds):
         for number, choice in changes:
             for i, paths in enumerate(groups):
                 for path in paths:
-                    _set(modules[path], choice if i == number else "kept")
+                    _set(modules[path], choice if i == number else first)
             taken[number, choice].append(run.seconds())
     pairs = {
-        change: median(a - b for a, b in zip(seconds, taken[-1, "kept"], strict=True))
+        change: median(a - b for a, b in zip(seconds, taken[-1, first], strict=True))
         for change, seconds in taken.items()
     }
     return [
-        {choice: pairs.get((i, choice), 0.0) / len(paths) for choice in _CHOICES}
+        {first: 0.0}
+        | {c: pairs[i, c] / len(paths) for c in choices[1:] if math.isfinite(pairs[i, c])}
         for i, paths in enumerate(groups)
     ]
 
@@ -347,7 +384,7 @@ def _nbytes(kinds: Sequence[_Kind], choices: Mapping[str, Choice]) -> int:
 
 def _seconds(kinds: Sequence[_Kind], choices: Mapping[str, Choice]) -> float:
     """What a step takes longer under the choices."""
-    return sum(kind.seconds[choices[path]] for kind in kinds for path in kind.paths)
+    return sum(kind.seconds.get(choices[path], math.inf) for kind in kinds for path in kind.paths)
 
 
 Point = tuple[int, float, tuple[tuple[str, Choice], ...]]
@@ -360,7 +397,7 @@ def _solve(kinds: Sequence[_Kind], budget: int) -> dict[str, Choice] | None:
     for running in sorted({0, *(kind.running for kind in kinds)}):
         front: list[Point] = [(0, 0.0, ())]
         for kind in kinds:
-            allowed = _CHOICES if kind.running <= running else _CHOICES[:-1]
+            allowed = [c for c in kind.seconds if c != "recomputed" or kind.running <= running]
             for path in kind.paths:
                 front = _pareto(
                     (n + kind.nbytes[c], t + kind.seconds[c], (*done, (path, c)))

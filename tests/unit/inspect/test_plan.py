@@ -114,3 +114,40 @@ def test_what_does_not_fit_is_said_and_nothing_is_changed() -> None:
     assert all(layer.quant.saved_input is None for _, layer in nn.gemm_layers(model))
     with pytest.raises(ValueError, match=r"'head\.\*' matches no module; the model's modules: \*"):
         plan_memory(model, lambda: run(model, x), 10_000, "head.*")
+
+
+@needs_core
+@pytest.mark.parametrize(
+    ("full", "at_first"),
+    [(("kept", "packed"), True), (("cheap",), False), (plan._CHOICES, True)],
+    ids=["least_remain", "while_timed", "all"],
+)
+def test_choices_that_run_out_of_memory_are_left_out(
+    full: tuple[str, ...], at_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full GPU: at their first step, or at later ones, where others took what was free."""
+    model = nn.Sequential(*(nn.FeedForward(32, 128, rng=i) for i in range(3)))
+    nn.apply_recipe(model, "mxfp4_all", seed=3)
+    x, setting, calls, now = et.randn((64, 32), seed=0), plan._set, 0, ""
+
+    def noted(module: nn.Module, choice: Any) -> None:
+        nonlocal now
+        now = choice
+        setting(module, choice)
+
+    def step() -> None:
+        nonlocal calls
+        calls += now in full
+        loss = model(x).square().mean()
+        if now in full and (at_first or calls > 1):
+            raise MemoryError("requested 8 bytes")
+        loss.backward()
+
+    monkeypatch.setattr(plan, "_set", noted)
+    if full == plan._CHOICES:
+        with pytest.raises(MemoryError, match=r"ran out of memory, at .* MB(.|\n)*saved"):
+            plan_memory(model, step, 1 << 40, "*", rounds=1)
+        assert not any(module.recomputed for module in model.modules())
+        return
+    found = plan_memory(model, step, 1 << 40, "*", rounds=1)
+    assert not set(full) & set(found.choices.values()) and np.isfinite(found.seconds)

@@ -69,14 +69,44 @@ def test_limits_that_cannot_be_planned_are_refused(
     tmp_path: Path, small: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert parse_bytes("1.5 GiB") == 3 << 29
-    for text in ("8", "0GB", "8TB", "-1MB"):
+    for text in ("8", "0GB", "8TB", "-1MB", "0.0000001MB"):
         assert main(["mlp", "--memory-limit", text]) == 2
         assert "expected a size such as 8GB" in capsys.readouterr().err
     two: Any = SimpleNamespace(size=2, rank=0, all_gather_object=lambda one: [one, one])
     for config, ranks, message in (
         (small(recompute="layers.*"), None, "leave one of the two out"),
+        (small(recipe="mxfp4_all,fp32@50%"), None, "expected one recipe, got mxfp4_all,fp32@50%"),
         (small(model="lenet", variant="lenet5"), None, "lenet has none"),
         (small(), two, "each of these ranks"),
     ):
         with pytest.raises(UsageError, match=message):
-            train(config, tmp_path, resume=False, console=QUIET, memory_limit=1, ranks=ranks)
+            train(config, tmp_path, resume=False, console=QUIET, memory_limit=0, ranks=ranks)
+
+
+@pytest.mark.parametrize("flag", ["--memory", "--memory-limit=8GB"])
+def test_settings_that_do_not_fit_end_as_without_the_flag(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none(*args: object, **more: object) -> None:
+        raise RuntimeError("no GPU here")
+
+    wrong = ["--operands", "nolayer/fprop.x=mxfp8"]
+    assert main(["mlp", *wrong, "--out", str(tmp_path), flag]) == 2
+    assert "error: " in (said := capsys.readouterr().err) and "nolayer" in said
+    monkeypatch.setattr("extensor.training.train.get_backend", none)
+    monkeypatch.setattr("extensor.training.train.Trainer", none)
+    assert main(["mlp", "--out", str(tmp_path), flag]) == 2
+    assert "error: --device cpu: no GPU here" in capsys.readouterr().err
+
+
+@needs_core
+def test_where_the_device_is_full_the_error_says_how_much_it_had(
+    tmp_path: Path, small: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(trainer: Any, batch: Any, smoothing: float) -> Any:
+        held = trainer.model(et.ExTensor(batch.inputs))
+        raise MemoryError(f"requested 8 bytes after {held.shape}")
+
+    monkeypatch.setattr("extensor.training.loop.Trainer.forward", full)
+    with pytest.raises(UsageError, match=r"memory for 8000.0 MB, it ran out at \d+\.\d MB"):
+        train(small(), tmp_path, resume=False, console=QUIET, memory_limit=8 * 10**9)
