@@ -6,6 +6,7 @@
 // multiple of the product of the smallest units, and below 2^127. As in product_paths.py, |error|
 // <= gamma_(K + 4) S, with factors gamma_(K + 22) S.
 
+#include "common/bf16_multiples.hpp"
 #include "conv_pool/lowered_images.hpp"
 
 namespace EXTENSOR_ISA {
@@ -38,10 +39,7 @@ struct Extents {
         // To nearest; a value half way between two is none of ours.
         const __m512i n = _mm512_andnot_si512(_mm512_set1_epi32(0xFFFF),
                                               _mm512_add_epi32(y, _mm512_set1_epi32(0x8000)));
-        const __m512 error =
-            _mm512_abs_ps(_mm512_sub_ps(_mm512_mul_ps(_mm512_castsi512_ps(n), scale), value));
-        const __m512 bound = _mm512_mul_ps(_mm512_abs_ps(value), _mm512_set1_ps(0x1p-21f));
-        const __mmask16 other = _mm512_cmp_ps_mask(error, bound, _CMP_NLE_UQ);
+        const __mmask16 other = no_multiples(value, n, scale);
         rest = _mm512_mask_or_epi32(rest, other, rest, _mm512_set1_epi32(1));
         return n;
     }
@@ -87,7 +85,7 @@ bool cut(float v, float factor, uint32_t& bits) {
     if (bits & 0xFFFFu) return false;
     float value;
     std::memcpy(&value, &bits, 4);
-    return factor == 1 || __builtin_fabsf(value * factor - v) <= 0x1p-21f * __builtin_fabsf(v);
+    return factor == 1 || is_multiple(v, value, factor);
 }
 
 // Products of elements and NVFP4's block scales have significands of 6 bits: one of them times the
@@ -175,10 +173,11 @@ Bf16Extent pack_rows(const TapRows& m, float factor, uint32_t* to) {
 
 INLINE __m512bh pairs(const void* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
 
-// As conv_tile in lowered_images.hpp, of rows of pairs.
+// As conv_tile in lowered_images.hpp, of rows of pairs; in the end in float32 times the factor,
+// + bias, which `fits` does not see.
 template <int O, int V, bool Add>
-void pair_tile(const uint32_t* x, int64_t count, const uint32_t* w, const float* bias, float* out,
-               int64_t out_stride, int tail) {
+void pair_tile(const uint32_t* x, int64_t count, const uint32_t* w, float factor, const float* bias,
+               float* out, int64_t out_stride, int tail) {
     vf acc[O][V];
 #pragma GCC unroll 8
     for (int i = 0; i < O; ++i) {
@@ -188,7 +187,7 @@ void pair_tile(const uint32_t* x, int64_t count, const uint32_t* w, const float*
             if (Add)
                 acc[i][v] = v == V - 1 ? load_part(at, tail) : load(at);
             else
-                acc[i][v] = splat(bias[i]);
+                acc[i][v] = vf{};
         }
     }
     for (int64_t p = 0; p < count; ++p, w += O, x += kColumns) {
@@ -205,13 +204,15 @@ void pair_tile(const uint32_t* x, int64_t count, const uint32_t* w, const float*
 #pragma GCC unroll 8
     for (int i = 0; i < O; ++i, out += out_stride) {
 #pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) acc[i][v] = acc[i][v] * factor + bias[i];
+#pragma GCC unroll 8
         for (int v = 0; v < V - 1; ++v) store(out + v * VL, acc[i][v]);
         store_part(out + (V - 1) * VL, acc[i][V - 1], tail);
     }
 }
 
-using PairTile = void (*)(const uint32_t*, int64_t, const uint32_t*, const float*, float*, int64_t,
-                          int);
+using PairTile = void (*)(const uint32_t*, int64_t, const uint32_t*, float, const float*, float*,
+                          int64_t, int);
 
 template <bool Add, int... I>
 PairTile pair_tile_for(int64_t o, int64_t v, std::integer_sequence<int, I...>) {
@@ -229,7 +230,6 @@ bool multiply_pairs(int64_t o, const TapRows& m, float factor, const uint32_t* w
     const Bf16Extent e =
         factor == 1 ? pack_rows<true>(m, factor, rows) : pack_rows<false>(m, factor, rows);
     if (!fits(weights, e, m.taps)) return false;
-    // With a factor, sums begin at zero and get the bias last.
     constexpr float kZeros[TO] = {};
     const float both = factor * weights.factor;
     const Split outs(o, TO), blocks(count, kPairs);
@@ -237,20 +237,15 @@ bool multiply_pairs(int64_t o, const TapRows& m, float factor, const uint32_t* w
     const int tail = static_cast<int>(m.pixels - (vectors - 1) * VL);
     for (int64_t b = 0; b < blocks.parts; ++b) {
         const int64_t p = blocks.start(b);
+        const bool last = b + 1 == blocks.parts;
         for (int64_t op = 0; op < outs.parts; ++op) {
             const int64_t i = outs.start(op), size = outs.size(op);
             const PairTile tile = b ? pair_tile_for<true>(size, vectors, all)
                                     : pair_tile_for<false>(size, vectors, all);
-            tile(rows + p * kColumns, blocks.size(b), words + i * count + p * size,
-                 both == 1 ? bias + i : kZeros, out + i * out_stride, out_stride, tail);
+            tile(rows + p * kColumns, blocks.size(b), words + i * count + p * size, last ? both : 1,
+                 last ? bias + i : kZeros, out + i * out_stride, out_stride, tail);
         }
     }
-    for (int64_t i = 0; both != 1 && i < o; ++i)
-        for (int64_t v = 0; v < vectors; ++v) {
-            float* at = out + i * out_stride + v * VL;
-            const int lanes = v + 1 < vectors ? VL : tail;
-            store_part(at, load_part(at, lanes) * both + bias[i], lanes);
-        }
     return true;
 }
 

@@ -14,20 +14,21 @@ struct PackedWeights {
     const float* floats;
     uint32_t* words = nullptr;  // of pairs, or null
     Bf16Extent extent;
-    float factor = 1;  // of what they are multiplied by
+    float factor = 1;                           // of what they are multiplied by
+    const PairKernels* kernels = pair_kernels;  // another thread may change the level meanwhile
 
     // `pairs`: what they are multiplied by may be multiples of one factor.
     PackedWeights(int64_t groups, int64_t o, int64_t taps, const float* floats, bool pairs = true)
         : o(o), taps(taps), floats(floats) {
-        if (!pairs || !pair_kernels || VL != 16 || o < kFewOutputs) return;
+        if (!pairs || !kernels || VL != 16 || o < kFewOutputs) return;
         words = threads::scratch_of<uint32_t>(kPairWords, groups * o * ceil_div(taps, 2));
-        extent = pair_kernels->pack_weights(groups, o, taps, floats, words);
+        extent = kernels->pack_weights(groups, o, taps, floats, words);
         if (!extent.exact) words = nullptr;
     }
 
     // For products with parts of an array.
     void find_factor(int64_t count, const float* x) {
-        if (words) factor = pair_kernels->factor(count, x);
+        if (words) factor = kernels->factor(count, x);
         if (factor == 0) words = nullptr;
     }
 
@@ -45,8 +46,8 @@ struct PackedWeights {
         constexpr int64_t kColumns = TV * VL;
         for (int64_t first = 0; first < m.pixels; first += kColumns) {
             TapRows part = {m.x + first, m.offset, m.taps, least(kColumns, m.pixels - first)};
-            if (pair_kernels->multiply(o, part, of, words + group * o * ceil_div(taps, 2), extent,
-                                       bias, out + first, out_stride))
+            if (kernels->multiply(o, part, of, words + group * o * ceil_div(taps, 2), extent, bias,
+                                  out + first, out_stride))
                 continue;
             part.pixels = m.pixels - first;  // other columns are probably no bfloat16 either
             return EXTENSOR_ISA::multiply(o, part, own, bias, out + first, out_stride);

@@ -296,20 +296,20 @@ const uint32_t* rebased_maxima(const PatchCut& cut, const PatchQuant& q, const R
 struct PairedGradients {
     uint16_t* values = nullptr;
     Bf16Extent extent;
+    const PairKernels* kernels = pair_kernels;  // another thread may change the level meanwhile
 
     PairedGradients(const QuantPlan& plan, int64_t outs, int64_t count, const float* g) {
-        if (!has_factor(plan) || !pair_kernels || VL != 16 || outs < kFewOutputs) return;
+        if (!has_factor(plan) || !kernels || VL != 16 || outs < kFewOutputs) return;
         values = scratch_of<uint16_t>(kPairWords, count + 4 * VL);
         std::memset(values + count, 0, 8 * VL);
-        extent = pair_kernels->to_bf16(count, g, values);
+        extent = kernels->to_bf16(count, g, values);
     }
 
     // Of patches that are multiples of `factor`.
     bool correlate(int64_t outs, const TapRows& m, float factor, int64_t at, int64_t stride,
                    float* out, int64_t out_stride) const {
         return values && extent.exact &&
-               pair_kernels->correlate(outs, m, factor, values + at, stride, extent, out,
-                                       out_stride);
+               kernels->correlate(outs, m, factor, values + at, stride, extent, out, out_stride);
     }
 };
 

@@ -93,6 +93,7 @@ std::vector<Variant> supported() {
 }
 
 const std::vector<Variant> variants = supported();
+// Read once in a call: another thread may change it where Python's lock is released.
 Variant current = variants.back();
 
 void use(const Variant& v) {
@@ -247,8 +248,8 @@ Floats block_scaled_matmul(const Matrix& a, const Matrix& b, int64_t step) {
 // a b^T of small integers on AMX tiles of int8, each row under one float32 scale. The result has
 // the same bits as that of block_scaled_matmul.
 Floats int8_matmul(const Matrix& a, const Matrix& b) {
-    require(current.tiles && current.tiles->integer,
-            "int8_matmul: this level has no tiles of int8");
+    const TileKernels* tiles = current.tiles;
+    require(tiles && tiles->integer, "int8_matmul: this level has no tiles of int8");
     require(a.k == b.k, "int8_matmul: the matrices differ in k");
     require_blocks(a, b);
     for (const Matrix* side : {&a, &b})
@@ -257,14 +258,15 @@ Floats int8_matmul(const Matrix& a, const Matrix& b) {
                 "int8_matmul: expected small integers, and one float32 scale a row");
     Floats out = buffers::array<float>({a.m.rows, b.m.rows});
     const BlockGemm g{a.m, b.m, a.k, 0, out.mutable_data()};
-    without_gil([&] { current.tiles->integer(g); });
+    without_gil([&] { tiles->integer(g); });
     return out;
 }
 
 // a b^T on tiles of bfloat16. The caller knows that every value is exactly a bfloat16 and that
 // no sum leaves float32's normal range (extensor/backends/cpu/product_paths.py).
 Floats bf16_matmul(const Matrix& a, const Matrix& b) {
-    require(current.tiles != nullptr, "bf16_matmul: this level has no tiles of bfloat16");
+    const TileKernels* tiles = current.tiles;
+    require(tiles != nullptr, "bf16_matmul: this level has no tiles of bfloat16");
     require(a.k == b.k, "bf16_matmul: the matrices differ in k");
     require_blocks(a, b);
     for (const Matrix* side : {&a, &b})
@@ -272,7 +274,7 @@ Floats bf16_matmul(const Matrix& a, const Matrix& b) {
                 "bf16_matmul: expected scales as bytes, and no zero points");
     Floats out = buffers::array<float>({a.m.rows, b.m.rows});
     const BlockGemm g{a.m, b.m, a.k, 0, out.mutable_data()};
-    without_gil([&] { current.tiles->codes(g); });
+    without_gil([&] { tiles->codes(g); });
     return out;
 }
 
@@ -280,7 +282,8 @@ Floats bf16_matmul(const Matrix& a, const Matrix& b) {
 // C-contiguous or the transpose of such an array.
 Floats bf16_value_matmul(const py::array_t<float>& a, const py::array_t<float>& b, float a_factor,
                          float b_factor) {
-    require(current.tiles != nullptr, "bf16_value_matmul: this level has no tiles of bfloat16");
+    const TileKernels* tiles = current.tiles;
+    require(tiles != nullptr, "bf16_value_matmul: this level has no tiles of bfloat16");
     require(a.ndim() == 2 && b.ndim() == 2 && a.shape(1) == b.shape(0) && a.size() && b.size(),
             "bf16_value_matmul: expected (m, k) and (k, n)");
     for (const auto* x : {&a, &b})
@@ -297,15 +300,16 @@ Floats bf16_value_matmul(const py::array_t<float>& a, const py::array_t<float>& 
                       b.shape(1),
                       a.shape(1),
                       out.mutable_data()};
-    without_gil([&] { current.tiles->values(g); });
+    without_gil([&] { tiles->values(g); });
     return out;
 }
 
 py::tuple bf16_range(const py::array_t<float>& x) {
-    require(current.tiles != nullptr, "bf16_range: this level has no tiles of bfloat16");
+    const TileKernels* tiles = current.tiles;
+    require(tiles != nullptr, "bf16_range: this level has no tiles of bfloat16");
     require((x.flags() & (py::array::c_style | py::array::f_style)) != 0,
             "bf16_range: expected a contiguous array");
-    const ValueRange found = without_gil([&] { return current.tiles->range(x.data(), x.size()); });
+    const ValueRange found = without_gil([&] { return tiles->range(x.data(), x.size()); });
     return py::make_tuple(found.factor, found.low, found.high);
 }
 

@@ -7,6 +7,7 @@
 // (Intel SDM vol. 2B). It reads and writes subnormals as zero; the caller makes sure that none
 // occur. Neither threads nor the blocking change the order, hence no bit.
 
+#include "common/bf16_multiples.hpp"
 #include "matmul/block_gemm_tiles.hpp"
 
 namespace EXTENSOR_ISA {
@@ -294,11 +295,7 @@ ValueRange bf16_range(const float* x, int64_t count) {
         const __m512 scale = _mm512_set1_ps(factor), inverse = _mm512_set1_ps(1 / factor);
         const Found scaled = search(x, count, true, [&](__m512i v, __m512i& wrong) {
             const __m512i nearest = nearest_bf16(v, inverse);
-            const __m512 value = _mm512_castsi512_ps(v);
-            const __m512 error = _mm512_abs_ps(
-                _mm512_sub_ps(_mm512_mul_ps(_mm512_castsi512_ps(nearest), scale), value));
-            const __m512 bound = _mm512_mul_ps(_mm512_abs_ps(value), _mm512_set1_ps(0x1p-21f));
-            const __mmask16 bad = _mm512_cmp_ps_mask(error, bound, _CMP_NLE_UQ);
+            const __mmask16 bad = no_multiples(_mm512_castsi512_ps(v), nearest, scale);
             wrong = _mm512_or_si512(wrong, _mm512_maskz_set1_epi32(bad, 1));
             return nearest;
         });

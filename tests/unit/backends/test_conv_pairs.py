@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,9 +160,52 @@ def test_sums_out_of_range_stay_in_float32(factor: float) -> None:
         x, w = x * np.float32(factor), w * np.float32(max(factor, 2.0**-62))
     else:
         x[:, 0, 0, 0] = factor
-    results = [at(level, "conv2d", x, w, WINDOWS[1][3], 1) for level in levels()]
-    assert len({got.tobytes() for got in results}) == 1
-    assert np.isfinite(results[0]).mean() > 0.5
+    bias = np.linspace(-1, 1, len(w), dtype=np.float32)
+    for added in (None, bias, bias * np.float32(2.0**-130)):
+        results = [at(level, "conv2d", x, w, WINDOWS[1][3], 1, added) for level in levels()]
+        assert len({got.tobytes() for got in results}) == 1
+        assert np.isfinite(results[0]).mean() > 0.5
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5])
+def test_a_bias_is_added_in_float32(value: float) -> None:
+    """Were it a term, one that is subnormal would be lost, and a large one would overflow a sum."""
+    x, w = np.full((1, 2, 8, 8), value, np.float32), np.ones((9, 2, 1, 1), np.float32)
+    bias = np.array([1e-40, -1e-45, 2.0**-126, 3e38, -3e38, np.inf, -0.0, 1, 0.1], np.float32)
+    expected = np.broadcast_to((np.float32(2 * value) + bias)[:, None, None], (1, 9, 8, 8))
+    for level in levels():
+        got = at(level, "conv2d", x, w, Window((1, 1)), 1, bias)
+        assert np.array_equal(got, expected), level
+
+
+def test_subnormal_values_are_no_multiples_of_a_factor() -> None:
+    """Of these rounding to the nearest subnormal looks exact."""
+    x = np.zeros((1, 2, 8, 8), np.float32)
+    x[:, :, :4] = np.float32(0.3) * np.float32(2.0**-30)
+    x[0, 0, 7, 7] = 5 * 2.0**-149
+    w = np.full((8, 2, 1, 1), 2.0**12, np.float32)
+    results = [at(level, "conv2d", x, w, Window((1, 1)), 1) for level in levels()]
+    for got in results:
+        assert (got[0, :, 7, 7] == 5 * 2.0**-137).all()
+
+
+def test_the_level_may_change_during_a_convolution() -> None:
+    """By another thread: the pointer to the kernels of pairs was read again, when it was null."""
+    if CORE is None:
+        pytest.skip("no C++ core")
+    x, w = (np.ones(shape, np.float32) for shape in ((4, 64, 32, 32), (64, 64, 3, 3)))
+    x[1] = np.float32(0.25)
+    case, results = (x, w, Window((3, 3)), 1), []
+    expected = {at(level, "conv2d", *case).tobytes() for level in levels()}
+    worker = threading.Thread(
+        target=lambda: results.extend(BACKEND.conv2d(*case).tobytes() for _ in range(12))
+    )
+    worker.start()
+    while worker.is_alive():
+        for level in levels():
+            CORE.set_gemm_level(level)
+            worker.join(0.002)
+    assert len(results) == 12 and set(results) <= expected
 
 
 def test_one_value_that_is_no_bfloat16_is_not_cut() -> None:

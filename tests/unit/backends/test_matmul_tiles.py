@@ -169,6 +169,15 @@ def test_products_of_scaled_operands(spec: QuantSpec) -> None:
             check(got, left.astype(np.float64), right.astype(np.float64), terms, (spec, m))
 
 
+def test_subnormal_values_are_no_multiples_of_a_factor() -> None:
+    """Of these rounding to the nearest subnormal looks exact; a product would show what it lost."""
+    x = np.full((33, 150), np.float32(0.77) * np.float32(2.0**-30), np.float32)
+    x[7] = 0
+    x[7, 9] = 5 * 2.0**-149
+    w = np.full((160, 150), 2.0**12, np.float32)
+    assert (BACKEND.product(x, w)[7] == 5 * 2.0**-137).all()
+
+
 @pytest.mark.parametrize("columnwise_a", [False, True])
 @pytest.mark.parametrize("columnwise_b", [False, True])
 def test_products_of_operands(columnwise_a: bool, columnwise_b: bool) -> None:
