@@ -57,6 +57,7 @@ JUDGES: dict[str, tuple[str, str]] = {
     "RandomErase": (PIPELINE, "test_erase_makes_one_rectangle_zero"),
     "Compose": (PIPELINE, "test_compose_and_what_it_refuses"),
     "EarlyStopping": (LOOP, "test_early_stopping_stops"),
+    "InterruptAfter": (LOOP, "test_a_run_is_interrupted_after_an_epoch_and_goes_on"),
     "SaveCheckpoint": (LOOP, "test_a_resumed_run_is_bit_identical"),
     "ShowMemory": (f"{UNIT}test_memory.py", "test_the_plan_then_the_peak_and_the_same_run"),
     "ShowProgress": (f"{UNIT}test_progress.py", "test_nothing_is_cut_off"),

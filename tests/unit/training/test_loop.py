@@ -21,7 +21,7 @@ from extensor.quant import QuantArray
 from extensor.quant.recipe import Recipe, Rule
 from extensor.quant.recipes import get_recipe
 from extensor.training import checkpoints, loop, step
-from extensor.training.callbacks import Callback, EarlyStopping, SaveCheckpoint
+from extensor.training.callbacks import Callback, EarlyStopping, InterruptAfter, SaveCheckpoint
 from extensor.training.config import RunConfig
 from extensor.training.data import DataError, Dataset, epoch_order, load_dataset
 from extensor.training.loop import Interrupted, Trainer
@@ -260,6 +260,18 @@ def test_early_stopping_stops(small: Make, tmp_path: Path) -> None:
     assert len(losses) - 1 - losses.index(min(losses)) == 2
     assert trainer.stop_reason is not None
     assert "has not improved for 2 epochs" in trainer.stop_reason
+
+
+def test_a_run_is_interrupted_after_an_epoch_and_goes_on(small: Make, tmp_path: Path) -> None:
+    whole = fitted(small(epochs=3), tmp_path / "whole", SaveCheckpoint())
+    with pytest.raises(Interrupted):
+        fitted(small(epochs=3), tmp_path / "parts", SaveCheckpoint(), InterruptAfter(2))
+    assert not (tmp_path / "parts" / "result.json").exists()
+    parts = Trainer(small(epochs=3), tmp_path / "parts", callbacks=[SaveCheckpoint()])
+    parts.load(parts.last)
+    assert (parts.position.epoch, parts.position.batch) == (3, 0)
+    parts.fit()
+    assert weights(parts) == weights(whole)
 
 
 def test_without_validation_nothing_is_chosen(small: Make, tmp_path: Path) -> None:
