@@ -1,4 +1,7 @@
-"""The table of EXTENSOR_* environment variables. None of them changes a bit of any result."""
+"""The table of EXTENSOR_* environment variables. None of them changes a code or a scale.
+
+Without the core convolutions add their float products in another order.
+"""
 
 from __future__ import annotations
 

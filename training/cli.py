@@ -100,11 +100,17 @@ class TrainFlags:
             raise UsageError(f"--until-epoch: expected 0 or more epochs, got {self.until_epoch}")
         if self.telemetry < 0:
             raise UsageError(f"--telemetry: expected 0 or more steps, got {self.telemetry}")
-        if self.memory_limit:
-            try:
-                parse_bytes(self.memory_limit)
-            except ValueError as error:
-                raise UsageError(f"--memory-limit: {error}") from error
+        _ = self.memory_limit_bytes
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The limit as a number; None without one."""
+        if not self.memory_limit:
+            return None
+        try:
+            return parse_bytes(self.memory_limit)
+        except ValueError as error:
+            raise UsageError(f"--memory-limit: {error}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,7 +181,7 @@ def train_command(argv: Sequence[str]) -> int:
                 console=console,
                 telemetry=flags.telemetry,
                 memory=flags.memory,
-                memory_limit=parse_bytes(flags.memory_limit) if flags.memory_limit else None,
+                memory_limit=flags.memory_limit_bytes,
                 graph=flags.graph,
                 ranks=ranks,
                 save_steps=flags.save_steps,
@@ -256,8 +262,7 @@ def _made(cls: type[Any], values: dict[str, Any]) -> Any:
 
 def compare_command(argv: Sequence[str]) -> int:
     """Train a model with several recipes and seeds, and draw the table; or show finished runs."""
-    folders = any(os.sep in word or Path(word).is_dir() for word in argv[:1])
-    if folders and argv[0] not in RUNS:
+    if argv and argv[0] not in RUNS and (os.sep in argv[0] or Path(argv[0]).is_dir()):
         return _compare_folders(argv)
     named = bool(argv) and argv[0] not in ("-h", "--help")
     model, rest = (_model(argv[0]), argv[1:]) if named else (next(iter(RUNS)), ["--help"])

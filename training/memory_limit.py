@@ -81,25 +81,25 @@ def fit_memory(trainer: Trainer, limit: int, console: Console) -> MemoryPlan:
         plan = plan_parts(model, step, limit, parts, config.device, optimizer=optimizer)
     except MemoryLimitError as error:
         peak = _mb(error.report.peak)
+        if error.out_of_memory:
+            found = "every step runs out of memory, at"
+            problem = (
+                f"expected memory for {_mb(limit)}, it ran out at {peak} whatever parts keep; the "
+                "way out: the settings above"
+            )
+        else:
+            found = "the least that a step was found to take is"
+            problem = (
+                f"expected {peak} or more, which a step takes at least, got {_mb(limit)}; the way "
+                "out: the settings above, or a larger limit"
+            )
         chosen = dataclasses.replace(config, recompute=parts)  # which is no way out any more
-        full = error.report.peak <= limit  # the device is: no step was done
-        least = "the least that a step was found to take is"
-        what = (
-            f"{'every step runs out of memory, at' if full else least} {peak}; the largest holders:"
-        )
+        what = f"{found} {peak}; the largest holders:"
         explain(console, chosen, model, optimizer, error.report, what)
-        if full:
-            raise UsageError(
-                f"--memory-limit: expected memory for {_mb(limit)}, it ran out at {peak} whatever "
-                "parts keep; the way out: the settings above"
-            ) from None
-        raise UsageError(
-            f"--memory-limit: expected {peak} or more, which a step takes at least, got "
-            f"{_mb(limit)}; the way out: the settings above, or a larger limit"
-        ) from None
+        raise UsageError(f"--memory-limit: {problem}") from None
     console.print(
-        f"memory limit {_mb(limit)}: the first step's peak is {_mb(plan.peak)}, and it takes "
-        f"{1e3 * plan.seconds:+.1f} ms beside one that keeps most"
+        f"memory limit {_mb(limit)}: the first step's peak is {_mb(plan.peak)}; against keeping "
+        f"the most, a step's time changes by {1e3 * plan.seconds:+.1f} ms"
     )
     for choice in dict.fromkeys(plan.choices.values()):
         paths = [path for path, keeps in plan.choices.items() if keeps == choice]

@@ -117,7 +117,7 @@ def _is_number(cell: str) -> bool:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts names by their numbers' values: layers.2 before layers.10."""
+    """The key of the natural sort order, by numbers' values: layers.2 before layers.10."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 

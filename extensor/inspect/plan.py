@@ -104,17 +104,21 @@ class MemoryLimitError(MemoryError):
 
     Args:
         message: what was asked for, what is needed, and the way out.
+        report, out_of_memory: the attributes.
 
     Attributes:
-        report: the memory of the step that needs least, or ran out of memory as all did.
+        report: the memory of the step that needs least.
+        out_of_memory: whether every step ran out of the device's memory; the report is then of the
+            one that got by with least until it did.
 
     >>> issubclass(et.inspect.MemoryLimitError, MemoryError)
     True
     """
 
-    def __init__(self, message: str, report: MemoryReport) -> None:
+    def __init__(self, message: str, report: MemoryReport, out_of_memory: bool) -> None:
         super().__init__(message)
         self.report = report
+        self.out_of_memory = out_of_memory
 
 
 @dataclass(frozen=True)
@@ -204,6 +208,7 @@ def plan_memory(
             f"{least.peak / 1e6:.2f} MB; take smaller batches or more parts, or store what is "
             f"saved in blocks (Recipe.saved). The largest holders:\n{least.report.table(5)}",
             least.report,
+            out_of_memory=not done,
         )
     best = min(fitting, key=lambda trial: _seconds(kinds, trial.choices))
     seconds = _seconds(kinds, best.choices)

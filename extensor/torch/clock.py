@@ -159,7 +159,7 @@ def checkpoint_contexts() -> tuple[Any, Any]:
     contexts: Any = create_selective_checkpoint_contexts
     first, second = contexts([torch.ops.extensor.read_clock.default])
     kind: Any = type(first)
-    first.__class__ = _keeping(kind)
+    first.__class__ = _keeping(kind)  # compilers take no other kind of context than torch's own
     return first, second
 
 

@@ -1,8 +1,8 @@
 // Calls of kernels that are noted while a step is captured, and made again without Python.
 //
 // A binding that can be repeated calls its kernel with `launch`. The kernel captures by value what
-// it reads and writes: pointers into arrays, which the replay keeps alive. A kernel may say what it
-// makes with a later one is another: `std::optional<Kernel> joined(const Kernel& later) const`.
+// it reads and writes: pointers into arrays, which the replay keeps alive. A kernel that can do the
+// work of the next one, too, has `std::optional<Kernel> joined(const Kernel& next) const`.
 #pragma once
 
 #include <memory>
@@ -39,7 +39,10 @@ public:
         };
         for (const auto& call : later.calls_) {
             auto both = calls_.empty() ? nullptr : calls_.back()->joined(*call);
-            both ? void(calls_.back() = std::move(both)) : calls_.push_back(call);
+            if (both)
+                calls_.back() = std::move(both);
+            else
+                calls_.push_back(call);
         }
         append(kept_, later.kept_);
         append(reads_, later.reads_), append(writes_, later.writes_);

@@ -20,7 +20,8 @@ namespace EXTENSOR_ISA {
 constexpr int TO = 6, TV = VL == 16 ? 4 : 2;
 constexpr int WO = VL == 16 ? 6 : 3, WT = VL == 16 ? 4 : 3;
 
-// Of matrix products, which no convolution calls: weights in pairs, and rows in pairs.
+// Weights and rows in pairs of bfloat16. The slots are those of matrix products, which convolutions
+// do not call.
 constexpr threads::Slot kPairWords = threads::Slot::packed_a, kPairRows = threads::Slot::packed_b;
 
 // Cuts `total` into the fewest parts of at most `limit`, as even as can be.
