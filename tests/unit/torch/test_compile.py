@@ -95,11 +95,11 @@ def test_exported_programs_hold_the_operator() -> None:
     assert torch.equal(exported.module()(x), model(x))
 
 
-RANDOM = et.QuantSpec("mxfp4", rounding="stochastic")
-RANDOM_TOO = replace(
-    et.RECIPES["mxfp4_all"], name="random", layers=LayerRecipe(*[Gemm(RANDOM, RANDOM)] * 3)
+STOCHASTIC = et.QuantSpec("mxfp4", rounding="stochastic")
+STOCHASTIC_EVERYWHERE = replace(
+    et.RECIPES["mxfp4_all"], name="random", layers=LayerRecipe(*[Gemm(STOCHASTIC, STOCHASTIC)] * 3)
 )
-"""Forward passes draw bits, too."""
+"""Stochastic rounding in all three products; the recipes round the forward pass to nearest."""
 
 
 class Checkpointed(nn.Module):
@@ -128,17 +128,17 @@ KEPT = {**FREE, "context_fn": ext.checkpoint_contexts}
 def checkpointed(recipe: Any, *contexts: dict[str, Any] | None) -> Any:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    return ext.quantize_(Checkpointed(*contexts), recipe, rules={"*": RANDOM_TOO.layers})
+    return ext.quantize_(Checkpointed(*contexts), recipe, rules={"*": STOCHASTIC_EVERYWHERE.layers})
 
 
 @pytest.mark.parametrize("compiled", ["the model", "the region"])
 def test_a_compiled_checkpoint_changes_no_bit(compiled: str) -> None:
     """Its second run draws the bits of the first."""
     batches = [torch.randn(8, 32, requires_grad=True) for _ in range(2)]
-    plain = checkpointed(RANDOM_TOO, None, None)
+    plain = checkpointed(STOCHASTIC_EVERYWHERE, None, None)
     expected = run(plain, plain, batches)
     how = KEPT if compiled == "the model" else FREE
-    model = checkpointed(RANDOM_TOO, how, how)
+    model = checkpointed(STOCHASTIC_EVERYWHERE, how, how)
     if compiled == "the model":
         found = run(model, torch.compile(model, fullgraph=True, backend="aot_eager"), batches)
     else:
@@ -149,7 +149,7 @@ def test_a_compiled_checkpoint_changes_no_bit(compiled: str) -> None:
 
 @pytest.mark.parametrize("contexts", [(FREE,), (KEPT, FREE)])
 def test_a_compiled_checkpoint_that_keeps_no_readings_is_refused(contexts: Any) -> None:
-    compiled = torch.compile(checkpointed(RANDOM_TOO, *contexts), backend="aot_eager")
+    compiled = torch.compile(checkpointed(STOCHASTIC_EVERYWHERE, *contexts), backend="aot_eager")
     with pytest.raises(Exception, match="context_fn=extensor.torch.checkpoint_contexts"):
         compiled(torch.randn(8, 32))
 
