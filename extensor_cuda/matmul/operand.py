@@ -121,8 +121,9 @@ class GemmOperand:
 
     @property
     def splits_k(self) -> bool:
-        """Whether sums over parts of K add up: one power of two for all, or none."""
-        return self.scale.form == "number" and self.scale.factor is None
+        """Whether sums over parts of K add up: one number for all, or none."""
+        numbers = self.scale.exponent, self.scale.factor
+        return self.scale.form == "number" and all(x is None or x.size == 1 for x in numbers)
 
     def bf16(
         self, guards: Sequence[Array] = (), part: Part = None, memory: Array | None = None

@@ -15,7 +15,8 @@ to
                            (arXiv 2412.19437, section 3.3) and rebased MXFP8, where the sum of each
                            128 is multiplied by both scales as it moves to float32
     bf16                   K 2**-22 S: a float32 sum that is cut, not rounded. Parts of K, which the
-                           shape alone decides, are added in order, which cuts less
+                           shape alone decides, are added in order, which cuts less. Under a
+                           factor each part is rounded twice, by 2**-24 each time
     INT8                   2**-22 of the result: the sum is exact in int32, zero points are taken
                            off in 64 bits, and it is rounded to float32 and by each scale
 
@@ -166,12 +167,12 @@ def _guarded(
     """The product of operands under a number each: in FP8 with the fallback, or in bfloat16."""
     (m, k), n = a.shape, b.shape[0]
     config, split = None, None
+    # An operand made at once has an exponent alone, NVFP4 a factor alone: as bfloat16 they join.
+    if "bf16" in (a.kind, b.kind) or shared_scales(a, b) is None:
+        a, b = a.bf16(), b.bf16()
     if a.kind == b.kind and a.splits_k and b.splits_k:
         lie = (a.transposed, b.transposed)
         config, split = configure_split_k(a.kind, m, n, k, dtype, lie)
-    # An operand made at once has an exponent alone, NVFP4 a factor alone: as bfloat16 they join.
-    elif "bf16" in (a.kind, b.kind) or shared_scales(a, b) is None:
-        a, b = a.bf16(), b.bf16()
     out = empty_rows(xp, m, n, RESULT_DTYPES[dtype])
     to = out if split is None or config is None else empty_partial_sums(m, n, split, config, xp)
     start = bias if split is None else None

@@ -93,9 +93,10 @@ class Epilogue(NamedTuple):
         offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one
             to the next are multiplied by a b of their own; b is (groups N, K), what belongs to
             columns (groups N,).
-        split: splits of K, with a config that splits, flags and one exponent for all of an operand,
-            but nothing else if it is not written as (N, M). Out is then float32 (count R, N), or
-            (count R, M), R from `partial_sum_rows`, what lies in a split beyond being zeros.
+        split: splits of K, with a config that splits, flags and one exponent or factor for all of
+            an operand, but nothing else if it is not written as (N, M). Out is then float32
+            (count R, N), or (count R, M), R from `partial_sum_rows`, what lies in a split beyond
+            being zeros.
         packed: with a config that expands (a is written too, from the ready rows on) or decodes.
     """
 

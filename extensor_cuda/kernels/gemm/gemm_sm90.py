@@ -264,16 +264,17 @@ def _sizes(
 def _check_split_and_packed(config: Config, epilogue: Epilogue, m: int) -> None:
     """Raises ValueError where splits of K, or what belongs to packed codes, do not fit."""
     scales, split = epilogue.scales, epilogue.split
-    others = epilogue.offsets, scales.factors, scales.zeros, scales.blocks
+    others = epilogue.offsets, scales.zeros, scales.blocks
     more = _has_extras(config, epilogue) or any(x is not None for x in others)
-    more = more or any(x is not None and x.size > 1 for x in scales.exponents)
+    numbers = *scales.exponents, *(scales.factors or ())
+    more = more or any(x is not None and x.size > 1 for x in numbers)
     more = more and not config.layout.out_transposed
     if config.layout.split_k != (split is not None) or (
         split and (more or config.out != "float32")
     ):
         raise ValueError(
-            f"gemm: splits of K go with a config that splits, float32 and at most one exponent for "
-            f"all of an operand, or a result (N, M), got {config} and {split}"
+            f"gemm: splits of K go with a config that splits, float32 and at most one exponent or "
+            f"factor for all of an operand, or a result (N, M), got {config} and {split}"
         )
     packed = epilogue.packed
     row_bytes = packed.scales if packed is not None and packed.codes is None else None

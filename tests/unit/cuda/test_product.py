@@ -10,7 +10,13 @@ import pytest
 
 from extensor.backends.protocol import CastSpec
 from extensor_cuda.kernels.gemm.config import Config, Split, gemm_source
-from extensor_cuda.kernels.gemm.gemm_sm90 import Epilogue, empty_rows, gemm, partial_sum_rows
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
+    Epilogue,
+    Scales,
+    empty_rows,
+    gemm,
+    partial_sum_rows,
+)
 from extensor_cuda.kernels.prepare import cast_bf16
 from extensor_cuda.kernels.prepare.cast_bf16 import bf16_source
 from extensor_cuda.matmul.fallback_count import FallbackCounter
@@ -77,6 +83,7 @@ def test_no_program_for_arrays_of_either_layout_spills(transposed: tuple[bool, b
         configs |= {
             configure_split_k("e5m2", *size, out)[0] for size in sizes for out in RESULT_DTYPES
         }
+        configs |= {config.replace(factors=True) for config in configs if config.layout.split_k}
     wider = {config.replace(extras=True) for config in configs if not config.layout.split_k}
     for config in {
         *configs,
@@ -165,6 +172,29 @@ def test_splits_of_k_are_added_in_order(
         expected = out.get().copy() if part == 0 else expected + out.get()
     np.testing.assert_array_equal(got, (expected + bias).astype(RESULT_DTYPES[dtype]))
     assert (np.abs(expected - va @ vb.T) <= bound(va, vb)).all()
+
+
+def test_splits_of_k_under_a_factor_are_scaled_then_added(hopper: Any) -> None:
+    """NVFP4's weight gradient: few rows and columns, many terms, a scale for each tensor."""
+    (m, n, k), rng = (70, 41, 2500), np.random.default_rng(5)
+    va, vb = values(rng, m, k), values(rng, n, k)
+    scales = [hopper.asarray([factor], dtype=np.float32) for factor in (1.7, 3.1e-3)]
+    sides = [
+        GemmOperand(lying(v, False, hopper), "bf16", Scale(factor=scale))
+        for v, scale in zip((va, vb), scales, strict=True)
+    ]
+    config, split = configure_split_k("bf16", m, n, k, "float32")
+    assert split is not None and split.count > 1
+    expected = np.zeros((m, n), np.float32)
+    for part in range(split.count):
+        ks = slice(part * split.stages * 64, (part + 1) * split.stages * 64)
+        out = empty_rows(hopper, m, n, np.float32)
+        epilogue = Epilogue(Scales(factors=tuple(scales)))
+        gemm(*(side.codes[:, ks] for side in sides), out, config.replace(split_k=False), epilogue)
+        expected = out.get().copy() if part == 0 else expected + out.get()
+    np.testing.assert_array_equal(product(*sides, "float32", hopper).get(), expected)
+    factor = float(scales[0].get()[0]) * float(scales[1].get()[0])
+    assert (np.abs(expected / factor - va @ vb.T) <= bound(va, vb)).all()
 
 
 @pytest.mark.parametrize("out_of_window", [False, True])
