@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+import extensor as et
 from extensor import ExTensor
 from extensor.backends.generic import conv_pool
 from extensor.backends.protocol import Array, Window
@@ -44,8 +43,7 @@ def probed(layers: Mapping[str, Module]) -> Iterator[Probes]:
     def wrapped(path: str, forward: Any) -> Any:
         def run(x: ExTensor, *rest: Any, **named: Any) -> ExTensor:
             y = forward(x, *rest, **named)
-            probe = ExTensor(np.zeros(y.shape, np.float32)).to(y.device)
-            probe.requires_grad = True
+            probe = et.zeros(*y.shape, device=y.device, requires_grad=True)
             for kept, tensor in (
                 (found.inputs, x.detach()),
                 (found.outputs, y.detach()),

@@ -168,17 +168,20 @@ class Telemetry(Callback):
         """Norms of gradient and noise by layer, and of everything under the empty path."""
         grads = {path: p.grad for path, p in run.model.named_parameters()}
         exact = self._float_gradients(run, batch) if _rounds(run) else grads
-        sums: dict[str, list[float]] = {"": [0.0, 0.0]}
+        found: dict[str, list[Any]] = {}
         for path, grad in grads.items():
             other = exact[path]
             if grad is None or other is None:
                 continue
-            mine, theirs = (g.to("cpu").numpy().astype(np.float64) for g in (grad, other))
+            mine, theirs = grad.float().data, other.float().data
             with np.errstate(invalid="ignore", over="ignore"):
-                squares = float((theirs**2).sum()), float(((mine - theirs) ** 2).sum())
+                parts = theirs, mine - theirs
+            found[path] = [grad.backend.square_sum_multi_tensor([part]) for part in parts]
+        sums: dict[str, list[float]] = {"": [0.0, 0.0]}
+        for path, squares in found.items():  # read once all are launched
             for name in ("", path.rpartition(".")[0]):
                 row = sums.setdefault(name, [0.0, 0.0])
-                row[0], row[1] = row[0] + squares[0], row[1] + squares[1]
+                row[0], row[1] = row[0] + float(squares[0]), row[1] + float(squares[1])
         return {path: _norms(*row) for path, row in sums.items()}
 
     def _float_gradients(self, run: RunView, batch: Batch) -> dict[str, Any]:
