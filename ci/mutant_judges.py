@@ -79,15 +79,24 @@ class Mutant:
         """The file."""
         return (ROOT / self.file).read_text(encoding="utf-8")
 
-    def source(self) -> str | None:
-        """The file with the mistake, at the old text that is nearest to the line; None if gone."""
+    def found(self) -> tuple[int, int] | None:
+        """The line, and the character, of the old text that is nearest to the line; None if gone."""
         text = self.original()
         begins = [0, *(found.end() for found in re.finditer("\n", text))]
         places = [n for n, at in enumerate(begins) if text.startswith(self.old, at)]
         if not places:
             return None
-        at = begins[min(places, key=lambda n: abs(n + 1 - self.line))]
-        return text[:at] + self.new + text[at + len(self.old) :]
+        nearest = min(places, key=lambda n: abs(n + 1 - self.line))
+        return nearest + 1, begins[nearest]
+
+    def source(self) -> str | None:
+        """The file with the mistake; None if the old text is gone."""
+        found, text = self.found(), self.original()
+        return (
+            None
+            if found is None
+            else text[: found[1]] + self.new + text[found[1] + len(self.old) :]
+        )
 
 
 def map_lines(packages: Sequence[str], jobs: int) -> None:

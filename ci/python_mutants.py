@@ -55,8 +55,12 @@ OPERATORS = (
 
 
 def known() -> list[Mutant]:
-    """The table."""
-    return [Mutant(**row) for row in json.loads(TABLE.read_text())] if TABLE.exists() else []
+    """The table, each mutant at the line where its text stands today."""
+    table = [Mutant(**row) for row in json.loads(TABLE.read_text())] if TABLE.exists() else []
+    for mutant in table:
+        found = mutant.found()
+        mutant.line = found[0] if found else mutant.line
+    return table
 
 
 def keep(judged: Sequence[Mutant]) -> None:

@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from ci import mutant_judges
+from ci import mutant_judges, python_mutants
 from ci.mutant_judges import PACKAGES, Mutant, bound, in_forks, joined, killed, statement
 from ci.python_mutants import bare, difference, known
 
@@ -27,6 +27,18 @@ def test_the_table_fits_the_code() -> None:
     assert {mutant.package for mutant in table} <= PACKAGES.keys()
     rows = Counter((mutant.file, mutant.old, mutant.new) for mutant in table)
     assert max(rows.values()) == 1
+
+
+def test_a_mutant_is_followed_to_where_its_text_stands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The tests that run its line judge it: a stale line would have others judge."""
+    text = Path(mutant_judges.__file__).read_text().splitlines(keepends=True)
+    line = text.index("class Mutant:\n") + 1
+    row = Mutant("nn", "ci/mutant_judges.py", line + 40, text[line - 1], "")
+    monkeypatch.setattr(python_mutants, "TABLE", tmp_path / "table.json")
+    python_mutants.keep([row, Mutant("nn", "ci/mutant_judges.py", 3, "text that is gone\n", "")])
+    assert [mutant.line for mutant in known()] == [line]
 
 
 def test_annotations_samples_and_text_do_not_count() -> None:
