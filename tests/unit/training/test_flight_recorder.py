@@ -14,11 +14,19 @@ import extensor as et
 from extensor.nn.recipe import assign_recipe
 from extensor.quant.recipe import SLOTS, LayerRecipe, OperandRule
 from extensor.quant.recipes import get_recipe
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
 from extensor.training.advise import advise_run
 from extensor.training.callbacks import Callback, Telemetry
 from extensor.training.config import RunConfig
 from extensor.training.loop import Trainer
-from extensor.training.operand_noise import TRIED, layer_operands, quantile_exponent
+from extensor.training.operand_noise import (
+    TRIED,
+    _scales,
+    _share,
+    layer_operands,
+    quantile_exponent,
+)
 from extensor.training.page import ReportArgs, write_page
 from extensor.training.reallocate import reallocate
 from extensor.training.rundir import read_telemetry
@@ -214,3 +222,30 @@ def test_advice_that_a_run_can_take(tmp_path: Path) -> None:
         assert layers[move.layer].slot(move.slot) == expected
     text = write_page(ReportArgs(run=out)).read_text()
     assert "Recording took" in text and "log2 of block scales" in text
+
+
+def test_only_what_differs_from_now_is_advised() -> None:
+    layers = dict.fromkeys(("a", "b", "c"), get_recipe("mxfp6").layers)
+    noise = {"a": ORDINARY, "b": EASY, "c": ORDINARY}
+    found = reallocate([telemetry_of(noise, {"a": 1.0, "b": 1.0, "c": 1.0})], layers)
+    assert found is not None and found.moves
+    assert all(move.recipe != "now" and move.bits != move.advised_bits for move in found.moves)
+
+
+def test_noise_is_a_share_of_the_signal() -> None:
+    """One value of two is off by a third of it: 1 / 10 of the squares' sum 10."""
+    exact, coded = np.float32([[1.0, 3.0]]), np.float32([[1.0, 2.0]])
+    assert _share(exact, coded) == pytest.approx(0.1)
+    assert _share(4 * exact, 4 * coded) == pytest.approx(0.1)
+    assert _share(0 * exact, coded) is None
+
+
+def test_scales_of_tiles_and_of_what_has_no_symmetric_grid() -> None:
+    """A tile of 2 x 4 has one scale for its rows; with a zero point there is none to speak of."""
+    stream = Stream(0)
+    rows = np.float32([[1, 1, 1, 1, 8, 8, 8, 8], [2, 2, 2, 2, 1, 1, 1, 1]])
+    tiled = QuantSpec("int8", tile=(2, 4), scale_dtype="float32")
+    found = _scales(rows, tiled, stream)
+    assert found == {"low": -6, "counts": [1, 0, 1]}  # 2 / 127 and 8 / 127
+    assert _scales(rows, QuantSpec("int8", tile=(1, 4), symmetric=False), stream) is None
+    assert _scales(rows, "bfloat16", stream) is None

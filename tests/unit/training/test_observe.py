@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ from extensor.training.config import RunConfig
 from extensor.training.loop import Interrupted, Trainer
 from extensor.training.observe import gather as gathering
 from extensor.training.observe import queue as queues
-from extensor.training.observe.alone import RATES, read_rates
+from extensor.training.observe.alone import RATES, alone, at_equal_time, read_rates, times_alone
 from extensor.training.observe.command import ObserveArgs, observe
 from extensor.training.observe.cost import Cost, Meter
 from extensor.training.observe.devices import Place, environment, places, visible
@@ -455,3 +455,31 @@ def test_torch_trains_the_same_model(name: str) -> None:
     shape = replace(shape, kv_heads=shape.heads)
     found = measure_peer(name, config, shape, batches(), 1.0, compiled=False)
     assert found["per_second"] > 0 and found["loss"] < math.log(65) - 0.1
+
+
+RATE = {"joules": 2.0, "bytes": 10, "per_second": 100.0}
+
+
+def test_a_schedule_takes_each_recipes_share_of_the_time() -> None:
+    other = {"joules": 6.0, "bytes": None, "per_second": 25.0}
+    rates: dict[str, dict[str, Any]] = {"bf16": RATE, "mxfp4": other, "int8": {}}
+    assert alone("bf16", rates) == RATE
+    assert alone("bf16,mxfp4@75%", rates) == {
+        "per_second": pytest.approx(1 / (0.75 / 100 + 0.25 / 25)), "joules": 3.0, "bytes": 10,
+    }  # fmt: skip
+    assert alone("bf16,mxfp4@300", rates) is None  # after steps: its share is not known
+    assert alone("bf16,int8@50%", rates) is None and alone("fp32", rates) is None
+    assert times_alone("bf16,mxfp4@75%", rates, [100, 300, 400]) == [1.0, 3.0, 7.0]
+
+
+def test_arms_are_compared_when_the_first_has_ended() -> None:
+    rows: list[dict[str, Any]] = [
+        {"times": [1.0, 2.0, 3.0], "curve": [9.0, 8.0, 7.0]},
+        {"times": [2.0, 4.0, 6.0], "curve": [5.0, 3.0, 1.0]},
+        {"times": [2.0, 4.0], "curve": [5.0, None]},
+        {"times": [3.0, 4.0], "curve": [6.0, 5.0]},
+        {"times": [3.5, 4.0], "curve": [6.0, 5.0]},
+        {"times": [], "curve": []},
+    ]
+    at_equal_time(rows)
+    assert [row["at_equal_time"] for row in rows] == [7.0, 4.0, None, 6.0, None, None]

@@ -19,9 +19,9 @@ from extensor.quant.spec import QuantSpec
 from extensor.training import page
 from extensor.training.cli import main
 from extensor.training.data import DataError
-from extensor.training.histograms import histogram_on_grid
+from extensor.training.histograms import VALUES, histogram_on_grid
 from extensor.training.rundir import LAST, METRICS, TELEMETRY
-from extensor.training.svg import Line, bars, lines, ticks
+from extensor.training.svg import Line, bars, lines, number, ticks
 from extensor.training.train import train
 from tests.unit.training.conftest import QUIET, Make
 
@@ -251,3 +251,37 @@ def test_a_line_that_never_changes_is_drawn_across_the_middle(value: float) -> N
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (1e5, "1e5"), (-1e5, "-1e5"), (99999.0, "1e+05"), (250000.0, "2.5e5"),
+     (1e-3, "0.001"), (9e-4, "9e-4"), (0.123456, "0.1235")],
+)  # fmt: skip
+def test_numbers_of_an_axis_are_short(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_an_axis_name_stands_in_the_middle_below_it() -> None:
+    drawn = lines("x", [Line("a", [0, 1], [0.0, 1.0])], "seconds")
+    (place,) = re.findall(r'x="([-\d.]+)"[^<]*>seconds<', drawn)
+    path = re.findall(r'<polyline[^>]* points="([^"]+)"', drawn)[0].split()
+    first, last = (float(point.split(",")[0]) for point in path)
+    assert float(place) == pytest.approx((first + last) / 2, abs=1.0)
+
+
+def test_values_above_zero_leave_no_room_below_it() -> None:
+    """And blocks lie along the rows: a row of its own scale does not change another's codes."""
+    x = np.abs(np.random.default_rng(0).standard_normal((4, 64))).astype(np.float32) + 0.1
+    seen = histogram_on_grid(x, QuantSpec("mxfp4"))
+    assert -0.7 < seen.edges[0] < 0.0 < seen.edges[-1]
+    assert seen.edges[-1] == pytest.approx(1.1 * 6)
+    scaled = histogram_on_grid(x * np.float32([[1], [64], [4096], [2**18]]), QuantSpec("mxfp4"))
+    assert scaled.counts == seen.counts and scaled.grid == seen.grid
+
+
+def test_a_histogram_reads_rows_up_to_a_number_of_values() -> None:
+    x = np.ones((VALUES // 64 + 100, 64), np.float32)
+    assert sum(histogram_on_grid(x, "bfloat16").counts) == VALUES
+    wide = np.ones((2, VALUES + 1), np.float32)
+    assert sum(histogram_on_grid(wide, "bfloat16").counts) == VALUES + 1  # a row at least

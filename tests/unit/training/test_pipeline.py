@@ -310,3 +310,21 @@ def test_a_data_set_refuses_labels_out_of_range_and_empty_parts() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Dataset("toy", train, test, ("a", "b"), 0.0, 1.0)
+
+
+def test_the_middle_is_cut_out_up_to_the_whole_image() -> None:
+    x = np.arange(2 * 5 * 5, dtype=np.float32).reshape(2, 1, 5, 5)
+    assert np.array_equal(CenterCrop(5)(x, draws(2)), x)
+    assert np.array_equal(CenterCrop(3)(x, draws(2)), x[:, :, 1:4, 1:4])
+    assert np.array_equal(CenterCrop(2)(x, draws(2)), x[:, :, 1:3, 1:3])
+    with pytest.raises(ValueError, match="images of 6 pixels a side or more, got 5 x 5"):
+        CenterCrop(6)(x, draws(2))
+
+
+def test_an_erased_rectangle_lies_inside_the_image_and_reaches_each_edge() -> None:
+    """Of one size: nothing is cut off at an edge."""
+    x = np.ones((400, 1, 8, 10), np.float32)
+    gone = RandomErase(p=1.0, area=(0.25, 0.25), aspect=1.0)(x, draws(400))[:, 0] == 0
+    assert (gone.sum(axis=(1, 2)) == 16).all()  # the root of 20, rounded
+    for edge in (gone[:, 0], gone[:, -1], gone[:, :, 0], gone[:, :, -1]):
+        assert edge.any()

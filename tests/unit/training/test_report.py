@@ -6,6 +6,7 @@ import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,3 +178,21 @@ def test_only_what_is_not_finished_is_run(
     monkeypatch.setattr(comparing, "write_report", lambda *_: None)
     comparing.compare(args(out=tmp_path), Console())
     assert "2 of 6 runs are finished already" in capsys.readouterr().out and len(begun) == 4
+
+
+def test_rows_below_one_that_is_off_the_scale_are_drawn() -> None:
+    runs = [*RUNS[:2], RUNS[4], *RUNS[2:4]]
+    figure = Figure()
+    draw(
+        figure, args().metric, summarize(args().metric, runs, ["fp32", "mxfp4_one", "mxfp4"]), runs
+    )
+    labels = [text.get_text() for text in figure.axes[0].texts]
+    assert len(labels) == 3 and "off the scale" in labels[1] and "97.5" in labels[2]
+    dots = [line.get_ydata() for line in figure.axes[0].lines if len(line.get_ydata()) == 2]
+    assert any(list(y) == [2, 2] for y in dots)  # each seed at its recipe's place
+
+
+def test_a_run_is_told_of_by_its_last_epoch() -> None:
+    job = SimpleNamespace(curve=lambda: [0.25, 0.5, 0.75])
+    assert comparing._outcome(job, 0, args()) == args().metric.show(0.75)  # type: ignore[arg-type]
+    assert comparing._outcome(job, 3, args()) == "exit code 3"  # type: ignore[arg-type]
