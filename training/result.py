@@ -38,8 +38,9 @@ def build_result(run: RunView) -> dict[str, Any]:
     """Everything result.json says: plain JSON, None for what is not finite.
 
     ``loss`` and ``accuracy`` are of the test data after the last epoch; ``best_accuracy`` is of the
-    test data after ``best_epoch``, which the validation data chose (None without). ``diverged`` is
-    None, or says why: the loss is not finite, gradients stayed so, or nothing was learnt.
+    test data after ``best_epoch``, which has the best ``best_by`` (None without validation data).
+    ``diverged`` is None, or says why: the loss is not finite, gradients stayed so, or nothing was
+    learnt.
     """
     config, history, task = run.config, run.history, run.task
     scores = run.scores if run.scores is not None else evaluate(run)
@@ -67,6 +68,7 @@ def build_result(run: RunView) -> dict[str, Any]:
         "val_accuracy": last.val_accuracy,
         "best_accuracy": None if best is None else best.test_accuracy,
         "best_epoch": None if best is None else best.epoch,
+        "best_by": None if best is None else task.metric.chosen_by,
         "diverged": diverged,
         "stopped_early": run.stop_reason,
         "epochs": len(history),
@@ -127,7 +129,7 @@ def print_summary(run: RunView, result: dict[str, Any], console: Console) -> Non
     )
     if result["best_epoch"] is not None:
         console.print(
-            f"best on the validation data: epoch {result['best_epoch']}, test accuracy "
+            f"best {result['best_by']}: epoch {result['best_epoch']}, test accuracy "
             f"{percent(result['best_accuracy'])}"
         )
     if result["skipped_steps"]:

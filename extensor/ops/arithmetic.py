@@ -537,7 +537,7 @@ def clone(x: ExTensor) -> ExTensor:
     """Copy x to memory of its own; the copy is part of the graph.
 
     Args:
-        x: any shape and dense dtype.
+        x: any shape and dtype; a blocked tensor's codes and scales are copied.
 
     Returns:
         The shape and dtype of x.

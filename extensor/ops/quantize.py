@@ -7,6 +7,7 @@ anything gives float32). The rules here let transposing, slicing and reshaping k
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,6 +150,12 @@ def _moved(x: ExTensor, q: QuantArray) -> ExTensor:
             "tensor and quantize it afterwards, or use x.detach()"
         )
     return wrap(q, x.backend)
+
+
+@blocked_rule("clone")
+def _clone(x: ExTensor) -> ExTensor:
+    parts = {name: part.copy() for name, part in x.data.parts.items()}
+    return _moved(x, dataclasses.replace(x.data, **parts))
 
 
 @blocked_rule("permute")

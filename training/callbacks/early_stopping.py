@@ -34,7 +34,7 @@ class EarlyStopping(Callback):
         waited = len(losses) - 1 - best
         if waited >= self.patience:
             run.stop(
-                f"validation loss has not improved for {waited} epochs (best: epoch "
+                f"val_loss has not improved for {waited} epochs (the lowest: epoch "
                 f"{run.history[best].epoch})"
             )
 

@@ -191,8 +191,8 @@ def _settings(facts: Facts) -> list[tuple[str, list[tuple[str, str]]]]:
     """Every setting; the versions and the figures of a finished run."""
     groups: list[tuple[str, dict[str, Any]]] = [("settings", facts.config.as_dict())]
     if facts.result is not None:
-        keys = ("steps", "skipped_steps", "best_epoch", "stopped_early", "peak_rss_mb", "device")
-        run = {key: facts.result.get(key) for key in keys}
+        keys = ("steps", "skipped_steps", "best_epoch", "best_by", "stopped_early", "peak_rss_mb")
+        run = {key: facts.result.get(key) for key in (*keys, "device")}
         run = {k: f"{v:.0f}" if isinstance(v, float) else v for k, v in run.items()}
         groups += [("versions", facts.result["versions"]), ("run", run)]
     return [(title, [(k, str(v)) for k, v in rows.items()]) for title, rows in groups]

@@ -45,6 +45,11 @@ class Metric:
     far: float
     baselines: tuple[str, ...]
 
+    @property
+    def chosen_by(self) -> str:
+        """What of an epoch chooses the best one."""
+        return f"val_{self.key}"
+
     def best(self, history: list[EpochReport]) -> EpochReport:
         """The epoch that is best on the validation data, the earliest of equals.
 
@@ -53,7 +58,7 @@ class Metric:
         sign = 1.0 if self.higher_is_better else -1.0
 
         def rank(report: EpochReport) -> tuple[float, int]:
-            value = getattr(report, f"val_{self.key}")
+            value = getattr(report, self.chosen_by)
             return (-np.inf if value is None else sign * value, -report.epoch)
 
         return max(history, key=rank)

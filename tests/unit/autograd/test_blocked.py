@@ -61,6 +61,19 @@ def test_permute_moves_the_blocks(name: str, axes: tuple[int, int, int]) -> None
     assert moved.nbytes == q.nbytes
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_clone_has_memory_of_its_own(name: str) -> None:
+    q = _tensor().quantize(et.QuantSpec(name))
+    copied, kept = q.clone(), q.dequantize().numpy().copy()
+    assert copied.dtype is q.dtype and copied.data.spec == q.data.spec
+    for part, other in zip(copied.data.parts.values(), q.data.parts.values(), strict=True):
+        assert np.array_equal(part, other) and not np.shares_memory(part, other)
+        other[...] = 0
+    assert np.array_equal(copied.dequantize().numpy(), kept)
+    with pytest.raises(TypeError, match="a blocked tensor that is part of a graph has no gradient"):
+        et.randn((2, 64), seed=0, requires_grad=True).to_mxfp4().clone()
+
+
 def test_transposing_square_tiles() -> None:
     q = _tensor(X[0]).to_mxfp4(tile=(2, 16))
     assert np.array_equal(q.T.dequantize().numpy(), q.dequantize().numpy().T)

@@ -94,7 +94,7 @@ def test_a_run_leaves_everything(small: Make, tmp_path: Path) -> None:
     assert 0 <= result["saturated"] < 0.1
     assert sum(map(sum, result["confusion"])) == 60
     chosen = max(lines, key=lambda line: (line["val_accuracy"], -line["epoch"]))
-    assert result["best_epoch"] == chosen["epoch"]
+    assert result["best_epoch"] == chosen["epoch"] and result["best_by"] == "val_accuracy"
     assert result["best_accuracy"] == chosen["test_accuracy"]
     assert result["optimizer_bytes"] == 4 * result["parameters"]
     assert 0 <= result["waited"] < 1
