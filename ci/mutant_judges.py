@@ -80,7 +80,7 @@ class Mutant:
         return (ROOT / self.file).read_text(encoding="utf-8")
 
     def found(self) -> tuple[int, int] | None:
-        """The line and the character where the old text stands, nearest to the line; None if gone."""
+        """Line and character of the old text that is nearest to the line; None if it is gone."""
         text = self.original()
         begins = [0, *(found.end() for found in re.finditer("\n", text))]
         places = [n for n, at in enumerate(begins) if text.startswith(self.old, at)]
