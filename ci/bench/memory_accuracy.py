@@ -1,11 +1,13 @@
 """What settings that save memory cost in loss: small runs, each setting with several seeds.
 
-    python ci/bench/memory_accuracy.py gpt llama resnet --seeds 3
+    python ci/bench/memory_accuracy.py gpt llama resnet --seeds 3 --jobs 4
 
-Runs that the file names already are not made again, so an interrupted command goes on. It writes
+Runs that the file names already are not made again, so an interrupted command goes on. So many jobs
+run at once, each with one thread. ``--only`` takes settings by an expression, ``--steps`` another
+number than the usual steps of text (into a file of its own). It writes
 docs/results/<day>-memory-accuracy.json and prints mean gaps to the first setting, seed by seed,
-with standard errors. "gpt" and "llama" learn Shakespeare letter by letter: the run's own
-model of width 128, and Llama's parts (RMS norms, gated units, rotary positions) of width 64.
+with standard errors. "gpt" and "llama" learn Shakespeare letter by letter: the run's own model of
+width 128, and Llama's parts (RMS norms, gated units, rotary positions) of width 64.
 "resnet" is a residual network of 4 blocks on 8 x 8 digits. Recipe: mxfp4.
 """
 
@@ -14,9 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import re
 import statistics
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +45,10 @@ STUDIES: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 SAVED = {
-    "gpt": ("mxfp8", "mxfp4", "norm=mxfp4", "activation=mxfp4", "qkv=mxfp4,o=mxfp4"),
+    "gpt": (
+        "mxfp8", "mxfp4", "norm=mxfp4", "activation=mxfp4", "qkv=mxfp4,o=mxfp4", "bfloat16",
+        "mxfp6", "mxfp4~",
+    ),
     "llama": (
         "bfloat16", "mxfp8", "mxfp6", "mxfp4", "mxfp4~", "norm=mxfp4", "gate=mxfp4,up=mxfp4",
         "[qkv]=mxfp4", "o=mxfp4",
@@ -67,6 +76,7 @@ def settings(study: str) -> dict[str, dict[str, Any]]:
 
 def loss(study: str, changes: Mapping[str, Any], seed: int) -> float:
     """Test loss at the end of one run."""
+    CONFIGS["tiny"] = ResNetConfig(blocks=(1, 1, 1, 1), channels=(16, 32, 64, 64))
     given = {**STUDIES[study], "recipe": "mxfp4", "seed": seed, **changes}
     config = RunConfig(**resolve(study, given, None)[0])
     with tempfile.TemporaryDirectory() as folder:
@@ -90,19 +100,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("studies", nargs="+", choices=STUDIES)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--only", default="", help="settings beside the first, by an expression")
+    parser.add_argument("--steps", type=int, help="of text alone; into a file of its own")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    CONFIGS["tiny"] = ResNetConfig(blocks=(1, 1, 1, 1), channels=(16, 32, 64, 64))
     found = json.loads(args.out.read_text()) if args.out.exists() else {}
-    for seed in range(args.seeds):
-        for study in args.studies:
-            for name, changes in settings(study).items():
-                row = found.setdefault(study, {}).setdefault(name, {})
-                if str(seed) not in row:
-                    row[str(seed)] = loss(study, changes, seed)
-                    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    missing = [
+        (study, name, changes, seed)
+        for study in args.studies
+        for seed in range(args.seeds)
+        for name, changes in settings(study).items()
+        if not changes or re.search(args.only, name)
+        if str(seed) not in found.get(study, {}).get(name, {})
+    ]
+    if args.steps is not None:
+        missing = [(s, n, {**c, "epoch_steps": args.steps}, seed) for s, n, c, seed in missing]
+    os.environ["EXTENSOR_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"  # of the processes
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        runs = {pool.submit(loss, study, changes, seed): (study, name, seed)
+                for study, name, changes, seed in missing}  # fmt: skip
+        for run in as_completed(runs):
+            study, name, seed = runs[run]
+            found.setdefault(study, {}).setdefault(name, {})[str(seed)] = run.result()
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
     for study in args.studies:
-        shown(study, {name: found[study][name] for name in settings(study)}, "as it is")
+        shown(study, found.get(study, {}), "as it is")
 
 
 if __name__ == "__main__":
