@@ -95,6 +95,8 @@ CHECKS: dict[str, Check] = {
     "relu_grad": nn.elementwise("relu_grad", 2),
     "add": nn.elementwise("add", 2),
     "bfloat16_values": nn.elementwise("bfloat16_values", 1),
+    "round_to_odd": quantize.check_rounded_to_odd,
+    "odd_values": quantize.check_rounded_to_odd,
     "all_finite": optim.check_all_finite,
     "stochastic_bfloat16": optim.check_stochastic_bfloat16,
     "channel_sum": check_bounded("channel_sum", nn.channel_sum_cases),

@@ -24,6 +24,7 @@ from extensor.extras import EXTRAS, lacking
 from extensor.formats import FORMATS
 from extensor.quant import QuantArray, QuantSpec
 from extensor.quant.recipes import get_recipe
+from extensor.quant.round_to_odd import OddFloats
 from extensor.quant.spec import Hadamard
 from extensor.random import Stream
 
@@ -222,6 +223,8 @@ def _nn_sheet(backend: CpuBackend) -> Sheet:
         ("relu_grad", x, x),
         ("add", x, x),
         ("bfloat16_values", x),
+        ("round_to_odd", x, 12),
+        ("odd_values", OddFloats(labels.astype(np.uint16), None, (64,), x.dtype)),
         ("channel_sum", x),
         ("all_finite", x),
         ("adam", flat, w, w, w, {}),

@@ -374,7 +374,7 @@ def _conv_vjp(
     dx = _conv_dgrad(backend, g, w, x.shape, context, window, groups) if needs[0] else None
     dw = None
     if needs[1]:
-        image = saved.x.values(backend.xp) if isinstance(saved.x, OddFloats) else saved.x
+        image = backend.odd_values(saved.x) if isinstance(saved.x, OddFloats) else saved.x
         image = x if image is None else image
         dw = _conv_wgrad(backend, g, image, w.shape, context, window, groups)
     return [dx, dw, *last]

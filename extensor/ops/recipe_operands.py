@@ -36,7 +36,7 @@ from extensor.dtypes import bfloat16
 from extensor.quant.kept import image_bits
 from extensor.quant.recipe import Gemm
 from extensor.quant.recipe_state import Counts, LayerContext
-from extensor.quant.round_to_odd import OddFloats, round_to_odd
+from extensor.quant.round_to_odd import OddFloats
 from extensor.quant.spec import QuantSpec
 from extensor.quant.weight_cache import CachedOperand, WeightSource, WeightVersion
 from extensor.random import Stream
@@ -293,7 +293,7 @@ def kept_image(backend: Backend, x: Array, context: LayerContext, given: Input) 
 
     def make() -> OddFloats | Array | None:
         if not isinstance(requested, str):
-            return round_to_odd(x, bits, backend.xp)
+            return backend.round_to_odd(x, bits)
         with np.errstate(all="ignore"):
             return x.astype(bfloat16.numpy)
 

@@ -246,3 +246,21 @@ def check_fake_quantize_rowwise_columnwise(backend: cpu.CpuBackend) -> None:
             stats = stats_of(counts)
             assert stats == stats2, what
             assert_bytes(got, values, what)
+
+
+def check_rounded_to_odd(backend: cpu.CpuBackend) -> None:
+    """What is kept of all kinds of values but subnormal ones, and what is restored; or neither."""
+    for count in (1, 2, 15, 64, 127, (1 << 14) + 33, 1 << 15):
+        x = special((count,), count)
+        x[np.abs(x) < np.finfo(np.float32).tiny] = -0.0
+        for bits in (12, 16):
+            for shaped in (x, x[::2], x[:0]):
+                got, expected = (b.round_to_odd(shaped, bits) for b in (backend, GENERIC))
+                what = (count, bits, shaped.strides)
+                for ours, theirs in zip(got.arrays, expected.arrays, strict=True):
+                    assert_bytes(ours, theirs, what)
+                assert_bytes(backend.odd_values(got), GENERIC.odd_values(got), what)
+            for at in (0, count // 2, count - 1):
+                one = x.copy()
+                one[at] = -1e-39
+                assert backend.round_to_odd(one, bits) is None, (count, bits, at)

@@ -1,4 +1,5 @@
-// Python's view of the quantizers: plans, layouts, new arrays for codes and scales, and casts.
+// Python's view of the quantizers: plans, layouts, new arrays for codes and scales, casts, and
+// floats rounded to odd.
 
 #include <algorithm>
 #include <iterator>
@@ -351,6 +352,45 @@ CArray<To> cast(void (*CastKernels::*kernel)(int64_t, const From*, To*), const C
     return y;
 }
 
+// ---- rounding to odd ----
+
+// (high, low or None), flat; None where a value is subnormal.
+py::object round_to_odd(const Floats& x, int bits) {
+    require(bits == 12 || bits == 16, "round_to_odd: expected 12 or 16 bits");
+    const int64_t n = x.size();
+    const auto cut = [&](void* high, void* low) {
+        return without_gil([&] {
+            return levels::in_use(odd_kernels)
+                .round_to_odd[bits == 16](n, x.data(), static_cast<uint8_t*>(high),
+                                          static_cast<uint8_t*>(low));
+        });
+    };
+    if (bits == 16) {
+        CArray<uint16_t> high = buffers::array<uint16_t>({n});
+        if (!cut(high.mutable_data(), high.mutable_data())) return py::none();
+        return py::make_tuple(high, py::none());
+    }
+    auto high = buffers::array<uint8_t>({n}), low = buffers::array<uint8_t>({(n + 1) / 2});
+    if (!cut(high.mutable_data(), low.mutable_data())) return py::none();
+    return py::make_tuple(high, low);
+}
+
+// `high` holds bytes, or without `low` words of 16 bits.
+Floats odd_values(const py::array& high, const std::optional<CArray<uint8_t>>& low,
+                  const Shape& shape) {
+    const int64_t n = high.size();
+    require((high.flags() & py::array::c_style) && high.itemsize() == (low ? 1 : 2) &&
+                n == product(shape) && (!low || low->size() == (n + 1) / 2),
+            "odd_values: the arrays are not those that round_to_odd gave for this shape");
+    Floats y = buffers::array<float>(shape);
+    const auto* from = static_cast<const uint8_t*>(high.data());
+    without_gil([&] {
+        levels::in_use(odd_kernels)
+            .odd_values[!low](n, from, low ? low->data() : from, y.mutable_data());
+    });
+    return y;
+}
+
 }  // namespace
 
 void bind_quantize(py::module_& m) {
@@ -370,4 +410,6 @@ void bind_quantize(py::module_& m) {
     m.def("to_bfloat16", [](const Floats& x) { return cast(&CastKernels::to_bfloat16, x); });
     m.def("from_bfloat16",
           [](const CArray<uint16_t>& x) { return cast(&CastKernels::from_bfloat16, x); });
+    m.def("round_to_odd", round_to_odd);
+    m.def("odd_values", odd_values);
 }

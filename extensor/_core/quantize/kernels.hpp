@@ -157,5 +157,14 @@ struct CastKernels {
     void (*from_bfloat16)(int64_t n, const uint16_t* x, float* y);
 };
 
+// Float32 rounded to odd: 12 bits in `high` (a byte) and `low` (two values a byte), or 16 in
+// `high`.
+struct OddKernels {
+    // By 12 or 16 bits. False where a value is subnormal; what is written is then of no use.
+    bool (*round_to_odd[2])(int64_t n, const float* x, uint8_t* high, uint8_t* low);
+    void (*odd_values[2])(int64_t n, const uint8_t* high, const uint8_t* low, float* y);
+};
+
 EXTENSOR_KERNELS(QuantKernels, quant_kernels)
 EXTENSOR_KERNELS(CastKernels, cast_kernels)
+EXTENSOR_KERNELS(OddKernels, odd_kernels)

@@ -9,7 +9,13 @@ import ml_dtypes  # noqa: F401  # registers bfloat16 with numpy
 import numpy as np
 
 from extensor.backends.cpu import outliers
-from extensor.backends.cpu.core import CpuCore, ready, runs_in_core, stream_words
+from extensor.backends.cpu.core import (
+    CpuCore,
+    first_arrays,
+    ready,
+    runs_in_core,
+    stream_words,
+)
 from extensor.backends.cpu.lowering import LoweredSpec, lower
 from extensor.backends.protocol import Array, SpecPair, StreamPair
 from extensor.backends.unsupported import Unsupported
@@ -17,6 +23,7 @@ from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.hadamard import hadamard_signs
 from extensor.quant.recipe_state import Counts
 from extensor.quant.reference import FLOATS, check_previous, round_to
+from extensor.quant.round_to_odd import OddFloats
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 
@@ -268,6 +275,27 @@ class CpuQuantize(CpuCore):
         )
         rowwise, columnwise = plans[0].stored(x.shape, *first), plans[1].stored(x.shape, *second)
         return (*rowwise, mask), columnwise
+
+    @runs_in_core(first_arrays(1))
+    def round_to_odd(self, core: Any, x: Array, bits: int) -> OddFloats | None:
+        """See the protocol."""
+        if (kept := core.round_to_odd(ready(x), bits)) is None:
+            return None
+        high, low = kept
+        return OddFloats(high, low, x.shape, x.dtype)
+
+    def _choose_odd_values(self, kept: OddFloats) -> Any:
+        if self.core is None:
+            return Unsupported(self.core_missing)
+        if kept.dtype != _FLOAT32:
+            return Unsupported(f"{kept.dtype} array; the core computes in float32")
+        return self.core
+
+    @runs_in_core(_choose_odd_values)
+    def odd_values(self, core: Any, kept: OddFloats) -> Array:
+        """See the protocol."""
+        low = None if kept.low is None else ready(kept.low)
+        return core.odd_values(ready(kept.high), low, kept.shape)
 
     @runs_in_core(CpuCore.float32_core)
     def bfloat16_values(self, core: Any, x: Array) -> Array:

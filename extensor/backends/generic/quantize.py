@@ -12,6 +12,7 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.hadamard import inverse_hadamard
 from extensor.quant.recipe_state import Counts, stats_of
+from extensor.quant.round_to_odd import OddFloats, round_to_odd
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 
@@ -114,6 +115,14 @@ class GenericQuantize(GenericCore):
         """See the protocol."""
         rowwise = self.fake_quantize(x, specs[0], streams[0])
         return rowwise, self.fake_quantize(x, specs[1], streams[1])
+
+    def round_to_odd(self, x: Array, bits: int) -> OddFloats | None:
+        """See the protocol."""
+        return round_to_odd(x, bits, self.xp)
+
+    def odd_values(self, kept: OddFloats) -> Array:
+        """See the protocol."""
+        return kept.values(self.xp)
 
     def bfloat16_values(self, x: Array) -> Array:
         """See the protocol; NaN becomes the quiet one."""

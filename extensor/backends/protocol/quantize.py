@@ -7,6 +7,7 @@ from typing import Protocol
 from extensor.backends.protocol.core import Array
 from extensor.quant.array import QuantArray
 from extensor.quant.recipe_state import Counts
+from extensor.quant.round_to_odd import OddFloats
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 
@@ -99,6 +100,14 @@ class QuantizeMethods(Protocol):
 
         g is float32 (M, K'), the mask of `quantize_clipped` or None, the result (M, length).
         """
+        ...
+
+    def round_to_odd(self, x: Array, bits: int) -> OddFloats | None:
+        """`extensor.quant.round_to_odd.round_to_odd`."""
+        ...
+
+    def odd_values(self, kept: OddFloats) -> Array:
+        """`OddFloats.values`."""
         ...
 
     def bfloat16_values(self, x: Array) -> Array:

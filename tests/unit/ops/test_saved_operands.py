@@ -16,12 +16,13 @@ import pytest
 
 import extensor as et
 from extensor import nn
+from extensor.backends import registry
 from extensor.backends.generic.matmul import FloatPreparation
 from extensor.formats import DIALECTS, FORMATS
 from extensor.quant import reference
 from extensor.quant.kept import kept_nbytes
 from extensor.quant.recipes import RECIPES
-from extensor.quant.round_to_odd import OddFloats, odd_bits, round_to_odd
+from extensor.quant.round_to_odd import odd_bits, round_to_odd
 from extensor.quant.scale_rules import E8M0_RULES
 from extensor.quant.spec import QuantSpec
 
@@ -233,13 +234,14 @@ def test_gradients_of_images_are_those_of_images_that_are_kept(name: str, dtype:
 def test_floats_that_are_cut_and_not_rounded_to_odd_are_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest = OddFloats.values
+    backend = registry.get("cpu")
+    honest = backend.odd_values
 
-    def planted(self: Any, xp: Any) -> Any:
-        words = honest(self, xp).view(np.uint32)
+    def planted(kept: Any) -> Any:
+        words = honest(kept).view(np.uint32)
         return (words & ~np.uint32(1 << 20)).view(np.float32)
 
-    monkeypatch.setattr(OddFloats, "values", planted)
+    monkeypatch.setattr(backend, "odd_values", planted)
     with pytest.raises(AssertionError):
         images_are_the_same("mxfp4_all", "float32")
 
