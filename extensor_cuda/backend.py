@@ -38,7 +38,7 @@ from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
 from extensor_cuda.matmul.product import product, values_of
 from extensor_cuda.matmul.rebased import rebased_matmul
 from extensor_cuda.matmul.stored import stored_product
-from extensor_cuda.matmul.weight_only import weight_only_matmul
+from extensor_cuda.matmul.weight_only import weight_only_matmul, weight_only_matmuls
 from extensor_cuda.runtime import blas
 from extensor_cuda.runtime.capture import StepCapture, current_capture
 from extensor_cuda.runtime.counters import Reserve
@@ -166,6 +166,12 @@ ROUTES: dict[str, Route] = {
         lambda xp, x, w, dtype="float32": weight_only_matmul(x, w, dtype, xp),
         run=attrgetter("out"),
         path=attrgetter("path"),
+    ),
+    "weight_only_matmuls": Route(
+        lambda xp, x, weights, dtype="float32": weight_only_matmuls(x, weights, dtype, xp),
+        run=lambda made: made,
+        path=lambda made: "tensor cores, weights decoded on the way, in one launch",
+        fallback_path="one after the other",
     ),
     "grouped_weight_only_matmul": Route(
         lambda xp, x, weights, ends: grouped_weight_only_matmul(x, weights, ends, xp),

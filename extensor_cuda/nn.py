@@ -114,7 +114,7 @@ def gated_silu(xp: Any, gate: Array, up: Array, alpha: float, limit: float | Non
     """See the protocol."""
 
     def call() -> Array:
-        return gates.gated_silu(aligned(xp, gate), aligned(xp, up), alpha, limit, xp)
+        return gates.gated_silu(gate, up, alpha, limit, xp)
 
     return unless(_gated_gap(gate, up), call)
 

@@ -10,6 +10,7 @@ import numpy as np
 from extensor.autograd.creation import Seed
 from extensor.autograd.mode import is_grad_enabled
 from extensor.autograd.tensor import ExTensor, wrap
+from extensor.dtypes import bfloat16
 from extensor.nn import init
 from extensor.nn.checks import check_last_axes, check_size, check_width
 from extensor.nn.module import Module
@@ -21,7 +22,7 @@ from extensor.ops.prequantized import prequantized_matmul
 from extensor.ops.quantized import quantized_matmul
 from extensor.quant.recipe_state import LayerContext
 
-__all__ = ["GemmLayer", "Linear", "can_group", "grouped_linear"]
+__all__ = ["GemmLayer", "Linear", "apply_all", "can_group", "grouped_linear"]
 
 
 class GemmLayer(Module):
@@ -141,6 +142,34 @@ def can_group(layers: Sequence[Module], x: ExTensor) -> bool:
         return False
     alike = len({getattr(layer, "quant", None) is None for layer in layers}) == 1
     return alike and all(type(layer) is Linear and layer.is_weight_only for layer in layers)
+
+
+def apply_all(layers: Sequence[Linear], x: ExTensor) -> Sequence[ExTensor]:
+    """What each of several layers makes of one input.
+
+    On a GPU, without gradients, their packed weights are multiplied in one launch where the input
+    has few rows.
+
+    Args:
+        layers: those that read x.
+        x: (..., K).
+
+    Returns:
+        What a call of each gives.
+
+    >>> from extensor.nn.linear import apply_all
+    >>> [y.shape for y in apply_all([et.nn.Linear(4, 2), et.nn.Linear(4, 3)], et.ones((5, 4)))]
+    [(5, 2), (5, 3)]
+    """
+    if not can_group(layers, x) or x.shape[-1] != layers[0].in_features:
+        return [layer(x) for layer in layers]
+    rows, lead = x.data.reshape((math.prod(x.shape[:-1]), x.shape[-1])), x.shape[:-1]
+    narrow = x.dtype is bfloat16 and layers[0].quant is not None
+    dtype = "bfloat16" if narrow else "float32"
+    made = x.backend.weight_only_matmuls(rows, [layer.weight.data for layer in layers], dtype)
+    outs = [wrap(y.reshape((*lead, y.shape[-1])), x.backend) for y in made]
+    biases = [layer.bias for layer in layers]
+    return [y if bias is None else y + bias for y, bias in zip(outs, biases, strict=True)]
 
 
 def grouped_linear(layers: Sequence[Linear], x: ExTensor, ends: Sequence[int]) -> ExTensor:

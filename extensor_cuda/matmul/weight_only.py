@@ -31,6 +31,8 @@ a term under E8M0 scales below 2**-117.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,7 +55,12 @@ from extensor_cuda.kernels.weight_only import (
     w4w8a16_sm80,
     w4w8a16_sm90_wgmma,
 )
-from extensor_cuda.kernels.weight_only.program import FLOATS, TOKENS_PER_ROW, Arguments
+from extensor_cuda.kernels.weight_only.program import (
+    FLOATS,
+    TOKENS_PER_ROW,
+    Arguments,
+    below_each_other,
+)
 from extensor_cuda.matmul import partition
 from extensor_cuda.matmul.expand import (
     FITS_BF16,
@@ -76,6 +83,7 @@ __all__ = [
     "few_tokens_gap",
     "weight_only_gap",
     "weight_only_matmul",
+    "weight_only_matmuls",
 ]
 
 Array = Any
@@ -185,6 +193,35 @@ def _kernel(w: QuantArray, tokens: int, dtype: str, hopper: bool) -> tuple[Any, 
             bits = w.spec.row.element.bits
             return w4w8a16_sm90_wgmma, partition.wgmma_schedule(n, k, tokens, dtype, bits)
     return w4w8a16_sm80, partition.split_k_sizes(n, k, w4w8a16_sm80.segment(w))
+
+
+def weight_only_matmuls(
+    x: Array, weights: Sequence[QuantArray], dtype: str, xp: Any
+) -> list[Array] | Unsupported:
+    """X w^T of few tokens and each of two or three matrices in one launch; does not wait.
+
+    The results are columns of one array. X is as of `weight_only_matmul`.
+    """
+    first, capability = weights[0], driver.capability(xp.cuda.runtime.getDevice())
+    if (gap := few_tokens_gap(x, first, capability)) is not None:
+        return gap
+    if not first.spec.is_mx or capability != "90" or not 2 <= len(weights) <= 3:
+        return Unsupported(f"{len(weights)} matrices in {first.spec.format} on {capability}")
+    if any((w.spec, w.shape[1]) != (first.spec, first.shape[1]) for w in weights):
+        return Unsupported("matrices of several formats or lengths")
+    rows = [w.shape[0] for w in weights]
+    if any(n % 16 for n in rows):
+        return Unsupported(f"{rows} rows, not multiples of 16")
+    given = [replace(w, codes=aligned(w.codes, xp), scales=aligned(w.scales, xp)) for w in weights]
+    whole = replace(given[0], shape=(sum(rows), first.shape[1]))
+    kernel, schedule = _kernel(whole, len(x) * TOKENS_PER_ROW[x.dtype.name], x.dtype.name, True)
+    if kernel not in (w4a16_sm90_ring, w4a16_sm90_resident):
+        return Unsupported("a kernel of one matrix")
+    out = xp.empty((len(x), sum(rows)), dtype=RESULT_DTYPES[dtype])
+    held = aligned(x, xp), whole.codes, whole.scales, whole, out
+    kernel.product(Arguments(*held, partial(zeros, xp), xp, below_each_other(given)), schedule)
+    ends = np.cumsum(rows)
+    return [out[:, end - n : end] for n, end in zip(rows, ends.tolist(), strict=True)]
 
 
 # --- more ---

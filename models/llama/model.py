@@ -26,7 +26,7 @@ from extensor.autograd.recording import replayed
 from extensor.autograd.tensor import wrap
 from extensor.errors import CaptureError
 from extensor.nn.kv_cache import Cache, KVCache
-from extensor.nn.linear import can_group, grouped_linear
+from extensor.nn.linear import apply_all, can_group, grouped_linear
 from extensor.nn.mixture import TopKRouter
 
 from ..decoder import Decoder
@@ -65,9 +65,8 @@ class Attention(nn.Module):
     def forward(self, x: ExTensor, step: Step) -> ExTensor:
         """(B, T, width) -> the same."""
         config = self.config
-        q = split_heads(self.q_proj(x), config.heads)
-        k = split_heads(self.k_proj(x), config.kv_heads)
-        v = split_heads(self.v_proj(x), config.kv_heads)
+        projected = apply_all((self.q_proj, self.k_proj, self.v_proj), x)
+        q, k, v = map(split_heads, projected, (config.heads, config.kv_heads, config.kv_heads))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if (one := self._turned_in_place(q, k, v, step)) is not None:
@@ -102,7 +101,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: ExTensor) -> ExTensor:
         """(..., width) -> the same."""
-        return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(gated_silu(*apply_all((self.gate_proj, self.up_proj), x)))
 
 
 class Expert(nn.Module):

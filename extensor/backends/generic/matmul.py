@@ -181,6 +181,12 @@ class GenericMatmul(GenericQuantize):
         """See the protocol."""
         return self._narrow(self.xp.matmul(self._wide(x), self.dequantize(w).T), dtype)
 
+    def weight_only_matmuls(
+        self, x: Array, weights: Sequence[QuantArray], dtype: str = "float32"
+    ) -> Sequence[Array]:
+        """See the protocol."""
+        return [self.weight_only_matmul(x, w, dtype) for w in weights]
+
     def rebased_matmul(
         self, x: Array, spec: QuantSpec, w: QuantArray, dtype: str = "float32"
     ) -> tuple[Array, Counts]:

@@ -185,6 +185,15 @@ class MatmulMethods(Protocol):
         """
         ...
 
+    def weight_only_matmuls(
+        self, x: Array, weights: Sequence[QuantArray], dtype: str = "float32"
+    ) -> Sequence[Array]:
+        """`weight_only_matmul` of x with each of several weights.
+
+        The results may be parts of the rows of one array.
+        """
+        ...
+
     def rebased_matmul(
         self, x: Array, spec: QuantSpec, w: QuantArray, dtype: str = "float32"
     ) -> tuple[Array, Counts]:

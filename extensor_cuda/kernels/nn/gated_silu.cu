@@ -44,13 +44,16 @@ DEVICE void write(Out::Raw* to, const FloatVector& g, i64 first, i64 count, bool
         if (first + k < count) to[first + k] = Out::narrow(g.v[k]);
 }
 
-// All arrays are 16-byte aligned.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    gated_silu(const A::Raw* __restrict__ gate, const A::Raw* __restrict__ up,
-        Out::Raw* __restrict__ out, float alpha, float limit, float shift, i64 count) {
+// All arrays are 16-byte aligned. Rows of `width` values are so far apart in gate and up; unless
+// there is one row, all three are multiples of 8.
+extern "C" __global__ void __launch_bounds__(kThreads) gated_silu(const A::Raw* __restrict__ gate,
+    const A::Raw* __restrict__ up, Out::Raw* __restrict__ out, float alpha, float limit,
+    float shift, i64 count, i64 width, i64 gate_pitch, i64 up_pitch) {
     const i64 first = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) * kVector;
     const bool whole = first + kVector <= count;
-    FloatVector x = read<A>(gate, first, count, whole), y = read<A>(up, first, count, whole);
+    const i64 row = count == width ? 0 : first / width, at = first - row * width;
+    FloatVector x = read<A>(gate + row * gate_pitch, at, count, whole),
+                y = read<A>(up + row * up_pitch, at, count, whole);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
         const Gated v = gated(x.v[k], y.v[k], alpha, limit, shift);

@@ -30,20 +30,43 @@ def source(a: int, b: int, out: int) -> Source:
 
 
 def _launch(
-    name: str, program: Source, arrays: tuple[Array, ...], alpha: float, limit: float | None
+    name: str,
+    program: Source,
+    arrays: tuple[Array, ...],
+    alpha: float,
+    limit: float | None,
+    *more: np.int64,
 ) -> None:
     numbers = alpha, math.inf if limit is None else limit, 0.0 if limit is None else 1.0
     count = arrays[0].size
     blocks = -(-count // (_THREADS * _VECTOR))
-    launch(program, name, blocks, _THREADS, *arrays, *map(np.float32, numbers), np.int64(count))
+    launch(
+        program, name, blocks, _THREADS, *arrays, *map(np.float32, numbers), np.int64(count), *more
+    )
 
 
 def gated_silu(gate: Array, up: Array, alpha: float, limit: float | None, xp: Any) -> Array:
-    """Of C-contiguous arrays of one shape and dtype, aligned to 16 bytes, not empty."""
-    out = xp.empty(gate.shape, dtype=gate.dtype)
+    """Of arrays of one shape and dtype, not empty; rows that lie apart are not copied."""
+    out, size = xp.empty(gate.shape, dtype=gate.dtype), gate.size
     program = source(kind(gate), kind(gate), kind(gate))
-    _launch("gated_silu", program, (gate, up, out), alpha, limit)
+    sides, pitches = [gate, up], [size] * 3
+    if not all(x.flags.c_contiguous and x.data.ptr % 16 == 0 for x in sides):
+        rows = [_rows(x) for x in sides]
+        if all(x is not None for x in rows):
+            sides, pitches = rows, [rows[0].shape[1], *(x.strides[0] // x.itemsize for x in rows)]
+        else:
+            sides = [x.copy() for x in sides]
+    _launch("gated_silu", program, (*sides, out), alpha, limit, *map(np.int64, pitches))
     return out
+
+
+def _rows(x: Array) -> Array:
+    """(rows, n) without a copy, n in eights and aligned; None of arrays that lie otherwise."""
+    if x.ndim < 2 or x.shape[-1] % _VECTOR or x.data.ptr % 16:
+        return None
+    rows = x.reshape(-1, x.shape[-1])
+    apart = rows.strides[0] % (_VECTOR * x.itemsize) == 0
+    return rows if rows.data.ptr == x.data.ptr and rows.strides[1] == x.itemsize and apart else None
 
 
 def gated_silu_grad(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,15 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.runtime.compile import Source
 
-__all__ = ["FLOATS", "TOKENS_PER_ROW", "Arguments", "program", "supports_packed"]
+__all__ = [
+    "FLOATS",
+    "ONE",
+    "TOKENS_PER_ROW",
+    "Arguments",
+    "below_each_other",
+    "program",
+    "supports_packed",
+]
 
 Array = Any
 
@@ -21,6 +30,27 @@ FLOATS = ("float32", "bfloat16")
 """Dtypes of activations and results, as the programs number them."""
 TOKENS_PER_ROW = {"float32": 3, "bfloat16": 1}
 """Tokens, each a bfloat16 matrix's row, that a row of activations of a dtype is."""
+
+
+_NONE = (1 << 31) - 1
+ONE = (np.int32(_NONE), np.int32(_NONE), *(np.int64(0),) * 4)
+"""The argument of a single matrix."""
+
+
+def below_each_other(weights: Sequence[QuantArray]) -> Sequence[np.generic]:
+    """What kernels are told of two or three matrices, rows in sixteens, that follow each other.
+
+    The tiles of 16 rows with which the later ones begin, and how many bytes their codes, then their
+    scales, lie behind where the one before ends.
+    """
+    tiles = np.cumsum([w.shape[0] // 16 for w in weights])[:-1].tolist()
+    parts = [[w.codes for w in weights], [w.scales for w in weights]]
+    gaps = [
+        [after.data.ptr - before.data.ptr - before.nbytes for before, after in pairwise(arrays)]
+        for arrays in parts
+    ]
+    starts = [np.int32(n) for n in (*tiles, _NONE)[:2]]
+    return (*starts, *(np.int64(n) for each in gaps for n in (*each, 0)[:2]))
 
 
 class Arguments(NamedTuple):
@@ -33,6 +63,8 @@ class Arguments(NamedTuple):
         out: (M, N), float32 or bfloat16.
         zeros: makes so many counters that are zero, and that the kernel leaves so.
         xp: cupy.
+        matrices: where w is several, one below the other: see `below_each_other`. The kernels of
+            E2M1 in packed pieces take it.
     """
 
     x: Array
@@ -42,6 +74,7 @@ class Arguments(NamedTuple):
     out: Array
     zeros: Callable[[int], Array]
     xp: Any
+    matrices: Sequence[np.generic] = ONE
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -87,18 +87,21 @@ struct WeightCopies {
     u8* lane_to;
     i64 code_offset, scale_offset;
     int code_pitch, blocks, out_features, begin, end, high, step;
+    Matrices matrices;
     int tile, k;
 
     // Copies the next chunk to a slot. The last tile begins earlier if rows are missing.
     DEVICE void prefetch(int slot, int lane) {
         if (tile < high && begin < end) {
             const i64 feature = min(tile * kTileRows, out_features - kTileRows);
-            const u8* code = codes + feature * code_pitch + k / 2 + code_offset;
+            const u8* code =
+                codes + feature * code_pitch + k / 2 + code_offset + matrices.code_offset(tile);
             const bool there = k / 2 + lane % kCopiesPerRow * 16 < code_pitch;
 #pragma unroll
             for (int r = 0; r < kTileRows; r += kRowsAtOnce, code += kRowsAtOnce * code_pitch)
                 cp_async<16>(lane_to + slot * kStage + code_offset_of(r), code, there);
-            const u8* scale = scales + feature * blocks + k / CODEC_BLOCK + scale_offset;
+            const u8* scale = scales + feature * blocks + k / CODEC_BLOCK + scale_offset +
+                              matrices.scale_offset(tile);
             const bool scale_there =
                 k / CODEC_BLOCK + lane % kScaleCopiesPerRow * WEIGHT_ONLY_SCALE_BYTES < blocks;
 #pragma unroll
@@ -224,11 +227,11 @@ struct PartialSums {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    w4a16_sm90_resident(const Raw* __restrict__ x, const u8* __restrict__ codes,
-        const u8* __restrict__ scales, const float* __restrict__ tensor_scale,
-        float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out, int rows,
-        int out_features, int columns, int slices, int k_per_slice, int log_split) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_resident(
+    const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
+    const float* __restrict__ tensor_scale, float* __restrict__ partial, u32* __restrict__ done,
+    void* __restrict__ out, int rows, int out_features, int columns, int slices, int k_per_slice,
+    int log_split, int second, int third, i64 codes1, i64 codes2, i64 scales1, i64 scales2) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ u32 last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4,
@@ -257,7 +260,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         static_cast<i64>(lane / kCopiesPerRow) * code_pitch + lane % kCopiesPerRow * 16,
         static_cast<i64>(lane / kScaleCopiesPerRow) * blocks +
             lane % kScaleCopiesPerRow * WEIGHT_ONLY_SCALE_BYTES,
-        code_pitch, blocks, out_features, begin, end, high, step, start, begin};
+        code_pitch, blocks, out_features, begin, end, high, step,
+        {second, third, {codes1, codes2}, {scales1, scales2}}, start, begin};
     launch_dependent_grids();
     wait_on_dependent_grids();  // the previous grid may have written what follows
     load_x(tokens, pitch, x, first, k_per_slice / 8, rows, columns, [&] {

@@ -87,4 +87,5 @@ def product(given: Arguments, schedule: Schedule) -> None:
         schedule.slice_length,
         schedule.split.bit_length() - 1,
     )
-    launch(*launched, *arrays, *map(np.int32, numbers), shared=schedule.shared, pdl=True)
+    told = *map(np.int32, numbers), *given.matrices
+    launch(*launched, *arrays, *told, shared=schedule.shared, pdl=True)

@@ -210,6 +210,7 @@ struct Problem {
     float* partial;
     void* out;
     int rows, out_features, columns, slices;
+    Matrices matrices;
 };
 
 // A consumer warp: multiplies its tiles and adds the shares' sums.
@@ -236,13 +237,14 @@ DEVICE void consume(u8* memory, const BlockRange& range, const Problem& e, u32 f
         copies.columns = e.columns, copies.tiles = min(range.high - from - tile, 2);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            copies.code[m] = e.codes +
+            copies.code[m] = e.codes + e.matrices.code_offset(feature_of(m) / kTileRows) +
                              (static_cast<i64>(feature_of(m)) + lane / 8) * (e.columns / 2) +
                              (range.begin + expected.chunk) * 128 + lane % 8 * 16;
             keep(copies.code[m]);
         }
-        copies.scale =
-            e.scales + static_cast<i64>(feature_of(lane / kTileRows) + lane % kTileRows) *
+        copies.scale = e.scales +
+                       e.matrices.scale_offset(feature_of(lane / kTileRows) / kTileRows) +
+                       static_cast<i64>(feature_of(lane / kTileRows) + lane % kTileRows) *
                            (e.columns / CODEC_BLOCK);
         keep(copies.scale);
 #pragma unroll 1
@@ -283,7 +285,8 @@ DEVICE void consume(u8* memory, const BlockRange& range, const Problem& e, u32 f
 extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const Raw* __restrict__ x,
     const u8* __restrict__ codes, const u8* __restrict__ scales,
     const float* __restrict__ tensor_scale, float* __restrict__ partial, u32* __restrict__ done,
-    void* __restrict__ out, int rows, int out_features, int columns, int slices) {
+    void* __restrict__ out, int rows, int out_features, int columns, int slices, int second,
+    int third, i64 codes1, i64 codes2, i64 scales1, i64 scales2) {
     extern __shared__ __align__(128) u8 raw_memory[];  // copies fill cache lines
     __shared__ u32 last;
     const u32 full = shared_address(raw_memory + kRing + WEIGHT_ONLY_STAGES * kStage),
@@ -317,8 +320,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const 
     }
     const float factor =
         (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // scales are decoded times 2^-8
-    const Problem problem = {
-        codes, scales, factor, partial, out, rows, out_features, columns, slices};
+    const Problem problem = {codes, scales, factor, partial, out, rows, out_features, columns,
+        slices, {second, third, {codes1, codes2}, {scales1, scales2}}};
     consume(raw_memory, {group, slice, low, high, begin, count}, problem, full, empty, warp, lane);
     if (slices == 1) return;
     if (threadIdx.x == 0) {

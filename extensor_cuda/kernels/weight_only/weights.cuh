@@ -99,6 +99,21 @@ DEVICE void decode(const u32* words, u32 scale, bool folded, int zero, u32 (&pai
 #endif
 }
 
+// ---- several matrices ----
+
+// Up to three matrices, one below the other, in tiles of 16 rows: the tiles with which the second
+// and the third begin, and how far their codes and scales lie behind where the one before ends.
+struct Matrices {
+    int second, third;
+    i64 codes[2], scales[2];
+    DEVICE i64 code_offset(int tile) const {
+        return (tile >= second ? codes[0] : 0) + (tile >= third ? codes[1] : 0);
+    }
+    DEVICE i64 scale_offset(int tile) const {
+        return (tile >= second ? scales[0] : 0) + (tile >= third ? scales[1] : 0);
+    }
+};
+
 // ---- x ----
 
 #if WEIGHT_ONLY_IN == 0

@@ -14,6 +14,7 @@ from extensor_cuda.kernels.weight_only import w4a16_sm90_resident
 from extensor_cuda.matmul import partition
 from extensor_cuda.runtime import driver
 from tests.unit.cuda import weight_only_cases
+from tests.unit.cuda.bounds import sent
 from tests.unit.cuda.places import PLACES
 from tests.unit.cuda.test_compile import check_compiles
 from tests.unit.cuda.weight_only_cases import WEIGHTS, activations, check, name, weights
@@ -88,3 +89,25 @@ def test_few_rows_of_weights(xp: Any, rows: int, dtype: str) -> None:
     w = weights(QuantSpec("mxfp4"), (800, 8192))
     assert partition.resident_schedule(800, 8192, 3, 32).slice_length == 512
     check(activations((rows, 8192), dtype), w, "float32", xp)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_matrices_below_each_other_are_one_launch(xp: Any, tokens: int) -> None:
+    """The columns of a product with one matrix of all their rows, by the ring's kernel, too."""
+    from extensor_cuda.matmul import weight_only
+
+    spec = QuantSpec("mxfp4")
+    whole = weights(spec, (160, 1024))
+    x = xp.asarray(activations((tokens, 1024), "bfloat16"))
+    for rows in ((96, 32, 32), (64, 96)):
+        ends = np.cumsum(rows)
+        parts = []
+        for n, e in zip(rows, ends, strict=True):
+            codes, scales = (part[e - n : e] for part in (whole.codes, whole.scales))
+            parts.append(sent(replace(whole, codes=codes, scales=scales, shape=(n, 1024)), xp))
+        expected = weight_only.weight_only_matmul(x, sent(whole, xp), "bfloat16", xp).out.get()
+        made = weight_only.weight_only_matmuls(x, parts, "bfloat16", xp)
+        assert made, made
+        for n, e, part in zip(rows, ends, made, strict=True):
+            want = expected[:, e - n : e].view(np.uint16)
+            np.testing.assert_array_equal(part.get().view(np.uint16), want)
