@@ -24,8 +24,8 @@ from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.backend import CudaBackend
 from extensor_cuda.kernels.nn import elementwise
+from extensor_cuda.kernels.prepare import cast_bf16, float_scaled_operand, quantize_operand
 from extensor_cuda.kernels.prepare import expand as expand_kernel
-from extensor_cuda.kernels.prepare import float_scaled_operand, quantize_operand
 from extensor_cuda.kernels.prepare.expand import expand_source
 from extensor_cuda.kernels.quantize import dequantize, float_scaled_blocks
 from extensor_cuda.kernels.quantize import quantize as kernels
@@ -78,7 +78,9 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     quantizing = [quantize_operand, float_scaled_operand, float_scaled_blocks, dequantize]
-    return place(request, monkeypatch, [elementwise, expand_kernel], quantizing=quantizing)
+    return place(
+        request, monkeypatch, [elementwise, expand_kernel, cast_bf16], quantizing=quantizing
+    )
 
 
 def made(shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:
