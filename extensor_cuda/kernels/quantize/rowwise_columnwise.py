@@ -104,7 +104,7 @@ def row_column_source(
     words = spec.rounding == "stochastic" or spec.ties != "even"
     pairs = spec.row.element.bits == 4 and spec.is_mx
     # Three blocks leave 80 registers to a thread.
-    few = not plan.rowwise.activation and (not stats or pairs)
+    few = not plan.rowwise.activation and (not stats or pairs or dtype == "float32")
     three = whole and not words and out != "values" and few
     extra["QUANT_MIN_CTAS"] = 3 if three else 2
     given = (*extra.items(), *(kernels.MASKED if masked else ()))
