@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.protocol.reduction import PeerRows
 from extensor.backends.unsupported import Unsupported
 from extensor.random import Stream
 from extensor_cuda.dispatch import Call, dtype_gap, unless
+from extensor_cuda.kernels.reduction import peer_barrier as barrier
 from extensor_cuda.kernels.reduction import reduction as kernels
 
 __all__ = [
     "add_limbs", "block_max", "fixed_point", "fixed_point_mean", "limb_total", "mxint_pack",
-    "mxint_repack", "mxint_unpack",
+    "mxint_repack", "mxint_unpack", "peer_barrier",
 ]  # fmt: skip
 
 Array = Any
@@ -32,8 +34,10 @@ def _gap(*arrays: Array | None) -> Unsupported | None:
     return dtype_gap(given[:1]) if given else None
 
 
-def _packed_gap(packed: Array) -> Unsupported | None:
+def _packed_gap(packed: Array | PeerRows) -> Unsupported | None:
     """Why no kernel reads or writes these rows of bytes."""
+    if isinstance(packed, PeerRows):
+        return _packed_gap(packed.rows[0])
     if not packed.size:
         return Unsupported("an empty array")
     return None if packed.flags.c_contiguous else Unsupported("strided rows of bytes")
@@ -80,7 +84,9 @@ def mxint_pack(
     return unless(_gap(x, residual) or _packed_gap(out), lambda: kernels.pack(*args))
 
 
-def mxint_unpack(xp: Any, packed: Array, bits: int, divisor: float, add: bool, out: Array) -> Call:
+def mxint_unpack(
+    xp: Any, packed: Array | PeerRows, bits: int, divisor: float, add: bool, out: Array
+) -> Call:
     """See the protocol. One launch."""
     gap = _gap(out) or _packed_gap(packed)
     return unless(gap, lambda: kernels.unpack(packed, bits, divisor, add, out))
@@ -88,7 +94,7 @@ def mxint_unpack(xp: Any, packed: Array, bits: int, divisor: float, add: bool, o
 
 def mxint_repack(
     xp: Any,
-    packed: Array,
+    packed: Array | PeerRows,
     bits: int,
     divisor: float,
     stream: Stream | None,
@@ -102,3 +108,8 @@ def mxint_repack(
     args = (packed, bits, divisor, stream, first_block, residual, out)
     gap = gap or _packed_gap(packed) or (None if residual is None else _gap(residual))
     return unless(gap, lambda: kernels.repack(*args))
+
+
+def peer_barrier(xp: Any, flags: PeerRows, rank: int, stop: Array) -> Call:
+    """See the protocol. One launch of one warp."""
+    return unless(None, lambda: barrier.peer_barrier(flags, rank, stop))

@@ -124,6 +124,9 @@ def train(
         blocks = config.tensor_parallel
         tensor = f"; {blocks} ranks share each block" if blocks > 1 else ""
         console.print(f"{ranks.size} ranks share {shared} micro-batches{tensor}")
+        if trainer.buckets is not None and config.device == "cuda":
+            path = trainer.buckets.buckets[0].reduction.path
+            console.print(f"gradients: {config.grad_comm} through {path}", markup=False)
     if resume:
         done = trainer.position
         console.print(f"resuming in epoch {done.epoch}, after step {done.step}")

@@ -10,7 +10,8 @@ scaling  steps of a GPT of 30 million parameters, and of a block of width 4096 w
          timeline of the last step's buckets is written, too. `captured` rows replay both steps from
          CUDA graphs, NCCL's sums in them
 sums     the gradient sum of 100 MB of float32 with each ``--grad-comm``, beside NCCL's all-reduce
-         of the same gradients cast to bfloat16 and back, in one bucket; `bare_ms` is without casts
+         of the same gradients cast to bfloat16 and back, in one bucket; `bare_ms` is without casts,
+         `path` whether GPUs read each other's memory
 gather   the weights of a block of width 4096, of which each rank has a part, whole on all ranks: in
          MXFP4 and MXFP8, packed before they travel, and in bfloat16, cast before
 profile  what the parts of sums and gathers take on the GPU's clock (distributed_profile.py)
@@ -369,7 +370,7 @@ def sums(bench: Bench) -> None:
             held = bench.backend.cast(grad, HALF)
             for name, casts in (("NCCL bfloat16", True), ("bare", False)):
                 calls[name] = partial(bfloat16_all_reduce, bench, grad, casts, held)
-        sent = {}
+        sent, paths = {}, {}
         for name in bench.args.names:
             how = {"error_feedback": False} if "mxint" in name else {}
             made = [
@@ -379,6 +380,7 @@ def sums(bench: Bench) -> None:
                 )
                 for i in range(-(-values // bucket))
             ]  # fmt: skip
+            paths[name] = made[0].path
             sent[name] = sum(reduction.wire_bytes() for reduction in made)
             calls[name] = partial(run, made, grad, out, bench.ranks, bucket)
         for captured in bench.modes:
@@ -387,7 +389,8 @@ def sums(bench: Bench) -> None:
             base = times.get("NCCL bfloat16")
             for name, sent_bytes in sent.items():
                 bench.row(
-                    part="sums", buckets=bucket_name, name=name, captured=captured,
+                    part="sums", buckets=bucket_name, name=name, path=paths[name],
+                    captured=captured,
                     ms=round(times[name], 3),
                     megabytes_sent=round(sent_bytes / 1e6, 1),
                     of_nccl_bfloat16=base and round(base / times[name], 3),

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
+from extensor.backends.unsupported import Unsupported
+from extensor.distributed.peer_memory import PeerMemory
+
 __all__ = [
     "CollectiveMismatch", "CollectiveTimeout", "Communicator", "Op", "Work", "Works",
-    "check_buffers",
 ]  # fmt: skip
 
 Array = Any
@@ -354,6 +356,32 @@ class Communicator(Protocol):
         False
         """
 
+    def queued(self) -> Work:
+        """What this process has queued inside `beside` so far, to wait for.
+
+        Returns:
+            The work; without a GPU nothing is queued.
+
+        >>> from extensor.distributed import LocalCommunicator
+        >>> LocalCommunicator().queued().done()
+        True
+        """
+
+    def peer_memory(self, nbytes: int, lane: int = 0) -> PeerMemory | Unsupported:
+        """Memory on each rank's GPU that the other ranks' GPUs read. All ranks call this together.
+
+        Args:
+            nbytes: the least size, the same on all ranks.
+            lane: as for `beside`; what uses the memory is called there.
+
+        Returns:
+            The memory, the same one for one lane while it is large enough; or why there is none.
+
+        >>> from extensor.distributed import LocalCommunicator
+        >>> LocalCommunicator().peer_memory(256).reason
+        'ranks without GPUs'
+        """
+
     def join(self) -> None:
         """Let what follows come after all that was called inside `beside`.
 
@@ -377,42 +405,3 @@ class Communicator(Protocol):
         >>> from extensor.distributed import LocalCommunicator
         >>> LocalCommunicator().synchronize()
         """
-
-
-def check_buffers(what: str, size: int, send: Array, recv: Array, send_parts: int) -> None:
-    """Refuse arrays that a collective cannot take.
-
-    Args:
-        what: the collective, for the message.
-        size: how many ranks there are.
-        send: the array that is sent.
-        recv: the array that receives; ``send`` again for a collective in place.
-        send_parts: how many times as many values as ``recv`` the array ``send`` must have: 1,
-            ``size``, or -``size`` where it must have ``size`` times fewer.
-
-    Raises:
-        ValueError: if they are not contiguous, differ in dtype or do not fit.
-
-    >>> import numpy as np
-    >>> from extensor.distributed.communicator import check_buffers
-    >>> check_buffers("all_gather", 2, np.zeros(3), np.zeros(6), -2)
-    """
-    for name, array in (("send", send), ("recv", recv)):
-        strides = getattr(array, "flags", None)
-        if strides is not None and not strides.c_contiguous:
-            raise ValueError(f"{what}: {name}: expected a C-contiguous array, got strides")
-    if send.dtype != recv.dtype:
-        raise ValueError(f"{what}: expected one dtype, got {send.dtype} and {recv.dtype}")
-    fits = (
-        send.size * -send_parts == recv.size
-        if send_parts < 0
-        else (send.size == recv.size * send_parts)
-    )
-    if not fits:
-        relation = f"{abs(send_parts)} times {'fewer' if send_parts < 0 else 'as many'} values"
-        raise ValueError(
-            f"{what}: on {size} ranks send must have {relation} as recv, got {send.size} and "
-            f"{recv.size}"
-        )
-    if send_parts == 1 and what == "all_to_all" and send.size % size:
-        raise ValueError(f"{what}: expected a multiple of {size} values, got {send.size}")

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from extensor.backends.unsupported import Unsupported
+from extensor.distributed.buffers import check_buffers
 from extensor.distributed.communicator import (
     BUCKET_BYTES,
     DEFAULT_TIMEOUT,
@@ -20,7 +22,6 @@ from extensor.distributed.communicator import (
     Op,
     Work,
     Works,
-    check_buffers,
 )
 
 __all__ = ["LocalCommunicator", "run_ranks"]
@@ -183,6 +184,14 @@ class LocalCommunicator:
     def beside(self, lane: int = 0) -> AbstractContextManager[bool]:
         """See :meth:`extensor.distributed.Communicator.beside`."""
         return nullcontext(False)
+
+    def queued(self) -> Work:
+        """See :meth:`extensor.distributed.Communicator.queued`."""
+        return Works([])
+
+    def peer_memory(self, nbytes: int, lane: int = 0) -> Unsupported:
+        """See :meth:`extensor.distributed.Communicator.peer_memory`."""
+        return Unsupported("ranks without GPUs")
 
     def join(self) -> None:
         """See :meth:`extensor.distributed.Communicator.join`."""

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.unsupported import Unsupported
+from extensor.distributed.buffers import check_buffers
 from extensor.distributed.communicator import (
     BUCKET_BYTES,
     DEFAULT_TIMEOUT,
@@ -26,7 +28,6 @@ from extensor.distributed.communicator import (
     Op,
     Work,
     Works,
-    check_buffers,
 )
 
 __all__ = ["MPICommunicator"]
@@ -169,6 +170,14 @@ class MPICommunicator:
     def beside(self, lane: int = 0) -> AbstractContextManager[bool]:
         """See :meth:`extensor.distributed.Communicator.beside`."""
         return nullcontext(False)
+
+    def queued(self) -> Work:
+        """See :meth:`extensor.distributed.Communicator.queued`."""
+        return Works([])
+
+    def peer_memory(self, nbytes: int, lane: int = 0) -> Unsupported:
+        """See :meth:`extensor.distributed.Communicator.peer_memory`."""
+        return Unsupported("ranks without GPUs")
 
     def join(self) -> None:
         """See :meth:`extensor.distributed.Communicator.join`."""

@@ -10,6 +10,7 @@ of one collective passes beside another one. cupy's binding calls NCCL.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import time
 from collections import deque
@@ -17,15 +18,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from extensor.backends.registry import get as get_backend
+from extensor.backends.unsupported import Unsupported
+from extensor.distributed.buffers import check_buffers
 from extensor.distributed.communicator import (
     Array,
     CollectiveTimeout,
     Communicator,
     Op,
     Work,
-    check_buffers,
 )
 from extensor.distributed.local import LocalCommunicator
+from extensor.distributed.peer_memory import PeerMemory, open_peer_memory
 
 __all__ = ["NCCLCommunicator"]
 
@@ -101,6 +104,7 @@ class NCCLCommunicator:
         }
         self._pending: dict[int, Any] = {}  # streams with work that nothing has joined
         self._joined: deque[Any] = deque()
+        self._peers: dict[int, list[PeerMemory]] = {lane: [] for lane in range(LANES)}
         self._ops = {op: getattr(self._nccl, f"NCCL_{op.upper()}") for op in ("sum", "max", "min")}
         self._types = {n: getattr(self._nccl, f"NCCL_{n.upper()}") for n in SUMS}
 
@@ -282,6 +286,20 @@ class NCCLCommunicator:
             stream = self._xp.cuda.get_current_stream()
             self._poll(self._record(stream), "a step's collectives")
 
+    def queued(self) -> Work:
+        """See :meth:`extensor.distributed.Communicator.queued`."""
+        return _NCCLWork(self, "what was queued", None, self._xp.cuda.get_current_stream())
+
+    def peer_memory(self, nbytes: int, lane: int = 0) -> PeerMemory | Unsupported:
+        """See :meth:`extensor.distributed.Communicator.peer_memory`."""
+        opened = self._peers[lane % LANES]
+        if not opened or opened[-1].nbytes < nbytes:
+            memory = open_peer_memory(self.host, self._xp, nbytes)
+            if isinstance(memory, Unsupported):
+                return memory
+            opened.append(memory)  # the one before stays: graphs may read it
+        return opened[-1]
+
     # --- within ---------------------------------------------------------------------------------
 
     def _follow(self, stream: Any) -> None:
@@ -333,6 +351,8 @@ class NCCLCommunicator:
                 missing = self._missing()
                 for comm in self._comms:
                     comm.abort()  # else the process could not end
+                for memory in itertools.chain(*self._peers.values()):
+                    memory.stop()
                 raise CollectiveTimeout(
                     what, rank=self.rank, size=self.size, seconds=waited, missing=missing
                 )

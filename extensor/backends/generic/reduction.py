@@ -5,10 +5,13 @@ Integers and float64 only: cupy's own kernels flush float32's subnormal numbers 
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from extensor.backends.generic.core import GenericCore
 from extensor.backends.protocol import Array
+from extensor.backends.protocol.reduction import PeerRows
 from extensor.random import Stream, random_words
 
 __all__ = ["GenericReduction"]
@@ -134,9 +137,13 @@ class GenericReduction(GenericCore):
         out[:, : codes.shape[1]] = codes
         out[:, codes.shape[1] :] = exponents.reshape(len(out), -1)
 
-    def mxint_unpack(self, packed: Array, bits: int, divisor: float, add: bool, out: Array) -> None:
+    def mxint_unpack(
+        self, packed: Array | PeerRows, bits: int, divisor: float, add: bool, out: Array
+    ) -> None:
         """Codes and exponents apart, and their `mxint_mean`."""
         xp, code = self.xp, np.dtype(f"int{bits}")
+        if isinstance(packed, PeerRows):
+            packed = xp.stack(packed.rows)
         values = packed.shape[1] * BLOCK // (BLOCK * code.itemsize + 1)
         end = values * code.itemsize
         codes = xp.ascontiguousarray(packed[:, :end]).view(code)
@@ -147,7 +154,7 @@ class GenericReduction(GenericCore):
 
     def mxint_repack(
         self,
-        packed: Array,
+        packed: Array | PeerRows,
         bits: int,
         divisor: float,
         stream: Stream | None,
@@ -173,6 +180,16 @@ class GenericReduction(GenericCore):
         unit = xp.exp2(most.astype(np.float64) - (125.0 + bits + 32.0))
         unit[most == NONFINITE] = np.nan
         return (total.astype(np.float64) * unit.repeat(BLOCK) / divisor).astype(np.float32)
+
+    def peer_barrier(self, flags: PeerRows, rank: int, stop: Array) -> None:
+        """Numbers that only grow, modulo 2^32; the host waits."""
+        words = [row.view(np.uint32) for row in flags.rows]
+        there, written = (words[rank][half : half + len(words)] for half in (0, 32))
+        written += np.uint32(1)
+        for peer, word in enumerate(words):
+            word[rank] = written[peer]
+        while ((there - written).view(np.int32) < 0).any() and not stop[0]:
+            time.sleep(0)
 
     def _field(self, bits: Array) -> Array:
         """Exponent fields, 1 for subnormal numbers: int64."""

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from extensor.backends.protocol.core import Array
 from extensor.random import Stream
 
-__all__ = ["ReductionMethods"]
+__all__ = ["PeerRows", "ReductionMethods"]
+
+
+@dataclass(frozen=True)
+class PeerRows:
+    """Rows of as many bytes, each in the memory of a rank's GPU, that this rank's GPU reads.
+
+    Attributes:
+        rows: uint8 of shape (bytes,), for each rank.
+        addresses: theirs, uint64, on this GPU.
+        first: the row that is best read first, so that ranks do not all read one GPU at once.
+    """
+
+    rows: tuple[Array, ...]
+    addresses: Array
+    first: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """As of one array of these rows."""
+        return len(self.rows), self.rows[0].size
 
 
 class ReductionMethods(Protocol):
@@ -94,11 +115,13 @@ class ReductionMethods(Protocol):
         """
         ...
 
-    def mxint_unpack(self, packed: Array, bits: int, divisor: float, add: bool, out: Array) -> None:
+    def mxint_unpack(
+        self, packed: Array | PeerRows, bits: int, divisor: float, add: bool, out: Array
+    ) -> None:
         """The mean of what `mxint_pack` gave, as `mxint_mean` has it, into float32.
 
         Args:
-            packed: uint8 of shape (parts, bytes).
+            packed: uint8 of shape (parts, bytes), or those of ranks.
             bits: 8 or 16.
             divisor: of the sum.
             add: whether parts are added up; else they are one after the other in the result.
@@ -108,7 +131,7 @@ class ReductionMethods(Protocol):
 
     def mxint_repack(
         self,
-        packed: Array,
+        packed: Array | PeerRows,
         bits: int,
         divisor: float,
         stream: Stream | None,
@@ -119,7 +142,7 @@ class ReductionMethods(Protocol):
         """The mean of the parts that `mxint_pack` gave, added up, and packed again as one part.
 
         Args:
-            packed: uint8 of shape (parts, bytes).
+            packed: uint8 of shape (parts, bytes), or those of ranks.
             bits: 8 or 16.
             divisor: of the sum.
             stream: of the second rounding, as for `mxint_pack`.
@@ -140,5 +163,16 @@ class ReductionMethods(Protocol):
             codes: int8 or int16 of shape (ranks, n).
             exponents: uint8 of shape (ranks, n / 32).
             divisor: of the sum.
+        """
+        ...
+
+    def peer_barrier(self, flags: PeerRows, rank: int, stop: Array) -> None:
+        """Let what this rank queues next come after what all ranks queued before their barrier.
+
+        Args:
+            flags: 256 bytes of each rank, zeros at first: 32 numbers that the others write, how
+                often they were here, and 32 of what it wrote to them.
+            rank: this rank's number.
+            stop: one uint32 of the host; once it is not 0, nobody is waited for.
         """
         ...

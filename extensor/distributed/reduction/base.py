@@ -124,6 +124,8 @@ class GradientReduction(ABC):
         size: the same.
         shard_size: values that each rank gets of `reduce_scatter`.
         count: micro-batches added since the last result.
+        path: how ranks get each other's values: ``"collectives"``, perhaps with why, or ``"peer
+            memory"``, which their GPUs read directly.
 
     Raises:
         ValueError: for a size that is not in whole blocks for each rank.
@@ -140,6 +142,7 @@ class GradientReduction(ABC):
     """
 
     most_micro_batches: ClassVar[int] = 1 << 24
+    path = "collectives"
 
     def __init__(
         self,

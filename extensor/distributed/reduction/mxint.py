@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from extensor.distributed.communicator import Communicator, Work
+from extensor.distributed.communicator import Communicator
 from extensor.distributed.reduction.base import BLOCK, Array, Steps
+from extensor.distributed.reduction.exchange import make_exchange
 from extensor.distributed.reduction.float_sum import FloatSum
 from extensor.random import Stream
 
@@ -30,6 +31,9 @@ class Mxint(FloatSum):
     integers). A gradient above 127/128 of 2^128
     counts as infinite. Below the least exponent, 2^-127, values round to multiples of 2^-133 (8
     bits) or 2^-141. Zeros lose their sign.
+
+    Ranks whose GPUs reach each other's memory read the integers there: `path` says so, or what
+    prevents it. The bits are the same.
 
     Args:
         size: as for `GradientReduction`.
@@ -58,6 +62,9 @@ class Mxint(FloatSum):
         if error_feedback:
             self._left["sent"] = self.xp.zeros(size, np.float32)
             self._left["mean"] = self.xp.zeros(self.shard_size, np.float32)
+        part = self.shard_size * bits // 8 + self.shard_size // BLOCK
+        self._exchange = make_exchange(ranks, self.xp, part, self.number)
+        self.path = self._exchange.path
         # Rounding the whole mean instead of half of it costs a GPU less than a second collective.
         self._one_step = ranks.size == 2 and not error_feedback and self.backend.name == "cuda"
 
@@ -73,44 +80,38 @@ class Mxint(FloatSum):
             stream = Stream(self.seed, step, tensor, mean, clock=self.clock)
         return stream, self.ranks.rank * blocks, residual
 
-    def _packed(self, parts: int, size: int) -> Array:
-        """Room for the codes and exponents of parts with so many values."""
-        return self.xp.empty((parts, size * self.bits // 8 + size // BLOCK), np.uint8)
-
-    def _sent(self, step: int) -> Generator[Work, None, Array]:
-        """All ranks' integers of this rank's part."""
-        size = self.ranks.size
-        send, recv = (self._packed(size, self.shard_size) for _ in range(2))
+    def _pack(self, step: int) -> Callable[[Array], None]:
+        """What packs this rank's sum into rows."""
         how = self._how("sent", self.size // BLOCK, step)
-        self.backend.mxint_pack(self._take(), self.bits, *how, send)
-        yield self.ranks.all_to_all(send, recv)
-        return recv
+        return lambda rows: self.backend.mxint_pack(self._take(), self.bits, *how, rows)
 
     def _reduce_scatter(self, out: Array, divisor: float, step: int) -> Steps:
-        recv = yield from self._sent(step)
-        self.backend.mxint_unpack(recv, self.bits, divisor, True, out)
+        return self._exchange.run(self._mean_of_part(out, divisor, step))
 
     def _all_reduce(self, out: Array, divisor: float, step: int) -> Steps:
-        if self._one_step:
-            yield from self._exchange(out, divisor, step)
-            return
-        received = yield from self._sent(step)
-        rows = self._packed(self.ranks.size, self.shard_size)
-        mine = rows[self.ranks.rank : self.ranks.rank + 1]
+        mean = self._whole_mean if self._one_step else self._mean_of_means
+        return self._exchange.run(mean(out, divisor, step))
+
+    def _mean_of_part(self, out: Array, divisor: float, step: int) -> Steps:
+        received = yield from self._exchange.all_to_all(self._pack(step))
+        self.backend.mxint_unpack(received, self.bits, divisor, True, out)
+
+    def _mean_of_means(self, out: Array, divisor: float, step: int) -> Steps:
+        """Each rank packs the mean of its part once more; all read all of them."""
+        received = yield from self._exchange.all_to_all(self._pack(step))
         how = self._how("mean", self.shard_size // BLOCK, step)
-        self.backend.mxint_repack(received, self.bits, divisor, *how, mine)
-        yield self.ranks.all_gather(mine, rows)
+
+        def pack(row: Array) -> None:
+            self.backend.mxint_repack(received, self.bits, divisor, *how, row)
+
+        rows = yield from self._exchange.all_gather(pack)
         self.backend.mxint_unpack(rows, self.bits, 1.0, False, out)
 
-    def _exchange(self, out: Array, divisor: float, step: int) -> Steps:
+    def _whole_mean(self, out: Array, divisor: float, step: int) -> Steps:
         """Each of two ranks gets the other's integers and makes the whole mean, to the same bits.
 
-        It sends as many bytes, in one collective instead of two.
+        It sends as many bytes, in one exchange instead of two.
         """
-        rows, rank = self._packed(2, self.size), self.ranks.rank
-        mine = rows[rank : rank + 1]
-        how = self._how("sent", self.size // BLOCK, step)
-        self.backend.mxint_pack(self._take(), self.bits, *how, mine)
-        yield self.ranks.all_gather(mine, rows)
+        rows = yield from self._exchange.all_gather(self._pack(step), whole=True)
         stream = self._how("mean", 0, step)[0]
         self.backend.mxint_repack(rows, self.bits, divisor, stream, 0, None, out)

@@ -166,10 +166,16 @@ DEVICE float code_at(const u32 (&flipped)[kWords], int k) {
     return __fsub_rn(__uint_as_float(bits), kUnsigned);
 }
 
+// Rows after each other, or each where `at` says: in the memory of another GPU.
+struct Rows {
+    const u8* packed;
+    const u8* const* at;
+    i64 pitch;
+    DEVICE const u8* operator[](i64 row) const { return at ? at[row] : packed + row * pitch; }
+};
+
 // Rows of an odd number of blocks are not aligned.
-DEVICE bool aligned(const u8* rows, i64 pitch) {
-    return (reinterpret_cast<u64>(rows) | static_cast<u64>(pitch)) % kAligned == 0;
-}
+DEVICE bool aligned(const u8* row) { return reinterpret_cast<u64>(row) % kAligned == 0; }
 DEVICE void store_words(u8* to, bool whole, const u32 (&words)[kWords]) {
     if (!whole) {
 #pragma unroll
@@ -282,18 +288,19 @@ DEVICE void store_packed(
 #pragma unroll
     for (int k = 0; k < kRun; ++k)
         words[k * kBits / 32] |= (__float_as_uint(codes[k]) & kMask) << k * kBits % 32;
-    store_words(to + within * kBits / 8, aligned(packed, pitch), words);
+    store_words(to + within * kBits / 8, aligned(to), words);
     if (at % 32 == 0) to[values * kBits / 8 + within / 32] = static_cast<u8>(exponent);
 }
 
 // A sum of integers, where float32 does not hold it or the divisor is no power of two.
-DEVICE float mean_of_integers(const u8* codes, const u8* exponents, i64 pitch, int added, int most,
-    double factor, double divisor) {
+DEVICE float mean_of_integers(const Rows& rows, i64 first, i64 code_at, i64 exponent_at, int added,
+    int most, double factor, double divisor) {
     i64 total = 0;
     for (int rank = 0; rank < added; ++rank) {
-        const int behind = min(most - static_cast<int>(exponents[rank * pitch]), 63);
-        u32 code = codes[rank * pitch] ^ (kBits == 8 ? kPlus : 0);
-        if (kBits == 16) code |= (codes[rank * pitch + 1] ^ 0x80u) << 8;
+        const u8* row = rows[first + rank];
+        const int behind = min(most - static_cast<int>(row[exponent_at]), 63);
+        u32 code = row[code_at] ^ (kBits == 8 ? kPlus : 0);
+        if (kBits == 16) code |= (row[code_at + 1] ^ 0x80u) << 8;
         const i64 value = static_cast<int>(code) - static_cast<int>(kPlus);
         total += (value * (i64{1} << 32)) >> behind;
     }
@@ -304,23 +311,22 @@ DEVICE float mean_of_integers(const u8* codes, const u8* exponents, i64 pitch, i
 
 // Of `added` rows after each other from the row of the value on; `factor` is 1 / divisor where that
 // is exact, and the divisor then 1.
-DEVICE void mean_of(const u8* packed, i64 at, i64 size, i64 values, i64 pitch, int added,
-    double factor, double divisor, float (&means)[kRun]) {
+DEVICE void mean_of(const Rows& rows, i64 at, i64 size, i64 values, int added, double factor,
+    double divisor, float (&means)[kRun]) {
     const i64 part = part_of(at, values, size), within = at - part * values;
-    const u8* from = packed + part * added * pitch;
-    const u8* exponents = from + values * kBits / 8 + within / 32;
-    from += within * kBits / 8;
-    const bool whole = aligned(packed, pitch);
+    const i64 first = part * added, code_first = within * kBits / 8;
+    const i64 exponent_at = values * kBits / 8 + within / 32;
     int most = 0, least = kNonfinite;
 #pragma unroll
     for (int k = 0; k < kRun; ++k) means[k] = 0.0f;
 #pragma unroll 2
     for (int rank = 0; rank < added; ++rank) {
-        const int exponent = exponents[rank * pitch];
+        const u8* row = rows[first + rank];
+        const int exponent = row[exponent_at];
         most = max(most, exponent), least = min(least, exponent);
         const float unit = unit_of(exponent);
         u32 words[kWords];
-        load_words(from + rank * pitch, whole, words);
+        load_words(row + code_first, aligned(row), words);
 #pragma unroll
         for (int k = 0; k < kWords; ++k) words[k] ^= kBits == 8 ? 0x80808080 : 0x80008000;
 #pragma unroll
@@ -336,7 +342,7 @@ DEVICE void mean_of(const u8* packed, i64 at, i64 size, i64 values, i64 pitch, i
 #pragma unroll 1
         for (int k = 0; k < kRun; ++k) {
             const float mean = mean_of_integers(
-                from + k * kBits / 8, exponents, pitch, added, most, factor, divisor);
+                rows, first, code_first + k * kBits / 8, exponent_at, added, most, factor, divisor);
 #pragma unroll
             for (int other = 0; other < kRun; ++other)
                 if (other == k) means[other] = mean;
@@ -358,25 +364,29 @@ extern "C" __global__ void __launch_bounds__(kThreads) mxint_pack(const float* _
     if (at < size) store_packed(packed, at, size, values, pitch, codes, exponent);
 }
 
-// Adds up `added` rows after each other; the next ones hold the next values.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    mxint_unpack(const u8* __restrict__ packed, float* __restrict__ out, i64 size, i64 values,
-        i64 pitch, int added, double factor, double divisor) {
-    const i64 at = first_value<kRun>();
+// Adds up `added` rows after each other; the next ones hold the next values. Of several GPUs that
+// read each other's rows each begins at another row, which `first_block` of its blocks precede.
+extern "C" __global__ void __launch_bounds__(kThreads) mxint_unpack(const u8* __restrict__ packed,
+    const u8* const* peers, float* __restrict__ out, i64 size, i64 values, i64 pitch, int added,
+    double factor, double divisor, u32 first_block) {
+    const u32 turned = blockIdx.x + first_block;
+    const u32 block = turned < gridDim.x ? turned : turned - gridDim.x;
+    const i64 at = (static_cast<i64>(block) * kThreads + threadIdx.x) * kRun;
     if (at >= size) return;
     float means[kRun];
-    mean_of(packed, at, size, values, pitch, added, factor, divisor, means);
+    mean_of({packed, peers, pitch}, at, size, values, added, factor, divisor, means);
     store_values(out + at, means);
 }
 
 // The mean of all rows, rounded once more: its codes and exponents, or the values that they have.
-extern "C" __global__ void __launch_bounds__(kThreads, 5) mxint_repack(
-    const u8* __restrict__ packed, float* __restrict__ residual, u8* __restrict__ codes_out,
-    float* __restrict__ values_out, i64 size, i64 pitch, int added, double factor, double divisor,
-    u32 random, const u32* clock, u32 key0, u32 key1, u32 high0, u32 high1, u32 first_block) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBits == 8 ? 5 : 4)
+    mxint_repack(const u8* __restrict__ packed, const u8* const* peers,
+        float* __restrict__ residual, u8* __restrict__ codes_out, float* __restrict__ values_out,
+        i64 size, i64 pitch, int added, double factor, double divisor, u32 random, const u32* clock,
+        u32 key0, u32 key1, u32 high0, u32 high1, u32 first_block) {
     const i64 at = first_value<kRun>();
     float means[kRun] = {0, 0, 0, 0, 0, 0, 0, 0}, codes[kRun];
-    if (at < size) mean_of(packed, at, size, size, pitch, added, factor, divisor, means);
+    if (at < size) mean_of({packed, peers, pitch}, at, size, size, added, factor, divisor, means);
     const Rounding how{random, stream_of(clock, key0, key1, high0, high1), first_block, residual};
     const int exponent = encode(means, at, at < size, how, codes);
     if (at >= size) return;

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.protocol.reduction import PeerRows
 from extensor.random import Stream
 from extensor_cuda.runtime.capture import random_arguments
 from extensor_cuda.runtime.compile import Source
@@ -24,6 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 Array = Any
+Rows = Array | PeerRows
 _THREADS, _EACH, _RUN, _BLOCK = 256, 4, 8, 32  # as in reduction.cu
 
 
@@ -90,16 +92,18 @@ def pack(
     _run("mxint_pack", x.size, x, residual, out, *sizes, *_rounding(stream, first_block), bits=bits)
 
 
-def unpack(packed: Array, bits: int, divisor: float, add: bool, out: Array) -> None:
+def unpack(packed: Rows, bits: int, divisor: float, add: bool, out: Array) -> None:
     """The mean of what `pack` gave, into float32: of rows added up, or one after the other."""
     parts, pitch = packed.shape
-    sizes = (np.int64(n) for n in (out.size, _values(pitch, bits), pitch))
-    added = np.int32(parts if add else 1)
-    _run("mxint_unpack", out.size, packed, out, *sizes, added, *_quotient(divisor), bits=bits)
+    values = _values(pitch, bits)
+    numbers = (*(np.int64(n) for n in (out.size, values, pitch)), np.int32(parts if add else 1))
+    first = 0 if add or not isinstance(packed, PeerRows) else packed.first * values
+    numbers = (*numbers, *_quotient(divisor), np.uint32(first // (_THREADS * _RUN)))
+    _run("mxint_unpack", out.size, *_there(packed), out, *numbers, bits=bits)
 
 
 def repack(
-    packed: Array,
+    packed: Rows,
     bits: int,
     divisor: float,
     stream: Stream | None,
@@ -113,7 +117,12 @@ def repack(
     outs = (out, None) if out.dtype == np.uint8 else (None, out)
     sizes = np.int64(size), np.int64(pitch), np.int32(parts)
     numbers = (*_quotient(divisor), *_rounding(stream, first_block))
-    _run("mxint_repack", size, packed, residual, *outs, *sizes, *numbers, bits=bits)
+    _run("mxint_repack", size, *_there(packed), residual, *outs, *sizes, *numbers, bits=bits)
+
+
+def _there(packed: Rows) -> tuple[Array | None, Array | None]:
+    """Rows after each other, or where each one is."""
+    return (None, packed.addresses) if isinstance(packed, PeerRows) else (packed, None)
 
 
 def _values(pitch: int, bits: int) -> int:

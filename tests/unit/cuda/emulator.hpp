@@ -88,6 +88,7 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline int __clz(int v) { return v ? __builtin_clz(static_cast<unsigned>(v)) : 32; }
 inline void __syncthreads() { block.wait(); }
+inline void __threadfence_system() {}
 static int votes;
 inline int __syncthreads_or(int vote) {
     votes |= vote;

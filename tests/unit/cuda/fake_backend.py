@@ -28,7 +28,7 @@ from extensor_cuda.kernels.nn import (
 from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.kernels.quantize import dequantize, rowwise_columnwise, straight_through
 from extensor_cuda.kernels.quantize import quantize as kernels
-from extensor_cuda.kernels.reduction import reduction
+from extensor_cuda.kernels.reduction import peer_barrier, reduction
 from extensor_cuda.runtime import blas, capture
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from tests.unit.cuda import fake
@@ -49,6 +49,7 @@ TRAINING = (
     sums,
     conv_pool,
     reduction,
+    peer_barrier,
     straight_through,
 )
 """Modules whose ``launch`` an emulator replaces."""

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from extensor.backends.protocol.reduction import PeerRows
 from extensor.random import DeviceClock, Stream
+from extensor_cuda.kernels.reduction import peer_barrier
 from extensor_cuda.kernels.reduction import reduction as kernels
 from tests.kernels import reduction as cases
 from tests.kernels.inputs import GENERIC, assert_bytes
@@ -89,8 +91,66 @@ def test_a_captured_step_reads_its_number_from_the_device(trainer: Any, bits: in
     assert (expected[0] != expected[1]).any()
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_rows_may_be_in_the_memory_of_other_gpus(trainer: Any, bits: int, first: int) -> None:
+    """Rows apart from each other, in any order, some not aligned; read from any of them on."""
+    values = 64 * 256
+    x = np.random.default_rng(0).standard_normal((3, values)).astype(np.float32)
+    packed = np.zeros((3, values * bits // 8 + values // 32), np.uint8)
+    for row, one in zip(packed, x, strict=True):
+        GENERIC.mxint_pack(one, bits, None, 0, None, row[None])
+    apart = [
+        trainer.xp.asarray(np.append(np.zeros(8 + i % 2, np.uint8), packed[i])) for i in range(3)
+    ]
+    rows = tuple(row[8 + i % 2 :] for i, row in enumerate(apart))
+    addresses = trainer.xp.asarray(np.array([row.data.ptr for row in rows], np.uint64))
+    peers = PeerRows(rows, addresses, first)
+    backends = ((trainer, trainer.xp, peers), (GENERIC, np, packed))
+    for add, size in ((True, values), (False, 3 * values)):
+        got = [xp.zeros(size, np.float32) for _, xp, _ in backends]
+        for (backend, _, given), out in zip(backends, got, strict=True):
+            backend.mxint_unpack(given, bits, 1.0, add, out)
+        assert_bytes(got[0].get(), got[1], (bits, add))
+        assert trainer.path("mxint_unpack", peers, bits, 1.0, add, got[0]) == "fused kernel"
+    for divisor in (1.0, 3.0):
+        again = [xp.zeros((1, packed.shape[1]), np.uint8) for _, xp, _ in backends]
+        for (backend, _, given), out in zip(backends, again, strict=True):
+            backend.mxint_repack(given, bits, divisor, Stream(1, 2, 3), 5, None, out)
+        assert_bytes(again[0].get(), again[1], (bits, divisor))
+
+
+def flags_of(xp: Any, words: np.ndarray) -> PeerRows:
+    rows = tuple(xp.asarray(row.copy().view(np.uint8)) for row in words)
+    addresses = np.array([getattr(row.data, "ptr", row.ctypes.data) for row in rows], np.uint64)
+    return PeerRows(rows, xp.asarray(addresses))
+
+
+@pytest.mark.parametrize("before", [0, 5, (1 << 32) - 1])
+def test_a_barrier_of_gpus_tells_all_and_waits_for_all(trainer: Any, before: int) -> None:
+    """The others are here, one is a step ahead; a word of the host ends the wait for a third."""
+    words = np.zeros((3, 64), np.uint32)
+    words[1, 32:35] = before
+    now = (before + 1) % (1 << 32)
+    for ahead in (0, 1):
+        words[1, :3] = now
+        words[1, 2] = (now + ahead) % (1 << 32)
+        expected = words.copy()
+        expected[1, 32:35] = now
+        expected[:, 1] = now
+        for backend, xp in ((trainer, trainer.xp), (GENERIC, np)):
+            flags = flags_of(xp, words)
+            backend.peer_barrier(flags, 1, np.zeros(1, np.uint32))
+            got = np.stack([np.asarray(row.view(np.uint32)) for row in flags.rows])
+            assert_bytes(got, expected, (backend.name, ahead))
+    words[1, 0] = before
+    for backend, xp in ((trainer, trainer.xp), (GENERIC, np)):
+        backend.peer_barrier(flags_of(xp, words), 1, np.ones(1, np.uint32))
+
+
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
     for bits in (8, 16):
         check_compiles(kernels.source(bits), arch)
+    check_compiles(peer_barrier.source(), arch)

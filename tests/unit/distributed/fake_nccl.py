@@ -16,7 +16,7 @@ import time
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -261,6 +261,28 @@ BINDING = types.SimpleNamespace(
 )
 
 
+def _handle(address: int) -> bytes:
+    return address.to_bytes(8, "little")
+
+
+class _Memory:
+    """Memory of a GPU, which is never given back."""
+
+    kept: ClassVar[list[Any]] = []
+
+    def __init__(self, nbytes: int) -> None:
+        self.kept.append(np.full(nbytes, 77, np.uint8))
+        self.ptr = self.kept[-1].ctypes.data
+
+
+class CUDARuntimeError(RuntimeError):
+    """What CUDA's runtime says."""
+
+
+def _unowned(address: int, nbytes: int, owner: Any, device: int) -> Any:
+    return (ctypes.c_char * nbytes).from_address(address)
+
+
 class Gpu(FakeCupy):
     """A machine of several GPUs."""
 
@@ -273,7 +295,17 @@ class Gpu(FakeCupy):
             Event=Event,
             Stream=Stream,
             get_current_stream=lambda: LOCAL.stream or DEFAULT,
+            Memory=_Memory,
+            UnownedMemory=_unowned,
+            MemoryPointer=lambda memory, offset: memory,
+            alloc_pinned_memory=bytearray,
             runtime=types.SimpleNamespace(
+                CUDARuntimeError=CUDARuntimeError,
+                getDevice=lambda: LOCAL.device,
+                memset=lambda address, value, nbytes: ctypes.memset(address, value, nbytes),
+                deviceSynchronize=lambda: None,
+                ipcGetMemHandle=_handle,
+                ipcOpenMemHandle=lambda handle, flags: int.from_bytes(handle, "little"),
                 getDeviceCount=lambda: count,
                 streamIsCapturing=lambda stream: False,
                 deviceGetPCIBusId=lambda number: f"0000:{number:02x}:00.0",

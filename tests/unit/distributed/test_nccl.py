@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import extensor as et
 from extensor.backends import registry
 from extensor.backends.generic import GenericBackend
+from extensor.backends.unsupported import Unsupported
 from extensor.distributed import (
     GRAD_COMM,
     CollectiveTimeout,
@@ -19,6 +21,7 @@ from extensor.distributed import (
     LocalCommunicator,
     NCCLCommunicator,
     make_reduction,
+    peer_memory,
     run_ranks,
 )
 from tests.unit.distributed import contract, fake_nccl
@@ -129,12 +132,20 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> GenericBackend:
     return backend
 
 
+@pytest.fixture(params=["peer memory", "collectives"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether GPUs reach each other's memory."""
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0" if request.param == "peer memory" else "1")
+    return str(request.param)
+
+
 @pytest.mark.parametrize("name", GRAD_COMM)
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.usefixtures("path")
 def test_gradients_have_the_bits_of_the_cpus_ranks(
     on_gpu: GenericBackend, name: str, ranks: int
 ) -> None:
-    """Packed and added on the device, moved by NCCL, without the host; float sums in one order."""
+    """Packed and added on the device, without the host; float sums in one order."""
     rng = np.random.default_rng(ranks)
     grads = rng.standard_normal((2 * ranks, 128)).astype(np.float32)
     grads *= np.exp2(rng.integers(-60, 20, grads.shape)).astype(np.float32)
@@ -156,8 +167,88 @@ def test_gradients_have_the_bits_of_the_cpus_ranks(
     assert with_gpus(ranks, gpu) == run_ranks(ranks, lambda comm: program(comm, "cpu"))
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("error_feedback", [False, True])
+def test_peer_memory_is_used_again(
+    on_gpu: GenericBackend, path: str, bits: int, ranks: int, error_feedback: bool
+) -> None:
+    """Two buckets of one lane, the second larger, all-reduced and scattered in turns."""
+    sizes = (96 * ranks, 32 * ranks, 320 * ranks)
+
+    def program(comm: Communicator, device: str) -> list[bytes]:
+        xp = on_gpu.xp if device == "cuda" else np
+        how: dict[str, Any] = {"device": device, "error_feedback": error_feedback}
+        made = [
+            make_reduction(f"mxint{bits}", size, comm, number=2 * i, **how)
+            for i, size in enumerate(sizes)
+        ]
+        if device == "cuda":
+            assert {m.path.partition(":")[0] for m in made} == {path}  # type: ignore[attr-defined]
+        found = []
+        for step in range(6):
+            number = step % 3
+            rng = np.random.default_rng((step, comm.rank))
+            made[number].add(xp.asarray(rng.standard_normal(sizes[number], dtype=np.float32)))
+            whole = step != 4
+            out = xp.zeros(sizes[number] // (1 if whole else ranks), np.float32)
+            call = made[number].all_reduce if whole else made[number].reduce_scatter
+            call(out, 3.0, step).wait()
+            found.append(np.asarray(out).tobytes())
+        return found
+
+    expected = run_ranks(ranks, lambda comm: program(comm, "cpu"))
+    assert with_gpus(ranks, lambda comm, xp: program(comm, "cuda")) == expected
+
+
+def test_why_ranks_have_no_peer_memory(
+    on_gpu: GenericBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason of one rank is that of all, and sums go through collectives."""
+
+    def program(comm: NCCLCommunicator, xp: Any, reason: str) -> None:
+        found = comm.peer_memory(1 << 10)
+        assert isinstance(found, Unsupported), found
+        assert reason in found.reason
+
+    def fails(handle: bytes, flags: int) -> int:
+        if fake_nccl.LOCAL.device == 1:
+            raise fake_nccl.CUDARuntimeError("cudaErrorPeerAccessUnsupported:\n no")
+        return 1
+
+    def without(comm: NCCLCommunicator, xp: Any) -> None:
+        xp.cuda.runtime.ipcOpenMemHandle = fails
+        program(comm, xp, "rank 1: cudaErrorPeerAccessUnsupported: no")
+
+    with_gpus(3, without)
+    with monkeypatch.context() as patch:
+        numbers = itertools.count()
+        patch.setattr(peer_memory.socket, "gethostname", lambda: f"machine{next(numbers)}")
+        with_gpus(3, lambda comm, xp: program(comm, xp, "ranks on several machines"))
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    with_gpus(3, lambda comm, xp: program(comm, xp, "NCCL_P2P_DISABLE=1"))
+    assert LocalCommunicator().peer_memory(1).reason == "ranks without GPUs"
+
+
+def test_a_gpu_stops_waiting_for_a_missing_rank(on_gpu: GenericBackend) -> None:
+    """A collective's timeout lets the barrier's kernel go, too; else the process could not end."""
+
+    def program(comm: NCCLCommunicator, xp: Any) -> None:
+        memory = comm.peer_memory(256)
+        assert not isinstance(memory, Unsupported)
+        comm.timeout = 0.3
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout):
+                comm.all_reduce(xp.asarray(np.ones(3, np.float32))).wait()
+            memory.barrier()
+
+    with_gpus(2, program)
+
+
 @pytest.mark.parametrize("name", ["exact", "mxint8", "float32"])
-def test_buckets_are_reduced_beside_the_backward_pass(on_gpu: GenericBackend, name: str) -> None:
+def test_buckets_are_reduced_beside_the_backward_pass(
+    on_gpu: GenericBackend, path: str, name: str
+) -> None:
     """The weights of ranks without GPUs, and all reductions queued before `finish` waits."""
 
     def program(comm: Communicator, device: str) -> list[bytes]:
@@ -174,7 +265,9 @@ def test_buckets_are_reduced_beside_the_backward_pass(on_gpu: GenericBackend, na
                 assert all(b.work is not None and b.work._current is None for b in buckets.buckets)
             buckets.finish(step)
             if isinstance(comm, NCCLCommunicator):
-                assert comm._stream.joined == comm._stream.total > 0
+                assert comm._stream.joined == comm._stream.total
+                collectives = path == "collectives" or name != "mxint8"
+                assert (comm._stream.total > 0) is collectives
                 assert all(lane.joined == 0 for lane in comm._lanes)
         return [np.asarray(p.grad.data).tobytes() for p in params if p.grad is not None]
 
