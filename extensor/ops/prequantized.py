@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.apply import apply
+from extensor.autograd.mode import MODE
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.generic import conv_pool
@@ -31,12 +32,14 @@ from extensor.ops.arguments import tensors_only
 from extensor.ops.block_scaled import matrix_product
 from extensor.ops.conv_pool import Pair, int_pair
 from extensor.ops.quantized import layer_context
+from extensor.ops.recipe_operands import counted_again, spec_along
 from extensor.quant import views
 from extensor.quant.array import QuantArray
 from extensor.quant.recipe import Gemm, LayerRecipe
 from extensor.quant.recipe_state import LayerContext
 from extensor.quant.spec import QuantSpec
 from extensor.quant.static_scale import quantize_static
+from extensor.quant.weight_cache import WeightVersion
 
 __all__ = ["prequantized_conv2d", "prequantized_matmul"]
 
@@ -47,41 +50,64 @@ _ONCE = (
 )
 
 
-def _quantized(backend: Backend, x: Array, context: LayerContext, axis: int) -> QuantArray:
-    """The activations in blocks, counted."""
-    operand = context.operand("fprop.x")
-    assert isinstance(operand, QuantSpec)
+def _quantized(
+    backend: Backend,
+    x: Array,
+    context: LayerContext,
+    operand: QuantSpec,
+    axis: int,
+    version: WeightVersion | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> QuantArray:
+    """The activations in blocks, counted.
+
+    ``version``: of the values of x, where other layers that read them may use the same blocks.
+    ``shape``: that x is quantized in, if not its own.
+    """
+    values = x if shape is None else x.reshape(shape)
+    spec = spec_along(operand, axis - values.ndim, values.ndim)
+    counts: Any
     if context.static_scale is not None:
-        x = backend.cast(x, _FLOAT32)
-    spec = operand.replace(axis=axis).resolve(x.ndim)
-    if context.static_scale is None:
-        q, stats = backend.quantize(x, spec)
+        values = backend.cast(values, _FLOAT32)
+        q, counts = quantize_static(values, spec, context.static_scale, backend.xp)
+    elif version is None:
+        q, counts = backend.quantize(values, spec)
     else:
-        q, stats = quantize_static(x, spec, context.static_scale, backend.xp)
-    context.record("fprop.x", stats)
+        cache, key = context.state.input_cache, (spec, id(backend.capturing))
+        q, counts = cache.share(x, version, key, lambda: backend.quantize(values, spec))
+        counts = counted_again(counts)
+    context.record("fprop.x", counts)
     return q
 
 
 # --- matrix product -----------------------------------------------------------------------------
 
 
-def _matmul_forward(backend: Backend, x: Array, w: QuantArray, context: LayerContext) -> Array:
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+def _matmul_forward(
+    backend: Backend,
+    x: Array,
+    w: QuantArray,
+    context: LayerContext,
+    version: WeightVersion | None = None,
+) -> Array:
+    shape = math.prod(x.shape[:-1]), x.shape[-1]
     operand = context.operand("fprop.x")
     dtype = "bfloat16" if x.dtype == BFLOAT16 else "float32"
     if isinstance(operand, str):
-        out = matrix_product(backend, weight_activations(backend, rows, operand), w, dtype)
+        values = weight_activations(backend, x.reshape(shape), operand)
+        out = matrix_product(backend, values, w, dtype)
     elif operand.rebased and context.static_scale is None:
-        spec = operand.replace(axis=1).resolve(2)
-        out, counts = backend.rebased_matmul(rows, spec, w, dtype)
+        spec = spec_along(operand, -1, 2)
+        out, counts = backend.rebased_matmul(x.reshape(shape), spec, w, dtype)
         context.record("fprop.x", counts)
     else:
-        out = matrix_product(backend, _quantized(backend, rows, context, 1), w, dtype)
+        q = _quantized(backend, x, context, operand, 1, version, shape)
+        out = matrix_product(backend, q, w, dtype)
     return backend.cast(out.reshape(*x.shape[:-1], w.shape[0]), x.dtype)
 
 
 def _matmul_replay(
-    backend: Backend, arrays: tuple[Array, QuantArray], params: dict[str, LayerContext]
+    backend: Backend, arrays: tuple[Array, QuantArray], params: dict[str, Any]
 ) -> Any:
     """The product of float32 activations, without asking the context again."""
     x, w = arrays
@@ -99,6 +125,7 @@ def _matmul_vjp(
     inputs: tuple[Array, QuantArray],
     needs: tuple[bool, bool],
     context: LayerContext,
+    version: WeightVersion | None = None,
 ) -> tuple[Array | None, None]:
     x, w = inputs
     if not needs[0]:
@@ -164,7 +191,9 @@ def prequantized_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTe
         raise ValueError(
             f"prequantized_matmul: expected x (..., K) and w (N, K), got {x.shape} and {w.shape}"
         )
-    return apply("prequantized_matmul", x, w, context=context)
+    whole = len(x._version) == 1 and MODE.recording is None  # a replay has other values
+    version = WeightVersion(x._version, x._version[0]) if whole else None
+    return apply("prequantized_matmul", x, w, context=context, version=version)
 
 
 def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
@@ -199,16 +228,21 @@ def _rows(x: Array, window: Window, xp: Any) -> Array:
 
 
 def _patches(
-    backend: Backend, x: Array, context: LayerContext, window: Window, groups: int
+    backend: Backend,
+    x: Array,
+    context: LayerContext,
+    operand: QuantSpec,
+    window: Window,
+    groups: int,
 ) -> Iterator[QuantArray]:
     """Each group's patches (N * Ho * Wo, C / groups * kh * kw), in blocks along the last axis."""
     step = x.shape[1] // groups
     if context.static_scale is None:
         for i in range(groups):
             part = _rows(x[:, i * step : (i + 1) * step], window, backend.xp)
-            yield _quantized(backend, part, context, 1)
+            yield _quantized(backend, part, context, operand, 1)
         return
-    q = _quantized(backend, x, context, 1)
+    q = _quantized(backend, x, context, operand, 1)
     zero = backend.xp.uint8((context.static_scale.zero_point or 0) & 0xFF)
     spec = q.spec.replace(axis=1)
     one: dict[str, Any] = {"scales": q.scales.reshape(1, 1)}
@@ -235,7 +269,7 @@ def _conv_forward(
         return backend.conv2d(dense_values(backend, x, operand), kernel, window, groups)
     size = outputs // groups
     rows = []
-    for i, patches in enumerate(_patches(backend, x, context, window, groups)):
+    for i, patches in enumerate(_patches(backend, x, context, operand, window, groups)):
         kernels = w if groups == 1 else views.slice_blocks(w, (_part(i, size), slice(None)))
         rows.append(matrix_product(backend, patches, kernels))
     joined = rows[0] if groups == 1 else xp.concatenate(rows, axis=1)

@@ -47,6 +47,7 @@ __all__ = [
     "Input",
     "SavedOperands",
     "Slots",
+    "counted_again",
     "forward_operands",
     "image_of",
     "input_of",
@@ -59,6 +60,7 @@ __all__ = [
     "scaled",
     "slot_spec",
     "slot_values",
+    "spec_along",
     "version_of",
 ]
 
@@ -70,7 +72,7 @@ Sizes = tuple[int, int, int]
 
 
 @lru_cache(maxsize=1024)
-def _along(spec: QuantSpec, axis: int, ndim: int) -> QuantSpec:
+def spec_along(spec: QuantSpec, axis: int, ndim: int) -> QuantSpec:
     """The spec along one axis, counted from the last, of ``ndim``."""
     return spec.replace(axis=axis + ndim).resolve(ndim)
 
@@ -79,7 +81,7 @@ def slot_spec(
     context: LayerContext, slot: str, spec: QuantSpec, axis: int, ndim: int
 ) -> tuple[QuantSpec, Stream | None]:
     """The slot's spec along ``axis`` (-1: rows, -2: columns); its stream if it draws bits."""
-    along = _along(spec, axis, ndim)
+    along = spec_along(spec, axis, ndim)
     if along.has_per_step_signs:
         assert along.transform is not None
         along = along.with_signs(context.signs(along.transform, slot))
@@ -339,7 +341,7 @@ def _shared(
         key = (*specs, preparation.path, pack, id(backend.capturing))
         cache = context.state.input_cache
         found = cache.share(x, given.version, key, lambda: _reading(None, make()))
-        again = [(operand, _counted_again(counts)) for operand, counts in found]
+        again = [(operand, counted_again(counts)) for operand, counts in found]
         made = _reading(preparation.x, again)
     for (slot, _), (_, counts) in zip(slots, made, strict=True):
         if counts is not None:
@@ -444,10 +446,10 @@ def _of_weight(weight: _Weight, slots: Slots, preparation: Preparation | None) -
     found = weight.find(slots)
     if found is None:
         found = _remade(weight, slots, preparation)
-    return [(one.operand, _counted_again(one.counts)) for one in found]
+    return [(one.operand, counted_again(one.counts)) for one in found]
 
 
-def _counted_again(counts: Counts | None) -> Counts | None:
+def counted_again(counts: Counts | None) -> Counts | None:
     """Counts for one more use of an operand; replays of a captured step count by themselves."""
     again = getattr(counts, "again", None)
     return counts if again is None else again()

@@ -135,7 +135,8 @@ void amx_int8_product(const BlockGemm& g) {
     const int64_t run_bytes = least(kMaxStep, a.side.row_bytes());
     product<TileRegisters>(
         g, {kHeight, a.side.row_bytes(), kMaxStep, task_rows(run_bytes), kTaskPanels}, a, b,
-        [&](int64_t pa, int64_t pb, int64_t start, int64_t rows, int64_t columns, float* out) {
+        [&](const IntegerRows& b, int64_t pa, int64_t pb, int64_t start, int64_t rows,
+            int64_t columns, float* out) {
             IntegerUpdate v{};
             static_cast<TileUpdate&>(v) = tile_update(a.side, b.side, pa, pb, start, kMaxStep);
             const int64_t run = start / kMaxStep;

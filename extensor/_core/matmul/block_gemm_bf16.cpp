@@ -207,12 +207,12 @@ void add(const TileUpdate& v) {
 template <class Source>
 void multiply(const BlockGemm& g, const Source& left, const Source& right) {
     Side<Source> a(left, g.k, false), b(right, g.k, true);
-    product<Scope>(
-        g, {kHeight, a.row_bytes(), kRun, task_rows(2 * kRun), kTaskPanels}, a, b,
-        [&](int64_t pa, int64_t pb, int64_t start, int64_t rows, int64_t columns, float* out) {
-            TileUpdate v = tile_update(a, b, pa, pb, start, kRun);
-            on_output(v, out, g.b.rows, rows, columns, kHeight, add);
-        });
+    product<Scope>(g, {kHeight, a.row_bytes(), kRun, task_rows(2 * kRun), kTaskPanels}, a, b,
+                   [&](const Side<Source>& b, int64_t pa, int64_t pb, int64_t start, int64_t rows,
+                       int64_t columns, float* out) {
+                       TileUpdate v = tile_update(a, b, pa, pb, start, kRun);
+                       on_output(v, out, g.b.rows, rows, columns, kHeight, add);
+                   });
 }
 
 void bf16(const BlockGemm& g) { multiply(g, Codes(g.a, g.k), Codes(g.b, g.k)); }

@@ -94,7 +94,8 @@ void float_tile(const FloatTile& t) {
 void float_product(const BlockGemm& g) {
     FloatSide a(g.a, g.k, MF, Slot::packed_a), b(g.b, g.k, NR, Slot::packed_b);
     product(g, {MF, 4 * g.k, kRun}, a, b,
-            [&](int64_t pa, int64_t pb, int64_t start, int64_t rows, int64_t columns, float* out) {
+            [&](const FloatSide& b, int64_t pa, int64_t pb, int64_t start, int64_t rows,
+                int64_t columns, float* out) {
                 FloatTile t;
                 t.a = a.values + (pa * g.k + start) * MF, t.b = b.values + (pb * g.k + start) * NR;
                 t.k = least(kRun, g.k - start), t.first = start == 0;

@@ -9,16 +9,13 @@
 // b's integers are stored with an offset, since the dot-product instructions want one unsigned
 // operand; the sums start from minus the offset times the sum of a's integers.
 
-#include "common/lanes.hpp"
-#include "matmul/block_gemm.hpp"
+#include "matmul/integer_panels.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
 
-constexpr int MI = VL == 16 ? 6 : 2;  // rows of an integer tile
-constexpr int64_t kRun = 1024;        // along k, that a tile adds up at a time; one step at least
-
-INLINE vi splat_int(int32_t x) { return x - vi{}; }
+constexpr int kRows =
+    VL == 16 ? 6 : 2;  // of an integer tile; a product of one row has tiles of one
 
 // sum + the dot product of four bytes in each lane, b's unsigned and a's signed. Narrow: no sum of
 // two products leaves int16.
@@ -59,142 +56,6 @@ INLINE vi dot(vi sum, vi b, vi a) {
 
 INLINE vi load_int(const int32_t* p) { return *reinterpret_cast<const vi_any*>(p); }
 
-// ---- integer panels ----
-
-// One packed matrix, in panels of `width` rows: [panel][k / 4][width] words of four bytes, and per
-// block [panel][block][width] of everything else.
-struct IntegerSide {
-    const BlockedMatrix& m;
-    ScaleReader scales;
-    int width;
-    int64_t k, step, blocks;
-    IntegerTable table;
-    int offset;  // added to every element
-    Slot slot;
-    int32_t* words;
-    float* scale;
-    // Without zero points: what a sum starts from. With them: the zero points, and sums of the
-    // elements (on the offset side less the zero point).
-    int32_t *sum, *zero;
-    int other_offset = 0;  // of the other matrix, where there are no zero points
-
-    IntegerSide(const BlockedMatrix& m, int64_t k, int64_t step, int width, bool unsigned_side)
-        : m(m),
-          scales(m, k),
-          width(width),
-          k(k),
-          step(step),
-          blocks(ceil_div(k, step)),
-          table(kElements[m.element]),
-          offset(unsigned_side ? -table.lowest : 0),
-          slot(unsigned_side ? Slot::packed_b : Slot::packed_a) {
-        for (int8_t& value : table.values) value = static_cast<int8_t>(value + offset);
-    }
-
-    int64_t run() const { return most(1, kRun / step) * step; }
-
-    int64_t panel_words() const { return blocks * step / 4 * width; }
-    int64_t panel_blocks() const { return blocks * width; }
-
-    void allocate(int64_t panels) {
-        const int64_t w = panels * panel_words(), b = panels * panel_blocks();
-        words = scratch_of<int32_t>(slot, w + 3 * b);
-        scale = reinterpret_cast<float*>(words + w);
-        sum = words + w + b;
-        zero = sum + b;
-    }
-
-    // Rows first .. of the matrix into panel `panel` of the buffer.
-    void pack(int64_t panel, int64_t first) const {
-        const int64_t run = this->run();
-        int8_t* rows = scratch_of<int8_t>(Slot::codes, width * run);
-        int32_t* to = words + panel * panel_words();
-        const int64_t n = least(width, m.rows - first);
-        for (int64_t start = 0; start < blocks * step; start += run) {
-            const int64_t length = least(run, blocks * step - start);
-            const int64_t real = most(0, least(length, k - start));
-            for (int64_t r = 0; r < width; ++r) {
-                int8_t* row = rows + r * run;
-                if (r >= n) {
-                    std::memset(row, 0, static_cast<size_t>(length));
-                } else {
-                    lookup_run(m.codes + (first + r) * m.row_bytes, start, real,
-                               kElements[m.element].bits, table.values, row);
-                    std::memset(row + real, 0, static_cast<size_t>(length - real));
-                }
-                const int64_t scales_at = r < n ? scales.at(first + r, 0) : -1;
-                for (int64_t t = 0, block = start / step; t < length; t += step, ++block)
-                    describe(panel, block, r, scales_at, row + t);
-            }
-            int64_t done = 0;
-            for (; width % VL == 0 && done + VL <= length / 4; done += VL)
-                for (int64_t r = 0; r < width; r += VL)
-                    transpose_words(rows + r * run + 4 * done, run, to + done * width + r);
-            for (int64_t i = done; i < length / 4; ++i)
-                for (int64_t r = 0; r < width; ++r)
-                    std::memcpy(to + i * width + r, rows + r * run + 4 * i, 4);
-            to += length / 4 * width;
-        }
-    }
-
-private:
-    // VL words of VL rows, `run` bytes apart, to words of their rows side by side.
-    void transpose_words(const int8_t* rows, int64_t run, int32_t* to) const {
-        vf words[VL];
-#pragma GCC unroll 16
-        for (int r = 0; r < VL; ++r)
-            words[r] = load(reinterpret_cast<const float*>(rows + r * run));
-        transpose(words);
-#pragma GCC unroll 16
-        for (int i = 0; i < VL; ++i) store(reinterpret_cast<float*>(to + i * width), words[i]);
-    }
-
-    // `scales_at`: of the row's first scale, or -1 beyond the last row.
-    void describe(int64_t panel, int64_t block, int64_t r, int64_t scales_at,
-                  const int8_t* bytes) const {
-        const int64_t at = panel * panel_blocks() + block * width + r;
-        const int64_t count = least(step, k - block * step);
-        int32_t total = 0, any = 0;
-        int64_t i = 0;
-#if defined(__AVX2__)
-        // Sums of 32 bytes are those of bytes without a sign, less 128 each or the offset.
-        const __m256i flip = _mm256_set1_epi8(offset ? 0 : -128);
-        const __m256i zeros = _mm256_set1_epi8(static_cast<char>(offset));
-        for (; i + 32 <= count; i += 32) {
-            const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + i));
-            const __m256i four = _mm256_sad_epu8(_mm256_xor_si256(v, flip), __m256i{});
-            const __m128i two =
-                _mm_add_epi64(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
-            total +=
-                _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 2) - 32 * (offset ? offset : 128);
-            any |= !_mm256_testz_si256(_mm256_xor_si256(v, zeros), _mm256_xor_si256(v, zeros));
-        }
-#endif
-        for (; i < count; ++i) {
-            const int32_t value = offset ? static_cast<uint8_t>(bytes[i]) - offset : bytes[i];
-            total += value, any |= value;
-        }
-        if (scales_at < 0) {
-            scale[at] = 0, sum[at] = 0, zero[at] = 0;
-            return;
-        }
-        const int64_t tile =
-            scales_at + (m.tile_length == step ? block : block * step / m.tile_length);
-        float s = scale_value(m.scale, m.scales, tile, scales.ue4m3);
-        zero[at] = 0;
-        if (m.zero_points) {
-            zero[at] = m.zero_points[tile];
-        } else if (!any && s - s == 0) {
-            s = 1;  // zeros: spares multiplying by the subnormal 2**-127
-        }
-        scale[at] = s * table.unit;
-        sum[at] = offset         ? total - static_cast<int32_t>(count) * zero[at]
-                  : other_offset ? -other_offset * total
-                                 : total;
-        zero[at] += offset;
-    }
-};
-
 // ---- integer tiles ----
 
 struct IntegerTile {
@@ -208,7 +69,7 @@ struct IntegerTile {
 };
 
 // Words: along k per block, or 0 where only known at run time.
-template <bool Narrow, bool Zero, bool Exact, int Words>
+template <int MI, bool Narrow, bool Zero, bool Exact, int Words>
 void integer_tile(const IntegerTile& t) {
     vf total[MI][NV];
 #pragma GCC unroll 8
@@ -266,30 +127,32 @@ void integer_tile(const IntegerTile& t) {
 
 using IntegerTileFunction = void (*)(const IntegerTile&);
 
-template <bool Narrow>
+template <int MI, bool Narrow>
 IntegerTileFunction integer_function(bool zero, bool exact, int64_t step) {
-    if (zero) return integer_tile<Narrow, true, false, 0>;
-    if (!exact) return integer_tile<Narrow, false, false, 0>;
-    return step == 32   ? integer_tile<Narrow, false, true, 8>
-           : step == 16 ? integer_tile<Narrow, false, true, 4>
-                        : integer_tile<Narrow, false, true, 0>;
+    if (zero) return integer_tile<MI, Narrow, true, false, 0>;
+    if (!exact) return integer_tile<MI, Narrow, false, false, 0>;
+    return step == 32   ? integer_tile<MI, Narrow, false, true, 8>
+           : step == 16 ? integer_tile<MI, Narrow, false, true, 4>
+                        : integer_tile<MI, Narrow, false, true, 0>;
 }
 
-void integer(const BlockGemm& g) {
+template <int MI>
+void product_of_rows(const BlockGemm& g) {
     IntegerSide a(g.a, g.k, g.step, MI, false), b(g.b, g.k, g.step, NR, true);
     const bool zero = g.a.zero_points || g.b.zero_points;
-    a.other_offset = zero ? 0 : b.offset;
+    a.other_offset = zero ? 0 : b.offset, b.sums = zero;
     const auto largest = static_cast<float>(a.table.lowest * b.table.lowest);
     const auto digits = [](const BlockedMatrix& m) {
         return m.scale == Scale::ue4m3 ? 15.0f : 1.0f;
     };
     const bool exact = is_byte(g.a.scale) && is_byte(g.b.scale) &&
                        largest * static_cast<float>(g.step) * digits(g.a) * digits(g.b) <= 16777216;
-    const auto function = 4 * largest <= 32767 ? integer_function<true>(zero, exact, g.step)
-                                               : integer_function<false>(zero, exact, g.step);
+    const auto function = 4 * largest <= 32767 ? integer_function<MI, true>(zero, exact, g.step)
+                                               : integer_function<MI, false>(zero, exact, g.step);
     const int64_t run = a.run();
     product(g, {MI, a.blocks * g.step, run}, a, b,
-            [&](int64_t pa, int64_t pb, int64_t start, int64_t rows, int64_t columns, float* out) {
+            [&](const IntegerSide& b, int64_t pa, int64_t pb, int64_t start, int64_t rows,
+                int64_t columns, float* out) {
                 IntegerTile t;
                 const int64_t block = start / g.step;
                 t.a = a.words + pa * a.panel_words() + start / 4 * MI;
@@ -302,6 +165,10 @@ void integer(const BlockGemm& g) {
                 t.first = start == 0;
                 on_output(t, out, g.b.rows, rows, columns, MI, function);
             });
+}
+
+void integer(const BlockGemm& g) {
+    g.a.rows == 1 ? product_of_rows<1>(g) : product_of_rows<kRows>(g);
 }
 
 }  // namespace

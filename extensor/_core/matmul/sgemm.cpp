@@ -17,7 +17,53 @@ constexpr int64_t kTasks = 16;     // at least, where there are columns enough
 // Rows of A whose distance is a multiple of this share cache sets, so such an A is packed.
 constexpr int64_t kAlias = 1024;
 
+constexpr int64_t kFew = 8;  // rows of A up to which B is read once, where it lies
+
+// R rows of A times VL columns of a transposed B, which are rows of its memory: they are transposed
+// in registers, VL elements at a time. A lane is one chain in the order of k, as in other products.
+template <int R>
+void few_rows(const Product& s, int64_t column) {
+    const float* b = s.b + column * s.ldb;
+    const int64_t columns = least(VL, s.n - column);
+    vf sums[R];
+    for (int i = 0; i < R; ++i)
+        sums[i] = s.bias ? load_at(s.bias + column, 0, columns) : splat(0.0f);
+    const float* rows[VL];
+    for (int r = 0; r < VL; ++r) rows[r] = b + least(r, columns - 1) * s.ldb;
+    const auto add = [&](int64_t top, int64_t depth) __attribute__((always_inline)) {
+        vf v[VL];
+#pragma GCC unroll 16
+        for (int r = 0; r < VL; ++r) {
+            __builtin_prefetch(rows[r] + VL * s.ldb + top, 0, 2);  // of the next columns
+            v[r] = depth == VL ? load(rows[r] + top) : load_at(rows[r], top, s.k);
+        }
+        transpose(v);
+        const float* a = s.a + top;
+#pragma GCC unroll 16
+        for (int64_t k = 0; k < depth; ++k)
+#pragma GCC unroll 8
+            for (int i = 0; i < R; ++i)
+                sums[i] = multiply_add(splat(a[i * s.lda + k]), v[k], sums[i]);
+    };
+    int64_t top = 0;
+    for (; top + VL <= s.k; top += VL) add(top, VL);
+    if (top < s.k) add(top, s.k - top);
+    for (int i = 0; i < R; ++i) store_at(s.c + i * s.ldc + column, sums[i], 0, columns);
+}
+
+template <int... R>
+void few_rows(const Product& s, std::integer_sequence<int, R...>) {
+    constexpr void (*kernels[])(const Product&, int64_t) = {few_rows<R + 1>...};
+    const int64_t groups = ceil_div(s.n, VL), tasks = least(groups, kTasks * threads::get());
+    threads::run(tasks, s.n * s.k, [&](int64_t task) {
+        for (int64_t g = groups * task / tasks; g < groups * (task + 1) / tasks; ++g)
+            kernels[s.m - 1](s, g * VL);
+    });
+}
+
 void product(const Product& s) {
+    if (s.m <= kFew && s.b_transposed && !s.a_transposed && s.m && s.n)
+        return few_rows(s, std::make_integer_sequence<int, kFew>{});
     const int64_t work = s.m * s.n * s.k / 8;
     if (!s.k) {
         for (int64_t i = 0; i < s.m; ++i)

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,6 +50,7 @@ import numpy as np
 from extensor.backends.unsupported import Unsupported
 from extensor.formats import ElementFormat
 from extensor.quant.array import QuantArray
+from extensor.quant.spec import QuantSpec
 
 __all__ = [
     "BlockProduct",
@@ -102,20 +104,22 @@ def choose_block_product(core: Any, a: QuantArray, b: QuantArray) -> BlockProduc
     return BlockProduct("bf16", 0) if gap is None else BlockProduct(other, step, f": {gap}")
 
 
-def _matrix_gap(q: QuantArray, affine: bool = False) -> Unsupported | None:
-    """Why the core's products cannot take this operand; None if they can.
+def _matrix_gap(
+    spec: QuantSpec, shape: tuple[int, ...], affine: bool = False
+) -> Unsupported | None:
+    """Why the core's products cannot take an operand; None if they can.
 
     ``affine``: whether minimums and super-blocks are taken.
     """
-    if len(q.shape) != 2:
-        return Unsupported(f"{len(q.shape)} axes; the core multiplies matrices")
-    if q.spec.axis != 1:
-        return Unsupported(f"blocks along axis {q.spec.axis}; the core takes them along the last")
-    if math.prod(q.shape) == 0:
+    if len(shape) != 2:
+        return Unsupported(f"{len(shape)} axes; the core multiplies matrices")
+    if spec.axis != 1:
+        return Unsupported(f"blocks along axis {spec.axis}; the core takes them along the last")
+    if math.prod(shape) == 0:
         return Unsupported("empty array")
-    if q.spec.kernel_gap and not (affine and q.spec.is_affine and q.spec.row.element.has_kernels):
-        return Unsupported(q.spec.kernel_gap)
-    if q.spec.transform:
+    if spec.kernel_gap and not (affine and spec.is_affine and spec.row.element.has_kernels):
+        return Unsupported(spec.kernel_gap)
+    if spec.transform:
         return Unsupported("a Hadamard transform to undo")
     return None
 
@@ -134,7 +138,7 @@ def matrix(core: Any, q: QuantArray, widen: bool = True) -> Any:
     codes, scales, zero_points = q.codes, q.scales, q.zero_points
     if widen and scales.dtype == np.float16:
         scales = scales.astype(np.float32)
-    tile_rows, tile_length = _tile(q)
+    tile_rows, tile_length = _tile(q.spec, q.shape)
     made = core.Matrix(
         element=q.spec.row.element.name,
         scale=q.spec.scale_name,
@@ -165,26 +169,39 @@ def _affine_parts(q: QuantArray, tile_length: int) -> dict[str, Any]:
 
 def _block_step(a: QuantArray, b: QuantArray) -> int | Unsupported:
     """Elements of K per exact integer sum; 0 for a float product; or why the core has neither."""
-    for q in (a, b):
-        if (gap := _matrix_gap(q)) is not None:
-            return gap
-    step = _step(a, b)
-    if step % 4 == 0 and all(_is_integer(q.spec.row.element) for q in (a, b)):
+    found = _step_of_specs(a.spec, a.shape, b.spec, b.shape)
+    if isinstance(found, Unsupported):
+        return found
+    step, why = found
+    if not why:
         largest = _largest_scale(a) * _largest_scale(b)
         if largest <= _LARGEST_PRODUCT:
             return step
         why = f"scales whose product reaches {largest:.3g}"
-    else:
-        why = f"blocks that meet in steps of {step}" if step % 4 else "no small integers"
     if a.zero_points is not None or b.zero_points is not None:
         return Unsupported(f"zero points with {why}")
     return 0
 
 
+@lru_cache(maxsize=4096)
+def _step_of_specs(
+    a: QuantSpec, a_shape: tuple[int, ...], b: QuantSpec, b_shape: tuple[int, ...]
+) -> tuple[int, str] | Unsupported:
+    """The step of blocks that meet, and why integers do not serve in it: "" where they do."""
+    for spec, shape in ((a, a_shape), (b, b_shape)):
+        if (gap := _matrix_gap(spec, shape)) is not None:
+            return gap
+    step = _step(_tile(a, a_shape)[1], _tile(b, b_shape)[1], a_shape[1])
+    if step % 4:
+        return step, f"blocks that meet in steps of {step}"
+    integers = all(_is_integer(spec.row.element) for spec in (a, b))
+    return step, "" if integers else "no small integers"
+
+
 def _on_int8_tiles(a: QuantArray, b: QuantArray) -> bool:
     """Whether an integer product is one of rows under one float32 scale each."""
     floats = all(q.spec.scale_name not in ("e8m0", "ue4m3") for q in (a, b))
-    return floats and all(_tile(q)[1] >= q.shape[1] for q in (a, b))
+    return floats and all(_tile(q.spec, q.shape)[1] >= q.shape[1] for q in (a, b))
 
 
 def _bf16_gap(a: QuantArray, b: QuantArray) -> str | None:
@@ -262,7 +279,7 @@ def _range(q: QuantArray) -> tuple[int, int]:
 
 def _least_used(q: QuantArray) -> int:
     """At most the least e8m0 byte of a block that is not all zeros, and at most `_SMALL`."""
-    rows, length = _tile(q)
+    rows, length = _tile(q.spec, q.shape)
     bits = q.spec.row.element.bits
     period = 4 if bits == 6 else 8 // bits  # elements that fill whole bytes
     if rows > 1 or (length < q.shape[1] and length % period):
@@ -276,7 +293,7 @@ def _least_used(q: QuantArray) -> int:
 
 def choose_weight_only(core: Any, x: Any, w: QuantArray) -> Any | Unsupported:
     """The weights of x w^T as the core takes them, or why it does not take the two."""
-    if w not in _MATRICES and (gap := _matrix_gap(w, affine=True)) is not None:
+    if w not in _MATRICES and (gap := _matrix_gap(w.spec, w.shape, affine=True)) is not None:
         return gap
     if x.ndim != 2 or x.dtype not in _ROWS:
         return Unsupported(f"{x.dtype} activations of {x.ndim} axes; the core takes float32 rows")
@@ -289,21 +306,23 @@ def _is_integer(element: ElementFormat) -> bool:
     return element.max / element.min_positive <= 127
 
 
-def _tile(q: QuantArray) -> tuple[int, int]:
+def _tile(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and elements along K that share a scale."""
-    rows, k = q.shape
-    if q.spec.tile == "tensor":
+    rows, k = shape
+    if spec.tile == "tensor":
         return rows, k
-    if q.spec.tile == "channel":
+    if spec.tile == "channel":
         return 1, k
-    assert isinstance(q.spec.tile, tuple)
-    return q.spec.tile
+    assert isinstance(spec.tile, tuple)
+    return spec.tile
 
 
-def _step(a: QuantArray, b: QuantArray) -> int:
-    """The longest run of K, up to the limit, within which no block of either side ends."""
-    k = a.shape[1]
-    lengths = [length for _, length in (_tile(a), _tile(b)) if length < k]
+def _step(a: int, b: int, k: int) -> int:
+    """The longest run of K, up to the limit, within which no block of either side ends.
+
+    ``a``, ``b``: the lengths of blocks.
+    """
+    lengths = [length for length in (a, b) if length < k]
     if not lengths:
         return min(_MAX_STEP, -(-k // 4) * 4)
     step = math.gcd(*lengths)

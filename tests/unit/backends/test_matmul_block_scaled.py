@@ -50,6 +50,7 @@ INTEGER = [
     (ZEROS, ZEROS),
     (ZEROS, QuantSpec("int4", symmetric=False, scale_dtype="float16")),
     (QuantSpec("int8"), QuantSpec("int4")),
+    (QuantSpec("mxint8"), MXFP4),
     (MXFP4, QuantSpec("int4", symmetric=False)),
 ]
 FLOAT = [
@@ -59,8 +60,8 @@ FLOAT = [
     (QuantSpec("fp8_e5m2"), NVFP4),
     (QuantSpec("mxfp4", tile=(1, 10)), QuantSpec("mxfp4", tile=(1, 7))),
 ]
-SHAPES = ((1, 1, 1), (5, 7, 33), (14, 70, 300), (37, 33, 1100), (200, 3, 64), (2, 150, 2100),
-          (33, 34, 8193))  # fmt: skip
+SHAPES = ((1, 1, 1), (1, 150, 1100), (5, 7, 33), (14, 70, 300), (37, 33, 1100), (200, 3, 64),
+          (2, 150, 2100), (33, 34, 8193))  # fmt: skip
 
 
 def test_decoding_here_is_what_dequantize_rounds() -> None:
@@ -248,6 +249,9 @@ def test_scales_at_the_ends_of_their_range(variant: str) -> None:
         got = BACKEND.block_scaled_matmul(a, b)
         assert not got[0].any()
         check(got[1:], exact(a)[1:], exact(b), 64, (low, high))
+        back = BACKEND.block_scaled_matmul(b, a)  # the other side is packed in another way
+        assert not back[:, 0].any()
+        check(back[:, 1:], exact(b), exact(a)[1:], 64, (low, high))
 
 
 # --- paths, and what the core refuses -----------------------------------------------------------

@@ -80,3 +80,34 @@ def test_every_format_takes_the_path_that_the_table_says(name: str, spec: QuantS
 
 def test_the_tables_list_every_format() -> None:
     assert {name for name, _ in specs()} == set(BLOCKED)
+
+
+@pytest.mark.parametrize("level", CORE.levels() if CORE else [])
+def test_few_rows_have_the_bits_of_many(level: str) -> None:
+    """A layer's weight is read where it lies up to eight rows: each sum is the same chain."""
+    before = CORE.gemm_level()
+    rng = np.random.default_rng(5)
+    CORE.set_level(level)
+    try:
+        for n, k in ((1, 1), (8, 16), (33, 40), (70, 395)):
+            x, w, bias = (rng.standard_normal(s).astype(np.float32) for s in ((20, k), (n, k), n))
+            x[3, k // 2] = np.inf  # meets no zeros beyond the last element
+            whole = CORE.matmul(x, w.T, bias)
+            for rows in range(1, 10):
+                assert CORE.matmul(x[:rows], w.T, bias).tobytes() == whole[:rows].tobytes()
+    finally:
+        CORE.set_level(CORE.levels()[-1])
+        CORE.set_gemm_level(before)
+
+
+@pytest.mark.skipif(CORE is None, reason="the core's products")
+def test_a_layer_weight_meets_few_rows_in_the_core() -> None:
+    small, large = np.ones((64, 64), np.float32), np.ones((1024, 1024), np.float32)
+    for x, w, reason in (
+        (np.ones((2, 64), np.float32), small.T, None),
+        (np.ones((1, 1024), np.float32), large.T, None),
+        (np.ones((1, 64), np.float32), small.T, "BLAS"),
+        (np.ones((2, 64), np.float32), small, "BLAS"),
+    ):
+        path = BACKEND.path("matmul", x, w)
+        assert (reason in path) if reason else path.startswith("core"), path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -218,3 +219,29 @@ def weight(*shape: int, axis: int = 1) -> et.ExTensor:
 def test_what_does_not_fit(call, error, message) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_layers_that_read_the_same_input_quantize_it_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """q, k and v; gate and up: until the input is written."""
+    model = et.nn.Sequential(*(et.nn.Linear(64, 32, bias=False, rng=i) for i in range(3)))
+    model = et.quantize_model(model, "mxfp4_mxint8")
+    x = et.ones((2, 5, 64)) * et.from_numpy(arrays((2, 5, 64))[0])
+    made: list[object] = []
+    quantize = x.backend.quantize
+
+    def counted(*args: object) -> Any:
+        made.append(args)
+        return quantize(*args)
+
+    monkeypatch.setattr(x.backend, "quantize", counted)
+    first = [layer(x).numpy() for layer in model]
+    assert len(made) == 1
+    counts = model[0].quant.state.telemetry
+    assert [counts[f"{i}", "fprop.x"].count for i in range(3)] == [x.size] * 3
+    x[0, 0, 0] = 100.0
+    again = model[1](x).numpy()
+    assert len(made) == 2 and not np.array_equal(again, first[1])
+    fresh = model[1](et.from_numpy(x.numpy().copy()))
+    assert len(made) == 3 and np.array_equal(again, fresh.numpy())
