@@ -30,6 +30,7 @@ from extensor.io import CheckpointError
 from extensor.quant.recipes import ALIASES, RECIPES
 from extensor.quant.schemes import SCHEMES
 
+from .callbacks import Interval
 from .choices import OPTIMIZERS, SCHEDULES, describe
 from .compare import compare
 from .comparison import CompareArgs, CompareFlags
@@ -67,10 +68,10 @@ class TrainFlags:
     resume: bool = False
     """Go on from the folder's last checkpoint. On the CPU the result is bit for bit that of a run
     that was never interrupted. Settings may be left out, and may not differ."""
-    telemetry: int = 0
+    telemetry: Annotated[Interval, tyro.conf.arg(metavar="N|auto")] = 0
     """Every N steps, write each layer's block scales, saturation, quantization and gradient noise
-    and weight oscillation to telemetry.jsonl and TensorBoard; 0 never. A record takes as long as
-    two to five steps; the file says which share of the training all of them took."""
+    and weight oscillation to telemetry.jsonl and TensorBoard; 0 never; auto as often as takes 2% of
+    the training. A record takes as long as two to ten steps; the file says what they took."""
     memory: bool = False
     """Print what the run will hold before the first step, and that step's peak after it: weights,
     gradients, states, what each layer keeps for backward. memory.json has the timeline."""
@@ -98,7 +99,7 @@ class TrainFlags:
             raise UsageError(f"--save-steps: expected 0 or more steps, got {self.save_steps}")
         if self.until_epoch < 0:
             raise UsageError(f"--until-epoch: expected 0 or more epochs, got {self.until_epoch}")
-        if self.telemetry < 0:
+        if self.telemetry != "auto" and self.telemetry < 0:
             raise UsageError(f"--telemetry: expected 0 or more steps, got {self.telemetry}")
         _ = self.memory_limit_bytes
 

@@ -18,6 +18,7 @@ from .callbacks import (
     Callback,
     EarlyStopping,
     InterruptAfter,
+    Interval,
     JsonLines,
     SaveCheckpoint,
     ShowMemory,
@@ -45,7 +46,7 @@ def train(
     *,
     resume: bool,
     console: Console,
-    telemetry: int = 0,
+    telemetry: Interval = 0,
     memory: bool = False,
     memory_limit: int | None = None,
     graph: bool = False,
@@ -60,7 +61,7 @@ def train(
         out: its folder.
         resume: whether to go on from its last checkpoint.
         console: where it reports.
-        telemetry: steps between records of `Telemetry`; 0 records nothing.
+        telemetry: steps between records of `Telemetry`, or "auto"; 0 records nothing.
         memory: whether a plan and the first step's memory are shown; see `ShowMemory`.
         memory_limit: bytes that a step may take; None sets none. See `fit_memory`.
         graph: whether steps are captured in a CUDA graph and replayed.
@@ -199,7 +200,7 @@ def plan_memory(
 def _callbacks(
     config: RunConfig,
     console: Console,
-    telemetry: int,
+    telemetry: Interval,
     plan: MemoryPlan | None,
     ranks: Communicator,
     save_steps: int,
@@ -251,7 +252,7 @@ def _trainer(config: RunConfig, out: Path, **more: Any) -> Trainer:
         raise UsageError(str(error)) from error
 
 
-def _check_graph(config: RunConfig, telemetry: int, memory: bool) -> None:
+def _check_graph(config: RunConfig, telemetry: Interval, memory: bool) -> None:
     """Refuse what a CUDA graph cannot replay.
 
     Raises:

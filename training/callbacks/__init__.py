@@ -5,13 +5,14 @@ from .early_stopping import EarlyStopping, InterruptAfter
 from .files import JsonLines, SaveCheckpoint, TensorBoard
 from .memory import ShowMemory
 from .progress import ShowProgress
-from .telemetry import NOISE_RATIO, Telemetry
+from .telemetry import NOISE_RATIO, Interval, Telemetry
 
 __all__ = [
     "NOISE_RATIO",
     "Callback",
     "EarlyStopping",
     "InterruptAfter",
+    "Interval",
     "JsonLines",
     "RunView",
     "SaveCheckpoint",

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -41,10 +41,15 @@ from ..rundir import TELEMETRY, read_telemetry, write_text
 from .base import Callback, RunView
 from .files import TensorBoard
 
-__all__ = ["NOISE_RATIO", "Telemetry"]
+__all__ = ["NOISE_RATIO", "Interval", "Telemetry"]
+
+Interval = int | Literal["auto"]
+"""Steps between records; "auto": as often as `SHARE` of the training's time allows."""
 
 NOISE_RATIO = math.sqrt(3.0)
 """Below this, the gradient's norm over its noise's, quantized training gains little."""
+SHARE, FIRST = 0.02, 50
+"""Of "auto": what all records so far may take of the training, and the step of the first one."""
 OVERFLOWS = 100
 """Skipped steps that are run once more, at most."""
 
@@ -55,14 +60,15 @@ class Telemetry(Callback):
     After a resume the first record has no oscillation: the codes before it are not kept.
 
     Args:
-        every: steps between records, 1 or more.
+        every: steps between records, 1 or more, or "auto": the first after `FIRST` steps, then
+            whenever all so far took no more than `SHARE` of the training's time.
         board: also gets the figures, if given.
     """
 
     whole_batches = True
 
-    def __init__(self, every: int, board: TensorBoard | None = None) -> None:
-        if every < 1:
+    def __init__(self, every: Interval, board: TensorBoard | None = None) -> None:
+        if every != "auto" and every < 1:
             raise ValueError(f"telemetry: expected 1 or more steps between records, got {every}")
         self.every, self.board = every, board
         self._counts: tuple[int, dict[tuple[str, str], QuantStats]] = (0, {})
@@ -75,6 +81,7 @@ class Telemetry(Callback):
         self._scale = 1.0
         self._overflows = 0
         self._spent = _Spent()
+        self._first, self._next = 0, 0
 
     def on_start(self, run: RunView) -> None:
         path, done = run.out / TELEMETRY, run.position.step
@@ -83,6 +90,7 @@ class Telemetry(Callback):
         write_text(path, "".join(kept))
         self._scale = run.scaler.current_scale
         self._spent = _Spent(run.position.seconds)
+        self._first, self._next = done, self._after(done, run.position.seconds)
         self._remember_buffers(run, done + 1)
 
     def on_gradients(self, run: RunView, batch: Batch) -> None:
@@ -92,7 +100,6 @@ class Telemetry(Callback):
                 self._gradients = self._compare_gradients(run, batch)
 
     def on_step(self, run: RunView, report: StepReport) -> None:
-        self._remember_buffers(run, report.step + 1)
         if report.skipped and self._overflows < OVERFLOWS:
             self._overflows += 1
             self._write(run, {"step": report.step, "loss": report.loss, "lr": report.lr,
@@ -102,6 +109,8 @@ class Telemetry(Callback):
             before = self._spent.seconds  # what the step's own seconds hold
             with self._spent:
                 self._write_record(run, report, self._spent.share(run.position.seconds, before))
+            self._next = self._after(report.step, run.position.seconds)
+        self._remember_buffers(run, report.step + 1)
 
     def _write_record(self, run: RunView, report: StepReport, cost: float | None) -> None:
         slots = self._slots(run, report.epoch)
@@ -135,7 +144,16 @@ class Telemetry(Callback):
             file.write(_line(record))
 
     def _due(self, step: int) -> bool:
-        return step % self.every == 0
+        return step == self._next
+
+    def _after(self, step: int, seconds: float) -> int:
+        """The step of the record after a step, when the training has taken so long."""
+        if self.every != "auto":
+            return (step // self.every + 1) * self.every
+        if step == self._first:
+            return step + FIRST
+        a_step = self._spent.training(seconds) / (step - self._first)
+        return max(step + 1, self._first + math.ceil(self._spent.seconds / (SHARE * a_step)))
 
     # --- operands -------------------------------------------------------------------------------
 
@@ -279,12 +297,17 @@ class _Spent:
 
     def __init__(self, training: float = 0.0) -> None:
         self.seconds, self._training, self._counted = 0.0, training, 0.0
+        self._begun = training
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
         self.seconds += time.perf_counter() - self._start
+
+    def training(self, seconds: float) -> float:
+        """What the training itself has taken, by its own clock; at least a microsecond."""
+        return max(seconds - self._begun - self.seconds, 1e-6)
 
     def share(self, training: float, spent: float) -> float | None:
         """Of the training since the last call; None without any."""

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import extensor as et
 from extensor import nn
-from extensor.training.callbacks import Callback, SaveCheckpoint, Telemetry
+from extensor.training.callbacks import Callback, SaveCheckpoint, Telemetry, telemetry
 from extensor.training.cli import main
 from extensor.training.loop import Interrupted, Trainer
 from extensor.training.rundir import LAST, TELEMETRY
@@ -61,6 +61,24 @@ def test_gradients_beside_their_noise(small: Make, tmp_path: Path) -> None:
         assert 1 < row["gradient_over_noise"] < 100
     whole = math.sqrt(sum(float((g**2).sum()) for g in exact.values()))
     assert record["gradient_norm"] == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize(("share", "steps"), [(1e9, [2, 3, 4, 5, 6]), (1e-9, [2])])
+def test_records_as_often_as_a_share_of_the_time_allows(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, steps: list[int]
+) -> None:
+    monkeypatch.setattr(telemetry, "FIRST", 2)
+    monkeypatch.setattr(telemetry, "SHARE", share)
+    fitted(small(recipe="mxfp4_all", epochs=1), tmp_path / "run", Telemetry("auto"))
+    assert [record["step"] for record in records(tmp_path / "run")] == steps
+
+
+def test_the_next_record_waits_until_all_cost_their_share() -> None:
+    watch = Telemetry("auto")
+    assert watch._after(0, 0.0) == telemetry.FIRST
+    watch._spent.seconds = 3.0  # of 13: 50 steps of 0.2 s
+    assert watch._after(50, 13.0) == 750  # 3 s are 2% of 750 steps
+    assert Telemetry(20)._after(50, 13.0) == 60
 
 
 class Noisy(nn.Module):
