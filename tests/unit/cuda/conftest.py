@@ -53,10 +53,13 @@ def compiler() -> str:
     return COMPILER
 
 
+EMULATED = compiling.cache_folder().with_name("emulated-by-tests")
+
+
 @pytest.fixture(scope="session")
-def emulator(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def emulator(compiler: str) -> Emulator:
     """Kernels on the CPU, each compiled once."""
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(EMULATED)
 
 
 @pytest.fixture(params=["emulated", "on a GPU"])
@@ -71,9 +74,9 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(scope="session")
-def fake_launch(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> fake.FakeLaunch:
+def fake_launch(compiler: str) -> fake.FakeLaunch:
     """Kernels on the CPU, which a capture lists."""
-    return fake.FakeLaunch(tmp_path_factory.mktemp("kernels"))
+    return fake.FakeLaunch(EMULATED)
 
 
 @pytest.fixture(params=["fake", "on a GPU"])

@@ -1,8 +1,11 @@
 // What header-free CUDA C++ without inline assembly needs of a C++ compiler: blocks one after the
-// other, their threads in turns (ucontext), a barrier being a wait for the others' turns.
+// other, their threads in turns (a stack each; a switch is a longjmp, which asks the system for
+// nothing), a barrier being a wait for the others' turns.
 
+#include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cfenv>
 #include <cmath>
 #include <cstdio>
@@ -42,14 +45,20 @@ struct Barrier {
     void wait();
 };
 
-static ucontext_t scheduler;
-static std::vector<ucontext_t> contexts;
+struct Thread {
+    ucontext_t start;
+    jmp_buf place;
+    bool begun, finished;
+};
+static jmp_buf scheduler;
+static std::vector<Thread> turns;
+static std::vector<char> stacks;
 static Barrier warps[32], block;
 static unsigned exchanged[1024];
 
 inline void yield() {
     const Place mine = threadIdx;
-    swapcontext(&contexts[mine.x], &scheduler);
+    if (!_setjmp(turns[mine.x].place)) _longjmp(scheduler, 1);
     threadIdx = mine;
 }
 
@@ -332,7 +341,6 @@ inline float __int_as_float(int v) { return __uint_as_float(static_cast<unsigned
 inline float __ll2float_rn(long long v) { return static_cast<float>(v); }
 inline float __expf(float v) { return std::exp(v); }
 
-static std::vector<char> finished;
 static void (*work)();
 static int only =
     -1;  // of a grid whose other blocks run beside this one, in other copies of the program
@@ -341,7 +349,16 @@ extern "C" void run_only(int number) { only = number; }
 inline void enter(int thread) {
     threadIdx = {static_cast<unsigned>(thread), 0, 0};
     work();
-    finished[thread] = 1;
+    turns[thread].finished = true;
+    _longjmp(scheduler, 1);
+}
+
+// Let a thread run until it waits or ends.
+inline void resume(Thread& thread) {
+    if (_setjmp(scheduler)) return;
+    if (thread.begun) _longjmp(thread.place, 1);
+    thread.begun = true;
+    setcontext(&thread.start);
 }
 
 template <class... Types>
@@ -352,28 +369,26 @@ void run(void (*kernel)(Types...), void** arguments, int blocks, int threads) {
     std::tuple<Types...> held{*static_cast<Types*>(arguments[at++])...};
     values = &held, chosen = kernel;
     work = [] { std::apply(chosen, *values); };
-    constexpr int kStack = 1 << 16;
-    std::vector<char> stacks(static_cast<std::size_t>(threads) * kStack);
+    constexpr std::size_t kStack = 1 << 16;
+    stacks.resize(std::max(stacks.size(), threads * kStack));
     gridDim = {static_cast<unsigned>(blocks), 1, 1};
     for (int b = 0; b < blocks; ++b) {
         if (only >= 0 && b != only) continue;
         blockIdx = {static_cast<unsigned>(b), 0, 0};
         for (Barrier& warp : warps) warp = {32};
         block = {threads};
-        contexts.assign(threads, ucontext_t{});
-        finished.assign(threads, 0);
+        turns.assign(threads, Thread{});
         for (int t = 0; t < threads; ++t) {
-            getcontext(&contexts[t]);
-            contexts[t].uc_stack = {stacks.data() + static_cast<std::size_t>(t) * kStack, 0,
-                                    kStack};
-            contexts[t].uc_link = &scheduler;
-            makecontext(&contexts[t], reinterpret_cast<void (*)()>(enter), 1, t);
+            ucontext_t& start = turns[t].start;
+            getcontext(&start);
+            start.uc_stack = {stacks.data() + t * kStack, 0, kStack};
+            makecontext(&start, reinterpret_cast<void (*)()>(enter), 1, t);
         }
         for (int left = threads; left;)
-            for (int t = 0; t < threads; ++t) {
-                if (finished[t]) continue;
-                swapcontext(&scheduler, &contexts[t]);
-                left -= finished[t];
+            for (Thread& thread : turns) {
+                if (thread.finished) continue;
+                resume(thread);
+                left -= thread.finished;
             }
     }
 }

@@ -7,10 +7,14 @@ operations. It does not show what a GPU's memory model or its exp and log do.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import re
 import shutil
 import subprocess
+import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -24,61 +28,100 @@ from extensor_cuda.dispatch import routed
 from extensor_cuda.runtime.compile import Source
 
 COMPILER = shutil.which("c++")
-HEADER = Path(__file__).parent / "emulator.hpp"
+HERE = Path(__file__).parent
+HEADER = HERE / "emulator.hpp"
+OPTIONS = (
+    "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-Wno-psabi", "-fPIC",
+    "-U_FORTIFY_SOURCE",  # it takes a jump to another stack for a mistake
+    "-fno-gnu-unique",  # copies of a program have statics of their own
+)  # fmt: skip
 SHARED = 227 * 1024
 """Bytes of shared memory that a block may have."""
+KEPT_DAYS = 14
+"""A program that no test has used for so long is deleted."""
 _DYNAMIC = re.compile(r"extern __shared__ (.+)\[\];")
 _BOUNDS = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
 _KERNEL = re.compile(rf'extern "C" __global__ void\s*(?:{_BOUNDS})?\s*(\w+)\(')
 
 
+def program(source: Source) -> str:
+    """C++ with a function ``run_NAME`` for each kernel; ``HEADER`` comes before it."""
+    macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
+    entries = "".join(
+        f'#ifdef HAS_{name}\nextern "C" void run_{name}(void** a, int blocks, int threads) '
+        f"{{ run(kernels::{name}, a, blocks, threads); }}\n#endif\n"
+        for name in dict.fromkeys(_KERNEL.findall(source.text))
+    )
+    text = _KERNEL.sub(lambda found: f"#define HAS_{found[1]}\n{found[0]}", source.text)
+    text = text.replace('extern "C"', "static")
+    text = _DYNAMIC.sub(rf"static \1[{SHARED}];", text)
+    return f"{macros}namespace kernels {{\n{text}}}\n{entries}"
+
+
 class Emulator:
-    """Stands for `extensor_cuda.runtime.launch.launch`."""
+    """Stands for `extensor_cuda.runtime.launch.launch`.
+
+    A program is compiled once, whatever process or day needs it: its file's name is a digest of
+    its text, of the headers here and of the compiler.
+    """
 
     def __init__(self, folder: Path) -> None:
+        assert COMPILER is not None
         self.folder = folder
         self.made: dict[Source, ctypes.CDLL] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if path.stat().st_mtime < time.time() - KEPT_DAYS * 86400:
+                path.unlink(missing_ok=True)
+        version = subprocess.run([COMPILER, "--version"], check=True, capture_output=True).stdout
+        headers = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.hpp")))
+        self.base = hashlib.sha256(version + " ".join(OPTIONS).encode() + headers)
 
     def library(self, source: Source) -> ctypes.CDLL:
         """The program, compiled once."""
         if source not in self.made:
-            path = self.folder / f"{source.name}{len(self.made)}"
-            macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
-            entries = "".join(
-                f'#ifdef HAS_{name}\nextern "C" void run_{name}(void** a, int blocks, int threads) '
-                f"{{ run(kernels::{name}, a, blocks, threads); }}\n#endif\n"
-                for name in dict.fromkeys(_KERNEL.findall(source.text))
-            )
-            text = _KERNEL.sub(lambda found: f"#define HAS_{found[1]}\n{found[0]}", source.text)
-            text = text.replace('extern "C"', "static")
-            text = _DYNAMIC.sub(rf"static \1[{SHARED}];", text)
-            body = f'{macros}#include "{HEADER}"\nnamespace kernels {{\n{text}}}\n{entries}'
-            path.with_suffix(".cpp").write_text(body, encoding="utf-8")
-            options = [
-                "-std=c++20",
-                "-O1",
-                "-ffp-contract=off",
-                "-w",
-                "-Wno-psabi",
-                "-shared",
-                "-fPIC",
-                "-fno-gnu-unique",  # copies of a program have statics of their own
-            ]
-            files = [str(path.with_suffix(".cpp")), "-o", str(path.with_suffix(".so"))]
-            assert COMPILER is not None
-            subprocess.run([COMPILER, *options, *files], check=True)
-            self.made[source] = ctypes.CDLL(str(path.with_suffix(".so")))
+            self.made[source] = ctypes.CDLL(str(self._compiled(source.name, program(source))))
         return self.made[source]
 
     def copy(self, source: Source, block: int) -> ctypes.CDLL:
         """Another copy of the program, with memory of its own, that runs one block of a grid."""
-        library = self.library(source)
-        path = Path(library._name).with_suffix(f".{block}.so")
-        if not path.exists():
-            shutil.copy(library._name, path)
+        whole = Path(self.library(source)._name)
+        path = whole.with_suffix(f".{block}.so")
+        self._once(path, lambda unfinished: shutil.copy(whole, unfinished))
         found = ctypes.CDLL(str(path))
         found.run_only(block)
         return found
+
+    def _compiled(self, name: str, text: str) -> Path:
+        digest = self.base.copy()
+        digest.update(text.encode())
+        path = self.folder / f"{name}-{digest.hexdigest()[:32]}.so"
+
+        def compiled(unfinished: Path) -> None:
+            # Half of the time would go into reading the standard library's headers.
+            header = self.folder / f"emulator-{self.base.hexdigest()[:32]}.hpp"
+            self._once(header, lambda to: shutil.copy(HEADER, to))
+            self._once(
+                header.with_suffix(".hpp.gch"),
+                lambda to: _compile("-x", "c++-header", str(header), "-o", str(to)),
+            )
+            written = unfinished.with_suffix(".cpp")
+            written.write_text(text, encoding="utf-8")
+            options = ("-include", str(header), f"-I{HERE}", "-shared")
+            _compile(*options, str(written), "-o", str(unfinished))
+            written.unlink()
+
+        self._once(path, compiled)
+        return path
+
+    def _once(self, path: Path, make: Callable[[Path], object]) -> None:
+        """Make a file that is not there; other processes see the whole one or none."""
+        if path.exists():
+            path.touch()
+            return
+        unfinished = path.with_name(f"{os.getpid()}-{path.name}")
+        make(unfinished)
+        unfinished.replace(path)
 
     def __call__(
         self,
@@ -98,6 +141,11 @@ class Emulator:
         boxes = [np.array(value) for value in held]
         pointers = (ctypes.c_void_p * len(boxes))(*(box.ctypes.data for box in boxes))
         getattr(self.library(source), f"run_{kernel}")(pointers, blocks, threads)
+
+
+def _compile(*arguments: str) -> None:
+    assert COMPILER is not None
+    subprocess.run([COMPILER, *OPTIONS, *arguments], check=True)
 
 
 class _Address:

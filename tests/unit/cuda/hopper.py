@@ -124,7 +124,9 @@ def without_products(program: Source) -> Source:
     start = program.text.find("// Hopper's barriers")
     stop = program.text.find("// ---- after barriers", start)
     start = stop if start < 0 else start
-    kinds = f'typedef float Sum;\nstruct TensorMap {{ u64 words[16]; }};\n#include "{HEADER}"\n'
+    kinds = (
+        f'typedef float Sum;\nstruct TensorMap {{ u64 words[16]; }};\n#include "{HEADER.name}"\n'
+    )
     quantizes = program.text.find("constexpr u32 kMagnitude")
     at = start if quantizes < 0 else quantizes
     text = program.text[:start] + program.text[stop:] if start >= 0 else program.text
@@ -149,7 +151,7 @@ def source_of(program: Source) -> Source:
     if found is None:
         return without_products(program)
     start, stop = text.index("__device__ __forceinline__ void wgmma("), text.index("// ---- tiles")
-    text = f'{text[:start]}#include "{HEADER}"\n{text[stop:]}'
+    text = f'{text[:start]}#include "{HEADER.name}"\n{text[stop:]}'
     text = _DYNAMIC.sub("u8* raw_memory = shared_bytes;", text)
     text = _CLUSTER.sub("void ", _without_assembly(_without_device(text)))
     kinds = (("A_KIND", str(KINDS[found[1]])), ("B_KIND", str(KINDS[found[2]])))
