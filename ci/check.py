@@ -8,7 +8,8 @@
     python ci/check.py --only tests -- tests/unit -k matmul
 
 Arguments after ``--`` go to pytest. A line before each step says how many there
-are and how long the check has run. Exits 1 if anything failed. The last line is
+are and how long the check has run. The documentation is built beside the other steps
+and told of after them. Exits 1 if anything failed. The last line is
 pytest's own closing line (of the last pytest run), so that a log's tail says how
 many tests ran.
 """
@@ -16,15 +17,18 @@ many tests ran.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -66,13 +70,15 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 class Step:
     """One command of the check.
 
-    ``group`` is what ``--only`` selects; ``environment`` is added to the process's own.
+    ``group`` is what ``--only`` selects; ``environment`` is added to the process's own. A step
+    that needs one CPU for long runs ``beside`` the others.
     """
 
     name: str
     group: str
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
         Step("mypy", "types", (*python, "mypy")),
         Step("lint-imports", "imports", (sys.executable, "-c", LINT_IMPORTS)),
     ]
-    listed.append(Step("docs", "docs", (*python, "sphinx", "-q", "-W", *SITE)))
+    listed.append(Step("docs", "docs", (*python, "sphinx", "-q", "-W", *SITE), beside=True))
     if find_spec("torch") is not None:  # an extra; its CPU wheel is enough
         listed.append(Step("PyTorch example", "docs", (sys.executable, *TORCH_EXAMPLE)))
     if not pytest_arguments:
@@ -130,8 +136,6 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
         listed.append(Step("mutants of Python, a sample", "mutants", sample, ONE_THREAD))
         listed.append(kernels_step())
     environment = {"EXTENSOR_REQUIRE_CORE": "1"}
-    if not pytest_arguments:
-        environment["FUZZ_SECONDS"] = "60"
     listed.append(pytest_step("pytest", pytest_arguments, environment))
     return listed
 
@@ -162,9 +166,8 @@ def cpp_sources() -> list[str]:
 LINT_IMPORTS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 
-def run(step: Step, console: Console, progress: str) -> Outcome:
-    """Run one step, its output passed through as it comes; ``progress`` says which one it is."""
-    console.rule(f"[bold]{progress}: {step.name}", align="left")
+def run(step: Step, out: TextIO) -> Outcome:
+    """Run one step, its output passed through as it comes."""
     started = time.perf_counter()
     closing = ""
     process = subprocess.Popen(
@@ -179,8 +182,8 @@ def run(step: Step, console: Console, progress: str) -> Outcome:
     with process:
         assert process.stdout is not None
         for line in process.stdout:
-            sys.stdout.write(line)
-            sys.stdout.flush()
+            out.write(line)
+            out.flush()
             if PYTEST_CLOSING.match(line):
                 closing = line.rstrip()
     return Outcome(step, time.perf_counter() - started, process.returncode, closing)
@@ -218,11 +221,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         requested, chosen.pytest = list(QUICK), [*QUICK_TESTS, *chosen.pytest]
     console, started = Console(), time.perf_counter()
     ahead = [step for step in steps(chosen.pytest) if step.group in requested]
-    outcomes = []
-    for number, step in enumerate(ahead, start=1):
-        minutes, seconds = divmod(round(time.perf_counter() - started), 60)
-        progress = f"{number} of {len(ahead)}, after {minutes}:{seconds:02}"
-        outcomes.append(run(step, console, progress))
+    told = sorted(ahead, key=lambda step: step.beside)
+    outcomes: list[Outcome] = []
+    with ThreadPoolExecutor() as pool:
+        texts = {step.name: io.StringIO() for step in told if step.beside}
+        ends = {s.name: pool.submit(run, s, texts[s.name]) for s in told if s.beside}
+        for number, step in enumerate(told, start=1):
+            minutes, seconds = divmod(round(time.perf_counter() - started), 60)
+            progress = f"{number} of {len(told)}, after {minutes}:{seconds:02}"
+            console.rule(f"[bold]{progress}: {step.name}", align="left")
+            outcomes.append(ends[step.name].result() if step.beside else run(step, sys.stdout))
+            if step.beside:
+                sys.stdout.write(texts[step.name].getvalue())
     report(outcomes, console)
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
