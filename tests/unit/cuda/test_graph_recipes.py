@@ -15,7 +15,7 @@ from extensor.optim import AdamW
 from extensor.quant.recipes import get_recipe
 from extensor.quant.saved import parse_saved
 from tests.unit.cuda.fake import FakeCupy
-from tests.unit.cuda.test_graph import both, gpt, train
+from tests.unit.cuda.graphs import both, gpt, train
 
 RECIPES = ("quartet", "quartet2")
 ON_A_GPU = (

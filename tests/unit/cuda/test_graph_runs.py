@@ -17,7 +17,7 @@ from extensor.training.rundir import UsageError
 from extensor.training.runs import defaults
 from extensor.training.train import train as run_training
 from tests.unit.cuda import fake_backend
-from tests.unit.cuda.test_graph import same
+from tests.unit.cuda.graphs import same
 from tests.unit.training.conftest import SMALL
 
 QUIET = Console(quiet=True)

@@ -13,7 +13,7 @@ import pytest
 import extensor as et
 from extensor import nn
 from extensor.optim import SGD
-from tests.unit.cuda.test_graph import Wrap, both, same
+from tests.unit.cuda.graphs import Wrap, both, same
 
 
 def by_optimizer(model: Any) -> Callable[[], None]:

@@ -22,7 +22,7 @@ from extensor.quant.array import QuantArray
 from extensor_cuda.runtime import capture
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda import emulator as emulation
-from tests.unit.cuda.test_graph import same
+from tests.unit.cuda.graphs import same
 
 CPU = GenericBackend("cpu", np)
 LENGTHS = (0, 1, 17, 16384, 40_001)
