@@ -379,14 +379,91 @@ PUBLISHED = {
     ("llama", "gpt-oss-20b"): 20_914_757_184, ("gpt2", "gpt2"): 124_439_808,
     ("gpt2", "gpt2-medium"): 354_823_168, ("gpt2", "gpt2-large"): 774_030_080,
     ("gpt2", "gpt2-xl"): 1_557_611_200, ("bert", "minilm-l6"): 22_713_216,
+    ("bert", "bert-base"): 109_482_240, ("bert", "bert-large"): 335_141_888,
 }  # fmt: skip
 """Weights of the files that Hugging Face has of each."""
 
+OURS = {
+    ("llama", "nano"): 82_368, ("llama", "0.4m"): 1_475_200, ("llama", "3m"): 5_310_720,
+    ("llama", "10m"): 13_767_552, ("llama", "30m"): 34_988_160, ("llama", "98m"): 109_593_600,
+    ("gpt2", "nano"): 108_352, ("bert", "nano"): 79_616, ("gpt", "nano"): 804_096,
+    ("gpt", "small"): 10_745_088, ("encoder", "nano"): 818_369, ("encoder", "small"): 10_796_225,
+    ("mlp", "mlp"): 235_146, ("mlp", "wide"): 1_863_690, ("mlp", "linear"): 7_850,
+}  # fmt: skip
+"""Those of sizes that experiments and results on record name."""
 
-@pytest.mark.parametrize(("name", "variant"), PUBLISHED)
+
+@pytest.mark.parametrize(("name", "variant"), PUBLISHED | OURS)
 def test_sizes_are_the_published_ones(name: str, variant: str) -> None:
     model = models.build(name, models.config(name, variant), None)
-    assert sum(p.size for p in model.parameters()) == PUBLISHED[name, variant]
+    assert sum(p.size for p in model.parameters()) == (PUBLISHED | OURS)[name, variant]
+
+
+SEVEN: dict[str, Any] = {
+    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+FILES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        **SEVEN, "model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072,
+        "rope_theta": 500000.0, "attention_bias": False, "mlp_bias": False,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "mistral-7b": {
+        **SEVEN, "model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768,
+        "rope_theta": 10000.0, "sliding_window": 4096,
+    },
+    "mixtral-8x7b": {
+        **SEVEN, "model_type": "mixtral", "vocab_size": 32000, "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0, "sliding_window": None, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "max_position_embeddings": 40960,
+        "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None,
+        "use_sliding_window": False, "attention_bias": False, "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""config.json of the files of Hugging Face, without what is about tokens and training."""
+
+
+@pytest.mark.parametrize("variant", FILES)
+def test_a_variant_is_what_its_config_json_says(variant: str) -> None:
+    values = FILES[variant]
+    assert architecture_of(values).config_from_hf(values) == models.config("llama", variant)
+
+
+def test_defaults_of_a_config_json_are_those_of_its_family() -> None:
+    """mixtral's base of rotary angles; llama's head of its own; where experts are not."""
+    values = {k: v for k, v in FILES["mixtral-8x7b"].items() if k != "rope_theta"}
+    values = {k: v for k, v in values.items() if k != "tie_word_embeddings"}
+    config = architecture_of(values).config_from_hf(values)
+    assert config.rope.base == 1e6 and not config.tied
+    values = FILES["qwen3-30b-a3b"] | {"decoder_sparse_step": 3, "mlp_only_layers": [2, 5]}
+    dense = architecture_of(values).config_from_hf(values).dense
+    assert dense == tuple(i for i in range(48) if (i + 1) % 3 or i in (2, 5))
+
+
+def test_decoders_of_berts_family_are_refused() -> None:
+    values = {
+        "model_type": "bert", "vocab_size": 40, "max_position_embeddings": 16,
+        "type_vocab_size": 2, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
+        "intermediate_size": 64, "layer_norm_eps": 1e-12, "hidden_act": "gelu",
+    }  # fmt: skip
+    read = architecture_of(values).config_from_hf
+    assert read({**values, "is_decoder": False, "add_cross_attention": False}) == read(values)
+    for key in ("is_decoder", "add_cross_attention"):
+        with pytest.raises(ValueError, match=key):
+            read({**values, key: True})
 
 
 def test_gpt_oss_is_what_its_config_json_says() -> None:
