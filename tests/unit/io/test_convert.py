@@ -238,6 +238,10 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_
     lossy = fails(capsys, "convert", source, out, "--layout", "bfloat16", "--only-lossless")
     assert "only lossless" in lossy and not out.exists()
     assert "ends in .gguf" in fails(capsys, "convert", source, out, "--layout", "gguf")
+    (taken := tmp_path / "taken").touch()
+    for path in (tmp_path / "m.gguf", taken):
+        said = fails(capsys, "convert", source, path, "--layout", "float32")
+        assert "expected a folder or a .safetensors file for float32" in said
     gguf = fails(capsys, "convert", source, tmp_path / "m.gguf", "--layout", "gguf")
     assert "config.json" in gguf
     same = fails(capsys, "convert", source, source, "--layout", "float32")

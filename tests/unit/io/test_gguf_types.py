@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import extensor as et
+from extensor.io import CheckpointError
 from extensor.io.gguf import GGUF_TYPES, GgufFile, write_gguf
 from extensor.io.gguf.types import UNREADABLE_GGUF_TYPES, gguf_type_of
 from extensor.quant.reference import dequantize
@@ -184,6 +185,26 @@ def test_numbers_are_ggmls() -> None:
         "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
         "I8": 24, "I16": 25, "I32": 26, "I64": 27, "F64": 28, "BF16": 30, "MXFP4": 39, "NVFP4": 40,
     }  # fmt: skip
+    assert UNREADABLE_GGUF_TYPES == {
+        6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS",
+        17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
+        23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 41: "Q1_0",
+    }  # fmt: skip
+
+
+def test_a_file_may_end_with_its_metadata(tmp_path: Path) -> None:
+    metadata = {"general.architecture": "llama", "a.b": 7, "names": ["x", "yy"]}
+    with (tmp_path / "m.gguf").open("wb") as file:
+        write_gguf(file, metadata, {}, [])
+    read = GgufFile(tmp_path / "m.gguf")
+    assert read.metadata == metadata and not read.tensors
+    content = (tmp_path / "m.gguf").read_bytes().rstrip(b"\0")  # what aligns the tensors' data
+    assert content.endswith(b"yy")
+    (tmp_path / "cut.gguf").write_bytes(content)
+    assert GgufFile(tmp_path / "cut.gguf").metadata == metadata
+    (tmp_path / "cut.gguf").write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match="2 bytes expected at byte"):
+        GgufFile(tmp_path / "cut.gguf")
 
 
 def test_a_slice_of_a_stack_is_one_of_its_first_axis(tmp_path: Path) -> None:

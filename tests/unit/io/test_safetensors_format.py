@@ -186,6 +186,18 @@ def test_a_header_length_that_is_nonsense(tmp_path):
     (tmp_path / "a").write_bytes(b"PK\x03\x04 a zip file, say" * 20)
     with pytest.raises(CheckpointError, match="a header of|a zip archive"):
         read(tmp_path / "a")
+    for length, what in ((1 << 40, "not a safetensors file"), (500, "truncated or damaged")):
+        (tmp_path / "a").write_bytes(length.to_bytes(8, "little") + b"{}" * 50)
+        with pytest.raises(CheckpointError, match=f"{what}: a header of {length} bytes in 108"):
+            read(tmp_path / "a")
+
+
+def test_as_many_axes_as_numpy_has(tmp_path):
+    path = raw_file(tmp_path / "a", {"x": entry(shape=(2,) + (1,) * 63)}, bytes(8))
+    assert read(path)[0]["x"].ndim == 64
+    raw_file(tmp_path / "a", {"x": entry(shape=(2,) + (1,) * 64)}, bytes(8))
+    with pytest.raises(CheckpointError, match="64"):
+        read(path)
 
 
 def test_bool_bytes_are_zero_or_one(tmp_path):

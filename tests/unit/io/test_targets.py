@@ -15,7 +15,7 @@ from extensor.io.gguf.container import _kind
 from extensor.io.npy import read_npy
 from extensor.io.safetensors_format import CheckpointError
 from extensor.io.stored import TARGETS, requantize, takes_blocks
-from extensor.io.stored.archive import indexed_shards
+from extensor.io.stored.archive import _block_of, indexed_shards
 from extensor.io.stored.quantization_config import quantization_config
 from extensor.quant.reference import dequantize, quantize
 from extensor.quant.spec import Hadamard, QuantSpec
@@ -58,6 +58,39 @@ def test_the_config_names_the_program(name: str) -> None:
         assert said["weight_block_size"] == [128, 128] and said["fmt"] == "e4m3"
     if program == "extensor":
         assert said == {"quant_method": "extensor", "layout": layout.name}
+    if program == "modelopt":
+        nvfp4 = layout.spec.format == "nvfp4"
+        assert ("group_size" in said) == nvfp4 and said.get("group_size", 16) == 16
+        assert said["quant_algo"] == ("NVFP4" if nvfp4 else said["quant_algo"]) != ""
+
+
+def test_fp8_in_blocks_is_written_in_tiles_of_128() -> None:
+    for name in ("deepseek-fp8", "compressed-tensors-fp8-block"):
+        layout = TARGETS[name].layout
+        assert layout is not None and layout.spec.tile == (128, 128) == layout.tiles[0]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "tile"),
+    [
+        ({}, (128, 128)), ({"weight_block_size": [64, 32]}, (64, 32)),
+        ({"weight_block_size": [1, 128]}, (1, 128)), ({"weight_block_size": [0, 8]}, (128, 128)),
+        ({"weight_block_size": [8, 8, 8]}, (128, 128)), ({"weight_block_size": 8}, (128, 128)),
+        ({"config_groups": {"group_0": {"weights": {"block_structure": [32, 1]}}}}, (32, 1)),
+    ],
+)  # fmt: skip
+def test_the_tile_of_fp8_blocks_is_what_the_config_says(
+    quantization: Any, tile: tuple[int, int]
+) -> None:
+    assert _block_of({"quantization_config": quantization}) == tile
+
+
+def test_experts_are_stored_in_blocks_along_rows_of_whole_blocks() -> None:
+    """gpt-oss's: (experts, in, out), blocks along the middle axis."""
+    target, name = TARGETS["gpt-oss-mxfp4"], "model.layers.0.mlp.experts.gate_up_proj"
+    assert takes_blocks(target, name, (4, 64, 40)) and takes_blocks(target, name, (4, 32, 33))
+    assert not takes_blocks(target, name, (4, 40, 64))
+    assert not takes_blocks(target, name, (64, 32)) and not takes_blocks(target, "w", (4, 64, 40))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
