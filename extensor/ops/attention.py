@@ -11,6 +11,7 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor, wrap
+from extensor.backends.heads import empty_heads
 from extensor.backends.protocol import Array, AttentionForward, AttentionOptions
 from extensor.ops.arguments import tensors_only
 from extensor.ops.arithmetic import where
@@ -68,7 +69,7 @@ def _fused_vjp(
     window: int | None = None,
     mask: Any = None,
 ) -> Any:
-    into = [backend.xp.empty(a.shape, a.dtype) for a in inputs[:3]]
+    into = [empty_heads(a, backend.xp) for a in inputs[:3]]
     q, k, v = _with_one_leading_axis(*inputs[:3])
     g, out = _with_one_leading_axis(g, out)
     sinks = inputs[3] if len(inputs) > 3 else None

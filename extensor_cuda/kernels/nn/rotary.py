@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.heads import empty_heads
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.kernels.nn.elementwise import kind
 from extensor_cuda.runtime.compile import Source
@@ -42,12 +43,12 @@ def gap(x: Array, cos: Array, sin: Array, interleaved: bool) -> Unsupported | No
 
 
 def rotary(x: Array, cos: Array, sin: Array, xp: Any) -> Array:
-    """C-contiguous, of x's shape and dtype; arguments without a `gap`, not empty."""
+    """Of x's shape, dtype and order in memory; arguments without a `gap`, not empty."""
     batch, heads, tokens, size = x.shape
-    out = xp.empty(x.shape, dtype=x.dtype)
+    out = empty_heads(x, xp)
     rows = batch * heads * tokens
     blocks = -(-rows * (size // 2 // _VECTOR) // _THREADS)
-    strides = (stride // x.itemsize for stride in x.strides[:3])
+    strides = (stride // x.itemsize for stride in (*x.strides[:3], *out.strides[:3]))
     numbers = map(np.int64, (rows, heads, tokens, size // 2, *strides))
     launch(source(kind(x)), "rotary", blocks, _THREADS, x, cos, sin, out, *numbers)
     return out

@@ -53,3 +53,29 @@ def test_grouped_heads(
         **options,
     )
     np.testing.assert_allclose(found.numpy(), by_formula(q, k, v, seen, sinks), rtol=1e-10)
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)], ids=str)
+def test_gradients_lie_in_memory_as_what_they_are_of(
+    lead: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that heads cut out of a product's rows are joined again without a copy."""
+    rng, backend = np.random.default_rng(1), et.zeros(1).backend
+    written, write = [], backend.attention_grad
+
+    def spy(g: Any, forward: Any, into: Any) -> None:
+        written.append([a.strides[-3:] for a in into])
+        write(g, forward, into)
+
+    monkeypatch.setattr(backend, "attention_grad", spy)
+    rows = [rng.standard_normal((*lead, 5, 4, 8)).astype(np.float32) for _ in range(3)]
+    side_by_side = [x.swapaxes(-2, -3) for x in rows]
+    grads = []
+    for arrays in (side_by_side, [np.ascontiguousarray(x) for x in side_by_side]):
+        tensors = [et.ExTensor._from_array(x, et.float32, "cpu", True) for x in arrays]
+        out = et.scaled_dot_product_attention(*tensors, causal=True)
+        (out * out).sum().backward()
+        grads.append([t.grad.numpy() for t in tensors])
+        assert written[-1] == [x.strides[-3:] for x in arrays]
+    for ours, theirs in zip(*grads, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
