@@ -9,10 +9,12 @@ bfloat16. torchao's float8 rowwise training stands beside them where it is insta
 around single calls of a layer and around four steps of a block, the contestants taking turns in one
 process, medians over the rounds.
 "overhead" is the host's time of a small layer's forward and backward call, queued without waiting,
-beside a custom operator that only makes its result, and one that also reads and advances a clock,
-as a layer with random bits must. Without its primitives, which make their results and compute
-nothing, the bridge between torch and extensor is left. "profile", which runs only by name,
-prints where a captured block's time goes, kernel by kernel, and the host's in a small layer's call.
+beside custom operators that only make their results. One is written with `torch.library.custom_op`,
+one with `torch.library.define` and `impl`, which cost less; each has a second row that also reads
+and advances a clock, as a layer with random bits must. Without its primitives, which make their
+results and compute nothing, the bridge between torch and extensor is left.
+"profile", which runs only by name, prints where a captured block's time goes, kernel by kernel, and
+the host's in a small layer's call.
 Needs a Hopper GPU and the extra ``cuda13``.
 """
 
@@ -186,8 +188,42 @@ def block(rounds: int) -> list[dict[str, Any]]:
 # --- overhead -------------------------------------------------------------------------------------
 
 
-def _plain_operator() -> Any:
-    """A custom operator that only makes its result, of (x, weight) and of (x, weight, clock)."""
+Operator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _custom_op() -> Operator:
+    """A custom operator that only makes its result, as torch's documentation writes one."""
+
+    @torch.library.custom_op("extensor_bench::custom_backward", mutates_args=())
+    def backward(
+        g: torch.Tensor, x: torch.Tensor, w: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(x), torch.empty_like(w)
+
+    @torch.library.custom_op("extensor_bench::custom_linear", mutates_args=())
+    def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    linear.register_autograd(
+        lambda ctx, g: backward(g, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    return linear
+
+
+def _clocked(operator: Operator) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The operator, and a clock's reading, which advances it."""
+
+    def call(x: torch.Tensor, w: torch.Tensor, clock: torch.Tensor) -> Any:
+        reading = clock.clone()
+        clock.add_(1)
+        return operator(x, w), reading
+
+    return call
+
+
+def _plain_operator() -> Operator:
+    """The same with the parts of `torch.library` that cost least."""
     library, ops = torch.library, torch.ops.extensor_bench
     library.define("extensor_bench::linear", "(Tensor x, Tensor w) -> Tensor")
     library.define("extensor_bench::backward", "(Tensor g, Tensor x, Tensor w) -> Tensor[]")
@@ -200,13 +236,8 @@ def _plain_operator() -> Any:
         lambda ctx, g: tuple(ops.backward(g, *ctx.saved_tensors)),
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     )
-
-    def clocked(x: torch.Tensor, weight: torch.Tensor, clock: torch.Tensor) -> Any:
-        reading = clock.clone()
-        clock.add_(1)
-        return ops.linear(x, weight), reading
-
-    return ops.linear, clocked
+    linear: Operator = ops.linear
+    return linear
 
 
 class _Function(torch.autograd.Function):
@@ -252,7 +283,11 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
     from extensor.ops.quantized import layer_context, quantized_matmul
     from extensor.quant.recipes import get_recipe
 
-    backend, (operator, clocked) = gpu.cuda(), _plain_operator()
+    backend = gpu.cuda()
+    operators = {
+        "torch.library.custom_op": _custom_op(),
+        "a custom operator": _plain_operator(),
+    }
     x, g = gpu.normal(256, 256).requires_grad_(), gpu.normal(256, 256, seed=1)
     plain = nn.Linear(256, 256, bias=False, device="cuda", dtype=torch.bfloat16)
     layer, context = quantized(plain, "mxfp4"), layer_context(get_recipe("mxfp4").layers)
@@ -266,12 +301,16 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
 
     calls: dict[str, Callable[[], Any]] = {
         "torch.nn.Linear": lambda: plain(x).backward(g),
-        "a custom operator": lambda: operator(x, plain.weight).backward(g),
         "an autograd function": lambda: _Function.apply(x, plain.weight).backward(g),
-        "a custom operator and a clock": lambda: clocked(x, plain.weight, clock)[0].backward(g),
         "extensor.torch, mxfp4": lambda: layer(x).backward(g),
         "extensor's own, mxfp4": own,
     }
+    for name, made in operators.items():
+        both = _clocked(made)
+        calls[name] = lambda made=made: made(x, plain.weight).backward(g)  # type: ignore[misc]
+        calls[f"{name} and a clock"] = lambda both=both: (  # type: ignore[misc]
+            both(x, plain.weight, clock)[0].backward(g)
+        )
     bridge = "extensor.torch without its primitives"
     calls[f"{bridge}, mxfp4"] = without_primitives(lambda: layer(x).backward(g))
     calls[f"{bridge}, nothing random"] = without_primitives(lambda: nearest(x).backward(g))

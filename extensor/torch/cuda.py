@@ -49,6 +49,7 @@ _LAYER = 12 << 9
 """Counters of a layer in a captured step: of six operands, 512 each or 1,024 if rebased."""
 
 
+_empty = torch.empty
 _is_capturing = torch._C._cuda_isCurrentStreamCapturing
 _get_device = cupy.cuda.runtime.getDevice
 _get_allocator = cupy.cuda.memory._get_thread_local_allocator
@@ -67,16 +68,12 @@ class _Made(cupy.cuda.UnownedMemory):  # type: ignore[misc]
     __slots__ = ()
 
 
-def _memory_of(tensor: torch.Tensor, kind: Any = _Made) -> Any:
-    """A pointer to a contiguous tensor's memory, which it keeps alive."""
-    return _pointer(kind(tensor.data_ptr(), tensor.nbytes, tensor, tensor.get_device()), 0)
-
-
 def to_array(tensor: torch.Tensor) -> Array:
     """See `extensor.torch.arrays.to_array`."""
     dtype = _DTYPES[tensor.dtype]
     if tensor.is_contiguous():  # most are; cupy then needs no strides
-        return _array(tensor.shape, dtype, _memory_of(tensor, _Unowned))
+        memory = _Unowned(tensor.data_ptr(), tensor.nbytes, tensor, tensor.get_device())
+        return _array(tensor.shape, dtype, _pointer(memory, 0))
     item = dtype.itemsize
     strides = tuple([step * item for step in tensor.stride()])
     size = item + sum([(n - 1) * s for n, s in zip(tensor.shape, strides, strict=True) if n])
@@ -86,10 +83,10 @@ def to_array(tensor: torch.Tensor) -> Array:
 
 def to_tensor(array: Array) -> torch.Tensor:
     """See `extensor.torch.arrays.to_tensor`."""
-    if not array.flags.c_contiguous:
+    if not array._c_contiguous:
         array = cupy.ascontiguousarray(array)
     dtype, memory = _TENSOR_DTYPES[array.dtype], array.data.mem
-    if isinstance(memory, _Made):
+    if type(memory) is _Made:
         tensor: torch.Tensor = memory._owner
         if array.nbytes != memory.size:  # a small result would keep a whole chunk
             start = array.data.ptr - memory.ptr
@@ -177,8 +174,7 @@ class OnStream:
         kind = _TENSOR_DTYPES.get(dtype)
         if kind is None:
             return cupy.empty(shape, dtype)
-        made = torch.empty(shape, dtype=kind, device=self._device)
-        return _array(shape, dtype, _memory_of(made))
+        return _array(shape, dtype, self._made(_empty(shape, dtype=kind, device=self._device)))
 
     def _reserved(self, size: int) -> Any:
         """What outlives a captured pass."""
@@ -186,7 +182,11 @@ class OnStream:
         return self._allocate(size) if taken is None else taken.data
 
     def _of_torch(self, size: int) -> Any:
-        return _memory_of(torch.empty(size, dtype=torch.uint8, device=self._device))
+        return self._made(_empty(size, dtype=torch.uint8, device=self._device))
+
+    def _made(self, tensor: torch.Tensor) -> Any:
+        """A pointer to the memory of a new tensor, which it keeps alive."""
+        return _pointer(_Made(tensor.data_ptr(), tensor.nbytes, tensor, self._index), 0)
 
 
 class CapturedCounts:

@@ -59,6 +59,8 @@ class Pass:
         saves: which operands of the backward pass are results, too: see `extensor.torch.saved`.
         traced: whether an operator of torch's makes the pass, which returns what was promised.
         made: the context, once made, for forward and backward.
+        array: of the input, for the backward pass; None: it makes its own.
+        address: of that array's memory.
     """
 
     layer: LayerHandle
@@ -69,6 +71,8 @@ class Pass:
     saves: int = 0
     traced: bool = False
     made: ClockedContext | None = None
+    array: Any = None
+    address: int = 0
 
     def context(self, place: Any) -> LayerContext:
         """The layer's context; ``place`` is what `on_device` gave."""
@@ -78,6 +82,16 @@ class Pass:
             self.made = self.layer.at(self.clock, clock, activations)
         self.made.capturing = place.capturing
         return self.made
+
+    def savable(self) -> int:
+        """What it saves of all that its recipe can: see `extensor.torch.saved`."""
+        known = self.layer.savable
+        return self.saves & (saved.savable(self.layer.number) if known is None else known)
+
+    def input(self, x: Tensor, place: Any) -> Any:
+        """The array of the input, in the backward pass the forward pass's if it is still that."""
+        array, self.array = self.array, None
+        return place.to_array(x) if array is None or x.data_ptr() != self.address else array
 
     def weight(self, weight: Tensor, place: Any) -> Any:
         """See `LayerHandle.weight`."""
@@ -106,7 +120,7 @@ class Product(NamedTuple):
 def _result(array: Any, dtype: torch.dtype, place: Any) -> Tensor:
     """A result as a tensor of a dtype; ``place`` is what `on_device` gave."""
     of = DTYPES[dtype]
-    if array.dtype != of:
+    if array.dtype is not of:
         array = place.backend.cast(array, of)
     made: Tensor = place.to_tensor(array)
     return made
@@ -120,11 +134,14 @@ def _gradients(
 ) -> list[Tensor | None]:
     """The gradients that there are, in their inputs' dtypes and in memory of their own."""
     made: list[Tensor | None] = []
+    g, x, w = given
     for gradient, dtype in zip(found, dtypes, strict=True):
-        for array in given:
-            if gradient is array:
-                gradient = gradient.copy()
-        made.append(None if gradient is None else _result(gradient, dtype, place))
+        if gradient is None:
+            made.append(None)
+            continue
+        if gradient is g or gradient is x or gradient is w:
+            gradient = gradient.copy()
+        made.append(_result(gradient, dtype, place))
     return made
 
 
@@ -137,12 +154,13 @@ def _linear(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple
         w, version = call.weight(weight, place)
         context = call.context(place)
         start = () if bias is None else (place.to_array(bias),)
-        saves = call.saves & saved.savable(call.layer.number) if call.saves else 0
+        saves = call.savable() if call.saves else 0
         given = _SAVED if saves & saved.INPUT else _NOT_SAVED
         before, MODE.enabled = MODE.enabled, saves > 0
+        call.array = place.to_array(x)
         try:
             out, made = _LINEAR.forward(
-                backend, place.to_array(x), w, *start, context=context, version=version, given=given
+                backend, call.array, w, *start, context=context, version=version, given=given
             )
         finally:
             MODE.enabled = before
@@ -165,7 +183,7 @@ def _linear_grad(
         backend = place.backend
         w, version = call.weight(weight, place)
         context = call.context(place)
-        given = place.to_array(g), place.to_array(x), w
+        given = place.to_array(g), call.input(x, place), w
         made = _NOTHING
         if kept[0] is not None or kept[1] is not None:
             made = saved.restored(kept, context, given[1:], backend, not call.traced)
@@ -336,6 +354,9 @@ def _is_traced(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+
+
 class _Eager(torch.autograd.Function):
     """A pass without torch's dispatcher, whose Python reads the schema in each call."""
 
@@ -349,6 +370,10 @@ class _Eager(torch.autograd.Function):
         released = kept[0] is not None and saved.replaces_input(call.layer.number)
         if released:
             ctx.like = x.shape, x.dtype
+        if released or _hooks(True):  # hooks may move what is saved elsewhere
+            call.array = None
+        else:
+            call.address = x.data_ptr()
         ctx.save_for_backward(None if released else x, weight, *kept)
         return out
 
