@@ -77,8 +77,9 @@ class Mutant:
     reason: str = ""
 
     def original(self) -> str:
-        """The file."""
-        return (ROOT / self.file).read_text(encoding="utf-8")
+        """The file; nothing if it is gone."""
+        path = ROOT / self.file
+        return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def found(self) -> tuple[int, int] | None:
         """Line and character of the old text that is nearest to the line; None if it is gone."""

@@ -37,7 +37,8 @@ def test_a_mutant_is_followed_to_where_its_text_stands(
     line = text.index("class Mutant:\n") + 1
     row = Mutant("nn", "ci/mutant_judges.py", line + 40, text[line - 1], "")
     monkeypatch.setattr(python_mutants, "TABLE", tmp_path / "table.json")
-    python_mutants.keep([row, Mutant("nn", "ci/mutant_judges.py", 3, "text that is gone\n", "")])
+    gone = Mutant("nn", "ci/mutant_judges.py", 3, "text that is gone\n", "")
+    python_mutants.keep([row, gone, Mutant("nn", "ci/no_such_file.py", 3, "import ast\n", "")])
     assert [mutant.line for mutant in known()] == [line]
 
 
