@@ -13,7 +13,7 @@ from rich.console import Console
 from extensor import cli
 from extensor.inspect import SlotHealth
 from extensor.quant.recipes import RECIPES, get_recipe
-from extensor.training.advise import _counterpart, _operand_changes, advise_run
+from extensor.training.advise import _counterpart, _operand_changes, _overflow_text, advise_run
 from extensor.training.config import RunConfig
 from extensor.training.runs import defaults
 from extensor.training.train import train
@@ -142,3 +142,11 @@ def test_a_diverged_run_is_not_measured(floor: Path, tmp_path: Path) -> None:
     found = advise_run(run, 20.0)
     assert found.own is None and "its weights say nothing" in found.missing
     assert found.changes[0].startswith("the run diverged: the loss is not finite")
+
+
+def test_an_overflow_is_told_of_with_its_layer() -> None:
+    record = {"overflow": {"layer": "fc1", "where": "the gradient"}, "step": 7}
+    text = "the first values that were not finite: the gradient{}, in step 7"
+    assert _overflow_text(record) == text.format(" of fc1")
+    record["overflow"] = {"layer": None, "where": "the gradient"}
+    assert _overflow_text(record) == text.format("")

@@ -20,7 +20,8 @@ from extensor.training.config import RunConfig
 from extensor.training.data.corpora import Corpus
 from extensor.training.loop import Trainer, open_run
 from extensor.training.page import ReportArgs, write_page
-from extensor.training.page.answers import _png, answers
+from extensor.training.page import answers as answering
+from extensor.training.page.answers import _mistakes, _png, answers
 from extensor.training.rundir import UsageError
 from extensor.training.runs import defaults
 from extensor.training.train import train
@@ -127,3 +128,15 @@ def test_a_diverged_model_says_so(tiny: None, tmp_path: Path) -> None:
     trainer.save(tmp_path / "run" / "checkpoint.safetensors")
     page = write_page(ReportArgs(run=tmp_path / "run")).read_text(encoding="utf-8")
     assert "a training run that diverged" in page
+
+
+def test_mistakes_are_searched_for_in_so_many_images(
+    small: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In batches, until enough were seen; the worst of all of them come first."""
+    trainer, _ = trained(small(recipe="fp32"), tmp_path / "run")
+    monkeypatch.setattr(type(trainer.task), "eval_batch", 25)
+    everything, mistaken, seen = _mistakes(trainer, trainer.task)  # type: ignore[arg-type]
+    assert seen == 60 and mistaken >= len(everything)
+    monkeypatch.setattr(answering, "SEARCHED", 30)
+    assert _mistakes(trainer, trainer.task)[2] == 50  # type: ignore[arg-type]

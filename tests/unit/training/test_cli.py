@@ -97,6 +97,7 @@ def test_flags_override_the_file_and_the_file_the_row(tmp_path: Path) -> None:
             ["lenet", "--optimizer-options", "epss=1"],
             "--optimizer-options: no option of sgd named 'epss'",
         ),
+        (["lenet", "--rank-timeout", "0"], "--rank-timeout: expected seconds above 0, got 0"),
         (["lenet", "--optimizer-options", "momentum=0.5"], "no option of sgd named 'momentum'"),
         (["lenet", "--optimizer-options", "nesterov"], "expected NAME=VALUE, got 'nesterov'"),
         (["lenet", "--optimizer-options", "nesterov=1"], "nesterov: expected true or false, got"),

@@ -63,6 +63,10 @@ def test_tuning_lowers_perplexity_and_merging_keeps_most_of_it(
         (["--kind", "lara"], "--kind: expected one of lora, dora"),
         (["--scheme", "mxfp5"], "--scheme: expected float32 or a scheme, got 'mxfp5'"),
         (["--rank", "0"], "--rank: expected 1 or more, got 0"),
+        (["--context", "1"], "expected a --context of 2 or more"),
+        (["--test-tokens", "-1"], "--test-tokens and --seed of 0 or more"),
+        (["--seed", "-1"], "--test-tokens and --seed of 0 or more"),
+        (["--lr", "0"], "and an --lr above 0"),
         (["--context", "5000"], "expected more than 5000 tokens before the held-out tenth"),
     ],
 )

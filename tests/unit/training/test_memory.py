@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rich.console import Console
 import extensor as et
 from extensor.training import page
 from extensor.training.callbacks import Callback, ShowMemory
+from extensor.training.callbacks.memory import POINTS
 from extensor.training.cli import main
 from extensor.training.memory import again, repeated, savings
 from extensor.training.rundir import MEMORY, UsageError
@@ -40,6 +42,9 @@ def test_the_plan_then_the_peak_and_the_same_run(tmp_path: Path, small: Make) ->
     held = sum(param.nbytes for param in shown.model.parameters())
     assert found["kinds"]["gradients"] <= held <= found["kinds"]["weights"]
     assert sum(found["kinds"].values()) == found["peak"] == max(found["timeline"])
+    lengths = {len(line) for line in (found["timeline"], *found["timelines"].values())}
+    assert len(lengths) == 1 and 10 < lengths.pop() <= POINTS
+    assert found["timelines"]["weights"][0] > 0  # of the step's beginning
     assert found["plan"]["gradients"] == held and found["plan"]["states"] == plain.optimizer.nbytes
     lines = said.getvalue().splitlines()
     assert lines[0].startswith("memory: plan") and "quantized_matmul layer" in said.getvalue()
@@ -191,6 +196,19 @@ def test_settings_save_what_is_said(
     kinds = (kind, "gradients") if kind == "weights" else (kind,)
     saved = sum(plan.kinds[k] - after[k] for k in kinds)
     assert abs(saved - claimed) <= 0.01 * claimed  # blocks at the ends are not whole
+
+
+def test_the_most_saved_is_what_layers_keep_beside_eight_bits_and_a_scale() -> None:
+    """Of 32 values of 4 bytes 33 remain; a run whose memory is not known yet is told no figure."""
+    config = SimpleNamespace(
+        optimizer_states="mxfp8_e4m3", weights="float32", update="in_backward", saved="float32",
+        recompute=None,
+    )  # fmt: skip
+    found = dict(savings(config, {"saved": 12800, "workspaces": 0}, blocks()))  # type: ignore[arg-type]
+    assert found["--saved mxfp8, at most"] == 12800 - 33 * 100
+    unknown = dict(savings(config, {"workspaces": 0}, blocks()))  # type: ignore[arg-type]
+    assert unknown["--saved mxfp8, at most"] is None
+    assert [value for name, value in unknown.items() if name.startswith("--recompute")] == [None]
 
 
 @needs_core

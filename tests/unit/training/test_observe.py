@@ -27,6 +27,8 @@ from extensor.training.checkpoints import read_position, save_run
 from extensor.training.comparison import Finished, Job
 from extensor.training.config import RunConfig
 from extensor.training.loop import Interrupted, Trainer
+from extensor.training.observe import cost as costs
+from extensor.training.observe import devices
 from extensor.training.observe import gather as gathering
 from extensor.training.observe import queue as queues
 from extensor.training.observe.alone import RATES, alone, at_equal_time, read_rates, times_alone
@@ -35,7 +37,7 @@ from extensor.training.observe.cost import Cost, Meter
 from extensor.training.observe.devices import Place, environment, places, visible
 from extensor.training.observe.entry import Entry
 from extensor.training.observe.experiments import EXPERIMENTS, Experiment
-from extensor.training.observe.forecast import expected_seconds
+from extensor.training.observe.forecast import expected_seconds, schedule
 from extensor.training.observe.gather import gather
 from extensor.training.observe.page import write_page
 from extensor.training.observe.peers import PEERS, measure_peer
@@ -483,3 +485,39 @@ def test_arms_are_compared_when_the_first_has_ended() -> None:
     ]
     at_equal_time(rows)
     assert [row["at_equal_time"] for row in rows] == [7.0, 4.0, None, 6.0, None, None]
+
+
+def test_a_plan_says_which_run_the_time_ends() -> None:
+    names = [SimpleNamespace(name=name) for name in "abc"]
+    needed = {"a": 60.0, "b": 120.0, "c": 60.0}
+    assert schedule(names, needed, 150.0, 1) == [  # type: ignore[arg-type]
+        "from minute 0.0: a, 1.0 minutes", "from minute 1.0: b, 2.0 minutes, which the time ends",
+    ]  # fmt: skip
+    assert schedule(names, needed, 120.0, 2) == [  # type: ignore[arg-type]
+        "from minute 0.0: a, 1.0 minutes", "from minute 0.0: b, 2.0 minutes",
+        "from minute 1.0: c, 1.0 minutes",
+    ]  # fmt: skip
+
+
+def test_the_first_visible_card_is_measured_unless_another_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = SimpleNamespace(
+        nvmlDeviceGetHandleByIndex=lambda i: i, nvmlDeviceGetHandleByUUID=lambda name: name
+    )
+    monkeypatch.setattr(devices, "nvml", lambda: library)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-x")
+    assert devices.card() == 3 and devices.card("GPU-x") == "GPU-x" and devices.card("5") == 5
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.card() is None
+    monkeypatch.setattr(devices, "nvml", lambda: None)
+    assert devices.card("5") is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_the_largest_memory_of_a_process_is_in_bytes() -> None:
+    import resource
+
+    before = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert abs(costs._resident(os.getpid()) - before) <= 4096 * 1024 // 8  # type: ignore[operator]
+    assert costs._resident(1 << 30) is None

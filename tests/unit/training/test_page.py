@@ -20,6 +20,7 @@ from extensor.training import page
 from extensor.training.cli import main
 from extensor.training.data import DataError
 from extensor.training.histograms import VALUES, histogram_on_grid
+from extensor.training.page.charts import MAX_LINES, telemetry
 from extensor.training.rundir import LAST, METRICS, TELEMETRY
 from extensor.training.svg import Line, bars, lines, number, ticks
 from extensor.training.train import train
@@ -285,3 +286,18 @@ def test_a_histogram_reads_rows_up_to_a_number_of_values() -> None:
     assert sum(histogram_on_grid(x, "bfloat16").counts) == VALUES
     wide = np.ones((2, VALUES + 1), np.float32)
     assert sum(histogram_on_grid(wide, "bfloat16").counts) == VALUES + 1  # a row at least
+
+
+def test_charts_of_many_layers_show_the_ones_that_tell() -> None:
+    """The largest norms, and the smallest gradients over their noise, in the model's order."""
+    layers = {
+        f"layer{i}": {"gradient_norm": 1.0 + i, "gradient_over_noise": 1.0 + i}
+        for i in range(MAX_LINES + 3)
+    }
+    drawn = telemetry([{"step": step, "loss": 1.0, "layers": layers} for step in (1, 2)])
+    by_title = {re.findall(r"gradient norm by layer|gradient over its", str(c))[0]: str(c)
+                for c in drawn if "gradient" in str(c)}  # fmt: skip
+    norms = re.findall(r"layer\d+", by_title["gradient norm by layer"])
+    noise = re.findall(r"layer\d+", by_title["gradient over its"])
+    assert set(norms) == {f"layer{i}" for i in range(3, MAX_LINES + 3)}
+    assert set(noise) == {f"layer{i}" for i in range(MAX_LINES)}

@@ -15,6 +15,7 @@ from extensor.training.config import RunConfig
 from extensor.training.evaluation import evaluate
 from extensor.training.loop import Trainer, open_run
 from extensor.training.ptq import calibration_set, nbytes
+from extensor.training.ptq_report import LayerResult, SchemeResult
 from extensor.training.rundir import LAST
 from extensor.training.runs import defaults
 from extensor.training.train import train
@@ -39,6 +40,7 @@ def test_a_run_under_several_schemes(run: Path, capsys: pytest.CaptureFixture[st
     weights = 784 * 256 + 256 * 128 + 128 * 10
     biases = 4 * (256 + 128 + 10)
     assert rows["float32"]["nbytes"] == 4 * weights + biases
+    assert rows["float32"]["bits_per_weight"] == 32
     assert rows["int8"]["nbytes"] == weights + 4 * (256 + 128 + 10) + biases
     blocks = 256 * 25 + 128 * 8 + 10 * 4  # of 17 bytes; 784 values are 24.5 of them
     assert rows["mxfp4"]["bits_per_weight"] == pytest.approx(8 * 17 * blocks / weights)
@@ -136,3 +138,16 @@ def test_a_model_that_diverged(
     monkeypatch.setattr(quantizing, "open_run", diverged)
     assert main(["ptq", str(run), "--schemes", "mxfp4", "--calibration", "9"]) == 2
     assert "its weight has NaN or infinity" in capsys.readouterr().err
+
+
+def test_the_worst_layer_is_the_noisiest_and_one_without_a_figure_above_all() -> None:
+    def result(**decibels: float | None) -> SchemeResult:
+        rows = [
+            LayerResult(name, "Linear", 1, 1, None, value, None, None)
+            for name, value in decibels.items()
+        ]
+        return SchemeResult("int8", "", None, None, None, None, 0, 8.0, None, rows)
+
+    assert result().worst is None
+    assert result(a=30.0, b=12.0, c=40.0).worst.layer == "b"  # type: ignore[union-attr]
+    assert result(a=30.0, b=12.0, c=None).worst.layer == "c"  # type: ignore[union-attr]
