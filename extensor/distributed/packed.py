@@ -5,6 +5,9 @@ So no block of its layer's operands lies on two ranks. Each rank packs its rows 
 layer's two products. What is decoded must be what the layer would make of the weight, and the layer
 quantizes it once more. So each rank checks that its decoded rows do not change when they are
 quantized again, and sends along whether; where one's do, the weight travels in float32.
+
+NVFP4 has a scale of the whole weight, from its largest value: the ranks agree on that first. Each
+then quantizes its rows above rows of zeros with that value in them.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.tensor import ExTensor
-from extensor.distributed.communicator import Array
+from extensor.backends.registry import get as get_backend
+from extensor.distributed.communicator import Array, Communicator
 from extensor.distributed.gradients import Bucket
 from extensor.nn.linear import Linear
 from extensor.ops.recipe_operands import slot_spec
@@ -28,7 +32,10 @@ __all__ = ["PackedWeight", "packed_weight"]
 AXES = {"fprop.w": -1, "dgrad.w": -2}
 """The layer's products that read the weight, and the axis that each sums over."""
 ROWS = 32
-_PARTS = {"codes", "scales"}
+_PARTS = ("codes", "scales")
+_RULES = ("amax", "four_over_six")
+"""Of NVFP4's, under which the largest value decodes to one value, whatever its block holds."""
+_NEIGHBOURS = (0, 1, -1)
 
 
 class PackedWeight:
@@ -37,12 +44,12 @@ class PackedWeight:
     Args:
         layer: whose weight is alone in ``bucket``.
         bucket: of float32.
-        ranks: how many share it.
+        ranks: who share it.
     """
 
-    def __init__(self, layer: Linear, bucket: Bucket, ranks: int) -> None:
-        self.layer, self.bucket = layer, bucket
-        self.shape = bucket.size // ranks // layer.in_features, layer.in_features
+    def __init__(self, layer: Linear, bucket: Bucket, ranks: Communicator) -> None:
+        self.layer, self.bucket, self.ranks = layer, bucket, ranks
+        self.shape = bucket.size // ranks.size // layer.in_features, layer.in_features
         self._packed: dict[str, tuple[QuantSpec, list[Array], QuantArray]] = {}
 
     def spec(self, slot: str) -> QuantSpec | None:
@@ -61,6 +68,7 @@ class PackedWeight:
             and spec.scale_window is None
             and spec.statistic == "amax"
             and not spec.rebased
+            and (not spec.row.tensor_scale or (spec.rule in _RULES and not spec.eden))
         )
         fits = isinstance(tile, tuple) and all(ROWS % side == 0 for side in tile)
         return spec if alone and fits else None
@@ -68,22 +76,54 @@ class PackedWeight:
     def pack(self, slot: str, piece: Array) -> list[Array] | None:
         """This rank's rows for a product, flat; None where the layer packs no such blocks.
 
-        Codes, scales, and a last array with one number that says whether they are the layer's.
+        Codes, scales, and a last array with one number that says whether they are the layer's. All
+        ranks call this together.
         """
         spec, backend = self.spec(slot), self.bucket.backend
         if spec is None:
             return None
         if slot not in self._packed or self._packed[slot][0] != spec:
-            q = backend.quantize(piece.reshape(self.shape), spec)[0]
-            if set(q.parts) != _PARTS:  # a scale of the whole weight
+            rows = piece.reshape(self.shape)
+            scale = None
+            if spec.row.tensor_scale:
+                largest = self._largest(rows)
+                scale = _sent_scale(largest, spec) if np.isfinite(largest) else None
+                if scale is None:  # of all ranks: the weight travels in float32
+                    return None
+                rows = self._above(rows, largest)
+            q = backend.quantize(rows, spec)[0]
+            if set(q.parts) - {"tensor_scale"} != set(_PARTS):
                 return None
-            values = backend.dequantize(q)
-            again = backend.fake_quantize(values, spec)[0]
-            same = (values.view(np.uint32) == again.view(np.uint32)).all()
+            expected = backend.dequantize(q)
+            if scale is not None:
+                q = replace(q, tensor_scale=backend.xp.asarray(scale))
+            again = backend.fake_quantize(backend.dequantize(q), spec)[0]
+            same = (expected.view(np.uint32) == again.view(np.uint32)).all()
             flag = backend.xp.asarray(same).astype(np.uint8).reshape(1)
-            arrays = [backend.xp.ascontiguousarray(part).reshape(-1) for part in q.parts.values()]
+            q = self._own(q)
+            arrays = [backend.xp.ascontiguousarray(q.parts[name]).reshape(-1) for name in _PARTS]
             self._packed[slot] = spec, [*arrays, flag], q
         return self._packed[slot][1]
+
+    def _largest(self, rows: Array) -> np.float32:
+        """The largest magnitude of all ranks' rows; NaN or infinity if there is one."""
+        bits = self.bucket.backend.block_max(rows.reshape(-1)).max().reshape(1)
+        self.ranks.all_reduce(bits, "max").wait()  # bits of magnitudes are in their order
+        return np.uint32(int(bits[0])).view(np.float32)
+
+    def _above(self, rows: Array, largest: np.float32) -> Array:
+        """This rank's rows, and below them others: zeros, and the largest magnitude."""
+        whole = self.bucket.backend.xp.zeros((self.shape[0] + ROWS, self.shape[1]), np.float32)
+        whole[: self.shape[0]] = rows
+        whole[self.shape[0], 0] = largest
+        return whole
+
+    def _own(self, q: QuantArray) -> QuantArray:
+        """What was quantized without the rows that `_above` adds."""
+        rows, whole = self.shape[0], q.shape[0]
+        parts = {name: q.parts[name] for name in _PARTS}
+        kept = {name: part[: part.shape[0] * rows // whole] for name, part in parts.items()}
+        return replace(q, **kept, shape=self.shape)
 
     def unpack(self, slot: str, wholes: Sequence[Array], out: Array) -> bool:
         """Decode all ranks' rows into ``out``; False if one says that they are not the layer's.
@@ -97,10 +137,10 @@ class PackedWeight:
             return False
         mine = self._packed[slot][2]
         ranks = wholes[-1].size
-        found = {
-            name: whole.reshape(ranks * like.shape[0], *like.shape[1:])
-            for (name, like), whole in zip(mine.parts.items(), wholes, strict=False)
-        }
+        found = {}
+        for name, whole in zip(_PARTS, wholes[:-1], strict=True):
+            first, *others = mine.parts[name].shape
+            found[name] = whole.reshape(ranks * first, *others)
         shape = ranks * self.shape[0], self.shape[1]
         whole = replace(mine, **found, shape=shape)
         out.reshape(shape)[...] = self.bucket.backend.dequantize(whole)
@@ -111,8 +151,25 @@ class PackedWeight:
         self._packed.clear()
 
 
+def _sent_scale(largest: np.float32, spec: QuantSpec) -> np.float32 | None:
+    """The tensor scale to decode with, so that quantizing again finds the weight's.
+
+    It is the weight's or a neighbour, as rounding has it; None where it is neither.
+    """
+    backend, block = get_backend("cpu"), np.zeros((ROWS, ROWS), np.float32)
+    block[0, 0] = largest
+    q = backend.quantize(block, spec)[0]
+    expected = np.asarray(q.tensor_scale)
+    for steps in _NEIGHBOURS:
+        scale = (expected.view(np.int32) + np.int32(steps)).view(np.float32)
+        decoded = backend.dequantize(replace(q, tensor_scale=np.asarray(scale)))
+        if backend.quantize(decoded, spec)[0].tensor_scale == expected:
+            return np.float32(scale)
+    return None
+
+
 def packed_weight(
-    bucket: Bucket, layers: Sequence[Any], owners: int, ranks: int
+    bucket: Bucket, layers: Sequence[Any], owners: int, ranks: Communicator
 ) -> PackedWeight | None:
     """How a bucket is packed; None for one that is gathered in float32.
 
@@ -120,12 +177,12 @@ def packed_weight(
         bucket: which.
         layers: that multiply by its first parameter.
         owners: how many modules have the parameter.
-        ranks: how many share it.
+        ranks: who share it.
     """
     param: ExTensor = bucket.params[0]
     if len(bucket.params) > 1 or owners != 1 or len(layers) != 1 or param.size != bucket.size:
         return None
     (layer,) = layers
-    rows, rest = divmod(param.shape[0], ranks)
+    rows, rest = divmod(param.shape[0], ranks.size)
     good = isinstance(layer, Linear) and not rest and rows % ROWS == 0
     return PackedWeight(layer, bucket, ranks) if good else None

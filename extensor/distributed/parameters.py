@@ -97,7 +97,7 @@ class GatheredBuckets(ShardedBuckets):
         for bucket in self.buckets:
             first = id(bucket.params[0])
             layers = self._layers.get(first, ())
-            if packed := packed_weight(bucket, layers, owners[first], ranks.size):
+            if packed := packed_weight(bucket, layers, owners[first], ranks):
                 self._packed[id(bucket)] = packed
         self._whole = {id(bucket): bucket for bucket in self.buckets}
         self._let_go()

@@ -11,6 +11,7 @@ import pytest
 
 import extensor as et
 from extensor import models, nn, optim
+from extensor.backends import registry
 from extensor.distributed import (
     Communicator,
     GatheredBuckets,
@@ -21,6 +22,7 @@ from extensor.distributed import (
 )
 
 PARTS, BUCKET = 4, 1 << 15
+BACKEND = registry.get("cpu")
 
 
 def trained(
@@ -136,7 +138,7 @@ def of_linears(
 
 @pytest.mark.parametrize(
     ("recipe", "most"),  # bytes a value; "mxfp4" leaves the first layer in float32
-    [("mxfp4", 1.3), ("mxfp4_all", 0.7), ("mxfp8_nvidia", 2.0), ("nvfp4_nvidia", 4.0)],
+    [("mxfp4", 1.3), ("mxfp4_all", 0.7), ("mxfp8_nvidia", 2.0), ("nvfp4_nvidia", 1.3)],
 )
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_packed_weights_make_the_bits_of_float32(recipe: str, most: float, ranks: int) -> None:
@@ -149,6 +151,50 @@ def test_packed_weights_make_the_bits_of_float32(recipe: str, most: float, ranks
         assert buckets.unpackable == 0
         a_value = (buckets.gathered_bytes / size - held) / (2 * passes)
         assert a_value <= most, a_value
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_nvidia", "nvfp4_4over6", "nvfp4_forward"])
+@pytest.mark.parametrize("largest", [2.0, 2.26, 3.85, 1e-30, np.inf, 0.0])
+def test_nvfp4_weights_have_the_layers_tensor_scale(recipe: str, largest: float) -> None:
+    """The whole weight's operand, to the byte, though one rank alone has the largest value.
+
+    2.26 needs a neighbour of the weight's tensor scale. Rounding leads back to
+    that of 3.85 from nowhere, so that it travels in float32, as infinity does.
+    """
+    weight = np.random.default_rng(0).standard_normal((128, 64)).astype(np.float32)
+    weight *= np.float32(min(largest, 4.0) / np.abs(weight).max() / 2)
+    weight[100, 5] = largest
+    slots = ("fprop.w",) if recipe == "nvfp4_forward" else ("fprop.w", "dgrad.w")
+
+    def program(comm: Communicator) -> list[tuple[bool, int]]:
+        widths = (8, 64, 64, 128, 8, 8)
+        pairs = itertools.pairwise(widths)
+        layers = [nn.Linear(k, n, bias=False, rng=i) for i, (k, n) in enumerate(pairs)]
+        model, layer = nn.Sequential(*layers), layers[2]
+        nn.apply_recipe(model, recipe, 0)
+        with et.no_grad():
+            layer.weight.assign_(weight)
+        buckets = GatheredBuckets(model, comm, "float32", 1)
+        bucket = buckets._of[id(layer.weight)]
+        packed = buckets._packed[id(bucket)]
+        found = []
+        for slot in slots:
+            spec = packed.spec(slot)
+            assert spec is not None
+            expected = BACKEND.quantize(weight, spec)[0]
+            got = buckets._unpacked(bucket, slot)
+            if got is not None:
+                again = BACKEND.quantize(got.reshape(weight.shape), spec)[0]
+                for name, part in expected.parts.items():
+                    assert part.tobytes() == again.parts[name].tobytes(), (slot, name)
+            found.append((got is not None, buckets.unpackable))
+        return found
+
+    packed = np.isfinite(largest) and (largest, recipe == "nvfp4_4over6") != (
+        3.85,
+        False,
+    )
+    assert run_ranks(4, program) == [[(packed, 0)] * len(slots)] * 4
 
 
 def test_rows_that_do_not_divide_travel_in_float32() -> None:
