@@ -112,12 +112,19 @@ _TILE_CYCLES, _LAUNCH_CYCLES, _BYTES_PER_CYCLE, _MAX_SPLITS = 2500, 4400, 2300, 
 
 @lru_cache(maxsize=4096)
 def configure_split_k(
-    kind: str, m: int, n: int, k: int, out: str, transposed: tuple[bool, bool] = (False, False)
+    kind: str,
+    m: int,
+    n: int,
+    k: int,
+    out: str,
+    transposed: tuple[bool, bool] = (False, False),
+    b: str | None = None,
 ) -> tuple[Config, Split | None]:
-    """The program and the splits of K of a product of bfloat16 or of E5M2, from its shape.
+    """The program and the splits of K of a product of bfloat16 or of FP8, from its shape.
 
-    The fewest cycles of a simple model: rounds of tiles plus, for splits, what writing, reading and
-    adding them takes. FP8 sums are promoted where K is whole.
+    ``b``: the element type of the right side, where that is another. The fewest cycles of a simple
+    model: rounds of tiles plus, for splits, what writing, reading and adding them takes. FP8 sums
+    are promoted where K is whole.
     """
     promote = 0 if kind == "bf16" else PROMOTE
     stages = -(-k * (2 if kind == "bf16" else 1) // ROW_BYTES)
@@ -138,8 +145,8 @@ def configure_split_k(
     assert best is not None
     _, tile_n, epilogue_tiles, split = best
     if promote and split is None:
-        return configure(kind, m, n, out), None
-    config = Config.of(kind, out="float32" if split else out, tile_n=tile_n, promote=promote)
+        return configure(kind, m, n, out, b=b), None
+    config = Config.of(kind, b, out="float32" if split else out, tile_n=tile_n, promote=promote)
     config = config.replace(epilogue_tiles=epilogue_tiles, transposed=transposed)
     return config.replace(split_k=split is not None), split
 

@@ -170,9 +170,9 @@ def _guarded(
     # An operand made at once has an exponent alone, NVFP4 a factor alone: as bfloat16 they join.
     if "bf16" in (a.kind, b.kind) or shared_scales(a, b) is None:
         a, b = a.bf16(), b.bf16()
-    if a.kind == b.kind and a.splits_k and b.splits_k:
+    if a.splits_k and b.splits_k:
         lie = (a.transposed, b.transposed)
-        config, split = configure_split_k(a.kind, m, n, k, dtype, lie)
+        config, split = configure_split_k(a.kind, m, n, k, dtype, lie, b.kind)
     out = empty_rows(xp, m, n, RESULT_DTYPES[dtype])
     to = out if split is None or config is None else empty_partial_sums(m, n, split, config, xp)
     start = bias if split is None else None
