@@ -167,6 +167,11 @@ class LayerRecipe:
         return self.clip_gradient or self.requantize
 
     @cached_property
+    def is_quantized(self) -> bool:
+        """Whether any operand is; else the layer computes in float32 or bfloat16."""
+        return any(isinstance(self.slot(slot), QuantSpec) for slot in SLOTS)
+
+    @cached_property
     def has_per_step_signs(self) -> bool:
         """Whether signs of a transform are drawn anew in each step."""
         operands = (self.fprop.a, self.dgrad.a, self.wgrad.a)  # a transform is in both of a GEMM

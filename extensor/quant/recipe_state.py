@@ -183,11 +183,7 @@ class RecipeState:
         capture.on_failure(lambda: setattr(self, "step", self.step))
 
     def __repr__(self) -> str:
-        plain = [
-            path
-            for path, context in self.layers.items()
-            if all(isinstance(context.layer.slot(slot), str) for slot in SLOTS)
-        ]
+        plain = [path for path, context in self.layers.items() if not context.layer.is_quantized]
         named = f": {', '.join(map(repr, plain))}" if 0 < len(plain) <= 4 else ""
         return (
             f"RecipeState(recipe={self.recipe.name!r}, seed={self.seed}, step={self.step}, "

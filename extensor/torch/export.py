@@ -9,10 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from extensor.io.stored import Conversion, write_checkpoint
+from extensor.io.stored import TARGETS, Conversion, takes_blocks, write_checkpoint
 from extensor.torch.arrays import to_array
 
 __all__ = ["export"]
+
+_PACKED = (
+    "matrices of linear layers, named PATH.weight, whose rows are whole blocks",
+    "stacks of experts",
+)
 
 
 def export(model: nn.Module, path: str | os.PathLike[str], layout: str) -> Conversion:
@@ -29,7 +34,8 @@ def export(model: nn.Module, path: str | os.PathLike[str], layout: str) -> Conve
         What was written, with the error of each weight.
 
     Raises:
-        ValueError: for an unknown layout, or a weight that it cannot hold.
+        ValueError: for an unknown layout, a weight that it cannot hold, or a model of which it
+            packs no weight, such as a single layer, whose weight has no path.
 
     >>> import extensor as et, extensor.torch as ext, tempfile, torch
     >>> model = ext.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 8)))
@@ -38,9 +44,26 @@ def export(model: nn.Module, path: str | os.PathLike[str], layout: str) -> Conve
     >>> [file.name for file in done.files]
     ['model.safetensors', 'certificate.json']
     """
+    _check_packs(model, layout)
     config: Any = getattr(model, "config", None)
     described = config.to_dict() if hasattr(config, "to_dict") else None
     return write_checkpoint(Path(path), layout, _weights(model), config=described)
+
+
+def _check_packs(model: nn.Module, layout: str) -> None:
+    """Refuse to write a packed layout's files without a packed weight."""
+    target = TARGETS.get(layout)
+    if target is None or target.spec is None:
+        return
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if not any(takes_blocks(target, name, shape) for name, shape in shapes.items()):
+        found = ", ".join(f"{name} {shape}" for name, shape in list(shapes.items())[:4])
+        raise ValueError(
+            f"export: {layout} would pack no weight of {type(model).__name__} ({found}). It packs "
+            f"{_PACKED[target.layout is not None and target.layout.packing == 'blocks']}. Wrap a "
+            "single layer in torch.nn.Sequential, which gives its weight a path, or choose another "
+            "layout"
+        )
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -106,7 +106,7 @@ class QuantizedModule(nn.Module, Ticking):
         advance_with_optimizer(self)
 
     def extra_repr(self) -> str:
-        """What the layer's repr says: torch's own words, and the recipe.
+        """What the layer's repr says: torch's own words, the recipe, and whether it quantizes here.
 
         Returns:
             The text between the parentheses.
@@ -116,7 +116,10 @@ class QuantizedModule(nn.Module, Ticking):
         "in_features=64, out_features=32, bias=True, recipe='mxfp4'"
         """
         context = self.quant_layer.context
-        return f"{super().extra_repr()}, recipe={context.state.recipe.name!r}"
+        named = f"{super().extra_repr()}, recipe={context.state.recipe.name!r}"
+        if context.layer.is_quantized:
+            return named
+        return f"{named}, not quantized: {context.layer.fprop.a}"
 
 
 class _Linear(QuantizedModule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,11 @@ from extensor.io.stored import TARGETS
 torch = pytest.importorskip("torch")
 ext = pytest.importorskip("extensor.torch")
 
-LAYOUTS = [name for name, row in TARGETS.items() if row.container != "gguf"]
+LAYOUTS = [
+    name
+    for name, row in TARGETS.items()
+    if row.container != "gguf" and not (row.layout and row.layout.packing == "blocks")
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -33,6 +38,41 @@ def test_weights_come_back_as_extensor_packs_them(layout: str, dtype: str, tmp_p
         np.testing.assert_array_equal(
             found[name].dequantize().numpy(), tensor.dequantize().numpy(), name
         )
+
+
+def test_stacks_of_experts_come_back_as_extensor_packs_them(tmp_path: Path) -> None:
+    """gpt-oss's layout packs nothing else."""
+    torch.manual_seed(0)
+    model, experts = torch.nn.Module(), torch.nn.Module()
+    experts.gate_up_proj = torch.nn.Parameter(torch.randn(2, 64, 128))
+    experts.down_proj = torch.nn.Parameter(torch.randn(2, 64, 64))
+    model.experts = experts
+    ext.export(model, tmp_path / "m", "gpt-oss-mxfp4")
+    own = [(name, values.detach().numpy()) for name, values in model.named_parameters()]
+    et.io.stored.write_checkpoint(tmp_path / "own", "gpt-oss-mxfp4", own)
+    found, expected = et.load(tmp_path / "m"), et.load(tmp_path / "own")
+    assert found.keys() == expected.keys() and len(found) == 2
+    for name, tensor in expected.items():
+        assert "mxfp4" in repr(tensor.dtype)
+        for part, values in tensor.data.parts.items():
+            np.testing.assert_array_equal(found[name].data.parts[part], values)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "message"),
+    [
+        ("compressed-tensors-int4", torch.nn.Linear(128, 128), r"weight \(128, 128\).*Sequential"),
+        ("gguf-q4_0", torch.nn.Sequential(torch.nn.Linear(24, 8)), r"rows are whole blocks"),
+        ("gpt-oss-mxfp4", torch.nn.Sequential(torch.nn.Linear(64, 8)), "stacks of experts"),
+    ],
+)
+def test_a_layout_that_would_pack_nothing_says_so(
+    layout: str, model: Any, message: str, tmp_path: Path
+) -> None:
+    """And writes nothing."""
+    with pytest.raises(ValueError, match=message):
+        ext.export(model, tmp_path / "m.gguf" if "gguf" in layout else tmp_path / "m", layout)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_layout_says_so(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -207,6 +209,25 @@ def test_writing_an_input_between_forward_and_backward_is_an_error() -> None:
         y.sum().backward()
 
 
+def test_an_input_is_kept_no_longer_than_torch_keeps_it() -> None:
+    """Not after the backward pass, and not where hooks have moved what is saved."""
+    layer = ext.Linear(32, 32, recipe="mxfp4_nearest")
+    moved = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+    for hooks in (contextlib.nullcontext(), moved):
+        x = torch.randn(4, 32)
+        kept, expected = weakref.ref(x), layer(x)
+        expected.sum().backward()
+        gradient, layer.weight.grad = layer.weight.grad, None
+        with hooks:
+            y = layer(x)
+        del x
+        assert kept() is None or hooks is not moved
+        y.sum().backward()
+        assert kept() is None
+        assert torch.equal(layer.weight.grad, gradient)
+        layer.weight.grad = None
+
+
 def test_inference_mode_has_the_bits_of_no_grad() -> None:
     model, x = network(FORWARD_TOO), torch.randn(16, 32)
     with torch.no_grad():
@@ -351,6 +372,13 @@ def test_an_encoder_layer_uses_its_quantized_layers_in_inference() -> None:
 
 
 # --- rules and errors
+
+
+def test_a_layer_that_its_recipe_leaves_alone_says_so() -> None:
+    model = ext.quantize_(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), "mxfp4")
+    told = ["not quantized: bfloat16" in repr(layer) for layer in model]
+    assert told == [True, False, True]
+    assert all("recipe='mxfp4'" in repr(layer) for layer in model)
 
 
 def test_rules_choose_by_path() -> None:
