@@ -15,7 +15,9 @@ DEVICE float clip_limit(const Scale& s, const Tensor& tensor) {
 DEVICE u32 pair_within(u32 x, u32 most) {
 #if __CUDA_ARCH__ >= 900
     u32 d;
-    asm("set.le.u32.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(x & 0x7FFF7FFFu), "r"(most));
+    asm("{ .reg .b32 size; abs.bf16x2 size, %1; set.le.u32.bf16x2 %0, size, %2; }"
+        : "=r"(d)
+        : "r"(x), "r"(most));
     return d;
 #else  // a half of most + 2^15 less the magnitude keeps its top bit unless the magnitude is larger
     return ((most + 0x80008000u - (x & 0x7FFF7FFFu)) >> 15 & 0x00010001u) * 0xFFFFu;
