@@ -24,7 +24,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 from extensor.backends import registry
-from extensor.inspect.memory import MemoryReport, memory_ledger
+from extensor.inspect.memory import Holder, MemoryReport, memory_ledger
 from extensor.inspect.table import Table
 from extensor.nn.module import Module
 from extensor.nn.recipe import gemm_layers
@@ -265,10 +265,14 @@ def _begin_again(state: RecipeState) -> None:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A step under choices: its memory, and whether it had enough to be done."""
+    """A step under choices: its memory, and whether it had enough to be done.
+
+    ``held``: what held memory when the last part had run, before any runs again.
+    """
 
     choices: Mapping[str, Choice]
     report: MemoryReport
+    held: Sequence[Holder]
     done: bool
 
     @property
@@ -291,16 +295,24 @@ class _Runner:
 
     def trial(self, modules: Mapping[str, Module], choices: Mapping[str, Choice]) -> _Trial:
         """A step under the choices."""
-        done = True
+        done, held = True, list[Holder]()
         for path, module in modules.items():
             _set(module, choices[path])
         self.fresh()
         with memory_ledger(self.model, self.optimizer, self.device) as ledger:
+
+            def ran(module: Module, output: Any) -> None:
+                held[:] = ledger.report().at(-1)
+
+            removes = [module.register_forward_hook(ran) for module in modules.values()]
             try:
                 self.step()
             except MemoryError:  # cupy's is one, too
                 done = False
-        return _Trial(choices, ledger.report(), done)
+            finally:
+                for remove in removes:
+                    remove()
+        return _Trial(choices, ledger.report(), held, done)
 
     def seconds(self) -> float:
         """The time of a step; infinite if it runs out of memory."""
@@ -325,7 +337,7 @@ def _measured(
         shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
         groups.setdefault((type(module), shapes), []).append(path)
     trials = {choice: run.trial(modules, dict.fromkeys(modules, choice)) for choice in _CHOICES}
-    saved = {choice: _saved(trial.report, modules) for choice, trial in trials.items()}
+    saved = {choice: _saved(trial.held, modules) for choice, trial in trials.items()}
     done = [choice for choice, trial in trials.items() if trial.done]
     times = (
         _times(list(groups.values()), modules, run, rounds, done) if done else [{}] * len(groups)
@@ -338,10 +350,10 @@ def _measured(
     return kinds, list(trials.values()), min(rests, default=0)
 
 
-def _saved(report: MemoryReport, paths: Mapping[str, Module]) -> Counter[str]:
-    """Bytes that each part keeps when most is kept."""
+def _saved(held: Sequence[Holder], paths: Mapping[str, Module]) -> Counter[str]:
+    """Bytes that each part keeps for backward."""
     found = Counter[str]()
-    for one in report.at(report.most("saved")):
+    for one in held:
         for path in paths:
             if one.kind == "saved" and f"{one.layer}.".startswith(f"{path}."):
                 found[path] += one.nbytes

@@ -106,6 +106,28 @@ def test_a_plan_fits_its_limit_and_changes_no_bit() -> None:
 
 
 @needs_core
+def test_no_more_parts_run_again_than_need_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that runs again keeps its input alone, though one of them runs while most is kept."""
+    kinds: list[Any] = []
+    solve = plan._solve
+
+    def slow_again(found: Any, budget: int) -> Any:
+        kinds[:] = found
+        seconds = {"kept": 0.0, "packed": 0.0, "recomputed": 1.0}  # "cheap" ran out of memory
+        return solve([plan._Kind(k.paths, k.nbytes, seconds) for k in found], budget)
+
+    monkeypatch.setattr(plan, "_solve", slow_again)
+    model, _, x = build()
+    plan_memory(model, lambda: run(model, x), 1 << 40, "0.*", rounds=1)
+    (kind,) = kinds
+    assert kind.nbytes["recomputed"] == x.nbytes
+    assert kind.running == kind.nbytes["packed"] - x.nbytes > 0
+    limit = peak(*build()[::2]) - kind.running * 7 // 8  # a second part that runs again saves that
+    found = plan_memory(model, lambda: run(model, x), limit, "0.*", rounds=1)
+    assert [*found.choices.values()].count("recomputed") == 2
+
+
+@needs_core
 def test_what_does_not_fit_is_said_and_nothing_is_changed() -> None:
     model, _, x = build()
     with pytest.raises(MemoryError, match=r"at most 0.01 MB, the least found is .* MB(.|\n)*saved"):
