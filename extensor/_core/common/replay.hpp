@@ -24,9 +24,11 @@ public:
         return call();
     }
 
+    // `constants`: other arrays that the kernel reads, which the replay keeps.
     template <class Kernel>
-    void add(Arrays reads, Arrays writes, const Kernel& kernel) {
+    void add(Arrays reads, Arrays writes, const Kernel& kernel, Arrays constants = {}) {
         calls_.push_back(std::make_shared<CallOf<Kernel>>(kernel));
+        for (const py::array* x : constants) kept_.push_back(*x);
         reads_.emplace_back(), writes_.emplace_back();
         for (const py::array* x : reads) reads_.back().push_back(keep(*x));
         for (const py::array* x : writes) writes_.back().push_back(keep(*x));
@@ -98,7 +100,8 @@ private:
 
 // kernel() without Python's lock; noted where a step is captured.
 template <class Kernel>
-void launch(Replay::Arrays reads, Replay::Arrays writes, Kernel kernel) {
-    if (Replay::current) Replay::current->add(reads, writes, kernel);
+void launch(Replay::Arrays reads, Replay::Arrays writes, Kernel kernel,
+            Replay::Arrays constants = {}) {
+    if (Replay::current) Replay::current->add(reads, writes, kernel, constants);
     without_gil(kernel);
 }

@@ -151,6 +151,9 @@ public:
         m.zero_points = zeros.data();
     }
 
+    const Bytes& codes() const { return codes_; }
+    const py::array& scales() const { return scales_; }
+
     // Whether only weight-only products read it.
     bool affine() const { return m.minimums || m.super_scales; }
 
@@ -224,7 +227,8 @@ bool small_integers(const Matrix& m) {
 }
 
 // a b^T. `step` 0: in float32, whatever the elements; else exact integer sums over `step` elements.
-Floats block_scaled_matmul(const Matrix& a, const Matrix& b, int64_t step) {
+// `fixed`: no values of a would have led to another product, so that a captured step may repeat it.
+Floats block_scaled_matmul(const Matrix& a, const Matrix& b, int64_t step, bool fixed) {
     require(a.k == b.k, "block_scaled_matmul: the matrices differ in k");
     require_blocks(a, b);
     Floats out = buffers::array<float>({a.m.rows, b.m.rows});
@@ -241,7 +245,11 @@ Floats block_scaled_matmul(const Matrix& a, const Matrix& b, int64_t step) {
                 "block_scaled_matmul: a step would cross a tile");
         require(small_integers(*side), "block_scaled_matmul: the elements are not small integers");
     }
-    without_gil([&] { current.kernels->integer(g); });
+    if (fixed && !a.m.zero_points && !b.m.zero_points && a.m.tensor_scale == 1)
+        launch({&a.codes(), &a.scales()}, {&out},
+               [g, kernel = current.kernels->integer] { kernel(g); }, {&b.codes(), &b.scales()});
+    else
+        without_gil([&] { current.kernels->integer(g); });
     return out;
 }
 
@@ -476,7 +484,8 @@ void bind_matmul(py::module_& m) {
         "Whether it has `int8_matmul` as well.");
     py::class_<Matrix>(m, "Matrix", "A block-scaled matrix as the products read it.")
         .def(py::init<const py::kwargs&>());
-    m.def("block_scaled_matmul", block_scaled_matmul);
+    m.def("block_scaled_matmul", block_scaled_matmul, py::arg("a"), py::arg("b"), py::arg("step"),
+          py::arg("fixed") = false);
     m.def("int8_matmul", int8_matmul);
     m.def("bf16_matmul", bf16_matmul);
     m.def("bf16_value_matmul", bf16_value_matmul, py::arg("a").noconvert(),

@@ -151,7 +151,10 @@ private:
         for (int64_t at = 0; to < end; at += 4 * VL) {
             vf v[VL];
 #pragma GCC unroll 16
-            for (int r = 0; r < VL; ++r) v[r] = load_some(rows[r] + at, bytes - at);
+            for (int r = 0; r < VL; ++r) {
+                __builtin_prefetch(rows[r] + at + VL * m.row_bytes, 0, 2);  // of the next rows
+                v[r] = load_some(rows[r] + at, bytes - at);
+            }
             transpose(v);
 #pragma GCC unroll 16
             for (int i = 0; i < VL; ++i, to += width) {

@@ -85,12 +85,14 @@ void decode_panel(const Values& values, const uint8_t* const* rows, int64_t star
         if constexpr (Kind != Offset::none) offset = load(next_offset), next_offset += VL;
         boundary = (k / by.tile_length + 1) * by.tile_length;
     };
+    const int64_t ahead = VL * (rows[1] - rows[0]);  // the rows that are read next
     for (int64_t k = start; k < end;) {
         const int64_t bytes = least(P::bytes, ceil_div((end - k) * Bits, 8));
         vf words[VL];
 #pragma GCC unroll 16
         for (int r = 0; r < VL; ++r) {
             const uint8_t* from = rows[r] + k * Bits / 8;
+            __builtin_prefetch(from + ahead, 0, 2);
             if (bytes == 4 * VL) {
                 words[r] = reinterpret_cast<vf>(load(reinterpret_cast<const uint32_t*>(from)));
             } else {

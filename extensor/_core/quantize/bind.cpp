@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "common/bind.hpp"
+#include "common/replay.hpp"
 #include "quantize/kernels.hpp"
 #include "rows.hpp"
 
@@ -235,6 +235,13 @@ py::tuple quantize(const QuantPlan& plan, const py::array& x, const Layout& layo
     require(!previous || previous->size() == q.scales.size(),
             "quantize: expected as many previous maxima as scales");
     if (previous) job.previous = previous->data();
+    // A function of x alone: a tensor scale would be a number of Python's.
+    const bool plain = plan.scale != Scale::ue4m3 && !plan.stochastic && !plan.hadamard;
+    if (Replay::current && plain && !previous && !job.mask)
+        Replay::current->add({&x}, {&q.codes, &q.scales}, [plan, stream, again = job] {
+            QuantJob job = again;
+            kernels().quantize(plan, {stream[0], stream[1], stream[2], stream[3]}, job);
+        });
     run(plan, stream, job);
     return q.result(job);
 }

@@ -81,7 +81,7 @@ class CpuMatmul(CpuCore):
         elif plan.kind == "int8":
             out = core.int8_matmul(*sides)
         else:
-            out = core.block_scaled_matmul(*sides, plan.step)
+            out = core.block_scaled_matmul(*sides, plan.step, plan.fixed)
         return self._narrow(out, dtype)
 
     def _choose_weight_only(self, x: Array, w: QuantArray, dtype: str = "float32") -> Any:

@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 _MAX_STEP = 8192  # of an exact sum: with zero points it and its parts stay in int32
-_LARGEST_PRODUCT = 2.0**100  # of two scales
+_LARGEST_PRODUCT = 2.0**100  # of two scales; with weights of scales up to 1 it is finite anyway
 _BF16_DIGITS = 8  # of a bfloat16, and so of an element and its scale together
 _MIN_SIDE, _MIN_WORK = 32, 1 << 19  # of operand products: below, BLAS is faster (measured)
 _SMALL = 127 - 40  # of e8m0 bytes; no two blocks above it come near underflow
@@ -78,11 +78,13 @@ class BlockProduct:
         kind: "bf16", "int8", "integer" or "float"; see above.
         step: elements of K in an exact integer sum; 0 for other kinds.
         why: why a product with tiles is not on them, after ": "; else empty.
+        fixed: whether the values of the left operand decide nothing of this.
     """
 
     kind: str
     step: int
     why: str = ""
+    fixed: bool = False
 
     @property
     def on_tiles(self) -> bool:
@@ -97,7 +99,7 @@ def choose_block_product(core: Any, a: QuantArray, b: QuantArray) -> BlockProduc
         return step
     other = "integer" if step else "float"
     if not core.gemm_has_bf16() or (step and not core.gemm_has_amx()):
-        return BlockProduct(other, step)
+        return BlockProduct(other, step, fixed=step > 0 and _largest_scale(b) <= 1)
     if step and _on_int8_tiles(a, b):
         return BlockProduct("int8", step)
     gap = _bf16_gap(a, b)
@@ -174,8 +176,8 @@ def _block_step(a: QuantArray, b: QuantArray) -> int | Unsupported:
         return found
     step, why = found
     if not why:
-        largest = _largest_scale(a) * _largest_scale(b)
-        if largest <= _LARGEST_PRODUCT:
+        right = _largest_scale(b)
+        if right <= 1 or (largest := _largest_scale(a) * right) <= _LARGEST_PRODUCT:
             return step
         why = f"scales whose product reaches {largest:.3g}"
     if a.zero_points is not None or b.zero_points is not None:

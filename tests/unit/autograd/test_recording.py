@@ -13,6 +13,7 @@ import extensor as et
 from extensor import ExTensor, models, nn
 from extensor.autograd.recording import replayed
 from extensor.autograd.tensor import wrap
+from extensor.quant.schemes import SCHEMES
 
 RNG = np.random.default_rng(0)
 
@@ -59,6 +60,22 @@ def test_packed_weights_and_rows_of_any_axes(shape: tuple[int, ...]) -> None:
             assert (
                 got.shape == expected.shape and got.numpy().tobytes() == expected.numpy().tobytes()
             )
+
+
+@pytest.mark.parametrize("scheme", [n for n, s in SCHEMES.items() if s.activations != "float32"])
+@pytest.mark.parametrize("factor", [1.0, 2.0**30], ids=["weights", "large weights"])
+def test_activations_in_blocks_are_repeated_with_their_own_bits(scheme: str, factor: float) -> None:
+    """Also where their values decide how products are made, beyond what float32 holds."""
+    model = nn.Sequential(nn.Linear(512, 40, bias=False, rng=0))
+    model[0].weight.data *= np.float32(factor)
+    ranged = [tensor(4, 512)] if SCHEMES[scheme].range is not None else None
+    quantized = et.quantize_model(model, scheme, ranged)
+    with et.no_grad(), np.errstate(all="ignore"):
+        captured = et.capture(quantized)
+        for exponent in (0, 0, 0, 0, 30, 75, 100, 120, -60, -120):
+            powers = np.exp2(RNG.integers(-12, 1, (1, 512)) + exponent)
+            x = ExTensor((RNG.standard_normal((1, 512)) * powers).astype(np.float32))
+            assert captured(x).numpy().tobytes() == quantized(x).numpy().tobytes(), exponent
 
 
 def test_an_input_is_cast_in_each_repetition() -> None:
@@ -232,10 +249,11 @@ def test_a_decoder_whose_embedding_is_packed() -> None:
                 captured(ExTensor(np.array([[wrong]], np.int64)))
 
 
-def test_a_decoded_token_is_mostly_kernels_without_python() -> None:
+@pytest.mark.parametrize("scheme", ["mxfp4_weights", "mxfp4_mxint8"])
+def test_a_decoded_token_is_mostly_kernels_without_python(scheme: str) -> None:
     config = models.config("llama", "nano")
     model = models.build("llama", config, np.random.default_rng(0))
-    model = et.quantize_model(model, "mxfp4_weights")
+    model = et.quantize_model(model, scheme)
     if model.lm_head.weight.backend.core is None:
         pytest.skip("no C++ core")
     cache = nn.KVCache(config.layers, capacity=64)
