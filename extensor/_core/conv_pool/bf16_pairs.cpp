@@ -110,32 +110,46 @@ float factor_of(int64_t count, const float* x) {
     return 0;
 }
 
+void join(Bf16Extent& all, const Bf16Extent& one) {
+    all.exact &= one.exact;
+    all.least = one.least < all.least ? one.least : all.least;
+    all.most = one.most > all.most ? one.most : all.most;
+}
+
+// The extent of what body(task) packs for each task, in parallel.
+template <class Body>
+Bf16Extent joined(int64_t tasks, int64_t work, float factor, Body body) {
+    Bf16Extent* each = scratch_of<Bf16Extent>(kPairRows, tasks);
+    threads::run(tasks, work, [&](int64_t task) { each[task] = body(task); });
+    Bf16Extent all;
+    all.factor = factor;
+    for (int64_t task = 0; task < tasks; ++task) join(all, each[task]);
+    return all;
+}
+
 template <bool Plain>
 Bf16Extent pack_words(int64_t groups, int64_t o, int64_t taps, const float* packed, float factor,
                       uint32_t* words) {
     const Split outs(o, TO);
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
-    Extents<Plain> extents(factor);
-    for (int64_t g = 0; g < groups; ++g) {
-        for (int64_t op = 0; op < outs.parts; ++op) {
-            const int64_t count = outs.size(op);
-            const auto lanes = static_cast<__mmask16>((1u << count) - 1);
-            for (int64_t t = 0; t < taps; t += 2, words += count) {
-                const float* at = packed + t * count;
-                const __m512i a = extents.cut(_mm512_maskz_loadu_epi32(lanes, at));
-                const __m512i b =
-                    extents.cut(_mm512_maskz_loadu_epi32(t + 1 < taps ? lanes : 0, at + count));
-                const __m512i pair =
-                    _mm512_ternarylogic_epi32(_mm512_srli_epi32(a, 16), b, upper, 0xF8);
-                extents.add(pair);
-                _mm512_mask_storeu_epi32(words, lanes, pair);
-            }
-            packed += count * taps;
+    return joined(groups * outs.parts, groups * o * taps, factor, [=](int64_t task) {
+        Extents<Plain> extents(factor);
+        const int64_t first = task / outs.parts * o + outs.start(task % outs.parts);
+        const int64_t count = outs.size(task % outs.parts);
+        const auto lanes = static_cast<__mmask16>((1u << count) - 1);
+        uint32_t* to = words + first * ceil_div(taps, 2);
+        for (int64_t t = 0; t < taps; t += 2, to += count) {
+            const float* at = packed + first * taps + t * count;
+            const __m512i a = extents.cut(_mm512_maskz_loadu_epi32(lanes, at));
+            const __m512i b =
+                extents.cut(_mm512_maskz_loadu_epi32(t + 1 < taps ? lanes : 0, at + count));
+            const __m512i pair =
+                _mm512_ternarylogic_epi32(_mm512_srli_epi32(a, 16), b, upper, 0xF8);
+            extents.add(pair);
+            _mm512_mask_storeu_epi32(to, lanes, pair);
         }
-    }
-    Bf16Extent e = extents.found();
-    e.factor = factor;
-    return e;
+        return extents.found();
+    });
 }
 
 Bf16Extent pack_pairs(int64_t groups, int64_t o, int64_t taps, const float* packed,
@@ -270,9 +284,11 @@ Bf16Extent cut_all(int64_t count, const float* from, float factor, uint16_t* to)
 Bf16Extent to_bf16(int64_t count, const float* from, uint16_t* to) {
     const float factor = factor_of(count, from);
     if (factor == 0) return {0, 0, false};
-    Bf16Extent e = cut_all(count, from, factor, to);
-    e.factor = factor;
-    return e;
+    constexpr int64_t kSegment = 1 << 14;
+    return joined(ceil_div(count, kSegment), count, factor, [=](int64_t task) {
+        const int64_t at = task * kSegment;
+        return cut_all(least(kSegment, count - at), from + at, factor, to + at);
+    });
 }
 
 // As weight_tile in lowered_images.hpp: `count` values of each row, in whole vectors of 32.
@@ -319,10 +335,7 @@ bool correlate_pairs(int64_t o, const TapRows& m, float factor, const uint16_t* 
     for (int64_t t = 0; t < m.taps; ++t) {
         uint16_t* row = rows + t * length;
         std::memset(row + length - 2 * VL, 0, 4 * VL);
-        const Bf16Extent one = cut_all(m.pixels, m.x + m.offset[t], factor, row);
-        e.exact &= one.exact;
-        e.least = one.least < e.least ? one.least : e.least;
-        e.most = one.most > e.most ? one.most : e.most;
+        join(e, cut_all(m.pixels, m.x + m.offset[t], factor, row));
     }
     if (!fits(gradients, e, m.pixels)) return false;
     const Split outs(o, WO), taps(m.taps, WT);

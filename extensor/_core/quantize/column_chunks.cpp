@@ -113,11 +113,11 @@ void encode_any(const Call& call, const ColumnChunk& p, const Scales (&s)[4], Ra
 }
 
 // Values of a chunk whose blocks hold only numbers.
-template <bool Words, bool Divide, bool Bounded>
+template <bool Words, bool Divide, bool Bounded, bool Scaled>
 void round_chunk(const Call& call, const ColumnChunk& p, const Scales (&s)[4], RandomWords words,
                  LaneCounts& counted_out) {
     const QuantJob& job = call.job;
-    const PlainValues<Words, Divide, Bounded> round(call);
+    const PlainValues<Words, Divide, Bounded, Scaled> round(call);
     LaneCounts counted = counted_out;
     const float* column_tile = p.column_tile.widened(p.rows);
     float* to =
@@ -199,9 +199,9 @@ void encode_chunk(const Call& call, const ColumnChunk& p, const vu (&amax)[4],
             bounded &= reinterpret_cast<vu>(Words ? largest <= grid.top : largest < grid.limit);
         }
         if (has_plain_values<Divide>(call) && all_lanes(numbers))
-            return is_bounded_by_maxima(call) && all_lanes(bounded)
-                       ? round_chunk<Words, Divide, true>(call, p, s, words, counted)
-                       : round_chunk<Words, Divide, false>(call, p, s, words, counted);
+            return for_plain_values(call, all_lanes(bounded), [&]<bool Bounded, bool Scaled>() {
+                round_chunk<Words, Divide, Bounded, Scaled>(call, p, s, words, counted);
+            });
     }
     encode_any<Words, Divide, Codes>(call, p, s, words, out, counted);
 }

@@ -48,6 +48,8 @@ void for_chunks(const Call& call, const Cut& cut, int64_t rows, Counts* counts, 
         bfloat16* bf16 =
             keeps_bf16(call) ? scratch_of<bfloat16>(Slot::bf16, cut.depth * kTileColumns) : nullptr;
         column_tile.bf16 = bf16;
+        const bool lies_in_tiles =
+            job.inner == kTileColumns && job.type == FloatType::float32 && !call.plan.hadamard;
         LaneCounts counted;
         for (int64_t unit = first; unit < last; unit += cut.unit) {
             const int64_t bottom = least(unit + cut.unit, rows);
@@ -58,7 +60,10 @@ void for_chunks(const Call& call, const Cut& cut, int64_t rows, Counts* counts, 
                     ColumnChunk p = {column_tile, image, 0, 0,
                                      0,           0,     j, least(kTileColumns, right - j)};
                     const Source corner = x.from(top * job.inner + j);
-                    if (bf16)
+                    if (lies_in_tiles && real == depth)  // only read
+                        p.column_tile.f32 =
+                            const_cast<float*>(static_cast<const float*>(corner.at));
+                    else if (bf16)
                         fill_bf16_tile(static_cast<const bfloat16*>(corner.at), job.inner, real,
                                        depth, p.lanes, bf16);
                     else

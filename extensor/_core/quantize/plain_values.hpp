@@ -27,8 +27,9 @@ INLINE void count_flushed(vf x, vf value, LaneCounts& counted) {
 }
 #endif
 
-// What the blocks of a call have in common. `Bounded`: no value is beyond the grid's top.
-template <bool Words, bool Divide, bool Bounded>
+// What the blocks of a call have in common. `Bounded`: no value is beyond the grid's top. `Scaled`:
+// the elements' or the tensor's scale is not one, by which no product is rounded.
+template <bool Words, bool Divide, bool Bounded, bool Scaled>
 struct PlainValues {
     const Grid grid;
     const vf element_scale, tensor_scale;
@@ -39,7 +40,8 @@ struct PlainValues {
           tensor_scale(splat(call.scaler.tensor_scale)) {}
 
     INLINE vf operator()(vf x, vu word, vf apply, vf decode, LaneCounts& counted) const {
-        const vf y = (Divide ? x / apply : x * apply) * element_scale;
+        vf y = Divide ? x / apply : x * apply;
+        if constexpr (Scaled) y = y * element_scale;
         vf magnitude = float_of(bits_of(y) & kMagnitude);
         if constexpr (!Bounded) magnitude = smaller(magnitude, splat(grid.clamp));
         vu exponent, steps;
@@ -51,7 +53,8 @@ struct PlainValues {
         vu sign = bits_of(y) & kSign;
         if constexpr (Divide)  // a fixed-point grid has no negative zero
             sign &= grid.float_mask | reinterpret_cast<vu>(r > 0.0f);
-        const vf value = float_of(bits_of(r) | sign) * decode * tensor_scale;
+        vf value = float_of(bits_of(r) | sign) * decode;
+        if constexpr (Scaled) value = value * tensor_scale;
         count_flushed(x, value, counted);
         return value;
     }
@@ -64,9 +67,14 @@ INLINE bool has_plain_values(const Call& call) {
     return (Divide || grid.float_mask) && grid.zeros == Zeros::kept && !grid.offset;
 }
 
-// Whether a block's largest magnitude bounds what its values are rounded to.
-INLINE bool is_bounded_by_maxima(const Call& call) {
-    return call.scaler.bounded() && call.plan.element_scale <= 1;
+// body<Bounded, Scaled>() as the call needs it; `bounded`: its blocks' largest magnitudes say so.
+template <class Body>
+INLINE void for_plain_values(const Call& call, bool bounded, Body body) {
+    const bool scaled = call.plan.element_scale != 1 || call.scaler.tensor_scale != 1;
+    if (bounded && call.scaler.bounded() && call.plan.element_scale <= 1)
+        scaled ? body.template operator()<true, true>() : body.template operator()<true, false>();
+    else
+        scaled ? body.template operator()<false, true>() : body.template operator()<false, false>();
 }
 
 }  // namespace EXTENSOR_ISA

@@ -13,12 +13,12 @@ namespace {
 // ---- codes or values of a chunk, whatever its tiles ----
 
 // Values of a chunk whose blocks hold only numbers. Words of a tile are `word_stride` apart.
-template <bool Words, bool Divide, bool Bounded>
+template <bool Words, bool Divide, bool Bounded, bool Scaled>
 void round_chunk(const Call& call, Values v, const RowChunk& p, const ScaleArrays& scales,
                  const uint32_t* words, int64_t word_stride, LaneCounts& counted_out) {
     const QuantJob& job = call.job;
     const int64_t tile = job.tile_length;
-    const PlainValues<Words, Divide, Bounded> round(call);
+    const PlainValues<Words, Divide, Bounded, Scaled> round(call);
     LaneCounts counted = counted_out;
     int64_t at = 0;
     for (int64_t r = 0; r < p.rows; ++r) {
@@ -59,11 +59,11 @@ void encode_chunk(const Call& call, Values v, const RowChunk& p, const uint32_t*
         Words ? random_words(call, Philox(call.stream), p, word_stride) : nullptr;
     if constexpr (!Codes)
         if (has_plain_values<Divide>(call) && all_lanes(scales.numbers))
-            return is_bounded_by_maxima(call) && all_lanes(Words ? scales.within : scales.bounded)
-                       ? round_chunk<Words, Divide, true>(call, v, p, scales, words, word_stride,
-                                                          counted_out)
-                       : round_chunk<Words, Divide, false>(call, v, p, scales, words, word_stride,
-                                                           counted_out);
+            return for_plain_values(call, all_lanes(Words ? scales.within : scales.bounded),
+                                    [&]<bool Bounded, bool Scaled>() {
+                                        round_chunk<Words, Divide, Bounded, Scaled>(
+                                            call, v, p, scales, words, word_stride, counted_out);
+                                    });
     uint8_t* unpacked = Codes ? scratch_of<uint8_t>(Slot::codes, padded + 4 * VL) : nullptr;
     // Whole tiles that the block encoder does at once; the loop below does the rest of each row.
     int64_t batched = 0;
