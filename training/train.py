@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+import extensor as et
 from extensor.backends.registry import get as get_backend
 from extensor.distributed import Communicator, LocalCommunicator, on_device
 from extensor.inspect import MemoryPlan as PartsKept
@@ -181,6 +182,8 @@ def plan_memory(
         kept.apply(trainer.model)
     batch = next(iter(trainer.task.training(1, 0)))
     part = trainer.micro_batches.divide(batch)[0]
+    small = et.ones((32, 32), device=config.device)
+    _ = small @ small  # what a device makes once, such as cuBLAS' workspace, is no part of a step
     with memory_ledger(trainer.model, trainer.optimizer, config.device) as ledger:
         try:
             made = trainer.forward(part.batch, config.label_smoothing)
