@@ -30,6 +30,7 @@ from extensor.quant.recipes import ALIASES, RECIPES
 DOCS = Path(__file__).resolve().parent
 BENCHMARKS = DOCS.parent / "ci" / "bench" / "results"
 OVERLAP = "2026-11-27-distributed-4-gpus-scaling-h100"
+BATCHES = "2026-11-27-cuda-memory-batch-h200"
 
 INK, FAINT, PAPER = "#24292f", "#8c959f", "#ffffff"
 SIGN, EXPONENT, MANTISSA, SCALE = "#d4574e", "#e0a32e", "#3f7fbf", "#5a9e6f"
@@ -195,8 +196,56 @@ def overlap() -> str:
     return drawing(NAME_WIDTH + 620 + 80, y + 26, parts, "A step of one of four GPUs")
 
 
+def batch_memory() -> str:
+    """A GPT's training step by batch: memory of each contestant, up to the largest that ran."""
+    rows = json.loads((BENCHMARKS / f"{BATCHES}.json").read_text("utf-8"))["rows"]
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(rows, key=lambda row: row["windows"]):
+        curves.setdefault(row["step"], []).append((row["windows"], row["device_gb"]))
+    left, top, width, height = 48, 16, 600, 300
+    first, most, full = 4, max(row["windows"] for row in rows), 150
+
+    def place(windows: float, gb: float) -> tuple[float, float]:
+        x = math.log(windows / first) / math.log(most / first)
+        return left + x * width, top + (1 - gb / full) * height
+
+    parts = []
+    for gb in range(0, full + 1, 50):
+        x, y = place(first, gb)
+        parts += [line(x, y, x + width, y, "#e4e7eb"), text(x - 6, y + 4, f"{gb}", "end")]
+    x, y = place(first, 80)
+    parts += [line(x, y, x + width, y, FAINT), text(x - 6, y + 4, "80", "end")]
+    windows = first
+    while windows <= most:
+        parts.append(text(place(windows, 0)[0], top + height + 18, f"{windows}", "middle"))
+        windows *= 2
+    colours = (SIGN, MANTISSA, SCALE, EXPONENT, FAINT, INK)
+    for number, (name, points) in enumerate(curves.items()):
+        colour = colours[number]
+        places = [place(*point) for point in points]
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        parts.append(f'<path d="{path}" stroke="{colour}" stroke-width="2" fill="none"/>')
+        x, y = places[-1]
+        parts.append(text(x, y - 8, f"{points[-1][0]}", "middle", colour))
+        x, y = left + number % 3 * 215, top + height + 34 + number // 3 * 22
+        parts += [box(x, y, 14, 14, colour), text(x + 20, y + 12, BATCH_NAMES.get(name, name))]
+    end = top + height + 34 + 22 * -(-len(curves) // 3)
+    return drawing(left + width + 24, end, parts, "GB of a step by windows in a batch")
+
+
+BATCH_NAMES = {
+    "ours, captured": "ours",
+    "ours, captured, run again": "ours, blocks run again",
+    "ours, float32": "float32 weights, inputs kept",
+    "torch": "torch AMP",
+    "torch, compiled": "torch AMP, compiled",
+    "torch float8, compiled": "torchao float8, compiled",
+}
+"""What the figure calls a contestant of the benchmark."""
+
 FIGURES = {
     "overlap.svg": overlap,
+    "memory_batch.svg": batch_memory,
     "bits.svg": bit_layouts,
     "grids.svg": grid_lines,
     "small_grids.svg": small_grids,
