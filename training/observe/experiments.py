@@ -181,7 +181,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "10m", 10.6e6, 64, _BRANCHES, 6, tokens=16, rounds=4, rates=(2e-3,), branch=2,
     ),
     "30m_branch": _llama(
-        "30m", 29.5e6, 128, _BRANCHES, 3, tokens=9, rounds=4, rates=(2e-3,), branch=2,
+        "30m", 29.5e6, 128, _BRANCHES, 3, tokens=6, rounds=4, rates=(2e-3,), branch=2,
     ),
     "3m_branch_long": _llama(
         "3m", 3.1e6, 64, _BRANCHES, 6, tokens=32, rounds=4, rates=(4e-3,), branch=2,
