@@ -10,7 +10,8 @@ micro-batches' own. Sums are taken in the order of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ __all__ = ["MicroBatch", "MicroBatches", "Outcome", "shares"]
 
 CALLS_APART = 1 << 32
 """Dropout counts its calls; a micro-batch begins this much above the one before it."""
-COUNTS = len(fields(QuantStats))
+NUMBERS = [field.name for field in fields(QuantStats)]
+COUNTS = len(NUMBERS)
 """Numbers of a `QuantStats`."""
 
 
@@ -177,7 +179,8 @@ class MicroBatches:
             found = {k: v for k, v in found.items() if self._parallel.divides(*k)}
         unknown = sorted(found.keys() - set(keys))
         assert not unknown, unknown
-        found_rows = [astuple(found.get(key, none)) for key in keys]
+        numbers_of = attrgetter(*NUMBERS)
+        found_rows = [numbers_of(found.get(key, none)) for key in keys]
         counts = np.array(found_rows, np.float64).reshape(-1)
         table = np.concatenate([self._rows.reshape(-1), counts, [float(stop)]])
         self.ranks.all_reduce(table).wait()

@@ -38,10 +38,14 @@ def square_sum(arrays: Iterable[Array], ranks: Communicator | None = None, xp: A
     """
     parts: list[Any] = [np.zeros(1)]
     for array in arrays:
-        wide = array.reshape(-1).astype(np.float64)
-        padded = xp.zeros(-(-wide.size // BLOCK) * BLOCK)
-        padded[: wide.size] = wide
-        parts.append(_block_sums(padded * padded))
+        flat = array.reshape(-1)
+        whole = flat.size // BLOCK * BLOCK
+        wide = flat[:whole].astype(np.float64)
+        parts.append(_block_sums(xp.multiply(wide, wide, out=wide)))
+        if whole < flat.size:
+            last = xp.zeros(BLOCK)
+            last[: flat.size - whole] = flat[whole:]
+            parts.append(_block_sums(last * last))
     blocks = xp.concatenate([xp.asarray(part) for part in parts])
     largest = np.array([float(blocks.max())])  # NaN, if there is one
     bad = np.array([int(not np.isfinite(largest[0]))])
