@@ -215,6 +215,7 @@ class TrainStep:
                     self._backward(part)
         if self.buckets is not None:
             self.buckets.finish(step)
+            self.grid.data.synchronize()  # what reads the GPU next has no time limit
         if self.parallel is not None:
             self.parallel.finish()
         outcome = micro.end(self.told_to_stop)

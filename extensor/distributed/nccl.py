@@ -349,10 +349,10 @@ class NCCLCommunicator:
             waited = time.monotonic() - began
             if waited > self.timeout:
                 missing = self._missing()
+                for memory in itertools.chain(*self._peers.values()):
+                    memory.stop()  # first: NCCL waits for the GPU when it ends
                 for comm in self._comms:
                     comm.abort()  # else the process could not end
-                for memory in itertools.chain(*self._peers.values()):
-                    memory.stop()
                 raise CollectiveTimeout(
                     what, rank=self.rank, size=self.size, seconds=waited, missing=missing
                 )

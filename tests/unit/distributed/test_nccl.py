@@ -236,10 +236,17 @@ def test_a_gpu_stops_waiting_for_a_missing_rank(on_gpu: GenericBackend) -> None:
     def program(comm: NCCLCommunicator, xp: Any) -> None:
         memory = comm.peer_memory(256)
         assert not isinstance(memory, Unsupported)
-        comm.timeout = 0.3
+        stopped, abort = [], comm._comm.abort
+
+        def aborts() -> None:
+            stopped.append(bool(memory._stop[0]))
+            abort()
+
+        comm._comm.abort, comm.timeout = aborts, 0.3
         if comm.rank == 0:
             with pytest.raises(CollectiveTimeout):
                 comm.all_reduce(xp.asarray(np.ones(3, np.float32))).wait()
+            assert stopped == [True]  # NCCL waits for the GPU when it ends
             memory.barrier()
 
     with_gpus(2, program)
@@ -249,18 +256,18 @@ def test_a_gpu_stops_waiting_for_a_missing_rank(on_gpu: GenericBackend) -> None:
 def test_buckets_are_reduced_beside_the_backward_pass(
     on_gpu: GenericBackend, path: str, name: str
 ) -> None:
-    """The weights of ranks without GPUs, and all reductions queued before `finish` waits."""
+    """The gradients of ranks without NCCL, and all reductions queued before `finish` waits."""
 
-    def program(comm: Communicator, device: str) -> list[bytes]:
-        layers = et.nn.Sequential(*(et.nn.Linear(8, 8, rng=i) for i in range(3))).to(device)
+    def program(comm: Communicator) -> list[bytes]:
+        layers = et.nn.Sequential(*(et.nn.Linear(8, 8, rng=i) for i in range(3))).to("cuda")
         params = list(layers.parameters())
         buckets = GradientBuckets(params, comm, name, bucket_bytes=300)
         for step in range(2):
             for part in range(3):
                 x = np.random.default_rng((step, part, comm.rank)).standard_normal((4, 8))
                 with buckets.micro_batch(last=part == 2, step=step):
-                    layers(et.ExTensor(x.astype(np.float32)).to(device)).square().sum().backward()
-            if device == "cuda":
+                    layers(et.ExTensor(x.astype(np.float32)).to("cuda")).square().sum().backward()
+            if isinstance(comm, NCCLCommunicator):
                 assert buckets._started == len(buckets.buckets) == 3
                 assert all(b.work is not None and b.work._current is None for b in buckets.buckets)
             buckets.finish(step)
@@ -271,5 +278,5 @@ def test_buckets_are_reduced_beside_the_backward_pass(
                 assert all(lane.joined == 0 for lane in comm._lanes)
         return [np.asarray(p.grad.data).tobytes() for p in params if p.grad is not None]
 
-    expected = run_ranks(2, lambda comm: program(comm, "cpu"))
-    assert with_gpus(2, lambda comm, xp: program(comm, "cuda")) == expected
+    expected = run_ranks(2, program)
+    assert with_gpus(2, lambda comm, xp: program(comm)) == expected
