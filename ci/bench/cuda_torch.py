@@ -315,6 +315,7 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
     calls[f"{bridge}, mxfp4"] = without_primitives(lambda: layer(x).backward(g))
     calls[f"{bridge}, nothing random"] = without_primitives(lambda: nearest(x).backward(g))
     times: dict[str, list[float]] = {name: [] for name in calls}
+    gc.freeze()  # what is there lasts, and need not be looked at in each collection
     for turn in range(rounds + 3):
         for name, call in calls.items():
             gc.collect()  # the garbage of the contestant before
