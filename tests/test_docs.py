@@ -25,6 +25,8 @@ from extensor.training import cli
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SHELL = re.compile(r"^```bash\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+NAMED_TOML = re.compile(r"^```toml\n# (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+"""A file that a page shows: its first line is its name."""
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
@@ -135,6 +137,8 @@ def test_commands_are_understood(
     monkeypatch.setattr(observed, lambda *args: done.append("observe") or 0)
     monkeypatch.chdir(tmp_path)
     np.savez(tmp_path / "weights.npz", layer=np.ones((4, 64), np.float32))
+    for name, text in NAMED_TOML.findall((ROOT / page).read_text("utf-8")):
+        (tmp_path / name).write_text(text)
     for words in commands(page):
         call = extensor_cli.main if words[0] == "extensor" else cli.main
         assert call(words[1:] if words[0] == "extensor" else words[3:]) == 0, words

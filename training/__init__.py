@@ -1,6 +1,6 @@
 """Training runs: what `extensor train` and the commands around it do."""
 
-# cli, flags, settings, config, toml, runs, choices: from a command's words to a checked `RunConfig`
+# cli, flags, settings, config, toml, recipe_text, runs, choices: words to a checked `RunConfig`
 # train, loop, step, batch, evaluation, metrics, optimizers, signals: one run, down to one step
 # ranks, parallel, micro_batches: the same on several ranks
 # rundir, checkpoints, records, result: what a run leaves in its folder

@@ -25,6 +25,7 @@ from extensor.quant.recipe_state import counts_from_rows
 from extensor.schema import SchemaError, check, parse_json, record
 
 from .parallel import parameter_of
+from .recipe_text import files_named, join, lookup, split
 from .records import EpochReport, Position
 
 __all__ = ["load_run", "read_checkpoint", "read_position", "save_run"]
@@ -147,8 +148,8 @@ def _check_run(run: Any, path: Path, metadata: _Metadata) -> None:
     # The model is saved whole, however many ranks share its blocks.
     theirs = given | metadata["config"] | {"tensor_parallel": mine["tensor_parallel"]}
     position = Position.from_dict(metadata["position"])
-    if _begins_alike(run, str(theirs["recipe"]), position.step):
-        theirs["recipe"] = mine["recipe"]
+    if _begins_alike(run, theirs, position.step):
+        theirs |= {"recipe": mine["recipe"], "recipe_text": mine["recipe_text"]}
     if theirs != mine:
         differ = sorted(k for k in mine | theirs if k not in mine or theirs.get(k) != mine[k])
         raise ValueError(
@@ -163,12 +164,15 @@ def _check_run(run: Any, path: Path, metadata: _Metadata) -> None:
         )
 
 
-def _begins_alike(run: Any, recipe: str, done: int) -> bool:
+def _begins_alike(run: Any, config: dict[str, Any], done: int) -> bool:
     """Whether a run under another recipe, or schedule of them, made so many steps as this one."""
     steps = run.config.epochs * run.batches
     ours = run.config.recipe_schedule
     try:
-        theirs = RecipeSchedule.parse(recipe)
+        files, mine = split(str(config["recipe_text"])), split(run.config.recipe_text)
+        if any(files.get(name) != mine.get(name) for name in files_named(run.config.operands)):
+            return False
+        theirs = RecipeSchedule.parse(str(config["recipe"]), lookup(join(files)))
     except ValueError:  # of a damaged file, or of a release that had other recipes
         return False
     starts = {phase.first_step(steps) for phase in (*ours.phases, *theirs.phases)}

@@ -42,7 +42,8 @@ from .loop import Interrupted
 from .memory_limit import parse_bytes
 from .ptq import PtqArgs, ptq
 from .ranks import end_all, rank_console, say
-from .rundir import CONFIG, UsageError, checkpoint_in, read_config, read_result
+from .recipe_text import files_named, read_again
+from .rundir import CONFIG, UsageError, checkpoint_in, difference, read_config, read_result
 from .runs import RUNS
 from .settings import Settings
 from .side_by_side import side_by_side
@@ -214,8 +215,13 @@ def parse_train(model: str, argv: Sequence[str]) -> tuple[TrainFlags, RunConfig,
             f"--resume: {folder} holds a run of {saved.model!r}, not of {model!r}; the way out: "
             f"{PROGRAM} train {saved.model} --out {folder} --resume"
         )
+    if named := files_named(given.get("recipe", ""), given.get("operands", "")):
+        try:
+            explicit["recipe_text"] = read_again(saved.recipe_text, named)
+        except ValueError as error:
+            raise UsageError(f"--resume: {error}") from error
     differ = [
-        f"{name}: {getattr(saved, name)!r} there, {value!r} here"
+        difference(name, getattr(saved, name), value)
         for name, value in explicit.items()
         if value != getattr(saved, name)
     ]

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from extensor.quant.recipe import OperandRule, Recipe
 from extensor.quant.recipe_schedule import RecipeSchedule
-from extensor.quant.recipes import get_recipe
 from extensor.quant.saved import parse_saved
 
+from .recipe_text import collect, files_named, lookup
 from .settings import ACTIVATIONS, SEED, Settings, setting
 
 __all__ = ["RunConfig"]
 
-_OPERAND = re.compile(r"([^/=\s]+)/([^/=\s]+)=([^/=\s]+)")
+_OPERAND = re.compile(r"([^/=\s]+)/([^/=\s]+)=([^=\s]+)")
 """A part of ``--operands``: layers, slots, the recipe that has them."""
 
 
@@ -31,8 +32,9 @@ class RunConfig(Settings):
 
     model: str
     recipe: str = setting(
-        "Recipe (listed above): the precision of each GEMM operand. Several, each with its first "
-        "step or per cent of all steps, make a schedule: mxfp4,bf16@90%.",
+        "Recipe (listed above), or a file of your own that ends in .toml (extensor recipe prints "
+        "one): the precision of each GEMM operand. Several, each with its first step or per cent "
+        "of all steps, make a schedule: mxfp4,bf16@90%.",
         "fp32",
     )
     operands: str = setting(
@@ -44,10 +46,14 @@ class RunConfig(Settings):
     seed: int = setting(
         "Seed of the weights, the order of the images and the stochastic rounding.", 0, check=SEED
     )
+    recipe_text: str = ""
+    """The files that ``recipe`` and ``operands`` name, read when the run is first made."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_model(self.model)
+        text = collect(files_named(self.recipe, self.operands), self.recipe_text)
+        object.__setattr__(self, "recipe_text", text)
         _ = self.resolved_recipe
 
     @cached_property
@@ -58,7 +64,7 @@ class RunConfig(Settings):
     @cached_property
     def recipe_schedule(self) -> RecipeSchedule:
         """Which recipe the run trains with from which step on."""
-        return RecipeSchedule.parse(self.recipe)
+        return RecipeSchedule.parse(self.recipe, lookup(self.recipe_text))
 
     def recipe_at(self, step: int, steps: int) -> Recipe:
         """The recipe of a step of a run of so many."""
@@ -67,7 +73,7 @@ class RunConfig(Settings):
         if self.saved != "float32":
             changes["saved"] = parse_saved(self.saved)
         if self.operands:
-            changes["operands"] = _operand_rules(self.operands)
+            changes["operands"] = _operand_rules(self.operands, lookup(self.recipe_text))
         if (activations := ACTIVATIONS[self.activations]) is not None:
             changes["activations"] = activations
         return dataclasses.replace(recipe, **changes) if changes else recipe
@@ -91,15 +97,18 @@ class RunConfig(Settings):
     @property
     def recipe_label(self) -> str:
         """The recipe, or the schedule, as part of a file's name."""
-        return self.recipe.replace(",", "+").replace("%", "pc").replace(" ", "")
+        label = self.recipe
+        for name in files_named(label):
+            label = label.replace(name, lookup(self.recipe_text)(name).name)
+        return label.replace(",", "+").replace("%", "pc").replace(" ", "")
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""
         return dataclasses.asdict(self)
 
 
-def _operand_rules(text: str) -> tuple[OperandRule, ...]:
-    """What ``--operands`` says.
+def _operand_rules(text: str, known: Callable[[str], Recipe]) -> tuple[OperandRule, ...]:
+    """What ``--operands`` says, of recipes that ``known`` gives by name.
 
     Raises:
         ValueError: for anything else than LAYER/SLOT=RECIPE, or an unknown recipe.
@@ -112,5 +121,5 @@ def _operand_rules(text: str) -> tuple[OperandRule, ...]:
                 "--operands: expected LAYER/SLOT=RECIPE, several separated by commas, as in "
                 f"blocks.*/fprop.x=mxfp8, got {part.strip()!r}"
             )
-        rules.append(OperandRule(found[1], found[2], get_recipe(found[3]).layers))
+        rules.append(OperandRule(found[1], found[2], known(found[3]).layers))
     return tuple(rules)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, cast
 import tyro
 
 from .config import RunConfig
+from .recipe_text import files_named, read_again
 from .rundir import UsageError
 from .runs import RUNS, defaults
 from .settings import Settings
@@ -104,6 +105,9 @@ def resolve(
         if from_file.get("model", model) != model:
             raise ValueError(f"--config {file}: is for model {from_file['model']!r}, not {model!r}")
         explicit = {**from_file, **given}
+        if "recipe_text" in from_file:  # a file that a flag names is read anew
+            anew = files_named(given.get("recipe", ""), given.get("operands", ""))
+            explicit["recipe_text"] = read_again(from_file["recipe_text"], anew)
         return {**defaults(model, explicit.get("dataset")), **explicit}, explicit
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -16,6 +16,7 @@ from extensor.io.atomic import remove_leftovers, replacing
 from extensor.schema import FileError, SchemaError, check, parse_json, read_json, record
 
 from .config import RunConfig
+from .recipe_text import own_lines
 from .records import EpochReport
 from .toml import parse_toml, write_toml
 
@@ -32,6 +33,7 @@ __all__ = [
     "another_run",
     "checkpoint_in",
     "claim",
+    "difference",
     "find_checkpoint",
     "read_config",
     "read_epochs",
@@ -284,11 +286,15 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
 
 def another_run(folder: Path, saved: RunConfig, wanted: RunConfig) -> str:
     """The message for a folder whose run has other settings: which, and both values."""
-    differ = [
-        f"{name}: {there!r} there, {here!r} here"
-        for name, (there, here) in saved.differences(wanted).items()
-    ]
+    differ = [difference(name, *pair) for name, pair in saved.differences(wanted).items()]
     return f"{folder}: holds a run with another configuration ({'; '.join(differ)})"
+
+
+def difference(name: str, there: Any, here: Any) -> str:
+    """A setting's two values, as messages have them; of recipes' files, the lines that differ."""
+    if name == "recipe_text":
+        there, here = (" | ".join(own_lines(a, b)) for a, b in ((there, here), (here, there)))
+    return f"{name}: {there!r} there, {here!r} here"
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from extensor.inspect import Table
 
 from .config import RunConfig
+from .recipe_text import own_lines
 from .rundir import CONFIG, UsageError, read_config, read_result
 from .runs import RUNS
 from .tasks import TASKS
@@ -53,8 +54,11 @@ def side_by_side(folders: Sequence[Path]) -> Table:
     rows = [
         (field.name, *(_value(getattr(config, field.name)) for config in configs))
         for field in dataclasses.fields(RunConfig)
-        if field.name in names
+        if field.name in names - {"recipe_text"}
     ]
+    if "recipe_text" in names:
+        texts = [config.recipe_text for config in configs]
+        rows.append(("recipe_text", *("\n".join(own_lines(t, *texts)) or "-" for t in texts)))
     metrics = dict.fromkeys(TASKS[RUNS[config.model].task].metric for config in configs)
     for metric in metrics:
         if metric.key != "loss":

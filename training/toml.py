@@ -17,13 +17,19 @@ __all__ = ["parse_toml", "read_toml", "write_toml"]
 def write_toml(values: Mapping[str, Any], header: str = "") -> str:
     """Flat TOML text of strings, numbers and booleans (None is left out)."""
     lines = [f"# {line}" for line in header.splitlines()]
-    # A JSON string or boolean is a TOML one.
-    lines += [
-        f"{name} = {json.dumps(value) if isinstance(value, str | bool) else repr(value)}"
-        for name, value in values.items()
-        if value is not None
-    ]
+    lines += [f"{name} = {_toml(value)}" for name, value in values.items() if value is not None]
     return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if not isinstance(value, str):
+        return json.dumps(value) if isinstance(value, bool) else repr(value)
+    if value.endswith("\n") and all(line.isprintable() for line in value.split("\n")):
+        # Text of several lines stays readable; only these two have a meaning inside it.
+        escaped = value.replace("\\", "\\\\").replace('"""', '""\\"')
+        return f'"""\n{escaped}"""'
+    # A JSON string without escaped letters is a TOML one, but for DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from extensor.cli.formats import (
 )
 from extensor.cli.language import chat, generate, perplexity
 from extensor.cli.quantize import quantize
+from extensor.cli.recipe import recipe, recipe_sheet
 from extensor.cli.sheet import CommandError, Sheet, system_problem
 from extensor.cli.tune import tune
 from extensor.distributed.launch import launched_rank, refuse_ranks
@@ -37,7 +38,7 @@ from extensor.errors import unknown_name
 __all__ = [
     "Sheet", "advise", "chat", "dialect_sheet", "doctor", "element_sheet", "format_sheet",
     "formats", "generate", "inspect", "layout_sheet", "main", "perplexity", "quantize",
-    "read_tensors", "scale_sheet", "tune",
+    "read_tensors", "recipe", "recipe_sheet", "scale_sheet", "tune",
 ]  # fmt: skip
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -45,6 +46,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "chat": chat,
     "perplexity": perplexity,
     "formats": formats,
+    "recipe": recipe,
     "quantize": quantize,
     "convert": convert_command,
     "advise": advise,
@@ -53,7 +55,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "tune": tune,
 }
 
-ON_RANKS = ("doctor", "formats")
+ON_RANKS = ("doctor", "formats", "recipe")
 """Own commands that may run on several ranks: they write no file."""
 
 TRAINING = {
@@ -70,6 +72,7 @@ TRAINING = {
 EXAMPLES = """\
 extensor train lenet --recipe mxfp4 --out runs/first     # handwritten digits; no download
 extensor report runs/first                               # a page about it
+extensor recipe mxfp4 > mine.toml                        # change it, then: --recipe mine.toml
 extensor compare lenet --recipes fp32,mxfp8,mxfp4 --seeds 3
 extensor advise model.safetensors                        # which format fits which tensor
 extensor quantize model.safetensors small.safetensors --format mxfp4

@@ -7,6 +7,7 @@
 # nvfp4, affine, outlier, static_scale: what single formats do beside that
 # hadamard, rebase: what recipes do to operands beside that
 # recipe, recipes, recipe_schedule: which operand of which layer is quantized how, as data
+# recipe_file: the same as TOML
 # schemes: the same for models that are trained already
 # recipe_state, replay: random streams and counts of a model's layers
 # weight_cache, input_cache, pages: operands that several GEMMs share, and their memory

@@ -8,6 +8,7 @@ so near the end), or begin in it.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -16,7 +17,7 @@ from extensor.quant.recipes import get_recipe
 
 __all__ = ["Phase", "RecipeSchedule"]
 
-_PHASE = re.compile(r"(?P<name>[\w.-]+)(?:@(?P<start>[0-9]+(?:\.[0-9]+)?)(?P<unit>%?))?")
+_PHASE = re.compile(r"(?P<name>[^,@]*[^,@\s])(?:@(?P<start>[0-9]+(?:\.[0-9]+)?)(?P<unit>%?))?")
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,12 @@ class RecipeSchedule:
                 )
 
     @classmethod
-    def parse(cls, text: str) -> RecipeSchedule:
+    def parse(cls, text: str, known: Callable[[str], Recipe] = get_recipe) -> RecipeSchedule:
         """Read ``RECIPE[,RECIPE@START]...``: START is a step, or per cent of all steps with ``%``.
 
         Args:
             text: as in "mxfp4,bf16@90%" or "bf16,mxfp4@200,bf16@1800"; one name is a schedule too.
+            known: gives a recipe by name.
 
         Returns:
             The schedule.
@@ -118,7 +120,7 @@ class RecipeSchedule:
                     f"recipe: expected a whole step, or below 100%, as the start of "
                     f"{found['name']}, got {part.strip()!r}"
                 )
-            phases.append(Phase(get_recipe(found["name"]), start, percent))
+            phases.append(Phase(known(found["name"]), start, percent))
         return cls(tuple(phases))
 
     def __str__(self) -> str:

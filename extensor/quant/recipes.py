@@ -7,16 +7,27 @@ Sources: arXiv 2506.08027 (mxfp8_nvidia), 2502.20586 (mxfp4_tseng), 2509.25149
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from extensor.errors import Rows, unknown_name
 from extensor.quant.recipe import FloatName, Gemm, LayerRecipe, Recipe, Rule
+from extensor.quant.recipe_file import MOST_BYTES, parse_recipe
 from extensor.quant.spec import Hadamard, QuantSpec
+from extensor.schema import printable
 
-__all__ = ["ALIASES", "FP4_RECIPE", "RECIPES", "get_recipe", "with_rules"]
+__all__ = [
+    "ALIASES", "FILE_SUFFIX", "FP4_RECIPE", "RECIPES", "get_recipe", "parse_named", "read_recipe",
+    "with_rules",
+]  # fmt: skip
+
+FILE_SUFFIX = ".toml"
+"""What the name of a recipe's file ends in."""
 
 FP4_RECIPE = "mxfp4"
 """What training in FP4 begins with."""
@@ -274,31 +285,94 @@ ALIASES = MappingProxyType({"mxfp8": "mxfp8_nvidia", "nvfp4": "nvfp4_nvidia"})
 
 
 def get_recipe(name: str) -> Recipe:
-    """A recipe by name or alias.
+    """A recipe by name or alias, or from a file.
 
     Args:
-        name: in `RECIPES` or `ALIASES`.
+        name: in `RECIPES` or `ALIASES`, or a path that ends in ``.toml``.
 
     Returns:
         The recipe.
 
     Raises:
-        ValueError: for a name that is neither; the message lists similar ones.
+        ValueError: for a name that is neither, where the message lists similar ones; for a file
+            that cannot be read, or describes no recipe.
 
     >>> from extensor.quant.recipes import get_recipe
     >>> get_recipe("mxfp8").name
     'mxfp8_nvidia'
     """
+    if name.endswith(FILE_SUFFIX):
+        return read_recipe(name)
     full = ALIASES.get(name, name)
     if full not in RECIPES:
         message = unknown_name("recipe", name, [*RECIPES, *ALIASES])
-        if "." in name or "/" in name:
-            message += (
-                "; recipes are not read from files: give a Recipe of your own to apply_recipe, or "
-                "make it a row of extensor/quant/recipes.py"
-            )
+        if "/" in name or "\\" in name:
+            message += f"; a recipe of your own is a file that ends in {FILE_SUFFIX}"
         raise ValueError(message)
     return RECIPES[full]
+
+
+def read_recipe(path: str | os.PathLike[str]) -> Recipe:
+    r"""A recipe of your own, from a TOML file.
+
+    Args:
+        path: of the file. `docs/how-to/add-a-recipe.md` describes what stands in it;
+            ``extensor recipe NAME`` prints any recipe in that form.
+
+    Returns:
+        The recipe, named after the file if the file names none.
+
+    Raises:
+        ValueError: for a file that cannot be read, or describes no recipe; for another one under
+            the name of a recipe of the library.
+
+    >>> import pathlib, tempfile
+    >>> from extensor.quant.recipes import read_recipe
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder) / "wide.toml"
+    ...     written = path.write_text('parent = "mxfp4"\n[layers]\nx = { block_size = 64 }')
+    ...     read_recipe(path)
+    Recipe(name='wide', doc='mxfp4 with changes', rules=['@first', '@last', '@embedding', '@head'])
+    """
+    shown = printable(os.fspath(path))
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        return parse_named(content.decode(), Path(path).stem)
+    except OSError as error:
+        raise ValueError(f"recipe {shown}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise ValueError(f"recipe {shown}: {printable(str(error))}") from None
+
+
+def parse_named(text: str, name: str) -> Recipe:
+    """A recipe from TOML whose name no recipe of the library has, unless it is the same.
+
+    Args:
+        text: as in a recipe's file.
+        name: the recipe's name where the text gives none.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        ValueError: for what is no such text, or for such a name.
+
+    >>> from extensor.quant.recipes import parse_named
+    >>> parse_named('parent = "mxfp4_all"', "mine").layers == et.RECIPES["mxfp4_all"].layers
+    True
+    """
+    recipe = parse_recipe(text, name, get_recipe)
+    if not re.fullmatch(r"[\w.+-]+", recipe.name):
+        raise ValueError(
+            f"name: expected letters, digits, '_', '.', '+' and '-', got {recipe.name!r}"
+        )
+    if recipe.name in ALIASES or RECIPES.get(recipe.name, recipe) != recipe:
+        raise ValueError(
+            f"name: {recipe.name!r} is another recipe of the library; the way out: a name of its "
+            f"own, as in name = '{recipe.name}_mine'"
+        )
+    return recipe
 
 
 def with_rules(

@@ -36,6 +36,7 @@ def same_bytes(name: str, got: object, expected: object, context: object = "") -
         differs &= ~(np.isnan(got) & np.isnan(expected))
     if not differs.any():
         return
+    got, expected = np.atleast_1d(got, expected)  # as `differs` is
     at = tuple(int(i) for i in np.argwhere(differs)[0])
     raise AssertionError(
         f"{name}{list(at)}: got {got[at]!r} (bytes {got[at].tobytes().hex()}), "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +17,10 @@ from rich.console import Console
 import extensor
 from extensor import cli
 from extensor.cli import sheet
+from extensor.cli.recipe import recipe_sheet
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS
 from extensor.io import save_checkpoint
+from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.training import cli as training
 from tests.unit.cli.commands import fails, run
 
@@ -323,5 +326,29 @@ def test_layers_stand_in_the_order_of_their_numbers(
     ]
 
 
-def test_a_recipe_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "recipes are not read from files" in fails(capsys, "train", "mlp", "--recipe", "my.toml")
+def test_a_recipe_is_a_name_or_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    missing = fails(capsys, "train", "mlp", "--recipe", "my.toml")
+    assert "recipe my.toml: cannot be read: No such file" in missing
+    assert "a file that ends in .toml" in fails(capsys, "train", "mlp", "--recipe", "a/my.json")
+
+
+def test_a_recipe_is_printed_as_a_file_and_beside_others(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(run(capsys, "recipe", "quartet"))
+    assert replace(get_recipe(str(mine)), name="quartet") == get_recipe("quartet")
+    both = run(capsys, "recipe", "mxfp4_tseng", mine)
+    rows = [[cell.strip() for cell in line.split("│")] for line in both.splitlines()]
+    operands = {row[1]: row[2:-1] for row in rows if len(row) > 3}
+    assert operands["fprop.x"] == ["bfloat16", "mxfp4 1x32 quest Hadamard-32 signs none"]
+    assert operands["clip_gradient"] == ["false", "true"]
+    assert "Recipes" in run(capsys, "recipe") and "mxfp4_tseng" in run(capsys, "recipe")
+    assert "did you mean 'mxfp4'" in fails(capsys, "recipe", "mxpf4")
+
+
+def test_recipes_that_differ_never_look_alike() -> None:
+    recipes = list(RECIPES.values())
+    sheet = recipe_sheet(recipes)
+    columns = [tuple(row[place + 1] for row in sheet.rows) for place in range(len(recipes))]
+    assert len(set(columns)) == len({replace(each, name="", doc="") for each in recipes})
