@@ -122,20 +122,18 @@ class MemoryLimitError(MemoryError):
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """Parts that cost the same: their paths, and by choice the bytes and seconds of one.
+class _Costs:
+    """What a part costs by choice: bytes and seconds.
 
     A choice that ran out of memory has no seconds, and its bytes are those until then.
     """
 
-    paths: tuple[str, ...]
     nbytes: Mapping[Choice, int]
     seconds: Mapping[Choice, float]
 
-    @property
-    def running(self) -> int:
-        """Bytes that a part holds while it runs again, beside its input."""
-        return max(0, self.nbytes["packed"] - self.nbytes["recomputed"])
+    def most(self, choice: Choice) -> int:
+        """Bytes that the part holds in its backward pass; run again, what it made and its input."""
+        return max(self.nbytes[choice], self.nbytes["packed"] if choice == "recomputed" else 0)
 
 
 def plan_memory(
@@ -188,16 +186,16 @@ def plan_memory(
         run = _Runner(model, step, device, fresh, optimizer)
         # What is made once, such as cuBLAS' workspace, is no part of a step.
         run.trial(modules, dict.fromkeys(modules, "recomputed"))
-        kinds, trials, rest = _measured(modules, run, rounds)
+        costs, trials, rest = _measured(modules, run, rounds)
         for _ in range(_TRIES):
-            choices = _solve(kinds, limit - rest)
+            choices = _solve(costs, limit - rest)
             if choices is None:
                 break
             trials.append(run.trial(modules, choices))
             if trials[-1].fits(limit):
                 break
             rest += max(trials[-1].peak - limit, 0)  # what the sum left out
-            rest = max(rest, limit - _nbytes(kinds, choices) + 1)  # these choices no more
+            rest = max(rest, limit - _nbytes(costs, choices) + 1)  # these choices no more
     fitting = [trial for trial in trials if trial.fits(limit)]
     if not fitting:
         done = [trial for trial in trials if trial.done]
@@ -210,8 +208,8 @@ def plan_memory(
             least.report,
             out_of_memory=not done,
         )
-    best = min(fitting, key=lambda trial: _seconds(kinds, trial.choices))
-    seconds = _seconds(kinds, best.choices)
+    best = min(fitting, key=lambda trial: _seconds(costs, trial.choices))
+    seconds = _seconds(costs, best.choices)
     plan = MemoryPlan({path: best.choices[path] for path in modules}, best.peak, limit, seconds)
     plan.apply(model)
     return plan
@@ -330,8 +328,8 @@ class _Runner:
 
 def _measured(
     modules: Mapping[str, Module], run: _Runner, rounds: int
-) -> tuple[list[_Kind], list[_Trial], int]:
-    """The kinds of parts, steps in which all choose the same, the least bytes beside parts'."""
+) -> tuple[dict[str, _Costs], list[_Trial], int]:
+    """Costs of parts, steps in which all choose the same, the least bytes beside parts'."""
     groups: dict[Any, list[str]] = {}
     for path, module in modules.items():
         shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
@@ -342,12 +340,13 @@ def _measured(
     times = (
         _times(list(groups.values()), modules, run, rounds, done) if done else [{}] * len(groups)
     )
-    kinds = []
+    found = dict[str, _Costs]()
     for paths, seconds in zip(groups.values(), times, strict=True):
         nbytes = {choice: max(saved[choice][path] for path in paths) for choice in _CHOICES}
-        kinds.append(_Kind(tuple(paths), nbytes, seconds))
-    rests = [trials[choice].peak - _nbytes(kinds, trials[choice].choices) for choice in done]
-    return kinds, list(trials.values()), min(rests, default=0)
+        found |= dict.fromkeys(paths, _Costs(nbytes, seconds))
+    costs = {path: found[path] for path in modules}
+    rests = [trials[choice].peak - _nbytes(costs, trials[choice].choices) for choice in done]
+    return costs, list(trials.values()), min(rests, default=0)
 
 
 def _saved(held: Sequence[Holder], paths: Mapping[str, Module]) -> Counter[str]:
@@ -392,40 +391,38 @@ def _times(
     ]
 
 
-def _nbytes(kinds: Sequence[_Kind], choices: Mapping[str, Choice]) -> int:
-    """Bytes of all parts under the choices, and of the largest that runs again."""
-    chosen = [(kind, choices[path]) for kind in kinds for path in kind.paths]
-    again = max((kind.running for kind, choice in chosen if choice == "recomputed"), default=0)
-    return sum(kind.nbytes[choice] for kind, choice in chosen) + again
+def _nbytes(costs: Mapping[str, _Costs], choices: Mapping[str, Choice]) -> int:
+    """The most bytes of all parts, in the order in which they run.
+
+    When a part runs again in the backward pass, what later parts kept has been let go.
+    """
+    before = most = 0
+    for path, choice in choices.items():
+        most = max(most, before + costs[path].most(choice))
+        before += costs[path].nbytes[choice]
+    return most
 
 
-def _seconds(kinds: Sequence[_Kind], choices: Mapping[str, Choice]) -> float:
+def _seconds(costs: Mapping[str, _Costs], choices: Mapping[str, Choice]) -> float:
     """What a step takes longer under the choices."""
-    return sum(kind.seconds.get(choices[path], math.inf) for kind in kinds for path in kind.paths)
+    return sum(costs[path].seconds.get(choice, math.inf) for path, choice in choices.items())
 
 
 Point = tuple[int, float, tuple[tuple[str, Choice], ...]]
 """Bytes, seconds, and the choices that take them."""
 
 
-def _solve(kinds: Sequence[_Kind], budget: int) -> dict[str, Choice] | None:
+def _solve(costs: Mapping[str, _Costs], budget: int) -> dict[str, Choice] | None:
     """The choices of least time within a budget of bytes; None where nothing fits."""
-    best: tuple[float, dict[str, Choice]] | None = None
-    for running in sorted({0, *(kind.running for kind in kinds)}):
-        front: list[Point] = [(0, 0.0, ())]
-        for kind in kinds:
-            allowed = [c for c in kind.seconds if c != "recomputed" or kind.running <= running]
-            for path in kind.paths:
-                front = _pareto(
-                    (n + kind.nbytes[c], t + kind.seconds[c], (*done, (path, c)))
-                    for n, t, done in front
-                    for c in allowed
-                    if n + kind.nbytes[c] + running <= budget
-                )
-        for _, seconds, chosen in front:
-            if best is None or seconds < best[0]:
-                best = seconds, dict(chosen)
-    return None if best is None else best[1]
+    front: list[Point] = [(0, 0.0, ())]
+    for path, part in costs.items():
+        front = _pareto(
+            (n + part.nbytes[c], t + seconds, (*done, (path, c)))
+            for n, t, done in front
+            for c, seconds in part.seconds.items()
+            if n + part.most(c) <= budget
+        )
+    return dict(min(front, key=lambda point: point[1])[2]) if front else None
 
 
 def _pareto(points: Iterator[Point]) -> list[Point]:

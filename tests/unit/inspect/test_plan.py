@@ -26,29 +26,32 @@ def test_no_choice_that_fits_takes_less_time() -> None:
     rng = np.random.default_rng(0)
     solved = 0
     for _ in range(40):
-        kinds = []
+        costs = {}
         for number in range(2):
             sizes = sorted(rng.integers(1, 50, 4).tolist(), reverse=True)
             nbytes = dict(zip(plan._CHOICES, sizes, strict=True))
             times = [0.0, *rng.uniform(-0.1, 1.0, 3)]
             seconds = dict(zip(plan._CHOICES, times, strict=True))
-            paths = tuple(f"{number}.{i}" for i in range(int(rng.integers(1, 3))))
-            kinds.append(plan._Kind(paths, nbytes, seconds))
+            for i in range(int(rng.integers(1, 3))):
+                costs[f"{number}.{i}"] = plan._Costs(nbytes, seconds)
         budget = int(rng.integers(10, 120))
-        parts = [(path, kind) for kind in kinds for path in kind.paths]
         fitting = []
-        for chosen in itertools.product(plan._CHOICES, repeat=len(parts)):
-            pairs = list(zip(parts, chosen, strict=True))
-            held = sum(kind.nbytes[c] for (_, kind), c in pairs)
-            held += max((kind.running for (_, kind), c in pairs if c == "recomputed"), default=0)
-            if held <= budget:
-                fitting.append(sum(kind.seconds[c] for (_, kind), c in pairs))
-        found = plan._solve(kinds, budget)
+        for chosen in itertools.product(plan._CHOICES, repeat=len(costs)):
+            parts = list(zip(costs.values(), chosen, strict=True))
+            held = [part.nbytes[choice] for part, choice in parts]
+            again = [
+                sum(held[:i]) + part.nbytes["packed"]
+                for i, (part, choice) in enumerate(parts)
+                if choice == "recomputed"
+            ]
+            if max(sum(held), *again, 0) <= budget:
+                fitting.append(sum(part.seconds[choice] for part, choice in parts))
+        found = plan._solve(costs, budget)
         assert (found is None) == (not fitting)
         if found is not None:
             solved += 1
-            assert plan._nbytes(kinds, found) <= budget
-            assert plan._seconds(kinds, found) == pytest.approx(min(fitting))
+            assert plan._nbytes(costs, found) <= budget
+            assert plan._seconds(costs, found) == pytest.approx(min(fitting))
     assert 10 < solved < 40
 
 
@@ -107,24 +110,22 @@ def test_a_plan_fits_its_limit_and_changes_no_bit() -> None:
 
 @needs_core
 def test_no_more_parts_run_again_than_need_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that runs again keeps its input alone, though one of them runs while most is kept."""
-    kinds: list[Any] = []
-    solve = plan._solve
+    """A part that runs again keeps its input alone, and the first of them runs when others end."""
+    times = {"kept": 0.0, "packed": 0.0, "recomputed": 1.0}  # "cheap" ran out of memory
+    monkeypatch.setattr(plan, "_times", lambda groups, *rest: [times] * len(groups))
+    solve, costs = plan._solve, {}
 
-    def slow_again(found: Any, budget: int) -> Any:
-        kinds[:] = found
-        seconds = {"kept": 0.0, "packed": 0.0, "recomputed": 1.0}  # "cheap" ran out of memory
-        return solve([plan._Kind(k.paths, k.nbytes, seconds) for k in found], budget)
+    def noted(found: Any, budget: int) -> Any:
+        costs.update(found)
+        return solve(found, budget)
 
-    monkeypatch.setattr(plan, "_solve", slow_again)
+    monkeypatch.setattr(plan, "_solve", noted)
     model, _, x = build()
-    plan_memory(model, lambda: run(model, x), 1 << 40, "0.*", rounds=1)
-    (kind,) = kinds
-    assert kind.nbytes["recomputed"] == x.nbytes
-    assert kind.running == kind.nbytes["packed"] - x.nbytes > 0
-    limit = peak(*build()[::2]) - kind.running * 7 // 8  # a second part that runs again saves that
+    limit = peak(*build()[::2]) - x.nbytes
     found = plan_memory(model, lambda: run(model, x), limit, "0.*", rounds=1)
-    assert [*found.choices.values()].count("recomputed") == 2
+    assert all(part.nbytes["recomputed"] == x.nbytes < part.nbytes["packed"] // 8
+               for part in costs.values())  # fmt: skip
+    assert [choice == "recomputed" for choice in found.choices.values()] == [True, False, False]
 
 
 @needs_core
