@@ -6,9 +6,10 @@ again ("recomputed"): see `Recipe.saved_input`, `Module.recomputed` and `extenso
 give gradients of the same bits. Parts of one kind, those whose classes and parameters have the
 same shapes, are measured together: bytes by the ledger, seconds by whole steps in turn.
 
-With b and t the bytes and seconds of part i under choice c, and w what a part holds while it runs
-again, the plan minimizes sum t(i, c) so that rest + sum b(i, c) + max w <= limit: a knapsack with
-several choices for each item, solved by the Pareto front of (bytes, seconds).
+With b and t the bytes and seconds of part i under choice c, the plan minimizes sum t(i, c) so that
+rest + sum b(i, c) <= limit: a knapsack with several choices for each item, solved by the Pareto
+front of (bytes, seconds). A part that runs again holds w bytes then, beside the parts before it,
+since backward has let go of those behind: rest + sum over j < i of b(j, c) + w(i) <= limit.
 """
 
 from __future__ import annotations
