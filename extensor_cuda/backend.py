@@ -32,6 +32,7 @@ from extensor_cuda.dispatch import Route, routed
 from extensor_cuda.kernels.attention import cached
 from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.matmul.dense import dense_product
+from extensor_cuda.matmul.experts import gated_experts
 from extensor_cuda.matmul.fallback_count import FallbackCounter, SharedCounter
 from extensor_cuda.matmul.grouped import block_scaled_matmul, grouped_weight_only_matmul
 from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
@@ -179,6 +180,7 @@ ROUTES: dict[str, Route] = {
         path=attrgetter("path"),
         fallback_path="one after the other",
     ),
+    "gated_experts": Route(gated_experts, fallback_path="one after the other"),
     "rebased_matmul": Route(
         rebased_matmul, path=lambda call: "FP8 tensor cores, activations rebased"
     ),

@@ -25,9 +25,11 @@ from extensor_cuda.kernels.nn import dropout, elementwise, norm, scatter_add, su
 from extensor_cuda.kernels.nn import gated_silu as gates
 from extensor_cuda.kernels.nn import rotary as turns
 from extensor_cuda.kernels.nn import softmax as rows_of
+from extensor_cuda.kernels.nn import topk as best
 
 __all__ = [
     "add",
+    "add_rms_norm",
     "add_rows",
     "attention",
     "attention_grad",
@@ -52,6 +54,7 @@ __all__ = [
     "softmax",
     "softmax_grad",
     "sum_rows",
+    "topk",
 ]
 
 Array = Any
@@ -129,6 +132,15 @@ def gated_silu_grad(
         return gates.gated_silu_grad(gg, x, y, alpha, limit, xp)
 
     return unless(_gated_gap(g, gate, up), call)
+
+
+def topk(xp: Any, x: Array, k: int) -> Call:
+    """See the protocol."""
+    if (gap := dtype_gap((x,), FLOATS)) is not None:
+        return gap
+    if x.ndim == 0 or x.shape[-1] > best.MAX_LENGTH or k == 0:
+        return Unsupported(f"{k} of {x.shape}; the kernel has rows of up to {best.MAX_LENGTH}")
+    return lambda: best.topk(contiguous(xp, x), k, xp)
 
 
 def rotary(xp: Any, x: Array, cos: Array, sin: Array, interleaved: bool) -> Call:
@@ -300,6 +312,18 @@ def rms_norm(xp: Any, x: Array, weight: Array, eps: float, narrow: bool = False)
         return out, rstd
 
     return unless(_norm_gap(x, weight, dtypes=FLOATS), call)
+
+
+def add_rms_norm(xp: Any, a: Array, b: Array, weight: Array, eps: float) -> Call:
+    """See the protocol."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return Unsupported("arrays of several shapes or dtypes")
+
+    def call() -> Any:
+        x, y, factors = (contiguous(xp, part) for part in (a, b, weight))
+        return norm.add_norm(x, y, factors, eps, xp)
+
+    return unless(_norm_gap(a, weight, dtypes=FLOATS), call)
 
 
 def rms_norm_grad(

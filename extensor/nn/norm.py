@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.mode import no_grad
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.mode import is_grad_enabled, no_grad
+from extensor.autograd.tensor import ExTensor, wrap
+from extensor.dtypes import bfloat16
 from extensor.nn.checks import check_eps, check_images, check_last_axes, check_size, check_width
 from extensor.nn.module import Module
 from extensor.nn.parameter import Buffer, Parameter
 from extensor.ops.arguments import tensors_only
 from extensor.ops.norm import batch_norm, layer_norm, rms_norm
 
-__all__ = ["BatchNorm2d", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
+__all__ = ["BatchNorm2d", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm", "add_and_norm"]
 
 
 class BatchNorm2d(Module):
@@ -180,6 +181,33 @@ class RMSNorm(Module):
     def extra_repr(self) -> str:
         """See :meth:`extensor.nn.Module.extra_repr`."""
         return f"{self.size}, eps={self.eps}"
+
+
+def add_and_norm(norm: RMSNorm, x: ExTensor, y: ExTensor) -> tuple[ExTensor, ExTensor]:
+    """X + y, and its norm: in one launch on a GPU, of bfloat16 without gradients.
+
+    Args:
+        norm: of the last axis.
+        x: (..., size).
+        y: of the same shape.
+
+    Returns:
+        What the sum and a call of ``norm`` give.
+
+    >>> from extensor.nn.norm import add_and_norm
+    >>> total, y = add_and_norm(et.nn.RMSNorm(2), et.ones(2), et.ones(2))
+    >>> total.tolist(), y.numpy().round(3).tolist()
+    ([2.0, 2.0], [1.0, 1.0])
+    """
+    backend = x.backend
+    alike = x.shape == y.shape and x.shape[-1:] == (norm.size,)
+    narrow = x.dtype is y.dtype is norm.weight.dtype is bfloat16
+    plain = type(norm) is RMSNorm and not (norm._hooks or norm._pre_hooks)
+    if not (alike and narrow and plain and backend.groups_products) or is_grad_enabled():
+        total = x + y
+        return total, norm(total)
+    whole, out = backend.add_rms_norm(x.data, y.data, norm.weight.data, norm.eps)
+    return wrap(whole, backend), wrap(out, backend)
 
 
 class GroupNorm(Module):

@@ -24,10 +24,13 @@ from extensor import (
 )
 from extensor.autograd.recording import replayed
 from extensor.autograd.tensor import wrap
+from extensor.backends.protocol import GatedExperts
+from extensor.dtypes import bfloat16
 from extensor.errors import CaptureError
 from extensor.nn.kv_cache import Cache, KVCache
 from extensor.nn.linear import apply_all, can_group, grouped_linear
 from extensor.nn.mixture import TopKRouter
+from extensor.nn.norm import add_and_norm
 
 from ..decoder import Decoder
 from ..decoding import Batch, attend
@@ -70,7 +73,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if (one := self._turned_in_place(q, k, v, step)) is not None:
-            return self.o_proj(merge_heads(one))
+            return apply_all((self.o_proj,), merge_heads(one))[0]
         interleaved = config.rope.interleaved
         q = rotary_embedding(q, step.cos, step.sin, interleaved=interleaved)
         k = rotary_embedding(k, step.cos, step.sin, interleaved=interleaved)
@@ -101,7 +104,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: ExTensor) -> ExTensor:
         """(..., width) -> the same."""
-        return self.down_proj(gated_silu(*apply_all((self.gate_proj, self.up_proj), x)))
+        hidden = gated_silu(*apply_all((self.gate_proj, self.up_proj), x))
+        return apply_all((self.down_proj,), hidden)[0]
 
 
 class Expert(nn.Module):
@@ -121,6 +125,26 @@ class Expert(nn.Module):
         hidden = gated_silu(gate(x), up(x), alpha=config.alpha, limit=config.limit)
         out: ExTensor = down(hidden)
         return out
+
+    def run_choices(
+        self, experts: Sequence[Expert], x: ExTensor, weights: ExTensor, chosen: ExTensor
+    ) -> ExTensor | None:
+        """The weighted sum of what chosen experts make of bfloat16 tokens; None elsewhere."""
+        config, backend = self.config, x.backend
+        layers = [[getattr(e, part) for e in experts] for part in config.parts]
+        if x.dtype is not bfloat16 or not can_group([one for each in layers for one in each], x):
+            return None
+        if layers[0][0].quant is None:  # results are float32
+            return None
+        biases: Any = None
+        if config.bias:
+            biases = tuple([one.bias.data for one in each] for each in layers)
+            if any(b.dtype != x.data.dtype for each in biases for b in each):
+                return None
+        matrices = [[one.weight.data for one in each] for each in layers]
+        gates, ups, downs = matrices
+        given = GatedExperts(gates, ups, downs, biases, config.alpha, config.limit)
+        return wrap(backend.gated_experts(x.data, weights.data, chosen.data, given), backend)
 
     def run_groups(
         self, experts: Sequence[Expert], x: ExTensor, ends: Sequence[int]
@@ -160,8 +184,9 @@ class Layer(nn.Module):
 
     def forward(self, x: ExTensor, step: Step) -> ExTensor:
         """(B, T, width) -> the same."""
-        x = x + self.self_attn(self.input_layernorm(x), step)
-        out: ExTensor = x + getattr(self, self.part)(self.post_attention_layernorm(x))
+        mixed = self.self_attn(self.input_layernorm(x), step)
+        x, y = add_and_norm(self.post_attention_layernorm, x, mixed)
+        out: ExTensor = x + getattr(self, self.part)(y)
         return out
 
 

@@ -5,13 +5,12 @@ overrides what is hot. Kernels are compared with these methods.
 """
 
 from extensor.backends.generic.conv_pool import GenericConvPool
-from extensor.backends.generic.matmul import GenericMatmul
-from extensor.backends.generic.nn import GenericNn
+from extensor.backends.generic.experts import GenericExperts
 from extensor.backends.generic.optim import GenericOptim
 from extensor.backends.generic.reduction import GenericReduction
 
 __all__ = ["GenericBackend"]
 
 
-class GenericBackend(GenericMatmul, GenericConvPool, GenericNn, GenericOptim, GenericReduction):
+class GenericBackend(GenericExperts, GenericConvPool, GenericOptim, GenericReduction):
     """Implements `extensor.backends.protocol.Backend` on the array module ``xp``."""

@@ -119,6 +119,20 @@ class GenericNn(GenericCore):
         gate, up = _limited(gate, up, limit, self.xp)
         return gate * _sigmoid(gate, alpha, self.xp) * up
 
+    def add_rms_norm(self, a: Array, b: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+        """See the protocol."""
+        total = self.add(a, b)
+        x, factors = (v.astype(FLOAT32) if v.dtype == BFLOAT16 else v for v in (total, weight))
+        y, _ = self.rms_norm(x, factors, eps)
+        return total, self.cast(y, BFLOAT16) if total.dtype == weight.dtype == BFLOAT16 else y
+
+    def topk(self, x: Array, k: int) -> tuple[Array, Array]:
+        """See the protocol."""
+        keys = x.astype(FLOAT32) if x.dtype == BFLOAT16 else x  # which knows NaN's place
+        backwards = self.xp.argsort(self.xp.flip(keys, -1), axis=-1, kind="stable")
+        order = x.shape[-1] - 1 - self.xp.flip(backwards, -1)[..., :k]
+        return self.xp.take_along_axis(x, order, axis=-1), order
+
     @widened
     def gated_silu_grad(
         self, g: Array, gate: Array, up: Array, alpha: float, limit: float | None

@@ -1,7 +1,7 @@
 """What a backend provides beyond its array module.
 
 Ordinary operations use only the array module (numpy or cupy). The methods here are the ones worth
-a kernel, one module for each family: matmul, quantize, conv_pool, nn, optim, reduction.
+a kernel, one module for each family: matmul, experts, quantize, conv_pool, nn, optim, reduction.
 `GenericBackend` implements all of them on the array module. A backend overrides the hot ones, and
 `tests/test_every_kernel.py` finds each override and compares it with the generic method.
 """
@@ -10,6 +10,7 @@ from typing import Protocol
 
 from extensor.backends.protocol.conv_pool import ConvPoolMethods, FirstSpec
 from extensor.backends.protocol.core import Array, CoreMethods, MemoryLog, Window
+from extensor.backends.protocol.experts import ExpertMethods, GatedExperts
 from extensor.backends.protocol.matmul import (
     CastSpec,
     MatmulMethods,
@@ -31,6 +32,7 @@ __all__ = [
     "CastSpec",
     "FiniteQuery",
     "FirstSpec",
+    "GatedExperts",
     "MemoryLog",
     "OperandSpec",
     "PackedOperand",
@@ -45,6 +47,7 @@ __all__ = [
 
 class Backend(
     MatmulMethods,
+    ExpertMethods,
     QuantizeMethods,
     ConvPoolMethods,
     NnMethods,

@@ -129,6 +129,20 @@ class NnMethods(Protocol):
         """
         ...
 
+    def add_rms_norm(self, a: Array, b: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+        """The sum of arrays of one shape and dtype, rounded to it, and `rms_norm` of the sum.
+
+        The latter is bfloat16 if sum and weight are.
+        """
+        ...
+
+    def topk(self, x: Array, k: int) -> tuple[Array, Array]:
+        """The k largest values of the last axis, the largest first, and their positions, int64.
+
+        Of equal values the first is first; NaN is larger than all others.
+        """
+        ...
+
     def gated_silu_grad(
         self, g: Array, gate: Array, up: Array, alpha: float, limit: float | None
     ) -> tuple[Array, Array]:

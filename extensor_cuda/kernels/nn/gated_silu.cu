@@ -6,24 +6,14 @@
 
 #include "common/types.cuh"
 
+#include "common/dependent_launch.cuh"
 #include "common/vector_types.cuh"
+#include "common/gated.cuh"
 
 constexpr int kThreads = 256;
 typedef ElementType<NN_A> A;
 typedef ElementType<NN_B> B;
 typedef ElementType<NN_OUT> Out;
-
-// What is multiplied, and the sigmoid. Without a limit it is infinite, and `shift` is 0.
-struct Gated {
-    float a, u, s;
-};
-
-DEVICE Gated gated(float gate, float up, float alpha, float limit, float shift) {
-    const float a = gate > limit ? limit : gate;
-    float u = up > limit ? limit : up < -limit ? -limit : up;
-    if (shift != 0) u = __fadd_rn(u, shift);
-    return {a, u, __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(__fmul_rn(a, -alpha))))};
-}
 
 template <class T>
 DEVICE FloatVector read(const typename T::Raw* from, i64 first, i64 count, bool whole) {
@@ -51,6 +41,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) gated_silu(const A::Raw* 
     float shift, i64 count, i64 width, i64 gate_pitch, i64 up_pitch) {
     const i64 first = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) * kVector;
     const bool whole = first + kVector <= count;
+    launch_dependent_grids();
+    wait_on_dependent_grids();
     const i64 row = count == width ? 0 : first / width, at = first - row * width;
     FloatVector x = read<A>(gate + row * gate_pitch, at, count, whole),
                 y = read<A>(up + row * up_pitch, at, count, whole);

@@ -27,7 +27,7 @@ from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["MAX_LENGTH", "grad", "norm", "norm_source"]
+__all__ = ["MAX_LENGTH", "add_norm", "grad", "norm", "norm_source"]
 
 Array = Any
 MAX_LENGTH = 8192
@@ -83,9 +83,25 @@ def norm(
     mean = xp.empty(shape, dtype=np.float32) if centred else None
     kinds = {"given": kind(x), "weight": kind(weight)}
     source, blocks = norm_source(length, centred, int(narrow), **kinds), _blocks(rows, length)
-    arrays = x, weight, bias, out, mean, rstd
-    launch(source, "normalize", blocks, ROW_THREADS, *arrays, np.float32(eps), np.int64(rows))
+    arrays = x, weight, bias, out, mean, rstd, None, None
+    numbers = np.float32(eps), np.int64(rows)
+    launch(source, "normalize", blocks, ROW_THREADS, *arrays, *numbers)
     return out, mean, rstd
+
+
+def add_norm(a: Array, b: Array, weight: Array, eps: float, xp: Any) -> tuple[Array, Array]:
+    """The sum of arrays of one shape and dtype, rounded to it, and RMSNorm of the sum.
+
+    Limits are those of `norm`; the norm is bfloat16 if both dtypes are.
+    """
+    length, rows = weight.size, a.size // weight.size
+    narrow = int(a.dtype == weight.dtype == KINDS[1])
+    total, out = xp.empty(a.shape, dtype=a.dtype), xp.empty(a.shape, dtype=KINDS[narrow])
+    source = norm_source(length, False, narrow, given=kind(a), weight=kind(weight))
+    arrays = a, weight, None, out, None, xp.empty(rows, dtype=np.float32), b, total
+    numbers, blocks = (np.float32(eps), np.int64(rows)), _blocks(rows, length)
+    launch(source, "normalize", blocks, ROW_THREADS, *arrays, *numbers)
+    return total, out
 
 
 def _blocks(rows: int, length: int) -> int:

@@ -110,6 +110,32 @@ extern "C" __global__ void __launch_bounds__(kThreads) expand(const u8* __restri
     if (beyond && flag) atomicOr(flag, 1u);
 }
 
+#if CODEC_FIXED && !PREPARE_COLUMNWISE && CODEC_EXPAND_TO == 0
+// Matrices of `rows` rows, one below the other; a table has the addresses of their codes, then of
+// their scales. A flag for each.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    expand_several(const u64* __restrict__ addresses, u8* __restrict__ out, u32* __restrict__ flags,
+        int matrices, int rows, int pitch, i64 code_pitch, i64 scale_pitch) {
+    const u32 chunks = pitch / kChunk, count = static_cast<u32>(matrices) * rows * chunks,
+              step = gridDim.x * kThreads;
+    for (u32 first = blockIdx.x * kThreads; first < count; first += step) {
+        const u32 at = first + threadIdx.x;
+        uint4 units[kVectors] = {};
+        if (at < count) {
+            const u32 row = at / chunks, matrix = row / rows;
+            const Stored stored = {reinterpret_cast<const u8*>(addresses[matrix]),
+                reinterpret_cast<const u8*>(addresses[matrices + matrix]), nullptr, code_pitch,
+                scale_pitch};
+            const Chunk from = read_chunk(row_of(stored, row - matrix * rows), at - row * chunks);
+            u32 beyond = 0;
+            convert(from.words, from.scale, 127, units, beyond);
+            if (beyond && flags) atomicOr(flags + matrix, 1u);
+        }
+        store_sectors(out, at, count, units);
+    }
+}
+#endif
+
 // Finds the largest scale byte that is not NaN; `most` starts at 0.
 extern "C" __global__ void __launch_bounds__(kThreads)
     anchor(const u8* __restrict__ scales, u32* __restrict__ most, i64 count) {

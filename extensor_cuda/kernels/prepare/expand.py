@@ -14,7 +14,7 @@ from extensor_cuda.kernels.gemm.gemm_sm90 import Packed
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["anchor", "expand", "expand_source"]
+__all__ = ["anchor", "expand", "expand_several", "expand_source"]
 
 Array = Any
 
@@ -104,3 +104,25 @@ def expand(
         np.int64(0 if counts is None else counts.size),
     )
     launch(source, "expand", blocks, _THREADS, *parts, *numbers)
+
+
+def expand_several(
+    source: Source, table: Array, like: Packed, rows: int, out: Array, flags: Array | None
+) -> None:
+    """Expand MX matrices of so many rows, one below the other in ``out``; does not wait.
+
+    ``table`` has the addresses of their codes, then of their scales, which are as far apart as
+    those of ``like``; a flag, uint32, is raised for each that bfloat16 does not hold.
+
+    Raises:
+        ValueError: for more than the kernel counts in 32 bits.
+    """
+    matrices, pitch = table.size // 2, out.shape[1]
+    threads = out.size // 16
+    if threads >= _MAX_THREADS:
+        raise ValueError(f"expand: expected less than 2**35 elements, got {out.shape}")
+    assert like.codes is not None and like.scales is not None
+    pitches = like.codes.strides[0], like.scales.strides[0]
+    numbers = *map(np.int32, (matrices, rows, pitch)), *map(np.int64, pitches)
+    blocks = min(-(-threads // _THREADS), 1 << 16)
+    launch(source, "expand_several", blocks, _THREADS, table, out, flags, *numbers)

@@ -258,6 +258,23 @@ def test_long_and_short_rows_are_normalized(trainer: Any) -> None:
     assert trainer.path("rms_norm", long, long[0], 1e-6).startswith("generic: rows of")
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 1, 4096), (2, 70), (5, 600)])
+def test_a_sum_and_its_norm_have_the_bits_of_both(trainer: Any, shape: Any, dtype: Any) -> None:
+    rng = np.random.default_rng(shape[-1])
+    a, b, w = (rng.standard_normal(n).astype(dtype) for n in (shape, shape, shape[-1]))
+    there = [trainer.xp.asarray(x) for x in (a, b, w)]
+    total = trainer.add(*there[:2])
+    assert trainer.path("add_rms_norm", *there, 1e-5) == "fused kernel"
+    got = trainer.add_rms_norm(*there, 1e-5)
+    for one, two in zip(got, (total, trainer.rms_norm(total, there[2], 1e-5)[0]), strict=True):
+        assert one.dtype == dtype
+        same_bytes("values", one.get(), two.get())
+    plain = CPU.add_rms_norm(a, b, w, 1e-5)
+    for one, two in zip(got, plain, strict=True):
+        np.testing.assert_allclose(*(x.astype(np.float64) for x in (one.get(), two)), rtol=0.01)
+
+
 UNIT = 2.0**-24
 
 

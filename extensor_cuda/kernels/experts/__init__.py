@@ -1,0 +1,1 @@
+"""Rows of tokens on their way through experts."""
