@@ -3,7 +3,7 @@
 // most; the last of a head's blocks to finish adds what all left, in the order of the keys. So a
 // text's bits depend neither on other texts nor on which block was last.
 //
-// A row of d values is kLanes lanes' of 8; a block's kGroups groups of lanes take a key each.
+// Code runs once or twice in a launch, so it is short: loops are rolled where memory allows.
 //
 // With tables of a position's angles, q and k are turned as rotary.cu turns them.
 //
@@ -12,23 +12,21 @@
 
 #include "common/types.cuh"
 
+#include "common/dependent_launch.cuh"
 #include "common/vector_types.cuh"
 
 typedef ElementType<NN_A> T;
-constexpr int kThreads = 128, kTile = 64, kHead = CACHED_HEAD, kLanes = kHead / kVector;
-constexpr int kGroups = kThreads / kLanes, kKeys = kTile / kGroups;  // keys of a group in a tile
-constexpr int kQueries = CACHED_QUERIES,
-              kPart = kHead + 4;  // a sum, its largest score, its weight, none
+constexpr int kThreads = 256, kHead = CACHED_HEAD, kQueries = CACHED_QUERIES;
+constexpr int kTile = NN_A ? 64 : 32, kMostParts = 64;              // keys at a time
+constexpr int kUnit = 16 / sizeof(T::Raw), kUnits = kHead / kUnit;  // 16 bytes of a row
+constexpr int kPitch = kHead + kUnit;  // of rows; avoids bank conflicts
+constexpr int kPart = kHead + 4;       // a sum, its largest score, its weight, none
 constexpr float kLog2E = 1.44269504088896340736f, kNone = -3.0e38f;
 
 struct Shared {
-    alignas(16) float q[kQueries][kHead];
-    alignas(16) float scores[kQueries][kTile], sums[kGroups][kHead];
-};
-
-// The largest score and the sum of a query's weights, and each lane's part of its weighted values.
-struct Running {
-    float top, weight, values[kVector];
+    alignas(16) T::Raw rows[2][kTile * kPitch];  // keys, values
+    alignas(16) float q[kQueries][kHead], scores[kQueries][kMostParts];
+    float top[kQueries], weight[kQueries], factor[kQueries];  // the last rescales what was summed
 };
 
 // Eight values of a row, turned by the angles of their pairs, (kHead / 2), and rounded; as they are
@@ -53,14 +51,14 @@ DEVICE FloatVector turned(
 
 DEVICE i64 length_of(const i64* where, i64 given) { return where ? *where : given; }
 
-// Adds the parts of a head's queries, the first keys' first, and writes results. There are as many
-// parts as a tile has keys, at most.
+// Adds the parts of a head's queries, the first keys' first, and writes results. There are
+// kMostParts at most.
 DEVICE void combine(const float* parts, T::Raw* out, int chunks, Shared& shared) {
-    float* const weights = &shared.sums[0][0];
+    float* const weights = reinterpret_cast<float*>(shared.rows);
     for (int i = threadIdx.x; i < kQueries * chunks; i += kThreads) {
         const int query = i % kQueries, c = i / kQueries;
         const float* const part = parts + i * kPart + kHead;
-        shared.scores[query][c] = __ldcg(part), weights[query * kTile + c] = __ldcg(part + 1);
+        shared.scores[query][c] = __ldcg(part), weights[query * kMostParts + c] = __ldcg(part + 1);
     }
     __syncthreads();
     for (int query = threadIdx.x / 32; query < kQueries; query += kThreads / 32) {
@@ -72,7 +70,7 @@ DEVICE void combine(const float* parts, T::Raw* out, int chunks, Shared& shared)
         for (int n = 0; n < 2; ++n) {
             const int c = lane + 32 * n;
             if (c < chunks) factors[n] = exp2f(shared.scores[query][c] - top);
-            if (c < chunks) sum += factors[n] * weights[query * kTile + c];
+            if (c < chunks) sum += factors[n] * weights[query * kMostParts + c];
         }
         for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
         for (int n = 0; n < 2; ++n)
@@ -95,114 +93,178 @@ DEVICE void combine(const float* parts, T::Raw* out, int chunks, Shared& shared)
     }
 }
 
+// Copies a tile's keys and values to shared memory, zeros for those from `end` on. Row `own` is
+// left alone.
+DEVICE void load_tile(
+    Shared& shared, const T::Raw* keys, const T::Raw* values, i64 start, i64 end, i64 own) {
+    constexpr int kOfKeys = kTile * kUnits, kCount = 2 * kOfKeys / kThreads;
+    static_assert(kCount * kThreads == 2 * kOfKeys, "threads have as much to copy");
+    uint4 got[kCount];
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+        const int i = n * kThreads + threadIdx.x, row = i / kUnits % kTile;
+        const i64 token = start + row < end ? start + row : end - 1;
+        const T::Raw* const from = (i < kOfKeys ? keys : values) + token * kHead;
+        got[n] = reinterpret_cast<const uint4*>(from)[i % kUnits];
+    }
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+        const int i = n * kThreads + threadIdx.x, row = i / kUnits % kTile;
+        T::Raw* const to = shared.rows[i < kOfKeys ? 0 : 1] + row * kPitch + i % kUnits * kUnit;
+        if (start + row >= end) got[n] = uint4{0, 0, 0, 0};
+        if (start + row != own) *reinterpret_cast<uint4*>(to) = got[n];
+    }
+}
+
+// A thread has a key, and every kGroups-th query.
+DEVICE void find_scores(Shared& shared, int there) {
+    constexpr int kGroups = kThreads / kTile, kMine = (kQueries + kGroups - 1) / kGroups;
+    const int key = threadIdx.x % kTile, group = threadIdx.x / kTile;
+    float sum[kMine] = {};
+#pragma unroll 2
+    for (int at = 0; at < kHead; at += kVector) {
+        const FloatVector k = T::load(shared.rows[0] + key * kPitch + at);
+#pragma unroll
+        for (int m = 0; m < kMine; ++m) {
+            const float* const q = shared.q[min(group + m * kGroups, kQueries - 1)];
+            const FloatVector part = ElementType<0>::load(q + at);
+#pragma unroll
+            for (int e = 0; e < kVector; ++e) sum[m] = fmaf(part.v[e], k.v[e], sum[m]);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < kMine; ++m)
+        if (group + m * kGroups < kQueries)
+            shared.scores[group + m * kGroups][key] = key < there ? sum[m] : kNone;
+}
+
+// Scores become weights relative to the largest score so far. A warp has a query.
+DEVICE void find_weights(Shared& shared) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int query = threadIdx.x / 32; query < kQueries; query += kThreads / 32) {
+        float* const scores = shared.scores[query];
+        const float old = shared.top[query], low = scores[lane],
+                    high = kTile > 32 ? scores[lane + 32] : kNone;
+        float top = fmaxf(old, fmaxf(low, high));
+#pragma unroll
+        for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+        const float a = exp2f(low - top), b = kTile > 32 ? exp2f(high - top) : 0.0f;
+        float sum = a + b;
+#pragma unroll
+        for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        scores[lane] = a;
+        if (kTile > 32) scores[lane + 32] = b;
+        if (lane == 0) {
+            const float factor = exp2f(old - top);
+            shared.top[query] = top, shared.factor[query] = factor;
+            shared.weight[query] = shared.weight[query] * factor + sum;
+        }
+        __syncwarp();
+    }
+}
+
+// Two neighbouring values of every kGroups-th query are a thread's.
+struct Sums {
+    static constexpr int kPairs = kHead / 2, kGroups = kThreads / kPairs,
+                         kMine = (kQueries + kGroups - 1) / kGroups;
+    float2 sum[kMine];
+    DEVICE static int query(int m) { return threadIdx.x / kPairs + m * kGroups; }
+    DEVICE static int column() { return threadIdx.x % kPairs * 2; }
+
+    // Adds a tile's values times their weights.
+    DEVICE void add(const Shared& shared) {
+#pragma unroll
+        for (int m = 0; m < kMine; ++m) {
+            const float factor = shared.factor[min(query(m), kQueries - 1)];
+            sum[m].x *= factor, sum[m].y *= factor;
+        }
+#pragma unroll 2
+        for (int key = 0; key < kTile; key += 4) {
+            float2 v[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const T::Raw* const at = shared.rows[1] + (key + n) * kPitch + column();
+                v[n] = float2{T::wide(at[0]), T::wide(at[1])};
+            }
+#pragma unroll
+            for (int m = 0; m < kMine; ++m) {
+                const float4 p = *reinterpret_cast<const float4*>(
+                    &shared.scores[min(query(m), kQueries - 1)][key]);
+                const float weights[4] = {p.x, p.y, p.z, p.w};
+#pragma unroll
+                for (int n = 0; n < 4; ++n)
+                    sum[m].x = fmaf(weights[n], v[n].x, sum[m].x),
+                    sum[m].y = fmaf(weights[n], v[n].y, sum[m].y);
+            }
+        }
+    }
+};
+
 // q (B, H, d), k and v (B, Hkv, d) by these strides; keys and values (B, Hkv, capacity, d); out (B,
 // H, d); all but `done` aligned to 16 bytes. `done` holds a zero for each head, and does again.
-extern "C" __global__ void __launch_bounds__(kThreads) attend_cached(const T::Raw* __restrict__ q,
-    const T::Raw* __restrict__ k, const T::Raw* __restrict__ v, T::Raw* __restrict__ keys,
-    T::Raw* __restrict__ values, const i64* __restrict__ where, float* __restrict__ partial,
-    u32* __restrict__ done, T::Raw* __restrict__ out, i64 given, i64 capacity, i64 heads, i64 most,
-    i64 q_batch, i64 q_head, i64 k_batch, i64 k_head, i64 v_batch, i64 v_head,
-    const float* __restrict__ cosine, const float* __restrict__ sine, float scale) {
+extern "C" __global__ void __launch_bounds__(kThreads, kQueries > 8 ? 2
+                                                       : NN_A       ? 4
+                                                                    : 3)
+    attend_cached(const T::Raw* __restrict__ q, const T::Raw* __restrict__ k,
+        const T::Raw* __restrict__ v, T::Raw* __restrict__ keys, T::Raw* __restrict__ values,
+        const i64* __restrict__ where, float* __restrict__ partial, u32* __restrict__ done,
+        T::Raw* __restrict__ out, i64 given, i64 capacity, i64 heads, i64 most, i64 q_batch,
+        i64 q_head, i64 k_batch, i64 k_head, i64 v_batch, i64 v_head,
+        const float* __restrict__ cosine, const float* __restrict__ sine, float scale) {
     __shared__ Shared shared;
     __shared__ u32 last;
-    const i64 head = blockIdx.x / most, chunk = blockIdx.x % most;  // a key head of a text
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    const u32 number = blockIdx.x / static_cast<u32>(most);  // a key head of a text
+    const i64 head = number, chunk = blockIdx.x - number * static_cast<u32>(most);
     const i64 length = length_of(where, given) + 1, first = chunk * CACHED_CHUNK;
     const i64 end = length < first + CACHED_CHUNK ? length : first + CACHED_CHUNK;
     if (first >= length || length > capacity) return;
     const int chunks = static_cast<int>((length + CACHED_CHUNK - 1) / CACHED_CHUNK);
-    const i64 batch = head / heads, of_text = head % heads;
-    const int group = threadIdx.x / kLanes, at = threadIdx.x % kLanes * kVector;
+    const i64 batch = number / static_cast<u32>(heads), of_text = head - batch * heads;
     const T::Raw* const new_key = k + batch * k_batch + of_text * k_head;
-    const T::Raw* const new_value = v + batch * v_batch + of_text * v_head + at;
-    for (int i = threadIdx.x; i < kQueries * kLanes; i += kThreads) {
-        const int query = i / kLanes, d = i % kLanes * kVector;
+    const T::Raw* const new_value = v + batch * v_batch + of_text * v_head;
+    T::Raw* const of_head[2] = {keys + head * capacity * kHead, values + head * capacity * kHead};
+    for (int i = threadIdx.x; i < kQueries * kHead / kVector; i += kThreads) {
+        const int query = i / (kHead / kVector), d = i % (kHead / kVector) * kVector;
         const T::Raw* const row = q + batch * q_batch + (of_text * kQueries + query) * q_head;
-        const FloatVector part = turned(row, d, cosine, sine);
+        FloatVector part = turned(row, d, cosine, sine);
 #pragma unroll
-        for (int e = 0; e < kVector; ++e) shared.q[query][d + e] = part.v[e] * (scale * kLog2E);
+        for (int e = 0; e < kVector; ++e) part.v[e] *= scale * kLog2E;
+        ElementType<0>::store(shared.q[query] + d, part);
     }
-    Running run[kQueries];
-#pragma unroll
-    for (int query = 0; query < kQueries; ++query) {
-        run[query].top = kNone, run[query].weight = 0;
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) run[query].values[e] = 0;
-    }
+    if (threadIdx.x < kQueries) shared.top[threadIdx.x] = kNone, shared.weight[threadIdx.x] = 0;
+    Sums sums = {};
 #pragma unroll 1
     for (i64 start = first; start < end; start += kTile) {
-        FloatVector key[kKeys], value[kKeys];
-#pragma unroll
-        for (int n = 0; n < kKeys; ++n) {
-            const i64 token = start + group + n * kGroups;
-            const i64 place = (head * capacity + token) * kHead + at;
-            const bool own = token == length - 1;
-#pragma unroll
-            for (int e = 0; e < kVector; ++e) key[n].v[e] = value[n].v[e] = 0;
-            if (token >= end) continue;
-            key[n] = own ? turned(new_key, at, cosine, sine) : T::load(keys + place);
-            value[n] = T::load(own ? new_value : values + place);
-            if (own) T::store(keys + place, key[n]), T::store(values + place, value[n]);
+        const i64 own = length - 1;
+        load_tile(shared, of_head[0], of_head[1], start, end, own);
+        if (start <= own && own < start + kTile && threadIdx.x < kHead / kVector) {
+            const int d = threadIdx.x * kVector, row = static_cast<int>(own - start) * kPitch + d;
+            const FloatVector key = turned(new_key, d, cosine, sine),
+                              value = T::load(new_value + d);
+            T::store(shared.rows[0] + row, key), T::store(shared.rows[1] + row, value);
+            T::store(of_head[0] + own * kHead + d, key);
+            T::store(of_head[1] + own * kHead + d, value);
         }
-        __syncthreads();  // q is there, and the scores of the tile before are read
-#pragma unroll
-        for (int n = 0; n < kKeys; ++n)
-#pragma unroll
-            for (int query = 0; query < kQueries; ++query) {
-                float score = 0;
-#pragma unroll
-                for (int e = 0; e < kVector; ++e)
-                    score = fmaf(shared.q[query][at + e], key[n].v[e], score);
-#pragma unroll
-                for (int step = kLanes / 2; step; step /= 2)
-                    score += __shfl_xor_sync(~0u, score, step);
-                if (at == 0)
-                    shared.scores[query][group + n * kGroups] =
-                        start + group + n * kGroups < end ? score : kNone;
-            }
         __syncthreads();
-#pragma unroll
-        for (int query = 0; query < kQueries; ++query) {
-            Running& now = run[query];
-            float top = now.top;
-#pragma unroll 8
-            for (int n = 0; n < kTile; n += 4) {
-                const float4 four = *reinterpret_cast<const float4*>(&shared.scores[query][n]);
-                top = fmaxf(fmaxf(top, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
-            }
-            const float factor = exp2f(now.top - top);
-            now.top = top, now.weight *= factor;
-#pragma unroll
-            for (int e = 0; e < kVector; ++e) now.values[e] *= factor;
-#pragma unroll
-            for (int n = 0; n < kKeys; ++n) {
-                const float weight = exp2f(shared.scores[query][group + n * kGroups] - top);
-                now.weight += weight;
-#pragma unroll
-                for (int e = 0; e < kVector; ++e)
-                    now.values[e] = fmaf(weight, value[n].v[e], now.values[e]);
-            }
-        }
+        find_scores(shared, static_cast<int>(end - start));
+        __syncthreads();
+        find_weights(shared);
+        __syncthreads();
+        sums.add(shared);
+        __syncthreads();
     }
     float* const mine = partial + (head * most + chunk) * kQueries * kPart;
-    // All threads have the same largest score; a group has the weights of its own keys.
 #pragma unroll
-    for (int query = 0; query < kQueries; ++query) {
-        __syncthreads();
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) shared.sums[group][at + e] = run[query].values[e];
-        if (at == 0) shared.scores[0][group] = run[query].weight;
-        __syncthreads();
-        for (int d = threadIdx.x; d < kHead; d += kThreads) {
-            float total = 0;
-            for (int g = 0; g < kGroups; ++g) total += shared.sums[g][d];
-            mine[query * kPart + d] = total;
-        }
-        if (threadIdx.x == 0) {
-            float weight = 0;
-            for (int g = 0; g < kGroups; ++g) weight += shared.scores[0][g];
-            mine[query * kPart + kHead] = run[query].top;
-            mine[query * kPart + kHead + 1] = weight;
-        }
+    for (int m = 0; m < Sums::kMine; ++m)
+        if (Sums::query(m) < kQueries)
+            *reinterpret_cast<float2*>(mine + Sums::query(m) * kPart + Sums::column()) =
+                sums.sum[m];
+    if (threadIdx.x < kQueries) {
+        mine[threadIdx.x * kPart + kHead] = shared.top[threadIdx.x];
+        mine[threadIdx.x * kPart + kHead + 1] = shared.weight[threadIdx.x];
     }
     __threadfence();
     __syncthreads();

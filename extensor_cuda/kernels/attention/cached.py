@@ -22,7 +22,7 @@ __all__ = ["HEADS", "attend", "chunk_of", "gap", "source"]
 Array = Any
 HEADS = (16, 32, 64, 128)
 """Elements of a head."""
-_THREADS, _CHUNK, _CHUNKS, _QUERIES = 128, 64, 64, 16
+_THREADS, _CHUNK, _CHUNKS, _QUERIES = 256, 64, 64, 16
 
 
 def chunk_of(capacity: int) -> int:
@@ -100,5 +100,6 @@ def attend(
     angles = turn or (None, None)
     made = source(kind(q), size, queries, chunk)
     blocks = batch * groups * most
-    launch(made, "attend_cached", blocks, _THREADS, *arrays, *numbers, *angles, np.float32(scale))
+    told = *numbers, *angles, np.float32(scale)
+    launch(made, "attend_cached", blocks, _THREADS, *arrays, *told)
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import pytest
 
 import extensor as et
 from extensor import models
+from extensor.nn import Rope
 from extensor_cuda.kernels.attention import cached
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
@@ -97,19 +99,30 @@ def test_what_the_kernel_has_not_says_why(xp: Any) -> None:
     assert "one position" in cached.gap(x, x, x, (table, table)).reason
 
 
-def decoder(dtype: str) -> Any:
-    llama = models.build("llama", models.config("llama", "nano"), np.random.default_rng(0))
+def decoder(dtype: str, packed: bool = False) -> Any:
+    """A small Llama; with MXFP4 weights it is as wide as their kernels want it."""
+    config = models.config("llama", "nano")
+    if packed:
+        sizes = {"width": 256, "head_size": 64, "hidden": 512, "rope": Rope(64)}
+        config = replace(config, **sizes)
+    llama = models.build("llama", config, np.random.default_rng(0))
     for owner in llama.modules():
         for name, held in list(vars(owner).items()):
             if isinstance(held, et.nn.Parameter):
                 setattr(owner, name, et.nn.Parameter(held.to(dtype).data))
+    if packed:
+        llama = et.quantize_model(llama, "mxfp4_weights")
     return llama.eval().to("cuda")
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_captured_token_is_the_model_s(gpu: Any, dtype: str) -> None:
-    """Replays see the tokens before them, also those of a cache that was cropped, and that grew."""
-    model, rng = decoder(dtype), np.random.default_rng(1)
+def test_a_captured_token_is_the_model_s(gpu: Any, dtype: str, packed: bool) -> None:
+    """Replays see the tokens before them, also those of a cache that was cropped, and that grew.
+
+    Packed weights are read while the kernel before runs, in replays alone.
+    """
+    model, rng = decoder(dtype, packed), np.random.default_rng(1)
     config = model.config
     caches = [et.nn.KVCache(config.layers, capacity=16) for _ in range(2)]
     step = et.capture(lambda tokens: model(tokens, cache=caches[0])[:, -1])
