@@ -538,3 +538,13 @@ def test_a_prompt_is_scored_at_its_end_alone(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(type(model.lm_head), "forward", noted)
     et.generate(model, [[1, 2, 3, 4, 5]], max_new_tokens=2)
     assert rows == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_initial_weights_are_drawn_as_gpt2s(name: str) -> None:
+    """Normal, of a standard deviation of 0.02; not the layers' own uniform ones."""
+    model = models.build(name, models.config(name, "nano"), np.random.default_rng(0))
+    for path, layer in nn.gemm_layers(model):
+        values = layer.weight.numpy()
+        assert values.std() == pytest.approx(0.02, rel=0.1), path
+        assert np.abs(values).max() > 3 * 0.02, path

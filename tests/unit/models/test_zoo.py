@@ -168,3 +168,8 @@ def test_initial_weights_are_those_of_the_papers() -> None:
 def test_bad_configurations_are_refused(name: str, changes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(name, **changes)
+
+
+def test_the_least_of_each_size_is_allowed() -> None:
+    assert count(narrow("resnet", blocks=(1, 1, 1, 1))) < count(narrow("resnet"))
+    assert count(make("resnet", blocks=(1,), channels=(1,))) > 0

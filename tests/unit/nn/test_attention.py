@@ -119,3 +119,16 @@ def test_a_scaling_of_angles_needs_the_context_trained_on(kind: Any) -> None:
     for factor, context in ((2.0, 0), (0.0, 8)):
         with pytest.raises(ValueError, match="a factor above 0 and the context"):
             RopeScaling(kind, factor, context)
+
+
+@pytest.mark.parametrize("rotary", [None, 10.0])
+def test_attention_takes_any_axes_before_its_tokens(rotary: float | None) -> None:
+    attention = nn.MultiheadAttention(8, 4, 2, rotary=rotary, causal=True, rng=0)
+    x = et.randn((2, 3, 5, 8), seed=1)
+    whole = attention(x).numpy()
+    assert whole.shape == x.shape
+    for i, j in np.ndindex(2, 3):
+        np.testing.assert_allclose(attention(x[i, j]).numpy(), whole[i, j], rtol=1e-5, atol=1e-6)
+    for shape in ((8,), (5, 7), (0, 8)):
+        with pytest.raises(ValueError, match=r"expected an input of shape \(\.\.\., T, 8\)"):
+            attention(et.ones(shape))

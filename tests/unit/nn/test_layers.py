@@ -6,6 +6,7 @@ import pytest
 import extensor.nn as nn
 from extensor.autograd.tensor import ExTensor
 from extensor.inspect import slot_health
+from extensor.nn.mixture import TopKRouter
 
 
 def tensor(shape, seed=0, **options):
@@ -279,3 +280,16 @@ def test_an_embedding_in_blocks_decodes_the_rows_it_gives():
     index = np.array([[1, 6], [0, 3]])
     expected = packed.dequantize().numpy()[index]
     np.testing.assert_array_equal(layer(ExTensor(index)).numpy(), expected)
+
+
+def test_a_pool_of_one_pixel_is_the_image():
+    x = ExTensor(np.random.default_rng(0).standard_normal((2, 3, 4, 5)))
+    for pool in (nn.MaxPool2d(1), nn.AvgPool2d(1)):
+        np.testing.assert_array_equal(pool(x).numpy(), x.numpy())
+
+
+def test_a_router_may_choose_all_of_its_experts():
+    router = TopKRouter(8, 3, 3, rng=0)
+    assert router.active == 3
+    with pytest.raises(ValueError, match="active: expected at most the 3 experts, got 4"):
+        TopKRouter(8, 3, 4, rng=0)
