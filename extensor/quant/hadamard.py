@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from extensor.quant.spec import TRANSFORMER_ENGINE_SIGNS, Hadamard
+from extensor.quant.spec import HADAMARD_SIZES, TRANSFORMER_ENGINE_SIGNS, Hadamard
 from extensor.random import philox4x32, philox_call
 
-__all__ = ["hadamard", "hadamard_signs", "inverse_hadamard"]
+__all__ = ["SOME_SIGNS", "hadamard", "hadamard_signs", "inverse_hadamard"]
 
 Array = Any
 _SIGN_STREAM = 0x48414441
+
+SOME_SIGNS = {size: Hadamard(size, "per_step") for size in HADAMARD_SIZES}
+"""For keys of caches, in the place of signs that are drawn in each step: those never come again."""
 
 
 @lru_cache(maxsize=256)

@@ -209,11 +209,15 @@ class LayerRecipe:
         >>> et.RECIPES["mxfp8_e5m2g"].layers.slot("dgrad.g").format
         'mxfp8_e5m2'
         """
-        if name not in SLOTS:
+        if name not in self._operands:
             raise ValueError(unknown_name("slot", name, SLOTS))
-        gemm, side = self._gemm_and_side(name)
-        value: OperandSpec = getattr(getattr(self, gemm), side)
-        return value
+        return self._operands[name]
+
+    @cached_property
+    def _operands(self) -> dict[str, OperandSpec]:
+        """The operand in each slot, which a step asks for several times."""
+        places = ((slot, *self._gemm_and_side(slot)) for slot in SLOTS)
+        return {slot: getattr(getattr(self, gemm), side) for slot, gemm, side in places}
 
     @staticmethod
     def _gemm_and_side(name: str) -> tuple[str, str]:

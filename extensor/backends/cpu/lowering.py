@@ -11,9 +11,9 @@ import numpy as np
 from extensor.backends.protocol import Array
 from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
-from extensor.quant.hadamard import hadamard_signs
+from extensor.quant.hadamard import SOME_SIGNS, hadamard_signs
 from extensor.quant.scale_rules import E8M0_NAN, E8M0_SEARCHES
-from extensor.quant.spec import HADAMARD_SIZES, Hadamard, QuantSpec
+from extensor.quant.spec import Hadamard, QuantSpec
 
 __all__ = ["LoweredSpec", "follows_maxima", "lower"]
 
@@ -98,16 +98,13 @@ class LoweredSpec:
         return q, QuantStats(self.count, *lost)
 
 
-_SOME_SIGNS = {size: Hadamard(size, "per_step") for size in HADAMARD_SIZES}
-
-
 def lower(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec | Unsupported:
     """The spec on arrays of ``shape``, or why the core does not cover it."""
     transform = spec.transform
     if transform is None or transform.signs != "per_step":
         return _lower(core, spec, shape)
     # Signs of each step would be looked up in vain.
-    found = _lower(core, spec.with_signs(_SOME_SIGNS[transform.size]), shape)
+    found = _lower(core, spec.with_signs(SOME_SIGNS[transform.size]), shape)
     return found.with_signs(transform) if found else found
 
 

@@ -23,6 +23,7 @@ from extensor.backends.protocol import (
 from extensor.backends.protocol.quantize import QuantizeMethods
 from extensor.quant import views
 from extensor.quant.array import QuantArray, coded_length
+from extensor.quant.hadamard import SOME_SIGNS
 from extensor.quant.kept import packs
 from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
@@ -35,9 +36,11 @@ def coded_values(q: QuantArray) -> QuantArray:
     """A packed array whose decoding gives what a GEMM multiplies: a transform is not undone."""
     if q.spec.transform is None:
         return q
-    shape = list(q.shape)
-    shape[q.spec.axis] = coded_length(q.spec, q.shape)
-    return replace(q, spec=_without_transform(q.spec), shape=tuple(shape))
+    shape, spec = list(q.shape), q.spec
+    shape[spec.axis] = coded_length(spec, q.shape)
+    if q.spec.transform.signs == "per_step":  # those of each step would be looked up in vain
+        spec = spec.with_signs(SOME_SIGNS[q.spec.transform.size])
+    return replace(q, spec=_without_transform(spec), shape=tuple(shape))
 
 
 @lru_cache(maxsize=1024)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from extensor.backends.generic.matmul import coded_values
 from extensor.quant.hadamard import hadamard, hadamard_signs, inverse_hadamard
-from extensor.quant.reference import fake_quantize
+from extensor.quant.reference import fake_quantize, quantize
 from extensor.quant.spec import Hadamard, QuantSpec
 from tests.oracle.compare import same_bytes
 from tests.oracle.hadamard import hadamard as oracle
@@ -113,3 +114,10 @@ def test_a_signalling_nan_makes_its_block_nan_without_a_warning(size: int) -> No
     x.view(np.uint32)[0, 3] = 0x7F800001
     for y in (hadamard(x, Hadamard(size)), inverse_hadamard(x, Hadamard(size), 32)):
         assert np.isnan(y[0, 3]) and np.isfinite(y[1]).all()
+
+
+def test_an_operand_without_its_transform_is_kept_whatever_the_signs_of_a_step() -> None:
+    x = np.ones((4, 64), np.float32)
+    specs = [QuantSpec("mxfp4", transform=Hadamard(32, "per_step", step=n)) for n in (1, 2)]
+    first, second = (coded_values(quantize(x, spec.resolve(2))[0]).spec for spec in specs)
+    assert first is second and first.transform is None
