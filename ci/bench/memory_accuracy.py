@@ -31,7 +31,7 @@ from extensor.training.config import RunConfig
 from extensor.training.flags import resolve
 from extensor.training.loop import Trainer
 
-OUT = Path("docs/results/2026-11-26-memory-accuracy.json")
+OUT = Path("docs/results/2026-11-27-memory-accuracy.json")
 TEXT: dict[str, Any] = {"epochs": 1, "warmup_epochs": 0.1, "dataset": "shakespeare"}
 STUDIES: Mapping[str, Mapping[str, Any]] = {
     "gpt": {**TEXT, "epoch_steps": 240, "test_limit": 128},
