@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -73,7 +73,6 @@ from extensor_cuda.matmul.expand import (
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand, Scale, aligned, pitched
 from extensor_cuda.matmul.product import Product, multiply, product
 from extensor_cuda.runtime import driver
-from extensor_cuda.runtime.capture import current_capture
 from extensor_cuda.runtime.counters import zeros
 
 __all__ = [
@@ -100,9 +99,6 @@ _SWIZZLE, _OVERLAP_ROWS = 8, 1920
 which on expanding overlaps with the product."""
 _CAN_FOLD: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
 """What `_can_fold_scales` has read of weights."""
-_SEEN: WeakSet[QuantArray] = WeakSet()
-"""Weights that were multiplied outside of a capture: what a captured step quantizes is not among
-them."""
 
 
 def weight_only_matmul(x: Array, w: QuantArray, dtype: str, xp: Any) -> Product | Unsupported:
@@ -202,15 +198,14 @@ def _kernel(w: QuantArray, tokens: int, dtype: str, hopper: bool) -> tuple[Any, 
 def weight_only_matmuls(
     x: Array, weights: Sequence[QuantArray], dtype: str, xp: Any
 ) -> list[Array] | Unsupported:
-    """X w^T of few tokens and each of up to three matrices in one launch; does not wait.
+    """X w^T of few tokens and each of two or three matrices in one launch; does not wait.
 
-    The results are columns of one array. X is as of `weight_only_matmul`. A capture's kernel reads
-    weights that were there before while the kernel before runs, which must not write them.
+    The results are columns of one array. X is as of `weight_only_matmul`.
     """
     first, capability = weights[0], driver.capability(xp.cuda.runtime.getDevice())
     if (gap := few_tokens_gap(x, first, capability)) is not None:
         return gap
-    if not first.spec.is_mx or capability != "90" or not 1 <= len(weights) <= 3:
+    if not first.spec.is_mx or capability != "90" or not 2 <= len(weights) <= 3:
         return Unsupported(f"{len(weights)} matrices in {first.spec.format} on {capability}")
     if any((w.spec, w.shape[1]) != (first.spec, first.shape[1]) for w in weights):
         return Unsupported("matrices of several formats or lengths")
@@ -224,19 +219,9 @@ def weight_only_matmuls(
         return Unsupported("a kernel of one matrix")
     out = xp.empty((len(x), sum(rows)), dtype=RESULT_DTYPES[dtype])
     held = aligned(x, xp), whole.codes, whole.scales, whole, out
-    told = below_each_other(given), _read_early(weights)
-    kernel.product(Arguments(*held, partial(zeros, xp), xp, *told), schedule)
+    kernel.product(Arguments(*held, partial(zeros, xp), xp, below_each_other(given)), schedule)
     ends = np.cumsum(rows)
     return [out[:, end - n : end] for n, end in zip(rows, ends.tolist(), strict=True)]
-
-
-def _read_early(weights: Sequence[QuantArray]) -> bool:
-    """Whether a kernel may read weights before the kernel before is done."""
-    capture = current_capture()
-    if capture is not None and not capture.warm_up:
-        return all(w in _SEEN for w in weights)
-    _SEEN.update(weights)
-    return False
 
 
 # --- more ---

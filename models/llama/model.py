@@ -73,7 +73,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if (one := self._turned_in_place(q, k, v, step)) is not None:
-            return apply_all((self.o_proj,), merge_heads(one))[0]
+            return self.o_proj(merge_heads(one))
         interleaved = config.rope.interleaved
         q = rotary_embedding(q, step.cos, step.sin, interleaved=interleaved)
         k = rotary_embedding(k, step.cos, step.sin, interleaved=interleaved)
@@ -104,8 +104,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: ExTensor) -> ExTensor:
         """(..., width) -> the same."""
-        hidden = gated_silu(*apply_all((self.gate_proj, self.up_proj), x))
-        return apply_all((self.down_proj,), hidden)[0]
+        return self.down_proj(gated_silu(*apply_all((self.gate_proj, self.up_proj), x)))
 
 
 class Expert(nn.Module):

@@ -190,8 +190,7 @@ class MatmulMethods(Protocol):
     ) -> Sequence[Array]:
         """`weight_only_matmul` of x with each of several weights.
 
-        The results may be parts of the rows of one array. A replay may read weights early that
-        were there before the capture: a captured step does not write these.
+        The results may be parts of the rows of one array.
         """
         ...
 

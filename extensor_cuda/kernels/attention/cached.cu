@@ -12,7 +12,6 @@
 
 #include "common/types.cuh"
 
-#include "common/dependent_launch.cuh"
 #include "common/vector_types.cuh"
 
 typedef ElementType<NN_A> T;
@@ -214,8 +213,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kQueries > 8 ? 2
         const float* __restrict__ cosine, const float* __restrict__ sine, float scale) {
     __shared__ Shared shared;
     __shared__ u32 last;
-    launch_dependent_grids();
-    wait_on_dependent_grids();
     const u32 number = blockIdx.x / static_cast<u32>(most);  // a key head of a text
     const i64 head = number, chunk = blockIdx.x - number * static_cast<u32>(most);
     const i64 length = length_of(where, given) + 1, first = chunk * CACHED_CHUNK;

@@ -7,7 +7,6 @@
 
 #include "common/types.cuh"
 
-#include "common/dependent_launch.cuh"
 #include "common/vector_types.cuh"
 #include "common/gated.cuh"
 

@@ -9,7 +9,6 @@
 
 #include "common/types.cuh"
 
-#include "common/dependent_launch.cuh"
 #include "common/vector_types.cuh"
 
 #if NN_STORED
@@ -74,8 +73,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int lane = threadIdx.x % kLanes;
     const bool real = row < rows;
     float v[kEach], factors[kEach], sum = 0, squares = 0, none = 0;
-    launch_dependent_grids();
-    wait_on_dependent_grids();
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
         const int i = k * kLanes + lane;

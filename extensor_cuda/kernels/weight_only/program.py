@@ -38,7 +38,7 @@ ONE = (np.int32(_NONE), np.int32(_NONE), *(np.int64(0),) * 4)
 
 
 def below_each_other(weights: Sequence[QuantArray]) -> Sequence[np.generic]:
-    """What kernels are told of up to three matrices, rows in sixteens, that follow each other.
+    """What kernels are told of two or three matrices, rows in sixteens, that follow each other.
 
     The tiles of 16 rows with which the later ones begin, and how many bytes their codes, then their
     scales, lie behind where the one before ends.
@@ -49,8 +49,8 @@ def below_each_other(weights: Sequence[QuantArray]) -> Sequence[np.generic]:
         [after.data.ptr - before.data.ptr - before.nbytes for before, after in pairwise(arrays)]
         for arrays in parts
     ]
-    starts = [np.int32(n) for n in (*tiles, _NONE, _NONE)[:2]]
-    return (*starts, *(np.int64(n) for each in gaps for n in (*each, 0, 0)[:2]))
+    starts = [np.int32(n) for n in (*tiles, _NONE)[:2]]
+    return (*starts, *(np.int64(n) for each in gaps for n in (*each, 0)[:2]))
 
 
 class Arguments(NamedTuple):
@@ -65,7 +65,6 @@ class Arguments(NamedTuple):
         xp: cupy.
         matrices: where w is several, one below the other: see `below_each_other`. The kernels of
             E2M1 in packed pieces take it.
-        early: weights are read before the kernel before is done, which has not written them.
     """
 
     x: Array
@@ -76,7 +75,6 @@ class Arguments(NamedTuple):
     zeros: Callable[[int], Array]
     xp: Any
     matrices: Sequence[np.generic] = ONE
-    early: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:

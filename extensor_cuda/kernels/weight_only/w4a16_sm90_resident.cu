@@ -13,9 +13,7 @@
 //
 // Macros: WEIGHT_ONLY_WARPS, WEIGHT_ONLY_CHUNK, CODEC_BLOCK (elements of a scale),
 // WEIGHT_ONLY_SCALE_BYTES (bytes of scales copied at a time), WEIGHT_ONLY_TILES (of 8 tokens),
-// WEIGHT_ONLY_X_PARTS, WEIGHT_ONLY_DEPTH, WEIGHT_ONLY_X_BATCH and WEIGHT_ONLY_SUM_BATCH (vectors
-// that a thread moves at a time: no more than it has, for code that runs once is slow); those of
-// weights.cuh.
+// WEIGHT_ONLY_X_PARTS, WEIGHT_ONLY_DEPTH; those of weights.cuh.
 
 #include "weight_only/weights.cuh"
 
@@ -41,7 +39,7 @@ DEVICE int quotient(int u, float inverse) {
 template <class Then>
 DEVICE void load_x(u8* to, int pitch, const Raw* x, int first, int units_per_token, int rows,
     int columns, Then then) {
-    constexpr int kBatch = WEIGHT_ONLY_X_BATCH;
+    constexpr int kBatch = 8;
     const int count = rows * WEIGHT_ONLY_X_PARTS * units_per_token;
     const float inverse = 1.0f / units_per_token;
     int start = threadIdx.x;
@@ -190,7 +188,7 @@ struct PartialSums {
     // Adds the sums of `cuts` slices or parts and writes results, four features at a time.
     DEVICE void add(void* out, int from, int quads, int cuts, int rows, int out_features,
         float factor, bool of_slices) const {
-        constexpr int kBatch = WEIGHT_ONLY_SUM_BATCH;  // vectors in flight
+        constexpr int kBatch = 4;  // vectors in flight
         const float inverse = 1.0f / quads;
         for (int u = threadIdx.x; u < rows * quads; u += kBatch * kThreads) {
             int m[kBatch], feature[kBatch];
@@ -229,12 +227,11 @@ struct PartialSums {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    w4a16_sm90_resident(const Raw* __restrict__ x, const u8* __restrict__ codes,
-        const u8* __restrict__ scales, const float* __restrict__ tensor_scale,
-        float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out, int rows,
-        int out_features, int columns, int slices, int k_per_slice, int log_split, int early,
-        int second, int third, i64 codes1, i64 codes2, i64 scales1, i64 scales2) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_resident(
+    const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
+    const float* __restrict__ tensor_scale, float* __restrict__ partial, u32* __restrict__ done,
+    void* __restrict__ out, int rows, int out_features, int columns, int slices, int k_per_slice,
+    int log_split, int second, int third, i64 codes1, i64 codes2, i64 scales1, i64 scales2) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ u32 last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4,
@@ -265,15 +262,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             lane % kScaleCopiesPerRow * WEIGHT_ONLY_SCALE_BYTES,
         code_pitch, blocks, out_features, begin, end, high, step,
         {second, third, {codes1, codes2}, {scales1, scales2}}, start, begin};
-    const auto begin_copies = [&] {
+    launch_dependent_grids();
+    wait_on_dependent_grids();  // the previous grid may have written what follows
+    load_x(tokens, pitch, x, first, k_per_slice / 8, rows, columns, [&] {
 #pragma unroll 1
         for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d) copies.prefetch(d, lane);
-    };
-    launch_dependent_grids();
-    if (early) begin_copies();
-    wait_on_dependent_grids();  // the previous grid may have written all but early weights
-    load_x(tokens, pitch, x, first, k_per_slice / 8, rows, columns, [&] {
-        if (!early) begin_copies();
     });
     __syncthreads();
     const u8* token_address[WEIGHT_ONLY_TILES];  // missing tokens use another's

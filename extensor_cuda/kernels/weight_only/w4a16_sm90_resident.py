@@ -57,16 +57,13 @@ def supports(w: QuantArray, tokens: int) -> bool:
 @lru_cache(maxsize=1024)
 def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out: str) -> Source:
     _, block = tile_extent(spec, shape)
-    tokens = rows * TOKENS_PER_ROW[dtype]
     return program(
         _SOURCE, spec, shape, dtype, out,
         WEIGHT_ONLY_SCALE_BYTES=4 if shape[1] // block % 16 or CHUNK // block % 16 else 16,
         WEIGHT_ONLY_WARPS=WARPS,
         WEIGHT_ONLY_CHUNK=CHUNK,
         WEIGHT_ONLY_DEPTH=AHEAD,
-        WEIGHT_ONLY_TILES=-(-tokens // 8),
-        WEIGHT_ONLY_X_BATCH=min(2 << (tokens - 1).bit_length(), 8),
-        WEIGHT_ONLY_SUM_BATCH=1 if tokens <= 4 else 4,
+        WEIGHT_ONLY_TILES=-(-rows * TOKENS_PER_ROW[dtype] // 8),
     )  # fmt: skip
 
 
@@ -89,7 +86,6 @@ def product(given: Arguments, schedule: Schedule) -> None:
         schedule.slices,
         schedule.slice_length,
         schedule.split.bit_length() - 1,
-        given.early,
     )
     told = *map(np.int32, numbers), *given.matrices
     launch(*launched, *arrays, *told, shared=schedule.shared, pdl=True)

@@ -285,8 +285,8 @@ DEVICE void consume(u8* memory, const BlockRange& range, const Problem& e, u32 f
 extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const Raw* __restrict__ x,
     const u8* __restrict__ codes, const u8* __restrict__ scales,
     const float* __restrict__ tensor_scale, float* __restrict__ partial, u32* __restrict__ done,
-    void* __restrict__ out, int rows, int out_features, int columns, int slices, int early,
-    int second, int third, i64 codes1, i64 codes2, i64 scales1, i64 scales2) {
+    void* __restrict__ out, int rows, int out_features, int columns, int slices, int second,
+    int third, i64 codes1, i64 codes2, i64 scales1, i64 scales2) {
     extern __shared__ __align__(128) u8 raw_memory[];  // copies fill cache lines
     __shared__ u32 last;
     const u32 full = shared_address(raw_memory + kRing + WEIGHT_ONLY_STAGES * kStage),
@@ -304,18 +304,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const 
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    const Matrices matrices = {second, third, {codes1, codes2}, {scales1, scales2}};
-    // The previous grid may have written what follows; `early`: but not the weights, and nothing
-    // else is read or written by the others before x is there.
-    const bool is_producer = warp >= kWarps;
     launch_dependent_grids();
-    if (is_producer || !early) wait_on_dependent_grids();
+    wait_on_dependent_grids();  // the previous grid may have written what follows
 
     // Producer warps request x before any warp requests weights, which would delay x. All warps
     // reach one barrier before the roles separate.
+    const bool is_producer = warp >= kWarps;
     Producer producer(x, begin, count, rows, columns, warp - kWarps, lane);
     if (is_producer) producer.fetch_first();
-    if (!early) __syncthreads();
+    __syncthreads();
     if (is_producer) {
         const int all = (high - low + 2 * kPairs - 1) / (2 * kPairs) * count;
         producer.run(raw_memory + kRing + lane * 16, all, full, empty);
@@ -323,8 +320,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const 
     }
     const float factor =
         (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // scales are decoded times 2^-8
-    const Problem problem = {
-        codes, scales, factor, partial, out, rows, out_features, columns, slices, matrices};
+    const Problem problem = {codes, scales, factor, partial, out, rows, out_features, columns,
+        slices, {second, third, {codes1, codes2}, {scales1, scales2}}};
     consume(raw_memory, {group, slice, low, high, begin, count}, problem, full, empty, warp, lane);
     if (slices == 1) return;
     if (threadIdx.x == 0) {

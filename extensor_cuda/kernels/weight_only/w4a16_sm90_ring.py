@@ -97,6 +97,6 @@ def product(given: Arguments, schedule: Schedule) -> None:
     partial, done = given.workspace(schedule.slices, rows, schedule.groups)
     threads = 32 * (schedule.pairs * schedule.split + _PRODUCERS)
     arrays = given.x, given.codes, given.scales, given.w.tensor_scale, partial, done, given.out
-    numbers = *map(np.int32, (rows, n, k, schedule.slices, given.early)), *given.matrices
+    numbers = *map(np.int32, (rows, n, k, schedule.slices)), *given.matrices
     blocks = schedule.groups * schedule.slices
     launch(made, "w4a16_sm90_ring", blocks, threads, *arrays, *numbers, shared=shared, pdl=True)
