@@ -4,6 +4,9 @@
 // level-1 cache and the next ones are being fetched. Everything else takes the loops of
 // encode_chunk.
 
+#include <atomic>
+#include <thread>
+
 #include "quantize/plain_values.hpp"
 #include "quantize/row_groups.hpp"
 
@@ -323,9 +326,15 @@ struct RowTasks {
         count = ceil_div(rows, step) * parts;
     }
 
+    // The calling thread begins at the front, others at the back: in each call a thread reads
+    // memory that it read before, which its caches and its table of pages still hold.
     template <class Body>
     void run(const Call& call, Body body) const {
-        threads::run(count, 8 * rows * call.job.padded, [&](int64_t task) {
+        const auto caller = std::this_thread::get_id();
+        std::atomic<int64_t> front{0}, back{0};
+        threads::run(count, 8 * rows * call.job.padded, [&](int64_t) {
+            const bool mine = std::this_thread::get_id() == caller;
+            const int64_t task = mine ? front.fetch_add(1) : count - 1 - back.fetch_add(1);
             const int64_t first = task / parts * step, start = task % parts * tiles;
             body(task, RowChunk{first, least(step, rows - first), start,
                                 least(tiles, call.tiles - start)});
