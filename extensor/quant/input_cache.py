@@ -16,15 +16,16 @@ __all__ = ["InputCache"]
 
 
 class InputCache:
-    """What was made of the input that was quantized last, for as long as the input lives."""
+    """What was made of the input that was quantized last, for as long as the input lives.
+
+    Threads may share one: each looks at the input and at what was made of it in one reading.
+    """
 
     def __init__(self) -> None:
-        self._x: weakref.ref[Any] | None = None
-        self._version: WeightVersion | None = None
-        self._made: dict[Hashable, Any] = {}
+        self._last: tuple[weakref.ref[Any], WeightVersion, dict[Hashable, Any]] | None = None
 
     def __len__(self) -> int:
-        return len(self._made)
+        return 0 if self._last is None else len(self._last[2])
 
     def share(self, x: Any, version: WeightVersion, key: Hashable, make: Callable[[], Any]) -> Any:
         """What ``make`` gave for these values of x and this key before, or gives now.
@@ -35,13 +36,14 @@ class InputCache:
             key: what decides the operand beside the values.
             make: makes the operand.
         """
-        before, same = self._version, False
-        if before is not None and self._x is not None and self._x() is x:
-            same = before.cell is version.cell and before.writes == version.writes
-        if not same:
-            made: dict[Hashable, Any] = {}
-            self._made = made
-            self._x, self._version = weakref.ref(x, lambda _: made.clear()), version
-        if (found := self._made.get(key)) is None:
-            found = self._made[key] = make()
+        made: dict[Hashable, Any] | None = None
+        if (last := self._last) is not None and last[0]() is x:
+            before = last[1]
+            if before.cell is version.cell and before.writes == version.writes:
+                made = last[2]
+        if made is None:
+            fresh = made = {}
+            self._last = weakref.ref(x, lambda _: fresh.clear()), version, fresh
+        if (found := made.get(key)) is None:
+            found = made[key] = make()
         return found

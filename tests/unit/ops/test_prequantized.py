@@ -11,12 +11,14 @@ import pytest
 import extensor as et
 from extensor.ops.prequantized import prequantized_conv2d, prequantized_matmul
 from extensor.ops.quantized import layer_context
+from extensor.quant.input_cache import InputCache
 from extensor.quant.recipe import Gemm, LayerRecipe
 from extensor.quant.recipe_state import LayerContext
 from extensor.quant.reference import dequantize
 from extensor.quant.schemes import SCHEMES, Scheme
 from extensor.quant.spec import QuantSpec
 from extensor.quant.static_scale import StaticScale, choose_static_scale, quantize_static
+from extensor.quant.weight_cache import WeightVersion
 
 DENSE = Gemm("float32", "float32")
 ASYMMETRIC = QuantSpec("int8", tile="tensor", symmetric=False)
@@ -245,3 +247,19 @@ def test_layers_that_read_the_same_input_quantize_it_once(
     assert len(made) == 2 and not np.array_equal(again, first[1])
     fresh = model[1](et.from_numpy(x.numpy().copy()))
     assert len(made) == 3 and np.array_equal(again, fresh.numpy())
+
+
+def test_threads_do_not_take_each_others_input() -> None:
+    """One model, called from two threads: while one makes its blocks, the other begins."""
+    cache, inputs = InputCache(), arrays((4,), (4,))
+    versions = [WeightVersion([0], 0) for _ in inputs]
+
+    def other() -> str:
+        return cache.share(inputs[1], versions[1], "blocks", lambda: "second")
+
+    def make() -> str:
+        assert other() == "second"
+        return "first"
+
+    assert cache.share(inputs[0], versions[0], "blocks", make) == "first"
+    assert other() == "second"
