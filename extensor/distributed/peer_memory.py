@@ -70,7 +70,16 @@ class PeerMemory:
         return self._rows(FLAG_BYTES + offset, nbytes, ranks)
 
     def barrier(self) -> None:
-        """Let what follows on the current stream come after what all ranks queued before theirs."""
+        """Let what follows on the current stream come after what all ranks queued before theirs.
+
+        Raises:
+            RuntimeError: after `stop`: kernels would read what the others have not written yet.
+        """
+        if self._stop[0]:
+            raise RuntimeError(
+                "peer memory: the GPU no longer waits for the other ranks, since one did not come "
+                "in time; the way out: start all ranks anew"
+            )
         get_backend("cuda").peer_barrier(self._flags, self._rank, self._stop)
 
     def stop(self) -> None:
@@ -112,15 +121,19 @@ def open_peer_memory(host: Any, xp: Any, nbytes: int) -> PeerMemory | Unsupporte
         reason = "ranks on several machines"
     elif not any(reasons):
         try:
-            addresses = [
-                memory.ptr if other == rank and memory is not None  # none opens its own
-                else runtime.ipcOpenMemHandle(each, LAZY_ENABLE_PEER_ACCESS)
-                for other, each in enumerate(handles)
-            ]  # fmt: skip
+            for other, each in enumerate(handles):
+                addresses.append(
+                    memory.ptr if other == rank and memory is not None  # none opens its own
+                    else runtime.ipcOpenMemHandle(each, LAZY_ENABLE_PEER_ACCESS)
+                )  # fmt: skip
         except runtime.CUDARuntimeError as error:
             reason = _said(rank, error)
     reasons = host.all_gather_object(reason)
     if any(reasons):
+        for other, address in enumerate(addresses):
+            if other != rank:
+                runtime.ipcCloseMemHandle(address)
+        host.barrier()  # memory may go once no rank has it open
         return Unsupported(next(each for each in reasons if each))
     return PeerMemory(xp, rank, addresses, nbytes, memory)
 

@@ -37,7 +37,7 @@ class CollectiveExchange:
     def __init__(self, ranks: Communicator, xp: Any, part: int) -> None:
         self.ranks, self._xp, self._part = ranks, xp, part
 
-    def run(self, steps: Steps) -> Steps:
+    def run(self, steps: Steps, read: Array) -> Steps:
         """The collectives of a reduction."""
         return steps
 
@@ -78,8 +78,11 @@ class PeerExchange:
         whole = ranks.size * part
         self._whole = memory.mine(0, 1, whole), memory.rows(0, whole)
 
-    def run(self, steps: Steps) -> Steps:
-        """Queue all of a reduction, then hand out the work to wait for."""
+    def run(self, steps: Steps, read: Array) -> Steps:
+        """Queue all of a reduction, then hand out the work to wait for.
+
+        What it reads is kept until then: its memory may be of another stream than the lane's.
+        """
         with self._ranks.beside(self._lane):
             for work in steps:  # none: barriers are queued
                 work.wait()

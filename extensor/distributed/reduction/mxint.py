@@ -86,11 +86,11 @@ class Mxint(FloatSum):
         return lambda rows: self.backend.mxint_pack(self._take(), self.bits, *how, rows)
 
     def _reduce_scatter(self, out: Array, divisor: float, step: int) -> Steps:
-        return self._exchange.run(self._mean_of_part(out, divisor, step))
+        return self._exchange.run(self._mean_of_part(out, divisor, step), self._sum)
 
     def _all_reduce(self, out: Array, divisor: float, step: int) -> Steps:
         mean = self._whole_mean if self._one_step else self._mean_of_means
-        return self._exchange.run(mean(out, divisor, step))
+        return self._exchange.run(mean(out, divisor, step), self._sum)
 
     def _mean_of_part(self, out: Array, divisor: float, step: int) -> Steps:
         received = yield from self._exchange.all_to_all(self._pack(step))

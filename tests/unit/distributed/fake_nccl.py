@@ -306,6 +306,7 @@ class Gpu(FakeCupy):
                 deviceSynchronize=lambda: None,
                 ipcGetMemHandle=_handle,
                 ipcOpenMemHandle=lambda handle, flags: int.from_bytes(handle, "little"),
+                ipcCloseMemHandle=lambda address: None,
                 getDeviceCount=lambda: count,
                 streamIsCapturing=lambda stream: False,
                 deviceGetPCIBusId=lambda number: f"0000:{number:02x}:00.0",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -230,6 +232,60 @@ def test_why_ranks_have_no_peer_memory(
     assert LocalCommunicator().peer_memory(1).reason == "ranks without GPUs"
 
 
+def test_memory_is_freed_when_no_rank_has_it_open(
+    on_gpu: GenericBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a rank cannot open another's memory; CUDA's runtime demands that order."""
+    opened: list[int] = []
+
+    class Memory(fake_nccl._Memory):
+        def __del__(self) -> None:
+            opened.append(0 if self.ptr in opened else -1)
+
+    def program(comm: NCCLCommunicator, xp: Any) -> None:
+        def opens(handle: bytes, flags: int) -> int:
+            if comm.rank == 1 and len(mine) == 1:
+                raise fake_nccl.CUDARuntimeError("no")
+            mine.append(int.from_bytes(handle, "little"))
+            opened.append(mine[-1])
+            return mine[-1]
+
+        def closes(address: int) -> None:
+            time.sleep(0.05 * comm.rank)
+            mine.remove(address)
+            opened.remove(address)
+
+        mine: list[int] = []
+        xp.cuda.Memory = Memory
+        xp.cuda.runtime.ipcOpenMemHandle, xp.cuda.runtime.ipcCloseMemHandle = opens, closes
+        assert isinstance(comm.peer_memory(1 << 10), Unsupported)
+        assert not mine
+
+    with_gpus(3, program)
+    assert opened == [-1] * 3
+
+
+def test_a_sum_stays_until_all_have_read_it(
+    on_gpu: GenericBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in memory of the caller's stream, which does not wait for the lane that packs it."""
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+
+    def program(comm: NCCLCommunicator, xp: Any) -> None:
+        reduction = make_reduction("mxint8", 64, comm, device="cuda")
+        out = xp.zeros(64, np.float32)
+        for _ in range(2):
+            reduction.add(xp.asarray(np.ones(64, np.float32)))
+        held = weakref.ref(reduction._sum)  # type: ignore[attr-defined]
+        work = reduction.all_reduce(out, 4.0)
+        assert held() is not None
+        work.wait()
+        assert held() is None
+        assert out.tolist() == [1.0] * 64
+
+    with_gpus(2, program)
+
+
 def test_a_gpu_stops_waiting_for_a_missing_rank(on_gpu: GenericBackend) -> None:
     """A collective's timeout lets the barrier's kernel go, too; else the process could not end."""
 
@@ -247,7 +303,9 @@ def test_a_gpu_stops_waiting_for_a_missing_rank(on_gpu: GenericBackend) -> None:
             with pytest.raises(CollectiveTimeout):
                 comm.all_reduce(xp.asarray(np.ones(3, np.float32))).wait()
             assert stopped == [True]  # NCCL waits for the GPU when it ends
-            memory.barrier()
+            on_gpu.peer_barrier(memory._flags, 0, memory._stop)
+            with pytest.raises(RuntimeError, match="no longer waits .*: start all ranks anew"):
+                memory.barrier()
 
     with_gpus(2, program)
 
