@@ -112,6 +112,7 @@ class _ShapeGraph:
         for mine, theirs in zip(self.inputs, tensors, strict=True):
             if mine is not theirs:
                 mine.data[...] = theirs.data
+                mine._count_write()  # what layers made of the batch before is of no use
         return self.inputs
 
     def _call(self, tensors: tuple[ExTensor, ...]) -> Any:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 import extensor as et
+from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, RMSprop, WarmupCosine
 from extensor_cuda.runtime import placement
 from tests.unit.cuda import fake
@@ -379,3 +380,24 @@ def test_on_the_cpu_a_captured_step_is_the_step() -> None:
     for _ in range(4):
         assert train(et.ones(2, device="cpu")).tolist() == [2.0, 2.0]
     assert len(calls) == 4
+
+
+def test_a_batch_that_is_copied_to_a_steps_memory_counts_as_a_write(gpu: Any) -> None:
+    """A layer that quantized the batch before does not take its blocks for this one's."""
+    layer = et.nn.Linear(64, 32, rng=0).to("cuda")
+    apply_recipe(layer, "mxfp4", 5)
+    fails = iter([False, True])
+
+    def step(x: et.ExTensor) -> et.ExTensor:
+        if next(fails, False):
+            raise ZeroDivisionError
+        return layer(x)
+
+    call = et.capture(step)
+    with et.no_grad():
+        batches = [et.randn((32, 64), seed=seed).to("cuda") for seed in range(3)]
+        expected = [layer(x).numpy() for x in batches]
+        same(call(batches[0]).numpy(), expected[0])
+        with pytest.raises(ZeroDivisionError):
+            call(batches[1])
+        same(call(batches[2]).numpy(), expected[2])
