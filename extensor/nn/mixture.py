@@ -139,9 +139,8 @@ class MixtureOfExperts(Module):
         check_last_axes("MixtureOfExperts", x, router.width)
         rows = x.reshape((math.prod(x.shape[:-1]), router.width))
         weights, chosen = router(rows)
-        if math.prod(chosen.shape) > _FEW_ROWS and hasattr(self.experts[0], "run_choices"):
-            first, every = self.experts[0], list(self.experts)
-            mixed: ExTensor | None = first.run_choices(every, rows, weights, chosen)
+        if at_once := self._together("run_choices", math.prod(chosen.shape)):
+            mixed: ExTensor | None = at_once(list(self.experts), rows, weights, chosen)
             if mixed is not None:
                 return mixed.reshape(x.shape)
         numbers = np.asarray(chosen.to("cpu").data).ravel()
@@ -155,6 +154,11 @@ class MixtureOfExperts(Module):
         mixed = (found * weights.expand_dims(-1)).sum(axis=1)
         return mixed.reshape(x.shape)
 
+    def _together(self, way: str, rows: int) -> Any:
+        """The experts' method that runs them together; None for few rows, and if one has hooks."""
+        hooked = any(expert._hooks or expert._pre_hooks for expert in self.experts)
+        return None if hooked or rows <= _FEW_ROWS else getattr(self.experts[0], way, None)
+
     def _run(self, rows: ExTensor, ends: list[int]) -> ExTensor:
         """What each expert makes of its rows, which follow those of the one before."""
         starts = [0, *ends[:-1]]
@@ -164,10 +168,10 @@ class MixtureOfExperts(Module):
             if end > start or not len(rows)  # an empty batch goes through all
         ]
         experts, _, last = zip(*busy, strict=True)
-        if len(rows) > _FEW_ROWS and hasattr(experts[0], "run_groups"):
-            together: ExTensor | None = experts[0].run_groups(experts, rows, last)
-            if together is not None:
-                return together
+        if at_once := self._together("run_groups", len(rows)):
+            joined: ExTensor | None = at_once(experts, rows, last)
+            if joined is not None:
+                return joined
         parts = [expert(rows[start:end]) for expert, start, end in busy]
         return concatenate(parts, axis=0) if len(parts) > 1 else parts[0]
 

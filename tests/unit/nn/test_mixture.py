@@ -84,3 +84,17 @@ def test_some_experts_run_one_after_the_other(grouping: list[int], case: str) ->
     with et.enable_grad() if case == "gradients" else et.no_grad():
         experts(x)
     assert not grouping
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("before", [False, True])
+def test_an_experts_hook_runs(grouping: list[int], dtype: str, before: bool) -> None:
+    experts, rows = made("mxfp4_weights", bias=False), []
+    hooked = experts.experts[3]
+    if before:
+        hooked.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    else:
+        hooked.register_forward_hook(lambda module, output: rows.append(len(output)))
+    with et.no_grad():
+        experts(et.randn(100, 32, seed=1).to(dtype))
+    assert len(rows) == 1 and rows[0] > 0 and not grouping
