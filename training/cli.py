@@ -219,7 +219,10 @@ def parse_train(model: str, argv: Sequence[str]) -> tuple[TrainFlags, RunConfig,
         try:
             explicit["recipe_text"] = read_again(saved.recipe_text, named)
         except ValueError as error:
-            raise UsageError(f"--resume: {error}") from error
+            raise UsageError(
+                f"--resume: {error}; the way out: leave --recipe and --operands out, the run has "
+                "kept its recipes"
+            ) from error
     differ = [
         difference(name, getattr(saved, name), value)
         for name, value in explicit.items()

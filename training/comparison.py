@@ -69,7 +69,10 @@ class CompareArgs(CompareFlags, Settings):
             raise ValueError("--recipes: expected names separated by commas, got none")
         full = {get_recipe(name).name for name in self.names}
         if len(full) < len(self.names):
-            raise ValueError(f"--recipes: expected each recipe once, got {self.recipes!r}")
+            raise ValueError(
+                f"--recipes: expected each recipe once, got {self.recipes!r}; of two files with "
+                "the same name, let one say another inside, as in name = 'mine'"
+            )
 
     @property
     def names(self) -> list[str]:

@@ -97,9 +97,10 @@ class RunConfig(Settings):
     @property
     def recipe_label(self) -> str:
         """The recipe, or the schedule, as part of a file's name."""
-        label = self.recipe
-        for name in files_named(label):
-            label = label.replace(name, lookup(self.recipe_text)(name).name)
+        known = lookup(self.recipe_text)
+        names = {file: known(file).name for file in files_named(self.recipe)}
+        words = re.split("([,@])", self.recipe)
+        label = "".join(names.get(word.strip(), word) for word in words)
         return label.replace(",", "+").replace("%", "pc").replace(" ", "")
 
     def as_dict(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
         SchemaError: for another.
     """
     try:
-        table = tomllib.loads(content.decode("utf-8"))
+        table = tomllib.loads(content.decode("utf-8-sig"))
     except RecursionError:
         raise SchemaError("expected TOML, got arrays or tables nested too deep") from None
     except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are

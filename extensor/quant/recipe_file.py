@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, NotRequired, TypedDict
@@ -194,7 +194,7 @@ def _layers(table: dict[str, Any], parent: LayerRecipe | None, at: str) -> Layer
                 )
             pair.append(operand)
         scale = own.get("output_scale", old.output_scale if old else 1.0)
-        if type(scale) not in (int, float) or not math.isfinite(scale):
+        if type(scale) not in (int, float) or not abs(scale) <= sys.float_info.max:
             _fail(f"{at}.{gemm}.output_scale", f"expected a finite number, got {scale!r}")
         try:
             made[gemm] = Gemm(pair[0], pair[1], float(scale))

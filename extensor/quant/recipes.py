@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -306,7 +306,7 @@ def get_recipe(name: str) -> Recipe:
     full = ALIASES.get(name, name)
     if full not in RECIPES:
         message = unknown_name("recipe", name, [*RECIPES, *ALIASES])
-        if "/" in name or "\\" in name:
+        if any(mark in name for mark in "/\\."):
             message += f"; a recipe of your own is a file that ends in {FILE_SUFFIX}"
         raise ValueError(message)
     return RECIPES[full]
@@ -320,11 +320,12 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
             ``extensor recipe NAME`` prints any recipe in that form.
 
     Returns:
-        The recipe, named after the file if the file names none.
+        The recipe, named after the file if the file names none. Files that it names are looked for
+        beside it.
 
     Raises:
-        ValueError: for a file that cannot be read, or describes no recipe; for another one under
-            the name of a recipe of the library.
+        ValueError: for a file that cannot be read, describes no recipe, or is its own parent; for
+            another recipe under the name of one of the library.
 
     >>> import pathlib, tempfile
     >>> from extensor.quant.recipes import read_recipe
@@ -334,23 +335,42 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     ...     read_recipe(path)
     Recipe(name='wide', doc='mxfp4 with changes', rules=['@first', '@last', '@embedding', '@head'])
     """
-    shown = printable(os.fspath(path))
+    return _read(Path(path), ())
+
+
+def _read(path: Path, readers: tuple[str, ...]) -> Recipe:
+    """The recipe in a file; ``readers``: real paths of the files that are read because of it."""
+
+    def known(name: str) -> Recipe:
+        if name.endswith(FILE_SUFFIX):
+            return _read(path.parent / name, (*readers, real))
+        return get_recipe(name)
+
+    shown = printable(str(path))
     try:
+        if (real := os.path.realpath(path)) in readers:
+            raise ValueError("names itself, by way of its parent or a use; name another there")
         with open(path, "rb") as file:
             content = file.read(MOST_BYTES + 1)
-        return parse_named(content.decode(), Path(path).stem)
+        return parse_named(content.decode("utf-8-sig"), path.stem, known)  # Windows writes a BOM
     except OSError as error:
         raise ValueError(f"recipe {shown}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # UnicodeDecodeError is one
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"recipe {shown}: expected text in UTF-8, got: {error}; save it as UTF-8 (in "
+            "PowerShell: extensor recipe NAME | Out-File -Encoding utf8 FILE)"
+        ) from None
+    except ValueError as error:
         raise ValueError(f"recipe {shown}: {printable(str(error))}") from None
 
 
-def parse_named(text: str, name: str) -> Recipe:
+def parse_named(text: str, name: str, known: Callable[[str], Recipe] = get_recipe) -> Recipe:
     """A recipe from TOML whose name no recipe of the library has, unless it is the same.
 
     Args:
         text: as in a recipe's file.
         name: the recipe's name where the text gives none.
+        known: gives the recipes that the text names.
 
     Returns:
         The recipe.
@@ -362,10 +382,11 @@ def parse_named(text: str, name: str) -> Recipe:
     >>> parse_named('parent = "mxfp4_all"', "mine").layers == et.RECIPES["mxfp4_all"].layers
     True
     """
-    recipe = parse_recipe(text, name, get_recipe)
+    recipe = parse_recipe(text, name, known)
     if not re.fullmatch(r"[\w.+-]+", recipe.name):
         raise ValueError(
-            f"name: expected letters, digits, '_', '.', '+' and '-', got {recipe.name!r}"
+            f"name: expected letters, digits, '_', '.', '+' and '-', got {recipe.name!r}; give one "
+            "in the file, as in name = 'mine'"
         )
     if recipe.name in ALIASES or RECIPES.get(recipe.name, recipe) != recipe:
         raise ValueError(

@@ -438,6 +438,10 @@ class QuantSpec:
         (1, 16)
         """
         values = dict(fields)
+        for field in dataclasses.fields(cls):
+            value = values.get(field.name, field.default)
+            if type(field.default) is bool and type(value) is not bool:
+                raise TypeError(f"{field.name}: expected True or False, got {value!r}")
         if isinstance(values.get("transform"), Mapping):
             values["transform"] = Hadamard(**values["transform"])
         if isinstance(values.get("tile"), list):

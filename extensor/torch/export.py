@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from extensor.io.stored import TARGETS, Conversion, takes_blocks, write_checkpoint
@@ -23,7 +24,8 @@ _PACKED = (
 def export(model: nn.Module, path: str | os.PathLike[str], layout: str) -> Conversion:
     """Write a torch model's weights in blocks, as another program or `extensor.io` reads them.
 
-    Clocks are left out. A transformers model's configuration is written beside the weights.
+    Clocks and modules' extra states are left out. A transformers model's configuration is written
+    beside the weights.
 
     Args:
         model: quantized or not; its parameters are what is packed.
@@ -55,7 +57,7 @@ def _check_packs(model: nn.Module, layout: str) -> None:
     target = TARGETS.get(layout)
     if target is None or target.spec is None:
         return
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(model)}
     if not any(takes_blocks(target, name, shape) for name, shape in shapes.items()):
         found = ", ".join(f"{name} {shape}" for name, shape in list(shapes.items())[:4])
         raise ValueError(
@@ -66,10 +68,17 @@ def _check_packs(model: nn.Module, layout: str) -> None:
         )
 
 
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by name, without what modules hold beside them (`get_extra_state`)."""
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name.rpartition(".")[2] != "_extra_state":
+            yield name, value
+
+
 def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Parameters and buffers by name; tied ones once, clocks never."""
     seen = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in _tensors(model):
         if name.rpartition(".")[2] != "quant_clock" and id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, to_array(tensor.detach().cpu().contiguous())

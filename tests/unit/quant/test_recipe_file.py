@@ -139,6 +139,14 @@ def test_an_operand_with_a_format_takes_nothing_from_its_parent() -> None:
         ('parent = "mxfp4"\n[layers.fprop]\ng = "bfloat16"', "layers.fprop: no key named 'g'"),
         ('parent = "mxfp4"\n[layers]\nfprop = 3', "layers.fprop: expected a table"),
         ('parent = "mxfp4"\n[layers.fprop]\noutput_scale = nan', "output_scale: expected a finite"),
+        (
+            f'parent = "mxfp4"\n[layers.fprop]\noutput_scale = {"9" * 400}',
+            "output_scale: expected a finite",
+        ),
+        (
+            'parent = "mxfp4"\n[layers]\nx = { eden = [] }',
+            r"layers.x: eden: expected True or False",
+        ),
         ('parent = "mxfp4"\n[layers]\nrequantize = 1', "layers.requantize: expected true or false"),
         ('parent = "bf16"\n[layers]\nrequantize = true', "layers: clip_gradient and requantize"),
         ('parent = "mxfp4"\n[[rules]]\nmatch = "@first"', r"rules\[0\]: expected use"),
@@ -169,7 +177,7 @@ def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"m\\x1b\[31m.toml: cannot be read: No such file"):
         read_recipe(path)
     path.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"m\\x1b\[31m.toml: .*utf-8"):
+    with pytest.raises(ValueError, match=r"m\\x1b\[31m.toml: .*UTF-8"):
         read_recipe(path)
     path.write_bytes(b"#" * (MOST_BYTES + 1))
     with pytest.raises(ValueError, match="at most"):
@@ -182,7 +190,7 @@ def test_a_name_of_the_library_stands_for_its_own_recipe() -> None:
         parse_named('parent = "mxfp4_all"', "mxfp4")
     with pytest.raises(ValueError, match="another recipe of the library"):
         parse_named('parent = "mxfp4_all"', "mxfp8")
-    with pytest.raises(ValueError, match="expected letters, digits"):
+    with pytest.raises(ValueError, match="expected letters, digits.*give one in the file"):
         parse_named('parent = "mxfp4_all"\nname = "a/b"', "mine")
 
 
@@ -201,3 +209,33 @@ def test_the_example_of_the_page_is_a_recipe() -> None:
     assert isinstance(x, QuantSpec)
     assert (x.tile, x.transform) == ((1, 64), Hadamard(32, "random"))
     assert [rule.match for rule in wide.rules] == ["@last"]
+
+
+def test_a_file_of_windows_reads_alike(tmp_path: Path) -> None:
+    text = 'parent = "mxfp4"\n[layers]\nx = { block_size = 64 }\n'
+    path = tmp_path / "mine.toml"
+    path.write_bytes(text.encode())
+    plain = read_recipe(path)
+    path.write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
+    assert read_recipe(path) == plain
+    path.write_bytes(text.encode("utf-16"))
+    with pytest.raises(ValueError, match=r"mine.toml: expected text in UTF-8.*save it as UTF-8"):
+        read_recipe(path)
+
+
+def test_files_in_a_file_lie_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    base, mine = tmp_path / "sub" / "base.toml", tmp_path / "sub" / "mine.toml"
+    base.write_text('parent = "mxfp4"\n[layers]\nx = { block_size = 64 }')
+    mine.write_text('parent = "base.toml"\n[[rules]]\nmatch = "a"\nuse = "base.toml"')
+    monkeypatch.chdir(tmp_path)
+    recipe = get_recipe("sub/mine.toml")
+    assert recipe.layers == read_recipe(base).layers == recipe.rules[0].use
+
+
+@pytest.mark.parametrize("way", ['parent = "b.toml"', '[[rules]]\nmatch = "a"\nuse = "./b.toml"'])
+def test_a_file_that_names_itself_is_refused(tmp_path: Path, way: str) -> None:
+    (tmp_path / "a.toml").write_text(way if "parent" in way else f'parent = "mxfp4"\n{way}')
+    (tmp_path / "b.toml").write_text('parent = "a.toml"')
+    with pytest.raises(ValueError, match=r"b.toml: .*names itself"):
+        read_recipe(tmp_path / "b.toml")

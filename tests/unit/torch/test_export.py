@@ -78,3 +78,13 @@ def test_a_layout_that_would_pack_nothing_says_so(
 def test_an_unknown_layout_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="layout"):
         ext.export(torch.nn.Linear(32, 32), tmp_path / "m", "mxpf4")
+
+
+def test_the_extra_state_of_a_module_stays_behind(tmp_path: Path) -> None:
+    class Stateful(torch.nn.Linear):  # type: ignore[misc, name-defined]
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": 3}
+
+    layout = "compressed-tensors-nvfp4"
+    ext.export(torch.nn.Sequential(Stateful(64, 8)), tmp_path / "m", layout)
+    assert not [name for name in et.load(tmp_path / "m") if "extra" in name]

@@ -74,6 +74,9 @@ def test_files_stand_in_schedules_and_operands(here: Path, small: Make) -> None:
     assert join(split(config.recipe_text)) == config.recipe_text
     assert list(split(replace(config, recipe="bf16").recipe_text)) == ["mine.toml"]
     assert replace(config, recipe="bf16", operands="").recipe_text == ""
+    Path("sub/mine.toml").write_text('parent = "mxfp4_all"')
+    schedule = replace(config, recipe="mine.toml,sub/mine.toml@50%", operands="")
+    assert schedule.recipe_label == "mine+mine@50pc"
 
 
 def test_another_text_is_no_recipe_text(small: Make) -> None:
@@ -90,7 +93,7 @@ def test_a_run_resumes_without_its_file_and_not_with_another(
     assert main([*SMALL[:1], "--out", "run", "--resume"]) == 0
     _, config, _ = parse_train("mlp", ["--out", "run", "--resume"])
     assert block(config) == (1, 16)
-    with pytest.raises(UsageError, match="mine.toml: cannot be read"):
+    with pytest.raises(UsageError, match="mine.toml: cannot be read.*leave --recipe"):
         parse_train("mlp", ["--recipe", "mine.toml", "--out", "run", "--resume"])
     Path("mine.toml").write_text(MINE.replace("16", "64"))
     with pytest.raises(UsageError) as caught:
@@ -148,6 +151,10 @@ def test_a_comparison_takes_files(here: Path, capsys: pytest.CaptureFixture[str]
     Path("mine.toml").write_text(MINE.replace("16", "64"))
     assert main(["compare", *SMALL, *flags]) == 2
     assert "tile = [1, 64]" in capsys.readouterr().err
+    Path("sub").mkdir()
+    Path("sub/mine.toml").write_text(MINE)
+    assert main(["compare", *SMALL, "--recipes", "mine.toml,sub/mine.toml", "--out", "b"]) == 2
+    assert "two files with the same name" in capsys.readouterr().err
 
 
 def test_runs_side_by_side_show_the_lines_in_which_recipes_differ(
