@@ -72,7 +72,7 @@ class _RecordedStep:
     def __call__(self, tensors: tuple[ExTensor, ...]) -> Any:
         if self.program is not None:
             made = iter(self.program([tensor.data for tensor in tensors]))
-            return _each(self.outputs, lambda like: wrap(next(made).copy(), like.backend))
+            return _each(self.outputs, lambda like: wrap(next(made), like.backend))
         self.calls += 1
         if self.calls == 1:
             return _each(self.step(*tensors), _copied)

@@ -63,17 +63,15 @@ class Program:
         self._lock = threading.Lock()
 
     def __call__(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
-        """The outputs for these inputs, whose shapes are those of the recording.
-
-        The next run writes to the same memory: copy what has to stay.
-        """
-        with self._lock, np.errstate(all="ignore"):
+        """Copies of the outputs for these inputs, whose shapes are those of the recording."""
+        with self._lock, np.errstate(all="ignore"):  # the next run writes to the same memory
             if self._run is None:
                 writer = _Writer(self._recorded, self._outputs, self._backend)
                 found = writer.run(inputs)
                 self._run = writer.compiled()
-                return found
-            return self._run(*inputs)
+            else:
+                found = self._run(*inputs)
+            return tuple([array.copy() for array in found])
 
 
 class _Writer:

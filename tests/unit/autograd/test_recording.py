@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -352,3 +353,37 @@ def test_kernels_whose_result_python_changes_are_not_repeated_alone(
         for _ in range(6):
             x = tensor(2, 8)
             assert captured(x).tolist() == ((x + x) * 2.0).tolist()
+
+
+def test_threads_that_repeat_one_step_do_not_get_each_others_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread repeats it whole as soon as the first of this one's results is handed out."""
+    weights = [tensor(8, 32).quantize("mxfp4") for _ in range(2)]
+    mine, others = tensor(1, 32), tensor(1, 32)
+
+    def step(x: ExTensor) -> tuple[ExTensor, ...]:
+        return tuple(et.linear(x, w) for w in weights)
+
+    captured = et.capture(step)
+    threads: list[threading.Thread] = []
+
+    def repeat() -> None:
+        with et.no_grad():
+            captured(others)
+
+    def interrupted(array: Any, backend: Any) -> ExTensor:
+        if not threads:
+            threads.append(threading.Thread(target=repeat))
+            threads[0].start()
+            threads[0].join(60)
+        return wrap(array, backend)
+
+    with et.no_grad():
+        expected = step(mine)
+        for _ in range(4):
+            captured(mine)
+        monkeypatch.setattr("extensor.autograd.capture.wrap", interrupted)
+        for got, wanted in zip(captured(mine), expected, strict=True):
+            assert np.array_equal(got.numpy(), wanted.numpy())
+    assert not threads[0].is_alive()
