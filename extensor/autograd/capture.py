@@ -82,8 +82,8 @@ class _RecordedStep:
         if self.before is not None:
             given = () if results is None else results if isinstance(results, tuple) else (results,)
             arrays = [tensor.data for tensor in given]
+            self.outputs = results  # first: another thread may repeat the program at once
             self.program = Program(self.before, found, arrays, tensors[0].backend)
-            self.outputs = results
         self.before = found
         return _each(results, _copied)
 

@@ -387,3 +387,19 @@ def test_threads_that_repeat_one_step_do_not_get_each_others_results(
         for got, wanted in zip(captured(mine), expected, strict=True):
             assert np.array_equal(got.numpy(), wanted.numpy())
     assert not threads[0].is_alive()
+
+
+def test_a_thread_that_sees_a_program_knows_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def noted(self: Any, name: str, value: Any) -> None:
+        if name == "program" and value is not None:
+            seen.append(self.outputs)
+        object.__setattr__(self, name, value)
+
+    monkeypatch.setattr("extensor.autograd.capture._RecordedStep.__setattr__", noted)
+    captured = et.capture(lambda x: x * 2.0)
+    with et.no_grad():
+        for _ in range(4):
+            captured(et.ones(2))
+    assert len(seen) == 1 and seen[0] is not None
