@@ -72,7 +72,7 @@ class TrainFlags:
     telemetry: Annotated[Interval, tyro.conf.arg(metavar="N|auto")] = 0
     """Every N steps, write each layer's block scales, saturation, quantization and gradient noise
     and weight oscillation to telemetry.jsonl and TensorBoard; 0 never; auto as often as takes 2% of
-    the training. A record takes as long as two to ten steps; the file says what they took."""
+    the training. A record takes as long as 2 to 12 steps; the file says what they took."""
     memory: bool = False
     """Print what the run will hold before the first step, and that step's peak after it: weights,
     gradients, states, what each layer keeps for backward. memory.json has the timeline."""
