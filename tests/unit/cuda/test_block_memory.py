@@ -75,6 +75,30 @@ def test_a_layer_keeps_its_packed_operand_alone(counting: Any) -> None:
     assert out.shape == (M, 2 * D)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "width", "kept"),
+    [
+        ("mxfp4_all", 256, {"quantized_matmul layer": 2.0}),
+        ("mxfp8", 512, {"quantized_matmul layer": 2.0}),
+        ("mxfp8", 1024, {"quantized_matmul saved": 2.0}),
+        ("mxfp8_rebased", 1024, {"quantized_matmul saved": 1.01}),
+        ("int8", 1024, {"quantized_matmul saved": 1.0}),
+    ],
+)
+def test_small_products_keep_their_input(
+    counting: Any, recipe: str, width: int, kept: dict[str, float]
+) -> None:
+    """As `Recipe.saved_input` says, below 2^30 multiplications; in bytes a value."""
+    layer = nn.Linear(width, width, bias=False, rng=0).to("cuda")
+    packed = replace(get_recipe(recipe), saved_input="packed", rules=())
+    nn.apply_recipe(layer, packed, activations="bfloat16")
+    with memory_ledger(layer, device="cuda") as ledger:
+        out = layer(et.zeros((1536, width)).to("cuda").astype("bfloat16"))
+    assert out.shape == (1536, width)
+    found = [one for one in ledger.report().at(-1) if one.kind == "saved"]
+    assert {one.what: round(one.nbytes / (1536 * width), 2) for one in found} == kept
+
+
 def test_what_a_block_keeps_for_backward(counting: Any) -> None:
     forward, _ = report_of("packed", "float32")
     # The tokens, norm2's input and the block's result; q, k, v; o; GELU's input; codes and scales
