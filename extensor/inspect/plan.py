@@ -186,8 +186,9 @@ def plan_memory(
     with _as_before(model, modules) as fresh:
         run = _Runner(model, step, device, fresh, optimizer)
         # What is made once, such as cuBLAS' workspace, is no part of a step.
-        run.trial(modules, dict.fromkeys(modules, "recomputed"))
-        costs, trials, rest = _measured(modules, run, rounds)
+        first = run.trial(modules, dict.fromkeys(modules, "recomputed"))
+        ordered = {path: modules[path] for path in first.order} | modules
+        costs, trials, rest = _measured(ordered, run, rounds)
         for _ in range(_TRIES):
             choices = _solve(costs, limit - rest)
             if choices is None:
@@ -267,11 +268,13 @@ class _Trial:
     """A step under choices: its memory, and whether it had enough to be done.
 
     ``held``: what held memory when the last part had run, before any runs again.
+    ``order``: the parts as they ran.
     """
 
     choices: Mapping[str, Choice]
     report: MemoryReport
     held: Sequence[Holder]
+    order: Sequence[str]
     done: bool
 
     @property
@@ -294,7 +297,8 @@ class _Runner:
 
     def trial(self, modules: Mapping[str, Module], choices: Mapping[str, Choice]) -> _Trial:
         """A step under the choices."""
-        done, held = True, list[Holder]()
+        done, held, order = True, list[Holder](), dict[str, None]()
+        paths = {id(module): path for path, module in modules.items()}
         for path, module in modules.items():
             _set(module, choices[path])
         self.fresh()
@@ -302,6 +306,7 @@ class _Runner:
 
             def ran(module: Module, output: Any) -> None:
                 held[:] = ledger.report().at(-1)
+                order[paths[id(module)]] = None
 
             removes = [module.register_forward_hook(ran) for module in modules.values()]
             try:
@@ -311,7 +316,7 @@ class _Runner:
             finally:
                 for remove in removes:
                     remove()
-        return _Trial(choices, ledger.report(), held, done)
+        return _Trial(choices, ledger.report(), held, list(order), done)
 
     def seconds(self) -> float:
         """The time of a step; infinite if it runs out of memory."""

@@ -68,8 +68,10 @@ class Telemetry(Callback):
     whole_batches = True
 
     def __init__(self, every: Interval, board: TensorBoard | None = None) -> None:
-        if every != "auto" and every < 1:
-            raise ValueError(f"telemetry: expected 1 or more steps between records, got {every}")
+        if every != "auto" and (not isinstance(every, int) or every < 1):
+            raise ValueError(
+                f"telemetry: expected 1 or more steps between records or 'auto', got {every!r}"
+            )
         self.every, self.board = every, board
         self._counts: tuple[int, dict[tuple[str, str], QuantStats]] = (0, {})
         self._buffers: list[tuple[Any, Any]] = []

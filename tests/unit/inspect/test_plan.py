@@ -129,6 +129,27 @@ def test_no_more_parts_run_again_than_need_to(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_core
+def test_parts_run_again_in_the_order_in_which_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the order of their names: this model begins with its last block."""
+    times = {"kept": 0.0, "packed": 0.0, "recomputed": 1.0}
+    monkeypatch.setattr(plan, "_times", lambda groups, *rest: [times] * len(groups))
+
+    def step(model: Any, x: et.ExTensor) -> None:
+        out = x.reshape(2, 128, 64)
+        for block in reversed(list(model[0])):
+            out = block(out)
+        out.square().mean().backward()
+
+    model, _, x = build()
+    with memory_ledger(model) as ledger:
+        step(model, x)
+    limit = ledger.report().peak - x.nbytes
+    model, _, x = build()
+    found = plan_memory(model, lambda: step(model, x), limit, "0.*", rounds=1)
+    assert [choice == "recomputed" for choice in found.choices.values()] == [False, False, True]
+
+
+@needs_core
 def test_what_does_not_fit_is_said_and_nothing_is_changed() -> None:
     model, _, x = build()
     with pytest.raises(MemoryError, match=r"at most 0.01 MB, the least found is .* MB(.|\n)*saved"):

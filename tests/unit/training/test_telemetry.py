@@ -189,5 +189,7 @@ def test_the_flag_writes_the_file_and_events(small: Make, tmp_path: Path) -> Non
 def test_what_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mlp", "--telemetry", "-1"]) == 2
     assert "--telemetry: expected 0 or more steps, got -1" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="expected 1 or more steps between records, got 0"):
+    with pytest.raises(ValueError, match="1 or more steps between records or 'auto', got 0"):
         Telemetry(0)
+    with pytest.raises(ValueError, match="or 'auto', got 'often'"):
+        Telemetry("often")  # type: ignore[arg-type]
