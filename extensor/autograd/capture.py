@@ -9,6 +9,7 @@ from extensor.autograd.mode import MODE
 from extensor.autograd.program import Program
 from extensor.autograd.recording import Recording, recording
 from extensor.autograd.tensor import ExTensor, wrap
+from extensor.autograd.writes import REPLACED
 from extensor.backends.capture import Graph
 
 __all__ = ["CapturedStep", "capture"]
@@ -26,7 +27,8 @@ def capture(step: Callable[..., Any]) -> CapturedStep:
 
     On the CPU a call inside ``et.no_grad()`` is captured: the first three calls run Python and the
     calls of kernels are recorded, which later calls make again, those of small arrays (a decoded
-    token's) in C++ without Python. Other calls on the CPU, such as
+    token's) in C++ without Python. They are recorded anew once a tensor there got other memory,
+    as by ``load_state_dict``. Other calls on the CPU, such as
     training steps, are calls of ``step``.
 
     Apart from its arguments the step may depend on the recipe's ``step``, on learning rates, on
@@ -68,6 +70,12 @@ class _RecordedStep:
         self.before: Recording | None = None
         self.program: Program | None = None
         self.outputs: Any = None
+        self.replaced = REPLACED[0]
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a tensor got other memory since, as by `load_state_dict`."""
+        return self.replaced != REPLACED[0]
 
     def __call__(self, tensors: tuple[ExTensor, ...]) -> Any:
         if self.program is not None:
@@ -75,7 +83,9 @@ class _RecordedStep:
             return _each(self.outputs, lambda like: wrap(next(made), like.backend))
         self.calls += 1
         if self.calls == 1:
-            return _each(self.step(*tensors), _copied)
+            results = _each(self.step(*tensors), _copied)
+            self.replaced = REPLACED[0]  # what the step itself replaces is refused below
+            return results
         mine = tuple(_copied(tensor) for tensor in tensors)
         with recording([tensor.data for tensor in mine]) as found:
             results = _each(self.step(*mine), lambda tensor: tensor)
@@ -178,7 +188,10 @@ class CapturedStep:
             return graph(inputs)
         if not MODE.enabled:
             key = _key(inputs)
-            return self._recorded.setdefault(key, _RecordedStep(self._step))(inputs)
+            recorded = self._recorded.setdefault(key, _RecordedStep(self._step))
+            if recorded.is_outdated:
+                recorded = self._recorded[key] = _RecordedStep(self._step)
+            return recorded(inputs)
         return _each(self._step(*inputs), lambda tensor: tensor.detach())
 
     def _graph(self, inputs: tuple[ExTensor, ...]) -> _ShapeGraph | None:

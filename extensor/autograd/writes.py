@@ -13,7 +13,10 @@ from extensor.autograd.positions import check_positions, raw_key
 from extensor.dtypes import dtype_of
 from extensor.quant.array import QuantArray
 
-__all__ = ["WriteMethods"]
+__all__ = ["REPLACED", "WriteMethods"]
+
+REPLACED = [0]
+"""How often a tensor on the CPU got other memory: recorded steps that read the old are outdated."""
 
 _ORDER = {"bool": 0, "int": 1, "float": 2, "complex": 3}
 
@@ -121,6 +124,7 @@ class WriteMethods(TensorState):
             raise TypeError(f"assign_: expected dtype {self.dtype.name}, got {array.dtype.name}")
         if self.backend.xp is np:
             self.data = array
+            REPLACED[0] += 1
         else:
             self.data[...] = array
         self._count_write()
@@ -136,6 +140,7 @@ class WriteMethods(TensorState):
             )
         if self.backend.xp is np:
             self.data = new
+            REPLACED[0] += 1
         else:
             for name, part in old.parts.items():
                 part[...] = new.parts[name]

@@ -403,3 +403,36 @@ def test_a_thread_that_sees_a_program_knows_its_results(monkeypatch: pytest.Monk
         for _ in range(4):
             captured(et.ones(2))
     assert len(seen) == 1 and seen[0] is not None
+
+
+@pytest.mark.parametrize("scheme", [None, "mxfp4_weights", "mxfp8"])
+def test_weights_loaded_after_recording_are_read(scheme: str | None) -> None:
+    """On the CPU `assign_` gives a tensor other memory."""
+    one, other = (
+        model if scheme is None else et.quantize_model(model, scheme)
+        for model in (nn.Sequential(nn.Linear(64, 32, rng=seed)) for seed in (0, 1))
+    )
+    x = et.randn((2, 64), seed=0)
+    step = et.capture(lambda x: one(x))
+    with et.no_grad():
+        for _ in range(4):
+            before = step(x)
+        one.load_state_dict(other.state_dict())
+        for _ in range(4):
+            after = step(x)
+            np.testing.assert_array_equal(after.numpy(), other(x).numpy())
+    assert not np.array_equal(before.numpy(), after.numpy())
+    replays = next(iter(step._recorded.values()))
+    assert replays.program is not None  # recorded again
+
+
+def test_running_statistics_of_training_are_read() -> None:
+    norm = nn.BatchNorm2d(3)
+    step, x = et.capture(lambda x: norm(x)), et.randn((2, 3, 4, 4), seed=0)
+    for _ in range(2):
+        norm.eval()
+        with et.no_grad():
+            for _ in range(4):
+                np.testing.assert_array_equal(step(x).numpy(), norm(x).numpy())
+        norm.train()
+        norm(x * 3 + 1)
