@@ -5,12 +5,12 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
-#include <algorithm>
 #include <cfenv>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <tuple>
 #include <vector>
 
@@ -52,7 +52,6 @@ struct Thread {
 };
 static jmp_buf scheduler;
 static std::vector<Thread> turns;
-static std::vector<char> stacks;
 static Barrier warps[32], block;
 static unsigned exchanged[1024];
 
@@ -370,7 +369,8 @@ void run(void (*kernel)(Types...), void** arguments, int blocks, int threads) {
     values = &held, chosen = kernel;
     work = [] { std::apply(chosen, *values); };
     constexpr std::size_t kStack = 1 << 16;
-    stacks.resize(std::max(stacks.size(), threads * kStack));
+    // Of this run alone, and not filled: hundreds of programs would keep 16 MB and more each.
+    const std::unique_ptr<char[]> stacks(new char[threads * kStack]);
     gridDim = {static_cast<unsigned>(blocks), 1, 1};
     for (int b = 0; b < blocks; ++b) {
         if (only >= 0 && b != only) continue;
@@ -381,7 +381,7 @@ void run(void (*kernel)(Types...), void** arguments, int blocks, int threads) {
         for (int t = 0; t < threads; ++t) {
             ucontext_t& start = turns[t].start;
             getcontext(&start);
-            start.uc_stack = {stacks.data() + t * kStack, 0, kStack};
+            start.uc_stack = {stacks.get() + t * kStack, 0, kStack};
             makecontext(&start, reinterpret_cast<void (*)()>(enter), 1, t);
         }
         for (int left = threads; left;)
