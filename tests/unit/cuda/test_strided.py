@@ -39,6 +39,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "layer_norm": (X, some(40), some(40), EPS),
     "layer_norm_grad": norms(True),
     "rms_norm": (X, some(40), EPS),
+    "add_rms_norm": (X, some(6, 40), some(40), EPS),
+    "topk": (X, 3),
     "rms_norm_grad": norms(False),
     "add_rows": (some(9, 40), RNG.integers(0, 9, 6), X),
     "sum_rows": (RNG.integers(0, 9, 6), X, 9),
