@@ -24,6 +24,7 @@ from extensor_cuda.kernels.nn import (
     scatter_add,
     softmax,
     sums,
+    topk,
 )
 from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.kernels.quantize import dequantize, rowwise_columnwise, straight_through
@@ -47,6 +48,7 @@ TRAINING = (
     scatter_add,
     softmax,
     sums,
+    topk,
     conv_pool,
     reduction,
     peer_barrier,
