@@ -26,8 +26,9 @@ HEAD = """\
 def recipe(names: Annotated[Positional[tuple[str, ...]], arg(metavar="RECIPE...")] = ()) -> None:
     """Print a recipe as a TOML file to change; or several of them side by side.
 
-    ``extensor recipe mxfp4 > mine.toml`` begins a recipe of your own, and ``extensor recipe mxfp4
-    mine.toml`` shows what differs. Without names it lists the recipes.
+    `extensor recipe mxfp4 > mine.toml` begins a recipe of your own, which `--recipe mine.toml`
+    trains with; `extensor recipe mxfp4 mine.toml` shows what differs. Without names it lists the
+    recipes.
 
     Args:
         names: Names of recipes, or files that end in .toml.
