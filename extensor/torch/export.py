@@ -40,7 +40,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], layout: str) -> Conve
             packs no weight, such as a single layer, whose weight has no path.
 
     >>> import extensor as et, extensor.torch as ext, tempfile, torch
-    >>> model = ext.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 8)))
+    >>> model = ext.quantize_(torch.nn.Sequential(torch.nn.Linear(128, 8)))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     done = ext.export(model, f"{folder}/m", "compressed-tensors-int4")
     >>> [file.name for file in done.files]

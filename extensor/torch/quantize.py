@@ -57,9 +57,10 @@ def quantize_(
     >>> import extensor.torch as ext
     >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 2))
     >>> model = ext.quantize_(model, recipe="mxfp4", seed=0)
-    >>> model[2], model[3]
-    (Linear(in_features=64, out_features=64, bias=True, recipe='mxfp4'),
-    Linear(in_features=64, out_features=2, bias=True, recipe='mxfp4', not quantized: bfloat16))
+    >>> model[2]
+    Linear(in_features=64, out_features=64, bias=True, recipe='mxfp4')
+    >>> model[3]
+    Linear(in_features=64, out_features=2, bias=True, recipe='mxfp4', not quantized: bfloat16)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_: expected a torch.nn.Module, got {type(model).__name__}")
