@@ -24,7 +24,7 @@ from extensor.cli import (
     scale_sheet,
 )
 from extensor.formats import ELEMENTS, FORMATS, BlockFormat, ElementFormat
-from extensor.quant.recipe import SLOTS, LayerRecipe, OperandSpec
+from extensor.quant.recipe import SLOTS, LayerRecipe, operand_text
 from extensor.quant.recipes import ALIASES, RECIPES
 
 DOCS = Path(__file__).resolve().parent
@@ -251,25 +251,6 @@ FIGURES = {
     "small_grids.svg": small_grids,
     "blocks.svg": block_layouts,
 }
-
-
-def operand_text(operand: OperandSpec) -> str:
-    """An operand's format and what departs from its defaults."""
-    if isinstance(operand, str):
-        return operand
-    words = [operand.format, operand.rule]
-    if isinstance(operand.tile, tuple) and operand.tile != operand.row.tile:
-        words.append(f"{operand.tile[0]}x{operand.tile[1]}")
-    if operand.transform is not None:
-        signs = operand.transform.signs.replace("_", " ")
-        words.append(f"Hadamard-{operand.transform.size} {signs}")
-    if operand.element_scale != 1.0:
-        words.append(f"times {operand.element_scale:g}")
-    if operand.rebased:
-        words.append("rebased")
-    if operand.rounding == "stochastic":
-        words.append("stochastic scales (EDEN)" if operand.eden else "stochastic")
-    return " ".join(words)
 
 
 def layer_text(layer: LayerRecipe) -> str:

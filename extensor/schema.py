@@ -16,13 +16,17 @@ import dataclasses
 import functools
 import json
 import math
+import tomllib
 import types
 import typing
 from collections import Counter
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["FileError", "SchemaError", "check", "parse_json", "printable", "read_json", "record"]
+__all__ = [
+    "FileError", "SchemaError", "check", "parse_json", "parse_toml", "printable", "read_json",
+    "record", "toml_string",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -103,6 +107,50 @@ def parse_json(content: bytes | str) -> Any:
         raise SchemaError(r"expected text in strings, got half a pair of \u escapes") from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are
         raise SchemaError(f"expected JSON in UTF-8, got: {error}") from None
+
+
+def parse_toml(content: bytes | str) -> dict[str, Any]:
+    """A TOML document.
+
+    Args:
+        content: text, or its bytes in UTF-8; a byte order mark is skipped.
+
+    Returns:
+        The table.
+
+    Raises:
+        SchemaError: for what is no such document, or nested too deep.
+
+    Example:
+        >>> from extensor.schema import parse_toml
+        >>> parse_toml(b"epochs = 3")
+        {'epochs': 3}
+    """
+    try:
+        text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+        return tomllib.loads(text)
+    except RecursionError:
+        raise SchemaError("expected TOML, got arrays or tables nested too deep") from None
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are
+        raise SchemaError(f"expected TOML, got: {error}") from None
+
+
+def toml_string(text: str) -> str:
+    r"""A text as TOML writes it, in quotes and on one line.
+
+    Args:
+        text: any.
+
+    Returns:
+        TOML.
+
+    Example:
+        >>> from extensor.schema import toml_string
+        >>> print(toml_string("two\nlines"))
+        "two\nlines"
+    """
+    # A JSON string without escaped letters is a TOML one, but for DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_json(path: Path, expected: Any, error: type[Exception]) -> Any:

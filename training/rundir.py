@@ -18,7 +18,7 @@ from extensor.schema import FileError, SchemaError, check, parse_json, read_json
 from .config import RunConfig
 from .recipe_text import own_lines
 from .records import EpochReport
-from .toml import parse_toml, write_toml
+from .toml import parse_flat_toml, write_toml
 
 __all__ = [
     "BEST",
@@ -98,7 +98,7 @@ def read_config(folder: Path) -> RunConfig:
             "folder of an interrupted run by --out, or leave --resume out"
         )
     try:
-        return RunConfig(**parse_toml(path.read_bytes()))
+        return RunConfig(**parse_flat_toml(path.read_bytes()))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{path}: not the configuration of a run: {error}; {OTHER_OUT}") from error
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from extensor.errors import unknown_name
-from extensor.schema import SchemaError, check
+from extensor.schema import SchemaError, check, parse_toml, toml_string
 
-__all__ = ["parse_toml", "read_toml", "write_toml"]
+__all__ = ["parse_flat_toml", "read_toml", "write_toml"]
 
 
 def write_toml(values: Mapping[str, Any], header: str = "") -> str:
@@ -28,23 +27,16 @@ def _toml(value: Any) -> str:
         # Text of several lines stays readable; only these two have a meaning inside it.
         escaped = value.replace("\\", "\\\\").replace('"""', '""\\"')
         return f'"""\n{escaped}"""'
-    # A JSON string without escaped letters is a TOML one, but for DEL.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return toml_string(value)
 
 
-def parse_toml(content: bytes) -> dict[str, Any]:
+def parse_flat_toml(content: bytes) -> dict[str, Any]:
     """A flat TOML document of strings, numbers and booleans.
 
     Raises:
         SchemaError: for another.
     """
-    try:
-        table = tomllib.loads(content.decode("utf-8-sig"))
-    except RecursionError:
-        raise SchemaError("expected TOML, got arrays or tables nested too deep") from None
-    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are
-        raise SchemaError(f"expected TOML, got: {error}") from None
-    found: dict[str, Any] = check(table, dict[str, bool | int | float | str])
+    found: dict[str, Any] = check(parse_toml(content), dict[str, bool | int | float | str])
     return found
 
 
@@ -56,7 +48,7 @@ def read_toml(path: Path, known: Iterable[str]) -> dict[str, Any]:
             ones are listed.
     """
     try:
-        content = parse_toml(path.read_bytes())
+        content = parse_flat_toml(path.read_bytes())
     except OSError as error:
         raise ValueError(f"--config {path}: cannot be read: {error.strerror}") from error
     except SchemaError as error:

@@ -12,7 +12,6 @@ from extensor.cli.sheet import CommandError, Sheet, show
 from extensor.quant.recipe import SLOTS, LayerRecipe, Recipe, operand_text
 from extensor.quant.recipe_file import recipe_toml
 from extensor.quant.recipes import ALIASES, RECIPES, get_recipe
-from extensor.quant.spec import QuantSpec
 
 __all__ = ["recipe", "recipe_sheet"]
 
@@ -58,7 +57,7 @@ def recipe_sheet(recipes: Sequence[Recipe]) -> Sheet:
 
 
 def _facts(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    yield from ((slot, _operand(recipe.layers.slot(slot))) for slot in SLOTS)
+    yield from ((slot, operand_text(recipe.layers.slot(slot))) for slot in SLOTS)
     for gemm in ("fprop", "dgrad", "wgrad"):
         yield f"{gemm} output scale", f"{getattr(recipe.layers, gemm).output_scale:.6g}"
     for name in ("clip_gradient", "requantize"):
@@ -68,32 +67,16 @@ def _facts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for change in recipe.operands:
         yield f"operands {change.match} {change.slots}", _brief(change.use)
     for kept in recipe.saved:
-        yield f"saved {kept.match} {kept.slot}", _operand(kept.use)
+        use = kept.use if isinstance(kept.use, str) else operand_text(kept.use)
+        yield f"saved {kept.match} {kept.slot}", use
     yield "activations", recipe.activations
     yield "adaptive scale rule", str(recipe.adaptive_scale_rule).lower()
     yield "saved input", recipe.saved_input or "by device"
 
 
-def _operand(operand: QuantSpec | str) -> str:
-    """An operand in words, with everything that is not the default."""
-    if isinstance(operand, str):
-        return operand
-    words = [operand_text(operand)]
-    if (transform := operand.transform) is not None:
-        words += [f"signs {transform.signs}"] + [f"seed {transform.seed}"] * (transform.seed != 0)
-    for field in dataclasses.fields(operand):
-        value = getattr(operand, field.name)
-        if field.name not in _IN_WORDS and value != field.default:
-            words.append(f"{field.name} {value}")
-    return " ".join(words)
-
-
-_IN_WORDS = ("format", "axis", "tile", "scale_rule", "rounding", "transform", "rebased")
-
-
 def _brief(layers: LayerRecipe) -> str:
     """One operand's text where all six are alike, else each GEMM's two."""
-    texts = [_operand(layers.slot(slot)) for slot in SLOTS]
+    texts = [operand_text(layers.slot(slot)) for slot in SLOTS]
     if len(set(texts)) == 1:
         return texts[0]
     return "; ".join(f"{slot}: {text}" for slot, text in zip(SLOTS, texts, strict=True))

@@ -8,7 +8,7 @@ another `LayerRecipe`, such as the first and the last one in high precision. `RE
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal, get_args
@@ -44,7 +44,7 @@ ROLES = ("@first", "@last", "@embedding", "@head")
 
 
 def operand_text(operand: OperandSpec) -> str:
-    """An operand in a few words: format, tile, scale rule, and what else is not the default.
+    """An operand in words: format, tile, scale rule, and all else that is not the default.
 
     Args:
         operand: a spec, ``"float32"`` or ``"bfloat16"``.
@@ -61,10 +61,25 @@ def operand_text(operand: OperandSpec) -> str:
     tile = operand.row.tile if operand.tile is None else operand.tile
     words = [operand.format, tile if isinstance(tile, str) else f"{tile[0]}x{tile[1]}"]
     words += [operand.rule]
-    words += ["stochastic"] if operand.rounding == "stochastic" else []
-    words += [f"Hadamard-{operand.transform.size}"] if operand.transform else []
+    if (transform := operand.transform) is not None:
+        words.append(f"Hadamard-{transform.size} {transform.signs.replace('_', ' ')}")
+        words += [f"seed {transform.seed}"] if transform.seed else []
+    words += [f"times {operand.element_scale:g}"] if operand.element_scale != 1.0 else []
     words += ["rebased"] if operand.rebased else []
+    if operand.rounding == "stochastic":
+        words.append("stochastic scales (EDEN)" if operand.eden else "stochastic")
+    for field in fields(operand):
+        value = getattr(operand, field.name)
+        if field.name not in _IN_WORDS and value != field.default:
+            words.append(f"{field.name} {value}")
     return " ".join(words)
+
+
+_IN_WORDS = (
+    "format", "axis", "tile", "scale_rule", "transform", "element_scale", "rebased", "rounding",
+    "eden",
+)  # fmt: skip
+"""The fields of a spec that have words of their own in `operand_text`; a slot sets the axis."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, NotRequired, TypedDict
 
@@ -26,7 +25,7 @@ from extensor.quant.recipe import (
     SavedRule,
 )
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor.schema import SchemaError, check
+from extensor.schema import SchemaError, check, parse_toml, toml_string
 
 __all__ = ["parse_recipe", "recipe_toml"]
 
@@ -95,12 +94,7 @@ def parse_recipe(text: str, name: str, known: Callable[[str], Recipe]) -> Recipe
     """
     if len(text) > MOST_BYTES:
         raise ValueError(f"expected a recipe of at most {MOST_BYTES:,} bytes, got {len(text):,}")
-    try:
-        table = tomllib.loads(text)
-    except RecursionError:
-        raise ValueError("expected TOML, got arrays or tables nested too deep") from None
-    except ValueError as error:
-        raise ValueError(f"expected TOML, got: {error}") from None
+    table = parse_toml(text)
     _only(table, list(_Content.__annotations__), "")
     try:
         content: _Content = check(table, _Content)
@@ -323,6 +317,5 @@ def _value(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, str):
-        # A JSON string without escaped letters is a TOML one, but for DEL.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return toml_string(value)
     return json.dumps(value) if isinstance(value, bool) else repr(value)
