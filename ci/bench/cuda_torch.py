@@ -305,12 +305,16 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
         "extensor.torch, mxfp4": lambda: layer(x).backward(g),
         "extensor's own, mxfp4": own,
     }
-    for name, made in operators.items():
-        both = _clocked(made)
-        calls[name] = lambda made=made: made(x, plain.weight).backward(g)  # type: ignore[misc]
-        calls[f"{name} and a clock"] = lambda both=both: (  # type: ignore[misc]
-            both(x, plain.weight, clock)[0].backward(g)
+
+    def with_and_without_clock(operator: Operator) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        both = _clocked(operator)
+        return (
+            lambda: operator(x, plain.weight).backward(g),
+            lambda: both(x, plain.weight, clock)[0].backward(g),
         )
+
+    for name, made in operators.items():
+        calls[name], calls[f"{name} and a clock"] = with_and_without_clock(made)
     bridge = "extensor.torch without its primitives"
     calls[f"{bridge}, mxfp4"] = without_primitives(lambda: layer(x).backward(g))
     calls[f"{bridge}, nothing random"] = without_primitives(lambda: nearest(x).backward(g))

@@ -1,4 +1,4 @@
-"""Memory of GPUs that ranks of one machine read directly, over NVLink or PCIe, by CUDA's IPC.
+"""Memory of GPUs that ranks of one machine read directly, by CUDA's IPC (run over NVLink).
 
 A kernel that reads what the other ranks made does in one pass what a collective and a kernel do in
 two, and needs no fixed time of NCCL's. Each rank opens the others' memory once; a barrier on the

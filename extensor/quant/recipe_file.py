@@ -104,7 +104,7 @@ def parse_recipe(text: str, name: str, known: Callable[[str], Recipe]) -> Recipe
     if parent is None and "layers" not in content:
         raise ValueError("expected a parent (a recipe's name) or a table [layers], got neither")
     changes: dict[str, Any] = {"name": content.get("name", name)}
-    changes |= {key: content[key] for key in ("doc", *_PLAIN) if key in content}  # type: ignore[literal-required]
+    changes |= {key: value for key, value in content.items() if key in ("doc", *_PLAIN)}
     layers = _layers(content.get("layers", {}), parent.layers if parent else None, "layers")
     if "rules" in content:
         changes["rules"] = tuple(
