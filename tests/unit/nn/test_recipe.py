@@ -8,7 +8,10 @@ import pytest
 
 from extensor import RECIPES, nn
 from extensor.nn.recipe import gemm_layers
+from extensor.quant.array import QuantStats
 from extensor.quant.recipe import SLOTS, LayerRecipe, Recipe, Rule
+from extensor.quant.recipe_state import counts_from_rows
+from extensor.schema import SchemaError
 
 LAYERS = RECIPES["mxfp4"].layers
 
@@ -97,5 +100,17 @@ def test_no_two_operands_draw_the_same_bits():
                     for column in (False, True):
                         s = use.stream(slot, column)
                         drawn.add((s.seed, s.step, s.tensor, s.slot, s.column))
+                        assert not slot.endswith(".w") or (s.seed, s.tensor) == (1, use.index)
     inputs, weights = 3 * 3 * 2 * 4 * 2, 2 * 3 * 2 * 2
     assert len(drawn) == inputs + weights
+
+
+def test_counts_of_a_checkpoint_are_of_layers_and_slots_that_are_there():
+    found = counts_from_rows([["a", "fprop.x", 64], ["b", "dgrad.g", 5, 1, 2]], ["a", "b"], "counts")
+    assert found == {("a", "fprop.x"): QuantStats(64), ("b", "dgrad.g"): QuantStats(5, 1, 2)}
+    for row in (["c", "fprop.x", 1], ["a", "fprop.y", 1], ["a", "fprop.x"], [1, "fprop.x", 1],
+                ["a", "fprop.x", *range(20)]):  # fmt: skip
+        with pytest.raises(SchemaError, match=r"counts\[1\]: expected a layer of this model"):
+            counts_from_rows([["a", "fprop.x", 1], row], ["a", "b"], "counts")
+    with pytest.raises(SchemaError, match="expected counts of 0 or more"):
+        counts_from_rows([["a", "fprop.x", -1]], ["a"], "counts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -67,6 +68,21 @@ def test_a_tile_of_equal_scales_keeps_its_values(power: int) -> None:
         exponents = found.exponents.reshape(8, 1)
         np.testing.assert_array_equal(np.ldexp(found.values, exponents), x)
         assert not found.changed.any()
+
+
+def test_blocks_of_zeros_have_no_say_in_a_tiles_exponent() -> None:
+    """Whatever their scales are; a tile of zeros has the exponent 0."""
+    x = np.zeros((2, 64), np.float32)
+    x[0, 32:] = np.arange(-16, 16)
+    stored = quantize(x, QuantSpec("mxfp8_e4m3"))[0]
+    scales = stored.scales.copy()
+    scales[:, 0], scales[1] = 200, 90
+    other = dataclasses.replace(stored, scales=scales)
+    for tiles in (False, True):
+        mine, theirs = (rebased_values(q, tiles) for q in (other, stored))
+        np.testing.assert_array_equal(mine.values, theirs.values)
+        np.testing.assert_array_equal(mine.exponents, theirs.exponents)
+        assert mine.exponents.reshape(2, 1)[1] == (0 if not tiles else mine.exponents.max())
 
 
 def test_both_operands_of_a_gemm_are_rebased_or_none() -> None:

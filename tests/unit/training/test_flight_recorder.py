@@ -21,6 +21,7 @@ from extensor.training.callbacks import Callback, Telemetry
 from extensor.training.config import RunConfig
 from extensor.training.loop import Trainer
 from extensor.training.operand_noise import (
+    IMAGES,
     TRIED,
     _scales,
     _share,
@@ -55,6 +56,21 @@ def test_noise_and_scales_of_known_blocks() -> None:
     assert row["noise"]["mxfp8_nvidia"] == row["noise"]["bf16"] == 0
     columns = found["wgrad.x"]  # four rows are one short block of each column
     assert sum(columns["scales"]["counts"]) == 64
+
+
+def test_a_few_images_stand_for_a_batch_in_convolutions_alone() -> None:
+    """Of a linear layer every row counts."""
+    x = np.zeros((IMAGES + 2, 1, 8, 8), np.float32)
+    x[IMAGES:] = 1.0
+    conv, linear = et.nn.Conv2d(1, 4, 3, rng=0), et.nn.Linear(64, 4, rng=0)
+    for layer, inputs, shape, seen in (
+        (conv, x, (len(x), 4, 6, 6), False), (linear, x.reshape(len(x), 64), (len(x), 4), True),
+    ):  # fmt: skip
+        state = et.nn.apply_recipe(layer, "mxfp4_all")
+        found = layer_operands(layer, et.from_numpy(inputs), et.ones(shape), state.layers[""])
+        row = found["fprop.x"]
+        assert ("scales" in row) is seen and (row["noise"]["now"] is not None) is seen
+        assert row["values"] == (inputs.size if layer is linear else len(x) * 36 * 9)
 
 
 def test_noise_under_a_transform_is_of_what_the_product_sees() -> None:

@@ -15,7 +15,7 @@ from extensor import from_numpy
 from extensor.training.callbacks.files import EVERY_STEPS
 from extensor.training.config import RunConfig
 from extensor.training.loop import open_run
-from extensor.training.metrics import ClassScores, TokenScores, confusion_matrix, label_ranks
+from extensor.training.metrics import ClassScores, TokenScores, confusion_matrix, label_ranks, perplexity
 from extensor.training.rundir import METRICS
 from extensor.training.train import train
 from tests.unit.training.conftest import QUIET
@@ -90,6 +90,13 @@ def test_perplexity_as_scikit_learn() -> None:
     expected = sklearn_metrics.log_loss(labels, chances)
     assert total.loss == pytest.approx(expected, rel=1e-12)
     assert total.perplexity == pytest.approx(np.exp(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"), [(0.0, 1.0), (700.0, np.exp(700.0)), (800.0, np.inf)]
+)
+def test_a_perplexity_beyond_floats_is_infinite(loss: float, expected: float) -> None:
+    assert perplexity(loss) == pytest.approx(expected, rel=1e-12)
 
 
 def test_ties_go_to_the_lower_class_as_in_argmax() -> None:
