@@ -127,6 +127,56 @@ def test_forward(op: Op, sample: Sample) -> None:
         assert result.numpy().shape == np.shape(sample.expected)
 
 
+def test_integers_give_float32_where_a_result_is_no_integer() -> None:
+    """Where the docstring says so, and of those named here; all others give no float."""
+    named = set(
+        "avg_pool2d batch_norm binary_cross_entropy binary_cross_entropy_with_logits cholesky clip "
+        "conv2d cross_entropy distillation divide focal gelu_exact global_avg_pool2d hard_tanh "
+        "hinge huber kl_div l1 layer_norm logabsdet matrix_norm max_pool2d median mse nll "
+        "percentile relu6 rms_norm smooth_l1 solve std var vector_norm".split()
+    )
+    for name, op in OPS.items():
+        call = Call(op, _samples(op)[0])
+        inputs = [et.ExTensor(np.rint(p).astype(np.int32)) for p in call.points]
+        said = "integers give float32" in " ".join((op.function.__doc__ or "").split())
+        with np.errstate(all="ignore"):
+            try:
+                found = {y.dtype for y in _outputs(call(*inputs))} if inputs else set()
+            except (TypeError, ValueError):  # it takes no integers
+                found = set()
+        if name in named or said:
+            assert found == {et.float32}, name
+        elif name not in ("astype", "gather", "matrix_power"):  # as the sample says
+            assert not any(dtype.is_inexact for dtype in found), name
+
+
+def test_blocked_tensors_are_decoded_or_stay_whole() -> None:
+    """Each operation gives what it gives for the decoded values, or says what would break."""
+    moved = set(
+        "broadcast_arrays broadcast_to concatenate flip gather merge_heads pad repeat sort "
+        "split_heads stack take_along_axis tile topk tril triu".split()
+    )
+    for name, op in OPS.items():
+        call = Call(op, _samples(op)[0])
+        inputs = [et.ExTensor(p, et.float32) for p in call.points]
+        if not inputs or not inputs[0].ndim:
+            continue
+        first, rest = inputs[0].to_mxfp8(), inputs[1:]
+        try:
+            found = _outputs(call(first, *rest))
+        except (TypeError, ValueError) as error:
+            why = str(error)
+            assert re.search("blocks?( axis)?\\b|blocked|expected floats, got mxfp8", why), name
+            assert name not in moved or "(mxfp8_e4m3) cannot be moved without" in why, name
+            continue
+        assert name not in moved, name
+        for y, expected in zip(found, _outputs(call(first.dequantize(), *rest)), strict=True):
+            values = [part.dequantize().numpy() for part in (y, expected)]
+            if name == "take_rows":  # of a table in blocks: bfloat16
+                values[1] = values[1].astype(values[0].dtype)
+            assert_bitwise_equal(*values, name)
+
+
 @pytest.mark.parametrize(("op", "sample"), _cases("gradgrad"))
 def test_float32_is_near_float64(op: Op, sample: Sample) -> None:
     call = Call(op, sample)

@@ -185,9 +185,10 @@ def _prepare(
     _check_devices(name, inputs)
     if not primitive.takes_blocked and any(t.dtype.is_blocked for t in inputs):
         if primitive.moves:
+            blocked = next(t.dtype.name for t in inputs if t.dtype.is_blocked)
             raise TypeError(
-                f"{name}: a blocked tensor ({inputs[0].dtype.name}) cannot be moved without "
-                "breaking its blocks; use x.dequantize() first"
+                f"{name}: a blocked tensor ({blocked}) cannot be moved without breaking its "
+                "blocks; use x.dequantize() first"
             )
         inputs = tuple(t.dequantize() if t.dtype.is_blocked else t for t in inputs)
     arrays = [t.data for t in inputs]

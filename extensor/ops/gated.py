@@ -29,7 +29,7 @@ def swiglu(x: ExTensor, axis: int = -1) -> ExTensor:
         axis: the axis to halve.
 
     Returns:
-        The shape of x, ``axis`` half as long.
+        The shape of x, ``axis`` half as long; integers give float32.
 
     Raises:
         TypeError, ValueError: for a bad axis, or one of odd length or without values.
@@ -95,6 +95,7 @@ def _gated_vjp(
     ),
     reads="inputs",
     slots=("gate", "up"),
+    to_float=True,
     samples=_gated_samples,
     errors=(
         BadInput((np.zeros((2, 3)), np.zeros(3)), ValueError, "of one shape"),
@@ -116,7 +117,7 @@ def gated_silu(
             gpt-oss has alpha 1.702 and limit 7. Gradients are 0 beyond the limit.
 
     Returns:
-        The shape of both.
+        The shape of both; integers give float32.
 
     Raises:
         TypeError, ValueError: for two shapes, or a limit not above 0.
