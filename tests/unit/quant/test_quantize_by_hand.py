@@ -404,3 +404,16 @@ def test_axis_and_tile_share_scales_where_they_should() -> None:
     q, _ = quantize(x, QuantSpec("mxfp4", axis=0, tile=(2, 3)))  # 3 down axis 0, 2 along axis 1
     np.testing.assert_array_equal(q.scales, [[125, 131, 125], [125, 125, 125]])
     assert q.codes.shape == (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("mxfp4", 1), ("mxfp6_e2m3", 3), ("mxfp6_e3m2", 2), ("mxfp8_e4m3", 3), ("mxfp8_e5m2", 2)],
+)
+def test_what_rounds_to_two_to_the_128_decodes_to_infinity(name: str, bits: int) -> None:
+    """From the middle between that power and the element's number below it on."""
+    first = np.float32((1 - 2.0 ** -(bits + 2)) * 2.0**128)
+    edges = np.repeat(np.float32([[np.nextafter(first, np.float32(0))], [first]]), 32, axis=1)
+    for rule in ("rceil", "ceil", "even", "mse", "floor"):
+        found = dequantize(quantize(edges, QuantSpec(name, scale_rule=rule))[0])
+        assert np.isfinite(found[0]).all() and np.isinf(found[1]).all() == (rule != "floor")
