@@ -345,6 +345,20 @@ def test_hvp_is_the_hessian_times_a_vector() -> None:
         et.hvp(f, et.ExTensor(x), et.ones(3))
 
 
+def test_hvp_of_several_inputs_has_every_mixed_derivative() -> None:
+    arrays = [np.array(row) for row in ([1.0, 2.0], [3.0, -1.0], [0.5, 2.0])]
+    rows = [np.array(row) for row in ([1.0, 0.5], [2.0, 1.0], [-1.0, 3.0])]
+    (x, y, z), (u, v, w) = arrays, rows
+    found = et.hvp(
+        lambda x, y, z: (x**2 * y * z).sum(), map(et.ExTensor, arrays), map(et.ExTensor, rows)
+    )
+    expected = (
+        2 * y * z * u + 2 * x * z * v + 2 * x * y * w, 2 * x * z * u + x**2 * w,
+        2 * x * y * u + x**2 * v,
+    )  # fmt: skip
+    np.testing.assert_allclose([part.numpy() for part in found], expected, rtol=1e-12)
+
+
 def test_third_derivative() -> None:
     x = leaf(2.0)
     g: Any = (x**4).sum()

@@ -43,6 +43,15 @@ def test_a_gradient_has_its_tensors_dtype_whatever_the_other_operand() -> None:
         assert w.grad.dtype is et.float32
 
 
+@pytest.mark.parametrize("shapes", [((3,), (3,)), ((2, 3), (3,)), ((2, 4, 3), (5, 3)), ((0,), (0,))])
+def test_inner_sums_over_the_last_axes(shapes: tuple[tuple[int, ...], ...]) -> None:
+    a, b = (np.random.default_rng(i).normal(size=shape) for i, shape in enumerate(shapes))
+    found = et.inner(et.ExTensor(a), et.ExTensor(b)).numpy()
+    np.testing.assert_allclose(found, np.inner(a, b), rtol=1e-12)
+    with pytest.raises(ValueError, match="inner: expected equal last axes"):
+        et.inner(et.ExTensor(a), et.ones((*shapes[0], 7)))
+
+
 @pytest.mark.parametrize("equation", ["ba", "ca,ab", "zx,xa", "b,a", "cab,a", "ab,bc,cd", "ji,kj"])
 def test_an_implicit_einsum_sorts_its_letters(equation: str) -> None:
     """Letters that occur once, in alphabetical order, whatever the order of the terms."""
