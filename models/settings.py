@@ -30,10 +30,11 @@ DROPOUT = frozenset([
 
 
 SIZES = frozenset([
-    "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings",
-    "moe_intermediate_size", "n_ctx", "n_embd", "n_head", "n_inner", "n_layer", "n_positions",
-    "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers",
-    "num_key_value_heads", "num_local_experts", "type_vocab_size", "vocab_size",
+    "decoder_sparse_step", "head_dim", "hidden_size", "intermediate_size",
+    "max_position_embeddings", "moe_intermediate_size", "n_ctx", "n_embd", "n_head", "n_inner",
+    "n_layer", "n_positions", "num_attention_heads", "num_experts", "num_experts_per_tok",
+    "num_hidden_layers", "num_key_value_heads", "num_local_experts", "type_vocab_size",
+    "vocab_size",
 ])  # fmt: skip
 """Keys of whole numbers of 1 or more."""
 
@@ -61,8 +62,7 @@ KINDS: Mapping[str, Any] = {
     ),
     **dict.fromkeys(["rope_parameters", "rope_scaling"], dict[str, Any]),
     **dict.fromkeys(
-        ["decoder_sparse_step", "max_window_layers", "original_max_position_embeddings",
-         "sliding_window"],
+        ["max_window_layers", "original_max_position_embeddings", "sliding_window"],
         int,
     ),
     "layer_types": list[str],

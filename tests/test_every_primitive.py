@@ -129,12 +129,13 @@ def test_forward(op: Op, sample: Sample) -> None:
 
 def test_integers_give_float32_where_a_result_is_no_integer() -> None:
     """Where the docstring says so, and of those named here; all others give no float."""
-    named = set(
-        "avg_pool2d batch_norm binary_cross_entropy binary_cross_entropy_with_logits cholesky clip "
-        "conv2d cross_entropy distillation divide focal gelu_exact global_avg_pool2d hard_tanh "
-        "hinge huber kl_div l1 layer_norm logabsdet matrix_norm max_pool2d median mse nll "
-        "percentile relu6 rms_norm smooth_l1 solve std var vector_norm".split()
-    )
+    named = {
+        "avg_pool2d", "batch_norm", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+        "cholesky", "clip", "conv2d", "cross_entropy", "distillation", "divide", "focal",
+        "gelu_exact", "global_avg_pool2d", "hard_tanh", "hinge", "huber", "kl_div", "l1",
+        "layer_norm", "logabsdet", "matrix_norm", "max_pool2d", "median", "mse", "nll",
+        "percentile", "relu6", "rms_norm", "smooth_l1", "solve", "std", "var", "vector_norm",
+    }  # fmt: skip
     for name, op in OPS.items():
         call = Call(op, _samples(op)[0])
         inputs = [et.ExTensor(np.rint(p).astype(np.int32)) for p in call.points]
@@ -152,10 +153,10 @@ def test_integers_give_float32_where_a_result_is_no_integer() -> None:
 
 def test_blocked_tensors_are_decoded_or_stay_whole() -> None:
     """Each operation gives what it gives for the decoded values, or says what would break."""
-    moved = set(
-        "broadcast_arrays broadcast_to concatenate flip gather merge_heads pad repeat sort "
-        "split_heads stack take_along_axis tile topk tril triu".split()
-    )
+    moved = {
+        "broadcast_arrays", "broadcast_to", "concatenate", "flip", "gather", "merge_heads", "pad",
+        "repeat", "sort", "split_heads", "stack", "take_along_axis", "tile", "topk", "tril", "triu",
+    }  # fmt: skip
     for name, op in OPS.items():
         call = Call(op, _samples(op)[0])
         inputs = [et.ExTensor(p, et.float32) for p in call.points]

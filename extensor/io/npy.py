@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import lzma
 import math
 import warnings
 import zipfile
@@ -102,7 +103,8 @@ def read_npz(path: Path) -> dict[str, Array]:
     except SchemaError as error:
         raise CheckpointError(f"{path}: {error}") from None
     # What zipfile raises for damage, encryption and unknown compression.
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, ValueError,
+            RuntimeError) as error:  # fmt: skip
         raise CheckpointError(f"{path}: expected a whole .npz file, got: {error}") from None
 
 

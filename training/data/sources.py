@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import lzma
 import math
 import string
 import struct
@@ -212,7 +213,7 @@ class ArchiveSource(ImageSource):
             train, test = self.splits(path)
         # What tarfile and zipfile raise for damage, encryption and unknown compression; they read
         # a header of any size that the archive states.
-        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError,
+        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError,
                 ValueError, RuntimeError, MemoryError, OverflowError) as error:  # fmt: skip
             if isinstance(error, DataError):
                 raise

@@ -201,6 +201,8 @@ NPY: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a bomb": ("a.npz", lambda: npz(npy(f"({1 << 26},)", data=bytes(1 << 28)))),
     "an encrypted member": ("a.npz", lambda: _flagged(npz(npy("(1,)", data=bytes(4))))),
     "an unknown compression": ("a.npz", lambda: _packed_by(npz(npy("(1,)", data=bytes(4))), 99)),
+    "damaged bzip2": ("a.npz", lambda: _damaged_header(zipfile.ZIP_BZIP2)),
+    "damaged lzma": ("a.npz", lambda: _damaged_header(zipfile.ZIP_LZMA)),
     "damaged": ("a.npz", lambda: _damaged(npz(npy("(999,)", data=bytes(range(36)) * 111)))),
 }
 
@@ -221,6 +223,16 @@ def _packed_by(content: bytes, method: int) -> bytes:
 def _damaged(content: bytes) -> bytes:
     out = bytearray(content)
     out[60:80] = b"\xff" * 20
+    return bytes(out)
+
+
+def _damaged_header(method: int) -> bytes:
+    """An archive whose member's own header is damaged; it lies behind the file's and its name."""
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w", method) as archive:
+        archive.writestr("a.npy", npy("(4,)", data=bytes(16)))
+    out = bytearray(whole.getvalue())
+    out[39:44] = b"\xff" * 5
     return bytes(out)
 
 

@@ -451,6 +451,8 @@ def test_defaults_of_a_config_json_are_those_of_its_family() -> None:
     values = FILES["qwen3-30b-a3b"] | {"decoder_sparse_step": 3, "mlp_only_layers": [2, 5]}
     dense = architecture_of(values).config_from_hf(values).dense
     assert dense == tuple(i for i in range(48) if (i + 1) % 3 or i in (2, 5))
+    with pytest.raises(ValueError, match="decoder_sparse_step: expected 1 or more, got 0"):
+        architecture_of(values).config_from_hf(values | {"decoder_sparse_step": 0})
 
 
 def test_decoders_of_berts_family_are_refused() -> None:

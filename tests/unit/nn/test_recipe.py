@@ -106,7 +106,9 @@ def test_no_two_operands_draw_the_same_bits():
 
 
 def test_counts_of_a_checkpoint_are_of_layers_and_slots_that_are_there():
-    found = counts_from_rows([["a", "fprop.x", 64], ["b", "dgrad.g", 5, 1, 2]], ["a", "b"], "counts")
+    found = counts_from_rows(
+        [["a", "fprop.x", 64], ["b", "dgrad.g", 5, 1, 2]], ["a", "b"], "counts"
+    )
     assert found == {("a", "fprop.x"): QuantStats(64), ("b", "dgrad.g"): QuantStats(5, 1, 2)}
     for row in (["c", "fprop.x", 1], ["a", "fprop.y", 1], ["a", "fprop.x"], [1, "fprop.x", 1],
                 ["a", "fprop.x", *range(20)]):  # fmt: skip

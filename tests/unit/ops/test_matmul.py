@@ -43,7 +43,9 @@ def test_a_gradient_has_its_tensors_dtype_whatever_the_other_operand() -> None:
         assert w.grad.dtype is et.float32
 
 
-@pytest.mark.parametrize("shapes", [((3,), (3,)), ((2, 3), (3,)), ((2, 4, 3), (5, 3)), ((0,), (0,))])
+@pytest.mark.parametrize(
+    "shapes", [((3,), (3,)), ((2, 3), (3,)), ((2, 4, 3), (5, 3)), ((0,), (0,))]
+)
 def test_inner_sums_over_the_last_axes(shapes: tuple[tuple[int, ...], ...]) -> None:
     a, b = (np.random.default_rng(i).normal(size=shape) for i, shape in enumerate(shapes))
     found = et.inner(et.ExTensor(a), et.ExTensor(b)).numpy()

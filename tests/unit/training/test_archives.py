@@ -203,6 +203,18 @@ def test_emnist_refuses_files_that_are_not_its_own(cache: Path, damage: Any, mes
         keep(cache, source, "emnist", zip_of(files), train=6, test=3).load()
 
 
+def test_emnist_under_another_compression_is_refused_where_that_is_damaged(cache: Path) -> None:
+    source = EMNIST[0]
+    name = f"gzip/emnist-{source.division}-train-images-idx3-ubyte.gz"
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr(name, bytes(16))
+    content = bytearray(out.getvalue())
+    content[34 + len(name) : 39 + len(name)] = b"\xff" * 5  # LZMA's properties
+    with pytest.raises(DataError, match="expected a complete zip file"):
+        keep(cache, source, "emnist", bytes(content)).load()
+
+
 # --- both
 
 

@@ -15,7 +15,13 @@ from extensor import from_numpy
 from extensor.training.callbacks.files import EVERY_STEPS
 from extensor.training.config import RunConfig
 from extensor.training.loop import open_run
-from extensor.training.metrics import ClassScores, TokenScores, confusion_matrix, label_ranks, perplexity
+from extensor.training.metrics import (
+    ClassScores,
+    TokenScores,
+    confusion_matrix,
+    label_ranks,
+    perplexity,
+)
 from extensor.training.rundir import METRICS
 from extensor.training.train import train
 from tests.unit.training.conftest import QUIET
