@@ -11,8 +11,10 @@ process, medians over the rounds.
 "overhead" is the host's time of a small layer's forward and backward call, queued without waiting,
 beside custom operators that only make their results. One is written with `torch.library.custom_op`,
 one with `torch.library.define` and `impl`, which cost less; each has a second row that also reads
-and advances a clock, as a layer with random bits must. Without its primitives, which make their
-results and compute nothing, the bridge between torch and extensor is left.
+and advances a clock, as a layer with random bits must. "A layer of torch.library.custom_op" is a
+module around an operator with the tensors of one of extensor.torch's: x, weight, bias and clock.
+Without its primitives, which make their results and compute nothing, the bridge between torch and
+extensor is left.
 "profile", which runs only by name, prints where a captured block's time goes, kernel by kernel, and
 the host's in a small layer's call.
 Needs a Hopper GPU and the extra ``cuda13``.
@@ -45,6 +47,7 @@ PARTS = ("linear", "block", "overhead")
 SIZES = ((8192, 8192, 8192), (16384, 4096, 4096), (4096, 4096, 4096))
 RECIPES = ("mxfp4", "mxfp8_rebased")
 WIDTH, HEADS, HIDDEN, CONTEXT = 4096, 32, 14336, 2048
+OVERHEAD_SIZES = (256, 1024)  # cupy computes the first, this project's kernels the second
 BLOCKS = ((None, 8), ("reduce-overhead", 8))
 """Modes of torch.compile and windows of a step: extensor's own block has 16,384 tokens, too."""
 STEPS = 4
@@ -222,6 +225,49 @@ def _clocked(operator: Operator) -> Callable[..., tuple[torch.Tensor, torch.Tens
     return call
 
 
+class _Layer(nn.Module):
+    """A layer around a custom operator that has the tensors of one of extensor.torch's layers."""
+
+    clock: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, operator: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.bias, self.operator = weight, None, operator
+        self.register_buffer("clock", torch.zeros((), dtype=torch.int64, device="cuda"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The operator's result; the clock advances."""
+        reading = self.clock.clone()
+        self.clock.add_(1)
+        return self.operator(x, self.weight, self.bias, reading, 1)
+
+
+def _operator_of_a_layer() -> Callable[..., torch.Tensor]:
+    """`_custom_op` of x, weight, bias and clock, and the layer's number."""
+
+    @torch.library.custom_op("extensor_bench::layer_backward", mutates_args=())
+    def backward(
+        g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, clock: torch.Tensor, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(x), torch.empty_like(w)
+
+    @torch.library.custom_op("extensor_bench::layer", mutates_args=())
+    def linear(
+        x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, clock: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    def save(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        x, w, _, clock, ctx.layer = inputs
+        ctx.save_for_backward(x, w, clock)
+
+    def gradients(ctx: Any, g: torch.Tensor) -> Any:
+        return *backward(g, *ctx.saved_tensors, ctx.layer), None, None, None
+
+    linear.register_autograd(gradients, setup_context=save)
+    return linear
+
+
 def _plain_operator() -> Operator:
     """The same with the parts of `torch.library` that cost least."""
     library, ops = torch.library, torch.ops.extensor_bench
@@ -277,71 +323,80 @@ def without_primitives(call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def overhead(rounds: int) -> list[dict[str, Any]]:
-    """Microseconds of the host for a call."""
+def _contestants(
+    size: int, operators: dict[str, Operator], of_a_layer: Callable[..., torch.Tensor]
+) -> dict[str, Callable[[], Any]]:
+    """Forward and backward calls of a layer of a size on as many rows, by name."""
     from extensor.autograd.tensor import wrap
     from extensor.ops.quantized import layer_context, quantized_matmul
     from extensor.quant.recipes import get_recipe
 
     backend = gpu.cuda()
-    operators = {
-        "torch.library.custom_op": _custom_op(),
-        "a custom operator": _plain_operator(),
-    }
-    x, g = gpu.normal(256, 256).requires_grad_(), gpu.normal(256, 256, seed=1)
-    plain = nn.Linear(256, 256, bias=False, device="cuda", dtype=torch.bfloat16)
-    layer, context = quantized(plain, "mxfp4"), layer_context(get_recipe("mxfp4").layers)
+    x, g = gpu.normal(size, size).requires_grad_(), gpu.normal(size, size, seed=1)
+    plain = nn.Linear(size, size, bias=False, device="cuda", dtype=torch.bfloat16)
+    context = layer_context(get_recipe("mxfp4").layers)
     arrays = [gpu.as_cupy(t, backend.xp) for t in (x, plain.weight, g)]
-    nearest, clock = quantized(plain, "mxfp8_rebased"), torch.zeros((), dtype=torch.int64).cuda()
+    clock = torch.zeros((), dtype=torch.int64).cuda()
 
     def own() -> None:
         a, w, out = (wrap(array, backend) for array in arrays)
         a.requires_grad, w.requires_grad = True, True
         quantized_matmul(a, w, context).backward(out)
 
-    calls: dict[str, Callable[[], Any]] = {
-        "torch.nn.Linear": lambda: plain(x).backward(g),
-        "an autograd function": lambda: _Function.apply(x, plain.weight).backward(g),
-        "extensor.torch, mxfp4": lambda: layer(x).backward(g),
+    def of(layer: Callable[..., torch.Tensor], *more: Any) -> Callable[[], Any]:
+        return lambda: layer(x, *more).backward(g)
+
+    weight = plain.weight
+    calls = {
+        "torch.nn.Linear": of(plain),
+        "an autograd function": of(_Function.apply, weight),
+        "extensor.torch, mxfp4": of(quantized(plain, "mxfp4")),
         "extensor's own, mxfp4": own,
     }
-
-    def with_and_without_clock(operator: Operator) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    for name, operator in operators.items():
         both = _clocked(operator)
-        return (
-            lambda: operator(x, plain.weight).backward(g),
-            lambda: both(x, plain.weight, clock)[0].backward(g),
-        )
+        calls[name] = of(operator, weight)
+        calls[f"{name} and a clock"] = of(lambda *a, both=both: both(*a)[0], weight, clock)
+    calls["a layer of torch.library.custom_op"] = of(_Layer(weight, of_a_layer))
+    # A layer keeps what it has prepared, so those without primitives are layers of their own.
+    for recipe, named in (("mxfp4", "mxfp4"), ("mxfp8_rebased", "nothing random")):
+        alone = without_primitives(of(quantized(plain, recipe)))
+        calls[f"extensor.torch without its primitives, {named}"] = alone
+    return calls
 
-    for name, made in operators.items():
-        calls[name], calls[f"{name} and a clock"] = with_and_without_clock(made)
-    bridge = "extensor.torch without its primitives"
-    calls[f"{bridge}, mxfp4"] = without_primitives(lambda: layer(x).backward(g))
-    calls[f"{bridge}, nothing random"] = without_primitives(lambda: nearest(x).backward(g))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    gc.freeze()  # what is there lasts, and need not be looked at in each collection
-    for turn in range(rounds + 3):
-        for name, call in calls.items():
-            gc.collect()  # the garbage of the contestant before
-            for _ in range(3):
-                call()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(20):
-                call()
-            if turn >= 3:
-                times[name].append((time.perf_counter() - start) / 20 * 1e6)
-    return list(
-        shown(
+
+def overhead(rounds: int) -> list[dict[str, Any]]:
+    """Microseconds of the host for a call."""
+    operators = {
+        "torch.library.custom_op": _custom_op(),
+        "a custom operator": _plain_operator(),
+    }
+    of_a_layer, rows = _operator_of_a_layer(), []
+    for size in OVERHEAD_SIZES:
+        calls = _contestants(size, operators, of_a_layer)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        gc.freeze()  # what is there lasts, and need not be looked at in each collection
+        for turn in range(rounds + 3):
+            for name, call in calls.items():
+                gc.collect()  # the garbage of the contestant before
+                for _ in range(3):
+                    call()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(20):
+                    call()
+                if turn >= 3:
+                    times[name].append((time.perf_counter() - start) / 20 * 1e6)
+        rows += [
             {
                 "part": "overhead",
-                "size": "256x256x256",
+                "size": f"{size}x{size}x{size}",
                 "name": name,
                 "host_microseconds": round(median(t), 1),
             }
             for name, t in times.items()
-        )
-    )
+        ]
+    return list(shown(rows))
 
 
 def timeline(run: gpu.Call) -> str:

@@ -2,6 +2,7 @@
 // bindings.
 
 #include "common/bind.hpp"
+#include "common/launch_list.hpp"
 #include "common/ledger.hpp"
 #include "common/replay.hpp"
 #include "common/threads.hpp"
@@ -41,6 +42,20 @@ PYBIND11_MODULE(_kernels, m) {
         .def("__len__", &Replay::size)
         .def_readonly("reads", &Replay::reads_)
         .def_readonly("writes", &Replay::writes_);
+    using Pointer = std::tuple<size_t, size_t, size_t, uint64_t, bool>;
+    py::class_<LaunchList>(m, "LaunchList", "Launches of CUDA kernels, made again by one call.")
+        .def(py::init<uintptr_t, uintptr_t>())
+        .def("add",
+             [](LaunchList& list, uintptr_t function, std::array<unsigned, 3> sizes,
+                bool cooperative, const std::vector<std::string>& parameters,
+                const std::vector<Pointer>& pointers) {
+                 std::vector<LaunchList::Pointer> held;
+                 for (const auto& [parameter, offset, array, behind, map] : pointers)
+                     held.push_back({parameter, offset, array, behind, map});
+                 list.add(function, sizes, cooperative, parameters, held);
+             })
+        .def("__call__", &LaunchList::run)
+        .def("__len__", &LaunchList::size);
     m.def(
         "use_openmp",
         [](uintptr_t parallel) {

@@ -168,6 +168,10 @@ class OnCpu:
     def clock(self, reading: torch.Tensor | int) -> None:
         """A layer's clock as kernels read it: the CPU's are told the number."""
 
+    def unread(self, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
+        """An array for a tensor that is gone, whose values nobody reads."""
+        return np.broadcast_to(np.zeros((), _NUMPY[dtype]), shape)
+
 
 _ON_CPU = OnCpu()
 

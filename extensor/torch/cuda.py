@@ -26,11 +26,21 @@ from extensor.torch.handles import layer_count
 from extensor_cuda.runtime.counters import CAPTURED, Reserve
 from extensor_cuda.runtime.memory import ALLOCATORS, allocate
 
-__all__ = ["OnStream", "to_array", "to_tensor"]
+__all__ = [
+    "DTYPES",
+    "FALLBACK",
+    "TENSOR_DTYPES",
+    "CapturedCounts",
+    "OnStream",
+    "backend",
+    "counts_of",
+    "to_array",
+    "to_tensor",
+]
 
 Array = Any
 
-_DTYPES = {
+DTYPES = {
     torch.float32: np.dtype(np.float32),
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
     torch.float16: np.dtype(np.float16),
@@ -39,10 +49,10 @@ _DTYPES = {
     torch.int8: np.dtype(np.int8),
     torch.uint8: np.dtype(np.uint8),
 }
-_TENSOR_DTYPES = {array: tensor for tensor, array in _DTYPES.items()}
+TENSOR_DTYPES = {array: tensor for tensor, array in DTYPES.items()}
 _SMALL, _CHUNK, _ALIGNED = 4096, 1 << 16, 512
 """Allocations up to so many bytes share chunks of so many, at such multiples."""
-_FALLBACK = 1 << 28
+FALLBACK = 1 << 28
 """Bytes that an operand of a product's fallback may take of torch's cache: few launches, for its
 steps are launched one by one or hold much more."""
 _LAYER = 12 << 9
@@ -58,7 +68,8 @@ _pointer, _array, _Unowned = cupy.cuda.MemoryPointer, cupy.ndarray, cupy.cuda.Un
 
 
 @cache
-def _backend() -> Any:
+def backend() -> Any:
+    """That of GPUs."""
     return registry.get("cuda")
 
 
@@ -70,7 +81,7 @@ class _Made(cupy.cuda.UnownedMemory):  # type: ignore[misc]
 
 def to_array(tensor: torch.Tensor) -> Array:
     """See `extensor.torch.arrays.to_array`."""
-    dtype = _DTYPES[tensor.dtype]
+    dtype = DTYPES[tensor.dtype]
     if tensor.is_contiguous():  # most are; cupy then needs no strides
         memory = _Unowned(tensor.data_ptr(), tensor.nbytes, tensor, tensor.get_device())
         return _array(tensor.shape, dtype, _pointer(memory, 0))
@@ -85,7 +96,7 @@ def to_tensor(array: Array) -> torch.Tensor:
     """See `extensor.torch.arrays.to_tensor`."""
     if not array._c_contiguous:
         array = cupy.ascontiguousarray(array)
-    dtype, memory = _TENSOR_DTYPES[array.dtype], array.data.mem
+    dtype, memory = TENSOR_DTYPES[array.dtype], array.data.mem
     if type(memory) is _Made:
         tensor: torch.Tensor = memory._owner
         if array.nbytes != memory.size:  # a small result would keep a whole chunk
@@ -119,7 +130,7 @@ class OnStream:
 
     def __init__(self, device: torch.device) -> None:
         # Made at its first use, which cupy refuses under another allocator.
-        self.backend = _backend()
+        self.backend = backend()
         self._device = device
         self._index = device.index or 0
         self._chunk: Any = None
@@ -138,7 +149,7 @@ class OnStream:
         # What cupy.cuda.using_allocator does, at a third of its time.
         self._others = _get_allocator(), ALLOCATORS.fallback
         _set_allocator(self._allocate)
-        ALLOCATORS.fallback, ALLOCATORS.empty = _FALLBACK, self._empty
+        ALLOCATORS.fallback, ALLOCATORS.empty = FALLBACK, self._empty
         counts = counts_of(self._index)
         if self.capturing:  # cudaMalloc is not allowed in a capture
             CAPTURED.capture = CapturedPass(counts)
@@ -161,6 +172,10 @@ class OnStream:
         """A layer's clock as kernels read it."""
         return DeviceClock(to_array(tensor))
 
+    def unread(self, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
+        """An array for a tensor that is gone, which no kernel may read."""
+        return to_array(_empty(1, dtype=dtype, device=self._device).expand(shape))
+
     def _allocate(self, size: int) -> Any:
         if size > _SMALL:
             return self._of_torch(size)
@@ -171,7 +186,7 @@ class OnStream:
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """See `extensor_cuda.runtime.memory.empty`: a tensor's memory, for `to_tensor`."""
-        kind = _TENSOR_DTYPES.get(dtype)
+        kind = TENSOR_DTYPES.get(dtype)
         if kind is None:
             return cupy.empty(shape, dtype)
         return _array(shape, dtype, self._made(_empty(shape, dtype=kind, device=self._device)))
@@ -267,7 +282,7 @@ class CapturedPass:
 @lru_cache(maxsize=64)
 def counts_of(device: int) -> CapturedCounts:
     """What captured passes on a device count with."""
-    return CapturedCounts(_backend().reserve)
+    return CapturedCounts(backend().reserve)
 
 
 def _of_cupy() -> AbstractContextManager[Any]:

@@ -22,7 +22,13 @@ from extensor.random import DeviceClock, Stream
 from extensor.torch.arrays import to_array
 from extensor.torch.handles import new_number, numbered
 
-__all__ = ["ClockedContext", "LayerHandle", "layer_of", "written_by_an_optimizer"]
+__all__ = [
+    "ClockedContext",
+    "LayerHandle",
+    "layer_of",
+    "optimizer_writes",
+    "written_by_an_optimizer",
+]
 
 
 @dataclass
@@ -72,6 +78,7 @@ class LayerHandle:
         number: the handle.
         stochastic: whether any operand draws random bits in each step, so that a clock is needed.
         savable: see `extensor.torch.saved.savable`; None until it is asked for.
+        prepared: the passes that are prepared, or why they are not: see `extensor.torch.prepared`.
     """
 
     def __init__(self, context: LayerContext) -> None:
@@ -82,6 +89,7 @@ class LayerHandle:
             isinstance(operand, QuantSpec) and operand.is_random for operand in operands
         )
         self.savable: int | None = None
+        self.prepared: dict[Any, Any] = {}
         self._held: _Held | None = None
 
     @classmethod
@@ -135,6 +143,9 @@ class LayerHandle:
     def forget_weight(self) -> None:
         """Drop what is kept of the weight."""
         self._held = None
+        for one in self.prepared.values():
+            if not isinstance(one, str):
+                one.forget_weight()
         self.context.state.weight_cache.drop(self.context.path, SLOTS)
 
 
@@ -145,6 +156,11 @@ class _Writes:
 def written_by_an_optimizer() -> None:
     """Note that weights were written, also by those that hide it from version counters (FSDP)."""
     _Writes.count += 1
+
+
+def optimizer_writes() -> int:
+    """How often an optimizer has written."""
+    return _Writes.count
 
 
 def layer_of(number: int) -> LayerHandle:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +45,13 @@ Saved = Sequence[Tensor | None]
 """What is saved of an input and of a weight."""
 
 _NONE_SAVED: Saved = (None, None)
+
+
+class Released(NamedTuple):
+    """What is left of an input that the backward pass does not read: its shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -88,14 +96,18 @@ class Pass:
         known = self.layer.savable
         return self.saves & (saved.savable(self.layer.number) if known is None else known)
 
-    def input(self, x: Tensor, place: Any) -> Any:
+    def input(self, x: Tensor | Released, place: Any) -> Any:
         """The array of the input, in the backward pass the forward pass's if it is still that."""
+        if isinstance(x, Released):
+            return place.unread(*x)
         array, self.array = self.array, None
         return place.to_array(x) if array is None or x.data_ptr() != self.address else array
 
     def weight(self, weight: Tensor, place: Any) -> Any:
         """See `LayerHandle.weight`."""
-        return self.layer.weight(weight, self.keep and not place.capturing)
+        if place.capturing:
+            return place.to_array(weight), None
+        return self.layer.weight(weight, self.keep)
 
 
 class Product(NamedTuple):
@@ -112,18 +124,16 @@ class Product(NamedTuple):
     name: str
     forward: Callable[[Pass, Tensor, Tensor, Tensor | None], tuple[Tensor, Saved]]
     backward: Callable[
-        [Pass, Tensor, Tensor, Tensor, Saved, Sequence[bool], torch.dtype], list[Tensor | None]
+        [Pass, Tensor, Tensor | Released, Tensor, Saved, Sequence[bool], torch.dtype],
+        list[Tensor | None],
     ]
     shape: Callable[..., tuple[int, ...]]
 
 
-def _result(array: Any, dtype: torch.dtype, place: Any) -> Tensor:
-    """A result as a tensor of a dtype; ``place`` is what `on_device` gave."""
+def _cast(array: Any, dtype: torch.dtype, place: Any) -> Any:
+    """A result in a dtype; ``place`` is what `on_device` gave."""
     of = DTYPES[dtype]
-    if array.dtype is not of:
-        array = place.backend.cast(array, of)
-    made: Tensor = place.to_tensor(array)
-    return made
+    return array if array.dtype is of else place.backend.cast(array, of)
 
 
 def _gradients(
@@ -131,9 +141,9 @@ def _gradients(
     given: Sequence[Any],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     place: Any,
-) -> list[Tensor | None]:
+) -> list[Any]:
     """The gradients that there are, in their inputs' dtypes and in memory of their own."""
-    made: list[Tensor | None] = []
+    made: list[Any] = []
     g, x, w = given
     for gradient, dtype in zip(found, dtypes, strict=True):
         if gradient is None:
@@ -141,16 +151,47 @@ def _gradients(
             continue
         if gradient is g or gradient is x or gradient is w:
             gradient = gradient.copy()
-        made.append(_result(gradient, dtype, place))
+        made.append(_cast(gradient, dtype, place))
     return made
+
+
+@cache
+def _prepared() -> Any:
+    """The module for GPUs of passes that are prepared."""
+    from extensor.torch import prepared
+
+    return prepared
+
+
+def _run(
+    body: Callable[[Pass, Any], Sequence[Any]],
+    call: Pass,
+    tensors: Sequence[Any],
+    kind: tuple[Any, ...] | None = None,
+) -> list[Tensor | None]:
+    """A pass on the device of its first tensor, by what is prepared of its kind if anything is.
+
+    Args:
+        body: computes its arrays, of the call and of what `on_device` gives.
+        call: the pass.
+        tensors: what the body reads, of a linear layer the weight first.
+        kind: what it depends on beside them; None: it is not prepared.
+    """
+    first = tensors[0]
+    assert first is not None
+    if kind is not None and first.is_cuda:
+        made: list[Tensor | None] | None = _prepared().run(kind, call, tensors, body)
+        if made is not None:
+            return made
+    with arrays.on_device(first) as place:
+        return [None if array is None else place.to_tensor(array) for array in body(call, place)]
 
 
 # --- linear ---------------------------------------------------------------------------------------
 
 
 def _linear(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
-    with arrays.on_device(x) as place:
-        backend = place.backend
+    def body(call: Pass, place: Any) -> list[Any]:
         w, version = call.weight(weight, place)
         context = call.context(place)
         start = () if bias is None else (place.to_array(bias),)
@@ -160,35 +201,42 @@ def _linear(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple
         call.array = place.to_array(x)
         try:
             out, made = _LINEAR.forward(
-                backend, call.array, w, *start, context=context, version=version, given=given
+                place.backend, call.array, w, *start, context=context, version=version, given=given
             )
         finally:
             MODE.enabled = before
-        result = _result(out, call.dtype, place)
-        if not saves:
-            return result, _NONE_SAVED
-        return result, saved.to_tensors(made)
+        return [_cast(out, call.dtype, place), *(saved.buffers(made) if saves else _NONE_SAVED)]
+
+    tensors, kind = (weight, x, bias, call.clock), ("forward", call.dtype, call.saves)
+    out, *kept = _run(body, call, tensors, kind)
+    assert out is not None
+    return out, kept
 
 
 def _linear_grad(
     call: Pass,
     g: Tensor,
-    x: Tensor,
+    x: Tensor | Released,
     weight: Tensor,
     kept: Saved,
     needs: Sequence[bool],
     of_bias: torch.dtype,
 ) -> list[Tensor | None]:
-    with arrays.on_device(x) as place:
-        backend = place.backend
+    def body(call: Pass, place: Any) -> list[Any]:
         w, version = call.weight(weight, place)
         context = call.context(place)
         given = place.to_array(g), call.input(x, place), w
         made = _NOTHING
         if kept[0] is not None or kept[1] is not None:
-            made = saved.restored(kept, context, given[1:], backend, not call.traced)
-        found = _linear_vjp(backend, given[0], None, given[1:], needs, context, made, version)
+            buffers = [None if one is None else place.to_array(one) for one in kept]
+            made = saved.restored(buffers, context, given[1:], place.backend, not call.traced)
+        found = _linear_vjp(place.backend, given[0], None, given[1:], needs, context, made, version)
         return _gradients(found, given, (x.dtype, weight.dtype, of_bias), place)
+
+    held = x if isinstance(x, Tensor) else None
+    tensors = weight, g, held, *kept, call.clock
+    kind = "backward", x.shape, x.dtype, *needs, of_bias, call.traced
+    return _run(body, call, tensors, kind)
 
 
 def _linear_shape(x: Tensor, weight: Tensor) -> tuple[int, ...]:
@@ -204,7 +252,7 @@ def _window(weight: Tensor, *pairs: Sequence[int]) -> Window:
 
 
 def _conv2d(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
-    with arrays.on_device(x) as place:
+    def body(call: Pass, place: Any) -> list[Any]:
         backend = place.backend
         *pairs, groups = call.window
         operands = (place.to_array(t) for t in (x, weight, bias) if t is not None)
@@ -215,26 +263,34 @@ def _conv2d(call: Pass, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple
             window=_window(weight, *pairs),
             groups=groups,
         )
-        return _result(out, call.dtype, place), _NONE_SAVED
+        return [_cast(out, call.dtype, place)]
+
+    (out,) = _run(body, call, (x,))
+    assert out is not None
+    return out, _NONE_SAVED
 
 
 def _conv2d_grad(
     call: Pass,
     g: Tensor,
-    x: Tensor,
+    x: Tensor | Released,
     weight: Tensor,
     kept: Saved,
     needs: Sequence[bool],
     of_bias: torch.dtype,
 ) -> list[Tensor | None]:
-    with arrays.on_device(x) as place:
+    def body(call: Pass, place: Any) -> list[Any]:
         backend = place.backend
         *pairs, groups = call.window
         window, context = _window(weight, *pairs), call.context(place)
-        given = [backend.cast(place.to_array(t), _FLOAT32) for t in (g, x, weight)]
+        image = x._replace(dtype=torch.float32) if isinstance(x, Released) else x
+        arrays = place.to_array(g), call.input(image, place), place.to_array(weight)
+        given = [backend.cast(array, _FLOAT32) for array in arrays]
         options = context, window, groups, _NOTHING
         found = _conv2d_vjp(backend, given[0], None, given[1:], needs, *options)
         return _gradients(found, given, (x.dtype, weight.dtype, of_bias), place)
+
+    return _run(body, call, (g,))
 
 
 def _conv2d_shape(x: Tensor, weight: Tensor, *window: Any) -> tuple[int, ...]:
@@ -308,6 +364,8 @@ def _register(product: Product, of_window: str) -> None:
     def formula(ctx: Any, g: list[Tensor | None]) -> tuple[Any, ...]:
         x, weight, clock, *kept = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
+        if ctx.numbers[3] & saved.UNREAD and not needs[1]:  # compilers then do not keep it
+            x = weight.new_empty(1, dtype=x.dtype).expand(x.shape)
         operator = getattr(_OPS, f"{product.name}_backward")
         found = operator(g[0], x, weight, kept, clock, *ctx.numbers, needs, *ctx.window)
         return (*_spread(found, needs), *[None] * 5, *(None for _ in ctx.window))
@@ -367,9 +425,13 @@ class _Eager(torch.autograd.Function):
         product, call = what
         ctx.all = product, call, call.dtype if bias is None else bias.dtype
         out, kept = product.forward(call, x, weight, bias)
-        released = kept[0] is not None and saved.replaces_input(call.layer.number)
+        number = call.layer.number
+        if ctx.needs_input_grad[2]:
+            released = kept[0] is not None and saved.replaces_input(number)
+        else:
+            released = not saved.reads_input(number)
         if released:
-            ctx.like = x.shape, x.dtype
+            ctx.like = Released(tuple(x.shape), x.dtype)
         if released or _hooks(True):  # hooks may move what is saved elsewhere
             call.array = None
         else:
@@ -383,9 +445,7 @@ class _Eager(torch.autograd.Function):
         product, call, of_bias = ctx.all
         needs = ctx.needs_input_grad[1:]
         given = g, weight, x
-        if x is None:  # its shape and dtype alone
-            shape, dtype = ctx.like
-            x = weight.new_empty(1, dtype=dtype).expand(shape)
+        x = ctx.like if x is None else x
         if not torch.is_grad_enabled():
             return None, *product.backward(call, g, x, weight, kept, needs, of_bias)
         with torch.no_grad():
@@ -446,6 +506,8 @@ def call(
         keep = not (x.is_cuda and torch.compiler.is_compiling())
         saves = saves & saved.INPUT if keep else saves
         saves = saves & saved.savable(layer.number) if saves else 0
+        if not weight.requires_grad and not saved.reads_input(layer.number):
+            saves |= saved.UNREAD
         reading = read_clock(clock, layer)
         operator = getattr(_OPS, product.name)
         numbers = layer.number, dtype, keep, saves

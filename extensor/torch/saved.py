@@ -19,23 +19,26 @@ from extensor.ops.recipe_operands import SavedOperands, prepared_for_backward, s
 from extensor.quant.recipe import Gemm, LayerRecipe
 from extensor.quant.recipe_state import LayerContext
 from extensor.quant.spec import QuantSpec
-from extensor.torch import arrays
 from extensor.torch.layer import layer_of
 
 __all__ = [
     "INPUT",
+    "UNREAD",
     "WEIGHT",
+    "buffers",
     "of_operator",
     "promised",
+    "reads_input",
     "replaces_input",
     "restored",
     "savable",
     "sizes",
-    "to_tensors",
 ]
 
-INPUT, WEIGHT = 0b0011, 0b1100
+INPUT, WEIGHT, UNREAD = 0b0011, 0b1100, 0b10000
 """Whose columns a pass saves: two bits each of one number, which hold the kind of the operand.
+
+The last bit says that the backward pass does not read the input.
 
 The number is an argument of the operators, so that it fixes the sizes of what they return: torch's
 compiler keeps code on disk for programs to come, in which a layer's handle names another recipe.
@@ -83,6 +86,18 @@ def savable(number: int) -> int:
     return layer.savable
 
 
+@torch.compiler.assume_constant_result
+def reads_input(number: int) -> bool:
+    """Whether a backward pass reads the input although the weight gets no gradient.
+
+    It does where the recipe multiplies forward operands: their clip masks are the input's.
+
+    Args:
+        number: the layer's handle.
+    """
+    return layer_of(number).context.layer.uses_forward_operands
+
+
 def replaces_input(number: int) -> bool:
     """Whether the operand saved of an input is all that the backward pass reads of it.
 
@@ -99,21 +114,22 @@ def sizes(x: Sequence[int], w: Sequence[int], saves: int) -> dict[int, int]:
 
     Args:
         x: shape of the input, (..., K).
-        w: shape of the weight, (N, K).
+        w: shape of the weight, (N, K) if anything is saved.
         saves: the kinds of the operands.
     """
+    found: dict[int, int] = {}
+    if not saves & (INPUT | WEIGHT):
+        return found
     m, (n, k) = math.prod(x[:-1]), w
-    found = {}
     for bits, contracted in ((INPUT, m), (WEIGHT, n)):
         if saves & bits:
             found[bits] = _fused().nbytes((saves & bits) >> _SHIFT[bits], k, contracted)
     return found
 
 
-def to_tensors(saved: SavedOperands) -> list[Tensor | None]:
-    """What a forward product has saved of input and weight; None of what it has not."""
-    buffers = [getattr(operand, "buffer", None) for operand in (saved.x, saved.w)]
-    return [None if buffer is None else arrays.to_tensor(buffer) for buffer in buffers]
+def buffers(saved: SavedOperands) -> list[Any]:
+    """What a forward product has saved of input and weight, as arrays; None of what it has not."""
+    return [getattr(operand, "buffer", None) for operand in (saved.x, saved.w)]
 
 
 def promised(made: Sequence[Tensor | None], x: Tensor, w: Tensor, saves: int) -> list[Tensor]:
@@ -137,7 +153,7 @@ def of_operator(tensors: Sequence[Tensor], saves: int) -> list[Tensor | None]:
 
 
 def restored(
-    tensors: Sequence[Tensor | None],
+    buffers: Sequence[Any],
     context: LayerContext,
     given: tuple[Any, Any],
     backend: Any,
@@ -146,7 +162,7 @@ def restored(
     """The operands again.
 
     Args:
-        tensors: of the input and the weight; None: not saved.
+        buffers: arrays of what was saved of the input and the weight; None: not saved.
         context: of the pass.
         given: arrays of the input and the weight.
         backend: their device's.
@@ -156,11 +172,11 @@ def restored(
     x = x.reshape(-1, x.shape[-1])
     products = (len(x), *w.shape)
     found: list[Any] = []
-    for matrix, tensor, slots in zip((x, w), tensors, _SLOTS.values(), strict=True):
-        made = tensor is not None and (
+    for matrix, buffer, slots in zip((x, w), buffers, _SLOTS.values(), strict=True):
+        made = buffer is not None and (
             sure or prepared_for_backward(backend, matrix, context, slots, products) is not None
         )
-        if not made or tensor is None:
+        if not made:
             found.append(None)
             continue
         slot, axis = slots[1]
@@ -168,6 +184,5 @@ def restored(
         assert isinstance(spec, QuantSpec)
         along, stream = slot_spec(context, slot, spec, axis, 2)
         held = matrix if along.rebased else backend.xp.ascontiguousarray(matrix)
-        buffer = arrays.to_array(tensor)
         found.append(_fused().restored(buffer, held, along, stream, backend.xp))
     return SavedOperands(*found)

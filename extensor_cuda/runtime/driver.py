@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from extensor_cuda.runtime.compile import Source, cubin
+from extensor_cuda.runtime.recording import TensorMap, current_recording
 
 __all__ = [
     "ELEMENT_BYTES",
@@ -131,7 +132,7 @@ def tensor_map(
     strides: tuple[int, ...],
     box: tuple[int, ...],
     dtype: str = "UINT8",
-) -> bytes:
+) -> TensorMap:
     """The descriptor of an array that TMA moves in boxes, swizzled if 64 or 128 bytes wide.
 
     ``sizes`` and ``box`` are elements along each axis, the contiguous one first; ``strides`` are
@@ -157,7 +158,7 @@ def tensor_map(
         ),
         f"cuTensorMapEncodeTiled of {sizes} elements, {strides} bytes apart",
     )
-    return ctypes.string_at(value.getPtr(), 128)
+    return TensorMap(ctypes.string_at(value.getPtr(), 128), pointer)
 
 
 def launch(
@@ -165,7 +166,7 @@ def launch(
     grid: int,
     threads: int,
     shared: int,
-    maps: Sequence[bytes],
+    maps: Sequence[TensorMap],
     structure: ctypes.Structure,
     cooperative: bool = False,
     pdl: bool = False,
@@ -178,12 +179,15 @@ def launch(
     """
     import cupy
 
+    if (recording := current_recording()) is not None:
+        parameters = (*maps, structure)
+        recording.launched(int(function), (grid, threads, shared), cooperative, parameters)
     buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
     addresses = [ctypes.addressof(buffer) for buffer in buffers] + [ctypes.addressof(structure)]
-    parameters = (ctypes.c_void_p * len(addresses))(*addresses)
+    pointers = (ctypes.c_void_p * len(addresses))(*addresses)
     sizes = (grid, 1, 1, threads, 1, 1, shared)
     stream = cupy.cuda.get_current_stream().ptr
-    given, api = ctypes.addressof(parameters), bindings()
+    given, api = ctypes.addressof(pointers), bindings()
     if cooperative:
         result = api.cuLaunchCooperativeKernel(function, *sizes, stream, given)
     elif pdl and not cupy.cuda.runtime.streamIsCapturing(stream):

@@ -10,6 +10,7 @@ import numpy as np
 
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.compile import Source, cubin
+from extensor_cuda.runtime.recording import current_recording
 
 __all__ = ["launch"]
 
@@ -66,6 +67,9 @@ def launch(
     function = _function(source, kernel, cupy.cuda.runtime.getDevice(), shared)
     stream = cupy.cuda.get_current_stream().ptr
     arguments = tuple([_NULL if a is None else a for a in arguments])
+    if (recording := current_recording()) is not None:
+        sizes = blocks, threads, shared
+        recording.launched(function.ptr, sizes, False, arguments)
     if not pdl or cupy.cuda.runtime.streamIsCapturing(stream):
         function((blocks, 1, 1), (threads, 1, 1), arguments, shared_mem=shared)
         return

@@ -31,6 +31,7 @@ from extensor_cuda.kernels.common.wgmma import wgmma
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.c_struct import structure
 from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.recording import TensorMap
 
 __all__ = ["KERNELS", "attention", "attention_grad", "source", "unsupported"]
 
@@ -106,7 +107,7 @@ def _fits(a: Array) -> bool:
     return a.strides[-1] == a.itemsize and apart and a.data.ptr % 16 == 0
 
 
-def _map(a: Array, rows: int) -> bytes:
+def _map(a: Array, rows: int) -> TensorMap:
     """Of (B, H, T, d): axes d, H, T, B, boxes of so many rows of 64 elements."""
     batch, heads, length, d = a.shape
     # The step of an axis of one is anything.

@@ -24,6 +24,7 @@ from extensor_cuda.kernels.gemm.requantize import Requantized, type_of
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.c_struct import structure
 from extensor_cuda.runtime.memory import empty
+from extensor_cuda.runtime.recording import TensorMap
 
 __all__ = [
     "MAX_TERMS",
@@ -114,7 +115,7 @@ def gemm(
     driver.launch(function, blocks, THREADS, config.shared, maps, parameters, pdl=pdl)
 
 
-def _tensor_maps(a: Array, b: Array, out: Array | Requantized, config: Config) -> list[bytes]:
+def _tensor_maps(a: Array, b: Array, out: Array | Requantized, config: Config) -> list[TensorMap]:
     """The TMA descriptors of the operands and of the result."""
     boxes = (TILE_M, config.pipeline.tile_n // config.pipeline.cluster)
     maps = [
@@ -130,7 +131,7 @@ def _tensor_maps(a: Array, b: Array, out: Array | Requantized, config: Config) -
 
 def _tensor_map(
     array: Array, per_item: int, box: int, kind: str = "UINT8", width: int = ROW_BYTES
-) -> bytes:
+) -> TensorMap:
     """The descriptor of a matrix, moved in boxes of so many rows of ``width`` bytes.
 
     ``per_item``: elements of the kind in one of the array's.

@@ -341,6 +341,34 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert x.grad is not None and layer.weight.grad is None
 
 
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp4_nearest", "quartet"])
+def test_a_frozen_layer_keeps_its_input_only_if_the_recipe_reads_it(
+    recipe: str, traced: bool
+) -> None:
+    for layer, x in (
+        (ext.Linear(32, 64, recipe=recipe), torch.randn(8, 32)),
+        (ext.Conv2d(4, 8, 3, recipe=recipe), torch.randn(2, 4, 9, 9)),
+    ):
+        x, found, kept = x.requires_grad_(), [], []
+        for frozen in (False, True):
+            layer.requires_grad_(not frozen)
+            if layer.quant_clock is not None:
+                layer.quant_clock.zero_()
+            call = torch.compile(layer, backend="aot_eager") if traced else layer
+            saving = torch.autograd.graph.saved_tensors_hooks(
+                lambda t, kept=kept: kept.append(t.data_ptr()) or t, lambda t: t
+            )
+            kept.clear()
+            with saving:
+                y = call(x)
+            assert (x.data_ptr() in kept) == (not frozen or recipe == "quartet")
+            y.square().sum().backward()
+            found.append(x.grad)
+            x.grad = None
+        assert torch.equal(*found)
+
+
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
 @pytest.mark.parametrize("padding", [0, (1, 2), "same", "valid"])
