@@ -159,6 +159,10 @@ class Trainer(TrainStep):
             self._unread.append(self.step(batch))
         return self._read()
 
+    def sees_gradients(self, step: int) -> bool:
+        """Whether a callback looks into this step's gradients."""
+        return any(callback.sees_gradients(step) for callback in self.callbacks)
+
     def see_gradients(self, batch: Batch) -> None:
         """Show the callbacks the unscaled gradients of an eager step."""
         for callback in self.callbacks:

@@ -174,11 +174,16 @@ class TrainStep:
         self.schedule.apply(self.optimizer, position.step)
         self.follow_recipes(position.step)
         lr = float(self.optimizer.groups[0].options["lr"])
-        read = self._replay(batch) if self.graph else self._eager(batch)
+        replays = self.graph and not self.sees_gradients(position.step + 1)
+        read = self._replay(batch) if replays else self._eager(batch)
         position.step += 1
         position.batch += 1
         self.consistent = True
         return MadeStep(position.step, position.batch, lr, read)
+
+    def sees_gradients(self, step: int) -> bool:
+        """Whether a step is made in Python, though others are replayed: here never."""
+        return False
 
     def see_gradients(self, batch: Batch) -> None:
         """What the loop does with the unscaled gradients of an eager step: here nothing."""

@@ -86,7 +86,7 @@ def train(
     error: Exception | None = None
     try:
         if graph:
-            _check_graph(config, telemetry, memory)
+            _check_graph(config, bool(telemetry) and ranks.size > 1, memory)
         if telemetry and config.update == "in_backward":
             raise UsageError(
                 "--telemetry: looks at all gradients, and --update in_backward lets each go; the "
@@ -255,7 +255,7 @@ def _trainer(config: RunConfig, out: Path, **more: Any) -> Trainer:
         raise UsageError(str(error)) from error
 
 
-def _check_graph(config: RunConfig, telemetry: Interval, memory: bool) -> None:
+def _check_graph(config: RunConfig, one_rank_looks: bool, memory: bool) -> None:
     """Refuse what a CUDA graph cannot replay.
 
     Raises:
@@ -285,9 +285,9 @@ def _check_graph(config: RunConfig, telemetry: Interval, memory: bool) -> None:
             "a recipe that does not",
         ),
         (
-            not telemetry,
-            "telemetry looks at gradients in the middle of a step",
-            "leave --telemetry out",
+            not one_rank_looks,
+            "for --telemetry one rank makes some steps in Python, which others replay",
+            "leave --telemetry out, or one rank",
         ),
         (
             not memory,

@@ -46,6 +46,7 @@ class RunView(Protocol):
     stop_reason: str | None
     diverged: str | None
     told_to_stop: bool
+    graph: bool
 
     @property
     def last(self) -> Path:
@@ -87,8 +88,12 @@ class Callback:
         """Whether `on_step` must come before the next step begins; captured steps may be ahead."""
         return False
 
+    def sees_gradients(self, step: int) -> bool:
+        """Whether a captured run makes this step in Python, so that `on_gradients` is called."""
+        return False
+
     def on_gradients(self, run: RunView, batch: Batch) -> None:
-        """In every step, when its gradients are there, before clipping and the update."""
+        """In every step that Python makes, before clipping and the update."""
 
     def on_step(self, run: RunView, report: StepReport) -> None:
         """After every step; with captured steps some steps later, see `sees_step`."""

@@ -15,7 +15,9 @@ A step whose gradients are not finite is run once more as it was, and the first 
 overflow is recorded. ``recording_share`` is what the records cost, as a share of the training.
 
 The run is not changed by being watched: the second pass leaves gradients, buffers and random bits
-as they were. Without the callback nothing of this costs anything.
+as they were. Without the callback nothing of this costs anything. Of a captured run the recorded
+steps are made in Python, which counts as a part of the record; the others are replayed, and of
+those an overflow is only noted.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -49,7 +52,11 @@ Interval = int | Literal["auto"]
 NOISE_RATIO = math.sqrt(3.0)
 """Below this, the gradient's norm over its noise's, quantized training gains little."""
 SHARE, FIRST = 0.02, 50
-"""Of "auto": what all records so far may take of the training, and the step of the first one."""
+"""Of "auto": what all records, the next one with them, may take of the training, and the step of
+the first one."""
+UNSEEN: dict[str, str | None] = {
+    "layer": None, "where": "in a captured step, which is not run again",
+}  # fmt: skip
 OVERFLOWS = 100
 """Skipped steps that are run once more, at most."""
 
@@ -61,7 +68,8 @@ class Telemetry(Callback):
 
     Args:
         every: steps between records, 1 or more, or "auto": the first after `FIRST` steps, then
-            whenever all so far took no more than `SHARE` of the training's time.
+            whenever all, with one more as long as their mean, take no more than `SHARE` of the
+            training's time.
         board: also gets the figures, if given.
     """
 
@@ -80,10 +88,12 @@ class Telemetry(Callback):
         self._directions: dict[str, Any] = {}
         self._operands: dict[str, dict[str, Any]] = {}
         self._batch: Batch | None = None
+        self._seen = 0  # the step of that batch
+        self._begun = 0.0
         self._scale = 1.0
         self._overflows = 0
         self._spent = _Spent()
-        self._first, self._next = 0, 0
+        self._first, self._next, self._records = 0, 0, 0
 
     def on_start(self, run: RunView) -> None:
         path, done = run.out / TELEMETRY, run.position.step
@@ -95,22 +105,33 @@ class Telemetry(Callback):
         self._first, self._next = done, self._after(done, run.position.seconds)
         self._remember_buffers(run, done + 1)
 
+    def sees_step(self, step: int) -> bool:
+        return self._due(step) or self._due(step + 1)
+
+    def sees_gradients(self, step: int) -> bool:
+        return self._due(step)
+
     def on_gradients(self, run: RunView, batch: Batch) -> None:
-        self._batch = batch
-        if self._due(run.position.step + 1):
-            with self._spent:
+        self._batch, self._seen = batch, run.position.step + 1
+        if self._due(self._seen):
+            counted: AbstractContextManager[None] = nullcontext() if run.graph else self._spent
+            with counted:
                 self._gradients = self._compare_gradients(run, batch)
 
     def on_step(self, run: RunView, report: StepReport) -> None:
         if report.skipped and self._overflows < OVERFLOWS:
             self._overflows += 1
+            found = self._find_overflow(run) if self._seen == report.step else UNSEEN
             self._write(run, {"step": report.step, "loss": report.loss, "lr": report.lr,
-                              "overflow": self._find_overflow(run), "layers": {}})  # fmt: skip
+                              "overflow": found, "layers": {}})  # fmt: skip
         self._scale = report.loss_scale
         if self._due(report.step):
+            if run.graph:  # all of the step in Python
+                self._spent.seconds += time.perf_counter() - self._begun
             before = self._spent.seconds  # what the step's own seconds hold
             with self._spent:
                 self._write_record(run, report, self._spent.share(run.position.seconds, before))
+            self._records += 1
             self._next = self._after(report.step, run.position.seconds)
         self._remember_buffers(run, report.step + 1)
 
@@ -155,7 +176,8 @@ class Telemetry(Callback):
         if step == self._first:
             return step + FIRST
         a_step = self._spent.training(seconds) / (step - self._first)
-        return max(step + 1, self._first + math.ceil(self._spent.seconds / (SHARE * a_step)))
+        planned = self._spent.seconds * (self._records + 1) / self._records
+        return max(step + 1, self._first + math.ceil(planned / (SHARE * a_step)))
 
     # --- operands -------------------------------------------------------------------------------
 
@@ -183,6 +205,7 @@ class Telemetry(Callback):
     def _remember_buffers(self, run: RunView, step: int) -> None:
         """Copy the buffers before a step to be recorded: its forward pass will change them."""
         self._buffers = _buffers(run) if self._due(step) else []
+        self._begun = time.perf_counter()
 
     def _compare_gradients(self, run: RunView, batch: Batch) -> dict[str, dict[str, float | None]]:
         """Norms of gradient and noise by layer, and of everything under the empty path."""

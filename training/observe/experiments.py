@@ -51,9 +51,8 @@ class Experiment:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of `train`: a GPU replays steps, unless records look into them."""
-        captured = self.settings.get("device") == "cuda" and not self.telemetry
-        return ("--graph",) if captured else ()
+        """Of `train`: a GPU replays steps."""
+        return ("--graph",) if self.settings.get("device") == "cuda" else ()
 
     def trials(self) -> list[RunConfig]:
         """The baseline's runs that find the learning rate; none where one rate is given."""
@@ -130,7 +129,7 @@ def _llama(
     batch: int,
     arms: tuple[str, ...],
     seeds: int,
-    tokens: int = 25,
+    tokens: float = 25,
     rounds: int = 10,
     rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3),
     branch: int = 0,
@@ -138,7 +137,7 @@ def _llama(
     """A size of the series: so many tokens a weight of the blocks; a fifth of them for a trial."""
     steps = round(tokens * weights / (batch * 512) / rounds)
     return Experiment(
-        f"Llama of {variant} weights on Linux's C, {tokens} tokens a weight, on a GPU",
+        f"Llama of {variant} weights on Linux's C, {tokens:g} tokens a weight, on a GPU",
         "llama",
         {
             "variant": variant, "batch_size": batch, "epochs": rounds, "epoch_steps": steps,
@@ -183,6 +182,19 @@ EXPERIMENTS: dict[str, Experiment] = {
     "30m_branch": _llama(
         "30m", 29.5e6, 128, _BRANCHES, 3, tokens=6, rounds=4, rates=(2e-3,), branch=2,
     ),
+    # Sizes beside each other at as many tokens a weight: 6 up to 30m_branch, 1.5 for the largest.
+    "3m_branch_short": _llama(
+        "3m", 3.1e6, 64, _BRANCHES, 6, tokens=6, rounds=4, rates=(4e-3,), branch=2,
+    ),
+    "10m_branch_short": _llama(
+        "10m", 10.6e6, 64, _BRANCHES, 6, tokens=6, rounds=4, rates=(2e-3,), branch=2,
+    ),
+    "30m_branch_short": _llama(
+        "30m", 29.5e6, 128, _BRANCHES, 3, tokens=1.5, rounds=4, rates=(2e-3,), branch=2,
+    ),
+    "98m_branch_short": _llama(
+        "98m", 100.6e6, 128, _BRANCHES, 3, tokens=1.5, rounds=4, rates=(1e-3,), branch=2,
+    ),
     "3m_branch_long": _llama(
         "3m", 3.1e6, 64, _BRANCHES, 6, tokens=32, rounds=4, rates=(4e-3,), branch=2,
     ),
@@ -216,9 +228,12 @@ EXPERIMENTS: dict[str, Experiment] = {
         telemetry=235,
     ),
     "resnet18_fashion": Experiment(
-        "ResNet-18 on Fashion-MNIST in CIFAR-10's shape, on a GPU",
+        "ResNet-18 on 15,000 images of Fashion-MNIST in CIFAR-10's shape, on a GPU",
         "resnet",
-        {"dataset": "fashion_mnist_rgb", "batch_size": 128, "warmup_epochs": 0.5, "device": "cuda"},
+        {
+            "dataset": "fashion_mnist_rgb", "train_limit": 15_000, "batch_size": 128,
+            "warmup_epochs": 0.5, "device": "cuda",
+        },
         (*_ARMS, "fp32"),
         (0.02, 0.05, 0.1),
         1,

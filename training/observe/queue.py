@@ -96,7 +96,7 @@ class Queue:
         rate = self.rate()
         flags = self.experiment.flags
         if self.experiment.telemetry:
-            flags = ("--telemetry", str(self.experiment.telemetry))
+            flags = (*flags, "--telemetry", str(self.experiment.telemetry))
         if rate is None:
             return self.trials()
         experiment, metric, first = self.experiment, self.metric, self.experiment.branch

@@ -11,9 +11,11 @@ import pytest
 from rich.console import Console
 
 from ci import kill
+from extensor.optim import MXGradScaler
+from extensor.training.callbacks.telemetry import UNSEEN, Telemetry
 from extensor.training.config import RunConfig
 from extensor.training.loop import Trainer
-from extensor.training.rundir import UsageError
+from extensor.training.rundir import UsageError, read_telemetry
 from extensor.training.runs import defaults
 from extensor.training.train import train as run_training
 from tests.unit.cuda import fake_backend
@@ -52,6 +54,33 @@ def test_training_with_a_graph_is_training(
         results.append((trainer.model.state_dict(), trainer.optimizer.state_dict()))
         results[-1] += ([(e.train_loss, e.test_loss, e.flushed) for e in trainer.history],)
     same(results[1], results[0])
+
+
+def test_a_watched_run_with_a_graph_is_the_run_without(gpu: Any, tmp_path: Path) -> None:
+    """Recorded steps are made in Python between replays, of which the first ones overflow."""
+    given = {"recipe": "mxfp4", "epochs": 2, "batch_size": 20, "clip_norm": 1.0}
+    found: dict[tuple[bool, bool], Any] = {}
+    for graph, watched in ((False, True), (True, True), (True, False)):
+        out = tmp_path / f"{graph}-{watched}"
+        out.mkdir()
+        watches = [Telemetry(4)] if watched else []
+        trainer = Trainer(small_run(device="cuda", **given), out, graph=graph, callbacks=watches)
+        trainer.scaler = MXGradScaler(trainer.quant, init_scale=2.0**127)
+        dict(trainer.model.named_parameters())["layers.2.weight"].data *= 4096
+        trainer.fit()
+        found[graph, watched] = trainer.model.state_dict(), trainer.optimizer.state_dict()
+        found[graph, watched] += ([(e.train_loss, e.test_loss) for e in trainer.history],)
+    same(found[True, True], found[False, True])
+    same(found[True, True], found[True, False])
+    eager, captured = (read_telemetry(tmp_path / f"{graph}-True") for graph in (False, True))
+    assert [r["step"] for r in captured if "overflow" not in r] == [4, 8]
+    for one, other in zip(captured, eager, strict=True):
+        assert all(one[key] == other[key] for key in ("step", "loss", "layers"))
+        if "overflow" in one:
+            seen = one["step"] in (4, 8)
+            assert other["overflow"]["layer"]
+            assert one["overflow"] == (other["overflow"] if seen else UNSEEN)
+    assert [r["step"] for r in captured if "overflow" in r][:4] == [1, 2, 3, 4]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes that it forks")

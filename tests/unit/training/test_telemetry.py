@@ -76,8 +76,10 @@ def test_records_as_often_as_a_share_of_the_time_allows(
 def test_the_next_record_waits_until_all_cost_their_share() -> None:
     watch = Telemetry("auto")
     assert watch._after(0, 0.0) == telemetry.FIRST
-    watch._spent.seconds = 3.0  # of 13: 50 steps of 0.2 s
-    assert watch._after(50, 13.0) == 750  # 3 s are 2% of 750 steps
+    watch._spent.seconds, watch._records = 3.0, 1  # of 13 s: 50 steps of 0.2 s
+    assert watch._after(50, 13.0) == 1500  # this one and the next, 6 s, are 2% of 1,500 steps
+    watch._spent.seconds, watch._records = 8.0, 2
+    assert watch._after(1500, 308.0) == 3000
     assert Telemetry(20)._after(50, 13.0) == 60
 
 
