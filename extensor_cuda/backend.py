@@ -60,6 +60,15 @@ def _on_device(backend: CudaBackend, q: QuantArray) -> QuantArray:
     return replace(q, **{name: backend.xp.asarray(part) for name, part in q.parts.items()})
 
 
+def _refuse_capture(spec: QuantSpec, gap: Unsupported) -> None:
+    if current_capture() is not None:
+        raise CaptureError(
+            f"capture: the step makes {spec.format} operands on the CPU ({gap.reason}), which a "
+            "GPU cannot replay by itself; use a recipe whose operands have kernels (backend.path "
+            "says which), or no capture"
+        )
+
+
 def _quantize_on_host(
     backend: CudaBackend,
     gap: Unsupported,
@@ -68,6 +77,7 @@ def _quantize_on_host(
     stream: Stream | None = None,
     previous_amax: Array | None = None,
 ) -> tuple[QuantArray, Counts]:
+    _refuse_capture(spec, gap)
     before = None if previous_amax is None else previous_amax.get()
     q, stats = registry.get("cpu").quantize(x.get(), spec, stream, before)
     return _on_device(backend, q), stats
@@ -76,6 +86,7 @@ def _quantize_on_host(
 def _quantize_clipped_on_host(
     backend: CudaBackend, gap: Unsupported, x: Array, spec: QuantSpec, stream: Stream | None = None
 ) -> tuple[QuantArray, Counts, Array]:
+    _refuse_capture(spec, gap)
     q, stats, mask = registry.get("cpu").quantize_clipped(x.get(), spec, stream)
     return _on_device(backend, q), stats, backend.xp.asarray(mask)
 
@@ -83,12 +94,7 @@ def _quantize_clipped_on_host(
 def _fake_quantize_on_host(
     backend: CudaBackend, gap: Unsupported, x: Array, spec: QuantSpec, stream: Stream | None = None
 ) -> tuple[Array, Counts]:
-    if current_capture() is not None:
-        raise CaptureError(
-            f"capture: the step makes {spec.format} operands on the CPU ({gap.reason}), which a "
-            "GPU cannot replay by itself; use a recipe whose operands have kernels (backend.path "
-            "says which), or no capture"
-        )
+    _refuse_capture(spec, gap)
     values, stats = registry.get("cpu").fake_quantize(x.get(), spec, stream)
     return backend.xp.asarray(values), stats
 
@@ -96,6 +102,7 @@ def _fake_quantize_on_host(
 def _dequantize_on_host(
     backend: CudaBackend, gap: Unsupported, q: QuantArray, dtype: str = "float32"
 ) -> Array:
+    _refuse_capture(q.spec, gap)
     there = {name: part.get() for name, part in q.parts.items()}
     return backend.xp.asarray(registry.get("cpu").dequantize(replace(q, **there), dtype))
 
@@ -199,6 +206,8 @@ ROUTES: dict[str, Route] = {
     ),
     "dequantize": Route(quantize.dequantize, fallback=_dequantize_on_host, fallback_path="host"),
     "straight_through": Route(quantize.straight_through),
+    "round_to_odd": Route(quantize.round_to_odd),
+    "odd_values": Route(quantize.odd_values),
     "quantize_rowwise_columnwise": Route(
         quantize.quantize_rowwise_columnwise, fallback_path="two calls"
     ),
@@ -259,7 +268,7 @@ class _Forked:
 class CudaBackend(GenericBackend):
     """Cupy, with the kernels of `ROUTES`."""
 
-    packs_floats = False
+    odd_subnormals = True  # looking for them would wait
     groups_products = True
     multi_tensor_states = frozenset(STATES)
     captured_heads = frozenset(cached.HEADS)

@@ -17,11 +17,13 @@ from extensor.backends.unsupported import Unsupported
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.rebase import rebase_tiles
+from extensor.quant.round_to_odd import OddPlanes
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.dispatch import Call
+from extensor_cuda.dispatch import FLOATS, Call, contiguous, dtype_gap, unless
 from extensor_cuda.kernels.quantize import dequantize as decoder
 from extensor_cuda.kernels.quantize import float_scaled
+from extensor_cuda.kernels.quantize import odd_planes as odd
 from extensor_cuda.kernels.quantize import quantize as fused
 from extensor_cuda.kernels.quantize import rowwise_columnwise as paired
 from extensor_cuda.kernels.quantize import straight_through as through
@@ -35,6 +37,7 @@ __all__ = [
     "fake_quantize_rowwise_columnwise",
     "gelu_and_pack",
     "input_gap",
+    "odd_values",
     "pack",
     "plan_of",
     "quantize",
@@ -42,6 +45,7 @@ __all__ = [
     "quantize_rowwise_columnwise",
     "quantize_rowwise_columnwise_clipped",
     "readable",
+    "round_to_odd",
     "straight_through",
 ]
 
@@ -139,12 +143,15 @@ def quantize(
     """See the protocol. Does not wait for the GPU."""
     if (gap := input_gap(x, spec, stream)) is not None:
         return gap
-    plan = plan_of(spec, tuple(x.shape))
-    if not plan:
-        return plan
     if previous_amax is not None:
         return Unsupported("a running maximum")
-    return lambda: plan.quantize(readable(xp, x), stream, xp)
+    if spec.rebased:
+        blocks = fused.plan_of(spec.replace(rebased=False), tuple(x.shape))
+        if not blocks:
+            return blocks
+        return lambda: _quantize_rebased(readable(xp, x), blocks, stream, xp)
+    plan = plan_of(spec, tuple(x.shape))
+    return (lambda: plan.quantize(readable(xp, x), stream, xp)) if plan else plan
 
 
 def pack(xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = None) -> Call:
@@ -194,13 +201,18 @@ def fake_quantize(xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = No
     blocks = fused.plan_of(spec.replace(rebased=False), tuple(x.shape))
     if not blocks:
         return blocks
-    return lambda: _fake_quantize_rebased(readable(xp, x), blocks, stream, xp)
+
+    def rebased() -> tuple[Array, OperandCounts]:
+        q, counts = _quantize_rebased(readable(xp, x), blocks, stream, xp)
+        return decoder.dequantize(q, blocks, xp), counts
+
+    return rebased
 
 
-def _fake_quantize_rebased(
+def _quantize_rebased(
     x: Array, plan: fused.Plan, stream: Stream | None, xp: Any
-) -> tuple[Array, OperandCounts]:
-    """The values of MXFP8 whose blocks share a scale with the 128 x 128 tile around them."""
+) -> tuple[QuantArray, OperandCounts]:
+    """MXFP8 whose blocks share a scale with the 128 x 128 tile around them."""
     done = fused.quantize_raw(x, plan, stream, xp)
     assert done.q is not None and done.counters is not None
     q, changed, flushed = rebase_tiles(done.q, xp)
@@ -209,7 +221,7 @@ def _fake_quantize_rebased(
     lost.array[1] += flushed.astype(np.uint64)
     part = (0, 2 * fused.SLOTS)
     counts = OperandCounts(done.counters, part, plan.count, rebased=(lost, (0, 2)))
-    return decoder.dequantize(q, plan, xp), counts
+    return q, counts
 
 
 def dequantize(xp: Any, q: QuantArray, dtype: str = "float32") -> Call:
@@ -270,3 +282,13 @@ def straight_through(
         return through.straight_through(rows, bits, transform, length, xp)
 
     return call
+
+
+def round_to_odd(xp: Any, x: Array, bits: int) -> Call:
+    """See the protocol. Does not wait for the GPU."""
+    return unless(dtype_gap((x,), FLOATS), lambda: odd.odd_planes(contiguous(xp, x), bits, xp))
+
+
+def odd_values(xp: Any, kept: OddPlanes) -> Call:
+    """See the protocol. One launch."""
+    return (lambda: odd.odd_values(kept, xp)) if kept.nbytes else Unsupported("an empty array")

@@ -11,15 +11,15 @@ block is that of ``cuda_step.py``: forward and backward without an update, one f
 included, beside torch.compile in bfloat16; "captured" is the same step in a CUDA graph, which reads
 batches where they are written (`CapturedStep.own`).
 Every contestant runs in a process of its own, so that no pool of memory counts another's. "ours" is
-mxfp4_all with bfloat16 activations and weights, states in MXFP8, what is kept for backward in
-MXFP8, blocks run again where the name says so, and updates inside the backward pass; "captured" is
-in a CUDA graph; "ours, float32" has float32 weights and states, inputs kept, and a step after
-backward. "torch" is AMP in bfloat16 with fused AdamW; "torch bf16, checkpointing" has everything in
-bfloat16 and runs its blocks again; "compiled" is torch.compile of each block, "float8" torchao's
-linear layers of float8 under AMP. "device" is the memory of the GPU that the process holds; with a
-captured step, once it is captured. "most" is the most that it held, the capture included. Kinds are
-of the ledger (`et.inspect.memory_ledger`) in the last step. Weights repeat a few values, and layers
-are alike: loss means nothing.
+mxfp4_all with bfloat16 activations and weights (or these in MXINT8), states in MXFP8, what is kept
+for backward in MXFP8, blocks run again where the name says so, and updates inside the backward
+pass; "captured" is in a CUDA graph; "ours, float32" has float32 weights and states, inputs kept,
+and a step after backward. "torch" is AMP in bfloat16 with fused AdamW; "torch bf16, checkpointing"
+has everything in bfloat16 and runs its blocks again; "compiled" is torch.compile of each block,
+"float8" torchao's linear layers of float8 under AMP. "device" is the memory of the GPU that the
+process holds; with a captured step, once it is captured. "most" is the most that it held, the
+capture included. Kinds are of the ledger (`et.inspect.memory_ledger`) in the last step. Weights
+repeat a few values, and layers are alike: loss means nothing.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ Run = Callable[[int], dict[str, float]]
 def ours(part: str, how: str, small: bool, device: str, follows: bool = True) -> Run:
     """Steps of extensor on one model; a ledger ``follows`` a step of Python."""
     lean = how != "ours, float32"
-    model = on_device(part, small, "bfloat16" if lean else "float32", device)
+    weights = "mxint8" if "mxint8" in how else "bfloat16" if lean else "float32"
+    model = on_device(part, small, weights, device)
     recipe = get_recipe("mxfp4_all")
     if lean:
         recipe = replace(recipe, saved_input="packed", saved=parse_saved("mxfp8"))
@@ -389,8 +390,11 @@ CONTESTANTS = {
         "ours, slim, captured", "ours, lean", "ours, lean, captured",
         "ours, lean, mxint8, captured",
     ),
-    "gpt": ("ours", "ours, captured", "ours, captured, run again", "ours, float32", "torch"),
-    "llama": ("ours", "ours, captured", "torch bf16, checkpointing"),
+    "gpt": (
+        "ours", "ours, captured", "ours, mxint8, captured", "ours, captured, run again",
+        "ours, float32", "torch",
+    ),
+    "llama": ("ours", "ours, captured", "ours, mxint8, captured", "torch bf16, checkpointing"),
     "batch": (
         "ours, captured", "ours, captured, run again", "ours, float32", "torch",
         "torch, compiled", "torch float8, compiled",

@@ -45,7 +45,11 @@ class _Positive(Kept):
 
 
 def _positive(backend: Any, out: Any) -> _Positive:
-    return _Positive(backend.xp.packbits(out > 0), tuple(out.shape), out.dtype)
+    # As integers, whose order is that of the floats: cupy takes subnormal floats for zero.
+    bits = out.view(f"int{8 * out.dtype.itemsize}")
+    infinity = int(np.array(np.inf, out.dtype).view(bits.dtype))
+    positive = (bits > 0) & (bits <= infinity)
+    return _Positive(backend.xp.packbits(positive), tuple(out.shape), out.dtype)
 
 
 @primitive(

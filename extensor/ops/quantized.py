@@ -41,7 +41,7 @@ from extensor.ops.conv_pool import conv_window
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
 from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.recipes import get_recipe
-from extensor.quant.round_to_odd import OddFloats
+from extensor.quant.round_to_odd import OddFloats, OddPlanes
 from extensor.quant.weight_cache import WeightVersion
 
 __all__ = ["layer_context", "quantized_conv2d", "quantized_matmul"]
@@ -374,7 +374,8 @@ def _conv_vjp(
     dx = _conv_dgrad(backend, g, w, x.shape, context, window, groups) if needs[0] else None
     dw = None
     if needs[1]:
-        image = backend.odd_values(saved.x) if isinstance(saved.x, OddFloats) else saved.x
+        odd = isinstance(saved.x, (OddFloats, OddPlanes))
+        image = backend.odd_values(saved.x) if odd else saved.x
         image = x if image is None else image
         dw = _conv_wgrad(backend, g, image, w.shape, context, window, groups)
     return [dx, dw, *last]

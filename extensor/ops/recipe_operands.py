@@ -23,6 +23,7 @@ import numpy as np
 
 from extensor.autograd.mode import MODE
 from extensor.autograd.tensor import ExTensor
+from extensor.backends.generic.core import BFLOAT16
 from extensor.backends.generic.quantize import dense_values
 from extensor.backends.protocol import (
     Array,
@@ -32,11 +33,10 @@ from extensor.backends.protocol import (
     Preparation,
     Prepared,
 )
-from extensor.dtypes import bfloat16
 from extensor.quant.kept import image_bits
 from extensor.quant.recipe import Gemm
 from extensor.quant.recipe_state import Counts, LayerContext
-from extensor.quant.round_to_odd import OddFloats
+from extensor.quant.round_to_odd import OddFloats, OddPlanes
 from extensor.quant.spec import QuantSpec
 from extensor.quant.weight_cache import CachedOperand, WeightSource, WeightVersion
 from extensor.random import Stream
@@ -227,10 +227,10 @@ def input_of(x: ExTensor, w: ExTensor, context: LayerContext) -> Input:
 
 def image_of(x: ExTensor, w: ExTensor, context: LayerContext) -> Input:
     """The same of a convolution, whose packed patches would take more than its input."""
-    bits = image_bits(context.operand("wgrad.x"), x.data.dtype)
+    bits = image_bits(context.operand("wgrad.x"), x.data.dtype, x.backend.odd_subnormals)
     stored = MODE.storage is not None and MODE.storage.of("layer") is not None
     packs = bits is not None and not stored and not context.layer.uses_forward_operands
-    return _input_of(x, w, context, packs and x.backend.packs_floats)
+    return _input_of(x, w, context, packs)
 
 
 def _input_of(x: ExTensor, w: ExTensor, context: LayerContext, packs: bool) -> Input:
@@ -267,7 +267,7 @@ def input_operands(
     if given.keep == "input":
         return *forward_operands(backend, rows, context, slots, sizes), False
     both = prepared_at_once(backend, rows, context, slots, sizes)
-    if both is not None and (both.packs_second or not both.reads_later):
+    if both is not None and (both.packs_second or both.keeps_second):
         pack = both.packs_second
         first, second = _shared(backend, x, context, slots, sizes, given, both, pack)
         return first, second, True
@@ -290,16 +290,17 @@ def kept_image(backend: Backend, x: Array, context: LayerContext, given: Input) 
         return SavedOperands(None, None)
     if given.keep == "nothing":
         return SavedOperands(None, None, (0,))
-    bits = image_bits(requested, x.dtype)
+    bits = image_bits(requested, x.dtype, backend.odd_subnormals)
     assert bits is not None  # `image_of` says so
 
-    def make() -> OddFloats | Array | None:
+    def make() -> OddFloats | OddPlanes | Array | None:
         if not isinstance(requested, str):
             return backend.round_to_odd(x, bits)
         with np.errstate(all="ignore"):
-            return x.astype(bfloat16.numpy)
+            return backend.cast(x, BFLOAT16)
 
-    cache, key = context.state.input_cache, (isinstance(requested, str), bits)
+    key = (isinstance(requested, str), bits, id(backend.capturing))
+    cache = context.state.input_cache
     kept = make() if given.version is None else cache.share(x, given.version, key, make)
     return SavedOperands(kept, None, () if kept is None else (0,))
 

@@ -12,7 +12,6 @@ from extensor.backends.protocol import FiniteQuery
 from extensor.backends.row_sums import RowSums
 from extensor.optim.captured import CapturedUpdates
 from extensor.optim.multi_tensor import (
-    MultiTensorOptimizer,
     Parts,
     arrays_of,
     backend_of,
@@ -27,7 +26,7 @@ from extensor.optim.params import Array, Gradient, ParamState
 __all__ = ["SingleOptimizer", "SingleUpdates", "row_sums", "single_updates"]
 
 
-class SingleOptimizer(MultiTensorOptimizer, OneTensorOptimizer, Protocol):
+class SingleOptimizer(OneTensorOptimizer, Protocol):
     """What both kinds of update need of an optimizer."""
 
     @property

@@ -14,7 +14,8 @@ Blocks are padded to whole ones. A format that would take no fewer bytes than x 
 
 A convolution's packed patches would take kh kw / (sh sw) as much, 38 bits a value of MXFP4 under a
 3 x 3 kernel. It keeps its image rounded to odd (`extensor.quant.round_to_odd`) where quantizing
-reads the same of it: 12 bits a value in MXFP4, 16 in MXFP6, MXFP8 and bfloat16; else x as it is.
+reads the same of it: 12 bits a value in MXFP4, 16 in MXFP6, MXFP8 and bfloat16; else x as it is. On
+a GPU it is 13 in MXFP4, 15 and 16 in MXFP6, 21 in MXFP8 E4M3, for each 32 values that are begun.
 """
 
 from __future__ import annotations
@@ -56,12 +57,15 @@ def packs(operand: QuantSpec | str, shape: tuple[int, ...], dtype: np.dtype[Any]
     return stored_nbytes(operand, shape) < math.prod(shape) * dtype.itemsize
 
 
-def image_bits(operand: QuantSpec | str, dtype: np.dtype[Any]) -> int | None:
+def image_bits(
+    operand: QuantSpec | str, dtype: np.dtype[Any], subnormals: bool = False
+) -> int | None:
     """Bits a value that a convolution keeps of its image; None: the image as it is.
 
     Args:
         operand: of the slot ``wgrad.x``.
         dtype: of the image.
+        subnormals: as for `extensor.quant.round_to_odd.odd_bits`.
 
     >>> import numpy as np
     >>> from extensor.quant.kept import image_bits
@@ -70,21 +74,28 @@ def image_bits(operand: QuantSpec | str, dtype: np.dtype[Any]) -> int | None:
     """
     if isinstance(operand, str):
         return 16 if operand == "bfloat16" and dtype == np.float32 else None
-    return odd_bits(operand, dtype)
+    return odd_bits(operand, dtype, subnormals)
 
 
 def kept_nbytes(
-    layer: LayerRecipe, x: tuple[int, ...], w: tuple[int, ...], dtype: str = "float32"
+    layer: LayerRecipe,
+    x: tuple[int, ...],
+    w: tuple[int, ...],
+    dtype: str = "float32",
+    device: str = "cpu",
 ) -> int:
-    """Bytes that a layer keeps for backward under ``saved_input="packed"``, on the CPU.
+    """Bytes that a layer keeps for backward under ``saved_input="packed"``.
 
-    What `extensor.inspect.memory_ledger` finds, where nothing else keeps x.
+    What `extensor.inspect.memory_ledger` finds, where nothing else keeps x; a GPU's pool gives
+    multiples of 512. Where FP8 tensor cores multiply rebased MXFP8, its operand is kept with the
+    scales of its tiles, about 8.1 bits a value.
 
     Args:
         layer: its recipe.
         x: the shape of its input, (..., K) or (N, C, H, W).
         w: the shape of its weight, (N, K) or (O, C / groups, kh, kw).
         dtype: of its input.
+        device: "cpu" or "cuda".
 
     Returns:
         Bytes.
@@ -99,8 +110,11 @@ def kept_nbytes(
     found = as_dtype(dtype).numpy
     assert found is not None
     if len(w) == 4:
-        bits = None if layer.uses_forward_operands else image_bits(layer.wgrad.b, found)
-        return math.prod(x) * found.itemsize if bits is None else odd_nbytes(bits, x)
+        if layer.uses_forward_operands:
+            return math.prod(x) * found.itemsize
+        planes = device == "cuda" and not isinstance(layer.wgrad.b, str)
+        bits = image_bits(layer.wgrad.b, found, planes)
+        return math.prod(x) * found.itemsize if bits is None else odd_nbytes(bits, x, planes)
     matrix = math.prod(x[:-1]), x[-1]
     if layer.uses_forward_operands:
         total = 0 if layer.requantize else math.prod(x) * found.itemsize

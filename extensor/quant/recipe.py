@@ -389,10 +389,8 @@ class Recipe:
             float32. Norms whose results only layers read (`Module.feeds_layers`) round them too.
         saved_input: what a layer keeps of its input for backward: "packed", the operand of its
             weight's gradient in its format, or "input", the input as it is. None: packed on the
-            CPU, the input on a GPU. Gradients are the same. On a GPU "packed" holds for linear
-            layers whose product runs on tensor cores: of M N K >= 2**30 multiplications, unless
-            `extensor tune` has measured another number. Smaller ones, and convolutions, keep the
-            input. MXFP8 that is not rebased takes 2 bytes a value there, in bfloat16.
+            CPU, the input on a GPU. Gradients are the same. A convolution's packed patches would
+            take more than its input, so that it keeps this rounded to odd (`extensor.quant.kept`).
         saved: rules for what other operations keep, in order; the first that matches the module and
             the slot decides. Gradients are those at what is stored.
         operands: changes of single operands, made one after the other once ``rules`` have chosen.

@@ -1,4 +1,4 @@
-"""Rounding floats to odd, in 12 or 16 bits: rounding the result further gives the float's rounding.
+"""Rounding floats to odd, in fewer bits: rounding the result further gives the float's rounding.
 
 Rounding to odd cuts a float's low bits and sets the last bit that stays if any of them was set. A
 later rounding to p bits, to nearest with any rule for ties, then gives what the float itself gives,
@@ -9,6 +9,13 @@ in MXFP4, or 16 in MXFP6 and MXFP8, in blocks of any shape: also in the patches 
 where each value lies in several blocks.
 
 Float scales, stochastic rounding, transforms and searched scales read all bits of a value.
+
+A float32 below 2**-126 has fewer leading bits, so that 12 or 16 bits do not hold it (`OddFloats`),
+and looking for one waits for a GPU. There, more bits hold all values (`OddPlanes`): no MX scale is
+below 2**-127, so that no code rounds to less than 2**(e - m - 127), where 2**e is the least normal
+element and m are its mantissa bits; a quarter of that is the last bit that is kept. That is a
+float's last bit with 3 - e + m mantissa bits: 13 bits in MXFP4, 15 and 16 in MXFP6, 21 in MXFP8
+E4M3.
 
 Source: Boldo, Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
 rounding to odd", IEEE Transactions on Computers 57(4), 2008, theorem 3.
@@ -27,12 +34,13 @@ from extensor.dtypes import bfloat16, dtype_of
 from extensor.quant.scale_rules import E8M0_SEARCHES
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["OddFloats", "odd_bits", "odd_nbytes", "round_to_odd"]
+__all__ = ["OddFloats", "OddPlanes", "odd_bits", "odd_nbytes", "odd_planes", "round_to_odd"]
 
 Array = Any
 
 _SMALLEST_NORMAL = 1 << 23  # its bits in float32
 _SEGMENT = 1 << 15  # values that stay in a core's cache from pass to pass
+_GROUP = 32  # values that share words of `OddPlanes`
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,15 +106,60 @@ class OddFloats:
         return words.view(np.float32).reshape(self.shape)
 
 
-def odd_bits(spec: QuantSpec, dtype: np.dtype[Any]) -> int | None:
+@dataclass(frozen=True, eq=False)
+class OddPlanes:
+    """An array rounded to odd, of any number of bits: word b of a group has bit b of 32 values.
+
+    Attributes:
+        words: uint32 (groups of 32 values, bits), the lowest bit first; the last group is padded.
+        shape: of the array.
+        dtype: of the array.
+
+    >>> import numpy as np
+    >>> from extensor.quant.round_to_odd import odd_planes
+    >>> kept = odd_planes(np.array([1.0, 1.0001, 1e-45], np.float32), 13, np)
+    >>> kept.values(np).tolist() == [1.0, 1.0625, 2.0**-130], kept.nbytes
+    (True, 52)
+    """
+
+    words: Array
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def arrays(self) -> Sequence[Array]:
+        """What is kept."""
+        return (self.words,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return int(self.words.nbytes)
+
+    def values(self, xp: Any) -> Array:
+        """The rounded values: see `OddFloats.values`."""
+        lanes = xp.arange(_GROUP, dtype=np.uint32)
+        bits, count = self.words.shape[1], math.prod(self.shape)
+        kept = xp.zeros((len(self.words), _GROUP), np.uint32)
+        for bit in range(bits):
+            plane = self.words[:, bit, None] >> lanes & np.uint32(1)
+            kept |= plane << np.uint32(bit)
+        words = kept.reshape(-1)[:count].astype(_words_of(self.dtype))
+        words <<= words.dtype.type(8 * words.itemsize - bits)
+        return words.view(self.dtype).reshape(self.shape)
+
+
+def odd_bits(spec: QuantSpec, dtype: np.dtype[Any], subnormals: bool = False) -> int | None:
     """How many bits of a value quantizing reads.
 
     Args:
         spec: how it will be quantized.
         dtype: of the values.
+        subnormals: whether values below 2**-126 are held, too, as `OddPlanes` has them.
 
     Returns:
-        12 or 16; None where that is not enough, or no fewer than the values have.
+        12 or 16, or any number with ``subnormals``; None where that is not enough, or no fewer than
+        the values have.
 
     >>> import numpy as np
     >>> from extensor.quant.round_to_odd import odd_bits
@@ -125,22 +178,28 @@ def odd_bits(spec: QuantSpec, dtype: np.dtype[Any]) -> int | None:
     element = spec.row.element
     if not plain or not element.is_float or spec.kernel_gap or spec.element_scale != 1.0:
         return None
+    if subnormals:
+        needed = 1 + 8 + 3 - element.min_exponent + element.mantissa_bits
+        return needed if needed < width else None
     needed = 1 + 8 + element.mantissa_bits + 2  # the leading bit is not stored
     return next((bits for bits in (12, 16) if needed <= bits < width), None)
 
 
-def odd_nbytes(bits: int, shape: tuple[int, ...]) -> int:
+def odd_nbytes(bits: int, shape: tuple[int, ...], planes: bool = False) -> int:
     """Bytes of an array that is rounded to odd.
 
     Args:
-        bits: 12 or 16.
+        bits: 12 or 16; any number of `OddPlanes`.
         shape: of the array.
+        planes: whether it is stored as `OddPlanes`.
 
     >>> from extensor.quant.round_to_odd import odd_nbytes
-    >>> odd_nbytes(12, (3, 5))
-    23
+    >>> odd_nbytes(12, (3, 5)), odd_nbytes(13, (3, 5), planes=True)
+    (23, 52)
     """
     count = math.prod(shape)
+    if planes:
+        return 4 * bits * -(-count // _GROUP)
     return 2 * count if bits == 16 else count + -(-count // 2)
 
 
@@ -179,6 +238,38 @@ def round_to_odd(x: Array, bits: int, xp: Any) -> OddFloats | None:
     return OddFloats(high, low, tuple(x.shape), x.dtype)
 
 
+def odd_planes(x: Array, bits: int, xp: Any) -> OddPlanes:
+    """Cut an array's floats, subnormal ones, too; does not wait.
+
+    Args:
+        x: float32 or bfloat16.
+        bits: fewer than the values have.
+        xp: the array module.
+
+    Returns:
+        The rounded floats.
+
+    >>> import numpy as np
+    >>> from extensor.quant.round_to_odd import odd_planes
+    >>> odd_planes(np.float32([3.0]), 13, np).values(np).tolist()
+    [3.0]
+    """
+    words = xp.ascontiguousarray(x).reshape(-1).view(_words_of(x.dtype))
+    kept = xp.zeros(-(-len(words) // _GROUP) * _GROUP, np.uint32)
+    kept[: len(words)] = _odd(words, bits)
+    groups, lanes = kept.reshape(-1, _GROUP), xp.arange(_GROUP, dtype=np.uint32)
+    planes = xp.empty((len(groups), bits), np.uint32)
+    for bit in range(bits):
+        of_all = (groups >> np.uint32(bit) & np.uint32(1)) << lanes
+        planes[:, bit] = of_all.sum(axis=1, dtype=np.uint32)
+    return OddPlanes(planes, tuple(x.shape), x.dtype)
+
+
+def _words_of(dtype: Any) -> Any:
+    """The integers that hold floats of a dtype."""
+    return np.uint32 if dtype == np.float32 else np.uint16
+
+
 def _cut(words: Array, bits: int) -> Array | None:
     """The upper bits of floats rounded to odd, uint16; None if a value is subnormal."""
     one, width = words.dtype.type, 8 * words.dtype.itemsize
@@ -186,7 +277,12 @@ def _cut(words: Array, bits: int) -> Array | None:
     magnitude -= one(1)  # zero becomes the largest
     if bool((magnitude < one((_SMALLEST_NORMAL >> (32 - width)) - 1)).any()):
         return None
-    cut = width - bits
-    kept = (words >> one(cut)).astype(np.uint16, copy=False)
+    return _odd(words, bits).astype(np.uint16, copy=False)
+
+
+def _odd(words: Array, bits: int) -> Array:
+    """The upper bits of floats, the last one set where a bit that is cut was."""
+    one, cut = words.dtype.type, 8 * words.dtype.itemsize - bits
+    kept = words >> one(cut)
     kept |= (words & one((1 << cut) - 1)) != 0
     return kept

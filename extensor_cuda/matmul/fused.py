@@ -104,8 +104,8 @@ def batch_key(specs: Sequence[Any], dtype: str) -> Hashable | None:
 
 
 def plan_of_pack(spec: QuantSpec, shape: tuple[int, ...]) -> quantizer.Plan | None:
-    """The plan of packed storage, where the operand's codes are not all that it needs: E5M2's."""
-    if spec.rebased or not is_mxfp4(spec):
+    """The plan of packed storage, where the operand needs it (E5M2's) or is larger (bfloat16)."""
+    if spec.rebased:
         return None
     plan = quantizer.plan_of(spec, shape)
     assert not isinstance(plan, Unsupported), plan  # as `supports` has found

@@ -110,8 +110,8 @@ class GemmOperand:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """What it holds, for the ledger."""
-        return (self.codes,)
+        """What it holds, for the ledger; an exponent, a factor or blocks lie behind the codes."""
+        return (self.codes,) if self.scale.grid is None else (self.codes, self.scale.grid)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -10,9 +10,10 @@
                         (`extensor_cuda.matmul.rebase`)           (or bfloat16), else bfloat16
     bf16                what is not quantized, rounded once       bfloat16
 
-What is kept of a matrix for backward is the operand, where its codes are all that it needs. An
-operand in E5M2 or from packed storage needs the packed codes as well, for values that FP8 does not
-hold: then these are kept, 4.25 bits a value of MXFP4, and expanded in the backward pass.
+What is kept of a matrix for backward is the operand, where it has 8 bits a value and its codes are
+all that it needs. An operand in E5M2 or from packed storage needs the packed codes as well, for
+values that FP8 does not hold, and one in bfloat16 is larger than these: then they are kept, 4.25
+bits a value of MXFP4, 8.25 of MXFP8, and expanded in the backward pass.
 
 The decision is taken once, in `prepare`; a `GemmPreparation` carries it on. A format that is stored
 in another way needs one row here and, if need be, one kernel. Nothing here waits for the GPU.
@@ -115,9 +116,9 @@ class GemmPreparation:
         return self.preparer.compact
 
     @property
-    def reads_later(self) -> bool:
-        """Whether `GemmOperand.make_bf16` reads x again."""
-        return self.preparer is FUSED and self._plan_of_pack() is not None
+    def keeps_second(self) -> bool:
+        """Whether what `run` gives is kept: see the protocol."""
+        return self._plan_of_pack() is None
 
     @property
     def packs_second(self) -> bool:

@@ -23,7 +23,7 @@ from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.hadamard import hadamard_signs
 from extensor.quant.recipe_state import Counts
 from extensor.quant.reference import FLOATS, check_previous, round_to
-from extensor.quant.round_to_odd import OddFloats
+from extensor.quant.round_to_odd import OddFloats, OddPlanes
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 
@@ -284,16 +284,19 @@ class CpuQuantize(CpuCore):
         high, low = kept
         return OddFloats(high, low, x.shape, x.dtype)
 
-    def _choose_odd_values(self, kept: OddFloats) -> Any:
+    def _choose_odd_values(self, kept: OddFloats | OddPlanes) -> Any:
         if self.core is None:
             return Unsupported(self.core_missing)
+        if isinstance(kept, OddPlanes):
+            return Unsupported("planes of bits; the core has bytes and half bytes")
         if kept.dtype != _FLOAT32:
             return Unsupported(f"{kept.dtype} array; the core computes in float32")
         return self.core
 
     @runs_in_core(_choose_odd_values)
-    def odd_values(self, core: Any, kept: OddFloats) -> Array:
+    def odd_values(self, core: Any, kept: OddFloats | OddPlanes) -> Array:
         """See the protocol."""
+        assert isinstance(kept, OddFloats)
         low = None if kept.low is None else ready(kept.low)
         return core.odd_values(ready(kept.high), low, kept.shape)
 

@@ -68,6 +68,7 @@ class _Packed:
 class _Narrow:
     """The bfloat16 values of an operand that is rounded to them."""
 
+    backend: GenericMatmul
     values: Array
     axis: int
 
@@ -76,7 +77,7 @@ class _Narrow:
         return (self.values,)
 
     def operand(self) -> Array:
-        values = self.values.astype(FLOAT32)
+        values = self.backend.cast(self.values, FLOAT32)
         return values if self.axis == 1 else values.T
 
 
@@ -91,7 +92,7 @@ class FloatPreparation:
 
     compact = False
     batch_key = None
-    reads_later = False
+    keeps_second = False
     packs_second = False
     path = "values"
 
@@ -130,9 +131,7 @@ class FloatPreparation:
             return None
         if isinstance(spec, CastSpec):
             with np.errstate(all="ignore"):
-                return _Narrow(x.astype(BFLOAT16), spec.axis), None
-        if not self.backend.packs_floats:
-            return None
+                return _Narrow(self.backend, self.backend.cast(x, BFLOAT16), spec.axis), None
         q, counts = self.backend.quantize(x, spec, stream)
         return _Packed(self.backend, coded_values(q)), counts
 
@@ -142,11 +141,8 @@ class GenericMatmul(GenericQuantize):
 
     Attributes:
         groups_products: whether products of groups of rows are quicker in one call.
-        packs_floats: whether float operands are packed for backward; False where that costs time
-            and saves none of the peak.
     """
 
-    packs_floats = True
     groups_products = False
 
     def matmul(self, a: Array, b: Array, bias: Array | None = None) -> Array:

@@ -12,7 +12,7 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.hadamard import inverse_hadamard
 from extensor.quant.recipe_state import Counts, stats_of
-from extensor.quant.round_to_odd import OddFloats, round_to_odd
+from extensor.quant.round_to_odd import OddFloats, OddPlanes, odd_planes, round_to_odd
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 
@@ -50,6 +50,8 @@ def weight_activations(backend: CoreMethods, x: Array, dtype: str = "float32") -
 
 class GenericQuantize(GenericCore):
     """Quantizers and decoders."""
+
+    odd_subnormals = False
 
     def quantize(
         self,
@@ -116,11 +118,11 @@ class GenericQuantize(GenericCore):
         rowwise = self.fake_quantize(x, specs[0], streams[0])
         return rowwise, self.fake_quantize(x, specs[1], streams[1])
 
-    def round_to_odd(self, x: Array, bits: int) -> OddFloats | None:
+    def round_to_odd(self, x: Array, bits: int) -> OddFloats | OddPlanes | None:
         """See the protocol."""
-        return round_to_odd(x, bits, self.xp)
+        return (odd_planes if self.odd_subnormals else round_to_odd)(x, bits, self.xp)
 
-    def odd_values(self, kept: OddFloats) -> Array:
+    def odd_values(self, kept: OddFloats | OddPlanes) -> Array:
         """See the protocol."""
         return kept.values(self.xp)
 

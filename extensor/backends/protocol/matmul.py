@@ -69,8 +69,8 @@ class Preparation(Protocol):
         ...
 
     @property
-    def reads_later(self) -> bool:
-        """Whether an operand that `run` gives may read the matrix again in a product."""
+    def keeps_second(self) -> bool:
+        """Whether the second operand of `run` is what `pack` keeps, and never reads the matrix."""
         ...
 
     @property
@@ -112,8 +112,6 @@ class MatmulMethods(Protocol):
 
     groups_products: bool
     """Whether `grouped_weight_only_matmul` is quicker than a product for each group."""
-    packs_floats: bool
-    """Whether what float operands are made of is packed for backward; not where that waits."""
 
     def prepare(
         self,

@@ -7,7 +7,7 @@ from typing import Protocol
 from extensor.backends.protocol.core import Array
 from extensor.quant.array import QuantArray
 from extensor.quant.recipe_state import Counts
-from extensor.quant.round_to_odd import OddFloats
+from extensor.quant.round_to_odd import OddFloats, OddPlanes
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 
@@ -102,12 +102,15 @@ class QuantizeMethods(Protocol):
         """
         ...
 
-    def round_to_odd(self, x: Array, bits: int) -> OddFloats | None:
-        """`extensor.quant.round_to_odd.round_to_odd`."""
+    odd_subnormals: bool
+    """Whether `round_to_odd` holds values below 2**-126, too, which takes more bits: `odd_bits`."""
+
+    def round_to_odd(self, x: Array, bits: int) -> OddFloats | OddPlanes | None:
+        """`extensor.quant.round_to_odd.round_to_odd`, or `odd_planes` with `odd_subnormals`."""
         ...
 
-    def odd_values(self, kept: OddFloats) -> Array:
-        """`OddFloats.values`."""
+    def odd_values(self, kept: OddFloats | OddPlanes) -> Array:
+        """`OddFloats.values`, `OddPlanes.values`."""
         ...
 
     def bfloat16_values(self, x: Array) -> Array:

@@ -208,6 +208,9 @@ class Device(np.ndarray):
     def reshape(self, *shape: Any, **more: Any) -> Any:
         return run(lambda a: a.reshape(*shape), (self,), {})
 
+    def take(self, index: Any, axis: Any = None, **more: Any) -> Any:
+        return run(lambda a, i: a.take(i, axis), (self, index), {})
+
     def fill(self, value: Any) -> None:
         self[...] = value
 

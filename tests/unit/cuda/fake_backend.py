@@ -27,7 +27,12 @@ from extensor_cuda.kernels.nn import (
     topk,
 )
 from extensor_cuda.kernels.optim import optimizer
-from extensor_cuda.kernels.quantize import dequantize, rowwise_columnwise, straight_through
+from extensor_cuda.kernels.quantize import (
+    dequantize,
+    odd_planes,
+    rowwise_columnwise,
+    straight_through,
+)
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.kernels.reduction import peer_barrier, reduction
 from extensor_cuda.runtime import blas, capture
@@ -53,6 +58,7 @@ TRAINING = (
     reduction,
     peer_barrier,
     straight_through,
+    odd_planes,
 )
 """Modules whose ``launch`` an emulator replaces."""
 SLOTS = 2 * kernels.SLOTS
@@ -125,8 +131,9 @@ def fake_operand(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
     return counted(x, plan.spec, stream, Counters(SLOTS, xp), (0, SLOTS), xp)
 
 
-def fake_near(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
-    return counted(x, plan.spec.replace(rebased=True), stream, Counters(SLOTS, xp), (0, SLOTS), xp)
+def fake_rebased(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
+    rebased = replace(plan, spec=plan.spec.replace(rebased=True))
+    return stored(x, rebased, stream, xp, reference.quantize)
 
 
 def stored(x: Any, plan: Any, stream: Any, xp: Any, quantizes: Any) -> Any:
@@ -137,6 +144,8 @@ def stored(x: Any, plan: Any, stream: Any, xp: Any, quantizes: Any) -> Any:
     bits = [fake.made(mask) for mask in masks]
     counters = Counters(SLOTS, xp)
     adds, memory = fake.plain(counters.array), {n: fake.plain(p) for n, p in parts.items()}
+    lost = Counters(2, xp) if plan.spec.rebased else None
+    changed = None if lost is None else fake.plain(lost.array)
     mask_memory = [fake.plain(mask) for mask in bits]
 
     def again() -> None:
@@ -146,9 +155,13 @@ def stored(x: Any, plan: Any, stream: Any, xp: Any, quantizes: Any) -> Any:
         for held, mask in zip(mask_memory, more, strict=True):
             held[...] = mask
         adds[:2] += np.array([found.saturated, found.flushed], np.uint64)
+        if changed is not None:
+            changed[0] += np.uint64(found.rebase_changed)
 
     fake.TAPE.launch(again)
-    return replace(q, **parts), OperandCounts(counters, (0, SLOTS), stats.count), *bits
+    near = None if lost is None else (lost, (0, 2))
+    counts = OperandCounts(counters, (0, SLOTS), stats.count, rebased=near)
+    return replace(q, **parts), counts, *bits
 
 
 def fake_raw(x: Any, plan: Any, stream: Any, xp: Any, stats: bool = True) -> kernels.Outputs:
@@ -200,7 +213,7 @@ def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBac
     monkeypatch.setattr(dequantize, "dequantize", fake_dequantize)
     for module in (kernels, dequantize):
         monkeypatch.setattr(module, "launch", refuse)
-    monkeypatch.setattr(quantize, "_fake_quantize_rebased", fake_near)
+    monkeypatch.setattr(quantize, "_quantize_rebased", fake_rebased)
     monkeypatch.setattr(rowwise_columnwise, "fake_quantize", fake_pair)
     monkeypatch.setattr("extensor_cuda.runtime.driver.multiprocessors", lambda device: 2)
     monkeypatch.setattr("extensor_cuda.runtime.driver.capability", lambda device: "80")

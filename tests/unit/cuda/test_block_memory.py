@@ -75,30 +75,6 @@ def test_a_layer_keeps_its_packed_operand_alone(counting: Any) -> None:
     assert out.shape == (M, 2 * D)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "width", "kept"),
-    [
-        ("mxfp4_all", 256, {"quantized_matmul layer": 2.0}),
-        ("mxfp8", 512, {"quantized_matmul layer": 2.0}),
-        ("mxfp8", 1024, {"quantized_matmul saved": 2.0}),
-        ("mxfp8_rebased", 1024, {"quantized_matmul saved": 1.01}),
-        ("int8", 1024, {"quantized_matmul saved": 1.0}),
-    ],
-)
-def test_small_products_keep_their_input(
-    counting: Any, recipe: str, width: int, kept: dict[str, float]
-) -> None:
-    """As `Recipe.saved_input` says, below 2^30 multiplications; in bytes a value."""
-    layer = nn.Linear(width, width, bias=False, rng=0).to("cuda")
-    packed = replace(get_recipe(recipe), saved_input="packed", rules=())
-    nn.apply_recipe(layer, packed, activations="bfloat16")
-    with memory_ledger(layer, device="cuda") as ledger:
-        out = layer(et.zeros((1536, width)).to("cuda").astype("bfloat16"))
-    assert out.shape == (1536, width)
-    found = [one for one in ledger.report().at(-1) if one.kind == "saved"]
-    assert {one.what: round(one.nbytes / (1536 * width), 2) for one in found} == kept
-
-
 def test_what_a_block_keeps_for_backward(counting: Any) -> None:
     forward, _ = report_of("packed", "float32")
     # The tokens, norm2's input and the block's result; q, k, v; o; GELU's input; codes and scales
@@ -106,6 +82,7 @@ def test_what_a_block_keeps_for_backward(counting: Any) -> None:
     packed = [0.5, 0.5, 2, 4 / 32]
     assert large(forward.at(-1), "saved") == listed([4, 4, 4, 6, 2, 8, *packed])
     forward, _ = report_of("packed", "mxfp8")
+    packed.append(0.5)  # of the layer out, too, since o is not kept as it is
     assert large(forward.at(-1), "saved") == listed([4, 4, *STORED, *packed])
 
 
@@ -119,9 +96,9 @@ def test_the_peak_of_a_block(counting: Any) -> None:
     # Forward, in down's product: the tokens, their sum with attention, norm2's result, GELU's, its
     # rows in FP8, down's weight in FP8, the product's result.
     products = [4, 4, 2, 8, 4, 1, 2]
-    packed = [0.5, 0.5, 2, 4 / 32]
+    packed = [0.5, 0.5, 0.5, 2, 4 / 32]
     assert large(forward.holders) == listed([*weights, *products, *STORED, *packed])
-    total = MD * (sum(weights) + sum(products) + MX8 * (1 + 3 + 1 + 4) + MX4 * (1 + 1 + 4))
+    total = MD * (sum(weights) + sum(products) + MX8 * (1 + 3 + 1 + 4) + MX4 * (1 + 1 + 1 + 4))
     assert 0 <= forward.peak - total < 0.005 * total
     assert whole.peak < 1.005 * total
 

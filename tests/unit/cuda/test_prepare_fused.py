@@ -291,6 +291,28 @@ def test_other_formats_are_the_references_as_bfloat16(
             counts()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("name", WIDE_FORMATS)
+def test_what_is_kept_of_other_formats_is_their_operand(
+    hopper: Any, name: str, rounding: str, dtype: str
+) -> None:
+    xp, spec = hopper.xp, spec_of(0, rounding).replace(format=name)
+    stream = Stream(1, 2, 3, 1, True) if rounding == "stochastic" else None
+    x = data((200, 328), dtype, "wide")
+    preparation = prepare.GemmPreparation(xp.asarray(x), [spec], [stream], FUSED, "", None, {}, xp)
+    assert not preparation.keeps_second
+    kept, counts = preparation.pack()
+    q, stats = reference.quantize(x, spec, stream)
+    for part, array in q.parts.items():
+        assert kept.q.parts[part].get().tobytes() == array.tobytes(), part
+    assert counts() == stats
+    ((alone, _),) = made_by(FUSED, preparation.x, [spec], [stream], xp)
+    made = kept.operand()
+    assert made.kind == alone.kind == "bf16"
+    np.testing.assert_array_equal(made.values(xp).get(), alone.values(xp).get())
+
+
 def flagged(hopper: Any, low: float) -> bool:
     x = np.zeros((64, 64), dtype=np.float32)
     x[0, 0], x[40, 40] = 6.0, 6.0 * low
