@@ -26,6 +26,9 @@ inline void relax() {
 
 // A job is open while `left_` counts tasks that nobody has taken. Whoever takes one may read the
 // job: its owner waits until all of them are done. So a worker that comes late needs no lock.
+//
+// The owner takes tasks from the front, workers from the back: kernels that follow one another on
+// the same arrays then find in a thread's cache, and in its table of pages, what it used before.
 class Pool {
 public:
     explicit Pool(int workers) {
@@ -42,8 +45,9 @@ public:
     }
 
     void run(int64_t tasks, Body body, void* context) {
-        body_ = body, context_ = context, tasks_ = tasks;
+        body_ = body, context_ = context;
         done_.store(0, std::memory_order_relaxed);
+        back_.store(tasks, std::memory_order_relaxed);
         left_.store(tasks);
         if (asleep_.load()) {  // counted before the sleeper looks at `left_` a last time
             {
@@ -51,27 +55,30 @@ public:
             }
             wake_.notify_all();
         }
-        while (run_task()) {
-        }
+        for (int64_t front = 0; take(); ++front) run_task(front);
         for (int spin = 0; done_.load(std::memory_order_acquire) < tasks; ++spin)
             spin < kSpins ? relax() : std::this_thread::yield();
     }
 
 private:
-    // Runs a task that nobody has taken; false if there is none.
-    bool run_task() {
+    // Whether there was a task that nobody had taken.
+    bool take() {
         int64_t left = left_.load(std::memory_order_acquire);
         do {
             if (left == 0) return false;
         } while (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel));
-        body_(context_, tasks_ - left);
-        done_.fetch_add(1, std::memory_order_release);
         return true;
+    }
+
+    void run_task(int64_t task) {
+        body_(context_, task);
+        done_.fetch_add(1, std::memory_order_release);
     }
 
     void work() {
         for (int spin = 0; !stop_.load(std::memory_order_relaxed);) {
-            if (run_task()) {
+            if (take()) {
+                run_task(back_.fetch_sub(1, std::memory_order_relaxed) - 1);
                 spin = 0;
             } else if (++spin < kSpins) {
                 relax();
@@ -92,8 +99,8 @@ private:
     std::atomic<bool> stop_{false};
     alignas(64) Body body_ = nullptr;
     void* context_ = nullptr;
-    int64_t tasks_ = 0;
     alignas(64) std::atomic<int64_t> left_{0};
+    std::atomic<int64_t> back_{0};  // one more than the task that the next worker takes
     alignas(64) std::atomic<int64_t> done_{0};
 };
 
@@ -124,11 +131,15 @@ void run_on_openmp(OpenMP parallel, int64_t tasks, Body body, void* context) {
         int64_t tasks;
         Body body;
         void* context;
-        std::atomic<int64_t> next{0};
+        std::thread::id owner = std::this_thread::get_id();
+        std::atomic<int64_t> taken{0}, front{0}, back{0};
     } job{tasks, body, context};
     const auto run_tasks = [](void* data) {
         auto& job = *static_cast<Job*>(data);
-        for (int64_t t; (t = job.next.fetch_add(1)) < job.tasks;) job.body(job.context, t);
+        const bool owner = std::this_thread::get_id() == job.owner;
+        while (job.taken.fetch_add(1) < job.tasks)
+            job.body(job.context,
+                     owner ? job.front.fetch_add(1) : job.tasks - 1 - job.back.fetch_add(1));
     };
     parallel(run_tasks, &job, 0, 0);  // 0: as many threads as its owner has set
 }

@@ -19,10 +19,6 @@ INLINE vf masked(const float* g, uint32_t bits, int count) {
 #endif
 }
 
-void transform_panel(float* x, int64_t rows, int size, const float* signs) {
-    for (int64_t i = 0; i < rows; i += size) transform_rows(x + i * VL, size, VL, signs);
-}
-
 }  // namespace
 
 void straight_through(const ClippedRows& job) {
@@ -61,19 +57,22 @@ void straight_through(const ClippedRows& job) {
 
 void clip_gradient(const QuantPlan& plan, QuantJob& job) {
     const Call call(plan, {}, job);
-    const int64_t tile = job.tile_length, padded = job.padded;
-    const float* x = static_cast<const float*>(job.x);
-    float* panel = scratch_of<float>(Slot::values, 2 * padded * VL);
-    float* gradient = panel + padded * VL;
-    float ones[128];
-    for (float& one : ones) one = 1.0f;
-    for (int64_t j = 0; j < job.inner; j += VL) {
-        const int64_t lanes = job.inner - j;
-        for (int64_t i = 0; i < padded; ++i) {
-            store(panel + i * VL, i < job.length ? load_upto(x + i * job.inner + j, lanes) : vf{});
-            store(gradient + i * VL, load_upto(job.values + i * job.inner + j, lanes));
-        }
-        if (plan.hadamard) transform_panel(panel, padded, plan.hadamard, plan.signs);
+    const int64_t tile = job.tile_length, padded = job.padded, stride = job.inner;
+    const int size = plan.hadamard;
+    float* panel = scratch_of<float>(Slot::values, padded * VL);
+    for (int64_t j = 0; j < stride; j += VL) {
+        const int64_t lanes = stride - j;
+        const float* x = static_cast<const float*>(job.x) + j;
+        float* gradient = job.values + j;
+        const auto value = [&](int64_t i) {
+            return i < job.length ? load_upto(x + i * stride, lanes) : vf{};
+        };
+        if (!size)
+            for (int64_t i = 0; i < padded; ++i) store(panel + i * VL, value(i));
+        for (int64_t at = 0; size && at < padded; at += size)
+            transform_rows(
+                size, panel + at * VL, VL, [&](int i) { return value(at + i) * plan.signs[i]; },
+                [&](int i, vf v) { store(panel + (at + i) * VL, v); });
         for (int64_t start = 0; start < padded; start += tile) {
             const int64_t rows = least(tile, padded - start);
             const float* block = panel + start * VL;
@@ -87,18 +86,22 @@ void clip_gradient(const QuantPlan& plan, QuantJob& job) {
                                              splat(static_cast<float>(rows)));
             const vf limit = splat(call.scaler.grid.top) * call.scaler.of(statistic).decode *
                              call.scaler.tensor_scale;
-            for (int64_t i = 0; i < rows; ++i) {
-                float* at = gradient + (start + i) * VL;
-                const vi inside = float_of(magnitude_bits(load(block + i * VL))) <= limit;
-                store(at, float_of(bits_of(load(at)) & reinterpret_cast<vu>(inside)));
+            for (int64_t i = start; i < start + rows; ++i) {  // the panel's values become gradients
+                float* at = panel + i * VL;
+                const vi inside = float_of(magnitude_bits(load(at))) <= limit;
+                const vf g = load_upto(gradient + i * stride, lanes);
+                store(at, float_of(bits_of(g) & reinterpret_cast<vu>(inside)));
             }
         }
-        if (plan.hadamard) transform_panel(gradient, padded, plan.hadamard, ones);
-        for (int64_t i = 0; i < padded; ++i) {
-            vf g = load(gradient + i * VL);
-            if (plan.hadamard) g = g * plan.signs[i % plan.hadamard];
-            store_upto(job.values + i * job.inner + j, g, lanes);
-        }
+        if (!size)
+            for (int64_t i = 0; i < padded; ++i)
+                store_upto(gradient + i * stride, load(panel + i * VL), lanes);
+        for (int64_t at = 0; size && at < padded; at += size)
+            transform_rows(
+                size, panel + at * VL, VL, [&](int i) { return load(panel + (at + i) * VL); },
+                [&](int i, vf v) {
+                    store_upto(gradient + (at + i) * stride, v * plan.signs[i], lanes);
+                });
     }
 }
 

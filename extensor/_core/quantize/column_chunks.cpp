@@ -113,11 +113,11 @@ void encode_any(const Call& call, const ColumnChunk& p, const Scales (&s)[4], Ra
 }
 
 // Values of a chunk whose blocks hold only numbers.
-template <bool Words, bool Divide, bool Bounded, bool Scaled>
+template <class Round, bool Words>
 void round_chunk(const Call& call, const ColumnChunk& p, const Scales (&s)[4], RandomWords words,
                  LaneCounts& counted_out) {
     const QuantJob& job = call.job;
-    const PlainValues<Words, Divide, Bounded, Scaled> round(call);
+    const Round round(call);
     LaneCounts counted = counted_out;
     const float* column_tile = p.column_tile.widened(p.rows);
     float* to =
@@ -125,11 +125,11 @@ void round_chunk(const Call& call, const ColumnChunk& p, const Scales (&s)[4], R
     for (int64_t k = 0; k < p.vectors(); ++k) {
         const float* x = column_tile + k * VL;
         float* out = to + k * VL;
-        const vf apply = s[k].apply, decode = s[k].decode;
+        const auto block = round.block(s[k].apply, s[k].decode);
         const int64_t lanes = p.lanes - k * VL;
         for (int64_t i = 0; i < p.real; ++i, x += kTileColumns, out += job.inner) {
             const vu word = Words ? words(i, static_cast<int>(k)) : vu{};
-            const vf value = round(load(x), word, apply, decode, counted);
+            const vf value = round(load(x), word, block, counted);
             if (lanes >= VL)
                 store(out, value);
             else
@@ -191,17 +191,19 @@ void encode_chunk(const Call& call, const ColumnChunk& p, const vu (&amax)[4],
     }
     for (int64_t i = 0; i < p.rows; ++i) prefetch.row(i);
     if constexpr (!Codes) {
-        vu numbers = splat(~0u), bounded = numbers;
+        vu numbers = splat(~0u), bounded = numbers, moderate = numbers;
         for (int64_t k = 0; k < p.vectors(); ++k) {
             numbers &= s[k].live;
             const vf top = float_of(amax[k]);
-            const vf largest = Divide ? top / s[k].apply : top * s[k].apply;
+            const vf largest =
+                (Divide ? top / s[k].apply : top * s[k].apply) * call.plan.element_scale;
             bounded &= reinterpret_cast<vu>(Words ? largest <= grid.top : largest < grid.limit);
+            moderate &= is_moderate(amax[k], s[k].decode);
         }
         if (has_plain_values<Divide>(call) && all_lanes(numbers))
-            return for_plain_values(call, all_lanes(bounded), [&]<bool Bounded, bool Scaled>() {
-                round_chunk<Words, Divide, Bounded, Scaled>(call, p, s, words, counted);
-            });
+            return for_plain_values<Words, Divide>(
+                call, all_lanes(bounded), all_lanes(moderate),
+                [&]<class Round>() { round_chunk<Round, Words>(call, p, s, words, counted); });
     }
     encode_any<Words, Divide, Codes>(call, p, s, words, out, counted);
 }

@@ -50,6 +50,7 @@ void for_chunks(const Call& call, const Cut& cut, int64_t rows, Counts* counts, 
         column_tile.bf16 = bf16;
         const bool lies_in_tiles =
             job.inner == kTileColumns && job.type == FloatType::float32 && !call.plan.hadamard;
+        const bool transforms_floats = job.type == FloatType::float32 && call.plan.hadamard;
         LaneCounts counted;
         for (int64_t unit = first; unit < last; unit += cut.unit) {
             const int64_t bottom = least(unit + cut.unit, rows);
@@ -66,9 +67,12 @@ void for_chunks(const Call& call, const Cut& cut, int64_t rows, Counts* counts, 
                     else if (bf16)
                         fill_bf16_tile(static_cast<const bfloat16*>(corner.at), job.inner, real,
                                        depth, p.lanes, bf16);
+                    else if (transforms_floats)
+                        fill_transformed(call.plan, static_cast<const float*>(corner.at), job.inner,
+                                         real, depth, p.lanes, column_tile.f32);
                     else
                         fill_column_tile(corner, job.inner, real, depth, p.lanes, column_tile.f32);
-                    if (call.plan.hadamard)
+                    if (call.plan.hadamard && !transforms_floats)
                         transform_columns(call.plan, least(depth, job.padded - top),
                                           column_tile.f32);
                     Prefetch prefetch;

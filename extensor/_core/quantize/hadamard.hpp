@@ -68,30 +68,39 @@ INLINE void transform_run(int size, Load load_at, const float* signs, float* out
     }
 }
 
-// The transform of VL columns of `size` rows, `stride` floats apart, in place.
-INLINE void transform_rows(float* x, int size, int64_t stride, const float* signs) {
+// The transform of VL columns of `size` rows, which `load_row` gives and `store_row` takes; rows of
+// `panel`, `stride` floats apart, hold them in between, and may be those that are loaded or stored.
+template <class Load, class Store>
+INLINE void transform_rows(int size, float* panel, int64_t stride, Load load_row, Store store_row) {
     constexpr int kFirst = 16;  // rows that registers hold
     const vf scale = hadamard_scale(size);
     for (int i = 0; i < size; i += kFirst) {
-        float* at = x + i * stride;
         vf v[kFirst];
 #pragma GCC unroll 16
-        for (int k = 0; k < kFirst; ++k) v[k] = load(at + k * stride) * signs[i + k];
+        for (int k = 0; k < kFirst; ++k) v[k] = load_row(i + k);
         butterflies(v);
 #pragma GCC unroll 16
         for (int k = 0; k < kFirst; ++k)
-            store(at + k * stride, size == kFirst ? v[k] * scale : v[k]);
+            size == kFirst ? store_row(k, v[k] * scale) : store(panel + (i + k) * stride, v[k]);
     }
     for (int s = kFirst; s < size; s *= 2) {
         const bool last = 2 * s == size;
         for (int i = 0; i < size; i += 2 * s) {
             for (int j = i; j < i + s; ++j) {
-                const vf low = load(x + j * stride), high = load(x + (j + s) * stride);
-                store(x + j * stride, last ? (low + high) * scale : low + high);
-                store(x + (j + s) * stride, last ? (low - high) * scale : low - high);
+                float *low = panel + j * stride, *high = low + s * stride;
+                const vf a = load(low), b = load(high);
+                last ? store_row(j, (a + b) * scale) : store(low, a + b);
+                last ? store_row(j + s, (a - b) * scale) : store(high, a - b);
             }
         }
     }
+}
+
+// The same in place.
+INLINE void transform_rows(float* x, int size, int64_t stride, const float* signs) {
+    transform_rows(
+        size, x, stride, [&](int i) { return load(x + i * stride) * signs[i]; },
+        [&](int i, vf v) { store(x + i * stride, v); });
 }
 
 }  // namespace EXTENSOR_ISA

@@ -1,5 +1,6 @@
 // Rounds values on a grid and decodes them again, for blocks that hold only numbers: the operations
-// of `quantize_vector` that such blocks need, in the same order.
+// of `quantize_vector` that such blocks need, in the same order; or fewer, with the same bits,
+// where scales are powers of two.
 #pragma once
 
 #include "quantize/quantize.hpp"
@@ -13,24 +14,39 @@ INLINE void add_where(vi& lanes, __mmask16 mask) {
     const __m512i count = reinterpret_cast<__m512i>(lanes);
     lanes = reinterpret_cast<vi>(_mm512_mask_sub_epi32(count, mask, count, _mm512_set1_epi32(-1)));
 }
-INLINE void count_saturated(vf r, float top, LaneCounts& counted) {
-    add_where(counted.saturated, _mm512_cmp_ps_mask(r, _mm512_set1_ps(top), _CMP_GT_OQ));
+INLINE void count_saturated(vf r, vf top, LaneCounts& counted) {
+    add_where(counted.saturated, _mm512_cmp_ps_mask(r, top, _CMP_GT_OQ));
 }
 INLINE void count_flushed(vf x, vf value, LaneCounts& counted) {
     const __mmask16 zero = _mm512_cmp_ps_mask(value, _mm512_setzero_ps(), _CMP_EQ_OQ);
     add_where(counted.flushed, _mm512_mask_cmp_ps_mask(zero, x, _mm512_setzero_ps(), _CMP_NEQ_UQ));
 }
+// The magnitude of r with the sign of x.
+INLINE vf with_sign(vf r, vf x) {
+    return reinterpret_cast<vf>(
+        _mm512_ternarylogic_epi32(reinterpret_cast<__m512i>(r), reinterpret_cast<__m512i>(x),
+                                  _mm512_set1_epi32(static_cast<int>(kMagnitude)), 0xE4));
+}
 #else
-INLINE void count_saturated(vf r, float top, LaneCounts& counted) { counted.saturated -= r > top; }
+INLINE void count_saturated(vf r, vf top, LaneCounts& counted) { counted.saturated -= r > top; }
 INLINE void count_flushed(vf x, vf value, LaneCounts& counted) {
     counted.flushed -= (x != 0.0f) & (value == 0.0f);
 }
+INLINE vf with_sign(vf r, vf x) {
+    return float_of((bits_of(r) & kMagnitude) | (bits_of(x) & kSign));
+}
 #endif
 
-// What the blocks of a call have in common. `Bounded`: no value is beyond the grid's top. `Scaled`:
-// the elements' or the tensor's scale is not one, by which no product is rounded.
-template <bool Words, bool Divide, bool Bounded, bool Scaled>
+// Scales that are not one: by one no product is rounded.
+enum class Factors { none, element, all };
+
+// What the blocks of a call have in common. `Bounded`: no value is beyond the grid's top.
+template <bool Words, bool Divide, bool Bounded, Factors Which>
 struct PlainValues {
+    struct Block {
+        vf apply, decode;
+    };
+
     const Grid grid;
     const vf element_scale, tensor_scale;
 
@@ -39,22 +55,57 @@ struct PlainValues {
           element_scale(splat(call.plan.element_scale)),
           tensor_scale(splat(call.scaler.tensor_scale)) {}
 
-    INLINE vf operator()(vf x, vu word, vf apply, vf decode, LaneCounts& counted) const {
-        vf y = Divide ? x / apply : x * apply;
-        if constexpr (Scaled) y = y * element_scale;
+    INLINE Block block(vf apply, vf decode) const { return {apply, decode}; }
+
+    INLINE vf operator()(vf x, vu word, const Block& b, LaneCounts& counted) const {
+        vf y = Divide ? x / b.apply : x * b.apply;
+        if constexpr (Which != Factors::none) y = y * element_scale;
         vf magnitude = float_of(bits_of(y) & kMagnitude);
         if constexpr (!Bounded) magnitude = smaller(magnitude, splat(grid.clamp));
-        vu exponent, steps;
-        vf r = round_magnitude<Words>(magnitude, word, grid, exponent, steps);
+        vf r = rounded_magnitude<Words>(magnitude, word, grid);
         if constexpr (!Bounded) {
-            count_saturated(r, grid.top, counted);
+            count_saturated(r, splat(grid.top), counted);
             r = smaller(r, splat(grid.top));
         }
-        vu sign = bits_of(y) & kSign;
+        vf value = with_sign(r, y);
         if constexpr (Divide)  // a fixed-point grid has no negative zero
-            sign &= grid.float_mask | reinterpret_cast<vu>(r > 0.0f);
-        vf value = float_of(bits_of(r) | sign) * decode;
-        if constexpr (Scaled) value = value * tensor_scale;
+            value = float_of(bits_of(value) & (grid.float_mask | reinterpret_cast<vu>(r > 0.0f)));
+        value = value * b.decode;
+        if constexpr (Which == Factors::all) value = value * tensor_scale;
+        count_flushed(x, value, counted);
+        return value;
+    }
+};
+
+// Nearest values under scales that are powers of two, within `is_moderate`: a grid times a power of
+// two is a grid, on which x itself is rounded.
+template <bool Bounded>
+struct PowerValues {
+    struct Block {
+        vu lowest;  // the exponent field of the least normal value
+        vf top;
+    };
+
+    const uint32_t lowest, up;
+    const float top;
+
+    explicit PowerValues(const Call& call)
+        : lowest(call.scaler.grid.lowest - (127u << 23)),
+          up(static_cast<uint32_t>(23 - call.scaler.grid.mantissa_bits) << 23),
+          top(call.scaler.grid.top) {}
+
+    INLINE Block block(vf, vf decode) const { return {bits_of(decode) + lowest, decode * top}; }
+
+    INLINE vf operator()(vf x, vu, const Block& b, LaneCounts& counted) const {
+        // As round_magnitude, on both sides of zero.
+        const vf anchor = with_sign(float_of(larger(bits_of(x) & kExponentMask, b.lowest) + up), x);
+        vf r = (x + anchor) - anchor;
+        if constexpr (!Bounded) {
+            r = float_of(bits_of(r) & kMagnitude);
+            count_saturated(r, b.top, counted);
+            r = smaller(r, b.top);
+        }
+        const vf value = with_sign(r, x);
         count_flushed(x, value, counted);
         return value;
     }
@@ -67,14 +118,24 @@ INLINE bool has_plain_values(const Call& call) {
     return (Divide || grid.float_mask) && grid.zeros == Zeros::kept && !grid.offset;
 }
 
-// body<Bounded, Scaled>() as the call needs it; `bounded`: its blocks' largest magnitudes say so.
-template <class Body>
-INLINE void for_plain_values(const Call& call, bool bounded, Body body) {
-    const bool scaled = call.plan.element_scale != 1 || call.scaler.tensor_scale != 1;
-    if (bounded && call.scaler.bounded() && call.plan.element_scale <= 1)
-        scaled ? body.template operator()<true, true>() : body.template operator()<true, false>();
-    else
-        scaled ? body.template operator()<false, true>() : body.template operator()<false, false>();
+// body<Round>() with the type above that the call needs. `bounded`: its blocks' largest magnitudes
+// say so; `moderate`: they all are.
+template <bool Words, bool Divide, class Body>
+INLINE void for_plain_values(const Call& call, bool bounded, bool moderate, Body body) {
+    const bool within = bounded && call.scaler.bounded();
+    const bool scaled = call.plan.element_scale != 1;
+    if constexpr (!Words && !Divide)
+        if (call.plan.scale == Scale::e8m0 && call.plan.statistic != Statistic::percentile &&
+            moderate && !scaled)
+            return within ? body.template operator()<PowerValues<true>>()
+                          : body.template operator()<PowerValues<false>>();
+    const auto with = [&]<Factors Which>() {
+        within ? body.template operator()<PlainValues<Words, Divide, true, Which>>()
+               : body.template operator()<PlainValues<Words, Divide, false, Which>>();
+    };
+    if (call.scaler.tensor_scale != 1) return with.template operator()<Factors::all>();
+    scaled ? with.template operator()<Factors::element>()
+           : with.template operator()<Factors::none>();
 }
 
 }  // namespace EXTENSOR_ISA

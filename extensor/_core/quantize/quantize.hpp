@@ -113,12 +113,19 @@ INLINE vu is_plain(const Scales& s, vu amax, float tensor_scale, const Grid& gri
     return in_range(s, amax, grid) & (seen | reinterpret_cast<vu>(amax == 0u));
 }
 
+// Blocks whose values, scales and what they are added to lie far within float32's normal numbers.
+INLINE vu is_moderate(vu amax, vf decode) {
+    return reinterpret_cast<vu>((float_of(amax) < 0x1p60f) & (decode > 0x1p-60f) &
+                                (decode < 0x1p60f));
+}
+
 // The scales of `total` tiles as arrays, in the thread's scratch, from their statistics.
 struct ScaleArrays {
     float *apply, *decode;
     uint32_t *live, *stored;
-    // Of all tiles: is_plain, all numbers, below Grid::limit, not above the grid's top.
-    vu plain, numbers, bounded, within;
+    // Of all tiles: is_plain, all numbers, below Grid::limit, not above the grid's top,
+    // is_moderate.
+    vu plain, numbers, bounded, within, moderate;
 
     ScaleArrays(const Call& call, const uint32_t* maxima, int64_t total);
 

@@ -54,6 +54,18 @@ struct Grid {
     }
 };
 
+#if defined(__AVX512F__)
+constexpr int kUp = _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC;
+
+// s - w, w = word / 2**32 in [0, 1), whose ceiling is floor(s) + (frac(s) > w). Rounding w down to
+// a float keeps the comparison, as frac(s) is a float; rounding s - w up keeps the ceiling.
+INLINE vf less_word(vf s, vu word) {
+    const __m512 w = _mm512_cvt_roundepu32_ps(reinterpret_cast<__m512i>(word),
+                                              _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    return _mm512_fnmadd_round_ps(w, _mm512_set1_ps(0x1p-32f), s, kUp);
+}
+#endif
+
 // |y| on the grid continued without a top: the value, and the steps above the binade's spacing
 // base. With Words, rounds up exactly when frac * 2**32 > word; else to nearest even.
 template <bool Words>
@@ -69,14 +81,8 @@ INLINE vf round_magnitude(vf magnitude, vu word, const Grid& g, vu& exponent, vu
         const vu spacing = exponent - (static_cast<uint32_t>(g.mantissa_bits) << 23);
         const vf scaled = magnitude * float_of((254u << 23) - spacing);  // exact
 #if defined(__AVX512F__)
-        // floor(s) + (frac(s) > w) is ceil(s - w) for w = word / 2**32 in [0, 1). Rounding w down
-        // to a float keeps the comparison, as frac(s) is a float; rounding s - w up keeps the
-        // ceiling.
-        constexpr int up = _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC;
-        const __m512 w = _mm512_cvt_roundepu32_ps(reinterpret_cast<__m512i>(word),
-                                                  _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-        const __m512 rest = _mm512_fnmadd_round_ps(w, _mm512_set1_ps(0x1p-32f), scaled, up);
-        const vi rounded = reinterpret_cast<vi>(_mm512_cvt_roundps_epi32(rest, up));
+        const vi rounded =
+            reinterpret_cast<vi>(_mm512_cvt_roundps_epi32(less_word(scaled, word), kUp));
 #else
         const vi floor = __builtin_convertvector(scaled, vi);
         const vf fraction = scaled - __builtin_convertvector(floor, vf);  // exact
@@ -92,6 +98,21 @@ INLINE vf round_magnitude(vf magnitude, vu word, const Grid& g, vu& exponent, vu
         steps = reinterpret_cast<vu>(rounded);
         return __builtin_convertvector(rounded, vf) * float_of(spacing);
     }
+}
+
+// The same without steps; a zero may have either sign.
+template <bool Words>
+INLINE vf rounded_magnitude(vf magnitude, vu word, const Grid& g) {
+#if defined(__AVX512F__)
+    if constexpr (Words) {
+        const vu exponent = larger(bits_of(magnitude) & g.exponent_mask, splat(g.lowest));
+        const vu spacing = exponent - (static_cast<uint32_t>(g.mantissa_bits) << 23);
+        const vf rest = less_word(magnitude * float_of((254u << 23) - spacing), word);
+        return _mm512_roundscale_ps(rest, kUp) * float_of(spacing);
+    }
+#endif
+    vu exponent, steps;
+    return round_magnitude<Words>(magnitude, word, g, exponent, steps);
 }
 
 // What it takes to encode and decode each lane's block.

@@ -38,21 +38,24 @@ ScaleArrays::ScaleArrays(const Call& call, const uint32_t* maxima, int64_t total
     const Grid& grid = call.scaler.grid;
     const bool divide = divides(call.plan), checked = call.job.codes && !divide;
     vu all_plain = splat(checked ? ~0u : 0u), all_bounded = splat(~0u), all_within = all_bounded;
+    vu all_moderate = all_bounded;
     numbers = all_bounded;
     for (int64_t i = 0; i < total; i += VL, arrays += VL) {
         const vu amax = bits_of(load_upto(reinterpret_cast<const float*>(maxima) + i, total - i));
         const Scales s = call.scaler.of(amax);
         if (checked) all_plain &= is_plain(s, amax, call.scaler.tensor_scale, grid);
         numbers &= s.live;
-        const vf largest = divide ? float_of(amax) / s.apply : float_of(amax) * s.apply;
+        const vf largest = (divide ? float_of(amax) / s.apply : float_of(amax) * s.apply) *
+                           call.plan.element_scale;
         all_bounded &= reinterpret_cast<vu>(largest < grid.limit);
         all_within &= reinterpret_cast<vu>(largest <= grid.top);
+        all_moderate &= is_moderate(amax, s.decode);
         store(arrays, s.apply);
         store(arrays + room, s.decode);
         store(arrays + 2 * room, float_of(s.live));
         store(arrays + 3 * room, float_of(s.stored));
     }
-    plain = all_plain, bounded = all_bounded, within = all_within;
+    plain = all_plain, bounded = all_bounded, within = all_within, moderate = all_moderate;
 }
 
 void prepare(const Call& call, int64_t row, int64_t start, int64_t count, float* out) {

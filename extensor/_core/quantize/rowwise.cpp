@@ -4,9 +4,6 @@
 // level-1 cache and the next ones are being fetched. Everything else takes the loops of
 // encode_chunk.
 
-#include <atomic>
-#include <thread>
-
 #include "quantize/plain_values.hpp"
 #include "quantize/row_groups.hpp"
 
@@ -16,31 +13,29 @@ namespace {
 // ---- codes or values of a chunk, whatever its tiles ----
 
 // Values of a chunk whose blocks hold only numbers. Words of a tile are `word_stride` apart.
-template <bool Words, bool Divide, bool Bounded, bool Scaled>
+template <class Round, bool Words>
 void round_chunk(const Call& call, Values v, const RowChunk& p, const ScaleArrays& scales,
                  const uint32_t* words, int64_t word_stride, LaneCounts& counted_out) {
     const QuantJob& job = call.job;
     const int64_t tile = job.tile_length;
-    const PlainValues<Words, Divide, Bounded, Scaled> round(call);
+    const Round round(call);
     LaneCounts counted = counted_out;
     int64_t at = 0;
     for (int64_t r = 0; r < p.rows; ++r) {
         const float* x = v.x + r * v.stride;
         float* out = job.values + (p.first + r) * job.padded + p.start * tile;
         for (int64_t left = v.padded; left > 0; left -= tile, ++at, x += tile, out += tile) {
-            const vf apply = splat(scales.apply[at]), decode = splat(scales.decode[at]);
+            const auto block = round.block(splat(scales.apply[at]), splat(scales.decode[at]));
             const uint32_t* w = words + at * word_stride;
             const int64_t n = least(tile, left);
             int64_t i = 0;
             for (; i + VL <= n; i += VL)
-                store(out + i,
-                      round(load(x + i), Words ? load(w + i) : vu{}, apply, decode, counted));
+                store(out + i, round(load(x + i), Words ? load(w + i) : vu{}, block, counted));
             if (i == n) continue;
             const int rest = static_cast<int>(n - i);
-            store_part(
-                out + i,
-                round(load_part(x + i, rest), Words ? load(w + i) : vu{}, apply, decode, counted),
-                rest);
+            store_part(out + i,
+                       round(load_part(x + i, rest), Words ? load(w + i) : vu{}, block, counted),
+                       rest);
         }
     }
     counted_out = counted;
@@ -62,11 +57,11 @@ void encode_chunk(const Call& call, Values v, const RowChunk& p, const uint32_t*
         Words ? random_words(call, Philox(call.stream), p, word_stride) : nullptr;
     if constexpr (!Codes)
         if (has_plain_values<Divide>(call) && all_lanes(scales.numbers))
-            return for_plain_values(call, all_lanes(Words ? scales.within : scales.bounded),
-                                    [&]<bool Bounded, bool Scaled>() {
-                                        round_chunk<Words, Divide, Bounded, Scaled>(
-                                            call, v, p, scales, words, word_stride, counted_out);
-                                    });
+            return for_plain_values<Words, Divide>(
+                call, all_lanes(Words ? scales.within : scales.bounded), all_lanes(scales.moderate),
+                [&]<class Round>() {
+                    round_chunk<Round, Words>(call, v, p, scales, words, word_stride, counted_out);
+                });
     uint8_t* unpacked = Codes ? scratch_of<uint8_t>(Slot::codes, padded + 4 * VL) : nullptr;
     // Whole tiles that the block encoder does at once; the loop below does the rest of each row.
     int64_t batched = 0;
@@ -326,15 +321,9 @@ struct RowTasks {
         count = ceil_div(rows, step) * parts;
     }
 
-    // The calling thread begins at the front, others at the back: in each call a thread reads
-    // memory that it read before, which its caches and its table of pages still hold.
     template <class Body>
     void run(const Call& call, Body body) const {
-        const auto caller = std::this_thread::get_id();
-        std::atomic<int64_t> front{0}, back{0};
-        threads::run(count, 8 * rows * call.job.padded, [&](int64_t) {
-            const bool mine = std::this_thread::get_id() == caller;
-            const int64_t task = mine ? front.fetch_add(1) : count - 1 - back.fetch_add(1);
+        threads::run(count, 8 * rows * call.job.padded, [&](int64_t task) {
             const int64_t first = task / parts * step, start = task % parts * tiles;
             body(task, RowChunk{first, least(step, rows - first), start,
                                 least(tiles, call.tiles - start)});
