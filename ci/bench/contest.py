@@ -42,7 +42,7 @@ __all__ = [
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 GPU_PACKAGES = ("numpy", "torch", "cupy-cuda13x", "cuda-core", "nvidia-cuda-nvrtc")
-VARIABLES = ("OMP_NUM_THREADS", "EXTENSOR_CORE")
+VARIABLES = ("OMP_NUM_THREADS", "EXTENSOR_NUM_THREADS", "EXTENSOR_CORE")
 """Environment variables that a record's command repeats."""
 SETTLE_S = 0.15
 """Pause between turns, for the threads of the one before to go to sleep."""
@@ -51,27 +51,36 @@ Make = Callable[..., Callable[[], None]]
 """A module-level function that gives the work to time; called in the contestant's process."""
 
 
-def _contestant(make: Make, arguments: tuple[Any, ...], pipe: Connection) -> None:
+def _contestant(
+    make: Make, arguments: tuple[Any, ...], pipe: Connection, clock: Callable[[], float]
+) -> None:
     work = make(*arguments)
     while (burst := pipe.recv()) is not None:
         for _ in range(min(3, burst)):
             work()
-        start = time.perf_counter()
+        start = clock()
         for _ in range(burst):
             work()
-        pipe.send((time.perf_counter() - start) / burst)
+        pipe.send((clock() - start) / burst)
 
 
 def measure(
-    contestants: dict[str, tuple[Make, tuple[Any, ...]]], rounds: int, burst: int
+    contestants: dict[str, tuple[Make, tuple[Any, ...]]],
+    rounds: int,
+    burst: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of one run of each contestant's work, in ``rounds`` turns of ``burst``."""
+    """Median seconds of one run of each contestant's work, in ``rounds`` turns of ``burst``.
+
+    ``clock``: `time.process_time` counts the work of all threads, and of none that waits for a CPU.
+    """
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for name, (make, arguments) in contestants.items():
         pipes[name], child = context.Pipe()
-        context.Process(target=_contestant, args=(make, arguments, child), daemon=True).start()
+        call = (make, arguments, child, clock)
+        context.Process(target=_contestant, args=call, daemon=True).start()
     for turn in range(rounds + 1):
         for name, pipe in pipes.items():
             pipe.send(burst)

@@ -4,15 +4,20 @@
     EXTENSOR_CORE=0 python ci/bench/cpu_step.py                       # numpy only
     python ci/bench/cpu_step.py --model resnet --batches 16 --recipes mxfp8_nvidia --rounds 5
     OMP_NUM_THREADS=2 python ci/bench/cpu_step.py --model gpt --batches 12
+    EXTENSOR_NUM_THREADS=1 OMP_NUM_THREADS=1 python ci/bench/cpu_step.py --recipes all --cpu-time
 
 A step is forward, loss, backward and update: of image models on random images by SGD with momentum,
 of a GPT (nanoGPT's CPU setting: 4 blocks of width 128, windows of 64 random tokens) by AdamW after
 clipping. All take as many threads (see contest.py for how they take turns). Medians are reported
 and written, with machine and versions, to ci/bench/results/. Needs torch (extra ``bench``).
+
+``--cpu-time`` takes the process' CPU time in place of the clock's: with one thread its ratios
+depend little on what else the machine does. ``--recipes all`` takes every recipe.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,6 +32,7 @@ from extensor.config import num_threads, use_core
 from extensor.models.gpt.configs import GPTConfig
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW, clip_grad_norm
+from extensor.quant.recipes import RECIPES
 
 SHAPES = {"lenet": (1, 28, 28), "resnet": (3, 32, 32), "gpt": (GPTConfig().context,)}
 """The inputs of each model: LeNet-5, ResNet-18 as it is trained on CIFAR-10, and a GPT."""
@@ -106,13 +112,18 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="lenet")
     parser.add_argument("--recipes", default="mxfp4,mxfp8_nvidia,nvfp4_nvidia")
     parser.add_argument("--batches", default="64,256")
+    parser.add_argument("--cpu-time", action="store_true", help="of one thread: on busy machines")
     args = arguments(parser)
+    recipes = [name for name in RECIPES if name != "fp32"]
+    if args.recipes != "all":
+        recipes = [name for name in args.recipes.split(",") if name]
+    clock = time.process_time if args.cpu_time else time.perf_counter
     rows: list[dict[str, Any]] = []
     for batch in (int(n) for n in args.batches.split(",")):
-        names = ["torch", "fp32", *(name for name in args.recipes.split(",") if name)]
+        names = ["torch", "fp32", *recipes]
         contestants = {name: (contestant, (args.model, name, batch)) for name in names}
         burst = {"lenet": max(1, 640 // batch), "resnet": 1, "gpt": 10}[args.model]
-        seconds = measure(contestants, args.rounds, burst)
+        seconds = measure(contestants, args.rounds, burst, clock)
         rows += shown(
             {
                 "batch": batch,
@@ -125,7 +136,8 @@ def main() -> None:
             for name, value in seconds.items()
         )
     core = "core" if use_core() else "numpy"
-    write(f"{args.model}-step-{core}", rows, args=args)
+    name = f"{args.model}-step-{core}" + "-cpu-time" * args.cpu_time
+    write(name, rows, args=args)
 
 
 if __name__ == "__main__":
