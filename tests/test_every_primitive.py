@@ -98,6 +98,7 @@ def test_only_what_has_no_slope_is_without_gradient() -> None:
         "nextafter": "the next float of the dtype is no function of real numbers",
         **dict.fromkeys(("imag", "real_part"), "of complex numbers"),
         **dict.fromkeys(("block_scaled_matmul", "dequantize"), "of codes"),
+        "grouped_weight_only_matmul": "of codes; tests/unit/nn/test_mixture.py",
         **dict.fromkeys(("quantize", "quantized_matmul", "quantized_conv2d"), "straight-through"),
         **dict.fromkeys(("prequantized_matmul", "prequantized_conv2d"), "straight-through"),
         "take_rows": "of codes; tests/unit/optim/test_weights_in_blocks.py",

@@ -15,7 +15,7 @@ from extensor.nn import init
 from extensor.nn.checks import check_last_axes, check_size, check_width
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
-from extensor.ops.block_scaled import weight_only_linear
+from extensor.ops.block_scaled import grouped_weight_only_linear, weight_only_linear
 from extensor.ops.joining import stack
 from extensor.ops.matmul import linear
 from extensor.ops.prequantized import prequantized_matmul
@@ -124,21 +124,23 @@ class Linear(GemmLayer):
         return f"{self.in_features}, {self.out_features}{bias}"
 
 
-def can_group(layers: Sequence[Module], x: ExTensor) -> bool:
-    """Whether `grouped_linear` takes layers: packed weights alone, where that is quicker.
+def can_group(layers: Sequence[Module], x: ExTensor, gradients: bool = False) -> bool:
+    """Whether layers run together: packed weights alone, where that is quicker.
 
     Args:
         layers: of one kind, with biases or without.
         x: what they would read.
+        gradients: whether what runs them has gradients, as `grouped_linear` does.
 
     Returns:
-        False on a CPU, with gradients, dense weights, quantized activations, hooks or adapters.
+        False on a CPU, with gradients that it lacks, dense weights, quantized activations, hooks or
+        adapters.
 
     >>> from extensor.nn.linear import can_group
     >>> can_group([et.nn.Linear(4, 2), et.nn.Linear(4, 2)], et.ones((3, 4)))
     False
     """
-    if not x.backend.groups_products or is_grad_enabled():
+    if not x.backend.groups_products or (is_grad_enabled() and not gradients):
         return False
     alike = len({getattr(layer, "quant", None) is None for layer in layers}) == 1
     return alike and all(type(layer) is Linear and layer.is_weight_only for layer in layers)
@@ -175,8 +177,10 @@ def apply_all(layers: Sequence[Linear], x: ExTensor) -> Sequence[ExTensor]:
 def grouped_linear(layers: Sequence[Linear], x: ExTensor, ends: Sequence[int]) -> ExTensor:
     """What layers make of a group of rows each, in one product.
 
+    The gradient of x decodes one weight at a time.
+
     Args:
-        layers: one for each group, for which `can_group` holds.
+        layers: one for each group, for which `can_group` holds with gradients.
         x: (M, K), the rows of each group together.
         ends: where each group's rows end, one or more to a group.
 
@@ -188,8 +192,7 @@ def grouped_linear(layers: Sequence[Linear], x: ExTensor, ends: Sequence[int]) -
     >>> grouped_linear(layers, et.ones((3, 32)), [1, 3]).shape
     (3, 2)
     """
-    out = x.backend.grouped_weight_only_matmul(x.data, [one.weight.data for one in layers], ends)
-    y = wrap(out, x.backend)
+    y = grouped_weight_only_linear(x, [one.weight for one in layers], ends)
     if layers[0].quant is not None:
         y = y.to(x.dtype)
     biases = [layer.bias for layer in layers if layer.bias is not None]

@@ -30,13 +30,14 @@ from extensor.autograd.tensor import ExTensor
 from extensor.backends.generic.quantize import weight_activations
 from extensor.backends.protocol import Array, Backend
 from extensor.dtypes import float32, promote
+from extensor.ops.joining import concatenate
 from extensor.ops.matmul import as_rows
 from extensor.ops.quantize import dequantize, quantize
 from extensor.quant import views
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["matrix_product", "weight_only_linear"]
+__all__ = ["grouped_weight_only_linear", "matrix_product", "weight_only_linear"]
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -223,3 +224,62 @@ def _block_scaled_matmul(a: ExTensor, b: ExTensor) -> ExTensor:
             along the one before.
     """
     return apply("block_scaled_matmul", a, b)
+
+
+def _rows_of_groups(x: ExTensor, ends: Sequence[int]) -> list[ExTensor]:
+    return [x[start:end] for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+def _grouped_vjp(
+    index: int, g: ExTensor, out: None, x: ExTensor, *weights: ExTensor, ends: tuple[int, ...]
+) -> ExTensor:
+    """Straight-through; of x, one weight is decoded at a time."""
+    groups = _rows_of_groups(g, ends)
+    if index:
+        return groups[index - 1].swapaxes(0, 1) @ _rows_of_groups(x, ends)[index - 1]
+    return concatenate(
+        [rows @ dequantize(weight) for rows, weight in zip(groups, weights, strict=True)]
+    )
+
+
+def _grouped_samples(rng: np.random.Generator) -> Iterator[Sample]:
+    x = ExTensor(rng.standard_normal((5, 64)).astype(np.float32))
+    weights = [rng.standard_normal((3, 64)).astype(np.float32) for _ in range(2)]
+    yield Sample((x, [quantize(ExTensor(w), QuantSpec("mxfp4")) for w in weights], (1, 5)))
+
+
+@primitive(
+    forward=lambda backend, x, *weights, ends: backend.grouped_weight_only_matmul(x, weights, ends),
+    vjp_at=_grouped_vjp,
+    reads="inputs",
+    mixed=True,
+    takes_blocked=True,
+    samples=_grouped_samples,
+)
+def _grouped_weight_only_matmul(
+    x: ExTensor, weights: Sequence[ExTensor], ends: Sequence[int]
+) -> ExTensor:
+    """The product of each group of rows with a packed matrix of its own, float32 (M, N).
+
+    Args:
+        x: (M, K), the rows of each group together; float32 or bfloat16.
+        weights: (N, K) each, blocked along K.
+        ends: where each group's rows end, one or more to a group.
+    """
+    return grouped_weight_only_linear(x, weights, ends)
+
+
+def grouped_weight_only_linear(
+    x: ExTensor, weights: Sequence[ExTensor], ends: Sequence[int]
+) -> ExTensor:
+    """`linear` of each group of rows, by layers that have checked their input.
+
+    Args:
+        x: (M, K), the rows of each group together; float32 or bfloat16.
+        weights: (N, K) each, blocked along K.
+        ends: where each group's rows end, one or more to a group.
+
+    Returns:
+        (M, N), float32.
+    """
+    return apply("grouped_weight_only_matmul", x, *weights, ends=tuple(ends))

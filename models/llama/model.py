@@ -151,7 +151,7 @@ class Expert(nn.Module):
         """What experts make of the rows of each, in three products; None if they run alone."""
         config = self.config
         gates, ups, downs = ([getattr(e, part) for e in experts] for part in config.parts)
-        if not can_group([*gates, *ups, *downs], x):
+        if not can_group([*gates, *ups, *downs], x, gradients=True):
             return None
         gate, up = grouped_linear(gates, x, ends), grouped_linear(ups, x, ends)
         hidden = gated_silu(gate, up, alpha=config.alpha, limit=config.limit)
