@@ -15,14 +15,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from extensor.cli import (
-    Sheet,
+from extensor.cli.formats import (
     dialect_sheet,
     element_sheet,
     format_sheet,
     layout_sheet,
     scale_sheet,
 )
+from extensor.cli.sheet import Sheet
 from extensor.formats import ELEMENTS, FORMATS, BlockFormat, ElementFormat
 from extensor.quant.recipe import SLOTS, LayerRecipe, operand_text
 from extensor.quant.recipes import ALIASES, RECIPES

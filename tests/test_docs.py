@@ -129,7 +129,9 @@ def test_commands_are_understood(
         monkeypatch.setattr(
             cli, name, lambda *args, name=name, result=result, **kw: done.append(name) or result
         )
-    monkeypatch.setattr("extensor.cli.language.load_language_model", lambda path: language_model())
+    for module in ("language", "perplexity"):
+        loads = f"extensor.cli.{module}.load_language_model"
+        monkeypatch.setattr(loads, lambda path: language_model())
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     (tmp_path / "book.txt").write_text("To be, or not to be: that is the question.")
     monkeypatch.setattr("extensor.training.page.write_page", lambda args: done.append("report"))

@@ -23,10 +23,10 @@ from rich.console import Console
 
 from extensor.cli import main as extensor_main
 from extensor.distributed import CollectiveTimeout, RanksDiffer, connect
-from extensor.distributed.launch import refuse_ranks
 from extensor.errors import unknown_name
 from extensor.extras import missing
 from extensor.io import CheckpointError
+from extensor.launcher import refuse_ranks
 from extensor.quant.recipes import ALIASES, RECIPES
 from extensor.quant.schemes import SCHEMES
 

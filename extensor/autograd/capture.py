@@ -89,12 +89,13 @@ class _RecordedStep:
         mine = tuple(_copied(tensor) for tensor in tensors)
         with recording([tensor.data for tensor in mine]) as found:
             results = _each(self.step(*mine), lambda tensor: tensor)
-        if self.before is not None:
+        if (before := self.before) is not None:
             given = () if results is None else results if isinstance(results, tuple) else (results,)
             arrays = [tensor.data for tensor in given]
             self.outputs = results  # first: another thread may repeat the program at once
-            self.program = Program(self.before, found, arrays, tensors[0].backend)
-        self.before = found
+            self.program = Program(before, found, arrays, tensors[0].backend)
+        self.before = found if self.program is None else None
+        found.forget()
         return _each(results, _copied)
 
 

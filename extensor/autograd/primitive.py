@@ -85,7 +85,7 @@ class BadInput:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-Samples = Callable[[np.random.Generator], Iterable[Sample]]
+Samples = Callable[["np.random.Generator"], Iterable[Sample]]
 
 
 @dataclass(frozen=True, eq=False)

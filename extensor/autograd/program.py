@@ -58,7 +58,8 @@ class Program:
             if (number := recorded.number(array)) is None:
                 recorded.refuse("the step's result is made by Python, not by an operation")
             self._outputs.append(number)
-        self._recorded, self._backend = recorded, backend
+        self._recorded: Recording | None = recorded
+        self._backend = backend
         self._run: Callable[..., tuple[Array, ...]] | None = None
         self._lock = threading.Lock()
 
@@ -66,9 +67,10 @@ class Program:
         """Copies of the outputs for these inputs, whose shapes are those of the recording."""
         with self._lock, np.errstate(all="ignore"):  # the next run writes to the same memory
             if self._run is None:
+                assert self._recorded is not None
                 writer = _Writer(self._recorded, self._outputs, self._backend)
                 found = writer.run(inputs)
-                self._run = writer.compiled()
+                self._run, self._recorded = writer.compiled(), None
             else:
                 found = self._run(*inputs)
             return tuple([array.copy() for array in found])

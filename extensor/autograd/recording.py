@@ -84,6 +84,11 @@ class Recording:
         """The number of a result."""
         return self._numbers.get(id(array), otherwise)
 
+    def forget(self) -> None:
+        """Let the arrays go, and their numbers; the calls stay."""
+        self._numbers.clear()
+        self._kept.clear()
+
     def refuse(self, what: str) -> None:
         """Raise the error of something that cannot be repeated."""
         raise CaptureError(

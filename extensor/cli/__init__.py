@@ -15,45 +15,27 @@ from typing import Any
 
 import tyro
 
-from extensor.cli.advise import advise
-from extensor.cli.convert import convert_command
-from extensor.cli.doctor import doctor, version
-from extensor.cli.files import inspect, read_tensors
-from extensor.cli.formats import (
-    dialect_sheet,
-    element_sheet,
-    format_sheet,
-    formats,
-    layout_sheet,
-    scale_sheet,
-)
-from extensor.cli.language import chat, generate, perplexity
-from extensor.cli.quantize import quantize
-from extensor.cli.recipe import recipe, recipe_sheet
-from extensor.cli.sheet import CommandError, Sheet, system_problem
-from extensor.cli.tune import tune
-from extensor.distributed.launch import launched_rank, refuse_ranks
+from extensor.cli.sheet import CommandError, system_problem
 from extensor.errors import unknown_name
+from extensor.launcher import launched_rank, refuse_ranks
 
-__all__ = [
-    "Sheet", "advise", "chat", "dialect_sheet", "doctor", "element_sheet", "format_sheet",
-    "formats", "generate", "inspect", "layout_sheet", "main", "perplexity", "quantize",
-    "read_tensors", "recipe", "recipe_sheet", "scale_sheet", "tune",
-]  # fmt: skip
+__all__ = ["main"]
 
-COMMANDS: dict[str, Callable[..., Any]] = {
-    "generate": generate,
-    "chat": chat,
-    "perplexity": perplexity,
-    "formats": formats,
-    "recipe": recipe,
-    "quantize": quantize,
-    "convert": convert_command,
-    "advise": advise,
-    "inspect": inspect,
-    "doctor": doctor,
-    "tune": tune,
+COMMANDS = {
+    "generate": "language",
+    "chat": "language",
+    "perplexity": "perplexity",
+    "formats": "formats",
+    "recipe": "recipe",
+    "quantize": "quantize",
+    "convert": "convert",
+    "advise": "advise",
+    "inspect": "files",
+    "doctor": "doctor",
+    "tune": "tune",
 }
+"""Own commands, and the modules that hold a function of each name: imported when it is called, so
+that a command takes the memory of what it needs."""
 
 ON_RANKS = ("doctor", "formats", "recipe")
 """Own commands that may run on several ranks: they write no file."""
@@ -90,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name in ("-V", "--version", "version"):
-        print(f"extensor {version()}")
+        print(f"extensor {importlib.import_module('extensor').__version__}")
         return 0
     try:
         if name in TRAINING:
@@ -104,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 2
             raise CommandError(message)
         options = (tyro.conf.FlagCreatePairsOff,)
-        tyro.cli(COMMANDS[name], prog=f"extensor {name}", args=rest, config=options)
+        tyro.cli(_function(name), prog=f"extensor {name}", args=rest, config=options)
     except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -120,6 +102,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _function(name: str) -> Callable[..., Any]:
+    """What runs an own command."""
+    found: Callable[..., Any] = getattr(
+        importlib.import_module(f"extensor.cli.{COMMANDS[name]}"), name
+    )
+    return found
+
+
 def _unknown(name: str) -> str:
     """Message for a first word that is no command: a flag, a model, or a mistyped command."""
     if name.startswith("-"):
@@ -132,7 +122,7 @@ def _unknown(name: str) -> str:
 
 def overview() -> str:
     """The help of the whole program."""
-    own = {name: (command.__doc__ or "").partition("\n")[0] for name, command in COMMANDS.items()}
+    own = {name: (_function(name).__doc__ or "").partition("\n")[0] for name in COMMANDS}
     lines = ["usage: extensor COMMAND [arguments]; extensor COMMAND --help explains one", ""]
     for title, rows in (
         ("train, and look at runs:", TRAINING),

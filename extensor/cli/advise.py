@@ -20,7 +20,8 @@ from tyro.conf import Positional, arg
 from extensor.backends import registry
 from extensor.cli.advise_model import advise_model
 from extensor.cli.files import INDEX, kind_text, opened, read_tensors, readable
-from extensor.cli.sheet import CommandError, Sheet, shape_text, show
+from extensor.cli.printing import show
+from extensor.cli.sheet import CommandError, Sheet, shape_text
 from extensor.inspect import decibels, normal_sqnr
 from extensor.inspect.health import MANY_FLUSHED, MANY_SATURATED
 from extensor.quant import QuantArray, QuantSpec

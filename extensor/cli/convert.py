@@ -10,16 +10,18 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from tyro.conf import Positional, arg
 
-from extensor.cli.sheet import CommandError, Sheet, natural, show
+from extensor.cli.printing import show
+from extensor.cli.sheet import CommandError, Sheet, natural
 from extensor.errors import unknown_name
 from extensor.generation.exchange import convert_tokenizer
-from extensor.io.stored import TARGETS, Conversion, TensorCertificate, convert
+from extensor.io import stored
+from extensor.io.stored import TARGETS, Conversion, TensorCertificate
 from extensor.schema import printable
 
-__all__ = ["convert_command"]
+__all__ = ["convert"]
 
 
-def convert_command(
+def convert(
     source: Annotated[Positional[Path], arg(metavar="IN")],
     target: Annotated[Positional[Path], arg(metavar="OUT")],
     layout: str,
@@ -59,7 +61,7 @@ def convert_command(
         hidden = not console.is_terminal
         with Progress(columns, console=console, transient=True, disable=hidden) as bar:
             task = bar.add_task("")
-            done = convert(
+            done = stored.convert(
                 source,
                 target,
                 layout,

@@ -19,7 +19,8 @@ from extensor import config
 from extensor.backends import registry
 from extensor.backends.cpu import CpuBackend
 from extensor.backends.protocol import AttentionForward, Backend, Window
-from extensor.cli.sheet import Sheet, show
+from extensor.cli.printing import show
+from extensor.cli.sheet import Sheet
 from extensor.extras import EXTRAS, lacking
 from extensor.formats import FORMATS
 from extensor.quant import QuantArray, QuantSpec

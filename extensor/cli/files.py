@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import numpy as np
 from tyro.conf import Positional, arg
 
-from extensor.cli.sheet import CommandError, Sheet, natural, shape_text, show, tile_text
+from extensor.cli.printing import show
+from extensor.cli.sheet import CommandError, Sheet, natural, shape_text, tile_text
 from extensor.formats import ELEMENTS
 from extensor.io import Archive, CheckpointError, load_checkpoint, open_archive
-from extensor.io.gguf import UNREADABLE_GGUF_TYPES
+from extensor.io.gguf import UNREADABLE_GGUF_TYPES, Texts
 from extensor.io.npy import read_npy, read_npz
 from extensor.io.stored.archive import indexed_shards
 from extensor.io.stored.mapped import SafetensorsFile
@@ -175,7 +176,7 @@ def readable(
 def _facts(archive: Archive) -> Iterator[tuple[str, str]]:
     """A GGUF file's metadata in short."""
     for key, value in archive.metadata.items() if archive.kind == "gguf" else ():
-        if isinstance(value, (list, np.ndarray)) and len(value) > 4:
+        if isinstance(value, (list, Texts, np.ndarray)) and len(value) > 4:
             yield key, f"{len(value)} values: {', '.join(map(str, value[:4]))} ..."
         else:
             text = " ".join(str(value).split())

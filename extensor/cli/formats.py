@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from extensor.cli.sheet import Sheet, show, tile_text
+from extensor.cli.printing import show
+from extensor.cli.sheet import Sheet, tile_text
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS, SCALES, BlockFormat, Dialect
 from extensor.io.layouts import LAYOUTS
 from extensor.io.stored import TARGETS

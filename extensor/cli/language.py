@@ -1,38 +1,36 @@
-"""``extensor generate``, ``chat`` and ``perplexity``: what a language model writes and predicts."""
+"""``extensor generate`` and ``chat``: what a language model writes.
+
+Peak memory counts here, so that what only other commands need is not imported. tyro checks
+`X | None` and `tuple[X, ...]` by typeguard, which takes 9 MB; `Optional[X]` and `tuple` it knows.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import inspect
 import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Optional
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tyro.conf import Positional, arg
 
-from extensor.cli.sheet import CommandError, read_text
+from extensor.cli.sheet import CommandError
 from extensor.generation import (
-    Perplexity,
     PretrainedTokenizer,
     Sampling,
     Tokenizer,
     next_tokens,
     stream_text,
-    token_losses,
 )
 from extensor.nn.kv_cache import KVCache, new_cache
 from extensor.nn.module import Module
-from extensor.nn.ptq import dequantize_model, packed_layers, quantize_model
-from extensor.quant.schemes import get_scheme
 
-__all__ = ["LanguageModel", "chat", "generate", "load_language_model", "perplexity"]
+__all__ = ["LanguageModel", "chat", "generate", "load_language_model"]
 
 NO_CACHE = "none"
 ModelPath = Annotated[Positional[Path], arg(metavar="MODEL")]
@@ -56,7 +54,7 @@ class WritingFlags:
     """Above 1, tokens that the text already has become less likely."""
     seed: int = 0
     """Seed of the draws: the same seed gives the same text."""
-    stop: tuple[str, ...] = ()
+    stop: tuple = ()  # type: ignore[type-arg]  # of str; see the top
     """Texts before which the text ends."""
     cache: str = "float32"
     """How keys and values are kept: float32, bfloat16, a format of `extensor formats`, or none: all
@@ -134,6 +132,12 @@ def load_language_model(path: Path) -> LanguageModel:
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         models: Any = importlib.import_module("extensor.models")
         decoder: Any = importlib.import_module("extensor.models.decoder")
+        problem = None
+        try:
+            tokenizer = PretrainedTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            problem = error  # what is wrong with the model comes first
+        _give_back_memory()  # making a tokenizer takes three times what it keeps
         try:
             model = models.from_pretrained(path)
             if not isinstance(model, decoder.Decoder):
@@ -141,7 +145,9 @@ def load_language_model(path: Path) -> LanguageModel:
                     f"{path}: a {type(model).__name__} model gives a vector for each token, not "
                     "the next token; extensor.models.from_pretrained runs it in Python"
                 )
-            tokenizer = PretrainedTokenizer.from_pretrained(path)
+            if problem is not None:
+                raise problem
+            _give_back_memory()
         except (OSError, ValueError) as error:
             raise CommandError(str(error)) from error
         if tokenizer.size > model.config.vocab:
@@ -158,10 +164,16 @@ def load_language_model(path: Path) -> LanguageModel:
         raise CommandError(str(error)) from error
 
 
+def _give_back_memory() -> None:
+    """Return freed memory to the system; glibc keeps much of it for later."""
+    if sys.platform == "linux" and hasattr(trim := ctypes.CDLL(None), "malloc_trim"):
+        trim.malloc_trim(0)
+
+
 def generate(
     model: ModelPath,
-    text: Annotated[Positional[str | None], arg(metavar="TEXT")] = None,
-    prompt: str | None = None,
+    text: Annotated[Positional[Optional[str]], arg(metavar="TEXT")] = None,  # noqa: UP045
+    prompt: Optional[str] = None,  # noqa: UP045
     flags: Annotated[WritingFlags, arg(name="")] = WritingFlags(),
 ) -> None:
     """Write on from a text with a pretrained language model, or one that `train` trained.
@@ -289,78 +301,3 @@ def _keep_start(cache: KVCache, cached: Any, tokens: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def perplexity(
-    model: ModelPath,
-    file: Annotated[Positional[Path], arg(metavar="FILE")],
-    context: int | None = None,
-    stride: int | None = None,
-    limit: int = 0,
-    batch: int = 4,
-    scheme: str | None = None,
-    cache: str | None = None,
-) -> None:
-    """Measure how well a model predicts a text: its perplexity, and the standard error.
-
-    Each token but the first counts once. The standard error takes tokens for independent draws.
-
-    example: extensor perplexity SmolLM2-135M-Instruct.gguf book.txt --context 1024
-
-    Args:
-        model: A folder with config.json, a .gguf file, or a run of `extensor train gpt`.
-        file: A text in UTF-8.
-        context: How many tokens the model sees at once; 512, or the model's context if smaller.
-        stride: How many tokens are counted in each window but the first; half of the context.
-        limit: Count the first so many tokens only; 0 counts all.
-        batch: Windows that pass through the model at once.
-        scheme: Quantize the model first, by a scheme that `extensor ptq --help` lists.
-        cache: Round keys and values to this format before attention reads them.
-    """
-    text = read_text(file)
-    if scheme is not None:
-        try:
-            get_scheme(scheme)
-        except ValueError as error:
-            raise CommandError(f"--scheme: {error}") from None
-    loaded = load_language_model(model)
-    most = loaded.context
-    context = min(512, most or 512) if context is None else context
-    if most is not None and context > most:
-        raise CommandError(f"--context: expected at most the {most} of the model, got {context}")
-    try:
-        tokens = loaded.tokenizer.encode(text)[: limit or None]
-        if len(tokens) < 2:
-            raise CommandError(f"{file}: expected a text of 2 tokens or more, got {len(tokens)}")
-        scored = loaded.model
-        if scheme is not None:
-            if packed_layers(scored):
-                print("its packed weights are decoded, then rounded again", file=sys.stderr)
-                scored = dequantize_model(scored)
-            scored = quantize_model(scored, scheme)
-        batches = token_losses(scored, tokens, context, stride, batch, cache)
-    except (ValueError, TypeError) as error:
-        raise CommandError(str(error)) from error
-    start = time.perf_counter()
-    found = Perplexity(np.concatenate(list(_watched(batches, len(tokens) - 1))))
-    seconds = time.perf_counter() - start
-    Console(highlight=False).print(
-        f"perplexity {found.value:.4f} ± {found.standard_error:.4f} on {len(found.losses):,} tokens"
-        f" ({len(found.losses) / seconds:,.0f} tokens/s)"
-    )
-
-
-def _watched(batches: Iterator[Any], count: int) -> Iterator[Any]:
-    """Batches of losses, with a bar on standard error that shows the perplexity so far."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("perplexity", total=count)
-        total, counted = 0.0, 0
-        for losses in batches:
-            total, counted = total + float(losses.sum()), counted + len(losses)
-            bar.update(
-                task, completed=counted, description=f"perplexity {math.exp(total / counted):.3f}"
-            )
-            yield losses

@@ -18,7 +18,8 @@ from tyro.conf import Positional, arg
 
 from extensor.backends import registry
 from extensor.cli.files import INDEX, kind_text, read_tensors, tensor_files, tensor_names
-from extensor.cli.sheet import CommandError, Sheet, shape_text, show
+from extensor.cli.printing import show
+from extensor.cli.sheet import CommandError, Sheet, shape_text
 from extensor.inspect import decibels
 from extensor.io import save_checkpoint
 from extensor.io.atomic import replacing

@@ -8,7 +8,8 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from extensor.cli.sheet import CommandError, Sheet, show
+from extensor.cli.printing import show
+from extensor.cli.sheet import CommandError, Sheet
 from extensor.quant.recipe import SLOTS, LayerRecipe, Recipe, operand_text
 from extensor.quant.recipe_file import recipe_toml
 from extensor.quant.recipes import ALIASES, RECIPES, get_recipe

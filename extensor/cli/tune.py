@@ -8,7 +8,8 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from extensor.cli.sheet import CommandError, Sheet, show
+from extensor.cli.printing import show
+from extensor.cli.sheet import CommandError, Sheet
 
 __all__ = ["tune"]
 

@@ -17,7 +17,7 @@ from extensor.distributed.communicator import (
     Work,
 )
 from extensor.distributed.gradients import GradientBuckets
-from extensor.distributed.launch import connect, launched_rank, launched_size, on_device
+from extensor.distributed.launch import connect, on_device
 from extensor.distributed.local import LocalCommunicator, run_ranks
 from extensor.distributed.nccl import NCCLCommunicator
 from extensor.distributed.parameters import GatheredBuckets
@@ -34,6 +34,7 @@ from extensor.distributed.reduction import (
 from extensor.distributed.residuals import load_residuals, rescale_residuals, residuals
 from extensor.distributed.tensor_parallel import TensorParallel
 from extensor.distributed.zero import SHARDS, ShardedBuckets, ShardedOptimizer
+from extensor.launcher import launched_rank, launched_size
 
 __all__ = [
     "GRAD_COMM",

@@ -1,4 +1,4 @@
-"""Which ranks a program was started with."""
+"""The communicator of the ranks that a program was started with."""
 
 from __future__ import annotations
 
@@ -6,79 +6,17 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Mapping
 from typing import Any
 
 from extensor.backends.registry import get as get_backend
 from extensor.distributed.agree import check_same
 from extensor.distributed.communicator import Communicator
 from extensor.distributed.local import LocalCommunicator
+from extensor.launcher import launched_rank
 
-__all__ = ["connect", "launched_rank", "launched_size", "on_device", "refuse_ranks"]
+__all__ = ["connect", "on_device"]
 
-LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-"""What Open MPI's mpirun, MPICH's or ``srun --mpi=pmi2``, and ``srun --mpi=pmix`` set."""
-SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
-
-
-def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The rank that the launcher gave this process, without starting MPI.
-
-    Args:
-        environment: of the process.
-
-    Returns:
-        The number; None if no launcher of ranks started it.
-
-    >>> from extensor.distributed import launched_rank
-    >>> launched_rank({"PMI_RANK": "3"}), launched_rank({})
-    (3, None)
-    """
-    return next((int(environment[name]) for name in LAUNCHERS if name in environment), None)
-
-
-def launched_size(environment: Mapping[str, str] = os.environ) -> int | None:
-    """How many ranks the launcher started, without starting MPI.
-
-    Args:
-        environment: of the process.
-
-    Returns:
-        The number; 1 if no launcher of ranks started this process, None if it does not say.
-
-    >>> from extensor.distributed import launched_size
-    >>> launched_size({"PMI_RANK": "3", "PMI_SIZE": "4"}), launched_size({})
-    (4, 1)
-    """
-    if launched_rank(environment) is None:
-        return 1
-    return next((int(environment[name]) for name in SIZES if name in environment), None)
-
-
-def refuse_ranks(command: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why a command that works in one process cannot go on, if several ranks were started.
-
-    Args:
-        command: its name.
-        environment: of the process.
-
-    Returns:
-        The message; None on one rank.
-
-    >>> from extensor.distributed.launch import refuse_ranks
-    >>> refuse_ranks("compare", {"PMI_RANK": "0", "PMI_SIZE": "2"})
-    'compare: expected one process, got 2 ranks, which would do the same work at once; the way \
-out: start it without mpirun or srun. Of all commands, train runs on several ranks'
-    """
-    size = launched_size(environment)
-    if size == 1:
-        return None
-    return (
-        f"{command}: expected one process, got {'several' if size is None else size} ranks, which "
-        "would do the same work at once; the way out: start it without mpirun or srun. Of all "
-        "commands, train runs on several ranks"
-    )
 
 
 def connect() -> Any:

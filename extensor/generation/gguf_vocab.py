@@ -88,6 +88,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Any:
     if not tokens:
         raise ValueError("expected tokens under tokenizer.ggml.tokens, got none")
     _check(metadata, tokens)
+    tokens = list(tokens)
     library = BUILDERS[kind](metadata, tokens)
     from tokenizers import AddedToken
 
@@ -131,7 +132,7 @@ def _byte_pairs(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise ValueError(unknown_name("tokenizer.ggml.pre", str(name), PRE_TOKENIZERS))
     rule = PRE_TOKENIZERS[name]
-    cut = [pair.partition(" ") for pair in metadata["tokenizer.ggml.merges"]]
+    cut = (pair.partition(" ") for pair in metadata["tokenizer.ggml.merges"])
     merges = [(left, right) for left, _, right in cut]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     library = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=rule.whole_words))

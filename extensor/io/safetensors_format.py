@@ -17,7 +17,6 @@ from typing import Any, BinaryIO, TypedDict
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, TensorSpec, serialize
 
 from extensor.schema import FileError, SchemaError, check, parse_json
 
@@ -104,6 +103,8 @@ def write(file: BinaryIO, tensors: Mapping[str, Array], metadata: Mapping[str, s
         TypeError: for a dtype the container cannot hold.
         ValueError: for an empty or reserved name, or a header that is too long.
     """
+    from safetensors import SafetensorError, TensorSpec, serialize  # reading does without it
+
     # The library gets addresses: `plain` keeps the arrays alive until it has read them.
     plain = {name: _little_endian(name, array) for name, array in tensors.items()}
     specs = {

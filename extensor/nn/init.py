@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,11 @@ __all__ = [
     "xavier_normal",
     "xavier_uniform",
 ]
+
+if TYPE_CHECKING:
+    _Generator = np.random.Generator
+else:  # a model that is loaded draws nothing, and numpy's generators take 6 MB
+    _Generator = object
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -57,14 +62,14 @@ def as_rng(rng: Seed) -> np.random.Generator:
     >>> et.nn.init.as_rng(rng) is rng
     True
     """
-    if isinstance(rng, np.random.Generator):
+    if isinstance(rng, Skeleton) or isinstance(rng, np.random.Generator):  # noqa: SIM101, in turn
         return rng
     if rng is None or (isinstance(rng, (int, np.integer)) and not isinstance(rng, bool)):
         return np.random.default_rng(rng)
     raise TypeError(f"rng: expected a numpy.random.Generator, a seed or None, got {rng!r}")
 
 
-class Skeleton(np.random.Generator):
+class Skeleton(_Generator):
     """In place of a generator: layers allocate no memory for large weights, which a loader fills.
 
     The weights are zeros that share one number's memory; writing to them is an error.
@@ -75,7 +80,11 @@ class Skeleton(np.random.Generator):
     """
 
     def __init__(self) -> None:
-        super().__init__(np.random.PCG64(0))
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        """Draws of small values, by a generator that is made for them."""
+        return getattr(np.random.default_rng(0), name)
 
 
 def parameter(shape: Shape, draw: Callable[[np.random.Generator], Array], rng: Seed) -> Parameter:

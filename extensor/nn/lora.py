@@ -17,7 +17,6 @@ import numpy as np
 from extensor.autograd.creation import Seed
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
-from extensor.inspect.noise import sqnr
 from extensor.nn import init
 from extensor.nn.checks import check_size
 from extensor.nn.dropout import Dropout
@@ -296,6 +295,8 @@ def merge_adapters(
     >>> [(m.path, m.format) for m in et.nn.merge_adapters(packed)]
     [('0', 'mxfp4'), ('1', 'mxfp4')]
     """
+    from extensor.inspect.noise import sqnr  # brings the optimizers, which inference does without
+
     if rounding not in ("nearest_even", "stochastic"):
         raise ValueError(f"rounding: expected 'nearest_even' or 'stochastic', got {rounding!r}")
     adapters = {path: module for path, module in model.named_modules() if isinstance(module, LoRA)}

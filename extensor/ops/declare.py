@@ -14,7 +14,7 @@ __all__ = [
     "unary_samples", "without_gradient",
 ]  # fmt: skip
 
-Samples = Callable[[np.random.Generator], Iterator[Sample]]
+Samples = Callable[["np.random.Generator"], Iterator[Sample]]
 
 BAD_BROADCAST = (BadInput((np.zeros((2, 3)), np.zeros((2,))), ValueError, "that broadcast"),)
 """Refused by every operation that broadcasts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import reprlib
 from dataclasses import replace
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 
@@ -18,8 +18,10 @@ __all__ = [
 ]  # fmt: skip
 
 ShapeLike = int | tuple[int, ...] | list[int]
-Seed = int | np.random.Generator | None
-"""The source of random values: a seed, a generator to continue, or None for fresh entropy."""
+Seed = Union[int, "np.random.Generator", None]
+"""The source of random values: a seed, a generator to continue, or None for fresh entropy.
+
+In quotes, as numpy's generators and the cryptography behind them take 6 MB, and inference none."""
 
 
 def as_shape(shape: ShapeLike, what: str = "shape") -> tuple[int, ...]:

@@ -16,8 +16,9 @@ from rich.console import Console
 
 import extensor
 from extensor import cli
-from extensor.cli import sheet
+from extensor.cli import formats, printing
 from extensor.cli.recipe import recipe_sheet
+from extensor.cli.sheet import Sheet
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS
 from extensor.io import save_checkpoint
 from extensor.quant.recipes import RECIPES, get_recipe
@@ -47,11 +48,11 @@ def test_formats_shows_dialects_with_worked_bytes(capsys: pytest.CaptureFixture[
 
 
 def test_element_sheet_agrees_with_the_published_table() -> None:
-    rows = {row[0]: row[1:] for row in cli.element_sheet().rows}
+    rows = {row[0]: row[1:] for row in formats.element_sheet().rows}
     assert rows["e2m1"] == ("4", "1-2-1", "1", "6", "1", "0.5", "-")
     assert rows["e4m3"][3:5] == ("448", "0.015625")
     assert rows["e5m2"][3] == "57344"
-    bits = {row[0]: row[4] for row in cli.format_sheet().rows}
+    bits = {row[0]: row[4] for row in formats.format_sheet().rows}
     assert bits["mxfp4"] == "4.25" and bits["nvfp4"] == "4.5" and bits["mxfp6_e2m3"] == "6.25"
 
 
@@ -192,7 +193,7 @@ def test_what_stops_a_command_is_one_line(
     def stop() -> None:
         raise error
 
-    monkeypatch.setitem(cli.COMMANDS, "doctor", stop)
+    monkeypatch.setattr("extensor.cli.doctor.doctor", stop)
     monkeypatch.setattr(os, "dup2", lambda *descriptors: None)
     assert cli.main(["doctor"]) == code
     assert said in capfd.readouterr().err
@@ -202,10 +203,10 @@ def test_tables_fit_a_narrow_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     narrow = Console(width=60, force_terminal=True, color_system=None)
-    monkeypatch.setattr(sheet, "Console", lambda: narrow)
+    monkeypatch.setattr(printing, "Console", lambda: narrow)
     names = ("tensor", "from", "bytes", "to", "bytes", "blocks")
     row = ("model.layers.0.mlp.down_proj.weight", "int4", "552960", "nvfp4", "497668", "all")
-    sheet.show([sheet.Sheet("t", names, (row,))])
+    printing.show([Sheet("t", names, (row,))])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 60
     (first,) = (line for line in lines if "552960" in line)

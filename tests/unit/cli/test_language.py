@@ -7,6 +7,8 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from rich.console import Console
 
 import extensor as et
-from extensor.cli import advise_model, language, main
+from extensor.cli import advise_model, language, main, perplexity
 from extensor.cli.language import LanguageModel
 from extensor.generation import PretrainedTokenizer
 from extensor.models.bert.configs import BertConfig
@@ -44,7 +46,8 @@ def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     model = Decoder()
     model.config = Config()
     loaded = LanguageModel(model, PretrainedTokenizer(library, (), TEMPLATE), 100)
-    monkeypatch.setattr(language, "load_language_model", lambda path: loaded)
+    for module in (language, perplexity):
+        monkeypatch.setattr(module, "load_language_model", lambda path: loaded)
     return model
 
 
@@ -240,3 +243,17 @@ def test_advise_mixes_formats_by_what_they_do_to_the_loss(
     assert main([*words, "--bits", "4"]) == 2
     assert "--bits 4.0: choose_formats: the smallest formats take" in capsys.readouterr().err
     assert main([*words[:2], "--text", str(tmp_path / "none")]) == 2
+
+
+def test_writing_imports_no_more_than_it_needs() -> None:
+    """Each of these takes 1 to 9 MB of the memory of a model that writes."""
+    unneeded = ("_hashlib", "extensor.distributed", "extensor.inspect", "extensor.optim",
+                "numpy.random", "rich", "safetensors", "typeguard")  # fmt: skip
+    code = (
+        "import sys; from extensor.cli import main; import extensor.models.llama.model as m; "
+        "from extensor.models import config, build; main(['generate', 'none.gguf', 'Hello']); "
+        "build('llama', config('llama', 'nano'), None); "
+        f"print([name for name in {unneeded} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "none.gguf: no such file or folder" in done.stderr and done.stdout == "[]\n"

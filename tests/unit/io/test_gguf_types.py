@@ -11,7 +11,7 @@ import pytest
 
 import extensor as et
 from extensor.io import CheckpointError
-from extensor.io.gguf import GGUF_TYPES, GgufFile, write_gguf
+from extensor.io.gguf import GGUF_TYPES, GgufFile, Texts, write_gguf
 from extensor.io.gguf.types import UNREADABLE_GGUF_TYPES, gguf_type_of
 from extensor.quant.reference import dequantize
 
@@ -205,6 +205,25 @@ def test_a_file_may_end_with_its_metadata(tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_bytes(content[:-1])
     with pytest.raises(CheckpointError, match="2 bytes expected at byte"):
         GgufFile(tmp_path / "cut.gguf")
+
+
+def test_texts_are_decoded_when_they_are_asked_for(tmp_path: Path) -> None:
+    words = ["", "a", "\u00fc\u4e16", "end"]
+    with (tmp_path / "m.gguf").open("wb") as file:
+        write_gguf(file, {"words": words}, {}, [])
+    texts = GgufFile(tmp_path / "m.gguf").metadata["words"]
+    assert isinstance(texts, Texts) and texts == words and texts != words[:3]
+    assert len(texts) == 4 and texts[-1] == "end" and texts[2] == words[2]
+    assert texts[1:3] == words[1:3] and list(reversed(texts)) == words[::-1]
+    with pytest.raises(IndexError):
+        texts[4]
+    with (tmp_path / "again.gguf").open("wb") as file:
+        write_gguf(file, {"words": texts}, {}, [])
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+    damaged = (tmp_path / "m.gguf").read_bytes().replace(b"end", b"e\xffd")
+    (tmp_path / "m.gguf").write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="damaged: 'utf-8' codec"):
+        GgufFile(tmp_path / "m.gguf")
 
 
 def test_a_slice_of_a_stack_is_one_of_its_first_axis(tmp_path: Path) -> None:
