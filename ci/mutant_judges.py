@@ -166,6 +166,12 @@ def bound(node: ast.AST) -> set[str]:
     return {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
 
 
+def classes_at(text: str, line: int) -> set[str]:
+    """The names of the classes around a line."""
+    classes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+    return {node.name for node in classes if node.lineno <= line <= (node.end_lineno or line)}
+
+
 Timed = list[tuple[str, float]]
 """Tests, each with its seconds."""
 
@@ -189,7 +195,8 @@ class Judges:
     def of(self, mutant: Mutant) -> Chosen:
         """The tests that judge a mutant, each with its seconds, and whether imports run its line.
 
-        Of a line that imports alone run, the tests of the lines that name what it binds.
+        Of a line that imports alone run, the tests that name what it binds, and those of the lines
+        that do.
         """
         now = crc32(mutant.original().encode())
         if now != self.texts.get(mutant.file, now):  # a file that no test reads is not in the map
@@ -212,11 +219,15 @@ class Judges:
         if not numbers:
             numbers = {number for tests in rows.values() for number in tests}
         numbers.discard(-1)
+        near = set()
+        if imported:
+            near = self.naming(bound(node) | classes_at(mutant.original(), mutant.line))
         of_function: Counter[str] = Counter()
         ranked = []
-        for number in sorted(numbers, key=lambda n: self.times[n][1]):
+        for number in sorted(numbers | near, key=lambda n: self.times[n][1]):
             test, seconds = self.times[number]
-            ranked.append((of_function[test.partition("[")[0]], seconds, test))
+            rank = -1 if number in near else of_function[test.partition("[")[0]]
+            ranked.append((rank, seconds, test))
             of_function[test.partition("[")[0]] += 1
         chosen, left = [], self.limit
         for _, seconds, test in sorted(ranked):
@@ -225,6 +236,25 @@ class Judges:
                 break
             chosen.append((test, seconds))
         return chosen, imported
+
+    def naming(self, names: set[str]) -> set[int]:
+        """The tests whose own functions name one of these: what imports run needs no other line."""
+        named = re.compile(rf"\b(?:{'|'.join(map(re.escape, names or {'-'}))})\b")
+        found = set()
+        for number, (test, _) in enumerate(self.times):
+            file, *_, function = test.partition("[")[0].split("::")
+            if named.search(functions_of(file).get(function, "")):
+                found.add(number)
+        return found
+
+
+@cache
+def functions_of(file: str) -> dict[str, str]:
+    """The functions of a file of tests, with their decorators, as text."""
+    path = ROOT / file
+    text = path.read_text(encoding="utf-8") if path.suffix == ".py" else ""
+    functions = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef))
+    return {node.name: ast.unparse(node) for node in functions}
 
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider",

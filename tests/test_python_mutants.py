@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections import Counter
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -58,6 +59,26 @@ def test_a_statement_and_its_names() -> None:
     spans = [statement(text, line)[1] for line in (2, 4, 6, 8, 10)]
     assert spans == [range(1, 6), range(1, 6), range(6, 7), range(7, 10), range(10, 11)]
     assert bound(statement(text, 2)[0]) == {"f"} and bound(statement(text, 10)[0]) == {"A"}
+
+
+def test_tests_that_name_what_an_import_makes_judge_it_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Or the class that it belongs to; no line of the library need name it."""
+    file = "tests/test_python_mutants.py"
+    tests = [f"{file}::{name}" for name in (
+        "test_a_statement_and_its_names",
+        "test_tests_that_name_what_an_import_makes_judge_it_first[a]",
+    )]  # fmt: skip
+    found = {"tests": {tests[0]: 0.1, tests[1]: 0.5}, "texts": {},
+             "lines": {"models/vgg/configs.py": {"11": [-1], "30": [-1], "33": [0]}}}  # fmt: skip
+    (tmp_path / "models.json").write_text(json.dumps(found))
+    monkeypatch.setattr(mutant_judges, "MAPS", tmp_path)
+    judges = mutant_judges.Judges("models", 2.0)
+    for line in {"VGG11": 11, "VGGConfig": 30}.values():
+        chosen, imported = judges.of(Mutant("models", "models/vgg/configs.py", line, "", ""))
+        assert imported and chosen[0][0] == tests[1]
+    assert judges.of(Mutant("models", "models/vgg/configs.py", 33, "", ""))[0][0][0] == tests[0]
 
 
 def test_shares_of_a_map_are_joined() -> None:

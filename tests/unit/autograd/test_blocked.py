@@ -143,6 +143,9 @@ def test_taking_off_the_axes_of_blocks(tile: object, refused: list[int]) -> None
 
 def test_indices_that_are_not_slices() -> None:
     q = _tensor().to_mxfp4()
+    for place in (0, -len(q)):
+        assert np.array_equal(q[place].dequantize().numpy(), q.dequantize().numpy()[0])
+    assert np.array_equal(q[..., :32].dequantize().numpy(), q.dequantize().numpy()[..., :32])
     with pytest.raises(TypeError, match="dequantize"):
         q[[0, 1]]
     with pytest.raises(IndexError):

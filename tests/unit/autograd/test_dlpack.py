@@ -221,3 +221,12 @@ def test_copies_keep_the_gradient(again: Any) -> None:
     y = again(x)
     assert y.grad.tolist() == [2.0, 4.0]
     assert y.grad is not x.grad and not np.shares_memory(y.grad.data, x.grad.data)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("kind", "?bhilqBHILQefdFD")
+def test_every_dense_dtype_of_numpy_comes_and_goes(kind: str) -> None:
+    array = np.array([[1, 0, 1]], kind)
+    there = et.from_dlpack(array)
+    assert there.dtype.numpy == array.dtype and np.array_equal(there.numpy(), array)
+    assert np.array_equal(np.from_dlpack(there), array)

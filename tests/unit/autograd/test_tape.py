@@ -466,3 +466,12 @@ def test_a_gradient_may_be_written_over_if_nobody_else_holds_it(
     else:
         y.sum().backward()
     assert seen == [use == "once"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_gradient_of_another_dtype_is_rounded_to_the_outputs(dtype: str) -> None:
+    x = et.ones(3, requires_grad=True)
+    (x * 2).backward(et.ExTensor([0.1, 0.2, 0.3], dtype))
+    assert x.grad is not None and x.grad.dtype is et.float32
+    expected = 2 * np.array([0.1, 0.2, 0.3], dtype).astype(np.float32)
+    np.testing.assert_array_equal(x.grad.numpy(), expected)

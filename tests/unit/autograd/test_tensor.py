@@ -289,3 +289,18 @@ def test_a_tensor_like_another_is_on_its_device(like: Any, monkeypatch: pytest.M
     x = et.ExTensor([1, 2], device="cpu")
     monkeypatch.setenv("EXTENSOR_DEVICE", "cuda")
     assert like(x).device == "cpu" and like(x).dtype is x.dtype
+
+
+def test_a_device_is_named_and_has_no_stream() -> None:
+    x = et.ones(2)
+    for device, stream in (("cpu", 1), ("nowhere", None), ("nowhere", 1)):
+        with pytest.raises(ValueError, match="to_device: expected one of cpu, .* no stream, got"):
+            x.to_device(device, stream=stream)
+    with pytest.raises(RuntimeError, match="the graph lives on one device; move the leaves"):
+        (et.ones(2, requires_grad=True) * 2).to("cuda")
+
+
+def test_six_codes_and_scales_of_blocks_are_shown() -> None:
+    text = repr(et.ones((8, 64)).to_mxfp8())
+    rows = [line.partition("=[")[2].partition(" ...")[0].split() for line in text.splitlines()]
+    assert [len(row) for row in rows] == [0, 6, 6]

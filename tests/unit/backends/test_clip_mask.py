@@ -55,3 +55,22 @@ def test_clipped_gradients_under_a_transform() -> None:
     expected = ((g.astype(np.float64) @ matrix) * inside) @ matrix.T
     np.testing.assert_allclose(x.grad.numpy(), expected, rtol=0, atol=1e-5)
     assert not np.allclose(x.grad.numpy(), g, atol=1e-2)  # something was clipped
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_mask_lies_along_the_axis_of_the_blocks(axis: int) -> None:
+    """Of each matrix of a stack as of the matrix alone; and so do the gradients it clips."""
+    x = np.random.default_rng(0).standard_normal((40, 48, 36)).astype(np.float32)
+    spec = QuantSpec("mxfp4", scale_rule="quest")
+    mask = reference.quantize_clipped(x, spec.replace(axis=axis))[2]
+    turned = np.moveaxis(x, axis, -1)
+    alone = reference.quantize_clipped(turned.reshape(-1, turned.shape[-1]), spec)[2]
+    np.testing.assert_array_equal(np.moveaxis(mask, axis, -1).reshape(alone.shape), alone)
+    for transform in (None, Hadamard(32)):
+        one = spec.replace(axis=axis, transform=transform).resolve(3)
+        last = spec.replace(transform=transform).resolve(2)
+        mask = reference.quantize_clipped(x, one)[2]
+        found = np.moveaxis(reference.clipped_gradient(x, mask, one), axis, -1)
+        rows = turned.reshape(-1, turned.shape[-1])
+        expected = reference.clipped_gradient(rows, reference.quantize_clipped(rows, last)[2], last)
+        np.testing.assert_array_equal(found.reshape(expected.shape), expected)

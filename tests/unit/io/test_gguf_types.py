@@ -238,3 +238,48 @@ def test_a_slice_of_a_stack_is_one_of_its_first_axis(tmp_path: Path) -> None:
     for index in (-1, 2):
         with pytest.raises(IndexError, match=r"a stack of shape \(2, 3, 4\)"):
             read.read("w", index)
+
+
+NUMBERS = "BbHhIif?Qqd"
+"""struct's codes of the value types 0 to 7 and 10 to 12, in that order (ggml's gguf.h)."""
+
+
+def gguf_bytes(pairs: bytes, count: int, tensors: bytes = b"", number: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, number, count) + pairs + tensors
+
+
+def gguf_text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def test_every_type_of_number_is_read_alone_and_in_a_list(tmp_path: Path) -> None:
+    kinds = [*range(8), 10, 11, 12]
+    pairs, expected = b"", {}
+    for kind, code in zip(kinds, NUMBERS, strict=True):
+        values = [1, 0] if code == "?" else [-1, 5] if code in "bhiqfd" else [200, 5]
+        expected[f"one {kind}"], expected[f"list {kind}"] = values[0], values
+        pairs += gguf_text(f"one {kind}") + struct.pack(f"<I{code}", kind, values[0])
+        pairs += gguf_text(f"list {kind}") + struct.pack("<IIQ", 9, kind, 2)
+        pairs += struct.pack(f"<2{code}", *values)
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(pairs, len(expected)))
+    found = GgufFile(tmp_path / "m.gguf").metadata
+    assert {k: v if k.startswith("one") else v.tolist() for k, v in found.items()} == expected
+
+
+@pytest.mark.parametrize("alignment", [0, 3, 48, 1, 64])
+def test_tensors_are_aligned_to_a_power_of_two(alignment: int, tmp_path: Path) -> None:
+    pairs = gguf_text("general.alignment") + struct.pack("<II", 4, alignment)
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(pairs, 1))
+    if alignment in (1, 64):
+        assert GgufFile(tmp_path / "m.gguf").metadata == {"general.alignment": alignment}
+    else:
+        with pytest.raises(CheckpointError, match=f"damaged: general.alignment of {alignment}$"):
+            GgufFile(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(("number", "name"), [(6, "Q5_0"), (34, "TQ1_0"), (99, "number 99")])
+def test_a_type_that_is_not_read_is_named(number: int, name: str, tmp_path: Path) -> None:
+    tensor = gguf_text("w") + struct.pack("<IQIQ", 1, 32, number, 0)
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(b"", 0, tensor, 1).ljust(4096, b"\0"))
+    with pytest.raises(CheckpointError, match=f"'w' is of type {name}, which is not supported"):
+        GgufFile(tmp_path / "m.gguf").read("w")

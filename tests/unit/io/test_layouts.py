@@ -217,3 +217,12 @@ def test_records_of_another_type_are_refused() -> None:
 def test_a_mojo_infinity_is_a_nan_block() -> None:
     q = layouts.from_mojo_mxfp4(np.array([0] * 16 + [255], np.uint8), (32,))
     assert np.isnan(dequantize(q)).all()
+
+
+def test_a_negative_scale_is_named_by_its_block() -> None:
+    scales = np.full((2, 3), 0x38, np.uint8)
+    scales[0, 1], scales[1, 2] = 0x7F, 0xB8  # NaN, which may stand, and a sign
+    with pytest.raises(ValueError, match=r"without a sign, got one in block \[1, 2\]"):
+        layouts._refuse_sign(scales, "this layout")
+    scales[1, 2] = 0
+    layouts._refuse_sign(scales, "this layout")

@@ -105,3 +105,17 @@ def test_bad_configurations() -> None:
         models.config("gpt", heads=3)
     with pytest.raises(ValueError, match="expected sizes of 1 or more"):
         models.config("gpt", layers=0)
+
+
+@pytest.mark.parametrize("name", ["gpt", "encoder"])
+def test_first_weights_are_normal_and_narrower_where_they_end_in_the_residual(name: str) -> None:
+    """0.02; in GPT, 1 / sqrt(2 layers) of it for what is added to the residual (GPT-2, 2.3)."""
+    model = models.build(
+        name, models.config(name, vocab=50, context=8, layers=3, heads=4, width=128),
+        np.random.default_rng(0),
+    )  # fmt: skip
+    for path, layer in nn.gemm_layers(model):
+        narrow = name == "gpt" and path.endswith((".out", ".down"))
+        expected = 0.02 / math.sqrt(6) if narrow else 0.02
+        values = layer.weight.numpy()
+        assert abs(values.std() / expected - 1) < 6 / math.sqrt(2 * values.size), path

@@ -173,3 +173,15 @@ def test_bad_configurations_are_refused(name: str, changes: Any, message: str) -
 def test_the_least_of_each_size_is_allowed() -> None:
     assert count(narrow("resnet", blocks=(1, 1, 1, 1))) < count(narrow("resnet"))
     assert count(make("resnet", blocks=(1,), channels=(1,))) > 0
+
+
+def test_what_a_vgg_refuses() -> None:
+    for changes in ({"stages": ()}, {"stages": ((64,), ())}, {"stages": ((64, 0),)}):
+        with pytest.raises(ValueError, match="VGG: stages: expected channels of 1 or more"):
+            models.config("vgg", **changes)
+    for hidden, fits in (((), True), ((1,), True), ((4, 0), False)):
+        if fits:
+            assert models.config("vgg", hidden=hidden).hidden == hidden
+        else:
+            with pytest.raises(ValueError, match="VGG: hidden: expected widths of 1 or more"):
+                models.config("vgg", hidden=hidden)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
+import pytest
 
 import extensor as et
 
@@ -22,3 +25,12 @@ def test_a_convolution_of_no_channels_is_its_bias() -> None:
 def test_a_convolution_of_integers_is_in_float32() -> None:
     out = et.conv2d(et.ones((1, 1, 3, 3), "int32"), et.ones((1, 1, 2, 2), "int64"))
     assert out.dtype == et.float32 and out.tolist() == [[[[4.0, 4.0], [4.0, 4.0]]]]
+
+
+def test_a_window_larger_than_its_image_is_refused() -> None:
+    for pool in (et.max_pool2d, et.avg_pool2d):
+        for image in ((2, 5), (5, 2), (1, 1)):
+            message = re.escape(f"does not fit an image of {image}")
+            with pytest.raises(ValueError, match=message):
+                pool(et.zeros((1, 4, *image)), 3)
+        assert pool(et.zeros((1, 4, 3, 3)), 3).shape == (1, 4, 1, 1)

@@ -113,3 +113,10 @@ def test_losses_by_definition() -> None:
     loss = et.binary_cross_entropy_with_logits(logits, y, "none")
     assert loss.tolist() == [0, 800]
     assert et.kl_div(et.ExTensor([[0.0, -1.0]]), et.ExTensor([[0.0, 1.0]]), "batchmean").item() == 1
+
+
+def test_distillation_of_one_row_is_that_of_a_batch_of_one() -> None:
+    student, teacher = et.randn(5, seed=0), et.randn(5, seed=1)
+    alone = et.distillation(student, teacher, 2.0).item()
+    batch = et.distillation(student.reshape(1, 5), teacher.reshape(1, 5), 2.0).item()
+    assert alone == pytest.approx(batch, rel=1e-6) and alone > 0

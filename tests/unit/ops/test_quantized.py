@@ -402,3 +402,10 @@ def test_an_fp4_backward_pass_carries_the_gradients_own_scale(exponent: int) -> 
     np.testing.assert_array_equal(gradients[0][1], g.T @ x)
     for once, scaled in zip(*gradients, strict=True):
         np.testing.assert_array_equal(scaled, once * np.float32(2.0**exponent))
+
+
+def test_a_layers_product_wants_an_axis_to_sum_over() -> None:
+    context = et.layer_context(et.RECIPES["mxfp4"].layers)
+    for shape in ((), (2, 16)):
+        with pytest.raises(ValueError, match=r"expected x \(..., K\) and w \(N, K\)"):
+            et.quantized_matmul(et.ones(shape), et.ones((3, 32)), context)

@@ -65,3 +65,9 @@ def test_percentiles_of_infinities(values: list[float], q: float, expected: floa
     assert x.grad.numpy().sum() == pytest.approx(1) and np.isfinite(x.grad.numpy()).all()
     with np.errstate(invalid="ignore"):
         assert np.isnan(et.median(et.ExTensor([-np.inf, np.inf])).item())
+
+
+def test_a_mean_of_nothing_is_nan_without_a_warning() -> None:
+    assert np.isnan(et.mean(et.zeros((0,))).item())
+    assert np.isnan(et.zeros((0, 3)).mean(0).numpy()).all()
+    assert et.zeros((3, 0)).mean(0).shape == (0,)

@@ -73,3 +73,10 @@ def test_broadcast_gradients_of_16_bit_floats_are_summed_in_float32(
         expected = np.full(shape, 3000, np.float32).astype(dtype.numpy)
         assert x.grad.dtype is dtype
         np.testing.assert_array_equal(x.grad.numpy(), expected)
+
+
+@pytest.mark.parametrize(("shape", "most"), [((), 0), ((4,), 2), ((2, 6), 3)])
+def test_rotary_embedding_says_how_many_angles_fit(shape: tuple[int, ...], most: int) -> None:
+    angles = et.ones((2, 4))
+    with pytest.raises(ValueError, match=f"at most {most} angles for each"):
+        et.rotary_embedding(et.ones(shape), angles, angles)

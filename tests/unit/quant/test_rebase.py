@@ -53,6 +53,13 @@ def test_a_tile_has_the_exponent_of_its_largest_block() -> None:
     normal = small >= 2.0**-6
     expected = np.where(normal, small, np.rint(small / step) * step)
     np.testing.assert_array_equal(found[1, 32:][~normal], expected[~normal])
+    plain = dequantize(quantize(x, QuantSpec("mxfp8_e4m3"))[0])
+    changed, flushed = found != plain, (found == 0) & (plain != 0)
+    stats = quantize(x, REBASED)[1]
+    assert stats.rebase_changed == changed.sum() > flushed.sum() > 0
+    assert stats.flushed == ((x != 0) & (found == 0)).sum()
+    rows = rebased_values(quantize(x, QuantSpec("mxfp8_e4m3"))[0], tiles=True)
+    assert rows.shares == (changed.sum() / x.size, flushed.sum() / x.size)
 
 
 @pytest.mark.parametrize("power", [-135, -127, -126, 0, 118])

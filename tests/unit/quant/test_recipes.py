@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from extensor.quant.recipes import get_recipe
+from extensor.quant.recipes import RECIPES, get_recipe
+from extensor.quant.spec import QuantSpec
 
 
 @pytest.mark.parametrize(
@@ -20,3 +23,16 @@ def test_blocks_are_the_papers(name: str, rows: tuple[int, int], weights: tuple[
     gemms = (layers.fprop, layers.dgrad, layers.wgrad)
     blocks = [spec.tile or spec.row.tile for gemm in gemms for spec in (gemm.a, gemm.b)]
     assert blocks == [rows, weights, rows, weights, rows, rows]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_product_has_the_scale_of_its_values(name: str) -> None:
+    """What scales its operands is undone behind it; tiles are of powers of two."""
+    recipe = get_recipe(name)
+    for layers in (recipe.layers, *(rule.use for rule in recipe.rules)):
+        for gemm in (layers.fprop, layers.dgrad, layers.wgrad):
+            specs = [spec for spec in (gemm.a, gemm.b) if isinstance(spec, QuantSpec)]
+            scales = math.prod(spec.element_scale for spec in specs)
+            assert gemm.output_scale * scales == pytest.approx(1.0, rel=1e-12)
+            tiles = [tile for spec in specs if isinstance(tile := spec.resolve(2).tile, tuple)]
+            assert all(side & (side - 1) == 0 for tile in tiles for side in tile)

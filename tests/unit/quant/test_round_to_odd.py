@@ -65,3 +65,13 @@ def test_codes_are_those_of_the_whole_values(name: str) -> None:
     ours, theirs = quantize(kept.values(np).reshape(x.shape), spec)[0], quantize(x, spec)[0]
     assert ours.codes.tobytes() == theirs.codes.tobytes()
     assert ours.scales.tobytes() == theirs.scales.tobytes()
+
+
+def test_bfloat16_keeps_its_upper_bits_and_its_dtype() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 37)).astype(ml_dtypes.bfloat16)
+    kept = round_to_odd(x, 12, np)
+    assert kept is not None and kept.nbytes == odd_nbytes(12, x.shape)
+    found = kept.values(np)
+    assert found.dtype == x.dtype and found.shape == x.shape
+    expected = by_hand(np.ascontiguousarray(x, np.float32), 12)
+    np.testing.assert_array_equal(found.astype(np.float32), expected)

@@ -232,7 +232,8 @@ def test_real_sizes_in_bytes() -> None:
 @pytest.mark.parametrize("shape", [(4, 64), (3, 70), (2, 5, 33), (0, 64), (64, 0)])
 @pytest.mark.parametrize("name", [n for n, row in FORMATS.items() if not row.outliers])
 def test_sizes_that_are_foretold_are_the_real_ones(name: str, shape: tuple[int, ...]) -> None:
-    for spec in (QuantSpec(name), QuantSpec(name, axis=0)):
+    asymmetric = [QuantSpec(name, symmetric=False)] if name in ("int4", "int8") else []
+    for spec in (QuantSpec(name), QuantSpec(name, axis=0), *asymmetric):
         x = np.ones(shape, np.float32)
         assert stored_nbytes(spec.resolve(len(shape)), shape) == quantize(x, spec)[0].nbytes
 

@@ -137,3 +137,12 @@ def test_what_does_not_go_together() -> None:
     for low, high in ((1.0, 0.0), (0.0, np.inf), (np.nan, 1.0)):
         with pytest.raises(ValueError, match="range: expected finite"):
             choose_static_scale(low, high, FP8)
+
+
+@pytest.mark.parametrize("spec", [FP8, SYMMETRIC, ASYMMETRIC], ids=str)
+def test_values_that_become_zero_are_counted(spec: QuantSpec) -> None:
+    x = np.array([[0.0, 1e-4, -1e-4, 0.4, 0.6, 3.0]], np.float32)
+    static = StaticScale(1.0, None if spec.symmetric else 0)
+    q, stats = quantize_static(x, spec, static)
+    zeros = (dequantize(q) == 0) & (x != 0)
+    assert stats.flushed == zeros.sum() >= 2 and stats.count == x.size

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,13 @@ from rich.console import Console
 from extensor import cli
 from extensor.inspect import SlotHealth
 from extensor.quant.recipes import RECIPES, get_recipe
-from extensor.training.advise import _counterpart, _operand_changes, _overflow_text, advise_run
+from extensor.training.advise import (
+    _counterpart,
+    _names,
+    _operand_changes,
+    _overflow_text,
+    advise_run,
+)
 from extensor.training.config import RunConfig
 from extensor.training.runs import defaults
 from extensor.training.train import train
@@ -150,3 +158,11 @@ def test_an_overflow_is_told_of_with_its_layer() -> None:
     assert _overflow_text(record) == text.format(" of fc1")
     record["overflow"] = {"layer": None, "where": "the gradient"}
     assert _overflow_text(record) == text.format("")
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 9])
+def test_of_many_slots_four_are_named_and_the_others_counted(count: int) -> None:
+    rows: Any = [SimpleNamespace(layer=f"l{n}", slot="fprop.x") for n in range(count)]
+    said = _names(rows)
+    assert len(re.findall(r"l\d fprop\.x", said)) == min(count, 4)
+    assert said.endswith(f" and {count - 4} more") if count > 4 else " and " not in said

@@ -174,6 +174,9 @@ def test_costs_grow_and_shrink_as_they_must() -> None:
         for shard in ("none", "states", "gradients", "parameters")
     ]
     assert held == sorted(held, reverse=True)
+    states = [16.0, 8 + 8 / 64, 4 + 12 / 64]  # float32: a weight, its gradient, two averages
+    for found, each in zip(held, states, strict=False):
+        assert found == pytest.approx(weights * (each + 2 * RECIPES["mxfp4"].weight))
     slow = dataclasses.replace(args.setup, outer=LINKS["ethernet25"])
     assert cost(slow, layout).seconds > base.seconds
 

@@ -307,3 +307,29 @@ def test_shares_are_even_and_complete(count: int, parts: int) -> None:
     sizes = [len(range(count)[rows]) for rows in shares(count, parts)]
     assert sum(sizes) == count and len(sizes) == parts
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_what_a_step_that_cannot_be_finished_has_changed_is_undone() -> None:
+    """Running means, dropout's calls, counts and the micro-batch; a step that ends takes means."""
+    model = et.nn.Sequential(et.nn.BatchNorm2d(3), et.nn.Dropout(0.5, rng=0))
+    state = RecipeState(RECIPES["fp32"])
+    micro = MicroBatches(model, state, 3, grid_of(LocalCommunicator(), 1))
+    x = np.random.default_rng(0).standard_normal((6, 3, 2, 2)).astype(np.float32)
+    batch = Batch(0, x, np.zeros(6, np.int64))
+    before = {name: buffer.numpy().copy() for name, buffer in model.named_buffers()}
+    micro.begin()
+    for part in micro.run(micro.divide(batch)[:2]):
+        model(et.from_numpy(part.batch.inputs))
+    state.micro_batch = 2
+    micro.rewind()
+    assert state.micro_batch == 0
+    for name, buffer in model.named_buffers():
+        np.testing.assert_array_equal(buffer.numpy(), before[name])
+    micro.begin()
+    means = []
+    for part in micro.run(micro.divide(batch)):
+        model(et.from_numpy(part.batch.inputs))
+        means.append(model[0].running_mean.numpy().copy())
+        micro.record(part, 1.0, 0)
+    micro.end(stop=False)
+    np.testing.assert_allclose(model[0].running_mean.numpy(), np.mean(means, axis=0), rtol=1e-6)
