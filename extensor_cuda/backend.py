@@ -83,6 +83,18 @@ def _quantize_on_host(
     return _on_device(backend, q), stats
 
 
+def _pack_on_host(
+    backend: CudaBackend,
+    gap: Unsupported,
+    x: Array,
+    spec: QuantSpec,
+    stream: Stream | None = None,
+    amax: Array | None = None,
+) -> QuantArray:
+    largest = None if amax is None else amax.get()
+    return _on_device(backend, registry.get("cpu").pack(x.get(), spec, stream, largest))
+
+
 def _quantize_clipped_on_host(
     backend: CudaBackend, gap: Unsupported, x: Array, spec: QuantSpec, stream: Stream | None = None
 ) -> tuple[QuantArray, Counts, Array]:
@@ -193,11 +205,7 @@ ROUTES: dict[str, Route] = {
     ),
     # quantize
     "quantize": Route(quantize.quantize, fallback=_quantize_on_host, fallback_path="host"),
-    "pack": Route(
-        quantize.pack,
-        fallback=lambda backend, gap, *args: _quantize_on_host(backend, gap, *args)[0],
-        fallback_path="host",
-    ),
+    "pack": Route(quantize.pack, fallback=_pack_on_host, fallback_path="host"),
     "quantize_clipped": Route(
         quantize.quantize_clipped, fallback=_quantize_clipped_on_host, fallback_path="host"
     ),

@@ -154,13 +154,19 @@ def quantize(
     return (lambda: plan.quantize(readable(xp, x), stream, xp)) if plan else plan
 
 
-def pack(xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = None) -> Call:
+def pack(
+    xp: Any,
+    x: Array,
+    spec: QuantSpec,
+    stream: Stream | None = None,
+    amax: Array | None = None,
+) -> Call:
     """See the protocol. Does not wait for the GPU."""
     if (gap := input_gap(x, spec, stream)) is not None:
         return gap
     if not isinstance(plan := fused.plan_of(spec, tuple(x.shape)), fused.Plan):
         return plan
-    return lambda: fused.quantize_raw(readable(xp, x), plan, stream, xp, stats=False).q
+    return lambda: fused.quantize_raw(readable(xp, x), plan, stream, xp, amax, stats=False).q
 
 
 def gelu_and_pack(xp: Any, x: Array, spec: QuantSpec) -> Call:

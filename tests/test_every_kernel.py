@@ -105,6 +105,7 @@ CHECKS: dict[str, Check] = {
     "lion": optim.check_lion,
     "sgd": optim.check_sgd,
     "block_max": reduction.check_block_max,
+    "block_square_sums": reduction.check_block_square_sums,
     "fixed_point": reduction.check_fixed_point,
     "add_limbs": reduction.check_add_limbs,
     "limb_total": reduction.check_limb_total,

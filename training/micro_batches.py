@@ -9,7 +9,7 @@ micro-batches' own. Sums are taken in the order of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
@@ -29,8 +29,8 @@ __all__ = ["MicroBatch", "MicroBatches", "Outcome", "shares"]
 
 CALLS_APART = 1 << 32
 """Dropout counts its calls; a micro-batch begins this much above the one before it."""
-NUMBERS = [field.name for field in fields(QuantStats)]
-COUNTS = len(NUMBERS)
+NUMBERS = attrgetter(*(field.name for field in fields(QuantStats)))
+COUNTS = len(fields(QuantStats))
 """Numbers of a `QuantStats`."""
 
 
@@ -102,6 +102,7 @@ class MicroBatches:
         self.alone = parts == 1 and ranks.size == 1
         self._start: list[Any] | None = None
         self._counts: dict[tuple[str, str], QuantStats] = {}
+        self._keys = dict.fromkeys((path, slot) for path in quant.layers for slot in SLOTS).keys()
 
     def divide(self, batch: Batch) -> list[MicroBatch]:
         """All micro-batches of a batch that have labels, and of which it has the rows."""
@@ -170,30 +171,30 @@ class MicroBatches:
         if self.alone:
             total, hits, labels = self._rows[0, :3].tolist()
             return Outcome(total / labels, int(hits), int(labels), stop)
-        keys = [(path, slot) for path in self.quant.layers for slot in SLOTS]
-        none = QuantStats()
         found = {k: v for k, v in self.quant.telemetry.items() if not k[1].endswith(".w")}
         found |= self._weights
         if self._parallel is not None:  # what its tensor parallel ranks have alike counts once
             self._rows[...] = 0
             found = {k: v for k, v in found.items() if self._parallel.divides(*k)}
-        unknown = sorted(found.keys() - set(keys))
-        assert not unknown, unknown
-        numbers_of = attrgetter(*NUMBERS)
-        found_rows = [numbers_of(found.get(key, none)) for key in keys]
-        counts = np.array(found_rows, np.float64).reshape(-1)
+        assert found.keys() <= self._keys, sorted(found.keys() - self._keys)
+        counts = self._table(found).reshape(-1)
         table = np.concatenate([self._rows.reshape(-1), counts, [float(stop)]])
         self.ranks.all_reduce(table).wait()
         rows = table[: self._rows.size].reshape(self._rows.shape)
-        gained = table[self._rows.size : -1].reshape(-1, COUNTS).astype(np.int64)
+        gained = table[self._rows.size : -1].reshape(-1, COUNTS)
         self._move_buffers(rows[rows[:, 2] > 0])
-        totals = dict(self._counts)
-        for key, numbers in zip(keys, gained.tolist(), strict=True):
-            if any(numbers):
-                totals[key] = totals.get(key, none) + QuantStats(*numbers)
-        self.quant.load_telemetry(totals)
+        totals = (self._table(self._counts) + gained).astype(np.int64).tolist()
+        self.quant.load_telemetry(
+            {k: QuantStats(*row) for k, row in zip(self._keys, totals, strict=True) if any(row)}
+        )
         total, hits, labels = (sum(column.tolist()) for column in rows[:, :3].T)
         return Outcome(total / labels, int(hits), int(labels), bool(table[-1]))
+
+    def _table(self, counts: Mapping[tuple[str, str], QuantStats]) -> np.ndarray:
+        """Counts as rows, one for each operand of the model."""
+        none = QuantStats()
+        rows = [NUMBERS(counts.get(key, none)) for key in self._keys]
+        return np.array(rows, np.float64).reshape(-1, COUNTS)
 
     def rewind(self) -> None:
         """Undo what the micro-batches of a step that cannot be finished have changed."""

@@ -36,6 +36,12 @@ class RankGrid:
         for ranks in (self.all, self.data, self.tensor):
             ranks.timeout = seconds
 
+    def close(self) -> None:
+        """Give back what `grid_of` split; all ranks call this together, after the last step."""
+        for ranks in (self.data, self.tensor):
+            if ranks is not self.all:
+                ranks.close()
+
 
 def grid_of(ranks: Communicator, tensor: int) -> RankGrid:
     """Divide ranks among data and tensor parallel groups; all ranks call this together.

@@ -125,13 +125,14 @@ def train(
         blocks = config.tensor_parallel
         tensor = f"; {blocks} ranks share each block" if blocks > 1 else ""
         console.print(f"{ranks.size} ranks share {shared} micro-batches{tensor}")
-        if trainer.buckets is not None and config.device == "cuda":
+        if trainer.buckets is not None:
             path = trainer.buckets.buckets[0].reduction.path
             console.print(f"gradients: {config.grad_comm} through {path}", markup=False)
     if resume:
         done = trainer.position
         console.print(f"resuming in epoch {done.epoch}, after step {done.step}")
     result = trainer.fit()
+    trainer.grid.close()
     if ranks.rank == 0:
         whole = trainer if trainer.parallel is None else open_run(out)  # not a part of each block
         print_summary(whole, result, console)

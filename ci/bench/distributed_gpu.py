@@ -1,6 +1,6 @@
 """Several GPUs of one machine: weak scaling, overlap, sums and gathers beside bfloat16's, bits.
 
-    mpirun -n 2 python ci/bench/distributed_gpu.py [--only bits scaling sums gather profile]
+    mpirun -n 2 python ci/bench/distributed_gpu.py [--only bits scaling sums gather zero3]
 
 bits     a small GPT trained with ``exact`` sums over NCCL, over MPI through the host, and by one
          rank with all micro-batches: one checksum of the weights
@@ -13,10 +13,12 @@ sums     the gradient sum of 100 MB of float32 with each ``--grad-comm``, beside
          of the same gradients cast to bfloat16 and back, in one bucket; `bare_ms` is without casts,
          `path` whether GPUs read each other's memory
 gather   the weights of a block of width 4096, of which each rank has a part, whole on all ranks: in
-         MXFP4 and MXFP8, packed before they travel, and in bfloat16, cast before
+         MXFP4, NVFP4 and MXFP8, packed before they travel, and in bfloat16, cast before
+zero3    a step's gathers as ``--shard parameters`` calls them (distributed_gather.py)
 profile  what the parts of sums and gathers take on the GPU's clock (distributed_profile.py)
 
-Sums and gathers are called from Python, and replayed from CUDA graphs (`captured`).
+Sums and gathers are called from Python, and replayed from CUDA graphs (`captured`; ``--captured``:
+these alone).
 A figure is the median over rounds of the slowest rank's time, in turns. `NCCL_P2P_DISABLE=1` in the
 environment measures GPUs without NVLink or PCIe between them. ``--tiny --device cpu`` tries the
 program without a GPU. Needs a GPU for each rank and the extra ``nccl``.
@@ -39,6 +41,7 @@ import numpy as np
 
 import extensor as et
 from ci.bench.contest import GPU_PACKAGES, arguments, gpu_of, options, write
+from ci.bench.distributed_gather import gather, zero3
 from ci.bench.distributed_profile import parts_of_gathers, parts_of_sums
 from extensor.backends import registry
 from extensor.distributed import (
@@ -54,7 +57,6 @@ from extensor.models.gpt.model import build as build_gpt
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import AdamW
 
-PARTS = ("bits", "scaling", "sums", "gather", "profile")
 BUCKETS = {"4 MiB": 1 << 20, "32 MiB": 8 << 20, "50 MB": 12 << 20, "100 MB": 24 << 20}
 """Values of a bucket of float32."""
 HALF = np.dtype(ml_dtypes.bfloat16)
@@ -71,7 +73,8 @@ class Bench:
         self.backend = registry.get(args.device)
         self.xp = self.backend.xp
         self.rows: list[dict[str, Any]] = []
-        self.modes = (False, True) if self.device == "cuda" else (False,)
+        eager = () if args.captured else (False,)
+        self.modes = (*eager, True) if self.device == "cuda" else (False,)
 
     def settle(self) -> None:
         if self.device == "cuda":
@@ -402,55 +405,6 @@ def sums(bench: Bench) -> None:
         bench.free()
 
 
-# --- gather ---
-
-
-def gather(bench: Bench) -> None:
-    """A block's weights from their shards: quantized or cast, then gathered."""
-    width = 4096 if not bench.tiny else 64
-    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
-    size, xp, backend = bench.ranks.size, bench.xp, bench.backend
-    rng = np.random.default_rng(bench.ranks.rank)
-    shards = [
-        xp.asarray(np.resize(rng.standard_normal(1 << 20, dtype=np.float32), (n // size, k)))
-        for n, k in shapes
-    ]
-
-    def gathered(parts_of: Callable[[Any], list[Any]], number: int) -> None:
-        for lane, shard in enumerate(shards):
-            with bench.ranks.beside(lane):
-                parts = parts_of(shard)
-                wholes = [xp.empty((size * part.size,), part.dtype) for part in parts]
-                bench.ranks.all_gather_coalesced(parts, wholes).wait()
-        bench.ranks.join()
-
-    def packed(name: str) -> Callable[[Any], list[Any]]:
-        def parts_of(shard: Any) -> list[Any]:
-            q = backend.quantize(shard, et.QuantSpec(name), None)[0]
-            return [xp.ascontiguousarray(part).reshape(-1) for part in q.parts.values()]
-
-        return parts_of
-
-    def cast(shard: Any) -> list[Any]:
-        return [backend.cast(shard, HALF).view(np.uint16).reshape(-1)]
-
-    calls: dict[str, Step] = {
-        "bfloat16": partial(gathered, cast),
-        "float32": partial(gathered, lambda shard: [shard.reshape(-1)]),
-        "mxfp8": partial(gathered, packed("mxfp8_e4m3")),
-        "mxfp4": partial(gathered, packed("mxfp4")),
-    }
-    for captured in bench.modes:
-        ready = {n: bench.captured(c) for n, c in calls.items()} if captured else calls
-        times = bench.milliseconds(ready, 3)
-        for name, took in times.items():
-            bench.row(
-                part="gather", name=name, captured=captured, ms=round(took, 3),
-                of_bfloat16=round(times["bfloat16"] / took, 3),
-            )  # fmt: skip
-        del ready
-
-
 def profile(bench: Bench) -> None:
     """What the parts of sums and gathers take."""
     if bench.device == "cuda":
@@ -458,24 +412,31 @@ def profile(bench: Bench) -> None:
             bench.row(part="profile", **row)
 
 
+CALLS: dict[str, Callable[[Bench], None]] = {
+    "bits": bits, "scaling": scaling, "sums": sums, "gather": gather, "zero3": zero3,
+    "profile": profile,
+}  # fmt: skip
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = options(__doc__, rounds=9)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=list(CALLS), default=list(CALLS))
     parser.add_argument("--names", nargs="+", choices=list(GRAD_COMM), default=list(GRAD_COMM))
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--captured", action="store_true", help="no calls from Python")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the program")
     bench = Bench(arguments(parser))
     link = "no P2P" if os.environ.get("NCCL_P2P_DISABLE") == "1" else ""
     for part in bench.args.only:
         began = time.perf_counter()
-        globals()[part](bench)
+        CALLS[part](bench)
         if bench.ranks.rank == 0:
             print(f"--- {part}: {time.perf_counter() - began:.0f} s", flush=True)
         bench.free()
     if bench.ranks.rank == 0 and not bench.tiny:
         name = f"distributed-{bench.ranks.size}-gpus" + "-no-p2p" * bool(link)
-        if len(bench.args.only) < len(PARTS):
+        if len(bench.args.only) < len(CALLS):
             name += "".join(f"-{part}" for part in bench.args.only)
         about = {**gpu_of(bench.xp), "link": link or "as it is"}
         write(name, bench.rows, args=bench.args, about=about, packages=(*GPU_PACKAGES, "mpi4py"))

@@ -244,6 +244,7 @@ def _reduction_sheet(backend: CpuBackend) -> Sheet:
     limbs, codes = np.zeros((3, 64), np.int32), np.ones((2, 64), np.int8)
     calls: tuple[Call, ...] = (
         ("block_max", x),
+        ("block_square_sums", x),
         ("fixed_point", x, anchors),
         ("add_limbs", limbs, x, anchors, anchors),
         ("limb_total", limbs, anchors, anchors),

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from extensor.backends.unsupported import Unsupported
 from extensor.distributed.peer_memory import PeerMemory
+from extensor.distributed.shared_memory import SharedRows
 
 __all__ = [
     "CollectiveMismatch", "CollectiveTimeout", "Communicator", "Op", "Work", "Works",
@@ -338,6 +339,23 @@ class Communicator(Protocol):
         [[0, 2], [1, 3], [0, 2], [1, 3]]
         """
 
+    def close(self) -> None:
+        """Give back connections, and memory that other ranks read, of a communicator of `split`.
+
+        All its ranks call this together, when nothing of it is under way and no captured graph
+        holds its calls. Closed a second time, it does nothing. The communicator that was split
+        goes on.
+
+        >>> from extensor.distributed import run_ranks
+        >>> def program(ranks):
+        ...     half = ranks.split(ranks.rank % 2)
+        ...     half.barrier()
+        ...     half.close()
+        ...     return ranks.all_gather_object(half.size)
+        >>> run_ranks(2, program)
+        [[1, 1], [1, 1]]
+        """
+
     def beside(self, lane: int = 0) -> AbstractContextManager[bool]:
         """Let a GPU do what is called inside beside what it computes outside.
 
@@ -380,6 +398,20 @@ class Communicator(Protocol):
         >>> from extensor.distributed import LocalCommunicator
         >>> LocalCommunicator().peer_memory(256).reason
         'ranks without GPUs'
+        """
+
+    def shared_rows(self, nbytes: int) -> SharedRows | Unsupported:
+        """Memory of the machine that all ranks read. All ranks call this together.
+
+        Args:
+            nbytes: of each rank, the same on all.
+
+        Returns:
+            The memory, until `close`; or why there is none.
+
+        >>> from extensor.distributed import LocalCommunicator
+        >>> len(LocalCommunicator().shared_rows(256).rows)
+        1
         """
 
     def join(self) -> None:

@@ -49,15 +49,14 @@ class Bucket:
         flat = self._alone(param)
         if flat is None:
             if not self._flats:
-                self._flats = [self._zeros(), self._zeros()]
-            flat = self._flats[0]
+                self._flats = [self.reduction.buffer(), self._zeros()]
+            flat = self._flats[self.reduction.count % 2]
             view = self.lasting_view(flat, param)
             view[...] = 0.0 if param.grad is None else param.grad.data
         if not self.waiting:
             with self.ranks.beside(self.reduction.number):
                 self.reduction.add(flat)
             self._read.append(flat)
-            self._flats.reverse()
 
     def let_go(self) -> None:
         """Let go of gradients that were read: what is queued beside the computation is joined.
@@ -220,7 +219,7 @@ class GradientBuckets:
         bucket = self._of.get(id(param))
         if bucket is not None:
             bucket.put(param)
-            if self._last:
+            if self._last and (self._started or not bucket.waiting):
                 self._start()
 
     def _start(self) -> None:

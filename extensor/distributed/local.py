@@ -23,6 +23,7 @@ from extensor.distributed.communicator import (
     Work,
     Works,
 )
+from extensor.distributed.shared_memory import SharedRows
 
 __all__ = ["LocalCommunicator", "run_ranks"]
 
@@ -175,6 +176,9 @@ class LocalCommunicator:
         part.timeout = self.timeout
         return part
 
+    def close(self) -> None:
+        """See :meth:`extensor.distributed.Communicator.close`."""
+
     # --- what all of them are made of -----------------------------------------------------------
 
     def _part(self, array: Array, rank: int) -> Array:
@@ -192,6 +196,15 @@ class LocalCommunicator:
     def peer_memory(self, nbytes: int, lane: int = 0) -> Unsupported:
         """See :meth:`extensor.distributed.Communicator.peer_memory`."""
         return Unsupported("ranks without GPUs")
+
+    def shared_rows(self, nbytes: int) -> SharedRows:
+        """See :meth:`extensor.distributed.Communicator.shared_rows`."""
+        rows = self._collect(self._bring("shared_rows", np.zeros(nbytes, np.uint8)))
+
+        def meet() -> Work:
+            return _LocalWork(self, self._bring("meet", None), lambda brought: None)
+
+        return SharedRows(rows, meet)
 
     def join(self) -> None:
         """See :meth:`extensor.distributed.Communicator.join`."""

@@ -29,6 +29,7 @@ from extensor.distributed.communicator import (
     Work,
     Works,
 )
+from extensor.distributed.shared_memory import SharedRows, open_window
 
 __all__ = ["MPICommunicator"]
 
@@ -86,6 +87,8 @@ class MPICommunicator:
     bucket_bytes = BUCKET_BYTES
 
     def __init__(self, comm: Any = None, names: Sequence[int] | None = None) -> None:
+        # Open MPI's UCX windows print an error where they have no device; none here needs them.
+        os.environ.setdefault("OMPI_MCA_osc", "^ucx")
         from mpi4py import MPI
 
         self._mpi = MPI
@@ -97,6 +100,7 @@ class MPICommunicator:
         self._names = list(range(self.size) if names is None else names)
         self._number = 0
         self._announced: list[Any] = []
+        self._windows: list[Any] = []
         self._heard = dict.fromkeys(range(self.size), -1)
 
     def all_reduce(self, buffer: Array, op: Op = "sum", out: Array | None = None) -> Work:
@@ -179,6 +183,20 @@ class MPICommunicator:
         """See :meth:`extensor.distributed.Communicator.peer_memory`."""
         return Unsupported("ranks without GPUs")
 
+    def shared_rows(self, nbytes: int) -> SharedRows | Unsupported:
+        """See :meth:`extensor.distributed.Communicator.shared_rows`."""
+        found = open_window(self, self._mpi, self._comm, nbytes)
+        if isinstance(found, Unsupported):
+            return found
+        window, rows = found
+        self._windows.append(window)
+
+        def meet() -> Work:
+            window.Sync()
+            return _MPIWork(self, "meet", self._comm.Ibarrier(), None, window.Sync)
+
+        return SharedRows(rows, meet)
+
     def join(self) -> None:
         """See :meth:`extensor.distributed.Communicator.join`."""
 
@@ -216,6 +234,16 @@ class MPICommunicator:
         part = MPICommunicator(self._comm.Split(color, self.rank), names)
         part.timeout = self.timeout
         return part
+
+    def close(self) -> None:
+        """See :meth:`extensor.distributed.Communicator.close`."""
+        while self._windows:
+            window = self._windows.pop()
+            window.Unlock_all()
+            window.Free()
+        for comm in (self._comm, self._side):
+            if comm != self._mpi.COMM_NULL:
+                comm.Free()
 
     # --- starting -------------------------------------------------------------------------------
 

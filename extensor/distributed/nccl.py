@@ -29,6 +29,7 @@ from extensor.distributed.communicator import (
 )
 from extensor.distributed.local import LocalCommunicator
 from extensor.distributed.peer_memory import PeerMemory, open_peer_memory
+from extensor.distributed.shared_memory import SharedRows
 
 __all__ = ["NCCLCommunicator"]
 
@@ -102,6 +103,7 @@ class NCCLCommunicator:
         self._wires = {
             lane.ptr: wire for lane, *wire in zip(self._lanes, comms, wires, strict=True)
         }
+        self._closed = False
         self._pending: dict[int, Any] = {}  # streams with work that nothing has joined
         self._joined: deque[Any] = deque()
         self._peers: dict[int, list[PeerMemory]] = {lane: [] for lane in range(LANES)}
@@ -254,6 +256,10 @@ class NCCLCommunicator:
             return LocalCommunicator()
         return NCCLCommunicator(host, xp=self._xp, binding=self._nccl, gpu=True)
 
+    def shared_rows(self, nbytes: int) -> SharedRows | Unsupported:
+        """See :meth:`extensor.distributed.Communicator.shared_rows`."""
+        return self.host.shared_rows(nbytes)
+
     # --- beside the computation -----------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -292,6 +298,7 @@ class NCCLCommunicator:
 
     def peer_memory(self, nbytes: int, lane: int = 0) -> PeerMemory | Unsupported:
         """See :meth:`extensor.distributed.Communicator.peer_memory`."""
+        self._check_open("peer_memory")
         opened = self._peers[lane % LANES]
         if not opened or opened[-1].nbytes < nbytes:
             memory = open_peer_memory(self.host, self._xp, nbytes)
@@ -299,6 +306,21 @@ class NCCLCommunicator:
                 return memory
             opened.append(memory)  # the one before stays: graphs may read it
         return opened[-1]
+
+    def close(self) -> None:
+        """See :meth:`extensor.distributed.Communicator.close`."""
+        if self._closed:
+            return
+        self.join()
+        self.synchronize()  # all that this rank queued
+        self._closed = True
+        self.host.barrier()  # and the others, which read this rank's memory
+        for memory in itertools.chain(*self._peers.values()):
+            memory.close(self.host)
+        self._peers.clear()
+        for comm in self._comms:
+            comm.destroy()
+        self.host.close()
 
     # --- within ---------------------------------------------------------------------------------
 
@@ -319,11 +341,19 @@ class NCCLCommunicator:
 
     def _start(self, what: str, call: Callable[[Any, int], None], keep: Any) -> Work:
         """Start a collective; one that a lane starts takes the lane's own connection."""
+        self._check_open(what)
         current = self._xp.cuda.get_current_stream().ptr
         comm, stream = self._wires.get(current, (self._comm, self._stream))
         self._follow(stream)
         call(comm, stream.ptr)
         return _NCCLWork(self, what, keep, stream)
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise RuntimeError(
+                f"{what}: expected a communicator that is open, got one after its close; the way "
+                "out: split anew"
+            )
 
     def _connected(self) -> Any:
         mine = self._nccl.get_unique_id() if self.rank == 0 else None
@@ -353,6 +383,7 @@ class NCCLCommunicator:
                     memory.stop()  # first: NCCL waits for the GPU when it ends
                 for comm in self._comms:
                     comm.abort()  # else the process could not end
+                self._comms.clear()
                 raise CollectiveTimeout(
                     what, rank=self.rank, size=self.size, seconds=waited, missing=missing
                 )

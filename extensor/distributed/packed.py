@@ -6,15 +6,14 @@ layer's two products. What is decoded must be what the layer would make of the w
 quantizes it once more. So each rank checks that its decoded rows do not change when they are
 quantized again, and sends along whether; where one's do, the weight travels in float32.
 
-NVFP4 has a scale of the whole weight, from its largest value: the ranks agree on that first. Each
-then quantizes its rows above rows of zeros with that value in them.
+NVFP4 has a scale of the whole weight, from its largest value: the ranks agree on that first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -83,47 +82,31 @@ class PackedWeight:
         if spec is None:
             return None
         if slot not in self._packed or self._packed[slot][0] != spec:
-            rows = piece.reshape(self.shape)
-            scale = None
+            rows, amax, sent = piece.reshape(self.shape), None, None
             if spec.row.tensor_scale:
-                largest = self._largest(rows)
-                scale = _sent_scale(largest, spec) if np.isfinite(largest) else None
-                if scale is None:  # of all ranks: the weight travels in float32
+                amax = self._largest(rows)
+                sent = _sent_scale(np.float32(amax), spec)  # of all ranks
+                if sent is None:
                     return None
-                rows = self._above(rows, largest)
-            q = backend.quantize(rows, spec)[0]
+            q = backend.pack(rows, spec, None, amax)
             if set(q.parts) - {"tensor_scale"} != set(_PARTS):
                 return None
             expected = backend.dequantize(q)
-            if scale is not None:
-                q = replace(q, tensor_scale=backend.xp.asarray(scale))
-            again = backend.fake_quantize(backend.dequantize(q), spec)[0]
+            if sent is not None:
+                q = replace(q, tensor_scale=backend.xp.asarray(sent.scale))
+                amax = backend.xp.asarray(sent.largest)
+            again = backend.dequantize(backend.pack(backend.dequantize(q), spec, None, amax))
             same = (expected.view(np.uint32) == again.view(np.uint32)).all()
             flag = backend.xp.asarray(same).astype(np.uint8).reshape(1)
-            q = self._own(q)
             arrays = [backend.xp.ascontiguousarray(q.parts[name]).reshape(-1) for name in _PARTS]
             self._packed[slot] = spec, [*arrays, flag], q
         return self._packed[slot][1]
 
-    def _largest(self, rows: Array) -> np.float32:
+    def _largest(self, rows: Array) -> Array:
         """The largest magnitude of all ranks' rows; NaN or infinity if there is one."""
         bits = self.bucket.backend.block_max(rows.reshape(-1)).max().reshape(1)
         self.ranks.all_reduce(bits, "max").wait()  # bits of magnitudes are in their order
-        return np.uint32(int(bits[0])).view(np.float32)
-
-    def _above(self, rows: Array, largest: np.float32) -> Array:
-        """This rank's rows, and below them others: zeros, and the largest magnitude."""
-        whole = self.bucket.backend.xp.zeros((self.shape[0] + ROWS, self.shape[1]), np.float32)
-        whole[: self.shape[0]] = rows
-        whole[self.shape[0], 0] = largest
-        return whole
-
-    def _own(self, q: QuantArray) -> QuantArray:
-        """What was quantized without the rows that `_above` adds."""
-        rows, whole = self.shape[0], q.shape[0]
-        parts = {name: q.parts[name] for name in _PARTS}
-        kept = {name: part[: part.shape[0] * rows // whole] for name, part in parts.items()}
-        return replace(q, **kept, shape=self.shape)
+        return bits.view(np.float32).reshape(())
 
     def unpack(self, slot: str, wholes: Sequence[Array], out: Array) -> bool:
         """Decode all ranks' rows into ``out``; False if one says that they are not the layer's.
@@ -151,11 +134,21 @@ class PackedWeight:
         self._packed.clear()
 
 
-def _sent_scale(largest: np.float32, spec: QuantSpec) -> np.float32 | None:
+class _Sent(NamedTuple):
+    """The tensor scale to decode with, and what the largest magnitude decodes to."""
+
+    scale: np.float32
+    largest: np.float32
+
+
+def _sent_scale(largest: np.float32, spec: QuantSpec) -> _Sent | None:
     """The tensor scale to decode with, so that quantizing again finds the weight's.
 
-    It is the weight's or a neighbour, as rounding has it; None where it is neither.
+    It is the weight's or a neighbour, as rounding has it; None where it is neither, and where the
+    largest magnitude is not finite.
     """
+    if not np.isfinite(largest):
+        return None
     backend, block = get_backend("cpu"), np.zeros((ROWS, ROWS), np.float32)
     block[0, 0] = largest
     q = backend.quantize(block, spec)[0]
@@ -164,7 +157,7 @@ def _sent_scale(largest: np.float32, spec: QuantSpec) -> np.float32 | None:
         scale = (expected.view(np.int32) + np.int32(steps)).view(np.float32)
         decoded = backend.dequantize(replace(q, tensor_scale=np.asarray(scale)))
         if backend.quantize(decoded, spec)[0].tensor_scale == expected:
-            return np.float32(scale)
+            return _Sent(np.float32(scale), np.float32(decoded[0, 0]))
     return None
 
 

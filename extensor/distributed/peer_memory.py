@@ -43,6 +43,7 @@ class PeerMemory:
     def __init__(self, xp: Any, rank: int, addresses: list[int], nbytes: int, owner: Any) -> None:
         self.nbytes, self._xp, self._rank = nbytes, xp, rank
         self._addresses, device = addresses, xp.cuda.runtime.getDevice()
+        self._owner = owner
         self._pinned = xp.cuda.alloc_pinned_memory(4)
         self._stop = np.frombuffer(self._pinned, np.uint32, 1)
         self._stop[0] = 0
@@ -85,6 +86,15 @@ class PeerMemory:
     def stop(self) -> None:
         """Let the GPU no longer wait for the other ranks."""
         self._stop[0] = 1
+
+    def close(self, host: Any) -> None:
+        """Close the others' memory, and give back this rank's own; all ranks call this together.
+
+        Args:
+            host: a communicator of these ranks.
+        """
+        close_handles(self._xp, self._addresses, self._rank, host)
+        del self._whole, self._flags, self._owner
 
     def _rows(self, start: int, nbytes: int, ranks: Any, first: int = 0) -> PeerRows:
         addresses = np.array([self._addresses[rank] + start for rank in ranks], np.uint64)
@@ -130,12 +140,17 @@ def open_peer_memory(host: Any, xp: Any, nbytes: int) -> PeerMemory | Unsupporte
             reason = _said(rank, error)
     reasons = host.all_gather_object(reason)
     if any(reasons):
-        for other, address in enumerate(addresses):
-            if other != rank:
-                runtime.ipcCloseMemHandle(address)
-        host.barrier()  # memory may go once no rank has it open
+        close_handles(xp, addresses, rank, host)
         return Unsupported(next(each for each in reasons if each))
     return PeerMemory(xp, rank, addresses, nbytes, memory)
+
+
+def close_handles(xp: Any, addresses: list[int], rank: int, host: Any) -> None:
+    """Close what a rank has opened of others; its own memory may go once none has it open."""
+    for other, address in enumerate(addresses):
+        if other != rank:
+            xp.cuda.runtime.ipcCloseMemHandle(address)
+    host.barrier()
 
 
 def _said(rank: int, error: Exception) -> str:

@@ -38,6 +38,18 @@ def check_block_max(backend: cpu.CpuBackend) -> None:
         assert_bytes(backend.block_max(x), GENERIC.block_max(x), len(x))
 
 
+def check_block_square_sums(backend: cpu.CpuBackend) -> None:
+    for x in inputs():
+        for part in (x, x[5:], x[:7]):  # short last blocks, misaligned ones
+            with np.errstate(all="ignore"):
+                got, expected = (one.block_square_sums(part) for one in (backend, GENERIC))
+                squares = np.zeros(len(expected) * 32)
+                squares[: len(part)] = part.astype(np.float64) ** 2
+                sums = squares.reshape(-1, 32).sum(axis=1)  # numpy adds in this order
+            np.testing.assert_array_equal(got, expected)
+            np.testing.assert_array_equal(got, sums)
+
+
 def check_fixed_point(backend: cpu.CpuBackend) -> None:
     for x in inputs():
         for anchors in (anchors_of(x), np.maximum(anchors_of(x), 9)):

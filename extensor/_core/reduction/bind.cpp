@@ -25,6 +25,13 @@ CArray<uint32_t> block_max(const Floats& x) {
     return out;
 }
 
+CArray<double> block_square_sums(const Floats& x) {
+    auto out = buffers::array<double>({(x.size() + kReductionBlock - 1) / kReductionBlock});
+    double* to = out.mutable_data();
+    without_gil([&] { reductions().block_square_sums(x.size(), x.data(), to); });
+    return out;
+}
+
 Totals fixed_point(const Floats& x, const Anchors& anchors) {
     require_blocks(x.size(), anchors.size(), "fixed_point: expected an anchor for each 32 values");
     auto out = buffers::array<int64_t>({x.size()});
@@ -106,6 +113,7 @@ Floats mxint_mean(const CArray<Code>& codes, const Anchors& exponents, double di
 
 void bind_reduction(py::module_& m) {
     m.def("block_max", block_max);
+    m.def("block_square_sums", block_square_sums);
     m.def("fixed_point", fixed_point);
     // noconvert: written in place, so a converted copy would lose the sums
     m.def("add_limbs", add_limbs, py::arg("limbs").noconvert(), py::arg("x"), py::arg("before"),

@@ -62,6 +62,20 @@ void block_max(int64_t n, const float* x, uint32_t* out) {
     });
 }
 
+// Of at most kBlock values. Squares are exact in float64.
+INLINE double square_sum(int64_t n, const float* p) {
+    double sums[8] = {};
+    for (int64_t i = 0; i < n; ++i) sums[i % 8] += static_cast<double>(p[i]) * p[i];
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) +
+           ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+void block_square_sums(int64_t n, const float* x, double* out) {
+    for_blocks(n, 1, [=](int64_t b) { out[b] = square_sum(kBlock, x + b * kBlock); });
+    const int64_t blocks = n / kBlock;
+    if (n % kBlock) out[blocks] = square_sum(n % kBlock, x + blocks * kBlock);
+}
+
 void fixed_point(int64_t n, const float* x, const uint8_t* anchors, int64_t* out) {
     for_blocks(n, 3, [=](int64_t b) {
         const float* __restrict p = x + b * kBlock;
@@ -238,9 +252,15 @@ void mxint_mean(int64_t n, int64_t ranks, const Code* codes, const uint8_t* expo
 
 }  // namespace
 
-extern const ReductionKernels reduction_kernels = {
-    block_max,          fixed_point,           add_limbs,
-    limb_total,         fixed_point_mean,      mxint<8, int8_t>,
-    mxint<16, int16_t>, mxint_mean<8, int8_t>, mxint_mean<16, int16_t>};
+extern const ReductionKernels reduction_kernels = {block_max,
+                                                   block_square_sums,
+                                                   fixed_point,
+                                                   add_limbs,
+                                                   limb_total,
+                                                   fixed_point_mean,
+                                                   mxint<8, int8_t>,
+                                                   mxint<16, int16_t>,
+                                                   mxint_mean<8, int8_t>,
+                                                   mxint_mean<16, int16_t>};
 
 }  // namespace EXTENSOR_ISA

@@ -1,4 +1,4 @@
-// The kernels of gradient reduction, as a table. All lengths are multiples of kReductionBlock; the
+// The kernels of gradient reduction, as a table. Lengths are multiples of kReductionBlock; the
 // generic methods (extensor/backends/generic/reduction.py) define every bit.
 #pragma once
 
@@ -23,6 +23,8 @@ struct MxintJob {
 struct ReductionKernels {
     // The bits of each block's greatest magnitude.
     void (*block_max)(int64_t n, const float* x, uint32_t* out);
+    // The sum of each block's squares; n may be any number.
+    void (*block_square_sums)(int64_t n, const float* x, double* out);
     void (*fixed_point)(int64_t n, const float* x, const uint8_t* anchors, int64_t* out);
     // `limbs`, (3, n), are raised from the anchors `before` to `after`.
     void (*add_limbs)(int64_t n, const float* x, const uint8_t* before, const uint8_t* after,

@@ -23,6 +23,11 @@ class CpuReduction(CpuCore):
         return core.block_max(ready(x))
 
     @runs_in_core(first_arrays(1))
+    def block_square_sums(self, core: Any, x: Array) -> Array:
+        """See the protocol."""
+        return core.block_square_sums(ready(x))
+
+    @runs_in_core(first_arrays(1))
     def fixed_point(self, core: Any, x: Array, anchors: Array) -> Array:
         """See the protocol."""
         return core.fixed_point(ready(x), anchors)

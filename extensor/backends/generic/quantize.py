@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from extensor.backends.generic.core import BFLOAT16, FLOAT32, GenericCore
@@ -67,9 +69,20 @@ class GenericQuantize(GenericCore):
             return reference.rebase(q, stats_of(counts))
         return reference.quantize(x, spec, stream, previous_amax, self.xp)
 
-    def pack(self, x: Array, spec: QuantSpec, stream: Stream | None = None) -> QuantArray:
-        """See the protocol."""
-        return self.quantize(x, spec, stream)[0]
+    def pack(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None, amax: Array | None = None
+    ) -> QuantArray:
+        """See the protocol. Below rows of a matrix a tile with its largest magnitude is packed."""
+        if amax is None:
+            return self.quantize(x, spec, stream)[0]
+        assert spec.row.tensor_scale and isinstance(spec.tile, tuple), spec
+        rows, whole = len(x), len(x) + spec.tile[0]
+        above = self.xp.zeros((whole, x.shape[1]), np.float32)
+        above[:rows], above[rows, 0] = x, amax
+        q = self.quantize(above, spec, stream)[0]
+        parts = {name: q.parts[name] for name in ("codes", "scales")}
+        own = {name: part[: part.shape[0] * rows // whole] for name, part in parts.items()}
+        return replace(q, **own, shape=x.shape)
 
     def quantize_clipped(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None

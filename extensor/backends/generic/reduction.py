@@ -27,6 +27,16 @@ class GenericReduction(GenericCore):
         """The bits of each block's greatest magnitude."""
         return (x.view(np.uint32) & np.uint32(0x7FFFFFFF)).reshape(-1, BLOCK).max(axis=1)
 
+    def block_square_sums(self, x: Array) -> Array:
+        """Float64 holds the square of a float32 exactly."""
+        wide = self.xp.zeros(-(-x.size // BLOCK) * BLOCK)
+        wide[: x.size] = x
+        rows = (wide * wide).reshape(-1, BLOCK // 8, 8)
+        sums = ((rows[:, 0] + rows[:, 1]) + rows[:, 2]) + rows[:, 3]
+        for _ in range(3):
+            sums = sums[:, 0::2] + sums[:, 1::2]
+        return sums[:, 0]
+
     def fixed_point(self, x: Array, anchors: Array) -> Array:
         """Significand times 2^24, shifted right by the distance to the top of the anchor."""
         xp, bits = self.xp, x.view(np.uint32)

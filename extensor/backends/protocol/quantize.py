@@ -33,8 +33,14 @@ class QuantizeMethods(Protocol):
         """
         ...
 
-    def pack(self, x: Array, spec: QuantSpec, stream: Stream | None = None) -> QuantArray:
-        """The codes and scales that `quantize` gives, not counted: it does not wait."""
+    def pack(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None, amax: Array | None = None
+    ) -> QuantArray:
+        """The codes and scales that `quantize` gives, not counted: it does not wait.
+
+        With ``amax`` x is rows of a matrix whose largest magnitude that is, float32 of shape ():
+        the tensor scale is the matrix'. The spec has one, and x has whole tiles.
+        """
         ...
 
     def quantize_clipped(

@@ -42,6 +42,13 @@ class ReductionMethods(Protocol):
         """Of each block of float32 the greatest magnitude, as its bits: uint32."""
         ...
 
+    def block_square_sums(self, x: Array) -> Array:
+        """The sum of each block's squares in float64, in one order; the last block may be short.
+
+        Value i of a block goes to sum i mod 8, from first to last; then neighbours are added.
+        """
+        ...
+
     def fixed_point(self, x: Array, anchors: Array) -> Array:
         """float32 -> int64 in units of 2^(16 anchor - 159), truncated toward zero.
 

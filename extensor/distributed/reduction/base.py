@@ -125,7 +125,7 @@ class GradientReduction(ABC):
         shard_size: values that each rank gets of `reduce_scatter`.
         count: micro-batches added since the last result.
         path: how ranks get each other's values: ``"collectives"``, perhaps with why, or ``"peer
-            memory"``, which their GPUs read directly.
+            memory"``, which their GPUs read directly; ``"shared memory"``, which their CPUs do.
 
     Raises:
         ValueError: for a size that is not in whole blocks for each rank.
@@ -197,6 +197,20 @@ class GradientReduction(ABC):
             )
         self._add(grad)
         self.count += 1
+
+    def buffer(self) -> Array:
+        """Where the gradient of a step's first micro-batch is best put.
+
+        Returns:
+            float32 of shape (size,), zeros at first, for `add`. It is the same memory each time,
+            or new one. It may be written until `add`, and again after the end of the reduction.
+
+        >>> from extensor.distributed import LocalCommunicator
+        >>> from extensor.distributed.reduction import Float32
+        >>> Float32(32, LocalCommunicator()).buffer().shape
+        (32,)
+        """
+        return self.xp.zeros(self.size, np.float32)
 
     def reduce_scatter(self, out: Array, divisor: float, step: int = 0) -> ReductionWork:
         """The mean of this rank's part of the bucket, and the end of the sum.

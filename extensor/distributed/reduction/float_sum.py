@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
+from extensor.backends.unsupported import Unsupported
+from extensor.distributed.communicator import Communicator
 from extensor.distributed.reduction.base import Array, GradientReduction, Steps
+from extensor.distributed.shared_memory import SharedRows
 
 __all__ = ["Bfloat16", "Float32", "FloatSum"]
 
@@ -35,22 +40,65 @@ class FloatSum(GradientReduction):
 class Float32(FloatSum):
     """Float32 sums, as the communicator makes them: the order is its own.
 
+    Processes of one machine put them into memory that all read. There each rank adds its part of
+    all sums, in the order of ranks, and reads the others' parts.
+
     >>> from extensor.distributed import LocalCommunicator
     >>> from extensor.distributed.reduction import Float32
     >>> Float32(64, LocalCommunicator()).shard_size
     64
     """
 
+    def __init__(self, size: int, ranks: Communicator, **how: Any) -> None:
+        super().__init__(size, ranks, **how)
+        self._shared: SharedRows | None = None
+        if self.xp is np and ranks.size > 1:
+            # A sum, and the part that this rank adds. Nobody reads the sum after the second
+            # meeting, nor the part after the first one of the next sum.
+            shared = ranks.shared_rows(4 * (size + self.shard_size))
+            if isinstance(shared, Unsupported):
+                self.path = f"collectives: {shared.reason}"
+            else:
+                self.path, self._shared = "shared memory", shared
+                rows = [row.view(np.float32) for row in shared.rows]
+                part = slice(ranks.rank * self.shard_size, (ranks.rank + 1) * self.shard_size)
+                self._row, self._mine = rows[ranks.rank][:size], rows[ranks.rank][size:]
+                self._addends = [row[part] for row in rows]
+                self._parts = [row[size:] for row in rows]
+
+    def buffer(self) -> Array:
+        """See :meth:`GradientReduction.buffer`."""
+        return super().buffer() if self._shared is None else self._row
+
     def _value_bytes(self) -> tuple[float, float]:
         return 4.0, 4.0
 
     def _reduce_scatter(self, out: Array, divisor: float, step: int) -> Steps:
-        yield self.ranks.reduce_scatter(self._take(), out)
+        if self._shared is None:
+            yield self.ranks.reduce_scatter(self._take(), out)
+        else:
+            yield from self._add_part(self._shared, out)
         _divide(out, divisor)
 
     def _all_reduce(self, out: Array, divisor: float, step: int) -> Steps:
-        yield self.ranks.all_reduce(self._take(), out=out)
+        if self._shared is None:
+            yield self.ranks.all_reduce(self._take(), out=out)
+        else:
+            yield from self._add_part(self._shared, self._mine)
+            np.concatenate(self._parts, out=out)
         _divide(out, divisor)
+
+    def _add_part(self, shared: SharedRows, out: Array) -> Steps:
+        """Add this rank's part of all sums, between two meetings."""
+        total = self._take()
+        if total is not self._row:
+            self._row[...] = total
+        yield shared.meet()
+        first, second, *others = self._addends
+        np.add(first, second, out=out)
+        for other in others:
+            out += other
+        yield shared.meet()
 
 
 class Bfloat16(FloatSum):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import extensor as et
+from extensor.backends import registry
 from extensor.backends.unsupported import Unsupported
 from extensor.formats import DIALECTS, FORMATS
 from extensor.quant import reference
@@ -188,6 +189,27 @@ def test_scales_by_least_error(cuda: Any, name: str, tile: Any, rounding: Any) -
         for kind in KINDS:
             for dtype in ("float32", "bfloat16"):
                 check(cuda, values(shape, axis, kind, dtype), spec)
+
+
+@pytest.mark.parametrize("rule", ["amax", "four_over_six"])
+@pytest.mark.parametrize("tile", [(1, 16), (16, 1), (16, 16)])
+def test_rows_under_the_scale_of_their_matrix(cuda: Any, rule: str, tile: tuple[int, int]) -> None:
+    """As the matrix' own: its largest magnitude is elsewhere."""
+    axis = -2 if tile == (16, 1) else -1
+    spec = QuantSpec("nvfp4", axis=axis, tile=tile, scale_rule=rule).resolve(2)
+    matrix = np.random.default_rng(0).standard_normal((96, 160)).astype(np.float32)
+    matrix[80, 3] = 11.0
+    q = registry.get("cpu").pack(matrix, spec)
+    rows = cuda.xp.asarray(matrix[:64])
+    mine = cuda.pack(rows, spec, None, cuda.xp.asarray(np.float32(11.0)))
+    on_cpu = registry.get("cpu").pack(matrix[:64], spec, None, np.float32(11.0))
+    assert mine.shape == on_cpu.shape == (64, 160)
+    for name in ("codes", "scales"):
+        whole = q.parts[name]
+        part = whole[: whole.shape[0] * 64 // 96].tobytes()
+        assert on_cpu.parts[name].tobytes() == part
+        assert host(mine.parts[name]).tobytes() == part
+    assert host(mine.tensor_scale) == on_cpu.tensor_scale == q.tensor_scale
 
 
 def test_views_are_copied_as_they_are(cuda: Any) -> None:

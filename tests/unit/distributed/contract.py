@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from extensor.distributed import Communicator
+from extensor.distributed.shared_memory import SharedRows
 
 DTYPES = ("int8", "int16", "int32", "int64", "float32", "uint8")
 
@@ -74,6 +75,18 @@ def check_objects(ranks: Communicator) -> None:
     assert ranks.broadcast_object(mine, root=ranks.size - 1) == {"rank": ranks.size - 1}
 
 
+def check_shared_rows(ranks: Communicator) -> None:
+    """What each rank wrote before a meeting is what all read after it."""
+    shared = ranks.shared_rows(8)
+    assert isinstance(shared, SharedRows), shared
+    for turn in range(3):
+        shared.rows[ranks.rank][:] = 10 * turn + ranks.rank
+        shared.meet().wait()
+        seen = [row.tolist() for row in shared.rows]
+        shared.meet().wait()  # before the next turn writes
+        assert seen == [[10 * turn + rank] * 8 for rank in range(ranks.size)]
+
+
 def check_split(ranks: Communicator, on_device: Callable[[Any], Any] = np.asarray) -> None:
     """Rows and columns of ranks, whose collectives and all ranks' own do not meet."""
     rows, columns = ranks.split(ranks.rank // 2), ranks.split(ranks.rank % 2)
@@ -96,3 +109,8 @@ def check_split(ranks: Communicator, on_device: Callable[[Any], Any] = np.asarra
         sum(r + 1 for r in everyone if r // 2 * 2 == both),
     )
     assert [host(x).tolist() for x in given] == [[each] * 3 for each in expected]
+    for part in (columns, rows, rows):
+        part.close()
+    numbers = on_device(np.full(3, 1, np.int32))
+    ranks.all_reduce(numbers).wait()  # goes on
+    assert host(numbers).tolist() == [ranks.size] * 3

@@ -228,6 +228,10 @@ class NcclCommunicator:
     def abort(self) -> None:
         self.aborted = True
 
+    def destroy(self) -> None:
+        assert not self.aborted
+        self.aborted = True
+
 
 def group_start() -> None:
     LOCAL.messages, LOCAL.gathers = [], []

@@ -19,6 +19,10 @@ def test_objects() -> None:
     run_ranks(3, contract.check_objects)
 
 
+def test_shared_rows() -> None:
+    run_ranks(3, contract.check_shared_rows)
+
+
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_rows_and_columns_of_ranks(size: int) -> None:
     run_ranks(size, contract.check_split)

@@ -59,8 +59,10 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 
 
 PROGRAM = """
+import functools
+import time
 import numpy as np
-from extensor.distributed import connect
+from extensor.distributed import connect, make_reduction
 from tests.unit.distributed import contract
 
 class OfGPU:
@@ -84,7 +86,18 @@ for dtype in contract.DTYPES:
     contract.check_collectives(ranks, dtype)
     contract.check_collectives(ranks, dtype, OfGPU)
 contract.check_objects(ranks)
+contract.check_shared_rows(ranks)
 contract.check_split(ranks)
+reduction, out = make_reduction("float32", 64 * ranks.size, ranks), np.empty(64 * ranks.size, "f4")
+assert reduction.path == "shared memory", reduction.path
+rng = np.random.default_rng(0)
+for step in range(5):
+    grads = rng.standard_normal((ranks.size, out.size), dtype=np.float32)
+    time.sleep(0.02 * (step == ranks.rank))
+    reduction.add(grads[ranks.rank])
+    reduction.all_reduce(out, 1.0).wait()
+    expected = functools.reduce(np.add, grads)
+    assert out.tobytes() == expected.tobytes()
 if ranks.rank == 0:
     print("all good on", ranks.size)
 """

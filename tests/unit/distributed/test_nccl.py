@@ -265,6 +265,38 @@ def test_memory_is_freed_when_no_rank_has_it_open(
     assert opened == [-1] * 3
 
 
+def test_a_closed_part_gives_back_what_it_took(on_gpu: GenericBackend) -> None:
+    """Connections, the others' memory, then its own; and says so when it is called again."""
+
+    def program(comm: NCCLCommunicator, xp: Any) -> None:
+        opened: list[int] = []
+
+        def opens(handle: bytes, flags: int) -> int:
+            opened.append(int.from_bytes(handle, "little"))
+            return opened[-1]
+
+        xp.cuda.runtime.ipcOpenMemHandle = opens
+        xp.cuda.runtime.ipcCloseMemHandle = opened.remove
+        part = comm.split(comm.rank // 2)
+        assert isinstance(part, NCCLCommunicator)
+        memory = part.peer_memory(1 << 10)
+        assert not isinstance(memory, Unsupported) and len(opened) == 1
+        connections = list(part._comms)
+        array = xp.asarray(np.ones(4, np.int32))
+        part.all_reduce(array).wait()
+        own = weakref.ref(memory._owner)
+        del memory
+        part.close()
+        assert array.tolist() == [2] * 4
+        assert not opened and own() is None and all(c.aborted for c in connections)
+        for call in (lambda: part.all_reduce(array), lambda: part.peer_memory(8)):
+            with pytest.raises(RuntimeError, match="after its close; the way out: split anew"):
+                call()
+        comm.all_reduce(array).wait()
+
+    with_gpus(4, program)
+
+
 def test_a_sum_stays_until_all_have_read_it(
     on_gpu: GenericBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

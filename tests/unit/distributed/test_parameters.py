@@ -197,6 +197,25 @@ def test_nvfp4_weights_have_the_layers_tensor_scale(recipe: str, largest: float)
     assert run_ranks(4, program) == [[(packed, 0)] * len(slots)] * 4
 
 
+@pytest.mark.parametrize(
+    ("recipe", "bits"),
+    [("mxfp4_all", 4.25), ("nvfp4_forward", 4.5), ("nvfp4_nvidia", 4 + 8 / 256), ("mxfp8", 8.25)],
+)
+def test_a_gather_takes_the_bits_of_the_format(recipe: str, bits: float) -> None:
+    """And one byte of each other rank, which says whether its rows are the layer's."""
+
+    def program(comm: LocalCommunicator) -> float:
+        layers = [nn.Linear(64, 64 * comm.size, bias=False, rng=1)]
+        ends = [nn.Linear(8, 8, bias=False, rng=i) for i in range(4)]
+        nn.apply_recipe(nn.Sequential(*ends[:2], *layers, *ends[2:]), recipe, 0)
+        buckets = GatheredBuckets(layers[0], comm, "float32", 1)
+        assert buckets._unpacked(buckets.buckets[0], "fprop.w") is not None
+        others = comm.size - 1
+        return 8 * (buckets.gathered_bytes - others) / (others * 64 * 64)
+
+    assert run_ranks(4, program) == [bits] * 4
+
+
 def test_rows_that_do_not_divide_travel_in_float32() -> None:
     whole, _ = of_linears(LocalCommunicator(), "mxfp4", shards=False, odd=True)
     for mine, buckets in run_ranks(2, lambda comm: of_linears(comm, "mxfp4", True, odd=True)):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import time
 import weakref
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import extensor as et
+from extensor.backends.unsupported import Unsupported
 from extensor.distributed import GradientBuckets, LocalCommunicator, run_ranks
 from extensor.distributed.reduction import (
     BLOCK,
@@ -121,6 +126,43 @@ def test_exact_loses_less_than_the_bound(seed: int, count: int) -> None:
         true = sum((Fraction(grad[place].item()) for grad in grads), Fraction(0)) / count
         rounding = Fraction(2) ** (field(value) - 150) / 2 * (1 + Fraction(2) ** -28)
         assert abs(Fraction(value) - true) < ulp / 512 + rounding
+
+
+@pytest.mark.parametrize("late", ["writes", "adds"])
+def test_float32_sums_wait_for_ranks_that_write_or_add_late(late: str) -> None:
+    """In memory that all ranks read: two meetings keep one rank from reading too early."""
+
+    def program(comm: LocalCommunicator) -> list[bool]:
+        reduction = make_reduction("float32", 96 * comm.size, comm)
+        assert reduction.path == "shared memory"
+        shared = reduction._shared  # type: ignore[attr-defined]
+        started, count = shared.meet, itertools.count()
+
+        def meet() -> Any:
+            work = started()
+            work.wait()
+            if late == "adds" and next(count) % 2 == 0:
+                time.sleep(0.01 * comm.rank)
+            return work
+
+        shared.meet, right = meet, []
+        for step in range(4):
+            if late == "writes":
+                time.sleep(0.01 * comm.rank)
+            grads = np.random.default_rng(step).standard_normal((comm.size, reduction.size))
+            grads = grads.astype(np.float32)
+            room = reduction.buffer()
+            room[...] = grads[comm.rank]
+            reduction.add(room)
+            whole = step != 2
+            out = np.empty(reduction.size if whole else reduction.shard_size, np.float32)
+            (reduction.all_reduce if whole else reduction.reduce_scatter)(out, 1.0).wait()
+            total = functools.reduce(np.add, grads)
+            part = total if whole else total.reshape(comm.size, -1)[comm.rank]
+            right.append(out.tobytes() == part.tobytes())
+        return right
+
+    assert run_ranks(3, program) == [[True] * 4] * 3
 
 
 def test_buckets_do_not_matter() -> None:
@@ -277,6 +319,9 @@ class Counted:
 
     def __init__(self, comm: LocalCommunicator) -> None:
         self.comm, self.rank, self.size, self.bytes = comm, comm.rank, comm.size, 0.0
+
+    def shared_rows(self, nbytes: int) -> Unsupported:
+        return Unsupported("bytes are counted")
 
     def __getattr__(self, name: str) -> object:
         share = (self.size - 1) / self.size

@@ -149,7 +149,7 @@ class WithoutNamespace(np.ndarray):
 
 def test_square_sums_take_arrays_that_name_no_module() -> None:
     array = np.array([3.0, 4.0], np.float32).view(WithoutNamespace)
-    assert square_sum([array], None, np) == 25.0
+    assert square_sum([array]) == 25.0
 
 
 def test_square_sums_have_no_order() -> None:

@@ -1,0 +1,67 @@
+"""Memory of one machine that the processes of all ranks read: MPI's shared windows.
+
+Source: MPI 4.1, sections 12.2.3 (MPI_Win_allocate_shared) and 12.7 (the unified memory model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from extensor.backends.unsupported import Unsupported
+
+__all__ = ["SharedRows", "open_window"]
+
+Array = Any
+
+
+class SharedRows:
+    """As many bytes of each rank, which all of these ranks read.
+
+    Args:
+        rows: uint8 of shape (bytes,), of each rank.
+        meet: starts a barrier. What ranks wrote before theirs is read after its ``wait``.
+
+    >>> from extensor.distributed import run_ranks
+    >>> def program(ranks):
+    ...     shared = ranks.shared_rows(1)
+    ...     shared.rows[ranks.rank][0] = ranks.rank + 5
+    ...     shared.meet().wait()
+    ...     return [int(row[0]) for row in shared.rows]
+    >>> run_ranks(2, program)
+    [[5, 6], [5, 6]]
+    """
+
+    def __init__(self, rows: Sequence[Array], meet: Callable[[], Any]) -> None:
+        self.rows, self.meet = list(rows), meet
+
+
+def open_window(
+    ranks: Any, mpi: Any, comm: Any, nbytes: int
+) -> tuple[Any, list[Array]] | Unsupported:
+    """An MPI window in which each rank has so many bytes, and its rows; or why there is none.
+
+    Args:
+        ranks: a communicator that carries objects.
+        mpi: the module ``mpi4py.MPI``.
+        comm: of the same ranks.
+        nbytes: of each rank.
+    """
+    near = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    apart = near.size < comm.size
+    near.Free()
+    if any(ranks.all_gather_object(apart)):
+        return Unsupported("ranks on several machines")
+    window, reason = None, ""
+    try:
+        window = mpi.Win.Allocate_shared(nbytes, 1, comm=comm)
+    except mpi.Exception as error:
+        reason = f"rank {ranks.rank}: {' '.join(str(error).split())}"
+    reasons = [each for each in ranks.all_gather_object(reason) if each]
+    if window is None or reasons:
+        return Unsupported(reasons[0])
+    window.Lock_all()
+    rows = [np.frombuffer(window.Shared_query(rank)[0], np.uint8) for rank in range(comm.size)]
+    return window, rows
