@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numpy.lib import format as npy
@@ -15,8 +17,9 @@ from extensor.io.gguf.container import _kind
 from extensor.io.npy import read_npy
 from extensor.io.safetensors_format import CheckpointError
 from extensor.io.stored import TARGETS, requantize, takes_blocks
-from extensor.io.stored.archive import _block_of, indexed_shards
+from extensor.io.stored.archive import _block_of, indexed_shards, open_archive
 from extensor.io.stored.quantization_config import quantization_config
+from extensor.quant.array import QuantArray
 from extensor.quant.reference import dequantize, quantize
 from extensor.quant.spec import Hadamard, QuantSpec
 
@@ -171,3 +174,50 @@ def test_a_missing_shard_is_named_with_its_first_tensor(tmp_path: Path) -> None:
     (tmp_path / "1.safetensors").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match=r"2\.safetensors: no such file, .* for 'b'"):
         indexed_shards(index)
+
+
+def folder_of_links(folder: Path, blobs: Path, indexed: Path) -> Path:
+    """A folder as the hub's cache makes it: its shard is a link into ``blobs``, its index too."""
+    for place in (folder, blobs, indexed):
+        place.mkdir(parents=True, exist_ok=True)
+    (blobs / "1a").write_bytes(b"")
+    (indexed / "2b").write_text(json.dumps({"weight_map": {"w": "1.safetensors"}}))
+    (folder / "1.safetensors").symlink_to(blobs / "1a")
+    index = folder / "model.safetensors.index.json"
+    index.symlink_to(indexed / "2b")
+    return index
+
+
+def test_links_into_the_cache_of_the_hub_are_followed_and_others_refused(tmp_path: Path) -> None:
+    blobs = tmp_path / "hub" / "blobs"
+    index = folder_of_links(tmp_path / "hub" / "snapshots", blobs, blobs)
+    assert indexed_shards(index)["w"] == [index.parent / "1.safetensors"]
+    others = tmp_path / "other" / "blobs"
+    for number, (one, two) in enumerate(
+        ((tmp_path / "elsewhere", tmp_path / "elsewhere"), (blobs, others), (others, blobs))
+    ):
+        index = folder_of_links(tmp_path / f"m{number}", one, two)
+        with pytest.raises(CheckpointError, match="a link out of the folder"):
+            indexed_shards(index)
+
+
+@pytest.mark.parametrize(("files", "found"), [([], "none"), (["b", "a"], "a.gguf, b.gguf")])
+def test_a_folder_without_one_model_says_what_it_has(
+    files: list[str], found: str, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / f"{name}.gguf").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=f"one .gguf file, found {found}$"):
+        open_archive(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2"])
+def test_fp8_without_scales_is_read_as_its_values(kind: str, tmp_path: Path) -> None:
+    dtype = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}[kind]
+    values = np.array([[0.5, -2.0, 448.0, 0.0]]).astype(dtype)
+    header = json.dumps({"w": {"dtype": kind, "shape": [1, 4], "data_offsets": [0, 4]}}).encode()
+    content = struct.pack("<Q", len(header)) + header + values.tobytes()
+    (tmp_path / "m.safetensors").write_bytes(content)
+    read = open_archive(tmp_path / "m.safetensors").read("w")
+    assert isinstance(read, QuantArray) and read.scales.shape == (1, 1)
+    np.testing.assert_array_equal(dequantize(read), values.astype(np.float32))

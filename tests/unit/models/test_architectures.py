@@ -19,6 +19,8 @@ import pytest
 import extensor as et
 from extensor import ExTensor, models, nn
 from extensor.models.architectures import ARCHITECTURES, architecture_of
+from extensor.models.bert.configs import BertConfig
+from extensor.models.bert.model import Intermediate
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
@@ -550,3 +552,14 @@ def test_initial_weights_are_drawn_as_gpt2s(name: str) -> None:
         values = layer.weight.numpy()
         assert values.std() == pytest.approx(0.02, rel=0.1), path
         assert np.abs(values).max() > 3 * 0.02, path
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
+def test_berts_wide_layer_has_the_activation_of_its_configuration(name: str) -> None:
+    config = BertConfig(vocab=8, context=4, layers=1, width=8, heads=2, hidden=16, activation=name)
+    layer = Intermediate(config, np.random.default_rng(0))
+    x = et.randn(3, 8, seed=0)
+    expected = et.gelu(layer.dense(x), "tanh" if name == "gelu_tanh" else "none")
+    np.testing.assert_array_equal(layer(x).numpy(), expected.numpy())
+    other = et.gelu(layer.dense(x), "none" if name == "gelu_tanh" else "tanh")
+    assert not np.array_equal(layer(x).numpy(), other.numpy())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import extensor as et
-from extensor.models.decoding import Batch, batch_of
+from extensor.models.decoding import Batch, attend, batch_of
 from extensor.models.llama.configs import ExpertsConfig
 
 KEYS: list[Any] = [None, (0, 1, 2, 3, 4), (2, 3, 4), (0, 3, 4), (1, 2, 3, 4), (0, 2, 4)]
@@ -70,3 +70,15 @@ def test_experts_at_their_bounds() -> None:
     for count, active, hidden in ((1, 0, 1), (1, 2, 1), (4, 2, 0)):
         with pytest.raises(ValueError, match=f"1 to {count} active experts and a hidden width"):
             ExpertsConfig(count, active, hidden)
+
+
+@pytest.mark.parametrize("window", [3, 6, 9, 20])
+def test_a_window_hides_what_lies_before_it_however_wide_a_head_is(window: int) -> None:
+    """Heads of 4 and 16 values, 8 keys: a window of all keys or more hides none."""
+    for size in (4, 16):
+        rng = np.random.default_rng(size)
+        q, k, v = (et.ExTensor(rng.standard_normal((1, 2, 8, size))) for _ in range(3))
+        batch = batch_of("Toy", et.zeros((1, 8), "int64"), None, cache=None)
+        found = attend(q, k, v, batch, None, 0, window)
+        expected = et.scaled_dot_product_attention(q, k, v, causal=True, window=window)
+        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-12)

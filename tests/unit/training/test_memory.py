@@ -205,6 +205,7 @@ def test_the_most_saved_is_what_layers_keep_beside_eight_bits_and_a_scale() -> N
         recompute=None,
     )  # fmt: skip
     found = dict(savings(config, {"saved": 12800, "workspaces": 0}, blocks()))  # type: ignore[arg-type]
+    assert found["half of --batch-size"] == 6400
     assert found["--saved mxfp8, at most"] == 12800 - 33 * 100
     unknown = dict(savings(config, {"workspaces": 0}, blocks()))  # type: ignore[arg-type]
     assert unknown["--saved mxfp8, at most"] is None

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from extensor.formats import FORMATS
-from extensor.quant.recipes import RECIPES
+from extensor.quant.recipe import SLOTS
+from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.quant.reference import dequantize, quantize
 from extensor.quant.spec import QuantSpec
 from extensor.training import page
@@ -301,3 +302,18 @@ def test_charts_of_many_layers_show_the_ones_that_tell() -> None:
     noise = re.findall(r"layer\d+", by_title["gradient over its"])
     assert set(norms) == {f"layer{i}" for i in range(3, MAX_LINES + 3)}
     assert set(noise) == {f"layer{i}" for i in range(MAX_LINES)}
+
+
+def test_a_logarithmic_axis_within_a_power_of_ten_has_round_values() -> None:
+    drawn = lines("x", [Line("a", [0, 1], [2.0, 8.0])], "step", log=True)
+    labels = [float(x) for x in re.findall(r'text-anchor="end">([^<]+)<', drawn)]
+    assert len(labels) >= 2 and all(2.0 <= label <= 8.0 for label in labels)
+
+
+def test_slots_of_a_layer_are_one_word_where_all_are_alike() -> None:
+    assert page._slots(get_recipe("bf16").layers) == ("bfloat16", [])
+    only, rows = page._slots(get_recipe("mxfp4").layers)
+    assert only is None and [row[0] for row in rows] == list(SLOTS)
+    mixed = get_recipe("bf16").layers.with_slots("fprop.*", get_recipe("fp32").layers)
+    only, rows = page._slots(mixed)
+    assert only is None and [row[1] for row in rows] == ["float32"] * 2 + ["bfloat16"] * 4
