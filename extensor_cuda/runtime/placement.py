@@ -3,7 +3,8 @@
 A pool places an array where memory is free when it comes, and holes between others add up: a third
 of a transformer block's memory. A captured step repeats one sequence of lives. So its arrays are
 placed in one allocation, each at the lowest place where nothing else lies during its life, the best
-of three orders ("greedy by size" and its like, Pisarchyk and Lee, arXiv 2001.03288).
+of three orders ("greedy by size" and its like, Pisarchyk and Lee, arXiv 2001.03288). From that one
+others are tried: the array that ends last in memory goes to an earlier turn.
 
 Nothing relies on the lives being the same again: an array takes the place of the next of its size,
 and comes from the pool where there is none or something else lies there.
@@ -16,16 +17,19 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from extensor_cuda.runtime.memory import allocate
 
-__all__ = ["LEAST", "Life", "LifeLog", "PlacedMemory", "StepAllocator", "place"]
+__all__ = ["LEAST", "Life", "LifeLog", "PlacedMemory", "StepAllocator", "least", "place"]
 
 LEAST = 1 << 20
 """Bytes of the smallest array that is placed: there are many smaller ones, in little memory."""
 _UNIT = 512
 """Places are multiples of it, as blocks of cupy's pool are."""
+_PAIRS = 1 << 22
+"""How many pairs of arrays the search for an order may look at: a second or so."""
 
 
 class Life(NamedTuple):
@@ -40,7 +44,7 @@ def place(lives: Sequence[Life]) -> tuple[list[int], int]:
     """The place of each array, and the bytes of all.
 
     >>> place([Life(4, 0, 1), Life(2, 1, 3), Life(3, 2, 3)])
-    ([0, 3, 0], 5)
+    ([0, 0, 2], 5)
     """
     last = max((one.begin for one in lives), default=0) + 1
     weights: tuple[Callable[[int, float], float], ...] = (
@@ -51,8 +55,37 @@ def place(lives: Sequence[Life]) -> tuple[list[int], int]:
     found = []
     for weight in weights:
         keys = [-weight(one.size, min(one.end, last) - one.begin) for one in lives]
-        found.append(_placed(lives, sorted(range(len(lives)), key=keys.__getitem__)))
-    return min(found, key=lambda one: one[1])
+        order = sorted(range(len(lives)), key=keys.__getitem__)
+        found.append((*_placed(lives, order), order))
+    return _searched(lives, *min(found, key=lambda one: one[1]))
+
+
+def least(lives: Sequence[Life]) -> int:
+    """The most bytes that live at once: no placing takes fewer.
+
+    >>> least([Life(4, 0, 1), Life(2, 1, 3), Life(3, 2, 3)])
+    5
+    """
+    moments = [(one.end, -one.size) for one in lives] + [(one.begin, one.size) for one in lives]
+    return max(accumulate((size for _, size in sorted(moments)), initial=0))
+
+
+def _searched(
+    lives: Sequence[Life], offsets: list[int], total: int, order: Sequence[int]
+) -> tuple[list[int], int]:
+    """The best places of many orders, from one that was good: `place`."""
+    bound, best = least(lives), (offsets, total)
+    for turns in ((0,), (0, 2)):  # to the front; to the front and halfway, one after the other
+        now, there, end = list(order), offsets, total
+        for number in range(_PAIRS // (2 * len(lives) ** 2) if lives else 0):
+            if best[1] == bound:
+                return best
+            at = max(k for k, i in enumerate(now) if there[i] + lives[i].size == end)
+            divisor = turns[number % len(turns)]
+            now.insert(at // divisor if divisor else 0, now.pop(at))
+            there, end = _placed(lives, now)
+            best = min(best, (there, end), key=lambda one: one[1])
+    return best
 
 
 def _placed(lives: Sequence[Life], order: Sequence[int]) -> tuple[list[int], int]:

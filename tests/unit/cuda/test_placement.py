@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from extensor_cuda.runtime import placement
-from extensor_cuda.runtime.placement import Life, LifeLog, PlacedMemory, place
+from extensor_cuda.runtime.placement import Life, LifeLog, PlacedMemory, least, place
 
 UNIT, LEAST = 512, 1024
 
@@ -192,3 +192,21 @@ def test_a_place_that_is_given_twice_is_caught(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(again, "_taken", Forgetful())
     with pytest.raises(AssertionError):
         run(again, longer)
+
+
+HARD = (
+    Life(2, 0, 9), Life(4, 1, 3), Life(6, 2, 7), Life(3, 4, 5), Life(3, 6, 11), Life(4, 8, 12),
+    Life(6, 10, 13),
+)  # fmt: skip
+
+
+def test_an_order_is_searched_that_takes_no_more_than_lives_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offsets, total = place(HARD)
+    assert total == least(HARD) == 13
+    for (a, one), (b, other) in itertools.combinations(zip(offsets, HARD, strict=True), 2):
+        apart = a + one.size <= b or b + other.size <= a
+        assert apart or one.end <= other.begin or other.end <= one.begin
+    monkeypatch.setattr(placement, "_PAIRS", 0)
+    assert place(HARD)[1] == 15  # the best of the first three orders
