@@ -323,6 +323,20 @@ def without_primitives(call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
+def not_prepared(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call without lists of launches (`extensor.torch.prepared`)."""
+    from extensor.torch import prepared
+
+    def run() -> None:
+        before, prepared._KINDS = prepared._KINDS, 0
+        try:
+            call()
+        finally:
+            prepared._KINDS = before
+
+    return run
+
+
 def _contestants(
     size: int, operators: dict[str, Operator], of_a_layer: Callable[..., torch.Tensor]
 ) -> dict[str, Callable[[], Any]]:
@@ -351,6 +365,7 @@ def _contestants(
         "torch.nn.Linear": of(plain),
         "an autograd function": of(_Function.apply, weight),
         "extensor.torch, mxfp4": of(quantized(plain, "mxfp4")),
+        "extensor.torch, mxfp4, not prepared": not_prepared(of(quantized(plain, "mxfp4"))),
         "extensor's own, mxfp4": own,
     }
     for name, operator in operators.items():

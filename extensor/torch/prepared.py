@@ -42,8 +42,8 @@ Array = Any
 Body = Callable[[Any, Any], Sequence[Array | None]]
 """A pass on arrays, of the call and of what `extensor.torch.arrays.on_device` gives."""
 
-_KINDS = 0
-"""Kinds of passes that a layer prepares at most: none before a GPU has shown them."""
+_KINDS = 16
+"""Kinds of passes that a layer prepares at most: more have shapes that seldom come again."""
 _RAN = "ran once"
 
 _empty = torch.empty

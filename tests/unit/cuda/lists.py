@@ -33,13 +33,18 @@ class Driver:
         monkeypatch: puts them there.
         emulator: runs the kernels.
         launching: modules whose ``launch`` is runtime.launch's.
+        quantizing: the same of modules whose programs hold assembly.
 
     Attributes:
         launched: what a list has launched: function, blocks, threads.
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, emulator: Any, launching: Sequence[ModuleType]
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        emulator: Any,
+        launching: Sequence[ModuleType],
+        quantizing: Sequence[ModuleType] = (),
     ) -> None:
         self.emulator, self.launched = emulator, []
         self._kernels: list[Callable[[int, int, int], None]] = []
@@ -49,6 +54,14 @@ class Driver:
         monkeypatch.setattr(launch_list, "_functions", lambda: found)
         for module in launching:
             monkeypatch.setattr(module, "launch", self._of_runtime)
+        for module in quantizing:
+            monkeypatch.setattr(
+                module,
+                "launch",
+                lambda source, *rest, **options: self._of_runtime(
+                    hopper.without_products(source), *rest, **options
+                ),
+            )
         mapped, usual = driver.tensor_map, driver.launch
 
         def tensor_map(pointer: int, *rest: Any, **more: Any) -> TensorMap:
@@ -74,11 +87,11 @@ class Driver:
     def _of_runtime(
         self, source: Any, kernel: str, blocks: int, threads: int, *given: Any, shared: int = 0
     ) -> None:
-        program, recording = hopper.source_of(source), RECORDING.recording
+        recording = RECORDING.recording
         if recording is None:
-            return self.emulator(program, kernel, blocks, threads, *given, shared=shared)
+            return self.emulator(source, kernel, blocks, threads, *given, shared=shared)
         arguments = [np.uint64(0) if a is None else a for a in given]
-        handle = self._handle(program, f"run_{kernel}")
+        handle = self._handle(source, f"run_{kernel}")
         recording.launched(handle, (blocks, threads, shared), False, arguments)
 
     def _launch(self, config: int, function: int, parameters: int, extra: Any) -> int:

@@ -210,7 +210,7 @@ def passed(w: Any, x: Any, bias: Any, clock: Any, states: Any, counter: Any, xp:
 def xp(monkeypatch: pytest.MonkeyPatch, emulator: Any) -> Any:
     """The emulated GPU's array module."""
     hopper.install(monkeypatch, emulator)
-    Driver(monkeypatch, emulator, [quantize_operand, cast_bf16, sums])
+    Driver(monkeypatch, emulator, [cast_bf16, sums], [quantize_operand])
     return Noting()
 
 
