@@ -4,12 +4,12 @@
 //
 // `collect` counts the positions of each row of `out` and keeps the first kMost it meets. In
 // `add_rows` the block of a row's first position sorts the row's positions, or searches them if
-// there are more, and adds kColumns columns in registers. Other blocks exit at once.
+// there are more, kScan of them at once, and adds kThreads columns. Other blocks exit at once.
 
 #include "common/types.cuh"
 
-constexpr int kThreads = 256, kEach = 4, kColumns = kThreads * kEach;
-constexpr u32 kMost = 32, kAhead = 4;
+constexpr int kThreads = 256, kWarps = kThreads / 32, kTurns = 4, kScan = kThreads * kTurns;
+constexpr u32 kMost = 32, kAhead = 16;
 
 struct Row {
     u32 positions, first;  // their number; and the count of all positions less the first one
@@ -33,34 +33,27 @@ extern "C" __global__ void __launch_bounds__(kThreads) collect(const i64* __rest
 extern "C" __global__ void __launch_bounds__(kThreads) add_rows(const i64* __restrict__ index,
     const Row* __restrict__ found, const u32* __restrict__ kept, const float* __restrict__ rows,
     float* __restrict__ out, int* __restrict__ slots, i64 count, i64 length, i64 width) {
-    const i64 column_tiles = (width + kColumns - 1) / kColumns;
+    const i64 column_tiles = (width + kThreads - 1) / kThreads;
     const i64 mine = blockIdx.x / column_tiles,
-              column = blockIdx.x % column_tiles * kColumns + threadIdx.x;
+              column = blockIdx.x % column_tiles * kThreads + threadIdx.x;
     const i64 at = place(index, mine, length);
     if (at < 0 || at >= length || found[at].first != static_cast<u32>(count - mine)) return;
     const u32 positions = found[at].positions;
-    float sums[kEach];
-#pragma unroll
-    for (int k = 0; k < kEach; ++k) sums[k] = 0;
+    float sum = 0;
     // Adds rows base + list[0], base + list[1], ... in order; the next kAhead are read at once.
     const auto add = [&](i64 base, const u32* list, u32 many) {
         for (u32 first = 0; first < many; first += kAhead) {
-            float v[kAhead][kEach];
+            float v[kAhead];
 #pragma unroll
             for (u32 a = 0; a < kAhead; ++a)
-#pragma unroll
-                for (int k = 0; k < kEach; ++k)
-                    if (first + a < many && column + k * kThreads < width)
-                        v[a][k] = rows[(base + list[first + a]) * width + column + k * kThreads];
+                if (first + a < many && column < width)
+                    v[a] = rows[(base + list[first + a]) * width + column];
 #pragma unroll
             for (u32 a = 0; a < kAhead; ++a)
-#pragma unroll
-                for (int k = 0; k < kEach; ++k)
-                    if (first + a < many && column + k * kThreads < width)
-                        sums[k] = __fadd_rn(sums[k], v[a][k]);
+                if (first + a < many && column < width) sum = __fadd_rn(sum, v[a]);
         }
     };
-    __shared__ u32 met[kMost], list[kThreads], hits[kThreads / 32];
+    __shared__ u32 met[kMost], list[kScan], hits[kTurns * kWarps];
     if (positions <= kMost) {
         if (threadIdx.x < positions) met[threadIdx.x] = kept[at * kMost + threadIdx.x];
         __syncthreads();
@@ -73,26 +66,31 @@ extern "C" __global__ void __launch_bounds__(kThreads) add_rows(const i64* __res
         add(0, list, positions);
     } else {
         const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        for (i64 base = mine; base < count; base += kThreads) {
-            const i64 i = base + threadIdx.x;
-            const bool hit = i < count && place(index, i, length) == at;
-            const u32 same = __ballot_sync(~0u, hit);
-            if (lane == 0) hits[warp] = __popc(same);
+        for (i64 base = mine; base < count; base += kScan) {
+            bool hit[kTurns];
+            u32 before[kTurns], many = 0;
+#pragma unroll
+            for (int turn = 0; turn < kTurns; ++turn) {
+                const i64 i = base + turn * kThreads + threadIdx.x;
+                hit[turn] = i < count && place(index, i, length) == at;
+                const u32 same = __ballot_sync(~0u, hit[turn]);
+                before[turn] = __popc(same & ((1u << lane) - 1));
+                if (lane == 0) hits[turn * kWarps + warp] = __popc(same);
+            }
             __syncthreads();
-            u32 before = __popc(same & ((1u << lane) - 1)), many = 0;
-            for (u32 w = 0; w < kThreads / 32; ++w) {
-                before += w < warp ? hits[w] : 0;
+#pragma unroll
+            for (u32 w = 0; w < kTurns * kWarps; ++w) {
+                if (w % kWarps == warp) before[w / kWarps] += many;
                 many += hits[w];
             }
-            if (hit) list[before] = threadIdx.x;
+#pragma unroll
+            for (int turn = 0; turn < kTurns; ++turn)
+                if (hit[turn]) list[before[turn]] = turn * kThreads + threadIdx.x;
             __syncthreads();
             add(base, list, many);
         }
     }
     if (slots && column == 0) slots[at] = static_cast<int>(mine);
-#pragma unroll
-    for (int k = 0; k < kEach; ++k) {
-        float* to = out + (slots ? mine : at) * width + column + k * kThreads;
-        if (column + k * kThreads < width) *to = __fadd_rn(*to, sums[k]);
-    }
+    float* to = out + (slots ? mine : at) * width + column;
+    if (column < width) *to = __fadd_rn(*to, sum);
 }

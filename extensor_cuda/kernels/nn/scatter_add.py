@@ -19,7 +19,7 @@ from extensor_cuda.runtime.launch import launch
 __all__ = ["add_rows", "source", "sum_rows"]
 
 Array = Any
-_THREADS, _COLUMNS, _MAX_KEPT = 256, 1024, 32  # as in scatter_add.cu
+_THREADS, _MAX_KEPT = 256, 32  # as in scatter_add.cu
 
 
 @cache
@@ -53,7 +53,7 @@ def _add(out: Array, index: Array, rows: Array, length: int, slots: Array | None
     if not index.size or not width:
         return
     index = xp.ascontiguousarray(index.astype(np.int64, copy=False))
-    column_tiles = -(-width // _COLUMNS)
+    column_tiles = -(-width // _THREADS)
     found = xp.zeros((length, 2), dtype=np.uint32)
     kept = xp.empty((length, _MAX_KEPT), dtype=np.uint32)
     sizes = np.int64(index.size), np.int64(length)
