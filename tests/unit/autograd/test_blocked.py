@@ -334,3 +334,10 @@ def test_empty_tensors() -> None:
         q = et.zeros(shape).to_mxfp4()
         assert q.shape == shape
         assert q.dequantize().numpy().shape == shape
+
+
+def test_astype_goes_into_blocks_and_out_of_them() -> None:
+    x = _tensor()
+    q = et.astype(x, et.mxfp8_e4m3)
+    assert np.array_equal(q.dequantize().numpy(), x.to_mxfp8().dequantize().numpy())
+    assert np.array_equal(et.astype(q, et.float32).numpy(), q.dequantize().numpy())

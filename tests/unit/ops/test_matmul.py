@@ -64,3 +64,20 @@ def test_an_implicit_einsum_sorts_its_letters(equation: str) -> None:
     expected = np.einsum(equation, *arrays)
     assert found.shape == expected.shape
     np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("shapes", [((3, 4), (4, 2)), ((2, 3, 4), (4, 2)), ((2, 3, 4), (2, 4, 5))])
+def test_one_operand_has_the_gradient_that_it_has_beside_the_others(
+    shapes: tuple[tuple[int, ...], ...],
+) -> None:
+    def grads(needs: tuple[bool, bool]) -> list[np.ndarray | None]:
+        cases = zip(shapes, needs, range(2), strict=True)
+        pair = [et.randn(*shape, seed=i, requires_grad=need) for shape, need, i in cases]
+        (pair[0] @ pair[1]).square().sum().backward()
+        return [None if x.grad is None else x.grad.numpy() for x in pair]
+
+    both = grads((True, True))
+    left, right = grads((True, False)), grads((False, True))
+    assert left[1] is None and right[0] is None
+    np.testing.assert_array_equal(left[0], both[0])
+    np.testing.assert_array_equal(right[1], both[1])

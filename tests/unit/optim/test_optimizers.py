@@ -392,3 +392,36 @@ def test_multi_tensor_steps_are_those_of_each_parameter(kind, options):
     for p, q in zip(multi_tensor, alone, strict=True):
         assert bits(p.data) == bits(q.data)
         assert p._version == q._version
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(SGD, {"lr": 0.1, "momentum": 0.5}), (RMSprop, {"lr": 0.1}), (Adam, {"lr": 0.1})],
+)
+def test_l2_decay_is_a_gradient_of_the_weight(kind, options):
+    """Several updates with it are those of gradients to which it was added."""
+    rng = np.random.default_rng(0)
+    start, grads = rng.standard_normal(40), rng.standard_normal((3, 40))
+    decayed, plain = (ExTensor(start, "float64", requires_grad=True) for _ in range(2))
+    one, two = kind([decayed], weight_decay=0.25, **options), kind([plain], **options)
+    for g in grads:
+        decayed.grad, plain.grad = ExTensor(g), ExTensor(g + 0.25 * plain.numpy())
+        one.step()
+        two.step()
+        np.testing.assert_allclose(decayed.numpy(), plain.numpy(), rtol=1e-9)
+
+
+def test_muon_scales_by_the_shape_of_the_matrix():
+    """sqrt(rows / columns) where there are more rows, one column included; else 1."""
+    for rows, columns in ((16, 1), (16, 2), (4, 16)):
+        w = ExTensor(np.zeros((rows, columns)), "float64", requires_grad=True)
+        w.grad = ExTensor(np.random.default_rng(0).standard_normal((rows, columns)))
+        Muon([w], lr=1.0, momentum=0.0).step()
+        size = np.linalg.norm(w.numpy(), 2) / np.sqrt(max(1.0, rows / columns))
+        assert 0.6 < size < 1.3  # singular values near one
+
+
+def test_a_repr_says_the_options_of_one_group_and_the_number_of_several():
+    w, b = (ExTensor([1.0, 2.0], requires_grad=True) for _ in range(2))
+    assert "lr=0.1" in repr(SGD([w, b], lr=0.1)) and "group" not in repr(SGD([w, b], lr=0.1))
+    assert "2 groups" in repr(SGD([{"params": [w]}, {"params": [b]}], lr=0.1))

@@ -253,3 +253,21 @@ def test_one_cycle_by_its_definition(total, warm):
             low, share = 1 / 2500, 1 - (step - top) / (total - 1 - top) if total - 1 > top else 0.0
         expected = low + (1 - low) * (1 - math.cos(math.pi * share)) / 2
         assert schedule.factor(step) == pytest.approx(expected, rel=1e-12), step
+
+
+@pytest.mark.parametrize("schedule", [WarmupCosine(3, 10, 0.1), Cosine(10, 0.1), OneCycle(10)])
+def test_from_its_end_on_a_schedule_stays_where_it_ends(schedule):
+    ends = {"WarmupCosine": 0.1, "Cosine": 0.1, "OneCycle": 1 / 25 / 1e4}
+    after = [schedule.factor(step) for step in (10, 11, 15, 1000)]
+    assert after == pytest.approx([ends[type(schedule).__name__]] * 4, rel=1e-9)
+    rising = [schedule.factor(step) for step in range(3, 11)]
+    assert rising == sorted(rising, reverse=True) and schedule.factor(6) > 2 * after[0]
+
+
+def test_a_plateau_improves_by_a_share_of_its_best():
+    """Whatever the size of the metric; and its least factor is one."""
+    for scale in (1e-3, 1.0, 1e3):
+        plateau = ReduceLROnPlateau(gamma=0.5, patience=0, threshold=0.1)
+        assert [plateau.observe(scale * m) for m in (1.0, 0.89, 0.85, 0.7)] == [1, 1, 0.5, 0.5]
+    with pytest.raises(ValueError, match="minimum"):
+        ReduceLROnPlateau(minimum=-0.5)
