@@ -471,7 +471,7 @@ def test_a_gradient_may_be_written_over_if_nobody_else_holds_it(
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_a_gradient_of_another_dtype_is_rounded_to_the_outputs(dtype: str) -> None:
     x = et.ones(3, requires_grad=True)
-    (x * 2).backward(et.ExTensor([0.1, 0.2, 0.3], dtype))
+    (x * 3).backward(et.ExTensor([0.1, 0.3, 1 / 7], dtype))
     assert x.grad is not None and x.grad.dtype is et.float32
-    expected = 2 * np.array([0.1, 0.2, 0.3], dtype).astype(np.float32)
+    expected = np.float32(3) * np.array([0.1, 0.3, 1 / 7], dtype).astype(np.float32)
     np.testing.assert_array_equal(x.grad.numpy(), expected)

@@ -102,9 +102,9 @@ def test_sgd_by_hand():
 
 
 def test_adamw_decays_the_weight_and_adam_the_gradient():
-    for kind, expected in ((AdamW, 2.0 * (1 - 0.1 * 0.5)), (Adam, 2.0 - 0.1)):
+    for kind, expected in ((AdamW, 2.0 * (1 - 0.1 * 0.25)), (Adam, 2.0 - 0.1)):
         p = param([2.0], np.float64)
-        optimizer = kind([p], lr=0.1, weight_decay=0.5)
+        optimizer = kind([p], lr=0.1, weight_decay=0.25)
         set_grad(p, [0.0])
         optimizer.step()
         assert p.item() == pytest.approx(expected, rel=1e-6)
@@ -396,7 +396,12 @@ def test_multi_tensor_steps_are_those_of_each_parameter(kind, options):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(SGD, {"lr": 0.1, "momentum": 0.5}), (RMSprop, {"lr": 0.1}), (Adam, {"lr": 0.1})],
+    [
+        (SGD, {"lr": 0.1, "momentum": 0.5}),
+        (Adagrad, {"lr": 0.1}),
+        (RMSprop, {"lr": 0.1}),
+        (Adam, {"lr": 0.1}),
+    ],
 )
 def test_l2_decay_is_a_gradient_of_the_weight(kind, options):
     """Several updates with it are those of gradients to which it was added."""
