@@ -1,5 +1,5 @@
-// Streaming stores of whole cache lines, for results that no cache can hold: no line is read first,
-// and nothing useful is evicted.
+// Whole cache lines: asked for ahead, or streamed to memory where no cache can hold a result, so
+// that no line is read first and nothing useful is evicted.
 #pragma once
 
 #include "common/simd.hpp"
@@ -8,6 +8,17 @@ namespace EXTENSOR_ISA {
 
 // Results of so many values are streamed.
 constexpr int64_t kStreamedValues = int64_t{1} << 24;
+
+// Asks for some bytes, into the first cache or the second. GCC drops a loop of prefetches alone, as
+// it has no effect; the empty statement is one that it must keep.
+template <int Cache = 1>
+INLINE void prefetch(const void* from, int64_t bytes) {
+    const char* at = static_cast<const char*>(from);
+    for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(at + i, 0, 4 - Cache);
+        asm volatile("" ::"r"(at + i));
+    }
+}
 
 #if EXTENSOR_LANES == 16
 // Stores 64 bytes; streamed where requested and where the address is aligned.

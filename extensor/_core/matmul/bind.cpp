@@ -28,7 +28,7 @@ struct Variant {
     const GemmKernels* kernels;
     const char* instructions;  // of the kernels
     const TileKernels* tiles = nullptr;
-    OneRow one_row = nullptr;  // tried first with one row of x
+    FewRows few_rows = nullptr;  // tried first
 };
 
 #if defined(EXTENSOR_AVX_VNNI)
@@ -74,17 +74,17 @@ std::vector<Variant> supported() {
         found.push_back({"avx512", "avx512", &avx512::gemm_kernels, "avx512"});
         if (__builtin_cpu_supports("avx512vnni")) {
             const GemmKernels* vnni = &avx512_vnni::gemm_kernels;
-            const auto row =
-                __builtin_cpu_supports("avx512vbmi") ? avx512_vnni::one_row_on_bytes : nullptr;
-            found.push_back({"avx512_vnni", "avx512", vnni, "avx512_vnni", nullptr, row});
+            const auto rows =
+                __builtin_cpu_supports("avx512vbmi") ? avx512_vnni::few_rows_on_bytes : nullptr;
+            found.push_back({"avx512_vnni", "avx512", vnni, "avx512_vnni", nullptr, rows});
 #if defined(EXTENSOR_AVX512_BF16)
             if (has_fast_bf16())
                 found.push_back({"avx512_bf16", "avx512", vnni, "avx512_vnni",
-                                 &avx512_bf16::tile_kernels, row});
+                                 &avx512_bf16::tile_kernels, rows});
 #endif
 #if defined(EXTENSOR_AMX)
             if (has_amx())
-                found.push_back({"amx", "avx512", vnni, "avx512_vnni", &amx::tile_kernels, row});
+                found.push_back({"amx", "avx512", vnni, "avx512_vnni", &amx::tile_kernels, rows});
 #endif
         }
     }
@@ -323,20 +323,21 @@ py::tuple bf16_range(const py::array_t<float>& x) {
 
 // Weight-only products of the same x: in a replay, those that follow each other.
 struct WeightProducts {
-    OneRow one_row;
+    FewRows few_rows;
     void (*kernel)(const WeightGemm&);
     std::vector<WeightGemm> products;
 
     void operator()() const {
-        if (one_row && one_row(products.data(), static_cast<int>(products.size()))) return;
+        if (few_rows && few_rows(products.data(), static_cast<int>(products.size()))) return;
         for (const WeightGemm& g : products) kernel(g);
     }
 
     std::optional<WeightProducts> joined(const WeightProducts& later) const {
         const WeightGemm &mine = products.back(), &next = later.products.front();
-        if (!one_row || mine.m != 1 || next.m != 1) return {};
+        if (!few_rows || mine.m != 1 || next.m != 1) return {};
         if (mine.x != next.x || mine.k != next.k) return {};
-        if (one_row != later.one_row || kernel != later.kernel || !alike(mine.w, next.w)) return {};
+        if (few_rows != later.few_rows || kernel != later.kernel || !alike(mine.w, next.w))
+            return {};
         WeightProducts both = *this;
         both.products.insert(both.products.end(), later.products.begin(), later.products.end());
         return both;
@@ -356,7 +357,7 @@ Floats weight_only_matmul(const Floats& x, const Matrix& w) {
             "weight_only_matmul: expected x of (rows, k)");
     Floats out = buffers::array<float>({x.shape(0), static_cast<py::ssize_t>(w.m.rows)});
     const WeightGemm g{w.m, x.data(), x.shape(0), w.k, out.mutable_data()};
-    launch({&x}, {&out}, WeightProducts{current.one_row, current.kernels->weights, {g}});
+    launch({&x}, {&out}, WeightProducts{current.few_rows, current.kernels->weights, {g}});
     return out;
 }
 

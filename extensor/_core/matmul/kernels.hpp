@@ -79,8 +79,8 @@ struct GemmKernels {
     void (*weights)(const WeightGemm&);
 };
 
-// Products of one row of x with weights in one format; false for what it does not take.
-using OneRow = bool (*)(const WeightGemm*, int count);
+// Products of few rows of x with weights in one format; false for what it does not take.
+using FewRows = bool (*)(const WeightGemm*, int count);
 
 #define EXTENSOR_DECLARE_GEMM(level)       \
     namespace level {                      \
@@ -96,7 +96,7 @@ EXTENSOR_DECLARE_GEMM(avx_vnni)
 EXTENSOR_DECLARE_GEMM(avx512)
 EXTENSOR_DECLARE_GEMM(avx512_vnni)
 namespace avx512_vnni {
-bool one_row_on_bytes(const WeightGemm*, int count);  // where there is VBMI too: one_row_vnni.cpp
+bool few_rows_on_bytes(const WeightGemm*, int count);  // where there is VBMI too: few_rows_vnni.cpp
 }  // namespace avx512_vnni
 #ifdef EXTENSOR_AVX512_BF16
 namespace avx512_bf16 {

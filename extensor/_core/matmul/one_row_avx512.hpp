@@ -1,5 +1,5 @@
 // One float32 row times weights of four-bit codes or integers of eight bits, on AVX-512: what
-// decoding text repeats.
+// decoding text repeats. Rows of weights in groups are here for few_rows_vnni.cpp as well.
 //
 // Values of four bits are bfloat16 numbers. One permutation of 16-bit lanes decodes 32 codes, whose
 // halves become float32 by a shift and a mask. Lane l of a vector of words holds elements 8 l ..
@@ -35,9 +35,9 @@ struct RowGroup {
     const float *scale[kGroupRows], *offset[kGroupRows];
 };
 
-// body(group, total) adds up the lanes of a group's results; every row has its own scales. There
-// may be several weights in one format, all for the same x.
-template <class Body>
+// body(group, total) adds up the lanes of a group's results, of each of M rows of x; every row of
+// weights has its own scales. There may be several weights in one format, all for the same x.
+template <int M, class Body>
 void for_row_groups(const Weights* all, int count, bool offsets, Body body) {
     const WeightGemm& first = all->g;
     int64_t n = 0, tasks = 0;
@@ -59,6 +59,7 @@ void for_row_groups(const Weights* all, int count, bool offsets, Body body) {
         float* offset = scale + kScaledRows * tiles + VL;
         for (int64_t begin = task * task_rows; begin < last; begin += kScaledRows) {
             const int64_t end = least(last, begin + kScaledRows);
+            if (begin == task * task_rows) s.prefetch_scales(begin, end);
             s.prefetch_scales(end, least(last, end + kScaledRows));
             // Rows whose tiles follow each other: not across the end of a super-block.
             const int64_t rows = g.w.super_scales && tiles % g.w.super_tiles ? 1 : end - begin;
@@ -75,11 +76,13 @@ void for_row_groups(const Weights* all, int count, bool offsets, Body body) {
                     group.scale[r] = scale + (mine - begin) * tiles;
                     group.offset[r] = offset + (mine - begin) * tiles;
                 }
-                vf total[kGroupRows] = {};
+                vf total[M][kGroupRows] = {};
                 body(group, total);
-                const __m128 results = _mm_mul_ps(sums_of(total), _mm_set1_ps(g.w.tensor_scale));
                 const auto stored = static_cast<__mmask8>((1u << least(kGroupRows, end - row)) - 1);
-                _mm_mask_storeu_ps(g.out + row, stored, results);
+                for (int m = 0; m < M; ++m)
+                    _mm_mask_storeu_ps(
+                        g.out + m * g.w.rows + row, stored,
+                        _mm_mul_ps(sums_of(total[m]), _mm_set1_ps(g.w.tensor_scale)));
             }
         }
     });
@@ -102,7 +105,8 @@ void one_row_codes4(const Weights& s) {
     const int64_t whole = k / kChunk, rest = k % kChunk;
     const __mmask64 bytes = (__mmask64{1} << ((rest + 1) / 2)) - 1;
     const auto lanes = static_cast<__mmask16>((1u << ceil_div(rest, 8)) - 1);
-    for_row_groups(&s, 1, Kind != Offset::none, [&](const RowGroup& group, vf(&total)[R]) {
+    for_row_groups<1>(&s, 1, Kind != Offset::none, [&](const RowGroup& group, vf(&totals)[1][R]) {
+        vf(&total)[R] = totals[0];
         const float *x = s.x, *sums = s.sums;
         int64_t at = 0, seen = 0;  // which scale, and the chunks under it so far
         const auto add = [&](const __m512i(&words)[R],
@@ -173,7 +177,8 @@ template <Code8 Kind>
 void one_row_codes8(const Weights& s) {
     constexpr int R = kGroupRows;
     const int64_t k = s.g.k, tile = least(k, s.g.w.tile_length);
-    for_row_groups(&s, 1, false, [=, &s](const RowGroup& group, vf(&total)[R]) {
+    for_row_groups<1>(&s, 1, false, [=, &s](const RowGroup& group, vf(&totals)[1][R]) {
+        vf(&total)[R] = totals[0];
         __m128i twice[R] = {};  // the largest magnitudes of e4m3: 0xFE is twice its NaN
         for (int64_t begin = 0, t = 0; begin < k; begin += tile, ++t) {
             const int64_t end = least(k, begin + tile);

@@ -1,6 +1,7 @@
 // Rows of block-scaled weights with their scales, and the packed x, for weight_only.cpp.
 #pragma once
 
+#include "common/cache_lines.hpp"
 #include "common/elementwise.hpp"
 #include "matmul/codes8.hpp"
 
@@ -91,12 +92,11 @@ struct Weights {
     void prefetch_scales(int64_t begin, int64_t end) const {
         const int64_t from = scales.at(begin, 0), to = scales.at(end, 0);
         const int64_t size = g.w.scale == Scale::float32 ? 4 : g.w.scale == Scale::float16 ? 2 : 1;
-        const auto prefetch = [=](const void* array, int64_t bytes) {
-            const char* at = static_cast<const char*>(array);
-            for (int64_t i = from * bytes; array && i < to * bytes; i += 64)
-                __builtin_prefetch(at + i);
+        const auto ask = [=](const void* array, int64_t bytes) {
+            if (array)
+                prefetch(static_cast<const char*>(array) + from * bytes, (to - from) * bytes);
         };
-        prefetch(g.w.scales, size), prefetch(g.w.minimums, size), prefetch(g.w.zero_points, 1);
+        ask(g.w.scales, size), ask(g.w.minimums, size), ask(g.w.zero_points, 1);
     }
 
 private:

@@ -28,8 +28,11 @@ template <int Bits, Offset Kind>
 void decode(const Weights& s, const uint8_t* const* rows, int64_t start, int64_t end,
             const PanelScales& by, float* to) {
     const Element& e = kElements[s.g.w.element];
-    if constexpr (Bits == 4)
-        decode_panel<4, Kind>(Table16(s.table), rows, start, end, by, to);
+    if constexpr (Bits == 4) decode_panel<4, Kind>(Table16(s.table), rows, start, end, by, to);
+#if defined(__AVX512F__)
+    else if constexpr (Bits == 6)
+        decode_panel<6, Offset::none>(FloatCodes6(s.table), rows, start, end, by, to);
+#endif
     else if (!e.is_float)
         decode_panel<8, Kind>(IntegerCodes(e, Kind == Offset::minimum), rows, start, end, by, to);
     else

@@ -36,6 +36,18 @@ struct FloatCodes {
     }
 };
 
+#if defined(__AVX512F__)
+// Floats of 6 bits, looked up: a sign and one of 32 magnitudes.
+struct FloatCodes6 {
+    __m512 low, high;
+    explicit FloatCodes6(const float* t) : low(_mm512_loadu_ps(t)), high(_mm512_loadu_ps(t + 16)) {}
+    INLINE vf operator[](vu code) const {  // of an index the low five bits count
+        const __m512 found = _mm512_permutex2var_ps(low, reinterpret_cast<__m512i>(code), high);
+        return reinterpret_cast<vf>(reinterpret_cast<vu>(found) | (code << 26 & kSign));
+    }
+};
+#endif
+
 // Integers of 8 bits times a unit, counted from `first`.
 struct IntegerCodes {
     float unit, first;
@@ -56,12 +68,12 @@ struct Packed {
     static constexpr int64_t groups = VL / (Bits == 6 ? 4 : 1);
     static constexpr int64_t length = groups * codes, bytes = 4 * groups * words;
 
-    // Code i of the group; bits above a code of four bits mean nothing.
+    // Code i of the group; bits above the code's mean nothing.
     static INLINE vu code(const vu* group, int i) {
         const int bit = i * Bits, word = bit / 32, at = bit % 32;
         vu code = group[word] >> at;
         if (at + Bits > 32) code |= group[word + 1] << (32 - at);
-        return Bits == 4 ? code : code & ((1u << Bits) - 1);
+        return code;
     }
 };
 

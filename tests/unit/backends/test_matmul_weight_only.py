@@ -82,7 +82,7 @@ def test_more_rows_give_the_bits_of_the_decoded_product(level: str, spec: QuantS
     """Weights decoded tile by tile: one chain of float32 sums, whatever the threads."""
     rng = np.random.default_rng(0)
     # Rows pass over in chunks of 96, k in slices of 384; x of 1024 n columns is packed.
-    for m, n, k in ((5, 1, 1), (33, 70, 300), (100, 33, 1100), (12, 9, 257), (200, 64, 1024)):
+    for m, n, k in ((9, 1, 1), (33, 70, 300), (100, 33, 1100), (12, 9, 257), (200, 64, 1024)):
         w = quantized((n, k), spec, k)
         x = rng.standard_normal((m, k)).astype(np.float32)
         decoded = CORE.matmul(x, BACKEND.dequantize(w).T)
@@ -122,6 +122,29 @@ AFFINE = [
 ]
 
 
+ON_BYTES = [
+    MXFP4, NVFP4, QuantSpec("int4", symmetric=False), QuantSpec("mxfp6_e2m3"),
+    QuantSpec("mxfp6_e3m2"), QuantSpec("mxint8"), ZEROS, AFFINE[0],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", ON_BYTES, ids=short)
+def test_up_to_eight_rows_have_the_bits_of_each_alone(variant: str, spec: QuantSpec) -> None:
+    """On dot products of bytes, which decode codes once for up to four rows."""
+    if variant not in ("avx512_vnni", *TILED):
+        pytest.skip("no dot products of bytes")
+    rng = np.random.default_rng(0)
+    for n, k in ((7, 300), (66, 128), (9, 1100)):
+        w = quantized((n, k), spec, k)
+        x = rng.standard_normal((9, k)).astype(np.float32)
+        alone = [BACKEND.weight_only_matmul(x[i : i + 1], w) for i in range(8)]
+        for m in range(2, 9):
+            got = BACKEND.weight_only_matmul(x[:m], w)
+            assert got.tobytes() == np.concatenate(alone[:m]).tobytes(), (m, n, k)
+        decoded = CORE.matmul(x, BACKEND.dequantize(w).T)
+        assert BACKEND.weight_only_matmul(x, w).tobytes() == decoded.tobytes()
+
+
 @pytest.mark.parametrize("spec", AFFINE, ids=short)
 def test_minimums_and_super_blocks(level: str, spec: QuantSpec) -> None:
     rng = np.random.default_rng(0)
@@ -131,14 +154,14 @@ def test_minimums_and_super_blocks(level: str, spec: QuantSpec) -> None:
         values = BACKEND.dequantize(w)
         # A block's terms are its scale times the codes from the least on, and its minimum.
         spread = np.abs(values).astype(np.float64) + 2 * np.abs(values).max()
-        for m in (1, 2, 4, 7, 40):
+        for m in (1, 2, 4, 7, 9, 40):
             x = rng.standard_normal((m, k)).astype(np.float32)
             assert BACKEND.path("weight_only_matmul", x, w).startswith("core ")
             got = BACKEND.weight_only_matmul(x, w)
             wide = x.astype(np.float64)
             bound = gamma(k + 6) * (np.abs(wide) @ spread.T)
             assert (np.abs(got - wide @ values.astype(np.float64).T) <= bound).all(), (m, n, k)
-            if m > 4:
+            if m > 8:
                 assert got.tobytes() == CORE.matmul(x, values.T).tobytes(), (m, n, k)
 
 

@@ -1,6 +1,7 @@
-// One float32 row times weights of 4, 6 or 8 bits on dot products of bytes (AVX-512 VNNI and VBMI):
-// what decoding text repeats. Several weights beside one row are one job for the threads, and the
-// row is rounded once.
+// Few float32 rows times weights of 4, 6 or 8 bits on dot products of bytes (AVX-512 VNNI and
+// VBMI): what decoding text repeats. Several weights beside the same rows are one job for the
+// threads, and the rows are rounded once. Weights are decoded once for up to four rows, and a row
+// of results has the same bits beside any others.
 //
 // A vector of words holds eight 4-bit codes a lane, or four others. The x of a lane become integers
 // of 24 bits times a power of two, stored as three signed bytes each, so an element of x is off by
@@ -20,6 +21,7 @@ constexpr int kDigits = 3;
 // Bytes ahead of the codes in use that are asked for, into the second cache: the first waits for
 // few lines at a time.
 constexpr int64_t kAhead = 16384;
+constexpr int64_t kMostRows = 8;  // of x; with more, decoding once for all is faster (measured)
 constexpr float kMost = 8355711;  // 127 (2^16 + 2^8 + 1), the largest integer of three such bytes
 
 // The weights of a format as bytes to look up: value = unit * (byte - zero), or where one byte does
@@ -58,7 +60,7 @@ Lookup lookup_of(const BlockedMatrix& w) {
 // four bits those of a lane's even elements, then of its odd ones; integers that the sums of
 // unsigned weights begin with; each lane's power of two, and its sum of x.
 template <int Bits>
-struct PackedRow {
+struct PackedRows {
     static constexpr int lane = Bits == 4 ? 8 : 4, parts = lane / 4;
     static constexpr int64_t chunk = lane * VL;
     struct Chunk {
@@ -66,21 +68,24 @@ struct PackedRow {
         int32_t first[3][VL];
         float unit[VL], sum[VL];
     };
+    int64_t count, sums;  // chunks of a row, and sums
     Chunk* chunks;
     float* tile_sums;  // of x, zeros after the last
 
-    PackedRow(const float* x, int64_t k, int64_t tile, const Lookup& table, float unit) {
-        const int64_t count = ceil_div(k, chunk), sums = round_up(ceil_div(k, tile), VL);
-        chunks = static_cast<Chunk*>(threads::scratch(
-            threads::Slot::packed_a, count * static_cast<int64_t>(sizeof(Chunk)) + 4 * sums));
-        tile_sums = reinterpret_cast<float*>(chunks + count);
-        std::memset(tile_sums, 0, static_cast<size_t>(4 * sums));
-        for (int64_t c = 0; c < count; ++c) {
-            for (int v = 0; v < lane; ++v)
-                pack(load_at(x, c * chunk + v * VL, k), chunks[c], v, table, unit);
-            for (int l = 0; l < VL && c * chunk + l * lane < k; ++l)
-                tile_sums[(c * chunk + l * lane) / tile] += chunks[c].sum[l];
-        }
+    PackedRows(const float* x, int64_t rows, int64_t k, int64_t tile, const Lookup& table)
+        : count(ceil_div(k, chunk)), sums(round_up(ceil_div(k, tile), VL)) {
+        const int64_t bytes = count * static_cast<int64_t>(sizeof(Chunk)) + 4 * sums;
+        chunks = static_cast<Chunk*>(threads::scratch(threads::Slot::packed_a, rows * bytes));
+        tile_sums = reinterpret_cast<float*>(chunks + rows * count);
+        std::memset(tile_sums, 0, static_cast<size_t>(4 * rows * sums));
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t c = 0; c < count; ++c) {
+                Chunk& to = chunks[r * count + c];
+                for (int v = 0; v < lane; ++v)
+                    pack(load_at(x + r * k, c * chunk + v * VL, k), to, v, table);
+                for (int l = 0; l < VL && c * chunk + l * lane < k; ++l)
+                    tile_sums[r * sums + (c * chunk + l * lane) / tile] += to.sum[l];
+            }
     }
 
 private:
@@ -104,7 +109,7 @@ private:
     }
 
     // Elements vector * VL .. of the chunk.
-    static INLINE void pack(vf values, Chunk& to, int vector, const Lookup& table, float unit) {
+    static INLINE void pack(vf values, Chunk& to, int vector, const Lookup& table) {
         const __m512i largest =
             over_lane(_mm512_and_si512(reinterpret_cast<__m512i>(values),
                                        _mm512_set1_epi32(static_cast<int>(kMagnitude))),
@@ -149,7 +154,7 @@ private:
             store_lanes(to.first[0], vector, times(table.zero, sum));
             store_lanes(to.first[1], vector, times(table.two ? table.upper_zero : 0, sum));
         }
-        store_lanes(to.unit, vector, reinterpret_cast<__m512i>(down * unit));
+        store_lanes(to.unit, vector, reinterpret_cast<__m512i>(down * table.unit));
         store_lanes(to.sum, vector, reinterpret_cast<__m512i>(_mm512_cvtepi32_ps(sum) * down));
     }
 };
@@ -187,38 +192,43 @@ INLINE void lane_sums(const Rows (&w)[Parts], const Chunk& x, const int32_t* fir
     }
 }
 
-// What decodes 64 bytes of codes of each row, or 48, and multiplies them. `HasFirst`: whether the
-// chunk's first integers are not all zero.
+// What decodes 64 bytes of codes of each row, or 48, to vectors of bytes, and multiplies these.
+// `HasFirst`: whether the chunk's first integers are not all zero.
 struct Codes4 {
-    static constexpr int bits = 4;
+    static constexpr int bits = 4, vectors = 2;
     __m512i table;  // the sixteen values four times: of an index the low four bits count
     explicit Codes4(const Lookup& t) : table(_mm512_load_si512(t.lower)) {}
-    template <bool HasFirst, class Chunk>
-    INLINE void multiply(const Rows& words, const Chunk& x, vf (&part)[R]) const {
-        Rows w[2], sum;
-        each_row([&](int r) INLINED { w[0][r] = _mm512_permutexvar_epi8(words[r], table); });
+    INLINE void decode(const Rows& words, Rows (&w)[vectors]) const {
         each_row([&](int r) INLINED {
+            w[0][r] = _mm512_permutexvar_epi8(words[r], table);
             w[1][r] = _mm512_permutexvar_epi8(_mm512_srli_epi16(words[r], 4), table);
         });
+    }
+    template <bool HasFirst, class Chunk>
+    INLINE void multiply(const Rows (&w)[vectors], const Chunk& x, vf (&part)[R]) const {
+        Rows sum;
         lane_sums(w, x, HasFirst ? x.first[0] : nullptr, sum);
         each_row([&](int r) INLINED { part[r] = to_float(sum[r]); });
     }
 };
 
 struct Integers8 {
-    static constexpr int bits = 8;
+    static constexpr int bits = 8, vectors = 1;
     explicit Integers8(const Lookup&) {}
+    INLINE void decode(const Rows& words, Rows (&w)[vectors]) const {
+        each_row([&](int r)
+                     INLINED { w[0][r] = _mm512_xor_si512(words[r], _mm512_set1_epi8(-128)); });
+    }
     template <bool, class Chunk>
-    INLINE void multiply(const Rows& words, const Chunk& x, vf (&part)[R]) const {
-        Rows w, upper, lower;
+    INLINE void multiply(const Rows (&w)[vectors], const Chunk& x, vf (&part)[R]) const {
+        Rows upper, lower;
         const __m512i first[2] = {_mm512_load_si512(x.first[0]), _mm512_load_si512(x.first[1])};
-        each_row([&](int r) INLINED { w[r] = _mm512_xor_si512(words[r], _mm512_set1_epi8(-128)); });
-        each_row([&](int r) INLINED { upper[r] = dot(__m512i{}, w[r], x.digits[0][0]); });
-        each_row([&](int r) INLINED { lower[r] = dot(first[1], w[r], x.digits[2][0]); });
+        each_row([&](int r) INLINED { upper[r] = dot(__m512i{}, w[0][r], x.digits[0][0]); });
+        each_row([&](int r) INLINED { lower[r] = dot(first[1], w[0][r], x.digits[2][0]); });
         each_row([&](int r) INLINED {
             upper[r] = _mm512_add_epi32(_mm512_slli_epi32(upper[r], 8), first[0]);
         });
-        each_row([&](int r) INLINED { upper[r] = dot(upper[r], w[r], x.digits[1][0]); });
+        each_row([&](int r) INLINED { upper[r] = dot(upper[r], w[0][r], x.digits[1][0]); });
         each_row([&](int r) INLINED {
             part[r] = multiply_add(to_float(upper[r]), splat(256.0f), to_float(lower[r]));
         });
@@ -227,7 +237,7 @@ struct Integers8 {
 
 template <bool Two>
 struct Floats6 {
-    static constexpr int bits = 6;
+    static constexpr int bits = 6, vectors = Two ? 2 : 1;
     __m512i lower, upper, words_of;
     explicit Floats6(const Lookup& t)
         : lower(_mm512_load_si512(t.lower)), upper(_mm512_load_si512(t.upper)) {
@@ -235,31 +245,35 @@ struct Floats6 {
         for (int i = 0; i < 64; ++i) index[i] = static_cast<uint8_t>(i / 4 * 3 + i % 4);
         words_of = _mm512_load_si512(index);
     }
-    template <bool, class Chunk>
-    INLINE void multiply(const Rows& words, const Chunk& x, vf (&part)[R]) const {
+    INLINE void decode(const Rows& words, Rows (&w)[vectors]) const {
         // Three bytes a word; its fields 0, 6, 12 and 18 become bytes, with other bits above.
         const __m512i fields = _mm512_set1_epi64(0x322C26'20'120C0600);
-        Rows codes, w[1], sum;
         each_row([&](int r) INLINED {
             const __m512i word = _mm512_permutexvar_epi8(words_of, words[r]);
-            codes[r] = _mm512_multishift_epi64_epi8(fields, word);
+            const __m512i codes = _mm512_multishift_epi64_epi8(fields, word);
+            w[0][r] = _mm512_permutexvar_epi8(codes, lower);
+            if constexpr (Two) w[1][r] = _mm512_permutexvar_epi8(codes, upper);
         });
-        each_row([&](int r) INLINED { w[0][r] = _mm512_permutexvar_epi8(codes[r], lower); });
-        lane_sums(w, x, x.first[0], sum);
+    }
+    template <bool, class Chunk>
+    INLINE void multiply(const Rows (&w)[vectors], const Chunk& x, vf (&part)[R]) const {
+        Rows one[1], sum;
+        each_row([&](int r) INLINED { one[0][r] = w[0][r]; });
+        lane_sums(one, x, x.first[0], sum);
         each_row([&](int r) INLINED { part[r] = to_float(sum[r]); });
         if constexpr (!Two) return;
-        each_row([&](int r) INLINED { w[0][r] = _mm512_permutexvar_epi8(codes[r], upper); });
-        lane_sums(w, x, x.first[1], sum);
+        each_row([&](int r) INLINED { one[0][r] = w[vectors - 1][r]; });
+        lane_sums(one, x, x.first[1], sum);
         each_row([&](int r)
                      INLINED { part[r] = multiply_add(to_float(sum[r]), splat(8.0f), part[r]); });
     }
 };
 
-template <class Codes, Offset Kind>
-void multiply_row(const Weights* all, int count, const Lookup& table) {
+template <class Codes, Offset Kind, int M>
+void multiply_rows(const Weights* all, int count, const Lookup& table) {
     const Weights& s = *all;
-    using Row = PackedRow<Codes::bits>;
-    const Row row(s.g.x, s.g.k, s.g.w.tile_length, table, table.unit);
+    using Row = PackedRows<Codes::bits>;
+    const Row row(s.g.x, M, s.g.k, s.g.w.tile_length, table);
     const Codes codes(table);
     const ScaleLanes scale_lanes(s.g.w.tile_length, Row::lane);
     const auto lane_of = reinterpret_cast<__m512i>(scale_lanes.index);  // the first if one for all
@@ -269,29 +283,37 @@ void multiply_row(const Weights* all, int count, const Lookup& table) {
     constexpr __mmask64 kAll = kBytes == 64 ? ~__mmask64{0} : (__mmask64{1} << kBytes % 64) - 1;
     const __mmask64 some = (__mmask64{1} << ceil_div(rest * Codes::bits, 8)) - 1;
     const auto lanes = static_cast<__mmask16>((1u << ceil_div(rest, Row::lane)) - 1);
-    for_row_groups(all, count, Kind != Offset::none, [&](const RowGroup& group, vf(&total)[R]) {
+    const auto* const chunks = row.chunks;
+    const auto body = [&, chunks](const RowGroup& group, vf(&total)[M][R]) {
         int64_t at = 0, seen = 0;  // which scale, and the chunks under it so far
-        const auto add = [&](int64_t c, const __m512i(&words)[R],
-                             __mmask16 mine) __attribute__((always_inline)) {
-            const auto& x = row.chunks[c];
-            const vf unit = load(x.unit);
-            vf part[R];
-            codes.template multiply<Kind != Offset::minimum>(words, x, part);
-            each_row([&](int r) INLINED { part[r] *= unit; });
-            if constexpr (Kind == Offset::zero)
+        const auto add = [&](int64_t c, const Rows& words, __mmask16 mine) INLINED {
+            Rows w[Codes::vectors];
+            codes.decode(words, w);
+            const auto lanes_of = [&](const float* const(&values)[R], int r) INLINED {
+                return _mm512_permutexvar_ps(lane_of, load(values[r] + at));
+            };
+            const auto times = [&](int m) INLINED {
+                const auto& x = chunks[m * row.count + c];
+                const vf unit = load(x.unit);
+                vf part[R];
+                codes.template multiply<Kind != Offset::minimum>(w, x, part);
+                each_row([&](int r) INLINED { part[r] *= unit; });
+                if constexpr (Kind == Offset::zero)
+                    each_row([&](int r)
+                                 INLINED { part[r] -= lanes_of(group.offset, r) * load(x.sum); });
                 each_row([&](int r) INLINED {
-                    part[r] -=
-                        _mm512_permutexvar_ps(lane_of, load(group.offset[r] + at)) * load(x.sum);
+                    total[m][r] =
+                        _mm512_mask3_fmadd_ps(part[r], lanes_of(group.scale, r), total[m][r], mine);
                 });
-            each_row([&](int r) INLINED {
-                const vf scale = _mm512_permutexvar_ps(lane_of, load(group.scale[r] + at));
-                total[r] = _mm512_mask3_fmadd_ps(part[r], scale, total[r], mine);
-            });
+            };
+            times(0);
+            if constexpr (M > 1) times(1);
+            if constexpr (M > 2) times(2), times(3);
             if (!scale_lanes.broadcast || ++seen == scale_lanes.chunks_per_scale)
                 at += scale_lanes.step, seen = 0;
         };
-        __m512i words[R];
-        const auto read = [&](int64_t c, __mmask64 bytes) __attribute__((always_inline)) {
+        Rows words;
+        const auto read = [&](int64_t c, __mmask64 bytes) INLINED {
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
                 const uint8_t* from = group.codes[r] + c * kBytes;
@@ -303,41 +325,66 @@ void multiply_row(const Weights* all, int count, const Lookup& table) {
         for (int64_t c = 0; c < whole; ++c) read(c, kAll), add(c, words, 0xFFFF);
         if (rest) read(whole, some), add(whole, words, lanes);
         if constexpr (Kind == Offset::minimum)
-            for (int64_t t = 0; t < tiles; t += VL)
-                for (int r = 0; r < R; ++r)
-                    total[r] = multiply_add(load_at(group.offset[r], t, tiles),
-                                            load(row.tile_sums + t), total[r]);
-    });
+            for (int m = 0; m < M; ++m)
+                for (int64_t t = 0; t < tiles; t += VL)
+                    for (int r = 0; r < R; ++r)
+                        total[m][r] =
+                            multiply_add(load_at(group.offset[r], t, tiles),
+                                         load(row.tile_sums + m * row.sums + t), total[m][r]);
+    };
+    for_row_groups<M>(all, count, Kind != Offset::none, body);
+}
+
+template <class Codes, Offset Kind>
+void multiply_rows_of(const Weights* all, int count, const Lookup& table) {
+    switch (all->g.m) {
+        case 1: return multiply_rows<Codes, Kind, 1>(all, count, table);
+        case 2: return multiply_rows<Codes, Kind, 2>(all, count, table);
+        default: return multiply_rows<Codes, Kind, 4>(all, count, table);
+    }
 }
 
 template <class Codes>
-void multiply_row_of(const Weights* all, int count, const Lookup& table) {
+void multiply_codes(const Weights* all, int count, const Lookup& table) {
     switch (offset_of(all->g.w)) {
-        case Offset::none: return multiply_row<Codes, Offset::none>(all, count, table);
-        case Offset::zero: return multiply_row<Codes, Offset::zero>(all, count, table);
-        default: return multiply_row<Codes, Offset::minimum>(all, count, table);
+        case Offset::none: return multiply_rows_of<Codes, Offset::none>(all, count, table);
+        case Offset::zero: return multiply_rows_of<Codes, Offset::zero>(all, count, table);
+        default: return multiply_rows_of<Codes, Offset::minimum>(all, count, table);
     }
+}
+
+// One, two or four rows.
+void multiply(const std::vector<WeightGemm>& products) {
+    const std::vector<Weights> all(products.begin(), products.end());
+    const int count = static_cast<int>(all.size());
+    const Element& e = kElements[products[0].w.element];
+    const Lookup table = lookup_of(products[0].w);
+    if (e.bits == 4)
+        multiply_codes<Codes4>(all.data(), count, table);
+    else if (e.bits == 8)
+        multiply_codes<Integers8>(all.data(), count, table);
+    else if (table.two)
+        multiply_rows_of<Floats6<true>, Offset::none>(all.data(), count, table);
+    else
+        multiply_rows_of<Floats6<false>, Offset::none>(all.data(), count, table);
 }
 
 }  // namespace
 
-bool one_row_on_bytes(const WeightGemm* products, int count) {
+bool few_rows_on_bytes(const WeightGemm* products, int count) {
     const WeightGemm& g = *products;
     const Element& e = kElements[g.w.element];
-    for (int i = 0; i < count; ++i)
-        if (products[i].m != 1) return false;
+    const int64_t rows = g.m;
+    if (rows > kMostRows) return false;
     if (g.w.tile_rows != 1 || (e.bits == 8 && e.is_float)) return false;
     if (!fits_lanes(g.w.tile_length, e.bits == 4 ? 8 : 4, g.k) || !moderate(g)) return false;
-    const std::vector<Weights> all(products, products + count);
-    const Lookup table = lookup_of(g.w);
-    if (e.bits == 4)
-        multiply_row_of<Codes4>(all.data(), count, table);
-    else if (e.bits == 8)
-        multiply_row_of<Integers8>(all.data(), count, table);
-    else if (table.two)
-        multiply_row<Floats6<true>, Offset::none>(all.data(), count, table);
-    else
-        multiply_row<Floats6<false>, Offset::none>(all.data(), count, table);
+    for (int64_t first = 0, next; first < rows; first = next) {
+        next = first + (rows - first >= 4 ? 4 : rows - first >= 2 ? 2 : 1);
+        std::vector<WeightGemm> some(products, products + count);
+        for (WeightGemm& one : some)
+            one.x += first * one.k, one.out += first * one.w.rows, one.m = next - first;
+        multiply(some);
+    }
     return true;
 }
 
