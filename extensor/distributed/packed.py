@@ -85,7 +85,7 @@ class PackedWeight:
             rows, amax, sent = piece.reshape(self.shape), None, None
             if spec.row.tensor_scale:
                 amax = self._largest(rows)
-                sent = _sent_scale(np.float32(amax), spec)  # of all ranks
+                sent = _sent_scale(np.float32(amax.item()), spec)  # of all ranks
                 if sent is None:
                     return None
             q = backend.pack(rows, spec, None, amax)

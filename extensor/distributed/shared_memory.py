@@ -5,6 +5,8 @@ Source: MPI 4.1, sections 12.2.3 (MPI_Win_allocate_shared) and 12.7 (the unified
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from extensor.backends.unsupported import Unsupported
 __all__ = ["SharedRows", "open_window"]
 
 Array = Any
+FOLDER = "/dev/shm"
+SPARE = 1 << 20
 
 
 class SharedRows:
@@ -50,11 +54,12 @@ def open_window(
         nbytes: of each rank.
     """
     near = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    apart = near.size < comm.size
+    reason = "ranks on several machines" if near.size < comm.size else _gap(comm.size * nbytes)
     near.Free()
-    if any(ranks.all_gather_object(apart)):
-        return Unsupported("ranks on several machines")
-    window, reason = None, ""
+    reasons = [each for each in ranks.all_gather_object(reason) if each]
+    if reasons:
+        return Unsupported(reasons[0])
+    window = None
     try:
         window = mpi.Win.Allocate_shared(nbytes, 1, comm=comm)
     except mpi.Exception as error:
@@ -64,4 +69,16 @@ def open_window(
         return Unsupported(reasons[0])
     window.Lock_all()
     rows = [np.frombuffer(window.Shared_query(rank)[0], np.uint8) for rank in range(comm.size)]
+    rows[comm.rank][:] = 0  # so that the memory is taken before the next window asks for some
+    ranks.barrier()
     return window, rows
+
+
+def _gap(nbytes: int) -> str:
+    """What a machine lacks for so many bytes: Open MPI's ranks would wait for ever without them."""
+    if not os.path.isdir(FOLDER):
+        return ""
+    free = shutil.disk_usage(FOLDER).free
+    if free >= nbytes + SPARE:
+        return ""
+    return f"{FOLDER} has {free / 1e6:.0f} MB free, expected {(nbytes + SPARE) / 1e6:.0f}"

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import types
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from extensor.distributed import CollectiveMismatch, CollectiveTimeout, LocalCommunicator, run_ranks
+from extensor.distributed import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    LocalCommunicator,
+    run_ranks,
+    shared_memory,
+)
 from tests.unit.distributed import contract
 
 
@@ -17,6 +26,18 @@ def test_collectives(size: int, dtype: str) -> None:
 
 def test_objects() -> None:
     run_ranks(3, contract.check_objects)
+
+
+@pytest.mark.parametrize(("free", "missing"), [(1 << 30, ""), (5_000_000, "5 MB free, expected 9")])
+def test_room_for_shared_memory(
+    free: int, missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Containers have little of it."""
+    monkeypatch.setattr(shared_memory, "FOLDER", str(tmp_path))
+    usage = types.SimpleNamespace(free=free)
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda folder: usage)
+    assert missing in shared_memory._gap(8_000_000)
+    assert bool(shared_memory._gap(8_000_000)) == bool(missing)
 
 
 def test_shared_rows() -> None:
