@@ -39,7 +39,11 @@ from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
 from extensor_cuda.matmul.product import product, values_of
 from extensor_cuda.matmul.rebased import rebased_matmul
 from extensor_cuda.matmul.stored import stored_product
-from extensor_cuda.matmul.weight_only import weight_only_matmul, weight_only_matmuls
+from extensor_cuda.matmul.weight_only import (
+    weight_only_gated,
+    weight_only_matmul,
+    weight_only_matmuls,
+)
 from extensor_cuda.runtime import blas
 from extensor_cuda.runtime.capture import StepCapture, current_capture
 from extensor_cuda.runtime.counters import Reserve
@@ -191,6 +195,14 @@ ROUTES: dict[str, Route] = {
         lambda xp, x, weights, dtype="float32": weight_only_matmuls(x, weights, dtype, xp),
         run=lambda made: made,
         path=lambda made: "tensor cores, weights decoded on the way, in one launch",
+        fallback_path="one after the other",
+    ),
+    "weight_only_gated": Route(
+        lambda xp, x, weights, dtype, alpha, limit: weight_only_gated(
+            x, weights, dtype, (alpha, limit), xp
+        ),
+        run=attrgetter("out"),
+        path=attrgetter("path"),
         fallback_path="one after the other",
     ),
     "grouped_weight_only_matmul": Route(

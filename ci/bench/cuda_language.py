@@ -7,14 +7,15 @@
     python ci/bench/cuda_language.py decode prefill experts --small --device cpu   # does it run?
 
 decode   Llama 3.1 8B's shape (32 layers, head and embedding), random weights in MXFP4, activations
-         in bfloat16, 512 tokens in the cache and one more each time; the whole step from a CUDA
-         graph, and its products alone. torch: the same model in bfloat16, from a CUDA graph,
-         `scaled_dot_product_attention`
+         in bfloat16, 512 tokens in the cache and one more each time; the head in bfloat16, and in
+         MXFP4, too; the whole step from a CUDA graph, and its products alone. torch: the same model
+         in bfloat16, from a CUDA graph, `scaled_dot_product_attention`
 prefill  the same model and one prompt; MXFP4 weights with activations in MXFP8 that is rebased,
          as stored, and in MXFP4, and products alone. torch: eager, whose kernels are long enough to
          hide its host
 experts  gpt-oss 20B's layer of experts: 32 of width 2880, 4 for each token, MXFP4 weights; forward,
-         router and both permutations included. torch: bfloat16, `torch._grouped_mm`
+         router and both permutations included, called as it is and from a CUDA graph. torch:
+         bfloat16, `torch._grouped_mm`, the same twice
 
 A call takes from an idle GPU to an idle GPU, the host's time included; contestants take turns in
 one process; medians over the rounds. "of_torch_bf16" is how many times as fast as torch. A
@@ -139,9 +140,13 @@ class Bench:
             yield row | {"milliseconds": round(taken, 4), "of_torch_bf16": round(ratio, 3)}
 
 
-def packed(bench: Bench, module: nn.Module, scheme: str) -> Any:
-    """A module without memory for its weights, filled: packed products, the rest in bfloat16."""
-    recipe = get_scheme(scheme).recipe(())
+def packed(bench: Bench, module: nn.Module, scheme: str, head: bool = False) -> Any:
+    """A module without memory for its weights, filled: packed products, the rest in bfloat16.
+
+    ``head``: whether a model's head is packed, too.
+    """
+    chosen_scheme = get_scheme(scheme)
+    recipe = (replace(chosen_scheme, rules=()) if head else chosen_scheme).recipe(())
     state, chosen = RecipeState(recipe), assign_recipe(module, recipe)
     for path, owner in module.named_modules():
         for name, held in list(vars(owner).items()):
@@ -149,7 +154,7 @@ def packed(bench: Bench, module: nn.Module, scheme: str) -> Any:
                 continue
             norm = held.ndim == 1 and name == "weight"
             if held.ndim == 2 and isinstance(owner, nn.Linear):
-                wide = owner is not getattr(module, "lm_head", None)
+                wide = owner is not getattr(module, "lm_head", None) or head
                 if wide and path in chosen:
                     owner.weight = nn.Parameter(bench.random(*held.shape).data, device=bench.device)
                     row = LayerContext(path, len(state.layers), chosen[path], state)
@@ -246,16 +251,25 @@ def after(call: Call, x: ExTensor) -> ExTensor:
     return x
 
 
+def captured(call: Callable[[ExTensor], ExTensor], x: ExTensor) -> Call:
+    """The call from a CUDA graph, which reads x where it lies."""
+    step = et.capture(call)
+    return partial(step, *step.own(x))
+
+
 def decode(bench: Bench) -> Iterator[dict[str, Any]]:
     """One more token."""
     c, before = bench.config, 32 if bench.small else BEFORE
     with torch.no_grad():
-        model = packed(bench, models.build("llama", c, None), SCHEMES["decode"][0])
+        model, whole = (
+            packed(bench, models.build("llama", c, None), SCHEMES["decode"][0], head)
+            for head in (False, True)
+        )
         for batch in (1, 4, 16):
             peer = TorchLlama(bench, batch, before + 1)
             one = torch.ones(batch, 1, dtype=torch.int64, device=bench.device)
             rows = bench.torch(batch, c.width)
-            caches = [nn.KVCache(c.layers, 2 * before) for _ in range(2)]
+            caches = [nn.KVCache(c.layers, 2 * before) for _ in range(3)]
             tokens = et.ones((batch, before), dtype="int64", device=bench.device)
             x = bench.random(batch, c.width, dtype="bfloat16")
             y = bench.random(batch, c.hidden, dtype="bfloat16")
@@ -264,26 +278,27 @@ def decode(bench: Bench) -> Iterator[dict[str, Any]]:
                     model(tokens, cache=cache, logits_to_keep=1)
             last = tokens[:, :1]
 
-            def ours(token: ExTensor, cache: Any) -> ExTensor:
+            def ours(token: ExTensor, cache: Any, model: Any = model) -> ExTensor:
                 with et.no_grad():
                     out: ExTensor = model(token, cache=cache)[:, -1]
                 return out
 
             alone = products(model, x, y)
-            step = et.capture(partial(ours, cache=caches[0]))
             calls: dict[str, Call] = {
                 "torch bf16": bench.graph(partial(peer.step, one, before)),
-                "ours, captured": partial(step, last),
+                "ours, captured": captured(partial(ours, cache=caches[0]), last),
+                "ours, captured, head in MXFP4": captured(
+                    partial(ours, cache=caches[2], model=whole), last
+                ),
                 "ours, eager": partial(ours, last, caches[1]),
             }
             yield from bench.rows(bench.milliseconds(calls), what="decode", tokens=batch)
-            captured = et.capture(partial(after, alone))
             calls = {
                 "torch bf16": bench.graph(partial(peer.products, rows)),
-                "ours, captured": partial(captured, x),
+                "ours, captured": captured(partial(after, alone), x),
             }
             yield from bench.rows(bench.milliseconds(calls), what="decode, products", tokens=batch)
-            del peer, calls, captured, step, caches
+            del peer, calls, caches
 
 
 def prefill(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -327,14 +342,15 @@ def experts(bench: Bench) -> Iterator[dict[str, Any]]:
         both, down = bench.torch(count, width, 2 * width), bench.torch(count, width, width)
         biases = bench.torch(count, 2 * width), bench.torch(count, width)
         rows = 50 * bench.torch(tokens, width)
+        ones = torch.ones(tokens * active, dtype=torch.int64, device=bench.device)
 
         def theirs() -> torch.Tensor:
             scores, chosen = functional.linear(rows, router).topk(active)
             weights = scores.float().softmax(-1)
             numbers = chosen.flatten()
             order = numbers.argsort(stable=True)
-            sizes = torch.bincount(numbers, minlength=count)
-            ends = sizes.cumsum(0).to(torch.int32)
+            sizes = torch.zeros(count, dtype=torch.int64, device=bench.device)
+            ends = sizes.scatter_add_(0, numbers, ones).cumsum(0).to(torch.int32)
             of = numbers[order]
             hidden = torch._grouped_mm(rows[order // active], both, offs=ends) + biases[0][of]
             gate, up = hidden[:, ::2].clamp(max=7.0), hidden[:, 1::2].clamp(-7.0, 7.0)
@@ -350,17 +366,22 @@ def experts(bench: Bench) -> Iterator[dict[str, Any]]:
             torch._grouped_mm(arranged, down, offs=ends.int())
 
         calls: dict[str, Call] = {"torch bf16": theirs}
+        graphs: dict[str, Call] = {"torch bf16": bench.graph(theirs)}
         x = bench.random(tokens, width, scale=1.0, dtype="bfloat16")
         for scheme in ("mxfp4_weights", "mxfp4_a8", "mxfp4"):
             layer = mixture(width, config, nn.init.Skeleton())
             layer = packed(bench, layer, scheme)
 
-            def ours(layer: Any = layer) -> Any:
+            def ours(x: ExTensor = x, layer: Any = layer) -> Any:
                 with et.no_grad():
                     return layer(x)
 
             calls[scheme] = ours
+            if scheme == "mxfp4_weights":
+                graphs[scheme] = captured(ours, x)
         yield from bench.rows(bench.milliseconds(calls), what="experts", tokens=tokens)
+        found = bench.milliseconds(graphs)
+        yield from bench.rows(found, what="experts, captured", tokens=tokens)
         calls = {"torch bf16": products}
         if bench.device == "cuda":
             calls |= grouped(bench, count, width, tokens * active)

@@ -16,13 +16,14 @@ from extensor.nn.checks import check_last_axes, check_size, check_width
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.block_scaled import grouped_weight_only_linear, weight_only_linear
+from extensor.ops.gated import gated_silu
 from extensor.ops.joining import stack
 from extensor.ops.matmul import linear
 from extensor.ops.prequantized import prequantized_matmul
 from extensor.ops.quantized import quantized_matmul
 from extensor.quant.recipe_state import LayerContext
 
-__all__ = ["GemmLayer", "Linear", "apply_all", "can_group", "grouped_linear"]
+__all__ = ["GemmLayer", "Linear", "apply_all", "can_group", "gated_linear", "grouped_linear"]
 
 
 class GemmLayer(Module):
@@ -166,12 +167,45 @@ def apply_all(layers: Sequence[Linear], x: ExTensor) -> Sequence[ExTensor]:
     if not can_group(layers, x) or x.shape[-1] != layers[0].in_features:
         return [layer(x) for layer in layers]
     rows, lead = x.data.reshape((math.prod(x.shape[:-1]), x.shape[-1])), x.shape[:-1]
-    narrow = x.dtype is bfloat16 and layers[0].quant is not None
-    dtype = "bfloat16" if narrow else "float32"
-    made = x.backend.weight_only_matmuls(rows, [layer.weight.data for layer in layers], dtype)
+    weights, dtype = [layer.weight.data for layer in layers], _dtype_of_results(layers[0], x)
+    made = x.backend.weight_only_matmuls(rows, weights, dtype)
     outs = [wrap(y.reshape((*lead, y.shape[-1])), x.backend) for y in made]
     biases = [layer.bias for layer in layers]
     return [y if bias is None else y + bias for y, bias in zip(outs, biases, strict=True)]
+
+
+def gated_linear(gate: Linear, up: Linear, x: ExTensor) -> ExTensor:
+    """SwiGLU: silu(gate(x)) up(x).
+
+    On a GPU, without gradients and biases, packed weights take one launch where x has few rows.
+
+    Args:
+        gate: what goes through silu.
+        up: what it is multiplied with, of the same shape.
+        x: (..., K).
+
+    Returns:
+        (..., N), what `extensor.gated_silu` gives of calls of both.
+
+    >>> from extensor.nn.linear import gated_linear
+    >>> gated_linear(et.nn.Linear(4, 2), et.nn.Linear(4, 2), et.ones((5, 4))).shape
+    (5, 2)
+    """
+    layers = gate, up
+    if not can_group(layers, x) or x.shape[-1] != gate.in_features:
+        return gated_silu(*apply_all(layers, x))
+    if any(layer.bias is not None for layer in layers):
+        return gated_silu(*apply_all(layers, x))
+    rows, lead = x.data.reshape((math.prod(x.shape[:-1]), x.shape[-1])), x.shape[:-1]
+    weights, dtype = [layer.weight.data for layer in layers], _dtype_of_results(gate, x)
+    made = x.backend.weight_only_gated(rows, weights, dtype, 1.0, None)
+    return wrap(made.reshape((*lead, made.shape[-1])), x.backend)
+
+
+def _dtype_of_results(layer: Linear, x: ExTensor) -> str:
+    """Of a product with packed weights alone."""
+    narrow = x.dtype is bfloat16 and layer.quant is not None
+    return "bfloat16" if narrow else "float32"
 
 
 def grouped_linear(layers: Sequence[Linear], x: ExTensor, ends: Sequence[int]) -> ExTensor:

@@ -25,6 +25,7 @@ from extensor_cuda.kernels.prepare import expand as expanding
 from extensor_cuda.matmul.expand import bf16_program
 from extensor_cuda.matmul.partition import configure
 from extensor_cuda.matmul.stored import capability_of, stored_gap
+from extensor_cuda.runtime.capture import current_capture
 from extensor_cuda.runtime.memory import lasting
 
 __all__ = ["gated_experts"]
@@ -63,8 +64,9 @@ def gated_experts(xp: Any, x: Array, weights: Array, chosen: Array, experts: Gat
     """See the protocol. Waits for the GPU the first time that weights are seen."""
     if x.dtype != FLOATS[1] or not x.size or weights.dtype not in FLOATS:
         return Unsupported(f"{x.dtype} activations of shape {x.shape}; the kernels take bfloat16")
-    if weights.size > 1 << 30:
-        return Unsupported(f"{weights.shape} choices")
+    widest = max(x.shape[1], experts.gates[0].shape[0])
+    if weights.size > 1 << 30 or weights.size * widest >= 1 << 35:
+        return Unsupported(f"{weights.shape} choices of up to {widest} values")
     held = [a for each in (*experts.layers, *(experts.biases or ())) for a in each]
     plan = _PLANS.get(held[0])
     if plan is None or not plan.is_of(held):
@@ -153,6 +155,8 @@ def _run(
     xp: Any, x: Array, weights: Array, chosen: Array, experts: GatedExperts, plan: _Plan
 ) -> Array:
     assert plan.layers is not None
+    if (capture := current_capture()) is not None:  # a graph knows addresses alone
+        capture.keep(*plan.layers, *(plan.biases or ()))
     offsets, source, places = rows.route(chosen, len(experts.gates), xp)
     of_both, of_down = plan.biases or (None, None)
     hidden = rows.to_places(x, source, weights.shape[1], xp)

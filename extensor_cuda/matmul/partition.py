@@ -226,21 +226,22 @@ def _fastest(
 
 
 def resident_schedules(
-    n: int, k: int, tokens: int, block: int
+    n: int, k: int, tokens: int, block: int, together: int = 1
 ) -> list[tuple[float, resident.Schedule]]:
     """Ways to divide N and K that fit, and what the busiest warp has to do.
 
-    In copies of a chunk, each about 1.5 us where memory is the bound. A block takes so much shared
-    memory that a multiprocessor has one: early starts put two on those that were done first.
+    In copies of a chunk, each about 1.5 us where memory is the bound. So many tiles of 16 rows stay
+    together. A block takes so much shared memory that a multiprocessor has one: early starts put
+    two on those that were done first.
     """
     chunk, warps = resident.CHUNK, resident.WARPS
-    chunks, tiles = -(-k // chunk), -(-n // 16)
+    chunks, tiles = -(-k // chunk), -(-n // (16 * together))
     held = warps * resident.AHEAD * 16 * (chunk // 2 + 32 + chunk // block)
     found = []
     for slices in range(1, min(chunks, MODEL_MULTIPROCESSORS) + 1):
         per_slice = -(-chunks // slices)
         groups = min(MODEL_MULTIPROCESSORS // slices, tiles)
-        most = -(-tiles // groups)  # of a block
+        most = -(-tiles // groups) * together  # of a block
         for split in (1, 2, 4, 8) if slices == 1 else (1,):
             sums = 64 * most * tokens * split if slices == 1 else 0
             shared = held + tokens * (2 * per_slice * chunk + 64) + sums
@@ -256,7 +257,8 @@ def resident_schedules(
 
 
 resident_schedule = _fastest(resident_schedules)
-_MAX_SLICES = 8
+_MAX_SLICES, _ROUND_US = 8, 2.0
+"""Of the ring: slices of K, and us that further tiles of a block take to start (H200)."""
 
 
 def ring_is_faster(n: int) -> bool:
@@ -272,14 +274,19 @@ def _imbalance(chunks: int, pairs: int, split: int) -> float:
     return -(-warps // 4) * 4 / warps * -(-chunks // split) * split / chunks
 
 
-def ring_schedules(n: int, k: int, tokens: int, block: int) -> list[tuple[float, ring.Schedule]]:
-    """Ways to divide N and K, each with its time in us by a model."""
-    chunks, tiles = -(-k // ring.CHUNK), -(-n // ring.TILE_ROWS)
+def ring_schedules(
+    n: int, k: int, tokens: int, block: int, together: int = 1
+) -> list[tuple[float, ring.Schedule]]:
+    """Ways to divide N and K, each with its time in us by a model.
+
+    So many tiles of rows stay together.
+    """
+    chunks, tiles = -(-k // ring.CHUNK), -(-n // (ring.TILE_ROWS * together))
     chunk_us = 0.079 if tokens <= 8 else 0.095  # of a tile, by all warps
     found = []
     for slices in range(1, min(chunks, MODEL_MULTIPROCESSORS, _MAX_SLICES) + 1):
         groups, per_slice = min(MODEL_MULTIPROCESSORS // slices, tiles), -(-chunks // slices)
-        most = -(-tiles // groups)
+        most = -(-tiles // groups) * together
         start = 4.5 + 0.1 * tokens
         if slices > 1:  # written and read again
             start += 8 + slices * tokens * n / 5e5
@@ -299,7 +306,8 @@ def ring_schedules(n: int, k: int, tokens: int, block: int) -> list[tuple[float,
                     * _imbalance(per_slice, pairs, split)
                     * wait
                 )
-                found.append((start + work, ring.Schedule(slices, groups, pairs, split)))
+                time = start + work + _ROUND_US * (rounds - 1)
+                found.append((time, ring.Schedule(slices, groups, pairs, split)))
     return found
 
 

@@ -59,7 +59,9 @@ from extensor_cuda.kernels.weight_only.program import (
     FLOATS,
     TOKENS_PER_ROW,
     Arguments,
+    Gate,
     below_each_other,
+    taking_turns,
 )
 from extensor_cuda.matmul import partition
 from extensor_cuda.matmul.expand import (
@@ -82,6 +84,7 @@ __all__ = [
     "decodes_in_gemm",
     "few_tokens_gap",
     "weight_only_gap",
+    "weight_only_gated",
     "weight_only_matmul",
     "weight_only_matmuls",
 ]
@@ -178,15 +181,17 @@ def _few_tokens(x: Array, w: QuantArray, dtype: str, capability: str, xp: Any) -
     return out
 
 
-def _kernel(w: QuantArray, tokens: int, dtype: str, hopper: bool) -> tuple[Any, Any]:
-    """The kernel, and how it divides the product."""
+def _kernel(
+    w: QuantArray, tokens: int, dtype: str, hopper: bool, together: int = 1
+) -> tuple[Any, Any]:
+    """The kernel, and how it divides the product; so many tiles of rows of w stay together."""
     n, k = w.shape
     if hopper:
         _, block = tile_extent(w.spec, w.shape)
         if w4a16_sm90_ring.supports(w, tokens) and partition.ring_is_faster(n):
-            return w4a16_sm90_ring, partition.ring_schedule(n, k, tokens, block)
+            return w4a16_sm90_ring, partition.ring_schedule(n, k, tokens, block, together)
         if w4a16_sm90_resident.supports(w, tokens):
-            schedule = partition.resident_schedule(n, k, tokens, block)
+            schedule = partition.resident_schedule(n, k, tokens, block, together)
             if schedule is not None:
                 return w4a16_sm90_resident, schedule
         if w4w8a16_sm90_wgmma.supports(w):
@@ -202,6 +207,31 @@ def weight_only_matmuls(
 
     The results are columns of one array. X is as of `weight_only_matmul`.
     """
+    out = _several(x, weights, dtype, None, xp)
+    if isinstance(out, Unsupported):
+        return out
+    rows = [w.shape[0] for w in weights]
+    ends = np.cumsum(rows)
+    return [out[:, end - n : end] for n, end in zip(rows, ends.tolist(), strict=True)]
+
+
+def weight_only_gated(
+    x: Array, weights: Sequence[QuantArray], dtype: str, gate: Gate, xp: Any
+) -> Product | Unsupported:
+    """SwiGLU's gate of X w^T and what it multiplies, in one launch; does not wait.
+
+    The products are rounded to the dtype first. X is as of `weight_only_matmul`.
+    """
+    if len(weights) != 2 or weights[0].shape != weights[1].shape:
+        return Unsupported(f"matrices {[w.shape for w in weights]}")
+    out = _several(x, weights, dtype, gate, xp)
+    return out if isinstance(out, Unsupported) else Product(out, DECODED)
+
+
+def _several(
+    x: Array, weights: Sequence[QuantArray], dtype: str, gate: Gate | None, xp: Any
+) -> Array | Unsupported:
+    """X times matrices that lie below each other for one kernel."""
     first, capability = weights[0], driver.capability(xp.cuda.runtime.getDevice())
     if (gap := few_tokens_gap(x, first, capability)) is not None:
         return gap
@@ -214,14 +244,15 @@ def weight_only_matmuls(
         return Unsupported(f"{rows} rows, not multiples of 16")
     given = [replace(w, codes=aligned(w.codes, xp), scales=aligned(w.scales, xp)) for w in weights]
     whole = replace(given[0], shape=(sum(rows), first.shape[1]))
-    kernel, schedule = _kernel(whole, len(x) * TOKENS_PER_ROW[x.dtype.name], x.dtype.name, True)
+    tokens, sides = len(x) * TOKENS_PER_ROW[x.dtype.name], 1 if gate is None else 2
+    kernel, schedule = _kernel(whole, tokens, x.dtype.name, True, sides)
     if kernel not in (w4a16_sm90_ring, w4a16_sm90_resident):
         return Unsupported("a kernel of one matrix")
-    out = xp.empty((len(x), sum(rows)), dtype=RESULT_DTYPES[dtype])
+    out = xp.empty((len(x), sum(rows) // sides), dtype=RESULT_DTYPES[dtype])
+    lie = below_each_other(given) if gate is None else taking_turns(*given)
     held = aligned(x, xp), whole.codes, whole.scales, whole, out
-    kernel.product(Arguments(*held, partial(zeros, xp), xp, below_each_other(given)), schedule)
-    ends = np.cumsum(rows)
-    return [out[:, end - n : end] for n, end in zip(rows, ends.tolist(), strict=True)]
+    kernel.product(Arguments(*held, partial(zeros, xp), xp, lie, gate), schedule)
+    return out
 
 
 # --- more ---

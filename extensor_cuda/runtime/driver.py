@@ -175,7 +175,7 @@ def launch(
 
     The maps are the kernel's first parameters, the structure is its last. Of a cooperative launch
     all blocks run at a time, so that they may wait for each other: an error if the GPU has no room
-    for them. ``pdl`` is as of `extensor_cuda.runtime.launch.launch`.
+    for them. ``pdl`` is as of `extensor_cuda.runtime.launch.launch`, but ignored in a capture.
     """
     import cupy
 

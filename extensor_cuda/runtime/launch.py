@@ -58,19 +58,21 @@ def launch(
         threads: threads of a block.
         arguments: cupy arrays, None for a null pointer, numpy scalars of the kernel's own widths.
         shared: bytes of dynamic shared memory of a block.
-        pdl: programmatic dependent launch: the kernel starts before the stream's previous kernel
-            is done, and itself waits for that before it reads or writes. Needs compute capability
-            9.0; ignored while a graph is captured.
+        pdl: programmatic dependent launch, captured too: the kernel starts before the stream's
+            previous kernel is done, and waits for that before it reads or writes. What it must
+            keep to is in dependent_launch.cuh, and test_instructions.py checks it. Ignored before
+            compute capability 9.0.
     """
     import cupy
 
-    function = _function(source, kernel, cupy.cuda.runtime.getDevice(), shared)
+    device = cupy.cuda.runtime.getDevice()
+    function = _function(source, kernel, device, shared)
     stream = cupy.cuda.get_current_stream().ptr
     arguments = tuple([_NULL if a is None else a for a in arguments])
     if (recording := current_recording()) is not None:
         sizes = blocks, threads, shared
         recording.launched(function.ptr, sizes, False, arguments)
-    if not pdl or cupy.cuda.runtime.streamIsCapturing(stream):
+    if not pdl or int(driver.capability(device)) < 90:
         function((blocks, 1, 1), (threads, 1, 1), arguments, shared_mem=shared)
         return
     # Numbers and addresses, each in eight bytes of its own, and the addresses of those.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,13 +22,14 @@ from extensor import (
     rotary_embedding,
     split_heads,
 )
+from extensor.autograd.mode import is_grad_enabled
 from extensor.autograd.recording import replayed
 from extensor.autograd.tensor import wrap
 from extensor.backends.protocol import GatedExperts
 from extensor.dtypes import bfloat16
 from extensor.errors import CaptureError
 from extensor.nn.kv_cache import Cache, KVCache
-from extensor.nn.linear import apply_all, can_group, grouped_linear
+from extensor.nn.linear import apply_all, can_group, gated_linear, grouped_linear
 from extensor.nn.mixture import TopKRouter
 from extensor.nn.norm import add_and_norm
 
@@ -104,7 +105,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: ExTensor) -> ExTensor:
         """(..., width) -> the same."""
-        return self.down_proj(gated_silu(*apply_all((self.gate_proj, self.up_proj), x)))
+        return self.down_proj(gated_linear(self.gate_proj, self.up_proj, x))
 
 
 class Expert(nn.Module):
@@ -183,10 +184,17 @@ class Layer(nn.Module):
 
     def forward(self, x: ExTensor, step: Step) -> ExTensor:
         """(B, T, width) -> the same."""
-        mixed = self.self_attn(self.input_layernorm(x), step)
-        x, y = add_and_norm(self.post_attention_layernorm, x, mixed)
-        out: ExTensor = x + getattr(self, self.part)(y)
-        return out
+        x, rest = self.parts(x, None, step)
+        return x + rest
+
+    def parts(self, x: ExTensor, rest: ExTensor | None, step: Step) -> tuple[ExTensor, ExTensor]:
+        """Two parts of the layer's result, of two of its input: the next norm adds them."""
+        if rest is None:
+            y = self.input_layernorm(x)
+        else:
+            x, y = add_and_norm(self.input_layernorm, x, rest)
+        x, y = add_and_norm(self.post_attention_layernorm, x, self.self_attn(y, step))
+        return x, getattr(self, self.part)(y)
 
 
 class Body(nn.Module):
@@ -248,11 +256,16 @@ class Body(nn.Module):
         if cos.ndim == 3:  # (B, T, n): the same for all heads
             cos, sin = cos.expand_dims(1), sin.expand_dims(1)
         step = Step(batch, cos, sin, cache)
-        for layer in self.layers:
-            x = layer(x, step)
+        rest, layers = None, [cast(Layer, layer) for layer in self.layers]
+        if is_grad_enabled() or any(layer._hooks or layer._pre_hooks for layer in layers):
+            for layer in layers:
+                x = layer(x, step)
+        else:
+            for layer in layers:
+                x, rest = layer.parts(x, rest, step)
         if cache is not None:
             cache.advance(batch.tokens.shape[1])
-        return self.norm(x)
+        return self.norm(x) if rest is None else add_and_norm(self.norm, x, rest)[1]
 
 
 class Llama(Decoder):

@@ -9,12 +9,25 @@ from extensor.backends.generic.core import BFLOAT16, FLOAT32
 from extensor.backends.generic.matmul import GenericMatmul
 from extensor.backends.generic.nn import GenericNn
 from extensor.backends.protocol import Array, GatedExperts
+from extensor.quant.array import QuantArray
 
 __all__ = ["GenericExperts"]
 
 
 class GenericExperts(GenericMatmul, GenericNn):
-    """Feed-forward networks that tokens choose."""
+    """Gated feed-forward networks, and those that tokens choose."""
+
+    def weight_only_gated(
+        self,
+        x: Array,
+        weights: Sequence[QuantArray],
+        dtype: str,
+        alpha: float,
+        limit: float | None,
+    ) -> Array:
+        """See the protocol."""
+        gate, up = self.weight_only_matmuls(x, weights, dtype)
+        return self.gated_silu(gate, up, alpha, limit)
 
     def gated_experts(
         self, x: Array, weights: Array, chosen: Array, experts: GatedExperts

@@ -37,7 +37,18 @@ class GatedExperts(NamedTuple):
 
 
 class ExpertMethods(Protocol):
-    """Feed-forward networks that tokens choose."""
+    """Gated feed-forward networks, and those that tokens choose."""
+
+    def weight_only_gated(
+        self,
+        x: Array,
+        weights: Sequence[QuantArray],
+        dtype: str,
+        alpha: float,
+        limit: float | None,
+    ) -> Array:
+        """`gated_silu` of the `weight_only_matmul` of x with two weights, rounded to a dtype."""
+        ...
 
     def gated_experts(
         self, x: Array, weights: Array, chosen: Array, experts: GatedExperts

@@ -3,94 +3,31 @@
 // most; the last of a head's blocks to finish adds what all left, in the order of the keys. So a
 // text's bits depend neither on other texts nor on which block was last.
 //
-// Code runs once or twice in a launch, so it is short: loops are rolled where memory allows.
+// Of float32; code runs once or twice in a launch, so it is short: loops are rolled where memory
+// allows. bfloat16 has cached_bf16.cu.
 //
-// With tables of a position's angles, q and k are turned as rotary.cu turns them.
-//
-// Macros: NN_A, the dtype (0: float32, 1: bfloat16); CACHED_HEAD, d; CACHED_QUERIES, those that
-// share a key; CACHED_CHUNK, a multiple of 64. Limits: cached.py.
+// Macros: NN_A, 0; CACHED_HEAD, d; CACHED_QUERIES, those that share a key; CACHED_CHUNK, a multiple
+// of 64. Limits: cached.py.
 
 #include "common/types.cuh"
 
-#include "common/vector_types.cuh"
+constexpr int kThreads = 256;
 
-typedef ElementType<NN_A> T;
-constexpr int kThreads = 256, kHead = CACHED_HEAD, kQueries = CACHED_QUERIES;
-constexpr int kTile = NN_A ? 64 : 32, kMostParts = 64;              // keys at a time
+#include "attention/cached.cuh"
+
+constexpr int kTile = 32;                                           // keys at a time
 constexpr int kUnit = 16 / sizeof(T::Raw), kUnits = kHead / kUnit;  // 16 bytes of a row
 constexpr int kPitch = kHead + kUnit;  // of rows; avoids bank conflicts
-constexpr int kPart = kHead + 4;       // a sum, its largest score, its weight, none
-constexpr float kLog2E = 1.44269504088896340736f, kNone = -3.0e38f;
 
 struct Shared {
     alignas(16) T::Raw rows[2][kTile * kPitch];  // keys, values
-    alignas(16) float q[kQueries][kHead], scores[kQueries][kMostParts];
+    alignas(16) float q[kQueries][kHead], scores[kQueries][kTile];
     float top[kQueries], weight[kQueries], factor[kQueries];  // the last rescales what was summed
 };
-
-// Eight values of a row, turned by the angles of their pairs, (kHead / 2), and rounded; as they are
-// without tables.
-DEVICE FloatVector turned(
-    const T::Raw* row, int at, const float* __restrict__ cosine, const float* __restrict__ sine) {
-    if (!cosine) return T::load(row + at);
-    constexpr int kHalf = kHead / 2;
-    const bool high = at >= kHalf;
-    const int i = high ? at - kHalf : at;
-    const FloatVector a = T::load(row + i), b = T::load(row + i + kHalf),
-                      c = ElementType<0>::load(cosine + i), s = ElementType<0>::load(sine + i);
-    FloatVector out;
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) {
-        const float value = high ? __fadd_rn(__fmul_rn(b.v[e], c.v[e]), __fmul_rn(a.v[e], s.v[e]))
-                                 : __fsub_rn(__fmul_rn(a.v[e], c.v[e]), __fmul_rn(b.v[e], s.v[e]));
-        out.v[e] = T::wide(T::narrow(value));
-    }
-    return out;
-}
-
-DEVICE i64 length_of(const i64* where, i64 given) { return where ? *where : given; }
-
-// Adds the parts of a head's queries, the first keys' first, and writes results. There are
-// kMostParts at most.
-DEVICE void combine(const float* parts, T::Raw* out, int chunks, Shared& shared) {
-    float* const weights = reinterpret_cast<float*>(shared.rows);
-    for (int i = threadIdx.x; i < kQueries * chunks; i += kThreads) {
-        const int query = i % kQueries, c = i / kQueries;
-        const float* const part = parts + i * kPart + kHead;
-        shared.scores[query][c] = __ldcg(part), weights[query * kMostParts + c] = __ldcg(part + 1);
-    }
-    __syncthreads();
-    for (int query = threadIdx.x / 32; query < kQueries; query += kThreads / 32) {
-        const int lane = threadIdx.x % 32;
-        float top = kNone, factors[2] = {0, 0}, sum = 0;
-        for (int n = 0; n < 2; ++n)
-            if (lane + 32 * n < chunks) top = fmaxf(top, shared.scores[query][lane + 32 * n]);
-        for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-        for (int n = 0; n < 2; ++n) {
-            const int c = lane + 32 * n;
-            if (c < chunks) factors[n] = exp2f(shared.scores[query][c] - top);
-            if (c < chunks) sum += factors[n] * weights[query * kMostParts + c];
-        }
-        for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        for (int n = 0; n < 2; ++n)
-            if (lane + 32 * n < chunks) shared.scores[query][lane + 32 * n] = factors[n] / sum;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x * 4; i < kQueries * kHead; i += 4 * kThreads) {
-        const int query = i / kHead, d = i % kHead;
-        float4 total = {0, 0, 0, 0};
-#pragma unroll 8
-        for (int c = 0; c < chunks; ++c) {
-            const float factor = shared.scores[query][c];
-            const float4 value =
-                __ldcg(reinterpret_cast<const float4*>(parts + (c * kQueries + query) * kPart + d));
-            total.x = fmaf(factor, value.x, total.x), total.y = fmaf(factor, value.y, total.y);
-            total.z = fmaf(factor, value.z, total.z), total.w = fmaf(factor, value.w, total.w);
-        }
-        out[i] = T::narrow(total.x), out[i + 1] = T::narrow(total.y);
-        out[i + 2] = T::narrow(total.z), out[i + 3] = T::narrow(total.w);
-    }
-}
+union Memory {
+    Shared tile;
+    Combined parts;
+};
 
 // Copies a tile's keys and values to shared memory, zeros for those from `end` on. Row `own` is
 // left alone.
@@ -143,17 +80,15 @@ DEVICE void find_weights(Shared& shared) {
 #pragma unroll 1
     for (int query = threadIdx.x / 32; query < kQueries; query += kThreads / 32) {
         float* const scores = shared.scores[query];
-        const float old = shared.top[query], low = scores[lane],
-                    high = kTile > 32 ? scores[lane + 32] : kNone;
-        float top = fmaxf(old, fmaxf(low, high));
+        const float old = shared.top[query], score = scores[lane];
+        float top = fmaxf(old, score);
 #pragma unroll
         for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-        const float a = exp2f(low - top), b = kTile > 32 ? exp2f(high - top) : 0.0f;
-        float sum = a + b;
+        const float weight = exp2f(score - top);
+        float sum = weight;
 #pragma unroll
         for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        scores[lane] = a;
-        if (kTile > 32) scores[lane + 32] = b;
+        scores[lane] = weight;
         if (lane == 0) {
             const float factor = exp2f(old - top);
             shared.top[query] = top, shared.factor[query] = factor;
@@ -202,17 +137,16 @@ struct Sums {
 
 // q (B, H, d), k and v (B, Hkv, d) by these strides; keys and values (B, Hkv, capacity, d); out (B,
 // H, d); all but `done` aligned to 16 bytes. `done` holds a zero for each head, and does again.
-extern "C" __global__ void __launch_bounds__(kThreads, kQueries > 8 ? 2
-                                                       : NN_A       ? 4
-                                                                    : 3)
-    attend_cached(const T::Raw* __restrict__ q, const T::Raw* __restrict__ k,
-        const T::Raw* __restrict__ v, T::Raw* __restrict__ keys, T::Raw* __restrict__ values,
-        const i64* __restrict__ where, float* __restrict__ partial, u32* __restrict__ done,
-        T::Raw* __restrict__ out, i64 given, i64 capacity, i64 heads, i64 most, i64 q_batch,
-        i64 q_head, i64 k_batch, i64 k_head, i64 v_batch, i64 v_head,
-        const float* __restrict__ cosine, const float* __restrict__ sine, float scale) {
-    __shared__ Shared shared;
+extern "C" __global__ void __launch_bounds__(kThreads, kQueries > 8 ? 2 : 3) attend_cached(
+    const T::Raw* q, const T::Raw* k, const T::Raw* v, T::Raw* keys, T::Raw* values,
+    const i64* where, float* __restrict__ partial, u32* __restrict__ done, T::Raw* __restrict__ out,
+    i64 given, i64 capacity, i64 heads, i64 most, i64 q_batch, i64 q_head, i64 k_batch, i64 k_head,
+    i64 v_batch, i64 v_head, const float* cosine, const float* sine, float scale) {
+    __shared__ Memory memory;
     __shared__ u32 last;
+    Shared& shared = memory.tile;
+    launch_dependent_grids();
+    wait_on_dependent_grids();  // the previous grid may have written what follows
     const u32 number = blockIdx.x / static_cast<u32>(most);  // a key head of a text
     const i64 head = number, chunk = blockIdx.x - number * static_cast<u32>(most);
     const i64 length = length_of(where, given) + 1, first = chunk * CACHED_CHUNK;
@@ -263,15 +197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kQueries > 8 ? 2
         mine[threadIdx.x * kPart + kHead] = shared.top[threadIdx.x];
         mine[threadIdx.x * kPart + kHead + 1] = shared.weight[threadIdx.x];
     }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = atomicAdd(done + head, 1u) + 1 == static_cast<u32>(chunks);
-        if (last) done[head] = 0;
-        __threadfence();
-    }
-    __syncthreads();
-    if (!last) return;
-    combine(
-        partial + head * most * kQueries * kPart, out + head * kQueries * kHead, chunks, shared);
+    if (!is_last(done + head, static_cast<u32>(chunks), last)) return;
+    const float* const parts = partial + head * most * kQueries * kPart;
+    combine(parts, out + head * kQueries * kHead, chunks, memory.parts);
 }

@@ -1,6 +1,7 @@
 """Attention of one token of each text to a cache's keys and values: one launch, captured too.
 
-Scores, weights and sums are float32. With S keys of d values, u = 2**-24 and A = scale |q| |k|, a
+Scores, weights and sums are float32; bfloat16 ones are multiplied on tensor cores, weights as the
+sum of two bfloat16. With S keys of d values, u = 2**-24 and A = scale |q| |k|, a
 result is within ((d + 8) (1 + A) + S + 96) 2 u of the sum over keys of p |v|, plus its rounding.
 """
 
@@ -22,7 +23,9 @@ __all__ = ["HEADS", "attend", "chunk_of", "gap", "source"]
 Array = Any
 HEADS = (16, 32, 64, 128)
 """Elements of a head."""
-_THREADS, _CHUNK, _CHUNKS, _QUERIES = 256, 64, 64, 16
+_CHUNK, _CHUNKS, _QUERIES = 64, 64, 16
+_PROGRAMS = ("cached.cu", 256), ("cached_bf16.cu", 128)
+"""Files and threads of a block, by kinds of dtypes."""
 
 
 def chunk_of(capacity: int) -> int:
@@ -39,7 +42,7 @@ def source(dtype: int, head: int, queries: int, chunk: int) -> Source:
         "CACHED_QUERIES": queries,
         "CACHED_CHUNK": chunk,
     }
-    return Source.read(Path(__file__).parent / "cached.cu", macros)
+    return Source.read(Path(__file__).parent / _PROGRAMS[dtype][0], macros)
 
 
 def gap(
@@ -98,8 +101,8 @@ def attend(
     numbers = map(np.int64, (given, capacity, groups, most, *strides))
     arrays = q, *new, *memory, where, partial, zeros(batch * groups), out
     angles = turn or (None, None)
-    made = source(kind(q), size, queries, chunk)
+    made, threads = source(kind(q), size, queries, chunk), _PROGRAMS[kind(q)][1]
     blocks = batch * groups * most
     told = *numbers, *angles, np.float32(scale)
-    launch(made, "attend_cached", blocks, _THREADS, *arrays, *told)
+    launch(made, "attend_cached", blocks, threads, *arrays, *told, pdl=True)
     return out

@@ -1,5 +1,7 @@
 // Programmatic dependent launch: a kernel starts before the previous kernel of its stream has
-// ended.
+// ended. Until it has waited it touches no global memory. What it reads is not `const
+// __restrict__`: loads of such memory (ld.global.nc) need not see what was written while the kernel
+// waited.
 
 #ifdef __CUDA_ARCH__
 // The first lets the stream's next kernel start, the second waits for the previous kernel. Both do

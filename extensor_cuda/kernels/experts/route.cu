@@ -6,6 +6,7 @@
 #include "common/types.cuh"
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32, kExperts = EXPERTS_COUNT;
+constexpr int kAhead = 8;  // loads of a lane in flight
 
 // The lanes that chose `expert`, of those `there`.
 DEVICE u32 alike(u32 expert, bool there) {
@@ -28,20 +29,29 @@ extern "C" __global__ void __launch_bounds__(kThreads) route(const i64* __restri
     for (int i = lane; i < kExperts; i += 32) before[warp][i] = 0;
     __syncwarp();
     for (int pass = 0; pass < 2; ++pass) {
-        for (int i = first; i < first + part; i += 32) {
-            const int at = i + lane;
-            const bool there = at < count;
-            const u32 expert = there ? static_cast<u32>(chosen[at]) : 0u;
-            const u32 lanes = alike(expert, there);
-            const int rank = __popc(lanes & ((1u << lane) - 1));
-            const int old = there ? before[warp][expert] : 0;
-            if (pass == 1 && there) {
-                const int place = starts[expert] + old + rank;
-                source[place] = at, places[at] = place;
+        for (int i = first; i < first + part; i += 32 * kAhead) {
+            u32 experts[kAhead];
+#pragma unroll
+            for (int n = 0; n < kAhead; ++n) {
+                const int at = i + 32 * n + lane;
+                experts[n] = at < first + part && at < count ? static_cast<u32>(chosen[at]) : ~0u;
             }
-            __syncwarp();
-            if (there && rank == 0) before[warp][expert] = old + __popc(lanes);
-            __syncwarp();
+#pragma unroll
+            for (int n = 0; n < kAhead; ++n) {
+                const int at = i + 32 * n + lane;
+                const bool there = experts[n] != ~0u;
+                const u32 expert = there ? experts[n] : 0u;
+                const u32 lanes = alike(expert, there);
+                const int rank = __popc(lanes & ((1u << lane) - 1));
+                const int old = there ? before[warp][expert] : 0;
+                if (pass == 1 && there) {
+                    const int place = starts[expert] + old + rank;
+                    source[place] = at, places[at] = place;
+                }
+                __syncwarp();
+                if (there && rank == 0) before[warp][expert] = old + __popc(lanes);
+                __syncwarp();
+            }
         }
         if (pass == 1) return;
         __syncthreads();

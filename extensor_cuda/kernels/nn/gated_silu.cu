@@ -6,6 +6,7 @@
 
 #include "common/types.cuh"
 
+#include "common/dependent_launch.cuh"
 #include "common/vector_types.cuh"
 #include "common/gated.cuh"
 
@@ -35,11 +36,13 @@ DEVICE void write(Out::Raw* to, const FloatVector& g, i64 first, i64 count, bool
 
 // All arrays are 16-byte aligned. Rows of `width` values are so far apart in gate and up; unless
 // there is one row, all three are multiples of 8.
-extern "C" __global__ void __launch_bounds__(kThreads) gated_silu(const A::Raw* __restrict__ gate,
-    const A::Raw* __restrict__ up, Out::Raw* __restrict__ out, float alpha, float limit,
-    float shift, i64 count, i64 width, i64 gate_pitch, i64 up_pitch) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    gated_silu(const A::Raw* gate, const A::Raw* up, Out::Raw* __restrict__ out, float alpha,
+        float limit, float shift, i64 count, i64 width, i64 gate_pitch, i64 up_pitch) {
     const i64 first = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) * kVector;
     const bool whole = first + kVector <= count;
+    launch_dependent_grids();
+    wait_on_dependent_grids();  // the previous grid may have written what follows
     const i64 row = count == width ? 0 : first / width, at = first - row * width;
     FloatVector x = read<A>(gate + row * gate_pitch, at, count, whole),
                 y = read<A>(up + row * up_pitch, at, count, whole);

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.kernels.nn.elementwise import kind
+from extensor_cuda.kernels.nn.elementwise import SHORT, kind
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
@@ -40,9 +40,9 @@ def _launch(
     numbers = alpha, math.inf if limit is None else limit, 0.0 if limit is None else 1.0
     count = arrays[0].size
     blocks = -(-count // (_THREADS * _VECTOR))
-    launch(
-        program, name, blocks, _THREADS, *arrays, *map(np.float32, numbers), np.int64(count), *more
-    )
+    told = *map(np.float32, numbers), np.int64(count), *more
+    pdl = name == "gated_silu" and blocks <= SHORT
+    launch(program, name, blocks, _THREADS, *arrays, *told, pdl=pdl)
 
 
 def gated_silu(gate: Array, up: Array, alpha: float, limit: float | None, xp: Any) -> Array:

@@ -9,6 +9,7 @@
 
 #include "common/types.cuh"
 
+#include "common/dependent_launch.cuh"
 #include "common/vector_types.cuh"
 
 #if NN_STORED
@@ -63,32 +64,35 @@ DEVICE void row_sums(float& a, float& b) {
 
 // y = (x - mean) rstd weight + bias, where bias may be null. RMSNorm has neither mean nor bias.
 // With an addend x is its sum with it, rounded, which becomes `total`.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    normalize(const ElementType<NN_IN>::Raw* __restrict__ x,
-        const ElementType<NN_WEIGHT>::Raw* __restrict__ weight, const float* __restrict__ bias,
-        Raw* __restrict__ y, float* __restrict__ mean_of, float* __restrict__ rstd_of,
-        const ElementType<NN_IN>::Raw* __restrict__ addend,
-        ElementType<NN_IN>::Raw* __restrict__ total, float eps, i64 rows) {
+extern "C" __global__ void __launch_bounds__(kThreads) normalize(const ElementType<NN_IN>::Raw* x,
+    const ElementType<NN_WEIGHT>::Raw* weight, const float* __restrict__ bias, Raw* __restrict__ y,
+    float* __restrict__ mean_of, float* __restrict__ rstd_of, const ElementType<NN_IN>::Raw* addend,
+    ElementType<NN_IN>::Raw* __restrict__ total, float eps, i64 rows) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const int lane = threadIdx.x % kLanes;
     const bool real = row < rows;
-    float v[kEach], factors[kEach], sum = 0, squares = 0, none = 0;
+    typedef ElementType<NN_IN> In;
+    In::Raw given[kEach], added[kEach];
+    ElementType<NN_WEIGHT>::Raw scales[kEach];
+    float v[kEach], sum = 0, squares = 0, none = 0;
+    launch_dependent_grids();
+    wait_on_dependent_grids();  // the previous grid may have written what follows
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {  // all loads are in flight at once
+        const int i = k * kLanes + lane;
+        const i64 at = row * NN_LENGTH + i;
+        const bool there = real && i < NN_LENGTH;
+        given[k] = there ? x[at] : In::Raw();
+        added[k] = there && addend ? addend[at] : In::Raw();
+        scales[k] = i < NN_LENGTH ? weight[i] : ElementType<NN_WEIGHT>::Raw();
+    }
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
         const int i = k * kLanes + lane;
-        v[k] = real && i < NN_LENGTH ? ElementType<NN_IN>::wide(x[row * NN_LENGTH + i]) : 0.0f;
-        factors[k] = i < NN_LENGTH ? ElementType<NN_WEIGHT>::wide(weight[i]) : 0.0f;
-    }
-    if (addend) {
-#pragma unroll
-        for (int k = 0; k < kEach; ++k) {
-            const int i = k * kLanes + lane;
-            if (!real || i >= NN_LENGTH) continue;
-            const i64 at = row * NN_LENGTH + i;
-            const auto whole =
-                ElementType<NN_IN>::narrow(__fadd_rn(v[k], ElementType<NN_IN>::wide(addend[at])));
-            total[at] = whole, v[k] = ElementType<NN_IN>::wide(whole);
-        }
+        v[k] = In::wide(given[k]);
+        if (!addend || !real || i >= NN_LENGTH) continue;
+        const In::Raw whole = In::narrow(__fadd_rn(v[k], In::wide(added[k])));
+        total[row * NN_LENGTH + i] = whole, v[k] = In::wide(whole);
     }
 #pragma unroll
     for (int k = 0; k < kEach; ++k) sum = __fadd_rn(sum, v[k]);
@@ -111,8 +115,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < kEach; ++k) {
         const int i = k * kLanes + lane;
         if (i >= NN_LENGTH) continue;
-        float out = __fmul_rn(__fmul_rn(v[k], rstd), factors[k]);
-        if (bias) out = __fadd_rn(out, bias[i]);
+        const float factor = ElementType<NN_WEIGHT>::wide(scales[k]);
+        float out = __fmul_rn(__fmul_rn(v[k], rstd), factor);
+        if (NN_CENTRED && bias) out = __fadd_rn(out, bias[i]);
         y[row * NN_LENGTH + i] = ElementType<NN_OUT>::narrow(out);
     }
     if (lane == 0) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -19,9 +20,11 @@ __all__ = [
     "ONE",
     "TOKENS_PER_ROW",
     "Arguments",
+    "Gate",
     "below_each_other",
     "program",
     "supports_packed",
+    "taking_turns",
 ]
 
 Array = Any
@@ -35,6 +38,8 @@ TOKENS_PER_ROW = {"float32": 3, "bfloat16": 1}
 _NONE = (1 << 31) - 1
 ONE = (np.int32(_NONE), np.int32(_NONE), *(np.int64(0),) * 4)
 """The argument of a single matrix."""
+Gate = tuple[float, float | None]
+"""SwiGLU's alpha and its limit, if it has one."""
 
 
 def below_each_other(weights: Sequence[QuantArray]) -> Sequence[np.generic]:
@@ -53,6 +58,15 @@ def below_each_other(weights: Sequence[QuantArray]) -> Sequence[np.generic]:
     return (*starts, *(np.int64(n) for each in gaps for n in (*each, 0)[:2]))
 
 
+def taking_turns(first: QuantArray, second: QuantArray) -> Sequence[np.generic]:
+    """What kernels are told of a gate and what it multiplies, of one shape, rows in sixteens."""
+    gaps = [
+        np.int64(b.data.ptr - a.data.ptr)
+        for a, b in ((first.codes, second.codes), (first.scales, second.scales))
+    ]
+    return (*ONE[:2], gaps[0], np.int64(0), gaps[1], np.int64(0))
+
+
 class Arguments(NamedTuple):
     """What a weight-only kernel reads and writes.
 
@@ -64,7 +78,9 @@ class Arguments(NamedTuple):
         zeros: makes so many counters that are zero, and that the kernel leaves so.
         xp: cupy.
         matrices: where w is several, one below the other: see `below_each_other`. The kernels of
-            E2M1 in packed pieces take it.
+            E2M1 in packed pieces take it, and a gate.
+        gate: w is SwiGLU's gate and what it multiplies, one below the other, whose tiles take
+            turns; out is (M, N / 2).
     """
 
     x: Array
@@ -75,6 +91,14 @@ class Arguments(NamedTuple):
     zeros: Callable[[int], Array]
     xp: Any
     matrices: Sequence[np.generic] = ONE
+    gate: Gate | None = None
+
+    @property
+    def told(self) -> Sequence[np.generic]:
+        """What kernels are told of several matrices, and of the gate."""
+        alpha, limit = self.gate or (1.0, None)
+        numbers = alpha, math.inf if limit is None else limit, 0.0 if limit is None else 1.0
+        return [*self.matrices, *(np.float32(number) for number in numbers)]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -129,5 +153,6 @@ def program(
         "WEIGHT_ONLY_X_PARTS": TOKENS_PER_ROW[dtype],
         "WEIGHT_ONLY_IN": FLOATS.index(dtype),
         "WEIGHT_ONLY_OUT": FLOATS.index(out),
+        "WEIGHT_ONLY_GATED": 0,
     }
     return _read(path, tuple((macros | own).items()))

@@ -93,7 +93,7 @@ struct WeightCopies {
     // Copies the next chunk to a slot. The last tile begins earlier if rows are missing.
     DEVICE void prefetch(int slot, int lane) {
         if (tile < high && begin < end) {
-            const i64 feature = min(tile * kTileRows, out_features - kTileRows);
+            const i64 feature = Matrices::row_of(tile, out_features);
             const u8* code =
                 codes + feature * code_pitch + k / 2 + code_offset + matrices.code_offset(tile);
             const bool there = k / 2 + lane % kCopiesPerRow * 16 < code_pitch;
@@ -185,53 +185,62 @@ struct PartialSums {
             }
     }
 
-    // Adds the sums of `cuts` slices or parts and writes results, four features at a time.
+    // Adds the sums of `cuts` slices or parts and writes results, four at a time. `from`: the first
+    // of the features.
     DEVICE void add(void* out, int from, int quads, int cuts, int rows, int out_features,
-        float factor, bool of_slices) const {
-        constexpr int kBatch = 4;  // vectors in flight
+        float factor, bool of_slices, const Gate& gate) const {
+        constexpr int kBatch = 4 / kSides;  // vectors in flight
         const float inverse = 1.0f / quads;
         for (int u = threadIdx.x; u < rows * quads; u += kBatch * kThreads) {
-            int m[kBatch], feature[kBatch];
-            float total[kBatch][4] = {};
+            int m[kBatch], quad[kBatch];
+            float total[kBatch][kSides][4] = {};
 #pragma unroll
             for (int n = 0; n < kBatch; ++n) {
                 const int i = min(u + n * kThreads, rows * quads - 1);
-                m[n] = quotient(i, inverse), feature[n] = from + (i - m[n] * quads) * 4;
+                m[n] = quotient(i, inverse), quad[n] = i - m[n] * quads;
             }
             for (int p = WEIGHT_ONLY_X_PARTS - 1; p >= 0; --p) {  // the smallest first
-                float of_part[kBatch][4] = {};
+                float of_part[kBatch][kSides][4] = {};
 #pragma unroll 4
                 for (int s = 0; s < cuts; ++s)
 #pragma unroll
-                    for (int n = 0; n < kBatch; ++n) {
-                        const float* const at =
-                            sums + (s * count + p * rows + m[n]) * pitch + feature[n];
-                        const float4* const four = reinterpret_cast<const float4*>(at);
-                        const float4 v = of_slices ? __ldcg(four) : *four;
-                        of_part[n][0] += v.x, of_part[n][1] += v.y, of_part[n][2] += v.z,
-                            of_part[n][3] += v.w;
-                    }
+                    for (int n = 0; n < kBatch; ++n)
+#pragma unroll
+                        for (int side = 0; side < kSides; ++side) {
+                            const float* const at = sums + (s * count + p * rows + m[n]) * pitch +
+                                                    from + row_of_quad(quad[n]) + 16 * side;
+                            const float4* const four = reinterpret_cast<const float4*>(at);
+                            const float4 v = of_slices ? __ldcg(four) : *four;
+                            float (&to)[4] = of_part[n][side];
+                            to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w;
+                        }
 #pragma unroll
                 for (int n = 0; n < kBatch; ++n)
 #pragma unroll
-                    for (int c = 0; c < 4; ++c) total[n][c] += of_part[n][c];
+                    for (int side = 0; side < kSides; ++side)
+#pragma unroll
+                        for (int c = 0; c < 4; ++c) total[n][side][c] += of_part[n][side][c];
             }
+            const int results = out_features / kSides;
 #pragma unroll
             for (int n = 0; n < kBatch; ++n)
 #pragma unroll
-                for (int c = 0; c < 4; ++c)
-                    if (u + n * kThreads < rows * quads && feature[n] + c < out_features)
-                        store_result(out, static_cast<i64>(m[n]) * out_features + feature[n] + c,
-                            total[n][c] * factor);
+                for (int c = 0; c < 4; ++c) {
+                    const int column = from / kSides + quad[n] * 4 + c;
+                    if (u + n * kThreads < rows * quads && column < results)
+                        store_result(out, static_cast<i64>(m[n]) * results + column,
+                            result_of(
+                                gate, total[n][0][c] * factor, total[n][kSides - 1][c] * factor));
+                }
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_resident(
-    const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
-    const float* __restrict__ tensor_scale, float* __restrict__ partial, u32* __restrict__ done,
-    void* __restrict__ out, int rows, int out_features, int columns, int slices, int k_per_slice,
-    int log_split, int second, int third, i64 codes1, i64 codes2, i64 scales1, i64 scales2) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_resident(const Raw* x,
+    const u8* codes, const u8* scales, const float* tensor_scale, float* __restrict__ partial,
+    u32* __restrict__ done, void* __restrict__ out, int rows, int out_features, int columns,
+    int slices, int k_per_slice, int log_split, int second, int third, i64 codes1, i64 codes2,
+    i64 scales1, i64 scales2, float alpha, float limit, float shift) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ u32 last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4,
@@ -242,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_resident(
     const u32 groups = slices == 1 ? gridDim.x : gridDim.x / slices,
               group = slices == 1 ? blockIdx.x : blockIdx.x / slices;
     const u32 tiles = (out_features + kTileRows - 1) / kTileRows;
-    const int low = tiles * group / groups, high = tiles * (group + 1) / groups;
+    const int low = first_tile(tiles, group, groups), high = first_tile(tiles, group + 1, groups);
     const int from = low * kTileRows, mine = min(high * kTileRows, out_features) - from;
     // The K range of this block, and of this warp.
     const int slice = blockIdx.x - group * slices, first = slice * k_per_slice;
@@ -309,7 +318,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_resident(
     }
     const float factor =
         (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // scales are decoded times 2^-8
-    const int quads = (mine + 3) / 4, cuts = slices << log_split;
-    if (slices > 1) partials.add(out, from, quads, cuts, rows, out_features, factor, true);
-    else partials.add(out, from, quads, cuts, rows, out_features, factor, false);
+    const Gate gate = {alpha, limit, shift};
+    const int quads = (mine / kSides + 3) / 4, cuts = slices << log_split;
+    if (slices > 1) partials.add(out, from, quads, cuts, rows, out_features, factor, true, gate);
+    else partials.add(out, from, quads, cuts, rows, out_features, factor, false, gate);
 }

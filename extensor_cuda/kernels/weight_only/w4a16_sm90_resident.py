@@ -55,7 +55,9 @@ def supports(w: QuantArray, tokens: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out: str) -> Source:
+def _source(
+    spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out: str, gated: bool
+) -> Source:
     _, block = tile_extent(spec, shape)
     return program(
         _SOURCE, spec, shape, dtype, out,
@@ -64,19 +66,20 @@ def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out:
         WEIGHT_ONLY_CHUNK=CHUNK,
         WEIGHT_ONLY_DEPTH=AHEAD,
         WEIGHT_ONLY_TILES=-(-rows * TOKENS_PER_ROW[dtype] // 8),
+        WEIGHT_ONLY_GATED=int(gated),
     )  # fmt: skip
 
 
-def source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
+def source(w: QuantArray, rows: int, dtype: str, out: str, gated: bool = False) -> Source:
     """The program for weights, rows of activations of a dtype, and a result's dtype."""
-    return _source(w.spec, w.shape, rows, dtype, out)
+    return _source(w.spec, w.shape, rows, dtype, out, gated)
 
 
 def product(given: Arguments, schedule: Schedule) -> None:
     """Write X w^T of weights that `supports` has; does not wait."""
     rows, n, k = given.sizes
     partial, done = given.workspace(schedule.slices, given.tokens, schedule.groups)
-    made = source(given.w, rows, given.x.dtype.name, given.out.dtype.name)
+    made = source(given.w, rows, given.x.dtype.name, given.out.dtype.name, given.gate is not None)
     launched = made, "w4a16_sm90_resident", schedule.groups * schedule.slices, 32 * WARPS
     arrays = given.x, given.codes, given.scales, given.w.tensor_scale, partial, done, given.out
     numbers = (
@@ -87,5 +90,5 @@ def product(given: Arguments, schedule: Schedule) -> None:
         schedule.slice_length,
         schedule.split.bit_length() - 1,
     )
-    told = *map(np.int32, numbers), *given.matrices
+    told = *map(np.int32, numbers), *given.told
     launch(*launched, *arrays, *told, shared=schedule.shared, pdl=True)

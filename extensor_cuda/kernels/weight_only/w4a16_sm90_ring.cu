@@ -211,6 +211,7 @@ struct Problem {
     void* out;
     int rows, out_features, columns, slices;
     Matrices matrices;
+    Gate gate;
 };
 
 // A consumer warp: multiplies its tiles and adds the shares' sums.
@@ -232,19 +233,22 @@ DEVICE void consume(u8* memory, const BlockRange& range, const Problem& e, u32 f
         const auto feature_of = [&](int m) {
             return min((from + tile + m) * kTileRows, e.out_features - kTileRows);
         };
+        const auto row_of = [&](int m) {
+            return Matrices::row_of(from + tile + m, e.out_features);
+        };
         WeightCopies copies;
         copies.four_rows = four_rows, copies.begin = range.begin, copies.count = range.count;
         copies.columns = e.columns, copies.tiles = min(range.high - from - tile, 2);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             copies.code[m] = e.codes + e.matrices.code_offset(feature_of(m) / kTileRows) +
-                             (static_cast<i64>(feature_of(m)) + lane / 8) * (e.columns / 2) +
+                             (static_cast<i64>(row_of(m)) + lane / 8) * (e.columns / 2) +
                              (range.begin + expected.chunk) * 128 + lane % 8 * 16;
             keep(copies.code[m]);
         }
         copies.scale = e.scales +
                        e.matrices.scale_offset(feature_of(lane / kTileRows) / kTileRows) +
-                       static_cast<i64>(feature_of(lane / kTileRows) + lane % kTileRows) *
+                       static_cast<i64>(row_of(lane / kTileRows) + lane % kTileRows) *
                            (e.columns / CODEC_BLOCK);
         keep(copies.scale);
 #pragma unroll 1
@@ -275,18 +279,18 @@ DEVICE void consume(u8* memory, const BlockRange& range, const Problem& e, u32 f
         named_barrier(1, kConsumerThreads);
         const OutputRange here = {from * kTileRows,
             min(min(from + 2 * kPairs, range.high) * kTileRows, e.out_features) - from * kTileRows,
-            e.out_features, e.factor, e.out};
+            e.out_features, e.factor, e.out, e.gate};
         add_parts<kConsumerThreads, kSumPitch>(
             Parts{sums}, e.partial, range.slice, e.slices, e.rows, here);
         named_barrier(1, kConsumerThreads);  // sums are read: copies may overwrite them
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const Raw* __restrict__ x,
-    const u8* __restrict__ codes, const u8* __restrict__ scales,
-    const float* __restrict__ tensor_scale, float* __restrict__ partial, u32* __restrict__ done,
-    void* __restrict__ out, int rows, int out_features, int columns, int slices, int second,
-    int third, i64 codes1, i64 codes2, i64 scales1, i64 scales2) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    w4a16_sm90_ring(const Raw* x, const u8* codes, const u8* scales, const float* tensor_scale,
+        float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out, int rows,
+        int out_features, int columns, int slices, int second, int third, i64 codes1, i64 codes2,
+        i64 scales1, i64 scales2, float alpha, float limit, float shift) {
     extern __shared__ __align__(128) u8 raw_memory[];  // copies fill cache lines
     __shared__ u32 last;
     const u32 full = shared_address(raw_memory + kRing + WEIGHT_ONLY_STAGES * kStage),
@@ -296,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const 
               slice = blockIdx.x - group * slices;
     const u32 tiles = (out_features + kTileRows - 1) / kTileRows,
               chunks = (columns + kChunk - 1) / kChunk;
-    const int low = tiles * group / groups, high = tiles * (group + 1) / groups;
+    const int low = first_tile(tiles, group, groups), high = first_tile(tiles, group + 1, groups);
     const int begin = chunks * slice / slices, count = chunks * (slice + 1) / slices - begin;
     if (threadIdx.x == 0) {
         for (int s = 0; s < WEIGHT_ONLY_STAGES; ++s)
@@ -321,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const 
     const float factor =
         (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // scales are decoded times 2^-8
     const Problem problem = {codes, scales, factor, partial, out, rows, out_features, columns,
-        slices, {second, third, {codes1, codes2}, {scales1, scales2}}};
+        slices, {second, third, {codes1, codes2}, {scales1, scales2}}, {alpha, limit, shift}};
     consume(raw_memory, {group, slice, low, high, begin, count}, problem, full, empty, warp, lane);
     if (slices == 1) return;
     if (threadIdx.x == 0) {
@@ -333,6 +337,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_ring(const 
     named_barrier(1, kConsumerThreads);
     if (!last) return;
     const OutputRange all = {low * kTileRows, min(high * kTileRows, out_features) - low * kTileRows,
-        out_features, factor, out};
+        out_features, factor, out, problem.gate};
     add_slices<kConsumerThreads>(partial, slices, rows, all);
 }

@@ -67,6 +67,7 @@ def source(
     tokens: int,
     dtypes: tuple[str, str],
     schedule: Schedule,
+    gated: bool = False,
 ) -> tuple[Source, int]:
     """The program, for dtypes of x and of the result, and a block's bytes of shared memory."""
     _, block = tile_extent(spec, shape)
@@ -84,6 +85,7 @@ def source(
         WEIGHT_ONLY_DEPTH=_AHEAD,
         WEIGHT_ONLY_STAGES=stages,
         WEIGHT_ONLY_TILES=-(-tokens // 8),
+        WEIGHT_ONLY_GATED=int(gated),
         COMMON_GUARD=0,
     )  # fmt: skip
     return made, shared
@@ -93,10 +95,11 @@ def product(given: Arguments, schedule: Schedule) -> None:
     """Write X w^T of weights that `supports` has; does not wait."""
     rows, n, k = given.sizes
     dtypes = given.x.dtype.name, given.out.dtype.name
-    made, shared = source(given.w.spec, given.w.shape, given.tokens, dtypes, schedule)
+    gated = given.gate is not None
+    made, shared = source(given.w.spec, given.w.shape, given.tokens, dtypes, schedule, gated)
     partial, done = given.workspace(schedule.slices, rows, schedule.groups)
     threads = 32 * (schedule.pairs * schedule.split + _PRODUCERS)
     arrays = given.x, given.codes, given.scales, given.w.tensor_scale, partial, done, given.out
-    numbers = *map(np.int32, (rows, n, k, schedule.slices)), *given.matrices
+    numbers = *map(np.int32, (rows, n, k, schedule.slices)), *given.told
     blocks = schedule.groups * schedule.slices
     launch(made, "w4a16_sm90_ring", blocks, threads, *arrays, *numbers, shared=shared, pdl=True)

@@ -433,9 +433,8 @@ DEVICE void multiply_unit(Sum (&sum)[kTokens / 2], Sum (&)[kGrouped ? kTokens / 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(640, 1) w4w8a16_sm90_wgmma(const Raw* __restrict__ x,
-    const u8* __restrict__ codes, const Stored* __restrict__ scales,
-    const signed char* __restrict__ zeros, const float* __restrict__ tensor_scale,
+extern "C" __global__ void __launch_bounds__(640, 1) w4w8a16_sm90_wgmma(const Raw* x,
+    const u8* codes, const Stored* scales, const signed char* zeros, const float* tensor_scale,
     float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out, int rows,
     int out_features, int columns, int slices, i64 code_pitch, i64 blocks) {
     extern __shared__ u8 raw_memory[];

@@ -2,7 +2,7 @@
 // results.
 //
 // Macros: CODEC_BITS, CODEC_IS_FLOAT, CODEC_UE4M3, CODEC_FLOAT_SCALES, CODEC_FLOAT16_SCALES,
-// WEIGHT_ONLY_IN and WEIGHT_ONLY_OUT (0: float32, 1: bfloat16).
+// WEIGHT_ONLY_IN and WEIGHT_ONLY_OUT (0: float32, 1: bfloat16), WEIGHT_ONLY_GATED (see below).
 
 #include "common/types.cuh"
 
@@ -30,15 +30,9 @@ template <int kNewest>
 DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
 }
-
-// d += a b with bf16x2 a (16, 16) and b (16, 8) and float32 sums.
-DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 #endif
+
+#include "common/mma.cuh"
 
 #include "codec/decode_bf16x2.cuh"
 
@@ -103,16 +97,34 @@ DEVICE void decode(const u32* words, u32 scale, bool folded, int zero, u32 (&pai
 
 // Up to three matrices, one below the other, in tiles of 16 rows: the tiles with which the second
 // and the third begin, and how far their codes and scales lie behind where the one before ends.
+// WEIGHT_ONLY_GATED: two of whole tiles that take turns, SwiGLU's gate and what it multiplies; the
+// second lies so far behind the first, and a result is of a row of each.
+#if WEIGHT_ONLY_GATED
+constexpr int kSides = 2;
+#else
+constexpr int kSides = 1;
+#endif
 struct Matrices {
     int second, third;
     i64 codes[2], scales[2];
-    DEVICE i64 code_offset(int tile) const {
-        return (tile >= second ? codes[0] : 0) + (tile >= third ? codes[1] : 0);
+    DEVICE static int row_of(int tile, int rows) {
+        return kSides == 2 ? tile / 2 * 16 : min(tile * 16, rows - 16);
     }
-    DEVICE i64 scale_offset(int tile) const {
-        return (tile >= second ? scales[0] : 0) + (tile >= third ? scales[1] : 0);
+    DEVICE i64 code_offset(int tile) const { return offset(tile, codes); }
+    DEVICE i64 scale_offset(int tile) const { return offset(tile, scales); }
+
+private:
+    DEVICE i64 offset(int tile, const i64 (&gaps)[2]) const {
+        if (kSides == 2) return tile % 2 * gaps[0];
+        return (tile >= second ? gaps[0] : 0) + (tile >= third ? gaps[1] : 0);
     }
 };
+// The first of tiles that one of several groups has: pairs stay together.
+DEVICE int first_tile(u32 tiles, u32 group, u32 groups) {
+    return static_cast<int>(tiles / kSides * group / groups) * kSides;
+}
+// A quad of neighbouring results, of rows from here on; those of the other side are 16 further on.
+DEVICE int row_of_quad(int i) { return kSides == 2 ? i / 4 * 32 + i % 4 * 4 : i * 4; }
 
 // ---- x ----
 
@@ -136,6 +148,30 @@ DEVICE u32 bf16_part(Raw raw, int part) {
 }
 
 // ---- results ----
+
+struct Gate {
+    float alpha, limit, shift;
+};
+#if WEIGHT_ONLY_GATED
+#include "common/gated.cuh"
+
+DEVICE float as_stored(float v) {
+#if WEIGHT_ONLY_OUT == 0
+    return v;
+#else
+    if (v != v) return v;
+    const u32 bits = __float_as_uint(v);
+    return __uint_as_float(bits + 0x7FFFu + (bits >> 16 & 1u) & 0xFFFF0000u);
+#endif
+}
+// gated_silu.cu's result of two products, as they would be stored.
+DEVICE float result_of(const Gate& gate, float a, float b) {
+    const Gated v = gated(as_stored(a), as_stored(b), gate.alpha, gate.limit, gate.shift);
+    return __fmul_rn(__fmul_rn(v.a, v.s), v.u);
+}
+#else
+DEVICE float result_of(const Gate&, float a, float) { return a; }
+#endif
 
 DEVICE void store_result(void* out, i64 at, float total) {
 #if WEIGHT_ONLY_OUT == 0

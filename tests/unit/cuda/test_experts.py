@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -85,7 +86,9 @@ def there(experts: GatedExperts, xp: Any) -> GatedExperts:
 
 @pytest.mark.parametrize("dtype", [np.float32, HALF])
 @pytest.mark.parametrize("bias", [False, True])
-def test_they_give_what_each_gives(xp: Any, bias: bool, dtype: Any) -> None:
+def test_they_give_what_each_gives(
+    xp: Any, bias: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within three roundings to bfloat16 of each choice; expert 3 is not chosen."""
     rng = np.random.default_rng(4)
     experts, x = made(bias, rng), rng.standard_normal((150, 64)).astype(HALF)
@@ -93,10 +96,13 @@ def test_they_give_what_each_gives(xp: Any, bias: bool, dtype: Any) -> None:
     weights = rng.uniform(0.1, 1, chosen.shape).astype(dtype)
     expected = GenericBackend.gated_experts(registry.get("cpu"), x, weights, chosen, experts)
     held = there(experts, xp)
+    capture = SimpleNamespace(kept=(), keep=lambda *arrays: setattr(capture, "kept", arrays))
+    monkeypatch.setattr(module, "current_capture", lambda: capture)
     for _ in range(2):  # the second time nothing is asked of the weights
         call = module.gated_experts(xp, *map(xp.asarray, (x, weights, chosen)), held)
         assert call, call
         got = np.asarray(call().get()).astype(np.float64)
+    assert len(capture.kept) == (4 if bias else 2)  # tables of addresses, which a graph keeps
     size = np.abs(expected.astype(np.float64)).max()
     assert np.abs(got - expected.astype(np.float64)).max() <= 2.0**-6 * size
     off = np.linalg.norm(got - expected.astype(np.float64)) / np.linalg.norm(expected.astype(float))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from extensor.backends import registry
+from extensor.backends.generic import GenericBackend
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
+from extensor_cuda.backend import ROUTES
+from extensor_cuda.dispatch import routed
 from extensor_cuda.kernels.weight_only import w4a16_sm90_resident
-from extensor_cuda.matmul import partition
+from extensor_cuda.matmul import partition, weight_only
 from extensor_cuda.runtime import driver
 from tests.unit.cuda import weight_only_cases
 from tests.unit.cuda.bounds import sent
@@ -94,8 +99,6 @@ def test_few_rows_of_weights(xp: Any, rows: int, dtype: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_matrices_below_each_other_are_one_launch(xp: Any, tokens: int) -> None:
     """The columns of a product with one matrix of all their rows, by the ring's kernel, too."""
-    from extensor_cuda.matmul import weight_only
-
     spec = QuantSpec("mxfp4")
     whole = weights(spec, (160, 1024))
     x = xp.asarray(activations((tokens, 1024), "bfloat16"))
@@ -111,3 +114,27 @@ def test_matrices_below_each_other_are_one_launch(xp: Any, tokens: int) -> None:
         for n, e, part in zip(rows, ends, made, strict=True):
             want = expected[:, e - n : e].view(np.uint16)
             np.testing.assert_array_equal(part.get().view(np.uint16), want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "n", "limit"), [(1, 48, None), (5, 48, 2.0), (3, 2176, 0.5)])
+def test_a_gate_and_what_it_multiplies_are_one_launch(
+    xp: Any, tokens: int, n: int, limit: float | None, dtype: str
+) -> None:
+    """What two products give, rounded, and then SwiGLU; by both kernels, with slices of K, too."""
+    x = xp.asarray(activations((tokens, 1024), "bfloat16"))
+    whole = weights(QuantSpec("mxfp4"), (2 * n, 1024))
+    halves = [slice(0, n), slice(n, None)]
+    pair = [
+        sent(replace(whole, codes=whole.codes[h], scales=whole.scales[h], shape=(n, 1024)), xp)
+        for h in halves
+    ]
+    sides = [weight_only.weight_only_matmul(x, w, dtype, xp).out.get() for w in pair]
+    expected = GenericBackend.gated_silu(registry.get("cpu"), *map(np.asarray, sides), 1.5, limit)
+    method = routed("weight_only_gated", ROUTES["weight_only_gated"])
+    assert weight_only.weight_only_gated(x, pair, dtype, (1.5, limit), xp)
+    made = method(SimpleNamespace(xp=xp), x, pair, dtype, 1.5, limit)
+    got = np.asarray(made.get()).astype(np.float64)
+    off, (a, b) = np.abs(got - expected.astype(np.float64)), [np.abs(np.asarray(s)) for s in sides]
+    size = (a.astype(np.float64) + 1) * (b.astype(np.float64) + 1)  # sums differ in their order
+    assert (off <= (2.0**-7 if dtype == "bfloat16" else 2.0**-20) * size).all()

@@ -125,7 +125,13 @@ def test_cuts_suit_the_kernel(tokens: int, block: int) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "pairs", "split"),
-    [((28672, 8192), 7, 2), ((8192, 8192), 2, 4), ((14336, 4096), 4, 2), ((10240, 8192), 3, 4)],
+    [
+        ((28672, 8192), 7, 2),
+        ((28672, 4096), 7, 2),
+        ((8192, 8192), 2, 4),
+        ((14336, 4096), 4, 2),
+        ((10240, 8192), 3, 4),
+    ],
 )
 def test_cuts_that_were_measured(shape: tuple[int, int], pairs: int, split: int) -> None:
     """The fastest on an H200, or within two hundredths of it."""
