@@ -223,17 +223,17 @@ def _without_primitives(torch: Any) -> None:
 
     import numpy as np
 
-    from extensor.torch import operators
+    from extensor.torch import products
 
     nothing: Any = types.SimpleNamespace(
         forward=lambda backend, x, *a, **k: (np.empty_like(x), None)
     )
-    operators._LINEAR = nothing
+    products._LINEAR = nothing
 
     def gradients(backend: Any, g: Any, out: None, given: Any, needs: Any, *rest: Any) -> Any:
         return [*(np.empty_like(a) for a in given), None]
 
-    operators._linear_vjp = gradients
+    products._linear_vjp = gradients
 
 
 # --- parts ----------------------------------------------------------------------------------------

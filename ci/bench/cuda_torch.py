@@ -302,23 +302,23 @@ class _Function(torch.autograd.Function):
 
 def without_primitives(call: Callable[[], Any]) -> Callable[[], Any]:
     """The call while the primitives of `extensor.torch` make their results and compute nothing."""
-    from extensor.torch import operators
+    from extensor.torch import products
     from extensor_cuda.runtime.memory import empty
 
     def forward(backend: Any, x: Any, *rest: Any, **more: Any) -> Any:
-        return empty(backend.xp, x.shape, x.dtype), operators._NOTHING
+        return empty(backend.xp, x.shape, x.dtype), products._NOTHING
 
     def gradients(backend: Any, g: Any, out: None, given: Any, *rest: Any) -> Any:
         return [*(empty(backend.xp, a.shape, a.dtype) for a in given), None]
 
     def run() -> None:
-        before = operators._LINEAR, operators._linear_vjp
-        operators._LINEAR = types.SimpleNamespace(forward=forward)  # type: ignore[assignment]
-        operators._linear_vjp = gradients
+        before = products._LINEAR, products._linear_vjp
+        products._LINEAR = types.SimpleNamespace(forward=forward)  # type: ignore[assignment]
+        products._linear_vjp = gradients
         try:
             call()
         finally:
-            operators._LINEAR, operators._linear_vjp = before
+            products._LINEAR, products._linear_vjp = before
 
     return run
 

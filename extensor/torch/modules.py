@@ -15,7 +15,8 @@ from extensor.quant.recipes import FP4_RECIPE, get_recipe
 from extensor.torch.arrays import DEVICES, DTYPES, check_tensor
 from extensor.torch.clock import Ticking, advance_with_optimizer, new_clock
 from extensor.torch.layer import LayerHandle
-from extensor.torch.operators import CONV2D, LINEAR, call
+from extensor.torch.operators import call
+from extensor.torch.products import CONV2D, LINEAR
 
 __all__ = ["Conv2d", "Linear", "QuantizedModule", "quantized_class"]
 

@@ -149,7 +149,7 @@ def run(
 
     Args:
         kind: what the pass depends on beside its tensors.
-        call: see `extensor.torch.operators.Pass`.
+        call: see `extensor.torch.products.Pass`.
         tensors: what the body reads, the weight first.
         body: the pass.
     """

@@ -29,7 +29,7 @@ from tests.unit.cuda.lists import Driver
 torch = pytest.importorskip("torch")
 ext = pytest.importorskip("extensor.torch")
 
-from extensor.torch import arrays, layer, operators  # noqa: E402
+from extensor.torch import arrays, layer, operators, products  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(
@@ -164,7 +164,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         found = [None if a is None else np.array(a) for a in body(call, Place(backend))]
         return [None if a is None else arrays.to_tensor(a) for a in found]
 
-    monkeypatch.setattr(operators, "_run", run)
+    monkeypatch.setattr(products, "_run", run)
     monkeypatch.setattr(
         operators,
         "_saves",
