@@ -9,9 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import extensor as et
 from extensor.backends import registry
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import GatedExperts
+from extensor.models.llama.configs import ExpertsConfig
+from extensor.models.llama.model import mixture
+from extensor.nn import linear
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.experts import rows
@@ -140,3 +144,34 @@ def test_what_kernels_do_not_run_says_why(xp: Any) -> None:
     vast = packed((96, 64), rng)
     vast.scales[0, 0] = 254
     assert "does not hold" in reason(experts._replace(ups=[vast] * 5))
+
+
+def test_experts_on_a_gpu_have_the_gradients_of_a_cpu(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the input and of what is tuned around packed experts, which run in three calls."""
+    calls: list[int] = []
+    together = linear.grouped_weight_only_linear
+
+    def counted(*given: Any) -> Any:
+        calls.append(len(given[1]))
+        return together(*given)
+
+    monkeypatch.setattr(linear, "grouped_weight_only_linear", counted)
+    rng, config = np.random.default_rng(0), ExpertsConfig(4, 2, 64, bias=True)
+    experts = et.quantize_model(mixture(32, config, rng), "mxfp4_weights")
+    x, sign = (rng.standard_normal((80, 32)).astype(np.float32) for _ in range(2))
+
+    def gradients(device: str) -> list[Any]:
+        experts.to(device)
+        experts.zero_grad()
+        rows = et.ExTensor(x, device=device, requires_grad=True)
+        (experts(rows) * et.ExTensor(sign, device=device)).sum().backward()
+        tuned: list[Any] = [rows, *experts.parameters()]
+        return [one.grad.to("cpu").numpy() for one in tuned]
+
+    expected = gradients("cpu")
+    assert not calls
+    for got, wanted in zip(gradients("cuda"), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4 * abs(wanted).max())
+    assert calls == [4, 4, 4]
