@@ -256,7 +256,7 @@ class StepCapture:
 
     def update(self, array: Array, values: Array, bad: Array) -> None:
         """See the protocol."""
-        self.xp.copyto(array, values, where=(bad | self.stop) == 0)
+        array[...] = self.xp.where((bad | self.stop) == 0, values, array)
 
     def rescale(self, state: Array, bad: Array, rule: Sequence[float]) -> None:
         """See the protocol."""

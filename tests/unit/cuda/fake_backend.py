@@ -164,7 +164,10 @@ def stored(x: Any, plan: Any, stream: Any, xp: Any, quantizes: Any) -> Any:
     return replace(q, **parts), counts, *bits
 
 
-def fake_raw(x: Any, plan: Any, stream: Any, xp: Any, stats: bool = True) -> kernels.Outputs:
+def fake_raw(
+    x: Any, plan: Any, stream: Any, xp: Any, amax: Any = None, stats: bool = True
+) -> kernels.Outputs:
+    assert amax is None
     q, counts = stored(x, plan, stream, xp, reference.quantize)
     return kernels.Outputs(q, None, counts.counters if stats else None, None)
 
