@@ -21,7 +21,9 @@ constexpr int kDigits = 3;
 // Bytes ahead of the codes in use that are asked for, into the second cache: the first waits for
 // few lines at a time.
 constexpr int64_t kAhead = 16384;
-constexpr int64_t kMostRows = 8;  // of x; with more, decoding once for all is faster (measured)
+// Of x; with more, decoding once for all is faster (measured). Six bits take longest to decode,
+// which shows in long rows.
+constexpr int64_t kMostRows = 8, kMostRows6 = 16, kLongRow = 256;
 constexpr float kMost = 8355711;  // 127 (2^16 + 2^8 + 1), the largest integer of three such bytes
 
 // The weights of a format as bytes to look up: value = unit * (byte - zero), or where one byte does
@@ -375,7 +377,7 @@ bool few_rows_on_bytes(const WeightGemm* products, int count) {
     const WeightGemm& g = *products;
     const Element& e = kElements[g.w.element];
     const int64_t rows = g.m;
-    if (rows > kMostRows) return false;
+    if (rows > (e.bits == 6 && g.k >= kLongRow ? kMostRows6 : kMostRows)) return false;
     if (g.w.tile_rows != 1 || (e.bits == 8 && e.is_float)) return false;
     if (!fits_lanes(g.w.tile_length, e.bits == 4 ? 8 : 4, g.k) || !moderate(g)) return false;
     for (int64_t first = 0, next; first < rows; first = next) {

@@ -26,9 +26,10 @@ less than 2**-126 a term, nothing for bf16 (before a tensor scale); for weights 
 term's block scale, where a block's sum of x times codes is scaled as a whole: up to four rows of
 finite x below 2**60. Other weight-only products have the bits of the float32 product with the
 decoded weights. S' has |scale * (code - least code)| + |minimum| in the place of |b|. Up to eight
-rows of x on AVX-512 VNNI and VBMI meet weights of 4 and 6 bits and integers of 8 as integers of 24
-bits, each row by itself: 2 u T more, where T has in the place of |a| the largest |a| of its group,
-eight elements from a multiple of eight on with 4 bits, else four.
+rows of x, 16 with 6 bits and K of 256 or more, meet weights of 4 and 6 bits and integers of 8 on
+AVX-512 VNNI and VBMI as integers of 24 bits, each row by itself: 2 u T more, where T has in the
+place of |a| the largest |a| of its group, eight elements from a multiple of eight on with 4 bits,
+else four.
 
 On AMX tiles a term of a bf16 product passes at most 16 multiply-adds, one addition of even to odd,
 ceil(K / 32) to the result and the tensor scale: 18 + ceil(K / 32) roundings (Higham, Accuracy and
