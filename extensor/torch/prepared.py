@@ -199,26 +199,41 @@ def _prepare(
     call: Any, tensors: Sequence[Tensor | None], body: Body, device: torch.device
 ) -> PreparedPass | str:
     """The pass as a list, or why there is none."""
-    recording, stream = Recording(), cupy.cuda.Stream(non_blocking=True)
-    place = _Recorder(recording, tensors, device.index)
+    _refill(device)
     try:
-        with stream, place, recorded(recording, stream.ptr):
-            arrays = body(replace(call, made=None, array=None), place)
-        results: list[Any] = []
-        blocks: list[Block] = []
-        for array in arrays:
-            if array is None:
-                results.append(None)
-                continue
-            block = recording.block_at(array.data.ptr)
-            whole = block is not None and not block.given and block.address == array.data.ptr
-            if block is None or not whole or block in blocks or block.size != array.nbytes:
-                raise RepeatError("a result that is no array of its own")
-            results.append((block, array.shape, cuda.TENSOR_DTYPES[array.dtype]))
-            blocks.append(block)
-        return PreparedPass(recording, place.given, results, place.counts, device)
+        return _recorded(call, tensors, body, device)
     except RuntimeError as error:  # of CUDA's too, of what a capture does not allow
         return str(error)
+    finally:
+        _refill(device)  # a capture may come before another pass runs as it is
+
+
+def _refill(device: torch.device) -> None:
+    """Have counters enough."""
+    with cuda.OnStream(device):
+        pass
+
+
+def _recorded(
+    call: Any, tensors: Sequence[Tensor | None], body: Body, device: torch.device
+) -> PreparedPass:
+    recording, stream = Recording(), cupy.cuda.Stream(non_blocking=True)
+    place = _Recorder(recording, tensors, device.index)
+    with stream, place, recorded(recording, stream.ptr):
+        arrays = body(replace(call, made=None, array=None), place)
+    results: list[Any] = []
+    blocks: list[Block] = []
+    for array in arrays:
+        if array is None:
+            results.append(None)
+            continue
+        block = recording.block_at(array.data.ptr)
+        whole = block is not None and not block.given and block.address == array.data.ptr
+        if block is None or not whole or block in blocks or block.size != array.nbytes:
+            raise RepeatError("a result that is no array of its own")
+        results.append((block, array.shape, cuda.TENSOR_DTYPES[array.dtype]))
+        blocks.append(block)
+    return PreparedPass(recording, place.given, results, place.counts, device)
 
 
 class _Runs:

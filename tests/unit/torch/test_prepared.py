@@ -159,6 +159,23 @@ def test_no_memory_stays_and_streams_and_threads_may_change(recipe: str) -> None
         assert all(torch.equal(one, expected) for one in found)
 
 
+@pytest.mark.filterwarnings("error:extensor.torch. a graph is captured")
+def test_counters_are_left_for_a_capture_after_passes_are_prepared() -> None:
+    layers = [nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    model = ext.quantize_(nn.Sequential(*layers), "mxfp4_all", rules={"*": "mxfp4_all"})
+    for rows in (128, 256, 384):  # lists take counters for each
+        x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)
+        for _ in range(3):
+            model(x).sum().backward()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            model(x).sum().backward()
+        ext.reset_telemetry(model)
+        graph.replay()
+        graph.replay()
+        assert ext.telemetry(model)["1", "fprop.x"].count == 2 * rows * 256
+
+
 def test_what_a_list_does_not_read_runs_as_it_is() -> None:
     layer = ext.quantize_(nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16), "mxfp4_all")
     whole = torch.randn(256, 257, device="cuda", dtype=torch.bfloat16)

@@ -153,6 +153,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(prepared, "recorded", recorded)
     monkeypatch.setattr(prepared.cuda, "counts_of", lambda device: counters)
     monkeypatch.setattr(prepared.cuda, "backend", lambda: backend)
+    monkeypatch.setattr(prepared.cuda, "OnStream", nullcontext)  # has counters ready
     monkeypatch.setattr(layer, "to_array", Place(backend).to_array)
     passes: list[str] = []
 
