@@ -100,6 +100,7 @@ def take_turns(
     before: int = 1,
     pause: float = 0.0,
     middle: Callable[[list[float]], float] = statistics.median,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Seconds of each call, the contestants taking turns in this process.
 
@@ -110,6 +111,7 @@ def take_turns(
         before: calls before those: they take the caches and the CPUs back from the others.
         pause: seconds between turns.
         middle: what stands for all times of a contestant.
+        clock: as for `measure`.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
@@ -118,9 +120,9 @@ def take_turns(
             for _ in range(before):
                 call()
             for _ in range(burst if turn else 0):
-                start = time.perf_counter()
+                start = clock()
                 call()
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return {name: middle(values) for name, values in times.items()}
 
 

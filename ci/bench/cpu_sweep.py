@@ -1,6 +1,7 @@
 """Products with packed weights at every number of rows: no cliff, and never slower than decoded.
 
     python ci/bench/cpu_sweep.py
+    EXTENSOR_NUM_THREADS=1 OMP_NUM_THREADS=1 python ci/bench/cpu_sweep.py --cpu-time  # if busy
 
 float32 rows, 1 to 4096, times packed weights, beside decoding the weights first and multiplying,
 and beside the float32 product; all take turns. Printed is every point where the packed product is
@@ -10,6 +11,7 @@ smaller number of rows. The rows are those and, for each shape and format, the w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -38,7 +40,9 @@ SPECS = {
 }
 
 
-def sweep(backend: CpuBackend, shape: tuple[int, int], rounds: int) -> list[dict[str, Any]]:
+def sweep(
+    backend: CpuBackend, shape: tuple[int, int], rounds: int, clock: Callable[[], float]
+) -> list[dict[str, Any]]:
     """All numbers of rows of one shape of weights; the points that are slow, and the worst."""
     rng = np.random.default_rng(0)
     w = rng.standard_normal(shape, dtype=np.float32)
@@ -52,7 +56,7 @@ def sweep(backend: CpuBackend, shape: tuple[int, int], rounds: int) -> list[dict
         for name, q in packed.items():
             calls[name] = partial(backend.weight_only_matmul, x, q)
             calls[f"{name} decoded"] = partial(_decoded, backend, x, q)
-        seconds = take_turns(calls, rounds, middle=min)
+        seconds = take_turns(calls, rounds, middle=min, clock=clock)
         for name in SPECS:
             mine = seconds[name]
             of = mine / seconds[f"{name} decoded"], mine / seconds["float32"]
@@ -77,9 +81,12 @@ def _decoded(backend: CpuBackend, x: Any, q: Any) -> Any:
 
 def main() -> None:
     """Measure, print and write."""
-    args = arguments(options(__doc__, rounds=5))
+    parser = options(__doc__, rounds=5)
+    parser.add_argument("--cpu-time", action="store_true", help="of one thread: on busy machines")
+    args = arguments(parser)
+    clock = time.process_time if args.cpu_time else time.perf_counter
     backend, core = cpu_with_core()
-    rows = [row for shape in SHAPES for row in sweep(backend, shape, args.rounds)]
+    rows = [row for shape in SHAPES for row in sweep(backend, shape, args.rounds, clock)]
     write("cpu-sweep", rows, core.gemm_level(), args=args)
 
 

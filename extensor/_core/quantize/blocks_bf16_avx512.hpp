@@ -94,10 +94,18 @@ struct BlockRandomWords {
     BlockRandomWords(const Philox& philox, uint32_t block)
         : philox(philox), calls(philox.calls(vq{0, 1, 2, 3, 4, 5, 6, 7})), block(block) {}
 
-    // The first 16 bits of the 32 words of a tile.
-    INLINE __m512i upper16(uint32_t tile) const {
-        vq w[4];
-        philox(calls, philox.block(block + tile), w);
+    // The first 16 bits of the 32 words of each of some tiles that follow one another.
+    template <int Tiles>
+    INLINE void upper16(int64_t tile, __m512i (&out)[Tiles]) const {
+        Philox::Blocks at[Tiles];
+        vq words[Tiles][4];
+        for (int t = 0; t < Tiles; ++t)
+            at[t] = philox.block(block + static_cast<uint32_t>(tile) + static_cast<uint32_t>(t));
+        philox.draw(calls, at, words);
+        for (int t = 0; t < Tiles; ++t) out[t] = joined(words[t]);
+    }
+
+    static INLINE __m512i joined(const vq (&w)[4]) {
         // Bytes 2 and 3 of each word's lane, which is 8 bytes, next to one another; w[1]'s stay.
         const __m128i turn =
             _mm_setr_epi8(2, 3, -1, -1, 2, 3, 2, 3, 10, 11, -1, -1, 10, 11, 10, 11);
@@ -157,7 +165,9 @@ struct Bf16Encoder {
                                 int64_t& flushed) {
         __mmask32 other = 0;
         int64_t above = 0, none = 0;
-        const __m512i c = common_codes(x, from, words, tile, other, above, none);
+        __m512i word[1] = {};
+        if constexpr (Words) words->upper16(tile, word);
+        const __m512i c = common_codes(x, from, word[0], other, above, none);
         if (__builtin_expect(other != 0, 0))
             return float_codes(x, first, second, words, tile, saturated, flushed);
         saturated += above, flushed += none;
@@ -165,15 +175,13 @@ struct Bf16Encoder {
     }
 
     // The same where `other` stays zero: there is no rare case.
-    static INLINE __m512i common_codes(const T* x, __m512i from, const BlockRandomWords* words,
-                                       int64_t tile, __mmask32& other, int64_t& saturated,
-                                       int64_t& flushed) {
+    static INLINE __m512i common_codes(const T* x, __m512i from, __m512i word, __mmask32& other,
+                                       int64_t& saturated, int64_t& flushed) {
         const __m512i v = load_16bit(x), ones = _mm512_set1_epi16(0x7FFF);
         const __m512i magnitude = _mm512_and_si512(v, ones);
         const __m512i d = _mm512_subs_epu16(magnitude, from);
         const __mmask32 some = _mm512_test_epi16_mask(v, ones);
-        __m512i n, word = {};
-        if constexpr (Words) word = words->upper16(static_cast<uint32_t>(tile));
+        __m512i n;
         // Rare cases for the float encoder: numbers below the normal ones, which round at another
         // place, and fractions of more than 16 bits next to their random word.
         if constexpr (e.bits == 8) {
@@ -261,13 +269,13 @@ struct Bf16Encoder {
         uint32_t again = 0;  // a bit for each four tiles with a rare case
         for (int64_t t = 0; t < VL; t += 4) {
             prefetch_stream(x + 32 * t, 128);
-            __m512i c[4];
+            __m512i c[4], word[4] = {};
+            if constexpr (Words) words->upper16(t, word);
             __mmask32 other = 0;
             int64_t above = 0, none = 0;
 #pragma GCC unroll 4
             for (int k = 0; k < 4; ++k)
-                c[k] =
-                    common_codes(x + 32 * (t + k), start(t + k), words, t + k, other, above, none);
+                c[k] = common_codes(x + 32 * (t + k), start(t + k), word[k], other, above, none);
             store(to + 4 * e.bits * t, c);
             again |= static_cast<uint32_t>(other != 0) << t;
             saturated += other ? 0 : above, flushed += other ? 0 : none;

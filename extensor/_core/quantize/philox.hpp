@@ -90,17 +90,33 @@ public:
 
     // The four words of each counter.
     INLINE void operator()(const Calls& c, const Blocks& b, vq (&out)[4]) const {
-        const vq p = multiply(b.upper ^ c.low, kM1);
-        vq c0 = upper(p) ^ c.high, c1 = p, c2 = b.product ^ c.left, c3 = c.right;
+        vq words[1][4];
+        const Blocks one[1] = {b};
+        draw(c, one, words);
+        for (int r = 0; r < 4; ++r) out[r] = words[0][r];
+    }
+
+    // The same of several vectors of blocks: while one waits for a product, others go on.
+    template <int Steps>
+    INLINE void draw(const Calls& c, const Blocks (&b)[Steps], vq (&out)[Steps][4]) const {
+#pragma GCC unroll 4
+        for (int s = 0; s < Steps; ++s) {
+            const vq p = multiply(b[s].upper ^ c.low, kM1);
+            out[s][0] = upper(p) ^ c.high, out[s][1] = p;
+            out[s][2] = b[s].product ^ c.left, out[s][3] = c.right;
+        }
 #pragma GCC unroll 7
         for (int round = 3; round < 10; ++round) {
-            const vq p0 = multiply(c0, kM0), p1 = multiply(c2, kM1);
-            c0 = upper(p1) ^ c1 ^ key0_[round];
-            c1 = p1;
-            c2 = upper(p0) ^ c3 ^ key1_[round];
-            c3 = p0;
+#pragma GCC unroll 4
+            for (int s = 0; s < Steps; ++s) {
+                vq(&w)[4] = out[s];
+                const vq p0 = multiply(w[0], kM0), p1 = multiply(w[2], kM1);
+                w[0] = upper(p1) ^ w[1] ^ key0_[round];
+                w[1] = p1;
+                w[2] = upper(p0) ^ w[3] ^ key1_[round];
+                w[3] = p0;
+            }
         }
-        out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
     }
 
 private:
@@ -163,21 +179,33 @@ inline void philox_run(const Philox& philox, uint32_t* out, uint32_t first_call,
         if (++step == calls) step = 0, ++jump;
     }
     block += first_block;
-    const auto put = [&](const Philox::Calls& c) __attribute__((always_inline)) {
-        vq w[4];
-        philox(c, philox.blocks(block), w);
+    const auto put = [&](const vq(&w)[4]) __attribute__((always_inline)) {
         const vq a = join_words(w[0], w[1]), b = join_words(w[2], w[3]);
         store(out, reinterpret_cast<vu>(__builtin_shufflevector(a, b, INTERLEAVE_LOW)));
         store(out + VL, reinterpret_cast<vu>(__builtin_shufflevector(a, b, INTERLEAVE_HIGH)));
         out += 2 * VL;
     };
+    const int64_t total = calls * blocks;
+    int64_t done = 0;
     if (!step) {  // a step holds whole blocks: its calls are always the same
         const Philox::Calls c = philox.calls(call + first_call);
-        for (int64_t done = 0; done < calls * blocks; done += VQ, block += uint64_t{jump}) put(c);
+        const auto steps = [&]<int Steps>() __attribute__((always_inline)) {
+            Philox::Blocks at[Steps];
+            vq w[Steps][4];
+            for (int s = 0; s < Steps; ++s, block += uint64_t{jump}) at[s] = philox.blocks(block);
+            philox.draw(c, at, w);
+            for (int s = 0; s < Steps; ++s) put(w[s]);
+            done += Steps * VQ;
+        };
+        constexpr int kSteps = VL == 16 ? 4 : 1;  // as many as registers hold
+        while (total - done >= kSteps * VQ) steps.template operator()<kSteps>();
+        while (done < total) steps.template operator()<1>();
         return;
     }
-    for (int64_t done = 0; done < calls * blocks; done += VQ) {
-        put(philox.calls(call + first_call));
+    for (; done < total; done += VQ) {
+        vq w[4];
+        philox(philox.calls(call + first_call), philox.blocks(block), w);
+        put(w);
         call += uint64_t{step};
         block += uint64_t{jump};
         const vq over = reinterpret_cast<vq>(call >= calls);

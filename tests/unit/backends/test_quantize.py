@@ -191,6 +191,16 @@ def test_scales_whose_errors_are_equal(level: str, name: str, rule: str, dialect
             assert_same(got, expected, (level, spec))
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e2m3", "mxfp8_e4m3", "mxfp8_e5m2"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_huge_values_above_a_percentile(level: str, name: str, axis: int) -> None:
+    """What a block's scale says nothing about saturates, and is counted, in every binade."""
+    x = np.random.default_rng(8).standard_normal((64, 64), dtype=F)
+    x[np.arange(64), np.arange(64)] = np.ldexp(F(1.5), np.arange(64, 128))
+    spec = QuantSpec(name, axis=axis, statistic="percentile", percentile=50.0)
+    assert_same(answer(BACKEND, x, spec, None), answer(GENERIC, x, spec, None), (level, spec))
+
+
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "int4"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_running_maxima(level: str, name: str, axis: int) -> None:
