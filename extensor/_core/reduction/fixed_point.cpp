@@ -62,18 +62,22 @@ void block_max(int64_t n, const float* x, uint32_t* out) {
     });
 }
 
-// Of at most kBlock values. Squares are exact in float64.
-INLINE double square_sum(int64_t n, const float* p) {
+// Squares are exact in float64.
+INLINE double square_sum(const float* __restrict p) {
     double sums[8] = {};
-    for (int64_t i = 0; i < n; ++i) sums[i % 8] += static_cast<double>(p[i]) * p[i];
+    for (int i = 0; i < kBlock; i += 8)
+        for (int j = 0; j < 8; ++j) sums[j] += static_cast<double>(p[i + j]) * p[i + j];
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) +
            ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
 void block_square_sums(int64_t n, const float* x, double* out) {
-    for_blocks(n, 1, [=](int64_t b) { out[b] = square_sum(kBlock, x + b * kBlock); });
-    const int64_t blocks = n / kBlock;
-    if (n % kBlock) out[blocks] = square_sum(n % kBlock, x + blocks * kBlock);
+    for_blocks(n, 1, [=](int64_t b) { out[b] = square_sum(x + b * kBlock); });
+    if (const int64_t rest = n % kBlock) {
+        float last[kBlock] = {};
+        std::memcpy(last, x + n - rest, rest * 4);
+        out[n / kBlock] = square_sum(last);
+    }
 }
 
 void fixed_point(int64_t n, const float* x, const uint8_t* anchors, int64_t* out) {
