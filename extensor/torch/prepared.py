@@ -92,12 +92,15 @@ class PreparedPass:
         self._weight: weakref.ref[Tensor] | None = None
         self._written: tuple[int, ...] = ()
 
-    def __call__(self, tensors: Sequence[Tensor | None], writes: int) -> list[Tensor | None]:
+    def __call__(
+        self, tensors: Sequence[Tensor | None], writes: int, keep: bool
+    ) -> list[Tensor | None]:
         """Run on the current stream of the device; does not wait.
 
         Args:
             tensors: as those of the pass that was recorded, the weight first.
             writes: counts what optimizers have written.
+            keep: whether the weight's operands may be kept.
 
         Returns:
             The results, in torch's memory.
@@ -106,14 +109,18 @@ class PreparedPass:
         assert weight is not None
         stream = _raw_stream(device.index)
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        held: list[Tensor] = []
         if self._of_weight is not None:
             written = weight._version, addresses[0], writes, stream
-            if self._written != written or self._weight is None or self._weight() is not weight:
-                self._held = [_empty(n, dtype=torch.uint8, device=device) for n in self._sizes]
-                self._launch(self._of_weight, stream, [addresses[0]], self._held)
-                self._written, self._weight = written, weakref.ref(weight)
+            same = self._weight is not None and self._weight() is weight
+            if keep and same and self._written == written:
+                held = self._held
+            else:
+                held = [_empty(n, dtype=torch.uint8, device=device) for n in self._sizes]
+                self._launch(self._of_weight, stream, [addresses[0]], held)
                 self._runs_of_weight.count += 1
-        held = self._held
+            if keep:
+                self._held, self._written, self._weight = held, written, weakref.ref(weight)
         made: list[Tensor | None] = []
         own: list[Tensor] = []
         for one in self._results:
@@ -169,12 +176,14 @@ def run(
     found = known.get(key)
     if type(found) is PreparedPass:
         _ready_thread(device.index)
-        return found(tensors, optimizer_writes())
+        return found(tensors, optimizer_writes(), call.keep)
     if found is None and len(known) < _KINDS:
         known[key] = _RAN
     elif found is _RAN:  # what lasts is there by now, such as amax states and loaded kernels
         made = known[key] = _prepare(call, tensors, body, device)
-        return made(tensors, optimizer_writes()) if isinstance(made, PreparedPass) else None
+        return (
+            made(tensors, optimizer_writes(), call.keep) if isinstance(made, PreparedPass) else None
+        )
     return None
 
 

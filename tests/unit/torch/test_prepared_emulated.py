@@ -227,3 +227,18 @@ def test_a_layers_passes_have_the_bits_of_those_that_are_not_prepared(
             assert (counts[slot].count, its.count) == (6 * 128 * 64, 7 * 128 * 64)
         else:
             assert counts[slot] == its, slot
+
+
+def test_a_compiled_pass_keeps_nothing(used: list[str]) -> None:
+    """All that compiled code makes belongs to torch's CUDA graphs."""
+    model = ext.Linear(128, 64, dtype=torch.bfloat16, recipe="mxfp4_all", index=3)
+    x, clock = torch.randn(96, 128, dtype=torch.bfloat16), torch.tensor(0)
+    found = []
+    for keep in (False, False, False, True, False, True):
+        call = products.Pass(model.quant_layer, clock, torch.bfloat16, keep, ())
+        out, _ = products.LINEAR.forward(call, x, model.weight.detach(), None)
+        found.append(out)
+        (made,) = model.quant_layer.prepared.values()
+        assert isinstance(made, str) or bool(made._held) == (len(found) > 3)
+    assert used == ["", *["forward"] * 5]
+    assert all(torch.equal(out, found[0]) for out in found)
