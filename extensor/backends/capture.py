@@ -217,10 +217,6 @@ class StepCapture(Protocol):
         """Add one to ``made`` unless ``bad``."""
         ...
 
-    def update(self, array: Array, values: Array, bad: Array) -> None:
-        """Copy an array of the device over another unless ``bad``, or an error stopped updates."""
-        ...
-
     def rescale(self, state: Array, bad: Array, rule: Sequence[float]) -> None:
         """One step of a loss scale; see `extensor.backends.generic.optim.rescale`."""
         ...

@@ -1,7 +1,7 @@
 """Updates of a weight in blocks that is its own master, where a backend has multi-tensor updates.
 
 The blocks are decoded to float32, the kernel moves these, and they are rounded stochastically into
-blocks again. The same in eager and in captured steps: one weight at a time is held in float32.
+blocks again. One weight at a time is held in float32.
 """
 
 from __future__ import annotations

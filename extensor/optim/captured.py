@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.capture import HostMirror, StepCapture, UpdateGuard
-from extensor.optim.blocks import moved_blocks, packed_blocks, takes_blocks
 from extensor.optim.multi_tensor import (
     MultiTensorOptimizer,
     Parts,
@@ -20,9 +19,7 @@ from extensor.optim.multi_tensor import (
     nonfinite_error,
     stream_numbers,
 )
-from extensor.optim.params import Gradient, ParamState, values_of
-from extensor.optim.states import WEIGHT_SLOT, state_stream
-from extensor.random import DeviceClock
+from extensor.optim.params import ParamState, values_of
 
 __all__ = ["CapturedUpdates", "step_captured"]
 
@@ -70,7 +67,6 @@ class CapturedUpdates:
         self._pushes: list[Callable[[], None]] = []
         self._guards: dict[tuple[int, ...], UpdateGuard] = {}
         self._bad: Any = None
-        self._clocks: dict[int, DeviceClock] = {}
         self.members: list[ParamState] = []
 
     def require(self, parts: Parts) -> None:
@@ -82,11 +78,10 @@ class CapturedUpdates:
         """
         optimizer, backend = self._optimizer, backend_of(self._optimizer, parts)
         for member, grad in parts:
-            taken = member.takes_multi_tensor(grad) or takes_blocks(optimizer, member, grad)
-            if member.param.backend is not backend or not taken:
+            if member.param.backend is not backend or not member.takes_multi_tensor(grad):
                 raise ValueError(
                     f"step: {member.name}: a captured step updates contiguous float32 parameters, "
-                    "and those in bfloat16 or blocks with masters=False, with Adam, AdamW, "
+                    "and bfloat16 ones with masters=False, none in blocks, with Adam, AdamW, "
                     f"Lion or SGD, got {type(optimizer).__name__}, a parameter of "
                     f"{member.param.dtype.name} and a gradient of {grad.dtype.name}; use these, or "
                     "leave the optimizer out of it"
@@ -105,48 +100,20 @@ class CapturedUpdates:
             parts: the parameters and their gradients, as `require` allows them.
             bad: uint32 of shape () on the device.
         """
-        optimizer, options = self._optimizer, self._optimizer.groups[number].options
-        dense = [part for part in parts if not part[0].param.is_blocked]
-        if dense:
-            optimizer.update_multi_tensor(
-                dense[0][0].param.backend,
-                arrays_of(dense),
-                factors_of(optimizer, options, [m.step + 1 for m, _ in dense]),
-                guard=replace(self._guard(number, dense), bad=bad),
-                numbers=stream_numbers(dense),
-            )
-        for member, grad in parts:
-            if member.param.is_blocked:
-                self._add_blocks(number, member, grad, bad)
+        guard = replace(self._guard(number, parts), bad=bad)
+        optimizer = self._optimizer
+        options, steps = optimizer.groups[number].options, [m.step + 1 for m, _ in parts]
+        optimizer.update_multi_tensor(
+            parts[0][0].param.backend,
+            arrays_of(parts),
+            factors_of(optimizer, options, steps),
+            guard=guard,
+            numbers=stream_numbers(parts),
+        )
         self._bad = bad
         for member, _ in parts:
             member.param._count_write()  # each replay outdates what was made from it
             self.members.append(member)
-
-    def _add_blocks(self, number: int, member: ParamState, grad: Gradient, bad: Any) -> None:
-        """Capture the update of a parameter in blocks, which are written where they lie."""
-        guard = replace(self._guard(number, [(member, grad)]), bad=bad)
-        optimizer, param = self._optimizer, member.param
-        factors = factors_of(optimizer, optimizer.groups[number].options, [member.step + 1])
-        values = moved_blocks(optimizer, member, grad, factors, guard=guard)
-        stream = state_stream(member.step + 1, member.index, WEIGHT_SLOT)
-        packed = packed_blocks(param, values, replace(stream, clock=self._clock(member)))
-        for name, part in param.data.parts.items():
-            self._capture.update(part, packed.parts[name], bad)
-
-    def _clock(self, member: ParamState) -> DeviceClock:
-        """The number of a parameter's update, which the device counts; equal ones share it."""
-        if member.step not in self._clocks:
-            capture = self._capture
-            first = capture.persistent(np.zeros((), np.uint64))
-
-            def push() -> None:
-                capture.write(first, np.array(member.step + 1, np.uint64))
-
-            self._pushes.append(push)
-            capture.in_warm_up(push)
-            self._clocks[member.step] = DeviceClock(first + self._made)
-        return self._clocks[member.step]
 
     def _guard(self, number: int, parts: Parts) -> UpdateGuard:
         """The conditions of a group's update; only its learning rate may change later.

@@ -254,10 +254,6 @@ class StepCapture:
         """See the protocol."""
         launch(source(), "count", 1, 1, made, bad, self.stop)
 
-    def update(self, array: Array, values: Array, bad: Array) -> None:
-        """See the protocol."""
-        array[...] = self.xp.where((bad | self.stop) == 0, values, array)
-
     def rescale(self, state: Array, bad: Array, rule: Sequence[float]) -> None:
         """See the protocol."""
         launch(source(), "rescale", 1, 1, state, bad, self.stop, *map(np.float64, rule))

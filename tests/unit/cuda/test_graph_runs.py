@@ -38,7 +38,6 @@ LEAN = {"weights": "bfloat16", "update": "in_backward", "loss_scale": "off", "cl
         ("float32", {}),
         ("mxfp8_e4m3", {}),
         ("bfloat16", LEAN),
-        ("mxfp8_e4m3", {**LEAN, "weights": "mxint8"}),
         ("bfloat16", {"optimizer": "lion", "lr": 1e-3}),
     ],
 )
