@@ -9,9 +9,9 @@ format first. All train the same adapters on the same windows, as `extensor fine
 Perplexity is of the first 1,024 tokens of the held-out tenth of the text, with its standard error.
 
 Memory is of one step's arrays, by the ledger of `extensor.inspect`: "weights" are all parameters
-and buffers, the adapters and the embedding among them; "peak" is the most of everything at once,
-most of it the scores of 512 tokens. "stated" is that peak as the how-to states it: float32's peak,
-less its weights, plus this row's weights and, where they are packed, the largest one decoded.
+and buffers, the adapters and the embedding among them; "peak" is the most of everything at once.
+"stated" is that peak as the how-to states it: float32's peak, less its weights, plus this row's
+weights and, where they are packed, the largest one decoded.
 
 Each row runs in a process of its own. Rows that the folder's tuned.json has are kept; the table is
 written from it after each row.
