@@ -49,8 +49,17 @@ class Float32(FloatSum):
     64
     """
 
-    def __init__(self, size: int, ranks: Communicator, **how: Any) -> None:
-        super().__init__(size, ranks, **how)
+    def __init__(
+        self,
+        size: int,
+        ranks: Communicator,
+        *,
+        device: str = "cpu",
+        seed: int = 0,
+        number: int = 0,
+        clock: Any = None,
+    ) -> None:
+        super().__init__(size, ranks, device=device, seed=seed, number=number, clock=clock)
         self._shared: SharedRows | None = None
         if self.xp is np and ranks.size > 1:
             # A sum, and the part that this rank adds. Nobody reads the sum after the second
