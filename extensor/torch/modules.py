@@ -1,4 +1,4 @@
-"""Quantized modules: `torch.nn.Linear`, `Conv2d` and transformers' `Conv1D` under a recipe."""
+"""Quantized `torch.nn.Linear`, `torch.nn.Conv2d` and transformers' `Conv1D`, under a recipe."""
 
 from __future__ import annotations
 
