@@ -11,6 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -81,6 +82,15 @@ def test_nothing_changed() -> None:
     stored, now = STORED.read_text(encoding="utf-8").splitlines(), lines()
     gone, new = sorted(set(stored) - set(now)), sorted(set(now) - set(stored))
     assert (gone, new) == ([], []), "meant? python tests/test_signatures.py writes them anew"
+
+
+def test_annotations_can_be_read_while_a_program_runs() -> None:
+    """As tyro and type checkers at run time do; of the optional matplotlib alone not."""
+    for name, value in documented().items():
+        called = value.__init__ if isinstance(value, type) else value
+        plain = inspect.isfunction(called) or inspect.ismethod(called)
+        if plain and not name.startswith(("extensor.torch.", "extensor.inspect.plot")):
+            typing.get_type_hints(called)
 
 
 if __name__ == "__main__":

@@ -135,6 +135,10 @@ def _byte_pairs(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
     cut = (pair.partition(" ") for pair in metadata["tokenizer.ggml.merges"])
     merges = [(left, right) for left, _, right in cut]
     vocabulary = {token: number for number, token in enumerate(tokens)}
+    for left, right in merges:
+        if left + right not in vocabulary:
+            said = f"expected two tokens that make a third, got {left!r} and {right!r}"
+            raise SchemaError(f"{PREFIX}merges: {said}")
     library = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=rule.whole_words))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if rule.digits else []
     if rule.pattern is not None:

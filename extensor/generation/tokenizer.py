@@ -85,14 +85,14 @@ class Tokenizer(Protocol):
         ...
 
 
-def parsed(read: Callable[[str], Any], text: str) -> Any:
-    """What a reader of the package `tokenizers` makes of a text; its faults as ValueError."""
+def parsed(read: Callable[[Any], Any], content: Any) -> Any:
+    """What a reader of the package `tokenizers` makes of a content; its faults as ValueError."""
     try:
-        return read(text)
+        return read(content)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of Rust code is no Exception
-        raise ValueError(str(error)) from error
+        raise ValueError(f"no {error}" if isinstance(error, KeyError) else str(error)) from error
 
 
 class PretrainedTokenizer:
@@ -213,10 +213,9 @@ class PretrainedTokenizer:
         """
         _need_package()
         try:
-            library = gguf_tokenizer(metadata)
-        except Exception as error:  # the package raises nothing narrower
-            what = f"no {error}" if isinstance(error, KeyError) else error
-            raise TokenizerError(f"GGUF metadata: {what}") from error
+            library = parsed(gguf_tokenizer, metadata)
+        except ValueError as error:
+            raise TokenizerError(f"GGUF metadata: {error}") from error
         tokens, special = metadata["tokenizer.ggml.tokens"], {}
         for name in ("bos", "eos", "unknown", "padding"):
             if (number := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import lzma
+import contextlib
 import math
 import warnings
 import zipfile
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from extensor.io.safetensors_format import CheckpointError, check_array_shape
 from extensor.schema import SchemaError, check
 
-__all__ = ["read_npy", "read_npz"]
+__all__ = ["ZIP_ERRORS", "read_npy", "read_npz"]
 
 Array = npt.NDArray[Any]
 
@@ -26,6 +26,15 @@ _MAX_HEADER = 10_000  # numpy's
 _KINDS = "biufc"
 _FREE, _RATIO = 1 << 26, 100
 """More bytes than the first must not unpack to more than so many times what they are packed in."""
+
+ZIP_ERRORS: tuple[type[Exception], ...] = (
+    zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError,
+)  # fmt: skip
+"""What zipfile raises for damage, encryption and unknown compression."""
+with contextlib.suppress(ImportError):  # some Pythons are built without
+    from lzma import LZMAError
+
+    ZIP_ERRORS += (LZMAError,)
 
 
 class _Header(TypedDict):
@@ -102,9 +111,7 @@ def read_npz(path: Path) -> dict[str, Array]:
             return arrays
     except SchemaError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    # What zipfile raises for damage, encryption and unknown compression.
-    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, ValueError,
-            RuntimeError) as error:  # fmt: skip
+    except ZIP_ERRORS as error:
         raise CheckpointError(f"{path}: expected a whole .npz file, got: {error}") from None
 
 

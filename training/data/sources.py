@@ -10,19 +10,19 @@
 
 from __future__ import annotations
 
-import lzma
 import math
 import string
 import struct
 import tarfile
 import zipfile
-import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+
+from extensor.io.npy import ZIP_ERRORS
 
 from .dataset import Dataset, Split, pixel_statistics
 from .fetch import DataError, RemoteFile, find, find_archive, unpack_gzip
@@ -44,6 +44,10 @@ UNSIGNED_BYTE = 8
 MAX_IDX_AXES = 32
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_RECORD = 1 + 3 * 32 * 32
+ARCHIVE_ERRORS: tuple[type[Exception], ...] = (
+    *ZIP_ERRORS, tarfile.TarError, OSError, MemoryError, OverflowError,
+)  # fmt: skip
+"""Of damage; tarfile and zipfile read a header of any size that the archive states."""
 ARRAYS_VERSION = 1
 """Version of what `ArchiveSource` makes of an archive."""
 
@@ -211,10 +215,7 @@ class ArchiveSource(ImageSource):
         path = find_archive(self.folder, self.archive, self.system, urls, self.remedy)
         try:
             train, test = self.splits(path)
-        # What tarfile and zipfile raise for damage, encryption and unknown compression; they read
-        # a header of any size that the archive states.
-        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError,
-                ValueError, RuntimeError, MemoryError, OverflowError) as error:  # fmt: skip
+        except ARCHIVE_ERRORS as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{path}: expected a complete {self.kind}, got: {error}") from error

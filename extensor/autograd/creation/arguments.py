@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import reprlib
 from dataclasses import replace
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, ForwardRef, Union
 
 import numpy as np
 
@@ -18,10 +18,11 @@ __all__ = [
 ]  # fmt: skip
 
 ShapeLike = int | tuple[int, ...] | list[int]
-Seed = Union[int, "np.random.Generator", None]
-"""The source of random values: a seed, a generator to continue, or None for fresh entropy.
-
-In quotes, as numpy's generators and the cryptography behind them take 6 MB, and inference none."""
+if TYPE_CHECKING:
+    Seed = int | np.random.Generator | None
+    """The source of random values: a seed, a generator to continue, or None for fresh entropy."""
+else:  # numpy's generators and the cryptography behind them take 6 MB, and inference none
+    Seed = Union[int, ForwardRef("np.random.Generator", module=__name__), None]  # noqa: UP007
 
 
 def as_shape(shape: ShapeLike, what: str = "shape") -> tuple[int, ...]:

@@ -115,6 +115,9 @@ class Texts(Sequence[str]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __repr__(self) -> str:
+        return repr(list(self))
+
     def _text(self, start: int) -> str:
         (length,) = struct.unpack_from("<Q", self._content, start - 8)
         return self._content[start : start + length].decode("utf-8")

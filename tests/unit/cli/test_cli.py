@@ -21,6 +21,7 @@ from extensor.cli.recipe import recipe_sheet
 from extensor.cli.sheet import Sheet
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS
 from extensor.io import save_checkpoint
+from extensor.io.gguf import write_gguf
 from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.training import cli as training
 from tests.unit.cli.commands import fails, run
@@ -325,6 +326,13 @@ def test_layers_stand_in_the_order_of_their_numbers(
         "layers.2.w",
         "layers.10.w",
     ]
+
+
+def test_texts_of_a_gguf_file_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with (tmp_path / "m.gguf").open("wb") as file:
+        write_gguf(file, {"few": ["en", "de"], "many": list("abcde")}, {}, [])
+    text = run(capsys, "inspect", tmp_path / "m.gguf")
+    assert "['en', 'de']" in text and "5 values: a, b, c, d ..." in text
 
 
 def test_a_recipe_is_a_name_or_a_file(capsys: pytest.CaptureFixture[str]) -> None:

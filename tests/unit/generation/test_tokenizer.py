@@ -242,6 +242,7 @@ def test_a_gguf_file_says_whether_a_text_begins_with_a_token() -> None:
         ({"tokenizer.ggml.pre": "smollm3"}, "smollm"),
         ({"tokenizer.ggml.tokens": []}, "expected tokens"),
         ({"tokenizer.ggml.merges": None}, "GGUF metadata"),
+        ({"tokenizer.ggml.merges": ["ab ab"]}, "merges: expected two tokens .* 'ab' and 'ab'"),
     ],
 )
 def test_metadata_without_a_usable_tokenizer(change: dict[str, Any], message: str) -> None:

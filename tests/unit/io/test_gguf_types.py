@@ -213,6 +213,7 @@ def test_texts_are_decoded_when_they_are_asked_for(tmp_path: Path) -> None:
         write_gguf(file, {"words": words}, {}, [])
     texts = GgufFile(tmp_path / "m.gguf").metadata["words"]
     assert isinstance(texts, Texts) and texts == words and texts != words[:3]
+    assert repr(texts) == repr(words)
     assert len(texts) == 4 and texts[-1] == "end" and texts[2] == words[2]
     assert texts[1:3] == words[1:3] and list(reversed(texts)) == words[::-1]
     with pytest.raises(IndexError):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
+import runpy
+import sys
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -19,6 +22,7 @@ from extensor.cli.files import read_tensors
 from extensor.cli.sheet import CommandError
 from extensor.formats import FORMATS
 from extensor.io import CheckpointError, load_checkpoint, open_archive, save_checkpoint
+from extensor.io import npy as npy_files
 from extensor.io.safetensors_format import write
 from extensor.quant import QuantSpec
 
@@ -249,6 +253,12 @@ def test_broken_arrays_of_numpy_are_one_line(
     tracemalloc.stop()
     error = capsys.readouterr().err
     assert error.startswith(f"error: {path}") and error.count("\n") == 1
+
+
+def test_a_python_without_lzma_reads_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lzma.LZMAError in npy_files.ZIP_ERRORS
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    assert lzma.LZMAError not in runpy.run_path(npy_files.__file__)["ZIP_ERRORS"]
 
 
 def test_good_arrays_of_numpy_are_read(tmp_path: Path) -> None:
