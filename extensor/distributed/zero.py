@@ -65,7 +65,7 @@ class ShardedBuckets(GradientBuckets):
         keep_gradients: bool = True,
         **how: Any,
     ) -> None:
-        super().__init__(params, ranks, name, bucket_bytes, **how)
+        super().__init__(params, ranks, name, bucket_bytes, lasting=keep_gradients, **how)
         self.keep_gradients = keep_gradients
         self._owned: dict[int, slice] = {}
         self.pieces: dict[int, Parameter] = {}

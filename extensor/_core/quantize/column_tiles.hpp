@@ -100,17 +100,19 @@ inline void transform_columns(const QuantPlan& plan, int64_t rows, float* column
             transform_rows(column_tile + k, plan.hadamard, kTileColumns, plan.signs);
 }
 
-// The same of columns that lie elsewhere, `stride` floats apart: `real` rows, then zeros.
+// The same of columns that lie elsewhere, `stride` floats apart: `real` rows, then zeros. Zeros
+// within a transform take its signs, which the sign of a zero shows; beyond the last one there is
+// none.
 inline void fill_transformed(const QuantPlan& plan, const float* x, int64_t stride, int64_t real,
                              int64_t rows, int64_t lanes, float* column_tile) {
     const int size = plan.hadamard;
-    if (lanes < kTileColumns)
+    if (lanes < kTileColumns || real < rows)
         std::memset(column_tile, 0, static_cast<size_t>(rows * kTileColumns) * 4);
-    for (int64_t i = 0; i < rows; i += size, x += size * stride, real -= size) {
+    for (int64_t i = 0; i < rows && real > 0; i += size, x += size * stride, real -= size) {
         float* to = column_tile + i * kTileColumns;
         for (int64_t j = 0; j < lanes; j += VL) {
             const auto row = [&](int r) {
-                return r < real ? load_upto(x + r * stride + j, lanes - j) * plan.signs[r] : vf{};
+                return (r < real ? load_upto(x + r * stride + j, lanes - j) : vf{}) * plan.signs[r];
             };
             transform_rows(size, to + j, kTileColumns, row,
                            [&](int r, vf v) { store(to + j + r * kTileColumns, v); });

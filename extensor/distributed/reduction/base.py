@@ -119,6 +119,8 @@ class GradientReduction(ABC):
         seed: of the run.
         number: of the bucket: random bits and the order of collectives are the same on all ranks.
         clock: a `RecipeState` whose ``step`` the random bits are of, where steps are captured.
+        lasting: whether whole gradients may keep memory between steps; `Float32` shares memory
+            between processes only then.
 
     Attributes:
         size: the same.
@@ -153,6 +155,7 @@ class GradientReduction(ABC):
         seed: int = 0,
         number: int = 0,
         clock: Any = None,
+        lasting: bool = True,
     ) -> None:
         if size <= 0 or size % (BLOCK * ranks.size):
             raise ValueError(
@@ -163,6 +166,7 @@ class GradientReduction(ABC):
         self.ranks, self.backend = ranks, get_backend(device)
         self.xp = self.backend.xp
         self.seed, self.number, self.clock = seed, number, clock
+        self.lasting = lasting
         self._left: dict[str, Array] = {}
 
     def add(self, grad: Array) -> None:

@@ -15,6 +15,7 @@ from extensor.distributed.shared_memory import SharedRows
 __all__ = ["Bfloat16", "Float32", "FloatSum"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_RELEASED = Unsupported("whole gradients give back their memory")
 
 
 class FloatSum(GradientReduction):
@@ -49,22 +50,14 @@ class Float32(FloatSum):
     64
     """
 
-    def __init__(
-        self,
-        size: int,
-        ranks: Communicator,
-        *,
-        device: str = "cpu",
-        seed: int = 0,
-        number: int = 0,
-        clock: Any = None,
-    ) -> None:
-        super().__init__(size, ranks, device=device, seed=seed, number=number, clock=clock)
+    def __init__(self, size: int, ranks: Communicator, **how: Any) -> None:
+        super().__init__(size, ranks, **how)
         self._shared: SharedRows | None = None
         if self.xp is np and ranks.size > 1:
             # A sum, and the part that this rank adds. Nobody reads the sum after the second
             # meeting, nor the part after the first one of the next sum.
-            shared = ranks.shared_rows(4 * (size + self.shard_size))
+            nbytes = 4 * (size + self.shard_size)
+            shared = ranks.shared_rows(nbytes) if self.lasting else _RELEASED
             if isinstance(shared, Unsupported):
                 self.path = f"collectives: {shared.reason}"
             else:

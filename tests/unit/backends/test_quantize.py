@@ -201,6 +201,16 @@ def test_huge_values_above_a_percentile(level: str, name: str, axis: int) -> Non
     assert_same(answer(BACKEND, x, spec, None), answer(GENERIC, x, spec, None), (level, spec))
 
 
+@pytest.mark.parametrize("rows", [12, 16, 20, 40])
+def test_zeros_under_a_transform_keep_the_sign_that_its_signs_give(level: str, rows: int) -> None:
+    """Signs that are a row of -H give -0; what pads the last transform takes part in it."""
+    transform = Hadamard(16, "random", seed=52)
+    spec, x = QuantSpec("mxfp4", axis=0, transform=transform), np.zeros((rows, 70), F)
+    expected = answer(GENERIC, x, spec, None)
+    assert np.signbit(expected[3]).any()
+    assert_same(answer(BACKEND, x, spec, None), expected, rows)
+
+
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "int4"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_running_maxima(level: str, name: str, axis: int) -> None:

@@ -104,6 +104,17 @@ def test_states_are_divided() -> None:
     assert max(parts) < 0.27 * whole
 
 
+def test_gradients_that_give_back_their_memory_hold_none_in_shared_memory() -> None:
+    def program(comm: LocalCommunicator) -> list[str]:
+        params = list(model_of().parameters())
+        made = [ShardedBuckets(params, comm, keep_gradients=keep) for keep in (True, False)]
+        return [each.buckets[0].reduction.path for each in made]
+
+    lasting, released = run_ranks(2, program)[0]
+    assert lasting == "shared memory"
+    assert released == "collectives: whole gradients give back their memory"
+
+
 def test_a_state_goes_on_with_another_number_of_ranks() -> None:
     """Saved on 2 ranks, loaded on 4 and on one without shards."""
     _, state = run_ranks(2, lambda comm: trained(comm, True))[0]
