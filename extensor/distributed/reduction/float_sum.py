@@ -44,6 +44,11 @@ class Float32(FloatSum):
     Processes of one machine put them into memory that all read. There each rank adds its part of
     all sums, in the order of ranks, and reads the others' parts.
 
+    Args:
+        size: values in the bucket.
+        ranks: the communicator.
+        how: the other arguments of `GradientReduction`.
+
     >>> from extensor.distributed import LocalCommunicator
     >>> from extensor.distributed.reduction import Float32
     >>> Float32(64, LocalCommunicator()).shard_size
@@ -69,7 +74,7 @@ class Float32(FloatSum):
                 self._parts = [row[size:] for row in rows]
 
     def buffer(self) -> Array:
-        """See :meth:`GradientReduction.buffer`."""
+        """See :meth:`extensor.distributed.GradientReduction.buffer`."""
         return super().buffer() if self._shared is None else self._row
 
     def _value_bytes(self) -> tuple[float, float]:
