@@ -95,6 +95,7 @@ def _pack_on_host(
     stream: Stream | None = None,
     amax: Array | None = None,
 ) -> QuantArray:
+    _refuse_capture(spec, gap)
     largest = None if amax is None else amax.get()
     return _on_device(backend, registry.get("cpu").pack(x.get(), spec, stream, largest))
 

@@ -143,7 +143,7 @@ class LayerHandle:
     def forget_weight(self) -> None:
         """Drop what is kept of the weight."""
         self._held = None
-        for one in self.prepared.values():
+        for one in list(self.prepared.values()):  # other threads may prepare passes
             if not isinstance(one, str):
                 one.forget_weight()
         self.context.state.weight_cache.drop(self.context.path, SLOTS)

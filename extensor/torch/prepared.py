@@ -30,6 +30,7 @@ from extensor_cuda.runtime.launch_list import (
     LaunchList,
     Space,
     first_address,
+    likeness,
     recorded,
     split_by,
 )
@@ -55,7 +56,8 @@ _raw_stream = torch._C._cuda_getCurrentRawStream
 class PreparedPass:
     """A pass as two lists of launches: what reads the weight alone, and the rest.
 
-    The operands that the first makes are kept until the weight is written.
+    The operands that the first makes are kept until the weight is written, once for all passes of
+    a layer that make the same ones.
 
     Args:
         recording: of the pass.
@@ -88,9 +90,8 @@ class PreparedPass:
         ]
         self._of_weight = LaunchList(recording, first, given[:1], kept) if first else None
         self._rest = LaunchList(recording, rest, [*given, *kept], own)
-        self._held: list[Tensor] = []
-        self._weight: weakref.ref[Tensor] | None = None
-        self._written: tuple[int, ...] = ()
+        self._alike = device, likeness(first, kept)
+        self._kept = _Kept()
 
     def __call__(
         self, tensors: Sequence[Tensor | None], writes: int, keep: bool
@@ -109,18 +110,17 @@ class PreparedPass:
         assert weight is not None
         stream = _raw_stream(device.index)
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        held: list[Tensor] = []
+        held: Sequence[Tensor] = ()
         if self._of_weight is not None:
-            written = weight._version, addresses[0], writes, stream
-            same = self._weight is not None and self._weight() is weight
-            if keep and same and self._written == written:
-                held = self._held
+            written, kept = (weight._version, addresses[0], writes, stream), self._kept.operands
+            if keep and kept is not None and kept[0]() is weight and kept[1] == written:
+                held = kept[2]
             else:
                 held = [_empty(n, dtype=torch.uint8, device=device) for n in self._sizes]
                 self._launch(self._of_weight, stream, [addresses[0]], held)
                 self._runs_of_weight.count += 1
             if keep:
-                self._held, self._written, self._weight = held, written, weakref.ref(weight)
+                self._kept.operands = weakref.ref(weight), written, held
         made: list[Tensor | None] = []
         own: list[Tensor] = []
         for one in self._results:
@@ -144,9 +144,20 @@ class PreparedPass:
             addresses.append(workspace.data_ptr())
         launches(stream, addresses)
 
+    def share_with(self, other: PreparedPass) -> None:
+        """Keep the weight's operands together with another pass that makes the same ones."""
+        if self._alike == other._alike:
+            self._kept = other._kept
+
     def forget_weight(self) -> None:
         """Drop what is kept of the weight."""
-        self._held, self._weight = [], None
+        self._kept.operands = None
+
+
+class _Kept:
+    """A weight, when it was read, and its operands; one attribute, as threads may share it."""
+
+    operands: tuple[weakref.ref[Tensor], tuple[int, ...], Sequence[Tensor]] | None = None
 
 
 def run(
@@ -179,12 +190,24 @@ def run(
         return found(tensors, optimizer_writes(), call.keep)
     if found is None and len(known) < _KINDS:
         known[key] = _RAN
-    elif found is _RAN:  # what lasts is there by now, such as amax states and loaded kernels
-        made = known[key] = _prepare(call, tensors, body, device)
+    elif found is _RAN and _differ(tensors):
+        # What lasts is there by now, such as amax states and loaded kernels.
+        made = _prepare(call, tensors, body, device)
+        if isinstance(made, PreparedPass):
+            for other in list(known.values()):
+                if isinstance(other, PreparedPass):
+                    made.share_with(other)
+        known[key] = made
         return (
             made(tensors, optimizer_writes(), call.keep) if isinstance(made, PreparedPass) else None
         )
     return None
+
+
+def _differ(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether none comes twice: a list tells tensors apart, as those of the next pass may be."""
+    there = [id(tensor) for tensor in tensors if tensor is not None]
+    return len(set(there)) == len(there)
 
 
 class _Ready(threading.local):
@@ -238,6 +261,7 @@ def _recorded(
             continue
         block = recording.block_at(array.data.ptr)
         whole = block is not None and not block.given and block.address == array.data.ptr
+        whole = whole and bool(array.flags.c_contiguous)
         if block is None or not whole or block in blocks or block.size != array.nbytes:
             raise RepeatError("a result that is no array of its own")
         results.append((block, array.shape, cuda.TENSOR_DTYPES[array.dtype]))

@@ -65,7 +65,7 @@ def gated_experts(xp: Any, x: Array, weights: Array, chosen: Array, experts: Gat
     if x.dtype != FLOATS[1] or not x.size or weights.dtype not in FLOATS:
         return Unsupported(f"{x.dtype} activations of shape {x.shape}; the kernels take bfloat16")
     widest = max(x.shape[1], experts.gates[0].shape[0])
-    if weights.size > 1 << 30 or weights.size * widest >= 1 << 35:
+    if weights.size > 1 << 30 or weights.size * widest >= 1 << 34:
         return Unsupported(f"{weights.shape} choices of up to {widest} values")
     held = [a for each in (*experts.layers, *(experts.biases or ())) for a in each]
     plan = _PLANS.get(held[0])

@@ -13,7 +13,7 @@ own kernels, and the call cannot be repeated.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -21,7 +21,15 @@ from extensor.backends import registry
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.recording import RECORDING, Block, Launch, Recording, RepeatError
 
-__all__ = ["LaunchList", "Space", "first_address", "recorded", "split_by", "workspace_of"]
+__all__ = [
+    "LaunchList",
+    "Space",
+    "first_address",
+    "likeness",
+    "recorded",
+    "split_by",
+    "workspace_of",
+]
 
 _SPACE = 1 << 40
 _ALIGNED = 512
@@ -127,6 +135,22 @@ def split_by(
     read = {id(p.block) for launch in rest for p in launch.pointers} | {id(b) for b in results}
     made = [b for b in recording.blocks if id(b) in own & read and b is not array]
     return first, rest, made
+
+
+def likeness(launches: Sequence[Launch], made: Sequence[Block]) -> Hashable:
+    """Equal of launches that make the same arrays of the same ones, wherever these lie."""
+    seen: dict[int, int] = {}
+    each = tuple(
+        (
+            *(launch.function, launch.sizes, launch.cooperative, launch.numbers),
+            *(
+                (p.parameter, p.offset, p.behind, seen.setdefault(id(p.block), len(seen)))
+                for p in launch.pointers
+            ),
+        )
+        for launch in launches
+    )
+    return each, tuple((seen[id(block)], block.size) for block in made)
 
 
 @cache

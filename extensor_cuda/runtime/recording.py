@@ -80,13 +80,18 @@ class Pointer:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One launch: see `Recording.launched`."""
+    """One launch: see `Recording.launched`.
+
+    Attributes:
+        numbers: its parameters but for addresses.
+    """
 
     function: int
     sizes: tuple[int, int, int]
     cooperative: bool
     parameters: list[bytes]
     pointers: list[Pointer]
+    numbers: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -144,6 +149,7 @@ class Recording:
             RepeatError: if it reads what is not there.
         """
         held: list[bytes] = []
+        numbers: list[Any] = []
         pointers: list[Pointer] = []
         for number, parameter in enumerate(parameters):
             is_map = isinstance(parameter, TensorMap)
@@ -159,6 +165,11 @@ class Recording:
                 if self.block_at(address) is None:
                     self.kept.append(parameter)
             held.append(text)
+            bare = bytearray(text)
+            for offset, _ in places:
+                bare[offset : offset + 8] = bytes(8)
+            # Where a tensor map has its address, the driver alone knows: that stays.
+            numbers.append(parameter if is_map else bytes(bare))
             for offset, address in places:
                 block = self.block_at(address)
                 if block is not None:
@@ -166,7 +177,7 @@ class Recording:
                     pointers.append(Pointer(number, offset, block, behind, is_map))
         if any(pointer.block.unread for pointer in pointers):
             raise RepeatError("a kernel reads an input that is not kept")
-        self.launches.append(Launch(function, sizes, cooperative, held, pointers))
+        self.launches.append(Launch(function, sizes, cooperative, held, pointers, tuple(numbers)))
 
 
 def _addresses(structure: ctypes.Structure) -> Iterator[tuple[int, int]]:

@@ -12,6 +12,7 @@ import pytest
 
 from extensor.backends.generic import GenericBackend
 from extensor.backends.unsupported import Unsupported
+from extensor.errors import CaptureError
 from extensor.formats import FORMATS
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import backend
@@ -179,3 +180,12 @@ def test_a_method_is_chosen_once_and_falls_back_with_its_arguments() -> None:
     cuda = backend.CudaBackend(numpy)
     assert method(cuda, 7, axis=1) == "kernel" and seen == [(7, 1)]
     assert method(cuda, 8, axis=0) == "no kernel for axis 0, 8" and seen[1:] == [(8, 0)]
+
+
+@pytest.mark.parametrize("name", ["pack", "quantize"])
+def test_a_capture_refuses_what_the_host_makes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "current_capture", object)
+    fall_back: Any = backend.ROUTES[name].fallback
+    gap = Unsupported("no kernel for it")
+    with pytest.raises(CaptureError, match="mxfp4 operands on the CPU .no kernel for it"):
+        fall_back(backend.CudaBackend(numpy), gap, numpy.ones((2, 32)), QuantSpec("mxfp4"))

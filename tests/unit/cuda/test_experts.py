@@ -141,6 +141,10 @@ def test_what_kernels_do_not_run_says_why(xp: Any) -> None:
     assert "nvfp4" in reason(experts._replace(gates=[packed((96, 64), rng, "nvfp4")] * 5))
     biases = tuple([b.astype(np.float32) for b in each] for each in experts.biases or ())
     assert "biases of another dtype" in reason(experts._replace(biases=biases))
+    many = SimpleNamespace(shape=(1 << 25, 4), dtype=HALF, size=1 << 27)  # 32 bits count no more
+    call = module.gated_experts(xp, SimpleNamespace(shape=(1 << 25, 128), dtype=HALF, size=1),
+                                many, chosen, experts)  # fmt: skip
+    assert not call and "choices of up to 128 values" in call.reason
     vast = packed((96, 64), rng)
     vast.scales[0, 0] = 254
     assert "does not hold" in reason(experts._replace(ups=[vast] * 5))

@@ -20,7 +20,7 @@ from extensor_cuda.matmul.fallback_count import FallbackCounter
 from extensor_cuda.matmul.product import product
 from extensor_cuda.runtime import launch_list
 from extensor_cuda.runtime.counters import Reserve
-from extensor_cuda.runtime.launch_list import LaunchList, split_by, workspace_of
+from extensor_cuda.runtime.launch_list import LaunchList, likeness, split_by, workspace_of
 from extensor_cuda.runtime.recording import Block, Launch, Recording, RepeatError, TensorMap
 from tests.unit.cuda import hopper
 from tests.unit.cuda.lists import Counting, Driver, Noting, recorded
@@ -254,3 +254,19 @@ def test_a_list_has_the_bits_of_the_call_that_it_was_made_of(xp: Any) -> None:
         assert counter.count - before == direct.count == int(seed > 2)
         for state, its in zip(states, own, strict=True):
             np.testing.assert_array_equal(state["amax"], its["amax"])
+
+
+def test_launches_are_alike_where_addresses_alone_differ() -> None:
+    def recorded_at(start: int, number: int = 3, kept: int = 0) -> Any:
+        recording = Recording()
+        blocks = [recording.given(start, 64), *(recording.made(start + n, 64) for n in (128, 256))]
+        more = (ctypes.c_void_p * 2)(start + 8, 0)
+        arguments = _At(start + 128), _At(7 * start), np.int64(number)
+        recording.launched(5, (1, 32, 0), False, arguments)
+        parameters = _Parameters(start + 256, 4, more)
+        recording.launched(6, (1, 32, 0), False, (parameters,))
+        return likeness(recording.launches, blocks[1 + kept : 2 + kept])
+
+    assert recorded_at(4096) == recorded_at(8192)
+    assert recorded_at(4096) != recorded_at(8192, number=4)
+    assert recorded_at(4096) != recorded_at(8192, kept=1)  # of two of one size, the other

@@ -239,6 +239,61 @@ def test_a_compiled_pass_keeps_nothing(used: list[str]) -> None:
         out, _ = products.LINEAR.forward(call, x, model.weight.detach(), None)
         found.append(out)
         (made,) = model.quant_layer.prepared.values()
-        assert isinstance(made, str) or bool(made._held) == (len(found) > 3)
+        assert isinstance(made, str) or bool(made._kept.operands) == (len(found) > 3)
     assert used == ["", *["forward"] * 5]
     assert all(torch.equal(out, found[0]) for out in found)
+
+
+def test_a_weight_that_is_its_own_input_is_not_taken_for_it_later(used: list[str]) -> None:
+    """A list tells its tensors apart by where they lie: one that comes twice is not recorded."""
+
+    def results(kinds: int) -> list[Any]:
+        sys.modules["extensor.torch.prepared"]._KINDS = kinds  # type: ignore[attr-defined]
+        torch.manual_seed(0)
+        model = ext.Linear(128, 128, dtype=torch.bfloat16, recipe="mxfp8_rebased", index=3)
+        given = [model.weight] * 2 + [torch.randn(128, 128).bfloat16() for _ in range(3)]
+        return [model(x.requires_grad_()).detach() for x in given]
+
+    found = results(16)
+    assert used == ["", "", "forward", "forward", "forward"]
+    for got, wanted in zip(found, results(0), strict=True):
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_passes_of_several_shapes_keep_a_weights_operands_once(used: list[str]) -> None:
+    model = ext.Linear(128, 64, False, dtype=torch.bfloat16, recipe="mxfp8_rebased", index=3)
+    given = [torch.randn(rows, 128).bfloat16() for rows in (96, 160, 32)]
+    found = [[model(x).detach() for _ in range(3)] for x in given]
+    passes = [one for one in model.quant_layer.prepared.values() if not isinstance(one, str)]
+    assert len(passes) == 3 and all(one._kept is passes[0]._kept for one in passes)
+    assert sum(one._runs_of_weight.count for one in passes) == 1
+    assert all(torch.equal(out, three[0]) for three in found for out in three)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    assert all(torch.equal(model(x), 2 * out[0]) for x, out in zip(given, found, strict=True))
+    assert sum(one._runs_of_weight.count for one in passes) == 2
+
+
+def test_a_result_that_does_not_lie_in_order_is_not_recorded(used: list[str]) -> None:
+    prepared: Any = sys.modules["extensor.torch.prepared"]
+    layer_of_model = ext.Linear(32, 32, recipe="mxfp8_rebased").quant_layer
+    call = products.Pass(layer_of_model, None, torch.bfloat16, True, ())
+
+    def body(call: Any, place: Any) -> list[Any]:
+        return [place.backend.xp.empty((4, 8), np.float32).T]
+
+    weight = torch.ones(32, 32)
+    assert all(prepared.run(("forward",), call, (weight,), body) is None for _ in range(3))
+    assert list(layer_of_model.prepared.values()) == ["a result that is no array of its own"]
+
+
+def test_a_weight_is_forgotten_while_another_thread_prepares_a_pass() -> None:
+    handle = ext.Linear(32, 32).quant_layer
+
+    class Forgetting:
+        def forget_weight(self) -> None:
+            handle.prepared["another"] = "ran once"
+
+    handle.prepared["one"] = Forgetting()
+    handle.forget_weight()
+    assert list(handle.prepared) == ["one", "another"]
