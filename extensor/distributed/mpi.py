@@ -11,6 +11,7 @@ import os
 import pickle
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -40,6 +41,11 @@ ANNOUNCE_SECONDS = 1.0
 """A rank that waits this long tells the others which collective it waits in."""
 LISTEN_SECONDS = 0.5
 """After a timeout, at most, for what the other ranks announced."""
+
+
+def _free(window: Any) -> None:
+    window.Unlock_all()
+    window.Free()
 
 
 class _MPIWork:
@@ -100,7 +106,7 @@ class MPICommunicator:
         self._names = list(range(self.size) if names is None else names)
         self._number = 0
         self._announced: list[Any] = []
-        self._windows: list[Any] = []
+        self._windows: list[tuple[Any, list[weakref.ref[Array]]]] = []  # and their arrays
         self._heard = dict.fromkeys(range(self.size), -1)
 
     def all_reduce(self, buffer: Array, op: Op = "sum", out: Array | None = None) -> Work:
@@ -185,11 +191,12 @@ class MPICommunicator:
 
     def shared_rows(self, nbytes: int) -> SharedRows | Unsupported:
         """See :meth:`extensor.distributed.Communicator.shared_rows`."""
+        self._free_windows()
         found = open_window(self, self._mpi, self._comm, nbytes)
         if isinstance(found, Unsupported):
             return found
         window, rows = found
-        self._windows.append(window)
+        self._windows.append((window, [weakref.ref(row) for row in rows]))
 
         def meet() -> Work:
             window.Sync()
@@ -231,19 +238,30 @@ class MPICommunicator:
         """See :meth:`extensor.distributed.Communicator.split`."""
         colors = self.all_gather_object(color)
         names = [self._names[rank] for rank, other in enumerate(colors) if other == color]
-        part = MPICommunicator(self._comm.Split(color, self.rank), names)
+        members = self._comm.Split(color, self.rank)
+        part = MPICommunicator(members, names)
+        members.Free()  # the part has duplicates
         part.timeout = self.timeout
         return part
 
     def close(self) -> None:
         """See :meth:`extensor.distributed.Communicator.close`."""
         while self._windows:
-            window = self._windows.pop()
-            window.Unlock_all()
-            window.Free()
+            _free(self._windows.pop()[0])
         for comm in (self._comm, self._side):
             if comm != self._mpi.COMM_NULL:
                 comm.Free()
+
+    def _free_windows(self) -> None:
+        """Give back shared memory of which no rank has an array left."""
+        unread = [all(row() is None for row in rows) for _, rows in self._windows]
+        everywhere = np.logical_and.reduce(self.all_gather_object(unread)).tolist()
+        windows, self._windows = self._windows, []
+        for (window, rows), free in zip(windows, everywhere, strict=True):
+            if free:
+                _free(window)
+            else:
+                self._windows.append((window, rows))
 
     # --- starting -------------------------------------------------------------------------------
 

@@ -27,10 +27,12 @@ class FloatSum(GradientReduction):
     def _add(self, grad: Array) -> None:
         if not self.count:
             self._sum, self._owned = grad, False
-        elif self._owned:
-            self._sum += grad
-        else:
-            self._sum, self._owned = self._sum + grad, True
+            return
+        with _no_warnings():
+            if self._owned:
+                self._sum += grad
+            else:
+                self._sum, self._owned = self._sum + grad, True
 
     def _take(self) -> Array:
         """The sum of this rank, zeros of no micro-batch; the next one begins anew."""
@@ -102,9 +104,10 @@ class Float32(FloatSum):
             self._row[...] = total
         yield shared.meet()
         first, second, *others = self._addends
-        np.add(first, second, out=out)
-        for other in others:
-            out += other
+        with _no_warnings():
+            np.add(first, second, out=out)
+            for other in others:
+                out += other
         yield shared.meet()
 
 
@@ -133,8 +136,9 @@ class Bfloat16(FloatSum):
         yield self.ranks.all_to_all(send, recv)
         first, *others = recv.reshape(self.ranks.size, -1)
         out[...] = self._decode(first)
-        for part in others:
-            out += self._decode(part)
+        with _no_warnings():
+            for part in others:
+                out += self._decode(part)
         _divide(out, divisor)
 
     def _all_reduce(self, out: Array, divisor: float, step: int) -> Steps:
@@ -143,6 +147,11 @@ class Bfloat16(FloatSum):
         recv = self.xp.empty(self.size, np.uint16)
         yield self.ranks.all_gather(self._encode(mine), recv)
         out[...] = self._decode(recv)
+
+
+def _no_warnings() -> np.errstate:
+    """Sums may be infinite or NaN, as MPI's are: who checks gradients finds that on all ranks."""
+    return np.errstate(over="ignore", invalid="ignore")
 
 
 def _divide(sums: Array, divisor: float) -> None:

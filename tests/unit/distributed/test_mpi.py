@@ -98,6 +98,16 @@ for step in range(5):
     reduction.all_reduce(out, 1.0).wait()
     expected = functools.reduce(np.add, grads)
     assert out.tobytes() == expected.tobytes()
+early = reduction if ranks.rank == 0 else None  # memory that one rank still reads stays
+for windows in (2, 3, 3):
+    reduction = make_reduction("float32", 64 * ranks.size, ranks)
+    assert len(ranks._windows) == windows, ranks._windows
+early = None
+reduction = make_reduction("float32", 64 * ranks.size, ranks)
+assert len(ranks._windows) == 2, ranks._windows
+part = ranks.split(ranks.rank % 2)
+half = make_reduction("float32", 64 * part.size, part)
+part.close()
 if ranks.rank == 0:
     print("all good on", ranks.size)
 """

@@ -334,6 +334,21 @@ class Counted:
         return call
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("values", [(3e38, 3e38), (np.inf, -np.inf)])
+def test_sums_beyond_float32_warn_of_nothing(name: str, values: tuple[float, float]) -> None:
+    """A rank that stopped at a warning would leave the others waiting."""
+
+    def program(comm: LocalCommunicator) -> list[float]:
+        reduction, out = make_reduction(name, 64, comm), np.empty(64, np.float32)
+        for value in values:
+            reduction.add(np.full(64, value if comm.rank else -value, np.float32))
+        reduction.all_reduce(out, 1.0).wait()
+        return [out[0]]
+
+    assert not np.isfinite(run_ranks(2, program)).any()
+
+
 def test_bytes_beside_float32() -> None:
     def program(comm: LocalCommunicator) -> dict[str, float]:
         size = padded_size(1_000_000, comm.size)
