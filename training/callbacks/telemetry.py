@@ -102,7 +102,8 @@ class Telemetry(Callback):
         write_text(path, "".join(kept))
         self._scale = run.scaler.current_scale
         self._spent = _Spent(run.position.seconds)
-        self._first, self._next = done, self._after(done, run.position.seconds)
+        self._first, self._records = done, 0
+        self._next = self._after(done, run.position.seconds)
         self._remember_buffers(run, done + 1)
 
     def sees_step(self, step: int) -> bool:

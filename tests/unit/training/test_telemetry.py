@@ -83,6 +83,13 @@ def test_the_next_record_waits_until_all_cost_their_share() -> None:
     assert Telemetry(20)._after(50, 13.0) == 60
 
 
+def test_auto_begins_anew_in_a_resumed_run(small: Make, tmp_path: Path) -> None:
+    trainer, watch = Trainer(small(), tmp_path), Telemetry("auto")
+    trainer.position.step, trainer.position.seconds = 100, 20.0
+    watch.on_start(trainer)
+    assert watch.sees_gradients(100 + telemetry.FIRST)
+
+
 class Noisy(nn.Module):
     """What changes while it runs: a norm's averages and a dropout's draws."""
 
