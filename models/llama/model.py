@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -256,12 +256,13 @@ class Body(nn.Module):
         if cos.ndim == 3:  # (B, T, n): the same for all heads
             cos, sin = cos.expand_dims(1), sin.expand_dims(1)
         step = Step(batch, cos, sin, cache)
-        rest, layers = None, [cast(Layer, layer) for layer in self.layers]
-        if is_grad_enabled() or any(layer._hooks or layer._pre_hooks for layer in layers):
-            for layer in layers:
+        rest, own = None, [layer for layer in self.layers if type(layer) is Layer]
+        hooked = any(layer._hooks or layer._pre_hooks for layer in own)
+        if is_grad_enabled() or hooked or len(own) < len(self.layers):  # one may be replaced
+            for layer in self.layers:
                 x = layer(x, step)
         else:
-            for layer in layers:
+            for layer in own:
                 x, rest = layer.parts(x, rest, step)
         if cache is not None:
             cache.advance(batch.tokens.shape[1])

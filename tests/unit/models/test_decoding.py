@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import extensor as et
+from extensor import models
 from extensor.models.decoding import Batch, attend, batch_of
 from extensor.models.llama.configs import ExpertsConfig
 
@@ -82,3 +83,24 @@ def test_a_window_hides_what_lies_before_it_however_wide_a_head_is(window: int) 
         found = attend(q, k, v, batch, None, 0, window)
         expected = et.scaled_dot_product_attention(q, k, v, causal=True, window=window)
         np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-12)
+
+
+def test_a_layer_may_be_replaced_and_watched() -> None:
+    """Without gradients the others hand each other two parts of a sum."""
+
+    class Skipped(et.nn.Module):
+        def forward(self, x: et.ExTensor, step: object) -> et.ExTensor:
+            return x
+
+    config = models.config("llama", "nano")
+    model: Any = models.build("llama", config, np.random.default_rng(0))
+    tokens, seen = et.zeros((1, 4), dtype="int64"), []
+    for layer in (model.model.layers[1], Skipped()):
+        setattr(model.model.layers, "1", layer)
+        with et.no_grad():
+            found = model(tokens).numpy()
+        np.testing.assert_array_equal(found, model(tokens).numpy())
+    model.model.layers[0].register_forward_hook(lambda layer, x: seen.append(x.shape))
+    with et.no_grad():
+        model(tokens)
+    assert seen == [(1, 4, config.width)]
