@@ -156,6 +156,8 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     file = args.folder / "tuned.json"
     rows = json.loads(file.read_text()) if file.is_file() else {}
+    if others := [one for one, row in rows.items() if len(row["losses"]) != args.steps]:
+        parser.error(f"{file} has other numbers of --steps for {', '.join(others)}: name a new one")
     for label in (one for one in args.bases if one not in rows):
         words = [sys.executable, __file__, str(args.folder), "--only", label]
         words += ["--steps", str(args.steps), "--rate", str(args.rate)]

@@ -259,13 +259,7 @@ def _grouped_samples(rng: np.random.Generator) -> Iterator[Sample]:
 def _grouped_weight_only_matmul(
     x: ExTensor, weights: Sequence[ExTensor], ends: Sequence[int]
 ) -> ExTensor:
-    """The product of each group of rows with a packed matrix of its own, float32 (M, N).
-
-    Args:
-        x: (M, K), the rows of each group together; float32 or bfloat16.
-        weights: (N, K) each, blocked along K.
-        ends: where each group's rows end, one or more to a group.
-    """
+    """See `grouped_weight_only_linear`."""
     return grouped_weight_only_linear(x, weights, ends)
 
 
