@@ -117,6 +117,8 @@ def to_array(tensor: torch.Tensor) -> Array:
 
 
 def _to_numpy(tensor: torch.Tensor) -> Array:
+    if tensor.is_neg():  # as imaginary parts of conjugates: memory holds what torch negates later
+        tensor = tensor.resolve_neg()
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), _NUMPY[tensor.dtype])
     array = np.asarray(_Memory(tensor))

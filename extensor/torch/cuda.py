@@ -82,6 +82,8 @@ class _Made(cupy.cuda.UnownedMemory):  # type: ignore[misc]
 def to_array(tensor: torch.Tensor) -> Array:
     """See `extensor.torch.arrays.to_array`."""
     dtype = DTYPES[tensor.dtype]
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     if tensor.is_contiguous():  # most are; cupy then needs no strides
         memory = _Unowned(tensor.data_ptr(), tensor.nbytes, tensor, tensor.get_device())
         return _array(tensor.shape, dtype, _pointer(memory, 0))

@@ -131,7 +131,7 @@ class LayerHandle:
             weight: the weight.
             keep: whether its operands may be kept; not while a graph is captured.
         """
-        if not keep:
+        if not keep or weight.is_inference():  # torch does not count writes to one
             return to_array(weight), None
         held, key = self._held, (weight._version, weight.data_ptr(), _Writes.count)
         if held is None or held.key != key or held.tensor() is not weight:

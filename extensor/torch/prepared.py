@@ -112,8 +112,10 @@ class PreparedPass:
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         held: Sequence[Tensor] = ()
         if self._of_weight is not None:
-            written, kept = (weight._version, addresses[0], writes, stream), self._kept.operands
-            if keep and kept is not None and kept[0]() is weight and kept[1] == written:
+            keep = keep and not weight.is_inference()  # torch does not count writes to one
+            kept = self._kept.operands if keep else None
+            written = (weight._version, addresses[0], writes, stream) if keep else ()
+            if kept is not None and kept[0]() is weight and kept[1] == written:
                 held = kept[2]
             else:
                 held = [_empty(n, dtype=torch.uint8, device=device) for n in self._sizes]
@@ -179,7 +181,7 @@ def run(
     for tensor in tensors:
         if tensor is None:
             shapes.append(None)
-        elif tensor.data_ptr() % 16 or not tensor.is_contiguous():
+        elif tensor.data_ptr() % 16 or not tensor.is_contiguous() or tensor.is_neg():
             return None
         else:
             shapes += tensor.shape, tensor.dtype

@@ -496,3 +496,38 @@ def test_a_deleted_layer_says_so() -> None:
     assert weight.grad is not None
     with pytest.raises(RuntimeError, match="has been deleted; keep the model"):
         operator.backward()
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+def test_weights_made_in_inference_mode_are_read_anew_in_each_pass(kind: str) -> None:
+    with torch.inference_mode():
+        model = ext.Linear(32, 32) if kind == "linear" else ext.Conv2d(3, 32, 3)
+        x = torch.randn(4, 32) if kind == "linear" else torch.randn(2, 3, 8, 8)
+        model.bias.zero_()
+        first = model(x)
+        model.weight.mul_(2)  # torch counts no version of it
+        assert torch.equal(model(x), 2 * first)
+
+
+def test_lazily_negated_tensors_are_read_with_their_sign() -> None:
+    """As torch has imaginary parts of conjugates, also among gradients."""
+    model = ext.Linear(32, 32, recipe="mxfp8")
+
+    def passes(lazy: bool) -> list[Any]:
+        torch.manual_seed(0)
+        x, g = torch.randn(8, 32), torch.randn(8, 32)
+        x, g = (torch._neg_view(t) if lazy else -t for t in (x, g))
+        assert x.is_neg() is lazy and g.is_neg() is lazy
+        out = model(x.requires_grad_())
+        return [out, *torch.autograd.grad(out, (x, model.weight, model.bias), g)]
+
+    for got, wanted in zip(passes(True), passes(False), strict=True):
+        assert torch.equal(got, wanted)
+    x, factors = torch.randn(8, 32), torch.randn(8, 32, dtype=torch.complex64)
+    out = model(x)
+    seen: list[bool] = []
+    out.register_hook(lambda g: seen.append(g.is_neg()))
+    real = (torch.complex(torch.zeros(8, 32), out).conj() * factors).real
+    (found,) = torch.autograd.grad(real.sum(), model.weight)
+    (expected,) = torch.autograd.grad((factors.imag * model(x)).sum(), model.weight)
+    assert seen == [True] and torch.equal(found, expected)
