@@ -282,8 +282,8 @@ void multiply_rows(const Weights* all, int count, const Lookup& table) {
     constexpr int64_t kBytes = Row::chunk * Codes::bits / 8;
     const int64_t k = s.g.k, whole = k / Row::chunk, rest = k % Row::chunk;
     const int64_t tiles = ceil_div(k, s.g.w.tile_length);
-    constexpr __mmask64 kAll = kBytes == 64 ? ~__mmask64{0} : (__mmask64{1} << kBytes % 64) - 1;
-    const __mmask64 some = (__mmask64{1} << ceil_div(rest * Codes::bits, 8)) - 1;
+    constexpr __mmask64 kAll = first_bytes(kBytes);
+    const __mmask64 some = first_bytes(ceil_div(rest * Codes::bits, 8));
     const auto lanes = static_cast<__mmask16>((1u << ceil_div(rest, Row::lane)) - 1);
     const auto* const chunks = row.chunks;
     const auto body = [&, chunks](const RowGroup& group, vf(&total)[M][R]) {

@@ -12,6 +12,11 @@
 namespace EXTENSOR_ISA {
 namespace {
 
+// A vector's first bytes, at most all: a shift by 64 bits would be one by none.
+constexpr __mmask64 first_bytes(int64_t count) {
+    return count < 4 * VL ? (__mmask64{1} << count) - 1 : ~__mmask64{0};
+}
+
 // The sums of the lanes of four vectors.
 INLINE __m128 sums_of(const vf (&v)[4]) {
     const auto halves = [](vf a, vf b) __attribute__((always_inline)) {
@@ -103,7 +108,7 @@ void one_row_codes4(const Weights& s) {
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
     // The last chunk of a row: its bytes, and the lanes that belong to the row.
     const int64_t whole = k / kChunk, rest = k % kChunk;
-    const __mmask64 bytes = (__mmask64{1} << ((rest + 1) / 2)) - 1;
+    const __mmask64 bytes = first_bytes((rest + 1) / 2);
     const auto lanes = static_cast<__mmask16>((1u << ceil_div(rest, 8)) - 1);
     for_row_groups<1>(&s, 1, Kind != Offset::none, [&](const RowGroup& group, vf(&totals)[1][R]) {
         vf(&total)[R] = totals[0];

@@ -146,6 +146,17 @@ def test_few_rows_have_the_bits_of_each_alone(variant: str, spec: QuantSpec) -> 
         assert BACKEND.weight_only_matmul(x, w).tobytes() == decoded.tobytes()
 
 
+@pytest.mark.parametrize("spec", [s for s in ON_BYTES if not s.minimum], ids=short)
+def test_rows_that_end_anywhere_in_a_vector_of_codes(variant: str, spec: QuantSpec) -> None:
+    """With 127 codes of four bits the last vector is whole, though its last code is none's."""
+    rng = np.random.default_rng(0)
+    for k in (63, *range(120, 130), 255):
+        w = quantized((5, k), spec, k)
+        for m in (1, 2, 5):
+            x = rng.standard_normal((m, k)).astype(np.float32)
+            check(BACKEND.weight_only_matmul(x, w), x.astype(np.float64), exact(w), k, (m, k))
+
+
 @pytest.mark.parametrize("spec", AFFINE, ids=short)
 def test_minimums_and_super_blocks(level: str, spec: QuantSpec) -> None:
     rng = np.random.default_rng(0)
