@@ -352,6 +352,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 ELSEWHERE: dict[str, str] = {
     "block_scaled_matmul": "tests/unit/backends/test_matmul_block_scaled.py: integer products",
     "dequantize": "tests/test_every_format.py: the scalar oracle",
+    "grouped_weight_only_matmul": "tests/unit/nn/test_mixture.py: each expert's own product",
     "quantize": "tests/test_every_format.py and test_every_spec.py: the scalar oracle",
     "quantized_conv2d": "tests/unit/ops/test_quantized.py: three GEMMs of dequantized patches",
     "quantized_matmul": "tests/unit/ops/test_quantized.py: three GEMMs of dequantized operands",

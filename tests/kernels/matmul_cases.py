@@ -81,6 +81,16 @@ def check(got: np.ndarray, a: np.ndarray, b: np.ndarray, terms: int, what: objec
     assert (np.abs(got - a @ b.T) <= bound).all(), what
 
 
+def check_weight_only(got: np.ndarray, x: np.ndarray, b: np.ndarray, group: int) -> None:
+    """|error| <= gamma S + 2 u T, T with the largest |x| of a group: `product_paths` of the CPU."""
+    k = x.shape[1]
+    size = np.abs(x).astype(np.float64) @ np.abs(b).T
+    padded = np.abs(np.pad(x, ((0, 0), (0, -k % group)))).reshape(x.shape[0], -1, group)
+    largest = np.repeat(padded.max(axis=2), group, axis=1)[:, :k].astype(np.float64)
+    error = np.abs(got - x.astype(np.float64) @ b.T)
+    assert (error <= gamma(k + 4) * size + 2 * UNIT * (largest @ np.abs(b).T) + 2.0**-120).all()
+
+
 @cache
 def case(a: QuantSpec, b: QuantSpec, shape: tuple[int, int, int]) -> tuple[Any, ...]:
     m, n, k = shape

@@ -100,7 +100,7 @@ def test_every_experiment_is_a_list_of_valid_runs() -> None:
         rates = experiment.rates
         assert 0 < rates[0] and list(rates) == sorted(set(rates))
         assert runs[0].batch_size % 8 == 0  # whole tiles of a GPU's products
-        assert 0 <= runs[0].warmup_epochs <= runs[0].epochs / 8
+        assert 0 <= runs[0].warmup_epochs <= runs[0].epochs / 6
     tokens = {name: EXPERIMENTS[name].runs(1e-3)[0] for name in ("3m", "10m", "30m", "98m")}
     for name, run in tokens.items():  # at least 25 tokens a weight, to a rounded step
         weights = float(name.removesuffix("m")) * 1e6
