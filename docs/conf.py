@@ -34,8 +34,7 @@ source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 nitpicky = False
 
 myst_heading_anchors = 3
-# Where torch is installed, extensor.torch has names that extensor.nn has, too; the first is linked.
-suppress_warnings = ["config.cache", "ref.python"]
+suppress_warnings = ["config.cache"]
 
 # With the network, `sphinx-build -t online` also links numpy's names; a build without it is quiet.
 if tags.has("online"):  # type: ignore[name-defined]  # noqa: F821

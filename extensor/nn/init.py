@@ -62,7 +62,8 @@ def as_rng(rng: Seed) -> np.random.Generator:
     >>> et.nn.init.as_rng(rng) is rng
     True
     """
-    if isinstance(rng, Skeleton) or isinstance(rng, np.random.Generator):  # noqa: SIM101, in turn
+    # Two tests: the second one imports numpy's generators.
+    if isinstance(rng, Skeleton) or isinstance(rng, np.random.Generator):  # noqa: SIM101
         return rng
     if rng is None or (isinstance(rng, (int, np.integer)) and not isinstance(rng, bool)):
         return np.random.default_rng(rng)

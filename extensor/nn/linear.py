@@ -192,9 +192,8 @@ def gated_linear(gate: Linear, up: Linear, x: ExTensor) -> ExTensor:
     (5, 2)
     """
     layers = gate, up
-    if not can_group(layers, x) or x.shape[-1] != gate.in_features:
-        return gated_silu(*apply_all(layers, x))
-    if any(layer.bias is not None for layer in layers):
+    together = can_group(layers, x) and x.shape[-1] == gate.in_features
+    if not together or any(layer.bias is not None for layer in layers):
         return gated_silu(*apply_all(layers, x))
     rows, lead = x.data.reshape((math.prod(x.shape[:-1]), x.shape[-1])), x.shape[:-1]
     weights, dtype = [layer.weight.data for layer in layers], _dtype_of_results(gate, x)

@@ -19,6 +19,7 @@ from functools import cache
 
 from extensor.backends import registry
 from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.placement import Life, placed
 from extensor_cuda.runtime.recording import RECORDING, Block, Launch, Recording, RepeatError
 
 __all__ = [
@@ -100,16 +101,15 @@ def workspace_of(blocks: Sequence[Block], end: int) -> tuple[list[int], int]:
 
     Arrays that live at different times share memory, as they would in a pool.
     """
-    placed: list[tuple[int, int, int, int]] = []  # first byte, the one after the last, born, died
-    for block in blocks:
-        died, start = end if block.died is None else block.died, 0
-        size = -(-block.size // _ALIGNED) * _ALIGNED
-        for first, last, its_birth, its_death in sorted(placed):
-            apart = its_death <= block.born or died <= its_birth
-            if not apart and first < start + size:
-                start = max(start, last)
-        placed.append((start, start + size, block.born, died))
-    return [start for start, *_ in placed], max((last for _, last, *_ in placed), default=0)
+    lives = [
+        Life(
+            -(-block.size // _ALIGNED) * _ALIGNED,
+            block.born,
+            end if block.died is None else block.died,
+        )
+        for block in blocks
+    ]
+    return placed(lives, range(len(lives)))
 
 
 def split_by(

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from extensor_cuda.runtime.memory import allocate
 
-__all__ = ["LEAST", "Life", "LifeLog", "PlacedMemory", "StepAllocator", "least", "place"]
+__all__ = ["LEAST", "Life", "LifeLog", "PlacedMemory", "StepAllocator", "least", "place", "placed"]
 
 LEAST = 1 << 20
 """Bytes of the smallest array that is placed: there are many smaller ones, in little memory."""
@@ -56,7 +56,7 @@ def place(lives: Sequence[Life]) -> tuple[list[int], int]:
     for weight in weights:
         keys = [-weight(one.size, min(one.end, last) - one.begin) for one in lives]
         order = sorted(range(len(lives)), key=keys.__getitem__)
-        found.append((*_placed(lives, order), order))
+        found.append((*placed(lives, order), order))
     return _searched(lives, *min(found, key=lambda one: one[1]))
 
 
@@ -68,6 +68,28 @@ def least(lives: Sequence[Life]) -> int:
     """
     moments = [(one.end, -one.size) for one in lives] + [(one.begin, one.size) for one in lives]
     return max(accumulate((size for _, size in sorted(moments)), initial=0))
+
+
+def placed(lives: Sequence[Life], order: Sequence[int]) -> tuple[list[int], int]:
+    """Each array at the lowest place that is free during its life, in an order; as `place`.
+
+    >>> placed([Life(4, 0, 1), Life(2, 1, 3), Life(3, 2, 3)], range(3))
+    ([0, 0, 2], 5)
+    """
+    offsets = [0] * len(lives)
+    placed: list[tuple[int, Life]] = []
+    total = 0
+    for i in order:
+        one, at = lives[i], 0
+        for offset, other in placed:  # by their places
+            if other.begin < one.end and one.begin < other.end:
+                if offset - at >= one.size:
+                    break
+                at = max(at, offset + other.size)
+        offsets[i] = at
+        insort(placed, (at, one), key=lambda two: two[0])
+        total = max(total, at + one.size)
+    return offsets, total
 
 
 def _searched(
@@ -83,27 +105,9 @@ def _searched(
             at = max(k for k, i in enumerate(now) if there[i] + lives[i].size == end)
             divisor = turns[number % len(turns)]
             now.insert(at // divisor if divisor else 0, now.pop(at))
-            there, end = _placed(lives, now)
+            there, end = placed(lives, now)
             best = min(best, (there, end), key=lambda one: one[1])
     return best
-
-
-def _placed(lives: Sequence[Life], order: Sequence[int]) -> tuple[list[int], int]:
-    """Each array at the lowest place that is free during its life, in an order."""
-    offsets = [0] * len(lives)
-    placed: list[tuple[int, Life]] = []
-    total = 0
-    for i in order:
-        one, at = lives[i], 0
-        for offset, other in placed:  # by their places
-            if other.begin < one.end and one.begin < other.end:
-                if offset - at >= one.size:
-                    break
-                at = max(at, offset + other.size)
-        offsets[i] = at
-        insort(placed, (at, one), key=lambda two: two[0])
-        total = max(total, at + one.size)
-    return offsets, total
 
 
 @dataclass(eq=False)

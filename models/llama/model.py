@@ -258,7 +258,9 @@ class Body(nn.Module):
         step = Step(batch, cos, sin, cache)
         rest, own = None, [layer for layer in self.layers if type(layer) is Layer]
         hooked = any(layer._hooks or layer._pre_hooks for layer in own)
-        if is_grad_enabled() or hooked or len(own) < len(self.layers):  # one may be replaced
+        # A checkpointed, hooked or replaced layer needs its whole input; others leave a sum to the
+        # next norm, which reads it anyway.
+        if is_grad_enabled() or hooked or len(own) < len(self.layers):
             for layer in self.layers:
                 x = layer(x, step)
         else:
