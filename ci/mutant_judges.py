@@ -68,13 +68,17 @@ def tests_of(package: str) -> list[str]:
 class Mutant:
     """Lines of a file that become others; ``by`` is the test that notices, empty if none does."""
 
-    package: str
     file: str
     line: int
     old: str
     new: str
     by: str = ""
     reason: str = ""
+
+    @property
+    def package(self) -> str:
+        """The package whose folder holds the file."""
+        return next(name for name, row in PACKAGES.items() if self.file.startswith(f"{row[0]}/"))
 
     def original(self) -> str:
         """The file; nothing if it is gone."""
@@ -305,7 +309,7 @@ def killed(mutant: Mutant, tests: Sequence[str]) -> str:
 def sound(file: str, test: str) -> bool:
     """Whether a test passes where a file is imported as it is."""
     text = (ROOT / file).read_text(encoding="utf-8")
-    return not killed(Mutant("", file, 1, text, text), [test])
+    return not killed(Mutant(file, 1, text, text), [test])
 
 
 def by_import(mutant: Mutant, tests: Sequence[str]) -> str:

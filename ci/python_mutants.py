@@ -14,9 +14,10 @@ of what runs at import is imported in place of its file, by a process of its own
 run the mutated line judge it, the fastest first and of each function one before a second, for
 `--limit` seconds. Tests of more than `SLOW` seconds are no judges.
 
-ci/python_mutants.json keeps each mutant with the test that noticed it; a mutant whose text has
-gone is left out. `reason` there says why a mutant changes nothing that a user can see: an
-equivalent one, which does not count. Exit code 1 unless all are killed.
+ci/python_mutants.json keeps each mutant with the test that noticed it, below its file; a mutant
+whose text has gone is left out. What stands in « » becomes `new`. `reason` says why a mutant
+changes nothing that a user can see: an equivalent one, which does not count. Exit code 1 unless
+all are killed.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ import ast
 import json
 import os
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from datetime import date
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,8 @@ OPERATORS = (
 
 def known() -> list[Mutant]:
     """The table, each mutant at the line where its text stands today."""
-    table = [Mutant(**row) for row in json.loads(TABLE.read_text())] if TABLE.exists() else []
+    files = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
+    table = [unmarked(file, **row) for file, rows in files.items() for row in rows]
     for mutant in table:
         found = mutant.found()
         mutant.line = found[0] if found else mutant.line
@@ -67,8 +70,35 @@ def keep(judged: Sequence[Mutant]) -> None:
     """Write mutants into the table, a line for each; those whose text has gone leave it."""
     rows = {(m.file, m.old, m.new): m for m in (*known(), *judged)}
     there = [mutant for mutant in rows.values() if mutant.source() is not None]
-    ordered = sorted(there, key=lambda m: (m.package, m.file, m.line, m.new))
-    TABLE.write_text("[\n" + ",\n".join(json.dumps(asdict(m)) for m in ordered) + "\n]\n")
+    files: dict[str, list[str]] = {}
+    for mutant in sorted(there, key=lambda m: (m.file, m.line, m.new)):
+        files.setdefault(mutant.file, []).append(json.dumps(marked(mutant), ensure_ascii=False))
+    blocks = [f"{json.dumps(file)}: [\n" + ",\n".join(rows) + "\n]" for file, rows in files.items()]
+    TABLE.write_text("{\n" + ",\n".join(blocks) + "\n}\n", encoding="utf-8")
+
+
+def marked(mutant: Mutant) -> dict[str, Any]:
+    """A mutant's row: its old lines, with marks around what changes."""
+    old, new = mutant.old, mutant.new
+    if set("«»") & set(old):
+        raise ValueError(f"{mutant.file}:{mutant.line}: no marks in mutated lines: {old!r}")
+    first = alike(old, new)
+    last = alike(old[first:][::-1], new[first:][::-1])
+    end = len(old) - last
+    row = {"line": mutant.line, "old": f"{old[:first]}«{old[first:end]}»{old[end:]}",
+           "new": new[first : len(new) - last]}  # fmt: skip
+    return row | {k: v for k, v in (("by", mutant.by), ("reason", mutant.reason)) if v}
+
+
+def alike(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def unmarked(file: str, line: int, old: str, new: str, by: str = "", reason: str = "") -> Mutant:
+    """The mutant of a row."""
+    first, changed, last = re.split("[«»]", old)
+    return Mutant(file, line, first + changed + last, first + new + last, by, reason)
 
 
 # ---- mutants
@@ -143,13 +173,13 @@ def draw(
                 continue
         except SyntaxError:
             continue
-        mutant = difference(package, str(path.relative_to(ROOT)), text, changed)
+        mutant = difference(str(path.relative_to(ROOT)), text, changed)
         if (mutant.file, mutant.old, mutant.new) not in seen:
             drawn.append(mutant)
     return drawn
 
 
-def difference(package: str, file: str, text: str, changed: str) -> Mutant:
+def difference(file: str, text: str, changed: str) -> Mutant:
     """The lines that differ."""
     old, new = text.splitlines(keepends=True), changed.splitlines(keepends=True)
     first = next(i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b)
@@ -158,7 +188,7 @@ def difference(package: str, file: str, text: str, changed: str) -> Mutant:
         last += 1
     last = min(last, len(old) - first - 1)
     lines = "".join(old[first : len(old) - last]), "".join(new[first : len(new) - last])
-    return Mutant(package, file, first + 1, *lines)
+    return Mutant(file, first + 1, *lines)
 
 
 def show(mutants: Sequence[Mutant]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from ci import mutant_judges, python_mutants
 from ci.mutant_judges import PACKAGES, Mutant, bound, in_forks, joined, killed, statement
-from ci.python_mutants import bare, difference, known
+from ci.python_mutants import bare, difference, known, marked, unmarked
 
 
 def test_the_table_fits_the_code() -> None:
@@ -36,11 +36,20 @@ def test_a_mutant_is_followed_to_where_its_text_stands(
     """The tests that run its line judge it: a stale line would have others judge."""
     text = Path(mutant_judges.__file__).read_text().splitlines(keepends=True)
     line = text.index("class Mutant:\n") + 1
-    row = Mutant("nn", "ci/mutant_judges.py", line + 40, text[line - 1], "")
+    row = Mutant("ci/mutant_judges.py", line + 40, text[line - 1], "")
     monkeypatch.setattr(python_mutants, "TABLE", tmp_path / "table.json")
-    gone = Mutant("nn", "ci/mutant_judges.py", 3, "text that is gone\n", "")
-    python_mutants.keep([row, gone, Mutant("nn", "ci/no_such_file.py", 3, "import ast\n", "")])
+    gone = Mutant("ci/mutant_judges.py", 3, "text that is gone\n", "")
+    python_mutants.keep([row, gone, Mutant("ci/no_such_file.py", 3, "import ast\n", "")])
     assert [mutant.line for mutant in known()] == [line]
+
+
+@pytest.mark.parametrize(("old", "new"), [("a <= b\n", "a < b\n"), ("aa\n", "aaa\n"), ("x\n", "")])
+def test_a_row_is_its_mutant(old: str, new: str) -> None:
+    mutant = Mutant("extensor/nn/linear.py", 3, old, new, by="a test")
+    row = marked(mutant)
+    assert unmarked(mutant.file, **row) == mutant and mutant.package == "nn"
+    with pytest.raises(ValueError, match="no marks"):
+        marked(Mutant(mutant.file, 3, "a « b\n", new))
 
 
 def test_annotations_samples_and_text_do_not_count() -> None:
@@ -50,7 +59,7 @@ def test_annotations_samples_and_text_do_not_count() -> None:
 
 
 def test_a_mutant_is_the_lines_that_differ() -> None:
-    mutant = difference("nn", "f.py", "a = 1\nb = 2\nc = 3\n", "a = 1\nb = 4\nc = 3\n")
+    mutant = difference("f.py", "a = 1\nb = 2\nc = 3\n", "a = 1\nb = 4\nc = 3\n")
     assert (mutant.line, mutant.old, mutant.new) == (2, "b = 2\n", "b = 4\n")
 
 
@@ -76,9 +85,9 @@ def test_tests_that_name_what_an_import_makes_judge_it_first(
     monkeypatch.setattr(mutant_judges, "MAPS", tmp_path)
     judges = mutant_judges.Judges("models", 2.0)
     for line in {"VGG11": 11, "VGGConfig": 30}.values():
-        chosen, imported = judges.of(Mutant("models", "models/vgg/configs.py", line, "", ""))
+        chosen, imported = judges.of(Mutant("models/vgg/configs.py", line, "", ""))
         assert imported and chosen[0][0] == tests[1]
-    assert judges.of(Mutant("models", "models/vgg/configs.py", 33, "", ""))[0][0][0] == tests[0]
+    assert judges.of(Mutant("models/vgg/configs.py", 33, "", ""))[0][0][0] == tests[0]
 
 
 def test_shares_of_a_map_are_joined() -> None:
@@ -110,12 +119,10 @@ def test_a_map_without_its_tests_is_refused(
 def test_the_judge() -> None:
     """On a mutant that a test of dropout notices, and one of norms does not."""
     file, old = "extensor/nn/dropout.py", "            return x\n"
-    mutant = Mutant("nn", file, 70, old, "            return x * 2\n")
-    at_import = Mutant(
-        "nn", file, 1, "class Dropout(Module):\n", "class Dropout(Module, object):\n"
-    )
+    mutant = Mutant(file, 70, old, "            return x * 2\n")
+    at_import = Mutant(file, 1, "class Dropout(Module):\n", "class Dropout(Module, object):\n")
     kernel = "        self.conv2 = nn.Conv2d(one, two, 5, rng=rng)\n"
-    late = Mutant("models", "models/lenet/model.py", 37, kernel, kernel.replace("5", "3"))
+    late = Mutant("models/lenet/model.py", 37, kernel, kernel.replace("5", "3"))
     tests = "tests/unit/nn/test_layers.py::test_"
     noticed = f"{tests}dropout_does_nothing_in_evaluation_or_for_zero"
     other = f"{tests}batch_norm_in_evaluation_uses_the_running_statistics"
@@ -124,4 +131,4 @@ def test_the_judge() -> None:
     timed = [(other, 0.1), (noticed, 0.1)]
     cases = [(mutant, timed), (mutant, timed[:1]), (at_import, timed), (late, [(sizes, 1)])]
     assert in_forks(*zip(*cases, strict=True)) == [noticed, "", None, sizes]
-    assert Mutant("nn", file, 70, "no such line\n", "").source() is None
+    assert Mutant(file, 70, "no such line\n", "").source() is None
