@@ -17,7 +17,10 @@ import torch
 from extensor.backends import registry
 from extensor.backends.protocol import Backend
 
-__all__ = ["DEVICES", "DTYPES", "OnCpu", "check_tensor", "on_device", "to_array", "to_tensor"]
+__all__ = [
+    "DEVICES", "DTYPES", "OnCpu", "check_memory", "check_tensor", "on_device", "to_array",
+    "to_tensor",
+]  # fmt: skip
 
 Array = Any
 
@@ -34,12 +37,33 @@ _BFLOAT16 = DTYPES[torch.bfloat16]
 _CPU = registry.get("cpu")
 
 
+_has_memory: Any = torch._C._has_storage
+
+
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a dense tensor that stands for others, as one within vmap does.
+
+    Raises:
+        RuntimeError: for one.
+
+    >>> from extensor.torch.arrays import check_memory
+    >>> check_memory("x", torch.ones(2))
+    """
+    if not _has_memory(tensor):
+        raise RuntimeError(
+            f"{name}: expected a tensor with memory of its own, got one within vmap, as "
+            "is_grads_batched=True and jacobian(vectorize=True) use; take one batch or gradient "
+            "after the other"
+        )
+
+
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that no backend can read.
 
     Raises:
         TypeError: for another dtype, another layout in memory, or a meta tensor.
         ValueError: for another device.
+        RuntimeError: for a tensor within one of torch.func's transforms.
 
     >>> from extensor.torch.arrays import check_tensor
     >>> check_tensor("x", torch.ones(2))
@@ -51,6 +75,7 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got {tensor.layout}; use x.to_dense()")
+    check_memory(name, tensor)
     if tensor.dtype not in DTYPES:
         if tensor.dtype.is_complex:
             way = "quantize its real and imaginary parts (torch.view_as_real)"

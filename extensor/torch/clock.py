@@ -76,6 +76,11 @@ def read_clock(
     """
     if clock is None:
         return None
+    if clock.dtype is not torch.int64:  # as Module.type casts all buffers
+        raise TypeError(
+            f"quant_clock: expected torch.int64, got {clock.dtype}; cast a model by .to(dtype), "
+            "which leaves buffers of integers as they are"
+        )
     if not torch.is_grad_enabled():
         return int(clock) if as_number else clock
     if torch.compiler.is_compiling():
@@ -224,7 +229,7 @@ _registered = [0]
 
 
 def advance_with_optimizer(module: Ticking) -> None:
-    """Let each step of an optimizer that has the module's parameters begin the clock's next."""
+    """Let each step of the optimizer that has the module's weight begin the clock's next."""
     _modules.add(module)
     _registered[0] += 1
 
@@ -251,13 +256,19 @@ def next_step(modules: Iterable[Ticking]) -> None:
         torch._foreach_copy_(there, list(times.unbind()))
 
 
+def _leading(module: Ticking) -> torch.nn.Parameter | None:
+    """The parameter whose optimizer advances the clock: others may have optimizers of their own."""
+    parameters = list(module.parameters())
+    return next((p for p in parameters if p.requires_grad), next(iter(parameters), None))
+
+
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     written_by_an_optimizer()
     key = _registered[0], *(len(group["params"]) for group in optimizer.param_groups)
     found = _of_optimizer.get(optimizer)
     if found is None or found[0] != key:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        its = [m for m in _modules if any(id(p) in own for p in m.parameters())]
+        its = [m for m in _modules if id(_leading(m)) in own]
         found = _of_optimizer[optimizer] = key, [weakref.ref(m) for m in its]
     modules = [module for module in (ref() for ref in found[1]) if module is not None]
     for module in modules:

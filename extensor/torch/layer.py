@@ -83,7 +83,8 @@ class LayerHandle:
 
     def __init__(self, context: LayerContext) -> None:
         self.context = context
-        self.number = new_number(self)
+        own = context.path, context.index, context.state.seed, context.layer
+        self.number = new_number(self, repr(own))
         operands = map(context.layer.slot, SLOTS)
         self.stochastic = any(
             isinstance(operand, QuantSpec) and operand.is_random for operand in operands

@@ -96,11 +96,22 @@ class QuantizedModule(nn.Module, Ticking):
         *rest: Any,
     ) -> None:
         """Weights of a model that was not quantized come without a clock, which then stays."""
+        self.quant_layer.forget_weight()  # see _apply
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, *rest
         )
         if (clock := f"{prefix}quant_clock") in missing_keys:
             missing_keys.remove(clock)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """A clock that had no value, on the meta device, begins at 0 where `to_empty` puts it."""
+        self.quant_layer.forget_weight()  # torch does not swap tensors that something refers to
+        before = self.quant_clock
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        clock = self.quant_clock
+        if before is not None and before.is_meta and clock is not None and not clock.is_meta:
+            clock.zero_()
+        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

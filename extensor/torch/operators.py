@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from extensor.torch import saved
+from extensor.torch.arrays import check_memory
 from extensor.torch.clock import read_clock
 from extensor.torch.layer import LayerHandle, layer_of
 from extensor.torch.products import (
@@ -128,6 +130,7 @@ _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _of_transform = torch._C._functorch.is_functorch_wrapped_tensor
+_scripting: Any = torch._C._get_tracing_state  # of torch.jit.trace
 
 
 def _is_traced(x: Tensor, weight: Tensor) -> bool:
@@ -138,6 +141,30 @@ def _is_traced(x: Tensor, weight: Tensor) -> bool:
         or _dispatch_modes() > 0
         or _transform() is not None
         or _of_transform(x)
+        or forward_ad._current_level >= 0
+        or _scripting() is not None
+    )
+
+
+_FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
+
+
+_unpack: Any = forward_ad.unpack_dual
+
+
+def _check_transforms(name: str, tensors: Sequence[Tensor | None]) -> None:
+    """Refuse what has no rule: torch's own rules would give tangents of zero without a word."""
+    given = [t for t in tensors if t is not None]
+    transform: Any = _transform()
+    if transform is not None and transform.key() != _FUNCTIONALIZE:
+        kind = f"torch.func's {transform.key().name.lower()}"
+    elif any(_unpack(t).tangent is not None for t in given):
+        kind = "forward-mode differentiation"
+    else:
+        return
+    raise RuntimeError(
+        f"extensor::{name}: {kind} is not supported for a quantized layer; use backward() or "
+        "torch.autograd.grad on a loss, one batch after the other"
     )
 
 
@@ -170,6 +197,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        check_memory(f"extensor::{ctx.all[0].name}_backward: gradient", g)
         x, weight, *kept = ctx.saved_tensors
         product, call, of_bias = ctx.all
         needs = ctx.needs_input_grad[1:]
@@ -231,6 +259,8 @@ def call(
     x, weight, bias = tensors
     saves = _saves(x, weight) if product is LINEAR else 0
     if _is_traced(x, weight):
+        if not _is_compiling():
+            _check_transforms(product.name, tensors)
         # CUDA graphs of compiled code own all that it makes, so it keeps no operands.
         keep = not (x.is_cuda and torch.compiler.is_compiling())
         saves = saves & saved.INPUT if keep else saves

@@ -130,7 +130,55 @@ def test_only_random_layers_have_a_clock() -> None:
     assert not any("quant_clock" in name for name in network("mxfp8").state_dict())
 
 
+def test_a_step_is_that_of_the_weights_optimizer() -> None:
+    """Where other parameters have optimizers of their own, as under Muon, or each has one."""
+    model = network()
+    weights = [p for p in model.parameters() if p.ndim == 2]
+    biases = [p for p in model.parameters() if p.ndim == 1]
+    both = [torch.optim.SGD(group, 0.1) for group in (weights, biases)]
+    for _ in range(3):
+        model(torch.randn(4, 32)).square().mean().backward()
+        for optimizer in both:
+            optimizer.step()
+    assert int(model[0].quant_clock) == 3
+    model.requires_grad_(False)
+    model[0].bias.requires_grad_()
+    torch.optim.SGD(biases, 0.1).step()
+    assert int(model[0].quant_clock) == 4 and int(model[2].quant_clock) == 3
+
+
+def test_a_clock_of_another_dtype_says_so() -> None:
+    """Its bits would be others, and its memory too short."""
+    model = network().type(torch.float16)
+    with pytest.raises(TypeError, match=r"expected torch.int64, got torch.float16; .*\.to\(dtype"):
+        model(torch.randn(4, 32).half())
+
+
+def test_a_clock_made_on_the_meta_device_begins_at_zero() -> None:
+    with torch.device("meta"):
+        layers = [ext.Linear(32, 32, recipe="mxfp4_all") for _ in range(50)]
+    found = [int(layer.to_empty(device="cpu").quant_clock) for layer in layers]
+    assert found == [0] * 50
+
+
 # --- weights that change
+
+
+def test_parameters_are_swapped_after_passes() -> None:
+    """As torch swaps them on request in casts and when it loads a state."""
+    layer, x = ext.Linear(32, 32, recipe="mxfp4_nearest"), torch.randn(4, 32)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for _ in range(3):
+            with torch.no_grad():
+                layer(x)
+        layer.load_state_dict({name: 2 * t for name, t in layer.state_dict().items()})
+        expected = copy.deepcopy(layer)(x)
+        with torch.no_grad():
+            assert torch.equal(layer(x), expected)
+        assert layer.to(torch.bfloat16)(x.bfloat16()).dtype is torch.bfloat16
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def test_a_written_weight_is_quantized_again() -> None:
