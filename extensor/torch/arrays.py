@@ -18,8 +18,8 @@ from extensor.backends import registry
 from extensor.backends.protocol import Backend
 
 __all__ = [
-    "DEVICES", "DTYPES", "OnCpu", "check_memory", "check_tensor", "on_device", "to_array",
-    "to_tensor",
+    "DEVICES", "DTYPES", "READABLE", "OnCpu", "check_memory", "check_tensor", "on_device",
+    "to_array", "to_tensor",
 ]  # fmt: skip
 
 Array = Any
@@ -89,14 +89,15 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-_NUMPY = {
+READABLE = {
     **DTYPES,
     torch.int64: np.dtype(np.int64),
     torch.int32: np.dtype(np.int32),
     torch.int8: np.dtype(np.int8),
     torch.uint8: np.dtype(np.uint8),
 }
-_TYPES = {dtype: array.str for dtype, array in _NUMPY.items()} | {torch.bfloat16: "<i2"}
+"""Dtypes of tensors that become arrays."""
+_TYPES = {dtype: array.str for dtype, array in READABLE.items()} | {torch.bfloat16: "<i2"}
 
 
 class _Memory:
@@ -145,7 +146,7 @@ def _to_numpy(tensor: torch.Tensor) -> Array:
     if tensor.is_neg():  # as imaginary parts of conjugates: memory holds what torch negates later
         tensor = tensor.resolve_neg()
     if not tensor.numel():
-        return np.empty(tuple(tensor.shape), _NUMPY[tensor.dtype])
+        return np.empty(tuple(tensor.shape), READABLE[tensor.dtype])
     array = np.asarray(_Memory(tensor))
     return array.view(_BFLOAT16) if tensor.dtype is torch.bfloat16 else array
 
@@ -197,7 +198,7 @@ class OnCpu:
 
     def unread(self, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
         """An array for a tensor that is gone, whose values nobody reads."""
-        return np.broadcast_to(np.zeros((), _NUMPY[dtype]), shape)
+        return np.broadcast_to(np.zeros((), READABLE[dtype]), shape)
 
 
 _ON_CPU = OnCpu()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from extensor.io.stored import TARGETS, Conversion, takes_blocks, write_checkpoint
-from extensor.torch.arrays import to_array
+from extensor.torch.arrays import READABLE, check_tensor, to_array
 
 __all__ = ["export"]
 
@@ -36,6 +36,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], layout: str) -> Conve
         What was written, with the error of each weight.
 
     Raises:
+        TypeError: for a tensor whose values are not here, such as a shard, or of another dtype.
         ValueError: for an unknown layout, a weight that it cannot hold, or a model of which it
             packs no weight, such as a single layer, whose weight has no path.
 
@@ -47,6 +48,8 @@ def export(model: nn.Module, path: str | os.PathLike[str], layout: str) -> Conve
     ['model.safetensors', 'certificate.json']
     """
     _check_packs(model, layout)
+    for name, tensor in _tensors(model):
+        _check_readable(name, tensor)
     config: Any = getattr(model, "config", None)
     described = config.to_dict() if hasattr(config, "to_dict") else None
     return write_checkpoint(Path(path), layout, _weights(model), config=described)
@@ -73,6 +76,21 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in model.state_dict(keep_vars=True).items():
         if name.rpartition(".")[2] != "_extra_state":
             yield name, value
+
+
+def _check_readable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose values are not here, or of a dtype that no array has."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        way = "gather it first, with get_model_state_dict of torch.distributed.checkpoint"
+        raise TypeError(f"export: {name} is a {type(tensor).__name__}; {way}")
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        check_tensor(f"export: {name}", tensor)
+    if tensor.dtype not in READABLE:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in READABLE)
+        raise TypeError(
+            f"export: {name}: expected one of {known}, got {tensor.dtype}; convert it with "
+            "tensor.to(dtype), or take it out of the state_dict with persistent=False"
+        )
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:

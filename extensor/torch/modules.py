@@ -58,7 +58,9 @@ class QuantizedModule(nn.Module, Ticking):
         self.register_buffer("quant_clock", clock)
         advance_with_optimizer(self)
 
-    def _prepared(self, x: Tensor, weight: Tensor) -> tuple[Tensor, torch.dtype]:
+    def _prepared(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, clock: Tensor | None
+    ) -> tuple[Tensor, torch.dtype]:
         """The input, cast as autocast casts it, and the dtype of the result."""
         device, dtype = x.device, x.dtype
         if (
@@ -67,8 +69,17 @@ class QuantizedModule(nn.Module, Ticking):
             or weight.device != device
             or x.layout is not torch.strided
             or weight.dtype not in _FLOATS
+            or weight.layout is not torch.strided
+            or (clock is not None and clock.device != device)
         ):
-            self._refuse(x, weight)
+            self._refuse(x, weight, bias, clock)
+        if bias is not None and (
+            bias.dtype not in _FLOATS
+            or bias.device != device
+            or bias.layout is not torch.strided
+            or bias.shape != weight.shape[:1]
+        ):
+            self._refuse(x, weight, bias, clock)
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
             return x.to(dtype), dtype
@@ -77,13 +88,22 @@ class QuantizedModule(nn.Module, Ticking):
         same = weight.dtype is dtype
         return x, dtype if same else torch.promote_types(dtype, weight.dtype)
 
-    def _refuse(self, x: Tensor, weight: Tensor) -> None:
+    def _refuse(self, x: Tensor, weight: Tensor, bias: Tensor | None, clock: Tensor | None) -> None:
         name = type(self).__name__
-        check_tensor(f"{name}: input", x)
-        check_tensor(f"{name}: weight", weight)
+        given = {"input": x, "weight": weight, "bias": bias}
+        for part, tensor in given.items():
+            if tensor is not None:
+                check_tensor(f"{name}: {part}", tensor)
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"{name}: expected a bias of shape {tuple(weight.shape[:1])}, got "
+                f"{tuple(bias.shape)}"
+            )
+        there = {p: t.device for p, t in (given | {"quant_clock": clock}).items() if t is not None}
+        found = ", ".join(f"{part} on {device}" for part, device in there.items())
         raise ValueError(
-            f"{name}: expected input and weight on one device, got {x.device} and "
-            f"{weight.device}; move one with .to(device)"
+            f"{name}: expected all on one device, got {found}; move the module with .to(device), "
+            "which takes its buffers along, or the input with x.to(device)"
         )
 
     def _load_from_state_dict(
@@ -165,8 +185,9 @@ class _Linear(QuantizedModule):
                 f"{type(self).__name__}: expected an input of shape (..., {weight.shape[1]}), got "
                 f"{tuple(x.shape)}"
             )
-        x, dtype = self._prepared(x, weight)
-        return call(LINEAR, (x, weight, self.bias), self.quant_clock, layer, dtype)
+        bias, clock = self.bias, self.quant_clock
+        x, dtype = self._prepared(x, weight, bias, clock)
+        return call(LINEAR, (x, weight, bias), clock, layer, dtype)
 
 
 class _Conv1D(_Linear):
@@ -204,7 +225,8 @@ class _Conv2d(QuantizedModule):
         torch.Size([2, 16, 6, 6])
         """
         weight, layer = self.weight, self.quant_layer
-        x, dtype = self._prepared(x, weight)
+        bias, clock = self.bias, self.quant_clock
+        x, dtype = self._prepared(x, weight, bias, clock)
         single = x.ndim == 3
         x = x[None] if single else x
         if x.ndim != 4 or x.shape[1] != weight.shape[1] * self.groups:
@@ -220,7 +242,7 @@ class _Conv2d(QuantizedModule):
                 f"{tuple(x.shape[2:])} with padding {padding}"
             )
         window = self.stride, padding, self.dilation, self.groups
-        out = call(CONV2D, (x, weight, self.bias), self.quant_clock, layer, dtype, window)
+        out = call(CONV2D, (x, weight, bias), clock, layer, dtype, window)
         return out[0] if single else out
 
     def _padded(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:

@@ -332,8 +332,14 @@ def test_a_model_moves_with_its_clock_and_bits() -> None:
     other.cpu()
     assert int(other[0].quant_clock) == 2
     other(batches[0].cpu()).float().sum().backward()
-    with pytest.raises(ValueError, match="expected input and weight on one device"):
+    with pytest.raises(ValueError, match="all on one device, got input on cuda:0, weight on cpu"):
         other(batches[0])
+    for part in ("bias", "quant_clock"):  # a kernel would read the host's memory
+        layer = network("mxfp4_all")[0]
+        tensor = getattr(layer, part).detach().cpu()
+        setattr(layer, part, nn.Parameter(tensor) if part == "bias" else tensor)
+        with pytest.raises(ValueError, match=f"all on one device, .*{part} on cpu"):
+            layer(batches[0])
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4_all", "mxfp8_rebased", "nvfp4_nvidia"])

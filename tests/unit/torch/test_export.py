@@ -75,6 +75,28 @@ def test_a_layout_that_would_pack_nothing_says_so(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (
+            torch.ones(2, dtype=torch.bool),
+            r"extra: expected one of float32, .*got torch.bool",
+        ),
+        (torch.ones(2, device="meta"), "extra: a meta tensor has no values"),
+        (torch.ones(2).to_sparse(), "extra: expected a dense tensor"),
+        (torch.ones(2).as_subclass(type("Shard", (torch.Tensor,), {})), "is a Shard; gather it"),
+    ],
+)
+def test_a_tensor_without_values_for_a_file_says_so(
+    buffer: Any, message: str, tmp_path: Path
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 8))
+    model.register_buffer("extra", buffer)
+    with pytest.raises(TypeError, match=f"export: .*{message}"):
+        ext.export(model, tmp_path / "m", "compressed-tensors-nvfp4")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_unknown_layout_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="layout"):
         ext.export(torch.nn.Linear(32, 32), tmp_path / "m", "mxpf4")

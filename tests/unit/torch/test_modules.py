@@ -513,6 +513,27 @@ def test_inputs_that_cannot_be_quantized_say_so() -> None:
         conv(torch.zeros(2, 3, 2, 2))
 
 
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+def test_weights_and_biases_that_cannot_be_read_say_so(kind: str) -> None:
+    x = torch.randn(8, 32) if kind == "linear" else torch.randn(2, 3, 8, 8)
+    layer = ext.Linear(32, 4) if kind == "linear" else ext.Conv2d(3, 4, 3)
+    for part, value, error, match in (
+        ("bias", layer.bias.double(), TypeError, r"bias: expected float32.*float64; convert it"),
+        ("bias", layer.bias.to(torch.complex64), TypeError, "bias: .*real and imaginary"),
+        ("bias", layer.bias.to("meta"), TypeError, "bias: a meta tensor has no values"),
+        ("bias", layer.bias.to_sparse(), TypeError, "bias: expected a dense tensor"),
+        ("bias", layer.bias[:3], ValueError, r"expected a bias of shape \(4,\), got \(3,\)"),
+        ("weight", layer.weight.to_sparse(), TypeError, "weight: expected a dense tensor"),
+    ):
+        other = copy.deepcopy(layer)
+        setattr(other, part, nn.Parameter(value.detach()))
+        with pytest.raises(error, match=match):
+            other(x)
+    layer.quant_clock = layer.quant_clock.to("meta")
+    with pytest.raises(ValueError, match="all on one device, .*quant_clock on meta"):
+        layer(x)
+
+
 def test_a_device_without_a_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("extensor.torch.arrays.DEVICES", ("cuda",))
     monkeypatch.setattr("extensor.torch.modules.DEVICES", ("cuda",))
