@@ -15,6 +15,7 @@ from extensor_cuda.kernels.optim import optimizer as kernels
 __all__ = [
     "adam_multi_tensor",
     "all_finite_multi_tensor",
+    "largest_multi_tensor",
     "lion_multi_tensor",
     "scale_multi_tensor",
     "sgd_multi_tensor",
@@ -53,6 +54,11 @@ def _gap(arrays: Sequence[Array]) -> Unsupported | None:
 def all_finite_multi_tensor(xp: Any, arrays: Sequence[Array]) -> Call:
     """See the protocol. One launch, and one wait for the GPU."""
     return unless(_gap(arrays), lambda: kernels.finite(arrays, xp))
+
+
+def largest_multi_tensor(xp: Any, arrays: Sequence[Array]) -> Call:
+    """See the protocol. One launch."""
+    return unless(_gap(arrays), lambda: kernels.largest(arrays, xp))
 
 
 def scale_multi_tensor(xp: Any, arrays: Sequence[Array], factor: float | Array) -> Call:

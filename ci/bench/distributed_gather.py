@@ -1,13 +1,15 @@
 """Gathers of a block's weights from their shards, for distributed_gpu.py.
 
-`gather` moves what quantizing or casting made, as collectives of their own. `zero3` calls what
-training under ``--shard parameters`` calls: a step packs each weight for its forward and for its
-backward product, gathers both and decodes them to float32. Its peer casts the shards to bfloat16
-once, gathers twice and casts both times to float32.
+`gather` moves what quantizing or casting made, as collectives of their own, twice a step: for the
+forward and for the backward pass. `zero3` calls what training under ``--shard parameters`` calls: a
+step packs each weight for its forward and for its backward product, gathers both and decodes them
+to float32. Its peer casts the shards to bfloat16 once, gathers twice and casts both times to
+float32.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,6 +26,8 @@ __all__ = ["gather", "zero3"]
 HALF = np.dtype(ml_dtypes.bfloat16)
 ROWS = 32
 """Of a rank, at least, for a weight that travels packed."""
+WARM_UP = 3
+"""Calls before the first that is timed: the third one of a captured step is replayed."""
 RECIPES = ("mxfp4_all", "nvfp4_nvidia", "mxfp8_nvidia")
 
 
@@ -49,13 +53,16 @@ def linear_of(bench: Any, weight: Any) -> et.nn.Linear:
 def report(
     bench: Any, part: str, calls: dict[str, Any], captured: bool, more: dict[str, Any] | None = None
 ) -> None:
-    """Times in turns, beside bfloat16's; and what else is said of each name."""
-    ready = {n: bench.captured(c) for n, c in calls.items()} if captured else calls
-    times = bench.milliseconds(ready, 3)
-    for name, took in times.items():
+    """Times of one of a step's two gathers, in turns, beside bfloat16's; and what else is said."""
+    ready = {n: bench.captured_step(c) for n, c in calls.items()} if captured else calls
+    for call in ready.values():
+        for number in range(WARM_UP):
+            call(number)
+    steps = bench.milliseconds(ready, 3)
+    for name, step in steps.items():
         bench.row(
-            part=part, name=name, captured=captured, ms=round(took, 3),
-            of_bfloat16=round(times["bfloat16"] / took, 3), **(more or {}).get(name, {}),
+            part=part, name=name, captured=captured, ms=round(step / 2, 3),
+            of_bfloat16=round(steps["bfloat16"] / step, 3), **(more or {}).get(name, {}),
         )  # fmt: skip
 
 
@@ -65,38 +72,42 @@ def gather(bench: Any) -> None:
     size, xp, backend = bench.ranks.size, bench.xp, bench.backend
     shards = weights_of(bench, [(n // size, k) for n, k in shapes_of(width)])
 
-    def gathered(parts_of: Callable[[Any], list[Any]], number: int) -> None:
-        for lane, shard in enumerate(shards):
-            with bench.ranks.beside(lane):
-                parts = parts_of(shard)
-                wholes = [xp.empty((size * part.size,), part.dtype) for part in parts]
-                bench.ranks.all_gather_coalesced(parts, wholes).wait()
+    def magnitudes() -> list[Any]:
+        with bench.ranks.beside():
+            bits = backend.largest_multi_tensor(shards)
+            bench.ranks.all_reduce(bits, "max").wait()
         bench.ranks.join()
+        return [bits.view(np.float32)[i : i + 1].reshape(()) for i in range(len(shards))]
 
-    def packed(name: str) -> Callable[[Any], list[Any]]:
+    def gathered(parts_of: Callable[..., list[Any]], scaled: bool, number: int) -> None:
+        largest = magnitudes() if scaled else [None] * len(shards)  # once a step
+        for _ in range(2):
+            for lane, (shard, amax) in enumerate(zip(shards, largest, strict=True)):
+                with bench.ranks.beside(lane):
+                    parts = parts_of(shard, amax)
+                    wholes = [xp.empty((size * part.size,), part.dtype) for part in parts]
+                    bench.ranks.all_gather_coalesced(parts, wholes).wait()
+            bench.ranks.join()
+
+    def packed(name: str) -> Callable[[int], None]:
         spec = et.QuantSpec(name).resolve(2)
 
-        def parts_of(shard: Any) -> list[Any]:
-            amax = None
-            if spec.row.tensor_scale:  # of the whole weight: the ranks agree on its largest value
-                bits = backend.block_max(shard.reshape(-1)).max().reshape(1)
-                bench.ranks.all_reduce(bits, "max").wait()
-                amax = bits.view(np.float32).reshape(())
+        def parts_of(shard: Any, amax: Any) -> list[Any]:
             q = backend.pack(shard, spec, None, amax)
             kept = (q.parts["codes"], q.parts["scales"])
             return [xp.ascontiguousarray(part).reshape(-1) for part in kept]
 
-        return parts_of
+        return partial(gathered, parts_of, spec.row.tensor_scale)
 
-    def cast(shard: Any) -> list[Any]:
+    def cast(shard: Any, amax: Any) -> list[Any]:
         return [backend.cast(shard, HALF).view(np.uint16).reshape(-1)]
 
     calls = {
-        "bfloat16": partial(gathered, cast),
-        "float32": partial(gathered, lambda shard: [shard.reshape(-1)]),
-        "mxfp8": partial(gathered, packed("mxfp8_e4m3")),
-        "nvfp4": partial(gathered, packed("nvfp4")),
-        "mxfp4": partial(gathered, packed("mxfp4")),
+        "bfloat16": partial(gathered, cast, False),
+        "float32": partial(gathered, lambda shard, amax: [shard.reshape(-1)], False),
+        "mxfp8": packed("mxfp8_e4m3"),
+        "nvfp4": packed("nvfp4"),
+        "mxfp4": packed("mxfp4"),
     }
     for captured in bench.modes:
         report(bench, "gather", calls, captured)
@@ -116,8 +127,10 @@ def zero3(bench: Any) -> None:
         for recipe in RECIPES:
             calls[recipe], sent[recipe] = packed_step(bench, recipe, shapes)
         calls["bfloat16"] = bfloat16_step(bench, shapes)
-        for call in calls.values():
+        for name, call in calls.items():
+            began = time.perf_counter()
             call(0)
+            bench.say(f"zero3: {title}: {name} is compiled ({time.perf_counter() - began:.0f} s)")
         more: dict[str, dict[str, Any]] = {name: {"weights": title} for name in calls}
         for name, ask in sent.items():
             more[name]["bytes_a_value"] = ask()

@@ -13,19 +13,23 @@ sums     the gradient sum of 100 MB of float32 with each ``--grad-comm``, beside
          of the same gradients cast to bfloat16 and back, in one bucket; `bare_ms` is without casts,
          `path` whether GPUs read each other's memory
 gather   the weights of a block of width 4096, of which each rank has a part, whole on all ranks: in
-         MXFP4, NVFP4 and MXFP8, packed before they travel, and in bfloat16, cast before
+         MXFP4, NVFP4 and MXFP8, packed before they travel, and in bfloat16, cast before. `ms` is of
+         one of a step's two gathers; NVFP4's largest magnitudes are found once a step
 zero3    a step's gathers as ``--shard parameters`` calls them (distributed_gather.py)
 profile  what the parts of sums and gathers take on the GPU's clock (distributed_profile.py)
 
 Sums and gathers are called from Python, and replayed from CUDA graphs (`captured`; ``--captured``:
 these alone).
-A figure is the median over rounds of the slowest rank's time, in turns. `NCCL_P2P_DISABLE=1` in the
-environment measures GPUs without NVLink or PCIe between them. ``--tiny --device cpu`` tries the
-program without a GPU. Needs a GPU for each rank and the extra ``nccl``.
+A figure is the median over rounds of the slowest rank's time, in turns. A collective that does
+not end in `--rank-timeout` seconds is an error. After `--deadline` seconds the program says where
+it is, and ends. `NCCL_P2P_DISABLE=1` in the environment measures GPUs without NVLink or PCIe
+between them. ``--tiny --device cpu`` tries the program without a GPU. Needs a GPU for each rank and
+the extra ``nccl``.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import hashlib
 import itertools
@@ -59,6 +63,7 @@ from extensor.optim import AdamW
 
 BUCKETS = {"4 MiB": 1 << 20, "32 MiB": 8 << 20, "50 MB": 12 << 20, "100 MB": 24 << 20}
 """Values of a bucket of float32."""
+MODELS = ("GPT", "block")
 HALF = np.dtype(ml_dtypes.bfloat16)
 Step = Callable[[int], Any]
 
@@ -69,6 +74,7 @@ class Bench:
     def __init__(self, args: Any) -> None:
         self.args, self.device, self.tiny = args, args.device, args.tiny
         self.host = connect()
+        self.host.timeout = args.rank_timeout
         self.ranks: Any = on_device(self.host, args.device)
         self.backend = registry.get(args.device)
         self.xp = self.backend.xp
@@ -109,10 +115,22 @@ class Bench:
             graph = stream.end_capture()
         return lambda number: graph.launch()
 
+    def captured_step(self, step: Step) -> Step:
+        """A step that is replayed from the third call on, as in training."""
+
+        def whole(given: Any) -> None:
+            step(0)
+
+        train, given = et.capture(whole), et.zeros((1,)).to(self.device)
+        return lambda number: train(given)
+
+    def say(self, what: Any) -> None:
+        if self.ranks.rank == 0:
+            print(what, flush=True)
+
     def row(self, **row: Any) -> None:
         self.rows.append({"ranks": self.ranks.size, **row})
-        if self.ranks.rank == 0:
-            print(self.rows[-1], flush=True)
+        self.say(self.rows[-1])
 
     def free(self) -> None:
         gc.collect()
@@ -290,30 +308,22 @@ def timeline(bench: Bench, step: Step, buckets: TimedBuckets) -> dict[str, Any]:
     }
 
 
-def captured_step(bench: Bench, step: Step) -> Step:
-    """A training step that is replayed from the third call on."""
-
-    def whole(given: Any) -> None:
-        step(0)
-
-    train, given = et.capture(whole), et.zeros((1,)).to(bench.device)
-    return lambda number: train(given)
-
-
 def scaling(bench: Bench) -> None:
     """Steps of a rank alone and of all ranks, each with the same work, eager and captured."""
     for title, make, recipes, bucket in (
         ("GPT of 30M", gpt, ("bf16", "mxfp4"), 32 << 20),
         ("block of width 4096", block, ("bf16", "mxfp4_all"), 64 << 20),
     ):
+        if title.split()[0] not in bench.args.models:
+            continue
         for recipe, captured in itertools.product(recipes, bench.modes):
             alone, _ = stepper(bench, make, recipe, "", bucket)
             if captured:
-                alone = captured_step(bench, alone)
+                alone = bench.captured_step(alone)
             for name in bench.args.names:
                 step, buckets = stepper(bench, make, recipe, name, bucket, not captured)
                 assert buckets is not None
-                together = captured_step(bench, step) if captured else step
+                together = bench.captured_step(step) if captured else step
                 for number in range(3 if captured else 0):
                     alone(number)
                     together(number)
@@ -423,16 +433,20 @@ def main() -> None:
     parser = options(__doc__, rounds=9)
     parser.add_argument("--only", nargs="+", choices=list(CALLS), default=list(CALLS))
     parser.add_argument("--names", nargs="+", choices=list(GRAD_COMM), default=list(GRAD_COMM))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="to scale")
+    parser.add_argument("--rank-timeout", type=float, default=60.0)
+    parser.add_argument("--deadline", type=float, default=900.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--captured", action="store_true", help="no calls from Python")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the program")
-    bench = Bench(arguments(parser))
+    args = arguments(parser)
+    faulthandler.dump_traceback_later(args.deadline, exit=True)
+    bench = Bench(args)
     link = "no P2P" if os.environ.get("NCCL_P2P_DISABLE") == "1" else ""
     for part in bench.args.only:
         began = time.perf_counter()
         CALLS[part](bench)
-        if bench.ranks.rank == 0:
-            print(f"--- {part}: {time.perf_counter() - began:.0f} s", flush=True)
+        bench.say(f"--- {part}: {time.perf_counter() - began:.0f} s")
         bench.free()
     if bench.ranks.rank == 0 and not bench.tiny:
         name = f"distributed-{bench.ranks.size}-gpus" + "-no-p2p" * bool(link)

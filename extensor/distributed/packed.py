@@ -6,13 +6,15 @@ layer's two products. What is decoded must be what the layer would make of the w
 quantizes it once more. So each rank checks that its decoded rows do not change when they are
 quantized again, and sends along whether; where one's do, the weight travels in float32.
 
-NVFP4 has a scale of the whole weight, from its largest value: the ranks agree on that first.
+NVFP4 has a scale of the whole weight, from its largest value. The ranks agree on those of all
+weights at once, when the first one is packed after a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +28,7 @@ from extensor.ops.recipe_operands import slot_spec
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["PackedWeight", "packed_weight"]
+__all__ = ["Magnitudes", "PackedWeight", "packed_weight"]
 
 AXES = {"fprop.w": -1, "dgrad.w": -2}
 """The layer's products that read the weight, and the axis that each sums over."""
@@ -35,6 +37,42 @@ _PARTS = ("codes", "scales")
 _RULES = ("amax", "four_over_six")
 """Of NVFP4's, under which the largest value decodes to one value, whatever its block holds."""
 _NEIGHBOURS = (0, 1, -1)
+_STEADY = {"e8m0": (32, 222), "ue4m3": (8, 126)}
+"""Scales of blocks whose decoded values are quantized to themselves, by a rule that looks at the
+largest alone: powers of two far from the ends of float32; E4M3 numbers that are not subnormal,
+under which a block's largest code is 6."""
+_STEADY_RULES = frozenset(("floor", "rceil", "ceil", "even", "one", "amax"))
+
+
+class Magnitudes:
+    """The largest magnitudes of weights that are quantized by them, over all ranks' rows.
+
+    Args:
+        ranks: who share the weights.
+    """
+
+    def __init__(self, ranks: Communicator) -> None:
+        self.ranks, self.weights = ranks, list[PackedWeight]()
+        self._found: dict[int, tuple[Array, np.float32]] = {}
+
+    def of(self, weight: PackedWeight) -> tuple[Array, np.float32]:
+        """A weight's, on its device and here; NaN or infinity if there is one.
+
+        The first call finds those of all weights, in one launch, one collective and one wait.
+        """
+        if id(weight) not in self._found:
+            asking = [each for each in self.weights if each.has_tensor_scale]
+            rows = [each.rows for each in asking]
+            bits = weight.bucket.backend.largest_multi_tensor(rows)
+            self.ranks.all_reduce(bits, "max").wait()  # bits of magnitudes are in their order
+            there = bits.view(np.float32)
+            here = map(np.float32, there.tolist())
+            self._found = dict(zip(map(id, asking), zip(there, here, strict=True), strict=True))
+        return self._found[id(weight)]
+
+    def forget(self) -> None:
+        """Drop what was found, of weights that have changed."""
+        self._found = {}
 
 
 class PackedWeight:
@@ -43,13 +81,30 @@ class PackedWeight:
     Args:
         layer: whose weight is alone in ``bucket``.
         bucket: of float32.
-        ranks: who share it.
+        piece: this rank's rows, flat.
+        magnitudes: of this weight and others.
     """
 
-    def __init__(self, layer: Linear, bucket: Bucket, ranks: Communicator) -> None:
-        self.layer, self.bucket, self.ranks = layer, bucket, ranks
-        self.shape = bucket.size // ranks.size // layer.in_features, layer.in_features
+    def __init__(
+        self, layer: Linear, bucket: Bucket, piece: ExTensor, magnitudes: Magnitudes
+    ) -> None:
+        self.layer, self.bucket, self._piece = layer, bucket, piece
+        self._magnitudes = magnitudes
+        size = magnitudes.ranks.size
+        self.shape = bucket.size // size // layer.in_features, layer.in_features
         self._packed: dict[str, tuple[QuantSpec, list[Array], QuantArray]] = {}
+        magnitudes.weights.append(self)
+
+    @property
+    def rows(self) -> Array:
+        """This rank's."""
+        return self._piece.data.reshape(self.shape)
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether a product quantizes the weight by its largest magnitude."""
+        specs = map(self.spec, AXES)
+        return any(spec is not None and spec.row.tensor_scale for spec in specs)
 
     def spec(self, slot: str) -> QuantSpec | None:
         """How the layer quantizes the weight for a product; None if not in blocks of its own."""
@@ -72,7 +127,7 @@ class PackedWeight:
         fits = isinstance(tile, tuple) and all(ROWS % side == 0 for side in tile)
         return spec if alone and fits else None
 
-    def pack(self, slot: str, piece: Array) -> list[Array] | None:
+    def pack(self, slot: str) -> list[Array] | None:
         """This rank's rows for a product, flat; None where the layer packs no such blocks.
 
         Codes, scales, and a last array with one number that says whether they are the layer's. All
@@ -82,42 +137,32 @@ class PackedWeight:
         if spec is None:
             return None
         if slot not in self._packed or self._packed[slot][0] != spec:
-            rows, amax, sent = piece.reshape(self.shape), None, None
+            amax, sent = None, None
             if spec.row.tensor_scale:
-                amax = self._largest(rows)
-                sent = _sent_scale(np.float32(amax.item()), spec)  # of all ranks
+                amax, largest = self._magnitudes.of(self)
+                sent = _sent_scale(largest, spec)
                 if sent is None:
                     return None
-            q = backend.pack(rows, spec, None, amax)
+            q = backend.pack(self.rows, spec, None, amax)
             if set(q.parts) - {"tensor_scale"} != set(_PARTS):
                 return None
-            expected = backend.dequantize(q)
+            same = _steady(q) or _same_again(q, sent, backend)
             if sent is not None:
                 q = replace(q, tensor_scale=backend.xp.asarray(sent.scale))
-                amax = backend.xp.asarray(sent.largest)
-            again = backend.dequantize(backend.pack(backend.dequantize(q), spec, None, amax))
-            same = (expected.view(np.uint32) == again.view(np.uint32)).all()
-            flag = backend.xp.asarray(same).astype(np.uint8).reshape(1)
+            flag = backend.xp.full(1, same, np.uint8)
             arrays = [backend.xp.ascontiguousarray(q.parts[name]).reshape(-1) for name in _PARTS]
             self._packed[slot] = spec, [*arrays, flag], q
         return self._packed[slot][1]
 
-    def _largest(self, rows: Array) -> Array:
-        """The largest magnitude of all ranks' rows; NaN or infinity if there is one."""
-        bits = self.bucket.backend.block_max(rows.reshape(-1)).max().reshape(1)
-        self.ranks.all_reduce(bits, "max").wait()  # bits of magnitudes are in their order
-        return bits.view(np.float32).reshape(())
-
-    def unpack(self, slot: str, wholes: Sequence[Array], out: Array) -> bool:
-        """Decode all ranks' rows into ``out``; False if one says that they are not the layer's.
+    def unpack(self, slot: str, wholes: Sequence[Array]) -> Array | None:
+        """All ranks' rows, decoded; None if one says that they are not the layer's.
 
         Args:
             slot: the product.
             wholes: what `pack` gave on all ranks, each array gathered.
-            out: float32 of the bucket.
         """
         if not bool(wholes[-1].all()):
-            return False
+            return None
         mine = self._packed[slot][2]
         ranks = wholes[-1].size
         found = {}
@@ -125,9 +170,8 @@ class PackedWeight:
             first, *others = mine.parts[name].shape
             found[name] = whole.reshape(ranks * first, *others)
         shape = ranks * self.shape[0], self.shape[1]
-        whole = replace(mine, **found, shape=shape)
-        out.reshape(shape)[...] = self.bucket.backend.dequantize(whole)
-        return True
+        decoded = self.bucket.backend.dequantize(replace(mine, **found, shape=shape))
+        return decoded.reshape(-1)
 
     def forget(self) -> None:
         """Drop what was packed, of weights that have changed."""
@@ -141,6 +185,27 @@ class _Sent(NamedTuple):
     largest: np.float32
 
 
+def _steady(q: QuantArray) -> bool:
+    """Whether the scales alone say that what is decoded would be quantized to itself."""
+    spec = q.spec
+    known = spec.rule in _STEADY_RULES and spec.row.scale.name in _STEADY
+    if not known or spec.dialect != "ocp" or spec.element_scale != 1.0:
+        return False
+    least, most = _STEADY[spec.row.scale.name]
+    return bool(((q.scales - np.uint8(least)) <= np.uint8(most - least)).all())
+
+
+def _same_again(q: QuantArray, sent: _Sent | None, backend: Any) -> bool:
+    """Whether what is decoded, under the tensor scale that is sent, is quantized to itself."""
+    expected, amax = backend.dequantize(q), None
+    if sent is not None:
+        q = replace(q, tensor_scale=backend.xp.asarray(sent.scale))
+        amax = backend.xp.asarray(sent.largest)
+    again = backend.dequantize(backend.pack(backend.dequantize(q), q.spec, None, amax))
+    return bool((expected.view(np.uint32) == again.view(np.uint32)).all())
+
+
+@lru_cache(maxsize=1024)
 def _sent_scale(largest: np.float32, spec: QuantSpec) -> _Sent | None:
     """The tensor scale to decode with, so that quantizing again finds the weight's.
 
@@ -162,7 +227,7 @@ def _sent_scale(largest: np.float32, spec: QuantSpec) -> _Sent | None:
 
 
 def packed_weight(
-    bucket: Bucket, layers: Sequence[Any], owners: int, ranks: Communicator
+    bucket: Bucket, layers: Sequence[Any], owners: int, piece: ExTensor, magnitudes: Magnitudes
 ) -> PackedWeight | None:
     """How a bucket is packed; None for one that is gathered in float32.
 
@@ -170,12 +235,13 @@ def packed_weight(
         bucket: which.
         layers: that multiply by its first parameter.
         owners: how many modules have the parameter.
-        ranks: who share it.
+        piece: this rank's values of it.
+        magnitudes: of the weights that the same ranks share.
     """
     param: ExTensor = bucket.params[0]
     if len(bucket.params) > 1 or owners != 1 or len(layers) != 1 or param.size != bucket.size:
         return None
     (layer,) = layers
-    rows, rest = divmod(param.shape[0], ranks.size)
+    rows, rest = divmod(param.shape[0], magnitudes.ranks.size)
     good = isinstance(layer, Linear) and not rest and rows % ROWS == 0
-    return PackedWeight(layer, bucket, ranks) if good else None
+    return PackedWeight(layer, bucket, piece, magnitudes) if good else None

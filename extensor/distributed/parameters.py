@@ -23,7 +23,7 @@ from extensor.autograd.storage import Kept
 from extensor.autograd.tensor import ExTensor
 from extensor.distributed.communicator import BUCKET_BYTES, Array, Communicator
 from extensor.distributed.gradients import Bucket
-from extensor.distributed.packed import packed_weight
+from extensor.distributed.packed import Magnitudes, packed_weight
 from extensor.distributed.zero import ShardedBuckets
 from extensor.nn.linear import GemmLayer
 from extensor.nn.module import Module
@@ -93,11 +93,11 @@ class GatheredBuckets(ShardedBuckets):
                 module.register_forward_hook(partial(self._after, own))
             if isinstance(module, GemmLayer):
                 self._layers.setdefault(id(module.weight), []).append(module)
-        self._packed = {}
+        self._packed, self._magnitudes = {}, Magnitudes(ranks)
         for bucket in self.buckets:
             first = id(bucket.params[0])
-            layers = self._layers.get(first, ())
-            if packed := packed_weight(bucket, layers, owners[first], ranks):
+            layers, piece = self._layers.get(first, ()), self.pieces[first]
+            if packed := packed_weight(bucket, layers, owners[first], piece, self._magnitudes):
                 self._packed[id(bucket)] = packed
         self._whole = {id(bucket): bucket for bucket in self.buckets}
         self._let_go()
@@ -148,6 +148,7 @@ class GatheredBuckets(ShardedBuckets):
         super().scatter()
 
     def _forget(self) -> None:
+        self._magnitudes.forget()
         for packed in self._packed.values():
             packed.forget()
 
@@ -226,18 +227,16 @@ class GatheredBuckets(ShardedBuckets):
         packed = self._packed.get(id(bucket))
         if packed is None or self.ranks.size == 1:
             return None
-        mine = packed.pack(kind, self.pieces[id(bucket.params[0])].data)
+        mine = packed.pack(kind)
         if mine is None:
             return None
         xp = bucket.backend.xp
         wholes = [xp.empty(self.ranks.size * part.size, part.dtype) for part in mine]
         self.ranks.all_gather_coalesced(mine, wholes).wait()
         self.gathered_bytes += (self.ranks.size - 1) * sum(part.nbytes for part in mine)
-        flat = xp.empty(bucket.size, np.float32)
-        if packed.unpack(kind, wholes, flat):
-            return flat
-        self.unpackable += 1
-        return None
+        flat = packed.unpack(kind, wholes)
+        self.unpackable += flat is None
+        return flat
 
     def _drop_operands(self, param: ExTensor) -> None:
         for layer in self._layers.get(id(param), ()):

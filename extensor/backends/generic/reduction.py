@@ -6,6 +6,7 @@ Integers and float64 only: cupy's own kernels flush float32's subnormal numbers 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,6 +27,10 @@ class GenericReduction(GenericCore):
     def block_max(self, x: Array) -> Array:
         """The bits of each block's greatest magnitude."""
         return (x.view(np.uint32) & np.uint32(0x7FFFFFFF)).reshape(-1, BLOCK).max(axis=1)
+
+    def largest_multi_tensor(self, arrays: Sequence[Array]) -> Array:
+        """See the protocol."""
+        return self.xp.stack([self.block_max(x.reshape(-1)).max() for x in arrays])
 
     def block_square_sums(self, x: Array) -> Array:
         """Float64 holds the square of a float32 exactly."""

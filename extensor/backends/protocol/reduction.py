@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +41,13 @@ class ReductionMethods(Protocol):
 
     def block_max(self, x: Array) -> Array:
         """Of each block of float32 the greatest magnitude, as its bits: uint32."""
+        ...
+
+    def largest_multi_tensor(self, arrays: Sequence[Array]) -> Array:
+        """The bits of each float32 array's greatest magnitude: uint32 of shape (arrays,).
+
+        NaN is the greatest of all. Arrays may be of any shape.
+        """
         ...
 
     def block_square_sums(self, x: Array) -> Array:

@@ -73,21 +73,33 @@ DEVICE u32 most_of(const Element* values, int count) {
     return most;
 }
 
+// A thread's largest magnitude of its block's part of a gradient.
+DEVICE u32 most_of_part(const Tensor& t) {
+    const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
+    const i64 left = t.count - begin;
+    const int count = left < kPart ? static_cast<int>(left) : kPart;
+    return t.narrow ? most_of(static_cast<const u16*>(t.grad) + begin, count)
+                    : most_of(static_cast<const float*>(t.grad) + begin, count);
+}
+
 // Raises flags[i] if the gradient of tensor i holds NaN or infinity, and then flags[number] and
 // *stop, which may be null.
 extern "C" __global__ void __launch_bounds__(kThreads)
     finite(const Tensor* tensors, int number, u32* flags, u32* stop) {
     const Tensor& t = tensor_of(tensors, number);
-    const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
-    const i64 left = t.count - begin;
-    const int count = left < kPart ? static_cast<int>(left) : kPart;
-    const u32 most = t.narrow ? most_of(static_cast<const u16*>(t.grad) + begin, count)
-                              : most_of(static_cast<const float*>(t.grad) + begin, count);
-    if (__any_sync(~0u, most >= kExponent) && threadIdx.x % 32 == 0) {
+    if (__any_sync(~0u, most_of_part(t) >= kExponent) && threadIdx.x % 32 == 0) {
         atomicOr(flags + (&t - tensors), 1u);
         atomicOr(flags + number, 1u);
         if (stop) atomicOr(stop, 1u);
     }
+}
+
+// Raises found[i] to the largest magnitude of tensor i, as a float32's bits.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    largest(const Tensor* tensors, int number, u32* found) {
+    const Tensor& t = tensor_of(tensors, number);
+    const u32 most = __reduce_max_sync(~0u, most_of_part(t));
+    if (threadIdx.x % 32 == 0) atomicMax(found + (&t - tensors), most);
 }
 
 template <int kind>

@@ -3,7 +3,8 @@
 Weights are float32 or bfloat16, states of any kind in `extensor.optim.states`; narrow ones are
 decoded, rounded stochastically and written by the same launch, where they lie.
 
-And what a step does to all gradients: looking for NaN and infinity, scaling, the sum of squares.
+And what a step does to all gradients: looking for NaN and infinity, scaling, the sum of squares;
+and the largest magnitudes of weights.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ __all__ = [
     "Update",
     "find_nonfinite",
     "finite",
+    "largest",
     "scale",
     "source",
     "square_sum",
@@ -320,6 +322,13 @@ def finite(arrays: Sequence[Array], xp: Any) -> list[bool]:
     flags = xp.zeros(len(arrays) + 1, dtype=np.uint32)
     find_nonfinite(arrays, flags, None, xp)
     return [not flag for flag in flags.get().tolist()[:-1]]
+
+
+def largest(arrays: Sequence[Array], xp: Any) -> Array:
+    """The bits of each array's largest magnitude, uint32; does not wait."""
+    found = xp.zeros(len(arrays), dtype=np.uint32)
+    _over("largest", arrays, xp, found)
+    return found
 
 
 def scale(arrays: Sequence[Array], factor: Any, xp: Any) -> None:

@@ -333,6 +333,18 @@ def test_gradients_that_are_not_finite_are_found(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 1])
+def test_the_largest_magnitude_of_each_array_is_found(trainer: Any, offset: int) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(n).astype(np.float32) for n in (32, 64, 16384, 40_000, 96)]
+    arrays[1][63], arrays[2][5], arrays[3][39_999], arrays[4][:] = -7.0, np.inf, np.nan, 0.0
+    mine = [shifted(trainer.xp, a, offset) for a in arrays]
+    same_bytes(
+        "largest", trainer.largest_multi_tensor(mine).get(), CPU.largest_multi_tensor(arrays)
+    )
+    assert CPU.largest_multi_tensor(arrays).view(np.float32)[[1, 2, 4]].tolist() == [7, np.inf, 0]
+
+
+@pytest.mark.parametrize("offset", [0, 1])
 def test_gradients_are_scaled_and_summed_up(trainer: Any, offset: int) -> None:
     parts = [part[0] for part in vectors(1, True)]
     mine = [shifted(trainer.xp, a, offset) for a in parts]

@@ -20,6 +20,8 @@ from extensor.distributed import (
     ShardedOptimizer,
     run_ranks,
 )
+from extensor.distributed import packed as packed_module
+from extensor.quant.spec import QuantSpec
 
 PARTS, BUCKET = 4, 1 << 15
 BACKEND = registry.get("cpu")
@@ -197,6 +199,81 @@ def test_nvfp4_weights_have_the_layers_tensor_scale(recipe: str, largest: float)
     assert run_ranks(4, program) == [[(packed, 0)] * len(slots)] * 4
 
 
+def blocks_of_all_sizes(block: int) -> np.ndarray:
+    """Rows of a block each: largest values of all exponents and of mantissas that scales round."""
+    rng = np.random.default_rng(0)
+    leading = np.arange(1 << 10, dtype=np.int64) << 13
+    mantissas = np.concatenate([leading, (leading - 1) % (1 << 23), leading + 1])
+    fields = rng.permutation(np.resize(np.arange(255), 4 * len(mantissas)))
+    bits = fields << 23 | np.resize(mantissas, len(fields))
+    largest = bits.astype(np.uint32).view(np.float32)
+    rows = rng.uniform(-1, 1, (len(fields), block)) * largest[:, None]
+    rows[np.arange(len(rows)), rng.integers(0, block, len(rows))] = largest
+    return rows.astype(np.float32)
+
+
+RULES = ("floor", "rceil", "ceil", "even", "one")
+ELEMENTS = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8")
+SPECS = [
+    QuantSpec("nvfp4"),
+    *(QuantSpec(name, scale_rule=rule) for name in ELEMENTS for rule in RULES),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_steady_scales_are_of_blocks_that_are_quantized_to_themselves(spec: QuantSpec) -> None:
+    spec = spec.resolve(2)
+    assert isinstance(spec.tile, tuple)
+    rows = blocks_of_all_sizes(spec.tile[1])
+    tensors = [rows]
+    if spec.row.tensor_scale:  # blocks far below each tensor's largest have scales of their own
+        tensors = [rows[(most / 2**20 < (m := np.abs(rows).max(1))) & (m <= most)]
+                   for most in 2.0 ** np.arange(-60, 60, 7)]  # fmt: skip
+    kept = 0
+    for x in tensors:
+        scales = BACKEND.pack(x, spec).scales[:, 0].astype(int)
+        least, most = packed_module._STEADY[spec.row.scale.name]
+        x = x[(least <= scales) & (scales <= most)]
+        q, sent = BACKEND.pack(x, spec), None
+        if spec.row.tensor_scale:
+            sent = packed_module._sent_scale(np.abs(x).max(), spec)
+            if sent is None:
+                continue
+        assert packed_module._steady(q)
+        assert packed_module._same_again(q, sent, BACKEND)
+        kept += len(x)
+    assert kept > len(rows) // 2
+
+
+def test_what_changes_values_again_has_no_steady_scales() -> None:
+    x = np.random.default_rng(0).standard_normal((32, 32)).astype(np.float32)
+    for spec, steady in (
+        (QuantSpec("mxfp4"), True),
+        (QuantSpec("nvfp4", scale_rule="four_over_six"), False),
+        (QuantSpec("mxfp4", scale_rule="mse"), False),
+        (QuantSpec("mxfp4", element_scale=0.75), False),
+        (QuantSpec("mxfp4", dialect="model_optimizer"), False),
+    ):
+        assert packed_module._steady(BACKEND.pack(x, spec.resolve(2))) == steady
+
+
+def test_the_largest_magnitudes_of_all_weights_are_found_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    find = type(BACKEND).largest_multi_tensor
+
+    def counted(backend: Any, arrays: Any) -> Any:
+        calls.append(len(arrays))
+        return find(backend, arrays)
+
+    monkeypatch.setattr(type(BACKEND), "largest_multi_tensor", counted)
+    steps = 2
+    for mine, buckets in run_ranks(2, lambda comm: of_linears(comm, "nvfp4_nvidia", True)):
+        assert len(buckets._packed) == 3 and mine
+    assert calls == [2] * 2 * steps  # on each rank; the first layer stays in float32
+
+
 @pytest.mark.parametrize(
     ("recipe", "bits"),
     [("mxfp4_all", 4.25), ("nvfp4_forward", 4.5), ("nvfp4_nvidia", 4 + 8 / 256), ("mxfp8", 8.25)],
@@ -232,7 +309,7 @@ def test_blocks_that_change_when_quantized_again_travel_in_float32() -> None:
             layer.weight[40, 3] = np.nan
         buckets = GatheredBuckets(layer, comm, "float32", 1)
         packed = buckets._packed[id(buckets.buckets[0])]
-        parts = packed.pack("fprop.w", buckets.pieces[id(layer.weight)].data)
+        parts = packed.pack("fprop.w")
         assert parts is not None
         parts[-1][0] = comm.rank == 0
         with np.errstate(all="ignore"):
