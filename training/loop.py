@@ -21,7 +21,6 @@ import numpy as np
 from extensor.distributed import Communicator, RanksDiffer
 from extensor.inspect import SlotHealth
 from extensor.optim import ReduceLROnPlateau, Warmup
-from extensor.quant import QuantStats
 
 from .batch import Batch
 from .callbacks import Callback
@@ -285,7 +284,7 @@ class Trainer(TrainStep):
 
     def _shares(self) -> dict[str, float | None]:
         """Shares of the values quantized since the epoch began, over all layers and slots."""
-        stats = sum(self.quant.telemetry.values(), QuantStats())
+        stats = self.quant.total
         return {
             "saturated": share(stats.saturated, stats.count),
             "flushed": share(stats.flushed, stats.count),

@@ -9,18 +9,16 @@ micro-batches' own. Sums are taken in the order of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from extensor.distributed import TensorParallel
 from extensor.nn import BatchNorm2d, Dropout
-from extensor.quant import QuantStats
 from extensor.quant.recipe import SLOTS
-from extensor.quant.recipe_state import RecipeState
+from extensor.quant.recipe_state import COUNTS, RecipeState
 
 from .batch import Batch, Whole
 from .parallel import RankGrid
@@ -29,9 +27,6 @@ __all__ = ["MicroBatch", "MicroBatches", "Outcome", "shares"]
 
 CALLS_APART = 1 << 32
 """Dropout counts its calls; a micro-batch begins this much above the one before it."""
-NUMBERS = attrgetter(*(field.name for field in fields(QuantStats)))
-COUNTS = len(fields(QuantStats))
-"""Numbers of a `QuantStats`."""
 
 
 def shares(count: int, parts: int) -> list[slice]:
@@ -101,8 +96,9 @@ class MicroBatches:
         self.draws = [m.draws for m in modules if isinstance(m, Dropout)]
         self.alone = parts == 1 and ranks.size == 1
         self._start: list[Any] | None = None
-        self._counts: dict[tuple[str, str], QuantStats] = {}
-        self._keys = dict.fromkeys((path, slot) for path in quant.layers for slot in SLOTS).keys()
+        self._keys = [(path, slot) for path in quant.layers for slot in SLOTS]
+        self._weights = np.array([slot.endswith(".w") for _, slot in self._keys], np.bool_)
+        self._before = self._counts()
 
     def divide(self, batch: Batch) -> list[MicroBatch]:
         """All micro-batches of a batch that have labels, and of which it has the rows."""
@@ -144,9 +140,9 @@ class MicroBatches:
         if self.alone:
             return
         self._start = self._buffers()
-        self._counts = dict(self.quant.telemetry)
+        self._before = self._counts()
         self.quant.reset_telemetry()
-        self._weights: dict[tuple[str, str], QuantStats] = {}
+        self._of_weights = np.zeros_like(self._before[self._weights])
 
     def record(self, part: MicroBatch, loss: float, hits: int) -> None:
         """Note what a micro-batch found, after its backward pass."""
@@ -163,45 +159,39 @@ class MicroBatches:
         if self.running:
             row[first:] = np.concatenate([buffer.numpy().ravel() for buffer in self.running])
         if part.index == 0:  # a weight is quantized once a step: the later parts' are repetitions
-            counts = self.quant.telemetry.items()
-            self._weights = {key: stats for key, stats in counts if key[1].endswith(".w")}
+            self._of_weights = self._counts()[self._weights]
 
     def end(self, stop: bool) -> Outcome:
         """Put together what all ranks found; every rank has the same then."""
         if self.alone:
             total, hits, labels = self._rows[0, :3].tolist()
             return Outcome(total / labels, int(hits), int(labels), stop)
-        found = {k: v for k, v in self.quant.telemetry.items() if not k[1].endswith(".w")}
-        found |= self._weights
+        counts = self._counts()
+        counts[self._weights] = self._of_weights
         if self._parallel is not None:  # what its tensor parallel ranks have alike counts once
             self._rows[...] = 0
-            found = {k: v for k, v in found.items() if self._parallel.divides(*k)}
-        assert found.keys() <= self._keys, sorted(found.keys() - self._keys)
-        counts = self._table(found).reshape(-1)
-        table = np.concatenate([self._rows.reshape(-1), counts, [float(stop)]])
+            counts[[not self._parallel.divides(*key) for key in self._keys]] = 0
+        table = np.concatenate([self._rows.reshape(-1), counts.reshape(-1), [float(stop)]])
         self.ranks.all_reduce(table).wait()
         rows = table[: self._rows.size].reshape(self._rows.shape)
-        gained = table[self._rows.size : -1].reshape(-1, COUNTS)
+        gained = table[self._rows.size : -1].reshape(counts.shape)
         self._move_buffers(rows[rows[:, 2] > 0])
-        totals = (self._table(self._counts) + gained).astype(np.int64).tolist()
-        self.quant.load_telemetry(
-            {k: QuantStats(*row) for k, row in zip(self._keys, totals, strict=True) if any(row)}
-        )
+        totals = (self._before + gained).astype(np.int64).tolist()
+        self.quant.load_counts(self._keys, totals)
         total, hits, labels = (sum(column.tolist()) for column in rows[:, :3].T)
         return Outcome(total / labels, int(hits), int(labels), bool(table[-1]))
 
-    def _table(self, counts: Mapping[tuple[str, str], QuantStats]) -> np.ndarray:
-        """Counts as rows, one for each operand of the model."""
-        none = QuantStats()
-        rows = [NUMBERS(counts.get(key, none)) for key in self._keys]
-        return np.array(rows, np.float64).reshape(-1, COUNTS)
+    def _counts(self) -> np.ndarray:
+        """A row for each operand of the model."""
+        rows = np.array(self.quant.counts(self._keys), np.float64)
+        return rows.reshape(len(self._keys), len(COUNTS))
 
     def rewind(self) -> None:
         """Undo what the micro-batches of a step that cannot be finished have changed."""
         if self._start is None:
             return
         self.quant.micro_batch = 0
-        self.quant.load_telemetry(self._counts)
+        self.quant.load_counts(self._keys, self._before.astype(np.int64).tolist())
         for buffer, before in zip((*self.running, *self.draws), self._start, strict=True):
             buffer.data = before
         self._start = None

@@ -236,9 +236,9 @@ class TrainStep:
     def _backward(self, part: MicroBatch) -> None:
         """Add a micro-batch's share to the gradients."""
         rows, labels, loss = self.forward(part.batch, self.config.label_smoothing)
-        weighted = loss if part.weight == 1.0 else loss * part.weight
+        weight = None if part.weight == 1.0 else self._tensor(np.full((), part.weight, np.float32))
         with self._updates_in_backward():
-            self.scaler.scale(weighted).backward()
+            self.scaler.scale(loss).backward(weight)
         hits = int((label_ranks(rows, labels) == 0).sum())
         self.micro_batches.record(part, float(loss.item()), hits)
 

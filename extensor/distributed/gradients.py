@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,11 @@ class Bucket:
             size += -(-param.size // BLOCK) * BLOCK
         self.backend = self.params[0].backend
         self.size = padded_size(size, ranks.size)
+        ends = [*self.starts.values(), self.size][1:]
+        self._gaps = [
+            np.zeros(end - start - param.size, np.float32)
+            for param, start, end in zip(self.params, self.starts.values(), ends, strict=True)
+        ]
         self.ranks = ranks
         self.reduction = make_reduction(name, self.size, ranks, device=self.backend.name, **how)
         # A reduction reads the first micro-batch's gradients until the second one's are there.
@@ -46,17 +52,30 @@ class Bucket:
     def put(self, param: ExTensor) -> None:
         """Take a gradient; add the bucket to the sum when it has them all."""
         self.waiting.discard(id(param))
-        flat = self._alone(param)
+        if self.waiting:
+            return
+        flat = self._alone()
         if flat is None:
             if not self._flats:
                 self._flats = [self.reduction.buffer(), self._zeros()]
             flat = self._flats[self.reduction.count % 2]
-            view = self.lasting_view(flat, param)
-            view[...] = 0.0 if param.grad is None else param.grad.data
-        if not self.waiting:
-            with self.ranks.beside(self.reduction.number):
-                self.reduction.add(flat)
-            self._read.append(flat)
+            self._fill(flat)
+        with self.ranks.beside(self.reduction.number):
+            self.reduction.add(flat)
+        self._read.append(flat)
+
+    def _fill(self, flat: Array) -> None:
+        """Copy the gradients to their places."""
+        if self.backend.xp is not np:
+            for param in self.params:
+                view = self.lasting_view(flat, param)
+                view[...] = 0.0 if param.grad is None else param.grad.data
+            return
+        parts = []
+        for param, gap in zip(self.params, self._gaps, strict=True):
+            part = np.zeros(param.size, np.float32) if param.grad is None else param.grad.data
+            parts += [part.reshape(-1), gap]
+        np.concatenate(parts, out=flat)
 
     def let_go(self) -> None:
         """Let go of gradients that were read: what is queued beside the computation is joined.
@@ -66,8 +85,9 @@ class Bucket:
         """
         self._read = self._read[-1:] if self.reduction.count == 1 else []
 
-    def _alone(self, param: ExTensor) -> Array | None:
+    def _alone(self) -> Array | None:
         """The gradient of a parameter that fills the bucket, as it lies; None to copy it."""
+        param = self.params[0]
         if param.size != self.size or param.grad is None:
             return None
         grad = param.grad.data
@@ -167,8 +187,8 @@ class GradientBuckets:
         """
         self._last, self._step = last, step
         self._clear()
-        with post_accumulate_grad_hook(self._final):
-            yield
+        with post_accumulate_grad_hook(self._final) if len(self.buckets) > 1 else nullcontext():
+            yield  # nothing goes on beside the backward pass where one bucket takes all
         for bucket in self.buckets:
             for param in bucket.params:
                 if id(param) in bucket.waiting:

@@ -345,7 +345,7 @@ class MXGradScaler:
         """Add what the telemetry counted since the last update; it may have been reset."""
         for key, now in state.telemetry.items():
             before = self._seen.get(key)
-            if now is before:
+            if now == before:
                 continue
             gained = now
             if before is not None and before.count < now.count:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import add, attrgetter
 from typing import Any, Literal
 
 from extensor.quant.array import QuantStats
@@ -19,7 +20,7 @@ from extensor.quant.weight_cache import WeightCache
 from extensor.random import Stream
 from extensor.schema import SchemaError, check, record
 
-__all__ = ["Counts", "LayerContext", "RecipeState", "stats_of"]
+__all__ = ["COUNTS", "Counts", "LayerContext", "RecipeState", "stats_of"]
 
 Counts = QuantStats | Callable[[], QuantStats]
 """Counts of quantizing, or a function that waits for a GPU and returns them.
@@ -28,6 +29,8 @@ A function with a true attribute ``replayed`` belongs to a step that the GPU rep
 returns what was counted since the last call.
 """
 
+COUNTS = tuple(field.name for field in dataclasses.fields(QuantStats))
+_numbers = attrgetter(*COUNTS)
 _MAX_PENDING = 4096
 
 
@@ -75,16 +78,15 @@ def counts_from_rows(
     >>> counts_from_rows([["fc1", "fprop.x", 64, 1]], ["fc1"], "telemetry")["fc1", "fprop.x"].count
     64
     """
-    names = [field.name for field in dataclasses.fields(QuantStats)]
     found = {}
     for number, row in enumerate(check(rows, list[list[Any]], at)):
         where = f"{at}[{number}]"
-        layer, slot, *values = row if 3 <= len(row) <= 2 + len(names) else ("", "")
+        layer, slot, *values = row if 3 <= len(row) <= 2 + len(COUNTS) else ("", "")
         if not isinstance(layer, str) or layer not in layers or slot not in SLOTS:
             raise SchemaError(
                 f"{where}: expected a layer of this model, a slot and counts, got {row!r:.80}"
             )
-        counts = record(QuantStats, dict(zip(names, values, strict=False)), where)
+        counts = record(QuantStats, dict(zip(COUNTS, values, strict=False)), where)
         if min(dataclasses.astuple(counts)) < 0:
             raise SchemaError(f"{where}: expected counts of 0 or more, got {row!r:.80}")
         found[layer, slot] = counts
@@ -121,7 +123,7 @@ class RecipeState:
     step: int = 0
     micro_batch: int = 0
     layers: dict[str, LayerContext] = field(default_factory=dict)
-    _counts: dict[tuple[str, str], QuantStats] = field(default_factory=dict)
+    _counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     _amax_states: dict[tuple[str, int, str], dict[str, Any]] = field(
         default_factory=dict, repr=False
     )
@@ -204,7 +206,46 @@ class RecipeState:
     def telemetry(self) -> Mapping[tuple[str, str], QuantStats]:
         """Counts by (layer path, slot) since the last reset; waits for the GPU."""
         self._settle()
-        return self._counts
+        return {key: QuantStats(*row) for key, row in self._counts.items()}
+
+    @property
+    def total(self) -> QuantStats:
+        """The sum of `telemetry` over all operands."""
+        self._settle()
+        return QuantStats(*map(sum, zip(*self._counts.values(), strict=True)))
+
+    def counts(self, keys: Collection[tuple[str, str]]) -> list[list[int]]:
+        """`telemetry` as rows: the fields of `QuantStats`, for each of these operands.
+
+        Args:
+            keys: (layer path, slot) of all operands that may have counts.
+
+        Returns:
+            A row for each key, zeros where nothing was counted.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.counts([("", "fprop.x")])
+        [[0, 0, 0, 0, 0]]
+        """
+        self._settle()
+        assert self._counts.keys() <= set(keys), sorted(self._counts.keys() - set(keys))
+        none = [0] * len(COUNTS)
+        return [self._counts.get(key, none) for key in keys]
+
+    def load_counts(self, keys: Collection[tuple[str, str]], rows: Sequence[Sequence[int]]) -> None:
+        """Set all counts to rows, as `counts` gives them.
+
+        Args:
+            keys: (layer path, slot) of each row.
+            rows: the fields of `QuantStats`.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> state.load_counts([("", "fprop.x")], [[64, 1, 0, 0, 0]])
+        >>> state.telemetry["", "fprop.x"].saturated
+        1
+        """
+        self.reset_telemetry()
+        self._counts = {k: list(row) for k, row in zip(keys, rows, strict=True) if any(row)}
 
     def reset_telemetry(self) -> None:
         """Set all counts to zero.
@@ -230,7 +271,7 @@ class RecipeState:
         64
         """
         self.reset_telemetry()
-        self._counts.update(counts)
+        self._counts = {key: list(_numbers(stats)) for key, stats in counts.items()}
 
     def saved_stream(self) -> Stream:
         """Random bits for the next array that is kept for backward in blocks, in this step.
@@ -283,7 +324,9 @@ class RecipeState:
                 self._add(key, QuantStats(fallbacks=fallbacks))
 
     def _add(self, key: tuple[str, str], stats: QuantStats) -> None:
-        self._counts[key] = self._counts.get(key, QuantStats()) + stats
+        row = self._counts.get(key)
+        gained = _numbers(stats)
+        self._counts[key] = list(gained if row is None else map(add, row, gained))
 
 
 @dataclass(eq=False)
