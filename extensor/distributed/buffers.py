@@ -1,10 +1,10 @@
-"""What arrays a collective takes."""
+"""What a collective takes: arrays that fit, of a communicator that is open."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["check_buffers"]
+__all__ = ["check_buffers", "closed"]
 
 
 def check_buffers(what: str, size: int, send: Any, recv: Any, send_parts: int) -> None:
@@ -44,3 +44,16 @@ def check_buffers(what: str, size: int, send: Any, recv: Any, send_parts: int) -
         )
     if send_parts == 1 and what == "all_to_all" and send.size % size:
         raise ValueError(f"{what}: expected a multiple of {size} values, got {send.size}")
+
+
+def closed(what: str) -> str:
+    """What is said of a collective after its communicator's close.
+
+    >>> from extensor.distributed.buffers import closed
+    >>> closed("barrier")[:40]
+    'barrier: expected a communicator that is'
+    """
+    return (
+        f"{what}: expected a communicator that is open, got one after its close; the way out: "
+        "split anew"
+    )

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.unsupported import Unsupported
-from extensor.distributed.buffers import check_buffers
+from extensor.distributed.buffers import check_buffers, closed
 from extensor.distributed.communicator import (
     BUCKET_BYTES,
     DEFAULT_TIMEOUT,
@@ -104,7 +104,7 @@ class MPICommunicator:
         self.rank, self.size = int(world.rank), int(world.size)
         self.timeout = DEFAULT_TIMEOUT
         self._names = list(range(self.size) if names is None else names)
-        self._number = 0
+        self._number, self._closed = 0, False
         self._announced: list[Any] = []
         self._windows: list[tuple[Any, list[weakref.ref[Array]]]] = []  # and their arrays
         self._heard = dict.fromkeys(range(self.size), -1)
@@ -147,6 +147,7 @@ class MPICommunicator:
 
     def barrier(self, timeout: float | None = None) -> None:
         """See :meth:`extensor.distributed.Communicator.barrier`."""
+        self._check_open("barrier")
         before, self.timeout = self.timeout, self.timeout if timeout is None else timeout
         try:
             _MPIWork(self, "barrier", self._comm.Ibarrier(), None).wait()
@@ -199,6 +200,7 @@ class MPICommunicator:
         self._windows.append((window, [weakref.ref(row) for row in rows]))
 
         def meet() -> Work:
+            self._check_open("meet")
             window.Sync()
             return _MPIWork(self, "meet", self._comm.Ibarrier(), None, window.Sync)
 
@@ -246,11 +248,12 @@ class MPICommunicator:
 
     def close(self) -> None:
         """See :meth:`extensor.distributed.Communicator.close`."""
-        while self._windows:
-            _free(self._windows.pop()[0])
+        if self._closed:
+            return
+        self._free_windows()  # arrays that somebody has keep theirs, or the process would crash
+        self._closed = True
         for comm in (self._comm, self._side):
-            if comm != self._mpi.COMM_NULL:
-                comm.Free()
+            comm.Free()
 
     def _free_windows(self) -> None:
         """Give back shared memory of which no rank has an array left."""
@@ -265,13 +268,19 @@ class MPICommunicator:
 
     # --- starting -------------------------------------------------------------------------------
 
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise RuntimeError(closed(what))
+
     def _start(self, what: str, call: Callable[..., Any], send: Array, recv: Array) -> Work:
+        self._check_open(what)
         if isinstance(recv, np.ndarray):
             return _MPIWork(self, what, call(send, recv), (send, recv))
         here, there = send.get(), np.empty(recv.shape, recv.dtype)
         return _MPIWork(self, what, call(here, there), (here, there), lambda: recv.set(there))
 
     def _in_place(self, what: str, call: Callable[..., Any], buffer: Array) -> Work:
+        self._check_open(what)
         if isinstance(buffer, np.ndarray):
             return _MPIWork(self, what, call(buffer), buffer)
         here = buffer.get()

@@ -19,7 +19,7 @@ from typing import Any
 
 from extensor.backends.registry import get as get_backend
 from extensor.backends.unsupported import Unsupported
-from extensor.distributed.buffers import check_buffers
+from extensor.distributed.buffers import check_buffers, closed
 from extensor.distributed.communicator import (
     Array,
     CollectiveTimeout,
@@ -350,10 +350,7 @@ class NCCLCommunicator:
 
     def _check_open(self, what: str) -> None:
         if self._closed:
-            raise RuntimeError(
-                f"{what}: expected a communicator that is open, got one after its close; the way "
-                "out: split anew"
-            )
+            raise RuntimeError(closed(what))
 
     def _connected(self) -> Any:
         mine = self._nccl.get_unique_id() if self.rank == 0 else None

@@ -5,9 +5,11 @@ Source: MPI 4.1, sections 12.2.3 (MPI_Win_allocate_shared) and 12.7 (the unified
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ __all__ = ["SharedRows", "open_window"]
 Array = Any
 FOLDER = "/dev/shm"
 SPARE = 1 << 20
+PAUSE_SECONDS = 0.001
 
 
 class SharedRows:
@@ -54,11 +57,23 @@ def open_window(
         nbytes: of each rank.
     """
     near = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    reason = "ranks on several machines" if near.size < comm.size else _gap(comm.size * nbytes)
+    reason = "ranks on several machines" if near.size < comm.size else ""
     near.Free()
+    # All are here: so none of them is awaited elsewhere while the folder is theirs alone.
     reasons = [each for each in ranks.all_gather_object(reason) if each]
     if reasons:
         return Unsupported(reasons[0])
+    with contextlib.ExitStack() as stack:
+        if ranks.rank == 0:
+            reason = stack.enter_context(_room(comm.size * nbytes, ranks.timeout))
+        return _allocate(ranks, mpi, comm, nbytes, ranks.broadcast_object(reason))
+
+
+def _allocate(
+    ranks: Any, mpi: Any, comm: Any, nbytes: int, reason: str
+) -> tuple[Any, list[Array]] | Unsupported:
+    if reason:
+        return Unsupported(reason)
     window = None
     try:
         window = mpi.Win.Allocate_shared(nbytes, 1, comm=comm)
@@ -72,6 +87,35 @@ def open_window(
     rows[comm.rank][:] = 0  # so that the memory is taken before the next window asks for some
     ranks.barrier()
     return window, rows
+
+
+@contextlib.contextmanager
+def _room(nbytes: int, seconds: float) -> Iterator[str]:
+    """What the machine lacks for so many bytes; inside, no other group of this user takes some.
+
+    Args:
+        nbytes: expected.
+        seconds: how long others are waited for.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context(open(f"{FOLDER}/extensor-{os.getuid()}.lock", "w"))
+        except OSError:  # nobody takes room there
+            yield _gap(nbytes)
+            return
+        import fcntl  # of systems that have the folder
+
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    yield f"{FOLDER}: other ranks have allocated there for {seconds:.3g} s"
+                    return
+                time.sleep(PAUSE_SECONDS)
+        yield _gap(nbytes)
 
 
 def _gap(nbytes: int) -> str:

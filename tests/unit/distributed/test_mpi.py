@@ -107,7 +107,16 @@ reduction = make_reduction("float32", 64 * ranks.size, ranks)
 assert len(ranks._windows) == 2, ranks._windows
 part = ranks.split(ranks.rank % 2)
 half = make_reduction("float32", 64 * part.size, part)
+half.add(np.ones(64 * part.size, "f4"))
 part.close()
+for call in (lambda: half.all_reduce(np.empty(64 * part.size, "f4"), 1.0), part.barrier):
+    try:
+        half.buffer()[:] = 3.0  # is still there
+        call()
+    except RuntimeError as error:
+        assert "after its close; the way out: split anew" in str(error), error
+    else:
+        raise AssertionError("expected an error")
 if ranks.rank == 0:
     print("all good on", ranks.size)
 """
@@ -117,6 +126,42 @@ if ranks.rank == 0:
 def test_collectives(size: int) -> None:
     code, told = run(size, "-c", PROGRAM)
     assert code == 0 and f"all good on {size}" in told, told
+
+
+ROOM = """
+import collections, sys, time
+from pathlib import Path
+from extensor.distributed import connect, shared_memory
+from extensor.distributed.shared_memory import SharedRows
+
+# A folder with room for one group's rows, and some time between looking and taking.
+ROWS, taken = 8 << 20, Path(sys.argv[1])
+
+def disk_usage(folder):
+    free = 2 * ROWS + shared_memory.SPARE - sum(map(int, taken.read_text().split()))
+    time.sleep(0.3)
+    if free >= 2 * ROWS:
+        with taken.open("a") as file:
+            print(2 * ROWS, file=file)
+    return collections.namedtuple("Usage", "free")(free)
+
+ranks = connect()
+shared_memory.shutil.disk_usage = disk_usage
+part = ranks.split(ranks.rank // 2)
+found = part.shared_rows(ROWS)
+said = "" if isinstance(found, SharedRows) else found.reason
+said = ranks.all_gather_object(said)
+if ranks.rank == 0:
+    print("said", sorted(said))
+"""
+
+
+def test_groups_of_one_machine_do_not_take_the_same_room(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    code, told = run(4, "-c", ROOM, taken)
+    lacks = "/dev/shm has 1 MB free, expected 18"
+    assert code == 0 and f"said ['', '', '{lacks}', '{lacks}']" in told, told
 
 
 SPLIT = """
