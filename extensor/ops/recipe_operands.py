@@ -104,9 +104,13 @@ def scaled(product: Array, gemm: Gemm, xp: Any) -> Array:
 
 
 def version_of(tensor: ExTensor) -> WeightVersion | None:
-    """A leaf's version; None for a result, used once, and for memory that others may write."""
+    """A leaf's version; None for memory that others may write, and for what is used once.
+
+    That is a result, and what a parameter in blocks is decoded to, anew for each operation.
+    """
     cell = tensor._version
-    return None if tensor.node or len(cell) > 1 else WeightVersion(cell, cell[0])
+    once = tensor.node is not None or tensor.is_blocked_parameter
+    return None if once or len(cell) > 1 else WeightVersion(cell, cell[0])
 
 
 def make_operands(
