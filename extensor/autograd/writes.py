@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -144,6 +145,7 @@ class WriteMethods(TensorState):
         else:
             for name, part in old.parts.items():
                 part[...] = new.parts[name]
+            self.data = replace(old)  # products remember what they found out about the old values
         self._count_write()
 
     def _count_write(self) -> None:

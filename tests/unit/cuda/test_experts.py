@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import extensor as et
+from extensor.autograd.tensor import wrap
 from extensor.backends import registry
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import GatedExperts
@@ -179,3 +181,18 @@ def test_experts_on_a_gpu_have_the_gradients_of_a_cpu(
     for got, wanted in zip(gradients("cuda"), expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4 * abs(wanted).max())
     assert calls == [4, 4, 4]
+
+
+def test_weights_that_are_written_in_place_are_asked_again(xp: Any) -> None:
+    """Products keep what they found out about a matrix's values: here, that bfloat16 holds them."""
+    experts = made(False, np.random.default_rng(1))
+    x, weights, chosen = np.ones((4, 64), HALF), np.ones((4, 1), np.float32), np.zeros((4, 1), int)
+    backend: Any = SimpleNamespace(xp=xp, capturing=None)
+    up, good = wrap(sent(experts.ups[0], xp), backend), experts.ups[0]
+    vast = replace(good, scales=np.full_like(good.scales, 254))
+    held, codes = there(experts, xp), up.data.codes
+    for values, expected in ((good, True), (vast, False), (good, True)):
+        up.assign_(sent(values, xp))
+        given = *map(xp.asarray, (x, weights, chosen)), held._replace(ups=[up.data] * 5)
+        assert bool(module.gated_experts(xp, *given)) is expected
+    assert up.data.codes is codes  # what a captured step reads
