@@ -13,7 +13,6 @@ from extensor.backends.registry import get as get_backend
 from extensor.distributed import Communicator, LocalCommunicator, on_device
 from extensor.inspect import MemoryPlan as PartsKept
 from extensor.inspect.memory import KINDS, memory_ledger
-from extensor.quant.recipe import FLOAT_NAMES
 
 from .callbacks import (
     Callback,
@@ -269,11 +268,6 @@ def _check_graph(config: RunConfig, one_rank_looks: bool, memory: bool) -> None:
             OPTIMIZERS[config.optimizer].multi_tensor,
             f"{config.optimizer} is not captured",
             f"{', '.join(others)} or {last}",
-        ),
-        (
-            config.weights in FLOAT_NAMES,
-            f"an update of {config.weights} blocks makes new arrays",
-            "--weights bfloat16",
         ),
         (
             config.schedule != "reduce_lr_on_plateau",

@@ -391,10 +391,10 @@ CONTESTANTS = {
         "ours, lean, mxint8, captured",
     ),
     "gpt": (
-        "ours", "ours, mxint8", "ours, captured", "ours, captured, run again", "ours, float32",
-        "torch",
+        "ours", "ours, captured", "ours, mxint8, captured", "ours, captured, run again",
+        "ours, float32", "torch",
     ),
-    "llama": ("ours", "ours, captured", "torch bf16, checkpointing"),
+    "llama": ("ours", "ours, captured", "ours, mxint8, captured", "torch bf16, checkpointing"),
     "batch": (
         "ours, captured", "ours, captured, run again", "ours, float32", "torch",
         "torch, compiled", "torch float8, compiled",

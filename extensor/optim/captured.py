@@ -15,11 +15,14 @@ from extensor.optim.multi_tensor import (
     Ready,
     arrays_of,
     backend_of,
+    block_format,
     factors_of,
     nonfinite_error,
     stream_numbers,
 )
 from extensor.optim.params import ParamState, values_of
+from extensor.optim.states import Stored
+from extensor.quant.array import QuantArray
 
 __all__ = ["CapturedUpdates", "step_captured"]
 
@@ -52,6 +55,13 @@ def step_captured(
     updates.end()
 
 
+def _same_memory(now: Stored, then: Stored) -> bool:
+    """Whether arrays, or the parts of what is in blocks, are the same ones."""
+    if not isinstance(now, QuantArray) or not isinstance(then, QuantArray):
+        return now is then
+    return all(now.parts.get(name) is part for name, part in then.parts.items())
+
+
 class CapturedUpdates:
     """The updates of one captured step, one call after the other.
 
@@ -77,14 +87,18 @@ class CapturedUpdates:
                 cannot carry from step to step.
         """
         optimizer, backend = self._optimizer, backend_of(self._optimizer, parts)
+        form = block_format(parts)
         for member, grad in parts:
-            if member.param.backend is not backend or not member.takes_multi_tensor(grad):
+            param = member.param
+            taken = member.takes_multi_tensor(grad) and param.backend is backend
+            if not taken or (param.is_blocked and param.dtype is not form):
                 raise ValueError(
                     f"step: {member.name}: a captured step updates contiguous float32 parameters, "
-                    "and bfloat16 ones with masters=False, none in blocks, with Adam, AdamW, "
-                    f"Lion or SGD, got {type(optimizer).__name__}, a parameter of "
-                    f"{member.param.dtype.name} and a gradient of {grad.dtype.name}; use these, or "
-                    "leave the optimizer out of it"
+                    "and with masters=False those in bfloat16 or in blocks of one format, in rows "
+                    "of whole blocks, with Adam, AdamW, Lion or SGD, got "
+                    f"{type(optimizer).__name__}, a parameter of shape {param.shape} in "
+                    f"{param.dtype.name} and a gradient of {grad.dtype.name}; use these, or leave "
+                    "the optimizer out of it"
                 )
 
     def nonfinite(self, parts: Parts) -> Any:
@@ -154,7 +168,8 @@ class CapturedUpdates:
             return [
                 m.name
                 for m, data, arrays in captured
-                if m.param.data is not data or any(m.arrays[s] is not a for s, a in arrays.items())
+                if not _same_memory(m.param.data, data)
+                or not all(_same_memory(m.arrays[s], a) for s, a in arrays.items())
             ]
 
         def push() -> None:

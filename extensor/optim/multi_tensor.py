@@ -20,6 +20,7 @@ __all__ = [
     "Ready",
     "arrays_of",
     "backend_of",
+    "block_format",
     "factors_of",
     "nonfinite_error",
     "step_multi_tensor",
@@ -109,6 +110,11 @@ def backend_of(optimizer: MultiTensorOptimizer, parts: Parts) -> Any:
     return next((b for b in backends if optimizer.states in b.multi_tensor_states), None)
 
 
+def block_format(parts: Parts) -> Any:
+    """The dtype of the first parameter in blocks: one call takes blocks of one format."""
+    return next((m.param.dtype for m, _ in parts if m.param.is_blocked), None)
+
+
 def step_multi_tensor(
     optimizer: MultiTensorOptimizer, ready: Ready, check_finite: bool
 ) -> list[tuple[ParamGroup, ParamState, Gradient]]:
@@ -124,14 +130,15 @@ def step_multi_tensor(
         FloatingPointError: if a gradient holds NaN or infinity; nothing is updated then.
     """
     parts = [part for _, mine in ready for part in mine]
-    backend = backend_of(optimizer, parts)
+    backend, form = backend_of(optimizer, parts), block_format(parts)
     chosen: Parts = []
     factors: list[Mapping[str, float]] = []
     others = []
     for group, mine in ready:
         before = len(chosen)
         for member, grad in mine:
-            if member.param.backend is backend and member.takes_multi_tensor(grad):
+            other = member.param.is_blocked and member.param.dtype is not form
+            if member.param.backend is backend and member.takes_multi_tensor(grad) and not other:
                 chosen.append((member, grad))
             else:
                 others.append((group, member, grad))

@@ -7,6 +7,7 @@ an update of a dozen numpy calls reads main memory once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -16,8 +17,7 @@ from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.row_sums import RowSums
 from extensor.dtypes import bfloat16
-from extensor.optim.blocks import moved_blocks, packed_blocks, takes_blocks
-from extensor.optim.multi_tensor import MultiTensorOptimizer, factors_of
+from extensor.optim.multi_tensor import MultiTensorOptimizer
 from extensor.optim.params import MASTER, Array, Gradient, ParamState, Segment, wide_dtype
 from extensor.optim.states import STATES, WEIGHT_SLOT, state_stream
 from extensor.random import Stream
@@ -61,10 +61,6 @@ def step_one(
     """
     param, xp, cast = member.param, member.param.backend.xp, member.param.backend.cast
     member.step += 1
-    if takes_blocks(optimizer, member, grad):
-        factors = factors_of(optimizer, options, [member.step])
-        _write(param, moved_blocks(optimizer, member, grad, factors), _stream_of(member))
-        return
     kind, wide = STATES[optimizer.states], wide_dtype(param)
     state = {
         slot: kind.unpack(param.backend, stored, slot in optimizer.squares).astype(wide, copy=False)
@@ -105,12 +101,7 @@ def step_one(
     for place, (slot, values) in enumerate(state.items()):
         stream = state_stream(member.step, member.index, place)
         member.arrays[slot] = kind.pack(param.backend, values, stream, slot in optimizer.squares)
-    _write(param, flat, _stream_of(member) if own else None)
-
-
-def _stream_of(member: ParamState) -> Stream:
-    """What a parameter that is its own master is rounded with after its last update."""
-    return state_stream(member.step, member.index, WEIGHT_SLOT)
+    _write(param, flat, state_stream(member.step, member.index, WEIGHT_SLOT) if own else None)
 
 
 def values_of_weight(param: ExTensor, dtype: Any) -> Array:
@@ -125,7 +116,10 @@ def _write(param: ExTensor, flat: Array, stream: Stream | None) -> None:
     data, backend = param.data, param.backend
     with no_grad():
         if param.is_blocked:
-            param.assign_(packed_blocks(param, flat, stream))
+            rounding = "nearest_even" if stream is None else "stochastic"
+            rounded = data.spec.replace(rounding=rounding)
+            packed = backend.pack(flat.reshape(param.shape), rounded, stream)
+            param.assign_(replace(packed, spec=data.spec))
             return
         if stream is not None:
             flat = STATES[bfloat16.name].pack(backend, flat, stream, square=False)

@@ -12,7 +12,8 @@ import numpy as np
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.row_sums import RowSums
 from extensor.dtypes import bfloat16, float32, float64
-from extensor.optim.states import Stored
+from extensor.optim.states import Stored, block_spec
+from extensor.quant.array import QuantArray, tile_extent
 
 __all__ = [
     "MASTER",
@@ -73,21 +74,22 @@ class ParamState:
     def takes_multi_tensor(self, grad: Gradient) -> bool:
         """Whether a multi-tensor update can use the parameter's and the gradient's own arrays.
 
-        Both float32, or both bfloat16 where the parameter is its own master. Rows are of whole
-        vectors, and their kernel counts in 32 bits.
+        Both float32; or, where the parameter is its own master, both bfloat16, or the parameter in
+        whole blocks. Rows are of whole vectors, and their kernel counts in 32 bits.
         """
-        data = self.param.data
+        param, data = self.param, self.param.data
         if data is not self.whole:  # checked once: each look at an array costs what a launch does
-            narrow = self.param.dtype is bfloat16 and MASTER not in self.arrays
-            if not (narrow or self.param.dtype is float32) or data.shape != self.shape:
+            narrow = (param.dtype is bfloat16 or param.is_blocked) and MASTER not in self.arrays
+            if not (narrow or param.dtype is float32) or data.shape != self.shape:
                 return False
-            if not data.flags.c_contiguous:
+            if not (_in_whole_blocks(data) if param.is_blocked else data.flags.c_contiguous):
                 return False
-            self.whole, self.strides = data, data.strides
+            self.whole, self.strides = data, () if param.is_blocked else data.strides
+        dtype = bfloat16 if param.is_blocked else param.dtype
         if isinstance(grad, RowSums):
-            whole = grad.shape[1] % 4 == 0 and data.size < 1 << 32
-            return bool(grad.dtype == data.dtype and whole)
-        if grad.dtype is not self.param.dtype:
+            whole = grad.shape[1] % 4 == 0 and param.size < 1 << 32
+            return bool(grad.dtype == dtype.numpy and whole)
+        if grad.dtype is not dtype:
             return False
         return bool(grad.data.strides == self.strides or grad.data.flags.c_contiguous)
 
@@ -119,6 +121,15 @@ class ParamGroup:
     def params(self) -> list[ExTensor]:
         """The group's parameters."""
         return [member.param for member in self.members]
+
+
+def _in_whole_blocks(data: QuantArray) -> bool:
+    """Whether a matrix is as `extensor.nn.cast_weights` makes it, its rows of whole blocks."""
+    spec = block_spec(data.spec.format)
+    along = data.spec.replace(axis=0, rounding=spec.rounding)
+    _, block = tile_extent(data.spec, data.shape)
+    whole = data.spec.axis == len(data.shape) - 1 and data.shape[-1] % block == 0
+    return whole and along == spec and all(p.flags.c_contiguous for p in data.parts.values())
 
 
 def values_of(grad: Gradient) -> Array:

@@ -34,6 +34,7 @@ __all__ = [
     "Blocks",
     "StateKind",
     "Stored",
+    "block_spec",
     "state_stream",
     "tensor_number",
 ]
@@ -56,6 +57,11 @@ def state_stream(step: int, parameter: int, slot: int) -> Stream:
 def tensor_number(parameter: int) -> int:
     """The number in a `Stream` of the parameter with this number."""
     return FIRST_TENSOR + parameter
+
+
+def block_spec(name: str) -> QuantSpec:
+    """How updates round values into blocks of an MX format, along one axis."""
+    return QuantSpec(name, scale_rule="rceil", rounding="stochastic").resolve(1)
 
 
 class StateKind(ABC):
@@ -113,7 +119,7 @@ class Blocks(StateKind):
         for row in FORMATS.values()
         if row.scale.name == "e8m0" and (row.element.bits, row.element.mantissa_bits) == (8, 3)
     )
-    spec = QuantSpec(row.name, scale_rule="rceil", rounding="stochastic").resolve(1)
+    spec = block_spec(row.name)
 
     def pack(self, backend: Any, values: Array, stream: Stream, square: bool) -> Stored:
         """Quantize the values, or the roots of squares, where no root above zero becomes zero."""

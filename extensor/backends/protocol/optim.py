@@ -94,9 +94,11 @@ class OptimMethods(Protocol):
         """`adam` on each (weight, grad, mean, square), with the factors of each.
 
         Arrays are float32 and C-contiguous; those of one part have one size, whatever their shapes.
-        With `multi_tensor_states` weight and gradient may both be bfloat16 instead: the update is
-        in float32, and the weight is rounded stochastically; and a gradient may be `RowSums`, with
-        rows of a multiple of 4 values in an array of less than 2^32.
+        With `multi_tensor_states` weight and gradient may both be bfloat16 instead, or the weight
+        in blocks under `extensor.optim.states.block_spec` beside a bfloat16 gradient, in rows of
+        whole blocks, of one format in all parts: the update is in float32, and the weight is
+        rounded stochastically; and a gradient may be `RowSums`, with rows of a multiple of 4 values
+        in an array of less than 2^32.
         A factor ``decay`` times the weight is added to the gradient first; the gradient is not
         written. Mean and square may be stored in another way that `multi_tensor_states` names, the
         same in all parts: bfloat16 arrays, or blocks of flat arrays as `extensor.optim.states` has

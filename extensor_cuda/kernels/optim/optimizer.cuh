@@ -7,16 +7,17 @@ constexpr int kThreads = 256, kPart = 16384;  // elements of a block
 
 // A parameter: its arrays, length, first block and factors.
 struct Tensor {
-    void* weight;  // float32; bfloat16 if narrow, and so is the gradient
+    void* weight;
     const void* grad;
-    void *first, *second;              // moments; SGD: the momentum buffer, or null
-    u8 *first_scales, *second_scales;  // of blocks
+    void *first, *second;                              // moments; SGD: the momentum buffer, or null
+    u8 *first_scales, *second_scales, *weight_scales;  // of blocks
     const int* slots;  // not null: the gradient is rows; which of them is a row's, or -1
     i64 count, start;
     double shrink;  // the learning rate's multiple that decoupled weight decay subtracts
     float take1, keep2, take2, eps, decay, momentum;
-    u32 nesterov, pace, number, narrow;  // number: selects the random bits of what is rounded
-    u32 width;                           // of rows, a multiple of 4
+    u32 nesterov, pace, number;  // number: selects the random bits of what is rounded
+    u32 narrow;  // 0: weight and gradient are float32; 1: bfloat16; 2: MX blocks and bfloat16
+    u32 width;   // of rows, a multiple of 4
 };
 
 struct Row {

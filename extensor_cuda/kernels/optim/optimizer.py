@@ -1,7 +1,7 @@
 """Steps of Adam, Lion and gradient descent on many parameters in one launch, to the CPU's bits.
 
-Weights are float32 or bfloat16, states of any kind in `extensor.optim.states`; narrow ones are
-decoded, rounded stochastically and written by the same launch, where they lie.
+Weights are float32, bfloat16 or in MX blocks, states of any kind in `extensor.optim.states`; narrow
+ones are decoded, rounded stochastically and written by the same launch, where they lie.
 
 And what a step does to all gradients: looking for NaN and infinity, scaling, the sum of squares;
 and the largest magnitudes of weights.
@@ -9,6 +9,7 @@ and the largest magnitudes of weights.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from extensor.backends.capture import UpdateGuard
 from extensor.backends.protocol import FiniteQuery
 from extensor.backends.row_sums import RowSums
 from extensor.dtypes import bfloat16
-from extensor.optim.states import WEIGHT_SLOT, Blocks, Stored
+from extensor.optim.states import WEIGHT_SLOT, Blocks, Stored, block_spec
 from extensor.quant.array import QuantArray
 from extensor_cuda.kernels.quantize.quantize import plan_of, quantize_source
 from extensor_cuda.runtime.capture import current_capture
@@ -53,7 +54,8 @@ _FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(bfloat16.numpy)
 _STATIC = ("shrink", "take1", "keep2", "take2", "eps", "decay", "momentum", "nesterov")
 _TENSOR = np.dtype(
     [(name, np.uint64) for name in ("weight", "grad", "first", "second")]
-    + [(name, np.uint64) for name in ("first_scales", "second_scales", "slots")]
+    + [(f"{name}_scales", np.uint64) for name in ("first", "second", "weight")]
+    + [("slots", np.uint64)]
     + [(name, np.int64) for name in ("count", "start")]
     + [("shrink", np.float64)]
     + [(name, np.float32) for name in ("take1", "keep2", "take2", "eps", "decay", "momentum")]
@@ -91,24 +93,34 @@ class Update:
 
 
 _BITS = {"float32": 32, "bfloat16": 16, Blocks.row.name: 8}
+_NARROW = {"float32": 0, "bfloat16": 1}  # `Tensor::narrow`; in blocks: 2
 
 
 @cache
 def source(states: str = "float32", weights: str = "float32", rows: bool = False) -> Source:
     """The program for a kind of state; that for float32 has what needs none, too.
 
-    ``weights``: "bfloat16" if any are. ``rows``: whether a gradient is given by rows.
+    ``weights``: the narrowest: "bfloat16", or the format of those in blocks. ``rows``: whether a
+    gradient is given by rows.
     """
     folder = Path(__file__).parent
     if states == weights == "float32" and not rows:
         return Source.read(folder / "optimizer.cu", {})
-    plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
-    assert plan
-    numbers = {"STATES": _BITS[states], "WEIGHTS": _BITS[weights], "WEIGHT_SLOT": WEIGHT_SLOT}
-    numbers["ROWS"] = int(rows)
-    macros = dict(quantize_source(plan, "float32", "codes", True, False).macros)
+    numbers = {"STATES": _BITS[states], "NARROW": _NARROW.get(weights, 2), "ROWS": int(rows)}
+    numbers["WEIGHT_SLOT"] = WEIGHT_SLOT
+    macros = _codec(Blocks.row.name)
     macros |= {f"OPTIMIZER_{name}": str(number) for name, number in numbers.items()}
+    for name, value in _codec(weights).items() if weights not in _NARROW else ():
+        macros[name.replace("CODEC_", "OPTIMIZER_WEIGHT_")] = value
     return Source.read(folder / "optimizer_low_precision.cu", macros)
+
+
+def _codec(form: str) -> dict[str, str]:
+    """The quantizer's macros for blocks of a format."""
+    spec = block_spec(form)
+    plan = plan_of(spec, (spec.row.tile[1],))
+    assert plan
+    return dict(quantize_source(plan, "float32", "codes", True, False).macros)
 
 
 def _kind(states: Sequence[Stored | None]) -> str:
@@ -117,6 +129,19 @@ def _kind(states: Sequence[Stored | None]) -> str:
     if isinstance(first, QuantArray):
         return Blocks.row.name
     return "float32" if first is None else str(first.dtype.name)
+
+
+def _narrowest(weights: Sequence[Any], table: np.ndarray) -> str:
+    """How the narrowest weight is stored, as `source` takes it.
+
+    Raises:
+        ValueError: for blocks of several formats, which no launch takes.
+    """
+    in_blocks = np.flatnonzero(table["narrow"] > 1).tolist()
+    found = {weights[i].spec.format for i in in_blocks}
+    if len(found) > 1:
+        raise ValueError(f"expected weights in blocks of one format, got {sorted(found)}")
+    return found.pop() if found else list(_NARROW)[int(table["narrow"].max())]
 
 
 def _addresses(arrays: Sequence[Array | None]) -> list[int]:
@@ -145,13 +170,13 @@ def _table(
         table = np.zeros(len(columns["grad"]), _TENSOR)
         table["number"] = numbers
         for name, arrays in columns.items():
-            if _kind(arrays) == Blocks.row.name:
-                table[f"{name}_scales"] = _addresses([a and a.scales for a in arrays])
-                arrays = [a and a.codes for a in arrays]
+            if any(isinstance(a, QuantArray) for a in arrays):
+                table[f"{name}_scales"] = _addresses([getattr(a, "scales", None) for a in arrays])
+                arrays = [getattr(a, "codes", a) for a in arrays]
             table[name] = _addresses(arrays)
         stored = columns.get("weight", columns["grad"])
-        table["narrow"] = [a.dtype == _BFLOAT16 for a in stored]
-        table["count"] = [a.size for a in stored]
+        table["narrow"] = [2 if isinstance(a, QuantArray) else a.dtype == _BFLOAT16 for a in stored]
+        table["count"] = [math.prod(a.shape) for a in stored]
         blocks = -(-table["count"] // PART)
         table["start"] = np.cumsum(blocks) - blocks
         cache = {} if cache is None else cache
@@ -215,8 +240,7 @@ def step(
             table[name] = factors[0][name] if same else [mine[name] for mine in factors]
     which, first = _paces(factors[:1] if same else factors)
     table["pace"] = which[0] if same else which
-    weights = bfloat16.name if table["narrow"].any() else "float32"
-    program = source(_kind(columns["first"]), weights, bool(rows))
+    program = source(_kind(columns["first"]), _narrowest(columns["weight"], table), bool(rows))
     launched = program, entry, blocks, THREADS
     if update.guard is None:
         read = columns["grad"] if rows else None

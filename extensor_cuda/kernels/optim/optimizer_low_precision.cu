@@ -1,11 +1,11 @@
-// One multi-tensor step of Adam, Lion or SGD where weights are bfloat16, states narrow (bfloat16,
-// or MXFP8) or gradients given by rows. All is decoded, updated in float32 and rounded
-// stochastically in registers, bit by bit as in extensor/optim/states.py.
+// One multi-tensor step of Adam, Lion or SGD where weights are bfloat16 or in MX blocks, states
+// narrow (bfloat16, or MXFP8) or gradients given by rows. All is decoded, updated in float32 and
+// rounded stochastically in registers, bit by bit as in extensor/optim/states.py.
 //
 // A thread owns four values. One Philox call serves a block of 32, whose maximum 8 lanes find.
-// Macros: OPTIMIZER_STATES, the bits of a state's value; OPTIMIZER_WEIGHTS, the least bits of a
-// weight; OPTIMIZER_ROWS; OPTIMIZER_WEIGHT_SLOT, of random streams; the quantizer's. Compiled with
-// --fmad=false.
+// Macros: OPTIMIZER_STATES, the bits of a state's value; OPTIMIZER_NARROW, how narrow a weight may
+// be (`Tensor::narrow`); OPTIMIZER_ROWS; OPTIMIZER_WEIGHT_SLOT, of random streams; the format of
+// weights in blocks (block_weights.cuh); the quantizer's, of states. Compiled with --fmad=false.
 
 #define COMMON_MUL_WIDE 1
 #include "optim/optimizer.cuh"
@@ -14,7 +14,7 @@
 
 constexpr u32 kSigns = 0x80808080u;
 constexpr int kStride = 4 * kThreads;
-constexpr int kResident = OPTIMIZER_ROWS ? 3 : 4;  // blocks per multiprocessor
+constexpr int kResident = 4 - OPTIMIZER_ROWS - (OPTIMIZER_NARROW > 1);  // blocks per multiprocessor
 constexpr int kDrawn =  // values of a state whose random words are one Philox block
     OPTIMIZER_STATES == 8 ? CODEC_BLOCK : kHalves;
 
@@ -132,26 +132,34 @@ typedef float State;
 typedef Floatx4 Four;
 #endif
 
+#if OPTIMIZER_NARROW > 1
+#include "optim/block_weights.cuh"
+#endif
+
 // ---- the step ----
 
-// How a tensor's weights and gradients are stored.
-template <bool kNarrow>
+// How a tensor's weights and gradients are stored; kNarrow is `Tensor::narrow`.
+template <int kNarrow>
 struct Weights {
-    typedef float Element;
-    typedef Floatx4 Four;
-};
-template <>
-struct Weights<true> {
     typedef u16 Element;
     typedef Bf16x4 Four;
 };
+template <>
+struct Weights<0> {
+    typedef float Element;
+    typedef Floatx4 Four;
+};
 
-template <bool kNarrow>
+template <int kNarrow>
 struct Fetched {
     typename Weights<kNarrow>::Four weight, grad;
     Four first, second;
-    u32 first_scale, second_scale;
+    u32 first_scale, second_scale, codes;  // codes: of a weight in blocks
 };
+
+// Scale bytes of a block's part: of both states and the weight, one kind after the other, in shared
+// memory, because single-byte global accesses are slow.
+constexpr int kScales = kPart / CODEC_BLOCK;
 
 #if OPTIMIZER_ROWS
 // Where the gradient of four values from i on lies; null: they are zero.
@@ -166,13 +174,15 @@ DEVICE const Element* in_rows(const Tensor& t, i64 i) {
 #endif
 
 // A block's part of a parameter: `count` values from `begin` on. kWhole: whole warps of aligned
-// vectors. kNarrow: weights and gradients are bfloat16.
-template <class Rule, bool kWhole, bool kNarrow>
-DEVICE void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int count, u8* first_scales,
-    u8* second_scales) {
+// vectors.
+template <class Rule, bool kWhole, int kNarrow>
+DEVICE void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int count, u8* scales) {
     typedef typename Weights<kNarrow>::Element Element;
     const u32 high = t.number << 8, base = static_cast<u32>(begin / kDrawn);
-    Element* const weight = static_cast<Element*>(t.weight) + begin;
+    Element* const weight = static_cast<Element*>(t.weight) + (kNarrow > 1 ? 0 : begin);
+#if OPTIMIZER_NARROW > 1
+    u8* const codes = static_cast<u8*>(t.weight) + begin / 8 * CODEC_BITS;
+#endif
 #if !OPTIMIZER_ROWS
     const Element* const grad = static_cast<const Element*>(t.grad) + begin;
 #endif
@@ -183,7 +193,10 @@ DEVICE void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int coun
     const auto fetch = [&](u32 i) {
         const int left = kWhole ? 4 : count - static_cast<int>(i);
         Fetched<kNarrow> f = {};
-        f.weight = load(weight + i, kWhole, left);
+        if (kNarrow < 2) f.weight = load(weight + i, kWhole, left);
+#if OPTIMIZER_NARROW > 1
+        else if (left > 0) f.codes = load_codes(codes, i);
+#endif
 #if OPTIMIZER_ROWS
         if (left > 0)
             if (const Element* from = in_rows<Element>(t, begin + i))
@@ -195,17 +208,30 @@ DEVICE void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int coun
         if (Rule::kSquare) f.second = load(second + i, kWhole, left);
 #if OPTIMIZER_STATES == 8
         if (left > 0) {
-            if (keeps) f.first_scale = first_scales[i / CODEC_BLOCK];
-            if (Rule::kSquare) f.second_scale = second_scales[i / CODEC_BLOCK];
+            if (keeps) f.first_scale = scales[i / CODEC_BLOCK];
+            if (Rule::kSquare) f.second_scale = scales[kScales + i / CODEC_BLOCK];
         }
 #endif
         return f;
     };
 
-    // One Philox call's words are the noise of two lanes' eight weights; both lanes draw it.
+    // In bfloat16 one Philox call's words are the noise of two lanes' eight weights; both draw it.
     const auto write = [&](u32 i, int left, const float (&w)[4]) {
         typename Weights<kNarrow>::Four out;
         u32 word[4] = {};
+#if OPTIMIZER_NARROW > 1
+        if (kNarrow > 1) {
+            const u32 call = threadIdx.x % (CODEC_BLOCK / 4);
+            u32 scale;
+            philox(call, static_cast<u32>(begin / CODEC_BLOCK) + i / CODEC_BLOCK,
+                Stream{0, 0, now, high | OPTIMIZER_WEIGHT_SLOT << 1}, word);
+            const u32 four = encode_codes(w, word, t, scale);
+            if (left <= 0) return;
+            store_codes(codes, i, four);
+            if (call == 0) scales[2 * kScales + i / CODEC_BLOCK] = static_cast<u8>(scale);
+            return;
+        }
+#endif
         if (kNarrow)
             philox(i % kHalves / 8, static_cast<u32>(begin / kHalves) + i / kHalves,
                 Stream{0, 0, now, high | OPTIMIZER_WEIGHT_SLOT << 1}, word);
@@ -227,7 +253,12 @@ DEVICE void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int coun
         const u32 drawn = base + i / kDrawn;
         float w[4], g[4], mean[4] = {}, square[4] = {};
         u32 word[4];
-        decode(f.weight, w), decode(f.grad, g);
+        decode(f.grad, g);
+        if (kNarrow < 2) decode(f.weight, w);
+#if OPTIMIZER_NARROW > 1
+        else decode_codes(f.codes, scales[2 * kScales + i / CODEC_BLOCK], w);
+        __syncwarp();  // all lanes have read their block's scale
+#endif
 #if OPTIMIZER_STATES == 8
         float root[4];
         if (keeps) decode<false>(f.first, f.first_scale, mean);
@@ -246,8 +277,8 @@ DEVICE void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int coun
         }
         __syncwarp();  // all lanes have read their block's scale
         if (call == 0 && left > 0) {
-            if (keeps) first_scales[i / CODEC_BLOCK] = static_cast<u8>(f.first_scale);
-            if (Rule::kSquare) second_scales[i / CODEC_BLOCK] = static_cast<u8>(f.second_scale);
+            if (keeps) scales[i / CODEC_BLOCK] = static_cast<u8>(f.first_scale);
+            if (Rule::kSquare) scales[kScales + i / CODEC_BLOCK] = static_cast<u8>(f.second_scale);
         }
 #else
         if (keeps) decode(f.first, mean);
@@ -283,36 +314,41 @@ DEVICE void step(const Tensor* tensors, int number, const Pace& pace) {
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
     const i64 rest = t.count - begin;
     const int count = rest < kPart ? static_cast<int>(rest) : kPart;
-    const int weights = t.narrow ? 8 : 16, states = OPTIMIZER_STATES == 32 ? 16 : 8;
-    const bool vectors = aligned(t.weight, weights) && aligned(t.grad, weights) &&
+    const int grads = t.narrow ? 8 : 16, states = OPTIMIZER_STATES == 32 ? 16 : 8;
+    const bool vectors = (t.narrow > 1 || aligned(t.weight, grads)) && aligned(t.grad, grads) &&
                          aligned(t.first, states) && aligned(t.second, states);
-#if OPTIMIZER_STATES == 8
-    // Scales go through shared memory, because single-byte global accesses are slow.
-    __shared__ u8 scales[2][kPart / CODEC_BLOCK];
-    u8 *const first = t.first_scales + begin / CODEC_BLOCK, *const second = t.second_scales +
-                                                                            begin / CODEC_BLOCK;
+    const bool whole = vectors && count % 128 == 0;
+#if OPTIMIZER_STATES == 8 || OPTIMIZER_NARROW > 1
+    __shared__ u8 scales[(OPTIMIZER_NARROW > 1 ? 3 : 2) * kScales];
+    const i64 block = begin / CODEC_BLOCK;
     const int blocks = (count + CODEC_BLOCK - 1) / CODEC_BLOCK;
+    const bool first = OPTIMIZER_STATES == 8 && (Rule::kSquare || t.first);
+    const bool second = OPTIMIZER_STATES == 8 && Rule::kSquare, weight = t.narrow > 1;
     for (int i = threadIdx.x; i < blocks; i += kThreads) {
-        if (Rule::kSquare || t.first) scales[0][i] = first[i];
-        if (Rule::kSquare) scales[1][i] = second[i];
+        if (first) scales[i] = t.first_scales[block + i];
+        if (second) scales[kScales + i] = t.second_scales[block + i];
+        if (weight) scales[2 * kScales + i] = t.weight_scales[block + i];
     }
     __syncthreads();
 #else
-    u8* scales[2] = {};
+    u8* scales = nullptr;
 #endif
-    const bool whole = vectors && count % 128 == 0;
-    if (OPTIMIZER_WEIGHTS == 16 && t.narrow) {
-        if (whole) move<Rule, true, true>(t, rule, now, begin, count, scales[0], scales[1]);
-        else move<Rule, false, true>(t, rule, now, begin, count, scales[0], scales[1]);
+    if (OPTIMIZER_NARROW > 1 && t.narrow > 1) {
+        if (whole) move<Rule, true, 2>(t, rule, now, begin, count, scales);
+        else move<Rule, false, 2>(t, rule, now, begin, count, scales);
+    } else if (OPTIMIZER_NARROW && t.narrow) {
+        if (whole) move<Rule, true, 1>(t, rule, now, begin, count, scales);
+        else move<Rule, false, 1>(t, rule, now, begin, count, scales);
     } else {
-        if (whole) move<Rule, true, false>(t, rule, now, begin, count, scales[0], scales[1]);
-        else move<Rule, false, false>(t, rule, now, begin, count, scales[0], scales[1]);
+        if (whole) move<Rule, true, 0>(t, rule, now, begin, count, scales);
+        else move<Rule, false, 0>(t, rule, now, begin, count, scales);
     }
-#if OPTIMIZER_STATES == 8
+#if OPTIMIZER_STATES == 8 || OPTIMIZER_NARROW > 1
     __syncthreads();
     for (int i = threadIdx.x; i < blocks; i += kThreads) {
-        if (Rule::kSquare || t.first) first[i] = scales[0][i];
-        if (Rule::kSquare) second[i] = scales[1][i];
+        if (first) t.first_scales[block + i] = scales[i];
+        if (second) t.second_scales[block + i] = scales[kScales + i];
+        if (weight) t.weight_scales[block + i] = scales[2 * kScales + i];
     }
 #endif
 }

@@ -98,10 +98,10 @@ def test_captured_steps_keep_what_a_plan_of_memory_says(
     assert captured == eager and len(set(eager)) == 5
 
 
-def lean_gpt(wrap: Wrap, in_backward: bool) -> dict[str, Any]:
-    """Steps of a GPT in bfloat16 weights and 8-bit states; what they leave behind."""
+def lean_gpt(wrap: Wrap, weights: str, in_backward: bool) -> dict[str, Any]:
+    """Steps of a GPT in narrow weights and 8-bit states; what they leave behind."""
     model, _, batches = gpt("fp32")
-    et.nn.cast_weights(model, "bfloat16")
+    et.nn.cast_weights(model, weights)
     apply_recipe(model, "fp32", 5)
     model.blocks[0].recomputed = True
     by = AdamW(model.named_parameters(), lr=0.01, states="mxfp8_e4m3", masters=False)
@@ -124,9 +124,12 @@ def lean_gpt(wrap: Wrap, in_backward: bool) -> dict[str, Any]:
     return {"losses": losses, "model": model.state_dict(), "optimizer": by.state_dict()}
 
 
-def test_captured_updates_inside_backward_have_the_bits_of_eager_ones(gpu: Any) -> None:
-    eager = both(lambda wrap: lean_gpt(wrap, True))
-    same(eager, lean_gpt(et.capture, False))
+@pytest.mark.parametrize("weights", ["bfloat16", "mxint8"])
+def test_captured_updates_inside_backward_have_the_bits_of_eager_ones(
+    gpu: Any, weights: str
+) -> None:
+    eager = both(lambda wrap: lean_gpt(wrap, weights, True))
+    same(eager, lean_gpt(et.capture, weights, False))
     assert eager["losses"][0] != eager["losses"][4]
 
 

@@ -119,7 +119,7 @@ def test_an_optimizers_step_reads_vectors(disassembler: str, tmp_path: Path) -> 
     assert not starting(found, "LDL")
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "mxfp8_e4m3"])
 @pytest.mark.parametrize("states", ["bfloat16", "mxfp8_e4m3"])
 def test_narrow_states_are_moved_with_vectors(
     states: str, weights: str, disassembler: str, tmp_path: Path
