@@ -46,8 +46,10 @@ __all__ = [
     "layer_norm",
     "layer_norm_grad",
     "leading_sum",
+    "positive_bits",
     "relu",
     "relu_grad",
+    "relu_grad_of_bits",
     "rms_norm",
     "rms_norm_grad",
     "rotary",
@@ -85,6 +87,21 @@ relu = partial(_unary, name="relu")
 def relu_grad(xp: Any, g: Array, out: Array) -> Call:
     """See the protocol."""
     return unless(dtype_gap((g, out), FLOATS), lambda: _binary("relu_grad", xp, g, out))
+
+
+def positive_bits(xp: Any, x: Array) -> Call:
+    """See the protocol."""
+    return unless(dtype_gap((x,), FLOATS), lambda: elementwise.positive_bits(contiguous(xp, x), xp))
+
+
+def relu_grad_of_bits(xp: Any, g: Array, bits: Array) -> Call:
+    """See the protocol."""
+    gap = dtype_gap((g,), FLOATS)
+
+    def call() -> Array:
+        return elementwise.relu_grad_of_bits(contiguous(xp, g), contiguous(xp, bits), xp)
+
+    return unless(gap, call)
 
 
 def gelu(xp: Any, x: Array) -> Call:

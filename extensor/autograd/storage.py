@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 from extensor.autograd.node import AGAIN, Node
 from extensor.dtypes import bfloat16, dtype_of
@@ -31,7 +31,13 @@ LEAST = 1024
 
 
 class Kept(ABC):
-    """What is kept in place of an array."""
+    """What is kept in place of an array.
+
+    Attributes:
+        fused: whether an operation's fused gradient reads this itself as its output.
+    """
+
+    fused: ClassVar[bool] = False
 
     @abstractmethod
     def values(self, backend: Any) -> Any:
@@ -198,5 +204,5 @@ def restore(node: Node, fused: bool) -> None:
             inputs = [backend.cast(array, node.compute) for array in inputs]
         assert node.primitive.saved_again is not None
         node.saved = node.primitive.saved_again(backend, *inputs)
-    if isinstance(node.out, Kept):
+    if isinstance(node.out, Kept) and not (fused and node.out.fused):
         node.out = node.out.values(backend)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ __all__ = [
 class _Positive(Kept):
     """Where a rectified array is positive: a bit a value."""
 
+    fused: ClassVar[bool] = True
     bits: Any
     shape: tuple[int, ...]
     dtype: Any
@@ -39,23 +40,25 @@ class _Positive(Kept):
         return (self.bits,)
 
     def values(self, backend: Any) -> Any:
-        """Ones where it is, as the gradient reads them."""
+        """Ones where it is, as a gradient that is recorded reads them."""
         ones = backend.xp.unpackbits(self.bits)[: math.prod(self.shape)]
         return ones.astype(self.dtype).reshape(self.shape)
 
 
 def _positive(backend: Any, out: Any) -> _Positive:
-    # As integers, whose order is that of the floats: cupy takes subnormal floats for zero.
-    bits = out.view(f"int{8 * out.dtype.itemsize}")
-    infinity = int(np.array(np.inf, out.dtype).view(bits.dtype))
-    positive = (bits > 0) & (bits <= infinity)
-    return _Positive(backend.xp.packbits(positive), tuple(out.shape), out.dtype)
+    return _Positive(backend.positive_bits(out), tuple(out.shape), out.dtype)
+
+
+def _relu_grad(backend: Any, g: Any, out: Any) -> Any:
+    if isinstance(out, _Positive):
+        return backend.relu_grad_of_bits(g, out.bits)
+    return backend.relu_grad(g, out)
 
 
 @primitive(
     forward=lambda backend, x: backend.relu(x),
     vjps=(lambda g, out, x: where(out > 0, g, 0.0),),
-    fused_vjp=lambda backend, g, out, inputs, needs: (backend.relu_grad(g, out),),
+    fused_vjp=lambda backend, g, out, inputs, needs: (_relu_grad(backend, g, out),),
     reads="output",
     out_slot="activation",
     smaller_output=_positive,

@@ -87,6 +87,18 @@ class GenericNn(GenericCore):
         bits &= g.view(words)
         return bits.view(g.dtype)
 
+    def positive_bits(self, x: Array) -> Array:
+        """See the protocol."""
+        # As integers, whose order is that of the floats: cupy takes subnormal floats for zero.
+        words = x.view(f"int{8 * x.dtype.itemsize}")
+        infinity = int(np.array(np.inf, x.dtype).view(words.dtype))
+        return self.xp.packbits((words > 0) & (words <= infinity))
+
+    def relu_grad_of_bits(self, g: Array, bits: Array) -> Array:
+        """See the protocol."""
+        ones = self.xp.unpackbits(bits)[: g.size].astype(g.dtype)
+        return self.relu_grad(g, ones.reshape(g.shape))
+
     @widened
     def gelu(self, x: Array) -> tuple[Array, Array | None]:
         """See the protocol."""

@@ -107,6 +107,14 @@ class NnMethods(Protocol):
         """G where relu's output is positive, 0 elsewhere."""
         ...
 
+    def positive_bits(self, x: Array) -> Array:
+        """Whether each value is positive, a bit a value, in bytes as ``packbits`` makes them."""
+        ...
+
+    def relu_grad_of_bits(self, g: Array, bits: Array) -> Array:
+        """`relu_grad`, of the output's `positive_bits`."""
+        ...
+
     def gelu(self, x: Array) -> tuple[Array, Array | None]:
         """X Phi(x), with the normal distribution function Phi, and Phi(x) where that is kept."""
         ...

@@ -46,6 +46,15 @@ DEVICE void each(const ElementType<NN_A>::Raw* __restrict__ a,
         }
 }
 
+// The first values of a vector of which `left` are there; zeros.
+DEVICE FloatVector some(const ElementType<NN_A>::Raw* from, i64 left) {
+    FloatVector v = {};
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+        if (i < left) v.v[i] = ElementType<NN_A>::wide(from[i]);
+    return v;
+}
+
 #define COMMON_FULL_PRECISION (NN_OUT == 0)
 #include "common/activation.cuh"
 
@@ -104,6 +113,44 @@ extern "C" __global__ void __launch_bounds__(kThreads, 6) relu_grad(
     const ElementType<NN_A>::Raw* __restrict__ a, const ElementType<NN_B>::Raw* __restrict__ b,
     ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<true>(a, b, out, count, ReluGrad{});
+}
+
+// A byte for the eight values of a vector, the first in its highest bit.
+extern "C" __global__ void __launch_bounds__(kThreads, 6)
+    positive_bits(const ElementType<NN_A>::Raw* __restrict__ x, u8* __restrict__ bits, i64 count) {
+    const i64 first = blockIdx.x * kPart + threadIdx.x * kVector;
+    const bool whole = reinterpret_cast<u64>(x) % 16 == 0 && first + kStep + kVector <= count;
+#pragma unroll
+    for (int k = 0; k < kGroups; ++k) {
+        const i64 at = first + k * kStep;
+        if (at >= count) return;
+        const FloatVector v = whole ? ElementType<NN_A>::load(x + at) : some(x + at, count - at);
+        u32 byte = 0;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) byte |= (v.v[i] > 0 ? 128u : 0u) >> i;
+        bits[at / kVector] = static_cast<u8>(byte);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 6)
+    relu_grad_of_bits(const ElementType<NN_A>::Raw* __restrict__ g, const u8* __restrict__ bits,
+        ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    const i64 first = blockIdx.x * kPart + threadIdx.x * kVector;
+    const bool aligned = !((reinterpret_cast<u64>(g) | reinterpret_cast<u64>(out)) & 15);
+    const bool whole = aligned && first + kStep + kVector <= count;
+#pragma unroll
+    for (int k = 0; k < kGroups; ++k) {
+        const i64 at = first + k * kStep;
+        if (at >= count) return;
+        FloatVector v = whole ? ElementType<NN_A>::load(g + at) : some(g + at, count - at);
+        const u32 byte = bits[at / kVector];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) v.v[i] = byte << i & 128u ? v.v[i] : 0.0f;
+        if (whole) ElementType<NN_OUT>::store(out + at, v);
+        else
+            for (int i = 0; i < kVector; ++i)
+                if (at + i < count) out[at + i] = ElementType<NN_OUT>::narrow(v.v[i]);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6) add(const ElementType<NN_A>::Raw* a,

@@ -33,7 +33,9 @@ __all__ = [
     "binary",
     "gelu_grad_of_stored",
     "kind",
+    "positive_bits",
     "reads_stored",
+    "relu_grad_of_bits",
     "row_warps",
     "source",
     "stored_macros",
@@ -103,6 +105,23 @@ def binary(name: str, a: Array, b: Array, xp: Any, dtype: Any) -> Array:
     blocks = -(-a.size // _PART)
     pdl = name == "add" and blocks <= SHORT
     launch(program, name, blocks, _THREADS, a, b, out, np.int64(a.size), pdl=pdl)
+    return out
+
+
+def positive_bits(x: Array, xp: Any) -> Array:
+    """A bit for each value, C-contiguous and not empty: whether it is positive; packbits' order."""
+    out = xp.empty(-(-x.size // _VECTOR), dtype=np.uint8)
+    program = source(kind(x), kind(x), kind(x))
+    launch(program, "positive_bits", -(-x.size // _PART), _THREADS, x, out, np.int64(x.size))
+    return out
+
+
+def relu_grad_of_bits(g: Array, bits: Array, xp: Any) -> Array:
+    """G, C-contiguous and not empty, where `positive_bits` are set, 0 elsewhere."""
+    out = xp.empty(g.shape, dtype=g.dtype)
+    program = source(kind(g), kind(g), kind(g))
+    blocks = -(-g.size // _PART)
+    launch(program, "relu_grad_of_bits", blocks, _THREADS, g, bits, out, np.int64(g.size))
     return out
 
 

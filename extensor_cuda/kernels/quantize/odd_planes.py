@@ -15,7 +15,7 @@ from extensor_cuda.runtime.launch import launch
 __all__ = ["odd_planes", "odd_values", "source"]
 
 Array = Any
-_THREADS, _GROUP = 256, 32  # as in odd_planes.cu
+_THREADS, _GROUP, _ITEMS = 256, 32, 2  # as in odd_planes.cu
 
 
 @lru_cache(maxsize=32)
@@ -41,4 +41,5 @@ def odd_values(kept: OddPlanes, xp: Any) -> Array:
 
 def _launch(name: str, arrays: tuple[Array, Array], bits: int, floats: Array) -> None:
     program = source(8 * floats.itemsize, bits)
-    launch(program, name, -(-floats.size // _THREADS), _THREADS, *arrays, np.int64(floats.size))
+    blocks = -(-floats.size // (_THREADS * _ITEMS))
+    launch(program, name, blocks, _THREADS, *arrays, np.int64(floats.size))

@@ -57,6 +57,7 @@ def test_no_kernel_spills(arch: str) -> None:
     sources = [
         optimizer.source(*each) for each in itertools.product(STATES, weights, (False, True))
     ]
+    sources += [optimizer.source(states, "mxint8") for states in STATES]
     sources += [capture.source(), scatter_add.source(), conv_pool.source()]
     sources += [
         elementwise.source(*kinds) for kinds in ((0, 0, 0), (0, 1, 0), (1, 1, 1), (1, 0, 0))
@@ -154,6 +155,24 @@ def test_windows_have_the_cpus_bits(trainer: Any, where: Window) -> None:
     arrays[0][0, 0, 0, 0] = np.nan
     slope = trainer.relu_grad(*map(trainer.xp.asarray, arrays))
     same_bytes("relu", slope.get(), CPU.relu_grad(*arrays))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("size", [1, 8, 4099, 12288])
+def test_bits_of_relu_are_those_of_its_output(trainer: Any, size: int, dtype: Any) -> None:
+    """Subnormal values count; NaN, of which a gradient stays zero, does not."""
+    rng = np.random.default_rng(size)
+    out = np.maximum(rng.standard_normal(size + 1), 0)[1:].astype(dtype)
+    out[::7], out[3::11], out[5::13] = 1e-40, np.nan, np.inf
+    g = rng.standard_normal(size).astype(dtype)
+    g[::5] = -np.inf
+    there = trainer.xp.asarray(out), trainer.xp.asarray(g)
+    assert trainer.path("positive_bits", there[0]) == "fused kernel"
+    bits = trainer.positive_bits(there[0])
+    same_bytes("bits", bits.get(), np.packbits(out.astype(np.float64) > 0))
+    same_bytes("bits", bits.get(), CPU.positive_bits(out))
+    got = trainer.relu_grad_of_bits(there[1], bits)
+    same_bytes("gradient", got.get(), CPU.relu_grad(g, out).astype(dtype))
 
 
 def test_rounding_to_bfloat16_has_the_cpus_bits(trainer: Any) -> None:

@@ -60,7 +60,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "add": (X, some(6, 40)),
     "cast": (X, np.dtype(ml_dtypes.bfloat16)),
     "relu": (X,),
+    "positive_bits": (X,),
     "relu_grad": (some(6, 40), X),
+    "relu_grad_of_bits": (some(6, 40), RNG.integers(0, 256, 30).astype(np.uint8)),
     "max_pool2d": (some(2, 3, 6, 6), WINDOW),
     "max_pool2d_grad": (
         *(some(2, 3, 5, 5), RNG.integers(0, 4, (2, 3, 5, 5)).astype(np.int32)),
