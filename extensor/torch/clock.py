@@ -256,6 +256,10 @@ def next_step(modules: Iterable[Ticking]) -> None:
         torch._foreach_copy_(there, list(times.unbind()))
 
 
+def _parameters(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 def _leading(module: Ticking) -> torch.nn.Parameter | None:
     """The parameter whose optimizer advances the clock: others may have optimizers of their own."""
     parameters = list(module.parameters())
@@ -267,7 +271,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     key = _registered[0], *(len(group["params"]) for group in optimizer.param_groups)
     found = _of_optimizer.get(optimizer)
     if found is None or found[0] != key:
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        own = _parameters(optimizer)
+        for inner in vars(optimizer).values():  # as of ZeroRedundancyOptimizer: it steps, too
+            if isinstance(inner, Optimizer):
+                own -= _parameters(inner)
         its = [m for m in _modules if id(_leading(m)) in own]
         found = _of_optimizer[optimizer] = key, [weakref.ref(m) for m in its]
     modules = [module for module in (ref() for ref in found[1]) if module is not None]

@@ -23,14 +23,14 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 LLAMA = {**TEXT, **SIZES, "num_key_value_heads": 2}
 
 
-def build(name: str) -> Any:
+def build(name: str, **wider: int) -> Any:
     """A tiny model with random weights; its dropout is off, so that runs compare."""
     torch.manual_seed(0)
     t = transformers
     if name == "llama":
-        return t.LlamaForCausalLM(t.LlamaConfig(**LLAMA))
+        return t.LlamaForCausalLM(t.LlamaConfig(**LLAMA | wider))
     if name == "qwen3":
-        return t.Qwen3ForCausalLM(t.Qwen3Config(**LLAMA, head_dim=16))
+        return t.Qwen3ForCausalLM(t.Qwen3Config(**LLAMA | {"head_dim": 16} | wider))
     if name == "gpt2":
         quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = t.GPT2Config(
@@ -162,8 +162,9 @@ def test_accelerate_runs_it() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_gguf_files_are_those_of_extensors_own_model(name: str, tmp_path: Path) -> None:
-    """Names, codes and scales in every GGUF layout."""
-    model = ext.quantize_(build(name), "mxfp4", seed=1)
+    """Names, codes and scales in every GGUF layout, up to blocks of 256."""
+    wide = build(name, hidden_size=256, intermediate_size=256, head_dim=64)
+    model = ext.quantize_(wide, "mxfp4", seed=1)
     model.save_pretrained(tmp_path / "hub")
     own, files = et.models.from_pretrained(tmp_path / "hub"), []
     for layout in (each for each, row in TARGETS.items() if row.container == "gguf"):

@@ -147,6 +147,21 @@ def test_a_step_is_that_of_the_weights_optimizer() -> None:
     assert int(model[0].quant_clock) == 4 and int(model[2].quant_clock) == 3
 
 
+def test_an_optimizer_within_another_makes_no_second_step() -> None:
+    """As ZeroRedundancyOptimizer has one of the parameters that are this process's."""
+
+    class Outer(torch.optim.SGD):  # type: ignore[misc, name-defined]
+        def step(self, closure: Any = None) -> None:
+            self.inner.step(closure)
+
+    model = network()
+    outer = Outer(model.parameters(), 0.1)
+    outer.inner = torch.optim.SGD(model[0].parameters(), 0.1)
+    for _ in range(2):
+        outer.step()
+    assert [int(layer.quant_clock) for layer in (model[0], model[2])] == [2, 2]
+
+
 def test_a_clock_of_another_dtype_says_so() -> None:
     """Its bits would be others, and its memory too short."""
     model = network().type(torch.float16)
