@@ -39,6 +39,8 @@ class ObserveArgs:
     """Only these arms now, as `--arms bf16 mxfp4 mxfp4,bf16@90%`; none are all."""
     seeds: int = 0
     """Only so many seeds of each arm now; 0 is all."""
+    first_seed: int = 0
+    """Begin with this seed, to leave those before it to another machine."""
     gpus: int = 1
     """GPUs to use, of those that this process sees (CUDA_VISIBLE_DEVICES); each run has one."""
     jobs: int = 1
@@ -61,8 +63,11 @@ class ObserveArgs:
         for flag, value in (("--minutes", self.minutes), ("--rates", self.rates)):
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{flag}: expected a number, 0 or more, got {value}")
-        if self.seeds < 0:
-            raise ValueError(f"--seeds: expected a whole number, 0 or more, got {self.seeds}")
+        for flag, count in (("--seeds", self.seeds), ("--first-seed", self.first_seed)):
+            if count < 0:
+                raise ValueError(f"{flag}: expected a whole number, 0 or more, got {count}")
+        if self.first_seed >= (seeds := EXPERIMENTS[self.experiment].seeds):
+            raise ValueError(f"--first-seed: expected one below {seeds}, got {self.first_seed}")
         for flag, number in (("--gpus", self.gpus), ("--jobs", self.jobs)):
             if number < 1:
                 raise ValueError(f"{flag}: expected a whole number, 1 or more, got {number}")
@@ -79,7 +84,7 @@ def observe(args: ObserveArgs, console: Console) -> int:
     """
     folder = args.out or Path("runs") / f"observe-{args.experiment}"
     experiment = EXPERIMENTS[args.experiment]
-    queue = Queue(experiment, folder, args.arms or None, args.seeds)
+    queue = Queue(experiment, folder, args.arms or None, args.seeds, args.first_seed)
     where = places(args.gpus, args.jobs, experiment.settings.get("device", "cpu"))
     start = time.monotonic()
     if args.rates:

@@ -180,7 +180,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "10m", 10.6e6, 64, _BRANCHES, 6, tokens=16, rounds=4, rates=(2e-3,), branch=2,
     ),
     "30m_branch": _llama(
-        "30m", 29.5e6, 128, _BRANCHES, 3, tokens=6, rounds=4, rates=(2e-3,), branch=2,
+        "30m", 29.5e6, 128, _BRANCHES, 6, tokens=6, rounds=4, rates=(2e-3,), branch=2,
     ),
     # Sizes beside each other at as many tokens a weight: 6 up to 30m_branch, 1.5 for the largest.
     "3m_branch_short": _llama(

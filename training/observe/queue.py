@@ -41,6 +41,7 @@ class Queue:
         folder: for everything that it leaves.
         only: arms to run now; None is all of them. Trials are always run.
         seeds: how many seeds of them; 0 is all.
+        first_seed: the first one to run now.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class Queue:
         folder: Path,
         only: Collection[str] | None = None,
         seeds: int = 0,
+        first_seed: int = 0,
     ) -> None:
         self.experiment, self.folder, self.only = experiment, folder, only
-        self.seeds = seeds or experiment.seeds
+        self.seeds = range(first_seed, first_seed + (seeds or experiment.seeds))
         self.failed: dict[str, str] = {}
 
     @property
@@ -132,7 +134,7 @@ class Queue:
     def _open(self) -> list[Entry]:
         """What is to run now, in its order."""
         found = [e for e in self.entries() if e.state != "finished" and e.name not in self.failed]
-        found = [e for e in found if e.kind == "rate" or e.job.config.seed < self.seeds]
+        found = [e for e in found if e.kind == "rate" or e.job.config.seed in self.seeds]
         if self.only is not None:
             found = [e for e in found if e.kind != "arm" or e.job.config.recipe in self.only]
         return sorted(found, key=lambda entry: entry.state != "interrupted")

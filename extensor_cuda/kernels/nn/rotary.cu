@@ -10,27 +10,32 @@
 constexpr int kThreads = 256;
 typedef ElementType<NN_A> T;
 
-// x (batch, heads, tokens, 2 n) with these strides and neighbouring components, all multiples of
-// 8, 16-byte aligned; tables (tokens, n); out likewise, with strides of its own.
+// Rows of 2 n neighbouring components along three axes: of each its length and how far apart its
+// neighbours lie in x, out and the tables. The nearest in memory comes first, so that a warp reads
+// what lies together. Distances are multiples of 8, arrays 16-byte aligned.
 extern "C" __global__ void __launch_bounds__(kThreads) rotary(const T::Raw* __restrict__ x,
     const float* __restrict__ cosine, const float* __restrict__ sine, T::Raw* __restrict__ out,
-    i64 rows, i64 heads, i64 tokens, i64 half, i64 by_batch, i64 by_head, i64 by_token,
-    i64 out_by_batch, i64 out_by_head, i64 out_by_token) {
-    const i64 item = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
-    const i64 groups = half / kVector, row = item / groups, at = item % groups * kVector;
+    i64 rows, i64 half, i64 length0, i64 x0, i64 out0, i64 table0, i64 length1, i64 x1, i64 out1,
+    i64 table1, i64, i64 x2, i64 out2, i64 table2) {
+    const u32 item = blockIdx.x * kThreads + threadIdx.x;  // below 2^32: rotary.py
+    const u32 groups = static_cast<u32>(half / kVector), row = item / groups;
     if (row >= rows) return;
-    const i64 token = row % tokens, head = row / tokens % heads, batch = row / tokens / heads;
-    const T::Raw* from = x + batch * by_batch + head * by_head + token * by_token + at;
+    const u32 n = static_cast<u32>(length0), m = static_cast<u32>(length1);
+    const u32 outer = row / n, third = outer / m;
+    const i64 i = row - outer * n, j = outer - third * m, k = third;
+    const i64 at = (item - row * groups) * kVector;
+    const i64 angle = i * table0 + j * table1 + k * table2 + at;
+    const T::Raw* from = x + i * x0 + j * x1 + k * x2 + at;
     FloatVector a = T::load(from), b = T::load(from + half);
-    const FloatVector c = ElementType<0>::load(cosine + token * half + at),
-                      s = ElementType<0>::load(sine + token * half + at);
+    const FloatVector c = ElementType<0>::load(cosine + angle),
+                      s = ElementType<0>::load(sine + angle);
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-        const float low = a.v[k], high = b.v[k];
-        a.v[k] = __fsub_rn(__fmul_rn(low, c.v[k]), __fmul_rn(high, s.v[k]));
-        b.v[k] = __fadd_rn(__fmul_rn(high, c.v[k]), __fmul_rn(low, s.v[k]));
+    for (int e = 0; e < kVector; ++e) {
+        const float low = a.v[e], high = b.v[e];
+        a.v[e] = __fsub_rn(__fmul_rn(low, c.v[e]), __fmul_rn(high, s.v[e]));
+        b.v[e] = __fadd_rn(__fmul_rn(high, c.v[e]), __fmul_rn(low, s.v[e]));
     }
-    T::Raw* to = out + batch * out_by_batch + head * out_by_head + token * out_by_token + at;
+    T::Raw* to = out + i * out0 + j * out1 + k * out2 + at;
     T::store(to, a);
     T::store(to + half, b);
 }

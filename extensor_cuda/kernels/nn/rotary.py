@@ -36,6 +36,8 @@ def gap(x: Array, cos: Array, sin: Array, interleaved: bool) -> Unsupported | No
         return Unsupported("angles that are not one for each position in float32")
     if not all(t.flags.c_contiguous and t.data.ptr % 16 == 0 for t in tables):
         return Unsupported("tables that are strided, or not aligned to 16 bytes")
+    if x.size // (2 * _VECTOR) > 2**32 - _THREADS:
+        return Unsupported("more than 2^32 vectors")
     strides = [stride // x.itemsize for stride in x.strides]
     if strides[3] != 1 or any(s % _VECTOR for s in strides[:3]) or x.data.ptr % 16:
         return Unsupported("heads that are strided, or not aligned to 16 bytes")
@@ -44,11 +46,13 @@ def gap(x: Array, cos: Array, sin: Array, interleaved: bool) -> Unsupported | No
 
 def rotary(x: Array, cos: Array, sin: Array, xp: Any) -> Array:
     """Of x's shape, dtype and order in memory; arguments without a `gap`, not empty."""
-    batch, heads, tokens, size = x.shape
-    out = empty_heads(x, xp)
-    rows = batch * heads * tokens
-    blocks = -(-rows * (size // 2 // _VECTOR) // _THREADS)
-    strides = (stride // x.itemsize for stride in (*x.strides[:3], *out.strides[:3]))
-    numbers = map(np.int64, (rows, heads, tokens, size // 2, *strides))
+    out, half = empty_heads(x, xp), x.shape[3] // 2
+    rows = x.size // x.shape[3]
+    blocks = -(-rows * (half // _VECTOR) // _THREADS)
+    axes: list[int] = []
+    for axis in sorted(range(3), key=x.strides.__getitem__):
+        apart = x.strides[axis] // x.itemsize, out.strides[axis] // x.itemsize
+        axes += x.shape[axis], *apart, half if axis == 2 else 0
+    numbers = map(np.int64, (rows, half, *axes))
     launch(source(kind(x)), "rotary", blocks, _THREADS, x, cos, sin, out, *numbers)
     return out

@@ -298,8 +298,10 @@ def test_arms_are_run_side_by_side_as_far_as_they_are_chosen(
     monkeypatch.setattr(Queue, "_start", slow)
     assert Queue(TINY, tmp_path, only=["fp32"]).run(60, QUIET, [None, None])
     assert begun == ["rate-0.02-fp32-s0", "rate-1e-06-fp32-s0", "arm-fp32-s0", "arm-fp32-s1"]
+    assert Queue(TINY, tmp_path, seeds=1, first_seed=1).run(60, QUIET)
+    assert begun[4:] == ["arm-mxfp4_all+fp32@50pc-s1"]
     assert Queue(TINY, tmp_path, seeds=1).run(60, QUIET)
-    assert begun[4:] == ["arm-mxfp4_all+fp32@50pc-s0"]
+    assert begun[5:] == ["arm-mxfp4_all+fp32@50pc-s0"]
 
 
 def test_no_run_begins_that_the_time_would_interrupt(here: None, tmp_path: Path) -> None:
