@@ -61,7 +61,11 @@ class RowGradient:
         return RowSums(slots, values, (self.shape[0], sums.shape[1]))
 
     def added_to(self, whole: Array, backend: Any) -> Array:
-        """A new array: ``whole`` plus this, whose zeros are not made."""
+        """A new array: ``whole`` plus the sum of each row, whose zeros are not made."""
+        if not self._narrow:
+            out = whole.copy()
+            backend.add_rows(out, self.index, self.terms)
+            return out
         sums = self.summed(backend)
         out = whole.copy().reshape(sums.shape)
         at = self.index.reshape(-1) % self.shape[0]

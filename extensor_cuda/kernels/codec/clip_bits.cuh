@@ -4,6 +4,9 @@
 #if CODEC_MASK
 #define CODEC_MASK_PARAMETER u8* __restrict__ mask,
 #define CODEC_MASK_ARGUMENT mask,
+#define CODEC_CLIP_PARAMETERS const u32(&raw)[sizeof(Raw) * kChunk / 4], u32 &inside,
+#define CODEC_CLIP_ARGUMENTS(raw, inside) raw, inside,
+#define CODEC_CLIP_BITS inside = clip_bits(raw, v, s, tensor);
 
 DEVICE float clip_limit(const Scale& s, const Tensor& tensor) {
     const float limit = __fmul_rn(CODEC_TOP, s.decode);
@@ -29,11 +32,12 @@ template <typename Unpacked>
 DEVICE u32 clip_bits(
     const u32 (&raw)[kChunk / 2], const Unpacked&, const Scale& s, const Tensor& tensor) {
     const u32 top = bits_of(clip_limit(s, tensor)) >> 16, most = top << 16 | top;
-    u32 found = 0;
+    u32 found[2] = {};  // which do not wait for each other
 #pragma unroll
     for (int k = 0; k < kChunk / 2; ++k)
-        found |= pair_within(raw[k], most) & (0x00020001u << 2 * k);
-    return (found | found >> 16) & s.live;
+        found[k % 2] |= pair_within(raw[k], most) & (0x00020001u << 2 * k);
+    found[0] |= found[1];
+    return (found[0] | found[0] >> 16) & s.live;
 }
 #else
 // A difference is negative where a magnitude is above the limit; a block with a NaN is not live.
@@ -41,11 +45,17 @@ template <int N>
 DEVICE u32 clip_bits(
     const u32 (&)[N], const float (&x)[1][kChunk], const Scale& s, const Tensor& tensor) {
     const float limit = clip_limit(s, tensor);
-    u32 above = 0;
+    constexpr int kChains = 4, kEach = kChunk / kChains;  // which do not wait for each other
+    u32 above[kChains] = {};
 #pragma unroll
-    for (int k = kChunk - 1; k >= 0; --k)
-        above = __funnelshift_l(bits_of(__fsub_rn(limit, fabsf(x[0][k]))), above, 1);
-    return ~above & s.live;
+    for (int k = kEach - 1; k >= 0; --k)
+#pragma unroll
+        for (int c = 0; c < kChains; ++c)
+            above[c] = __funnelshift_l(
+                bits_of(__fsub_rn(limit, fabsf(x[0][c * kEach + k]))), above[c], 1);
+#pragma unroll
+    for (int c = 1; c < kChains; ++c) above[0] |= above[c] << c * kEach;
+    return ~above[0] & s.live;
 }
 #endif
 
@@ -64,4 +74,7 @@ DEVICE void store_clip_bits(u8* mask, i64 chunk, i64 row, i64 start, i64 coded, 
 #else
 #define CODEC_MASK_PARAMETER
 #define CODEC_MASK_ARGUMENT
+#define CODEC_CLIP_PARAMETERS
+#define CODEC_CLIP_ARGUMENTS(raw, inside)
+#define CODEC_CLIP_BITS
 #endif

@@ -19,13 +19,14 @@ DEVICE Chunk& chunk_of(u32 (&raw)[sizeof(Raw) * kChunk / 4], Chunk& unpacked) {
 }
 
 // Makes packed codes (CODEC_OUT 1: decoded values in place). Neighbouring lanes hold the block's
-// other chunks.
+// other chunks. CODEC_MASK: `inside` gets the clip mask's bits, before the values are let go.
 DEVICE Scale encode_chunk(Chunk& v, const Tensor& tensor, u32 block, u32 part, const Stream& stream,
-    u32 (&packed)[kWords], Tally& tally) {
+    CODEC_CLIP_PARAMETERS u32 (&packed)[kWords], Tally& tally) {
 #if CODEC_BF16X2
     const u32 pair = pair_maximum<kChunk / 2, 1>(v);
     const u32 amax = across_lanes(larger(low_float(pair), high_float(pair)));
     const Scale s = block_scale(amax, tensor);
+    CODEC_CLIP_BITS
     encode_pairs(v, s, is_far(amax, s), packed, tally);
 #else
     const u32 amax = across_lanes(chunk_maximum(v[0]));
@@ -39,6 +40,7 @@ DEVICE Scale encode_chunk(Chunk& v, const Tensor& tensor, u32 block, u32 part, c
 #else
     const Scale s = block_scale(amax, tensor);
 #endif
+    CODEC_CLIP_BITS
     encode(v[0], s, is_far(amax, s), tensor, block, part, stream, packed, tally);
 #endif
     return s;

@@ -13,13 +13,18 @@ DEVICE u32 round_bf16(float v) {
     return (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
 }
 
+#ifdef __CUDA_ARCH__
+// The same of two numbers; another quiet NaN than `round_bf16` of NaN.
+DEVICE u32 round_numbers(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+#endif
+
 DEVICE u32 round_bf16x2(float low, float high) {
 #ifdef __CUDA_ARCH__
-    if (low == low && high == high) {
-        u32 pair;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-        return pair;
-    }
+    if (low == low && high == high) return round_numbers(low, high);
 #endif
     return round_bf16(low) | round_bf16(high) << 16;
 }
@@ -60,9 +65,19 @@ struct ElementType<1> {
         return g;
     }
     static DEVICE void store(u16* to, const FloatVector& g) {
-        uint4 w;
-        w.x = round_bf16x2(g.v[0], g.v[1]), w.y = round_bf16x2(g.v[2], g.v[3]);
-        w.z = round_bf16x2(g.v[4], g.v[5]), w.w = round_bf16x2(g.v[6], g.v[7]);
-        *reinterpret_cast<uint4*>(to) = w;
+        u32 w[4];
+#ifdef __CUDA_ARCH__
+        bool numbers = true;  // one branch for all
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            numbers &= g.v[2 * i] <= g.v[2 * i + 1] || g.v[2 * i] > g.v[2 * i + 1];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) w[i] = round_numbers(g.v[2 * i], g.v[2 * i + 1]);
+        if (!numbers)
+#endif
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                w[i] = round_bf16(g.v[2 * i]) | round_bf16(g.v[2 * i + 1]) << 16;
+        *reinterpret_cast<uint4*>(to) = uint4{w[0], w[1], w[2], w[3]};
     }
 };

@@ -9,6 +9,7 @@
 #include "codec/searched_scale.cuh"
 #include "codec/encode.cuh"
 #include "codec/e2m1_bf16x2.cuh"
+#include "codec/clip_bits.cuh"
 #include "codec/encode_chunk.cuh"
 
 static_assert(kTileN % CODEC_BLOCK == 0 && kEpilogueTileN % CODEC_BLOCK == 0,

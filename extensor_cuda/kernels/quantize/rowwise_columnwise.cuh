@@ -14,7 +14,9 @@ DEVICE void encode_rowwise(u32 (&raw)[sizeof(Raw) * kChunk / 4], i64 row, i64 st
     u32 codes_of[kWords];
     Chunk unpacked;
     Chunk& v = chunk_of(raw, unpacked);
-    const Scale s = encode_chunk(v, tensor, static_cast<u32>(block), part, stream, codes_of, tally);
+    [[maybe_unused]] u32 inside;
+    const Scale s = encode_chunk(v, tensor, static_cast<u32>(block), part, stream,
+        CODEC_CLIP_ARGUMENTS(raw, inside) codes_of, tally);
 #if CODEC_OUT == 1
     float* to = values + row * columns + start;
 #if QUANT_WHOLE
@@ -33,8 +35,7 @@ DEVICE void encode_rowwise(u32 (&raw)[sizeof(Raw) * kChunk / 4], i64 row, i64 st
         store_words(reinterpret_cast<u32*>(codes) + (block * kParts + part) * kWords, codes_of);
         if (part == 0) scales[block] = static_cast<u8>(s.stored);
 #if CODEC_MASK
-        store_clip_bits(
-            mask, block * kParts + part, row, start, columns, clip_bits(raw, v, s, tensor));
+        store_clip_bits(mask, block * kParts + part, row, start, columns, inside);
 #endif
     }
 #endif
