@@ -134,7 +134,9 @@ def test_arms_go_on_from_the_baselines_first_epochs(here: None, tmp_path: Path) 
          "gap": results["arms"][1]["gap"], "gap_standard_error": None}
     ]  # fmt: skip
     write_page(results, tmp_path / "index.html")
-    assert "against" in (tmp_path / "index.html").read_text()
+    page = (tmp_path / "index.html").read_text()
+    assert "against" in page and "in b from half of its steps on" in page
+    assert "<h2>Curves</h2>" in page and "Curves by time" not in page  # no rates
 
 
 def test_a_trunk_is_no_beginning_of_an_arm_that_parted_before(tmp_path: Path) -> None:

@@ -217,6 +217,11 @@ def test_charts() -> None:
     Checked(bars("t", "n", [0.0, 1.0, 2.0], [0, 0], "x", stems=[(1.0, 0.5)], marks=[(1.0, "<")]))
 
 
+def test_an_axis_of_whole_numbers_has_whole_ones() -> None:
+    drawn = lines("x", [Line("a", [1, 2, 3], [1.0, 2.0, 3.0])], "epoch")
+    assert re.findall(r'middle">([^<]+)<', drawn) == ["1", "2", "3", "epoch"]
+
+
 def test_a_logarithmic_axis_has_every_power_of_ten() -> None:
     drawn = lines("x", [Line("a", [0, 1], [1.0, 1000.0])], "step", log=True)
     labels = re.findall(r'text-anchor="end">([^<]+)<', drawn)
