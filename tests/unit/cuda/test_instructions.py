@@ -243,15 +243,20 @@ def loop(text: str) -> str:
 def test_a_clip_mask_is_two_instructions_a_value(
     spec: QuantSpec, dtype: str, disassembler: str, tmp_path: Path
 ) -> None:
-    """And a few for each chunk of 16: no division finds its place."""
+    """And a few for each chunk of 16: no division finds its place. Values are not kept for it, so
+    that as many blocks of four-bit codes share a multiprocessor."""
     plan = kernels.plan_of(spec.replace(axis=1).resolve(2), (64, 512))
     assert isinstance(plan, kernels.Plan), plan
-    totals = []
+    totals, blocks = [], []
     for extra in ((), kernels.MASKED):
         source = kernels.quantize_source(plan, dtype, "codes", True, True, extra)
         totals.append(sum(instructions(source, disassembler, tmp_path).values()))
         chunks = int(dict(source.macros)["QUANT_THREAD_CHUNKS"])
+        used = re.search(r"Used (\d+) registers", compile_cubin(source, "sm_90a")[1])
+        assert used is not None
+        blocks.append(65536 // (-(-int(used[1]) // 8) * 8 * kernels.THREADS))
     assert totals[1] - totals[0] <= 48 * chunks
+    assert blocks[1] >= blocks[0] or spec.row.element.bits == 8
 
 
 EARLY = (
