@@ -51,8 +51,8 @@ DEVICE u32 clip_bits(
     for (int k = kEach - 1; k >= 0; --k)
 #pragma unroll
         for (int c = 0; c < kChains; ++c)
-            above[c] = __funnelshift_l(
-                bits_of(__fsub_rn(limit, fabsf(x[0][c * kEach + k]))), above[c], 1);
+            above[c] =
+                __funnelshift_l(bits_of(__fsub_rn(limit, fabsf(x[0][c * kEach + k]))), above[c], 1);
 #pragma unroll
     for (int c = 1; c < kChains; ++c) above[0] |= above[c] << c * kEach;
     return ~above[0] & s.live;

@@ -85,15 +85,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) quantize_rows(const Raw* 
 #else
         u32 packed[kWords];
         [[maybe_unused]] u32 inside;
-        const Scale s = encode_chunk(v, tensor, block, part, stream,
-            CODEC_CLIP_ARGUMENTS(raw[item], inside) packed, tally);
+        const Scale s = encode_chunk(
+            v, tensor, block, part, stream, CODEC_CLIP_ARGUMENTS(raw[item], inside) packed, tally);
         if (chunk < total) {
 #if CODEC_OUT == 0
             store_words(reinterpret_cast<u32*>(codes) + chunk * kWords, packed);
             if (part == 0) scales[block] = static_cast<u8>(s.stored);
 #if CODEC_MASK
-            store_clip_bits(
-                mask, chunk, chunk / per_row, chunk % per_row * kChunk, coded, inside);
+            store_clip_bits(mask, chunk, chunk / per_row, chunk % per_row * kChunk, coded, inside);
 #endif
 #elif QUANT_WHOLE
             float4* to = reinterpret_cast<float4*>(values + chunk * kChunk);
