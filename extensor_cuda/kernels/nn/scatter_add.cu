@@ -3,13 +3,14 @@
 // compiled with --fmad=false.
 //
 // `collect` counts the positions of each row of `out` and keeps the first kMost it meets. In
-// `add_rows` the block of a row's first position sorts the row's positions, or searches them if
-// there are more, kScan of them at once, and adds kThreads columns. Other blocks exit at once.
+// `add_rows` a row's block sorts its positions, or searches them if there are more, kScan of them
+// at once, and adds kThreads columns. Of fewer positions than rows, it is the block of the row's
+// first one, and other blocks exit at once.
 
 #include "common/types.cuh"
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kTurns = 4, kScan = kThreads * kTurns;
-constexpr u32 kMost = 32, kAhead = 16;
+constexpr u32 kMost = 32;
 
 struct Row {
     u32 positions, first;  // their number; and the count of all positions less the first one
@@ -30,29 +31,34 @@ extern "C" __global__ void __launch_bounds__(kThreads) collect(const i64* __rest
     if (slot < kMost) kept[at * kMost + slot] = static_cast<u32>(i);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) add_rows(const i64* __restrict__ index,
+// Adds the rows of a list in order; the next kAhead are read at once.
+template <u32 kAhead>
+DEVICE void add_listed(
+    float& sum, const float* from, i64 width, const u32* list, u32 many, bool real) {
+    for (u32 first = 0; first < many; first += kAhead) {
+        float v[kAhead];
+#pragma unroll
+        for (u32 a = 0; a < kAhead; ++a)
+            if (first + a < many && real) v[a] = from[list[first + a] * width];
+#pragma unroll
+        for (u32 a = 0; a < kAhead; ++a)
+            if (first + a < many && real) sum = __fadd_rn(sum, v[a]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 3) add_rows(const i64* __restrict__ index,
     const Row* __restrict__ found, const u32* __restrict__ kept, const float* __restrict__ rows,
     float* __restrict__ out, int* __restrict__ slots, i64 count, i64 length, i64 width) {
     const i64 column_tiles = (width + kThreads - 1) / kThreads;
-    const i64 mine = blockIdx.x / column_tiles,
+    const i64 item = blockIdx.x / column_tiles,
               column = blockIdx.x % column_tiles * kThreads + threadIdx.x;
-    const i64 at = place(index, mine, length);
-    if (at < 0 || at >= length || found[at].first != static_cast<u32>(count - mine)) return;
+    const i64 at = count > length ? item : place(index, item, length);
+    if (at < 0 || at >= length) return;
     const u32 positions = found[at].positions;
+    const i64 mine = count - found[at].first;
+    if (!positions || (count <= length && item != mine)) return;
     float sum = 0;
-    // Adds rows base + list[0], base + list[1], ... in order; the next kAhead are read at once.
-    const auto add = [&](i64 base, const u32* list, u32 many) {
-        for (u32 first = 0; first < many; first += kAhead) {
-            float v[kAhead];
-#pragma unroll
-            for (u32 a = 0; a < kAhead; ++a)
-                if (first + a < many && column < width)
-                    v[a] = rows[(base + list[first + a]) * width + column];
-#pragma unroll
-            for (u32 a = 0; a < kAhead; ++a)
-                if (first + a < many && column < width) sum = __fadd_rn(sum, v[a]);
-        }
-    };
+    const bool real = column < width;
     __shared__ u32 met[kMost], list[kScan], hits[kTurns * kWarps];
     if (positions <= kMost) {
         if (threadIdx.x < positions) met[threadIdx.x] = kept[at * kMost + threadIdx.x];
@@ -63,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) add_rows(const i64* __res
             list[before] = met[threadIdx.x];
         }
         __syncthreads();
-        add(0, list, positions);
+        add_listed<16>(sum, rows + column, width, list, positions, real);
     } else {
         const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         for (i64 base = mine; base < count; base += kScan) {
@@ -87,10 +93,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) add_rows(const i64* __res
             for (int turn = 0; turn < kTurns; ++turn)
                 if (hit[turn]) list[before[turn]] = turn * kThreads + threadIdx.x;
             __syncthreads();
-            add(base, list, many);
+            add_listed<32>(sum, rows + base * width + column, width, list, many, real);
         }
     }
     if (slots && column == 0) slots[at] = static_cast<int>(mine);
     float* to = out + (slots ? mine : at) * width + column;
-    if (column < width) *to = __fadd_rn(*to, sum);
+    if (real) *to = __fadd_rn(*to, sum);
 }

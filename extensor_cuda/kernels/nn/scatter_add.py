@@ -59,6 +59,5 @@ def _add(out: Array, index: Array, rows: Array, length: int, slots: Array | None
     sizes = np.int64(index.size), np.int64(length)
     launch(source(), "collect", -(-index.size // _THREADS), _THREADS, index, found, kept, *sizes)
     arrays = index, found, kept, xp.ascontiguousarray(rows), out, slots
-    launch(
-        source(), "add_rows", index.size * column_tiles, _THREADS, *arrays, *sizes, np.int64(width)
-    )
+    blocks = min(index.size, length) * column_tiles
+    launch(source(), "add_rows", blocks, _THREADS, *arrays, *sizes, np.int64(width))
