@@ -46,7 +46,7 @@ DEVICE void add_listed(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) add_rows(const i64* __restrict__ index,
+extern "C" __global__ void __launch_bounds__(kThreads) add_rows(const i64* __restrict__ index,
     const Row* __restrict__ found, const u32* __restrict__ kept, const float* __restrict__ rows,
     float* __restrict__ out, int* __restrict__ slots, i64 count, i64 length, i64 width) {
     const i64 column_tiles = (width + kThreads - 1) / kThreads;
