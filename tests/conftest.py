@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import os
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -53,10 +55,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_itemcollected(item: Any) -> None:
     """One thread for tests that switch what belongs to the process; see PROCESS_WIDE."""
     function = inspect.unwrap(getattr(item, "function", None) or (lambda: None))
-    helpers = [getattr(item.module, name, None) for name in function.__code__.co_names]
-    for part in (function, *filter(inspect.isfunction, helpers)):
-        source = inspect.getsource(part)
-        for switch in PROCESS_WIDE:
-            if switch in source:
-                item.add_marker(pytest.mark.thread_unsafe(reason=f"{switch}...) is process-wide"))
-                return
+    threads = item.config.getoption("parallel_threads", "1")  # the plugin's, where there is one
+    if str(threads) != "1" and (switch := process_wide(function)):
+        item.add_marker(pytest.mark.thread_unsafe(reason=f"{switch}...) is process-wide"))
+
+
+@cache
+def process_wide(function: FunctionType) -> str:
+    """What of PROCESS_WIDE a function, or a function that it names, does; empty for nothing."""
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    texts = [inspect.getsource(part) for part in (function, *filter(inspect.isfunction, named))]
+    return next((switch for switch in PROCESS_WIDE if any(switch in t for t in texts)), "")
