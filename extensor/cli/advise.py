@@ -19,7 +19,7 @@ from tyro.conf import Positional, arg
 
 from extensor.backends import registry
 from extensor.cli.advise_model import advise_model
-from extensor.cli.files import INDEX, kind_text, opened, read_tensors, readable
+from extensor.cli.files import INDEX, is_state, kind_text, opened, read_tensors, readable
 from extensor.cli.printing import show
 from extensor.cli.sheet import CommandError, Sheet, shape_text
 from extensor.inspect import decibels, normal_sqnr
@@ -34,7 +34,9 @@ __all__ = ["Candidate", "Measured", "TensorAdvice", "advise", "advise_file", "ca
 DEFAULT_FORMATS = "mxfp4:rceil,nvfp4:four_over_six,mxfp6_e2m3:rceil,mxfp8_e4m3:rceil,int8"
 BFLOAT16_BITS = 16
 REPAIR = "repair it"
-EMBEDDING, HEAD = "embedding", "output head"
+EMBEDDING, HEAD, STATE = "embedding", "output head", "optimizer's state"
+TOGETHER = ("vector", STATE)
+"""Kinds whose tensors have one row of the table."""
 END = re.compile(r"(?:^|[._/])(?:(embed\w*|wte|wpe)|(head|classifier|unembed\w*))(?=[._/]|$)")
 """Parts of a name by which a matrix is taken for an embedding or an output head."""
 
@@ -135,7 +137,8 @@ def advise(
     health table. For comparison, 3% saturate if the largest value of each block of 32 does, and
     MXFP4 turns a tenth of normally distributed values into zero. Norms and biases stay in
     bfloat16, since they are small. So do embeddings and output heads, told by their names, as in
-    most recipes; their figures are shown.
+    most recipes; their figures are shown. What an optimizer left in a run's checkpoint is not
+    measured.
 
     RUN is a folder that `extensor train` wrote. What each operand saturated and flushed in the last
     epoch is held against the same limits. Each layer is compared with float32 on test data, and
@@ -164,7 +167,8 @@ def advise(
         raise CommandError(f"--min-sqnr: expected a number of decibels, got {flags.min_sqnr}")
     if not source.exists():
         raise CommandError(
-            f"{source}: no such file or folder; `extensor train lenet --out {source}` makes a run"
+            f"{source}: no such file or folder; `extensor train lenet` makes a run, and prints "
+            "where its checkpoint lies"
         )
     if flags.text is None and source.suffix == ".gguf":
         raise CommandError(
@@ -243,6 +247,8 @@ def _advice(name: str, value: Any, tried: Sequence[Candidate], least: float) -> 
             name, shape, dtype, kind, stored, peak, measured, advice, nbytes, reason
         )
 
+    if kind == STATE:
+        return made("left out", 0, "no weights, and not counted")
     if kind in ("quantized", "not floats"):
         return made("as it is", int(value.nbytes), kind)
     dense = math.prod(shape) * BFLOAT16_BITS // 8
@@ -275,6 +281,8 @@ def _advice(name: str, value: Any, tried: Sequence[Candidate], least: float) -> 
 
 def _kind(name: str, value: Any) -> str:
     """What a tensor is, by what it holds, its shape, and for the ends of a model its name."""
+    if is_state(name):
+        return STATE
     if isinstance(value, QuantArray):
         return "quantized"
     if not (value.dtype.kind == "f" or value.dtype == ml_dtypes.bfloat16):
@@ -312,6 +320,7 @@ def _as_json(
 
 def _totals(tensors: Sequence[TensorAdvice]) -> dict[str, Any]:
     counts: dict[str, int] = {}
+    tensors = [row for row in tensors if row.kind != STATE]
     for row in tensors:
         counts[row.advice] = counts.get(row.advice, 0) + 1
     return {
@@ -325,18 +334,19 @@ def _sheets(
     path: Path, tensors: Sequence[TensorAdvice], tried: Sequence[Candidate], least: float
 ) -> list[Sheet]:
     rows = []
-    vectors = [row for row in tensors if row.kind == "vector"]
     for row in tensors:
-        if row.kind == "vector":
+        if row.kind in TOGETHER:
             continue
         ratios = {one.format: _ratio(one.sqnr_db) for one in row.measured}
         peak = "" if row.peak_over_rms is None else f"{row.peak_over_rms:.1f}"
         cells = (ratios.get(c.name, "") for c in tried)
         shape = shape_text(row.shape)
         rows.append((row.name, shape, row.kind, peak, *cells, row.advice, row.reason))
-    if vectors:
-        empty, why = ("",) * (len(tried) + 1), vectors[0].reason
-        rows.append((f"({len(vectors)} vectors)", "", "vector", *empty, vectors[0].advice, why))
+    for kind in TOGETHER:
+        if alike := [row for row in tensors if row.kind == kind]:
+            empty, why = ("",) * (len(tried) + 1), alike[0].reason
+            held = "(1 tensor)" if len(alike) == 1 else f"({len(alike)} tensors)"
+            rows.append((held, "", kind, *empty, alike[0].advice, why))
     normal = (f"{c.normal:.1f}" for c in tried)
     rows.append(("(normal data)", "", "", "", *normal, "", "for comparison"))
     names = (c.name for c in tried)

@@ -25,6 +25,7 @@ from extensor.quant.scale_rules import E8M0_NAN
 __all__ = [
     "INDEX",
     "inspect",
+    "is_state",
     "kind_text",
     "opened",
     "read_tensors",
@@ -181,6 +182,11 @@ def _facts(archive: Archive) -> Iterator[tuple[str, str]]:
         else:
             text = " ".join(str(value).split())
             yield key, text if len(text) <= 100 else f"{text[:100]} ..."
+
+
+def is_state(name: str) -> bool:
+    """Whether a tensor of a training run's checkpoint is the optimizer's, not the model's."""
+    return name.startswith("optimizer.")
 
 
 def kind_text(value: Array | QuantArray) -> str:

@@ -17,7 +17,14 @@ import numpy as np
 from tyro.conf import Positional, arg
 
 from extensor.backends import registry
-from extensor.cli.files import INDEX, kind_text, read_tensors, tensor_files, tensor_names
+from extensor.cli.files import (
+    INDEX,
+    is_state,
+    kind_text,
+    read_tensors,
+    tensor_files,
+    tensor_names,
+)
 from extensor.cli.printing import show
 from extensor.cli.sheet import CommandError, Sheet, shape_text
 from extensor.inspect import decibels
@@ -81,7 +88,8 @@ def quantize(
     """Quantize the weights of a file or a model's shards, and report bytes and errors.
 
     Float tensors of two dimensions are quantized: the weights of linear layers and embeddings.
-    Every other tensor is copied as it is; --match chooses tensors by name instead.
+    Every other tensor is copied as it is, and so is what an optimizer left in a run's checkpoint;
+    --match chooses tensors by name instead.
     IN is a .npy, .npz or .safetensors file, and OUT a .safetensors file. Or IN is a folder of
     .safetensors files, or a model.safetensors.index.json, and OUT a folder that gets a file for
     each file, and an index.
@@ -182,9 +190,8 @@ def _quantize_one(
 ) -> tuple[Stored, tuple[str, ...]]:
     """Quantize or copy one tensor; what to store, and its line of the report."""
     before = (name, shape_text(value.shape), kind_text(value), str(value.nbytes))
-    chosen = (
-        len(value.shape) == 2 if match is None else value.shape and fnmatch.fnmatchcase(name, match)
-    )
+    matrix = len(value.shape) == 2 and not is_state(name)
+    chosen = matrix if match is None else value.shape and fnmatch.fnmatchcase(name, match)
     if isinstance(value, QuantArray) or not (chosen and _is_float(value)):
         return value, (*before, "copied", str(value.nbytes), "", "", "")
     backend = registry.get("cpu")

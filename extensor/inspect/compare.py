@@ -80,7 +80,7 @@ class LayerComparison:
         >>> et.compare_layers(model, model, et.ones((2, 8))).as_table().columns
         ('layer', 'kind', 'cosine', 'MSE', 'SQNR dB', 'clipped', 'flushed')
         """
-        columns = ("layer", "kind", "cosine", "MSE", "SQNR dB", "clipped", "flushed")
+        columns = ("layer", "kind", "cosine", "MSE", "SQNR dB", "saturated", "flushed")
         return Table(
             columns,
             tuple(

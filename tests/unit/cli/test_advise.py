@@ -55,6 +55,7 @@ def tensors() -> dict[str, Any]:
         "multihead.weight": normal,
         "steps": np.arange(6).reshape(2, 3),
         "packed": et.from_numpy(normal).to_mxfp4().data,
+        "optimizer.state.w.momentum": normal,
     }
 
 
@@ -86,6 +87,7 @@ def test_each_kind_gets_its_advice(capsys: pytest.CaptureFixture[str], weights: 
         "multihead.weight": ("weight", "nvfp4 four_over_six"),
         "steps": ("not floats", "as it is"),
         "packed": ("quantized", "as it is"),
+        "optimizer.state.w.momentum": ("optimizer's state", "left out"),
     }
     assert "NaN" in rows["blocks.2.weight"]["reason"]
     assert "no signal" in rows["blocks.3.weight"]["reason"]
@@ -131,7 +133,8 @@ def test_figures_are_those_of_the_library(
     rms = math.sqrt(float((x.numpy().astype(np.float64) ** 2).mean()))
     peak = content["by name"]["blocks.0.weight"]["peak_over_rms"]
     assert peak == pytest.approx(float(np.abs(x.numpy()).max()) / rms)
-    before = sum(value.nbytes for value in tensors().values())
+    weights_alone = {k: v for k, v in tensors().items() if not k.startswith("optimizer.")}
+    before = sum(value.nbytes for value in weights_alone.values())
     assert content["totals"]["bytes"] == before
     assert content["totals"]["advised_bytes"] == sum(
         row["advised_bytes"] for row in content["tensors"]
@@ -171,7 +174,7 @@ def test_the_table_and_the_next_commands(
     path = tmp_path / "two words.safetensors"
     save_checkpoint(path, {"w": tensors()["blocks.0.weight"], "b": np.ones(3, np.float32)})
     text = run(capsys, path)
-    assert "│ w " in text and "(1 vectors)" in text and "(normal data)" in text
+    assert "│ w " in text and "(1 tensor)" in text and "(normal data)" in text
     (command,) = re.findall(r"next: (extensor quantize .*)", text)
     assert cli.main(shlex.split(command)[1:]) == 0
     (made,) = [p for p in tmp_path.iterdir() if p != path]
@@ -214,7 +217,7 @@ def test_what_the_help_states_is_measured() -> None:
 
 
 def test_what_it_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "no such file or folder" in fails(capsys, tmp_path / "none.safetensors")
+    assert "makes a run, and prints where" in fails(capsys, tmp_path / "none.safetensors")
     assert "found neither" in fails(capsys, tmp_path)
     (tmp_path / "x.bin").write_bytes(b"")
     assert "expected 8 bytes and a header" in fails(capsys, tmp_path / "x.bin")

@@ -91,15 +91,15 @@ def test_two_dimensions_are_quantized_by_default(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     source, out = tmp_path / "in.npz", tmp_path / "o.safetensors"
-    shapes = {"bias": (32,), "linear": (4, 32), "conv": (2, 2, 4, 8)}
+    shapes = {"bias": (32,), "linear": (4, 32), "conv": (2, 2, 4, 8), "optimizer.state.a": (1, 32)}
     np.savez(source, **{name: np.ones(shape, np.float32) for name, shape in shapes.items()})
     text = run(capsys, "quantize", source, out, "--format", "mxfp8_e4m3")
     stored = load_checkpoint(out).tensors
     assert [name for name in stored if isinstance(stored[name], QuantArray)] == ["linear"]
     (total,) = [line for line in text.splitlines() if "│ total " in line]
-    # 32 + 128 + 128 values of 4 bytes; 128 codes and 4 scales in place of 512 bytes.
-    assert "3 tensors" in total and "1 quantized" in total
-    assert " 1152 " in total and f" {1152 - 512 + 132}, 67.0%" in total
+    # 32 + 128 + 128 + 32 values of 4 bytes; 128 codes and 4 scales in place of 512 bytes.
+    assert "4 tensors" in total and "1 quantized" in total
+    assert " 1280 " in total and f" {1280 - 512 + 132}, 70.3%" in total
     run(capsys, "quantize", source, out, "--format", "mxfp8_e4m3", "--match", "*")
     assert all(isinstance(value, QuantArray) for value in load_checkpoint(out).tensors.values())
 

@@ -164,9 +164,9 @@ def test_several_inputs():
 def test_the_table_as_text():
     text = str(compare_layers(Repeat(2.0, 1), Repeat(1.0, 1), tensor([1.0])))
     assert text.splitlines() == [
-        "layer       kind    cosine        MSE  SQNR dB  clipped  flushed",
-        "inner      Scale  1.000000  1.000e+00     0.00        -        -",
-        "(output)  Repeat  1.000000  1.000e+00     0.00        -        -",
+        "layer       kind    cosine        MSE  SQNR dB  saturated  flushed",
+        "inner      Scale  1.000000  1.000e+00     0.00          -        -",
+        "(output)  Repeat  1.000000  1.000e+00     0.00          -        -",
     ]
 
 
