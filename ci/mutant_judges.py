@@ -170,6 +170,25 @@ def bound(node: ast.AST) -> set[str]:
     return {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
 
 
+def keys_at(text: str, line: int) -> set[str]:
+    """The texts under which a dictionary has what stands at a line, or a name that it binds.
+
+    Tests name their cases by them.
+    """
+    names = bound(statement(text, line)[0])
+    dicts = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Dict))
+    pairs = (pair for node in dicts for pair in zip(node.keys, node.values, strict=True))
+    return {
+        str(key.value)
+        for key, value in pairs
+        if isinstance(key, ast.Constant)
+        and (
+            key.lineno <= line <= (value.end_lineno or line)
+            or names & {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+        )
+    }
+
+
 def classes_at(text: str, line: int) -> set[str]:
     """The names of the classes around a line."""
     classes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
@@ -226,20 +245,26 @@ class Judges:
         near = set()
         if imported:
             near = self.naming(bound(node) | classes_at(mutant.original(), mutant.line))
+        keyed = self.cases(keys_at(mutant.original(), mutant.line))
         of_function: Counter[str] = Counter()
         ranked = []
-        for number in sorted(numbers | near, key=lambda n: self.times[n][1]):
+        for number in sorted(numbers | near | keyed, key=lambda n: self.times[n][1]):
             test, seconds = self.times[number]
             rank = -1 if number in near else of_function[test.partition("[")[0]]
-            ranked.append((rank, seconds, test))
+            ranked.append((-2 if number in keyed else rank, seconds, test))
             of_function[test.partition("[")[0]] += 1
         chosen, left = [], self.limit
         for _, seconds, test in sorted(ranked):
-            left -= seconds
-            if left < 0:
-                break
-            chosen.append((test, seconds))
+            if seconds <= left:
+                left -= seconds
+                chosen.append((test, seconds))
         return chosen, imported
+
+    def cases(self, keys: set[str]) -> set[int]:
+        """The tests whose case, or whose function, names one of these."""
+        numbered = ((n, test.partition("[")[2]) for n, (test, _) in enumerate(self.times))
+        cases = {number for number, case in numbered if any(key in case for key in keys)}
+        return cases | (self.naming(keys) if keys else set())
 
     def naming(self, names: set[str]) -> set[int]:
         """The tests whose own functions name one of these: what imports run needs no other line."""

@@ -20,6 +20,7 @@ import extensor.cli as extensor_cli
 from extensor.autograd.primitive import FUNCTIONS, OPS, PRIMITIVES
 from extensor.cli.language import LanguageModel
 from extensor.generation import PretrainedTokenizer
+from extensor.io import save_checkpoint
 from extensor.training import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,6 +140,9 @@ def test_commands_are_understood(
     monkeypatch.setattr(observed, lambda *args: done.append("observe") or 0)
     monkeypatch.chdir(tmp_path)
     np.savez(tmp_path / "weights.npz", layer=np.ones((4, 64), np.float32))
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    weights = {"model.layer": np.ones((4, 64), np.float32)}
+    save_checkpoint(tmp_path / "runs" / "first" / "checkpoint.safetensors", weights)
     for name, text in NAMED_TOML.findall((ROOT / page).read_text("utf-8")):
         (tmp_path / name).write_text(text)
     for words in commands(page):

@@ -11,7 +11,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from ci import mutant_judges, python_mutants
-from ci.mutant_judges import PACKAGES, Mutant, bound, in_forks, joined, killed, statement
+from ci.mutant_judges import PACKAGES, Mutant, bound, in_forks, joined, keys_at, killed, statement
 from ci.python_mutants import bare, difference, known, marked, unmarked
 
 
@@ -67,6 +67,8 @@ def test_a_statement_and_its_names() -> None:
     text = "@d(\n 1)\ndef f(\n a=2\n):\n  if a:\n    return (\n     3\n    )\nA = 4"
     spans = [statement(text, line)[1] for line in (2, 4, 6, 8, 10)]
     assert spans == [range(1, 6), range(1, 6), range(6, 7), range(7, 10), range(10, 11)]
+    assert keys_at("A = {\n 'b': f(\n  1),\n 'c': 2}", 3) == {"b"}
+    assert keys_at("X = 1\nA = {'b': f(X), 'c': 2}", 1) == {"b"}
     assert bound(statement(text, 2)[0]) == {"f"} and bound(statement(text, 10)[0]) == {"A"}
 
 
@@ -77,10 +79,12 @@ def test_tests_that_name_what_an_import_makes_judge_it_first(
     file = "tests/test_python_mutants.py"
     tests = [f"{file}::{name}" for name in (
         "test_a_statement_and_its_names",
-        "test_tests_that_name_what_an_import_makes_judge_it_first[a]",
+        "test_tests_that_name_what_an_import_makes_judge_it_first[zebra]",
+        "test_a_statement_and_its_names[slower]",
     )]  # fmt: skip
-    found = {"tests": {tests[0]: 0.1, tests[1]: 0.5}, "texts": {},
-             "lines": {"models/vgg/configs.py": {"11": [-1], "30": [-1], "33": [0]}}}  # fmt: skip
+    found = {"tests": dict(zip(tests, (0.1, 0.5, 0.2), strict=True)), "texts": {},
+             "lines": {"models/vgg/configs.py": {"11": [-1], "30": [-1], "33": [0, 1, 2]}},
+             }  # fmt: skip
     (tmp_path / "models.json").write_text(json.dumps(found))
     monkeypatch.setattr(mutant_judges, "MAPS", tmp_path)
     judges = mutant_judges.Judges("models", 2.0)
@@ -88,6 +92,10 @@ def test_tests_that_name_what_an_import_makes_judge_it_first(
         chosen, imported = judges.of(Mutant("models/vgg/configs.py", line, "", ""))
         assert imported and chosen[0][0] == tests[1]
     assert judges.of(Mutant("models/vgg/configs.py", 33, "", ""))[0][0][0] == tests[0]
+    assert judges.cases({"zebra"}) == {1} and judges.cases({"slower", "zebr"}) == {1, 2}
+    judges.limit = 0.4  # a test that is too slow is left out, and hides no other
+    chosen, _ = judges.of(Mutant("models/vgg/configs.py", 33, "", ""))
+    assert [test for test, _ in chosen] == [tests[0], tests[2]]
 
 
 def test_shares_of_a_map_are_joined() -> None:

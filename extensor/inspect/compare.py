@@ -78,7 +78,7 @@ class LayerComparison:
 
         >>> model = et.nn.Linear(8, 8, rng=0)
         >>> et.compare_layers(model, model, et.ones((2, 8))).as_table().columns
-        ('layer', 'kind', 'cosine', 'MSE', 'SQNR dB', 'clipped', 'flushed')
+        ('layer', 'kind', 'cosine', 'MSE', 'SQNR dB', 'saturated', 'flushed')
         """
         columns = ("layer", "kind", "cosine", "MSE", "SQNR dB", "saturated", "flushed")
         return Table(

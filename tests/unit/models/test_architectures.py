@@ -485,7 +485,10 @@ def test_gpt_oss_is_what_its_config_json_says() -> None:
         },
         "tie_word_embeddings": False,
     }  # fmt: skip
-    assert architecture_of(values).config_from_hf(values) == models.config("llama", "gpt-oss-20b")
+    read = architecture_of(values).config_from_hf
+    assert read(values) == models.config("llama", "gpt-oss-20b")
+    del values["layer_types"]  # every second layer sees all, as in the list
+    assert read(values) == models.config("llama", "gpt-oss-20b")
 
 
 def test_a_skeleton_takes_no_memory() -> None:

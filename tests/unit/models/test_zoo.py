@@ -147,6 +147,9 @@ def test_initial_weights_are_those_of_the_papers() -> None:
     ones = [path for path, value in biases.items() if (value == 1).all()]
     assert [path.split(".")[1] for path in ones] == ["conv2", "conv4", "conv5", "fc6", "fc7"]
     assert all((biases[path] == 0).all() for path in set(biases) - set(ones))
+    googlenet = dict(make("googlenet", "googlenet", width=0.25).named_parameters())
+    units = [p.numpy() for path, p in googlenet.items() if path.endswith("conv.bias")]
+    assert units and all((bias == np.float32(0.2)).all() for bias in units)
     resnet = make("resnet", width=0.25)
     weight = getattr(resnet.stages, "3")[1].conv2.conv.weight.numpy()
     assert weight.std() == pytest.approx(np.sqrt(2 / (128 * 9)), rel=0.02)
@@ -155,7 +158,7 @@ def test_initial_weights_are_those_of_the_papers() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("alexnet", {"image_size": 8}, "image_size: expected 16 or more, got 8"),
+        ("alexnet", {"image_size": 15}, "image_size: expected 16 or more, got 15"),
         ("alexnet", {"dropout": 1.0}, r"p: \w+ a number in \[0, 1\)"),
         ("resnet", {"width": 0.0}, "a width above 0"),
         ("resnet", {"blocks": (2, 2)}, "for each stage"),
