@@ -122,7 +122,5 @@ def architecture_of(values: Mapping[str, Any]) -> Architecture:
             "config.json: expected a model_type, got none; known: " + ", ".join(ARCHITECTURES)
         )
     if name not in ARCHITECTURES:
-        raise ValueError(
-            f"{unknown_name('model type', name, ARCHITECTURES)}; known: {', '.join(ARCHITECTURES)}"
-        )
+        raise ValueError(unknown_name("model type", name, ARCHITECTURES))
     return ARCHITECTURES[name]

@@ -89,6 +89,10 @@ def from_pretrained(
     wanted = None if dtype is None else as_dtype(dtype)
     places = _places(model)
     for at, value in _weights(archive, sources, names):
+        parameter = isinstance(getattr(*places[at][0]), Parameter)
+        if parameter and not isinstance(value, QuantArray) and value.dtype.kind not in "fV":
+            name = names[sources[at].name]
+            raise CheckpointError(f"{archive.path}: {name}: expected floats, got {value.dtype}")
         _place(places[at], value, wanted, device)
     if tied and _HEAD in archive.infos:
         path = next(path for path, held in places.items() if held is places[_HEAD])

@@ -33,10 +33,17 @@ SPECS = {
     "Q4_0": QuantSpec("int4", scale_dtype="float16"),
     "Q4_1": QuantSpec("int4", scale_dtype="float16", minimum=True),
     "Q4_K": QuantSpec("int4", minimum=True, super_block=256),
+    "Q5_K": QuantSpec("int5", minimum=True, super_block=256),
+    "Q6_K": QuantSpec("int6", tile=(1, 16), super_block=256),
     "Q8_0": QuantSpec("int8", tile=(1, 32), scale_dtype="float16"),
     "int8": QuantSpec("int8"),
     "mxfp6_e2m3": QuantSpec("mxfp6_e2m3"),
+    "mxfp6_e3m2": QuantSpec("mxfp6_e3m2"),
     "mxfp8_e4m3": QuantSpec("mxfp8_e4m3"),
+    "mxfp8_e5m2": QuantSpec("mxfp8_e5m2"),
+    "fp8, a scale": QuantSpec("fp8_e4m3", tile="tensor"),
+    "fp8, of rows": QuantSpec("fp8_e4m3", tile="channel"),
+    "fp8, 128x128": QuantSpec("fp8_e4m3", tile=(128, 128)),
 }
 
 

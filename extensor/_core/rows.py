@@ -27,7 +27,7 @@ def main(package: str, output: str) -> None:
         "};",
         "inline constexpr Element kElements[] = {",
     ]
-    rows = [row for row in ELEMENTS.values() if row.has_kernels]
+    rows = sorted(ELEMENTS.values(), key=lambda row: not row.has_kernels)
     for index, row in enumerate(rows):
         lines.append(
             LINE.format(
@@ -45,7 +45,9 @@ def main(package: str, output: str) -> None:
     scale = [row.name for row in rows].index("e4m3")  # the grid of ue4m3 scales
     names = ", ".join(f'"{row.name}"' for row in rows)
     lines += ["};", f"inline constexpr const char* kElementNames[] = {{{names}}};"]
-    lines += [f"inline constexpr int kScaleElement = {scale};", ""]
+    lines += [f"inline constexpr int kScaleElement = {scale};"]
+    lines += ["// The first ones have kernels of all kinds; products read the others as well."]
+    lines += [f"inline constexpr int kQuantized = {sum(row.has_kernels for row in rows)};", ""]
     path, text = Path(output), "\n".join(lines)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)

@@ -39,7 +39,8 @@ class ElementFormat:
             sign is NaN and there is no infinity (e4m3fn); ``"ieee"``, the top exponent holds
             infinities and NaNs (e5m2).
         doc: one line for tables.
-        has_kernels: False for codes that only the reference quantizes and decodes.
+        has_kernels: False for codes that only the reference quantizes and decodes; the CPU's
+            products with float32 rows read them, too.
 
     >>> grid = et.ELEMENTS["e2m1"]
     >>> grid.values[:8]

@@ -23,6 +23,7 @@ from extensor.random import Stream, random_words
 __all__ = ["Sampling", "sample", "token_probabilities"]
 
 Array = np.ndarray[Any, Any]
+LEAST = 1e-30  # temperature above 0: scores divided by less would leave float32
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         checks = (
-            ("temperature", 0.0 <= self.temperature < math.inf, "a finite number, 0 or more"),
+            (
+                "temperature",
+                self.temperature == 0.0 or LEAST <= self.temperature < math.inf,
+                f"0, or a finite number of {LEAST} or more",
+            ),
             ("top_k", is_whole(self.top_k) and self.top_k >= 0, "a whole number, 0 or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "a number above 0, at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "a number of 0 to 1"),

@@ -234,10 +234,11 @@ def read_rope(s: Settings, size: int, base: float, context: int) -> Rope:
     s.get("rope_scaling", None)
     r = Settings({"model_type": f"{s.family}: rope", **given})
     base = float(r.get("rope_theta", s.get("rope_theta", base)))
-    share = r.get("partial_rotary_factor", s.get("partial_rotary_factor", 1.0))
+    for settings in (s, r):
+        settings.only("partial_rotary_factor", 1, None)
     kind = r.get("rope_type", r.get("type", "default"))
     r.get("type", None)
-    turned, scaling = int(size * share), None
+    scaling = None
     if kind not in ("default", *_SCALING):
         raise ValueError(
             f"{s.family}: rope_type: expected default, {', '.join(_SCALING)}, got {kind!r}"
@@ -250,7 +251,7 @@ def read_rope(s: Settings, size: int, base: float, context: int) -> Rope:
         if kind == "dynamic":
             r.get("original_max_position_embeddings", None)
     r.finish()
-    return Rope(turned, base, scaling=scaling)
+    return Rope(size, base, scaling=scaling)
 
 
 def write_rope(rope: Rope, context: int) -> dict[str, Any]:

@@ -46,13 +46,13 @@ inline void decode_table(const Element& e, float* table) {
     }
 }
 
-// body<Index>() for an element of the table that is known at run time only.
+// body<Index>() for an element that kernels quantize to, known at run time only.
 template <class Body>
 inline void with_element(int element, Body body) {
     const auto pick = [&]<size_t... Index>(std::index_sequence<Index...>) {
         ((Index == static_cast<size_t>(element) ? body.template operator()<Index>() : void()), ...);
     };
-    pick(std::make_index_sequence<sizeof(kElements) / sizeof(Element)>());
+    pick(std::make_index_sequence<kQuantized>());
 }
 
 // The value of a float16.

@@ -26,14 +26,17 @@ constexpr int64_t kAhead = 16384;
 constexpr int64_t kMostRows = 8, kMostRows6 = 16, kLongRow = 256;
 constexpr float kMost = 8355711;  // 127 (2^16 + 2^8 + 1), the largest integer of three such bytes
 
-// The weights of a format as bytes to look up: value = unit * (byte - zero), or where one byte does
-// not hold it unit * (8 upper + lower), with zeros of their own.
+// The weights of a format as bytes to look up: value = unit * (byte - zero).
 struct Lookup {
-    alignas(64) uint8_t lower[64], upper[64];
-    int zero = 0, upper_zero = 0;
+    alignas(64) uint8_t bytes[64];
+    int zero = 0;
     float unit = 1;
-    bool two = false;
 };
+
+// Whether every value is a signed byte times one unit: not of E3M2 and FP8.
+bool fits_byte(const Element& e) {
+    return !e.is_float || e.emax + 1 - e.min_exponent + e.mantissa_bits < 8;
+}
 
 Lookup lookup_of(const BlockedMatrix& w) {
     const Element& e = kElements[w.element];
@@ -46,14 +49,9 @@ Lookup lookup_of(const BlockedMatrix& w) {
         integers[i] = static_cast<int>(values[i % (1 << e.bits)] / t.unit);
         largest = integers[i] > largest ? integers[i] : largest;
     }
-    t.two = largest > 127;
     // Codes with a minimum count from the least one.
-    t.zero = !e.is_float ? 1 << (e.bits - 1) : t.two ? 0 : largest;
-    t.upper_zero = 64;
-    for (int i = 0; i < 64; ++i) {
-        t.lower[i] = static_cast<uint8_t>(t.two ? integers[i] & 7 : integers[i] + t.zero);
-        t.upper[i] = static_cast<uint8_t>((integers[i] >> 3) + t.upper_zero);
-    }
+    t.zero = e.is_float ? largest : 1 << (e.bits - 1);
+    for (int i = 0; i < 64; ++i) t.bytes[i] = static_cast<uint8_t>(integers[i] + t.zero);
     if (w.minimums) t.zero = 0;
     return t;
 }
@@ -67,7 +65,7 @@ struct PackedRows {
     static constexpr int64_t chunk = lane * VL;
     struct Chunk {
         int8_t digits[kDigits][parts][4 * VL];
-        int32_t first[3][VL];
+        int32_t first[Bits == 8 ? 2 : 1][VL];
         float unit[VL], sum[VL];
     };
     int64_t count, sums;  // chunks of a row, and sums
@@ -154,7 +152,6 @@ private:
             store_lanes(to.first[1], vector, times(table.zero, sums[2]));
         } else {
             store_lanes(to.first[0], vector, times(table.zero, sum));
-            store_lanes(to.first[1], vector, times(table.two ? table.upper_zero : 0, sum));
         }
         store_lanes(to.unit, vector, reinterpret_cast<__m512i>(down * table.unit));
         store_lanes(to.sum, vector, reinterpret_cast<__m512i>(_mm512_cvtepi32_ps(sum) * down));
@@ -199,7 +196,7 @@ INLINE void lane_sums(const Rows (&w)[Parts], const Chunk& x, const int32_t* fir
 struct Codes4 {
     static constexpr int bits = 4, vectors = 2;
     __m512i table;  // the sixteen values four times: of an index the low four bits count
-    explicit Codes4(const Lookup& t) : table(_mm512_load_si512(t.lower)) {}
+    explicit Codes4(const Lookup& t) : table(_mm512_load_si512(t.bytes)) {}
     INLINE void decode(const Rows& words, Rows (&w)[vectors]) const {
         each_row([&](int r) INLINED {
             w[0][r] = _mm512_permutexvar_epi8(words[r], table);
@@ -237,37 +234,22 @@ struct Integers8 {
     }
 };
 
-template <bool Two>
-struct Floats6 {
-    static constexpr int bits = 6, vectors = Two ? 2 : 1;
-    __m512i lower, upper, words_of;
-    explicit Floats6(const Lookup& t)
-        : lower(_mm512_load_si512(t.lower)), upper(_mm512_load_si512(t.upper)) {
-        alignas(64) uint8_t index[64];
-        for (int i = 0; i < 64; ++i) index[i] = static_cast<uint8_t>(i / 4 * 3 + i % 4);
-        words_of = _mm512_load_si512(index);
-    }
+// Floats and integers of 5 and 6 bits.
+template <int Bits>
+struct Lookups {
+    static constexpr int bits = Bits, vectors = 1;
+    __m512i table;  // of an index the low six bits count
+    explicit Lookups(const Lookup& t) : table(_mm512_load_si512(t.bytes)) {}
     INLINE void decode(const Rows& words, Rows (&w)[vectors]) const {
-        // Three bytes a word; its fields 0, 6, 12 and 18 become bytes, with other bits above.
-        const __m512i fields = _mm512_set1_epi64(0x322C26'20'120C0600);
         each_row([&](int r) INLINED {
-            const __m512i word = _mm512_permutexvar_epi8(words_of, words[r]);
-            const __m512i codes = _mm512_multishift_epi64_epi8(fields, word);
-            w[0][r] = _mm512_permutexvar_epi8(codes, lower);
-            if constexpr (Two) w[1][r] = _mm512_permutexvar_epi8(codes, upper);
+            w[0][r] = _mm512_permutexvar_epi8(bytes_of<Bits>(words[r]), table);
         });
     }
     template <bool, class Chunk>
     INLINE void multiply(const Rows (&w)[vectors], const Chunk& x, vf (&part)[R]) const {
-        Rows one[1], sum;
-        each_row([&](int r) INLINED { one[0][r] = w[0][r]; });
-        lane_sums(one, x, x.first[0], sum);
+        Rows sum;
+        lane_sums(w, x, x.first[0], sum);
         each_row([&](int r) INLINED { part[r] = to_float(sum[r]); });
-        if constexpr (!Two) return;
-        each_row([&](int r) INLINED { one[0][r] = w[vectors - 1][r]; });
-        lane_sums(one, x, x.first[1], sum);
-        each_row([&](int r)
-                     INLINED { part[r] = multiply_add(to_float(sum[r]), splat(8.0f), part[r]); });
     }
 };
 
@@ -360,15 +342,16 @@ void multiply(const std::vector<WeightGemm>& products) {
     const std::vector<Weights> all(products.begin(), products.end());
     const int count = static_cast<int>(all.size());
     const Element& e = kElements[products[0].w.element];
+    if (!fits_byte(e)) return few_rows_of_floats(all.data(), count);
     const Lookup table = lookup_of(products[0].w);
     if (e.bits == 4)
         multiply_codes<Codes4>(all.data(), count, table);
     else if (e.bits == 8)
         multiply_codes<Integers8>(all.data(), count, table);
-    else if (table.two)
-        multiply_rows_of<Floats6<true>, Offset::none>(all.data(), count, table);
+    else if (e.bits == 5)
+        multiply_codes<Lookups<5>>(all.data(), count, table);
     else
-        multiply_rows_of<Floats6<false>, Offset::none>(all.data(), count, table);
+        multiply_codes<Lookups<6>>(all.data(), count, table);
 }
 
 }  // namespace
@@ -378,8 +361,8 @@ bool few_rows_on_bytes(const WeightGemm* products, int count) {
     const Element& e = kElements[g.w.element];
     const int64_t rows = g.m;
     if (rows > (e.bits == 6 && g.k >= kLongRow ? kMostRows6 : kMostRows)) return false;
-    if (g.w.tile_rows != 1 || (e.bits == 8 && e.is_float)) return false;
-    if (!fits_lanes(g.w.tile_length, e.bits == 4 ? 8 : 4, g.k) || !moderate(g)) return false;
+    const int64_t lane = e.bits == 4 ? 8 : fits_byte(e) ? 4 : 16;
+    if (!fits_lanes(g.w.tile_length, lane, g.k) || !moderate(g)) return false;
     for (int64_t first = 0, next; first < rows; first = next) {
         next = first + (rows - first >= 4 ? 4 : rows - first >= 2 ? 2 : 1);
         std::vector<WeightGemm> some(products, products + count);

@@ -29,6 +29,30 @@ INLINE __m128 sums_of(const vf (&v)[4]) {
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
+#if defined(__AVX512VBMI__)
+// Which bytes hold four codes of 6 bits, or eight of 5, in each group of as many bytes.
+template <int Bits>
+struct Spread {
+    alignas(64) uint8_t index[64];
+    constexpr Spread() : index{} {
+        constexpr int kGroup = Bits == 6 ? 4 : 8;
+        for (int i = 0; i < 64; ++i)
+            index[i] = static_cast<uint8_t>(i / kGroup * (kGroup * Bits / 8) + i % kGroup);
+    }
+};
+template <int Bits>
+inline constexpr Spread<Bits> kSpread;
+
+// 64 codes of 5 or 6 bits as bytes, with bits of others above.
+template <int Bits>
+INLINE __m512i bytes_of(__m512i packed) {
+    const __m512i at = _mm512_load_si512(kSpread<Bits>.index);
+    const __m512i shifts =
+        _mm512_set1_epi64(Bits == 6 ? 0x322C26'20'120C0600 : 0x231E1914'0F0A0500);
+    return _mm512_multishift_epi64_epi8(shifts, _mm512_permutexvar_epi8(at, packed));
+}
+#endif
+
 constexpr int kGroupRows = 4;          // of weights at a time
 constexpr int64_t kPrefetch = 4096;    // bytes ahead of the codes in use, in the order of memory
 constexpr int64_t kTaskBytes = 32768;  // of codes, at least, in a task
@@ -67,7 +91,8 @@ void for_row_groups(const Weights* all, int count, bool offsets, Body body) {
             if (begin == task * task_rows) s.prefetch_scales(begin, end);
             s.prefetch_scales(end, least(last, end + kScaledRows));
             // Rows whose tiles follow each other: not across the end of a super-block.
-            const int64_t rows = g.w.super_scales && tiles % g.w.super_tiles ? 1 : end - begin;
+            const bool apart = g.w.tile_rows > 1 || (g.w.super_scales && tiles % g.w.super_tiles);
+            const int64_t rows = apart ? 1 : end - begin;
             for (int64_t row = begin; row < end; row += rows) {
                 const int64_t at = (row - begin) * tiles;
                 s.decode_scales(row, 0, rows * tiles, scale + at);

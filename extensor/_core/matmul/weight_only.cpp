@@ -267,7 +267,7 @@ void run(Weights& s) {
 bool streams(const WeightGemm& g) {
     const int bits = kElements[g.w.element].bits;
     const int64_t tile = g.w.tile_length;
-    if (bits == 6 || (bits == 8 && g.w.minimums)) return false;
+    if ((bits != 4 && bits != 8) || (bits == 8 && g.w.minimums)) return false;
     if (bits == 4 && tile != 16 && tile != 32 && tile != 64 && tile % 128 && tile < g.k)
         return false;
     return moderate(g);

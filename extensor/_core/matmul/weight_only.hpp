@@ -157,6 +157,8 @@ struct Part {
 };
 
 void weight_panel_product(const WeightGemm&);  // weight_panels.cpp
+// Several weights of floats times the same one, two or four rows: few_rows_floats.cpp.
+void few_rows_of_floats(const Weights* all, int count);
 
 // Whether tiles begin and end with lanes of so many elements, and vectors with tiles or within one.
 inline bool fits_lanes(int64_t tile, int64_t lane, int64_t k) {

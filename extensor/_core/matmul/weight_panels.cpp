@@ -28,15 +28,20 @@ template <int Bits, Offset Kind>
 void decode(const Weights& s, const uint8_t* const* rows, int64_t start, int64_t end,
             const PanelScales& by, float* to) {
     const Element& e = kElements[s.g.w.element];
-    if constexpr (Bits == 4) decode_panel<4, Kind>(Table16(s.table), rows, start, end, by, to);
+    if constexpr (Bits == 4) {
+        decode_panel<4, Kind>(Table16(s.table), rows, start, end, by, to);
+    } else if (!e.is_float) {
+        const IntegerCodes<Bits> values(e, Kind == Offset::minimum);
+        decode_panel<Bits, Kind>(values, rows, start, end, by, to);
+    } else if constexpr (Bits == 8) {
+        decode_panel<8, Offset::none>(FloatCodes(e), rows, start, end, by, to);
+    } else if constexpr (Bits == 6) {
 #if defined(__AVX512F__)
-    else if constexpr (Bits == 6)
         decode_panel<6, Offset::none>(FloatCodes6(s.table), rows, start, end, by, to);
+#else
+        decode_panel<6, Offset::none>(FloatCodes(e), rows, start, end, by, to);
 #endif
-    else if (!e.is_float)
-        decode_panel<8, Kind>(IntegerCodes(e, Kind == Offset::minimum), rows, start, end, by, to);
-    else
-        decode_panel<Bits, Offset::none>(FloatCodes(e), rows, start, end, by, to);
+    }
 }
 
 template <int Bits>
@@ -120,7 +125,8 @@ void weight_panel_product(const WeightGemm& g) {
     const int bits = kElements[g.w.element].bits;
     const Offset offset = offset_of(g.w);
     const Decode decode = bits == 4   ? choose_decode<4>(offset)
-                          : bits == 6 ? choose_decode<6>(Offset::none)
+                          : bits == 5 ? choose_decode<5>(offset)
+                          : bits == 6 ? choose_decode<6>(offset)
                                       : choose_decode<8>(offset);
     const int64_t most_rows = most(kRowChunk, kPacked / g.k);
     for (int64_t row = 0; row < g.m; row += most_rows)

@@ -48,15 +48,18 @@ struct FloatCodes6 {
 };
 #endif
 
-// Integers of 8 bits times a unit, counted from `first`.
+// Integers times a unit, counted from `first`.
+template <int Bits>
 struct IntegerCodes {
+    static constexpr int kAbove = 32 - Bits;
     float unit, first;
 
     explicit IntegerCodes(const Element& e, bool from_least = false)
-        : unit(power_of_two(-e.mantissa_bits)), first(from_least ? -128.0f : 0.0f) {}
+        : unit(power_of_two(-e.mantissa_bits)), first(from_least ? -(1 << (Bits - 1)) : 0) {}
 
     INLINE vf operator[](vu code) const {
-        const vf value = __builtin_convertvector(reinterpret_cast<vi>(code << 24) >> 24, vf);
+        const vf value =
+            __builtin_convertvector(reinterpret_cast<vi>(code << kAbove) >> kAbove, vf);
         return (value - first) * unit;
     }
 };
@@ -64,8 +67,9 @@ struct IntegerCodes {
 // Codes that fill whole words, and the words of a row that are transposed at a time.
 template <int Bits>
 struct Packed {
-    static constexpr int codes = Bits == 4 ? 8 : Bits == 6 ? 16 : 4, words = Bits == 6 ? 3 : 1;
-    static constexpr int64_t groups = VL / (Bits == 6 ? 4 : 1);
+    static constexpr int words = Bits == 5 ? 5 : Bits == 6 ? 3 : 1, codes = 32 * words / Bits;
+    static constexpr int groups = Bits == 6 ? VL / 4 : VL > words ? VL / words : 1;
+    static constexpr int vectors = (groups * words + VL - 1) / VL;  // that hold the words
     static constexpr int64_t length = groups * codes, bytes = 4 * groups * words;
 
     // Code i of the group; bits above the code's mean nothing.
@@ -100,23 +104,26 @@ void decode_panel(const Values& values, const uint8_t* const* rows, int64_t star
     const int64_t ahead = VL * (rows[1] - rows[0]);  // the rows that are read next
     for (int64_t k = start; k < end;) {
         const int64_t bytes = least(P::bytes, ceil_div((end - k) * Bits, 8));
-        vf words[VL];
+        vf words[P::vectors][VL];
 #pragma GCC unroll 16
         for (int r = 0; r < VL; ++r) {
             const uint8_t* from = rows[r] + k * Bits / 8;
             __builtin_prefetch(from + ahead, 0, 2);
-            if (bytes == 4 * VL) {
-                words[r] = reinterpret_cast<vf>(load(reinterpret_cast<const uint32_t*>(from)));
+            if (P::vectors == 1 && bytes == P::bytes) {
+                words[0][r] = load_part(reinterpret_cast<const float*>(from), P::bytes / 4);
             } else {
-                alignas(4 * VL) uint8_t some[4 * VL] = {};
+                alignas(4 * VL) uint8_t some[P::vectors * 4 * VL] = {};
                 std::memcpy(some, from, static_cast<size_t>(bytes));
-                words[r] = reinterpret_cast<vf>(load(reinterpret_cast<const uint32_t*>(some)));
+                for (int v = 0; v < P::vectors; ++v)
+                    words[v][r] = load(reinterpret_cast<const float*>(some) + v * VL);
             }
         }
-        transpose(words);
-        vu by_lane[VL];
+        vu by_lane[P::vectors * VL];
+        for (int v = 0; v < P::vectors; ++v) {
+            transpose(words[v]);
 #pragma GCC unroll 16
-        for (int r = 0; r < VL; ++r) by_lane[r] = reinterpret_cast<vu>(words[r]);
+            for (int r = 0; r < VL; ++r) by_lane[v * VL + r] = reinterpret_cast<vu>(words[v][r]);
+        }
         const vu* group = by_lane;
         for (const int64_t last = least(end, k + P::length); k < last; group += P::words) {
 #pragma GCC unroll 16

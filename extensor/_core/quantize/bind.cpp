@@ -25,7 +25,7 @@ T named(const py::kwargs& fields, const char* key, const std::vector<std::string
 // A resolved QuantSpec, by the names that `_plan` in extensor/backends passes.
 QuantPlan make_plan(const py::kwargs& f) {
     QuantPlan p{};
-    p.element = named<int>(f, "element", {std::begin(kElementNames), std::end(kElementNames)});
+    p.element = named<int>(f, "element", {kElementNames, kElementNames + kQuantized});
     p.scale = named<Scale>(f, "scale", {"e8m0", "ue4m3", "float32", "float16"});
     p.rule = named<Rule>(f, "rule",
                          {"floor", "rceil", "ceil", "even", "one", "amax", "four_over_six",

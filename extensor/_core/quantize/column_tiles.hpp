@@ -349,7 +349,7 @@ inline ColumnTileEncoder pick_column_tile_encoder(int element, std::index_sequen
 // The encoder for an element of the table, or null where there is none.
 template <bool Words>
 inline ColumnTileEncoder column_tile_encoder(int element) {
-    constexpr auto all = std::make_index_sequence<sizeof(kElements) / sizeof(Element)>();
+    constexpr auto all = std::make_index_sequence<kQuantized>();
     return kElements[element].is_float ? pick_column_tile_encoder<Words>(element, all) : nullptr;
 }
 

@@ -26,10 +26,10 @@ less than 2**-126 a term, nothing for bf16 (before a tensor scale); for weights 
 term's block scale, where a block's sum of x times codes is scaled as a whole: up to four rows of
 finite x below 2**60. Other weight-only products have the bits of the float32 product with the
 decoded weights. S' has |scale * (code - least code)| + |minimum| in the place of |b|. Up to eight
-rows of x, 16 with 6 bits and K of 256 or more, meet weights of 4 and 6 bits and integers of 8 on
-AVX-512 VNNI and VBMI as integers of 24 bits, each row by itself: 2 u T more, where T has in the
-place of |a| the largest |a| of its group, eight elements from a multiple of eight on with 4 bits,
-else four.
+rows of x, 16 with 6 bits and K of 256 or more, have kernels of their own on AVX-512 VNNI and VBMI,
+each row by itself. E3M2 and FP8 weights are decoded. Others meet x as integers of 24 bits: 2 u T
+more, where T has in the place of |a| the largest |a| of its group, eight elements from a multiple
+of eight on with 4 bits, else four.
 
 On AMX tiles a term of a bf16 product passes at most 16 multiply-adds, one addition of even to odd,
 ceil(K / 32) to the result and the tensor scale: 18 + ceil(K / 32) roundings (Higham, Accuracy and
@@ -108,11 +108,11 @@ def choose_block_product(core: Any, a: QuantArray, b: QuantArray) -> BlockProduc
 
 
 def _matrix_gap(
-    spec: QuantSpec, shape: tuple[int, ...], affine: bool = False
+    spec: QuantSpec, shape: tuple[int, ...], weights: bool = False
 ) -> Unsupported | None:
     """Why the core's products cannot take an operand; None if they can.
 
-    ``affine``: whether minimums and super-blocks are taken.
+    ``weights``: whether minimums, super-blocks and codes of any number of bits are taken.
     """
     if len(shape) != 2:
         return Unsupported(f"{len(shape)} axes; the core multiplies matrices")
@@ -120,7 +120,7 @@ def _matrix_gap(
         return Unsupported(f"blocks along axis {spec.axis}; the core takes them along the last")
     if math.prod(shape) == 0:
         return Unsupported("empty array")
-    if spec.kernel_gap and not (affine and spec.is_affine and spec.row.element.has_kernels):
+    if spec.kernel_gap and (spec.row.outliers or not weights):
         return Unsupported(spec.kernel_gap)
     if spec.transform:
         return Unsupported("a Hadamard transform to undo")
@@ -296,7 +296,7 @@ def _least_used(q: QuantArray) -> int:
 
 def choose_weight_only(core: Any, x: Any, w: QuantArray) -> Any | Unsupported:
     """The weights of x w^T as the core takes them, or why it does not take the two."""
-    if w not in _MATRICES and (gap := _matrix_gap(w.spec, w.shape, affine=True)) is not None:
+    if w not in _MATRICES and (gap := _matrix_gap(w.spec, w.shape, weights=True)) is not None:
         return gap
     if x.ndim != 2 or x.dtype not in _ROWS:
         return Unsupported(f"{x.dtype} activations of {x.ndim} axes; the core takes float32 rows")

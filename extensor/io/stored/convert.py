@@ -27,7 +27,7 @@ from extensor.io.stored.forms import new_form, stored_form
 from extensor.io.stored.gguf_models import as_hugging_face
 from extensor.io.stored.gguf_write import GgufModelWriter
 from extensor.io.stored.quantization_config import hf_quant_config, quantization_config
-from extensor.io.stored.targets import TARGETS, Target
+from extensor.io.stored.targets import TARGETS, Target, takes_blocks
 from extensor.io.stored.writer import SHARD_BYTES, SafetensorsWriter, copy_files
 from extensor.quant.array import QuantArray
 
@@ -206,6 +206,8 @@ def write_checkpoint(
     target = TARGETS[layout].with_dense(options.dense_dtype)
     _check_path(path, target)
     done = Conversion(notes=list(options.notes), dropped=options.dropped)
+    cut: dict[str, int] = {}
+    weights = _watched(weights, target, cut)
     if target.container == "gguf":
         _write_gguf(path, target, weights, config, dict(gguf or {}), options, done)
         place = path.with_name(f"{path.name}.{CERTIFICATE}")
@@ -225,10 +227,28 @@ def write_checkpoint(
                 _write_config(folder, target, dict(config), blocked, kept)
             done.files = [path / file.name for file in sorted(folder.iterdir())]
         place = path / CERTIFICATE
+    if cut:
+        first, more = next(iter(cut)), f" and {len(cut) - 1} more" if len(cut) > 1 else ""
+        done.notes.append(
+            f"{first}{more}: not packed, as rows of {cut[first]} values are no whole number of "
+            f"{layout}'s blocks; the way out: a layout whose blocks divide them"
+        )
     with replacing(place) as file:
         file.write(json.dumps(done.as_json(), indent=1).encode())
     done.files.append(place)
     return done
+
+
+def _watched(
+    weights: Iterable[tuple[str, Stored]], target: Target, cut: dict[str, int]
+) -> Iterator[tuple[str, Stored]]:
+    """The weights; in ``cut`` the rows' length of those that only longer rows would pack."""
+    for name, value in weights:
+        *outer, length = value.shape or (0,)
+        blocks = (takes_blocks(target, name, (*outer, n)) for n in (length, 256 * length))
+        if tuple(blocks) == (False, True):
+            cut[name] = length
+        yield name, value
 
 
 def _check_path(path: Path, target: Target) -> None:

@@ -30,7 +30,7 @@ BLOCKED = {
 # float32 rows times weights in the format.
 WEIGHTS = {
     **dict.fromkeys(BLOCKED, "core"),
-    **dict.fromkeys(("int5", "int6", "outlier"), "generic"),
+    "outlier": "generic",
 }
 # Decoded operands of a quantized op: on tiles, or with BLAS.
 OPERANDS = {

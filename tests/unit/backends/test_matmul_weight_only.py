@@ -38,10 +38,16 @@ WEIGHTS = [
     QuantSpec("mxfp8_e5m2"),
     QuantSpec("fp8_e4m3"),
     QuantSpec("fp8_e4m3", tile=(1, 10)),
+    QuantSpec("fp8_e4m3", tile=(1, 16)),
+    QuantSpec("fp8_e4m3", tile=(128, 128)),
+    QuantSpec("int5"),
+    QuantSpec("int6"),
     QuantSpec("mxfp6_e2m3"),
+    QuantSpec("mxfp6_e3m2"),
     QuantSpec("mxfp6_e3m2", tile=(1, 12)),
     QuantSpec("mxint8"),
     QuantSpec("int8"),
+    QuantSpec("int8", tile="tensor"),
     ZEROS,
 ]
 
@@ -115,18 +121,22 @@ AFFINE = [
     QuantSpec("int4", super_block=64, tile=(1, 16)),
     QuantSpec("int8", minimum=True, tile=(1, 32)),
     QuantSpec("int8", super_block=96, tile=(1, 32)),
+    QuantSpec("int5", minimum=True, super_block=256),  # Q5_K
+    QuantSpec("int6", super_block=256, tile=(1, 16)),  # Q6_K
 ]
 
 
 ON_BYTES = [
     MXFP4, NVFP4, QuantSpec("int4", symmetric=False), QuantSpec("mxfp6_e2m3"),
-    QuantSpec("mxfp6_e3m2"), QuantSpec("mxint8"), ZEROS, AFFINE[0],
+    QuantSpec("mxfp6_e3m2"), QuantSpec("mxint8"), ZEROS, QuantSpec("int5"), QuantSpec("int6"),
+    QuantSpec("mxfp8_e4m3"), QuantSpec("mxfp8_e5m2"), QuantSpec("fp8_e4m3", tile="tensor"),
+    AFFINE[0], *AFFINE[-2:],
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", ON_BYTES, ids=short)
 def test_few_rows_have_the_bits_of_each_alone(variant: str, spec: QuantSpec) -> None:
-    """On dot products of bytes, which decode codes once for up to four rows."""
+    """Codes are decoded once for up to four rows."""
     if variant not in ("avx512_vnni", *TILED):
         pytest.skip("no dot products of bytes")
     rng = np.random.default_rng(0)
@@ -142,7 +152,7 @@ def test_few_rows_have_the_bits_of_each_alone(variant: str, spec: QuantSpec) -> 
         assert BACKEND.weight_only_matmul(x, w).tobytes() == decoded.tobytes()
 
 
-@pytest.mark.parametrize("spec", [s for s in ON_BYTES if not s.minimum], ids=short)
+@pytest.mark.parametrize("spec", [s for s in ON_BYTES if not s.is_affine], ids=short)
 def test_rows_that_end_anywhere_in_a_vector_of_codes(variant: str, spec: QuantSpec) -> None:
     """With 127 codes of four bits the last vector is whole, though its last code is none's."""
     rng = np.random.default_rng(0)
@@ -169,7 +179,7 @@ def test_minimums_and_super_blocks(level: str, spec: QuantSpec) -> None:
             wide = x.astype(np.float64)
             bound = gamma(k + 6) * (np.abs(wide) @ spread.T)
             assert (np.abs(got - wide @ values.astype(np.float64).T) <= bound).all(), (m, n, k)
-            if m > 8:
+            if m > (16 if spec.row.element.bits == 6 else 8):
                 assert got.tobytes() == CORE.matmul(x, values.T).tobytes(), (m, n, k)
 
 
@@ -188,7 +198,7 @@ def test_the_core_checks_minimums_and_super_blocks() -> None:
 
 def test_activations_that_are_large_or_not_finite(variant: str) -> None:
     """Sums of x times unscaled codes would overflow: such x meets decoded weights."""
-    for spec in (MXFP4, NVFP4, QuantSpec("int8"), QuantSpec("mxfp6_e3m2")):
+    for spec in (MXFP4, NVFP4, *map(QuantSpec, ("int8", "mxfp6_e3m2", "int6", "mxfp8_e4m3"))):
         w = quantized((9, 300), spec, 0)
         w.scales[:] = 1e-30 if w.scales.dtype.kind == "f" else 1
         x = np.full((3, 300), 2.0**126, np.float32)
@@ -202,7 +212,8 @@ def test_activations_that_are_large_or_not_finite(variant: str) -> None:
 
 def test_weights_ignore_what_is_left_in_memory(variant: str) -> None:
     """Lanes beyond the end of a row meet no scale of an earlier product."""
-    for spec in (MXFP4, NVFP4, QuantSpec("int4", symmetric=False), QuantSpec("mxfp8_e4m3")):
+    rest = map(QuantSpec, ("mxfp8_e4m3", "mxfp6_e3m2", "int5", "int6"))
+    for spec in (MXFP4, NVFP4, QuantSpec("int4", symmetric=False), *rest):
         before, w = quantized((9, 2000), spec, 0), quantized((9, 33), spec, 1)
         for scales in (before.scales, w.scales[4:5]):
             scales[:] = np.nan if scales.dtype.kind == "f" else 255 if spec.is_mx else 0x7F

@@ -180,6 +180,18 @@ def test_a_certificate_tells_of_a_value_that_became_infinite() -> None:
     assert not found.lossless and found.max_error == np.inf and found.sqnr_db == -np.inf
 
 
+def test_weights_whose_rows_are_no_whole_blocks_are_named(tmp_path: Path) -> None:
+    """They stay floats: the file would be larger than its layout says, and nobody would know."""
+    given = weights() | {"model.layers.1.mlp.up_proj.weight": np.ones((4, 24), F)}
+    done = convert(
+        written(tmp_path / "m.safetensors", given), tmp_path / "out", "compressed-tensors-nvfp4"
+    )
+    after = {c.name: c.after for c in done.certificates}
+    assert (after[Q], after["model.layers.1.mlp.up_proj.weight"]) == ("nvfp4 1x16", "float32")
+    said = "model.layers.1.mlp.up_proj.weight: not packed, as rows of 24 values are no whole number"
+    assert [said in note for note in done.notes] == [True]
+
+
 def test_shards_and_files_beside(tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.mkdir()

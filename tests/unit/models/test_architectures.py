@@ -363,9 +363,13 @@ def test_unknown_settings_are_errors() -> None:
         ({"logit_scale": 2.0}, "unknown setting, .* logit_scale=2.0"),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
         ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "rope_type: expected default, lin"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}},
+            "rope: partial_rotary_factor: expected 1 or None, got 0.5",
+        ),
         ({"vocab_size": None}, "expected the setting 'vocab_size'"),
         ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers: expected 10000 or fewer"),
-        ({"model_type": "lama"}, "did you mean 'llama'.*known: llama, mistral"),
+        ({"model_type": "lama"}, "did you mean 'llama'. known: bert, gpt2"),
         ({"model_type": None}, "expected a model_type, got none"),
     ):
         given = values | changes

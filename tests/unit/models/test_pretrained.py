@@ -304,6 +304,12 @@ def test_shapes_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
     refused(path, "mlp.gate_proj.weight: shape (64, 32), but config.json says (48, 32)")
 
 
+def test_a_weight_of_whole_numbers_is_refused(tmp_path: Path) -> None:
+    given = tensors()
+    given["lm_head.weight"] = np.ones((40, 32), np.int32)
+    refused(folder_of(tmp_path / "m", given), "lm_head.weight: expected floats, got int32")
+
+
 def test_tied_and_untied_heads(tmp_path: Path) -> None:
     given = tensors()
     path = folder_of(tmp_path / "tied", given, tie_word_embeddings=True)
