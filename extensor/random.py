@@ -23,6 +23,7 @@ Array = Any
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
+_INTEGERS = (int, np.integer)
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,13 @@ class Stream:
     clock: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, bits in (("seed", 64), ("step", 32), ("tensor", 24), ("slot", 7)):
-            value = getattr(self, name)
-            if not isinstance(value, (int, np.integer)) or not 0 <= value < 1 << bits:
+        for name, value, bits in (
+            ("seed", self.seed, 64),
+            ("step", self.step, 32),
+            ("tensor", self.tensor, 24),
+            ("slot", self.slot, 7),
+        ):
+            if not isinstance(value, _INTEGERS) or not 0 <= value < 1 << bits:
                 raise ValueError(f"{name}: expected an int in 0..2**{bits} - 1, got {value!r}")
 
     @property

@@ -193,7 +193,10 @@ def restore(node: Node, fused: bool) -> None:
         first, *others = node.arrays
         if isinstance(first, Stored) and isinstance(first.q, QuantArray):
             read = backend.reads_stored(node.primitive.name, first.q, others)
+    plain = backend.xp.ndarray
     for i, array in enumerate(node.arrays):
+        if type(array) is plain:  # the usual case; a check of a protocol's class takes longer
+            continue
         if isinstance(array, Kept) and not (read and i == 0):
             node.arrays[i] = array.values(backend)
         elif isinstance(array, QuantArray) and not node.primitive.takes_blocked:

@@ -271,8 +271,8 @@ class ShardedOptimizer:
     def step_unless(self, bad: Any) -> None:
         """See :meth:`extensor.optim.Optimizer.step_unless`. Then the new weights are gathered."""
         for param in self._whole.values():
-            if hasattr(param, "recipe_state"):  # the optimizer ends its step
-                self._buckets.pieces[id(param)].recipe_state = param.recipe_state
+            if (state := getattr(param, "recipe_state", None)) is not None:
+                self._buckets.pieces[id(param)].recipe_state = state  # the optimizer ends its step
         self._optimizer.step_unless(bad)
         if bad is not True:
             self._buckets.gather()

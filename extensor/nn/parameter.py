@@ -43,7 +43,7 @@ class Parameter(ExTensor):
     __slots__ = ("recipe_state",)
 
     is_parameter = True
-    recipe_state: RecipeState
+    recipe_state: RecipeState | None
     """Of the recipe that a layer last used the parameter under; optimizers end its steps."""
 
     def __init__(
@@ -51,6 +51,7 @@ class Parameter(ExTensor):
     ) -> None:
         values, device = _values(data, device)
         super().__init__(values, dtype, device=device, requires_grad=True)
+        self.recipe_state = None
 
 
 class Buffer(ExTensor):

@@ -31,6 +31,8 @@ def int_pair(name: str, what: str, value: Any, least: int) -> tuple[int, int]:
     Raises:
         TypeError, ValueError: for anything else.
     """
+    if type(value) is tuple and [type(n) for n in value] == [int, int] and min(value) >= least:
+        return value  # the usual case: what a layer checked when it was made
     both = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(both) != 2 or not all(
         isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in both

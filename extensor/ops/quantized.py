@@ -33,7 +33,7 @@ from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.generic.quantize import dense_values
 from extensor.backends.protocol import Array, Backend, Window
-from extensor.dtypes import bfloat16, dtype_of, promote
+from extensor.dtypes import bfloat16, dtype_of, float16, float32, promote
 from extensor.ops import recipe_operands as operands
 from extensor.ops import requantized
 from extensor.ops.arguments import tensors_only
@@ -105,6 +105,10 @@ def _bias_vjp(
     return g.astype(bias[0].dtype).sum(axis=axes)  # a sum of 16-bit floats would be rounded
 
 
+_NAMES = {d.numpy: d.name for d in (float32, float16, bfloat16)}
+"""Of results; numpy makes a dtype's name anew each time it is asked for."""
+
+
 def _product(
     backend: Backend,
     a: Any,
@@ -122,7 +126,7 @@ def _product(
     elif gemm.output_scale == 1.0:
         start = None if bias is None else backend.cast(bias, np.dtype(np.float32))
         counted = context.fallbacks(which)
-        return backend.cast(backend.product(a, b, dtype.name, start, counted), dtype)
+        return backend.cast(backend.product(a, b, _NAMES[dtype], start, counted), dtype)
     else:
         out = backend.product(a, b, fallbacks=context.fallbacks(which))
     out = operands.scaled(out, gemm, backend.xp)
@@ -158,9 +162,9 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
 # --- matrix product -----------------------------------------------------------------------------
 
 
-_X: operands.Slots = [("fprop.x", -1), ("wgrad.x", -2)]
-_W: operands.Slots = [("fprop.w", -1), ("dgrad.w", -2)]
-_G: operands.Slots = [("wgrad.g", -2), ("dgrad.g", -1)]
+_X: operands.Slots = (("fprop.x", -1), ("wgrad.x", -2))
+_W: operands.Slots = (("fprop.w", -1), ("dgrad.w", -2))
+_G: operands.Slots = (("wgrad.g", -2), ("dgrad.g", -1))
 """In the order of their use: the last operand holds what both share."""
 
 
@@ -213,7 +217,7 @@ def _matmul_vjp(
     w_columnwise = saved.w
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
     sizes = (len(rows), *w.shape)
-    needed = [slot for slot, need in zip(_G, (needs[1], needs[0]), strict=True) if need]
+    needed = tuple([slot for slot, need in zip(_G, (needs[1], needs[0]), strict=True) if need])
     gradients = operands.make_operands(backend, rows, context, needed, sizes)  # read once for both
     dx = dw = None
     if needs[1]:  # first, because its operand of x is let go before dx is made
@@ -371,19 +375,24 @@ def _conv_vjp(
     if context.layer.uses_forward_operands:
         both = requantized.conv_gradients(backend, g, (x, w), needs, context, window)
         return [*both, *last]
-    dx = _conv_dgrad(backend, g, w, x.shape, context, window, groups) if needs[0] else None
-    dw = None
+    slots = [slot for slot, need in zip(("dgrad.g", "wgrad.g"), needs, strict=False) if need]
+    quantizes = any(not isinstance(context.operand(slot), str) for slot in slots)
+    rows = _pixels_last(g, groups, backend.xp) if quantizes else g  # one copy for both
+    dx = dw = None
+    if needs[0]:
+        dx = _conv_dgrad(backend, g, rows, w, x.shape, context, window, groups)
     if needs[1]:
         odd = isinstance(saved.x, (OddFloats, OddPlanes))
         image = backend.odd_values(saved.x) if odd else saved.x
         image = x if image is None else image
-        dw = _conv_wgrad(backend, g, image, w.shape, context, window, groups)
+        dw = _conv_wgrad(backend, g, rows, image, w.shape, context, window, groups)
     return [dx, dw, *last]
 
 
 def _conv_dgrad(
     backend: Backend,
     g: Array,
+    pixels_last: Array,
     w: Array,
     shape: tuple[int, ...],
     context: LayerContext,
@@ -397,9 +406,7 @@ def _conv_dgrad(
     if isinstance(requested, str):
         values = dense_values(backend, g, requested)
     else:
-        matrix = operands.slot_values(
-            backend, _pixels_last(g, groups, backend.xp), context, "dgrad.g", -2
-        )
+        matrix = operands.slot_values(backend, pixels_last, context, "dgrad.g", -2)
         values = backend.xp.swapaxes(matrix.reshape(rows, n, ho, wo), 0, 1)
     kernels = kernels.reshape(rows, *w.shape[1:])
     out = backend.conv2d_grad_x(values, kernels, shape, window, groups)
@@ -409,6 +416,7 @@ def _conv_dgrad(
 def _conv_wgrad(
     backend: Backend,
     g: Array,
+    pixels_last: Array,
     x: Array,
     shape: tuple[int, ...],
     context: LayerContext,
@@ -421,7 +429,7 @@ def _conv_wgrad(
         values = dense_values(backend, g, g_spec)
         matrix = None if isinstance(x_spec, str) else _pixels_last(values, groups, xp)
     else:
-        matrix = operands.slot_values(backend, _pixels_last(g, groups, xp), context, "wgrad.g", -1)
+        matrix = operands.slot_values(backend, pixels_last, context, "wgrad.g", -1)
         values = g
     if isinstance(x_spec, str):
         a = dense_values(backend, x, x_spec)

@@ -13,7 +13,6 @@ that. The input itself is let go.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,7 +33,7 @@ from extensor.backends.protocol import (
     Prepared,
 )
 from extensor.quant.kept import image_bits
-from extensor.quant.recipe import Gemm
+from extensor.quant.recipe import Gemm, LayerRecipe
 from extensor.quant.recipe_state import Counts, LayerContext
 from extensor.quant.round_to_odd import OddFloats, OddPlanes
 from extensor.quant.spec import QuantSpec
@@ -64,7 +63,7 @@ __all__ = [
     "version_of",
 ]
 
-Slots = Sequence[tuple[str, int]]
+Slots = tuple[tuple[str, int], ...]
 """Slots of a recipe, each with the axis along which its GEMM contracts the matrix."""
 
 Sizes = tuple[int, int, int]
@@ -81,7 +80,13 @@ def slot_spec(
     context: LayerContext, slot: str, spec: QuantSpec, axis: int, ndim: int
 ) -> tuple[QuantSpec, Stream | None]:
     """The slot's spec along ``axis`` (-1: rows, -2: columns); its stream if it draws bits."""
-    along = spec_along(spec, axis, ndim)
+    return _drawn(context, slot, axis, spec_along(spec, axis, ndim))
+
+
+def _drawn(
+    context: LayerContext, slot: str, axis: int, along: QuantSpec
+) -> tuple[QuantSpec, Stream | None]:
+    """The spec with the signs of this step, and the stream."""
     if along.has_per_step_signs:
         assert along.transform is not None
         along = along.with_signs(context.signs(along.transform, slot))
@@ -133,7 +138,7 @@ def make_operands(
         version: of a weight, whose operands may be those that were made before; None: no weight.
         preparation: what `Backend.prepare` decided about these slots, where the caller has it.
     """
-    if version is None or any(context.operand(slot) == "float32" for slot, _ in slots):
+    if version is None or "float32" in [context.operand(slot) for slot, _ in slots]:
         made = _made(backend, x, context, slots, sizes, preparation)
     else:
         made = _of_weight(_Weight(backend, x, context, sizes, version), slots, preparation)
@@ -331,8 +336,6 @@ def _shared(
     """
     rows = x.reshape(-1, x.shape[-1])
     preparation = preparation or _prepare(backend, rows, context, slots, sizes)
-    specs = [(context.operand(slot), axis) for slot, axis in slots]
-    random = any(not isinstance(s, str) and s.is_random for s, _ in specs)
 
     def make() -> Prepared:
         if not pack:
@@ -340,9 +343,10 @@ def _shared(
         assert preparation is not None
         return preparation.run_packing() if len(slots) > 1 else [preparation.pack() or (None, None)]
 
-    if random or given.version is None or preparation is None:
+    if preparation is None or given.version is None or _plan(context.layer, slots).is_random:
         made = make()
     else:
+        specs = [(context.operand(slot), axis) for slot, axis in slots]
         key = (*specs, preparation.path, pack, id(backend.capturing))
         cache = context.state.input_cache
         found = cache.share(x, given.version, key, lambda: _reading(None, make()))
@@ -362,32 +366,75 @@ def _reading(x: Array | None, made: Prepared) -> Prepared:
     return [(one.of(x) if hasattr(one, "of") else one, counts) for one, counts in made]
 
 
-def _prepare(
-    backend: Backend, x: Array, context: LayerContext, slots: Slots, sizes: Sizes
-) -> Preparation | None:
-    """How the backend makes all operands at once; None where slots differ in kind."""
+class _SlotsPlan(NamedTuple):
+    """What a recipe says of slots that are made of one matrix.
+
+    Attributes:
+        differ: whether they differ in kind, so that each is made alone.
+        specs: along the slots' axes; the signs of a transform may still be drawn.
+        is_random: whether random bits or signs are drawn.
+        is_pure: whether each slot's product has operands of one kind.
+        named: the slot whose past maxima the backend keeps; None: nothing is quantized.
+    """
+
+    differ: bool
+    specs: Sequence[OperandSpec]
+    is_random: bool
+    is_pure: bool
+    named: str | None
+
+
+def _plan(layer: LayerRecipe, slots: Slots) -> _SlotsPlan:
+    """The plan of these slots, made once for a recipe."""
+    found: _SlotsPlan | None = layer.plans.get(slots)
+    if found is None:
+        found = layer.plans[slots] = _make_plan(layer, slots)
+    return found
+
+
+def _make_plan(layer: LayerRecipe, slots: Slots) -> _SlotsPlan:
     specs: list[OperandSpec] = []
-    streams: list[Stream | None] = []
     kinds: set[str] = set()
     pure: set[bool] = set()
     for slot, axis in slots:
-        gemm: Gemm = getattr(context.layer, slot.partition(".")[0])
-        requested, stream = context.operand(slot), None
+        gemm: Gemm = getattr(layer, slot.partition(".")[0])
+        requested = layer.slot(slot)
         if isinstance(requested, str):
             specs.append(CastSpec(requested, axis % 2))
             kinds.add(requested)
             pure.add(gemm.a == gemm.b)
         else:
-            spec, stream = slot_spec(context, slot, requested, axis, 2)
-            specs.append(spec)
+            specs.append(spec_along(requested, axis, 2))
             kinds.add("quantized")
             pure.add(not isinstance(gemm.a, str) and not isinstance(gemm.b, str))
-        streams.append(stream)
-    if len(kinds) > 1 or (len(pure) > 1 and "quantized" not in kinds):
-        return None
-    work = math.prod(sizes) if all(pure) else 0
     named = next((slot for slot, axis in slots if axis == -1), slots[0][0])
-    amax_state = context.amax_state(named) if "quantized" in kinds else None
+    return _SlotsPlan(
+        differ=len(kinds) > 1 or (len(pure) > 1 and "quantized" not in kinds),
+        specs=specs,
+        is_random=any(isinstance(spec, QuantSpec) and spec.is_random for spec in specs),
+        is_pure=all(pure),
+        named=named if "quantized" in kinds else None,
+    )
+
+
+def _prepare(
+    backend: Backend, x: Array, context: LayerContext, slots: Slots, sizes: Sizes
+) -> Preparation | None:
+    """How the backend makes all operands at once; None where slots differ in kind."""
+    plan = _plan(context.layer, slots)
+    if plan.differ:
+        return None
+    specs: Sequence[OperandSpec] = plan.specs
+    streams: Sequence[Stream | None] = (None,) * len(slots)
+    if plan.is_random:
+        drawn = [
+            _drawn(context, *slot, spec)
+            for slot, spec in zip(slots, plan.specs, strict=True)
+            if isinstance(spec, QuantSpec)  # all are: slots that differ in kind ended above
+        ]
+        specs, streams = [spec for spec, _ in drawn], [stream for _, stream in drawn]
+    work = sizes[0] * sizes[1] * sizes[2] if plan.is_pure else 0
+    amax_state = None if plan.named is None else context.amax_state(plan.named)
     return backend.prepare(x, specs, streams, work, amax_state)
 
 
@@ -404,14 +451,14 @@ def _made(
         return []
     preparation = preparation or _prepare(backend, x, context, slots, sizes)
     if preparation is None:
-        return [_made(backend, x, context, [slot], sizes, None)[0] for slot in slots]
+        return [_made(backend, x, context, (slot,), sizes, None)[0] for slot in slots]
     return preparation.run()
 
 
 # --- weights -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Weight:
     """A weight in a layer, and the sizes of the products that it takes part in."""
 
@@ -431,10 +478,9 @@ class _Weight:
         return {slot: (self.context.layer, self._stream(slot, axis)) for slot, axis in slots}
 
     def _stream(self, slot: str, axis: int) -> Stream | None:
-        requested = self.context.operand(slot)
-        if isinstance(requested, str):
+        if not _plan(self.context.layer, ((slot, axis),)).is_random:
             return None
-        return slot_spec(self.context, slot, requested, axis, 2)[1]
+        return self.context.stream(slot, axis == -2)
 
     def find(self, slots: Slots) -> list[CachedOperand] | None:
         """The kept operands, if all are right."""

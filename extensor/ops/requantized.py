@@ -174,7 +174,7 @@ def gradients(
         x = x.reshape(-1, k)
         kept = _kept(*_operands(backend, x, w, context, counts=False), context)
     sizes = (len(g), *w.shape)
-    slots = [slot for slot, need in zip(_G, needs, strict=False) if need]
+    slots = tuple([slot for slot, need in zip(_G, needs, strict=False) if need])
     made = operands.make_operands(backend, g, context, slots, sizes)
     found: list[Array | None] = [None, None]
     for i, (source, stored, mask, slot, name) in enumerate(
@@ -186,7 +186,7 @@ def gradients(
         if not needs[i]:
             continue
         values = _values(backend, source, stored, layer.fprop.a)
-        (other,) = operands.make_operands(backend, values, context, [slot], sizes)
+        (other,) = operands.make_operands(backend, values, context, (slot,), sizes)
         mine, gemm = made[0 if i == 0 else -1], getattr(layer, name)
         if "float32" in (gemm.a, gemm.b):
             product = backend.matmul(mine, other.T)
@@ -197,7 +197,7 @@ def gradients(
     return found[0], found[1]
 
 
-_G: operands.Slots = [("dgrad.g", -1), ("wgrad.g", -2)]
+_G: operands.Slots = (("dgrad.g", -1), ("wgrad.g", -2))
 
 
 def _transform(operand: Any) -> Hadamard | None:

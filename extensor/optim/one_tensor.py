@@ -16,7 +16,7 @@ import numpy as np
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.row_sums import RowSums
-from extensor.dtypes import bfloat16
+from extensor.dtypes import bfloat16, float32
 from extensor.optim.multi_tensor import MultiTensorOptimizer
 from extensor.optim.params import MASTER, Array, Gradient, ParamState, Segment, wide_dtype
 from extensor.optim.states import STATES, WEIGHT_SLOT, state_stream
@@ -61,6 +61,9 @@ def step_one(
     """
     param, xp, cast = member.param, member.param.backend.xp, member.param.backend.cast
     member.step += 1
+    if isinstance(grad, ExTensor) and _moves_in_place(optimizer, member, grad):
+        _move_in_place(optimizer, member, grad, options)
+        return
     kind, wide = STATES[optimizer.states], wide_dtype(param)
     state = {
         slot: kind.unpack(param.backend, stored, slot in optimizer.squares).astype(wide, copy=False)
@@ -102,6 +105,26 @@ def step_one(
         stream = state_stream(member.step, member.index, place)
         member.arrays[slot] = kind.pack(param.backend, values, stream, slot in optimizer.squares)
     _write(param, flat, state_stream(member.step, member.index, WEIGHT_SLOT) if own else None)
+
+
+def _moves_in_place(optimizer: OneTensorOptimizer, member: ParamState, grad: ExTensor) -> bool:
+    """Whether one call of a kernel makes the whole update on the arrays as they are."""
+    data = member.param.data
+    plain = optimizer.multi_tensor and optimizer.states == float32.name
+    plain = plain and member.param.dtype is float32 and data.size <= KERNEL_SEGMENT
+    return plain and member.takes_multi_tensor(grad) and bool(getattr(data.flags, "writeable", 1))
+
+
+def _move_in_place(
+    optimizer: OneTensorOptimizer, member: ParamState, grad: ExTensor, options: Mapping[str, Any]
+) -> None:
+    """The update of a small float32 parameter, for which Python takes longer than the kernel."""
+    param, xp = member.param, member.param.backend.xp
+    weight = param.data.reshape(-1)
+    scratch = xp.empty(weight.size, weight.dtype)
+    segment = Segment(weight, grad.data.reshape(-1), member.arrays, (scratch,))
+    optimizer.update(param.backend, segment, options, member.step)
+    param._count_write()
 
 
 def values_of_weight(param: ExTensor, dtype: Any) -> Array:

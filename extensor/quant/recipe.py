@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from extensor.errors import unknown_name
 from extensor.notebook import card, table
@@ -233,6 +233,11 @@ class LayerRecipe:
         """The operand in each slot, which a step asks for several times."""
         places = ((slot, *self._gemm_and_side(slot)) for slot in SLOTS)
         return {slot: getattr(getattr(self, gemm), side) for slot, gemm, side in places}
+
+    @cached_property
+    def plans(self) -> dict[Any, Any]:
+        """What operations derive of the recipe alone, once, each under a key of its own."""
+        return {}
 
     @staticmethod
     def _gemm_and_side(name: str) -> tuple[str, str]:

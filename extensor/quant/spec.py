@@ -193,6 +193,21 @@ class QuantSpec:
             )
         self._check_format_options()
 
+    drawn_from = None
+    """The spec that `with_signs` made this one of: what is derived of it serves all steps."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple([self.__dict__[field] for field in self.__dataclass_fields__]))
+
+    def __hash__(self) -> int:
+        """Of all fields, computed once: a training step looks plans up by their specs."""
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: a hash is another one in another process."""
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+
     def __repr__(self) -> str:
         """The format, and the fields that are not the defaults."""
         values = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
@@ -418,7 +433,8 @@ class QuantSpec:
         3
         """
         copy = object.__new__(QuantSpec)
-        copy.__dict__.update(self.__dict__, transform=transform)
+        copy.__dict__.update(self.__dict__, transform=transform, drawn_from=self.drawn_from or self)
+        copy.__dict__.pop("_hash", None)
         return copy
 
     @classmethod

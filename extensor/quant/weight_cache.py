@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from extensor.quant.replay import REPLAY
@@ -34,7 +34,7 @@ class WeightVersion:
     writes: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class WeightSource:
     """What an operand of a weight is made from.
 
@@ -52,7 +52,7 @@ class WeightSource:
     capture: Any
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class CachedOperand:
     """An operand of a weight, and what it was made from.
 
@@ -141,10 +141,11 @@ class WeightCache:
         x, capture = weakref.ref(source.x), _reference(source.capture)
         stored = []
         for (slot, recipe), (operand, counts) in zip(recipes.items(), made, strict=True):
-            one = CachedOperand(operand, counts, recipe, x, source.version, source.sizes, capture)
+            made_from = recipe, x, source.version, source.sizes, capture
+            one = CachedOperand(operand, counts, *made_from)
             stored.append(one)
             if not (batched or (path, slot) in self._reused):
-                one = replace(one, operand=None, counts=None, stored=False)
+                one = CachedOperand(None, None, *made_from, stored=False)
             self._operands[path, slot] = one
             if (path, slot) not in self._missed:  # new values
                 self._reused.discard((path, slot))

@@ -45,8 +45,8 @@ compiler keeps code on disk for programs to come, in which a layer's handle name
 """
 
 _SLOTS = {
-    INPUT: [("fprop.x", -1), ("wgrad.x", -2)],
-    WEIGHT: [("fprop.w", -1), ("dgrad.w", -2)],
+    INPUT: (("fprop.x", -1), ("wgrad.x", -2)),
+    WEIGHT: (("fprop.w", -1), ("dgrad.w", -2)),
 }
 _SHIFT = {INPUT: 0, WEIGHT: 2}
 

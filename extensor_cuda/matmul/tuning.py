@@ -219,8 +219,8 @@ def _works(backend: Any) -> Callable[[str, int], Sequence[Work]]:
         def run() -> object:
             with tuned.always() if kernels else nullcontext():
                 for _ in range(products_per_graph(size)):
-                    (a,) = slots.make_operands(backend, x, context, [("fprop.x", -1)], sizes)
-                    (b,) = slots.make_operands(backend, w, context, [("fprop.w", -1)], sizes)
+                    (a,) = slots.make_operands(backend, x, context, (("fprop.x", -1),), sizes)
+                    (b,) = slots.make_operands(backend, w, context, (("fprop.w", -1),), sizes)
                     out = backend.cast(backend.product(a, b, "bfloat16"), _BF16)
             return out
 

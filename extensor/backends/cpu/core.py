@@ -135,8 +135,9 @@ class CpuCore(GenericBackend):
         """The same for arrays that are written in place from a gradient."""
         if not (core := self.float32_core(*written, grad)):
             return core
-        if not all(a.flags.c_contiguous and a.flags.aligned and a.flags.writeable for a in written):
-            return _NOT_WRITABLE
+        for a in written:
+            if not (a.flags.c_contiguous and a.flags.aligned and a.flags.writeable):
+                return _NOT_WRITABLE
         return core
 
 

@@ -104,7 +104,7 @@ def lower(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec | U
     if transform is None or transform.signs != "per_step":
         return _lower(core, spec, shape)
     # Signs of each step would be looked up in vain.
-    found = _lower(core, spec.with_signs(SOME_SIGNS[transform.size]), shape)
+    found = _lower(core, spec.drawn_from or spec.with_signs(SOME_SIGNS[transform.size]), shape)
     return found.with_signs(transform) if found else found
 
 

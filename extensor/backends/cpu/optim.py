@@ -17,7 +17,7 @@ __all__ = ["CpuOptim"]
 
 _ADAM_FACTORS = ("keep", "take1", "keep2", "take2", "widen", "eps", "rate")
 _LION_FACTORS = ("keep", "momentum", "take1", "keep2", "take2", "lr")
-_TINY = np.finfo(np.float32).tiny
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 class CpuOptim(CpuCore):
@@ -26,8 +26,9 @@ class CpuOptim(CpuCore):
     def _choose_sgd(self, weight: Array, grad: Array, buffer: Array | None, *factors: Any) -> Any:
         written = [weight] if buffer is None else [weight, buffer]
         core = self.update_core(grad, *written)
-        if core and any(0 < abs(number) < _TINY for number in factors):
-            return Unsupported("a factor that underflows in float32")
+        for number in factors:
+            if -_TINY < number < _TINY and number:
+                return Unsupported("a factor that underflows in float32")
         return core
 
     @runs_in_core(_choose_sgd)

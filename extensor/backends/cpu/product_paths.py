@@ -233,8 +233,9 @@ def operand_factors(core: Any, a: Any, b: Any) -> tuple[float, float] | Unsuppor
         return Unsupported("not (M, K) and (N, K)")
     if a.dtype != np.float32 or b.dtype != np.float32:
         return Unsupported(f"{a.dtype} times {b.dtype}; the core takes float32")
-    if not all(x.flags.c_contiguous or x.flags.f_contiguous for x in (a, b)):
-        return Unsupported("arrays that are not contiguous either way round")
+    for x in (a, b):
+        if not x.flags.forc:
+            return Unsupported("arrays that are not contiguous either way round")
     shape = (*a.shape, b.shape[0])
     if min(shape) < _MIN_SIDE or math.prod(shape) < _MIN_WORK:
         return Unsupported(f"a product of {' x '.join(map(str, shape))} is small; BLAS is faster")

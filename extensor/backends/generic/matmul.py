@@ -39,7 +39,7 @@ def coded_values(q: QuantArray) -> QuantArray:
     shape, spec = list(q.shape), q.spec
     shape[spec.axis] = coded_length(spec, q.shape)
     if q.spec.transform.signs == "per_step":  # those of each step would be looked up in vain
-        spec = spec.with_signs(SOME_SIGNS[q.spec.transform.size])
+        spec = spec.drawn_from or spec.with_signs(SOME_SIGNS[q.spec.transform.size])
     return replace(q, spec=_without_transform(spec), shape=tuple(shape))
 
 
@@ -81,7 +81,7 @@ class _Narrow:
         return values if self.axis == 1 else values.T
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FloatPreparation:
     """Operands that are float32 arrays: quantized and decoded, or rounded."""
 

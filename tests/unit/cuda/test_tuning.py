@@ -242,7 +242,7 @@ def test_transforms_are_measured_against_the_same_recipe_without_them() -> None:
 
     def clock(*works: Any) -> list[float]:
         for work in works:
-            with counting(seen):
+            with counting(backend, seen):
                 work()
         return [1.0, 1.5]
 
@@ -255,20 +255,20 @@ def test_transforms_are_measured_against_the_same_recipe_without_them() -> None:
 
 
 @contextmanager
-def counting(into: list[Any]) -> Iterator[None]:
+def counting(backend: Any, into: list[Any]) -> Iterator[None]:
     """The specs of what is quantized within it."""
     specs: list[QuantSpec] = []
-    placed = recipe_operands.slot_spec
+    prepare = backend.prepare
 
-    def noted(*args: Any) -> Any:
-        specs.append(args[2])
-        return placed(*args)
+    def noted(x: Any, its: Any, *more: Any) -> Any:
+        specs.extend(spec for spec in its if isinstance(spec, QuantSpec))
+        return prepare(x, its, *more)
 
-    recipe_operands.slot_spec = noted
+    backend.prepare = noted
     try:
         yield
     finally:
-        recipe_operands.slot_spec = placed
+        del backend.prepare
     into.append(specs)
 
 

@@ -331,8 +331,8 @@ def test_planted_wrong_axis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = recipe_operands._shared
 
     def planted(backend: Any, x: Any, context: Any, slots: Any, *more: Any, **kind: Any) -> Any:
-        if slots == [("wgrad.x", -2)]:
-            return [honest(backend, x, context, [("wgrad.x", -1)], *more)[0].T]
+        if slots == (("wgrad.x", -2),):
+            return [honest(backend, x, context, (("wgrad.x", -1),), *more)[0].T]
         return honest(backend, x, context, slots, *more, **kind)
 
     monkeypatch.setattr(recipe_operands, "_shared", planted)

@@ -9,7 +9,18 @@ import pytest
 from extensor import optim
 from extensor.autograd.tensor import ExTensor
 from extensor.nn import Linear
-from extensor.optim import LARS, SGD, Adagrad, Adam, AdamW, Lion, Muon, Optimizer, RMSprop
+from extensor.optim import (
+    LARS,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Lion,
+    Muon,
+    Optimizer,
+    RMSprop,
+    one_tensor,
+)
 from extensor.optim.muon import orthogonalize
 from extensor.optim.one_tensor import SEGMENT
 from tests.test_every_optimizer import CASES
@@ -414,6 +425,32 @@ def test_l2_decay_is_a_gradient_of_the_weight(kind, options):
         one.step()
         two.step()
         np.testing.assert_allclose(decayed.numpy(), plain.numpy(), rtol=1e-9)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(("kind", "options"), [(SGD, {"lr": 0.1}), (Adam, {"weight_decay": 0.1})])
+@pytest.mark.parametrize("like", ["plain", "read-only", "strided", "gradient strided"])
+def test_a_small_parameter_moves_where_it_lies_if_it_may(kind, options, like, monkeypatch):
+    """The bits are those of an update in segments, and views see a move in place."""
+    rng = np.random.default_rng(0)
+    start, grads = rng.standard_normal((4, 6)).astype(np.float32), rng.standard_normal((2, 4, 6))
+    moved = []
+    for most in (one_tensor.KERNEL_SEGMENT, 7):
+        monkeypatch.setattr(one_tensor, "KERNEL_SEGMENT", most)
+        w = param(np.zeros((4, 6)))
+        w.data = start.T.copy().T if like == "strided" else start.copy()
+        w.data.flags.writeable = like != "read-only"
+        before, optimizer = w.data, kind([w], **options)
+        for number, g in enumerate(grads.astype(np.float32), 1):
+            w.grad = ExTensor(g)
+            if like == "gradient strided":
+                w.grad.data = g.T.copy().T
+            optimizer.step()
+            assert w._version == [number]
+        in_place = np.shares_memory(w.data, before)
+        assert in_place == (like in ("plain", "gradient strided"))
+        moved.append(bits(w.data))
+    assert moved[0] == moved[1] != bits(start)
 
 
 def test_muon_scales_by_the_shape_of_the_matrix():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import ml_dtypes
@@ -267,3 +268,16 @@ def test_views_with_any_strides(name: str) -> None:
         same, _ = quantize(np.ascontiguousarray(view), QuantSpec(name))
         np.testing.assert_array_equal(q.codes, same.codes)
         np.testing.assert_array_equal(dequantize(q), dequantize(same))
+
+
+def test_specs_are_equal_by_their_fields_whatever_was_derived_of_them() -> None:
+    """A hash is kept, but not by a copy with other signs, nor in another process."""
+    transform = Hadamard(32, "per_step")
+    spec = QuantSpec("mxfp4", transform=transform)
+    assert hash(spec) == hash(QuantSpec("mxfp4", transform=transform))
+    one, two = (spec.with_signs(Hadamard(32, "per_step", step=n)) for n in (1, 2))
+    again = QuantSpec("mxfp4", transform=Hadamard(32, "per_step", step=1))
+    assert len({spec, one, two}) == 3 and one == again and hash(one) == hash(again)
+    assert two.with_signs(one.transform).drawn_from is one.drawn_from is spec
+    copy = pickle.loads(pickle.dumps(one))
+    assert copy == one and vars(copy).keys() == QuantSpec.__dataclass_fields__.keys()
