@@ -42,10 +42,11 @@ _USED = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores")
 
 
-def preprocessed(source: Any) -> str:
-    """The program's tokens, without comments and macros."""
+def preprocessed(source: Any, arch: str) -> str:
+    """The program's tokens for an architecture, without comments and macros."""
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
-    command = ("c++", "-E", "-P", "-x", "c++", "-D__CUDA_ARCH__=900", "-")
+    number = re.sub(r"\D", "", arch)  # sm_90a: 90
+    command = ("c++", "-E", "-P", "-x", "c++", f"-D__CUDA_ARCH__={number}0", "-")
     done = subprocess.run(
         command, input=macros + source.text, capture_output=True, text=True, check=True
     )
@@ -143,7 +144,7 @@ def cached(compile_cubin: Compile, folder: Path) -> Compile:
 
     def compiled(source: Any, arch: str) -> tuple[bytes, str]:
         try:
-            text = f"{version()} {arch} {source.name} {source.exact} {preprocessed(source)}"
+            text = f"{version()} {arch} {source.name} {source.exact} {preprocessed(source, arch)}"
         except (subprocess.CalledProcessError, FileNotFoundError):
             return compile_cubin(source, arch)  # it does not compile, or there is no preprocessor
         path = folder / hashlib.sha256(text.encode()).hexdigest()

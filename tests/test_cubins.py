@@ -38,6 +38,10 @@ def test_only_what_changed_is_compiled_again(
     others = source(FAST=0), source(FAST=1, exact=False), source(TEXT + "int more;", FAST=1)
     assert len({compiled(other, "sm_90a") for other in others} | {first}) == 4
     assert compiled(source(FAST=1), "sm_80") != first
+    for_ada = [
+        compiled(source(f"#if __CUDA_ARCH__ < 900\nint a = {n};\n#endif"), "sm_89") for n in (1, 2)
+    ]
+    assert for_ada[0] != for_ada[1]
     monkeypatch.setattr(cubins, "version", lambda: "13.5")
     newer = compiled(source(FAST=1), "sm_90a")
     assert newer != first

@@ -358,7 +358,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+// Before Hopper the compiler aims at 6 blocks, which spill two registers.
+#if OPTIMIZER_STATES == 8 && __CUDA_ARCH__ < 900
+#define OPTIMIZER_LION_BOUNDS kThreads, 5
+#else
+#define OPTIMIZER_LION_BOUNDS kThreads
+#endif
+extern "C" __global__ void __launch_bounds__(OPTIMIZER_LION_BOUNDS)
     lion(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
     step<Lion>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
