@@ -7,7 +7,7 @@ the kernel's call, ready to run, or `Unsupported`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, final
 
@@ -231,9 +231,27 @@ def _quantize_rebased(
 
 
 def dequantize(xp: Any, q: QuantArray, dtype: str = "float32") -> Call:
-    """See the protocol."""
-    plan = plan_of(q.spec, q.shape, decoding=True)
-    return (lambda: plan.dequantize(q, xp, dtype)) if plan else plan
+    """See the protocol. Square tiles are decoded as blocks, each with its tile's scale."""
+    spec, tile = q.spec, q.spec.tile
+    side = tile[0] if isinstance(tile, tuple) and not spec.has_float_scales else 1
+    if side > 1:
+        spec = spec.replace(tile=(1, side))
+    plan = plan_of(spec, q.shape, decoding=True)
+    if not plan:
+        return plan
+
+    def decode() -> Array:
+        blocks = q if side == 1 else replace(q, spec=spec, scales=_by_rows(xp, q, side))
+        return plan.dequantize(blocks, xp, dtype)
+
+    return decode
+
+
+def _by_rows(xp: Any, q: QuantArray, side: int) -> Array:
+    """The scales of square tiles, for each of their rows along the block axis."""
+    axis = (q.spec.axis - 1) % len(q.shape)
+    rows = xp.repeat(q.scales, side, axis=axis)
+    return rows[(slice(None),) * axis + (slice(q.shape[axis]),)]
 
 
 def _rowwise_columnwise_plan(

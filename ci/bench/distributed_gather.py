@@ -143,13 +143,16 @@ def packed_step(
     bench: Any, recipe: str, shapes: list[tuple[int, int]]
 ) -> tuple[Callable[[int], None], Callable[[], float]]:
     """A step's gathers under a recipe, and the bytes a value that a gather of them received."""
-    layers = [linear_of(bench, weight) for weight in weights_of(bench, shapes)]
+    weights = weights_of(bench, shapes)
+    layers = [linear_of(bench, weight) for weight in weights]
     ends = [et.nn.Linear(ROWS, ROWS, bias=False, rng=9) for _ in range(2)]
     model = et.nn.Sequential(ends[0], *layers, ends[1]).to(bench.device)
     apply_recipe(model, recipe, 0)
     buckets = GatheredBuckets(model, bench.ranks, "float32", 1)
     mine = [buckets._of[id(layer.weight)] for layer in layers]
     values = sum(bucket.size for bucket in mine) * (1 - 1 / bench.ranks.size)
+    if bench.ranks.size > 1:
+        check(buckets, mine, weights)
     steps = [0, buckets.gathered_bytes]
 
     def step(number: int) -> None:
@@ -168,6 +171,20 @@ def packed_step(
     return step, bytes_a_value
 
 
+def check(buckets: Any, mine: list[Any], weights: list[Any]) -> None:
+    """Whether the layers make the same of what was gathered as of the whole weights."""
+    for bucket, weight in zip(mine, weights, strict=True):
+        backend = bucket.backend
+        for kind, spec in buckets._packed.weights[id(bucket)].specs().items():
+            buckets._let_go()
+            buckets._need(bucket, kind)
+            got, expected = (
+                backend.dequantize(backend.pack(x, spec)) for x in (bucket.params[0].data, weight)
+            )
+            if not bool((got == expected).all()):
+                raise SystemExit(f"{spec}: expected the values of the whole weight, got others")
+
+
 def bfloat16_step(bench: Any, shapes: list[tuple[int, int]]) -> Callable[[int], None]:
     """The same of shards cast to bfloat16."""
     xp, backend, size = bench.xp, bench.backend, bench.ranks.size
@@ -177,9 +194,11 @@ def bfloat16_step(bench: Any, shapes: list[tuple[int, int]]) -> Callable[[int], 
         cast = [backend.cast(shard, HALF) for shard in shards]
         for _ in range(2):
             for part in cast:
-                whole = xp.empty((size * part.shape[0], part.shape[1]), HALF)
-                sends, recvs = [part.view(np.uint16)], [whole.view(np.uint16)]
-                bench.ranks.all_gather_coalesced(sends, recvs).wait()
+                with bench.ranks.beside():
+                    whole = xp.empty((size * part.shape[0], part.shape[1]), HALF)
+                    sends, recvs = [part.view(np.uint16)], [whole.view(np.uint16)]
+                    bench.ranks.all_gather_coalesced(sends, recvs).wait()
+                bench.ranks.join()
                 backend.cast(whole, np.dtype(np.float32))
 
     return step

@@ -1,13 +1,14 @@
 """Weights that travel as their layers quantize them: 4 or 8 bits a value instead of 32.
 
 A weight that fills a bucket by itself is divided into whole rows, a multiple of 32 for each rank.
-So no block of its layer's operands lies on two ranks. Each rank packs its rows for one of the
-layer's two products. What is decoded must be what the layer would make of the weight, and the layer
+So no block of its layer's operands lies on two ranks. Each rank packs its rows for both of the
+layer's products. What is decoded must be what the layer would make of the weight, and the layer
 quantizes it once more. So each rank checks that its decoded rows do not change when they are
-quantized again, and sends along whether; where one's do, the weight travels in float32.
+quantized again; where one's do, the weight travels in float32.
 
-NVFP4 has a scale of the whole weight, from its largest value. The ranks agree on those of all
-weights at once, when the first one is packed after a step.
+All weights are packed when the first one is asked for after a step, and the ranks agree on all of
+them at once. NVFP4 has a scale of the whole weight, from its largest value: also these are found at
+once. Then nothing of a gather waits for this process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from extensor.ops.recipe_operands import slot_spec
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["Magnitudes", "PackedWeight", "packed_weight"]
+__all__ = ["PackedWeight", "PackedWeights"]
 
 AXES = {"fprop.w": -1, "dgrad.w": -2}
 """The layer's products that read the weight, and the axis that each sums over."""
@@ -44,37 +45,6 @@ under which a block's largest code is 6."""
 _STEADY_RULES = frozenset(("floor", "rceil", "ceil", "even", "one", "amax"))
 
 
-class Magnitudes:
-    """The largest magnitudes of weights that are quantized by them, over all ranks' rows.
-
-    Args:
-        ranks: who share the weights.
-    """
-
-    def __init__(self, ranks: Communicator) -> None:
-        self.ranks, self.weights = ranks, list[PackedWeight]()
-        self._found: dict[int, tuple[Array, np.float32]] = {}
-
-    def of(self, weight: PackedWeight) -> tuple[Array, np.float32]:
-        """A weight's, on its device and here; NaN or infinity if there is one.
-
-        The first call finds those of all weights, in one launch, one collective and one wait.
-        """
-        if id(weight) not in self._found:
-            asking = [each for each in self.weights if each.has_tensor_scale]
-            rows = [each.rows for each in asking]
-            bits = weight.bucket.backend.largest_multi_tensor(rows)
-            self.ranks.all_reduce(bits, "max").wait()  # bits of magnitudes are in their order
-            there = bits.view(np.float32)
-            here = map(np.float32, there.tolist())
-            self._found = dict(zip(map(id, asking), zip(there, here, strict=True), strict=True))
-        return self._found[id(weight)]
-
-    def forget(self) -> None:
-        """Drop what was found, of weights that have changed."""
-        self._found = {}
-
-
 class PackedWeight:
     """How the weight of one layer is packed.
 
@@ -82,32 +52,29 @@ class PackedWeight:
         layer: whose weight is alone in ``bucket``.
         bucket: of float32.
         piece: this rank's rows, flat.
-        magnitudes: of this weight and others.
+        size: how many ranks share it.
     """
 
-    def __init__(
-        self, layer: Linear, bucket: Bucket, piece: ExTensor, magnitudes: Magnitudes
-    ) -> None:
-        self.layer, self.bucket, self._piece = layer, bucket, piece
-        self._magnitudes = magnitudes
-        size = magnitudes.ranks.size
+    def __init__(self, layer: Linear, bucket: Bucket, piece: ExTensor, size: int) -> None:
+        self.layer, self.bucket, self._piece, self._size = layer, bucket, piece, size
         self.shape = bucket.size // size // layer.in_features, layer.in_features
-        self._packed: dict[str, tuple[QuantSpec, list[Array], QuantArray]] = {}
-        magnitudes.weights.append(self)
+
+    @property
+    def recipe(self) -> Any:
+        """The layer's, which says how; another object where it has changed."""
+        return None if self.layer.quant is None else self.layer.quant.layer
 
     @property
     def rows(self) -> Array:
         """This rank's."""
         return self._piece.data.reshape(self.shape)
 
-    @property
-    def has_tensor_scale(self) -> bool:
-        """Whether a product quantizes the weight by its largest magnitude."""
-        specs = map(self.spec, AXES)
-        return any(spec is not None and spec.row.tensor_scale for spec in specs)
+    def specs(self) -> dict[str, QuantSpec]:
+        """How the layer quantizes the weight, for each product that takes blocks of its own."""
+        found = {slot: self._spec(slot) for slot in AXES}
+        return {slot: spec for slot, spec in found.items() if spec is not None}
 
-    def spec(self, slot: str) -> QuantSpec | None:
-        """How the layer quantizes the weight for a product; None if not in blocks of its own."""
+    def _spec(self, slot: str) -> QuantSpec | None:
         context = self.layer.quant
         if context is None or context.layer.uses_forward_operands:
             return None
@@ -127,55 +94,124 @@ class PackedWeight:
         fits = isinstance(tile, tuple) and all(ROWS % side == 0 for side in tile)
         return spec if alone and fits else None
 
-    def pack(self, slot: str) -> list[Array] | None:
-        """This rank's rows for a product, flat; None where the layer packs no such blocks.
+    def parts(self, mine: QuantArray) -> list[Array]:
+        """What travels of this rank's packed rows: flat arrays."""
+        xp = self.bucket.backend.xp
+        return [xp.ascontiguousarray(mine.parts[name]).reshape(-1) for name in _PARTS]
 
-        Codes, scales, and a last array with one number that says whether they are the layer's. All
-        ranks call this together.
-        """
-        spec, backend = self.spec(slot), self.bucket.backend
-        if spec is None:
-            return None
-        if slot not in self._packed or self._packed[slot][0] != spec:
-            amax, sent = None, None
-            if spec.row.tensor_scale:
-                amax, largest = self._magnitudes.of(self)
-                sent = _sent_scale(largest, spec)
-                if sent is None:
-                    return None
-            q = backend.pack(self.rows, spec, None, amax)
-            if set(q.parts) - {"tensor_scale"} != set(_PARTS):
-                return None
-            same = _steady(q) or _same_again(q, sent, backend)
-            if sent is not None:
-                q = replace(q, tensor_scale=backend.xp.asarray(sent.scale))
-            flag = backend.xp.full(1, same, np.uint8)
-            arrays = [backend.xp.ascontiguousarray(q.parts[name]).reshape(-1) for name in _PARTS]
-            self._packed[slot] = spec, [*arrays, flag], q
-        return self._packed[slot][1]
-
-    def unpack(self, slot: str, wholes: Sequence[Array]) -> Array | None:
-        """All ranks' rows, decoded; None if one says that they are not the layer's.
+    def unpack(self, mine: QuantArray, wholes: Sequence[Array]) -> Array:
+        """All ranks' rows, decoded and flat.
 
         Args:
-            slot: the product.
-            wholes: what `pack` gave on all ranks, each array gathered.
+            mine: this rank's, packed.
+            wholes: its `parts`, each gathered.
         """
-        if not bool(wholes[-1].all()):
-            return None
-        mine = self._packed[slot][2]
-        ranks = wholes[-1].size
         found = {}
-        for name, whole in zip(_PARTS, wholes[:-1], strict=True):
+        for name, whole in zip(_PARTS, wholes, strict=True):
             first, *others = mine.parts[name].shape
-            found[name] = whole.reshape(ranks * first, *others)
-        shape = ranks * self.shape[0], self.shape[1]
+            found[name] = whole.reshape(self._size * first, *others)
+        shape = self._size * self.shape[0], self.shape[1]
         decoded = self.bucket.backend.dequantize(replace(mine, **found, shape=shape))
         return decoded.reshape(-1)
 
+
+class PackedWeights:
+    """The weights that may travel packed, and what all ranks agreed on since the last step.
+
+    Args:
+        ranks: who share the weights.
+
+    Attributes:
+        weights: by the ``id`` of their buckets.
+    """
+
+    def __init__(self, ranks: Communicator) -> None:
+        self.ranks, self.weights = ranks, dict[int, PackedWeight]()
+        self._recipes: dict[int, Any] = {}
+        self._packed: dict[int, dict[str, QuantArray | None]] = {}
+
+    def add(self, bucket: Bucket, layers: Sequence[Any], owners: int, piece: ExTensor) -> None:
+        """Take the weight that a bucket holds, if it may travel packed.
+
+        Args:
+            bucket: which.
+            layers: that multiply by its first parameter.
+            owners: how many modules have the parameter.
+            piece: this rank's values of it.
+        """
+        param: ExTensor = bucket.params[0]
+        if len(bucket.params) > 1 or owners != 1 or len(layers) != 1 or param.size != bucket.size:
+            return
+        (layer,) = layers
+        rows, rest = divmod(param.shape[0], self.ranks.size)
+        if isinstance(layer, Linear) and not rest and rows % ROWS == 0:
+            self.weights[id(bucket)] = PackedWeight(layer, bucket, piece, self.ranks.size)
+
+    def of(self, bucket: Bucket) -> dict[str, QuantArray | None]:
+        """This rank's rows for each product that takes blocks; None where one rank's do not fit.
+
+        All ranks call this together, for one of `weights`.
+        """
+        key = id(bucket)
+        if not self._packed or self._recipes[key] is not self.weights[key].recipe:
+            self._recipes = {key: weight.recipe for key, weight in self.weights.items()}
+            self._packed = self._agreed()
+        return self._packed[key]
+
     def forget(self) -> None:
         """Drop what was packed, of weights that have changed."""
-        self._packed.clear()
+        self._packed = {}
+
+    def _agreed(self) -> dict[int, dict[str, QuantArray | None]]:
+        specs = {key: weight.specs() for key, weight in self.weights.items()}
+        largest = self._largest(specs)
+        tried = [
+            (key, slot, self._pack(self.weights[key], spec, largest.get(key)))
+            for key, each in specs.items()
+            for slot, spec in each.items()
+        ]
+        made = [packed for *_, packed in tried if packed is not None]
+        steady = {}
+        if made:  # all are read at once
+            found = made[0].backend.xp.stack([packed.is_steady for packed in made]).tolist()
+            steady = dict(zip(map(id, made), found, strict=True))
+        good = [
+            each is not None and (steady[id(each)] or each.is_same_again()) for *_, each in tried
+        ]
+        same = np.array(good, np.uint8)
+        self.ranks.all_reduce(same, "min").wait()
+        agreed: dict[int, dict[str, QuantArray | None]] = {key: {} for key in specs}
+        for (key, slot, packed), fits in zip(tried, same.tolist(), strict=True):
+            agreed[key][slot] = packed.to_send if packed is not None and fits else None
+        return agreed
+
+    def _largest(
+        self, specs: dict[int, dict[str, QuantSpec]]
+    ) -> dict[int, tuple[Array, np.float32]]:
+        """The largest magnitudes of weights that have a scale of their own, there and here."""
+        scaled = [k for k, each in specs.items() if any(s.row.tensor_scale for s in each.values())]
+        if not scaled:
+            return {}
+        rows = [self.weights[key].rows for key in scaled]
+        bits = self.weights[scaled[0]].bucket.backend.largest_multi_tensor(rows)
+        self.ranks.all_reduce(bits, "max").wait()  # bits of magnitudes are in their order
+        there = bits.view(np.float32)
+        here = map(np.float32, there.tolist())
+        return dict(zip(scaled, zip(there, here, strict=True), strict=True))
+
+    @staticmethod
+    def _pack(
+        weight: PackedWeight, spec: QuantSpec, largest: tuple[Array, np.float32] | None
+    ) -> _Packed | None:
+        """A rank's rows; None where no tensor scale leads back to the weight's."""
+        backend, amax, sent = weight.bucket.backend, None, None
+        if spec.row.tensor_scale:
+            assert largest is not None
+            amax, sent = largest[0], _sent_scale(largest[1], spec)
+            if sent is None:
+                return None
+        q = backend.pack(weight.rows, spec, None, amax)
+        return _Packed(q, sent, backend) if set(q.parts) - {"tensor_scale"} == set(_PARTS) else None
 
 
 class _Sent(NamedTuple):
@@ -185,24 +221,42 @@ class _Sent(NamedTuple):
     largest: np.float32
 
 
-def _steady(q: QuantArray) -> bool:
-    """Whether the scales alone say that what is decoded would be quantized to itself."""
-    spec = q.spec
-    known = spec.rule in _STEADY_RULES and spec.row.scale.name in _STEADY
-    if not known or spec.dialect != "ocp" or spec.element_scale != 1.0:
-        return False
-    least, most = _STEADY[spec.row.scale.name]
-    return bool(((q.scales - np.uint8(least)) <= np.uint8(most - least)).all())
+class _Packed(NamedTuple):
+    """A rank's rows, and the tensor scale that is sent along, if there is one."""
 
+    q: QuantArray
+    sent: _Sent | None
+    backend: Any
 
-def _same_again(q: QuantArray, sent: _Sent | None, backend: Any) -> bool:
-    """Whether what is decoded, under the tensor scale that is sent, is quantized to itself."""
-    expected, amax = backend.dequantize(q), None
-    if sent is not None:
-        q = replace(q, tensor_scale=backend.xp.asarray(sent.scale))
-        amax = backend.xp.asarray(sent.largest)
-    again = backend.dequantize(backend.pack(backend.dequantize(q), q.spec, None, amax))
-    return bool((expected.view(np.uint32) == again.view(np.uint32)).all())
+    @property
+    def to_send(self) -> QuantArray:
+        """With the tensor scale that is sent."""
+        if self.sent is None:
+            return self.q
+        return replace(self.q, tensor_scale=self.backend.xp.asarray(self.sent.scale))
+
+    @property
+    def is_steady(self) -> Any:
+        """Whether the scales alone say that what is decoded would be quantized to itself.
+
+        A bool, or an array of shape () that holds it.
+        """
+        spec = self.q.spec
+        known = spec.rule in _STEADY_RULES and spec.row.scale.name in _STEADY
+        if not known or spec.dialect != "ocp" or spec.element_scale != 1.0:
+            return self.backend.xp.zeros((), np.bool_)
+        least, most = _STEADY[spec.row.scale.name]
+        return ((self.q.scales - np.uint8(least)) <= np.uint8(most - least)).all()
+
+    def is_same_again(self) -> bool:
+        """Whether what is decoded, under the tensor scale that is sent, is quantized to itself."""
+        backend, amax = self.backend, None
+        if self.sent is not None:
+            amax = backend.xp.asarray(self.sent.largest)
+        decoded = backend.dequantize(self.to_send)
+        again = backend.dequantize(backend.pack(decoded, self.q.spec, None, amax))
+        expected = backend.dequantize(self.q)
+        return bool((expected.view(np.uint32) == again.view(np.uint32)).all())
 
 
 @lru_cache(maxsize=1024)
@@ -224,24 +278,3 @@ def _sent_scale(largest: np.float32, spec: QuantSpec) -> _Sent | None:
         if backend.quantize(decoded, spec)[0].tensor_scale == expected:
             return _Sent(np.float32(scale), np.float32(decoded[0, 0]))
     return None
-
-
-def packed_weight(
-    bucket: Bucket, layers: Sequence[Any], owners: int, piece: ExTensor, magnitudes: Magnitudes
-) -> PackedWeight | None:
-    """How a bucket is packed; None for one that is gathered in float32.
-
-    Args:
-        bucket: which.
-        layers: that multiply by its first parameter.
-        owners: how many modules have the parameter.
-        piece: this rank's values of it.
-        magnitudes: of the weights that the same ranks share.
-    """
-    param: ExTensor = bucket.params[0]
-    if len(bucket.params) > 1 or owners != 1 or len(layers) != 1 or param.size != bucket.size:
-        return None
-    (layer,) = layers
-    rows, rest = divmod(param.shape[0], magnitudes.ranks.size)
-    good = isinstance(layer, Linear) and not rest and rows % ROWS == 0
-    return PackedWeight(layer, bucket, piece, magnitudes) if good else None

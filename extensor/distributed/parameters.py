@@ -23,7 +23,7 @@ from extensor.autograd.storage import Kept
 from extensor.autograd.tensor import ExTensor
 from extensor.distributed.communicator import BUCKET_BYTES, Array, Communicator
 from extensor.distributed.gradients import Bucket
-from extensor.distributed.packed import Magnitudes, packed_weight
+from extensor.distributed.packed import PackedWeights
 from extensor.distributed.zero import ShardedBuckets
 from extensor.nn.linear import GemmLayer
 from extensor.nn.module import Module
@@ -52,8 +52,8 @@ class GatheredBuckets(ShardedBuckets):
 
     Attributes:
         gathered_bytes: that this rank has received of other ranks' parameters.
-        unpackable: how often a weight travelled twice, because its blocks change when they are
-            quantized again.
+        unpackable: how often a weight travelled in float32, because blocks of it change when they
+            are quantized again.
         peak_bytes: of whole parameters that were there at once.
 
     Raises:
@@ -93,12 +93,12 @@ class GatheredBuckets(ShardedBuckets):
                 module.register_forward_hook(partial(self._after, own))
             if isinstance(module, GemmLayer):
                 self._layers.setdefault(id(module.weight), []).append(module)
-        self._packed, self._magnitudes = {}, Magnitudes(ranks)
+        self._packed = PackedWeights(ranks)
         for bucket in self.buckets:
             first = id(bucket.params[0])
-            layers, piece = self._layers.get(first, ()), self.pieces[first]
-            if packed := packed_weight(bucket, layers, owners[first], piece, self._magnitudes):
-                self._packed[id(bucket)] = packed
+            layers = self._layers.get(first, ())
+            self._packed.add(bucket, layers, owners[first], self.pieces[first])
+        self._absent = {key: _no_values(param) for key, param in _by_id(params).items()}
         self._whole = {id(bucket): bucket for bucket in self.buckets}
         self._let_go()
 
@@ -120,6 +120,7 @@ class GatheredBuckets(ShardedBuckets):
         False
         """
         self._pin(self.buckets, FLOAT)
+        self.ranks.synchronize()  # what reads the GPU next has no time limit
         try:
             yield
         finally:
@@ -133,7 +134,7 @@ class GatheredBuckets(ShardedBuckets):
         >>> buckets = GatheredBuckets(et.nn.Linear(1, 1), LocalCommunicator())
         >>> buckets.gather()
         """
-        self._forget()
+        self._packed.forget()
         self._let_go()
 
     def scatter(self) -> None:
@@ -144,13 +145,8 @@ class GatheredBuckets(ShardedBuckets):
         >>> with buckets.hold():
         ...     buckets.scatter()
         """
-        self._forget()
+        self._packed.forget()
         super().scatter()
-
-    def _forget(self) -> None:
-        self._magnitudes.forget()
-        for packed in self._packed.values():
-            packed.forget()
 
     def values(self, param: ExTensor) -> Array:
         """A parameter's whole array, for the backward pass; other buckets are let go.
@@ -218,25 +214,22 @@ class GatheredBuckets(ShardedBuckets):
                 continue
             del self._whole[id(bucket)]
             for param in bucket.params:
-                xp = param.backend.xp
-                param.data = xp.broadcast_to(xp.full((), np.nan, np.float32), param.shape)
+                param.data = self._absent[id(param)]
                 self._drop_operands(param)
 
     def _unpacked(self, bucket: Bucket, kind: str) -> Array | None:
         """A weight decoded from what its layer would make of it; None where it is not packed."""
-        packed = self._packed.get(id(bucket))
-        if packed is None or self.ranks.size == 1:
+        weight = self._packed.weights.get(id(bucket))
+        if weight is None or self.ranks.size == 1:
             return None
-        mine = packed.pack(kind)
+        found = self._packed.of(bucket)
+        mine = found.get(kind)
         if mine is None:
+            self.unpackable += kind in found
             return None
-        xp = bucket.backend.xp
-        wholes = [xp.empty(self.ranks.size * part.size, part.dtype) for part in mine]
-        self.ranks.all_gather_coalesced(mine, wholes).wait()
-        self.gathered_bytes += (self.ranks.size - 1) * sum(part.nbytes for part in mine)
-        flat = packed.unpack(kind, wholes)
-        self.unpackable += flat is None
-        return flat
+        parts = weight.parts(mine)
+        self.gathered_bytes += (self.ranks.size - 1) * sum(part.nbytes for part in parts)
+        return weight.unpack(mine, self.gathered(parts))
 
     def _drop_operands(self, param: ExTensor) -> None:
         for layer in self._layers.get(id(param), ()):
@@ -267,6 +260,7 @@ class GatheredBuckets(ShardedBuckets):
         try:
             with super().micro_batch(last=last, step=step):
                 yield
+            self.ranks.synchronize()  # what reads the GPU next has no time limit
         finally:
             MODE.observer = before
             self._let_go()
@@ -313,6 +307,12 @@ class _Recorder:
         """See `Observer`."""
         if self._then is not None:
             self._then.accumulated(leaves)
+
+
+def _no_values(param: ExTensor) -> Array:
+    """NaN of a parameter's shape, in no memory."""
+    xp = param.backend.xp
+    return xp.broadcast_to(xp.full((), np.nan, np.float32), param.shape)
 
 
 def _by_id(params: Sequence[ExTensor]) -> dict[int, ExTensor]:

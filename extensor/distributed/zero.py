@@ -182,9 +182,26 @@ class ShardedBuckets(GradientBuckets):
             mine[self._part(bucket, param)] = piece(param)
         if self.ranks.size == 1:
             return mine
-        flat = xp.empty(bucket.reduction.size, np.float32)
-        self.ranks.all_gather(mine, flat).wait()
-        return flat
+        return self.gathered([mine])[0]
+
+    def gathered(self, parts: Sequence[Array]) -> list[Array]:
+        """Flat arrays of all ranks, one after the other; a GPU waits for them, not this process.
+
+        Args:
+            parts: this rank's, as long as the other ranks'.
+
+        >>> import numpy as np
+        >>> from extensor.distributed import LocalCommunicator, ShardedBuckets
+        >>> buckets = ShardedBuckets([et.nn.Parameter([1.0])], LocalCommunicator())
+        >>> buckets.gathered([np.ones(2), np.zeros(1)])
+        [array([1., 1.]), array([0.])]
+        """
+        xp = self.buckets[0].backend.xp
+        with self.ranks.beside():
+            wholes = [xp.empty(self.ranks.size * part.size, part.dtype) for part in parts]
+            self.ranks.all_gather_coalesced(parts, wholes).wait()
+        self.ranks.join()
+        return wholes
 
     def owned(self, param: ExTensor, array: Array) -> Array:
         """This rank's values of an array of a parameter's shape.

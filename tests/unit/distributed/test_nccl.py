@@ -19,6 +19,7 @@ from extensor.distributed import (
     GRAD_COMM,
     CollectiveTimeout,
     Communicator,
+    GatheredBuckets,
     GradientBuckets,
     LocalCommunicator,
     NCCLCommunicator,
@@ -370,3 +371,36 @@ def test_buckets_are_reduced_beside_the_backward_pass(
 
     expected = run_ranks(2, program)
     assert with_gpus(2, lambda comm, xp: program(comm)) == expected
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4_all", "nvfp4_nvidia"])
+def test_gathered_weights_make_the_bits_of_whole_ones(on_gpu: GenericBackend, recipe: str) -> None:
+    """Packed and gathered on the device; what ranks agree on goes through the host."""
+
+    def program(comm: Communicator, gathers: bool) -> tuple[list[bytes], Any]:
+        pairs = itertools.pairwise((64, 64, 128, 64, 64, 64))
+        layers = [et.nn.Linear(k, n, bias=False, rng=i) for i, (k, n) in enumerate(pairs)]
+        model = et.nn.Sequential(*layers).to("cuda")
+        et.nn.apply_recipe(model, recipe, 0)
+        buckets: Any = (
+            GatheredBuckets(model, comm, "exact", 1)
+            if gathers
+            else GradientBuckets(list(model.parameters()), comm, "exact", 1)
+        )
+        for step in range(2):
+            x = np.random.default_rng((step, comm.rank)).standard_normal((8, 64))
+            with buckets.micro_batch(last=True, step=step):
+                model(et.ExTensor(x.astype(np.float32)).to("cuda")).square().mean().backward()
+            buckets.finish(step)
+            if gathers:
+                buckets.gather()
+        sums = [np.asarray(bucket.sums).reshape(-1) for bucket in buckets.buckets]
+        mine = sums if gathers else [each.reshape(2, -1)[comm.rank] for each in sums]
+        return [each.tobytes() for each in mine], buckets
+
+    whole = with_gpus(2, lambda comm, xp: program(comm, False))
+    parts = with_gpus(2, lambda comm, xp: program(comm, True))
+    for (expected, _), (found, buckets) in zip(whole, parts, strict=True):
+        assert found == expected
+        received = sum(map(len, found))  # of the other rank, were it float32
+        assert buckets.unpackable == 0 and 0 < buckets.gathered_bytes < 4 * received

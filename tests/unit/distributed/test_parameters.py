@@ -147,7 +147,7 @@ def test_packed_weights_make_the_bits_of_float32(recipe: str, most: float, ranks
     whole, _ = of_linears(LocalCommunicator(), recipe, shards=False)
     for mine, buckets in run_ranks(ranks, lambda comm: of_linears(comm, recipe, True)):
         assert mine == whole
-        assert len(buckets._packed) == 3  # not the last layer, of 8 rows
+        assert len(buckets._packed.weights) == 3  # not the last layer, of 8 rows
         size = sum(bucket.size for bucket in buckets.buckets) * (ranks - 1) / ranks
         passes, held = 2 * PARTS // ranks, 4  # and once in float32, at the end
         assert buckets.unpackable == 0
@@ -178,11 +178,10 @@ def test_nvfp4_weights_have_the_layers_tensor_scale(recipe: str, largest: float)
             layer.weight.assign_(weight)
         buckets = GatheredBuckets(model, comm, "float32", 1)
         bucket = buckets._of[id(layer.weight)]
-        packed = buckets._packed[id(bucket)]
+        specs = buckets._packed.weights[id(bucket)].specs()
+        assert sorted(specs) == sorted(slots)
         found = []
-        for slot in slots:
-            spec = packed.spec(slot)
-            assert spec is not None
+        for slot, spec in specs.items():
             expected = BACKEND.quantize(weight, spec)[0]
             got = buckets._unpacked(bucket, slot)
             if got is not None:
@@ -196,7 +195,8 @@ def test_nvfp4_weights_have_the_layers_tensor_scale(recipe: str, largest: float)
         3.85,
         False,
     )
-    assert run_ranks(4, program) == [[(packed, 0)] * len(slots)] * 4
+    refused = [0 if packed else turn for turn in range(1, len(slots) + 1)]
+    assert run_ranks(4, program) == [[(packed, count) for count in refused]] * 4
 
 
 def blocks_of_all_sizes(block: int) -> np.ndarray:
@@ -239,8 +239,9 @@ def test_steady_scales_are_of_blocks_that_are_quantized_to_themselves(spec: Quan
             sent = packed_module._sent_scale(np.abs(x).max(), spec)
             if sent is None:
                 continue
-        assert packed_module._steady(q)
-        assert packed_module._same_again(q, sent, BACKEND)
+        packed = packed_module._Packed(q, sent, BACKEND)
+        assert packed.is_steady
+        assert packed.is_same_again()
         kept += len(x)
     assert kept > len(rows) // 2
 
@@ -254,7 +255,8 @@ def test_what_changes_values_again_has_no_steady_scales() -> None:
         (QuantSpec("mxfp4", element_scale=0.75), False),
         (QuantSpec("mxfp4", dialect="model_optimizer"), False),
     ):
-        assert packed_module._steady(BACKEND.pack(x, spec.resolve(2))) == steady
+        packed = packed_module._Packed(BACKEND.pack(x, spec.resolve(2)), None, BACKEND)
+        assert packed.is_steady == steady
 
 
 def test_the_largest_magnitudes_of_all_weights_are_found_at_once(
@@ -270,7 +272,7 @@ def test_the_largest_magnitudes_of_all_weights_are_found_at_once(
     monkeypatch.setattr(type(BACKEND), "largest_multi_tensor", counted)
     steps = 2
     for mine, buckets in run_ranks(2, lambda comm: of_linears(comm, "nvfp4_nvidia", True)):
-        assert len(buckets._packed) == 3 and mine
+        assert len(buckets._packed.weights) == 3 and mine
     assert calls == [2] * 2 * steps  # on each rank; the first layer stays in float32
 
 
@@ -279,8 +281,6 @@ def test_the_largest_magnitudes_of_all_weights_are_found_at_once(
     [("mxfp4_all", 4.25), ("nvfp4_forward", 4.5), ("nvfp4_nvidia", 4 + 8 / 256), ("mxfp8", 8.25)],
 )
 def test_a_gather_takes_the_bits_of_the_format(recipe: str, bits: float) -> None:
-    """And one byte of each other rank, which says whether its rows are the layer's."""
-
     def program(comm: LocalCommunicator) -> float:
         layers = [nn.Linear(64, 64 * comm.size, bias=False, rng=1)]
         ends = [nn.Linear(8, 8, bias=False, rng=i) for i in range(4)]
@@ -288,7 +288,7 @@ def test_a_gather_takes_the_bits_of_the_format(recipe: str, bits: float) -> None
         buckets = GatheredBuckets(layers[0], comm, "float32", 1)
         assert buckets._unpacked(buckets.buckets[0], "fprop.w") is not None
         others = comm.size - 1
-        return 8 * (buckets.gathered_bytes - others) / (others * 64 * 64)
+        return 8 * buckets.gathered_bytes / (others * 64 * 64)
 
     assert run_ranks(4, program) == [bits] * 4
 
@@ -296,26 +296,27 @@ def test_a_gather_takes_the_bits_of_the_format(recipe: str, bits: float) -> None
 def test_rows_that_do_not_divide_travel_in_float32() -> None:
     whole, _ = of_linears(LocalCommunicator(), "mxfp4", shards=False, odd=True)
     for mine, buckets in run_ranks(2, lambda comm: of_linears(comm, "mxfp4", True, odd=True)):
-        assert mine == whole and len(buckets._packed) == 2
+        assert mine == whole and len(buckets._packed.weights) == 2
 
 
-def test_blocks_that_change_when_quantized_again_travel_in_float32() -> None:
+def test_blocks_that_change_when_quantized_again_travel_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What one rank cannot pack no rank takes packed."""
+    monkeypatch.setattr(packed_module._Packed, "is_same_again", lambda packed: False)
 
     def program(comm: LocalCommunicator) -> tuple[bytes, int]:
         layer = nn.Linear(64, 64, bias=False, rng=0)
         nn.apply_recipe(layer, "mxfp4_all", 0)
         with et.no_grad():
-            layer.weight[40, 3] = np.nan
+            layer.weight[40, :32] = 0.0  # of rank 1 alone: a block whose scale is not steady
         buckets = GatheredBuckets(layer, comm, "float32", 1)
-        packed = buckets._packed[id(buckets.buckets[0])]
-        parts = packed.pack("fprop.w")
-        assert parts is not None
-        parts[-1][0] = comm.rank == 0
         with np.errstate(all="ignore"):
             layer(et.ones((1, 64)))
         return layer.weight.data.tobytes(), buckets.unpackable
 
     expected = nn.Linear(64, 64, bias=False, rng=0).weight.data.copy()
-    expected[40, 3] = np.nan
+    expected[40, :32] = 0.0
     assert run_ranks(2, program) == [(expected.tobytes(), 1)] * 2
+    monkeypatch.undo()  # zeros are quantized to zeros
+    assert [unpackable for _, unpackable in run_ranks(2, program)] == [0, 0]
