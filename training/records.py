@@ -43,8 +43,8 @@ class Position:
 
     @property
     def per_second(self) -> float:
-        """Labels in a second of the epoch so far."""
-        return self.count / max(self.epoch_seconds, 1e-9)
+        """Labels in a second of the epoch so far; 0 before the first step has a time."""
+        return self.count / self.epoch_seconds if self.epoch_seconds else 0.0
 
     def next_epoch(self) -> None:
         """Begin the next epoch."""
