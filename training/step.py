@@ -341,7 +341,7 @@ class TrainStep:
         if "mxint" in config.grad_comm:
             how["error_feedback"] = config.error_feedback
         args = (list(self.model.parameters()), ranks, config.grad_comm)
-        if config.shard == "none":
+        if config.shard == "none" or ranks.size == 1:  # one rank has all
             return GradientBuckets(*args, seed=config.seed, **how)
         how["seed"] = config.seed
         if config.shard == "parameters":

@@ -97,6 +97,11 @@ def train(
                 f"{flag}: one rank looks at the whole model, and with --tensor-parallel it has a "
                 "part of each block; the way out: leave one of the two out"
             )
+        if config.shard == "parameters" and ranks.size > 1 and telemetry:
+            raise UsageError(
+                "--telemetry: one rank looks at the whole model, and with --shard parameters it "
+                "has its parts alone; the way out: leave one of the two out, or --shard gradients"
+            )
         kept = None
         if memory_limit is not None:
             kept = _parts_kept(config, out, memory_limit, console, ranks)
@@ -134,7 +139,8 @@ def train(
     result = trainer.fit()
     trainer.grid.close()
     if ranks.rank == 0:
-        whole = trainer if trainer.parallel is None else open_run(out)  # not a part of each block
+        parts = trainer.parallel is not None or config.shard == "parameters"
+        whole = open_run(out) if parts else trainer  # the other ranks have ended
         print_summary(whole, result, console)
     return result
 

@@ -264,6 +264,20 @@ def test_a_sharded_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> No
     assert sorted({p.name[-14:-12] for p in index.parent.glob("*.safetensors")}) == ["04"]
 
 
+def test_a_run_whose_weights_are_divided_ends_with_its_summary(tmp_path: Path) -> None:
+    """Rank 0 alone compares layers with float32, when the others have ended."""
+    words = ("mlp", "--recipe", "mxfp4", "--micro-batches", "2", "--grad-comm", "exact")
+    tables = []
+    for shard in ("none", "parameters"):
+        out = tmp_path / shard
+        code, told = run(2, *TRAIN, *words, "--epochs", "1", "--shard", shard, "--out", out)
+        assert code == 0 and f"extensor report {out}" in told, told
+        tables.append(told[told.index("layers beside float32") : told.index("checkpoint  ")])
+    assert tables[0] == tables[1] and "fprop.x" in tables[0]
+    code, told = run(2, *TRAIN, *words, "--shard", "parameters", "--telemetry", "5")
+    assert code == 2 and "--telemetry: one rank looks at the whole model" in told, told
+
+
 @pytest.mark.parametrize("words", [(*TRAIN, "compare", "lenet"), ("-m", "extensor.cli", "tune")])
 def test_commands_of_one_process_are_refused(words: tuple[str, ...]) -> None:
     code, told = run(2, *words)
