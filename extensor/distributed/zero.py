@@ -190,6 +190,9 @@ class ShardedBuckets(GradientBuckets):
         Args:
             parts: this rank's, as long as the other ranks'.
 
+        Returns:
+            A whole array for each part.
+
         >>> import numpy as np
         >>> from extensor.distributed import LocalCommunicator, ShardedBuckets
         >>> buckets = ShardedBuckets([et.nn.Parameter([1.0])], LocalCommunicator())
