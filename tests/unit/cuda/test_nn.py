@@ -77,13 +77,14 @@ def test_no_kernel_spills(arch: str) -> None:
         check_compiles(source, arch)
 
 
+@pytest.mark.parametrize("length", [7, 400])  # fewer rows than there are to add, and more
 @pytest.mark.parametrize("width", [1, 5, 300, 1030])
-def test_rows_are_added_in_order(trainer: Any, width: int) -> None:
+def test_rows_are_added_in_order(trainer: Any, width: int, length: int) -> None:
     rng = np.random.default_rng(width)
     for count in {300: (2100,), 1030: (70,)}.get(width, (1, 31, 300)):
         rows = rng.standard_normal((count, width)).astype(np.float32)
-        index = rng.integers(-7, 7, count) * rng.integers(0, 2, count)
-        out = rng.standard_normal((7, width)).astype(np.float32)
+        index = rng.integers(-length, length, count) * rng.integers(0, 2, count)
+        out = rng.standard_normal((length, width)).astype(np.float32)
         expected, magnitude = out.astype(np.float64), np.abs(out).astype(np.float64)
         np.add.at(expected, index, rows.astype(np.float64))
         np.add.at(magnitude, index, np.abs(rows).astype(np.float64))
@@ -92,12 +93,12 @@ def test_rows_are_added_in_order(trainer: Any, width: int) -> None:
         trainer.add_rows(*there)
         assert (np.abs(there[0].get() - expected) <= (count + 1) * UNIT * magnitude).all()
         in_order = np.zeros_like(out)
-        for at, row in zip(index % 7, rows, strict=True):
+        for at, row in zip(index % length, rows, strict=True):
             in_order[at] += row
         same_bytes("rows", there[0].get(), out + in_order)
-        slots, sums = (a.get() for a in trainer.sum_rows(*there[1:], 7))
-        assert trainer.path("sum_rows", *there[1:], 7) == "fused kernel"
-        assert (slots[sorted(set(index % 7))] >= 0).all() and set(slots) - {-1} <= set(range(count))
+        slots, sums = (a.get() for a in trainer.sum_rows(*there[1:], length))
+        assert trainer.path("sum_rows", *there[1:], length) == "fused kernel"
+        assert (slots[sorted(set(index % length))] >= 0).all() and set(slots) - {-1} <= set(range(count))
         found = np.where(slots[:, None] < 0, np.float32(0), sums[slots])
         same_bytes("sums of rows", found, in_order)
 
