@@ -125,7 +125,6 @@ class GenericNn(GenericCore):
         return slope
 
     @widened
-    @widened
     def gated_silu(self, gate: Array, up: Array, alpha: float, limit: float | None) -> Array:
         """See the protocol."""
         gate, up = _limited(gate, up, limit, self.xp)
