@@ -98,7 +98,8 @@ def test_rows_are_added_in_order(trainer: Any, width: int, length: int) -> None:
         same_bytes("rows", there[0].get(), out + in_order)
         slots, sums = (a.get() for a in trainer.sum_rows(*there[1:], length))
         assert trainer.path("sum_rows", *there[1:], length) == "fused kernel"
-        assert (slots[sorted(set(index % length))] >= 0).all() and set(slots) - {-1} <= set(range(count))
+        assert (slots[sorted(set(index % length))] >= 0).all()
+        assert set(slots) - {-1} <= set(range(count))
         found = np.where(slots[:, None] < 0, np.float32(0), sums[slots])
         same_bytes("sums of rows", found, in_order)
 
