@@ -294,8 +294,8 @@ def ring_schedules(
         for rounds in (minimum, minimum + 1):
             pairs = -(-most // (2 * rounds))
             for split in range(1, min(ring.WARPS // pairs, per_slice) + 1):
-                if split > ring.memory(pairs * split, tokens, block)[0]:
-                    continue  # a warp would wait for x that has no place yet
+                if max(split, 3) >= ring.memory(pairs * split, tokens, block)[0]:
+                    continue  # no x would be asked for ahead
                 wait = max(8 / (pairs * split), 1.0) + 0.005 * pairs * split
                 work = (
                     2

@@ -78,7 +78,7 @@ struct BlockRange {
 // Byte offsets in shared memory of what a lane copies and reads. They are kept in registers.
 struct LaneOffsets {
     int tokens[WEIGHT_ONLY_TILES];  // missing tokens use another's
-    int code_target, code_source[2], scale_target, scale_source;
+    int code_target, code_source, scale_target, scale_source;
     DEVICE LaneOffsets(int warp, int lane, int rows) {
         const int row = lane / 4, quad_lane = lane % 4;
 #pragma unroll
@@ -89,12 +89,10 @@ struct LaneOffsets {
         }
         const int slots = warp * WEIGHT_ONLY_DEPTH * kSlot;
         code_target = slots + lane / 8 * 128 + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
-        code_source[0] = slots + row * 128 + (quad_lane ^ row % 2 * 4) * 16;
-        code_source[1] = slots + row * 128 + (quad_lane + 4 ^ row % 2 * 4) * 16;
+        code_source = slots + row * 128 + (quad_lane ^ row % 2 * 4) * 16;
         scale_target = slots + kCodes + lane * kScales;
         scale_source = slots + kCodes + row * kScales + quad_lane * 32 / CODEC_BLOCK;
-        keep(code_target), keep(code_source[0]), keep(code_source[1]), keep(scale_target),
-            keep(scale_source);
+        keep(code_target), keep(code_source), keep(scale_target), keep(scale_source);
     }
 };
 
@@ -148,14 +146,14 @@ DEVICE bool scales_fold(const u8* memory, const LaneOffsets& at, int slot) {
 DEVICE void multiply_chunk(float (&sum)[2][WEIGHT_ONLY_TILES][4], const u8* memory,
     const LaneOffsets& at, int slot, const Ring& stage, u32 full, int chunk, bool folded) {
     const int other = CODEC_BLOCK == 128 ? chunk % 2 * 2 : 0;
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < 2; ++i) {
         uint4 words[4];
         u32 factors[4][kScalesPerLane];
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            words[r] =
-                *reinterpret_cast<const uint4*>(memory + at.code_source[i] + slot + r * 1024);
+            words[r] = *reinterpret_cast<const uint4*>(
+                memory + (at.code_source ^ i * 64) + slot + r * 1024);
 #pragma unroll
             for (int g = 0; g < kScalesPerLane; ++g)
                 factors[r][g] = scale_bf16x2(memory[at.scale_source + slot + 8 * r * kScales +
@@ -314,12 +312,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // Producer warps request x before any warp requests weights, which would delay x. All warps
     // reach one barrier before the roles separate.
     const bool is_producer = warp >= kWarps;
-    Producer producer(x, begin, count, rows, columns, warp - kWarps, lane);
-    if (is_producer) producer.fetch_first();
+    Producer producer(x, raw_memory + kRing, begin, count, rows, columns, warp - kWarps, lane);
+    const int fills = (high - low + 2 * kPairs - 1) / (2 * kPairs) * count;
+    if (is_producer) producer.request_first(fills);
     __syncthreads();
     if (is_producer) {
-        const int all = (high - low + 2 * kPairs - 1) / (2 * kPairs) * count;
-        producer.run(raw_memory + kRing + lane * 16, all, full, empty);
+        producer.run(fills, full, empty);
         return;
     }
     const float factor =
