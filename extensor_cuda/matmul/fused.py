@@ -117,7 +117,7 @@ def packs_columns(specs: tuple[QuantSpec, ...], dtype: str) -> bool:
     """Whether `run_packing` makes a matrix's rows and columns: MXFP4 of bfloat16."""
     if len(specs) != 2 or specs[0].axis != 1 or not _transposes(*specs) or not is_mxfp4(specs[0]):
         return False
-    return bool(dict(fused_source(specs[0], dtype, True, True, False).macros)["CODEC_BF16X8"])
+    return dict(fused_source(specs[0], dtype, True, True, False).macros)["CODEC_BF16X8"] == "1"
 
 
 def run_packing(

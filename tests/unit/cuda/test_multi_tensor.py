@@ -246,7 +246,8 @@ def test_weights_in_blocks_have_the_cpus_bits(
         for i, (p, q) in enumerate(zip(ours.params, cpu.params, strict=True)):
             p.grad = q.grad = None
             if number != i:
-                g = gradients(rng, q.size, number + i).reshape(q.shape)
+                kind = 2 if i == 3 else number + i  # cupy's kernels take subnormals for zero
+                g = gradients(rng, q.size, kind).reshape(q.shape)
                 if number == 5 and i == 0:  # a block that becomes infinite
                     g[3, 5] = np.float32(3e38)
                 give(p, q, g.astype(bfloat16.numpy if i < 4 else np.float32), trainer)

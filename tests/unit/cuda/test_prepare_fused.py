@@ -19,6 +19,7 @@ from extensor.quant.recipe import SLOTS
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
+from extensor_cuda.kernels.prepare import expand as expanding
 from extensor_cuda.kernels.prepare import quantize_operand
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.matmul import fused, prepare, tuned
@@ -246,6 +247,19 @@ def test_columns_are_packed_beside_the_operand_of_rows(
     for name, part in q.parts.items():
         assert columns.q.parts[name].get().tobytes() == part.tobytes(), name
     assert others() == stats
+    floats = xp.asarray(x.astype(np.float32))  # which that launch does not read
+    assert not prepare.GemmPreparation(floats, specs, streams, FUSED, "", None, {}, xp).packs_second
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_columns_become_the_operand_that_was_not_packed(xp: Any, dtype: str) -> None:
+    x, spec = data((200, 328), dtype, "normal"), spec_of(0)
+    q, _ = reference.quantize(x, spec)
+    there = replace(q, **{name: xp.asarray(part) for name, part in q.parts.items()})
+    made = prepare.PackedMatrix(there, xp.zeros(2, dtype=np.uint32), xp).operand()
+    ((alone, _),) = made_by(FUSED, xp.asarray(x), [spec], [None], xp, {})
+    assert made.kind == alone.kind and not int(made.flag)
+    np.testing.assert_array_equal(made.values(xp).get(), alone.values(xp).get())
 
 
 @pytest.mark.parametrize("axes", [(1, 0), (1,), (0,)], ids=str)
@@ -437,7 +451,7 @@ def test_the_table_of_several_matrices_lies_as_the_kernel_reads_it() -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [], quantizing=[quantize_operand])
+    return place(request, monkeypatch, [], quantizing=[quantize_operand, expanding])
 
 
 @pytest.mark.parametrize(
