@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -134,17 +134,12 @@ def _cached_attention(backend: CudaBackend, gap: Unsupported, *args: Any) -> Arr
 
 
 def _grad_plus_addend(generic: Callable[..., tuple[Array, ...]]) -> Callable[..., Any]:
-    """A generic gradient method, with ``addend`` and ``more`` of `accumulating_vjps`."""
+    """A generic gradient method, whose first result is added to an ``addend``."""
 
     def fallback(
-        backend: CudaBackend,
-        gap: Unsupported,
-        g: Array,
-        *args: Any,
-        addend: Array | None = None,
-        more: Sequence[Array] = (),
+        backend: CudaBackend, gap: Unsupported, *args: Any, addend: Array | None = None
     ) -> tuple[Array, ...]:
-        gx, *others = generic(backend, reduce(backend.add, more, g), *args)
+        gx, *others = generic(backend, *args)
         return (gx if addend is None else backend.add(addend, gx), *others)
 
     return fallback

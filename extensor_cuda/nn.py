@@ -305,16 +305,14 @@ def layer_norm_grad(
     mean: Array | None,
     rstd: Array,
     addend: Array | None = None,
-    more: Sequence[Array] = (),
 ) -> Call:
     """See the protocol."""
 
     def call() -> Any:
         m = None if mean is None else contiguous(xp, mean)
-        w, r = (contiguous(xp, a) for a in (weight, rstd))
-        terms = tuple(contiguous(xp, a) for a in (g, *more))
+        gg, w, r = (contiguous(xp, a) for a in (g, weight, rstd))
         xx = x if isinstance(x, QuantArray) else contiguous(xp, x)
-        return norm.grad(terms, xx, w, m, r, xp, addend)
+        return norm.grad(gg, xx, w, m, r, xp, addend)
 
     gap = dtype_gap((g,), FLOATS)
     given = weight if isinstance(x, QuantArray) else x
@@ -352,11 +350,10 @@ def rms_norm_grad(
     weight: Array,
     rstd: Array,
     addend: Array | None = None,
-    more: Sequence[Array] = (),
 ) -> Call:
     """See the protocol."""
     x, weight = (a if isinstance(a, QuantArray) else _wide(xp, a) for a in (x, weight))
-    call = layer_norm_grad(xp, g, x, weight, None, rstd, addend, more)
+    call = layer_norm_grad(xp, g, x, weight, None, rstd, addend)
     return (lambda: call()[:2]) if call else call
 
 

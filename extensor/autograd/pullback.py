@@ -32,7 +32,6 @@ def node_gradients(
     create_graph: bool,
     fused: bool = True,
     addend: Any = None,
-    more: Sequence[Any] = (),
     own: bool = False,
     rows: bool = False,
 ) -> list[Gradient | None]:
@@ -45,7 +44,6 @@ def node_gradients(
         create_graph: whether ``g`` and the result are ExTensors, to be differentiated again.
         fused: whether ``fused_vjp`` may be used (tests compare it with the VJPs).
         addend: added to the first gradient, where the backend's kernel does that (``adding``).
-        more: added to ``g`` by the backend's kernel, where it does that, too.
         own: whether nobody else holds ``g``, so that the backend's kernel may write over it.
         rows: whether the first gradient may be a `RowGradient`.
     """
@@ -56,7 +54,7 @@ def node_gradients(
     if create_graph:
         parts = list((_differentiable_once if primitive.once else _recorded)(node, g, needs))
     elif fused:
-        parts = _fused(node, g, needs, addend, more, own)
+        parts = _fused(node, g, needs, addend, own)
         if not rows and isinstance(first := parts[0], RowGradient):
             parts[0] = first.dense(node.backend)
     else:
@@ -118,9 +116,7 @@ def _reduce(backend: Any, part: Gradient, shape: tuple[int, ...], primitive: Pri
     return sum_to(backend, part, shape)
 
 
-def _fused(
-    node: Node, g: Any, needs: Sequence[bool], addend: Any, more: Sequence[Any], own: bool
-) -> list[Any]:
+def _fused(node: Node, g: Any, needs: Sequence[bool], addend: Any, own: bool) -> list[Any]:
     primitive = node.primitive
     inputs = node.arrays
     if not primitive.reads_inputs:
@@ -142,8 +138,6 @@ def _fused(
         params = {**params, "saved": node.saved}
     if addend is not None:
         params = {**params, "addend": addend}
-    if more:
-        params = {**params, "more": more}
     if own and primitive.name in node.backend.overwriting_vjps:
         params = {**params, "overwrites": True}
     assert primitive.fused_vjp is not None

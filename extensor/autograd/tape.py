@@ -21,8 +21,7 @@ from extensor.autograd.primitive import FUNCTIONS
 from extensor.autograd.pullback import gradient_dtype, node_gradients
 from extensor.autograd.row_gradient import RowGradient
 from extensor.autograd.tensor import ExTensor, wrap
-from extensor.backends.protocol import MORE
-from extensor.dtypes import as_dtype, bfloat16
+from extensor.dtypes import as_dtype
 
 __all__ = ["backward", "gradients"]
 
@@ -179,7 +178,7 @@ def _run(
 class _Walk:
     """The gradients of one backward pass: those that wait for their node, and those to return."""
 
-    __slots__ = ("create_graph", "fresh", "grads", "heap", "inner", "more", "needed", "pending")
+    __slots__ = ("create_graph", "fresh", "grads", "heap", "inner", "needed", "pending")
 
     def __init__(
         self,
@@ -190,7 +189,6 @@ class _Walk:
         self.create_graph = create_graph
         self.grads: dict[int, tuple[ExTensor, Gradient]] = {}
         self.pending: dict[Node, Gradient] = {}
-        self.more: dict[Node, list[Gradient]] = {}  # what a node's kernel adds to those itself
         self.heap: list[tuple[int, Node]] = []
         self.fresh: set[Node] = set()  # whose pending gradient nobody else holds
         self.needed: set[Edge] | None = None  # all
@@ -206,9 +204,8 @@ class _Walk:
         if isinstance(edge, Node):
             pending = self.pending
             if edge in pending:
-                if not self._left_to_kernel(edge, g):
-                    old = self._whole(edge)
-                    pending[edge] = old + g if self.create_graph else edge.backend.add(old, g)
+                old = pending[edge]
+                pending[edge] = old + g if self.create_graph else edge.backend.add(old, g)
                 if fresh:
                     self.fresh.discard(edge)
             else:
@@ -223,28 +220,10 @@ class _Walk:
                 g = old + g if self.create_graph else _sum(edge.backend, old, g)
             grads[id(edge)] = (edge, g)
 
-    def _left_to_kernel(self, node: Node, g: Gradient) -> bool:
-        """Note one more gradient of a node whose kernel adds several, if it takes this one."""
-        if self.create_graph or node.primitive.name not in node.backend.accumulating_vjps:
-            return False
-        more = self.more.setdefault(node, [])
-        narrow = g.dtype == self.pending[node].dtype == bfloat16.numpy
-        if narrow and node.compute is None and node not in self.inner and len(more) < MORE:
-            more.append(g)
-            return True
-        return False
-
-    def _whole(self, node: Node) -> Gradient:
-        """What a node has got so far."""
-        g = self.pending[node]
-        for other in self.more.pop(node, ()):
-            g = node.backend.add(g, other)
-        return g
-
     def visit(self, node: Node) -> None:
         """Hand on the gradient of a node, which nothing is added to any more."""
         pending, needed = self.pending, self.needed
-        g, more = pending.pop(node), tuple(self.more.pop(node, ()))
+        g = pending.pop(node)
         own = node in self.fresh
         if own:
             self.fresh.discard(node)
@@ -263,9 +242,7 @@ class _Walk:
         first = edges[0]
         addend = _addend(node, pending) if needs[0] and not self.create_graph else None
         rows = needed is None and isinstance(first, ExTensor)
-        parts = node_gradients(
-            node, g, needs, self.create_graph, addend=addend, more=more, own=own, rows=rows
-        )
+        parts = node_gradients(node, g, needs, self.create_graph, addend=addend, own=own, rows=rows)
         if addend is not None and isinstance(first, Node):
             pending[first], parts[0] = parts[0], None  # already the sum
         fresh = node.primitive.new_gradients

@@ -9,7 +9,7 @@ a kernel, one module for each family: matmul, experts, quantize, conv_pool, nn, 
 from typing import Protocol
 
 from extensor.backends.protocol.conv_pool import ConvPoolMethods, FirstSpec
-from extensor.backends.protocol.core import MORE, Array, CoreMethods, MemoryLog, Window
+from extensor.backends.protocol.core import Array, CoreMethods, MemoryLog, Window
 from extensor.backends.protocol.experts import ExpertMethods, GatedExperts
 from extensor.backends.protocol.matmul import (
     CastSpec,
@@ -25,7 +25,6 @@ from extensor.backends.protocol.quantize import QuantizeMethods, SpecPair, Strea
 from extensor.backends.protocol.reduction import ReductionMethods
 
 __all__ = [
-    "MORE",
     "Array",
     "AttentionForward",
     "AttentionOptions",

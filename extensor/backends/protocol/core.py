@@ -12,11 +12,9 @@ import numpy as np
 from extensor.backends.capture import Graph, Replay, StepCapture
 from extensor.quant.array import QuantArray
 
-__all__ = ["MORE", "Array", "CoreMethods", "MemoryLog", "Window"]
+__all__ = ["Array", "CoreMethods", "MemoryLog", "Window"]
 
 Array = Any
-MORE = 2
-"""Gradients beside the first that `CoreMethods.accumulating_vjps` take: of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,7 @@ class CoreMethods(Protocol):
     accumulating_vjps: Collection[str]
     """Primitives whose gradients' methods here take ``addend``, to be added to the first of them.
 
-    It is float32, of the input's shape: a gradient that was there before. They also take ``more``,
-    up to `MORE` bfloat16 arrays of g's shape: the output's gradient is the sum, rounded at each.
+    It is float32, of the input's shape: a gradient that was there before.
     """
     overwriting_vjps: Collection[str]
     """Primitives whose gradients' methods here take ``overwrites``: they may write over ``g``."""

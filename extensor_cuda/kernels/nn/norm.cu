@@ -3,7 +3,7 @@
 // warps.
 //
 // Macros: those, NN_IN (dtype of x; 0: float32, 1: bfloat16), NN_OUT (dtype of y and its gradient),
-// NN_WEIGHT (of the weight, going forward), NN_TERMS (of y's gradient: their sum, rounded at each).
+// NN_WEIGHT (of the weight, going forward).
 // NN_STORED: the gradient reads x as 8-bit codes in flat blocks, with decode.cuh's macros and
 // CODEC_BLOCK. Compiled with --fmad=false. Limits: norm.py.
 
@@ -126,27 +126,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) normalize(const ElementTy
     }
 }
 
-// The gradient of y at a place.
-DEVICE Raw gradient_at(const Raw* g, const Raw* g1, const Raw* g2, i64 at) {
-    Raw sum = g[at];
-#if NN_TERMS > 1
-    typedef ElementType<NN_OUT> Type;
-    sum = Type::narrow(__fadd_rn(Type::wide(sum), Type::wide(g1[at])));
-#endif
-#if NN_TERMS > 2
-    sum = Type::narrow(__fadd_rn(Type::wide(sum), Type::wide(g2[at])));
-#endif
-    return sum;
-}
-
 // The gradient of x (NN_ADDS: added to another), and each block's partial sums for weight and bias,
 // (blocks, NN_LENGTH).
 extern "C" __global__ void __launch_bounds__(kThreads) normalize_grad(const Raw* __restrict__ g,
-    const Raw* __restrict__ g1, const Raw* __restrict__ g2, const Given::Part* __restrict__ given,
-    const u8* __restrict__ scales, const float* __restrict__ weight,
-    const float* __restrict__ mean_of, const float* __restrict__ rstd_of,
-    const float* __restrict__ addend, float* __restrict__ gx, float* __restrict__ gw,
-    float* __restrict__ gb, i64 rows) {
+    const Given::Part* __restrict__ given, const u8* __restrict__ scales,
+    const float* __restrict__ weight, const float* __restrict__ mean_of,
+    const float* __restrict__ rstd_of, const float* __restrict__ addend, float* __restrict__ gx,
+    float* __restrict__ gw, float* __restrict__ gb, i64 rows) {
     const Given x = {given, scales};
     const int lane = threadIdx.x % kLanes, mine = threadIdx.x / kLanes;
     float of_weight[kEach], of_bias[kEach];
@@ -169,19 +155,19 @@ extern "C" __global__ void __launch_bounds__(kThreads) normalize_grad(const Raw*
             words[k] = there ? x[row * NN_LENGTH + i] : 0;
             gradients[k] = there ? g[row * NN_LENGTH + i] : Raw();
         }
-#define NN_X(k, at) words[k]
-#define NN_GRADIENT(k, at) gradients[k]
+#define NN_READ(array, words, k, at) words[k]
 #else
-#define NN_X(k, at) x[at]
-#define NN_GRADIENT(k, at) gradient_at(g, g1, g2, at)
+#define NN_READ(array, words, k, at) array[at]
 #endif
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
             const int i = k * kLanes + lane;
             const bool there = real && i < NN_LENGTH;
             const i64 at = row * NN_LENGTH + i;
-            const float gradient = there ? ElementType<NN_OUT>::wide(NN_GRADIENT(k, at)) : 0.0f;
-            h[k] = there ? __fmul_rn(__fsub_rn(Given::value(NN_X(k, at)), mean), rstd) : 0.0f;
+            const float gradient =
+                there ? ElementType<NN_OUT>::wide(NN_READ(g, gradients, k, at)) : 0.0f;
+            h[k] = there ? __fmul_rn(__fsub_rn(Given::value(NN_READ(x, words, k, at)), mean), rstd)
+                         : 0.0f;
             e[k] = there ? __fmul_rn(gradient, weight[i]) : 0.0f;
             along = __fadd_rn(along, __fmul_rn(e[k], h[k]));
             total = __fadd_rn(total, e[k]);

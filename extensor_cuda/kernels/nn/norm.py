@@ -7,21 +7,18 @@ what tests/test_every_kernel.py states for any order of summation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from extensor.backends.protocol import MORE
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.nn.elementwise import (
     KINDS,
     ROW_THREADS,
     SHORT,
-    binary,
     kind,
     row_warps,
     stored_macros,
@@ -48,12 +45,10 @@ def norm_source(
     adds: bool = False,
     stored: QuantSpec | None = None,
     weight: int = 0,
-    terms: int = 1,
 ) -> Source:
     """The program for rows of one length: kinds of results and their gradients, x and weight.
 
-    ``adds``: the gradient in x is added to another; ``stored``: how it reads x; ``terms``: of the
-    result's gradient.
+    ``adds``: the gradient in x is added to another; ``stored``: how it reads x.
     """
     macros = stored_macros(stored) | {
         "NN_LENGTH": length,
@@ -63,7 +58,6 @@ def norm_source(
         "NN_IN": given,
         "NN_WEIGHT": weight,
         "NN_ADDS": int(adds),
-        "NN_TERMS": terms,
     }
     return Source.read(Path(__file__).parent / "norm.cu", macros)
 
@@ -116,7 +110,7 @@ def _blocks(rows: int, length: int) -> int:
 
 
 def grad(
-    terms: Sequence[Array],
+    g: Array,
     x: Array | QuantArray,
     weight: Array,
     mean: Array | None,
@@ -124,16 +118,12 @@ def grad(
     xp: Any,
     addend: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients in x, weight and bias (None of RMSNorm), else as of `norm`.
+    """Gradients in x, weight and bias (None of RMSNorm); g may be bfloat16, else as of `norm`.
 
-    The result's gradient is one term, float32 or bfloat16, or the sum of up to 1 + `MORE` of
-    bfloat16, rounded at each. An ``addend``, float32 of x's shape, is added to the gradient in x.
-    x may be in flat blocks, as `extensor_cuda.kernels.nn.elementwise.reads_stored` says.
+    An ``addend``, float32 of x's shape, is added to the first. x may be in flat blocks, as
+    `extensor_cuda.kernels.nn.elementwise.reads_stored` says.
     """
     length, centred = weight.size, mean is not None
-    if isinstance(x, QuantArray):
-        terms = [reduce(lambda a, b: binary("add", a, b, xp, a.dtype), terms)]
-    g, more = terms[0], [*terms[1:], *[None] * (1 + MORE - len(terms))]
     rows = g.size // length
     count = driver.multiprocessors(xp.cuda.runtime.getDevice()) * _BLOCKS_EACH
     blocks = min(_blocks(rows, length), count)
@@ -141,11 +131,10 @@ def grad(
     partial = xp.empty((2 if centred else 1, blocks, length), dtype=np.float32)
     spec = x.spec if isinstance(x, QuantArray) else None
     given = (x.codes, x.scales) if isinstance(x, QuantArray) else (x, None)
-    how: dict[str, Any] = {"adds": addend is not None, "stored": spec, "terms": len(terms)}
-    source = norm_source(length, centred, kind(g), **how)
+    source = norm_source(length, centred, kind(g), adds=addend is not None, stored=spec)
     addend = None if addend is None else xp.ascontiguousarray(addend)
     sums = partial[0], partial[1] if centred else None
-    arrays = g, *more, *given, weight, mean, rstd, addend, gx, *sums
+    arrays = g, *given, weight, mean, rstd, addend, gx, *sums
     launch(source, "normalize_grad", blocks, ROW_THREADS, *arrays, np.int64(rows))
     gw, *gb = (column_sums(partial[i], xp).reshape(weight.shape) for i in range(len(partial)))
     return gx, gw, gb[0] if gb else None

@@ -558,65 +558,6 @@ def test_gradients_of_norms_are_added_to_what_is_there(
         same_bytes("others", one.get(), other.get())
 
 
-@pytest.mark.parametrize("length", [40, 1500])
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-def test_norms_add_several_gradients_as_separate_sums_do(
-    trainer: Any, name: str, length: int
-) -> None:
-    rng, here = np.random.default_rng(length), trainer.xp
-    x, *gs = (rng.standard_normal((9, length)).astype(np.float32) for _ in range(4))
-    g, *more = (here.asarray(a.astype(ml_dtypes.bfloat16)) for a in gs)
-    x, weight = here.asarray(x), here.asarray(rng.standard_normal(length).astype(np.float32))
-    bias = [weight] if name == "layer_norm" else []
-    _, *kept = getattr(trainer, name)(x, weight, *bias, 1e-5)
-    whole = g
-    for count in (1, 2):
-        whole = trainer.add(whole, more[count - 1])
-        one = getattr(trainer, f"{name}_grad")(whole, x, weight, *kept)
-        several = getattr(trainer, f"{name}_grad")(g, x, weight, *kept, more=more[:count])
-        for a, b in zip(one, several, strict=True):
-            same_bytes("summed", a.get(), b.get())
-
-
-def test_the_tape_leaves_a_norms_gradients_to_its_kernel(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of four uses three terms go to the kernel; a pass that asks for their sum has it."""
-    from extensor.autograd.tensor import wrap
-
-    rng = np.random.default_rng(1)
-    given = rng.standard_normal((6, 48)).astype(np.float32)
-    factors = rng.standard_normal((4, 6, 48)).astype(ml_dtypes.bfloat16)
-    added: list[Any] = []
-    add = type(trainer).add
-    monkeypatch.setattr(
-        type(trainer), "add", lambda self, a, b: added.append(a.dtype) or add(self, a, b)
-    )
-    found = []
-    for uses in (3, 4):
-        for adding in (type(trainer).accumulating_vjps, ()):
-            with monkeypatch.context() as patch:
-                patch.setattr(type(trainer), "accumulating_vjps", adding)
-                x, weight = (wrap(trainer.xp.asarray(a), trainer) for a in (given, given[0]))
-                x.requires_grad = weight.requires_grad = True
-                y = et.rms_norm(x, weight, narrow=True)
-                parts = [y * wrap(trainer.xp.asarray(f), trainer) for f in factors[:uses]]
-                roots = [part.sum() for part in parts]
-                total = roots[0]
-                for root in roots[1:]:
-                    total = total + root
-                added.clear()
-                total.backward(retain_graph=True)
-                narrow = sum(dtype == ml_dtypes.bfloat16 for dtype in added)
-                (whole,) = et.grad(total, [y])
-                found.append([x.grad.data.get().copy(), weight.grad.data.get().copy(), narrow])
-                found[-1].append(whole.data.get().copy())
-    for one, other, uses in ((*found[:2], 3), (*found[2:], 4)):
-        for i in (0, 1, 3):
-            same_bytes("gradient", one[i], other[i])
-        assert (one[2], other[2]) == (0 if uses == 3 else 3, uses - 1)
-
-
 def test_the_tape_has_a_norms_gradient_added_where_it_meets_another(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
