@@ -83,7 +83,9 @@ void multiply_rows(const Weights* all, int count) {
     const Floats<Bits> decode(s.table);
     constexpr int64_t kBytes = kCodes * Bits / 8;
     constexpr __mmask64 kAll = first_bytes(kBytes);
-    const ScaleLanes scale_lanes(s.g.w.tile_length, kVectors);
+    // One scale for a row, wherever it ends: the elements of a lane do not follow each other.
+    const int64_t tile = s.g.w.tile_length;
+    const ScaleLanes scale_lanes(tile < k ? tile : most(tile, kCodes), kVectors);
     const auto lane_of = reinterpret_cast<__m512i>(scale_lanes.index);
     // Lanes with an element of the row: the scales of others are those of another row.
     const auto lanes = static_cast<__mmask16>((1u << 4 * ceil_div(rest, VL)) - 1);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import ml_dtypes
@@ -130,6 +131,7 @@ ON_BYTES = [
     MXFP4, NVFP4, QuantSpec("int4", symmetric=False), QuantSpec("mxfp6_e2m3"),
     QuantSpec("mxfp6_e3m2"), QuantSpec("mxint8"), ZEROS, QuantSpec("int5"), QuantSpec("int6"),
     QuantSpec("mxfp8_e4m3"), QuantSpec("mxfp8_e5m2"), QuantSpec("fp8_e4m3", tile="tensor"),
+    QuantSpec("fp8_e5m2", tile="channel"),
     AFFINE[0], *AFFINE[-2:],
 ]  # fmt: skip
 
@@ -154,9 +156,12 @@ def test_few_rows_have_the_bits_of_each_alone(variant: str, spec: QuantSpec) -> 
 
 @pytest.mark.parametrize("spec", [s for s in ON_BYTES if not s.is_affine], ids=short)
 def test_rows_that_end_anywhere_in_a_vector_of_codes(variant: str, spec: QuantSpec) -> None:
-    """With 127 codes of four bits the last vector is whole, though its last code is none's."""
+    """With 127 codes of four bits the last vector is whole, though its last code is none's.
+
+    A tile as long as a row may end within what one lane multiplies.
+    """
     rng = np.random.default_rng(0)
-    for k in (63, *range(120, 130), 255):
+    for k in (23, 42, 63, *range(120, 130), 255):
         w = quantized((5, k), spec, k)
         for m in (1, 2, 5):
             x = rng.standard_normal((m, k)).astype(np.float32)
@@ -211,16 +216,17 @@ def test_activations_that_are_large_or_not_finite(variant: str) -> None:
 
 
 def test_weights_ignore_what_is_left_in_memory(variant: str) -> None:
-    """Lanes beyond the end of a row meet no scale of an earlier product."""
+    """Lanes beyond the end of a row meet no scale of an earlier product, or of another row."""
     rest = map(QuantSpec, ("mxfp8_e4m3", "mxfp6_e3m2", "int5", "int6"))
-    for spec in (MXFP4, NVFP4, QuantSpec("int4", symmetric=False), *rest):
-        before, w = quantized((9, 2000), spec, 0), quantized((9, 33), spec, 1)
+    specs = (MXFP4, NVFP4, QuantSpec("int4", symmetric=False), *rest)
+    for spec, k in itertools.product(specs, (33, 65)):
+        before, w = quantized((9, 2000), spec, 0), quantized((9, k), spec, 1)
         for scales in (before.scales, w.scales[4:5]):
             scales[:] = np.nan if scales.dtype.kind == "f" else 255 if spec.is_mx else 0x7F
         for rows in (1, 2, 4, 5, 8):
             ones = np.ones((rows, 2000), np.float32)
             assert np.isnan(BACKEND.weight_only_matmul(ones, before)).all()
-            got = BACKEND.weight_only_matmul(ones[:, :33].copy(), w)
+            got = BACKEND.weight_only_matmul(ones[:, :k].copy(), w)
             assert np.isnan(got[:, 4]).all(), spec
             assert not np.isnan(np.delete(got, 4, axis=1)).any(), spec
 
