@@ -23,16 +23,7 @@ from extensor.optim.multi_tensor import (
 from extensor.optim.one_tensor import OneTensorOptimizer, step_one
 from extensor.optim.params import Array, Gradient, ParamState
 
-__all__ = ["SingleOptimizer", "SingleUpdates", "row_sums", "single_updates"]
-
-
-class SingleOptimizer(OneTensorOptimizer, Protocol):
-    """What both kinds of update need of an optimizer."""
-
-    @property
-    def is_elementwise(self) -> bool:
-        """See `UpdateRule.is_elementwise`."""
-        ...
+__all__ = ["SingleUpdates", "row_sums", "single_updates"]
 
 
 class SingleUpdates(Protocol):
@@ -51,7 +42,9 @@ class SingleUpdates(Protocol):
         ...
 
 
-def row_sums(optimizer: SingleOptimizer, member: ParamState, grad: RowGradient) -> RowSums | None:
+def row_sums(
+    optimizer: OneTensorOptimizer, member: ParamState, grad: RowGradient
+) -> RowSums | None:
     """The sums of rows that an update reads in place of the gradient; None: it needs the array."""
     backend, param = member.param.backend, member.param
     if param.ndim != 2 or not optimizer.is_elementwise:
@@ -63,7 +56,7 @@ def row_sums(optimizer: SingleOptimizer, member: ParamState, grad: RowGradient) 
     return sums if several and member.takes_multi_tensor(sums) else None
 
 
-def single_updates(optimizer: SingleOptimizer, capture: StepCapture | None) -> SingleUpdates:
+def single_updates(optimizer: OneTensorOptimizer, capture: StepCapture | None) -> SingleUpdates:
     """How the parameters of a backward pass are updated, in a capture or outside one."""
     if capture is not None:
         return _CapturedSingles(optimizer, capture)
@@ -74,7 +67,7 @@ def single_updates(optimizer: SingleOptimizer, capture: StepCapture | None) -> S
 class _CapturedSingles:
     """Updates whose gradients the device checks, one after the other."""
 
-    def __init__(self, optimizer: SingleOptimizer, capture: StepCapture) -> None:
+    def __init__(self, optimizer: OneTensorOptimizer, capture: StepCapture) -> None:
         self._updates = CapturedUpdates(optimizer, capture)
 
     def add(self, number: int, member: ParamState, grad: Gradient) -> None:
@@ -95,7 +88,7 @@ class _EagerSingles:
     device, that of its own parameter and all later ones, and the host learns of it at the end.
     """
 
-    def __init__(self, optimizer: SingleOptimizer) -> None:
+    def __init__(self, optimizer: OneTensorOptimizer) -> None:
         self._optimizer = optimizer
         self._stop: Array = None
         self._launched: list[tuple[ParamState, FiniteQuery]] = []

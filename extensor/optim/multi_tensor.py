@@ -41,6 +41,11 @@ class MultiTensorOptimizer(Protocol):
     _mirrors: HostMirrors
     _cache: dict[str, Any]
 
+    @property
+    def is_elementwise(self) -> bool:
+        """See `UpdateRule.is_elementwise`."""
+        ...
+
     def factors(self, options: Mapping[str, Any], step: int) -> Mapping[str, float]:
         """The numbers that an update multiplies by."""
         ...
@@ -104,8 +109,8 @@ def factors_of(
 
 def backend_of(optimizer: MultiTensorOptimizer, parts: Parts) -> Any:
     """The backend that updates many parameters in one call; None if there is none."""
-    if not optimizer.multi_tensor:
-        return None
+    if not (optimizer.multi_tensor and optimizer.is_elementwise):
+        return None  # a kernel calls no `prepare`
     backends = (member.param.backend for member, _ in parts)
     return next((b for b in backends if optimizer.states in b.multi_tensor_states), None)
 

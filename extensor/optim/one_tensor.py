@@ -110,7 +110,8 @@ def step_one(
 def _moves_in_place(optimizer: OneTensorOptimizer, member: ParamState, grad: ExTensor) -> bool:
     """Whether one call of a kernel makes the whole update on the arrays as they are."""
     data = member.param.data
-    plain = optimizer.multi_tensor and optimizer.states == float32.name
+    plain = optimizer.multi_tensor and optimizer.is_elementwise  # so `prepare` does nothing
+    plain = plain and optimizer.states == float32.name
     plain = plain and member.param.dtype is float32 and data.size <= KERNEL_SEGMENT
     return plain and member.takes_multi_tensor(grad) and bool(getattr(data.flags, "writeable", 1))
 
@@ -121,8 +122,8 @@ def _move_in_place(
     """The update of a small float32 parameter, for which Python takes longer than the kernel."""
     param, xp = member.param, member.param.backend.xp
     weight = param.data.reshape(-1)
-    scratch = xp.empty(weight.size, weight.dtype)
-    segment = Segment(weight, grad.data.reshape(-1), member.arrays, (scratch,))
+    scratch = xp.empty((2, weight.size), weight.dtype)
+    segment = Segment(weight, grad.data.reshape(-1), member.arrays, tuple(scratch))
     optimizer.update(param.backend, segment, options, member.step)
     param._count_write()
 

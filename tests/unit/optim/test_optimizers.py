@@ -453,6 +453,30 @@ def test_a_small_parameter_moves_where_it_lies_if_it_may(kind, options, like, mo
     assert moved[0] == moved[1] != bits(start)
 
 
+@pytest.mark.host
+def test_what_a_subclass_prepares_is_what_a_kernel_gets():
+    class Doubled(SGD):
+        def prepare(self, xp, whole, options):
+            return 2 * whole.grad, options
+
+        def update(self, backend, part, options, step):
+            assert [a.shape for a in part.scratch] == [part.weight.shape] * 2
+            super().update(backend, part, options, step)
+
+    class Plain(Doubled):
+        prepare = Optimizer.prepare
+
+    for kind, moved in ((Doubled, -2.0), (Plain, -1.0)):
+        for several in (False, True):
+            p = param([0.0, 0.0])
+            p.backend = (
+                MultiTensor(p.backend.core, p.backend.core_missing) if several else p.backend
+            )
+            set_grad(p, [1.0, 1.0])
+            kind([p], lr=1.0).step()
+            assert p.tolist() == [moved, moved]
+
+
 def test_muon_scales_by_the_shape_of_the_matrix():
     """sqrt(rows / columns) where there are more rows, one column included; else 1."""
     for rows, columns in ((16, 1), (16, 2), (4, 16)):
