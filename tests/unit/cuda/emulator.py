@@ -6,6 +6,7 @@ operations. It does not show what a GPU's memory model or its exp and log do.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -71,8 +72,9 @@ class Emulator:
         self.made: dict[Source, ctypes.CDLL] = {}
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
-            if path.stat().st_mtime < time.time() - KEPT_DAYS * 86400:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another process has renamed it since
+                if path.stat().st_mtime < time.time() - KEPT_DAYS * 86400:
+                    path.unlink()
         version = subprocess.run([COMPILER, "--version"], check=True, capture_output=True).stdout
         headers = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.hpp")))
         self.base = hashlib.sha256(version + " ".join(OPTIONS).encode() + headers)
