@@ -17,7 +17,7 @@ import numpy as np
 from extensor.distributed import ShardedOptimizer, load_residuals, residuals, save_sharded, share_of
 from extensor.distributed.checkpoint import load_sharded
 from extensor.io import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
-from extensor.io.checkpoint import METADATA_KEY
+from extensor.io.checkpoint import METADATA_KEY, RUN_PARTS
 from extensor.io.stored.mapped import SafetensorsFile
 from extensor.quant import QuantArray
 from extensor.quant.recipe_schedule import RecipeSchedule
@@ -197,7 +197,7 @@ def _take_over(run: Any, metadata: _Metadata, tensors: dict[str, Any]) -> None:
     if [report.epoch for report in history] != list(range(1, position.epoch)):
         raise SchemaError(f"history: expected epochs 1 to {position.epoch - 1}, each once")
     counts = counts_from_rows(metadata["telemetry"], run.quant.layers, "telemetry")
-    parts: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "residual": {}}
+    parts: dict[str, dict[str, Any]] = {part: {} for part in RUN_PARTS}
     for name, value in tensors.items():
         part, _, rest = name.partition(".")
         if part not in parts:

@@ -156,10 +156,10 @@ def lines(
     limits = (low / 1.15, high * 1.15) if log else (low - room, high + room)
     xs = [x for _, points in good for x, _ in points]
     axes = _Axes((min(xs), max(xs)), limits, log)
-    round_ones = ticks(*axes.x, 6)
+    x_ticks = ticks(*axes.x, 6)
     if all(isinstance(x, int) for x in xs):  # epochs, steps
-        round_ones = [tick for tick in round_ones if tick == int(tick)]
-    parts = [axes.frame(x_label, round_ones)]
+        x_ticks = [tick for tick in x_ticks if tick == int(tick)]
+    parts = [axes.frame(x_label, x_ticks)]
     for place, (line, _) in enumerate(good):
         color = f"c{place % COLORS}"
         for piece in _segments(line, log):

@@ -41,8 +41,8 @@ SPECS = {
     "mxfp6_e3m2": QuantSpec("mxfp6_e3m2"),
     "mxfp8_e4m3": QuantSpec("mxfp8_e4m3"),
     "mxfp8_e5m2": QuantSpec("mxfp8_e5m2"),
-    "fp8, a scale": QuantSpec("fp8_e4m3", tile="tensor"),
-    "fp8, of rows": QuantSpec("fp8_e4m3", tile="channel"),
+    "fp8, tensor": QuantSpec("fp8_e4m3", tile="tensor"),
+    "fp8, channel": QuantSpec("fp8_e4m3", tile="channel"),
     "fp8, 128x128": QuantSpec("fp8_e4m3", tile=(128, 128)),
 }
 

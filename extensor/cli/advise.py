@@ -34,7 +34,7 @@ __all__ = ["Candidate", "Measured", "TensorAdvice", "advise", "advise_file", "ca
 DEFAULT_FORMATS = "mxfp4:rceil,nvfp4:four_over_six,mxfp6_e2m3:rceil,mxfp8_e4m3:rceil,int8"
 BFLOAT16_BITS = 16
 REPAIR = "repair it"
-EMBEDDING, HEAD, STATE = "embedding", "output head", "optimizer's state"
+EMBEDDING, HEAD, STATE = "embedding", "output head", "resume state"
 TOGETHER = ("vector", STATE)
 """Kinds whose tensors have one row of the table."""
 END = re.compile(r"(?:^|[._/])(?:(embed\w*|wte|wpe)|(head|classifier|unembed\w*))(?=[._/]|$)")
@@ -137,8 +137,8 @@ def advise(
     health table. For comparison, 3% saturate if the largest value of each block of 32 does, and
     MXFP4 turns a tenth of normally distributed values into zero. Norms and biases stay in
     bfloat16, since they are small. So do embeddings and output heads, told by their names, as in
-    most recipes; their figures are shown. What an optimizer left in a run's checkpoint is not
-    measured.
+    most recipes; their figures are shown. What a run's checkpoint keeps for resuming alone, such as
+    the optimizer's state, is not measured.
 
     RUN is a folder that `extensor train` wrote. What each operand saturated and flushed in the last
     epoch is held against the same limits. Each layer is compared with float32 on test data, and

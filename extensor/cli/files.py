@@ -14,6 +14,7 @@ from extensor.cli.printing import show
 from extensor.cli.sheet import CommandError, Sheet, natural, shape_text, tile_text
 from extensor.formats import ELEMENTS
 from extensor.io import Archive, CheckpointError, load_checkpoint, open_archive
+from extensor.io.checkpoint import RUN_PARTS
 from extensor.io.gguf import UNREADABLE_GGUF_TYPES, Texts
 from extensor.io.npy import read_npy, read_npz
 from extensor.io.stored.archive import indexed_shards
@@ -185,8 +186,8 @@ def _facts(archive: Archive) -> Iterator[tuple[str, str]]:
 
 
 def is_state(name: str) -> bool:
-    """Whether a tensor of a training run's checkpoint is the optimizer's, not the model's."""
-    return name.startswith("optimizer.")
+    """Whether a tensor of a training run's checkpoint serves resuming alone, and is no weight."""
+    return name.partition(".")[0] in RUN_PARTS[1:]
 
 
 def kind_text(value: Array | QuantArray) -> str:

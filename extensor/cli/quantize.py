@@ -88,7 +88,7 @@ def quantize(
     """Quantize the weights of a file or a model's shards, and report bytes and errors.
 
     Float tensors of two dimensions are quantized: the weights of linear layers and embeddings.
-    Every other tensor is copied as it is, and so is what an optimizer left in a run's checkpoint;
+    Every other tensor is copied as it is, and so is what a run's checkpoint keeps for resuming;
     --match chooses tensors by name instead.
     IN is a .npy, .npz or .safetensors file, and OUT a .safetensors file. Or IN is a folder of
     .safetensors files, or a model.safetensors.index.json, and OUT a folder that gets a file for

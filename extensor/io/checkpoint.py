@@ -31,11 +31,14 @@ from extensor.quant.array import QuantArray, block_grid, packed_length, super_gr
 from extensor.quant.spec import QuantSpec
 from extensor.schema import SchemaError, check, parse_json
 
-__all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = ["RUN_PARTS", "Checkpoint", "load_checkpoint", "save_checkpoint"]
 
 Array = npt.NDArray[Any]
 Stored = Array | QuantArray
 
+RUN_PARTS = ("model", "optimizer", "residual")
+"""First words of the names in a training run's checkpoint: the weights; then what resuming needs
+besides, the optimizer's state and what sums of gradients left over."""
 METADATA_KEY = "extensor"
 _VERSION = 1
 

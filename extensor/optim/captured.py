@@ -17,6 +17,7 @@ from extensor.optim.multi_tensor import (
     backend_of,
     block_format,
     factors_of,
+    is_taken,
     nonfinite_error,
     stream_numbers,
 )
@@ -90,8 +91,7 @@ class CapturedUpdates:
         form = block_format(parts)
         for member, grad in parts:
             param = member.param
-            taken = member.takes_multi_tensor(grad) and param.backend is backend
-            if not taken or (param.is_blocked and param.dtype is not form):
+            if not is_taken(member, grad, backend, form):
                 raise ValueError(
                     f"step: {member.name}: a captured step updates contiguous float32 parameters, "
                     "and with masters=False those in bfloat16 or in blocks of one format, in rows "

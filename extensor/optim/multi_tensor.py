@@ -22,6 +22,8 @@ __all__ = [
     "backend_of",
     "block_format",
     "factors_of",
+    "has_kernel",
+    "is_taken",
     "nonfinite_error",
     "step_multi_tensor",
     "stream_numbers",
@@ -107,10 +109,15 @@ def factors_of(
     return [by_step[step] for step in steps]
 
 
+def has_kernel(optimizer: MultiTensorOptimizer) -> bool:
+    """Whether kernels make the whole update: none of them calls a `prepare`."""
+    return optimizer.multi_tensor and optimizer.is_elementwise
+
+
 def backend_of(optimizer: MultiTensorOptimizer, parts: Parts) -> Any:
     """The backend that updates many parameters in one call; None if there is none."""
-    if not (optimizer.multi_tensor and optimizer.is_elementwise):
-        return None  # a kernel calls no `prepare`
+    if not has_kernel(optimizer):
+        return None
     backends = (member.param.backend for member, _ in parts)
     return next((b for b in backends if optimizer.states in b.multi_tensor_states), None)
 
@@ -118,6 +125,14 @@ def backend_of(optimizer: MultiTensorOptimizer, parts: Parts) -> Any:
 def block_format(parts: Parts) -> Any:
     """The dtype of the first parameter in blocks: one call takes blocks of one format."""
     return next((m.param.dtype for m, _ in parts if m.param.is_blocked), None)
+
+
+def is_taken(member: ParamState, grad: Gradient, backend: Any, form: Any) -> bool:
+    """Whether a call of this backend, with blocks of `block_format`, moves the parameter."""
+    param = member.param
+    if param.backend is not backend or (param.is_blocked and param.dtype is not form):
+        return False
+    return member.takes_multi_tensor(grad)
 
 
 def step_multi_tensor(
@@ -142,8 +157,7 @@ def step_multi_tensor(
     for group, mine in ready:
         before = len(chosen)
         for member, grad in mine:
-            other = member.param.is_blocked and member.param.dtype is not form
-            if member.param.backend is backend and member.takes_multi_tensor(grad) and not other:
+            if is_taken(member, grad, backend, form):
                 chosen.append((member, grad))
             else:
                 others.append((group, member, grad))

@@ -17,7 +17,7 @@ from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.row_sums import RowSums
 from extensor.dtypes import bfloat16, float32
-from extensor.optim.multi_tensor import MultiTensorOptimizer
+from extensor.optim.multi_tensor import MultiTensorOptimizer, has_kernel
 from extensor.optim.params import MASTER, Array, Gradient, ParamState, Segment, wide_dtype
 from extensor.optim.states import STATES, WEIGHT_SLOT, state_stream
 from extensor.random import Stream
@@ -109,11 +109,15 @@ def step_one(
 
 def _moves_in_place(optimizer: OneTensorOptimizer, member: ParamState, grad: ExTensor) -> bool:
     """Whether one call of a kernel makes the whole update on the arrays as they are."""
-    data = member.param.data
-    plain = optimizer.multi_tensor and optimizer.is_elementwise  # so `prepare` does nothing
-    plain = plain and optimizer.states == float32.name
-    plain = plain and member.param.dtype is float32 and data.size <= KERNEL_SEGMENT
-    return plain and member.takes_multi_tensor(grad) and bool(getattr(data.flags, "writeable", 1))
+    param = member.param
+    return (
+        has_kernel(optimizer)
+        and optimizer.states == float32.name
+        and param.dtype is float32
+        and param.size <= KERNEL_SEGMENT
+        and member.takes_multi_tensor(grad)
+        and bool(getattr(param.data.flags, "writeable", True))  # a GPU's arrays have no such flag
+    )
 
 
 def _move_in_place(

@@ -124,13 +124,13 @@ _register(CONV2D, _WINDOW)
 # --- calls ----------------------------------------------------------------------------------------
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _of_transform = torch._C._functorch.is_functorch_wrapped_tensor
 _scripting: Any = torch._C._get_tracing_state  # of torch.jit.trace
+_unpack: Any = forward_ad.unpack_dual
+_FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
 
 
 def _is_traced(x: Tensor, weight: Tensor) -> bool:
@@ -144,12 +144,6 @@ def _is_traced(x: Tensor, weight: Tensor) -> bool:
         or forward_ad._current_level >= 0
         or _scripting() is not None
     )
-
-
-_FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
-
-
-_unpack: Any = forward_ad.unpack_dual
 
 
 def _check_transforms(name: str, tensors: Sequence[Tensor | None]) -> None:

@@ -295,7 +295,7 @@ def ring_schedules(
             pairs = -(-most // (2 * rounds))
             for split in range(1, min(ring.WARPS // pairs, per_slice) + 1):
                 if max(split, 3) >= ring.memory(pairs * split, tokens, block)[0]:
-                    continue  # no x would be asked for ahead
+                    continue  # kMaxStep of ring_partition.cuh: no x would be asked for ahead
                 wait = max(8 / (pairs * split), 1.0) + 0.005 * pairs * split
                 work = (
                     2

@@ -242,7 +242,10 @@ def write_checkpoint(
 def _watched(
     weights: Iterable[tuple[str, Stored]], target: Target, cut: dict[str, int]
 ) -> Iterator[tuple[str, Stored]]:
-    """The weights; in ``cut`` the rows' length of those that only longer rows would pack."""
+    """The weights; in ``cut`` the rows' length of those that only longer rows would pack.
+
+    256 values are the longest block of a layout, and a multiple of all others.
+    """
     for name, value in weights:
         *outer, length = value.shape or (0,)
         blocks = (takes_blocks(target, name, (*outer, n)) for n in (length, 256 * length))

@@ -129,21 +129,10 @@ DEVICE int exact_search(
 constexpr float kLift = 1.2676506002282294e30f, kLiftMore = 67108864.0f;  // 2**100 and 2**26
 constexpr u32 kHalfCode = 0x200000u, kCodeBits = 0xFFC00000u, kTopCode = 0x01FFFFFFu;
 
-// 1 / v to within 2**-23, relatively.
-DEVICE float near_inverse(float v) {
-#ifdef __CUDA_ARCH__
-    float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(v));
-    return inverse;
-#else
-    return __frcp_rn(v);
-#endif
-}
-
 // The sum of a block's squared errors, with w times 2**126 in `value`: each lane's own, then all.
 template <int N, int SPAN, int STEP>
 DEVICE float near_error(const float (&z)[N][kChunk], float value) {
-    const float inverse = near_inverse(value);
+    const float inverse = reciprocal(value);
     float sum = 0;
 #pragma unroll
     for (int c = 0; c < N; ++c)

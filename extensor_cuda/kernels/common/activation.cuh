@@ -1,17 +1,6 @@
 // ReLU and GELU, x Phi(x) with the normal distribution function Phi, in float32.
 // COMMON_FULL_PRECISION: accurate to float32, otherwise to bfloat16.
 
-// 1 / v for v of at least 1, to 1 unit in the last place.
-DEVICE float inverse(float v) {
-#ifdef __CUDA_ARCH__
-    float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-    return r;
-#else
-    return 1.0f / v;
-#endif
-}
-
 // Phi(-t) = e s P(s) for t >= 0, with e = exp(-t^2 / 2), s = 1 / (1 + c t) and P a minimax fit of
 // sqrt(pi / 2) erfcx. Degree 9 errs by 8 units of 2^-24 as evaluated, degree 5 by 2^-16.8.
 #if COMMON_FULL_PRECISION
@@ -29,7 +18,7 @@ DEVICE float bell(float x) { return __expf(__fmul_rn(__fmul_rn(x, x), -0.5f)); }
 constexpr int kDegree = sizeof(kP) / sizeof(float) - 1;
 
 DEVICE float normal_below(float x, float e) {
-    const float s = inverse(__fmaf_rn(fabsf(x), kC, 1.0f));
+    const float s = reciprocal(__fmaf_rn(fabsf(x), kC, 1.0f));
     float p = kP[kDegree];
 #pragma unroll
     for (int i = kDegree - 1; i >= 0; --i) p = __fmaf_rn(p, s, kP[i]);

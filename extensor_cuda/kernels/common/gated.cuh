@@ -16,17 +16,6 @@ DEVICE float smaller(float a, float b) {
 #endif
 }
 
-// 1 / x of 1 or more, off by 2^-23 of it; 0 below 2^-126.
-DEVICE float reciprocal(float x) {
-#ifdef __CUDA_ARCH__
-    float out;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-    return out;
-#else
-    return 1.0f / x;
-#endif
-}
-
 DEVICE Gated gated(float gate, float up, float alpha, float limit, float shift) {
     const float a = smaller(gate, limit);
     float u = -smaller(limit, -smaller(up, limit));

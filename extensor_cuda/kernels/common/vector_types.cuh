@@ -67,7 +67,7 @@ struct ElementType<1> {
     static DEVICE void store(u16* to, const FloatVector& g) {
         u32 w[4];
 #ifdef __CUDA_ARCH__
-        bool numbers = true;  // one branch for all
+        bool numbers = true;  // neither comparison holds of a NaN; one branch for all eight
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             numbers &= g.v[2 * i] <= g.v[2 * i + 1] || g.v[2 * i] > g.v[2 * i + 1];

@@ -323,7 +323,8 @@ DEVICE void step(const Tensor* tensors, int number, const Pace& pace) {
     const i64 block = begin / CODEC_BLOCK;
     const int blocks = (count + CODEC_BLOCK - 1) / CODEC_BLOCK;
     const bool first = OPTIMIZER_STATES == 8 && (Rule::kSquare || t.first);
-    const bool second = OPTIMIZER_STATES == 8 && Rule::kSquare, weight = t.narrow > 1;
+    const bool second = OPTIMIZER_STATES == 8 && Rule::kSquare;
+    const bool weight = OPTIMIZER_NARROW > 1 && t.narrow > 1;
     for (int i = threadIdx.x; i < blocks; i += kThreads) {
         if (first) scales[i] = t.first_scales[block + i];
         if (second) scales[kScales + i] = t.second_scales[block + i];
@@ -358,8 +359,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
-// Before Hopper the compiler aims at 6 blocks, which spill two registers.
-#if OPTIMIZER_STATES == 8 && __CUDA_ARCH__ < 900
+// Left alone the compiler aims at 6 blocks, which spills registers: of weights in blocks, and
+// before Hopper of states in blocks.
+#if OPTIMIZER_NARROW > 1
+#define OPTIMIZER_LION_BOUNDS kThreads, kResident
+#elif OPTIMIZER_STATES == 8 && __CUDA_ARCH__ < 900
 #define OPTIMIZER_LION_BOUNDS kThreads, 5
 #else
 #define OPTIMIZER_LION_BOUNDS kThreads

@@ -7,8 +7,6 @@
 #define QUANT_BESIDE_PARAMETER
 #endif
 
-// x (rows, length) -> codes, scales or values. QUANT_WHOLE: length is a multiple of the block, x is
-// 16-byte aligned. QUANT_BESIDE: x is quantized, and its activation written beside, bfloat16 too.
 // Four-over-six to values: 3 blocks, which the compiler aims at, would spill a register on Hopper.
 #if CODEC_RULE == 6 && CODEC_OUT == 1 && !CODEC_STOCHASTIC
 #define QUANT_BOUNDS kThreads, 2
@@ -16,6 +14,8 @@
 #define QUANT_BOUNDS kThreads
 #endif
 
+// x (rows, length) -> codes, scales or values. QUANT_WHOLE: length is a multiple of the block, x is
+// 16-byte aligned. QUANT_BESIDE: x is quantized, and its activation written beside, bfloat16 too.
 extern "C" __global__ void __launch_bounds__(QUANT_BOUNDS) quantize_rows(const Raw* __restrict__ x,
     u8* __restrict__ codes, u8* __restrict__ scales, float* __restrict__ values,
     const Tensor* __restrict__ tensor_of, u32* __restrict__ maximum, u64* __restrict__ counters,

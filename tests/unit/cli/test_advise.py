@@ -56,6 +56,7 @@ def tensors() -> dict[str, Any]:
         "steps": np.arange(6).reshape(2, 3),
         "packed": et.from_numpy(normal).to_mxfp4().data,
         "optimizer.state.w.momentum": normal,
+        "residual.w": normal,
     }
 
 
@@ -87,7 +88,8 @@ def test_each_kind_gets_its_advice(capsys: pytest.CaptureFixture[str], weights: 
         "multihead.weight": ("weight", "nvfp4 four_over_six"),
         "steps": ("not floats", "as it is"),
         "packed": ("quantized", "as it is"),
-        "optimizer.state.w.momentum": ("optimizer's state", "left out"),
+        "optimizer.state.w.momentum": ("resume state", "left out"),
+        "residual.w": ("resume state", "left out"),
     }
     assert "NaN" in rows["blocks.2.weight"]["reason"]
     assert "no signal" in rows["blocks.3.weight"]["reason"]
@@ -133,7 +135,9 @@ def test_figures_are_those_of_the_library(
     rms = math.sqrt(float((x.numpy().astype(np.float64) ** 2).mean()))
     peak = content["by name"]["blocks.0.weight"]["peak_over_rms"]
     assert peak == pytest.approx(float(np.abs(x.numpy()).max()) / rms)
-    weights_alone = {k: v for k, v in tensors().items() if not k.startswith("optimizer.")}
+    weights_alone = {
+        k: v for k, v in tensors().items() if k.partition(".")[0] not in ("optimizer", "residual")
+    }
     before = sum(value.nbytes for value in weights_alone.values())
     assert content["totals"]["bytes"] == before
     assert content["totals"]["advised_bytes"] == sum(

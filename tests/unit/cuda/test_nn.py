@@ -53,11 +53,10 @@ def test_dropout_draws_the_cpus_masks(trainer: Any, shape: Any) -> None:
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
-    weights = ("float32", "bfloat16")
+    weights = ("float32", "bfloat16", "mxint8")
     sources = [
         optimizer.source(*each) for each in itertools.product(STATES, weights, (False, True))
     ]
-    sources += [optimizer.source(states, "mxint8") for states in STATES]
     sources += [capture.source(), scatter_add.source(), conv_pool.source()]
     sources += [
         elementwise.source(*kinds) for kinds in ((0, 0, 0), (0, 1, 0), (1, 1, 1), (1, 0, 0))
