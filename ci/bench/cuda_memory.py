@@ -87,7 +87,7 @@ def ours(part: str, how: str, small: bool, device: str, follows: bool = True) ->
     model = on_device(part, small, weights, device)
     recipe = get_recipe("mxfp4_all")
     if lean:
-        recipe = replace(recipe, saved_input="packed", saved=parse_saved("mxfp8"))
+        recipe = replace(recipe, saved=parse_saved("mxfp8"))
     nn.apply_recipe(model, recipe, activations="bfloat16")
     if "run again" in how:
         for name, module in model.named_modules():
@@ -229,8 +229,8 @@ def block_ours(how: str, small: bool, device: str) -> dict[str, float]:
     model = nn.TransformerBlock(attention, feed_forward, bias=False)
     recipe = get_recipe("mxfp4_all")
     lean = "lean" in how or "slim" in how
-    if "packed" in how or lean:
-        recipe = replace(recipe, saved_input="packed")
+    if not ("packed" in how or lean):
+        recipe = replace(recipe, saved_input="input")
     if lean:
         nn.cast_weights(model, "mxint8" if "mxint8" in how else "bfloat16")
         saved = "mxfp8" if "lean" in how else "norm=mxfp8,activation=mxfp8"

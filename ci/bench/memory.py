@@ -143,9 +143,9 @@ def on_gpu(rounds: int) -> None:
     from ci.bench import cuda_step
     from extensor.quant import recipes
 
-    packed = replace(get_recipe("mxfp4_all"), name="mxfp4_all_packed", saved_input="packed")
-    recipes.RECIPES = {**recipes.RECIPES, packed.name: packed}  # type: ignore[assignment]
-    only = ["--only", "layers", "--recipes", "mxfp4_all", packed.name, "mxfp8_rebased"]
+    kept = replace(get_recipe("mxfp4_all"), name="mxfp4_all, inputs kept", saved_input="input")
+    recipes.RECIPES = {**recipes.RECIPES, kept.name: kept}  # type: ignore[assignment]
+    only = ["--only", "layers", "--recipes", "mxfp4_all", kept.name, "mxfp8_rebased"]
     sys.argv[1:] = [*only, "--rounds", str(rounds), "--activations", "bfloat16"]
     cuda_step.main()
 

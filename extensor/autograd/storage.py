@@ -148,7 +148,7 @@ class SavedStorage:
         A layer that keeps its input, such as one in float32, has it stored.
         """
         primitive, backend = node.primitive, node.backend
-        own = primitive.own_input and node.params["context"].keeps_input(backend.saved_input)
+        own = primitive.own_input and node.params["context"].keeps_input()
         if own or (primitive.released is not None and primitive.released(node.saved)):
             self._met("a quantized layer's own operand")
             return

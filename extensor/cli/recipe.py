@@ -72,7 +72,7 @@ def _facts(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield f"saved {kept.match} {kept.slot}", use
     yield "activations", recipe.activations
     yield "adaptive scale rule", str(recipe.adaptive_scale_rule).lower()
-    yield "saved input", recipe.saved_input or "by device"
+    yield "saved input", recipe.saved_input or "packed"
 
 
 def _brief(layers: LayerRecipe) -> str:

@@ -175,7 +175,7 @@ def prepared_for_backward(
     It is `prepared_at_once`, but not where the recipe asks for little memory, unless x is small.
     """
     both = prepared_at_once(backend, x, context, slots, sizes)
-    if both is None or both.batch_key or context.keeps_input(backend.saved_input):
+    if both is None or both.batch_key or context.keeps_input():
         return both
     return None
 
@@ -247,7 +247,7 @@ def _input_of(x: ExTensor, w: ExTensor, context: LayerContext, packs: bool) -> I
     version = None if len(cell) > 1 else WeightVersion(cell, cell[0])
     if not (w._requires_grad and MODE.enabled):
         return Input("nothing", version)
-    whole = context.keeps_input(x.backend.saved_input) or not packs
+    whole = context.keeps_input() or not packs
     if node is not None and not whole and node.out is x.data:  # the operation before keeps x
         if node.primitive.smaller_output is None:
             return Input("input", version)

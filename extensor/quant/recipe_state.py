@@ -374,17 +374,14 @@ class LayerContext:
         """See `Recipe.activations`."""
         return self.state.recipe.activations
 
-    def keeps_input(self, default: str) -> bool:
+    def keeps_input(self) -> bool:
         """Whether the layer keeps its input for backward as it is.
 
-        Args:
-            default: what the device does, where neither a plan nor the recipe says.
-
         >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
-        >>> state.layers[""].keeps_input("packed")
+        >>> state.layers[""].keeps_input()
         False
         """
-        return (self.saved_input or self.state.recipe.saved_input or default) == "input"
+        return (self.saved_input or self.state.recipe.saved_input) == "input"
 
     def next_use(self) -> LayerContext:
         """The layer in its next use of this step, which rounds with random bits of its own.

@@ -109,6 +109,7 @@ class LayerHandle:
         clock: torch.Tensor | int | None,
         on_device: DeviceClock | None,
         activations: FloatName,
+        saves: bool,
     ) -> ClockedContext:
         """The context of a pass whose clock showed this.
 
@@ -117,12 +118,15 @@ class LayerHandle:
                 bits.
             on_device: the same as kernels read it; None on the CPU.
             activations: see `ClockedContext`.
+            saves: whether torch saves operands that the pass makes for the backward pass. Then it
+                makes them while it reads x, unless the recipe says what is kept.
         """
         base = self.context
         step, use = 0, 0
         if clock is not None and on_device is None:
             use, step = divmod(int(clock), 1 << 32)
-        own = base.path, base.index, base.layer, base.state, use, None, base.saved_input, None
+        kept = base.saved_input or base.state.recipe.saved_input or ("input" if saves else None)
+        own = base.path, base.index, base.layer, base.state, use, None, kept, None
         return ClockedContext(*own, step, on_device, activations)
 
     def weight(self, weight: torch.Tensor, keep: bool) -> tuple[Any, WeightVersion | None]:

@@ -84,7 +84,7 @@ class Pass:
         if self.made is None:
             activations: FloatName = "bfloat16" if self.dtype is torch.bfloat16 else "float32"
             clock = None if self.clock is None else place.clock(self.clock)
-            self.made = self.layer.at(self.clock, clock, activations)
+            self.made = self.layer.at(self.clock, clock, activations, bool(self.saves))
         self.made.capturing = place.capturing
         return self.made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -43,7 +43,6 @@ class GenericCore:
 
     bfloat16: Collection[str] = ()
     captured_heads: Collection[int] | None = None
-    saved_input: Literal["packed", "input"] = "packed"
     accumulating_vjps: Collection[str] = ()
     overwriting_vjps: Collection[str] = ()
 

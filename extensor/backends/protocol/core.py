@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -65,8 +65,6 @@ class CoreMethods(Protocol):
 
     They compute in float32. What they give is that, or rounded once to what the arrays promote to.
     """
-    saved_input: Literal["packed", "input"]
-    """What a quantized layer keeps of its input, unless the recipe says (`Recipe.saved_input`)."""
     captured_heads: Collection[int] | None
     """Sizes of heads whose `cached_attention` a captured step repeats; None: any."""
 

@@ -65,7 +65,7 @@ def report_of(saved_input: str, saved: str) -> tuple[Any, Any]:
 
 def test_a_layer_keeps_its_packed_operand_alone(counting: Any) -> None:
     layer = nn.Linear(D, 2 * D, bias=False, rng=0).to("cuda")
-    recipe = replace(get_recipe("mxfp4_all"), saved_input="packed")
+    recipe = get_recipe("mxfp4_all")
     nn.apply_recipe(layer, recipe, activations="bfloat16")
     with memory_ledger(layer, device="cuda") as ledger:
         out = layer(et.zeros((M, D)).to("cuda").astype("bfloat16"))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 import types
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import extensor as et
 from extensor.backends import registry
 from extensor.backends.generic.matmul import FloatPreparation
 
@@ -73,7 +75,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         restored=restored,
     )
     monkeypatch.setattr(type(backend), "prepare", prepare)
-    monkeypatch.setattr(type(backend), "saved_input", "input")
     monkeypatch.setattr(saved, "_fused", lambda: fake)
     saved._kind.cache_clear()
     usual = operators._saves
@@ -88,10 +89,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     saved._kind.cache_clear()
 
 
-def network(recipe: str = "mxfp4_all") -> Any:
+def network(recipe: str = "mxfp4_all", saved_input: Any = None) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    return ext.quantize_(model, recipe, seed=1, rules={"*": recipe})
+    return ext.quantize_(
+        model, replace(et.RECIPES[recipe], saved_input=saved_input), seed=1, rules={"*": recipe}
+    )
 
 
 def batches(*rows: int) -> list[Any]:
@@ -143,9 +146,8 @@ def test_a_recipe_that_saves_memory_promises_what_is_never_read(
     """Its forward pass makes no operand of the backward pass, and a compiled one knows that."""
     xs = batches(16, 16)
     without = expected(monkeypatch, xs, "mxfp4_all")
-    monkeypatch.setattr(type(registry.get("cpu")), "saved_input", "packed")
     torch._dynamo.reset()
-    model = network()
+    model = network(saved_input="packed")
     assert equal(without, run(model, torch.compile(model, backend="aot_eager"), xs))
 
 
