@@ -6,7 +6,7 @@ Each step takes 32 products and the accumulator. All terms are aligned to the la
 them, cut (toward zero) to 13 fraction bits of it, and added exactly; the sum is cut to 13 fraction
 bits again. A product's exponent is the sum of its factors' exponents, not its own: 1.5 x 1.5 counts
 as 2^0. Subnormals have the exponent of the smallest normal. Measured on an H100
-(docs/log/2026-11-21-hopper-gemm.md); finite codes only.
+(docs/log/products-on-a-gpu.md); finite codes only.
 
 The GEMM adds such sums, of 512 elements or of 128 along K, in float32 (`promoted`).
 """

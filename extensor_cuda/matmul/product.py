@@ -10,7 +10,7 @@ to
                            the smallest normal: where it makes a product the largest of its 32, the
                            first term is up to 4 (E5M2) or 8 times (E4M3) that. The bound is for the
                            worst case; most results of normal data are exact
-                           (docs/log/2026-11-21-hopper-gemm.md)
+                           (docs/log/products-on-a-gpu.md)
     FP8, scales of 128     (128 34 / 32 2**-13 + (K / 128 + 2) 2**-24) S: 1D and 2D block scaling
                            (arXiv 2412.19437, section 3.3) and rebased MXFP8, where the sum of each
                            128 is multiplied by both scales as it moves to float32

@@ -73,7 +73,7 @@ def test_two_ranks_over_mpi_are_near_the_measured_ones() -> None:
         (row["model"], row["name"]): row["epoch_s"]
         for row in json.loads((RESULTS / "2026-11-24-distributed.json").read_text())["rows"]
     }
-    rate = 104.9e6 / 0.081  # bytes a second: docs/log/2026-11-24-gradient-sums-over-mpi.md
+    rate = 104.9e6 / 0.081  # bytes a second: docs/log/ranks-on-a-cpu.md
     for model, weights, steps in (("GPT", 806528, 40), ("LeNet", 61706, 45)):
         reduction = 4.0 * weights * 2 * 0.5 / rate
         predicted = found[model, "2 threads"] + steps * reduction
