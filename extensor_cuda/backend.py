@@ -35,7 +35,7 @@ from extensor_cuda.matmul.dense import dense_product
 from extensor_cuda.matmul.experts import gated_experts
 from extensor_cuda.matmul.fallback_count import FallbackCounter, SharedCounter
 from extensor_cuda.matmul.grouped import block_scaled_matmul, grouped_weight_only_matmul
-from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
+from extensor_cuda.matmul.prepare import GemmPreparation, packed_operand, prepare, run_batch
 from extensor_cuda.matmul.product import product, values_of
 from extensor_cuda.matmul.rebased import rebased_matmul
 from extensor_cuda.matmul.stored import stored_product
@@ -80,10 +80,11 @@ def _quantize_on_host(
     spec: QuantSpec,
     stream: Stream | None = None,
     previous_amax: Array | None = None,
+    amax: Array | None = None,
 ) -> tuple[QuantArray, Counts]:
     _refuse_capture(spec, gap)
-    before = None if previous_amax is None else previous_amax.get()
-    q, stats = registry.get("cpu").quantize(x.get(), spec, stream, before)
+    maxima = (None if one is None else one.get() for one in (previous_amax, amax))
+    q, stats = registry.get("cpu").quantize(x.get(), spec, stream, *maxima)
     return _on_device(backend, q), stats
 
 
@@ -93,11 +94,9 @@ def _pack_on_host(
     x: Array,
     spec: QuantSpec,
     stream: Stream | None = None,
-    amax: Array | None = None,
 ) -> QuantArray:
     _refuse_capture(spec, gap)
-    largest = None if amax is None else amax.get()
-    return _on_device(backend, registry.get("cpu").pack(x.get(), spec, stream, largest))
+    return _on_device(backend, registry.get("cpu").pack(x.get(), spec, stream))
 
 
 def _quantize_clipped_on_host(
@@ -174,6 +173,7 @@ ROUTES: dict[str, Route] = {
     "prepare": Route(
         _prepare, run=lambda plan: plan, path=attrgetter("path"), fallback_path="host"
     ),
+    "packed_operand": Route(lambda xp, q, work: packed_operand(q, work, xp), run=lambda made: made),
     "block_scaled_matmul": Route(
         lambda xp, a, b, dtype="float32": block_scaled_matmul(a, b, dtype, xp),
         run=attrgetter("out"),

@@ -70,10 +70,11 @@ class QuantizePlan:
     decoder: Any
 
     def quantize(
-        self, x: Array, stream: Stream | None, xp: Any
+        self, x: Array, stream: Stream | None, xp: Any, amax: Array | None = None
     ) -> tuple[QuantArray, OperandCounts]:
-        """Codes, scales and counts, without waiting."""
-        return self.encoder.quantize(x, self.plan, stream, xp)
+        """Codes, scales and counts, without waiting; ``amax`` for `quantize.quantize` alone."""
+        more = () if amax is None else (amax,)
+        return self.encoder.quantize(x, self.plan, stream, xp, *more)
 
     def fake_quantize(
         self, x: Array, stream: Stream | None, xp: Any
@@ -139,6 +140,7 @@ def quantize(
     spec: QuantSpec,
     stream: Stream | None = None,
     previous_amax: Array | None = None,
+    amax: Array | None = None,
 ) -> Call:
     """See the protocol. Does not wait for the GPU."""
     if (gap := input_gap(x, spec, stream)) is not None:
@@ -151,22 +153,16 @@ def quantize(
             return blocks
         return lambda: _quantize_rebased(readable(xp, x), blocks, stream, xp)
     plan = plan_of(spec, tuple(x.shape))
-    return (lambda: plan.quantize(readable(xp, x), stream, xp)) if plan else plan
+    return (lambda: plan.quantize(readable(xp, x), stream, xp, amax)) if plan else plan
 
 
-def pack(
-    xp: Any,
-    x: Array,
-    spec: QuantSpec,
-    stream: Stream | None = None,
-    amax: Array | None = None,
-) -> Call:
+def pack(xp: Any, x: Array, spec: QuantSpec, stream: Stream | None = None) -> Call:
     """See the protocol. Does not wait for the GPU."""
     if (gap := input_gap(x, spec, stream)) is not None:
         return gap
     if not isinstance(plan := fused.plan_of(spec, tuple(x.shape)), fused.Plan):
         return plan
-    return lambda: fused.quantize_raw(readable(xp, x), plan, stream, xp, amax, stats=False).q
+    return lambda: fused.quantize_raw(readable(xp, x), plan, stream, xp, stats=False).q
 
 
 def gelu_and_pack(xp: Any, x: Array, spec: QuantSpec) -> Call:

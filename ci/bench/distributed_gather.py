@@ -2,9 +2,9 @@
 
 `gather` moves what quantizing or casting made, as collectives of their own, twice a step: for the
 forward and for the backward pass. `zero3` calls what training under ``--shard parameters`` calls: a
-step packs each weight for its forward and for its backward product, gathers both and decodes them
-to float32. Its peer casts the shards to bfloat16 once, gathers twice and casts both times to
-float32.
+step packs each weight for its forward and for its backward product, and gathers both. Its peer
+casts the shards to bfloat16 once and gathers twice. Both end with the whole weight as it has
+travelled; or ("operand") with what the recipe's product multiplies, made of it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import extensor as et
 from extensor.distributed import GatheredBuckets
 from extensor.nn.recipe import apply_recipe
+from extensor.ops.recipe_operands import make_operands, version_of
 
 __all__ = ["gather", "zero3"]
 
@@ -29,6 +30,9 @@ ROWS = 32
 WARM_UP = 3
 """Calls before the first that is timed: the third one of a captured step is replayed."""
 RECIPES = ("mxfp4_all", "nvfp4_nvidia", "mxfp8_nvidia")
+AXES = {"fprop.w": -1, "dgrad.w": -2}
+TOKENS = 16384
+"""Rows that the products of operands are for."""
 
 
 def shapes_of(width: int) -> list[tuple[int, int]]:
@@ -51,9 +55,14 @@ def linear_of(bench: Any, weight: Any) -> et.nn.Linear:
 
 
 def report(
-    bench: Any, part: str, calls: dict[str, Any], captured: bool, more: dict[str, Any] | None = None
+    bench: Any,
+    part: str,
+    calls: dict[str, Any],
+    captured: bool,
+    peers: dict[str, str] | None = None,
+    more: dict[str, Any] | None = None,
 ) -> None:
-    """Times of one of a step's two gathers, in turns, beside bfloat16's; and what else is said."""
+    """Times of one of a step's two gathers, in turns, beside their peers'; what else is said."""
     ready = {n: bench.captured_step(c) for n, c in calls.items()} if captured else calls
     for call in ready.values():
         for number in range(WARM_UP):
@@ -62,7 +71,8 @@ def report(
     for name, step in steps.items():
         bench.row(
             part=part, name=name, captured=captured, ms=round(step / 2, 3),
-            of_bfloat16=round(steps["bfloat16"] / step, 3), **(more or {}).get(name, {}),
+            of_bfloat16=round(steps[(peers or {}).get(name, "bfloat16")] / step, 3),
+            **(more or {}).get(name, {}),
         )  # fmt: skip
 
 
@@ -93,7 +103,7 @@ def gather(bench: Any) -> None:
         spec = et.QuantSpec(name).resolve(2)
 
         def parts_of(shard: Any, amax: Any) -> list[Any]:
-            q = backend.pack(shard, spec, None, amax)
+            q = backend.quantize(shard, spec, None, None, amax)[0]
             kept = (q.parts["codes"], q.parts["scales"])
             return [xp.ascontiguousarray(part).reshape(-1) for part in kept]
 
@@ -114,7 +124,7 @@ def gather(bench: Any) -> None:
 
 
 def zero3(bench: Any) -> None:
-    """A step's gathers as `GatheredBuckets` calls them, from Python."""
+    """A step's gathers as `GatheredBuckets` calls them."""
     widths: dict[str, list[tuple[int, int]]] = {
         "block of width 4096": shapes_of(4096),
         "a weight of 32768 x 8192": [(32768, 8192)],
@@ -122,11 +132,14 @@ def zero3(bench: Any) -> None:
     if bench.tiny:
         widths = {"tiny": shapes_of(32 * bench.ranks.size)}
     for title, shapes in widths.items():
-        calls: dict[str, Any] = {}
+        calls: dict[str, Any] = {"bfloat16": bfloat16_step(bench, shapes)}
+        peers: dict[str, str] = {}
         sent: dict[str, Callable[[], float]] = {}
         for recipe in RECIPES:
-            calls[recipe], sent[recipe] = packed_step(bench, recipe, shapes)
-        calls["bfloat16"] = bfloat16_step(bench, shapes)
+            there, operands, layers, sent[recipe] = packed_step(bench, recipe, shapes)
+            peer, name = f"bfloat16, then {recipe}", f"{recipe}, operand"
+            calls |= {recipe: there, name: operands, peer: bfloat16_step(bench, shapes, layers)}
+            peers |= {name: peer, peer: peer}
         for name, call in calls.items():
             began = time.perf_counter()
             call(0)
@@ -134,15 +147,19 @@ def zero3(bench: Any) -> None:
         more: dict[str, dict[str, Any]] = {name: {"weights": title} for name in calls}
         for name, ask in sent.items():
             more[name]["bytes_a_value"] = ask()
-        report(bench, "zero3", calls, False, more)
+        for captured in bench.modes:
+            report(bench, "zero3", calls, captured, peers, more)
         del calls, sent
         bench.free()
 
 
 def packed_step(
     bench: Any, recipe: str, shapes: list[tuple[int, int]]
-) -> tuple[Callable[[int], None], Callable[[], float]]:
-    """A step's gathers under a recipe, and the bytes a value that a gather of them received."""
+) -> tuple[Callable[[int], None], Callable[[int], None], list[Any], Callable[[], float]]:
+    """A step's gathers under a recipe, and its operands; and the bytes a value that one received.
+
+    The layers are for the peer.
+    """
     weights = weights_of(bench, shapes)
     layers = [linear_of(bench, weight) for weight in weights]
     ends = [et.nn.Linear(ROWS, ROWS, bias=False, rng=9) for _ in range(2)]
@@ -152,53 +169,67 @@ def packed_step(
     mine = [buckets._of[id(layer.weight)] for layer in layers]
     values = sum(bucket.size for bucket in mine) * (1 - 1 / bench.ranks.size)
     if bench.ranks.size > 1:
-        check(buckets, mine, weights)
+        check(buckets, layers, weights)
     steps = [0, buckets.gathered_bytes]
 
-    def step(number: int) -> None:
+    def step(multiplied: bool, number: int) -> None:
         steps[0] += 1
         buckets.gather()  # pieces are new
-        for kind in ("fprop.w", "dgrad.w"):
-            for bucket in mine:
+        for slot in AXES:
+            for layer, bucket in zip(layers, mine, strict=True):
                 buckets._let_go()
-                buckets._need(bucket, kind)
+                buckets._need(bucket, slot)
+                if multiplied:
+                    operand_of(layer, slot)
 
     def bytes_a_value() -> float:
         if bench.ranks.size == 1:
             return 0.0
         return round((buckets.gathered_bytes - steps[1]) / (2 * steps[0] * values), 3)
 
-    return step, bytes_a_value
+    return partial(step, False), partial(step, True), layers, bytes_a_value
 
 
-def check(buckets: Any, mine: list[Any], weights: list[Any]) -> None:
-    """Whether the layers make the same of what was gathered as of the whole weights."""
-    for bucket, weight in zip(mine, weights, strict=True):
-        backend = bucket.backend
-        for kind, spec in buckets._packed.weights[id(bucket)].specs().items():
+def operand_of(layer: Any, slot: str, values: Any = None) -> Any:
+    """What a layer's product multiplies: of its weight, or of other values of its shape."""
+    weight, (n, k) = layer.weight, layer.weight.shape
+    array, version = (weight.data, version_of(weight)) if values is None else (values, None)
+    slots, sizes = ((slot, AXES[slot]),), (TOKENS, n, k)
+    return make_operands(weight.backend, array, layer.quant, slots, sizes, version)[0]
+
+
+def check(buckets: Any, layers: list[Any], weights: list[Any]) -> None:
+    """Whether the layers multiply the same of what was gathered as of the whole weights."""
+    for layer, weight in zip(layers, weights, strict=True):
+        for slot in AXES:
             buckets._let_go()
-            buckets._need(bucket, kind)
-            got, expected = (
-                backend.dequantize(backend.pack(x, spec)) for x in (bucket.params[0].data, weight)
-            )
-            if not bool((got == expected).all()):
-                raise SystemExit(f"{spec}: expected the values of the whole weight, got others")
+            buckets._need(buckets._of[id(layer.weight)], slot)
+            got, expected = operand_of(layer, slot), operand_of(layer, slot, weight)
+            xp = layer.weight.backend.xp
+            a, b = (one.values(xp) if hasattr(one, "values") else one for one in (got, expected))
+            if not bool((a == b).all()) or getattr(got, "kind", "") != getattr(
+                expected, "kind", ""
+            ):
+                raise SystemExit(f"{slot}: expected the operand of the whole weight, got another")
 
 
-def bfloat16_step(bench: Any, shapes: list[tuple[int, int]]) -> Callable[[int], None]:
-    """The same of shards cast to bfloat16."""
+def bfloat16_step(
+    bench: Any, shapes: list[tuple[int, int]], layers: list[Any] | None = None
+) -> Callable[[int], None]:
+    """The same of shards cast to bfloat16; and what a recipe's layers make of them."""
     xp, backend, size = bench.xp, bench.backend, bench.ranks.size
     shards = weights_of(bench, [(n // size, k) for n, k in shapes])
 
     def step(number: int) -> None:
         cast = [backend.cast(shard, HALF) for shard in shards]
-        for _ in range(2):
-            for part in cast:
+        for slot in AXES:
+            for i, part in enumerate(cast):
                 with bench.ranks.beside():
                     whole = xp.empty((size * part.shape[0], part.shape[1]), HALF)
                     sends, recvs = [part.view(np.uint16)], [whole.view(np.uint16)]
                     bench.ranks.all_gather_coalesced(sends, recvs).wait()
                 bench.ranks.join()
-                backend.cast(whole, np.dtype(np.float32))
+                if layers is not None:
+                    operand_of(layers[i], slot, whole)
 
     return step

@@ -51,9 +51,6 @@ class GatheredBuckets(ShardedBuckets):
         how: more for `make_reduction`.
 
     Attributes:
-        gathered_bytes: that this rank has received of other ranks' parameters.
-        unpackable: how often a weight travelled in float32, because blocks of it change when they
-            are quantized again.
         peak_bytes: of whole parameters that were there at once.
 
     Raises:
@@ -78,7 +75,7 @@ class GatheredBuckets(ShardedBuckets):
     ) -> None:
         params = list(model.parameters())
         super().__init__(params, ranks, name, bucket_bytes, keep_gradients=False, **how)
-        self.gathered_bytes = self.peak_bytes = self.unpackable = 0
+        self.peak_bytes = self._float_bytes = 0
         self._whole: dict[int, Bucket]
         self._kinds: dict[int, str] = {}
         owners: Counter[int] = Counter()
@@ -93,14 +90,20 @@ class GatheredBuckets(ShardedBuckets):
                 module.register_forward_hook(partial(self._after, own))
             if isinstance(module, GemmLayer):
                 self._layers.setdefault(id(module.weight), []).append(module)
-        self._packed = PackedWeights(ranks)
+        self._packed = PackedWeights(ranks, self.gathered)
         for bucket in self.buckets:
             first = id(bucket.params[0])
             layers = self._layers.get(first, ())
             self._packed.add(bucket, layers, owners[first], self.pieces[first])
         self._absent = {key: _no_values(param) for key, param in _by_id(params).items()}
         self._whole = {id(bucket): bucket for bucket in self.buckets}
+        self._writes: dict[int, list[int]] = {}
         self._let_go()
+
+    @property
+    def gathered_bytes(self) -> int:
+        """That this rank has received of other ranks' parameters."""
+        return self._float_bytes + self._packed.received
 
     # --- what is whole --------------------------------------------------------------------------
 
@@ -134,8 +137,12 @@ class GatheredBuckets(ShardedBuckets):
         >>> buckets = GatheredBuckets(et.nn.Linear(1, 1), LocalCommunicator())
         >>> buckets.gather()
         """
-        self._packed.forget()
+        self._forget()
         self._let_go()
+
+    def _forget(self) -> None:
+        self._packed.forget()
+        self._writes.clear()
 
     def scatter(self) -> None:
         """See :meth:`ShardedBuckets.scatter`; the parameters are whole, as inside `hold`.
@@ -145,8 +152,8 @@ class GatheredBuckets(ShardedBuckets):
         >>> with buckets.hold():
         ...     buckets.scatter()
         """
-        self._packed.forget()
         super().scatter()
+        self._forget()
 
     def values(self, param: ExTensor) -> Array:
         """A parameter's whole array, for the backward pass; other buckets are let go.
@@ -163,6 +170,7 @@ class GatheredBuckets(ShardedBuckets):
         (1, 1)
         """
         bucket = self._of[id(param)]
+        self._check_written(bucket)
         if not self._serves(bucket, BACKWARD):
             self._let_go()
             self._need(bucket, BACKWARD)
@@ -178,6 +186,8 @@ class GatheredBuckets(ShardedBuckets):
         return list({id(bucket): bucket for bucket in (self._of[id(p)] for p in own)}.values())
 
     def _pin(self, buckets: Sequence[Bucket], kind: str) -> None:
+        for bucket in buckets:
+            self._check_written(bucket)
         self._pins.update(map(id, buckets))
         if not all(self._serves(bucket, kind) for bucket in buckets):
             self._let_go()
@@ -191,21 +201,37 @@ class GatheredBuckets(ShardedBuckets):
         """Whether a bucket is whole, in float32 or as the use needs it."""
         if id(bucket) not in self._whole:
             return False
-        return self._kinds[id(bucket)] in (FLOAT, kind)
+        there = self._kinds[id(bucket)]
+        return there == FLOAT or (there == kind and self._packed.weights[id(bucket)].is_given(kind))
 
     def _need(self, bucket: Bucket, kind: str) -> None:
         if self._serves(bucket, kind):
             return
-        flat = None if kind == FLOAT else self._unpacked(bucket, kind)
-        if flat is None:
+        packed = None if kind == FLOAT else self._packed.of(bucket, kind)
+        for param in bucket.params:
+            self._drop_operands(param)
+        if packed is None:
             kind = FLOAT
             flat = self.whole(bucket, lambda param: self.pieces[id(param)].data)
-            self.gathered_bytes += flat.nbytes - flat.nbytes // self.ranks.size
-        for param in bucket.params:
-            param.data = bucket.view(flat, param)
-            self._drop_operands(param)
+            self._float_bytes += flat.nbytes - flat.nbytes // self.ranks.size
+            for param in bucket.params:
+                param.data = bucket.view(flat, param)
+        else:
+            bucket.params[0].data = self._absent[id(bucket.params[0])]
+            self._packed.weights[id(bucket)].give(kind, packed)
         self._whole[id(bucket)], self._kinds[id(bucket)] = bucket, kind
-        self.peak_bytes = max(self.peak_bytes, sum(4 * b.size for b in self._whole.values()))
+        floats = (b for key, b in self._whole.items() if self._kinds[key] == FLOAT)
+        there = sum(4 * b.size for b in floats) + self._packed.nbytes
+        self.peak_bytes = max(self.peak_bytes, there)
+
+    def _check_written(self, bucket: Bucket) -> None:
+        """Refuse pieces that were written since the first use after `gather` or `scatter`."""
+        found = [self.pieces[id(param)]._version[0] for param in bucket.params]
+        if self._writes.setdefault(id(bucket), found) != found:
+            raise RuntimeError(
+                "sharded parameters: expected gather() after a write to a piece, got a use of the "
+                "values before it; the way out: call gather() on all ranks when pieces are written"
+            )
 
     def _let_go(self) -> None:
         """Let go of what no layer uses now, and of operands made from it."""
@@ -216,20 +242,6 @@ class GatheredBuckets(ShardedBuckets):
             for param in bucket.params:
                 param.data = self._absent[id(param)]
                 self._drop_operands(param)
-
-    def _unpacked(self, bucket: Bucket, kind: str) -> Array | None:
-        """A weight decoded from what its layer would make of it; None where it is not packed."""
-        weight = self._packed.weights.get(id(bucket))
-        if weight is None or self.ranks.size == 1:
-            return None
-        found = self._packed.of(bucket)
-        mine = found.get(kind)
-        if mine is None:
-            self.unpackable += kind in found
-            return None
-        parts = weight.parts(mine)
-        self.gathered_bytes += (self.ranks.size - 1) * sum(part.nbytes for part in parts)
-        return weight.unpack(mine, self.gathered(parts))
 
     def _drop_operands(self, param: ExTensor) -> None:
         for layer in self._layers.get(id(param), ()):

@@ -13,6 +13,7 @@ that. The input itself is let go.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -160,7 +161,9 @@ def forward_operands(
 
     Both are made now where `prepared_for_backward` says how. ``version``: as for `make_operands`.
     """
-    both = prepared_for_backward(backend, x, context, slots, sizes) if MODE.enabled else None
+    packed = (context.path, slots[0][0]) in context.state.weight_cache.packed
+    make_both = MODE.enabled and not packed
+    both = prepared_for_backward(backend, x, context, slots, sizes) if make_both else None
     if both is not None:
         first, second = make_operands(backend, x, context, slots, sizes, version, both)
         return first, second
@@ -494,6 +497,15 @@ class _Weight:
 
 def _of_weight(weight: _Weight, slots: Slots, preparation: Preparation | None) -> Prepared:
     """Operands that were made before, or are made now, with those of other outdated weights."""
+    context = weight.context
+    keys = [(context.path, slot) for slot, _ in slots]
+    packed = context.state.weight_cache.packed
+    if keys[0] in packed:
+        work = math.prod(weight.sizes) if _plan(context.layer, slots).is_pure else 0
+        return [
+            (weight.backend.packed_operand(q, work), counted_again(counts))
+            for q, counts in map(packed.__getitem__, keys)
+        ]
     found = weight.find(slots)
     if found is None:
         found = _remade(weight, slots, preparation)

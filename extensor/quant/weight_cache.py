@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from extensor.quant.array import QuantArray
 from extensor.quant.replay import REPLAY
 
 __all__ = ["CachedOperand", "WeightCache", "WeightSource", "WeightVersion"]
@@ -89,9 +90,15 @@ class CachedOperand:
 
 
 class WeightCache:
-    """Operands by layer path and recipe slot."""
+    """Operands by layer path and recipe slot.
+
+    Attributes:
+        packed: by the same keys, codes and scales, with counts, of weights that are there in no
+            other form (`extensor.distributed.packed`): their operands are made of them.
+    """
 
     def __init__(self) -> None:
+        self.packed: dict[tuple[str, str], tuple[QuantArray, Any]] = {}
         self._operands: dict[tuple[str, str], CachedOperand] = {}
         self._reused: set[tuple[str, str]] = set()  # slots whose last values were used again
         self._missed: set[tuple[str, str]] = set()  # slots whose operand had been let go
@@ -125,6 +132,7 @@ class WeightCache:
         """Forget a layer's slots, so that new operands may lie where the old ones were."""
         for slot in slots:
             self._operands.pop((path, slot), None)
+            self.packed.pop((path, slot), None)
 
     def store(
         self,

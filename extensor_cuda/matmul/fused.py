@@ -42,6 +42,7 @@ __all__ = [
     "run",
     "run_batch",
     "run_packing",
+    "spec_for",
     "supports",
 ]
 
@@ -60,11 +61,12 @@ def supports(x: Array, spec: QuantSpec) -> QuantSpec | Unsupported:
         return Unsupported(
             f"strides {x.strides}; the kernel reads contiguous rows, multiples of 16 bytes"
         )
-    return _fused_spec(spec, x.dtype.name, tuple(x.shape))
+    return spec_for(spec, x.dtype.name, tuple(x.shape))
 
 
 @lru_cache(maxsize=4096)
-def _fused_spec(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> QuantSpec | Unsupported:
+def spec_for(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> QuantSpec | Unsupported:
+    """The spec, or why the kernel makes no operand of any array of this dtype and shape."""
     element = spec.row.element
     if element.bits == 6:
         return Unsupported(f"FP8 holds {spec.format}; operands made at once are MXFP4 or bfloat16")
@@ -185,7 +187,7 @@ def kind_of(spec: QuantSpec) -> int:
     >>> [kind_of(QuantSpec(name, axis=1).resolve(2)) for name in ("mxfp4", "mxfp8_e4m3")]
     [1, 0]
     """
-    if isinstance(_fused_spec(spec, "bfloat16", (32, 32)), Unsupported):
+    if isinstance(spec_for(spec, "bfloat16", (32, 32)), Unsupported):
         return 0
     return REBASED if spec.rebased else MXFP4 if is_mxfp4(spec) else 0
 

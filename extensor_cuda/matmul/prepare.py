@@ -57,6 +57,7 @@ __all__ = [
     "GemmPreparation",
     "PackedMatrix",
     "Preparer",
+    "packed_operand",
     "prepare",
     "run_batch",
 ]
@@ -244,6 +245,23 @@ def _plans(
             return plan
         plans.append(plan)
     return plans
+
+
+def packed_operand(q: QuantArray, work: int, xp: Any) -> GemmOperand | Unsupported:
+    """The operand of a matrix in an MX format or NVFP4 whose codes are there already.
+
+    It is refused where `prepare` would refuse the matrix in float32, for the product's ``work``.
+    """
+    capability = driver.capability(xp.cuda.runtime.getDevice())
+    plans = fused.spec_for(q.spec, "float32", q.shape), quantizer.plan_of(q.spec, q.shape)
+    refused = None
+    for way, plan in zip((FUSED, EXPANDED), plans, strict=True):
+        gap = plan if isinstance(plan, Unsupported) else tuned.refusal(way.name, work, capability)
+        if gap is None:
+            return PackedMatrix(q, xp.zeros(2, dtype=np.uint32), xp).operand()
+        refused = gap
+    assert refused is not None
+    return refused
 
 
 def run_batch(preparations: Sequence[GemmPreparation], xp: Any) -> list[Prepared]:

@@ -70,7 +70,10 @@ class CpuQuantize(CpuCore):
         spec: QuantSpec,
         stream: Stream | None = None,
         previous_amax: Array | None = None,
+        amax: Array | None = None,
     ) -> LoweredSpec | Unsupported:
+        if amax is not None:
+            return Unsupported("rows of a matrix whose largest magnitude is given")
         plan = self._choose_fake_quantize(x, spec, stream)
         if not plan:
             return plan
@@ -89,6 +92,7 @@ class CpuQuantize(CpuCore):
         spec: QuantSpec,
         stream: Stream | None = None,
         previous_amax: Array | None = None,
+        amax: Array | None = None,
     ) -> tuple[QuantArray, QuantStats]:
         """See the protocol."""
         if spec.row.outliers:

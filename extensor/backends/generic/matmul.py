@@ -223,6 +223,10 @@ class GenericMatmul(GenericQuantize):
         """See the protocol: one after the other."""
         return [preparation.run() for preparation in preparations]
 
+    def packed_operand(self, q: QuantArray, work: int) -> Any:
+        """See the protocol."""
+        return _Packed(self, q).operand()
+
     def product(
         self,
         a: Any,

@@ -61,28 +61,34 @@ class GenericQuantize(GenericCore):
         spec: QuantSpec,
         stream: Stream | None = None,
         previous_amax: Array | None = None,
+        amax: Array | None = None,
     ) -> tuple[QuantArray, Counts]:
         """See the protocol. A backend's own quantizer makes what is then rebased."""
+        if amax is not None:
+            return self._quantize_rows(x, spec, stream, amax)
         if spec.rebased:
             plain = spec.replace(rebased=False)
             q, counts = self.quantize(x, plain, stream, previous_amax)
             return reference.rebase(q, stats_of(counts))
         return reference.quantize(x, spec, stream, previous_amax, self.xp)
 
-    def pack(
-        self, x: Array, spec: QuantSpec, stream: Stream | None = None, amax: Array | None = None
-    ) -> QuantArray:
-        """See the protocol. Below rows of a matrix a tile with its largest magnitude is packed."""
-        if amax is None:
-            return self.quantize(x, spec, stream)[0]
+    def _quantize_rows(
+        self, x: Array, spec: QuantSpec, stream: Stream | None, amax: Array
+    ) -> tuple[QuantArray, Counts]:
+        """Rows of a matrix: above a tile with its largest magnitude, which is then cut off."""
         assert spec.row.tensor_scale and isinstance(spec.tile, tuple), spec
-        rows, whole = len(x), len(x) + spec.tile[0]
-        above = self.xp.zeros((whole, x.shape[1]), np.float32)
-        above[:rows], above[rows, 0] = x, amax
-        q = self.quantize(above, spec, stream)[0]
+        rows, whole = len(x), len(x) + spec.tile[spec.axis == 0]
+        below = self.xp.zeros((whole, x.shape[1]), np.float32)
+        below[:rows], below[rows, 0] = x, amax
+        q, counts = self.quantize(below, spec, stream)
         parts = {name: q.parts[name] for name in ("codes", "scales")}
         own = {name: part[: part.shape[0] * rows // whole] for name, part in parts.items()}
-        return replace(q, **own, shape=x.shape)
+        stats = replace(stats_of(counts), count=x.size)  # nothing is lost of the tile
+        return replace(q, **own, shape=x.shape), stats
+
+    def pack(self, x: Array, spec: QuantSpec, stream: Stream | None = None) -> QuantArray:
+        """See the protocol."""
+        return self.quantize(x, spec, stream)[0]
 
     def quantize_clipped(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None

@@ -19,6 +19,7 @@ __all__ = ["GenericReduction"]
 
 BLOCK = 32
 NONFINITE = 255
+_INFINITY = 0x7F800000
 
 
 class GenericReduction(GenericCore):
@@ -30,7 +31,14 @@ class GenericReduction(GenericCore):
 
     def largest_multi_tensor(self, arrays: Sequence[Array]) -> Array:
         """See the protocol."""
-        return self.xp.stack([self.block_max(x.reshape(-1)).max() for x in arrays])
+        found = []
+        for x in arrays:
+            bits = self.block_max(x.reshape(-1))
+            if int(bits.max()) >= _INFINITY:  # some of a block may be finite
+                bits = x.reshape(-1).view(np.uint32) & np.uint32(0x7FFFFFFF)
+                bits = self.xp.where(bits < _INFINITY, bits, np.uint32(0))
+            found.append(bits.max())
+        return self.xp.stack(found)
 
     def block_square_sums(self, x: Array) -> Array:
         """Float64 holds the square of a float32 exactly."""

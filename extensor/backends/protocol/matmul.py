@@ -139,6 +139,16 @@ class MatmulMethods(Protocol):
         """Run several preparations with one ``batch_key`` at once."""
         ...
 
+    def packed_operand(self, q: QuantArray, work: int) -> Any:
+        """The operand that `prepare` makes of the matrix that was packed; it does not wait.
+
+        Args:
+            q: (rows, columns), blocked along the axis that the product contracts: an MX format or
+                NVFP4, without a transform.
+            work: as for `prepare`.
+        """
+        ...
+
     def product(
         self,
         a: Any,

@@ -26,21 +26,19 @@ class QuantizeMethods(Protocol):
         spec: QuantSpec,
         stream: Stream | None = None,
         previous_amax: Array | None = None,
+        amax: Array | None = None,
     ) -> tuple[QuantArray, Counts]:
         """Float array -> codes, scales and counts. ``spec`` is resolved; ``stream`` iff stochastic.
+
+        With ``amax`` x is rows of a matrix whose largest magnitude that is, float32 of shape ():
+        the tensor scale is the matrix'. The spec has one, and x has whole tiles.
 
         Nothing waits for the device where a kernel quantizes; `stats_of` the counts does.
         """
         ...
 
-    def pack(
-        self, x: Array, spec: QuantSpec, stream: Stream | None = None, amax: Array | None = None
-    ) -> QuantArray:
-        """The codes and scales that `quantize` gives, not counted: it does not wait.
-
-        With ``amax`` x is rows of a matrix whose largest magnitude that is, float32 of shape ():
-        the tensor scale is the matrix'. The spec has one, and x has whole tiles.
-        """
+    def pack(self, x: Array, spec: QuantSpec, stream: Stream | None = None) -> QuantArray:
+        """The codes and scales that `quantize` gives, not counted: it does not wait."""
         ...
 
     def quantize_clipped(

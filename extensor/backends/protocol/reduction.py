@@ -44,9 +44,9 @@ class ReductionMethods(Protocol):
         ...
 
     def largest_multi_tensor(self, arrays: Sequence[Array]) -> Array:
-        """The bits of each float32 array's greatest magnitude: uint32 of shape (arrays,).
+        """The bits of each float32 array's greatest finite magnitude: uint32 of shape (arrays,).
 
-        NaN is the greatest of all. Arrays may be of any shape.
+        Arrays may be of any shape.
         """
         ...
 

@@ -56,8 +56,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     step<Descent>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
-// A thread's largest magnitude of `count` values, as a float32's bits; NaN is the largest.
-template <class Element>
+// A thread's largest magnitude of `count` values, as a float32's bits; NaN is the largest, unless
+// only finite values count.
+template <bool finite, class Element>
 DEVICE u32 most_of(const Element* values, int count) {
     u32 most = 0;
     const int whole = aligned(values, 4 * sizeof(Element)) ? count / 4 * 4 : 0;
@@ -65,7 +66,10 @@ DEVICE u32 most_of(const Element* values, int count) {
         float v[4];
         decode(load(values + i, four, count - i), v);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) most = max(most, bits_of(v[k]) & kMagnitude);
+        for (int k = 0; k < 4; ++k) {
+            const u32 bits = bits_of(v[k]) & kMagnitude;
+            most = max(most, finite && bits >= kExponent ? 0 : bits);
+        }
     };
 #pragma unroll 4
     for (int i = threadIdx.x * 4; i < whole; i += kThreads * 4) take(i, true);
@@ -74,12 +78,13 @@ DEVICE u32 most_of(const Element* values, int count) {
 }
 
 // A thread's largest magnitude of its block's part of a gradient.
+template <bool finite>
 DEVICE u32 most_of_part(const Tensor& t) {
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
     const i64 left = t.count - begin;
     const int count = left < kPart ? static_cast<int>(left) : kPart;
-    return t.narrow ? most_of(static_cast<const u16*>(t.grad) + begin, count)
-                    : most_of(static_cast<const float*>(t.grad) + begin, count);
+    return t.narrow ? most_of<finite>(static_cast<const u16*>(t.grad) + begin, count)
+                    : most_of<finite>(static_cast<const float*>(t.grad) + begin, count);
 }
 
 // Raises flags[i] if the gradient of tensor i holds NaN or infinity, and then flags[number] and
@@ -87,18 +92,18 @@ DEVICE u32 most_of_part(const Tensor& t) {
 extern "C" __global__ void __launch_bounds__(kThreads)
     finite(const Tensor* tensors, int number, u32* flags, u32* stop) {
     const Tensor& t = tensor_of(tensors, number);
-    if (__any_sync(~0u, most_of_part(t) >= kExponent) && threadIdx.x % 32 == 0) {
+    if (__any_sync(~0u, most_of_part<false>(t) >= kExponent) && threadIdx.x % 32 == 0) {
         atomicOr(flags + (&t - tensors), 1u);
         atomicOr(flags + number, 1u);
         if (stop) atomicOr(stop, 1u);
     }
 }
 
-// Raises found[i] to the largest magnitude of tensor i, as a float32's bits.
+// Raises found[i] to the largest finite magnitude of tensor i, as a float32's bits.
 extern "C" __global__ void __launch_bounds__(kThreads)
     largest(const Tensor* tensors, int number, u32* found) {
     const Tensor& t = tensor_of(tensors, number);
-    const u32 most = __reduce_max_sync(~0u, most_of_part(t));
+    const u32 most = __reduce_max_sync(~0u, most_of_part<true>(t));
     if (threadIdx.x % 32 == 0) atomicMax(found + (&t - tensors), most);
 }
 

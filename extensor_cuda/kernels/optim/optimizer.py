@@ -349,7 +349,7 @@ def finite(arrays: Sequence[Array], xp: Any) -> list[bool]:
 
 
 def largest(arrays: Sequence[Array], xp: Any) -> Array:
-    """The bits of each array's largest magnitude, uint32; does not wait."""
+    """The bits of each array's largest finite magnitude, uint32; does not wait."""
     found = xp.zeros(len(arrays), dtype=np.uint32)
     _over("largest", arrays, xp, found)
     return found

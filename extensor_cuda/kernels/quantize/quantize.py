@@ -525,10 +525,10 @@ def quantize_clipped(
 
 
 def quantize(
-    x: Array, plan: Plan, stream: Stream | None, xp: Any
+    x: Array, plan: Plan, stream: Stream | None, xp: Any, amax: Array | None = None
 ) -> tuple[QuantArray, OperandCounts]:
-    """Codes, scales and counts, without waiting."""
-    done = quantize_raw(x, plan, stream, xp)
+    """Codes, scales and counts, without waiting; ``amax``: see `quantize_raw`."""
+    done = quantize_raw(x, plan, stream, xp, amax)
     assert done.q is not None
     return done.q, done.stats(plan.count)
 

@@ -262,6 +262,34 @@ def test_packed_columns_become_the_operand_that_was_not_packed(xp: Any, dtype: s
     np.testing.assert_array_equal(made.values(xp).get(), alone.values(xp).get())
 
 
+@pytest.mark.parametrize("axis", [1, 0])
+@pytest.mark.parametrize(
+    "spec", [*(QuantSpec(name) for name in ("mxfp4", *WIDE_FORMATS, "mxfp6_e2m3", "nvfp4")),
+             QuantSpec("nvfp4", tile=(16, 16))], ids=str
+)  # fmt: skip
+def test_codes_that_are_there_become_the_operand_of_their_matrix(
+    xp: Any, monkeypatch: pytest.MonkeyPatch, spec: QuantSpec, axis: int
+) -> None:
+    """In the same kind of operand, and refused for the same products."""
+    x, spec = data((224, 320), "float32", "normal"), spec.replace(axis=axis).resolve(2)
+    q, _ = reference.quantize(x, spec)
+    there = replace(q, **{name: xp.asarray(part) for name, part in q.parts.items()})
+    least = {"fused": 1 << 10, "expanded": 1 << 20}
+    monkeypatch.setattr(tuned, "min_work", lambda path: least.get(path, 1))
+    for work in (1, 1 << 10, 1 << 20):
+        found = prepare.packed_operand(there, work, xp)
+        expected = prepare.prepare(xp.asarray(x), [spec], [None], work, xp)
+        assert bool(found) == bool(expected), work
+        if not found:
+            continue
+        if spec.is_mx:  # the emulator has no view of one number
+            ((operand, _),) = expected.run()
+            assert found.kind == operand.kind
+        assert not int(found.flag if found.flag is not None else 0)
+        values = reference.dequantize(q)
+        np.testing.assert_array_equal(found.values(xp).get(), values if axis == 1 else values.T)
+
+
 @pytest.mark.parametrize("axes", [(1, 0), (1,), (0,)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_several_matrices_in_one_launch_are_each_alone(
@@ -451,7 +479,7 @@ def test_the_table_of_several_matrices_lies_as_the_kernel_reads_it() -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [], quantizing=[quantize_operand, expanding])
+    return place(request, monkeypatch, [], quantizing=[quantize_operand, expanding, kernels])
 
 
 @pytest.mark.parametrize(
