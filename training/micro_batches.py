@@ -9,7 +9,8 @@ micro-batches' own. Sums are taken in the order of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,9 @@ from .batch import Batch, Whole
 from .parallel import RankGrid
 
 __all__ = ["MicroBatch", "MicroBatches", "Outcome", "shares"]
+
+Slot = tuple[str, str]
+"""A layer's path, and an operand of it."""
 
 CALLS_APART = 1 << 32
 """Dropout counts its calls; a micro-batch begins this much above the one before it."""
@@ -142,10 +146,15 @@ class MicroBatches:
         self._start = self._buffers()
         self._before = self._counts()
         self.quant.reset_telemetry()
-        self._of_weights = np.zeros_like(self._before[self._weights])
+        self._of_weights: np.ndarray | None = None
 
-    def record(self, part: MicroBatch, loss: float, hits: int) -> None:
-        """Note what a micro-batch found, after its backward pass."""
+    def record(
+        self, part: MicroBatch, loss: float, hits: int, divided: Container[Slot] = ()
+    ) -> None:
+        """Note what a micro-batch found, after its backward pass.
+
+        Of ``divided`` weights each rank quantizes its own rows.
+        """
         count, first = part.batch.count, 3 + len(self.draws)
         row = self._rows[part.index]
         row[:3] = loss * count, hits, count
@@ -158,8 +167,11 @@ class MicroBatches:
             row[3 + i] = int(buffer.data[1]) - int(before[1]) - offset
         if self.running:
             row[first:] = np.concatenate([buffer.numpy().ravel() for buffer in self.running])
-        if part.index == 0:  # a weight is quantized once a step: the later parts' are repetitions
+        if self._of_weights is None:  # a weight is quantized once a step: more are repetitions
             self._of_weights = self._counts()[self._weights]
+            if part.index:
+                keys = itertools.compress(self._keys, self._weights)
+                self._of_weights[[key not in divided for key in keys]] = 0
 
     def end(self, stop: bool) -> Outcome:
         """Put together what all ranks found; every rank has the same then."""
@@ -167,7 +179,7 @@ class MicroBatches:
             total, hits, labels = self._rows[0, :3].tolist()
             return Outcome(total / labels, int(hits), int(labels), stop)
         counts = self._counts()
-        counts[self._weights] = self._of_weights
+        counts[self._weights] = 0 if self._of_weights is None else self._of_weights
         if self._parallel is not None:  # what its tensor parallel ranks have alike counts once
             self._rows[...] = 0
             counts[[not self._parallel.divides(*key) for key in self._keys]] = 0

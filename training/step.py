@@ -240,7 +240,9 @@ class TrainStep:
         with self._updates_in_backward():
             self.scaler.scale(loss).backward(weight)
         hits = int((label_ranks(rows, labels) == 0).sum())
-        self.micro_batches.record(part, float(loss.item()), hits)
+        buckets = self.buckets
+        divided = buckets.packed_slots if isinstance(buckets, GatheredBuckets) else ()
+        self.micro_batches.record(part, float(loss.item()), hits, divided)
 
     def _update(self, batch: Batch | None = None) -> bool | ExTensor:
         """Unscale and clip the gradients, and make the optimizer's step if they are finite.

@@ -163,6 +163,12 @@ class PackedWeights:
         """Of gathered rows that are there."""
         return sum(q.nbytes for q, _ in self._there.values())
 
+    @property
+    def slots(self) -> set[tuple[str, str]]:
+        """What is packed: paths of layers, and products."""
+        contexts = ((self.weights[key].layer.quant, slot) for key, slot in self._mine)
+        return {(context.path, slot) for context, slot in contexts if context is not None}
+
     def of(self, bucket: Bucket, slot: str) -> Packed | None:
         """All ranks' rows for a product; None where it takes no blocks. All ranks call this.
 

@@ -79,6 +79,7 @@ class GatheredBuckets(ShardedBuckets):
         self._whole: dict[int, Bucket]
         self._kinds: dict[int, str] = {}
         owners: Counter[int] = Counter()
+        self._together: dict[int, list[Bucket]] = {}  # what a module's backward pass reads at once
         self._pins: Counter[int] = Counter()
         self._layers: dict[int, list[GemmLayer]] = {}
         self._handles = {key: _Handle(self, param) for key, param in _by_id(params).items()}
@@ -86,10 +87,14 @@ class GatheredBuckets(ShardedBuckets):
             own = [v for v in vars(module).values() if id(v) in self._of]
             owners.update(map(id, own))
             if own:
+                self._together.update((id(v), self._buckets_of(own)) for v in own)
                 module.register_forward_pre_hook(partial(self._before, own))
                 module.register_forward_hook(partial(self._after, own))
             if isinstance(module, GemmLayer):
                 self._layers.setdefault(id(module.weight), []).append(module)
+        for key, count in owners.items():
+            if count > 1:
+                del self._together[key]
         self._packed = PackedWeights(ranks, self.gathered)
         for bucket in self.buckets:
             first = id(bucket.params[0])
@@ -104,6 +109,11 @@ class GatheredBuckets(ShardedBuckets):
     def gathered_bytes(self) -> int:
         """That this rank has received of other ranks' parameters."""
         return self._float_bytes + self._packed.received
+
+    @property
+    def packed_slots(self) -> set[tuple[str, str]]:
+        """Operands of which this rank quantized its own rows since `gather`: (layer path, slot)."""
+        return self._packed.slots
 
     # --- what is whole --------------------------------------------------------------------------
 
@@ -156,7 +166,7 @@ class GatheredBuckets(ShardedBuckets):
         self._forget()
 
     def values(self, param: ExTensor) -> Array:
-        """A parameter's whole array, for the backward pass; other buckets are let go.
+        """A parameter's whole array, for the backward pass; other layers' buckets are let go.
 
         Args:
             param: which.
@@ -169,11 +179,13 @@ class GatheredBuckets(ShardedBuckets):
         >>> GatheredBuckets(layer, LocalCommunicator()).values(layer.weight).shape
         (1, 1)
         """
-        bucket = self._of[id(param)]
-        self._check_written(bucket)
-        if not self._serves(bucket, BACKWARD):
+        together = self._together.get(id(param), [self._of[id(param)]])
+        for bucket in together:
+            self._check_written(bucket)
+        if not all(self._serves(bucket, BACKWARD) for bucket in together):
             self._let_go()
-            self._need(bucket, BACKWARD)
+            for bucket in together:
+                self._need(bucket, BACKWARD)
         return param.data
 
     def _before(self, own: Sequence[ExTensor], module: Module, args: Any) -> None:

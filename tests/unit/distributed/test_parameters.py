@@ -112,7 +112,7 @@ def of_linears(
     """The weights after two steps of a model whose weights each fill a bucket."""
     widths = (64, 256, 128, 224 if odd else 256, 8)
     pairs = itertools.pairwise(widths)
-    model = nn.Sequential(*(nn.Linear(k, n, bias=False, rng=i) for i, (k, n) in enumerate(pairs)))
+    model = nn.Sequential(*(nn.Linear(k, n, rng=i) for i, (k, n) in enumerate(pairs)))
     state = nn.apply_recipe(model, recipe, 0)
     optimizer: Any = optim.AdamW(list(model.named_parameters()), lr=0.01)
     buckets: Any = (

@@ -12,6 +12,7 @@ import pytest
 
 import extensor as et
 from extensor.distributed import (
+    GatheredBuckets,
     GradientBuckets,
     LocalCommunicator,
     load_residuals,
@@ -59,6 +60,32 @@ def test_shards_change_no_bit(tmp_path: Path) -> None:
         gathered = load_sharded(out / SHARDED[LAST]).tensors
         assert gathered.keys() == whole.keys()
         assert all(gathered[name].tobytes() == whole[name].tobytes() for name in whole)
+
+
+def test_weights_that_travel_packed_change_no_bit_and_no_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank counts its own rows of a weight, once a step."""
+    asked: list[set[tuple[str, str]]] = []
+
+    class Small(GatheredBuckets):
+        """A bucket for each weight."""
+
+        def __init__(self, *args: Any, **how: Any) -> None:
+            super().__init__(*args, bucket_bytes=1, **how)
+
+        @property
+        def packed_slots(self) -> set[tuple[str, str]]:
+            asked.append(super().packed_slots)
+            return asked[-1]
+
+    monkeypatch.setattr("extensor.training.step.GatheredBuckets", Small)
+    config = image_run("mlp", recipe="mxfp4_all", micro_batches=4, grad_comm="exact")
+    alone = on(1, config, tmp_path / "1")
+    shared = on(2, dataclasses.replace(config, shard="parameters"), tmp_path / "2")
+    assert asked and all(asked)
+    assert shared[0] == alone[0] and shared[1] == alone[1]
+    assert shared[2].quant.telemetry == alone[2].quant.telemetry
 
 
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
