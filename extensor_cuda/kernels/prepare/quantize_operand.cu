@@ -169,15 +169,16 @@ DEVICE void fetch(
 // Stores `transposed` to `out` (columns, pitch of rows).
 DEVICE void store_transposed(const uint4 (*transposed)[kTransposedUnits], u8* out, int row0,
     int column0, i64 rows, i64 columns) {
+    constexpr int kStep = kTileThreads / kTransposedUnits;  // columns at a time
+    static_assert(kStep / 2 % (kMask + 1) == 0, "a thread's columns have one swizzle");
     const i64 pitch = (rows + 15) / 16 * 16;
+    const int first = threadIdx.x / kTransposedUnits, unit = threadIdx.x % kTransposedUnits;
+    const int from = unit ^ (first / 2 & kMask), row = row0 + unit * 16 / kOut;
 #pragma unroll
-    for (int i = 0; i < kColumns * kTransposedUnits / kTileThreads; ++i) {
-        const int at = i * kTileThreads + threadIdx.x, column = at / kTransposedUnits,
-                  unit = at % kTransposedUnits;
-        const int row = row0 + unit * 16 / kOut;
+    for (int column = first; column < kColumns; column += kStep) {
         if (column0 + column < columns && row < rows)
             *reinterpret_cast<uint4*>(out + ((column0 + column) * pitch + row) * kOut) =
-                transposed[column][unit ^ (column / 2 & kMask)];
+                transposed[column][from];
     }
 }
 
@@ -188,13 +189,15 @@ struct Window {
 
 DEVICE Window all_of(const Matrix& m) { return {0, 0, m.rows, m.columns}; }
 
-DEVICE i64 tiles_of(const Window& part) {
-    return (part.row_end - part.row0 + kTilesPerSquare * kRows - 1) / (kTilesPerSquare * kRows) *
-           ((part.column_end - part.column0 + kColumns - 1) / kColumns);
+// Fits 32 bits: as many tiles are of a matrix of 2^45 values.
+DEVICE u32 tiles_of(const Window& part) {
+    return static_cast<u32>((part.row_end - part.row0 + kTilesPerSquare * kRows - 1) /
+                            (kTilesPerSquare * kRows) *
+                            ((part.column_end - part.column0 + kColumns - 1) / kColumns));
 }
 
 // Processes a thread block's tiles: from `first` on, `blocks` apart.
-DEVICE void work(const Matrix& m, const Window& window, i64 first, u32 blocks,
+DEVICE void work(const Matrix& m, const Window& window, u32 first, u32 blocks,
     const Stream& rowwise_stream, const Stream& columnwise_stream) {
 #if PREPARE_BF16 || PREPARE_REBASED
     const int anchor = 0;
@@ -214,9 +217,10 @@ DEVICE void work(const Matrix& m, const Window& window, i64 first, u32 blocks,
 #elif PREPARE_REBASED
     __shared__ u32 transposed[kTileThreads / 32];
 #endif
-    const i64 across = (window.column_end - window.column0 + kColumns - 1) / kColumns,
-              tiles = tiles_of(window);
-    for (i64 index = first; index < tiles; index += blocks) {
+    const u32 across =
+        static_cast<u32>((window.column_end - window.column0 + kColumns - 1) / kColumns);
+    const u32 tiles = tiles_of(window);
+    for (u32 index = first; index < tiles; index += blocks) {
         const int square = static_cast<int>(window.row0) +
                            static_cast<int>(index / across) * kTilesPerSquare * kRows;
         const int column0 =
@@ -284,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)
     }
     const Matrix m = all[mine];
     const Window whole = all_of(m);
-    work(m, whole, blockIdx.x - m.start, static_cast<u32>(tiles_of(whole)), Stream{}, Stream{});
+    work(m, whole, blockIdx.x - m.start, tiles_of(whole), Stream{}, Stream{});
 }
 #else
 extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)
