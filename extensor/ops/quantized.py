@@ -48,7 +48,8 @@ __all__ = ["layer_context", "quantized_conv2d", "quantized_matmul"]
 
 _ONCE = (
     "a quantized product is piecewise constant in its operands, so its straight-through gradient "
-    "has no derivative of its own; leave the recipe off (layer.quant = None) for second derivatives"
+    "has no derivative of its own; leave the recipe off (layer.quant = None; of a torch "
+    "layer, a rule of None in quantize_) for second derivatives"
 )
 
 

@@ -425,7 +425,12 @@ def with_rules(
         )
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     added = []
-    given: Mapping[str, Any] = rules or {}
+    given: Any = {} if rules is None else rules
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{caller}: rules: expected a dict such as {{'blocks.*': 'mxfp4'}}, got "
+            f"{type(given).__name__}"
+        )
     for match, use in given.items():
         if not isinstance(use, (str, LayerRecipe)):
             raise TypeError(

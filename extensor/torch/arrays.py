@@ -61,13 +61,15 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that no backend can read.
 
     Raises:
-        TypeError: for another dtype, another layout in memory, or a meta tensor.
+        TypeError: for another dtype, another layout in memory, a meta tensor, or what is no tensor.
         ValueError: for another device.
         RuntimeError: for a tensor within one of torch.func's transforms.
 
     >>> from extensor.torch.arrays import check_tensor
     >>> check_tensor("x", torch.ones(2))
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     if tensor.is_meta:
         raise TypeError(
             f"{name}: a meta tensor has no values to quantize; make the tensor or module on a "

@@ -91,9 +91,20 @@ def read_clock(
 
 def _next_reading(clock: torch.Tensor, layer: int, as_number: bool) -> torch.Tensor | int:
     """A reading that advances the clock, or in a region's second run that of the first."""
-    hook, region = _region()
-    if torch._C._current_graph_task_id() != -1 and region in _noted:
-        return _noted_reading(hook, region, layer)
+    first_runs = []  # of this region and those around it
+    for hook, region, second in _regions():
+        if second and region in _noted:
+            reading = _noted_reading(hook, region, layer)
+            break
+        first_runs.append(region)
+    else:
+        reading = _new_reading(clock, as_number)
+    for region in first_runs:
+        _noted.setdefault(region, defaultdict(list))[layer].append(reading)
+    return reading
+
+
+def _new_reading(clock: torch.Tensor, as_number: bool) -> torch.Tensor | int:
     reading: torch.Tensor | int
     if as_number and clock.is_cpu:
         number = c_int64.from_address(clock.data_ptr())  # a tenth of what torch takes to add
@@ -102,8 +113,6 @@ def _next_reading(clock: torch.Tensor, layer: int, as_number: bool) -> torch.Ten
     else:
         reading = int(clock) if as_number else clock.clone()
         clock += _ONE_USE
-    if region is not None:
-        _noted.setdefault(region, defaultdict(list))[layer].append(reading)
     return reading
 
 
@@ -114,7 +123,7 @@ def _read_clock(clock: torch.Tensor, layer: int) -> torch.Tensor:
     Compilers recompute a clone in the backward pass, from a clock that has advanced by then. The
     result of an operator that they cannot see into is kept.
     """
-    if clock.is_cuda and torch.cuda.is_current_stream_capturing() and _region()[1] is not None:
+    if clock.is_cuda and torch.cuda.is_current_stream_capturing() and _regions():
         raise RuntimeError(
             "extensor.torch: a compiled layer with stochastic rounding is captured in a graph "
             "within a checkpointed region, whose second run would draw other random bits; compile "
@@ -191,22 +200,28 @@ def _noted_reading(hook: Any, region: Any, layer: int) -> torch.Tensor | int:
     return _noted[region][layer][at]
 
 
-def _region() -> tuple[Any, Any]:
-    """The hook of the checkpointed region under way, and torch's frame of it; None outside.
+def _regions() -> list[tuple[Any, Any, bool]]:
+    """The checkpointed regions under way, the innermost first.
 
-    torch has no public name for either. Both runs of a region have hooks on saved tensors, whose
-    closures hold the region's frame.
+    Of each the hook, torch's frame of it, and whether this is its second run. torch has no public
+    name for them. Both runs have hooks on saved tensors, whose closures hold the frame, a second
+    run's weakly. torch shows the top of the hooks alone, so they are taken off and put back.
     """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if not hooks:
-        return None, None
-    pack = inspect.unwrap(hooks[0])
-    for cell in getattr(pack, "__closure__", None) or ():
-        held: Any = cell.cell_contents
-        held = held() if isinstance(held, weakref.ref) else held
-        if type(held).__name__ == "_CheckpointFrame":
-            return pack, held
-    return None, None
+    taken: list[Any] = []
+    while hooks := torch._C._autograd._top_saved_tensors_default_hooks(True):
+        taken.append(hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for hooks in reversed(taken):
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    found = []
+    for pack in (inspect.unwrap(hooks[0]) for hooks in taken):
+        for cell in getattr(pack, "__closure__", None) or ():
+            held: Any = cell.cell_contents
+            second = isinstance(held, weakref.ref)
+            frame = held() if second else held
+            if type(frame).__name__ == "_CheckpointFrame":
+                found.append((pack, frame, second))
+    return found
 
 
 # --- optimizer steps ---

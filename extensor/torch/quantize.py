@@ -64,7 +64,9 @@ def quantize_(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_: expected a torch.nn.Module, got {type(model).__name__}")
-    uses = {match: _LEAVE if use is None else use for match, use in (rules or {}).items()}
+    uses: Any = rules
+    if isinstance(rules, Mapping):
+        uses = {match: _LEAVE if use is None else use for match, use in rules.items()}
     full = with_rules("quantize_", recipe, uses)
     Stream(seed, step)  # checks both
     layers = _layers(model)
@@ -75,9 +77,9 @@ def quantize_(
         )
     chosen = full.assign(_roles(model, layers))
     for path, (module, _) in layers.items():
-        for name, parameter in module.named_parameters():
+        for name, parameter in module.named_parameters(path):
             if chosen[path] is not _LEAVE:
-                check_tensor(f"quantize_: {path}.{name}", parameter)
+                check_tensor(f"quantize_: {name}", parameter)
     state = RecipeState(full, seed)
     for index, (path, (module, cls)) in enumerate(layers.items()):
         if chosen[path] is _LEAVE:
@@ -98,10 +100,10 @@ def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, type[nn.Module]]]:
     found = {}
     for path, module in model.named_modules():
         if (cls := quantized_class(module)) is not None:
-            for name, parameter in module.named_parameters():
+            for name, parameter in module.named_parameters(path):
                 if isinstance(parameter, nn.parameter.UninitializedParameter):
                     raise TypeError(
-                        f"quantize_: {path}.{name} has no shape yet; run the lazy module once first"
+                        f"quantize_: {name} has no shape yet; run the lazy module once first"
                     )
             found[path] = module, cls
     return found

@@ -102,6 +102,24 @@ def test_checkpointing_a_shared_layer_changes_no_bit() -> None:
     assert same(plain, saving)
 
 
+def test_checkpoints_within_checkpoints_change_no_bit() -> None:
+    """The outer region's second run has the inner one in it, whose own second run comes later."""
+
+    def run(model: nn.Module, region: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        x = torch.randn(16, 32, requires_grad=True)
+        for _ in range(2):  # the second pass begins where the first left the clocks
+            region(lambda z: model[2](region(model[1], model[0](z))).square(), x).mean().backward()
+        return [*gradients(model), *(m.quant_clock for m in ext.quantized_modules(model).values())]
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return ext.quantize_(nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]), FORWARD_TOO)
+
+    plain = run(network(), lambda f, x: f(x))
+    assert same(plain, run(network(), lambda f, x: checkpoint(f, x, use_reentrant=False)))
+
+
 def test_a_run_resumes_with_the_same_bits() -> None:
     whole, first = network(), network()
     expected = train(whole, torch.optim.SGD(whole.parameters(), 0.5), 6)
@@ -303,7 +321,7 @@ def test_inference_mode_has_the_bits_of_no_grad() -> None:
 def test_the_gradient_has_no_second_derivative() -> None:
     layer, x = ext.Linear(32, 32), torch.randn(8, 32, requires_grad=True)
     (dx,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+    with pytest.raises(RuntimeError, match="differentiated again.* a rule of None"):
         dx.sum().backward()
 
 
@@ -498,8 +516,9 @@ def test_what_cannot_be_quantized_says_so() -> None:
         (linear, {"seed": -1}, ValueError, "seed: expected"),
         (linear, {"step": -1}, ValueError, "step: expected"),
         (linear, {"rules": {"*": 4}}, TypeError, "expected the name of a recipe"),
+        (linear, {"rules": ["*"]}, TypeError, r"rules: expected a dict.*, got list"),
         (nn.Sequential(nn.ReLU()), {}, ValueError, "has no Linear or Conv2d"),
-        (nn.Linear(2, 2).double(), {}, TypeError, r"weight: expected float32.*x\.float"),
+        (nn.Linear(2, 2).double(), {}, TypeError, r"quantize_: weight: expected .*x\.float"),
         (nn.Linear(2, 2, dtype=torch.complex64), {}, TypeError, "real and imaginary"),
         (nn.Linear(2, 2, device="meta"), {}, TypeError, "meta tensor has no values.*to_empty"),
         (nn.LazyLinear(2), {}, TypeError, "has no shape yet"),
@@ -518,6 +537,7 @@ def test_inputs_that_cannot_be_quantized_say_so() -> None:
         (x.to(torch.complex64), TypeError, "real and imaginary"),
         (x.to("meta"), TypeError, "meta tensor has no values"),
         (x.to_sparse(), TypeError, "expected a dense tensor, got torch.sparse_coo"),
+        (x.numpy(), TypeError, "input: expected a torch.Tensor, got ndarray"),
         (x[:, :3], ValueError, r"expected an input of shape \(\.\.\., 32\), got \(8, 3\)"),
     ):
         with pytest.raises(error, match=match):
