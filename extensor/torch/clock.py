@@ -207,12 +207,13 @@ def _regions() -> list[tuple[Any, Any, bool]]:
     name for them. Both runs have hooks on saved tensors, whose closures hold the frame, a second
     run's weakly. torch shows the top of the hooks alone, so they are taken off and put back.
     """
+    stack: Any = torch._C._autograd
     taken: list[Any] = []
-    while hooks := torch._C._autograd._top_saved_tensors_default_hooks(True):
+    while hooks := stack._top_saved_tensors_default_hooks(True):
         taken.append(hooks)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        stack._pop_saved_tensors_default_hooks()
     for hooks in reversed(taken):
-        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        stack._push_saved_tensors_default_hooks(*hooks)
     found = []
     for pack in (inspect.unwrap(hooks[0]) for hooks in taken):
         for cell in getattr(pack, "__closure__", None) or ():
