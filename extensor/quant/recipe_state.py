@@ -204,7 +204,16 @@ class RecipeState:
 
     @property
     def telemetry(self) -> Mapping[tuple[str, str], QuantStats]:
-        """Counts by (layer path, slot) since the last reset; waits for the GPU."""
+        """Counts by (layer path, slot) since the last reset; waits for the GPU.
+
+        A copy at each reading: what is counted later, or written to it, shows in neither.
+
+        >>> state = et.nn.apply_recipe(et.nn.Linear(32, 32), "mxfp4_all")
+        >>> before = state.telemetry
+        >>> state.load_counts([("", "fprop.x")], [[64, 0, 0, 0, 0]])
+        >>> len(before), len(state.telemetry)
+        (0, 1)
+        """
         self._settle()
         return {key: QuantStats(*row) for key, row in self._counts.items()}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn import functional
 
 from extensor.quant.recipe import Recipe
@@ -137,6 +138,13 @@ class QuantizedModule(nn.Module, Ticking):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         advance_with_optimizer(self)
 
+    def __prepare_scriptable__(self) -> Any:
+        """torch.jit.script asks each module for what it compiles instead."""
+        raise RuntimeError(
+            f"{type(self).__name__}: torch.jit.script compiles a module's Python, which cannot "
+            "hold a recipe; use torch.compile, torch.export.export or torch.jit.trace"
+        )
+
     def extra_repr(self) -> str:
         """What the layer's repr says: torch's own words, the recipe, and whether it quantizes here.
 
@@ -152,6 +160,22 @@ class QuantizedModule(nn.Module, Ticking):
         if context.layer.is_quantized:
             return named
         return f"{named}, not quantized: {context.layer.fprop.a}"
+
+
+def _is_in_graph(x: Any) -> bool:
+    """Whether torch.fx traces the call."""
+    return isinstance(x, Proxy)
+
+
+def _call_in_graph(module: nn.Module, x: Any) -> Any:
+    """The call of a layer in a graph of torch.fx, which has layers as they are, as torch's own."""
+    path = x.tracer.path_of_module(module)
+    if not path:
+        raise RuntimeError(
+            f"{type(module).__name__}: a graph of torch.fx calls a layer by its name in a model; "
+            "trace a model that holds it, as torch.nn.Sequential(layer)"
+        )
+    return x.tracer.create_proxy("call_module", path, (x,), {})
 
 
 class _Linear(QuantizedModule):
@@ -179,6 +203,8 @@ class _Linear(QuantizedModule):
         >>> ext.Linear(64, 32, recipe="mxfp4").forward(torch.ones(8, 64)).shape
         torch.Size([8, 32])
         """
+        if _is_in_graph(x):
+            return _call_in_graph(self, x)
         weight, layer = self._matrix(), self.quant_layer
         if not x.ndim or x.shape[-1] != weight.shape[1]:
             raise ValueError(
@@ -187,6 +213,9 @@ class _Linear(QuantizedModule):
             )
         bias, clock = self.bias, self.quant_clock
         x, dtype = self._prepared(x, weight, bias, clock)
+        if not weight.numel():  # nothing is rounded
+            bias = None if bias is None else bias.to(dtype)
+            return functional.linear(x.to(dtype), weight.to(dtype), bias)
         return call(LINEAR, (x, weight, bias), clock, layer, dtype)
 
 
@@ -224,6 +253,8 @@ class _Conv2d(QuantizedModule):
         >>> ext.Conv2d(3, 16, kernel_size=3, recipe="mxfp4").forward(torch.ones(2, 3, 8, 8)).shape
         torch.Size([2, 16, 6, 6])
         """
+        if _is_in_graph(x):
+            return _call_in_graph(self, x)
         weight, layer = self.weight, self.quant_layer
         bias, clock = self.bias, self.quant_clock
         x, dtype = self._prepared(x, weight, bias, clock)

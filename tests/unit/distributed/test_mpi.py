@@ -318,8 +318,9 @@ def test_a_rank_stuck_in_training_is_named_and_the_run_goes_on(tmp_path: Path) -
         wait_for(saved, process)
         if process.poll() is None:
             break
+        told = process.communicate()[0]
     else:
-        raise AssertionError(process.communicate()[0])
+        raise AssertionError(told)
     stuck = rank_of(process.pid, 1)
     os.kill(stuck, signal.SIGSTOP)
     told = process.communicate(timeout=6 * seconds)[0]  # a run that hangs never ends

@@ -73,6 +73,36 @@ def test_a_trace_computes_and_keeps_no_constant(recorded: bool) -> None:
         assert torch.equal(traced(-2 * x), layer(-2 * x))
 
 
+def test_a_graph_of_fx_has_quantized_layers_as_torch_s_own() -> None:
+    for layer, x in layers():
+        model = torch.nn.Sequential(layer, torch.nn.ReLU())
+        graph = torch.fx.symbolic_trace(model)
+        assert [node.op for node in graph.graph.nodes][1:-1] == ["call_module"] * 2
+        assert torch.equal(graph(x), model(x))
+        with pytest.raises(RuntimeError, match=r"as torch\.nn\.Sequential\(layer\)"):
+            torch.fx.symbolic_trace(layer)
+
+
+def test_scripting_says_what_works_instead() -> None:
+    for layer, _ in layers():
+        for model in (layer, torch.nn.Sequential(layer)):
+            with pytest.raises(RuntimeError, match=r"cannot hold a recipe; use torch\.compile"):
+                torch.jit.script(model)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0)])
+def test_layers_without_features_compute_as_torch_s(sizes: tuple[int, int]) -> None:
+    layer, like = ext.Linear(*sizes, recipe="mxfp4_all"), torch.nn.Linear(*sizes)
+    like.load_state_dict(layer.state_dict(), strict=False)
+    found = []
+    for module in (layer, like):
+        x = torch.ones(2, 4, sizes[0], requires_grad=True)
+        y = module(x)
+        y.sum().backward()
+        found.append((y, x.grad, module.weight.grad, module.bias.grad))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def test_an_exported_program_finds_its_layer_in_another_process_or_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
