@@ -119,7 +119,7 @@ class RunAdvice:
                     "Layers beside float32, each on the same inputs",
                     ("layer", "kind", "SQNR", "saturated", "flushed"),
                     tuple(
-                        (row.layer, row.kind, _ratio(row.sqnr_db), _share(row.clipped),
+                        (row.layer, row.kind, _ratio(row.sqnr_db), _share(row.saturated),
                          _share(row.flushed))
                         for row in rows
                     ),
@@ -239,7 +239,7 @@ def _trials(trainer: Trainer, recipe: Recipe) -> tuple[Trial, tuple[Trial, ...],
             dataclasses.replace(recipe, rules=(Rule(row.layer, BFLOAT16), *recipe.rules)),
         )
         for row in worst
-        if row.clipped is not None
+        if row.saturated is not None
     ]
     others = [get_recipe(name) for name in TRIED]
     trials = [under(one.name, one) for one in others if _forward(one) != _forward(recipe)]

@@ -6,7 +6,6 @@ thousand values of whole blocks, so that a layer costs milliseconds whatever its
 
 from __future__ import annotations
 
-import dataclasses
 from functools import lru_cache
 from typing import Any
 
@@ -17,20 +16,20 @@ from extensor.autograd.tensor import wrap
 from extensor.backends import registry
 from extensor.nn import Conv2d
 from extensor.nn.linear import GemmLayer
-from extensor.quant.block_codec import decode_array
+from extensor.quant.block_codec import BlockLayout
 from extensor.quant.hadamard import hadamard
 from extensor.quant.recipe import SLOTS, OperandSpec, operand_text
 from extensor.quant.recipe_state import LayerContext
 from extensor.quant.recipes import get_recipe
 from extensor.quant.reference import round_to
-from extensor.quant.rounding import pack
+from extensor.quant.scale_encoders import decode_blocks
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
 from .probes import gradient_rows, input_rows
 from .records import finite
 
-__all__ = ["TRIED", "layer_operands", "quantile_exponent"]
+__all__ = ["TRIED", "layer_operands", "quantile_exponent", "sample_rows"]
 
 TRIED = ("mxfp4", "mxfp6", "mxfp8_nvidia", "bf16")
 """Recipes whose operands are tried in every slot: 4.25, 6.25, 8.25 and 16 bits a value."""
@@ -75,21 +74,22 @@ def layer_operands(
         name = slot[-1]
         matrix = matrices[name].T if slot in ("dgrad.w", "wgrad.g", "wgrad.x") else matrices[name]
         now = context.operand(slot)
-        rows = _sample(matrix, now, x.backend)
+        rows = sample_rows(matrix, now, x.backend)
         stream = context.stream(slot, column=False)
         scales = _scales(rows, now, stream)
-        tried = {r: _noise(rows, get_recipe(r).layers.slot(slot), stream) for r in TRIED}
+        tried = {"now": now, **{r: get_recipe(r).layers.slot(slot) for r in TRIED}}
+        noise = {o: _noise(rows, o, stream) for o in set(tried.values())}
         found[slot] = {
             "operand": operand_text(now),
             "values": round(matrix.size * (1.0 if name == "w" else share)),
-            "noise": {"now": _noise(rows, now, stream), **tried},
+            "noise": {recipe: noise[o] for recipe, o in tried.items()},
             **({} if scales is None else {"scales": scales}),
         }
     return found
 
 
-def _sample(matrix: Any, operand: OperandSpec, backend: Any) -> Matrix:
-    """Rows spread over a matrix, or its first ones where blocks have several rows."""
+def sample_rows(matrix: Any, operand: OperandSpec, backend: Any) -> Matrix:
+    """Rows on the host, spread over a matrix, or its first ones where blocks have several rows."""
     matrix = matrix[:, :LENGTH]
     tile = operand.resolve(2).tile if isinstance(operand, QuantSpec) else (1, 1)
     high = tile[0] if isinstance(tile, tuple) else 1
@@ -135,15 +135,11 @@ def _scales(rows: Matrix, operand: OperandSpec, stream: Stream) -> dict[str, Any
     values = rows if spec.transform is None else np.asarray(hadamard(rows, spec.transform))
     random = stream if spec.rounding == "stochastic" else None
     q, _ = registry.get("cpu").quantize(rows, spec, random)
-    element, (height, length) = spec.row.element, values.shape
-    coded = (*q.codes.shape[:-1], q.codes.shape[-1] * 8 // element.bits)
-    top = pack(np.full(coded, element.max_magnitude_code, np.uint8), element.bits)
-    tops = decode_array(dataclasses.replace(q, codes=top), np)[:, :length]
-    high, wide = spec.tile if isinstance(spec.tile, tuple) else (1, length)
-    wide = min(wide, length)
-    scales = (tops[::high, ::wide] / element.max).astype(np.float64)
-    largest = np.maximum.reduceat(np.abs(values), np.arange(0, length, wide), axis=1)
-    largest = np.maximum.reduceat(largest, np.arange(0, height, high), axis=0)
+    layout = BlockLayout(spec, q.shape)
+    top_codes = np.full((layout.blocks, 1), spec.row.element.max_magnitude_code, np.uint8)
+    tops = decode_blocks(top_codes, layout.split_scales(q.scales), spec, q.tensor_scale, None)
+    scales = (tops[:, 0] / spec.row.element.max).astype(np.float64)
+    largest = np.abs(layout.split(values)).max(axis=1)
     good = (largest > 0) & np.isfinite(scales) & (scales > 0)
     if not good.any():
         return None

@@ -185,7 +185,7 @@ def _with_errors(
     layers = []
     for path, layer in packed_layers(made).items():
         weight, row = vars(layer)["weight"], by_path[path]
-        errors = finite(row.cosine), _decibels(row.sqnr_db), row.clipped, row.flushed
+        errors = finite(row.cosine), _decibels(row.sqnr_db), row.saturated, row.flushed
         layers.append(LayerResult(path, row.kind, weight.size, weight.nbytes, *errors))
     value, before = result.value, dense.value
     return dataclasses.replace(

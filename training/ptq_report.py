@@ -33,7 +33,7 @@ class LayerResult:
     nbytes: int
     cosine: float | None
     sqnr_db: float | None
-    clipped: float | None
+    saturated: float | None
     flushed: float | None
 
 

@@ -36,8 +36,8 @@ class LayerRow:
         cosine: of the angle between the two outputs as vectors; two zeros count as equal.
         mse: mean squared difference.
         sqnr_db: 10 log10(sum reference^2 / sum difference^2), decibels; infinite if equal.
-        clipped: the share of the forward operands' values that saturated, 0 to 1; None for a layer
-            that quantizes nothing.
+        saturated: the share of the forward operands' values that did, 0 to 1; None for a layer that
+            quantizes nothing.
         flushed: the share that became zero, likewise.
 
     >>> model = et.nn.Linear(8, 8, rng=0)
@@ -51,7 +51,7 @@ class LayerRow:
     cosine: float
     mse: float
     sqnr_db: float
-    clipped: float | None
+    saturated: float | None
     flushed: float | None
 
 
@@ -90,7 +90,7 @@ class LayerComparison:
                     f"{row.cosine:.6f}",
                     f"{row.mse:.3e}",
                     f"{row.sqnr_db:.2f}",
-                    "-" if row.clipped is None else f"{row.clipped:.3%}",
+                    "-" if row.saturated is None else f"{row.saturated:.3%}",
                     "-" if row.flushed is None else f"{row.flushed:.3%}",
                 )
                 for row in self.rows
@@ -229,16 +229,16 @@ class _Sums:
             )
 
     def row(self, kind: str, stats: QuantStats | None) -> LayerRow:
-        clipped = flushed = None
+        saturated = flushed = None
         if stats is not None and stats.count:
-            clipped, flushed = stats.saturated / stats.count, stats.flushed / stats.count
+            saturated, flushed = stats.saturated / stats.count, stats.flushed / stats.count
         return LayerRow(
             self.path,
             kind,
             self._cosine(),
             self.error / max(self.count, 1),
             decibels(self.reference_square, self.error),
-            clipped,
+            saturated,
             flushed,
         )
 

@@ -8,8 +8,9 @@
   (arXiv 2505.19115, section 5: sigma sqrt(d) there is the norm of the noise here).
 - Each operand on a sample of its values: a histogram of its blocks' scales, its quantization noise,
   and what it would be in other formats (`training.operand_noise`). `extensor advise RUN` reads it.
-- Weight oscillation: the share of weights whose code changed since the last record, and of those
-  that changed back the way they had come (arXiv 2203.08954, section 2.2; for FP4, 2502.20853).
+- Weight oscillation, on a sample, too: the share of weights whose code changed since the last
+  record, and of those that changed back the way they had come (arXiv 2203.08954, section 2.2; for
+  FP4, 2502.20853).
 
 A step whose gradients are not finite is run once more as it was, and the first layer whose values
 overflow is recorded. ``recording_share`` is what the records cost, as a share of the training.
@@ -30,6 +31,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from extensor.backends import registry
 from extensor.nn import gemm_layers
 from extensor.quant.array import QuantStats, coded_length
 from extensor.quant.recipe import SLOTS
@@ -37,7 +39,7 @@ from extensor.quant.rounding import decode, unpack
 from extensor.quant.spec import QuantSpec
 
 from ..batch import Batch
-from ..operand_noise import layer_operands
+from ..operand_noise import layer_operands, sample_rows
 from ..probes import Probes, probed
 from ..records import StepReport, finite, share
 from ..rundir import TELEMETRY, read_telemetry, write_text
@@ -301,17 +303,18 @@ class Telemetry(Callback):
         if not isinstance(spec, QuantSpec) or spec.row.outliers:
             return {}
         weight = dict(gemm_layers(run.model))[path].weight
-        xp = weight.backend.xp
+        matrix = weight.detach().dequantize().data.reshape(weight.shape[0], -1)
+        rows = sample_rows(matrix, spec, weight.backend)
         spec = spec.replace(axis=1, rounding="nearest_even").resolve(2)
-        q, _ = weight.backend.quantize(weight.data.reshape(weight.shape[0], -1), spec)
-        length = coded_length(spec, q.shape)
-        codes = decode(unpack(q.codes, spec.row.element.bits, length, xp), spec.row.element, xp)
+        q, _ = registry.get("cpu").quantize(rows, spec)
+        element = spec.row.element
+        codes = decode(unpack(q.codes, element.bits, coded_length(spec, q.shape)), element)
         before, self._codes[path] = self._codes.get(path), codes
         if before is None:
             return {}
-        turn = xp.sign(codes - before).astype(xp.int8)
-        last = self._directions.get(path, xp.zeros_like(turn))
-        self._directions[path] = xp.where(turn != 0, turn, last)
+        turn = np.sign(codes - before).astype(np.int8)
+        last = self._directions.get(path, np.zeros_like(turn))
+        self._directions[path] = np.where(turn != 0, turn, last)
         return {
             "changed": float((turn != 0).mean()),
             "turned": float(((turn != 0) & (turn == -last)).mean()),

@@ -182,6 +182,10 @@ EXPERIMENTS: dict[str, Experiment] = {
     "30m_branch": _llama(
         "30m", 29.5e6, 128, _BRANCHES, 6, tokens=6, rounds=4, rates=(2e-3,), branch=2,
     ),
+    # Once through every fourth million letters of the text, for many seeds.
+    "30m_branch_seeds": _llama(
+        "30m", 29.5e6, 128, _BRANCHES, 12, tokens=3.4, rounds=4, rates=(2e-3,), branch=2,
+    ),
     # Sizes beside each other at as many tokens a weight: 6 up to 30m_branch, 1.5 for the largest.
     "3m_branch_short": _llama(
         "3m", 3.1e6, 64, _BRANCHES, 6, tokens=6, rounds=4, rates=(4e-3,), branch=2,

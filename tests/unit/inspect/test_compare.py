@@ -62,7 +62,7 @@ def test_figures_by_hand():
     assert row.mse == pytest.approx(4 / 3)
     assert row.cosine == pytest.approx(5 / (math.sqrt(5) * 3))
     assert row.sqnr_db == pytest.approx(10 * math.log10(9 / 4))
-    assert row.clipped is None and row.flushed is None
+    assert row.saturated is None and row.flushed is None
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_quantized_model_beside_its_reference():
     for name in ("conv", "hidden", "head"):
         row = rows[name]
         assert 0.9 < row.cosine < 1.0 and 5 < row.sqnr_db < 30
-        assert 0.0 <= row.clipped < 0.05 and 0.0 < row.flushed < 0.3
+        assert 0.0 <= row.saturated < 0.05 and 0.0 < row.flushed < 0.3
     assert rows["(output)"].sqnr_db == rows["head"].sqnr_db
     better = copy.deepcopy(reference)
     nn.apply_recipe(better, "mxfp8_nvidia")

@@ -98,8 +98,8 @@ def test_calibration_decides_what_saturates() -> None:
     small = et.from_numpy(0.25 * x.numpy())
     wide, narrow = (et.quantize_model(model, "int8", [data]) for data in (x, small))
     rows = [{r.layer: r for r in et.compare_layers(m, model, x).rows} for m in (wide, narrow)]
-    assert rows[0]["conv"].clipped == 0.0
-    assert rows[1]["conv"].clipped is not None and rows[1]["conv"].clipped > 0.1
+    assert rows[0]["conv"].saturated == 0.0
+    assert rows[1]["conv"].saturated is not None and rows[1]["conv"].saturated > 0.1
     assert rows[1]["(output)"].sqnr_db < rows[0]["(output)"].sqnr_db - 10
 
 

@@ -155,6 +155,17 @@ def test_codes_that_turn_back(small: Make, tmp_path: Path) -> None:
     assert [row.get("turned") for row in seen] == [None, 0.0, one, 0.0, one, 0.0]
 
 
+def test_codes_of_large_weights_are_a_sample_on_the_host(small: Make, tmp_path: Path) -> None:
+    watch, trainer = Telemetry(1), Trainer(small(recipe="mxfp4_all"), tmp_path)
+    trainer.model.layers[0].weight = weight = nn.Parameter(np.ones((4096, 512), np.float32))
+    seen = [watch._oscillation(trainer, "layers.0")]
+    for value, rows in ((6.0, slice(0, 1)), (1.0, slice(1, 2)), (6.0, slice(None, None, 64))):
+        weight.data[rows, :256] = value  # half a row; the sample is every 256th
+        seen.append(watch._oscillation(trainer, "layers.0"))
+    assert watch._codes["layers.0"].shape == (16, 512)
+    assert [row.get("changed") for row in seen] == [None, 1 / 32, 0.0, 15 / 32]
+
+
 def test_a_resumed_run_drops_what_it_writes_again(small: Make, tmp_path: Path) -> None:
     class Stop(Callback):
         def on_step(self, trainer: Trainer, report: Any) -> None:
