@@ -173,20 +173,28 @@ class MicroBatches:
                 keys = itertools.compress(self._keys, self._weights)
                 self._of_weights[[key not in divided for key in keys]] = 0
 
-    def end(self, stop: bool) -> Outcome:
-        """Put together what all ranks found; every rank has the same then."""
+    def send(self, stop: bool) -> None:
+        """Begin to put together what all ranks found, after this rank's micro-batches."""
+        self._stop = stop
         if self.alone:
-            total, hits, labels = self._rows[0, :3].tolist()
-            return Outcome(total / labels, int(hits), int(labels), stop)
+            return
         counts = self._counts()
         counts[self._weights] = 0 if self._of_weights is None else self._of_weights
         if self._parallel is not None:  # what its tensor parallel ranks have alike counts once
             self._rows[...] = 0
             counts[[not self._parallel.divides(*key) for key in self._keys]] = 0
-        table = np.concatenate([self._rows.reshape(-1), counts.reshape(-1), [float(stop)]])
-        self.ranks.all_reduce(table).wait()
+        self._table = np.concatenate([self._rows.reshape(-1), counts.reshape(-1), [float(stop)]])
+        self._sent = self.ranks.all_reduce(self._table)
+
+    def end(self) -> Outcome:
+        """What all ranks found, after `send`; every rank has the same then."""
+        if self.alone:
+            total, hits, labels = self._rows[0, :3].tolist()
+            return Outcome(total / labels, int(hits), int(labels), self._stop)
+        self._sent.wait()
+        table = self._table
         rows = table[: self._rows.size].reshape(self._rows.shape)
-        gained = table[self._rows.size : -1].reshape(counts.shape)
+        gained = table[self._rows.size : -1].reshape(self._before.shape)
         self._move_buffers(rows[rows[:, 2] > 0])
         totals = (self._before + gained).astype(np.int64).tolist()
         self.quant.load_counts(self._keys, totals)

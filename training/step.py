@@ -219,11 +219,14 @@ class TrainStep:
                 with buckets.micro_batch(last=last, step=step) if buckets else nullcontext():
                     self._backward(part)
         if self.buckets is not None:
+            self.buckets.start(step)
+        micro.send(self.told_to_stop)  # beside the sum of the gradients
+        if self.buckets is not None:
             self.buckets.finish(step)
             self.grid.data.synchronize()  # what reads the GPU next has no time limit
         if self.parallel is not None:
             self.parallel.finish()
-        outcome = micro.end(self.told_to_stop)
+        outcome = micro.end()
         if self.config.update == "after_backward":
             self._update(batch)
         return outcome
@@ -303,7 +306,8 @@ class TrainStep:
             return read
         self.ranks.synchronize()
         micro.record(part, float(loss.item()), int(hits.item()))
-        done = micro.end(self.told_to_stop), not bad.item()
+        micro.send(self.told_to_stop)
+        done = micro.end(), not bad.item()
         return lambda: done
 
     def _whole_step(

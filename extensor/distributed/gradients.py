@@ -196,6 +196,21 @@ class GradientBuckets:
         if last:
             self._start()
 
+    def start(self, step: int) -> None:
+        """Start what has not started: other collectives may begin then, on all ranks, or `finish`.
+
+        Args:
+            step: as in `micro_batch`; a rank without any micro-batch calls this alone.
+
+        >>> from extensor.distributed import GradientBuckets, LocalCommunicator
+        >>> buckets = GradientBuckets([et.nn.Parameter([1.0])], LocalCommunicator())
+        >>> buckets.start(step=0)
+        """
+        self._step = step
+        for bucket in self.buckets:
+            bucket.waiting.clear()
+        self._start()
+
     def finish(self, step: int) -> None:
         """Start what has not started, wait for all, and make the sums the gradients.
 
@@ -211,10 +226,7 @@ class GradientBuckets:
         >>> weight.grad.tolist()
         [2.0]
         """
-        self._step = step
-        for bucket in self.buckets:
-            bucket.waiting.clear()
-        self._start()
+        self.start(step)
         works = [bucket.work for bucket in self.buckets if bucket.work is not None]
         while works:  # in turns: all ranks start collectives in one order
             for work in works:

@@ -7,6 +7,7 @@ batches without any state to restore.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,10 @@ from .draws import Draws
 from .transforms import Normalize, Transform
 
 __all__ = ["Dataset", "Split", "batches", "evenly_spaced", "held_out", "pixel_statistics"]
+
+
+TOGETHER = 1 << 18
+"""Values of the batches that are made at once: of small images, numpy's calls take most time."""
 
 
 @dataclass(frozen=True)
@@ -137,17 +142,26 @@ def batches(
             f"order: expected indices in 0..{len(split) - 1}, got {order.min()}..{order.max()}"
         )
     normalize = Normalize(dataset.mean, dataset.std)
-    for index in range(start, -(-len(order) // batch_size)):
-        chosen, whole = order[index * batch_size : (index + 1) * batch_size], None
-        if mine is not None:
-            rows = mine(len(chosen))
-            chosen, whole = chosen[rows], Whole(rows.start, len(chosen), len(chosen))
-        images, draws = split.images[chosen], Draws(0, 0, chosen)
-        if augment is not None and len(chosen):
+    numbers = range(start, -(-len(order) // batch_size))
+    together = max(1, TOGETHER // (batch_size * math.prod(split.images.shape[1:])))
+    for first in range(0, len(numbers), together):
+        parts = []
+        for index in numbers[first : first + together]:
+            chosen, whole = order[index * batch_size : (index + 1) * batch_size], None
+            if mine is not None:
+                rows = mine(len(chosen))
+                chosen, whole = chosen[rows], Whole(rows.start, len(chosen), len(chosen))
+            parts.append((index, chosen, whole))
+        every = np.concatenate([chosen for _, chosen, _ in parts])
+        images, draws = split.images[every], Draws(0, 0, every)
+        if augment is not None and len(every):
             transform, seed, epoch = augment
-            draws = Draws(seed, epoch, chosen)
+            draws = Draws(seed, epoch, every)
             images = transform(images, draws)
-        yield Batch(index, normalize(images, draws), split.labels[chosen], whole)
+        images, end = normalize(images, draws), 0
+        for index, chosen, whole in parts:
+            begin, end = end, end + len(chosen)
+            yield Batch(index, images[begin:end], split.labels[chosen], whole)
 
 
 def evenly_spaced(members: np.ndarray, count: int) -> np.ndarray:

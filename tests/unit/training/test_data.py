@@ -23,7 +23,7 @@ from extensor.training.data.sources import (
     framed,
     parse_idx,
 )
-from extensor.training.data.transforms import RandomCrop
+from extensor.training.data.transforms import AUGMENTATIONS, RandomCrop
 from tests.unit.training.conftest import idx_bytes
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -276,6 +276,22 @@ def test_batches_cover_the_split_once_and_can_start_inside() -> None:
     later = list(batches(data, data.train, 4, order=order, start=2))
     assert later[0].index == 2
     assert np.array_equal(later[0].inputs, drawn[2].inputs)
+
+
+def test_batches_do_not_depend_on_how_many_are_made_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = load_dataset("digits")
+
+    def drawn(values: int) -> list[tuple[bytes, bytes, object]]:
+        monkeypatch.setattr("extensor.training.data.dataset.TOGETHER", values)
+        augment = AUGMENTATIONS["shift"], 3, 1
+        mine = batches(data, data.train, 50, start=3, augment=augment, mine=lambda n: slice(n // 2))
+        return [(b.inputs.tobytes(), b.labels.tobytes(), b.whole) for b in mine]
+
+    alone = drawn(1)
+    assert len(alone) == 26 and len(alone[-1][1]) == 8 * 18
+    assert drawn(5 * 50 * 784) == drawn(1 << 30) == alone
 
 
 def test_shifts_depend_on_the_image_not_the_batch() -> None:

@@ -296,7 +296,8 @@ def test_every_count_of_quantizing_survives_micro_batches() -> None:
         for part in micro.run(micro.divide(Batch(0, np.zeros((2, 2), np.float32), labels))):
             micro.record(part, 1.0, 0)
         state.load_telemetry(gained)
-        micro.end(stop=False)
+        micro.send(stop=False)
+        micro.end()
         assert dict(state.telemetry) == {
             key: sum([stats] * steps, QuantStats()) for key, stats in gained.items()
         }
@@ -331,5 +332,6 @@ def test_what_a_step_that_cannot_be_finished_has_changed_is_undone() -> None:
         model(et.from_numpy(part.batch.inputs))
         means.append(model[0].running_mean.numpy().copy())
         micro.record(part, 1.0, 0)
-    micro.end(stop=False)
+    micro.send(stop=False)
+    micro.end()
     np.testing.assert_allclose(model[0].running_mean.numpy(), np.mean(means, axis=0), rtol=1e-6)
