@@ -2,7 +2,7 @@
 
     python docs/how-to/torch_gpt.py [--recipe mxfp4] [--steps 300] [--text FILE]
 
-Everything but two lines is PyTorch. It takes about two minutes on two CPU cores and ends with the
+Everything but two lines is PyTorch. It takes about half a minute on two CPU cores and ends with the
 loss on text that it has not seen, and a line that it writes.
 """
 
