@@ -131,7 +131,6 @@ def check_captured(run: Any) -> None:
             "what rounding left over is rescaled between steps by a loss scale that changes",
             "--loss-scale off, or --grad-rounding stochastic",
         ),
-        (config.shard == "none", "each rank updates whole weights", "leave --shard out"),
         (
             size == 1 or not (micro.running or micro.draws),
             "batch norms and dropout take the buffers of a micro-batch",

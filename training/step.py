@@ -257,16 +257,17 @@ class TrainStep:
         self.scaler.unscale_(self.optimizer)
         if batch is not None:
             self.see_gradients(batch)
+        sharded = self.config.shard != "none"
         if self.config.clip_norm and self.parallel is not None:
             split = self.parallel.split
             params = dict(self.model.named_parameters())
             whole = [param for name, param in params.items() if name not in split]
             parts = [params[name] for name in sorted(split)]
             clip_in_any_order(parts, self.config.clip_norm, self.grid.tensor, whole)
-        elif self.config.clip_norm and (self.buckets is None or self.graph):
+        elif self.config.clip_norm and (self.buckets is None or (self.graph and not sharded)):
             clip_grad_norm(self.optimizer.params, self.config.clip_norm, nonfinite="return")
         elif self.config.clip_norm:
-            holders = None if self.config.shard == "none" else self.ranks
+            holders = self.ranks if sharded else None
             clip_in_any_order(self.optimizer.params, self.config.clip_norm, holders)
         self.scaler.step(self.optimizer)
         bad = self.scaler.found_nonfinite(self.optimizer)

@@ -11,6 +11,7 @@ import numpy as np
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.registry import get as get_backend
 from extensor.distributed.communicator import Array, Communicator
+from extensor.optim.clip import clip_captured
 
 __all__ = ["clip_grad_norm", "square_sum"]
 
@@ -67,7 +68,7 @@ def clip_grad_norm(
     max_norm: float,
     ranks: Communicator | None = None,
     shared: Iterable[ExTensor] = (),
-) -> float:
+) -> float | ExTensor:
     """Scale gradients in place so that their joint 2-norm is at most ``max_norm``.
 
     As `extensor.optim.clip_grad_norm` with ``nonfinite="return"``, but with the same bits whether
@@ -80,7 +81,9 @@ def clip_grad_norm(
         shared: tensors that all ``ranks`` hold alike: they count once.
 
     Returns:
-        The norm before clipping; where it is not finite, nothing is scaled.
+        The norm before clipping; where it is not finite, nothing is scaled. While a step is
+        captured (`extensor.capture`) a tensor of shape (): the sums of squares are added in
+        float64, in an order that depends on the division.
 
     Raises:
         ValueError: for a ``max_norm`` not above 0.
@@ -98,7 +101,21 @@ def clip_grad_norm(
     )
     backend = (own + alike)[0][1] if own or alike else None  # all are of one device
     counted = own + (alike if ranks is None or ranks.rank == 0 else [])
+    if backend is not None and backend.capturing is not None:
+        return _clip_captured(backend, own + alike, counted, max_norm, ranks)
     norm = math.sqrt(square_sum([grad for grad, _ in counted], ranks, backend))
     if backend is not None and norm > max_norm and math.isfinite(norm):
         backend.scale_multi_tensor([grad for grad, _ in own + alike], max_norm / norm)
     return norm
+
+
+def _clip_captured(
+    backend: Any, grads: list[Any], counted: list[Any], max_norm: float, ranks: Communicator | None
+) -> ExTensor:
+    total = backend.square_sum_multi_tensor([grad for grad, _ in counted if grad.size]).reshape(1)
+    if ranks is not None:
+        with ranks.beside():
+            ranks.all_reduce(total).wait()
+        ranks.join()
+    arrays = [grad for grad, _ in grads]
+    return clip_captured(backend, arrays, total.reshape(()), max_norm, "return")

@@ -118,11 +118,19 @@ class ShardedBuckets(GradientBuckets):
         [2.0]
         """
         super().finish(step)
-        sums = [(bucket.sums, bucket.backend) for bucket in self.buckets]
-        bad = np.array([int(not all(backend.all_finite(s) for s, backend in sums))])
+        sums, backend = [bucket.sums for bucket in self.buckets], self.buckets[0].backend
+        if (capture := backend.capturing) is not None:
+            with self.ranks.beside():
+                flag = capture.nonfinite(sums, None).reshape(1)
+                self.ranks.all_reduce(flag, "max").wait()
+            self.ranks.join()
+            for array in sums:
+                array[...] = backend.xp.where(flag != 0, np.float32(np.nan), array)
+            return
+        bad = np.array([int(not all(map(backend.all_finite, sums)))])
         self.ranks.all_reduce(bad, "max").wait()
         if bad[0]:
-            for array, _ in sums:
+            for array in sums:
                 array[...] = np.nan
 
     def gather(self) -> None:

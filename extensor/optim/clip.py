@@ -59,7 +59,7 @@ def clip_grad_norm(
     each = [(b, [g for g, backend in grads if backend is b]) for b in backends]
     sums = [backend.square_sum_multi_tensor(arrays) for backend, arrays in each]
     if len(each) == 1 and each[0][0].capturing is not None:
-        return _clip_captured(*each[0], sums[0], max_norm, nonfinite)
+        return clip_captured(*each[0], sums[0], max_norm, nonfinite)
     norm = math.sqrt(sum(float(total) for total in sums))
     if not math.isfinite(norm):
         if nonfinite == "raise":
@@ -74,10 +74,10 @@ def clip_grad_norm(
     return norm
 
 
-def _clip_captured(
+def clip_captured(
     backend: Any, arrays: list[Array], total: Array, max_norm: float, nonfinite: str
 ) -> ExTensor:
-    """Clip without waiting for the device: the factor stays there, 1 if nothing is to be scaled."""
+    """Clip by the root of ``total`` without waiting: the factor stays on the device."""
     xp = backend.xp
     norm = xp.sqrt(total)
     if nonfinite == "raise":
