@@ -23,7 +23,7 @@ from extensor.distributed.communicator import Array, Communicator
 from extensor.distributed.gradients import Bucket
 from extensor.nn.linear import Linear
 from extensor.ops.recipe_operands import slot_spec
-from extensor.quant.array import QuantArray
+from extensor.quant.array import QuantArray, stored_nbytes
 from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 
@@ -35,7 +35,6 @@ ROWS = 32
 GROUP_BYTES = 128 << 20
 """Of codes that are gathered together, at most, unless one weight has more: the block of a
 transformer of width 4096 in FP4."""
-_PARTS = ("codes", "scales")
 _RULES = ("amax", "four_over_six")
 """Of NVFP4's, under which the scale of the whole follows from its largest value alone."""
 
@@ -94,18 +93,21 @@ class PackedWeight:
         fits = isinstance(tile, tuple) and all(ROWS % side == 0 for side in tile)
         return spec if alone and fits else None
 
-    def whole(self, mine: QuantArray, wholes: Sequence[Array]) -> QuantArray:
+    def whole(self, mine: QuantArray, codes: Array, scales: Array) -> QuantArray:
         """All ranks' rows.
 
         Args:
             mine: this rank's.
-            wholes: its codes and scales, flat, each gathered.
+            codes: all ranks', flat.
+            scales: likewise.
         """
-        found = {}
-        for name, whole in zip(_PARTS, wholes, strict=True):
-            first, *others = mine.parts[name].shape
-            found[name] = whole.reshape(self._size * first, *others)
-        return replace(mine, **found, shape=(self._size * self.shape[0], self.shape[1]))
+        (rows, *of_codes), (blocks, *of_scales) = mine.codes.shape, mine.scales.shape
+        return replace(
+            mine,
+            codes=codes.reshape(self._size * rows, *of_codes),
+            scales=scales.reshape(self._size * blocks, *of_scales),
+            shape=(self._size * self.shape[0], self.shape[1]),
+        )
 
     def give(self, slot: str, packed: Packed) -> None:
         """Let the layer multiply these codes, until its operands are dropped."""
@@ -137,8 +139,9 @@ class PackedWeights:
         self.ranks, self.weights, self.received = ranks, dict[int, PackedWeight](), 0
         self._gather = gather
         self._recipes: dict[int, Any] = {}
-        self._mine: dict[Key, Packed] = {}
+        self._specs: dict[Key, QuantSpec] = {}
         self._groups: dict[Key, list[Key]] = {}
+        self._mine: dict[Key, Packed] = {}
         self._there: dict[Key, Packed] = {}
 
     def add(self, bucket: Bucket, layers: Sequence[Any], owners: int, piece: ExTensor) -> None:
@@ -177,39 +180,48 @@ class PackedWeights:
         weight, key = self.weights.get(id(bucket)), (id(bucket), slot)
         if weight is None:
             return None
-        if not self._recipes or self._recipes[id(bucket)] is not weight.recipe:
-            self._pack()
-        if key in self._mine and key not in self._there:
+        if id(bucket) not in self._recipes or self._recipes[id(bucket)] is not weight.recipe:
+            self._plan()
+        if key in self._specs and key not in self._there:
+            if not self._mine:
+                self._mine = self._packed()
             self._gather_group(self._groups[key])
         return self._there.get(key)
 
     def forget(self) -> None:
         """Drop what was packed, of weights that have changed."""
-        self._recipes, self._mine, self._there = {}, {}, {}
+        self._mine, self._there = {}, {}
 
-    def _pack(self) -> None:
-        """Pack all of this rank's rows."""
+    def _plan(self) -> None:
+        """What is packed, and gathered together: neighbours, each product by itself."""
         self.forget()
         self._recipes = {key: weight.recipe for key, weight in self.weights.items()}
         specs = {key: weight.specs() for key, weight in self.weights.items()}
-        largest = self._largest(specs)
-        self._groups, group, size = {}, list[Key](), 0
+        self._specs, self._groups = {}, {}
         for slot in AXES:
+            group, size = list[Key](), 0
             for key, weight in self.weights.items():
                 if (spec := specs[key].get(slot)) is None:
                     continue
-                amax = largest[key] if spec.row.tensor_scale else None
-                backend = weight.bucket.backend
-                q, counts = backend.quantize(weight.rows, spec, None, None, amax)
-                size += q.nbytes * self.ranks.size
-                if not group or group[0][1] != slot or size > GROUP_BYTES:
-                    group, size = [], q.nbytes * self.ranks.size
+                nbytes = self.ranks.size * stored_nbytes(spec, weight.shape)
+                if size + nbytes > GROUP_BYTES:
+                    group, size = [], 0
                 group.append((key, slot))
-                self._groups[key, slot], self._mine[key, slot] = group, (q, counts)
+                size += nbytes
+                self._groups[key, slot], self._specs[key, slot] = group, spec
 
-    def _largest(self, specs: dict[int, dict[str, QuantSpec]]) -> dict[int, Array]:
+    def _packed(self) -> dict[Key, Packed]:
+        """All of this rank's rows."""
+        largest, found = self._largest(), {}
+        for (key, slot), spec in self._specs.items():
+            weight, amax = self.weights[key], largest[key] if spec.row.tensor_scale else None
+            found[key, slot] = weight.bucket.backend.quantize(weight.rows, spec, None, None, amax)
+        return found
+
+    def _largest(self) -> dict[int, Array]:
         """The largest magnitudes of whole weights that have a scale of their own."""
-        scaled = [k for k, each in specs.items() if any(s.row.tensor_scale for s in each.values())]
+        found = (key for (key, _), spec in self._specs.items() if spec.row.tensor_scale)
+        scaled = list(dict.fromkeys(found))
         if not scaled:
             return {}
         backend = self.weights[scaled[0]].bucket.backend
@@ -217,16 +229,17 @@ class PackedWeights:
             bits = backend.largest_multi_tensor([self.weights[key].rows for key in scaled])
             self.ranks.all_reduce(bits, "max").wait()  # bits of magnitudes are in their order
         self.ranks.join()
-        found = bits.view(np.float32)
-        return {key: found[i : i + 1].reshape(()) for i, key in enumerate(scaled)}
+        floats = bits.view(np.float32)
+        return {key: floats[i : i + 1].reshape(()) for i, key in enumerate(scaled)}
 
     def _gather_group(self, group: Sequence[Key]) -> None:
         self._there = {}  # before, so that the next ones may lie in the same memory
         mine = [self._mine[key] for key in group]
         xp = self.weights[group[0][0]].bucket.backend.xp
-        parts = [xp.ascontiguousarray(q.parts[n]).reshape(-1) for q, _ in mine for n in _PARTS]
+        arrays = [part for q, _ in mine for part in (q.codes, q.scales)]
+        parts = [xp.ascontiguousarray(part).reshape(-1) for part in arrays]
         wholes = self._gather(parts)
         self.received += (self.ranks.size - 1) * sum(part.nbytes for part in parts)
         for i, (key, (q, counts)) in enumerate(zip(group, mine, strict=True)):
-            whole = self.weights[key[0]].whole(q, wholes[2 * i : 2 * i + 2])
+            whole = self.weights[key[0]].whole(q, *wholes[2 * i : 2 * i + 2])
             self._there[key] = whole, counts
