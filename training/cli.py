@@ -134,7 +134,9 @@ def run(name: str, argv: Sequence[str]) -> int:
         say(f"error: {error}")
         return EXIT_FAILED
     except MemoryError as error:
-        reason = "a kernel got none from the system" if "bad_alloc" in str(error) else error
+        reason = str(error)
+        if not reason or "bad_alloc" in reason:  # Python says nothing, as where data are read
+            reason = f"{'a kernel' if reason else 'Python'} got none from the system"
         say(f"error: out of memory: {reason}")
         return EXIT_FAILED
     except OSError as error:  # the folder cannot be made, the disk is full

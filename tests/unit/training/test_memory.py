@@ -119,6 +119,7 @@ def test_the_command_ends_with_an_error_where_memory_runs_out(
     for raised, reason in (
         ("requested 8 bytes", "requested 8 bytes"),
         ("std::bad_alloc", "a kernel got none from the system"),  # as the C++ core raises it
+        ("", "Python got none from the system"),
     ):
 
         def full(*args: Any, text: str = raised, **more: Any) -> Any:
