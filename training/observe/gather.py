@@ -74,14 +74,8 @@ def _row(
     rates: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     values = [_value(queue, f) for _, f in pairs]
-    gaps, train_gaps = [], []
-    for value, (_, finished) in zip(values, pairs, strict=True):
-        other = base.get(finished.seed)
-        if value is None or other is None or (start := _value(queue, other)) is None:
-            continue
-        gaps.append(queue.metric.difference(value, start))
-        train, trained = finished.result["train_loss"], other.result["train_loss"]
-        train_gaps.append(100 * (train - trained) / trained if train and trained else None)
+    both = [_differences(queue, f, base[f.seed]) for _, f in pairs if f.seed in base]
+    known = [(gap, train_gap) for gap, train_gap in both if gap is not None]
     costs = [entry.cost for entry, _ in pairs]
     curves = [_curve(queue, f) for _, f in pairs]
     gap_curves = [
@@ -94,8 +88,8 @@ def _row(
         for other in [_curve(queue, base[f.seed])]
     ]
     mean, error = _mean(values)
-    gap, gap_error = _mean(gaps)
-    train_gap, train_gap_error = _mean(train_gaps)
+    gap, gap_error = _mean([gap for gap, _ in known])
+    train_gap, train_gap_error = _mean([train_gap for _, train_gap in known])
     joules = [c.joules for c in costs]
     curve, gap_curve = (
         [_mean(values)[0] for values in zip(*columns, strict=False)]
@@ -135,11 +129,29 @@ def _pair(
     queue: Queue, arm: str, other: str, ones: list[Pair], others: list[Pair]
 ) -> dict[str, Any]:
     """How much worse an arm is than another, by the seeds that both have."""
-    of_seed = {finished.seed: _value(queue, finished) for _, finished in others}
-    found = [(_value(queue, f), of_seed[f.seed]) for _, f in ones if f.seed in of_seed]
-    gaps = [None if a is None or b is None else queue.metric.difference(a, b) for a, b in found]
-    mean, error = _mean(gaps)
-    return {"arm": arm, "other": other, "gaps": gaps, "gap": mean, "gap_standard_error": error}
+    of_seed = {finished.seed: finished for _, finished in others}
+    found = [_differences(queue, f, of_seed[f.seed]) for _, f in ones if f.seed in of_seed]
+    gaps, train_gaps = [gap for gap, _ in found], [train_gap for _, train_gap in found]
+    (gap, error), (train_gap, train_error) = _mean(gaps), _mean(train_gaps)
+    return {
+        "arm": arm,
+        "other": other,
+        "gaps": gaps,
+        "gap": gap,
+        "gap_standard_error": error,
+        "train_gap": train_gap,
+        "train_gap_standard_error": train_error,
+    }
+
+
+def _differences(queue: Queue, one: Finished, other: Finished) -> tuple[float | None, float | None]:
+    """How much worse a run is than another: by the metric, and its training loss in per cent."""
+    value, start = _value(queue, one), _value(queue, other)
+    train, trained = one.result["train_loss"], other.result["train_loss"]
+    return (
+        None if value is None or start is None else queue.metric.difference(value, start),
+        100 * (train - trained) / trained if train and trained else None,
+    )
 
 
 def _curve(queue: Queue, finished: Finished) -> list[Any]:

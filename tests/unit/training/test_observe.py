@@ -131,7 +131,8 @@ def test_arms_go_on_from_the_baselines_first_epochs(here: None, tmp_path: Path) 
     assert costs == [(None, 7), (40.0, 7)]  # of the trunk, too, as seconds are
     assert results["pairs"] == [
         {"arm": arms[1], "other": "fp32", "gaps": [results["arms"][1]["gap"]],
-         "gap": results["arms"][1]["gap"], "gap_standard_error": None}
+         **{key: results["arms"][1][key] for key in (
+             "gap", "gap_standard_error", "train_gap", "train_gap_standard_error")}}
     ]  # fmt: skip
     write_page(results, tmp_path / "index.html")
     page = (tmp_path / "index.html").read_text()
