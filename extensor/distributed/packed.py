@@ -131,12 +131,14 @@ class PackedWeights:
     Attributes:
         weights: by the ``id`` of their buckets.
         received: bytes of other ranks' rows.
+        nbytes: of gathered rows that are there.
     """
 
     def __init__(
         self, ranks: Communicator, gather: Callable[[Sequence[Array]], list[Array]]
     ) -> None:
         self.ranks, self.weights, self.received = ranks, dict[int, PackedWeight](), 0
+        self.nbytes = 0
         self._gather = gather
         self._recipes: dict[int, Any] = {}
         self._specs: dict[Key, QuantSpec] = {}
@@ -162,11 +164,6 @@ class PackedWeights:
             self.weights[id(bucket)] = PackedWeight(layer, bucket, piece, self.ranks.size)
 
     @property
-    def nbytes(self) -> int:
-        """Of gathered rows that are there."""
-        return sum(q.nbytes for q, _ in self._there.values())
-
-    @property
     def slots(self) -> set[tuple[str, str]]:
         """What is packed: paths of layers, and products."""
         contexts = ((self.weights[key].layer.quant, slot) for key, slot in self._mine)
@@ -190,7 +187,7 @@ class PackedWeights:
 
     def forget(self) -> None:
         """Drop what was packed, of weights that have changed."""
-        self._mine, self._there = {}, {}
+        self._mine, self._there, self.nbytes = {}, {}, 0
 
     def _plan(self) -> None:
         """What is packed, and gathered together: neighbours, each product by itself."""
@@ -239,7 +236,9 @@ class PackedWeights:
         arrays = [part for q, _ in mine for part in (q.codes, q.scales)]
         parts = [xp.ascontiguousarray(part).reshape(-1) for part in arrays]
         wholes = self._gather(parts)
-        self.received += (self.ranks.size - 1) * sum(part.nbytes for part in parts)
+        own = sum(part.nbytes for part in parts)
+        self.received += (self.ranks.size - 1) * own
+        self.nbytes = self.ranks.size * own
         for i, (key, (q, counts)) in enumerate(zip(group, mine, strict=True)):
             whole = self.weights[key[0]].whole(q, *wholes[2 * i : 2 * i + 2])
             self._there[key] = whole, counts
