@@ -393,10 +393,10 @@ class Recipe:
             float32, a gradient has its tensor's dtype, and parameters and their gradients stay
             float32. Norms whose results only layers read (`Module.feeds_layers`) round them too.
         saved_input: what a layer keeps of its input for backward: "packed", the operand of its
-            weight's gradient in its format, or "input", the input as it is. None: packed, but in
-            a torch model on a GPU the input, which torch's graph may hold anyway. Gradients are the
-            same. A convolution's packed patches would take more than its input, so that it keeps
-            this rounded to odd (`extensor.quant.kept`).
+            weight's gradient in its format, or "input", the input as it is. None: packed. The
+            graph of a torch model keeps its inputs anyway. Gradients are the same. A convolution's
+            packed patches would take more than its input, so that it keeps this rounded to odd
+            (`extensor.quant.kept`).
         saved: rules for what other operations keep, in order; the first that matches the module and
             the slot decides. Gradients are those at what is stored.
         operands: changes of single operands, made one after the other once ``rules`` have chosen.

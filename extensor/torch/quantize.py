@@ -51,8 +51,8 @@ def quantize_(
     Raises:
         TypeError: for what is no module, no recipe or no rule; for parameters that no backend
             reads: float64, complex, sparse or meta.
-        ValueError: for an unknown recipe, a rule that matches no layer, a model without layers, or
-            a seed or step out of range. The model is unchanged then.
+        ValueError: for an unknown recipe, a rule that matches no layer, a model without layers, a
+            recipe with `saved` rules, or a seed or step out of range. The model is unchanged then.
 
     >>> import extensor.torch as ext
     >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 2))
@@ -68,6 +68,11 @@ def quantize_(
     if isinstance(rules, Mapping):
         uses = {match: _LEAVE if use is None else use for match, use in rules.items()}
     full = with_rules("quantize_", recipe, uses)
+    if full.saved:
+        raise ValueError(
+            f"quantize_: recipe {full.name!r} says how other operations store what they keep, and "
+            "in a torch model those are torch's; expected a recipe whose saved is ()"
+        )
     Stream(seed, step)  # checks both
     layers = _layers(model)
     if not layers:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import extensor as et
-from extensor.quant.recipe import Gemm, LayerRecipe
+from extensor.quant.recipe import Gemm, LayerRecipe, SavedRule
 
 torch = pytest.importorskip("torch")
 ext = pytest.importorskip("extensor.torch")
@@ -509,9 +509,11 @@ def test_a_rule_that_matches_nothing_changes_nothing() -> None:
 
 def test_what_cannot_be_quantized_says_so() -> None:
     linear = nn.Linear(32, 32)
+    stores = replace(FORWARD_TOO, saved=(SavedRule("*", "mxfp8"),))
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ("model", {}, TypeError, "expected a torch.nn.Module, got str"),
         (linear, {"recipe": "mxpf4"}, ValueError, "mxfp4"),
+        (linear, {"recipe": stores}, ValueError, r"'stochastic' says how .* whose saved is \(\)"),
         (linear, {"recipe": 4}, TypeError, "expected a Recipe or the name of one"),
         (linear, {"seed": -1}, ValueError, "seed: expected"),
         (linear, {"step": -1}, ValueError, "step: expected"),
