@@ -163,12 +163,13 @@ def multiplied(
     what: object,
     span: float = 0,
     least: tuple[float, float] = (0.0, 0.0),
+    most: int = 1 << 26,
 ) -> str:
-    """`judged` of x w^T, by some rows of w at a time.
+    """`judged` of x w^T, by rows of w of up to ``most`` values at a time.
 
     In the bound each |w| is ``span`` more, and what is not 0 has a magnitude of ``least`` or more.
     """
-    wide, some = x.astype(np.float64), max((1 << 26) // max(len(x), w.shape[1]), 1)
+    wide, some = x.astype(np.float64), max(most // max(len(x), w.shape[1]), 1)
     large = abs(wide).clip(least[0], None) * (wide != 0)
     for at in (slice(start, start + some) for start in range(0, len(w), some)):
         b = w[at].astype(np.float64)

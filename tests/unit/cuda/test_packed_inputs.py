@@ -23,6 +23,7 @@ from extensor.quant.round_to_odd import odd_bits, odd_planes
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import quantize
 from extensor_cuda.matmul import prepare, tuned
+from tests.recipes import DISTINCT
 from tests.unit.cuda import dry
 from tests.unit.cuda.fake import FakeCupy
 from tests.unit.cuda.graphs import both, gpt, lenet, train
@@ -118,7 +119,7 @@ def are_the_same(make: Callable[[], nn.Module], x: np.ndarray, recipe: Any, dtyp
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_gradients_are_those_of_inputs_that_are_kept(gpu: Any, name: str, dtype: str) -> None:
     if name in ON_A_GPU and isinstance(gpu.xp, FakeCupy):
         pytest.skip("runs on a GPU only")
@@ -131,7 +132,7 @@ def test_gradients_are_those_of_inputs_that_are_kept(gpu: Any, name: str, dtype:
     are_the_same(partial(Rows, 64), rows, recipe, dtype)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_gradients_of_tensor_cores_are_those_of_inputs_that_are_kept(
     hopper_gpu: Any, name: str
 ) -> None:
@@ -178,7 +179,7 @@ REBASED = ("mxfp8_rebased",)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in REBASED])
+@pytest.mark.parametrize("name", [name for name in DISTINCT if name not in REBASED])
 def test_a_layer_keeps_the_bytes_of_the_formula(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
 ) -> None:
@@ -207,7 +208,7 @@ def test_what_is_decoded_of_weights_in_blocks_is_not_kept(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_a_convolution_keeps_the_bytes_of_the_formula(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import extensor as et
 from extensor import models
 from extensor.distributed import GradientBuckets, LocalCommunicator, run_ranks
-from extensor.quant.recipes import RECIPES
+from tests.recipes import DISTINCT
 
 PARTS, STEPS, CONTEXT = 2, 2, 16
 """Micro-batches of a step, steps, tokens of a sequence."""
@@ -37,7 +37,7 @@ def trained(ranks: LocalCommunicator, recipe: str) -> dict[str, bytes]:
     return {name: param.data.tobytes() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", DISTINCT)
 def test_two_ranks_train_the_weights_of_one(recipe: str) -> None:
     alone = trained(LocalCommunicator(), recipe)
     assert run_ranks(2, lambda ranks: trained(ranks, recipe)) == [alone] * 2

@@ -25,6 +25,7 @@ from extensor.quant.recipes import RECIPES
 from extensor.quant.round_to_odd import odd_bits, round_to_odd
 from extensor.quant.scale_rules import E8M0_RULES
 from extensor.quant.spec import QuantSpec
+from tests.recipes import DISTINCT
 
 F32 = np.dtype(np.float32)
 
@@ -57,7 +58,7 @@ def step(recipe: Any, saved: str, dtype: str = "float32", rows: int = 70) -> lis
     return [x.grad.numpy(), *(p.grad.numpy() for p in model.parameters()), dict(state.telemetry)]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_gradients_and_counts_are_those_of_inputs_that_are_kept(name: str) -> None:
     for dtype, rows in (("float32", 70), ("bfloat16", 6)):
         kept, packed = (step(RECIPES[name], how, dtype, rows) for how in ("input", "packed"))
@@ -96,7 +97,7 @@ def saved_by(model: nn.Module, x: et.ExTensor) -> Counter[str]:
 
 
 @needs_core
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", DISTINCT)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recipes_keep_what_their_formula_says(name: str, dtype: str) -> None:
     layers = RECIPES[name].layers
@@ -225,7 +226,7 @@ def images_are_the_same(name: str, dtype: str) -> None:
         assert a.tobytes() == b.tobytes()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", DISTINCT)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_of_images_are_those_of_images_that_are_kept(name: str, dtype: str) -> None:
     images_are_the_same(name, dtype)
